@@ -6,8 +6,8 @@ tokens of width 7168, whose 8 experts of 256 are in 4 of 8 groups, as DeepSeek-V
     dispatch    each row once to each rank that has one of its experts, in FP8 with its scales, and the copy out of the
                 buffer that other ranks write to
     combine     each result in BF16 to the rank of its token
-    plain       each row in BF16 to each of its experts, and the results back: only the two collectives, without the
-                permutation before and after them
+    plain       each row in BF16 to each of its experts, and the results back, by `all_to_all_single`: alone, and with
+                the permutation of the rows before the first one and of the results after the second one
     copy        to the memory of the next rank, by all ranks at the same time
 
 The speed is that of the bytes that leave a rank's GPU, the mean of all ranks. Kernels on symmetric memory are captured
@@ -19,7 +19,7 @@ Source: DeepSeek-V3 (arXiv 2412.19437) §2.1.2 and §3.2.2.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from statistics import median
@@ -39,7 +39,7 @@ from octile.scaled import ScaledTensor
 
 TOKENS, HIDDEN, CHOSEN, EXPERTS, GROUPS, LIMIT = 4096, 7168, 8, 256, 8, 4
 SMS = (8, 16, 24, 32, 48, 64, 96, 128)
-CHUNKS = ((1024, 8, 8), (2048, 4, 8), (2048, 4, 16), (2048, 8, 8), (2048, 16, 16), (1024, 16, 16), (2048, 8, 32))
+BLOCKS = ((8192, 8), (8192, 16), (16384, 8), (16384, 16), (32768, 16), (16384, 32))  # words at a time, warps
 COPY_BYTES = 256 * 2**20
 GEMM = 8192, 4096, 7168
 CALLS, ROUNDS = 10, 5
@@ -90,10 +90,10 @@ def _measure(device: torch.device) -> Iterator[Row]:
 
     copy = Exchange(*_peer_copy(memory, device))
     copy_speed = _speed(copy, _seconds(copy.call))
-    plain = _plain(experts_TK, x)
-    plain_seconds = _seconds(plain.call)
+    plain = _plain(experts_TK, x, False)
+    plain_seconds = {"plain": _seconds(plain.call), "plain, permuted": _seconds(_plain(experts_TK, x, True).call)}
     yield Row("copy to a peer", f"{_mb(copy)}", copy_speed, "GB/s")
-    speed = _speed(plain, plain_seconds)
+    speed = _speed(plain, plain_seconds["plain"])
     yield compare("plain all_to_all_single", f"BF16 and back, {_mb(plain)}", speed, "GB/s", "copy", copy_speed)
 
     plan = collectives.plan(experts_TK, load_E)
@@ -102,33 +102,34 @@ def _measure(device: torch.device) -> Iterator[Row]:
     times = [_seconds(e.call) for e in both]
     for what, e, seconds in zip(("dispatch FP8", "combine BF16"), both, times, strict=True):
         yield compare("all_to_all_single", f"{what}, {_mb(e)}", _speed(e, seconds), "GB/s", "copy", copy_speed)
-    yield _vs_plain("all_to_all_single", sum(times), plain_seconds)
+    yield from _vs_plain("all_to_all_single", sum(times), plain_seconds)
 
     plan = peers.plan(experts_TK, load_E)
     y = torch.randn(len(plan.order_R), HIDDEN, device=device, dtype=torch.bfloat16)
     both = [_dispatch(peers, q, plan, experts_TK), _combine(peers, y, plan, experts_TK)]
     gemm, (m, n, k) = _gemm(device), GEMM
-    alone = _seconds(gemm)
+    gemms = _captured(gemm)
+    alone = _graph_seconds(gemms.replay)
     for num_sms in SMS:
         _use_sms(memory, num_sms)
         case = f"symmetric memory, {num_sms} SMs"
         graphs = [_captured(e.call) for e in both]
-        times = [_seconds(graph.replay) for graph in graphs]
+        times = [_graph_seconds(graph.replay) for graph in graphs]
         for what, e, seconds in zip(("dispatch FP8", "combine BF16"), both, times, strict=True):
             yield compare(case, f"{what}, {_mb(e)}", _speed(e, seconds), "GB/s", "copy", copy_speed)
-        yield _vs_plain(case, sum(times), plain_seconds)
-        together, exchanged = _seconds_together(gemm, graphs[1].replay)
+        yield from _vs_plain(case, sum(times), plain_seconds)
+        together, exchanged = _seconds_together(gemms.replay, graphs[1].replay)
         during, otherwise = (2e-12 * m * n * k / seconds for seconds in (together, alone))
         yield compare(case, "GEMM during combine", during, "TFLOPS", "alone", otherwise)
         yield compare(case, "combine during GEMM", _speed(both[1], exchanged), "GB/s", "copy", copy_speed)
     _use_sms(memory, None)
     for what, call in (("plan", partial(peers.plan, experts_TK, load_E)), ("barrier", memory.barrier)):
-        yield Row("symmetric memory", what, 1e6 * _seconds(_captured(call).replay), "µs")
-    for words, chunk_rows, warps in CHUNKS:
-        with _chunks(words, chunk_rows, warps):
+        yield Row("symmetric memory", what, 1e6 * _graph_seconds(_captured(call).replay), "µs")
+    for words, warps in BLOCKS:
+        with _blocks(words, warps):
             for what, e in zip(("dispatch FP8", "combine BF16"), both, strict=True):
-                seconds = _seconds(_captured(e.call).replay)
-                case = f"{words * 4} B × {chunk_rows} rows, {warps} warps"
+                seconds = _graph_seconds(_captured(e.call).replay)
+                case = f"{words // 256} KB at a time, {warps} warps"
                 yield compare(case, f"{what}, {_mb(e)}", _speed(e, seconds), "GB/s", "copy", copy_speed)
 
 
@@ -171,15 +172,19 @@ def _combine(dispatcher: ExpertDispatcher, y_RD: Tensor, plan: RoutingPlan, expe
     return Exchange(lambda: dispatcher.send_back(y_RD, plan), results_out * HIDDEN * 2)
 
 
-def _plain(experts_TK: Tensor, x: Tensor) -> Exchange:
+def _plain(experts_TK: Tensor, x: Tensor, permuted: bool) -> Exchange:
     counts = _is_to(experts_TK).sum((1, 2))
     arriving = torch.empty_like(counts)
     dist.all_to_all_single(arriving, counts)
     out, into = counts.tolist(), arriving.tolist()
-    sent = x.repeat_interleave(CHOSEN, 0)
+    order = experts_TK.flatten().argsort(stable=True)
+    token, place, sent = order // CHOSEN, order.argsort(), x.repeat_interleave(CHOSEN, 0)
 
     def there_and_back() -> None:
-        exchange(exchange(sent, out, into, _world()), into, out, _world())
+        rows = x.index_select(0, token) if permuted else sent
+        results = exchange(exchange(rows, out, into, _world()), into, out, _world())
+        if permuted:
+            results.index_select(0, place)
 
     return Exchange(there_and_back, (_others(counts) + _others(arriving)) * HIDDEN * 2)
 
@@ -200,17 +205,21 @@ def _gemm(device: torch.device) -> Callable[[], object]:
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    """Measure the median time of a call, in calls after one another; the slowest rank's."""
+    """Measure the median time of a call, in CALLS calls after one another; the slowest rank's."""
+    return _graph_seconds(lambda: [call() for _ in range(CALLS)])
+
+
+def _graph_seconds(calls: Callable[[], object]) -> float:
+    """Measure the same where `calls` makes all of them."""
     for _ in range(2):
-        call()
+        calls()
     found = []
     for _ in range(ROUNDS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         dist.barrier()
         start.record()
-        for _ in range(CALLS):
-            call()
+        calls()
         end.record()
         end.synchronize()
         found.append(start.elapsed_time(end) / 1e3 / CALLS)
@@ -218,7 +227,7 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def _seconds_together(first: Callable[[], object], second: Callable[[], object]) -> tuple[float, float]:
-    """Measure two calls in two streams at the same time: the time of each while the other one runs, too."""
+    """Measure CALLS calls of two kinds in two streams at the same time: the time of a call of each."""
     streams = torch.cuda.Stream(priority=0), torch.cuda.Stream(priority=-1)
     found: list[tuple[float, float]] = []
     for _ in range(ROUNDS):
@@ -227,10 +236,9 @@ def _seconds_together(first: Callable[[], object], second: Callable[[], object])
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in streams]
         for (start, _), stream in zip(events, streams, strict=True):
             start.record(stream)
-        for _ in range(CALLS):
-            for call, stream in zip((first, second), streams, strict=True):
-                with torch.cuda.stream(stream):
-                    call()
+        for calls, stream in zip((first, second), streams, strict=True):
+            with torch.cuda.stream(stream):
+                calls()
         for (_, end), stream in zip(events, streams, strict=True):
             end.record(stream)
         torch.cuda.synchronize()
@@ -246,13 +254,15 @@ def _slowest(seconds: float) -> float:
 
 
 def _captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """Capture CALLS calls after one another."""
     for _ in range(2):
         call()
     torch.cuda.synchronize()
     dist.barrier()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        call()
+        for _ in range(CALLS):
+            call()
     return graph
 
 
@@ -263,12 +273,12 @@ def _use_sms(memory: PeerMemory, num_sms: int | None) -> None:
 
 
 @contextmanager
-def _chunks(words: int, chunk_rows: int, warps: int) -> Iterator[None]:
+def _blocks(words: int, warps: int) -> Iterator[None]:
     """Use other sizes of what a program sends at a time."""
     from octile.kernels.triton.launch_config import PEER_ROWS
 
     before = dict(PEER_ROWS)
-    PEER_ROWS.update(words=words, rows=chunk_rows, num_warps=warps)
+    PEER_ROWS.update(words=words, num_warps=warps)
     try:
         yield
     finally:
@@ -281,9 +291,9 @@ def _speed(e: Exchange, seconds: float) -> float:
     return n_bytes.item() / dist.get_world_size() / seconds / 1e9
 
 
-def _vs_plain(case: str, seconds: float, plain_seconds: float) -> Row:
-    ours, theirs = (1e-6 * TOKENS / s for s in (seconds, plain_seconds))
-    return compare(case, "dispatch and combine", ours, "Mtokens/s", "plain", theirs)
+def _vs_plain(case: str, seconds: float, plain: Mapping[str, float]) -> Iterator[Row]:
+    for peer, theirs in plain.items():
+        yield compare(case, "dispatch and combine", 1e-6 * TOKENS / seconds, "Mtokens/s", peer, 1e-6 * TOKENS / theirs)
 
 
 def _mb(e: Exchange) -> str:

@@ -60,9 +60,10 @@ CASTS = (  # title, operators, floor and aim of each one's speed vs. a copy
 # octile bench dispatch
 
 DISPATCH = (  # what, its peer, floor and aim of the ratio
-    ("dispatch FP8", "a copy to a peer", 0.70, 0.85),
-    ("combine BF16", "a copy to a peer", 0.70, 0.85),
-    ("dispatch and combine", "plain all_to_all_single", 2.0, None),
+    ("dispatch FP8", "copy", 0.70, 0.85),
+    ("combine BF16", "copy", 0.70, 0.85),
+    ("dispatch and combine", "plain", 2.0, None),
+    ("dispatch and combine", "plain, permuted", 2.0, None),
 )
 
 # octile bench gemm
@@ -174,13 +175,14 @@ def casts_verdicts(rows: Sequence[Row]) -> str:
 def dispatch_verdicts(rows: Sequence[Row]) -> str:
     """Describe each goal of `octile bench dispatch` in a line, for the number of SMs that is best at it."""
     lines = []
-    for what, of, floor, aim in DISPATCH:
-        found = {row.case: row.against.ratio for row in rows if row.against and row.what.startswith(what)}
+    for what, peer, floor, aim in DISPATCH:
+        compared = [(row, row.against) for row in rows if row.against and row.against.peer == peer]
+        found = {row.case: against.ratio for row, against in compared if row.what.startswith(what)}
         ratios = {case: ratio for case, ratio in found.items() if case.startswith("symmetric memory")}
         if ratios:
             best = max(ratios, key=ratios.__getitem__)
             bounds = [f"{n} ≥ {b:.2f}× {_met(ratios[best] >= b)}" for n, b in (("floor", floor), ("aim", aim)) if b]
-            lines.append(f"{what}, vs. {of}: {ratios[best]:.3f}× ({best}): {', '.join(bounds)}")
+            lines.append(f"{what}, vs. {peer}: {ratios[best]:.3f}× ({best}): {', '.join(bounds)}")
     return "\n".join(lines)
 
 
