@@ -186,7 +186,11 @@ class ExpertShare(NamedTuple):
 
 
 def shard_experts(
-    model: nn.Module, ranks: Ranks = None, max_tokens: int | None = None, num_sms: int | None = None
+    model: nn.Module,
+    ranks: Ranks = None,
+    max_tokens: int | None = None,
+    max_rows: int | None = None,
+    num_sms: int | None = None,
 ) -> ExpertShare:
     """Spread the experts of a model's mixtures over ranks, of which each has the whole model before, and own tokens.
 
@@ -204,22 +208,24 @@ def shard_experts(
         max_tokens: the most tokens that a rank has in a forward pass, the same on all ranks. If the ranks are GPUs of
             one host that can write to each other's memory, kernels on symmetric memory then exchange the rows, and the
             host waits for nothing (`octile.parallel.symmetric_memory`). None, or other ranks: `all_to_all_single`.
-        num_sms: how many SMs these kernels use; None: a number that suits NVLink.
+        max_rows: how many rows the tensors of a rank's experts have for these kernels, the same on all ranks. No token
+            is dropped: more rows are a RuntimeError. None: as many as if all tokens of all ranks went to one rank.
+        num_sms: how many SMs these kernels use, at least 2; None: a number that suits NVLink.
 
     Raises:
         RuntimeError: torch.distributed is not initialized.
         TypeError: a mixture has experts of another class than `octile.nn.Experts`.
         ValueError: there is no mixture, one is sharded already, W does not divide its experts, or the ranks disagree
-            about the mixtures, their sizes or max_tokens; max_tokens or num_sms is less than 1. All ranks raise the
-            same error, and none is changed.
+            about the mixtures, their sizes or the numbers; max_tokens or max_rows is less than 1, or num_sms less
+            than 2. All ranks raise the same error, and none is changed.
     """
     from octile.parallel.symmetric_memory import PeerDispatcher, PeerMemory, why_not_peers  # which imports this module
 
-    for name, value in (("max_tokens", max_tokens), ("num_sms", num_sms)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, not {value}")
+    for name, value, least in (("max_tokens", max_tokens, 1), ("max_rows", max_rows, 1), ("num_sms", num_sms, 2)):
+        if value is not None and value < least:
+            raise ValueError(f"{name} must be at least {least}, not {value}")
     groups = _groups(ranks)
-    check_agreement("max_tokens and num_sms", f"{max_tokens} and {num_sms}", groups)
+    check_agreement("max_tokens, max_rows and num_sms", f"{max_tokens}, {max_rows} and {num_sms}", groups)
     mixtures = {name: m for name, m in model.named_modules() if isinstance(m, MoE)}
     check_agreement("the model's mixtures", "; ".join(_describe(*item) for item in mixtures.items()), groups)
     if not mixtures:
@@ -240,7 +246,7 @@ def shard_experts(
         if memory is None or max_tokens is None:
             moe.dispatcher = ExpertDispatcher(*sizes, ranks)
         else:
-            moe.dispatcher = PeerDispatcher(*sizes, memory, max_tokens)
+            moe.dispatcher = PeerDispatcher(*sizes, memory, max_tokens, max_rows)
         for weight in ("gate_up", "down"):
             setattr(moe.experts, weight, _cut(getattr(moe.experts, weight), moe.dispatcher.local_experts))
         moe.experts.use_recipe(moe.experts.recipe)

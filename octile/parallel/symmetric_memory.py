@@ -13,7 +13,7 @@ run the same passes come to the same exchanges in the same order.
 Results have the same bits as by `all_to_all_single`: the rows of an expert have the same order, and the rank of a token
 sums them. Rows of zeros follow those of the last expert.
 
-Shapes: as in `octile.parallel.experts`; M the most tokens of a rank, N = W · M + 1, R = W · M · K.
+Shapes: as in `octile.parallel.experts`; M the most tokens of a rank, N = W · M + 1, R = W · M · K or less.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class PeerMemory:
         whole[:flag_bytes] = 0
         self.buffer = whole[flag_bytes:]
         flags = torch.tensor(addresses, dtype=torch.int64, device=device)
-        barriers = torch.zeros(1, dtype=torch.int32, device=device)
+        barriers = torch.zeros(2, dtype=torch.int32, device=device)
         self.peers = Peers(dist.get_rank(self.group), flags + flag_bytes, flags, barriers, self.num_sms)
         self.synchronize()  # all flags are zero
 
@@ -87,6 +87,12 @@ class PeerMemory:
 
         peer_rows.launch_barrier(self.peers)
 
+    def wait(self, count: int) -> None:
+        """Have the device wait until all ranks' kernels have added so much to their counters here."""
+        from octile.kernels.triton import peer_rows
+
+        peer_rows.launch_barrier(self.peers, signal=False, count=count)
+
 
 class _Handle(NamedTuple):
     """The experts of this rank's tokens [T, K]; and of all tokens, counted from the first of this rank [W·M, K]."""
@@ -102,24 +108,38 @@ class PeerDispatcher(ExpertDispatcher):
         n_experts, n_chosen, hidden_size: as of `ExpertDispatcher`.
         memory: of the ranks.
         max_tokens: M, the most tokens that a rank has in a forward pass.
+        max_rows: R, the most rows of this rank's experts in a forward pass; None: W · M · K, which always suffice.
 
     Raises:
-        ValueError: the ranks disagree about a size, W does not divide E, or max_tokens is less than 1.
+        ValueError: the ranks disagree about a size, W does not divide E, or max_tokens or max_rows is less than 1.
     """
 
     waits_for_device = False
 
-    def __init__(self, n_experts: int, n_chosen: int, hidden_size: int, memory: PeerMemory, max_tokens: int):
-        if max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
+    def __init__(
+        self,
+        n_experts: int,
+        n_chosen: int,
+        hidden_size: int,
+        memory: PeerMemory,
+        max_tokens: int,
+        max_rows: int | None = None,
+    ):
+        for name, value in (("max_tokens", max_tokens), ("max_rows", max_rows)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
         super().__init__(n_experts, n_chosen, hidden_size, memory.group)
         self.memory, self.max_tokens = memory, max_tokens
+        rows = self.n_ranks * max_tokens * n_chosen
+        self.max_rows = rows if max_rows is None else min(rows, max_rows)
 
     def plan(self, experts_TK: Tensor, load_E: Tensor) -> RoutingPlan:
         """Plan where rows go, and tell the other ranks: experts_TK are the experts of each token.
 
         Raises:
             ValueError: there are more tokens than max_tokens.
+            RuntimeError: the experts of this rank have more than max_rows rows. On a GPU it is raised when the host
+                next waits, and what uses the plan is not computed.
         """
         from octile.kernels.triton import peer_rows
 
@@ -135,9 +155,11 @@ class PeerDispatcher(ExpertDispatcher):
 
         _, order_R, offs_E = routing_plan(local_NK, count_tokens(local_NK, local + 1)[0])
         offs_E = offs_E[:local]
-        row_R = torch.arange(n * k, dtype=torch.int32, device=order_R.device)
+        torch._assert_async(offs_E[-1] <= self.max_rows, f"the experts of a rank have more than {self.max_rows} rows")
+        row = torch.arange(max(self.max_rows, t * k), dtype=torch.int32, device=order_R.device)
+        row_R, order_R = row[: self.max_rows], order_R[: self.max_rows]
         order_R = torch.where(row_R < offs_E[-1], order_R, n * k)  # after the last expert: the row of zeros
-        place_TK = row_R[: t * k].view(t, k)
+        place_TK = row[: t * k].view(t, k)
         return RoutingPlan(place_TK, order_R, offs_E, _Handle(experts_TK, local_NK))
 
     def send(self, x_TD: Tensor, plan: RoutingPlan) -> Tensor:
@@ -173,7 +195,7 @@ class PeerDispatcher(ExpertDispatcher):
         local, data_bytes = self.n_experts // self.n_ranks, _bytes(out)
         n_bytes = peer_rows.scales_at(len(local_NK), data_bytes.shape[1])
         n_bytes += 0 if out_scale is None else out_scale.numel() * out_scale.itemsize
-        self._begin(n_bytes, x_TD.device)
+        self.memory.reserve(n_bytes, x_TD.device)
         peer_rows.launch_exchange(
             _bytes(x_TD), scale, experts_TK, local_NK, local, self.memory.buffer, data_bytes, out_scale,
             self.max_tokens, self.memory.peers,

@@ -24,6 +24,7 @@ from octile.nn.gate import Routing
 from octile.nn.observer import ObservedGemm, observe_gemms
 from octile.ops.routing_plan import count_tokens
 from octile.parallel import ExpertDispatcher, ExpertShare, shard_experts, symmetric_memory
+from octile.parallel.decoding import DecodingExchange
 
 E, K, D = 8, 3, 160  # D is no multiple of 128: the last scale of a row is that of a smaller tile
 SIZES = {"fp32": 64, "bf16": 64, "fp8": 128, "fp8_in_fp32": 128, "fp8_unfused": 192}  # I: a fused layer has whole tiles
@@ -338,8 +339,60 @@ def check_refusals() -> None:
     shard_experts(moe)
     refuses(ValueError, "model is sharded already", lambda: shard_experts(moe))
     refuses(ValueError, "max_tokens must be at least 1, not 0", lambda: shard_experts(MoE(gate, D, 8), max_tokens=0))
-    refuses(ValueError, "num_sms must be at least 1, not 0", lambda: shard_experts(MoE(gate, D, 8), num_sms=0))
-    refuses(ValueError, "rank 0 has 1 and None, but", lambda: shard_experts(MoE(gate, D, 8), max_tokens=1 + rank))
+    refuses(ValueError, "max_rows must be at least 1, not 0", lambda: shard_experts(MoE(gate, D, 8), max_rows=0))
+    refuses(ValueError, "num_sms must be at least 2, not 1", lambda: shard_experts(MoE(gate, D, 8), num_sms=1))
+    refuses(ValueError, "rank 0 has 1, None and None, but", lambda: shard_experts(MoE(gate, D, 8), max_tokens=1 + rank))
+
+
+def check_decoding() -> None:
+    """Rows of a few tokens come to their experts, and results to their tokens, as in one process."""
+    world, rank, tokens = dist.get_world_size(), dist.get_rank(), [5, 0, 7, 1][: dist.get_world_size()]
+    memory = symmetric_memory.PeerMemory(dist.distributed_c10d._get_default_group(), 2)
+    own, local = DecodingExchange(E, K, D, memory, 7), E // world
+    torch.manual_seed(0)
+    for _ in range(50 if torch.get_default_device().type == "cuda" else 4):
+        experts = [torch.rand(t, E).topk(K).indices for t in tokens]
+        x = [octile.quantize(torch.randn(t, D), (1, 128)) for t in tokens]
+        weights, add = ([torch.rand(t, width) for t in tokens][rank] for width in (K, D))
+        dispatched = own.dispatch(x[rank], experts[rank])
+        expected = [
+            [values for q, of in zip(x, experts, strict=True) for values in q.dequantize()[(of == e).any(1)]]
+            for e in range(rank * local, (rank + 1) * local)
+        ]
+        assert dispatched.counts.tolist() == [len(of_expert) for of_expert in expected]
+        values = dispatched.rows.dequantize()
+        for found, of_expert in zip(values, expected, strict=True):
+            assert torch.equal(found[: len(of_expert)], torch.stack(of_expert) if of_expert else found[:0])
+        y = values * (rank * local + torch.arange(local) + 1)[:, None, None]
+        total = add.clone()
+        for k in range(K):
+            total += x[rank].dequantize() * (experts[rank][:, k, None] + 1) * weights[:, k, None]
+        assert torch.equal(own.combine(y, dispatched, weights, add), total)
+    refuses(ValueError, "max_tokens must be from 1 to 128, not 129", lambda: DecodingExchange(E, K, D, memory, 129))
+    x = octile.quantize(torch.randn(8, D), (1, 128))
+    experts_TK = torch.zeros(8, K, dtype=torch.int64)
+    refuses(ValueError, "at most max_tokens = 7 tokens, not 8", lambda: own.dispatch(x, experts_TK))
+    refuses(ValueError, r"\(8, 160\) and \(8, 3\), not", lambda: own.dispatch(x, experts_TK[:, :2]))
+
+
+def check_max_rows() -> None:
+    """Tensors of as many rows as are needed compute the same; with one less there is an error."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    moe, experts_TK = MoE(Gate(D, E, K), D, 8), (torch.arange(4 * K) % E).view(4, K)
+    counts = experts_TK.flatten().bincount(minlength=E).view(world, -1).sum(1) * world
+    shard_experts(moe, max_tokens=5, max_rows=int(counts.max()))
+    x, load_E = torch.randn(4, D), torch.zeros(E)
+    plan = moe.dispatcher.plan(experts_TK, load_E)
+    rows = moe.dispatcher.dispatch(x, plan)
+    assert len(rows) == counts.max()
+    assert plan.offs_E[-1] == counts[rank]
+    assert torch.equal(
+        moe.dispatcher.combine_unweighted(rows, plan),
+        LocalDispatcher().combine_unweighted(x.repeat_interleave(K, 0), plan),
+    )
+    moe.dispatcher.max_rows = int(counts[rank]) - 1
+    if torch.get_default_device().type == "cpu":  # on a GPU the process could not go on
+        refuses(RuntimeError, f"more than {counts[rank] - 1} rows", lambda: moe.dispatcher.plan(experts_TK, load_E))
 
 
 def check_too_many_tokens() -> None:
@@ -406,6 +459,8 @@ def cases(world: int, drawn: list[Tokens], meshes: dict[str, object]) -> dict[st
     if "peers" in meshes:
         if torch.cuda.is_available():
             found["captured-peers"] = lambda: check_captured("peers")
+        found["max_rows-peers"] = check_max_rows
+        found["decoding-peers"] = check_decoding
         found["too_many_tokens-peers"] = check_too_many_tokens
     found["sent_once"] = check_sent_once
     if "nodes" in meshes:
@@ -429,8 +484,14 @@ def barrier_without_spinning(memory: symmetric_memory.PeerMemory) -> None:
     from octile.kernels.triton.peer_rows import launch_barrier
 
     launch_barrier(memory.peers, wait=False)
+    memory.wait(1)
+
+
+def wait_without_spinning(memory: symmetric_memory.PeerMemory, count: int) -> None:
+    from octile.kernels.triton.peer_rows import launch_barrier
+
     dist.barrier(memory.group)
-    launch_barrier(memory.peers, signal=False)
+    launch_barrier(memory.peers, signal=False, count=count)
 
 
 def run(rank: int, world: int, folder: str, drawn: list[Tokens], device: str = "cpu") -> None:
@@ -445,6 +506,7 @@ def run(rank: int, world: int, folder: str, drawn: list[Tokens], device: str = "
     else:
         symmetric_memory.PeerMemory.allocate = partialmethod(allocate_files, Path(folder))
         symmetric_memory.PeerMemory.barrier = barrier_without_spinning
+        symmetric_memory.PeerMemory.wait = wait_without_spinning
         symmetric_memory.why_not_peers = lambda groups: None
     timeout = datetime.timedelta(seconds=30)
     dist.init_process_group(backend, f"file://{folder}/store", timeout, world, rank)

@@ -26,6 +26,7 @@ from octile.kernels.memory_layout import new_scale
 from octile.kernels.triton import (
     adamw,
     cross_entropy,
+    decode_rows,
     gradient_norms,
     grouped,
     high_precision,
@@ -125,7 +126,7 @@ def _cases() -> dict[str, Callable[[], object]]:
 
     def exchange() -> None:
         ranks, rows = 8, _operand(8 * t + 1, k, TILE)[:2]
-        counters = _empty(ranks, dtype=torch.int64), _empty(ranks, dtype=torch.int64), _empty(1, dtype=torch.int32)
+        counters = _empty(ranks, dtype=torch.int64), _empty(ranks, dtype=torch.int64), _empty(2, dtype=torch.int32)
         peers = peer_rows.Peers(0, *counters, 32)
         sent, results = (data.view(torch.uint8) for data in (rows[0], _empty(64 * t, k)))
         numbers, buffer = _empty(8 * t, 8, dtype=torch.int32), _empty(2**34, dtype=torch.uint8)
@@ -134,6 +135,19 @@ def _cases() -> dict[str, Callable[[], object]]:
         peer_rows.launch_local_experts(numbers, 0, 32)
         peer_rows.launch_exchange(sent[:t], rows[1][:t], experts, numbers, 32, buffer, sent, rows[1], t, peers)
         peer_rows.launch_send_back(results, numbers.view(-1), offs, 8 * t, peers)
+
+    def decode() -> None:
+        ranks, capacity, local = 8, 128, 32
+        counters = _empty(ranks, dtype=torch.int64), _empty(ranks, dtype=torch.int64), _empty(2, dtype=torch.int32)
+        peers = peer_rows.Peers(0, *counters, 32)
+        x, scale = _operand(capacity, k, TILE)[:2]
+        out, out_scale = _operand(ranks * capacity, k, TILE, E4M3, local)[:2]
+        rows, scales = _empty(ranks * capacity, k, dtype=torch.uint8), _empty(ranks * capacity, k // 128, dtype=fp32)
+        chosen, entries = _empty(ranks * capacity, 8, dtype=torch.int32), _empty(local, 1024, dtype=torch.int32)
+        counts, y = _empty(local, dtype=torch.int32), _empty(local, ranks * capacity, k)
+        decode_rows.launch_send(x.view(torch.uint8), scale, experts[:capacity], local, capacity, 2**23, 2**24, peers)
+        decode_rows.launch_place(rows, scales, chosen, 0, out.view(torch.uint8), out_scale, entries, counts)
+        decode_rows.launch_return(y.view(torch.uint8), entries, counts, capacity * 8, 2**25, peers)
 
     def modeled(dtype: torch.dtype, terms: int, bits: int) -> None:
         a, b = ((_empty(side, k, dtype=dtype), _empty(side, k, dtype=torch.int16)) for side in (t, n))
@@ -209,6 +223,7 @@ def _cases() -> dict[str, Callable[[], object]]:
         "routing plan of many experts": lambda: routing_plan.launch(experts, _empty(4096, dtype=torch.int64)),
         "tiles of groups": lambda: group_tiles.launch(offs, t, len(tiles)),
         "exchange with other ranks": exchange,
+        "exchange of few rows": decode,
         "permute": lambda: permute.launch(*_operand(t, k, TILE)[:2], rows_of_token),
         "unpermute": lambda: permute.launch_back(_empty(8 * t, k), rows_of_token, _empty(t, k)),
         "unpermute with weights": lambda: permute.launch_back(

@@ -32,14 +32,11 @@ NORM_BACKWARD = RowSizes(elements=4096, elements_per_warp=256, max_warps=16)
 NORM_BACKWARD_OF_SEVERAL_ROWS = RowSizes(elements=4096, elements_per_warp=512, max_warps=16)
 PERMUTE_BYTES, PERMUTE_BYTES_PER_WARP = 8192, 2048  # bytes of a row per program and per warp
 PERMUTE_SCALES: dict[str, Any] = {"ROWS": 1024, "TILES": 1}  # of the result, per program
-PEER_SMS = 32  # of an exchange with other ranks
+PEER_SMS = 64  # of an exchange with other ranks
 PEER_BLOCK = 1024  # entries per program where experts are sent to other ranks
-PEER_CHUNK = 32  # rows that are sent before a flag of the receiving rank is set, at least
-PEER_ROWS: dict[str, int] = {
-    "words": 2048,
-    "rows": 8,
-    "num_warps": 16,
-}  # columns and rows that a program sends at a time
+PEER_CHUNK = 16  # rows that are sent before a flag of the receiving rank is set, at least
+PEER_ROWS: dict[str, int] = {"words": 16384, "num_warps": 16}  # of rows that a program sends at a time
+DECODE_ROWS: dict[str, int] = {"splits": 2, "num_warps": 4}  # programs of an expert, and warps of a token's program
 ADAMW: dict[str, Any] = {"ELEMENTS": 1024, "num_warps": 4}
 GRADIENT_NORMS: dict[str, Any] = {"ELEMENTS": 4096, "num_warps": 4}
 GRADIENT_NORMS_SUM: dict[str, Any] = {"ELEMENTS": 512, "num_warps": 4}  # partial sums of a tensor at a time

@@ -40,7 +40,7 @@ class Peers(NamedTuple):
         buffers: int64 [W], the address of each rank's buffer, a multiple of 16.
         flags: int64 [W], the address of each rank's `num_flags` flags, int32: how many barriers each rank has come to,
             and, for each chunk of rows from each rank, in which exchange it was sent last.
-        barriers: int32 [1], how many barriers this rank has passed.
+        barriers: int32 [2], how many barriers this rank has passed, and how many programs of a launch are done.
         num_sms: how many SMs launches use.
     """
 
@@ -49,11 +49,6 @@ class Peers(NamedTuple):
     flags: Tensor
     barriers: Tensor
     num_sms: int
-
-
-def chunk_rows(max_tokens: int) -> int:
-    """How many rows are sent before a flag of the receiving rank is set."""
-    return max(triton.cdiv(max_tokens, MAX_CHUNKS), PEER_CHUNK)
 
 
 def num_flags(ranks: int) -> int:
@@ -66,12 +61,17 @@ def scales_at(rows: int, row_bytes: int) -> int:
     return padded(rows * row_bytes)
 
 
-def launch_barrier(peers: Peers, signal: bool = True, wait: bool = True) -> None:
-    """Tell all ranks that this one has come here, and wait until all of them have."""
+def launch_barrier(peers: Peers, signal: bool = True, wait: bool = True, count: int = 1) -> None:
+    """Tell all ranks that this one has come here, and wait until all of them have.
+
+    Args:
+        signal, wait: do both, or one of them.
+        count: by how much this adds to each rank's counter, of which `signal` adds 1.
+    """
     ranks = len(peers.buffers)
     with torch.cuda.device_of(peers.buffers):
         peer_barrier[(1,)](
-            peers.flags, peers.barriers, peers.rank, W=ranks, RANKS=triton.next_power_of_2(ranks),
+            peers.flags, peers.barriers, peers.rank, count, W=ranks, RANKS=triton.next_power_of_2(ranks),
             SIGNAL=signal, WAIT=wait, num_warps=1,
         )  # fmt: skip
 
@@ -115,13 +115,14 @@ def launch_exchange(
         return
     ranks, rows, row_bytes = len(peers.buffers), local_experts.shape[0], out.shape[1]
     scales = None if out_scale is None else buffer[scales_at(rows, row_bytes) :].view(torch.float32)
-    senders = max(peers.num_sms // 2, 1)
+    senders, size = max(peers.num_sms // 2, 1), sizes(out, out_scale)
+    chunk_rows = max(triton.cdiv(max_tokens, MAX_CHUNKS), PEER_CHUNK)
     with torch.cuda.device_of(x):
         exchange_rows[(senders + max(peers.num_sms - senders, 1),)](
-            _words(x), scale, *_strides(scale), experts, len(x), peers.buffers, scales_at(rows, row_bytes),
-            _words(buffer[: rows * row_bytes].view(rows, row_bytes)), scales, local_experts, _words(out), out_scale,
+            words(x), scale, *_strides(scale), experts, len(x), peers.buffers, scales_at(rows, row_bytes),
+            words(buffer[: rows * row_bytes].view(rows, row_bytes)), scales, local_experts, words(out), out_scale,
             *_strides(out_scale), max_tokens, peers.rank, local, ranks, senders, peers.flags, peers.barriers,
-            **_sizes(out, out_scale), CHUNK=chunk_rows(max_tokens), K=experts.shape[1],
+            **size, BLOCKS=triton.cdiv(chunk_rows, size["ROWS"]), K=experts.shape[1],
             CHOSEN=triton.next_power_of_2(experts.shape[1]), SEND=send, RECEIVE=receive,
         )  # fmt: skip
 
@@ -136,11 +137,12 @@ def launch_send_back(y: Tensor, order: Tensor, offs: Tensor, results: int, peers
     if y.numel():
         with torch.cuda.device_of(y):
             send_results[(peers.num_sms,)](
-                _words(y), order, offs, len(offs), len(y), peers.buffers, results, **_sizes(y, None)
+                words(y), order, offs, len(offs), len(y), peers.buffers, results, **sizes(y, None)
             )
 
 
-def _words(x: Tensor) -> Tensor:
+def words(x: Tensor) -> Tensor:
+    """View rows of bytes as the widest integers that divide them."""
     return x.view(WORDS[math.gcd(x.shape[1], 16)])
 
 
@@ -148,22 +150,22 @@ def _strides(scale: Tensor | None) -> tuple[int, ...]:
     return (0, 0) if scale is None else scale.stride()
 
 
-def _sizes(x: Tensor, scale: Tensor | None) -> dict[str, object]:
+def sizes(x: Tensor, scale: Tensor | None) -> dict[str, int]:
     """Return what the programs of a launch for rows of x [·, C] have in common."""
     width = math.gcd(x.shape[1], 16)
-    words = x.shape[1] // WORDS[width].itemsize
-    cols = min(triton.next_power_of_2(words), PEER_ROWS["words"])
-    rows = max(PEER_ROWS["words"] * PEER_ROWS["rows"] // cols, 1)
+    words_of_row = x.shape[1] // WORDS[width].itemsize
+    cols = triton.next_power_of_2(words_of_row)
     tiles = 0 if scale is None else scale.shape[1]
     return {
-        "WORDS": words, "COLS": cols, "ROWS": min(rows, 64), "ALIGNED": width == 16, "TILES": tiles,
-        "SCALES": triton.next_power_of_2(max(tiles, 1)), "num_warps": PEER_ROWS["num_warps"],
+        "WORDS": words_of_row, "COLS": cols, "ROWS": min(max(PEER_ROWS["words"] // cols, 1), 64),
+        "ALIGNED": width == 16, "TILES": tiles, "SCALES": triton.next_power_of_2(max(tiles, 1)),
+        "num_warps": PEER_ROWS["num_warps"],
     }  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["rank", "count"])
 def peer_barrier(
-    flags, barriers, rank, W: tl.constexpr, RANKS: tl.constexpr, SIGNAL: tl.constexpr, WAIT: tl.constexpr
+    flags, barriers, rank, count, W: tl.constexpr, RANKS: tl.constexpr, SIGNAL: tl.constexpr, WAIT: tl.constexpr
 ):  # fmt: skip
     """One program. The kernels before it have written what the ranks then read."""
     if SIGNAL:
@@ -171,7 +173,7 @@ def peer_barrier(
         pad = tl.load(flags + peer, mask=peer < W, other=0).to(tl.pointer_type(tl.int32))
         tl.atomic_add(pad + rank, 1, mask=peer < W, sem="release", scope="sys")
     if WAIT:
-        passed = tl.load(barriers) + 1
+        passed = tl.load(barriers) + count
         own = tl.load(flags + rank).to(tl.pointer_type(tl.int32))
         for peer in range(W):
             while tl.atomic_add(own + peer, 0, sem="acquire", scope="sys") - passed < 0:
@@ -201,104 +203,130 @@ def exchange_rows(
     x, scale, scale_row, scale_col, experts, T, buffers, scales_at, buffer, scales, local_experts, out, out_scale,
     out_scale_row, out_scale_col, M, rank, local, W, senders, flags, barriers,
     WORDS: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr, TILES: tl.constexpr,
-    SCALES: tl.constexpr, CHUNK: tl.constexpr, K: tl.constexpr, CHOSEN: tl.constexpr, SEND: tl.constexpr,
+    SCALES: tl.constexpr, BLOCKS: tl.constexpr, K: tl.constexpr, CHOSEN: tl.constexpr, SEND: tl.constexpr,
     RECEIVE: tl.constexpr,
 ):  # fmt: skip
-    """The first `senders` programs send chunks of rows, ROWS at a time; the others wait for chunks and copy them."""
-    chunks = tl.cdiv(M, CHUNK)
-    passed = tl.load(barriers)  # which exchange this is, the same number on all ranks
-    if tl.program_id(0) < senders:
+    """The first `senders` programs send chunks of BLOCKS · ROWS rows; the others copy own rows, and chunks that come.
+
+    The senders of all ranks wait for each other, as in `peer_barrier`, unless ranks are simulated one after the other.
+    A sender loads the next rows before it stores the last ones.
+    """
+    chunks = tl.cdiv(M, BLOCKS * ROWS)
+    passed = tl.load(barriers)
+    if SEND and RECEIVE:
+        passed += 1
+    own = tl.load(flags + rank).to(tl.pointer_type(tl.int32))
+    program = tl.program_id(0)
+    if program < senders:
+        if SEND and RECEIVE:
+            if program == 0:
+                for peer in range(W):
+                    flag = tl.load(flags + peer).to(tl.pointer_type(tl.int32))
+                    tl.atomic_add(flag + rank, 1, sem="release", scope="sys")
+            for peer in range(W):
+                while tl.atomic_add(own + peer, 0, sem="acquire", scope="sys") - passed < 0:
+                    pass
         if SEND:
-            for chunk in range(tl.program_id(0), chunks, senders):
-                for first in range(chunk * CHUNK, tl.minimum((chunk + 1) * CHUNK, T), ROWS):
-                    _send_rows(
-                        x, scale, scale_row, scale_col, experts, T, buffers, scales_at, out, out_scale, out_scale_row,
-                        out_scale_col, first, rank * M, rank, local, W, WORDS, COLS, ROWS, ALIGNED, TILES, SCALES, K,
-                        CHOSEN,
-                    )  # fmt: skip
-                tl.debug_barrier()  # all threads have stored
-                for distance in range(1, W):
-                    flag = tl.load(flags + (rank + distance) % W).to(tl.pointer_type(tl.int32))
-                    tl.atomic_xchg(flag + W + rank * chunks + chunk, passed, sem="release", scope="sys")
-    elif RECEIVE:
-        receiver = tl.program_id(0) - senders
-        own = tl.load(flags + rank).to(tl.pointer_type(tl.int32)) + W
-        for index in range(receiver, (W - 1) * chunks, tl.num_programs(0) - senders):
-            chunk = index // (W - 1)
-            source = (rank + 1 + index % (W - 1)) % W
-            while tl.atomic_add(own + source * chunks + chunk, 0, sem="acquire", scope="sys") - passed < 0:
-                pass
-            end = source * M + tl.minimum((chunk + 1) * CHUNK, M)
-            for first in range(source * M + chunk * CHUNK, end, ROWS):
-                _receive_rows(
-                    buffer, scales, local_experts, end, W * M, out, out_scale, out_scale_row, out_scale_col, first,
+            rank_of, values, factors = _load_rows(
+                x, scale, scale_row, scale_col, experts, T, program * BLOCKS * ROWS, local,
+                WORDS, COLS, ROWS, TILES, SCALES, K, CHOSEN,
+            )  # fmt: skip
+            for block in range(tl.cdiv(tl.maximum(chunks - program, 0), senders) * BLOCKS):
+                chunk = program + block // BLOCKS * senders
+                next_chunk = program + (block + 1) // BLOCKS * senders
+                next_rank_of, next_values, next_factors = _load_rows(
+                    x, scale, scale_row, scale_col, experts, T, (next_chunk * BLOCKS + (block + 1) % BLOCKS) * ROWS,
                     local, WORDS, COLS, ROWS, TILES, SCALES, K, CHOSEN,
                 )  # fmt: skip
-        if receiver == 0:
-            _receive_rows(
-                buffer, scales, local_experts, W * M + 1, W * M, out, out_scale, out_scale_row, out_scale_col, W * M,
-                local, WORDS, COLS, ROWS, TILES, SCALES, K, CHOSEN,
+                slot = (rank * M + (chunk * BLOCKS + block % BLOCKS) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+                col, tile = tl.arange(0, COLS), tl.arange(0, SCALES)
+                for distance in range(1, W):
+                    peer = (rank + distance) % W
+                    is_sent = tl.max((rank_of == peer).to(tl.int32), axis=1) > 0
+                    to = tl.load(buffers + peer)
+                    at = pointer(to, x.dtype, ALIGNED) + slot[:, None] * WORDS + col[None, :]
+                    tl.store(at, values, mask=is_sent[:, None] & (col < WORDS)[None, :])
+                    if TILES > 0:
+                        scale_at = (to + scales_at).to(tl.pointer_type(tl.float32)) + slot[:, None] * TILES
+                        tl.store(scale_at + tile[None, :], factors, mask=is_sent[:, None] & (tile < TILES)[None, :])
+                if block % BLOCKS == BLOCKS - 1:
+                    tl.debug_barrier()  # all threads have stored
+                    for distance in range(1, W):
+                        flag = tl.load(flags + (rank + distance) % W).to(tl.pointer_type(tl.int32))
+                        tl.atomic_xchg(flag + W + rank * chunks + chunk, passed, sem="release", scope="sys")
+                rank_of, values, factors = next_rank_of, next_values, next_factors
+    elif RECEIVE:
+        receiver = program - senders
+        receivers = tl.num_programs(0) - senders
+        for first in range(rank * M + receiver * ROWS, rank * M + T, receivers * ROWS):
+            _copy_rows(
+                x, scale, scale_row, scale_col, rank * M, local_experts, rank * M + T, W * M, out, out_scale,
+                out_scale_row, out_scale_col, first, local, WORDS, COLS, ROWS, TILES, SCALES, K, CHOSEN,
             )  # fmt: skip
+        for index in range(receiver, (W - 1) * chunks, receivers):
+            chunk = index // (W - 1)
+            source = (rank + 1 + index % (W - 1)) % W
+            while tl.atomic_add(own + W + source * chunks + chunk, 0, sem="acquire", scope="sys") - passed < 0:
+                pass
+            end = source * M + tl.minimum((chunk + 1) * BLOCKS * ROWS, M)
+            for first in range(source * M + chunk * BLOCKS * ROWS, end, ROWS):
+                _copy_rows(
+                    buffer, scales, TILES, 1, 0, local_experts, end, W * M, out, out_scale, out_scale_row,
+                    out_scale_col, first, local, WORDS, COLS, ROWS, TILES, SCALES, K, CHOSEN,
+                )  # fmt: skip
+        if receiver == 0:
+            _copy_rows(
+                buffer, scales, TILES, 1, 0, local_experts, W * M + 1, W * M, out, out_scale, out_scale_row,
+                out_scale_col, W * M, local, WORDS, COLS, ROWS, TILES, SCALES, K, CHOSEN,
+            )  # fmt: skip
+    if SEND and RECEIVE:
+        tl.debug_barrier()  # all threads have loaded `passed`
+        if tl.atomic_add(barriers + 1, 1) == tl.num_programs(0) - 1:  # all programs have
+            tl.store(barriers + 1, 0)
+            tl.store(barriers, passed)
 
 
 @triton.jit
-def _send_rows(
-    x, scale, scale_row, scale_col, experts, T, buffers, scales_at, out, out_scale, out_scale_row, out_scale_col,
-    first, first_row, rank, local, W,
-    WORDS: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr, TILES: tl.constexpr,
-    SCALES: tl.constexpr, K: tl.constexpr, CHOSEN: tl.constexpr,
-):  # fmt: skip
-    """Store ROWS rows to the buffers of the ranks that have one of their experts, and this rank's own to `out`."""
-    k = tl.arange(0, CHOSEN)
-    tile = tl.arange(0, SCALES)
-    row = (first + tl.arange(0, ROWS)).to(tl.int64)
-    of = tl.load(experts + row[:, None] * K + k[None, :], mask=(row < T)[:, None] & (k < K)[None, :], other=-1)
-    rank_of = tl.where(of < 0, -1, of // local)
-    for first_col in tl.static_range(0, WORDS, COLS):
-        col = first_col + tl.arange(0, COLS)
-        values = tl.load(x + row[:, None] * WORDS + col[None, :], mask=(row < T)[:, None] & (col < WORDS)[None, :])
-        for peer in range(W):
-            is_sent = tl.max((rank_of == peer).to(tl.int32), axis=1) > 0
-            to = tl.where(peer == rank, out.to(tl.int64), tl.load(buffers + peer))
-            at = _pointer(to, x.dtype, ALIGNED) + (first_row + row)[:, None] * WORDS + col[None, :]
-            tl.store(at, values, mask=is_sent[:, None] & (col < WORDS)[None, :])
-    if TILES > 0:
-        source = scale + row[:, None] * scale_row + tile[None, :] * scale_col
-        factors = tl.load(source, mask=(row < T)[:, None] & (tile < TILES)[None, :])
-        for peer in range(W):
-            is_sent = tl.max((rank_of == peer).to(tl.int32), axis=1) > 0
-            is_own = peer == rank
-            to = tl.where(is_own, out_scale.to(tl.int64), tl.load(buffers + peer) + scales_at)
-            row_step = tl.where(is_own, out_scale_row, TILES).to(tl.int64)
-            col_step = tl.where(is_own, out_scale_col, 1).to(tl.int64)
-            at = (first_row + row)[:, None] * row_step + tile[None, :] * col_step
-            tl.store(to.to(tl.pointer_type(tl.float32)) + at, factors, mask=is_sent[:, None] & (tile < TILES)[None, :])
-
-
-@triton.jit
-def _receive_rows(
-    buffer, scales, experts, end, N, out, out_scale, out_scale_row, out_scale_col, first, local,
+def _load_rows(
+    x, scale, scale_row, scale_col, experts, T, first, local,
     WORDS: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, SCALES: tl.constexpr,
     K: tl.constexpr, CHOSEN: tl.constexpr,
 ):  # fmt: skip
-    """Copy ROWS rows that another rank has sent, if this one has one of their experts; row N is one of zeros."""
-    k = tl.arange(0, CHOSEN)
-    tile = tl.arange(0, SCALES)
+    """Load ROWS rows: the ranks of their experts, their words and their scales."""
+    k, col, tile = tl.arange(0, CHOSEN), tl.arange(0, COLS), tl.arange(0, SCALES)
+    row = (first + tl.arange(0, ROWS)).to(tl.int64)
+    values = tl.load(x + row[:, None] * WORDS + col[None, :], mask=(row < T)[:, None] & (col < WORDS)[None, :])
+    factors = tl.zeros([ROWS, SCALES], tl.float32)
+    if TILES > 0:
+        at = scale + row[:, None] * scale_row + tile[None, :] * scale_col
+        factors = tl.load(at, mask=(row < T)[:, None] & (tile < TILES)[None, :])
+    of = tl.load(experts + row[:, None] * K + k[None, :], mask=(row < T)[:, None] & (k < K)[None, :], other=-1)
+    return tl.where(of < 0, -1, of // local), values, factors
+
+
+@triton.jit
+def _copy_rows(
+    x, scale, scale_row, scale_col, first_x, experts, end, N, out, out_scale, out_scale_row, out_scale_col, first,
+    local,
+    WORDS: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, SCALES: tl.constexpr,
+    K: tl.constexpr, CHOSEN: tl.constexpr,
+):  # fmt: skip
+    """Copy ROWS rows, the first x[first − first_x], if this rank has one of their experts; row N is one of zeros."""
+    k, col, tile = tl.arange(0, CHOSEN), tl.arange(0, COLS), tl.arange(0, SCALES)
     row = (first + tl.arange(0, ROWS)).to(tl.int64)
     is_row = (row < N) & (row < end)
-    of = tl.load(experts + row[:, None] * K + k[None, :], mask=is_row[:, None] & (k < K)[None, :], other=local)
-    is_sent = tl.min(of, axis=1) < local
-    is_written = is_sent | ((row == N) & (row < end))
-    for first_col in tl.static_range(0, WORDS, COLS):
-        col = first_col + tl.arange(0, COLS)
-        at = row[:, None] * WORDS + col[None, :]
-        values = tl.load(buffer + at, mask=is_sent[:, None] & (col < WORDS)[None, :], other=0)
-        tl.store(out + at, values, mask=is_written[:, None] & (col < WORDS)[None, :])
+    at = (row - first_x)[:, None] * WORDS + col[None, :]  # all loads before the first store, whether needed or not
+    values = tl.load(x + at, mask=is_row[:, None] & (col < WORDS)[None, :], other=0)
+    factors = tl.zeros([ROWS, SCALES], tl.float32)
     if TILES > 0:
-        sent = scales + row[:, None] * TILES + tile[None, :]
-        factors = tl.load(sent, mask=is_sent[:, None] & (tile < TILES)[None, :], other=1.0)
-        at = out_scale + row[:, None] * out_scale_row + tile.to(tl.int64)[None, :] * out_scale_col
-        tl.store(at, factors, mask=is_written[:, None] & (tile < TILES)[None, :])
+        at = (row - first_x)[:, None] * scale_row + tile.to(tl.int64)[None, :] * scale_col
+        factors = tl.load(scale + at, mask=is_row[:, None] & (tile < TILES)[None, :], other=1.0)
+    of = tl.load(experts + row[:, None] * K + k[None, :], mask=is_row[:, None] & (k < K)[None, :], other=local)
+    is_written = (tl.min(of, axis=1) < local) | ((row == N) & (row < end))
+    tl.store(out + row[:, None] * WORDS + col[None, :], values, mask=is_written[:, None] & (col < WORDS)[None, :])
+    if TILES > 0:
+        at = row[:, None] * out_scale_row + tile.to(tl.int64)[None, :] * out_scale_col
+        tl.store(out_scale + at, factors, mask=is_written[:, None] & (tile < TILES)[None, :])
 
 
 @triton.jit(do_not_specialize=["E", "R", "results"])
@@ -307,25 +335,26 @@ def send_results(
     WORDS: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr, TILES: tl.constexpr,
     SCALES: tl.constexpr,
 ):  # fmt: skip
-    """A program sends ROWS rows at a time. The number of rows is clamped: the host cannot check it."""
+    """A program sends ROWS rows at a time, far from each other: some of them stay here, others cross the link.
+
+    The number of rows is clamped: the host cannot check it.
+    """
     count = tl.minimum(tl.load(offs + E - 1), R)
-    for first in range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS):
-        row = (first + tl.arange(0, ROWS)).to(tl.int64)
+    distance = tl.cdiv(count, ROWS)
+    col = tl.arange(0, COLS)
+    for first in range(tl.program_id(0), distance, tl.num_programs(0)):
+        row = first + tl.arange(0, ROWS).to(tl.int64) * distance
+        inside = (row < count)[:, None] & (col < WORDS)[None, :]
+        values = tl.load(y + row[:, None] * WORDS + col[None, :], mask=inside)
         index = tl.load(order + row, mask=row < count, other=0)
         rank = index // results
-        to = tl.load(buffers + rank, mask=row < count, other=0) + (index - rank * results).to(tl.int64) * (
-            WORDS * (y.dtype.element_ty.primitive_bitwidth // 8)
-        )
-        for first_col in tl.static_range(0, WORDS, COLS):
-            col = first_col + tl.arange(0, COLS)
-            inside = (row < count)[:, None] & (col < WORDS)[None, :]
-            values = tl.load(y + row[:, None] * WORDS + col[None, :], mask=inside)
-            at = _pointer(to, y.dtype, ALIGNED)[:, None] + col[None, :]
-            tl.store(at, values, mask=inside)
+        to = tl.load(buffers + rank, mask=row < count, other=0)
+        to += (index - rank * results).to(tl.int64) * (WORDS * (y.dtype.element_ty.primitive_bitwidth // 8))
+        tl.store(pointer(to, y.dtype, ALIGNED)[:, None] + col[None, :], values, mask=inside)
 
 
 @triton.jit
-def _pointer(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+def pointer(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
     """Make pointers of addresses, one or several."""
     pointer = address.to(DTYPE)
     return tl.multiple_of(pointer, 16) if ALIGNED else pointer

@@ -28,7 +28,7 @@ class World:
         self.flags = [torch.zeros(kernel.num_flags(world), dtype=torch.int32) for _ in range(world)]
         addresses = [torch.tensor([t.data_ptr() for t in tensors]) for tensors in (self.buffers, self.flags)]
         self.peers = [
-            kernel.Peers(rank, *addresses, torch.zeros(1, dtype=torch.int32), num_sms=2) for rank in range(world)
+            kernel.Peers(rank, *addresses, torch.zeros(2, dtype=torch.int32), num_sms=2) for rank in range(world)
         ]
 
     def barrier(self) -> None:
@@ -114,7 +114,7 @@ def test_each_barrier_counts_one_more():
     ranks = World(2)
     for passed in (1, 2):
         ranks.barrier()
-        assert [peers.barriers.item() for peers in ranks.peers] == [passed, passed]
+        assert [peers.barriers.tolist() for peers in ranks.peers] == [[passed, 0], [passed, 0]]
 
 
 def _send(
