@@ -2,8 +2,11 @@
 
 Attention in transformers calls its layers for queries, keys and values itself, each as a module. The first call
 computes all of them (`octile.nn.fused.projections`) and the others return what was stored, so that the module's forward
-pass and its parameters stay as they are, in eager mode and under `torch.compile`. Which layers these are is read from
-the source of the forward pass (`octile.nn.structure.called_on_one_input`).
+pass and its parameters stay as they are. Which layers these are is read from the source of the forward pass
+(`octile.nn.structure.called_on_one_input`).
+
+Under `torch.compile` each layer runs alone, and the compiler finds that they quantize one input. Joined layers made a
+compiled Llama slower: their gradients are concatenated (benchmarks/history/training-step/joined.txt).
 
 A layer runs alone where the layers are not of one recipe that can be fused, have hooks or were replaced, or where its
 input is another tensor than the first layer's, or was written since.
@@ -42,6 +45,8 @@ class JoinedLinear:
 
     def __call__(self, layer: Linear, x: Tensor) -> Tensor | None:
         """Return layer(x), or None where the layer has to compute it alone."""
+        if torch.compiler.is_compiling():
+            return None
         if layer is self.layers[0]:
             self._pending = None
             if not self._can_join(x):
@@ -78,12 +83,11 @@ class JoinedLinear:
         outputs = projections(quantize_block_input(x, layers[0].recipe), weights, sizes, dtype)
         results = []
         for y, layer in zip(outputs, layers, strict=True):
-            # contiguous, as a layer's result is: attention saves v, and a view of it would hold the memory of all; a
-            # compiler fuses the copy with what reads it
+            # contiguous, as a layer's result is: attention saves v, and a view of it would hold the memory of all
             y = y.contiguous() if layer.bias is None else y + layer.bias.to(dtype)
             results.append(y.view(*x.shape[:-1], y.shape[-1]))
         return results
 
 
 def _version(x: Tensor) -> int:
-    return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
+    return 0 if x.is_inference() else x._version
