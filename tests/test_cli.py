@@ -798,9 +798,11 @@ NUMERIC = list(numeric_options(replace(preset("tiny"), model=replace(ModelConfig
 
 
 def test_every_numeric_option_is_tried():
-    assert {"initial-batch-size", "optim.lr", "model.q-lora-rank", "model.rope-scaling.factor"} <= set(NUMERIC)
+    assert {"initial-batch-size", "optim.lr", "parallel.dp", "model.q-lora-rank", "model.rope-scaling.factor"} <= set(
+        NUMERIC
+    )
     assert ACCEPTED.keys() <= set(NUMERIC)
-    assert len(NUMERIC) == 60
+    assert len(NUMERIC) == 63
 
 
 @pytest.mark.parametrize("option", NUMERIC)
