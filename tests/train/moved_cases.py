@@ -1,6 +1,6 @@
 """A run that goes from 4 ranks to 2, to 8 and to 1, for test_checkpoints.py.
 
-    python -m tests.train.moved_cases FOLDER PORT
+    python -m tests.train.moved_cases FOLDER
 
 FOLDER has the tokens as data/. Each world resumes what the one before saved, checks that it has the same bits, steps
 and saves. The ranks are forked, so that torch is imported once.
@@ -22,6 +22,7 @@ from octile.train.config import ParallelConfig, TrainConfig
 from octile.train.token_store import TokenStore
 from octile.train.trainer import Trainer
 from tests.train.conftest import micro
+from tests.train.test_ranks import free_port
 
 WORLDS = (4, 2, 8, 1)
 STEPS = 2  # of each world
@@ -61,11 +62,11 @@ def be_rank(rank: int, world: int, folder: Path, port: int) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for index, world in enumerate(WORLDS):
-        children = []
+    for world in WORLDS:
+        children, port = [], free_port()
         for rank in range(world):
             if (child := os.fork()) == 0:
-                be_rank(rank, world, Path(sys.argv[1]), int(sys.argv[2]) + index)
+                be_rank(rank, world, Path(sys.argv[1]), port)
                 os._exit(0)
             children.append(child)
         statuses = [os.waitpid(child, 0)[1] for child in children]

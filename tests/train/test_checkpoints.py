@@ -18,7 +18,6 @@ from octile.train.token_store import TokenStore
 from octile.train.trainer import Trainer
 from tests.train import moved_cases
 from tests.train.moved_cases import STEPS, WORLDS, config
-from tests.train.test_ranks import free_port
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +25,7 @@ def moved(store: TokenStore, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the run, after all worlds."""
     folder = tmp_path_factory.mktemp("moved")
     shutil.copytree(store.folder, folder / "data")
-    command = [sys.executable, "-m", moved_cases.__name__, str(folder), str(free_port())]
+    command = [sys.executable, "-m", moved_cases.__name__, str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
