@@ -58,7 +58,7 @@ def rows() -> Iterator[Row]:
     Raises:
         ValueError: torchrun has not started two or more ranks, or their GPUs cannot write to each other's memory.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2 or not torch.cuda.is_available():
         raise ValueError("dispatch is measured on 2 or more GPUs: torchrun --nproc_per_node 2 -m octile bench dispatch")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)

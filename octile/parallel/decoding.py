@@ -4,9 +4,9 @@
                 as `octile.ops.grouped.masked_grouped_matmul_nt` reads them
     combine     results of that layout → the weighted sums of the ranks' own tokens
 
-Five launches for both, and nothing waits for the host: a decoding step can be captured in a CUDA graph. The rows of an
-expert are sorted by the rank and the position of their tokens, and a token's results are summed in the order of its
-experts, so the bits are those of one process.
+Five launches for both and one for the sums, and nothing waits for the host: a decoding step can be captured in a CUDA
+graph. The rows of an expert are sorted by the rank and the position of their tokens, and a token's results are summed in
+the order of its experts, so the bits are those of one process.
 
 Shapes: W ranks, T tokens of this rank, C the most tokens of a rank, K chosen experts, D model, G experts of a rank.
 """
@@ -63,6 +63,7 @@ class DecodingExchange:
         check_agreement("the sizes of decoding", sizes, [memory.group])
         check_divisible(n_experts, [memory.group])
         self.memory, self.max_tokens, self.n_chosen, self.hidden_size = memory, max_tokens, n_chosen, hidden_size
+        self.place = torch.arange(max_tokens * n_chosen, dtype=torch.int32).view(max_tokens, n_chosen)
         self.local = n_experts // memory.group.size()
         tokens = memory.group.size() * max_tokens
         self.scales_at = padded(tokens * hidden_size)
@@ -91,6 +92,7 @@ class DecodingExchange:
             raise ValueError(f"a rank must have at most max_tokens = {self.max_tokens} tokens, not {tokens}")
         data, m = x_TD.data.contiguous(), ranks * self.max_tokens
         self.memory.reserve(self.n_bytes, data.device)
+        self.place = self.place.to(data.device)
         peers, buffer = self.memory.peers, self.memory.buffer
         self.memory.wait(
             decode_rows.launch_send(
@@ -137,5 +139,4 @@ class DecodingExchange:
             )
         )
         found = self.memory.buffer[self.results_at :][: tokens * self.n_chosen * y_bytes.shape[2]].view(y_GMD.dtype)
-        place = torch.arange(tokens * self.n_chosen, dtype=torch.int32, device=y_GMD.device).view(tokens, self.n_chosen)
-        return unpermute(found.view(-1, self.hidden_size), place, add, weights_TK)
+        return unpermute(found.view(-1, self.hidden_size), self.place[:tokens], add, weights_TK)

@@ -29,6 +29,7 @@ from octile.parallel.decoding import DecodingExchange
 E, K, D = 8, 3, 160  # D is no multiple of 128: the last scale of a row is that of a smaller tile
 SIZES = {"fp32": 64, "bf16": 64, "fp8": 128, "fp8_in_fp32": 128, "fp8_unfused": 192}  # I: a fused layer has whole tiles
 T = 13  # tokens of a rank where a gate chooses
+WHY_NOT_PEERS = symmetric_memory.why_not_peers  # before ranks on a CPU replace it
 MAX_TOKENS = 90
 
 
@@ -401,6 +402,15 @@ def check_too_many_tokens() -> None:
     refuses(ValueError, "at most max_tokens = 90 tokens, not 91", lambda: own.plan(experts_TK, torch.zeros(E)))
 
 
+def check_why_not_peers() -> None:
+    """Where ranks cannot write to each other's memory, rows are exchanged otherwise, and the reason is given."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(symmetric_memory, "why_not_peers", WHY_NOT_PEERS)
+        share = shard_experts(MoE(Gate(D, E, K), D, 8), max_tokens=5)
+    assert share.exchange == "all_to_all_single, since the ranks are not on GPUs with NCCL"
+    assert WHY_NOT_PEERS([None, None]) == "the ranks are a mesh of nodes"
+
+
 def check_share() -> None:
     """The weights that are left, with their main_grad, and what is said of them."""
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -459,6 +469,8 @@ def cases(world: int, drawn: list[Tokens], meshes: dict[str, object]) -> dict[st
     if "peers" in meshes:
         if torch.cuda.is_available():
             found["captured-peers"] = lambda: check_captured("peers")
+        else:
+            found["why_not-peers"] = check_why_not_peers
         found["max_rows-peers"] = check_max_rows
         found["decoding-peers"] = check_decoding
         found["too_many_tokens-peers"] = check_too_many_tokens
