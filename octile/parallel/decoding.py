@@ -5,8 +5,8 @@
     combine     results of that layout → the weighted sums of the ranks' own tokens
 
 Five launches for both and one for the sums, and nothing waits for the host: a decoding step can be captured in a CUDA
-graph. The rows of an expert are sorted by the rank and the position of their tokens, and a token's results are summed in
-the order of its experts, so the bits are those of one process.
+graph. The rows of an expert are sorted by the rank and the position of their tokens, and a token's results are summed
+in the order of its experts, so the bits are those of one process.
 
 Shapes: W ranks, T tokens of this rank, C the most tokens of a rank, K chosen experts, D model, G experts of a rank.
 """
