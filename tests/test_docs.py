@@ -5,14 +5,14 @@ import importlib.util
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 from xml.etree import ElementTree
 
 import pytest
 import torch
-import torch._dynamo  # it loads Triton, which cannot be loaded again once a test has dropped it
 
 import octile
 from octile.checkpoint.hugging_face import save
@@ -56,13 +56,25 @@ def name_of(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
+@contextmanager
+def no_deep_gemm_left() -> Iterator[None]:
+    """Remove what `compat.deep_gemm.install()` adds to sys.modules. Other modules stay: torch's cannot be loaded twice."""
+    before = set(sys.modules)
+    try:
+        yield
+    finally:
+        for name in sys.modules.keys() - before:
+            if name.partition(".")[0] == "deep_gemm":
+                del sys.modules[name]
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if python_of(page)], ids=name_of)
 def test_python_of_a_page_does_what_it_says(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the blocks in order, in one namespace. A block with prompts must print what it shows."""
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     names = assumptions(page, monkeypatch)
-    with patch.dict(sys.modules):  # compat.deep_gemm.install() leaves nothing behind
+    with no_deep_gemm_left():
         for line, block in python_of(page):
             if ">>> " not in block:
                 exec(compile("\n" * line + block, page.name, "exec"), names)
