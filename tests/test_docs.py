@@ -58,7 +58,7 @@ def name_of(page: Path) -> str:
 
 @contextmanager
 def no_deep_gemm_left() -> Iterator[None]:
-    """Remove what `compat.deep_gemm.install()` adds to sys.modules. Other modules stay: torch's cannot be loaded twice."""
+    """Remove what `compat.deep_gemm.install()` adds to sys.modules. torch's stay: they cannot be loaded twice."""
     before = set(sys.modules)
     try:
         yield
