@@ -21,6 +21,7 @@ from octile.nn.fused.block_input import quantize_block_input
 from octile.nn.fused.projections import projections
 from octile.nn.rope import Rope
 from octile.nn.smooth_swiglu import scale_columns
+from octile.nn.tensor_parallel import _Wait
 from octile.recipe import Recipe
 
 S, D = 6, 128
@@ -67,6 +68,7 @@ RIGHT = {  # tested here, in test_gate.py, and in fused/: test_elementwise.py, t
     "_RotateHalves",
     "_SequenceBalance",
     "_SwiGLU",
+    "_Wait",
     "_WeightedCombine",
 }
 NOT_DERIVATIVES = {"_Raise", "_PassOn"}  # the error itself, and what belongs to one backward pass
@@ -122,6 +124,12 @@ def test_create_graph_changes_no_gradient(name: str):
     (expected,) = torch.autograd.grad(y, x, retain_graph=True)
     (found,) = torch.autograd.grad(y, x, create_graph=True)
     assert torch.equal(found, expected)
+
+
+def test_a_wait_has_second_derivatives():
+    x = torch.tensor([2.0, 3.0], requires_grad=True)
+    (gradient,) = torch.autograd.grad(_Wait.apply(x).pow(3).sum(), x, create_graph=True)
+    assert torch.equal(torch.autograd.grad(gradient.sum(), x)[0], 6 * x.detach())
 
 
 def test_the_message_names_the_function():
