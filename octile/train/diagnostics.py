@@ -58,20 +58,23 @@ def zero_blocks(q: ScaledTensor) -> Tensor:
     return (split_into_blocks(magnitude, *q.block).amax((-3, -1)) == 0) & ~q.scale.isnan()
 
 
-def first_non_finite(model: nn.Module, run: Callable[[], object]) -> str:
-    """Find where a forward pass becomes NaN or Inf.
+def first_non_finite(
+    model: nn.Module, run: Callable[[], object], gather: Callable[[str], list[str]] = lambda own: [own]
+) -> str:
+    """Find where a forward pass becomes NaN or Inf, on the first rank that finds something.
 
     Args:
         model: the model.
-        run: calls the model.
+        run: calls the model. Either all ranks call it or none, because it may need the experts of other ranks.
+        gather: given what this rank has found, returns what each rank has.
 
     Returns:
         The name of the first parameter that is not finite, else of the first module whose output is not finite, else
         NOWHERE.
     """
-    for name, parameter in model.named_parameters():
-        if not parameter.isfinite().all():
-            return f"parameter {name}"
+    broken = (f"parameter {name}" for name, parameter in model.named_parameters() if not parameter.isfinite().all())
+    if (place := _first(gather(next(broken, NOWHERE)))) != NOWHERE:
+        return place
     found: list[str] = []
 
     def make_hook(name: str) -> Callable[..., None]:
@@ -88,7 +91,11 @@ def first_non_finite(model: nn.Module, run: Callable[[], object]) -> str:
     finally:
         for hook in hooks:
             hook.remove()
-    return found[0] if found else NOWHERE
+    return _first(gather(found[0] if found else NOWHERE))
+
+
+def _first(places: list[str]) -> str:
+    return next((place for place in places if place != NOWHERE), NOWHERE)
 
 
 def _tensors(output: object) -> Iterator[Tensor]:

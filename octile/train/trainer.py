@@ -51,7 +51,7 @@ from octile.train.batches import Batches, PreparedBatches, validation_windows
 from octile.train.captured_step import CapturedStep, why_eager
 from octile.train.config import TrainConfig
 from octile.train.device_memory import available_memory
-from octile.train.diagnostics import NOWHERE, first_non_finite, record_tile_scales
+from octile.train.diagnostics import first_non_finite, record_tile_scales
 from octile.train.kept_activations import can_keep, keep_activations
 from octile.train.run_folder import Metrics
 from octile.train.step_results import StepResults
@@ -464,16 +464,17 @@ class Trainer:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Replace the model's weights by their moving average inside the context, and restore them after it."""
+        """Replace the model's weights by their moving average inside the context, and restore them after it.
+
+        On several ranks only each rank's parts are restored after a failure.
+        """
         assert self.ema is not None
-        try:
-            with self.ema.applied(self.updated):
-                if self.shards:
-                    self.shards.gather_weights()
-                yield
-        finally:
+        with self.ema.applied(self.updated):
             if self.shards:
                 self.shards.gather_weights()
+            yield
+        if self.shards:  # not after a failure, which other ranks may not have
+            self.shards.gather_weights()
 
     def _held_out_loss(self) -> float:
         self.model.eval()
@@ -567,10 +568,11 @@ class Trainer:
         if not math.isfinite(loss):
             self._discard_from(step)
             micro_batches = self._micro_batches(self._own_sequences(self.batches.batch(self.steps_done)))
-            found = self.ranks.gather(
-                first_non_finite(self.model, lambda: [self._loss(micro_batch_BS) for micro_batch_BS in micro_batches])
+            where = first_non_finite(
+                self.model,
+                lambda: [self._loss(micro_batch_BS) for micro_batch_BS in micro_batches],
+                self.ranks.gather,
             )
-            where = next((place for place in found if place != NOWHERE), NOWHERE)
             raise FloatingPointError(
                 f"the loss is {loss} at step {step.number}; the first non-finite value is in {where}"
             )

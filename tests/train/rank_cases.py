@@ -1,6 +1,7 @@
 """Trainers on several ranks compared with one process, for test_ranks.py."""
 
 import os
+import re
 import shutil
 import tempfile
 import traceback
@@ -168,6 +169,17 @@ def check_broken_loss(store: TokenStore, ranks: Ranks) -> None:
         own.step()
 
 
+def check_broken_expert(store: TokenStore, ranks: Ranks) -> None:
+    """A weight that is NaN on the one rank that has it ends the run on all, which name it."""
+    _, own = trainers(store, ranks, 2)
+    steps(own, 1)
+    name, weight = next((n, p) for n, p in own.model.named_parameters() if n.endswith("experts.down"))
+    if ranks.rank == ranks.size - 1:
+        weight.data.fill_(float("nan"))
+    with pytest.raises(FloatingPointError, match=f"is in parameter {re.escape(name)}$"):
+        own.step()
+
+
 def check_loss_scale(store: TokenStore, ranks: Ranks) -> None:
     """An overflow on one rank halves the loss scale of all."""
     _, own = trainers(store, ranks, recipe="fp16_loss_scaling")
@@ -249,6 +261,7 @@ def cases(world: int) -> dict[str, object]:
         "delayed-2": lambda s, r: check_fp8(s, r, "delayed", 2),
         "skips": check_skips,
         "broken_loss": check_broken_loss,
+        "broken_expert": check_broken_expert,
         "loss_scale": check_loss_scale,
         "late": check_late,
         "agreement": lambda s, r: check_agreement(r),
