@@ -9,7 +9,8 @@ Under `torch.compile` each layer runs alone, and the compiler finds that they qu
 compiled Llama slower: their gradients are concatenated (benchmarks/history/training-step/joined.txt).
 
 A layer runs alone where the layers are not of one recipe that can be fused, have hooks or were replaced, or where its
-input is another tensor than the first layer's, or was written since.
+input is another tensor than the first layer's. So it does where the input or a weight was written since the first
+call, or gradients or autocast were switched.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from octile.ops.quantize import INPUT_DTYPES
 
 
 class _Pending(NamedTuple):
-    """An input, its version, which writing to it changes, and the results of the layers that were not called yet."""
+    """An input, the conditions of the results (`JoinedLinear._conditions`), and those that were not asked for yet."""
 
     x: Tensor
-    version: int
+    conditions: tuple[object, ...]
     results: list[Tensor]
 
 
@@ -52,10 +53,10 @@ class JoinedLinear:
             if not self._can_join(x):
                 return None
             y, *results = self._compute(x)
-            self._pending = _Pending(x, _version(x), results)
+            self._pending = _Pending(x, self._conditions(x), results)
             return y
         pending = self._pending  # another thread may replace it, which leaves this one as it is
-        if pending is None or x is not pending.x or _version(x) != pending.version:
+        if pending is None or x is not pending.x or self._conditions(x) != pending.conditions:
             return None
         if layer is not self.layers[len(self.layers) - len(pending.results)]:
             return None
@@ -66,6 +67,10 @@ class JoinedLinear:
     def __getstate__(self) -> dict[str, object]:
         """Return what is copied and saved with a model: the layers without results."""
         return {"layers": self.layers, "_pending": None}
+
+    def _conditions(self, x: Tensor) -> tuple[object, ...]:
+        """What a result depends on besides the tensors themselves; writing to a tensor changes its version."""
+        return torch.is_grad_enabled(), result_dtype(x), _version(x), *(_version(layer.weight) for layer in self.layers)
 
     def _can_join(self, x: Tensor) -> bool:
         first = self.layers[0]
@@ -89,5 +94,5 @@ class JoinedLinear:
         return results
 
 
-def _version(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version
+def _version(t: Tensor) -> int:
+    return 0 if t.is_inference() else t._version

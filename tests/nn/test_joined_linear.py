@@ -120,6 +120,26 @@ def test_an_input_that_is_written_in_between_is_read_again():
     assert torch.equal(attention.k_proj(x), expected)
 
 
+def test_a_weight_that_is_written_in_between_is_read_again():
+    attention = converted()
+    x = input_of().detach()
+    attention.q_proj(x)
+    with torch.no_grad():
+        attention.k_proj.weight.mul_(2)
+    assert torch.equal(attention.k_proj(x), copy.deepcopy(attention).k_proj(x.clone()))
+
+
+def test_gradients_and_autocast_that_are_switched_in_between_apply():
+    attention = converted()
+    x = input_of()
+    with torch.no_grad():
+        attention.q_proj(x)
+    assert attention.k_proj(x).requires_grad
+    with torch.autocast("cpu", torch.bfloat16):
+        attention.q_proj(x)
+    assert attention.k_proj(x).dtype == torch.float32
+
+
 def test_a_call_out_of_order_computes_its_own_result():
     attention = converted()
     x = input_of().detach()
