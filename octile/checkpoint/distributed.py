@@ -47,6 +47,7 @@ from octile.checkpoint.sharded import (
 from octile.checkpoint.step_folders import finished_steps, newest_intact, next_folder, prune, verify_files
 from octile.checkpoint.store import Store
 from octile.checkpoint.tensor_file import TensorSpec
+from octile.parallel.ranks import as_sent
 
 T = TypeVar("T")
 
@@ -326,7 +327,7 @@ def gather(group: dist.ProcessGroup | None, work: Callable[[], T]) -> list[T]:
     try:
         own: tuple[T | None, Exception | None] = work(), None
     except Exception as error:
-        own = None, error
+        own = None, as_sent(error)
     results = [own]
     if group is not None:
         results = [own] * dist.get_world_size(group)

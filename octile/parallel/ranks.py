@@ -80,7 +80,7 @@ class Ranks:
         try:
             result = work()
         except Exception as error:
-            self._send(key, (None, _as_sent(error)))
+            self._send(key, (None, as_sent(error)))
             raise
         self._send(key, (result, None))
         return result
@@ -244,8 +244,8 @@ def _is_of_connection(error: Exception) -> bool:
     )
 
 
-def _as_sent(error: Exception) -> Exception:
-    """The error itself if it survives pickling, as those of octile do; else one with its text."""
+def as_sent(error: Exception) -> Exception:
+    """Return the error itself if it survives pickling, as those of octile do; else one with its text."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

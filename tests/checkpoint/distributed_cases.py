@@ -29,6 +29,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from octile.checkpoint import Chunk, DistributedCheckpoints, ShardedCheckpoint, load_tensors, save_checkpoint
 from octile.checkpoint import store as store_module
+from octile.checkpoint.distributed import gather, own_group
 from tests.checkpoint.micro_model import micro_model
 
 WORLDS = (4, 2, 8)  # in their order; all names of cases are in CASES
@@ -289,6 +290,24 @@ def a_full_disk_on_one_rank(folder: Path) -> None:
     checkpoints.close()
 
 
+def an_error_that_cannot_be_sent(folder: Path) -> None:
+    """It is described on all ranks, instead of leaving them waiting; libraries of object stores have such errors."""
+
+    class Local(OSError):
+        pass
+
+    def work() -> None:
+        if dist.get_rank() == 1:
+            raise Local("the store is gone")
+
+    try:
+        gather(own_group(), work)
+        text = ""
+    except RuntimeError as error:
+        text = str(error)
+    assert text == "Local: the store is gone"
+
+
 CASES: dict[int, list[Callable[[Path], None]]] = {
     4: [saved, each_rank_writes_a_share, a_model],
     2: [
@@ -304,6 +323,7 @@ CASES: dict[int, list[Callable[[Path], None]]] = {
         a_chunk_that_nobody_holds,
         a_state_that_json_cannot_hold,
         a_full_disk_on_one_rank,
+        an_error_that_cannot_be_sent,
     ],
     8: [loaded, from_one_process, saved],
 }
