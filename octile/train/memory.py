@@ -13,6 +13,7 @@ the tensors that autograd saves for backward, which is less than the peak.
 
 from __future__ import annotations
 
+import os
 import shlex
 import traceback
 from collections.abc import Iterator
@@ -68,14 +69,16 @@ def check_memory(config: TrainConfig, device: torch.device) -> None:
             f"the {device.type} has {total / 1e9:,.0f} GB: choose a smaller model"
         )
     if device.type == "cpu":
-        need, available = estimate_need(config), available_memory(device)
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)  # which share the memory
+        need, available = estimate_need(config), available_memory(device) // ranks
         if need.total > available:
             if need.data > available / 2:
                 change = f"the token ids of a step take {_gb(need.data)}: use a smaller --batch-size"
             else:
                 change = advice(config, MemoryNeed(need.fixed, need.sequence, available), has_begun=False)
+            who, where = ("the run", "here") if ranks == 1 else ("each rank", f"to each of {ranks} ranks here")
             raise ValueError(
-                f"the run needs about {_gb(need.total)}, but {_gb(available)} are available here: {change}"
+                f"{who} needs about {_gb(need.total)}, but {_gb(available)} are available {where}: {change}"
             )
 
 

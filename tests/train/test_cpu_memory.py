@@ -56,6 +56,16 @@ def test_a_batch_of_any_size_is_estimated_from_a_smaller_one(monkeypatch):
     assert estimate_need(micro(batch_size=256)).total == pytest.approx(whole.total, rel=0.02)
 
 
+def test_the_ranks_of_a_machine_share_its_memory(monkeypatch):
+    config = micro()
+    monkeypatch.setattr(memory, "available_memory", lambda device: 2 * estimate_need(config).total)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    check_memory(config, CPU)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match=r"each rank needs about .* are available to each of 4 ranks here"):
+        check_memory(config, CPU)
+
+
 def test_a_run_that_exceeds_the_memory_is_refused_with_what_to_reduce(monkeypatch):
     config = micro(batch_size=256)
     monkeypatch.setattr(cpu_memory, "RESERVE", 0)
