@@ -30,9 +30,8 @@ def balance_gates(model: nn.Module, speed: float | Tensor, ranks: dist.ProcessGr
         raise ValueError("model has no octile.nn.MoE")
     loads = [moe.last_load_E for moe in mixtures]
     if dist.is_available() and dist.is_initialized():
-        total = torch.cat(
-            loads
-        )  # one message; a load that counts several ranks already is a multiple, of the same sign
+        # one message; a load that counts several ranks already leads to a multiple, with the same signs of differences
+        total = torch.cat(loads)
         dist.all_reduce(total, group=ranks)
         loads = list(total.split([len(load_E) for load_E in loads]))
     for moe, load_E in zip(mixtures, loads, strict=True):
