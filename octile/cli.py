@@ -29,7 +29,7 @@ from octile import __version__
 from octile.extras import require
 from octile.models.config import PRESETS, ModelConfig, RopeScaling
 from octile.train.config import TrainConfig, preset
-from octile.train.signals import Terminated, quiet_exit, terminable
+from octile.train.signals import Terminated, quiet_exit, terminable, termination_ignored
 from octile.validation import Dataclass, Range, annotations_of, check_fields
 
 if TYPE_CHECKING:
@@ -597,9 +597,10 @@ def _fail(message: str, code: int) -> NoReturn:
         sys.exit(code)
     from octile.parallel.ranks import end, reports_failure
 
-    if reports_failure(line):
-        print(f"octile: {f'rank {_rank()}: ' if _rank() else ''}{line}", file=sys.stderr)
-    end(code)
+    with termination_ignored():  # torchrun sends SIGTERM when another rank has ended, while this one waits to report
+        if reports_failure(line):
+            print(f"octile: {f'rank {_rank()}: ' if _rank() else ''}{line}", file=sys.stderr)
+        end(code)
 
 
 def _terminated() -> str:

@@ -1,6 +1,7 @@
 """Ctrl-C and SIGTERM: end a command cleanly, with the exit code that a shell gives to the signal.
 
 A training run saves its state first (`stop_requests`); any other work is interrupted by an exception (`terminable`).
+A rank that waits to report its failure ignores SIGTERM (`termination_ignored`).
 While the interpreter exits, nobody would catch that exception (`quiet_exit`).
 """
 
@@ -52,6 +53,19 @@ def terminable() -> Iterator[None]:
         yield
         return
     before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def termination_ignored() -> Iterator[None]:
+    """Context manager in which SIGTERM is ignored, for a process that is about to end anyway."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread can handle signals
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         yield
     finally:

@@ -74,6 +74,13 @@ def test_a_killed_rank_is_restarted_and_resumes(arguments, straight, tmp_path):
     assert losses(tmp_path / "run") == pytest.approx(straight, rel=1e-5)
 
 
+def test_rank_1_reports_that_rank_0_was_killed(arguments, tmp_path):
+    ended = torchrun(str(FAULTY), "kill_first", "3", *arguments, f"--out={tmp_path / 'run'}")
+    assert ended.returncode == 1
+    (line,) = own_lines(ended)
+    assert re.search(r"rank 1 lost the connection to another rank, .* last seen: rank 0 at step 3", line)
+
+
 def test_a_hang_names_the_rank_and_the_operation(arguments, tmp_path):
     ended = torchrun(str(FAULTY), "hang", "3", *arguments, "--parallel.timeout=5", f"--out={tmp_path / 'run'}")
     assert ended.returncode == 1
