@@ -191,6 +191,7 @@ def _train(
         recorder = _Recorder(trainer, store, metrics, progress, spikes)
         step_context = hook(trainer, run, metrics)
         ranks.from_first(lambda: run.write_config(config))
+        saved_step: int | None = None
         with recorder.saved_on_failure():
             while (
                 trainer.steps_done < config.steps
@@ -211,12 +212,14 @@ def _train(
                     best.update(trainer.steps_done, line["val_loss"])
                 if saves or (validates and best.has_run_out(config.patience)):
                     checkpoints.save(trainer, best, config)
+                    saved_step = trainer.steps_done
             recorder.record(trainer.read())  # a signal ended the loop between two reads
             recorder.report_spikes()
     if trainer.captured is not None:  # NCCL destroys no communicator whose collectives a graph has
         trainer.captured.release()
     if trainer.steps_done < config.steps and not best.has_run_out(config.patience):
-        checkpoints.save(trainer, best, config)
+        if saved_step != trainer.steps_done:
+            checkpoints.save(trainer, best, config)
         checkpoints.close()
         message = f"stopped after step {trainer.steps_done}; to continue: {_resume_command(config)}"
         raise Stopped(message, stop[0] if stop else signal.SIGTERM)

@@ -18,6 +18,7 @@ import torch
 import octile.train.loop
 from octile.checkpoint.hugging_face import load
 from octile.checkpoint.training import latest_checkpoint, load_checkpoint
+from octile.train.checkpoints import RunCheckpoints
 from octile.train.config import TrainConfig
 from octile.train.loop import train
 from octile.train.run_folder import RunFolder
@@ -458,6 +459,20 @@ def test_a_second_signal_after_a_checkpoint_says_where_the_run_continues(half, m
     monkeypatch.setattr(Trainer, "launch", interrupted)
     with pytest.raises(Stopped, match="to continue from the last checkpoint: octile train --resume"):
         resume(half, steps=4)
+
+
+def test_a_stop_after_a_checkpoint_does_not_write_it_again(text, tmp_path, monkeypatch):
+    saved, save = [], RunCheckpoints.save
+
+    def recorded(self, trainer, best, config):
+        saved.append(trainer.steps_done)
+        save(self, trainer, best, config)
+
+    monkeypatch.setattr(RunCheckpoints, "save", recorded)
+    monkeypatch.setattr(Trainer, "must_stop", lambda self, own: self.steps_done == 2)
+    with pytest.raises(Stopped, match="stopped after step 2"):
+        train(micro(data=str(text), out=tmp_path / "run", checkpoint_every=2), False, silent_console())
+    assert saved == [2]
 
 
 def test_ctrl_c_saves_the_current_step_and_prints_how_to_continue(text, tmp_path):
