@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
@@ -649,20 +650,23 @@ class Trainer:
 
     def layout(self, name: str) -> Layout | None:
         """The rows that each rank has of a tensor of `state`, or of a best model; None: each has all of it."""
-        if self.shards is None:
-            return None
         part, _, rest = name.partition(".")
-        names = [name for name, _ in self.model.named_parameters()]
-        if part in ("model", "best"):
-            return self.shards.weight_layout(rest) if rest in names else None
-        if part == "ema":
-            return self.shards.part_layout(rest) if rest in names else None
-        if part == "optimizer":
-            index = int(rest.partition(".")[0])
-            name_of = {part: name for name, part in self.updated.named_parameters()}
-            updated = [param for group in self.optimizer.param_groups for param in group["params"]]
-            return self.shards.part_layout(name_of[updated[index]])
-        return None
+        return self._layouts.get(f"optimizer.{rest.partition('.')[0]}" if part == "optimizer" else name)
+
+    @cached_property
+    def _layouts(self) -> dict[str, Layout]:
+        """The layouts of all parameters, their averages and best values by name, of moments as "optimizer.INDEX"."""
+        if self.shards is None:
+            return {}
+        found: dict[str, Layout] = {}
+        for name, _ in self.model.named_parameters():
+            found[f"model.{name}"] = found[f"best.{name}"] = self.shards.weight_layout(name)
+            found[f"ema.{name}"] = self.shards.part_layout(name)
+        name_of = {part: name for name, part in self.updated.named_parameters()}
+        updated = [param for group in self.optimizer.param_groups for param in group["params"]]
+        for index, param in enumerate(updated):
+            found[f"optimizer.{index}"] = self.shards.part_layout(name_of[param])
+        return found
 
     def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Collect the rows that the ranks have of tensors of `state`, or of a best model, on rank 0; others get none.
