@@ -9,6 +9,7 @@ import torch.multiprocessing as mp
 from tests.parallel import state_cases
 from tests.train import rank_cases
 from tests.train.test_ranks import free_port
+from tests.worlds import Failures, assert_passed, read_failures
 
 
 @pytest.fixture(scope="module")
@@ -18,27 +19,22 @@ def failures(store, tmp_path_factory: pytest.TempPathFactory):
         pytest.skip("needs two GPUs")
 
     @cache
-    def of_part(part: str) -> list[dict[str, str]]:
+    def of_part(part: str) -> Failures:
         folder = str(tmp_path_factory.mktemp(part))
         if part == "state":
             mp.spawn(state_cases.run, (2, folder, "cuda"), 2)
         else:
             mp.spawn(rank_cases.run, (2, folder, str(store.folder), free_port(), "cuda"), 2)
-        return [torch.load(f"{folder}/{rank}.pt") for rank in range(2)]
+        return read_failures(folder, 2)
 
     return of_part
 
 
-def check(failures: list[dict[str, str]], name: str) -> None:
-    failed = [f"rank {rank}: {of_rank[name]}" for rank, of_rank in enumerate(failures) if of_rank[name]]
-    assert not failed, "\n".join(failed)
-
-
 @pytest.mark.parametrize("name", state_cases.cases(2))
 def test_sharded_state(failures, name: str):
-    check(failures("state"), name)
+    assert_passed(failures("state"), name)
 
 
 @pytest.mark.parametrize("name", rank_cases.gpu_cases())
 def test_trainers(failures, name: str):
-    check(failures("trainers"), name)
+    assert_passed(failures("trainers"), name)

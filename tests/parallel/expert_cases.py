@@ -2,7 +2,6 @@
 
 import copy
 import datetime
-import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partialmethod
@@ -25,6 +24,7 @@ from octile.nn.observer import ObservedGemm, observe_gemms
 from octile.ops.routing_plan import count_tokens
 from octile.parallel import ExpertDispatcher, ExpertShare, shard_experts, symmetric_memory
 from octile.parallel.decoding import DecodingExchange
+from tests.worlds import run_cases
 
 E, K, D = 8, 3, 160  # D is no multiple of 128: the last scale of a row is that of a smaller tile
 SIZES = {"fp32": 64, "bf16": 64, "fp8": 128, "fp8_in_fp32": 128, "fp8_unfused": 192}  # I: a fused layer has whole tiles
@@ -527,12 +527,5 @@ def run(rank: int, world: int, folder: str, drawn: list[Tokens], device: str = "
         meshes["peers"] = "peers"
     if world == 4:
         meshes["nodes"] = init_device_mesh(device, (2, 2), mesh_dim_names=("node", "rank"))
-    failures = {}
-    for name, case in cases(world, drawn, meshes).items():
-        failures[name] = ""
-        try:
-            case()
-        except (Exception, pytest.fail.Exception):
-            failures[name] = traceback.format_exc()
-    torch.save(failures, Path(folder) / f"{rank}.pt")
+    run_cases(cases(world, drawn, meshes), folder, rank)
     dist.destroy_process_group()

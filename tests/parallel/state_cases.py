@@ -1,8 +1,6 @@
 """Ranks that train a small model with `ShardedState`, for test_state.py."""
 
-import traceback
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from octile.nn import Gate, MoE
 from octile.optim import AdamW, clip_grad_norm_, param_groups
 from octile.parallel import balance_gates, shard_experts
 from octile.parallel.state import ShardedState, collect
+from tests.worlds import run_cases
 
 D, E, K, I = 8, 8, 3, 4
 STEPS = 3
@@ -158,12 +157,5 @@ def run(rank: int, world: int, folder: str, device: str = "cpu") -> None:
         torch.set_default_device(f"cuda:{rank}")
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, f"file://{folder}/store", timedelta(seconds=60), world, rank)
-    failures = {}
-    for name, case in cases(world, device).items():
-        failures[name] = ""
-        try:
-            case()
-        except (Exception, pytest.fail.Exception):
-            failures[name] = traceback.format_exc()
-    torch.save(failures, Path(folder) / f"{rank}.pt")
+    run_cases(cases(world, device), folder, rank)
     dist.destroy_process_group()

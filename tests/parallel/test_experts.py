@@ -1,13 +1,9 @@
 """Experts on 2 and 4 gloo ranks compared with one process, bit for bit; see expert_cases.py."""
 
-import os
 from collections.abc import Callable
-from functools import cache
 
 import pytest
-import torch
 import torch.multiprocessing as mp
-from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +11,7 @@ from octile.nn import Gate, MoE
 from octile.parallel import shard_experts
 from tests.parallel import expert_cases
 from tests.parallel.expert_cases import E, K, Tokens
+from tests.worlds import Failures, assert_passed, start_once
 
 MESHES = {2: ["ranks", "peers"], 4: ["ranks", "peers", "nodes"]}
 NAMES = {world: list(expert_cases.cases(world, [], dict.fromkeys(meshes))) for world, meshes in MESHES.items()}
@@ -36,28 +33,18 @@ def draw(world: int) -> list[Tokens]:
 
 
 @pytest.fixture(scope="module")
-def failures(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict[str, str]]]:
-    """Return what went wrong in a world, by rank. It starts once, also for several workers of pytest."""
-    base = tmp_path_factory.getbasetemp()
-    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+def failures(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Failures]:
+    """What went wrong in a world, by rank."""
 
-    @cache
-    def of_world(world: int) -> list[dict[str, str]]:
-        folder = base / f"experts-on-{world}"
-        with FileLock(f"{folder}.lock"), pytest.MonkeyPatch.context() as patch:
-            if not folder.exists():
-                folder.mkdir()
-                patch.setenv("OMP_NUM_THREADS", "1")
-                mp.spawn(expert_cases.run, (world, str(folder), draw(world)), world)
-        return [torch.load(folder / f"{rank}.pt") for rank in range(world)]
+    def start(world: int, folder: str) -> None:
+        mp.spawn(expert_cases.run, (world, folder, draw(world)), world)
 
-    return of_world
+    return start_once(tmp_path_factory, "experts", start)
 
 
 @pytest.mark.parametrize(("world", "name"), [(world, name) for world, names in NAMES.items() for name in names])
 def test_ranks(failures, world: int, name: str):
-    failed = [f"rank {rank}: {of_rank[name]}" for rank, of_rank in enumerate(failures(world)) if of_rank[name]]
-    assert not failed, "\n".join(failed)
+    assert_passed(failures(world), name)
 
 
 def test_without_a_process_group_the_error_says_so():

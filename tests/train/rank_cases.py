@@ -4,9 +4,9 @@ import os
 import re
 import shutil
 import tempfile
-import traceback
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,7 @@ from octile.train.loop import differing
 from octile.train.token_store import TokenStore
 from octile.train.trainer import Trainer
 from tests.train.conftest import micro
+from tests.worlds import run_cases
 
 STEPS = 4
 EXACT = {"rtol": 2e-5, "atol": 0.0}  # FP32 sums in another order
@@ -276,13 +277,7 @@ def run(rank: int, world: int, folder: str, store: str, port: int, device: str =
         torch.cuda.init()
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     ranks, tokens = join(torch.device(device, rank if device == "cuda" else None), 60), TokenStore.open(Path(store))
-    failures = {}
-    for name, case in (gpu_cases() if device == "cuda" else cases(world)).items():
-        failures[name] = ""
-        try:
-            case(tokens, ranks)
-        except (Exception, pytest.fail.Exception):
-            failures[name] = traceback.format_exc()
-    torch.save(failures, Path(folder) / f"{rank}.pt")
+    own = gpu_cases() if device == "cuda" else cases(world)
+    run_cases({name: partial(case, tokens, ranks) for name, case in own.items()}, folder, rank)
     dist.barrier()
     leave()
