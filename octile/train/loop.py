@@ -271,6 +271,8 @@ def _agree(ranks: Ranks, config: TrainConfig, resume: bool) -> None:
     Raises:
         ValueError: two ranks differ in code, version of torch or configuration; all ranks raise it.
     """
+    if ranks.size == 1:  # whose start need not wait for the digest of all source files
+        return
     ranks.agree("octile's code and torch's version", f"octile {source_digest()} and torch {torch.__version__}")
     ranks.agree("--resume", str(resume))
     settings = dict(flatten(json.loads(config.to_json())))
