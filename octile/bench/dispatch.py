@@ -34,6 +34,7 @@ from octile.bench.rows import LEGEND, Row, compare, table
 from octile.nn.dispatcher import RoutingPlan
 from octile.ops.quantize import quantize
 from octile.parallel.experts import ExpertDispatcher, exchange
+from octile.parallel.ranks import count_ranks, world
 from octile.parallel.symmetric_memory import PeerDispatcher, PeerMemory, why_not_peers
 from octile.scaled import ScaledTensor
 
@@ -58,13 +59,13 @@ def rows() -> Iterator[Row]:
     Raises:
         ValueError: torchrun has not started two or more ranks, or their GPUs cannot write to each other's memory.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2 or not torch.cuda.is_available():
+    if count_ranks() < 2 or not torch.cuda.is_available():
         raise ValueError("dispatch is measured on 2 or more GPUs: torchrun --nproc_per_node 2 -m octile bench dispatch")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     try:
-        if why_not := why_not_peers([_world()]):
+        if why_not := why_not_peers([world()]):
             raise ValueError(f"dispatch is measured on GPUs that write to each other's memory: {why_not}")
         for row in _measure(device):
             if dist.get_rank() == 0:
@@ -84,7 +85,7 @@ def _measure(device: torch.device) -> Iterator[Row]:
     x = torch.randn(TOKENS, HIDDEN, device=device, dtype=torch.bfloat16)
     data, scale = quantize(x, 1, 128, "e4m3", True)
     q = ScaledTensor(data, scale, (1, 128))
-    memory = PeerMemory(_world())
+    memory = PeerMemory(world())
     peers = PeerDispatcher(EXPERTS, CHOSEN, HIDDEN, memory, TOKENS)
     collectives = ExpertDispatcher(EXPERTS, CHOSEN, HIDDEN)
 
@@ -133,12 +134,6 @@ def _measure(device: torch.device) -> Iterator[Row]:
                 yield compare(case, f"{what}, {_mb(e)}", _speed(e, seconds), "GB/s", "copy", copy_speed)
 
 
-def _world() -> dist.ProcessGroup:
-    world = dist.group.WORLD
-    assert world is not None
-    return world
-
-
 def _choose(device: torch.device) -> tuple[Tensor, Tensor]:
     """Choose the experts of each token at random, in LIMIT of GROUPS groups: int64 [T, K], and their loads [E]."""
     scores = torch.rand(TOKENS, EXPERTS, device=device)
@@ -182,7 +177,7 @@ def _plain(experts_TK: Tensor, x: Tensor, permuted: bool) -> Exchange:
 
     def there_and_back() -> None:
         rows = x.index_select(0, token) if permuted else sent
-        results = exchange(exchange(rows, out, into, _world()), into, out, _world())
+        results = exchange(exchange(rows, out, into, world()), into, out, world())
         if permuted:
             results.index_select(0, place)
 

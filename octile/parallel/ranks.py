@@ -98,7 +98,7 @@ class Ranks:
     def agree(self, what: str, own: str) -> None:
         """Raise ValueError on all ranks unless all have the same description of `what`."""
         if self.store is not None:
-            check_agreement(what, own, [_world()])
+            check_agreement(what, own, [world()])
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Sum a tensor over all ranks, in place; return it."""
@@ -253,6 +253,7 @@ def as_sent(error: Exception) -> Exception:
     return error
 
 
-def _world() -> dist.ProcessGroup:
+def world() -> dist.ProcessGroup:
+    """The process group of all ranks, once it is initialized."""
     assert dist.group.WORLD is not None
     return dist.group.WORLD
