@@ -1,4 +1,4 @@
-"""`octile doctor`: this machine, its versions, and which kernels each operator uses, and why."""
+"""`octile doctor`: this machine, its versions, its GPUs' links, and which kernels each operator uses, and why."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import torch
 from octile import __version__
 from octile.extras import require
 from octile.kernels import backends
+from octile.parallel.links import describe_dispatch, find_links
 from octile.report.console import Console
 from octile.report.machine import machine, version_of
 
@@ -40,8 +41,10 @@ def examine() -> dict[str, Any]:
     """Examine this machine.
 
     Returns:
-        {"octile", "machine", "packages", "operators": [{"operator", "kernel", "why"}], "advice": [line]}.
+        {"octile", "machine", "packages", "operators": [{"operator", "kernel", "why"}], "links": [{"first", "second",
+        "link", "can_access"}] of each two GPUs, "dispatch": what sends rows to experts on them, "advice": [line]}.
     """
+    links = find_links()
     return {
         "octile": __version__,
         "machine": {
@@ -55,6 +58,8 @@ def examine() -> dict[str, Any]:
             {"operator": f"octile::{name}", "kernel": kernel, "why": why}
             for name, (kernel, why) in sorted(backends.choices().items())
         ],
+        "links": [link._asdict() for link in links],
+        "dispatch": describe_dispatch(torch.cuda.device_count() if torch.cuda.is_available() else 0, links),
         "advice": _advice(),
     }
 
@@ -144,10 +149,24 @@ def show(found: dict[str, Any], as_json: bool) -> None:
     console.print(table)
     for kernel, why in dict.fromkeys((row["kernel"], row["why"]) for row in found["operators"]):
         console.print(f"{kernel}: {why}", highlight=False)
+    _show_links(console, found)
     for line in found["advice"]:
         console.print(line, highlight=False)
     if "kernels" in found:
         _show_kernels(console, found["kernels"])
+
+
+def _show_links(console: Console, found: dict[str, Any]) -> None:
+    from octile.report.table import ScreenTable
+
+    if found["links"]:
+        table = ScreenTable(title="links between GPUs", title_justify="left")
+        for name in ("GPUs", "link", "access to each other's memory"):
+            table.add_column(name)
+        for row in found["links"]:
+            table.add_row(f"{row['first']} and {row['second']}", row["link"], "yes" if row["can_access"] else "no")
+        console.print(table)
+    console.print(f"dispatch to experts on other ranks: {found['dispatch']}", highlight=False)
 
 
 def _show_kernels(console: Console, kernels: dict[str, Any]) -> None:

@@ -42,6 +42,7 @@ from octile.nn.dispatcher import LocalDispatcher, RoutingPlan
 from octile.nn.moe import Experts, MoE
 from octile.ops.permute import unpermute_backward
 from octile.ops.routing_plan import inverse
+from octile.parallel.links import ALL_TO_ALL, PEER_KERNELS
 from octile.scaled import ScaledTensor
 
 Ranks = dist.ProcessGroup | DeviceMesh | None
@@ -236,10 +237,10 @@ def shard_experts(
         if len(moe.experts.down) != len(moe.gate.weight) or type(moe.dispatcher) is not LocalDispatcher:
             raise ValueError(f"{name or 'model'} is sharded already, or has a dispatcher of its own")
         check_divisible(len(moe.gate.weight), groups)
-    exchange, memory = "all_to_all_single", None
+    exchange, memory = ALL_TO_ALL, None
     if max_tokens is not None:
         why_not = why_not_peers(groups)
-        exchange = f"{exchange}, since {why_not}" if why_not else "kernels on symmetric memory"
+        exchange = f"{ALL_TO_ALL}, since {why_not}" if why_not else PEER_KERNELS
         memory = None if why_not else PeerMemory(groups[0], num_sms)
     for moe in mixtures.values():
         sizes = len(moe.gate.weight), moe.gate.n_chosen, moe.gate.weight.shape[1]

@@ -32,6 +32,7 @@ from octile.kernels.memory_layout import VECTOR, new_scale, padded
 from octile.nn.dispatcher import RoutingPlan
 from octile.ops.routing_plan import count_tokens, routing_plan
 from octile.parallel.experts import ExpertDispatcher
+from octile.parallel.links import can_access
 from octile.scaled import ScaledTensor
 
 
@@ -224,9 +225,9 @@ def why_not_peers(groups: Sequence[dist.ProcessGroup]) -> str | None:
     if len(set(found)) < len(found):
         return "two ranks share a GPU"
     others = [other for other in range(torch.cuda.device_count()) if other != device]
-    can_access = all(torch.cuda.can_device_access_peer(device, other) for other in others)
-    answers = [can_access] * len(found)
-    dist.all_gather_object(answers, can_access, group=group)
+    can = all(can_access(device, other) for other in others)
+    answers = [can] * len(found)
+    dist.all_gather_object(answers, can, group=group)
     return None if all(answers) else "a GPU cannot access another one's memory"
 
 

@@ -45,6 +45,7 @@ from octile.optim import EMA, AdamW, BatchRamp, DynamicLossScale, WarmupConstant
 from octile.optim.gradient import gradient_norm
 from octile.optim.state import has_scales
 from octile.parallel.experts import ExpertShare, shard_experts
+from octile.parallel.links import AUTO_RANKS
 from octile.parallel.ranks import Ranks
 from octile.parallel.state import Layout, ShardedState, collect
 from octile.recipe import Recipe
@@ -63,7 +64,6 @@ if TYPE_CHECKING:
     from octile.checkpoint.sharded import Chunk, ShardedCheckpoint
 
 READ_EVERY = 10  # steps that are read at a time; as many more are in flight meanwhile
-AUTO_RANKS = 2  # between which kernels exchange the rows of experts by default; they take memory for all their tokens
 AHEAD = 4  # batches that a thread prepares for a GPU; a CPU has no core to spare, and no memory
 LOSSES = ("loss", "main_loss", "mtp_loss", "balance_loss")
 

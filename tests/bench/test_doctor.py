@@ -42,6 +42,7 @@ def pretend(monkeypatch):
 
     def simulate(capability, *missing):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: int(capability is not None))
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
         for module in (doctor, backends, request):
@@ -129,6 +130,25 @@ def test_cores_are_counted_where_there_is_no_affinity(monkeypatch):
 def test_the_output_is_readable(capsys):
     show(examine(), as_json=False)
     assert "octile::matmul_nt" in capsys.readouterr().out
+
+
+def test_without_a_gpu_the_output_says_what_dispatch_uses(pretend, capsys):
+    pretend(None)
+    show(examine(), as_json=False)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "dispatch to experts on other ranks: all_to_all_single over gloo" in shown
+    assert "there is no GPU" in shown
+    assert "links between GPUs" not in shown
+
+
+def test_the_links_between_gpus_are_a_table(capsys):
+    links = [{"first": 0, "second": 1, "link": "NVLink", "can_access": True}]
+    show(examine() | {"links": links, "dispatch": "kernels"}, as_json=False)
+    shown = capsys.readouterr().out
+    (row,) = [line for line in shown[shown.index("links between GPUs") :].splitlines() if "0 and 1" in line]
+    assert "NVLink" in row
+    assert "yes" in row
+    assert "dispatch to experts on other ranks: kernels" in shown
 
 
 def test_names_are_whole_on_a_narrow_screen(monkeypatch, capsys):
