@@ -1,4 +1,8 @@
-"""Kernels and copies of a GPU as the profiler records them: the time of each name, and the time in which it idles."""
+"""Kernels and copies of a GPU as the profiler records them: the time of each name, and the time in which it idles.
+
+Communication is the kernels that exchange data with other ranks: NCCL's, and those of `octile.parallel`. It is exposed
+while no other kernel runs on the GPU. A kernel that waits for another rank communicates, too.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from torch.profiler import profile
 
+PEER_KERNELS = ("exchange_rows", "send_results", "send_experts", "peer_barrier")  # octile.kernels.triton.peer_rows
+
 
 class KernelRecord(NamedTuple):
     """A kernel, copy or memset in the profiler's record; times in µs."""
@@ -16,6 +22,23 @@ class KernelRecord(NamedTuple):
     name: str
     start: float
     duration: float
+
+
+class Communication(NamedTuple):
+    """The communication of a GPU with other ranks.
+
+    Attributes:
+        time: µs in which at least one of its kernels ran.
+        exposed: the µs of these in which no other kernel ran.
+    """
+
+    time: float
+    exposed: float
+
+    @property
+    def exposed_share(self) -> float:
+        """The share of the communication's time that is exposed; 0 without communication."""
+        return self.exposed / self.time if self.time else 0.0
 
 
 class Cost(NamedTuple):
@@ -68,6 +91,19 @@ def idle_share(kernels: Iterable[KernelRecord]) -> float:
     """The share of the time between the first and the last kernel in which none ran."""
     kernels = list(kernels)
     return 1 - busy(kernels) / span(kernels)
+
+
+def is_communication(name: str) -> bool:
+    """Whether a kernel of this name exchanges data with other ranks."""
+    return name.lower().startswith(("nccl", *PEER_KERNELS))
+
+
+def communication(kernels: Iterable[KernelRecord]) -> Communication:
+    """The time of the communication among the kernels of one GPU, and how much of it is exposed."""
+    kernels = list(kernels)
+    others = [kernel for kernel in kernels if not is_communication(kernel.name)]
+    time = busy(kernel for kernel in kernels if is_communication(kernel.name))
+    return Communication(time, busy(kernels) - busy(others))
 
 
 def costs(kernels: Iterable[KernelRecord], steps: int) -> list[Cost]:

@@ -1,11 +1,12 @@
 """`octile train --profile`: where the time of a step goes, as torch's profiler records a few steps after warm-up.
 
     RUN/trace.json.gz   every kernel and operator on a time line, for chrome://tracing or https://ui.perfetto.dev
-    RUN/profile.txt     the ten largest costs, and on a GPU the share of the time in which it idles
+    RUN/profile.txt     the ten largest costs, and on a GPU the share of the time in which it idles; with several ranks,
+                        how much of the communication is exposed: no other kernel runs meanwhile
 
-On a GPU a cost is a kernel or a copy, with the time that the device records. On a CPU it is an operator, with its own
-time, without that of the operators that it calls. The profiler itself slows the host down: steps that launch kernel by
-kernel take longer under it, and the GPU idles more.
+Both are of rank 0. On a GPU a cost is a kernel or a copy, with the time that the device records. On a CPU it is an
+operator, with its own time, without that of the operators that it calls. The profiler itself slows the host down: steps
+that launch kernel by kernel take longer under it, and the GPU idles more.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from octile.checkpoint.files import write_text
 from octile.train.config import TrainConfig
 from octile.train.console import RunConsole
-from octile.train.kernel_records import Cost, costs, idle_share, kernels_of, largest_first
+from octile.train.kernel_records import Communication, Cost, communication, costs, idle_share, kernels_of, largest_first
 from octile.train.loop import RunHook, StepContext
 from octile.train.run_folder import MetricsWriter, RunFolder
 from octile.train.trainer import Trainer
@@ -114,7 +115,10 @@ class _Profiler:
             if not kernels:
                 self.console.print(f"{text}; it recorded no kernel, as it has no access to the GPU")
                 return
-            text += f"; the GPU idled {idle_share(kernels):.1%} of the time\n\n{table(costs(kernels, PROFILED), ms)}"
+            text += f"; the GPU idled {idle_share(kernels):.1%} of the time"
+            if self.trainer.ranks.size > 1:
+                text += f"\n{describe(communication(kernels), PROFILED)}"
+            text += f"\n\n{table(costs(kernels, PROFILED), ms)}"
         else:
             text += f"\n\n{table(operator_costs(record, PROFILED), ms)}"
         write_text(report, text + "\n")
@@ -129,6 +133,13 @@ def operator_costs(record: profile, steps: int) -> list[Cost]:
     """The time of each operator itself on the CPU in some steps, the largest first."""
     averages: Any = record.key_averages()
     return largest_first(Cost(e.key, e.count / steps, e.self_cpu_time_total / 1e3 / steps) for e in averages)
+
+
+def describe(found: Communication, steps: int) -> str:
+    """Say how long the communication of some steps took, and how much of it is exposed."""
+    ms = found.time / 1e3 / steps
+    exposed = f"{found.exposed_share:.1%} is exposed: no other kernel runs"
+    return f"communication with other ranks: {ms:,.2f} ms a step, of which {exposed}"
 
 
 def table(found: list[Cost], step_ms: float) -> str:

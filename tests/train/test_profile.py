@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from octile.train.kernel_records import Cost
+from octile.train.kernel_records import Communication, Cost
 from octile.train.loop import no_hook, train
-from octile.train.profile import LARGEST, MAX_NAME, PROFILED, WARM_UP, _first_step, profiling, table
+from octile.train.profile import LARGEST, MAX_NAME, PROFILED, WARM_UP, _first_step, describe, profiling, table
 from octile.train.run_folder import RunFolder
 from tests.train.conftest import micro, silent_console
 from tests.train.test_loop import metrics
@@ -96,3 +96,8 @@ def test_a_long_name_is_cut():
     (_, row) = table([Cost("x" * 500, 1.0, 2.0)], 4.0).splitlines()
     assert row.endswith(" " + "x" * (MAX_NAME - 1) + "…")
     assert "50.0%" in row
+
+
+def test_communication_is_described_in_ms_of_a_step():
+    expected = "communication with other ranks: 3.00 ms a step, of which 25.0% is exposed: no other kernel runs"
+    assert describe(Communication(6000, 1500), 2) == expected
