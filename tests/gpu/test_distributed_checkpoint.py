@@ -1,6 +1,5 @@
 """Checkpoints of ranks with GPUs: copies in pinned memory, a process group of NCCL, and FSDP2's parameters."""
 
-import os
 import threading
 from pathlib import Path
 
@@ -68,9 +67,9 @@ def test_copies_lie_in_pinned_memory(tmp_path, staged):
 
 
 def _be_rank(rank: int, folder: str) -> None:
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29611")
     torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", rank=rank, world_size=2, device_id=torch.device("cuda", rank))
+    store = f"file://{folder}/rendezvous"
+    dist.init_process_group("nccl", store, rank=rank, world_size=2, device_id=torch.device("cuda", rank))
     torch.manual_seed(0)
     model = fully_shard(nn.Linear(33, 65, device="cuda"))
     whole = {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
