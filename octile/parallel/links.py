@@ -15,6 +15,7 @@ AUTO_RANKS = 2  # between which kernels on symmetric memory exchange rows by def
 
 ALL_TO_ALL, PEER_KERNELS = "all_to_all_single", "kernels on symmetric memory"
 
+NVLINK, OK = 2, 0  # NVML's P2P capability and status; their names differ between versions of the bindings
 PCIE = {  # NVML's levels of the closest common ancestor of two GPUs
     0: "one board",
     10: "PCIe, one switch",
@@ -85,7 +86,7 @@ def _names(pairs: list[tuple[int, int]]) -> list[str]:
         return [f"unknown: {error}"] * len(pairs)
     try:
         return [_name(nvml, *pair) for pair in pairs]
-    except nvml.NvmlError as error:
+    except (nvml.NvmlError, AttributeError) as error:  # AttributeError: another version of the bindings
         return [f"unknown: {error}"] * len(pairs)
     finally:
         nvml.shutdown()
@@ -95,7 +96,7 @@ def _name(nvml: Any, *pair: int) -> str:
     """Name the link of two GPUs, whose numbers NVML does not share with torch: CUDA_VISIBLE_DEVICES changes torch's."""
     uuids = (str(torch.cuda.get_device_properties(gpu).uuid) for gpu in pair)
     handles = [nvml.device_get_handle_by_uuid(f"GPU-{uuid}") for uuid in uuids]
-    if nvml.device_get_p2p_status(*handles, nvml.GpuP2PCapsIndex.NVLINK) == nvml.GpuP2PStatus.OK:
+    if nvml.device_get_p2p_status(*handles, NVLINK) == OK:
         return "NVLink"
     level = int(nvml.device_get_topology_common_ancestor(*handles))
     return PCIE.get(level, f"PCIe, level {level} of NVML")

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from octile.parallel.links import Link, describe_dispatch, find_links
+from octile.parallel.links import NVLINK, OK, Link, describe_dispatch, find_links
 
-OK, NOT_SUPPORTED = 0, 5
+NOT_SUPPORTED = 5
 
 
 class NvmlError(Exception):
@@ -35,12 +35,10 @@ def nvml(monkeypatch):
     """NVML's bindings: GPUs 0 and 1 of its own numbers have NVLink, all others are on several NUMA nodes."""
     fake = SimpleNamespace(
         NvmlError=NvmlError,
-        GpuP2PCapsIndex=SimpleNamespace(NVLINK=2),
-        GpuP2PStatus=SimpleNamespace(OK=OK),
         init_v2=lambda: None,
         shutdown=lambda: None,
         device_get_handle_by_uuid=lambda uuid: int(uuid.removeprefix("GPU-uuid-")),
-        device_get_p2p_status=lambda a, b, _: OK if {a, b} == {0, 1} else NOT_SUPPORTED,
+        device_get_p2p_status=lambda a, b, index: OK if index == NVLINK and {a, b} == {0, 1} else NOT_SUPPORTED,
         device_get_topology_common_ancestor=lambda a, b: 50,
     )
     monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(nvml=fake))
@@ -83,6 +81,12 @@ def test_the_reason_for_which_nvml_does_not_answer_is_told(gpus, nvml, error):
     nvml.init_v2 = fail
     (link,) = find_links()
     assert (link.link, link.can_access) == ("unknown: no driver", True)
+
+
+def test_bindings_that_lack_a_function_leave_the_link_unknown(gpus, nvml):
+    gpus(2)
+    del nvml.device_get_p2p_status
+    assert "no attribute 'device_get_p2p_status'" in find_links()[0].link
 
 
 def test_nvml_is_shut_down_after_an_error(gpus, nvml):
