@@ -18,7 +18,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from io import StringIO, TextIOWrapper
 from itertools import dropwhile, takewhile, zip_longest
 from pathlib import Path
@@ -440,7 +440,7 @@ def _parse(form: type[Form], arguments: list[str], command: str, default: Form |
         if not end.code:  # --help
             print(wrap_help(shown.getvalue()), flush=True)
             raise
-        raise ValueError(f"{_error_line(output.getvalue())} (see octile {command} --help)") from None
+        raise ValueError(f"{_error_line(output.getvalue(), form)} (see octile {command} --help)") from None
     for name, annotation in annotations_of(form).items():
         option = f"--{name.replace('_', '-')}"
         if Path in (annotation, *get_args(annotation)) and _value_of(option, arguments) == "":
@@ -498,8 +498,8 @@ def _parse_run(form: type[RunForm], arguments: list[str], command: str, default:
     return options
 
 
-def _error_line(box: str) -> str:
-    """The first paragraph of tyro's error box, reworded where it quotes tyro or Python."""
+def _error_line(box: str, form: type[Dataclass]) -> str:
+    """The first paragraph of tyro's error box, reworded where it quotes tyro or Python, or begins with a field."""
     lines = [line.strip("│ ") for line in box.splitlines()[1:]]  # without the title
     first = " ".join(takewhile(_is_text, dropwhile(lambda line: not _is_text(line), lines))) or box
     where, _, what = first.removeprefix("Error parsing ").partition(": ")
@@ -515,7 +515,17 @@ def _error_line(box: str) -> str:
     if none_of := UNION_ERROR.match(what):
         kind, given = none_of.groups()
         return f"{where} must be {'a whole number' if kind == 'INT' else 'a number'}, not {given}"
-    return what
+    name, must, rest = what.partition(" must ")
+    field_path = name if where == form.__name__ or name.startswith(f"{where}.") else f"{where}.{name}"
+    return f"--{field_path.replace('_', '-')}{must}{rest}" if must and _has_field(form, field_path) else what
+
+
+def _has_field(form: type, path: str) -> bool:
+    """Whether a dataclass has a field, "steps", or one of its dataclasses has, "optim.lr"."""
+    name, _, rest = path.partition(".")
+    annotation = annotations_of(form).get(name)
+    kinds = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type) and is_dataclass(kind)]
+    return annotation is not None and (not rest or any(_has_field(kind, rest) for kind in kinds))
 
 
 def _is_text(line: str) -> bool:

@@ -211,7 +211,7 @@ def test_unknown_recipe(capsys, text, tmp_path):
         (["--device", "gpu"], "--device must be one of auto, cpu, cuda, not 'gpu'"),
         (["--steps", "abc"], "--steps must be a whole number, not 'abc'"),
         (["--optim.lr", "x"], "--optim.lr must be a number, not 'x'"),
-        (["--optim.lr", "-1"], "octile: optim.lr must be at least 0, not -1.0"),
+        (["--optim.lr", "-1"], "octile: --optim.lr must be at least 0, not -1.0"),
         (["--steps", "0"], "steps must be at least 1, not 0"),
     ],
 )
@@ -297,8 +297,8 @@ def test_tokens_give_the_number_of_steps(begun, options, steps):
         (["--tokens", "1024", "--steps", "3"], "--steps and --tokens exclude each other: give one of them"),
         (["--tokens", "0"], "tokens must be at least 1, not 0"),
         (["--tokens", "10M"], "--tokens must be a whole number, not '10M'"),
-        (["--tokens", "9", "--batch-size", "0"], "batch_size must be at least 1, not 0"),
-        (["--tokens", "512", "--telemetry-every", "2"], "telemetry_every must be from 1 to 1, the run's steps"),
+        (["--tokens", "9", "--batch-size", "0"], "--batch-size must be at least 1, not 0"),
+        (["--tokens", "512", "--telemetry-every", "2"], "--telemetry-every must be from 1 to 1, the run's steps"),
     ],
 )
 def test_tokens_that_cannot_be_read_are_refused(capsys, options, message):
@@ -402,7 +402,7 @@ def test_the_text_of_a_recipe_is_no_option(capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--telemetry-every", "3"], "telemetry_every must be from 1 to 2, the run's steps, or 0 for none; not 3"),
+        (["--telemetry-every", "3"], "--telemetry-every must be from 1 to 2, the run's steps, or 0 for none; not 3"),
         (["--telemetry-layers", "*.down"], "add --telemetry-every N"),
         (["--telemetry-every", "1", "--recipe", "bf16"], "recipe 'bf16' has none"),
         (["--telemetry-every", "1", "--telemetry-layers", "nothing"], "no layer matches 'nothing'"),
