@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,7 +45,14 @@ from octile.checkpoint.sharded import (
     Sizes,
     local_tensors,
 )
-from octile.checkpoint.step_folders import finished_steps, newest_intact, next_folder, prune, verify_files
+from octile.checkpoint.step_folders import (
+    check_records,
+    finished_steps,
+    newest_intact,
+    next_folder,
+    prune,
+    verify_files,
+)
 from octile.checkpoint.store import Store
 from octile.checkpoint.tensor_file import TensorSpec
 from octile.parallel.ranks import as_sent
@@ -72,17 +80,18 @@ class DistributedCheckpoints:
         folder: the run's `checkpoints/`, a path or a URL that fsspec knows, the same for all ranks; created if it does
             not exist.
         keep: number of checkpoints to keep, at least 1.
+        timeout: after which a rank that waits for another one's part raises RuntimeError; None: gloo's, half an hour.
 
     Raises:
         ValueError: keep is below 1, or fsspec knows no such protocol.
         ImportError: fsspec needs a package for this protocol that is not installed.
     """
 
-    def __init__(self, folder: str | Path, keep: int = 2):
+    def __init__(self, folder: str | Path, keep: int = 2, timeout: timedelta | None = None):
         if keep < 1:
             raise ValueError(f"keep must be at least 1, not {keep}")
         self.store, self.keep = Store(folder), keep
-        self._group = own_group()
+        self._group = own_group(timeout)
         self._stager = HostStager()
         self._pending: tuple[Store, Future[Any]] | None = None
 
@@ -165,12 +174,17 @@ class DistributedCheckpoints:
             The path or URL of the checkpoint, or None where there are none.
 
         Raises:
-            ValueError: there are checkpoints, but all are damaged.
+            ValueError: there are checkpoints, but all are damaged, or their octile.json are gone.
             OSError, RuntimeError: the last save failed, on any rank.
         """
         self.wait()
         rank, _ = rank_of(self._group)
-        found = gather(self._group, lambda: finished_steps(self.store) if rank == 0 else {})[0]
+
+        def find() -> dict[int, str]:
+            check_records(self.store)
+            return finished_steps(self.store)
+
+        found = gather(self._group, lambda: find() if rank == 0 else {})[0]
         steps = [(step, name) for step, name in found.items() if up_to is None or step <= up_to]
         name = newest_intact(self.store, steps, lambda folder: _problem(folder, self._group), warn=rank == 0)
         return None if name is None else self.store.path_of(name)
@@ -309,10 +323,10 @@ def share_out(held: list[list[_Piece]]) -> list[list[str]]:
     return written
 
 
-def own_group() -> dist.ProcessGroup | None:
+def own_group(timeout: timedelta | None = None) -> dist.ProcessGroup | None:
     """Make a gloo group of all ranks, for the objects that they exchange; None where there is a single process."""
     if dist.is_available() and dist.is_initialized():
-        return dist.new_group(backend="gloo")
+        return dist.new_group(backend="gloo", timeout=timeout)
     warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")  # as intended
     return None
 

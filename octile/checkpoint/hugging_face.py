@@ -39,6 +39,7 @@ from octile.checkpoint.fp8_layout import (
 )
 from octile.checkpoint.shards import Shards, plan_shards, write_index
 from octile.checkpoint.tensor_file import TORCH_DTYPES, TensorFileWriter, TensorSpec, writing
+from octile.launch import train_command
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.models.names import to_hf
@@ -250,9 +251,17 @@ def checkpoint_folder(path: str | Path) -> Path:
         if (folder / CONFIG).exists() and not (folder / "metrics.jsonl").exists():  # else it configures a run
             return folder
     if (path / "metrics.jsonl").exists():
-        command = f"octile train --resume --out {shlex.quote(str(path))}"
+        command = f"{train_command(_count_ranks(path))} --resume --out {shlex.quote(str(path))}"
         raise FileNotFoundError(f"the run at {path} has no model yet: {command} finishes it")
     raise FileNotFoundError(f"no checkpoint at {path}: neither {CONFIG} nor model/{CONFIG} is there")
+
+
+def _count_ranks(run: Path) -> int:
+    """The number of ranks that a run's config.json names; 1 if it is missing or damaged."""
+    try:
+        return int(read_json(run / CONFIG)["parallel"]["dp"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 1
 
 
 @dataclass(frozen=True)

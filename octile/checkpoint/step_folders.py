@@ -48,6 +48,37 @@ def finished_steps(store: Store) -> dict[int, str]:
     return {step: name for step, (_, name) in sorted(found.items())}
 
 
+def check_records(store: Store) -> None:
+    """Refuse a folder in which checkpoints lack only their octile.json, and none has one.
+
+    A save that was killed leaves a folder without it, too, but not with all other files: they are written before it.
+
+    Raises:
+        ValueError: it is so; a run would begin anew where one was.
+    """
+    if finished_steps(store):
+        return
+    whole = [
+        name for name in store.names() if STEP_FOLDER.fullmatch(name) and _lacks_its_record_only(store.folder(name))
+    ]
+    if whole:
+        raise ValueError(
+            f"no checkpoint in {store.url} has its {RECORD}, which only a complete one has, but {whole[-1]} has all "
+            f"other files: bring {RECORD} back, or remove the folder to begin anew"
+        )
+
+
+def _lacks_its_record_only(folder: Store) -> bool:
+    names = set(folder.names())
+    if not {INDEX, STATE} <= names:
+        return False
+    try:
+        tensors = folder.read_json(INDEX)["tensors"].values()
+        return {chunk["file"] for tensor in tensors for chunk in tensor["chunks"]} <= names
+    except (ValueError, KeyError, TypeError, AttributeError):  # damaged
+        return False
+
+
 def newest_intact(
     store: Store, steps: Iterable[tuple[int, str]], problem: Callable[[Store], str | None], warn: bool = True
 ) -> str | None:

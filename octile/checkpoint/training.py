@@ -23,6 +23,7 @@ from octile.checkpoint.step_folders import (
     REPLACED,
     STATE,
     TENSORS,
+    check_records,
     finished_steps,
     folder_name,
     newest_intact,
@@ -90,9 +91,10 @@ def latest_checkpoint(folder: str | Path, up_to: int | None = None) -> Path | No
         The checkpoint's folder, or None where there are no checkpoints.
 
     Raises:
-        ValueError: there are checkpoints, but all are damaged.
+        ValueError: there are checkpoints, but all are damaged, or their octile.json are gone.
     """
     store = Store(folder)
+    check_records(store)
     steps = [(step, name) for step, name in finished_steps(store).items() if up_to is None or step <= up_to]
     name = newest_intact(store, steps, _problem)
     return None if name is None else Path(folder) / name

@@ -36,7 +36,7 @@ class RunCheckpoints:
         if ranks.size > 1:
             from octile.checkpoint.distributed import DistributedCheckpoints  # it takes a second to import
 
-            self._sharded = DistributedCheckpoints(folder)
+            self._sharded = DistributedCheckpoints(folder, timeout=ranks.timeout)
 
     def latest(self) -> Path | None:
         """Find the newest checkpoint whose checksums are right, or None where there are none.

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from octile.launch import train_command
 from octile.models.config import PRESETS as MODELS
 from octile.models.config import ModelConfig
 from octile.train.tokenizer import check_text, check_vocab_size
@@ -250,8 +251,7 @@ class TrainConfig:
     @property
     def command(self) -> str:
         """What starts a run of this configuration, before its options."""
-        dp = self.parallel.dp
-        return "octile train" if dp == 1 else f"torchrun --nproc-per-node {dp} -m octile train"
+        return train_command(self.parallel.dp)
 
     @property
     def micro_batch_size(self) -> int:

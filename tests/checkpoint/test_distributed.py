@@ -197,9 +197,27 @@ def test_a_folder_without_its_record_counts_as_not_finished(tmp_path):
     assert latest_checkpoint(tmp_path) == tmp_path / "step_00000001"
 
 
-def test_a_killed_first_save_is_no_checkpoint(tmp_path):
-    (Path(save(tmp_path, 1)) / "octile.json").unlink()
-    assert DistributedCheckpoints(tmp_path).latest() is None
+@pytest.fixture
+def without_records(tmp_path) -> Path:
+    for step in (1, 2):
+        (Path(save(tmp_path, step, keep=2)) / "octile.json").unlink()
+    return tmp_path
+
+
+@pytest.mark.parametrize("find", [latest_checkpoint, lambda folder: DistributedCheckpoints(folder).latest()])
+def test_checkpoints_that_lack_only_their_records_are_not_taken_for_none(without_records, find):
+    with pytest.raises(
+        ValueError, match=r"no checkpoint in .* has its octile\.json, .* but step_00000002 has all other"
+    ):
+        find(without_records)
+
+
+@pytest.mark.parametrize("file", ["state.json", "index.json", "tensors-00000-of-00001.safetensors"])
+def test_what_a_killed_first_save_left_is_taken_for_none(tmp_path, file):
+    path = Path(save(tmp_path, 1))
+    (path / "octile.json").unlink()
+    (path / file).unlink()
+    assert latest_checkpoint(tmp_path) is None
 
 
 def test_rows_are_read_from_one_process(tmp_path):

@@ -322,6 +322,13 @@ def test_a_run_without_a_model_is_told_how_to_finish(tmp_path):
         load(tmp_path)
 
 
+def test_a_run_of_two_ranks_without_a_model_is_told_the_command_of_two(tmp_path):
+    (tmp_path / "config.json").write_text('{"parallel": {"dp": 2}}')
+    (tmp_path / "metrics.jsonl").write_text("{}")
+    with pytest.raises(FileNotFoundError, match="no model yet: torchrun --nproc-per-node 2 -m octile train --resume"):
+        load(tmp_path)
+
+
 def test_an_unsafe_file_is_not_even_looked_at(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(FileNotFoundError, match=r"holds neither model\.safetensors nor"):
