@@ -124,7 +124,7 @@ class DecodingExchange:
             add: in y's dtype; None: zeros.
 
         Raises:
-            ValueError: neither weights_TK nor add is given.
+            ValueError: neither weights_TK nor add is given, or a shape does not fit.
         """
         from octile.kernels.triton import decode_rows
 
@@ -132,6 +132,15 @@ class DecodingExchange:
         if given is None:
             raise ValueError("weights_TK or add must be given")
         tokens, results = len(given), self.max_tokens * self.n_chosen
+        if tokens > self.max_tokens:
+            raise ValueError(f"a rank must have at most max_tokens = {self.max_tokens} tokens, not {tokens}")
+        rows = (self.local, self.memory.group.size() * self.max_tokens, self.hidden_size)
+        shapes = ("y_GMD", y_GMD, rows), ("weights_TK", weights_TK, (tokens, self.n_chosen)), (
+            "add", add, (tokens, self.hidden_size)
+        )  # fmt: skip
+        for name, tensor, shape in shapes:
+            if tensor is not None and tensor.shape != shape:
+                raise ValueError(f"{name} must be {shape}, not {tuple(tensor.shape)}")
         y_bytes = y_GMD.contiguous().view(torch.uint8)
         self.memory.wait(
             decode_rows.launch_return(

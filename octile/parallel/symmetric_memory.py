@@ -21,7 +21,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,9 @@ from octile.ops.routing_plan import count_tokens, routing_plan
 from octile.parallel.experts import ExpertDispatcher
 from octile.parallel.links import can_access
 from octile.scaled import ScaledTensor
+
+if TYPE_CHECKING:
+    from octile.kernels.triton.peer_rows import Peers
 
 
 class PeerMemory:
@@ -50,13 +53,33 @@ class PeerMemory:
         self.group = group
         self.num_sms = num_sms or PEER_SMS
         self.buffer = torch.empty(0, dtype=torch.uint8)
+        self.peers: Peers
+        self.handle: Any = None  # of torch, which keeps the buffers of all ranks mapped
+        self._is_captured = False  # whether a CUDA graph may have the addresses of the buffer and its flags
+        self._captured: list[object] = []  # smaller buffers that graphs may still use, with their flags
 
     def reserve(self, n_bytes: int, device: torch.device) -> None:
-        """Have at least so many bytes. All ranks call it with the same number; the first calls wait for each other."""
+        """Have at least so many bytes. All ranks call it with the same number; the first calls wait for each other.
+
+        A smaller buffer that a captured exchange used stays as long as this object: the graph stores to its addresses.
+
+        Raises:
+            RuntimeError: the memory is too small, and a CUDA graph is being captured.
+        """
         from octile.kernels.triton.peer_rows import Peers, num_flags
 
+        is_capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         if len(self.buffer) >= n_bytes:
+            self._is_captured |= is_capturing
             return
+        if is_capturing:
+            raise RuntimeError(
+                f"an exchange needs {n_bytes:,} bytes of symmetric memory, of which there are {len(self.buffer):,}: "
+                "run it once before it is captured in a CUDA graph"
+            )
+        if self._is_captured:
+            self._captured.append((self.buffer, self.handle, self.peers))
+            self._is_captured = False
         self.synchronize()  # nobody uses the smaller buffer any more
         flag_bytes = padded(num_flags(dist.get_world_size(self.group)) * 4)
         whole, addresses = self.allocate(flag_bytes + padded(n_bytes), device)

@@ -2,9 +2,10 @@
 
 import copy
 import datetime
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partialmethod
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -374,6 +375,11 @@ def check_decoding() -> None:
     experts_TK = torch.zeros(8, K, dtype=torch.int64)
     refuses(ValueError, "at most max_tokens = 7 tokens, not 8", lambda: own.dispatch(x, experts_TK))
     refuses(ValueError, r"\(8, 160\) and \(8, 3\), not", lambda: own.dispatch(x, experts_TK[:, :2]))
+    combined = partial(own.combine, y, dispatched)
+    refuses(ValueError, r"weights_TK must be \(5, 3\), not \(5, 2\)", lambda: combined(torch.ones(5, 2)))
+    refuses(ValueError, "at most max_tokens = 7 tokens, not 8", lambda: combined(torch.ones(8, K)))
+    refuses(ValueError, r"add must be \(5, 160\), not \(4, 160\)", lambda: combined(torch.ones(5, K), torch.ones(4, D)))
+    refuses(ValueError, r"y_GMD must be \(.*\), not", lambda: own.combine(y[:, 1:], dispatched, torch.ones(5, K)))
 
 
 def check_max_rows() -> None:
@@ -394,6 +400,28 @@ def check_max_rows() -> None:
     moe.dispatcher.max_rows = int(counts[rank]) - 1
     if torch.get_default_device().type == "cpu":  # on a GPU the process could not go on
         refuses(RuntimeError, f"more than {counts[rank] - 1} rows", lambda: moe.dispatcher.plan(experts_TK, load_E))
+
+
+def check_captured_buffer() -> None:
+    """A smaller buffer stays if a graph may have its address, and only then; a graph cannot be captured in between."""
+    memory, is_capturing = symmetric_memory.PeerMemory(dist.group.WORLD), False
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "synchronize", lambda: None)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
+        device = torch.device("cpu")
+        memory.reserve(1000, device)
+        free, flags = weakref.ref(memory.buffer), weakref.ref(memory.peers.flags)
+        memory.reserve(2000, device)
+        assert (free(), flags()) == (None, None)
+        is_capturing = True
+        memory.reserve(2000, device)
+        held, flags = weakref.ref(memory.buffer), weakref.ref(memory.peers.flags)
+        refuses(RuntimeError, "run it once before it is captured", lambda: memory.reserve(3000, device))
+        is_capturing = False
+        memory.reserve(3000, device)
+        assert held() is not None
+        assert flags() is not None
 
 
 def check_too_many_tokens() -> None:
@@ -471,6 +499,7 @@ def cases(world: int, drawn: list[Tokens], meshes: dict[str, object]) -> dict[st
             found["captured-peers"] = lambda: check_captured("peers")
         else:
             found["why_not-peers"] = check_why_not_peers
+            found["captured_buffer-peers"] = check_captured_buffer
         found["max_rows-peers"] = check_max_rows
         found["decoding-peers"] = check_decoding
         found["too_many_tokens-peers"] = check_too_many_tokens
@@ -487,8 +516,8 @@ def allocate_files(
 ) -> tuple[Tensor, list[int]]:
     """Allocate symmetric memory on a CPU: files that all ranks map."""
     names = [f"{memory.group.group_name}-{n_bytes}-{rank}" for rank in range(dist.get_world_size(memory.group))]
-    memory.mapped = [torch.from_file(str(folder / n), shared=True, size=n_bytes, dtype=torch.uint8) for n in names]
-    return memory.mapped[dist.get_rank(memory.group)], [t.data_ptr() for t in memory.mapped]
+    memory.handle = [torch.from_file(str(folder / n), shared=True, size=n_bytes, dtype=torch.uint8) for n in names]
+    return memory.handle[dist.get_rank(memory.group)], [t.data_ptr() for t in memory.handle]
 
 
 def barrier_without_spinning(memory: symmetric_memory.PeerMemory) -> None:
