@@ -12,6 +12,7 @@ Shapes: B batch, S sequence, T tokens.
 """
 
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -45,14 +46,19 @@ class Batches:
             raise ValueError(f"seed must be at least 0, not {seed}")
         self.tokens, self.batch_sizes, self.sequence_length, self.seed = tokens, batch_size, sequence_length, seed
 
-    def batch(self, step: int) -> Tensor:
+    def batch(self, step: int, rank: int = 0, n_ranks: int = 1) -> Tensor:
         """The batch of one step, int64 [B, S + 1]: inputs are all columns but the last, targets all but the first.
 
         If an epoch ends within a batch, the rest of the batch belongs to the next epoch.
+
+        Args:
+            step: from 0.
+            rank, n_ranks: which of so many parts of the batch, as even as they can be; the others are not read.
         """
         if step < 0:
             raise ValueError(f"step must be at least 0, not {step}")
-        sequences_B = self.batch_sizes.before(step) + np.arange(self.batch_sizes.size(step))
+        sequences_B = np.array_split(np.arange(self.batch_sizes.size(step)), n_ranks)[rank]
+        sequences_B = self.batch_sizes.before(step) + sequences_B
         epoch_B, position_B = np.divmod(sequences_B, self.n_windows)
         window_B = np.empty_like(position_B)
         for epoch in np.unique(epoch_B):
@@ -68,22 +74,22 @@ class PreparedBatches:
     thread never waits, so that a process can end at any time.
     """
 
-    def __init__(self, batches: Batches, ahead: int, pin: bool = False):
+    def __init__(self, batch: Callable[[int], Tensor], ahead: int, pin: bool = False):
         """
         Args:
-            batches: the batches.
+            batch: batch(step), such as `Batches.batch`.
             ahead: how many are prepared; 0: there is no thread.
             pin: whether they lie in pinned memory, from which a GPU copies while the host works.
         """
         if ahead < 0:
             raise ValueError(f"ahead must be at least 0, not {ahead}")
-        self._batches, self._ahead, self._pin = batches, ahead, pin
+        self._batch, self._ahead, self._pin = batch, ahead, pin
         self._thread: ThreadPoolExecutor | None = None
         self._next = 0  # the step of the first of the prepared batches
         self._prepared: deque[Future[Tensor]] = deque()
 
     def batch(self, step: int) -> Tensor:
-        """The batch of one step, as `Batches.batch` returns it. Raises what preparing it raised."""
+        """The batch of one step. Raises what preparing it raised."""
         if not self._ahead:
             return self._prepare(step)
         if self._thread is None:
@@ -109,7 +115,7 @@ class PreparedBatches:
         self._prepared.clear()
 
     def _prepare(self, step: int) -> Tensor:
-        tokens_BS = self._batches.batch(step)
+        tokens_BS = self._batch(step)
         return tokens_BS.pin_memory() if self._pin else tokens_BS
 
 

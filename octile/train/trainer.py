@@ -48,6 +48,7 @@ from octile.parallel.experts import ExpertShare, shard_experts
 from octile.parallel.links import AUTO_RANKS
 from octile.parallel.ranks import Ranks
 from octile.parallel.state import Layout, ShardedState, collect
+from octile.parallel.symmetric_memory import why_not_peers
 from octile.recipe import Recipe
 from octile.train.batches import Batches, PreparedBatches, validation_windows
 from octile.train.captured_step import CapturedStep, why_eager
@@ -174,8 +175,10 @@ class Trainer:
         can = device.type == "cuda" and can_keep(self.config, available_memory(device))
         self.keeps_activations = all(self.ranks.gather(can))
         self.recipe = self._recipes[self.keeps_activations]
-        torch.manual_seed(config.seed)
         mesh = _expert_mesh(config, device) if self.ranks.size > 1 else None
+        if mesh is not None:
+            _check_exchange(config, mesh, self.ranks)
+        torch.manual_seed(config.seed)
         self.model = DeepseekV3(self.config.model).to(device if mesh is None else "cpu")
         if config.init_from is not None:
             load_weights(self.model, config.init_from)
@@ -201,7 +204,7 @@ class Trainer:
         self.data, self.data_folder = store.digest, store.folder
         self.batches = Batches(store.train, batch_ramp(config), config.sequence_length - 1, config.seed)
         on_gpu = device.type == "cuda"
-        self._prepared = PreparedBatches(self.batches, AHEAD if on_gpu else 0, pin=on_gpu)
+        self._prepared = PreparedBatches(self._own_batch, AHEAD if on_gpu else 0, pin=on_gpu)
         self.held_out = validation_windows(store.val, config.sequence_length - 1, config.val_sequences)
         self.moes = self.model.moe_layers()
         self.last_load = {name: moe.last_load_E for name, moe in self.moes.items()}
@@ -263,8 +266,9 @@ class Trainer:
             raise RuntimeError(f"{len(self._unread)} steps were launched and not read: call read()")
         if not self._unread:
             self._clock = time.perf_counter()
-        batch_BS = self._prepared.batch(self.steps_done)
-        self._sequences, tokens_BS = len(batch_BS), self._own_sequences(batch_BS)
+        tokens_BS = self._prepared.batch(self.steps_done)
+        self._sequences = self.batches.batch_sizes.size(self.steps_done)
+        tokens = self._sequences * tokens_BS.shape[1]
         self.ranks.at(f"step {self.steps_done + 1}")
         learning_rate = self.schedule(self.steps_done)
         self._reads_late = self.why_eager() is None
@@ -287,9 +291,9 @@ class Trainer:
 
         scheduled = self._scheduled(self._sequences)
         self.steps_done += 1
-        self.tokens += batch_BS.numel()
+        self.tokens += tokens
         overflowed = scale if result.overflowed else None
-        numbers = (self.steps_done, learning_rate, batch_BS.numel(), self.tokens)
+        numbers = (self.steps_done, learning_rate, tokens, self.tokens)
         self._unread.append(Launched(*numbers, scheduled, overflowed))
 
     def why_eager(self) -> str | None:
@@ -417,9 +421,9 @@ class Trainer:
         if self.shards:  # the optimizer knows only parts of the parameters
             self.model.zero_grad(set_to_none=True)
 
-    def _own_sequences(self, batch_BS: Tensor) -> Tensor:
-        """The sequences of a batch that this rank computes."""
-        return batch_BS.tensor_split(self.ranks.size)[self.ranks.rank]
+    def _own_batch(self, step: int) -> Tensor:
+        """The sequences of a step's batch that this rank computes."""
+        return self.batches.batch(step, self.ranks.rank, self.ranks.size)
 
     def _micro_batches(self, tokens_BS: Tensor) -> tuple[Tensor, ...]:
         """The micro-batches of this rank's sequences, as many on each rank."""
@@ -481,7 +485,7 @@ class Trainer:
         self.model.eval()
         self.ranks.at(f"validation after step {self.steps_done}")
         total = torch.zeros((), device=self.device)
-        own_NS, at_once = self._own_sequences(self.held_out), self.config.micro_batch_size
+        own_NS, at_once = self.held_out.tensor_split(self.ranks.size)[self.ranks.rank], self.config.micro_batch_size
         with frozen_weights(self.model):
             for start in range(0, math.ceil(len(self.held_out) / self.ranks.size), at_once):
                 tokens_BS = own_NS[start : start + at_once]
@@ -568,7 +572,7 @@ class Trainer:
         """
         if not math.isfinite(loss):
             self._discard_from(step)
-            micro_batches = self._micro_batches(self._own_sequences(self.batches.batch(self.steps_done)))
+            micro_batches = self._micro_batches(self._own_batch(self.steps_done))
             where = first_non_finite(
                 self.model,
                 lambda: [self._loss(micro_batch_BS) for micro_batch_BS in micro_batches],
@@ -795,6 +799,19 @@ def _expert_mesh(config: TrainConfig, device: torch.device) -> DeviceMesh | None
         return None
     shape = parallel.dp // parallel.ep, parallel.ep
     return init_device_mesh(device.type, shape, mesh_dim_names=("replica", "expert"))
+
+
+def _check_exchange(config: TrainConfig, mesh: DeviceMesh, ranks: Ranks) -> None:
+    """Refuse kernels on symmetric memory that the configuration asks for, where the ranks cannot use them.
+
+    Raises:
+        ValueError: they cannot, in any replica; on all ranks.
+    """
+    if config.parallel.exchange != "symmetric_memory":
+        return
+    reasons = ranks.gather(why_not_peers([mesh.get_group("expert")]))
+    if reason := next(filter(None, reasons), None):
+        raise ValueError(f"parallel.exchange symmetric_memory cannot be used, since {reason}: use auto, or all_to_all")
 
 
 def _spread_experts(model: DeepseekV3, config: TrainConfig, mesh: DeviceMesh) -> ExpertShare:

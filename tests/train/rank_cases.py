@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from octile.nn.delayed_scaling import amax_histories
 from octile.parallel.ranks import Ranks, join, leave
 from octile.train import trainer as module
 from octile.train.captured_step import WARM_UP_STEPS
+from octile.train.checkpoints import RunCheckpoints
 from octile.train.config import ParallelConfig
 from octile.train.loop import differing
 from octile.train.token_store import TokenStore
@@ -108,6 +110,44 @@ def check_moved_run(store: TokenStore, ranks: Ranks, ep: int) -> None:
     checkpoints.close()
     dist.barrier()
     ranks.from_first(lambda: shutil.rmtree(folder))
+
+
+def check_own_rows(store: TokenStore, ranks: Ranks) -> None:
+    """A rank reads its own sequences of the batch of a step only."""
+    _, own = trainers(store, ranks)
+    read: list[int] = []
+    tokens = own.batches.tokens
+
+    class Counted:
+        dtype = tokens.dtype
+
+        def __getitem__(self, index):
+            read.append(len(index))
+            return tokens[index]
+
+    own.batches.tokens = Counted()
+    steps(own, 1)
+    assert read == [own.config.batch_size // ranks.size]
+
+
+def check_checkpoint_timeout(store: TokenStore, ranks: Ranks) -> None:
+    """A rank waits for the parts of a checkpoint no longer than for anything else."""
+    hurried = Ranks(ranks.rank, ranks.size, ranks.store, timedelta(seconds=1))
+    checkpoints = RunCheckpoints(Path(ranks.from_first(tempfile.mkdtemp)), hurried)
+
+    def wait_alone() -> None:
+        with pytest.raises(RuntimeError, match=r"(?i)timed out"):
+            checkpoints.latest()
+
+    ranks.from_first(wait_alone)
+
+
+def check_refused_exchange(store: TokenStore, ranks: Ranks) -> None:
+    """Kernels that the ranks cannot run are not replaced by what was not asked for."""
+    with pytest.raises(
+        ValueError, match=r"parallel\.exchange symmetric_memory cannot be used, since the ranks are not on"
+    ):
+        trainers(store, ranks, 2, {"exchange": "symmetric_memory"})
 
 
 def check_ramp(store: TokenStore, ranks: Ranks) -> None:
@@ -256,6 +296,9 @@ def cases(world: int) -> dict[str, object]:
         "equal_run-2-2": lambda s, r: check_equal_run(s, r, 2),
         "moved-2-2": lambda s, r: check_moved_run(s, r, 2),
         "ramp": check_ramp,
+        "own_rows": check_own_rows,
+        "checkpoint_timeout": check_checkpoint_timeout,
+        "refused_exchange": check_refused_exchange,
         "bfloat16_sums": check_bfloat16_sums,
         "deepseek_v3-1": lambda s, r: check_fp8(s, r, "deepseek_v3", 1),
         "deepseek_v3-2": lambda s, r: check_fp8(s, r, "deepseek_v3", 2),

@@ -134,6 +134,16 @@ def test_a_growing_batch_reads_the_windows_in_the_order_of_a_constant_one():
     assert seen == windows(Batches(TOKENS, 1, S, seed=0), range(len(seen)))
 
 
+@pytest.mark.parametrize("n_ranks", [1, 2, 3, 5])
+def test_the_parts_of_the_ranks_are_the_batch(n_ranks):
+    batches = Batches(TOKENS, BatchRamp(5, 14, 12), S, seed=0)
+    for step in (0, 6, 12):
+        parts = [batches.batch(step, rank, n_ranks) for rank in range(n_ranks)]
+        assert torch.equal(torch.cat(parts), batches.batch(step))
+        sizes = [len(part) for part in parts]
+        assert max(sizes) - min(sizes) <= 1
+
+
 # Batches that are prepared ahead
 
 
@@ -154,7 +164,7 @@ class Counted(Batches):
 @pytest.mark.parametrize("ahead", [0, 1, 3])
 @pytest.mark.parametrize("steps", [range(7), [0, 1, 5, 6, 2, 3, 3]], ids=["in order", "resumed and repeated"])
 def test_prepared_batches_are_those_of_their_steps(ahead, steps):
-    prepared, plain = PreparedBatches(Counted(), ahead), Batches(TOKENS, BatchRamp(1, 3, 4), S, seed=0)
+    prepared, plain = PreparedBatches(Counted().batch, ahead), Batches(TOKENS, BatchRamp(1, 3, 4), S, seed=0)
     for step in steps:
         assert torch.equal(prepared.batch(step), plain.batch(step))
     prepared.close()
@@ -163,7 +173,7 @@ def test_prepared_batches_are_those_of_their_steps(ahead, steps):
 @pytest.mark.parametrize("ahead", [1, 3])
 def test_no_more_batches_are_prepared_than_asked_for(ahead):
     batches = Counted()
-    prepared = PreparedBatches(batches, ahead)
+    prepared = PreparedBatches(batches.batch, ahead)
     prepared.batch(0)
     prepared.close()
     assert batches.asked == list(range(len(batches.asked)))
@@ -171,7 +181,7 @@ def test_no_more_batches_are_prepared_than_asked_for(ahead):
 
 
 def test_an_error_is_raised_in_the_step_that_needs_the_batch():
-    prepared = PreparedBatches(Counted(), 3)
+    prepared = PreparedBatches(Counted().batch, 3)
     for step in range(7):
         prepared.batch(step)
     for _ in range(2):  # and again
@@ -182,7 +192,7 @@ def test_an_error_is_raised_in_the_step_that_needs_the_batch():
 
 def test_closing_ends_the_thread_and_a_later_batch_starts_another():
     before = threading.active_count()
-    prepared = PreparedBatches(Counted(), 2)
+    prepared = PreparedBatches(Counted().batch, 2)
     prepared.batch(0)
     assert threading.active_count() == before + 1
     prepared.close()
@@ -193,4 +203,4 @@ def test_closing_ends_the_thread_and_a_later_batch_starts_another():
 
 def test_fewer_than_no_batches_are_refused():
     with pytest.raises(ValueError, match="ahead must be at least 0, not -1"):
-        PreparedBatches(Counted(), -1)
+        PreparedBatches(Counted().batch, -1)

@@ -67,6 +67,18 @@ def test_a_batch_reads_only_its_tokens(streamed, monkeypatch):
     assert read == [8 * (LENGTH + 1) * streamed.train.dtype.itemsize]
 
 
+def test_a_rank_reads_its_part_of_a_batch_only(streamed, monkeypatch):
+    read, read_ranges = [], Store.read_ranges
+
+    def count(self, name, begins, nbytes):
+        read.append(len(begins))
+        return read_ranges(self, name, begins, nbytes)
+
+    monkeypatch.setattr(Store, "read_ranges", count)
+    Batches(streamed.train, 8, LENGTH, seed=3).batch(0, rank=1, n_ranks=4)
+    assert read == [2]
+
+
 def test_no_tokens_are_copied(streamed):
     names = {path.name for path in streamed.folder.iterdir()}
     assert names == {LEFT_OUT, MANIFEST, "tokenizer.json", "tokenizer_config.json"}
