@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/hopper_product.md, docs/schedules.md and docs/tour.md, and write them to docs/images/.
+"""Draw the pictures of docs/hopper_product.md, docs/schedules.md, docs/tour.md and the tutorial on many processes.
 
     octile lab formats
     octile lab accumulate
@@ -6,8 +6,8 @@
     python -m octile.lab.promotion
     python docs/pictures.py                 # in the folder in which the others were called
 
-The schedules and three other pictures need no input. A picture that needs the output of a command is not written if
-that output is missing.
+They are written to docs/images/. The schedules and three other pictures need no input, that of the ranks is drawn from
+experiments/ranks/. A picture that needs the output of a command is not written if that output is missing.
 """
 
 import json
@@ -31,6 +31,7 @@ from octile.report.style import COLOR, PALETTE, WIDE, drawing, label_ends, style
 from octile.report.svg import to_svg
 
 IMAGES = Path(__file__).parent / "images"
+RANKS = Path(__file__).parents[1] / "experiments" / "ranks"
 FROM_PAGES = {
     "number_line": ("lab/formats.html", "The number line of a tile"),
     "relative_error": ("lab/formats.html", "Relative error against magnitude"),
@@ -54,6 +55,7 @@ def main() -> None:
     write("layout", drawn("layout", 460, draw_layout))
     for name, sizes in SCHEDULE_SIZES.items():
         write(f"schedule_{name}", schedule(f"schedule_{name}", simulate(make_schedule(name, *sizes))))
+    write("ranks", drawn("ranks", 560, draw_ranks))
     telemetry, promotion = Path("runs/inside/telemetry.jsonl"), Path("runs/lab-promotion/promotion.json")
     if telemetry.exists():
         rows = [json.loads(line) for line in telemetry.read_text(encoding="utf-8").splitlines()]
@@ -263,6 +265,43 @@ def draw_promotion(figure: Figure, runs: Iterable[Mapping[str, Any]]) -> None:
         labels.append((run["val_loss"][-1], f"{text} {run['val_loss'][-1]:.4f}", color))
     axes.set_xlim(0, max(max(run["steps"]) for run in runs) * 1.01)
     label_ends(figure, axes, labels)
+
+
+def losses(run: str) -> np.ndarray:
+    """The training loss of each step of a run in experiments/ranks/."""
+    lines = (json.loads(line) for line in (RANKS / f"{run}.jsonl").read_text(encoding="utf-8").splitlines())
+    return np.array([line["loss"] for line in lines if "loss" in line])
+
+
+def draw_ranks(figure: Figure) -> None:
+    """Draw the losses of 1, 2 and 8 processes over one another, and below how far they lie from those of one."""
+    upper, lower = figure.subplots(2, 1, height_ratios=(1.2, 1))
+    style_axes(upper, None, "training loss, nats a token (deepseek_v3)")
+    style_axes(lower, "step", "difference from the loss of one process, relative, in the first 50 steps")
+    steps = np.arange(1, len(losses("one")) + 1)
+    ends = []
+    for run, text, color, style in (
+        ("one", "1 process", "ink", {"linewidth": 3.2, "alpha": 0.35}),
+        ("two", "2 processes", "blue", {"linewidth": 1.4}),
+        ("eight", "8 processes", "vermilion", {"linewidth": 1.0, "linestyle": "--"}),
+    ):
+        found = losses(run)
+        upper.plot(steps, found, color=COLOR[color], **style)
+        ends.append((float(found[-1]), text, COLOR[color]))
+    differences = []
+    for run, text, color in (("two", "2", "blue"), ("eight", "8", "vermilion")):
+        for suffix, recipe, style in (("", "FP8", "-"), ("_fp32", "FP32", ":")):
+            apart = np.abs(losses(run + suffix) / losses(f"one{suffix}") - 1)[:50]
+            lower.plot(
+                steps[:50], np.where(apart > 0, apart, np.nan), color=COLOR[color], linestyle=style, linewidth=1.2
+            )
+            differences.append((float(apart[-1]), f"{text} processes, {recipe}", COLOR[color]))
+    lower.set_yscale("log")
+    lower.set_ylim(3e-8, 1e-1)
+    lower.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}")
+    for axes, last, labels in ((upper, len(steps), ends), (lower, 50, differences)):
+        axes.set_xlim(0, last * 1.01)
+        label_ends(figure, axes, labels)
 
 
 if __name__ == "__main__":

@@ -45,6 +45,11 @@ def assumptions(page: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         Path("runs/inside").mkdir(parents=True)
         recorded = (ROOT / "experiments" / "inside" / "telemetry.jsonl").read_text(encoding="utf-8")
         Path("runs/inside/telemetry.jsonl").write_text(recorded, encoding="utf-8")
+    if page.name == "many_processes.md":
+        for run in ("one", "two", "eight"):
+            Path("runs", run).mkdir(parents=True)
+            recorded = (ROOT / "experiments" / "ranks" / f"{run}.jsonl").read_text(encoding="utf-8")
+            Path("runs", run, "metrics.jsonl").write_text(recorded, encoding="utf-8")
     if page.name == "telemetry.md":
         model = octile.convert(DeepseekV3(ModelConfig.tiny()), octile.Recipe.deepseek_v3())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -53,6 +53,29 @@ def test_the_default_run():
     assert f"| held-out loss at the end, FP8 | {last:.4f} | 4.6488 |" in page("experiments/tiny/README.md")
 
 
+def test_the_runs_on_one_two_and_eight_processes():
+    folder, found = ROOT / "experiments" / "ranks", {}
+    for run in ("one", "two", "eight", "two_again", "one_fp32", "two_fp32", "eight_fp32"):
+        lines = [json.loads(line) for line in (folder / f"{run}.jsonl").read_text().splitlines()]
+        train = [line["loss"] for line in lines if "loss" in line]
+        found[run] = train, [line["val_loss"] for line in lines if "val_loss" in line]
+    assert found["two"] == found["two_again"]
+    for suffix, column in (("", ""), ("_fp32", ", FP32")):
+        one, held_out = found[f"one{suffix}"]
+        for name, ranks in (("two", 2), ("eight", 8)):
+            train, after = found[f"{name}{suffix}"]
+            apart = [abs(a / b - 1) for a, b in zip(train, one, strict=True)]
+            parts = [max(part) for part in (apart[:1], apart[1:2], apart[2:10], apart[10:50], apart[50:])]
+            row = " | ".join("0" if part == 0 else f"{part:.1e}" for part in parts)
+            assert f"| {ranks}{column} | {row} |" in page("experiments/ranks/README.md")
+            gap = f"{after[-1] / held_out[-1] - 1:+.2%}".replace("-", "−")
+            row = f"{train[0]:.6f} | {train[-1]:.4f} | {after[-1]:.4f} | {gap} |"
+            assert row in page("experiments/ranks/README.md")
+            if not suffix:
+                row = f"| {ranks} | {train[0]:.6f} | {after[-1]:.4f} | {gap} |"
+                assert row in page("docs/tutorials/many_processes.md")
+
+
 @pytest.mark.parametrize(
     ("shapes", "row"),
     [
