@@ -175,6 +175,11 @@ class DeepseekV3(nn.Module):
         layers = enumerate(self.model.layers)
         return {f"model.layers.{i}.mlp": layer.mlp for i, layer in layers if isinstance(layer.mlp, MoE)}
 
+    def stages(self) -> list[nn.Module]:
+        """Return the modules that a forward pass in training mode calls one after another; they have all parameters."""
+        trunk, n = self.model, self.config.num_hidden_layers
+        return [trunk.embed_tokens, *trunk.layers[:n], trunk.norm, self.lm_head, *trunk.layers[n:]]
+
     def _main(self, tokens_BS: Tensor, cache: LatentCache | None = None) -> tuple[Tensor, CosSin]:
         """Return what the head reads, normalized [B, S, D], and the cosines and sines of these positions."""
         start = cache.length if cache is not None else 0

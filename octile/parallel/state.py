@@ -13,14 +13,22 @@ replicas. Their gradients are complete in each replica's tokens, and are summed 
 
 Sums are in FP32, or in BF16, which is half the traffic and rounds each rank's gradient and each partial sum.
 
+Both exchanges run beside computation, in buckets: the parameters of one stage of the forward pass, such as a block.
+
+    reduce    a stage's sum begins in the backward pass, when its last gradient is complete; the last stage is the first
+    gather    in the order of the stages; a stage of the next forward pass waits for its own weights only
+
+Buckets are launched in this order on all ranks, whenever their gradients come, so that bits do not depend on timing.
+
 Source: ZeRO (arXiv 1910.02054) §5.1, P_os. Shapes: W ranks, R replicas of each expert.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -85,6 +93,52 @@ class _Shard(NamedTuple):
         return self.part is not self.weight
 
 
+class _Sums(NamedTuple):
+    """The sums of a group's gradients, which are on the way.
+
+    Attributes:
+        shards: whose gradients they are.
+        own: this rank's rows of them.
+        works: what has to be waited for.
+    """
+
+    shards: list[_Shard]
+    own: list[Tensor]
+    works: list[Any]
+
+
+class _Stage:
+    """A bucket: the parameters that a stage of the forward pass reads first, by the ranks that have the same.
+
+    Attributes:
+        groups: the parameters that are cut, of each group of ranks.
+        whole: those that each rank updates as a whole.
+        incomplete: how many gradients the backward pass has not completed.
+        sums: those that were launched.
+        gathers: what has to be waited for before the weights are read.
+    """
+
+    def __init__(self, shards: Sequence[_Shard]):
+        self.groups: dict[dist.ProcessGroup, list[_Shard]] = {}
+        self.whole: dict[dist.ProcessGroup, list[_Shard]] = {}
+        for shard in shards:
+            if shard.ranks is not None:
+                (self.groups if shard.is_cut else self.whole).setdefault(shard.ranks, []).append(shard)
+        self.incomplete = 0
+        self.sums: list[_Sums] | None = None
+        self.gathers: list[Any] = []
+
+    @property
+    def cut(self) -> list[_Shard]:
+        return [shard for shards in self.groups.values() for shard in shards]
+
+    def wait(self, *_: Any) -> None:
+        """Let the current stream, on a CPU the host, wait for the weights."""
+        works, self.gathers = self.gathers, []
+        for work in works:
+            work.wait()
+
+
 class Parts(nn.Module):
     """This rank's parts of a model's parameters by the parameters' names, for an optimizer or a moving average."""
 
@@ -105,7 +159,8 @@ class ShardedState:
         state = ShardedState(model)
         optimizer = octile.optim.AdamW(param_groups(state.parts, weight_decay), lr=1e-3)
         ...
-        loss.backward()               # scaled for the batch of all ranks
+        with state.reducing():        # around the last micro-batch
+            loss.backward()           # scaled for the batch of all ranks
         state.reduce_gradients()
         optimizer.step()
         state.gather_weights()
@@ -118,15 +173,24 @@ class ShardedState:
         experts: the mesh [replicas, ranks of a replica], over whose second dimension `shard_experts` spread the
             experts; None: they are not spread.
         reduce: the dtype in which gradients are summed, float32 or bfloat16.
+        stages: modules that the forward pass calls one after another, with all parameters together. Their exchanges
+            overlap with one another's computation. None: the model is one stage.
 
     Attributes:
         parts: an optimizer's parameters.
 
     Raises:
-        ValueError: a mixture's experts are spread over other ranks than the mesh says, or `reduce` is another dtype.
+        ValueError: a mixture's experts are spread over other ranks than the mesh says, `reduce` is another dtype, or a
+            parameter is in no stage.
     """
 
-    def __init__(self, model: nn.Module, experts: DeviceMesh | None = None, reduce: torch.dtype = torch.float32):
+    def __init__(
+        self,
+        model: nn.Module,
+        experts: DeviceMesh | None = None,
+        reduce: torch.dtype = torch.float32,
+        stages: Sequence[nn.Module] | None = None,
+    ):
         if reduce not in (torch.float32, torch.bfloat16):
             raise ValueError(f"reduce must be torch.float32 or torch.bfloat16, not {reduce}")
         self.reduce = reduce
@@ -140,6 +204,23 @@ class ShardedState:
         counted = [index for index, shard in enumerate(self._shards.values()) if shard.is_counted]
         self._counted_C = torch.tensor(counted, device=next(model.parameters()).device)
         self.parts = Parts({name: shard.part for name, shard in self._shards.items()})
+        self._stages = self._make_stages([model] if stages is None else stages)
+        self._next: int | None = None  # the stage whose gradients are to be summed next, in the backward pass
+
+    def _make_stages(self, modules: Sequence[nn.Module]) -> list[_Stage]:
+        of_weight = {shard.weight: (name, shard) for name, shard in self._shards.items()}
+        stages = []
+        for module in modules:
+            found = [of_weight.pop(weight)[1] for weight in module.parameters() if weight in of_weight]
+            stage = _Stage(found)
+            for shard in stage.cut:
+                if shard.weight.requires_grad:
+                    shard.weight.register_post_accumulate_grad_hook(partial(self._complete, stage))
+            module.register_forward_pre_hook(stage.wait)
+            stages.append(stage)
+        for name, _ in of_weight.values():
+            raise ValueError(f"stages must have all parameters, but none has {name}")
+        return stages
 
     def _cut(self, weight: nn.Parameter, experts: DeviceMesh | None) -> _Shard:
         ranks = dist.group.WORLD if experts is None else experts.get_group(0)
@@ -158,28 +239,59 @@ class ShardedState:
         is_counted = part is not weight or replica == 0
         return _Shard(weight, part, ranks if n_replicas > 1 else None, weight_layout, part_layout, is_counted)
 
+    @contextmanager
+    def reducing(self) -> Iterator[None]:
+        """Begin to sum the gradients of each stage when the backward pass inside, the last of a step, completes them.
+
+        `reduce_gradients` must follow.
+        """
+        for stage in self._stages:
+            stage.incomplete = sum(shard.weight.requires_grad for shard in stage.cut)
+            stage.sums = None  # of a step that failed
+        self._next = len(self._stages) - 1
+        try:
+            yield
+        finally:
+            self._next = None
+
+    @torch.no_grad()
+    def _complete(self, stage: _Stage, weight: Tensor) -> None:
+        """Count a gradient of a stage, and launch the sums whose turn has come."""
+        if self._next is None:
+            return
+        stage.incomplete -= 1
+        while self._next >= 0 and not self._stages[self._next].incomplete:
+            self._launch_sums(self._stages[self._next])
+            self._next -= 1
+
+    def _launch_sums(self, stage: _Stage) -> None:
+        stage.sums = []
+        for ranks, shards in stage.groups.items():
+            found = [shard for shard in shards if shard.weight.grad is not None]
+            sums = [_gradient(shard.weight).to(self.reduce) for shard in found]  # the gradient itself if it is of that
+            own = [total[self._own(shard)] for total, shard in zip(sums, found, strict=True)]
+            stage.sums.append(_Sums(found, own, _launch(reduce_scatter, own, sums, ranks)))
+
     @torch.no_grad()
     def reduce_gradients(self) -> None:
         """Sum the `.grad` of all parameters over the ranks; each part gets its rows of the sum as its `.grad`.
 
         The other rows of a parameter's gradient are undefined afterwards. The parameters of all ranks must have, or
-        lack, the same gradients. The host does not wait for the device.
+        lack, the same gradients. What `reducing` has begun is awaited. The host does not wait for a GPU.
         """
-        for ranks, shards in self._groups():
-            found = [shard for shard in shards if shard.weight.grad is not None]
-            self._reduce_cut([shard for shard in found if shard.is_cut], ranks)
-            self._reduce_whole([shard for shard in found if not shard.is_cut], ranks)
-
-    def _reduce_cut(self, shards: list[_Shard], ranks: dist.ProcessGroup) -> None:
-        sums = [_gradient(shard.weight).to(self.reduce) for shard in shards]  # the gradient itself if it is of that
-        own = [total[self._own(shard)] for total, shard in zip(sums, shards, strict=True)]
-        with _coalesced(ranks, sums):
-            for mine, total in zip(own, sums, strict=True):
-                reduce_scatter(mine, total, group=ranks)
-        for shard, mine in zip(shards, own, strict=True):
-            shard.part.grad = _gradient(shard.weight)[self._own(shard)]
-            if shard.part.grad.dtype != self.reduce:
-                shard.part.grad.copy_(mine)
+        for stage in reversed(self._stages):
+            if stage.sums is None:
+                self._launch_sums(stage)
+        whole: dict[dist.ProcessGroup, list[_Shard]] = {}
+        for stage in self._stages:
+            for ranks, shards in stage.whole.items():
+                whole.setdefault(ranks, []).extend(shard for shard in shards if shard.weight.grad is not None)
+        for ranks, shards in whole.items():
+            self._reduce_whole(shards, ranks)
+        for stage in reversed(self._stages):
+            launched, stage.sums = stage.sums or [], None
+            for sums in launched:
+                self._finish_sums(sums)
 
     def _reduce_whole(self, shards: list[_Shard], ranks: dist.ProcessGroup) -> None:
         if not shards:
@@ -189,6 +301,14 @@ class ShardedState:
         dist.all_reduce(flat, group=ranks)
         sums = flat.split([gradient.numel() for gradient in gradients])
         torch._foreach_copy_([gradient.view(-1) for gradient in gradients], list(sums))
+
+    def _finish_sums(self, sums: _Sums) -> None:
+        for work in sums.works:
+            work.wait()
+        for shard, mine in zip(sums.shards, sums.own, strict=True):
+            shard.part.grad = _gradient(shard.weight)[self._own(shard)]
+            if shard.part.grad.dtype != self.reduce:
+                shard.part.grad.copy_(mine)
 
     @torch.no_grad()
     def gradient_norm(self) -> GradientNorm:
@@ -205,14 +325,28 @@ class ShardedState:
         return GradientNorm(total.sqrt(), last)
 
     @torch.no_grad()
+    def begin_gather(self) -> None:
+        """Begin to overwrite every parameter with the parts of all ranks.
+
+        The forward pass of each stage waits for its own parameters. Who reads them otherwise calls `gather_weights`.
+        """
+        for stage in self._stages:
+            stage.wait()
+            for ranks, shards in stage.groups.items():
+                weights = [shard.weight.detach() for shard in shards]
+                parts = [shard.part.detach() for shard in shards]
+                stage.gathers += _launch(all_gather, weights, parts, ranks)
+            increment_version([shard.weight for shard in stage.cut])  # a collective does not
+
+    def finish_gather(self) -> None:
+        """Wait for what `begin_gather` has begun. The host does not wait for a GPU."""
+        for stage in self._stages:
+            stage.wait()
+
     def gather_weights(self) -> None:
-        """Overwrite every parameter with the parts of all ranks. The host does not wait for the device."""
-        for ranks, shards in self._groups():
-            cut = [shard for shard in shards if shard.is_cut]
-            with _coalesced(ranks, [shard.weight for shard in cut]):
-                for shard in cut:
-                    all_gather(shard.weight.detach(), shard.part.detach(), group=ranks)
-            increment_version([shard.weight for shard in cut])  # a collective does not
+        """Overwrite every parameter with the parts of all ranks. The host does not wait for a GPU."""
+        self.begin_gather()
+        self.finish_gather()
 
     @torch.no_grad()
     def sum_over_replicas(self, counts: Tensor) -> Tensor:
@@ -233,14 +367,6 @@ class ShardedState:
     def part_layout(self, name: str) -> Layout:
         """The rows that each rank's part of the parameter has of the whole weight."""
         return self._shards[name].part_layout
-
-    def _groups(self) -> Iterator[tuple[dist.ProcessGroup, list[_Shard]]]:
-        """Each group of ranks, with the parameters that are the same on them."""
-        groups: dict[dist.ProcessGroup, list[_Shard]] = {}
-        for shard in self._shards.values():
-            if shard.ranks is not None:
-                groups.setdefault(shard.ranks, []).append(shard)
-        yield from groups.items()
 
     def _own(self, shard: _Shard) -> slice:
         """The part's rows of this rank's parameter."""
@@ -283,8 +409,16 @@ def _gradient(weight: Tensor) -> Tensor:
     return weight.grad
 
 
-def _coalesced(ranks: dist.ProcessGroup, tensors: list[Tensor]) -> AbstractContextManager[object]:
-    """Launch the collectives inside as one, where the backend can."""
-    if not tensors or dist.get_backend(ranks) not in COALESCING:
-        return nullcontext()
-    return dist._coalescing_manager(ranks, tensors[0].device)
+def _launch(
+    collective: Callable[..., Any], outputs: Sequence[Tensor], inputs: Sequence[Tensor], ranks: dist.ProcessGroup
+) -> list[Any]:
+    """Launch a collective for each pair of tensors, as one where the backend can. Return what has to be waited for."""
+    if not inputs:
+        return []
+    pairs = list(zip(outputs, inputs, strict=True))
+    if dist.get_backend(ranks) not in COALESCING:
+        return [collective(output, own, group=ranks, async_op=True) for output, own in pairs]
+    with dist._coalescing_manager(ranks, inputs[0].device, async_ops=True) as together:
+        for output, own in pairs:
+            collective(output, own, group=ranks)
+    return [together]

@@ -442,6 +442,8 @@ class _Recorder:
     def report_spikes(self) -> None:
         """Report the spikes that were found. It runs the model, so it is not called while a step is observed."""
         found, self.spikes = self.spikes, []
+        if found:
+            self.trainer.gather_weights()
         for spike, line in found:
             begins = spike.over_at is None
             text = write_spike(spike, self.trainer, self.store, self.metrics, line) if begins else str(spike)

@@ -15,7 +15,9 @@ skipped, it also skips every later update (`_halted`). So when the host reads th
 the step.
 
 On several ranks each takes its sequences of every step's batch, and everything that is decided or reported is a sum
-over all ranks, so that all ranks launch, skip and stop the same steps (`octile.parallel`).
+over all ranks, so that all ranks launch, skip and stop the same steps (`octile.parallel`). Gradients are summed beside
+the last micro-batch's backward pass. If steps are read late, the updated weights are gathered beside the next forward
+pass: while a step is unread, a rank may have old values of the weights that others update.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -189,7 +191,8 @@ class Trainer:
             self.model.to(device)  # which may have too little memory for all experts
         self.shards: ShardedState | None = None
         if self.ranks.size > 1:
-            self.shards = ShardedState(self.model, mesh, getattr(torch, config.parallel.reduce))
+            reduce = getattr(torch, config.parallel.reduce)
+            self.shards = ShardedState(self.model, mesh, reduce, self.model.stages())
         self.updated = self.shards.parts if self.shards else self.model  # the parameters that this rank updates
         optim = config.optim
         self.optimizer = AdamW(
@@ -219,6 +222,7 @@ class Trainer:
         self._unread: deque[Launched] = deque()
         self._results = StepResults(2 * READ_EVERY, len(LOSSES) + 3, device, self.ranks.timeout.total_seconds())
         self._reads_late = False  # whether steps may be launched before the last one is read
+        self._is_gathered = True  # whether all ranks have the weights that the others have updated
         self._clock = 0.0  # when the time of the oldest unread step began
         self._sequences = 0  # of the launched batch, on all ranks
         self._wants_stop = torch.zeros((), device=device)  # 1 if this rank wants to stop
@@ -282,6 +286,7 @@ class Trainer:
         if self.ema:
             self.ema.wait_for_copies()
         (captured.update if captured else self._update)(learning_rate, result)
+        self._is_gathered = not self._reads_late
         if self.ema:
             self.ema.update(result.skip)
         if self.loss_scale:
@@ -315,6 +320,8 @@ class Trainer:
         if not launched:
             return
         values = [self._results.pop() for _ in launched]
+        if not leave:
+            self.gather_weights()
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         tokens = sum(step.tokens for step in launched)
@@ -369,6 +376,15 @@ class Trainer:
         """End the thread that prepares batches. A later step prepares its own."""
         self._prepared.close()
 
+    def gather_weights(self) -> None:
+        """Let every rank have the weights of all after the last launched step. All ranks must call this.
+
+        They have them whenever every launched step is read.
+        """
+        if self.shards and not self._is_gathered:
+            self.shards.gather_weights()
+            self._is_gathered = True
+
     def _compute(self, tokens_BS: Tensor) -> Computed:
         """Run the forward and backward pass, and compute the norm of the gradients, which `_update` clips.
 
@@ -378,9 +394,14 @@ class Trainer:
         self._zero_gradients()
         sums = dict.fromkeys(("loss", "main", "mtp", "balance"), torch.zeros((), device=self.device))
         load = {name: torch.zeros_like(moe.last_load_E) for name, moe in self.moes.items()}
-        for micro_batch_BS in self._micro_batches(tokens_BS):
+        if self.shards and self._reads_late:
+            self.shards.begin_gather()
+        micro_batches = self._micro_batches(tokens_BS)
+        for number, micro_batch_BS in enumerate(micro_batches, 1):
             parts = (self._sequences if self.shards else len(tokens_BS)) / len(micro_batch_BS)
-            sums["loss"] = sums["loss"] + self.backward(micro_batch_BS, parts)
+            is_last = number == len(micro_batches)
+            with self.shards.reducing() if self.shards and is_last else nullcontext():
+                sums["loss"] = sums["loss"] + self.backward(micro_batch_BS, parts)
             for name, value in self.model.last_losses.items():
                 sums[name] = sums[name] + value / parts
             for name, moe in self.moes.items():
@@ -388,6 +409,7 @@ class Trainer:
 
         totals = torch.stack([*sums.values(), self._wants_stop])
         if self.shards:
+            self.shards.finish_gather()
             self._sum_over_ranks(self.shards, totals, load)
         parameters = list(self.updated.parameters())
         overflowed = False
@@ -620,7 +642,8 @@ class Trainer:
         factor = clip_factor(result.values[len(LOSSES)], self.config.optim.clip)
         self.optimizer.step(skip=result.skip, gradient_scale=factor)
         if self.shards:
-            self.shards.gather_weights()
+            if not self._reads_late:  # otherwise beside the next forward pass
+                self.shards.gather_weights()
             self.shards.drop_gradients()
         end_step(self.model, result.skip)
         speed = torch.where(result.skip, 0.0, self.balance_speed())

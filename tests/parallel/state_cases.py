@@ -125,7 +125,89 @@ def check_missing_gradients() -> None:
     assert [name for name, p in state.parts.named_parameters() if p.grad is not None] == ["a.weight"]
 
 
+def stages(own: nn.Module) -> list[nn.Module]:
+    return [own["a"], own["b"], own["c"], own["moe"], own]
+
+
+def product(own: nn.Module, of_name: dict[str, Tensor], names: list[str]) -> Tensor:
+    """A scalar whose gradients are given; those of the last names are complete first."""
+    params, total = dict(own.named_parameters()), torch.zeros(())
+    for name in names:
+        total = total + (params[name] * of_name[name].to(params[name].device)).sum()
+    return total
+
+
+def check_sums_beside_backward(reduce: torch.dtype) -> None:
+    """Sums have the bits of those after the backward pass, although gradients come in another order on each rank."""
+    rank = dist.get_rank()
+    after, beside = model(), model()
+    of_both = ShardedState(after, None, reduce), ShardedState(beside, None, reduce, stages(beside))
+    drawn = gradients(after, rank)
+    for _ in range(2):
+        for name, p in after.named_parameters():
+            p.grad = drawn[name].clone().to(p.device)
+        of_both[0].reduce_gradients()
+        names = [*drawn]
+        beside.zero_grad()
+        with of_both[1].reducing():
+            product(beside, drawn, names[rank:] + names[:rank]).backward()
+        assert all(stage.sums is not None for stage in of_both[1]._stages)
+        of_both[1].reduce_gradients()
+        for (name, ours), (_, theirs) in zip(*(state.parts.named_parameters() for state in of_both), strict=True):
+            assert torch.equal(ours.grad, theirs.grad), name
+
+
+def check_micro_batches() -> None:
+    """Only the last backward pass sums; the gradients of the others are in its sums."""
+    own = model()
+    state = ShardedState(own, stages=stages(own))
+    drawn = [gradients(own, 10 * rank) for rank in range(dist.get_world_size())]
+    product(own, drawn[dist.get_rank()], [*drawn[0]]).backward()
+    assert not any(stage.sums for stage in state._stages)
+    with state.reducing():
+        product(own, drawn[dist.get_rank()], [*drawn[0]]).backward()
+    state.reduce_gradients()
+    for name, part in state.parts.named_parameters():
+        rows = state.part_layout(name).of_rank(dist.get_rank()) if part.dim() else ...
+        assert torch.equal(part.grad.cpu(), 2 * sum(of_rank[name] for of_rank in drawn)[rows]), name
+
+
+def check_incomplete_stage() -> None:
+    """A stage that lacks a gradient, as all ranks do, is summed after the backward pass, as are those before it."""
+    own = model()
+    state = ShardedState(own, stages=[own["b"], own["a"], own["c"], own["moe"], own])
+    names = [name for name, _ in own.named_parameters() if name != "a.weight"]
+    with state.reducing():
+        product(own, gradients(own, 0), names).backward()
+    assert [stage.sums is not None for stage in state._stages] == [False, False, True, True, True]
+    state.reduce_gradients()
+    assert [name for name, part in state.parts.named_parameters() if part.grad is None] == ["a.weight"]
+
+
+def check_gather_of_stages() -> None:
+    """A stage of the forward pass waits for its own weights, and reads those of all ranks."""
+    own = model()
+    state = ShardedState(own, stages=stages(own))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    with torch.no_grad():
+        for part in state.parts.parameters():
+            part.fill_(rank + 1.0)
+    x, waiting = torch.ones(8, device=own["a"].weight.device), [state._stages[0], state._stages[3]]
+    state.begin_gather()
+    assert [bool(stage.gathers) for stage in waiting] == [True, True]
+    of_row = torch.arange(12, device=x.device) // (12 // world) + 1.0
+    assert torch.equal(own["a"](x), 9 * of_row)
+    assert [bool(stage.gathers) for stage in waiting] == [False, True]
+    state.finish_gather()
+    assert [bool(stage.gathers) for stage in waiting] == [False, False]
+    of_expert = torch.arange(E, device=x.device) // (E // world) + 1.0
+    assert torch.equal(own["moe"].experts.down[:, 0, 0], of_expert)
+
+
 def check_refusals() -> None:
+    own = model()
+    with pytest.raises(ValueError, match=r"stages must have all parameters, but none has scalar"):
+        ShardedState(own, stages=[own["a"], own["b"]])
     with pytest.raises(ValueError, match=r"reduce must be torch\.float32 or torch\.bfloat16, not torch\.float16"):
         ShardedState(model(), reduce=torch.float16)
     with pytest.raises(ValueError, match=f"must be spread over 1 ranks, not {dist.get_world_size()}"):
@@ -146,7 +228,16 @@ def cases(world: int, device: str = "cpu") -> dict[str, object]:
         if spread <= world
     }
     found |= {"balance": lambda: check_balance(False), "balance-spread": lambda: check_balance(True)}
-    return found | {"versions": check_versions, "missing": check_missing_gradients, "refusals": check_refusals}
+    return found | {
+        "versions": check_versions,
+        "missing": check_missing_gradients,
+        "refusals": check_refusals,
+        "beside_backward-fp32": lambda: check_sums_beside_backward(torch.float32),
+        "beside_backward-bf16": lambda: check_sums_beside_backward(torch.bfloat16),
+        "micro_batches": check_micro_batches,
+        "incomplete": check_incomplete_stage,
+        "gather_of_stages": check_gather_of_stages,
+    }
 
 
 def run(rank: int, world: int, folder: str, device: str = "cpu") -> None:
