@@ -245,6 +245,23 @@ def check_late(store: TokenStore, ranks: Ranks, recipe: str = "float32") -> None
     assert ranks.gather(own.steps_done) == [20] * ranks.size
 
 
+def check_late_weights(store: TokenStore, ranks: Ranks, ep: int) -> None:
+    """Weights that are gathered beside the next forward pass give the bits of those gathered after each step."""
+    optim = replace(micro().optim, ema_decay=0.9)
+    of_step = [trainers(store, ranks, ep, optim=optim)[1] for _ in range(2)]
+    expected = steps(of_step[0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "why_eager", lambda *_: None)
+        late = of_step[1]
+        for _ in range(STEPS):
+            late.launch()
+        assert not late._is_gathered
+        lines = list(late.read())
+    assert [line["loss"] for line in lines] == [line["loss"] for line in expected]
+    (tensors, _), (wanted, _) = late.state(), of_step[0].state()
+    assert [name for name, tensor in wanted.items() if not torch.equal(tensors[name], tensor)] == []
+
+
 def check_agreement(ranks: Ranks) -> None:
     ranks.agree("the code", "same")
     with pytest.raises(ValueError, match="the code must be the same on all ranks: rank 0 has 0, but rank 1 has 1"):
@@ -308,6 +325,8 @@ def cases(world: int) -> dict[str, object]:
         "broken_expert": check_broken_expert,
         "loss_scale": check_loss_scale,
         "late": check_late,
+        "late_weights-1": lambda s, r: check_late_weights(s, r, 1),
+        "late_weights-2": lambda s, r: check_late_weights(s, r, 2),
         "agreement": lambda s, r: check_agreement(r),
     }
 
