@@ -15,7 +15,8 @@ Shapes: T tokens, D model, E experts, K chosen experts, R = T·K rows. Between r
 the number of rows that were sent to it; within one device N = T.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +29,27 @@ from octile.ops.permute import permute, unpermute, unpermute_backward
 from octile.ops.routing_plan import routing_plan
 from octile.recipe import OperandFormat
 from octile.scaled import ScaledTensor
+
+T = TypeVar("T")
+
+
+class InFlight(Generic[T]):
+    """A result of an exchange that may still be on its way; `wait` must be called before it is used.
+
+    Args:
+        result: the result.
+        arrive: makes the current stream wait for it; None: it has arrived.
+    """
+
+    def __init__(self, result: T, arrive: Callable[[], object] | None = None):
+        self._result, self._arrive = result, arrive
+
+    def wait(self) -> T:
+        """Let the current stream wait for the result, and return it."""
+        if self._arrive is not None:
+            self._arrive()
+            self._arrive = None
+        return self._result
 
 
 class RoutingPlan(NamedTuple):
@@ -61,9 +83,11 @@ class LocalDispatcher:
 
     Attributes:
         waits_for_device: whether the host waits in `plan`, so that a forward pass cannot be captured in a CUDA graph.
+        exchanges: whether rows are exchanged with other ranks, so that computation can overlap with it.
     """
 
     waits_for_device = False
+    exchanges = False
 
     def plan(self, experts_TK: Tensor, load_E: Tensor) -> RoutingPlan:
         """Plan where rows go: experts_TK are the experts of each token, load_E is the number of tokens of each."""
@@ -96,6 +120,14 @@ class LocalDispatcher:
     def send_quantized(self, x_TD: ScaledTensor, plan: RoutingPlan) -> ScaledTensor:
         """Send rows as `send` does, in 1×128 tiles: [N, D]; x itself if none has to be sent."""
         return x_TD
+
+    def begin_send_quantized(self, x_TD: ScaledTensor, plan: RoutingPlan) -> InFlight[ScaledTensor]:
+        """Begin `send_quantized`. Other work may be launched before its result is used."""
+        return InFlight(self.send_quantized(x_TD, plan))
+
+    def begin_send_back(self, y_RD: Tensor, plan: RoutingPlan) -> InFlight[Tensor]:
+        """Begin `send_back`. Other work may be launched before its result is used, but no exchange."""
+        return InFlight(self.send_back(y_RD, plan))
 
     def dispatch_quantized(self, x_ND: ScaledTensor, plan: RoutingPlan) -> ScaledTensor:
         """Copy every row that `send_quantized` returned to each of its experts: [R, D]."""

@@ -179,12 +179,17 @@ class MoE(FusableModule):
 
     def _fused(self, x: BlockInput) -> Tensor:
         routing, plan = self._route(x, x.shape[0])
-        shared = None
-        if self.shared_experts is not None:
-            shares_input = self._shares_input(self.shared_experts, x.recipe)
-            shared = self.shared_experts(x if shares_input else x.x).view(x.x.shape)
+        shared_experts = self.shared_experts
+
+        def shared() -> Tensor:
+            assert shared_experts is not None
+            shares_input = self._shares_input(shared_experts, x.recipe)
+            return shared_experts(x if shares_input else x.x).view(x.x.shape)
+
         weights = (self.experts.gate_up, self.experts.down, routing.weights_TK)
-        return experts_feed_forward(x, *weights, shared, Routed(self.dispatcher, plan), result_dtype(x.x))
+        return experts_feed_forward(
+            x, *weights, shared if shared_experts else None, Routed(self.dispatcher, plan), result_dtype(x.x)
+        )
 
     def _shares_input(self, shared_experts: MLP, recipe: Recipe) -> bool:
         """Whether the shared experts read the same quantized input as the experts: fused by an equal recipe."""

@@ -63,6 +63,7 @@ class ExpertDispatcher(LocalDispatcher):
     """
 
     waits_for_device = True
+    exchanges = True
 
     def __init__(self, n_experts: int, n_chosen: int, hidden_size: int, ranks: Ranks = None):
         self.groups = _groups(ranks)
@@ -211,7 +212,8 @@ def shard_experts(
             host waits for nothing (`octile.parallel.symmetric_memory`). None, or other ranks: `all_to_all_single`.
         max_rows: how many rows the tensors of a rank's experts have for these kernels, the same on all ranks. No token
             is dropped: more rows are a RuntimeError. None: as many as if all tokens of all ranks went to one rank.
-        num_sms: how many SMs these kernels use, at least 2; None: a number that suits NVLink.
+        num_sms: how many SMs these kernels use, at least 2; None: a number that suits NVLink, and a smaller one
+            where GEMMs overlap, which then use the others.
 
     Raises:
         RuntimeError: torch.distributed is not initialized.

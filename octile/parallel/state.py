@@ -13,7 +13,7 @@ replicas. Their gradients are complete in each replica's tokens, and are summed 
 
 Sums are in FP32, or in BF16, which is half the traffic and rounds each rank's gradient and each partial sum.
 
-Both exchanges run beside computation, in buckets: the parameters of one stage of the forward pass, such as a block.
+Both exchanges overlap with computation, in buckets: the parameters of one stage of the forward pass, such as a block.
 
     reduce    a stage's sum begins in the backward pass, when its last gradient is complete; the last stage is the first
     gather    in the order of the stages; a stage of the next forward pass waits for its own weights only

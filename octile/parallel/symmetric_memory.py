@@ -7,6 +7,9 @@ tokens, even for all tokens on one rank: no token is dropped. Each row has a fix
     send         barrier, stores to the ranks that have one of a row's experts, and copies of what has come
     send_back    barrier, stores to the ranks of the tokens, barrier; the sums read the results where they have come
 
+Exchanges run on a stream of their own, each after what the current stream was asked to do before. With `begin_…` the
+current stream goes on meanwhile, and GEMMs leave the exchange the SMs that it uses.
+
 A barrier says that all ranks have come to an exchange, and so read nothing of the one before it any more. Ranks that
 run the same passes come to the same exchanges in the same order.
 
@@ -20,16 +23,18 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from octile.formats import TILE
+from octile.kernels.cuda.gemm import num_sms as gemm_sms
 from octile.kernels.memory_layout import VECTOR, new_scale, padded
-from octile.nn.dispatcher import RoutingPlan
+from octile.nn.dispatcher import InFlight, RoutingPlan
 from octile.ops.routing_plan import count_tokens, routing_plan
 from octile.parallel.experts import ExpertDispatcher
 from octile.parallel.links import can_access
@@ -38,25 +43,30 @@ from octile.scaled import ScaledTensor
 if TYPE_CHECKING:
     from octile.kernels.triton.peer_rows import Peers
 
+T = TypeVar("T")
+
 
 class PeerMemory:
     """Memory of each rank of a group that all ranks write to. All exchanges of the group use it, one after the other.
 
     Args:
         group: ranks on GPUs of one host that can access each other's memory.
-        num_sms: how many SMs an exchange uses; None: as many as were fastest on two H200s.
+        num_sms: how many SMs an exchange uses; None: as many as were fastest on two H200s, and fewer if GEMMs overlap.
     """
 
     def __init__(self, group: dist.ProcessGroup, num_sms: int | None = None):
-        from octile.kernels.triton.launch_config import PEER_SMS  # late: a machine without a GPU has no Triton
+        from octile.kernels.triton.launch_config import PEER_SMS, PEER_SMS_OVERLAPPED  # late: needs Triton
 
         self.group = group
         self.num_sms = num_sms or PEER_SMS
+        self.num_sms_overlapped = num_sms or PEER_SMS_OVERLAPPED
         self.buffer = torch.empty(0, dtype=torch.uint8)
         self.peers: Peers
         self.handle: Any = None  # of torch, which keeps the buffers of all ranks mapped
         self._is_captured = False  # whether a CUDA graph may have the addresses of the buffer and its flags
         self._captured: list[object] = []  # smaller buffers that graphs may still use, with their flags
+        self._stream: torch.cuda.Stream | None = None
+        self._holds_results = False  # whether the buffer holds results that were not waited for
 
     def reserve(self, n_bytes: int, device: torch.device) -> None:
         """Have at least so many bytes. All ranks call it with the same number; the first calls wait for each other.
@@ -89,6 +99,60 @@ class PeerMemory:
         barriers = torch.zeros(2, dtype=torch.int32, device=device)
         self.peers = Peers(dist.get_rank(self.group), flags + flag_bytes, flags, barriers, self.num_sms)
         self.synchronize()  # all flags are zero
+
+    @contextmanager
+    def exchange(self, n_bytes: int, device: torch.device) -> Iterator[None]:
+        """Launch an exchange that needs so many bytes inside, on its own stream.
+
+        Raises:
+            RuntimeError: the results of a `begin_send_back` were not waited for.
+        """
+        if self._holds_results:
+            raise RuntimeError("an exchange must not begin before the results of the one before it are read")
+        self.reserve(n_bytes, device)
+        if device.type != "cuda":
+            yield
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device, priority=-1)  # few blocks, for which another GPU waits
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def peers_on(self, num_sms: int | None) -> Peers:
+        """The peers, for a launch on so many SMs; None: as many as an exchange uses alone."""
+        return self.peers if num_sms is None else self.peers._replace(num_sms=num_sms)
+
+    def join(self) -> None:
+        """Let the current stream wait for the exchanges that were launched."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+    def in_flight(self, result: T, *used: object, holds_results: bool = False) -> InFlight[T]:
+        """Let GEMMs leave SMs to the exchange that was launched last, until its result is waited for.
+
+        Args:
+            result: of the exchange.
+            used: the tensors that it reads.
+            holds_results: whether the result lies in the buffer.
+        """
+        limit, stream, self._holds_results = gemm_sms.limit, self._stream, holds_results
+        if stream is None:
+
+            def arrive() -> None:
+                self._holds_results = False
+
+            return InFlight(result, arrive)
+        event, read = stream.record_event(), [used]
+        gemm_sms.set_num_sms(max(gemm_sms.num_sms(stream.device) - self.num_sms_overlapped, 1))
+
+        def wait_for_exchange() -> None:
+            torch.cuda.current_stream(stream.device).wait_event(event)
+            read.clear()
+            gemm_sms.set_num_sms(limit)
+            self._holds_results = False
+
+        return InFlight(result, wait_for_exchange)
 
     def allocate(self, n_bytes: int, device: torch.device) -> tuple[Tensor, list[int]]:
         """Allocate memory on each rank: this rank's, and the addresses of all ranks'."""
@@ -171,9 +235,11 @@ class PeerDispatcher(ExpertDispatcher):
         if t > self.max_tokens:
             raise ValueError(f"a rank must have at most max_tokens = {self.max_tokens} tokens, not {t}")
         experts_TK = experts_TK.contiguous()
-        self._begin(n * k * 4, experts_TK.device)
-        peer_rows.launch_send_experts(experts_TK, self.max_tokens, self.memory.peers)
-        self.memory.barrier()
+        with self.memory.exchange(n * k * 4, experts_TK.device):
+            self.memory.barrier()
+            peer_rows.launch_send_experts(experts_TK, self.max_tokens, self.memory.peers)
+            self.memory.barrier()
+        self.memory.join()
         gathered_NK = self.memory.buffer[: n * k * 4].view(torch.int32).view(n, k)
         local_NK = peer_rows.launch_local_experts(gathered_NK, self.rank * local, local)
 
@@ -191,45 +257,66 @@ class PeerDispatcher(ExpertDispatcher):
 
         Rows that no expert of this rank needs are not written.
         """
-        return self._send(x_TD, None, plan)[0]
+        out, _ = self._send(x_TD, None, plan)
+        self.memory.join()
+        return out
 
     def send_quantized(self, x_TD: ScaledTensor, plan: RoutingPlan) -> ScaledTensor:
         """Send rows in 1×128 tiles as `send` does: [N, D]."""
-        data, scale = self._send(x_TD.data, x_TD.scale, plan)
-        assert scale is not None
-        return ScaledTensor(data, scale, TILE)
+        sent = self._send_quantized(x_TD, plan)
+        self.memory.join()
+        return sent
+
+    def begin_send_quantized(self, x_TD: ScaledTensor, plan: RoutingPlan) -> InFlight[ScaledTensor]:
+        """Begin `send_quantized`."""
+        sent = self._send_quantized(x_TD, plan, self.memory.num_sms_overlapped)
+        return self.memory.in_flight(sent, x_TD, plan)
 
     def send_back(self, y_RD: Tensor, plan: RoutingPlan) -> Tensor:
         """Send each result to the rank of its token: [T·K, D], ordered by place_TK; valid until the next exchange."""
+        results = self._send_back(y_RD, plan)
+        self.memory.join()
+        return results
+
+    def begin_send_back(self, y_RD: Tensor, plan: RoutingPlan) -> InFlight[Tensor]:
+        """Begin `send_back`."""
+        results = self._send_back(y_RD, plan, self.memory.num_sms_overlapped)
+        return self.memory.in_flight(results, y_RD, plan, holds_results=True)
+
+    def _send_back(self, y_RD: Tensor, plan: RoutingPlan, num_sms: int | None = None) -> Tensor:
         from octile.kernels.triton import peer_rows
 
         tokens, k = plan.place_TK.shape
         results, row_bytes = self.max_tokens * k, y_RD.shape[1] * y_RD.itemsize
-        self._begin(results * row_bytes, y_RD.device)
-        peer_rows.launch_send_back(_bytes(y_RD), plan.order_R, plan.offs_E, results, self.memory.peers)
-        self.memory.barrier()
+        with self.memory.exchange(results * row_bytes, y_RD.device):
+            self.memory.barrier()
+            peers = self.memory.peers_on(num_sms)
+            peer_rows.launch_send_back(_bytes(y_RD), plan.order_R, plan.offs_E, results, peers)
+            self.memory.barrier()
         return self.memory.buffer[: tokens * k * row_bytes].view(y_RD.dtype).view(tokens * k, y_RD.shape[1])
 
-    def _send(self, x_TD: Tensor, scale: Tensor | None, plan: RoutingPlan) -> tuple[Tensor, Tensor | None]:
+    def _send_quantized(self, x_TD: ScaledTensor, plan: RoutingPlan, num_sms: int | None = None) -> ScaledTensor:
+        data, scale = self._send(x_TD.data, x_TD.scale, plan, num_sms)
+        assert scale is not None
+        return ScaledTensor(data, scale, TILE)
+
+    def _send(
+        self, x_TD: Tensor, scale: Tensor | None, plan: RoutingPlan, num_sms: int | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         from octile.kernels.triton import peer_rows
 
         experts_TK, local_NK = plan.handle
-        out = x_TD.new_empty(len(local_NK) + 1, x_TD.shape[1])
+        out = x_TD.new_empty(len(local_NK) + 1, x_TD.shape[1])  # of the current stream's memory, as it is read there
         out_scale = None if scale is None else new_scale(out, *TILE)
         local, data_bytes = self.n_experts // self.n_ranks, _bytes(out)
         n_bytes = peer_rows.scales_at(len(local_NK), data_bytes.shape[1])
         n_bytes += 0 if out_scale is None else out_scale.numel() * out_scale.itemsize
-        self.memory.reserve(n_bytes, x_TD.device)
-        peer_rows.launch_exchange(
-            _bytes(x_TD), scale, experts_TK, local_NK, local, self.memory.buffer, data_bytes, out_scale,
-            self.max_tokens, self.memory.peers,
-        )  # fmt: skip
+        with self.memory.exchange(n_bytes, x_TD.device):
+            peer_rows.launch_exchange(
+                _bytes(x_TD), scale, experts_TK, local_NK, local, self.memory.buffer, data_bytes, out_scale,
+                self.max_tokens, self.memory.peers_on(num_sms),
+            )  # fmt: skip
         return out, out_scale
-
-    def _begin(self, n_bytes: int, device: torch.device) -> None:
-        """Begin an exchange that needs so many bytes: no rank reads the one before any more."""
-        self.memory.reserve(n_bytes, device)
-        self.memory.barrier()
 
 
 def why_not_peers(groups: Sequence[dist.ProcessGroup]) -> str | None:

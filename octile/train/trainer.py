@@ -15,8 +15,8 @@ skipped, it also skips every later update (`_halted`). So when the host reads th
 the step.
 
 On several ranks each takes its sequences of every step's batch, and everything that is decided or reported is a sum
-over all ranks, so that all ranks launch, skip and stop the same steps (`octile.parallel`). Gradients are summed beside
-the last micro-batch's backward pass. If steps are read late, the updated weights are gathered beside the next forward
+over all ranks, so that all ranks launch, skip and stop the same steps (`octile.parallel`). Gradients are summed during
+the last micro-batch's backward pass. If steps are read late, the updated weights are gathered during the next forward
 pass: while a step is unread, a rank may have old values of the weights that others update.
 """
 
@@ -642,7 +642,7 @@ class Trainer:
         factor = clip_factor(result.values[len(LOSSES)], self.config.optim.clip)
         self.optimizer.step(skip=result.skip, gradient_scale=factor)
         if self.shards:
-            if not self._reads_late:  # otherwise beside the next forward pass
+            if not self._reads_late:  # otherwise during the next forward pass
                 self.shards.gather_weights()
             self.shards.drop_gradients()
         end_step(self.model, result.skip)

@@ -12,7 +12,7 @@ from torch.autograd import Function
 import octile.models
 import octile.nn
 import octile.optim
-from octile.nn import MHA, MLA, MLP, Gate, Linear, RMSNorm, functional, pre_norm
+from octile.nn import MHA, MLA, MLP, Gate, Linear, MoE, RMSNorm, functional, pre_norm
 from octile.nn.conversion import apply_recipe
 from octile.nn.dispatcher import LocalDispatcher
 from octile.nn.double_backward import first_derivative_only
@@ -43,6 +43,18 @@ def attention_and_linear(x: Tensor) -> Tensor:
     return attention_linear(q, q, q, torch.randn(8, D), 0.1, RECIPE, torch.float32)
 
 
+class ExchangingDispatcher(LocalDispatcher):
+    """A dispatcher whose mixtures compute during exchanges, as between ranks."""
+
+    exchanges = True
+
+
+def mixture(x: Tensor) -> Tensor:
+    moe = apply_recipe(MoE(Gate(D, 4, 2), D, D), RECIPE)
+    moe.dispatcher = ExchangingDispatcher()
+    return moe(x)
+
+
 RAISING: dict[str, Callable[[Tensor], Tensor]] = {  # functions of x [1, S, D]
     "HighPrecisionLinear": lambda x: functional.linear(x, torch.randn(8, D), None, Recipe.bf16()),
     "QuantizedLinear": Linear(D, 8),
@@ -55,6 +67,7 @@ RAISING: dict[str, Callable[[Tensor], Tensor]] = {  # functions of x [1, S, D]
         0
     ],
     "_RotaryAttention": lambda x: apply_recipe(MHA(D, 2, 16), RECIPE)(x, COS_SIN),
+    "_Sum": mixture,
     "_ScaleColumns": lambda x: scale_columns(x, torch.ones(D)),
 }
 RIGHT = {  # tested here, in test_gate.py, and in fused/: test_elementwise.py, test_cross_entropy.py, test_rotary.py

@@ -17,9 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import octile
+from octile.kernels.cuda.gemm import num_sms
 from octile.nn import Gate, MoE, RMSNorm, pre_norm
-from octile.nn.dispatcher import LocalDispatcher
+from octile.nn.dispatcher import InFlight, LocalDispatcher
 from octile.nn.functional import result_dtype
+from octile.nn.fused import feed_forward
 from octile.nn.gate import Routing
 from octile.nn.observer import ObservedGemm, observe_gemms
 from octile.ops.routing_plan import count_tokens
@@ -293,6 +295,55 @@ def check_observed(ranks) -> None:
     assert [len(gemms) for gemms in seen.values()] == [4, 4, 4]
 
 
+def check_overlap(ranks) -> None:
+    """Shared experts run between the beginning and the end of an exchange, forward and backward; so does wgrad."""
+    _, sharded = blocks("fp8", RankwiseGate(D, E, K), ranks)
+    own, moe, seen = sharded.moe.dispatcher, sharded.moe, []
+
+    def recorded(name: str) -> None:
+        begin = getattr(own, f"begin_{name}")
+
+        def begin_and_record(*args) -> InFlight:
+            flight = begin(*args)
+            seen.append(f"begin {name}")
+            return InFlight(flight._result, lambda: (flight.wait(), seen.append(f"end {name}")))
+
+        setattr(own, f"begin_{name}", begin_and_record)
+
+    class Recorded(Shared):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append("shared experts")
+            y = super().forward(x)
+            y.register_hook(lambda dy: seen.append("shared experts"))
+            return y
+
+    recorded("send_quantized")
+    recorded("send_back")
+    moe.shared_experts = Recorded()
+    wgrad = feed_forward.FusedLayers.wgrad
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(feed_forward.FusedLayers, "wgrad", lambda *args: (seen.append("wgrad"), wgrad(*args))[1])
+        gradients(sharded, "fp8", torch.randn(T, D), torch.randn(T, D))
+    results, dy = ["begin send_back", "end send_back"], ["begin send_quantized", "end send_quantized"]
+    expected = [results[0], "shared experts", results[1], dy[0], "shared experts", dy[1]]
+    assert seen == [*expected, results[0], "wgrad", "wgrad", results[1]], seen
+
+
+def check_in_flight() -> None:
+    """Results in the buffer are not overwritten before they are read."""
+    own, t = dispatcher(K, "peers"), 4
+    experts_TK = torch.rand(t, E).topk(K).indices
+    plan = own.plan(experts_TK, torch.zeros(E))
+    x = torch.randint(-99, 99, (t, D)).float()
+    rows, limit = own.dispatch(x, plan), num_sms.limit
+    sending = own.begin_send_back(rows, plan)
+    assert (num_sms.limit is None) == (torch.get_default_device().type == "cpu")
+    refuses(RuntimeError, "before the results of the one before it are read", lambda: own.send(x, plan))
+    assert torch.equal(sending.wait()[plan.place_TK[:, 0].long()], x)
+    assert num_sms.limit == limit
+    own.send(x, plan)
+
+
 def check_sent_once() -> None:
     """The rows that each rank sends, by rank."""
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -491,6 +542,7 @@ def cases(world: int, drawn: list[Tokens], meshes: dict[str, object]) -> dict[st
         found[f"recomputed-fp8-{of}"] = lambda ranks=ranks: check_gate("fp8", ranks, recompute=True)
         found[f"recomputed-fp32-{of}"] = lambda ranks=ranks: check_gate("fp32", ranks, recompute=True)
         found[f"observed-{of}"] = lambda ranks=ranks: check_observed(ranks)
+        found[f"overlap-{of}"] = lambda ranks=ranks: check_overlap(ranks)
         found[f"two_passes-{of}"] = lambda ranks=ranks: check_two_passes(ranks)
         found[f"second_derivative-{of}"] = lambda ranks=ranks: check_second_derivative(ranks)
         found[f"many_exchanges-{of}"] = lambda ranks=ranks: check_many_exchanges(ranks)
@@ -500,6 +552,7 @@ def cases(world: int, drawn: list[Tokens], meshes: dict[str, object]) -> dict[st
         else:
             found["why_not-peers"] = check_why_not_peers
             found["captured_buffer-peers"] = check_captured_buffer
+        found["in_flight-peers"] = check_in_flight
         found["max_rows-peers"] = check_max_rows
         found["decoding-peers"] = check_decoding
         found["too_many_tokens-peers"] = check_too_many_tokens

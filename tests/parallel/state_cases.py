@@ -137,20 +137,20 @@ def product(own: nn.Module, of_name: dict[str, Tensor], names: list[str]) -> Ten
     return total
 
 
-def check_sums_beside_backward(reduce: torch.dtype) -> None:
+def check_sums_during_backward(reduce: torch.dtype) -> None:
     """Sums have the bits of those after the backward pass, although gradients come in another order on each rank."""
     rank = dist.get_rank()
-    after, beside = model(), model()
-    of_both = ShardedState(after, None, reduce), ShardedState(beside, None, reduce, stages(beside))
+    after, during = model(), model()
+    of_both = ShardedState(after, None, reduce), ShardedState(during, None, reduce, stages(during))
     drawn = gradients(after, rank)
     for _ in range(2):
         for name, p in after.named_parameters():
             p.grad = drawn[name].clone().to(p.device)
         of_both[0].reduce_gradients()
         names = [*drawn]
-        beside.zero_grad()
+        during.zero_grad()
         with of_both[1].reducing():
-            product(beside, drawn, names[rank:] + names[:rank]).backward()
+            product(during, drawn, names[rank:] + names[:rank]).backward()
         assert all(stage.sums is not None for stage in of_both[1]._stages)
         of_both[1].reduce_gradients()
         for (name, ours), (_, theirs) in zip(*(state.parts.named_parameters() for state in of_both), strict=True):
@@ -232,8 +232,8 @@ def cases(world: int, device: str = "cpu") -> dict[str, object]:
         "versions": check_versions,
         "missing": check_missing_gradients,
         "refusals": check_refusals,
-        "beside_backward-fp32": lambda: check_sums_beside_backward(torch.float32),
-        "beside_backward-bf16": lambda: check_sums_beside_backward(torch.bfloat16),
+        "during_backward-fp32": lambda: check_sums_during_backward(torch.float32),
+        "during_backward-bf16": lambda: check_sums_during_backward(torch.bfloat16),
         "micro_batches": check_micro_batches,
         "incomplete": check_incomplete_stage,
         "gather_of_stages": check_gather_of_stages,

@@ -246,7 +246,7 @@ def check_late(store: TokenStore, ranks: Ranks, recipe: str = "float32") -> None
 
 
 def check_late_weights(store: TokenStore, ranks: Ranks, ep: int) -> None:
-    """Weights that are gathered beside the next forward pass give the bits of those gathered after each step."""
+    """Weights that are gathered during the next forward pass give the bits of those gathered after each step."""
     optim = replace(micro().optim, ema_decay=0.9)
     of_step = [trainers(store, ranks, ep, optim=optim)[1] for _ in range(2)]
     expected = steps(of_step[0])

@@ -33,6 +33,7 @@ NORM_BACKWARD_OF_SEVERAL_ROWS = RowSizes(elements=4096, elements_per_warp=512, m
 PERMUTE_BYTES, PERMUTE_BYTES_PER_WARP = 8192, 2048  # bytes of a row per program and per warp
 PERMUTE_SCALES: dict[str, Any] = {"ROWS": 1024, "TILES": 1}  # of the result, per program
 PEER_SMS = 64  # of an exchange with other ranks
+PEER_SMS_OVERLAPPED = 32  # of one that overlaps with GEMMs
 PEER_BLOCK = 1024  # entries per program where experts are sent to other ranks
 PEER_CHUNK = 16  # rows that are sent before a flag of the receiving rank is set, at least
 PEER_ROWS: dict[str, int] = {"words": 16384, "num_warps": 16}  # of rows that a program sends at a time

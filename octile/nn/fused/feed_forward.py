@@ -19,13 +19,17 @@ The weight of an expert's result multiplies h (`octile.ops.swiglu`). What is dis
 has the scale rule of x, powers of two, in both directions; what is combined is BF16. An expert without tokens has no
 rows, and its weights get a gradient of zeros.
 
+Between ranks the sum of the results is a function of its own (`_Sum`), so that the shared experts run between the two,
+in both directions: while the results are sent back, and while the gradients of the sums are dispatched. The gradients
+of the rows are sent back while wgrad runs.
+
 Source: DeepSeek-V3 (arXiv 2412.19437) §3.3.3.
 Shapes: T tokens, D model, I intermediate, E experts, K chosen experts, R = T·K rows; R = T where there are no experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -34,7 +38,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octile.formats import BLOCK, TILE
-from octile.nn.dispatcher import LocalDispatcher, RoutingPlan
+from octile.nn.dispatcher import InFlight, LocalDispatcher, RoutingPlan
 from octile.nn.double_backward import first_derivative_only
 from octile.nn.fused.block_input import BlockInput
 from octile.nn.fused.layers import FusedLayers, Settings, load_saved, save_for_backward, settings
@@ -47,8 +51,9 @@ from octile.nn.fused.quantize import (
     requantize,
     transposed,
 )
-from octile.nn.observer import report_quantization
+from octile.nn.observer import has_observers, report_quantization
 from octile.ops.groups import AlignedGroups
+from octile.ops.permute import unpermute
 from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_quantize_and_save
 from octile.recipe import GemmFormats, OperandFormat
 from octile.scaled import ScaledTensor
@@ -69,11 +74,25 @@ def feed_forward(x: BlockInput, weights: Sequence[Tensor], dtype: torch.dtype) -
     return _FeedForward.apply(x.x, None, None, x, None, s, *weights)
 
 
+class _Exchange:
+    """What is on its way between the experts of a forward pass and `_Sum`.
+
+    Attributes:
+        results: of the experts, in the forward pass.
+        dy: the gradient of the sums, in the backward pass; sent_dy is what this rank's experts get of all ranks.
+    """
+
+    results: InFlight[Tensor]
+    dy: Tensor
+    sent_dy: InFlight[ScaledTensor]
+
+
 class Routed(NamedTuple):
-    """How tokens get to their experts and back."""
+    """How tokens get to their experts and back; `exchange` is None where the same function sums their results."""
 
     dispatcher: LocalDispatcher
     plan: RoutingPlan
+    exchange: _Exchange | None = None
 
 
 def experts_feed_forward(
@@ -81,7 +100,7 @@ def experts_feed_forward(
     gate_up: Tensor,
     down: Tensor,
     weights_TK: Tensor,
-    add: Tensor | None,
+    shared: Callable[[], Tensor] | None,
     routed: Routed,
     dtype: torch.dtype,
 ) -> Tensor:
@@ -89,14 +108,22 @@ def experts_feed_forward(
 
     Args:
         weights_TK: float32, by which the results of each token's experts are summed.
-        add: [T, D] in dtype, added to each token's sum; None: zeros.
+        shared: computes [T, D] in dtype, which is added to each token's sum; None: zeros.
     """
     s = settings(x.recipe, dtype, (gate_up, down), x.x)
-    return _FeedForward.apply(x.x, weights_TK, add, x, routed, s, gate_up, down)
+    if not routed.dispatcher.exchanges:
+        add = None if shared is None else shared()
+        return _FeedForward.apply(x.x, weights_TK, add, x, routed, s, gate_up, down)
+    routed = routed._replace(exchange=_Exchange())
+    sent = _FeedForward.apply(x.x, weights_TK, None, x, routed, s, gate_up, down)
+    return _Sum.apply(sent, None if shared is None else shared(), routed, s.formats)
 
 
 class _FeedForward(torch.autograd.Function):
-    """A dense layer, whose weights are gate, up and down, or gate_up and down; or experts with gate_up and down."""
+    """A dense layer, whose weights are gate, up and down, or gate_up and down; or experts with gate_up and down.
+
+    With an exchange the result is a scalar without a meaning, by which autograd knows that `_Sum` comes after it.
+    """
 
     @staticmethod
     def forward(
@@ -127,15 +154,17 @@ class _FeedForward(torch.autograd.Function):
         save_for_backward(ctx, layers, quantized, **saved, plan=routed and routed.plan[:3])
         ctx.how_saved, ctx.x_dtype = x.how_saved if is_here else None, x_TD.dtype
         ctx.dispatcher, ctx.handle = routed and routed.dispatcher, routed and routed.plan.handle
+        ctx.exchange = routed and routed.exchange
         return route.combine(y, add)
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
+        dy_TD = dy_TD if ctx.exchange is None else ctx.exchange.dy
         layers, weights, saved = load_saved(ctx, dy_TD)
         s, formats, weight_R = layers.settings, layers.settings.formats, saved["weight_R"]
         plan = saved["plan"] and RoutingPlan(*saved["plan"])._replace(handle=ctx.handle)
-        route = _Route(plan and Routed(ctx.dispatcher, plan))
+        route = _Route(plan and Routed(ctx.dispatcher, plan, ctx.exchange))
         *up_projections, down = weights
 
         groups = route.align(formats)
@@ -154,6 +183,13 @@ class _FeedForward(torch.autograd.Function):
         def d_values(i: int) -> Tensor:
             return _gradient_values(dh, gate_up, weight_R, len(up_projections))[i]
 
+        def dx_rows() -> Tensor:
+            pairs = [(part, w.w_t) for part, w in zip(ds, up_projections, strict=True)]
+            return nt_sum(pairs, route.offs, ctx.x_dtype)
+
+        dx, sending = None, None
+        if ctx.needs_input_grad[0] and route.can_overlap():
+            sending = route.begin_send_back(dx_rows())
         layers.report_dgrad(-1, dy_values, dy, down, route.offs)
         dws = layers.wgrad(-1, dy_values, dy_t, h_t, groups)
         x_t = route.dispatch_requantized(x, formats.wgrad_x, groups)
@@ -161,12 +197,35 @@ class _FeedForward(torch.autograd.Function):
             before = partial(d_values, i)
             layers.report_dgrad(i, before, ds[i], up_projections[i], route.offs)
             dws = layers.wgrad(i, before, ds_t[i], x_t, groups) + dws
-        dx = None
         if ctx.needs_input_grad[0]:
-            pairs = [(part, w.w_t) for part, w in zip(ds, up_projections, strict=True)]
-            dx = route.combine(nt_sum(pairs, route.offs, ctx.x_dtype))
+            dx = route.sum(sending or route.begin_send_back(dx_rows()))
         dweights_TK = None if plan is None else ctx.dispatcher.combine_weights(dweight_R, plan)
         return dx, dweights_TK, dy_TD if ctx.needs_input_grad[2] else None, None, None, None, *dws
+
+
+class _Sum(torch.autograd.Function):
+    """Sum the results that `_FeedForward` has sent back, and an addend; backward sends it the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, sent: Tensor, add: Tensor | None, routed: Routed, formats: GemmFormats) -> Tensor:
+        exchange = ctx.exchange = routed.exchange
+        assert exchange is not None
+        ctx.save_for_backward(*routed.plan[:3])
+        ctx.dispatcher, ctx.handle, ctx.formats = routed.dispatcher, routed.plan.handle, formats
+        results = exchange.results
+        del exchange.results
+        return _Route(routed).sum(results, add)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
+        dsent = None
+        if ctx.needs_input_grad[0]:
+            plan = RoutingPlan(*ctx.saved_tensors)._replace(handle=ctx.handle)
+            q = quantize_operand(dy_TD, ctx.formats.routed_dy[0], "dy")
+            ctx.exchange.dy, ctx.exchange.sent_dy = dy_TD, ctx.dispatcher.begin_send_quantized(q, plan)
+            dsent = dy_TD.new_zeros((), dtype=torch.float32)
+        return dsent, dy_TD if ctx.needs_input_grad[1] else None, None, None
 
 
 class _Route:
@@ -175,9 +234,22 @@ class _Route:
     def __init__(self, routed: Routed | None):
         self.routed = routed
         self.offs = None if routed is None else routed.plan.offs_E
+        self.exchange = None if routed is None else routed.exchange
+
+    def can_overlap(self) -> bool:
+        """Whether other work may run while results are sent back. Observers have rows exchanged meanwhile."""
+        return self.exchange is not None and not has_observers()
 
     def send(self, x: ScaledTensor) -> ScaledTensor:
         return x if self.routed is None else self.routed.dispatcher.send_quantized(x, self.routed.plan)
+
+    def begin_send_back(self, y: Tensor) -> InFlight[Tensor]:
+        return InFlight(y) if self.routed is None else self.routed.dispatcher.begin_send_back(y, self.routed.plan)
+
+    def sum(self, sent: InFlight[Tensor], add: Tensor | None = None) -> Tensor:
+        """Sum each token's results, and add [T, D] if it is given."""
+        results = sent.wait()
+        return results if self.routed is None else unpermute(results, self.routed.plan.place_TK, add)
 
     def dispatch(self, x: ScaledTensor) -> ScaledTensor:
         return x if self.routed is None else self.routed.dispatcher.dispatch_quantized(x, self.routed.plan)
@@ -208,7 +280,11 @@ class _Route:
         if self.routed is None:
             return quantize_gradient(dy, formats)
         of_dgrad, of_wgrad = formats.routed_dy
-        q = self.send(quantize_operand(dy, of_dgrad, "dy"))
+        if self.exchange is None:
+            q = self.send(quantize_operand(dy, of_dgrad, "dy"))
+        else:
+            q = self.exchange.sent_dy.wait()
+            del self.exchange.dy, self.exchange.sent_dy
         return self.dispatch(q), self.dispatch_requantized(q, of_wgrad, groups, "wgrad_dy")
 
     def row_weights(self, weights_TK: Tensor | None) -> Tensor | None:
@@ -218,7 +294,12 @@ class _Route:
         return self.routed.dispatcher.dispatch_weights(weights_TK, self.routed.plan)
 
     def combine(self, y: Tensor, add: Tensor | None = None) -> Tensor:
-        return y if self.routed is None else self.routed.dispatcher.combine_unweighted(y, self.routed.plan, add)
+        """Send each result back and sum those of a token; with an exchange `_Sum` does."""
+        sent = self.begin_send_back(y)
+        if self.exchange is None:
+            return self.sum(sent, add)
+        self.exchange.results = sent
+        return y.new_zeros((), dtype=torch.float32)
 
 
 class _GateUp(NamedTuple):

@@ -184,7 +184,7 @@ def test_results_of_experts_equal_the_gemms_of_the_observed_operands(recipe):
     add, dy = torch.randn(T, D, generator=generator).requires_grad_(), torch.randn(T, D, generator=generator)
     plan = way.plan(experts_TK, experts_TK.flatten().bincount(minlength=E))
     with observe_gemms(seen := Seen()):
-        arguments = (weights_TK, add, Routed(way, plan), torch.float32)
+        arguments = (weights_TK, lambda: add, Routed(way, plan), torch.float32)
         y = experts_feed_forward(quantize_block_input(x, recipe), m.gate_up, m.down, *arguments)
     y.backward(dy)
 
