@@ -166,8 +166,17 @@ def join(device: torch.device, timeout: float) -> Ranks:
         world_size=size,
         timeout=limit,
         device_id=device if on_gpu else None,
+        pg_options=_nccl_options() if on_gpu else None,
     )
     return ranks
+
+
+def _nccl_options() -> Any:
+    """Options by which collectives that overlap with GEMMs get SMs as soon as some are free.
+
+    GEMMs take all SMs, one after the other. A collective's blocks, for which the other ranks wait, come first.
+    """
+    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
 
 
 def leave() -> None:
