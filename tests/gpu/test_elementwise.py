@@ -13,7 +13,8 @@ from octile.nn.moe import Experts
 from octile.nn.rope import Rope
 from octile.ops.high_precision import high_precision_grouped_nt
 from octile.ops.norm import rms_norm, rms_norm_backward
-from octile.ops.permute import unpermute, unpermute_backward
+from octile.ops.permute import permute, unpermute, unpermute_backward
+from octile.ops.quantize import quantize
 from octile.ops.routing_plan import count_tokens
 from octile.ops.swiglu import swiglu, swiglu_backward
 from octile.recipe import Recipe
@@ -125,6 +126,16 @@ def test_weighted_sums_agree_with_the_cpu(shape: tuple[int, int, int], dtype: to
     dy, dweight = unpermute_backward(dsum, y, place, weight)
     torch.testing.assert_close(found_dy.cpu(), dy, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(found_dweight.cpu(), dweight, rtol=1e-4, atol=1e-2, equal_nan=True)
+
+
+@pytest.mark.parametrize("shape", [(1000, 8, 128), (1000, 4, 384), (7, 3, 200), (5, 8, 7168)], ids=str)
+def test_permuted_rows_are_those_of_the_cpu(shape: tuple[int, int, int]):
+    t, k, d = shape
+    tiles = quantize(random(t, d), 1, 128, "e4m3", False)
+    place = torch.randperm(t * k, generator=torch.Generator().manual_seed(4)).view(t, k).to(torch.int32)
+    found, expected = permute(*(x.cuda() for x in tiles), place.cuda()), permute(*tiles, place)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours.cpu().float(), theirs.float())
 
 
 # Layers of the bf16 recipe

@@ -26,11 +26,12 @@ ELEMENTS_PER_WARP = 1024
 
 ELEMENTWISE: dict[str, Any] = {"ROWS": 32, "COLS": 128, "num_warps": 4}  # dequantize, and quantize_with_scale
 SWIGLU: dict[str, Any] = {"ROWS": 32, "num_warps": 4}
-NORM = RowSizes(elements=8192, elements_per_warp=ELEMENTS_PER_WARP, max_warps=32)
+NORM = RowSizes(elements=4096, elements_per_warp=ELEMENTS_PER_WARP, max_warps=32)
 # a program holds a row's sums, and has the next row in flight
 NORM_BACKWARD = RowSizes(elements=4096, elements_per_warp=256, max_warps=16)
+NORM_BACKWARD_PROGRAMS = 1  # per SM
 NORM_BACKWARD_OF_SEVERAL_ROWS = RowSizes(elements=4096, elements_per_warp=512, max_warps=16)
-PERMUTE_BYTES, PERMUTE_BYTES_PER_WARP = 8192, 2048  # bytes of a row per program and per warp
+PERMUTE_BYTES, PERMUTE_BYTES_PER_WARP = 8192, 2048  # bytes that a program and a warp read
 PERMUTE_SCALES: dict[str, Any] = {"ROWS": 1024, "TILES": 1}  # of the result, per program
 PEER_SMS = 64  # of an exchange with other ranks
 PEER_SMS_OVERLAPPED = 32  # of one that overlaps with GEMMs
@@ -52,7 +53,7 @@ ROUTING_PLAN: dict[str, int] = {"ROWS": 128, "num_warps": 4}  # entries of a pro
 ROUTING_PLAN_SCAN: dict[str, int] = {"blocks": 1024, "elements": 4096, "num_warps": 8}  # counts of a program at a time
 GROUP_TILES: dict[str, int] = {"elements": 4096, "num_warps": 4}  # pairs of a tile and a group per program
 CROSS_ENTROPY = {"cols": 4096, "cols_per_warp": 1024}  # columns of a row at a time; the next ones are in flight
-UNPERMUTE_BACKWARD = {"cols": 2048, "cols_per_warp": 512}  # columns of a row at a time
+UNPERMUTE_BACKWARD = {"elements": 4096, "cols": 1024, "num_warps": 4}  # elements and columns of rows at a time
 UNPERMUTE = {"cols": 1024, "cols_per_warp": 128}  # columns of K rows per program, fewer if a row has fewer
 
 # Warps per 128×128 block, by kernel. Two programs of 8 warps or one of 16 fill an SM at 128 registers per thread: two

@@ -55,8 +55,9 @@ def launch_backward(
     shape = _rows_of_program(k, launch_config.NORM_BACKWARD_OF_SEVERAL_ROWS)
     if shape["ROWS"] == 1:
         shape = _rows_of_program(k, launch_config.NORM_BACKWARD)
-    # as many programs as run at once; each sums the weight's gradient over its rows, in order
-    programs = min(triton.cdiv(m, shape["ROWS"]), 2 * device_properties(x.device).num_sms)
+    # as many programs as saturate the memory; each sums the weight's gradient over its rows, in order
+    programs_per_sm = 2 if shape["ROWS"] > 1 else launch_config.NORM_BACKWARD_PROGRAMS
+    programs = min(triton.cdiv(m, shape["ROWS"]), programs_per_sm * device_properties(x.device).num_sms)
     partials = torch.empty(programs, k, dtype=torch.float32, device=x.device)
     added = x if add is None else add  # not read without add
     if m and k:

@@ -20,15 +20,16 @@ def launch(data: Tensor, scale: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
     if moved.numel():
         token = torch.empty(rows, dtype=torch.int32, device=data.device)
         cols = min(max(triton.next_power_of_2(d), 128), launch_config.PERMUTE_BYTES)
-        warps = max(cols // launch_config.PERMUTE_BYTES_PER_WARP, 1)
+        tokens = launch_config.PERMUTE_BYTES // cols
+        warps = launch_config.PERMUTE_BYTES // launch_config.PERMUTE_BYTES_PER_WARP
         row_programs = triton.cdiv(rows, PERMUTE_SCALES["ROWS"])
         scale_programs = row_programs * triton.cdiv(scale.shape[1], PERMUTE_SCALES["TILES"])
         with torch.cuda.device_of(data):
             find_tokens[(triton.cdiv(rows, 1024),)](place, *place.stride(), token, rows, K=k, ROWS=1024)
-            permute[(scale_programs + t * triton.cdiv(d, cols),)](
+            permute[(scale_programs + triton.cdiv(t, tokens) * triton.cdiv(d, cols),)](
                 data.view(torch.uint8), scale, place, token, rows, d, *data.stride(), *scale.stride(), *place.stride(),
                 moved.view(torch.uint8), moved_scale, moved_scale.stride(1), scale_programs,
-                K=k, COLS=cols, **PERMUTE_SCALES, num_warps=warps,
+                K=k, TOKENS=tokens, COLS=cols, **PERMUTE_SCALES, num_warps=warps,
             )  # fmt: skip
     return moved, moved_scale
 
@@ -57,10 +58,11 @@ def launch_back_backward(dsum: Tensor, y: Tensor, place: Tensor, weight: Tensor)
     dweight = torch.empty(t, k, dtype=torch.float32, device=y.device)
     if dweight.numel():
         cols = min(max(triton.next_power_of_2(d), 128), UNPERMUTE_BACKWARD["cols"])
+        rows = UNPERMUTE_BACKWARD["elements"] // cols
         with torch.cuda.device_of(y):
-            unpermute_backward[(t,)](
-                dsum, y, place, weight, d, *dsum.stride(), *y.stride(), *place.stride(), *weight.stride(), dy, dweight,
-                K=k, COLS=cols, num_warps=max(cols // UNPERMUTE_BACKWARD["cols_per_warp"], 1), **EXACT,
+            unpermute_backward[(triton.cdiv(t * k, rows),)](
+                dsum, y, place, weight, t * k, d, *dsum.stride(), *y.stride(), *place.stride(), *weight.stride(), dy,
+                dweight, K=k, ROWS=rows, COLS=cols, num_warps=UNPERMUTE_BACKWARD["num_warps"], **EXACT,
             )  # fmt: skip
     return dy, dweight
 
@@ -77,9 +79,9 @@ def find_tokens(place, place_row, place_col, token, R, K: tl.constexpr, ROWS: tl
 def permute(
     data, scale, place, token_of, R, D, data_row, data_col, scale_row, scale_col, place_row, place_col,
     moved, moved_scale, moved_scale_col, SCALE_PROGRAMS,
-    K: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
+    K: tl.constexpr, TOKENS: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """A program copies COLS bytes of a token's row to its K rows, or gathers the scales of ROWS rows and TILES tiles.
+    """A program copies COLS bytes of TOKENS rows to K rows each, or gathers the scales of ROWS rows and TILES tiles.
 
     Scales are contiguous along the rows, so programs of their own write them in that order. Written by the programs of
     the tokens, each scale would be a separate write of 4 bytes, as many writes as the data takes.
@@ -95,12 +97,15 @@ def permute(
     else:
         index = tl.program_id(0) - SCALE_PROGRAMS
         parts = tl.cdiv(D, COLS)
-        token = (index // parts).to(tl.int64)
-        column = index % parts * COLS + tl.arange(0, COLS)
-        values = tl.load(data + token * data_row + column.to(tl.int64) * data_col, mask=column < D)
+        token = index // parts * TOKENS + tl.arange(0, TOKENS)
+        exists = token < R // K
+        token = token.to(tl.int64)
+        column = index % parts * COLS + tl.arange(0, COLS)[None, :]
+        there = exists[:, None] & (column < D)
+        values = tl.load(data + token[:, None] * data_row + column.to(tl.int64) * data_col, mask=there)
         for k in tl.static_range(K):
-            row = tl.load(place + token * place_row + k * place_col).to(tl.int64)
-            tl.store(moved + row * D + column, values, mask=column < D)
+            row = tl.load(place + token * place_row + k * place_col, mask=exists, other=0).to(tl.int64)
+            tl.store(moved + row[:, None] * D + column, values, mask=there)
 
 
 @triton.jit
@@ -125,22 +130,25 @@ def unpermute(
     tl.store(out + token * D + column, total.to(out.dtype.element_ty), mask=column < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def unpermute_backward(
-    dsum, y, place, weight, D, dsum_row, dsum_col, y_row, y_col, place_row, place_col, weight_row, weight_col,
-    dy, dweight, K: tl.constexpr, COLS: tl.constexpr,
+    dsum, y, place, weight, R, D, dsum_row, dsum_col, y_row, y_col, place_row, place_col, weight_row, weight_col,
+    dy, dweight, K: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """A program takes a token, COLS columns at a time."""
-    token = tl.program_id(0).to(tl.int64)
-    for k in tl.static_range(K):
-        row = tl.load(place + token * place_row + k * place_col).to(tl.int64)
-        factor = tl.load(weight + token * weight_row + k * weight_col)
-        dot = tl.zeros([COLS], tl.float32)
-        for first in range(0, D, COLS):
-            column = first + tl.arange(0, COLS)
-            wide = column.to(tl.int64)
-            gradient = tl.load(dsum + token * dsum_row + wide * dsum_col, mask=column < D, other=0.0).to(tl.float32)
-            value = tl.load(y + row * y_row + wide * y_col, mask=column < D, other=0.0).to(tl.float32)
-            dot += gradient * value
-            tl.store(dy + row * D + column, (gradient * factor).to(dy.dtype.element_ty), mask=column < D)
-        tl.store(dweight + token * K + k, tl.sum(dot, axis=0))
+    """A program takes ROWS of the R entries of place, COLS columns at a time."""
+    entry = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    exists = entry < R
+    token = (entry // K).to(tl.int64)
+    k = entry % K
+    row = tl.load(place + token * place_row + k * place_col, mask=exists, other=0).to(tl.int64)[:, None]
+    factor = tl.load(weight + token * weight_row + k * weight_col, mask=exists, other=0.0)[:, None]
+    dot = tl.zeros([ROWS, COLS], tl.float32)
+    for first in range(0, D, COLS):
+        column = first + tl.arange(0, COLS)[None, :]
+        wide = column.to(tl.int64)
+        inside = exists[:, None] & (column < D)
+        gradient = tl.load(dsum + token[:, None] * dsum_row + wide * dsum_col, mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(y + row * y_row + wide * y_col, mask=inside, other=0.0).to(tl.float32)
+        dot += gradient * value
+        tl.store(dy + row * D + column, (gradient * factor).to(dy.dtype.element_ty), mask=inside)
+    tl.store(dweight + entry, tl.sum(dot, axis=1), mask=exists)

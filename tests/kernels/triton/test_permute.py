@@ -11,7 +11,7 @@ from tests.kernels.triton.comparison import assert_same, extreme
 
 pytestmark = pytest.mark.usefixtures("gpu")
 every_shape = pytest.mark.parametrize(
-    "shape", [(7, 3, 200), (5, 1, 128), (1, 8, 9000), (3, 2, 5), (0, 2, 128)], ids=str
+    "shape", [(7, 3, 200), (5, 1, 128), (150, 2, 100), (1, 8, 9000), (3, 2, 5), (0, 2, 128)], ids=str
 )
 
 
