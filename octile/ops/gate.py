@@ -12,7 +12,8 @@ FP32 in unspecified order, and a GPU's exponential differs from the CPU's in its
 result for logits from −10 to 10), so the results are close to the reference but not bit for bit.
 
 After the GEMM one kernel adds the products, and computes scores, choice and weights; before the GEMMs of the backward
-pass one kernel computes the gradient of the logits and splits it.
+pass one kernel computes the gradient of the logits and splits it. With many tokens and up to 64 experts these kernels
+also multiply: one in forward; in backward one for dx, and one for the gradient of the weight.
 
 Source: Henry, Tang and Heinecke, "Leveraging the bfloat16 artificial intelligence datatype for higher-precision
 computations" (arXiv 1904.06376); DeepSeek-V3 (arXiv 2412.19437) §2.1.2.
@@ -90,13 +91,13 @@ def _(
     from octile.kernels.triton import gate as kernel  # late: a machine without a GPU has no Triton
 
     _check(x, weight, bias, n_chosen, n_group, topk_group, best, scoring_func)
+    settings = n_chosen, n_group, topk_group, best, scoring_func, norm_topk_prob, routed_scaling_factor, len(weight)
     if x.dtype != torch.bfloat16:
-        products = _logits(x, weight)
-    else:
-        terms = weight if weight.dtype == torch.bfloat16 else bfloat16_terms(weight, [*range(TERMS)])
-        products = torch.mm(x, terms.mT, out_dtype=torch.float32)
-    settings = n_chosen, n_group, topk_group, best, scoring_func, norm_topk_prob, routed_scaling_factor
-    return kernel.launch(products, bias, *settings, len(weight))
+        return kernel.launch(_logits(x, weight), bias, *settings)
+    terms = weight if weight.dtype == torch.bfloat16 else bfloat16_terms(weight, [*range(TERMS)])
+    if kernel.has_gemm(len(x), len(weight), n_group):
+        return kernel.launch_with_gemm(x, terms, bias, *settings)
+    return kernel.launch(torch.mm(x, terms.mT, out_dtype=torch.float32), bias, *settings)
 
 
 def route(
@@ -164,6 +165,9 @@ def _(dweights, dlogits, logits, experts, x, weight, scoring_func, norm_topk_pro
     settings = scoring_func, norm_topk_prob, routed_scaling_factor
     if x.dtype != torch.bfloat16:
         return _logits_backward(kernel.launch_backward(dweights, dlogits, logits, experts, *settings), x, weight)
+    if kernel.has_gemm(len(x), len(weight)):
+        terms = weight if weight.dtype == torch.bfloat16 else bfloat16_terms(weight, [*range(TERMS)])
+        return kernel.launch_backward_with_gemms(dweights, dlogits, logits, experts, x, terms, *settings)
     dy_terms, w_terms = DY_TERMS, WEIGHT_TERMS
     if weight.dtype == torch.bfloat16:
         dy_terms, w_terms = DY_TERMS[:TERMS], [0] * TERMS

@@ -11,6 +11,7 @@ from tests.nn.gates import V2, V2_LITE, V3
 from tests.nn.gates import gate as gate_module
 
 T, E, D = 300, 64, 7168
+MANY = 2100  # tokens, of which the gate's own kernels multiply those of up to 64 experts
 SETTINGS: dict[str, tuple[Any, ...]] = {
     "V3": (8, 8, 4, 2, "sigmoid", True, 2.5),
     "V2": (6, 8, 3, 1, "softmax", False, 16.0),
@@ -20,15 +21,19 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
 every_setting = pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 
 
-def operands(weight: torch.dtype = torch.float32, x: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, ...]:
+def operands(
+    weight: torch.dtype = torch.float32, x: torch.dtype = torch.bfloat16, t: int = T, n_experts: int = E
+) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
-    drawn = [torch.randn(size, generator=generator) for size in ((T, D), (E, D), (T, 6), (T, E))]
+    drawn = [torch.randn(size, generator=generator) for size in ((t, D), (n_experts, D), (t, 6), (t, n_experts))]
     return drawn[0].to(x).cuda(), (drawn[1] / 64).to(weight).cuda(), *(t.cuda() for t in drawn[2:])
 
 
+@pytest.mark.parametrize("t", [T, MANY])
+@pytest.mark.parametrize("n_experts", [12, 16, 64, 256])
 @pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16], ids=str)
-def test_the_gemms_are_as_accurate_as_in_float32(weight: torch.dtype):
-    x, w, _, dy = operands(weight)
+def test_the_gemms_are_as_accurate_as_in_float32(weight: torch.dtype, n_experts: int, t: int):
+    x, w, _, dy = operands(weight, t=t, n_experts=n_experts)
     _, experts, logits = gate(x, w, None, *SETTINGS["medium"])
     dx, dw = gate_backward(None, dy, logits, experts, x, w, "sigmoid", True, 2.5)
     assert (logits.dtype, dx.dtype, dw.dtype) == (torch.float32, torch.bfloat16, torch.float32)
@@ -40,10 +45,11 @@ def test_the_gemms_are_as_accurate_as_in_float32(weight: torch.dtype):
     assert (dx.double() - true).norm() <= 1.01 * (true.bfloat16().double() - true).norm()
 
 
+@pytest.mark.parametrize("t", [T, MANY])
 @pytest.mark.parametrize("x", [torch.bfloat16, torch.float32], ids=str)
 @every_setting
-def test_the_choice_and_the_weights_are_those_of_the_cpu(settings: tuple[Any, ...], x: torch.dtype):
-    values, w, *_ = operands(x=x)
+def test_the_choice_and_the_weights_are_those_of_the_cpu(settings: tuple[Any, ...], x: torch.dtype, t: int):
+    values, w, *_ = operands(x=x, t=t)
     bias = torch.linspace(-0.2, 0.2, E) if settings[4] == "sigmoid" else None
     arguments = values, w, None if bias is None else bias.cuda(), *settings
     gate(*arguments)  # compiles the kernels
@@ -130,6 +136,18 @@ def test_a_captured_gate_computes_the_same_bits_in_forward_and_backward(settings
     graph.replay()
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("t", [T, MANY])
+@every_setting
+def test_gradients_are_those_of_the_cpu(settings: tuple[Any, ...], t: int):
+    x, w, dweights, dlogits = operands(t=t)
+    _, experts, logits = gate(x, w, None, *settings)
+    arguments = dweights[:, :1].expand(experts.shape), dlogits, logits, experts, x, w
+    found = gate_backward(*arguments, *settings[4:])
+    expected = gate_backward(*(t.cpu() for t in arguments), *settings[4:])
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours.cpu().double() - theirs.double()).norm() <= 2.0**-9 * theirs.double().norm()
 
 
 @pytest.mark.parametrize("n_experts", [16, 64, 160, 256])

@@ -209,6 +209,23 @@ def _cases() -> dict[str, Callable[[], object]]:
         "gate backward": lambda: expert_gate.launch_backward(
             _empty(t, 8, dtype=fp32), logits, logits, experts, "sigmoid", True, 2.5, [0, 1, 2, 0, 0, 1]
         ),
+        "gate with its GEMM": lambda: expert_gate.launch_with_gemm(
+            _empty(t, 2048), _empty(3 * 64, 2048), products[1][:64], 6, 1, 1, 1, "sigmoid", True, 2.5, 64
+        ),
+        "gate of groups with its GEMM": lambda: expert_gate.launch_with_gemm(
+            _empty(t, 768), _empty(3 * 16, 768), products[1][:16], 4, 4, 2, 2, "sigmoid", True, 2.5, 16
+        ),
+        "gate backward with its GEMMs": lambda: expert_gate.launch_backward_with_gemms(
+            _empty(t, 8, dtype=fp32),
+            logits[:, :64],
+            logits[:, :64],
+            experts,
+            _empty(t, 2048),
+            _empty(3 * 64, 2048),
+            "sigmoid",
+            True,
+            2.5,
+        ),
         "gate of V2 backward": lambda: expert_gate.launch_backward(
             _empty(t, 8, dtype=fp32), None, logits, experts, "softmax", False, 16.0
         ),

@@ -1,5 +1,10 @@
 # mypy: allow-untyped-defs
-"""The expert gate after its GEMM and before those of its backward pass, as `octile.ops.gate` specifies."""
+"""The expert gate and its gradients, as `octile.ops.gate` specifies.
+
+Up to 64 experts the GEMMs are part of these kernels, so that x is read once in forward, and in backward dx is written
+and x read once. GEMMs of more experts are torch's, since they take longer than reading their operands, and so are those
+of few tokens, whose sums over D it divides among the SMs.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,11 +14,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octile.kernels.triton.launch_config import BFLOAT16_TERMS, EXACT, GATE_ELEMENTS
-from octile.kernels.triton.top_experts import LEAST, choice_keys, expert_of
+from octile.kernels.triton.device import device_properties
+from octile.kernels.triton.launch_config import (
+    BFLOAT16_TERMS,
+    EXACT,
+    GATE_ELEMENTS,
+    GATE_OF_WEIGHT,
+    GATE_OF_X,
+    GATE_WITH_GEMM,
+    GATE_WITH_GEMM_TOKENS,
+)
+from octile.kernels.triton.top_experts import LEAST, choice_keys, expert_of, key_of
 from octile.routing import EPS
 
 WEIGHT_EPS = tl.constexpr(EPS)
+MIN_COLUMNS, MAX_COLUMNS = 16, 64  # experts of a tile that is multiplied
 
 
 def launch(
@@ -21,22 +36,65 @@ def launch(
     norm_topk_prob: bool, routed_scaling_factor: float, n_experts: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Sum the parts of products [T, P·E], choose K experts → weights [T, K], experts int64 [T, K], logits [T, E]."""
-    (t, columns), device = products.shape, products.device
-    weights = torch.empty(t, n_chosen, dtype=torch.float32, device=device)
-    experts = torch.empty(t, n_chosen, dtype=torch.int64, device=device)
-    logits = products if columns == n_experts else torch.empty(t, n_experts, dtype=torch.float32, device=device)
-    groups, size = triton.next_power_of_2(n_group), triton.next_power_of_2(n_experts // n_group)
+    t, columns = products.shape
+    weights, experts, logits = _results(t, n_chosen, n_experts, products.device)
+    logits = products if columns == n_experts else logits
+    choice = _choice(bias, n_chosen, n_group, topk_group, best, scoring_func, norm_topk_prob, n_experts)
     if t:
-        rows = max(GATE_ELEMENTS // (groups * size), 1)
+        rows = max(GATE_ELEMENTS // (choice["GROUPS"] * choice["SIZE"]), 1)
         with torch.cuda.device_of(products):
             choose_experts[(triton.cdiv(t, rows),)](
                 products, products if bias is None else bias, logits, weights, experts, t, *products.stride(),
-                0 if bias is None else bias.stride(0), routed_scaling_factor, K=n_chosen, E=n_experts,
-                PARTS=columns // n_experts, BIASED=bias is not None, SOFTMAX=scoring_func == "softmax",
-                NORMALIZE=norm_topk_prob, N_GROUP=n_group, TOPK_GROUP=topk_group, BEST=best, ROWS=rows, GROUPS=groups,
-                SIZE=size, CHOSEN=triton.next_power_of_2(n_chosen), **EXACT,
+                0 if bias is None else bias.stride(0), routed_scaling_factor, PARTS=columns // n_experts, ROWS=rows,
+                **choice, **EXACT,
             )  # fmt: skip
     return weights, experts, logits
+
+
+def launch_with_gemm(
+    x: Tensor, terms: Tensor, bias: Tensor | None, n_chosen: int, n_group: int, topk_group: int, best: int,
+    scoring_func: str, norm_topk_prob: bool, routed_scaling_factor: float, n_experts: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Multiply x [T, D] by the terms [P·E, D] of the weight, P is 1 or 3, and choose K experts as `launch` does."""
+    t, d = x.shape
+    weights, experts, logits = _results(t, n_chosen, n_experts, x.device)
+    choice = _choice(bias, n_chosen, n_group, topk_group, best, scoring_func, norm_topk_prob, n_experts, MIN_COLUMNS)
+    if t:
+        with torch.cuda.device_of(x):
+            multiply_and_choose[(triton.cdiv(t, GATE_WITH_GEMM["ROWS"]),)](
+                x, terms, x if bias is None else bias, logits, weights, experts, t, d, *x.stride(), *terms.stride(),
+                0 if bias is None else bias.stride(0), routed_scaling_factor, PARTS=len(terms) // n_experts,
+                **choice, **GATE_WITH_GEMM, **EXACT,
+            )  # fmt: skip
+    return weights, experts, logits
+
+
+def has_gemm(t: int, n_experts: int, n_group: int = 1) -> bool:
+    """Return whether the kernels with GEMMs are faster: logits fit into registers, and the tokens occupy the SMs."""
+    columns = triton.next_power_of_2(n_group) * triton.next_power_of_2(n_experts // n_group)
+    return columns <= MAX_COLUMNS and t >= GATE_WITH_GEMM_TOKENS
+
+
+def _results(t: int, n_chosen: int, n_experts: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        torch.empty(t, n_chosen, dtype=torch.float32, device=device),
+        torch.empty(t, n_chosen, dtype=torch.int64, device=device),
+        torch.empty(t, n_experts, dtype=torch.float32, device=device),
+    )
+
+
+def _choice(
+    bias: Tensor | None, n_chosen: int, n_group: int, topk_group: int, best: int, scoring_func: str,
+    norm_topk_prob: bool, n_experts: int, min_columns: int = 1,
+) -> dict[str, Any]:  # fmt: skip
+    """The constants by which `_store_choice` chooses."""
+    groups = triton.next_power_of_2(n_group)
+    return {
+        "K": n_chosen, "E": n_experts, "BIASED": bias is not None, "SOFTMAX": scoring_func == "softmax",
+        "NORMALIZE": norm_topk_prob, "N_GROUP": n_group, "TOPK_GROUP": topk_group, "BEST": best, "GROUPS": groups,
+        "SIZE": max(triton.next_power_of_2(n_experts // n_group), min_columns // groups),
+        "CHOSEN": triton.next_power_of_2(n_chosen),
+    }  # fmt: skip
 
 
 def launch_backward(
@@ -44,21 +102,61 @@ def launch_backward(
     norm_topk_prob: bool, routed_scaling_factor: float, order: Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
     """The gradient of logits [T, E], or its BF16 terms in the given order, side by side: [T, len(order)·E]."""
-    (t, n_experts), k = logits.shape, experts.shape[1]
+    t, n_experts = logits.shape
     dtype, terms = (torch.float32, 1) if order is None else (torch.bfloat16, len(order))
     out = torch.empty(t, terms * n_experts, dtype=dtype, device=logits.device)
     if t:
         columns = triton.next_power_of_2(n_experts)
         rows = max(GATE_ELEMENTS // columns, 1)
-        of_weights, of_logits = (logits if d is None else d for d in (dweights, dlogits))  # not read if None
+        tensors, strides, constants = _gradient(dweights, dlogits, logits, experts, scoring_func, norm_topk_prob)
         with torch.cuda.device_of(logits):
             gate_backward[(triton.cdiv(t, rows),)](
-                of_weights, of_logits, logits, experts, out, t, *of_weights.stride(), *of_logits.stride(),
-                *logits.stride(), *experts.stride(), routed_scaling_factor, K=k, E=n_experts, COLUMNS=columns,
-                WEIGHTED=dweights is not None, ADD=dlogits is not None, SOFTMAX=scoring_func == "softmax",
-                NORMALIZE=norm_topk_prob, ROWS=rows, CHOSEN=triton.next_power_of_2(k), **_order(order), **EXACT,
+                *tensors, out, t, *strides, routed_scaling_factor, COLUMNS=columns, ROWS=rows, **constants,
+                **_order(order), **EXACT,
             )  # fmt: skip
     return out
+
+
+def launch_backward_with_gemms(
+    dweights: Tensor | None, dlogits: Tensor | None, logits: Tensor, experts: Tensor, x: Tensor, terms: Tensor,
+    scoring_func: str, norm_topk_prob: bool, routed_scaling_factor: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The gradients of x [T, D] and of the weight, of which terms [P·E, D] are given: dx [T, D], dweight [E, D]."""
+    (t, d), n_experts = x.shape, logits.shape[1]
+    columns = max(triton.next_power_of_2(n_experts), MIN_COLUMNS)
+    dx = torch.empty(t, d, dtype=x.dtype, device=x.device)
+    dys = torch.empty(t, 3 * n_experts, dtype=torch.bfloat16, device=x.device)
+    rows, cols = GATE_OF_WEIGHT["ROWS"], GATE_OF_WEIGHT["COLS"]
+    blocks = triton.cdiv(t, rows)
+    parts = max(min(2 * device_properties(x.device).num_sms // triton.cdiv(d, cols), blocks), 1)
+    steps = triton.cdiv(blocks, parts)
+    partials = torch.empty(triton.cdiv(blocks, max(steps, 1)), n_experts, d, dtype=torch.float32, device=x.device)
+    if t:
+        tensors, strides, constants = _gradient(dweights, dlogits, logits, experts, scoring_func, norm_topk_prob)
+        with torch.cuda.device_of(x):
+            gate_backward_of_x[(triton.cdiv(t, GATE_OF_X["ROWS"]),)](
+                *tensors, terms, dys, dx, t, d, *strides, *terms.stride(), routed_scaling_factor, COLUMNS=columns,
+                PARTS=len(terms) // n_experts, **constants, **GATE_OF_X, **EXACT,
+            )  # fmt: skip
+            gate_backward_of_weight[(triton.cdiv(d, cols), len(partials))](
+                dys, x, partials, t, d, steps, *x.stride(), E=n_experts, COLUMNS=columns, **GATE_OF_WEIGHT, **EXACT
+            )
+    return dx, partials.sum(0)
+
+
+def _gradient(
+    dweights: Tensor | None, dlogits: Tensor | None, logits: Tensor, experts: Tensor, scoring_func: str,
+    norm_topk_prob: bool,
+) -> tuple[tuple[Tensor, ...], tuple[int, ...], dict[str, Any]]:  # fmt: skip
+    """The tensors, strides and constants that `_gradient_of_logits` takes."""
+    of_weights, of_logits = (logits if d is None else d for d in (dweights, dlogits))  # not read if None
+    tensors = of_weights, of_logits, logits, experts
+    constants = {
+        "K": experts.shape[1], "E": logits.shape[1], "WEIGHTED": dweights is not None, "ADD": dlogits is not None,
+        "SOFTMAX": scoring_func == "softmax", "NORMALIZE": norm_topk_prob,
+        "CHOSEN": triton.next_power_of_2(experts.shape[1]),
+    }  # fmt: skip
+    return tensors, tuple(stride for t in tensors for stride in t.stride()), constants
 
 
 def launch_terms(t: Tensor, order: Sequence[int]) -> Tensor:
@@ -86,47 +184,109 @@ def choose_experts(
     GROUPS: tl.constexpr, SIZE: tl.constexpr, CHOSEN: tl.constexpr,
 ):  # fmt: skip
     """A program takes ROWS tokens. GROUPS, SIZE and CHOSEN are powers of two at or above N_GROUP, GROUP and K."""
-    GROUP: tl.constexpr = E // N_GROUP
     t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    g = tl.arange(0, GROUPS)[:, None]
-    i = tl.arange(0, SIZE)[None, :]
-    expert = (g * GROUP + i)[None, :, :]
-    exists = ((g < N_GROUP) & (i < GROUP))[None, :, :]
-    row = t.to(tl.int64)[:, None, None]
-    inside = exists & (t < T)[:, None, None]
-    logit = _sum_parts(products + row * row_stride, expert, column_stride, inside, E, PARTS)
+    expert, exists = _experts(E, N_GROUP, GROUPS, SIZE)
+    row = t.to(tl.int64)[:, None]
+    inside = exists[None, :] & (t < T)[:, None]
+    at = products + row * row_stride + expert[None, :] * column_stride
+    logit = tl.load(at, mask=inside, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        logit += tl.load(at + part * E * column_stride, mask=inside, other=0.0)
     if PARTS > 1:
-        tl.store(logits + row * E + expert, logit, mask=inside)
+        tl.store(logits + row * E + expert[None, :], logit, mask=inside)
+    _store_choice(
+        logit, expert, exists, bias, weights, experts, t, T, bias_stride, factor,
+        K, BIASED, SOFTMAX, NORMALIZE, N_GROUP, TOPK_GROUP, BEST, ROWS, GROUPS, SIZE, CHOSEN,
+    )  # fmt: skip
 
+
+@triton.jit(do_not_specialize=["T"])
+def multiply_and_choose(
+    x, terms, bias, logits, weights, experts, T, D, x_row, x_col, term_row, term_col, bias_stride, factor,
+    K: tl.constexpr, E: tl.constexpr, PARTS: tl.constexpr, BIASED: tl.constexpr, SOFTMAX: tl.constexpr,
+    NORMALIZE: tl.constexpr, N_GROUP: tl.constexpr, TOPK_GROUP: tl.constexpr, BEST: tl.constexpr, ROWS: tl.constexpr,
+    GROUPS: tl.constexpr, SIZE: tl.constexpr, CHOSEN: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """A program takes ROWS tokens as in `choose_experts`, and multiplies them by the terms of the weight before it."""
+    t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    expert, exists = _experts(E, N_GROUP, GROUPS, SIZE)
+    row = t.to(tl.int64)[:, None]
+    total = tl.zeros([ROWS, GROUPS * SIZE], tl.float32)
+    rest = total  # of the products with the second and the third term, 2⁻⁸ of the others
+    for begin in range(0, D, COLS):
+        d = begin + tl.arange(0, COLS)
+        values = tl.load(x + row * x_row + d[None, :] * x_col, mask=(t < T)[:, None] & (d < D)[None, :], other=0.0)
+        at = terms + expert[None, :] * term_row + d[:, None] * term_col
+        inside = exists[None, :] & (d < D)[:, None]
+        total = tl.dot(values, tl.load(at, mask=inside, other=0.0), total)
+        if PARTS > 1:
+            rest = tl.dot(values, tl.load(at + E * term_row, mask=inside, other=0.0), rest)
+            rest = tl.dot(values, tl.load(at + 2 * E * term_row, mask=inside, other=0.0), rest)
+    logit = total + rest
+    tl.store(logits + row * E + expert[None, :], logit, mask=exists[None, :] & (t < T)[:, None])
+    _store_choice(
+        logit, expert, exists, bias, weights, experts, t, T, bias_stride, factor,
+        K, BIASED, SOFTMAX, NORMALIZE, N_GROUP, TOPK_GROUP, BEST, ROWS, GROUPS, SIZE, CHOSEN,
+    )  # fmt: skip
+
+
+@triton.jit
+def _experts(E: tl.constexpr, N_GROUP: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr):
+    """The experts of the columns of a tile, whose GROUPS groups have SIZE columns each, and whether they exist."""
+    GROUP: tl.constexpr = E // N_GROUP
+    column = tl.arange(0, GROUPS * SIZE)
+    expert = column
+    exists = column < E
+    if GROUP < SIZE:
+        expert = column // SIZE * GROUP + column % SIZE
+        exists = (column // SIZE < N_GROUP) & (column % SIZE < GROUP)
+    return expert, exists
+
+
+@triton.jit
+def _store_choice(
+    logit, expert, exists, bias, weights, experts, t, T, bias_stride, factor,
+    K: tl.constexpr, BIASED: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, N_GROUP: tl.constexpr,
+    TOPK_GROUP: tl.constexpr, BEST: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
+    CHOSEN: tl.constexpr,
+):  # fmt: skip
+    """Choose K experts for the tokens t by logits [ROWS, GROUPS · SIZE], and store them and their weights."""
+    COLUMNS: tl.constexpr = GROUPS * SIZE
     shift = tl.zeros([ROWS], tl.float32)
     total = shift
     if SOFTMAX:
-        shift = tl.max(tl.max(tl.where(exists, logit, float("-inf")), axis=2), axis=1)
-        exponential = tl.where(exists, tl.exp(logit - shift[:, None, None]), 0.0)
-        total = tl.sum(tl.sum(exponential, axis=2), axis=1)
-        score = tl.div_rn(exponential, total[:, None, None])
+        shift = tl.max(tl.where(exists[None, :], logit, float("-inf")), axis=1)
+        exponential = tl.where(exists[None, :], tl.exp(logit - shift[:, None]), 0.0)
+        total = tl.sum(exponential, axis=1)
+        score = tl.div_rn(exponential, total[:, None])
     else:
         score = _sigmoid(logit)
     if BIASED:
-        score += tl.load(bias + expert * bias_stride, mask=exists, other=0.0)
+        score += tl.load(bias + expert * bias_stride, mask=exists, other=0.0)[None, :]
 
-    key = choice_keys(score, expert, exists, N_GROUP, TOPK_GROUP, BEST, GROUPS)
-    key = tl.reshape(key, [ROWS, GROUPS * SIZE])
+    if TOPK_GROUP < N_GROUP:
+        groups, of_groups = tl.reshape(expert, [1, GROUPS, SIZE]), tl.reshape(exists, [1, GROUPS, SIZE])
+        tile = tl.reshape(score, [ROWS, GROUPS, SIZE])
+        key = tl.reshape(choice_keys(tile, groups, of_groups, N_GROUP, TOPK_GROUP, BEST, GROUPS), [ROWS, COLUMNS])
+    else:
+        key = tl.where(exists[None, :], key_of(score, expert[None, :]), LEAST)
     k = tl.arange(0, CHOSEN)[None, :]
     chosen = tl.zeros([ROWS, CHOSEN], tl.int64)
+    own = tl.zeros([ROWS, CHOSEN], tl.float32)
     for step in tl.static_range(K):
-        highest = tl.max(key, axis=1)
-        chosen = tl.where(k == step, expert_of(highest)[:, None], chosen)
-        key = tl.where(key == highest[:, None], LEAST, key)
+        highest = tl.max(key, axis=1)[:, None]
+        is_highest = key == highest
+        chosen = tl.where(k == step, expert_of(highest), chosen)
+        own = tl.where(k == step, tl.sum(tl.where(is_highest, logit, 0.0), axis=1)[:, None], own)
+        key = tl.where(is_highest, LEAST, key)
 
-    row = t.to(tl.int64)[:, None]
-    inside = (k < K) & (t < T)[:, None]
-    logit = _sum_parts(products + row * row_stride, chosen, column_stride, inside, E, PARTS)
-    weight = tl.div_rn(tl.exp(logit - shift[:, None]), total[:, None]) if SOFTMAX else _sigmoid(logit)
+    weight = tl.div_rn(tl.exp(own - shift[:, None]), total[:, None]) if SOFTMAX else _sigmoid(own)
     if NORMALIZE:
         weight = tl.div_rn(weight, (tl.sum(tl.where(k < K, weight, 0.0), axis=1) + WEIGHT_EPS)[:, None])
-    tl.store(experts + row * K + k, chosen, mask=inside)
-    tl.store(weights + row * K + k, weight * factor, mask=inside)
+    at = t.to(tl.int64)[:, None] * K + k
+    inside = (k < K) & (t < T)[:, None]
+    tl.store(experts + at, chosen, mask=inside)
+    tl.store(weights + at, weight * factor, mask=inside)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -139,6 +299,92 @@ def gate_backward(
 ):  # fmt: skip
     """A program takes ROWS tokens."""
     t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    e = tl.arange(0, COLUMNS)[None, :]
+    row = t.to(tl.int64)[:, None]
+    total = _gradient_of_logits(
+        dweights, dlogits, logits, experts, t, T, dweight_row, dweight_col, dlogit_row, dlogit_col, logit_row,
+        logit_col, expert_row, expert_col, factor,
+        K, E, COLUMNS, WEIGHTED, ADD, SOFTMAX, NORMALIZE, ROWS, CHOSEN,
+    )  # fmt: skip
+    inside = (e < E) & (t < T)[:, None]
+    if TERMS == 0:
+        tl.store(out + row * E + e, total, mask=inside)
+    else:
+        _store_terms(out + row * (TERMS * E) + e, E, total, inside, TERMS, ORDER)
+
+
+@triton.jit(do_not_specialize=["T"])
+def gate_backward_of_x(
+    dweights, dlogits, logits, experts, terms, dys, dx, T, D, dweight_row, dweight_col, dlogit_row, dlogit_col,
+    logit_row, logit_col, expert_row, expert_col, term_row, term_col, factor,
+    K: tl.constexpr, E: tl.constexpr, COLUMNS: tl.constexpr, WEIGHTED: tl.constexpr, ADD: tl.constexpr,
+    SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, ROWS: tl.constexpr, CHOSEN: tl.constexpr, PARTS: tl.constexpr,
+    COLS: tl.constexpr,
+):  # fmt: skip
+    """A program takes ROWS tokens: the terms of their gradients of the logits, and these times those of the weight."""
+    t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    e = tl.arange(0, COLUMNS)
+    row = t.to(tl.int64)[:, None]
+    total = _gradient_of_logits(
+        dweights, dlogits, logits, experts, t, T, dweight_row, dweight_col, dlogit_row, dlogit_col, logit_row,
+        logit_col, expert_row, expert_col, factor,
+        K, E, COLUMNS, WEIGHTED, ADD, SOFTMAX, NORMALIZE, ROWS, CHOSEN,
+    )  # fmt: skip
+    dy_1, dy_2, dy_3 = _terms(total)
+    inside = (e < E)[None, :] & (t < T)[:, None]
+    at = dys + row * (3 * E) + e[None, :]
+    tl.store(at, dy_1, mask=inside)
+    tl.store(at + E, dy_2, mask=inside)
+    tl.store(at + 2 * E, dy_3, mask=inside)
+    for begin in range(0, D, COLS):
+        d = begin + tl.arange(0, COLS)
+        at = terms + e[:, None] * term_row + d[None, :] * term_col
+        inside = (e < E)[:, None] & (d < D)[None, :]
+        w_1 = tl.load(at, mask=inside, other=0.0)
+        if PARTS > 1:  # the smallest products first
+            w_2 = tl.load(at + E * term_row, mask=inside, other=0.0)
+            w_3 = tl.load(at + 2 * E * term_row, mask=inside, other=0.0)
+            value = tl.dot(dy_3, w_1, tl.dot(dy_2, w_2, tl.dot(dy_1, w_3)))
+            value = tl.dot(dy_1, w_1, tl.dot(dy_2, w_1, tl.dot(dy_1, w_2, value)))
+        else:
+            value = tl.dot(dy_1, w_1, tl.dot(dy_2, w_1, tl.dot(dy_3, w_1)))
+        at = dx + row * D + d[None, :]
+        tl.store(at, value.to(dx.dtype.element_ty), mask=(t < T)[:, None] & (d < D)[None, :])
+
+
+@triton.jit(do_not_specialize=["T", "STEPS"])
+def gate_backward_of_weight(
+    dys, x, partials, T, D, STEPS, x_row, x_col,
+    E: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """A program multiplies COLS columns of STEPS · ROWS tokens by the terms of their gradients of the logits."""
+    d = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    e = tl.arange(0, COLUMNS)
+    total = tl.zeros([COLS, COLUMNS], tl.float32)
+    rest = total  # of the products with the second and the third term, 2⁻⁸ of the others
+    begin = tl.program_id(1) * (STEPS * ROWS)
+    for step in range(STEPS):
+        t = begin + step * ROWS + tl.arange(0, ROWS)
+        row = t.to(tl.int64)
+        at = x + d[:, None] * x_col + row[None, :] * x_row
+        values = tl.load(at, mask=(d < D)[:, None] & (t < T)[None, :], other=0.0)
+        at = dys + row[:, None] * (3 * E) + e[None, :]
+        inside = (t < T)[:, None] & (e < E)[None, :]
+        total = tl.dot(values, tl.load(at, mask=inside, other=0.0), total)
+        rest = tl.dot(values, tl.load(at + E, mask=inside, other=0.0), rest)
+        rest = tl.dot(values, tl.load(at + 2 * E, mask=inside, other=0.0), rest)
+    at = partials + (tl.program_id(1) * E + e[None, :]).to(tl.int64) * D + d[:, None]
+    tl.store(at, total + rest, mask=(d < D)[:, None] & (e < E)[None, :])
+
+
+@triton.jit
+def _gradient_of_logits(
+    dweights, dlogits, logits, experts, t, T, dweight_row, dweight_col, dlogit_row, dlogit_col, logit_row, logit_col,
+    expert_row, expert_col, factor,
+    K: tl.constexpr, E: tl.constexpr, COLUMNS: tl.constexpr, WEIGHTED: tl.constexpr, ADD: tl.constexpr,
+    SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, ROWS: tl.constexpr, CHOSEN: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradients of the logits of the tokens t, [ROWS, COLUMNS] float32."""
     row = t.to(tl.int64)[:, None]
     e = tl.arange(0, COLUMNS)[None, :]
     inside = (e < E) & (t < T)[:, None]
@@ -174,10 +420,7 @@ def gate_backward(
             total = (total - product) * affinity
     if ADD:
         total += tl.load(dlogits + row * dlogit_row + e * dlogit_col, mask=inside, other=0.0)
-    if TERMS == 0:
-        tl.store(out + row * E + e, total, mask=inside)
-    else:
-        _store_terms(out + row * (TERMS * E) + e, E, total, inside, TERMS, ORDER)
+    return total
 
 
 @triton.jit(do_not_specialize=["elements"])
@@ -190,12 +433,18 @@ def bfloat16_terms(t, out, elements, TERMS: tl.constexpr, ORDER: tl.constexpr, E
 
 
 @triton.jit
-def _store_terms(at, step, value, inside, TERMS: tl.constexpr, ORDER: tl.constexpr):
-    """Store the BF16 terms of a value, `step` elements apart."""
+def _terms(value):
+    """Return the three BF16 terms whose sum is a value."""
     first = value.to(tl.bfloat16)
     rest = value - first.to(tl.float32)
     second = rest.to(tl.bfloat16)
-    third = (rest - second.to(tl.float32)).to(tl.bfloat16)
+    return first, second, (rest - second.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def _store_terms(at, step, value, inside, TERMS: tl.constexpr, ORDER: tl.constexpr):
+    """Store the BF16 terms of a value, `step` elements apart."""
+    first, second, third = _terms(value)
     for i in tl.static_range(TERMS):
         term = third
         if (ORDER >> (2 * i)) % 4 == 0:
@@ -203,15 +452,6 @@ def _store_terms(at, step, value, inside, TERMS: tl.constexpr, ORDER: tl.constex
         elif (ORDER >> (2 * i)) % 4 == 1:
             term = second
         tl.store(at + i * step, term, mask=inside)
-
-
-@triton.jit
-def _sum_parts(products, column, column_stride, inside, E: tl.constexpr, PARTS: tl.constexpr):
-    """Add the parts of logits, in their order."""
-    logit = tl.load(products + column * column_stride, mask=inside, other=0.0)
-    for part in tl.static_range(1, PARTS):
-        logit += tl.load(products + (part * E + column) * column_stride, mask=inside, other=0.0)
-    return logit
 
 
 @triton.jit

@@ -44,6 +44,11 @@ GRADIENT_NORMS: dict[str, Any] = {"ELEMENTS": 4096, "num_warps": 4}
 GRADIENT_NORMS_SUM: dict[str, Any] = {"ELEMENTS": 512, "num_warps": 4}  # partial sums of a tensor at a time
 ROPE: dict[str, int] = {"MAX_HEADS": 16, "ELEMENTS": 4096, "num_warps": 4}  # heads, and elements in all, per program
 GATE_ELEMENTS = 1024  # logits of a program
+GATE_WITH_GEMM_TOKENS = 2048  # with fewer, programs of all their experts leave SMs idle
+# Tokens of a program, and columns at a time: of a gate with its GEMM, of the gradient of x, of that of the weight.
+GATE_WITH_GEMM: dict[str, int] = {"ROWS": 64, "COLS": 64, "num_warps": 4, "num_stages": 3}
+GATE_OF_X: dict[str, int] = {"ROWS": 64, "COLS": 64, "num_warps": 4, "num_stages": 1}
+GATE_OF_WEIGHT: dict[str, int] = {"ROWS": 64, "COLS": 64, "num_warps": 4, "num_stages": 3}  # tokens at a time
 # Logits of a program at a time, and how often; counts and sums of a sequence's programs at a time.
 SEQUENCE_BALANCE: dict[str, int] = {"elements": 1024, "steps": 8, "num_warps": 4}
 SEQUENCE_BALANCE_SUM: dict[str, int] = {"elements": 4096, "num_warps": 8}

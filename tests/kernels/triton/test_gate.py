@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from octile.kernels.triton import gate as kernel
-from octile.ops.gate import DY_TERMS, bfloat16_terms, route, route_backward
+from octile.kernels.triton import launch_config
+from octile.ops.gate import DY_TERMS, TERMS, bfloat16_terms, gate, gate_backward, route, route_backward
 from tests.kernels.triton.comparison import assert_same, extreme
 from tests.ops.test_gate import E, every_setting
 
@@ -113,6 +114,75 @@ def test_strides_of_gradients_do_not_matter():
     contiguous = (t.contiguous() for t in arguments)
     settings = "sigmoid", False, 1.0
     assert_same([kernel.launch_backward(*arguments, *settings)], [kernel.launch_backward(*contiguous, *settings)])
+
+
+def _operands(t: int, d: int, weight_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """x, a weight whose logits differ clearly where they differ, and the terms of the weight."""
+    generator = torch.Generator().manual_seed(t)
+    x, weight = torch.randn(t, d, generator=generator).bfloat16(), torch.randn(E, d, generator=generator) / d**0.5
+    weight = weight.to(weight_dtype)
+    return x, weight, weight if weight_dtype == torch.bfloat16 else bfloat16_terms(weight, [*range(TERMS)])
+
+
+with_gemm = pytest.mark.parametrize(("t", "d"), [(0, 40), (1, 64), (T, 100)])
+every_weight = pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+@every_setting
+@with_gemm
+@every_weight
+def test_choice_with_the_gemm(settings: tuple[Any, ...], t: int, d: int, weight_dtype: torch.dtype):
+    x, weight, terms = _operands(t, d, weight_dtype)
+    bias = torch.linspace(-0.3, 0.4, E)
+    weights, experts, logits = kernel.launch_with_gemm(x, terms, bias, *settings, E)
+    torch.testing.assert_close(logits, gate(x, weight, bias, *settings)[2], rtol=2.0**-18, atol=2.0**-18)
+    expected_weights, expected_experts = route(logits, bias, *settings)
+    assert torch.equal(experts, expected_experts)
+    _assert_close(weights, expected_weights)
+
+
+@every_setting
+@with_gemm
+@every_weight
+@pytest.mark.parametrize("given", ["weights", "logits", "both"])
+def test_gradients_with_the_gemms(
+    settings: tuple[Any, ...], t: int, d: int, weight_dtype: torch.dtype, given: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(launch_config.GATE_OF_WEIGHT, "ROWS", 16)  # several parts of the tokens
+    x, weight, terms = _operands(t, d, weight_dtype)
+    _, experts, logits = gate(x, weight, None, *settings)
+    generator = torch.Generator().manual_seed(1)
+    dweights = torch.randn(experts.shape, generator=generator) if given in ("weights", "both") else None
+    dlogits = torch.randn(t, E, generator=generator) if given in ("logits", "both") else None
+    arguments = dweights, dlogits, logits, experts, x
+    dx, dweight = kernel.launch_backward_with_gemms(*arguments, terms, *settings[4:])
+    expected_dx, expected_dweight = gate_backward(*arguments, weight, *settings[4:])
+    torch.testing.assert_close(dx, expected_dx, rtol=2.0**-7, atol=2.0**-10)  # a last bit of BF16
+    torch.testing.assert_close(dweight, expected_dweight, rtol=2.0**-15, atol=2.0**-15)
+
+
+def test_strides_of_x_and_of_a_weight_do_not_matter_to_the_gemms():
+    settings = 4, 4, 2, 2, "sigmoid", True, 2.5
+    x, weight, _ = (t.mT.contiguous().mT for t in _operands(T, 40, torch.bfloat16))
+    found = kernel.launch_with_gemm(x, weight, None, *settings, E)
+    assert_same(found, kernel.launch_with_gemm(x.contiguous(), weight.contiguous(), None, *settings, E))
+    arguments = torch.ones(T, 4), None, found[2], found[1]
+    found = kernel.launch_backward_with_gemms(*arguments, x, weight, *settings[4:])
+    same = kernel.launch_backward_with_gemms(*arguments, x.contiguous(), weight.contiguous(), *settings[4:])
+    assert_same(found, same)
+
+
+MANY = launch_config.GATE_WITH_GEMM_TOKENS
+
+
+@pytest.mark.parametrize(("t", "n_experts", "n_group"), [(MANY, 5, 1), (MANY, 64, 8)])
+def test_the_kernels_multiply_many_tokens(t: int, n_experts: int, n_group: int):
+    assert kernel.has_gemm(t, n_experts, n_group)
+
+
+@pytest.mark.parametrize(("t", "n_experts", "n_group"), [(MANY - 1, 64, 1), (MANY, 65, 1), (MANY, 60, 20)])
+def test_torch_multiplies_few_tokens_or_many_experts(t: int, n_experts: int, n_group: int):
+    assert not kernel.has_gemm(t, n_experts, n_group)
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (17, 300), (0, 4)], ids=str)
