@@ -49,11 +49,12 @@ GATE_WITH_GEMM_TOKENS = 2048  # with fewer, programs of all their experts leave 
 GATE_WITH_GEMM: dict[str, int] = {"ROWS": 64, "COLS": 64, "num_warps": 4, "num_stages": 3}
 GATE_OF_X: dict[str, int] = {"ROWS": 64, "COLS": 64, "num_warps": 4, "num_stages": 1}
 GATE_OF_WEIGHT: dict[str, int] = {"ROWS": 64, "COLS": 64, "num_warps": 4, "num_stages": 3}  # tokens at a time
-# Logits of a program at a time, and how often; counts and sums of a sequence's programs at a time.
-SEQUENCE_BALANCE: dict[str, int] = {"elements": 1024, "steps": 8, "num_warps": 4}
+# Logits of a program at a time, and the most programs, about; counts and sums of a sequence's programs at a time.
+SEQUENCE_BALANCE: dict[str, int] = {"elements": 1024, "max_programs": 512, "num_warps": 4}
+SEQUENCE_BALANCE_BACKWARD: dict[str, int] = {"elements": 1024, "num_warps": 4}
 SEQUENCE_BALANCE_SUM: dict[str, int] = {"elements": 4096, "num_warps": 8}
 BFLOAT16_TERMS: dict[str, int] = {"ELEMENTS": 1024, "num_warps": 4}
-COUNT_TOKENS: dict[str, int] = {"ROWS": 2048, "num_warps": 8}  # entries of a program
+COUNT_TOKENS: dict[str, int] = {"ROWS": 1024, "num_warps": 8}  # entries of a program
 ROUTING_PLAN: dict[str, int] = {"ROWS": 128, "num_warps": 4}  # entries of a program, one per thread
 ROUTING_PLAN_SCAN: dict[str, int] = {"blocks": 1024, "elements": 4096, "num_warps": 8}  # counts of a program at a time
 GROUP_TILES: dict[str, int] = {"elements": 4096, "num_warps": 4}  # pairs of a tile and a group per program

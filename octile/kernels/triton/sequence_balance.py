@@ -6,8 +6,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octile.kernels.triton.launch_config import EXACT, SEQUENCE_BALANCE, SEQUENCE_BALANCE_SUM
-from octile.kernels.triton.top_experts import LEAST, key_of
+from octile.kernels.triton.launch_config import (
+    EXACT,
+    SEQUENCE_BALANCE,
+    SEQUENCE_BALANCE_BACKWARD,
+    SEQUENCE_BALANCE_SUM,
+)
+from octile.kernels.triton.top_experts import LEAST, key_of, order_of
 
 
 def launch(
@@ -17,24 +22,28 @@ def launch(
     (t, n_experts), device = logits.shape, logits.device
     length, columns = t // batch, triton.next_power_of_2(n_experts)
     rows = max(SEQUENCE_BALANCE["elements"] // columns, 1)
-    programs = triton.cdiv(length, rows * SEQUENCE_BALANCE["steps"])
+    blocks = triton.cdiv(length, rows)
+    steps = triton.cdiv(batch * blocks, SEQUENCE_BALANCE["max_programs"])
+    programs = triton.cdiv(blocks, steps)
     counts = torch.empty(batch * programs, n_experts, dtype=torch.int32, device=device)
     shares = torch.empty(batch * programs, n_experts, dtype=torch.float32, device=device)
     f = torch.empty(batch, n_experts, dtype=torch.float32, device=device)
     losses = torch.empty(batch, dtype=torch.float32, device=device)
+    ended = torch.empty((), dtype=torch.int32, device=device)
+    loss = torch.empty((), dtype=torch.float32, device=device)
     counted = logits if experts is None else experts  # not read if None
     parts = max(min(SEQUENCE_BALANCE_SUM["elements"] // columns, triton.next_power_of_2(programs)), 1)
     with torch.cuda.device_of(logits):
         balance_parts[(batch * programs,)](
-            logits, counted, counts, shares, length, programs, *logits.stride(), *counted.stride(), K=n_chosen,
-            E=n_experts, GIVEN=experts is not None, SOFTMAX=scoring_func == "softmax", COLUMNS=columns, ROWS=rows,
-            STEPS=SEQUENCE_BALANCE["steps"], num_warps=SEQUENCE_BALANCE["num_warps"], **EXACT,
+            logits, counted, counts, shares, ended, length, programs, steps, *logits.stride(), *counted.stride(),
+            K=n_chosen, E=n_experts, GIVEN=experts is not None, SOFTMAX=scoring_func == "softmax", COLUMNS=columns,
+            ROWS=rows, num_warps=SEQUENCE_BALANCE["num_warps"], **EXACT,
         )  # fmt: skip
         balance_of_sequences[(batch,)](
-            counts, shares, f, losses, length, programs, E=n_experts, COLUMNS=columns, PARTS=parts,
-            num_warps=SEQUENCE_BALANCE_SUM["num_warps"], **EXACT,
+            counts, shares, f, losses, ended, loss, length, programs, batch, E=n_experts, COLUMNS=columns, PARTS=parts,
+            BATCH=triton.next_power_of_2(batch), num_warps=SEQUENCE_BALANCE_SUM["num_warps"], **EXACT,
         )  # fmt: skip
-    return losses.mean(), f
+    return loss, f
 
 
 def launch_backward(dloss: Tensor, logits: Tensor, f: Tensor, scoring_func: str) -> Tensor:
@@ -42,23 +51,25 @@ def launch_backward(dloss: Tensor, logits: Tensor, f: Tensor, scoring_func: str)
     (t, n_experts), batch = logits.shape, len(f)
     dlogits = torch.empty(t, n_experts, dtype=torch.float32, device=logits.device)
     columns = triton.next_power_of_2(n_experts)
-    rows = max(SEQUENCE_BALANCE["elements"] // columns, 1)
+    rows = max(SEQUENCE_BALANCE_BACKWARD["elements"] // columns, 1)
     with torch.cuda.device_of(logits):
         balance_backward[(triton.cdiv(t, rows),)](
             dloss, logits, f, dlogits, t, t // batch, batch, *logits.stride(), *f.stride(), E=n_experts,
-            SOFTMAX=scoring_func == "softmax", COLUMNS=columns, ROWS=rows, num_warps=SEQUENCE_BALANCE["num_warps"],
-            **EXACT,
+            SOFTMAX=scoring_func == "softmax", COLUMNS=columns, ROWS=rows,
+            num_warps=SEQUENCE_BALANCE_BACKWARD["num_warps"], **EXACT,
         )  # fmt: skip
     return dlogits
 
 
-@triton.jit(do_not_specialize=["S", "PROGRAMS"])
+@triton.jit(do_not_specialize=["S", "PROGRAMS", "STEPS"])
 def balance_parts(
-    logits, experts, counts, shares, S, PROGRAMS, row_stride, column_stride, expert_row, expert_col,
+    logits, experts, counts, shares, ended, S, PROGRAMS, STEPS, row_stride, column_stride, expert_row, expert_col,
     K: tl.constexpr, E: tl.constexpr, GIVEN: tl.constexpr, SOFTMAX: tl.constexpr, COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr, STEPS: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     """A program counts the experts, and sums the shares, of STEPS · ROWS tokens of a sequence of S."""
+    if tl.program_id(0) == 0:
+        tl.store(ended, 0)
     sequence = (tl.program_id(0) // PROGRAMS).to(tl.int64)
     first = tl.program_id(0) % PROGRAMS * (ROWS * STEPS)
     e = tl.arange(0, COLUMNS)[None, :]
@@ -69,27 +80,51 @@ def balance_parts(
         inside = (s < S) & (e < E)
         row = sequence * S + s
         logit = tl.load(logits + row * row_stride + e * column_stride, mask=inside, other=0.0)
-        total += tl.where(inside, _shares(logit, e < E, SOFTMAX), 0.0)
+        share, _ = _shares(logit, e < E, SOFTMAX)
+        total += tl.where(inside, share, 0.0)
         if GIVEN:
             for k in tl.static_range(K):
                 expert = tl.load(experts + row * expert_row + k * expert_col, mask=s < S, other=-1)
                 count += (e == expert).to(tl.int32)
         else:
-            key = tl.where(e < E, key_of(logit, e), LEAST)
-            for _ in tl.static_range(K):
-                is_chosen = key == tl.max(key, axis=1)[:, None]
-                count += (is_chosen & (s < S)).to(tl.int32)
-                key = tl.where(is_chosen, LEAST, key)
+            count += tl.where(s < S, _highest(logit, e, e < E, K), 0)
     at = tl.program_id(0).to(tl.int64) * E + tl.arange(0, COLUMNS)
     tl.store(counts + at, tl.sum(count, axis=0), mask=tl.arange(0, COLUMNS) < E)
     tl.store(shares + at, tl.sum(total, axis=0), mask=tl.arange(0, COLUMNS) < E)
 
 
-@triton.jit(do_not_specialize=["S", "PROGRAMS"])
+@triton.jit
+def _highest(logit, e, exists, K: tl.constexpr):
+    """Return 1 for the K highest elements of each row, 0 for others; of equal ones those of lower indices e count."""
+    bits = tl.where(exists, order_of(logit), -(2**31))  # below those of every number
+    left = bits
+    highest = tl.max(left, axis=1)[:, None]
+    for _ in tl.static_range(K - 1):
+        left = tl.where(left < highest, left, -(2**31))
+        highest = tl.max(left, axis=1)[:, None]
+    chosen = ((bits >= highest) & exists).to(tl.int32)
+    if tl.max(tl.sum(chosen, axis=1), axis=0) > K:  # some are equal
+        chosen = _highest_of_equal(logit, e, exists, K)
+    return chosen
+
+
+@triton.jit
+def _highest_of_equal(logit, e, exists, K: tl.constexpr):
+    key = tl.where(exists, key_of(logit, e), LEAST)
+    chosen = tl.zeros_like(logit).to(tl.int32)
+    for _ in range(K):
+        is_highest = key == tl.max(key, axis=1)[:, None]
+        chosen += is_highest.to(tl.int32)
+        key = tl.where(is_highest, LEAST, key)
+    return chosen
+
+
+@triton.jit(do_not_specialize=["S", "PROGRAMS", "B"])
 def balance_of_sequences(
-    counts, shares, f, losses, S, PROGRAMS, E: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr
-):
-    """A program sums what the programs of a sequence found: f, and the loss of the sequence."""
+    counts, shares, f, losses, ended, loss, S, PROGRAMS, B, E: tl.constexpr, COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr, BATCH: tl.constexpr,
+):  # fmt: skip
+    """A program sums what the programs of a sequence found: f, and its loss. The last one to end sums the losses."""
     sequence = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, COLUMNS)
     count = tl.zeros([PARTS, COLUMNS], tl.int32)
@@ -104,8 +139,13 @@ def balance_of_sequences(
     entries = tl.sum(of_experts, axis=0).to(tl.float32)
     of_sequence = tl.div_rn((of_experts.to(tl.int64) * E).to(tl.float32), entries)
     tl.store(f + sequence * E + e, of_sequence, mask=e < E)
-    loss = tl.where(e < E, of_sequence * tl.div_rn(tl.sum(total, axis=0), S.to(tl.float32)), 0.0)
-    tl.store(losses + sequence, tl.sum(loss, axis=0))
+    of_sequence = tl.where(e < E, of_sequence * tl.div_rn(tl.sum(total, axis=0), S.to(tl.float32)), 0.0)
+    tl.store(losses + sequence, tl.sum(of_sequence, axis=0))
+    tl.debug_barrier()  # the loss is stored
+    if tl.atomic_add(ended, 1, sem="acq_rel") == B - 1:
+        b = tl.arange(0, BATCH)
+        every = tl.load(losses + b, mask=b < B, other=0.0, cache_modifier=".cg")
+        tl.store(loss, tl.div_rn(tl.sum(every, axis=0), B.to(tl.float32)))
 
 
 @triton.jit(do_not_specialize=["T", "S", "B"])
@@ -121,19 +161,29 @@ def balance_backward(
     logit = tl.load(logits + row * row_stride + e * column_stride, mask=inside, other=0.0)
     of_sequence = tl.load(f + (t // S).to(tl.int64) * f_row + e * f_col, mask=inside, other=0.0)
     d = tl.div_rn(tl.div_rn(tl.load(dloss), B.to(tl.float32)) * of_sequence, S.to(tl.float32))
-    share = _shares(logit, e < E, SOFTMAX)
+    share, rest = _shares(logit, e < E, SOFTMAX)
     d = share * (d - tl.sum(d * share, axis=1)[:, None])
     if not SOFTMAX:
-        d = d * tl.div_rn(1.0, 1.0 + tl.exp(logit))
+        d = d * rest
     tl.store(dlogits + row * E + e, d, mask=inside)
 
 
 @triton.jit
 def _shares(logit, exists, SOFTMAX: tl.constexpr):
-    """Return the shares of the experts in the affinities of each token."""
-    log = logit
-    if not SOFTMAX:
-        log = tl.minimum(logit, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(logit)))
-    log = tl.where(exists, log, float("-inf"))
-    exponential = tl.where(exists, tl.exp(log - tl.max(log, axis=1)[:, None]), 0.0)
-    return tl.div_rn(exponential, tl.sum(exponential, axis=1)[:, None])
+    """Return the shares of the experts in the affinities of each token, and 1 − affinity, of sigmoids.
+
+    A sigmoid is exp(min(x, 0)) / (1 + exp(−|x|)). If those of all experts are small, the largest one becomes 1 in the
+    exponent: then no sum is 0.
+    """
+    rest = logit
+    if SOFTMAX:
+        highest = tl.max(tl.where(exists, logit, float("-inf")), axis=1)[:, None]
+        affinity = tl.where(exists, tl.exp(logit - highest), 0.0)
+    else:
+        below = tl.where(logit < 0.0, logit, 0.0)
+        highest = tl.max(tl.where(exists, below, float("-inf")), axis=1)[:, None]
+        small = tl.exp(-tl.abs(logit))
+        inverse = 1.0 / (1.0 + small)
+        affinity = tl.where(exists, tl.exp(below - highest) * inverse, 0.0)
+        rest = tl.where(logit < 0.0, inverse, small * inverse)
+    return affinity * (1.0 / tl.sum(affinity, axis=1)[:, None]), rest

@@ -39,10 +39,15 @@ def expert_of(key):
 @triton.jit
 def key_of(score, index):
     """Return an int64 that orders pairs: a higher score first (NaN is the highest), then a lower index."""
+    return (order_of(score).to(tl.int64) << 31) | (0x7FFFFFFF - index).to(tl.int64)
+
+
+@triton.jit
+def order_of(score):
+    """Return an int32 that orders scores; NaN is the highest."""
     bits = (score + 0.0).to(tl.int32, bitcast=True)  # +0.0 makes −0 the same as 0
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    ordered = tl.where(score != score, 0x7FFFFFFF, ordered)
-    return (ordered.to(tl.int64) << 31) | (0x7FFFFFFF - index).to(tl.int64)
+    return tl.where(score != score, 0x7FFFFFFF, ordered)
 
 
 @triton.jit
