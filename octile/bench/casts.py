@@ -1,12 +1,33 @@
 """`octile bench casts`: quantization and other memory-bound operators vs. a copy of the same number of bytes.
 
 The bytes are those of inputs and outputs, each counted once, however often the kernel reads or writes them.
+
+No kernel can make some operators as fast as a copy: those that multiply matrices, and those whose results depend on all
+rows. On a GPU a second row compares them with a bound, the larger of the bytes' and the FLOPs' time:
+
+    bytes    the time of a copy of the bytes, and of those that have to be read a second time
+    FLOPs    the FLOPs of the operator's GEMMs / the speed of a large BF16 GEMM of torch
+    passes   to either: for each pass over the rows but the first, the time of the smallest copy, of one element
+
+All three times are measured in the same run. A pass is a kernel that needs a result of all programs of the one before.
+What is counted (T tokens of width D, E experts):
+
+    gate                     6·T·D·E FLOPs: an FP32 weight is three BF16 terms (`octile.ops.gate`)
+    gate backward            18·T·D·E FLOPs: six products of terms for dx, three for the weight; two passes, since the
+                             gradient of the weight is a sum over all tokens
+    RMSNorm backward,        two passes: a sum over all rows
+    norms of gradients
+    balance of sequences     two passes: a sum over the tokens of a sequence
+    counts of tokens         two passes: counts of blocks of entries, and their sums
+    routing plan             two passes: counts of blocks of entries, and the rows, which follow from all counts before
+    quantize all×all         two passes, which both read x: the maximum of all elements precedes every result
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,9 +67,23 @@ GATES = {  # tokens, and the preset whose gate it is
 }
 CHOSEN, EXPERTS = 8, 64  # experts per token, and per layer
 ALIGNMENT = 2**21  # bytes; with source and target aligned to 512 only, a copy took up to 15% longer on an H200
+COPY_UNIT = 16  # bytes
 BLOCKS = {"1×128": (1, 128), "128×1": (128, 1), "128×128": (128, 128)}
 
+TWO_PASSES = {
+    "gate backward", "RMSNorm backward", "norms of gradients", "balance of sequences", "counts of tokens",
+    "routing plan", "quantize all×all",
+}  # fmt: skip
+READ_TWICE = {"quantize all×all"}
+
 Case = tuple[str, Callable[..., Tensor | Sequence[Tensor]], tuple[Tensor, ...]]
+
+
+class Peak(NamedTuple):
+    """What bounds operators on this GPU: FLOP/s of a large BF16 GEMM, and seconds of the smallest copy."""
+
+    flops: float
+    smallest_copy: float
 
 
 def rows() -> Iterator[Row]:
@@ -65,6 +100,7 @@ def rows() -> Iterator[Row]:
         cases[f"{t}×{model.n_routed_experts} of {model.num_experts_per_tok}"] = partial(_gate_cases, t, model)
     many = "small" if gpu else "tiny"  # a preset
     cases[f"parameters of {many}"] = partial(_optimizer_cases, _parameter_shapes(many))
+    peak = _measured_peak() if gpu else None
     for case, make in cases.items():
         torch.manual_seed(0)
         for what, operator, inputs in make(device, dtype):
@@ -75,14 +111,51 @@ def rows() -> Iterator[Row]:
             times = work_seconds({"operator": partial(operator, *inputs), "copy": copy}, rounds=20)
             speed, peer = (n / times[name] / 1e9 for name, n in (("operator", moved), ("copy", 2 * source.nbytes)))
             yield compare(case, what, speed, "GB/s", "copy", peer)
+            if peak and (bound := bound_of(what, inputs, moved, moved / peer / 1e9, peak)):
+                yield compare(case, what, speed, "GB/s", bound[0], moved / bound[1] / 1e9)
+
+
+def bound_of(what: str, inputs: Sequence[Tensor], moved: int, copy: float, peak: Peak) -> tuple[str, float] | None:
+    """Return what bounds an operator, bytes or FLOPs, and its least time in seconds; None: a copy alone.
+
+    Args:
+        what, inputs: the operator.
+        moved: its bytes.
+        copy: seconds of a copy of as many bytes.
+        peak: of this GPU.
+    """
+    flops = _flops(what, inputs)
+    if not flops and what not in TWO_PASSES | READ_TWICE:
+        return None
+    again = inputs[0].nbytes if what in READ_TWICE else 0
+    times = {goals.BOUND_OF_BYTES: copy * (moved + again) / moved, goals.BOUND_OF_FLOPS: flops / peak.flops}
+    larger = max(times, key=times.__getitem__)
+    return larger, times[larger] + (peak.smallest_copy if what in TWO_PASSES else 0.0)
+
+
+def _flops(what: str, inputs: Sequence[Tensor]) -> int:
+    """Count the FLOPs of the operator's GEMMs of BF16 terms."""
+    if what not in goals.GATE:
+        return 0
+    (x, weight), products = (inputs[:2], 3) if what == "gate" else (inputs[4:6], 9)
+    return 2 * x.numel() * len(weight) * products
+
+
+def _measured_peak(side: int = 8192) -> Peak:
+    a, b = (torch.randn(side, side, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    source, target = torch.zeros(2, 1, device="cuda")
+    calls = {"gemm": lambda: a @ b.mT, "smallest copy": lambda: target.copy_(source)}
+    times = work_seconds(calls, rounds=20)
+    return Peak(2 * side**3 / times["gemm"], times["smallest copy"])
 
 
 def _halves(moved: int, device: str) -> tuple[Tensor, Tensor]:
     """Allocate the source and the target of a copy that moves this many bytes: of equal size and aligned."""
-    half = -(-moved // 2 // ALIGNMENT) * ALIGNMENT
-    buffer = torch.empty(2 * half + ALIGNMENT, dtype=torch.uint8, device=device)
+    half = -(-moved // 2 // COPY_UNIT) * COPY_UNIT
+    distance = -(-half // ALIGNMENT) * ALIGNMENT
+    buffer = torch.empty(2 * distance + ALIGNMENT, dtype=torch.uint8, device=device)
     first = -buffer.data_ptr() % ALIGNMENT
-    return buffer[first : first + half], buffer[first + half : first + 2 * half]
+    return buffer[first : first + half], buffer[first + distance : first + distance + half]
 
 
 def show(rows: Sequence[Row]) -> str:

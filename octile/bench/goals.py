@@ -37,6 +37,7 @@ LOSS = {"cross-entropy", "cross-entropy backward"}
 HIGH_PRECISION = {
     "RMSNorm", "RMSNorm backward", "SwiGLU", "SwiGLU backward", "weighted sums of 8", "weighted sums of 8, backward",
 }  # fmt: skip
+BOUND_OF_BYTES, BOUND_OF_FLOPS = "bound: bytes", "bound: FLOPs"  # peers of operators that no copy can be compared with
 GATE = {"gate", "gate backward"}
 ROUTING = {"balance of sequences", "balance of sequences, backward", "counts of tokens", "routing plan"}
 NARROW = {  # between the GEMMs of a layer
@@ -154,8 +155,11 @@ def gemm_verdicts(rows: Sequence[Row]) -> str:
 
 
 def casts_verdicts(rows: Sequence[Row]) -> str:
-    """Describe each goal of `octile bench casts` in a line."""
+    """Describe each goal of `octile bench casts` in a line. Operators that have a bound are judged by it."""
     lines = []
+    compared = [(row, row.against) for row in rows if row.against]
+    by_bound = {(row.what, row.case) for row, peer in compared if peer.peer in (BOUND_OF_BYTES, BOUND_OF_FLOPS)}
+    rows = [row for row, peer in compared if peer.peer != "copy" or (row.what, row.case) not in by_bound]
     narrow = [row for row in rows if row.case.endswith(tuple(f"×{k}" for k in NARROW_COLUMNS))]
     wide = [row for row in rows if row not in narrow]
     goals = [(wide, *goal) for goal in CASTS]
@@ -166,8 +170,9 @@ def casts_verdicts(rows: Sequence[Row]) -> str:
             bounds = [
                 f"{n} each ≥ {b:.2f}× {_met(ratios[worst] >= b)}" for n, b in (("floor", floor), ("aim", aim)) if b
             ]
+            peer = "their bound" if worst in by_bound else "a copy"
             lines.append(
-                f"{title}, vs. a copy: smallest {ratios[worst]:.3f}× ({', '.join(worst)}): {', '.join(bounds)}"
+                f"{title}, vs. {peer}: smallest {ratios[worst]:.3f}× ({', '.join(worst)}): {', '.join(bounds)}"
             )
     return "\n".join(lines)
 

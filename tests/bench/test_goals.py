@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from octile.bench import goals, shapes
-from octile.bench.casts import _cases, _gate_cases, _loss_cases, _narrow_cases
+from octile.bench.casts import READ_TWICE, TWO_PASSES, _cases, _gate_cases, _loss_cases, _narrow_cases
 from octile.bench.rows import Row, compare
 from octile.models.config import ModelConfig
 
@@ -98,6 +98,17 @@ def test_narrow_rows_have_a_floor_of_their_own():
     assert "smallest 0.900× (RMSNorm, 1×128, m): floor each ≥ 0.80× met" in wide
     assert narrow.startswith("rows of 128 to 1024, vs. a copy: smallest 0.750×")
     assert narrow.endswith("floor each ≥ 0.70× met")
+
+
+def test_an_operator_with_a_bound_is_judged_by_it():
+    measured = [*operators(gate=0.2), compare("m", "gate", 0.75, "GB/s", goals.BOUND_OF_FLOPS, 1.0)]
+    (line,) = goals.casts_verdicts(measured).splitlines()
+    assert line == "expert gates, with their GEMMs, vs. their bound: smallest 0.750× (gate, m): floor each ≥ 0.70× met"
+
+
+def test_every_operator_with_several_passes_is_measured():
+    wide, gates = _cases(128, 256, "cpu", torch.float32), _gate_cases(128, ModelConfig.tiny(), "cpu", torch.float32)
+    assert {name for name, _, _ in (*wide, *gates)} >= TWO_PASSES | READ_TWICE
 
 
 def test_every_operator_that_is_judged_is_measured():
