@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octile.nn.deferred_wgrad import parameters_of, run_or_defer
 from octile.nn.double_backward import first_derivative_only
 from octile.nn.fused.shared_quantization import Shared, compute_once
 from octile.nn.observer import ObservedGemm, has_gemm_observers, report_backward, report_fprop
@@ -40,7 +41,7 @@ class HighPrecisionLinear(torch.autograd.Function):
         x_has_gradient, w_has_gradient, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x if w_has_gradient else None, w if x_has_gradient else None, offs)
         ctx.compute, ctx.x_dtype, ctx.w_dtype = compute, x_TK.dtype, weight.dtype
-        ctx.main_grad = getattr(weight, "main_grad", None)
+        ctx.main_grad, ctx.parameters = getattr(weight, "main_grad", None), parameters_of((weight,))
         observed = has_gemm_observers() and (x_has_gradient or w_has_gradient)
         ctx.seen = report_fprop(weight, ObservedGemm("fprop", x_TK, offs=offs)) if observed else []
         return nt(x, w, offs, out_dtype)
@@ -57,7 +58,8 @@ class HighPrecisionLinear(torch.autograd.Function):
             dx = nt(dy, w.mT, offs, ctx.x_dtype)
         if ctx.needs_input_grad[1]:
             report_backward(ctx.seen, ObservedGemm("wgrad", dy_TN.mT, offs=offs))
-            dw = wgrad(dy, x, offs, ctx.w_dtype, ctx.main_grad)
+            settings = offs, ctx.w_dtype, ctx.main_grad
+            (dw,) = run_or_defer(ctx.parameters, lambda: [wgrad(dy, x, *settings)])
         return dx, dw, None, None, None, None
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from octile.nn.deferred_wgrad import parameters_of, run_or_defer
 from octile.nn.fused.linear import wgrad
 from octile.nn.fused.quantize import (
     QuantizedWeight,
@@ -104,6 +105,7 @@ class FusedLayers:
         self.settings, self.needs_grad = s, tuple(needs_grad)
         self.dtypes = [w.dtype for w in weights]
         self.main_grads = [getattr(w, "main_grad", None) for w in weights]
+        self.parameters = parameters_of(weights)
         self.observers: list[list[Backward]] = [[] for _ in weights]
         first = range(shared)
         alike = all((needs_grad[i], s.cache[i]) == (needs_grad[0], s.cache[0]) for i in first)
@@ -179,7 +181,9 @@ class FusedLayers:
     def wgrad(
         self, gemm: int, before: Values, dy: ScaledTensor, x: ScaledTensor, groups: AlignedGroups | None = None
     ) -> list[Tensor | None]:
-        """Compute the gradients of the weights of a GEMM; None where none is needed or it was added to main_grad.
+        """Compute the gradients of the weights of a GEMM.
+
+        None: where none is needed, where it was added to main_grad, and inside `defer_wgrads`.
 
         Args:
             before: computes dy in high precision.
@@ -193,11 +197,16 @@ class FusedLayers:
         if any(self.observers[i] for i in layers):
             for value, (i, part) in zip(before().split(sizes, dim=-1), self._parts(gemm, dy.mT), strict=True):
                 report_backward(self.observers[i], ObservedGemm("wgrad", value.mT, part, x.mT, offs, tiles))
-        if len(layers) > 1 and all(self.main_grads[i] is None for i in layers):
-            dw = wgrad(dy, x, offs, self.dtypes[layers[0]], None)
-            assert dw is not None  # it has no main_grad
-            return list(dw.split(sizes))
-        return [wgrad(part.mT, x, offs, self.dtypes[i], self.main_grads[i]) for i, part in self._parts(gemm, dy.mT)]
+
+        def compute() -> list[Tensor | None]:
+            if len(layers) > 1 and all(self.main_grads[i] is None for i in layers):
+                dw = wgrad(dy, x, offs, self.dtypes[layers[0]], None)
+                assert dw is not None  # it has no main_grad
+                return list(dw.split(sizes))
+            parts = self._parts(gemm, dy.mT)
+            return [wgrad(part.mT, x, offs, self.dtypes[i], self.main_grads[i]) for i, part in parts]
+
+        return list(run_or_defer(self.parameters and [self.parameters[i] for i in layers], compute))
 
     def _parts(self, gemm: int, q: ScaledTensor) -> list[tuple[int, ScaledTensor]]:
         """Split the rows of an operand among the layers of a GEMM, with the number of each layer."""

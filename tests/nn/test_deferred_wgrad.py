@@ -1,0 +1,96 @@
+"""Weight gradients that are computed after the backward pass: the same bits, none of them earlier, for every layer."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from octile.models.config import PRESETS
+from octile.models.deepseek_v3 import DeepseekV3
+from octile.nn.conversion import apply_recipe
+from octile.nn.deferred_wgrad import defer_wgrads
+from octile.nn.linear import Linear
+from octile.recipe import Recipe
+
+CONFIG = replace(PRESETS["tiny"](), vocab_size=97, num_nextn_predict_layers=1)
+
+
+def model_of(recipe: str) -> nn.Module:
+    torch.manual_seed(0)
+    return apply_recipe(DeepseekV3(CONFIG), Recipe.named(recipe))
+
+
+def losses(model: nn.Module) -> list[Tensor]:
+    """Of two micro-batches, so that the second adds to the gradients of the first."""
+    tokens = torch.randint(97, (2, 1, 20), generator=torch.Generator().manual_seed(1))
+    return [model(batch, batch) for batch in tokens]
+
+
+def backward(losses: list[Tensor], deferred: bool) -> None:
+    for loss in losses:
+        if not deferred:
+            loss.backward()
+            continue
+        with defer_wgrads() as wgrads:
+            loss.backward()
+        wgrads.compute()
+
+
+def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("recipe", ["deepseek_v3", "delayed", "smooth_swiglu", "bf16", "fp16_loss_scaling"])
+def test_gradients_are_those_of_a_backward_pass_bit_for_bit(recipe: str):
+    model = model_of(recipe)
+    at_once = copy.deepcopy(model)
+    backward(losses(at_once), deferred=False)
+    backward(losses(model), deferred=True)
+    assert_same_bits(gradients(model), gradients(at_once))
+
+
+def test_a_weight_that_is_used_twice_gets_the_bits_of_a_backward_pass():
+    torch.manual_seed(0)
+    layer, x = Linear(64, 64), torch.randn(3, 5, 64)
+    at_once = copy.deepcopy(layer)
+    backward([at_once(at_once(part)).square().sum() for part in x], deferred=False)
+    backward([layer(layer(part)).square().sum() for part in x], deferred=True)
+    assert_same_bits(gradients(layer), gradients(at_once))
+
+
+def test_main_grad_buffers_get_the_bits_of_a_backward_pass():
+    torch.manual_seed(0)
+    layers, x = [Linear(64, 64, bias=False, dtype=torch.bfloat16) for _ in range(2)], torch.randn(3, 5, 64)
+    layers[1].load_state_dict(layers[0].state_dict())
+    for layer, deferred in zip(layers, (False, True), strict=True):
+        layer.weight.main_grad = torch.zeros(64, 64)
+        backward([layer(part.bfloat16()).square().sum() for part in x], deferred)
+        assert layer.weight.grad is None
+    assert torch.equal(layers[1].weight.main_grad, layers[0].weight.main_grad)
+
+
+def test_weights_of_linear_layers_and_experts_wait_and_others_do_not():
+    model = model_of("deepseek_v3")
+    with defer_wgrads() as wgrads:
+        losses(model)[0].backward()
+    linear = {m.weight for m in model.modules() if type(m) is Linear}
+    experts = {p for moe in model.moe_layers().values() for p in moe.experts.parameters()}
+    assert {p for p in model.parameters() if p.grad is None} == linear | experts
+    assert len(wgrads) > 0
+    wgrads.compute()
+    assert len(wgrads) == 0
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_hooks_of_a_weight_see_its_gradient_once():
+    layer, seen = Linear(64, 64), []
+    layer.weight.register_hook(seen.append)
+    backward([layer(torch.randn(5, 64)).sum()], deferred=True)
+    assert len(seen) == 1
+    assert torch.equal(seen[0], layer.weight.grad)
