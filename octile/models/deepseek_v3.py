@@ -172,8 +172,8 @@ class DeepseekV3(nn.Module):
 
     def moe_layers(self) -> dict[str, MoE]:
         """Return the mixtures of experts by their names, such as "model.layers.3.mlp"."""
-        layers = enumerate(self.model.layers)
-        return {f"model.layers.{i}.mlp": layer.mlp for i, layer in layers if isinstance(layer.mlp, MoE)}
+        mlps = [(i, getattr(layer, "mlp", None)) for i, layer in enumerate(self.model.layers)]
+        return {f"model.layers.{i}.mlp": mlp for i, mlp in mlps if isinstance(mlp, MoE)}
 
     def stages(self) -> list[nn.Module]:
         """Return the modules that a forward pass in training mode calls one after another; they have all parameters."""
@@ -192,13 +192,15 @@ class DeepseekV3(nn.Module):
             cache.length += s
         return self.model.norm(x_BSD), cos_sin
 
-    def _loss(self, tokens_BS: Tensor, labels_BS: Tensor, h_BSD: Tensor, cos_sin: CosSin) -> Tensor:
+    def _loss(
+        self, tokens_BS: Tensor, labels_BS: Tensor, h_BSD: Tensor, cos_sin: CosSin, balance_before: Tensor | int = 0
+    ) -> Tensor:
         main = self._cross_entropy(h_BSD, labels_BS[:, 1:])
         mtp = balance = torch.zeros_like(main)
         if self.training:
             if self.config.num_nextn_predict_layers:
                 mtp = self._mtp_loss(tokens_BS, labels_BS, h_BSD, cos_sin)
-            balance = balance + self._pop_balance_loss()
+            balance = balance + self._pop_balance_loss(balance_before)
         self.last_losses = {"main": main.detach(), "mtp": mtp.detach(), "balance": balance.detach()}
         return main + self.mtp_loss_weight * mtp + balance
 
@@ -218,8 +220,8 @@ class DeepseekV3(nn.Module):
         x_BSD = self.model.embed_tokens(tokens_BS)
         return x_BSD.to(result_dtype(x_BSD))
 
-    def _pop_balance_loss(self) -> Tensor | float:
-        return sum(moe.pop_balance_loss() for moe in self.moe_layers().values())
+    def _pop_balance_loss(self, before: Tensor | int = 0) -> Tensor | float:
+        return sum((moe.pop_balance_loss() for moe in self.moe_layers().values()), before)
 
     def _cross_entropy(self, h_BSD: Tensor, labels_BS: Tensor) -> Tensor:
         """Return the mean loss of what the head reads at the positions that have a label.

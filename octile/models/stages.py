@@ -1,0 +1,118 @@
+"""The stages of a DeepSeek-V3 or V2 model for pipeline parallelism.
+
+    first     tokens → embedding → its layers
+    others    the activations of the stage before → its layers
+    last      the same, then the norm; its loss reads the head and multi-token prediction
+
+A stage also adds the balance losses of its experts to those of the stages before, in the order of the layers. So the
+loss of the last stage has the bits of the whole model's, and its gradient reaches every stage.
+
+A stage's parameters are those of the model, under the same names. Multi-token prediction reads the embedding, so the
+last stage has it, too.  Shapes: B batch, S sequence, D model.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+
+from octile.models.deepseek_v3 import DeepseekV3, Trunk
+from octile.nn.linear import with_class
+from octile.nn.rope import CosSin
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+class ModelStage(DeepseekV3):
+    """Consecutive layers of a model, which `split_stages` makes.
+
+    Attributes:
+        layers: the numbers of its layers, without multi-token prediction.
+        is_first, is_last: whether it has the embedding, and whether it has the norm and the head.
+    """
+
+    layers: range
+    is_first: bool
+    is_last: bool
+
+    @property
+    def tied(self) -> tuple[str, ...]:
+        """The names of the parameters that the first and the last stage share."""
+        return (EMBEDDING,) if self.config.num_nextn_predict_layers else ()
+
+    def forward(self, x: Tensor, balance: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Run the stage's layers.
+
+        Args:
+            x: int64 tokens [B, S] for the first stage, else the activations [B, S, D] of the stage before.
+            balance: the balance loss of the stages before, a scalar.
+
+        Returns:
+            activations [B, S, D], of the last stage normalized; the balance loss, float32.
+
+        Raises:
+            ValueError: the tokens have a wrong shape, or are more than the model can hold.
+        """
+        if self.is_first:
+            self._check(x, None, None)
+            x = self._embedded(x)
+        cos_sin = self._cos_sin(x)
+        for i in self.layers:
+            x = self.model.layers[i](x, cos_sin)
+        total = self._pop_balance_loss(torch.zeros((), device=x.device) if balance is None else balance)
+        assert isinstance(total, Tensor)  # the sum begins with one
+        return self.model.norm(x) if self.is_last else x, total
+
+    def loss(self, h_BSD: Tensor, balance: Tensor, tokens_BS: Tensor) -> Tensor:
+        """The loss of the whole model, of which this is the last stage: `DeepseekV3.forward` with tokens as labels.
+
+        Args:
+            h_BSD, balance: what the last stage returns.
+            tokens_BS: int64 [B, S], the input of the first stage.
+
+        Raises:
+            ValueError: the tokens have a wrong shape, or are too few for a loss.
+        """
+        self._check(tokens_BS, tokens_BS, None)
+        return self._loss(tokens_BS, tokens_BS, h_BSD, self._cos_sin(h_BSD), balance)
+
+    def _cos_sin(self, x_BSD: Tensor) -> CosSin:
+        return self.rope.cos_sin(torch.arange(x_BSD.shape[1], device=x_BSD.device))
+
+
+def split_stages(model: DeepseekV3, n_stages: int) -> list[ModelStage]:
+    """Split a model into stages, which share its parameters and buffers.
+
+    The layers are divided evenly; if some stages have one more, they are not the first and the last, which have the
+    embedding and the head, as far as possible. Multi-token prediction belongs to the last.
+
+    Raises:
+        ValueError: there are more stages than layers, or none.
+    """
+    n_layers = model.config.num_hidden_layers
+    if not 1 <= n_stages <= n_layers:
+        raise ValueError(f"n_stages must be from 1 to the model's {n_layers} layers, not {n_stages}")
+    inner_first = [*range(1, n_stages - 1), 0, n_stages - 1]
+    counts = [n_layers // n_stages] * n_stages
+    for stage in inner_first[: n_layers % n_stages]:
+        counts[stage] += 1
+    ends = list(accumulate(counts))
+    return [_stage(model, range(end - count, end)) for end, count in zip(ends, counts, strict=True)]
+
+
+def _stage(model: DeepseekV3, layers: range) -> ModelStage:
+    stage, trunk = with_class(ModelStage, model), with_class(Trunk, model.model)
+    n_layers, has_mtp = model.config.num_hidden_layers, bool(model.config.num_nextn_predict_layers)
+    stage.layers, stage.is_first, stage.is_last = layers, layers.start == 0, layers.stop == n_layers
+    own = {*layers, *(range(n_layers, len(model.model.layers)) if stage.is_last else ())}
+    trunk._modules["layers"] = nn.ModuleList(
+        [layer if i in own else None for i, layer in enumerate(model.model.layers)]  # type: ignore[misc]
+    )
+    if not (stage.is_first or (stage.is_last and has_mtp)):
+        trunk._modules["embed_tokens"] = None
+    if not stage.is_last:
+        trunk._modules["norm"] = stage._modules["lm_head"] = None
+    stage._modules["model"] = trunk
+    return stage

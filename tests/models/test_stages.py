@@ -1,0 +1,63 @@
+"""A model in stages: the same loss and gradients, the same names, every parameter in its place."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from octile.models.stages import split_stages
+from tests.models.conftest import MINI_V2, MINI_V3, build
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def tokens() -> Tensor:
+    return torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("config", [MINI_V3, MINI_V2], ids=["v3", "v2"])
+@pytest.mark.parametrize("n_stages", [1, 2, 3])
+def test_loss_and_gradients_are_those_of_the_model_bit_for_bit(config, n_stages: int):
+    model, tokens_BS = build(config), tokens()
+    expected = model(tokens_BS, tokens_BS)
+    expected.backward()
+    gradients = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    stages = split_stages(model, n_stages)
+    outputs: tuple[Tensor, ...] = (tokens_BS,)
+    for stage in stages:
+        outputs = stage(*outputs)
+    loss = stages[-1].loss(*outputs, tokens_BS)
+    loss.backward()
+    assert torch.equal(loss, expected)
+    assert all(torch.equal(p.grad, q) for p, q in zip(model.parameters(), gradients, strict=True))
+    assert stages[-1].last_losses["balance"] == model.last_losses["balance"]
+
+
+def test_the_loss_in_evaluation_is_that_of_the_model():
+    model, tokens_BS = build(MINI_V3).eval(), tokens()
+    first, last = split_stages(model, 2)
+    assert torch.equal(last.loss(*last(*first(tokens_BS)), tokens_BS), model(tokens_BS, tokens_BS))
+
+
+def test_stages_have_the_parameters_of_the_model_under_their_names_and_share_the_embedding():
+    model = build(MINI_V3)
+    names = [dict(stage.named_parameters()) for stage in split_stages(model, 3)]
+    assert {name: p for own in names for name, p in own.items()} == dict(model.named_parameters())
+    assert [name for name in names[0] if name in names[2]] == [EMBEDDING]
+    assert not names[1].keys() & (names[0].keys() | names[2].keys())
+
+
+@pytest.mark.parametrize(
+    ("n_layers", "counts"), [(8, [2, 2, 2, 2]), (9, [2, 3, 2, 2]), (11, [3, 3, 3, 2]), (4, [1, 1, 1, 1])]
+)
+def test_layers_are_divided_evenly_with_fewer_at_the_ends(n_layers: int, counts: list[int]):
+    stages = split_stages(build(replace(MINI_V3, num_hidden_layers=n_layers)), 4)
+    assert [len(stage.layers) for stage in stages] == counts
+
+
+@pytest.mark.parametrize("n_stages", [0, 4])
+def test_more_stages_than_layers_are_refused(n_stages: int):
+    with pytest.raises(ValueError, match=f"n_stages must be from 1 to the model's 3 layers, not {n_stages}"):
+        split_stages(build(MINI_V3), n_stages)

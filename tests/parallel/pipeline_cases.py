@@ -1,0 +1,316 @@
+"""What each of 8 gloo ranks runs for test_pipeline.py: schedules on the first 2, 4 and 8 of them, vs. one process."""
+
+import copy
+import datetime
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from octile.models.stages import split_stages
+from octile.nn import Linear, MoE
+from octile.nn.conversion import apply_recipe
+from octile.nn.gate import Gate
+from octile.parallel.pipeline import Pipeline
+from octile.parallel.schedules import SCHEDULES, Schedule, make_schedule, simulate
+from octile.recipe import Recipe
+from tests.models.conftest import MINI_V3, build
+from tests.worlds import run_cases
+
+T = TypeVar("T")
+WORLD = 8
+SIZES = (2, 4, 8)
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-5}
+
+
+class Plain(nn.Module):
+    """A stage of torch's own layers, whose width is its number; its outputs are activations and a running sum."""
+
+    def __init__(self, stage: int):
+        super().__init__()
+        self.layer = nn.Linear(5 + stage, 6 + stage, dtype=torch.float64)
+
+    def forward(self, x: Tensor, total: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        y = torch.tanh(self.layer(x))
+        return y, y.square().mean() + (0 if total is None else total)
+
+    @staticmethod
+    def micro_batch() -> Tensor:
+        return torch.randn(3, 5, dtype=torch.float64)
+
+
+class Quantized(nn.Module):
+    """A stage of octile's layers, dense and experts; every second one returns BF16."""
+
+    def __init__(self, stage: int):
+        super().__init__()
+        self.layer, self.moe = Linear(32, 32), MoE(Gate(32, 4, 2), 32, 32)
+        self.moe.experts.use_recipe(self.layer.recipe)
+        self.dtype = torch.bfloat16 if stage % 2 else torch.float32
+
+    def forward(self, x: Tensor, total: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        y = x.float() + self.layer(x.float())
+        y = y + self.moe(y)
+        return y.to(self.dtype), self.moe.pop_balance_loss() + (0 if total is None else total)
+
+    @staticmethod
+    def micro_batch() -> Tensor:
+        return torch.randn(1, 6, 32)
+
+
+def loss(y: Tensor, total: Tensor, target: Tensor) -> Tensor:
+    return (y.to(total.dtype).sum() - target).square() + total
+
+
+def schedule_on(name: str, n_ranks: int) -> Schedule:
+    """With as few micro-batches as the schedule takes, but for GPipe and 1F1B."""
+    stages = 2 * n_ranks if name == "dualpipev" else n_ranks
+    return make_schedule(name, stages, 2 * stages if name == "dualpipe" else stages)
+
+
+def whole_model(kind: type[nn.Module], schedule: Schedule) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [kind(stage) for stage in range(schedule.n_stages)]
+
+
+def batch_of(kind: type[nn.Module], schedule: Schedule) -> tuple[list[Tensor], list[Tensor]]:
+    torch.manual_seed(1)
+    inputs = [kind.micro_batch() for _ in range(schedule.n_micro_batches)]
+    return inputs, [torch.randn((), dtype=inputs[0].dtype) for _ in inputs]
+
+
+class Expected(NamedTuple):
+    """What one process computes: losses, and the gradients of each stage's parameters."""
+
+    losses: Tensor
+    gradients: list[list[Tensor]]
+
+
+def alone(model: Sequence[nn.Module], inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Expected:
+    """Train in one process."""
+    losses = []
+    for x, target in zip(inputs, targets, strict=True):
+        outputs: tuple[Tensor, ...] = (x,)
+        for stage in model:
+            outputs = stage(*outputs)
+        losses.append(loss(*outputs, target))
+        losses[-1].backward()
+    return Expected(torch.stack(losses).detach().double(), [[p.grad for p in stage.parameters()] for stage in model])
+
+
+def on_rank_0(work: Callable[[], T], group: dist.ProcessGroup) -> T:
+    """What the first rank computes, on all ranks of a group."""
+    result = [work() if dist.get_rank(group) == 0 else None]
+    dist.broadcast_object_list(result, group=group, group_src=0)
+    return result[0]
+
+
+def pipeline_of(schedule: Schedule, model: Sequence[nn.Module], group: dist.ProcessGroup) -> Pipeline:
+    stages = {stage: copy.deepcopy(model[stage]) for stage in schedule.stages(dist.get_rank(group))}
+    return Pipeline(schedule, stages, loss, group=group)
+
+
+def gradients_of(pipeline: Pipeline) -> dict[int, list[Tensor]]:
+    return {stage: [p.grad for p in module.parameters()] for stage, module in pipeline.stages.items()}
+
+
+def trains_as_one_process(name: str, kind: type[nn.Module], group: dist.ProcessGroup) -> None:
+    schedule = schedule_on(name, dist.get_world_size(group))
+    model, (inputs, targets) = whole_model(kind, schedule), batch_of(kind, schedule)
+    pipeline = pipeline_of(schedule, model, group)
+    expected = on_rank_0(lambda: alone(model, inputs, targets), group)
+    assert torch.equal(pipeline.step(inputs, targets), expected.losses)
+    for stage, gradients in gradients_of(pipeline).items():
+        for found, wanted in zip(gradients, expected.gradients[stage], strict=True):
+            rtol = TOLERANCE[found.dtype]
+            torch.testing.assert_close(found, wanted, rtol=rtol, atol=rtol * wanted.abs().max().item())
+    gathered: list[dict[int, list[Tensor]]] = [{} for _ in range(schedule.n_ranks)]
+    dist.all_gather_object(gathered, gradients_of(pipeline), group=group)
+    for stage, own in gradients_of(pipeline).items():
+        for other in (gradients[stage] for gradients in gathered if stage in gradients):
+            assert all(torch.equal(*pair) for pair in zip(own, other, strict=True))
+
+
+def trains_a_model_with_multi_token_prediction(name: str, group: dist.ProcessGroup) -> None:
+    """In FP8, with the embedding on the first and the last stage, each rank with weights of its own before."""
+    schedule = schedule_on(name, dist.get_world_size(group))
+    config = replace(MINI_V3, num_hidden_layers=schedule.n_stages)
+    torch.manual_seed(1)
+    tokens = list(torch.randint(97, (schedule.n_micro_batches, 1, 12)))
+    rank = dist.get_rank(group)
+
+    def whole() -> tuple[Tensor, dict[str, Tensor]]:
+        model = apply_recipe(build(config, seed=0), Recipe.deepseek_v3())
+        losses = [model(x, x) for x in tokens]
+        for one in losses:
+            one.backward()
+        return torch.stack(losses).detach().double(), {name: p.grad for name, p in model.named_parameters()}
+
+    expected, gradients = on_rank_0(whole, group)
+    stages = split_stages(apply_recipe(build(config, seed=0), Recipe.deepseek_v3()), schedule.n_stages)
+    own = {stage: stages[stage] for stage in schedule.stages(rank)}
+    other = {ranks[stage] for stage in own for ranks in schedule.placement}
+    if rank != min(other):  # the copies of the lower rank count
+        for module in own.values():
+            nn.init.zeros_(next(module.parameters()))
+    if schedule.rank(0, 0) != rank and stages[-1] in own.values():
+        nn.init.zeros_(stages[-1].model.embed_tokens.weight)
+    pipeline = Pipeline(schedule, own, stages[-1].loss, group=group, tied=stages[-1].tied)
+    assert torch.equal(pipeline.step(tokens, tokens), expected)
+    for module in pipeline.stages.values():
+        for name, p in module.named_parameters():
+            wanted = gradients[name]
+            torch.testing.assert_close(p.grad, wanted, rtol=1e-5, atol=1e-5 * wanted.abs().max().item())
+
+
+def evaluates(group: dist.ProcessGroup) -> None:
+    schedule = schedule_on("dualpipe", dist.get_world_size(group))
+    model, (inputs, targets) = whole_model(Plain, schedule), batch_of(Plain, schedule)
+    pipeline = pipeline_of(schedule, model, group)
+    losses = pipeline.evaluate(inputs, targets)
+    assert all(p.grad is None for module in pipeline.stages.values() for p in module.parameters())
+    assert torch.equal(losses, on_rank_0(lambda: alone(model, inputs, targets).losses, group))
+    assert torch.equal(pipeline.step(inputs, targets), losses)
+
+
+def other_shapes_in_the_next_step(group: dist.ProcessGroup) -> None:
+    """Only the first rank has the values of the inputs, and only the last one the targets."""
+    schedule = schedule_on("1f1b", dist.get_world_size(group))
+    model, (inputs, targets) = whole_model(Plain, schedule), batch_of(Plain, schedule)
+    pipeline = pipeline_of(schedule, model, group)
+    for rows in (1, 3, 2):
+        of_rows = [x[:rows] for x in inputs]
+        expected = on_rank_0(lambda: alone(model, of_rows, targets).losses, group)  # noqa: B023
+        given = of_rows if pipeline.is_first else [x.to("meta") for x in of_rows]
+        assert torch.equal(pipeline.step(given, targets if pipeline.is_last else None), expected)
+
+
+def holds_no_more_activations_than_the_simulation(group: dist.ProcessGroup) -> None:
+    schedule = make_schedule("dualpipe", dist.get_world_size(group), 6 * dist.get_world_size(group))
+    alive: list[weakref.ref] = []
+    held: list[int] = []
+
+    class Saved:
+        def __init__(self, activations: Tensor):
+            self.activations = activations
+
+    class Counted(Plain):
+        def forward(self, x: Tensor, total: Tensor | None = None) -> tuple[Tensor, Tensor]:
+            saved: list[weakref.ref] = []
+
+            def pack(t: Tensor) -> Saved:
+                packed = Saved(t)
+                saved.append(weakref.ref(packed))
+                return packed
+
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed.activations):
+                result = super().forward(x, total)
+            alive.append(saved[0])
+            held.append(sum(ref() is not None for ref in alive))
+            return result
+
+    inputs, targets = batch_of(Plain, schedule)
+    pipeline = pipeline_of(schedule, whole_model(Counted, schedule), group)
+    pipeline.step(inputs, targets)
+    assert 1 < max(held) <= simulate(schedule).activations[pipeline.rank]
+    assert all(ref() is None for ref in alive)
+
+
+def copies_that_differ_are_found(group: dist.ProcessGroup) -> None:
+    schedule = schedule_on("dualpipe", dist.get_world_size(group))
+    pipeline = pipeline_of(schedule, whole_model(Plain, schedule), group)
+    pipeline.check_copies()
+    if pipeline.rank == 1:
+        with torch.no_grad():
+            pipeline.stages[1].layer.bias[2] += 1e-9
+    with pytest.raises(RuntimeError, match=r"copies of parameters differ .* first layer.bias of stage 1, on ranks"):
+        pipeline.check_copies()
+
+
+def gradients_of_another_step_are_refused(group: dist.ProcessGroup) -> None:
+    schedule = schedule_on("dualpipe", dist.get_world_size(group))
+    inputs, targets = batch_of(Plain, schedule)
+    pipeline = pipeline_of(schedule, whole_model(Plain, schedule), group)
+    pipeline.step(inputs, targets)
+    with pytest.raises(RuntimeError, match=r"layer.bias of stage \d has a gradient already"):
+        pipeline.step(inputs, targets)
+
+
+def what_does_not_fit_is_refused_on_all_ranks(group: dist.ProcessGroup) -> None:
+    """Before any work, so that no rank waits for another one."""
+    n_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    schedule = schedule_on("dualpipe", n_ranks)
+
+    def stages() -> dict[int, nn.Module]:
+        return {stage: Plain(stage) for stage in schedule.stages(rank)}
+
+    def check(message: str, *args: object, **settings: object) -> None:
+        with pytest.raises(ValueError, match=message):
+            Pipeline(*args, group=group, **settings)
+
+    wide = make_schedule("1f1b", n_ranks + 1, 8)
+    check(f"1f1b of {n_ranks + 1} stages needs {n_ranks + 1} ranks, but the group has {n_ranks}", wide, {}, loss)
+    message = f"rank 1: schedule dualpipe has stages 0, 1 of {n_ranks} on this rank, but stages has stage 1"
+    check(message, schedule, stages() if rank == 0 else {1: Plain(1)}, loss)
+    check("rank 0: loss is needed where the last stage is, stage 1", schedule, stages(), loss if rank else None)
+    check("rank 0: tied parameter layer.scale is missing in stage 0", schedule, stages(), loss, tied=["layer.scale"])
+    others = stages() if rank == 0 else {stage: nn.Linear(7, 5 + stage) for stage in (0, 1)}
+    check(r"ranks 0 and 1 must have copies of the same parameters, but they have layer.bias", schedule, others, loss)
+    name = "1f1b" if rank == 0 else "gpipe"
+    check(
+        "schedule and tied must be the same on all ranks: rank 1 differs from rank 0",
+        *(make_schedule(name, n_ranks, 4), {rank: Plain(rank)}, loss),
+    )
+    pipeline = Pipeline(schedule, stages(), loss, group=group)
+    with pytest.raises(ValueError, match="inputs must be those of 4 micro-batches, as the schedule has, not of 3"):
+        pipeline.step([Plain.micro_batch()] * 3, [])
+    with pytest.raises(ValueError, match="targets are needed where the last stage is"):
+        pipeline.step([Plain.micro_batch()] * 4)
+
+
+ON_TWO = (
+    *(evaluates, other_shapes_in_the_next_step, copies_that_differ_are_found, gradients_of_another_step_are_refused),
+    what_does_not_fit_is_refused_on_all_ranks,
+)
+ON_FOUR = evaluates, other_shapes_in_the_next_step, holds_no_more_activations_than_the_simulation
+
+
+def cases(groups: Mapping[int, dist.ProcessGroup | None]) -> dict[str, Callable[[], None]]:
+    found: dict[str, Callable[[], None]] = {}
+    for size, group in groups.items():
+        for name in SCHEDULES:
+            for kind in (Plain, Quantized):
+                found[f"{name} of {kind.__name__} on {size}"] = partial(trains_as_one_process, name, kind, group)
+        for name in ("1f1b", "zb1p", "dualpipe", "dualpipev") if size < 8 else ():
+            case = partial(trains_a_model_with_multi_token_prediction, name, group)
+            found[f"{name} of a model with multi-token prediction on {size}"] = case
+        for case in {2: ON_TWO, 4: ON_FOUR}.get(size, ()):
+            found[f"{case.__name__} on {size}"] = partial(case, group)
+    return found
+
+
+def run(rank: int, folder: str) -> None:
+    """Run the cases of 2, 4 and 8 ranks on the last ranks of the world, whose numbers in their group are others."""
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{Path(folder) / 'store'}",
+        rank=rank,
+        world_size=WORLD,
+        timeout=datetime.timedelta(seconds=20),
+    )
+    torch.set_num_threads(1)
+    groups = {size: dist.new_group(range(WORLD - size, WORLD)) for size in SIZES}
+    of_size = {size: cases({size: group}) for size, group in groups.items()}
+    own = {
+        name: case if rank >= WORLD - size else lambda: None for size, c in of_size.items() for name, case in c.items()
+    }
+    run_cases(own, folder, rank)
+    dist.barrier()
+    dist.destroy_process_group()
