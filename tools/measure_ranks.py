@@ -5,12 +5,12 @@
 Each phase is a run of octile's trainer: `alone` on one GPU (each rank on its own, at the same time), `dp2` data
 parallel, `ep2` with the experts spread, by all-to-all or (`symm`) on symmetric memory. `weak` has the same tokens per
 GPU, and so twice the batch; the others have the same batch. `:RECIPE` after a phase chooses a recipe. A line has the
-median of the steps after warm-up and capture, and the losses of all.
+mean of the steps after warm-up and capture, which the host launches before it reads one, the losses of all, and how
+much of rank 0's communication is exposed in further steps that the profiler records (`octile.train.kernel_records`).
 """
 
 import gc
 import os
-import statistics
 import sys
 import time
 from dataclasses import replace
@@ -22,10 +22,11 @@ import torch
 from octile.parallel.ranks import Ranks, join, leave
 from octile.train import trainer as module
 from octile.train.config import ParallelConfig, TrainConfig, preset
+from octile.train.kernel_records import communication, costs, is_communication, kernels_of
 from octile.train.token_store import Manifest, TokenStore
 from octile.train.tokenizer import Tokenizer
 
-WARM_UP, STEPS = 5, 5
+WARM_UP, STEPS, PROFILED = 5, 5, 3
 PHASES = {  # how many times the preset's batch, and the ranks
     "alone": (1, ParallelConfig()),
     "dp2": (1, ParallelConfig(2)),
@@ -47,16 +48,36 @@ def random_store(vocabulary: int, tokens: int) -> TokenStore:
     return TokenStore(Path(), manifest, Tokenizer.train(["probe"], 258), train, val)
 
 
+def launch_and_read(trainer: module.Trainer, steps: int) -> list[float]:
+    for _ in range(steps):
+        trainer.launch()
+    return [line["loss"] for line in trainer.read()]
+
+
+def exposed(trainer: module.Trainer) -> str:
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities if trainer.ranks.is_first else activities[:1]) as record:
+        launch_and_read(trainer, PROFILED)
+        torch.cuda.synchronize()
+    if not trainer.ranks.is_first:
+        return ""
+    kernels = kernels_of(record)
+    found, ms = communication(kernels), 1e-3 / PROFILED
+    largest = [f"{c.name[:40]} {c.ms:.1f} ms" for c in costs(kernels, PROFILED) if is_communication(c.name)]
+    return (
+        f"communication {found.time * ms:.1f} ms a step, exposed {found.exposed * ms:.1f} ms, "
+        f"{found.exposed_share:.1%}: {', '.join(largest)}"
+    )
+
+
 def run(name: str, config: TrainConfig, ranks: Ranks, device: torch.device) -> tuple[str, float, list[float]]:
     torch.cuda.reset_peak_memory_stats()
     store = random_store(config.model.vocab_size, 4 * config.batch_size * config.sequence_length)
     trainer = module.Trainer(replace(config, val_sequences=8), store, device, ranks=ranks)
-    seconds, losses = [], []
-    for _ in range(WARM_UP + STEPS):
-        before = trainer.seconds
-        losses.append(trainer.step()["loss"])
-        seconds.append(trainer.seconds - before)
-    step = statistics.median(seconds[WARM_UP:])
+    losses = [trainer.step()["loss"] for _ in range(WARM_UP)]
+    before = trainer.seconds
+    losses += launch_and_read(trainer, STEPS)
+    step = (trainer.seconds - before) / STEPS
     tokens = config.batch_size * config.sequence_length
     state = sum(t.nbytes for moments in trainer.optimizer.state.values() for t in moments.values())
     line = (
@@ -65,6 +86,8 @@ def run(name: str, config: TrainConfig, ranks: Ranks, device: torch.device) -> t
         f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB, held-out loss {trainer.validate()['val_loss']:.5f}, "
         f"losses {[round(loss, 5) for loss in losses]}"
     )
+    if ranks.size > 1:
+        line += f"; {exposed(trainer)}"
     trainer.close()
     trainer.captured.release()
     return line, tokens / step, losses
