@@ -94,7 +94,7 @@ class _Shard(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """The sums of a group's gradients, which are on the way.
+    """A group's gradients on the way to their sums over the ranks.
 
     Attributes:
         shards: whose gradients they are.
