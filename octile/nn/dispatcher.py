@@ -97,11 +97,23 @@ class LocalDispatcher:
         """Copy every token's row to each of its experts, sorted by expert: [R, D]."""
         return _Dispatch.apply(x_TD, plan, self)
 
-    def combine(self, y_RD: Tensor, weights_TK: Tensor, plan: RoutingPlan, add: Tensor | None = None) -> Tensor:
-        """Sum each token's rows by their weights, and add [T, D] if it is given, in FP32, rounded once: [T, D]."""
+    def combine(
+        self,
+        y_RD: Tensor,
+        weights_TK: Tensor,
+        plan: RoutingPlan,
+        add: Tensor | None = None,
+        sent: InFlight[Tensor] | None = None,
+    ) -> Tensor:
+        """Sum each token's rows by their weights, and add [T, D] if it is given, in FP32, rounded once: [T, D].
+
+        Args:
+            y_RD, weights_TK, plan, add: the rows, their weights, their way and the addend.
+            sent: what `begin_send_back` returned for the rows; None: they are sent here.
+        """
         if add is not None and (add.dtype, add.shape) != (y_RD.dtype, (len(plan.place_TK), y_RD.shape[1])):
-            return self.combine(y_RD, weights_TK, plan) + add
-        return _WeightedCombine.apply(y_RD, weights_TK.float(), add, plan, self)
+            return self.combine(y_RD, weights_TK, plan, None, sent) + add
+        return _WeightedCombine.apply(y_RD, weights_TK.float(), add, plan, self, sent)
 
     def combine_backward(
         self, dx_TD: Tensor, y_RD: Tensor, weights_TK: Tensor, plan: RoutingPlan
@@ -173,9 +185,11 @@ class _WeightedCombine(torch.autograd.Function):
         add: Tensor | None,
         plan: RoutingPlan,
         dispatcher: LocalDispatcher,
+        sent: InFlight[Tensor] | None,
     ) -> Tensor:
         _save_plan(ctx, plan, dispatcher, y_RD, weights_TK)
-        return unpermute(dispatcher.send_back(y_RD, plan), plan.place_TK, add, weights_TK)
+        results = dispatcher.send_back(y_RD, plan) if sent is None else sent.wait()
+        return unpermute(results, plan.place_TK, add, weights_TK)
 
     @staticmethod
     def backward(ctx: Any, dx_TD: Tensor) -> tuple[Tensor | None, ...]:
@@ -188,8 +202,8 @@ class _WeightedCombine(torch.autograd.Function):
                 weight_R1 = _Dispatch.apply(weights_TK, plan, dispatcher).gather(1, chosen_R1)
                 return _Combine.apply(y_RD.float() * weight_R1, plan, dispatcher).to(y_RD.dtype)
 
-            return *differentiable_gradients(formula, (y_RD, weights_TK), (dx_TD,)), dadd, None, None
-        return *dispatcher.combine_backward(dx_TD, y_RD, weights_TK, plan), dadd, None, None
+            return *differentiable_gradients(formula, (y_RD, weights_TK), (dx_TD,)), dadd, None, None, None
+        return *dispatcher.combine_backward(dx_TD, y_RD, weights_TK, plan), dadd, None, None, None
 
 
 class _Dispatch(torch.autograd.Function):

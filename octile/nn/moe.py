@@ -167,8 +167,12 @@ class MoE(FusableModule):
         x_TD = x.flatten(0, 1)
         routing, plan = self._route(x_TD, shape[0])
         y_RD = self.experts(self.dispatcher.dispatch(x_TD, plan), plan.offs_E)
+        sent = None
+        if self.dispatcher.exchanges:  # while the shared experts run
+            with torch.no_grad():
+                sent = self.dispatcher.begin_send_back(y_RD.detach(), plan)
         shared_TD = None if self.shared_experts is None else self.shared_experts(x_TD)
-        return self.dispatcher.combine(y_RD, routing.weights_TK, plan, shared_TD).view(shape)
+        return self.dispatcher.combine(y_RD, routing.weights_TK, plan, shared_TD, sent).view(shape)
 
     def decide_fusion(self) -> Fusion | None:
         """Return how the experts' GEMMs and SwiGLU are fused, or None if they are called one after the other."""
