@@ -4,9 +4,9 @@ import copy
 import datetime
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import pytest
@@ -69,6 +69,12 @@ def loss(y: Tensor, total: Tensor, target: Tensor) -> Tensor:
     return (y.to(total.dtype).sum() - target).square() + total
 
 
+def autocast() -> AbstractContextManager[object]:
+    """BF16 on a GPU, as in training."""
+    is_cpu = torch.get_default_device().type == "cpu"
+    return nullcontext() if is_cpu else torch.autocast("cuda", torch.bfloat16)
+
+
 def schedule_on(name: str, n_ranks: int) -> Schedule:
     """With as few micro-batches as the schedule takes, but for GPipe and 1F1B."""
     stages = 2 * n_ranks if name == "dualpipev" else n_ranks
@@ -102,7 +108,8 @@ def alone(model: Sequence[nn.Module], inputs: Sequence[Tensor], targets: Sequenc
             outputs = stage(*outputs)
         losses.append(loss(*outputs, target))
         losses[-1].backward()
-    return Expected(torch.stack(losses).detach().double(), [[p.grad for p in stage.parameters()] for stage in model])
+    gradients = [[p.grad.cpu() for p in stage.parameters()] for stage in model]
+    return Expected(torch.stack(losses).detach().double().cpu(), gradients)
 
 
 def on_rank_0(work: Callable[[], T], group: dist.ProcessGroup) -> T:
@@ -118,7 +125,7 @@ def pipeline_of(schedule: Schedule, model: Sequence[nn.Module], group: dist.Proc
 
 
 def gradients_of(pipeline: Pipeline) -> dict[int, list[Tensor]]:
-    return {stage: [p.grad for p in module.parameters()] for stage, module in pipeline.stages.items()}
+    return {stage: [p.grad.cpu() for p in module.parameters()] for stage, module in pipeline.stages.items()}
 
 
 def trains_as_one_process(name: str, kind: type[nn.Module], group: dist.ProcessGroup) -> None:
@@ -126,7 +133,7 @@ def trains_as_one_process(name: str, kind: type[nn.Module], group: dist.ProcessG
     model, (inputs, targets) = whole_model(kind, schedule), batch_of(kind, schedule)
     pipeline = pipeline_of(schedule, model, group)
     expected = on_rank_0(lambda: alone(model, inputs, targets), group)
-    assert torch.equal(pipeline.step(inputs, targets), expected.losses)
+    assert torch.equal(pipeline.step(inputs, targets).cpu(), expected.losses)
     for stage, gradients in gradients_of(pipeline).items():
         for found, wanted in zip(gradients, expected.gradients[stage], strict=True):
             rtol = TOLERANCE[found.dtype]
@@ -148,10 +155,12 @@ def trains_a_model_with_multi_token_prediction(name: str, group: dist.ProcessGro
 
     def whole() -> tuple[Tensor, dict[str, Tensor]]:
         model = apply_recipe(build(config, seed=0), Recipe.deepseek_v3())
-        losses = [model(x, x) for x in tokens]
+        with autocast():
+            losses = [model(x, x) for x in tokens]
         for one in losses:
             one.backward()
-        return torch.stack(losses).detach().double(), {name: p.grad for name, p in model.named_parameters()}
+        gradients = {name: p.grad.cpu() for name, p in model.named_parameters()}
+        return torch.stack(losses).detach().double().cpu(), gradients
 
     expected, gradients = on_rank_0(whole, group)
     stages = split_stages(apply_recipe(build(config, seed=0), Recipe.deepseek_v3()), schedule.n_stages)
@@ -163,11 +172,13 @@ def trains_a_model_with_multi_token_prediction(name: str, group: dist.ProcessGro
     if schedule.rank(0, 0) != rank and stages[-1] in own.values():
         nn.init.zeros_(stages[-1].model.embed_tokens.weight)
     pipeline = Pipeline(schedule, own, stages[-1].loss, group=group, tied=stages[-1].tied)
-    assert torch.equal(pipeline.step(tokens, tokens), expected)
+    with autocast():
+        losses = pipeline.step(tokens, tokens)
+    assert torch.equal(losses.cpu(), expected)
     for module in pipeline.stages.values():
         for name, p in module.named_parameters():
             wanted = gradients[name]
-            torch.testing.assert_close(p.grad, wanted, rtol=1e-5, atol=1e-5 * wanted.abs().max().item())
+            torch.testing.assert_close(p.grad.cpu(), wanted, rtol=1e-5, atol=1e-5 * wanted.abs().max().item())
 
 
 def evaluates(group: dist.ProcessGroup) -> None:
@@ -176,7 +187,7 @@ def evaluates(group: dist.ProcessGroup) -> None:
     pipeline = pipeline_of(schedule, model, group)
     losses = pipeline.evaluate(inputs, targets)
     assert all(p.grad is None for module in pipeline.stages.values() for p in module.parameters())
-    assert torch.equal(losses, on_rank_0(lambda: alone(model, inputs, targets).losses, group))
+    assert torch.equal(losses.cpu(), on_rank_0(lambda: alone(model, inputs, targets).losses, group))
     assert torch.equal(pipeline.step(inputs, targets), losses)
 
 
@@ -189,7 +200,7 @@ def other_shapes_in_the_next_step(group: dist.ProcessGroup) -> None:
         of_rows = [x[:rows] for x in inputs]
         expected = on_rank_0(lambda: alone(model, of_rows, targets).losses, group)  # noqa: B023
         given = of_rows if pipeline.is_first else [x.to("meta") for x in of_rows]
-        assert torch.equal(pipeline.step(given, targets if pipeline.is_last else None), expected)
+        assert torch.equal(pipeline.step(given, targets if pipeline.is_last else None).cpu(), expected)
 
 
 def holds_no_more_activations_than_the_simulation(group: dist.ProcessGroup) -> None:
@@ -296,21 +307,26 @@ def cases(groups: Mapping[int, dist.ProcessGroup | None]) -> dict[str, Callable[
     return found
 
 
-def run(rank: int, folder: str) -> None:
-    """Run the cases of 2, 4 and 8 ranks on the last ranks of the world, whose numbers in their group are others."""
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{Path(folder) / 'store'}",
-        rank=rank,
-        world_size=WORLD,
-        timeout=datetime.timedelta(seconds=20),
-    )
+def run(rank: int, folder: str, device: str = "cpu") -> None:
+    """Run the cases of 2, 4 and 8 ranks on the last ranks of a gloo world, whose numbers in their group are others.
+
+    On GPUs run the cases of 2 ranks, by NCCL.
+    """
     torch.set_num_threads(1)
-    groups = {size: dist.new_group(range(WORLD - size, WORLD)) for size in SIZES}
+    world = WORLD if device == "cpu" else 2
+    timeout, device_id = datetime.timedelta(seconds=30), None
+    if device == "cuda":
+        device_id = torch.device("cuda", rank)
+        torch.cuda.set_device(device_id)
+        torch.set_default_device(device_id)
+        torch.use_deterministic_algorithms(True)
+    backend = "gloo" if device == "cpu" else "nccl"
+    dist.init_process_group(backend, f"file://{folder}/store", timeout, world, rank, device_id=device_id)
+    groups = {size: dist.new_group(range(world - size, world)) for size in SIZES if size <= world}
     of_size = {size: cases({size: group}) for size, group in groups.items()}
-    own = {
-        name: case if rank >= WORLD - size else lambda: None for size, c in of_size.items() for name, case in c.items()
-    }
+    own = {}
+    for size, of_group in of_size.items():
+        own |= of_group if rank >= world - size else dict.fromkeys(of_group, lambda: None)
     run_cases(own, folder, rank)
     dist.barrier()
     dist.destroy_process_group()
