@@ -5,5 +5,9 @@ from octile.lab.commands import Command, CommandGroup
 PLAN = CommandGroup(
     "plan",
     "octile.plan",
-    {"schedule": Command("schedule", "Draw a pipeline schedule, and compare all schedules at its size.")},
+    {
+        "cluster": Command("cluster", "Plan training on a cluster: memory, time, cost, and the best layouts."),
+        "published": Command("published_command", "Compare the plan's figures with published and measured ones."),
+        "schedule": Command("schedule", "Draw a pipeline schedule, and compare all schedules at its size."),
+    },
 )

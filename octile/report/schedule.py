@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from octile.parallel.schedules import SCHEDULES, Action, ActionType, Costs, Simulation
+from octile.parallel.schedules import SCHEDULES, Action, ActionType, Costs, Simulation, StageCosts
 from octile.parallel.schedules.actions import parts
 from octile.report.style import COLOR, WIDE, save_drawing
 
@@ -69,13 +69,13 @@ def draw_schedule(figure: Figure, simulation: Simulation) -> None:
     for kind, (_, color) in LEGEND.items():
         for is_pale in (False, True):
             places = [cell for cell in drawn if (cell.action.computation_type, cell.is_pale) == (kind, is_pale)]
-            boxes = [_box(cell.rank, cell.start, cell.width) for cell in places]
+            boxes = [corners(cell.rank, cell.start, cell.width) for cell in places]
             alpha = PALE if is_pale else 1
             axes.add_collection(PolyCollection(boxes, facecolor=COLOR[color], alpha=alpha, linewidth=0))
     for is_pair, edge, width in ((False, "paper", 0.8), (True, "ink", 1.2)):
         spans = [(rank, span) for rank, row in enumerate(simulation.spans) for span in row]
         outlined = [(rank, span) for rank, span in spans if (span.action.sub_actions is not None) == is_pair]
-        boxes = [_box(rank, span.start, span.end - span.start) for rank, span in outlined]
+        boxes = [corners(rank, span.start, span.end - span.start) for rank, span in outlined]
         axes.add_collection(PolyCollection(boxes, facecolor="none", edgecolor=COLOR[edge], linewidth=width))
     for cell in drawn:
         middle, number = cell.start + cell.width / 2, str(cell.action.microbatch_index)
@@ -86,7 +86,7 @@ def draw_schedule(figure: Figure, simulation: Simulation) -> None:
     figure.legend(handles=entries, loc="outside lower left", ncols=len(entries), frameon=False, fontsize=9)
 
 
-def _box(rank: int, start: float, width: float) -> list[tuple[float, float]]:
+def corners(rank: int, start: float, width: float) -> list[tuple[float, float]]:
     """The corners of a cell."""
     low, high = rank - HEIGHT / 2, rank + HEIGHT / 2
     return [(start, low), (start + width, low), (start + width, high), (start, high)]
@@ -136,14 +136,21 @@ def describe(simulation: Simulation) -> tuple[str, str, str]:
     )
 
 
-def describe_costs(costs: Costs) -> str:
+def describe_costs(costs: Costs | StageCosts) -> str:
     """The times of actions by their symbols."""
+    if isinstance(costs, StageCosts):
+        return "times differ between stages"
     text = f"F = {costs.forward:g}, B = {costs.backward:g}, W = {costs.weight_gradient:g}, F&B = {costs.overlapped:g}"
     return f"{text}, communication {costs.communication:g}" if costs.communication else text
 
 
 def compare_bubble(simulation: Simulation) -> str:
-    """The bubble compared with its formula: "6 = (PP/2−1)(F&B+B−3W)", or both values if they differ."""
+    """The bubble compared with its formula: "6 = (PP/2−1)(F&B+B−3W)", or both values if they differ.
+
+    Formulas are for stages that take the same time; where they do not, the bubble stands alone.
+    """
+    if isinstance(simulation.costs, StageCosts):
+        return f"{simulation.bubble:g}"
     kind = SCHEDULES[simulation.schedule.name]
     by_formula = kind.bubble(simulation.schedule.n_stages, simulation.costs)
     return _compare(simulation.bubble, kind.bubble_formula, by_formula)

@@ -14,7 +14,15 @@ from octile.parallel.schedules.actions import Action, ActionType
 from octile.parallel.schedules.catalog import SCHEDULES, ScheduleKind, make_schedule
 from octile.parallel.schedules.communication import add_communication
 from octile.parallel.schedules.schedule import Schedule
-from octile.parallel.schedules.simulation import Costs, Simulation, Span, simulate
+from octile.parallel.schedules.simulation import (
+    Costs,
+    Simulation,
+    Span,
+    StageCosts,
+    held_activations,
+    run_actions,
+    simulate,
+)
 
 __all__ = [
     "SCHEDULES",
@@ -25,7 +33,10 @@ __all__ = [
     "ScheduleKind",
     "Simulation",
     "Span",
+    "StageCosts",
     "add_communication",
+    "held_activations",
     "make_schedule",
+    "run_actions",
     "simulate",
 ]

@@ -8,10 +8,10 @@ after it was computed; sending and receiving take no time of a rank's own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from octile.parallel.schedules.actions import GRADIENTS, Action, ActionType, parts
 from octile.parallel.schedules.schedule import Schedule
@@ -69,12 +69,34 @@ class Costs:
         }
 
 
+@dataclass(frozen=True)
+class StageCosts:
+    """The times of actions that differ between stages.
+
+    Attributes:
+        stages: those of each stage; their pairs and communication are not read.
+        pairs: (stage of the forward pass, stage of the backward pass) → an overlapped pair of both.
+        communication: from the end of an action until another rank has its result.
+    """
+
+    stages: tuple[Costs, ...]
+    pairs: Mapping[tuple[int, int], float]
+    communication: float = 0
+
+    def of(self, action: Action) -> float:
+        """The time of an action."""
+        if action.sub_actions is None:
+            return self.stages[action.stage_index].of(action)
+        forward, backward = action.sub_actions
+        return self.pairs[forward.stage_index, backward.stage_index]
+
+
 class Span(NamedTuple):
-    """An action with the times at which it begins and ends."""
+    """An action with the times at which it begins and ends; arrays if many replicas are simulated."""
 
     action: Action
-    start: float
-    end: float
+    start: Any
+    end: Any
 
 
 @dataclass(frozen=True)
@@ -88,7 +110,7 @@ class Simulation:
     """
 
     schedule: Schedule
-    costs: Costs
+    costs: Costs | StageCosts
     spans: tuple[tuple[Span, ...], ...] = field(repr=False)
 
     @cached_property
@@ -112,10 +134,10 @@ class Simulation:
 
         They are held from the beginning of the forward pass to the end of the full backward pass or weight gradient.
         """
-        return tuple(max(_held(spans)) for spans in self.spans)
+        return held_activations(self.schedule)
 
 
-def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
+def simulate(schedule: Schedule, costs: Costs | StageCosts | None = None) -> Simulation:
     """Simulate a schedule.
 
     Args:
@@ -126,7 +148,33 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
         ValueError: the schedule deadlocks.
     """
     costs = costs or Costs()
-    finished: dict[tuple[bool, int, int], tuple[float, int]] = {}  # result → when, and on which rank
+    spans = run_actions(schedule, lambda rank, action: costs.of(action), costs.communication, 0.0, max)
+    return Simulation(schedule, costs, tuple(map(tuple, spans)))
+
+
+def run_actions(
+    schedule: Schedule,
+    duration: Callable[[int, Action], Any],
+    communication: Any,
+    beginning: Any,
+    later: Callable[[Any, Any], Any],
+) -> list[list[Span]]:
+    """Run the actions of a schedule, by numbers or by arrays of them with an element for each of many replicas.
+
+    Args:
+        schedule: the schedule.
+        duration: (rank, action) → how long it takes.
+        communication: from the end of an action until another rank has its result.
+        beginning: the time at which every rank begins.
+        later: the later of two times, for arrays in each element.
+
+    Returns:
+        For each rank its actions in order, with their times.
+
+    Raises:
+        ValueError: the schedule deadlocks.
+    """
+    finished: dict[tuple[bool, int, int], tuple[Any, int]] = {}  # result → when, and on which rank
     waiting: dict[tuple[bool, int, int], list[int]] = {}  # result → ranks whose next action needs it
     spans: list[list[Span]] = [[] for _ in schedule.actions]
     runnable = list(range(schedule.n_ranks))
@@ -139,10 +187,10 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
             if missing is not None:
                 waiting.setdefault(missing, []).append(rank)
                 break
-            start = spans[rank][-1].end if spans[rank] else 0.0
+            start = spans[rank][-1].end if spans[rank] else beginning
             for when, source in (finished[needed] for needed in inputs):
-                start = max(start, when + (costs.communication if source != rank else 0))
-            end = start + costs.of(action)
+                start = later(start, when + communication if source != rank else when)
+            end = start + duration(rank, action)
             spans[rank].append(Span(action, start, end))
             for part in parts(action):
                 if part.computation_type != ActionType.BACKWARD_WEIGHT:
@@ -154,7 +202,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
             f"schedule {schedule.name} deadlocks: rank {ranks[0]} waits for the "
             f"{'forward' if is_forward else 'backward'} pass of stage {stage} for micro-batch {batch}, which never runs"
         )
-    return Simulation(schedule, costs, tuple(map(tuple, spans)))
+    return spans
 
 
 def _result(part: Action) -> tuple[bool, int, int]:
@@ -175,11 +223,16 @@ def _inputs(part: Action, n_stages: int) -> Iterator[tuple[bool, int, int]]:
             yield False, stage + 1, batch
 
 
-def _held(spans: tuple[Span, ...]) -> Iterator[int]:
+def held_activations(schedule: Schedule) -> tuple[int, ...]:
+    """The most activations that each rank holds at once: they follow from the order of its actions."""
+    return tuple(max(_held(actions)) for actions in schedule.actions)
+
+
+def _held(actions: tuple[Action, ...]) -> Iterator[int]:
     """The number of activations that a rank holds during each of its actions."""
     held = 0
-    for span in spans:
-        kinds = [part.computation_type for part in parts(span.action)]
+    for action in actions:
+        kinds = [part.computation_type for part in parts(action)]
         held += kinds.count(ActionType.FORWARD)
         yield held
         held -= kinds.count(ActionType.FULL_BACKWARD) + kinds.count(ActionType.BACKWARD_WEIGHT)

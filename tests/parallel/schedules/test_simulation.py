@@ -2,11 +2,21 @@
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octile.parallel.schedules import SCHEDULES, ActionType, Costs, Schedule, make_schedule, simulate
+from octile.parallel.schedules import (
+    SCHEDULES,
+    ActionType,
+    Costs,
+    Schedule,
+    StageCosts,
+    make_schedule,
+    run_actions,
+    simulate,
+)
 from octile.parallel.schedules.actions import backward, forward, parts
 from tests.parallel.schedules.sizes import costs, schedules, sizes
 
@@ -106,3 +116,26 @@ def test_a_time_must_be_positive(name):
 def test_communication_must_not_be_negative():
     with pytest.raises(ValueError, match="communication must be at least 0"):
         Costs(communication=-1)
+
+
+@given(schedules(), costs(max_communication=12))
+def test_stages_with_the_same_times_are_simulated_as_one_time_for_all(schedule, costs):
+    n = schedule.n_stages
+    pairs = {(f, b): costs.overlapped for f in range(n) for b in range(n)}
+    of_stages = StageCosts((costs,) * n, pairs, costs.communication)
+    assert simulate(schedule, of_stages).spans == simulate(schedule, costs).spans
+
+
+def test_a_slow_stage_takes_its_own_time():
+    slow = Costs(forward=3)
+    result = simulate(make_schedule("1f1b", 2, 1), StageCosts((Costs(), slow), {}))
+    assert [span.end for span in result.spans[1]] == [4.0, 6.0]
+
+
+@given(schedules(), costs(max_communication=12))
+def test_replicas_are_simulated_as_arrays_with_the_same_times(schedule, costs):
+    rows = run_actions(
+        schedule, lambda rank, action: np.full(2, float(costs.of(action))), costs.communication, np.zeros(2), np.maximum
+    )
+    for row, spans in zip(rows, simulate(schedule, costs).spans, strict=True):
+        np.testing.assert_array_equal([span.end for span in row], [[span.end] * 2 for span in spans])

@@ -1,0 +1,256 @@
+"""`octile plan cluster`: memory, time and cost of training a model on a cluster, and the best layouts.
+
+The model of the cluster adds up the kernels of a step at their measured rates (work.py, durations.py), simulates the
+pipeline's schedule with these times (step.py), and searches the layouts that fit (search.py).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from rich.console import Console
+
+from octile.checkpoint.files import check_output_file
+from octile.lab.pages.page import Table, screen_table
+from octile.models.config import PRESETS
+from octile.plan.exchange import experts_at_equal_cost
+from octile.plan.hardware import Cluster, read_cluster
+from octile.plan.layout import Layout, ScheduleName
+from octile.plan.memory import why_not_fitting
+from octile.plan.published import published_layout
+from octile.plan.replicas import ReplicaTimes, Scatter, simulate_replicas
+from octile.plan.search import Search, search
+from octile.plan.step import StepPlan, plan_step
+from octile.plan.trace import write_trace
+from octile.report.plan import save_plan
+from octile.validation import Range, check_fields
+
+SHOWN = 8  # layouts of a search that are printed
+SEQUENCES_PER_GPU = 8  # of a batch where none is published
+Count = Annotated[int, Range(at_least=1, at_most=2**24)]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Plan the training of a model on a cluster: memory, time and cost of a step, and the best layouts.
+
+    Without a layout the published one is planned if the cluster's file has one, and the fastest one otherwise.
+
+    Attributes:
+        preset: the model: tiny, small, medium, v2_lite_16b, v2_236b or v3_671b.
+        cluster: h800_2048, h200_8 or h200_2048, or a TOML file like those in octile/plan/clusters.
+        gpus: GPUs of the cluster, if not all.
+        pp: ranks of the pipeline.
+        ep: ranks over which the experts are spread.
+        schedule: of the pipeline: gpipe, 1f1b, zb1p, dualpipe, dualpipev or chimera.
+        batch_size: sequences of a step.
+        micro_batch_size: sequences of a micro-batch on one rank.
+        sequence_length: tokens of a sequence.
+        scatter: how the GPUs' times differ from the planned ones: simulated if anything is given.
+        out: the picture of the step to write, .svg or .png.
+        trace: the Chrome trace of the step to write.
+        json: print JSON and write no file.
+    """
+
+    preset: str = "v3_671b"
+    cluster: str = "h800_2048"
+    gpus: Count | None = None
+    pp: Count | None = None
+    ep: Count | None = None
+    schedule: ScheduleName | None = None
+    batch_size: Count | None = None
+    micro_batch_size: Count | None = None
+    sequence_length: Count | None = None
+    scatter: Scatter = field(default_factory=Scatter)
+    out: Path = Path("plan/step.svg")
+    trace: Path = Path("plan/trace.json")
+    json: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.preset not in PRESETS:
+            raise ValueError(f"unknown preset {self.preset!r}; there are {', '.join(PRESETS)}")
+        if self.out.suffix not in (".svg", ".png"):
+            raise ValueError(f"out must end in .svg or .png, not {self.out.name!r}")
+        if not self.json:
+            check_output_file("trace", self.trace)
+
+    def read(self) -> Cluster:
+        """The cluster with the number of GPUs that is asked for.
+
+        Raises:
+            ValueError, FileNotFoundError: as for `read_cluster`; or there are fewer GPUs.
+        """
+        cluster = read_cluster(self.cluster)
+        if self.gpus is None:
+            return cluster
+        if self.gpus > cluster.gpus:
+            raise ValueError(f"gpus must be at most the {cluster.gpus:,} of cluster {cluster.name}, not {self.gpus:,}")
+        return replace(cluster, gpus=self.gpus)
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """The fields of the layout that are given."""
+        names = ("pp", "ep", "schedule", "batch_size", "micro_batch_size", "sequence_length")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the command found: the planned step, the search and the simulation of all GPUs, if it was asked for."""
+
+    plan: StepPlan
+    search: Search
+    replicas: ReplicaTimes | None
+
+
+def run(options: Options) -> None:
+    """Plan, and print or write the result.
+
+    Raises:
+        ValueError, FileNotFoundError: the cluster is unknown, or a layout does not divide it or does not fit.
+    """
+    result = make_plan(options)
+    if options.json:
+        print(json.dumps(as_json(options, result), indent=2))
+        return
+    plan = result.plan
+    title = f"{options.preset} on {plan.cluster.gpus:,} {plan.cluster.gpu.name}: {plan.layout}"
+    save_plan(options.out, title, plan.simulation, plan.seconds_by_kind, plan.memory)
+    write_trace(options.trace, plan)
+    _print(title, result)
+    console = Console()
+    console.print(f"picture: {options.out}\ntrace: {options.trace}", highlight=False, soft_wrap=True)
+
+
+def make_plan(options: Options) -> Result:
+    """Plan what the options ask for.
+
+    Raises:
+        ValueError, FileNotFoundError: as for `run`.
+    """
+    cluster, model = options.read(), PRESETS[options.preset]()
+    is_whole = options.gpus in (None, read_cluster(options.cluster).gpus)
+    published = published_layout(cluster, options.preset) if is_whole else None
+    length = min(Layout.sequence_length, model.max_position_embeddings)
+    default = published or Layout(batch_size=SEQUENCES_PER_GPU * cluster.gpus, sequence_length=length)
+    layout = replace(default, **options.layout)
+    plan = None
+    if published is not None or {"pp", "ep", "schedule"} & set(options.layout):
+        plan = plan_step(model, layout, cluster)
+        if reason := why_not_fitting(plan.memory, cluster):
+            raise ValueError(f"{layout} does not fit: {reason}")
+    found = search(model, cluster, layout)
+    if plan is None:
+        if not found.plans:
+            raise ValueError(f"no layout of {options.preset} fits on {cluster.name}: {_most_common(found)}")
+        plan = found.plans[0]
+    replicas = None
+    if options.scatter.jitter or options.scatter.slow_gpus:
+        schedule, costs = plan.simulation.schedule, plan.simulation.costs
+        replicas = simulate_replicas(schedule, costs, plan.layout.dp(cluster), plan.layout.ep, options.scatter)
+    return Result(plan, found, replicas)
+
+
+def as_json(options: Options, result: Result) -> dict[str, Any]:
+    """The result as JSON: times in seconds, memory in bytes."""
+    plan = result.plan
+    content: dict[str, Any] = {
+        "preset": options.preset,
+        "cluster": plan.cluster.name,
+        "gpus": plan.cluster.gpus,
+        "layout": asdict(plan.layout) | {"dp": plan.layout.dp(plan.cluster)},
+        "step_seconds": plan.seconds,
+        "tokens_per_second_per_gpu": plan.tokens_per_second_per_gpu,
+        "gpu_hours_per_trillion_tokens": plan.gpu_hours_per_trillion_tokens,
+        "dollars_per_trillion_tokens": plan.dollars_per_trillion_tokens,
+        "mfu": plan.mfu,
+        "causal_mfu": plan.causal_mfu,
+        "bubble_seconds": plan.simulation.bubble,
+        "pair_seconds": plan.pair_seconds,
+        "seconds": plan.seconds_by_kind,
+        "memory": plan.memory,
+        "best": [
+            {
+                "layout": asdict(other.layout),
+                "step_seconds": other.seconds,
+                "gpu_hours_per_trillion_tokens": other.gpu_hours_per_trillion_tokens,
+                "why_not_best": result.search.why_not_best(other),
+            }
+            for other in result.search.plans
+        ],
+        "ruled_out": [{"layout": asdict(no.layout), "reason": no.reason} for no in result.search.ruled_out],
+    }
+    if plan.cluster.network is not None:
+        per_node, in_all = experts_at_equal_cost(plan.model, plan.cluster)
+        content["experts_at_equal_cost"] = {"per_node": per_node, "per_token": in_all}
+    if result.replicas is not None:
+        content["with_scatter"] = {"step_seconds": result.replicas.step + plan.seconds - result.replicas.planned}
+    return content
+
+
+def _print(title: str, result: Result) -> None:
+    plan, console = result.plan, Console()
+
+    def line(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    cluster, layout = plan.cluster, plan.layout
+    line(title)
+    line(
+        f"DP{layout.dp(cluster)}, {layout.micro_batches(cluster)} micro-batches of {layout.micro_batch_tokens:,} "
+        f"tokens, {plan.tokens:,} tokens a step"
+    )
+    price = plan.dollars_per_trillion_tokens
+    rows = [
+        ("a step", f"{plan.seconds:.4g} s"),
+        ("tokens/s per GPU", f"{plan.tokens_per_second_per_gpu:,.0f}"),
+        ("GPU hours per 10¹² tokens", f"{plan.gpu_hours_per_trillion_tokens:,.0f}"),
+        *([("cost per 10¹² tokens", f"${price:,.0f}")] if price else []),
+        ("MFU; without MTP, causal", f"{plan.mfu:.1%}; {plan.causal_mfu:.1%}"),
+    ]
+    console.print(screen_table(Table(("step", ""), rows)))
+    kinds = plan.seconds_by_kind
+    console.print(screen_table(Table(("busiest rank", "s", "%"), _shares(kinds, 1.0))))
+    console.print(screen_table(Table(("memory of a rank", "GB", "%"), _shares(plan.memory, 1e-9))))
+    if cluster.network is not None:
+        per_node, in_all = experts_at_equal_cost(plan.model, cluster)
+        line(
+            f"a row that crosses the network can reach {per_node:.1f} experts of a node meanwhile, {in_all:.1f} in "
+            f"{plan.model.topk_group} groups"
+        )
+    if result.replicas is not None:
+        line(f"with scatter of all {cluster.gpus:,} GPUs the pipeline takes {result.replicas.loss:.1%} longer")
+    best = result.search.plans[:SHOWN]
+    found = [
+        (str(other.layout), f"{other.gpu_hours_per_trillion_tokens:,.0f}", result.search.why_not_best(other))
+        for other in best
+    ]
+    console.print(screen_table(Table(("layout", "GPU hours", "why not"), found)))
+    line(f"{len(result.search.plans):,} layouts fit, {len(result.search.ruled_out):,} do not:")
+    for reason, count in _reasons(result.search).most_common(SHOWN):
+        line(f"  {count:5,} {reason}")
+
+
+def _shares(parts: dict[str, float], unit: float) -> list[tuple[str, str, str]]:
+    total = sum(parts.values())
+    return [(name, f"{value * unit:.3g}", f"{value / total:.1%}") for name, value in parts.items()]
+
+
+def _reasons(found: Search) -> Counter[str]:
+    """How often each reason rules a layout out; reasons that differ in numbers count together, by their first."""
+    firsts: dict[str, str] = {}
+    counts: Counter[str] = Counter()
+    for no in found.ruled_out:
+        kind = re.sub(r"[\d,.]+", "#", no.reason)
+        counts[firsts.setdefault(kind, f"such as {no.layout}: {no.reason}")] += 1
+    return counts
+
+
+def _most_common(found: Search) -> str:
+    return _reasons(found).most_common(1)[0][0]

@@ -1,0 +1,189 @@
+"""The description of a cluster: GPUs, links and what kernels reach of them, read from TOML files.
+
+The files of `octile/plan/clusters` are known by their names; a user's own file is given by its path. A file says what
+the data sheets say. What kernels reach of that is the same for all clusters (`efficiencies.toml`, with sources) and was
+measured on one H200.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any
+
+from octile.validation import Range, check_fields, from_json
+
+CLUSTERS = Path(__file__).parent / "clusters"
+EFFICIENCIES = Path(__file__).parent / "efficiencies.toml"
+
+Count = Annotated[int, Range(at_least=1, at_most=10**7)]
+Rate = Annotated[float, Range(above=0)]
+Seconds = Annotated[float, Range(at_least=0)]
+Share = Annotated[float, Range(above=0, at_most=1)]
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU by its data sheet.
+
+    Attributes:
+        name: in print.
+        multiprocessors: SMs.
+        bf16_peak, fp8_peak: dense FLOP/s.
+        memory: bytes.
+        memory_bandwidth: bytes per second.
+    """
+
+    name: str
+    multiprocessors: Count
+    bf16_peak: Rate
+    fp8_peak: Rate
+    memory: Rate
+    memory_bandwidth: Rate
+
+    def __post_init__(self) -> None:
+        check_fields(self, "gpu.")
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link of a GPU: bytes per second in one direction, and seconds until the first byte arrives."""
+
+    bandwidth: Rate
+    latency: Seconds
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True)
+class Efficiencies:
+    """What kernels reach of a data sheet; `efficiencies.toml` has each with its source.
+
+    attention_keys are keys that a query costs in addition to those that it attends to, expert_deviation is the standard
+    deviation of an expert's tokens, of the mean. Latencies are seconds, rates bytes per second. The others are shares:
+    of the FP8 peak (fp8_…), of the BF16 peak (bf16_…, attention_…), of a link (nvlink, nvlink_collective, network), of
+    the speed without the other (during_exchange, during_gemm), of an overlapped pair (overlap), or of the memory
+    bandwidth.
+    """
+
+    fp8_gemm: Share
+    fp8_gemm_unhidden: Share
+    fp8_wgrad: Share
+    fp8_wgrad_unhidden: Share
+    gemm_latency: Seconds
+    bf16_gemm: Share
+    attention_forward: Share
+    attention_backward: Share
+    attention_keys: Annotated[float, Range(at_least=0)]
+    copy: Share
+    quantize: Share
+    requantize: Share
+    norm: Share
+    norm_backward: Share
+    swiglu: Share
+    swiglu_backward: Share
+    permute: Share
+    unpermute: Share
+    rotate: Share
+    latent_keys: Share
+    latent_keys_backward: Share
+    cross_entropy: Share
+    optimizer: Share
+    operator_latency: Seconds
+    dispatch_rate: Rate
+    combine_rate: Rate
+    nvlink: Share
+    nvlink_collective: Share
+    network: Share
+    during_exchange: Share
+    during_gemm: Share
+    overlap: Share
+    expert_deviation: Annotated[float, Range(at_least=0)]
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A cluster of equal nodes.
+
+    Attributes:
+        name: in print.
+        gpus, gpus_per_node: all GPUs, and those that NVLink connects.
+        gpu: their data sheet.
+        nvlink: within a node.
+        network: between nodes, of one GPU; None if there is one node.
+        exchange_multiprocessors: SMs that a GPU has for dispatch and combine while it computes.
+        dollars_per_gpu_hour: the price; None: no cost is reported.
+        layouts: layouts of published runs by preset, as tables of `Layout`'s fields.
+
+    Raises:
+        ValueError: a field is out of range, nodes do not divide the GPUs, or there is no network between nodes.
+    """
+
+    name: str
+    gpus: Count
+    gpus_per_node: Count
+    gpu: Gpu
+    nvlink: Link
+    network: Link | None = None
+    exchange_multiprocessors: Annotated[int, Range(at_least=0)] = 20
+    dollars_per_gpu_hour: Rate | None = None
+    layouts: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.gpus % min(self.gpus, self.gpus_per_node):
+            raise ValueError(f"gpus must be a multiple of gpus_per_node, {self.gpus_per_node}, not {self.gpus}")
+        if self.gpus > self.gpus_per_node and self.network is None:
+            raise ValueError(
+                f"network is missing: {self.gpus:,} GPUs are {self.gpus // self.gpus_per_node:,} nodes of "
+                f"{self.gpus_per_node}"
+            )
+        if self.exchange_multiprocessors >= self.gpu.multiprocessors:
+            raise ValueError(
+                f"exchange_multiprocessors must be below the {self.gpu.multiprocessors} SMs of the GPU, not "
+                f"{self.exchange_multiprocessors}"
+            )
+
+
+def cluster_names() -> tuple[str, ...]:
+    """The names of the clusters that come with octile."""
+    return tuple(sorted(path.stem for path in CLUSTERS.glob("*.toml")))
+
+
+def read_cluster(name: str) -> Cluster:
+    """Read a cluster: one of `cluster_names()`, or the path of a TOML file.
+
+    Raises:
+        ValueError: the name is unknown, or the file is damaged or lacks something; the message names the field.
+        FileNotFoundError: there is no such file.
+    """
+    if name in cluster_names():
+        return _read(Cluster, CLUSTERS / f"{name}.toml")
+    path = Path(name)
+    if path.suffix != ".toml":
+        known = ", ".join(cluster_names())
+        raise ValueError(f"unknown cluster {name!r}; there are {known}, or give the path of a .toml file")
+    if not path.is_file():
+        raise FileNotFoundError(f"cluster file {name!r} does not exist")
+    return _read(Cluster, path)
+
+
+@cache
+def read_efficiencies() -> Efficiencies:
+    """Read what kernels reach on Hopper."""
+    return _read(Efficiencies, EFFICIENCIES)
+
+
+def _read(cls: Any, path: Path) -> Any:
+    try:
+        return from_json(cls, tomllib.loads(path.read_text(encoding="utf-8")))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is damaged: byte {error.start} is not UTF-8") from None
+    except ValueError as error:  # of TOML or of a field
+        raise ValueError(f"{path}: {error}") from None

@@ -1,0 +1,141 @@
+"""The memory of a rank by kind, in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+
+from octile.models.config import ModelConfig
+from octile.models.counts import count_parameters
+from octile.parallel.schedules import Schedule, held_activations
+from octile.plan.exchange import hit_probability
+from octile.plan.hardware import Cluster
+from octile.plan.layout import Layout
+from octile.plan.stages import Stage
+from octile.plan.work import tiles
+from octile.train.kept_activations import kept_bytes
+
+GRADIENT_BYTES = 4  # FP32
+MASTER_BYTES = {"replicated": (4, 0), "sharded": (2, 4)}  # on every rank, and shared by the data-parallel ranks
+MOMENT_BYTES = 4  # two in BF16
+FP8_BYTES = 2  # a weight and its transpose
+USABLE = 0.94  # of a GPU's memory: the others are CUDA's context, NCCL's buffers and fragmentation
+
+
+def memory_by_kind(
+    c: ModelConfig, layout: Layout, cluster: Cluster, schedule: Schedule, stages: Sequence[Stage]
+) -> dict[str, float]:
+    """The memory of the rank that needs most.
+
+    Args:
+        c, layout, cluster: what is planned.
+        schedule: says which stages a rank has.
+        stages: the layers of each.
+
+    Returns:
+        Bytes by kind: weights, FP8 weights, gradients, moments (with masters that are sharded), activations, working.
+    """
+    held = held_activations(schedule)
+    ranks = (
+        _of_rank(c, layout, cluster, [stages[stage] for stage in schedule.stages(rank)], held[rank])
+        for rank in range(schedule.n_ranks)
+    )
+    return max(ranks, key=lambda kinds: sum(kinds.values()))
+
+
+def why_not_fitting(kinds: Mapping[str, float], cluster: Cluster) -> str | None:
+    """Say why a rank's memory does not suffice; None if it does."""
+    needed, usable = sum(kinds.values()), USABLE * cluster.gpu.memory
+    if needed <= usable:
+        return None
+    largest = max(kinds, key=lambda kind: kinds[kind])
+    return (
+        f"a rank needs {needed / 1e9:,.0f} GB, {kinds[largest] / 1e9:,.0f} of them for {largest}, and "
+        f"{usable / 1e9:,.0f} of the {cluster.gpu.name}'s {cluster.gpu.memory / 1e9:,.0f} GB are usable"
+    )
+
+
+def saved_bytes(c: ModelConfig, layout: Layout, is_moe: bool) -> float:
+    """The bytes that a layer saves of each token for its backward pass (docs/data_flow.md).
+
+    With experts on several ranks the rows that a rank was sent are saved, too.
+    """
+    d, h = c.hidden_size, c.num_attention_heads
+    saved = 2 * d + 4 + 2 * c.latent_dim + 4 + (2 * c.q_lora_rank + 4 if c.q_lora_rank else 0)
+    saved += 3 * h * c.v_head_dim // 2 + 4 * -(-h * c.v_head_dim // 128) + 4 * h
+    saved += 2 * d + 4
+    if not layout.recompute:
+        saved += kept_bytes(c) // (c.num_hidden_layers + c.num_nextn_predict_layers)
+    if not is_moe:
+        return saved + 2 * tiles(c.intermediate_size)
+    k = c.num_experts_per_tok
+    swiglu = 2 * tiles(c.n_shared_experts * c.moe_intermediate_size) + k * 2 * tiles(c.moe_intermediate_size) * (
+        1 + layout.spare_rows
+    )
+    received = layout.ep * hit_probability(c, layout.ep) * tiles(d) if layout.ep > 1 else 0
+    return saved + swiglu + received + 4 * c.n_routed_experts + 20 * k
+
+
+def held_parameters(c: ModelConfig, layout: Layout, stages: Sequence[Stage]) -> tuple[float, float, float]:
+    """The parameters of a rank with these stages: of experts, others that are quantized, others that are not."""
+    per_layer, dense, experts, table, prediction = _parameters(c)
+    routed = quantized = rest = 0.0
+    for part in (part for stage in stages for part in stage.parts):
+        quantized += part.layers * per_layer[0] + (part.layers - part.mixtures) * dense
+        rest += part.layers * per_layer[1]
+        routed += part.mixtures * experts / layout.ep
+        quantized += part.mixtures * per_layer[2]
+        if part.heads > 1:  # multi-token prediction
+            rest += prediction
+    tables = any(p.has_embedding for s in stages for p in s.parts) + any(p.heads for s in stages for p in s.parts)
+    return routed, quantized, rest + tables * table
+
+
+def _of_rank(c: ModelConfig, layout: Layout, cluster: Cluster, stages: Sequence[Stage], held: int) -> dict[str, float]:
+    routed, quantized, rest = held_parameters(c, layout, stages)
+    parameters, dp = routed + quantized + rest, layout.dp(cluster)
+    everywhere, shared = MASTER_BYTES[layout.masters]
+    sharded = routed / (dp // layout.ep) + (quantized + rest) / dp
+    parts = [part for stage in stages for part in stage.parts]
+    saved = [
+        sum(
+            part.mixtures * saved_bytes(c, layout, True) + (part.layers - part.mixtures) * saved_bytes(c, layout, False)
+            for part in stage.parts
+        )
+        for stage in stages
+    ]
+    tokens = layout.micro_batch_tokens
+    logits = 2 * 2 * tokens * c.vocab_size if any(part.heads for part in parts) else 0  # and their gradient
+    d, f, k = c.hidden_size, c.moe_intermediate_size, c.num_experts_per_tok
+    rows = tokens * k * (1 + layout.spare_rows)
+    return {
+        "weights": everywhere * parameters,
+        "FP8 weights": FP8_BYTES * (routed + quantized),
+        "gradients": GRADIENT_BYTES * parameters,
+        "moments": (MOMENT_BYTES + shared) * sharded,
+        "activations": held * tokens * sum(saved) / len(saved),  # as many micro-batches in each of a rank's stages
+        "working": rows * (2 * d + tiles(d) + 2 * 2 * f + 3 * f) + logits,
+    }
+
+
+@cache
+def _parameters_by_kind(c: ModelConfig) -> dict[str, int]:
+    return count_parameters(c).main
+
+
+def _parameters(c: ModelConfig) -> tuple[tuple[float, float, float], float, float, float, float]:
+    """Parameters of a layer.
+
+    Returns:
+        Of every layer those of attention and norms and, of a layer with experts, the shared ones; of a dense layer; all
+        routed experts of a layer; the embedding or the head; the projection of multi-token prediction.
+    """
+    d, main = c.hidden_size, _parameters_by_kind(c)
+    mixtures = c.num_hidden_layers - c.first_k_dense_replace
+    attention = main["attention projections"] / c.num_hidden_layers
+    shared = main.get("shared experts", 0) / max(mixtures, 1)
+    experts = main.get("routed experts", 0) / max(mixtures, 1)
+    dense = main.get("dense MLP", 0) / max(c.first_k_dense_replace, 1)
+    gate = main.get("gate", 0) / max(mixtures, 1)
+    norms = main["norms"] / c.num_hidden_layers
+    return (attention, norms + gate, shared), dense, experts, main["head"], 2 * d * d

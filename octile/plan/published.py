@@ -1,0 +1,140 @@
+"""What was published or measured, compared with what the model of a cluster predicts.
+
+No efficiency is fitted to these figures: see `efficiencies.toml`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+
+from octile.models.config import PRESETS
+from octile.plan.hardware import Cluster, read_cluster
+from octile.plan.layout import Layout
+from octile.plan.step import StepPlan, overlapped, plan_step
+from octile.validation import from_json
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A figure with its prediction.
+
+    Attributes:
+        case: what ran.
+        what: the figure.
+        unit: of both.
+        value: published or measured.
+        predicted: by the model.
+        source: of `value`.
+    """
+
+    case: str
+    what: str
+    unit: str
+    value: float
+    predicted: float
+    source: str
+
+    @property
+    def error(self) -> float:
+        """How far the prediction is off, as a share of the value."""
+        return self.predicted / self.value - 1
+
+
+def published_layout(cluster: Cluster, preset: str) -> Layout | None:
+    """The layout of a published run of a preset on a cluster; None if the cluster's file has none.
+
+    Raises:
+        ValueError: the file's table is not one of a layout.
+    """
+    table = cluster.layouts.get(preset)
+    return None if table is None else from_json(Layout, table, f"layouts.{preset}")
+
+
+@cache
+def published_run() -> StepPlan:
+    """DeepSeek-V3 on 2,048 H800, as published."""
+    cluster = read_cluster("h800_2048")
+    layout = published_layout(cluster, "v3_671b")
+    assert layout is not None
+    return plan_step(PRESETS["v3_671b"](), layout, cluster)
+
+
+def compare_published() -> Iterator[Comparison]:
+    """The published training run of DeepSeek-V3."""
+    plan = published_run()
+    case = "DeepSeek-V3 on 2,048 H800, PP16 × EP64"
+    yield Comparison(
+        case, "GPU hours per 10¹² tokens", "h", 180_000, plan.gpu_hours_per_trillion_tokens, "arXiv 2412.19437 §1"
+    )
+    insights = "arXiv 2505.09343 table 4"
+    yield Comparison(case, "a step", "s", 19.926, plan.seconds, insights)
+    yield Comparison(case, "share of the BF16 peak, causal", "%", 38.94, 100 * plan.causal_mfu, insights)
+    balanced = plan_step(plan.model, replace(plan.layout, is_balanced=True), plan.cluster)
+    stage = next(stage for stage in balanced.stages if stage.mixtures == len(stage.parts) == 4)
+    yield Comparison(
+        case, "an overlapped pair of 4 layers with experts", "ms", 129, 1e3 * overlapped(stage, stage), "profile-data"
+    )
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """A training run of octile on H200, in FP8.
+
+    Attributes:
+        preset, gpus, how: what ran.
+        batch_size, micro_batch_size, sequence_length: as in `Layout`.
+        ep: ranks over which the experts were spread.
+        milliseconds: of a step.
+        source: its record.
+        peak: memory in GiB; None: not recorded.
+    """
+
+    preset: str
+    gpus: int
+    how: str
+    batch_size: int
+    micro_batch_size: int
+    sequence_length: int
+    ep: int
+    milliseconds: float
+    source: str
+    peak: float | None = None
+
+    def plan(self) -> StepPlan:
+        """What the model predicts for it.
+
+        Masters are replicated and nothing is recomputed. On symmetric memory the tensors of a rank's experts have rows
+        for the tokens of all ranks.
+        """
+        layout = Layout(
+            ep=self.ep,
+            batch_size=self.batch_size,
+            micro_batch_size=self.micro_batch_size,
+            sequence_length=self.sequence_length,
+            recompute=False,
+            masters="replicated",
+            spare_rows=self.ep - 1,
+        )
+        return plan_step(PRESETS[self.preset](), layout, replace(read_cluster("h200_8"), gpus=self.gpus))
+
+
+TRAIN, RANKS = "benchmarks/results/h200_train.json", "benchmarks/history/ranks"
+MEASURED = (
+    MeasuredRun("small", 1, "", 32, 32, 1024, 1, 40.34, TRAIN, 8.2),
+    MeasuredRun("medium", 1, "", 32, 8, 4096, 1, 948.0, TRAIN, 50.6),
+    MeasuredRun("medium", 2, ", the same tokens per GPU", 64, 8, 4096, 1, 963.5, RANKS, 46.7),
+    MeasuredRun("medium", 2, ", the same batch", 32, 4, 4096, 1, 523.8, RANKS, 35.8),
+    MeasuredRun("medium", 2, ", experts over both, the same tokens per GPU", 64, 8, 4096, 2, 1118.1, RANKS, 42.8),
+    MeasuredRun("medium", 2, ", experts over both, the same batch", 32, 4, 4096, 2, 586.0, RANKS, 29.7),
+)
+
+
+def compare_measured() -> Iterator[Comparison]:
+    """Training steps of octile on one and two H200, and their peak memory."""
+    for run in MEASURED:
+        plan, case = run.plan(), f"{run.preset} on {run.gpus} H200{run.how}"
+        yield Comparison(case, "a step", "ms", run.milliseconds, 1e3 * plan.seconds, run.source)
+        if run.peak is not None:
+            yield Comparison(case, "peak memory", "GiB", run.peak, sum(plan.memory.values()) / 2**30, RANKS)

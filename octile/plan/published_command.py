@@ -1,0 +1,45 @@
+"""`octile plan published`: published and measured figures compared with what the model of a cluster predicts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+from rich.console import Console
+
+from octile.lab.pages.page import Table, screen_table
+from octile.plan.published import Comparison, compare_measured, compare_published
+
+
+@dataclass(frozen=True)
+class Options:
+    """Compare the figures of the plan with published and measured ones.
+
+    Attributes:
+        json: print JSON.
+    """
+
+    json: bool = False
+
+
+def run(options: Options) -> None:
+    """Print the table."""
+    found = list(comparisons())
+    if options.json:
+        print(json.dumps([asdict(c) | {"error": c.error} for c in found], indent=2))
+        return
+    console = Console()
+    for case in dict.fromkeys(c.case for c in found):
+        rows = [
+            (f"{c.what}, {c.unit}", f"{c.value:,.4g}", f"{c.predicted:,.4g}", f"{c.error:+.1%}")
+            for c in found
+            if c.case == case
+        ]
+        console.print(screen_table(Table((case, "published", "plan", "error"), rows)))
+
+
+def comparisons() -> Iterator[Comparison]:
+    """All figures."""
+    yield from compare_published()
+    yield from compare_measured()

@@ -1,0 +1,169 @@
+"""The stages of a pipeline: which layers each has, their work and their exchanges."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import accumulate
+
+from octile.models.config import ModelConfig
+from octile.plan.durations import by_kind, seconds
+from octile.plan.exchange import busiest_rank, exchange
+from octile.plan.hardware import Cluster
+from octile.plan.layout import Layout
+from octile.plan.work import (
+    PHASES,
+    Phase,
+    Work,
+    attention_work,
+    dense_work,
+    embedding_work,
+    head_work,
+    mixture_work,
+    prediction_work,
+)
+
+OVERLAPPING = ("dualpipe", "dualpipev")  # schedules with overlapped pairs
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A piece of the model that is not divided among stages, for one micro-batch: a layer, or the end.
+
+    Attributes:
+        work: of one micro-batch.
+        cluster: that computes it.
+        layers: attention layers, with their dense or expert part.
+        mixtures: those of them with experts.
+        heads: how often the head is computed: once, and once more for multi-token prediction.
+        has_embedding: whether it begins with the embedding; multi-token prediction does, too.
+    """
+
+    work: tuple[Work, ...]
+    cluster: Cluster
+    layers: int = 1
+    mixtures: int = 0
+    heads: int = 0
+    has_embedding: bool = False
+
+    @cached_property
+    def alone(self) -> dict[Phase, float]:
+        """Seconds of computation by phase, with all SMs."""
+        return self._compute(None)
+
+    @cached_property
+    def during_exchange(self) -> dict[Phase, float]:
+        """Seconds of computation by phase, while exchanges have their SMs."""
+        return self._compute(self.cluster.gpu.multiprocessors - self.cluster.exchange_multiprocessors)
+
+    @cached_property
+    def kinds(self) -> Counter[str]:
+        """Seconds of computation by kind, of a forward and a backward pass with all SMs."""
+        return by_kind(self.work, self.cluster)
+
+    def _compute(self, multiprocessors: int | None) -> dict[Phase, float]:
+        total = dict.fromkeys(PHASES, 0.0)
+        for work in self.work:
+            total[work.phase] += seconds(work, self.cluster, multiprocessors)
+        return total
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """A stage of the pipeline, for one micro-batch.
+
+    Attributes:
+        parts: of the model, in order.
+        exchange_seconds: dispatch and combine of one layer with experts in one direction, if nothing hides them.
+    """
+
+    parts: tuple[Part, ...]
+    exchange_seconds: float
+
+    @cached_property
+    def mixtures(self) -> int:
+        """Layers with experts."""
+        return sum(part.mixtures for part in self.parts)
+
+    @property
+    def exchanged(self) -> float:
+        """Seconds of dispatch and combine in a forward pass; a backward pass takes as long."""
+        return self.mixtures * self.exchange_seconds
+
+    @cached_property
+    def alone(self) -> dict[Phase, float]:
+        """Seconds of computation by phase, with all SMs."""
+        return {phase: sum(part.alone[phase] for part in self.parts) for phase in PHASES}
+
+    @cached_property
+    def during_exchange(self) -> dict[Phase, float]:
+        """Seconds of computation by phase, while exchanges have their SMs."""
+        return {phase: sum(part.during_exchange[phase] for part in self.parts) for phase in PHASES}
+
+    @cached_property
+    def kinds(self) -> Counter[str]:
+        """Seconds of computation by kind, of a forward and a backward pass with all SMs."""
+        return sum((part.kinds for part in self.parts), Counter())
+
+
+def make_stages(c: ModelConfig, layout: Layout, cluster: Cluster) -> tuple[Stage, ...]:
+    """Divide a model into stages so that the slowest takes as little time as possible.
+
+    Exchanges count unless the schedule overlaps them with computation.
+    """
+    of_layer = exchange(c, layout.micro_batch_tokens, layout.ep, cluster, layout.is_balanced).total
+    parts = make_parts(c, layout, cluster)
+    shown = 0.0 if layout.schedule in OVERLAPPING else 2 * of_layer
+    bounds = divide(tuple(sum(part.alone.values()) + part.mixtures * shown for part in parts), layout.stages)
+    return tuple(Stage(tuple(parts[begin:end]), of_layer) for begin, end in bounds)
+
+
+def make_parts(c: ModelConfig, layout: Layout, cluster: Cluster) -> list[Part]:
+    """The parts of a model in order: the first layer with the embedding, the others, the end.
+
+    The end is the head; with multi-token prediction its layer stands before it, since both share embedding and head.
+    """
+    tokens, kept, predicted = layout.micro_batch_tokens, not layout.recompute, c.num_nextn_predict_layers
+    load = 1.0 if layout.is_balanced else busiest_rank(c, layout.ep)
+    attention = tuple(attention_work(c, tokens, layout.sequence_length, kept))
+    dense = Part((*attention, *dense_work(c, tokens, kept)), cluster)
+    mixture = Part(
+        (*attention, *mixture_work(c, tokens, layout.ep, kept, load, layout.spare_rows)), cluster, mixtures=1
+    )
+    layers = [mixture if c.is_moe(number) else dense for number in range(c.num_hidden_layers)]
+    embedding, head = tuple(embedding_work(c, tokens)), tuple(head_work(c, tokens))
+    layers[0] = replace(layers[0], work=(*embedding, *layers[0].work), has_embedding=True)
+    if not predicted:
+        return [*layers, Part(head, cluster, layers=0, heads=1)]
+    end = (*head, *embedding, *prediction_work(c, tokens), *mixture.work, *head)
+    return [*layers, Part(end, cluster, mixtures=1, heads=2, has_embedding=True)]
+
+
+@lru_cache
+def divide(costs: tuple[float, ...], n: int) -> list[tuple[int, int]]:
+    """Divide a sequence of costs into n parts that are not empty, so that the largest sum is as small as possible.
+
+    Among such divisions the one with the smallest sum of squares is taken, which spares the other parts.
+
+    Returns:
+        The (begin, end) of each part.
+    """
+    sums = [0.0, *accumulate(costs)]
+    best: dict[int, tuple[float, float, list[tuple[int, int]]]] = {0: (0.0, 0.0, [])}
+    for parts_left in range(n - 1, -1, -1):
+        best = {
+            end: min(
+                (max(largest, sums[end] - sums[begin]), squares + (sums[end] - sums[begin]) ** 2, [*cuts, (begin, end)])
+                for begin, (largest, squares, cuts) in best.items()
+                if begin < end
+            )
+            for end in _ends(best, len(costs), parts_left)
+        }
+    return best[len(costs)][2]
+
+
+def _ends(best: Iterable[int], total: int, parts_left: int) -> range:
+    """Where a part may end: behind the first beginning, leaving an item for each part that follows."""
+    return range(min(best) + 1, total - parts_left + 1) if parts_left else range(total, total + 1)

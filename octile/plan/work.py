@@ -1,0 +1,250 @@
+"""The work of a rank in a training step: the GEMMs and operators of layers, with their FLOPs and bytes.
+
+They are those of octile's recipe `deepseek_v3` (docs/data_flow.md), in the order of a profile of a layer
+(benchmarks/history/training-step/one_layer.txt). The bytes of an operator are those of its inputs and outputs, once
+each, as in `octile bench casts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from octile.formats import TILE
+from octile.models.config import ModelConfig
+
+Phase = Literal["forward", "input_gradient", "weight_gradient"]
+PHASES: tuple[Phase, ...] = ("forward", "input_gradient", "weight_gradient")
+Unit = Literal[
+    "fp8_gemm",
+    "fp8_wgrad",
+    "bf16_gemm",
+    "attention_forward",
+    "attention_backward",
+    "copy",
+    "quantize",
+    "requantize",
+    "norm",
+    "norm_backward",
+    "swiglu",
+    "swiglu_backward",
+    "permute",
+    "unpermute",
+    "rotate",
+    "latent_keys",
+    "latent_keys_backward",
+    "cross_entropy",
+    "optimizer",
+]
+KINDS: dict[Unit, str] = {
+    "fp8_gemm": "FP8 GEMMs",
+    "fp8_wgrad": "FP8 weight gradients",
+    "bf16_gemm": "BF16 GEMMs",
+    "attention_forward": "attention",
+    "attention_backward": "attention",
+    "permute": "routing",
+    "unpermute": "routing",
+    "copy": "elementwise",
+    "cross_entropy": "loss",
+    "optimizer": "optimizer",
+}
+GATE_TERMS = 3  # BF16 terms of an FP32 value: the gate multiplies three
+BACKWARD_ATTENTION = 2.5  # FLOPs of attention's backward pass, of its forward pass
+SMALL_ROUTING_KERNELS = 8  # a layer and pass: counts, places, balance, and sums of them
+
+
+@dataclass(frozen=True)
+class Work:
+    """Calls of one kind of kernel.
+
+    Attributes:
+        unit: which efficiency holds for it.
+        phase: of the schedule.
+        flops, bytes: of all calls.
+        calls: how often it is launched.
+        keys: to which a query attends on average, if it is attention.
+    """
+
+    unit: Unit
+    phase: Phase
+    flops: float = 0
+    bytes: float = 0
+    calls: int = 1
+    keys: float = 1
+
+    @property
+    def kind(self) -> str:
+        """The kind under which a report counts it."""
+        return KINDS.get(self.unit, "quantization and norms")
+
+
+def tiles(n: int) -> int:
+    """Bytes of n values in 8 bits with an FP32 scale for each 128."""
+    return n + 4 * -(-n // TILE[1])
+
+
+def gemm(m: float, n: float, k: float, phase: Phase, groups: int = 1) -> Work:
+    """An FP8 GEMM with a BF16 result; m are the rows of all groups."""
+    return Work("fp8_gemm", phase, 2 * m * n * k, m * k + groups * n * k + 2 * m * n)
+
+
+def wgrad(rows: float, n: int, k: int, groups: int = 1) -> Work:
+    """The weight gradient of FP8 operands, added to an FP32 one; rows are those of all groups."""
+    return Work("fp8_wgrad", "weight_gradient", 2 * rows * n * k, rows * (n + k) + 8 * groups * n * k)
+
+
+def linear(rows: float, n: int, k: int, groups: int = 1) -> Iterator[Work]:
+    """The three GEMMs of a layer from k to n channels."""
+    yield gemm(rows, n, k, "forward", groups)
+    yield gemm(rows, k, n, "input_gradient", groups)
+    yield wgrad(rows, n, k, groups)
+
+
+def bf16_linear(rows: float, n: int, k: int, terms: int = 1) -> Iterator[Work]:
+    """The three GEMMs of a layer that stays in BF16."""
+    for phase in PHASES:
+        yield Work("bf16_gemm", phase, 2 * terms * rows * n * k, 2 * (rows * (n + k) + n * k))
+
+
+def attention_work(c: ModelConfig, tokens: int, sequence_length: int, kept: bool) -> Iterator[Work]:
+    """Latent attention with its norm and its residual sum.
+
+    Args:
+        c: the model.
+        tokens: of a micro-batch.
+        sequence_length: over which attention is causal.
+        kept: whether norms, queries, keys and values are saved for backward; recomputed otherwise.
+    """
+    d, h, latent = c.hidden_size, c.num_attention_heads, c.latent_dim
+    q, v, q_in = c.qk_head_dim, c.v_head_dim, c.q_lora_rank or c.hidden_size
+    compressed = latent + (c.q_lora_rank or 0)
+
+    def per_token(unit: Unit, phase: Phase, n_bytes: float, calls: int = 1) -> Work:
+        return Work(unit, phase, bytes=tokens * n_bytes, calls=calls)
+
+    yield from linear(tokens, compressed, d)
+    yield from linear(tokens, h * q, q_in)
+    yield from linear(tokens, h * (c.qk_nope_head_dim + v), c.kv_lora_rank)
+    yield from linear(tokens, d, h * v)
+    keys = sequence_length / 2
+    flops = 2 * tokens * keys * h * (q + v)
+    yield Work("attention_forward", "forward", flops, keys=keys)
+    yield Work("attention_backward", "input_gradient", BACKWARD_ATTENTION * flops, keys=keys)
+    up = [
+        per_token("norm", "forward", 3 * compressed, 2),  # and quantized
+        per_token("rotate", "forward", 4 * h * c.qk_rope_head_dim),
+        per_token("latent_keys", "forward", 2 * h * (c.qk_nope_head_dim + q)),
+    ]
+    yield per_token("norm", "forward", 3 * d)
+    yield from up
+    yield per_token("quantize", "forward", (2 + 1 + 2 + 1.5) * h * v, 2)  # 1×128 and E5M6
+    yield per_token("copy", "forward", 6 * d)  # the residual sum
+    if not kept:
+        yield per_token("norm", "input_gradient", 3 * d)
+        yield gemm(tokens, h * q, q_in, "input_gradient")
+        yield gemm(tokens, h * (c.qk_nope_head_dim + v), c.kv_lora_rank, "input_gradient")
+        for work in up:
+            yield Work(work.unit, "input_gradient", bytes=work.bytes, calls=work.calls)
+    yield per_token("quantize", "input_gradient", 4 * d)  # dy in rows and columns
+    yield per_token("requantize", "input_gradient", (1.5 + 2) * h * v + (1.5 + 1) * h * v, 2)
+    yield per_token("rotate", "input_gradient", 4 * h * c.qk_rope_head_dim)
+    yield per_token("latent_keys_backward", "input_gradient", 2 * h * (q + v + c.qk_nope_head_dim + v))
+    yield per_token("quantize", "input_gradient", 4 * h * (q + c.qk_nope_head_dim + v) + 4 * compressed, 4)
+    yield per_token("requantize", "input_gradient", 2 * (d + compressed), 3)
+    yield per_token("norm_backward", "input_gradient", 8 * (d + compressed), 3)
+    yield per_token("copy", "input_gradient", 4 * compressed)  # both gradients in one
+
+
+def swiglu_work(channels: float, phase_bytes: float, rows: float) -> Iterator[Work]:
+    """SwiGLU of rows with so many channels each; its result is quantized, its inputs are saved in FP8."""
+    yield Work("swiglu", "forward", bytes=rows * channels * 7)
+    yield Work("swiglu_backward", "input_gradient", bytes=rows * channels * phase_bytes)
+
+
+def dense_work(c: ModelConfig, tokens: int, kept: bool) -> Iterator[Work]:
+    """The feed-forward part of a layer without experts."""
+    d, i = c.hidden_size, c.intermediate_size
+    yield from _norm_before(d, tokens, kept, bytes_per_channel=3)
+    yield from _shared(d, i, tokens)
+
+
+def mixture_work(
+    c: ModelConfig, tokens: int, ep: int, kept: bool, load: float = 1, spare_rows: float = 0
+) -> Iterator[Work]:
+    """The feed-forward part of a layer with experts.
+
+    Args:
+        c: the model.
+        tokens: of a micro-batch.
+        ep: ranks over which the experts are spread.
+        kept: whether norms are saved for backward.
+        load: rows of the rank's experts, of the mean over ranks.
+        spare_rows: rows that operators pass although no token has them, of those that tokens have. Tensors of the
+            experts' rows have a fixed size on octile's symmetric memory.
+    """
+    d, f, k = c.hidden_size, c.moe_intermediate_size, c.num_experts_per_tok
+    local = c.n_routed_experts // ep
+    rows = load * tokens * k + local * TILE[1] / 2  # an expert's rows begin at a multiple of 128
+    passed = rows * (1 + spare_rows)
+    yield from _norm_before(d, tokens, kept, bytes_per_channel=5)  # high precision for the gate, too
+    yield from bf16_linear(tokens, c.n_routed_experts, d, GATE_TERMS)
+    for phase in PHASES[:2]:
+        yield Work("copy", phase, bytes=8 * tokens * c.n_routed_experts, calls=SMALL_ROUTING_KERNELS)
+    yield from linear(rows, 2 * f, d, local)
+    yield from linear(rows, d, f, local)
+    yield from swiglu_work(f, 9, passed)
+    yield Work("permute", "forward", bytes=tokens * d + passed * d)
+    yield Work("unpermute", "forward", bytes=2 * rows * d + 2 * tokens * d)
+    yield Work("quantize", "input_gradient", bytes=3 * tokens * d)  # dy, before it is dispatched
+    yield Work("permute", "input_gradient", bytes=2 * (tokens * d + passed * d), calls=2)  # dy, and x again
+    yield Work("requantize", "input_gradient", bytes=2 * 2 * passed * d, calls=2)  # of both, along tokens
+    yield Work("unpermute", "input_gradient", bytes=2 * rows * d + 2 * tokens * d)
+    if c.n_shared_experts:
+        yield from _shared(d, c.n_shared_experts * f, tokens)
+        yield Work("copy", "forward", bytes=6 * tokens * d)  # added to the routed experts' result
+        yield Work("copy", "input_gradient", bytes=6 * tokens * d)
+
+
+def head_work(c: ModelConfig, tokens: int) -> Iterator[Work]:
+    """The head with its norm and its loss, in BF16."""
+    d, vocabulary = c.hidden_size, c.vocab_size
+    yield from bf16_linear(tokens, vocabulary, d)
+    yield Work("norm", "forward", bytes=4 * tokens * d)
+    yield Work("norm_backward", "input_gradient", bytes=8 * tokens * d)
+    yield Work("cross_entropy", "forward", bytes=2 * tokens * vocabulary)
+    yield Work("cross_entropy", "input_gradient", bytes=4 * tokens * vocabulary)
+
+
+def embedding_work(c: ModelConfig, tokens: int) -> Iterator[Work]:
+    """The embedding: a row is read for each token, and its FP32 gradient added."""
+    yield Work("copy", "forward", bytes=6 * tokens * c.hidden_size)
+    yield Work("copy", "weight_gradient", bytes=10 * tokens * c.hidden_size)
+
+
+def prediction_work(c: ModelConfig, tokens: int) -> Iterator[Work]:
+    """What multi-token prediction has in addition to its layer: two norms, and the projection of both in BF16."""
+    d = c.hidden_size
+    yield from bf16_linear(tokens, d, 2 * d)
+    yield Work("norm", "forward", bytes=8 * tokens * d, calls=2)
+    yield Work("norm_backward", "input_gradient", bytes=16 * tokens * d, calls=2)
+    yield Work("copy", "forward", bytes=8 * tokens * d)
+    yield Work("copy", "input_gradient", bytes=8 * tokens * d)
+
+
+def _norm_before(d: int, tokens: int, kept: bool, bytes_per_channel: int) -> Iterator[Work]:
+    """The norm that quantizes a feed-forward part's input, and the residual sum."""
+    yield Work("norm", "forward", bytes=bytes_per_channel * tokens * d)
+    yield Work("copy", "forward", bytes=6 * tokens * d)
+    if not kept:
+        yield Work("norm", "input_gradient", bytes=3 * tokens * d)
+    yield Work("norm_backward", "input_gradient", bytes=8 * tokens * d)
+
+
+def _shared(d: int, i: int, tokens: int) -> Iterator[Work]:
+    """A feed-forward part that every token passes: gate and up as one GEMM, SwiGLU, down."""
+    yield from linear(tokens, 2 * i, d)
+    yield from linear(tokens, d, i)
+    yield from swiglu_work(i, 9, tokens)
+    yield Work("quantize", "input_gradient", bytes=4 * tokens * d)
+    yield Work("requantize", "input_gradient", bytes=2 * tokens * d)

@@ -1,0 +1,84 @@
+"""`octile plan cluster` and `octile plan published` on the command line."""
+
+import json
+
+import pytest
+
+from octile.plan.hardware import CLUSTERS
+from tests.test_cli import call, refused
+
+SMALL = ("--preset", "v2_lite_16b", "--cluster", "h200_8")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_published_run_is_planned_within_15_percent_of_its_gpu_hours(capsys, folder):
+    code, out, _ = call(capsys, "plan", "cluster", "--preset", "v3_671b", "--cluster", "h800_2048", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["layout"]["pp"] == 16
+    assert found["gpu_hours_per_trillion_tokens"] == pytest.approx(180_000, rel=0.15)
+    assert found["experts_at_equal_cost"]["per_node"] == pytest.approx(3.2)
+    assert all(no["reason"] for no in found["ruled_out"])
+    assert not list(folder.iterdir())
+
+
+def test_without_a_layout_the_fastest_one_is_planned_with_picture_and_trace(capsys, folder):
+    code, out, err = call(capsys, "plan", "cluster", *SMALL)
+    assert (code, err) == (0, "")
+    assert "layouts fit" in out
+    assert (folder / "plan" / "step.svg").exists()
+    assert json.loads((folder / "plan" / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+
+
+def test_a_layout_that_is_asked_for_is_planned(capsys, folder):
+    _, out, _ = call(capsys, "plan", "cluster", *SMALL, "--pp", "2", "--ep", "4", "--schedule", "zb1p", "--json")
+    layout = json.loads(out)["layout"]
+    assert (layout["pp"], layout["ep"], layout["schedule"]) == (2, 4, "zb1p")
+
+
+def test_scatter_makes_the_step_longer(capsys, folder):
+    options = (*SMALL, "--pp", "2", "--ep", "4", "--scatter.jitter", "0.05", "--json")
+    found = json.loads(call(capsys, "plan", "cluster", *options)[1])
+    assert found["with_scatter"]["step_seconds"] > found["step_seconds"]
+
+
+def test_published_figures_are_listed_with_the_error_of_the_plan(capsys, folder):
+    code, out, _ = call(capsys, "plan", "published", "--json")
+    assert code == 0
+    assert {"GPU hours per 10¹² tokens", "peak memory"} <= {row["what"] for row in json.loads(out)}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--preset", "v9"), "unknown preset 'v9'; there are tiny"),
+        (("--cluster", "moon"), "unknown cluster 'moon'; there are h200_2048"),
+        (("--cluster", "moon.toml"), "cluster file 'moon.toml' does not exist"),
+        (("--gpus", "4096"), "gpus must be at most the 2,048 of cluster h800_2048, not 4,096"),
+        (("--pp", "15"), "pp must divide the 2,048 GPUs, not 15"),
+        (("--batch-size", "15361"), "batch_size must be a multiple of 128"),
+        (("--batch-size", "1280"), "dualpipe needs at least 32 micro-batches, not 10"),
+        (("--ep", "1"), "does not fit: a rank needs"),
+        (("--out", "step.pdf"), "out must end in .svg or .png, not 'step.pdf'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_bad_options_are_refused_with_the_constraint_before_anything_is_written(capsys, folder, options, message):
+    assert message in refused(capsys, "plan", "cluster", *options)
+    assert not list(folder.iterdir())
+
+
+def test_a_model_that_no_layout_fits_is_refused(capsys, folder):
+    assert "no layout of v3_671b fits on h200_8" in refused(capsys, "plan", "cluster", "--cluster", "h200_8")
+
+
+def test_a_users_cluster_without_a_field_is_refused(capsys, folder):
+    text = (CLUSTERS / "h200_8.toml").read_text(encoding="utf-8")
+    (folder / "mine.toml").write_text(text.replace("gpus_per_node = 8\n", ""), encoding="utf-8")
+    message = "mine.toml: gpus_per_node is missing"
+    assert message in refused(capsys, "plan", "cluster", "--cluster", "mine.toml")

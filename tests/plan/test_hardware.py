@@ -1,0 +1,69 @@
+"""Descriptions of clusters, and what kernels reach of them."""
+
+import tomllib
+from dataclasses import fields
+
+import pytest
+
+from octile.plan.hardware import CLUSTERS, Cluster, cluster_names, read_cluster, read_efficiencies
+
+FILE = (CLUSTERS / "h200_8.toml").read_text(encoding="utf-8")
+
+
+def written(tmp_path, text):
+    path = tmp_path / "mine.toml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize("name", cluster_names())
+def test_every_cluster_can_be_read_by_its_name(name):
+    assert read_cluster(name).name == name
+
+
+def test_a_users_file_is_read_by_its_path(tmp_path):
+    assert read_cluster(written(tmp_path, FILE.replace('"h200_8"', '"mine"'))).name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("gpus = 8\n", "", "gpus is missing"),
+        ("gpus = 8\n", "gpus = 0\n", "gpus must be at least 1, not 0"),
+        ("gpus = 8\n", "gpus = 12\n", "gpus must be a multiple of gpus_per_node, 8, not 12"),
+        ("gpus = 8\n", "gpus = 16\n", "network is missing: 16 GPUs are 2 nodes of 8"),
+        ("bandwidth = 450e9", 'bandwidth = "fast"', "bandwidth must be a number, not 'fast'"),
+        ("bandwidth = 450e9", "width = 450e9", "nvlink.width is unknown: there are bandwidth, latency"),
+        ("multiprocessors = 132", "multiprocessors = 64", "exchange_multiprocessors must be below the 64 SMs"),
+        ("[gpu]", "[gpu", "mine.toml: "),
+    ],
+)
+def test_a_damaged_file_is_refused_with_what_is_wrong(tmp_path, old, new, message):
+    with pytest.raises(ValueError, match=r"mine\.toml: ") as error:
+        read_cluster(written(tmp_path, FILE.replace(old, new, 1)))
+    assert message in str(error.value)
+
+
+def test_an_unknown_name_is_refused_with_those_that_there_are():
+    with pytest.raises(ValueError, match="unknown cluster 'h900'; there are h200_2048, h200_8, h800_2048, or give the"):
+        read_cluster("h900")
+
+
+def test_a_file_that_does_not_exist_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"missing\.toml"):
+        read_cluster(str(tmp_path / "missing.toml"))
+
+
+def test_every_efficiency_has_a_value():
+    assert all(getattr(read_efficiencies(), field.name) > 0 for field in fields(read_efficiencies()))
+
+
+def test_a_cluster_can_be_a_key():
+    assert len({read_cluster("h200_8"), read_cluster("h200_8")}) == 1
+
+
+def test_the_published_cluster_has_the_papers_links():
+    cluster = read_cluster("h800_2048")
+    assert isinstance(cluster, Cluster)
+    assert (cluster.nvlink.bandwidth, cluster.network.bandwidth) == (160e9, 50e9)
+    assert tomllib.loads((CLUSTERS / "h800_2048.toml").read_text(encoding="utf-8"))["gpus"] == 2048

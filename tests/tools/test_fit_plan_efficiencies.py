@@ -1,0 +1,20 @@
+"""The efficiencies of the plan against the records of kernels from which they come."""
+
+import numpy as np
+import pytest
+
+from octile.plan.hardware import read_efficiencies
+from tools.fit_plan_efficiencies import FORWARD, WEIGHT_GRADIENT, gemm_errors, operator_shares
+
+E = read_efficiencies()
+
+
+@pytest.mark.parametrize(("kinds", "name"), [(FORWARD, "fp8_gemm"), (WEIGHT_GRADIENT, "fp8_wgrad")])
+def test_recorded_gemms_are_estimated_within_6_percent_in_the_mean(kinds, name):
+    errors = gemm_errors(kinds, getattr(E, name), getattr(E, f"{name}_unhidden"), E.gemm_latency)
+    assert np.abs(errors).mean() < 0.06
+
+
+def test_the_shares_of_operators_are_those_of_the_record():
+    for name, share in operator_shares().items():
+        assert getattr(E, name) == pytest.approx(share, abs=1e-3), name

@@ -1,0 +1,94 @@
+"""Derive the efficiencies of GEMMs and operators in octile/plan/efficiencies.toml from records of kernels.
+
+    python -m tools.fit_plan_efficiencies
+
+GEMMs: the share of the peak, the part of the shorter of computing and loading that is not hidden, and the latency, by
+least squares of the relative error over benchmarks/results/h200_gemm.json. Operators: the median over the shapes of
+benchmarks/results/h200_casts.json, of rows of 256 to 1024 and of 7168 channels.
+"""
+
+import json
+from itertools import product
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from octile.plan.hardware import read_cluster, read_efficiencies
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+FORWARD, WEIGHT_GRADIENT = ("FP8", "FP8, grouped", "FP8, masked"), ("FP8 1D1D +=", "FP8, wgrad +=")
+OPERATORS = {
+    "quantize": ("quantize 1×128",),
+    "requantize": ("requantize 1×128, transposed",),
+    "norm": ("RMSNorm, 1×128",),
+    "norm_backward": ("RMSNorm backward",),
+    "swiglu": ("SwiGLU, 1×128",),
+    "swiglu_backward": ("SwiGLU backward, 1×128 and transposed",),
+    "permute": ("permute to 8 places",),
+    "unpermute": ("unpermute, sums of 8",),
+    "rotate": ("rotate in place",),
+    "latent_keys": ("latent keys",),
+    "latent_keys_backward": ("latent keys backward",),
+    "cross_entropy": ("cross-entropy", "cross-entropy backward"),
+    "optimizer": ("AdamW, BF16 moments",),
+}
+CHANNELS = ("256", "512", "1024", "7168")
+
+
+def gemm_cases(kinds: tuple[str, ...]) -> list[tuple[float, float, float]]:
+    """FLOPs, bytes and seconds of each GEMM in the record."""
+    cases = {}
+    for row in json.loads((RESULTS / "h200_gemm.json").read_text(encoding="utf-8"))["rows"]:
+        if row["unit"] == "TFLOP/s" and row["what"] in kinds:
+            *groups, m, n, k = map(int, row["case"].split("×"))
+            g = groups[0] if groups else 1
+            flops, out_bytes = 2 * g * m * n * k, 2 if kinds == FORWARD else 8
+            cases[row["what"], row["case"]] = (
+                flops, g * (m * k + n * k + out_bytes * m * n), flops / (row["value"] * 1e12)
+            )  # fmt: skip
+    return list(cases.values())
+
+
+def gemm_errors(kinds: tuple[str, ...], share: float, unhidden: float, latency: float) -> np.ndarray:
+    """The relative error of the formula for each GEMM of the record."""
+    gpu, copy = read_cluster("h200_8").gpu, read_efficiencies().copy
+    flops, moved, seconds = np.array(gemm_cases(kinds)).T
+    compute, memory = flops / (share * gpu.fp8_peak), moved / (copy * gpu.memory_bandwidth)
+    estimate = latency + np.maximum(compute, memory) + unhidden * np.minimum(compute, memory)
+    return estimate / seconds - 1
+
+
+def operator_shares() -> dict[str, float]:
+    """The share of the memory bandwidth of each kind of operator."""
+    bandwidth = read_cluster("h200_8").gpu.memory_bandwidth
+    rows = json.loads((RESULTS / "h200_casts.json").read_text(encoding="utf-8"))["rows"]
+    shares = {}
+    for name, operators in OPERATORS.items():
+        values = [
+            row["value"] * 1e9
+            for row in rows
+            if row["what"] in operators and (name in ("cross_entropy", "optimizer") or _has_channels(row["case"]))
+        ]
+        shares[name] = median(values) / bandwidth
+    return shares
+
+
+def _has_channels(case: str) -> bool:
+    return case.split("×")[-1] in CHANNELS
+
+
+def main() -> None:
+    """Print the fitted values."""
+    for name, kinds in (("fp8_gemm", FORWARD), ("fp8_wgrad", WEIGHT_GRADIENT)):
+        grid = product(np.arange(0.5, 0.8, 0.005), np.arange(0, 1.01, 0.05), np.arange(3, 7, 0.25) * 1e-6)
+        best = min(grid, key=lambda point: float((gemm_errors(kinds, *point) ** 2).mean()))
+        error = np.abs(gemm_errors(kinds, *best))
+        share, unhidden, latency = best
+        print(f"{name} = {share:.3f}, unhidden {unhidden:.2f}, latency {latency:.2e}: mean error {error.mean():.1%}")
+    for name, share in operator_shares().items():
+        print(f"{name} = {share:.3f}")
+
+
+if __name__ == "__main__":
+    main()
