@@ -169,7 +169,8 @@ def check_micro_batches() -> None:
     state.reduce_gradients()
     for name, part in state.parts.named_parameters():
         rows = state.part_layout(name).of_rank(dist.get_rank()) if part.dim() else ...
-        assert torch.equal(part.grad.cpu(), 2 * sum(of_rank[name] for of_rank in drawn)[rows]), name
+        expected = 2 * sum(of_rank[name] for of_rank in drawn)[rows]
+        assert torch.equal(part.grad.cpu(), expected.cpu()), name
 
 
 def check_incomplete_stage() -> None:
