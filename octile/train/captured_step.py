@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from octile.kernels.cuda.gemm.launch_cache import one_workspace_in_capture
 from octile.nn.observer import has_observers
 from octile.nn.weight_cache import quantized_once_in_capture
 from octile.ops.accumulator import is_replaced
@@ -138,7 +139,7 @@ class CapturedStep:
         graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         # other threads may use CUDA meanwhile: one prepares batches in pinned memory, one averages weights
         one_thread: Any = {"stream": self._stream, "capture_error_mode": "thread_local"}
-        with torch.cuda.graph(graphs[0], **one_thread), quantized_once_in_capture():
+        with torch.cuda.graph(graphs[0], **one_thread), quantized_once_in_capture(), one_workspace_in_capture():
             self._result = self._compute(self._tokens)
         self._gradients = [parameter.grad for parameter in self.model.parameters()]
         with torch.cuda.graph(graphs[1], pool=graphs[0].pool(), **one_thread):

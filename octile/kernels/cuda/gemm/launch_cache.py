@@ -5,7 +5,8 @@ launch plan depend on the key alone, never on values or addresses. Its launch is
 so a repeated GEMM costs two dictionary look-ups and one call of the driver.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,9 @@ Pointers = tuple[int, ...]  # addresses of a, b, their scales, sizes and out
 MAX_KEYS = 8192  # some 6 kB each
 
 _prepared: "BoundedCache[tuple[PreparedGemm, tuple[int, ...]]]" = BoundedCache(MAX_KEYS)  # by key; the shape is out's
-_workspaces: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+Workspaces = dict[tuple[int, int], tuple[Tensor, Tensor]]  # partials and arrivals, by GPU and stream
+_workspaces: Workspaces = {}
+_captured_workspaces: Workspaces | None = None  # those of one_workspace_in_capture
 
 
 def launch_cached(request: GemmRequest) -> Tensor | None:
@@ -115,6 +118,21 @@ class PreparedGemm(PreparedKernel):
             return self.plan.arguments(pointers, partials, arrivals, tensor_map.encode)
 
 
+@contextmanager
+def one_workspace_in_capture() -> Iterator[None]:
+    """Promise that what is captured inside is one CUDA graph, so that its GEMMs on a stream share a workspace.
+
+    Their counters are then cleared once a replay, and not before each GEMM that needs them. The memory stays the
+    graph's own; nothing refers to it after the end.
+    """
+    global _captured_workspaces
+    outer, _captured_workspaces = _captured_workspaces, {}
+    try:
+        yield
+    finally:
+        _captured_workspaces = outer
+
+
 def _prepare(request: GemmRequest) -> PreparedGemm:
     device = request.a.data.device
     plan = plan_launch(request, Chip(num_sms.num_sms(request.a.data.get_device())))
@@ -134,17 +152,14 @@ def _workspace(plan: LaunchPlan, device: torch.device, stream: int) -> tuple[int
     """Return the addresses of split-K partials and of the counters of those that have arrived.
 
     GEMMs on one stream follow each other and share it. In a CUDA graph that is captured it comes from the graph's own
-    memory and is cleared at every replay, which may run at the same time as whatever the stream does then.
+    memory and is cleared at every replay, which may run at the same time as whatever the stream does then. Each GEMM
+    there has its own, unless they share it by `one_workspace_in_capture`.
     """
+    workspaces: Workspaces = _workspaces
     if torch.cuda.is_current_stream_capturing():
-        partials, arrivals = _new_workspace(plan, device)
-        return partials.data_ptr(), arrivals.data_ptr()
-    found = _workspaces.get((device.index, stream))
+        workspaces = {} if _captured_workspaces is None else _captured_workspaces
+    found = workspaces.get((device.index, stream))
     if found is None or found[0].numel() < plan.partials or found[1].numel() < plan.arrivals:
-        found = _workspaces[device.index, stream] = _new_workspace(plan, device)
+        partials = torch.empty(plan.partials, dtype=torch.float32, device=device)
+        found = workspaces[device.index, stream] = partials, torch.zeros(plan.arrivals, dtype=torch.int32, device=device)
     return found[0].data_ptr(), found[1].data_ptr()
-
-
-def _new_workspace(plan: LaunchPlan, device: torch.device) -> tuple[Tensor, Tensor]:
-    partials = torch.empty(plan.partials, dtype=torch.float32, device=device)
-    return partials, torch.zeros(plan.arrivals, dtype=torch.int32, device=device)

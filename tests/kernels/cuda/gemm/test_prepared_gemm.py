@@ -1,7 +1,7 @@
 """Tests of PreparedGemm: planned once per layout, and prepared once for tensors at the same addresses."""
 
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import pytest
@@ -138,6 +138,21 @@ def test_split_k_gemms_of_a_stream_share_their_workspace(kernel: FakeKernel):
     assert len(launch_cache._workspaces) == 1
     (_, arrivals), *_ = launch_cache._workspaces.values()
     assert not arrivals.any()
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_split_k_gemms_of_a_captured_graph_share_a_workspace_where_it_is_promised(
+    kernel: FakeKernel, monkeypatch, shares: bool
+):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    zeros, cleared = torch.zeros, []
+    monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: cleared.append(args) or zeros(*args, **kwargs))
+    for _ in range(2):  # two graphs
+        with launch_cache.one_workspace_in_capture() if shares else nullcontext():
+            for _ in range(3):
+                launch_cache.launch(_request(m=16, k=8192))
+    assert len(cleared) == (2 if shares else 6)
+    assert not launch_cache._workspaces, "that of eager GEMMs is not the graphs'"
 
 
 def test_fewer_sms_are_another_plan(kernel: FakeKernel, monkeypatch):
