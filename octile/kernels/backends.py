@@ -12,6 +12,7 @@ machine without a GPU does not have it.
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -164,6 +165,11 @@ TABLE = {
         lambda weights, *_: launcher.why_unsupported(*weights),
         launcher.quantize_joined,
         _triton("transpose", "launch_joined"),
+    ),
+    "quantize_matrices": Backends(
+        lambda groups, *_: launcher.why_unsupported(*chain(*groups)),
+        launcher.quantize_matrices,
+        _triton("transpose", "launch_matrices"),
     ),
     "swiglu_quantize": Backends(
         _why_not_first(2), lambda *args: launcher.swiglu(*args)[:2], _triton("swiglu", "launch")

@@ -57,6 +57,17 @@ _frozen = Counter[int]()  # id of a parameter → how many frozen_weights, which
 _in_capture = False  # whether quantized_once_in_capture is entered
 
 
+class WeightRequest(NamedTuple):
+    """What `quantized_weights` did not find: its arguments, without the function."""
+
+    weights: tuple[Tensor, ...]
+    operand_format: OperandFormat
+    transposed: bool
+
+
+_requests: list[WeightRequest] | None = None  # those of recorded_requests
+
+
 @contextmanager
 def frozen_weights(model: nn.Module) -> Iterator[None]:
     """Promise that nobody writes the model's weights inside, so that they are quantized once and not in every call.
@@ -93,6 +104,17 @@ def quantized_once_in_capture() -> Iterator[None]:
         _cache, _in_capture = outer
 
 
+@contextmanager
+def recorded_requests() -> Iterator[list[WeightRequest]]:
+    """Record which weights are quantized inside to be cached."""
+    global _requests
+    outer, _requests = _requests, []
+    try:
+        yield _requests
+    finally:
+        _requests = outer
+
+
 def quantized_weight(
     weight: Tensor,
     operand_format: OperandFormat,
@@ -126,6 +148,8 @@ def quantized_weights(
     found = [entries.get(id(weight)) for weight, entries in zip(weights, places, strict=True)]
     entry = found[0]
     if entry is None or entry.key != key or any(other is not entry for other in found):
+        if _requests is not None:
+            _requests.append(WeightRequest(tuple(weights), operand_format, transposed))
         with torch.inference_mode(False):  # a later training step may read it
             entry = _Entry(key, quantize([weight.detach() for weight in weights], operand_format), requires_grad)
         for weight, entries in zip(weights, places, strict=True):

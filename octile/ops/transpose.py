@@ -11,6 +11,7 @@ columns, and one kernel that holds it in registers writes both.
     quantize_transposed         a weight for dgrad alone, in the backward pass
     transpose_encoded           a weight that is quantized already, in the backward pass
     quantize_joined             weights that multiply one input, as one matrix of their rows
+    quantize_matrices           many weights, by one launch
 
 The rows of a mixture's experts come with `tiles`, which say which rows each 128×1 tile of the transposed result holds:
 rows of one expert (`octile.ops.groups`).
@@ -21,6 +22,7 @@ multiple of 16 bytes.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -265,6 +267,63 @@ def _(weights, fmt, power_of_2, with_data, with_transposed, dy=None):
 
 
 @operator()
+def quantize_matrices(
+    weights: list[Tensor], sizes: list[int], fmt: str, power_of_2: bool, with_transposed: bool
+) -> list[Tensor]:
+    """Quantize many matrices in 128×128 blocks, on a GPU by as few launches as possible.
+
+    Args:
+        weights: [..., M, K], float32, bfloat16 or float16, all of one dtype.
+        sizes: the number of weights in each group, in their order. The weights of a group are quantized as one matrix;
+            several of them are [N_i, K] as in `quantize_joined`.
+        fmt: "e4m3", "e5m2" or "int8".
+        power_of_2: whether to round each scale up to a power of two.
+        with_transposed: whether to compute data_t; it is [0, 0] otherwise.
+
+    Returns:
+        data [..., M, K], scale [..., ⌈M/128⌉, ⌈K/128⌉] and data_t [..., K, M] of the first group, then of the others,
+        bit for bit those of `quantize_and_transpose` or `quantize_joined`.
+
+    Raises:
+        TypeError: a matrix has another dtype, or they differ in dtype.
+        ValueError: there are none, their shapes, devices or sizes do not fit, or fmt is another one.
+    """
+    _check_matrices(weights, sizes, fmt)
+    results: list[Tensor] = []
+    for group in _groups(weights, sizes):
+        if len(group) > 1:
+            results += quantize_joined.reference(group, fmt, power_of_2, True, with_transposed)
+        else:
+            data, scale, data_t = quantize_and_transpose.reference(group[0], fmt, power_of_2)
+            results += data, scale, data_t if with_transposed else data.new_empty(0, 0)
+    return results
+
+
+@quantize_matrices.register_fake
+def _(weights, sizes, fmt, power_of_2, with_transposed):
+    dtype = STORAGE_DTYPES[fmt]
+    results: list[Tensor] = []
+    for first, *others in _groups(weights, sizes):
+        m = sum(w.shape[-2] for w in (first, *others))
+        x = first.new_empty(*first.shape[:-2], m, first.shape[-1])
+        data_t = new_transposed(x, dtype) if with_transposed else x.new_empty(0, 0, dtype=dtype)
+        results += x.new_empty(x.shape, dtype=dtype), new_scale(x, *BLOCK), data_t
+    return results
+
+
+@quantize_matrices.register_kernel("cuda")
+def _(weights, sizes, fmt, power_of_2, with_transposed):
+    _check_matrices(weights, sizes, fmt)
+    settings = STORAGE_DTYPES[fmt], power_of_2, True, with_transposed
+    return [part for group in backends.run("quantize_matrices", _groups(weights, sizes), *settings) for part in group]
+
+
+def _groups(weights: Sequence[Tensor], sizes: Sequence[int]) -> list[Sequence[Tensor]]:
+    ends = accumulate(sizes)
+    return [weights[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+
+@operator()
 def transpose_encoded(data: Tensor, dy: Tensor | None = None) -> Tensor:
     """Copy encoded values transposed, as dgrad's GEMM reads a weight that was quantized in 128×128 blocks.
 
@@ -326,13 +385,28 @@ def why_not_join(weights: Sequence[Tensor]) -> str | None:
 def _check_joined(weights: Sequence[Tensor], fmt: str) -> None:
     if not weights:
         raise ValueError("weights must have at least one matrix")
+    _check_alike(weights, fmt)
+    if (reason := why_not_join(weights)) is not None:
+        raise ValueError(reason)
+
+
+def _check_alike(weights: Sequence[Tensor], fmt: str) -> None:
     for i, w in enumerate(weights):
         _check(w, fmt)
         if w.dtype != weights[0].dtype:
             raise TypeError(f"weights[{i}] must be {weights[0].dtype} as weights[0], not {w.dtype}")
         check_device("weights[0]", weights[0], f"weights[{i}]", w)
-    if (reason := why_not_join(weights)) is not None:
-        raise ValueError(reason)
+
+
+def _check_matrices(weights: Sequence[Tensor], sizes: Sequence[int], fmt: str) -> None:
+    if not weights or sum(sizes) != len(weights) or min(sizes) < 1:
+        raise ValueError(
+            f"sizes must be positive numbers whose sum is the number of weights, {len(weights)}, not {list(sizes)}"
+        )
+    _check_alike(weights, fmt)
+    for group in _groups(weights, sizes):
+        if len(group) > 1 and (reason := why_not_join(group)) is not None:
+            raise ValueError(reason)
 
 
 def _check_requantize(data: Tensor, scale: Tensor, fmt: str | None, rows: Tensor | None, tiles: Tensor | None) -> None:

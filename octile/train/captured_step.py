@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from octile.kernels.cuda.gemm.launch_cache import one_workspace_in_capture
+from octile.nn.fused.quantize import quantize_requested
 from octile.nn.observer import has_observers
-from octile.nn.weight_cache import quantized_once_in_capture
+from octile.nn.weight_cache import WeightRequest, quantized_once_in_capture, recorded_requests
 from octile.ops.accumulator import is_replaced
 from octile.recipe import Recipe
 
@@ -78,6 +79,7 @@ class CapturedStep:
         self._learning_rate = torch.zeros((), dtype=torch.float64, device=device)
         self._key: Sequence[object] = ()
         self._eager_steps = 0
+        self._requests: Sequence[WeightRequest] = ()  # of the last eager step
         self._tokens = torch.empty(0)
         self._result: Any = None
         self._gradients: list[Tensor | None] = []
@@ -101,7 +103,8 @@ class CapturedStep:
             self._key = key
         if self._graphs is None and self._eager_steps < WARM_UP_STEPS:
             self._eager_steps += 1
-            return self._compute(tokens_BS)
+            with recorded_requests() as self._requests:
+                return self._compute(tokens_BS)
         if self._graphs is None:
             self._capture(tokens_BS)
         assert self._graphs is not None
@@ -126,13 +129,15 @@ class CapturedStep:
             torch.cuda.synchronize(self._learning_rate.device)  # a replay may be running
             for parameter in self.model.parameters():
                 parameter.grad = None
-        self._key, self._eager_steps = (), 0
+        self._key, self._eager_steps, self._requests = (), 0, ()
         self._graphs, self._result, self._gradients = None, None, []
 
     def _capture(self, tokens_BS: Tensor) -> None:
         """Capture both graphs. Nothing runs meanwhile, so the weights stay as they are."""
         for parameter in self.model.parameters():
             parameter.grad = None
+        with quantized_once_in_capture():
+            quantize_requested(self._requests)  # loads its kernels, which cannot be captured
         gc.collect()
         torch.cuda.empty_cache()  # the graphs' memory is their own
         self._tokens = torch.empty(tokens_BS.shape, dtype=tokens_BS.dtype, device=self._learning_rate.device)
@@ -140,6 +145,7 @@ class CapturedStep:
         # other threads may use CUDA meanwhile: one prepares batches in pinned memory, one averages weights
         one_thread: Any = {"stream": self._stream, "capture_error_mode": "thread_local"}
         with torch.cuda.graph(graphs[0], **one_thread), quantized_once_in_capture(), one_workspace_in_capture():
+            quantize_requested(self._requests)
             self._result = self._compute(self._tokens)
         self._gradients = [parameter.grad for parameter in self.model.parameters()]
         with torch.cuda.graph(graphs[1], pool=graphs[0].pool(), **one_thread):

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from octile.kernels.cuda.quantize import launcher
+from octile.kernels.cuda.quantize.launcher import Form
 from octile.nn.delayed_scaling import amax_histories
 from octile.nn.observer import Observer, observe
 from octile.recipe import Recipe
@@ -92,6 +94,25 @@ def test_a_captured_step_without_finite_gradients_is_skipped(trainer_of):
         line = {"skipped": 1}
     assert line["skipped"] == 1
     assert [name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])] == []
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_all_weights_of_a_captured_step_are_quantized_by_one_launch(trainer_of, micro_batches: int, monkeypatch):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs the kernels for Hopper")
+    launch, forms = launcher._launch, []
+
+    def recorded(name: str, constants: dict[str, int], *args, **kwargs) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            forms.append((name, constants.get("form")))
+        launch(name, constants, *args, **kwargs)
+
+    monkeypatch.setattr(launcher, "_launch", recorded)
+    trainer = trainer_of(micro_batches=micro_batches)
+    for _ in range(STEPS):
+        trainer.step()
+    of_weights = [name for name, form in forms if form in (Form.WEIGHT, Form.BLOCK)]
+    assert of_weights == ["matrices"]
 
 
 def test_an_observed_step_runs_eagerly_between_captured_ones(trainer_of):

@@ -20,6 +20,7 @@ from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_
 from octile.ops.transpose import (
     quantize_and_transpose,
     quantize_joined,
+    quantize_matrices,
     quantize_rows_and_columns,
     quantize_transposed,
     requantize_transposed,
@@ -106,6 +107,17 @@ def test_joined_weights(rows: tuple[int, ...], dtype: torch.dtype, with_data: bo
     settings = ("e4m3", True, with_data, with_transposed)
     found = quantize_joined([w.cuda() for w in weights], *settings)
     assert_same(_cpu(found), quantize_joined(weights, *settings))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("k", [264, 265])  # on Hopper by its own kernel and by Triton's
+@pytest.mark.parametrize("with_transposed", [True, False])
+def test_many_matrices(k: int, dtype: torch.dtype, with_transposed: bool):
+    shapes = [(768, k), (16, 140, k), *((128 * i, k) for i in range(1, 70)), (3, k)]
+    weights = [torch.randn(shape).to(dtype) for shape in shapes]
+    settings = ([1, 1, *[3] * 23, 1], "e4m3", True, with_transposed)
+    found = quantize_matrices([w.cuda() for w in weights], *settings)
+    assert_same(_cpu(found), quantize_matrices(weights, *settings))
 
 
 def _all_magnitudes(k: int) -> Tensor:

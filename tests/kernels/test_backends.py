@@ -17,6 +17,7 @@ CALLS = {  # of the operators that quantize, with arguments that Hopper's own ke
     "quantize_and_transpose": lambda x: (x, E4M3, False),
     "quantize_transposed": lambda x: (x, E4M3, False),
     "quantize_joined": lambda x: ([x, x], E4M3, False, True, True),
+    "quantize_matrices": lambda x: ([[x], [x, x]], E4M3, False, True, True),
     "swiglu_quantize": lambda x: (x, x, E4M3, False, None),
     "swiglu_quantize_and_save": lambda x: (x, x, E4M3, False, E4M3, False, None),
     "swiglu_backward_quantize": lambda x: (x, x, x, None, None, None, E4M3, False, E4M3, True, None, False),

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from octile.nn import Linear, convert, frozen_weights, functional
 from octile.nn.fused import quantize as fused_quantize
-from octile.nn.weight_cache import can_cache, quantized_once_in_capture, quantized_weight
+from octile.nn.mlp import MLP
+from octile.nn.weight_cache import can_cache, quantized_once_in_capture, quantized_weight, recorded_requests
 from octile.optim import AdamW
-from octile.recipe import BLOCK, TENSOR, OperandFormat
+from octile.recipe import BLOCK, TENSOR, OperandFormat, Recipe
 from octile.scaled import ScaledTensor, quantize
 
 FORMAT = OperandFormat(block=BLOCK)
@@ -415,6 +416,44 @@ def test_a_capture_neither_reads_nor_loses_what_was_cached_before(weight, counte
 def test_a_capture_caches_no_weight_without_a_gradient(weight, capturing):
     with quantized_once_in_capture():
         assert not can_cache(weight.requires_grad_(False), FORMAT, needs_dgrad=True)
+
+
+def test_the_weights_that_are_quantized_to_be_cached_are_recorded(weight, counter):
+    other = nn.Parameter(torch.randn(5, 7))
+    quantized_weight(other, FORMAT, counter)  # before
+    with recorded_requests() as requests:
+        for _ in range(2):
+            quantized_weight(weight, FORMAT, counter)
+            quantized_weight(other, FORMAT, counter)
+    quantized_weight(weight, OperandFormat(block=TENSOR), counter)  # after
+    ((found,), *settings) = requests[0]
+    assert found is weight
+    assert settings == [FORMAT, False]
+    assert len(requests) == 1
+
+
+@pytest.mark.parametrize("make", [lambda: Linear(200, 140, bias=False), lambda: MLP(200, 256)], ids=["Linear", "MLP"])
+def test_weights_that_are_quantized_before_a_captured_step_give_the_same_bits(make, capturing, monkeypatch):
+    module, x = make(), torch.randn(3, 200, requires_grad=True)
+    with quantized_once_in_capture(), recorded_requests() as requests:
+        y = module(x)
+    with quantized_once_in_capture():
+        fused_quantize.quantize_requested([*requests, *requests])
+        for name in ("_quantize_one_layout", "_quantize_joined"):
+            monkeypatch.setattr(fused_quantize, name, None)  # no weight is quantized alone
+        assert torch.equal(module(x), y)
+
+
+def test_weights_with_one_scale_are_left_to_their_first_use(capturing):
+    layer, x = Linear(200, 140, bias=False, recipe=Recipe.per_tensor()), torch.randn(3, 200, requires_grad=True)
+    with quantized_once_in_capture(), recorded_requests() as requests:
+        y = layer(x)
+    assert requests
+    with quantized_once_in_capture():
+        fused_quantize.quantize_requested(requests)
+        with recorded_requests() as missing:
+            assert torch.equal(layer(x), y)
+    assert len(missing) == len(requests)
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW, AdamW], ids=["SGD", "torch AdamW", "AdamW"])

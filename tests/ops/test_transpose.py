@@ -11,6 +11,7 @@ from octile.ops.quantize import dequantize, quantize
 from octile.ops.transpose import (
     quantize_and_transpose,
     quantize_joined,
+    quantize_matrices,
     quantize_rows_and_columns,
     quantize_transposed,
     requantize_transposed,
@@ -295,6 +296,58 @@ def test_joining_weights_is_a_well_formed_operator():
 def test_weights_that_cannot_be_joined_are_refused(weights: list[Tensor], error: type[Exception], text: str):
     with pytest.raises(error, match=text):
         quantize_joined(weights, "e4m3", True, True, True)
+
+
+@pytest.fixture
+def groups() -> list[list[Tensor]]:
+    """Weights of several shapes, of which the second and third are quantized as one."""
+    return [[matrix((2, 140, 200))], [matrix((128, 264)), matrix((70, 264))], [matrix((5, 130))]]
+
+
+def many(groups: list[list[Tensor]], *settings: object) -> list[Tensor]:
+    return quantize_matrices([w for group in groups for w in group], [*map(len, groups)], *settings)
+
+
+@both_scales
+def test_many_matrices_are_quantized_as_each_alone(groups: list[list[Tensor]], power_of_2: bool):
+    found = iter(many(groups, "e4m3", power_of_2, True))
+    for group in groups:
+        whole = group[0] if len(group) == 1 else torch.cat(group)
+        for expected in quantize_and_transpose(whole, "e4m3", power_of_2):
+            assert_same(next(found), expected)
+
+
+def test_many_matrices_are_transposed_only_where_that_is_asked_for(groups: list[list[Tensor]]):
+    whole, found = (many(groups, "e4m3", True, with_transposed) for with_transposed in (True, False))
+    for i, (t, expected) in enumerate(zip(found, whole, strict=True)):
+        if i % 3 == 2:
+            assert t.shape == (0, 0)
+        else:
+            assert_same(t, expected)
+
+
+@pytest.mark.parametrize("with_transposed", [True, False])
+def test_quantizing_many_matrices_is_a_well_formed_operator(groups: list[list[Tensor]], with_transposed: bool):
+    weights = [w for group in groups for w in group]
+    torch.library.opcheck(quantize_matrices.overload, (weights, [1, 2, 1], "e4m3", True, with_transposed))
+
+
+@pytest.mark.parametrize(
+    ("weights", "sizes", "error", "text"),
+    [
+        ([], [], ValueError, "whose sum is the number of weights, 0, not"),
+        ([torch.ones(8, 8)], [2], ValueError, r"whose sum is the number of weights, 1, not \[2\]"),
+        ([torch.ones(8, 8)], [1, 0], ValueError, r"sizes must be positive numbers .*, not \[1, 0\]"),
+        ([torch.ones(8, 8), torch.ones(8, 8)], [2], ValueError, r"weights\[0\] must have a multiple of 128 rows"),
+        ([torch.ones(8, 8), torch.ones(8, 8).half()], [1, 1], TypeError, r"weights\[1\] must be torch.float32"),
+    ],
+    ids=["none", "too many", "zero", "rows", "dtypes"],
+)
+def test_matrices_that_cannot_be_quantized_by_one_launch_are_refused(
+    weights: list[Tensor], sizes: list[int], error: type[Exception], text: str
+):
+    with pytest.raises(error, match=text):
+        quantize_matrices(weights, sizes, "e4m3", True, True)
 
 
 def test_only_encoded_matrices_are_transposed():

@@ -21,11 +21,12 @@ from typing import Literal
 from torch import Tensor
 
 from octile.kernels.cuda.jit import tensor_map
+from octile.kernels.cuda.jit.prepared import Structures
 from octile.kernels.cuda.jit.tensor_map import TensorMap
 from tools.emulator import build
 from tools.emulator.memory import Guarded
 
-Argument = Tensor | TensorMap | int | float | bytes
+Argument = Tensor | TensorMap | Structures | int | float | bytes
 MAX_SHARED_BYTES = 227 * 1024  # bytes, of a block on Hopper
 _running = threading.Lock()
 
@@ -81,7 +82,8 @@ def run(
     Args:
         name, constants, headers: as for `jit.source`; a header that holds a wgmma instruction is replaced.
         grid, cluster, threads, shared_bytes: as for `Kernel.launch`.
-        arguments: as for `Kernel.launch`; or a tensor for its address, a TensorMap for the 128 bytes of its encoding.
+        arguments: as for `Kernel.launch`; or a tensor for its address, a TensorMap for the 128 bytes of its encoding,
+            structures.
         memory: tensors that addresses among the arguments point into. Their storages, and those of the arguments, are
             copied between inaccessible pages, so that an access outside of them is an error.
         seed: determines all that is random.
@@ -142,6 +144,8 @@ def _pack(
     for index, (size, argument) in enumerate(zip(sizes, arguments, strict=True)):
         if isinstance(argument, TensorMap):
             raw = _encode(argument._replace(pointer=memory.address(argument.pointer)))
+        elif isinstance(argument, Structures):
+            raw = argument.pack(memory.address)
         elif isinstance(argument, Tensor):
             raw = struct.pack("<q", memory.address(argument.data_ptr()))
         elif isinstance(argument, float):

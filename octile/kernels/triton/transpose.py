@@ -117,13 +117,23 @@ def launch_transposed_block(x: Tensor, dtype: torch.dtype, power_of_2: bool) -> 
 def launch_joined(
     weights: Sequence[Tensor], dtype: torch.dtype, power_of_2: bool, with_data: bool, with_transposed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize the rows of matrices [N, K], any strides, as one matrix; `octile.ops.transpose.quantize_joined`."""
-    x = torch.cat(list(weights))
+    """Quantize the rows of matrices [N, K], any strides, as one matrix; `octile.ops.transpose.quantize_joined`.
+
+    One matrix may also be a batch [..., N, K].
+    """
+    x = torch.cat(list(weights)) if len(weights) > 1 else weights[0]
     nothing = torch.empty(0, 0, dtype=dtype, device=x.device)
     if not with_transposed:
         return *quantize.launch(x, 128, 128, dtype, power_of_2), nothing
     data, scale, data_t = launch_block(x, dtype, power_of_2)
     return data if with_data else nothing, scale, data_t
+
+
+def launch_matrices(
+    groups: Sequence[Sequence[Tensor]], dtype: torch.dtype, power_of_2: bool, with_data: bool, with_transposed: bool
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Quantize groups of matrices; `octile.ops.transpose.quantize_matrices`."""
+    return [launch_joined(matrices, dtype, power_of_2, with_data, with_transposed) for matrices in groups]
 
 
 def _launch(kernel: Any, x: Tensor, power_of_2: bool, data: Tensor, data_t: Tensor, **others: Any) -> None:

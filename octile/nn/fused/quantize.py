@@ -9,7 +9,7 @@ Source: DeepSeek-V3 (arXiv 2412.19437) §3.3.2.  Shapes: T tokens, K channels, N
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -20,11 +20,12 @@ from octile.formats import BLOCK, COLUMN_TILE, TILE
 from octile.nn.delayed_scaling import AmaxHistory, quantize_unscaled
 from octile.nn.gathered_weight import GatheredWeight, gathered, gathered_transposed
 from octile.nn.observer import has_observers, report_quantization
-from octile.nn.weight_cache import quantized_weight, quantized_weights
+from octile.nn.weight_cache import WeightRequest, quantized_weight, quantized_weights
 from octile.ops.groups import ROWS, AlignedGroups, align_groups, take_tiles
 from octile.ops.transpose import (
     quantize_and_transpose,
     quantize_joined,
+    quantize_matrices,
     quantize_rows_and_columns,
     quantize_transposed,
     requantize_transposed,
@@ -174,6 +175,29 @@ def quantize_joined_weights(
         for part in split_rows(quantized.w, [len(w) for w in weights]):
             report_quantization("w", part)
     return quantized
+
+
+def quantize_requested(requests: Sequence[WeightRequest]) -> None:
+    """Quantize weights in 128×128 blocks and store them in the weight cache, by as few launches as possible.
+
+    Args:
+        requests: of `recorded_requests`. Those for other formats are left to their first use.
+    """
+    alike: dict[tuple[OperandFormat, bool, Hashable], dict[Hashable, WeightRequest]] = {}
+    for request in requests:
+        weights, of_w, transposed = request
+        if of_w.block == BLOCK and of_w.amax == "current":
+            key = of_w, transposed, (weights[0].dtype, weights[0].device)
+            alike.setdefault(key, {})[tuple(map(id, weights))] = request  # once
+    for (of_w, transposed, _), found in alike.items():
+        groups = [request.weights for request in found.values()]
+        detached = [w.detach() for weights in groups for w in weights]
+        power_of_2 = of_w.scale == "power_of_2"
+        parts = iter(quantize_matrices(detached, [*map(len, groups)], of_w.fmt.name, power_of_2, transposed))
+        for weights, data, scale, data_t in zip(groups, parts, parts, parts, strict=True):
+            w = ScaledTensor(data, scale, BLOCK)
+            quantized = QuantizedWeight(w, ScaledTensor(data_t, scale.mT, BLOCK) if transposed else w.mT)
+            quantized_weights(weights, of_w, lambda *_, quantized=quantized: quantized, transposed)
 
 
 def why_not_join_weights(weights: Sequence[Tensor], operand_format: OperandFormat) -> str | None:

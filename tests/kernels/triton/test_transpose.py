@@ -49,6 +49,15 @@ def _joined(x: Tensor, fmt: str, power_of_2: bool) -> None:
 every_operator = pytest.mark.parametrize("operator", [_both, _block, _requantize], ids=["both", "block", "again"])
 
 
+def test_many_matrices(fmt: str):
+    groups = [[_ordinary((2, 140, 200))], [_ordinary((128, 130)), _ordinary((5, 130))]]
+    weights = [w for group in groups for w in group]
+    for with_transposed in (True, False):
+        found = transpose.launch_matrices(groups, STORAGE_DTYPES[fmt], True, True, with_transposed)
+        expected = reference.quantize_matrices(weights, [1, 2], fmt, True, with_transposed)
+        assert_same([part for results in found for part in results], expected)
+
+
 @every_operator
 @every_shape
 def test_any_shape(operator, shape: tuple[int, ...], fmt: str):

@@ -161,5 +161,8 @@ def _workspace(plan: LaunchPlan, device: torch.device, stream: int) -> tuple[int
     found = workspaces.get((device.index, stream))
     if found is None or found[0].numel() < plan.partials or found[1].numel() < plan.arrivals:
         partials = torch.empty(plan.partials, dtype=torch.float32, device=device)
-        found = workspaces[device.index, stream] = partials, torch.zeros(plan.arrivals, dtype=torch.int32, device=device)
+        found = workspaces[device.index, stream] = (
+            partials,
+            torch.zeros(plan.arrivals, dtype=torch.int32, device=device),
+        )
     return found[0].data_ptr(), found[1].data_ptr()

@@ -17,13 +17,12 @@ from typing import Any
 import torch
 from cuda.bindings import driver
 
-Argument = bytes | int | float  # a tensor map; a pointer or a size; a floating-point value
+Argument = bytes | int | float  # a tensor map or a structure; a pointer or a size; a floating-point value
 
 SUCCESS = driver.CUresult.CUDA_SUCCESS
 WRONG_CONTEXT = (driver.CUresult.CUDA_ERROR_INVALID_CONTEXT, driver.CUresult.CUDA_ERROR_INVALID_HANDLE)
 MAX_CONFIGS = 8192  # cached pairs of a launch shape and a stream
 CODES = {
-    (bytes, 128): "128s",
     (int, 8): "q",
     (int, 4): "i",
     (float, 4): "f",
@@ -100,8 +99,8 @@ class Kernel:
             cluster: thread blocks of a cluster.
             threads: threads of a block.
             shared_bytes: dynamic shared memory of a block.
-            arguments: one for each parameter of the kernel: the 128 bytes of a tensor map, an address or a size as an
-                int, a float.
+            arguments: one for each parameter of the kernel: the bytes of a tensor map or of a structure, an address or
+                a size as an int, a float.
             stream: the handle of a stream; None: `current_stream`.
 
         Raises:
@@ -182,7 +181,8 @@ def layout(name: str, parameters: Sequence[tuple[int, int]], arguments: Sequence
         raise TypeError(f"{name} takes {len(parameters)} arguments, not {len(arguments)}")
     form, end = "<", 0
     for index, ((offset, size), argument) in enumerate(zip(parameters, arguments, strict=True)):
-        code = CODES.get((type(argument), size))
+        is_structure = isinstance(argument, bytes) and len(argument) == size
+        code = f"{size}s" if is_structure else CODES.get((type(argument), size))
         if code is None:
             raise TypeError(f"argument {index} of {name} has {size} bytes and cannot be {type(argument).__name__}")
         form += f"{offset - end}x{code}"

@@ -4,8 +4,9 @@ GEMMs and quantizations launch through it. A step of training allocates the same
 prepared before: then a launch costs one dictionary look-up and one call of the driver.
 """
 
-from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+import struct
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from octile.kernels.cuda.jit.driver import Kernel, Launch
@@ -43,6 +44,29 @@ class BoundedCache(dict[Hashable, Value | None], Generic[Value]):
         super().__setitem__(key, value)
 
 
+class Structures(NamedTuple):
+    """A kernel's argument that is an array of structures.
+
+    Attributes:
+        form: a character of `struct` for each field; Q is an address and nothing else.
+        capacity: of the array.
+        rows: the fields of the first ones; the others are zero.
+    """
+
+    form: str
+    capacity: int
+    rows: tuple[tuple[int, ...], ...]
+
+    def pack(self, relocated: Callable[[int], int] = lambda address: address) -> bytes:
+        """Return the bytes of the array, with `relocated` addresses."""
+        row = struct.Struct(f"<{self.form}")
+        packed = [
+            row.pack(*(relocated(v) if code == "Q" else v for code, v in zip(self.form, values, strict=True)))
+            for values in self.rows
+        ]
+        return b"".join(packed).ljust(self.capacity * row.size, b"\0")
+
+
 _launches: "BoundedCache[Launch]" = BoundedCache(MAX_LAUNCHES)
 
 
@@ -55,8 +79,8 @@ class PreparedKernel:
         self.shape = (grid, cluster, threads, shared_bytes)
 
     def arguments(self, values: tuple[Any, ...]) -> Sequence[Any]:
-        """Return the kernel's arguments for the values of a launch: the values themselves."""
-        return values
+        """Return the kernel's arguments for the values of a launch: the values themselves, structures as bytes."""
+        return [value.pack() if isinstance(value, Structures) else value for value in values]
 
     def launch_at(self, values: tuple[Any, ...]) -> "Launch":
         """Return the launch on the current stream; calling it starts the kernel.

@@ -3,6 +3,7 @@
     tiles.cu            1×128 tiles; one scale that the caller passes
     blocks.cu           128×128 blocks of the input: tiles along rows and columns, requantization along columns, weights
                         with their transpose
+    matrices.cu         many weights in 128×128 blocks by one launch
     swiglu.cu           SwiGLU in 1×128 tiles; its inputs, quantized to be saved for backward
     swiglu_backward.cu  the gradients of SwiGLU and its recomputed result, in tiles along rows and columns
     rms_norm.cu         RMSNorm in 1×128 tiles
@@ -25,6 +26,7 @@ its arguments (`jit.prepared`).
 
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -32,7 +34,7 @@ from torch import Tensor
 
 from octile.kernels.cuda.gemm import num_sms, request
 from octile.kernels.cuda.jit import specialize
-from octile.kernels.cuda.jit.prepared import BoundedCache, PreparedKernel
+from octile.kernels.cuda.jit.prepared import BoundedCache, PreparedKernel, Structures
 from octile.kernels.memory_layout import new_quantized_transposed, new_scale, new_transposed
 
 DTYPES = {  # enum Dtype of scale.cuh
@@ -46,6 +48,7 @@ DTYPES = {  # enum Dtype of scale.cuh
 }
 SIDE, MAX_COLUMNS = 128, 16384  # rows and columns of a block; the most columns that RMSNorm supports
 BLOCK_THREADS, BLOCK_BYTES = 256, 128 * 128 + 4 * 8 * 128 + 20 * 128 + 32  # smem::bytes of block.cuh
+MATRIX, CAPACITY = "QQQQqiiiiiI", 63  # struct Matrix of matrices.cu, and how many of them a launch takes as arguments
 BACKWARD_BYTES = 7 * 2 * 16 * BLOCK_THREADS + 4 * 3 * SIDE  # shared memory of swiglu_backward.cu on top
 
 # Settings that decide on the kernels' speed; `octile bench tune-casts` searches for better ones on a GPU.
@@ -253,20 +256,51 @@ def quantize_joined(
     weights: Sequence[Tensor], dtype: torch.dtype, power_of_2: bool, with_data: bool, with_transposed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the results of `octile.ops.transpose.quantize_joined`: each matrix is stored in its part of them."""
-    first, rows = weights[0], [len(w) for w in weights]
-    like = first.new_empty(()).expand(sum(rows), first.shape[1])
-    data = first.new_empty(like.shape if with_data else (0, 0), dtype=dtype)
-    scale = new_scale(like, SIDE, SIDE)
-    data_t = new_transposed(like, dtype) if with_transposed else first.new_empty(0, 0, dtype=dtype)
+    (joined,) = quantize_matrices([weights], dtype, power_of_2, with_data, with_transposed)
+    return joined
+
+
+def quantize_matrices(
+    groups: Sequence[Sequence[Tensor]], dtype: torch.dtype, power_of_2: bool, with_data: bool, with_transposed: bool
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Quantize many matrices in 128×128 blocks, CAPACITY of them by a launch.
+
+    Args:
+        groups: of one dtype. A group is one batch of matrices [..., M, K], or matrices [N_i, K] that are quantized as
+            one of all their rows; each but the last one has a multiple of 128 rows.
+
+    Returns:
+        data, scale and data_t of each group; those of data and data_t that are not computed are [0, 0].
+    """
     form = Form.WEIGHT if with_data and with_transposed else Form.BLOCK if with_data else Form.TRANSPOSED_BLOCK
-    begin = 0
-    for w, m in zip(weights, rows, strict=True):
-        outs = {"data": data[begin : begin + m]} if with_data else {}
-        outs |= {"data_t": data_t[:, begin : begin + m]} if with_transposed else {}
-        scale_of_w = scale[begin // SIDE : _ceil_div(begin + m, SIDE)]
-        _launch_blocks(form, w, dtype, power_of_2, scale=scale_of_w, **outs)
-        begin += m
-    return data, scale, data_t
+    constants = _constants(form, groups[0][0].dtype, dtype, power_of_2) | {"capacity": CAPACITY}
+    results, rows, blocks = [], [], []  # a row of arguments for each matrix, and its thread blocks
+    for matrices in groups:
+        first = matrices[0]
+        like = first.new_empty(()).expand(*first.shape[:-2], sum(x.shape[-2] for x in matrices), first.shape[-1])
+        data = first.new_empty(like.shape if with_data else (0, 0), dtype=dtype)
+        scale = new_scale(like, SIDE, SIDE)
+        data_t = new_transposed(like, dtype) if with_transposed else first.new_empty(0, 0, dtype=dtype)
+        begin = 0
+        for x in matrices:
+            m, k = x.shape[-2:]
+            part = data.narrow(-2, begin, m) if with_data else None
+            part_t = data_t.narrow(-1, begin, m) if with_transposed else None
+            scale_of_x = scale.narrow(-2, begin // SIDE, _ceil_div(m, SIDE))
+            row_bytes_t = 0 if part_t is None else part_t.stride(-2)
+            inverse = _inverse(constants["raster_height"] * _ceil_div(k, SIDE))
+            addresses = map(_address, (x, part, part_t, scale_of_x))
+            rows.append((*addresses, *(_strides(x) or ()), m, k, inverse, row_bytes_t))
+            blocks.append(_batches(x) * _ceil_div(m, SIDE) * _ceil_div(k, SIDE))
+            begin += m
+        results.append((data, scale, data_t))
+    x = groups[0][0]
+    for at in range(0, len(rows), CAPACITY):
+        *firsts, total = 0, *accumulate(blocks[at : at + CAPACITY])
+        own = tuple((*row, first) for row, first in zip(rows[at : at + CAPACITY], firsts, strict=True))
+        arguments = Structures(MATRIX, CAPACITY, own), len(own)
+        _launch("matrices", constants, x, total, BLOCK_THREADS, BLOCK_BYTES, *arguments)
+    return results
 
 
 def swiglu(
@@ -410,17 +444,7 @@ def _launch_blocks(
     tiles: Tensor | None = None,
 ) -> None:
     m, k = x.shape[-2] if rows is None else len(rows), columns(x)
-    constants = {
-        "form": form, "dtype": DTYPES[x.dtype], "format": DTYPES[dtype], "power_of_2": power_of_2,
-        "gather": rows is not None, "grouped": tiles is not None, **SETTINGS[form.name.lower()],
-    }  # fmt: skip
-    is_lean = x.dtype == torch.bfloat16 and dtype != torch.int8  # needs the fewest registers
-    max_blocks = 4
-    if x.dtype == torch.float32 or (form is Form.BOTH and not is_lean):
-        max_blocks = 2
-    elif x.dtype == torch.uint8:
-        max_blocks = 3
-    constants["blocks"] = min(constants["blocks"], max_blocks)
+    constants = _constants(form, x.dtype, dtype, power_of_2, tiles is not None) | {"gather": rows is not None}
     strides = (n // 3 * 2 if x.dtype == torch.uint8 else n for n in _strides(x) or ())  # in elements, also of E5M6
     old_strides = (0, 0) if old_scale is None else (_batch_stride(old_scale), old_scale.stride(-1))
     arguments = (
@@ -431,6 +455,23 @@ def _launch_blocks(
     m_tiles = _ceil_div(m, SIDE) if tiles is None else len(tiles)
     blocks = _batches(x) * m_tiles * _ceil_div(k, SIDE)
     _launch("blocks", constants, x, blocks, BLOCK_THREADS, BLOCK_BYTES, *arguments)
+
+
+def _constants(
+    form: Form, dtype: torch.dtype, out_dtype: torch.dtype, power_of_2: bool, grouped: bool = False
+) -> dict[str, int | bool]:
+    """Return the constants of `block.cuh`."""
+    settings = SETTINGS[form.name.lower()]
+    is_lean = dtype == torch.bfloat16 and out_dtype != torch.int8  # needs the fewest registers
+    max_blocks = 4
+    if dtype == torch.float32 or (form is Form.BOTH and not is_lean):
+        max_blocks = 2
+    elif dtype == torch.uint8:
+        max_blocks = 3
+    return {
+        "form": form, "dtype": DTYPES[dtype], "format": DTYPES[out_dtype], "power_of_2": power_of_2,
+        "grouped": grouped, **settings, "blocks": min(settings["blocks"], max_blocks),
+    }  # fmt: skip
 
 
 def _launch(

@@ -13,6 +13,7 @@ from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_
 from octile.ops.transpose import (
     quantize_and_transpose,
     quantize_joined,
+    quantize_matrices,
     quantize_rows_and_columns,
     quantize_transposed,
     requantize_transposed,
@@ -117,6 +118,31 @@ def test_joined_weights(with_data: bool, with_transposed: bool, dtype: torch.dty
     weights = [_bad(128, 264).to(dtype), finite(256, 264).to(dtype), finite(140, 264).to(dtype)]
     found = launcher.quantize_joined(weights, E4M3, power_of_2, with_data, with_transposed)
     assert_same(found, quantize_joined(weights, "e4m3", power_of_2, with_data, with_transposed))
+
+
+@both_scales
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("with_transposed", [True, False])
+def test_many_matrices_by_one_launch(with_transposed: bool, dtype: torch.dtype, power_of_2: bool):
+    groups = [
+        [_bad(140, 264).to(dtype)],
+        [finite(3, 140, 136).to(dtype)],  # experts
+        [_bad(128, 264).to(dtype), finite(10, 264).to(dtype)],
+        [finite(8, 8).to(dtype)],
+        [finite(300, 272).to(dtype)[:, 8:264]],
+    ]
+    weights, sizes = [w for group in groups for w in group], [*map(len, groups)]
+    found = launcher.quantize_matrices(groups, E4M3, power_of_2, True, with_transposed)
+    expected = quantize_matrices(weights, sizes, "e4m3", power_of_2, with_transposed)
+    assert_same([part for results in found for part in results], expected)
+
+
+def test_more_matrices_than_a_launch_takes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(launcher, "CAPACITY", 2)
+    weights = [finite(10 * i, 264) for i in range(1, 6)]
+    found = launcher.quantize_matrices([[w] for w in weights], E4M3, True, True, True)
+    expected = quantize_matrices(weights, [1] * 5, "e4m3", True, True)
+    assert_same([part for results in found for part in results], expected)
 
 
 def test_transposed_weights_of_experts():
