@@ -40,11 +40,15 @@ def keep_activations(recipe: Recipe) -> Recipe:
 
 
 def kept_bytes(c: ModelConfig) -> int:
-    """The bytes that are kept of each token: norms in 1×128 tiles; queries, keys and values in BF16."""
+    """The bytes that are kept of each token.
+
+    Norms in 1×128 tiles, those that a gate reads in BF16, too; queries, keys and values in BF16.
+    """
     norms = 2 * _tiles(c.hidden_size) + _tiles(c.kv_lora_rank) + _tiles(c.q_lora_rank or 0)
     a_head = 3 * c.qk_nope_head_dim + 2 * c.qk_rope_head_dim + c.v_head_dim
     layers = c.num_hidden_layers + c.num_nextn_predict_layers
-    return layers * (norms + 2 * c.num_attention_heads * a_head)
+    gates = sum(c.is_moe(layer) for layer in range(layers))
+    return layers * (norms + 2 * c.num_attention_heads * a_head) + gates * 2 * c.hidden_size
 
 
 def _tiles(n: int) -> int:

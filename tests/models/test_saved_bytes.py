@@ -75,7 +75,7 @@ def test_kept_activations_take_the_bytes_of_the_formula(formula: dict[str, Any],
     recipe = replace(Recipe.deepseek_v3(), norms="kept", latent_attention_inputs="kept")
     block = apply_recipe(Block(c, layer=c.first_k_dense_replace if kind == "mixture" else 0), recipe)
     heads = (c.num_attention_heads, c.v_head_dim, c.qk_nope_head_dim, c.qk_rope_head_dim)
-    kept = formula["kept"](c.hidden_size, *heads, c.kv_lora_rank, c.q_lora_rank)
+    kept = formula["kept"](c.hidden_size, *heads, c.kv_lora_rank, c.q_lora_rank, kind == "mixture")
     assert saved_bytes(block, c) == predicted_bytes(formula, c, kind, False) + BATCH * SEQUENCE * kept
 
 

@@ -8,6 +8,7 @@ import torch
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.conversion import apply_recipe
+from octile.nn.fused import block_input
 from octile.recipe import Recipe
 from octile.train.config import medium, small
 from octile.train.kept_activations import MAX_SHARE, can_keep, keep_activations, kept_bytes
@@ -34,6 +35,12 @@ def test_a_kept_activation_changes_no_bit_of_a_gradient(setting: str, q_lora_ran
     found, expected = gradients(config, replace(RECIPE, **{setting: "kept"})), gradients(config, RECIPE)
     assert found.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+def test_no_kept_norm_is_recomputed(monkeypatch: pytest.MonkeyPatch):
+    """Neither for a layer that reads it quantized nor for a gate."""
+    monkeypatch.setattr(block_input, "rms_norm_quantize", None)
+    assert gradients(ModelConfig.tiny(), replace(RECIPE, norms="kept"))
 
 
 @pytest.mark.parametrize(("config", "memory"), [(small(), H100), (small(), H200), (medium(), H200)])

@@ -5,7 +5,7 @@ wgrad needs the quantized input a second time. How it is obtained decides what i
     quantized   the quantized input itself is saved, one byte a value: nothing else needs the activation
     values      it is quantized again from the activation, which a layer in high precision, an expert gate, saves anyway
     norm        it is recomputed from the norm's input, which the norm's own backward saves: nothing more is saved
-    both        as "quantized"; a gate recomputes the activation as in "norm"
+    both        as "quantized"; the activation is saved, too, for a gate
 
 Source: DeepSeek-V3 (arXiv 2412.19437) §3.2.3 (norms are recomputed) and §3.3.3.  Shapes: T tokens, K channels.
 """
@@ -45,8 +45,8 @@ class Saved:
         return ScaledTensor(data, scale, TILE)
 
     def values(self, saved: tuple[Tensor, ...]) -> Tensor:
-        """Recompute the input [T, K] in high precision; impossible where only the quantized input was saved."""
-        return saved[0] if self.what == "values" else self._norm(saved, values=True)[3]
+        """Return the input [T, K] in high precision; impossible where only the quantized input was saved."""
+        return self._norm(saved, values=True)[3] if self.what == "norm" else saved[0]
 
     def _norm(self, saved: tuple[Tensor, ...], values: bool) -> tuple[Tensor, ...]:
         x_TK, weight_K = saved[:2]

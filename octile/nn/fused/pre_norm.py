@@ -18,7 +18,6 @@ Source: DeepSeek-V3 (arXiv 2412.19437) §3.2.3 and §3.3.3.  Shapes: T tokens, K
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -73,7 +72,9 @@ def norm_block_input(x: Tensor, norm: RMSNorm, recipe: Recipe, values: bool = Fa
     saved: tuple[Tensor, ...] = (x_TK.detach(), norm.weight.detach())
     how_saved = Saved("norm", of_x, norm.eps)
     if recipe.norms == "kept":
-        saved, how_saved = (*saved, data, scale), replace(how_saved, what="both")
+        saved, how_saved = (data, scale), Saved("quantized", of_x)
+        if values:
+            saved, how_saved = (y.detach(), *saved), Saved("both", of_x)
     return residual, BlockInput(y, q, saved, how_saved, recipe, x.shape)
 
 

@@ -80,7 +80,7 @@ class PreparedKernel:
 
     def arguments(self, values: tuple[Any, ...]) -> Sequence[Any]:
         """Return the kernel's arguments for the values of a launch: the values themselves, structures as bytes."""
-        return [value.pack() if isinstance(value, Structures) else value for value in values]
+        return tuple(value.pack() if isinstance(value, Structures) else value for value in values)
 
     def launch_at(self, values: tuple[Any, ...]) -> "Launch":
         """Return the launch on the current stream; calling it starts the kernel.
