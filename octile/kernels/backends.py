@@ -152,6 +152,11 @@ TABLE = {
     "quantize_rows_and_columns": Backends(
         _why_not_first(1), launcher.rows_and_columns, _triton("transpose", "launch_rows_and_columns")
     ),
+    "quantize_joined_rows_and_columns": Backends(
+        lambda parts, *_: launcher.why_unsupported(*parts),
+        launcher.joined_rows_and_columns,
+        _triton("transpose", "launch_joined_rows_and_columns"),
+    ),
     "requantize_transposed": Backends(
         _why_not_requantize, launcher.requantize, _triton("transpose", "launch_requantize")
     ),

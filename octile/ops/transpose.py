@@ -6,6 +6,7 @@ fprop and dgrad (dx = dy · w) read w along K and along N. So a matrix is needed
 columns, and one kernel that holds it in registers writes both.
 
     quantize_rows_and_columns   the gradient of an output: 1×128 for dgrad, transposed 1×128 for wgrad
+    quantize_joined_rows_and_columns  the same of the gradients of outputs whose layers read one input, as one matrix
     requantize_transposed       the input of a layer, saved in FP8 for backward: 1×128 → transposed 1×128
     quantize_and_transpose      a weight: 128×128, and the same data transposed
     quantize_transposed         a weight for dgrad alone, in the backward pass
@@ -92,6 +93,51 @@ def _(x, fmt, power_of_2, tiles=None):
     _check(x, fmt)
     check_tiles("x", x, tiles)
     return backends.run("quantize_rows_and_columns", x, STORAGE_DTYPES[fmt], power_of_2, tiles)
+
+
+@operator()
+def quantize_joined_rows_and_columns(
+    parts: list[Tensor], fmt: str, power_of_2: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Quantize matrices in 1×128 and 128×1 tiles as one matrix of all their columns, which no kernel copies before.
+
+    Args:
+        parts: [M, K_i], float32, bfloat16 or float16, all of one dtype. K_i is a multiple of 128, except for the last
+            one, so that no tile has columns of two matrices.
+        fmt, power_of_2: as in `quantize_rows_and_columns`.
+
+    Returns:
+        data, scale, data_t and scale_t, bit for bit those of `quantize_rows_and_columns(torch.cat(parts, 1), …)`.
+
+    Raises:
+        TypeError: a matrix has another dtype, or they differ in dtype.
+        ValueError: there are none, their shapes or devices do not fit, or fmt is another one.
+    """
+    _check_joined_columns(parts, fmt)
+    return quantize_rows_and_columns.reference(torch.cat(parts, dim=1), fmt, power_of_2)
+
+
+@quantize_joined_rows_and_columns.register_fake
+def _(parts, fmt, power_of_2):
+    x, dtype = _joined_columns(parts), STORAGE_DTYPES[fmt]
+    return x.new_empty(x.shape, dtype=dtype), new_scale(x, *TILE), *new_quantized_transposed(x, dtype, None)
+
+
+@quantize_joined_rows_and_columns.register_kernel("cpu")
+def _(parts, fmt, power_of_2):
+    _check_joined_columns(parts, fmt)
+    return quantize_rows_and_columns(torch.cat(parts, dim=1), fmt, power_of_2)
+
+
+@quantize_joined_rows_and_columns.register_kernel("cuda")
+def _(parts, fmt, power_of_2):
+    _check_joined_columns(parts, fmt)
+    return backends.run("quantize_joined_rows_and_columns", parts, STORAGE_DTYPES[fmt], power_of_2)
+
+
+def _joined_columns(parts: Sequence[Tensor]) -> Tensor:
+    """An uninitialized matrix of the size of all columns."""
+    return parts[0].new_empty(parts[0].shape[0], sum(part.shape[1] for part in parts))
 
 
 @operator()
@@ -382,20 +428,40 @@ def why_not_join(weights: Sequence[Tensor]) -> str | None:
     return None
 
 
+def why_not_join_columns(parts: Sequence[Tensor]) -> str | None:
+    """Return why matrices cannot be quantized next to each other, tile for tile as each alone; None: they can."""
+    first = parts[0]
+    for i, part in enumerate(parts):
+        if part.dim() != 2 or part.shape[0] != first.shape[0]:
+            return f"parts[{i}] must be a matrix with the rows of parts[0], not {tuple(part.shape)}"
+        if i + 1 < len(parts) and part.shape[1] % TILE[1]:
+            return f"parts[{i}] must have a multiple of {TILE[1]} columns, since others follow, not {part.shape[1]}"
+    return None
+
+
+def _check_joined_columns(parts: Sequence[Tensor], fmt: str) -> None:
+    if not parts:
+        raise ValueError("parts must have at least one matrix")
+    _check_alike("parts", parts, fmt)
+    if (reason := why_not_join_columns(parts)) is not None:
+        raise ValueError(reason)
+
+
 def _check_joined(weights: Sequence[Tensor], fmt: str) -> None:
     if not weights:
         raise ValueError("weights must have at least one matrix")
-    _check_alike(weights, fmt)
+    _check_alike("weights", weights, fmt)
     if (reason := why_not_join(weights)) is not None:
         raise ValueError(reason)
 
 
-def _check_alike(weights: Sequence[Tensor], fmt: str) -> None:
-    for i, w in enumerate(weights):
-        _check(w, fmt)
-        if w.dtype != weights[0].dtype:
-            raise TypeError(f"weights[{i}] must be {weights[0].dtype} as weights[0], not {w.dtype}")
-        check_device("weights[0]", weights[0], f"weights[{i}]", w)
+def _check_alike(name: str, matrices: Sequence[Tensor], fmt: str) -> None:
+    first = matrices[0]
+    for i, x in enumerate(matrices):
+        _check(x, fmt)
+        if x.dtype != first.dtype:
+            raise TypeError(f"{name}[{i}] must be {first.dtype} as {name}[0], not {x.dtype}")
+        check_device(f"{name}[0]", first, f"{name}[{i}]", x)
 
 
 def _check_matrices(weights: Sequence[Tensor], sizes: Sequence[int], fmt: str) -> None:
@@ -403,7 +469,7 @@ def _check_matrices(weights: Sequence[Tensor], sizes: Sequence[int], fmt: str) -
         raise ValueError(
             f"sizes must be positive numbers whose sum is the number of weights, {len(weights)}, not {list(sizes)}"
         )
-    _check_alike(weights, fmt)
+    _check_alike("weights", weights, fmt)
     for group in _groups(weights, sizes):
         if len(group) > 1 and (reason := why_not_join(group)) is not None:
             raise ValueError(reason)

@@ -35,6 +35,7 @@ from octile.ops.swiglu import (
 from octile.ops.transpose import (
     quantize_and_transpose,
     quantize_joined,
+    quantize_joined_rows_and_columns,
     quantize_matrices,
     quantize_rows_and_columns,
     quantize_transposed,
@@ -123,6 +124,10 @@ CASES = {
     "many weights": lambda: (
         quantize_matrices,
         ([torch.randn(n, 136, device="cuda") for n in (130, 128, 5)], [1, 2], "e4m3", True, True),
+    ),
+    "rows and columns of parts": lambda: (
+        quantize_joined_rows_and_columns,
+        ([torch.randn(130, n, device="cuda") for n in (128, 136)], "e4m3", True),
     ),
     "tiles": lambda: (requantize_transposed, (*_operand((5, 130), TILE)[:2], False)),
     "swiglu in high precision": lambda: (swiglu, tuple(torch.randn(2, 5, 130, device="cuda"))),

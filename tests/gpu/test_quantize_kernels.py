@@ -20,6 +20,7 @@ from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_
 from octile.ops.transpose import (
     quantize_and_transpose,
     quantize_joined,
+    quantize_joined_rows_and_columns,
     quantize_matrices,
     quantize_rows_and_columns,
     quantize_transposed,
@@ -118,6 +119,14 @@ def test_many_matrices(k: int, dtype: torch.dtype, with_transposed: bool):
     settings = ([1, 1, *[3] * 23, 1], "e4m3", True, with_transposed)
     found = quantize_matrices([w.cuda() for w in weights], *settings)
     assert_same(_cpu(found), quantize_matrices(weights, *settings))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("columns", [(384, 256, 64), (4096, 1024, 1024), (128, 3)], ids=str)
+def test_rows_and_columns_of_parts(columns: tuple[int, ...], dtype: torch.dtype):
+    parts = [torch.randn(700, n).to(dtype) for n in columns]
+    found = quantize_joined_rows_and_columns([part.cuda() for part in parts], "e4m3", True)
+    assert_same(_cpu(found), quantize_joined_rows_and_columns(parts, "e4m3", True))
 
 
 def _all_magnitudes(k: int) -> Tensor:

@@ -13,6 +13,7 @@ CALLS = {  # of the operators that quantize, with arguments that Hopper's own ke
     "quantize_with_scale": lambda x: (x, torch.ones(1), E4M3),
     "dequantize": lambda x: (x.to(E4M3), torch.ones(len(x), 1), 1, 128, torch.float32),
     "quantize_rows_and_columns": lambda x: (x, E4M3, False, None),
+    "quantize_joined_rows_and_columns": lambda x: ([x, x], E4M3, False),
     "requantize_transposed": lambda x: (x.to(E4M3), new_scale(x, 1, 128).fill_(1.0), E4M3, False, None, None, False),
     "quantize_and_transpose": lambda x: (x, E4M3, False),
     "quantize_transposed": lambda x: (x, E4M3, False),

@@ -52,6 +52,7 @@ from octile.ops.swiglu import (
 from octile.ops.transpose import (
     quantize_and_transpose,
     quantize_joined,
+    quantize_joined_rows_and_columns,
     quantize_matrices,
     quantize_rows_and_columns,
     quantize_transposed,
@@ -101,6 +102,7 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     high_precision_grouped_tn: (X, X, ENDS, torch.float32),
     quantize: (X, 1, 128, "int8", False),
     quantize_and_transpose: (X, "int8", False),
+    quantize_joined_rows_and_columns: ([X], "int8", False),
     quantize_matrices: ([X], [1], "int8", False, True),
     quantize_joined: ([X], "int8", False, True, True, X),
     quantize_rows_and_columns: (X, "int8", False, TILES),

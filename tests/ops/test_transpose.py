@@ -11,6 +11,7 @@ from octile.ops.quantize import dequantize, quantize
 from octile.ops.transpose import (
     quantize_and_transpose,
     quantize_joined,
+    quantize_joined_rows_and_columns,
     quantize_matrices,
     quantize_rows_and_columns,
     quantize_transposed,
@@ -239,6 +240,45 @@ def test_data_that_is_not_in_tiles_is_refused(data: Tensor, scale: Tensor, error
 def test_rows_that_do_not_fit_are_refused(rows: Tensor, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         requantize_transposed(*quantize(matrix((5, 130)), 1, 128, "int8", False), False, None, rows)
+
+
+# Gradients that are quantized as one matrix
+
+
+@both_scales
+@pytest.mark.parametrize("columns", [(128,), (256, 128), (384, 256, 64), (128, 3)], ids=str)
+def test_joined_gradients_have_the_tiles_of_each_alone(columns: tuple[int, ...], power_of_2: bool):
+    parts = [matrix((130, k)) for k in columns]
+    found = quantize_joined_rows_and_columns(parts, "e4m3", power_of_2)
+    alone = [quantize_rows_and_columns(part, "e4m3", power_of_2) for part in parts]
+    for i, dim in enumerate((1, 1, 0, 0)):
+        of_parts = [results[i].view(torch.uint8) if i in (0, 2) else results[i] for results in alone]
+        whole = found[i].view(torch.uint8) if i in (0, 2) else found[i]
+        assert_same(whole, torch.cat(of_parts, dim))
+
+
+def test_joining_gradients_is_a_well_formed_operator():
+    parts = [torch.randn(5, 128), torch.randn(5, 3)]
+    torch.library.opcheck(quantize_joined_rows_and_columns.overload, (parts, "e4m3", True))
+
+
+@pytest.mark.parametrize(
+    ("parts", "error", "text"),
+    [
+        ([], ValueError, "parts must have at least one matrix"),
+        ([torch.ones(8, 130), torch.ones(8, 8)], ValueError, r"parts\[0\] must have a multiple of 128 columns, .*130"),
+        (
+            [torch.ones(8, 128), torch.ones(9, 8)],
+            ValueError,
+            r"parts\[1\] must be a matrix with the rows of parts\[0\]",
+        ),
+        ([torch.ones(8, 128), torch.ones(8, 8).half()], TypeError, r"parts\[1\] must be torch.float32 as parts\[0\]"),
+    ],
+    ids=["none", "columns", "rows", "dtypes"],
+)
+def test_gradients_that_cannot_be_joined_are_refused(parts: list[Tensor], error: type[Exception], text: str):
+    with pytest.raises(error, match=text):
+        quantize_joined_rows_and_columns(parts, "e4m3", True)
 
 
 # Weights that are quantized as one matrix

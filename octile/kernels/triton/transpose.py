@@ -46,6 +46,13 @@ def launch_rows_and_columns(
     return data, scale, data_t, scale_t
 
 
+def launch_joined_rows_and_columns(
+    parts: Sequence[Tensor], dtype: torch.dtype, power_of_2: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Quantize the columns of matrices [M, K], any strides, as one matrix."""
+    return launch_rows_and_columns(torch.cat(list(parts), dim=1), dtype, power_of_2)
+
+
 def launch_requantize(
     data: Tensor,
     scale: Tensor,

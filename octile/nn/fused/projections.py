@@ -11,6 +11,7 @@ Source: DeepSeek-V3 (arXiv 2412.19437) §3.3.1.  Shapes: T tokens, K inputs, N o
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from octile.nn.double_backward import first_derivative_only
 from octile.nn.fused.block_input import BlockInput
 from octile.nn.fused.layers import FusedLayers, Settings, load_saved, save_for_backward, settings
 from octile.nn.fused.linear import nt, nt_sum
-from octile.nn.fused.quantize import quantize_gradient, requantize
+from octile.nn.fused.quantize import quantize_joined_gradient, requantize
 
 
 def projections(
@@ -32,22 +33,25 @@ def projections(
         sizes: for each weight, sizes whose sum is N.
     """
     s = settings(x.recipe, dtype, weights, x.x)
-    outputs = _Projections.apply(x.x, x, s, *weights)
-    if len(outputs) < len(weights):  # one GEMM; one split has one backward kernel, which joins all gradients
-        sizes = [[size for of_weight in sizes for size in of_weight]]
-    pairs = zip(outputs, sizes, strict=True)
-    return [part for y, parts in pairs for part in (y.split(parts, dim=-1) if len(parts) > 1 else [y])]
+    return list(_Projections.apply(x.x, x, [list(of_weight) for of_weight in sizes], s, *weights))
 
 
 class _Projections(torch.autograd.Function):
+    """Its results are the columns of the y_i, so that their gradients are not joined before they are quantized."""
+
     @staticmethod
-    def forward(ctx: Any, x_TK: Tensor, x: BlockInput, s: Settings, *weights: Tensor) -> tuple[Tensor, ...]:
-        layers = FusedLayers(weights, ctx.needs_input_grad[3:], s, shared=len(weights))
+    def forward(
+        ctx: Any, x_TK: Tensor, x: BlockInput, sizes: list[list[int]], s: Settings, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        layers = FusedLayers(weights, ctx.needs_input_grad[4:], s, shared=len(weights))
         quantized = layers.quantize(weights)
-        outputs = []
+        outputs: list[Tensor] = []
+        ctx.parts = []  # the number of results of each GEMM
         for i, w in enumerate(quantized):
             layers.report_fprop(i, weights, lambda: x_TK, x.q, w)
-            outputs.append(nt(x.q, w.w, None, s.dtype))
+            of_gemm = [size for layer in layers.gemms[i] for size in sizes[layer]]
+            outputs += nt(x.q, w.w, None, s.dtype).split(of_gemm, dim=-1)
+            ctx.parts.append(len(of_gemm))
         save_for_backward(ctx, layers, quantized, x=x.saved)
         ctx.how_saved, ctx.x_dtype = x.how_saved, x_TK.dtype
         return tuple(outputs)
@@ -56,16 +60,18 @@ class _Projections(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         layers, weights, saved = load_saved(ctx, dys[0])
-        formats = layers.settings.formats
-        quantized_dys = [quantize_gradient(dy, formats) for dy in dys]
+        formats, rest = layers.settings.formats, iter(dys)
+        of_gemms = [list(islice(rest, count)) for count in ctx.parts]
+        quantized_dys = [quantize_joined_gradient(parts, formats) for parts in of_gemms]
+        values = [partial(torch.cat, parts, dim=1) for parts in of_gemms]  # for observers
         dx = None
         if ctx.needs_input_grad[0]:
             for i, (of_dgrad, _) in enumerate(quantized_dys):
-                layers.report_dgrad(i, partial(dys.__getitem__, i), of_dgrad, weights[i])
+                layers.report_dgrad(i, values[i], of_dgrad, weights[i])
             pairs = [(of_dgrad, w.w_t) for (of_dgrad, _), w in zip(quantized_dys, weights, strict=True)]
             dx = nt_sum(pairs, None, ctx.x_dtype)
         x = requantize(ctx.how_saved.quantized(saved["x"]), formats.wgrad_x)
         dws: list[Tensor | None] = []
         for i, (_, of_wgrad) in enumerate(quantized_dys):
-            dws += layers.wgrad(i, partial(dys.__getitem__, i), of_wgrad, x)
-        return dx, None, None, *dws
+            dws += layers.wgrad(i, values[i], of_wgrad, x)
+        return dx, None, None, None, *dws

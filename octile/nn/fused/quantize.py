@@ -25,12 +25,14 @@ from octile.ops.groups import ROWS, AlignedGroups, align_groups, take_tiles
 from octile.ops.transpose import (
     quantize_and_transpose,
     quantize_joined,
+    quantize_joined_rows_and_columns,
     quantize_matrices,
     quantize_rows_and_columns,
     quantize_transposed,
     requantize_transposed,
     transpose_encoded,
     why_not_join,
+    why_not_join_columns,
 )
 from octile.recipe import GemmFormats, OperandFormat, Recipe
 from octile.scaled import ScaledTensor, quantize
@@ -285,6 +287,18 @@ def quantize_gradient(
         return quantize_operand(dy, of_dgrad, "dy"), quantize_wgrad_gradient(dy, formats, None, groups)
     power_of_2, tiles = of_dgrad.scale == "power_of_2", None if groups is None else groups.tiles
     data, scale, data_t, scale_t = quantize_rows_and_columns(dy.detach(), of_dgrad.fmt.name, power_of_2, tiles)
+    rows = report_quantization("dy", ScaledTensor(data, scale, TILE))
+    return rows, report_quantization("wgrad_dy", transposed(data_t, scale_t))
+
+
+def quantize_joined_gradient(parts: Sequence[Tensor], formats: GemmFormats) -> tuple[ScaledTensor, ScaledTensor]:
+    """Quantize parts [T, N_i] of an output gradient [T, N], next to each other, for dgrad and for wgrad."""
+    first, of_dgrad = parts[0], formats.dy
+    alike = all(part.dtype == first.dtype for part in parts)
+    if len(parts) == 1 or not (formats.is_tiled and alike and why_not_join_columns(parts) is None):
+        return quantize_gradient(first if len(parts) == 1 else torch.cat(list(parts), dim=1), formats)
+    detached, power_of_2 = [part.detach() for part in parts], of_dgrad.scale == "power_of_2"
+    data, scale, data_t, scale_t = quantize_joined_rows_and_columns(detached, of_dgrad.fmt.name, power_of_2)
     rows = report_quantization("dy", ScaledTensor(data, scale, TILE))
     return rows, report_quantization("wgrad_dy", transposed(data_t, scale_t))
 

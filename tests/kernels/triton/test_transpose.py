@@ -58,6 +58,12 @@ def test_many_matrices(fmt: str):
         assert_same([part for results in found for part in results], expected)
 
 
+def test_rows_and_columns_of_parts(fmt: str):
+    parts = [_ordinary((130, 128)), _ordinary((130, 70))]
+    found = transpose.launch_joined_rows_and_columns(parts, STORAGE_DTYPES[fmt], True)
+    assert_same(found, reference.quantize_joined_rows_and_columns(parts, fmt, True))
+
+
 @every_operator
 @every_shape
 def test_any_shape(operator, shape: tuple[int, ...], fmt: str):

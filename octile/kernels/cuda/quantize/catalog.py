@@ -54,6 +54,7 @@ def _cases() -> dict[str, Callable[[], object]]:
         "rows and columns": lambda p: launcher.rows_and_columns(x, E4M3, p),
         "rows and columns of FP32": lambda p: launcher.rows_and_columns(x_fp32, E4M3, p),
         "rows and columns of groups": lambda p: launcher.rows_and_columns(x, E4M3, p, tiles),
+        "rows and columns of parts": lambda p: launcher.joined_rows_and_columns([x, gate], E4M3, p),
         "requantize, transposed": lambda p: launcher.requantize(encoded, scale, E4M3, p),
         "requantize rows, transposed": lambda p: launcher.requantize(encoded, scale, E4M3, p, rows),
         "requantize rows of groups, transposed": lambda p: launcher.requantize(encoded, scale, E4M3, p, rows, tiles),

@@ -27,7 +27,7 @@ its arguments (`jit.prepared`).
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,7 +48,10 @@ DTYPES = {  # enum Dtype of scale.cuh
 }
 SIDE, MAX_COLUMNS = 128, 16384  # rows and columns of a block; the most columns that RMSNorm supports
 BLOCK_THREADS, BLOCK_BYTES = 256, 128 * 128 + 4 * 8 * 128 + 20 * 128 + 32  # smem::bytes of block.cuh
-MATRIX, CAPACITY = "QQQQqiiiiiI", 63  # struct Matrix of matrices.cu, and how many of them a launch takes as arguments
+MATRIX, CAPACITY = (
+    "QQQQQqiiiiiIII",
+    51,
+)  # struct Matrix of matrices.cu, and how many of them a launch takes as arguments
 BACKWARD_BYTES = 7 * 2 * 16 * BLOCK_THREADS + 4 * 3 * SIDE  # shared memory of swiglu_backward.cu on top
 
 # Settings that decide on the kernels' speed; `octile bench tune-casts` searches for better ones on a GPU.
@@ -273,8 +276,7 @@ def quantize_matrices(
         data, scale and data_t of each group; those of data and data_t that are not computed are [0, 0].
     """
     form = Form.WEIGHT if with_data and with_transposed else Form.BLOCK if with_data else Form.TRANSPOSED_BLOCK
-    constants = _constants(form, groups[0][0].dtype, dtype, power_of_2) | {"capacity": CAPACITY}
-    results, rows, blocks = [], [], []  # a row of arguments for each matrix, and its thread blocks
+    results, parts = [], []
     for matrices in groups:
         first = matrices[0]
         like = first.new_empty(()).expand(*first.shape[:-2], sum(x.shape[-2] for x in matrices), first.shape[-1])
@@ -283,24 +285,65 @@ def quantize_matrices(
         data_t = new_transposed(like, dtype) if with_transposed else first.new_empty(0, 0, dtype=dtype)
         begin = 0
         for x in matrices:
-            m, k = x.shape[-2:]
-            part = data.narrow(-2, begin, m) if with_data else None
-            part_t = data_t.narrow(-1, begin, m) if with_transposed else None
-            scale_of_x = scale.narrow(-2, begin // SIDE, _ceil_div(m, SIDE))
-            row_bytes_t = 0 if part_t is None else part_t.stride(-2)
-            inverse = _inverse(constants["raster_height"] * _ceil_div(k, SIDE))
-            addresses = map(_address, (x, part, part_t, scale_of_x))
-            rows.append((*addresses, *(_strides(x) or ()), m, k, inverse, row_bytes_t))
-            blocks.append(_batches(x) * _ceil_div(m, SIDE) * _ceil_div(k, SIDE))
+            m = x.shape[-2]
+            outs: dict[str, Any] = {"scale": scale.narrow(-2, begin // SIDE, _ceil_div(m, SIDE))}
+            outs |= {"data": data.narrow(-2, begin, m)} if with_data else {}
+            outs |= {"data_t": data_t.narrow(-1, begin, m)} if with_transposed else {}
+            parts.append(_Part(x, **outs))
             begin += m
         results.append((data, scale, data_t))
-    x = groups[0][0]
-    for at in range(0, len(rows), CAPACITY):
-        *firsts, total = 0, *accumulate(blocks[at : at + CAPACITY])
-        own = tuple((*row, first) for row, first in zip(rows[at : at + CAPACITY], firsts, strict=True))
-        arguments = Structures(MATRIX, CAPACITY, own), len(own)
-        _launch("matrices", constants, x, total, BLOCK_THREADS, BLOCK_BYTES, *arguments)
+    _launch_matrices(form, parts, dtype, power_of_2)
     return results
+
+
+def joined_rows_and_columns(
+    parts: Sequence[Tensor], dtype: torch.dtype, power_of_2: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute the results of `rows_and_columns` of the columns of matrices [M, K_i], next to each other.
+
+    Args:
+        parts: of one dtype; each but the last one has a multiple of 128 columns.
+    """
+    first = parts[0]
+    x = first.new_empty(()).expand(first.shape[0], sum(part.shape[1] for part in parts))
+    data, scale = first.new_empty(x.shape, dtype=dtype), new_scale(x, 1, SIDE)
+    data_t, scale_t = new_quantized_transposed(x, dtype, None)
+    begins = accumulate((part.shape[1] for part in parts[:-1]), initial=0)
+    rows = [_Part(part, data, scale, data_t, scale_t, k) for part, k in zip(parts, begins, strict=True)]
+    _launch_matrices(Form.BOTH, rows, dtype, power_of_2, x.shape[1])
+    return data, scale, data_t, scale_t
+
+
+class _Part(NamedTuple):
+    """Matrices x, where their results are stored, and of these the column of the first of x."""
+
+    x: Tensor
+    data: Tensor | None = None
+    scale: Tensor | None = None
+    data_t: Tensor | None = None
+    scale_t: Tensor | None = None
+    first_column: int = 0
+
+
+def _launch_matrices(
+    form: Form, parts: Sequence[_Part], dtype: torch.dtype, power_of_2: bool, all_columns: int | None = None
+) -> None:
+    """Launch matrices.cu for parts of one dtype; all_columns: of their results, if not the columns of each part."""
+    x = parts[0].x
+    constants = _constants(form, x.dtype, dtype, power_of_2) | {"capacity": CAPACITY}
+    for at in range(0, len(parts), CAPACITY):
+        rows, blocks = [], 0
+        for part in parts[at : at + CAPACITY]:
+            m, k = part.x.shape[-2:]
+            k_tiles = _ceil_div(k, SIDE)
+            addresses = map(_address, (part.x, part.data, part.data_t, part.scale, part.scale_t))
+            row_bytes_t = 0 if part.data_t is None else part.data_t.stride(-2)
+            sizes = m, k, _inverse(constants["raster_height"] * k_tiles), row_bytes_t
+            of_results = all_columns or k, part.first_column // SIDE
+            rows.append((*addresses, *(_strides(part.x) or ()), *sizes, blocks, *of_results))
+            blocks += _batches(part.x) * _ceil_div(m, SIDE) * k_tiles
+        arguments = Structures(MATRIX, CAPACITY, tuple(rows)), len(rows)
+        _launch("matrices", constants, x, blocks, BLOCK_THREADS, BLOCK_BYTES, *arguments)
 
 
 def swiglu(

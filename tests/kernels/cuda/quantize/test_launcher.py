@@ -13,6 +13,7 @@ from octile.ops.swiglu import swiglu_backward_quantize, swiglu_quantize, swiglu_
 from octile.ops.transpose import (
     quantize_and_transpose,
     quantize_joined,
+    quantize_joined_rows_and_columns,
     quantize_matrices,
     quantize_rows_and_columns,
     quantize_transposed,
@@ -143,6 +144,14 @@ def test_more_matrices_than_a_launch_takes(monkeypatch: pytest.MonkeyPatch):
     found = launcher.quantize_matrices([[w] for w in weights], E4M3, True, True, True)
     expected = quantize_matrices(weights, [1] * 5, "e4m3", True, True)
     assert_same([part for results in found for part in results], expected)
+
+
+@both_scales
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_and_columns_of_parts(dtype: torch.dtype, power_of_2: bool):
+    parts = [_bad(140, 384).to(dtype), finite(140, 256).to(dtype)[:, :128], finite(140, 72).to(dtype)]
+    found = launcher.joined_rows_and_columns(parts, E4M3, power_of_2)
+    assert_same(found, quantize_joined_rows_and_columns(parts, "e4m3", power_of_2))
 
 
 def test_transposed_weights_of_experts():
