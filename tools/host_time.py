@@ -1,4 +1,4 @@
-"""Measure the host time of warm GEMM calls without a GPU: all of a call but the driver.
+"""Measure the host time of warm GEMMs and quantizations without a GPU: all of a call but the driver.
 
     taskset --cpu-list 1 python -m tools.host_time
 
@@ -18,9 +18,9 @@ from torch import Tensor
 
 from octile.formats import BLOCK, COLUMN_TILE, TILE
 from octile.kernels.cuda.jit import driver
-from octile.ops import grouped, matmul
+from octile.ops import grouped, matmul, norm, swiglu, transpose
 from octile.ops.operator import LIBRARIES, Operator
-from octile.ops.quantize import quantize
+from octile.ops.quantize import dequantize, quantize
 from tools.count_frames import FakeKernel, fake_gpu
 
 CALLS, REPEATS = 400, 25
@@ -34,6 +34,16 @@ OPERATORS = (
     grouped.masked_grouped_matmul_nt_out,
     grouped.grouped_wgrad,
     grouped.grouped_wgrad_out,
+    quantize,
+    dequantize,
+    transpose.quantize_rows_and_columns,
+    transpose.requantize_transposed,
+    transpose.quantize_and_transpose,
+    transpose.quantize_transposed,
+    transpose.quantize_joined,
+    swiglu.swiglu_quantize_and_save,
+    swiglu.swiglu_backward_quantize,
+    norm.rms_norm_quantize,
 )
 
 
@@ -50,6 +60,7 @@ def arguments() -> list[tuple[Any, ...]]:
     a, b, groups = operand(M, K), operand(N, K, block=BLOCK), operand(G, N, K, block=BLOCK)
     masked, dy, x = operand(G, M, K), transposed(N, M), transposed(K, M)
     offs, bf16 = torch.arange(1, G + 1, dtype=torch.int32) * (M // G), torch.bfloat16
+    values, weight = torch.ones(M, K, dtype=bf16), torch.ones(N, K, dtype=bf16)
     out, masked_out, dw = torch.zeros(M, N, dtype=bf16), torch.zeros(G, M, N, dtype=bf16), torch.zeros(G, N, K)
     return [
         (*a, *b, bf16),
@@ -60,6 +71,16 @@ def arguments() -> list[tuple[Any, ...]]:
         (masked_out, *masked, *groups, offs, M // G),
         (*dy, *x, offs, torch.float32),
         (dw, *dy, *x, offs, True),
+        (values, *TILE, "e4m3", True),
+        (*a[:2], *TILE, bf16),
+        (values, "e4m3", True),
+        (*a[:2], True),
+        (weight, "e4m3", True),
+        (weight, "e4m3", True, values),
+        ([weight, weight], "e4m3", True, True, False),
+        (values, values, "e4m3", True, "e4m3", True),
+        (values, *a[:1], *a[:1], *a[1:2], *a[1:2], None, "e4m3", True, "e4m3", True),
+        (values, torch.ones(K, dtype=bf16), 1e-6, "e4m3", True, False),
     ]
 
 

@@ -24,6 +24,7 @@ Kernels are loaded and launched as GEMMs are: a kernel with its launch shape is 
 its arguments (`jit.prepared`).
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from itertools import accumulate
@@ -111,20 +112,30 @@ def why_unsupported(*matrices: Tensor, out: torch.dtype | None = None) -> str | 
 def layout_error(*matrices: Tensor, out: torch.dtype | None = None) -> str | None:
     """Return the part of `why_unsupported` that depends on shapes, strides and alignment."""
     for x in matrices:
-        packed, size = x.dtype == torch.uint8, x.element_size()
-        unit, vector = (12, 4) if packed else (8, 8 if size == 1 else 16)
-        if not 0 < x.numel() < 2**31 * SIDE:
-            return "it is empty" if x.numel() == 0 else "it has too many elements for one launch"
-        if x.shape[-1] % unit:
-            return f"its rows of {x.shape[-1]} are not a multiple of {unit}"
-        if x.stride(-1) != 1 or (strides := _strides(x)) is None:
-            return "its rows are not contiguous, or its matrices are not one stride apart"
-        if (x.data_ptr() | strides[0] * size | strides[1] * size) % vector or (
-            packed and any(n % unit for n in strides)
-        ):
-            return f"its rows do not begin at multiples of {unit if packed else vector} bytes"
-        if out == torch.uint8 and x.shape[-1] % 32:
-            return f"its rows of {x.shape[-1]} are not a multiple of 32, as packed E5M6 needs"
+        error = _layout_error(x.shape, x.stride(), x.dtype, x.data_ptr() % 16, out)
+        if error is not None:
+            return error
+    return None
+
+
+@functools.lru_cache(MAX_KEYS)  # runs before every launch, and layouts recur
+def _layout_error(
+    shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, address: int, out: torch.dtype | None
+) -> str | None:
+    packed, size, columns = dtype == torch.uint8, dtype.itemsize, shape[-1]
+    unit, vector = (12, 4) if packed else (8, 8 if size == 1 else 16)
+    if not 0 < shape.numel() < 2**31 * SIDE:
+        return "it is empty" if shape.numel() == 0 else "it has too many elements for one launch"
+    if columns % unit:
+        return f"its rows of {columns} are not a multiple of {unit}"
+    if strides[-1] != 1 or (of_matrices := _matrix_strides(shape, strides)) is None:
+        return "its rows are not contiguous, or its matrices are not one stride apart"
+    if (address | of_matrices[0] * size | of_matrices[1] * size) % vector or (
+        packed and any(n % unit for n in of_matrices)
+    ):
+        return f"its rows do not begin at multiples of {unit if packed else vector} bytes"
+    if out == torch.uint8 and columns % 32:
+        return f"its rows of {columns} are not a multiple of 32, as packed E5M6 needs"
     return None
 
 
@@ -540,10 +551,15 @@ def _launch(
 
 def _strides(x: Tensor) -> tuple[int, int] | None:
     """Return the strides of matrices and of rows in elements; None: the matrices are not one stride apart."""
-    shape, strides = x.shape[:-2], x.stride()[:-2]
-    if any(strides[i] != strides[i + 1] * shape[i + 1] for i in range(len(shape) - 1)):
+    return _matrix_strides(x.shape, x.stride())
+
+
+@functools.lru_cache(MAX_KEYS)
+def _matrix_strides(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, int] | None:
+    *of_batch, row, _ = strides
+    if any(of_batch[i] != of_batch[i + 1] * shape[i + 1] for i in range(len(of_batch) - 1)):
         return None
-    return (strides[-1] if strides else 0), x.stride(-2)
+    return (of_batch[-1] if of_batch else 0), row
 
 
 def _is_aligned_along(scale: Tensor, dim: int) -> bool:
