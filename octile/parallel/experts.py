@@ -193,6 +193,7 @@ def shard_experts(
     max_tokens: int | None = None,
     max_rows: int | None = None,
     num_sms: int | None = None,
+    too_many_rows: Tensor | None = None,
 ) -> ExpertShare:
     """Spread the experts of a model's mixtures over ranks, of which each has the whole model before, and own tokens.
 
@@ -214,6 +215,8 @@ def shard_experts(
             is dropped: more rows are a RuntimeError. None: as many as if all tokens of all ranks went to one rank.
         num_sms: how many SMs these kernels use, at least 2; None: a number that suits NVLink, and a smaller one
             where GEMMs overlap, which then use the others.
+        too_many_rows: float32 [] on the ranks' devices. If it is given, more rows than max_rows set it to 1 on their
+            rank, without an error; results and gradients of all ranks are then to be discarded.
 
     Raises:
         RuntimeError: torch.distributed is not initialized.
@@ -249,7 +252,7 @@ def shard_experts(
         if memory is None or max_tokens is None:
             moe.dispatcher = ExpertDispatcher(*sizes, ranks)
         else:
-            moe.dispatcher = PeerDispatcher(*sizes, memory, max_tokens, max_rows)
+            moe.dispatcher = PeerDispatcher(*sizes, memory, max_tokens, max_rows, too_many_rows)
         for weight in ("gate_up", "down"):
             setattr(moe.experts, weight, _cut(getattr(moe.experts, weight), moe.dispatcher.local_experts))
         moe.experts.use_recipe(moe.experts.recipe)

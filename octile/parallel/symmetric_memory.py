@@ -197,6 +197,11 @@ class PeerDispatcher(ExpertDispatcher):
         memory: of the ranks.
         max_tokens: M, the most tokens that a rank has in a forward pass.
         max_rows: R, the most rows of this rank's experts in a forward pass; None: W · M · K, which always suffice.
+        too_many_rows: float32 [] on the device, or None, as of `shard_experts`.
+
+    Attributes:
+        max_rows: may be raised, on all ranks alike, to at most enough_rows.
+        enough_rows: W · M · K.
 
     Raises:
         ValueError: the ranks disagree about a size, W does not divide E, or max_tokens or max_rows is less than 1.
@@ -212,22 +217,24 @@ class PeerDispatcher(ExpertDispatcher):
         memory: PeerMemory,
         max_tokens: int,
         max_rows: int | None = None,
+        too_many_rows: Tensor | None = None,
     ):
         for name, value in (("max_tokens", max_tokens), ("max_rows", max_rows)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
         super().__init__(n_experts, n_chosen, hidden_size, memory.group)
         self.memory, self.max_tokens = memory, max_tokens
-        rows = self.n_ranks * max_tokens * n_chosen
-        self.max_rows = rows if max_rows is None else min(rows, max_rows)
+        self.enough_rows = self.n_ranks * max_tokens * n_chosen
+        self.max_rows = self.enough_rows if max_rows is None else min(self.enough_rows, max_rows)
+        self.too_many_rows = too_many_rows
 
     def plan(self, experts_TK: Tensor, load_E: Tensor) -> RoutingPlan:
         """Plan where rows go, and tell the other ranks: experts_TK are the experts of each token.
 
         Raises:
             ValueError: there are more tokens than max_tokens.
-            RuntimeError: the experts of this rank have more than max_rows rows. On a GPU it is raised when the host
-                next waits, and what uses the plan is not computed.
+            RuntimeError: the experts of this rank have more than max_rows rows, and too_many_rows was not given. On a
+                GPU it is raised when the host next waits, and what uses the plan is not computed.
         """
         from octile.kernels.triton import peer_rows
 
@@ -245,7 +252,12 @@ class PeerDispatcher(ExpertDispatcher):
 
         _, order_R, offs_E = routing_plan(local_NK, count_tokens(local_NK, local + 1)[0])
         offs_E = offs_E[:local]
-        torch._assert_async(offs_E[-1] <= self.max_rows, f"the experts of a rank have more than {self.max_rows} rows")
+        fits = offs_E[-1] <= self.max_rows
+        if self.too_many_rows is None:
+            torch._assert_async(fits, f"the experts of a rank have more than {self.max_rows} rows")
+        else:
+            self.too_many_rows.masked_fill_(~fits, 1.0)
+            offs_E = offs_E.clamp(max=self.max_rows)  # so that nothing is read or written beyond the tensors
         row = torch.arange(max(self.max_rows, t * k), dtype=torch.int32, device=order_R.device)
         row_R, order_R = row[: self.max_rows], order_R[: self.max_rows]
         order_R = torch.where(row_R < offs_E[-1], order_R, n * k)  # after the last expert: the row of zeros

@@ -198,7 +198,8 @@ def _train(
                 and not trainer.must_stop(bool(stop))
                 and not best.has_run_out(config.patience)
             ):
-                with step_context(trainer.steps_done + 1):
+                number = trainer.steps_done + 1
+                with step_context(number):
                     recorder.record(trainer.advance())
                 last = trainer.steps_done == config.steps
                 validates = last or trainer.steps_done % config.validate_every == 0
@@ -206,6 +207,8 @@ def _train(
                 if validates or saves:
                     recorder.record(trainer.read())
                 recorder.report_spikes()
+                if trainer.steps_done < number:  # steps were discarded, and are launched again
+                    continue
                 if validates:
                     line = _validate(trainer, metrics)
                     progress.validation(line)

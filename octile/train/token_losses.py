@@ -28,6 +28,10 @@ def token_losses(trainer: Trainer, windows: Tensor | None = None) -> Tensor:
             `Trainer.validate`, up to the order of summation.
     """
     trainer.model.eval()
+    return trainer.with_place(lambda: _token_losses(trainer, windows))
+
+
+def _token_losses(trainer: Trainer, windows: Tensor | None) -> Tensor:
     batch = trainer.config.micro_batch_size
     losses = []
     with frozen_weights(trainer.model), trainer.precision():

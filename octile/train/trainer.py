@@ -14,6 +14,9 @@ The device skips an update if the gradient is not finite. If the loss is not fin
 skipped, it also skips every later update (`_halted`). So when the host reads that, the weights are still those before
 the step.
 
+On symmetric memory the rows of a rank's experts have a limited place. If they are more in a step, it and later steps
+change nothing either; the host then doubles the place, and launches them again.
+
 On several ranks each takes its sequences of every step's batch, and everything that is decided or reported is a sum
 over all ranks, so that all ranks launch, skip and stop the same steps (`octile.parallel`). Gradients are summed during
 the last micro-batch's backward pass. If steps are read late, the updated weights are gathered during the next forward
@@ -24,12 +27,13 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -46,11 +50,12 @@ from octile.ops.high_precision import without_reduced_precision_reduction
 from octile.optim import EMA, AdamW, BatchRamp, DynamicLossScale, WarmupConstantCosine, clip_factor, param_groups
 from octile.optim.gradient import gradient_norm
 from octile.optim.state import has_scales
+from octile.parallel import symmetric_memory
 from octile.parallel.experts import ExpertShare, shard_experts
 from octile.parallel.links import AUTO_RANKS
 from octile.parallel.ranks import Ranks
 from octile.parallel.state import Layout, ShardedState, collect
-from octile.parallel.symmetric_memory import why_not_peers
+from octile.parallel.symmetric_memory import PeerDispatcher
 from octile.recipe import Recipe
 from octile.train.batches import Batches, PreparedBatches, validation_windows
 from octile.train.captured_step import CapturedStep, why_eager
@@ -66,7 +71,10 @@ from octile.validation import Range, check_fields, from_json
 if TYPE_CHECKING:
     from octile.checkpoint.sharded import Chunk, ShardedCheckpoint
 
+T = TypeVar("T")
+
 READ_EVERY = 10  # steps that are read at a time; as many more are in flight meanwhile
+ROOM = 2.0  # place for the rows of a rank's experts on symmetric memory, vs. balanced experts; it grows if needed
 AHEAD = 4  # batches that a thread prepares for a GPU; a CPU has no core to spare, and no memory
 LOSSES = ("loss", "main_loss", "mtp_loss", "balance_loss")
 
@@ -75,8 +83,9 @@ class Computed(NamedTuple):
     """The result of a step's forward and backward pass.
 
     Attributes:
-        values: float32 [7]: the loss, its main, MTP and balance parts, the norm of the gradient before clipping, the
-            index of the last parameter whose gradient is not finite, or -1, and how many ranks want to stop.
+        values: float32 [8]: the loss, its main, MTP and balance parts, the norm of the gradient before clipping, the
+            index of the last parameter whose gradient is not finite, or -1, how many ranks want to stop, and on how
+            many the experts had too many rows.
         load: int64 [E] for each MoE layer, the tokens of each expert.
         skip: bool [], whether the update must change nothing.
         overflowed: whether the gradients were not finite, and a smaller loss scale may help.
@@ -177,6 +186,7 @@ class Trainer:
         can = device.type == "cuda" and can_keep(self.config, available_memory(device))
         self.keeps_activations = all(self.ranks.gather(can))
         self.recipe = self._recipes[self.keeps_activations]
+        self._too_many_rows = torch.zeros((), device=device)  # 1 if the experts of this rank had more rows than place
         mesh = _expert_mesh(config, device) if self.ranks.size > 1 else None
         if mesh is not None:
             _check_exchange(config, mesh, self.ranks)
@@ -187,7 +197,7 @@ class Trainer:
         apply_recipe(self.model, self.recipe)
         self.expert_share: ExpertShare | None = None
         if mesh is not None:
-            self.expert_share = _spread_experts(self.model, config, mesh)
+            self.expert_share = _spread_experts(self.model, config, mesh, self.recipe, self._too_many_rows)
             self.model.to(device)  # which may have too little memory for all experts
         self.shards: ShardedState | None = None
         if self.ranks.size > 1:
@@ -220,7 +230,7 @@ class Trainer:
         self.flops_per_token = train_flops_per_token(self.config.model, config.sequence_length)
         self._peak = bf16_peak(torch.cuda.get_device_name(device)) if on_gpu else None
         self._unread: deque[Launched] = deque()
-        self._results = StepResults(2 * READ_EVERY, len(LOSSES) + 3, device, self.ranks.timeout.total_seconds())
+        self._results = StepResults(2 * READ_EVERY, len(LOSSES) + 4, device, self.ranks.timeout.total_seconds())
         self._reads_late = False  # whether steps may be launched before the last one is read
         self._is_gathered = True  # whether all ranks have the weights that the others have updated
         self._clock = 0.0  # when the time of the oldest unread step began
@@ -242,15 +252,18 @@ class Trainer:
             RuntimeError: steps were launched and not read.
         """
         self._check_read("step")
-        self.launch()
-        (line,) = self.read()
-        return line
+        lines: list[Metrics] = []
+        while not lines:  # a step for which there was no place is launched again
+            self.launch()
+            lines = list(self.read())
+        return lines[0]
 
     def advance(self) -> Iterator[Metrics]:
         """Launch a step, and return the metrics of the steps whose turn it is to be read, in order.
 
         Without a CUDA graph that is the step itself. With one it is none, or the READ_EVERY oldest while as many are in
-        flight, so that the device has work while the host waits and writes.
+        flight, so that the device has work while the host waits and writes. `steps_done` is less afterwards if the host
+        has read that a step must be launched again.
 
         Raises:
             FloatingPointError: see `read`.
@@ -309,7 +322,8 @@ class Trainer:
     def read(self, leave: int = 0) -> Iterator[Metrics]:
         """Wait for launched steps and yield their metrics, the oldest first; `leave` of the newest stay unread.
 
-        The time of steps that are read together is shared out by their tokens.
+        The time of steps that are read together is shared out by their tokens. From a step on whose rows there was no
+        place for, all are discarded, and are to be launched again.
 
         Raises:
             FloatingPointError: the loss is NaN or Inf, or a gradient is and the `skip_limit` steps before were skipped.
@@ -327,8 +341,13 @@ class Trainer:
         tokens = sum(step.tokens for step in launched)
         lines: list[Metrics] = []
         failure: FloatingPointError | None = None
-        for step, (*losses, grad_norm, last_broken, stopping) in zip(launched, values, strict=True):
+        for step, (*losses, grad_norm, last_broken, stopping, too_many_rows) in zip(launched, values, strict=True):
             self._stop_is_agreed |= stopping > 0
+            if too_many_rows:
+                self._discard_from(step)
+                self._make_place(f"step {step.number}")
+                self.gather_weights()
+                break
             try:
                 skipped_for = self._check(step, losses[0], grad_norm, int(last_broken))
             except FloatingPointError as error:
@@ -392,6 +411,7 @@ class Trainer:
         """
         self.model.train()
         self._zero_gradients()
+        self._too_many_rows.zero_()
         sums = dict.fromkeys(("loss", "main", "mtp", "balance"), torch.zeros((), device=self.device))
         load = {name: torch.zeros_like(moe.last_load_E) for name, moe in self.moes.items()}
         if self.shards and self._reads_late:
@@ -407,7 +427,7 @@ class Trainer:
             for name, moe in self.moes.items():
                 load[name] += moe.last_load_E
 
-        totals = torch.stack([*sums.values(), self._wants_stop])
+        totals = torch.stack([*sums.values(), self._wants_stop, self._too_many_rows])
         if self.shards:
             self.shards.finish_gather()
             self._sum_over_ranks(self.shards, totals, load)
@@ -417,7 +437,7 @@ class Trainer:
             finite = self.loss_scale.unscale_(parameters, lambda own: all(self.ranks.gather(own)))
             overflowed = not finite and self.loss_scale.value > 1.0
         norm, last_broken = self.shards.gradient_norm() if self.shards else gradient_norm(parameters)
-        skip = self._decide(totals[0], norm, overflowed)
+        skip = self._decide(totals[0], norm, overflowed, totals[-1])
         values = torch.stack([*totals[: len(LOSSES)], norm, last_broken.float(), *totals[len(LOSSES) :]])
         return Computed(values, load, skip, overflowed)
 
@@ -453,7 +473,7 @@ class Trainer:
         return tokens_BS.tensor_split(n) if self.shards else tokens_BS.chunk(n)
 
     @torch.no_grad()
-    def _decide(self, loss: Tensor, norm: Tensor, overflowed: bool) -> Tensor:
+    def _decide(self, loss: Tensor, norm: Tensor, overflowed: bool, too_many_rows: Tensor) -> Tensor:
         """Decide on the device whether to skip the update, bool [], and whether to skip all updates from now on.
 
         `_check` draws the same conclusions on the host, later.
@@ -461,7 +481,7 @@ class Trainer:
         broken = ~norm.isfinite()
         if not overflowed:
             self._in_a_row.copy_(torch.where(broken, self._in_a_row + 1, 0))
-        self._halted |= ~loss.isfinite() | (self._in_a_row > self.config.skip_limit)
+        self._halted |= ~loss.isfinite() | (self._in_a_row > self.config.skip_limit) | (too_many_rows > 0)
         return self._halted | broken
 
     def backward(self, tokens_BS: Tensor, parts: float) -> Tensor:
@@ -506,6 +526,35 @@ class Trainer:
     def _held_out_loss(self) -> float:
         self.model.eval()
         self.ranks.at(f"validation after step {self.steps_done}")
+        return self.with_place(self._own_held_out_loss)
+
+    def with_place(self, work: Callable[[], T]) -> T:
+        """Run forward passes, and once more with more place if the experts of a rank had too many rows.
+
+        Args:
+            work: changes nothing, or the same if it is repeated. All ranks must call this with the same.
+        """
+        while True:
+            self._too_many_rows.zero_()
+            result = work()
+            if self.shards is None or not self.ranks.sum_(self._too_many_rows).item():
+                return result
+            self._make_place(self.ranks.position)
+
+    def _make_place(self, where: str) -> None:
+        """Double the place for the rows of a rank's experts; captured steps, which have the old one, are dropped."""
+        if self.captured is not None:
+            self.captured.release()
+        dispatchers = [moe.dispatcher for moe in self.moes.values() if isinstance(moe.dispatcher, PeerDispatcher)]
+        for dispatcher in dispatchers:
+            dispatcher.max_rows = min(2 * dispatcher.max_rows, dispatcher.enough_rows)
+        warnings.warn(
+            f"{where}: the experts of a rank have more rows than place, which is doubled to "
+            f"{dispatchers[0].max_rows:,} rows; what was computed is discarded and computed again",
+            stacklevel=2,
+        )
+
+    def _own_held_out_loss(self) -> float:
         total = torch.zeros((), device=self.device)
         own_NS, at_once = self.held_out.tensor_split(self.ranks.size)[self.ranks.rank], self.config.micro_batch_size
         with frozen_weights(self.model):
@@ -517,6 +566,9 @@ class Trainer:
 
     def tile_scales(self) -> dict[str, Any]:
         """Histograms of the scales in a forward and backward pass on held-out text, which changes no state."""
+        return self.with_place(self._tile_scales)
+
+    def _tile_scales(self) -> dict[str, Any]:
         self.model.train()
         self._zero_gradients()
         with self.preserved(), record_tile_scales() as histograms, without_reduced_precision_reduction():
@@ -832,15 +884,25 @@ def _check_exchange(config: TrainConfig, mesh: DeviceMesh, ranks: Ranks) -> None
     """
     if config.parallel.exchange != "symmetric_memory":
         return
-    reasons = ranks.gather(why_not_peers([mesh.get_group("expert")]))
+    reasons = ranks.gather(symmetric_memory.why_not_peers([mesh.get_group("expert")]))
     if reason := next(filter(None, reasons), None):
         raise ValueError(f"parallel.exchange symmetric_memory cannot be used, since {reason}: use auto, or all_to_all")
 
 
-def _spread_experts(model: DeepseekV3, config: TrainConfig, mesh: DeviceMesh) -> ExpertShare:
+def _spread_experts(
+    model: DeepseekV3, config: TrainConfig, mesh: DeviceMesh, recipe: Recipe, too_many_rows: Tensor
+) -> ExpertShare:
+    """Spread the experts, with place for ROOM times the rows of balanced ones if a step can be repeated with more.
+
+    A repeated step would begin with another loss scale, or other delayed scales.
+    """
     parallel, tokens = config.parallel, config.micro_batch_size * config.sequence_length
     by_kernels = parallel.exchange == "symmetric_memory" or (parallel.exchange == "auto" and parallel.ep <= AUTO_RANKS)
-    return shard_experts(model, mesh.get_group("expert"), tokens if by_kernels else None)
+    group, max_tokens = mesh.get_group("expert"), tokens if by_kernels else None
+    if recipe.loss_scale or amax_histories(model):
+        return shard_experts(model, group, max_tokens)
+    max_rows = round(ROOM * tokens * config.model.num_experts_per_tok)
+    return shard_experts(model, group, max_tokens, max_rows, too_many_rows=too_many_rows)
 
 
 def schedule(config: TrainConfig) -> WarmupConstantCosine:

@@ -3,8 +3,8 @@
 import copy
 import datetime
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial, partialmethod
 from pathlib import Path
 from typing import NamedTuple
@@ -593,6 +593,17 @@ def wait_without_spinning(memory: symmetric_memory.PeerMemory, count: int) -> No
     launch_barrier(memory.peers, signal=False, count=count)
 
 
+@contextmanager
+def peers_on_cpu(folder: Path) -> Iterator[None]:
+    """Let ranks on a CPU use symmetric memory, in files of a folder, and Triton's interpreter."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(symmetric_memory.PeerMemory, "allocate", partialmethod(allocate_files, folder))
+        patch.setattr(symmetric_memory.PeerMemory, "barrier", barrier_without_spinning)
+        patch.setattr(symmetric_memory.PeerMemory, "wait", wait_without_spinning)
+        patch.setattr(symmetric_memory, "why_not_peers", lambda groups: None)
+        yield
+
+
 def run(rank: int, world: int, folder: str, drawn: list[Tokens], device: str = "cpu") -> None:
     """Run all cases as one rank, on a CPU or each rank on its GPU, and write what went wrong in each."""
     torch.set_num_threads(1)
@@ -602,11 +613,6 @@ def run(rank: int, world: int, folder: str, drawn: list[Tokens], device: str = "
         torch.cuda.set_device(rank)
         torch.set_default_device(f"cuda:{rank}")
         torch.use_deterministic_algorithms(True)
-    else:
-        symmetric_memory.PeerMemory.allocate = partialmethod(allocate_files, Path(folder))
-        symmetric_memory.PeerMemory.barrier = barrier_without_spinning
-        symmetric_memory.PeerMemory.wait = wait_without_spinning
-        symmetric_memory.why_not_peers = lambda groups: None
     timeout = datetime.timedelta(seconds=30)
     dist.init_process_group(backend, f"file://{folder}/store", timeout, world, rank)
     meshes: dict[str, object] = {"ranks": None}
@@ -614,5 +620,6 @@ def run(rank: int, world: int, folder: str, drawn: list[Tokens], device: str = "
         meshes["peers"] = "peers"
     if world == 4:
         meshes["nodes"] = init_device_mesh(device, (2, 2), mesh_dim_names=("node", "rank"))
-    run_cases(cases(world, drawn, meshes), folder, rank)
+    with peers_on_cpu(Path(folder)) if device == "cpu" else nullcontext():
+        run_cases(cases(world, drawn, meshes), folder, rank)
     dist.destroy_process_group()

@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import tempfile
+import warnings
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -24,6 +25,7 @@ from octile.train.config import ParallelConfig
 from octile.train.loop import differing
 from octile.train.token_store import TokenStore
 from octile.train.trainer import Trainer
+from tests.parallel.expert_cases import peers_on_cpu
 from tests.train.conftest import micro
 from tests.worlds import run_cases
 
@@ -148,6 +150,42 @@ def check_refused_exchange(store: TokenStore, ranks: Ranks) -> None:
         ValueError, match=r"parallel\.exchange symmetric_memory cannot be used, since the ranks are not on"
     ):
         trainers(store, ranks, 2, {"exchange": "symmetric_memory"})
+
+
+def check_too_many_rows(store: TokenStore, ranks: Ranks) -> None:
+    """Steps for whose rows there is no place are discarded and run again with more; the bits are those of enough."""
+    folder = Path(ranks.from_first(tempfile.mkdtemp))
+    settings = {"batch_size": 2, "micro_batches": 1, "val_sequences": 2, "sequence_length": 16}
+    with pytest.MonkeyPatch.context() as patch, peers_on_cpu(folder), warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        patch.setattr(module, "why_eager", lambda *_: None)  # so that a later step is launched before it is known
+        patch.setattr(module, "ROOM", 0.6)
+        lines = []
+        for exchange in ("symmetric_memory", "all_to_all"):
+            _, trainer = trainers(store, ranks, 2, {"exchange": exchange}, **settings)
+            found = []
+            while trainer.steps_done < 2 or trainer._unread:
+                found += trainer.advance() if trainer.steps_done < 2 else trainer.read()
+            lines.append([{name: line[name] for name in ("step", "loss", "grad_norm", "tokens")} for line in found])
+            lines[-1].append(trainer.validate())
+    assert lines[0] == lines[1]
+    assert [line["step"] for line in lines[0][:-1]] == [1, 2]
+    message = next(str(warning.message) for warning in warned if "more rows than place" in str(warning.message))
+    assert message.startswith("step 1: the experts of a rank have more rows than place, which is doubled to 38 rows")
+    dist.barrier()
+    ranks.from_first(lambda: shutil.rmtree(folder))
+
+
+def check_place(store: TokenStore, ranks: Ranks) -> None:
+    """The place for rows is twice what balanced experts need, unless a step cannot be repeated with the same bits."""
+    folder = Path(ranks.from_first(tempfile.mkdtemp))
+    with peers_on_cpu(folder):
+        for recipe, share in (("float32", 0.5), ("delayed", 1.0), ("fp16_loss_scaling", 1.0)):
+            _, own = trainers(store, ranks, 4, {"exchange": "symmetric_memory"}, recipe=recipe)
+            for moe in own.moes.values():
+                assert moe.dispatcher.max_rows == share * moe.dispatcher.enough_rows, recipe
+    dist.barrier()
+    ranks.from_first(lambda: shutil.rmtree(folder))
 
 
 def check_ramp(store: TokenStore, ranks: Ranks) -> None:
@@ -284,6 +322,22 @@ def check_captured(store: TokenStore, ranks: Ranks, recipe: str, ep: int = 1, ex
     assert own.validate()["val_loss"] == pytest.approx(alone.validate()["val_loss"], rel=1e-2)
 
 
+def check_captured_too_many_rows(store: TokenStore, ranks: Ranks) -> None:
+    """A captured step for whose rows there is no place is found when it is read, and runs again with more."""
+    alone, own = trainers(store, ranks, 2, {"exchange": "symmetric_memory"}, recipe="deepseek_v3")
+    lines = steps(own, WARM_UP_STEPS)
+    for moe in own.moes.values():
+        moe.dispatcher.max_rows //= 4
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        while own.steps_done < WARM_UP_STEPS + 20 or own._unread:
+            lines += own.advance() if own.steps_done < WARM_UP_STEPS + 20 else own.read()
+    assert any("more rows than place" in str(warning.message) for warning in warned)
+    assert [line["step"] for line in lines] == list(range(1, WARM_UP_STEPS + 21))
+    check_close(lines, steps(alone, len(lines)), rtol=2e-2, atol=1e-3)
+    assert own.captured.is_captured
+
+
 def check_eager_skips(store: TokenStore, ranks: Ranks) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "why_eager", lambda *_: "hooks count the steps")
@@ -298,6 +352,7 @@ def gpu_cases() -> dict[str, object]:
         "captured-delayed": lambda s, r: check_captured(s, r, "delayed"),
         "spread-all_to_all": lambda s, r: check_captured(s, r, "deepseek_v3", 2),
         "spread-symmetric_memory": lambda s, r: check_captured(s, r, "deepseek_v3", 2, "symmetric_memory"),
+        "spread-too_many_rows": check_captured_too_many_rows,
         "skips": check_eager_skips,
         "late": lambda s, r: check_late(s, r, "deepseek_v3"),
         "agreement": lambda s, r: check_agreement(r),
@@ -310,6 +365,7 @@ def cases(world: int) -> dict[str, object]:
         return {
             "equal_run-4-2": lambda s, r: check_equal_run(s, r, 2),
             "moved-4-2": lambda s, r: check_moved_run(s, r, 2),
+            "place": check_place,
         }
     return {
         "equal_run-2-1": lambda s, r: check_equal_run(s, r, 1),
@@ -317,6 +373,7 @@ def cases(world: int) -> dict[str, object]:
         "moved-2-2": lambda s, r: check_moved_run(s, r, 2),
         "ramp": check_ramp,
         "own_rows": check_own_rows,
+        "too_many_rows": check_too_many_rows,
         "checkpoint_timeout": check_checkpoint_timeout,
         "refused_exchange": check_refused_exchange,
         "bfloat16_sums": check_bfloat16_sums,

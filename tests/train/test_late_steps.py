@@ -245,6 +245,26 @@ def test_a_run_writes_what_one_writes_that_reads_at_once(straight, text, tmp_pat
     assert order == sorted(order)  # each validation stands after the steps before it
 
 
+@pytest.mark.parametrize("at", [3, 7, 23])
+def test_a_run_goes_on_after_steps_that_were_discarded(straight, text, tmp_path, late, monkeypatch, at):
+    """Too many rows for the place, which one process has always, are found when the step is read."""
+    backward, places = Trainer.backward, []
+
+    def too_many_once(self, tokens_BS, parts):
+        if self.steps_done + 1 == at and not places:
+            self._too_many_rows.fill_(1)
+        return backward(self, tokens_BS, parts)
+
+    monkeypatch.setattr(Trainer, "backward", too_many_once)
+    monkeypatch.setattr(Trainer, "_make_place", lambda self, where: places.append(where))
+    out = tmp_path / "run"
+    train(micro(data=str(text), out=out, **RUN), False, silent_console())
+    assert places == [f"step {at}"]
+    for key in ("loss", "val_loss"):
+        ours, theirs = ([(line["step"], line[key]) for line in metrics(run) if key in line] for run in (out, straight))
+        assert ours == theirs
+
+
 @pytest.mark.parametrize("stop_at", [3, 9])
 def test_a_stopped_run_has_every_step_that_it_launched_and_resumes_to_the_bit(
     straight, text, tmp_path, late, monkeypatch, stop_at
