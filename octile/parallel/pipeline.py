@@ -91,11 +91,9 @@ class Pipeline:
             )
         digest = hashlib.sha256(repr((schedule, self.tied)).encode()).hexdigest()
         own = _Description(digest, self._problem())
-        self._copies: dict[int, list[_Copy]] = {}
         if own.problem is None:
             self._tie()
-            self._copies = self._find_copies()
-            own = own._replace(copies={peer: [str(copy) for copy in copies] for peer, copies in self._copies.items()})
+            own = own._replace(copies={peer: [str(copy) for copy in copies] for peer, copies in self._copies().items()})
         _check_agreement(self._gather(own))
         self.device = next(
             (p.device for stage in self.stages.values() for p in stage.parameters()), torch.device("cpu")
@@ -136,7 +134,7 @@ class Pipeline:
             RuntimeError: a parameter that has a copy on another rank has a gradient already.
         """
         self._check(inputs, targets)
-        copies = [copy for copies in self._copies.values() for copy in copies]
+        copies = [copy for copies in self._copies().values() for copy in copies]
         for copy in (copy for copy in copies if copy.parameter.grad is not None):
             raise RuntimeError(
                 f"{copy.name} of stage {copy.stage} has a gradient already, which would be summed over its copies "
@@ -161,7 +159,7 @@ class Pipeline:
             RuntimeError: on all ranks: copies differ.
         """
         differ = []
-        for peer, copies in self._copies.items():
+        for peer, copies in self._copies().items():
             theirs = self._exchange(peer, [copy.parameter.detach() for copy in copies])
             pairs = zip(copies, theirs, strict=True)
             differ += [
@@ -196,7 +194,7 @@ class Pipeline:
                 module = self.stages[self.schedule.n_stages - 1].get_submodule(owner)
                 setattr(module, own, self.stages[0].get_parameter(name))
 
-    def _find_copies(self) -> dict[int, list[_Copy]]:
+    def _copies(self) -> dict[int, list[_Copy]]:
         """The parameters that require a gradient and have a copy on another rank, by that rank, in one order."""
         last, seen = self.schedule.n_stages - 1, set()
         found: dict[int, list[_Copy]] = defaultdict(list)
@@ -215,7 +213,7 @@ class Pipeline:
     def _send_values(self) -> None:
         """Give copies of parameters and buffers the values of the lower rank."""
         values: list[tuple[int, Tensor]] = []
-        values += [(peer, copy.parameter) for peer, copies in self._copies.items() for copy in copies]
+        values += [(peer, copy.parameter) for peer, copies in self._copies().items() for copy in copies]
         for stage, module in self.stages.items():
             peers = {ranks[stage] for ranks in self.schedule.placement} - {self.rank}
             values += [(peer, buffer) for peer in peers for buffer in module.buffers()]
@@ -230,7 +228,7 @@ class Pipeline:
     @torch.no_grad()
     def _sum_gradients(self) -> None:
         """Add up the gradients of copies. A parameter that no micro-batch has used gets zeros."""
-        for peer, copies in self._copies.items():
+        for peer, copies in self._copies().items():
             gradients = [copy.gradient() for copy in copies]
             for own, theirs in zip(gradients, self._exchange(peer, gradients), strict=True):
                 own += theirs

@@ -18,6 +18,7 @@ from octile.models.stages import split_stages
 from octile.nn import Linear, MoE
 from octile.nn.conversion import apply_recipe
 from octile.nn.gate import Gate
+from octile.parallel import shard_experts
 from octile.parallel.pipeline import Pipeline
 from octile.parallel.schedules import SCHEDULES, Schedule, make_schedule, simulate
 from octile.recipe import Recipe
@@ -254,6 +255,37 @@ def gradients_of_another_step_are_refused(group: dist.ProcessGroup) -> None:
         pipeline.step(inputs, targets)
 
 
+def experts_are_spread_over_pipelines(group: dist.ProcessGroup) -> None:
+    """Two pipelines of two ranks; the experts of a stage are spread over its ranks in both pipelines."""
+    ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
+    pipelines, experts = ((ranks[:2], ranks[2:]), (ranks[::2], ranks[1::2]))
+    own = [
+        dist.new_group(sets[number], use_local_synchronization=True)
+        for sets, number in ((pipelines, rank // 2), (experts, rank % 2))
+    ]
+    schedule = schedule_on("dualpipe", 2)
+    model, (inputs, targets) = whole_model(Quantized, schedule), batch_of(Quantized, schedule)
+    for stage in model:
+        stage.moe.experts.use_recipe(None)  # wgrad quantizes the tokens of all pipelines together
+    inputs = [x + rank // 2 for x in inputs]
+    expected = alone(model, inputs, targets)
+    pipeline = pipeline_of(schedule, model, own[0])
+    for stage in pipeline.stages.values():
+        shard_experts(stage, own[1])
+    assert torch.equal(pipeline.step(inputs, targets).cpu(), expected.losses)
+    of_all = [expected.gradients, expected.gradients]
+    dist.all_gather_object(of_all, expected.gradients, group=own[1])
+    for stage, module in pipeline.stages.items():
+        names = [name for name, _ in module.named_parameters()]
+        wanted = dict(zip(names, expected.gradients[stage], strict=True))
+        for name in ("moe.experts.gate_up", "moe.experts.down"):
+            whole = sum(gradients[stage][names.index(name)] for gradients in of_all)
+            wanted[name] = whole.chunk(2)[rank // 2]
+        for name, p in module.named_parameters():
+            atol = 1e-5 * wanted[name].abs().max().item()
+            torch.testing.assert_close(p.grad.cpu(), wanted[name], rtol=1e-5, atol=atol)
+
+
 def what_does_not_fit_is_refused_on_all_ranks(group: dist.ProcessGroup) -> None:
     """Before any work, so that no rank waits for another one."""
     n_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -290,7 +322,10 @@ ON_TWO = (
     *(evaluates, other_shapes_in_the_next_step, copies_that_differ_are_found, gradients_of_another_step_are_refused),
     what_does_not_fit_is_refused_on_all_ranks,
 )
-ON_FOUR = evaluates, other_shapes_in_the_next_step, holds_no_more_activations_than_the_simulation
+ON_FOUR = (
+    *(evaluates, other_shapes_in_the_next_step, holds_no_more_activations_than_the_simulation),
+    experts_are_spread_over_pipelines,
+)
 
 
 def cases(groups: Mapping[int, dist.ProcessGroup | None]) -> dict[str, Callable[[], None]]:
