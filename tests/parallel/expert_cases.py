@@ -457,6 +457,35 @@ def check_max_rows() -> None:
         refuses(RuntimeError, f"more than {counts[rank] - 1} rows", lambda: moe.dispatcher.plan(experts_TK, load_E))
 
 
+def check_replay_after_growth() -> None:
+    """A captured exchange has the same results after a larger one, whose buffer is another."""
+    memory = symmetric_memory.PeerMemory(dist.distributed_c10d._get_default_group(), 2)
+    own = DecodingExchange(E, K, D, memory, 7)
+    torch.manual_seed(dist.get_rank())
+    x, experts_TK, weights_TK = (
+        octile.quantize(torch.randn(5, D), (1, 128)),
+        torch.rand(5, E).topk(K)[1],
+        torch.rand(5, K),
+    )
+
+    def run() -> Tensor:
+        dispatched = own.dispatch(x, experts_TK)
+        return own.combine(dispatched.rows.dequantize(), dispatched, weights_TK)
+
+    for _ in range(2):
+        expected = run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run()
+    memory.reserve(2 * len(memory.buffer), x.data.device)
+    memory.buffer.fill_(255)
+    assert torch.equal(run(), expected)
+    found.zero_()
+    graph.replay()
+    assert torch.equal(found, expected)
+
+
 def check_captured_buffer() -> None:
     """A smaller buffer stays if a graph may have its address, and only then; a graph cannot be captured in between."""
     memory, is_capturing = symmetric_memory.PeerMemory(dist.group.WORLD), False
@@ -554,6 +583,7 @@ def cases(world: int, drawn: list[Tokens], meshes: dict[str, object]) -> dict[st
     if "peers" in meshes:
         if torch.cuda.is_available():
             found["captured-peers"] = lambda: check_captured("peers")
+            found["replay_after_growth-peers"] = check_replay_after_growth
         else:
             found["why_not-peers"] = check_why_not_peers
             found["captured_buffer-peers"] = check_captured_buffer
