@@ -50,7 +50,7 @@ class ExchangingDispatcher(LocalDispatcher):
 
 
 def mixture(x: Tensor) -> Tensor:
-    moe = apply_recipe(MoE(Gate(D, 4, 2), D, D), RECIPE)
+    moe = apply_recipe(MoE(Gate(D, 4, 2), D, D, D), RECIPE)
     moe.dispatcher = ExchangingDispatcher()
     return moe(x)
 

@@ -111,12 +111,12 @@ def experts_feed_forward(
         shared: computes [T, D] in dtype, which is added to each token's sum; None: zeros.
     """
     s = settings(x.recipe, dtype, (gate_up, down), x.x)
-    if not routed.dispatcher.exchanges:
+    if shared is None or not routed.dispatcher.exchanges:
         add = None if shared is None else shared()
         return _FeedForward.apply(x.x, weights_TK, add, x, routed, s, gate_up, down)
     routed = routed._replace(exchange=_Exchange())
     sent = _FeedForward.apply(x.x, weights_TK, None, x, routed, s, gate_up, down)
-    return _Sum.apply(sent, None if shared is None else shared(), routed, s.formats)
+    return _Sum.apply(sent, shared(), routed, s.formats)
 
 
 class _FeedForward(torch.autograd.Function):
@@ -155,7 +155,10 @@ class _FeedForward(torch.autograd.Function):
         ctx.how_saved, ctx.x_dtype = x.how_saved if is_here else None, x_TD.dtype
         ctx.dispatcher, ctx.handle = routed and routed.dispatcher, routed and routed.plan.handle
         ctx.exchange = routed and routed.exchange
-        return route.combine(y, add)
+        if ctx.exchange is None:
+            return route.combine(y, add)
+        ctx.exchange.results = route.begin_send_back(y)
+        return y.new_zeros((), dtype=torch.float32)
 
     @staticmethod
     @first_derivative_only
@@ -197,8 +200,10 @@ class _FeedForward(torch.autograd.Function):
             before = partial(d_values, i)
             layers.report_dgrad(i, before, ds[i], up_projections[i], route.offs)
             dws = layers.wgrad(i, before, ds_t[i], x_t, groups) + dws
-        if ctx.needs_input_grad[0]:
-            dx = route.sum(sending or route.begin_send_back(dx_rows()))
+        if sending is not None:
+            dx = route.sum(sending)
+        elif ctx.needs_input_grad[0]:
+            dx = route.combine(dx_rows())
         dweights_TK = None if plan is None else ctx.dispatcher.combine_weights(dweight_R, plan)
         return dx, dweights_TK, dy_TD if ctx.needs_input_grad[2] else None, None, None, None, *dws
 
@@ -238,18 +243,19 @@ class _Route:
 
     def can_overlap(self) -> bool:
         """Whether other work may run while results are sent back. Observers have rows exchanged meanwhile."""
-        return self.exchange is not None and not has_observers()
+        return self.routed is not None and self.routed.dispatcher.exchanges and not has_observers()
 
     def send(self, x: ScaledTensor) -> ScaledTensor:
         return x if self.routed is None else self.routed.dispatcher.send_quantized(x, self.routed.plan)
 
     def begin_send_back(self, y: Tensor) -> InFlight[Tensor]:
-        return InFlight(y) if self.routed is None else self.routed.dispatcher.begin_send_back(y, self.routed.plan)
+        assert self.routed is not None
+        return self.routed.dispatcher.begin_send_back(y, self.routed.plan)
 
     def sum(self, sent: InFlight[Tensor], add: Tensor | None = None) -> Tensor:
-        """Sum each token's results, and add [T, D] if it is given."""
-        results = sent.wait()
-        return results if self.routed is None else unpermute(results, self.routed.plan.place_TK, add)
+        """Sum each token's results that were sent back, and add [T, D] if it is given."""
+        assert self.routed is not None
+        return unpermute(sent.wait(), self.routed.plan.place_TK, add)
 
     def dispatch(self, x: ScaledTensor) -> ScaledTensor:
         return x if self.routed is None else self.routed.dispatcher.dispatch_quantized(x, self.routed.plan)
@@ -294,12 +300,7 @@ class _Route:
         return self.routed.dispatcher.dispatch_weights(weights_TK, self.routed.plan)
 
     def combine(self, y: Tensor, add: Tensor | None = None) -> Tensor:
-        """Send each result back and sum those of a token; with an exchange `_Sum` does."""
-        sent = self.begin_send_back(y)
-        if self.exchange is None:
-            return self.sum(sent, add)
-        self.exchange.results = sent
-        return y.new_zeros((), dtype=torch.float32)
+        return y if self.routed is None else self.routed.dispatcher.combine_unweighted(y, self.routed.plan, add)
 
 
 class _GateUp(NamedTuple):
