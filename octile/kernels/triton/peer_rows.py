@@ -29,6 +29,7 @@ from octile.kernels.memory_layout import padded
 from octile.kernels.triton.launch_config import PEER_BLOCK, PEER_CHUNK, PEER_ROWS
 
 MAX_CHUNKS = 256  # of rows from a rank
+CACHE_LINE = 128  # bytes; stores of whole lines cross a link in the fewest packets
 WORDS = {16: torch.int32, 8: torch.int32, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # by the bytes that divide C
 
 
@@ -37,7 +38,7 @@ class Peers(NamedTuple):
 
     Attributes:
         rank: this rank.
-        buffers: int64 [W], the address of each rank's buffer, a multiple of 16.
+        buffers: int64 [W], the address of each rank's buffer, a multiple of CACHE_LINE.
         flags: int64 [W], the address of each rank's `num_flags` flags, int32: how many barriers each rank has come to,
             and, for each chunk of rows from each rank, in which exchange it was sent last.
         barriers: int32 [2], how many barriers this rank has passed, and how many programs of a launch are done.
@@ -52,8 +53,8 @@ class Peers(NamedTuple):
 
 
 def num_flags(ranks: int) -> int:
-    """How many flags each rank needs."""
-    return ranks * (1 + MAX_CHUNKS)
+    """How many flags each rank needs; they fill whole cache lines, since the buffer begins after them."""
+    return -(-ranks * (1 + MAX_CHUNKS) * 4 // CACHE_LINE) * (CACHE_LINE // 4)
 
 
 def scales_at(rows: int, row_bytes: int) -> int:

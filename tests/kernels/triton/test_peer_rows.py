@@ -117,6 +117,11 @@ def test_each_barrier_counts_one_more():
         assert [peers.barriers.tolist() for peers in ranks.peers] == [[passed, 0], [passed, 0]]
 
 
+@every_world
+def test_the_buffer_begins_at_a_cache_line(world: int):
+    assert kernel.num_flags(world) * 4 % kernel.CACHE_LINE == 0
+
+
 def _send(
     ranks: World, rows: list[Tensor], scales: list[Tensor] | None, out: list[Tensor], out_scales: list[Tensor] | None
 ) -> None:
