@@ -18,7 +18,7 @@ from octile.nn.joined_linear import JoinedLinear
 from octile.nn.linear import Linear, check_recipe, with_class
 from octile.nn.mlp import SwiGLU
 from octile.nn.moe import Experts
-from octile.nn.structure import called_on_one_input, swiglu_class
+from octile.nn.structure import called_on_one_input, is_called_in_a_row, swiglu_class
 from octile.recipe import Recipe
 
 Filter = Callable[[str, nn.Module], bool]
@@ -43,8 +43,8 @@ def convert(
     (`octile.integrations.transformers`); other stacked weights [E, N, K] are not converted and count as E layers. A
     module that computes SwiGLU of three converted layers, or of two with gate and up in one, becomes an `MLP` or
     `GateUpMLP` of the same layers; layers of one module that read its input, such as attention's q, k and v, quantize
-    it once, and in eager mode are one GEMM where every forward pass calls them (`octile.nn.joined_linear`). There,
-    too, RMSNorm layers and rotary embeddings of other libraries' models run in fused kernels, which round once
+    it once, and are one GEMM where every forward pass calls them (`octile.nn.joined_linear`). In eager mode RMSNorm
+    layers and rotary embeddings of other libraries' models run in fused kernels, which round once
     (`octile.nn.eager_kernels`). The summary ("converted n of m linear layers to deepseek_v3, skipped k:
     why") goes to the logger `octile` if logging is set up, else to stderr.
 
@@ -161,12 +161,13 @@ def _fuse(model: nn.Module, named: list[tuple[str, nn.Module]]) -> nn.Module:
 
 def _join(module: nn.Module) -> bool:
     """Have converted layers that a module always calls on its input be one GEMM; return whether there are several."""
-    called = [module._modules[name] for name in called_on_one_input(module)]
-    layers = [layer for layer in called if isinstance(layer, Linear)]
+    called = {name: module._modules[name] for name in called_on_one_input(module)}
+    names = [name for name, layer in called.items() if isinstance(layer, Linear)]
+    layers = [layer for layer in called.values() if isinstance(layer, Linear)]
     alike = all((layer.in_features, layer.recipe) == (layers[0].in_features, layers[0].recipe) for layer in layers)
     if len(layers) < 2 or not alike or not layers[0].recipe.can_fuse_projections:
         return False
-    joined = JoinedLinear(layers)
+    joined = JoinedLinear(layers, is_called_in_a_row(module, names))
     for layer in layers:
         layer.joined = joined
     return True

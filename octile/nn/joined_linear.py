@@ -5,12 +5,11 @@ computes all of them (`octile.nn.fused.projections`) and the others return what 
 pass and its parameters stay as they are. Which layers these are is read from the source of the forward pass
 (`octile.nn.structure.called_on_one_input`).
 
-Under `torch.compile` each layer runs alone, and the compiler finds that they quantize one input. Joined layers made a
-compiled Llama slower: their gradients are concatenated (benchmarks/history/training-step/joined.txt).
-
 A layer runs alone where the layers are not of one recipe that can be fused, have hooks or were replaced, or where its
 input is another tensor than the first layer's. So it does where the input or a weight was written since the first
-call, or gradients or autocast were switched.
+call, or gradients or autocast were switched. A compiler does not show whether they were: compiled, the layers are one
+GEMM only where the source shows that nothing between the calls can do so (`octile.nn.structure.is_called_in_a_row`),
+and the compiler finds that the others quantize one input.
 """
 
 from __future__ import annotations
@@ -38,15 +37,20 @@ class _Pending(NamedTuple):
 
 
 class JoinedLinear:
-    """Layers that are called in this order on one input, at least two."""
+    """Layers that are called in this order on one input, at least two.
 
-    def __init__(self, layers: Sequence[Linear]):
-        self.layers = list(layers)
+    Args:
+        layers: these layers.
+        in_a_row: whether nothing can be written or switched between their calls.
+    """
+
+    def __init__(self, layers: Sequence[Linear], in_a_row: bool):
+        self.layers, self.in_a_row = list(layers), in_a_row
         self._pending: _Pending | None = None
 
     def __call__(self, layer: Linear, x: Tensor) -> Tensor | None:
         """Return layer(x), or None where the layer has to compute it alone."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and not self.in_a_row:
             return None
         if layer is self.layers[0]:
             self._pending = None
@@ -66,10 +70,12 @@ class JoinedLinear:
 
     def __getstate__(self) -> dict[str, object]:
         """Return what is copied and saved with a model: the layers without results."""
-        return {"layers": self.layers, "_pending": None}
+        return {"layers": self.layers, "in_a_row": self.in_a_row, "_pending": None}
 
     def _conditions(self, x: Tensor) -> tuple[object, ...]:
         """What a result depends on besides the tensors themselves; writing to a tensor changes its version."""
+        if torch.compiler.is_compiling():
+            return ()
         return torch.is_grad_enabled(), result_dtype(x), _version(x), *(_version(layer.weight) for layer in self.layers)
 
     def _can_join(self, x: Tensor) -> bool:

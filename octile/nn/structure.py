@@ -5,7 +5,7 @@ import copy
 import functools
 import inspect
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -94,14 +94,61 @@ def called_on_one_input(module: nn.Module) -> list[str]:
     return [name for name in _unconditional_calls(type(module).forward) if name in layers]
 
 
+def is_called_in_a_row(module: nn.Module, names: Sequence[str]) -> bool:
+    """Whether a forward pass writes nothing and switches no mode between its calls of layers; see its source.
+
+    Args:
+        names: some of `called_on_one_input`, at least one.
+    """
+    return _is_called_in_a_row(type(module).forward, tuple(names))
+
+
+@functools.cache
+def _is_called_in_a_row(forward: Callable[..., Any], names: tuple[str, ...]) -> bool:
+    """Whether the statements from the first to the last call of self.NAME only assign results of layers to variables.
+
+    They may call methods of self and of results, such as `self.NAME(x).view(shape)`, that do not write in place.
+    """
+    method = _method_of(forward)
+    assert method is not None  # the calls were found in it
+    owner = method.args.args[0].arg
+
+    def is_of_owner(node: ast.expr) -> bool:
+        return isinstance(node, ast.Name) and node.id == owner
+
+    def calls(statement: ast.stmt) -> list[ast.expr]:
+        return [node.func for node in ast.walk(statement) if isinstance(node, ast.Call)]
+
+    def calls_layer(statement: ast.stmt) -> bool:
+        called = [f for f in calls(statement) if isinstance(f, ast.Attribute) and is_of_owner(f.value)]
+        return any(f.attr in names for f in called)
+
+    calling = [i for i, statement in enumerate(method.body) if calls_layer(statement)]
+    for statement in method.body[calling[0] : calling[-1] + 1]:
+        if not (isinstance(statement, ast.Assign) and all(isinstance(t, ast.Name) for t in statement.targets)):
+            return False
+        for f in calls(statement):
+            if not isinstance(f, ast.Attribute) or f.attr.endswith("_"):
+                return False
+            if not (is_of_owner(f.value) or isinstance(f.value, ast.Call)):
+                return False
+    return True
+
+
+def _method_of(forward: Callable[..., Any]) -> ast.FunctionDef | None:
+    """Parse the source of a method with an argument; None if there is no source, or if it is more than the method."""
+    try:
+        (method,) = ast.parse(textwrap.dedent(inspect.getsource(forward))).body
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return None
+    return method if isinstance(method, ast.FunctionDef) and len(method.args.args) > 1 else None
+
+
 @functools.cache
 def _unconditional_calls(forward: Callable[..., Any]) -> list[str]:
     """Return the names of the attributes of self that a method always calls with its first argument alone."""
-    try:
-        (method,) = ast.parse(textwrap.dedent(inspect.getsource(forward))).body
-    except (OSError, TypeError, SyntaxError, ValueError):  # there is no source, or it is more than the method
-        return []
-    if not isinstance(method, ast.FunctionDef) or len(method.args.args) < 2:
+    method = _method_of(forward)
+    if method is None:
         return []
     owner, argument = (parameter.arg for parameter in method.args.args[:2])
     names = [node for node in ast.walk(method) if isinstance(node, ast.Name)]

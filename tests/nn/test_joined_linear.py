@@ -36,6 +36,14 @@ class Attention(nn.Module):
         return self.o_proj(o.transpose(1, 2).flatten(2))
 
 
+class SwitchingAttention(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q_proj(x)[..., :128]
+        with torch.no_grad():
+            k = self.k_proj(x)
+        return q + k + self.v_proj(x)
+
+
 class CrossAttention(Attention):
     def forward(self, x: Tensor, memory: Tensor) -> Tensor:
         return self.q_proj(x)[..., :128] + self.k_proj(memory) + self.v_proj(memory)
@@ -98,11 +106,15 @@ def test_layers_called_on_one_input_equal_layers_called_alone(bias: bool, transp
     assert computed == [3]
 
 
-def test_a_compiled_module_computes_each_alone(computed: list[int]):
-    attention = converted()
+@pytest.mark.parametrize(("kind", "joined"), [(Attention, [3]), (SwitchingAttention, [])], ids=["joined", "alone"])
+def test_a_compiled_module_is_joined_where_nothing_can_happen_in_between(
+    kind: Any, joined: list[int], computed: list[int]
+):
+    attention = converted(kind=kind)
     compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
-    assert_close(run(compiled, list(attention.parameters())), alone(attention))
-    assert computed == []
+    found = run(compiled, list(attention.parameters()))
+    assert computed == joined
+    assert_close(found, alone(attention))
 
 
 def test_layers_with_other_inputs_are_called_alone(computed: list[int]):

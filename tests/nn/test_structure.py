@@ -11,7 +11,14 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
 from octile.nn.mlp import MLP, GateUpMLP, SwiGLU
-from octile.nn.structure import called_on_one_input, eps_of_rms_norm, is_swiglu, rotary_functions, swiglu_class
+from octile.nn.structure import (
+    called_on_one_input,
+    eps_of_rms_norm,
+    is_called_in_a_row,
+    is_swiglu,
+    rotary_functions,
+    swiglu_class,
+)
 
 SIZES = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "pad_token_id": 0}
 
@@ -343,6 +350,74 @@ class OtherArgument(Projections):
 )
 def test_layers_that_are_always_called_on_the_first_argument_are_found(module: type[nn.Module], names: list[str]):
     assert called_on_one_input(module()) == names
+
+
+class InARow(Projections):
+    def forward(self, x: Tensor) -> Tensor:
+        shape = x.shape
+        b = self.c(self.b(x).view(shape)).flatten(0)
+        a = self.a(x)
+        b.add_(helper(a))
+        return b
+
+
+class WrittenArgument(Projections):
+    def forward(self, x: Tensor) -> Tensor:
+        b = self.b(x)
+        x.mul_(2)
+        return b + self.a(x)
+
+
+class WrittenInACall(Projections):
+    def forward(self, x: Tensor) -> Tensor:
+        b = self.b(x).add(x.mul_(2))
+        a = self.a(x)
+        return a + b
+
+
+class WrittenByAFunction(Projections):
+    def forward(self, x: Tensor) -> Tensor:
+        b = self.b(x)
+        y = helper(x)
+        a = self.a(x)
+        return a + b + y
+
+
+class WrittenRows(Projections):
+    def forward(self, x: Tensor) -> Tensor:
+        b = self.b(x)
+        x[0] = 0.0
+        a = self.a(x)
+        return a + b
+
+
+class WrittenWeight(Projections):
+    def forward(self, x: Tensor) -> Tensor:
+        b = self.b(x)
+        w = self.a.weight.mul_(2)
+        a = self.a(x)
+        return a + b + w
+
+
+class Switched(Projections):
+    def forward(self, x: Tensor) -> Tensor:
+        b = self.b(x)
+        with torch.no_grad():
+            a = self.a(x)
+        return a + b
+
+
+def helper(x: Tensor) -> Tensor:
+    return x.mul_(2)
+
+
+@pytest.mark.parametrize(
+    "module", [InARow, WrittenArgument, WrittenInACall, WrittenByAFunction, WrittenRows, WrittenWeight, Switched]
+)
+def test_a_forward_pass_that_may_write_between_its_layers_is_recognized(module: type[nn.Module]):
+    made = module()
+    assert called_on_one_input(made) == ["b", "a"]
+    assert is_called_in_a_row(made, ["b", "a"]) == (module is InARow)
 
 
 def test_without_its_source_a_forward_pass_has_none():
