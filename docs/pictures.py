@@ -13,6 +13,7 @@ experiments/ranks/. A picture that needs the output of a command is not written 
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ from octile.lab.pages.figures import GEMM_COLOR
 from octile.lab.pages.page import power
 from octile.lab.tensor_core.reference import exponent
 from octile.parallel.schedules import Simulation, make_schedule, simulate
+from octile.plan.published import published_run
+from octile.plan.step import plan_step
+from octile.report.plan import save_plan
 from octile.report.schedule import draw_schedule, figure_size
 from octile.report.style import COLOR, PALETTE, WIDE, drawing, label_ends, style_axes
 from octile.report.svg import to_svg
@@ -55,6 +59,7 @@ def main() -> None:
     write("layout", drawn("layout", 460, draw_layout))
     for name, sizes in SCHEDULE_SIZES.items():
         write(f"schedule_{name}", schedule(f"schedule_{name}", simulate(make_schedule(name, *sizes))))
+    draw_plans()
     write("ranks", drawn("ranks", 560, draw_ranks))
     telemetry, promotion = Path("runs/inside/telemetry.jsonl"), Path("runs/lab-promotion/promotion.json")
     if telemetry.exists():
@@ -80,6 +85,16 @@ def drawn(name: str, height: float, draw: Callable[[Figure], None], width: float
 def schedule(name: str, simulation: Simulation) -> str:
     width, height = figure_size(simulation)
     return drawn(name, height, lambda figure: draw_schedule(figure, simulation), width)
+
+
+def draw_plans() -> None:
+    """Draw the published run of DeepSeek-V3, and the same with 1F1B, as PNG: an SVG of their passes has 700 kB."""
+    published = published_run()
+    layout = replace(published.layout, schedule="1f1b")
+    for plan in (published, plan_step(published.model, layout, published.cluster)):
+        title = f"DeepSeek-V3 on {plan.cluster.gpus:,} {plan.cluster.gpu.name}: {plan.layout}"
+        path = IMAGES / f"plan_{plan.layout.schedule}.png"
+        print(save_plan(path, title, plan.simulation, plan.seconds_by_kind, plan.memory))
 
 
 def write(name: str, svg: str) -> None:

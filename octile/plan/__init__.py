@@ -8,6 +8,7 @@ memory.py         the memory of a rank by kind
 step.py           a step: schedule, bubble, exposed communication, cost
 search.py         the best layouts, and why not the others
 replicas.py       all GPUs, with jitter and stragglers
+serving.py        prefill and decode units
 published.py      published and measured figures compared with the plan's
 trace.py          a step as a Chrome trace
 """

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,16 +19,19 @@ from rich.console import Console
 from octile.checkpoint.files import check_output_file
 from octile.lab.pages.page import Table, screen_table
 from octile.models.config import PRESETS
+from octile.parallel.schedules import Costs, StageCosts
 from octile.plan.exchange import experts_at_equal_cost
 from octile.plan.hardware import Cluster, read_cluster
 from octile.plan.layout import Layout, ScheduleName
 from octile.plan.memory import why_not_fitting
 from octile.plan.published import published_layout
 from octile.plan.replicas import ReplicaTimes, Scatter, simulate_replicas
+from octile.plan.schedule import compare_schedules
 from octile.plan.search import Search, search
 from octile.plan.step import StepPlan, plan_step
 from octile.plan.trace import write_trace
 from octile.report.plan import save_plan
+from octile.report.schedule import describe_costs
 from octile.validation import Range, check_fields
 
 SHOWN = 8  # layouts of a search that are printed
@@ -185,6 +189,7 @@ def as_json(options: Options, result: Result) -> dict[str, Any]:
             for other in result.search.plans
         ],
         "ruled_out": [{"layout": asdict(no.layout), "reason": no.reason} for no in result.search.ruled_out],
+        "schedules": _schedules_as_json(plan),
     }
     if plan.cluster.network is not None:
         per_node, in_all = experts_at_equal_cost(plan.model, plan.cluster)
@@ -192,6 +197,15 @@ def as_json(options: Options, result: Result) -> dict[str, Any]:
     if result.replicas is not None:
         content["with_scatter"] = {"step_seconds": result.replicas.step + plan.seconds - result.replicas.planned}
     return content
+
+
+def _schedules_as_json(plan: StepPlan) -> list[dict[str, str]]:
+    """The table of schedules with the step's mean times, in ms."""
+    if plan.layout.pp == 1:
+        return []
+    micro_batches = _allowed_by_all(plan.layout, plan.cluster)
+    table, _ = compare_schedules(plan.layout.stages, micro_batches, mean_costs(plan))
+    return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
 
 
 def _print(title: str, result: Result) -> None:
@@ -226,6 +240,13 @@ def _print(title: str, result: Result) -> None:
         )
     if result.replicas is not None:
         line(f"with scatter of all {cluster.gpus:,} GPUs the pipeline takes {result.replicas.loss:.1%} longer")
+    if layout.pp > 1:
+        costs, micro_batches = mean_costs(plan), _allowed_by_all(layout, cluster)
+        table, notes = compare_schedules(layout.stages, micro_batches, costs)
+        line(f"schedules of {layout.stages} equal stages, {micro_batches} micro-batches; ms: {describe_costs(costs)}")
+        console.print(screen_table(table))
+        for note in notes:
+            line(note)
     best = result.search.plans[:SHOWN]
     found = [
         (str(other.layout), f"{other.gpu_hours_per_trillion_tokens:,.0f}", result.search.why_not_best(other))
@@ -235,6 +256,28 @@ def _print(title: str, result: Result) -> None:
     line(f"{len(result.search.plans):,} layouts fit, {len(result.search.ruled_out):,} do not:")
     for reason, count in _reasons(result.search).most_common(SHOWN):
         line(f"  {count:5,} {reason}")
+
+
+def mean_costs(plan: StepPlan) -> Costs:
+    """The times of the mean stage in ms: formulas of schedules are for stages that take the same time."""
+    stages, n = plan.simulation.costs, len(plan.stages)
+    assert isinstance(stages, StageCosts)
+
+    def mean(values: Iterable[float]) -> float:
+        return round(1e3 * sum(values) / n, 1)
+
+    return Costs(
+        forward=mean(costs.forward for costs in stages.stages),
+        input_gradient=mean(costs.input_gradient for costs in stages.stages),
+        weight_gradient=mean(costs.weight_gradient for costs in stages.stages),
+        pair=mean(stages.pairs[stage, stage] for stage in range(n)),
+    )
+
+
+def _allowed_by_all(layout: Layout, cluster: Cluster) -> int:
+    """The micro-batches of a layout, or the next number that every schedule allows."""
+    least = 2 * layout.stages
+    return -(-layout.micro_batches(cluster) // least) * least
 
 
 def _shares(parts: dict[str, float], unit: float) -> list[tuple[str, str, str]]:

@@ -30,6 +30,9 @@ def seconds(work: Work, cluster: Cluster, multiprocessors: int | None = None) ->
     elif work.unit in ("attention_forward", "attention_backward"):
         flops = work.flops * (1 + e.attention_keys / work.keys)
         return flops / (gpu.bf16_peak * getattr(e, work.unit) * share)
+    elif work.unit == "latent_attention":
+        read = work.bytes / (gpu.memory_bandwidth * e.latent_attention_bandwidth)
+        return max(work.flops / (gpu.bf16_peak * e.latent_attention * share), read)
     else:
         rate = gpu.memory_bandwidth * getattr(e, work.unit)
         return work.calls * e.operator_latency + work.bytes / rate

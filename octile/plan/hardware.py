@@ -64,7 +64,8 @@ class Efficiencies:
 
     attention_keys are keys that a query costs in addition to those that it attends to, expert_deviation is the standard
     deviation of an expert's tokens, of the mean. Latencies are seconds, rates bytes per second. The others are shares:
-    of the FP8 peak (fp8_…), of the BF16 peak (bf16_…, attention_…), of a link (nvlink, nvlink_collective, network), of
+    of the FP8 peak (fp8_…), of the BF16 peak (bf16_…, attention_…,
+    latent_attention), of a link (nvlink, nvlink_collective, …network), of
     the speed without the other (during_exchange, during_gemm), of an overlapped pair (overlap), or of the memory
     bandwidth.
     """
@@ -78,6 +79,8 @@ class Efficiencies:
     attention_forward: Share
     attention_backward: Share
     attention_keys: Annotated[float, Range(at_least=0)]
+    latent_attention: Share
+    latent_attention_bandwidth: Share
     copy: Share
     quantize: Share
     requantize: Share
@@ -98,6 +101,7 @@ class Efficiencies:
     nvlink: Share
     nvlink_collective: Share
     network: Share
+    decoding_network: Share
     during_exchange: Share
     during_gemm: Share
     overlap: Share

@@ -12,6 +12,13 @@ from functools import cache
 from octile.models.config import PRESETS
 from octile.plan.hardware import Cluster, read_cluster
 from octile.plan.layout import Layout
+from octile.plan.serving import (
+    Decode,
+    Prefill,
+    decode_step_seconds,
+    decode_tokens_per_second,
+    prefill_tokens_per_second,
+)
 from octile.plan.step import StepPlan, overlapped, plan_step
 from octile.validation import from_json
 
@@ -76,6 +83,25 @@ def compare_published() -> Iterator[Comparison]:
     yield Comparison(
         case, "an overlapped pair of 4 layers with experts", "ms", 129, 1e3 * overlapped(stage, stage), "profile-data"
     )
+
+
+def compare_serving() -> Iterator[Comparison]:
+    """DeepSeek's online service in February 2025, in tokens per second of a node.
+
+    The published figures are means over a day. The units of the plan always have work: of prefill they say what a node
+    could do, of decode what it does with the requests of a GPU that the two published figures mean, 14,800 tokens per
+    second of 8 GPUs at 21 tokens per second and request.
+    """
+    cluster, model = read_cluster("h800_2048"), PRESETS["v3_671b"]()
+    source = "DeepSeek, open-infra-index, inference system overview"
+    prefill = prefill_tokens_per_second(model, Prefill(), cluster)
+    yield Comparison("DeepSeek online", "prefill, EP32, 56.3% cached, per node", "tokens/s", 73_700, prefill, source)
+    requests = round(14_800 / 8 / 21)
+    decode = decode_tokens_per_second(model, Decode(requests=requests), cluster)
+    what = f"decode, EP144, {requests} requests a GPU, per node"
+    yield Comparison("DeepSeek online", what, "tokens/s", 14_800, decode, source)
+    speed = 1 / decode_step_seconds(model, Decode(requests=128), cluster)
+    yield Comparison("DeepSeek online", "decode, 128 requests a GPU, per request", "tokens/s", 21, speed, source)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from rich.console import Console
 
 from octile.lab.pages.page import Table, screen_table
-from octile.plan.published import Comparison, compare_measured, compare_published
+from octile.plan.published import Comparison, compare_measured, compare_published, compare_serving
 
 
 @dataclass(frozen=True)
@@ -42,4 +42,5 @@ def run(options: Options) -> None:
 def comparisons() -> Iterator[Comparison]:
     """All figures."""
     yield from compare_published()
+    yield from compare_serving()
     yield from compare_measured()

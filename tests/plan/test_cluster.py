@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from octile.parallel.schedules import SCHEDULES
 from octile.plan.hardware import CLUSTERS
 from tests.test_cli import call, refused
 
@@ -24,6 +25,7 @@ def test_the_published_run_is_planned_within_15_percent_of_its_gpu_hours(capsys,
     assert found["gpu_hours_per_trillion_tokens"] == pytest.approx(180_000, rel=0.15)
     assert found["experts_at_equal_cost"]["per_node"] == pytest.approx(3.2)
     assert all(no["reason"] for no in found["ruled_out"])
+    assert [row["schedule"] for row in found["schedules"]] == [kind.title for kind in SCHEDULES.values()]
     assert not list(folder.iterdir())
 
 
