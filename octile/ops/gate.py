@@ -12,8 +12,8 @@ FP32 in unspecified order, and a GPU's exponential differs from the CPU's in its
 result for logits from −10 to 10), so the results are close to the reference but not bit for bit.
 
 After the GEMM one kernel adds the products, and computes scores, choice and weights; before the GEMMs of the backward
-pass one kernel computes the gradient of the logits and splits it. With many tokens and up to 64 experts these kernels
-also multiply: one in forward; in backward one for dx, and one for the gradient of the weight.
+pass one kernel computes the gradient of the logits and splits it. With many tokens and up to 16 experts these kernels
+also multiply, in backward for dx, and another one multiplies for the gradient of the weight.
 
 Source: Henry, Tang and Heinecke, "Leveraging the bfloat16 artificial intelligence datatype for higher-precision
 computations" (arXiv 1904.06376); DeepSeek-V3 (arXiv 2412.19437) §2.1.2.
@@ -95,7 +95,7 @@ def _(
     if x.dtype != torch.bfloat16:
         return kernel.launch(_logits(x, weight), bias, *settings)
     terms = weight if weight.dtype == torch.bfloat16 else bfloat16_terms(weight, [*range(TERMS)])
-    if kernel.has_gemm(len(x), len(weight), n_group):
+    if kernel.has_gemms(len(x), len(weight), n_group):
         return kernel.launch_with_gemm(x, terms, bias, *settings)
     return kernel.launch(torch.mm(x, terms.mT, out_dtype=torch.float32), bias, *settings)
 
@@ -165,7 +165,7 @@ def _(dweights, dlogits, logits, experts, x, weight, scoring_func, norm_topk_pro
     settings = scoring_func, norm_topk_prob, routed_scaling_factor
     if x.dtype != torch.bfloat16:
         return _logits_backward(kernel.launch_backward(dweights, dlogits, logits, experts, *settings), x, weight)
-    if kernel.has_gemm(len(x), len(weight)):
+    if kernel.has_gemms(len(x), len(weight)):
         terms = weight if weight.dtype == torch.bfloat16 else bfloat16_terms(weight, [*range(TERMS)])
         return kernel.launch_backward_with_gemms(dweights, dlogits, logits, experts, x, terms, *settings)
     dy_terms, w_terms = DY_TERMS, WEIGHT_TERMS

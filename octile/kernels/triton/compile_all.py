@@ -210,21 +210,24 @@ def _cases() -> dict[str, Callable[[], object]]:
             _empty(t, 8, dtype=fp32), logits, logits, experts, "sigmoid", True, 2.5, [0, 1, 2, 0, 0, 1]
         ),
         "gate with its GEMM": lambda: expert_gate.launch_with_gemm(
-            _empty(t, 2048), _empty(3 * 64, 2048), products[1][:64], 6, 1, 1, 1, "sigmoid", True, 2.5, 64
+            _empty(t, 2048), _empty(3 * 16, 2048), products[1][:16], 6, 1, 1, 1, "sigmoid", True, 2.5, 16
         ),
         "gate of groups with its GEMM": lambda: expert_gate.launch_with_gemm(
             _empty(t, 768), _empty(3 * 16, 768), products[1][:16], 4, 4, 2, 2, "sigmoid", True, 2.5, 16
         ),
         "gate backward with its GEMMs": lambda: expert_gate.launch_backward_with_gemms(
             _empty(t, 8, dtype=fp32),
-            logits[:, :64],
-            logits[:, :64],
+            logits[:, :16],
+            logits[:, :16],
             experts,
-            _empty(t, 2048),
-            _empty(3 * 64, 2048),
+            _empty(t, 768),
+            _empty(3 * 16, 768),
             "sigmoid",
             True,
             2.5,
+        ),
+        "gate backward with its GEMMs, weight in BF16": lambda: expert_gate.launch_backward_with_gemms(
+            None, logits[:, :16], logits[:, :16], experts, _empty(t, 768), _empty(16, 768), "softmax", False, 1.0
         ),
         "gate of V2 backward": lambda: expert_gate.launch_backward(
             _empty(t, 8, dtype=fp32), None, logits, experts, "softmax", False, 16.0

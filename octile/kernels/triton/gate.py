@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs
 """The expert gate and its gradients, as `octile.ops.gate` specifies.
 
-Up to 64 experts the GEMMs are part of these kernels, so that x is read once in forward, and in backward dx is written
-and x read once. GEMMs of more experts are torch's, since they take longer than reading their operands, and so are those
-of few tokens, whose sums over D it divides among the SMs.
+The GEMMs of few experts are part of these kernels, so that x is read once in forward, and in backward dx is written and
+x read once. GEMMs of more experts are torch's, since they take longer than reading their operands, and so are those of
+few tokens, whose sums over D it divides among the SMs.
 """
 
 from collections.abc import Sequence
@@ -24,11 +24,11 @@ from octile.kernels.triton.launch_config import (
     GATE_WITH_GEMM,
     GATE_WITH_GEMM_TOKENS,
 )
-from octile.kernels.triton.top_experts import LEAST, choice_keys, expert_of, key_of
+from octile.kernels.triton.top_experts import ABSENT, choice_order, order_of, take_highest
 from octile.routing import EPS
 
 WEIGHT_EPS = tl.constexpr(EPS)
-MIN_COLUMNS, MAX_COLUMNS = 16, 64  # experts of a tile that is multiplied
+GEMM_COLUMNS = 16  # experts that kernels with GEMMs multiply; the fewest that a tensor core multiplies
 
 
 def launch(
@@ -58,7 +58,7 @@ def launch_with_gemm(
     """Multiply x [T, D] by the terms [P·E, D] of the weight, P is 1 or 3, and choose K experts as `launch` does."""
     t, d = x.shape
     weights, experts, logits = _results(t, n_chosen, n_experts, x.device)
-    choice = _choice(bias, n_chosen, n_group, topk_group, best, scoring_func, norm_topk_prob, n_experts, MIN_COLUMNS)
+    choice = _choice(bias, n_chosen, n_group, topk_group, best, scoring_func, norm_topk_prob, n_experts, GEMM_COLUMNS)
     if t:
         with torch.cuda.device_of(x):
             multiply_and_choose[(triton.cdiv(t, GATE_WITH_GEMM["ROWS"]),)](
@@ -69,10 +69,10 @@ def launch_with_gemm(
     return weights, experts, logits
 
 
-def has_gemm(t: int, n_experts: int, n_group: int = 1) -> bool:
-    """Return whether the kernels with GEMMs are faster: logits fit into registers, and the tokens occupy the SMs."""
+def has_gemms(t: int, n_experts: int, n_group: int = 1) -> bool:
+    """Return whether the kernels with GEMMs are faster than torch's GEMMs and those without."""
     columns = triton.next_power_of_2(n_group) * triton.next_power_of_2(n_experts // n_group)
-    return columns <= MAX_COLUMNS and t >= GATE_WITH_GEMM_TOKENS
+    return columns <= GEMM_COLUMNS and t >= GATE_WITH_GEMM_TOKENS
 
 
 def _results(t: int, n_chosen: int, n_experts: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -123,7 +123,7 @@ def launch_backward_with_gemms(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradients of x [T, D] and of the weight, of which terms [P·E, D] are given: dx [T, D], dweight [E, D]."""
     (t, d), n_experts = x.shape, logits.shape[1]
-    columns = max(triton.next_power_of_2(n_experts), MIN_COLUMNS)
+    columns = max(triton.next_power_of_2(n_experts), GEMM_COLUMNS)
     dx = torch.empty(t, d, dtype=x.dtype, device=x.device)
     dys = torch.empty(t, 3 * n_experts, dtype=torch.bfloat16, device=x.device)
     rows, cols = GATE_OF_WEIGHT["ROWS"], GATE_OF_WEIGHT["COLS"]
@@ -267,25 +267,24 @@ def _store_choice(
     if TOPK_GROUP < N_GROUP:
         groups, of_groups = tl.reshape(expert, [1, GROUPS, SIZE]), tl.reshape(exists, [1, GROUPS, SIZE])
         tile = tl.reshape(score, [ROWS, GROUPS, SIZE])
-        key = tl.reshape(choice_keys(tile, groups, of_groups, N_GROUP, TOPK_GROUP, BEST, GROUPS), [ROWS, COLUMNS])
+        order = tl.reshape(choice_order(tile, groups, of_groups, N_GROUP, TOPK_GROUP, BEST, GROUPS), [ROWS, COLUMNS])
     else:
-        key = tl.where(exists[None, :], key_of(score, expert[None, :]), LEAST)
+        order = tl.where(exists[None, :], order_of(score), ABSENT)
     k = tl.arange(0, CHOSEN)[None, :]
-    chosen = tl.zeros([ROWS, CHOSEN], tl.int64)
+    chosen = tl.zeros([ROWS, CHOSEN], tl.int32)
     own = tl.zeros([ROWS, CHOSEN], tl.float32)
     for step in tl.static_range(K):
-        highest = tl.max(key, axis=1)[:, None]
-        is_highest = key == highest
-        chosen = tl.where(k == step, expert_of(highest), chosen)
-        own = tl.where(k == step, tl.sum(tl.where(is_highest, logit, 0.0), axis=1)[:, None], own)
-        key = tl.where(is_highest, LEAST, key)
+        highest, order = take_highest(order, expert[None, :])
+        chosen = tl.where(k == step, highest, chosen)
+        of_highest = tl.sum(tl.where(expert[None, :] == highest, logit, 0.0), axis=1)[:, None]
+        own = tl.where(k == step, of_highest, own)
 
     weight = tl.div_rn(tl.exp(own - shift[:, None]), total[:, None]) if SOFTMAX else _sigmoid(own)
     if NORMALIZE:
         weight = tl.div_rn(weight, (tl.sum(tl.where(k < K, weight, 0.0), axis=1) + WEIGHT_EPS)[:, None])
     at = t.to(tl.int64)[:, None] * K + k
     inside = (k < K) & (t < T)[:, None]
-    tl.store(experts + at, chosen, mask=inside)
+    tl.store(experts + at, chosen.to(tl.int64), mask=inside)
     tl.store(weights + at, weight * factor, mask=inside)
 
 
@@ -338,18 +337,18 @@ def gate_backward_of_x(
     tl.store(at + 2 * E, dy_3, mask=inside)
     for begin in range(0, D, COLS):
         d = begin + tl.arange(0, COLS)
-        at = terms + e[:, None] * term_row + d[None, :] * term_col
-        inside = (e < E)[:, None] & (d < D)[None, :]
-        w_1 = tl.load(at, mask=inside, other=0.0)
+        of_weight = terms + e[:, None] * term_row + d[None, :] * term_col
+        exists = (e < E)[:, None] & (d < D)[None, :]
+        w_1 = tl.load(of_weight, mask=exists, other=0.0)
         if PARTS > 1:  # the smallest products first
-            w_2 = tl.load(at + E * term_row, mask=inside, other=0.0)
-            w_3 = tl.load(at + 2 * E * term_row, mask=inside, other=0.0)
+            w_2 = tl.load(of_weight + E * term_row, mask=exists, other=0.0)
+            w_3 = tl.load(of_weight + 2 * E * term_row, mask=exists, other=0.0)
             value = tl.dot(dy_3, w_1, tl.dot(dy_2, w_2, tl.dot(dy_1, w_3)))
             value = tl.dot(dy_1, w_1, tl.dot(dy_2, w_1, tl.dot(dy_1, w_2, value)))
         else:
             value = tl.dot(dy_1, w_1, tl.dot(dy_2, w_1, tl.dot(dy_3, w_1)))
-        at = dx + row * D + d[None, :]
-        tl.store(at, value.to(dx.dtype.element_ty), mask=(t < T)[:, None] & (d < D)[None, :])
+        of_x = dx + row * D + d[None, :]
+        tl.store(of_x, value.to(dx.dtype.element_ty), mask=(t < T)[:, None] & (d < D)[None, :])
 
 
 @triton.jit(do_not_specialize=["T", "STEPS"])
@@ -366,13 +365,13 @@ def gate_backward_of_weight(
     for step in range(STEPS):
         t = begin + step * ROWS + tl.arange(0, ROWS)
         row = t.to(tl.int64)
-        at = x + d[:, None] * x_col + row[None, :] * x_row
-        values = tl.load(at, mask=(d < D)[:, None] & (t < T)[None, :], other=0.0)
-        at = dys + row[:, None] * (3 * E) + e[None, :]
+        of_x = x + d[:, None] * x_col + row[None, :] * x_row
+        values = tl.load(of_x, mask=(d < D)[:, None] & (t < T)[None, :], other=0.0)
+        of_logits = dys + row[:, None] * (3 * E) + e[None, :]
         inside = (t < T)[:, None] & (e < E)[None, :]
-        total = tl.dot(values, tl.load(at, mask=inside, other=0.0), total)
-        rest = tl.dot(values, tl.load(at + E, mask=inside, other=0.0), rest)
-        rest = tl.dot(values, tl.load(at + 2 * E, mask=inside, other=0.0), rest)
+        total = tl.dot(values, tl.load(of_logits, mask=inside, other=0.0), total)
+        rest = tl.dot(values, tl.load(of_logits + E, mask=inside, other=0.0), rest)
+        rest = tl.dot(values, tl.load(of_logits + 2 * E, mask=inside, other=0.0), rest)
     at = partials + (tl.program_id(1) * E + e[None, :]).to(tl.int64) * D + d[:, None]
     tl.store(at, total + rest, mask=(d < D)[:, None] & (e < E)[None, :])
 

@@ -31,7 +31,7 @@ NORM = RowSizes(elements=4096, elements_per_warp=ELEMENTS_PER_WARP, max_warps=32
 NORM_BACKWARD = RowSizes(elements=4096, elements_per_warp=256, max_warps=16)
 NORM_BACKWARD_PROGRAMS = 1  # per SM
 NORM_BACKWARD_OF_SEVERAL_ROWS = RowSizes(elements=4096, elements_per_warp=512, max_warps=16)
-PERMUTE_BYTES, PERMUTE_BYTES_PER_WARP = 8192, 2048  # bytes that a program and a warp read
+PERMUTE_BYTES, PERMUTE_BYTES_PER_WARP = 4096, 1024  # bytes that a program and a warp read
 PERMUTE_SCALES: dict[str, Any] = {"ROWS": 1024, "TILES": 1}  # of the result, per program
 PEER_SMS = 64  # of an exchange with other ranks
 PEER_SMS_OVERLAPPED = 32  # of one that overlaps with GEMMs
@@ -42,7 +42,8 @@ DECODE_ROWS: dict[str, int] = {"splits": 2, "num_warps": 4}  # programs of an ex
 ADAMW: dict[str, Any] = {"ELEMENTS": 1024, "num_warps": 4}
 GRADIENT_NORMS: dict[str, Any] = {"ELEMENTS": 4096, "num_warps": 4}
 GRADIENT_NORMS_SUM: dict[str, Any] = {"ELEMENTS": 512, "num_warps": 4}  # partial sums of a tensor at a time
-ROPE: dict[str, int] = {"MAX_HEADS": 16, "ELEMENTS": 4096, "num_warps": 4}  # heads, and elements in all, per program
+ROPE: dict[str, int] = {"MAX_HEADS": 16, "ELEMENTS": 1024, "num_warps": 2}  # heads, and elements in all, per program
+ROPE_HALVES: dict[str, int] = {"MAX_HEADS": 16, "ELEMENTS": 4096, "num_warps": 4}
 GATE_ELEMENTS = 1024  # logits of a program
 GATE_WITH_GEMM_TOKENS = 2048  # with fewer, programs of all their experts leave SMs idle
 # Tokens of a program, and columns at a time: of a gate with its GEMM, of the gradient of x, of that of the weight.
@@ -51,7 +52,7 @@ GATE_OF_X: dict[str, int] = {"ROWS": 64, "COLS": 64, "num_warps": 4, "num_stages
 GATE_OF_WEIGHT: dict[str, int] = {"ROWS": 64, "COLS": 64, "num_warps": 4, "num_stages": 3}  # tokens at a time
 # Logits of a program at a time, and the most programs, about; counts and sums of a sequence's programs at a time.
 SEQUENCE_BALANCE: dict[str, int] = {"elements": 1024, "max_programs": 512, "num_warps": 4}
-SEQUENCE_BALANCE_BACKWARD: dict[str, int] = {"elements": 1024, "num_warps": 4}
+SEQUENCE_BALANCE_BACKWARD: dict[str, int] = {"elements": 512, "num_warps": 4}
 SEQUENCE_BALANCE_SUM: dict[str, int] = {"elements": 4096, "num_warps": 8}
 BFLOAT16_TERMS: dict[str, int] = {"ELEMENTS": 1024, "num_warps": 4}
 COUNT_TOKENS: dict[str, int] = {"ROWS": 1024, "num_warps": 8}  # entries of a program
@@ -59,7 +60,7 @@ ROUTING_PLAN: dict[str, int] = {"ROWS": 128, "num_warps": 4}  # entries of a pro
 ROUTING_PLAN_SCAN: dict[str, int] = {"blocks": 1024, "elements": 4096, "num_warps": 8}  # counts of a program at a time
 GROUP_TILES: dict[str, int] = {"elements": 4096, "num_warps": 4}  # pairs of a tile and a group per program
 CROSS_ENTROPY = {"cols": 4096, "cols_per_warp": 1024}  # columns of a row at a time; the next ones are in flight
-UNPERMUTE_BACKWARD = {"elements": 4096, "cols": 1024, "num_warps": 4}  # elements and columns of rows at a time
+UNPERMUTE_BACKWARD = {"elements": 2048, "cols": 1024, "num_warps": 4}  # elements and columns of rows at a time
 UNPERMUTE = {"cols": 1024, "cols_per_warp": 128}  # columns of K rows per program, fewer if a row has fewer
 
 # Warps per 128×128 block, by kernel. Two programs of 8 warps or one of 16 fill an SM at 128 registers per thread: two

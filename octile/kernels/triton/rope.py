@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octile.kernels.triton.launch_config import EXACT, ROPE
+from octile.kernels.triton.launch_config import EXACT, ROPE, ROPE_HALVES
 
 
 def launch(x: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -59,15 +59,15 @@ def launch_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, transposed: bo
     r = cos.shape[-1]
     rotated = torch.empty_like(q), torch.empty_like(k)
     if q.numel() + k.numel():
-        heads = min(max(triton.next_power_of_2(min(q.shape[1], k.shape[1])), 8), ROPE["MAX_HEADS"])
-        tokens = max(ROPE["ELEMENTS"] // (heads * _columns(width)), 1)
+        heads = min(max(triton.next_power_of_2(min(q.shape[1], k.shape[1])), 8), ROPE_HALVES["MAX_HEADS"])
+        tokens = max(ROPE_HALVES["ELEMENTS"] // (heads * _columns(width)), 1)
         parts = triton.cdiv(q.shape[1], heads) + triton.cdiv(k.shape[1], heads)
         with torch.cuda.device_of(q):
             rotate_halves[(triton.cdiv(b * s, tokens) * parts,)](
                 q, k, cos, sin, *rotated, b * s, s, q.shape[1], k.shape[1],
                 *q.stride(), *k.stride(), *cos.stride(), *sin.stride(), *rotated[0].stride(), *rotated[1].stride(),
                 HALF=r // 2, HS=_columns(r // 2), N=width - r, NS=_columns(width - r), TRANSPOSED=transposed,
-                TOKENS=tokens, HEADS=heads, num_warps=ROPE["num_warps"], **EXACT,
+                TOKENS=tokens, HEADS=heads, num_warps=ROPE_HALVES["num_warps"], **EXACT,
             )  # fmt: skip
     return rotated
 

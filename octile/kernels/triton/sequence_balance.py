@@ -12,7 +12,7 @@ from octile.kernels.triton.launch_config import (
     SEQUENCE_BALANCE_BACKWARD,
     SEQUENCE_BALANCE_SUM,
 )
-from octile.kernels.triton.top_experts import LEAST, key_of, order_of
+from octile.kernels.triton.top_experts import ABSENT, order_of, take_highest
 
 
 def launch(
@@ -96,26 +96,24 @@ def balance_parts(
 @triton.jit
 def _highest(logit, e, exists, K: tl.constexpr):
     """Return 1 for the K highest elements of each row, 0 for others; of equal ones those of lower indices e count."""
-    bits = tl.where(exists, order_of(logit), -(2**31))  # below those of every number
-    left = bits
+    order = tl.where(exists, order_of(logit), ABSENT)
+    left = order
     highest = tl.max(left, axis=1)[:, None]
     for _ in tl.static_range(K - 1):
-        left = tl.where(left < highest, left, -(2**31))
+        left = tl.where(left < highest, left, ABSENT)
         highest = tl.max(left, axis=1)[:, None]
-    chosen = ((bits >= highest) & exists).to(tl.int32)
+    chosen = ((order >= highest) & exists).to(tl.int32)
     if tl.max(tl.sum(chosen, axis=1), axis=0) > K:  # some are equal
-        chosen = _highest_of_equal(logit, e, exists, K)
+        chosen = _highest_of_equal(order, e, K)
     return chosen
 
 
 @triton.jit
-def _highest_of_equal(logit, e, exists, K: tl.constexpr):
-    key = tl.where(exists, key_of(logit, e), LEAST)
-    chosen = tl.zeros_like(logit).to(tl.int32)
+def _highest_of_equal(order, e, K: tl.constexpr):
+    chosen = tl.zeros_like(order)
     for _ in range(K):
-        is_highest = key == tl.max(key, axis=1)[:, None]
-        chosen += is_highest.to(tl.int32)
-        key = tl.where(is_highest, LEAST, key)
+        highest, order = take_highest(order, e)
+        chosen += (e == highest).to(tl.int32)
     return chosen
 
 

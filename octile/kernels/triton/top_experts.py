@@ -1,45 +1,46 @@
 # mypy: allow-untyped-defs
-"""The order in which experts are chosen, as `octile.ops.top_experts` specifies it: keys of scores, in a tile."""
+"""The order in which experts are chosen, as `octile.ops.top_experts` specifies it, of scores in a tile.
+
+Scores are compared as integers of 32 bits, which the GPU reduces over a warp in one instruction; of equal ones the
+lower index comes first.
+"""
 
 import triton
 import triton.language as tl
 
-LEAST = tl.constexpr(-(2**63))  # below the key of every score
+ABSENT = tl.constexpr(-(2**31))  # below the order of every score
+LAST = tl.constexpr(2**31 - 1)  # above every index
 
 
 @triton.jit
-def choice_keys(
+def choice_order(
     score, expert, exists, N_GROUP: tl.constexpr, TOPK_GROUP: tl.constexpr, BEST: tl.constexpr, GROUPS: tl.constexpr
 ):
-    """Return keys of scores [rows, groups, experts] that order the experts: those outside of the best groups as −∞."""
-    key = tl.where(exists, key_of(score, expert), LEAST)
+    """Return the order of scores [rows, groups, experts], in which those outside of the best groups are −∞."""
+    order = tl.where(exists, order_of(score), ABSENT)
     if TOPK_GROUP < N_GROUP:
-        highest = tl.max(key, axis=2)
+        highest = tl.max(order, axis=2)
         total = _score(highest)
         if BEST == 2:
-            total += _score(tl.max(tl.where(key == highest[:, :, None], LEAST, key), axis=2))
+            first = tl.min(tl.where(order == highest[:, :, None], expert, LAST), axis=2)
+            total += _score(tl.max(tl.where(expert == first[:, :, None], ABSENT, order), axis=2))
         group = tl.arange(0, GROUPS)[None, :]
-        group_key = tl.where(group < N_GROUP, key_of(total, group), LEAST)
-        outside = group_key == group_key
+        of_groups = tl.where(group < N_GROUP, order_of(total), ABSENT)
+        outside = of_groups == of_groups
         for _ in tl.static_range(TOPK_GROUP):
-            is_best = group_key == tl.max(group_key, axis=1)[:, None]
-            outside = outside & ~is_best
-            group_key = tl.where(is_best, LEAST, group_key)
+            best, of_groups = take_highest(of_groups, group)
+            outside = outside & (group != best)
         score = tl.where(outside[:, :, None], float("-inf"), score)
-        key = tl.where(exists, key_of(score, expert), LEAST)
-    return key
+        order = tl.where(exists, order_of(score), ABSENT)
+    return order
 
 
 @triton.jit
-def expert_of(key):
-    """Return the expert of a key, int64."""
-    return 0x7FFFFFFF - (key & 0x7FFFFFFF)
-
-
-@triton.jit
-def key_of(score, index):
-    """Return an int64 that orders pairs: a higher score first (NaN is the highest), then a lower index."""
-    return (order_of(score).to(tl.int64) << 31) | (0x7FFFFFFF - index).to(tl.int64)
+def take_highest(order, index):
+    """Return the index [rows, 1] of each row's highest element of order [rows, columns], and the others' order."""
+    highest = tl.max(order, axis=1)[:, None]
+    first = tl.min(tl.where(order == highest, index, LAST), axis=1)[:, None]
+    return first, tl.where(index == first, ABSENT, order)
 
 
 @triton.jit
@@ -51,7 +52,6 @@ def order_of(score):
 
 
 @triton.jit
-def _score(key):
-    """Return the score of a key."""
-    ordered = (key >> 31).to(tl.int32)
-    return tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).to(tl.float32, bitcast=True)
+def _score(order):
+    """Return the score of an order."""
+    return tl.where(order < 0, order ^ 0x7FFFFFFF, order).to(tl.float32, bitcast=True)
