@@ -64,6 +64,8 @@ class CapturedStep:
         compute: compute(tokens) runs the forward and backward pass and returns tensors on the device.
         update: update(learning_rate, result of compute) updates the weights; learning_rate is float64 [] on the device.
         device: a GPU.
+        gathers_weights: whether `compute` overwrites weights with those of other ranks. Each is then quantized at its
+            first use; otherwise all are quantized together at the begin of a captured step.
     """
 
     def __init__(
@@ -72,9 +74,11 @@ class CapturedStep:
         compute: Callable[[Tensor], Any],
         update: Callable[[Tensor, Any], None],
         device: torch.device,
+        gathers_weights: bool = False,
     ):
         self.model = model
         self._compute, self._update = compute, update
+        self._gathers_weights = gathers_weights
         self._stream = torch.cuda.Stream(device)
         self._learning_rate = torch.zeros((), dtype=torch.float64, device=device)
         self._key: Sequence[object] = ()
@@ -103,8 +107,10 @@ class CapturedStep:
             self._key = key
         if self._graphs is None and self._eager_steps < WARM_UP_STEPS:
             self._eager_steps += 1
-            with recorded_requests() as self._requests:
-                return self._compute(tokens_BS)
+            with recorded_requests() as requests:
+                result = self._compute(tokens_BS)
+            self._requests = () if self._gathers_weights else requests
+            return result
         if self._graphs is None:
             self._capture(tokens_BS)
         assert self._graphs is not None

@@ -226,7 +226,10 @@ class Trainer:
         self.seconds = 0.0
         self.skipped = 0  # steps without an update, because a gradient was not finite
         self.skipped_in_a_row = 0  # consecutive skipped steps until now, without overflows of the loss scale
-        self.captured = CapturedStep(self.model, self._compute, self._update, device) if on_gpu else None
+        self.captured = None
+        if on_gpu:
+            gathers = self.shards is not None
+            self.captured = CapturedStep(self.model, self._compute, self._update, device, gathers)
         self.flops_per_token = train_flops_per_token(self.config.model, config.sequence_length)
         self._peak = bf16_peak(torch.cuda.get_device_name(device)) if on_gpu else None
         self._unread: deque[Launched] = deque()

@@ -444,6 +444,18 @@ def test_weights_that_are_quantized_before_a_captured_step_give_the_same_bits(ma
         assert torch.equal(module(x), y)
 
 
+def test_a_weight_that_is_written_after_it_was_quantized_for_a_captured_step_is_quantized_again(capturing):
+    layer, x = Linear(200, 140, bias=False), torch.randn(3, 200, requires_grad=True)
+    with quantized_once_in_capture(), recorded_requests() as requests:
+        layer(x)
+    with quantized_once_in_capture():
+        fused_quantize.quantize_requested(requests)
+        with torch.no_grad():
+            layer.weight.mul_(-3)  # as the weights of other ranks are
+        found = layer(x)
+    assert torch.equal(found, layer(x))
+
+
 def test_weights_with_one_scale_are_left_to_their_first_use(capturing):
     layer, x = Linear(200, 140, bias=False, recipe=Recipe.per_tensor()), torch.randn(3, 200, requires_grad=True)
     with quantized_once_in_capture(), recorded_requests() as requests:
