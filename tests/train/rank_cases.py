@@ -26,10 +26,11 @@ from octile.train.loop import differing
 from octile.train.token_store import TokenStore
 from octile.train.trainer import Trainer
 from tests.parallel.expert_cases import peers_on_cpu
-from tests.train.conftest import micro
+from tests.train.conftest import MICRO, micro
 from tests.worlds import run_cases
 
 STEPS = 4
+FUSED = replace(MICRO, moe_intermediate_size=128)  # whose experts are one function
 EXACT = {"rtol": 2e-5, "atol": 0.0}  # FP32 sums in another order
 SETTINGS = {"recipe": "float32", "steps": 40, "batch_size": 8, "micro_batches": 2, "val_sequences": 3}
 
@@ -309,9 +310,11 @@ def check_agreement(ranks: Ranks) -> None:
     }
 
 
-def check_captured(store: TokenStore, ranks: Ranks, recipe: str, ep: int = 1, exchange: str = "all_to_all") -> None:
+def check_captured(
+    store: TokenStore, ranks: Ranks, recipe: str, ep: int = 1, exchange: str = "all_to_all", **changes
+) -> None:
     """Steps that are captured with their collectives have the losses of one GPU."""
-    alone, own = trainers(store, ranks, ep, {"exchange": exchange}, recipe=recipe)
+    alone, own = trainers(store, ranks, ep, {"exchange": exchange}, recipe=recipe, **changes)
     lines = steps(own, WARM_UP_STEPS + 2)
     for _ in range(4):  # each gathers the weights of the one before
         own.launch()
@@ -352,6 +355,7 @@ def gpu_cases() -> dict[str, object]:
         "captured-delayed": lambda s, r: check_captured(s, r, "delayed"),
         "spread-all_to_all": lambda s, r: check_captured(s, r, "deepseek_v3", 2),
         "spread-symmetric_memory": lambda s, r: check_captured(s, r, "deepseek_v3", 2, "symmetric_memory"),
+        "spread-fused": lambda s, r: check_captured(s, r, "deepseek_v3", 2, "symmetric_memory", model=FUSED),
         "spread-too_many_rows": check_captured_too_many_rows,
         "skips": check_eager_skips,
         "late": lambda s, r: check_late(s, r, "deepseek_v3"),
