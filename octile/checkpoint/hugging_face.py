@@ -44,6 +44,7 @@ from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.models.names import to_hf
 from octile.nn.conversion import apply_recipe
+from octile.nn.moe import Experts
 from octile.recipe import Recipe, ScaleRule
 from octile.validation import read_json
 
@@ -304,7 +305,8 @@ def _open(path: str | Path) -> _OpenFolder:
 def _own_tensors(model: DeepseekV3) -> dict[str, Tensor]:
     """Return views of the model's tensors under their Hugging Face names, without those that a checkpoint repeats."""
     own: dict[int, str] = {}
-    tensors = to_hf(model.state_dict(), model.config)
+    here = next((m.here for m in model.modules() if isinstance(m, Experts)), slice(0, 0))
+    tensors = to_hf(model.state_dict(), model.config, here.start)
     return {name: tensor for name, tensor in tensors.items() if own.setdefault(id(tensor), name) == name}
 
 
@@ -319,7 +321,9 @@ def _check_shapes(model: DeepseekV3, shards: Shards, where: str) -> None:
             raise ValueError(
                 f"{name} in {shards.folder} is {list(found[name].shape)}, but {list(tensor.shape)} {where}"
             )
-    for name in found.keys() - to_hf(model.state_dict(), model.config).keys():
+    with torch.device("meta"):
+        whole = DeepseekV3(model.config)
+    for name in found.keys() - to_hf(whole.state_dict(), model.config).keys():
         if not is_scale(name, found):
             raise ValueError(f"{shards.folder} holds {name}, which the model of its {CONFIG} does not have")
 

@@ -24,7 +24,7 @@ from octile.nn.fused.pre_norm import pre_norm
 from octile.nn.gate import Gate
 from octile.nn.mla import MLA, LatentCache, LayerCache
 from octile.nn.mlp import MLP
-from octile.nn.moe import MoE
+from octile.nn.moe import Experts, MoE
 from octile.nn.norm import RMSNorm
 from octile.nn.rope import CosSin, Rope
 from octile.ops.cross_entropy import IGNORED
@@ -112,9 +112,12 @@ class DeepseekV3(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.last_losses: dict[str, Tensor] = {}
         self.stored_scales: dict[str, Tensor] = {}
-        for parameter in self.parameters():
-            if parameter.dim() > 1:
-                nn.init.normal_(parameter, std=config.initializer_range)
+        for module in self.modules():
+            for parameter in module.parameters(recurse=False):
+                if isinstance(module, Experts):
+                    module.draw_(parameter, config.initializer_range)
+                elif parameter.dim() > 1:
+                    nn.init.normal_(parameter, std=config.initializer_range)
 
     def forward(
         self, tokens_BS: Tensor, labels_BS: Tensor | None = None, *, cache: LatentCache | None = None

@@ -16,27 +16,32 @@ from torch import Tensor
 from octile.models.config import ModelConfig
 
 
-def to_hf(state_dict: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+def to_hf(state_dict: Mapping[str, Tensor], config: ModelConfig, first_expert: int = 0) -> dict[str, Tensor]:
     """Return a model's `state_dict` under the names of a published checkpoint.
 
     Nothing is copied: experts are views, and the prediction layer's embedding and head are the model's own tensors.
+
+    Args:
+        state_dict: of the model.
+        config: of the whole model.
+        first_expert: the number of the first of the model's experts, if it has only those of one rank.
     """
-    tensors = dict(_unstacked(state_dict))
+    tensors = dict(_unstacked(state_dict, first_expert))
     for shared, own in _shared(config).items():
         tensors[shared] = state_dict[own]
     return tensors
 
 
-def _unstacked(state_dict: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _unstacked(state_dict: Mapping[str, Tensor], first: int) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in state_dict.items():
         prefix, _, last = name.rpartition(".")
         if prefix.endswith(".experts") and last == "gate_up":
-            for e, gate_up_XD in enumerate(tensor):
+            for e, gate_up_XD in enumerate(tensor, first):
                 gate_ID, up_ID = gate_up_XD.chunk(2)
                 yield f"{prefix}.{e}.gate_proj.weight", gate_ID
                 yield f"{prefix}.{e}.up_proj.weight", up_ID
         elif prefix.endswith(".experts") and last == "down":
-            for e, down_DI in enumerate(tensor):
+            for e, down_DI in enumerate(tensor, first):
                 yield f"{prefix}.{e}.down_proj.weight", down_DI
         else:
             yield name, tensor

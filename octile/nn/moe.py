@@ -9,7 +9,9 @@ No token is ever dropped, and none is padded.  Source: DeepSeek-V3 (arXiv 2412.1
 Shapes: B batch, S sequence, T = B·S tokens, D model, E experts, K chosen experts, I intermediate, R = T·K rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor, nn
@@ -29,15 +31,54 @@ from octile.nn.smooth_swiglu import power_of_2_at_least, scale_columns
 from octile.ops.routing_plan import count_tokens
 from octile.recipe import Recipe
 
+_SHARE: ContextVar[tuple[int, int]] = ContextVar("octile_share_of_experts", default=(0, 1))
+
+
+@contextmanager
+def share_of_experts(rank: int, n_ranks: int) -> Iterator[None]:
+    """Let `Experts` that are made inside have only the experts of one of several ranks, with the same bits.
+
+    All experts are drawn, one stacked weight at a time, and those of other ranks dropped. A model that is made so is
+    then given to `octile.parallel.shard_experts`; without it every rank has memory for all experts at first.
+    """
+    token = _SHARE.set((rank, n_ranks))
+    try:
+        yield
+    finally:
+        _SHARE.reset(token)
+
 
 class Experts(nn.Module, RecipeHolder[Recipe | None]):
-    """E SwiGLU layers in two stacked weights: gate_up [E, 2I, D], the gates' rows first, and down [E, D, I]."""
+    """E SwiGLU layers in two stacked weights: gate_up [E, 2I, D], the gates' rows first, and down [E, D, I].
+
+    Attributes:
+        n_experts: of all ranks, E if experts are not spread over ranks.
+        here: which of them these are.
+
+    Raises:
+        ValueError: the ranks of `share_of_experts` do not divide the experts.
+    """
 
     def __init__(self, n_experts: int, hidden_size: int, intermediate_size: int):
         super().__init__()
-        self.gate_up = nn.Parameter(torch.empty(n_experts, 2 * intermediate_size, hidden_size).normal_(std=0.006))
-        self.down = nn.Parameter(torch.empty(n_experts, hidden_size, intermediate_size).normal_(std=0.006))
+        rank, n_ranks = _SHARE.get()
+        if n_experts % n_ranks:
+            raise ValueError(f"the number of experts must be a multiple of the {n_ranks} ranks, not {n_experts}")
+        local = n_experts // n_ranks
+        self.n_experts, self.here = n_experts, slice(rank * local, (rank + 1) * local)
+        self.gate_up = nn.Parameter(torch.empty(local, 2 * intermediate_size, hidden_size))
+        self.draw_(self.gate_up, 0.006)
+        self.down = nn.Parameter(torch.empty(local, hidden_size, intermediate_size))
+        self.draw_(self.down, 0.006)
         self.use_recipe(None)
+
+    @torch.no_grad()
+    def draw_(self, weight: Tensor, std: float) -> None:
+        """Draw one of the weights from N(0, std²), with the values that it has among all experts of all ranks."""
+        if len(weight) == self.n_experts:
+            weight.normal_(std=std)
+        else:
+            weight.copy_(weight.new_empty(self.n_experts, *weight.shape[1:]).normal_(std=std)[self.here])
 
     @property
     def linear_layers(self) -> int:

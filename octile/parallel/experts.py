@@ -71,17 +71,12 @@ class ExpertDispatcher(LocalDispatcher):
         check_agreement("the sizes of a mixture", sizes, self.groups)
         check_divisible(n_experts, self.groups)
         self.n_experts, self.n_chosen = n_experts, n_chosen
-        counts = [dist.get_world_size(group) for group in self.groups]
-        self.n_ranks = math.prod(counts)
-        self.rank = 0
-        for group, count in zip(self.groups, counts, strict=True):
-            self.rank = self.rank * count + dist.get_rank(group)
+        self.rank, self.n_ranks = _place(self.groups)
 
     @property
     def local_experts(self) -> slice:
         """The experts of this rank."""
-        local = self.n_experts // self.n_ranks
-        return slice(self.rank * local, (self.rank + 1) * local)
+        return _local_experts(self.n_experts, self.rank, self.n_ranks)
 
     def plan(self, experts_TK: Tensor, load_E: Tensor) -> RoutingPlan:
         """Plan where rows go, and tell the other ranks: experts_TK are the experts of each token.
@@ -206,7 +201,7 @@ def shard_experts(
     for a tensor has one for each rank.
 
     Args:
-        model: holds `octile.nn.MoE` layers, or is one.
+        model: holds `octile.nn.MoE` layers, or is one; with all experts, or made in `octile.nn.moe.share_of_experts`.
         ranks: as in `ExpertDispatcher`.
         max_tokens: the most tokens that a rank has in a forward pass, the same on all ranks. If the ranks are GPUs of
             one host that can write to each other's memory, kernels on symmetric memory then exchange the rows, and the
@@ -239,9 +234,11 @@ def shard_experts(
     for name, moe in mixtures.items():
         if not isinstance(moe.experts, Experts):
             raise TypeError(f"{name}.experts must be octile.nn.Experts, not {type(moe.experts).__name__}")
-        if len(moe.experts.down) != len(moe.gate.weight) or type(moe.dispatcher) is not LocalDispatcher:
+        n_experts = len(moe.gate.weight)
+        check_divisible(n_experts, groups)
+        has_own = moe.experts.here in (slice(0, n_experts), _local_experts(n_experts, *_place(groups)))
+        if not has_own or type(moe.dispatcher) is not LocalDispatcher:
             raise ValueError(f"{name or 'model'} is sharded already, or has a dispatcher of its own")
-        check_divisible(len(moe.gate.weight), groups)
     exchange, memory = ALL_TO_ALL, None
     if max_tokens is not None:
         why_not = why_not_peers(groups)
@@ -253,9 +250,11 @@ def shard_experts(
             moe.dispatcher = ExpertDispatcher(*sizes, ranks)
         else:
             moe.dispatcher = PeerDispatcher(*sizes, memory, max_tokens, max_rows, too_many_rows)
-        for weight in ("gate_up", "down"):
-            setattr(moe.experts, weight, _cut(getattr(moe.experts, weight), moe.dispatcher.local_experts))
-        moe.experts.use_recipe(moe.experts.recipe)
+        if moe.experts.here != moe.dispatcher.local_experts:
+            for weight in ("gate_up", "down"):
+                setattr(moe.experts, weight, _cut(getattr(moe.experts, weight), moe.dispatcher.local_experts))
+            moe.experts.here = moe.dispatcher.local_experts
+            moe.experts.use_recipe(moe.experts.recipe)
     local = sum(len(moe.experts.down) for moe in mixtures.values())
     return ExpertShare(len(mixtures), local, sum(len(moe.gate.weight) for moe in mixtures.values()), exchange)
 
@@ -356,6 +355,19 @@ def _groups(ranks: Ranks) -> list[dist.ProcessGroup]:
     if any(dist.get_rank(group) < 0 for group in groups):
         raise ValueError(f"ranks must contain this rank, {dist.get_rank()}")
     return groups
+
+
+def _place(groups: Sequence[dist.ProcessGroup]) -> tuple[int, int]:
+    """Return the number of this rank in the groups of all hops, and how many ranks there are."""
+    rank, n_ranks = 0, 1
+    for group in groups:
+        rank, n_ranks = rank * dist.get_world_size(group) + dist.get_rank(group), n_ranks * dist.get_world_size(group)
+    return rank, n_ranks
+
+
+def _local_experts(n_experts: int, rank: int, n_ranks: int) -> slice:
+    local = n_experts // n_ranks
+    return slice(rank * local, (rank + 1) * local)
 
 
 def _describe(name: str, moe: MoE) -> str:

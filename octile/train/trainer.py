@@ -45,6 +45,7 @@ from octile.models.deepseek_v3 import DeepseekV3
 from octile.models.flops import bf16_peak, train_flops_per_token
 from octile.nn.conversion import apply_recipe
 from octile.nn.delayed_scaling import amax_histories, end_step
+from octile.nn.moe import share_of_experts
 from octile.nn.weight_cache import frozen_weights
 from octile.ops.high_precision import without_reduced_precision_reduction
 from octile.optim import EMA, AdamW, BatchRamp, DynamicLossScale, WarmupConstantCosine, clip_factor, param_groups
@@ -191,14 +192,17 @@ class Trainer:
         if mesh is not None:
             _check_exchange(config, mesh, self.ranks)
         torch.manual_seed(config.seed)
-        self.model = DeepseekV3(self.config.model).to(device if mesh is None else "cpu")
+        with nullcontext() if mesh is None else share_of_experts(mesh.get_local_rank("expert"), config.parallel.ep):
+            self.model = DeepseekV3(self.config.model).to(device)
         if config.init_from is not None:
             load_weights(self.model, config.init_from)
         apply_recipe(self.model, self.recipe)
         self.expert_share: ExpertShare | None = None
         if mesh is not None:
             self.expert_share = _spread_experts(self.model, config, mesh, self.recipe, self._too_many_rows)
-            self.model.to(device)  # which may have too little memory for all experts
+            with torch.device("meta"):
+                whole = DeepseekV3(self.config.model)
+            self.model.conversion_summary = apply_recipe(whole, self.recipe).conversion_summary
         self.shards: ShardedState | None = None
         if self.ranks.size > 1:
             reduce = getattr(torch, config.parallel.reduce)
@@ -805,12 +809,13 @@ class Trainer:
         if self.captured is not None:
             self.captured.release()
         tensors = self.whole({f"model.{name}": t for name, t in self.model.state_dict().items()})
+        scales = self.ranks.gather(self.model.stored_scales)
         if not self.ranks.is_first:
             return self.model
         model = DeepseekV3(self.config.model).to(self.device)
         apply_recipe(model, self.recipe)
         model.load_state_dict({name.removeprefix("model."): t for name, t in tensors.items()})
-        model.stored_scales = self.model.stored_scales
+        model.stored_scales = {name: scale for of_rank in scales for name, scale in of_rank.items()}
         own = amax_histories(self.model)
         for name, history in amax_histories(model).items():
             history.amax_OH.copy_(own[name].amax_OH)

@@ -8,13 +8,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM, FineGrainedFP8Config
 
 from octile.checkpoint import hugging_face as hugging_face_module
-from octile.checkpoint import load, save
+from octile.checkpoint import load, load_weights, save
 from octile.checkpoint.fp8_layout import QUANTIZATION_CONFIG, is_stored_in_fp8
 from octile.checkpoint.shards import plan_shards
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.models.names import to_hf
 from octile.nn.linear import Linear
+from octile.nn.moe import share_of_experts
 from octile.scaled import quantize
 from tests.checkpoint.micro_model import MICRO, micro_model
 
@@ -308,6 +309,21 @@ def test_the_configuration_is_read_once(tmp_path, model, monkeypatch, weights):
     monkeypatch.setattr(hugging_face_module, "read_json", lambda path: opened.append(path.name) or read(path))
     load(tmp_path)
     assert opened == ["config.json"]
+
+
+@pytest.mark.parametrize("weights", ["float32", "fp8"])
+def test_a_rank_reads_its_own_experts(tmp_path, model, weights):
+    save(model, tmp_path, weights=weights)
+    whole = load(tmp_path)
+    for rank in range(2):
+        with share_of_experts(rank, 2):
+            own = DeepseekV3(MICRO)
+        load_weights(own, tmp_path)
+        for (name, weight), (_, expected) in zip(own.named_parameters(), whole.named_parameters(), strict=True):
+            cut = expected if weight.shape == expected.shape else expected.chunk(2)[rank]
+            assert torch.equal(weight, cut), name
+        for name, scale in own.stored_scales.items():
+            assert torch.equal(scale, whole.stored_scales[name])
 
 
 def test_no_checkpoint_is_named(tmp_path):

@@ -1,12 +1,16 @@
 import copy
+import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from octile.models.config import PRESETS
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.conversion import convert
+from octile.nn.moe import share_of_experts
 from octile.recipe import Recipe
 from tests.models.conftest import MINI_V2, MINI_V3, build
 from tests.train.conftest import MICRO
@@ -246,3 +250,45 @@ def test_weights_begin_with_the_configured_deviation():
 def test_the_same_seed_gives_the_same_model():
     a, b = build(MINI_V3, seed=3), build(MINI_V3, seed=3)
     assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(("rank", "n_ranks"), [(0, 2), (1, 2), (3, 4)])
+def test_the_share_of_a_rank_has_the_bits_of_the_whole_model(rank, n_ranks):
+    models = []
+    for share in (nullcontext(), share_of_experts(rank, n_ranks)):
+        torch.manual_seed(3)
+        with share:
+            models.append(DeepseekV3(MINI_V3))
+    whole, own = (dict(model.named_parameters()) for model in models)
+    after = torch.rand(())
+    assert whole.keys() == own.keys()
+    for name, weight in whole.items():
+        cut = weight.chunk(n_ranks)[rank] if ".experts." in name and "shared" not in name else weight
+        assert torch.equal(own[name], cut), name
+    torch.manual_seed(3)
+    DeepseekV3(MINI_V3)
+    assert torch.equal(torch.rand(()), after)  # what is drawn afterwards is the same, too
+
+
+def test_a_share_allocates_one_stacked_weight_of_all_experts_at_a_time():
+    class Allocated(TorchDispatchMode):
+        """The largest number of elements of tensors of all experts that live at the same time."""
+
+        largest, alive = 0, []
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.dim() == 3 and len(result) == MINI_V3.n_routed_experts:
+                self.alive.append(weakref.ref(result))
+            self.alive[:] = [tensor for tensor in self.alive if tensor() is not None]
+            self.largest = max(self.largest, len({tensor().data_ptr() for tensor in self.alive}))
+            return result
+
+    with Allocated() as allocated, share_of_experts(0, 2):
+        DeepseekV3(MINI_V3)
+    assert allocated.largest == 1
+
+
+def test_experts_that_the_ranks_do_not_divide_are_refused():
+    with share_of_experts(0, 3), pytest.raises(ValueError, match="must be a multiple of the 3 ranks, not 4"):
+        DeepseekV3(MICRO)

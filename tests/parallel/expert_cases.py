@@ -23,6 +23,7 @@ from octile.nn.dispatcher import InFlight, LocalDispatcher
 from octile.nn.functional import result_dtype
 from octile.nn.fused import feed_forward
 from octile.nn.gate import Routing
+from octile.nn.moe import share_of_experts
 from octile.nn.observer import ObservedGemm, observe_gemms
 from octile.ops.routing_plan import count_tokens
 from octile.parallel import ExpertDispatcher, ExpertShare, shard_experts, symmetric_memory
@@ -540,6 +541,26 @@ def check_share() -> None:
     assert not model[1].experts.down.requires_grad
 
 
+def check_own_share() -> None:
+    """A mixture that was made with a rank's experts is taken as it is; with those of another rank it is refused."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    torch.manual_seed(0)
+    whole = MoE(Gate(D, E, K), D, 8)
+    torch.manual_seed(0)
+    with share_of_experts(rank, world):
+        own = MoE(Gate(D, E, K), D, 8)
+    with share_of_experts((rank + 1) % world, world):
+        other = MoE(Gate(D, E, K), D, 8)
+    weights = list(own.experts.parameters())
+    shard_experts(own)
+    shard_experts(whole)
+    for weight, kept, expected in zip(own.experts.parameters(), weights, whole.experts.parameters(), strict=True):
+        assert weight is kept
+        assert torch.equal(weight, expected)
+    if world > 1:
+        refuses(ValueError, "is sharded already", lambda: shard_experts(other))
+
+
 def ugly(world: int) -> dict[str, Tokens]:
     """Distributions of tokens that leave ranks, or experts, without any."""
     local = E // world
@@ -596,6 +617,7 @@ def cases(world: int, drawn: list[Tokens], meshes: dict[str, object]) -> dict[st
         found["sent_once_to_a_node"] = lambda: check_sent_once_to_a_node(meshes["nodes"])
     found["refusals"] = check_refusals
     found["share"] = check_share
+    found["own_share"] = check_own_share
     return found
 
 
