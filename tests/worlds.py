@@ -3,14 +3,18 @@
 import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from datetime import timedelta
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from filelock import FileLock
 
 Failures = Sequence[Mapping[str, str]]
+Work = Callable[[int, Path], None]
 
 
 def run_cases(cases: Mapping[str, Callable[[], None]], folder: str, rank: int) -> None:
@@ -60,3 +64,51 @@ def assert_passed(failures: Failures, name: str) -> None:
     """Fail with what went wrong in a case, on each rank."""
     failed = [f"rank {rank}: {of_rank[name]}" for rank, of_rank in enumerate(failures) if of_rank[name]]
     assert not failed, "\n".join(failed)
+
+
+class Outcomes:
+    """What became of functions that ran on a few ranks, all in one process group.
+
+    Args:
+        tmp_path_factory: pytest's.
+        name: of the folder, and so of the tests.
+        works: functions of the rank and the folder, which raise where something is wrong.
+        ranks: their number.
+        device: "cuda" gives each rank a GPU, and NCCL.
+    """
+
+    def __init__(
+        self,
+        tmp_path_factory: pytest.TempPathFactory,
+        name: str,
+        works: Sequence[Work],
+        ranks: int = 2,
+        device: str = "cpu",
+    ):
+        def start(world: int, folder: str) -> None:
+            mp.spawn(_run_works, (world, device, tuple(works), folder), world)
+
+        self._failures = start_once(tmp_path_factory, name, start)(ranks)
+
+    def assert_passed(self, work: Work) -> None:
+        """Fail with what the function raised on each rank."""
+        assert_passed(self._failures, work.__name__)
+
+
+def _run_works(rank: int, world: int, device: str, works: Sequence[Work], folder: str) -> None:
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        torch.set_default_device(f"cuda:{rank}")
+        torch.use_deterministic_algorithms(True)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, f"file://{folder}/meeting", timedelta(seconds=60), world, rank)
+
+    def run(work: Work) -> None:
+        try:
+            work(rank, Path(folder))
+        finally:
+            dist.barrier()  # all begin the next one together
+
+    run_cases({work.__name__: partial(run, work) for work in works}, folder, rank)
+    dist.destroy_process_group()

@@ -1,60 +1,12 @@
-"""Processes of one process group on this machine, started once a file, and the model that two of them train."""
+"""The model that two processes train, and its training in one process."""
 
-import traceback
-from collections.abc import Callable, Sequence
-from datetime import timedelta
-from pathlib import Path
-
-import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from octile.nn.conversion import apply_recipe
 from octile.optim import AdamW
 
 RANKS = 2
-
-
-class Outcomes:
-    """What became of functions that ran in a few processes, all in one process group.
-
-    Args:
-        works: functions of the rank and the folder, which raise where something is wrong.
-        folder: for their files, and for the errors.
-        ranks: the number of processes.
-        device: "cuda" gives each rank a GPU, and NCCL.
-    """
-
-    def __init__(
-        self, works: Sequence[Callable[[int, Path], None]], folder: Path, ranks: int = RANKS, device: str = "cpu"
-    ):
-        mp.spawn(_run_all, (ranks, device, tuple(works), folder), nprocs=ranks)
-        self.folder = folder
-
-    def assert_passed(self, work: Callable[[int, Path], None]) -> None:
-        """Fail with the error that the function raised in one of the processes, if it did."""
-        for error in sorted(self.folder.glob(f"{work.__name__}.*.error")):
-            pytest.fail(f"in process {error.name.split('.')[1]}:\n{error.read_text()}", pytrace=False)
-
-
-def _run_all(rank: int, ranks: int, device: str, works: tuple[Callable[[int, Path], None], ...], folder: Path) -> None:
-    torch.set_num_threads(1)
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-        torch.set_default_device(f"cuda:{rank}")
-        torch.use_deterministic_algorithms(True)
-    settings = {"rank": rank, "world_size": ranks, "timeout": timedelta(seconds=60)}
-    backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{folder / 'meeting'}", **settings)
-    for work in works:
-        try:
-            work(rank, folder)
-        except BaseException:
-            (folder / f"{work.__name__}.{rank}.error").write_text(traceback.format_exc())
-        dist.barrier()
-    dist.destroy_process_group()
 
 
 def model() -> nn.Module:

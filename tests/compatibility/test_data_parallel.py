@@ -1,7 +1,6 @@
 """Converted models under DDP and FSDP2, with torch's AdamW and octile's, checkpoints by DCP."""
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 
@@ -21,7 +20,6 @@ from octile.nn.eager_kernels import use_fused_kernels
 from octile.optim import AdamW
 from octile.recipe import OptimizerFormats
 from tests.compatibility.processes import (
-    Outcomes,
     assert_same_training,
     model,
     optimizer_of,
@@ -29,14 +27,13 @@ from tests.compatibility.processes import (
     trained_alone,
 )
 from tests.models_of_transformers import small_model
-
-Work = Callable[[int, Path], None]
+from tests.worlds import Outcomes, Work
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     works = [ddp, fsdp_torch, fsdp_octile, bf16, saved_torch, saved_octile, frozen, too_late, inside, scaled, norms]
-    return Outcomes([*works, parallelized_first], tmp_path_factory.mktemp("processes"))
+    return Outcomes(tmp_path_factory, "data-parallel", [*works, parallelized_first])
 
 
 def sharded() -> nn.Module:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.compatibility import family_cases as cases
-from tests.compatibility.processes import Outcomes
+from tests.worlds import Outcomes
 
 
 @pytest.fixture(scope="module")
@@ -15,7 +15,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     works = [cases.llama, cases.qwen3_moe, cases.deepseek_v3, cases.llama_in_two_dimensions]
     if find_spec("torchtitan") is not None:
         works += [cases.torchtitan_llama3, cases.torchtitan_deepseek_v3]
-    return Outcomes(works, tmp_path_factory.mktemp("processes"), cases.RANKS)
+    return Outcomes(tmp_path_factory, "family", works, cases.RANKS)
 
 
 def test_llama(outcomes: Outcomes):

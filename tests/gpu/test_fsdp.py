@@ -1,14 +1,12 @@
 """FSDP2 with an FP8 all-gather, and tensor parallelism, on two GPUs: the cases of tests/parallel and tests/nn."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 import torch
 
-from tests.compatibility.processes import RANKS, Outcomes
+from tests.compatibility.processes import RANKS
 from tests.nn import tensor_parallel_cases
 from tests.parallel import fsdp_cases
+from tests.worlds import Outcomes, Work
 
 WORKS = (
     *(fsdp_cases.bits, fsdp_cases.training, fsdp_cases.bf16, fsdp_cases.accumulated, fsdp_cases.recomputed),
@@ -22,9 +20,9 @@ WORKS = (
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     if torch.cuda.device_count() < RANKS:
         pytest.skip(f"needs {RANKS} GPUs")
-    return Outcomes(WORKS, tmp_path_factory.mktemp("processes"), device="cuda")
+    return Outcomes(tmp_path_factory, "fsdp-on-gpus", WORKS, RANKS, "cuda")
 
 
 @pytest.mark.parametrize("work", WORKS)
-def test_ranks(work: Callable[[int, Path], None], outcomes: Outcomes):
+def test_ranks(work: Work, outcomes: Outcomes):
     outcomes.assert_passed(work)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.compatibility.processes import Outcomes
 from tests.nn import tensor_parallel_cases as cases
+from tests.worlds import Outcomes
 
 WORKS = (
     *(cases.column_and_row, cases.sequence, cases.replicated, cases.swiglu, cases.optimizer, cases.autocast),
@@ -13,7 +13,7 @@ WORKS = (
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return Outcomes(WORKS, tmp_path_factory.mktemp("processes"))
+    return Outcomes(tmp_path_factory, "tensor-parallel", WORKS)
 
 
 def test_column_and_row_wise_layers_compute_what_one_process_does(outcomes: Outcomes):

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 import octile
 from octile.parallel.fsdp import boundary_amax, quantize_rows, scale_order
 from octile.recipe import Recipe
-from tests.compatibility.processes import Outcomes
 from tests.parallel import fsdp_cases as cases
+from tests.worlds import Outcomes
 
 WORKS = (
     *(cases.bits, cases.values, cases.training, cases.bf16, cases.accumulated, cases.recomputed, cases.unfused),
@@ -19,7 +19,7 @@ WORKS = (
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return Outcomes(WORKS, tmp_path_factory.mktemp("processes"))
+    return Outcomes(tmp_path_factory, "fsdp", WORKS)
 
 
 def test_gathered_are_the_bits_that_quantizing_the_whole_weight_gives(outcomes: Outcomes):
