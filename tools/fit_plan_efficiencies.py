@@ -3,8 +3,9 @@
     python -m tools.fit_plan_efficiencies
 
 GEMMs: the share of the peak, the part of the shorter of computing and loading that is not hidden, and the latency, by
-least squares of the relative error over benchmarks/results/h200_gemm.json. Operators: the median over the shapes of
-benchmarks/results/h200_casts.json, of rows of 256 to 1024 and of 7168 channels.
+least squares of the relative error over benchmarks/results/h200_gemm.json; for weight gradients without GEMMs of few
+rows, which are none. Operators: the median over the shapes of benchmarks/results/h200_casts.json, of rows of 256 to
+1024 and of 7168 channels.
 """
 
 import json
@@ -33,6 +34,7 @@ OPERATORS = {
     "cross_entropy": ("cross-entropy", "cross-entropy backward"),
     "optimizer": ("AdamW, BF16 moments",),
 }
+LEAST_ROWS = 1024  # of a weight
 CHANNELS = ("256", "512", "1024", "7168")
 
 
@@ -42,6 +44,8 @@ def gemm_cases(kinds: tuple[str, ...]) -> list[tuple[float, float, float]]:
     for row in json.loads((RESULTS / "h200_gemm.json").read_text(encoding="utf-8"))["rows"]:
         if row["unit"] == "TFLOP/s" and row["what"] in kinds:
             *groups, m, n, k = map(int, row["case"].split("×"))
+            if kinds == WEIGHT_GRADIENT and m < LEAST_ROWS:
+                continue
             g = groups[0] if groups else 1
             flops, out_bytes = 2 * g * m * n * k, 2 if kinds == FORWARD else 8
             cases[row["what"], row["case"]] = (

@@ -15,6 +15,6 @@ def test_recorded_gemms_are_estimated_within_6_percent_in_the_mean(kinds, name):
     assert np.abs(errors).mean() < 0.06
 
 
-def test_the_shares_of_operators_are_those_of_the_record():
-    for name, share in operator_shares().items():
-        assert getattr(E, name) == pytest.approx(share, abs=1e-3), name
+@pytest.mark.parametrize(("name", "share"), list(operator_shares().items()))
+def test_the_share_of_an_operator_is_that_of_the_record_within_5_percent(name, share):
+    assert getattr(E, name) == pytest.approx(share, rel=0.05)
