@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from octile.plan.hardware import Cluster, read_efficiencies
+from octile.plan.hardware import Cluster
 from octile.plan.work import Work
 
 
@@ -18,7 +18,7 @@ def seconds(work: Work, cluster: Cluster, multiprocessors: int | None = None) ->
         multiprocessors: how many SMs it has, the others being busy with exchanges; all if not given. GEMMs and
             attention slow down with fewer; operators that are bound by memory do not.
     """
-    e, gpu = read_efficiencies(), cluster.gpu
+    e, gpu = cluster.reached, cluster.gpu
     share = 1 if multiprocessors is None else multiprocessors / gpu.multiprocessors
     copy = work.bytes / (gpu.memory_bandwidth * e.copy)
     if work.unit == "fp8_gemm":

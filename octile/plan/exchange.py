@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import comb, log, sqrt
 
 from octile.models.config import ModelConfig
-from octile.plan.hardware import Cluster, read_efficiencies
+from octile.plan.hardware import Cluster
 from octile.plan.work import tiles
 
 
@@ -45,8 +45,8 @@ def exchange(c: ModelConfig, tokens: int, ep: int, cluster: Cluster, is_balanced
     """
     if ep == 1:
         return Exchange(0.0, 0.0)
-    load = 1.0 if is_balanced else busiest_rank(c, ep)
-    e, node = read_efficiencies(), cluster.gpus_per_node
+    load = 1.0 if is_balanced else busiest_rank(c, ep, cluster)
+    e, node = cluster.reached, cluster.gpus_per_node
     nodes = max(1, ep // node)
     ranks_hit = ep * hit_probability(c, ep)
     if nodes == 1:
@@ -86,13 +86,13 @@ def hit_probability(c: ModelConfig, units: int) -> float:
     return 1 - missed
 
 
-def busiest_rank(c: ModelConfig, ep: int) -> float:
+def busiest_rank(c: ModelConfig, ep: int, cluster: Cluster) -> float:
     """The rows of the busiest rank's experts, of the mean over ranks; all others wait for it.
 
     Loads of experts count as independent and normal with the measured `expert_deviation`. A rank has the sum of its
     experts' loads, and the largest of n ranks lies √(2 ln n) standard deviations above the mean.
     """
-    deviation = read_efficiencies().expert_deviation / sqrt(c.n_routed_experts / ep)
+    deviation = cluster.reached.expert_deviation / sqrt(c.n_routed_experts / ep)
     return 1 + deviation * sqrt(2 * log(ep))
 
 

@@ -8,8 +8,8 @@ measured on one H200.
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import asdict, dataclass, field
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -108,7 +108,7 @@ class Efficiencies:
     expert_deviation: Annotated[float, Range(at_least=0)]
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_fields(self, "efficiencies.")
 
 
 @dataclass(frozen=True)
@@ -123,10 +123,12 @@ class Cluster:
         network: between nodes, of one GPU; None if there is one node.
         exchange_multiprocessors: SMs that a GPU has for dispatch and combine while it computes.
         dollars_per_gpu_hour: the price; None: no cost is reported.
+        efficiencies: what was measured on the cluster itself: fields of `Efficiencies` that replace those of Hopper.
         layouts: layouts of published runs by preset, as tables of `Layout`'s fields.
 
     Raises:
-        ValueError: a field is out of range, nodes do not divide the GPUs, or there is no network between nodes.
+        ValueError: a field is out of range, nodes do not divide the GPUs, there is no network between nodes, or an
+            efficiency is unknown.
     """
 
     name: str
@@ -137,6 +139,7 @@ class Cluster:
     network: Link | None = None
     exchange_multiprocessors: Annotated[int, Range(at_least=0)] = 20
     dollars_per_gpu_hour: Rate | None = None
+    efficiencies: dict[str, Any] = field(default_factory=dict, hash=False)
     layouts: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -153,6 +156,12 @@ class Cluster:
                 f"exchange_multiprocessors must be below the {self.gpu.multiprocessors} SMs of the GPU, not "
                 f"{self.exchange_multiprocessors}"
             )
+        _ = self.reached
+
+    @cached_property
+    def reached(self) -> Efficiencies:
+        """What kernels reach on this cluster."""
+        return from_json(Efficiencies, asdict(read_efficiencies()) | self.efficiencies, "efficiencies")
 
 
 def cluster_names() -> tuple[str, ...]:
@@ -180,7 +189,7 @@ def read_cluster(name: str) -> Cluster:
 
 @cache
 def read_efficiencies() -> Efficiencies:
-    """Read what kernels reach on Hopper."""
+    """Read what kernels reach on Hopper, as far as a cluster's file does not say otherwise."""
     return _read(Efficiencies, EFFICIENCIES)
 
 

@@ -18,7 +18,7 @@ from typing import Annotated
 from octile.models.config import ModelConfig
 from octile.plan.durations import seconds
 from octile.plan.exchange import busiest_rank, exchange
-from octile.plan.hardware import Cluster, read_efficiencies
+from octile.plan.hardware import Cluster
 from octile.plan.work import Phase, Work, attention_work, dense_work, gemm, mixture_work, tiles
 from octile.validation import Range, check_fields
 
@@ -69,9 +69,9 @@ class Decode:
 
 def prefill_tokens_per_second(c: ModelConfig, unit: Prefill, cluster: Cluster) -> float:
     """Input tokens per second of a node, cached ones included."""
-    tokens, e = unit.tokens // 2, read_efficiencies()
+    tokens, e = unit.tokens // 2, cluster.reached
     keys = unit.prompt * (1 + unit.cached) / 2  # of a token that is computed, in the mean
-    load = busiest_rank(c, unit.ep)
+    load = busiest_rank(c, unit.ep, cluster)
     work: list[Work] = []
     for layer in range(c.num_hidden_layers):
         work += attention_work(c, tokens, round(2 * keys), kept=True)
@@ -86,8 +86,8 @@ def prefill_tokens_per_second(c: ModelConfig, unit: Prefill, cluster: Cluster) -
 
 def decode_step_seconds(c: ModelConfig, unit: Decode, cluster: Cluster) -> float:
     """Seconds in which every request of a unit gets a token."""
-    tokens, e = unit.requests / 2, read_efficiencies()
-    computed = sum(seconds(work, cluster) for work in _decoded_layers(c, unit, tokens))
+    tokens, e = unit.requests / 2, cluster.reached
+    computed = sum(seconds(work, cluster) for work in _decoded_layers(c, unit, tokens, cluster))
     head = seconds(_bf16(unit.requests, c.vocab_size, c.hidden_size), cluster)
     mixtures = c.num_hidden_layers - c.first_k_dense_replace
     link = cluster.network or cluster.nvlink
@@ -101,10 +101,10 @@ def decode_tokens_per_second(c: ModelConfig, unit: Decode, cluster: Cluster) -> 
     return cluster.gpus_per_node * unit.requests / decode_step_seconds(c, unit, cluster)
 
 
-def _decoded_layers(c: ModelConfig, unit: Decode, tokens: float) -> Iterator[Work]:
+def _decoded_layers(c: ModelConfig, unit: Decode, tokens: float, cluster: Cluster) -> Iterator[Work]:
     """The work of all layers for a micro-batch of one token per request."""
     d, h, latent = c.hidden_size, c.num_attention_heads, c.latent_dim
-    rows = busiest_rank(c, unit.ep) * tokens * c.num_experts_per_tok
+    rows = busiest_rank(c, unit.ep, cluster) * tokens * c.num_experts_per_tok
     for layer in range(c.num_hidden_layers):
         yield gemm(tokens, latent + (c.q_lora_rank or 0), d, FORWARD)
         yield gemm(tokens, h * c.qk_head_dim, c.q_lora_rank or d, FORWARD)

@@ -126,7 +126,7 @@ def make_parts(c: ModelConfig, layout: Layout, cluster: Cluster) -> list[Part]:
     The end is the head; with multi-token prediction its layer stands before it, since both share embedding and head.
     """
     tokens, kept, predicted = layout.micro_batch_tokens, not layout.recompute, c.num_nextn_predict_layers
-    load = 1.0 if layout.is_balanced else busiest_rank(c, layout.ep)
+    load = 1.0 if layout.is_balanced else busiest_rank(c, layout.ep, cluster)
     attention = tuple(attention_work(c, tokens, layout.sequence_length, kept))
     dense = Part((*attention, *dense_work(c, tokens, kept)), cluster)
     mixture = Part(

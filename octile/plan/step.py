@@ -9,7 +9,7 @@ from functools import cached_property
 from octile.models.config import ModelConfig
 from octile.models.flops import multiply_adds, train_flops_per_token
 from octile.parallel.schedules import Action, ActionType, Costs, Schedule, Simulation, StageCosts, simulate
-from octile.plan.hardware import Cluster, read_efficiencies
+from octile.plan.hardware import Cluster
 from octile.plan.layout import Layout
 from octile.plan.memory import GRADIENT_BYTES, MASTER_BYTES, held_parameters, memory_by_kind
 from octile.plan.stages import Stage, make_stages
@@ -160,7 +160,7 @@ def overlapped(forward: Stage, backward: Stage) -> float:
     alone = forward.alone["forward"] + backward.alone["input_gradient"] + backward.alone["weight_gradient"]
     if not exchanged:
         return alone
-    e = read_efficiencies()
+    e = forward.parts[0].cluster.reached
     exchanging = exchanged / e.during_gemm
     computed = _during_exchange(forward, backward) + exchanging * (1 - e.during_exchange)
     return min(alone + exchanged, max(computed / e.overlap, exchanging))
@@ -185,7 +185,7 @@ def _send_seconds(c: ModelConfig, layout: Layout, cluster: Cluster) -> float:
     """Seconds until the next rank of a pipeline has a micro-batch's activations in BF16."""
     if layout.pp == 1:
         return 0.0
-    e, size = read_efficiencies(), 2 * layout.micro_batch_tokens * c.hidden_size
+    e, size = cluster.reached, 2 * layout.micro_batch_tokens * c.hidden_size
     if cluster.network is None:
         return cluster.nvlink.latency + size / (cluster.nvlink.bandwidth * e.nvlink)
     return cluster.network.latency + size / (cluster.network.bandwidth * e.network)
@@ -199,7 +199,7 @@ def _end_of_step(
     Gradients are reduced and weights gathered within a node over NVLink, then between nodes, each GPU a part. The
     copies of a bidirectional schedule are as many data-parallel ranks more.
     """
-    e, dp = read_efficiencies(), layout.dp(cluster)
+    e, dp = cluster.reached, layout.dp(cluster)
     routed, quantized, rest = held_parameters(c, layout, [stages[stage] for stage in schedule.stages(rank)])
     copies = len(schedule.placement)
     seconds, updated = 0.0, 0.0

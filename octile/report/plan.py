@@ -15,7 +15,22 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ROW, PANELS = 14, 380  # pixels: height of a rank in the pipeline, of all else
-BAR_COLORS = ("blue", "green", "amber", "purple", "cyan", "rose", "olive", "brown", "vermilion")
+BAR_COLORS = {  # of what a bar is made of; the same in all pictures
+    "FP8 GEMMs": "blue",
+    "FP8 weight gradients": "cyan",
+    "BF16 GEMMs": "purple",
+    "attention": "green",
+    "quantization and norms": "amber",
+    "SMs for exchanges": "rose",
+    "exposed exchanges": "vermilion",
+    "bubble": "muted",
+    "activations": "blue",
+    "gradients": "green",
+    "weights": "amber",
+    "FP8 weights": "purple",
+    "moments": "rose",
+}
+OTHER_COLORS = ("olive", "brown")  # in turn
 LABELED = 0.035  # the smallest share of a bar whose label stands inside
 
 
@@ -85,10 +100,10 @@ def _draw_pipeline(axes: Axes, simulation: Simulation) -> None:
 def _draw_bar(axes: Axes, parts: Mapping[str, float], label: str, unit: float) -> None:
     """Draw parts of a whole as a bar, the largest first, each with its name and its value."""
     total, begin = sum(parts.values()), 0.0
-    colors = [COLOR[name] for name in BAR_COLORS]
     small = []
     for number, (name, value) in enumerate(sorted(parts.items(), key=lambda part: -part[1])):
-        axes.barh(0, value, left=begin, color=colors[number % len(colors)], edgecolor=COLOR["paper"], height=0.7)
+        color = COLOR[BAR_COLORS.get(name, OTHER_COLORS[number % 2])]
+        axes.barh(0, value, left=begin, color=color, edgecolor=COLOR["paper"], height=0.7)
         if value >= LABELED * total:
             text = f"{name.replace(' ', chr(10))}\n{value * unit:.3g}"
             axes.text(begin + value / 2, 0, text, ha="center", va="center", fontsize=7, color=COLOR["paper"])

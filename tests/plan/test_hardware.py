@@ -58,6 +58,23 @@ def test_every_efficiency_has_a_value():
     assert all(getattr(read_efficiencies(), field.name) > 0 for field in fields(read_efficiencies()))
 
 
+def test_a_cluster_may_have_efficiencies_of_its_own(tmp_path):
+    cluster = read_cluster(written(tmp_path, f"{FILE}\n[efficiencies]\nfp8_gemm = 0.5\n"))
+    assert (cluster.reached.fp8_gemm, cluster.reached.copy) == (0.5, read_efficiencies().copy)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("fp9_gemm = 0.5", "efficiencies.fp9_gemm is unknown: there are fp8_gemm"),
+        ("fp8_gemm = 1.5", "efficiencies.fp8_gemm must be at most 1"),
+    ],
+)
+def test_an_efficiency_that_is_unknown_or_above_1_is_refused(tmp_path, line, message):
+    with pytest.raises(ValueError, match=message):
+        read_cluster(written(tmp_path, f"{FILE}\n[efficiencies]\n{line}\n"))
+
+
 def test_a_cluster_can_be_a_key():
     assert len({read_cluster("h200_8"), read_cluster("h200_8")}) == 1
 
