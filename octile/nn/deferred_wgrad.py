@@ -1,11 +1,12 @@
 """Weight gradients that are computed after the backward pass, when a pipeline schedule has time for them.
 
 Inside `defer_wgrads` the backward pass of octile's linear layers and experts, fused or not, computes no weight
-gradient: it stores the operands of wgrad, and `DeferredWgrads.compute` runs the GEMMs. The gradients are the same bits,
-since those of one weight are added up in the order in which the backward pass would have done so.
+gradient: it stores the operands of wgrad, and `DeferredWgrads.compute` runs the GEMMs. So do torch's own linear layers
+whose forward pass ran inside `DeferrableLinears`. The gradients are the same bits, since those of one weight are added
+up in the order in which the backward pass would have done so.
 
-Everything else gets its gradient in the backward pass: biases, norms, gates, embeddings, layers of torch itself,
-weights that were computed from a parameter, such as those of `smooth_swiglu`, and weights with hooks.
+Everything else gets its gradient in the backward pass: biases, norms, gates, embeddings, convolutions, weights that
+were computed from a parameter, such as those of `smooth_swiglu`, and weights with hooks.
 
 torch splits a backward pass at the nodes of the autograd graph (`torch.distributed.pipelining`), and runs the nodes
 where input and weight gradients meet in both halves. A layer of octile is one such node, whose backward pass has both.
@@ -17,10 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from octile.nn.double_backward import first_derivative_only
 from octile.nn.gathered_weight import GatheredWeight
 
 Wgrads = Callable[[], Sequence[Tensor | None]]
@@ -92,3 +97,44 @@ def run_or_defer(parameters: Sequence[Tensor], compute: Wgrads) -> Sequence[Tens
         return compute()
     _deferred._pending.append((parameters, compute))
     return [None for _ in parameters]
+
+
+class DeferrableLinears(TorchFunctionMode):
+    """Context in which `torch.nn.functional.linear`, and so `torch.nn.Linear`, can have its weight gradient deferred.
+
+    For forward passes whose backward pass runs inside `defer_wgrads`. Results and gradients have the same bits.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a function of torch; a linear layer of a parameter by a function that can wait."""
+        if func is F.linear and not kwargs and type(args[1]) is nn.Parameter and not torch.compiler.is_compiling():
+            x, weight, bias = args if len(args) == 3 else (*args, None)
+            if weight.requires_grad and torch.is_grad_enabled():
+                return _Linear.apply(x, weight, bias)
+        return func(*args, **(kwargs or {}))
+
+
+class _Linear(torch.autograd.Function):
+    """torch's linear layer, under autocast, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        y = F.linear(x, weight, bias)
+        ctx.save_for_backward(x.to(y.dtype), weight)
+        ctx.x_dtype, ctx.b_dtype, ctx.parameters = x.dtype, bias is not None and bias.dtype, parameters_of((weight,))
+        return y
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        dy_TN, x_TK = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+        dx = db = None
+        if ctx.needs_input_grad[0]:
+            dx = (dy_TN @ weight.to(dy.dtype)).view(x.shape).to(ctx.x_dtype)
+        (dw,) = run_or_defer(ctx.parameters, lambda: [(dy_TN.mT @ x_TK).to(weight.dtype)])
+        if ctx.needs_input_grad[2]:
+            db = dy_TN.sum(0).to(ctx.b_dtype)
+        return dx, dw, db

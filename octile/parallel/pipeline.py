@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from octile.nn.deferred_wgrad import DeferredWgrads, defer_wgrads
+from octile.nn.deferred_wgrad import DeferrableLinears, DeferredWgrads, defer_wgrads
 from octile.ops.matmul import without_autocast
 from octile.optim.gradient import gradient_of
 from octile.parallel.schedules.actions import Action, ActionType, parts
@@ -102,6 +102,8 @@ class Pipeline:
         if self.device.type == "cuda" and len(self.stages) > 1:
             self._streams = {stage: torch.cuda.Stream(self.device) for stage in self.stages}
         self._actions = add_communication(schedule)[self.rank]
+        split = [action for action in self._actions if action.computation_type == ActionType.BACKWARD_WEIGHT]
+        self._split = {(action.stage_index, action.microbatch_index) for action in split}
         self._forms: dict[tuple[int, int, Hashable], Form] = {}  # (stage, direction, micro-batch's form) → its outputs
         self._send_values()
 
@@ -329,7 +331,8 @@ class _Step:
     def forward(self, stage: int, micro_batch: int) -> None:
         key = stage, micro_batch
         inputs = _tensors(self.inputs[micro_batch]) if stage == 0 else self.activations.pop(key).wait()
-        with torch.set_grad_enabled(self.trains):
+        deferrable = DeferrableLinears() if self.trains and key in self.p._split else nullcontext()
+        with torch.set_grad_enabled(self.trains), deferrable:
             outputs = _tensors(self.p.stages[stage](*inputs), f"stage {stage}")
             if stage == self.last:
                 assert self.p.loss is not None

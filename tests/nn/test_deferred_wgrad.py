@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from octile.models.config import PRESETS
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.conversion import apply_recipe
-from octile.nn.deferred_wgrad import defer_wgrads
+from octile.nn.deferred_wgrad import DeferrableLinears, defer_wgrads
 from octile.nn.linear import Linear
 from octile.recipe import Recipe
 
@@ -62,6 +62,27 @@ def test_a_weight_that_is_used_twice_gets_the_bits_of_a_backward_pass():
     backward([at_once(at_once(part)).square().sum() for part in x], deferred=False)
     backward([layer(layer(part)).square().sum() for part in x], deferred=True)
     assert_same_bits(gradients(layer), gradients(at_once))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_linear_layers_of_torch_get_the_bits_of_a_backward_pass(dtype: torch.dtype, bias: bool, autocast: bool):
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(40, 30, bias, dtype=dtype), nn.Tanh(), nn.Linear(30, 20, bias, dtype=dtype))
+    at_once, x = copy.deepcopy(layers), torch.randn(3, 2, 7, 40, dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        expected = [at_once(part).sum() for part in x]
+        with DeferrableLinears():
+            found = [layers(part).sum() for part in x]
+    assert torch.equal(torch.stack(found), torch.stack(expected))
+    backward(expected, deferred=False)
+    with defer_wgrads() as wgrads:
+        found[0].backward()
+    assert layers[0].weight.grad is layers[2].weight.grad is None
+    wgrads.compute()
+    backward(found[1:], deferred=True)
+    assert_same_bits(gradients(layers), gradients(at_once))
 
 
 def test_main_grad_buffers_get_the_bits_of_a_backward_pass():

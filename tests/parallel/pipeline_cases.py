@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import combinations
 from typing import NamedTuple, TypeVar
 
 import pytest
@@ -28,6 +29,7 @@ from tests.worlds import run_cases
 T = TypeVar("T")
 WORLD = 8
 SIZES = (2, 4, 8)
+PAIRS: dict[tuple[int, int], dist.ProcessGroup] = {}  # of the last four ranks
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-5}
 
 
@@ -258,11 +260,7 @@ def gradients_of_another_step_are_refused(group: dist.ProcessGroup) -> None:
 def experts_are_spread_over_pipelines(group: dist.ProcessGroup) -> None:
     """Two pipelines of two ranks; the experts of a stage are spread over its ranks in both pipelines."""
     ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
-    pipelines, experts = ((ranks[:2], ranks[2:]), (ranks[::2], ranks[1::2]))
-    own = [
-        dist.new_group(sets[number], use_local_synchronization=True)
-        for sets, number in ((pipelines, rank // 2), (experts, rank % 2))
-    ]
+    own = PAIRS[ranks[rank // 2 * 2], ranks[rank // 2 * 2 + 1]], PAIRS[ranks[rank % 2], ranks[rank % 2 + 2]]
     schedule = schedule_on("dualpipe", 2)
     model, (inputs, targets) = whole_model(Quantized, schedule), batch_of(Quantized, schedule)
     for stage in model:
@@ -334,7 +332,7 @@ def cases(groups: Mapping[int, dist.ProcessGroup | None]) -> dict[str, Callable[
         for name in SCHEDULES:
             for kind in (Plain, Quantized):
                 found[f"{name} of {kind.__name__} on {size}"] = partial(trains_as_one_process, name, kind, group)
-        for name in ("1f1b", "zb1p", "dualpipe", "dualpipev") if size < 8 else ():
+        for name in {2: ("1f1b", "zb1p", "dualpipe", "dualpipev"), 4: ("dualpipe",)}.get(size, ()):
             case = partial(trains_a_model_with_multi_token_prediction, name, group)
             found[f"{name} of a model with multi-token prediction on {size}"] = case
         for case in {2: ON_TWO, 4: ON_FOUR}.get(size, ()):
@@ -349,7 +347,7 @@ def run(rank: int, folder: str, device: str = "cpu") -> None:
     """
     torch.set_num_threads(1)
     world = WORLD if device == "cpu" else 2
-    timeout, device_id = datetime.timedelta(seconds=30), None
+    timeout, device_id = datetime.timedelta(seconds=120), None
     if device == "cuda":
         device_id = torch.device("cuda", rank)
         torch.cuda.set_device(device_id)
@@ -358,9 +356,11 @@ def run(rank: int, folder: str, device: str = "cpu") -> None:
     backend = "gloo" if device == "cpu" else "nccl"
     dist.init_process_group(backend, f"file://{folder}/store", timeout, world, rank, device_id=device_id)
     groups = {size: dist.new_group(range(world - size, world)) for size in SIZES if size <= world}
-    of_size = {size: cases({size: group}) for size, group in groups.items()}
+    for pair in combinations(range(world - 4, world), 2) if world > 2 else ():
+        PAIRS[pair] = dist.new_group(pair)
     own = {}
-    for size, of_group in of_size.items():
+    for size, group in reversed(groups.items()):  # all ranks begin together
+        of_group = cases({size: group})
         own |= of_group if rank >= world - size else dict.fromkeys(of_group, lambda: None)
     run_cases(own, folder, rank)
     dist.barrier()
