@@ -12,6 +12,9 @@ batches.py       the order of training, a function of seed and step; batches tha
 
 loop.py          `octile train`
 trainer.py       the state of a run, and one step
+trainer_state.py what a checkpoint's state.json holds of it
+state_layout.py  which rows of its tensors each rank has
+spread_experts.py    the experts of a run on several ranks
 captured_step.py a step as CUDA graphs
 step_results.py  what the device writes and the host reads later
 best_model.py    weights and amax histories at the lowest held-out loss

@@ -63,7 +63,7 @@ class RunCheckpoints:
             save_checkpoint(self._folder, trainer.steps_done, tensors, state)
             return
         trainer.ranks.at(f"checkpoint of step {trainer.steps_done}")
-        self._sharded.save(trainer.steps_done, trainer.chunks(tensors), state)
+        self._sharded.save(trainer.steps_done, trainer.layout.chunks(tensors), state)
 
     @contextmanager
     def completed(self) -> Iterator[None]:

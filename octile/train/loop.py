@@ -395,7 +395,7 @@ def _continue(trainer: Trainer, best: BestModel, run: RunFolder, checkpoint: Pat
         from octile.checkpoint.sharded import ShardedCheckpoint  # it takes a second to import
 
         found = ShardedCheckpoint(checkpoint, check=False)  # it was checked when it was chosen
-        tensors = trainer.own_rows(found)
+        tensors = trainer.layout.own_rows(found)
         trainer.load(tensors, found.state)
         best.load(tensors, found.state, trainer.steps_done)
         console.print(f"resumed at step {trainer.steps_done} from {checkpoint.name}")

@@ -20,7 +20,7 @@ from octile.checkpoint.training import STATE
 from octile.train.config import TrainConfig, changed_settings, describe_changes, describe_settings, differences
 from octile.train.console import RunConsole
 from octile.train.run_folder import RunFolder
-from octile.train.trainer import TrainerState
+from octile.train.trainer_state import TrainerState
 
 OTHER_ORDER = "gradients are summed in another order, so the run is not bit-identical to an uninterrupted one"
 CHANGE_NOTES = {  # settings that may change when a run is resumed: what follows

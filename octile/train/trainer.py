@@ -29,15 +29,13 @@ import math
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from octile.checkpoint.fp8_layout import scale_rule
 from octile.checkpoint.hugging_face import load_weights
@@ -51,11 +49,9 @@ from octile.ops.high_precision import without_reduced_precision_reduction
 from octile.optim import EMA, AdamW, BatchRamp, DynamicLossScale, WarmupConstantCosine, clip_factor, param_groups
 from octile.optim.gradient import gradient_norm
 from octile.optim.state import has_scales
-from octile.parallel import symmetric_memory
-from octile.parallel.experts import ExpertShare, shard_experts
-from octile.parallel.links import AUTO_RANKS
+from octile.parallel.experts import ExpertShare
 from octile.parallel.ranks import Ranks
-from octile.parallel.state import Layout, ShardedState, collect
+from octile.parallel.state import ShardedState
 from octile.parallel.symmetric_memory import PeerDispatcher
 from octile.recipe import Recipe
 from octile.train.batches import Batches, PreparedBatches, validation_windows
@@ -65,17 +61,15 @@ from octile.train.device_memory import available_memory
 from octile.train.diagnostics import first_non_finite, record_tile_scales
 from octile.train.kept_activations import can_keep, keep_activations
 from octile.train.run_folder import Metrics
+from octile.train.spread_experts import check_exchange, expert_mesh, spread_experts
+from octile.train.state_layout import StateLayout
 from octile.train.step_results import StepResults
 from octile.train.token_store import TokenStore
-from octile.validation import Range, check_fields, from_json
-
-if TYPE_CHECKING:
-    from octile.checkpoint.sharded import Chunk, ShardedCheckpoint
+from octile.train.trainer_state import TrainerState
 
 T = TypeVar("T")
 
 READ_EVERY = 10  # steps that are read at a time; as many more are in flight meanwhile
-ROOM = 2.0  # place for the rows of a rank's experts on symmetric memory, vs. balanced experts; it grows if needed
 AHEAD = 4  # batches that a thread prepares for a GPU; a CPU has no core to spare, and no memory
 LOSSES = ("loss", "main_loss", "mtp_loss", "balance_loss")
 
@@ -118,44 +112,6 @@ class Launched(NamedTuple):
     overflowed: float | None
 
 
-@dataclass(frozen=True)
-class LossScaleState:
-    """What state.json holds of a dynamic loss scale."""
-
-    value: Annotated[float, Range(above=0)]
-    good_steps: Annotated[int, Range(at_least=0)]
-
-
-@dataclass(frozen=True)
-class TrainerState:
-    """What a checkpoint's state.json holds. Fields with defaults are absent in checkpoints of earlier versions."""
-
-    steps_done: Annotated[int, Range(at_least=0)]
-    tokens: Annotated[int, Range(at_least=0)]
-    seconds: Annotated[float, Range(at_least=0)]
-    data: str | None = None
-    loss_scale: LossScaleState | None = None
-    skipped: Annotated[int, Range(at_least=0)] = 0
-    skipped_in_a_row: Annotated[int, Range(at_least=0)] = 0
-    keeps_activations: bool | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self, "state.")
-
-    @classmethod
-    def read(cls, state: Mapping[str, Any]) -> TrainerState:
-        """Read the content of a state.json, without what a run adds to it.
-
-        Raises:
-            ValueError: a value is missing, of another type, or out of range.
-        """
-        return from_json(cls, {name: value for name, value in state.items() if name not in OTHER_STATE}, "state")
-
-
-# What training and comparisons add to the state in a checkpoint, and check themselves.
-OTHER_STATE = frozenset(("config", "computed_on", "measured", "best"))
-
-
 class Trainer:
     """A model, its optimizer and its data.
 
@@ -188,9 +144,9 @@ class Trainer:
         self.keeps_activations = all(self.ranks.gather(can))
         self.recipe = self._recipes[self.keeps_activations]
         self._too_many_rows = torch.zeros((), device=device)  # 1 if the experts of this rank had more rows than place
-        mesh = _expert_mesh(config, device) if self.ranks.size > 1 else None
+        mesh = expert_mesh(config, device) if self.ranks.size > 1 else None
         if mesh is not None:
-            _check_exchange(config, mesh, self.ranks)
+            check_exchange(config, mesh, self.ranks)
         torch.manual_seed(config.seed)
         with nullcontext() if mesh is None else share_of_experts(mesh.get_local_rank("expert"), config.parallel.ep):
             self.model = DeepseekV3(self.config.model).to(device)
@@ -199,7 +155,7 @@ class Trainer:
         apply_recipe(self.model, self.recipe)
         self.expert_share: ExpertShare | None = None
         if mesh is not None:
-            self.expert_share = _spread_experts(self.model, config, mesh, self.recipe, self._too_many_rows)
+            self.expert_share = spread_experts(self.model, config, mesh, self.recipe, self._too_many_rows)
             with torch.device("meta"):
                 whole = DeepseekV3(self.config.model)
             self.model.conversion_summary = apply_recipe(whole, self.recipe).conversion_summary
@@ -215,6 +171,7 @@ class Trainer:
             betas=optim.betas,
             formats=self.recipe.optimizer,
         )
+        self.layout = StateLayout(self.model, self.optimizer, self.shards, self.ranks)
         self.schedule = schedule(config)
         self.loss_scale = DynamicLossScale() if self.recipe.loss_scale else None
         self.ema = EMA(self.updated, optim.ema_decay, self.optimizer) if optim.ema_decay else None
@@ -734,71 +691,6 @@ class Trainer:
         }
         return tensors, state
 
-    def layout(self, name: str) -> Layout | None:
-        """The rows that each rank has of a tensor of `state`, or of a best model; None: each has all of it."""
-        part, _, rest = name.partition(".")
-        return self._layouts.get(f"optimizer.{rest.partition('.')[0]}" if part == "optimizer" else name)
-
-    @cached_property
-    def _layouts(self) -> dict[str, Layout]:
-        """The layouts of all parameters, their averages and best values by name, of moments as "optimizer.INDEX"."""
-        if self.shards is None:
-            return {}
-        found: dict[str, Layout] = {}
-        for name, _ in self.model.named_parameters():
-            found[f"model.{name}"] = found[f"best.{name}"] = self.shards.weight_layout(name)
-            found[f"ema.{name}"] = self.shards.part_layout(name)
-        name_of = {part: name for name, part in self.updated.named_parameters()}
-        updated = [param for group in self.optimizer.param_groups for param in group["params"]]
-        for index, param in enumerate(updated):
-            found[f"optimizer.{index}"] = self.shards.part_layout(name_of[param])
-        return found
-
-    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Collect the rows that the ranks have of tensors of `state`, or of a best model, on rank 0; others get none.
-
-        All ranks must call this. What is collected from several ranks lies in CPU memory.
-        """
-        if self.shards is None:
-            return dict(tensors)
-        found: dict[str, Tensor] = {}
-        for name, tensor in tensors.items():
-            layout = self.layout(name)
-            if layout is None or layout.is_whole or not tensor.dim():
-                found[name] = tensor
-            elif (collected := collect(tensor, layout)) is not None:
-                found[name] = collected.cpu()
-        return found if self.ranks.is_first else {}
-
-    def chunks(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor | Chunk]:
-        """Say which rows of the whole tensors the tensors of `state`, or of a best model, are."""
-        from octile.checkpoint.sharded import Chunk  # it takes a second to import
-
-        found: dict[str, Tensor | Chunk] = dict(tensors)
-        for name, tensor in tensors.items():
-            layout = self.layout(name) if tensor.dim() else None
-            if layout is not None and not layout.is_whole:
-                found[name] = Chunk.rows(tensor, layout.starts[self.ranks.rank], layout.total)
-        return found
-
-    def own_rows(self, checkpoint: ShardedCheckpoint) -> dict[str, Tensor]:
-        """Read this rank's rows of all tensors of a checkpoint, which any number of ranks has written.
-
-        Raises:
-            ValueError: a file is damaged, or a tensor has another number of rows than all ranks together.
-        """
-        found: dict[str, Tensor] = {}
-        for name, spec in checkpoint.specs.items():
-            layout = self.layout(name) if spec.shape else None
-            if layout is not None and spec.shape[0] != layout.total:
-                raise ValueError(f"{name} is {spec.shape} in the checkpoint but has {layout.total} rows here")
-            if layout is None or layout.is_whole:
-                found[name] = checkpoint.read(name)
-            else:
-                rows = layout.of_rank(self.ranks.rank)
-                found[name] = checkpoint.rows(name, rows.start, rows.stop)
-        return found
-
     def whole_model(self) -> DeepseekV3:
         """The model with the experts of all ranks, on rank 0; this rank's model on the others, which must call it, too.
 
@@ -808,7 +700,7 @@ class Trainer:
             return self.model
         if self.captured is not None:
             self.captured.release()
-        tensors = self.whole({f"model.{name}": t for name, t in self.model.state_dict().items()})
+        tensors = self.layout.whole({f"model.{name}": t for name, t in self.model.state_dict().items()})
         scales = self.ranks.gather(self.model.stored_scales)
         if not self.ranks.is_first:
             return self.model
@@ -822,7 +714,8 @@ class Trainer:
         return model
 
     def load(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """Restore the result of `state`, or of `own_rows`. What a run adds to it, such as its best model, is not read.
+        """Restore the result of `state`, or of `layout.own_rows`. What a run adds to it, such as its best model, is not
+        read.
 
         Raises:
             RuntimeError: steps were launched and not read.
@@ -873,44 +766,6 @@ def check_recipe(config: TrainConfig) -> None:
             f"recipe {config.recipe} needs parallel.dp 1, not {config.parallel.dp}: its gradients and moments have one "
             "scale for a whole tensor, of which a rank has a part"
         )
-
-
-def _expert_mesh(config: TrainConfig, device: torch.device) -> DeviceMesh | None:
-    """The mesh [replicas, ranks of a replica], if experts are spread over the ranks of each replica."""
-    parallel = config.parallel
-    if parallel.ep == 1:
-        return None
-    shape = parallel.dp // parallel.ep, parallel.ep
-    return init_device_mesh(device.type, shape, mesh_dim_names=("replica", "expert"))
-
-
-def _check_exchange(config: TrainConfig, mesh: DeviceMesh, ranks: Ranks) -> None:
-    """Refuse kernels on symmetric memory that the configuration asks for, where the ranks cannot use them.
-
-    Raises:
-        ValueError: they cannot, in any replica; on all ranks.
-    """
-    if config.parallel.exchange != "symmetric_memory":
-        return
-    reasons = ranks.gather(symmetric_memory.why_not_peers([mesh.get_group("expert")]))
-    if reason := next(filter(None, reasons), None):
-        raise ValueError(f"parallel.exchange symmetric_memory cannot be used, since {reason}: use auto, or all_to_all")
-
-
-def _spread_experts(
-    model: DeepseekV3, config: TrainConfig, mesh: DeviceMesh, recipe: Recipe, too_many_rows: Tensor
-) -> ExpertShare:
-    """Spread the experts, with place for ROOM times the rows of balanced ones if a step can be repeated with more.
-
-    A repeated step would begin with another loss scale, or other delayed scales.
-    """
-    parallel, tokens = config.parallel, config.micro_batch_size * config.sequence_length
-    by_kernels = parallel.exchange == "symmetric_memory" or (parallel.exchange == "auto" and parallel.ep <= AUTO_RANKS)
-    group, max_tokens = mesh.get_group("expert"), tokens if by_kernels else None
-    if recipe.loss_scale or amax_histories(model):
-        return shard_experts(model, group, max_tokens)
-    max_rows = round(ROOM * tokens * config.model.num_experts_per_tok)
-    return shard_experts(model, group, max_tokens, max_rows, too_many_rows=too_many_rows)
 
 
 def schedule(config: TrainConfig) -> WarmupConstantCosine:

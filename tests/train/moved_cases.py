@@ -43,7 +43,7 @@ def be_rank(rank: int, world: int, folder: Path, port: int) -> None:
     assert (path is None) == (world == WORLDS[0])
     if path is not None:
         checkpoint = ShardedCheckpoint(path, check=False)
-        tensors = trainer.own_rows(checkpoint)
+        tensors = trainer.layout.own_rows(checkpoint)
         trainer.load(tensors, checkpoint.state)
         best.load(tensors, checkpoint.state, trainer.steps_done)
         for name, tensor in trainer.state()[0].items():

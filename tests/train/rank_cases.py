@@ -18,6 +18,7 @@ import torch.distributed as dist
 from octile.checkpoint import DistributedCheckpoints, ShardedCheckpoint, load_checkpoint, save_checkpoint
 from octile.nn.delayed_scaling import amax_histories
 from octile.parallel.ranks import Ranks, join, leave
+from octile.train import spread_experts
 from octile.train import trainer as module
 from octile.train.captured_step import WARM_UP_STEPS
 from octile.train.checkpoints import RunCheckpoints
@@ -59,7 +60,7 @@ def check_same_everywhere(trainer: Trainer, lines: list[dict]) -> None:
     """All ranks report the same numbers, and have the same weights, but for experts that are spread."""
     hidden = ("seconds", "tokens_per_s", "flops_per_s", "mfu")
     reported = [{k: v for k, v in line.items() if k not in hidden} for line in lines]
-    names = [n for n, p in trainer.model.named_parameters() if trainer.layout(f"model.{n}").is_whole]
+    names = [n for n, p in trainer.model.named_parameters() if trainer.layout.of(f"model.{n}").is_whole]
     state = trainer.model.state_dict()
     biases = [n for n in state if "bias" in n]
     weights = {name: state[name].double().sum().item() for name in (*names, *biases)}
@@ -82,7 +83,7 @@ def check_equal_run(store: TokenStore, ranks: Ranks, ep: int, **changes) -> None
     for key in wanted:
         assert found[key] == pytest.approx(wanted[key], rel=1e-5)
     tensors, state = own.state()
-    tensors = own.whole(tensors)
+    tensors = own.layout.whole(tensors)
     whole, of_alone = alone.state()
     assert {**state, "seconds": 0} == {**of_alone, "seconds": 0}
     if ranks.is_first:
@@ -101,11 +102,11 @@ def check_moved_run(store: TokenStore, ranks: Ranks, ep: int) -> None:
     steps(alone, 2)
     single = ranks.from_first(lambda: save_checkpoint(folder / "single", 2, *alone.state()))
     checkpoint = ShardedCheckpoint(single)
-    own.load(own.own_rows(checkpoint), checkpoint.state)
+    own.load(own.layout.own_rows(checkpoint), checkpoint.state)
     check_close(steps(own, 2), steps(alone, 2), **EXACT)
     checkpoints = DistributedCheckpoints(folder / "sharded")
     tensors, state = own.state()
-    checkpoints.save(4, own.chunks(tensors), state)
+    checkpoints.save(4, own.layout.chunks(tensors), state)
     steps_after = steps(own, 2)  # while it is written
     again, _ = trainers(store, ranks, ep)
     again.load(*load_checkpoint(checkpoints.latest()))
@@ -160,7 +161,7 @@ def check_too_many_rows(store: TokenStore, ranks: Ranks) -> None:
     with pytest.MonkeyPatch.context() as patch, peers_on_cpu(folder), warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         patch.setattr(module, "why_eager", lambda *_: None)  # so that a later step is launched before it is known
-        patch.setattr(module, "ROOM", 0.6)
+        patch.setattr(spread_experts, "ROOM", 0.6)
         lines = []
         for exchange in ("symmetric_memory", "all_to_all"):
             _, trainer = trainers(store, ranks, 2, {"exchange": exchange}, **settings)

@@ -1,0 +1,56 @@
+"""How the experts of a run are spread over its ranks, and how much place their rows have."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from octile.models.deepseek_v3 import DeepseekV3
+from octile.nn.delayed_scaling import amax_histories
+from octile.parallel import symmetric_memory
+from octile.parallel.experts import ExpertShare, shard_experts
+from octile.parallel.links import AUTO_RANKS
+from octile.parallel.ranks import Ranks
+from octile.recipe import Recipe
+from octile.train.config import TrainConfig
+
+ROOM = 2.0  # place for the rows of a rank's experts on symmetric memory, vs. balanced experts; it grows if needed
+
+
+def expert_mesh(config: TrainConfig, device: torch.device) -> DeviceMesh | None:
+    """The mesh [replicas, ranks of a replica], if experts are spread over the ranks of each replica."""
+    parallel = config.parallel
+    if parallel.ep == 1:
+        return None
+    shape = parallel.dp // parallel.ep, parallel.ep
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replica", "expert"))
+
+
+def check_exchange(config: TrainConfig, mesh: DeviceMesh, ranks: Ranks) -> None:
+    """Refuse kernels on symmetric memory that the configuration asks for, where the ranks cannot use them.
+
+    Raises:
+        ValueError: they cannot, in any replica; on all ranks.
+    """
+    if config.parallel.exchange != "symmetric_memory":
+        return
+    reasons = ranks.gather(symmetric_memory.why_not_peers([mesh.get_group("expert")]))
+    if reason := next(filter(None, reasons), None):
+        raise ValueError(f"parallel.exchange symmetric_memory cannot be used, since {reason}: use auto, or all_to_all")
+
+
+def spread_experts(
+    model: DeepseekV3, config: TrainConfig, mesh: DeviceMesh, recipe: Recipe, too_many_rows: Tensor
+) -> ExpertShare:
+    """Spread the experts, with place for ROOM times the rows of balanced ones if a step can be repeated with more.
+
+    A repeated step would begin with another loss scale, or other delayed scales.
+    """
+    parallel, tokens = config.parallel, config.micro_batch_size * config.sequence_length
+    by_kernels = parallel.exchange == "symmetric_memory" or (parallel.exchange == "auto" and parallel.ep <= AUTO_RANKS)
+    group, max_tokens = mesh.get_group("expert"), tokens if by_kernels else None
+    if recipe.loss_scale or amax_histories(model):
+        return shard_experts(model, group, max_tokens)
+    max_rows = round(ROOM * tokens * config.model.num_experts_per_tok)
+    return shard_experts(model, group, max_tokens, max_rows, too_many_rows=too_many_rows)
