@@ -149,7 +149,8 @@ def make_plan(options: Options) -> Result:
         plan = plan_step(model, layout, cluster)
         if reason := why_not_fitting(plan.memory, cluster):
             raise ValueError(f"{layout} does not fit: {reason}")
-    found = search(model, cluster, layout)
+    with Console(stderr=True, quiet=options.json).status("planning layouts"):
+        found = search(model, cluster, layout)
     if plan is None:
         if not found.plans:
             raise ValueError(f"no layout of {options.preset} fits on {cluster.name}: {_most_common(found)}")
