@@ -158,10 +158,14 @@ def attention_work(c: ModelConfig, tokens: int, sequence_length: int, kept: bool
     yield per_token("copy", "input_gradient", 4 * compressed)  # both gradients in one
 
 
-def swiglu_work(channels: float, phase_bytes: float, rows: float) -> Iterator[Work]:
-    """SwiGLU of rows with so many channels each; its result is quantized, its inputs are saved in FP8."""
-    yield Work("swiglu", "forward", bytes=rows * channels * 7)
-    yield Work("swiglu_backward", "input_gradient", bytes=rows * channels * phase_bytes)
+def swiglu_work(channels: int, rows: float) -> Iterator[Work]:
+    """SwiGLU of rows with so many channels each; its result is quantized, its inputs are saved in FP8.
+
+    Forward it reads two BF16 values, and writes one in FP8 and the two that are saved. Backward it reads the gradient in
+    BF16 and the saved ones, and writes two gradients along rows and columns and the recomputed result along columns.
+    """
+    yield Work("swiglu", "forward", bytes=rows * channels * (4 + 1 + 2))
+    yield Work("swiglu_backward", "input_gradient", bytes=rows * channels * (2 + 2 + 4 + 1))
 
 
 def dense_work(c: ModelConfig, tokens: int, kept: bool) -> Iterator[Work]:
@@ -195,7 +199,7 @@ def mixture_work(
         yield Work("copy", phase, bytes=8 * tokens * c.n_routed_experts, calls=SMALL_ROUTING_KERNELS)
     yield from linear(rows, 2 * f, d, local)
     yield from linear(rows, d, f, local)
-    yield from swiglu_work(f, 9, passed)
+    yield from swiglu_work(f, passed)
     yield Work("permute", "forward", bytes=tokens * d + passed * d)
     yield Work("unpermute", "forward", bytes=2 * rows * d + 2 * tokens * d)
     yield Work("quantize", "input_gradient", bytes=3 * tokens * d)  # dy, before it is dispatched
@@ -247,6 +251,6 @@ def _shared(d: int, i: int, tokens: int) -> Iterator[Work]:
     """A feed-forward part that every token passes: gate and up as one GEMM, SwiGLU, down."""
     yield from linear(tokens, 2 * i, d)
     yield from linear(tokens, d, i)
-    yield from swiglu_work(i, 9, tokens)
+    yield from swiglu_work(i, tokens)
     yield Work("quantize", "input_gradient", bytes=4 * tokens * d)
     yield Work("requantize", "input_gradient", bytes=2 * tokens * d)
