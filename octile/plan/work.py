@@ -161,8 +161,8 @@ def attention_work(c: ModelConfig, tokens: int, sequence_length: int, kept: bool
 def swiglu_work(channels: int, rows: float) -> Iterator[Work]:
     """SwiGLU of rows with so many channels each; its result is quantized, its inputs are saved in FP8.
 
-    Forward it reads two BF16 values, and writes one in FP8 and the two that are saved. Backward it reads the gradient in
-    BF16 and the saved ones, and writes two gradients along rows and columns and the recomputed result along columns.
+    Forward it reads two BF16 values, and writes one in FP8 and the two that are saved. Backward it reads the gradient
+    in BF16 and the saved ones, and writes two gradients along rows and columns and the recomputed result along columns.
     """
     yield Work("swiglu", "forward", bytes=rows * channels * (4 + 1 + 2))
     yield Work("swiglu_backward", "input_gradient", bytes=rows * channels * (2 + 2 + 4 + 1))
