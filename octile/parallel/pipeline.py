@@ -95,9 +95,8 @@ class Pipeline:
             self._tie()
             own = own._replace(copies={peer: [str(copy) for copy in copies] for peer, copies in self._copies().items()})
         _check_agreement(self._gather(own))
-        self.device = next(
-            (p.device for stage in self.stages.values() for p in stage.parameters()), torch.device("cpu")
-        )
+        tensors = (t for stage in self.stages.values() for t in (*stage.parameters(), *stage.buffers()))
+        self.device = next((t.device for t in tensors), torch.device("cpu"))
         self._streams: dict[int, torch.cuda.Stream] = {}
         if self.device.type == "cuda" and len(self.stages) > 1:
             self._streams = {stage: torch.cuda.Stream(self.device) for stage in self.stages}
@@ -197,12 +196,12 @@ class Pipeline:
                 setattr(module, own, self.stages[0].get_parameter(name))
 
     def _copies(self) -> dict[int, list[_Copy]]:
-        """The parameters that require a gradient and have a copy on another rank, by that rank, in one order."""
+        """The parameters that have a copy on another rank, by that rank, in one order."""
         last, seen = self.schedule.n_stages - 1, set()
         found: dict[int, list[_Copy]] = defaultdict(list)
         for stage, module in self.stages.items():
             for name, parameter in module.named_parameters():
-                if parameter in seen or not parameter.requires_grad:
+                if parameter in seen:
                     continue
                 seen.add(parameter)
                 is_tied = name in self.tied and stage in (0, last)
@@ -231,7 +230,7 @@ class Pipeline:
     def _sum_gradients(self) -> None:
         """Add up the gradients of copies. A parameter that no micro-batch has used gets zeros."""
         for peer, copies in self._copies().items():
-            gradients = [copy.gradient() for copy in copies]
+            gradients = [copy.gradient() for copy in copies if copy.parameter.requires_grad]
             for own, theirs in zip(gradients, self._exchange(peer, gradients), strict=True):
                 own += theirs
 
@@ -457,12 +456,14 @@ class _Copy(NamedTuple):
     parameter: nn.Parameter
 
     def __str__(self) -> str:
-        return f"{self.name} of stage {self.stage}: {list(self.parameter.shape)} {self.parameter.dtype}"
+        p = self.parameter
+        frozen = "" if p.requires_grad else ", frozen"
+        return f"{self.name} of stage {self.stage}: {list(p.shape)} {p.dtype}{frozen}"
 
     def has(self, values: Tensor) -> bool:
         """Whether the parameter has these values, bit for bit."""
-        own = self.parameter.detach().contiguous()
-        return torch.equal(own.view(torch.uint8), values.contiguous().view(torch.uint8))
+        own = self.parameter.detach().reshape(-1)
+        return torch.equal(own.view(torch.uint8), values.reshape(-1).view(torch.uint8))
 
     def gradient(self) -> Tensor:
         found = gradient_of(self.parameter)

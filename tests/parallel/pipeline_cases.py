@@ -102,7 +102,7 @@ class Expected(NamedTuple):
     gradients: list[list[Tensor]]
 
 
-def alone(model: Sequence[nn.Module], inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Expected:
+def losses_alone(model: Sequence[nn.Module], inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Tensor:
     """Train in one process."""
     losses = []
     for x, target in zip(inputs, targets, strict=True):
@@ -111,8 +111,12 @@ def alone(model: Sequence[nn.Module], inputs: Sequence[Tensor], targets: Sequenc
             outputs = stage(*outputs)
         losses.append(loss(*outputs, target))
         losses[-1].backward()
-    gradients = [[p.grad.cpu() for p in stage.parameters()] for stage in model]
-    return Expected(torch.stack(losses).detach().double().cpu(), gradients)
+    return torch.stack(losses).detach().double().cpu()
+
+
+def alone(model: Sequence[nn.Module], inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Expected:
+    losses = losses_alone(model, inputs, targets)
+    return Expected(losses, [[p.grad.cpu() for p in stage.parameters()] for stage in model])
 
 
 def on_rank_0(work: Callable[[], T], group: dist.ProcessGroup) -> T:
@@ -248,6 +252,21 @@ def copies_that_differ_are_found(group: dist.ProcessGroup) -> None:
         pipeline.check_copies()
 
 
+def frozen_parameters_have_copies_without_gradients(group: dist.ProcessGroup) -> None:
+    """The first stage is frozen, so that nothing is sent back to it, and has values of its own on the second rank."""
+    schedule = schedule_on("dualpipe", dist.get_world_size(group))
+    model, (inputs, targets) = whole_model(Plain, schedule), batch_of(Plain, schedule)
+    model[0].requires_grad_(False)
+    expected = on_rank_0(lambda: losses_alone(model, inputs, targets), group)
+    if dist.get_rank(group) == 1:
+        with torch.no_grad():
+            model[0].layer.weight.zero_()
+    pipeline = pipeline_of(schedule, model, group)
+    assert torch.equal(pipeline.step(inputs, targets).cpu(), expected)
+    assert all(p.grad is None for p in pipeline.stages[0].parameters())
+    assert all(p.grad is not None for p in pipeline.stages[1].parameters())
+
+
 def gradients_of_another_step_are_refused(group: dist.ProcessGroup) -> None:
     schedule = schedule_on("dualpipe", dist.get_world_size(group))
     inputs, targets = batch_of(Plain, schedule)
@@ -318,7 +337,7 @@ def what_does_not_fit_is_refused_on_all_ranks(group: dist.ProcessGroup) -> None:
 
 ON_TWO = (
     *(evaluates, other_shapes_in_the_next_step, copies_that_differ_are_found, gradients_of_another_step_are_refused),
-    what_does_not_fit_is_refused_on_all_ranks,
+    *(what_does_not_fit_is_refused_on_all_ranks, frozen_parameters_have_copies_without_gradients),
 )
 ON_FOUR = (
     *(evaluates, other_shapes_in_the_next_step, holds_no_more_activations_than_the_simulation),
