@@ -1,11 +1,13 @@
 """Cases that several ranks check together, in processes that start once for all tests of a file."""
 
+import multiprocessing
 import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +34,15 @@ def run_cases(cases: Mapping[str, Callable[[], None]], folder: str, rank: int) -
 def read_failures(folder: str | Path, world: int) -> Failures:
     """Return what went wrong in the cases, by rank."""
     return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(world)]
+
+
+def start_ranks(run: Callable[..., None], arguments: tuple[Any, ...], world: int) -> None:
+    """Call run(rank, *arguments) in so many processes, and wait for them.
+
+    They are forked by a server that has imported the module of `run`, so that it is imported once.
+    """
+    multiprocessing.set_forkserver_preload([run.__module__])
+    mp.start_processes(run, arguments, world, start_method="forkserver")
 
 
 def start_once(
@@ -86,7 +97,7 @@ class Outcomes:
         device: str = "cpu",
     ):
         def start(world: int, folder: str) -> None:
-            mp.spawn(_run_works, (world, device, tuple(works), folder), world)
+            start_ranks(_run_works, (world, device, tuple(works), folder), world)
 
         self._failures = start_once(tmp_path_factory, name, start)(ranks)
 

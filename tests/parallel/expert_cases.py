@@ -588,7 +588,10 @@ def cases(world: int, drawn: list[Tokens], meshes: dict[str, object]) -> dict[st
             for name, tokens in ugly(world).items() if mode != "fp8_in_fp32" else ():
                 found[f"{name}-{mode}-{of}"] = lambda m=mode, r=ranks, t=tokens: check_fixed(m, r, t)
 
-            def draws(mode=mode, ranks=ranks) -> None:
+            # on a CPU an interpreter runs the kernels of peers: it runs all draws once
+            few = drawn if of != "peers" or (world, mode) == (2, "fp8") else drawn[:3]
+
+            def draws(mode=mode, ranks=ranks, drawn=few) -> None:
                 for tokens in drawn:
                     check_fixed(mode, ranks, tokens)
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 import pytest
-import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,7 +10,7 @@ from octile.nn import Gate, MoE
 from octile.parallel import shard_experts
 from tests.parallel import expert_cases
 from tests.parallel.expert_cases import E, K, Tokens
-from tests.worlds import Failures, assert_passed, start_once
+from tests.worlds import Failures, assert_passed, start_once, start_ranks
 
 MESHES = {2: ["ranks", "peers"], 4: ["ranks", "peers", "nodes"]}
 NAMES = {world: list(expert_cases.cases(world, [], dict.fromkeys(meshes))) for world, meshes in MESHES.items()}
@@ -37,7 +36,7 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Failur
     """What went wrong in a world, by rank."""
 
     def start(world: int, folder: str) -> None:
-        mp.spawn(expert_cases.run, (world, folder, draw(world)), world)
+        start_ranks(expert_cases.run, (world, folder, draw(world)), world)
 
     return start_once(tmp_path_factory, "experts", start)
 

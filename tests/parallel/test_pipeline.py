@@ -1,14 +1,12 @@
 """Every pipeline schedule on 2, 4 and 8 gloo ranks compared with one process; see pipeline_cases.py."""
 
-import multiprocessing
 from collections.abc import Callable
 
 import pytest
-import torch.multiprocessing as mp
 
 from tests.parallel import pipeline_cases
 from tests.parallel.pipeline_cases import SIZES, WORLD
-from tests.worlds import Failures, assert_passed, start_once
+from tests.worlds import Failures, assert_passed, start_once, start_ranks
 
 
 @pytest.fixture(scope="module")
@@ -16,8 +14,7 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Failur
     """What went wrong, by rank."""
 
     def start(world: int, folder: str) -> None:
-        multiprocessing.set_forkserver_preload([pipeline_cases.__name__])
-        mp.start_processes(pipeline_cases.run, (folder,), world, start_method="forkserver")
+        start_ranks(pipeline_cases.run, (folder,), world)
 
     return start_once(tmp_path_factory, "pipeline", start)
 

@@ -3,10 +3,9 @@
 from collections.abc import Callable
 
 import pytest
-import torch.multiprocessing as mp
 
 from tests.parallel import state_cases
-from tests.worlds import Failures, assert_passed, start_once
+from tests.worlds import Failures, assert_passed, start_once, start_ranks
 
 NAMES = {world: list(state_cases.cases(world)) for world in (2, 4)}
 
@@ -16,7 +15,7 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Failur
     """What went wrong in a world, by rank."""
 
     def start(world: int, folder: str) -> None:
-        mp.spawn(state_cases.run, (world, folder), world)
+        start_ranks(state_cases.run, (world, folder), world)
 
     return start_once(tmp_path_factory, "state", start)
 

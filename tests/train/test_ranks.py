@@ -4,10 +4,9 @@ import socket
 from collections.abc import Callable
 
 import pytest
-import torch.multiprocessing as mp
 
 from tests.train import rank_cases
-from tests.worlds import Failures, assert_passed, start_once
+from tests.worlds import Failures, assert_passed, start_once, start_ranks
 
 NAMES = {world: list(rank_cases.cases(world)) for world in (2, 4)}
 
@@ -23,7 +22,7 @@ def failures(store, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int],
     """What went wrong in a world, by rank."""
 
     def start(world: int, folder: str) -> None:
-        mp.spawn(rank_cases.run, (world, folder, str(store.folder), free_port()), world)
+        start_ranks(rank_cases.run, (world, folder, str(store.folder), free_port()), world)
 
     return start_once(tmp_path_factory, "trainers", start)
 
