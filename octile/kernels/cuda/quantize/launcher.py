@@ -445,7 +445,7 @@ def rms_norm(
     m, k = x.shape
     data, scale = x.new_empty(x.shape, dtype=dtype), new_scale(x, 1, SIDE)
     rstd, y = x.new_empty(m, dtype=torch.float32), x.new_empty(m if values else 0, k)
-    needs_registers = values or max(x.element_size(), weight.element_size()) > 2
+    needs_registers = values or x.dtype == torch.float32
     kind = "rms_norm, FP32 or with y" if needs_registers else "rms_norm"
     units = min(NORM_UNITS, 1 << (_ceil_div(k, 32 * 8) - 1).bit_length())
     warps, settings = _ceil_div(k, 32 * 8 * units), SETTINGS[kind]
