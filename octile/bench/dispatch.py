@@ -111,9 +111,9 @@ def _measure(device: torch.device) -> Iterator[Row]:
     gemm, (m, n, k) = _gemm(device), GEMM
     gemms = _captured(gemm)
     alone = _graph_seconds(gemms.replay)
-    for num_sms in SMS:
+    for num_sms in sorted({*SMS, memory.num_sms}):
         _use_sms(memory, num_sms)
-        case = f"symmetric memory, {num_sms} SMs"
+        case = f"symmetric memory, {num_sms} SMs" + goals.DEFAULT_SMS * (num_sms == memory.num_sms)
         graphs = [_captured(e.call) for e in both]
         times = [_graph_seconds(graph.replay) for graph in graphs]
         for what, e, seconds in zip(("dispatch FP8", "combine BF16"), both, times, strict=True):
@@ -123,7 +123,7 @@ def _measure(device: torch.device) -> Iterator[Row]:
         during, otherwise = (2e-12 * m * n * k / seconds for seconds in (together, alone))
         yield compare(case, "GEMM during combine", during, "TFLOPS", "alone", otherwise)
         yield compare(case, "combine during GEMM", _speed(both[1], exchanged), "GB/s", "copy", copy_speed)
-    _use_sms(memory, None)
+    _use_sms(memory, memory.num_sms)
     for what, call in (("plan", partial(peers.plan, experts_TK, load_E)), ("barrier", memory.barrier)):
         yield Row("symmetric memory", what, 1e6 * _graph_seconds(_captured(call).replay), "µs")
     for words, warps in BLOCKS:
@@ -261,10 +261,8 @@ def _captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def _use_sms(memory: PeerMemory, num_sms: int | None) -> None:
-    from octile.kernels.triton.launch_config import PEER_SMS
-
-    memory.peers = memory.peers._replace(num_sms=num_sms or PEER_SMS)
+def _use_sms(memory: PeerMemory, num_sms: int) -> None:
+    memory.peers = memory.peers._replace(num_sms=num_sms)
 
 
 @contextmanager

@@ -24,14 +24,14 @@ def test_one_process_is_refused(monkeypatch: pytest.MonkeyPatch):
         next(rows())
 
 
-def test_the_best_number_of_sms_is_judged():
+def test_the_default_number_of_sms_is_judged():
     measured = [
         compare("all_to_all_single", "dispatch FP8, 29 MB", 390, "GB/s", "copy", 390),
-        compare("symmetric memory, 8 SMs", "dispatch FP8, 29 MB", 39, "GB/s", "copy", 390),
-        compare("symmetric memory, 64 SMs", "dispatch FP8, 29 MB", 312, "GB/s", "copy", 390),
-        compare("symmetric memory, 64 SMs", "dispatch and combine", 3, "Mtokens/s", "plain", 2),
+        compare("symmetric memory, 64 SMs (default)", "dispatch FP8, 29 MB", 312, "GB/s", "copy", 390),
+        compare("symmetric memory, 128 SMs", "dispatch FP8, 29 MB", 351, "GB/s", "copy", 390),
+        compare("symmetric memory, 64 SMs (default)", "dispatch and combine", 3, "Mtokens/s", "plain", 2),
     ]
     assert dispatch_verdicts(measured).splitlines() == [
-        "dispatch FP8, vs. copy: 0.800× (symmetric memory, 64 SMs): floor ≥ 0.70× met, aim ≥ 0.85× MISSED",
-        "dispatch and combine, vs. plain: 1.500× (symmetric memory, 64 SMs): floor ≥ 2.00× MISSED",
+        "dispatch FP8, vs. copy: 0.800× (symmetric memory, 64 SMs (default)): floor ≥ 0.70× met, aim ≥ 0.85× MISSED",
+        "dispatch and combine, vs. plain: 1.500× (symmetric memory, 64 SMs (default)): floor ≥ 2.00× MISSED",
     ]

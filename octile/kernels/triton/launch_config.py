@@ -33,7 +33,7 @@ NORM_BACKWARD_PROGRAMS = 1  # per SM
 NORM_BACKWARD_OF_SEVERAL_ROWS = RowSizes(elements=4096, elements_per_warp=512, max_warps=16)
 PERMUTE_BYTES, PERMUTE_BYTES_PER_WARP = 4096, 1024  # bytes that a program and a warp read
 PERMUTE_SCALES: dict[str, Any] = {"ROWS": 1024, "TILES": 1}  # of the result, per program
-PEER_SMS = 64  # of an exchange with other ranks
+PEER_SMS = 128  # of an exchange with other ranks
 PEER_SMS_OVERLAPPED = 32  # of one that overlaps with GEMMs
 PEER_BLOCK = 1024  # entries per program where experts are sent to other ranks
 PEER_CHUNK = 16  # rows that are sent before a flag of the receiving rank is set, at least
