@@ -53,8 +53,8 @@ class DeferredWgrads:
                     before = found.get(id(weight))
                     found[id(weight)] = weight, dw if before is None else before[1] + dw
         if found:
-            weights, gradients = zip(*found.values(), strict=True)
-            torch.autograd.backward(weights, gradients)
+            every = [weight for weight, _ in found.values()]
+            torch.autograd.backward(every, [dw.to(weight.dtype) for weight, dw in found.values()])
 
 
 _deferred: DeferredWgrads | None = None  # for all threads: autograd runs a GPU's backward passes in one of its own
@@ -91,7 +91,8 @@ def run_or_defer(parameters: Sequence[Tensor], compute: Wgrads) -> Sequence[Tens
 
     Args:
         parameters: what `parameters_of` returned for the weights.
-        compute: computes the gradient of each; None where it was added to main_grad.
+        compute: computes the gradient of each, in the dtype in which a backward pass adds those of several uses; None
+            where it was added to main_grad.
     """
     if _deferred is None or not parameters:
         return compute()
@@ -134,7 +135,7 @@ class _Linear(torch.autograd.Function):
         dx = db = None
         if ctx.needs_input_grad[0]:
             dx = (dy_TN @ weight.to(dy.dtype)).view(x.shape).to(ctx.x_dtype)
-        (dw,) = run_or_defer(ctx.parameters, lambda: [(dy_TN.mT @ x_TK).to(weight.dtype)])
+        (dw,) = run_or_defer(ctx.parameters, lambda: [dy_TN.mT @ x_TK])
         if ctx.needs_input_grad[2]:
             db = dy_TN.sum(0).to(ctx.b_dtype)
         return dx, dw, db

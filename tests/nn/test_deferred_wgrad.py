@@ -85,6 +85,20 @@ def test_linear_layers_of_torch_get_the_bits_of_a_backward_pass(dtype: torch.dty
     assert_same_bits(gradients(layers), gradients(at_once))
 
 
+def test_a_linear_layer_of_torch_that_is_used_twice_gets_the_bits_of_a_backward_pass_under_autocast():
+    """Autocast casts the weight once, so that autograd adds both gradients in BF16, before it casts them."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(40, 40), torch.randn(3, 7, 40)
+    at_once = copy.deepcopy(layer)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = [at_once(at_once(part)).square().sum() for part in x]
+        with DeferrableLinears():
+            found = [layer(layer(part)).square().sum() for part in x]
+    backward(expected, deferred=False)
+    backward(found, deferred=True)
+    assert torch.equal(layer.weight.grad, at_once.weight.grad)
+
+
 def test_main_grad_buffers_get_the_bits_of_a_backward_pass():
     torch.manual_seed(0)
     layers, x = [Linear(64, 64, bias=False, dtype=torch.bfloat16) for _ in range(2)], torch.randn(3, 5, 64)
