@@ -1,5 +1,6 @@
 """Trainers on several ranks compared with one process, for test_ranks.py."""
 
+import gc
 import os
 import re
 import shutil
@@ -406,5 +407,6 @@ def run(rank: int, world: int, folder: str, store: str, port: int, device: str =
     ranks, tokens = join(torch.device(device, rank if device == "cuda" else None), 60), TokenStore.open(Path(store))
     own = gpu_cases() if device == "cuda" else cases(world)
     run_cases({name: partial(case, tokens, ranks) for name, case in own.items()}, folder, rank)
+    gc.collect()  # NCCL destroys no communicator whose collectives a graph has, and trainers are in cycles
     dist.barrier()
     leave()
