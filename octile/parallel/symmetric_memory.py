@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import os
 import socket
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -66,7 +67,7 @@ class PeerMemory:
         self._is_captured = False  # whether a CUDA graph may have the addresses of the buffer and its flags
         self._captured: list[object] = []  # smaller buffers that graphs may still use, with their flags
         self._stream: torch.cuda.Stream | None = None
-        self._holds_results = False  # whether the buffer holds results that were not waited for
+        self._results: weakref.ref[InFlight[Any]] | None = None  # those in the buffer that were not waited for
 
     def reserve(self, n_bytes: int, device: torch.device) -> None:
         """Have at least so many bytes. All ranks call it with the same number; the first calls wait for each other.
@@ -107,7 +108,7 @@ class PeerMemory:
         Raises:
             RuntimeError: the results of a `begin_send_back` were not waited for.
         """
-        if self._holds_results:
+        if self._results is not None and self._results() is not None:
             raise RuntimeError("an exchange must not begin before the results of the one before it are read")
         self.reserve(n_bytes, device)
         if device.type != "cuda":
@@ -136,23 +137,23 @@ class PeerMemory:
             used: the tensors that it reads.
             holds_results: whether the result lies in the buffer.
         """
-        limit, stream, self._holds_results = gemm_sms.limit, self._stream, holds_results
-        if stream is None:
+        stream, read = self._stream, [used]
+        event = None if stream is None else stream.record_event()
 
-            def arrive() -> None:
-                self._holds_results = False
-
-            return InFlight(result, arrive)
-        event, read = stream.record_event(), [used]
-        gemm_sms.set_num_sms(max(gemm_sms.num_sms(stream.device) - self.num_sms_overlapped, 1))
-
-        def wait_for_exchange() -> None:
-            torch.cuda.current_stream(stream.device).wait_event(event)
+        def arrive() -> None:
+            if event is not None:
+                event.wait()
+            restore_gemms()
             read.clear()
-            gemm_sms.set_num_sms(limit)
-            self._holds_results = False
+            self._results = None
 
-        return InFlight(result, wait_for_exchange)
+        flight = InFlight(result, arrive)
+        restore_gemms = weakref.finalize(flight, gemm_sms.set_num_sms, gemm_sms.limit)  # after a failure, too
+        if stream is not None:
+            gemm_sms.set_num_sms(max(gemm_sms.num_sms(stream.device) - self.num_sms_overlapped, 1))
+        if holds_results:
+            self._results = weakref.ref(flight)
+        return flight
 
     def allocate(self, n_bytes: int, device: torch.device) -> tuple[Tensor, list[int]]:
         """Allocate memory on each rank: this rank's, and the addresses of all ranks'."""

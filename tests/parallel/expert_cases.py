@@ -346,6 +346,9 @@ def check_in_flight() -> None:
     refuses(RuntimeError, "before the results of the one before it are read", lambda: own.send(x, plan))
     assert torch.equal(sending.wait()[plan.place_TK[:, 0].long()], x)
     assert num_sms.limit == limit
+    sending = own.begin_send_back(rows, plan)
+    del sending  # a failure comes between
+    assert num_sms.limit == limit
     own.send(x, plan)
 
 
