@@ -418,7 +418,9 @@ def _launch(
     pairs = list(zip(outputs, inputs, strict=True))
     if dist.get_backend(ranks) not in COALESCING:
         return [collective(output, own, group=ranks, async_op=True) for output, own in pairs]
-    with dist._coalescing_manager(ranks, inputs[0].device, async_ops=True) as together:
+    # without a device: with one, torch launches them inside another group, whose work alone is returned; that of the
+    # launch itself, for which nobody waits, holds its tensors until the next collective
+    with dist._coalescing_manager(ranks, async_ops=True) as together:
         for output, own in pairs:
             collective(output, own, group=ranks)
     return [together]
