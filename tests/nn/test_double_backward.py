@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 
 import octile.models
@@ -14,6 +14,7 @@ import octile.nn
 import octile.optim
 from octile.nn import MHA, MLA, MLP, Gate, Linear, MoE, RMSNorm, functional, pre_norm
 from octile.nn.conversion import apply_recipe
+from octile.nn.deferred_wgrad import DeferrableLinears
 from octile.nn.dispatcher import LocalDispatcher
 from octile.nn.double_backward import first_derivative_only
 from octile.nn.fused.attention_output import attention_linear
@@ -55,6 +56,11 @@ def mixture(x: Tensor) -> Tensor:
     return moe(x)
 
 
+def deferrable_linear(x: Tensor) -> Tensor:
+    with DeferrableLinears():
+        return nn.Linear(D, 8)(x)
+
+
 RAISING: dict[str, Callable[[Tensor], Tensor]] = {  # functions of x [1, S, D]
     "HighPrecisionLinear": lambda x: functional.linear(x, torch.randn(8, D), None, Recipe.bf16()),
     "QuantizedLinear": Linear(D, 8),
@@ -62,6 +68,7 @@ RAISING: dict[str, Callable[[Tensor], Tensor]] = {  # functions of x [1, S, D]
     "_FeedForward": lambda x: apply_recipe(MLP(D, D), RECIPE)(x),
     "_LatentAttention": lambda x: apply_recipe(mla(), RECIPE)(x, COS_SIN),
     "_Gate": lambda x: Gate(D, 4, 2)(x.flatten(0, 1)).weights_TK,
+    "_Linear": deferrable_linear,
     "_NormAndQuantize": norm_before_mlp,
     "_Projections": lambda x: projections(quantize_block_input(x, RECIPE), [torch.randn(8, D)], [[8]], torch.float32)[
         0
