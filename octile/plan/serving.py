@@ -74,7 +74,7 @@ def prefill_tokens_per_second(c: ModelConfig, unit: Prefill, cluster: Cluster) -
     load = busiest_rank(c, unit.ep, cluster)
     work: list[Work] = []
     for layer in range(c.num_hidden_layers):
-        work += attention_work(c, tokens, round(2 * keys), kept=True)
+        work += attention_work(c, tokens, round(2 * keys), saved=True)
         work += mixture_work(c, tokens, unit.ep, True, load) if c.is_moe(layer) else dense_work(c, tokens, True)
     multiprocessors = cluster.gpu.multiprocessors - cluster.exchange_multiprocessors
     computed = 2 * sum(seconds(piece, cluster, multiprocessors) for piece in work if piece.phase == FORWARD)

@@ -125,12 +125,12 @@ def make_parts(c: ModelConfig, layout: Layout, cluster: Cluster) -> list[Part]:
 
     The end is the head; with multi-token prediction its layer stands before it, since both share embedding and head.
     """
-    tokens, kept, predicted = layout.micro_batch_tokens, not layout.recompute, c.num_nextn_predict_layers
+    tokens, saved, predicted = layout.micro_batch_tokens, not layout.recompute, c.num_nextn_predict_layers
     load = 1.0 if layout.is_balanced else busiest_rank(c, layout.ep, cluster)
-    attention = tuple(attention_work(c, tokens, layout.sequence_length, kept))
-    dense = Part((*attention, *dense_work(c, tokens, kept)), cluster)
+    attention = tuple(attention_work(c, tokens, layout.sequence_length, saved))
+    dense = Part((*attention, *dense_work(c, tokens, saved)), cluster)
     mixture = Part(
-        (*attention, *mixture_work(c, tokens, layout.ep, kept, load, layout.spare_rows)), cluster, mixtures=1
+        (*attention, *mixture_work(c, tokens, layout.ep, saved, load, layout.spare_rows)), cluster, mixtures=1
     )
     layers = [mixture if c.is_moe(number) else dense for number in range(c.num_hidden_layers)]
     embedding, head = tuple(embedding_work(c, tokens)), tuple(head_work(c, tokens))

@@ -109,14 +109,14 @@ def bf16_linear(rows: float, n: int, k: int, terms: int = 1) -> Iterator[Work]:
         yield Work("bf16_gemm", phase, 2 * terms * rows * n * k, 2 * (rows * (n + k) + n * k))
 
 
-def attention_work(c: ModelConfig, tokens: int, sequence_length: int, kept: bool) -> Iterator[Work]:
+def attention_work(c: ModelConfig, tokens: int, sequence_length: int, saved: bool) -> Iterator[Work]:
     """Latent attention with its norm and its residual sum.
 
     Args:
         c: the model.
         tokens: of a micro-batch.
         sequence_length: over which attention is causal.
-        kept: whether norms, queries, keys and values are saved for backward; recomputed otherwise.
+        saved: whether norms, queries, keys and values are saved for backward; recomputed otherwise.
     """
     d, h, latent = c.hidden_size, c.num_attention_heads, c.latent_dim
     q, v, q_in = c.qk_head_dim, c.v_head_dim, c.q_lora_rank or c.hidden_size
@@ -142,7 +142,7 @@ def attention_work(c: ModelConfig, tokens: int, sequence_length: int, kept: bool
     yield from up
     yield per_token("quantize", "forward", (2 + 1 + 2 + 1.5) * h * v, 2)  # 1×128 and E5M6
     yield per_token("copy", "forward", 6 * d)  # the residual sum
-    if not kept:
+    if not saved:
         yield per_token("norm", "input_gradient", 3 * d)
         yield gemm(tokens, h * q, q_in, "input_gradient")
         yield gemm(tokens, h * (c.qk_nope_head_dim + v), c.kv_lora_rank, "input_gradient")
@@ -168,15 +168,15 @@ def swiglu_work(channels: int, rows: float) -> Iterator[Work]:
     yield Work("swiglu_backward", "input_gradient", bytes=rows * channels * (2 + 2 + 4 + 1))
 
 
-def dense_work(c: ModelConfig, tokens: int, kept: bool) -> Iterator[Work]:
+def dense_work(c: ModelConfig, tokens: int, saved: bool) -> Iterator[Work]:
     """The feed-forward part of a layer without experts."""
     d, i = c.hidden_size, c.intermediate_size
-    yield from _norm_before(d, tokens, kept, bytes_per_channel=3)
+    yield from _norm_before(d, tokens, saved, bytes_per_channel=3)
     yield from _shared(d, i, tokens)
 
 
 def mixture_work(
-    c: ModelConfig, tokens: int, ep: int, kept: bool, load: float = 1, spare_rows: float = 0
+    c: ModelConfig, tokens: int, ep: int, saved: bool, load: float = 1, spare_rows: float = 0
 ) -> Iterator[Work]:
     """The feed-forward part of a layer with experts.
 
@@ -184,7 +184,7 @@ def mixture_work(
         c: the model.
         tokens: of a micro-batch.
         ep: ranks over which the experts are spread.
-        kept: whether norms are saved for backward.
+        saved: whether norms are saved for backward.
         load: rows of the rank's experts, of the mean over ranks.
         spare_rows: rows that operators pass although no token has them, of those that tokens have. Tensors of the
             experts' rows have a fixed size on octile's symmetric memory.
@@ -193,7 +193,7 @@ def mixture_work(
     local = c.n_routed_experts // ep
     rows = load * tokens * k + local * TILE[1] / 2  # an expert's rows begin at a multiple of 128
     passed = rows * (1 + spare_rows)
-    yield from _norm_before(d, tokens, kept, bytes_per_channel=5)  # high precision for the gate, too
+    yield from _norm_before(d, tokens, saved, bytes_per_channel=5)  # high precision for the gate, too
     yield from bf16_linear(tokens, c.n_routed_experts, d, GATE_TERMS)
     for phase in PHASES[:2]:
         yield Work("copy", phase, bytes=8 * tokens * c.n_routed_experts, calls=SMALL_ROUTING_KERNELS)
@@ -238,11 +238,11 @@ def prediction_work(c: ModelConfig, tokens: int) -> Iterator[Work]:
     yield Work("copy", "input_gradient", bytes=8 * tokens * d)
 
 
-def _norm_before(d: int, tokens: int, kept: bool, bytes_per_channel: int) -> Iterator[Work]:
+def _norm_before(d: int, tokens: int, saved: bool, bytes_per_channel: int) -> Iterator[Work]:
     """The norm that quantizes a feed-forward part's input, and the residual sum."""
     yield Work("norm", "forward", bytes=bytes_per_channel * tokens * d)
     yield Work("copy", "forward", bytes=6 * tokens * d)
-    if not kept:
+    if not saved:
         yield Work("norm", "input_gradient", bytes=3 * tokens * d)
     yield Work("norm_backward", "input_gradient", bytes=8 * tokens * d)
 

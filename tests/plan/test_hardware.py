@@ -34,7 +34,7 @@ def test_a_users_file_is_read_by_its_path(tmp_path):
         ("gpus = 8\n", "gpus = 16\n", "network is missing: 16 GPUs are 2 nodes of 8"),
         ("bandwidth = 450e9", 'bandwidth = "fast"', "bandwidth must be a number, not 'fast'"),
         ("bandwidth = 450e9", "width = 450e9", "nvlink.width is unknown: there are bandwidth, latency"),
-        ("multiprocessors = 132", "multiprocessors = 64", "exchange_multiprocessors must be below the 64 SMs"),
+        ("multiprocessors = 132", "multiprocessors = 32", "exchange_multiprocessors must be below the 32 SMs"),
         ("[gpu]", "[gpu", "mine.toml: "),
     ],
 )
