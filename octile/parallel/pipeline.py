@@ -131,24 +131,19 @@ class Pipeline:
             the losses [M] of the micro-batches, float64, on all ranks.
 
         Raises:
-            ValueError: there are more or fewer micro-batches than the schedule has.
-            RuntimeError: a parameter that has a copy on another rank has a gradient already.
+            ValueError: on all ranks: there are more or fewer micro-batches than the schedule has, or no targets.
+            TypeError: on all ranks: a micro-batch is neither a tensor nor a tuple of tensors.
+            RuntimeError: on all ranks: a parameter that has a copy on another rank has a gradient already in `.grad`.
         """
-        self._check(inputs, targets)
-        copies = [copy for copies in self._copies().values() for copy in copies]
-        for copy in (copy for copy in copies if copy.parameter.grad is not None):
-            raise RuntimeError(
-                f"{copy.name} of stage {copy.stage} has a gradient already, which would be summed over its copies "
-                f"again: call zero_grad(set_to_none=True) before each step"
-            )
+        self._check(inputs, targets, trains=True)
         losses = _Step(self, inputs, targets, trains=True).run(self._actions)
         self._sum_gradients()
         return self._share(losses)
 
     @torch.no_grad()
     def evaluate(self, inputs: Sequence[Any], targets: Sequence[Any] | None = None) -> Tensor:
-        """Run the forward passes of all micro-batches; arguments, result and ValueError as in `step`."""
-        self._check(inputs, targets)
+        """Run the forward passes of all micro-batches; arguments, result, ValueError and TypeError as in `step`."""
+        self._check(inputs, targets, trains=False)
         forward = ActionType.FORWARD, ActionType.SEND_F, ActionType.RECV_F
         actions = [part for action in self._actions for part in parts(action) if part.computation_type in forward]
         return self._share(_Step(self, inputs, targets, trains=False).run(actions))
@@ -257,7 +252,34 @@ class Pipeline:
 
     # A step
 
-    def _check(self, inputs: Sequence[Any], targets: Sequence[Any] | None) -> None:
+    def _check(self, inputs: Sequence[Any], targets: Sequence[Any] | None, trains: bool) -> None:
+        """Raise on all ranks what is wrong on some rank: the others would wait for it."""
+        problem: tuple[type[Exception], str] | None = None
+        try:
+            self._check_here(inputs, targets)
+            if trains:
+                self._check_gradients()
+        except (RuntimeError, TypeError, ValueError) as error:
+            problem = type(error), str(error)
+        is_wrong = torch.tensor(float(problem is not None), device=self.device)
+        dist.all_reduce(is_wrong, dist.ReduceOp.MAX, group=self.group)
+        if not is_wrong.item():
+            return
+        for rank, found in enumerate(self._gather(problem)):
+            if found is not None:
+                kind, message = found
+                raise kind(f"rank {rank}: {message}")
+
+    def _check_gradients(self) -> None:
+        for copy in (copy for copies in self._copies().values() for copy in copies):
+            found = gradient_of(copy.parameter)
+            if found is not None and found is not getattr(copy.parameter, "main_grad", None):
+                raise RuntimeError(
+                    f"{copy.name} of stage {copy.stage} has a gradient already, which would be summed over its copies "
+                    f"again: call zero_grad(set_to_none=True) before each step"
+                )
+
+    def _check_here(self, inputs: Sequence[Any], targets: Sequence[Any] | None) -> None:
         if self.is_last and targets is None:
             raise ValueError("targets are needed where the last stage is")
         for name, given in (("inputs", inputs), ("targets", targets)):
@@ -266,6 +288,8 @@ class Pipeline:
                     f"{name} must be those of {self.schedule.n_micro_batches} micro-batches, as the schedule has, "
                     f"not of {len(given)}"
                 )
+        for micro_batch in inputs:
+            _tensors(micro_batch)
 
     def _share(self, losses: Mapping[int, Tensor]) -> Tensor:
         """Return the losses of all ranks: each is on one, and zero on the others."""
@@ -283,7 +307,7 @@ class _Step:
     def __init__(self, pipeline: Pipeline, inputs: Sequence[Any], targets: Sequence[Any] | None, trains: bool):
         self.p, self.inputs, self.targets, self.trains = pipeline, inputs, targets, trains
         self.last = pipeline.schedule.n_stages - 1
-        self.signatures = [_form(_tensors(micro_batch)) for micro_batch in inputs]
+        self.signatures = [tuple((t.shape, t.dtype) for t in _tensors(micro_batch)) for micro_batch in inputs]
         self.activations: dict[Key, _Message] = {}  # that a stage reads
         self.gradients: dict[Key, _Message] = {}  # of a stage's outputs
         self.to_send: dict[Action, Sequence[Tensor]] = {}
@@ -522,7 +546,8 @@ def _form(tensors: Sequence[Tensor]) -> Form:
 
 
 def _describe(form: Form) -> str:
-    return ", ".join(f"{list(shape)} {dtype}" for shape, dtype, _ in form) or "nothing"
+    described = (f"{list(shape)} {dtype}{'' if has_grad else ' without a gradient'}" for shape, dtype, has_grad in form)
+    return ", ".join(described) or "nothing"
 
 
 def _names(what: str, numbers: Sequence[int] | Mapping[int, Any]) -> str:

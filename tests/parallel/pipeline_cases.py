@@ -276,6 +276,49 @@ def gradients_of_another_step_are_refused(group: dist.ProcessGroup) -> None:
         pipeline.step(inputs, targets)
 
 
+def an_input_that_requires_a_gradient_changes_no_message(group: dist.ProcessGroup) -> None:
+    """The other ranks have only its shape."""
+    schedule = schedule_on("1f1b", dist.get_world_size(group))
+    inputs, targets = batch_of(Plain, schedule)
+    pipeline = pipeline_of(schedule, whole_model(Plain, schedule), group)
+    losses = pipeline.step(inputs, targets)
+    given = [x.requires_grad_() if pipeline.is_first else x.to("meta") for x in inputs]
+    assert torch.equal(pipeline.step(given, targets), losses)
+    assert not pipeline.is_first or all(x.grad is not None for x in inputs)
+
+
+class Scaled(Plain):
+    """A stage with a parameter that all stages have."""
+
+    def __init__(self, stage: int):
+        super().__init__(stage)
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, x: Tensor, total: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return super().forward(self.scale * x, total)
+
+
+def what_is_wrong_on_some_ranks_is_refused_on_all(group: dist.ProcessGroup) -> None:
+    """Before any work, so that a rank where nothing is wrong does not wait for the others."""
+    schedule = schedule_on("1f1b", dist.get_world_size(group))
+    inputs, targets = batch_of(Scaled, schedule)
+    stages = {stage: Scaled(stage) for stage in schedule.stages(dist.get_rank(group))}
+    pipeline = Pipeline(schedule, stages, loss, group=group, tied=["scale"])
+
+    def refused(error: type[Exception], message: str, *args: object) -> None:
+        for run in (pipeline.step, pipeline.evaluate):
+            with pytest.raises(error, match=message):
+                run(*args)
+
+    refused(ValueError, "^rank 0: inputs must be those of", inputs[1:] if pipeline.is_first else inputs, targets)
+    refused(ValueError, "^rank 3: targets are needed", inputs, None)
+    refused(TypeError, "^rank 2: a micro-batch must be", ["x" if pipeline.rank == 2 else x for x in inputs], targets)
+    pipeline.step(inputs, targets)
+    with pytest.raises(RuntimeError, match=r"^rank 0: scale of stage 0 has a gradient already"):
+        pipeline.step(inputs, targets)
+    pipeline.evaluate(inputs, targets)
+
+
 def experts_are_spread_over_pipelines(group: dist.ProcessGroup) -> None:
     """Two pipelines of two ranks; the experts of a stage are spread over its ranks in both pipelines."""
     ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
@@ -338,10 +381,11 @@ def what_does_not_fit_is_refused_on_all_ranks(group: dist.ProcessGroup) -> None:
 ON_TWO = (
     *(evaluates, other_shapes_in_the_next_step, copies_that_differ_are_found, gradients_of_another_step_are_refused),
     *(what_does_not_fit_is_refused_on_all_ranks, frozen_parameters_have_copies_without_gradients),
+    an_input_that_requires_a_gradient_changes_no_message,
 )
 ON_FOUR = (
     *(evaluates, other_shapes_in_the_next_step, holds_no_more_activations_than_the_simulation),
-    experts_are_spread_over_pipelines,
+    *(experts_are_spread_over_pipelines, what_is_wrong_on_some_ranks_is_refused_on_all),
 )
 
 
