@@ -62,12 +62,13 @@ class Pipeline:
             gradients are those of its sum over the micro-batches. Needed on ranks that have the last stage.
         group: the ranks of the pipeline, in order; all ranks if not given.
         tied: names of parameters that the first and the last stage share, such as the embedding that multi-token
-            prediction reads. A rank that has both stages has the first stage's parameter in both.
+            prediction reads; all that stages of `split_stages` name in their attribute `tied`. A rank that has both
+            stages has the first stage's parameter in both.
 
     Raises:
         RuntimeError: torch.distributed is not initialized.
         ValueError: on all ranks: the group has another size than the schedule, ranks have different schedules, stages
-            or parameters of copies do not match, a tied parameter is missing, or the loss is.
+            or parameters of copies do not match, a tied parameter is missing in a stage or in `tied`, or the loss is.
     """
 
     def __init__(
@@ -92,9 +93,9 @@ class Pipeline:
         digest = hashlib.sha256(repr((schedule, self.tied)).encode()).hexdigest()
         own = _Description(digest, self._problem())
         if own.problem is None:
-            self._tie()
             own = own._replace(copies={peer: [str(copy) for copy in copies] for peer, copies in self._copies().items()})
         _check_agreement(self._gather(own))
+        self._tie()
         tensors = (t for stage in self.stages.values() for t in (*stage.parameters(), *stage.buffers()))
         self.device = next((t.device for t in tensors), torch.device("cpu"))
         self._streams: dict[int, torch.cuda.Stream] = {}
@@ -136,8 +137,11 @@ class Pipeline:
             RuntimeError: on all ranks: a parameter that has a copy on another rank has a gradient already in `.grad`.
         """
         self._check(inputs, targets, trains=True)
+        earlier = self._clear_main_grads()
         losses = _Step(self, inputs, targets, trains=True).run(self._actions)
         self._sum_gradients()
+        for main_grad, values in earlier:
+            main_grad += values
         return self._share(losses)
 
     @torch.no_grad()
@@ -180,6 +184,10 @@ class Pipeline:
             for name in self.tied:
                 if name not in names:
                     return f"tied parameter {name} is missing in stage {stage}"
+            own = getattr(self.stages[stage], "tied", ())  # `octile.models.stages.ModelStage` says what it shares
+            for name in own if last and isinstance(own, tuple) else ():
+                if name not in self.tied:
+                    return f"tied must have {name}, which stages 0 and {last} share"
         return None
 
     def _tie(self) -> None:
@@ -192,14 +200,14 @@ class Pipeline:
 
     def _copies(self) -> dict[int, list[_Copy]]:
         """The parameters that have a copy on another rank, by that rank, in one order."""
-        last, seen = self.schedule.n_stages - 1, set()
+        last, seen = self.schedule.n_stages - 1, set[nn.Parameter | str]()  # names of tied ones
         found: dict[int, list[_Copy]] = defaultdict(list)
         for stage, module in self.stages.items():
             for name, parameter in module.named_parameters():
-                if parameter in seen:
-                    continue
-                seen.add(parameter)
                 is_tied = name in self.tied and stage in (0, last)
+                if parameter in seen or (is_tied and name in seen):
+                    continue
+                seen |= {parameter, name} if is_tied else {parameter}
                 holders = {ranks[s] for ranks in self.schedule.placement for s in ((0, last) if is_tied else (stage,))}
                 for peer in holders - {self.rank}:  # the rank of the other direction, or of the pipeline's other end
                     found[peer].append(_Copy(0 if is_tied else stage, name, parameter))
@@ -220,6 +228,15 @@ class Pipeline:
             else:
                 dist.recv(sent, group=self.group, group_src=peer)
                 tensor.copy_(sent)
+
+    def _clear_main_grads(self) -> list[tuple[Tensor, Tensor]]:
+        """Zero the `main_grad` of copies, which a step sums over them; return each with what it had."""
+        copies = (copy for copies in self._copies().values() for copy in copies)
+        found = [getattr(copy.parameter, "main_grad", None) for copy in copies]
+        earlier = [(main_grad, main_grad.clone()) for main_grad in found if main_grad is not None]
+        for main_grad, _ in earlier:
+            main_grad.zero_()
+        return earlier
 
     @torch.no_grad()
     def _sum_gradients(self) -> None:

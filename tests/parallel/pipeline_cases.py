@@ -276,6 +276,26 @@ def gradients_of_another_step_are_refused(group: dist.ProcessGroup) -> None:
         pipeline.step(inputs, targets)
 
 
+def main_grads_of_several_steps_are_summed_once(group: dist.ProcessGroup) -> None:
+    """Two equal steps give twice the gradients of one, in the layers that have a copy on another rank."""
+    schedule = schedule_on("chimera", dist.get_world_size(group))
+    inputs, targets = batch_of(Quantized, schedule)
+    pipeline = pipeline_of(schedule, whole_model(Quantized, schedule), group)
+    weights = [module.layer.weight for module in pipeline.stages.values()]
+    for weight in weights:
+        weight.main_grad = torch.zeros_like(weight)
+    found = []
+    for _ in range(2):
+        pipeline.step(inputs, targets)
+        found.append([weight.main_grad.clone() for weight in weights])
+        for module in pipeline.stages.values():
+            module.zero_grad()
+    for weight, once, twice in zip(weights, *found, strict=True):
+        assert weight.grad is None
+        assert once.any()
+        assert torch.equal(twice, 2 * once)
+
+
 def an_input_that_requires_a_gradient_changes_no_message(group: dist.ProcessGroup) -> None:
     """The other ranks have only its shape."""
     schedule = schedule_on("1f1b", dist.get_world_size(group))
@@ -364,6 +384,15 @@ def what_does_not_fit_is_refused_on_all_ranks(group: dist.ProcessGroup) -> None:
     check(message, schedule, stages() if rank == 0 else {1: Plain(1)}, loss)
     check("rank 0: loss is needed where the last stage is, stage 1", schedule, stages(), loss if rank else None)
     check("rank 0: tied parameter layer.scale is missing in stage 0", schedule, stages(), loss, tied=["layer.scale"])
+    model = split_stages(build(MINI_V3, seed=0), n_ranks)
+    own = {stage: model[stage] for stage in schedule.stages(rank)}
+    message = "rank 0: tied must have model.embed_tokens.weight, which stages 0 and 1 share"
+    check(message, schedule, own, model[-1].loss)
+    alike = {stage: Scaled(stage) for stage in schedule.stages(rank)}
+    alike[1].layer = nn.Linear(3 + rank, 5)
+    scale = alike[1].scale
+    check("must have copies of the same parameters", schedule, alike, loss, tied=["scale"])
+    assert alike[1].scale is scale
     others = stages() if rank == 0 else {stage: nn.Linear(7, 5 + stage) for stage in (0, 1)}
     check(r"ranks 0 and 1 must have copies of the same parameters, but they have layer.bias", schedule, others, loss)
     name = "1f1b" if rank == 0 else "gpipe"
@@ -381,7 +410,7 @@ def what_does_not_fit_is_refused_on_all_ranks(group: dist.ProcessGroup) -> None:
 ON_TWO = (
     *(evaluates, other_shapes_in_the_next_step, copies_that_differ_are_found, gradients_of_another_step_are_refused),
     *(what_does_not_fit_is_refused_on_all_ranks, frozen_parameters_have_copies_without_gradients),
-    an_input_that_requires_a_gradient_changes_no_message,
+    *(main_grads_of_several_steps_are_summed_once, an_input_that_requires_a_gradient_changes_no_message),
 )
 ON_FOUR = (
     *(evaluates, other_shapes_in_the_next_step, holds_no_more_activations_than_the_simulation),

@@ -51,7 +51,8 @@ def measure(rank: int, folder: str) -> None:
         schedule = make_schedule(name, 2, m)
         model.zero_grad()
         stages = split_stages(model, 2)
-        pipeline = Pipeline(schedule, {s: stages[s] for s in schedule.stages(rank)}, stages[-1].loss)
+        own = {s: stages[s] for s in schedule.stages(rank)}
+        pipeline = Pipeline(schedule, own, stages[-1].loss, tied=stages[-1].tied)
         generator = torch.Generator(device).manual_seed(1)
         tokens = list(torch.randint(8192, (m, 1, TOKENS), device=device, generator=generator))
 
