@@ -12,13 +12,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octile.nn.fused.fusion import is_forward_replaced
+from octile.nn.fused.fusion import has_hooks, is_forward_replaced
+from octile.nn.linear import Linear
 from octile.nn.mlp import MLP, GateUpMLP, SwiGLU
+from octile.nn.norm import RMSNorm
 from octile.ops.rope import rotate_halves
 
 _CONDITIONAL = (  # what may not run what it contains, or run it several times, or later
     *(ast.If, ast.IfExp, ast.For, ast.While, ast.Try, ast.TryStar, ast.Match, ast.BoolOp, ast.Lambda, ast.FunctionDef),
     *(ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.ClassDef, ast.AsyncFunctionDef),
+)
+
+_ONLY_COMPUTE = (nn.Linear, Linear, nn.LayerNorm, nn.RMSNorm, RMSNorm)
+_ONLY_READ = (  # methods of a tensor
+    *("view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze", "expand"),
+    *("transpose", "permute", "movedim", "swapaxes", "swapdims", "t", "contiguous", "clone"),
+    *("chunk", "split", "tensor_split", "unbind", "narrow", "select", "to", "type_as", "float", "bfloat16", "half"),
 )
 
 # signs, zeros, small values and values beyond any limit that a model clamps its activations to, in every combination
@@ -100,39 +109,59 @@ def is_called_in_a_row(module: nn.Module, names: Sequence[str]) -> bool:
     Args:
         names: some of `called_on_one_input`, at least one.
     """
-    return _is_called_in_a_row(type(module).forward, tuple(names))
+    called = _called_in_the_row(type(module).forward, tuple(names))
+    others = None if called is None else [module._modules.get(name) for name in called.difference(names)]
+    return others is not None and all(_writes_nothing(child) for child in others)
 
 
 @functools.cache
-def _is_called_in_a_row(forward: Callable[..., Any], names: tuple[str, ...]) -> bool:
-    """Whether the statements from the first to the last call of self.NAME only assign results of layers to variables.
+def _called_in_the_row(forward: Callable[..., Any], names: tuple[str, ...]) -> frozenset[str] | None:
+    """Return the attributes of self that are called in the statements from the first to the last of self.NAME.
 
-    They may call methods of self and of results, such as `self.NAME(x).view(shape)`, that do not write in place.
+    None if these do more than assign to variables, such as `self.NAME(x).view(shape)`: besides attributes of self, they
+    may call methods of results that are known to write nothing.
     """
     method = _method_of(forward)
     assert method is not None  # the calls were found in it
     owner = method.args.args[0].arg
 
-    def is_of_owner(node: ast.expr) -> bool:
-        return isinstance(node, ast.Name) and node.id == owner
+    def name_of_owner(f: ast.expr) -> str | None:
+        if isinstance(f, ast.Attribute) and isinstance(f.value, ast.Name) and f.value.id == owner:
+            return f.attr
+        return None
 
-    def calls(statement: ast.stmt) -> list[ast.expr]:
-        return [node.func for node in ast.walk(statement) if isinstance(node, ast.Call)]
+    def calls(statement: ast.stmt) -> list[ast.Call]:
+        return [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
 
     def calls_layer(statement: ast.stmt) -> bool:
-        called = [f for f in calls(statement) if isinstance(f, ast.Attribute) and is_of_owner(f.value)]
-        return any(f.attr in names for f in called)
+        return any(name_of_owner(call.func) in names for call in calls(statement))
 
     calling = [i for i, statement in enumerate(method.body) if calls_layer(statement)]
+    found = set[str]()
     for statement in method.body[calling[0] : calling[-1] + 1]:
         if not (isinstance(statement, ast.Assign) and all(isinstance(t, ast.Name) for t in statement.targets)):
-            return False
-        for f in calls(statement):
-            if not isinstance(f, ast.Attribute) or f.attr.endswith("_"):
-                return False
-            if not (is_of_owner(f.value) or isinstance(f.value, ast.Call)):
-                return False
-    return True
+            return None
+        for call in calls(statement):
+            name = name_of_owner(call.func)
+            if name is not None:
+                found.add(name)
+            elif not _only_reads(call):
+                return None
+    return frozenset(found)
+
+
+def _only_reads(call: ast.Call) -> bool:
+    """Whether a call is of a method of a call's result, by its name one that writes nothing."""
+    f = call.func
+    is_method = isinstance(f, ast.Attribute) and isinstance(f.value, ast.Call) and f.attr in _ONLY_READ
+    return is_method and not any(keyword.arg in (None, "out") for keyword in call.keywords)
+
+
+def _writes_nothing(module: nn.Module | None) -> bool:
+    """Whether a module is known to write nothing: a linear layer or a norm, without hooks."""
+    if module is None or has_hooks(module):
+        return False
+    return type(module) in _ONLY_COMPUTE or eps_of_rms_norm(module) is not None
 
 
 def _method_of(forward: Callable[..., Any]) -> ast.FunctionDef | None:

@@ -44,6 +44,21 @@ class SwitchingAttention(Attention):
         return q + k + self.v_proj(x)
 
 
+class RenewingAttention(Attention):
+    """A method of the module writes a weight between the layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q_proj(x)[..., :128]
+        k = self.renew(q) + self.k_proj(x)
+        v = self.v_proj(x)
+        return q + k + v
+
+    def renew(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.v_proj.weight.fill_(0.5)
+        return x
+
+
 class CrossAttention(Attention):
     def forward(self, x: Tensor, memory: Tensor) -> Tensor:
         return self.q_proj(x)[..., :128] + self.k_proj(memory) + self.v_proj(memory)
@@ -115,6 +130,16 @@ def test_a_compiled_module_is_joined_where_nothing_can_happen_in_between(
     found = run(compiled, list(attention.parameters()))
     assert computed == joined
     assert_close(found, alone(attention))
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+def test_a_weight_that_the_module_writes_in_between_is_read_again(is_compiled: bool):
+    attention, x = converted(kind=RenewingAttention), input_of().detach()
+    expected = copy.deepcopy(attention)
+    for layer in (expected.q_proj, expected.k_proj, expected.v_proj):
+        layer.joined = None
+    module = torch.compile(attention, backend="eager") if is_compiled else attention
+    assert torch.equal(module(x), expected(x))
 
 
 def test_layers_with_other_inputs_are_called_alone(computed: list[int]):
