@@ -128,6 +128,11 @@ def _train_joined(
         checkpoints = RunCheckpoints(run.checkpoints, ranks)
         try:
             checkpoint = checkpoints.latest() if resume else None
+            if resume and checkpoint is None and ranks.from_first(run.summary_file.exists):
+                raise FileNotFoundError(
+                    f"{str(run.path)!r} holds a finished run, but none of its checkpoints: bring checkpoints/ back, or "
+                    "choose another --out"
+                )
             done = 0 if checkpoint is None else check_goal(config, checkpoint)
             if resume:
                 print_settings(run, console)

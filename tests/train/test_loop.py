@@ -150,6 +150,16 @@ def test_a_resumed_run_whose_steps_are_done_says_so(half):
     assert "all its steps are done" not in resume(half, steps=4)
 
 
+def test_a_finished_run_without_its_checkpoints_is_refused(half):
+    shutil.rmtree(half / "checkpoints")
+    weights = (half / "model" / "model.safetensors").read_bytes()
+    with pytest.raises(
+        FileNotFoundError, match="holds a finished run, but none of its checkpoints: bring checkpoints/ back"
+    ):
+        resume(half, steps=4)
+    assert (half / "model" / "model.safetensors").read_bytes() == weights
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -171,7 +181,7 @@ def test_an_edited_configuration_is_refused(half, old, new, message):
 def test_an_edited_number_of_steps_is_printed(half):
     file = half / "config.json"
     file.write_text(file.read_text().replace('"steps": 2', '"steps": 3'))
-    assert "steps were 2 and are now 3" in resume(half)
+    assert "steps changed from 2 to 3" in resume(half)
 
 
 def test_another_number_of_threads_is_warned_of(half, monkeypatch):
@@ -295,7 +305,7 @@ def test_a_changed_number_of_steps_is_printed(finished):
     out, _ = finished
     screen = silent_console()
     train(micro(data=json.loads((out / "config.json").read_text())["data"], out=out, steps=7), True, screen)
-    assert "steps were 6 and are now 7" in screen.console.file.getvalue()
+    assert "steps changed from 6 to 7" in screen.console.file.getvalue()
 
 
 def test_a_first_step_that_fails_does_not_block_the_run_folder(text, tmp_path, monkeypatch):
