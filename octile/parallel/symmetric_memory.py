@@ -7,8 +7,9 @@ tokens, even for all tokens on one rank: no token is dropped. Each row has a fix
     send         barrier, stores to the ranks that have one of a row's experts, and copies of what has come
     send_back    barrier, stores to the ranks of the tokens, barrier; the sums read the results where they have come
 
-Exchanges run on a stream of their own, each after what the current stream was asked to do before. With `begin_…` the
-current stream goes on meanwhile, and GEMMs leave the exchange the SMs that it uses.
+Exchanges run on a stream of their own, each after what the current stream was asked to do before, and after what the
+stream of the exchange before was, which reads its results. With `begin_…` the current stream goes on meanwhile, and
+GEMMs leave the exchange the SMs that it uses.
 
 A barrier says that all ranks have come to an exchange, and so read nothing of the one before it any more. Ranks that
 run the same passes come to the same exchanges in the same order.
@@ -67,6 +68,7 @@ class PeerMemory:
         self._is_captured = False  # whether a CUDA graph may have the addresses of the buffer and its flags
         self._captured: list[object] = []  # smaller buffers that graphs may still use, with their flags
         self._stream: torch.cuda.Stream | None = None
+        self._reader: torch.cuda.Stream | None = None  # that reads the results of the last exchange
         self._results: weakref.ref[InFlight[Any]] | None = None  # those in the buffer that were not waited for
 
     def reserve(self, n_bytes: int, device: torch.device) -> None:
@@ -116,7 +118,11 @@ class PeerMemory:
             return
         if self._stream is None:
             self._stream = torch.cuda.Stream(device, priority=-1)  # few blocks, for which another GPU waits
-        self._stream.wait_stream(torch.cuda.current_stream(device))
+        current, reader = torch.cuda.current_stream(device), self._reader
+        self._stream.wait_stream(current)
+        if reader is not None and reader != current and _is_capturing(reader) == _is_capturing(current):
+            self._stream.wait_stream(reader)  # a pipeline runs each stage of a rank on a stream of its own
+        self._reader = current
         with torch.cuda.stream(self._stream):
             yield
 
@@ -352,6 +358,11 @@ def why_not_peers(groups: Sequence[dist.ProcessGroup]) -> str | None:
     answers = [can] * len(found)
     dist.all_gather_object(answers, can, group=group)
     return None if all(answers) else "a GPU cannot access another one's memory"
+
+
+def _is_capturing(stream: torch.cuda.Stream) -> bool:
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def _bytes(x: Tensor) -> Tensor:
