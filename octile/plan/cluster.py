@@ -7,8 +7,6 @@ pipeline's schedule with these times (step.py), and searches the layouts that fi
 from __future__ import annotations
 
 import json
-import re
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -43,7 +41,9 @@ Count = Annotated[int, Range(at_least=1, at_most=2**24)]
 class Options:
     """Plan the training of a model on a cluster: memory, time and cost of a step, and the best layouts.
 
-    Without a layout the published one is planned if the cluster's file has one, and the fastest one otherwise.
+    Of --pp, --ep, --schedule, --batch-size, --micro-batch-size and --sequence-length each that is given restricts the
+    search, and the fastest layout that has them is planned. Without any of them the published layout is planned if the
+    cluster's file has one for the preset. Its batch and sequence length are the default.
 
     Attributes:
         preset: the model: tiny, small, medium, v2_lite_16b, v2_236b or v3_671b.
@@ -139,21 +139,24 @@ def make_plan(options: Options) -> Result:
         ValueError, FileNotFoundError: as for `run`.
     """
     cluster, model = options.read(), PRESETS[options.preset]()
-    is_whole = options.gpus in (None, read_cluster(options.cluster).gpus)
-    published = published_layout(cluster, options.preset) if is_whole else None
+    whole = read_cluster(options.cluster).gpus
+    published = published_layout(cluster, options.preset) if cluster.gpus == whole else None
     length = min(Layout.sequence_length, model.max_position_embeddings)
     default = published or Layout(batch_size=SEQUENCES_PER_GPU * cluster.gpus, sequence_length=length)
-    layout = replace(default, **options.layout)
+    given = options.layout
     plan = None
-    if published is not None or {"pp", "ep", "schedule"} & set(options.layout):
-        plan = plan_step(model, layout, cluster)
+    if published is not None and not given:
+        plan = plan_step(model, published, cluster)
         if reason := why_not_fitting(plan.memory, cluster):
-            raise ValueError(f"{layout} does not fit: {reason}")
+            raise ValueError(f"{published} does not fit: {reason}")
     with Console(stderr=True, quiet=options.json).status("planning layouts"):
-        found = search(model, cluster, layout)
+        found = search(model, cluster, replace(default, **given), tuple(given))
     if plan is None:
         if not found.plans:
-            raise ValueError(f"no layout of {options.preset} fits on {cluster.name}: {_most_common(found)}")
+            asked = f" with {', '.join(f'{name} {value}' for name, value in given.items())}" if given else ""
+            of = f"the {cluster.gpus:,}" if cluster.gpus == whole else f"{cluster.gpus:,} of the {whole:,}"
+            on = f"{of} GPUs of {cluster.name}"
+            raise ValueError(f"no layout of {options.preset}{asked} fits on {on}; {found.nearest}")
         plan = found.plans[0]
     replicas = None
     if options.scatter.jitter or options.scatter.slow_gpus:
@@ -255,7 +258,7 @@ def _print(title: str, result: Result) -> None:
     ]
     console.print(screen_table(Table(("layout", "GPU hours", "why not"), found)))
     line(f"{len(result.search.plans):,} layouts fit, {len(result.search.ruled_out):,} do not:")
-    for reason, count in _reasons(result.search).most_common(SHOWN):
+    for reason, count in result.search.reasons.most_common(SHOWN):
         line(f"  {count:5,} {reason}")
 
 
@@ -284,17 +287,3 @@ def _allowed_by_all(layout: Layout, cluster: Cluster) -> int:
 def _shares(parts: dict[str, float], unit: float) -> list[tuple[str, str, str]]:
     total = sum(parts.values())
     return [(name, f"{value * unit:.3g}", f"{value / total:.1%}") for name, value in parts.items()]
-
-
-def _reasons(found: Search) -> Counter[str]:
-    """How often each reason rules a layout out; reasons that differ in numbers count together, by their first."""
-    firsts: dict[str, str] = {}
-    counts: Counter[str] = Counter()
-    for no in found.ruled_out:
-        kind = re.sub(r"[\d,.]+", "#", no.reason)
-        counts[firsts.setdefault(kind, f"such as {no.layout}: {no.reason}")] += 1
-    return counts
-
-
-def _most_common(found: Search) -> str:
-    return _reasons(found).most_common(1)[0][0]

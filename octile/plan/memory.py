@@ -45,7 +45,7 @@ def memory_by_kind(
 
 def why_not_fitting(kinds: Mapping[str, float], cluster: Cluster) -> str | None:
     """Say why a rank's memory does not suffice; None if it does."""
-    needed, usable = sum(kinds.values()), USABLE * cluster.gpu.memory
+    needed, usable = sum(kinds.values()), usable_memory(cluster)
     if needed <= usable:
         return None
     largest = max(kinds, key=lambda kind: kinds[kind])
@@ -53,6 +53,11 @@ def why_not_fitting(kinds: Mapping[str, float], cluster: Cluster) -> str | None:
         f"a rank needs {needed / 1e9:,.0f} GB, {kinds[largest] / 1e9:,.0f} of them for {largest}, and "
         f"{usable / 1e9:,.0f} of the {cluster.gpu.name}'s {cluster.gpu.memory / 1e9:,.0f} GB are usable"
     )
+
+
+def usable_memory(cluster: Cluster) -> float:
+    """The bytes of a GPU that a rank can use."""
+    return USABLE * cluster.gpu.memory
 
 
 def saved_bytes(c: ModelConfig, layout: Layout, is_moe: bool) -> float:

@@ -43,6 +43,32 @@ def test_a_layout_that_is_asked_for_is_planned(capsys, folder):
     assert (layout["pp"], layout["ep"], layout["schedule"]) == (2, 4, "zb1p")
 
 
+@pytest.mark.parametrize(
+    ("options", "layout"),
+    [
+        (("--preset", "small", "--micro-batch-size", "1"), {"micro_batch_size": 1}),
+        (("--preset", "tiny", "--pp", "2"), {"pp": 2, "schedule": "dualpipe"}),
+        (("--preset", "small", "--schedule", "gpipe"), {"schedule": "gpipe"}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_an_option_of_the_layout_restricts_the_search_over_the_rest(capsys, folder, options, layout):
+    code, out, _ = call(capsys, "plan", "cluster", *options, "--cluster", "h200_8", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert layout.items() <= found["layout"].items()
+    assert found["layout"] | {"dp": 0} == found["best"][0]["layout"] | {"dp": 0}
+    name = options[2].removeprefix("--").replace("-", "_")
+    assert {no["layout"][name] for no in found["best"] + found["ruled_out"]} == {layout[name]}
+
+
+def test_an_option_replaces_the_published_layout_by_a_search(capsys, folder):
+    code, out, _ = call(capsys, "plan", "cluster", "--batch-size", "1024", "--micro-batch-size", "1", "--json")
+    layout = json.loads(out)["layout"]
+    assert code == 0
+    assert (layout["batch_size"], layout["micro_batch_size"]) == (1024, 1)
+
+
 def test_scatter_makes_the_step_longer(capsys, folder):
     options = (*SMALL, "--pp", "2", "--ep", "4", "--scatter.jitter", "0.05", "--json")
     found = json.loads(call(capsys, "plan", "cluster", *options)[1])
@@ -63,9 +89,15 @@ def test_published_figures_are_listed_with_the_error_of_the_plan(capsys, folder)
         (("--cluster", "moon.toml"), "cluster file 'moon.toml' does not exist"),
         (("--gpus", "4096"), "gpus must be at most the 2,048 of cluster h800_2048, not 4,096"),
         (("--pp", "15"), "pp must divide the 2,048 GPUs, not 15"),
-        (("--batch-size", "15361"), "batch_size must be a multiple of 128"),
-        (("--batch-size", "1280"), "dualpipe needs at least 32 micro-batches, not 10"),
-        (("--ep", "1"), "does not fit: a rank needs"),
+        (("--batch-size", "15361"), "batch_size must be a multiple of"),
+        (
+            ("--batch-size", "1280", "--pp", "16", "--schedule", "dualpipe", "--micro-batch-size", "1"),
+            "dualpipe needs at least 32 micro-batches, not 10",
+        ),
+        (
+            ("--pp", "16", "--ep", "1"),
+            "no layout of v3_671b with pp 16, ep 1 fits on the 2,048 GPUs of h800_2048; the nearest to fitting is PP16",
+        ),
         (("--out", "step.pdf"), "out must end in .svg or .png, not 'step.pdf'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
@@ -76,7 +108,8 @@ def test_bad_options_are_refused_with_the_constraint_before_anything_is_written(
 
 
 def test_a_model_that_no_layout_fits_is_refused(capsys, folder):
-    assert "no layout of v3_671b fits on h200_8" in refused(capsys, "plan", "cluster", "--cluster", "h200_8")
+    message = "no layout of v3_671b fits on 4 of the 8 GPUs of h200_8; the nearest to fitting is PP"
+    assert message in refused(capsys, "plan", "cluster", "--cluster", "h200_8", "--gpus", "4")
 
 
 def test_a_users_cluster_without_a_field_is_refused(capsys, folder):

@@ -1,5 +1,7 @@
 """The search of layouts."""
 
+from dataclasses import replace
+
 import pytest
 
 from octile.models.config import ModelConfig
@@ -32,3 +34,25 @@ def test_a_slower_layout_says_what_it_loses(found):
     assert found.why_not_best(found.plans[0]) == "the fastest"
     gap = found.plans[-1].seconds / found.plans[0].seconds - 1
     assert found.why_not_best(found.plans[-1]).startswith(f"{gap:+.1%}, ")
+
+
+@pytest.mark.parametrize(
+    "given", [{"pp": 2}, {"ep": 4}, {"schedule": "gpipe"}, {"micro_batch_size": 3}, {"pp": 3, "micro_batch_size": 1}]
+)
+def test_given_fields_are_kept_and_the_others_searched(given):
+    layouts = list(candidates(LITE, NODE, replace(LIKE, **given), tuple(given)))
+    assert {tuple(getattr(layout, name) for name in given) for layout in layouts} == {tuple(given.values())}
+    searched = {"pp", "ep", "schedule", "micro_batch_size", "recompute"} - set(given)
+    assert all(len({getattr(layout, name) for layout in layouts}) > 1 for name in searched)
+
+
+def test_the_layout_nearest_to_fitting_lacks_the_least_memory():
+    found = search(ModelConfig.v3_671b(), NODE, LIKE)
+    assert not found.plans
+    least = min(found.ruled_out, key=lambda no: no.needed)
+    assert found.nearest == f"the nearest to fitting is {least.layout}: {least.reason}"
+
+
+def test_where_no_layout_divides_the_commonest_reason_is_named():
+    found = search(LITE, NODE, replace(LIKE, pp=3), ("pp",))
+    assert found.nearest.endswith(": pp must divide the 8 GPUs, not 3")
