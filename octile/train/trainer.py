@@ -253,6 +253,8 @@ class Trainer:
         self.ranks.at(f"step {self.steps_done + 1}")
         learning_rate = self.schedule(self.steps_done)
         self._reads_late = self.why_eager() is None
+        if not self._reads_late:
+            self.gather_weights()  # unless each forward pass gathers those of the step before
         captured = self.captured if self._reads_late else None
         scale = self.loss_scale.value if self.loss_scale else None
         if captured is None:

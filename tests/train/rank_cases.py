@@ -303,6 +303,21 @@ def check_late_weights(store: TokenStore, ranks: Ranks, ep: int) -> None:
     assert [name for name, tensor in wanted.items() if not torch.equal(tensors[name], tensor)] == []
 
 
+def check_becoming_eager(store: TokenStore, ranks: Ranks, ep: int) -> None:
+    """A step that cannot be launched early, after others that are not read, computes with the updated weights."""
+    at_once, late = (trainers(store, ranks, ep)[1] for _ in range(2))
+    expected = steps(at_once, 6)
+    with pytest.MonkeyPatch.context() as patch:
+        for reason in (None, "a hook", None):
+            patch.setattr(module, "why_eager", lambda *_, reason=reason: reason)
+            for _ in range(2):
+                late.launch()
+        lines = list(late.read())
+    assert [line["loss"] for line in lines] == [line["loss"] for line in expected]
+    (tensors, _), (wanted, _) = late.state(), at_once.state()
+    assert [name for name, tensor in wanted.items() if not torch.equal(tensors[name], tensor)] == []
+
+
 def check_agreement(ranks: Ranks) -> None:
     ranks.agree("the code", "same")
     with pytest.raises(ValueError, match="the code must be the same on all ranks: rank 0 has 0, but rank 1 has 1"):
@@ -393,6 +408,8 @@ def cases(world: int) -> dict[str, object]:
         "late": check_late,
         "late_weights-1": lambda s, r: check_late_weights(s, r, 1),
         "late_weights-2": lambda s, r: check_late_weights(s, r, 2),
+        "becoming_eager-1": lambda s, r: check_becoming_eager(s, r, 1),
+        "becoming_eager-2": lambda s, r: check_becoming_eager(s, r, 2),
         "agreement": lambda s, r: check_agreement(r),
     }
 
