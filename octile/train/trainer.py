@@ -198,6 +198,7 @@ class Trainer:
         self._reads_late = False  # whether steps may be launched before the last one is read
         self._is_gathered = True  # whether all ranks have the weights that the others have updated
         self._clock = 0.0  # when the time of the oldest unread step began
+        self._discarded_s = 0.0  # the time of steps that are to be launched again, which then counts as theirs
         self._sequences = 0  # of the launched batch, on all ranks
         self._wants_stop = torch.zeros((), device=device)  # 1 if this rank wants to stop
         self._stop_is_agreed = False
@@ -246,7 +247,7 @@ class Trainer:
         if len(self._unread) == 2 * READ_EVERY:
             raise RuntimeError(f"{len(self._unread)} steps were launched and not read: call read()")
         if not self._unread:
-            self._clock = time.perf_counter()
+            self._clock, self._discarded_s = time.perf_counter() - self._discarded_s, 0.0
         tokens_BS = self._prepared.batch(self.steps_done)
         self._sequences = self.batches.batch_sizes.size(self.steps_done)
         tokens = self._sequences * tokens_BS.shape[1]
@@ -289,7 +290,7 @@ class Trainer:
         """Wait for launched steps and yield their metrics, the oldest first; `leave` of the newest stay unread.
 
         The time of steps that are read together is shared out by their tokens. From a step on whose rows there was no
-        place for, all are discarded, and are to be launched again.
+        place for, all are discarded, and are to be launched again; their time counts as that of the next steps.
 
         Raises:
             FloatingPointError: the loss is NaN or Inf, or a gradient is and the `skip_limit` steps before were skipped.
@@ -311,6 +312,7 @@ class Trainer:
             self._stop_is_agreed |= stopping > 0
             if too_many_rows:
                 self._discard_from(step)
+                self._discarded_s = seconds * (1 - sum(read.tokens for read in launched[: len(lines)]) / tokens)
                 self._make_place(f"step {step.number}")
                 self.gather_weights()
                 break

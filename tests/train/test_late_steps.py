@@ -212,6 +212,24 @@ def test_the_time_of_steps_that_are_read_together_is_shared_out_by_their_tokens(
     assert [line["seconds"] for line in lines] == pytest.approx([4 / 7, 8 / 7, 16 / 7, 4.0])
 
 
+def test_the_time_of_discarded_steps_is_that_of_those_that_are_launched_again(store, late, monkeypatch):
+    trainer, backward, given = new(store), Trainer.backward, []
+
+    def too_many_once(self, tokens_BS, parts):
+        if self.steps_done == 2 and not given:
+            given.append("step 3")
+            self._too_many_rows.fill_(1)
+        return backward(self, tokens_BS, parts)
+
+    monkeypatch.setattr(Trainer, "backward", too_many_once)
+    monkeypatch.setattr(Trainer, "_make_place", lambda self, where: None)
+    times = iter([10.0, 14.0, 20.0, 23.0])
+    monkeypatch.setattr(module.time, "perf_counter", lambda: next(times))
+    lines = [*read_late(trainer, 4), *read_late(trainer, 2)]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert [line["seconds"] for line in lines] == pytest.approx([1.0, 2.0, 4.5, 7.0])
+
+
 # Whole runs
 
 
