@@ -47,7 +47,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from octile.checkpoint.files import RECORD
-from octile.checkpoint.step_folders import INDEX, STATE, TENSORS, checksums, record_checksum
+from octile.checkpoint.step_folders import INDEX, STATE, TENSORS, UNFINISHED, checksums, record_checksum
 from octile.checkpoint.store import Store
 from octile.checkpoint.tensor_file import TORCH_DTYPES, TensorSpec, encode_header, read_header
 
@@ -239,12 +239,14 @@ class ShardWriter(StorageWriter):
             written: _Written = result.storage_data
             tensors[result.index.fqn]["chunks"].append(asdict(written.chunk))
             files[written.chunk.file] = written.checksum
+        self._folder.write(UNFINISHED, b"")
         for name, content in ((INDEX, json.dumps({"tensors": tensors}).encode()), (STATE, self._state)):
             self._folder.write(name, content)
             files[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
         record = {"step": self._step, "files": files}
         content = json.dumps({**record, "sha256": record_checksum(record)}, indent=2).encode()
         self._folder.write(RECORD, content + b"\n")
+        self._folder.remove_file(UNFINISHED)
         self._finished()
 
     @classmethod

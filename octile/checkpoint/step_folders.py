@@ -6,7 +6,8 @@
     step_00000100.replaced    moved aside by one process while it writes that step again
 
 octile.json, with the checksums of the other files, is the last file of a folder. A folder of several ranks that has
-none is not finished and counts as absent.
+none is not finished and counts as absent. The file `unfinished` is in it from before all others but octile.json are
+there until octile.json is.
 """
 
 import hashlib
@@ -20,6 +21,7 @@ from octile.checkpoint.files import RECORD
 from octile.checkpoint.store import Store
 
 TENSORS, STATE, INDEX = "tensors.safetensors", "state.json", "index.json"
+UNFINISHED = "unfinished"
 STEP_FOLDER = re.compile(r"step_(\d{8,})(?:\.(\d+))?")
 PARTIAL, REPLACED = ".partial", ".replaced"
 
@@ -51,7 +53,7 @@ def finished_steps(store: Store) -> dict[int, str]:
 def check_records(store: Store) -> None:
     """Refuse a folder in which checkpoints lack only their octile.json, and none has one.
 
-    A save that was killed leaves a folder without it, too, but not with all other files: they are written before it.
+    A save that was killed leaves a folder without it, too, but this one lacks another file or is marked as unfinished.
 
     Raises:
         ValueError: it is so; a run would begin anew where one was.
@@ -70,7 +72,7 @@ def check_records(store: Store) -> None:
 
 def _lacks_its_record_only(folder: Store) -> bool:
     names = set(folder.names())
-    if not {INDEX, STATE} <= names:
+    if not {INDEX, STATE} <= names or UNFINISHED in names:
         return False
     try:
         tensors = folder.read_json(INDEX)["tensors"].values()

@@ -175,9 +175,13 @@ class Store:
                 digest.update(block)
         return digest.hexdigest()
 
+    def remove_file(self, name: str) -> None:
+        """Remove a file, if it is there."""
+        with suppress(FileNotFoundError):
+            self._fs.rm_file(f"{self._root}/{name}")
+
     def remove(self) -> None:
         """Remove the folder. Its octile.json is removed first, so that what is left is never taken for whole."""
-        with suppress(FileNotFoundError):
-            self._fs.rm_file(f"{self._root}/{RECORD}")
+        self.remove_file(RECORD)
         with suppress(FileNotFoundError):
             self._fs.rm(self._root, recursive=True)

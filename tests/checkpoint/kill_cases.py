@@ -3,7 +3,8 @@
     python -m tests.checkpoint.kill_cases FOLDER
 
 A child saves and kills itself with SIGKILL before its k-th operation; then the checkpoint that was there or the new one
-must be whole. k grows until the child ends by itself. The child is forked, so that torch is imported once.
+must be whole. If none was there, there may be none. k grows until the child ends by itself. The child is forked, so
+that torch is imported once.
 """
 
 import os
@@ -69,7 +70,27 @@ def check(folder: Path, step: int) -> None:
     print(f"step {step}: killed at each of {kill_at} operations")
 
 
+def check_first(folder: Path) -> None:
+    """Kill the first save of a run at every operation: there is none then, or a whole one, and a save may follow."""
+    kill_at, found, killed = 0, set(), True
+    while killed:
+        run = folder / f"first-{kill_at}"
+        killed = saved_until(run, kill_at, 1, 1.0)
+        latest = latest_checkpoint(run)
+        found.add(latest is None)
+        if latest is not None:
+            assert load_checkpoint(latest)[0]["w"].eq(1.0).all(), kill_at
+        save(run, 1, 3.0)
+        assert load_checkpoint(latest_checkpoint(run))[1]["value"] == 3.0, kill_at
+        assert len(list(run.iterdir())) == 1, (kill_at, list(run.iterdir()))
+        shutil.rmtree(run)
+        kill_at += 1
+    assert found == {True, False}
+    print(f"first save: killed at each of {kill_at - 1} operations")
+
+
 if __name__ == "__main__":
     warnings.filterwarnings("error", "checkpoint .* cannot be used")
     for step in (2, 1):
         check(Path(sys.argv[1]), step)
+    check_first(Path(sys.argv[1]))
