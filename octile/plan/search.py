@@ -60,7 +60,7 @@ class Search:
 
     @property
     def nearest(self) -> str:
-        """The layout that lacks the least memory, and why it does not fit; or the commonest reason if none gets so far."""
+        """The layout that lacks the least memory, and why; if none gets so far, the commonest reason."""
         no = min(self.ruled_out, key=lambda no: no.needed)
         if no.needed == math.inf:
             return self.reasons.most_common(1)[0][0]
