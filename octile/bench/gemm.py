@@ -39,7 +39,7 @@ from octile.kernels.cuda.compile_all import compile_gemm
 from octile.kernels.cuda.gemm import num_sms, request
 from octile.kernels.cuda.gemm.candidates import choose
 from octile.kernels.cuda.gemm.config import GemmConfig
-from octile.kernels.cuda.gemm.cost_model import Chip, rounded
+from octile.kernels.cuda.gemm.cost_model import rounded
 
 MAX_PROCESSES = 12  # cases that are tried at the same time; the largest take 9 GB of the GPU's memory each
 TRIAL_SECONDS = 150.0  # for one case: start, compile its kernel and its peers', run them
@@ -150,4 +150,4 @@ def kernel_of(case: Case) -> GemmConfig | None:
     """Return the configuration of Hopper's kernel for a case; None on another GPU."""
     if request.why_not_on(torch.device("cuda", torch.cuda.current_device())):
         return None
-    return choose(rounded(problem(case)), Chip(num_sms.num_sms()))
+    return choose(rounded(problem(case)), num_sms.chip())

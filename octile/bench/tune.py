@@ -85,7 +85,7 @@ def run(shape: tuple[int, int, int] | None, minutes: float) -> None:
         raise ValueError("tune measures Hopper's kernels: it needs a GPU of sm_90")
     if minutes <= 0 or (shape and min(shape) < 1):
         raise ValueError(f"shape and minutes must be positive, not {shape} and {minutes:g}")
-    end, chip = time.monotonic() + 60 * minutes, Chip(num_sms.num_sms())
+    end, chip = time.monotonic() + 60 * minutes, num_sms.chip()
     cases = [Case("dense", *shape)] if shape else _unknown(ORDER, chip)
     print(f"{len(cases)} shapes, stored in {tuned.path()}", flush=True)
     pool = ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 1), mp_context=get_context("spawn"))
@@ -196,7 +196,7 @@ def launcher(setup: PreparedCase, config: GemmConfig) -> Callable[[], Tensor]:
     """Return a call of a case with one kernel."""
     gemm, device = make_tma_readable(request(setup)), setup.out.device
     kernel = specialize.load("gemm", config.constants(), device, config.headers())
-    prepared = PreparedGemm(plan_launch(gemm, Chip(num_sms.num_sms(device)), config), kernel)
+    prepared = PreparedGemm(plan_launch(gemm, num_sms.chip(device), config), kernel)
     _, pointers = launch_key(gemm)
 
     def call() -> Tensor:

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from octile.kernels.cuda.gemm import launch_cache, num_sms
 from octile.kernels.cuda.gemm.config import BLOCK_K, Scales, Schedule
-from octile.kernels.cuda.gemm.cost_model import Chip
 from octile.kernels.cuda.gemm.launch_plan import plan_launch
 from octile.kernels.cuda.gemm.request import GemmRequest, Operand, why_not_on
 from octile.kernels.memory_layout import new_scale, padded
@@ -197,7 +196,7 @@ def compare(case: ProbeGemm, run: Run, device: torch.device) -> ProbeGemmResult:
 def on_gpu(p: GemmRequest) -> int:
     """Run a request with the kernel that octile chooses for it; see `Run`."""
     launch_cache.launch(p)
-    return plan_launch(p, Chip(num_sms.num_sms(p.a.data.device))).config.split_k
+    return plan_launch(p, num_sms.chip(p.a.data.device)).config.split_k
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -25,14 +25,26 @@ CLUSTERS = ((1, 1), (1, 2), (2, 1))  # blocks along M, which share b, and along 
 
 
 def choose(problem: Problem, chip: Chip) -> GemmConfig:
-    """Return the configuration that should be fastest, or the one that `octile bench tune` measured to be."""
-    return tuned.lookup(rounded(problem), chip) or best(rounded(problem), chip)
+    """Return the configuration that should be fastest, or the one that `octile bench tune` measured to be.
+
+    Among those for some of a GPU's SMs it splits K as the one for all of them does.
+    """
+    problem = rounded(problem)
+    if chip.multiprocessors == chip.whole.multiprocessors:
+        return tuned.lookup(problem, chip.whole) or best(problem, chip.whole)
+    split_k = choose(problem, chip.whole).split_k
+    measured = tuned.lookup(problem, chip)
+    return measured if measured is not None and measured.split_k == split_k else best(problem, chip, split_k)
 
 
 @lru_cache(4096)
-def best(problem: Problem, chip: Chip) -> GemmConfig:
-    """Return the configuration of the lowest estimate for a rounded problem, without what was measured."""
-    return candidates(problem, chip)[0]
+def best(problem: Problem, chip: Chip, split_k: int | None = None) -> GemmConfig:
+    """Return the configuration of the lowest estimate for a rounded problem, without what was measured.
+
+    Args:
+        split_k: that of a candidate for the whole GPU; None: any.
+    """
+    return next(c for c in candidates(problem, chip) if split_k in (None, c.split_k))
 
 
 def candidates(problem: Problem, chip: Chip) -> list[GemmConfig]:
@@ -109,7 +121,7 @@ def _with_splits(
         )
     except ValueError:
         return
-    k_blocks, tiles = -(-p.k // BLOCK_K), num_tiles(p, first)
+    k_blocks, tiles, all_sms = -(-p.k // BLOCK_K), num_tiles(p, first), chip.whole.multiprocessors
     if ping_pong and tiles < chip.multiprocessors:  # one warpgroup of each block would have no tile
         return
     if p.accumulate and p.store is Store.TMA:
@@ -117,9 +129,9 @@ def _with_splits(
             yield _loading_c(first)
     for filled in _with_stages(first):
         yield filled
-        if p.schedule is Schedule.DENSE and p.promote and tiles < chip.multiprocessors and not ping_pong:
+        if p.schedule is Schedule.DENSE and p.promote and tiles < all_sms and not ping_pong:
             for split_k in (2, 3, 4, 6, 8, 12, 16):
-                if tiles * split_k <= chip.multiprocessors and k_blocks >= 2 * split_k:
+                if tiles * split_k <= all_sms and k_blocks >= 2 * split_k:
                     with suppress(ValueError):
                         yield replace(filled, split_k=split_k)
 

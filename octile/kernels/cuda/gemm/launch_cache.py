@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from octile.kernels.cuda.gemm import num_sms
-from octile.kernels.cuda.gemm.cost_model import Chip
 from octile.kernels.cuda.gemm.launch_plan import LaunchPlan, make_tma_readable, plan_launch
 from octile.kernels.cuda.gemm.request import GemmRequest
 from octile.kernels.cuda.jit import specialize, tensor_map
@@ -135,7 +134,7 @@ def one_workspace_in_capture() -> Iterator[None]:
 
 def _prepare(request: GemmRequest) -> PreparedGemm:
     device = request.a.data.device
-    plan = plan_launch(request, Chip(num_sms.num_sms(request.a.data.get_device())))
+    plan = plan_launch(request, num_sms.chip(request.a.data.get_device()))
     return PreparedGemm(plan, specialize.load("gemm", plan.config.constants(), device, plan.config.headers()))
 
 

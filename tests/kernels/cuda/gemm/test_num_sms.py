@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from octile.kernels.cuda.gemm import num_sms
+from octile.kernels.cuda.gemm.cost_model import Chip
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +27,11 @@ def test_all_sms_are_used_by_default():
 def test_num_sms_is_bounded_by_the_setting_and_the_gpu(limit, used):
     num_sms.set_num_sms(limit)
     assert num_sms.num_sms() == used
+
+
+def test_gemms_know_all_sms_of_the_gpu():
+    num_sms.set_num_sms(78)
+    assert num_sms.chip() == Chip(78, of_gpu=132)
 
 
 def test_none_lifts_the_bound():
