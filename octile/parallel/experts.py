@@ -12,7 +12,8 @@ Each of W ranks has its own tokens and E/W consecutive experts.
 the order of its chosen experts: as one process does, to which the tokens of all ranks are one batch. The sum of a
 rank's results would be less to send, but rounded before it is added. The rows of an expert are sorted by the rank and
 the position of their tokens, so that the weights' gradients have the same bits, too. (The gate computes a rank's own
-tokens; on a CPU the last bits of torch's functions can depend on the number of tokens.)
+tokens, and its last bits can depend on their number: on a CPU by torch's functions, and on a GPU because few tokens
+take other kernels than many.)
 
 **Two hops.** On a mesh [nodes, ranks of a node] a row goes once to each node that has one of its experts, to the rank
 of the same index, and from there to the ranks of the node; results go the same way back. A gate that limits the nodes

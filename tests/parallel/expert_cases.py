@@ -59,7 +59,7 @@ class FixedGate(Gate):
 
 
 class RankwiseGate(Gate):
-    """A gate that computes the tokens of each rank alone: on a CPU its last bits depend on the number of tokens."""
+    """A gate that computes the tokens of each rank alone: its last bits depend on the number of tokens."""
 
     ranks = 1
 

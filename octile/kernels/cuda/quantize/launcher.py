@@ -49,10 +49,8 @@ DTYPES = {  # enum Dtype of scale.cuh
 }
 SIDE, MAX_COLUMNS = 128, 16384  # rows and columns of a block; the most columns that RMSNorm supports
 BLOCK_THREADS, BLOCK_BYTES = 256, 128 * 128 + 4 * 8 * 128 + 20 * 128 + 32  # smem::bytes of block.cuh
-MATRIX, CAPACITY = (
-    "QQQQQqiiiiiIII",
-    51,
-)  # struct Matrix of matrices.cu, and how many of them a launch takes as arguments
+MATRIX = "QQQQQqiiiiiIII"  # struct Matrix of matrices.cu
+CAPACITY = 51  # how many of them a launch takes as arguments
 BACKWARD_BYTES = 7 * 2 * 16 * BLOCK_THREADS + 4 * 3 * SIDE  # shared memory of swiglu_backward.cu on top
 
 # Settings that decide on the kernels' speed; `octile bench tune-casts` searches for better ones on a GPU.
