@@ -10,6 +10,7 @@ Objects and positions go through torchrun's key-value store, which outlives the 
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import sys
@@ -183,6 +184,7 @@ def leave() -> None:
     """Leave the process group, at the end of a run in which nothing failed."""
     global _joined
     if _joined is not None:
+        gc.collect()  # NCCL destroys no communicator whose collectives a graph has, and trainers are in cycles
         dist.destroy_process_group()
         _joined = None
 

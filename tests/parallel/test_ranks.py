@@ -1,5 +1,7 @@
 """Tests of what ranks send through a store, with threads as ranks; tests/train/test_torchrun.py starts processes."""
 
+import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -8,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from octile.parallel import ranks as module
-from octile.parallel.ranks import Ranks, RanksError, explain, join, reports_failure
+from octile.parallel.ranks import Ranks, RanksError, explain, join, leave, reports_failure
 from octile.train.signals import Stopped
 
 
@@ -129,3 +131,22 @@ def test_a_rank_waits_longer_for_rank_0_if_that_has_announced_its_report(two, mo
         assert not waiting.done()
         two[0].store.compare_set(module.FAILURE, "", "0 the loss is nan")
         assert waiting.result() is False
+
+
+def test_what_is_only_in_cycles_is_freed_before_the_process_group(monkeypatch: pytest.MonkeyPatch):
+    """NCCL waits forever for communicators whose collectives a CUDA graph has."""
+
+    class Step:
+        def __init__(self) -> None:
+            self.graph = self
+
+    left: list[bool] = []
+    monkeypatch.setattr(module, "_joined", Ranks.alone())
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: left.append(step() is not None))
+    gc.disable()
+    try:
+        step = weakref.ref(Step())
+        leave()
+    finally:
+        gc.enable()
+    assert left == [False]
