@@ -210,8 +210,9 @@ def shard_experts(
         max_rows: how many rows the tensors of a rank's experts have for these kernels, the same on all ranks. No token
             is dropped: more rows are a RuntimeError. None: as many as if all tokens of all ranks went to one rank.
         num_sms: how many SMs these kernels use, at least 2; None: a number that suits NVLink, and a smaller one
-            where GEMMs overlap, which then use the others. Blocks of these kernels and of NCCL's wait for other ranks:
-            where both run at the same time, the GPU must have SMs for both, of which NCCL uses up to 32.
+            where GEMMs overlap, which then use the others; no more than the GPU has. Blocks of these kernels wait for
+            other ranks, but only for blocks that a GPU begins before those that wait, so one free SM suffices. Where
+            NCCL's blocks, which wait too, run at the same time, the GPU must have more SMs than these: up to 32.
         too_many_rows: float32 [] on the ranks' devices. If it is given, more rows than max_rows set it to 1 on their
             rank, without an error; results and gradients of all ranks are then to be discarded.
 

@@ -53,15 +53,18 @@ class PeerMemory:
 
     Args:
         group: ranks on GPUs of one host that can access each other's memory.
-        num_sms: how many SMs an exchange uses; None: as many as were fastest on two H200s, and fewer if GEMMs overlap.
+        num_sms: how many SMs an exchange uses; None: as many as were fastest on two H200s, and fewer if GEMMs overlap,
+            but no more than the GPU has.
     """
 
     def __init__(self, group: dist.ProcessGroup, num_sms: int | None = None):
         from octile.kernels.triton.launch_config import PEER_SMS, PEER_SMS_OVERLAPPED  # late: needs Triton
 
         self.group = group
-        self.num_sms = num_sms or PEER_SMS
-        self.num_sms_overlapped = num_sms or PEER_SMS_OVERLAPPED
+        on_gpu = torch.cuda.is_available()
+        there = gemm_sms.multiprocessors(torch.cuda.current_device()) if on_gpu else PEER_SMS
+        self.num_sms = num_sms or min(PEER_SMS, there)
+        self.num_sms_overlapped = num_sms or min(PEER_SMS_OVERLAPPED, there)
         self.buffer = torch.empty(0, dtype=torch.uint8)
         self.peers: Peers
         self.handle: Any = None  # of torch, which keeps the buffers of all ranks mapped

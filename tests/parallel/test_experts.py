@@ -3,11 +3,14 @@
 from collections.abc import Callable
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from octile.kernels.cuda.gemm import num_sms
 from octile.nn import Gate, MoE
 from octile.parallel import shard_experts
+from octile.parallel.symmetric_memory import PeerMemory
 from tests.parallel import expert_cases
 from tests.parallel.expert_cases import E, K, Tokens
 from tests.worlds import Failures, assert_passed, start_once, start_ranks
@@ -49,3 +52,14 @@ def test_ranks(failures, world: int, name: str):
 def test_without_a_process_group_the_error_says_so():
     with pytest.raises(RuntimeError, match=r"torch.distributed must be initialized"):
         shard_experts(MoE(Gate(16, 4, 2), 16, 8))
+
+
+@pytest.mark.parametrize(("there", "used"), [(132, (128, 32)), (114, (114, 32)), (78, (78, 32)), (20, (20, 20))])
+def test_an_exchange_uses_no_more_sms_than_there_are(
+    monkeypatch: pytest.MonkeyPatch, there: int, used: tuple[int, int]
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(num_sms, "multiprocessors", lambda device: there)
+    memory = PeerMemory(None)
+    assert (memory.num_sms, memory.num_sms_overlapped) == used
