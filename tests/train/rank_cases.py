@@ -1,6 +1,5 @@
 """Trainers on several ranks compared with one process, for test_ranks.py."""
 
-import gc
 import os
 import re
 import shutil
@@ -24,6 +23,7 @@ from octile.train import trainer as module
 from octile.train.captured_step import WARM_UP_STEPS
 from octile.train.checkpoints import RunCheckpoints
 from octile.train.config import ParallelConfig
+from octile.train.deterministic import FIXED_WORKSPACE, WORKSPACE_VARIABLE, deterministic
 from octile.train.loop import differing
 from octile.train.token_store import TokenStore
 from octile.train.trainer import Trainer
@@ -286,36 +286,58 @@ def check_late(store: TokenStore, ranks: Ranks, recipe: str = "float32") -> None
     assert ranks.gather(own.steps_done) == [20] * ranks.size
 
 
-def check_late_weights(store: TokenStore, ranks: Ranks, ep: int) -> None:
+def check_late_weights(store: TokenStore, ranks: Ranks, ep: int, **changes) -> None:
     """Weights that are gathered during the next forward pass give the bits of those gathered after each step."""
     optim = replace(micro().optim, ema_decay=0.9)
-    of_step = [trainers(store, ranks, ep, optim=optim)[1] for _ in range(2)]
-    expected = steps(of_step[0])
-    with pytest.MonkeyPatch.context() as patch:
+    at_once, late = (trainers(store, ranks, ep, optim=optim, **changes)[1] for _ in range(2))
+    at_once.captured = late.captured = None
+    with deterministic(True), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "why_eager", lambda *_: "the test compares with it")
+        expected = steps(at_once)
         patch.setattr(module, "why_eager", lambda *_: None)
-        late = of_step[1]
         for _ in range(STEPS):
             late.launch()
         assert not late._is_gathered
         lines = list(late.read())
+    check_same_run(late, lines, at_once, expected)
+
+
+def check_same_run(own: Trainer, lines: list[dict], other: Trainer, expected: list[dict]) -> None:
+    """Two trainers have the same losses and the same state, bit for bit."""
     assert [line["loss"] for line in lines] == [line["loss"] for line in expected]
-    (tensors, _), (wanted, _) = late.state(), of_step[0].state()
+    (tensors, _), (wanted, _) = own.state(), other.state()
     assert [name for name, tensor in wanted.items() if not torch.equal(tensors[name], tensor)] == []
 
 
-def check_becoming_eager(store: TokenStore, ranks: Ranks, ep: int) -> None:
+def check_captured_late(store: TokenStore, ranks: Ranks, ep: int = 1, exchange: str = "all_to_all") -> None:
+    """Captured steps of which several are in flight have the bits of those that are read one by one."""
+    with deterministic(True):
+        one_by_one, late = (
+            trainers(store, ranks, ep, {"exchange": exchange}, recipe="deepseek_v3")[1] for _ in range(2)
+        )
+        expected, lines = steps(one_by_one, WARM_UP_STEPS + 6), steps(late, WARM_UP_STEPS + 2)
+        for _ in range(4):
+            late.launch()
+        lines += late.read()
+    if late.captured is not None:  # on a GPU
+        assert late.captured.is_captured
+        assert one_by_one.captured.is_captured
+    check_same_run(late, lines, one_by_one, expected)
+
+
+def check_becoming_eager(store: TokenStore, ranks: Ranks, ep: int, **changes) -> None:
     """A step that cannot be launched early, after others that are not read, computes with the updated weights."""
-    at_once, late = (trainers(store, ranks, ep)[1] for _ in range(2))
-    expected = steps(at_once, 6)
-    with pytest.MonkeyPatch.context() as patch:
+    at_once, late = (trainers(store, ranks, ep, **changes)[1] for _ in range(2))
+    at_once.captured = late.captured = None
+    with deterministic(True), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "why_eager", lambda *_: "the test compares with it")
+        expected = steps(at_once, 6)
         for reason in (None, "a hook", None):
             patch.setattr(module, "why_eager", lambda *_, reason=reason: reason)
             for _ in range(2):
                 late.launch()
         lines = list(late.read())
-    assert [line["loss"] for line in lines] == [line["loss"] for line in expected]
-    (tensors, _), (wanted, _) = late.state(), at_once.state()
-    assert [name for name, tensor in wanted.items() if not torch.equal(tensors[name], tensor)] == []
+    check_same_run(late, lines, at_once, expected)
 
 
 def check_agreement(ranks: Ranks) -> None:
@@ -376,6 +398,11 @@ def gpu_cases() -> dict[str, object]:
         "spread-too_many_rows": check_captured_too_many_rows,
         "skips": check_eager_skips,
         "late": lambda s, r: check_late(s, r, "deepseek_v3"),
+        "late_weights-1": lambda s, r: check_late_weights(s, r, 1, recipe="deepseek_v3"),
+        "late_weights-2": lambda s, r: check_late_weights(s, r, 2, recipe="deepseek_v3"),
+        "becoming_eager-1": lambda s, r: check_becoming_eager(s, r, 1, recipe="deepseek_v3"),
+        "captured_late-1": check_captured_late,
+        "captured_late-2": lambda s, r: check_captured_late(s, r, 2, "symmetric_memory"),
         "agreement": lambda s, r: check_agreement(r),
     }
 
@@ -408,6 +435,8 @@ def cases(world: int) -> dict[str, object]:
         "late": check_late,
         "late_weights-1": lambda s, r: check_late_weights(s, r, 1),
         "late_weights-2": lambda s, r: check_late_weights(s, r, 2),
+        "late_weights-deepseek_v3": lambda s, r: check_late_weights(s, r, 2, recipe="deepseek_v3"),
+        "captured_late": check_captured_late,
         "becoming_eager-1": lambda s, r: check_becoming_eager(s, r, 1),
         "becoming_eager-2": lambda s, r: check_becoming_eager(s, r, 2),
         "agreement": lambda s, r: check_agreement(r),
@@ -421,9 +450,9 @@ def run(rank: int, world: int, folder: str, store: str, port: int, device: str =
         torch.cuda.set_device(rank)
         torch.cuda.init()
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    os.environ[WORKSPACE_VARIABLE] = FIXED_WORKSPACE  # for cases with `deterministic`: cuBLAS reads it once
     ranks, tokens = join(torch.device(device, rank if device == "cuda" else None), 60), TokenStore.open(Path(store))
     own = gpu_cases() if device == "cuda" else cases(world)
     run_cases({name: partial(case, tokens, ranks) for name, case in own.items()}, folder, rank)
-    gc.collect()  # NCCL destroys no communicator whose collectives a graph has, and trainers are in cycles
     dist.barrier()
     leave()
