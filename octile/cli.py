@@ -48,6 +48,7 @@ NUMBER_ERRORS = {  # Python's message for a word that is not a number: what the 
 # tyro's message for an option that is a number or several
 UNION_ERROR = re.compile(r"no type matching (INT|FLOAT)\|.* could be instantiated from \[(.*)\]")
 
+WRAPPED_NUMBER = re.compile(r"(?<=\d,)\n(?=\d{3}(?!\d))")  # tyro breaks lines within 128,000
 INVALID_CHOICE = re.compile(r"invalid choice '(.*)' for argument '(.*)'\. Expected one of \((.*)\)\.")
 
 HELP = frozenset({"-h", "--help"})
@@ -354,7 +355,7 @@ def lab(arguments: list[str]) -> None:
 
 
 def plan(arguments: list[str]) -> None:
-    """Plan training on many GPUs: pipeline schedules."""
+    """Plan training on many GPUs: time, memory and cost on a cluster, and pipeline schedules."""
     from octile.plan.commands import PLAN
 
     _run_group(PLAN, arguments)
@@ -501,7 +502,8 @@ def _parse_run(form: type[RunForm], arguments: list[str], command: str, default:
 def _error_line(box: str, form: type[Dataclass]) -> str:
     """The first paragraph of tyro's error box, reworded where it quotes tyro or Python, or begins with a field."""
     lines = [line.strip("│ ") for line in box.splitlines()[1:]]  # without the title
-    first = " ".join(takewhile(_is_text, dropwhile(lambda line: not _is_text(line), lines))) or box
+    text = "\n".join(takewhile(_is_text, dropwhile(lambda line: not _is_text(line), lines)))
+    first = WRAPPED_NUMBER.sub("", text).replace("\n", " ") or box
     where, _, what = first.removeprefix("Error parsing ").partition(": ")
     if where == first.partition(": ")[0]:
         if choice := INVALID_CHOICE.fullmatch(first):

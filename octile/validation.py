@@ -139,7 +139,11 @@ def from_json(cls: type[C], value: object, name: str = "") -> C:
         if field.default is MISSING and field.default_factory is MISSING and field.name not in value:
             raise ValueError(f"{prefix}{field.name} is missing")
     try:
-        return cls(**{key: _converted(content, known[key], prefix + key) for key, content in value.items()})
+        converted = {key: _converted(content, known[key], prefix + key) for key, content in value.items()}
+        if name:  # the class does not know which field holds it
+            for key, content in converted.items():
+                check(prefix + key, content, known[key])
+        return cls(**converted)
     except TypeError as error:  # of `check_fields`
         raise ValueError(str(error)) from None
 

@@ -22,7 +22,6 @@ from octile.plan.exchange import experts_at_equal_cost
 from octile.plan.hardware import Cluster, read_cluster
 from octile.plan.layout import Layout, ScheduleName
 from octile.plan.memory import why_not_fitting
-from octile.plan.published import published_layout
 from octile.plan.replicas import ReplicaTimes, Scatter, simulate_replicas
 from octile.plan.schedule import compare_schedules
 from octile.plan.search import Search, search
@@ -80,8 +79,9 @@ class Options:
         if self.preset not in PRESETS:
             raise ValueError(f"unknown preset {self.preset!r}; there are {', '.join(PRESETS)}")
         if self.out.suffix not in (".svg", ".png"):
-            raise ValueError(f"out must end in .svg or .png, not {self.out.name!r}")
+            raise ValueError(f"out must end in .svg or .png, not {str(self.out)!r}")
         if not self.json:
+            check_output_file("out", self.out)
             check_output_file("trace", self.trace)
 
     def read(self) -> Cluster:
@@ -139,8 +139,10 @@ def make_plan(options: Options) -> Result:
         ValueError, FileNotFoundError: as for `run`.
     """
     cluster, model = options.read(), PRESETS[options.preset]()
+    if options.scatter.is_given:
+        options.scatter.check(cluster.gpus)
     whole = read_cluster(options.cluster).gpus
-    published = published_layout(cluster, options.preset) if cluster.gpus == whole else None
+    published = cluster.published(options.preset) if cluster.gpus == whole else None
     length = min(Layout.sequence_length, model.max_position_embeddings)
     default = published or Layout(batch_size=SEQUENCES_PER_GPU * cluster.gpus, sequence_length=length)
     given = options.layout
@@ -159,7 +161,7 @@ def make_plan(options: Options) -> Result:
             raise ValueError(f"no layout of {options.preset}{asked} fits on {on}; {found.nearest}")
         plan = found.plans[0]
     replicas = None
-    if options.scatter.jitter or options.scatter.slow_gpus:
+    if options.scatter.is_given:
         schedule, costs = plan.simulation.schedule, plan.simulation.costs
         replicas = simulate_replicas(schedule, costs, plan.layout.dp(cluster), plan.layout.ep, options.scatter)
     return Result(plan, found, replicas)

@@ -13,6 +13,8 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
+from octile.models.config import PRESETS
+from octile.plan.layout import Layout
 from octile.validation import Range, check_fields, from_json
 
 CLUSTERS = Path(__file__).parent / "clusters"
@@ -127,8 +129,8 @@ class Cluster:
         layouts: layouts of published runs by preset, as tables of `Layout`'s fields.
 
     Raises:
-        ValueError: a field is out of range, nodes do not divide the GPUs, there is no network between nodes, or an
-            efficiency is unknown.
+        ValueError: a field is out of range, nodes do not divide the GPUs, there is no network between nodes, an
+            efficiency is unknown, or a table of layouts is not one of a preset's layout.
     """
 
     name: str
@@ -157,6 +159,15 @@ class Cluster:
                 f"{self.exchange_multiprocessors}"
             )
         _ = self.reached
+        for preset in self.layouts:
+            if preset not in PRESETS:
+                raise ValueError(f"layouts.{preset} is unknown: there are {', '.join(PRESETS)}")
+            self.published(preset)
+
+    def published(self, preset: str) -> Layout | None:
+        """The layout of a published run of a preset; None if there is none."""
+        table = self.layouts.get(preset)
+        return None if table is None else from_json(Layout, table, f"layouts.{preset}")
 
     @cached_property
     def reached(self) -> Efficiencies:
@@ -174,12 +185,14 @@ def read_cluster(name: str) -> Cluster:
 
     Raises:
         ValueError: the name is unknown, or the file is damaged or lacks something; the message names the field.
-        FileNotFoundError: there is no such file.
+        FileNotFoundError, IsADirectoryError: there is no such file, or it is a folder.
     """
     if name in cluster_names():
         return _read(Cluster, CLUSTERS / f"{name}.toml")
     path = Path(name)
-    if path.suffix != ".toml":
+    if name and path.is_dir():
+        raise IsADirectoryError(f"cluster {name!r} is a folder: name a .toml file")
+    if not path.is_file() and path.suffix.lower() != ".toml":
         known = ", ".join(cluster_names())
         raise ValueError(f"unknown cluster {name!r}; there are {known}, or give the path of a .toml file")
     if not path.is_file():

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from octile.models.config import ModelConfig
 from octile.parallel.schedules import Schedule, make_schedule
-from octile.plan.hardware import Cluster
 from octile.validation import Range, check_fields
+
+if TYPE_CHECKING:
+    from octile.plan.hardware import Cluster
 
 Count = Annotated[int, Range(at_least=1, at_most=2**24)]
 ScheduleName = Literal["gpipe", "1f1b", "zb1p", "dualpipe", "dualpipev", "chimera"]

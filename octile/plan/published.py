@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from octile.models.config import PRESETS
-from octile.plan.hardware import Cluster, read_cluster
+from octile.plan.hardware import read_cluster
 from octile.plan.layout import Layout
 from octile.plan.serving import (
     Decode,
@@ -20,7 +20,6 @@ from octile.plan.serving import (
     prefill_tokens_per_second,
 )
 from octile.plan.step import StepPlan, overlapped, plan_step
-from octile.validation import from_json
 
 
 @dataclass(frozen=True)
@@ -49,21 +48,11 @@ class Comparison:
         return self.predicted / self.value - 1
 
 
-def published_layout(cluster: Cluster, preset: str) -> Layout | None:
-    """The layout of a published run of a preset on a cluster; None if the cluster's file has none.
-
-    Raises:
-        ValueError: the file's table is not one of a layout.
-    """
-    table = cluster.layouts.get(preset)
-    return None if table is None else from_json(Layout, table, f"layouts.{preset}")
-
-
 @cache
 def published_run() -> StepPlan:
     """DeepSeek-V3 on 2,048 H800, as published."""
     cluster = read_cluster("h800_2048")
-    layout = published_layout(cluster, "v3_671b")
+    layout = cluster.published("v3_671b")
     assert layout is not None
     return plan_step(PRESETS["v3_671b"](), layout, cluster)
 

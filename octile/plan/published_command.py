@@ -32,7 +32,7 @@ def run(options: Options) -> None:
     console = Console()
     for case in dict.fromkeys(c.case for c in found):
         rows = [
-            (f"{c.what}, {c.unit}", f"{c.value:,.4g}", f"{c.predicted:,.4g}", f"{c.error:+.1%}")
+            (f"{c.what}, {c.unit}", _number(c.value), _number(c.predicted), f"{c.error:+.1%}")
             for c in found
             if c.case == case
         ]
@@ -44,3 +44,8 @@ def comparisons() -> Iterator[Comparison]:
     yield from compare_published()
     yield from compare_serving()
     yield from compare_measured()
+
+
+def _number(value: float) -> str:
+    """A figure in four digits, or in all of its whole ones."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"

@@ -30,16 +30,36 @@ class Scatter:
         seed: of the draws.
 
     Raises:
-        TypeError, ValueError: a field is not what its annotation says.
+        TypeError, ValueError: a field is not what its annotation says, or would change nothing.
     """
 
     jitter: Share = 0.0
     slow_gpus: Annotated[int, Range(at_least=0, at_most=MAX_GPUS)] = 0
-    slowdown: Annotated[float, Range(at_least=1)] = 1.1
+    slowdown: Annotated[float, Range(at_least=1, at_most=1000)] = 1.1
     seed: Annotated[int, Range(at_least=0)] = 0
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.slowdown != Scatter.slowdown and not self.slow_gpus:
+            raise ValueError("scatter.slowdown needs scatter.slow_gpus of at least 1: without it no GPU is slower")
+        if self.seed and not self.is_given:
+            raise ValueError("scatter.seed needs scatter.jitter or scatter.slow_gpus: without them nothing is drawn")
+
+    @property
+    def is_given(self) -> bool:
+        """Whether any duration differs from the planned one."""
+        return self.jitter > 0 or self.slow_gpus > 0
+
+    def check(self, gpus: int) -> None:
+        """Refuse a cluster that cannot be simulated.
+
+        Raises:
+            ValueError: there are more GPUs than MAX_GPUS, or fewer than are to be slow.
+        """
+        if gpus > MAX_GPUS:
+            raise ValueError(f"at most {MAX_GPUS:,} GPUs are simulated, not {gpus:,}")
+        if self.slow_gpus > gpus:
+            raise ValueError(f"scatter.slow_gpus must be at most the {gpus:,} GPUs, not {self.slow_gpus:,}")
 
 
 @dataclass(frozen=True)
@@ -83,10 +103,7 @@ def simulate_replicas(
     gpus = dp * schedule.n_ranks
     if dp % ep:
         raise ValueError(f"ep must divide the {dp:,} data-parallel ranks, not {ep}")
-    if gpus > MAX_GPUS:
-        raise ValueError(f"at most {MAX_GPUS:,} GPUs are simulated, not {gpus:,}")
-    if scatter.slow_gpus > gpus:
-        raise ValueError(f"slow_gpus must be at most the {gpus:,} GPUs, not {scatter.slow_gpus:,}")
+    scatter.check(gpus)
     random = np.random.default_rng(scatter.seed)
     factor = np.ones((schedule.n_ranks, dp))
     factor.reshape(-1)[random.choice(gpus, scatter.slow_gpus, replace=False)] = scatter.slowdown

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
 from rich.console import Console
 
+from octile.checkpoint.files import check_output_file
 from octile.lab.pages.page import Table, screen_table
 from octile.parallel.schedules import SCHEDULES, Costs, Simulation, make_schedule, simulate
 from octile.report.schedule import compare_activations, compare_bubble, describe_costs, save_schedule
@@ -15,6 +16,7 @@ from octile.validation import Range, check_fields
 
 COLUMNS = ("schedule", "ranks", "time", "idle", "bubble", "activations", "parameters")
 MAX_SIZE = 5_000  # stages × micro-batches of a picture that takes seconds to draw and can be read
+MAX_SPREAD = 50_000  # that times the longest cost, of the shortest: the width of the picture
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,16 @@ class Options:
             raise ValueError(
                 f"stages × micro_batches must be at most {MAX_SIZE:,}, not {self.stages * self.micro_batches:,}"
             )
+        costs = [cost for cost in asdict(self.costs).values() if cost]
+        spread, most = max(costs) / min(costs), MAX_SPREAD / (self.stages * self.micro_batches)
+        if spread > most:
+            raise ValueError(
+                f"costs: the longest may be {most:,.0f} times the shortest in a picture of {self.stages:,} stages × "
+                f"{self.micro_batches:,} micro-batches, not {spread:,.4g} times"
+            )
         if self.out.suffix not in (".svg", ".png"):
-            raise ValueError(f"out must end in .svg or .png, not {self.out.name!r}")
+            raise ValueError(f"out must end in .svg or .png, not {str(self.out)!r}")
+        check_output_file("out", self.out)
 
 
 def run(options: Options) -> None:

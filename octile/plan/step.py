@@ -17,6 +17,7 @@ from octile.plan.stages import Stage, make_stages
 OPTIMIZER_BYTES = 28  # of a parameter: AdamW reads 12 and writes 8, the norm reads 4, the gradient is zeroed
 QUANTIZED_BYTES = 6  # of a weight that is quantized: FP32 read, two FP8 forms written
 TRILLION = 1e12
+ROUNDING = 1e-9  # share of a sum of times that is the rounding of its terms
 LEAST = 1e-9  # seconds: `Costs` needs times above 0
 
 
@@ -106,9 +107,10 @@ class StepPlan:
         computed = sum(kinds.values())
         exposed = sum(_exposed(self.stages, span.action) for span in simulation.spans[rank])
         busy = simulation.makespan - simulation.bubbles[rank]
+        slowed = busy - computed - exposed
         return {
             **dict(kinds.most_common()),
-            "SMs for exchanges": max(busy - computed - exposed, 0.0),
+            "SMs for exchanges": slowed if slowed > ROUNDING * busy else 0.0,
             "exposed exchanges": exposed,
             "bubble": simulation.bubbles[rank],
             "gradients and weights": self.reduction,

@@ -98,6 +98,10 @@ def test_published_figures_are_listed_with_the_error_of_the_plan(capsys, folder)
             ("--pp", "16", "--ep", "1"),
             "no layout of v3_671b with pp 16, ep 1 fits on the 2,048 GPUs of h800_2048; the nearest to fitting is PP16",
         ),
+        (("--scatter.slow-gpus", "5000"), "slow_gpus must be at most the 2,048 GPUs, not 5,000"),
+        (("--scatter.slowdown", "1e308"), "slowdown must be at most 1,000, not 1e+308"),
+        (("--out", "/dev/null/step.svg"), "cannot be written: '/dev/null' is not a folder"),
+        (("--out", "."), "out must end in .svg or .png, not '.'"),
         (("--out", "step.pdf"), "out must end in .svg or .png, not 'step.pdf'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
@@ -105,6 +109,18 @@ def test_published_figures_are_listed_with_the_error_of_the_plan(capsys, folder)
 def test_bad_options_are_refused_with_the_constraint_before_anything_is_written(capsys, folder, options, message):
     assert message in refused(capsys, "plan", "cluster", *options)
     assert not list(folder.iterdir())
+
+
+def test_gpus_that_cannot_be_slow_are_refused_before_anything_is_planned(capsys, folder, monkeypatch):
+    monkeypatch.setattr("octile.plan.cluster.search", lambda *_: pytest.fail("planned"))
+    assert "5,000" in refused(capsys, "plan", "cluster", "--pp", "16", "--scatter.slow-gpus", "5000")
+
+
+def test_published_figures_have_all_their_digits(capsys, folder, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    _, out, _ = call(capsys, "plan", "published")
+    assert all(figure in out for figure in ("180,000", "73,700", "38.94"))
+    assert "e+" not in out
 
 
 def test_a_model_that_no_layout_fits_is_refused(capsys, folder):

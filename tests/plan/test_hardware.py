@@ -36,6 +36,12 @@ def test_a_users_file_is_read_by_its_path(tmp_path):
         ("bandwidth = 450e9", "width = 450e9", "nvlink.width is unknown: there are bandwidth, latency"),
         ("multiprocessors = 132", "multiprocessors = 32", "exchange_multiprocessors must be below the 32 SMs"),
         ("[gpu]", "[gpu", "mine.toml: "),
+        ("latency = 5e-6", "latency = inf", "nvlink.latency must be finite, not inf"),
+        ("[gpu]", "layouts.v9.pp = 2\n[gpu]", "layouts.v9 is unknown: there are tiny, "),
+        ("[gpu]", "layouts.tiny = 2\n[gpu]", "layouts.tiny must be an object, not 2"),
+        ("[gpu]", 'layouts.tiny.schedule = "foo"\n[gpu]', "layouts.tiny.schedule must be gpipe or 1f1b"),
+        ("[gpu]", 'layouts.tiny.pp = "16"\n[gpu]', "layouts.tiny.pp must be a whole number, not '16'"),
+        ("[gpu]", "layouts.tiny.foo = 3\n[gpu]", "layouts.tiny.foo is unknown: there are pp, ep"),
     ],
 )
 def test_a_damaged_file_is_refused_with_what_is_wrong(tmp_path, old, new, message):
@@ -52,6 +58,17 @@ def test_an_unknown_name_is_refused_with_those_that_there_are():
 def test_a_file_that_does_not_exist_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"missing\.toml"):
         read_cluster(str(tmp_path / "missing.toml"))
+
+
+@pytest.mark.parametrize("name", ["mine", "mine.TOML"])
+def test_a_file_that_exists_is_read_whatever_its_suffix(tmp_path, name):
+    (tmp_path / name).write_text(FILE, encoding="utf-8")
+    assert read_cluster(str(tmp_path / name)).name == "h200_8"
+
+
+def test_a_folder_is_no_cluster(tmp_path):
+    with pytest.raises(IsADirectoryError, match="is a folder: name a"):
+        read_cluster(str(tmp_path))
 
 
 def test_every_efficiency_has_a_value():

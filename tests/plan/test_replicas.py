@@ -61,7 +61,18 @@ def test_what_cannot_be_simulated_is_refused(dp, ep, scatter, message):
         simulate_replicas(SCHEDULE, COSTS, dp, ep, scatter)
 
 
-@pytest.mark.parametrize("field", [{"jitter": 2.0}, {"slow_gpus": -1}, {"slowdown": 0.5}, {"seed": -1}])
+@pytest.mark.parametrize(
+    ("field", "needed"),
+    [({"slowdown": 2.0}, "slow_gpus"), ({"slowdown": 2.0, "jitter": 0.1}, "slow_gpus"), ({"seed": 1}, "jitter or")],
+)
+def test_a_scatter_that_would_change_nothing_is_refused(field, needed):
+    with pytest.raises(ValueError, match=f"{next(iter(field))} needs scatter.{needed}"):
+        Scatter(**field)
+
+
+@pytest.mark.parametrize(
+    "field", [{"slowdown": 1e308}, {"jitter": 2.0}, {"slow_gpus": -1}, {"slowdown": 0.5}, {"seed": -1}]
+)
 def test_a_scatter_outside_its_range_is_refused(field):
     with pytest.raises(ValueError, match=f"{next(iter(field))} must be"):
         Scatter(**field)

@@ -66,7 +66,12 @@ def test_the_formulas_are_said_to_leave_out_communication():
         (("--schedule", "zbv"), "--schedule must be one of gpipe, 1f1b"),
         (("--costs.forward", "0"), "--costs.forward must be above 0, not 0.0"),
         (("--out", "schedule.pdf"), "--out must end in .svg or .png, not 'schedule.pdf'"),
-        (("--out", "."), "out must end in .svg or .png"),
+        (("--out", "."), "out must end in .svg or .png, not '.'"),
+        (("--out", "/dev/null/a.svg"), "cannot be written: '/dev/null' is not a folder"),
+        (("--stages", "64", "--micro-batches", "2000"), "must be at most 5,000, not 128,000"),
+        (("--costs.forward", "1e-300"), "costs: the longest may be 312 times the shortest"),
+        (("--costs.forward", "1e308", "--costs.pair", "1e308"), "must be at most 1e+100, not 1e+308"),
+        (("--costs.forward", "1e100"), "costs: the longest may be 312 times the shortest"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

@@ -69,3 +69,8 @@ def test_memory_that_does_not_suffice_is_explained():
         "a rank needs 100 GB, 90 of them for activations, and 80 of the H800's 85 GB are usable"
     )
     assert why_not_fitting({"weights": 10e9}, H800) is None
+
+
+def test_the_rounding_of_sums_is_no_time():
+    layout = Layout(ep=4, batch_size=64, micro_batch_size=4, recompute=False)
+    assert plan_step(LITE, layout, read_cluster("h200_8")).seconds_by_kind["SMs for exchanges"] == 0

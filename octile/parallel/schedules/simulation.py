@@ -17,7 +17,8 @@ from octile.parallel.schedules.actions import GRADIENTS, Action, ActionType, par
 from octile.parallel.schedules.schedule import Schedule
 from octile.validation import Range, check_fields
 
-Time = Annotated[float, Range(above=0)]
+MAX_TIME = 1e100  # so that sums of times are finite
+Time = Annotated[float, Range(above=0, at_most=MAX_TIME)]
 
 
 @dataclass(frozen=True)
@@ -32,14 +33,14 @@ class Costs:
         communication: from the end of an action until another rank has its result.
 
     Raises:
-        ValueError: a time is not positive, or the communication is negative.
+        ValueError: a time is not positive, the communication is negative, or one is above 1e100.
     """
 
     forward: Time = 1
     input_gradient: Time = 1
     weight_gradient: Time = 1
     pair: Time | None = None
-    communication: Annotated[float, Range(at_least=0)] = 0
+    communication: Annotated[float, Range(at_least=0, at_most=MAX_TIME)] = 0
 
     def __post_init__(self) -> None:
         check_fields(self)
