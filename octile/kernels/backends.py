@@ -132,7 +132,8 @@ ONLY_TRITON = (
     "transpose_encoded", "unpermute", "unpermute_backward",
 )  # fmt: skip
 COMPILED_ON_CPU = (  # bit for bit the reference
-    "adamw", "quantize", "dequantize", "quantize_rows_and_columns", "requantize_transposed", "swiglu_backward_quantize",
+    "adamw", "quantize", "dequantize", "quantize_rows_and_columns", "quantize_joined_rows_and_columns",
+    "requantize_transposed", "swiglu_backward_quantize",
 )  # fmt: skip
 GEMMS_ON_CPU = (  # E4M3 operands, where the processor multiplies BF16
     "matmul_nt", "matmul_nt_out", "grouped_matmul_nt", "grouped_matmul_nt_out", "grouped_wgrad", "grouped_wgrad_out",
