@@ -93,7 +93,7 @@ def check_settings(config: TrainConfig, checkpoint: Path, device: torch.device, 
             )
         for name, (before, now) in differences(trained, config).items():
             if name in CHANGE_NOTES:
-                console.print(f"{name} changed from {before} to {now}: {CHANGE_NOTES[name]}")
+                console.print(f"{name}: {before} before, {now} now: {CHANGE_NOTES[name]}")
         if trained.guards is None and config.guards is not None:
             console.print(f"the guards of {config.guards} were added after the run began")
     warn_of_another_machine(checkpoint.name, state, device)

@@ -238,7 +238,7 @@ def test_running_out_of_memory_names_what_to_change_and_how_to_continue(text, tm
     saved = RunFolder.open(out).read_config()
     train(replace(saved, micro_batches=int(advised[1])), True, screen)
     assert "resumed at step 2" in screen.console.file.getvalue()
-    assert "micro_batches changed from 1 to 2" in screen.console.file.getvalue()
+    assert "micro_batches: 1 before, 2 now" in screen.console.file.getvalue()
 
 
 def test_an_error_of_the_real_allocator_is_recognized():

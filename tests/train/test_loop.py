@@ -181,7 +181,7 @@ def test_an_edited_configuration_is_refused(half, old, new, message):
 def test_an_edited_number_of_steps_is_printed(half):
     file = half / "config.json"
     file.write_text(file.read_text().replace('"steps": 2', '"steps": 3'))
-    assert "steps changed from 2 to 3" in resume(half)
+    assert "steps: 2 before, 3 now" in resume(half)
 
 
 def test_another_number_of_threads_is_warned_of(half, monkeypatch):
@@ -305,7 +305,7 @@ def test_a_changed_number_of_steps_is_printed(finished):
     out, _ = finished
     screen = silent_console()
     train(micro(data=json.loads((out / "config.json").read_text())["data"], out=out, steps=7), True, screen)
-    assert "steps changed from 6 to 7" in screen.console.file.getvalue()
+    assert "steps: 6 before, 7 now" in screen.console.file.getvalue()
 
 
 def test_a_first_step_that_fails_does_not_block_the_run_folder(text, tmp_path, monkeypatch):
