@@ -113,7 +113,7 @@ def quantize_joined_rows_and_columns(
         TypeError: a matrix has another dtype, or they differ in dtype.
         ValueError: there are none, their shapes or devices do not fit, or fmt is another one.
     """
-    _check_joined_columns(parts, fmt)
+    _check_joined("parts", parts, 1, fmt)
     return quantize_rows_and_columns.reference(torch.cat(parts, dim=1), fmt, power_of_2)
 
 
@@ -125,13 +125,13 @@ def _(parts, fmt, power_of_2):
 
 @quantize_joined_rows_and_columns.register_kernel("cpu")
 def _(parts, fmt, power_of_2):
-    _check_joined_columns(parts, fmt)
+    _check_joined("parts", parts, 1, fmt)
     return quantize_rows_and_columns(torch.cat(parts, dim=1), fmt, power_of_2)
 
 
 @quantize_joined_rows_and_columns.register_kernel("cuda")
 def _(parts, fmt, power_of_2):
-    _check_joined_columns(parts, fmt)
+    _check_joined("parts", parts, 1, fmt)
     return backends.run("quantize_joined_rows_and_columns", parts, STORAGE_DTYPES[fmt], power_of_2)
 
 
@@ -291,7 +291,7 @@ def quantize_joined(
         TypeError: a matrix has another dtype, or they differ in dtype.
         ValueError: there are none, their shapes or devices do not fit, or fmt is another one.
     """
-    _check_joined(weights, fmt)
+    _check_joined("weights", weights, 0, fmt)
     x = torch.cat(weights)
     data, scale = quantize(x, *BLOCK, fmt, power_of_2)
     data_t = new_transposed(x, data.dtype).copy_(data.mT) if with_transposed else data.new_empty(0, 0)
@@ -308,7 +308,7 @@ def _(weights, fmt, power_of_2, with_data, with_transposed, dy=None):
 
 @quantize_joined.register_kernel("cuda")
 def _(weights, fmt, power_of_2, with_data, with_transposed, dy=None):
-    _check_joined(weights, fmt)
+    _check_joined("weights", weights, 0, fmt)
     return backends.run("quantize_joined", weights, STORAGE_DTYPES[fmt], power_of_2, with_data, with_transposed)
 
 
@@ -417,41 +417,28 @@ def _check(x: Tensor, fmt: str) -> None:
         raise ValueError(f"fmt must be 'e4m3', 'e5m2' or 'int8' for a transposed result, not {fmt!r}")
 
 
-def why_not_join(weights: Sequence[Tensor]) -> str | None:
-    """Return why matrices cannot be quantized as one, block for block as each of them alone; None: they can."""
-    first = weights[0]
-    for i, w in enumerate(weights):
-        if w.dim() != 2 or w.shape[1] != first.shape[1]:
-            return f"weights[{i}] must be a matrix with the K of weights[0], not {tuple(w.shape)}"
-        if i + 1 < len(weights) and w.shape[0] % BLOCK[0]:
-            return f"weights[{i}] must have a multiple of {BLOCK[0]} rows, since others follow, not {w.shape[0]}"
+def why_not_join(name: str, matrices: Sequence[Tensor], dim: int) -> str | None:
+    """Return why matrices cannot be quantized as one, tile for tile as each of them alone; None: they can.
+
+    Args:
+        name: of the matrices, in the reason.
+        matrices: one below the other (dim 0), or next to each other (dim 1).
+    """
+    along, across = (("rows", "K"), ("columns", "rows"))[dim]
+    first = matrices[0]
+    for i, x in enumerate(matrices):
+        if x.dim() != 2 or x.shape[1 - dim] != first.shape[1 - dim]:
+            return f"{name}[{i}] must be a matrix with the {across} of {name}[0], not {tuple(x.shape)}"
+        if i + 1 < len(matrices) and x.shape[dim] % BLOCK[dim]:
+            return f"{name}[{i}] must have a multiple of {BLOCK[dim]} {along}, since others follow, not {x.shape[dim]}"
     return None
 
 
-def why_not_join_columns(parts: Sequence[Tensor]) -> str | None:
-    """Return why matrices cannot be quantized next to each other, tile for tile as each alone; None: they can."""
-    first = parts[0]
-    for i, part in enumerate(parts):
-        if part.dim() != 2 or part.shape[0] != first.shape[0]:
-            return f"parts[{i}] must be a matrix with the rows of parts[0], not {tuple(part.shape)}"
-        if i + 1 < len(parts) and part.shape[1] % TILE[1]:
-            return f"parts[{i}] must have a multiple of {TILE[1]} columns, since others follow, not {part.shape[1]}"
-    return None
-
-
-def _check_joined_columns(parts: Sequence[Tensor], fmt: str) -> None:
-    if not parts:
-        raise ValueError("parts must have at least one matrix")
-    _check_alike("parts", parts, fmt)
-    if (reason := why_not_join_columns(parts)) is not None:
-        raise ValueError(reason)
-
-
-def _check_joined(weights: Sequence[Tensor], fmt: str) -> None:
-    if not weights:
-        raise ValueError("weights must have at least one matrix")
-    _check_alike("weights", weights, fmt)
-    if (reason := why_not_join(weights)) is not None:
+def _check_joined(name: str, matrices: Sequence[Tensor], dim: int, fmt: str) -> None:
+    if not matrices:
+        raise ValueError(f"{name} must have at least one matrix")
+    _check_alike(name, matrices, fmt)
+    if (reason := why_not_join(name, matrices, dim)) is not None:
         raise ValueError(reason)
 
 
@@ -471,7 +458,7 @@ def _check_matrices(weights: Sequence[Tensor], sizes: Sequence[int], fmt: str) -
         )
     _check_alike("weights", weights, fmt)
     for group in _groups(weights, sizes):
-        if len(group) > 1 and (reason := why_not_join(group)) is not None:
+        if len(group) > 1 and (reason := why_not_join("weights", group, 0)) is not None:
             raise ValueError(reason)
 
 

@@ -32,7 +32,6 @@ from octile.ops.transpose import (
     requantize_transposed,
     transpose_encoded,
     why_not_join,
-    why_not_join_columns,
 )
 from octile.recipe import GemmFormats, OperandFormat, Recipe
 from octile.scaled import ScaledTensor, quantize
@@ -208,7 +207,7 @@ def why_not_join_weights(weights: Sequence[Tensor], operand_format: OperandForma
         return "a block has rows of several weights"
     if any(w.dtype != weights[0].dtype for w in weights):
         return "the weights have several dtypes"
-    return why_not_join(weights)
+    return why_not_join("weights", weights, 0)
 
 
 def split_rows(q: ScaledTensor, sizes: Sequence[int]) -> list[ScaledTensor]:
@@ -295,7 +294,7 @@ def quantize_joined_gradient(parts: Sequence[Tensor], formats: GemmFormats) -> t
     """Quantize parts [T, N_i] of an output gradient [T, N], next to each other, for dgrad and for wgrad."""
     first, of_dgrad = parts[0], formats.dy
     alike = all(part.dtype == first.dtype for part in parts)
-    if len(parts) == 1 or not (formats.is_tiled and alike and why_not_join_columns(parts) is None):
+    if len(parts) == 1 or not (formats.is_tiled and alike and why_not_join("parts", parts, 1) is None):
         return quantize_gradient(first if len(parts) == 1 else torch.cat(list(parts), dim=1), formats)
     detached, power_of_2 = [part.detach() for part in parts], of_dgrad.scale == "power_of_2"
     data, scale, data_t, scale_t = quantize_joined_rows_and_columns(detached, of_dgrad.fmt.name, power_of_2)
