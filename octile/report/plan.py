@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from octile.parallel.schedules import SCHEDULES, Simulation
-from octile.report.schedule import LEGEND, PALE, cells, corners
+from octile.report.schedule import draw_cells
 from octile.report.style import COLOR, WIDE, save_drawing
 
 if TYPE_CHECKING:
@@ -80,21 +80,11 @@ def _legend_text(simulation: Simulation) -> str:
 
 
 def _draw_pipeline(axes: Axes, simulation: Simulation) -> None:
-    from matplotlib.collections import PolyCollection
-
-    ranks, drawn = simulation.schedule.n_ranks, list(cells(simulation))
-    axes.set_xlim(0, simulation.makespan)
-    axes.set_ylim(ranks - 0.5, -0.5)
+    ranks = simulation.schedule.n_ranks
+    draw_cells(axes, simulation)
     axes.set_yticks(range(0, ranks, max(1, ranks // 8)))
     axes.set_ylabel("rank")
     axes.set_xlabel("seconds", loc="right")
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    for kind, (_, color) in LEGEND.items():
-        for is_pale in (False, True):
-            places = [cell for cell in drawn if (cell.action.computation_type, cell.is_pale) == (kind, is_pale)]
-            boxes = [corners(cell.rank, cell.start, cell.width) for cell in places]
-            alpha = PALE if is_pale else 1
-            axes.add_collection(PolyCollection(boxes, facecolor=COLOR[color], alpha=alpha, linewidth=0))
 
 
 def _draw_bar(axes: Axes, parts: Mapping[str, float], label: str, unit: float) -> None:

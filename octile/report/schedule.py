@@ -11,6 +11,7 @@ from octile.parallel.schedules.actions import parts
 from octile.report.style import COLOR, WIDE, save_drawing
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -58,20 +59,11 @@ def draw_schedule(figure: Figure, simulation: Simulation) -> None:
 
     schedule = simulation.schedule
     axes = figure.subplots()
-    axes.set_xlim(0, simulation.makespan)
-    axes.set_ylim(schedule.n_ranks - 0.5, -0.5)
+    drawn = draw_cells(axes, simulation)
     axes.set_yticks(range(schedule.n_ranks), [f"rank {rank}" for rank in range(schedule.n_ranks)])
-    axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel("time", loc="right")
     axes.set_title("\n".join(describe(simulation)), loc="left", fontsize=11)
-    drawn = list(cells(simulation))
-    for kind, (_, color) in LEGEND.items():
-        for is_pale in (False, True):
-            places = [cell for cell in drawn if (cell.action.computation_type, cell.is_pale) == (kind, is_pale)]
-            boxes = [corners(cell.rank, cell.start, cell.width) for cell in places]
-            alpha = PALE if is_pale else 1
-            axes.add_collection(PolyCollection(boxes, facecolor=COLOR[color], alpha=alpha, linewidth=0))
     for is_pair, edge, width in ((False, "paper", 0.8), (True, "ink", 1.2)):
         spans = [(rank, span) for rank, row in enumerate(simulation.spans) for span in row]
         outlined = [(rank, span) for rank, span in spans if (span.action.sub_actions is not None) == is_pair]
@@ -84,6 +76,23 @@ def draw_schedule(figure: Figure, simulation: Simulation) -> None:
         text.set_in_layout(False)  # thousands of numbers would slow down the layout
     entries = list(_legend(simulation))
     figure.legend(handles=entries, loc="outside lower left", ncols=len(entries), frameon=False, fontsize=9)
+
+
+def draw_cells(axes: Axes, simulation: Simulation) -> list[Cell]:
+    """Fill the cells of a schedule, a row for each rank, in the time of the simulation, and return them."""
+    from matplotlib.collections import PolyCollection
+
+    drawn = list(cells(simulation))
+    axes.set_xlim(0, simulation.makespan)
+    axes.set_ylim(simulation.schedule.n_ranks - 0.5, -0.5)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    for kind, (_, color) in LEGEND.items():
+        for is_pale in (False, True):
+            places = [cell for cell in drawn if (cell.action.computation_type, cell.is_pale) == (kind, is_pale)]
+            boxes = [corners(cell.rank, cell.start, cell.width) for cell in places]
+            alpha = PALE if is_pale else 1
+            axes.add_collection(PolyCollection(boxes, facecolor=COLOR[color], alpha=alpha, linewidth=0))
+    return drawn
 
 
 def corners(rank: int, start: float, width: float) -> list[tuple[float, float]]:
