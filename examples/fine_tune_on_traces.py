@@ -21,7 +21,7 @@ import octile
 from octile.checkpoint.hugging_face import read_model_config
 from octile.cli import run_script
 from octile.models.deepseek_v3 import IGNORED, DeepseekV3
-from octile.train.tokenizer import Tokenizer
+from octile.tokenizer import Tokenizer
 
 
 def read_traces(path: Path, tokenizer: Tokenizer, max_length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

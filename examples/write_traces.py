@@ -16,8 +16,9 @@ import torch
 import octile
 from octile.checkpoint.files import check_output_file
 from octile.cli import run_script
-from octile.train.generate import Sampling, generate_text
-from octile.train.tokenizer import Tokenizer
+from octile.serve.generate import generate_text
+from octile.serve.request import Sampling
+from octile.tokenizer import Tokenizer
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -236,7 +236,8 @@ def generate(arguments: list[str]) -> None:
         run = _newest_run()
         print(f"octile: {run}, the newest run", file=sys.stderr)
     from octile.report.text import escape_control_characters
-    from octile.train.generate import Sampling, generate_from
+    from octile.serve.generate import generate_from
+    from octile.serve.request import Sampling
 
     sampling = Sampling(options.max_new_tokens, options.temperature, options.top_p, options.seed)
     pieces = generate_from(run, options.prompt, sampling)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
 
 MAX_DEPTH = 64  # of nested lists and objects in a JSON file
+MAX_SEED = 2**63 - 1  # what a checkpoint and torch can hold
 MAX_QUOTED = 60  # characters of a wrong value in a message
 
 WORDS: Mapping[type, str] = {

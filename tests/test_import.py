@@ -97,7 +97,7 @@ octile.load(sys.argv[1])(torch.zeros(1, 8, dtype=torch.int64))
             'octile\'s reports need matplotlib: pip install "octile[report]"',
         ),
         (
-            "octile.train.tokenizer.Tokenizer.train([], 512)",
+            "octile.tokenizer.Tokenizer.train([], 512)",
             'octile\'s training and command line need tokenizers: pip install "octile[train]"',
         ),
         (
@@ -108,7 +108,7 @@ octile.load(sys.argv[1])(torch.zeros(1, 8, dtype=torch.int64))
 )
 def test_a_missing_package_is_reported_with_its_extra(program, line):
     module = program.partition("(")[0].rpartition(".")[0] if "(" in program else program
-    module = "octile.train.tokenizer" if "tokenizer" in module else module
+    module = "octile.tokenizer" if "tokenizer" in module else module
     ended = without_optional(f"import {module}; {program}")
     assert ended.returncode != 0
     assert ended.stderr.splitlines()[-1] == f"ImportError: {line}"

@@ -20,11 +20,11 @@ import numpy as np
 import torch
 
 from octile.parallel.ranks import Ranks, join, leave
+from octile.tokenizer import Tokenizer
 from octile.train import trainer as module
 from octile.train.config import ParallelConfig, TrainConfig, preset
 from octile.train.kernel_records import communication, costs, is_communication, kernels_of
 from octile.train.token_store import Manifest, TokenStore
-from octile.train.tokenizer import Tokenizer
 
 WARM_UP, STEPS, PROFILED = 5, 5, 3
 PHASES = {  # how many times the preset's batch, and the ranks

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from octile.checkpoint.files import check_output_file
-from octile.train.config import MAX_SEED
+from octile.validation import MAX_SEED
 
 Parse = Callable[..., Any]  # (options class, arguments, command) → options; passed by `octile.cli`
 

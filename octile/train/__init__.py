@@ -6,7 +6,6 @@ text_filter.py   what of the installed packages is text to train on
 shared_spans.py  spans of held-out text that are cut out of the training text
 corpus_index.py  a first pass over a corpus: duplicates, and which documents are held out
 data.py          from text to tokens on disk
-tokenizer.py     byte-level BPE
 token_store.py   a folder of tokens, memory-mapped
 batches.py       the order of training, a function of seed and step; batches that a thread prepares
 
@@ -31,6 +30,5 @@ profile.py       `octile train --profile`; kernel_records.py is what the profile
 console.py       the terminal output of a run
 
 compare.py       `octile compare`; compared_run.py, gradient_check.py and token_losses.py are its parts
-generate.py      `octile generate`
 draft_acceptance.py   how often drafts of multi-token prediction are accepted
 """

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from octile.launch import train_command
 from octile.models.config import PRESETS as MODELS
 from octile.models.config import ModelConfig
-from octile.train.tokenizer import check_text, check_vocab_size
-from octile.validation import Range, check_fields, from_json, parse_json
+from octile.tokenizer import check_text, check_vocab_size
+from octile.validation import MAX_SEED, Range, check_fields, from_json, parse_json
 
 if TYPE_CHECKING:
     from octile.recipe import Recipe
 
-MAX_SEED = 2**63 - 1  # what a checkpoint can hold
 MAX_COUNT = 2**31 - 1  # far beyond any run; products of two counts fit 64 bits
 
 Count = Annotated[int, Range(at_least=0, at_most=MAX_COUNT)]

@@ -20,11 +20,11 @@ import numpy.typing as npt
 
 from octile.checkpoint.files import checksum
 from octile.report.text import escape_control_characters
+from octile.tokenizer import Tokenizer, check_vocab_size
 from octile.train.corpus import Corpus, Document, is_url, open_corpus
 from octile.train.corpus_index import CorpusIndex
 from octile.train.shared_spans import HeldOutSpans
 from octile.train.token_store import FILES, LEFT_OUT, MANIFEST, Manifest, TokenStore, TokenWriter
-from octile.train.tokenizer import Tokenizer, check_vocab_size
 
 # The version of what this module writes for the same text: 1 held out whole documents of any size, 2 trained on spans
 # that were held out, too

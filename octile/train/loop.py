@@ -38,6 +38,8 @@ from octile.report.run.memorization import find_memorization
 from octile.report.run.metrics import read_run
 from octile.report.run.page import write_run_report
 from octile.report.run.spikes import Spike, SpikeDetector
+from octile.serve.generate import generate_text
+from octile.serve.request import Sampling
 from octile.train import fine_tune
 from octile.train.batches import count_windows
 from octile.train.best_model import BestModel
@@ -48,7 +50,6 @@ from octile.train.corpus import check_source
 from octile.train.data import prepare
 from octile.train.deterministic import deterministic
 from octile.train.duration import describe_duration
-from octile.train.generate import Sampling, generate_text
 from octile.train.memory import check_memory, explain_out_of_memory
 from octile.train.resume import check_goal, check_settings, open_run, print_settings
 from octile.train.run_folder import Metrics, MetricsWriter, NoMetrics, RunFolder, lock_folder, read_lines

@@ -12,7 +12,7 @@ from torch import Tensor
 from octile.nn.fused.cross_entropy import cross_entropies
 from octile.nn.weight_cache import frozen_weights
 from octile.ops.cross_entropy import IGNORED
-from octile.train.tokenizer import Tokenizer
+from octile.tokenizer import Tokenizer
 from octile.train.trainer import Trainer
 
 VISIBLE = {" ": "␣", "\n": "↵", "\r": "␍", "\t": "⇥"}

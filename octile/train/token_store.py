@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from octile.checkpoint.files import atomic_write, checksum
 from octile.checkpoint.store import Store
+from octile.tokenizer import Tokenizer
 from octile.train.streamed_tokens import StreamedTokens
-from octile.train.tokenizer import Tokenizer
 
 Tokens = npt.NDArray[np.unsignedinteger] | StreamedTokens
 

@@ -153,7 +153,7 @@ def test_a_transformers_model_is_fine_tuned_from_its_weights_and_left_in_fp8(exa
 
 
 def test_only_the_response_of_a_trace_is_predicted(example, untrained, tmp_path):
-    from octile.train.tokenizer import Tokenizer
+    from octile.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(untrained("student"))
     traces = tmp_path / "traces.jsonl"

@@ -12,8 +12,9 @@ import torch
 from octile.checkpoint.hugging_face import load, save
 from octile.checkpoint.training import latest_checkpoint, load_checkpoint, save_checkpoint
 from octile.recipe import Recipe
+from octile.serve.generate import generate
+from octile.serve.request import Sampling
 from octile.train.best_model import BestModel
-from octile.train.generate import Sampling, generate
 from octile.train.loop import no_hook, train
 from octile.train.profile import PROFILED, WARM_UP, profiling
 from octile.train.token_store import TokenStore

@@ -16,7 +16,7 @@ from octile.lab.what_if import noise_to_db, select_gemms, what_if
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.recipe import GEMMS, Recipe
-from octile.train.tokenizer import Tokenizer
+from octile.tokenizer import Tokenizer
 from tests.lab.captures import write_capture
 from tests.lab.test_capture import change_metadata
 from tests.report.conftest import read_page

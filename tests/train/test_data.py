@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from octile.tokenizer import Tokenizer
 from octile.train import data
 from octile.train.corpus import Corpus, NamedText, open_corpus
 from octile.train.data import prepare
 from octile.train.shared_spans import SPAN
 from octile.train.token_store import FILES, TokenStore
-from octile.train.tokenizer import Tokenizer
 
 VOCAB_SIZE, SEQUENCE_LENGTH = 300, 16
 

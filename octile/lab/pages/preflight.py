@@ -248,8 +248,8 @@ def read_tokens(model: Path, text: str, needed: int) -> Tensor:
         FileNotFoundError, ValueError: the tokenizer or the text cannot be read, or the text has too few tokens.
     """
     from octile.checkpoint.hugging_face import checkpoint_folder
+    from octile.tokenizer import Tokenizer
     from octile.train.corpus import open_corpus
-    from octile.train.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(checkpoint_folder(model))
     ids: list[int] = []

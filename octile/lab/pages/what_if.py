@@ -135,7 +135,7 @@ def token_texts(tokenizer: Path | None, capture: Path) -> Callable[[int], str] |
     Raises:
         FileNotFoundError, ValueError: the tokenizer cannot be read.
     """
-    from octile.train.tokenizer import Tokenizer
+    from octile.tokenizer import Tokenizer
 
     own = capture.resolve().parent.parent / "data" / "tokenizer.json"
     if tokenizer is None and not own.is_file():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,40 +12,8 @@ from octile.checkpoint.hugging_face import load, read_model_config
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn import frozen_weights
-from octile.train.config import MAX_SEED
-from octile.train.tokenizer import Tokenizer, check_text
-
-FLOAT32 = torch.finfo(torch.float32)
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen.
-
-    Attributes:
-        max_new_tokens: maximum number of tokens to generate; an end-of-text token ends the text earlier.
-        temperature: 0 is greedy; 1 samples from the model's distribution; above 1 the distribution is flatter.
-        top_p: sample only from the most likely tokens that together have this probability.
-        seed: seed of the sampling.
-    """
-
-    max_new_tokens: int = 200
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
-        if self.temperature and not FLOAT32.tiny <= self.temperature <= FLOAT32.max:
-            raise ValueError(
-                f"temperature must be at least 0: 0, or from {FLOAT32.tiny:.2g} to {FLOAT32.max:.2g}, "
-                f"not {self.temperature}"
-            )
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
-        if not 0 <= self.seed <= MAX_SEED:
-            raise ValueError(f"seed must be from 0 to below 2**63, not {self.seed}")
+from octile.serve.request import Sampling
+from octile.tokenizer import Tokenizer, check_text
 
 
 def generate_from(folder: Path, prompt: str, sampling: Sampling) -> Iterator[str]:
@@ -95,7 +62,8 @@ def generate(model: DeepseekV3, prompt: list[int], sampling: Sampling, end: int)
     check_prompt(prompt, sampling, model.config)
     model.eval()
     device = next(model.parameters()).device
-    random = torch.Generator().manual_seed(sampling.seed)
+    random = torch.Generator()
+    random.seed() if sampling.seed is None else random.manual_seed(sampling.seed)
     cache = model.new_cache(1, len(prompt) + sampling.max_new_tokens)
     next_tokens = torch.tensor([prompt], device=device)
     with frozen_weights(model):

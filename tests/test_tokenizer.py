@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octile.train.tokenizer import BEGIN, END, Tokenizer
+from octile.tokenizer import BEGIN, END, Tokenizer
 
 TEXTS = 2 * [
     "def area(width, height):\n    return width * height\n",

@@ -1,0 +1,36 @@
+"""The limits of an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from octile.validation import Range, check_fields
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How much an engine does at once.
+
+    Attributes:
+        max_batch: requests that run at once; others wait.
+        max_step_tokens: tokens of one forward pass. Requests that decode come first; the rest of the budget reads
+            prompts, in chunks.
+        n_drafts: draft tokens per request and step, by the model's multi-token prediction layer; 0 does not draft.
+
+    Raises:
+        TypeError, ValueError: a field is not a number or outside its range, or a step has fewer tokens than a batch
+            needs to decode.
+    """
+
+    max_batch: Annotated[int, Range(at_least=1, at_most=4096)] = 64
+    max_step_tokens: Annotated[int, Range(at_least=1, at_most=2**20)] = 2048
+    n_drafts: Annotated[int, Range(at_least=0, at_most=16)] = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        needed = self.max_batch * (1 + self.n_drafts)
+        if self.max_step_tokens < needed:
+            raise ValueError(
+                f"max_step_tokens must be at least max_batch × (1 + n_drafts) = {needed}, not {self.max_step_tokens}"
+            )

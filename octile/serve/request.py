@@ -1,0 +1,140 @@
+"""What a request asks for and what it gets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from octile.validation import MAX_SEED
+
+MIN_TEMPERATURE, MAX_TEMPERATURE = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # normal numbers of FP32
+MAX_LOGPROBS = 20  # alternatives per token
+MAX_STOPS = 16
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen, and when a text ends.
+
+    The most likely tokens are chosen among in this order: temperature, top_k, top_p.
+
+    Attributes:
+        max_new_tokens: maximum number of tokens to generate; an end-of-text token ends the text earlier.
+        temperature: 0 is greedy; 1 samples from the model's distribution; above 1 the distribution is flatter.
+        top_p: sample only from the most likely tokens that together have this probability.
+        seed: seed of the sampling; with None each request draws one.
+        top_k: sample only from this many most likely tokens; 0 is all of them.
+        stop: strings that end the text before them.
+        logprobs: report the log-probability of each token and of this many most likely tokens; None reports none.
+        ignore_eos: go on after an end-of-text token, for measurements.
+
+    Raises:
+        TypeError: stop is not a tuple of strings.
+        ValueError: a field is outside its range.
+    """
+
+    max_new_tokens: int = 200
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = 0
+    top_k: int = 0
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
+        if self.temperature and not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:
+            raise ValueError(
+                f"temperature must be at least 0: 0, or from {MIN_TEMPERATURE:.2g} to {MAX_TEMPERATURE:.2g}, "
+                f"not {self.temperature}"
+            )
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
+        if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
+            raise ValueError(f"seed must be from 0 to below 2**63, not {self.seed}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be at least 0, not {self.top_k}")
+        if not isinstance(self.stop, tuple) or not all(isinstance(text, str) for text in self.stop):
+            raise TypeError(f"stop must be a tuple of strings, not {self.stop!r}")
+        if len(self.stop) > MAX_STOPS or not all(self.stop):
+            raise ValueError(f"stop must have at most {MAX_STOPS} strings, none of them empty, not {self.stop!r}")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
+            raise ValueError(f"logprobs must be from 0 to {MAX_LOGPROBS}, not {self.logprobs}")
+
+
+class FinishReason(StrEnum):
+    """Why a request has ended."""
+
+    STOP = "stop"  # an end-of-text token or a stop string
+    LENGTH = "length"  # max_new_tokens
+    CANCELED = "canceled"
+    ERROR = "error"  # Output.error says which
+
+
+class TokenLogprobs(NamedTuple):
+    """The log-probability of a generated token in the model's own distribution, before temperature, top_k and top_p.
+
+    Attributes:
+        token: the token.
+        logprob: its log-probability in nats.
+        top: (token, log-probability) of the most likely tokens, the most likely first, as many as were asked for.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What one step adds to one request.
+
+    Attributes:
+        request_id: `Request.id`.
+        tokens: the new tokens, without an end-of-text token.
+        text: the piece of text that is complete now: characters whose bytes are all there, and that no stop string can
+            take back. The pieces of a request concatenate to its text.
+        logprobs: of each new token, if they were asked for.
+        finish_reason: None while the request goes on; the output that has it is the request's last one.
+        error: what went wrong, with FinishReason.ERROR.
+    """
+
+    request_id: int
+    tokens: tuple[int, ...] = ()
+    text: str = ""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """A prompt, how to continue it, and its tokens so far.
+
+    Attributes:
+        id: unique within an engine.
+        prompt: the tokens of the prompt.
+        sampling: how to continue it.
+        seed: the sampling's seed, or the one that was drawn for this request.
+        tokens: the tokens of the prompt and those generated so far.
+        finish_reason: None while the request waits or runs.
+    """
+
+    id: int
+    prompt: Sequence[int]
+    sampling: Sampling
+    seed: int
+    tokens: list[int] = field(init=False)
+    finish_reason: FinishReason | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+
+    @property
+    def n_generated(self) -> int:
+        """Tokens generated so far."""
+        return len(self.tokens) - len(self.prompt)

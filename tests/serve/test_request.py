@@ -1,0 +1,34 @@
+"""Tests of what a request may ask for."""
+
+import pytest
+
+from octile.serve.request import Sampling
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_new_tokens": -1}, "max_new_tokens must be at least 1, not -1"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, not 0"),
+        ({"temperature": -0.5}, "temperature must be at least 0"),
+        ({"temperature": float("nan")}, "temperature must be at least 0"),
+        ({"temperature": float("inf")}, "temperature must be at least 0"),
+        ({"temperature": 1e-300}, r"temperature must be at least 0: 0, or from 1.2e-38 to 3.4e\+38, not"),
+        ({"temperature": 1e300}, r"from 1.2e-38 to 3.4e\+38, not 1e\+300"),
+        ({"seed": 2**70}, "seed must be from 0 to below"),
+        ({"top_p": 0.0}, "top_p must be above 0"),
+        ({"top_p": 1.5}, "top_p must be above 0 and at most 1"),
+        ({"top_k": -1}, "top_k must be at least 0, not -1"),
+        ({"stop": ("",)}, "none of them empty"),
+        ({"stop": ("a",) * 17}, "stop must have at most 16 strings"),
+        ({"logprobs": 21}, "logprobs must be from 0 to 20, not 21"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Sampling(**settings)
+
+
+def test_a_stop_that_is_one_string_is_refused():
+    with pytest.raises(TypeError, match="stop must be a tuple of strings, not 'end'"):
+        Sampling(stop="end")
