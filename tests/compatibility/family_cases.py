@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,6 +22,7 @@ from octile.parallel import use_fp8_all_gather
 from tests.models_of_transformers import ARCHITECTURES
 
 STEPS, RANKS = 2, 4
+HISTC = torch.histc
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 128}
 DEEPSEEK = {"q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 64}
 
@@ -137,8 +138,13 @@ def loss_of_torchtitan(model: nn.Module, tokens: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def of_torchtitan(model_class: type[nn.Module], settings: Any, parallelize: Callable[..., nn.Module]) -> None:
-    """torchtitan's own functions shard its debug model in two dimensions; its FSDP2 sums gradients."""
+def of_torchtitan(model_class: type[nn.Module], settings: Any, parallelize: Callable[..., nn.Module], ep: int) -> None:
+    """torchtitan's own functions shard its debug model in two dimensions; its FSDP2 sums gradients.
+
+    Args:
+        model_class, settings, parallelize: of torchtitan.
+        ep: over how many ranks it spreads the experts.
+    """
     import torchtitan.distributed.parallel_dims as dims
     from torchtitan.config import JobConfig
 
@@ -153,9 +159,11 @@ def of_torchtitan(model_class: type[nn.Module], settings: Any, parallelize: Call
     apply_recipe(model, filter=lambda name, _: "output" not in name)
     alone = copy.deepcopy(model)
     with patch.object(dims, "device_type", "cpu"):
-        parallel = dims.ParallelDims(1, 2, 1, 2, 1, 1, 1, RANKS)
+        parallel = dims.ParallelDims(1, 2, 1, 2, 1, ep, 1, RANKS)
         parallel.build_mesh()
     parallelize(model, parallel, config)
+    spread = {p.device_mesh.mesh_dim_names for name, p in model.named_parameters() if ".experts." in name}
+    assert spread == ({("efsdp", "ep")} if ep > 1 else set())
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no sum with a factor
@@ -166,12 +174,22 @@ def torchtitan_llama3(rank: int, folder: Path) -> None:
     from torchtitan.models.llama3 import Transformer, TransformerModelArgs, parallelize_llama
 
     settings = TransformerModelArgs(dim=256, n_layers=2, n_heads=4, vocab_size=160)
-    of_torchtitan(Transformer, settings, parallelize_llama)
+    of_torchtitan(Transformer, settings, parallelize_llama, 1)
+
+
+def count_integers(x: Tensor, **bins: int) -> Tensor:
+    """`torch.histc`, which CPUs have for floating-point numbers only."""
+    return HISTC(x.float(), **bins).to(x.dtype)
 
 
 def torchtitan_deepseek_v3(rank: int, folder: Path) -> None:
+    """A dense layer, and a mixture whose experts torchtitan spreads over two ranks, by its loop over them on a CPU."""
     from torchtitan.models.deepseek_v3 import DeepSeekV3Model, deepseekv3_args, parallelize_deepseekv3
+    from torchtitan.models.moe import utils
 
-    # no mixture: torchtitan's calls torch.histc of integers, which CPUs have not
-    settings = dataclasses.replace(deepseekv3_args["debugmodel"], n_layers=2, n_dense_layers=2, vocab_size=160)
-    of_torchtitan(DeepSeekV3Model, settings, parallelize_deepseekv3)
+    args = deepseekv3_args["debugmodel"]
+    experts = dataclasses.replace(args.moe_args, use_grouped_mm=False)
+    settings = dataclasses.replace(args, n_layers=2, n_dense_layers=1, vocab_size=160, moe_args=experts)
+    permutation = partial(utils.generate_permute_indices, use_cpu=True)
+    with patch.object(torch, "histc", count_integers), patch.object(utils, "generate_permute_indices", permutation):
+        of_torchtitan(DeepSeekV3Model, settings, parallelize_deepseekv3, 2)
