@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -130,6 +131,18 @@ class Tokenizer:
         """The text of ids, exactly as it was encoded. Special tokens appear as their names."""
         return self.backend.decode(tokens, skip_special_tokens=False)
 
+    @cached_property
+    def token_bytes(self) -> list[bytes] | None:
+        """The bytes of each id, which concatenate to those of a text; None if the decoder does more than that."""
+        decoder = json.loads(self.backend.to_str())["decoder"]
+        if decoder is None or decoder["type"] != "ByteLevel":
+            return None
+        byte_of = _byte_of_character()
+        texts = [""] * self.vocab_size
+        for text, token in self.backend.get_vocab(with_added_tokens=True).items():
+            texts[token] = text
+        return [bytes(byte_of[c] for c in text) if all(c in byte_of for c in text) else text.encode() for text in texts]
+
 
 def check_text(name: str, text: str) -> None:
     """Raise ValueError if a text has lone surrogates, as Python reads arguments that are not UTF-8."""
@@ -146,6 +159,13 @@ def check_vocab_size(vocab_size: int) -> None:
     """Raise ValueError if a vocabulary is too small for the bytes and the special tokens."""
     if vocab_size < MIN_VOCAB_SIZE:
         raise ValueError(f"vocab_size must be at least {MIN_VOCAB_SIZE} (256 bytes + 2), not {vocab_size}")
+
+
+def _byte_of_character() -> dict[str, int]:
+    """The characters by which byte-level tokenizers represent bytes (GPT-2): printable ones represent themselves."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def _config(begin: str, end: str) -> dict[str, Any]:

@@ -2,7 +2,13 @@
 
 request.py    what a request asks for and what it gets: `Sampling`, `Request`, `Output`
 config.py     `EngineConfig`: the limits of an engine
-stats.py      `Stats`: what an engine counts
+engine.py     `Engine`: add a request, cancel it, step
+scheduler.py  which requests take part in the next forward pass, and with how many tokens
+pages.py      which pages of the cache are free, and which hold a prefix that requests share
 batch.py      the interface between the engine and the model runner: `Batch`, `Results`, `Runner`
+sampler.py    the next tokens of a batch
+drafts.py     speculative decoding with the multi-token prediction layer
+text.py       from tokens to pieces of text, and stop strings
+stats.py      `Stats`: what an engine counts
 generate.py   `octile generate`
 """

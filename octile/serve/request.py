@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -89,8 +90,7 @@ class TokenLogprobs(NamedTuple):
     top: tuple[tuple[int, float], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(NamedTuple):
     """What one step adds to one request.
 
     Attributes:
@@ -113,15 +113,20 @@ class Output:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """A prompt, how to continue it, and its tokens so far.
+    """A prompt, how to continue it, and how far the engine is with it.
 
     Attributes:
-        id: unique within an engine.
+        id: unique within an engine; later requests have larger ones.
         prompt: the tokens of the prompt.
         sampling: how to continue it.
         seed: the sampling's seed, or the one that was drawn for this request.
         tokens: the tokens of the prompt and those generated so far.
         finish_reason: None while the request waits or runs.
+        n_computed: the first tokens, as many, have their latents in the pages.
+        pages: array("i") of the pages that the request holds, in the order of positions.
+        page_keys: keys of its full pages, as far as they were needed.
+        drafts: draft tokens that follow `tokens`, to be verified by the next forward pass.
+        was_admitted: whether it has run before.
     """
 
     id: int
@@ -130,6 +135,11 @@ class Request:
     seed: int
     tokens: list[int] = field(init=False)
     finish_reason: FinishReason | None = field(init=False, default=None)
+    n_computed: int = field(init=False, default=0)
+    pages: array[int] = field(init=False, default_factory=lambda: array("i"))
+    page_keys: list[bytes] = field(init=False, default_factory=list)
+    drafts: list[int] = field(init=False, default_factory=list)
+    was_admitted: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
@@ -138,3 +148,13 @@ class Request:
     def n_generated(self) -> int:
         """Tokens generated so far."""
         return len(self.tokens) - len(self.prompt)
+
+    @property
+    def n_remaining(self) -> int:
+        """Tokens that may still be generated."""
+        return self.sampling.max_new_tokens - self.n_generated
+
+    @property
+    def n_pending(self) -> int:
+        """Tokens whose latents are not in the pages: 1 while it decodes, more while its prompt is read."""
+        return len(self.tokens) - self.n_computed

@@ -1,0 +1,264 @@
+"""The engine: many requests generate text with one model.
+
+    engine = Engine(runner, tokenizer)
+    request = engine.add(tokenizer.encode("def "), Sampling(max_new_tokens=20))
+    while engine.has_work:
+        for output in engine.step():
+            print(output.text, end="")
+
+A step is one forward pass over the tokens that the scheduler has chosen, the choice of the next tokens, and, if the
+engine drafts, a pass of the multi-token prediction layer. The engine has no threads: who calls it decides when.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from octile.serve.batch import Batch, Chunk, Runner
+from octile.serve.config import EngineConfig
+from octile.serve.drafts import Computed, Drafter, n_accepted
+from octile.serve.pages import PageAllocator
+from octile.serve.request import FinishReason, Output, Request, Sampling, TokenLogprobs
+from octile.serve.sampler import NOT_A_NUMBER, Row, choose, log_probabilities
+from octile.serve.scheduler import Scheduled, Scheduler
+from octile.serve.stats import Stats
+from octile.serve.text import TextStream
+from octile.tokenizer import Tokenizer
+from octile.validation import MAX_SEED
+
+NAN_LOGITS = "the model's logits are NaN: a weight is damaged, or its training diverged"
+
+
+class _Choice(NamedTuple):
+    """A token that a row of logits chose, and its log-probabilities if they were asked for."""
+
+    token: int
+    logprobs: TokenLogprobs | None
+
+
+class Engine:
+    """Generates the texts of many requests, a step at a time.
+
+    Args:
+        runner: the model's forward passes over a paged cache.
+        tokenizer: decodes tokens to text, and names the end-of-text token.
+        config: how much is done at once.
+
+    Raises:
+        ValueError: config asks for drafts, and the model has no multi-token prediction layer.
+    """
+
+    def __init__(self, runner: Runner, tokenizer: Tokenizer, config: EngineConfig | None = None):
+        self.config = config or EngineConfig()
+        if self.config.n_drafts and not runner.can_draft:
+            raise ValueError(
+                f"n_drafts must be 0, not {self.config.n_drafts}: the model has no multi-token prediction layer"
+            )
+        self._runner, self._tokenizer = runner, tokenizer
+        self._pages = PageAllocator(runner.n_pages)
+        self._scheduler = Scheduler(self._pages, runner.page_size, self.config)
+        self._drafter = Drafter(runner, self._scheduler, self.config.n_drafts) if self.config.n_drafts else None
+        self._requests: dict[int, Request] = {}
+        self._texts: dict[int, TextStream] = {}
+        self._n_requests = 0
+        self._ended = Counter[FinishReason]()
+        self._steps = self._generated = self._drafted = self._accepted = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether requests wait or run."""
+        return bool(self._requests)
+
+    def add(self, prompt: Sequence[int], sampling: Sampling) -> Request:
+        """Add a request, which takes part from the next step on.
+
+        Args:
+            prompt: its tokens, the begin-of-text token included.
+            sampling: how to continue it.
+
+        Raises:
+            ValueError: the prompt is empty, has a token that the model does not know, or does not fit into the model's
+                context or the cache together with the new tokens.
+        """
+        check_prompt(prompt, sampling, self._runner.vocab_size, self._runner.max_position)
+        places = self._runner.n_pages * self._runner.page_size
+        if len(prompt) + sampling.max_new_tokens > places:
+            raise ValueError(
+                f"prompt has {len(prompt)} tokens and max_new_tokens is {sampling.max_new_tokens}: together they must "
+                f"not exceed the {places} positions of the cache"
+            )
+        seed = secrets.randbelow(MAX_SEED) if sampling.seed is None else sampling.seed
+        request = Request(self._n_requests, tuple(prompt), sampling, seed)
+        self._n_requests += 1
+        self._requests[request.id] = request
+        self._texts[request.id] = TextStream(self._tokenizer, sampling.stop)
+        self._scheduler.add(request)
+        return request
+
+    def cancel(self, request_id: int) -> bool:
+        """End a request now and free its pages; no output follows. Say whether it was there: it may have ended."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._remove(request, FinishReason.CANCELED)
+        return request is not None
+
+    def step(self) -> list[Output]:
+        """Run one forward pass, and return what it adds to each request that has new tokens or ends."""
+        scheduled = self._scheduler.schedule()
+        if not scheduled:
+            return []
+        self._steps += 1
+        rows: list[Row] = []
+        results = self._runner.run(Batch([_chunk(s, rows) for s in scheduled]))
+        tokens = choose(results.logits, rows).tolist() if rows else []
+        logprobs = self._logprobs(results.logits, tokens, rows)
+        outputs: list[Output] = []
+        computed: list[Computed] = []
+        n_rows = first = 0
+        for request, n_tokens in scheduled:
+            start, row = request.n_computed, first
+            first += n_tokens
+            if start + n_tokens >= len(request.tokens):
+                n_logits = 1 + len(request.drafts)
+                choices = [_Choice(tokens[i], logprobs.get(i)) for i in range(n_rows, n_rows + n_logits)]
+                n_rows += n_logits
+                output, n_tokens = self._extend(request, n_tokens, choices)
+                outputs.append(output)
+            else:
+                self._scheduler.advance(request, start + n_tokens)
+            if request.finish_reason is None:
+                computed.append(Computed(request, start, n_tokens, row))
+        if self._drafter is not None:
+            self._drafter.draft(computed, results.hidden)
+        return outputs
+
+    def stats(self) -> Stats:
+        """Return the state of the queues and of the cache, and the counts since the engine was made."""
+        scheduler, pages, ended = self._scheduler, self._pages, self._ended
+        return Stats(
+            waiting=len(scheduler.waiting),
+            running=len(scheduler.running),
+            n_pages=pages.n_pages,
+            used_pages=pages.n_pages - pages.n_free,
+            cached_pages=pages.n_cached,
+            steps=self._steps,
+            requests=self._n_requests,
+            finished=ended[FinishReason.STOP] + ended[FinishReason.LENGTH],
+            canceled=ended[FinishReason.CANCELED],
+            failed=ended[FinishReason.ERROR],
+            preemptions=scheduler.preemptions,
+            prompt_tokens=scheduler.prompt_tokens,
+            shared_tokens=scheduler.shared_tokens,
+            generated_tokens=self._generated,
+            drafted_tokens=self._drafted,
+            accepted_tokens=self._accepted,
+        )
+
+    def close(self) -> None:
+        """Cancel all requests."""
+        for request_id in list(self._requests):
+            self.cancel(request_id)
+
+    def _logprobs(self, logits_LV: Tensor, tokens: list[int], rows: list[Row]) -> dict[int, TokenLogprobs]:
+        """The log-probabilities of the rows that ask for them, by row."""
+        asked = [i for i, row in enumerate(rows) if row.sampling.logprobs is not None and tokens[i] != NOT_A_NUMBER]
+        if not asked:
+            return {}
+        found = log_probabilities(logits_LV[asked], [tokens[i] for i in asked], [rows[i] for i in asked])
+        return dict(zip(asked, found, strict=True))
+
+    def _extend(self, request: Request, n_tokens: int, choices: list[_Choice]) -> tuple[Output, int]:
+        """Append the chosen tokens, and return the output and how many of the n_tokens computed positions count."""
+        drafts, request.drafts = request.drafts, []
+        accepted = n_accepted(drafts, [choice.token for choice in choices])
+        self._drafted += len(drafts)
+        self._accepted += accepted
+        computed = n_tokens - len(drafts) + accepted
+        stream = self._texts[request.id]
+        new: list[_Choice] = []
+        text = ""
+        reason = None
+        for choice in choices[: accepted + 1]:
+            if choice.token == NOT_A_NUMBER:
+                return self._fail(request, new, text), computed
+            if choice.token == self._tokenizer.end and not request.sampling.ignore_eos:
+                reason = FinishReason.STOP
+                break
+            request.tokens.append(choice.token)
+            new.append(choice)
+            text += stream.add(choice.token)
+            if stream.is_stopped:
+                reason = FinishReason.STOP
+            elif request.n_remaining == 0:
+                reason = FinishReason.LENGTH
+            if reason is not None:
+                break
+        self._generated += len(new)
+        self._scheduler.advance(request, min(request.n_computed + computed, len(request.tokens)))
+        if reason is not None:
+            text += stream.end()
+            self._remove(request, reason)
+        return _output(request, new, text), computed
+
+    def _fail(self, request: Request, new: list[_Choice], text: str) -> Output:
+        self._generated += len(new)
+        text += self._texts[request.id].end()
+        self._remove(request, FinishReason.ERROR)
+        return _output(request, new, text)._replace(error=NAN_LOGITS)
+
+    def _remove(self, request: Request, reason: FinishReason) -> None:
+        request.finish_reason = reason
+        self._ended[reason] += 1
+        self._scheduler.remove(request)
+        del self._requests[request.id], self._texts[request.id]
+
+
+def check_prompt(prompt: Sequence[int], sampling: Sampling, vocab_size: int, context: int) -> None:
+    """Refuse a prompt that a model cannot continue.
+
+    Raises:
+        ValueError: the prompt is empty, has a token that the model does not know, or exceeds its context together with
+            the new tokens.
+    """
+    unknown = [token for token in prompt if not 0 <= token < vocab_size]
+    if not prompt:
+        raise ValueError("prompt must have at least one token")
+    if unknown:
+        raise ValueError(
+            f"prompt has the token {unknown[0]}, but the model's vocabulary has {vocab_size}: the tokenizer is that of "
+            "another model"
+        )
+    if len(prompt) + sampling.max_new_tokens > context:
+        raise ValueError(
+            f"prompt has {len(prompt)} tokens and max_new_tokens is {sampling.max_new_tokens}: together they must not "
+            f"exceed the model's context of {context}"
+        )
+
+
+def _chunk(scheduled: Scheduled, rows: list[Row]) -> Chunk:
+    """The chunk of a request; the rows of logits that it asks for are appended."""
+    request, n_tokens = scheduled
+    start, length = request.n_computed, len(request.tokens)
+    n_logits = 0
+    if start + n_tokens >= length:
+        n_logits = 1 + len(request.drafts)
+        rows += [Row(request.sampling, request.seed, length + i) for i in range(n_logits)]
+        tokens = request.tokens[start:] + request.drafts
+    else:
+        tokens = request.tokens[start : start + n_tokens]
+    return Chunk(tokens, start, request.pages, n_logits)
+
+
+def _output(request: Request, new: list[_Choice], text: str) -> Output:
+    return Output(
+        request.id,
+        tuple(choice.token for choice in new),
+        text,
+        tuple(choice.logprobs for choice in new if choice.logprobs is not None),
+        request.finish_reason,
+    )

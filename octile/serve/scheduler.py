@@ -1,0 +1,169 @@
+"""Which requests take part in the next forward pass, and with how many tokens.
+
+Continuous batching (Yu et al., Orca, OSDI 2022): after every step finished requests leave and waiting ones join. A step
+has a budget of tokens. Requests that decode come first, so that a long prompt does not hold them up; the rest of the
+budget reads prompts in chunks (Agrawal et al., Sarathi-Serve, arXiv 2403.02310), the oldest first.
+
+A request is admitted when pages for all its tokens are free, in the order of arrival: a request that does not fit
+holds back those behind it, so that it cannot starve. When a request that decodes needs a page and none is free, the
+newest request is put back to wait, in front of the others. It keeps its tokens and frees its pages; when it is admitted
+again, its latents are computed anew, but for the prefix that is still cached. The oldest request is never put back, so
+one always advances.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from octile.serve.config import EngineConfig
+from octile.serve.pages import NO_KEY, PageAllocator, page_key
+from octile.serve.request import Request
+
+
+class Scheduled(NamedTuple):
+    """A request and how many of its tokens the next forward pass reads, after the first `request.n_computed`.
+
+    Tokens beyond `request.tokens` are the first of `request.drafts`.
+    """
+
+    request: Request
+    n_tokens: int
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether the pass reads all tokens of the request, so that the next one can be chosen."""
+        return self.request.n_computed + self.n_tokens >= len(self.request.tokens)
+
+
+class Scheduler:
+    """The queues of an engine.
+
+    Args:
+        pages: the allocator of the cache's pages.
+        page_size: positions per page.
+        config: the limits of a step.
+
+    Attributes:
+        waiting: requests without pages, the next one first.
+        running: id → request that has pages for its tokens.
+        preemptions, shared_tokens, prompt_tokens: as in `Stats`.
+    """
+
+    def __init__(self, pages: PageAllocator, page_size: int, config: EngineConfig):
+        self.pages, self.page_size, self.config = pages, page_size, config
+        self.waiting: deque[Request] = deque()
+        self.running: dict[int, Request] = {}
+        self.preemptions = self.prompt_tokens = self.shared_tokens = 0
+
+    def add(self, request: Request) -> None:
+        """Append a request to those that wait."""
+        self.waiting.append(request)
+
+    def remove(self, request: Request) -> None:
+        """Free the pages of a request that has ended, wherever it is."""
+        if request.id in self.running:
+            del self.running[request.id]
+            self._free(request)
+        else:
+            self.waiting.remove(request)
+
+    def schedule(self) -> list[Scheduled]:
+        """Choose the chunks of the next forward pass; pages for all of them are allocated."""
+        preemptions = self.preemptions
+        decoding = [request for request in self.running.values() if request.n_pending == 1]
+        scheduled = []
+        for request in decoding:
+            n_tokens = self._grow(request)
+            if n_tokens:
+                scheduled.append(Scheduled(request, n_tokens))
+        scheduled = [s for s in scheduled if s.request.id in self.running]  # later ones may have put them back
+        budget = self.config.max_step_tokens - sum(s.n_tokens for s in scheduled)
+        for request in self.running.values():
+            if request.n_pending > 1 and budget:
+                n_tokens = min(request.n_pending, budget)
+                scheduled.append(Scheduled(request, n_tokens))
+                budget -= n_tokens
+        while budget and self.waiting and preemptions == self.preemptions and self._admit(self.waiting[0]):
+            request = self.waiting.popleft()
+            self.running[request.id] = request
+            n_tokens = min(request.n_pending, budget)
+            scheduled.append(Scheduled(request, n_tokens))
+            budget -= n_tokens
+        return scheduled
+
+    def advance(self, request: Request, n_computed: int) -> None:
+        """Record that the latents of a request's first n_computed tokens are in its pages, and share full pages."""
+        for i in range(request.n_computed // self.page_size, n_computed // self.page_size):
+            self.pages.cache(request.pages[i], self._key(request, i))
+        request.n_computed = n_computed
+
+    def extend(self, request: Request, n_tokens: int) -> bool:
+        """Allocate free pages for a running request's first n_tokens positions; return whether it has them."""
+        missing = self._n_pages(n_tokens) - len(request.pages)
+        if missing > self.pages.n_free:
+            return False
+        if missing > 0:
+            request.pages.extend(self.pages.allocate(missing))
+        return True
+
+    def _grow(self, request: Request) -> int:
+        """Allocate the page that the next token needs; leave out drafts that do not fit, and put back newer requests.
+
+        Returns:
+            how many tokens the pass reads; 0 if the request itself was put back.
+        """
+        if request.drafts and not self.extend(request, len(request.tokens) + len(request.drafts)):
+            request.drafts = []
+        while request.id in self.running:
+            if self.extend(request, len(request.tokens)):
+                return 1 + len(request.drafts)
+            self._preempt(self.running[max(self.running)])
+        return 0
+
+    def _preempt(self, request: Request) -> None:
+        del self.running[request.id]
+        self._free(request)
+        request.n_computed = 0
+        request.drafts = []
+        self.waiting.appendleft(request)
+        self.preemptions += 1
+
+    def _admit(self, request: Request) -> bool:
+        """Allocate the pages of a request's tokens, and share those of its prefix, if there are enough.
+
+        At least one token is left to compute, whose logits choose the next one. One page per running request stays
+        free, so that admitting does not put requests back at once.
+        """
+        if len(self.running) == self.config.max_batch:
+            return False
+        keys = (self._key(request, i) for i in range((len(request.tokens) - 1) // self.page_size))
+        shared = self.pages.find(keys)
+        missing = self._n_pages(len(request.tokens)) - len(shared)
+        reserve = len(self.running)
+        if missing + reserve > self.pages.n_free_without(shared):
+            return False
+        self.pages.share(shared)
+        request.pages.extend(shared)
+        request.pages.extend(self.pages.allocate(missing))
+        request.n_computed = len(shared) * self.page_size
+        if not request.was_admitted:
+            self.prompt_tokens += len(request.prompt)
+            self.shared_tokens += request.n_computed
+            request.was_admitted = True
+        return True
+
+    def _free(self, request: Request) -> None:
+        self.pages.free(request.pages)
+        del request.pages[:]
+
+    def _n_pages(self, n_tokens: int) -> int:
+        return -(-n_tokens // self.page_size)
+
+    def _key(self, request: Request, i: int) -> bytes:
+        """The key of the request's page i, which is full. Keys are computed once, in order."""
+        keys, size = request.page_keys, self.page_size
+        while len(keys) <= i:
+            n = len(keys)
+            keys.append(page_key(keys[-1] if keys else NO_KEY, request.tokens[n * size : (n + 1) * size]))
+        return keys[i]

@@ -1,0 +1,78 @@
+"""From tokens to pieces of text: characters whose bytes are complete, up to a stop string.
+
+A token is a sequence of bytes, which need not end with a character, and a stop string need not begin or end with a
+token. So a piece of text may come later than its token.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+from octile.tokenizer import Tokenizer
+
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+
+class TextStream:
+    """The text of one request, as it grows.
+
+    Args:
+        tokenizer: decodes the tokens.
+        stop: strings that end the text before them.
+
+    Attributes:
+        is_stopped: whether a stop string was found. Further tokens add nothing.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
+        self._tokenizer, self._stop = tokenizer, stop
+        self._bytes = tokenizer.token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._tokens: list[int] = []  # where the tokenizer has to decode them all
+        self._n_decoded = 0
+        self._withheld = ""  # may be the beginning of a stop string
+        self.is_stopped = False
+
+    def add(self, token: int) -> str:
+        """Append a token, and return the text that it completes."""
+        if self._bytes is not None:
+            return self._release(self._decoder.decode(self._bytes[token]))
+        self._tokens.append(token)
+        text = self._tokenizer.decode(self._tokens)
+        return "" if text.endswith(INCOMPLETE) else self._release(self._beyond(text))
+
+    def end(self) -> str:
+        """Return the rest of the text. Bytes that are no character become the replacement character."""
+        if self._bytes is not None:
+            rest = self._decoder.decode(b"", final=True)
+        else:
+            rest = self._beyond(self._tokenizer.decode(self._tokens))
+        text = self._release(rest) + self._withheld
+        self._withheld = ""
+        return text
+
+    def _beyond(self, text: str) -> str:
+        new = text[self._n_decoded :]
+        self._n_decoded = len(text)
+        return new
+
+    def _release(self, new: str) -> str:
+        """Return the text up to a stop string, or up to what may become one."""
+        if self.is_stopped:
+            return ""
+        if not self._stop:
+            return new
+        text = self._withheld + new
+        found = [i for i in (text.find(stop) for stop in self._stop) if i >= 0]
+        if found:
+            self.is_stopped, self._withheld = True, ""
+            return text[: min(found)]
+        n = max(_overlap(text, stop) for stop in self._stop)
+        self._withheld = text[len(text) - n :]
+        return text[: len(text) - n]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest end of the text with which the stop string begins, but is not complete."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,0 +1,72 @@
+"""A model whose logits are a hash of all tokens before, as its pages hold them: a wrong page gives another text."""
+
+import random
+
+import torch
+
+from octile.serve.batch import Batch, Results
+from octile.serve.sampler import Row, choose
+
+EMPTY = -1
+
+
+class FakeRunner:
+    """Writes tokens, not latents, into its pages; the draft layer has pages of its own and is wrong now and then."""
+
+    can_draft = True
+    device = torch.device("cpu")
+
+    def __init__(self, n_pages=64, page_size=4, vocab_size=320, max_position=10_000, scale=1.0):
+        self.n_pages, self.page_size = n_pages, page_size
+        self.vocab_size, self.max_position, self.scale = vocab_size, max_position, scale
+        self.pages = [[EMPTY] * page_size for _ in range(n_pages)]
+        self.draft_pages = [[EMPTY] * page_size for _ in range(n_pages)]
+        self.batches: list[Batch] = []
+
+    def logits_after(self, tokens):
+        """The logits of the token after these, [V]."""
+        generator = torch.Generator().manual_seed(hash(tuple(tokens)) % 2**63)
+        return self.scale * torch.randn(self.vocab_size, generator=generator)
+
+    def text_of(self, prompt, sampling):
+        """The new tokens of a request that is alone, by the definition."""
+        tokens = list(prompt)
+        for _ in range(sampling.max_new_tokens):
+            row = Row(sampling, sampling.seed, len(tokens))
+            tokens.append(choose(self.logits_after(tokens)[None], [row]).item())
+        return tokens[len(prompt) :]
+
+    def run(self, batch):
+        self.batches.append(batch)
+        logits, hidden = [], []
+        for chunk in batch.chunks:
+            self._write(self.pages, chunk)
+            for i in range(len(chunk.tokens)):
+                prefix = self._read(self.pages, chunk.pages, chunk.start + i + 1)
+                hidden.append([float(chunk.start + i)])
+                if i >= len(chunk.tokens) - chunk.n_logits:
+                    logits.append(self.logits_after(prefix))
+        return Results(torch.stack(logits) if logits else torch.empty(0, self.vocab_size), torch.tensor(hidden))
+
+    def draft(self, batch, hidden):
+        logits = []
+        positions = [chunk.start + i for chunk in batch.chunks for i in range(len(chunk.tokens))]
+        assert hidden[:, 0].tolist() == positions, "the hidden states are those of other positions"
+        for chunk in batch.chunks:
+            self._write(self.draft_pages, chunk)
+            if chunk.n_logits:
+                end = chunk.start + len(chunk.tokens)
+                first = self.pages[chunk.pages[0]][0]
+                prefix = [first, *self._read(self.draft_pages, chunk.pages, end)]
+                is_right = random.Random(hash(tuple(prefix))).random() < 0.7
+                logits.append(self.logits_after(prefix if is_right else [EMPTY]))
+        next_hidden = hidden + 1  # a draft of the draft is at the next position
+        return Results(torch.stack(logits) if logits else torch.empty(0, self.vocab_size), next_hidden)
+
+    def _write(self, pages, chunk):
+        for i, token in enumerate(chunk.tokens):
+            page, place = divmod(chunk.start + i, self.page_size)
+            pages[chunk.pages[page]][place] = token
+
+    def _read(self, pages, of_request, n):
+        return [pages[of_request[i // self.page_size]][i % self.page_size] for i in range(n)]

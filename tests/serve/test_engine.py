@@ -1,0 +1,230 @@
+"""Tests of the engine over a fake model: each request gets the text that it gets alone."""
+
+import random
+
+import pytest
+import torch
+
+from octile.serve.config import EngineConfig
+from octile.serve.engine import Engine
+from octile.serve.request import FinishReason, Sampling
+from tests.serve.fake_runner import FakeRunner
+
+
+def run(engine, most_steps=10_000):
+    """Step to the end, and return {request id: (tokens, text, last output)}."""
+    found: dict[int, tuple] = {}
+    while engine.has_work and (most_steps := most_steps - 1):
+        for output in engine.step():
+            tokens, text, last = found.get(output.request_id, ((), "", None))
+            assert last is None or last.finish_reason is None, "an output follows the last one"
+            found[output.request_id] = (tokens + output.tokens, text + output.text, output)
+    assert not engine.has_work
+    return found
+
+
+@pytest.fixture
+def engine_of(tokenizer):
+    def make(runner=None, **limits):
+        return Engine(
+            runner or FakeRunner(), tokenizer, EngineConfig(**{"max_batch": 4, "max_step_tokens": 32, **limits})
+        )
+
+    return make
+
+
+@pytest.mark.parametrize("n_drafts", [0, 1, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_every_request_gets_the_text_that_it_gets_alone(engine_of, seed, n_drafts):
+    draw = random.Random(seed)
+    runner = FakeRunner(n_pages=24, scale=draw.choice([1.0, 4.0]))
+    engine = engine_of(runner, n_drafts=n_drafts)
+    expected, found = {}, {}
+    for _ in range(25):
+        prompt = [7] * draw.randint(0, 9) + [draw.randint(0, 3) for _ in range(draw.randint(1, 20))]
+        sampling = Sampling(
+            draw.randint(1, 30),
+            temperature=draw.choice([0.0, 1.0]),
+            top_p=draw.choice([1.0, 0.9]),
+            seed=draw.randint(0, 5),
+            ignore_eos=True,
+        )
+        expected[engine.add(prompt, sampling).id] = runner.text_of(prompt, sampling)
+        for _ in range(draw.randint(0, 5)):
+            for output in engine.step():
+                found.setdefault(output.request_id, []).extend(output.tokens)
+    for request_id, (tokens, _, _) in run(engine).items():
+        found.setdefault(request_id, []).extend(tokens)
+    assert found == expected
+    stats = engine.stats()
+    assert stats.preemptions > 0
+    assert stats.shared_tokens > 0
+    assert (stats.used_pages, stats.waiting, stats.running, stats.finished) == (0, 0, 0, 25)
+    assert (stats.acceptance_rate or 0) > (0.3 if n_drafts else -1)
+
+
+def test_drafts_take_fewer_steps(engine_of):
+    steps = []
+    for n_drafts in (0, 2):
+        engine = engine_of(n_drafts=n_drafts)
+        engine.add([1, 2, 3], Sampling(60, ignore_eos=True))
+        run(engine)
+        steps.append(engine.stats().steps)
+    assert steps[0] == 60
+    assert steps[1] < 40
+
+
+def test_the_acceptance_rate_counts_verified_drafts(engine_of):
+    engine = engine_of(n_drafts=1)
+    engine.add([1, 2, 3], Sampling(60, ignore_eos=True))
+    run(engine)
+    stats = engine.stats()
+    assert stats.generated_tokens == stats.steps + stats.accepted_tokens
+    assert stats.acceptance_rate == stats.accepted_tokens / stats.drafted_tokens
+
+
+def test_sampled_tokens_have_the_distribution_of_the_model_with_drafts(engine_of):
+    runner = FakeRunner(n_pages=4096, vocab_size=3)
+    runner.logits_after = lambda tokens: torch.tensor([0.0, 1.0, -1.0] if sum(tokens) % 2 else [1.0, 0.5, 0.0])
+    engine = engine_of(runner, n_drafts=2, max_batch=64, max_step_tokens=1000)
+    for seed in range(200):
+        engine.add([1], Sampling(40, temperature=1.0, seed=seed, ignore_eos=True))
+    counts = torch.zeros(2, 3)
+    for tokens, _, _ in run(engine).values():
+        parity = 1
+        for token in tokens:
+            counts[parity, token] += 1
+            parity = (parity + token) % 2
+    expected = counts.sum(1, keepdim=True) * torch.stack([runner.logits_after([i]).softmax(-1) for i in (0, 1)])
+    assert 0.2 < engine.stats().acceptance_rate < 0.99
+    assert ((counts - expected) ** 2 / expected).sum() < 18.5  # 99.9% of 4 degrees of freedom
+
+
+def test_a_request_without_a_seed_draws_one(engine_of):
+    engine = engine_of()
+    requests = [engine.add([1], Sampling(20, temperature=1.0, seed=None, ignore_eos=True)) for _ in range(2)]
+    found = run(engine)
+    assert requests[0].seed != requests[1].seed
+    assert found[0][0] != found[1][0]
+
+
+def test_a_canceled_request_frees_its_pages_at_once_and_has_no_output(engine_of):
+    engine = engine_of()
+    running = engine.add([1] * 9, Sampling(20))
+    engine.step()
+    waiting = engine.add([2] * 9, Sampling(20))
+    assert engine.stats().used_pages > 0
+    assert [engine.cancel(request.id) for request in (running, waiting)] == [True, True]
+    assert (engine.stats().used_pages, engine.stats().canceled, engine.has_work) == (0, 2, False)
+    assert engine.step() == []
+    assert not engine.cancel(running.id)
+
+
+def test_closing_frees_everything(engine_of):
+    engine = engine_of()
+    for _ in range(9):
+        engine.add([1] * 9, Sampling(20))
+    engine.step()
+    engine.close()
+    assert (engine.stats().used_pages, engine.has_work) == (0, False)
+
+
+def test_the_end_token_ends_the_text_and_is_not_shown(engine_of, tokenizer):
+    runner = FakeRunner()
+    runner.logits_after = lambda tokens: torch.nn.functional.one_hot(
+        torch.tensor(tokenizer.end if len(tokens) == 5 else 65), 320
+    ).float()
+    engine = engine_of(runner)
+    engine.add([1, 2], Sampling(20))
+    ((tokens, text, last),) = run(engine).values()
+    assert (tokens, text, last.finish_reason) == ((65,) * 3, tokenizer.decode([65] * 3), FinishReason.STOP)
+
+
+def test_max_new_tokens_end_the_text(engine_of):
+    engine = engine_of()
+    engine.add([1, 2], Sampling(3, ignore_eos=True))
+    assert run(engine)[0][2].finish_reason == FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("n_drafts", [0, 3])
+def test_a_stop_string_ends_the_text_before_it(engine_of, tokenizer, n_drafts):
+    runner = FakeRunner()
+    said = tokenizer.encode("one two three four")
+    runner.logits_after = lambda tokens: torch.nn.functional.one_hot(
+        torch.tensor(said[min(len(tokens) - 2, len(said) - 1)]), 320
+    ).float()
+    engine = engine_of(runner, n_drafts=n_drafts)
+    engine.add([1, 2], Sampling(len(said), stop=("ee fo", "xyz"), ignore_eos=True))
+    ((tokens, text, last),) = run(engine).values()
+    assert (text, last.finish_reason) == ("one two thr", FinishReason.STOP)
+    assert len(tokens) < len(said)
+
+
+@pytest.mark.parametrize("n_drafts", [0, 2])
+def test_log_probabilities_are_those_of_each_new_token(engine_of, n_drafts):
+    runner = FakeRunner()
+    engine = engine_of(runner, n_drafts=n_drafts)
+    engine.add([1, 2], Sampling(9, temperature=1.0, logprobs=2, ignore_eos=True))
+    engine.add([1, 2], Sampling(9, temperature=1.0, ignore_eos=True))
+    found, prefix = [], [1, 2]
+    while engine.has_work:
+        for output in engine.step():
+            found += output.logprobs
+    assert len(found) == 9
+    for token, logprob, top in found:
+        expected = runner.logits_after(prefix).log_softmax(-1)
+        assert logprob == pytest.approx(expected[token].item(), abs=1e-5)
+        assert [token for token, _ in top] == expected.topk(2).indices.tolist()
+        prefix.append(token)
+
+
+def test_nan_logits_end_only_their_request(engine_of):
+    runner = FakeRunner()
+    right = runner.logits_after
+    runner.logits_after = lambda tokens: right(tokens) * (float("nan") if tokens[0] == 9 and len(tokens) == 6 else 1.0)
+    engine = engine_of(runner, n_drafts=1)
+    engine.add([9, 1], Sampling(20, ignore_eos=True))
+    engine.add([8, 1], Sampling(20, ignore_eos=True))
+    found = run(engine)
+    assert found[0][2].finish_reason == FinishReason.ERROR
+    assert found[0][2].error.startswith("the model's logits are NaN")
+    assert len(found[0][0]) == 4
+    assert found[1][2].finish_reason == FinishReason.LENGTH
+    assert engine.stats().failed == 1
+
+
+def test_the_next_turn_of_a_conversation_shares_the_answer_before_it(engine_of):
+    engine = engine_of()
+    first = engine.add([1, 2, 3], Sampling(14, ignore_eos=True))
+    run(engine)
+    engine.add([*first.tokens, 5, 5], Sampling(1, ignore_eos=True))
+    run(engine)
+    assert engine.stats().shared_tokens == 16
+
+
+@pytest.mark.parametrize("token", [-1, 320])
+def test_a_token_outside_the_vocabulary_is_refused(engine_of, token):
+    with pytest.raises(ValueError, match=f"prompt has the token {token}, but the model's vocabulary has 320"):
+        engine_of().add([1, token], Sampling(1))
+
+
+def test_an_empty_prompt_is_refused(engine_of):
+    with pytest.raises(ValueError, match="prompt must have at least one token"):
+        engine_of().add([], Sampling())
+
+
+def test_a_prompt_longer_than_the_context_is_refused(engine_of):
+    with pytest.raises(ValueError, match=r"prompt has 120 tokens and max_new_tokens is 9.* context of 128"):
+        engine_of(FakeRunner(max_position=128)).add([1] * 120, Sampling(9))
+
+
+def test_a_request_larger_than_the_cache_is_refused(engine_of):
+    with pytest.raises(ValueError, match=r"prompt has 120 tokens and max_new_tokens is 9.* 128 positions of the cache"):
+        engine_of(FakeRunner(n_pages=32)).add([1] * 120, Sampling(9))
+
+
+def test_drafts_of_a_model_without_the_layer_are_refused(engine_of):
+    runner = FakeRunner()
+    runner.can_draft = False
+    with pytest.raises(ValueError, match="n_drafts must be 0, not 1: the model has no multi-token prediction layer"):
+        engine_of(runner, n_drafts=1)

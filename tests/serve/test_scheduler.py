@@ -1,0 +1,172 @@
+"""Tests of the scheduler alone: a loop pretends to compute what is scheduled, and appends tokens."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from octile.serve.config import EngineConfig
+from octile.serve.pages import PageAllocator
+from octile.serve.request import Request, Sampling
+from octile.serve.scheduler import Scheduler
+
+PAGE = 4
+
+
+def scheduler_of(n_pages=100, **limits):
+    config = EngineConfig(**{"max_batch": 8, "max_step_tokens": 16, **limits})
+    return Scheduler(PageAllocator(n_pages), PAGE, config)
+
+
+def add(scheduler, n_prompt, max_new_tokens=4, first=None, request_id=None):
+    request_id = len(scheduler.running) + len(scheduler.waiting) if request_id is None else request_id
+    prompt = [1000 + request_id if first is None else first] * n_prompt
+    request = Request(request_id, prompt, Sampling(max_new_tokens=max_new_tokens), seed=0)
+    scheduler.add(request)
+    return request
+
+
+def step(scheduler):
+    """Compute what is scheduled, and return {id: tokens read}."""
+    scheduled = scheduler.schedule()
+    assert sum(s.n_tokens for s in scheduled) <= scheduler.config.max_step_tokens
+    for request, n_tokens in scheduled:
+        end = request.n_computed + n_tokens
+        assert len(request.pages) * PAGE >= end, "a token has no page"
+        if end == len(request.tokens):
+            request.tokens.append(len(request.tokens))
+        scheduler.advance(request, end)
+        if request.n_remaining == 0:
+            scheduler.remove(request)
+    return {s.request.id: s.n_tokens for s in scheduled}
+
+
+def run_to_the_end(scheduler, max_steps=10_000):
+    for _ in range(max_steps):
+        if not (scheduler.waiting or scheduler.running):
+            return
+        assert step(scheduler), "requests wait, but nothing is scheduled"
+    pytest.fail(f"{len(scheduler.waiting)} requests still wait")
+
+
+def test_a_request_joins_while_others_decode():
+    scheduler = scheduler_of()
+    add(scheduler, 3)
+    step(scheduler)
+    add(scheduler, 5)
+    assert step(scheduler) == {0: 1, 1: 5}
+
+
+def test_a_long_prompt_is_read_in_chunks_while_others_decode():
+    scheduler = scheduler_of()
+    add(scheduler, 3, max_new_tokens=9)
+    step(scheduler)
+    add(scheduler, 40)
+    assert [step(scheduler) for _ in range(4)] == [{0: 1, 1: 15}, {0: 1, 1: 15}, {0: 1, 1: 10}, {0: 1, 1: 1}]
+
+
+def test_at_most_max_batch_requests_run():
+    scheduler = scheduler_of(max_batch=2)
+    requests = [add(scheduler, 2) for _ in range(3)]
+    assert step(scheduler).keys() == {0, 1}
+    run_to_the_end(scheduler)
+    assert [request.n_generated for request in requests] == [4, 4, 4]
+
+
+def test_a_request_that_does_not_fit_holds_back_those_behind_it():
+    scheduler = scheduler_of(n_pages=6)
+    add(scheduler, 12, max_new_tokens=2)
+    step(scheduler)
+    add(scheduler, 13, max_new_tokens=2)
+    add(scheduler, 1, max_new_tokens=2)
+    assert step(scheduler).keys() == {0}
+    assert step(scheduler).keys() == {1, 2}
+
+
+def test_the_newest_request_is_put_back_when_pages_run_out_and_keeps_its_tokens():
+    scheduler = scheduler_of(n_pages=5)
+    requests = [add(scheduler, 4, max_new_tokens=12), add(scheduler, 4, max_new_tokens=12)]
+    while not scheduler.preemptions:
+        step(scheduler)
+    assert (list(scheduler.running), list(scheduler.waiting)) == ([0], [requests[1]])
+    assert requests[1].n_generated > 0
+    run_to_the_end(scheduler)
+    assert [request.tokens[4:] for request in requests] == [list(range(4, 16))] * 2
+
+
+def test_a_request_that_was_put_back_shares_what_is_still_cached():
+    scheduler = scheduler_of(n_pages=5)
+    requests = [add(scheduler, 4, max_new_tokens=12), add(scheduler, 4, max_new_tokens=12)]
+    while not scheduler.preemptions:
+        step(scheduler)
+    cached = scheduler.pages.n_cached
+    while 1 not in scheduler.running:
+        read = step(scheduler)
+    assert cached > 0
+    assert read[1] < len(requests[1].tokens) - 1
+
+
+def test_drafts_put_nobody_back():
+    scheduler = scheduler_of(n_pages=5, n_drafts=4, max_step_tokens=40)
+    requests = [add(scheduler, 7, max_new_tokens=8), add(scheduler, 7, max_new_tokens=8)]
+    step(scheduler)
+    for request in requests:
+        request.drafts = [1, 2, 3, 4]
+    assert step(scheduler) == {0: 5, 1: 1}
+    assert scheduler.preemptions == 0
+
+
+def test_a_common_prefix_is_computed_once():
+    scheduler = scheduler_of()
+    add(scheduler, 14, first=7)
+    step(scheduler)
+    add(scheduler, 14, first=7)
+    assert step(scheduler) == {0: 1, 1: 2}
+    assert (scheduler.prompt_tokens, scheduler.shared_tokens) == (28, 12)
+
+
+def test_a_cached_prompt_still_computes_its_last_token():
+    scheduler = scheduler_of()
+    add(scheduler, 12, first=7, max_new_tokens=1)
+    run_to_the_end(scheduler)
+    add(scheduler, 12, first=7, max_new_tokens=1)
+    assert step(scheduler) == {0: 4}
+
+
+def test_a_removed_request_frees_its_pages_at_once():
+    scheduler = scheduler_of(n_pages=10)
+    running = add(scheduler, 8)
+    step(scheduler)
+    waiting = add(scheduler, 8)
+    scheduler.remove(running)
+    scheduler.remove(waiting)
+    assert scheduler.pages.n_free == 10
+    assert not scheduler.schedule()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_under_overload_every_request_ends_and_no_page_is_lost(seed):
+    draw = random.Random(seed)
+    scheduler = scheduler_of(n_pages=12, max_batch=4, max_step_tokens=9)
+    requests = []
+    for i in range(40):
+        requests.append(add(scheduler, draw.randint(1, 20), draw.randint(1, 25), draw.randint(0, 2), request_id=i))
+        if draw.random() < 0.5 and (scheduler.waiting or scheduler.running):
+            step(scheduler)
+        if draw.random() < 0.2 and scheduler.running:
+            scheduler.remove(draw.choice(list(scheduler.running.values())))
+            requests = [r for r in requests if r.id in scheduler.running or r in scheduler.waiting or not r.n_remaining]
+    run_to_the_end(scheduler)
+    assert Counter(request.n_remaining for request in requests) == {0: len(requests)}
+    assert scheduler.pages.n_free == 12
+
+
+def test_requests_of_one_size_end_in_the_order_of_arrival():
+    scheduler = scheduler_of(n_pages=12, max_batch=4)
+    requests = [add(scheduler, 6, 10, request_id=i) for i in range(20)]
+    ended = []
+    while scheduler.waiting or scheduler.running:
+        step(scheduler)
+        ended += [request.id for request in requests if not request.n_remaining and request.id not in ended]
+    assert ended == sorted(ended)
+    assert scheduler.preemptions > 0
