@@ -10,6 +10,7 @@ EXTRAS = {  # extra: the part of octile that needs it, as the subject of an erro
     "train": "octile's training and command line need",
     "report": "octile's reports need",
     "lab": "octile's numerics lab needs",
+    "serve": "octile's server needs",
     "cuda": "octile's CUDA and Triton kernels need",
 }
 

@@ -38,8 +38,8 @@ class Tokenizer:
 
     def __init__(self, backend: "tokenizers.Tokenizer", config: dict[str, Any]):
         vocabulary = backend.get_vocab(with_added_tokens=True)
-        end = _text_of(config.get("eos_token"))
-        begin = _text_of(config.get("bos_token")) or end
+        end = token_text(config.get("eos_token"))
+        begin = token_text(config.get("bos_token")) or end
         for token in (begin, end):
             if token not in vocabulary:
                 raise ValueError(f"the tokenizer has no token {token!r}; eos_token in its config must name one")
@@ -178,6 +178,6 @@ def _config(begin: str, end: str) -> dict[str, Any]:
     }
 
 
-def _text_of(token: str | dict[str, Any] | None) -> str:
+def token_text(token: str | dict[str, Any] | None) -> str:
     """The text of a special token in a configuration: a string, a dict with its properties, or None."""
     return token["content"] if isinstance(token, dict) else token or ""

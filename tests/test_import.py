@@ -24,6 +24,7 @@ HEAVY = (
 
 OPTIONAL = (
     *("matplotlib", "jinja2", "tensorboard", "tokenizers", "tyro", "rich", "filelock"),
+    *("fastapi", "uvicorn", "prometheus_client", "openai", "httpx", "playwright"),
     *("transformers", "triton", "cuda", "datasets"),
 )
 WITHOUT_OPTIONAL = f"""

@@ -10,5 +10,7 @@ sampler.py    the next tokens of a batch
 drafts.py     speculative decoding with the multi-token prediction layer
 text.py       from tokens to pieces of text, and stop strings
 stats.py      `Stats`: what an engine counts
+async_engine.py  an engine in a thread of its own, whose outputs an event loop reads
+http/         `octile serve`: OpenAI's protocol over HTTP
 generate.py   `octile generate`
 """

@@ -1,0 +1,14 @@
+"""An HTTP server with OpenAI's protocol, on FastAPI and uvicorn: `octile serve`.
+
+server.py     binds the address, loads the model, serves, and drains after SIGTERM
+connection.py what uvicorn's HTTP/1.1 protocol lacks: a time limit for the head of a request, and abort
+app.py        the paths: completions, chat completions, models, health, metrics and the page
+page.html     the page at /
+protocol.py   the bodies of requests, as OpenAI defines them, and what of them is not supported
+answers.py    the bodies of responses: choices, log-probabilities, usage, chunks of a stream
+chat.py       the chat template: messages to tokens
+limits.py     `Limits`, and reading a body within them
+errors.py     errors in OpenAI's format
+event_stream.py  a response of server-sent events that ends when its client is gone or does not read
+metrics.py    what Prometheus reads, under vLLM's names
+"""

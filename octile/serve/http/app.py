@@ -1,0 +1,158 @@
+"""The paths of the server, as a FastAPI application."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import re
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from importlib.resources import files
+from typing import Any
+
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.responses import HTMLResponse, JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from octile.serve.http.errors import NEVER_RETRY, ApiError
+from octile.serve.http.service import Service
+
+COUNTED_PATHS = {"/", "/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions"}
+
+
+def create_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
+    """Make the application.
+
+    Args:
+        service: the model.
+        api_keys: one of them is needed, as a bearer token, for every path under /v1; none is needed if there are none.
+    """
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        service.engine.start()
+        yield
+        await service.engine.stop()
+
+    app = FastAPI(title="octile", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    app.add_exception_handler(ApiError, _api_error)  # type: ignore[arg-type]
+    app.add_exception_handler(HTTPException, _http_error)  # type: ignore[arg-type]
+    app.add_exception_handler(Exception, _defect)
+    app.include_router(_open_paths(service))
+    app.include_router(_v1(service), prefix="/v1", dependencies=[Depends(_KeyCheck(api_keys))])
+    app.add_middleware(_CountResponses, service=service)
+    return app
+
+
+def _open_paths(service: Service) -> APIRouter:
+    router = APIRouter()
+    page = files("octile.serve.http").joinpath("page.html").read_text(encoding="utf-8")
+    headers = {"content-security-policy": _policy(page), "x-content-type-options": "nosniff"}
+
+    @router.get("/")
+    async def show_page() -> Response:
+        return HTMLResponse(page, headers=headers)
+
+    @router.get("/health")
+    async def health() -> Response:
+        why = service.why_closed()
+        return JSONResponse({"status": why or "ok"}, 503 if why else 200)
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    return router
+
+
+def _v1(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_describe(service)]}
+
+    @router.get("/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        service.check_model(name)
+        return _describe(service)
+
+    router.add_api_route("/completions", service.complete, methods=["POST"])
+    router.add_api_route("/chat/completions", service.chat_complete, methods=["POST"])
+    return router
+
+
+def _describe(service: Service) -> dict[str, Any]:
+    """The model as OpenAI describes it, with its context under vLLM's name, and which chat template it has."""
+    return {
+        "id": service.model,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "octile",
+        "max_model_len": service.context,
+        "chat_template": "plain" if service.chat.is_plain else "tokenizer",
+    }
+
+
+class _KeyCheck:
+    """Raises ApiError, 401, unless a request has one of the keys."""
+
+    def __init__(self, api_keys: Sequence[str]):
+        self._digests = [_digest(key) for key in api_keys]
+
+    def __call__(self, request: Request) -> None:
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        given = _digest(key.strip() if scheme.lower() == "bearer" else "")
+        if self._digests and not any(hmac.compare_digest(given, known) for known in self._digests):
+            what = "is not one of this server's" if key else "is missing: Authorization: Bearer KEY"
+            raise ApiError(401, f"the API key {what}", None, "invalid_api_key", {"www-authenticate": "Bearer"})
+
+
+class _CountResponses:
+    """Middleware that counts the responses of each path and status."""
+
+    def __init__(self, app: ASGIApp, service: Service):
+        self._app, self._metrics = app, service.metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                path = scope["path"] if scope["path"] in COUNTED_PATHS else "other"
+                self._metrics.responded(path, message["status"])
+            await send(message)
+
+        await self._app(scope, receive, counted if scope["type"] == "http" else send)
+
+
+async def _api_error(_: Request, error: ApiError) -> Response:
+    return error.response()
+
+
+async def _defect(_: Request, error: Exception) -> Response:
+    """The response to a request that raised what it should not; uvicorn prints the traceback."""
+    return ApiError(500, "the server has a defect, which its log shows", headers=NEVER_RETRY).response()
+
+
+async def _http_error(_: Request, error: HTTPException) -> Response:
+    """An error of the router, such as an unknown path, in OpenAI's format."""
+    return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+def _policy(page: str) -> str:
+    """The content security policy of the page: its own script and style, and requests to this server."""
+    hashes = {}
+    for tag in ("script", "style"):
+        inside = re.search(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        digest = hashlib.sha256(inside[1].encode()).digest() if inside else b""
+        hashes[tag] = f"'sha256-{base64.b64encode(digest).decode()}'"
+    return (
+        f"default-src 'none'; script-src {hashes['script']}; style-src {hashes['style']}; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )

@@ -1,0 +1,94 @@
+"""What Prometheus reads at /metrics.
+
+Names after the prefix `octile_` and units are vLLM's, so that a dashboard changes its prefix only. (Prometheus reserves
+the colon of `vllm:` for recording rules.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from octile.serve.async_engine import Observer
+from octile.serve.request import FinishReason
+from octile.serve.stats import Stats
+
+SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)  # seconds
+LONG = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 600)
+
+COUNTERS = {  # a field of Stats: its name at /metrics and what it counts
+    "prompt_tokens": ("prompt_tokens", "Tokens of the prompts of admitted requests."),
+    "generated_tokens": ("generation_tokens", "Tokens generated."),
+    "preemptions": ("num_preemptions", "How often a running request was put back because pages ran out."),
+    "drafted_tokens": ("spec_decode_num_draft_tokens", "Draft tokens that were verified."),
+    "accepted_tokens": ("spec_decode_num_accepted_tokens", "Draft tokens that were accepted."),
+    "steps": ("engine_steps", "Forward passes of the model."),
+}
+
+
+class Metrics(Observer):
+    """Counts and times of one server.
+
+    Args:
+        model: the name under which the model is served, the label of everything.
+        stats: returns the engine's newest counts.
+    """
+
+    def __init__(self, model: str, stats: Callable[[], Stats]):
+        self._model, self._stats = model, stats
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        self._first = self._histogram("time_to_first_token_seconds", "Time from a request to its first token.", LONG)
+        self._next = self._histogram("inter_token_latency_seconds", "Time between two tokens of a choice.", SHORT)
+        self._whole = self._histogram("e2e_request_latency_seconds", "Time from a request to its last token.", LONG)
+        labels = ("model_name", "finished_reason")
+        self._ended = Counter("octile_request_success", "Choices that have ended.", labels, registry=self._registry)
+        labels = ("path", "status")
+        self._responses = Counter("octile_http_responses", "Responses.", labels, registry=self._registry)
+
+    def first_token(self, seconds: float) -> None:  # noqa: D102
+        self._first.observe(seconds)
+
+    def next_tokens(self, seconds: float, count: int) -> None:  # noqa: D102
+        for _ in range(count):
+            self._next.observe(seconds / count)
+
+    def ended(self, seconds: float, reason: FinishReason) -> None:  # noqa: D102
+        self._ended.labels(self._model, str(reason)).inc()
+        self._whole.observe(seconds)
+
+    def responded(self, path: str, status: int) -> None:
+        """Count a response with its status."""
+        self._responses.labels(path, str(status)).inc()
+
+    def text(self) -> bytes:
+        """Everything in Prometheus's text format."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """The engine's counts, for the registry."""
+        stats = self._stats()
+        used = stats.used_pages / stats.n_pages if stats.n_pages else 0.0
+        yield self._gauge("num_requests_running", "Choices that run now.", stats.running)
+        yield self._gauge("num_requests_waiting", "Choices that wait for pages or for a place.", stats.waiting)
+        yield self._gauge("kv_cache_usage_perc", "Share of the cache's pages that requests hold, from 0 to 1.", used)
+        for field, (name, text) in COUNTERS.items():
+            yield self._counter(name, text, getattr(stats, field))
+        yield self._counter("prefix_cache_queries", "Tokens looked up in the cache.", stats.prompt_tokens)
+        yield self._counter("prefix_cache_hits", "Tokens of prompts found in the cache.", stats.shared_tokens)
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(f"octile_{name}", text, labels=["model_name"])
+        family.add_metric([self._model], value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(f"octile_{name}", text, labels=["model_name"])
+        family.add_metric([self._model], value)
+        return family
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        labels = ("model_name",)
+        return Histogram(f"octile_{name}", text, labels, buckets=buckets, registry=self._registry).labels(self._model)

@@ -1,0 +1,249 @@
+"""The bodies of requests, as OpenAI defines them.
+
+A field that would change the result and is not supported is refused, and so is an unknown field: nothing is dropped
+silently. `top_k` and `ignore_eos` are not OpenAI's; they have vLLM's names.
+
+Source: OpenAI's API reference, completions and chat completions.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from octile.serve.http.errors import ApiError
+from octile.serve.request import MAX_LOGPROBS, MAX_STOPS, Sampling
+from octile.validation import MAX_SEED, quoted
+
+MAX_CHOICES = 128  # OpenAI's limit of n
+NEEDED = {  # what pydantic would describe one member of the union after the other
+    "prompt": "a text, a list of texts, a list of tokens, or a list of lists of tokens",
+    "stop": f"a text, or a list of at most {MAX_STOPS} texts, none of them empty",
+    "content": "a text, or a list of parts of type text",
+}
+
+WORDING = {  # pydantic's name of an error: what the field must be
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "finite",
+    "bool_type": "true or false",
+    "string_type": "a text",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "greater_than": "above {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "below {lt}",
+    "less_than_equal": "at most {le}",
+    "too_short": "a list of at least {min_length}",
+    "literal_error": "{expected}",
+}
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Stops = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS)]
+
+
+class Body(BaseModel):
+    """A JSON object whose fields have exactly their types, and which has no other fields."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+
+
+class StreamOptions(Body):
+    """Options of a stream: include_usage adds a last chunk with the numbers of tokens."""
+
+    include_usage: bool = False
+
+
+class Generation(Body):
+    """What completions and chat completions have in common."""
+
+    model: str
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
+    top_k: Annotated[int, Field(ge=-1)] | None = 0
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = 1
+    seed: Annotated[int, Field(ge=-(2**63), le=MAX_SEED)] | None = None
+    stop: Annotated[str, Field(min_length=1)] | Stops | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool = False
+
+    # of no effect: who asks, and how OpenAI accounts and caches
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: Literal[False] | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    # accepted with the value that changes nothing
+    frequency_penalty: float | None = 0.0
+    presence_penalty: float | None = 0.0
+    logit_bias: dict[str, float] | None = None
+
+    @model_validator(mode="after")
+    def _is_supported(self) -> Self:
+        refuse(self, "frequency_penalty", self.frequency_penalty, "0")
+        refuse(self, "presence_penalty", self.presence_penalty, "0")
+        refuse(self, "logit_bias", self.logit_bias, "empty")
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is only for stream true")
+        return self
+
+    def sampling(self, max_new_tokens: int, logprobs: int | None, choice: int, stop: tuple[str, ...] = ()) -> Sampling:
+        """The sampling of one choice. With a seed, each choice has its own, the following one.
+
+        Args:
+            max_new_tokens: limit of this choice's tokens.
+            logprobs: as in `Sampling`.
+            choice: the number of the choice, from 0.
+            stop: strings that end the text besides the request's own.
+        """
+        own = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return Sampling(
+            max_new_tokens=max_new_tokens,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            seed=None if self.seed is None else (self.seed + choice) % (MAX_SEED + 1),
+            top_k=max(self.top_k or 0, 0),
+            stop=tuple(dict.fromkeys((*own, *stop)))[:MAX_STOPS],
+            logprobs=logprobs,
+            ignore_eos=self.ignore_eos,
+        )
+
+
+class CompletionBody(Generation):
+    """The body of POST /v1/completions."""
+
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    max_tokens: Annotated[int, Field(ge=1)] | None = 16
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = False
+    best_of: int | None = None
+    suffix: str | None = None
+
+    @model_validator(mode="after")
+    def _is_a_supported_completion(self) -> Self:
+        refuse(self, "echo", self.echo, "false: the prompt is not repeated")
+        refuse(self, "suffix", self.suffix, "empty")
+        if self.best_of not in (None, self.n):
+            raise ValueError(f"best_of must be n, {self.n}, not {self.best_of}: all choices are returned")
+        if not self.prompts:
+            raise ValueError("prompt must not be an empty list")
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Each prompt: a text, or tokens that are read as they are."""
+        prompt: Any = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        return [prompt] if prompt and isinstance(prompt[0], int) else prompt
+
+
+class TextPart(Body):
+    """A part of a message's content; images, sounds and files are not supported."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    """A message of a conversation; a developer's has the same place as the system's."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+
+    def plain(self) -> dict[str, str]:
+        """The message as chat templates read it: role and text."""
+        content = self.content or ""
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class TextFormat(Body):
+    """The only response_format that is supported."""
+
+    type: Literal["text"]
+
+
+class ChatBody(Generation):
+    """The body of POST /v1/chat/completions. Tools and formats of the answer are not supported."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    response_format: TextFormat | None = None
+    tools: list[Any] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+
+    @model_validator(mode="after")
+    def _is_a_supported_chat(self) -> Self:
+        refuse(self, "tools", self.tools, "empty")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs true")
+        if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("max_tokens and max_completion_tokens differ: give one of them")
+        return self
+
+
+class UnsupportedError(ValueError):
+    """A field has a value that would change the result in a way that is not supported."""
+
+    def __init__(self, field: str, value: object, needed: str):
+        super().__init__(f"{field} must be {needed}, not {quoted(value)}")
+
+
+def refuse(body: Body, field: str, value: object, needed: str) -> None:
+    """Refuse a value that is not the neutral one."""
+    if value:
+        raise UnsupportedError(field, value, needed)
+
+
+def parse(form: type[Any], content: bytes) -> Any:
+    """Read a body.
+
+    Raises:
+        ApiError: 400, with the name of the field: the body is not JSON, or a field is not what it must be.
+    """
+    try:
+        return form.model_validate_json(content)
+    except ValidationError as error:
+        raise ApiError(400, *describe(error)) from None
+
+
+def describe(error: ValidationError) -> tuple[str, str | None]:
+    """The message and the field of the first thing that is wrong."""
+    found = error.errors(include_url=False)[0]
+    where = [str(part) for part in found["loc"] if not _is_member(part)]
+    field, context, given = ".".join(where), found.get("ctx", {}), quoted(found["input"])
+    match found["type"]:
+        case "json_invalid":
+            return f"the body is not JSON: {context['error']}", None
+        case "value_error":
+            return str(context["error"]), str(context["error"]).split()[0]
+        case "missing":
+            return f"{field} is missing", field
+        case "extra_forbidden":
+            return f"{field} is unknown, or not supported here", field
+        case "model_type" | "model_attributes_type":
+            return f"{field or 'the body'} must be an object, not {given}", field or None
+    for i, name in enumerate(where):
+        if name in NEEDED:
+            field = ".".join(where[: i + 1])
+            return f"{field} must be {NEEDED[name]}", field
+    bounds = {key: int(value) if value == 0 else value for key, value in context.items()}  # 0, not 0.0
+    needed = WORDING[found["type"]].format(**bounds) if found["type"] in WORDING else found["msg"]
+    return f"{field} must be {needed}, not {given}", field
+
+
+def _is_member(part: object) -> bool:
+    """Whether a part of a location is not a field or an index but pydantic's name of a member of a union."""
+    return (isinstance(part, str) and not part.isidentifier()) or part in {"str", "int", "float", "bool"}

@@ -1,0 +1,104 @@
+"""The server: it binds its address before the model is loaded, and drains after SIGTERM or Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import resource
+import socket
+import sys
+
+import uvicorn
+
+from octile.serve.http.app import create_app
+from octile.serve.http.connection import Connection
+from octile.serve.http.limits import WRITE_SECONDS
+from octile.serve.http.service import Service
+
+BACKLOG = 2048
+KEEP_ALIVE_SECONDS = 30
+SPARE_FILES = 1024
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Bind an address. Connections are refused until a server listens.
+
+    Raises:
+        ValueError: the host is unknown, or the address is in use or not allowed.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ValueError(f"host {host!r} is not an address of this machine: {error.strerror}") from None
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        raise ValueError(f"port {port} of {host} cannot be used: {error.strerror}") from None
+    return bound
+
+
+def url_of(bound: socket.socket) -> str:
+    """The URL of a bound address."""
+    host, port = bound.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+class Server(uvicorn.Server):
+    """A server of one model. `run` returns when it has drained, and raises what made the engine fail.
+
+    Args:
+        service: the model.
+        api_keys: as in `create_app`.
+    """
+
+    def __init__(self, service: Service, api_keys: tuple[str, ...] = ()):
+        self.service = service
+        super().__init__(
+            uvicorn.Config(
+                create_app(service, api_keys),
+                http=Connection,
+                ws="none",
+                lifespan="on",
+                loop="asyncio",
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                backlog=BACKLOG,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=math.ceil(service.limits.drain + 2 * WRITE_SECONDS),
+            )
+        )
+        service.engine.on_failure = self._end
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve on bound sockets until a signal comes or the engine fails."""
+        _allow_files(self.service.limits.in_flight + SPARE_FILES)
+        super().run(sockets)
+        if self.service.engine.failure is not None:
+            raise self.service.engine.failure
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Answer the requests in flight, for as long as the limits say, and end."""
+        service = self.service
+        service.is_draining = True
+        if service.in_flight:
+            what = f"{service.in_flight} choices in flight, for at most {service.limits.drain:g} seconds"
+            print(f"octile: answering {what}", file=sys.stderr, flush=True)
+        message = "the server has ended before the request was finished"
+        timer = asyncio.get_running_loop().call_later(service.limits.drain, service.engine.abort, message)
+        await super().shutdown(sockets)
+        timer.cancel()
+
+    def _end(self) -> None:
+        self.should_exit = True
+
+
+def _allow_files(count: int) -> None:
+    """Have the system allow so many open files, each connection being one, as far as it lets this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < count:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (count if hard < 0 else min(count, hard), hard))

@@ -1,0 +1,240 @@
+"""From the body of a request to its response: reading, admission, the engine, and the outputs as they come."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from typing import NamedTuple, TypeVar
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+
+from octile.serve.async_engine import AsyncEngine, EngineError, StepEngine
+from octile.serve.http.answers import Answer, ChatCompletion, Completion
+from octile.serve.http.chat import ChatTemplate
+from octile.serve.http.errors import NEVER_RETRY, ApiError
+from octile.serve.http.event_stream import DONE, EventStream, event, while_connected
+from octile.serve.http.limits import Limits, read_body
+from octile.serve.http.metrics import Metrics
+from octile.serve.http.protocol import ChatBody, CompletionBody, Generation, parse
+from octile.serve.request import FinishReason, Output, Sampling
+from octile.tokenizer import Tokenizer
+
+B = TypeVar("B", bound=Generation)
+
+RETRY = {"retry-after": "1"}
+INVALID_LENGTH = "context_length_exceeded"
+
+
+class Job(NamedTuple):
+    """A request whose prompts are tokens.
+
+    Attributes:
+        answer: the response to fill.
+        asked: prompt and sampling of each choice.
+    """
+
+    answer: Answer
+    asked: Sequence[tuple[Sequence[int], Sampling]]
+
+
+class Service:
+    """One model that answers requests.
+
+    Args:
+        engine: of the model; from now on only this object may use it.
+        tokenizer: of the model.
+        context: positions that a prompt and its new tokens may have together.
+        chat: the chat template.
+        limits: what is refused.
+        model: the name under which the model is served.
+
+    Attributes:
+        engine: the engine in its thread.
+        in_flight: choices that wait or run, and those whose response is not read yet.
+        is_draining: whether the server is ending and takes no more requests.
+    """
+
+    def __init__(
+        self, engine: StepEngine, tokenizer: Tokenizer, context: int, chat: ChatTemplate, limits: Limits, model: str
+    ):
+        self.metrics = Metrics(model, lambda: self.engine.stats)
+        self.engine = AsyncEngine(engine, self.metrics)
+        self.chat, self.limits, self.model, self.created = chat, limits, model, int(time.time())
+        self.tokenizer, self.context = tokenizer, context
+        self.in_flight, self.is_draining = 0, False
+
+    def why_closed(self) -> str | None:
+        """Say why no request is taken; None while requests are."""
+        if self.engine.failure is not None:
+            return "the engine has failed, and the server is ending"
+        return "the server is ending: it answers the requests that it has, and takes no more" * self.is_draining or None
+
+    def check_model(self, name: str) -> None:
+        """Raise ApiError, 404, if a model is not the one that is served."""
+        if name != self.model:
+            raise ApiError(404, f"model {name!r} is not served here; {self.model!r} is", "model", "model_not_found")
+
+    async def complete(self, request: Request) -> Response:
+        """Answer POST /v1/completions."""
+        return await self._respond(request, CompletionBody, self._completion, lambda body: len(body.prompts))
+
+    async def chat_complete(self, request: Request) -> Response:
+        """Answer POST /v1/chat/completions."""
+        return await self._respond(request, ChatBody, self._chat_completion, lambda body: 1)
+
+    def _completion(self, body: CompletionBody) -> Job:
+        begin = [self.tokenizer.begin]
+        prompts = [begin + self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in body.prompts]
+        asked = [
+            (prompt, body.sampling(self._new_tokens(prompt, body.max_tokens or 16, "max_tokens"), body.logprobs, i))
+            for prompt in prompts
+            for i in range(body.n or 1)
+        ]
+        return Job(Completion(self.model, self.tokenizer, prompts, body.n or 1), asked)
+
+    def _chat_completion(self, body: ChatBody) -> Job:
+        try:
+            prompt = self.chat.tokens([message.plain() for message in body.messages])
+        except ValueError as error:
+            raise ApiError(400, str(error), "messages") from None
+        name = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
+        new_tokens = self._new_tokens(prompt, body.max_completion_tokens or body.max_tokens, name)
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        asked = [(prompt, body.sampling(new_tokens, logprobs, i, self.chat.stop)) for i in range(body.n or 1)]
+        return Job(ChatCompletion(self.model, self.tokenizer, [prompt], body.n or 1), asked)
+
+    def _new_tokens(self, prompt: Sequence[int], wanted: int | None, name: str) -> int:
+        """The limit of a choice's tokens: what it asks for, or the rest of the context.
+
+        Raises:
+            ApiError: 400, prompt and new tokens exceed the context, or the limit of new tokens is exceeded.
+        """
+        limit, rest = self.limits.new_tokens or self.context, self.context - len(prompt)
+        if rest < (wanted or 1):
+            asked = f"{name} is {wanted}" if wanted else "at least one new token is needed"
+            raise ApiError(
+                400,
+                f"the prompt has {len(prompt)} tokens and {asked}: together they must not exceed the model's context "
+                f"of {self.context} tokens",
+                name if wanted else "messages",
+                INVALID_LENGTH,
+            )
+        if wanted is not None and wanted > limit:
+            raise ApiError(400, f"{name} must be at most {limit}, the limit of this server, not {wanted}", name)
+        return min(limit, rest) if wanted is None else wanted
+
+    async def _respond(
+        self, request: Request, form: type[B], read: Callable[[B], Job], count_prompts: Callable[[B], int]
+    ) -> Response:
+        deadline = asyncio.get_running_loop().time() + self.limits.seconds
+        self._check_open()
+        body = parse(form, await read_body(request, self.limits.body))
+        self.check_model(body.model)
+        n_choices = count_prompts(body) * (body.n or 1)
+        if not body.stream:
+            return JSONResponse(await while_connected(request.receive, self._whole(body, read, n_choices, deadline)))
+        events = self._events(body, read, n_choices, deadline)
+        first = await while_connected(request.receive, _next(events))
+        return EventStream(_chain(first, events), deadline)
+
+    def _check_open(self) -> None:
+        if why := self.why_closed():
+            raise ApiError(503, why, headers=RETRY)
+
+    @contextmanager
+    def _places(self, n_choices: int) -> Iterator[None]:
+        """Count choices as in flight.
+
+        Raises:
+            ApiError: 503, there would be too many; 400, there always would.
+        """
+        limit = self.limits.in_flight
+        if n_choices > limit:
+            raise ApiError(
+                400, f"the request has {n_choices} choices, but this server takes at most {limit} at once", "n"
+            )
+        if self.in_flight + n_choices > limit:
+            message = f"the server has {self.in_flight} of at most {limit} choices in flight: try again later"
+            raise ApiError(503, message, code="overloaded", headers=RETRY)
+        self.in_flight += n_choices
+        try:
+            yield
+        finally:
+            self.in_flight -= n_choices
+
+    async def _whole(self, body: B, read: Callable[[B], Job], n_choices: int, deadline: float) -> dict[str, object]:
+        """The body of a whole response."""
+        with self._places(n_choices):
+            job = await asyncio.to_thread(read, body)
+            async with aclosing(self._outputs(job, deadline)) as outputs:
+                async for new in outputs:
+                    for index, output in new:
+                        job.answer.add(index, output)
+            return job.answer.whole()
+
+    async def _events(
+        self, body: B, read: Callable[[B], Job], n_choices: int, deadline: float
+    ) -> AsyncGenerator[str, None]:
+        """The events of a stream. An error before the first of them is raised; later it is an event."""
+        with self._places(n_choices):
+            job, has_begun = await asyncio.to_thread(read, body), False
+            answer = job.answer
+            try:
+                async with aclosing(self._outputs(job, deadline)) as outputs:
+                    async for new in outputs:
+                        chunks = [] if has_begun else answer.first_chunks()
+                        chunks += [chunk for index, output in new if (chunk := answer.chunk(index, output)) is not None]
+                        has_begun = True
+                        yield "".join(map(event, chunks))
+            except ApiError as error:
+                if not has_begun:
+                    raise
+                yield event(error.body())
+                return
+            if body.stream_options is not None and body.stream_options.include_usage:
+                yield event(answer.usage_chunk())
+            yield DONE
+
+    async def _outputs(self, job: Job, deadline: float) -> AsyncGenerator[list[tuple[int, Output]], None]:
+        """What is new about the choices of a request, until all have finished. Leaving it early cancels them.
+
+        Raises:
+            ApiError: 400, the engine refuses the request; 500, it fails; 503, it is stopped; 504, time is over.
+        """
+        self._check_open()
+        stream = self.engine.submit(job.asked)
+        try:
+            while True:
+                async with asyncio.timeout_at(deadline):
+                    new = await stream.next()
+                if not new:
+                    return
+                for _, output in new:
+                    if output.finish_reason is FinishReason.ERROR:
+                        raise ApiError(500, f"the engine failed: {output.error}", headers=NEVER_RETRY)
+                    if output.finish_reason is FinishReason.CANCELED:
+                        raise ApiError(503, "the engine has canceled the request", headers=RETRY)
+                yield new
+        except TimeoutError:
+            message = f"the request took longer than {self.limits.seconds:g} seconds, the limit of this server"
+            raise ApiError(504, message, code="timeout", headers=NEVER_RETRY) from None
+        except EngineError as error:
+            raise ApiError(500 if self.engine.failure else 503, str(error), headers=RETRY) from None
+        except (TypeError, ValueError) as error:  # of `submit`'s checks
+            raise ApiError(400, str(error)) from None
+        finally:
+            stream.close()
+
+
+async def _next(events: AsyncGenerator[str, None]) -> str:
+    return await anext(events)
+
+
+async def _chain(first: str, others: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+    async with aclosing(others):
+        yield first
+        async for text in others:
+            yield text

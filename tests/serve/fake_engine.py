@@ -1,0 +1,96 @@
+"""An engine without a model, which repeats the prompt: for tests of what is around an engine."""
+
+import time
+from collections.abc import Sequence
+from math import ceil
+
+from octile.serve.request import FinishReason, Output, Request, Sampling, TokenLogprobs
+from octile.serve.stats import Stats
+from octile.tokenizer import Tokenizer
+
+
+class FakeEngine:
+    """Generates the prompt's tokens again and again, one per request and step.
+
+    Args:
+        tokenizer: for texts.
+        step_seconds: time of a step.
+        max_position: the context.
+        n_pages: pages of 64 positions.
+        fails_after: the step that raises an exception; None if none does.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        step_seconds: float = 0.0,
+        max_position: int = 4096,
+        n_pages: int = 4096,
+        fails_after: int | None = None,
+    ):
+        self.tokenizer, self.max_position = tokenizer, max_position
+        self.step_seconds, self.n_pages, self.fails_after = step_seconds, n_pages, fails_after
+        self.requests: dict[int, Request] = {}
+        self.added = self.finished = self.canceled = self.steps = self.generated = self.prompt_tokens = 0
+
+    def add(self, prompt: Sequence[int], sampling: Sampling) -> Request:
+        if not prompt:
+            raise ValueError("prompt must have at least one token")
+        if max(prompt) >= self.tokenizer.vocab_size:
+            raise ValueError(f"prompt has the token {max(prompt)}, which is not in the vocabulary")
+        if self.pages_of(len(prompt) + sampling.max_new_tokens) > self.n_pages:
+            raise ValueError("prompt needs more pages than the cache has")
+        request = Request(self.added, prompt, sampling, sampling.seed or 0)
+        self.requests[request.id] = request
+        self.added += 1
+        self.prompt_tokens += len(prompt)
+        return request
+
+    def cancel(self, request_id: int) -> bool:
+        was_there = self.requests.pop(request_id, None) is not None
+        self.canceled += was_there
+        return was_there
+
+    def step(self) -> list[Output]:
+        time.sleep(self.step_seconds)
+        if self.steps == self.fails_after:
+            raise RuntimeError("a kernel has failed")
+        self.steps += 1
+        outputs = [self._next(request) for request in self.requests.values()]
+        for output in outputs:
+            if output.finish_reason:
+                del self.requests[output.request_id]
+                self.finished += 1
+        return outputs
+
+    def stats(self) -> Stats:
+        return Stats(
+            running=len(self.requests),
+            n_pages=self.n_pages,
+            used_pages=sum(self.pages_of(len(request.tokens)) for request in self.requests.values()),
+            steps=self.steps,
+            requests=self.added,
+            finished=self.finished,
+            canceled=self.canceled,
+            prompt_tokens=self.prompt_tokens,
+            generated_tokens=self.generated,
+            drafted_tokens=2 * self.generated,
+            accepted_tokens=self.generated,
+        )
+
+    @staticmethod
+    def pages_of(positions: int) -> int:
+        return ceil(positions / 64)
+
+    def _next(self, request: Request) -> Output:
+        sampling, index = request.sampling, request.n_generated
+        token = request.prompt[index % len(request.prompt)]
+        request.tokens.append(token)
+        self.generated += 1
+        text, logprobs = self.tokenizer.decode([token]), ()
+        if sampling.logprobs is not None:
+            logprobs = (TokenLogprobs(token, -0.5, ((token, -0.5),) * min(sampling.logprobs, 1)),)
+        reason = FinishReason.LENGTH if index + 1 == sampling.max_new_tokens else None
+        if any(stop in text for stop in sampling.stop):
+            text, reason = "", FinishReason.STOP
+        return Output(request.id, (token,), text, logprobs, reason)

@@ -1,0 +1,81 @@
+"""A real server in a thread, with an engine that repeats the prompt."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+pytest.importorskip("fastapi", reason="octile[serve] is not installed")
+
+from octile.serve.http.chat import ChatTemplate
+from octile.serve.http.limits import Limits
+from octile.serve.http.server import Server, bind, url_of
+from octile.serve.http.service import Service
+from tests.serve.fake_engine import FakeEngine
+
+
+class Served:
+    """A running server, its engine and its address."""
+
+    def __init__(self, engine, limits: Limits, api_keys: tuple[str, ...], template: str | None):
+        self.engine, socket = engine, bind("127.0.0.1", 0)
+        self.url = url_of(socket)
+        self.service = Service(
+            engine, engine.tokenizer, engine.max_position, ChatTemplate(engine.tokenizer, template), limits, "micro"
+        )
+        self.server = Server(self.service, api_keys)
+        self.error: Exception | None = None
+        self.thread = threading.Thread(target=self._run, args=(socket,))
+        self.thread.start()
+        wait_until(lambda: self.server.started)
+
+    def _run(self, socket) -> None:
+        try:
+            self.server.run([socket])
+        except Exception as error:
+            self.error = error
+
+    def stop(self) -> None:
+        self.server.should_exit = True
+        self.thread.join()
+
+    def is_idle(self) -> bool:
+        """Whether nothing of any request is left."""
+        return self.service.in_flight == 0 and not self.engine.requests and self.service.engine.stats.used_pages == 0
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def serve(tokenizer):
+    """Start a server with an engine, limits, keys and a chat template; it is stopped at the end of the test."""
+    started: list[Served] = []
+
+    def start(limits=Limits(drain=1.0), api_keys=(), template=None, **engine) -> Served:  # noqa: B008
+        started.append(Served(FakeEngine(tokenizer, **engine), limits, api_keys, template))
+        return started[-1]
+
+    yield start
+    for served in started:
+        served.stop()
+
+
+@contextmanager
+def shared(tokenizer) -> Iterator[Served]:
+    served = Served(FakeEngine(tokenizer), Limits(), (), None)
+    yield served
+    served.stop()
+
+
+@pytest.fixture(scope="module")
+def served(tokenizer):
+    """A server that the tests of a file share."""
+    with shared(tokenizer) as running:
+        yield running

@@ -1,0 +1,143 @@
+"""Clients that leave, do not read, or come all at once: nothing of them is left, and others are served."""
+
+import asyncio
+import json
+import socket
+from collections import Counter
+
+import httpx
+import pytest
+
+from octile.serve.http import connection, event_stream
+from octile.serve.http.limits import Limits
+from tests.serve.http.conftest import Served, wait_until
+
+COMPLETION = {"model": "micro", "prompt": "a", "max_tokens": 4000}
+
+
+def request_bytes(body: dict) -> bytes:
+    content = json.dumps(body).encode()
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(content)}\r\n\r\n"
+    )
+    return head.encode() + content
+
+
+def connect(served: Served, receive_buffer: int | None = None) -> socket.socket:
+    client = socket.socket()
+    if receive_buffer:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    host, _, port = served.url.removeprefix("http://").rpartition(":")
+    client.connect((host, int(port)))
+    return client
+
+
+def answers(served: Served) -> bool:
+    body = {**COMPLETION, "max_tokens": 2}
+    return httpx.post(f"{served.url}/v1/completions", json=body).json()["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_client_that_leaves_cancels_its_request(serve, stream):
+    served = serve(step_seconds=0.005)
+    client = connect(served)
+    client.sendall(request_bytes({**COMPLETION, "stream": stream, "n": 3}))
+    wait_until(lambda: served.service.engine.stats.used_pages > 0)
+    if stream:
+        client.recv(100)
+    client.close()
+    wait_until(served.is_idle)
+    assert served.engine.canceled == 3
+    assert answers(served)
+
+
+def test_a_client_that_leaves_before_its_first_token(serve):
+    served = serve(step_seconds=0.3)
+    client = connect(served)
+    client.sendall(request_bytes({**COMPLETION, "stream": True}))
+    wait_until(lambda: served.service.in_flight == 1)
+    client.close()
+    wait_until(served.is_idle)
+
+
+def test_a_client_that_does_not_read_holds_nobody_back_and_loses_its_connection(serve, monkeypatch):
+    monkeypatch.setattr(event_stream, "WRITE_SECONDS", 0.2)
+    served = serve(Limits(seconds=1.0, in_flight=200))
+    client = connect(served, receive_buffer=4096)
+    body = {**COMPLETION, "stream": True, "n": 100, "logprobs": 1}  # far more than the system's buffers hold
+    client.sendall(request_bytes(body))
+    wait_until(lambda: served.service.in_flight == 100)
+    assert answers(served)
+    wait_until(served.is_idle)
+    wait_until(lambda: not served.server.server_state.connections)
+    assert answers(served)
+    client.close()
+
+
+def test_a_client_that_reads_slowly_gets_everything(serve):
+    served = serve()
+    body = {**COMPLETION, "stream": True, "n": 4, "logprobs": 1}
+    client, received = connect(served, receive_buffer=4096), bytearray()
+    client.sendall(request_bytes(body))
+    wait_until(lambda: served.engine.finished == 4)  # long before the client has read
+    while b"[DONE]" not in received[-100:]:
+        received += client.recv(1 << 16)
+    client.close()
+    events = [line for line in received.decode().splitlines() if line.startswith("data: {")]
+    tokens = Counter[int]()
+    for line in events:
+        for choice in json.loads(line.removeprefix("data: "))["choices"]:
+            tokens[choice["index"]] += len(choice["logprobs"]["tokens"])
+    assert tokens == dict.fromkeys(range(4), 4000)
+    assert len(events) < 4 * 4000  # what it had not read was joined
+    wait_until(served.is_idle)
+
+
+@pytest.mark.parametrize("begin", [b"", b"POST /v1/compl"], ids=["nothing", "half a head"])
+def test_a_client_that_sends_no_request_loses_its_connection(serve, monkeypatch, begin):
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.2)
+    served = serve()
+    client = connect(served)
+    client.sendall(begin)
+    client.settimeout(10)
+    assert client.recv(100) == b""
+    assert answers(served)
+
+
+def test_a_client_that_sends_half_a_body(serve, monkeypatch):
+    monkeypatch.setattr("octile.serve.http.limits.BODY_SECONDS", 0.2)
+    served = serve()
+    client = connect(served)
+    client.sendall(request_bytes(COMPLETION)[:-5])
+    assert client.recv(100).startswith(b"HTTP/1.1 408 ")
+    client.close()
+    assert answers(served)
+
+
+def test_a_thousand_clients_at_once(serve):
+    served = serve(Limits(in_flight=256), step_seconds=0.01)
+    counts = asyncio.run(statuses(served, 1000))
+    assert set(counts) == {200, 503}
+    assert counts.total() == 1000
+    assert counts[200] >= 256
+    wait_until(served.is_idle)
+    assert answers(served)
+
+
+async def statuses(served: Served, n_clients: int) -> Counter:
+    """The statuses of clients that connect before any of them sends."""
+    host, _, port = served.url.removeprefix("http://").rpartition(":")
+    connections = await asyncio.gather(*(asyncio.open_connection(host, int(port)) for _ in range(n_clients)))
+    content = request_bytes({**COMPLETION, "max_tokens": 20, "stream": True})
+
+    async def status(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
+        writer.write(content)
+        line = await reader.readline()
+        code = int(line.split()[1])
+        if code == 200:
+            assert b"[DONE]" in await reader.readuntil(b"0\r\n\r\n")
+        writer.close()
+        return code
+
+    return Counter(await asyncio.gather(*(status(*connected) for connected in connections)))

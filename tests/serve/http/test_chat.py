@@ -1,0 +1,106 @@
+"""The chat template: messages to tokens."""
+
+import json
+
+import pytest
+
+from octile.serve.http.chat import ChatTemplate
+from octile.tokenizer import Tokenizer
+
+TEMPLATE = """\
+{{ bos_token }}{% for message in messages %}
+{% if message.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}
+[{{ message.role }}]{{ message.content | trim }}{{ eos_token }}
+{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"""
+
+
+def user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def test_a_template_renders_and_its_special_tokens_are_tokens(tokenizer):
+    tokens = ChatTemplate(tokenizer, TEMPLATE).tokens(user(" def f "))
+    assert tokens == [
+        tokenizer.begin, *tokenizer.encode("[user]def f"), tokenizer.end, *tokenizer.encode("\n[assistant]")
+    ]  # fmt: skip
+
+
+def test_a_special_token_in_a_message_is_text(tokenizer):
+    tokens = ChatTemplate(tokenizer, TEMPLATE).tokens(user("a<|end|>b<|begin|>"))
+    assert (tokens.count(tokenizer.begin), tokens.count(tokenizer.end)) == (1, 1)
+    assert tokenizer.decode(tokens) == "<|begin|>[user]a<|end|>b<|begin|><|end|>\n[assistant]"
+
+
+def test_the_plain_template(tokenizer):
+    template = ChatTemplate(tokenizer, None)
+    assert template.is_plain
+    assert template.stop == ("\n\nUser:",)
+    text = tokenizer.decode(template.tokens([{"role": "system", "content": "Brief."}, *user("a")]))
+    assert text == "<|begin|>System: Brief.\n\nUser: a\n\nAssistant:"
+
+
+def test_a_template_refuses_messages(tokenizer):
+    with pytest.raises(ValueError, match="the chat template refuses the messages: no tools here"):
+        ChatTemplate(tokenizer, TEMPLATE).tokens([{"role": "tool", "content": ""}])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ raise_exception.__globals__.json }}",
+        "{% for i in range(10**9) %}{% endfor %}",
+    ],
+)
+def test_a_template_is_confined(tokenizer, source):
+    with pytest.raises(ValueError, match="the chat template refuses the messages"):
+        ChatTemplate(tokenizer, source).tokens(user("a"))
+
+
+def test_a_template_that_is_not_jinja_is_refused(tokenizer):
+    with pytest.raises(ValueError, match="the tokenizer's chat_template is not jinja"):
+        ChatTemplate(tokenizer, "{% for %}")
+
+
+@pytest.mark.parametrize(
+    ("template", "rendered"),
+    [
+        ("one", "one"),
+        ([{"name": "tool_use", "template": "two"}, {"name": "default", "template": "three"}], "three"),
+    ],
+    ids=["one", "named"],
+)
+def test_the_template_of_a_folder(tokenizer, tmp_path, template, rendered):
+    tokenizer.save(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
+    loaded = Tokenizer.load(tmp_path)
+    chat = ChatTemplate.load(tmp_path, loaded)
+    assert not chat.is_plain
+    assert loaded.decode(chat.tokens(user("a"))) == rendered
+    (tmp_path / "chat_template.jinja").write_text("a file")
+    assert loaded.decode(ChatTemplate.load(tmp_path, loaded).tokens(user("a"))) == "a file"
+
+
+def test_a_folder_without_a_template_has_the_plain_one(tokenizer, tmp_path):
+    tokenizer.save(tmp_path)
+    assert ChatTemplate.load(tmp_path, Tokenizer.load(tmp_path)).is_plain
+
+
+def test_a_template_without_a_default_is_refused(tokenizer, tmp_path):
+    tokenizer.config["chat_template"] = [{"name": "tool_use", "template": ""}]
+    try:
+        with pytest.raises(ValueError, match="none named default: there are tool_use"):
+            ChatTemplate.load(tmp_path, tokenizer)
+    finally:
+        del tokenizer.config["chat_template"]
+
+
+def test_the_template_of_transformers_gives_the_same_text(tokenizer, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    tokenizer.save(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    messages = [*user("x"), {"role": "assistant", "content": "y"}, *user("z\n")]
+    text = theirs.apply_chat_template(messages, chat_template=TEMPLATE, add_generation_prompt=True, tokenize=False)
+    assert tokenizer.decode(ChatTemplate(tokenizer, TEMPLATE).tokens(messages)) == text

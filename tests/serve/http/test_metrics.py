@@ -1,0 +1,54 @@
+"""What Prometheus reads."""
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.serve.http.conftest import wait_until
+
+
+def values(served) -> dict[str, float]:
+    """Name of each sample, with the labels other than the model's: its value."""
+    found = {}
+    for family in text_string_to_metric_families(httpx.get(f"{served.url}/metrics").text):
+        for sample in family.samples:
+            labels = {name: value for name, value in sample.labels.items() if name != "model_name"}
+            assert sample.labels.get("model_name", "micro") == "micro"
+            found[" ".join((sample.name, *labels.values()))] = sample.value
+    return found
+
+
+def test_counts_and_times_of_requests(serve):
+    served = serve()
+    body = {"model": "micro", "prompt": [5, 6, 7], "max_tokens": 10, "n": 2}
+    httpx.post(f"{served.url}/v1/completions", json=body)
+    httpx.post(f"{served.url}/v1/completions", json={**body, "prompt": 5})
+    httpx.get(f"{served.url}/none")
+    wait_until(served.is_idle)
+    found = values(served)
+    assert found["octile_prompt_tokens_total"] == 6
+    assert found["octile_generation_tokens_total"] == 20
+    assert found["octile_spec_decode_num_draft_tokens_total"] == 40
+    assert found["octile_spec_decode_num_accepted_tokens_total"] == 20
+    assert found["octile_request_success_total length"] == 2
+    assert found["octile_time_to_first_token_seconds_count"] == 2
+    assert found["octile_inter_token_latency_seconds_count"] == 18
+    assert found["octile_e2e_request_latency_seconds_count"] == 2
+    assert found["octile_num_requests_running"] == found["octile_num_requests_waiting"] == 0
+    assert found["octile_kv_cache_usage_perc"] == 0
+    assert found["octile_http_responses_total /v1/completions 200"] == 1
+    assert found["octile_http_responses_total /v1/completions 400"] == 1
+    assert found["octile_http_responses_total other 404"] == 1
+
+
+def test_what_runs_now(serve):
+    served = serve(step_seconds=0.01, n_pages=100)
+    body = {"model": "micro", "prompt": "a", "max_tokens": 4000, "n": 3, "stream": True}
+    with httpx.stream("POST", f"{served.url}/v1/completions", json={**body, "max_tokens": 2000}) as response:
+        lines = response.iter_lines()
+        next(lines)
+        found = values(served)
+    assert found["octile_num_requests_running"] == 3
+    assert found["octile_kv_cache_usage_perc"] == pytest.approx(0.03)
+    wait_until(served.is_idle)
+    assert values(served)["octile_request_success_total canceled"] == 3

@@ -1,0 +1,129 @@
+"""The page at / in a real browser."""
+
+import shutil
+
+import pytest
+
+from octile.serve.http.limits import Limits
+from tests.serve.http.conftest import wait_until
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium in PATH to show the page in")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(browser):
+    """Open the page of a server; it must load nothing from elsewhere and have no error in its console."""
+    contexts, problems = [], []
+
+    def opened(served, **options):
+        contexts.append(browser.new_context(**options))
+        page = contexts[-1].new_page()
+        page.on("request", lambda r: problems.append(r.url) if not r.url.startswith((served.url, "data:")) else None)
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("console", lambda message: problems.append(message.text) if "Policy" in message.text else None)
+        page.goto(served.url)
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert not problems
+
+
+def send(page, text: str) -> None:
+    page.get_by_label("prompt").fill(text)
+    page.get_by_role("button", name="Send").click()
+
+
+def test_a_chat_in_the_browser(serve, open_page):
+    page = open_page(serve())
+    sync_api.expect(page.locator("#about")).to_have_text(
+        "micro · context 4096 tokens · a base model without a chat template: a plain one is used"
+    )
+    page.get_by_label("new tokens").fill("40")
+    send(page, "Hello <b>there</b>")
+    sync_api.expect(page.locator(".facts")).to_contain_text("40 tokens")
+    messages = page.locator(".message")
+    assert messages.nth(0).inner_text() == "Hello <b>there</b>"
+    assert messages.nth(1).inner_text().startswith("<|begin|>User: Hello <b>there</b>\n\nAssistant:")
+    page.get_by_label("new tokens").fill("200")
+    send(page, "more")
+    sync_api.expect(messages).to_have_count(4)
+    sync_api.expect(messages.nth(3)).to_contain_text("User: more")
+
+
+def test_a_text_is_continued_in_the_browser(serve, open_page):
+    page = open_page(serve())
+    page.get_by_label("mode").select_option("text")
+    page.get_by_label("new tokens").fill("3")
+    send(page, "def f")
+    sync_api.expect(page.locator(".facts")).to_contain_text("3 tokens")
+    assert page.locator(".message").inner_text().startswith("def f<|begin|>")
+
+
+def test_the_browser_shows_speed_cache_and_acceptance_and_stops(serve, open_page):
+    served = serve(step_seconds=0.01, n_pages=100)
+    page = open_page(served)
+    page.get_by_label("new tokens").fill("4000")
+    send(page, "a")
+    sync_api.expect(page.locator("#requests")).to_have_text("1, 0")
+    sync_api.expect(page.locator("#speed")).not_to_have_text("0.0")
+    sync_api.expect(page.locator("#acceptance")).to_have_text("50%")
+    assert page.locator("#cache").inner_text() != "0.0%"
+    page.get_by_role("button", name="Stop").click()
+    wait_until(served.is_idle)
+    sync_api.expect(page.locator(".facts")).to_contain_text("stopped")
+    sync_api.expect(page.locator("#requests")).to_have_text("0, 0")
+
+
+def test_an_error_is_shown_in_the_browser(serve, open_page):
+    page = open_page(serve(Limits(new_tokens=10)))
+    send(page, "a")
+    sync_api.expect(page.locator(".facts.error")).to_contain_text("max_tokens must be at most 10")
+
+
+def test_a_key_is_asked_for_in_the_browser(serve, open_page):
+    page = open_page(serve(api_keys=("secret",)))
+    sync_api.expect(page.locator("#about")).to_contain_text("the API key is missing")
+    page.get_by_label("API key").fill("secret")
+    page.get_by_label("API key").blur()
+    sync_api.expect(page.locator("#about")).to_contain_text("micro")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_fits_a_telephone_and_has_contrast(serve, open_page, scheme):
+    page = open_page(serve(), viewport={"width": 390, "height": 844}, color_scheme=scheme)
+    send(page, "a" * 500)
+    sync_api.expect(page.locator(".facts")).to_contain_text("tokens/s")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    for element in ("body", "#about", "#send", ".message.user", ".facts", "label"):
+        assert contrast(page, element) >= 4.5, element  # WCAG 2.1, level AA
+
+
+def contrast(page, element: str) -> float:
+    """The contrast of an element's text with what is behind it, as WCAG 2.1 defines it."""
+    colors = page.locator(element).first.evaluate(
+        """element => {
+            let behind = element;
+            while (getComputedStyle(behind).backgroundColor.endsWith(", 0)")) behind = behind.parentElement;
+            return [getComputedStyle(element).color, getComputedStyle(behind).backgroundColor];
+        }"""
+    )
+    luminances = [luminance(color) for color in colors]
+    return (max(luminances) + 0.05) / (min(luminances) + 0.05)
+
+
+def luminance(color: str) -> float:
+    parts = [int(part) / 255 for part in color.removeprefix("rgb(").rstrip(")").split(", ")]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue

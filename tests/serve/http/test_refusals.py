@@ -1,0 +1,203 @@
+"""What the server refuses: each with its status, in OpenAI's format, and nothing of it is left."""
+
+import httpx
+import pytest
+
+from octile.serve.http.limits import Limits
+from tests.serve.http.conftest import wait_until
+
+COMPLETION = {"model": "micro", "prompt": "a"}
+CHAT = {"model": "micro", "messages": [{"role": "user", "content": "a"}]}
+
+
+def error_of(response: httpx.Response, status: int) -> dict:
+    assert response.status_code == status, response.text
+    (name,) = response.json()
+    assert name == "error"
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+def post(served, path, body, **options) -> httpx.Response:
+    return httpx.post(f"{served.url}/v1/{path}", json=body, **options)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"", "the body is not JSON"),
+        (b'{"model": "micro", "prompt"', "the body is not JSON"),
+        (b"\xff\xfe", "the body is not JSON"),
+        (b"[" * 100_000, "the body is not JSON"),
+        (b'{"model": "micro", "prompt": "\\ud800"}', "the body is not JSON"),
+        (b"[]", "the body must be an object"),
+        (b"null", "the body must be an object"),
+        (b'{"model": "micro", "prompt": "a", "temperature": NaN}', "temperature must be finite, not nan"),
+    ],
+    ids=["empty", "cut off", "not UTF-8", "nested", "half a surrogate pair", "list", "null", "NaN"],
+)
+def test_a_body_that_is_no_json_object(served, body, message):
+    response = httpx.post(f"{served.url}/v1/completions", content=body, headers={"content-type": "application/json"})
+    error = error_of(response, 400)
+    assert error["message"].startswith(message)
+    assert error["type"] == "invalid_request_error"
+    assert served.is_idle()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "message"),
+    [
+        ("completions", {"prompt": "a"}, "model", "model is missing"),
+        ("completions", {"model": "micro"}, "prompt", "prompt is missing"),
+        ("completions", {**COMPLETION, "prompt": 5}, "prompt", "prompt must be a text, a list of texts"),
+        ("completions", {**COMPLETION, "prompt": []}, "prompt", "prompt must not be an empty list"),
+        ("completions", {**COMPLETION, "prompt": [[]]}, None, "prompt"),
+        ("completions", {**COMPLETION, "prompt": [10**6]}, None, "vocabulary"),
+        ("completions", {**COMPLETION, "prompt": ["a", 1]}, "prompt", "prompt must be a text, a list of texts"),
+        ("completions", {**COMPLETION, "echo": True}, "echo", "echo must be false: the prompt is not repeated"),
+        ("completions", {**COMPLETION, "suffix": "b"}, "suffix", "suffix must be empty"),
+        ("completions", {**COMPLETION, "best_of": 3}, "best_of", "best_of must be n, 1, not 3"),
+        ("completions", {**COMPLETION, "logprobs": 21}, "logprobs", "logprobs must be at most 20, not 21"),
+        ("completions", {**COMPLETION, "max_tokens": 0}, "max_tokens", "max_tokens must be at least 1, not 0"),
+        ("completions", {**COMPLETION, "max_tokens": "9"}, "max_tokens", "max_tokens must be a whole number, not '9'"),
+        ("completions", {**COMPLETION, "temperature": -1}, "temperature", "temperature must be at least 0"),
+        ("completions", {**COMPLETION, "top_p": 0}, "top_p", "top_p must be above 0, not 0"),
+        ("completions", {**COMPLETION, "n": 129}, "n", "n must be at most 128, not 129"),
+        ("completions", {**COMPLETION, "stop": [""]}, "stop", "stop must be a text, or a list of at most 16 texts"),
+        ("completions", {**COMPLETION, "logit_bias": {"5": 1}}, "logit_bias", "logit_bias must be empty"),
+        ("completions", {**COMPLETION, "presence_penalty": 1}, "presence_penalty", "presence_penalty must be 0, not 1"),
+        ("completions", {**COMPLETION, "min_p": 0.1}, "min_p", "min_p is unknown, or not supported here"),
+        ("completions", {**COMPLETION, "stream_options": {}}, "stream_options",
+         "stream_options is only for stream true"),
+        ("chat/completions", {"model": "micro", "messages": []}, "messages",
+         "messages must be a list of at least 1, not []"),
+        ("chat/completions", {**CHAT, "messages": [{"role": "king", "content": ""}]}, "messages.0.role",
+         "messages.0.role must be 'system', 'developer', 'user', 'assistant' or 'tool', not 'king'"),
+        ("chat/completions", {**CHAT, "messages": [{"role": "user", "content": 1}]}, "messages.0.content",
+         "messages.0.content must be a text, or a list of parts of type text"),
+        ("chat/completions", {**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+         "messages.0.content", "messages.0.content must be a text, or a list of parts of type text"),
+        ("chat/completions", {**CHAT, "tools": [{}]}, "tools", "tools must be empty"),
+        ("chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, "response_format.type",
+         "response_format.type must be 'text', not 'json_object'"),
+        ("chat/completions", {**CHAT, "top_logprobs": 2}, "top_logprobs", "top_logprobs needs logprobs true"),
+    ],
+)  # fmt: skip
+def test_a_field_that_is_wrong_or_not_supported(served, path, body, param, message):
+    error = error_of(post(served, path, body), 400)
+    assert error["param"] == param
+    assert message in error["message"]
+    assert served.is_idle()
+
+
+def test_a_wrong_field_of_a_stream_has_its_status_too(served):
+    error = error_of(post(served, "completions", {**COMPLETION, "max_tokens": 10**6, "stream": True}), 400)
+    assert error["code"] == "context_length_exceeded"
+
+
+def test_a_prompt_that_exceeds_the_context(served):
+    context = served.service.context
+    error = error_of(post(served, "completions", {**COMPLETION, "prompt": [5] * context}), 400)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "max_tokens")
+    assert f"the prompt has {context} tokens and max_tokens is 16" in error["message"]
+    error = error_of(
+        post(served, "chat/completions", {**CHAT, "messages": [{"role": "user", "content": "x(" * context}]}), 400
+    )
+    assert "at least one new token is needed" in error["message"]
+    assert served.is_idle()
+
+
+def test_a_request_that_the_engine_refuses(serve):
+    served = serve(n_pages=1)
+    error = error_of(post(served, "completions", {**COMPLETION, "max_tokens": 100}), 400)
+    assert error["message"] == "prompt needs more pages than the cache has"
+    assert served.service.in_flight == 0
+
+
+def test_more_tokens_than_the_server_allows(serve):
+    served = serve(Limits(new_tokens=10))
+    assert post(served, "completions", {**COMPLETION, "max_tokens": 10}).status_code == 200
+    error = error_of(post(served, "completions", {**COMPLETION, "max_tokens": 11}), 400)
+    assert error["message"] == "max_tokens must be at most 10, the limit of this server, not 11"
+    assert post(served, "chat/completions", CHAT).json()["usage"]["completion_tokens"] == 10
+
+
+@pytest.mark.parametrize("announced", [True, False], ids=["announced", "in chunks"])
+def test_a_body_that_is_too_large(serve, announced):
+    served = serve(Limits(body=2000))
+    body = b'{"model": "micro", "prompt": "' + b"a" * 100_000 + b'"}'
+    content = body if announced else (body[i : i + 1000] for i in range(0, len(body), 1000))
+    response = httpx.post(f"{served.url}/v1/completions", content=content, headers={"content-type": "application/json"})
+    assert "more than 2000 bytes" in error_of(response, 413)["message"]
+    assert post(served, "completions", COMPLETION).status_code == 200
+
+
+def test_a_body_that_is_not_announced_as_json(served):
+    error = error_of(
+        httpx.post(f"{served.url}/v1/completions", content=b"{}", headers={"content-type": "text/plain"}), 415
+    )
+    assert error["message"] == "content-type must be application/json, not text/plain"
+
+
+def test_unknown_paths_and_methods(served):
+    assert error_of(httpx.get(f"{served.url}/v1/embeddings"), 404)["message"] == "Not Found"
+    assert error_of(httpx.get(f"{served.url}/v1/completions"), 405)["message"] == "Method Not Allowed"
+
+
+@pytest.mark.parametrize(("given", "status"), [("one", 200), ("two", 200), ("three", 401), (None, 401)])
+def test_api_keys(serve, given, status):
+    served = serve(api_keys=("one", "two"))
+    headers = {} if given is None else {"authorization": f"Bearer {given}"}
+    response = post(served, "completions", COMPLETION, headers=headers)
+    assert response.status_code == status
+    if status == 401:
+        assert error_of(response, 401)["code"] == "invalid_api_key"
+        assert error_of(httpx.get(f"{served.url}/v1/models", headers=headers), 401)
+    assert httpx.get(f"{served.url}/health").status_code == 200
+
+
+def test_a_request_with_more_choices_than_the_server_takes(serve):
+    served = serve(Limits(in_flight=3))
+    error = error_of(post(served, "completions", {**COMPLETION, "n": 4}), 400)
+    assert error["message"] == "the request has 4 choices, but this server takes at most 3 at once"
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_request_beyond_those_in_flight_is_refused_until_they_end(serve, stream):
+    served = serve(Limits(in_flight=2, drain=0), step_seconds=0.01)
+    body = {**COMPLETION, "max_tokens": 3000, "n": 2, "stream": True}
+    with httpx.stream("POST", f"{served.url}/v1/completions", json=body) as first:
+        lines = first.iter_lines()
+        next(lines)
+        response = post(served, "completions", {**COMPLETION, "stream": stream})
+        error = error_of(response, 503)
+        assert (error["code"], error["type"], response.headers["retry-after"]) == ("overloaded", "server_error", "1")
+    wait_until(served.is_idle)
+    assert post(served, "completions", COMPLETION).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_request_that_takes_too_long(serve, stream):
+    served = serve(Limits(seconds=0.3), step_seconds=0.02)
+    response = post(served, "completions", {**COMPLETION, "max_tokens": 4000, "stream": stream})
+    if stream:
+        last = response.text.strip().rpartition("\n\n")[2]
+        assert '"code":"timeout"' in last
+    else:
+        assert error_of(response, 504)["code"] == "timeout"
+        assert response.headers["x-should-retry"] == "false"
+    wait_until(served.is_idle)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_an_engine_that_fails_ends_the_server(serve, stream):
+    served = serve(fails_after=3, step_seconds=0.01)
+    response = post(served, "completions", {**COMPLETION, "max_tokens": 50, "stream": stream})
+    message = "the engine has failed: RuntimeError: a kernel has failed"
+    if stream:
+        assert message in response.text
+    else:
+        assert error_of(response, 500)["message"] == message
+    served.thread.join()
+    assert str(served.error) == "a kernel has failed"

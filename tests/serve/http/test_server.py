@@ -1,0 +1,83 @@
+"""The server: it binds one address, and drains when it is to end."""
+
+import socket
+import threading
+
+import httpx
+import pytest
+
+from octile.serve.http.limits import Limits
+from octile.serve.http.server import bind, url_of
+from tests.serve.http.conftest import wait_until
+
+COMPLETION = {"model": "micro", "prompt": "a", "max_tokens": 100}
+
+
+def test_an_address_in_use_is_refused():
+    with bind("127.0.0.1", 0) as first:
+        first.listen()
+        port = first.getsockname()[1]
+        with pytest.raises(ValueError, match=f"port {port} of 127.0.0.1 cannot be used: Address already in use"):
+            bind("127.0.0.1", port)
+
+
+def test_a_host_that_is_unknown_is_refused():
+    with pytest.raises(ValueError, match=r"host 'nowhere\.invalid' is not an address of this machine"):
+        bind("nowhere.invalid", 0)
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6")
+def test_the_url_of_an_ipv6_address():
+    with bind("::1", 0) as bound:
+        assert url_of(bound) == f"http://[::1]:{bound.getsockname()[1]}"
+
+
+def test_health(served):
+    response = httpx.get(f"{served.url}/health")
+    assert (response.status_code, response.json()) == (200, {"status": "ok"})
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_requests_in_flight_are_answered_before_the_server_ends(serve, stream):
+    served = serve(Limits(drain=30.0), step_seconds=0.01)
+    answers: list[httpx.Response] = []
+    body = {**COMPLETION, "stream": stream}
+    asking = threading.Thread(target=lambda: answers.append(httpx.post(f"{served.url}/v1/completions", json=body)))
+    asking.start()
+    wait_until(lambda: served.engine.steps > 3)
+    served.stop()
+    asking.join()
+    (answer,) = answers
+    assert answer.status_code == 200
+    assert served.engine.finished == 1
+    assert "[DONE]" in answer.text if stream else answer.json()["usage"]["completion_tokens"] == 100
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{served.url}/health")
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_what_is_not_finished_when_the_time_to_drain_is_over_is_said_to_be_cut_off(serve, stream):
+    served = serve(Limits(drain=0.2), step_seconds=0.05)
+    answers: list[httpx.Response] = []
+    body = {**COMPLETION, "max_tokens": 4000, "stream": stream}
+    asking = threading.Thread(target=lambda: answers.append(httpx.post(f"{served.url}/v1/completions", json=body)))
+    asking.start()
+    wait_until(lambda: served.engine.steps > 3)
+    served.stop()
+    asking.join()
+    (answer,) = answers
+    assert "the server has ended before the request was finished" in answer.text
+    assert answer.status_code == (200 if stream else 503)
+    assert "[DONE]" not in answer.text
+    assert not served.engine.requests
+
+
+def test_a_server_that_is_ending_takes_no_more_requests(served):
+    served.service.is_draining = True
+    try:
+        response = httpx.post(f"{served.url}/v1/completions", json=COMPLETION)
+        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+        assert "the server is ending" in response.json()["error"]["message"]
+        assert httpx.get(f"{served.url}/health").status_code == 503
+    finally:
+        served.service.is_draining = False
