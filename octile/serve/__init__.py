@@ -11,6 +11,7 @@ drafts.py     speculative decoding with the multi-token prediction layer
 text.py       from tokens to pieces of text, and stop strings
 stats.py      `Stats`: what an engine counts
 async_engine.py  an engine in a thread of its own, whose outputs an event loop reads
+load_test.py  many clients that stream completions and time them
 http/         `octile serve`: OpenAI's protocol over HTTP
 generate.py   `octile generate`
 """

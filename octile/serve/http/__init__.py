@@ -7,7 +7,8 @@ page.html     the page at /
 protocol.py   the bodies of requests, as OpenAI defines them, and what of them is not supported
 answers.py    the bodies of responses: choices, log-probabilities, usage, chunks of a stream
 chat.py       the chat template: messages to tokens
-limits.py     `Limits`, and reading a body within them
+config.py     `Limits`: what a server takes at most
+limits.py     time limits, and reading a body
 errors.py     errors in OpenAI's format
 event_stream.py  a response of server-sent events that ends when its client is gone or does not read
 metrics.py    what Prometheus reads, under vLLM's names

@@ -1,42 +1,16 @@
-"""What a server takes at most, and reading a body within it."""
+"""Time limits, and reading a body within its limits."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
-from typing import Annotated
 
 from starlette.requests import ClientDisconnect, Request
 
 from octile.serve.http.errors import ApiError
-from octile.validation import Range, check_fields
 
 BODY_SECONDS = 30.0  # to send a body
 HEAD_SECONDS = 10.0  # to send the head of a request
 WRITE_SECONDS = 5.0  # to read what was written when a request's time is over
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a server takes at most.
-
-    Attributes:
-        in_flight: choices (a request has n of them for each prompt) that wait or run; a request beyond is refused with
-            503.
-        body: bytes of a request's body.
-        new_tokens: tokens that a choice may ask for; the model's context if not given.
-        seconds: time for a request, from its head to the last byte of its response.
-        drain: seconds after SIGTERM or Ctrl-C in which requests in flight are still answered.
-    """
-
-    in_flight: Annotated[int, Range(at_least=1, at_most=100_000)] = 256
-    body: Annotated[int, Range(at_least=1024, at_most=2**30)] = 4 * 2**20
-    new_tokens: Annotated[int, Range(at_least=1)] | None = None
-    seconds: Annotated[float, Range(above=0, at_most=86_400)] = 600.0
-    drain: Annotated[float, Range(at_least=0, at_most=86_400)] = 30.0
-
-    def __post_init__(self) -> None:
-        check_fields(self, "limits.")
 
 
 async def read_body(request: Request, limit: int) -> bytes:

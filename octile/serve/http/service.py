@@ -14,9 +14,10 @@ from fastapi.responses import JSONResponse, Response
 from octile.serve.async_engine import AsyncEngine, EngineError, StepEngine
 from octile.serve.http.answers import Answer, ChatCompletion, Completion
 from octile.serve.http.chat import ChatTemplate
+from octile.serve.http.config import Limits
 from octile.serve.http.errors import NEVER_RETRY, ApiError
 from octile.serve.http.event_stream import DONE, EventStream, event, while_connected
-from octile.serve.http.limits import Limits, read_body
+from octile.serve.http.limits import read_body
 from octile.serve.http.metrics import Metrics
 from octile.serve.http.protocol import ChatBody, CompletionBody, Generation, parse
 from octile.serve.request import FinishReason, Output, Sampling

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("fastapi", reason="octile[serve] is not installed")
 
 from octile.serve.http.chat import ChatTemplate
-from octile.serve.http.limits import Limits
+from octile.serve.http.config import Limits
 from octile.serve.http.server import Server, bind, url_of
 from octile.serve.http.service import Service
 from tests.serve.fake_engine import FakeEngine

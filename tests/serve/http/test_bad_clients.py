@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from octile.serve.http import connection, event_stream
-from octile.serve.http.limits import Limits
+from octile.serve.http.config import Limits
 from tests.serve.http.conftest import Served, wait_until
 
 COMPLETION = {"model": "micro", "prompt": "a", "max_tokens": 4000}

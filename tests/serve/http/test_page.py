@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from octile.serve.http.limits import Limits
+from octile.serve.http.config import Limits
 from tests.serve.http.conftest import wait_until
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

@@ -3,7 +3,7 @@
 import httpx
 import pytest
 
-from octile.serve.http.limits import Limits
+from octile.serve.http.config import Limits
 from tests.serve.http.conftest import wait_until
 
 COMPLETION = {"model": "micro", "prompt": "a"}

@@ -6,7 +6,7 @@ import threading
 import httpx
 import pytest
 
-from octile.serve.http.limits import Limits
+from octile.serve.http.config import Limits
 from octile.serve.http.server import bind, url_of
 from tests.serve.http.conftest import wait_until
 
