@@ -14,7 +14,7 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -88,7 +88,7 @@ class LoadResult:
         lines = [
             f"{self.load.clients} clients, {self.completed} of {self.load.requests} requests answered in "
             f"{self.seconds:.1f} s",
-            f"throughput       {self.tokens_per_second:,.1f} tokens/s ({self.prompt_tokens} read, {self.new_tokens} new)",
+            f"throughput       {self.tokens_per_second:,.1f} new tokens/s; {self.prompt_tokens} tokens read",
             f"first token      {_times(self.first_token)}",
             f"between tokens   {_times(self.between_tokens)}",
             f"refused          {refused or 'none'}",
@@ -208,7 +208,7 @@ class _Server:
             raise ConnectionError(f"the server at {self.host}:{self.port} answers with status {status}: {content!r}")
         return json.loads(content)["data"][0]["id"]
 
-    async def events(self, body: dict[str, Any]) -> AsyncIterator[Any]:
+    async def events(self, body: dict[str, Any]) -> AsyncGenerator[Any, None]:
         """Yield the status of the response to a completion, and after 200 its events."""
         reader, writer = await asyncio.open_connection(self.host, self.port)
         try:
