@@ -24,6 +24,7 @@ from torch import Tensor
 from octile.formats import TILE
 from octile.nn.double_backward import creates_graph, differentiable_gradients
 from octile.nn.fused.quantize import requantize
+from octile.nn.interleave import is_interleaved, switch
 from octile.ops.groups import AlignedGroups
 from octile.ops.permute import permute, unpermute, unpermute_backward
 from octile.ops.routing_plan import routing_plan
@@ -39,17 +40,27 @@ class InFlight(Generic[T]):
     Args:
         result: the result.
         arrive: makes the current stream wait for it; None: it has arrived.
+
+    Attributes:
+        result: the result, not to be read before `wait`.
     """
 
     def __init__(self, result: T, arrive: Callable[[], object] | None = None):
-        self._result, self._arrive = result, arrive
+        self.result, self._arrive = result, arrive
 
-    def wait(self) -> T:
-        """Let the current stream wait for the result, and return it."""
+    def wait(self, switches: bool = True) -> T:
+        """Let the current stream wait for the result, and return it.
+
+        Args:
+            switches: whether the other one of two interleaved passes may run before; False where an exchange that was
+                begun later has been waited for.
+        """
         if self._arrive is not None:
+            if switches:
+                switch()
             self._arrive()
             self._arrive = None
-        return self._result
+        return self.result
 
 
 class RoutingPlan(NamedTuple):
@@ -123,23 +134,41 @@ class LocalDispatcher:
 
     def send(self, x_TD: Tensor, plan: RoutingPlan) -> Tensor:
         """Send each row once to every rank that has one of its experts: [N, D]. Here it is where it must be."""
-        return x_TD
-
-    def send_back(self, y_RD: Tensor, plan: RoutingPlan) -> Tensor:
-        """Send each row to the rank of its token: [T·K, D], ordered by the plan's place_TK."""
-        return y_RD
+        return self.begin_send(x_TD, plan, overlaps=is_interleaved()).wait()
 
     def send_quantized(self, x_TD: ScaledTensor, plan: RoutingPlan) -> ScaledTensor:
         """Send rows as `send` does, in 1×128 tiles: [N, D]; x itself if none has to be sent."""
-        return x_TD
+        return self.begin_send_quantized(x_TD, plan, overlaps=is_interleaved()).wait()
 
-    def begin_send_quantized(self, x_TD: ScaledTensor, plan: RoutingPlan) -> InFlight[ScaledTensor]:
-        """Begin `send_quantized`. Other work may be launched before its result is used."""
-        return InFlight(self.send_quantized(x_TD, plan))
+    def send_back(self, y_RD: Tensor, plan: RoutingPlan) -> Tensor:
+        """Send each row to the rank of its token: [T·K, D], ordered by the plan's place_TK."""
+        return self.begin_send_back(y_RD, plan, overlaps=is_interleaved()).wait()
 
-    def begin_send_back(self, y_RD: Tensor, plan: RoutingPlan) -> InFlight[Tensor]:
-        """Begin `send_back`. Other work may be launched before its result is used, but no exchange."""
-        return InFlight(self.send_back(y_RD, plan))
+    def begin_send(self, x_TD: Tensor, plan: RoutingPlan, overlaps: bool = True) -> InFlight[Tensor]:
+        """Begin `send`. Other work may be launched before its result is used.
+
+        Args:
+            x_TD, plan: the rows and their way.
+            overlaps: whether GEMMs are launched before the result is waited for, and so need SMs meanwhile.
+        """
+        return InFlight(x_TD)
+
+    def begin_send_quantized(
+        self, x_TD: ScaledTensor, plan: RoutingPlan, overlaps: bool = True
+    ) -> InFlight[ScaledTensor]:
+        """Begin `send_quantized`; see `begin_send`."""
+        return InFlight(x_TD)
+
+    def begin_send_back(
+        self, y_RD: Tensor, plan: RoutingPlan, overlaps: bool = True, lasts: bool = False
+    ) -> InFlight[Tensor]:
+        """Begin `send_back`; see `begin_send`. No other exchange may begin before the result is used, unless it lasts.
+
+        Args:
+            y_RD, plan, overlaps: as of `begin_send`.
+            lasts: whether the result is a tensor of its own.
+        """
+        return InFlight(y_RD)
 
     def dispatch_quantized(self, x_ND: ScaledTensor, plan: RoutingPlan) -> ScaledTensor:
         """Copy every row that `send_quantized` returned to each of its experts: [R, D]."""
@@ -161,13 +190,18 @@ class LocalDispatcher:
         """Sum each token's rows, and add [T, D] if it is given: [T, D]."""
         return unpermute(self.send_back(y_RD, plan), plan.place_TK, add)
 
-    def dispatch_weights(self, weights_TK: Tensor, plan: RoutingPlan) -> Tensor:
-        """Return the weight of each row: [R]."""
-        return self.send(weights_TK, plan).flatten().index_select(0, plan.order_R)
+    def dispatch_weights(self, sent: InFlight[Tensor], plan: RoutingPlan) -> Tensor:
+        """Return the weight of each row, [R], from the weights [T, K] for which `begin_send` was called."""
+        return sent.wait(switches=False).flatten().index_select(0, plan.order_R)
 
-    def combine_weights(self, dweight_R: Tensor, plan: RoutingPlan) -> Tensor:
-        """Return the gradient of each weight, from those of the rows' weights: [T, K]."""
-        return self.send_back(dweight_R[:, None], plan).flatten()[plan.place_TK]
+    def combine_weights(self, sent: InFlight[Tensor], plan: RoutingPlan) -> Tensor:
+        """Return the gradient of each weight, [T, K], from those of the rows' weights.
+
+        Args:
+            sent: of `begin_send_back` for these, [R, 1].
+            plan: their way.
+        """
+        return sent.wait(switches=False).flatten()[plan.place_TK]
 
     def total_load(self, load_E: Tensor) -> Tensor:
         """Return the number of tokens that all ranks send to each expert, of all E experts."""

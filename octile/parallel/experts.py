@@ -39,7 +39,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from octile.formats import TILE
 from octile.kernels.memory_layout import new_scale
-from octile.nn.dispatcher import LocalDispatcher, RoutingPlan
+from octile.nn.dispatcher import InFlight, LocalDispatcher, RoutingPlan
 from octile.nn.moe import Experts, MoE
 from octile.ops.permute import unpermute_backward
 from octile.ops.routing_plan import inverse
@@ -106,31 +106,44 @@ class ExpertDispatcher(LocalDispatcher):
         self, dx_TD: Tensor, y_RD: Tensor, weights_TK: Tensor, plan: RoutingPlan
     ) -> tuple[Tensor, Tensor]:
         """Return the gradients of y and of the weights of `combine`; dx, that of its result, is sent once to a rank."""
+        sent_weights = self.begin_send(weights_TK, plan)
         dx_RD = self.send(dx_TD, plan).index_select(0, plan.token_R)
-        weight_R1 = self.dispatch_weights(weights_TK, plan)[:, None]
+        weight_R1 = self.dispatch_weights(sent_weights, plan)[:, None]
         row_R1 = torch.arange(len(y_RD), dtype=torch.int32, device=y_RD.device)[:, None]
         dy_RD, dweight_R1 = unpermute_backward(dx_RD, y_RD, row_R1, weight_R1)  # as if of tokens with one row each
-        return dy_RD, self.combine_weights(dweight_R1[:, 0], plan)
+        return dy_RD, self.combine_weights(self.begin_send_back(dweight_R1, plan, overlaps=False), plan)
 
-    def send(self, x_TD: Tensor, plan: RoutingPlan) -> Tensor:
-        """Send each row once to every rank that has one of its experts: [N, D]."""
-        for hop in plan.handle.hops:
+    def begin_send(self, x_TD: Tensor, plan: RoutingPlan, overlaps: bool = True) -> InFlight[Tensor]:
+        """Begin to send each row once to every rank that has one of its experts: [N, D]."""
+        *hops, last = plan.handle.hops
+        for hop in hops:
             x_TD = exchange(x_TD.index_select(0, hop.row_S), hop.rows_out, hop.rows_in, hop.group)
-        return x_TD
+        return begin_exchange(x_TD.index_select(0, last.row_S), last.rows_out, last.rows_in, last.group)
 
-    def send_back(self, y_RD: Tensor, plan: RoutingPlan) -> Tensor:
-        """Send each result to the rank of its token: [T·K, D], ordered by the plan's place_TK."""
+    def begin_send_quantized(
+        self, x_TD: ScaledTensor, plan: RoutingPlan, overlaps: bool = True
+    ) -> InFlight[ScaledTensor]:
+        """Begin to send data and scales of rows in 1×128 tiles, as `begin_send` does: [N, D]."""
+        sent = self.begin_send(x_TD.data.view(torch.uint8), plan), self.begin_send(x_TD.scale, plan)
+        data = sent[0].result.view(x_TD.data.dtype)
+        scale = new_scale(data, *TILE)
+
+        def arrive() -> None:
+            for part in sent:
+                part.wait(switches=False)
+            scale.copy_(sent[1].result)
+
+        return InFlight(ScaledTensor(data, scale, TILE), arrive)
+
+    def begin_send_back(
+        self, y_RD: Tensor, plan: RoutingPlan, overlaps: bool = True, lasts: bool = False
+    ) -> InFlight[Tensor]:
+        """Begin to send each result to the rank of its token: [T·K, D], ordered by the plan's place_TK."""
         y_RD = y_RD.index_select(0, plan.handle.result_R)
-        for hop in reversed(plan.handle.hops):
-            y_RD = exchange(y_RD, hop.results_in, hop.results_out, hop.group)
-            if hop is not plan.handle.hops[0]:
-                y_RD = y_RD.index_select(0, hop.place_X)
-        return y_RD
-
-    def send_quantized(self, x_TD: ScaledTensor, plan: RoutingPlan) -> ScaledTensor:
-        """Send data and scales of rows in 1×128 tiles once to every rank that has one of their experts: [N, D]."""
-        data = self.send(x_TD.data.view(torch.uint8), plan).view(x_TD.data.dtype)
-        return _in_tiles(data, self.send(x_TD.scale, plan))
+        first, *hops = plan.handle.hops
+        for hop in reversed(hops):
+            y_RD = exchange(y_RD, hop.results_in, hop.results_out, hop.group).index_select(0, hop.place_X)
+        return begin_exchange(y_RD, first.results_in, first.results_out, first.group)
 
     def dispatch_quantized(self, x_ND: ScaledTensor, plan: RoutingPlan) -> ScaledTensor:
         """Copy every row that `send_quantized` returned to each of its experts of this rank: [R, D]."""
@@ -157,10 +170,15 @@ def exchange(rows: Tensor, out: Sequence[int], into: Sequence[int], group: dist.
     Returns:
         [Σ into, C].
     """
+    return begin_exchange(rows, out, into, group).wait(switches=False)
+
+
+def begin_exchange(rows: Tensor, out: Sequence[int], into: Sequence[int], group: dist.ProcessGroup) -> InFlight[Tensor]:
+    """Begin an `exchange`."""
     sent = rows.contiguous().view(torch.uint8)  # gloo has no FP8
     received = sent.new_empty(sum(into), sent.shape[1])
-    dist.all_to_all_single(received, sent, list(into), list(out), group=group)
-    return received.view(rows.dtype)
+    work = dist.all_to_all_single(received, sent, list(into), list(out), group=group, async_op=True)
+    return InFlight(received.view(rows.dtype), work.wait)
 
 
 class ExpertShare(NamedTuple):

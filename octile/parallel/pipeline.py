@@ -5,7 +5,7 @@ A rank goes through its list of actions, with sends and receives (`add_communica
     F               run the stage on what was received; save its inputs and the gradient edges of its outputs
     B, I            backward pass from the received gradients; I leaves wgrad GEMMs to W (`octile.nn.deferred_wgrad`)
     W               run these GEMMs
-    F&B             both of the pair; on a GPU each stage of a rank has a stream, so that they run at the same time
+    F&B             both of the pair, interleaved at the exchanges of experts' rows (`octile.nn.interleave`)
     send, receive   post it without waiting; a computation waits for its own receives
 
 torch's executor (`torch.distributed.pipelining`) has each stage on one rank. Here a bidirectional schedule has two
@@ -22,7 +22,8 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from octile.nn.deferred_wgrad import DeferrableLinears, DeferredWgrads, defer_wgrads
+from octile.nn.interleave import run_interleaved
 from octile.ops.matmul import without_autocast
 from octile.optim.gradient import gradient_of
 from octile.parallel.schedules.actions import Action, ActionType, parts
@@ -98,9 +100,6 @@ class Pipeline:
         self._tie()
         tensors = (t for stage in self.stages.values() for t in (*stage.parameters(), *stage.buffers()))
         self.device = next((t.device for t in tensors), torch.device("cpu"))
-        self._streams: dict[int, torch.cuda.Stream] = {}
-        if self.device.type == "cuda" and len(self.stages) > 1:
-            self._streams = {stage: torch.cuda.Stream(self.device) for stage in self.stages}
         self._actions = add_communication(schedule)[self.rank]
         split = [action for action in self._actions if action.computation_type == ActionType.BACKWARD_WEIGHT]
         self._split = {(action.stage_index, action.microbatch_index) for action in split}
@@ -345,26 +344,22 @@ class _Step:
 
     def run(self, actions: Sequence[Action]) -> dict[int, Tensor]:
         """Run a rank's actions, and return the losses of the micro-batches whose last stage it has."""
-        streams = self.p._streams.values()
-        for stream in streams:
-            stream.wait_stream(torch.cuda.current_stream(self.p.device))
         for action in actions:
-            for part in parts(action):
-                stage, micro_batch = part.stage_index, part.microbatch_index
-                assert micro_batch is not None
-                with self.on_stream(stage):
-                    self.run_one[part.computation_type](stage, micro_batch)
+            work = [self.work_of(part) for part in parts(action)]
+            if len(work) == 1:
+                work[0]()
+            else:
+                forward, backward = work  # whose first exchange the forward pass's first layers hide
+                run_interleaved(backward, forward)
         for messages in self.sent.values():
             for message in messages:
                 message.wait()
-        for stream in streams:
-            torch.cuda.current_stream(self.p.device).wait_stream(stream)
         return self.losses
 
-    def on_stream(self, stage: int) -> AbstractContextManager[Any]:
-        """Launch on a stage's own stream, if the rank has several stages on a GPU."""
-        stream = self.p._streams.get(stage)
-        return nullcontext() if stream is None else torch.cuda.stream(stream)
+    def work_of(self, action: Action) -> Callable[[], None]:
+        """Return what runs an action that is no pair."""
+        assert action.microbatch_index is not None
+        return partial(self.run_one[action.computation_type], action.stage_index, action.microbatch_index)
 
     # Computation
 
@@ -413,11 +408,6 @@ class _Step:
             kind = ActionType.SEND_F if is_forward else ActionType.SEND_B
             self.to_send[Action(stage, kind, micro_batch)] = tensors
             return
-        if self.p._streams:
-            stream, other = self.p._streams[stage], self.p._streams[to]
-            other.wait_stream(stream)
-            for t in tensors:
-                t.record_stream(other)
         if is_forward:
             own = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
             self.activations[to, micro_batch] = _Message(own, [])

@@ -7,9 +7,10 @@ tokens, even for all tokens on one rank: no token is dropped. Each row has a fix
     send         barrier, stores to the ranks that have one of a row's experts, and copies of what has come
     send_back    barrier, stores to the ranks of the tokens, barrier; the sums read the results where they have come
 
-Exchanges run on a stream of their own, each after what the current stream was asked to do before, and after what the
-stream of the exchange before was, which reads its results. With `begin_…` the current stream goes on meanwhile, and
-GEMMs leave the exchange the SMs that it uses.
+The exchanges of a GPU run on one stream of their own, in the order in which they are begun, each after what the current
+stream was asked to do before, and after what the stream of the exchange before in the same memory was, which reads its
+results. With `begin_…` the current stream goes on meanwhile, and GEMMs leave the exchange the SMs that it uses. Two
+passes that are interleaved (`octile.nn.interleave`) need memories of their own.
 
 A barrier says that all ranks have come to an exchange, and so read nothing of the one before it any more. Ranks that
 run the same passes come to the same exchanges in the same order.
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_streams: dict[torch.device, torch.cuda.Stream] = {}  # of exchanges
+
 
 class PeerMemory:
     """Memory of each rank of a group that all ranks write to. All exchanges of the group use it, one after the other.
@@ -70,7 +73,6 @@ class PeerMemory:
         self.handle: Any = None  # of torch, which keeps the buffers of all ranks mapped
         self._is_captured = False  # whether a CUDA graph may have the addresses of the buffer and its flags
         self._captured: list[object] = []  # smaller buffers that graphs may still use, with their flags
-        self._stream: torch.cuda.Stream | None = None
         self._reader: torch.cuda.Stream | None = None  # that reads the results of the last exchange
         self._results: weakref.ref[InFlight[Any]] | None = None  # those in the buffer that were not waited for
 
@@ -119,47 +121,44 @@ class PeerMemory:
         if device.type != "cuda":
             yield
             return
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device, priority=-1)  # few blocks, for which another GPU waits
-        current, reader = torch.cuda.current_stream(device), self._reader
-        self._stream.wait_stream(current)
+        if device not in _streams:
+            _streams[device] = torch.cuda.Stream(device, priority=-1)  # few blocks, for which another GPU waits
+        stream, current, reader = _streams[device], torch.cuda.current_stream(device), self._reader
+        stream.wait_stream(current)
         if reader is not None and reader != current and _is_capturing(reader) == _is_capturing(current):
-            self._stream.wait_stream(reader)  # a pipeline runs each stage of a rank on a stream of its own
+            stream.wait_stream(reader)
         self._reader = current
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(stream):
             yield
 
-    def peers_on(self, num_sms: int | None) -> Peers:
-        """The peers, for a launch on so many SMs; None: as many as an exchange uses alone."""
-        return self.peers if num_sms is None else self.peers._replace(num_sms=num_sms)
+    def peers_of(self, overlaps: bool) -> Peers:
+        """The peers, for an exchange that overlaps with GEMMs, or for one alone."""
+        return self.peers._replace(num_sms=self.num_sms_overlapped) if overlaps else self.peers
 
-    def join(self) -> None:
-        """Let the current stream wait for the exchanges that were launched."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-
-    def in_flight(self, result: T, *used: object, holds_results: bool = False) -> InFlight[T]:
-        """Let GEMMs leave SMs to the exchange that was launched last, until its result is waited for.
+    def in_flight(self, result: T, *used: object, overlaps: bool = False, holds_results: bool = False) -> InFlight[T]:
+        """Return the result of the exchange that was launched last.
 
         Args:
             result: of the exchange.
             used: the tensors that it reads.
+            overlaps: whether GEMMs leave SMs to it, until it is waited for.
             holds_results: whether the result lies in the buffer.
         """
-        stream, read = self._stream, [used]
-        event = None if stream is None else stream.record_event()
+        device, read = self.buffer.device, [used]
+        event = _streams[device].record_event() if device.type == "cuda" else None
 
         def arrive() -> None:
             if event is not None:
                 event.wait()
-            restore_gemms()
+            if restore_gemms is not None:
+                restore_gemms()
             read.clear()
-            self._results = None
+            if holds_results:
+                self._results = None
 
-        flight = InFlight(result, arrive)
-        restore_gemms = weakref.finalize(flight, gemm_sms.set_num_sms, gemm_sms.limit)  # after a failure, too
-        if stream is not None:
-            gemm_sms.set_num_sms(max(gemm_sms.num_sms(stream.device) - self.num_sms_overlapped, 1))
+        flight, restore_gemms = InFlight(result, arrive), None
+        if overlaps and event is not None:  # GEMMs get their SMs back after a failure, too
+            restore_gemms = weakref.finalize(flight, gemm_sms.leave_free(self.num_sms_overlapped))
         if holds_results:
             self._results = weakref.ref(flight)
         return flight
@@ -256,7 +255,7 @@ class PeerDispatcher(ExpertDispatcher):
             self.memory.barrier()
             peer_rows.launch_send_experts(experts_TK, self.max_tokens, self.memory.peers)
             self.memory.barrier()
-        self.memory.join()
+        self.memory.in_flight(None).wait(switches=False)
         gathered_NK = self.memory.buffer[: n * k * 4].view(torch.int32).view(n, k)
         local_NK = peer_rows.launch_local_experts(gathered_NK, self.rank * local, local)
 
@@ -274,56 +273,45 @@ class PeerDispatcher(ExpertDispatcher):
         place_TK = row[: t * k].view(t, k)
         return RoutingPlan(place_TK, order_R, offs_E, _Handle(experts_TK, local_NK))
 
-    def send(self, x_TD: Tensor, plan: RoutingPlan) -> Tensor:
-        """Send each row once to every rank that has one of its experts: [N, D], the last row zeros.
+    def begin_send(self, x_TD: Tensor, plan: RoutingPlan, overlaps: bool = True) -> InFlight[Tensor]:
+        """Begin to send each row once to every rank that has one of its experts: [N, D], the last row zeros.
 
         Rows that no expert of this rank needs are not written.
         """
-        out, _ = self._send(x_TD, None, plan)
-        self.memory.join()
-        return out
+        out, _ = self._send(x_TD, None, plan, overlaps)
+        return self.memory.in_flight(out, x_TD, plan, overlaps=overlaps)
 
-    def send_quantized(self, x_TD: ScaledTensor, plan: RoutingPlan) -> ScaledTensor:
-        """Send rows in 1×128 tiles as `send` does: [N, D]."""
-        sent = self._send_quantized(x_TD, plan)
-        self.memory.join()
-        return sent
+    def begin_send_quantized(
+        self, x_TD: ScaledTensor, plan: RoutingPlan, overlaps: bool = True
+    ) -> InFlight[ScaledTensor]:
+        """Begin to send rows in 1×128 tiles as `begin_send` does: [N, D]."""
+        data, scale = self._send(x_TD.data, x_TD.scale, plan, overlaps)
+        assert scale is not None
+        return self.memory.in_flight(ScaledTensor(data, scale, TILE), x_TD, plan, overlaps=overlaps)
 
-    def begin_send_quantized(self, x_TD: ScaledTensor, plan: RoutingPlan) -> InFlight[ScaledTensor]:
-        """Begin `send_quantized`."""
-        sent = self._send_quantized(x_TD, plan, self.memory.num_sms_overlapped)
-        return self.memory.in_flight(sent, x_TD, plan)
+    def begin_send_back(
+        self, y_RD: Tensor, plan: RoutingPlan, overlaps: bool = True, lasts: bool = False
+    ) -> InFlight[Tensor]:
+        """Begin to send each result to the rank of its token: [T·K, D], ordered by place_TK.
 
-    def send_back(self, y_RD: Tensor, plan: RoutingPlan) -> Tensor:
-        """Send each result to the rank of its token: [T·K, D], ordered by place_TK; valid until the next exchange."""
-        results = self._send_back(y_RD, plan)
-        self.memory.join()
-        return results
-
-    def begin_send_back(self, y_RD: Tensor, plan: RoutingPlan) -> InFlight[Tensor]:
-        """Begin `send_back`."""
-        results = self._send_back(y_RD, plan, self.memory.num_sms_overlapped)
-        return self.memory.in_flight(results, y_RD, plan, holds_results=True)
-
-    def _send_back(self, y_RD: Tensor, plan: RoutingPlan, num_sms: int | None = None) -> Tensor:
+        It is valid until the next exchange, unless it lasts.
+        """
         from octile.kernels.triton import peer_rows
 
         tokens, k = plan.place_TK.shape
         results, row_bytes = self.max_tokens * k, y_RD.shape[1] * y_RD.itemsize
+        own = y_RD.new_empty(tokens * k, y_RD.shape[1]) if lasts else None
         with self.memory.exchange(results * row_bytes, y_RD.device):
             self.memory.barrier()
-            peers = self.memory.peers_on(num_sms)
+            peers = self.memory.peers_of(overlaps)
             peer_rows.launch_send_back(_bytes(y_RD), plan.order_R, plan.offs_E, results, peers)
             self.memory.barrier()
-        return self.memory.buffer[: tokens * k * row_bytes].view(y_RD.dtype).view(tokens * k, y_RD.shape[1])
-
-    def _send_quantized(self, x_TD: ScaledTensor, plan: RoutingPlan, num_sms: int | None = None) -> ScaledTensor:
-        data, scale = self._send(x_TD.data, x_TD.scale, plan, num_sms)
-        assert scale is not None
-        return ScaledTensor(data, scale, TILE)
+            found = self.memory.buffer[: tokens * k * row_bytes].view(y_RD.dtype).view(tokens * k, y_RD.shape[1])
+            found = found if own is None else own.copy_(found)
+        return self.memory.in_flight(found, y_RD, plan, overlaps=overlaps, holds_results=not lasts)
 
     def _send(
-        self, x_TD: Tensor, scale: Tensor | None, plan: RoutingPlan, num_sms: int | None = None
+        self, x_TD: Tensor, scale: Tensor | None, plan: RoutingPlan, overlaps: bool
     ) -> tuple[Tensor, Tensor | None]:
         from octile.kernels.triton import peer_rows
 
@@ -336,7 +324,7 @@ class PeerDispatcher(ExpertDispatcher):
         with self.memory.exchange(n_bytes, x_TD.device):
             peer_rows.launch_exchange(
                 _bytes(x_TD), scale, experts_TK, local_NK, local, self.memory.buffer, data_bytes, out_scale,
-                self.max_tokens, self.memory.peers_on(num_sms),
+                self.max_tokens, self.memory.peers_of(overlaps),
             )  # fmt: skip
         return out, out_scale
 

@@ -304,10 +304,12 @@ def check_overlap(ranks, mode: str) -> None:
     def recorded(name: str) -> None:
         begin = getattr(own, f"begin_{name}")
 
-        def begin_and_record(*args) -> InFlight:
-            flight = begin(*args)
+        def begin_and_record(*args, overlaps: bool = True, lasts: bool = False) -> InFlight:
+            flight = begin(*args, overlaps, *([lasts] if name == "send_back" else []))
+            if not overlaps or lasts:
+                return flight
             seen.append(f"begin {name}")
-            return InFlight(flight._result, lambda: (flight.wait(), seen.append(f"end {name}")))
+            return InFlight(flight.result, lambda: (flight.wait(), seen.append(f"end {name}")))
 
         setattr(own, f"begin_{name}", begin_and_record)
 
@@ -340,16 +342,18 @@ def check_in_flight() -> None:
     experts_TK = torch.rand(t, E).topk(K).indices
     plan = own.plan(experts_TK, torch.zeros(E))
     x = torch.randint(-99, 99, (t, D)).float()
-    rows, limit = own.dispatch(x, plan), num_sms.limit
+    rows = own.dispatch(x, plan)
     sending = own.begin_send_back(rows, plan)
-    assert (num_sms.limit is None) == (torch.get_default_device().type == "cpu")
+    assert (num_sms.left_free == 0) == (torch.get_default_device().type == "cpu")
     refuses(RuntimeError, "before the results of the one before it are read", lambda: own.send(x, plan))
     assert torch.equal(sending.wait()[plan.place_TK[:, 0].long()], x)
-    assert num_sms.limit == limit
+    assert num_sms.left_free == 0
     sending = own.begin_send_back(rows, plan)
     del sending  # a failure comes between
-    assert num_sms.limit == limit
-    own.send(x, plan)
+    assert num_sms.left_free == 0
+    lasting = own.begin_send_back(rows, plan, lasts=True)
+    own.send(2 * x, plan)
+    assert torch.equal(lasting.wait()[plan.place_TK[:, 0].long()], x)
 
 
 def check_sent_once() -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import datetime
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,12 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from octile.models.stages import split_stages
-from octile.nn import Linear, MoE
+from octile.nn import Linear, MoE, RMSNorm, interleave, pre_norm
 from octile.nn.conversion import apply_recipe
 from octile.nn.gate import Gate
 from octile.parallel import shard_experts
 from octile.parallel.pipeline import Pipeline
 from octile.parallel.schedules import SCHEDULES, Schedule, make_schedule, simulate
+from octile.parallel.schedules.actions import parts
 from octile.recipe import Recipe
 from tests.models.conftest import MINI_V3, build
 from tests.worlds import run_cases
@@ -366,6 +368,65 @@ def experts_are_spread_over_pipelines(group: dist.ProcessGroup) -> None:
             torch.testing.assert_close(p.grad.cpu(), wanted[name], rtol=1e-5, atol=atol)
 
 
+class Fused(nn.Module):
+    """A stage of two mixtures with shared experts, in FP8 data flows or in high precision."""
+
+    def __init__(self, recipe: Recipe | None):
+        super().__init__()
+        self.norms = nn.ModuleList(RMSNorm(128) for _ in range(2))
+        self.mixtures = nn.ModuleList(MoE(Gate(128, 4, 2), 128, 128, 128) for _ in range(2))
+        if recipe is not None:
+            apply_recipe(self, recipe)
+        assert (self.mixtures[0].fusion() is None) == (recipe is None)
+
+    def forward(self, x: Tensor, total: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        for norm, mixture in zip(self.norms, self.mixtures, strict=True):
+            x, normed = pre_norm(x, norm, mixture)
+            x = x + mixture(normed)
+        return x, sum((m.pop_balance_loss() for m in self.mixtures), torch.zeros(()) if total is None else total)
+
+
+def pairs_are_interleaved(recipe: Recipe | None, group: dist.ProcessGroup) -> None:
+    """A pair's passes continue where the other one waits, with the bits of passes one after the other.
+
+    Each rank has a pipeline of two stages of its own; the experts are spread over both ranks.
+    """
+    own = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    schedule = make_schedule("dualpipev", 2, 4)
+    n_pairs = sum(len(parts(action)) == 2 for action in schedule.actions[0])
+    torch.manual_seed(0)
+    stages = {stage: Fused(recipe) for stage in range(2)}
+    for stage in stages.values():
+        shard_experts(stage, group, max_tokens=6)
+    torch.manual_seed(dist.get_rank() + 1)
+    inputs, targets = list(torch.randn(4, 1, 6, 128)), list(torch.randn(4))
+    pipeline = Pipeline(schedule, stages, loss, group=own)
+    waits: list[str] = []  # for exchanges, in pairs
+
+    def switch() -> None:
+        if interleave.is_interleaved():
+            waits.append("forward" if threading.current_thread() is threading.main_thread() else "backward")
+        interleave.switch()
+
+    def in_sequence(backward: Callable[[], None], forward: Callable[[], None]) -> None:
+        forward()
+        backward()
+
+    def step(name: str, replacement: Callable[..., None]) -> tuple[Tensor, dict[int, list[Tensor]]]:
+        for module in stages.values():
+            module.zero_grad()
+        with pytest.MonkeyPatch.context() as patch, autocast():
+            patch.setattr(name, replacement)
+            return pipeline.step(inputs, targets), gradients_of(pipeline)
+
+    losses, gradients = step("octile.parallel.pipeline.run_interleaved", in_sequence)
+    found, of_found = step("octile.nn.dispatcher.switch", switch)
+    assert torch.equal(found, losses)
+    for stage, expected in gradients.items():
+        assert all(torch.equal(*pair) for pair in zip(of_found[stage], expected, strict=True))
+    assert waits == ["backward", "forward"] * 2 * 2 * n_pairs  # each pass of each of two mixtures waits twice
+
+
 def what_does_not_fit_is_refused_on_all_ranks(group: dist.ProcessGroup) -> None:
     """Before any work, so that no rank waits for another one."""
     n_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -427,6 +488,8 @@ def cases(groups: Mapping[int, dist.ProcessGroup | None]) -> dict[str, Callable[
         for name in {2: ("1f1b", "zb1p", "dualpipe", "dualpipev"), 4: ("dualpipe",)}.get(size, ()):
             case = partial(trains_a_model_with_multi_token_prediction, name, group)
             found[f"{name} of a model with multi-token prediction on {size}"] = case
+        for name, recipe in (("FP8", Recipe.deepseek_v3()), ("high precision", None)) if size == 2 else ():
+            found[f"pairs are interleaved in {name} on {size}"] = partial(pairs_are_interleaved, recipe, group)
         for case in {2: ON_TWO, 4: ON_FOUR}.get(size, ()):
             found[f"{case.__name__} on {size}"] = partial(case, group)
     return found

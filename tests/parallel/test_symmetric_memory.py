@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from octile.parallel import symmetric_memory
 from octile.parallel.symmetric_memory import PeerMemory
 
 
@@ -36,6 +37,7 @@ def exchange_on(monkeypatch: pytest.MonkeyPatch):
 
     memory = PeerMemory(None)
     monkeypatch.setattr(memory, "reserve", lambda n_bytes, device: None)
+    monkeypatch.setattr(symmetric_memory, "_streams", {})
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: Stream())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now.stream)
     monkeypatch.setattr(torch.cuda, "stream", On)

@@ -139,10 +139,9 @@ class _FeedForward(torch.autograd.Function):
         route = _Route(routed)
         layers = FusedLayers(weights, ctx.needs_input_grad[6:], s, shared=len(weights) - 1)
         *up_projections, down = quantized = layers.quantize(weights)
-        sent = route.send(x.q)
+        sent, weight_R = route.send(x.q, weights_TK)
         rows = route.dispatch(sent)
         gate, up = _gate_and_up(rows, up_projections, route.offs, s.dtype)
-        weight_R = route.row_weights(weights_TK)
         h, saved_gate_up = _swiglu(gate, up, weight_R, s)
         y = nt(h, down.w, route.offs, s.dtype)
 
@@ -190,9 +189,10 @@ class _FeedForward(torch.autograd.Function):
             pairs = [(part, w.w_t) for part, w in zip(ds, up_projections, strict=True)]
             return nt_sum(pairs, route.offs, ctx.x_dtype)
 
-        dx, sending = None, None
-        if ctx.needs_input_grad[0] and route.can_overlap():
-            sending = route.begin_send_back(dx_rows())
+        dx, sending, sending_dweight = None, None, None
+        if route.can_overlap():
+            sending_dweight = route.begin_send_back(dweight_R[:, None], lasts=True)
+            sending = route.begin_send_back(dx_rows()) if ctx.needs_input_grad[0] else None
         layers.report_dgrad(-1, dy_values, dy, down, route.offs)
         dws = layers.wgrad(-1, dy_values, dy_t, h_t, groups)
         x_t = route.dispatch_requantized(x, formats.wgrad_x, groups)
@@ -204,7 +204,10 @@ class _FeedForward(torch.autograd.Function):
             dx = route.sum(sending)
         elif ctx.needs_input_grad[0]:
             dx = route.combine(dx_rows())
-        dweights_TK = None if plan is None else ctx.dispatcher.combine_weights(dweight_R, plan)
+        dweights_TK = None
+        if plan is not None:
+            sending_dweight = sending_dweight or route.begin_send_back(dweight_R[:, None])
+            dweights_TK = ctx.dispatcher.combine_weights(sending_dweight, plan)
         return dx, dweights_TK, dy_TD if ctx.needs_input_grad[2] else None, None, None, None, *dws
 
 
@@ -245,12 +248,17 @@ class _Route:
         """Whether other work may run while results are sent back. Observers have rows exchanged meanwhile."""
         return self.routed is not None and self.routed.dispatcher.exchanges and not has_observers()
 
-    def send(self, x: ScaledTensor) -> ScaledTensor:
-        return x if self.routed is None else self.routed.dispatcher.send_quantized(x, self.routed.plan)
+    def send(self, x: ScaledTensor, weights_TK: Tensor | None) -> tuple[ScaledTensor, Tensor | None]:
+        """Send rows, and return them with the weight of each of the experts' rows."""
+        if self.routed is None or weights_TK is None:
+            return x, None
+        dispatcher, plan, _ = self.routed
+        sending = dispatcher.begin_send(weights_TK, plan)
+        return dispatcher.send_quantized(x, plan), dispatcher.dispatch_weights(sending, plan)
 
-    def begin_send_back(self, y: Tensor) -> InFlight[Tensor]:
+    def begin_send_back(self, y: Tensor, lasts: bool = False) -> InFlight[Tensor]:
         assert self.routed is not None
-        return self.routed.dispatcher.begin_send_back(y, self.routed.plan)
+        return self.routed.dispatcher.begin_send_back(y, self.routed.plan, lasts=lasts)
 
     def sum(self, sent: InFlight[Tensor], add: Tensor | None = None) -> Tensor:
         """Sum each token's results that were sent back, and add [T, D] if it is given."""
@@ -287,17 +295,11 @@ class _Route:
             return quantize_gradient(dy, formats)
         of_dgrad, of_wgrad = formats.routed_dy
         if self.exchange is None:
-            q = self.send(quantize_operand(dy, of_dgrad, "dy"))
+            q = self.routed.dispatcher.send_quantized(quantize_operand(dy, of_dgrad, "dy"), self.routed.plan)
         else:
             q = self.exchange.sent_dy.wait()
             del self.exchange.dy, self.exchange.sent_dy
         return self.dispatch(q), self.dispatch_requantized(q, of_wgrad, groups, "wgrad_dy")
-
-    def row_weights(self, weights_TK: Tensor | None) -> Tensor | None:
-        """Return the weight of each row."""
-        if self.routed is None or weights_TK is None:
-            return None
-        return self.routed.dispatcher.dispatch_weights(weights_TK, self.routed.plan)
 
     def combine(self, y: Tensor, add: Tensor | None = None) -> Tensor:
         return y if self.routed is None else self.routed.dispatcher.combine_unweighted(y, self.routed.plan, add)

@@ -87,7 +87,7 @@ def launch_key(request: GemmRequest) -> tuple[Hashable, Pointers]:
         sizes_key = sizes.shape, sizes.stride(), sizes.dtype, sizes.get_device()
     key = (
         request.schedule, request.out_dtype, request.accumulate, request.promote, request.zero_rest,
-        request.expected_rows, tuple(a.block), tuple(b.block), num_sms.limit, out_key, sizes_key,
+        request.expected_rows, tuple(a.block), tuple(b.block), num_sms.limit, num_sms.left_free, out_key, sizes_key,
         a_data.shape, a_data.stride(), a_data.dtype, at_a & 15, a_data.get_device(),
         b_data.shape, b_data.stride(), b_data.dtype, at_b & 15, b_data.get_device(),
         a_scale.shape, a_scale.stride(), a_scale.dtype, at_a_scale & 15, a_scale.get_device(),

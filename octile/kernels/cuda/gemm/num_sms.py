@@ -5,6 +5,7 @@ same time needs some SMs for itself, so GEMMs can be limited to fewer blocks. Th
 keep their bits.
 """
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -12,6 +13,8 @@ import torch
 from octile.kernels.cuda.gemm.cost_model import Chip
 
 limit: int | None = None  # as `set_num_sms` set it; None: all SMs
+left_free = 0  # the largest number of `leave_free`
+_counts: list[int] = []  # those of `leave_free` that have not ended
 
 
 def set_num_sms(count: int | None) -> None:
@@ -29,10 +32,25 @@ def set_num_sms(count: int | None) -> None:
     limit = count
 
 
+def leave_free(count: int) -> Callable[[], None]:
+    """Have GEMMs leave `count` SMs free until the function that this returns is called, once; of several the most."""
+    global left_free
+    _counts.append(count)
+    left_free = max(_counts)
+
+    def end() -> None:
+        global left_free
+        _counts.remove(count)
+        left_free = max(_counts, default=0)
+
+    return end
+
+
 def num_sms(device: torch.device | int | None = None) -> int:
     """Return how many SMs of a GPU GEMMs may use; None is the current GPU."""
     there = multiprocessors(torch.cuda.current_device() if device is None else device)
-    return there if limit is None else min(limit, there)
+    allowed = max(there - left_free, 1)
+    return allowed if limit is None else min(limit, allowed)
 
 
 def chip(device: torch.device | int | None = None) -> Chip:

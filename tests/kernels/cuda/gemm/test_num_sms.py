@@ -40,6 +40,31 @@ def test_none_lifts_the_bound():
     assert num_sms.num_sms() == 132
 
 
+def test_gemms_leave_as_many_sms_free_as_the_most_of_several_exchanges_need():
+    ends = [num_sms.leave_free(count) for count in (16, 32, 32, 8)]
+    assert num_sms.num_sms() == 100
+    left = []
+    for end in ends:
+        end()
+        left.append(num_sms.num_sms())
+    assert left == [100, 100, 124, 132]
+
+
+@pytest.mark.parametrize(("limit", "used"), [(78, 78), (120, 100)])
+def test_the_setting_and_what_is_left_free_bound_gemms_together(limit: int, used: int):
+    num_sms.set_num_sms(limit)
+    end = num_sms.leave_free(32)
+    assert num_sms.num_sms() == used
+    end()
+    assert num_sms.num_sms() == limit
+
+
+def test_a_gemm_keeps_one_sm():
+    end = num_sms.leave_free(140)
+    assert num_sms.num_sms() == 1
+    end()
+
+
 @pytest.mark.parametrize(("count", "error"), [(0, ValueError), (-1, ValueError), (1.0, TypeError), (True, TypeError)])
 def test_an_invalid_number_of_sms_is_refused_and_changes_nothing(count, error):
     num_sms.set_num_sms(20)
