@@ -45,7 +45,7 @@ class Computed(NamedTuple):
     row: int
 
 
-def n_accepted(drafts: Sequence[int], chosen: Sequence[int]) -> int:
+def count_accepted(drafts: Sequence[int], chosen: Sequence[int]) -> int:
     """Count the drafts before the first that is not the chosen token of its position."""
     return next((i for i, draft in enumerate(drafts) if draft != chosen[i]), len(drafts))
 

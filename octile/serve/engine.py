@@ -15,13 +15,12 @@ from __future__ import annotations
 import secrets
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from torch import Tensor
 
 from octile.serve.batch import Batch, Chunk, Runner
 from octile.serve.config import EngineConfig
-from octile.serve.drafts import Computed, Drafter, n_accepted
+from octile.serve.drafts import Computed, Drafter, count_accepted
 from octile.serve.pages import PageAllocator
 from octile.serve.request import FinishReason, Output, Request, Sampling, TokenLogprobs
 from octile.serve.sampler import NOT_A_NUMBER, Row, choose, log_probabilities
@@ -32,13 +31,6 @@ from octile.tokenizer import Tokenizer
 from octile.validation import MAX_SEED
 
 NAN_LOGITS = "the model's logits are NaN: a weight is damaged, or its training diverged"
-
-
-class _Choice(NamedTuple):
-    """A token that a row of logits chose, and its log-probabilities if they were asked for."""
-
-    token: int
-    logprobs: TokenLogprobs | None
 
 
 class Engine:
@@ -59,7 +51,7 @@ class Engine:
             raise ValueError(
                 f"n_drafts must be 0, not {self.config.n_drafts}: the model has no multi-token prediction layer"
             )
-        self._runner, self._tokenizer = runner, tokenizer
+        self._runner, self._tokenizer, self._end = runner, tokenizer, tokenizer.end
         self._pages = PageAllocator(runner.n_pages)
         self._scheduler = Scheduler(self._pages, runner.page_size, self.config)
         self._drafter = Drafter(runner, self._scheduler, self.config.n_drafts) if self.config.n_drafts else None
@@ -125,13 +117,16 @@ class Engine:
             first += n_tokens
             if start + n_tokens >= len(request.tokens):
                 n_logits = 1 + len(request.drafts)
-                choices = [_Choice(tokens[i], logprobs.get(i)) for i in range(n_rows, n_rows + n_logits)]
-                n_rows += n_logits
-                output, n_tokens = self._extend(request, n_tokens, choices)
+                chosen = tokens[n_rows : n_rows + n_logits]
+                output, n_tokens = self._extend(request, n_tokens, chosen)
+                if logprobs and output.tokens:
+                    of_rows = range(n_rows, n_rows + len(output.tokens))
+                    output = output._replace(logprobs=tuple(logprobs[i] for i in of_rows if i in logprobs))
                 outputs.append(output)
+                n_rows += n_logits
             else:
                 self._scheduler.advance(request, start + n_tokens)
-            if request.finish_reason is None:
+            if self._drafter is not None and request.finish_reason is None:
                 computed.append(Computed(request, start, n_tokens, row))
         if self._drafter is not None:
             self._drafter.draft(computed, results.hidden)
@@ -172,44 +167,42 @@ class Engine:
         found = log_probabilities(logits_LV[asked], [tokens[i] for i in asked], [rows[i] for i in asked])
         return dict(zip(asked, found, strict=True))
 
-    def _extend(self, request: Request, n_tokens: int, choices: list[_Choice]) -> tuple[Output, int]:
+    def _extend(self, request: Request, n_tokens: int, chosen: list[int]) -> tuple[Output, int]:
         """Append the chosen tokens, and return the output and how many of the n_tokens computed positions count."""
-        drafts, request.drafts = request.drafts, []
-        accepted = n_accepted(drafts, [choice.token for choice in choices])
-        self._drafted += len(drafts)
-        self._accepted += accepted
-        computed = n_tokens - len(drafts) + accepted
-        stream = self._texts[request.id]
-        new: list[_Choice] = []
+        n_accepted = 0
+        if request.drafts:
+            drafts, request.drafts = request.drafts, []
+            n_accepted = count_accepted(drafts, chosen)
+            n_tokens -= len(drafts) - n_accepted
+            self._drafted += len(drafts)
+            self._accepted += n_accepted
+            chosen = chosen[: n_accepted + 1]
+        tokens, stream, sampling = request.tokens, self._texts[request.id], request.sampling
+        length = len(tokens)
         text = ""
-        reason = None
-        for choice in choices[: accepted + 1]:
-            if choice.token == NOT_A_NUMBER:
-                return self._fail(request, new, text), computed
-            if choice.token == self._tokenizer.end and not request.sampling.ignore_eos:
+        reason = error = None
+        for token in chosen:
+            if token == NOT_A_NUMBER:
+                reason, error = FinishReason.ERROR, NAN_LOGITS
+                break
+            if token == self._end and not sampling.ignore_eos:
                 reason = FinishReason.STOP
                 break
-            request.tokens.append(choice.token)
-            new.append(choice)
-            text += stream.add(choice.token)
+            tokens.append(token)
+            text += stream.add(token)
             if stream.is_stopped:
                 reason = FinishReason.STOP
-            elif request.n_remaining == 0:
-                reason = FinishReason.LENGTH
-            if reason is not None:
                 break
-        self._generated += len(new)
-        self._scheduler.advance(request, min(request.n_computed + computed, len(request.tokens)))
+            if len(tokens) == request.max_length:
+                reason = FinishReason.LENGTH
+                break
+        self._generated += len(tokens) - length
+        if error is None:
+            self._scheduler.advance(request, min(request.n_computed + n_tokens, len(tokens)))
         if reason is not None:
             text += stream.end()
             self._remove(request, reason)
-        return _output(request, new, text), computed
-
-    def _fail(self, request: Request, new: list[_Choice], text: str) -> Output:
-        self._generated += len(new)
-        text += self._texts[request.id].end()
-        self._remove(request, FinishReason.ERROR)
-        return _output(request, new, text)._replace(error=NAN_LOGITS)
+        return Output(request.id, tuple(tokens[length:]), text, (), reason, error), n_tokens
 
     def _remove(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
@@ -252,13 +245,3 @@ def _chunk(scheduled: Scheduled, rows: list[Row]) -> Chunk:
     else:
         tokens = request.tokens[start : start + n_tokens]
     return Chunk(tokens, start, request.pages, n_logits)
-
-
-def _output(request: Request, new: list[_Choice], text: str) -> Output:
-    return Output(
-        request.id,
-        tuple(choice.token for choice in new),
-        text,
-        tuple(choice.logprobs for choice in new if choice.logprobs is not None),
-        request.finish_reason,
-    )

@@ -121,6 +121,7 @@ class Request:
         sampling: how to continue it.
         seed: the sampling's seed, or the one that was drawn for this request.
         tokens: the tokens of the prompt and those generated so far.
+        max_length: tokens at which it ends at the latest.
         finish_reason: None while the request waits or runs.
         n_computed: the first tokens, as many, have their latents in the pages.
         pages: array("i") of the pages that the request holds, in the order of positions.
@@ -134,6 +135,7 @@ class Request:
     sampling: Sampling
     seed: int
     tokens: list[int] = field(init=False)
+    max_length: int = field(init=False)
     finish_reason: FinishReason | None = field(init=False, default=None)
     n_computed: int = field(init=False, default=0)
     pages: array[int] = field(init=False, default_factory=lambda: array("i"))
@@ -143,16 +145,12 @@ class Request:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
-
-    @property
-    def n_generated(self) -> int:
-        """Tokens generated so far."""
-        return len(self.tokens) - len(self.prompt)
+        self.max_length = len(self.prompt) + self.sampling.max_new_tokens
 
     @property
     def n_remaining(self) -> int:
         """Tokens that may still be generated."""
-        return self.sampling.max_new_tokens - self.n_generated
+        return self.max_length - len(self.tokens)
 
     @property
     def n_pending(self) -> int:

@@ -54,6 +54,8 @@ def choose(logits_LV: Tensor, rows: Sequence[Row]) -> Tensor:
     """
     tokens_L = logits_LV.argmax(-1)
     not_a_number_L = logits_LV.gather(1, tokens_L[:, None])[:, 0].isnan()  # argmax finds a NaN if there is one
+    if not any(row.sampling.temperature for row in rows):
+        return tokens_L.masked_fill(not_a_number_L, NOT_A_NUMBER)
     for is_truncated in (False, True):
         chosen = [i for i, row in enumerate(rows) if row.sampling.temperature and is_truncated == _truncates(row)]
         if chosen:

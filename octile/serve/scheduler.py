@@ -30,11 +30,6 @@ class Scheduled(NamedTuple):
     request: Request
     n_tokens: int
 
-    @property
-    def reads_all(self) -> bool:
-        """Whether the pass reads all tokens of the request, so that the next one can be chosen."""
-        return self.request.n_computed + self.n_tokens >= len(self.request.tokens)
-
 
 class Scheduler:
     """The queues of an engine.
@@ -71,16 +66,20 @@ class Scheduler:
     def schedule(self) -> list[Scheduled]:
         """Choose the chunks of the next forward pass; pages for all of them are allocated."""
         preemptions = self.preemptions
-        decoding = [request for request in self.running.values() if request.n_pending == 1]
-        scheduled = []
-        for request in decoding:
-            n_tokens = self._grow(request)
-            if n_tokens:
+        budget = self.config.max_step_tokens
+        scheduled, reading = [], []
+        for request in list(self.running.values()):
+            if request.n_pending > 1:
+                reading.append(request)
+            elif n_tokens := self._grow(request):
                 scheduled.append(Scheduled(request, n_tokens))
-        scheduled = [s for s in scheduled if s.request.id in self.running]  # later ones may have put them back
-        budget = self.config.max_step_tokens - sum(s.n_tokens for s in scheduled)
-        for request in self.running.values():
-            if request.n_pending > 1 and budget:
+                budget -= n_tokens
+        if preemptions != self.preemptions:
+            budget += sum(s.n_tokens for s in scheduled if s.request.id not in self.running)
+            scheduled = [s for s in scheduled if s.request.id in self.running]
+            reading = [request for request in reading if request.id in self.running]
+        for request in reading:
+            if budget:
                 n_tokens = min(request.n_pending, budget)
                 scheduled.append(Scheduled(request, n_tokens))
                 budget -= n_tokens
@@ -94,9 +93,11 @@ class Scheduler:
 
     def advance(self, request: Request, n_computed: int) -> None:
         """Record that the latents of a request's first n_computed tokens are in its pages, and share full pages."""
-        for i in range(request.n_computed // self.page_size, n_computed // self.page_size):
-            self.pages.cache(request.pages[i], self._key(request, i))
+        before, now = request.n_computed // self.page_size, n_computed // self.page_size
         request.n_computed = n_computed
+        if now > before:
+            for i in range(before, now):
+                self.pages.cache(request.pages[i], self._key(request, i))
 
     def extend(self, request: Request, n_tokens: int) -> bool:
         """Allocate free pages for a running request's first n_tokens positions; return whether it has them."""
@@ -113,6 +114,8 @@ class Scheduler:
         Returns:
             how many tokens the pass reads; 0 if the request itself was put back.
         """
+        if not request.drafts and len(request.tokens) <= len(request.pages) * self.page_size:
+            return 1 if request.id in self.running else 0
         if request.drafts and not self.extend(request, len(request.tokens) + len(request.drafts)):
             request.drafts = []
         while request.id in self.running:
