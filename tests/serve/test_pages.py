@@ -24,7 +24,7 @@ class Holders(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.pages = PageAllocator(N_PAGES)
-        self.requests: list[tuple[list[int], list[int]]] = []  # (tokens, pages)
+        self.requests: list[list] = []  # [tokens, pages, full pages written]
         self.content: dict[int, list[int]] = {}  # page → the tokens up to its end
 
     @rule(tokens=PROMPTS)
@@ -39,40 +39,46 @@ class Holders(RuleBasedStateMachine):
         new = self.pages.allocate(needed)
         for page in new:
             self.content.pop(page, None)
-        held = shared + new
-        for i, key in enumerate(keys_of(tokens)):
-            self.content[held[i]] = tokens[: (i + 1) * PAGE]
-            self.pages.cache(held[i], key)
-        self.requests.append((tokens, held))
+        self.requests.append([tokens, shared + new, len(shared)])
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def write(self, data):
+        request = data.draw(st.sampled_from(self.requests))
+        tokens, held, n = request
+        if n < len(tokens) // PAGE:
+            self.content[held[n]] = tokens[: (n + 1) * PAGE]
+            self.pages.cache(held[n], keys_of(tokens)[n])
+            request[2] += 1
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def finish(self, data):
-        _, held = self.requests.pop(data.draw(st.integers(0, len(self.requests) - 1)))
+        _, held, _ = self.requests.pop(data.draw(st.integers(0, len(self.requests) - 1)))
         self.pages.free(held)
 
     @invariant()
     def no_page_is_leaked_or_free_while_it_is_held(self):
-        held = {page for _, pages in self.requests for page in pages}
+        held = {page for _, pages, _ in self.requests for page in pages}
         assert self.pages.n_free == N_PAGES - len(held)
 
     @invariant()
     def a_page_of_two_requests_is_in_a_common_prefix(self):
-        for tokens, held in self.requests:
-            for other, others in self.requests:
+        for tokens, held, _ in self.requests:
+            for other, others, _ in self.requests:
                 for i, page in enumerate(held):
                     if page in others:
                         assert others[i] == page
                         assert tokens[: (i + 1) * PAGE] == other[: (i + 1) * PAGE]
 
     def teardown(self):
-        for _, held in self.requests:
+        for _, held, _ in self.requests:
             self.pages.free(held)
         assert sorted(self.pages.allocate(N_PAGES)) == list(range(N_PAGES)), "pages were leaked"
 
 
 class TestHolders(Holders.TestCase):
-    settings = settings(max_examples=100, stateful_step_count=30)
+    settings = settings(max_examples=100, stateful_step_count=40)
 
 
 def test_the_key_of_a_page_depends_on_the_pages_before_it():
