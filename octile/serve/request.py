@@ -148,6 +148,11 @@ class Request:
         self.max_length = len(self.prompt) + self.sampling.max_new_tokens
 
     @property
+    def n_generated(self) -> int:
+        """Tokens generated so far."""
+        return len(self.tokens) - len(self.prompt)
+
+    @property
     def n_remaining(self) -> int:
         """Tokens that may still be generated."""
         return self.max_length - len(self.tokens)
