@@ -203,8 +203,13 @@ class LocalDispatcher:
         """
         return sent.wait(switches=False).flatten()[plan.place_TK]
 
-    def total_load(self, load_E: Tensor) -> Tensor:
-        """Return the number of tokens that all ranks send to each expert, of all E experts."""
+    def total_load(self, load_E: Tensor, plan: RoutingPlan) -> Tensor:
+        """Return the number of tokens that all ranks send to each expert, of all E experts.
+
+        Args:
+            load_E: those of this rank, int64.
+            plan: what was planned with them.
+        """
         return load_E
 
 

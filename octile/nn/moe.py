@@ -247,15 +247,16 @@ class MoE(FusableModule):
             x = x.x
         routing = self.gate(x)
         load_E = count_tokens(routing.experts_TK, len(self.gate.weight))[0]
+        plan = self.dispatcher.plan(routing.experts_TK, load_E)
         if self.training:
-            self.last_load_E = self.dispatcher.total_load(load_E)
+            self.last_load_E = self.dispatcher.total_load(load_E, plan)
             if self.alpha:
                 loss = self.alpha * self.gate.sequence_balance(routing, batch)
                 weights_TK = leave_behind(self, "balance_loss", loss, routing.weights_TK)
                 routing = routing._replace(weights_TK=weights_TK)
             else:
                 self.balance_loss = None
-        return routing, self.dispatcher.plan(routing.experts_TK, load_E)
+        return routing, plan
 
     def pop_balance_loss(self) -> Tensor | float:
         """Return the balance loss of the last forward pass in training mode, once; 0 if there was none."""

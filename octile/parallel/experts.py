@@ -151,7 +151,7 @@ class ExpertDispatcher(LocalDispatcher):
         data = x_ND.data.view(torch.uint8).index_select(0, token_R).view(x_ND.data.dtype)
         return _in_tiles(data, x_ND.scale.index_select(0, token_R))
 
-    def total_load(self, load_E: Tensor) -> Tensor:
+    def total_load(self, load_E: Tensor, plan: RoutingPlan) -> Tensor:
         """Return the number of tokens that all ranks send to each expert, of all E experts."""
         load_E = load_E.clone()
         for group in self.groups:

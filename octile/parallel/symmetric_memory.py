@@ -192,10 +192,17 @@ class PeerMemory:
 
 
 class _Handle(NamedTuple):
-    """The experts of this rank's tokens [T, K]; and of all tokens, counted from the first of this rank [W·M, K]."""
+    """The experts of the tokens.
+
+    Attributes:
+        experts_TK: of this rank's tokens.
+        local_NK: of all tokens [W·M, K], counted from the first expert of this rank.
+        load_E: how many tokens of all ranks each of all experts has, int64.
+    """
 
     experts_TK: Tensor
     local_NK: Tensor
+    load_E: Tensor
 
 
 class PeerDispatcher(ExpertDispatcher):
@@ -258,6 +265,7 @@ class PeerDispatcher(ExpertDispatcher):
         self.memory.in_flight(None).wait(switches=False)
         gathered_NK = self.memory.buffer[: n * k * 4].view(torch.int32).view(n, k)
         local_NK = peer_rows.launch_local_experts(gathered_NK, self.rank * local, local)
+        total_E = count_tokens(gathered_NK + 1, self.n_experts + 1)[0, 1:]  # −1 for tokens that a rank does not have
 
         _, order_R, offs_E = routing_plan(local_NK, count_tokens(local_NK, local + 1)[0])
         offs_E = offs_E[:local]
@@ -271,7 +279,11 @@ class PeerDispatcher(ExpertDispatcher):
         row_R, order_R = row[: self.max_rows], order_R[: self.max_rows]
         order_R = torch.where(row_R < offs_E[-1], order_R, n * k)  # after the last expert: the row of zeros
         place_TK = row[: t * k].view(t, k)
-        return RoutingPlan(place_TK, order_R, offs_E, _Handle(experts_TK, local_NK))
+        return RoutingPlan(place_TK, order_R, offs_E, _Handle(experts_TK, local_NK, total_E))
+
+    def total_load(self, load_E: Tensor, plan: RoutingPlan) -> Tensor:
+        """Return the number of tokens that all ranks send to each expert, which `plan` has counted."""
+        return plan.handle.load_E
 
     def begin_send(self, x_TD: Tensor, plan: RoutingPlan, overlaps: bool = True) -> InFlight[Tensor]:
         """Begin to send each row once to every rank that has one of its experts: [N, D], the last row zeros.
@@ -315,7 +327,7 @@ class PeerDispatcher(ExpertDispatcher):
     ) -> tuple[Tensor, Tensor | None]:
         from octile.kernels.triton import peer_rows
 
-        experts_TK, local_NK = plan.handle
+        experts_TK, local_NK, _ = plan.handle
         out = x_TD.new_empty(len(local_NK) + 1, x_TD.shape[1])  # of the current stream's memory, as it is read there
         out_scale = None if scale is None else new_scale(out, *TILE)
         local, data_bytes = self.n_experts // self.n_ranks, _bytes(out)
