@@ -100,6 +100,51 @@ def _(
     return kernel.launch(torch.mm(x, terms.mT, out_dtype=torch.float32), bias, *settings)
 
 
+@operator()
+def choose_experts(
+    logits: Tensor,
+    bias: Tensor | None,
+    n_chosen: int,
+    n_group: int,
+    topk_group: int,
+    best: int,
+    scoring_func: str,
+    norm_topk_prob: bool,
+    routed_scaling_factor: float,
+) -> tuple[Tensor, Tensor]:
+    """Choose K experts by logits that were computed elsewhere, as `gate` does by its own.
+
+    Args:
+        logits: [T, E] float32.
+        bias, n_chosen, n_group, topk_group, best, scoring_func, norm_topk_prob, routed_scaling_factor: as of `gate`.
+
+    Returns:
+        weights [T, K] float32 and experts [T, K] int64.
+
+    Raises:
+        TypeError, ValueError: as `gate`.
+    """
+    _check_choice(logits, bias, n_chosen, n_group, topk_group, best, scoring_func)
+    choice = n_chosen, n_group, topk_group, best
+    return route(logits, bias, *choice, scoring_func, norm_topk_prob, routed_scaling_factor)
+
+
+@choose_experts.register_fake
+def _(logits, bias, n_chosen, n_group, topk_group, best, scoring_func, norm_topk_prob, routed_scaling_factor):
+    shape = logits.shape[0], n_chosen
+    return logits.new_empty(shape), logits.new_empty(shape, dtype=torch.int64)
+
+
+@choose_experts.register_kernel("cuda")
+def _(logits, bias, n_chosen, n_group, topk_group, best, scoring_func, norm_topk_prob, routed_scaling_factor):
+    from octile.kernels.triton import gate as kernel
+
+    _check_choice(logits, bias, n_chosen, n_group, topk_group, best, scoring_func)
+    choice = n_chosen, n_group, topk_group, best
+    settings = *choice, scoring_func, norm_topk_prob, routed_scaling_factor, logits.shape[1]
+    return kernel.launch(logits, bias, *settings)[:2]
+
+
 def route(
     logits: Tensor,
     bias: Tensor | None,
@@ -268,6 +313,19 @@ def _check(
         _check_shape("bias", bias, (len(weight),), x)
 
 
+def _check_choice(
+    logits: Tensor, bias: Tensor | None, n_chosen: int, n_group: int, topk_group: int, best: int, scoring_func: str
+) -> None:
+    if logits.dim() != 2:
+        raise ValueError(f"logits must be a matrix, not {tuple(logits.shape)}")
+    _check_float32("logits", logits, tuple(logits.shape), logits)
+    _check_scoring(scoring_func)
+    check_choice("logits", logits.shape[1], n_chosen, n_group, topk_group, best)
+    if bias is not None:
+        check_input_dtype("bias", bias)
+        _check_shape("bias", bias, logits.shape[1:], logits)
+
+
 def _check_backward(
     dweights: Tensor | None,
     dlogits: Tensor | None,
@@ -299,6 +357,10 @@ def _check_operands(x: Tensor, weight: Tensor, scoring_func: str) -> None:
     if x.shape[1] != weight.shape[1]:
         raise ValueError(f"x {tuple(x.shape)} must end in the D = {weight.shape[1]} of weight {tuple(weight.shape)}")
     check_device("x", x, "weight", weight)
+    _check_scoring(scoring_func)
+
+
+def _check_scoring(scoring_func: str) -> None:
     if scoring_func not in ("sigmoid", "softmax"):
         raise ValueError(f"scoring_func must be sigmoid or softmax, not {scoring_func!r}")
 

@@ -46,7 +46,9 @@ def without_reduced_precision_reduction() -> Iterator[None]:
 
 
 @operator()
-def high_precision_grouped_nt(a: Tensor, b: Tensor, offs: Tensor, out_dtype: torch.dtype) -> Tensor:
+def high_precision_grouped_nt(
+    a: Tensor, b: Tensor, offs: Tensor, out_dtype: torch.dtype, expected_rows: int = 0
+) -> Tensor:
     """Multiply the rows of group g by b[g]ᵀ; rows past the last group are zero.
 
     Args:
@@ -54,6 +56,8 @@ def high_precision_grouped_nt(a: Tensor, b: Tensor, offs: Tensor, out_dtype: tor
         b: [G, N, K] in a's dtype, any strides.
         offs: int32 [G], non-decreasing: group g has the rows offs[g−1] … offs[g] − 1.
         out_dtype: a's dtype, or float32.
+        expected_rows: rows expected in a group, by which a GPU's kernel with an FP32 result is chosen: with one number
+            the bits of a row do not depend on the others; 0: the mean.
 
     Returns:
         [T, N] in out_dtype, summed in FP32 and rounded once.
@@ -75,17 +79,17 @@ def _grouped_nt(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
 
 
 @high_precision_grouped_nt.register_fake
-def _(a, b, offs, out_dtype):
+def _(a, b, offs, out_dtype, expected_rows=0):
     return a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)
 
 
 @high_precision_grouped_nt.register_kernel("cuda")
-def _(a, b, offs, out_dtype):
+def _(a, b, offs, out_dtype, expected_rows=0):
     from octile.kernels.triton import high_precision as kernel  # late: a machine without a GPU has no Triton
 
     _check_out_dtype(a, out_dtype)
     if out_dtype != a.dtype:
-        return kernel.launch_nt(a, b, offs)
+        return kernel.launch_nt(a, b, offs, expected_rows)
     y = _grouped_nt(a, b, offs)
     kernel.zero_rest(y, offs)
     return y

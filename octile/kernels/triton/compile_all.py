@@ -30,13 +30,16 @@ from octile.kernels.triton import (
     gradient_norms,
     grouped,
     high_precision,
+    latent_cache,
     matmul,
     norm,
+    paged_attention,
     peer_rows,
     permute,
     quantize,
     rope,
     routing_plan,
+    row_invariant,
     sequence_balance,
     swiglu,
     tensor_core,
@@ -148,6 +151,13 @@ def _cases() -> dict[str, Callable[[], object]]:
         decode_rows.launch_send(x.view(torch.uint8), scale, experts[:capacity], local, capacity, 2**23, 2**24, peers)
         decode_rows.launch_place(rows, scales, chosen, 0, out.view(torch.uint8), out_scale, entries, counts)
         decode_rows.launch_return(y.view(torch.uint8), entries, counts, capacity * 8, 2**25, peers)
+
+    def paged(heads: int, cached: torch.dtype) -> None:
+        bytes_or_channels = 656 if cached == torch.uint8 else 576
+        pages, lengths = _empty(256, 64, dtype=torch.int32), _empty(256, dtype=torch.int32)
+        cache, latents = _empty(4096, 64, bytes_or_channels, dtype=cached), _empty(256, 576)
+        latent_cache.launch_write(cache, _empty(256, dtype=torch.int64), latents[:, :512], latents[:, 512:])
+        paged_attention.launch(_empty(256, heads, 576), cache, pages, lengths, 512, 0.1, 8)
 
     def modeled(dtype: torch.dtype, terms: int, bits: int) -> None:
         a, b = ((_empty(side, k, dtype=dtype), _empty(side, k, dtype=torch.int16)) for side in (t, n))
@@ -264,6 +274,10 @@ def _cases() -> dict[str, Callable[[], object]]:
         "rotate halves": lambda: rope.launch_halves(q, q[:, ::4], angles, angles, False),
         "latent keys": lambda: rope.launch_keys(_empty(2, 4096, 128, 256), _empty(2, 4096, 64), cos, cos, 128),
         "latent keys backward": lambda: rope.launch_keys_backward(heads, _empty(2, 4096, 128, 128), cos, cos),
+        "paged attention": lambda: paged(16, bf16),
+        "paged attention of V3, FP8": lambda: paged(128, torch.uint8),
+        "rows that do not depend on each other": lambda: row_invariant.launch(_empty(1, t, k), _empty(1, n, k), fp32),
+        "the same in FP32": lambda: row_invariant.launch(_empty(1, t, k), _empty(1, 256, k, dtype=fp32), fp32),
         "AdamW": lambda: optimizer_step(fp32, []),
         "AdamW of BF16 parameters, scaled, skipped": lambda: optimizer_step(
             bf16, [_empty(n, k)], _empty(dtype=torch.bool), _empty(dtype=fp32)

@@ -24,14 +24,14 @@ MAX_STAGES = 4
 ZERO_ELEMENTS = 4096  # of a program at a time
 
 
-def launch_nt(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+def launch_nt(a: Tensor, b: Tensor, offs: Tensor, expected_rows: int = 0) -> Tensor:
     """Multiply the rows of group g of a[T, K] by b[g]ᵀ of b[G, N, K], any strides → [T, N] float32.
 
-    Rows past offs[-1] are zero.
+    Rows past offs[-1] are zero. expected_rows are those of a group, by which the tile is chosen; 0: the mean.
     """
     (t, k), (groups, n, _) = a.shape, b.shape
     gpu = device_properties(a.device)
-    tile = _choose_tile(triton.cdiv(t, max(groups, 1)), n, max(groups, 1), gpu)
+    tile = _choose_tile(expected_rows or triton.cdiv(t, max(groups, 1)), n, max(groups, 1), gpu)
     out = a.new_empty(t, n, dtype=torch.float32)
     if out.numel() == 0:
         return out

@@ -44,6 +44,11 @@ GRADIENT_NORMS: dict[str, Any] = {"ELEMENTS": 4096, "num_warps": 4}
 GRADIENT_NORMS_SUM: dict[str, Any] = {"ELEMENTS": 512, "num_warps": 4}  # partial sums of a tensor at a time
 ROPE: dict[str, int] = {"MAX_HEADS": 16, "ELEMENTS": 1024, "num_warps": 2}  # heads, and elements in all, per program
 ROPE_HALVES: dict[str, int] = {"MAX_HEADS": 16, "ELEMENTS": 4096, "num_warps": 4}
+WRITE_LATENTS: dict[str, int] = {"num_warps": 4}  # of a row's program
+# Heads of a program of paged attention and splits of a row at most; positions at a time, which divide a page.
+PAGED_ATTENTION: dict[str, int] = {"MAX_HEADS": 16, "MAX_SPLITS": 64, "KEYS": 32, "num_warps": 8, "num_stages": 1}
+ROW_INVARIANT: dict[str, int] = {"TILE_M": 64, "TILE_N": 32, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
+MERGE_SPLITS: dict[str, int] = {"num_warps": 4}
 GATE_ELEMENTS = 1024  # logits of a program
 GATE_WITH_GEMM_TOKENS = 2048  # with fewer, programs of all their experts leave SMs idle
 # Tokens of a program, and columns at a time: of a gate with its GEMM, of the gradient of x, of that of the weight.

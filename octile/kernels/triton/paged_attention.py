@@ -1,0 +1,146 @@
+# mypy: allow-untyped-defs
+"""Absorbed attention over a paged latent cache, as `octile.ops.paged_attention` specifies: split-KV and its merge.
+
+    attend_pages     a program takes a row, a block of its heads and one split of its positions; half a page at a time
+                     it multiplies queries and keys, and the softmax's weights and latents, with a running maximum
+    merge_splits     a program takes a row and a head, and adds the splits' results in the order of the positions
+
+The splits of a row follow from its own length: equally many pages each, the last ones fewer or none. Grids follow from
+shapes, so both can be captured in a CUDA graph.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octile.kernels.triton.device import device_properties
+from octile.kernels.triton.fp8_bits import as_encoded, to_float
+from octile.kernels.triton.launch_config import MERGE_SPLITS, PAGED_ATTENTION
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+def launch(
+    q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, latent_dim: int, scale: float, n_splits: int
+) -> Tensor:
+    """Attend from q [R, H, W] to the first lengths [R] positions of pages [R, M] → o [R, H, C] in q's dtype."""
+    rows, heads, width = q.shape
+    o = q.new_empty(rows, heads, latent_dim)
+    if not o.numel():
+        return o
+    if not pages.shape[1]:
+        return o.zero_()
+    block_h = min(max(triton.next_power_of_2(heads), 16), PAGED_ATTENTION["MAX_HEADS"])
+    head_blocks = triton.cdiv(heads, block_h)
+    gpu, is_fp8 = device_properties(q.device), cache.dtype == torch.uint8
+    n_splits = n_splits or choose_splits(rows * head_blocks, gpu.num_sms)  # not by M: bits would depend on other rows
+    # a conversion of FP8 in integer arithmetic needs registers
+    keys = PAGED_ATTENTION["KEYS"] // (2 if is_fp8 and not gpu.fp8 else 1)
+    data = scales = ropes = cache
+    if is_fp8:  # the same bytes in three dtypes
+        data, scales, ropes = (cache.view(dtype) for dtype in (torch.float8_e4m3fn, torch.float32, torch.bfloat16))
+        data = as_encoded(data)
+    partial = o if n_splits == 1 else q.new_empty(rows, heads, n_splits, latent_dim, dtype=torch.float32)
+    lse = q.new_empty(rows, heads, n_splits, dtype=torch.float32)
+    with torch.cuda.device_of(q):
+        attend_pages[(rows, head_blocks, n_splits)](
+            q, data, scales, ropes, pages, lengths, partial, lse,
+            scale, heads, cache.shape[2], pages.stride(0), lengths.stride(0), n_splits,
+            PAGE=cache.shape[1], KEYS=keys, C=latent_dim, CS=max(triton.next_power_of_2(latent_dim), 128),
+            R=width - latent_dim, RS=max(triton.next_power_of_2(width - latent_dim), 16), HEADS=block_h, FP8=is_fp8,
+            MERGED=n_splits == 1,
+            PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+            num_warps=PAGED_ATTENTION["num_warps"], num_stages=PAGED_ATTENTION["num_stages"],
+        )  # fmt: skip
+        if n_splits > 1:
+            merge_splits[(rows, heads)](
+                partial, lse, o, heads, n_splits, C=latent_dim, CS=triton.next_power_of_2(latent_dim), **MERGE_SPLITS
+            )
+    return o
+
+
+def choose_splits(programs: int, num_sms: int) -> int:
+    """Return into how many splits the positions of a row are divided, so that two programs an SM have work."""
+    return min(max(triton.next_power_of_2(2 * num_sms // max(programs, 1)), 1), PAGED_ATTENTION["MAX_SPLITS"])
+
+
+@triton.jit(do_not_specialize=["n_splits"])
+def attend_pages(
+    q, data, scales, ropes, pages, lengths, o, lse, scale, heads, row_size, page_row, length_step, n_splits,
+    PAGE: tl.constexpr, KEYS: tl.constexpr, C: tl.constexpr, CS: tl.constexpr, R: tl.constexpr, RS: tl.constexpr,
+    HEADS: tl.constexpr, FP8: tl.constexpr, MERGED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write the split's normalized result and the logarithm, to base 2, of its softmax's denominator."""
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(2)
+    h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    length = tl.load(lengths + row * length_step)
+    n_pages = tl.cdiv(length, PAGE)
+    per_split = tl.cdiv(n_pages, n_splits)
+    first = split * per_split
+    last = tl.minimum(first + per_split, n_pages)
+    c = tl.arange(0, CS)
+    r = tl.arange(0, RS)
+    out = row * heads + h
+    at = (row * heads + h)[:, None] * (C + R)
+    q_c = tl.load(q + at + c[None, :], mask=(h < heads)[:, None] & (c < C)[None, :], other=0.0)
+    q_r = tl.load(q + at + C + r[None, :], mask=(h < heads)[:, None] & (r < R)[None, :], other=0.0)
+    highest = tl.full([HEADS], float("-inf"), tl.float32)
+    total = tl.zeros([HEADS], tl.float32)
+    sums = tl.zeros([HEADS, CS], tl.float32)
+    key = tl.arange(0, KEYS)
+    for position in range(first * PAGE, tl.minimum(last * PAGE, length), KEYS):
+        page = tl.load(pages + row * page_row + position // PAGE).to(tl.int64)
+        start = (page * PAGE + position % PAGE + key) * row_size  # in elements of data
+        inside = position + key < length
+        here = inside[:, None] & (c < C)[None, :]
+        latent = tl.load(data + start[:, None] + c[None, :], mask=here, other=0.0)
+        if FP8:
+            tile = tl.arange(0, CS // 128)
+            mask = inside[:, None] & (tile * 128 < C)[None, :]
+            tile_scale = tl.load(scales + ((start + C) // 4)[:, None] + tile[None, :], mask=mask, other=0.0)
+            tiles = tl.reshape(to_float(latent, 3), [KEYS, CS // 128, 128]) * tile_scale[:, :, None]
+            latent = tl.reshape(tiles, [KEYS, CS]).to(q_c.dtype)
+            start_r = (start + C + (C + 127) // 128 * 4) // 2
+        else:
+            latent = latent.to(q_c.dtype)
+            start_r = start + C
+        rotary = tl.load(ropes + start_r[:, None] + r[None, :], mask=inside[:, None] & (r < R)[None, :], other=0.0)
+        score = tl.dot(q_c, tl.trans(latent), input_precision=PRECISION)
+        score += tl.dot(q_r, tl.trans(rotary.to(q_r.dtype)), input_precision=PRECISION)
+        score = tl.where(inside[None, :], score * (scale * LOG2E), float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(score, axis=1))
+        weight = tl.exp2(score - new_highest[:, None])
+        correction = tl.exp2(highest - new_highest)
+        total = total * correction + tl.sum(weight, axis=1)
+        sums = sums * correction[:, None] + tl.dot(weight.to(latent.dtype), latent, input_precision=PRECISION)
+        highest = new_highest
+
+    result = sums / tl.where(total > 0, total, 1.0)[:, None]  # no position: zeros
+    mask = (h < heads)[:, None] & (c < C)[None, :]
+    if MERGED:
+        tl.store(o + out[:, None] * C + c[None, :], result.to(o.dtype.element_ty), mask=mask)
+    else:
+        tl.store(o + ((out * n_splits + split) * C)[:, None] + c[None, :], result, mask=mask & (total > 0)[:, None])
+        tl.store(lse + out * n_splits + split, highest + tl.log2(total), mask=h < heads)
+
+
+@triton.jit(do_not_specialize=["n_splits"])
+def merge_splits(partial, lse, o, heads, n_splits, C: tl.constexpr, CS: tl.constexpr):
+    """Add the splits of one row and head, weighted by their shares of the softmax's denominator, in their order."""
+    out = tl.program_id(0).to(tl.int64) * heads + tl.program_id(1)
+    c = tl.arange(0, CS)
+    highest = tl.load(lse + out * n_splits)  # only the first splits may have positions
+    for split in range(1, n_splits):
+        highest = tl.maximum(highest, tl.load(lse + out * n_splits + split))
+    total = 0.0
+    sums = tl.zeros([CS], tl.float32)
+    for split in range(n_splits):
+        of_split = tl.load(lse + out * n_splits + split)
+        if of_split > float("-inf"):
+            share = tl.exp2(of_split - highest)
+            total += share
+            sums += share * tl.load(partial + (out * n_splits + split) * C + c, mask=c < C, other=0.0)
+    result = sums / tl.where(total > 0, total, 1.0)
+    tl.store(o + out * C + c, result.to(o.dtype.element_ty), mask=c < C)

@@ -1,0 +1,184 @@
+"""The paged latent cache of latent attention (MLA): rows of latents and rotary keys in pages, written and read by slot.
+
+A page holds the rows of PAGE positions of one text. Slot s is row s % PAGE of page s // PAGE. A row is
+
+    in high precision    the latent's C channels, then the rotary key's R, all in one dtype
+    in FP8               C bytes of E4M3, one float32 scale per 128 channels, and the rotary key in BF16:
+                         656 bytes for C = 512 and R = 64
+
+The latent is quantized as activations are, in 1×128 tiles with scale = amax / 448. The rotary key is not: its channels
+decide where attention looks.
+
+Source: FlashMLA's FP8 cache (https://github.com/deepseek-ai/FlashMLA).
+Shapes: T rows, P pages, C channels of a latent, R of the rotary key.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octile.formats import TILE
+from octile.kernels.memory_layout import new_scale
+from octile.ops.operator import operator
+from octile.ops.quantize import INPUT_DTYPES, check_device, check_input_dtype, dequantize, quantize
+
+PAGE = 64  # positions of a page
+
+
+class Fp8Rows(NamedTuple):
+    """The parts of rows in FP8: views of their bytes."""
+
+    data: Tensor  # float8_e4m3fn [..., C]
+    scale: Tensor  # float32 [..., ⌈C/128⌉]
+    rope: Tensor  # bfloat16 [..., R]
+
+
+def row_bytes(latent_dim: int, rope_dim: int) -> int:
+    """Return the bytes of a row in FP8."""
+    return latent_dim + 4 * -(-latent_dim // TILE[1]) + 2 * rope_dim
+
+
+def rope_dim_of(cache: Tensor, latent_dim: int) -> int:
+    """Return R of a cache, whose latents have C channels."""
+    if cache.dtype != torch.uint8:
+        return cache.shape[-1] - latent_dim
+    return (cache.shape[-1] - row_bytes(latent_dim, 0)) // 2
+
+
+def fp8_rows(rows: Tensor, latent_dim: int) -> Fp8Rows:
+    """View rows [..., bytes] uint8 as their parts."""
+    scale_end = row_bytes(latent_dim, 0)
+    return Fp8Rows(
+        rows[..., :latent_dim].view(torch.float8_e4m3fn),
+        rows[..., latent_dim:scale_end].view(torch.float32),
+        rows[..., scale_end:].view(torch.bfloat16),
+    )
+
+
+@operator(writes=("cache",))
+def write_latents(cache: Tensor, slots: Tensor, latent: Tensor, rope: Tensor) -> None:
+    """Write rows to slots of a cache.
+
+    Args:
+        cache: [P, 64, C + R] float32, bfloat16 or float16; or FP8 rows, [P, 64, `row_bytes`] uint8. Contiguous.
+        slots: int64 [T], each from 0 to 64·P − 1 and at most once; a row whose slot is negative is not written.
+        latent: [T, C], float32, bfloat16 or float16, rows contiguous; in FP8 C is a multiple of 4.
+        rope: [T, R] in latent's dtype, rotated, rows contiguous; R even.
+
+    Raises:
+        TypeError: a tensor has another dtype.
+        ValueError: shapes, strides or devices do not fit together.
+        IndexError: on a CPU, a slot is not in the cache. A GPU does not write such a row.
+    """
+    _check_write(cache, slots, latent, rope)
+    if slots.numel() and int(slots.max()) >= cache.shape[0] * PAGE:
+        raise IndexError(f"slots must be below the cache's {cache.shape[0] * PAGE}, not {int(slots.max())}")
+    if cache.dtype == torch.uint8:
+        data, scale = quantize(latent.float(), *TILE, "e4m3", False)
+        scale = scale.clone(memory_format=torch.contiguous_format)
+        rows = torch.cat([t.contiguous().view(torch.uint8) for t in (data, scale, rope.bfloat16())], dim=1)
+    else:
+        rows = torch.cat((latent, rope), dim=1).to(cache.dtype)
+    if slots.numel() and int(slots.min()) < 0:
+        slots, rows = slots[slots >= 0], rows[slots >= 0]
+    cache.view(-1, cache.shape[-1]).index_copy_(0, slots, rows)
+
+
+@write_latents.register_fake
+def _(cache, slots, latent, rope):
+    return None
+
+
+@write_latents.register_kernel("cuda")
+def _(cache, slots, latent, rope):
+    from octile.kernels.triton import latent_cache as kernel  # late: a machine without a GPU has no Triton
+
+    _check_write(cache, slots, latent, rope)
+    kernel.launch_write(cache, slots, latent, rope)
+
+
+@operator()
+def read_latents(cache: Tensor, slots: Tensor, latent_dim: int, out_dtype: torch.dtype) -> Tensor:
+    """Read rows from slots of a cache.
+
+    Args:
+        cache: as in `write_latents`.
+        slots: int64 [T], each from 0 to 64·P − 1.
+        latent_dim: C.
+        out_dtype: float32, bfloat16 or float16.
+
+    Returns:
+        [T, C + R] in out_dtype: latents, dequantized in FP32 and rounded once, and rotary keys.
+
+    Raises:
+        TypeError: a tensor has another dtype, or out_dtype is another one.
+        ValueError: shapes or devices do not fit together.
+    """
+    _check_read(cache, slots, latent_dim, out_dtype)
+    rows = cache.view(-1, cache.shape[-1]).index_select(0, slots)
+    if cache.dtype != torch.uint8:
+        return rows.to(out_dtype)
+    data, scale, rope = fp8_rows(rows, latent_dim)
+    scale = new_scale(data, *TILE).copy_(scale)
+    return torch.cat((dequantize(data.contiguous(), scale, *TILE, out_dtype), rope.to(out_dtype)), dim=1)
+
+
+@read_latents.register_fake
+def _(cache, slots, latent_dim, out_dtype):
+    width = latent_dim + rope_dim_of(cache, latent_dim)
+    return cache.new_empty(slots.shape[0], width, dtype=out_dtype)
+
+
+def _check_write(cache: Tensor, slots: Tensor, latent: Tensor, rope: Tensor) -> None:
+    check_input_dtype("latent", latent)
+    if rope.dtype != latent.dtype:
+        raise TypeError(f"rope must be {latent.dtype} as latent, not {rope.dtype}")
+    if latent.dim() != 2 or rope.dim() != 2 or len(latent) != len(rope):
+        raise ValueError(
+            f"latent and rope must be [T, C] and [T, R], not {tuple(latent.shape)} and {tuple(rope.shape)}"
+        )
+    if (latent.stride(1), rope.stride(1)) != (1, 1) and len(latent):
+        raise ValueError(
+            f"rows of latent and rope must be contiguous, not have strides {latent.stride()} and {rope.stride()}"
+        )
+    check_cache(cache, latent.shape[1])
+    if rope_dim_of(cache, latent.shape[1]) != rope.shape[1]:
+        raise ValueError(
+            f"rope must have the {rope_dim_of(cache, latent.shape[1])} channels of the cache, not {rope.shape[1]}"
+        )
+    _check_slots(cache, slots)
+    if len(slots) != len(latent):
+        raise ValueError(f"slots must be ({len(latent)},), one for each row, not {tuple(slots.shape)}")
+    check_device("cache", cache, "latent", latent)
+    check_device("cache", cache, "rope", rope)
+
+
+def _check_read(cache: Tensor, slots: Tensor, latent_dim: int, out_dtype: torch.dtype) -> None:
+    if out_dtype not in INPUT_DTYPES:
+        raise TypeError(f"out_dtype must be float32, bfloat16 or float16, not {out_dtype}")
+    check_cache(cache, latent_dim)
+    _check_slots(cache, slots)
+
+
+def _check_slots(cache: Tensor, slots: Tensor) -> None:
+    if slots.dtype != torch.int64:
+        raise TypeError(f"slots must be int64, not {slots.dtype}")
+    if slots.dim() != 1:
+        raise ValueError(f"slots must be [T], not {tuple(slots.shape)}")
+    check_device("cache", cache, "slots", slots)
+
+
+def check_cache(cache: Tensor, latent_dim: int) -> None:
+    """Raise TypeError or ValueError if cache is not a paged cache of latents of C channels."""
+    if cache.dtype not in (*INPUT_DTYPES, torch.uint8):
+        raise TypeError(f"cache must be float32, bfloat16, float16 or, for FP8 rows, uint8, not {cache.dtype}")
+    if cache.dim() != 3 or cache.shape[1] != PAGE or not cache.is_contiguous():
+        raise ValueError(f"cache must be [P, {PAGE}, channels or bytes], contiguous, not {tuple(cache.shape)}")
+    is_fp8 = cache.dtype == torch.uint8
+    if is_fp8 and latent_dim % 4:
+        raise ValueError(f"latents in FP8 must have a multiple of 4 channels, not {latent_dim}")
+    least = row_bytes(latent_dim, 0) if is_fp8 else latent_dim
+    if latent_dim < 1 or cache.shape[2] < least or (is_fp8 and (cache.shape[2] - least) % 4):
+        unit = "bytes" if is_fp8 else "channels"
+        raise ValueError(f"rows of {cache.shape[2]} {unit} cannot hold latents of {latent_dim} channels")

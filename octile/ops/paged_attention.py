@@ -1,0 +1,122 @@
+"""Attention of decoding in latent attention's absorbed form, over a paged cache.
+
+    s = scale · q · [latent; rotary key]      of the first `length` positions of a row's text
+    p = softmax(s)
+    o = p · latent                            C channels a head: the caller multiplies them by the values' weight
+
+A row is one query position with all its heads. Several rows may belong to one text, as where drafts are verified: each
+has its own length. The cache is read once for all heads of a row, which is what decoding's time goes into.
+
+On a GPU the positions of a row are divided among programs (split-KV), whose partial results are merged in the order of
+the positions: the result depends on the row, its length and the number of splits, not on other rows. The order of sums
+is unspecified otherwise; the softmax's weights are rounded to q's dtype before they are multiplied.
+
+Source: DeepSeek-V2 (arXiv 2405.04434) §2.1.2; Flash-Decoding; FlashMLA (https://github.com/deepseek-ai/FlashMLA).
+Shapes: R rows, H heads, C channels of a latent, W = C + those of the rotary key, P pages, M pages of a text at most.
+"""
+
+import torch
+from torch import Tensor
+
+from octile.formats import TILE
+from octile.ops.latent_cache import PAGE, check_cache, fp8_rows, rope_dim_of
+from octile.ops.matmul import without_autocast
+from octile.ops.operator import operator
+from octile.ops.quantize import check_device, check_input_dtype, dequantize
+
+MAX_SPLITS = 128
+
+
+@operator()
+def paged_attention(
+    q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, latent_dim: int, scale: float, n_splits: int = 0
+) -> Tensor:
+    """Attend from each row to the first positions of its text.
+
+    Args:
+        q: [R, H, W], float32, bfloat16 or float16, contiguous: queries times the keys' weight, then rotary queries.
+        cache: [P, 64, W] or FP8 rows, as in `octile.ops.latent_cache.write_latents`.
+        pages: int32 [R, M], the pages of each row's text in their order; those after the length are not read.
+        lengths: int32 [R], positions that a row attends to, at most 64·M; 0 gives zeros.
+        latent_dim: C.
+        scale: the factor of the scores.
+        n_splits: programs among which a GPU divides the positions of a row, at most 128; 0: chosen by the shapes.
+
+    Returns:
+        o [R, H, C] in q's dtype.
+
+    Raises:
+        TypeError: a tensor has another dtype.
+        ValueError: shapes or devices do not fit together, or n_splits is not from 0 to 128; on a CPU, a length is
+            negative or more than 64·M, or a page that is read is not in the cache.
+    """
+    _check(q, cache, pages, lengths, latent_dim, n_splits)
+    _check_values(cache, pages, lengths)
+    return _paged_attention(q, cache, pages, lengths, latent_dim, scale)
+
+
+def _paged_attention(q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, latent_dim: int, scale: float) -> Tensor:
+    o_RHC = q.new_zeros(*q.shape[:2], latent_dim)
+    q_RHW = q.float() * scale
+    with without_autocast(q.device):
+        for row, length in enumerate(lengths.tolist()):
+            if not length:
+                continue
+            keys_TW = _keys(cache[pages[row, : -(-length // PAGE)].long()], latent_dim).flatten(0, 1)[:length]
+            p_HT = torch.mm(q_RHW[row], keys_TW.mT).softmax(-1)
+            o_RHC[row] = torch.mm(p_HT, keys_TW[:, :latent_dim])
+    return o_RHC
+
+
+def _keys(rows: Tensor, latent_dim: int) -> Tensor:
+    """Return rows of a cache in float32, [..., W]."""
+    if rows.dtype != torch.uint8:
+        return rows.float()
+    data, scale, rope = fp8_rows(rows, latent_dim)
+    return torch.cat((dequantize(data, scale, *TILE, torch.float32), rope.float()), dim=-1)
+
+
+@paged_attention.register_fake
+def _(q, cache, pages, lengths, latent_dim, scale, n_splits=0):
+    return q.new_empty(*q.shape[:2], latent_dim)
+
+
+@paged_attention.register_kernel("cuda")
+def _(q, cache, pages, lengths, latent_dim, scale, n_splits=0):
+    from octile.kernels.triton import paged_attention as kernel  # late: a machine without a GPU has no Triton
+
+    _check(q, cache, pages, lengths, latent_dim, n_splits)
+    return kernel.launch(q, cache, pages, lengths, latent_dim, scale, n_splits)
+
+
+def _check(q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, latent_dim: int, n_splits: int) -> None:
+    check_input_dtype("q", q)
+    if q.dim() != 3 or not q.is_contiguous():
+        raise ValueError(f"q must be [R, H, W], contiguous, not {tuple(q.shape)} with strides {q.stride()}")
+    check_cache(cache, latent_dim)
+    width = latent_dim + rope_dim_of(cache, latent_dim)
+    if q.shape[2] != width:
+        raise ValueError(f"q must have the {width} channels of the cache, not {q.shape[2]}")
+    for name, t, dims in (("pages", pages, 2), ("lengths", lengths, 1)):
+        if t.dtype != torch.int32:
+            raise TypeError(f"{name} must be int32, not {t.dtype}")
+        if t.dim() != dims or len(t) != len(q):
+            shape = f"({len(q)}, M)" if dims == 2 else f"({len(q)},)"
+            raise ValueError(f"{name} must be {shape}, a row for each of q's, not {tuple(t.shape)}")
+        check_device("q", q, name, t)
+    check_device("q", q, "cache", cache)
+    if pages.numel() and pages.stride(1) != 1:
+        raise ValueError(f"rows of pages must be contiguous, not have strides {pages.stride()}")
+    if not 0 <= n_splits <= MAX_SPLITS:
+        raise ValueError(f"n_splits must be from 0 to {MAX_SPLITS}, not {n_splits}")
+
+
+def _check_values(cache: Tensor, pages: Tensor, lengths: Tensor) -> None:
+    """Check what a GPU does not, since the values are not on the host."""
+    longest = pages.shape[1] * PAGE
+    if len(lengths) and not 0 <= int(lengths.min()) <= int(lengths.max()) <= longest:
+        raise ValueError(f"lengths must be from 0 to the {longest} positions of the pages, not {lengths.tolist()}")
+    used = torch.arange(pages.shape[1]) < (lengths[:, None] + PAGE - 1) // PAGE
+    read = pages[used]
+    if read.numel() and not 0 <= int(read.min()) <= int(read.max()) < cache.shape[0]:
+        raise ValueError(f"pages must be from 0 to below {cache.shape[0]}, not {sorted(set(read.tolist()))}")

@@ -1,0 +1,45 @@
+"""The kernels of paged attention against the reference, for any number of splits."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from octile.kernels.triton import paged_attention as kernel
+from octile.ops.paged_attention import paged_attention
+from tests.ops.paged_caches import filled_cache
+
+pytestmark = pytest.mark.usefixtures("gpu")
+LENGTHS = torch.tensor([1, 64, 65, 0, 200], dtype=torch.int32)
+PAGES = torch.randperm(20, generator=torch.Generator().manual_seed(0)).int().view(5, 4)
+
+
+def queries(heads: int, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(5, heads, width, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+@pytest.mark.parametrize("sizes", [(3, 40, 8), (16, 96, 32), (40, 136, 6)], ids=str)
+@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("n_splits", [1, 3, 0])
+def test_attention_equals_the_reference(sizes: tuple[int, int, int], cache_dtype: torch.dtype, n_splits: int):
+    heads, c, r = sizes
+    q, cache = queries(heads, c + r), filled_cache(20, c, r, cache_dtype)
+    found = kernel.launch(q, cache, PAGES, LENGTHS, c, 0.1, n_splits)
+    expected = paged_attention(q, cache, PAGES, LENGTHS, c, 0.1)
+    # the terms of a score are about 2⁷ in all, so that FP32's rounding changes a weight by 2⁻¹⁷ of itself
+    torch.testing.assert_close(found, expected, rtol=2**-17, atol=2**-17 * 32.0)
+
+
+def test_the_weights_of_bf16_queries_are_rounded_once():
+    q, cache = queries(3, 48, torch.bfloat16), filled_cache(20, 40, 8, torch.bfloat16)
+    found = kernel.launch(q, cache, PAGES, LENGTHS, 40, 0.1, 2)
+    expected = paged_attention(q, cache, PAGES, LENGTHS, 40, 0.1)
+    largest = cache.float().abs().max()  # a softmax's weights sum to 1, and each has an error of 2⁻⁹ of itself
+    assert ((found - expected).abs() <= 2**-9 * largest + 2**-7 * expected.abs()).all()
+
+
+def test_a_row_does_not_depend_on_other_rows():
+    q, cache = queries(3, 48), filled_cache(20, 40, 8, torch.bfloat16)
+    together = kernel.launch(q, cache, PAGES, LENGTHS, 40, 0.1, 2)
+    for row in range(5):
+        alone = kernel.launch(q[row : row + 1], cache, PAGES[row : row + 1], LENGTHS[row : row + 1], 40, 0.1, 2)
+        assert torch.equal(alone[0], together[row])

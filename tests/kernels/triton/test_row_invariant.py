@@ -1,0 +1,18 @@
+"""The kernel of the row-invariant GEMM against the reference."""
+
+import pytest
+import torch
+
+from octile.kernels.triton import row_invariant as kernel
+
+pytestmark = pytest.mark.usefixtures("gpu")
+
+
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)], ids=str
+)
+def test_rows_are_multiplied_and_do_not_depend_on_each_other(dtypes: tuple[torch.dtype, torch.dtype]):
+    a, w = torch.randn(70, 2, 100).transpose(0, 1).to(dtypes[0]), torch.randn(2, 33, 100).to(dtypes[1])
+    together = kernel.launch(a, w, torch.float32)
+    torch.testing.assert_close(together, a.float() @ w.float().mT, rtol=1e-5, atol=1e-4)
+    assert torch.equal(kernel.launch(a[:, 66:67], w, torch.float32), together[:, 66:67])

@@ -1,0 +1,104 @@
+"""Tests of paged attention: equal to attention over the keys in a row, whatever pages they are in."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from octile.ops.latent_cache import read_latents
+from octile.ops.paged_attention import paged_attention
+from tests.ops.operators import assert_fake_is_true, assert_well_formed
+from tests.ops.paged_caches import filled_cache
+
+C, R, H = 40, 8, 3
+SCALE = 0.1
+LENGTHS = [1, 64, 65, 0, 200, 128]  # one position, page boundaries, none, and several pages
+PAGES = torch.randperm(len(LENGTHS) * 4, generator=torch.Generator().manual_seed(0)).int().view(-1, 4)
+
+
+def queries(rows: int = len(LENGTHS), dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(rows, H, C + R, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def expected(q: Tensor, cache: Tensor, pages: Tensor, lengths: list[int]) -> Tensor:
+    """Attention in float64 over the rows that are read from the cache."""
+    results = []
+    for row, length in enumerate(lengths):
+        position = torch.arange(length)
+        slots = pages[row].long()[position // 64] * 64 + position % 64
+        keys = read_latents(cache, slots, C, torch.float32).double()
+        results.append((SCALE * q[row].double() @ keys.mT).softmax(-1) @ keys[:, :C])
+    return torch.stack(results)
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_attend_to_the_first_positions_of_their_pages(cache_dtype: torch.dtype, dtype: torch.dtype):
+    cache, q = filled_cache(PAGES.numel(), C, R, cache_dtype), queries(dtype=dtype)
+    found = paged_attention(q, cache, PAGES, torch.tensor(LENGTHS, dtype=torch.int32), C, SCALE)
+    rounding = 2e-6 if dtype == torch.float32 else 2**-8
+    torch.testing.assert_close(found.double(), expected(q, cache, PAGES, LENGTHS), rtol=rounding, atol=1e-5)
+    assert found.dtype == dtype
+
+
+def test_a_row_does_not_depend_on_other_rows():
+    cache, q = filled_cache(PAGES.numel(), C, R, torch.bfloat16), queries()
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32)
+    together = paged_attention(q, cache, PAGES, lengths, C, SCALE)
+    for row in range(len(q)):
+        alone = paged_attention(
+            *(t[row : row + 1] if t is not cache else t for t in (q, cache, PAGES, lengths)), C, SCALE
+        )
+        assert torch.equal(alone[0], together[row])
+
+
+def test_positions_after_the_length_are_not_read():
+    cache, q = filled_cache(4, C, R, torch.float32), queries(1)
+    pages, length = torch.arange(4, dtype=torch.int32)[None], torch.tensor([70], dtype=torch.int32)
+    before = paged_attention(q, cache, pages, length, C, SCALE)
+    cache[1, 6:] = float("nan")
+    cache[2:] = float("nan")
+    pages[0, 2:] = -1
+    assert torch.equal(paged_attention(q, cache, pages, length, C, SCALE), before)
+
+
+def test_rows_of_one_text_see_as_many_positions_as_they_ask_for():
+    cache, q = filled_cache(4, C, R, torch.float32), queries(3)
+    pages, lengths = torch.arange(4, dtype=torch.int32).expand(3, 4), [66, 67, 68]
+    found = paged_attention(q, cache, pages, torch.tensor(lengths, dtype=torch.int32), C, SCALE)
+    torch.testing.assert_close(found.double(), expected(q, cache, pages, lengths), rtol=2e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.uint8])
+def test_the_operator_is_well_formed(cache_dtype: torch.dtype):
+    arguments = (
+        queries(),
+        filled_cache(24, C, R, cache_dtype),
+        PAGES,
+        torch.tensor(LENGTHS, dtype=torch.int32),
+        C,
+        SCALE,
+    )
+    assert_well_formed(paged_attention, arguments)
+    assert_fake_is_true(paged_attention, arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"q": queries().double()}, TypeError, "q must be float32"),
+        ({"q": queries()[:, :, 1:].contiguous()}, ValueError, "q must have the 48 channels"),
+        ({"q": queries().transpose(0, 1)}, ValueError, "q must be \\[R, H, W\\], contiguous"),
+        ({"pages": PAGES.long()}, TypeError, "pages must be int32"),
+        ({"pages": PAGES[1:]}, ValueError, "pages must be \\(6, M\\)"),
+        ({"lengths": torch.full((6,), 257, dtype=torch.int32)}, ValueError, "lengths must be from 0 to the 256"),
+        ({"pages": PAGES + 20}, ValueError, "pages must be from 0 to below 24"),
+        ({"n_splits": 129}, ValueError, "n_splits must be from 0 to 128"),
+    ],
+)
+def test_wrong_arguments_are_refused(change: dict, error: type[Exception], message: str):
+    arguments = {
+        "q": queries(), "cache": filled_cache(24, C, R, torch.float32), "pages": PAGES,
+        "lengths": torch.tensor(LENGTHS, dtype=torch.int32), "latent_dim": C, "scale": SCALE, "n_splits": 0,
+    }  # fmt: skip
+    with pytest.raises(error, match=message):
+        paged_attention(*(arguments | change).values())

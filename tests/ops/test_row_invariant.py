@@ -1,0 +1,35 @@
+"""Tests of the GEMM whose rows do not depend on each other."""
+
+import pytest
+import torch
+
+from octile.ops.row_invariant import row_invariant_matmul_nt
+from tests.ops.operators import assert_fake_is_true, assert_well_formed
+
+
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)], ids=str
+)
+@pytest.mark.parametrize("shape", [(1, 200, 70), (3, 33, 100)], ids=str)
+def test_a_row_has_the_same_bits_among_any_others(dtypes: tuple[torch.dtype, torch.dtype], shape: tuple[int, int, int]):
+    b, n, k = shape
+    a, w = torch.randn(b, 40, k).to(dtypes[0]), torch.randn(b, n, k).to(dtypes[1])
+    together = row_invariant_matmul_nt(a, w, torch.float32)
+    torch.testing.assert_close(together, a.float() @ w.float().mT, rtol=1e-5, atol=1e-4)
+    for rows in (slice(0, 1), slice(3, 20), slice(23, 40)):
+        assert torch.equal(row_invariant_matmul_nt(a[:, rows], w, torch.float32), together[:, rows])
+
+
+def test_the_operator_is_well_formed():
+    arguments = torch.randn(2, 5, 7).bfloat16(), torch.randn(2, 7, 3).bfloat16().mT, torch.float32
+    assert_well_formed(row_invariant_matmul_nt, arguments)
+    assert_fake_is_true(row_invariant_matmul_nt, arguments)
+
+
+def test_wrong_arguments_are_refused():
+    with pytest.raises(ValueError, match="a and b must be"):
+        row_invariant_matmul_nt(torch.zeros(2, 3, 4), torch.zeros(2, 3, 5), torch.float32)
+    with pytest.raises(TypeError, match="out_dtype must be"):
+        row_invariant_matmul_nt(torch.zeros(2, 3, 4), torch.zeros(2, 3, 4), torch.int8)
+    with pytest.raises(TypeError, match="b must be float32"):
+        row_invariant_matmul_nt(torch.zeros(2, 3, 4), torch.zeros(2, 3, 4).int(), torch.float32)
