@@ -142,7 +142,7 @@ def load(path: str | Path, dtype: torch.dtype = torch.float32, device: str | tor
         ValueError: a file is damaged; config.json is not of a DeepSeek model; a tensor is missing, unknown, or of
             another shape than config.json says.
     """
-    folder = _open(path)
+    folder = open_folder(path)
     with torch.device("meta"):
         model = DeepseekV3(folder.model_config()).to(dtype)
     _check_shapes(model, folder.shards, f"by its {CONFIG}")
@@ -172,7 +172,7 @@ def load_weights(model: DeepseekV3, path: str | Path) -> None:
         FileNotFoundError, ValueError: as in `load`, or a tensor has another shape than the model's. The model is
             unchanged then, unless a file fails its checksum while it is read.
     """
-    shards = _open(path).shards
+    shards = open_folder(path).shards
     _check_shapes(model, shards, "in the model")
     check_scale_values(shards)
     _fill(model, shards)
@@ -186,7 +186,7 @@ def read_model_config(path: str | Path) -> ModelConfig:
     Raises:
         FileNotFoundError, ValueError: as in `load`.
     """
-    return _open(path).model_config()
+    return open_folder(path).model_config()
 
 
 def has_fp8_weights(path: str | Path) -> bool:
@@ -195,7 +195,7 @@ def has_fp8_weights(path: str | Path) -> bool:
     Raises:
         FileNotFoundError, ValueError: as in `load`.
     """
-    return _open(path).has_fp8_weights
+    return open_folder(path).has_fp8_weights
 
 
 def storage_specs(name: str, shape: tuple[int, ...], weights: Weights) -> dict[str, TensorSpec]:
@@ -266,7 +266,7 @@ def _count_ranks(run: Path) -> int:
 
 
 @dataclass(frozen=True)
-class _OpenFolder:
+class OpenFolder:
     """A Hugging Face folder whose headers and config.json have been read, once.
 
     Attributes:
@@ -279,6 +279,7 @@ class _OpenFolder:
 
     @property
     def has_fp8_weights(self) -> bool:
+        """Whether a weight is in FP8."""
         return any(is_fp8(spec) for spec in self.shards.specs.values())
 
     def model_config(self) -> ModelConfig:
@@ -293,13 +294,13 @@ class _OpenFolder:
         return replace(config, num_nextn_predict_layers=0)
 
 
-def _open(path: str | Path) -> _OpenFolder:
+def open_folder(path: str | Path) -> OpenFolder:
     """Open the folder that a path names and check its quantization."""
     shards = Shards(checkpoint_folder(path))
     config = read_json(shards.folder / CONFIG)
     is_fp8_config(config)  # raises where it announces another quantization
     check_scales(shards)
-    return _OpenFolder(shards, config)
+    return OpenFolder(shards, config)
 
 
 def _own_tensors(model: DeepseekV3) -> dict[str, Tensor]:

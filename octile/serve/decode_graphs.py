@@ -1,0 +1,78 @@
+"""CUDA graphs of decode steps for 1, 2, 4, 8, … rows: a step replays the smallest graph that has room for its rows.
+
+A graph reads its rows from buffers on the device, which one copy fills, and a second one where pages have changed. Rows
+beyond a step's are padding: they are written nowhere and attend to nothing. All graphs share one memory pool, the
+largest is captured first.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octile.serve.forward import Forward
+from octile.serve.step_inputs import DecodeRows, Layout, decode_step
+
+
+class DecodeGraphs:
+    """The captured graphs, and their buffers.
+
+    Args:
+        forward: the model's forward pass, on a GPU.
+        max_rows: rows of the largest graph.
+        max_pages: pages of a text at most.
+    """
+
+    def __init__(self, forward: Forward, max_rows: int, max_pages: int):
+        self.forward, self.max_rows, self.device = forward, max_rows, forward.weights.device
+        self.sizes = graph_sizes(max_rows)
+        self.host = DecodeRows(max_rows, max_pages, pinned=True)
+        self.numbers = torch.zeros(4, max_rows, dtype=torch.int64, device=self.device)
+        self.pages = torch.zeros(max_rows, max_pages, dtype=torch.int32, device=self.device)
+        self.copied = torch.cuda.Event()
+        self.captured: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+        with torch.no_grad(), torch.cuda.device(self.device):
+            self._capture_all()
+
+    def run(self, layout: Layout) -> tuple[Tensor, Tensor]:
+        """Replay the graph of a batch of decode rows alone: what the head reads [T, D], and logits [T, V].
+
+        The results are valid until the next call.
+        """
+        size = next(size for size in self.sizes if size >= layout.n_decode)
+        self.copied.synchronize()  # the buffers are still being read only if the step before has not begun
+        first, end = self.host.fill(layout.chunks, size)
+        self.numbers.copy_(self.host.numbers, non_blocking=True)
+        if first < end:
+            self.pages[first:end].copy_(self.host.pages[first:end], non_blocking=True)
+        self.copied.record()
+        graph, h_TD, logits = self.captured[size]
+        graph.replay()
+        return h_TD[: layout.n_decode], logits[: layout.n_decode]
+
+    def _capture_all(self) -> None:
+        self.numbers[2].fill_(-1)  # nothing is written to the cache
+        pool = torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        for size in reversed(self.sizes):
+            with torch.cuda.stream(stream):
+                self._forward(size)  # compiles and chooses kernels
+            stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
+                results = self._forward(size)
+            self.captured[size] = graph, *results
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def _forward(self, size: int) -> tuple[Tensor, Tensor]:
+        h_TD = self.forward.hidden(decode_step(self.numbers[:, :size], self.pages[:size]))
+        return h_TD, self.forward.logits(h_TD)
+
+
+def graph_sizes(max_rows: int) -> list[int]:
+    """Return the sizes of the graphs: powers of two below max_rows, and max_rows."""
+    sizes = [1]
+    while sizes[-1] * 2 < max_rows:
+        sizes.append(sizes[-1] * 2)
+    return sizes if sizes[-1] == max_rows else [*sizes, max_rows]

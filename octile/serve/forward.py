@@ -1,0 +1,331 @@
+"""The forward pass of serving: flat rows of several requests, each row one position, over a paged latent cache.
+
+    decode rows      attend in the absorbed form: queries times W_UK, attention over the pages, results times W_UV
+    prefill chunks   attend in the naive form: keys and values are computed of the latents that the pages hold
+
+Everything else treats rows alike. Rows are normed and quantized once for all FP8 weights that read them, experts'
+rows are sorted by expert, and a row's results are weighted in SwiGLU, as in training (`octile.nn.fused.feed_forward`).
+
+With `batch_invariant` a row's bits depend on its request alone: all rows attend in the absorbed form with a fixed
+number of splits, and each GEMM computes a row in one form for any number of rows. FP8 GEMMs on a GPU are then grouped
+ones with one group, which do not split K.
+
+Source: DeepSeek-V2 (arXiv 2405.04434) §2.1, DeepSeek-V3 (arXiv 2412.19437) §2.1 and §3.4.
+Shapes: T rows, D model, H heads, C latent, R rotary key, N the rest of a head's key, V a head's value, X = N + R,
+E experts, K chosen ones, I intermediate; a chunk has S rows and reads L positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octile.formats import TILE
+from octile.kernels import cpu
+from octile.nn.rope import Rope
+from octile.ops.attention import attention
+from octile.ops.gate import choose_experts, gate
+from octile.ops.grouped import grouped_matmul_nt
+from octile.ops.high_precision import high_precision_grouped_nt
+from octile.ops.matmul import group_rows, matmul_nt
+from octile.ops.norm import rms_norm, rms_norm_quantize
+from octile.ops.paged_attention import paged_attention
+from octile.ops.permute import permute, unpermute
+from octile.ops.quantize import quantize
+from octile.ops.rope import rotate_
+from octile.ops.routing_plan import count_tokens, routing_plan
+from octile.ops.row_invariant import row_invariant_matmul_nt
+from octile.ops.swiglu import swiglu, swiglu_quantize
+from octile.scaled import ScaledTensor
+from octile.serve.latent_pages import LatentPages
+from octile.serve.weights import (
+    AttentionWeights,
+    BlockWeights,
+    MLPWeights,
+    MoEWeights,
+    Projections,
+    ServedWeights,
+    Weight,
+)
+
+INVARIANT_SPLITS = 16  # of a row's positions, in batch-invariant mode
+INVARIANT_ROWS = 64  # of a group, by which the kernel of experts in high precision is chosen in that mode
+
+
+class PrefillChunk(NamedTuple):
+    """The rows of one chunk, and the slots [L] of all positions up to its last one."""
+
+    rows: slice
+    slots: Tensor
+
+
+class Step(NamedTuple):
+    """The rows of one forward pass, on the model's device; decode rows come first, then the prefill chunks.
+
+    Attributes:
+        tokens, positions: int64 [T].
+        slots: int64 [T], where each row's latent is written; negative: nowhere, the row only fills a graph.
+        pages: int32 [decode rows, M], of each row's request.
+        lengths: int32 [decode rows], positions that each attends to: its own and those before.
+        prefills: the chunks after the decode rows.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    pages: Tensor
+    lengths: Tensor
+    prefills: Sequence[PrefillChunk]
+
+
+class Rows(NamedTuple):
+    """What several weights read: rows in high precision, where one of them does, and in FP8."""
+
+    values: Tensor | None
+    q: ScaledTensor | None
+
+
+@dataclass(frozen=True)
+class Forward:
+    """A model's forward pass.
+
+    Attributes:
+        weights: of the model.
+        cache: the layers' pages; that of multi-token prediction is the last.
+        cos, sin: [max_position, R/2] float32, of all positions.
+        softmax_scale: of attention.
+        batch_invariant: see the head of this file.
+    """
+
+    weights: ServedWeights
+    cache: LatentPages
+    cos: Tensor
+    sin: Tensor
+    softmax_scale: float
+    batch_invariant: bool
+
+    @classmethod
+    def make(cls, weights: ServedWeights, cache: LatentPages, max_position: int, batch_invariant: bool) -> Forward:
+        """Make a model's forward pass for positions below max_position."""
+        c = weights.config
+        rope = Rope(c.qk_rope_head_dim, c.rope_theta, **(vars(c.rope_scaling) if c.rope_scaling else {}))
+        cos_sin = rope.cos_sin(torch.arange(max_position, device=weights.device))
+        return cls(weights, cache, *cos_sin, rope.softmax_factor * c.qk_head_dim**-0.5, batch_invariant)
+
+    def hidden(self, step: Step) -> Tensor:
+        """Compute what the head reads, [T, D], and write the rows' latents of all layers but the prediction layer."""
+        x_TD = self.weights.embedding[step.tokens]
+        cos_sin = self.cos[step.positions], self.sin[step.positions]
+        for layer, block in enumerate(self.weights.blocks):
+            x_TD = self._block(x_TD, layer, block, step, cos_sin)
+        return rms_norm(x_TD, self.weights.norm, self._eps)[0]
+
+    def draft(self, step: Step, hidden_TD: Tensor) -> Tensor:
+        """Compute what the head reads for the token after next, [T, D]; see `octile.serve.batch.Runner.draft`."""
+        mtp = self.weights.mtp
+        assert mtp is not None  # `ModelRunner.draft` has checked it
+        normed = (
+            rms_norm(x_TD, weight, self._eps)[0]
+            for x_TD, weight in (
+                (self.weights.embedding[step.tokens], mtp.embedding_norm),
+                (hidden_TD, mtp.hidden_norm),
+            )
+        )
+        both_TD = torch.cat((*normed,), dim=-1)
+        x_TD = self._nt(self._rows(both_TD, mtp.projection), mtp.projection)
+        cos_sin = self.cos[step.positions], self.sin[step.positions]
+        x_TD = self._block(x_TD, len(self.weights.blocks), mtp.block, step, cos_sin)
+        return rms_norm(x_TD, mtp.norm, self._eps)[0]
+
+    def logits(self, h_TD: Tensor) -> Tensor:
+        """Compute the logits of rows that the head reads, float32 [T, V]."""
+        if self.batch_invariant:
+            return row_invariant_matmul_nt(h_TD[None], self.weights.head[None], torch.float32)[0]
+        return F.linear(h_TD, self.weights.head).float()
+
+    @property
+    def _eps(self) -> float:
+        return self.weights.config.rms_norm_eps
+
+    def _block(self, x_TD: Tensor, layer: int, w: BlockWeights, step: Step, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+        attention_input = self._norm(x_TD, w.input_norm, w.attention.x.has_fp8, w.attention.x.has_values)
+        x_TD = x_TD + self._attention(attention_input, layer, w.attention, step, cos_sin)
+        if isinstance(w.mlp, MLPWeights):
+            return x_TD + self._mlp(self._norm(x_TD, w.post_norm, w.mlp.x.has_fp8, w.mlp.x.has_values), w.mlp)
+        shared_fp8 = w.mlp.shared is not None and w.mlp.shared.x.has_fp8
+        return x_TD + self._mixture(self._norm(x_TD, w.post_norm, w.mlp.x.has_fp8 or shared_fp8, True), w.mlp)
+
+    def _attention(
+        self, x: Rows, layer: int, w: AttentionWeights, step: Step, cos_sin: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        c = self.weights.config
+        q_TX, latent_TC, rope_TR = self._projections(x, w.x)
+        if w.q_up is not None:
+            assert w.q_norm is not None
+            q_TX = self._nt(self._norm(q_TX, w.q_norm, *_reads(w.q_up), eps=NORM_EPS), w.q_up)
+        q_THX = q_TX.unflatten(-1, (c.num_attention_heads, -1)).contiguous()
+        rope_TR = rope_TR.contiguous()
+        rotate_(q_THX[None], *cos_sin)
+        rotate_(rope_TR[None, :, None], *cos_sin)
+        latent_TC, _ = rms_norm(latent_TC, w.kv_norm, NORM_EPS)
+        self.cache.write(layer, step.slots, latent_TC, rope_TR)
+
+        n_decode, parts = len(step.lengths), []
+        if n_decode:
+            parts.append(self._absorbed(q_THX[:n_decode], layer, w, step))
+        parts += [self._naive(q_THX[chunk.rows], layer, w, chunk.slots) for chunk in step.prefills]
+        o_TV = (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
+        return self._nt(self._rows(o_TV, w.o), w.o)
+
+    def _absorbed(self, q_THX: Tensor, layer: int, w: AttentionWeights, step: Step) -> Tensor:
+        """Attend from rows to their pages: [T, H, V]."""
+        c = self.weights.config
+        q_THN, q_THR = q_THX.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
+        q_THC = self._heads_nt(q_THN, w.w_k)
+        splits = INVARIANT_SPLITS if self.batch_invariant else 0
+        q_THW = torch.cat((q_THC, q_THR), dim=-1)
+        cached = self.cache.layers[layer]
+        o_THC = paged_attention(q_THW, cached, step.pages, step.lengths, c.kv_lora_rank, self.softmax_scale, splits)
+        return self._heads_nt(o_THC, w.w_v)
+
+    def _naive(self, q_SHX: Tensor, layer: int, w: AttentionWeights, slots: Tensor) -> Tensor:
+        """Attend from the last S of L positions to all of these before each: [S, H, V]."""
+        c = self.weights.config
+        latent_LC, rope_LR = self.cache.read(layer, slots, q_SHX.dtype)
+        kv_LHY = self._nt(self._rows(latent_LC, w.kv_up), w.kv_up).unflatten(-1, (c.num_attention_heads, -1))
+        k_LHN, v_LHV = kv_LHY.split([c.qk_nope_head_dim, c.v_head_dim], dim=-1)
+        k_LHX = torch.cat((k_LHN, rope_LR[:, None].expand(-1, k_LHN.shape[1], -1)), dim=-1)
+        if len(q_SHX) == len(slots):
+            return attention(q_SHX[None], k_LHX[None], v_LHV[None], self.softmax_scale)[0][0]
+        return attend_last(q_SHX, k_LHX, v_LHV, self.softmax_scale)
+
+    def _mlp(self, x: Rows, w: MLPWeights) -> Tensor:
+        gate_TI, up_TI = self._projections(x, w.x)
+        return self._nt(self._swiglu(gate_TI, up_TI, w.down), w.down)
+
+    def _mixture(self, x: Rows, w: MoEWeights) -> Tensor:
+        assert x.values is not None
+        weights_TK, experts_TK = self._choose(x.values, w)
+        place_TK, order_R, offs_E = routing_plan(experts_TK, count_tokens(experts_TK, len(w.gate))[0])
+        shared_TD = None if w.shared is None else self._mlp(x, w.shared)
+        if x.q is not None and w.x.has_fp8:
+            data, scale = permute(x.q.data, x.q.scale, place_TK)
+            rows = Rows(None, ScaledTensor(data, scale, TILE))
+        else:
+            rows = Rows(x.values.index_select(0, order_R // place_TK.shape[1]), None)
+        gate_RI, up_RI = self._projections(rows, w.x, offs_E)
+        if not isinstance(w.down, ScaledTensor):
+            y_RD = self._nt(self._swiglu(gate_RI, up_RI, w.down), w.down, offs_E)
+            return unpermute(y_RD, place_TK, shared_TD, weights_TK)
+        weight_R = weights_TK.flatten().index_select(0, order_R)
+        y_RD = self._nt(self._swiglu(gate_RI, up_RI, w.down, weight_R), w.down, offs_E)
+        return unpermute(y_RD, place_TK, shared_TD)
+
+    def _choose(self, x_TD: Tensor, w: MoEWeights) -> tuple[Tensor, Tensor]:
+        """Choose the experts of each row, and their weights: both [T, K]."""
+        c = self.weights.config
+        groups = (1, 1) if c.topk_method == "greedy" else (c.n_group, c.topk_group)
+        best = 2 if c.topk_method == "noaux_tc" and groups[1] < groups[0] else 1
+        choice = c.num_experts_per_tok, *groups, best
+        weighting = c.scoring_func, c.norm_topk_prob, c.routed_scaling_factor
+        if not self.batch_invariant:
+            return gate(x_TD, w.gate, w.bias, *choice, *weighting)[:2]
+        logits_TE = row_invariant_matmul_nt(x_TD[None], w.gate[None], torch.float32)[0]
+        return choose_experts(logits_TE, w.bias, *choice, *weighting)
+
+    def _norm(self, x_TK: Tensor, weight: Tensor, fp8: bool, values: bool, eps: float | None = None) -> Rows:
+        """Normalize rows, and quantize them where a weight reads them in FP8."""
+        eps = self._eps if eps is None else eps
+        if not fp8:
+            return Rows(rms_norm(x_TK, weight, eps)[0], None)
+        data, scale, _, normed = rms_norm_quantize(x_TK, weight, eps, "e4m3", self.weights.power_of_2, values)
+        return Rows(normed if values else None, ScaledTensor(data, scale, TILE))
+
+    def _rows(self, x_TK: Tensor, w: Weight) -> Rows:
+        """Return rows as one weight reads them."""
+        if not isinstance(w, ScaledTensor):
+            return Rows(x_TK, None)
+        data, scale = quantize(x_TK, *TILE, "e4m3", self.weights.power_of_2)
+        return Rows(None, ScaledTensor(data, scale, TILE))
+
+    def _swiglu(self, gate: Tensor, up: Tensor, w: Weight, weight_R: Tensor | None = None) -> Rows:
+        """Compute silu(gate) · up · weight as the down-projection reads it."""
+        if not isinstance(w, ScaledTensor):
+            return Rows(swiglu(gate, up), None)
+        data, scale = swiglu_quantize(gate, up, "e4m3", self.weights.power_of_2, weight_R)
+        return Rows(None, ScaledTensor(data, scale, TILE))
+
+    def _projections(self, x: Rows, w: Projections, offs_E: Tensor | None = None) -> list[Tensor]:
+        """Multiply rows by all weights that read them, and split the results into their sizes."""
+        results: list[Tensor] = []
+        for weight, sizes in zip(w.weights, w.sizes, strict=True):
+            results += self._nt(x, weight, offs_E).split(sizes, dim=-1)
+        return results
+
+    def _nt(self, x: Rows, w: Weight, offs_E: Tensor | None = None) -> Tensor:
+        """Multiply rows by a weight [N, K], or rows sorted by expert by the weights [E, N, K]: [T, N]."""
+        dtype = self.weights.dtype
+        if isinstance(w, ScaledTensor):
+            assert x.q is not None
+            return self._fp8_nt(x.q, w, offs_E, dtype)
+        assert x.values is not None
+        if not self.batch_invariant:
+            return F.linear(x.values, w) if offs_E is None else high_precision_grouped_nt(x.values, w, offs_E, dtype)
+        if offs_E is None or not w.is_cuda:
+            return _invariant_groups(x.values, w, offs_E, dtype)
+        return high_precision_grouped_nt(x.values, w, offs_E, torch.float32, INVARIANT_ROWS).to(dtype)
+
+    def _fp8_nt(self, x: ScaledTensor, w: ScaledTensor, offs_E: Tensor | None, dtype: torch.dtype) -> Tensor:
+        operands = x.data, x.scale, x.block, w.data, w.scale, w.block
+        if not self.batch_invariant or (not w.data.is_cuda and cpu.can_multiply()):  # whose rows are independent
+            return matmul_nt(*operands, dtype) if offs_E is None else grouped_matmul_nt(*operands, offs_E, dtype)
+        if not w.data.is_cuda:
+            return _invariant_groups(x.dequantize(), w.dequantize(), offs_E, dtype)
+        if offs_E is None:
+            offs_E = torch.full((1,), len(x.data), dtype=torch.int32, device=w.device)
+            operands = x.data, x.scale, x.block, w.data[None], w.scale[None], w.block
+        return grouped_matmul_nt(*operands, offs_E, dtype)
+
+    def _heads_nt(self, x_THK: Tensor, w_HNK: Tensor) -> Tensor:
+        """Multiply each head of rows by its own weight: [T, H, N]."""
+        x_HTK = x_THK.transpose(0, 1)
+        if self.batch_invariant:
+            return row_invariant_matmul_nt(x_HTK, w_HNK, x_THK.dtype).transpose(0, 1)
+        return torch.bmm(x_HTK, w_HNK.mT).transpose(0, 1)
+
+
+NORM_EPS = 1e-6  # of the norms of compressed queries and latents, as in `octile.nn.MLA` and published models
+
+
+def attend_last(q_SHX: Tensor, k_LHX: Tensor, v_LHV: Tensor, scale: float) -> Tensor:
+    """Attend causally from the last S of L positions: [S, H, V]."""
+    s, positions, width = len(q_SHX), len(k_LHX), q_SHX.shape[-1]
+    q_HSX, k_HLX, v_HLV = (t.transpose(0, 1)[None] for t in (q_SHX, k_LHX, v_LHV))
+    if not q_SHX.is_cuda:
+        mask_SL = torch.ones(s, positions, dtype=torch.bool).tril(positions - s)
+        return F.scaled_dot_product_attention(q_HSX, k_HLX, v_HLV, mask_SL, scale=scale)[0].transpose(0, 1)
+    from torch.nn.attention.bias import causal_lower_right  # late: it warns where there is no GPU
+
+    v_HLX = F.pad(v_HLV, (0, width - v_HLV.shape[-1]))  # FlashAttention needs equally many channels
+    o_HSX = F.scaled_dot_product_attention(q_HSX, k_HLX, v_HLX, causal_lower_right(s, positions), scale=scale)
+    return o_HSX[0].transpose(0, 1)[..., : v_LHV.shape[-1]]
+
+
+def _invariant_groups(x_TK: Tensor, w: Tensor, offs_E: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Multiply rows by a weight, or each group of rows by its own, in a form that depends on no other row."""
+    if offs_E is None:
+        return row_invariant_matmul_nt(x_TK[None], w[None], dtype)[0]
+    groups = group_rows(offs_E, len(x_TK))
+    parts = [row_invariant_matmul_nt(x_TK[rows][None], w[g][None], dtype)[0] for g, rows in enumerate(groups)]
+    return torch.cat(parts)
+
+
+def _reads(w: Weight) -> tuple[bool, bool]:
+    """Whether a weight reads its input in FP8, and whether in high precision."""
+    fp8 = isinstance(w, ScaledTensor)
+    return fp8, not fp8

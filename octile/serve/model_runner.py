@@ -1,0 +1,154 @@
+"""The model runner: forward passes over batches of chunks of several requests, with a paged latent cache.
+
+A chunk of up to 8 tokens is decoded: its rows attend in the absorbed form. A longer one is prefill and attends in the
+naive form, over what the pages hold. On a GPU a batch of decode rows alone replays a CUDA graph of a padded size
+(`octile.serve.decode_graphs`), and nothing waits for the host but the copy of the rows to the device.
+
+Shapes: T rows, L logits, V vocabulary, D model.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octile.models.deepseek_v3 import DeepseekV3
+from octile.ops.latent_cache import PAGE
+from octile.serve.batch import Batch, Chunk, Results
+from octile.serve.decode_graphs import DecodeGraphs
+from octile.serve.forward import Forward, Step
+from octile.serve.latent_pages import CacheFormat, LatentPages, bytes_per_row
+from octile.serve.step_inputs import BLOCK_ROWS, Layout, mixed_step
+from octile.serve.weights import ServedWeights
+
+
+class ModelRunner:
+    """Runs a model over a paged cache; implements `octile.serve.batch.Runner`.
+
+    Args:
+        model: a model, or weights that `ServedWeights.read` has read.
+        n_pages: pages of 64 positions.
+        cache_format: of the cache: "fp8", "bf16" or "float32"; None: the dtype of the activations.
+        max_batch: decode rows of the largest CUDA graph, on a GPU; larger batches run without one. 0: no graph.
+        batch_invariant: whether a request's logits have the same bits whatever else is in the batch and however its
+            prompt is divided into chunks. Slower: every row attends in the absorbed form.
+
+    Raises:
+        TypeError, ValueError: as `ServedWeights.of_model` or `LatentPages`, or max_batch is negative.
+    """
+
+    page_size = PAGE
+
+    def __init__(
+        self,
+        model: DeepseekV3 | ServedWeights,
+        n_pages: int,
+        cache_format: CacheFormat | None = None,
+        max_batch: int = 256,
+        batch_invariant: bool = False,
+    ):
+        if max_batch < 0:
+            raise ValueError(f"max_batch must be at least 0, not {max_batch}")
+        weights = model if isinstance(model, ServedWeights) else ServedWeights.of_model(model)
+        c = weights.config
+        cache_format = cache_format or ("float32" if weights.dtype == torch.float32 else "bf16")
+        n_layers = c.num_hidden_layers + c.num_nextn_predict_layers
+        self.n_pages, self.vocab_size, self.can_draft = n_pages, c.vocab_size, weights.mtp is not None
+        self.max_position = min(c.max_position_embeddings, n_pages * PAGE)
+        self.device, self.batch_invariant = weights.device, batch_invariant
+        self.cache = LatentPages(n_layers, n_pages, c.kv_lora_rank, c.qk_rope_head_dim, cache_format, self.device)
+        self.forward = Forward.make(weights, self.cache, self.max_position, batch_invariant)
+        self.graphs: DecodeGraphs | None = None
+        if self.device.type == "cuda" and max_batch:
+            self.graphs = DecodeGraphs(self.forward, max_batch, -(-self.max_position // PAGE))
+
+    @staticmethod
+    def bytes_per_page(model: DeepseekV3 | ServedWeights, cache_format: CacheFormat) -> int:
+        """Return the bytes that a page takes in all layers, by which an engine chooses n_pages."""
+        c = model.config
+        n_layers = c.num_hidden_layers + c.num_nextn_predict_layers
+        return n_layers * PAGE * bytes_per_row(c.kv_lora_rank, c.qk_rope_head_dim, cache_format)
+
+    @torch.no_grad()
+    def run(self, batch: Batch) -> Results:
+        """Run the main model over a batch; see `octile.serve.batch.Runner`.
+
+        Raises:
+            ValueError: the batch is empty, a chunk has no tokens or too many logits, a token is not in the vocabulary,
+                a position is not below max_position, or a page is missing or not in the cache.
+        """
+        layout = self._layout(batch)
+        if self.graphs is not None and layout.n_decode <= self.graphs.max_rows and not layout.prefill:
+            h_TD, logits = self.graphs.run(layout)
+            wanted = layout.logit_rows()
+            return Results(logits if wanted is None else self._take(logits, wanted), h_TD)
+        h_TD = self._in_order(self.forward.hidden(self._step(layout)), layout)
+        return self._results(h_TD, layout)
+
+    @torch.no_grad()
+    def draft(self, batch: Batch, hidden_TD: Tensor) -> Results:
+        """Run the multi-token prediction layer over a batch; see `octile.serve.batch.Runner`.
+
+        Raises:
+            ValueError: as in `run`; the model has no such layer, or hidden_TD has another shape.
+        """
+        if not self.can_draft:
+            raise ValueError("the model has no multi-token prediction layer, so it drafts nothing")
+        layout = self._layout(batch)
+        n_rows = sum(len(chunk.tokens) for chunk in layout.chunks)
+        if hidden_TD.shape != (n_rows, self.forward.weights.config.hidden_size):
+            width = self.forward.weights.config.hidden_size
+            raise ValueError(f"hidden must be {(n_rows, width)}, a row for each token, not {tuple(hidden_TD.shape)}")
+        step, rows = self._step(layout), layout.rows()
+        if rows is not None:
+            hidden_TD = torch.empty_like(hidden_TD).index_copy_(0, self._index(rows), hidden_TD)
+        padding = len(step.tokens) - n_rows
+        if padding:
+            hidden_TD = torch.cat((hidden_TD, hidden_TD.new_zeros(padding, hidden_TD.shape[1])))
+        return self._results(self._in_order(self.forward.draft(step, hidden_TD), layout), layout)
+
+    def _layout(self, batch: Batch) -> Layout:
+        if not batch.chunks:
+            raise ValueError("batch must have at least one chunk")
+        for i, chunk in enumerate(batch.chunks):
+            if (why := self._why_not(chunk)) is not None:
+                raise ValueError(f"chunk {i} {why}")
+        return Layout.of(batch.chunks, self.batch_invariant)
+
+    def _why_not(self, chunk: Chunk) -> str | None:
+        """Return why a chunk cannot be run; None: it can."""
+        tokens, start, pages, n_logits = chunk
+        size = len(tokens)
+        if not size or not 0 <= n_logits <= size:
+            return f"must have tokens and at most as many logits, not {size} tokens and n_logits {n_logits}"
+        if start < 0 or start + size > self.max_position:
+            return f"has positions {start} to {start + size - 1}, but they must be from 0 to {self.max_position - 1}"
+        needed = (start + size + PAGE - 1) // PAGE
+        if len(pages) < needed:
+            return f"has {len(pages)} pages, but {start + size} positions need {needed}"
+        if min(pages) < 0 or max(pages) >= self.n_pages:
+            return f"must have pages from 0 to {self.n_pages - 1}, not {list(pages)}"
+        if min(tokens) < 0 or max(tokens) >= self.vocab_size:
+            return f"must have tokens from 0 to {self.vocab_size - 1}, not {min(tokens)} to {max(tokens)}"
+        return None
+
+    def _step(self, layout: Layout) -> Step:
+        pads = self.batch_invariant and self.device.type == "cpu"
+        return mixed_step(layout, BLOCK_ROWS if pads else 1, self.device)
+
+    def _in_order(self, h_TD: Tensor, layout: Layout) -> Tensor:
+        """Return rows in the batch's order, without padding."""
+        rows = layout.rows()
+        if rows is not None:
+            return self._take(h_TD, rows)
+        return h_TD[: sum(len(chunk.tokens) for chunk in layout.chunks)]
+
+    def _results(self, h_TD: Tensor, layout: Layout) -> Results:
+        wanted = layout.logit_rows()
+        return Results(self.forward.logits(h_TD if wanted is None else self._take(h_TD, wanted)), h_TD)
+
+    def _take(self, t: Tensor, rows: list[int]) -> Tensor:
+        return t.index_select(0, self._index(rows))
+
+    def _index(self, rows: list[int]) -> Tensor:
+        return torch.tensor(rows, dtype=torch.int64).to(self.device)

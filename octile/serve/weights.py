@@ -1,0 +1,361 @@
+"""The weights of a model as serving reads them: FP8 weights as they are stored, and attention's matrices for decoding.
+
+    FP8 weight              E4M3 and one scale per 128×128 block, as in the checkpoint; never dequantized,
+    but kv_b_proj           also dequantized once: W_UK and W_UV, which the absorbed form of attention multiplies by
+    other weights           in the dtype of the activations; norms, gates and their biases as they are stored
+
+FP8 weights that read one input are joined to one matrix where their blocks allow it, so that they are one GEMM.
+
+Source: DeepSeek-V2 (arXiv 2405.04434) §2.1.2, DeepSeek-V3 (arXiv 2412.19437) §3.3.2.
+Shapes: D model, H heads, C latent, R rotary key, N the rest of a head's key, V a head's value, E experts,
+I intermediate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from octile.checkpoint.fp8_layout import SCALE_SUFFIX, check_scale_values, is_fp8, quantize_weight
+from octile.checkpoint.hugging_face import open_folder
+from octile.formats import BLOCK, E4M3, TILE
+from octile.models.config import ModelConfig
+from octile.models.deepseek_v3 import DeepseekV3
+from octile.models.names import to_hf
+from octile.nn.linear import Linear
+from octile.nn.moe import Experts
+from octile.recipe import OperandFormat, Recipe
+from octile.scaled import ScaledTensor
+
+Weight = ScaledTensor | Tensor  # [N, K]; of experts [E, N, K]
+ReadWeight = Callable[[str], Weight]
+ACTIVATION_DTYPES = (torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Projections:
+    """Weights that read one input: matrices whose results, side by side, are split into sizes."""
+
+    weights: tuple[Weight, ...]
+    sizes: tuple[tuple[int, ...], ...]
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether a weight reads its input in FP8."""
+        return any(isinstance(w, ScaledTensor) for w in self.weights)
+
+    @property
+    def has_values(self) -> bool:
+        """Whether a weight reads its input in high precision."""
+        return not all(isinstance(w, ScaledTensor) for w in self.weights)
+
+
+@dataclass(frozen=True)
+class AttentionWeights:
+    """Attention's weights.
+
+    Attributes:
+        x: of the block's input: queries or their compression [·], and latent with rotary key [C, R].
+        q_norm, q_up: of compressed queries; None where they are projected directly.
+        kv_up: kv_b_proj, for the naive form.
+        w_k: W_UK [H, C, N], w_v: W_UV [H, V, C], in the activations' dtype, for the absorbed form.
+    """
+
+    x: Projections
+    q_norm: Tensor | None
+    q_up: Weight | None
+    kv_norm: Tensor
+    kv_up: Weight
+    w_k: Tensor
+    w_v: Tensor
+    o: Weight
+
+
+@dataclass(frozen=True)
+class MLPWeights:
+    """A SwiGLU layer's weights: gate and up, and down."""
+
+    x: Projections
+    down: Weight
+
+
+@dataclass(frozen=True)
+class MoEWeights:
+    """A mixture's weights: its gate [E, D] and bias [E], the experts' gate and up and down, and the shared experts."""
+
+    gate: Tensor
+    bias: Tensor | None
+    x: Projections
+    down: Weight
+    shared: MLPWeights | None
+
+
+@dataclass(frozen=True)
+class BlockWeights:
+    """A block's weights."""
+
+    input_norm: Tensor
+    attention: AttentionWeights
+    post_norm: Tensor
+    mlp: MLPWeights | MoEWeights
+
+
+@dataclass(frozen=True)
+class MTPWeights:
+    """The weights of the multi-token prediction layer, but for those of its block."""
+
+    embedding_norm: Tensor
+    hidden_norm: Tensor
+    projection: Weight
+    norm: Tensor
+    block: BlockWeights
+
+
+@dataclass(frozen=True)
+class ServedWeights:
+    """All weights of a model.
+
+    Attributes:
+        config: of the model.
+        dtype: of activations, bfloat16 or float32.
+        power_of_2: whether the scales of activations are powers of two.
+        mtp: None where the model has no multi-token prediction.
+    """
+
+    config: ModelConfig
+    dtype: torch.dtype
+    power_of_2: bool
+    embedding: Tensor
+    blocks: tuple[BlockWeights, ...]
+    norm: Tensor
+    head: Tensor
+    mtp: MTPWeights | None
+
+    @property
+    def device(self) -> torch.device:
+        """The device of all weights."""
+        return self.head.device
+
+    @classmethod
+    def of_model(cls, model: DeepseekV3) -> ServedWeights:
+        """Take the weights of a model, on its device. FP8 layers' weights are quantized once, as the model does it.
+
+        Blocks that have not changed since they were read from a checkpoint keep their encoded values and scales. The
+        activations have the dtype of the model's head.
+
+        Raises:
+            TypeError: model is not a DeepseekV3, or its parameters are float16.
+            ValueError: a layer has another recipe than those of DeepSeek-V3's formats, or a weight is NaN or Inf.
+        """
+        if not isinstance(model, DeepseekV3):
+            raise TypeError(f"model must be a DeepseekV3, not {type(model).__name__}")
+        tensors = to_hf(model.state_dict(), model.config)
+        recipes = _recipes(model)
+        of_x = {recipe.formats.x.scale for recipe in recipes.values() if recipe is not None and recipe.formats}
+        if len(of_x) > 1:
+            raise ValueError("model must have one rule for the scales of its FP8 layers' inputs, but has two")
+
+        def read(name: str) -> Weight:
+            tensor = tensors[name].detach()
+            recipe = recipes.get(name.removesuffix(".weight"))
+            if recipe is None or recipe.formats is None:
+                return tensor
+            return quantize_weight(name, tensor, recipe.formats.w.scale, model.stored_scales.get(name))
+
+        return assemble(model.config, model.lm_head.weight.dtype, of_x == {"power_of_2"}, read)
+
+    @classmethod
+    def read(
+        cls, path: str | Path, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu"
+    ) -> ServedWeights:
+        """Read the weights of a folder that `octile.load` reads, one tensor at a time: FP8 weights as they are stored.
+
+        Args:
+            path: a Hugging Face folder or a run.
+            dtype: of the activations and of other weights: bfloat16 or float32.
+            device: of the weights.
+
+        Raises:
+            TypeError: dtype is another one.
+            FileNotFoundError, ValueError: as in `octile.load`.
+        """
+        folder = open_folder(path)
+        shards, specs = folder.shards, folder.shards.specs
+        check_scale_values(shards)
+        formats = Recipe.deepseek_v3().formats
+        assert formats is not None
+
+        def read(name: str) -> Weight:
+            if name not in specs:
+                raise ValueError(f"{shards.folder} lacks {name}")
+            tensor = shards.read(name).to(device)
+            if not is_fp8(specs[name]):
+                return tensor
+            return ScaledTensor(tensor, shards.read(name + SCALE_SUFFIX).float().to(device), BLOCK)
+
+        return assemble(folder.model_config(), dtype, formats.x.scale == "power_of_2", read)
+
+
+def _recipes(model: DeepseekV3) -> dict[str, Recipe | None]:
+    """Return the recipe of each linear layer, and of each expert's layers, by the layer's name in a checkpoint."""
+    recipes: dict[str, Recipe | None] = {}
+    for name, module in model.named_modules():
+        recipe = module.recipe if isinstance(module, Linear | Experts) else None
+        if recipe is not None and (why := _why_not_serve(recipe)):
+            raise ValueError(f"{name} has the recipe {recipe.name!r}, which serving does not compute: {why}")
+        if isinstance(module, Experts):
+            layers = ("gate_proj", "up_proj", "down_proj")
+            recipes |= {f"{name}.{e}.{layer}": recipe for e in range(module.n_experts) for layer in layers}
+        elif isinstance(module, nn.Linear):
+            recipes[name] = recipe
+    return recipes
+
+
+def _why_not_serve(recipe: Recipe) -> str | None:
+    """Return why a recipe's products are not computed here; None: they are."""
+    if recipe.formats is None or "fprop" in recipe.high_precision:
+        return None if recipe.formats is None else "its fprop is in high precision"
+    if recipe.formats.w not in (OperandFormat(E4M3, BLOCK), OperandFormat(E4M3, BLOCK, "power_of_2")):
+        return "its weights are not E4M3 in 128×128 blocks"
+    x = recipe.formats.x
+    return None if (x.fmt, x.block, x.amax) == (E4M3, TILE, "current") else "its inputs are not E4M3 in 1×128 tiles"
+
+
+def assemble(config: ModelConfig, dtype: torch.dtype, power_of_2: bool, read: ReadWeight) -> ServedWeights:
+    """Read all weights of a model.
+
+    Args:
+        config: of the model.
+        dtype: of the activations.
+        power_of_2: whether the scales of activations are powers of two.
+        read: returns a weight by its name in a checkpoint.
+
+    Raises:
+        TypeError: dtype is neither bfloat16 nor float32.
+        ValueError: a norm, a gate, the embedding or the head is in FP8, or some experts of a layer are and others not.
+    """
+    if dtype not in ACTIVATION_DTYPES:
+        raise TypeError(f"activations must be bfloat16 or float32, not {dtype}")
+    of = _Reader(config, dtype, read)
+    n, mtp = config.num_hidden_layers, None
+    if config.num_nextn_predict_layers:
+        layer = f"model.layers.{n}"
+        mtp = MTPWeights(
+            of.tensor(f"{layer}.enorm.weight"),
+            of.tensor(f"{layer}.hnorm.weight"),
+            of.linear(f"{layer}.eh_proj"),
+            of.tensor(f"{layer}.shared_head.norm.weight"),
+            of.block(n),
+        )
+    return ServedWeights(
+        config,
+        dtype,
+        power_of_2,
+        of.values("model.embed_tokens.weight"),
+        tuple(of.block(i) for i in range(n)),
+        of.tensor("model.norm.weight"),
+        of.values("lm_head.weight"),
+        mtp,
+    )
+
+
+class _Reader:
+    """Reads the weights of blocks by name."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, read: ReadWeight):
+        self.config, self.dtype, self.read = config, dtype, read
+
+    def tensor(self, name: str) -> Tensor:
+        """Read a tensor that is never in FP8, as it is stored."""
+        tensor = self.read(name)
+        if isinstance(tensor, ScaledTensor):
+            raise ValueError(f"{name} must not be in FP8")
+        return tensor
+
+    def values(self, name: str) -> Tensor:
+        """Read a tensor that is never in FP8, in the activations' dtype."""
+        return self.tensor(name).to(self.dtype)
+
+    def linear(self, name: str) -> Weight:
+        """Read a layer's weight: in FP8 as it is stored, else in the activations' dtype."""
+        weight = self.read(f"{name}.weight")
+        return weight if isinstance(weight, ScaledTensor) else weight.to(self.dtype)
+
+    def block(self, layer: int) -> BlockWeights:
+        name = f"model.layers.{layer}"
+        return BlockWeights(
+            self.tensor(f"{name}.input_layernorm.weight"),
+            self._attention(f"{name}.self_attn"),
+            self.tensor(f"{name}.post_attention_layernorm.weight"),
+            self._mixture(f"{name}.mlp") if self.config.is_moe(layer) else self._mlp(f"{name}.mlp"),
+        )
+
+    def _attention(self, name: str) -> AttentionWeights:
+        c = self.config
+        compressed = c.q_lora_rank is not None
+        first = self.linear(f"{name}.{'q_a_proj' if compressed else 'q_proj'}")
+        latent = self.linear(f"{name}.kv_a_proj_with_mqa")
+        kv_up = self.linear(f"{name}.kv_b_proj")
+        values = kv_up.dequantize(self.dtype) if isinstance(kv_up, ScaledTensor) else kv_up
+        kv_HXC = values.unflatten(0, (c.num_attention_heads, -1))
+        w_k_HNC, w_v_HVC = kv_HXC.split([c.qk_nope_head_dim, c.v_head_dim], dim=1)
+        return AttentionWeights(
+            join([first, latent], [[first.shape[0]], [c.kv_lora_rank, c.qk_rope_head_dim]]),
+            self.tensor(f"{name}.q_a_layernorm.weight") if compressed else None,
+            self.linear(f"{name}.q_b_proj") if compressed else None,
+            self.tensor(f"{name}.kv_a_layernorm.weight"),
+            kv_up,
+            w_k_HNC.mT.contiguous(),
+            w_v_HVC.contiguous(),
+            self.linear(f"{name}.o_proj"),
+        )
+
+    def _mlp(self, name: str) -> MLPWeights:
+        gate, up = self.linear(f"{name}.gate_proj"), self.linear(f"{name}.up_proj")
+        return MLPWeights(join([gate, up], [[gate.shape[0]], [up.shape[0]]]), self.linear(f"{name}.down_proj"))
+
+    def _mixture(self, name: str) -> MoEWeights:
+        experts = [f"{name}.experts.{e}" for e in range(self.config.n_routed_experts)]
+        gate, up, down = (
+            stack([self.linear(f"{expert}.{layer}_proj") for expert in experts]) for layer in ("gate", "up", "down")
+        )
+        has_bias = self.config.topk_method == "noaux_tc"
+        return MoEWeights(
+            self.tensor(f"{name}.gate.weight"),
+            self.tensor(f"{name}.gate.e_score_correction_bias") if has_bias else None,
+            join([gate, up], [[gate.shape[1]], [up.shape[1]]]),
+            down,
+            self._mlp(f"{name}.shared_experts") if self.config.n_shared_experts else None,
+        )
+
+
+def join(weights: Sequence[Weight], sizes: Sequence[Sequence[int]]) -> Projections:
+    """Join FP8 weights [..., N_i, K] to one matrix of their rows, if each but the last has whole blocks.
+
+    Args:
+        sizes: for each weight, sizes whose sum is N_i: what its results are split into.
+    """
+    of_weights = tuple(tuple(of_weight) for of_weight in sizes)
+    fp8 = [w for w in weights if isinstance(w, ScaledTensor)]
+    if len(fp8) < len(weights) or any(w.shape[-2] % BLOCK[0] for w in weights[:-1]):
+        return Projections(tuple(weights), of_weights)
+    data, scale = (torch.cat([getattr(w, part) for w in fp8], dim=-2) for part in ("data", "scale"))
+    return Projections((ScaledTensor(data, scale, BLOCK),), (sum(of_weights, ()),))
+
+
+def stack(weights: Sequence[Weight]) -> Weight:
+    """Stack the weights of experts: [E, N, K].
+
+    Raises:
+        ValueError: some of them are in FP8, and others not.
+    """
+    fp8 = [w for w in weights if isinstance(w, ScaledTensor)]
+    if not fp8:
+        return torch.stack([w for w in weights if isinstance(w, Tensor)])
+    if len(fp8) < len(weights):
+        raise ValueError(f"the experts of a layer must all be in FP8 or none, but {len(fp8)} of {len(weights)} are")
+    return ScaledTensor(torch.stack([w.data for w in fp8]), torch.stack([w.scale for w in fp8]), BLOCK)

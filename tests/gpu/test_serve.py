@@ -1,0 +1,138 @@
+"""The model runner on a GPU: the CPU's logits, graphs with the bits of eager steps, and batch invariance."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from octile.models.config import ModelConfig
+from octile.models.deepseek_v3 import DeepseekV3
+from octile.nn.conversion import apply_recipe
+from octile.ops.latent_cache import read_latents, write_latents
+from octile.ops.paged_attention import paged_attention
+from octile.ops.row_invariant import row_invariant_matmul_nt
+from octile.serve.batch import Batch, Chunk
+from octile.serve.model_runner import ModelRunner
+from tests.ops.paged_caches import new_cache, random_rows
+from tests.serve.models import Texts, text
+
+N_PAGES = 60
+LENGTHS = [200, 64, 66, 30]
+SIZES = [(100, 50, 0, 1), (0, 10, 63, 0), (1, 1, 1, 1), (0, 1, 2, 7), (1, 1, 0, 5), (60, 0, 0, 1)]
+SIZES += [(8, 0, 0, 5), (30, 1, 0, 10)]
+MODELS = {"tiny": ModelConfig.tiny(), "small": replace(ModelConfig.small(), num_hidden_layers=3)}
+
+
+def make(name: str, fp8: bool = True) -> DeepseekV3:
+    torch.manual_seed(0)
+    model = DeepseekV3(MODELS[name]).to(torch.bfloat16).eval()
+    return apply_recipe(model) if fp8 else model  # type: ignore[return-value]
+
+
+def read_all(runner: ModelRunner) -> list[Tensor]:
+    texts = Texts(runner, [text(n, i, runner.vocab_size) for i, n in enumerate(LENGTHS)])
+    for sizes in SIZES:
+        texts.run(*sizes)
+    assert [len(logits) for logits in texts.logits] == LENGTHS
+    return texts.logits
+
+
+def alone(runner: ModelRunner) -> list[Tensor]:
+    """The logits of whole texts, each read at once by itself."""
+    texts = Texts(runner, [text(n, i, runner.vocab_size) for i, n in enumerate(LENGTHS)])
+    for i, n in enumerate(LENGTHS):
+        texts.run(*(n if i == j else 0 for j in range(len(LENGTHS))))
+    return texts.logits
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).square().mean().sqrt() / expected.square().mean().sqrt())
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("cache_format", ["bf16", "fp8"])
+def test_logits_are_as_near_to_those_of_fp32_as_the_cpus(name: str, cache_format: str):
+    model = make(name)
+    exact = DeepseekV3(MODELS[name]).eval()
+    exact.load_state_dict(model.state_dict())
+    on_cpu = torch.cat(read_all(ModelRunner(model, N_PAGES, cache_format)))
+    expected = torch.cat(read_all(ModelRunner(exact, N_PAGES)))
+    found = torch.cat(read_all(ModelRunner(model.cuda(), N_PAGES, cache_format, max_batch=16)))
+    assert error(found, expected) < 1.1 * error(on_cpu, expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_graphs_have_the_bits_of_steps_of_their_size(name: str, batch_invariant: bool):
+    """Every decoding step here has as many rows as a graph, so that no GEMM has another number of rows."""
+    model, results = make(name).cuda(), []
+    for max_batch in (0, 16):
+        runner = ModelRunner(model, N_PAGES, max_batch=max_batch, batch_invariant=batch_invariant)
+        texts = Texts(runner, [text(100, i, runner.vocab_size) for i in range(4)]).run(90, 80, 70, 63)
+        for sizes in ((1, 1, 1, 1), (1, 1, 0, 0), (0, 1, 0, 0), (4, 4, 4, 4), (1, 0, 7, 0), (1, 1, 1, 1)):
+            texts.run(*sizes)
+        results.append(texts.logits)
+    for graph, eager in zip(*results, strict=True):
+        assert torch.equal(graph, eager)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bf16"])
+@pytest.mark.parametrize("cache_format", ["bf16", "fp8"])
+def test_a_batch_invariant_runner_has_the_same_bits_however_texts_are_read(name: str, fp8: bool, cache_format: str):
+    runner = ModelRunner(make(name, fp8).cuda(), N_PAGES, cache_format, max_batch=16, batch_invariant=True)
+    for together, by_itself in zip(read_all(runner), alone(runner), strict=True):
+        assert torch.equal(together, by_itself)
+
+
+def test_drafts_are_the_models():
+    model = make("small", fp8=False).cuda()
+    tokens = text(100, vocab_size=model.config.vocab_size)
+    with torch.no_grad():
+        _, expected = model.with_drafts(torch.tensor([tokens], device="cuda"))
+    runner = ModelRunner(model, N_PAGES, max_batch=16)
+    texts, drafts = Texts(runner, [tokens]), []
+    for size in (63, 1, 2, 33):
+        start = len(texts.logits[0])
+        hidden = texts.run(size).hidden
+        chunk = Chunk(tokens[start + 1 : start + size + 1], start, texts.pages[0], size)
+        drafts.append(runner.draft(Batch([chunk]), hidden).logits)
+    assert error(torch.cat(drafts), expected[0].float()) < 0.02
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.uint8])
+def test_rows_of_the_cache_have_the_references_bits(cache_dtype: torch.dtype):
+    latent, rope = random_rows(300, 512, 64, torch.bfloat16)
+    slots = torch.randperm(640)[:300]
+    expected, found = new_cache(10, 512, 64, cache_dtype), new_cache(10, 512, 64, cache_dtype).cuda()
+    write_latents(expected, slots, latent, rope)
+    write_latents(found, slots.cuda(), latent.cuda(), rope.cuda())
+    assert torch.equal(found.cpu().view(torch.uint8), expected.view(torch.uint8))
+    read = read_latents(found, slots.cuda(), 512, torch.bfloat16)
+    assert torch.equal(read.cpu(), read_latents(expected, slots, 512, torch.bfloat16))
+
+
+@pytest.mark.parametrize("heads", [4, 16, 128])
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("n_splits", [0, 1, 5])
+def test_paged_attention_has_the_references_values(heads: int, cache_dtype: torch.dtype, n_splits: int):
+    lengths = torch.tensor([1, 64, 65, 0, 1000, 4096], dtype=torch.int32)
+    pages = torch.randperm(6 * 64).int().view(6, 64)
+    cache = new_cache(6 * 64, 512, 64, cache_dtype)
+    write_latents(cache, torch.arange(6 * 64 * 64), *random_rows(6 * 64 * 64, 512, 64))
+    q = torch.randn(6, heads, 576).bfloat16()
+    expected = paged_attention(q, cache, pages, lengths, 512, 0.02)
+    found = paged_attention(q.cuda(), cache.cuda(), pages.cuda(), lengths.cuda(), 512, 0.02, n_splits).cpu()
+    # BF16 rounds a softmax's weights and, of an FP8 cache, latents by 2⁻⁹ of themselves
+    largest = read_latents(cache, torch.arange(len(cache) * 64), 512, torch.float32).abs().max()
+    assert ((found - expected).float().abs() <= 2**-8 * largest + 2**-7 * expected.float().abs()).all()
+    assert not found[3].any()
+
+
+def test_rows_of_a_gemm_in_high_precision_do_not_depend_on_each_other():
+    a, w = torch.randn(3, 200, 512).cuda().bfloat16(), torch.randn(3, 130, 512).cuda().bfloat16()
+    together = row_invariant_matmul_nt(a, w, torch.float32)
+    torch.testing.assert_close(together, a.float() @ w.float().mT, rtol=1e-3, atol=1e-2)
+    for rows in (slice(0, 1), slice(7, 40), slice(100, 200)):
+        assert torch.equal(row_invariant_matmul_nt(a[:, rows], w, torch.float32), together[:, rows])

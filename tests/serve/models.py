@@ -1,0 +1,76 @@
+"""Small models for tests of serving, and batches of their chunks."""
+
+from array import array
+from collections.abc import Sequence
+
+import torch
+
+from octile.models.config import ModelConfig
+from octile.models.deepseek_v3 import DeepseekV3
+from octile.nn.conversion import apply_recipe
+from octile.serve.batch import Batch, Chunk
+from octile.serve.model_runner import ModelRunner
+
+# a dense layer, a mixture and a prediction layer; a latent of a partial tile; sides that are no multiples of 128
+CONFIG = ModelConfig(
+    vocab_size=200,
+    hidden_size=128,
+    intermediate_size=192,
+    moe_intermediate_size=64,
+    num_hidden_layers=2,
+    first_k_dense_replace=1,
+    num_nextn_predict_layers=1,
+    num_attention_heads=4,
+    q_lora_rank=64,
+    kv_lora_rank=96,
+    qk_nope_head_dim=32,
+    qk_rope_head_dim=16,
+    v_head_dim=24,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    n_group=2,
+    topk_group=1,
+    max_position_embeddings=512,
+    rope_scaling=None,
+    initializer_range=0.08,
+)
+
+
+def new_model(fp8: bool, dtype: torch.dtype = torch.float32, config: ModelConfig = CONFIG) -> DeepseekV3:
+    """Make a model, with FP8 layers or without."""
+    torch.manual_seed(0)
+    model = DeepseekV3(config).to(dtype).eval()
+    return apply_recipe(model) if fp8 else model  # type: ignore[return-value]
+
+
+def text(n: int, seed: int = 0, vocab_size: int = CONFIG.vocab_size) -> list[int]:
+    """Draw n tokens."""
+    return torch.randint(vocab_size, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+class Texts:
+    """Texts that a runner reads, each with pages of its own in a scattered order.
+
+    Attributes:
+        logits: of each text, float32 [positions read, V].
+    """
+
+    def __init__(self, runner: ModelRunner, texts: Sequence[Sequence[int]], seed: int = 0):
+        self.runner, self.texts = runner, texts
+        self.logits = [torch.empty(0, runner.vocab_size) for _ in texts]
+        self.hidden = torch.empty(0)  # of the last batch
+        free = iter(torch.randperm(runner.n_pages, generator=torch.Generator().manual_seed(seed)).tolist())
+        self.pages = [array("i", [next(free) for _ in range(-(-len(tokens) // 64))]) for tokens in texts]
+
+    def run(self, *sizes: int) -> "Texts":
+        """Read the next tokens of each text, so many; 0 leaves a text out."""
+        chunks = []
+        for tokens, pages, logits, size in zip(self.texts, self.pages, self.logits, sizes, strict=True):
+            start, end = len(logits), len(logits) + size
+            if size:
+                chunks.append(Chunk(tokens[start:end], start, pages[: -(-end // 64)], size))
+        results = self.runner.run(Batch(chunks))
+        self.hidden = results.hidden
+        for i, logits in enumerate(results.logits.cpu().split([*sizes])):
+            self.logits[i] = torch.cat((self.logits[i], logits))
+        return self

@@ -1,0 +1,200 @@
+"""Tests of the model runner: its logits are those of the model's forward pass over whole texts."""
+
+from array import array
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from octile.models.deepseek_v3 import DeepseekV3
+from octile.nn.weight_cache import frozen_weights
+from octile.recipe import Recipe
+from octile.serve.batch import Batch, Chunk
+from octile.serve.model_runner import ModelRunner
+from tests.serve.models import CONFIG, Texts, new_model, text
+
+N_PAGES = 40
+LENGTHS = [150, 64, 66, 9]  # several pages, exactly one, a little more, and less
+# How four texts are read: whole prompts, a prompt in chunks, single tokens and a few at once, about page boundaries.
+SIZES = [(100, 50, 0, 1), (0, 10, 63, 0), (1, 1, 1, 1), (0, 1, 2, 7), (20, 0, 0, 0), (29, 2, 0, 0)]
+FP32_ERROR, BF16_ERROR = 1e-5, 0.02  # of logits, relative to their RMS: sums of some hundred terms in two layers
+
+
+def forward(model: DeepseekV3, tokens: list[int]) -> Tensor:
+    with torch.no_grad(), frozen_weights(model):
+        return model(torch.tensor([tokens]))[0].float()
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    """The RMS of the difference, relative to that of the expected values."""
+    return float((found - expected).square().mean().sqrt() / expected.square().mean().sqrt())
+
+
+def texts_of(runner: ModelRunner) -> Texts:
+    return Texts(runner, [text(n, seed) for seed, n in enumerate(LENGTHS)])
+
+
+def read_all(texts: Texts, order: list[tuple[int, ...]] = SIZES) -> list[Tensor]:
+    for sizes in order:
+        texts.run(*sizes)
+    assert [len(logits) for logits in texts.logits] == LENGTHS
+    return texts.logits
+
+
+def test_a_prompt_in_fp8_has_the_bits_of_the_models_forward_pass():
+    """Both multiply the same FP8 values, and the cache holds FP32, as the model computes it."""
+    model = new_model(fp8=True, config=replace(CONFIG, intermediate_size=256, moe_intermediate_size=128))
+    texts = Texts(ModelRunner(model, N_PAGES), [text(150)]).run(150)
+    assert torch.equal(texts.logits[0], forward(model, text(150)))
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_texts_read_in_chunks_and_token_by_token_have_the_models_logits(batch_invariant: bool):
+    model = new_model(fp8=False)
+    for i, logits in enumerate(read_all(texts_of(ModelRunner(model, N_PAGES, batch_invariant=batch_invariant)))):
+        assert error(logits, forward(model, text(LENGTHS[i], i))) < FP32_ERROR
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_logits_in_fp8_are_as_near_to_those_of_fp32_as_the_models_own(batch_invariant: bool):
+    """Decoding rounds other numbers to E4M3 than the model's forward pass, and no more of them."""
+    model, exact = new_model(fp8=True), new_model(fp8=False)
+    logits = torch.cat(read_all(texts_of(ModelRunner(model, N_PAGES, batch_invariant=batch_invariant))))
+    own, expected = (torch.cat([forward(m, text(n, i)) for i, n in enumerate(LENGTHS)]) for m in (model, exact))
+    assert error(logits, expected) < 1.1 * error(own, expected)
+
+
+@pytest.mark.parametrize("cache_format", ["bf16", "fp8"])
+def test_a_cache_of_fewer_bits_changes_logits_by_its_rounding(cache_format: str):
+    """Each of two layers rounds latents by 2⁻⁹ of themselves at most in BF16, by 2⁻⁴ in E4M3. Without experts, which a
+    gate may choose otherwise then."""
+    model = new_model(fp8=False, config=replace(CONFIG, first_k_dense_replace=2))
+    bound = 2 * {"bf16": 2**-9, "fp8": 2**-4}[cache_format]
+    for i, logits in enumerate(read_all(texts_of(ModelRunner(model, N_PAGES, cache_format)))):
+        found = error(logits, forward(model, text(LENGTHS[i], i)))
+        assert bound / 100 < found < bound
+
+
+def test_a_model_in_bf16_has_the_models_logits():
+    model = new_model(fp8=False, dtype=torch.bfloat16)
+    for i, logits in enumerate(read_all(texts_of(ModelRunner(model, N_PAGES)))):
+        assert error(logits, forward(model, text(LENGTHS[i], i))) < BF16_ERROR
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"q_lora_rank": None, "num_nextn_predict_layers": 0},
+        {"topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False, "n_group": 1},
+        {"first_k_dense_replace": 2},
+    ],
+    ids=["direct queries", "gate of V2", "no experts"],
+)
+def test_every_kind_of_model_has_the_models_logits(changes: dict):
+    model = new_model(fp8=False, config=replace(CONFIG, **changes))
+    for i, logits in enumerate(read_all(texts_of(ModelRunner(model, N_PAGES)))):
+        assert error(logits, forward(model, text(LENGTHS[i], i))) < FP32_ERROR
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["float32", "fp8"])
+@pytest.mark.parametrize("cache_format", ["float32", "fp8"])
+def test_a_batch_invariant_runner_has_the_same_bits_however_texts_are_read(fp8: bool, cache_format: str):
+    runner = ModelRunner(new_model(fp8), N_PAGES, cache_format, batch_invariant=True)
+    together = read_all(texts_of(runner))
+    alone = texts_of(runner)
+    for i, n in enumerate(LENGTHS):
+        alone.run(*(n if i == j else 0 for j in range(len(LENGTHS))))
+    for i in range(len(LENGTHS)):
+        assert torch.equal(together[i], alone.logits[i])
+
+
+def test_only_the_logits_that_are_asked_for_are_returned_in_the_order_of_chunks():
+    runner = ModelRunner(new_model(fp8=False), N_PAGES)
+    expected = read_all(texts_of(runner))
+    first, second = text(LENGTHS[0], 0), text(LENGTHS[3], 3)
+    chunks = [Chunk(first[:100], 0, array("i", [1, 2]), 2), Chunk(second[:3], 0, array("i", [3]), 1)]
+    chunks.append(Chunk(text(40), 0, array("i", [4]), 0))
+    results = runner.run(Batch(chunks))
+    torch.testing.assert_close(results.logits, torch.cat((expected[0][98:100], expected[3][2:3])), rtol=0, atol=1e-4)
+    assert len(results.hidden) == 143
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_drafts_are_the_models(batch_invariant: bool):
+    """Drafts of a text that is read in parts, from the hidden states that the runner has returned."""
+    model = new_model(fp8=False)
+    tokens = text(100)
+    with torch.no_grad():
+        _, expected = model.with_drafts(torch.tensor([tokens]))
+    runner = ModelRunner(model, N_PAGES, batch_invariant=batch_invariant)
+    texts, drafts = Texts(runner, [tokens]), []
+    for size in (63, 1, 2, 33):
+        start = len(texts.logits[0])
+        hidden = texts.run(size).hidden
+        chunk = Chunk(tokens[start + 1 : start + size + 1], start, texts.pages[0], size)
+        drafts.append(runner.draft(Batch([chunk]), hidden).logits)
+    torch.testing.assert_close(torch.cat(drafts), expected[0], rtol=0, atol=1e-4)
+
+
+def test_drafts_of_chunks_in_any_order_are_their_own():
+    runner = ModelRunner(new_model(fp8=False), N_PAGES)
+    first, second = (Chunk(text(n, n), 0, array("i", [n]), n) for n in (3, 30))
+    hidden = torch.randn(33, CONFIG.hidden_size)
+    together = runner.draft(Batch([second, first]), hidden)
+    for chunk, rows in ((second, slice(0, 30)), (first, slice(30, 33))):
+        alone = runner.draft(Batch([chunk]), hidden[rows])
+        torch.testing.assert_close(together.logits[rows], alone.logits, rtol=0, atol=1e-4)
+        torch.testing.assert_close(together.hidden[rows], alone.hidden, rtol=0, atol=1e-4)
+
+
+def test_the_bytes_of_a_page_are_those_of_the_cache():
+    model = new_model(fp8=False)
+    for cache_format in ("bf16", "float32", "fp8"):
+        runner = ModelRunner(model, 3, cache_format)
+        assert 3 * ModelRunner.bytes_per_page(model, cache_format) == runner.cache.nbytes
+
+
+def chunk(**changes) -> Chunk:
+    return Chunk([1, 2], 63, array("i", [0, 1]), 1)._replace(**changes)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"tokens": []}, "chunk 0 must have tokens"),
+        ({"n_logits": 3}, "at most as many logits, not 2 tokens and n_logits 3"),
+        ({"start": -1}, "positions -1 to 0"),
+        ({"start": 511}, "must be from 0 to 511"),
+        ({"pages": array("i", [0])}, "has 1 pages, but 65 positions need 2"),
+        ({"pages": array("i", [0, N_PAGES])}, "must have pages from 0 to 39"),
+        ({"tokens": [1, 200]}, "must have tokens from 0 to 199"),
+    ],
+)
+def test_a_wrong_chunk_is_refused(wrong: dict, message: str):
+    runner = ModelRunner(new_model(fp8=False), N_PAGES)
+    with pytest.raises(ValueError, match=message):
+        runner.run(Batch([chunk(**wrong)]))
+
+
+def test_wrong_calls_are_refused():
+    model = new_model(fp8=False)
+    runner = ModelRunner(model, N_PAGES)
+    with pytest.raises(ValueError, match="at least one chunk"):
+        runner.run(Batch([]))
+    with pytest.raises(ValueError, match=r"hidden must be \(2, 128\)"):
+        runner.draft(Batch([chunk()]), torch.zeros(1, 128))
+    with pytest.raises(ValueError, match="cache_format must be"):
+        ModelRunner(model, N_PAGES, "fp4")
+    with pytest.raises(ValueError, match="n_pages must be at least 1"):
+        ModelRunner(model, 0)
+    without = new_model(fp8=False, config=replace(CONFIG, num_nextn_predict_layers=0))
+    with pytest.raises(ValueError, match="no multi-token prediction layer"):
+        ModelRunner(without, N_PAGES).draft(Batch([chunk()]), torch.zeros(2, 128))
+
+
+def test_a_recipe_that_serving_does_not_compute_is_refused():
+    from octile.nn.conversion import apply_recipe
+
+    with pytest.raises(ValueError, match="has the recipe 'per_tensor', which serving does not compute"):
+        ModelRunner(apply_recipe(new_model(fp8=False), Recipe.per_tensor()), N_PAGES)
