@@ -28,6 +28,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TextIO, Typ
 from octile import __version__
 from octile.extras import require
 from octile.models.config import PRESETS, ModelConfig, RopeScaling
+from octile.serve.config import CacheConfig, EngineConfig
+from octile.serve.http.config import Limits
 from octile.train.config import TrainConfig, preset
 from octile.train.signals import Terminated, quiet_exit, terminable, termination_ignored
 from octile.validation import Dataclass, Range, annotations_of, check_fields
@@ -231,10 +233,7 @@ class Generate:
 def generate(arguments: list[str]) -> None:
     """Continue a prompt with a trained model and print the text as it is generated."""
     options = _parse(Generate, arguments, "generate")
-    run = options.run
-    if run is None:
-        run = _newest_run()
-        print(f"octile: {run}, the newest run", file=sys.stderr)
+    run = options.run or _newest_run()
     from octile.report.text import escape_control_characters
     from octile.serve.generate import generate_from
     from octile.serve.request import Sampling
@@ -247,6 +246,54 @@ def generate(arguments: list[str]) -> None:
     for piece in pieces:
         print(show(piece), end="", flush=True)
     print()
+
+
+@dataclass(frozen=True)
+class Serve:
+    """Serve a model over HTTP with OpenAI's protocol, and a page to try it.
+
+    Attributes:
+        run: a run folder, or a Hugging Face folder of a DeepSeek-V3 model; the newest under runs/ if not given.
+        host: the address to listen at. 127.0.0.1 is reached from this machine only, 0.0.0.0 from its network, too.
+        port: the port to listen at; 0 chooses a free one.
+        model_name: the name by which clients ask for the model; the folder's name if not given.
+        api_key: a key that clients must send; can be given several times. Other users of this machine can see it, but
+            not one in the environment variable OCTILE_API_KEY.
+        device: auto uses a GPU if there is one.
+        limits: what the server takes at most.
+        engine: how much is computed at once.
+        cache: the paged latent cache.
+    """
+
+    run: tyro.conf.Positional[Path | None] = None
+    host: str = "127.0.0.1"
+    port: Annotated[int, Range(at_least=0, at_most=65535)] = 8000
+    model_name: str | None = None
+    api_key: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    limits: Limits = field(default_factory=Limits)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not all(self.api_key) or self.model_name == "":
+            raise ValueError(f"{'model_name' if self.model_name == '' else 'api_key'} must not be empty")
+
+
+def serve(arguments: list[str]) -> None:
+    """Serve a model over HTTP with OpenAI's protocol, and a page to try it."""
+    options = _parse(Serve, arguments, "serve")
+    _check_one_process("serve")
+    require("fastapi", "uvicorn", "prometheus_client", extra="serve")
+    run = options.run or _newest_run()
+    name = options.model_name or run.resolve().name
+    keys = options.api_key + tuple(filter(None, [os.environ.get("OCTILE_API_KEY")]))
+    from octile.serve.http.command import serve as serve_folder
+    from octile.train.loop import pick_device
+
+    device = pick_device(options.device)
+    serve_folder(run, name, options.host, options.port, keys, device, options.limits, options.engine, options.cache)
 
 
 @dataclass(frozen=True)
@@ -282,21 +329,24 @@ class Bench:
     Attributes:
         what: gemm, casts (quantization), step (a model's training step: speed, memory, checkpoint size), train
             (`octile train` on a GPU, vs. torchtitan), transformers (converted models of that library: speed, memory),
+            serve (`octile serve`: throughput, time to the first token and between tokens, what is refused),
             dispatch (of tokens to experts on other GPUs; by torchrun), lab (the tensor core model); tune, which
             searches the fastest GEMM configurations on a Hopper GPU and stores them; or tune-casts, which shows the
             fastest settings of quantization kernels there.
         json: also write the rows to this file.
+        run: a run folder or a Hugging Face folder to serve; the newest under runs/ if not given.
         shape: M,N,K of one GEMM to tune; every shape of gemm if not given.
         minutes: after so many minutes, tune starts no further shape.
     """
 
     what: Annotated[
         tyro.conf.Positional[
-            Literal["gemm", "casts", "step", "train", "transformers", "dispatch", "lab", "tune", "tune-casts"]
+            Literal["gemm", "casts", "step", "train", "transformers", "serve", "dispatch", "lab", "tune", "tune-casts"]
         ],
         tyro.conf.arg(metavar="[WHAT]"),  # tyro would list the values in one word, which no line can break
     ] = "step"
     json: Path | None = None
+    run: Path | None = None
     shape: str | None = None
     minutes: float | None = None
 
@@ -310,15 +360,17 @@ def bench(arguments: list[str]) -> None:
         raise ValueError(f"shape and minutes are options of tune, not of {options.what}")
     if options.what.startswith("tune") and options.json is not None:
         raise ValueError(
-            f"{options.what} writes no rows: json is an option of gemm, casts, step, train, transformers, dispatch "
-            "and lab"
+            f"{options.what} writes no rows: json is an option of gemm, casts, step, train, transformers, serve, "
+            "dispatch and lab"
         )
+    if options.what != "serve" and options.run is not None:
+        raise ValueError(f"run is an option of serve, not of {options.what}")
     if options.what == "tune-casts":
         search_casts()
     elif options.what == "tune":
         search(options.shape, options.minutes)
     else:
-        run(options.what, options.json)
+        run(options.what, options.json, (options.run or _newest_run()) if options.what == "serve" else None)
 
 
 @dataclass(frozen=True)
@@ -374,6 +426,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "train": train,
     "compare": compare,
     "generate": generate,
+    "serve": serve,
     "convert": convert,
     "bench": bench,
     "lab": lab,
@@ -660,10 +713,13 @@ def _wrap(line: str, width: int) -> str:
 
 
 def _newest_run() -> Path:
+    """The finished run under runs/ whose model was written last; it is printed."""
     runs = sorted(Path("runs").glob("*/model/config.json"), key=lambda path: path.stat().st_mtime)
     if not runs:
         raise FileNotFoundError("no finished run under runs/: name one, or make one with octile train")
-    return runs[-1].parent.parent
+    run = runs[-1].parent.parent
+    print(f"octile: {run}, the newest run", file=sys.stderr)
+    return run
 
 
 def _value_of(option: str, arguments: list[str]) -> str | None:

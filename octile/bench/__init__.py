@@ -5,6 +5,7 @@ casts.py           `octile bench casts`: quantization and other memory-bound ope
 step/              `octile bench step`: a training step's speed and memory
 train/             `octile bench train`: the speed of `octile train` vs. torchtitan's trainer
 transformers.py    `octile bench transformers`: converted models of transformers
+serve/             `octile bench serve`: throughput and latency of `octile serve`
 dispatch.py        `octile bench dispatch`: dispatch and combine between GPUs vs. a copy and vs. all_to_all_single
 lab.py             `octile bench lab`: the tensor core model and telemetry
 tune.py            `octile bench tune`: a search for the fastest GEMM kernels
@@ -33,20 +34,22 @@ TITLES = {
     "step": "a training step",
     "train": "octile train",
     "transformers": "models of transformers",
+    "serve": "octile serve",
     "dispatch": "dispatch and combine",
     "lab": "the tensor core model",
 }
 
 
-def run(what: str, json: Path | None = None) -> None:
+def run(what: str, json: Path | None = None, folder: Path | None = None) -> None:
     """Run a benchmark, print its table, and write its rows to a file. After Ctrl-C, the rows so far are used.
 
     Args:
-        what: "gemm", "casts", "step", "train", "transformers", "dispatch" or "lab".
+        what: "gemm", "casts", "step", "train", "transformers", "serve", "dispatch" or "lab".
         json: file for the rows, with machine, versions and commit; None: no file.
+        folder: the run to serve, for "serve".
 
     Raises:
-        FileNotFoundError: the folder for the file does not exist.
+        FileNotFoundError: the folder for the file does not exist, or the one to serve has no model.
         IsADirectoryError, PermissionError: the file cannot be written.
         ValueError: what is "train" and there is no GPU, or "dispatch" and torchrun has not started ranks on several.
 
@@ -62,7 +65,7 @@ def run(what: str, json: Path | None = None) -> None:
         check_output_file("json", json)
     bench, rows, measured_on = import_module(f"octile.bench.{what}"), list[Row](), machine()
     try:
-        for row in bench.rows():
+        for row in bench.rows(folder) if what == "serve" else bench.rows():
             rows.append(row)
     finally:
         if rows:

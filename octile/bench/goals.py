@@ -351,3 +351,18 @@ TRANSFORMERS_BOUNDS = (
 def transformers_verdicts(rows: Sequence[Row]) -> str:
     """Describe each goal of `octile bench transformers` that has a result in a line."""
     return "\n".join(line for bound in TRANSFORMERS_BOUNDS if (line := _step_line(bound, rows)))
+
+
+# octile bench serve
+
+ONE_CLIENT, MANY_CLIENTS, DRAFTED_CLIENT, THROUGHPUT = "1 client", "64 clients", "1 client, 1 draft", "throughput"
+
+SERVE_BOUNDS = (
+    Bound("64 clients vs. one, tokens/s", MANY_CLIENTS, THROUGHPUT, (ONE_CLIENT,), 4.0, None),
+    Bound("drafts vs. none, 1 client, tokens/s", DRAFTED_CLIENT, THROUGHPUT, (ONE_CLIENT,), 1.3, 1.7),
+)
+
+
+def serve_verdicts(rows: Sequence[Row]) -> str:
+    """Describe each goal of `octile bench serve` that has a result in a line."""
+    return "\n".join(line for bound in SERVE_BOUNDS if (line := _step_line(bound, rows)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from octile.validation import Range, check_fields
 
@@ -34,3 +34,24 @@ class EngineConfig:
             raise ValueError(
                 f"max_step_tokens must be at least max_batch × (1 + n_drafts) = {needed}, not {self.max_step_tokens}"
             )
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The paged latent cache of a served model.
+
+    Attributes:
+        format: float32, bf16 or fp8 (656 instead of BF16's 1152 bytes a token and layer); BF16 on a GPU and FP32 on a
+            CPU if not given.
+        gib: its memory. If not given, 80% of what the weights leave free on a GPU, 1 GiB on a CPU, and never more than
+            a full batch of the longest texts needs.
+
+    Raises:
+        TypeError, ValueError: a field has another type or value.
+    """
+
+    format: Literal["float32", "bf16", "fp8"] | None = None
+    gib: Annotated[float, Range(above=0, at_most=2**20)] | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, "cache.")

@@ -52,10 +52,11 @@ class Server(uvicorn.Server):
     Args:
         service: the model.
         api_keys: as in `create_app`.
+        announcement: a line to print as soon as connections are accepted.
     """
 
-    def __init__(self, service: Service, api_keys: tuple[str, ...] = ()):
-        self.service = service
+    def __init__(self, service: Service, api_keys: tuple[str, ...] = (), announcement: str | None = None):
+        self.service, self._announcement = service, announcement
         super().__init__(
             uvicorn.Config(
                 create_app(service, api_keys),
@@ -80,6 +81,12 @@ class Server(uvicorn.Server):
         super().run(sockets)
         if self.service.engine.failure is not None:
             raise self.service.engine.failure
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept connections."""
+        await super().startup(sockets)
+        if self._announcement is not None:
+            print(self._announcement, flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Answer the requests in flight, for as long as the limits say, and end."""

@@ -1,0 +1,28 @@
+"""`octile bench serve`: how fast `octile serve` answers.
+
+endpoint.py   the server with one client, with many, with more than it takes, and with drafts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from octile.bench import goals
+from octile.bench.rows import LEGEND, Row, table
+from octile.bench.serve import endpoint
+
+
+def rows(run: Path) -> Iterator[Row]:
+    """Yield what clients of a server of this run see.
+
+    Raises:
+        FileNotFoundError: there is no model or no tokenizer.
+        RuntimeError: the server ends early.
+    """
+    yield from endpoint.rows(run)
+
+
+def show(rows: Sequence[Row]) -> str:
+    """Format the table, and the verdicts on the goals."""
+    return "\n\n".join((table(rows), LEGEND, goals.serve_verdicts(rows)))

@@ -1,0 +1,99 @@
+"""The speed of `octile serve`, started in a process of its own, as its clients see it.
+
+1 client             one request after the other
+64 clients           each has one request at a time
+1,000 clients        all at once: more than the server takes; what it refuses is counted
+1 client, 1 draft    speculative decoding, if the model has a multi-token prediction layer
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.request import urlopen
+
+from octile.bench.goals import DRAFTED_CLIENT, MANY_CLIENTS, ONE_CLIENT, THROUGHPUT
+from octile.bench.rows import Row, compare
+from octile.checkpoint.hugging_face import read_model_config
+from octile.serve.load_test import Load, LoadResult, load_test, percentile
+
+WARM_UP = Load(clients=64, requests=64, new_tokens=8)
+ONE = Load(clients=1, requests=8, new_tokens=64)
+MANY = Load(clients=64, requests=256, new_tokens=64)
+CROWD = Load(clients=1000, requests=1000, prompt_words=8, new_tokens=8)
+CROWD_CASE = "1,000 clients at once"
+
+
+def rows(run: Path) -> Iterator[Row]:
+    """Yield throughput, times and refusals.
+
+    Raises:
+        FileNotFoundError: there is no model or no tokenizer.
+        RuntimeError: the server ends early.
+    """
+    can_draft = read_model_config(run).num_nextn_predict_layers > 0
+    with serving(run) as url:
+        asyncio.run(load_test(url, WARM_UP))
+        one, many, crowd = (asyncio.run(load_test(url, load)) for load in (ONE, MANY, CROWD))
+    yield Row(ONE_CLIENT, THROUGHPUT, one.tokens_per_second, "tokens/s")
+    yield from _times(ONE_CLIENT, one)
+    yield compare(MANY_CLIENTS, THROUGHPUT, many.tokens_per_second, "tokens/s", ONE_CLIENT, one.tokens_per_second)
+    yield from _times(MANY_CLIENTS, many)
+    yield Row(CROWD_CASE, "answered", crowd.completed, "requests")
+    yield Row(CROWD_CASE, "refused with 503", crowd.refused[503], "requests")
+    yield Row(CROWD_CASE, "neither", 1000 - crowd.completed - crowd.refused[503], "requests")
+    yield from _times(CROWD_CASE, crowd)
+    if can_draft:
+        with serving(run, "--engine.n-drafts", "1") as url:
+            asyncio.run(load_test(url, WARM_UP))
+            before = _drafts(url)
+            drafted = asyncio.run(load_test(url, ONE))
+            verified, accepted = (b - a for a, b in zip(before, _drafts(url), strict=True))
+        yield compare(
+            DRAFTED_CLIENT, THROUGHPUT, drafted.tokens_per_second, "tokens/s", ONE_CLIENT, one.tokens_per_second
+        )
+        yield Row(DRAFTED_CLIENT, "drafts accepted", 100 * accepted / verified, "%")
+
+
+@contextmanager
+def serving(run: Path, *options: str) -> Iterator[str]:
+    """Start `octile serve` in a process of its own, and yield its URL.
+
+    Raises:
+        RuntimeError: it ends before it serves.
+    """
+    command = [sys.executable, "-m", "octile", "serve", str(run), "--port", "0", *options]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    try:
+        for line in server.stdout:
+            if address := re.search(r"^try it at (http://[^,]+),", line):
+                yield address[1]
+                break
+        else:
+            raise RuntimeError(f"octile serve ended with exit code {server.wait()} before it served")
+    finally:
+        server.terminate()
+        server.communicate()
+
+
+def _times(case: str, result: LoadResult) -> Iterator[Row]:
+    for what, seconds in (("first token", result.first_token), ("between tokens", result.between_tokens)):
+        for name, share in (("p50", 0.5), ("p99", 0.99)):
+            yield Row(case, f"{what}, {name}", 1e3 * percentile(seconds, share), "ms")
+
+
+def _drafts(url: str) -> tuple[float, float]:
+    """The draft tokens that the server has verified, and those of them that it has accepted."""
+    with urlopen(f"{url}/metrics") as response:
+        text = response.read().decode()
+    verified, accepted = (
+        float(re.findall(rf"^octile_spec_decode_num_{name}_tokens_total\{{.*\}} (.*)$", text, re.MULTILINE)[0])
+        for name in ("draft", "accepted")
+    )
+    return verified, accepted

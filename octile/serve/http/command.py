@@ -1,0 +1,54 @@
+"""`octile serve`: load a model and serve it until a signal comes."""
+
+from __future__ import annotations
+
+import sys
+from ipaddress import ip_address
+from pathlib import Path
+
+import torch
+
+from octile.serve.config import CacheConfig, EngineConfig
+from octile.serve.http.chat import ChatTemplate
+from octile.serve.http.config import Limits
+from octile.serve.http.server import Server, bind, url_of
+from octile.serve.http.service import Service
+from octile.serve.load import Folder
+
+
+def serve(
+    run: Path,
+    name: str,
+    host: str,
+    port: int,
+    api_keys: tuple[str, ...],
+    device: torch.device,
+    limits: Limits,
+    engine: EngineConfig,
+    cache: CacheConfig,
+) -> None:
+    """Serve a folder; see `octile.cli.Serve` for the arguments. The address is bound before the weights are read.
+
+    Raises:
+        FileNotFoundError: there is no model or no tokenizer.
+        ValueError: a file is damaged, the address cannot be used, or the model does not fit the options.
+        MemoryError: the weights leave no place for a cache.
+    """
+    folder = Folder.open(run)
+    chat = ChatTemplate.load(folder.path, folder.tokenizer)
+    with bind(host, port) as bound:
+        url = url_of(bound)
+        stepped, runner = folder.load(device, engine, cache)
+        service = Service(stepped, folder.tokenizer, runner.max_position, chat, limits, name)
+        pages = f"{runner.n_pages} pages of {runner.page_size} tokens, {runner.cache.nbytes / 2**30:.2g} GiB"
+        print(f"serving {name} on {device}: context {runner.max_position} tokens, cache {pages}")
+        if chat.is_plain:
+            print("its tokenizer has no chat template, like a base model's: chats use a plain one (User: … Assistant:)")
+        if not api_keys and not _is_local(bound.getsockname()[0]):
+            print(f"octile: anyone who reaches {url} can use the model: --api-key restricts it", file=sys.stderr)
+        announcement = f"try it at {url}, or with OpenAI's client: base_url {url}/v1, model {name}"
+        Server(service, api_keys, announcement).run([bound])
+
+
+def _is_local(address: str) -> bool:
+    return ip_address(address.partition("%")[0]).is_loopback

@@ -1,0 +1,57 @@
+"""What `octile bench serve` measures, on a miniature model."""
+
+import pytest
+import torch
+
+pytest.importorskip("fastapi", reason="octile[serve] is not installed")
+
+from octile.bench import goals, serve
+from octile.bench.rows import Row, compare
+from octile.bench.serve import endpoint
+from octile.checkpoint.hugging_face import save
+from octile.models.deepseek_v3 import DeepseekV3
+from octile.serve.load_test import Load
+from octile.tokenizer import Tokenizer
+from tests.train.conftest import MICRO
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.train(["def f(x): return x"], MICRO.vocab_size)
+
+
+def test_rows_of_a_miniature_model(tokenizer, tmp_path, monkeypatch):
+    save(DeepseekV3(MICRO), tmp_path, weights="fp8")
+    tokenizer.save(tmp_path)
+    for name, clients in (("WARM_UP", 1), ("ONE", 1), ("MANY", 4), ("CROWD", 20)):
+        monkeypatch.setattr(endpoint, name, Load(clients=clients, requests=clients, prompt_words=2, new_tokens=4))
+    torch.manual_seed(0)
+    rows = {(row.case, row.what): row for row in serve.rows(tmp_path)}
+    assert rows["64 clients", "throughput"].against.peer == "1 client"
+    assert rows["1,000 clients at once", "answered"].value == 20
+    assert 0 <= rows["1 client, 1 draft", "drafts accepted"].value <= 100
+    assert rows["1 client", "between tokens, p99"].value > 0
+    assert "64 clients vs. one" in serve.show(list(rows.values()))
+
+
+def test_a_run_without_a_model_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no checkpoint at"):
+        next(serve.rows(tmp_path))
+
+
+def test_a_server_that_does_not_start_is_reported(tokenizer, tmp_path):
+    save(DeepseekV3(MICRO), tmp_path, weights="fp8")
+    with pytest.raises(RuntimeError, match="octile serve ended with exit code 2 before it served"):
+        next(serve.rows(tmp_path))
+
+
+def test_the_verdicts():
+    rows = [
+        Row("1 client", "throughput", 30.0, "tokens/s"),
+        compare("64 clients", "throughput", 150.0, "tokens/s", "1 client", 30.0),
+        compare("1 client, 1 draft", "throughput", 36.0, "tokens/s", "1 client", 30.0),
+    ]
+    assert goals.serve_verdicts(rows).splitlines() == [
+        "64 clients vs. one, tokens/s: 5.000: floor ≥ 4 met",
+        "drafts vs. none, 1 client, tokens/s: 1.200: floor ≥ 1.3 MISSED, aim ≥ 1.7 MISSED",
+    ]

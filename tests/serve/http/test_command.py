@@ -1,0 +1,137 @@
+"""`octile serve` in a process of its own, with a real model."""
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import openai
+import pytest
+import torch
+
+pytest.importorskip("fastapi", reason="octile[serve] is not installed")
+
+from octile.checkpoint.hugging_face import save
+from octile.models.deepseek_v3 import DeepseekV3
+from octile.serve.config import CacheConfig, EngineConfig
+from octile.serve.load import Folder
+from octile.serve.request import Sampling
+from tests.train.conftest import MICRO
+
+
+@pytest.fixture(scope="module")
+def folder(tokenizer, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("served") / "micro"
+    torch.manual_seed(0)
+    save(DeepseekV3(MICRO), folder, weights="fp8")
+    tokenizer.save(folder)
+    return folder
+
+
+def start(folder: Path, *options: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "octile", "serve", str(folder), "--port", "0", "--device", "cpu", *options]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.fixture(scope="module")
+def process(folder):
+    server = start(folder, "--limits.drain", "20")
+    yield server
+    server.kill()
+    server.communicate()
+
+
+@pytest.fixture(scope="module")
+def printed(process) -> list[str]:
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith("try it at"):
+            break
+    return lines
+
+
+@pytest.fixture
+def client(printed):
+    url = re.search(r"base_url (\S+),", printed[-1])[1]
+    with openai.OpenAI(base_url=url, api_key="any", max_retries=0) as client:
+        yield client
+
+
+def test_it_says_what_it_serves(printed):
+    assert re.fullmatch(
+        r"serving micro on cpu: context \d+ tokens, cache \d+ pages of 64 tokens, \S+ GiB\n", printed[0]
+    )
+    assert "no chat template" in printed[1]
+    assert re.search(r"^try it at http://127\.0\.0\.1:\d+, ", printed[2])
+
+
+def test_the_text_is_that_of_the_engine(client, folder, tokenizer):
+    answer = client.completions.create(model="micro", prompt="def f", max_tokens=20, seed=3)
+    engine, _ = Folder.open(folder).load(torch.device("cpu"), EngineConfig(), CacheConfig())
+    engine.add([tokenizer.begin, *tokenizer.encode("def f")], Sampling(max_new_tokens=20, temperature=1.0, seed=3))
+    text = ""
+    while engine.has_work:
+        text += "".join(output.text for output in engine.step())
+    assert answer.choices[0].text == text
+
+
+def test_the_same_seed_gives_the_same_text_and_another_choice_another_one(client):
+    def texts(**options):
+        answer = client.completions.create(model="micro", prompt="def", max_tokens=12, temperature=1, **options)
+        return [choice.text for choice in answer.choices]
+
+    first = texts(seed=7, n=2)
+    assert texts(seed=7, n=2) == first
+    assert first[0] != first[1]
+    assert texts(seed=7, extra_body={"top_k": 1}) == texts(seed=8, extra_body={"top_k": 1})
+
+
+def test_logprobs_are_those_of_the_most_likely_tokens(client):
+    choice = client.completions.create(model="micro", prompt="a", max_tokens=3, temperature=0, logprobs=2).choices[0]
+    for token, logprob, top in zip(
+        choice.logprobs.tokens, choice.logprobs.token_logprobs, choice.logprobs.top_logprobs, strict=True
+    ):
+        assert max(top.values()) == top[token] == logprob < 0
+
+
+def test_sigterm_lets_a_stream_end_and_then_the_process(client, process):
+    stream = client.completions.create(
+        model="micro", prompt="a", max_tokens=120, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(stream)
+    process.send_signal(signal.SIGTERM)
+    assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert error.splitlines()[-1] == "octile: terminated"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--api-key", ""], "--api-key must not be empty"),
+        (["--engine.n-drafts", "17"], "--engine.n-drafts must be at most 16, not 17"),
+        (["--limits.in-flight", "0"], "--limits.in-flight must be at least 1, not 0"),
+        (["--host", "nowhere.invalid"], "host 'nowhere.invalid' is not an address of this machine"),
+    ],
+    ids=["key", "drafts", "in flight", "host"],
+)
+def test_wrong_options_are_refused_in_one_line(folder, options, message):
+    server = start(folder, *options)
+    _, error = server.communicate(timeout=60)
+    assert server.returncode == 2
+    (line,) = error.splitlines()
+    assert message in line
+
+
+def test_a_port_in_use_is_refused(folder):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        server = start(folder, "--port", str(other.getsockname()[1]))
+        _, error = server.communicate(timeout=60)
+    assert server.returncode == 2
+    assert "cannot be used: Address already in use" in error
