@@ -15,43 +15,54 @@ from octile.serve.step_inputs import DecodeRows, Layout, decode_step
 
 
 class DecodeGraphs:
-    """The captured graphs, and their buffers.
+    """The captured graphs of one pass, of the main model or of its multi-token prediction layer, and their buffers.
 
     Args:
         forward: the model's forward pass, on a GPU.
         max_rows: rows of the largest graph.
         max_pages: pages of a text at most.
+        drafts: whether the pass is that of multi-token prediction, which reads hidden states.
     """
 
-    def __init__(self, forward: Forward, max_rows: int, max_pages: int):
-        self.forward, self.max_rows, self.device = forward, max_rows, forward.weights.device
+    def __init__(self, forward: Forward, max_rows: int, max_pages: int, drafts: bool = False):
+        self.forward, self.max_rows = forward, max_rows
         self.sizes = graph_sizes(max_rows)
         self.host = DecodeRows(max_rows, max_pages, pinned=True)
-        self.numbers = torch.zeros(4, max_rows, dtype=torch.int64, device=self.device)
-        self.pages = torch.zeros(max_rows, max_pages, dtype=torch.int32, device=self.device)
+        weights = forward.weights
+        self.numbers = torch.zeros(4, max_rows, dtype=torch.int64, device=weights.device)
+        self.numbers[2].fill_(-1)  # while graphs are captured, nothing is written to the cache
+        self.pages = torch.zeros(max_rows, max_pages, dtype=torch.int32, device=weights.device)
+        self.hidden: Tensor | None = None
+        if drafts:
+            self.hidden = weights.head.new_zeros(max_rows, weights.config.hidden_size)
         self.copied = torch.cuda.Event()
         self.captured: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
-        with torch.no_grad(), torch.cuda.device(self.device):
+        with torch.no_grad(), torch.cuda.device(weights.device):
             self._capture_all()
 
-    def run(self, layout: Layout) -> tuple[Tensor, Tensor]:
+    def run(self, layout: Layout, hidden_TD: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Replay the graph of a batch of decode rows alone: what the head reads [T, D], and logits [T, V].
 
         The results are valid until the next call.
+
+        Args:
+            layout: of the batch.
+            hidden_TD: the hidden states that multi-token prediction reads.
         """
         size = next(size for size in self.sizes if size >= layout.n_decode)
-        self.copied.synchronize()  # the buffers are still being read only if the step before has not begun
+        self.copied.synchronize()  # returns at once unless the step before has not begun: its copies read the buffers
         first, end = self.host.fill(layout.chunks, size)
         self.numbers.copy_(self.host.numbers, non_blocking=True)
         if first < end:
             self.pages[first:end].copy_(self.host.pages[first:end], non_blocking=True)
         self.copied.record()
+        if self.hidden is not None and hidden_TD is not None:
+            self.hidden[: layout.n_decode].copy_(hidden_TD)
         graph, h_TD, logits = self.captured[size]
         graph.replay()
         return h_TD[: layout.n_decode], logits[: layout.n_decode]
 
     def _capture_all(self) -> None:
-        self.numbers[2].fill_(-1)  # nothing is written to the cache
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -66,7 +77,8 @@ class DecodeGraphs:
         torch.cuda.current_stream().wait_stream(stream)
 
     def _forward(self, size: int) -> tuple[Tensor, Tensor]:
-        h_TD = self.forward.hidden(decode_step(self.numbers[:, :size], self.pages[:size]))
+        step = decode_step(self.numbers[:, :size], self.pages[:size])
+        h_TD = self.forward.hidden(step) if self.hidden is None else self.forward.draft(step, self.hidden[:size])
         return h_TD, self.forward.logits(h_TD)
 
 

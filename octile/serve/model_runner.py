@@ -2,12 +2,14 @@
 
 A chunk of up to 8 tokens is decoded: its rows attend in the absorbed form. A longer one is prefill and attends in the
 naive form, over what the pages hold. On a GPU a batch of decode rows alone replays a CUDA graph of a padded size
-(`octile.serve.decode_graphs`), and nothing waits for the host but the copy of the rows to the device.
+(`octile.serve.decode_graphs`), and the host waits for nothing.
 
 Shapes: T rows, L logits, V vocabulary, D model.
 """
 
 from __future__ import annotations
+
+from array import array
 
 import torch
 from torch import Tensor
@@ -29,7 +31,7 @@ class ModelRunner:
         model: a model, or weights that `ServedWeights.read` has read.
         n_pages: pages of 64 positions.
         cache_format: of the cache: "fp8", "bf16" or "float32"; None: the dtype of the activations.
-        max_batch: decode rows of the largest CUDA graph, on a GPU; larger batches run without one. 0: no graph.
+        max_batch: rows of the largest CUDA graph of decoding, on a GPU; larger batches run without one. 0: no graph.
         batch_invariant: whether a request's logits have the same bits whatever else is in the batch and however its
             prompt is divided into chunks. Slower: every row attends in the absorbed form.
 
@@ -58,9 +60,10 @@ class ModelRunner:
         self.device, self.batch_invariant = weights.device, batch_invariant
         self.cache = LatentPages(n_layers, n_pages, c.kv_lora_rank, c.qk_rope_head_dim, cache_format, self.device)
         self.forward = Forward.make(weights, self.cache, self.max_position, batch_invariant)
-        self.graphs: DecodeGraphs | None = None
-        if self.device.type == "cuda" and max_batch:
-            self.graphs = DecodeGraphs(self.forward, max_batch, -(-self.max_position // PAGE))
+        self._checked_pages: list[array[int] | None] = []  # those of the chunk of each number, as last checked
+        self._max_batch = max_batch if self.device.type == "cuda" else 0
+        self.graphs = self._capture(drafts=False)
+        self.draft_graphs: DecodeGraphs | None = None  # captured when something is drafted
 
     @staticmethod
     def bytes_per_page(model: DeepseekV3 | ServedWeights, cache_format: CacheFormat) -> int:
@@ -78,10 +81,8 @@ class ModelRunner:
                 a position is not below max_position, or a page is missing or not in the cache.
         """
         layout = self._layout(batch)
-        if self.graphs is not None and layout.n_decode <= self.graphs.max_rows and not layout.prefill:
-            h_TD, logits = self.graphs.run(layout)
-            wanted = layout.logit_rows()
-            return Results(logits if wanted is None else self._take(logits, wanted), h_TD)
+        if self.graphs is not None and self._has_graph(layout):
+            return self._replay(self.graphs, layout)
         h_TD = self._in_order(self.forward.hidden(self._step(layout)), layout)
         return self._results(h_TD, layout)
 
@@ -99,6 +100,10 @@ class ModelRunner:
         if hidden_TD.shape != (n_rows, self.forward.weights.config.hidden_size):
             width = self.forward.weights.config.hidden_size
             raise ValueError(f"hidden must be {(n_rows, width)}, a row for each token, not {tuple(hidden_TD.shape)}")
+        if self._has_graph(layout):
+            self.draft_graphs = self.draft_graphs or self._capture(drafts=True)
+            assert self.draft_graphs is not None  # there are graphs
+            return self._replay(self.draft_graphs, layout, hidden_TD)
         step, rows = self._step(layout), layout.rows()
         if rows is not None:
             hidden_TD = torch.empty_like(hidden_TD).index_copy_(0, self._index(rows), hidden_TD)
@@ -107,16 +112,36 @@ class ModelRunner:
             hidden_TD = torch.cat((hidden_TD, hidden_TD.new_zeros(padding, hidden_TD.shape[1])))
         return self._results(self._in_order(self.forward.draft(step, hidden_TD), layout), layout)
 
+    def _capture(self, drafts: bool) -> DecodeGraphs | None:
+        if not self._max_batch:
+            return None
+        return DecodeGraphs(self.forward, self._max_batch, -(-self.max_position // PAGE), drafts)
+
+    def _has_graph(self, layout: Layout) -> bool:
+        return layout.n_decode <= self._max_batch and not layout.prefill
+
+    def _replay(self, graphs: DecodeGraphs, layout: Layout, hidden_TD: Tensor | None = None) -> Results:
+        h_TD, logits = graphs.run(layout, hidden_TD)
+        wanted = layout.logit_rows()
+        return Results(logits if wanted is None else self._take(logits, wanted), h_TD)
+
     def _layout(self, batch: Batch) -> Layout:
-        if not batch.chunks:
+        chunks = batch.chunks
+        if not chunks:
             raise ValueError("batch must have at least one chunk")
-        for i, chunk in enumerate(batch.chunks):
-            if (why := self._why_not(chunk)) is not None:
+        checked = self._checked_pages
+        checked += [None] * (len(chunks) - len(checked))
+        for i, chunk in enumerate(chunks):
+            pages = chunk.pages
+            why = self._why_not(chunk) or (None if checked[i] == pages else self._why_not_pages(pages))
+            if why is not None:
                 raise ValueError(f"chunk {i} {why}")
-        return Layout.of(batch.chunks, self.batch_invariant)
+            if checked[i] != pages:
+                checked[i] = pages[:]
+        return Layout.of(chunks, self.batch_invariant)
 
     def _why_not(self, chunk: Chunk) -> str | None:
-        """Return why a chunk cannot be run; None: it can."""
+        """Return why a chunk cannot be run, whatever pages it names; None: it can."""
         tokens, start, pages, n_logits = chunk
         size = len(tokens)
         if not size or not 0 <= n_logits <= size:
@@ -126,10 +151,14 @@ class ModelRunner:
         needed = (start + size + PAGE - 1) // PAGE
         if len(pages) < needed:
             return f"has {len(pages)} pages, but {start + size} positions need {needed}"
+        if not (min(tokens) >= 0 and max(tokens) < self.vocab_size):
+            return f"must have tokens from 0 to {self.vocab_size - 1}, not {min(tokens)} to {max(tokens)}"
+        return None
+
+    def _why_not_pages(self, pages: array[int]) -> str | None:
+        """Return why the cache does not have all pages; None: it has."""
         if min(pages) < 0 or max(pages) >= self.n_pages:
             return f"must have pages from 0 to {self.n_pages - 1}, not {list(pages)}"
-        if min(tokens) < 0 or max(tokens) >= self.vocab_size:
-            return f"must have tokens from 0 to {self.vocab_size - 1}, not {min(tokens)} to {max(tokens)}"
         return None
 
     def _step(self, layout: Layout) -> Step:
