@@ -3,13 +3,12 @@
     torchrun --nproc-per-node 2 -m tools.measure_pair v3 FOLDER SECONDS
 
 The experts of all layers are spread over both GPUs, on symmetric memory. The two passes are those of an overlapped pair
-of a pipeline: each is captured in a CUDA graph with the kernels that `octile.parallel.pipeline` launches. Written to
-FOLDER: a line for each way to run them, and a trace of the pair on each rank, of which
-`python -m tools.exposed_communication` computes how much of the communication is exposed. A process ends after SECONDS;
-the first two ways to run the passes are measured in any case, others only if they begin in the first half.
+of a pipeline, captured in a CUDA graph, with the kernels that `octile.parallel.pipeline` launches. Written to FOLDER: a
+line for each way to run them, and a trace of the pair on each rank, of which `python -m tools.exposed_communication`
+computes how much of the communication is exposed. A process ends after SECONDS.
 
 The layers have the sizes of DeepSeek-V3 (v3, with 32 experts of 256) or of V2-Lite (v2_lite, with all 64); a rank has
-4096 tokens. Bits are compared by the sums of each gradient's bytes as integers.
+4096 tokens.
 """
 
 import datetime
@@ -22,6 +21,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -39,14 +39,15 @@ from octile.nn.moe import MoE, share_of_experts
 from octile.nn.weight_cache import quantized_once_in_capture, recorded_requests
 from octile.parallel import shard_experts
 from octile.recipe import Recipe
+from octile.train.kernel_records import is_communication
 from tools.exposed_communication import describe, events_of, kernels_of
 
-TOKENS, LAYERS, REPLAYS = 4096, 4, 8
+TOKENS, LAYERS, ROUNDS, REPLAYS = 4096, 4, 4, 4
 SIZES = {
     "v3": replace(ModelConfig.v3_671b(), n_routed_experts=32, vocab_size=4096, bos_token_id=0, eos_token_id=1),
     "v2_lite": replace(ModelConfig.v2_lite_16b(), vocab_size=4096, bos_token_id=0, eos_token_id=1),
 }
-WAYS = [("interleaved", 32), ("sequence", 32), ("interleaved", 16), ("interleaved", 64)]  # SMs of overlapped exchanges
+WAYS = ("sequence", "interleaved")
 MARK = "spin_kernel"
 
 
@@ -103,6 +104,11 @@ def capture(passes: Passes, way: str, requests) -> list[torch.cuda.CUDAGraph]:
     return graphs
 
 
+def replay(graphs: list[torch.cuda.CUDAGraph]) -> None:
+    for graph in graphs:
+        graph.replay()
+
+
 def times(graphs: list[torch.cuda.CUDAGraph]) -> list[float]:
     """The ms of the pair in each of some replays."""
     events = []
@@ -134,15 +140,15 @@ def trace(graphs: list[torch.cuda.CUDAGraph], path: Path) -> str:
     *_, before, after = [i for i, event in enumerate(events) if MARK in event["name"]]
     events = events[before + 1 : after]
     start, kernels = events[0]["ts"], kernels_of(events)
+    names = [
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": tid, "args": {"name": name}}
+        for tid, name in enumerate(("computation", "communication"))
+    ]
     for event in events:
-        event["ts"] -= start
+        event["ts"], event["pid"], event["tid"] = event["ts"] - start, 0, int(is_communication(event["name"]))
         event["args"] = {key: event["args"][key] for key in ("stream", "grid", "bytes") if key in event["args"]}
-    path.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+    path.write_bytes(gzip.compress(json.dumps({"traceEvents": names + events}).encode()))
     return describe(kernels)
-
-
-def checksums(parameters) -> Tensor:
-    return torch.stack([p.grad.view(torch.int32).sum(dtype=torch.int64) for p in parameters])
 
 
 def main(size: str, folder: Path, seconds: float) -> None:
@@ -167,7 +173,6 @@ def main(size: str, folder: Path, seconds: float) -> None:
         share = shard_experts(stage, max_tokens=TOKENS, max_rows=rows, too_many_rows=too_many_rows)
     report(f"{share}; {torch.cuda.get_device_name()}, torch {torch.__version__}")
     parameters = [p for name, p in model.named_parameters() if not name.startswith("lm_head")]
-    memories = [m.dispatcher.memory for m in model.modules() if isinstance(m, MoE)]
     torch.manual_seed(rank + 1)
     tokens = torch.randint(config.vocab_size, (1, TOKENS), device=device)
     passes = Passes(stages, tokens, torch.randn(1, TOKENS, config.hidden_size, device=device, dtype=torch.bfloat16))
@@ -184,40 +189,27 @@ def main(size: str, folder: Path, seconds: float) -> None:
     torch.cuda.synchronize()
     loads = [m.last_load_E.view(2, -1).sum(1).tolist() for m in model.modules() if isinstance(m, MoE)]
     report(f"ran eagerly; rows of the experts of each rank by layer {loads}, too many {bool(too_many_rows)}")
-    expected: Tensor | None = None
-    for i, (way, sms) in enumerate(WAYS):
-        goes_on = torch.tensor(float(i < 2 or time.monotonic() - begin < seconds / 2), device=device)
-        dist.all_reduce(goes_on, dist.ReduceOp.MIN)
-        if not goes_on:
-            report(f"no time is left for {way}, {sms} SMs")
-            continue
-        for memory in memories:
-            memory.num_sms_overlapped = sms
+    graphs, found = {}, {way: list[float]() for way in WAYS}
+    for way in WAYS:
         clear()
         passes.run(way)  # compiles what the graphs need
         clear()
-        graphs = capture(passes, way, requests)
-        torch.cuda.synchronize()
+        graphs[way] = capture(passes, way, requests)
+        replay(graphs[way])
+    torch.cuda.synchronize()
+    report(f"captured; peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
+    dist.barrier()
+    for _ in range(ROUNDS):
+        for way in WAYS:
+            found[way] += times(graphs[way])
+    for way in WAYS:
         dist.barrier()
-        found = times(graphs)
-        sums = [checksums(parameters)]
-        graphs[0].replay(), graphs[1].replay(), graphs[2].replay()
-        sums.append(checksums(parameters))
-        expected = sums[0] if expected is None else expected
-        differ = [int((s != expected).sum()) for s in sums]
-        dist.barrier()
-        described = trace(graphs, folder / f"{size}_{way}_{sms}_{rank}.json.gz")
-        median = sorted(found)[len(found) // 2]
-        peak = torch.cuda.max_memory_allocated() / 2**30
-        report(
-            f"{size}, {way}, {sms} SMs: median {median:.3f} ms of {[round(t, 3) for t in found]}; gradients that "
-            f"differ from the first way's: {differ} of {len(parameters)}; peak {peak:.1f} GiB; trace: {described}"
-        )
-        clear()
-        torch.cuda.synchronize()
-        del graphs
-        gc.collect()
-        torch.cuda.empty_cache()
+        described = trace(graphs[way], folder / f"{size}_{way}_{rank}.json.gz")
+        all_ms = ", ".join(f"{ms:.2f}" for ms in found[way])
+        report(f"{size}, {way}: median {median(found[way]):.3f} ms of {all_ms}; trace: {described}")
+    clear()
+    graphs.clear()  # they hold the memory of the ranks' exchanges
+    gc.collect()
     dist.barrier()
     dist.destroy_process_group()
 

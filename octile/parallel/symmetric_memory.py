@@ -9,8 +9,8 @@ tokens, even for all tokens on one rank: no token is dropped. Each row has a fix
 
 The exchanges of a GPU run on one stream of their own, in the order in which they are begun, each after what the current
 stream was asked to do before, and after what the stream of the exchange before in the same memory was, which reads its
-results. With `begin_…` the current stream goes on meanwhile, and GEMMs leave the exchange the SMs that it uses. Two
-passes that are interleaved (`octile.nn.interleave`) need memories of their own.
+results. With `begin_…` the current stream goes on meanwhile, and as many GEMMs as run in the time of the exchange leave
+it the SMs that it uses. Two passes that are interleaved (`octile.nn.interleave`) need memories of their own.
 
 A barrier says that all ranks have come to an exchange, and so read nothing of the one before it any more. Ranks that
 run the same passes come to the same exchanges in the same order.
@@ -73,6 +73,7 @@ class PeerMemory:
         self.handle: Any = None  # of torch, which keeps the buffers of all ranks mapped
         self._is_captured = False  # whether a CUDA graph may have the addresses of the buffer and its flags
         self._captured: list[object] = []  # smaller buffers that graphs may still use, with their flags
+        self._n_bytes = 0  # of the last exchange
         self._reader: torch.cuda.Stream | None = None  # that reads the results of the last exchange
         self._results: weakref.ref[InFlight[Any]] | None = None  # those in the buffer that were not waited for
 
@@ -118,6 +119,7 @@ class PeerMemory:
         if self._results is not None and self._results() is not None:
             raise RuntimeError("an exchange must not begin before the results of the one before it are read")
         self.reserve(n_bytes, device)
+        self._n_bytes = n_bytes
         if device.type != "cuda":
             yield
             return
@@ -141,9 +143,11 @@ class PeerMemory:
         Args:
             result: of the exchange.
             used: the tensors that it reads.
-            overlaps: whether GEMMs leave SMs to it, until it is waited for.
+            overlaps: whether GEMMs leave SMs to it, as long as it should take, or until it is waited for.
             holds_results: whether the result lies in the buffer.
         """
+        from octile.kernels.triton.launch_config import PEER_FLOPS_PER_BYTE  # late: needs Triton
+
         device, read = self.buffer.device, [used]
         event = _streams[device].record_event() if device.type == "cuda" else None
 
@@ -158,7 +162,8 @@ class PeerMemory:
 
         flight, restore_gemms = InFlight(result, arrive), None
         if overlaps and event is not None:  # GEMMs get their SMs back after a failure, too
-            restore_gemms = weakref.finalize(flight, gemm_sms.leave_free(self.num_sms_overlapped))
+            flops = PEER_FLOPS_PER_BYTE * self._n_bytes
+            restore_gemms = weakref.finalize(flight, gemm_sms.leave_free(self.num_sms_overlapped, flops))
         if holds_results:
             self._results = weakref.ref(flight)
         return flight

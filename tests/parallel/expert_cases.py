@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial, partialmethod
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,6 +36,7 @@ SIZES = {"fp32": 64, "bf16": 64, "fp8": 128, "fp8_in_fp32": 128, "fp8_unfused": 
 T = 13  # tokens of a rank where a gate chooses
 WHY_NOT_PEERS = symmetric_memory.why_not_peers  # before ranks on a CPU replace it
 MAX_TOKENS = 90
+ALLOCATIONS = count()
 
 
 class Tokens(NamedTuple):
@@ -636,7 +638,8 @@ def allocate_files(
     memory: symmetric_memory.PeerMemory, folder: Path, n_bytes: int, device: torch.device
 ) -> tuple[Tensor, list[int]]:
     """Allocate symmetric memory on a CPU: files that all ranks map."""
-    names = [f"{memory.group.group_name}-{n_bytes}-{rank}" for rank in range(dist.get_world_size(memory.group))]
+    number = next(ALLOCATIONS)  # ranks allocate in the same order
+    names = [f"{memory.group.group_name}-{number}-{rank}" for rank in range(dist.get_world_size(memory.group))]
     memory.handle = [torch.from_file(str(folder / n), shared=True, size=n_bytes, dtype=torch.uint8) for n in names]
     return memory.handle[dist.get_rank(memory.group)], [t.data_ptr() for t in memory.handle]
 

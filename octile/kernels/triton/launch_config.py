@@ -35,6 +35,7 @@ PERMUTE_BYTES, PERMUTE_BYTES_PER_WARP = 4096, 1024  # bytes that a program and a
 PERMUTE_SCALES: dict[str, Any] = {"ROWS": 1024, "TILES": 1}  # of the result, per program
 PEER_SMS = 128  # of an exchange with other ranks
 PEER_SMS_OVERLAPPED = 32  # of one that overlaps with GEMMs
+PEER_FLOPS_PER_BYTE = 3000  # of GEMMs that an H200 computes while an exchange fills a byte of its buffer, at most
 PEER_BLOCK = 1024  # entries per program where experts are sent to other ranks
 PEER_CHUNK = 16  # rows that are sent before a flag of the receiving rank is set, at least
 PEER_ROWS: dict[str, int] = {"words": 16384, "num_warps": 16}  # of rows that a program sends at a time

@@ -45,6 +45,7 @@ def launch_cached(request: GemmRequest) -> Tensor | None:
     if prepared.plan.partials:
         pointers = prepared.with_workspace(pointers, out)
     prepared.launch_at(pointers)()
+    _count(request)
     return out
 
 
@@ -63,10 +64,16 @@ def launch(request: GemmRequest) -> Tensor:
         found = _prepared[key] = _prepare(readable), tuple(out.shape)
     prepared, _ = found
     prepared.launch_at(prepared.with_workspace(pointers, out))()
+    _count(request)
     request_key, request_pointers = launch_key(request)
     if request_pointers[:-1] == pointers[:-1]:  # requests of this key need no copies
         _prepared[request_key] = found
     return out
+
+
+def _count(request: GemmRequest) -> None:
+    if num_sms.left_free:
+        num_sms.count_launched(2 * request.a.data.numel() * request.b.data.shape[-2])
 
 
 def launch_key(request: GemmRequest) -> tuple[Hashable, Pointers]:

@@ -5,16 +5,28 @@ same time needs some SMs for itself, so GEMMs can be limited to fewer blocks. Th
 keep their bits.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 
 from octile.kernels.cuda.gemm.cost_model import Chip
 
+
+@dataclass(eq=False)
+class _Left:
+    """SMs that are left free until so many FLOPs were launched."""
+
+    count: int
+    flops: float
+
+
 limit: int | None = None  # as `set_num_sms` set it; None: all SMs
-left_free = 0  # the largest number of `leave_free`
-_counts: list[int] = []  # those of `leave_free` that have not ended
+left_free = 0  # SMs for kernels that run at the same time: the largest number of `leave_free`
+_left: list[_Left] = []  # of those that have not ended, in their order
 
 
 def set_num_sms(count: int | None) -> None:
@@ -32,18 +44,42 @@ def set_num_sms(count: int | None) -> None:
     limit = count
 
 
-def leave_free(count: int) -> Callable[[], None]:
-    """Have GEMMs leave `count` SMs free until the function that this returns is called, once; of several the most."""
-    global left_free
-    _counts.append(count)
-    left_free = max(_counts)
+def leave_free(count: int, flops: float) -> Callable[[], None]:
+    """Have GEMMs leave `count` SMs free to a kernel that runs at the same time; of several counts the largest.
+
+    Args:
+        count: number of SMs.
+        flops: of GEMMs that run in the time that the kernel takes. Those that are launched afterwards use all SMs.
+            Kernels run one after the other, so the FLOPs of later calls follow those of earlier ones.
+
+    Returns:
+        a function that ends it earlier.
+    """
+    left = _Left(count, flops)
+    _left.append(left)
+    _update()
 
     def end() -> None:
-        global left_free
-        _counts.remove(count)
-        left_free = max(_counts, default=0)
+        if left in _left:
+            _left.remove(left)
+            _update()
 
     return end
+
+
+def count_launched(flops: float) -> None:
+    """Count the FLOPs of a GEMM that was launched."""
+    while _left and flops > 0:
+        first = _left[0]
+        first.flops, flops = first.flops - flops, flops - first.flops
+        if first.flops <= 0:
+            _left.pop(0)
+    _update()
+
+
+def _update() -> None:
+    global left_free
+    left_free = max((left.count for left in _left), default=0)
 
 
 def num_sms(device: torch.device | int | None = None) -> int:

@@ -284,6 +284,16 @@ def test_fewer_sms_have_a_different_key():
         num_sms.set_num_sms(None)
 
 
+def test_the_flops_of_launches_count_towards_sms_that_are_left_free(gpu):
+    spec = {name: usual[0] for name, (usual, _) in FIELDS.items()}
+    with empty_launch_cache():
+        for _ in range(2):  # the second one is cached
+            end, left = num_sms.leave_free(8, 1), num_sms.left_free
+            make(spec)
+            assert (left, num_sms.left_free) == (8, 0)
+            end()
+
+
 def test_only_launches_without_copies_are_cached(monkeypatch):
     hits: list[bool] = []
 

@@ -40,8 +40,8 @@ def test_none_lifts_the_bound():
     assert num_sms.num_sms() == 132
 
 
-def test_gemms_leave_as_many_sms_free_as_the_most_of_several_exchanges_need():
-    ends = [num_sms.leave_free(count) for count in (16, 32, 32, 8)]
+def test_gemms_leave_as_many_sms_free_as_the_most_of_several_kernels_need():
+    ends = [num_sms.leave_free(count, 1e12) for count in (16, 32, 32, 8)]
     assert num_sms.num_sms() == 100
     left = []
     for end in ends:
@@ -50,17 +50,29 @@ def test_gemms_leave_as_many_sms_free_as_the_most_of_several_exchanges_need():
     assert left == [100, 100, 124, 132]
 
 
+def test_sms_are_left_free_until_so_many_flops_are_launched_for_one_kernel_after_the_other():
+    ends = [num_sms.leave_free(count, flops) for count, flops in ((8, 10), (16, 20), (32, 0), (4, 5))]
+    left = []
+    for flops in (9, 2, 18, 1, 4, 100):
+        num_sms.count_launched(flops)
+        left.append(num_sms.num_sms())
+    assert left == [100, 100, 100, 100, 128, 132]
+    for end in ends:
+        end()
+    assert num_sms.num_sms() == 132
+
+
 @pytest.mark.parametrize(("limit", "used"), [(78, 78), (120, 100)])
 def test_the_setting_and_what_is_left_free_bound_gemms_together(limit: int, used: int):
     num_sms.set_num_sms(limit)
-    end = num_sms.leave_free(32)
+    end = num_sms.leave_free(32, 1)
     assert num_sms.num_sms() == used
     end()
     assert num_sms.num_sms() == limit
 
 
 def test_a_gemm_keeps_one_sm():
-    end = num_sms.leave_free(140)
+    end = num_sms.leave_free(140, 1)
     assert num_sms.num_sms() == 1
     end()
 
