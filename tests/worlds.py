@@ -39,10 +39,12 @@ def read_failures(folder: str | Path, world: int) -> Failures:
 def start_ranks(run: Callable[..., None], arguments: tuple[Any, ...], world: int) -> None:
     """Call run(rank, *arguments) in so many processes, and wait for them.
 
-    They are forked by a server that has imported the module of `run`, so that it is imported once.
+    They are forked by a server that has imported the module of `run`, so that it is imported once. Where there is a
+    GPU each process imports it: one that is forked may not use CUDA if the server has asked for GPUs.
     """
     multiprocessing.set_forkserver_preload([run.__module__])
-    mp.start_processes(run, arguments, world, start_method="forkserver")
+    method = "spawn" if torch.cuda.is_available() else "forkserver"
+    mp.start_processes(run, arguments, world, start_method=method)
 
 
 def start_once(

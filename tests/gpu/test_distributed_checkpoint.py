@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from octile.checkpoint import DistributedCheckpoints, ShardedCheckpoint, load_tensors
 from octile.checkpoint import store as store_module
 from octile.checkpoint.sharded import ChunkSavePlanner
+from tests.worlds import start_ranks
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def _be_rank(rank: int, folder: str) -> None:
 def test_two_ranks_of_nccl_save_and_load_fsdp2(tmp_path):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
-    mp.spawn(_be_rank, (str(tmp_path),), 2)
+    start_ranks(_be_rank, (str(tmp_path),), 2)
     checkpoint = ShardedCheckpoint(tmp_path / "run" / "step_00000001")
     whole = torch.load(tmp_path / "whole.pt")
     assert all(checkpoint.read(name).equal(tensor) for name, tensor in whole.items())

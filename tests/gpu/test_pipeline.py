@@ -1,25 +1,26 @@
 """Pipeline schedules on two GPUs, by NCCL, compared with one process: the cases of tests/parallel for two ranks."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from tests.parallel import pipeline_cases
-from tests.worlds import Failures, assert_passed, read_failures
+from tests.worlds import Failures, assert_passed, start_once, start_ranks
 
 
 @pytest.fixture(scope="module")
-def failures(tmp_path_factory: pytest.TempPathFactory) -> Failures:
+def failures(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Failures]:
     """What went wrong, by rank."""
-    folder = tmp_path_factory.mktemp("pipeline")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which cuBLAS needs to be deterministic
-        mp.spawn(pipeline_cases.run, (str(folder), "cuda"), 2)
-    return read_failures(folder, 2)
+
+    def start(world: int, folder: str) -> None:
+        start_ranks(pipeline_cases.run, (folder, "cuda"), world)
+
+    return start_once(tmp_path_factory, "pipeline-on-gpus", start)
 
 
 @pytest.mark.parametrize("name", pipeline_cases.cases({2: None}))
-def test_ranks(name: str, request: pytest.FixtureRequest):
+def test_ranks(failures, name: str):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
-    assert_passed(request.getfixturevalue("failures"), name)
+    assert_passed(failures(2), name)

@@ -1,40 +1,47 @@
 """Runs and sharded state on two GPUs, over NCCL; see tests/train/rank_cases.py and tests/parallel/state_cases.py."""
 
-from functools import cache
+from collections.abc import Callable
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from tests.parallel import state_cases
 from tests.train import rank_cases
 from tests.train.test_ranks import free_port
-from tests.worlds import Failures, assert_passed, read_failures
+from tests.worlds import Failures, assert_passed, start_once, start_ranks
 
 
-@pytest.fixture(scope="module")
-def failures(store, tmp_path_factory: pytest.TempPathFactory):
-    """Return what went wrong, by rank, in the cases of a part of the tests. Each part starts its ranks once."""
+@pytest.fixture(scope="module", autouse=True)
+def two_gpus() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
 
-    @cache
-    def of_part(part: str) -> Failures:
-        folder = str(tmp_path_factory.mktemp(part))
-        if part == "state":
-            mp.spawn(state_cases.run, (2, folder, "cuda"), 2)
-        else:
-            mp.spawn(rank_cases.run, (2, folder, str(store.folder), free_port(), "cuda"), 2)
-        return read_failures(folder, 2)
 
-    return of_part
+@pytest.fixture(scope="module")
+def of_state(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Failures]:
+    """What went wrong with sharded state, by rank."""
+
+    def start(world: int, folder: str) -> None:
+        start_ranks(state_cases.run, (world, folder, "cuda"), world)
+
+    return start_once(tmp_path_factory, "state-on-gpus", start)
+
+
+@pytest.fixture(scope="module")
+def of_trainers(store, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Failures]:
+    """What went wrong with trainers, by rank."""
+
+    def start(world: int, folder: str) -> None:
+        start_ranks(rank_cases.run, (world, folder, str(store.folder), free_port(), "cuda"), world)
+
+    return start_once(tmp_path_factory, "trainers-on-gpus", start)
 
 
 @pytest.mark.parametrize("name", state_cases.cases(2))
-def test_sharded_state(failures, name: str):
-    assert_passed(failures("state"), name)
+def test_sharded_state(of_state, name: str):
+    assert_passed(of_state(2), name)
 
 
 @pytest.mark.parametrize("name", rank_cases.gpu_cases())
-def test_trainers(failures, name: str):
-    assert_passed(failures("trainers"), name)
+def test_trainers(of_trainers, name: str):
+    assert_passed(of_trainers(2), name)

@@ -2,6 +2,7 @@
 
 import copy
 import datetime
+import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,7 @@ from octile.parallel.pipeline import Pipeline
 from octile.parallel.schedules import SCHEDULES, Schedule, make_schedule, simulate
 from octile.parallel.schedules.actions import parts
 from octile.recipe import Recipe
+from octile.train.deterministic import FIXED_WORKSPACE, WORKSPACE_VARIABLE
 from tests.models.conftest import MINI_V3, build
 from tests.worlds import run_cases
 
@@ -504,6 +506,7 @@ def run(rank: int, folder: str, device: str = "cpu") -> None:
     world = WORLD if device == "cpu" else 2
     timeout, device_id = datetime.timedelta(seconds=120), None
     if device == "cuda":
+        os.environ[WORKSPACE_VARIABLE] = FIXED_WORKSPACE  # cuBLAS, which needs it to be deterministic, reads it once
         device_id = torch.device("cuda", rank)
         torch.cuda.set_device(device_id)
         torch.set_default_device(device_id)
