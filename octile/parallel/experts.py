@@ -67,7 +67,7 @@ class ExpertDispatcher(LocalDispatcher):
     exchanges = True
 
     def __init__(self, n_experts: int, n_chosen: int, hidden_size: int, ranks: Ranks = None):
-        self.groups = _groups(ranks)
+        self.groups = groups_of(ranks)
         sizes = f"{n_experts} experts, {n_chosen} of them chosen, hidden_size {hidden_size}"
         check_agreement("the sizes of a mixture", sizes, self.groups)
         check_divisible(n_experts, self.groups)
@@ -90,7 +90,7 @@ class ExpertDispatcher(LocalDispatcher):
         hops, per_destination = [], self.n_experts
         for group in self.groups:
             per_destination //= dist.get_world_size(group)
-            hop, rows_MC = _plan_hop(rows_MC, per_destination, group)
+            hop, rows_MC = plan_hop(rows_MC, per_destination, group)
             hops.append(hop)
 
         experts_NK, rank_N = rows_MC[:, :-1], rows_MC[:, -1]
@@ -149,7 +149,7 @@ class ExpertDispatcher(LocalDispatcher):
         """Copy every row that `send_quantized` returned to each of its experts of this rank: [R, D]."""
         token_R = plan.token_R
         data = x_ND.data.view(torch.uint8).index_select(0, token_R).view(x_ND.data.dtype)
-        return _in_tiles(data, x_ND.scale.index_select(0, token_R))
+        return in_tiles(data, x_ND.scale.index_select(0, token_R))
 
     def total_load(self, load_E: Tensor, plan: RoutingPlan) -> Tensor:
         """Return the number of tokens that all ranks send to each expert, of all E experts."""
@@ -224,7 +224,8 @@ def shard_experts(
         ranks: as in `ExpertDispatcher`.
         max_tokens: the most tokens that a rank has in a forward pass, the same on all ranks. If the ranks are GPUs of
             one host that can write to each other's memory, kernels on symmetric memory then exchange the rows, and the
-            host waits for nothing (`octile.parallel.symmetric_memory`). None, or other ranks: `all_to_all_single`.
+            host waits for nothing (`octile.parallel.symmetric_memory`); on a mesh of nodes they do so inside each node.
+            None, or other ranks: `all_to_all_single`.
         max_rows: how many rows the tensors of a rank's experts have for these kernels, the same on all ranks. No token
             is dropped: more rows are a RuntimeError. None: as many as if all tokens of all ranks went to one rank.
         num_sms: how many SMs these kernels use, at least 2; None: a number that suits NVLink, and a smaller one
@@ -241,12 +242,12 @@ def shard_experts(
             about the mixtures, their sizes or the numbers; max_tokens or max_rows is less than 1, or num_sms less
             than 2. All ranks raise the same error, and none is changed.
     """
-    from octile.parallel.symmetric_memory import PeerDispatcher, PeerMemory, why_not_peers  # which imports this module
+    from octile.parallel import symmetric_memory  # which imports this module
 
     for name, value, least in (("max_tokens", max_tokens, 1), ("max_rows", max_rows, 1), ("num_sms", num_sms, 2)):
         if value is not None and value < least:
             raise ValueError(f"{name} must be at least {least}, not {value}")
-    groups = _groups(ranks)
+    groups = groups_of(ranks)
     check_agreement("max_tokens, max_rows and num_sms", f"{max_tokens}, {max_rows} and {num_sms}", groups)
     mixtures = {name: m for name, m in model.named_modules() if isinstance(m, MoE)}
     check_agreement("the model's mixtures", "; ".join(_describe(*item) for item in mixtures.items()), groups)
@@ -262,15 +263,17 @@ def shard_experts(
             raise ValueError(f"{name or 'model'} is sharded already, or has a dispatcher of its own")
     exchange, memory = ALL_TO_ALL, None
     if max_tokens is not None:
-        why_not = why_not_peers(groups)
-        exchange = f"{ALL_TO_ALL}, since {why_not}" if why_not else PEER_KERNELS
-        memory = None if why_not else PeerMemory(groups[0], num_sms)
+        why_not = symmetric_memory.why_not_peers(groups)
+        kernels = PEER_KERNELS if len(groups) == 1 else f"{PEER_KERNELS} inside a node, {ALL_TO_ALL} across"
+        exchange = f"{ALL_TO_ALL}, since {why_not}" if why_not else kernels
+        memory = None if why_not else symmetric_memory.PeerMemory(groups[-1], num_sms)
     for moe in mixtures.values():
         sizes = len(moe.gate.weight), moe.gate.n_chosen, moe.gate.weight.shape[1]
         if memory is None or max_tokens is None:
             moe.dispatcher = ExpertDispatcher(*sizes, ranks)
         else:
-            moe.dispatcher = PeerDispatcher(*sizes, memory, max_tokens, max_rows, too_many_rows)
+            kind = symmetric_memory.PeerDispatcher if len(groups) == 1 else symmetric_memory.NodeDispatcher
+            moe.dispatcher = kind(*sizes, memory, max_tokens, max_rows, too_many_rows, ranks)
         if moe.experts.here != moe.dispatcher.local_experts:
             for weight in ("gate_up", "down"):
                 setattr(moe.experts, weight, _cut(getattr(moe.experts, weight), moe.dispatcher.local_experts))
@@ -308,7 +311,7 @@ def check_divisible(n_experts: int, groups: Sequence[dist.ProcessGroup]) -> None
         raise ValueError(f"the number of experts must be a multiple of the {n_ranks} ranks, not {n_experts}")
 
 
-class _Hop(NamedTuple):
+class Hop(NamedTuple):
     """An exchange of rows between the ranks of a group, and of their results on the way back.
 
     Attributes:
@@ -331,11 +334,11 @@ class _Hop(NamedTuple):
 class _Handle(NamedTuple):
     """The way of a plan's rows: the hops, and the row of each result in the order in which results go back, int32."""
 
-    hops: tuple[_Hop, ...]
+    hops: tuple[Hop, ...]
     result_R: Tensor
 
 
-def _plan_hop(rows_MC: Tensor, per_destination: int, group: dist.ProcessGroup) -> tuple[_Hop, Tensor]:
+def plan_hop(rows_MC: Tensor, per_destination: int, group: dist.ProcessGroup) -> tuple[Hop, Tensor]:
     """Plan a hop, and make it with what describes the rows.
 
     Args:
@@ -361,12 +364,12 @@ def _plan_hop(rows_MC: Tensor, per_destination: int, group: dist.ProcessGroup) -
     described_SC = torch.cat([experts_SK.masked_fill(~of_rank_SK, -1), rows_MC[row_S, -1:]], dim=1)
     rank_X = rank_MK.flatten()[(experts_MK.flatten() >= 0).nonzero().squeeze(1)]
     place_X = inverse(rank_X.argsort(stable=True))
-    hop = _Hop(group, row_S.to(torch.int32), rows_out, rows_in, results_out, results_in, place_X)
+    hop = Hop(group, row_S.to(torch.int32), rows_out, rows_in, results_out, results_in, place_X)
     return hop, exchange(described_SC, rows_out, rows_in, group)
 
 
-def _groups(ranks: Ranks) -> list[dist.ProcessGroup]:
-    """Return the group of each hop."""
+def groups_of(ranks: Ranks) -> list[dist.ProcessGroup]:
+    """Return the group of each hop: across nodes, if there are several, and inside a node."""
     if not dist.is_initialized():
         raise RuntimeError("torch.distributed must be initialized before experts are spread over ranks")
     if isinstance(ranks, DeviceMesh):
@@ -407,6 +410,6 @@ def _cut(weight: nn.Parameter, experts: slice) -> nn.Parameter:
     return cut
 
 
-def _in_tiles(data: Tensor, scale: Tensor) -> ScaledTensor:
+def in_tiles(data: Tensor, scale: Tensor) -> ScaledTensor:
     """Lay the scales of rows in 1×128 tiles out as `quantize` returns them."""
     return ScaledTensor(data, new_scale(data, *TILE).copy_(scale), TILE)

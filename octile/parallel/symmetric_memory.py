@@ -18,7 +18,11 @@ run the same passes come to the same exchanges in the same order.
 Results have the same bits as by `all_to_all_single`: the rows of an expert have the same order, and the rank of a token
 sums them. Rows of zeros follow those of the last expert.
 
-Shapes: as in `octile.parallel.experts`; M the most tokens of a rank, N = W · M + 1, R = W · M · K or less.
+Between nodes, whose GPUs cannot write to each other's memory, rows cross by `all_to_all_single` (`NodeDispatcher`), for
+which the host waits; these kernels then send them on inside each node.
+
+Shapes: as in `octile.parallel.experts`; M the most tokens of a rank, N = W · M + 1, R = W · M · K or less. Across nodes
+S rows come to a rank, at most M from each node.
 """
 
 from __future__ import annotations
@@ -39,7 +43,15 @@ from octile.kernels.cuda.gemm import num_sms as gemm_sms
 from octile.kernels.memory_layout import VECTOR, new_scale, padded
 from octile.nn.dispatcher import InFlight, RoutingPlan
 from octile.ops.routing_plan import count_tokens, routing_plan
-from octile.parallel.experts import ExpertDispatcher
+from octile.parallel.experts import (
+    ExpertDispatcher,
+    Hop,
+    Ranks,
+    begin_exchange,
+    exchange,
+    in_tiles,
+    plan_hop,
+)
 from octile.parallel.links import can_access
 from octile.scaled import ScaledTensor
 
@@ -197,17 +209,21 @@ class PeerMemory:
 
 
 class _Handle(NamedTuple):
-    """The experts of the tokens.
+    """The way of a plan's rows.
 
     Attributes:
-        experts_TK: of this rank's tokens.
-        local_NK: of all tokens [W·M, K], counted from the first expert of this rank.
-        load_E: how many tokens of all ranks each of all experts has, int64.
+        experts_SK: the experts of the rows that this rank sends to its peers, its tokens if there is one node.
+        local_NK: those of the rows that all peers send, counted from the first expert of this rank.
+        load_E: how many tokens of all ranks each of all experts has, int64, if there is one node.
+        hop: across nodes, if there are several.
+        result_X: int32, which of the S · K results go back across nodes.
     """
 
-    experts_TK: Tensor
+    experts_SK: Tensor
     local_NK: Tensor
-    load_E: Tensor
+    load_E: Tensor | None
+    hop: Hop | None = None
+    result_X: Tensor | None = None
 
 
 class PeerDispatcher(ExpertDispatcher):
@@ -215,10 +231,11 @@ class PeerDispatcher(ExpertDispatcher):
 
     Args:
         n_experts, n_chosen, hidden_size: as of `ExpertDispatcher`.
-        memory: of the ranks.
+        memory: of the ranks, or of those of this rank's node.
         max_tokens: M, the most tokens that a rank has in a forward pass.
         max_rows: R, the most rows of this rank's experts in a forward pass; None: W · M · K, which always suffice.
         too_many_rows: float32 [] on the device, or None, as of `shard_experts`.
+        ranks: as of `ExpertDispatcher`; those of the memory if not given.
 
     Attributes:
         max_rows: may be raised, on all ranks alike, to at most enough_rows.
@@ -239,12 +256,15 @@ class PeerDispatcher(ExpertDispatcher):
         max_tokens: int,
         max_rows: int | None = None,
         too_many_rows: Tensor | None = None,
+        ranks: Ranks = None,
     ):
         for name, value in (("max_tokens", max_tokens), ("max_rows", max_rows)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
-        super().__init__(n_experts, n_chosen, hidden_size, memory.group)
+        super().__init__(n_experts, n_chosen, hidden_size, memory.group if ranks is None else ranks)
         self.memory, self.max_tokens = memory, max_tokens
+        peers = dist.get_world_size(memory.group)
+        self._most_sent = max_tokens * (self.n_ranks // peers)  # rows that a rank sends to its peers
         self.enough_rows = self.n_ranks * max_tokens * n_chosen
         self.max_rows = self.enough_rows if max_rows is None else min(self.enough_rows, max_rows)
         self.too_many_rows = too_many_rows
@@ -257,34 +277,51 @@ class PeerDispatcher(ExpertDispatcher):
             RuntimeError: the experts of this rank have more than max_rows rows, and too_many_rows was not given. On a
                 GPU it is raised when the host next waits, and what uses the plan is not computed.
         """
+        self._check_tokens(experts_TK)
+        experts_TK = experts_TK.contiguous()
+        local = self.n_experts // self.n_ranks
+        gathered_NK = self._gather(experts_TK)
+        local_NK = self._count_from_here(gathered_NK)
+        total_E = count_tokens(gathered_NK + 1, self.n_experts + 1)[0, 1:]  # −1 for tokens that a rank does not have
+        _, order_R, offs_E = routing_plan(local_NK, count_tokens(local_NK, local + 1)[0])
+        place = torch.arange(experts_TK.numel(), dtype=torch.int32, device=order_R.device)
+        handle = _Handle(experts_TK, local_NK, total_E)
+        return self._plan(place.view(experts_TK.shape), order_R, offs_E[:local], handle)
+
+    def _check_tokens(self, experts_TK: Tensor) -> None:
+        if len(experts_TK) > self.max_tokens:
+            raise ValueError(f"a rank must have at most max_tokens = {self.max_tokens} tokens, not {len(experts_TK)}")
+
+    def _gather(self, rows_SC: Tensor) -> Tensor:
+        """Gather rows of integers of all peers as int32 [N, C], −1 in those that a peer has not; valid until sent."""
         from octile.kernels.triton import peer_rows
 
-        (t, k), local, n = experts_TK.shape, self.n_experts // self.n_ranks, self.n_ranks * self.max_tokens
-        if t > self.max_tokens:
-            raise ValueError(f"a rank must have at most max_tokens = {self.max_tokens} tokens, not {t}")
-        experts_TK = experts_TK.contiguous()
-        with self.memory.exchange(n * k * 4, experts_TK.device):
+        n, c = dist.get_world_size(self.memory.group) * self._most_sent, rows_SC.shape[1]
+        with self.memory.exchange(n * c * 4, rows_SC.device):
             self.memory.barrier()
-            peer_rows.launch_send_experts(experts_TK, self.max_tokens, self.memory.peers)
+            peer_rows.launch_send_experts(rows_SC, self._most_sent, self.memory.peers)
             self.memory.barrier()
         self.memory.in_flight(None).wait(switches=False)
-        gathered_NK = self.memory.buffer[: n * k * 4].view(torch.int32).view(n, k)
-        local_NK = peer_rows.launch_local_experts(gathered_NK, self.rank * local, local)
-        total_E = count_tokens(gathered_NK + 1, self.n_experts + 1)[0, 1:]  # −1 for tokens that a rank does not have
+        return self.memory.buffer[: n * c * 4].view(torch.int32).view(n, c)
 
-        _, order_R, offs_E = routing_plan(local_NK, count_tokens(local_NK, local + 1)[0])
-        offs_E = offs_E[:local]
+    def _count_from_here(self, experts_NK: Tensor) -> Tensor:
+        """Number experts, of which the first is the first peer's, from the first of this rank; others become E/W."""
+        from octile.kernels.triton import peer_rows
+
+        local = self.n_experts // self.n_ranks
+        return peer_rows.launch_local_experts(experts_NK, dist.get_rank(self.memory.group) * local, local)
+
+    def _plan(self, place_TK: Tensor, order_R: Tensor, offs_E: Tensor, handle: _Handle) -> RoutingPlan:
+        """Make the plan of sorted rows, of which there may be too many."""
         fits = offs_E[-1] <= self.max_rows
         if self.too_many_rows is None:
             torch._assert_async(fits, f"the experts of a rank have more than {self.max_rows} rows")
         else:
             self.too_many_rows.masked_fill_(~fits, 1.0)
             offs_E = offs_E.clamp(max=self.max_rows)  # so that nothing is read or written beyond the tensors
-        row = torch.arange(max(self.max_rows, t * k), dtype=torch.int32, device=order_R.device)
-        row_R, order_R = row[: self.max_rows], order_R[: self.max_rows]
-        order_R = torch.where(row_R < offs_E[-1], order_R, n * k)  # after the last expert: the row of zeros
-        place_TK = row[: t * k].view(t, k)
-        return RoutingPlan(place_TK, order_R, offs_E, _Handle(experts_TK, local_NK, total_E))
+        row_R = torch.arange(self.max_rows, dtype=torch.int32, device=order_R.device)
+        after = handle.local_NK.numel()  # after the last expert: the row of zeros
+        return RoutingPlan(place_TK, torch.where(row_R < offs_E[-1], order_R[: self.max_rows], after), offs_E, handle)
 
     def total_load(self, load_E: Tensor, plan: RoutingPlan) -> Tensor:
         """Return the number of tokens that all ranks send to each expert, which `plan` has counted."""
@@ -315,15 +352,15 @@ class PeerDispatcher(ExpertDispatcher):
         """
         from octile.kernels.triton import peer_rows
 
-        tokens, k = plan.place_TK.shape
-        results, row_bytes = self.max_tokens * k, y_RD.shape[1] * y_RD.itemsize
-        own = y_RD.new_empty(tokens * k, y_RD.shape[1]) if lasts else None
+        rows, k = plan.handle.experts_SK.shape
+        results, row_bytes = self._most_sent * k, y_RD.shape[1] * y_RD.itemsize
+        own = y_RD.new_empty(rows * k, y_RD.shape[1]) if lasts else None
         with self.memory.exchange(results * row_bytes, y_RD.device):
             self.memory.barrier()
             peers = self.memory.peers_of(overlaps)
             peer_rows.launch_send_back(_bytes(y_RD), plan.order_R, plan.offs_E, results, peers)
             self.memory.barrier()
-            found = self.memory.buffer[: tokens * k * row_bytes].view(y_RD.dtype).view(tokens * k, y_RD.shape[1])
+            found = self.memory.buffer[: rows * k * row_bytes].view(y_RD.dtype).view(rows * k, y_RD.shape[1])
             found = found if own is None else own.copy_(found)
         return self.memory.in_flight(found, y_RD, plan, overlaps=overlaps, holds_results=not lasts)
 
@@ -332,7 +369,7 @@ class PeerDispatcher(ExpertDispatcher):
     ) -> tuple[Tensor, Tensor | None]:
         from octile.kernels.triton import peer_rows
 
-        experts_TK, local_NK, _ = plan.handle
+        experts_SK, local_NK, *_ = plan.handle
         out = x_TD.new_empty(len(local_NK) + 1, x_TD.shape[1])  # of the current stream's memory, as it is read there
         out_scale = None if scale is None else new_scale(out, *TILE)
         local, data_bytes = self.n_experts // self.n_ranks, _bytes(out)
@@ -340,17 +377,92 @@ class PeerDispatcher(ExpertDispatcher):
         n_bytes += 0 if out_scale is None else out_scale.numel() * out_scale.itemsize
         with self.memory.exchange(n_bytes, x_TD.device):
             peer_rows.launch_exchange(
-                _bytes(x_TD), scale, experts_TK, local_NK, local, self.memory.buffer, data_bytes, out_scale,
-                self.max_tokens, self.memory.peers_of(overlaps),
+                _bytes(x_TD), scale, experts_SK, local_NK, local, self.memory.buffer, data_bytes, out_scale,
+                self._most_sent, self.memory.peers_of(overlaps),
             )  # fmt: skip
         return out, out_scale
 
 
+class NodeDispatcher(PeerDispatcher):
+    """A `PeerDispatcher` for several nodes: two hops, across nodes by `all_to_all_single`, inside a node by kernels.
+
+    The host waits for the numbers of rows that cross nodes.
+
+    Args:
+        n_experts, n_chosen, hidden_size, memory, max_tokens, max_rows, too_many_rows, ranks: as of `PeerDispatcher`;
+            ranks is a mesh [nodes, ranks of a node], and the memory is of the ranks of this node.
+    """
+
+    waits_for_device = True
+
+    def plan(self, experts_TK: Tensor, load_E: Tensor) -> RoutingPlan:
+        """Plan where rows go, and tell the other ranks: experts_TK are the experts of each token.
+
+        Raises:
+            ValueError, RuntimeError: as `PeerDispatcher.plan`.
+        """
+        self._check_tokens(experts_TK)
+        across, (t, k) = self.groups[0], experts_TK.shape
+        rows_TC = torch.cat([experts_TK, experts_TK.new_full((t, 1), self.rank)], dim=1).to(torch.int32)
+        hop, rows_SC = plan_hop(rows_TC, self.n_experts // dist.get_world_size(across), across)
+        experts_SK, gathered_NC = rows_SC[:, :-1].contiguous(), self._gather(rows_SC)
+        local_NK, rank_N1 = self._count_from_here(gathered_NC[:, :-1].contiguous()), gathered_NC[:, -1:].clamp(min=0)
+        # an expert's rows, sorted by the rank of their tokens: they came from each peer, and to it from each node
+        order_R = (local_NK * self.n_ranks + rank_N1).flatten().argsort(stable=True).to(torch.int32)
+        local = self.n_experts // self.n_ranks
+        offs_E = count_tokens(local_NK, local + 1)[0].cumsum(0).to(torch.int32)[:local]
+        result_X = (experts_SK.flatten() >= 0).nonzero().squeeze(1).to(torch.int32)
+        return self._plan(hop.place_X.view(t, k), order_R, offs_E, _Handle(experts_SK, local_NK, None, hop, result_X))
+
+    def total_load(self, load_E: Tensor, plan: RoutingPlan) -> Tensor:
+        """Return the number of tokens that all ranks send to each expert, of all E experts."""
+        return ExpertDispatcher.total_load(self, load_E, plan)
+
+    def begin_send(self, x_TD: Tensor, plan: RoutingPlan, overlaps: bool = True) -> InFlight[Tensor]:
+        """Send each row once to every node that has one of its experts, and begin to send them on: [N, D]."""
+        return super().begin_send(_cross(x_TD, plan.handle.hop), plan, overlaps)
+
+    def begin_send_quantized(
+        self, x_TD: ScaledTensor, plan: RoutingPlan, overlaps: bool = True
+    ) -> InFlight[ScaledTensor]:
+        """Send rows in 1×128 tiles as `begin_send` does: [N, D]."""
+        hop = plan.handle.hop
+        data = _cross(x_TD.data.view(torch.uint8), hop).view(x_TD.data.dtype)
+        return super().begin_send_quantized(in_tiles(data, _cross(x_TD.scale, hop)), plan, overlaps)
+
+    def begin_send_back(
+        self, y_RD: Tensor, plan: RoutingPlan, overlaps: bool = True, lasts: bool = False
+    ) -> InFlight[Tensor]:
+        """Send each result to this node's rank of its token's index, and begin to send it across: [T·K, D]."""
+        _, _, _, hop, result_X = plan.handle
+        results = super().begin_send_back(y_RD, plan, overlaps=False).wait(switches=False).index_select(0, result_X)
+        return begin_exchange(results, hop.results_in, hop.results_out, hop.group)
+
+
+def _cross(x_TD: Tensor, hop: Hop) -> Tensor:
+    """Send rows across nodes: [S, D]."""
+    return exchange(x_TD.index_select(0, hop.row_S), hop.rows_out, hop.rows_in, hop.group)
+
+
 def why_not_peers(groups: Sequence[dist.ProcessGroup]) -> str | None:
-    """Return why the ranks of a dispatcher cannot write to each other's memory; None: they can. All ranks call it."""
-    if len(groups) > 1:
-        return "the ranks are a mesh of nodes"
-    (group,) = groups
+    """Return why the ranks of a dispatcher, or of a node, cannot write to each other's memory; None: they can.
+
+    All ranks call it, and get the same.
+
+    Args:
+        groups: those of the hops: across nodes, if there are several, and inside a node, which is the last.
+    """
+    if len(groups) > 2:
+        return "the mesh of ranks has more than two dimensions"
+    why_not = _why_not_peers_of_a_node(groups[-1])
+    for across in groups[:-1]:
+        reasons = [why_not] * dist.get_world_size(across)
+        dist.all_gather_object(reasons, why_not, group=across)
+        why_not = next(filter(None, reasons), None)
+    return why_not
+
+
+def _why_not_peers_of_a_node(group: dist.ProcessGroup) -> str | None:
     if not torch.cuda.is_available() or "nccl" not in dist.get_backend(group):
         return "the ranks are not on GPUs with NCCL"
     device = torch.cuda.current_device()

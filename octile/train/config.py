@@ -85,7 +85,8 @@ class ParallelConfig:
         dp: data-parallel ranks, which share each step's batch; all ranks that torchrun starts.
         ep: ranks over which the experts are spread; divides dp.
         exchange: how rows of tokens go to spread experts: all_to_all; symmetric_memory, kernels between GPUs of one
-            host, for which the host does not wait; or auto, these kernels between two GPUs.
+            host, for which the host does not wait, and all_to_all between hosts; or auto, these kernels between two
+            GPUs.
         reduce: the format in which gradients are summed over the ranks: float32, or bfloat16, half the traffic.
         timeout: seconds after which a rank that waits for another one ends the run.
     """

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.delayed_scaling import amax_histories
 from octile.parallel import symmetric_memory
-from octile.parallel.experts import ExpertShare, shard_experts
+from octile.parallel.experts import ExpertShare, groups_of, shard_experts
 from octile.parallel.links import AUTO_RANKS
 from octile.parallel.ranks import Ranks
 from octile.recipe import Recipe
@@ -27,7 +30,20 @@ def expert_mesh(config: TrainConfig, device: torch.device) -> DeviceMesh | None:
     return init_device_mesh(device.type, shape, mesh_dim_names=("replica", "expert"))
 
 
-def check_exchange(config: TrainConfig, mesh: DeviceMesh, ranks: Ranks) -> None:
+def expert_hops(config: TrainConfig, mesh: DeviceMesh) -> dist.ProcessGroup | DeviceMesh:
+    """The ranks of a replica; on several hosts as the mesh [hosts, ranks of a host], so that a row crosses once.
+
+    torchrun says how many ranks a host has, and numbers them host by host.
+    """
+    parallel = config.parallel
+    local = int(os.environ.get("LOCAL_WORLD_SIZE") or parallel.ep)
+    if local == 1 or local >= parallel.ep or parallel.ep % local:
+        return mesh.get_group("expert")
+    shape = parallel.dp // parallel.ep, parallel.ep // local, local
+    return init_device_mesh(mesh.device_type, shape, mesh_dim_names=("replica", "host", "rank"))["host", "rank"]
+
+
+def check_exchange(config: TrainConfig, hops: dist.ProcessGroup | DeviceMesh, ranks: Ranks) -> None:
     """Refuse kernels on symmetric memory that the configuration asks for, where the ranks cannot use them.
 
     Raises:
@@ -35,13 +51,17 @@ def check_exchange(config: TrainConfig, mesh: DeviceMesh, ranks: Ranks) -> None:
     """
     if config.parallel.exchange != "symmetric_memory":
         return
-    reasons = ranks.gather(symmetric_memory.why_not_peers([mesh.get_group("expert")]))
+    reasons = ranks.gather(symmetric_memory.why_not_peers(groups_of(hops)))
     if reason := next(filter(None, reasons), None):
         raise ValueError(f"parallel.exchange symmetric_memory cannot be used, since {reason}: use auto, or all_to_all")
 
 
 def spread_experts(
-    model: DeepseekV3, config: TrainConfig, mesh: DeviceMesh, recipe: Recipe, too_many_rows: Tensor
+    model: DeepseekV3,
+    config: TrainConfig,
+    hops: dist.ProcessGroup | DeviceMesh,
+    recipe: Recipe,
+    too_many_rows: Tensor,
 ) -> ExpertShare:
     """Spread the experts, with place for ROOM times the rows of balanced ones if a step can be repeated with more.
 
@@ -49,8 +69,8 @@ def spread_experts(
     """
     parallel, tokens = config.parallel, config.micro_batch_size * config.sequence_length
     by_kernels = parallel.exchange == "symmetric_memory" or (parallel.exchange == "auto" and parallel.ep <= AUTO_RANKS)
-    group, max_tokens = mesh.get_group("expert"), tokens if by_kernels else None
+    max_tokens = tokens if by_kernels else None
     if recipe.loss_scale or amax_histories(model):
-        return shard_experts(model, group, max_tokens)
+        return shard_experts(model, hops, max_tokens)
     max_rows = round(ROOM * tokens * config.model.num_experts_per_tok)
-    return shard_experts(model, group, max_tokens, max_rows, too_many_rows=too_many_rows)
+    return shard_experts(model, hops, max_tokens, max_rows, too_many_rows=too_many_rows)

@@ -61,7 +61,7 @@ from octile.train.device_memory import available_memory
 from octile.train.diagnostics import first_non_finite, record_tile_scales
 from octile.train.kept_activations import can_keep, keep_activations
 from octile.train.run_folder import Metrics
-from octile.train.spread_experts import check_exchange, expert_mesh, spread_experts
+from octile.train.spread_experts import check_exchange, expert_hops, expert_mesh, spread_experts
 from octile.train.state_layout import StateLayout
 from octile.train.step_results import StepResults
 from octile.train.token_store import TokenStore
@@ -145,8 +145,9 @@ class Trainer:
         self.recipe = self._recipes[self.keeps_activations]
         self._too_many_rows = torch.zeros((), device=device)  # 1 if the experts of this rank had more rows than place
         mesh = expert_mesh(config, device) if self.ranks.size > 1 else None
-        if mesh is not None:
-            check_exchange(config, mesh, self.ranks)
+        hops = None if mesh is None else expert_hops(config, mesh)
+        if hops is not None:
+            check_exchange(config, hops, self.ranks)
         torch.manual_seed(config.seed)
         with nullcontext() if mesh is None else share_of_experts(mesh.get_local_rank("expert"), config.parallel.ep):
             self.model = DeepseekV3(self.config.model).to(device)
@@ -154,8 +155,8 @@ class Trainer:
             load_weights(self.model, config.init_from)
         apply_recipe(self.model, self.recipe)
         self.expert_share: ExpertShare | None = None
-        if mesh is not None:
-            self.expert_share = spread_experts(self.model, config, mesh, self.recipe, self._too_many_rows)
+        if hops is not None:
+            self.expert_share = spread_experts(self.model, config, hops, self.recipe, self._too_many_rows)
             with torch.device("meta"):
                 whole = DeepseekV3(self.config.model)
             self.model.conversion_summary = apply_recipe(whole, self.recipe).conversion_summary

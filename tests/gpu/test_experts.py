@@ -10,7 +10,7 @@ from tests.parallel.expert_cases import E, K, Tokens
 from tests.worlds import Failures, assert_passed, start_once, start_ranks
 
 NEEDS_RANKS = "refusals"
-NAMES = list(expert_cases.cases(2, [], {"ranks": None, "peers": "peers"}))
+NAMES = list(expert_cases.cases(2, [], dict.fromkeys(("ranks", "peers", "node_peers"))))
 
 
 @pytest.fixture(scope="module")

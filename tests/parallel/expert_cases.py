@@ -115,12 +115,19 @@ def blocks(mode: str, gate: Gate, ranks) -> tuple[Block, Block]:
     return whole, sharded
 
 
+class Peers(NamedTuple):
+    """Ranks that exchange rows by kernels on symmetric memory: all of them, or those of each node of a mesh."""
+
+    nodes: DeviceMesh | None = None
+
+
 def shard(model: nn.Module, ranks) -> ExpertShare:
-    """Spread experts over ranks of a mesh or a group; or "peers": over all, by kernels on symmetric memory."""
-    if ranks != "peers":
+    """Spread experts over the ranks of a mesh or a group, or over Peers."""
+    if not isinstance(ranks, Peers):
         return shard_experts(model, ranks)
-    share = shard_experts(model, max_tokens=MAX_TOKENS, num_sms=2)
-    assert share.exchange == "kernels on symmetric memory", share
+    share = shard_experts(model, ranks.nodes, max_tokens=MAX_TOKENS, num_sms=2)
+    across = "" if ranks.nodes is None else " inside a node, all_to_all_single across"
+    assert share.exchange == f"kernels on symmetric memory{across}", share
     return share
 
 
@@ -340,7 +347,7 @@ def check_overlap(ranks, mode: str) -> None:
 
 def check_in_flight() -> None:
     """Results in the buffer are not overwritten before they are read."""
-    own, t = dispatcher(K, "peers"), 4
+    own, t = dispatcher(K, Peers()), 4
     experts_TK = torch.rand(t, E).topk(K).indices
     plan = own.plan(experts_TK, torch.zeros(E))
     x = torch.randint(-99, 99, (t, D)).float()
@@ -381,6 +388,19 @@ def check_sent_once_to_a_node(ranks: DeviceMesh) -> None:
     across, within = plan.handle.hops
     assert across.rows_out == [1 - node == 0, 1 - node == 1], across
     assert within.rows_out == [1, 1], within
+    by_kernels = dispatcher(4, Peers(ranks)).plan(
+        torch.tensor([[other, other + 1, other + 2, other + 3]]), torch.zeros(E)
+    )
+    assert by_kernels.handle.hop.rows_out == across.rows_out
+
+
+def check_why_not_peers_of_nodes(ranks: DeviceMesh) -> None:
+    """Ranks of one node that cannot write to each other's memory keep all nodes from it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            symmetric_memory, "_why_not_peers_of_a_node", lambda _: "a reason" if dist.get_rank() > 1 else None
+        )
+        assert WHY_NOT_PEERS([ranks.get_group("node"), ranks.get_group("rank")]) == "a reason"
 
 
 def refuses(error: type[Exception], message: str, call: Callable[[], object]) -> None:
@@ -520,7 +540,7 @@ def check_captured_buffer() -> None:
 
 
 def check_too_many_tokens() -> None:
-    own = dispatcher(K, "peers")
+    own = dispatcher(K, Peers())
     experts_TK = torch.zeros(MAX_TOKENS + 1, K, dtype=torch.int64)
     refuses(ValueError, "at most max_tokens = 90 tokens, not 91", lambda: own.plan(experts_TK, torch.zeros(E)))
 
@@ -531,7 +551,7 @@ def check_why_not_peers() -> None:
         patch.setattr(symmetric_memory, "why_not_peers", WHY_NOT_PEERS)
         share = shard_experts(MoE(Gate(D, E, K), D, 8), max_tokens=5)
     assert share.exchange == "all_to_all_single, since the ranks are not on GPUs with NCCL"
-    assert WHY_NOT_PEERS([None, None]) == "the ranks are a mesh of nodes"
+    assert WHY_NOT_PEERS([None, None, None]) == "the mesh of ranks has more than two dimensions"
 
 
 def check_share() -> None:
@@ -593,19 +613,23 @@ def cases(world: int, drawn: list[Tokens], meshes: dict[str, object]) -> dict[st
     """The cases of a world by name."""
     found: dict[str, Case] = {}
     for of, ranks in meshes.items():
-        for mode in SIZES if of != "peers" else ("fp32", "fp8", "fp8_unfused") if world == 2 else ("fp8",):
+        # on a CPU an interpreter runs the kernels of peers: it runs all cases once
+        is_interpreted = of.endswith("peers")
+        for mode in SIZES if not is_interpreted else ("fp32", "fp8", "fp8_unfused") if world == 2 else ("fp8",):
             found[f"gate-{mode}-{of}"] = lambda mode=mode, ranks=ranks: check_gate(mode, ranks)
             for name, tokens in ugly(world).items() if mode != "fp8_in_fp32" else ():
                 found[f"{name}-{mode}-{of}"] = lambda m=mode, r=ranks, t=tokens: check_fixed(m, r, t)
 
-            # on a CPU an interpreter runs the kernels of peers: it runs all draws once
-            few = drawn if of != "peers" or (world, mode) == (2, "fp8") else drawn[:3]
+            few = drawn if not is_interpreted or (world, mode) == (2, "fp8") else drawn[:3]
 
             def draws(mode=mode, ranks=ranks, drawn=few) -> None:
                 for tokens in drawn:
                     check_fixed(mode, ranks, tokens)
 
             found[f"drawn-{mode}-{of}"] = draws
+        found[f"many_exchanges-{of}"] = lambda ranks=ranks: check_many_exchanges(ranks)
+        if is_interpreted and world == 4:
+            continue
         found[f"recomputed-fp8-{of}"] = lambda ranks=ranks: check_gate("fp8", ranks, recompute=True)
         found[f"recomputed-fp32-{of}"] = lambda ranks=ranks: check_gate("fp32", ranks, recompute=True)
         found[f"observed-{of}"] = lambda ranks=ranks: check_observed(ranks)
@@ -613,10 +637,9 @@ def cases(world: int, drawn: list[Tokens], meshes: dict[str, object]) -> dict[st
             found[f"overlap-{mode}-{of}"] = lambda mode=mode, ranks=ranks: check_overlap(ranks, mode)
         found[f"two_passes-{of}"] = lambda ranks=ranks: check_two_passes(ranks)
         found[f"second_derivative-{of}"] = lambda ranks=ranks: check_second_derivative(ranks)
-        found[f"many_exchanges-{of}"] = lambda ranks=ranks: check_many_exchanges(ranks)
     if "peers" in meshes:
         if torch.cuda.is_available():
-            found["captured-peers"] = lambda: check_captured("peers")
+            found["captured-peers"] = lambda: check_captured(Peers())
             found["replay_after_growth-peers"] = check_replay_after_growth
         else:
             found["why_not-peers"] = check_why_not_peers
@@ -628,6 +651,7 @@ def cases(world: int, drawn: list[Tokens], meshes: dict[str, object]) -> dict[st
     found["sent_once"] = check_sent_once
     if "nodes" in meshes:
         found["sent_once_to_a_node"] = lambda: check_sent_once_to_a_node(meshes["nodes"])
+        found["why_not_peers_of_nodes"] = lambda: check_why_not_peers_of_nodes(meshes["nodes"])
     found["refusals"] = check_refusals
     found["share"] = check_share
     found["own_share"] = check_own_share
@@ -683,9 +707,12 @@ def run(rank: int, world: int, folder: str, drawn: list[Tokens], device: str = "
     dist.init_process_group(backend, f"file://{folder}/store", timeout, world, rank)
     meshes: dict[str, object] = {"ranks": None}
     if world > 1:
-        meshes["peers"] = "peers"
+        meshes["peers"] = Peers()
     if world == 4:
         meshes["nodes"] = init_device_mesh(device, (2, 2), mesh_dim_names=("node", "rank"))
+        meshes["node_peers"] = Peers(meshes["nodes"])
+    elif world == 2 and device == "cuda":
+        meshes["node_peers"] = Peers(init_device_mesh(device, (1, 2), mesh_dim_names=("node", "rank")))
     with peers_on_cpu(Path(folder)) if device == "cpu" else nullcontext():
         run_cases(cases(world, drawn, meshes), folder, rank)
     dist.destroy_process_group()

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from octile.checkpoint import DistributedCheckpoints, ShardedCheckpoint, load_checkpoint, save_checkpoint
 from octile.nn.delayed_scaling import amax_histories
 from octile.parallel.ranks import Ranks, join, leave
+from octile.parallel.symmetric_memory import NodeDispatcher
 from octile.train import spread_experts
 from octile.train import trainer as module
 from octile.train.captured_step import WARM_UP_STEPS
@@ -187,6 +188,21 @@ def check_place(store: TokenStore, ranks: Ranks) -> None:
             _, own = trainers(store, ranks, 4, {"exchange": "symmetric_memory"}, recipe=recipe)
             for moe in own.moes.values():
                 assert moe.dispatcher.max_rows == share * moe.dispatcher.enough_rows, recipe
+    dist.barrier()
+    ranks.from_first(lambda: shutil.rmtree(folder))
+
+
+def check_hosts(store: TokenStore, ranks: Ranks) -> None:
+    """Experts over two hosts of two ranks: rows cross once, then go on inside the host, by kernels on request."""
+    folder = Path(ranks.from_first(tempfile.mkdtemp))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "2")
+        alone, own = trainers(store, ranks, 4)
+        assert {len(moe.dispatcher.groups) for moe in own.moes.values()} == {2}
+        check_close(steps(own, 2), steps(alone, 2), **EXACT)
+        with peers_on_cpu(folder):
+            _, own = trainers(store, ranks, 4, {"exchange": "symmetric_memory"})
+    assert {type(moe.dispatcher) for moe in own.moes.values()} == {NodeDispatcher}
     dist.barrier()
     ranks.from_first(lambda: shutil.rmtree(folder))
 
@@ -414,6 +430,7 @@ def cases(world: int) -> dict[str, object]:
             "equal_run-4-2": lambda s, r: check_equal_run(s, r, 2),
             "moved-4-2": lambda s, r: check_moved_run(s, r, 2),
             "place": check_place,
+            "hosts": check_hosts,
         }
     return {
         "equal_run-2-1": lambda s, r: check_equal_run(s, r, 1),
