@@ -25,6 +25,7 @@ Source: ZeRO (arXiv 1910.02054) §5.1, P_os. Shapes: W ranks, R replicas of each
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -213,9 +214,10 @@ class ShardedState:
         for module in modules:
             found = [of_weight.pop(weight)[1] for weight in module.parameters() if weight in of_weight]
             stage = _Stage(found)
+            complete = partial(_complete, weakref.ref(self), weakref.ref(stage))
             for shard in stage.cut:
                 if shard.weight.requires_grad:
-                    shard.weight.register_post_accumulate_grad_hook(partial(self._complete, stage))
+                    shard.weight.register_post_accumulate_grad_hook(complete)
             module.register_forward_pre_hook(stage.wait)
             stages.append(stage)
         for name, _ in of_weight.values():
@@ -255,8 +257,8 @@ class ShardedState:
             self._next = None
 
     @torch.no_grad()
-    def _complete(self, stage: _Stage, weight: Tensor) -> None:
-        """Count a gradient of a stage, and launch the sums whose turn has come."""
+    def complete(self, stage: _Stage) -> None:
+        """Count a gradient of a stage, and launch the sums whose turn has come; a hook calls it."""
         if self._next is None:
             return
         stage.incomplete -= 1
@@ -402,6 +404,13 @@ def _spread_experts(model: nn.Module, n_ranks: int) -> set[Tensor]:
             if found > 1:
                 spread.update(moe.experts.parameters())
     return spread
+
+
+def _complete(state: weakref.ref[ShardedState], stage: weakref.ref[_Stage], weight: Tensor) -> None:
+    """Count a gradient. References from a weight's hook to the weight would keep it: Python does not see that cycle."""
+    found, of_stage = state(), stage()
+    if found is not None and of_stage is not None:
+        found.complete(of_stage)
 
 
 def _gradient(weight: Tensor) -> Tensor:

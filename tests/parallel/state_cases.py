@@ -1,5 +1,7 @@
 """Ranks that train a small model with `ShardedState`, for test_state.py."""
 
+import gc
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -205,6 +207,19 @@ def check_gather_of_stages() -> None:
     assert torch.equal(own["moe"].experts.down[:, 0, 0], of_expert)
 
 
+def check_freed() -> None:
+    """The hooks of a model's weights do not keep it: autograd's cycles are not collected."""
+    own = model()
+    state = ShardedState(own, stages=stages(own))
+    with state.reducing():
+        product(own, gradients(own, 0), list(gradients(own, 0))).backward()
+    state.reduce_gradients()
+    left = weakref.ref(own), weakref.ref(state)
+    del own, state
+    gc.collect()
+    assert [found() for found in left] == [None, None]
+
+
 def check_refusals() -> None:
     own = model()
     with pytest.raises(ValueError, match=r"stages must have all parameters, but none has scalar"):
@@ -233,6 +248,7 @@ def cases(world: int, device: str = "cpu") -> dict[str, object]:
         "versions": check_versions,
         "missing": check_missing_gradients,
         "refusals": check_refusals,
+        "freed": check_freed,
         "during_backward-fp32": lambda: check_sums_during_backward(torch.float32),
         "during_backward-bf16": lambda: check_sums_during_backward(torch.bfloat16),
         "micro_batches": check_micro_batches,
