@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import cache, partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +38,24 @@ def read_failures(folder: str | Path, world: int) -> Failures:
 
 
 def start_ranks(run: Callable[..., None], arguments: tuple[Any, ...], world: int) -> None:
-    """Call run(rank, *arguments) in so many processes, and wait for them.
+    """Call run(rank, *arguments) in so many processes, and wait for them."""
+    _start(run, arguments, world, join=True)
+
+
+def begin_ranks(run: Callable[..., None], arguments: tuple[Any, ...], world: int) -> list[BaseProcess]:
+    """Call run(rank, *arguments) in so many processes, and return them."""
+    return _start(run, arguments, world, join=False).processes
+
+
+def _start(run: Callable[..., None], arguments: tuple[Any, ...], world: int, join: bool) -> Any:
+    """Start processes.
 
     They are forked by a server that has imported the module of `run`, so that it is imported once. Where there is a
     GPU each process imports it: one that is forked may not use CUDA if the server has asked for GPUs.
     """
     multiprocessing.set_forkserver_preload([run.__module__])
     method = "spawn" if torch.cuda.is_available() else "forkserver"
-    mp.start_processes(run, arguments, world, start_method=method)
+    return mp.start_processes(run, arguments, world, join=join, start_method=method)
 
 
 def start_once(

@@ -95,15 +95,17 @@ def newest_intact(
     Raises:
         ValueError: there are checkpoints, but all are damaged.
     """
+    problems: dict[str, str] = {}
     names = [name for _, name in steps]
     for name in reversed(names):
         reason = problem(store.folder(name))
         if reason is None:
+            for unusable, why in problems.items() if warn else ():
+                warnings.warn(f"checkpoint {unusable} cannot be used, trying the one before: {why}", stacklevel=3)
             return name
-        if warn:
-            warnings.warn(f"checkpoint {name} cannot be used, trying the one before: {reason}", stacklevel=3)
+        problems[name] = reason
     if names:
-        raise ValueError(f"all {len(names)} checkpoints in {store.url} are damaged")
+        raise ValueError(f"all {len(names)} checkpoints in {store.url} are damaged; {names[-1]}: {problems[names[-1]]}")
     return None
 
 

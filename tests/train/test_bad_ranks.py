@@ -1,0 +1,92 @@
+"""Bad input of two ranks of `octile train`: one line from rank 0, and all ranks end with status 2."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch.distributed as dist
+
+from tests.train import bad_rank
+from tests.train.bad_rank import OTHER_CODE
+from tests.train.test_torchrun import OPTIONS
+from tests.worlds import begin_ranks
+
+
+class Ended(NamedTuple):
+    """What became of two ranks: their exit statuses, and octile's lines of each rank's error output."""
+
+    statuses: list[int | None]
+    lines: list[list[str]]
+
+
+def train(folder: Path, *arguments: str) -> Ended:
+    """Run `octile train` on two ranks, whose store outlives them as torchrun's does; their output is in the folder."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    ranks = begin_ranks(bad_rank.run, (store.port, str(folder), arguments), 2)
+    for process in ranks:
+        process.join(60)
+    errors = [(folder / f"{rank}.err").read_text().splitlines() for rank in range(2)]
+    own = [[line for line in of_rank if line.startswith("octile: ")] for of_rank in errors]
+    return Ended([process.exitcode for process in ranks], own)
+
+
+def check_refused(ended: Ended, message: str) -> None:
+    assert ended.statuses == [2, 2]
+    (line,), of_other = ended.lines
+    assert of_other == []
+    assert line.startswith("octile: ")
+    assert message in line
+
+
+@pytest.fixture(scope="module")
+def arguments(text) -> list[str]:
+    return [*OPTIONS, f"--data={text}", "--steps=1", "--checkpoint-every=1"]
+
+
+@pytest.fixture(scope="module")
+def trained(arguments, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks, with a checkpoint of two shards."""
+    folder = tmp_path_factory.mktemp("trained")
+    ended = train(folder, *arguments, f"--out={folder / 'run'}")
+    assert ended.statuses == [0, 0], ended.lines
+    return folder / "run"
+
+
+REFUSED = {
+    "experts": (["--parallel.ep=3"], "parallel.ep must divide parallel.dp, 2, but it is 3"),
+    "batch": (["--batch-size=3"], "batch_size 3 must be divisible by micro_batches 1 × parallel.dp 2"),
+    "world": (["--parallel.dp=4"], "parallel.dp is 4, but torchrun has started 2 (WORLD_SIZE)"),
+    "code": ([OTHER_CODE], "octile's code and torch's version must be the same on all ranks: rank 0 has octile "),
+    "exchange": (
+        ["--parallel.ep=2", "--parallel.exchange=symmetric_memory"],
+        "parallel.exchange symmetric_memory cannot be used, since the ranks are not on GPUs with NCCL",
+    ),
+}
+
+
+@pytest.mark.parametrize(("wrong", "message"), REFUSED.values(), ids=REFUSED)
+def test_ranks_that_cannot_train_end_with_a_line_of_rank_0(arguments, tmp_path: Path, wrong: list[str], message: str):
+    check_refused(train(tmp_path, *arguments, f"--out={tmp_path / 'run'}", *wrong), message)
+
+
+def test_a_checkpoint_of_another_model_is_refused(trained: Path, tmp_path: Path):
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    config = json.loads((run / "config.json").read_text())
+    config["model"]["intermediate_size"] = 128
+    (run / "config.json").write_text(json.dumps(config))
+    ended = train(tmp_path, "--resume", f"--out={run}", "--steps=2")
+    check_refused(ended, "model.intermediate_size is 128 instead of 96 in step_00000001")
+
+
+def test_a_missing_shard_is_named(trained: Path, tmp_path: Path):
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    shards = sorted(run.glob("checkpoints/*/tensors-*-of-00002.safetensors"))
+    assert len(shards) == 2
+    shards[1].unlink()
+    ended = train(tmp_path, "--resume", f"--out={run}", "--steps=2")
+    check_refused(ended, "are damaged; step_00000001: ")
+    assert shards[1].name in ended.lines[0][0]
