@@ -121,6 +121,8 @@ def _with_splits(
         )
     except ValueError:
         return
+    if first.accumulators == first.waves == 2 and not _can_overlap_waves(first):
+        return
     k_blocks, tiles, all_sms = -(-p.k // BLOCK_K), num_tiles(p, first), chip.whole.multiprocessors
     if ping_pong and tiles < chip.multiprocessors:  # one warpgroup of each block would have no tile
         return
@@ -134,6 +136,15 @@ def _with_splits(
                 if tiles * split_k <= all_sms and k_blocks >= 2 * split_k:
                     with suppress(ValueError):
                         yield replace(filled, split_k=split_k)
+
+
+def _can_overlap_waves(config: GemmConfig) -> bool:
+    """Return whether a kernel with an accumulator for each of two waves is worth trying: what was measured to be fast.
+
+    For 1D1D 256×96 is the largest tile whose accumulators and column scales fit into registers.
+    """
+    is_fast = config.is_1d1d and config.schedule is Schedule.DENSE and not config.accumulate
+    return is_fast and (config.tile_m, config.tile_n) == (256, 96) and config.cluster_size == 1
 
 
 def _with_stages(config: GemmConfig) -> Iterator[GemmConfig]:

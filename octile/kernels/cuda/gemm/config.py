@@ -48,8 +48,8 @@ class GemmConfig:
         stages: stages of a pipeline.
         warpgroups: consumer warpgroups, 1 to 3. The producer warpgroup is one more.
         ping_pong: each consumer warpgroup has its own tile and pipeline; otherwise all share one.
-        accumulators: accumulators of a consumer warpgroup. With 2 it multiplies the next k-block while it promotes the
-            last one.
+        accumulators: accumulators of a consumer warpgroup. With 2 it multiplies the next wave while it promotes the
+            last one: the second wave of a k-block, or with one wave the next k-block.
         cluster_m, cluster_n: thread blocks of a cluster along M, which share tiles of b, and along N, which share tiles
             of a.
         split_k: number of splits of K; 1 is no split-K.
@@ -157,9 +157,9 @@ class GemmConfig:
     @property
     def cached_b_scales(self) -> int:
         """Pairs of b's 1×128 scales of a k-block that a consumer thread holds in registers."""
-        if not self.is_1d1d or self.accumulators > 1:
+        if not self.is_1d1d or self.accumulators > self.waves:  # those of two k-blocks at once have no room
             return 0
-        others = 16 if self.out_float else 28  # found by compiling, as are the next 4
+        others = 16 if self.out_float or self.accumulators > 1 else 28  # found by compiling, as are the next 4
         others += 4 if self.load_c and self.cluster_size > 1 else 0
         return min(max(self.consumer_registers - self.accumulator_registers - others, 0) // 2, self.tile_n // 8)
 
@@ -240,7 +240,7 @@ class GemmConfig:
             (kinds in SCALE_KINDS, "scales must be 1×128 with 128×128, 1×128 for both, or per tensor for both"),
             (self.promote or kinds == (Scales.PER_TENSOR,) * 2, "without promotion scales must be per tensor"),
             (self.accumulators in (1, 2), "accumulators must be 1 or 2"),
-            (self.accumulators == 1 or (self.waves == 1 and self.promote), "two accumulators take one wave, promoted"),
+            (self.accumulators == 1 or (self.waves <= 2 and self.promote), "two accumulators take one wave or two"),
             (self.split_k >= 1, "split_k must be at least 1"),
             (self.split_k == 1 or self.schedule is Schedule.DENSE, "split_k takes a dense GEMM"),
             (self.split_k == 1 or not self.ping_pong, "split_k is for few tiles, and ping_pong for many"),

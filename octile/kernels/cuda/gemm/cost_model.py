@@ -144,7 +144,7 @@ def cycles(p: Problem, c: GemmConfig, chip: Chip) -> float:
     if c.split_k > 1:
         partials = SPLIT_CYCLES + c.split_k * (PARTIAL_CYCLES + PARTIAL_REGISTER_CYCLES * c.waves * c.tile_n // 2)
     epilogue = EPILOGUE_CYCLES + STAGING_CYCLES * stagings + store + partials
-    overlaps_mma = c.store is Store.TMA and c.promote and c.accumulators == 1 and c.split_k == 1
+    overlaps_mma = c.store is Store.TMA and c.promote and c.accumulators <= c.waves and c.split_k == 1
     exposed = 0.2 if c.ping_pong else 1 if not overlaps_mma else 0.5 if c.waves > 1 else 0.9
     slowdown = (_slowdown(c) if busy == workers else 1) * (CLUSTER_SLOWDOWN if c.cluster_size > 1 else 1)
     tile = k_blocks * k_block * slowdown + epilogue * (exposed if rounds > 1 else 1)
@@ -195,4 +195,6 @@ def _slowdown(c: GemmConfig) -> float:
         return 1.65 if c.is_1d1d else 1.02
     if c.waves == 1 and c.accumulators == 1:
         return 1.5 if c.is_1d1d else 1.25
-    return 1.44 if c.is_1d1d else 1.24 if c.stages == 3 else 1.1  # with three, some GEMMs wait for a stage
+    if c.accumulators > 1 and c.waves > 1:
+        return 1.35 if c.stages == 3 else 1.15  # with three, some GEMMs wait for a stage
+    return 1.44 if c.is_1d1d else 1.24 if c.stages == 3 else 1.1

@@ -9,10 +9,11 @@
 
 // A wave is stored while the next wgmma runs.
 constexpr bool overlaps_stores =
-    config::store == tma && config::promote && config::accumulators == 1 && config::split_k == 1;
+    config::store == tma && config::promote && config::accumulators <= waves && config::split_k == 1;
 
 // The last tile of a group may be a half tile: a warpgroup has one wave of rows instead of two, and computes no other.
-constexpr bool has_half_tiles = m_grouped && waves == 2 && overlaps_stores && !config::load_c;
+constexpr bool has_half_tiles =
+    m_grouped && waves == 2 && config::accumulators == 1 && overlaps_stores && !config::load_c;
 
 using Totals = float[waves][num_accum];  // FP32 sums of a thread
 

@@ -94,6 +94,8 @@ extern "C" __global__ void __launch_bounds__(128 * (config::warpgroups + 1), 1) 
                 if (config::split_k == 1) continue;
             } else if constexpr (!config::promote) {
                 main_loop.run_unpromoted(total, tile, k_blocks, start);
+            } else if constexpr (config::accumulators == 2 && waves == 2) {
+                main_loop.run_two_waves(total, tile, k_blocks, border, epilogue);
             } else if constexpr (config::accumulators == 2) {
                 main_loop.run_two_accumulators(total, tile, k_blocks, border);
             } else {

@@ -4,7 +4,8 @@
 // - Consumer warpgroups share the stages of a pipeline but nothing else: each waits, multiplies, promotes and stores on
 //   its own. While one promotes on the CUDA cores, the tensor cores multiply for the other. With `ping_pong` each has
 //   its own tile and pipeline, so that the epilogue of one also overlaps the main loop of the other. With two
-//   `accumulators` a warpgroup begins its next k-block before it promotes the last one.
+//   `accumulators` a warpgroup begins its next k-block before it promotes the last one; or, with two waves, the second
+//   wave of a k-block before it promotes the first.
 // - A k-block in flight at the end of the loop's body would make the compiler run all wgmmas one after the other. So
 //   two accumulators take the k-blocks in pairs, and every second promotion waits.
 // - 1×128 scales of a k-block are in its stage. Of 128×128 scales a k-block needs one or two, which the producer writes
@@ -185,6 +186,36 @@ struct MainLoop {
         }
     }
 
+    // With an accumulator for each of two waves: one wave is promoted while the other is multiplied.
+    __device__ __forceinline__ void run_two_waves(
+        Totals& total, const Tile& tile, const KBlocks& k, int border, Epilogue& epilogue) {
+        float first[num_accum], second[num_accum];
+        bool ready = false, partial = k.is_ragged;  // of the next stage
+        for (int k_block = 0; k_block < k.count; ++k_block) {
+            const int stage = pipeline.stage;
+            acquire(tile, k_block, partial, ready);
+            issue_wgmma(first, stage, 0, false);
+            WaveScales scales[waves];
+            ColumnScales columns = column_scales(stage);
+            read_scales(stage, scales);
+            columns.cache();
+            issue_wgmma(second, stage, 1, false);
+            if (overlaps_stores && k_block == 0) epilogue.store_pending(total);
+            ptx::wgmma_wait_group<1>();
+            fence_operands(first);
+            promote(total[0], first, ScaleProducts(scales[0], columns, border));
+            if (overlaps_stores && k_block == k.count - 1) epilogue.store_wave(total[0], 0, tile);
+            ptx::wgmma_wait_group<0>();
+            fence_operands(second);
+            if constexpr (!release_after_promotion) pipeline.consumer_release(stage, rank);
+            pipeline.advance();
+            ready = pipeline.consumer_try_wait(k_block + 1 < k.count);
+            partial = k.is_partial(k_block + 1);
+            promote(total[1], second, ScaleProducts(scales[1], columns, border));
+            if constexpr (release_after_promotion) pipeline.consumer_release(stage, rank);
+        }
+    }
+
     // A k-block whose wgmmas are in flight.
     struct InFlight {
         int stage;
@@ -211,7 +242,7 @@ struct MainLoop {
         if constexpr (release_after_promotion) pipeline.consumer_release(k_block.stage, rank);
     }
 
-    // With two accumulators: one k-block is promoted while the next one is multiplied.
+    // With two accumulators for one wave: one k-block is promoted while the next one is multiplied.
     __device__ __forceinline__ void run_two_accumulators(
         Totals& total, const Tile& tile, const KBlocks& k, int border) {
         float even[num_accum], odd[num_accum];

@@ -94,6 +94,11 @@ __device__ __forceinline__ void add_pair(uint8_t* to, float x, float y) {
     }
 }
 
+// Where two accumulators and all of b's scales are in registers, none are left for stmatrix: BF16 results are written to
+// shared memory in pairs of neighbors then, as FP32 ones are. Both ways have no bank conflicts.
+constexpr bool stages_pairs =
+    config::out_float || config::load_c || (b_row_scales && waves == 2 && config::accumulators == 2);
+
 // Writes the columns of a store box, from column 8·`first` on, to shared memory, rounded to BF16 or as FP32; or adds
 // them to C, where it was loaded there. Offsets that differ only in bits which the swizzle does not read differ in the
 // same bits when swizzled. So one offset stays in a register, and an XOR gives the others.
@@ -102,7 +107,7 @@ __device__ __forceinline__ void stage_box(const float (&total)[num_accum], int f
     const int warp_row = threadIdx.x % 128 / 32 * 16, lane = ptx::lane_id();
     // lanes 0 … 7 address the rows of the first 8×8 matrix, the next 8 the rows below, the others 8 columns further on
     const int matrix_row = lane % 8 + lane / 8 % 2 * 8, matrix = lane / 16;
-    if constexpr (config::out_float || config::load_c) {
+    if constexpr (stages_pairs) {
         const int linear = (warp_row + lane / 4) * row_bytes + lane % 4 * 2 * out_bytes;
         const int at = swizzle ? swizzled<row_bytes>(linear) : linear;
 #pragma unroll
@@ -112,9 +117,12 @@ __device__ __forceinline__ void stage_box(const float (&total)[num_accum], int f
             if constexpr (config::load_c) {
                 add_pair(to, x[0], x[1]);
                 add_pair(to + 8 * row_bytes, x[2], x[3]);
-            } else {
+            } else if constexpr (config::out_float) {
                 *reinterpret_cast<float2*>(to) = make_float2(x[0], x[1]);
                 *reinterpret_cast<float2*>(to + 8 * row_bytes) = make_float2(x[2], x[3]);
+            } else {
+                *reinterpret_cast<uint32_t*>(to) = ptx::pack_bf16(x[0], x[1]);
+                *reinterpret_cast<uint32_t*>(to + 8 * row_bytes) = ptx::pack_bf16(x[2], x[3]);
             }
         }
     } else if constexpr (config::transposed) {

@@ -14,7 +14,7 @@ REFUSED = {
     "a cluster must have 1 or 2 blocks": {"cluster_m": 2, "cluster_n": 2},
     "scales must be 1×128": {"a_scales": Scales.PER_BLOCK, "b_scales": Scales.PER_BLOCK},
     "scales must be per tensor": {"promote": False},
-    "two accumulators take one wave": {"tile_m": 256, "tile_n": 64, "accumulators": 2},
+    "two accumulators take one wave or two": {"tile_m": 256, "tile_n": 32, "warpgroups": 1, "accumulators": 2},
     "split_k takes a dense GEMM": {"split_k": 2, "schedule": Schedule.MASKED, "max_groups": 8},
     "split_k is for few tiles, and ping_pong for many": {"split_k": 2, "ping_pong": True, "stages": 3},
     "three blocks of b": {"tile_n": 200, "staged_boxes": 1},
@@ -80,3 +80,4 @@ def test_waves_and_accumulator_registers():
     assert GemmConfig(256, 128, 3, staged_boxes=1).waves == 2
     assert GemmConfig(128, 128, 3, staged_boxes=1, ping_pong=True).waves == 2
     assert GemmConfig(128, 128, 3, staged_boxes=1, accumulators=2).accumulator_registers == 192
+    assert GemmConfig(256, 96, 4, staged_boxes=1, accumulators=2).accumulator_registers == 192

@@ -44,6 +44,17 @@ DENSE = {
     "256 rows, 1D1D, some scales cached": config(256, 128, 3, b_scales=ROW, staged_boxes=2),
     "one warpgroup": config(64, 64, 2, warpgroups=1),
     "two accumulators": config(128, 64, 4, accumulators=2),
+    "two accumulators for two waves": config(256, 64, 4, accumulators=2, staged_boxes=2),
+    "two accumulators for two waves, 1D1D": config(256, 96, 4, b_scales=ROW, accumulators=2, staged_boxes=3),
+    "two accumulators for two waves, 1D1D, float32, accumulating": config(
+        256, 96, 4, b_scales=ROW, accumulators=2, out_float=True, accumulate=True, staged_boxes=2
+    ),
+    "two accumulators for two waves, loading C": config(
+        256, 96, 3, b_scales=ROW, accumulators=2, out_float=True, accumulate=True, load_c=True, staged_boxes=3
+    ),
+    "two accumulators for two waves in a cluster, any strides": config(
+        256, 48, b_scales=ROW, accumulators=2, cluster_m=2, store=SINGLE
+    ),
     "ping-pong": config(64, 64, ping_pong=True),
     "ping-pong, in clusters, two accumulators": config(64, 32, ping_pong=True, cluster_m=2, accumulators=2),
     "ping-pong of 128 rows": config(128, 64, ping_pong=True, staged_boxes=2),
@@ -207,6 +218,7 @@ ROWS_GROUPED = {
     "256 rows, a buffer for each half": config(256, 32, schedule=GROUPED, staged_boxes=2),
     "ping-pong, float32, by TMA": config(64, 32, schedule=GROUPED, ping_pong=True, out_float=True),
     "1D1D": config(128, 64, schedule=GROUPED, b_scales=ROW, accumulators=2),
+    "two accumulators for two waves": config(256, 48, schedule=GROUPED, accumulators=2, staged_boxes=3),
 }
 
 
@@ -306,6 +318,7 @@ WGRAD = {
         64, 32, 4, schedule=ALONG_K, b_scales=ROW, ping_pong=True, cluster_n=2, out_float=True, accumulate=True,
         load_c=True, staged_boxes=1,
     ),
+    "two accumulators for two waves": config(256, 96, schedule=ALONG_K, b_scales=ROW, accumulators=2, staged_boxes=3),
     "a cluster shares b, two accumulators": config(
         128, 48, schedule=ALONG_K, b_scales=ROW, cluster_m=2, accumulators=2, store=SINGLE, out_float=True
     ),
