@@ -49,3 +49,19 @@ def new_quantized_transposed(
     if tiles is not None:
         x = x.new_empty(()).expand(128 * tiles.shape[0], x.shape[1])
     return new_transposed(x, dtype), new_scale(x, 128, 128 if in_blocks else 1).mT
+
+
+def contiguous_copy(x: Tensor) -> Tensor:
+    """Return x [..., K] if it is contiguous, else a copy, which autograd does not know.
+
+    Where rows are not adjacent, torch copies element by element, in BF16 at 40% of an H200's bandwidth. Here an element
+    is 16 bytes, where rows consist of such.
+    """
+    if torch.compiler.is_compiling() or x.is_contiguous():
+        return x.contiguous()
+    elements, starts = VECTOR // x.itemsize, (x.shape[-1], x.storage_offset(), *x.stride()[:-1])
+    if x.stride(-1) != 1 or any(n % elements for n in starts):
+        return x.contiguous()
+    copy = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    copy.view(torch.complex128).copy_(x.view(torch.complex128))
+    return copy

@@ -91,10 +91,11 @@ class JoinedLinear:
         layers, dtype = self.layers, result_dtype(x)
         weights = [layer.weight for layer in layers]
         sizes = [[layer.out_features] for layer in layers]
-        outputs = projections(quantize_block_input(x, layers[0].recipe), weights, sizes, dtype)
+        # contiguous, as a layer's result is: attention saves v, and a view of it would hold the memory of all
+        adds_bias = any(layer.bias is not None for layer in layers)
+        outputs = projections(quantize_block_input(x, layers[0].recipe), weights, sizes, dtype, not adds_bias)
         results = []
         for y, layer in zip(outputs, layers, strict=True):
-            # contiguous, as a layer's result is: attention saves v, and a view of it would hold the memory of all
             y = y.contiguous() if layer.bias is None else y + layer.bias.to(dtype)
             results.append(y.view(*x.shape[:-1], y.shape[-1]))
         return results

@@ -200,6 +200,13 @@ def test_a_result_is_contiguous_and_does_not_hold_the_memory_of_the_others(bias:
         assert y.untyped_storage().nbytes() == y.nbytes
 
 
+def test_a_result_may_be_written_in_place():
+    attention, x = converted(), input_of()
+    layers = (attention.q_proj, attention.k_proj, attention.v_proj)
+    sum(layer(x).mul_(2).sum() for layer in layers).backward()
+    assert all(layer.weight.grad is not None for layer in layers)
+
+
 def test_a_layer_with_a_hook_is_called_alone(computed: list[int]):
     attention, seen = converted(), []
     attention.k_proj.register_forward_hook(lambda *_: seen.append("k"))

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octile.kernels.memory_layout import contiguous_copy
 from octile.nn.double_backward import first_derivative_only
 from octile.nn.fused.block_input import BlockInput
 from octile.nn.fused.layers import FusedLayers, Settings, load_saved, save_for_backward, settings
@@ -25,15 +26,20 @@ from octile.nn.fused.quantize import quantize_joined_gradient, requantize
 
 
 def projections(
-    x: BlockInput, weights: Sequence[Tensor], sizes: Sequence[Sequence[int]], dtype: torch.dtype
+    x: BlockInput,
+    weights: Sequence[Tensor],
+    sizes: Sequence[Sequence[int]],
+    dtype: torch.dtype,
+    contiguous: bool = False,
 ) -> list[Tensor]:
     """Compute x · wᵀ for each weight [N, K], and split its columns: [T, size] for each size, in dtype.
 
     Args:
         sizes: for each weight, sizes whose sum is N.
+        contiguous: whether the results are contiguous; otherwise those of one GEMM are views of its result.
     """
     s = settings(x.recipe, dtype, weights, x.x)
-    return list(_Projections.apply(x.x, x, [list(of_weight) for of_weight in sizes], s, *weights))
+    return list(_Projections.apply(x.x, x, [list(of_weight) for of_weight in sizes], contiguous, s, *weights))
 
 
 class _Projections(torch.autograd.Function):
@@ -41,16 +47,23 @@ class _Projections(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_TK: Tensor, x: BlockInput, sizes: list[list[int]], s: Settings, *weights: Tensor
+        ctx: Any,
+        x_TK: Tensor,
+        x: BlockInput,
+        sizes: list[list[int]],
+        contiguous: bool,
+        s: Settings,
+        *weights: Tensor,
     ) -> tuple[Tensor, ...]:
-        layers = FusedLayers(weights, ctx.needs_input_grad[4:], s, shared=len(weights))
+        layers = FusedLayers(weights, ctx.needs_input_grad[5:], s, shared=len(weights))
         quantized = layers.quantize(weights)
         outputs: list[Tensor] = []
         ctx.parts = []  # the number of results of each GEMM
         for i, w in enumerate(quantized):
             layers.report_fprop(i, weights, lambda: x_TK, x.q, w)
             of_gemm = [size for layer in layers.gemms[i] for size in sizes[layer]]
-            outputs += nt(x.q, w.w, None, s.dtype).split(of_gemm, dim=-1)
+            parts = nt(x.q, w.w, None, s.dtype).split(of_gemm, dim=-1)
+            outputs += map(contiguous_copy, parts) if contiguous else parts
             ctx.parts.append(len(of_gemm))
         save_for_backward(ctx, layers, quantized, x=x.saved)
         ctx.how_saved, ctx.x_dtype = x.how_saved, x_TK.dtype
@@ -74,4 +87,4 @@ class _Projections(torch.autograd.Function):
         dws: list[Tensor | None] = []
         for i, (_, of_wgrad) in enumerate(quantized_dys):
             dws += layers.wgrad(i, values[i], of_wgrad, x)
-        return dx, None, None, None, *dws
+        return dx, None, None, None, None, *dws
