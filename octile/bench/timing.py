@@ -14,7 +14,8 @@ FLUSH_BYTES = 512 * 2**20  # several times a GPU's L2
 def seconds(candidates: Mapping[str, Callable[[], object]], rounds: int, warm_up: int = 2) -> dict[str, float]:
     """Measure the median time of each candidate in seconds.
 
-    Candidates are interleaved, so that whatever slows down the machine affects all of them.
+    Candidates are interleaved, so that whatever slows down the machine affects all of them. Every other round has the
+    reverse order, so that none follows the same one each time: where power limits the clock, it matters which.
 
     Args:
         candidates: name → the call.
@@ -26,9 +27,9 @@ def seconds(candidates: Mapping[str, Callable[[], object]], rounds: int, warm_up
             candidate()
     times: dict[str, list[float]] = {name: [] for name in candidates}
     clock = _gpu_seconds if torch.cuda.is_available() else _cpu_seconds
-    for _ in range(rounds):
-        for name, candidate in candidates.items():
-            times[name].append(clock(candidate))
+    for i in range(rounds):
+        for name in list(candidates)[:: 1 if i % 2 == 0 else -1]:
+            times[name].append(clock(candidates[name]))
     return {name: statistics.median(values) for name, values in times.items()}
 
 
