@@ -32,6 +32,7 @@ GUARD = 8  # elements around a result
 NAN = 0x7F  # in E4M3 and in E5M2
 Quantized = tuple[Tensor, Tensor, tuple[int, int]]
 IS_1D1D = {"b_scales": Scales.PER_ROW, "out_float": True, "accumulate": True}
+OVERLAPS_WAVES = GemmConfig(256, 96, 4, b_scales=Scales.PER_ROW, accumulators=2, staged_boxes=5)
 KERNELS = {  # including kernels that candidates.py seldom chooses
     "128×128": GemmConfig(128, 128, 4, staged_boxes=1),
     "256×128": GemmConfig(256, 128, 3, staged_boxes=4),
@@ -63,6 +64,9 @@ KERNELS = {  # including kernels that candidates.py seldom chooses
     "1D1D": GemmConfig(128, 128, 3, staged_boxes=1, **IS_1D1D),
     "1D1D, cluster": GemmConfig(256, 128, 3, cluster_n=2, staged_boxes=1, **IS_1D1D),
     "1D1D, ping-pong": GemmConfig(128, 128, 2, ping_pong=True, staged_boxes=1, **IS_1D1D),
+    "two accumulators for two waves": OVERLAPS_WAVES,
+    "two accumulators for two waves, float32": replace(OVERLAPS_WAVES, out_float=True, staged_boxes=2),
+    "two accumulators for two waves, 1D2D": GemmConfig(256, 96, 3, accumulators=2, staged_boxes=3),
     "loading C": GemmConfig(256, 128, 3, load_c=True, staged_boxes=4, **IS_1D1D),
     "loading C, cluster": GemmConfig(256, 128, 3, cluster_n=2, load_c=True, staged_boxes=4, **IS_1D1D),
     "loading C, ping-pong": GemmConfig(128, 96, 3, ping_pong=True, load_c=True, staged_boxes=3, **IS_1D1D),
@@ -91,6 +95,7 @@ OF_GROUPS = {  # kernels of rows in groups; where a group ends, 256×N tiles may
         64, 96, 6, warpgroups=1, staged_boxes=1, max_groups=32, cluster_n=2
     ),
     "two accumulators": GemmConfig(128, 64, 6, accumulators=2, staged_boxes=1, max_groups=32),
+    "two accumulators for two waves": GemmConfig(256, 96, 3, accumulators=2, staged_boxes=3, max_groups=32),
     "ping-pong": GemmConfig(128, 128, 2, ping_pong=True, staged_boxes=1, max_groups=32, out_float=True),
 }
 # rows of groups: none, one, and around every multiple of 64
@@ -234,6 +239,27 @@ def test_every_kind_of_kernel(name: str):
     _make(Schedule.DENSE, guarded.out, a, b, accumulate=config.accumulate, config=config)
     _check(guarded.out, _values(a), _values(b), before)
     guarded.check()
+
+
+def test_two_accumulators_for_two_waves_give_the_bits_of_one():
+    a, b = _operand((1000, 5000), TILE, 0), _operand((1000, 5000), TILE, 1)
+    results = [torch.empty(1000, 1000, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    for out, config in zip(results, (KERNELS["raster along N, 1D1D"], OVERLAPS_WAVES), strict=True):
+        _make(Schedule.DENSE, out, a, b, config=config)
+    assert torch.equal(*results)
+
+
+def test_two_accumulators_for_two_waves_give_the_same_bits_200_times_under_load():
+    a, b = _operand((3000, 8192), TILE, 0), _operand((2000, 8192), TILE, 1)
+    out = torch.empty(3000, 2000, dtype=torch.bfloat16, device="cuda")
+
+    def make() -> Tensor:
+        _make(Schedule.DENSE, out.fill_(torch.nan), a, b, config=OVERLAPS_WAVES)
+        return out
+
+    first = make().clone()
+    _check(first, _values(a), _values(b))
+    _under_load(make, first)
 
 
 @pytest.mark.parametrize("name", REUSING_SLOTS)
@@ -443,6 +469,14 @@ WGRADS = {  # rows, columns, tokens of four groups; dtype of the result; accumul
     "added to float32 in the L2 cache": (512, 640, 4000, torch.float32, True, None),
     "added to float32 C that is loaded": (1024, 2048, 1200, torch.float32, True, None),
     "added to float32 C that is loaded, 256×128": (512, 640, 4000, torch.float32, True, LOADS_C),
+    "bfloat16, two accumulators for two waves": (
+        512,
+        640,
+        4000,
+        torch.bfloat16,
+        False,
+        replace(OVERLAPS_WAVES, schedule=Schedule.ALONG_K, max_groups=32),
+    ),
     "added to bfloat16 C that is loaded": (512, 640, 4000, torch.bfloat16, True, None),
     "added to bfloat16 by threads": (512, 640, 4000, torch.bfloat16, True, DIRECT),
 }
