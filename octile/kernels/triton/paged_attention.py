@@ -61,8 +61,8 @@ def launch(
 
 
 def choose_splits(programs: int, num_sms: int) -> int:
-    """Return into how many splits the positions of a row are divided, so that two programs an SM have work."""
-    return min(max(triton.next_power_of_2(2 * num_sms // max(programs, 1)), 1), PAGED_ATTENTION["MAX_SPLITS"])
+    """Return into how many splits a row's positions are divided: four programs an SM, as texts differ in length."""
+    return min(max(triton.next_power_of_2(4 * num_sms // max(programs, 1)), 1), PAGED_ATTENTION["MAX_SPLITS"])
 
 
 @triton.jit(do_not_specialize=["n_splits"])
