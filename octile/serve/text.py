@@ -37,7 +37,8 @@ class TextStream:
     def add(self, token: int) -> str:
         """Append a token, and return the text that it completes."""
         if self._bytes is not None:
-            return self._release(self._decoder.decode(self._bytes[token]))
+            # a model's vocabulary may be larger than the tokenizer's: such tokens have no text
+            return self._release(self._decoder.decode(self._bytes[token])) if token < len(self._bytes) else ""
         self._tokens.append(token)
         text = self._tokenizer.decode(self._tokens)
         return "" if text.endswith(INCOMPLETE) else self._release(self._beyond(text))
