@@ -13,11 +13,13 @@ from pathlib import Path
 
 import torch
 
-import octile
 from octile.checkpoint.files import check_output_file
 from octile.cli import run_script
-from octile.serve.generate import generate_text
+from octile.serve.config import EngineConfig
+from octile.serve.engine import Engine
+from octile.serve.model_runner import ModelRunner
 from octile.serve.request import Sampling
+from octile.serve.weights import ServedWeights
 from octile.tokenizer import Tokenizer
 
 
@@ -37,18 +39,27 @@ def main(arguments: list[str] | None = None) -> int:
     samplings = [Sampling(args.tokens, args.temperature, top_p=0.95, seed=seed) for seed in range(args.samples)]
     prompts = [line for line in args.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
 
-    teacher = octile.load(args.teacher).to("cuda" if torch.cuda.is_available() else "cpu")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    teacher = ServedWeights.read(args.teacher, torch.bfloat16 if device == "cuda" else torch.float32, device)
     model_folder = args.teacher / "model"
     tokenizer = Tokenizer.load(model_folder if model_folder.is_dir() else args.teacher)
 
+    asked = [(prompt, sampling) for prompt in prompts for sampling in samplings]
+    longest = max((len(tokenizer.encode(prompt)) for prompt in prompts), default=0) + 1 + args.tokens
+    n_pages = EngineConfig().max_batch * -(-longest // ModelRunner.page_size)
+    engine = Engine(ModelRunner(teacher, n_pages), tokenizer)
+    requests = [engine.add([tokenizer.begin, *tokenizer.encode(prompt)], sampling) for prompt, sampling in asked]
+    responses = {request.id: "" for request in requests}
+    while engine.has_work:  # many answers at once
+        for output in engine.step():
+            responses[output.request_id] += output.text
+
     written = 0
     with args.out.open("w", encoding="utf-8") as file:
-        for prompt in prompts:
-            for sampling in samplings:
-                response = "".join(generate_text(teacher, tokenizer, prompt, sampling))
-                if response:  # the answer may be empty
-                    file.write(json.dumps({"prompt": prompt, "response": response}, ensure_ascii=False) + "\n")
-                    written += 1
+        for (prompt, _), response in zip(asked, responses.values(), strict=True):
+            if response:  # the answer may be empty
+                file.write(json.dumps({"prompt": prompt, "response": response}, ensure_ascii=False) + "\n")
+                written += 1
     print(f"{written} traces of {args.teacher} in {args.out}")
     return written
 

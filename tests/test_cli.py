@@ -17,6 +17,7 @@ from octile.checkpoint.hugging_face import save
 from octile.cli import COMMANDS, main, wrap_help
 from octile.models.config import ModelConfig, RopeScaling
 from octile.models.deepseek_v3 import DeepseekV3
+from octile.serve.engine import Engine
 from octile.tokenizer import Tokenizer
 from octile.train.compare import Comparison
 from octile.train.config import preset
@@ -451,14 +452,14 @@ def test_generate_no_token(capsys, hf_folder):
 
 def test_generate_with_an_empty_prompt_begins_a_text(capsys, hf_folder, monkeypatch):
     prompts = []
-    monkeypatch.setattr("octile.serve.generate.generate", lambda model, prompt, *_: prompts.append(prompt) or iter(()))
+    monkeypatch.setattr(Engine, "add", lambda engine, prompt, sampling: prompts.append(prompt))
     options = ("--prompt", "", "--max-new-tokens", "4")
     assert call(capsys, "generate", str(hf_folder), *options)[:2] == (0, "\n")
     assert prompts == [[Tokenizer.load(hf_folder).begin]]
 
 
 def test_generate_with_a_prompt_that_is_not_utf_8(capsys, hf_folder, monkeypatch):
-    monkeypatch.setattr("octile.serve.generate.load", lambda folder: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("octile.serve.generate.ServedWeights.read", lambda *_: pytest.fail("the model was loaded"))
     said = refused(capsys, "generate", str(hf_folder), "--prompt", os.fsdecode(b"caf\xe9"))
     assert "prompt must be UTF-8, but character 4 begins with the byte 0xe9" in said
 
@@ -470,7 +471,7 @@ def test_a_sample_prompt_that_is_not_utf_8_is_refused_before_any_work(capsys, tm
 
 
 def test_generate_with_the_tokenizer_of_another_model(capsys, hf_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("octile.serve.generate.load", lambda folder: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("octile.serve.generate.ServedWeights.read", lambda *_: pytest.fail("the model was loaded"))
     other = tmp_path / "other"
     shutil.copytree(hf_folder, other)
     Tokenizer.train(["abab " * 50 + "cdcd " * 50] * 9 + [str(n) * 3 for n in range(999)], 600).save(other)

@@ -143,12 +143,7 @@ def load(path: str | Path, dtype: torch.dtype = torch.float32, device: str | tor
             another shape than config.json says.
     """
     folder = open_folder(path)
-    with torch.device("meta"):
-        model = DeepseekV3(folder.model_config()).to(dtype)
-    _check_shapes(model, folder.shards, f"by its {CONFIG}")
-    check_scale_values(folder.shards)
-
-    model = model.to_empty(device=device)
+    model = folder.meta_model().to(dtype).to_empty(device=device)
     for buffer in model.buffers():
         buffer.zero_()
     _fill(model, folder.shards)
@@ -292,6 +287,18 @@ class OpenFolder:
             f"{self.shards.folder} has no multi-token prediction layer: the model is loaded without it", stacklevel=3
         )
         return replace(config, num_nextn_predict_layers=0)
+
+    def meta_model(self) -> DeepseekV3:
+        """Return the model on the meta device, after checking that the folder has its tensors, and their scales.
+
+        Raises:
+            ValueError: a tensor is missing, unknown, or of another shape than config.json says; a scale is damaged.
+        """
+        with torch.device("meta"):
+            model = DeepseekV3(self.model_config())
+        _check_shapes(model, self.shards, f"by its {CONFIG}")
+        check_scale_values(self.shards)
+        return model
 
 
 def open_folder(path: str | Path) -> OpenFolder:

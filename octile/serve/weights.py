@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from octile.checkpoint.fp8_layout import SCALE_SUFFIX, check_scale_values, is_fp8, quantize_weight
+from octile.checkpoint.fp8_layout import SCALE_SUFFIX, is_fp8, quantize_weight
 from octile.checkpoint.hugging_face import open_folder
 from octile.formats import BLOCK, E4M3, TILE
 from octile.models.config import ModelConfig
@@ -185,19 +185,17 @@ class ServedWeights:
         """
         folder = open_folder(path)
         shards, specs = folder.shards, folder.shards.specs
-        check_scale_values(shards)
+        model = folder.meta_model()
         formats = Recipe.deepseek_v3().formats
         assert formats is not None
 
         def read(name: str) -> Weight:
-            if name not in specs:
-                raise ValueError(f"{shards.folder} lacks {name}")
             tensor = shards.read(name).to(device)
             if not is_fp8(specs[name]):
                 return tensor
             return ScaledTensor(tensor, shards.read(name + SCALE_SUFFIX).float().to(device), BLOCK)
 
-        return assemble(folder.model_config(), dtype, formats.x.scale == "power_of_2", read)
+        return assemble(model.config, dtype, formats.x.scale == "power_of_2", read)
 
 
 def _recipes(model: DeepseekV3) -> dict[str, Recipe | None]:

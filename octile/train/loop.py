@@ -38,7 +38,7 @@ from octile.report.run.memorization import find_memorization
 from octile.report.run.metrics import read_run
 from octile.report.run.page import write_run_report
 from octile.report.run.spikes import Spike, SpikeDetector
-from octile.serve.generate import generate_text
+from octile.serve.generate import generate_from
 from octile.serve.request import Sampling
 from octile.train import fine_tune
 from octile.train.batches import count_windows
@@ -546,7 +546,7 @@ def _write_results(
 ) -> None:
     save(model, run.model, as_trained, tokenizer)
     _write_summary(trainer, best, run, store)
-    sample = sample_text(trainer, store, model)
+    sample = sample_text(trainer, store, run)
     write_text(run.sample_file, sample)
     report = write_run_report(run.path)
     if memorization := find_memorization(read_run(run.path)):
@@ -582,15 +582,15 @@ def _report_on_failure(run: RunFolder, console: RunConsole) -> Iterator[None]:
         raise
 
 
-def sample_text(trainer: Trainer, store: TokenStore, model: DeepseekV3 | None = None) -> str:
-    """The prompt and a sampled continuation, by the trainer's model unless another one is given.
+def sample_text(trainer: Trainer, store: TokenStore, run: RunFolder) -> str:
+    """The prompt and a sampled continuation by the model that the run has written, as `octile generate` continues it.
 
     Greedy decoding of a model after few steps would repeat itself.
     """
     prompt = trainer.config.prompt
     available = trainer.config.model.max_position_embeddings - 1 - len(store.tokenizer.encode(prompt))
     sampling = Sampling(min(SAMPLE_TOKENS, available), temperature=0.8, top_p=0.95)
-    return prompt + "".join(generate_text(model or trainer.model, store.tokenizer, prompt, sampling))
+    return prompt + "".join(generate_from(run.path, prompt, sampling, trainer.device))
 
 
 def _write_summary(trainer: Trainer, best: BestModel, run: RunFolder, store: TokenStore) -> None:

@@ -12,7 +12,7 @@ import torch
 from octile.checkpoint.hugging_face import load, save
 from octile.checkpoint.training import latest_checkpoint, load_checkpoint, save_checkpoint
 from octile.recipe import Recipe
-from octile.serve.generate import generate
+from octile.serve.generate import generate_from
 from octile.serve.request import Sampling
 from octile.train.best_model import BestModel
 from octile.train.loop import no_hook, train
@@ -137,10 +137,11 @@ def test_a_model_on_the_gpu_is_saved_as_one_on_the_cpu(trainer_of, weights: str,
     assert all(torch.equal(t, theirs[name]) for name, t in ours.items())
 
 
-@every_recipe
-def test_tokens_are_generated(trainer_of, recipe: str):
-    model = trainer_of(recipe).model
-    assert len(list(generate(model, [1, 2, 3], Sampling(max_new_tokens=4), end=-1))) == 4
+@pytest.mark.parametrize("weights", ["fp8", "bf16"])
+def test_a_saved_model_generates_text(trainer_of, store: TokenStore, weights: str, tmp_path):
+    save(trainer_of().model, tmp_path, weights)
+    store.tokenizer.save(tmp_path)
+    assert "".join(generate_from(tmp_path, "def ", Sampling(20, ignore_eos=True)))
 
 
 def test_a_profile_lists_kernels_and_the_share_in_which_the_gpu_idles(text: Path, tmp_path: Path):

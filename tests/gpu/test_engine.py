@@ -1,0 +1,89 @@
+"""The engine on a GPU: a request's text does not depend on what else is in the batch, nor on drafts."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from octile.models.deepseek_v3 import DeepseekV3
+from octile.serve.config import EngineConfig
+from octile.serve.engine import Engine
+from octile.serve.model_runner import ModelRunner
+from octile.serve.request import Sampling
+from octile.serve.sampler import Row, choose, log_probabilities
+from octile.tokenizer import Tokenizer
+from tests.serve.models import CONFIG, new_model, text
+
+SAMPLINGS = [
+    Sampling(24, temperature, top_p, seed, ignore_eos=True)
+    for seed, (temperature, top_p) in enumerate(3 * [(0.0, 1.0), (1.0, 1.0), (0.8, 0.9)])
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.train(["one two three"], 258)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["bf16", "fp8"])
+def model(request) -> DeepseekV3:
+    return new_model(request.param, torch.bfloat16).to("cuda")
+
+
+def texts_of(model, tokenizer, together, n_drafts=0, n_pages=64, n_new=24):
+    """The tokens of each request, all in one batch or one after the other."""
+    runner = ModelRunner(model, n_pages, max_batch=16 * (1 + n_drafts), batch_invariant=True)
+    engine = Engine(runner, tokenizer, EngineConfig(max_batch=16, max_step_tokens=96, n_drafts=n_drafts))
+    found: dict[int, tuple[int, ...]] = {}
+    for i, sampling in enumerate(SAMPLINGS):
+        engine.add(text(30 + 17 * i, seed=i), replace(sampling, max_new_tokens=n_new))
+        while engine.has_work and (not together or i == len(SAMPLINGS) - 1):
+            for output in engine.step():
+                found[output.request_id] = found.get(output.request_id, ()) + output.tokens
+    return found, engine.stats()
+
+
+def test_a_text_is_the_same_alone_and_in_a_batch(model, tokenizer):
+    alone, _ = texts_of(model, tokenizer, together=False)
+    assert texts_of(model, tokenizer, together=True)[0] == alone
+
+
+def test_a_text_is_the_same_after_preemption(model, tokenizer):
+    alone, _ = texts_of(model, tokenizer, together=False, n_new=150)
+    found, stats = texts_of(model, tokenizer, together=True, n_pages=14, n_new=150)
+    assert stats.preemptions > 0
+    assert found == alone
+
+
+@pytest.mark.parametrize("n_drafts", [1, 3])
+def test_a_text_is_the_same_with_drafts(model, tokenizer, n_drafts):
+    without, _ = texts_of(model, tokenizer, together=True)
+    found, stats = texts_of(model, tokenizer, together=True, n_drafts=n_drafts)
+    assert stats.drafted_tokens > 0
+    assert found == without
+
+
+def test_rows_choose_the_same_tokens_in_any_batch_on_the_gpu():
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(90, CONFIG.vocab_size, device="cuda")
+    rows = [Row(SAMPLINGS[i % 9], i, i) for i in range(90)]
+    alone = [choose(logits[i : i + 1], rows[i : i + 1]).item() for i in range(90)]
+    assert choose(logits, rows).tolist() == alone
+
+
+def test_the_gpu_chooses_the_tokens_of_the_cpu():
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(2000, 1000)
+    rows = [Row(SAMPLINGS[i % 9], i, i) for i in range(2000)]
+    same = choose(logits.cuda(), rows).cpu() == choose(logits, rows)
+    assert same.float().mean() > 0.999  # logarithms differ in their last bits
+
+
+def test_log_probabilities_on_the_gpu_are_those_of_the_cpu():
+    logits = torch.randn(3, 50)
+    rows = [Row(Sampling(logprobs=n), 0, 0) for n in (0, 1, 5)]
+    for ours, theirs in zip(
+        log_probabilities(logits.cuda(), [1, 2, 3], rows), log_probabilities(logits, [1, 2, 3], rows), strict=True
+    ):
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-5)
+        assert [token for token, _ in ours.top] == [token for token, _ in theirs.top]
