@@ -25,7 +25,7 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.train(["one two three"], 258)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["bf16", "fp8"])
+@pytest.fixture(params=[False, True], ids=["bf16", "fp8"])
 def model(request) -> DeepseekV3:
     return new_model(request.param, torch.bfloat16).to("cuda")
 
