@@ -116,7 +116,12 @@ class Pipeline:
         """Whether this rank has the last stage."""
         return self.schedule.n_stages - 1 in self.stages
 
-    def step(self, inputs: Sequence[Any], targets: Sequence[Any] | None = None) -> Tensor:
+    def copies_of_lower_ranks(self) -> set[nn.Parameter]:
+        """This rank's parameters that a lower rank has, too, and who counts every parameter once counts there."""
+        below = (copies for peer, copies in self._copies().items() if peer < self.rank)
+        return {copy.parameter for copies in below for copy in copies}
+
+    def step(self, inputs: Sequence[Any], targets: Sequence[Any] | None = None, *, sums_copies: bool = True) -> Tensor:
         """Run the forward and backward passes of all micro-batches.
 
         Gradients are added to `.grad`, or to `main_grad`, of this rank's parameters. Those of copies on two ranks are
@@ -126,6 +131,8 @@ class Pipeline:
             inputs: of each micro-batch a tensor or a tuple of tensors, on all ranks. A rank without the first stage
                 reads only shapes and dtypes, so its tensors may be on the meta device.
             targets: of each micro-batch what `loss` reads; on ranks with the last stage.
+            sums_copies: whether to sum over copies. Otherwise `sum_copies` must follow, after sums over other ranks:
+                these may be added in another order for each copy, and the copies would differ in their last bits.
 
         Returns:
             the losses [M] of the micro-batches, float64, on all ranks.
@@ -133,20 +140,31 @@ class Pipeline:
         Raises:
             ValueError: on all ranks: there are more or fewer micro-batches than the schedule has, or no targets.
             TypeError: on all ranks: a micro-batch is neither a tensor nor a tuple of tensors.
-            RuntimeError: on all ranks: a parameter that has a copy on another rank has a gradient already in `.grad`.
+            RuntimeError: on all ranks: a parameter that has a copy on another rank, over which its gradient is summed,
+                has one already in `.grad`.
         """
-        self._check(inputs, targets, trains=True)
-        earlier = self._clear_main_grads()
+        copies = self._copies() if sums_copies else {}
+        self._check(inputs, targets, copies)
+        earlier = self._clear_main_grads(copies)
         losses = _Step(self, inputs, targets, trains=True).run(self._actions)
-        self._sum_gradients()
+        self._sum(copies, lambda parameter: parameter)
         for main_grad, values in earlier:
             main_grad += values
         return self._share(losses)
 
+    def sum_copies(self, part_of: Callable[[nn.Parameter], nn.Parameter]) -> None:
+        """Add up the gradients of copies. A parameter that no micro-batch has used gets zeros.
+
+        Args:
+            part_of: given a parameter, returns the part of it whose gradient this rank has, such as those of
+                `ShardedState`; of copies the same parts.
+        """
+        self._sum(self._copies(), part_of)
+
     @torch.no_grad()
     def evaluate(self, inputs: Sequence[Any], targets: Sequence[Any] | None = None) -> Tensor:
         """Run the forward passes of all micro-batches; arguments, result, ValueError and TypeError as in `step`."""
-        self._check(inputs, targets, trains=False)
+        self._check(inputs, targets, {})
         forward = ActionType.FORWARD, ActionType.SEND_F, ActionType.RECV_F
         actions = [part for action in self._actions for part in parts(action) if part.computation_type in forward]
         return self._share(_Step(self, inputs, targets, trains=False).run(actions))
@@ -228,20 +246,18 @@ class Pipeline:
                 dist.recv(sent, group=self.group, group_src=peer)
                 tensor.copy_(sent)
 
-    def _clear_main_grads(self) -> list[tuple[Tensor, Tensor]]:
+    def _clear_main_grads(self, copies: Copies) -> list[tuple[Tensor, Tensor]]:
         """Zero the `main_grad` of copies, which a step sums over them; return each with what it had."""
-        copies = (copy for copies in self._copies().values() for copy in copies)
-        found = [getattr(copy.parameter, "main_grad", None) for copy in copies]
+        found = [getattr(copy.parameter, "main_grad", None) for of_peer in copies.values() for copy in of_peer]
         earlier = [(main_grad, main_grad.clone()) for main_grad in found if main_grad is not None]
         for main_grad, _ in earlier:
             main_grad.zero_()
         return earlier
 
     @torch.no_grad()
-    def _sum_gradients(self) -> None:
-        """Add up the gradients of copies. A parameter that no micro-batch has used gets zeros."""
-        for peer, copies in self._copies().items():
-            gradients = [copy.gradient() for copy in copies if copy.parameter.requires_grad]
+    def _sum(self, copies: Copies, part_of: Callable[[nn.Parameter], nn.Parameter]) -> None:
+        for peer, of_peer in copies.items():
+            gradients = [copy.gradient(part_of) for copy in of_peer if copy.parameter.requires_grad]
             for own, theirs in zip(gradients, self._exchange(peer, gradients), strict=True):
                 own += theirs
 
@@ -268,13 +284,12 @@ class Pipeline:
 
     # A step
 
-    def _check(self, inputs: Sequence[Any], targets: Sequence[Any] | None, trains: bool) -> None:
+    def _check(self, inputs: Sequence[Any], targets: Sequence[Any] | None, copies: Copies) -> None:
         """Raise on all ranks what is wrong on some rank: the others would wait for it."""
         problem: tuple[type[Exception], str] | None = None
         try:
             self._check_here(inputs, targets)
-            if trains:
-                self._check_gradients()
+            _check_gradients(copies)
         except (RuntimeError, TypeError, ValueError) as error:
             problem = type(error), str(error)
         is_wrong = torch.tensor(float(problem is not None), device=self.device)
@@ -285,15 +300,6 @@ class Pipeline:
             if found is not None:
                 kind, message = found
                 raise kind(f"rank {rank}: {message}")
-
-    def _check_gradients(self) -> None:
-        for copy in (copy for copies in self._copies().values() for copy in copies):
-            found = gradient_of(copy.parameter)
-            if found is not None and found is not getattr(copy.parameter, "main_grad", None):
-                raise RuntimeError(
-                    f"{copy.name} of stage {copy.stage} has a gradient already, which would be summed over its copies "
-                    f"again: call zero_grad(set_to_none=True) before each step"
-                )
 
     def _check_here(self, inputs: Sequence[Any], targets: Sequence[Any] | None) -> None:
         if self.is_last and targets is None:
@@ -496,13 +502,32 @@ class _Copy(NamedTuple):
         own = self.parameter.detach().reshape(-1)
         return torch.equal(own.view(torch.uint8), values.reshape(-1).view(torch.uint8))
 
-    def gradient(self) -> Tensor:
-        found = gradient_of(self.parameter)
+    def gradient(self, part_of: Callable[[nn.Parameter], nn.Parameter]) -> Tensor:
+        part = part_of(self.parameter)
+        found = gradient_of(part)
         if found is None:
-            found = self.parameter.grad = torch.zeros_like(self.parameter)
+            found = part.grad = torch.zeros_like(part)
         if not isinstance(found, Tensor):
             raise TypeError(f"{self.name} of stage {self.stage} has a scaled gradient, which copies cannot sum")
         return found
+
+
+Copies = Mapping[int, Sequence[_Copy]]  # rank → the copies that it has, too
+
+
+def _check_gradients(copies: Copies) -> None:
+    """Refuse a gradient that a step would sum over copies again.
+
+    Raises:
+        RuntimeError: a copy has one already.
+    """
+    for copy in (copy for of_peer in copies.values() for copy in of_peer):
+        found = gradient_of(copy.parameter)
+        if found is not None and found is not getattr(copy.parameter, "main_grad", None):
+            raise RuntimeError(
+                f"{copy.name} of stage {copy.stage} has a gradient already, which would be summed over its copies "
+                "again: call zero_grad(set_to_none=True) before each step"
+            )
 
 
 class _Description(NamedTuple):
