@@ -25,8 +25,7 @@ Source: ZeRO (arXiv 1910.02054) §5.1, P_os. Shapes: W ranks, R replicas of each
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -176,9 +175,15 @@ class ShardedState:
         reduce: the dtype in which gradients are summed, float32 or bfloat16.
         stages: modules that the forward pass calls one after another, with all parameters together. Their exchanges
             overlap with one another's computation. None: the model is one stage.
+        group: the ranks that have this model, those of the mesh if there is one; None: all. Other ranks may have other
+            layers, as in a pipeline.
+        uncounted: names of parameters that ranks outside the group have, too, and count in the gradient's norm.
+        order: the names of the parameters of all ranks' layers; None: of the model, as all ranks have it.
 
     Attributes:
         parts: an optimizer's parameters.
+        group: the ranks that have this model.
+        rank, size: this rank's number among them, and theirs.
 
     Raises:
         ValueError: a mixture's experts are spread over other ranks than the mesh says, `reduce` is another dtype, or a
@@ -191,19 +196,26 @@ class ShardedState:
         experts: DeviceMesh | None = None,
         reduce: torch.dtype = torch.float32,
         stages: Sequence[nn.Module] | None = None,
+        group: dist.ProcessGroup | None = None,
+        uncounted: Collection[str] = (),
+        order: Sequence[str] | None = None,
     ):
         if reduce not in (torch.float32, torch.bfloat16):
             raise ValueError(f"reduce must be torch.float32 or torch.bfloat16, not {reduce}")
         self.reduce = reduce
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.group = dist.group.WORLD if group is None else group
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         spread = _spread_experts(model, 1 if experts is None else experts.size(1))
-        self._replicas = dist.group.WORLD if experts is None else experts.get_group(0)
+        self._replicas = self.group if experts is None else experts.get_group(0)
         self._shards: dict[str, _Shard] = {}
         for name, weight in model.named_parameters():
             mesh = experts if weight in spread else None
             self._shards[name] = self._cut(weight, mesh)
-        counted = [index for index, shard in enumerate(self._shards.values()) if shard.is_counted]
-        self._counted_C = torch.tensor(counted, device=next(model.parameters()).device)
+        is_counted = [shard.is_counted and name not in uncounted for name, shard in self._shards.items()]
+        number = {name: index for index, name in enumerate(self._shards if order is None else order)}
+        device = next(model.parameters()).device
+        self._counted_C = torch.tensor(is_counted).nonzero().squeeze(1).to(device)
+        self._index_N = torch.tensor([number[name] for name in self._shards], device=device)
         self.parts = Parts({name: shard.part for name, shard in self._shards.items()})
         self._stages = self._make_stages([model] if stages is None else stages)
         self._next: int | None = None  # the stage whose gradients are to be summed next, in the backward pass
@@ -214,10 +226,6 @@ class ShardedState:
         for module in modules:
             found = [of_weight.pop(weight)[1] for weight in module.parameters() if weight in of_weight]
             stage = _Stage(found)
-            complete = partial(_complete, weakref.ref(self), weakref.ref(stage))
-            for shard in stage.cut:
-                if shard.weight.requires_grad:
-                    shard.weight.register_post_accumulate_grad_hook(complete)
             module.register_forward_pre_hook(stage.wait)
             stages.append(stage)
         for name, _ in of_weight.values():
@@ -225,7 +233,7 @@ class ShardedState:
         return stages
 
     def _cut(self, weight: nn.Parameter, experts: DeviceMesh | None) -> _Shard:
-        ranks = dist.group.WORLD if experts is None else experts.get_group(0)
+        ranks = self.group if experts is None else experts.get_group(0)
         n_replicas = self.size if experts is None else experts.size(0)
         n_cuts = self.size // n_replicas  # of the whole weight between ranks, before this
         rows = len(weight) if weight.dim() else 1
@@ -247,20 +255,24 @@ class ShardedState:
 
         `reduce_gradients` must follow.
         """
+        hooks = []  # only inside: a weight with a hook does not let its gradient wait (`octile.nn.deferred_wgrad`)
         for stage in self._stages:
-            stage.incomplete = sum(shard.weight.requires_grad for shard in stage.cut)
+            trained = [shard.weight for shard in stage.cut if shard.weight.requires_grad]
+            stage.incomplete = len(trained)
             stage.sums = None  # of a step that failed
+            hooks += [weight.register_post_accumulate_grad_hook(partial(self._complete, stage)) for weight in trained]
         self._next = len(self._stages) - 1
         try:
             yield
         finally:
             self._next = None
+            for hook in hooks:
+                hook.remove()
 
     @torch.no_grad()
-    def complete(self, stage: _Stage) -> None:
-        """Count a gradient of a stage, and launch the sums whose turn has come; a hook calls it."""
-        if self._next is None:
-            return
+    def _complete(self, stage: _Stage, weight: Tensor) -> None:
+        """Count a gradient of a stage, and launch the sums whose turn has come."""
+        assert self._next is not None
         stage.incomplete -= 1
         while self._next >= 0 and not self._stages[self._next].incomplete:
             self._launch_sums(self._stages[self._next])
@@ -316,12 +328,12 @@ class ShardedState:
     def gradient_norm(self) -> GradientNorm:
         """Compute the norm of the sums that `reduce_gradients` left, of all ranks together, the same on each.
 
-        Every element counts once. The norm is Inf if the sum of the squares exceeds FP32's range. The host does not
-        wait for the device.
+        Every element counts once. Parameters are numbered as in `order`. The norm is Inf if the sum of the squares
+        exceeds FP32's range. The host does not wait for the device.
         """
         norms_N = norms_of(list(self.parts.parameters()))
-        index_N = torch.arange(len(norms_N), device=norms_N.device)
-        total, last = norms_N.square()[self._counted_C].sum(), torch.where(norms_N.isnan(), index_N, -1).amax()
+        total = norms_N.square()[self._counted_C].sum()
+        last = torch.where(norms_N.isnan(), self._index_N, -1).amax()
         dist.all_reduce(total)
         dist.all_reduce(last, dist.ReduceOp.MAX)
         return GradientNorm(total.sqrt(), last)
@@ -377,14 +389,17 @@ class ShardedState:
 
 
 @torch.no_grad()
-def collect(local: Tensor, layout: Layout) -> Tensor | None:
-    """Return the whole tensor, of which each rank has the rows `local`, on rank 0, and None on the others."""
+def collect(local: Tensor, layout: Layout, group: dist.ProcessGroup | None = None) -> Tensor | None:
+    """Return the whole tensor, of which each rank of a group has the rows `local`, on its first rank; None on others.
+
+    Without a group these are all ranks.
+    """
+    is_first = dist.get_rank(group) == 0
     if layout.is_whole:
-        return local if dist.get_rank() == 0 else None
+        return local if is_first else None
     sent = local.detach().contiguous().view(torch.uint8)  # gloo has no FP8
-    is_first = dist.get_rank() == 0
     received = [torch.empty_like(sent) for _ in layout.starts] if is_first else None
-    dist.gather(sent, received, dst=0)
+    dist.gather(sent, received, group=group, group_dst=0)
     if received is None:
         return None
     whole = local.new_empty(layout.total, *local.shape[1:])
@@ -404,13 +419,6 @@ def _spread_experts(model: nn.Module, n_ranks: int) -> set[Tensor]:
             if found > 1:
                 spread.update(moe.experts.parameters())
     return spread
-
-
-def _complete(state: weakref.ref[ShardedState], stage: weakref.ref[_Stage], weight: Tensor) -> None:
-    """Count a gradient. References from a weight's hook to the weight would keep it: Python does not see that cycle."""
-    found, of_stage = state(), stage()
-    if found is not None and of_stage is not None:
-        found.complete(of_stage)
 
 
 def _gradient(weight: Tensor) -> Tensor:
