@@ -13,7 +13,9 @@ last stage has it, too.  Shapes: B batch, S sequence, D model.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import accumulate
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,8 @@ from torch import Tensor, nn
 from octile.models.deepseek_v3 import DeepseekV3, Trunk
 from octile.nn.linear import with_class
 from octile.nn.rope import CosSin
+
+M = TypeVar("M", bound=DeepseekV3)
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -91,7 +95,15 @@ def split_stages(model: DeepseekV3, n_stages: int) -> list[ModelStage]:
     Raises:
         ValueError: there are more stages than layers, or none.
     """
-    n_layers = model.config.num_hidden_layers
+    return [_stage(model, layers) for layers in stage_layers(model.config.num_hidden_layers, n_stages)]
+
+
+def stage_layers(n_layers: int, n_stages: int) -> list[range]:
+    """The layers of each stage into which `split_stages` splits a model of so many.
+
+    Raises:
+        ValueError: there are more stages than layers, or none.
+    """
     if not 1 <= n_stages <= n_layers:
         raise ValueError(f"n_stages must be from 1 to the model's {n_layers} layers, not {n_stages}")
     inner_first = [*range(1, n_stages - 1), 0, n_stages - 1]
@@ -99,20 +111,40 @@ def split_stages(model: DeepseekV3, n_stages: int) -> list[ModelStage]:
     for stage in inner_first[: n_layers % n_stages]:
         counts[stage] += 1
     ends = list(accumulate(counts))
-    return [_stage(model, range(end - count, end)) for end, count in zip(ends, counts, strict=True)]
+    return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
+
+
+def with_stages(model: DeepseekV3, n_stages: int, stages: Collection[int]) -> DeepseekV3:
+    """Return a model with the parameters of some of `n_stages` stages, under their names, and no others.
+
+    `split_stages` splits it into its stages; the others of its list are not to be called.
+
+    Raises:
+        ValueError: there are more stages than layers, or none.
+    """
+    layers = stage_layers(model.config.num_hidden_layers, n_stages)
+    own = {layer for stage in stages for layer in layers[stage]}
+    return _with_layers(DeepseekV3, model, own, 0 in stages, n_stages - 1 in stages)
 
 
 def _stage(model: DeepseekV3, layers: range) -> ModelStage:
-    stage, trunk = with_class(ModelStage, model), with_class(Trunk, model.model)
+    is_first, is_last = layers.start == 0, layers.stop == model.config.num_hidden_layers
+    stage = _with_layers(ModelStage, model, set(layers), is_first, is_last)
+    stage.layers, stage.is_first, stage.is_last = layers, is_first, is_last
+    return stage
+
+
+def _with_layers(cls: type[M], model: DeepseekV3, layers: set[int], is_first: bool, is_last: bool) -> M:
+    """Make a model of a class that shares some layers of another one, and what else its first or last stage has."""
+    made, trunk = with_class(cls, model), with_class(Trunk, model.model)
     n_layers, has_mtp = model.config.num_hidden_layers, bool(model.config.num_nextn_predict_layers)
-    stage.layers, stage.is_first, stage.is_last = layers, layers.start == 0, layers.stop == n_layers
-    own = {*layers, *(range(n_layers, len(model.model.layers)) if stage.is_last else ())}
+    own = layers | {*(range(n_layers, len(model.model.layers)) if is_last else ())}
     trunk._modules["layers"] = nn.ModuleList(
         [layer if i in own else None for i, layer in enumerate(model.model.layers)]  # type: ignore[misc]
     )
-    if not (stage.is_first or (stage.is_last and has_mtp)):
+    if not (is_first or (is_last and has_mtp)):
         trunk._modules["embed_tokens"] = None
-    if not stage.is_last:
-        trunk._modules["norm"] = stage._modules["lm_head"] = None
-    stage._modules["model"] = trunk
-    return stage
+    if not is_last:
+        trunk._modules["norm"] = made._modules["lm_head"] = None
+    made._modules["model"] = trunk
+    return made
