@@ -524,6 +524,22 @@ def test_compare_refuses_several_processes(capsys, monkeypatch, tmp_path):
 NOT_RUN = {  # torchrun's environment, and arguments: the message
     "more ranks": ({"WORLD_SIZE": "2"}, [], "parallel.dp is 1, but torchrun has started 2 (WORLD_SIZE)"),
     "fewer ranks": ({}, ["--parallel.dp=2"], "parallel.dp is 2, but this is one process"),
+    "no pipeline": ({}, ["--parallel.pp=2"], "parallel.pp × parallel.dp is 2 × 1, but this is one process"),
+    "too few layers": (
+        {"WORLD_SIZE": "64"},
+        ["--parallel.pp=64"],
+        "parallel.pp 64 with parallel.schedule 1f1b needs at least 64 layers, one a stage",
+    ),
+    "too few micro-batches": (
+        {"WORLD_SIZE": "2"},
+        ["--parallel.pp=2", "--parallel.schedule=dualpipe", "--micro-batches=2"],
+        "parallel.schedule dualpipe does not fit parallel.pp 2 and micro_batches 2: ",
+    ),
+    "telemetry of stages": (
+        {"WORLD_SIZE": "2"},
+        ["--parallel.pp=2", "--telemetry-every=2"],
+        "must be 0 on several ranks (parallel.pp 2 × parallel.dp 1)",
+    ),
     "no run to restart": (
         {"WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": "3"},
         ["--parallel.dp=2"],
@@ -532,7 +548,7 @@ NOT_RUN = {  # torchrun's environment, and arguments: the message
     "one scale": (
         {"WORLD_SIZE": "2"},
         ["--parallel.dp=2", "--recipe=fp8_lm"],
-        "recipe fp8_lm needs parallel.dp 1, not 2",
+        "recipe fp8_lm needs one rank, not parallel.dp 2",
     ),
 }
 
@@ -803,7 +819,7 @@ def test_every_numeric_option_is_tried():
         NUMERIC
     )
     assert ACCEPTED.keys() <= set(NUMERIC)
-    assert len(NUMERIC) == 63
+    assert len(NUMERIC) == 64
 
 
 @pytest.mark.parametrize("option", NUMERIC)

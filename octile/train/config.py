@@ -82,8 +82,11 @@ class ParallelConfig:
     """The ranks of a run, which torchrun starts.
 
     Attributes:
-        dp: data-parallel ranks, which share each step's batch; all ranks that torchrun starts.
+        dp: data-parallel ranks, which share each step's batch; pp × dp are all ranks that torchrun starts.
         ep: ranks over which the experts are spread; divides dp.
+        pp: ranks of a pipeline, which share the layers.
+        schedule: the order in which a pipeline's ranks pass micro_batches: gpipe, 1f1b, zb1p, dualpipe, dualpipev (two
+            stages on a rank) or chimera.
         exchange: how rows of tokens go to spread experts: all_to_all; symmetric_memory, kernels between GPUs of one
             host, for which the host does not wait, and all_to_all between hosts; or auto, these kernels between two
             GPUs.
@@ -93,6 +96,8 @@ class ParallelConfig:
 
     dp: Positive = 1
     ep: Positive = 1
+    pp: Positive = 1
+    schedule: Literal["gpipe", "1f1b", "zb1p", "dualpipe", "dualpipev", "chimera"] = "1f1b"
     exchange: Literal["auto", "all_to_all", "symmetric_memory"] = "auto"
     reduce: Literal["float32", "bfloat16"] = "float32"
     timeout: Annotated[float, Range(above=0, at_most=MAX_COUNT)] = 600.0
@@ -101,6 +106,15 @@ class ParallelConfig:
         check_fields(self, "parallel.")
         if self.dp % self.ep:
             raise ValueError(f"parallel.ep must divide parallel.dp, {self.dp}, but it is {self.ep}")
+
+    @property
+    def ranks(self) -> int:
+        """All ranks."""
+        return self.pp * self.dp
+
+    def describe(self) -> str:
+        """The options that say how many ranks there are."""
+        return f"parallel.dp {self.dp}" if self.pp == 1 else f"parallel.pp {self.pp} × parallel.dp {self.dp}"
 
 
 @dataclass(frozen=True)
@@ -127,7 +141,7 @@ class TrainConfig:
         batch_size: sequences per step.
         initial_batch_size: sequences of the first step, if the batch grows to batch_size.
         batch_ramp: share of the steps in which it grows.
-        micro_batches: micro-batches per step, to save memory.
+        micro_batches: micro-batches per step, to save memory; what passes a pipeline.
         sequence_length: tokens per sequence.
         skip_limit: consecutive steps that may be skipped because a gradient is NaN or Inf, before the run stops.
         val_sequences: held-out sequences of a validation.
@@ -228,33 +242,33 @@ class TrainConfig:
 
     def _check_ranks(self) -> None:
         """Refuse what does not divide between the ranks, or needs one."""
-        dp, ep = self.parallel.dp, self.parallel.ep
+        dp, ep, ranks = self.parallel.dp, self.parallel.ep, self.parallel.ranks
         pieces = dp * self.micro_batches
         if self.batch_size % pieces:
             raise ValueError(
                 f"batch_size {self.batch_size} must be divisible by micro_batches {self.micro_batches} × parallel.dp "
                 f"{dp}"
             )
-        if dp > 1 and self.initial_batch_size is not None and self.initial_batch_size < pieces:
+        if ranks > 1 and self.initial_batch_size is not None and self.initial_batch_size < pieces:
             raise ValueError(
                 f"initial_batch_size must be at least {pieces}, a sequence for each of {self.micro_batches} "
-                f"micro-batches on {dp} ranks, not {self.initial_batch_size}"
+                f"micro-batches{f' on {dp} ranks' if dp > 1 else ''}, not {self.initial_batch_size}"
             )
         if self.model.n_routed_experts % ep:
             raise ValueError(f"parallel.ep {ep} must divide model.n_routed_experts, {self.model.n_routed_experts}")
-        if dp > 1 and self.telemetry_every:
+        if ranks > 1 and self.telemetry_every:
             raise ValueError(
-                f"telemetry_every must be 0 on several ranks (parallel.dp {dp}), not {self.telemetry_every}"
+                f"telemetry_every must be 0 on several ranks ({self.parallel.describe()}), not {self.telemetry_every}"
             )
 
     @property
     def command(self) -> str:
         """What starts a run of this configuration, before its options."""
-        return train_command(self.parallel.dp)
+        return train_command(self.parallel.ranks)
 
     @property
     def micro_batch_size(self) -> int:
-        """The sequences that a rank passes through the model at a time."""
+        """The sequences that a rank passes through the model, or its stages, at a time."""
         return self.batch_size // (self.micro_batches * self.parallel.dp)
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -38,14 +38,23 @@ def record_tile_scales() -> Iterator[Callable[[], dict[str, Histogram]]]:
             counts[operand].update(dict(zip(values.tolist(), times.tolist(), strict=True)))
 
     def histograms() -> dict[str, Histogram]:
-        return {
-            operand: {"log2": sorted(counter), "count": [counter[v] for v in sorted(counter)]}
-            for operand, counter in counts.items()
-            if counter
-        }
+        return {operand: _histogram(counter) for operand, counter in counts.items() if counter}
 
     with observe_quantization(count):
         yield histograms
+
+
+def add_histograms(of_ranks: Iterable[Mapping[str, Histogram]]) -> dict[str, Histogram]:
+    """Add up the histograms of `record_tile_scales` of several ranks."""
+    counts: dict[str, Counter[int]] = {}
+    for operands in of_ranks:
+        for operand, histogram in operands.items():
+            counts.setdefault(operand, Counter()).update(dict(zip(histogram["log2"], histogram["count"], strict=True)))
+    return {operand: _histogram(counter) for operand, counter in counts.items()}
+
+
+def _histogram(counter: Counter[int]) -> Histogram:
+    return {"log2": sorted(counter), "count": [counter[value] for value in sorted(counter)]}
 
 
 def zero_blocks(q: ScaledTensor) -> Tensor:

@@ -21,7 +21,7 @@ from octile.train.config import TrainConfig
 MAX_SHARE = 0.1  # of the available memory
 
 
-def can_keep(config: TrainConfig, available: int) -> bool:
+def can_keep(config: TrainConfig, available: int, held: float = 1.0) -> bool:
     """Whether a run on a GPU keeps activations: they take at most MAX_SHARE of the memory that it can have.
 
     A deterministic run keeps none, since the memory may be another the next time.
@@ -29,8 +29,9 @@ def can_keep(config: TrainConfig, available: int) -> bool:
     Args:
         config: of the run.
         available: the memory at its start, in bytes (`octile.train.device_memory.available_memory`).
+        held: the activations that a rank holds at a time, in units of the whole model's for a micro-batch.
     """
-    needed = config.micro_batch_size * config.sequence_length * kept_bytes(config.model)
+    needed = held * config.micro_batch_size * config.sequence_length * kept_bytes(config.model)
     return not config.deterministic and needed <= MAX_SHARE * available
 
 

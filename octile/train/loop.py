@@ -29,6 +29,7 @@ from octile.checkpoint.step_folders import finished_steps
 from octile.checkpoint.store import Store
 from octile.extras import require
 from octile.formats import E4M3
+from octile.launch import train_command
 from octile.models.counts import count_parameters
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.parallel.ranks import Ranks, count_ranks, explain, join, leave
@@ -51,6 +52,7 @@ from octile.train.data import prepare
 from octile.train.deterministic import deterministic
 from octile.train.duration import describe_duration
 from octile.train.memory import check_memory, explain_out_of_memory
+from octile.train.pipelined import describe_pipeline, make_pipeline_schedule
 from octile.train.resume import check_goal, check_settings, open_run, print_settings
 from octile.train.run_folder import Metrics, MetricsWriter, NoMetrics, RunFolder, lock_folder, read_lines
 from octile.train.signals import Stopped, stop_requests
@@ -97,6 +99,7 @@ def train(config: TrainConfig, resume: bool, console: RunConsole, hook: RunHook 
     """
     require("tokenizers", "filelock", "tensorboard", "psutil", extra="train")
     require("matplotlib", "jinja2", extra="report")  # checked now, not after training when the report is written
+    make_pipeline_schedule(config)  # refuses what does not fit, whatever the ranks
     check_world(config)
     device = pick_own_device(config.device)
     check_recipe(config)
@@ -176,6 +179,8 @@ def _train(
     console.print_model(trainer)
     if trainer.expert_share is not None:
         console.print(str(trainer.expert_share))
+    if trainer.pipelined is not None:
+        console.print(describe_pipeline(trainer.pipelined.schedule, config.model.num_hidden_layers))
     if device.type == "cuda" and (reason := trainer.why_eager()):
         console.print(f"steps are not captured in CUDA graphs, and launch kernel by kernel: {reason}")
     if config.init_from is not None and checkpoint is None:
@@ -257,14 +262,16 @@ def check_world(config: TrainConfig) -> None:
     Raises:
         ValueError: torchrun has started more or fewer; or it restarts them, and `out` is not given.
     """
-    started, dp = count_ranks(), config.parallel.dp
-    if started != dp:
+    started, pp, dp = count_ranks(), config.parallel.pp, config.parallel.dp
+    if started != pp * dp:
         begun = f"torchrun has started {started} (WORLD_SIZE)" if started > 1 else "this is one process"
+        given = f"parallel.dp is {dp}" if pp == 1 else f"parallel.pp × parallel.dp is {pp} × {dp}"
+        fitting = max(started // pp, dp)
+        options = f"--parallel.dp {fitting}" if pp == 1 else f"--parallel.pp {pp} --parallel.dp {fitting}"
         raise ValueError(
-            f"parallel.dp is {dp}, but {begun}: it must be the number of all processes; "
-            f"torchrun --nproc-per-node {max(started, dp)} -m octile train --parallel.dp {max(started, dp)} …"
+            f"{given}, but {begun}: it must be the number of all processes; {train_command(pp * fitting)} {options} …"
         )
-    if dp > 1 and config.out is None and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0):
+    if pp * dp > 1 and config.out is None and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0):
         raise ValueError("out is not given: --max-restarts needs --out RUN, so that restarted ranks find their run")
 
 

@@ -28,6 +28,7 @@ from octile.recipe import Recipe
 from octile.train.config import TrainConfig
 from octile.train.cpu_memory import estimate_need
 from octile.train.device_memory import available_memory, device_memory
+from octile.train.pipelined import make_pipeline_schedule
 from octile.train.trainer import Trainer
 
 BYTES_PER_PARAMETER = 12  # FP32 weight and gradient, two BF16 moments
@@ -83,14 +84,16 @@ def check_memory(config: TrainConfig, device: torch.device) -> None:
 
 
 def min_memory(config: TrainConfig) -> int:
-    """Bytes of weights, gradients and moments of a rank."""
+    """Bytes of weights, gradients and moments of a rank; of a pipeline, of the mean stages."""
     counts, parallel = count_parameters(config.model), config.parallel
     parameters = counts.total + sum(counts.mtp.values())
     if config.recipe == "fp8_lm":
         return parameters * FP8_LM_BYTES_PER_PARAMETER
     experts = sum(of.get("routed experts", 0) for of in (counts.main, counts.mtp))
     held = parameters - experts + experts // parallel.ep
-    return held * (BYTES_PER_PARAMETER - MOMENTS_BYTES) + parameters * MOMENTS_BYTES // parallel.dp
+    of_model = held * (BYTES_PER_PARAMETER - MOMENTS_BYTES) + parameters * MOMENTS_BYTES // parallel.dp
+    schedule = make_pipeline_schedule(config)
+    return of_model if schedule is None else of_model * len(schedule.stages(0)) // schedule.n_stages
 
 
 @contextmanager
@@ -122,7 +125,7 @@ def explain_out_of_memory(config: TrainConfig, device: torch.device, trainer: Tr
         if trainer.captured is not None:
             trainer.captured.release()
         step = trainer.steps_done + 1
-        if config.parallel.ep > 1:  # a forward pass would need the other ranks
+        if config.parallel.ep > 1 or config.parallel.pp > 1:  # a forward pass would need the other ranks
             raise MemoryError(
                 f"out of memory at step {step} on the {device.type}: use more --micro-batches (now "
                 f"{config.micro_batches}), a smaller model, or more ranks"

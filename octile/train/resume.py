@@ -28,6 +28,8 @@ CHANGE_NOTES = {  # settings that may change when a run is resumed: what follows
     "micro_batches": OTHER_ORDER,
     "parallel.dp": OTHER_ORDER,
     "parallel.ep": OTHER_ORDER,
+    "parallel.pp": OTHER_ORDER,
+    "parallel.schedule": OTHER_ORDER,
     "parallel.reduce": "gradients are rounded otherwise, so the run is not bit-identical to an uninterrupted one",
 }
 BITS_ADVICE = {"threads": "; OMP_NUM_THREADS sets the number of threads"}

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
-import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.delayed_scaling import amax_histories
@@ -19,28 +16,6 @@ from octile.recipe import Recipe
 from octile.train.config import TrainConfig
 
 ROOM = 2.0  # place for the rows of a rank's experts on symmetric memory, vs. balanced experts; it grows if needed
-
-
-def expert_mesh(config: TrainConfig, device: torch.device) -> DeviceMesh | None:
-    """The mesh [replicas, ranks of a replica], if experts are spread over the ranks of each replica."""
-    parallel = config.parallel
-    if parallel.ep == 1:
-        return None
-    shape = parallel.dp // parallel.ep, parallel.ep
-    return init_device_mesh(device.type, shape, mesh_dim_names=("replica", "expert"))
-
-
-def expert_hops(config: TrainConfig, mesh: DeviceMesh) -> dist.ProcessGroup | DeviceMesh:
-    """The ranks of a replica; on several hosts as the mesh [hosts, ranks of a host], so that a row crosses once.
-
-    torchrun says how many ranks a host has, and numbers them host by host.
-    """
-    parallel = config.parallel
-    local = int(os.environ.get("LOCAL_WORLD_SIZE") or parallel.ep)
-    if local == 1 or local >= parallel.ep or parallel.ep % local:
-        return mesh.get_group("expert")
-    shape = parallel.dp // parallel.ep, parallel.ep // local, local
-    return init_device_mesh(mesh.device_type, shape, mesh_dim_names=("replica", "host", "rank"))["host", "rank"]
 
 
 def check_exchange(config: TrainConfig, hops: dist.ProcessGroup | DeviceMesh, ranks: Ranks) -> None:

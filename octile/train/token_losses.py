@@ -32,10 +32,13 @@ def token_losses(trainer: Trainer, windows: Tensor | None = None) -> Tensor:
 
 
 def _token_losses(trainer: Trainer, windows: Tensor | None) -> Tensor:
-    batch = trainer.config.micro_batch_size
     losses = []
+    batches = (trainer.held_out if windows is None else windows).split(trainer.config.micro_batch_size)
     with frozen_weights(trainer.model), trainer.precision():
-        for tokens_BS in (trainer.held_out if windows is None else windows).split(batch):
+        if trainer.pipelined:
+            of_batches = trainer.pipelined.token_losses([tokens_BS.to(trainer.device) for tokens_BS in batches])
+            return torch.cat(of_batches).cpu()
+        for tokens_BS in batches:
             tokens_BS = tokens_BS.to(trainer.device)
             labels_BS = F.pad(tokens_BS[:, 1:], (0, 1), value=IGNORED)
             losses.append(cross_entropies(trainer.model(tokens_BS), labels_BS)[:, :-1].cpu())

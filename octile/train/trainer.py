@@ -21,6 +21,9 @@ On several ranks each takes its sequences of every step's batch, and everything 
 over all ranks, so that all ranks launch, skip and stop the same steps (`octile.parallel`). Gradients are summed during
 the last micro-batch's backward pass. If steps are read late, the updated weights are gathered during the next forward
 pass: while a step is unread, a rank may have old values of the weights that others update.
+
+A rank of a pipeline has the layers of its stages (`octile.train.pipelined`). Losses and loads are those of all ranks
+even so, and every number that is decided by is a sum that counts what several ranks have once.
 """
 
 from __future__ import annotations
@@ -29,18 +32,23 @@ import math
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
+from fnmatch import fnmatchcase
+from itertools import cycle, islice
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from octile.checkpoint.fp8_layout import scale_rule
 from octile.checkpoint.hugging_face import load_weights
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.models.flops import bf16_peak, train_flops_per_token
+from octile.models.stages import with_stages
 from octile.nn.conversion import apply_recipe
 from octile.nn.delayed_scaling import amax_histories, end_step
 from octile.nn.moe import share_of_experts
@@ -51,6 +59,7 @@ from octile.optim.gradient import gradient_norm
 from octile.optim.state import has_scales
 from octile.parallel.experts import ExpertShare
 from octile.parallel.ranks import Ranks
+from octile.parallel.schedules import Schedule
 from octile.parallel.state import ShardedState
 from octile.parallel.symmetric_memory import PeerDispatcher
 from octile.recipe import Recipe
@@ -58,11 +67,13 @@ from octile.train.batches import Batches, PreparedBatches, validation_windows
 from octile.train.captured_step import CapturedStep, why_eager
 from octile.train.config import TrainConfig
 from octile.train.device_memory import available_memory
-from octile.train.diagnostics import first_non_finite, record_tile_scales
+from octile.train.diagnostics import add_histograms, first_non_finite, record_tile_scales
 from octile.train.kept_activations import can_keep, keep_activations
+from octile.train.pipelined import PARTS, PipelinedModel, held_share, make_pipeline_schedule
+from octile.train.rank_mesh import RankMesh
 from octile.train.run_folder import Metrics
-from octile.train.spread_experts import check_exchange, expert_hops, expert_mesh, spread_experts
-from octile.train.state_layout import StateLayout
+from octile.train.spread_experts import check_exchange, spread_experts
+from octile.train.state_layout import ModelNames, StateLayout
 from octile.train.step_results import StepResults
 from octile.train.token_store import TokenStore
 from octile.train.trainer_state import TrainerState
@@ -120,8 +131,11 @@ class Trainer:
         store: the tokens.
         device: the device of the model.
         recipe: a recipe without a name; the one that config names if not given.
-        ranks: the ranks of the run, as many as `config.parallel.dp`; only this one if not given. All of them must make
-            the same calls.
+        ranks: the ranks of the run, as many as `config.parallel.ranks`; only this one if not given. All of them must
+            make the same calls.
+
+    Raises:
+        ValueError: a pipeline's schedule does not fit the ranks, the layers or the micro-batches.
     """
 
     def __init__(
@@ -140,30 +154,31 @@ class Trainer:
         if scale_rule(self.config.model.extra) == "power_of_2":  # of the checkpoint that the run began with
             self.recipe = self.recipe.with_weight_scale("power_of_2")
         self._recipes = {False: self.recipe, True: keep_activations(self.recipe)}
-        can = device.type == "cuda" and can_keep(self.config, available_memory(device))
+        groups = RankMesh.of(config.parallel, self.ranks, device.type) if self.ranks.size > 1 else RankMesh()
+        stages = make_pipeline_schedule(config) if groups.pipeline else None
+        can = device.type == "cuda" and can_keep(self.config, available_memory(device), held_share(stages))
         self.keeps_activations = all(self.ranks.gather(can))
         self.recipe = self._recipes[self.keeps_activations]
         self._too_many_rows = torch.zeros((), device=device)  # 1 if the experts of this rank had more rows than place
-        mesh = expert_mesh(config, device) if self.ranks.size > 1 else None
-        hops = None if mesh is None else expert_hops(config, mesh)
-        if hops is not None:
-            check_exchange(config, hops, self.ranks)
-        torch.manual_seed(config.seed)
-        with nullcontext() if mesh is None else share_of_experts(mesh.get_local_rank("expert"), config.parallel.ep):
-            self.model = DeepseekV3(self.config.model).to(device)
-        if config.init_from is not None:
-            load_weights(self.model, config.init_from)
-        apply_recipe(self.model, self.recipe)
-        self.expert_share: ExpertShare | None = None
-        if hops is not None:
-            self.expert_share = spread_experts(self.model, config, hops, self.recipe, self._too_many_rows)
-            with torch.device("meta"):
-                whole = DeepseekV3(self.config.model)
-            self.model.conversion_summary = apply_recipe(whole, self.recipe).conversion_summary
+        if groups.hops is not None:
+            check_exchange(config, groups.hops, self.ranks)
+        self._make_model(groups, stages)
+        self.names = ModelNames.of(self.whole)
+        self.expert_share = None if groups.hops is None else self._spread_experts(groups.hops)
+        self.pipelined: PipelinedModel | None = None
+        if stages is not None and groups.pipeline is not None:
+            self.pipelined = PipelinedModel(self.model, stages, groups.pipeline)
         self.shards: ShardedState | None = None
         if self.ranks.size > 1:
-            reduce = getattr(torch, config.parallel.reduce)
-            self.shards = ShardedState(self.model, mesh, reduce, self.model.stages())
+            self.shards = ShardedState(
+                self.model,
+                groups.experts,
+                getattr(torch, config.parallel.reduce),
+                None if self.pipelined else self.model.stages(),
+                group=groups.data,
+                uncounted=self.pipelined.copies() if self.pipelined else (),
+                order=self.names.parameters,
+            )
         self.updated = self.shards.parts if self.shards else self.model  # the parameters that this rank updates
         optim = config.optim
         self.optimizer = AdamW(
@@ -172,7 +187,7 @@ class Trainer:
             betas=optim.betas,
             formats=self.recipe.optimizer,
         )
-        self.layout = StateLayout(self.model, self.optimizer, self.shards, self.ranks)
+        self.layout = StateLayout(self.model, self.names, self.shards, self.ranks)
         self.schedule = schedule(config)
         self.loss_scale = DynamicLossScale() if self.recipe.loss_scale else None
         self.ema = EMA(self.updated, optim.ema_decay, self.optimizer) if optim.ema_decay else None
@@ -182,14 +197,14 @@ class Trainer:
         self._prepared = PreparedBatches(self._own_batch, AHEAD if on_gpu else 0, pin=on_gpu)
         self.held_out = validation_windows(store.val, config.sequence_length - 1, config.val_sequences)
         self.moes = self.model.moe_layers()
-        self.last_load = {name: moe.last_load_E for name, moe in self.moes.items()}
+        self.last_load = self._no_load()
         self.steps_done = 0
         self.tokens = 0
         self.seconds = 0.0
         self.skipped = 0  # steps without an update, because a gradient was not finite
         self.skipped_in_a_row = 0  # consecutive skipped steps until now, without overflows of the loss scale
         self.captured = None
-        if on_gpu:
+        if on_gpu and self.pipelined is None:
             gathers = self.shards is not None
             self.captured = CapturedStep(self.model, self._compute, self._update, device, gathers)
         self.flops_per_token = train_flops_per_token(self.config.model, config.sequence_length)
@@ -205,6 +220,35 @@ class Trainer:
         self._stop_is_agreed = False
         self._in_a_row = torch.zeros((), dtype=torch.int64, device=device)  # the device's own skipped_in_a_row
         self._halted = torch.zeros((), dtype=torch.bool, device=device)  # whether all updates are skipped
+
+    def _make_model(self, groups: RankMesh, stages: Schedule | None) -> None:
+        """Make this rank's model, with the weights that it has in the whole one, and the whole one.
+
+        The whole one is on the meta device where this rank has not all layers or experts.
+        """
+        config, mesh = self.config, groups.experts
+        torch.manual_seed(config.seed)
+        with nullcontext() if mesh is None else share_of_experts(mesh.get_local_rank("expert"), config.parallel.ep):
+            self.model = DeepseekV3(config.model)
+        if stages is None:
+            self.model.to(self.device)
+        if config.init_from is not None:
+            load_weights(self.model, config.init_from)
+        if stages is not None:
+            own = stages.stages(dist.get_rank(groups.pipeline))
+            self.model = with_stages(self.model, stages.n_stages, own).to(self.device)
+        self.whole = self.model
+        if mesh is not None or stages is not None:
+            with torch.device("meta"):
+                self.whole = DeepseekV3(config.model)
+        self._apply_recipe()
+
+    def _spread_experts(self, hops: dist.ProcessGroup | DeviceMesh) -> ExpertShare:
+        """Spread the experts of this rank's layers if they have some; return the share of the first rank that has."""
+        own = None
+        if self.model.moe_layers():
+            own = spread_experts(self.model, self.config, hops, self.recipe, self._too_many_rows)
+        return next(share for share in self.ranks.gather(own) if share is not None)
 
     def step(self) -> Metrics:
         """Run one optimizer step and return its metrics. The host waits for the device.
@@ -284,6 +328,8 @@ class Trainer:
 
     def why_eager(self) -> str | None:
         """Why the next step is not captured in CUDA graphs, or None."""
+        if self.pipelined:
+            return "the host launches the actions of a pipeline one by one"
         waits = any(moe.dispatcher.waits_for_device for moe in self.moes.values())
         return why_eager(self.device, self.recipe, self.config.deterministic, waits)
 
@@ -381,22 +427,11 @@ class Trainer:
         self.model.train()
         self._zero_gradients()
         self._too_many_rows.zero_()
-        sums = dict.fromkeys(("loss", "main", "mtp", "balance"), torch.zeros((), device=self.device))
-        load = {name: torch.zeros_like(moe.last_load_E) for name, moe in self.moes.items()}
         if self.shards and self._reads_late:
             self.shards.begin_gather()
-        micro_batches = self._micro_batches(tokens_BS)
-        for number, micro_batch_BS in enumerate(micro_batches, 1):
-            parts = (self._sequences if self.shards else len(tokens_BS)) / len(micro_batch_BS)
-            is_last = number == len(micro_batches)
-            with self.shards.reducing() if self.shards and is_last else nullcontext():
-                sums["loss"] = sums["loss"] + self.backward(micro_batch_BS, parts)
-            for name, value in self.model.last_losses.items():
-                sums[name] = sums[name] + value / parts
-            for name, moe in self.moes.items():
-                load[name] += moe.last_load_E
-
-        totals = torch.stack([*sums.values(), self._wants_stop, self._too_many_rows])
+        load = self._no_load()
+        sums = self._pipelined_losses(tokens_BS, load) if self.pipelined else self._losses(tokens_BS, load)
+        totals = torch.cat([sums, torch.stack([self._wants_stop, self._too_many_rows])])
         if self.shards:
             self.shards.finish_gather()
             self._sum_over_ranks(self.shards, totals, load)
@@ -410,21 +445,62 @@ class Trainer:
         values = torch.stack([*totals[: len(LOSSES)], norm, last_broken.float(), *totals[len(LOSSES) :]])
         return Computed(values, load, skip, overflowed)
 
+    def _losses(self, tokens_BS: Tensor, load: dict[str, Tensor]) -> Tensor:
+        """Run the passes of this rank's tokens: their share of the losses, float32 [4]. Add to the load."""
+        sums = dict.fromkeys(("loss", *PARTS), torch.zeros((), device=self.device))
+        micro_batches = self._micro_batches(tokens_BS)
+        for number, micro_batch_BS in enumerate(micro_batches, 1):
+            parts = (self._sequences if self.shards else len(tokens_BS)) / len(micro_batch_BS)
+            is_last = number == len(micro_batches)
+            with self.shards.reducing() if self.shards and is_last else nullcontext():
+                sums["loss"] = sums["loss"] + self.backward(micro_batch_BS, parts)
+            for name, value in self.model.last_losses.items():
+                sums[name] = sums[name] + value / parts
+            for name, moe in self.moes.items():
+                load[name] += moe.last_load_E
+        return torch.stack([*sums.values()])
+
+    def _pipelined_losses(self, tokens_BS: Tensor, load: dict[str, Tensor]) -> Tensor:
+        """Do the same with this rank's stages; the losses are counted on the pipeline's first rank."""
+        assert self.pipelined is not None
+        micro_batches = [t.to(self.device, non_blocking=True) for t in self._micro_batches(tokens_BS)]
+        scaled = self.loss_scale.scale if self.loss_scale else lambda loss: loss
+        self.model.mtp_loss_weight = self.mtp_loss_weight()
+        with self.precision():
+            shares_M4 = self.pipelined.train(micro_batches, lambda t: self._sequences / len(t), scaled, load)
+        sums = torch.zeros(len(LOSSES), device=self.device)
+        for share_4 in shares_M4 if self.pipelined.is_first else ():
+            sums = sums + share_4  # in the order in which one process adds them up
+        return sums
+
+    def _no_load(self) -> dict[str, Tensor]:
+        """Zeros for the load of all mixtures, int64 [E] each."""
+        n_experts = self.config.model.n_routed_experts
+        return {name: torch.zeros(n_experts, dtype=torch.int64, device=self.device) for name in self.names.mixtures}
+
     @torch.no_grad()
     def _sum_over_ranks(self, shards: ShardedState, totals: Tensor, load: dict[str, Tensor]) -> None:
         """Sum gradients, losses and loads over the ranks, and let all have the same histories of delayed scaling."""
         where = self.ranks.position
         self.ranks.at(f"{where}: sum of the gradients")
         shards.reduce_gradients()
+        if self.pipelined:
+            self.pipelined.sum_copies(dict(shards.parts.named_parameters()))
         self.ranks.at(f"{where}: sum of the losses and loads")
         self.ranks.sum_(totals)
         if load:  # each counts the tokens of a replica's ranks
-            for name, total_E in zip(load, shards.sum_over_replicas(torch.stack([*load.values()])), strict=True):
+            total_LE = shards.sum_over_replicas(torch.stack([*load.values()]))
+            if self.pipelined:
+                dist.all_reduce(total_LE, group=self.pipelined.group)
+            for name, total_E in zip(load, total_LE, strict=True):
                 load[name] = total_E
-        if histories := [history.amax_OH for history in amax_histories(self.model).values()]:
-            largest = self.ranks.max_(torch.stack([amax_OH[:, 0] for amax_OH in histories]))
-            for amax_OH, largest_O in zip(histories, largest, strict=True):
-                amax_OH[:, 0] = largest_O
+        if self.names.histories:
+            own = amax_histories(self.model)
+            none = torch.zeros_like(next(iter(own.values())).amax_OH[:, 0])
+            amax = [own[name].amax_OH[:, 0] if name in own else none for name in self.names.histories]
+            for name, largest_O in zip(self.names.histories, self.ranks.max_(torch.stack(amax)), strict=True):
+                if name in own:
+                    own[name].amax_OH[:, 0] = largest_O
         self.ranks.at(where)
 
     def _zero_gradients(self) -> None:
@@ -434,7 +510,12 @@ class Trainer:
 
     def _own_batch(self, step: int) -> Tensor:
         """The sequences of a step's batch that this rank computes."""
-        return self.batches.batch(step, self.ranks.rank, self.ranks.size)
+        return self.batches.batch(step, *self._place)
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        """The number of this rank among those that share a batch's sequences, and theirs."""
+        return (self.shards.rank, self.shards.size) if self.shards else (0, 1)
 
     def _micro_batches(self, tokens_BS: Tensor) -> tuple[Tensor, ...]:
         """The micro-batches of this rank's sequences, as many on each rank."""
@@ -517,21 +598,37 @@ class Trainer:
         dispatchers = [moe.dispatcher for moe in self.moes.values() if isinstance(moe.dispatcher, PeerDispatcher)]
         for dispatcher in dispatchers:
             dispatcher.max_rows = min(2 * dispatcher.max_rows, dispatcher.enough_rows)
+        most = max(self.ranks.gather(max((dispatcher.max_rows for dispatcher in dispatchers), default=0)))
         warnings.warn(
-            f"{where}: the experts of a rank have more rows than place, which is doubled to "
-            f"{dispatchers[0].max_rows:,} rows; what was computed is discarded and computed again",
+            f"{where}: the experts of a rank have more rows than place, which is doubled to {most:,} rows; what was "
+            "computed is discarded and computed again",
             stacklevel=2,
         )
 
     def _own_held_out_loss(self) -> float:
+        rank, size = self._place
+        own_NS, at_once = self.held_out.tensor_split(size)[rank], self.config.micro_batch_size
+        starts = range(0, math.ceil(len(self.held_out) / size), at_once)
+        batches = [own_NS[start : start + at_once] for start in starts]
         total = torch.zeros((), device=self.device)
-        own_NS, at_once = self.held_out.tensor_split(self.ranks.size)[self.ranks.rank], self.config.micro_batch_size
         with frozen_weights(self.model):
-            for start in range(0, math.ceil(len(self.held_out) / self.ranks.size), at_once):
-                tokens_BS = own_NS[start : start + at_once]
-                self._loss(tokens_BS if len(tokens_BS) else self.held_out[:1])  # ranks must make the same calls
-                total += self.model.last_losses["main"] * len(tokens_BS)
+            # ranks must make the same calls, also without sequences
+            losses = self._main_losses([tokens_BS if len(tokens_BS) else self.held_out[:1] for tokens_BS in batches])
+            for loss, tokens_BS in zip(losses, batches, strict=True):
+                total += loss * len(tokens_BS)
+        if self.pipelined and not self.pipelined.is_first:
+            total.zero_()  # all ranks of the pipeline have the losses
         return self.ranks.sum_(total).item() / len(self.held_out)
+
+    def _main_losses(self, batches: Sequence[Tensor]) -> Iterable[Tensor]:
+        """The main head's loss of each batch, without gradients."""
+        if self.pipelined:
+            with self.precision():
+                yield from self.pipelined.main_losses([tokens_BS.to(self.device) for tokens_BS in batches])
+            return
+        for tokens_BS in batches:
+            self._loss(tokens_BS)
+            yield self.model.last_losses["main"]
 
     def tile_scales(self) -> dict[str, Any]:
         """Histograms of the scales in a forward and backward pass on held-out text, which changes no state."""
@@ -541,8 +638,13 @@ class Trainer:
         self.model.train()
         self._zero_gradients()
         with self.preserved(), record_tile_scales() as histograms, without_reduced_precision_reduction():
-            self._loss(self.held_out[:1]).backward()
-        return histograms()
+            if self.pipelined is None:
+                self._loss(self.held_out[:1]).backward()
+                return histograms()
+            windows = islice(cycle(self.held_out.to(self.device).split(1)), self.config.micro_batches)
+            with self.precision():
+                self.pipelined.train([*windows], lambda _: 1.0, lambda loss: loss, self._no_load())
+        return add_histograms(self.ranks.gather(histograms() if self._place[0] == 0 else {}))
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
@@ -615,12 +717,7 @@ class Trainer:
         """
         if not math.isfinite(loss):
             self._discard_from(step)
-            micro_batches = self._micro_batches(self._own_batch(self.steps_done))
-            where = first_non_finite(
-                self.model,
-                lambda: [self._loss(micro_batch_BS) for micro_batch_BS in micro_batches],
-                self.ranks.gather,
-            )
+            where = self._first_non_finite(self._micro_batches(self._own_batch(self.steps_done)))
             raise FloatingPointError(
                 f"the loss is {loss} at step {step.number}; the first non-finite value is in {where}"
             )
@@ -631,8 +728,9 @@ class Trainer:
         if step.overflowed is not None:
             return f"the gradients overflowed under a loss scale of {step.overflowed:,.0f}"
         self.skipped_in_a_row += 1
-        names = [name for name, _ in self.model.named_parameters()]
-        where = names[last_broken] if last_broken >= 0 else "their norm"  # backward spreads it from last to first
+        where = (
+            self.names.parameters[last_broken] if last_broken >= 0 else "their norm"
+        )  # backward spreads it from last to first
         if self.skipped_in_a_row > self.config.skip_limit:
             self._discard_from(step)
             before = f", after {self.config.skip_limit} in a row that were skipped" if self.config.skip_limit else ""
@@ -640,6 +738,22 @@ class Trainer:
                 f"a gradient is not finite at step {step.number}; the nearest to the loss is {where}{before}"
             )
         return f"a gradient is not finite; the nearest to the loss is {where}"
+
+    def _first_non_finite(self, micro_batches: Sequence[Tensor]) -> str:
+        """The first parameter or module of the model, on any rank, that is not finite in forward passes."""
+        if self.pipelined is None:
+            return first_non_finite(self.model, lambda: [self._loss(t) for t in micro_batches], self.ranks.gather)
+        of_rank = self.pipelined
+        places = [f"parameter {name}" for name in self.names.parameters] + [n for n, _ in self.whole.named_modules()]
+        order = {place: index for index, place in enumerate(places)}
+
+        def gather(own: str) -> list[str]:  # in the order of the layers, not of the ranks
+            return sorted(self.ranks.gather(own), key=lambda place: order.get(place, len(order)))
+
+        with self.precision():
+            return first_non_finite(
+                self.model, lambda: of_rank.forward([t.to(self.device) for t in micro_batches]), gather
+            )
 
     def _discard_from(self, step: Launched) -> None:
         """Return to the state before a step that changed nothing, and after which the device has changed nothing."""
@@ -680,7 +794,7 @@ class Trainer:
         self._check_read("state")
         tensors = {f"model.{name}": t for name, t in self.model.state_dict().items()}
         for index, moments in self.optimizer.state_dict()["state"].items():
-            tensors |= {f"optimizer.{index}.{name}": t for name, t in moments.items()}
+            tensors |= {f"optimizer.{self.layout.number(index)}.{name}": t for name, t in moments.items()}
         tensors |= {f"history.{name}": m.amax_OH for name, m in amax_histories(self.model).items()}
         if self.ema:
             tensors |= {f"ema.{name}": t for name, t in self.ema.state_dict().items()}
@@ -697,26 +811,39 @@ class Trainer:
         return tensors, state
 
     def whole_model(self) -> DeepseekV3:
-        """The model with the experts of all ranks, on rank 0; this rank's model on the others, which must call it, too.
+        """The model with the experts and layers of all ranks, on rank 0; this rank's model on the others.
 
-        If experts are spread, that is a copy of the model, for which the memory of captured steps is released.
+        All ranks must call this. If experts are spread or layers are those of stages, it is a copy of the model, for
+        which the memory of captured steps is released.
         """
-        if self.shards is None or self.config.parallel.ep == 1:
+        if self.shards is None or self.config.parallel.ep == self.config.parallel.pp == 1:
             return self.model
         if self.captured is not None:
             self.captured.release()
-        tensors = self.layout.whole({f"model.{name}": t for name, t in self.model.state_dict().items()})
+        tensors = {f"model.{name}": t for name, t in self.model.state_dict().items()}
+        tensors |= {f"history.{name}": history.amax_OH for name, history in amax_histories(self.model).items()}
+        tensors = self.layout.whole(tensors)
         scales = self.ranks.gather(self.model.stored_scales)
         if not self.ranks.is_first:
             return self.model
         model = DeepseekV3(self.config.model).to(self.device)
         apply_recipe(model, self.recipe)
-        model.load_state_dict({name.removeprefix("model."): t for name, t in tensors.items()})
+        model.load_state_dict({n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")})
         model.stored_scales = {name: scale for of_rank in scales for name, scale in of_rank.items()}
-        own = amax_histories(self.model)
         for name, history in amax_histories(model).items():
-            history.amax_OH.copy_(own[name].amax_OH)
+            history.amax_OH.copy_(tensors[f"history.{name}"])
         return model
+
+    def _apply_recipe(self) -> None:
+        """Apply the recipe to the layers of this rank. Its exceptions need a layer in the whole model."""
+        if self.model is self.whole:
+            apply_recipe(self.model, self.recipe)
+            return
+        apply_recipe(self.whole, self.recipe)
+        converted = set(ModelNames.of(self.whole).converted) & {name for name, _ in self.model.named_modules()}
+        exceptions = [e for e in self.recipe.exceptions if any(fnmatchcase(name, e[0]) for name in converted)]
+        apply_recipe(self.model, replace(self.recipe, exceptions=tuple(exceptions)))
+        self.model.conversion_summary = self.whole.conversion_summary
 
     def load(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         """Restore the result of `state`, or of `layout.own_rows`. What a run adds to it, such as its best model, is not
@@ -738,7 +865,7 @@ class Trainer:
         if found.keeps_activations not in (None, self.keeps_activations):
             self.keeps_activations = found.keeps_activations
             self.recipe = self._recipes[found.keeps_activations]
-            apply_recipe(self.model, self.recipe)
+            self._apply_recipe()
         parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "history": {}, "ema": {}, "best": {}}
         for name, tensor in tensors.items():
             part, _, rest = name.partition(".")
@@ -747,7 +874,7 @@ class Trainer:
         moments: dict[int, dict[str, Tensor]] = {}
         for name, tensor in parts["optimizer"].items():
             index, _, key = name.partition(".")
-            moments.setdefault(int(index), {})[key] = tensor
+            moments.setdefault(self.layout.own_number(int(index)), {})[key] = tensor
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": moments})
         for name, history in amax_histories(self.model).items():
             history.amax_OH.copy_(parts["history"][name])
@@ -764,12 +891,12 @@ def check_recipe(config: TrainConfig) -> None:
     """Refuse a recipe that several ranks cannot train.
 
     Raises:
-        ValueError: parallel.dp is above 1, and the optimizer's state has one scale for a whole tensor.
+        ValueError: there are several ranks, and the optimizer's state has one scale for a whole tensor.
     """
-    if config.parallel.dp > 1 and has_scales(config.load_recipe().optimizer):
+    if config.parallel.ranks > 1 and has_scales(config.load_recipe().optimizer):
         raise ValueError(
-            f"recipe {config.recipe} needs parallel.dp 1, not {config.parallel.dp}: its gradients and moments have one "
-            "scale for a whole tensor, of which a rank has a part"
+            f"recipe {config.recipe} needs one rank, not {config.parallel.describe()}: its gradients and moments have "
+            "one scale for a whole tensor, of which a rank has a part"
         )
 
 

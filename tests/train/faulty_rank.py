@@ -12,10 +12,10 @@ from octile.cli import main
 from octile.train.trainer import Trainer
 
 fault, step, *arguments = sys.argv[1:]
-forward = Trainer.backward
+compute = Trainer._compute
 
 
-def backward(self, tokens_BS, parts):
+def faulty_compute(self, tokens_BS):
     if os.environ["RANK"] == ("0" if fault == "kill_first" else "1") and self.steps_done + 1 == int(step):
         if fault.startswith("kill") and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -24,8 +24,8 @@ def backward(self, tokens_BS, parts):
             time.sleep(600)
         if fault == "raise":
             raise ValueError("a fault that only this rank has")
-    return forward(self, tokens_BS, parts)
+    return compute(self, tokens_BS)
 
 
-Trainer.backward = backward
+Trainer._compute = faulty_compute
 main(["train", *arguments])

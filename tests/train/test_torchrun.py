@@ -18,6 +18,8 @@ OPTIONS += ["--recipe=float32", "--batch-size=4", "--sequence-length=32", "--val
 OPTIONS += ["--optim.lr=3e-3", "--optim.warmup=0", "--optim.decay=0", "--validate-every=4", "--checkpoint-every=2"]
 OPTIONS += ["--steps=4", "--parallel.dp=2"]
 
+PIPELINE = ["--parallel.dp=1", "--parallel.pp=2", "--micro-batches=2"]
+
 
 def torchrun(*command: str, restarts: int = 0) -> subprocess.CompletedProcess[str]:
     """Start a command on two processes, and wait for it."""
@@ -71,6 +73,31 @@ def test_a_killed_rank_is_restarted_and_resumes(arguments, straight, tmp_path):
     assert re.search(r"resumed at step [24] ", ended.stdout)  # the checkpoint of step 4 may still be written then
     (line,) = own_lines(ended)
     assert line.endswith("at step 6: sum of the gradients; last seen: rank 1 at step 6")
+    assert losses(tmp_path / "run") == pytest.approx(straight, rel=1e-5)
+
+
+def test_a_run_goes_from_a_pipeline_to_one_process_and_back(arguments, straight, tmp_path, capsys):
+    run, schedule = tmp_path / "run", "--parallel.schedule=zb1p"
+    begun = torchrun("-m", "octile", "train", *arguments, *PIPELINE, schedule, f"--out={run}")
+    assert begun.returncode == 0, begun.stderr
+    assert "pipeline: ZB1P, 2 stages of 1 layer on 2 ranks, 2 micro-batches; idle for" in begun.stdout
+    main(["train", "--resume", "--out", str(run), "--steps=6", "--parallel.pp=1"])
+    assert "parallel.pp: 2 before, 1 now: gradients are summed" in " ".join(capsys.readouterr().out.split())
+    again = torchrun("-m", "octile", "train", "--resume", f"--out={run}", "--steps=8", "--parallel.pp=2")
+    assert again.returncode == 0, again.stderr
+    assert losses(run) == pytest.approx(straight, rel=1e-5)
+    main(["generate", str(run), "--max-new-tokens=4"])
+    assert capsys.readouterr().out.startswith("def ")
+    assert (run / "report.html").exists()
+
+
+def test_a_killed_rank_of_a_pipeline_is_restarted_and_resumes(arguments, straight, tmp_path):
+    arguments = [*arguments, *PIPELINE, "--steps=8", f"--out={tmp_path / 'run'}"]
+    ended = torchrun(str(FAULTY), "kill", "6", *arguments, restarts=1)
+    assert ended.returncode == 0, ended.stderr
+    assert re.search(r"resumed at step [24] ", ended.stdout)
+    (line,) = own_lines(ended)
+    assert line.endswith("at step 6; last seen: rank 1 at step 6")
     assert losses(tmp_path / "run") == pytest.approx(straight, rel=1e-5)
 
 

@@ -1,0 +1,218 @@
+"""The stages of a rank of a pipeline, and the passes of a batch's micro-batches through the stages of all ranks.
+
+    make_pipeline_schedule                      the schedule that a configuration asks for
+    PipelinedModel.train                        forward and backward passes: the losses of each micro-batch
+    PipelinedModel.main_losses, token_losses    forward passes: held-out losses
+
+Results of the last stage are on the rank that has computed them. Others receive them as a sum with zeros, which keeps
+their bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import repeat
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from octile.models.deepseek_v3 import DeepseekV3
+from octile.models.stages import ModelStage, split_stages, stage_layers
+from octile.nn.fused.cross_entropy import cross_entropies
+from octile.ops.cross_entropy import IGNORED
+from octile.parallel.pipeline import Pipeline
+from octile.parallel.schedules import SCHEDULES, Schedule, held_activations, make_schedule, simulate
+from octile.train.config import TrainConfig
+
+PARTS = ("main", "mtp", "balance")  # of a loss, in the order of `DeepseekV3.last_losses`
+
+OnOutput = Callable[[ModelStage, int, Tensor, Tensor], Tensor]  # last stage, number, activations, balance loss → loss
+
+
+def make_pipeline_schedule(config: TrainConfig) -> Schedule | None:
+    """The schedule of a run whose layers are on several ranks; None if each rank has all layers.
+
+    Raises:
+        ValueError: the schedule refuses so many ranks or micro-batches, or the model has too few layers.
+    """
+    parallel = config.parallel
+    if parallel.pp == 1:
+        return None
+    n_stages = parallel.pp * (2 if parallel.schedule == "dualpipev" else 1)
+    if n_stages > config.model.num_hidden_layers:
+        raise ValueError(
+            f"parallel.pp {parallel.pp} with parallel.schedule {parallel.schedule} needs at least {n_stages} layers, "
+            f"one a stage, but model.num_hidden_layers is {config.model.num_hidden_layers}"
+        )
+    try:
+        return make_schedule(parallel.schedule, n_stages, config.micro_batches)
+    except ValueError as error:
+        kind = SCHEDULES[parallel.schedule]
+        raise ValueError(
+            f"parallel.schedule {parallel.schedule} does not fit parallel.pp {parallel.pp} and micro_batches "
+            f"{config.micro_batches}: {error} (needed: {kind.constraints}, for PP = {n_stages} stages and M "
+            "micro-batches of a rank)"
+        ) from None
+
+
+def held_share(schedule: Schedule | None) -> float:
+    """The most activations that a rank holds, in units of the whole model's for a micro-batch; 1 without a pipeline."""
+    return 1.0 if schedule is None else max(held_activations(schedule)) / schedule.n_stages
+
+
+def describe_pipeline(schedule: Schedule, n_layers: int) -> str:
+    """Say how the layers of a model pass the ranks of a pipeline."""
+    simulated = simulate(schedule)
+    layers = sorted({len(layers) for layers in stage_layers(n_layers, schedule.n_stages)})
+    return (
+        f"pipeline: {SCHEDULES[schedule.name].title}, {schedule.n_stages} stages of {' or '.join(map(str, layers))} "
+        f"layer{'s' if layers != [1] else ''} on {schedule.n_ranks} ranks, {schedule.n_micro_batches} micro-batches; "
+        f"idle for {simulated.bubble / simulated.makespan:.0%} of a step if all stages take the same time, and a "
+        "backward pass twice that of a forward pass"
+    )
+
+
+class PipelinedModel:
+    """This rank's stages of a model, and the passes through those of all ranks.
+
+    All ranks of the group make it, and call its methods, alike.
+
+    Args:
+        model: with the parameters of this rank's stages (`octile.models.stages.with_stages`), on its device. Its mode
+            and its `mtp_loss_weight` are those of the passes.
+        schedule: of the pipeline.
+        group: its ranks.
+
+    Attributes:
+        is_first: whether this is the pipeline's rank 0, which counts what its ranks share.
+    """
+
+    def __init__(self, model: DeepseekV3, schedule: Schedule, group: dist.ProcessGroup):
+        self.model, self.schedule, self.group = model, schedule, group
+        self.is_first = dist.get_rank(group) == 0
+        stages = split_stages(model, schedule.n_stages)
+        self.stages = {number: stages[number] for number in schedule.stages(dist.get_rank(group))}
+        self._last = stages[-1]
+        self._pipeline = Pipeline(schedule, self.stages, self._loss, group=group, tied=self._last.tied)
+        self._on_output: OnOutput | None = None  # of the passes that run
+
+    def copies(self) -> set[str]:
+        """The names of parameters of which a lower rank of the pipeline has a copy."""
+        below = self._pipeline.copies_of_lower_ranks()
+        return {name for name, parameter in self.model.named_parameters() if parameter in below}
+
+    def check_copies(self) -> None:
+        """Compare the copies of parameters that two ranks have; raises RuntimeError on all ranks if they differ."""
+        self._pipeline.check_copies()
+
+    def train(
+        self,
+        micro_batches: Sequence[Tensor],
+        parts: Callable[[Tensor], float],
+        scaled: Callable[[Tensor], Tensor],
+        load: Mapping[str, Tensor],
+    ) -> Tensor:
+        """Add the gradients of the micro-batches; `sum_copies` must follow.
+
+        Args:
+            micro_batches: int64 [B, S] each, as many as the schedule has, on all ranks of the pipeline.
+            parts: sequences of the batch over those of a micro-batch.
+            scaled: multiplies a loss by the loss scale.
+            load: the tokens of each expert, int64 [E], are added to it: those of this rank's mixtures, by their names.
+
+        Returns:
+            float32 [M, 4]: the loss of each micro-batch, its main, MTP and balance part, all divided by its parts.
+        """
+        shares_M4 = torch.zeros(len(micro_batches), 1 + len(PARTS), device=micro_batches[0].device)
+
+        def add(stage: ModelStage, number: int, h_BSD: Tensor, balance: Tensor) -> Tensor:
+            tokens_BS = micro_batches[number]
+            share = stage.loss(h_BSD, balance, tokens_BS) / parts(tokens_BS)
+            of_parts = [stage.last_losses[name] / parts(tokens_BS) for name in PARTS]
+            shares_M4[number] = torch.stack([share.detach(), *of_parts])
+            add_load(stage, in_loss=True)
+            return scaled(share)
+
+        def add_load(stage: ModelStage, in_loss: bool) -> None:
+            """Add the load of the stage's mixtures: of those that run in the loss, or of the others."""
+            for name, moe in stage.moe_layers().items():
+                if (name in of_mtp) == in_loss:
+                    load[name].add_(moe.last_load_E)
+
+        c = self.model.config
+        of_mtp = {f"model.layers.{c.num_hidden_layers + i}.mlp" for i in range(c.num_nextn_predict_layers)}
+        # the stages share the hooks of the model that they were split from
+        hook = self.model.register_forward_hook(lambda stage, x, y: add_load(stage, in_loss=False))
+        with hook:
+            self._run(partial(self._pipeline.step, sums_copies=False), micro_batches, add)
+        dist.all_reduce(shares_M4, group=self.group)
+        return shares_M4
+
+    def sum_copies(self, parts: Mapping[str, nn.Parameter]) -> None:
+        """Add up the gradients of parameters that two ranks have, of which each has those of its parts, by name."""
+        part_of = {parameter: parts[name] for name, parameter in self.model.named_parameters()}
+        self._pipeline.sum_copies(part_of.__getitem__)
+
+    def forward(self, micro_batches: Sequence[Tensor]) -> None:
+        """Run the forward passes of as many micro-batches as the schedule has, without gradients."""
+
+        def loss(stage: ModelStage, number: int, h_BSD: Tensor, balance: Tensor) -> Tensor:
+            return stage.loss(h_BSD, balance, micro_batches[number])
+
+        self._run(self._pipeline.evaluate, micro_batches, loss)
+
+    def main_losses(self, micro_batches: Sequence[Tensor]) -> Tensor:
+        """The main head's mean loss of each micro-batch, float32 [N] for any number of them, without gradients."""
+        losses_N = torch.zeros(len(micro_batches), device=micro_batches[0].device)
+
+        def add(stage: ModelStage, number: int, h_BSD: Tensor, balance: Tensor) -> Tensor:
+            loss = stage.loss(h_BSD, balance, micro_batches[number])
+            losses_N[number] = stage.last_losses["main"]
+            return loss
+
+        self._evaluate(micro_batches, add)
+        dist.all_reduce(losses_N, group=self.group)
+        return losses_N
+
+    def token_losses(self, micro_batches: Sequence[Tensor]) -> list[Tensor]:
+        """The main head's loss of each token but the first of its sequence: float32 [B, S − 1] of each micro-batch."""
+        losses = [torch.zeros(t[:, 1:].shape, device=t.device) for t in micro_batches]
+
+        def add(stage: ModelStage, number: int, h_BSD: Tensor, balance: Tensor) -> Tensor:
+            labels_BS = F.pad(micro_batches[number][:, 1:], (0, 1), value=IGNORED)
+            losses[number].copy_(cross_entropies(stage.lm_head(h_BSD), labels_BS)[:, :-1])
+            return balance
+
+        self._evaluate(micro_batches, add)
+        for losses_BS in losses:
+            dist.all_reduce(losses_BS, group=self.group)
+        return losses
+
+    def _evaluate(self, micro_batches: Sequence[Tensor], add: OnOutput) -> None:
+        """Run forward passes of any number of micro-batches; the last is repeated to fill the schedule."""
+        at_once = self.schedule.n_micro_batches
+        for start in range(0, len(micro_batches), at_once):
+            own = micro_batches[start : start + at_once]
+            filled = [*own, *repeat(own[-1], at_once - len(own))]
+            self._run(self._pipeline.evaluate, filled, partial(_add_own, add, start, len(own)))
+
+    def _run(self, run: Callable[..., Tensor], micro_batches: Sequence[Tensor], on_output: OnOutput) -> None:
+        for stage in self.stages.values():
+            stage.training, stage.mtp_loss_weight = self.model.training, self.model.mtp_loss_weight
+        self._on_output = on_output
+        run(micro_batches, range(len(micro_batches)))
+        self._on_output = None
+
+    def _loss(self, h_BSD: Tensor, balance: Tensor, number: int) -> Tensor:
+        assert self._on_output is not None
+        return self._on_output(self._last, number, h_BSD, balance)
+
+
+def _add_own(
+    add: OnOutput, start: int, n: int, stage: ModelStage, number: int, h_BSD: Tensor, balance: Tensor
+) -> Tensor:
+    """Add the result of a micro-batch if it is one of n from `start` on, and not one that fills the schedule."""
+    return add(stage, start + number, h_BSD, balance) if number < n else balance
