@@ -34,12 +34,12 @@ def rows(run: Path) -> Iterator[Row]:
 
     Raises:
         FileNotFoundError: there is no model or no tokenizer.
-        RuntimeError: the server ends early.
+        RuntimeError: the server ends early, or breaks a stream.
     """
     can_draft = read_model_config(run).num_nextn_predict_layers > 0
     with serving(run) as url:
-        asyncio.run(load_test(url, WARM_UP))
-        one, many, crowd = (asyncio.run(load_test(url, load)) for load in (ONE, MANY, CROWD))
+        _run(url, WARM_UP)
+        one, many, crowd = (_run(url, load) for load in (ONE, MANY, CROWD))
     yield Row(ONE_CLIENT, THROUGHPUT, one.tokens_per_second, "tokens/s")
     yield from _times(ONE_CLIENT, one)
     yield compare(MANY_CLIENTS, THROUGHPUT, many.tokens_per_second, "tokens/s", ONE_CLIENT, one.tokens_per_second)
@@ -50,9 +50,9 @@ def rows(run: Path) -> Iterator[Row]:
     yield from _times(CROWD_CASE, crowd)
     if can_draft:
         with serving(run, "--engine.n-drafts", "1") as url:
-            asyncio.run(load_test(url, WARM_UP))
+            _run(url, WARM_UP)
             before = _drafts(url)
-            drafted = asyncio.run(load_test(url, ONE))
+            drafted = _run(url, ONE)
             verified, accepted = (b - a for a, b in zip(before, _drafts(url), strict=True))
         yield compare(
             DRAFTED_CLIENT, THROUGHPUT, drafted.tokens_per_second, "tokens/s", ONE_CLIENT, one.tokens_per_second
@@ -68,7 +68,7 @@ def serving(run: Path, *options: str) -> Iterator[str]:
         RuntimeError: it ends before it serves.
     """
     command = [sys.executable, "-m", "octile", "serve", str(run), "--port", "0", *options]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert server.stdout is not None
     try:
         for line in server.stdout:
@@ -76,10 +76,23 @@ def serving(run: Path, *options: str) -> Iterator[str]:
                 yield address[1]
                 break
         else:
-            raise RuntimeError(f"octile serve ended with exit code {server.wait()} before it served")
+            error = server.communicate()[1].strip()
+            raise RuntimeError(f"octile serve ended with exit code {server.returncode} before it served: {error}")
     finally:
         server.terminate()
         server.communicate()
+
+
+def _run(url: str, load: Load) -> LoadResult:
+    """Run a load test in which no stream may break.
+
+    Raises:
+        RuntimeError: one did, or none was complete.
+    """
+    result = asyncio.run(load_test(url, load))
+    if result.broken or not result.completed:
+        raise RuntimeError(f"the server did not answer as it should: {result.report()}")
+    return result
 
 
 def _times(case: str, result: LoadResult) -> Iterator[Row]:

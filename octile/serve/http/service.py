@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import ExitStack, aclosing
 from typing import NamedTuple, TypeVar
 
 from fastapi import Request
@@ -39,6 +39,34 @@ class Job(NamedTuple):
 
     answer: Answer
     asked: Sequence[tuple[Sequence[int], Sampling]]
+
+
+class _Places:
+    """The places in flight that a request holds."""
+
+    def __init__(self, service: Service):
+        self._service, self._held = service, 0
+
+    def take(self, count: int) -> None:
+        """Take further places.
+
+        Raises:
+            ApiError: 503, there would be too many choices in flight; 400, there always would.
+        """
+        service, limit = self._service, self._service.limits.in_flight
+        if self._held + count > limit:
+            message = f"the request has {self._held + count} choices, but this server takes at most {limit} at once"
+            raise ApiError(400, message, "n")
+        if service.in_flight + count > limit:
+            message = f"the server has {service.in_flight} of at most {limit} choices in flight: try again later"
+            raise ApiError(503, message, code="overloaded", headers=RETRY)
+        service.in_flight += count
+        self._held += count
+
+    def release(self) -> None:
+        """Release all places."""
+        self._service.in_flight -= self._held
+        self._held = 0
 
 
 class Service:
@@ -132,72 +160,56 @@ class Service:
     ) -> Response:
         deadline = asyncio.get_running_loop().time() + self.limits.seconds
         self._check_open()
-        body = parse(form, await read_body(request, self.limits.body))
-        self.check_model(body.model)
-        n_choices = count_prompts(body) * (body.n or 1)
-        if not body.stream:
-            return JSONResponse(await while_connected(request.receive, self._whole(body, read, n_choices, deadline)))
-        events = self._events(body, read, n_choices, deadline)
-        first = await while_connected(request.receive, _next(events))
-        return EventStream(_chain(first, events), deadline)
+        with ExitStack() as held:
+            places = _Places(self)
+            held.callback(places.release)
+            places.take(1)  # before the body is read, so that there are only so many in memory
+            body = parse(form, await read_body(request, self.limits.body))
+            self.check_model(body.model)
+            places.take(count_prompts(body) * (body.n or 1) - 1)
+            if not body.stream:
+                return JSONResponse(await while_connected(request.receive, self._whole(body, read, deadline)))
+            events = self._events(body, read, deadline, places)
+            first = await while_connected(request.receive, _next(events))
+            held.pop_all()  # the events release the places
+            return EventStream(_chain(first, events), deadline)
 
     def _check_open(self) -> None:
         if why := self.why_closed():
             raise ApiError(503, why, headers=RETRY)
 
-    @contextmanager
-    def _places(self, n_choices: int) -> Iterator[None]:
-        """Count choices as in flight.
-
-        Raises:
-            ApiError: 503, there would be too many; 400, there always would.
-        """
-        limit = self.limits.in_flight
-        if n_choices > limit:
-            raise ApiError(
-                400, f"the request has {n_choices} choices, but this server takes at most {limit} at once", "n"
-            )
-        if self.in_flight + n_choices > limit:
-            message = f"the server has {self.in_flight} of at most {limit} choices in flight: try again later"
-            raise ApiError(503, message, code="overloaded", headers=RETRY)
-        self.in_flight += n_choices
-        try:
-            yield
-        finally:
-            self.in_flight -= n_choices
-
-    async def _whole(self, body: B, read: Callable[[B], Job], n_choices: int, deadline: float) -> dict[str, object]:
+    async def _whole(self, body: B, read: Callable[[B], Job], deadline: float) -> dict[str, object]:
         """The body of a whole response."""
-        with self._places(n_choices):
-            job = await asyncio.to_thread(read, body)
-            async with aclosing(self._outputs(job, deadline)) as outputs:
-                async for new in outputs:
-                    for index, output in new:
-                        job.answer.add(index, output)
-            return job.answer.whole()
+        job = await asyncio.to_thread(read, body)
+        async with aclosing(self._outputs(job, deadline)) as outputs:
+            async for new in outputs:
+                for index, output in new:
+                    job.answer.add(index, output)
+        return job.answer.whole()
 
     async def _events(
-        self, body: B, read: Callable[[B], Job], n_choices: int, deadline: float
+        self, body: B, read: Callable[[B], Job], deadline: float, places: _Places
     ) -> AsyncGenerator[str, None]:
         """The events of a stream. An error before the first of them is raised; later it is an event."""
-        with self._places(n_choices):
-            job, has_begun = await asyncio.to_thread(read, body), False
+        has_begun = False
+        try:
+            job = await asyncio.to_thread(read, body)
             answer = job.answer
-            try:
-                async with aclosing(self._outputs(job, deadline)) as outputs:
-                    async for new in outputs:
-                        chunks = [] if has_begun else answer.first_chunks()
-                        chunks += [chunk for index, output in new if (chunk := answer.chunk(index, output)) is not None]
-                        has_begun = True
-                        yield "".join(map(event, chunks))
-            except ApiError as error:
-                if not has_begun:
-                    raise
-                yield event(error.body())
-                return
+            async with aclosing(self._outputs(job, deadline)) as outputs:
+                async for new in outputs:
+                    chunks = [] if has_begun else answer.first_chunks()
+                    chunks += [chunk for index, output in new if (chunk := answer.chunk(index, output)) is not None]
+                    has_begun = True
+                    yield "".join(map(event, chunks))
             if body.stream_options is not None and body.stream_options.include_usage:
                 yield event(answer.usage_chunk())
             yield DONE
+        except ApiError as error:
+            if not has_begun:
+                raise
+            yield event(error.body())
+        finally:
+            places.release()
 
     async def _outputs(self, job: Job, deadline: float) -> AsyncGenerator[list[tuple[int, Output]], None]:
         """What is new about the choices of a request, until all have finished. Leaving it early cancels them.

@@ -1,5 +1,7 @@
 """What `octile bench serve` measures, on a miniature model."""
 
+import inspect
+
 import pytest
 import torch
 
@@ -17,7 +19,7 @@ from tests.train.conftest import MICRO
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer.train(["def f(x): return x"], MICRO.vocab_size)
+    return Tokenizer.train([inspect.getsource(inspect)], MICRO.vocab_size)
 
 
 def test_rows_of_a_miniature_model(tokenizer, tmp_path, monkeypatch):
@@ -41,7 +43,7 @@ def test_a_run_without_a_model_is_refused(tmp_path):
 
 def test_a_server_that_does_not_start_is_reported(tokenizer, tmp_path):
     save(DeepseekV3(MICRO), tmp_path, weights="fp8")
-    with pytest.raises(RuntimeError, match="octile serve ended with exit code 2 before it served"):
+    with pytest.raises(RuntimeError, match="ended with exit code 2 before it served: octile: tokenizer"):
         next(serve.rows(tmp_path))
 
 

@@ -141,3 +141,16 @@ async def statuses(served: Served, n_clients: int) -> Counter:
         return code
 
     return Counter(await asyncio.gather(*(status(*connected) for connected in connections)))
+
+
+def test_bodies_that_arrive_slowly_count_as_in_flight(serve):
+    served = serve(Limits(in_flight=2))
+    clients = [connect(served) for _ in range(2)]
+    for client in clients:
+        client.sendall(request_bytes(COMPLETION)[:-5])
+    wait_until(lambda: served.service.in_flight == 2)
+    assert httpx.post(f"{served.url}/v1/completions", json=COMPLETION).status_code == 503
+    for client in clients:
+        client.close()
+    wait_until(served.is_idle)
+    assert answers(served)
