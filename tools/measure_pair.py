@@ -168,9 +168,8 @@ def main(size: str, folder: Path, seconds: float) -> None:
         model = apply_recipe(DeepseekV3(config), Recipe.deepseek_v3())
         torch.nn.init.normal_(model.model.embed_tokens.weight)  # so that tokens differ, and go to different experts
     stages, too_many_rows = split_stages(model, 2), torch.zeros((), device=device)
-    for stage in stages:  # with a memory each
-        rows = int(1.25 * TOKENS * config.num_experts_per_tok)
-        share = shard_experts(stage, max_tokens=TOKENS, max_rows=rows, too_many_rows=too_many_rows)
+    rows = int(1.25 * TOKENS * config.num_experts_per_tok)
+    share = shard_experts(torch.nn.ModuleList(stages), None, TOKENS, rows, too_many_rows=too_many_rows)
     report(f"{share}; {torch.cuda.get_device_name()}, torch {torch.__version__}")
     parameters = [p for name, p in model.named_parameters() if not name.startswith("lm_head")]
     torch.manual_seed(rank + 1)

@@ -37,13 +37,13 @@ class _Pair:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._active = FIRST
+        self.active = FIRST
         self._has_ended = [False, False]
         self._error: BaseException | None = None
 
     def switch(self) -> None:
         """Let the other pass run until it switches or ends. Called by the active one."""
-        own = self._active
+        own = self.active
         if not self._has_ended[1 - own]:
             self._activate(1 - own)
             self.wait_for(own)
@@ -52,7 +52,7 @@ class _Pair:
     def wait_for(self, own: int) -> None:
         """Wait until a pass is the active one."""
         with self._changed:
-            self._changed.wait_for(lambda: self._active == own)
+            self._changed.wait_for(lambda: self.active == own)
 
     def run(self, own: int, work: Callable[[], object]) -> None:
         """Run a pass, and then let the other one run."""
@@ -73,7 +73,7 @@ class _Pair:
 
     def _activate(self, other: int) -> None:
         with self._changed:
-            self._active = other
+            self.active = other
             self._changed.notify_all()
 
     def _check(self) -> None:
@@ -114,6 +114,11 @@ def run_interleaved(first: Callable[[], object], second: Callable[[], object]) -
 def is_interleaved() -> bool:
     """Whether a pass runs that is interleaved with another one."""
     return _pair is not None
+
+
+def is_first() -> bool:
+    """Whether the caller is the first of two interleaved passes."""
+    return _pair is not None and _pair.active == FIRST
 
 
 def switch() -> None:

@@ -10,7 +10,7 @@ tokens, even for all tokens on one rank: no token is dropped. Each row has a fix
 The exchanges of a GPU run on one stream of their own, in the order in which they are begun, each after what the current
 stream was asked to do before, and after what the stream of the exchange before in the same memory was, which reads its
 results. With `begin_…` the current stream goes on meanwhile, and as many GEMMs as run in the time of the exchange leave
-it the SMs that it uses. Two passes that are interleaved (`octile.nn.interleave`) need memories of their own.
+it the SMs that it uses. Of two passes that are interleaved (`octile.nn.interleave`) each has a buffer of its own.
 
 A barrier says that all ranks have come to an exchange, and so read nothing of the one before it any more. Ranks that
 run the same passes come to the same exchanges in the same order.
@@ -42,6 +42,7 @@ from octile.formats import TILE
 from octile.kernels.cuda.gemm import num_sms as gemm_sms
 from octile.kernels.memory_layout import VECTOR, new_scale, padded
 from octile.nn.dispatcher import InFlight, RoutingPlan
+from octile.nn.interleave import is_first
 from octile.ops.routing_plan import count_tokens, routing_plan
 from octile.parallel.experts import (
     ExpertDispatcher,
@@ -86,8 +87,18 @@ class PeerMemory:
         self._is_captured = False  # whether a CUDA graph may have the addresses of the buffer and its flags
         self._captured: list[object] = []  # smaller buffers that graphs may still use, with their flags
         self._n_bytes = 0  # of the last exchange
+        self._of_first: PeerMemory | None = None  # of two interleaved passes
         self._reader: torch.cuda.Stream | None = None  # that reads the results of the last exchange
         self._results: weakref.ref[InFlight[Any]] | None = None  # those in the buffer that were not waited for
+
+    def of_pass(self) -> PeerMemory:
+        """Return this memory, or another one in the first of two interleaved passes: both have exchanges under way."""
+        if not is_first():
+            return self
+        if self._of_first is None:
+            self._of_first = PeerMemory(self.group)
+            self._of_first.num_sms, self._of_first.num_sms_overlapped = self.num_sms, self.num_sms_overlapped
+        return self._of_first
 
     def reserve(self, n_bytes: int, device: torch.device) -> None:
         """Have at least so many bytes. All ranks call it with the same number; the first calls wait for each other.
@@ -262,12 +273,17 @@ class PeerDispatcher(ExpertDispatcher):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
         super().__init__(n_experts, n_chosen, hidden_size, memory.group if ranks is None else ranks)
-        self.memory, self.max_tokens = memory, max_tokens
+        self._memory, self.max_tokens = memory, max_tokens
         peers = dist.get_world_size(memory.group)
         self._most_sent = max_tokens * (self.n_ranks // peers)  # rows that a rank sends to its peers
         self.enough_rows = self.n_ranks * max_tokens * n_chosen
         self.max_rows = self.enough_rows if max_rows is None else min(self.enough_rows, max_rows)
         self.too_many_rows = too_many_rows
+
+    @property
+    def memory(self) -> PeerMemory:
+        """The memory that the current pass uses."""
+        return self._memory.of_pass()
 
     def plan(self, experts_TK: Tensor, load_E: Tensor) -> RoutingPlan:
         """Plan where rows go, and tell the other ranks: experts_TK are the experts of each token.

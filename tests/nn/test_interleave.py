@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octile.nn.dispatcher import InFlight
-from octile.nn.interleave import is_interleaved, run_interleaved, switch
+from octile.nn.interleave import is_first, is_interleaved, run_interleaved, switch
 
 VALUE: ContextVar[int] = ContextVar("value", default=0)
 
@@ -41,6 +41,14 @@ def test_a_result_that_is_here_switches_to_no_other_pass(wait: Callable[[], None
     log: list[str] = []
     run_interleaved(lambda: (log.append("a0"), wait(), log.append("a1")), lambda: log.append("b"))
     assert log == ["a0", "a1", "b"]
+
+
+def test_which_pass_is_the_first():
+    seen: list[bool] = []
+    run_interleaved(
+        lambda: (seen.append(is_first()), switch(), seen.append(is_first())), lambda: seen.append(is_first())
+    )
+    assert [is_first(), *seen] == [False, True, False, True]
 
 
 def test_an_exchange_outside_of_a_pair_is_only_waited_for():

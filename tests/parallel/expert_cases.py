@@ -24,6 +24,7 @@ from octile.nn.dispatcher import InFlight, LocalDispatcher
 from octile.nn.functional import result_dtype
 from octile.nn.fused import feed_forward
 from octile.nn.gate import Routing
+from octile.nn.interleave import run_interleaved
 from octile.nn.moe import share_of_experts
 from octile.nn.observer import ObservedGemm, observe_gemms
 from octile.ops.routing_plan import count_tokens
@@ -345,6 +346,28 @@ def check_overlap(ranks, mode: str) -> None:
     assert seen == expected, seen
 
 
+def check_interleaved(ranks) -> None:
+    """A forward and a backward pass of one block that are interleaved have the bits of passes in sequence."""
+    _, sharded = blocks("fp8", RankwiseGate(D, E, K), ranks)
+    xs, dy, found = torch.randn(2, T, D), torch.randn(T, D), []
+    for run in (lambda backward, forward: (forward(), backward()), run_interleaved):
+        first, second = (x.clone().requires_grad_() for x in xs)
+        results = []
+
+        def forward(x: Tensor = second, results: list[Tensor] = results) -> None:
+            with autocast("fp8"):
+                results.append(sharded(x[None])[0])
+
+        forward(first)
+        run(lambda y=results[0]: y.backward(dy.to(y.dtype)), forward)
+        experts = sharded.moe.experts
+        found.append(
+            {"y": results[1].detach(), "dx": first.grad, "gate_up": experts.gate_up.grad, "w": experts.down.grad}
+        )
+        sharded.zero_grad()
+    check_equal(found[1], found[0])
+
+
 def check_in_flight() -> None:
     """Results in the buffer are not overwritten before they are read."""
     own, t = dispatcher(K, Peers()), 4
@@ -635,6 +658,7 @@ def cases(world: int, drawn: list[Tokens], meshes: dict[str, object]) -> dict[st
         found[f"observed-{of}"] = lambda ranks=ranks: check_observed(ranks)
         for mode in ("fp8", "fp8_unfused"):
             found[f"overlap-{mode}-{of}"] = lambda mode=mode, ranks=ranks: check_overlap(ranks, mode)
+        found[f"interleaved-{of}"] = lambda ranks=ranks: check_interleaved(ranks)
         found[f"two_passes-{of}"] = lambda ranks=ranks: check_two_passes(ranks)
         found[f"second_derivative-{of}"] = lambda ranks=ranks: check_second_derivative(ranks)
     if "peers" in meshes:

@@ -398,8 +398,7 @@ def pairs_are_interleaved(recipe: Recipe | None, group: dist.ProcessGroup) -> No
     n_pairs = sum(len(parts(action)) == 2 for action in schedule.actions[0])
     torch.manual_seed(0)
     stages = {stage: Fused(recipe) for stage in range(2)}
-    for stage in stages.values():
-        shard_experts(stage, group, max_tokens=6)
+    shard_experts(nn.ModuleList(stages.values()), group, max_tokens=6)
     torch.manual_seed(dist.get_rank() + 1)
     inputs, targets = list(torch.randn(4, 1, 6, 128)), list(torch.randn(4))
     pipeline = Pipeline(schedule, stages, loss, group=own)
