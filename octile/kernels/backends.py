@@ -1,12 +1,13 @@
 """Backends on a GPU: which kernels each operator uses, and why.
 
-GEMMs and quantizations have two backends: kernels for Hopper in CUDA C++, and Triton kernels for every GPU from sm_80.
-`TABLE` names both, with a function that returns why Hopper's do not support a call; `run` calls the first that supports
-it. All other operators have one backend (`ONLY_TRITON`, `ONLY_TORCH`). `octile doctor` prints `choices`.
+GEMMs, quantizations, and the choice and routing of experts have two backends: kernels for Hopper in CUDA C++, and
+Triton kernels for every GPU from sm_80. `TABLE` names both, with a function that returns why Hopper's do not support a
+call; `run` calls the first that supports it. All other operators have one backend (`ONLY_TRITON`, `ONLY_TORCH`).
+`octile doctor` prints `choices`.
 
-The arguments of `run` are already checked. GEMMs take a `GemmRequest`; quantizations take the arguments of the
-operators of the same names, with dtypes instead of formats. Triton is imported at the first call that needs it, since a
-machine without a GPU does not have it.
+The arguments of `run` are already checked. GEMMs take a `GemmRequest`; others take the arguments of
+the operators of the same names, quantizations with dtypes instead of formats. Triton is imported
+at the first call that needs it, since a machine without a GPU does not have it.
 """
 
 from collections.abc import Callable
@@ -20,10 +21,12 @@ from torch import Tensor
 
 from octile.formats import BLOCK, COLUMN_TILE, TILE
 from octile.kernels import cpu
+from octile.kernels.cuda.gate import launcher as gate_launcher
 from octile.kernels.cuda.gemm import launch_cache, request
 from octile.kernels.cuda.gemm.config import Schedule
 from octile.kernels.cuda.gemm.request import GemmRequest, why_unsupported
 from octile.kernels.cuda.quantize import launcher
+from octile.kernels.cuda.routing import launcher as routing_launcher
 
 
 class Backends(NamedTuple):
@@ -125,10 +128,10 @@ GEMMS = (  # they call "gemm" of `TABLE`
     "masked_grouped_matmul_nt_out", "grouped_wgrad", "grouped_wgrad_out",
 )  # fmt: skip
 ONLY_TRITON = (
-    "adamw", "align_groups", "bfloat16_terms", "count_tokens", "cross_entropy", "cross_entropy_backward", "gate",
+    "adamw", "align_groups", "bfloat16_terms", "cross_entropy", "cross_entropy_backward",
     "gate_backward", "gradient_norms", "high_precision_grouped_nt", "high_precision_grouped_tn", "latent_keys",
     "latent_keys_backward", "packed_matmul_nt", "permute", "rms_norm", "rms_norm_backward", "rotate_", "rotate_halves",
-    "routing_plan", "sequence_balance", "sequence_balance_backward", "swiglu", "swiglu_backward",
+    "sequence_balance_backward", "swiglu", "swiglu_backward",
     "transpose_encoded", "unpermute", "unpermute_backward",
 )  # fmt: skip
 COMPILED_ON_CPU = (  # bit for bit the reference
@@ -145,6 +148,18 @@ ONLY_TORCH = {  # and why
 }
 TABLE = {
     "gemm": Backends(why_unsupported, launch_cache.launch, _triton_gemm),
+    "gate": Backends(gate_launcher.why_unsupported, gate_launcher.launch, _triton("gate", "launch_of_x")),
+    "count_tokens": Backends(
+        lambda experts, n_experts, _: routing_launcher.why_not_entries(experts, n_experts),
+        routing_launcher.count_tokens,
+        _triton("routing_plan", "launch_count"),
+    ),
+    "routing_plan": Backends(
+        routing_launcher.why_not_plan, routing_launcher.routing_plan, _triton("routing_plan", "launch")
+    ),
+    "sequence_balance": Backends(
+        routing_launcher.why_not_balance, routing_launcher.sequence_balance, _triton("sequence_balance", "launch")
+    ),
     "quantize": Backends(_why_not_quantize, launcher.quantize, _triton("quantize", "launch")),
     "quantize_with_scale": Backends(
         _why_not_first(1), launcher.quantize_with_scale, _triton("quantize", "launch_with_scale")
@@ -186,8 +201,10 @@ TABLE = {
     ),
     "rms_norm_quantize": Backends(_why_not_rms_norm, launcher.rms_norm, _triton("norm", "launch")),
 }
-QUANTIZATIONS = tuple(name for name in TABLE if name != "gemm")
-OPERATORS = (*GEMMS, *QUANTIZATIONS, *ONLY_TRITON, *ONLY_TORCH)
+ROUTING = ("gate", "count_tokens", "routing_plan", "sequence_balance")
+QUANTIZATIONS = tuple(name for name in TABLE if name not in ("gemm", *ROUTING))
+WITH_HOPPER = (*GEMMS, *QUANTIZATIONS, *ROUTING)  # operators that have kernels for Hopper
+OPERATORS = (*WITH_HOPPER, *ONLY_TRITON, *ONLY_TORCH)
 
 
 def choices() -> dict[str, tuple[str, str]]:
@@ -207,11 +224,14 @@ def choices() -> dict[str, tuple[str, str]]:
     if why_not_hopper is None:
         unsupported = "INT8 GEMMs, for example, or quantization of rows that do not begin at multiples of 16 bytes"
         why = f"sm_90 has its own kernels; calls that they do not support run in Triton: {unsupported}"
-        why += "; so do RMSNorm of narrow rows, faster there, and GEMMs in blocks of 32 (mxfp8), emulated in FP16"
-        chosen |= dict.fromkeys((*GEMMS, *QUANTIZATIONS), ("CUDA C++", why))
+        why += (
+            "; so do RMSNorm of narrow rows, faster there, GEMMs in blocks of 32 (mxfp8), emulated in FP16, and gates"
+        )
+        why += " of more than 64 experts or of few tokens"
+        chosen |= dict.fromkeys(WITH_HOPPER, ("CUDA C++", why))
     elif torch.cuda.get_device_capability() == (9, 0):
         why = f"Hopper's kernels cannot be used: {why_not_hopper}"
-        chosen |= dict.fromkeys((*GEMMS, *QUANTIZATIONS), ("Triton", why))
+        chosen |= dict.fromkeys(WITH_HOPPER, ("Triton", why))
     return chosen
 
 

@@ -7,23 +7,29 @@ multiplied in one GEMM, and the results are added:
 
     x · wᵀ = x · w₁ᵀ + x · w₂ᵀ + x · w₃ᵀ        w = w₁ + w₂ + w₃ exactly
 
-If both operands are FP32, products of terms that lie 24 bits or more below the first product are omitted. Sums are in
-FP32 in unspecified order, and a GPU's exponential differs from the CPU's in its last bits (by less than 2⁻²⁰ of the
-result for logits from −10 to 10), so the results are close to the reference but not bit for bit.
+If both operands are FP32, as for dx, the gradient of x, some products of terms are omitted. dx is rounded to BF16,
+which has 8 bits, so those that lie 16 bits or more below the first product make no difference to it:
+
+    dx = dy · w = dy₁ · w₁ + dy₂ · w₁ + dy₁ · w₂
+
+Sums are in FP32 in unspecified order, and a GPU's exponential differs from the CPU's in its last bits (by less than
+2⁻²⁰ of the result for logits from −10 to 10), so the results are close to the reference but not bit for bit.
 
 After the GEMM one kernel adds the products, and computes scores, choice and weights; before the GEMMs of the backward
-pass one kernel computes the gradient of the logits and splits it. With many tokens and up to 16 experts these kernels
-also multiply, in backward for dx, and another one multiplies for the gradient of the weight.
+pass one kernel computes the gradient of the logits and splits it. With many tokens kernels also multiply themselves:
+in forward on Hopper for up to 64 experts, elsewhere for up to 16, and in backward for up to 16, x and the gradients of
+the logits in one kernel. The order of the sums may depend on the place of a token in the batch.
 
 Source: Henry, Tang and Heinecke, "Leveraging the bfloat16 artificial intelligence datatype for higher-precision
-computations" (arXiv 1904.06376); DeepSeek-V3 (arXiv 2412.19437) §2.1.2.
-Shapes: T tokens, D model width, E experts, K chosen ones.
+computations" (arXiv 1904.06376); DeepSeek-V3 (arXiv 2412.19437) §2.1.2. Shapes: T tokens, D model width, E experts, K
+chosen ones.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octile.kernels import backends
 from octile.ops.matmul import without_autocast
 from octile.ops.operator import operator
 from octile.ops.quantize import check_device, check_input_dtype
@@ -31,8 +37,9 @@ from octile.ops.top_experts import check_choice, top_experts
 from octile.routing import EPS
 
 TERMS = 3  # BF16 numbers that sum to one FP32 number
-# The terms of dy and of the weight that are multiplied for dx, pair by pair. The first three of dy are all that it has.
-DY_TERMS, WEIGHT_TERMS = [0, 1, 2, 0, 0, 1], [2, 1, 0, 1, 0, 0]
+# The terms of dy and of the weight that are multiplied for dx, pair by pair; the last three of dy, all that it has, are
+# multiplied by x for the gradient of the weight. If the weight is BF16, the first of both is left out.
+DY_TERMS, WEIGHT_TERMS = [0, 1, 0, 2], [1, 0, 0]
 
 
 @operator()
@@ -91,13 +98,10 @@ def _(
     from octile.kernels.triton import gate as kernel  # late: a machine without a GPU has no Triton
 
     _check(x, weight, bias, n_chosen, n_group, topk_group, best, scoring_func)
-    settings = n_chosen, n_group, topk_group, best, scoring_func, norm_topk_prob, routed_scaling_factor, len(weight)
+    settings = n_chosen, n_group, topk_group, best, scoring_func, norm_topk_prob, routed_scaling_factor
     if x.dtype != torch.bfloat16:
-        return kernel.launch(_logits(x, weight), bias, *settings)
-    terms = weight if weight.dtype == torch.bfloat16 else bfloat16_terms(weight, [*range(TERMS)])
-    if kernel.has_gemms(len(x), len(weight), n_group):
-        return kernel.launch_with_gemm(x, terms, bias, *settings)
-    return kernel.launch(torch.mm(x, terms.mT, out_dtype=torch.float32), bias, *settings)
+        return kernel.launch(_logits(x, weight), bias, *settings, len(weight))
+    return backends.run("gate", x, weight, bias, *settings)
 
 
 @operator()
@@ -205,22 +209,21 @@ def _(dweights, dlogits, logits, experts, x, weight, scoring_func, norm_topk_pro
 @gate_backward.register_kernel("cuda")
 def _(dweights, dlogits, logits, experts, x, weight, scoring_func, norm_topk_prob, routed_scaling_factor):
     from octile.kernels.triton import gate as kernel
+    from octile.kernels.triton import partial_sums
 
     _check_backward(dweights, dlogits, logits, experts, x, weight, scoring_func)
     settings = scoring_func, norm_topk_prob, routed_scaling_factor
     if x.dtype != torch.bfloat16:
         return _logits_backward(kernel.launch_backward(dweights, dlogits, logits, experts, *settings), x, weight)
     if kernel.has_gemms(len(x), len(weight)):
-        terms = weight if weight.dtype == torch.bfloat16 else bfloat16_terms(weight, [*range(TERMS)])
-        return kernel.launch_backward_with_gemms(dweights, dlogits, logits, experts, x, terms, *settings)
-    dy_terms, w_terms = DY_TERMS, WEIGHT_TERMS
-    if weight.dtype == torch.bfloat16:
-        dy_terms, w_terms = DY_TERMS[:TERMS], [0] * TERMS
-    dys = kernel.launch_backward(dweights, dlogits, logits, experts, *settings, dy_terms)
-    dx = dys @ bfloat16_terms(weight, w_terms)
-    n_experts = weight.shape[0]
-    products_PED = torch.mm(dys[:, : TERMS * n_experts].mT, x, out_dtype=torch.float32).unflatten(0, (TERMS, n_experts))
-    return dx, products_PED.sum(0)
+        return kernel.launch_backward_with_gemms(dweights, dlogits, logits, experts, x, weight, *settings)
+    omitted = 1 if weight.dtype == torch.bfloat16 else 0
+    dys = kernel.launch_backward(dweights, dlogits, logits, experts, *settings, DY_TERMS[omitted:])
+    n_experts, w_terms = weight.shape[0], WEIGHT_TERMS[omitted:]
+    dx = dys[:, : len(w_terms) * n_experts] @ bfloat16_terms(weight, w_terms)
+    of_x = dys[:, -TERMS * n_experts :].mT
+    products_PED = torch.mm(of_x, x, out_dtype=torch.float32).unflatten(0, (TERMS, n_experts))
+    return dx, partial_sums.launch(products_PED)
 
 
 def route_backward(

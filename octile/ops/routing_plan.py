@@ -10,6 +10,7 @@ Shapes: T tokens, K experts per token, E experts, R = T·K rows.
 import torch
 from torch import Tensor
 
+from octile.kernels import backends
 from octile.ops.operator import operator
 from octile.ops.quantize import check_device
 from octile.ops.top_experts import MAX_EXPERTS
@@ -47,11 +48,9 @@ def _(experts, n_experts, batch=1):
 
 @count_tokens.register_kernel("cuda")
 def _(experts, n_experts, batch=1):
-    from octile.kernels.triton import routing_plan as kernel  # late: a machine without a GPU has no Triton
-
     _check_experts(experts, n_experts)
     _check_batch(experts, batch)
-    return kernel.launch_count(experts, n_experts, batch)
+    return backends.run("count_tokens", experts, n_experts, batch)
 
 
 @operator()
@@ -83,10 +82,8 @@ def _(experts, load):
 
 @routing_plan.register_kernel("cuda")
 def _(experts, load):
-    from octile.kernels.triton import routing_plan as kernel
-
     _check_plan(experts, load)
-    return kernel.launch(experts, load)
+    return backends.run("routing_plan", experts, load)
 
 
 def inverse(order: Tensor) -> Tensor:

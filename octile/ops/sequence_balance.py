@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octile.kernels import backends
 from octile.ops.operator import operator
 from octile.ops.quantize import check_device
 from octile.ops.routing_plan import count_tokens
@@ -56,11 +57,9 @@ def _(logits, experts, n_chosen, batch, scoring_func):
 
 @sequence_balance.register_kernel("cuda")
 def _(logits, experts, n_chosen, batch, scoring_func):
-    from octile.kernels.triton import sequence_balance as kernel  # late: a machine without a GPU has no Triton
-
     _check(logits, batch, scoring_func)
     _check_experts(logits, experts, n_chosen)
-    return kernel.launch(logits, experts, n_chosen, batch, scoring_func)
+    return backends.run("sequence_balance", logits, experts, n_chosen, batch, scoring_func)
 
 
 def balance_of(logits: Tensor, f: Tensor, scoring_func: str) -> Tensor:
@@ -101,7 +100,7 @@ def _(dloss, logits, f, scoring_func):
 
 @sequence_balance_backward.register_kernel("cuda")
 def _(dloss, logits, f, scoring_func):
-    from octile.kernels.triton import sequence_balance as kernel
+    from octile.kernels.triton import sequence_balance as kernel  # late: a machine without a GPU has no Triton
 
     _check_backward(dloss, logits, f, scoring_func)
     return kernel.launch_backward(dloss, logits, f, scoring_func)

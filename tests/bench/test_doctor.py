@@ -21,11 +21,10 @@ from octile.bench.doctor import examine, show
 from octile.kernels import backends
 from octile.kernels.backends import (
     COMPILED_ON_CPU,
-    GEMMS,
     GEMMS_ON_CPU,
     ONLY_TORCH,
     OPERATORS,
-    QUANTIZATIONS,
+    WITH_HOPPER,
 )
 from octile.kernels.cuda.gemm import request
 
@@ -95,8 +94,8 @@ def test_on_a_gpu_every_operator_has_a_kernel(pretend):
 def test_on_hopper_gemms_and_quantization_use_cuda_kernels(pretend):
     pretend((9, 0))
     own = {name for name, kernel in kernels().items() if kernel == "CUDA C++"}
-    assert own == {*GEMMS, *QUANTIZATIONS}
-    assert {"matmul_nt", "grouped_wgrad_out", "quantize", "dequantize", "requantize_transposed"} < own
+    assert own == {*WITH_HOPPER}
+    assert {"matmul_nt", "grouped_wgrad_out", "quantize", "dequantize", "requantize_transposed", "gate"} < own
     assert kernels()["packed_matmul_nt"] == "Triton"
 
 

@@ -1,4 +1,4 @@
-"""Compile all of octile's CUDA kernels without a GPU: those of both catalogs, with what each one uses."""
+"""Compile all of octile's CUDA kernels without a GPU: those of the catalogs, with what each one uses."""
 
 import os
 from collections.abc import Mapping
@@ -6,10 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import repeat
 
+from octile.kernels.cuda.gate import catalog as gate_catalog
+from octile.kernels.cuda.gate.launcher import LaunchPlan
 from octile.kernels.cuda.gemm import catalog as gemm_catalog
 from octile.kernels.cuda.gemm.config import GemmConfig
 from octile.kernels.cuda.jit import specialize
 from octile.kernels.cuda.quantize import catalog as quantize_catalog
+from octile.kernels.cuda.routing import catalog as routing_catalog
 
 
 @dataclass(frozen=True)
@@ -44,11 +47,16 @@ def compile_all(architecture: str = "sm_90a") -> list[CompiledKernel]:
     for case, config in gemm_catalog.configs().items():
         cases.setdefault(config, []).append(case)
     names = [others[0] + (f" and {len(others) - 1} more" if others[1:] else "") for others in cases.values()]
-    launches = quantize_catalog.launches()
+    launches = quantize_catalog.launches() | routing_catalog.launches()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         gemms = pool.map(compile_gemm, names, cases, repeat(architecture))
-        quantizations = pool.map(_compile, launches, *zip(*launches.values(), strict=True), repeat(architecture))
-        return [*gemms, *quantizations]
+        others = pool.map(_compile, launches, *zip(*launches.values(), strict=True), repeat(architecture))
+        gates = pool.map(_compile_gate, *zip(*gate_catalog.plans().items(), strict=True), repeat(architecture))
+        return [*gemms, *others, *gates]
+
+
+def _compile_gate(case: str, plan: LaunchPlan, architecture: str) -> CompiledKernel:
+    return _compile(case, "gate", plan.constants, plan.constants["shared_bytes"], architecture, plan.headers)
 
 
 def compile_gemm(case: str, config: GemmConfig, architecture: str = "sm_90a") -> CompiledKernel:

@@ -217,7 +217,7 @@ def _cases() -> dict[str, Callable[[], object]]:
         "gate of V2": lambda: expert_gate.launch(products[0], None, 8, 8, 4, 1, "softmax", False, 16.0, 256),
         "gate in FP32": lambda: expert_gate.launch(logits, None, 8, 1, 1, 1, "sigmoid", True, 1.0, 256),
         "gate backward": lambda: expert_gate.launch_backward(
-            _empty(t, 8, dtype=fp32), logits, logits, experts, "sigmoid", True, 2.5, [0, 1, 2, 0, 0, 1]
+            _empty(t, 8, dtype=fp32), logits, logits, experts, "sigmoid", True, 2.5, [0, 1, 0, 2]
         ),
         "gate with its GEMM": lambda: expert_gate.launch_with_gemm(
             _empty(t, 2048), _empty(3 * 16, 2048), products[1][:16], 6, 1, 1, 1, "sigmoid", True, 2.5, 16
@@ -231,7 +231,7 @@ def _cases() -> dict[str, Callable[[], object]]:
             logits[:, :16],
             experts,
             _empty(t, 768),
-            _empty(3 * 16, 768),
+            _empty(16, 768, dtype=fp32),
             "sigmoid",
             True,
             2.5,
@@ -242,7 +242,7 @@ def _cases() -> dict[str, Callable[[], object]]:
         "gate of V2 backward": lambda: expert_gate.launch_backward(
             _empty(t, 8, dtype=fp32), None, logits, experts, "softmax", False, 16.0
         ),
-        "BF16 terms": lambda: expert_gate.launch_terms(_empty(256, k, dtype=fp32), [2, 1, 0, 1, 0, 0]),
+        "BF16 terms": lambda: expert_gate.launch_terms(_empty(256, k, dtype=fp32), [1, 0, 0]),
         "balance of V3": lambda: sequence_balance.launch(logits, None, 8, 2, "sigmoid"),
         "balance of V2": lambda: sequence_balance.launch(logits, experts, 8, 2, "softmax"),
         "balance backward": lambda: sequence_balance.launch_backward(

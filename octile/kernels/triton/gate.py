@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs
 """The expert gate and its gradients, as `octile.ops.gate` specifies.
 
-The GEMMs of few experts are part of these kernels, so that x is read once in forward, and in backward dx is written and
-x read once. GEMMs of more experts are torch's, since they take longer than reading their operands, and so are those of
-few tokens, whose sums over D it divides among the SMs.
+The GEMMs of few experts are part of these kernels, so that x is read once in forward, and in backward x is read and dx
+written once, at the same time. GEMMs of more experts are torch's, since they take longer than reading their operands,
+and so are those of few tokens, whose sums over D it divides among the SMs.
 """
 
 from collections.abc import Sequence
@@ -14,13 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octile.kernels.triton import partial_sums
 from octile.kernels.triton.device import device_properties
 from octile.kernels.triton.launch_config import (
     BFLOAT16_TERMS,
     EXACT,
+    GATE_BACKWARD_GEMMS,
+    GATE_BACKWARD_ROWS,
     GATE_ELEMENTS,
-    GATE_OF_WEIGHT,
-    GATE_OF_X,
     GATE_WITH_GEMM,
     GATE_WITH_GEMM_TOKENS,
 )
@@ -49,6 +50,17 @@ def launch(
                 **choice, **EXACT,
             )  # fmt: skip
     return weights, experts, logits
+
+
+def launch_of_x(
+    x: Tensor, weight: Tensor, bias: Tensor | None, n_chosen: int, n_group: int, *others: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Multiply x [T, D] by the weight [E, D], here or in torch, and choose K experts as `launch` does."""
+    terms = weight if weight.dtype == torch.bfloat16 else launch_terms(weight, range(3))
+    settings = n_chosen, n_group, *others, len(weight)
+    if has_gemms(len(x), len(weight), n_group):
+        return launch_with_gemm(x, terms, bias, *settings)
+    return launch(torch.mm(x, terms.mT, out_dtype=torch.float32), bias, *settings)
 
 
 def launch_with_gemm(
@@ -107,41 +119,38 @@ def launch_backward(
     out = torch.empty(t, terms * n_experts, dtype=dtype, device=logits.device)
     if t:
         columns = triton.next_power_of_2(n_experts)
-        rows = max(GATE_ELEMENTS // columns, 1)
+        rows = min(max(GATE_ELEMENTS // columns, 1), GATE_BACKWARD_ROWS)
         tensors, strides, constants = _gradient(dweights, dlogits, logits, experts, scoring_func, norm_topk_prob)
         with torch.cuda.device_of(logits):
             gate_backward[(triton.cdiv(t, rows),)](
-                *tensors, out, t, *strides, routed_scaling_factor, COLUMNS=columns, ROWS=rows, **constants,
-                **_order(order), **EXACT,
+                *tensors, out, t, *strides, routed_scaling_factor, COLUMNS=columns, ROWS=rows,
+                num_warps=2 if columns <= 64 else 4, **constants, **_order(order), **EXACT,
             )  # fmt: skip
     return out
 
 
 def launch_backward_with_gemms(
-    dweights: Tensor | None, dlogits: Tensor | None, logits: Tensor, experts: Tensor, x: Tensor, terms: Tensor,
+    dweights: Tensor | None, dlogits: Tensor | None, logits: Tensor, experts: Tensor, x: Tensor, weight: Tensor,
     scoring_func: str, norm_topk_prob: bool, routed_scaling_factor: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The gradients of x [T, D] and of the weight, of which terms [P·E, D] are given: dx [T, D], dweight [E, D]."""
+    """The gradients of x [T, D] and of the weight [E, D], any strides: dx [T, D], dweight [E, D] float32."""
     (t, d), n_experts = x.shape, logits.shape[1]
-    columns = max(triton.next_power_of_2(n_experts), GEMM_COLUMNS)
+    dys = launch_backward(
+        dweights, dlogits, logits, experts, scoring_func, norm_topk_prob, routed_scaling_factor, [0, 1, 2]
+    )
     dx = torch.empty(t, d, dtype=x.dtype, device=x.device)
-    dys = torch.empty(t, 3 * n_experts, dtype=torch.bfloat16, device=x.device)
-    rows, cols = GATE_OF_WEIGHT["ROWS"], GATE_OF_WEIGHT["COLS"]
+    rows, programs = GATE_BACKWARD_GEMMS["ROWS"], triton.cdiv(d, GATE_BACKWARD_GEMMS["COLS"])
     blocks = triton.cdiv(t, rows)
-    parts = max(min(2 * device_properties(x.device).num_sms // triton.cdiv(d, cols), blocks), 1)
-    steps = triton.cdiv(blocks, parts)
+    steps = triton.cdiv(blocks, max(2 * device_properties(x.device).num_sms // max(programs, 1), 1))
     partials = torch.empty(triton.cdiv(blocks, max(steps, 1)), n_experts, d, dtype=torch.float32, device=x.device)
-    if t:
-        tensors, strides, constants = _gradient(dweights, dlogits, logits, experts, scoring_func, norm_topk_prob)
+    if t * d:
         with torch.cuda.device_of(x):
-            gate_backward_of_x[(triton.cdiv(t, GATE_OF_X["ROWS"]),)](
-                *tensors, terms, dys, dx, t, d, *strides, *terms.stride(), routed_scaling_factor, COLUMNS=columns,
-                PARTS=len(terms) // n_experts, **constants, **GATE_OF_X, **EXACT,
+            gate_backward_gemms[(programs, len(partials))](
+                dys, weight, x, dx, partials, t, d, steps, *weight.stride(), *x.stride(), E=n_experts,
+                COLUMNS=max(triton.next_power_of_2(n_experts), GEMM_COLUMNS), SPLIT=weight.dtype != torch.bfloat16,
+                **GATE_BACKWARD_GEMMS, **EXACT,
             )  # fmt: skip
-            gate_backward_of_weight[(triton.cdiv(d, cols), len(partials))](
-                dys, x, partials, t, d, steps, *x.stride(), E=n_experts, COLUMNS=columns, **GATE_OF_WEIGHT, **EXACT
-            )
-    return dx, partials.sum(0)
+    return dx, partial_sums.launch(partials)
 
 
 def _gradient(
@@ -312,68 +321,40 @@ def gate_backward(
         _store_terms(out + row * (TERMS * E) + e, E, total, inside, TERMS, ORDER)
 
 
-@triton.jit(do_not_specialize=["T"])
-def gate_backward_of_x(
-    dweights, dlogits, logits, experts, terms, dys, dx, T, D, dweight_row, dweight_col, dlogit_row, dlogit_col,
-    logit_row, logit_col, expert_row, expert_col, term_row, term_col, factor,
-    K: tl.constexpr, E: tl.constexpr, COLUMNS: tl.constexpr, WEIGHTED: tl.constexpr, ADD: tl.constexpr,
-    SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, ROWS: tl.constexpr, CHOSEN: tl.constexpr, PARTS: tl.constexpr,
-    COLS: tl.constexpr,
-):  # fmt: skip
-    """A program takes ROWS tokens: the terms of their gradients of the logits, and these times those of the weight."""
-    t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    e = tl.arange(0, COLUMNS)
-    row = t.to(tl.int64)[:, None]
-    total = _gradient_of_logits(
-        dweights, dlogits, logits, experts, t, T, dweight_row, dweight_col, dlogit_row, dlogit_col, logit_row,
-        logit_col, expert_row, expert_col, factor,
-        K, E, COLUMNS, WEIGHTED, ADD, SOFTMAX, NORMALIZE, ROWS, CHOSEN,
-    )  # fmt: skip
-    dy_1, dy_2, dy_3 = _terms(total)
-    inside = (e < E)[None, :] & (t < T)[:, None]
-    at = dys + row * (3 * E) + e[None, :]
-    tl.store(at, dy_1, mask=inside)
-    tl.store(at + E, dy_2, mask=inside)
-    tl.store(at + 2 * E, dy_3, mask=inside)
-    for begin in range(0, D, COLS):
-        d = begin + tl.arange(0, COLS)
-        of_weight = terms + e[:, None] * term_row + d[None, :] * term_col
-        exists = (e < E)[:, None] & (d < D)[None, :]
-        w_1 = tl.load(of_weight, mask=exists, other=0.0)
-        if PARTS > 1:  # the smallest products first
-            w_2 = tl.load(of_weight + E * term_row, mask=exists, other=0.0)
-            w_3 = tl.load(of_weight + 2 * E * term_row, mask=exists, other=0.0)
-            value = tl.dot(dy_3, w_1, tl.dot(dy_2, w_2, tl.dot(dy_1, w_3)))
-            value = tl.dot(dy_1, w_1, tl.dot(dy_2, w_1, tl.dot(dy_1, w_2, value)))
-        else:
-            value = tl.dot(dy_1, w_1, tl.dot(dy_2, w_1, tl.dot(dy_3, w_1)))
-        of_x = dx + row * D + d[None, :]
-        tl.store(of_x, value.to(dx.dtype.element_ty), mask=(t < T)[:, None] & (d < D)[None, :])
-
-
 @triton.jit(do_not_specialize=["T", "STEPS"])
-def gate_backward_of_weight(
-    dys, x, partials, T, D, STEPS, x_row, x_col,
-    E: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+def gate_backward_gemms(
+    dys, weight, x, dx, partials, T, D, STEPS, w_row, w_col, x_row, x_col,
+    E: tl.constexpr, COLUMNS: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """A program multiplies COLS columns of STEPS · ROWS tokens by the terms of their gradients of the logits."""
+    """A program takes COLS columns of STEPS · ROWS tokens.
+
+    It multiplies the terms of their gradients of the logits by those of the weight, and x by the former.
+    """
     d = tl.program_id(0) * COLS + tl.arange(0, COLS)
     e = tl.arange(0, COLUMNS)
+    at = weight + e[:, None] * w_row + d.to(tl.int64)[None, :] * w_col
+    value = tl.load(at, mask=(e < E)[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+    w_1, w_2, _ = _terms(value)
     total = tl.zeros([COLS, COLUMNS], tl.float32)
     rest = total  # of the products with the second and the third term, 2⁻⁸ of the others
-    begin = tl.program_id(1) * (STEPS * ROWS)
     for step in range(STEPS):
-        t = begin + step * ROWS + tl.arange(0, ROWS)
-        row = t.to(tl.int64)
-        of_x = x + d[:, None] * x_col + row[None, :] * x_row
-        values = tl.load(of_x, mask=(d < D)[:, None] & (t < T)[None, :], other=0.0)
-        of_logits = dys + row[:, None] * (3 * E) + e[None, :]
-        inside = (t < T)[:, None] & (e < E)[None, :]
-        total = tl.dot(values, tl.load(of_logits, mask=inside, other=0.0), total)
-        rest = tl.dot(values, tl.load(of_logits + E, mask=inside, other=0.0), rest)
-        rest = tl.dot(values, tl.load(of_logits + 2 * E, mask=inside, other=0.0), rest)
-    at = partials + (tl.program_id(1) * E + e[None, :]).to(tl.int64) * D + d[:, None]
-    tl.store(at, total + rest, mask=(d < D)[:, None] & (e < E)[None, :])
+        t = (tl.program_id(1) * STEPS + step) * ROWS + tl.arange(0, ROWS)
+        row = t.to(tl.int64)[:, None]
+        inside = (t < T)[:, None] & (d < D)[None, :]
+        values = tl.trans(tl.load(x + row * x_row + d[None, :] * x_col, mask=inside, other=0.0))
+        of_logits = dys + row * (3 * E) + e[None, :]
+        own = (t < T)[:, None] & (e < E)[None, :]
+        dy_1 = tl.load(of_logits, mask=own, other=0.0)
+        dy_2 = tl.load(of_logits + E, mask=own, other=0.0)
+        total = tl.dot(values, dy_1, total)
+        rest = tl.dot(values, dy_2, tl.dot(values, tl.load(of_logits + 2 * E, mask=own, other=0.0), rest))
+        of_x = tl.dot(dy_2, w_1)  # the smallest products first
+        if SPLIT:
+            of_x = tl.dot(dy_1, w_2, of_x)
+        of_x = tl.dot(dy_1, w_1, of_x)
+        tl.store(dx + row * D + d[None, :], of_x.to(dx.dtype.element_ty), mask=inside)
+    to = partials + (tl.program_id(1) * E + e[None, :]).to(tl.int64) * D + d[:, None]
+    tl.store(to, total + rest, mask=(d < D)[:, None] & (e < E)[None, :])
 
 
 @triton.jit

@@ -44,6 +44,7 @@ ADAMW: dict[str, Any] = {"ELEMENTS": 1024, "num_warps": 4}
 GRADIENT_NORMS: dict[str, Any] = {"ELEMENTS": 4096, "num_warps": 4}
 GRADIENT_NORMS_SUM: dict[str, Any] = {"ELEMENTS": 512, "num_warps": 4}  # partial sums of a tensor at a time
 ROPE: dict[str, int] = {"MAX_HEADS": 16, "ELEMENTS": 1024, "num_warps": 2}  # heads, and elements in all, per program
+ROTATE: dict[str, int] = {"MAX_HEADS": 16, "ELEMENTS": 512, "num_warps": 2}  # the same of a rotation in place
 ROPE_HALVES: dict[str, int] = {"MAX_HEADS": 16, "ELEMENTS": 4096, "num_warps": 4}
 WRITE_LATENTS: dict[str, int] = {"num_warps": 4}  # of a row's program
 # Heads of a program of paged attention and splits of a row at most; positions at a time, which divide a page.
@@ -51,11 +52,12 @@ PAGED_ATTENTION: dict[str, int] = {"MAX_HEADS": 16, "MAX_SPLITS": 64, "KEYS": 32
 ROW_INVARIANT: dict[str, int] = {"TILE_M": 64, "TILE_N": 32, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
 MERGE_SPLITS: dict[str, int] = {"num_warps": 4}
 GATE_ELEMENTS = 1024  # logits of a program
+GATE_BACKWARD_ROWS = 16  # most tokens of a program in backward
 GATE_WITH_GEMM_TOKENS = 2048  # with fewer, programs of all their experts leave SMs idle
-# Tokens of a program, and columns at a time: of a gate with its GEMM, of the gradient of x, of that of the weight.
+# Tokens of a program, or in backward at a time, and columns at a time in forward, of a program in backward.
 GATE_WITH_GEMM: dict[str, int] = {"ROWS": 64, "COLS": 64, "num_warps": 4, "num_stages": 3}
-GATE_OF_X: dict[str, int] = {"ROWS": 64, "COLS": 64, "num_warps": 4, "num_stages": 1}
-GATE_OF_WEIGHT: dict[str, int] = {"ROWS": 64, "COLS": 64, "num_warps": 4, "num_stages": 3}  # tokens at a time
+GATE_BACKWARD_GEMMS: dict[str, int] = {"ROWS": 64, "COLS": 128, "num_warps": 4, "num_stages": 3}
+PARTIAL_SUMS: dict[str, int] = {"elements": 2048, "ROWS": 32, "num_warps": 4}  # of a program at a time
 # Logits of a program at a time, and the most programs, about; counts and sums of a sequence's programs at a time.
 SEQUENCE_BALANCE: dict[str, int] = {"elements": 1024, "max_programs": 512, "num_warps": 4}
 SEQUENCE_BALANCE_BACKWARD: dict[str, int] = {"elements": 512, "num_warps": 4}

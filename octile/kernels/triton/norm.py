@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octile.kernels.memory_layout import new_scale
-from octile.kernels.triton import launch_config
+from octile.kernels.triton import launch_config, partial_sums
 from octile.kernels.triton.device import device_properties
 from octile.kernels.triton.fp8_bits import as_encoded, quantize_constants
 from octile.kernels.triton.launch_config import EXACT
@@ -66,7 +66,7 @@ def launch_backward(
                 dy, x, weight, rstd, added, m, k, *dy.stride(), *x.stride(), weight.stride(0), rstd.stride(0),
                 *added.stride(), dx, partials, ADD=add is not None, **shape, **EXACT,
             )  # fmt: skip
-    return dx, partials.sum(0)
+    return dx, partial_sums.launch(partials)
 
 
 def _rows_of_program(k: int, sizes: launch_config.RowSizes) -> dict[str, int]:

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octile.kernels.triton.launch_config import EXACT, ROPE, ROPE_HALVES
+from octile.kernels.triton.launch_config import EXACT, ROPE, ROPE_HALVES, ROTATE
 
 
 def launch(x: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -14,7 +14,7 @@ def launch(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     b, s, h, width = x.shape
     r = 2 * cos.shape[1]
     if x.numel() and r:
-        shape = _tile(h, _columns(r))
+        shape = _tile(h, _columns(r), ROTATE)
         with torch.cuda.device_of(x):
             rotate[(triton.cdiv(b * s, shape["TOKENS"]) * triton.cdiv(h, shape["HEADS"]),)](
                 x, cos, sin, b * s, s, h, width - r, *x.stride(), *cos.stride(), *sin.stride(),
@@ -28,7 +28,7 @@ def launch_keys(kv: Tensor, k_rope: Tensor, cos: Tensor, sin: Tensor, n: int) ->
     r = k_rope.shape[-1]
     k = kv.new_empty(b, s, h, n + r)
     if k.numel():
-        shape = _tile(h, _columns(n))
+        shape = _tile(h, _columns(n), ROPE)
         with torch.cuda.device_of(kv):
             latent_keys[(triton.cdiv(b * s, shape["TOKENS"]) * triton.cdiv(h, shape["HEADS"]),)](
                 kv, k_rope, cos, sin, k, b * s, s, h, *kv.stride(), *k_rope.stride(), *cos.stride(), *sin.stride(),
@@ -43,7 +43,7 @@ def launch_keys_backward(dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> tu
     r, v = 2 * cos.shape[1], dv.shape[-1]
     dkv, dk_rope = dk.new_empty(b, s, h, width - r + v), dk.new_empty(b, s, r)
     if b * s:
-        shape = _tile(h, max(_columns(width - r), _columns(v)))
+        shape = _tile(h, max(_columns(width - r), _columns(v)), ROPE)
         with torch.cuda.device_of(dk):
             latent_keys_backward[(triton.cdiv(b * s, shape["TOKENS"]),)](
                 dk, dv, cos, sin, dkv, dk_rope, b * s, s, h,
@@ -76,11 +76,11 @@ def _columns(n: int) -> int:
     return max(triton.next_power_of_2(n), 2)
 
 
-def _tile(h: int, columns: int) -> dict[str, int]:
+def _tile(h: int, columns: int, most: dict[str, int]) -> dict[str, int]:
     """The tokens and heads of a program, which takes as many tokens as it can load at a time."""
-    heads = min(triton.next_power_of_2(max(h, 1)), ROPE["MAX_HEADS"])
-    tokens = max(ROPE["ELEMENTS"] // (heads * columns), 1)
-    return {"TOKENS": tokens, "HEADS": heads, "num_warps": ROPE["num_warps"]}
+    heads = min(triton.next_power_of_2(max(h, 1)), most["MAX_HEADS"])
+    tokens = max(most["ELEMENTS"] // (heads * columns), 1)
+    return {"TOKENS": tokens, "HEADS": heads, "num_warps": most["num_warps"]}
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -88,7 +88,10 @@ def rotate(
     x, cos, sin, tokens, S, H, N, x_batch, x_row, x_head, x_col, cos_row, cos_col, sin_row, sin_col,
     R: tl.constexpr, RS: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """A program takes HEADS heads of TOKENS tokens."""
+    """A program takes HEADS heads of TOKENS tokens.
+
+    It writes parts of cache lines. That these are evicted first makes it faster by a tenth on an H200.
+    """
     parts = tl.cdiv(H, HEADS)
     token, batch, s = _positions(tl.program_id(0) // parts, S, TOKENS)
     h = _heads(tl.program_id(0) % parts * HEADS, HEADS)
@@ -97,7 +100,7 @@ def rotate(
     inside = (token < tokens) & (h < H) & (r < R)
     value = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     value = _rotated(value, cos, sin, s, token < tokens, cos_row, cos_col, sin_row, sin_col, 1.0, R)
-    tl.store(at, value.to(x.dtype.element_ty), mask=inside)
+    tl.store(at, value.to(x.dtype.element_ty), mask=inside, eviction_policy="evict_first")
 
 
 @triton.jit(do_not_specialize=["tokens"])

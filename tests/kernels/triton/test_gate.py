@@ -148,14 +148,14 @@ def test_choice_with_the_gemm(settings: tuple[Any, ...], t: int, d: int, weight_
 def test_gradients_with_the_gemms(
     settings: tuple[Any, ...], t: int, d: int, weight_dtype: torch.dtype, given: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setitem(launch_config.GATE_OF_WEIGHT, "ROWS", 16)  # several parts of the tokens
-    x, weight, terms = _operands(t, d, weight_dtype)
+    monkeypatch.setitem(launch_config.GATE_BACKWARD_GEMMS, "ROWS", 16)  # several parts of the tokens
+    x, weight, _ = _operands(t, d, weight_dtype)
     _, experts, logits = gate(x, weight, None, *settings)
     generator = torch.Generator().manual_seed(1)
     dweights = torch.randn(experts.shape, generator=generator) if given in ("weights", "both") else None
     dlogits = torch.randn(t, E, generator=generator) if given in ("logits", "both") else None
     arguments = dweights, dlogits, logits, experts, x
-    dx, dweight = kernel.launch_backward_with_gemms(*arguments, terms, *settings[4:])
+    dx, dweight = kernel.launch_backward_with_gemms(*arguments, weight, *settings[4:])
     expected_dx, expected_dweight = gate_backward(*arguments, weight, *settings[4:])
     torch.testing.assert_close(dx, expected_dx, rtol=2.0**-7, atol=2.0**-10)  # a last bit of BF16
     torch.testing.assert_close(dweight, expected_dweight, rtol=2.0**-15, atol=2.0**-15)

@@ -77,6 +77,10 @@ inline void tma_load(void* to, const TensorMap* map, Mbarrier* barrier, int x, i
     const int place[] = {x, y, z};
     emulator::tma_load(to, map, barrier->state, place, 3, 1u << cluster_ctarank());
 }
+inline void tma_load(void* to, const TensorMap* map, Mbarrier* barrier, int x, int y, int z, int v, int w) {
+    const int place[] = {x, y, z, v, w};
+    emulator::tma_load(to, map, barrier->state, place, 5, 1u << cluster_ctarank());
+}
 inline void tma_load_multicast(
     void* to, const TensorMap* map, Mbarrier* barrier, int x, int y, int z, uint16_t blocks) {
     const int place[] = {x, y, z};

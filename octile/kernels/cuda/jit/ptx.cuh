@@ -172,6 +172,16 @@ __device__ __forceinline__ void tma_load(void* to, const TensorMap* map, Mbarrie
         : "memory");
 }
 
+// tma_load of a tensor of five dimensions.
+__device__ __forceinline__ void tma_load(
+    void* to, const TensorMap* map, Mbarrier* barrier, int x, int y, int z, int v, int w) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(shared_address(to)),
+        "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z), "r"(v), "r"(w)
+        : "memory");
+}
+
 // tma_load to every thread block of the cluster whose bit is set in `blocks`: to the same offset and its own barrier.
 __device__ __forceinline__ void tma_load_multicast(
     void* to, const TensorMap* map, Mbarrier* barrier, int x, int y, int z, uint16_t blocks) {

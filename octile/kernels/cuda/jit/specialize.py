@@ -137,7 +137,9 @@ def _paste(name: str, headers: Mapping[str, str], pasted: set[str]) -> str:
 def _find(name: str, headers: Mapping[str, str]) -> tuple[str, str]:
     if name in headers:
         return f"generated/{name}", headers[name]
-    for path in (FOLDER / folder / name for folder in ("jit", "gemm", "quantize")):
+    for path in (FOLDER / folder / name for folder in ("jit", "gemm", "quantize", "gate", "routing")):
         if path.is_file():
             return f"octile/kernels/cuda/{path.relative_to(FOLDER).as_posix()}", path.read_text(encoding="utf-8")
-    raise FileNotFoundError(f"{name} is neither in jit, gemm or quantize below {FOLDER}, nor given as a header")
+    raise FileNotFoundError(
+        f"{name} is in none of jit, gemm, quantize, gate and routing below {FOLDER}, nor given as a header"
+    )

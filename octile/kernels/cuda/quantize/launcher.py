@@ -21,7 +21,7 @@ A launch depends on shapes and strides, never on values, so it can be captured i
 compiles and loads a kernel, which cannot be captured.
 
 Kernels are loaded and launched as GEMMs are: a kernel with its launch shape is cached by its constants, and a launch by
-its arguments (`jit.prepared`).
+its arguments (`jit.launch`, `jit.prepared`).
 """
 
 import functools
@@ -34,8 +34,8 @@ import torch
 from torch import Tensor
 
 from octile.kernels.cuda.gemm import num_sms, request
-from octile.kernels.cuda.jit import specialize
-from octile.kernels.cuda.jit.prepared import BoundedCache, PreparedKernel, Structures
+from octile.kernels.cuda.jit.launch import launch
+from octile.kernels.cuda.jit.prepared import Structures
 from octile.kernels.memory_layout import new_quantized_transposed, new_scale, new_transposed
 
 DTYPES = {  # enum Dtype of scale.cuh
@@ -82,8 +82,7 @@ NORM_UNITS = 4  # vectors of 8 columns of a row that a thread of rms_norm holds 
 NORM_WARPS = 7  # a block's warps for which the setting `blocks` was measured; smaller blocks are more
 
 
-MAX_KEYS = 8192  # kernels with a launch shape
-_prepared: BoundedCache[PreparedKernel] = BoundedCache(MAX_KEYS)
+MAX_KEYS = 8192  # layouts
 
 
 class Form(IntEnum):
@@ -539,12 +538,7 @@ def _launch(
     """Launch a kernel on x's GPU, with at most `resident` blocks per SM if that is given."""
     if resident is not None:
         blocks = min(blocks, resident * num_sms.multiprocessors(x.device))
-    key = (name, *constants.values(), blocks, threads, shared, x.get_device())
-    prepared = _prepared[key]
-    if prepared is None:
-        kernel = specialize.load(name, constants, x.device)
-        prepared = _prepared[key] = PreparedKernel(kernel, blocks, 1, threads, shared)
-    prepared.launch_at(arguments)()
+    launch(name, constants, x.device, blocks, threads, shared, *arguments)
 
 
 def _strides(x: Tensor) -> tuple[int, int] | None:

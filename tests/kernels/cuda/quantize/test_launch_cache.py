@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from octile.kernels.cuda.jit import prepared
+from octile.kernels.cuda.jit import launch, prepared, specialize
 from octile.kernels.cuda.jit.prepared import BoundedCache
 from octile.kernels.cuda.quantize import launcher
 
@@ -37,10 +37,10 @@ def kernels(monkeypatch) -> list[FakeKernel]:
         loaded.append(FakeKernel())
         return loaded[-1]
 
-    monkeypatch.setattr(launcher.specialize, "load", load)
+    monkeypatch.setattr(specialize, "load", load)
     monkeypatch.setattr(launcher.num_sms, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(prepared, "_launches", BoundedCache(8))
-    monkeypatch.setattr(launcher, "_prepared", BoundedCache(8))
+    monkeypatch.setattr(launch, "_prepared", BoundedCache(8))
     return loaded
 
 

@@ -1,0 +1,198 @@
+"""Launcher of Hopper's gate: one kernel that multiplies, chooses the experts and computes their weights.
+
+Triton reads the tile of a token once for each term of the weight, and cuBLAS writes the products of all terms to global
+memory. This kernel multiplies by all terms at once and writes logits only.
+
+A launch depends on shapes and strides, never on values, so it can be captured in a CUDA graph; the first call of a kind
+compiles and loads a kernel, which cannot be captured.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from octile.kernels.cuda.gemm import request
+from octile.kernels.cuda.gemm.config import SHARED_BYTES
+from octile.kernels.cuda.jit import specialize, tensor_map, wgmma
+from octile.kernels.cuda.jit.prepared import BoundedCache, PreparedKernel
+from octile.kernels.cuda.jit.tensor_map import TensorMap
+from octile.kernels.memory_layout import VECTOR
+from octile.routing import EPS
+
+MIN_TOKENS = 2048  # with fewer, programs of all their experts leave SMs idle
+MAX_COLUMNS = 192  # experts times terms of the weight: the accumulators of 64 tokens fit into registers
+MAX_CHOSEN = 16
+BLOCK_K, ROW_BYTES = 64, 128  # columns of a k-block, and bytes of its rows
+WARPGROUP_M = 64  # tokens of a warpgroup
+MAX_KEYS = 1024
+TERMS = 3  # BF16 numbers that sum to one FP32 number
+NO_MAP = bytes(tensor_map.BYTES)  # for a parameter that the kernel does not read
+UNKNOWN = VECTOR  # stands for a map's pointer until the launch; it is aligned
+
+
+class Tile(NamedTuple):
+    """What decides on the kernel's speed.
+
+    Attributes:
+        warpgroups: of a thread block; each multiplies 64 tokens.
+        stages: k-blocks of x and of the weight in shared memory.
+        blocks: thread blocks that must fit on an SM.
+        rotate: k-blocks by which the first one of a thread block lies after that of the block before.
+    """
+
+    warpgroups: int
+    stages: int
+    blocks: int
+    rotate: int
+
+
+TILES = {
+    48: Tile(4, 4, 1, 0),
+    MAX_COLUMNS: Tile(4, 4, 1, 1),
+}  # by the most columns; the first keep the weight if it fits
+
+
+class LaunchPlan(NamedTuple):
+    """A kernel and its launch for tensors of certain shapes and strides."""
+
+    constants: Mapping[str, int | bool]
+    headers: Mapping[str, str]
+    grid: int
+    threads: int
+    maps: tuple[TensorMap, TensorMap | None]
+
+
+def why_unsupported(
+    x: Tensor, weight: Tensor, bias: Tensor | None, n_chosen: int, n_group: int, topk_group: int, *_: Any
+) -> str | None:
+    """Return why this kernel does not compute a gate; None: it does. Arguments as of `launch`."""
+    n_experts, columns = len(weight), _parts(weight) * len(weight)
+    if n_experts % 8 or columns > MAX_COLUMNS:
+        return f"{n_experts} experts are not a multiple of 8, or {columns} rows of terms are more than {MAX_COLUMNS}"
+    if topk_group < n_group and n_group % 4:
+        return f"{n_group} groups are not a multiple of 4"
+    if n_chosen > MAX_CHOSEN:
+        return f"{n_chosen} experts of a token are more than {MAX_CHOSEN}"
+    if len(x) < MIN_TOKENS:
+        return f"{len(x)} tokens are fewer than {MIN_TOKENS}"
+    if not _is_readable(x) or not _is_readable(weight):
+        return "the rows of x or of the weight are not contiguous, or do not begin at multiples of 16 bytes"
+    if bias is not None and (bias.dtype != torch.float32 or not bias.is_contiguous()):
+        return "the bias is not float32, or not contiguous"
+    return request.why_not_on(x.device)
+
+
+def launch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, n_chosen: int, n_group: int, topk_group: int, best: int,
+    scoring_func: str, norm_topk_prob: bool, routed_scaling_factor: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Compute a gate of x [T, D] bfloat16 and the weight [E, D], bfloat16 or float32.
+
+    Returns:
+        weights [T, K] float32, experts [T, K] int64, logits [T, E] float32.
+    """
+    (t, d), n_experts = x.shape, len(weight)
+    weights = torch.empty(t, n_chosen, dtype=torch.float32, device=x.device)
+    experts = torch.empty(t, n_chosen, dtype=torch.int64, device=x.device)
+    logits = torch.empty(t, n_experts, dtype=torch.float32, device=x.device)
+    choice = n_chosen, n_group, topk_group, best
+    settings = *choice, scoring_func == "softmax", norm_topk_prob, bias is not None
+    key = x.shape, x.stride(), weight.shape, weight.stride(), weight.dtype, settings, x.device
+    prepared = _prepared[key]
+    if prepared is None:
+        made = plan(x, weight, *settings)
+        kernel = specialize.load("gate", made.constants, x.device, made.headers)
+        prepared = _prepared[key] = _PreparedGate(made, kernel)
+    outs = logits.data_ptr(), weights.data_ptr(), experts.data_ptr()
+    at_bias = 0 if bias is None else bias.data_ptr()
+    terms = prepared.terms(weight)
+    at_weight = weight.data_ptr(), weight.stride(0)
+    prepared.launch_at((x.data_ptr(), terms.data_ptr(), *at_weight, at_bias, *outs, routed_scaling_factor, EPS, t, d))()
+    return weights, experts, logits
+
+
+def plan(
+    x: Tensor, weight: Tensor, n_chosen: int, n_group: int, topk_group: int, best: int, softmax: bool, normalize: bool,
+    biased: bool,
+) -> LaunchPlan:  # fmt: skip
+    """Plan the launch for tensors that the kernel supports."""
+    (n_experts, d), parts = weight.shape, _parts(weight)
+    columns = parts * n_experts
+    tile = next(tile for most, tile in TILES.items() if columns <= most)
+    tile_m = WARPGROUP_M * tile.warpgroups
+    k_blocks, x_tile = -(-d // BLOCK_K), ROW_BYTES * tile_m
+    kept = SHARED_BYTES // tile.blocks - tile.stages * (x_tile + 16) >= k_blocks * ROW_BYTES * columns
+    keeps_weight = weight.dtype == torch.float32 and d % 4 == 0 and kept and columns <= min(TILES)
+    w_tiles = k_blocks if keeps_weight else tile.stages
+    constants: dict[str, int | bool] = {
+        "experts": n_experts, "chosen": n_chosen, "n_group": n_group, "topk_group": topk_group, "best": best,
+        "parts": parts, "biased": biased, "softmax": softmax, "normalize": normalize, **tile._asdict(),
+        "k_blocks": k_blocks if keeps_weight else 0,
+        "shared_bytes": tile.stages * (x_tile + 16) + w_tiles * ROW_BYTES * columns,
+    }  # fmt: skip
+    return LaunchPlan(
+        constants,
+        {"wgmma.cuh": wgmma.header(columns, "bf16", "bf16")},
+        grid=-(-len(x) // tile_m),
+        threads=128 * tile.warpgroups,
+        maps=(_map_of_x(x, tile_m), None if keeps_weight else _map_of_terms(weight, parts)),
+    )
+
+
+class _PreparedGate(PreparedKernel):
+    def __init__(self, made: LaunchPlan, kernel: Any) -> None:
+        shared_bytes = made.constants["shared_bytes"]
+        super().__init__(kernel, made.grid, 1, made.threads, shared_bytes)
+        self.maps = made.maps
+
+    def terms(self, weight: Tensor) -> Tensor:
+        """Return what the second tensor map describes: the terms of the weight, or the weight that needs none."""
+        if self.maps[1] is None or weight.dtype == torch.bfloat16:
+            return weight
+        from octile.kernels.triton.gate import launch_terms  # late: Triton may not be installed without a GPU
+
+        return launch_terms(weight, range(TERMS))
+
+    def arguments(self, values: tuple[Any, ...]) -> list[Any]:
+        """Return the kernel's arguments: the first two addresses become tensor maps."""
+        with self.kernel.in_context():
+            maps = [
+                NO_MAP if described is None else tensor_map.encode(described, pointer)
+                for described, pointer in zip(self.maps, values, strict=False)
+            ]
+        return [*maps, *values[len(maps) :]]
+
+
+_prepared: BoundedCache[_PreparedGate] = BoundedCache(MAX_KEYS)
+
+
+def _map_of_x(x: Tensor, rows: int) -> TensorMap:
+    """Describe x [T, D] with a third dimension, as `ptx::tma_load` reads it."""
+    return TensorMap(
+        UNKNOWN, x.dtype, (1, *x.shape), (VECTOR // x.itemsize, *x.stride()), (1, rows, BLOCK_K), ROW_BYTES
+    )
+
+
+def _map_of_terms(weight: Tensor, parts: int) -> TensorMap:
+    """Describe the terms [P·E, D] of a weight [E, D] as [P, E/8, 4, 2, D], as accumulators order them (gate.cu)."""
+    n_experts, d = weight.shape
+    row = weight.stride(0) if parts == 1 else d
+    shape = parts, n_experts // 8, 4, 2
+    strides = n_experts * row, 2 * row, n_experts // 4 * row, row, 1
+    return TensorMap(UNKNOWN, torch.bfloat16, (*shape, d), strides, (*shape, BLOCK_K), ROW_BYTES)
+
+
+def _parts(weight: Tensor) -> int:
+    return 1 if weight.dtype == torch.bfloat16 else TERMS
+
+
+def _is_readable(t: Tensor) -> bool:
+    return _has_rows(t.shape, t.stride()) and t.data_ptr() % VECTOR == 0
+
+
+@functools.lru_cache(MAX_KEYS)
+def _has_rows(shape: torch.Size, strides: tuple[int, ...]) -> bool:
+    return shape.numel() > 0 and strides[1] == 1 and strides[0] > 0 and strides[0] * 2 % VECTOR == 0

@@ -1,0 +1,95 @@
+// The counting sort of entries by expert: the row of an entry is the first row of its expert, plus the number of entries
+// of the same expert before it: in earlier blocks, in earlier warps of its block, in its warp.
+//
+// A warp takes 32 · config::rounds consecutive entries. Lanes with the same expert find each other by match.any.
+#include "experts.cuh"
+
+constexpr int experts = config::experts, parts = threads > experts ? threads / experts : 1;
+
+// The sum of a value over this thread and those before it.
+__device__ __forceinline__ int inclusive_sum(int value, int* of_warps) {
+    const int lane = ptx::lane_id(), warp = threadIdx.x / 32;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const int before = __shfl_up_sync(all_lanes, value, distance);
+        if (lane >= distance) value += before;
+    }
+    if (lane == 31) of_warps[warp] = value;
+    __syncthreads();
+    for (int w = 0; w < warp; ++w) value += of_warps[w];
+    return value;
+}
+
+// entries: [count]. load: [E] with a stride. of_blocks: [blocks, E], the counts of `count_experts`. place: the row of each
+// entry; order: the entry of each row; ends: [E], the end of each expert's rows. Rows are clamped: nothing may be written
+// outside of the results, whatever `load` is.
+extern "C" __global__ void __launch_bounds__(threads)
+place_rows(const Entry* entries, const void* load, const int* of_blocks, int* place, int* order, int* ends,
+           int64_t load_stride, int count) {
+    int* shared = reinterpret_cast<int*>(ptx::dynamic_shared());
+    int *starts = shared, *of_warps = shared + experts, *counts = of_warps + 32;  // counts: [warps, E]
+    const int lane = ptx::lane_id(), warp = threadIdx.x / 32, block = blockIdx.x;
+    const int first = block * block_entries + warp * 32 * config::rounds + lane;
+    int expert[config::rounds];
+#pragma unroll
+    for (int r = 0; r < config::rounds; ++r) expert[r] = load_expert(entries, first + 32 * r, count);
+    for (int i = threadIdx.x; i < config::warps * experts; i += threads) counts[i] = 0;
+
+    // the first row of each expert, and the entries of earlier blocks
+    int previous = 0;
+    for (int base = 0; base < experts; base += threads) {
+        const int e = base + threadIdx.x;
+        int own = 0;
+        if (e < experts)
+            own = static_cast<int>(
+                config::wide_load ? static_cast<const int64_t*>(load)[e * load_stride]
+                                  : static_cast<const int*>(load)[e * load_stride]);
+        const int end = previous + inclusive_sum(own, of_warps);
+        if (e < experts) {
+            starts[e] = end - own;
+            if (block == 0) ends[e] = end;
+        }
+        __syncthreads();  // of_warps may be written again
+        for (int w = 0; w < config::warps; ++w) previous += of_warps[w];
+        __syncthreads();
+    }
+    for (int base = 0; base < experts; base += threads) {
+        const int e = base + threadIdx.x % (experts < threads ? experts : threads), part = threadIdx.x / experts;
+        int before = 0;
+        if (e < experts && part < parts) {
+#pragma unroll 16
+            for (int b = part; b < block; b += parts) before += of_blocks[static_cast<int64_t>(b) * experts + e];
+            atomicAdd(starts + e, before);
+        }
+    }
+
+    // the entries of the same expert before each in its warp
+    int row[config::rounds];
+#pragma unroll
+    for (int r = 0; r < config::rounds; ++r) {
+        const uint32_t same = __match_any_sync(all_lanes, expert[r]);
+        int* own = counts + warp * experts + max(expert[r], 0);
+        row[r] = *own + __popc(same & ((1u << lane) - 1));
+        __syncwarp();
+        if (expert[r] >= 0 && (same >> lane) == 1) *own += __popc(same);  // the last of them
+        __syncwarp();
+    }
+    __syncthreads();
+    for (int e = threadIdx.x; e < experts; e += threads) {
+        int start = starts[e];
+#pragma unroll 8
+        for (int w = 0; w < config::warps; ++w) {
+            const int own = counts[w * experts + e];
+            counts[w * experts + e] = start;
+            start += own;
+        }
+    }
+    __syncthreads();
+#pragma unroll
+    for (int r = 0; r < config::rounds; ++r) {
+        if (expert[r] < 0) continue;
+        const int at = min(max(row[r] + counts[warp * experts + expert[r]], 0), count - 1);
+        place[first + 32 * r] = at;
+        order[at] = first + 32 * r;
+    }
+}
