@@ -128,7 +128,7 @@ GEMMS = (  # they call "gemm" of `TABLE`
     "masked_grouped_matmul_nt_out", "grouped_wgrad", "grouped_wgrad_out",
 )  # fmt: skip
 ONLY_TRITON = (
-    "adamw", "align_groups", "bfloat16_terms", "cross_entropy", "cross_entropy_backward",
+    "adamw", "align_groups", "bfloat16_terms", "choose_experts", "cross_entropy", "cross_entropy_backward",
     "gate_backward", "gradient_norms", "high_precision_grouped_nt", "high_precision_grouped_tn", "latent_keys",
     "latent_keys_backward", "packed_matmul_nt", "permute", "rms_norm", "rms_norm_backward", "rotate_", "rotate_halves",
     "sequence_balance_backward", "swiglu", "swiglu_backward",

@@ -72,7 +72,7 @@ struct Pipeline {
 
 // Splits the weight [E, width], FP32, into terms in swizzled tiles of all k-blocks. Columns after the width are zero.
 __device__ __forceinline__ void split_weight(uint8_t* tiles, const float* weight, int64_t row_stride, int width) {
-    constexpr int vectors = 16 * config::k_blocks;  // of 4 columns of an expert
+    constexpr int vectors = 16 * (keeps_weight ? config::k_blocks : 1);  // of 4 columns of an expert
     for (int i = threadIdx.x; i < config::experts * vectors; i += 128 * config::warpgroups) {
         const int expert = i / vectors, k = i % vectors * 4;
         float4 value{};
