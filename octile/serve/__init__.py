@@ -13,5 +13,6 @@ stats.py      `Stats`: what an engine counts
 async_engine.py  an engine in a thread of its own, whose outputs an event loop reads
 load_test.py  many clients that stream completions and time them
 http/         `octile serve`: OpenAI's protocol over HTTP
+load.py       a folder to serve: its weights, its tokenizer, and a cache that fits
 generate.py   `octile generate`
 """

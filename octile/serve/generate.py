@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from octile.checkpoint.hugging_face import read_model_config
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.serve.config import EngineConfig
 from octile.serve.engine import Engine, check_prompt
+from octile.serve.load import Folder
 from octile.serve.model_runner import ModelRunner
 from octile.serve.request import Sampling
 from octile.serve.weights import ServedWeights
@@ -36,14 +36,11 @@ def generate_from(
             tokenizer is that of another model. The last three are raised before weights are read.
     """
     check_text("prompt", prompt)
-    inside = folder / "model"
-    config = read_model_config(folder)
-    tokenizer = Tokenizer.load(inside if inside.is_dir() else folder)
-    tokens = [tokenizer.begin, *tokenizer.encode(prompt)]
-    check_prompt(tokens, sampling, config.vocab_size, config.max_position_embeddings)
+    opened = Folder.open(folder)
+    tokens = [opened.tokenizer.begin, *opened.tokenizer.encode(prompt)]
+    check_prompt(tokens, sampling, opened.model.vocab_size, opened.model.max_position_embeddings)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    weights = ServedWeights.read(folder, torch.bfloat16 if device.type == "cuda" else torch.float32, device)
-    return generate_text(weights, tokenizer, prompt, sampling)
+    return generate_text(opened.read_weights(device), opened.tokenizer, prompt, sampling)
 
 
 def generate_text(

@@ -46,21 +46,28 @@ class Folder:
         model, tokenizer = read_model_config(path), Tokenizer.load(inside)
         if tokenizer.vocab_size > model.vocab_size:
             raise ValueError(
-                f"{inside} has a tokenizer of {tokenizer.vocab_size} tokens, but its model's vocabulary has "
+                f"{inside} has a tokenizer of {tokenizer.vocab_size} tokens, but the model's vocabulary has "
                 f"{model.vocab_size}: the tokenizer is that of another model"
             )
         return cls(inside, model, tokenizer)
 
+    def read_weights(self, device: torch.device) -> ServedWeights:
+        """Read the weights. Activations are BF16 on a GPU and FP32 on a CPU.
+
+        Raises:
+            ValueError: a file is damaged.
+        """
+        return ServedWeights.read(self.path, torch.bfloat16 if device.type == "cuda" else torch.float32, device)
+
     def load(self, device: torch.device, engine: EngineConfig, cache: CacheConfig) -> tuple[Engine, ModelRunner]:
-        """Read the weights and allocate the cache. Activations are BF16 on a GPU and FP32 on a CPU.
+        """Read the weights and allocate the cache.
 
         Raises:
             ValueError: a file is damaged, the cache has no place for a page, or the model cannot draft.
             MemoryError: the weights leave no place for a cache.
         """
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         stored = cache.format or ("bf16" if device.type == "cuda" else "float32")
-        weights = ServedWeights.read(self.path, dtype, device)
+        weights = self.read_weights(device)
         n_pages = self._n_pages(weights, stored, engine.max_batch, cache.gib)
         runner = ModelRunner(weights, n_pages, stored, engine.max_batch * (1 + engine.n_drafts))
         return Engine(runner, self.tokenizer, engine), runner

@@ -8,6 +8,8 @@ from octile.serve.request import FinishReason, Output, Request, Sampling, TokenL
 from octile.serve.stats import Stats
 from octile.tokenizer import Tokenizer
 
+NAN = 99
+
 
 class FakeEngine:
     """Generates the prompt's tokens again and again, one per request and step.
@@ -18,6 +20,8 @@ class FakeEngine:
         max_position: the context.
         n_pages: pages of 64 positions.
         fails_after: the step that raises an exception; None if none does.
+
+    A request whose prompt ends with NAN fails alone, at its third token.
     """
 
     def __init__(
@@ -91,6 +95,8 @@ class FakeEngine:
         if sampling.logprobs is not None:
             logprobs = (TokenLogprobs(token, -0.5, ((token, -0.5),) * min(sampling.logprobs, 1)),)
         reason = FinishReason.LENGTH if index + 1 == sampling.max_new_tokens else None
+        if request.prompt[-1] == NAN and index == 2:
+            return Output(request.id, finish_reason=FinishReason.ERROR, error="the model's logits are NaN")
         if any(stop in text for stop in sampling.stop):
             text, reason = "", FinishReason.STOP
         return Output(request.id, (token,), text, logprobs, reason)

@@ -67,7 +67,12 @@ class ChatTemplate:
             ValueError: there is a template, and it cannot be read.
         """
         file = folder / "chat_template.jinja"
-        return cls(tokenizer, file.read_text(encoding="utf-8") if file.is_file() else _of(tokenizer.config))
+        if not file.is_file():
+            return cls(tokenizer, _of(tokenizer.config))
+        try:
+            return cls(tokenizer, file.read_text(encoding="utf-8"))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file} is damaged: byte {error.start} is not UTF-8") from None
 
     def tokens(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """The prompt after which the model writes the assistant's next message.

@@ -74,6 +74,7 @@ class EventStream(Response):
                 await while_connected(receive, self._send(send))
         except TimeoutError:
             scope["state"]["abort"]()
+            await asyncio.sleep(0)  # for the connection to know that it is lost
         except ApiError:  # the client is gone
             pass
         finally:

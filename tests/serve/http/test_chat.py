@@ -83,6 +83,12 @@ def test_the_template_of_a_folder(tokenizer, tmp_path, template, rendered):
     assert loaded.decode(ChatTemplate.load(tmp_path, loaded).tokens(user("a"))) == "a file"
 
 
+def test_a_template_that_is_not_utf_8_is_refused(tokenizer, tmp_path):
+    (tmp_path / "chat_template.jinja").write_bytes(b"abc\xff")
+    with pytest.raises(ValueError, match=r"chat_template\.jinja is damaged: byte 3 is not UTF-8"):
+        ChatTemplate.load(tmp_path, tokenizer)
+
+
 def test_a_folder_without_a_template_has_the_plain_one(tokenizer, tmp_path):
     tokenizer.save(tmp_path)
     assert ChatTemplate.load(tmp_path, Tokenizer.load(tmp_path)).is_plain

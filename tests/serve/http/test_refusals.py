@@ -4,6 +4,7 @@ import httpx
 import pytest
 
 from octile.serve.http.config import Limits
+from tests.serve.fake_engine import NAN
 from tests.serve.http.conftest import wait_until
 
 COMPLETION = {"model": "micro", "prompt": "a"}
@@ -188,6 +189,18 @@ def test_a_request_that_takes_too_long(serve, stream):
         assert error_of(response, 504)["code"] == "timeout"
         assert response.headers["x-should-retry"] == "false"
     wait_until(served.is_idle)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_request_that_fails_alone(served, stream):
+    response = post(served, "completions", {**COMPLETION, "prompt": [5, NAN], "stream": stream})
+    message = "the engine failed: the model's logits are NaN"
+    if stream:
+        assert message in response.text.strip().rpartition("\n\n")[2]
+    else:
+        assert error_of(response, 500)["message"] == message
+    wait_until(served.is_idle)
+    assert post(served, "completions", COMPLETION).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
