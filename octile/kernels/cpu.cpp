@@ -1,6 +1,6 @@
 // Block quantization to E4M3 and back on a CPU: what octile/ops/quantize.py and transpose.py specify, bit for bit
 // but for the sign of a NaN. GEMMs of E4M3 operands: what octile/ops/matmul.py and grouped.py specify. AdamW: what
-// octile/ops/adamw.py specifies, bit for bit.
+// octile/ops/adamw.py specifies, bit for bit. Attention over a paged cache: what octile/ops/paged_attention.py specifies.
 //
 // torch needs some twelve passes over memory for what is one loop here, and its comparisons and its cast to FP8 are not
 // vectorized. The loops below have no branches, so that the compiler vectorizes them. Absolute values are compared as
@@ -11,6 +11,7 @@
 // Source: DeepSeek-V3 (arXiv 2412.19437) §3.3.2, figure 7.  Shapes: x [M, K], blocks of R×C, K of them along a row.
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -400,9 +401,109 @@ void gemm(
 
 #endif
 
+// A paged cache of latents: rows of `row_bytes`, `page` of them in a page.
+struct Cache {
+    const uint8_t* data;
+    int64_t row_bytes, page, latent, rope;  // channels of a latent, and of a rotary key
+    int32_t format;                         // 0: FP32, 1: BF16, 2: E4M3 with a scale per 128 channels, then BF16
+};
+
+inline float from_bf16(const uint8_t* bytes, int64_t i) {
+    uint16_t value;
+    std::memcpy(&value, bytes + 2 * i, sizeof value);
+    return number(uint32_t(value) << 16);
+}
+
+// values[latent + rope] of one row.
+void load_row(const Cache& cache, const uint8_t* from, float* values) {
+    const int64_t width = cache.latent + cache.rope;
+    if (cache.format == 0) {
+        std::memcpy(values, from, width * sizeof(float));
+    } else if (cache.format == 1) {
+        for (int64_t i = 0; i < width; ++i) values[i] = from_bf16(from, i);
+    } else {
+        for (int64_t left = 0; left < cache.latent; left += TILE) {
+            float scale;
+            std::memcpy(&scale, from + cache.latent + left / TILE * sizeof scale, sizeof scale);
+            const int64_t right = std::min(cache.latent, left + TILE);
+            for (int64_t i = left; i < right; ++i) values[i] = decode(from[i]) * scale;
+        }
+        const uint8_t* rope = from + cache.latent + (cache.latent + TILE - 1) / TILE * sizeof(float);
+        for (int64_t i = 0; i < cache.rope; ++i) values[cache.latent + i] = from_bf16(rope, i);
+    }
+}
+
+// Σ a[i] · b[i], in 16 partial sums, so that the compiler vectorizes it.
+inline float dot(const float* a, const float* b, int64_t n) {
+    constexpr int64_t PARTS = 16;
+    float parts[PARTS] = {};
+    int64_t i = 0;
+    for (; i + PARTS <= n; i += PARTS)
+        for (int64_t j = 0; j < PARTS; ++j) parts[j] += a[i + j] * b[i + j];
+    for (int64_t j = 0; i < n; ++i, ++j) parts[j] += a[i] * b[i];
+    for (int64_t half = PARTS / 2; half; half /= 2)
+        for (int64_t j = 0; j < half; ++j) parts[j] += parts[j + half];
+    return parts[0];
+}
+
+// o[heads, latent] of the first `length` positions of a text, page by page with a running maximum of the scores.
+void attend(
+    const Cache& cache, const int32_t* pages, int64_t length, const float* q, int64_t heads, float scale, float* o
+) {
+    const int64_t width = cache.latent + cache.rope;
+    std::vector<float> keys(cache.page * width), scores(cache.page), highest(heads, -INFINITY), total(heads);
+    std::fill(o, o + heads * cache.latent, 0.0f);
+    for (int64_t start = 0; start < length; start += cache.page) {
+        const int64_t n = std::min(cache.page, length - start);
+        const uint8_t* page = cache.data + pages[start / cache.page] * cache.page * cache.row_bytes;
+        for (int64_t i = 0; i < n; ++i) load_row(cache, page + i * cache.row_bytes, &keys[i * width]);
+        for (int64_t h = 0; h < heads; ++h) {
+            float most = highest[h], sum = 0;
+            for (int64_t i = 0; i < n; ++i) {
+                scores[i] = dot(q + h * width, &keys[i * width], width) * scale;
+                most = std::max(most, scores[i]);
+            }
+            float* of_head = o + h * cache.latent;
+            const float correction = std::exp(highest[h] - most);
+            for (int64_t c = 0; c < cache.latent; ++c) of_head[c] *= correction;
+            for (int64_t i = 0; i < n; ++i) {
+                const float weight = std::exp(scores[i] - most);
+                const float* key = &keys[i * width];
+                for (int64_t c = 0; c < cache.latent; ++c) of_head[c] += weight * key[c];
+                sum += weight;
+            }
+            total[h] = total[h] * correction + sum;
+            highest[h] = most;
+        }
+    }
+    for (int64_t h = 0; length && h < heads; ++h)
+        for (int64_t c = 0; c < cache.latent; ++c) o[h * cache.latent + c] /= total[h];
+}
+
 }  // namespace
 
 extern "C" {
+
+// o[rows, heads, latent] of q[rows, heads, latent + rope]: row r attends to the first lengths[r] positions of the pages
+// whose numbers begin at pages + r · page_stride. A thread computes some heads of a row; the bits do not depend on it.
+void octile_paged_attention(
+    const Cache* cache, const float* q, int64_t rows, int64_t heads, const int32_t* pages, int64_t page_stride,
+    const int32_t* lengths, float scale, int64_t head_blocks, float* o
+) {
+    int64_t positions = 0;
+    for (int64_t row = 0; row < rows; ++row) positions += lengths[row];
+    const int64_t width = cache->latent + cache->rope, block = (heads + head_blocks - 1) / head_blocks;
+#pragma omp parallel for schedule(dynamic) if (positions * heads * width >= MIN_PARALLEL_VALUES)
+    for (int64_t i = 0; i < rows * head_blocks; ++i) {
+        const int64_t row = i / head_blocks, first = i % head_blocks * block;
+        if (first >= heads) continue;
+        const int64_t head = row * heads + first;
+        attend(
+            *cache, pages + row * page_stride, lengths[row], q + head * width, std::min(block, heads - first), scale,
+            o + head * cache->latent
+        );
+    }
+}
 
 // data[M, K] and scale of x[M, K], both contiguous.
 void octile_quantize(

@@ -1,4 +1,4 @@
-"""Quantization to E4M3, GEMMs of it, AdamW, and conversions of E4M3 and E5M6 on a CPU, where torch's are slow.
+"""Quantization to E4M3, GEMMs of it, paged attention, AdamW, and conversions, on a CPU, where torch's are slow.
 
 `cpu.cpp` quantizes and dequantizes as the references in `octile.ops` do, bit for bit but for the sign of a NaN, in one
 pass instead of a dozen. Without a C++ compiler these functions are missing, and the references are used
@@ -172,6 +172,43 @@ def can_update(*moments: Tensor) -> bool:
     """Whether `adamw` updates moments of these dtypes."""
     dtypes = {moment.dtype for moment in moments}
     return len(dtypes) == 1 and dtypes <= {torch.float32, torch.bfloat16} and library() is not None
+
+
+class _Cache(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("row_bytes", "page", "latent", "rope")),
+        ("format", ctypes.c_int32),
+    )
+
+
+CACHE_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}
+
+
+def can_attend(cache: Tensor) -> bool:
+    """Whether `paged_attention` reads a cache of this dtype."""
+    return cache.dtype in CACHE_FORMATS and library() is not None
+
+
+def paged_attention(q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, latent_dim: int, scale: float) -> Tensor:
+    """Compute `octile.ops.paged_attention.paged_attention`, whose arguments were checked: o [R, H, C] float32."""
+    rows, heads, width = q.shape
+    q, lengths = q.float().contiguous(), lengths.contiguous()
+    o = q.new_empty(rows, heads, latent_dim)
+    row_bytes, rope_dim = cache.stride(1) * cache.itemsize, width - latent_dim
+    described = _Cache(cache.data_ptr(), row_bytes, cache.shape[1], latent_dim, rope_dim, CACHE_FORMATS[cache.dtype])
+    _library().octile_paged_attention(
+        ctypes.byref(described),
+        _address(q),
+        *(ctypes.c_int64(n) for n in (rows, heads)),
+        _address(pages),
+        ctypes.c_int64(pages.stride(0)),
+        _address(lengths),
+        ctypes.c_float(scale),
+        ctypes.c_int64(-(-torch.get_num_threads() // max(rows, 1))),
+        _address(o),
+    )
+    return o
 
 
 class AdamWSettings(ctypes.Structure):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from octile.formats import TILE
+from octile.kernels import cpu
 from octile.ops.latent_cache import PAGE, check_cache, fp8_rows, rope_dim_of
 from octile.ops.matmul import without_autocast
 from octile.ops.operator import operator
@@ -79,6 +80,15 @@ def _keys(rows: Tensor, latent_dim: int) -> Tensor:
 @paged_attention.register_fake
 def _(q, cache, pages, lengths, latent_dim, scale, n_splits=0):
     return q.new_empty(*q.shape[:2], latent_dim)
+
+
+@paged_attention.register_kernel("cpu")
+def _(q, cache, pages, lengths, latent_dim, scale, n_splits=0):
+    _check(q, cache, pages, lengths, latent_dim, n_splits)
+    _check_values(cache, pages, lengths)
+    if not cpu.can_attend(cache):
+        return _paged_attention(q, cache, pages, lengths, latent_dim, scale)
+    return cpu.paged_attention(q, cache, pages, lengths, latent_dim, scale).to(q.dtype)
 
 
 @paged_attention.register_kernel("cuda")

@@ -1,9 +1,12 @@
 """Tests of paged attention: equal to attention over the keys in a row, whatever pages they are in."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
+from octile.kernels import cpu
 from octile.ops.latent_cache import read_latents
 from octile.ops.paged_attention import paged_attention
 from tests.ops.operators import assert_fake_is_true, assert_well_formed
@@ -30,24 +33,32 @@ def expected(q: Tensor, cache: Tensor, pages: Tensor, lengths: list[int]) -> Ten
     return torch.stack(results)
 
 
-@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.fixture(params=["compiled", "reference"])
+def attend(request: pytest.FixtureRequest) -> Callable[..., Tensor]:
+    """The compiled kernel of a CPU, and the reference."""
+    if request.param == "compiled" and cpu.library() is None:
+        pytest.skip("no C++ compiler")
+    return paged_attention if request.param == "compiled" else paged_attention.reference
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16, torch.float16, torch.uint8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_attend_to_the_first_positions_of_their_pages(cache_dtype: torch.dtype, dtype: torch.dtype):
+def test_rows_attend_to_the_first_positions_of_their_pages(
+    attend: Callable[..., Tensor], cache_dtype: torch.dtype, dtype: torch.dtype
+):
     cache, q = filled_cache(PAGES.numel(), C, R, cache_dtype), queries(dtype=dtype)
-    found = paged_attention(q, cache, PAGES, torch.tensor(LENGTHS, dtype=torch.int32), C, SCALE)
+    found = attend(q, cache, PAGES, torch.tensor(LENGTHS, dtype=torch.int32), C, SCALE)
     rounding = 2e-6 if dtype == torch.float32 else 2**-8
     torch.testing.assert_close(found.double(), expected(q, cache, PAGES, LENGTHS), rtol=rounding, atol=1e-5)
     assert found.dtype == dtype
 
 
-def test_a_row_does_not_depend_on_other_rows():
+def test_a_row_does_not_depend_on_other_rows(attend: Callable[..., Tensor]):
     cache, q = filled_cache(PAGES.numel(), C, R, torch.bfloat16), queries()
     lengths = torch.tensor(LENGTHS, dtype=torch.int32)
-    together = paged_attention(q, cache, PAGES, lengths, C, SCALE)
+    together = attend(q, cache, PAGES, lengths, C, SCALE)
     for row in range(len(q)):
-        alone = paged_attention(
-            *(t[row : row + 1] if t is not cache else t for t in (q, cache, PAGES, lengths)), C, SCALE
-        )
+        alone = attend(*(t[row : row + 1] if t is not cache else t for t in (q, cache, PAGES, lengths)), C, SCALE)
         assert torch.equal(alone[0], together[row])
 
 
