@@ -1,8 +1,8 @@
 """`octile bench casts`: quantization and other memory-bound operators vs. a copy of the same number of bytes.
 
-The bytes are those of inputs and outputs, each counted once, however often the kernel reads or writes them. Each row has
-its own copy, which is measured in turn with the operator and in the same way, from a cold L2 cache. So what a kernel costs
-before it moves its first byte, on an H200 some 1 µs, is part of the copy's time as it is of the operator's.
+The bytes are those of inputs and outputs, each counted once, however often the kernel reads or writes them. Each row
+has its own copy, which is measured in turn with the operator and in the same way, from a cold L2 cache. So what a
+kernel costs before it moves its first byte, on an H200 some 1 µs, is part of the copy's time as of the operator's.
 
 No kernel can make some operators as fast as a copy: those that multiply matrices, and those whose results depend on all
 rows. On a GPU a second row compares them with a bound, the larger of the bytes' and the FLOPs' time:
