@@ -7,7 +7,7 @@ import torch
 
 from octile.ops.attention import attention, attention_backward
 from octile.ops.cross_entropy import cross_entropy, cross_entropy_backward
-from octile.ops.gate import bfloat16_terms, gate, gate_backward
+from octile.ops.gate import bfloat16_terms, choose_experts, gate, gate_backward
 from octile.ops.grouped import (
     grouped_matmul_nt,
     grouped_matmul_nt_out,
@@ -18,12 +18,15 @@ from octile.ops.grouped import (
 )
 from octile.ops.groups import align_groups
 from octile.ops.high_precision import high_precision_grouped_nt, high_precision_grouped_tn
+from octile.ops.latent_cache import read_latents, write_latents
 from octile.ops.matmul import matmul_nt, matmul_nt_out
 from octile.ops.norm import rms_norm, rms_norm_backward, rms_norm_quantize
+from octile.ops.paged_attention import paged_attention
 from octile.ops.permute import permute, unpermute, unpermute_backward
 from octile.ops.quantize import dequantize, quantize, quantize_with_scale
 from octile.ops.rope import rotate_halves
 from octile.ops.routing_plan import count_tokens, routing_plan
+from octile.ops.row_invariant import row_invariant_matmul_nt
 from octile.ops.sequence_balance import sequence_balance, sequence_balance_backward
 from octile.ops.swiglu import (
     swiglu,
@@ -72,7 +75,44 @@ def _gate_operands() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(5, 64, device="cuda").bfloat16(), torch.randn(8, 64, device="cuda")
 
 
+def _cache(*sizes: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(2, 64, *sizes, dtype=dtype, device="cuda")
+
+
+def _slots() -> torch.Tensor:
+    return torch.tensor([70, 3], device="cuda")
+
+
+def _rows(*sizes: int) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.randn(2, size, device="cuda") for size in sizes)
+
+
 CASES = {
+    "experts by logits": lambda: (
+        choose_experts,
+        (torch.randn(5, 8, device="cuda"), torch.randn(8, device="cuda"), 3, 4, 2, 2, "sigmoid", True, 2.5),
+    ),
+    "rows of a cache": lambda: (write_latents, (_cache(40, dtype=torch.bfloat16), _slots(), *_rows(32, 8))),
+    "rows of a cache in FP8": lambda: (write_latents, (_cache(52, dtype=torch.uint8), _slots(), *_rows(32, 8))),
+    "rows from a cache": lambda: (read_latents, (_cache(52, dtype=torch.uint8), _slots(), 32, torch.bfloat16)),
+    **{
+        f"paged attention, {dtype}": lambda dtype=dtype, width=width: (
+            paged_attention,
+            (
+                torch.randn(2, 3, 40, device="cuda").bfloat16(),
+                _cache(width, dtype=dtype),
+                torch.tensor([[1, 0], [0, 1]], dtype=torch.int32, device="cuda"),
+                torch.tensor([70, 3], dtype=torch.int32, device="cuda"),
+                32,
+                0.1,
+            ),
+        )
+        for dtype, width in ((torch.bfloat16, 40), (torch.uint8, 52))
+    },
+    "rows that do not depend on each other": lambda: (
+        row_invariant_matmul_nt,
+        (*(torch.randn(2, n, 40, device="cuda").bfloat16() for n in (5, 7)), torch.float32),
+    ),
     "gate": lambda: (
         gate,
         (*_gate_operands(), torch.randn(8, device="cuda"), 3, 4, 2, 2, "sigmoid", True, 2.5),

@@ -12,7 +12,7 @@ import octile
 from octile.ops.adamw import adamw
 from octile.ops.attention import attention, attention_backward
 from octile.ops.cross_entropy import cross_entropy, cross_entropy_backward
-from octile.ops.gate import bfloat16_terms, gate, gate_backward
+from octile.ops.gate import bfloat16_terms, choose_experts, gate, gate_backward
 from octile.ops.gradient_norms import gradient_norms
 from octile.ops.grouped import (
     grouped_matmul_nt,
@@ -24,14 +24,17 @@ from octile.ops.grouped import (
 )
 from octile.ops.groups import align_groups
 from octile.ops.high_precision import high_precision_grouped_nt, high_precision_grouped_tn
+from octile.ops.latent_cache import read_latents, write_latents
 from octile.ops.matmul import matmul_nt, matmul_nt_out
 from octile.ops.norm import rms_norm, rms_norm_backward, rms_norm_quantize
 from octile.ops.operator import LIBRARIES
 from octile.ops.packed import packed_matmul_nt
+from octile.ops.paged_attention import paged_attention
 from octile.ops.permute import permute, unpermute, unpermute_backward
 from octile.ops.quantize import dequantize, quantize, quantize_with_scale
 from octile.ops.rope import latent_keys, latent_keys_backward, rotate_, rotate_halves
 from octile.ops.routing_plan import count_tokens, routing_plan
+from octile.ops.row_invariant import row_invariant_matmul_nt
 from octile.ops.scale_layouts import (
     mn_major,
     pack_grouped_ue8m0,
@@ -70,6 +73,7 @@ TRANSPOSED = (ENCODED, torch.ones(1, 128), (128, 1))
 TILES, INT8 = torch.tensor([[0, 1], [1, 2]], dtype=torch.int32), ("int8", False)
 ENDS, PLACES = torch.tensor([2], dtype=torch.int32), torch.tensor([[0], [1]], dtype=torch.int32)
 LABELS = torch.tensor([3, -100])
+CACHE, SLOTS = torch.zeros(1, 64, 128), torch.tensor([1, 0])
 F8 = ENCODED.to(torch.float8_e4m3fn)
 Q, W, COLUMNS = octile.ScaledTensor(*A), octile.ScaledTensor(*STACK), octile.ScaledTensor(*TRANSPOSED)
 
@@ -81,6 +85,7 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     cross_entropy: (X, LABELS),
     cross_entropy_backward: (torch.ones(2), X, LABELS, torch.ones(2)),
     bfloat16_terms: (X, [0]),
+    choose_experts: (X, FLAT, 1, 1, 1, 1, "sigmoid", True, 1.0),
     count_tokens: (PLACES, 2),
     dequantize: (ENCODED, SCALE, 1, 128, torch.float32),
     gate: (X, X, torch.ones(2), 1, 1, 1, 1, "sigmoid", True, 1.0),
@@ -96,6 +101,7 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     masked_grouped_matmul_nt_out: (torch.ones(1, 2, 2), *STACK, *STACK, ENDS),
     matmul_nt: (*A, *A, torch.float32),
     matmul_nt_out: (torch.ones(2, 2), *A, *A, False),
+    paged_attention: (X[:, None], CACHE, torch.zeros_like(PLACES), ENDS.expand(2), 100, 1.0),
     packed_matmul_nt: (F8, PACKED, 128, F8, PACKED, 128, torch.float32),
     permute: (ENCODED, SCALE, PLACES),
     high_precision_grouped_nt: (X, X[None], ENDS, torch.float32),
@@ -108,12 +114,14 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     quantize_rows_and_columns: (X, "int8", False, TILES),
     quantize_transposed: (X, "int8", False, X),
     quantize_with_scale: (X, torch.ones(1), "e4m3"),
+    read_latents: (CACHE, SLOTS, 100, torch.float32),
     requantize_transposed: (ENCODED, SCALE, False, "int8", ENDS - 1, TILES[:1]),
     rms_norm: (X, FLAT, 1e-6),
     rms_norm_backward: (X, X, FLAT, torch.ones(2), X),
     rms_norm_quantize: (X, FLAT, 1e-6, "int8", False),
     rotate_: (HEADS.clone(), ONE, ONE),
     routing_plan: (ENDS[:, None] - 2, ENDS - 1),
+    row_invariant_matmul_nt: (X[None], X[None], torch.float32),
     rotate_halves: (HEADS, HEADS, HEADS[:, 0], HEADS[:, 0]),
     sequence_balance: (X, torch.zeros(2, 1, dtype=torch.int64), 1, 1, "sigmoid"),
     sequence_balance_backward: (torch.tensor(1.0), X, X[:1], "sigmoid"),
@@ -125,6 +133,7 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     transpose_encoded: (ENCODED, X),
     unpermute: (X, PLACES, X, torch.ones(2, 1)),
     unpermute_backward: (X, X, PLACES, torch.ones(2, 1)),
+    write_latents: (CACHE.clone(), SLOTS, X[:, :100], X[:, 100:]),
     octile.quantize: (X,),
     octile.dequantize: (Q,),
     octile.matmul_nt: (Q, Q, None, torch.ones(2, 2)),

@@ -44,6 +44,13 @@ def test_nt(ends: list[int], dtype: torch.dtype):
     assert not out[ends[-1] :].any(), "rows past the last group must be zero"
 
 
+def test_with_expected_rows_a_row_has_the_same_bits_in_a_group_of_any_size():
+    a, b, _ = _operands(torch.bfloat16)
+    together = kernel.launch_nt(a, b, _offs([0, 150, 150, 200]), 64)
+    alone = kernel.launch_nt(a[40:41], b, _offs([0, 1, 1, 1]), 64)
+    assert torch.equal(alone, together[40:41])
+
+
 @every_dtype
 @every_offset
 def test_tn(ends: list[int], dtype: torch.dtype):
