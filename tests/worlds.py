@@ -19,6 +19,8 @@ from filelock import FileLock
 Failures = Sequence[Mapping[str, str]]
 Work = Callable[[int, Path], None]
 
+PRELOADED = ("torch._dynamo", "octile.train.loop")  # what most ranks import in the end, and which takes seconds
+
 
 def run_cases(cases: Mapping[str, Callable[[], None]], folder: str, rank: int) -> None:
     """Run all cases as one rank, and write what went wrong in each."""
@@ -53,7 +55,7 @@ def _start(run: Callable[..., None], arguments: tuple[Any, ...], world: int, joi
     They are forked by a server that has imported the module of `run`, so that it is imported once. Where there is a
     GPU each process imports it: one that is forked may not use CUDA if the server has asked for GPUs.
     """
-    multiprocessing.set_forkserver_preload([run.__module__])
+    multiprocessing.set_forkserver_preload([*PRELOADED, run.__module__])
     method = "spawn" if torch.cuda.is_available() else "forkserver"
     return mp.start_processes(run, arguments, world, join=join, start_method=method)
 

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import octile
 from octile.kernels.cuda.gemm import num_sms
+from octile.kernels.triton import launch_config
 from octile.nn import Gate, MoE, RMSNorm, pre_norm
 from octile.nn.dispatcher import InFlight, LocalDispatcher
 from octile.nn.functional import result_dtype
@@ -711,6 +712,8 @@ def wait_without_spinning(memory: symmetric_memory.PeerMemory, count: int) -> No
 def peers_on_cpu(folder: Path) -> Iterator[None]:
     """Let ranks on a CPU use symmetric memory, in files of a folder, and Triton's interpreter."""
     with pytest.MonkeyPatch.context() as patch:
+        for name in ("PEER_SMS", "PEER_SMS_OVERLAPPED"):  # an interpreter runs the programs one after the other
+            patch.setattr(launch_config, name, 2)
         patch.setattr(symmetric_memory.PeerMemory, "allocate", partialmethod(allocate_files, folder))
         patch.setattr(symmetric_memory.PeerMemory, "barrier", barrier_without_spinning)
         patch.setattr(symmetric_memory.PeerMemory, "wait", wait_without_spinning)

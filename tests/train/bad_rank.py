@@ -1,33 +1,63 @@
 """One of two ranks of `octile train`, for test_bad_ranks.py: what torchrun starts, in a process that is forked."""
 
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from octile.cli import main
 from octile.train import loop
+from octile.train.trainer import Trainer
 
-OTHER_CODE = "other code on rank 1"
+
+def have_other_code() -> None:
+    """Let this rank have other source files."""
+    loop.source_digest = lambda: "other"
 
 
-def run(rank: int, port: int, folder: str, arguments: Sequence[str]) -> None:
+def fail_at(step: int, fail: Callable[[], None]) -> None:
+    """Let this rank fail during a step."""
+    compute = Trainer._compute
+
+    def failing(self, tokens_BS):
+        if self.steps_done + 1 == step:
+            fail()
+        return compute(self, tokens_BS)
+
+    Trainer._compute = failing
+
+
+def raise_an_error() -> None:
+    raise ValueError("a fault that only this rank has")
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+FAULTS = {  # the rank that has it, and what it does first
+    "": (0, lambda: None),
+    "other code": (1, have_other_code),
+    "other seed": (1, lambda: sys.argv.append("--seed=1")),
+    "error": (1, partial(fail_at, 2, raise_an_error)),
+    "killed": (0, partial(fail_at, 3, die)),
+}
+
+
+def run(rank: int, port: int, folder: str, fault: str, arguments: Sequence[str]) -> None:
     """Run the command as a rank, with its output in files of the folder."""
     torch.set_num_threads(1)
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     for stream, name in ((sys.stdout, "out"), (sys.stderr, "err")):
         file = os.open(Path(folder) / f"{rank}.{name}", os.O_CREAT | os.O_WRONLY)
         os.dup2(file, stream.fileno())
-    if OTHER_CODE in arguments and rank == 1:
-        loop.source_digest = lambda: "other"
-    main(["train", *(argument for argument in arguments if argument != OTHER_CODE)])
+    sys.argv = ["octile", "train", *arguments]
+    faulty_rank, begin = FAULTS[fault]
+    if rank == faulty_rank:
+        begin()
+    main(sys.argv[1:])

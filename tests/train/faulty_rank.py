@@ -1,6 +1,6 @@
 """`octile train` whose rank 1 fails at a step, for test_torchrun.py: python faulty_rank.py FAULT STEP ARGUMENTS…
 
-FAULT is kill (SIGKILL, but not after a restart), kill_first (SIGKILL to rank 0), hang or raise (an exception).
+FAULT is kill (SIGKILL, but not after a restart) or hang.
 """
 
 import os
@@ -16,14 +16,12 @@ compute = Trainer._compute
 
 
 def faulty_compute(self, tokens_BS):
-    if os.environ["RANK"] == ("0" if fault == "kill_first" else "1") and self.steps_done + 1 == int(step):
-        if fault.startswith("kill") and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+    if os.environ["RANK"] == "1" and self.steps_done + 1 == int(step):
+        if fault == "kill" and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
             os.kill(os.getpid(), signal.SIGKILL)
         if fault == "hang":
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun ends it at once
             time.sleep(600)
-        if fault == "raise":
-            raise ValueError("a fault that only this rank has")
     return compute(self, tokens_BS)
 
 

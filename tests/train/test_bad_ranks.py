@@ -1,7 +1,9 @@
-"""Bad input of two ranks of `octile train`: one line from rank 0, and all ranks end with status 2."""
+"""Bad input and faults of two ranks of `octile train`: one line, and all ranks end."""
 
 import json
+import re
 import shutil
+import signal
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,7 +11,6 @@ import pytest
 import torch.distributed as dist
 
 from tests.train import bad_rank
-from tests.train.bad_rank import OTHER_CODE
 from tests.train.test_torchrun import OPTIONS
 from tests.worlds import begin_ranks
 
@@ -21,10 +22,10 @@ class Ended(NamedTuple):
     lines: list[list[str]]
 
 
-def train(folder: Path, *arguments: str) -> Ended:
+def train(folder: Path, *arguments: str, fault: str = "") -> Ended:
     """Run `octile train` on two ranks, whose store outlives them as torchrun's does; their output is in the folder."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    ranks = begin_ranks(bad_rank.run, (store.port, str(folder), arguments), 2)
+    ranks = begin_ranks(bad_rank.run, (store.port, str(folder), fault, arguments), 2)
     for process in ranks:
         process.join(60)
     errors = [(folder / f"{rank}.err").read_text().splitlines() for rank in range(2)]
@@ -58,7 +59,6 @@ REFUSED = {
     "experts": (["--parallel.ep=3"], "parallel.ep must divide parallel.dp, 2, but it is 3"),
     "batch": (["--batch-size=3"], "batch_size 3 must be divisible by micro_batches 1 × parallel.dp 2"),
     "world": (["--parallel.dp=4"], "parallel.dp is 4, but torchrun has started 2 (WORLD_SIZE)"),
-    "code": ([OTHER_CODE], "octile's code and torch's version must be the same on all ranks: rank 0 has octile "),
     "exchange": (
         ["--parallel.ep=2", "--parallel.exchange=symmetric_memory"],
         "parallel.exchange symmetric_memory cannot be used, since the ranks are not on GPUs with NCCL",
@@ -69,6 +69,32 @@ REFUSED = {
 @pytest.mark.parametrize(("wrong", "message"), REFUSED.values(), ids=REFUSED)
 def test_ranks_that_cannot_train_end_with_a_line_of_rank_0(arguments, tmp_path: Path, wrong: list[str], message: str):
     check_refused(train(tmp_path, *arguments, f"--out={tmp_path / 'run'}", *wrong), message)
+
+
+DIFFERENT = {
+    "other code": "octile's code and torch's version must be the same on all ranks: rank 0 has octile ",
+    "other seed": "seed must be the same on all ranks: rank 0 has 0, but rank 1 has 1",
+}
+
+
+@pytest.mark.parametrize(("fault", "message"), DIFFERENT.items(), ids=DIFFERENT)
+def test_ranks_that_differ_are_refused_by_rank_0(arguments, tmp_path: Path, fault: str, message: str):
+    check_refused(train(tmp_path, *arguments, f"--out={tmp_path / 'run'}", fault=fault), message)
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_exception_of_one_rank_ends_all(arguments, tmp_path: Path):
+    ended = train(tmp_path, *arguments, "--steps=4", f"--out={tmp_path / 'run'}", fault="error")
+    assert ended.statuses == [1, 1]
+    ((), (line,)) = ended.lines
+    assert line.startswith("octile: rank 1: ValueError: a fault that only this rank has")
+
+
+def test_rank_1_reports_that_rank_0_was_killed(arguments, tmp_path: Path):
+    ended = train(tmp_path, *arguments, "--steps=4", f"--out={tmp_path / 'run'}", fault="killed")
+    assert ended.statuses == [-signal.SIGKILL, 1]
+    ((), (line,)) = ended.lines
+    assert re.search(r"rank 1 lost the connection to another rank, .* last seen: rank 0 at step 3", line)
 
 
 def test_a_checkpoint_of_another_model_is_refused(trained: Path, tmp_path: Path):
