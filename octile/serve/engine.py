@@ -236,12 +236,12 @@ def check_prompt(prompt: Sequence[int], sampling: Sampling, vocab_size: int, con
 def _chunk(scheduled: Scheduled, rows: list[Row]) -> Chunk:
     """The chunk of a request; the rows of logits that it asks for are appended."""
     request, n_tokens = scheduled
-    start, length = request.n_computed, len(request.tokens)
-    n_logits = 0
-    if start + n_tokens >= length:
-        n_logits = 1 + len(request.drafts)
-        rows += [Row(request.sampling, request.seed, length + i) for i in range(n_logits)]
-        tokens = request.tokens[start:] + request.drafts
-    else:
-        tokens = request.tokens[start : start + n_tokens]
-    return Chunk(tokens, start, request.pages, n_logits)
+    start, tokens, drafts = request.n_computed, request.tokens, request.drafts
+    length = len(tokens)
+    if start + n_tokens < length:
+        return Chunk(tokens[start : start + n_tokens], start, request.pages, 0)
+    rows.append(Row(request.sampling, request.seed, length))
+    if not drafts:
+        return Chunk(tokens[start:], start, request.pages, 1)
+    rows += [Row(request.sampling, request.seed, length + i) for i in range(1, 1 + len(drafts))]
+    return Chunk(tokens[start:] + drafts, start, request.pages, 1 + len(drafts))
