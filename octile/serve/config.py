@@ -17,6 +17,8 @@ class EngineConfig:
         max_step_tokens: tokens of one forward pass. Requests that decode come first; the rest of the budget reads
             prompts, in chunks.
         n_drafts: draft tokens per request and step, by the model's multi-token prediction layer; 0 does not draft.
+        batch_invariant: compute each request's logits bit for bit as if it were alone, so that its text never depends
+            on what else is in the batch; slower.
 
     Raises:
         TypeError, ValueError: a field is not a number or outside its range, or a step has fewer tokens than a batch
@@ -26,6 +28,7 @@ class EngineConfig:
     max_batch: Annotated[int, Range(at_least=1, at_most=4096)] = 64
     max_step_tokens: Annotated[int, Range(at_least=1, at_most=2**20)] = 2048
     n_drafts: Annotated[int, Range(at_least=0, at_most=16)] = 0
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
