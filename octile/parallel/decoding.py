@@ -35,11 +35,13 @@ class Dispatched(NamedTuple):
         rows: [G, W·C, D] in 1×128 tiles; those from counts[g] on are not written.
         counts: int32 [G], how many rows each expert has.
         entries: int32 [G, W·C], the rank, the token and the expert of each row, as one number.
+        n_tokens: T, how many tokens this rank has dispatched.
     """
 
     rows: ScaledTensor
     counts: Tensor
     entries: Tensor
+    n_tokens: int
 
 
 class DecodingExchange:
@@ -110,7 +112,7 @@ class DecodingExchange:
         decode_rows.launch_place(
             rows, scales, experts, peers.rank * self.local, out.view(torch.uint8), out_scale, entries, counts
         )
-        return Dispatched(ScaledTensor(out, out_scale, TILE), counts, entries)
+        return Dispatched(ScaledTensor(out, out_scale, TILE), counts, entries, tokens)
 
     def combine(
         self, y_GMD: Tensor, dispatched: Dispatched, weights_TK: Tensor | None = None, add: Tensor | None = None
@@ -120,20 +122,15 @@ class DecodingExchange:
         Args:
             y_GMD: [G, W·C, D], float32, bfloat16 or float16, of which `dispatched.counts` rows are used.
             dispatched: what `dispatch` has returned.
-            weights_TK: of the tokens that were dispatched; None: ones, for as many tokens as add has.
-            add: in y's dtype; None: zeros.
+            weights_TK: of the tokens that were dispatched; None: ones.
+            add: in y's dtype, to the same tokens; None: zeros.
 
         Raises:
-            ValueError: neither weights_TK nor add is given, or a shape does not fit.
+            ValueError: a shape does not fit.
         """
         from octile.kernels.triton import decode_rows
 
-        given = weights_TK if weights_TK is not None else add
-        if given is None:
-            raise ValueError("weights_TK or add must be given")
-        tokens, results = len(given), self.max_tokens * self.n_chosen
-        if tokens > self.max_tokens:
-            raise ValueError(f"a rank must have at most max_tokens = {self.max_tokens} tokens, not {tokens}")
+        tokens, results = dispatched.n_tokens, self.max_tokens * self.n_chosen
         rows = (self.local, self.memory.group.size() * self.max_tokens, self.hidden_size)
         shapes = ("y_GMD", y_GMD, rows), ("weights_TK", weights_TK, (tokens, self.n_chosen)), (
             "add", add, (tokens, self.hidden_size)

@@ -484,11 +484,11 @@ def check_decoding() -> None:
     experts_TK = torch.zeros(8, K, dtype=torch.int64)
     refuses(ValueError, "at most max_tokens = 7 tokens, not 8", lambda: own.dispatch(x, experts_TK))
     refuses(ValueError, r"\(8, 160\) and \(8, 3\), not", lambda: own.dispatch(x, experts_TK[:, :2]))
-    combined = partial(own.combine, y, dispatched)
-    refuses(ValueError, r"weights_TK must be \(5, 3\), not \(5, 2\)", lambda: combined(torch.ones(5, 2)))
-    refuses(ValueError, "at most max_tokens = 7 tokens, not 8", lambda: combined(torch.ones(8, K)))
-    refuses(ValueError, r"add must be \(5, 160\), not \(4, 160\)", lambda: combined(torch.ones(5, K), torch.ones(4, D)))
-    refuses(ValueError, r"y_GMD must be \(.*\), not", lambda: own.combine(y[:, 1:], dispatched, torch.ones(5, K)))
+    combined, t = partial(own.combine, y, dispatched), tokens[rank]
+    refuses(ValueError, rf"weights_TK must be \({t}, 3\), not \({t}, 2\)", lambda: combined(torch.ones(t, 2)))
+    refuses(ValueError, rf"weights_TK must be \({t}, 3\), not \({t + 1}, 3\)", lambda: combined(torch.ones(t + 1, K)))
+    refuses(ValueError, rf"add must be \({t}, 160\), not \({t + 1}", lambda: combined(None, torch.ones(t + 1, D)))
+    refuses(ValueError, r"y_GMD must be \(.*\), not", lambda: own.combine(y[:, 1:], dispatched, torch.ones(t, K)))
 
 
 def check_max_rows() -> None:
