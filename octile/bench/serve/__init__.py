@@ -1,5 +1,6 @@
 """`octile bench serve`: how fast `octile serve` answers.
 
+engine.py     on a GPU, the engine alone with a model of 16B parameters, vs. transformers
 endpoint.py   the server with one client, with many, with more than it takes, and with drafts
 """
 
@@ -8,19 +9,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import torch
+
 from octile.bench import goals
 from octile.bench.rows import LEGEND, Row, table
-from octile.bench.serve import endpoint
+from octile.bench.serve import endpoint, engine
 
 
 def rows(run: Path) -> Iterator[Row]:
-    """Yield what clients of a server of this run see.
+    """Yield what clients of a server of this run see; on a GPU then the speed of the engine with a larger model.
 
     Raises:
         FileNotFoundError: there is no model or no tokenizer.
         RuntimeError: the server ends early.
     """
     yield from endpoint.rows(run)
+    if torch.cuda.is_available():
+        yield from engine.rows(engine.V2_LITE, torch.device("cuda"))
 
 
 def show(rows: Sequence[Row]) -> str:

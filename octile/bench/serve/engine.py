@@ -1,0 +1,200 @@
+"""The speed of the engine alone, without HTTP: a model of a published shape with random FP8 weights on a GPU.
+
+decode     steps in which every request has one row, after prompts of 1,024 tokens: the step, the model's CUDA graph
+           in it, and the overhead of the engine, which is the rest (scheduler, sampling, text)
+prefill    8 prompts of 1,024 tokens in one pass: the FLOPs of the layers' GEMMs per second, as a share of the GPU's
+           FP8 peak
+peer       transformers' `generate` with the same shape in BF16, where transformers is installed
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from statistics import median
+
+import torch
+
+from octile.bench.goals import DECODE_256, OVERHEAD, PREFILL, SHARE_OF_PEAK
+from octile.bench.rows import Row, compare
+from octile.checkpoint.fp8_layout import is_stored_in_fp8
+from octile.formats import BLOCK
+from octile.models.config import ModelConfig
+from octile.models.deepseek_v3 import DeepseekV3
+from octile.models.flops import bf16_peak, multiply_adds
+from octile.models.names import to_hf
+from octile.scaled import ScaledTensor
+from octile.serve.batch import Batch, Chunk
+from octile.serve.config import EngineConfig
+from octile.serve.engine import Engine
+from octile.serve.model_runner import ModelRunner
+from octile.serve.request import Sampling
+from octile.serve.weights import ServedWeights, Weight, assemble
+from octile.tokenizer import MIN_VOCAB_SIZE, Tokenizer
+
+PEER = "transformers, BF16"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is measured.
+
+    Attributes:
+        name: of the model.
+        config: of the model.
+        batches: numbers of requests that decode.
+        prompt: tokens of each prompt.
+        prefill: prompts of the prefill pass.
+        steps: decode steps that are timed.
+    """
+
+    name: str
+    config: ModelConfig
+    batches: Sequence[int] = (1, 32, 256)
+    prompt: int = 1024
+    prefill: int = 8
+    steps: int = 32
+
+
+V2_LITE = Shape("V2-Lite shape", ModelConfig.v2_lite_16b())
+
+
+def rows(shape: Shape, device: torch.device) -> Iterator[Row]:
+    """Yield the speed of decode and prefill, decode vs. transformers."""
+    weights = random_weights(shape.config, device)
+    pages = 1 + -(-(shape.prompt + 2 * shape.steps) // ModelRunner.page_size)  # the engine admits with one to spare
+    runner = ModelRunner(weights, max(shape.batches) * pages, max_batch=max(shape.batches))
+    speeds = {}
+    for batch in shape.batches:
+        seconds = median(_step_seconds(runner, shape, batch))
+        case = decode_case(shape, batch)
+        speeds[batch] = batch / seconds
+        yield Row(case, "step", 1e3 * seconds, "ms")
+        if runner.graphs is not None:
+            size = next(size for size in runner.graphs.sizes if size >= batch)
+            model = _gpu_seconds(runner.graphs.captured[size][0].replay)
+            yield Row(case, "the model's CUDA graph", 1e3 * model, "ms")
+            yield Row(case, OVERHEAD, 1e3 * (seconds - model), "ms")
+    yield from _prefill(runner, shape)
+    del runner, weights
+    peers = _transformers_speeds(shape, device) if find_spec("transformers") else {}
+    for batch, speed in speeds.items():
+        case = decode_case(shape, batch)
+        if batch in peers:
+            yield compare(case, "decode", speed, "tokens/s", PEER, peers[batch])
+        else:
+            yield Row(case, "decode", speed, "tokens/s")
+
+
+def decode_case(shape: Shape, batch: int) -> str:
+    """The case of a batch of requests that decode."""
+    return DECODE_256.replace("256", str(batch)).replace(V2_LITE.name, shape.name)
+
+
+def random_weights(config: ModelConfig, device: torch.device) -> ServedWeights:
+    """Make weights as a published FP8 checkpoint has them, with random values, without a copy in high precision."""
+    with torch.device("meta"):
+        shapes = {name: tuple(t.shape) for name, t in to_hf(DeepseekV3(config).state_dict(), config).items()}
+    generator = torch.Generator(device).manual_seed(0)
+
+    def read(name: str) -> Weight:
+        shape = shapes[name]
+        if name.endswith("bias"):
+            return torch.zeros(shape, device=device)
+        if len(shape) == 1:
+            return torch.ones(shape, device=device, dtype=torch.bfloat16)
+        values = torch.randn(shape, device=device, generator=generator, dtype=torch.bfloat16)
+        if not is_stored_in_fp8(name, shape):
+            return values * 0.02
+        scale = torch.full([-(-n // side) for n, side in zip(shape, BLOCK, strict=True)], 2.0**-12, device=device)
+        return ScaledTensor((values * 100).to(torch.float8_e4m3fn), scale, BLOCK)  # a deviation of 0.024
+
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return assemble(config, dtype, True, read)
+
+
+def _step_seconds(runner: ModelRunner, shape: Shape, batch: int) -> list[float]:
+    """The wall-clock time of each step in which a batch of requests decodes."""
+    tokenizer = Tokenizer.train([], MIN_VOCAB_SIZE)
+    engine = Engine(runner, tokenizer, EngineConfig(max_batch=batch, max_step_tokens=max(batch, 8 * shape.prompt)))
+    chosen, new_tokens = random.Random(batch), 2 * shape.steps
+    for i in range(batch):
+        prompt = chosen.choices(range(shape.config.vocab_size), k=shape.prompt)
+        engine.add(prompt, Sampling(max_new_tokens=new_tokens, temperature=1.0, seed=i, ignore_eos=True))
+    while len(engine.step()) < batch:
+        if not engine.has_work:
+            raise RuntimeError(f"the {batch} requests did not decode at the same time: {engine.stats()}")
+    times = [_wall_seconds(engine.step) for _ in range(shape.steps)]
+    engine.close()
+    return times
+
+
+def _prefill(runner: ModelRunner, shape: Shape) -> Iterator[Row]:
+    chosen, n, pages = random.Random(0), shape.prompt, -(-shape.prompt // runner.page_size)
+    chunks = [
+        Chunk(chosen.choices(range(runner.vocab_size), k=n), 0, array("i", range(i * pages, (i + 1) * pages)), 1)
+        for i in range(shape.prefill)
+    ]
+
+    def run() -> None:
+        runner.run(Batch(chunks)).logits.argmax(-1).tolist()
+
+    run()
+    seconds = median(_wall_seconds(run) for _ in range(5))
+    case = f"{shape.name}, {PREFILL}"
+    yield Row(case, "throughput", shape.prefill * n / seconds, "tokens/s")
+    flops = 2 * multiply_adds(shape.config, 0)["layers"] * shape.prefill * n / seconds
+    yield Row(case, "GEMMs of layers", flops / 1e12, "TFLOP/s")
+    peak = bf16_peak(torch.cuda.get_device_name(runner.device)) if runner.device.type == "cuda" else None
+    if peak is not None:
+        yield Row(case, SHARE_OF_PEAK, 100 * flops / (2 * peak), "%")
+
+
+def _transformers_speeds(shape: Shape, device: torch.device) -> dict[int, float]:
+    """Tokens per second that transformers' `generate` decodes in BF16, of batches that fit into memory."""
+    import transformers
+
+    settings = shape.config.to_hf()
+    config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
+    with device:
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    speeds = {}
+    for batch in shape.batches:
+        prompts = torch.randint(shape.config.vocab_size, (batch, shape.prompt), device=device)
+
+        def generate(new_tokens: int, prompts: torch.Tensor = prompts) -> None:
+            mask = torch.ones_like(prompts)
+            ends = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
+            model.generate(prompts, attention_mask=mask, **ends)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+        try:
+            generate(2)
+            first, all_of_them = (_wall_seconds(lambda n=n: generate(n)) for n in (1, 1 + shape.steps))  # type: ignore
+        except torch.cuda.OutOfMemoryError:
+            break
+        speeds[batch] = batch * shape.steps / (all_of_them - first)
+    return speeds
+
+
+def _wall_seconds(call: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def _gpu_seconds(call: Callable[[], object], calls: int = 10) -> float:
+    """The time on the GPU of a call, without the host."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    call()
+    begin.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3 / calls
