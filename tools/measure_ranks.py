@@ -35,8 +35,8 @@ PHASES = {  # how many times the preset's batch, and the ranks
     "dp2_weak_bf16": (2, ParallelConfig(2, reduce="bfloat16")),
     "ep2": (1, ParallelConfig(2, 2)),
     "ep2_weak": (2, ParallelConfig(2, 2)),
-    "ep2_symm": (1, ParallelConfig(2, 2, "symmetric_memory")),
-    "ep2_symm_weak": (2, ParallelConfig(2, 2, "symmetric_memory")),
+    "ep2_symm": (1, ParallelConfig(2, 2, exchange="symmetric_memory")),
+    "ep2_symm_weak": (2, ParallelConfig(2, 2, exchange="symmetric_memory")),
 }
 
 
@@ -120,4 +120,5 @@ def main(what: str, phases: list[str]) -> None:
     leave()
 
 
-main(sys.argv[1], sys.argv[2].split(","))
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2].split(","))
