@@ -1,7 +1,7 @@
 """Launcher of Hopper's gate: one kernel that multiplies, chooses the experts and computes their weights.
 
 Triton reads the tile of a token once for each term of the weight, and cuBLAS writes the products of all terms to global
-memory. This kernel multiplies by all terms at once and writes logits only.
+memory. This kernel multiplies by all terms at once and writes logits only. A kernel before it splits an FP32 weight.
 
 A launch depends on shapes and strides, never on values, so it can be captured in a CUDA graph; the first call of a kind
 compiles and loads a kernel, which cannot be captured.
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from octile.kernels.cuda.gemm import request
-from octile.kernels.cuda.gemm.config import SHARED_BYTES
 from octile.kernels.cuda.jit import specialize, tensor_map, wgmma
 from octile.kernels.cuda.jit.prepared import BoundedCache, PreparedKernel
 from octile.kernels.cuda.jit.tensor_map import TensorMap
@@ -29,7 +28,6 @@ BLOCK_K, ROW_BYTES = 64, 128  # columns of a k-block, and bytes of its rows
 WARPGROUP_M = 64  # tokens of a warpgroup
 MAX_KEYS = 1024
 TERMS = 3  # BF16 numbers that sum to one FP32 number
-NO_MAP = bytes(tensor_map.BYTES)  # for a parameter that the kernel does not read
 UNKNOWN = VECTOR  # stands for a map's pointer until the launch; it is aligned
 
 
@@ -40,19 +38,14 @@ class Tile(NamedTuple):
         warpgroups: of a thread block; each multiplies 64 tokens.
         stages: k-blocks of x and of the weight in shared memory.
         blocks: thread blocks that must fit on an SM.
-        rotate: k-blocks by which the first one of a thread block lies after that of the block before.
     """
 
     warpgroups: int
     stages: int
     blocks: int
-    rotate: int
 
 
-TILES = {
-    48: Tile(4, 4, 1, 0),
-    MAX_COLUMNS: Tile(4, 4, 1, 1),
-}  # by the most columns; the first keep the weight if it fits
+TILES = {64: Tile(2, 4, 2), MAX_COLUMNS: Tile(4, 4, 1)}  # by the most columns
 
 
 class LaunchPlan(NamedTuple):
@@ -62,7 +55,7 @@ class LaunchPlan(NamedTuple):
     headers: Mapping[str, str]
     grid: int
     threads: int
-    maps: tuple[TensorMap, TensorMap | None]
+    maps: tuple[TensorMap, TensorMap]
 
 
 def why_unsupported(
@@ -78,7 +71,7 @@ def why_unsupported(
         return f"{n_chosen} experts of a token are more than {MAX_CHOSEN}"
     if len(x) < MIN_TOKENS:
         return f"{len(x)} tokens are fewer than {MIN_TOKENS}"
-    if not _is_readable(x) or not _is_readable(weight):
+    if not _is_readable(x) or (weight.dtype == torch.bfloat16 and not _is_readable(weight)) or x.shape[1] % 8:
         return "the rows of x or of the weight are not contiguous, or do not begin at multiples of 16 bytes"
     if bias is not None and (bias.dtype != torch.float32 or not bias.is_contiguous()):
         return "the bias is not float32, or not contiguous"
@@ -107,10 +100,8 @@ def launch(
         kernel = specialize.load("gate", made.constants, x.device, made.headers)
         prepared = _prepared[key] = _PreparedGate(made, kernel)
     outs = logits.data_ptr(), weights.data_ptr(), experts.data_ptr()
-    at_bias = 0 if bias is None else bias.data_ptr()
-    terms = prepared.terms(weight)
-    at_weight = weight.data_ptr(), weight.stride(0)
-    prepared.launch_at((x.data_ptr(), terms.data_ptr(), *at_weight, at_bias, *outs, routed_scaling_factor, EPS, t, d))()
+    at_bias, terms = 0 if bias is None else bias.data_ptr(), _terms(weight)
+    prepared.launch_at((x.data_ptr(), terms.data_ptr(), at_bias, *outs, routed_scaling_factor, EPS, t, d))()
     return weights, experts, logits
 
 
@@ -119,26 +110,21 @@ def plan(
     biased: bool,
 ) -> LaunchPlan:  # fmt: skip
     """Plan the launch for tensors that the kernel supports."""
-    (n_experts, d), parts = weight.shape, _parts(weight)
+    n_experts, parts = len(weight), _parts(weight)
     columns = parts * n_experts
     tile = next(tile for most, tile in TILES.items() if columns <= most)
     tile_m = WARPGROUP_M * tile.warpgroups
-    k_blocks, x_tile = -(-d // BLOCK_K), ROW_BYTES * tile_m
-    kept = SHARED_BYTES // tile.blocks - tile.stages * (x_tile + 16) >= k_blocks * ROW_BYTES * columns
-    keeps_weight = weight.dtype == torch.float32 and d % 4 == 0 and kept and columns <= min(TILES)
-    w_tiles = k_blocks if keeps_weight else tile.stages
     constants: dict[str, int | bool] = {
         "experts": n_experts, "chosen": n_chosen, "n_group": n_group, "topk_group": topk_group, "best": best,
         "parts": parts, "biased": biased, "softmax": softmax, "normalize": normalize, **tile._asdict(),
-        "k_blocks": k_blocks if keeps_weight else 0,
-        "shared_bytes": tile.stages * (x_tile + 16) + w_tiles * ROW_BYTES * columns,
+        "shared_bytes": tile.stages * ((tile_m + columns) * ROW_BYTES + 16),
     }  # fmt: skip
     return LaunchPlan(
         constants,
         {"wgmma.cuh": wgmma.header(columns, "bf16", "bf16")},
         grid=-(-len(x) // tile_m),
         threads=128 * tile.warpgroups,
-        maps=(_map_of_x(x, tile_m), None if keeps_weight else _map_of_terms(weight, parts)),
+        maps=(_map_of_x(x, tile_m), _map_of_terms(weight, parts)),
     )
 
 
@@ -148,21 +134,10 @@ class _PreparedGate(PreparedKernel):
         super().__init__(kernel, made.grid, 1, made.threads, shared_bytes)
         self.maps = made.maps
 
-    def terms(self, weight: Tensor) -> Tensor:
-        """Return what the second tensor map describes: the terms of the weight, or the weight that needs none."""
-        if self.maps[1] is None or weight.dtype == torch.bfloat16:
-            return weight
-        from octile.kernels.triton.gate import launch_terms  # late: Triton may not be installed without a GPU
-
-        return launch_terms(weight, range(TERMS))
-
     def arguments(self, values: tuple[Any, ...]) -> list[Any]:
         """Return the kernel's arguments: the first two addresses become tensor maps."""
         with self.kernel.in_context():
-            maps = [
-                NO_MAP if described is None else tensor_map.encode(described, pointer)
-                for described, pointer in zip(self.maps, values, strict=False)
-            ]
+            maps = [tensor_map.encode(*described) for described in zip(self.maps, values, strict=False)]
         return [*maps, *values[len(maps) :]]
 
 
@@ -187,6 +162,14 @@ def _map_of_terms(weight: Tensor, parts: int) -> TensorMap:
 
 def _parts(weight: Tensor) -> int:
     return 1 if weight.dtype == torch.bfloat16 else TERMS
+
+
+def _terms(weight: Tensor) -> Tensor:
+    if weight.dtype == torch.bfloat16:
+        return weight
+    from octile.kernels.triton.gate import launch_terms  # late: Triton may not be installed without a GPU
+
+    return launch_terms(weight, range(TERMS))
 
 
 def _is_readable(t: Tensor) -> bool:

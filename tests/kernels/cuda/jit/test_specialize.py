@@ -72,7 +72,7 @@ def test_an_invalid_constant_is_refused(constants, error, message):
 
 
 def test_a_missing_template_is_named():
-    with pytest.raises(FileNotFoundError, match=r"nothing\.cu is neither in"):
+    with pytest.raises(FileNotFoundError, match=r"nothing\.cu is in none of"):
         specialize.source("nothing", {})
 
 
