@@ -129,6 +129,6 @@ def switch() -> None:
 
 def _current_stream() -> AbstractContextManager[Any]:
     """Return a context of the current stream, for another thread."""
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_initialized():
         return nullcontext()
     return torch.cuda.stream(torch.cuda.current_stream())
