@@ -57,11 +57,21 @@ INVARIANT_SPLITS = 16  # of a row's positions, in batch-invariant mode
 INVARIANT_ROWS = 64  # of a group, by which the kernel of experts in high precision is chosen in that mode
 
 
-class PrefillChunk(NamedTuple):
-    """The rows of one chunk, and the slots [L] of all positions up to its last one."""
+class PrefillGroup(NamedTuple):
+    """Chunks of one size, which attend together.
 
-    rows: slice
-    slots: Tensor
+    Attributes:
+        n_chunks: how many.
+        rows, positions: S and L of each.
+        first_row: of the first chunk, in the step.
+        first_position: of the first chunk, in the step's context.
+    """
+
+    n_chunks: int
+    rows: int
+    positions: int
+    first_row: int
+    first_position: int
 
 
 class Step(NamedTuple):
@@ -72,6 +82,7 @@ class Step(NamedTuple):
         slots: int64 [T], where each row's latent is written; negative: nowhere, the row only fills a graph.
         pages: int32 [decode rows, M], of each row's request.
         lengths: int32 [decode rows], positions that each attends to: its own and those before.
+        context: int64, the slots of all positions that prefill chunks attend to, chunk after chunk.
         prefills: the chunks after the decode rows.
     """
 
@@ -80,7 +91,8 @@ class Step(NamedTuple):
     slots: Tensor
     pages: Tensor
     lengths: Tensor
-    prefills: Sequence[PrefillChunk]
+    context: Tensor | None
+    prefills: Sequence[PrefillGroup]
 
 
 class Rows(NamedTuple):
@@ -178,7 +190,8 @@ class Forward:
         n_decode, parts = len(step.lengths), []
         if n_decode:
             parts.append(self._absorbed(q_THX[:n_decode], layer, w, step))
-        parts += [self._naive(q_THX[chunk.rows], layer, w, chunk.slots) for chunk in step.prefills]
+        if step.context is not None:
+            parts += self._naive(q_THX, layer, w, step.context, step.prefills)
         o_TV = (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
         return self._nt(self._rows(o_TV, w.o), w.o)
 
@@ -193,16 +206,29 @@ class Forward:
         o_THC = paged_attention(q_THW, cached, step.pages, step.lengths, c.kv_lora_rank, self.softmax_scale, splits)
         return self._heads_nt(o_THC, w.w_v)
 
-    def _naive(self, q_SHX: Tensor, layer: int, w: AttentionWeights, slots: Tensor) -> Tensor:
-        """Attend from the last S of L positions to all of these before each: [S, H, V]."""
+    def _naive(
+        self, q_THX: Tensor, layer: int, w: AttentionWeights, context: Tensor, groups: Sequence[PrefillGroup]
+    ) -> list[Tensor]:
+        """Attend from each chunk's rows to the positions before them: [rows, H, V] of each group.
+
+        Keys and values of all chunks are computed by one GEMM, and chunks of one size attend together.
+        """
         c = self.weights.config
-        latent_LC, rope_LR = self.cache.read(layer, slots, q_SHX.dtype)
+        latent_LC, rope_LR = self.cache.read(layer, context, q_THX.dtype)
         kv_LHY = self._nt(self._rows(latent_LC, w.kv_up), w.kv_up).unflatten(-1, (c.num_attention_heads, -1))
         k_LHN, v_LHV = kv_LHY.split([c.qk_nope_head_dim, c.v_head_dim], dim=-1)
         k_LHX = torch.cat((k_LHN, rope_LR[:, None].expand(-1, k_LHN.shape[1], -1)), dim=-1)
-        if len(q_SHX) == len(slots):
-            return attention(q_SHX[None], k_LHX[None], v_LHV[None], self.softmax_scale)[0][0]
-        return attend_last(q_SHX, k_LHX, v_LHV, self.softmax_scale)
+        results = []
+        for group in groups:
+            shape = group.n_chunks, -1
+            q_BSHX = q_THX.narrow(0, group.first_row, group.n_chunks * group.rows).unflatten(0, shape)
+            k_BLHX, v_BLHV = (
+                t.narrow(0, group.first_position, group.n_chunks * group.positions).unflatten(0, shape)
+                for t in (k_LHX, v_LHV)
+            )
+            attend = attention_to_all if group.rows == group.positions else attend_last
+            results.append(attend(q_BSHX, k_BLHX, v_BLHV, self.softmax_scale).flatten(0, 1))
+        return results
 
     def _mlp(self, x: Rows, w: MLPWeights) -> Tensor:
         gate_TI, up_TI = self._projections(x, w.x)
@@ -302,18 +328,23 @@ class Forward:
 NORM_EPS = 1e-6  # of the norms of compressed queries and latents, as in `octile.nn.MLA` and published models
 
 
-def attend_last(q_SHX: Tensor, k_LHX: Tensor, v_LHV: Tensor, scale: float) -> Tensor:
-    """Attend causally from the last S of L positions: [S, H, V]."""
-    s, positions, width = len(q_SHX), len(k_LHX), q_SHX.shape[-1]
-    q_HSX, k_HLX, v_HLV = (t.transpose(0, 1)[None] for t in (q_SHX, k_LHX, v_LHV))
-    if not q_SHX.is_cuda:
+def attention_to_all(q_BSHX: Tensor, k_BSHX: Tensor, v_BSHV: Tensor, scale: float) -> Tensor:
+    """Attend causally from S positions to themselves: [B, S, H, V]."""
+    return attention(q_BSHX, k_BSHX, v_BSHV, scale)[0]
+
+
+def attend_last(q_BSHX: Tensor, k_BLHX: Tensor, v_BLHV: Tensor, scale: float) -> Tensor:
+    """Attend causally from the last S of L positions: [B, S, H, V]."""
+    s, positions, width = q_BSHX.shape[1], k_BLHX.shape[1], q_BSHX.shape[-1]
+    q_BHSX, k_BHLX, v_BHLV = (t.transpose(1, 2) for t in (q_BSHX, k_BLHX, v_BLHV))
+    if not q_BSHX.is_cuda:
         mask_SL = torch.ones(s, positions, dtype=torch.bool).tril(positions - s)
-        return F.scaled_dot_product_attention(q_HSX, k_HLX, v_HLV, mask_SL, scale=scale)[0].transpose(0, 1)
+        return F.scaled_dot_product_attention(q_BHSX, k_BHLX, v_BHLV, mask_SL, scale=scale).transpose(1, 2)
     from torch.nn.attention.bias import causal_lower_right  # late: it warns where there is no GPU
 
-    v_HLX = F.pad(v_HLV, (0, width - v_HLV.shape[-1]))  # FlashAttention needs equally many channels
-    o_HSX = F.scaled_dot_product_attention(q_HSX, k_HLX, v_HLX, causal_lower_right(s, positions), scale=scale)
-    return o_HSX[0].transpose(0, 1)[..., : v_LHV.shape[-1]]
+    v_BHLX = F.pad(v_BHLV, (0, width - v_BHLV.shape[-1]))  # FlashAttention needs equally many channels
+    o_BHSX = F.scaled_dot_product_attention(q_BHSX, k_BHLX, v_BHLX, causal_lower_right(s, positions), scale=scale)
+    return o_BHSX.transpose(1, 2)[..., : v_BLHV.shape[-1]]
 
 
 def _invariant_groups(x_TK: Tensor, w: Tensor, offs_E: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from octile.ops.latent_cache import PAGE
 from octile.serve.batch import Chunk
-from octile.serve.forward import PrefillChunk, Step
+from octile.serve.forward import PrefillGroup, Step
 
 MAX_DECODE_TOKENS = 8  # of a chunk that attends in the absorbed form: a token, or some drafts to be verified
 BLOCK_ROWS = 16  # in batch-invariant mode a CPU computes whole blocks of rows
@@ -27,7 +27,8 @@ class Layout:
     """In which order the rows of a batch's chunks are computed.
 
     Attributes:
-        decode, prefill: the numbers of the chunks of each kind, in the batch's order.
+        decode: the numbers of the chunks that are decoded, in the batch's order.
+        prefill: those of the others, sorted by their first position and size.
         n_decode: decode rows.
     """
 
@@ -41,7 +42,8 @@ class Layout:
         """Divide chunks by the form of attention; absorbed_only: all of them are decode rows."""
         sizes = [len(chunk.tokens) for chunk in chunks]
         decode = [i for i, size in enumerate(sizes) if absorbed_only or size <= MAX_DECODE_TOKENS]
-        prefill = [] if len(decode) == len(chunks) else [i for i in range(len(chunks)) if i not in set(decode)]
+        prefill = [] if len(decode) == len(chunks) else sorted(set(range(len(chunks))) - set(decode))
+        prefill.sort(key=lambda i: (chunks[i].start, sizes[i]))  # chunks of one size attend together
         return cls(chunks, decode, prefill, sum(sizes[i] for i in decode))
 
     def rows(self) -> list[int] | None:
@@ -111,7 +113,7 @@ class DecodeRows:
 def decode_step(numbers: Tensor, pages: Tensor) -> Step:
     """Make a step of decode rows alone, of numbers [4, T] and pages [T, M] as of `DecodeRows`."""
     tokens, positions, slots, lengths = numbers.unbind()
-    return Step(tokens, positions, slots, pages, lengths.to(torch.int32), ())
+    return Step(tokens, positions, slots, pages, lengths.to(torch.int32), None, ())
 
 
 def mixed_step(layout: Layout, block_rows: int, device: torch.device) -> Step:
@@ -123,19 +125,33 @@ def mixed_step(layout: Layout, block_rows: int, device: torch.device) -> Step:
     step = decode_step(rows.numbers.to(device), rows.pages.to(device))
     if not layout.prefill:
         return step
-    tokens, positions, slots, prefills = [step.tokens], [step.positions], [step.slots], []
-    start = n_rows
-    for i in layout.prefill:
-        chunk = layout.chunks[i]
-        end = chunk.start + len(chunk.tokens)
-        position = torch.arange(end)
-        page = torch.frombuffer(chunk.pages, dtype=torch.int32)[: -(-end // PAGE)].long()
-        of_chunk = (page[position // PAGE] * PAGE + position % PAGE).to(device)
-        tokens.append(torch.tensor(chunk.tokens).to(device))
-        positions.append(position[chunk.start :].to(device))
-        slots.append(of_chunk[chunk.start :])
-        prefills.append(PrefillChunk(slice(start, start + len(chunk.tokens)), of_chunk))
-        start += len(chunk.tokens)
+    chunks = [layout.chunks[i] for i in layout.prefill]
+    tokens = [token for chunk in chunks for token in chunk.tokens]
+    contexts = [_slots(chunk) for chunk in chunks]
+    positions = [torch.arange(chunk.start, chunk.start + len(chunk.tokens)) for chunk in chunks]
+    written = [slots[chunk.start :] for chunk, slots in zip(chunks, contexts, strict=True)]
+    new = torch.stack((torch.tensor(tokens), torch.cat(positions), torch.cat(written))).to(device)
+    tokens_T, positions_T, slots_T = torch.cat((torch.stack(step[:3]), new), dim=1).unbind()
     return step._replace(
-        tokens=torch.cat(tokens), positions=torch.cat(positions), slots=torch.cat(slots), prefills=tuple(prefills)
+        tokens=tokens_T,
+        positions=positions_T,
+        slots=slots_T,
+        context=torch.cat(contexts).to(device),
+        prefills=_groups(chunks, n_rows),
     )
+
+
+def _slots(chunk: Chunk) -> Tensor:
+    """Return the slots of all positions up to a chunk's last one, int64 [L]."""
+    position = torch.arange(chunk.start + len(chunk.tokens))
+    return torch.frombuffer(chunk.pages, dtype=torch.int32)[position // PAGE].long() * PAGE + position % PAGE
+
+
+def _groups(chunks: Sequence[Chunk], first_row: int) -> list[PrefillGroup]:
+    """Return the groups of chunks of one size; the first chunk's first row is first_row."""
+    groups, first_position = list[PrefillGroup](), 0
+    for (start, size), alike in groupby(chunks, key=lambda chunk: (chunk.start, len(chunk.tokens))):
+        n = sum(1 for _ in alike)
+        groups.append(PrefillGroup(n, size, start + size, first_row, first_position))
+        first_row, first_position = first_row + n * size, first_position + n * (start + size)
+    return groups

@@ -120,6 +120,14 @@ def test_only_the_logits_that_are_asked_for_are_returned_in_the_order_of_chunks(
     assert len(results.hidden) == 143
 
 
+def test_chunks_of_one_size_attend_together_and_each_to_its_own_text():
+    model = new_model(fp8=False)
+    prompts = [text(n, seed) for seed, n in enumerate((60, 40, 60, 60, 40, 5))]
+    texts = Texts(ModelRunner(model, N_PAGES), prompts).run(30, 20, 30, 20, 20, 2).run(30, 20, 30, 40, 20, 3)
+    for tokens, logits in zip(prompts, texts.logits, strict=True):
+        assert error(logits, forward(model, tokens)) < FP32_ERROR
+
+
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_drafts_are_the_models(batch_invariant: bool):
     """Drafts of a text that is read in parts, from the hidden states that the runner has returned."""

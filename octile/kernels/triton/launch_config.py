@@ -47,8 +47,9 @@ ROPE: dict[str, int] = {"MAX_HEADS": 16, "ELEMENTS": 1024, "num_warps": 2}  # he
 ROTATE: dict[str, int] = {"MAX_HEADS": 16, "ELEMENTS": 512, "num_warps": 2}  # the same of a rotation in place
 ROPE_HALVES: dict[str, int] = {"MAX_HEADS": 16, "ELEMENTS": 4096, "num_warps": 4}
 WRITE_LATENTS: dict[str, int] = {"num_warps": 4}  # of a row's program
-# Heads of a program of paged attention and splits of a row at most; positions at a time, which divide a page.
-PAGED_ATTENTION: dict[str, int] = {"MAX_HEADS": 16, "MAX_SPLITS": 64, "KEYS": 32, "num_warps": 8, "num_stages": 2}
+# Heads of a program of paged attention and splits of a row at most; positions at a time, which divide a page; programs
+# an SM (benchmarks/history/serve).
+PAGED_ATTENTION: dict[str, int] = {"MAX_HEADS": 16, "MAX_SPLITS": 64, "KEYS": 32, "PROGRAMS": 8, "num_stages": 2}
 ROW_INVARIANT: dict[str, int] = {"TILE_M": 64, "TILE_N": 32, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
 MERGE_SPLITS: dict[str, int] = {"num_warps": 4}
 GATE_ELEMENTS = 1024  # logits of a program

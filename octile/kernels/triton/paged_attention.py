@@ -35,7 +35,7 @@ def launch(
     head_blocks = triton.cdiv(heads, block_h)
     gpu, is_fp8 = device_properties(q.device), cache.dtype == torch.uint8
     n_splits = n_splits or choose_splits(rows * head_blocks, gpu.num_sms)  # not by M: bits would depend on other rows
-    # a conversion of FP8 in integer arithmetic needs registers
+    # conversions of FP8 need registers, those in integer arithmetic more
     keys = PAGED_ATTENTION["KEYS"] // (2 if is_fp8 and not gpu.fp8 else 1)
     data = scales = ropes = cache
     if is_fp8:  # the same bytes in three dtypes
@@ -51,7 +51,7 @@ def launch(
             R=width - latent_dim, RS=max(triton.next_power_of_2(width - latent_dim), 16), HEADS=block_h, FP8=is_fp8,
             MERGED=n_splits == 1,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-            num_warps=PAGED_ATTENTION["num_warps"], num_stages=PAGED_ATTENTION["num_stages"],
+            num_warps=8 if is_fp8 else 4, num_stages=PAGED_ATTENTION["num_stages"],
         )  # fmt: skip
         if n_splits > 1:
             merge_splits[(rows, heads)](
@@ -61,8 +61,9 @@ def launch(
 
 
 def choose_splits(programs: int, num_sms: int) -> int:
-    """Return into how many splits a row's positions are divided: four programs an SM, as texts differ in length."""
-    return min(max(triton.next_power_of_2(4 * num_sms // max(programs, 1)), 1), PAGED_ATTENTION["MAX_SPLITS"])
+    """Return into how many splits a row's positions are divided: several programs an SM, as texts differ in length."""
+    splits = triton.next_power_of_2(PAGED_ATTENTION["PROGRAMS"] * num_sms // max(programs, 1))
+    return min(max(splits, 1), PAGED_ATTENTION["MAX_SPLITS"])
 
 
 @triton.jit(do_not_specialize=["n_splits"])
