@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octile.models.stages import split_stages
+from octile.models.stages import split_stages, with_stages
 from tests.models.conftest import MINI_V2, MINI_V3, build
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -61,3 +61,15 @@ def test_layers_are_divided_evenly_with_fewer_at_the_ends(n_layers: int, counts:
 def test_more_stages_than_layers_are_refused(n_stages: int):
     with pytest.raises(ValueError, match=f"n_stages must be from 1 to the model's 3 layers, not {n_stages}"):
         split_stages(build(MINI_V3), n_stages)
+
+
+@pytest.mark.parametrize("stages", [(0,), (1,), (2,), (0, 2)])
+def test_a_model_with_some_stages_has_their_parameters_and_no_others(stages: tuple[int, ...]):
+    model = build(replace(MINI_V3, num_hidden_layers=3), seed=0)
+    whole = split_stages(model, 3)
+    expected = {name: p for stage in stages for name, p in whole[stage].named_parameters()}
+    own = with_stages(model, 3, stages)
+    assert dict(own.named_parameters()) == expected
+    for stage in stages:
+        found = dict(split_stages(own, 3)[stage].named_parameters())
+        assert found == dict(whole[stage].named_parameters())

@@ -220,6 +220,16 @@ def check_freed() -> None:
     assert [found() for found in left] == [None, None]
 
 
+def check_waiting_gradients() -> None:
+    """Outside `reducing` no weight has a hook, so that weight gradients of a pipeline can wait."""
+    own = model()
+    state = ShardedState(own, stages=stages(own))
+    with state.reducing():
+        product(own, gradients(own, 0), list(gradients(own, 0))).backward()
+    state.reduce_gradients()
+    assert [name for name, p in own.named_parameters() if p._post_accumulate_grad_hooks] == []
+
+
 def check_refusals() -> None:
     own = model()
     with pytest.raises(ValueError, match=r"stages must have all parameters, but none has scalar"):
@@ -249,6 +259,7 @@ def cases(world: int, device: str = "cpu") -> dict[str, object]:
         "missing": check_missing_gradients,
         "refusals": check_refusals,
         "freed": check_freed,
+        "waiting": check_waiting_gradients,
         "during_backward-fp32": lambda: check_sums_during_backward(torch.float32),
         "during_backward-bf16": lambda: check_sums_during_backward(torch.bfloat16),
         "micro_batches": check_micro_batches,

@@ -19,6 +19,7 @@ from octile.recipe import Recipe
 from octile.train.best_model import BestModel
 from octile.train.captured_step import WARM_UP_STEPS
 from octile.train.config import ParallelConfig
+from octile.train.kept_activations import keep_activations
 from octile.train.token_losses import token_losses
 from octile.train.token_store import TokenStore
 from octile.train.trainer import Trainer
@@ -162,6 +163,21 @@ def check_exceptions(store: TokenStore, ranks: Ranks) -> None:
     assert str(own.model.conversion_summary) == str(alone.model.conversion_summary)
 
 
+def check_kept_activations(store: TokenStore, ranks: Ranks) -> None:
+    """A resumed run keeps the activations that its checkpoint says, in all stages, with the same bits."""
+    recipe = replace(Recipe.deepseek_v3(), exceptions=(("model.layers.0.*", frozenset({"fprop"})),))
+    config = replace(micro(**SETTINGS), parallel=ParallelConfig(1, 1, ranks.size, "dualpipe"))
+    found, expected = (Trainer(config, store, torch.device("cpu"), recipe, ranks) for _ in range(2))
+    expected.step()
+    tensors, state = expected.state()
+    found.load(tensors, {**state, "keeps_activations": True})
+    assert found.recipe == keep_activations(recipe)
+    for stage in found.pipelined.stages.values():
+        recipes = [m.recipe for m in stage.modules() if getattr(m, "recipe", None) is not None]
+        assert {recipe.norms for recipe in recipes} == {"kept"}
+    assert [found.step()["loss"] for _ in range(2)] == [expected.step()["loss"] for _ in range(2)]
+
+
 def check_ramp(store: TokenStore, ranks: Ranks) -> None:
     """Micro-batches may have other sizes in each step."""
     alone, own = trainers(store, ranks, "zb1p", steps=8, initial_batch_size=4, batch_ramp=0.5)
@@ -229,6 +245,7 @@ def cases(world: int) -> dict[str, object]:
         "whole_model-dualpipev": lambda s, r: check_whole_model(s, r, "dualpipev"),
         "initial_weights": check_initial_weights,
         "exceptions": check_exceptions,
+        "kept_activations": check_kept_activations,
         "ramp": check_ramp,
         "skips": check_skips,
         "broken_loss": check_broken_loss,

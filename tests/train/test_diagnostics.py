@@ -8,7 +8,7 @@ from octile.formats import E4M3, E5M2, E5M6, INT8
 from octile.nn import Linear
 from octile.nn.observer import _observers, report_quantization
 from octile.scaled import quantize
-from octile.train.diagnostics import first_non_finite, record_tile_scales, zero_blocks
+from octile.train.diagnostics import add_histograms, first_non_finite, record_tile_scales, zero_blocks
 
 
 def test_every_scale_is_counted_once():
@@ -19,6 +19,15 @@ def test_every_scale_is_counted_once():
     assert sum(found["x"]["count"]) == 10 * 2
     assert sum(found["w"]["count"]) == 1 * 2
     assert sum(found["dy"]["count"]) == 10 * 1
+
+
+def test_histograms_of_ranks_are_added_up():
+    first = {"x": {"log2": [-3, 0], "count": [1, 2]}}
+    second = {"x": {"log2": [-4, 0], "count": [5, 1]}, "w": {"log2": [1], "count": [7]}}
+    assert add_histograms([first, second, {}]) == {
+        "x": {"log2": [-4, -3, 0], "count": [5, 1, 3]},
+        "w": {"log2": [1], "count": [7]},
+    }
 
 
 def test_nan_scales_are_left_out():

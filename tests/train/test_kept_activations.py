@@ -61,6 +61,13 @@ def test_a_micro_batch_counts_not_the_batch():
     assert can_keep(replace(config, micro_batches=2), memory)
 
 
+def test_activations_of_several_micro_batches_count():
+    config = small()
+    memory = 1.5 * config.batch_size * config.sequence_length * kept_bytes(config.model) / MAX_SHARE
+    assert can_keep(config, memory)
+    assert not can_keep(config, memory, held=2.0)
+
+
 def test_a_deterministic_run_does_not_depend_on_the_memory():
     assert not can_keep(replace(small(), deterministic=True), H200)
 
