@@ -17,8 +17,8 @@ Sums are in FP32 in unspecified order, and a GPU's exponential differs from the 
 
 After the GEMM one kernel adds the products, and computes scores, choice and weights; before the GEMMs of the backward
 pass one kernel computes the gradient of the logits and splits it. With many tokens kernels also multiply themselves:
-in forward on Hopper for up to 64 experts, elsewhere for up to 16, and in backward for up to 16, x and the gradients of
-the logits in one kernel. The order of the sums may depend on the place of a token in the batch.
+in forward on Hopper for up to 64 experts, elsewhere for up to 16, and in backward for up to 16, where one
+kernel reads x and writes dx.
 
 Source: Henry, Tang and Heinecke, "Leveraging the bfloat16 artificial intelligence datatype for higher-precision
 computations" (arXiv 1904.06376); DeepSeek-V3 (arXiv 2412.19437) §2.1.2. Shapes: T tokens, D model width, E experts, K
