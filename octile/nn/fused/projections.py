@@ -63,7 +63,8 @@ class _Projections(torch.autograd.Function):
             layers.report_fprop(i, weights, lambda: x_TK, x.q, w)
             of_gemm = [size for layer in layers.gemms[i] for size in sizes[layer]]
             parts = nt(x.q, w.w, None, s.dtype).split(of_gemm, dim=-1)
-            outputs += map(contiguous_copy, parts) if contiguous else parts
+            # no map: the compiler of torch 2.11 does not trace it here, and would break the layer's graph
+            outputs += [contiguous_copy(part) for part in parts] if contiguous else parts
             ctx.parts.append(len(of_gemm))
         save_for_backward(ctx, layers, quantized, x=x.saved)
         ctx.how_saved, ctx.x_dtype = x.how_saved, x_TK.dtype
