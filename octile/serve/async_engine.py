@@ -18,6 +18,8 @@ from typing import Protocol
 from octile.serve.request import FinishReason, Output, Request, Sampling
 from octile.serve.stats import Stats
 
+STOP_SECONDS = 60.0  # for the step that runs; one that hangs does not keep the process
+
 
 class StepEngine(Protocol):
     """What `AsyncEngine` needs of an engine; `octile.serve.engine.Engine` has it."""
@@ -190,7 +192,7 @@ class AsyncEngine:
             self._is_stopping = True
             self._wake.notify()
         if self._thread is not None:
-            await asyncio.to_thread(self._thread.join)
+            await asyncio.to_thread(self._thread.join, STOP_SECONDS)
 
     def _command(self, command: Callable[[], object]) -> None:
         with self._wake:

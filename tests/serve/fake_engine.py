@@ -1,5 +1,6 @@
 """An engine without a model, which repeats the prompt: for tests of what is around an engine."""
 
+import threading
 import time
 from collections.abc import Sequence
 from math import ceil
@@ -21,6 +22,9 @@ class FakeEngine:
         n_pages: pages of 64 positions.
         fails_after: the step that raises an exception; None if none does.
 
+    Attributes:
+        may_step: steps wait until it is set, as it is at first.
+
     A request whose prompt ends with NAN fails alone, at its third token.
     """
 
@@ -34,6 +38,8 @@ class FakeEngine:
     ):
         self.tokenizer, self.max_position = tokenizer, max_position
         self.step_seconds, self.n_pages, self.fails_after = step_seconds, n_pages, fails_after
+        self.may_step = threading.Event()
+        self.may_step.set()
         self.requests: dict[int, Request] = {}
         self.added = self.finished = self.canceled = self.steps = self.generated = self.prompt_tokens = 0
 
@@ -56,6 +62,7 @@ class FakeEngine:
         return was_there
 
     def step(self) -> list[Output]:
+        self.may_step.wait()
         time.sleep(self.step_seconds)
         if self.steps == self.fails_after:
             raise RuntimeError("a kernel has failed")

@@ -17,7 +17,7 @@ from octile.serve.http.service import Service
 
 BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 30
-SPARE_FILES = 1024
+MAX_FILES = 65536
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -77,7 +77,7 @@ class Server(uvicorn.Server):
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve on bound sockets until a signal comes or the engine fails."""
-        _allow_files(self.service.limits.in_flight + SPARE_FILES)
+        allow_files()
         super().run(sockets)
         if self.service.engine.failure is not None:
             raise self.service.engine.failure
@@ -104,8 +104,10 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-def _allow_files(count: int) -> None:
-    """Have the system allow so many open files, each connection being one, as far as it lets this process."""
+def allow_files() -> int:
+    """Let this process have as many open files as the system lets it, each connection being one; return how many."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < count:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (count if hard < 0 else min(count, hard), hard))
+    allowed = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    return allowed

@@ -10,6 +10,7 @@ import pytest
 
 from octile.serve.http import connection, event_stream
 from octile.serve.http.config import Limits
+from octile.serve.http.server import allow_files
 from tests.serve.http.conftest import Served, wait_until
 
 COMPLETION = {"model": "micro", "prompt": "a", "max_tokens": 4000}
@@ -63,7 +64,7 @@ def test_a_client_that_leaves_before_its_first_token(serve):
 
 def test_a_client_that_does_not_read_holds_nobody_back_and_loses_its_connection(serve, monkeypatch):
     monkeypatch.setattr(event_stream, "WRITE_SECONDS", 0.2)
-    served = serve(Limits(seconds=1.0, in_flight=200))
+    served = serve(Limits(seconds=4.0, in_flight=200))
     client = connect(served, receive_buffer=4096)
     body = {**COMPLETION, "stream": True, "n": 100, "logprobs": 1}  # far more than the system's buffers hold
     client.sendall(request_bytes(body))
@@ -115,32 +116,36 @@ def test_a_client_that_sends_half_a_body(serve, monkeypatch):
     assert answers(served)
 
 
-def test_a_thousand_clients_at_once(serve):
-    served = serve(Limits(in_flight=256), step_seconds=0.01)
-    counts = asyncio.run(statuses(served, 1000))
-    assert set(counts) == {200, 503}
-    assert counts.total() == 1000
-    assert counts[200] >= 256
+def test_a_thousand_clients_at_once(serve, monkeypatch):
+    if allow_files() < 2500:
+        pytest.skip("the system allows this process too few open files for 1,000 clients and the server")
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 300.0)  # all connect before any sends
+    served = serve(Limits(in_flight=256))
+    served.engine.may_step.clear()
+    assert asyncio.run(statuses(served, 1000, n_refused=744)) == {200: 256, 503: 744}
     wait_until(served.is_idle)
     assert answers(served)
 
 
-async def statuses(served: Served, n_clients: int) -> Counter:
-    """The statuses of clients that connect before any of them sends."""
+async def statuses(served: Served, n_clients: int, n_refused: int) -> Counter:
+    """The statuses of clients that connect before any of them sends. The engine steps when so many are refused."""
     host, _, port = served.url.removeprefix("http://").rpartition(":")
     connections = await asyncio.gather(*(asyncio.open_connection(host, int(port)) for _ in range(n_clients)))
-    content = request_bytes({**COMPLETION, "max_tokens": 20, "stream": True})
+    content, counts = request_bytes({**COMPLETION, "max_tokens": 20, "stream": True}), Counter[int]()
 
-    async def status(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
+    async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(content)
         line = await reader.readline()
         code = int(line.split()[1])
+        counts[code] += 1
+        if counts[503] == n_refused:
+            served.engine.may_step.set()
         if code == 200:
             assert b"[DONE]" in await reader.readuntil(b"0\r\n\r\n")
         writer.close()
-        return code
 
-    return Counter(await asyncio.gather(*(status(*connected) for connected in connections)))
+    await asyncio.gather(*(ask(*connected) for connected in connections))
+    return counts
 
 
 def test_bodies_that_arrive_slowly_count_as_in_flight(serve):
