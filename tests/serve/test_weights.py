@@ -82,11 +82,14 @@ def test_wrong_models_are_refused(tmp_path: Path):
         ServedWeights.read(tmp_path)
 
 
-def test_a_missing_tensor_is_named(tmp_path: Path):
+def test_a_missing_tensor_and_one_of_another_shape_are_named(tmp_path: Path):
     save(new_model(fp8=False, config=replace(CONFIG, num_nextn_predict_layers=0)), tmp_path, weights="bf16")
     from octile.models.config import ModelConfig
 
     config = ModelConfig.read(tmp_path / "config.json")
     replace(config, num_hidden_layers=3).write(tmp_path / "config.json")
     with pytest.raises(ValueError, match=r"lacks model\.layers\.2\.input_layernorm\.weight"):
+        ServedWeights.read(tmp_path)
+    replace(config, vocab_size=100).write(tmp_path / "config.json")
+    with pytest.raises(ValueError, match=r"is \[200, 128\], but \[100, 128\] by its config\.json"):
         ServedWeights.read(tmp_path)
