@@ -1,9 +1,11 @@
 """How the ranks of a run are arranged: a pipeline's ranks are dp apart, and each has dp ranks with the same stages.
 
-rank = pipeline rank · dp + replica · ep + expert rank          for example pp 2, dp 4, ep 2:
+    rank = pipeline rank · dp + replica · ep + expert rank          for example pp 2, dp 4, ep 2:
 
-pipeline rank 0     0 1   2 3       two replicas of the first stage, whose experts two ranks share
-pipeline rank 1     4 5   6 7       the same of the second; ranks 1 and 5 have the same sequences
+    pipeline rank 0     0 1   2 3       two replicas of the first stage, whose experts two ranks share
+    pipeline rank 1     4 5   6 7       the same of the second; ranks 1 and 5 have the same sequences
+
+Each group's collectives wait as long as those of all ranks do.
 """
 
 from __future__ import annotations
