@@ -187,6 +187,15 @@ def test_a_compiled_model_trains_as_the_eager_one(name: str, checkpointing: bool
     assert losses[True] == pytest.approx(losses[False], rel=0.03)
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_each_layer_of_a_compiled_model_is_one_graph(name: str):
+    """Older compilers trace less: with torch 2.11 one line once broke attention's graph, and with 2.13 it did not."""
+    model, tokens = on_gpu(make(name)), batch().cuda()
+    for layer in model.get_submodule("model.layers").children():
+        layer.compile(fullgraph=True, backend="aot_eager")
+    model(input_ids=tokens, labels=tokens).loss.backward()
+
+
 def test_a_step_of_stacked_experts_can_be_captured_in_a_graph():
     module, (x, index, weights) = on_gpu(apply_recipe(experts())), (t.cuda() for t in routing())
     x = x.requires_grad_()
