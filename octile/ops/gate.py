@@ -21,8 +21,8 @@ in forward on Hopper for up to 64 experts, elsewhere for up to 16, and in backwa
 kernel reads x and writes dx.
 
 Source: Henry, Tang and Heinecke, "Leveraging the bfloat16 artificial intelligence datatype for higher-precision
-computations" (arXiv 1904.06376); DeepSeek-V3 (arXiv 2412.19437) §2.1.2. Shapes: T tokens, D model width, E experts, K
-chosen ones.
+computations" (arXiv 1904.06376); DeepSeek-V3 (arXiv 2412.19437) §2.1.2.
+Shapes: T tokens, D model width, E experts, K chosen ones.
 """
 
 import torch

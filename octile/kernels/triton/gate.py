@@ -29,6 +29,7 @@ from octile.kernels.triton.top_experts import ABSENT, choice_order, order_of, ta
 from octile.routing import EPS
 
 WEIGHT_EPS = tl.constexpr(EPS)
+HOPPER_BYTES = 227 * 1024  # of shared memory, which tensor cores read there
 GEMM_COLUMNS = 16  # experts that kernels with GEMMs multiply; the fewest that a tensor core multiplies
 
 
@@ -139,16 +140,18 @@ def launch_backward_with_gemms(
         dweights, dlogits, logits, experts, scoring_func, norm_topk_prob, routed_scaling_factor, [0, 1, 2]
     )
     dx = torch.empty(t, d, dtype=x.dtype, device=x.device)
-    rows, programs = GATE_BACKWARD_GEMMS["ROWS"], triton.cdiv(d, GATE_BACKWARD_GEMMS["COLS"])
-    blocks = triton.cdiv(t, rows)
-    steps = triton.cdiv(blocks, max(2 * device_properties(x.device).num_sms // max(programs, 1), 1))
+    gpu, tile = device_properties(x.device), dict(GATE_BACKWARD_GEMMS)
+    if gpu.shared_bytes < HOPPER_BYTES:  # registers hold its operands, too
+        tile["COLS"] //= 2
+    programs, blocks = triton.cdiv(d, tile["COLS"]), triton.cdiv(t, tile["ROWS"])
+    steps = triton.cdiv(blocks, max(2 * gpu.num_sms // max(programs, 1), 1))
     partials = torch.empty(triton.cdiv(blocks, max(steps, 1)), n_experts, d, dtype=torch.float32, device=x.device)
     if t * d:
         with torch.cuda.device_of(x):
             gate_backward_gemms[(programs, len(partials))](
                 dys, weight, x, dx, partials, t, d, steps, *weight.stride(), *x.stride(), E=n_experts,
                 COLUMNS=max(triton.next_power_of_2(n_experts), GEMM_COLUMNS), SPLIT=weight.dtype != torch.bfloat16,
-                **GATE_BACKWARD_GEMMS, **EXACT,
+                **tile, **EXACT,
             )  # fmt: skip
     return dx, partial_sums.launch(partials)
 
