@@ -11,6 +11,7 @@ from typing import NamedTuple
 from octile.validation import MAX_SEED
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # normal numbers of FP32
+MAX_TOP_K = 2**31 - 1
 MAX_LOGPROBS = 20  # alternatives per token
 MAX_STOPS = 16
 
@@ -57,8 +58,8 @@ class Sampling:
             raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
         if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
             raise ValueError(f"seed must be from 0 to below 2**63, not {self.seed}")
-        if self.top_k < 0:
-            raise ValueError(f"top_k must be at least 0, not {self.top_k}")
+        if not 0 <= self.top_k <= MAX_TOP_K:
+            raise ValueError(f"top_k must be from 0 to {MAX_TOP_K}, not {self.top_k}")
         if not isinstance(self.stop, tuple) or not all(isinstance(text, str) for text in self.stop):
             raise TypeError(f"stop must be a tuple of strings, not {self.stop!r}")
         if len(self.stop) > MAX_STOPS or not all(self.stop):

@@ -98,7 +98,8 @@ def _sample(logits_LV: Tensor, rows: Sequence[Row], is_truncated: bool) -> Tenso
     keys_L2 = torch.from_numpy(_keys(rows)).to(device)
     if not is_truncated:
         return (z_LV + _gumbel(torch.arange(vocab_size, device=device), keys_L2)).argmax(-1)
-    top_k_L1 = torch.tensor([[row.sampling.top_k or vocab_size] for row in rows], device=device)
+    top_k = [[min(row.sampling.top_k or vocab_size, vocab_size)] for row in rows]
+    top_k_L1 = torch.tensor(top_k, device=device)
     top_p_L1 = torch.tensor([[row.sampling.top_p] for row in rows], dtype=torch.float64, device=device)
     return _sample_truncated(z_LV, keys_L2, top_k_L1, top_p_L1, min(CANDIDATES, vocab_size))
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octile.serve import sampler
-from octile.serve.request import Sampling
+from octile.serve.request import MAX_TOP_K, Sampling
 from octile.serve.sampler import NOT_A_NUMBER, Row, choose, log_probabilities
 
 LOGITS = torch.tensor([0.0, 2.0, 1.0, -1.0])  # probabilities 0.087, 0.644, 0.237, 0.032
@@ -70,6 +70,11 @@ def test_top_k_samples_from_the_most_likely_tokens():
 def test_top_p_counts_from_the_tokens_that_top_k_leaves():
     tokens = draws(Sampling(temperature=1.0, top_k=2, top_p=0.73))  # 1 has 0.731 of the two
     assert set(tokens.tolist()) == {1}
+
+
+def test_the_largest_top_k_leaves_all_tokens():
+    largest = draws(Sampling(temperature=1.0, top_k=MAX_TOP_K))
+    assert largest.tolist() == draws(Sampling(temperature=1.0)).tolist()
 
 
 def test_of_equal_logits_top_k_leaves_the_first():

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from octile.serve.http.errors import ApiError
-from octile.serve.request import MAX_LOGPROBS, MAX_STOPS, Sampling
+from octile.serve.request import MAX_LOGPROBS, MAX_STOPS, MAX_TOP_K, Sampling
 from octile.validation import MAX_SEED, quoted
 
 MAX_CHOICES = 128  # OpenAI's limit of n
@@ -63,7 +63,7 @@ class Generation(Body):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
-    top_k: Annotated[int, Field(ge=-1)] | None = 0
+    top_k: Annotated[int, Field(ge=-1, le=MAX_TOP_K)] | None = 0
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = 1
     seed: Annotated[int, Field(ge=-(2**63), le=MAX_SEED)] | None = None
     stop: Annotated[str, Field(min_length=1)] | Stops | None = None
