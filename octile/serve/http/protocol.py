@@ -101,18 +101,24 @@ class Generation(Body):
             logprobs: as in `Sampling`.
             choice: the number of the choice, from 0.
             stop: strings that end the text besides the request's own.
+
+        Raises:
+            ApiError: 400, the engine samples with no such value.
         """
         own = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        return Sampling(
-            max_new_tokens=max_new_tokens,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            seed=None if self.seed is None else (self.seed + choice) % (MAX_SEED + 1),
-            top_k=max(self.top_k or 0, 0),
-            stop=tuple(dict.fromkeys((*own, *stop)))[:MAX_STOPS],
-            logprobs=logprobs,
-            ignore_eos=self.ignore_eos,
-        )
+        try:
+            return Sampling(
+                max_new_tokens=max_new_tokens,
+                temperature=1.0 if self.temperature is None else self.temperature,
+                top_p=1.0 if self.top_p is None else self.top_p,
+                seed=None if self.seed is None else (self.seed + choice) % (MAX_SEED + 1),
+                top_k=max(self.top_k or 0, 0),
+                stop=tuple(dict.fromkeys((*own, *stop)))[:MAX_STOPS],
+                logprobs=logprobs,
+                ignore_eos=self.ignore_eos,
+            )
+        except ValueError as error:
+            raise ApiError(400, str(error), str(error).split()[0]) from None
 
 
 class CompletionBody(Generation):

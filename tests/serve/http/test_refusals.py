@@ -67,6 +67,8 @@ def test_a_body_that_is_no_json_object(served, body, message):
         ("completions", {**COMPLETION, "top_k": 10**30}, "top_k",
          "top_k must be at most 2147483647, not 1000000000"),
         ("chat/completions", {**CHAT, "top_k": 2**31}, "top_k", "top_k must be at most 2147483647, not 2147483648"),
+        ("completions", {**COMPLETION, "temperature": 1e-39}, "temperature", "temperature must be at least 0: 0, or"),
+        ("chat/completions", {**CHAT, "temperature": 1e-300}, "temperature", "temperature must be at least 0: 0, or"),
         ("completions", {**COMPLETION, "n": 129}, "n", "n must be at most 128, not 129"),
         ("completions", {**COMPLETION, "stop": [""]}, "stop", "stop must be a text, or a list of at most 16 texts"),
         ("completions", {**COMPLETION, "logit_bias": {"5": 1}}, "logit_bias", "logit_bias must be empty"),
