@@ -14,10 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
 import octile.train.loop
-from octile.checkpoint.hugging_face import load
+from octile.checkpoint.hugging_face import load, load_weights, read_model_config
 from octile.checkpoint.training import latest_checkpoint, load_checkpoint
+from octile.models.deepseek_v3 import DeepseekV3
 from octile.train.checkpoints import RunCheckpoints
 from octile.train.config import TrainConfig
 from octile.train.loop import train
@@ -97,6 +99,19 @@ def test_the_loaded_model_has_the_held_out_loss_of_the_run(finished, store):
     held_out = validation_windows(TokenStore.open(out / "data").val, 31, 4)
     with torch.no_grad():
         assert float(model(held_out, held_out)) == pytest.approx(trained, rel=2e-3)
+
+
+def test_transformers_computes_the_logits_of_a_runs_model(finished):
+    out, _ = finished
+    dequantize = FineGrainedFP8Config(dequantize=True)
+    theirs = AutoModelForCausalLM.from_pretrained(out / "model", dtype=torch.float32, quantization_config=dequantize)
+    ours = DeepseekV3(read_model_config(out)).eval()
+    load_weights(ours, out)  # dequantized, too; `load` would compute in FP8
+    tokens = torch.randint(MICRO.vocab_size, (2, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = theirs.float().eval()(tokens).logits  # what is not FP8 was left in BF16
+        found = ours(tokens)
+    assert (found - expected).abs().amax() <= 1e-5 * expected.abs().amax()
 
 
 def test_the_screen_shows_loss_speed_time_left_and_the_sample(finished):
