@@ -8,6 +8,10 @@
 With weights="fp8" the projections take one byte per parameter (`fp8_layout.py`) and everything else is BF16. The gates'
 correction bias, which changes by 0.001 per step, is always FP32. transformers writes no multi-token prediction layer,
 and a model loaded from such a folder has none.
+
+A DeepSeek-V3.2 folder also holds an indexer, which selects the tokens that attention reads. `load` keeps its tensors,
+and `save` writes them back. Attention is dense, which is the same computation up to `index_topk` tokens. A folder that
+is written without the indexer, such as a run's, is announced as a DeepSeek-V3.
 """
 
 import shlex
@@ -40,9 +44,10 @@ from octile.checkpoint.fp8_layout import (
 from octile.checkpoint.shards import Shards, plan_shards, write_index
 from octile.checkpoint.tensor_file import TORCH_DTYPES, TensorFileWriter, TensorSpec, writing
 from octile.launch import train_command
+from octile.models import hf_config
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
-from octile.models.names import to_hf
+from octile.models.names import is_indexer, to_hf
 from octile.nn.conversion import apply_recipe
 from octile.nn.moe import Experts
 from octile.recipe import Recipe, ScaleRule
@@ -76,7 +81,16 @@ def save(model: DeepseekV3, folder: str | Path, weights: Weights = "fp8", files:
         raise TypeError(f"model must be a DeepseekV3, not {type(model).__name__}")
     tensors = to_hf(model.state_dict(), model.config)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    write_folder(folder, model.config, shapes, tensors.__getitem__, weights, files, model.stored_scales)
+    write_folder(
+        folder,
+        model.config,
+        shapes,
+        tensors.__getitem__,
+        weights,
+        files,
+        model.stored_scales,
+        model.indexer_tensors,
+    )
 
 
 def write_folder(
@@ -87,6 +101,7 @@ def write_folder(
     weights: Weights,
     files: Iterable[str | Path] = (),
     stored_scales: Mapping[str, Tensor] | None = None,
+    indexer: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write the tensors of a model, one at a time, as a Hugging Face folder.
 
@@ -96,6 +111,7 @@ def write_folder(
         shapes: Hugging Face name → shape of each tensor.
         read: returns the tensor of a name, on any device.
         stored_scales: the scales of the FP8 weights of the folder from which the model was read, if any.
+        indexer: the tensors of the indexer of that folder, if any. Those that are not stored in FP8 keep their dtype.
 
     Raises:
         ValueError, FileNotFoundError, OSError: as in `save`.
@@ -108,13 +124,16 @@ def write_folder(
             raise FileNotFoundError(f"files names {other}, which does not exist")
 
     scale = scale_rule(config.extra)
+    indexer = indexer or {}
     specs = {name: storage_specs(name, shape, weights) for name, shape in shapes.items()}
+    specs |= {name: _indexer_specs(name, tensor, weights) for name, tensor in indexer.items()}
     plan = plan_shards({name: sum(spec.nbytes for spec in stored.values()) for name, stored in specs.items()})
     with staged(Path(folder)) as staging:
         for file, names in plan.items():
             with writing(staging / file, {n: spec for name in names for n, spec in specs[name].items()}) as out:
                 for name in names:
-                    _write(out, name, read(name), specs[name], scale, (stored_scales or {}).get(name))
+                    tensor = indexer[name] if name in indexer else read(name)
+                    _write(out, name, tensor, specs[name], scale, (stored_scales or {}).get(name))
         weight_map = {file: [n for name in names for n in specs[name]] for file, names in plan.items()}
         write_index(staging, weight_map, sum(s.nbytes for stored in specs.values() for s in stored.values()))
         write_json(staging / CONFIG, _config_json(config, weights, specs))
@@ -128,6 +147,8 @@ def load(path: str | Path, dtype: torch.dtype = torch.float32, device: str | tor
     If the folder has FP8 weights, the model's layers are converted to `Recipe.deepseek_v3()` and compute in FP8. Where
     config.json announces power-of-two scales (`scale_fmt: "ue8m0"`), the recipe has them for weights, too, so that the
     layers compute with the values of the checkpoint.
+
+    Attention is dense. For a DeepSeek-V3.2, whose attention is sparse, a warning says so.
 
     Args:
         path: a folder written by octile or transformers, or published; weights in FP8, BF16, FP16 or FP32.
@@ -147,6 +168,8 @@ def load(path: str | Path, dtype: torch.dtype = torch.float32, device: str | tor
     for buffer in model.buffers():
         buffer.zero_()
     _fill(model, folder.shards)
+    for name in folder.indexer:
+        model.indexer_tensors[name] = _read(folder.shards, name, model.stored_scales, dtype)
     if folder.has_fp8_weights:
         apply_recipe(model, Recipe.deepseek_v3().with_weight_scale(scale_rule(folder.config)))
     return model.eval()
@@ -167,10 +190,10 @@ def load_weights(model: DeepseekV3, path: str | Path) -> None:
         FileNotFoundError, ValueError: as in `load`, or a tensor has another shape than the model's. The model is
             unchanged then, unless a file fails its checksum while it is read.
     """
-    shards = open_folder(path).shards
-    _check_shapes(model, shards, "in the model")
-    check_scale_values(shards)
-    _fill(model, shards)
+    folder = open_folder(path)
+    _check_shapes(model, folder, "in the model")
+    check_scale_values(folder.shards)
+    _fill(model, folder.shards)
 
 
 def read_model_config(path: str | Path) -> ModelConfig:
@@ -207,6 +230,13 @@ def storage_specs(name: str, shape: tuple[int, ...], weights: Weights) -> dict[s
     return {name: TensorSpec.of(torch.float32 if exact else HIGH_PRECISION[weights], shape)}
 
 
+def _indexer_specs(name: str, tensor: Tensor, weights: Weights) -> dict[str, TensorSpec]:
+    shape = tuple(tensor.shape)
+    if is_stored_in_fp8(name, shape):
+        return storage_specs(name, shape, weights)
+    return {name: TensorSpec.of(tensor.dtype, shape)}
+
+
 def _write(
     out: TensorFileWriter,
     name: str,
@@ -227,6 +257,8 @@ def _config_json(
     config: ModelConfig, weights: Weights, specs: Mapping[str, Mapping[str, TensorSpec]]
 ) -> dict[str, Any]:
     result = without_quantization(config.to_hf())
+    if hf_config.is_sparse(result) and not any(map(is_indexer, specs)):
+        result = hf_config.dense(result)
     result.pop("dtype", None)  # transformers' newer name of torch_dtype; the configuration may have been read with it
     result["torch_dtype"] = str(HIGH_PRECISION[weights]).removeprefix("torch.")
     if weights != "fp8":
@@ -277,6 +309,12 @@ class OpenFolder:
         """Whether a weight is in FP8."""
         return any(is_fp8(spec) for spec in self.shards.specs.values())
 
+    @property
+    def indexer(self) -> list[str]:
+        """The names of the tensors of DeepSeek-V3.2's indexer, without their scales."""
+        specs = self.shards.specs
+        return [n for n in specs if hf_config.is_sparse(self.config) and is_indexer(n) and not is_scale(n, specs)]
+
     def model_config(self) -> ModelConfig:
         """Return the model's configuration, without a multi-token prediction layer that has no weights."""
         config = ModelConfig.from_hf(self.config)
@@ -296,7 +334,7 @@ class OpenFolder:
         """
         with torch.device("meta"):
             model = DeepseekV3(self.model_config())
-        _check_shapes(model, self.shards, f"by its {CONFIG}")
+        _check_shapes(model, self, f"by its {CONFIG}")
         check_scale_values(self.shards)
         return model
 
@@ -318,10 +356,12 @@ def _own_tensors(model: DeepseekV3) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if own.setdefault(id(tensor), name) == name}
 
 
-def _check_shapes(model: DeepseekV3, shards: Shards, where: str) -> None:
-    """Check that a folder has exactly the model's tensors; `where` says in the message whose shapes are needed."""
+def _check_shapes(model: DeepseekV3, folder: OpenFolder, where: str) -> None:
+    """Check that a folder has exactly the model's tensors; `where` says in the message whose shapes are needed.
 
-    found = shards.specs
+    The tensors of an indexer, which the model does not use, cause a warning.
+    """
+    shards, found = folder.shards, folder.shards.specs
     for name, tensor in _own_tensors(model).items():
         if name not in found:
             raise ValueError(f"{shards.folder} lacks {name}, {list(tensor.shape)} {where}")
@@ -331,16 +371,29 @@ def _check_shapes(model: DeepseekV3, shards: Shards, where: str) -> None:
             )
     with torch.device("meta"):
         whole = DeepseekV3(model.config)
-    for name in found.keys() - to_hf(whole.state_dict(), model.config).keys():
+    indexer = set(folder.indexer)
+    for name in found.keys() - to_hf(whole.state_dict(), model.config).keys() - indexer:
         if not is_scale(name, found):
             raise ValueError(f"{shards.folder} holds {name}, which the model of its {CONFIG} does not have")
+    if indexer:
+        longest = folder.config.get("index_topk", "index_topk")
+        warnings.warn(
+            f"{shards.folder} has an indexer for sparse attention, which is not used: attention is dense, "
+            f"the same up to {longest} tokens",
+            stacklevel=3,
+        )
 
 
 def _fill(model: DeepseekV3, shards: Shards) -> None:
     model.stored_scales = {}
     for name, target in _own_tensors(model).items():
-        tensor = shards.read(name)
-        if is_fp8(shards.specs[name]):
-            scale = model.stored_scales[name] = shards.read(name + SCALE_SUFFIX).float()
-            tensor = dequantize_weight(tensor, scale, target.dtype)
-        target.copy_(tensor)
+        target.copy_(_read(shards, name, model.stored_scales, target.dtype))
+
+
+def _read(shards: Shards, name: str, stored_scales: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """Read a tensor as it is stored or, if it is in FP8, dequantized to dtype; its scale goes to stored_scales."""
+    tensor = shards.read(name)
+    if not is_fp8(shards.specs[name]):
+        return tensor
+    scale = stored_scales[name] = shards.read(name + SCALE_SUFFIX).float()
+    return dequantize_weight(tensor, scale, dtype)

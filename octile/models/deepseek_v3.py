@@ -101,6 +101,8 @@ class DeepseekV3(nn.Module):
             yet weighted, "balance" is.
         stored_scales: Hugging Face name → the scales of an FP8 weight in the checkpoint that the model was read from.
             `octile.save` gives them to the blocks that have not changed.
+        indexer_tensors: Hugging Face name → a tensor of DeepSeek-V3.2's indexer, on the CPU. Attention is dense and
+            does not use them; `octile.save` writes them back.
     """
 
     def __init__(self, config: ModelConfig):
@@ -112,6 +114,7 @@ class DeepseekV3(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.last_losses: dict[str, Tensor] = {}
         self.stored_scales: dict[str, Tensor] = {}
+        self.indexer_tensors: dict[str, Tensor] = {}
         for module in self.modules():
             for parameter in module.parameters(recurse=False):
                 if isinstance(module, Experts):

@@ -6,6 +6,9 @@ are read; the first, which every inference engine supports, is written.  There a
     a field        of `ModelConfig`: its value is used
     COMPUTED       changes what the model computes: must have the one value that this model computes
     any other      stored in `extra` unchanged, such as `quantization_config`, and written back
+
+DeepSeek-V3.2 (`deepseek_v32`) is V3 with an indexer that selects `index_topk` tokens for each token's attention. This
+model has no indexer, and attends to all tokens.
 """
 
 from collections.abc import Collection, Mapping
@@ -42,6 +45,8 @@ COMPUTED: dict[str, Any] = {  # the one value of each that this model computes
     "rope_interleave": True,
     "seq_aux": True,
 }
+MODEL_TYPES = ("deepseek_v3", "deepseek_v2", "deepseek_v32")
+SPARSE = "deepseek_v32"  # the model type with sparse attention
 V2_DEFAULTS: dict[str, Any] = {
     "topk_method": "greedy",
     "scoring_func": "softmax",
@@ -77,9 +82,20 @@ def parse(config: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
     return {**found, "extra": {k: v for k, v in config.items() if k not in implied}}
 
 
+def is_sparse(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a model with sparse attention, DeepSeek-V3.2."""
+    return config.get("model_type") == SPARSE
+
+
+def dense(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config.json of a DeepSeek-V3.2 without its indexer, which is a DeepSeek-V3."""
+    kept = {key: value for key, value in config.items() if not key.startswith("index_")}
+    return {**kept, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
+
+
 def _check_computed(config: Mapping[str, Any]) -> None:
-    if (kind := config.get("model_type", "deepseek_v3")) not in ("deepseek_v3", "deepseek_v2"):
-        raise ValueError(f"model_type is {quoted(kind)}, but must be 'deepseek_v3' or 'deepseek_v2'")
+    if (kind := config.get("model_type", "deepseek_v3")) not in MODEL_TYPES:
+        raise ValueError(f"model_type is {quoted(kind)}, but must be one of {', '.join(map(repr, MODEL_TYPES))}")
     for name, computed in COMPUTED.items():
         if config.get(name) is not None and not _same(config[name], computed):
             raise ValueError(f"{name} is {quoted(config[name])}, but this model computes only {computed!r}")

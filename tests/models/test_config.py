@@ -197,7 +197,7 @@ def test_absent_mscales_have_the_defaults_of_transformers():
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings is True"),
         ({"attention_bias": True}, "attention_bias is True"),
-        ({"model_type": "deepseek_v32"}, "model_type is 'deepseek_v32'"),
+        ({"model_type": "deepseek_v4"}, "model_type is 'deepseek_v4'"),
         ({"num_key_value_heads": 8}, "num_key_value_heads is 8"),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope scaling is 'linear'"),
         ({"rope_scaling": {"type": "yarn", "factor": 2}}, "rope_scaling lacks original_max_position"),
