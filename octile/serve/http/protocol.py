@@ -165,6 +165,20 @@ class Message(Body):
     name: str | None = None
     tool_call_id: str | None = None
 
+    # clients send back an answer as they got it, with its fields that are empty
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[Any] | None = None
+    function_call: dict[str, Any] | None = None
+    annotations: list[Any] | None = None
+    audio: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _is_supported(self) -> Self:
+        for field in ("refusal", "reasoning_content", "tool_calls", "function_call", "annotations", "audio"):
+            refuse(self, field, getattr(self, field), "empty")
+        return self
+
     def plain(self) -> dict[str, str]:
         """The message as chat templates read it: role and text."""
         content = self.content or ""
@@ -234,7 +248,8 @@ def describe(error: ValidationError) -> tuple[str, str | None]:
         case "json_invalid":
             return f"the body is not JSON: {context['error']}", None
         case "value_error":
-            return str(context["error"]), str(context["error"]).split()[0]
+            message = ".".join([*where, str(context["error"])])
+            return message, message.split()[0]
         case "missing":
             return f"{field} is missing", field
         case "extra_forbidden":

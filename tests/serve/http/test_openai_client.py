@@ -86,6 +86,15 @@ def test_a_chat(client, tokenizer):
     assert answer.usage.prompt_tokens == len(tokenizer.encode(prompt)) + 1
 
 
+def test_an_answer_is_history_of_the_next_turn(client, tokenizer):
+    messages = [{"role": "user", "content": PROMPT}]
+    first = client.chat.completions.create(model="micro", messages=messages, max_tokens=5).choices[0].message
+    question = {"role": "user", "content": "more"}
+    answer = client.chat.completions.create(model="micro", messages=[*messages, first, question], max_tokens=1)
+    prompt = f"User: {PROMPT}\n\nAssistant: {first.content}\n\nUser: more\n\nAssistant:"
+    assert answer.usage.prompt_tokens == len(tokenizer.encode(prompt)) + 1
+
+
 def test_a_streamed_chat(client):
     messages = [{"role": "user", "content": PROMPT}]
     whole = client.chat.completions.create(model="micro", messages=messages, max_tokens=30)

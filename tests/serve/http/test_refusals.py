@@ -9,6 +9,7 @@ from tests.serve.http.conftest import wait_until
 
 COMPLETION = {"model": "micro", "prompt": "a"}
 CHAT = {"model": "micro", "messages": [{"role": "user", "content": "a"}]}
+ANSWER = {"role": "assistant", "content": "a"}
 
 
 def error_of(response: httpx.Response, status: int) -> dict:
@@ -84,6 +85,14 @@ def test_a_body_that_is_no_json_object(served, body, message):
          "messages.0.content must be a text, or a list of parts of type text"),
         ("chat/completions", {**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
          "messages.0.content", "messages.0.content must be a text, or a list of parts of type text"),
+        ("chat/completions", {**CHAT, "messages": [ANSWER | {"refusal": "No."}]}, "messages.0.refusal",
+         "messages.0.refusal must be empty, not 'No.'"),
+        ("chat/completions", {**CHAT, "messages": [ANSWER | {"tool_calls": [{}]}]}, "messages.0.tool_calls",
+         "messages.0.tool_calls must be empty, not a list of 1 items"),
+        ("chat/completions", {**CHAT, "messages": [ANSWER | {"audio": {"id": "a"}}]}, "messages.0.audio",
+         "messages.0.audio must be empty, not an object of 1 fields"),
+        ("chat/completions", {**CHAT, "messages": [ANSWER | {"mood": None}]}, "messages.0.mood",
+         "messages.0.mood is unknown, or not supported here"),
         ("chat/completions", {**CHAT, "tools": [{}]}, "tools", "tools must be empty"),
         ("chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, "response_format.type",
          "response_format.type must be 'text', not 'json_object'"),
@@ -95,6 +104,13 @@ def test_a_field_that_is_wrong_or_not_supported(served, path, body, param, messa
     assert error["param"] == param
     assert message in error["message"]
     assert served.is_idle()
+
+
+def test_fields_of_an_answer_that_are_empty_are_history(served):
+    empty = {"refusal": None, "tool_calls": [], "function_call": None, "annotations": [], "audio": None}
+    message = {**ANSWER, **empty, "reasoning_content": None}
+    body = {**CHAT, "messages": [*CHAT["messages"], message, *CHAT["messages"]], "max_tokens": 1}
+    assert post(served, "chat/completions", body).status_code == 200
 
 
 def test_a_wrong_field_of_a_stream_has_its_status_too(served):
