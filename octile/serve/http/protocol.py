@@ -11,16 +11,19 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from octile.serve.http.errors import ApiError
 from octile.serve.request import MAX_LOGPROBS, MAX_STOPS, MAX_TOP_K, Sampling
 from octile.validation import MAX_SEED, quoted
 
 MAX_CHOICES = 128  # OpenAI's limit of n
+MAX_PROMPTS = MAX_MESSAGES = MAX_PARTS = 2048
 NEEDED = {  # what pydantic would describe one member of the union after the other
-    "prompt": "a text, a list of texts, a list of tokens, or a list of lists of tokens",
+    "prompt": "a text, a list of texts, a list of tokens, or a list of lists of tokens, "
+    f"of at most {MAX_PROMPTS} prompts",
     "stop": f"a text, or a list of at most {MAX_STOPS} texts, none of them empty",
-    "content": "a text, or a list of parts of type text",
+    "content": f"a text, or a list of parts of type text, at most {MAX_PARTS}",
 }
 
 WORDING = {  # pydantic's name of an error: what the field must be
@@ -37,17 +40,26 @@ WORDING = {  # pydantic's name of an error: what the field must be
     "less_than": "below {lt}",
     "less_than_equal": "at most {le}",
     "too_short": "a list of at least {min_length}",
+    "too_long": "a list of at most {max_length}",
     "literal_error": "{expected}",
 }
 
+# a list is read up to its first error: millions of them would be described before the first one is reported
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-Stops = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS)]
+Tokens = Annotated[list[TokenId], Field(fail_fast=True)]
+Stops = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS, fail_fast=True)]
 
 
 class Body(BaseModel):
     """A JSON object whose fields have exactly their types, and which has no other fields."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
+
+    @model_validator(mode="after")
+    def _has_no_other_fields(self) -> Self:
+        if self.model_extra:  # extra="forbid" would describe each of them
+            raise PydanticCustomError("unknown_field", "{name}", {"name": next(iter(self.model_extra))})
+        return self
 
 
 class StreamOptions(Body):
@@ -82,7 +94,7 @@ class Generation(Body):
     # accepted with the value that changes nothing
     frequency_penalty: float | None = 0.0
     presence_penalty: float | None = 0.0
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _is_supported(self) -> Self:
@@ -124,7 +136,12 @@ class Generation(Body):
 class CompletionBody(Generation):
     """The body of POST /v1/completions."""
 
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: (
+        str
+        | Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+        | Tokens
+        | Annotated[list[Tokens], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+    )
     max_tokens: Annotated[int, Field(ge=1)] | None = 16
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = False
@@ -161,7 +178,7 @@ class Message(Body):
     """A message of a conversation; a developer's has the same place as the system's."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     name: str | None = None
     tool_call_id: str | None = None
 
@@ -195,7 +212,7 @@ class TextFormat(Body):
 class ChatBody(Generation):
     """The body of POST /v1/chat/completions. Tools and formats of the answer are not supported."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -252,7 +269,8 @@ def describe(error: ValidationError) -> tuple[str, str | None]:
             return message, message.split()[0]
         case "missing":
             return f"{field} is missing", field
-        case "extra_forbidden":
+        case "unknown_field":
+            field = ".".join([*where, context["name"]])
             return f"{field} is unknown, or not supported here", field
         case "model_type" | "model_attributes_type":
             return f"{field or 'the body'} must be an object, not {given}", field or None

@@ -1,0 +1,68 @@
+"""Bodies of which every item is wrong, or that have very many items: little is done before they are refused."""
+
+import json
+
+import pytest
+
+pytest.importorskip("fastapi", reason="octile[serve] is not installed")
+
+from pydantic import ValidationError
+
+from octile.serve.http.errors import ApiError
+from octile.serve.http.protocol import ChatBody, CompletionBody, parse
+
+MANY = 5000
+UNKNOWN = {f"field{i}": 0 for i in range(MANY)}
+TEXT = {"type": "text", "text": "a"}
+
+
+def user(**fields) -> list[dict]:
+    return [{"role": "user", **fields}]
+
+
+def completion(**fields) -> tuple[type, dict]:
+    return CompletionBody, {"model": "micro", "prompt": "a", **fields}
+
+
+def chat(**fields) -> tuple[type, dict]:
+    return ChatBody, {"model": "micro", "messages": user(content="a"), **fields}
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (completion(prompt=[{}] * MANY), "prompt must be a text, a list of texts"),
+        (completion(prompt=[[{}]] * MANY), "prompt must be a text, a list of texts"),
+        (completion(prompt=[[{}] * MANY]), "prompt must be a text, a list of texts"),
+        (completion(prompt=["a"] * MANY), "or a list of lists of tokens, of at most 2048 prompts"),
+        (completion(prompt=[[]] * MANY), "or a list of lists of tokens, of at most 2048 prompts"),
+        (completion(stop=[0] * MANY), "stop must be a text, or a list of at most 16 texts"),
+        (completion(logit_bias=dict.fromkeys(UNKNOWN, "a")), "logit_bias must be empty, not an object of 5000 fields"),
+        (completion(**UNKNOWN), "field0 is unknown, or not supported here"),
+        (completion(stream=True, stream_options=UNKNOWN), "stream_options.field0 is unknown, or not supported here"),
+        (chat(messages=[{}] * MANY), "messages.0.role is missing"),
+        (chat(messages=user(content="a") * MANY), "messages must be a list of at most 2048, not a list of 5000 items"),
+        (chat(messages=user(content="a", **UNKNOWN)), "messages.0.field0 is unknown, or not supported here"),
+        (chat(messages=user(content=[{}] * MANY)), "messages.0.content must be a text, or a list of parts"),
+        (chat(messages=user(content=[TEXT] * MANY)), "a list of parts of type text, at most 2048"),
+        (chat(messages=user(content=[{**TEXT, **UNKNOWN}])), "messages.0.content must be a text, or a list of parts"),
+        (chat(response_format={"type": "text", **UNKNOWN}), "response_format.field0 is unknown, or not supported here"),
+    ],
+    ids=lambda value: None if isinstance(value, tuple) else value,
+)
+def test_a_body_with_very_many_errors_is_refused_for_the_first(body, message):
+    form, fields = body
+    content = json.dumps(fields).encode()
+    with pytest.raises(ValidationError) as caught:
+        form.model_validate_json(content)
+    assert caught.value.error_count() <= 4  # one for each member of a union
+    with pytest.raises(ApiError) as refused:
+        parse(form, content)
+    assert message in refused.value.message
+    assert refused.value.param is not None
+    assert refused.value.message.startswith(refused.value.param)
+
+
+def test_as_many_tokens_as_a_context_has_are_one_prompt():
+    form, fields = completion(prompt=[5] * 160_000)
+    assert parse(form, json.dumps(fields).encode()).prompts == [[5] * 160_000]
