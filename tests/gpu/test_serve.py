@@ -131,6 +131,20 @@ def test_paged_attention_has_the_references_values(heads: int, cache_dtype: torc
     assert not found[3].any()
 
 
+@pytest.mark.parametrize("n_splits", [0, 1, 5, 128])
+def test_paged_attention_hides_no_nan(n_splits: int):
+    lengths = torch.tensor([1, 0, 1000, 4096], dtype=torch.int32).cuda()
+    pages = torch.arange(4 * 64).int().view(4, 64).cuda()
+    cache, q = torch.randn(4 * 64, 64, 576).bfloat16().cuda(), torch.randn(4, 16, 576).bfloat16().cuda()
+    before = paged_attention(q, cache, pages, lengths, 512, 0.02, n_splits)
+    cache[0, 1, 0] = torch.nan  # after row 0's end
+    cache[2 * 64 + 15, 3, 511] = torch.nan  # row 2's position 963
+    cache[3 * 64, 0, 575] = torch.nan  # row 3's first position
+    found = paged_attention(q, cache, pages, lengths, 512, 0.02, n_splits)
+    assert found[2:].isnan().all()
+    assert torch.equal(found[:2], before[:2])
+
+
 def test_rows_of_a_gemm_in_high_precision_do_not_depend_on_each_other():
     a, w = torch.randn(3, 200, 512).cuda().bfloat16(), torch.randn(3, 130, 512).cuda().bfloat16()
     together = row_invariant_matmul_nt(a, w, torch.float32)

@@ -5,8 +5,9 @@
                      it multiplies queries and keys, and the softmax's weights and latents, with a running maximum
     merge_splits     a program takes a row and a head, and adds the splits' results in the order of the positions
 
-The splits of a row follow from its own length: equally many pages each, the last ones fewer or none. Grids follow from
-shapes, so both can be captured in a CUDA graph.
+The splits of a row follow from its own length: equally many pages each, the last ones fewer or none. A split without
+positions has the logarithm -inf and no result. A split whose scores are NaN has NaN for both, and so has its row. Grids
+follow from shapes, so both can be captured in a CUDA graph.
 """
 
 import torch
@@ -123,7 +124,7 @@ def attend_pages(
     if MERGED:
         tl.store(o + out[:, None] * C + c[None, :], result.to(o.dtype.element_ty), mask=mask)
     else:
-        tl.store(o + ((out * n_splits + split) * C)[:, None] + c[None, :], result, mask=mask & (total > 0)[:, None])
+        tl.store(o + ((out * n_splits + split) * C)[:, None] + c[None, :], result, mask=mask & (total != 0)[:, None])
         tl.store(lse + out * n_splits + split, highest + tl.log2(total), mask=h < heads)
 
 
@@ -139,7 +140,7 @@ def merge_splits(partial, lse, o, heads, n_splits, C: tl.constexpr, CS: tl.const
     sums = tl.zeros([CS], tl.float32)
     for split in range(n_splits):
         of_split = tl.load(lse + out * n_splits + split)
-        if of_split > float("-inf"):
+        if of_split != float("-inf"):  # NaN is not skipped
             share = tl.exp2(of_split - highest)
             total += share
             sums += share * tl.load(partial + (out * n_splits + split) * C + c, mask=c < C, other=0.0)

@@ -1,10 +1,13 @@
 """The kernels of paged attention against the reference, for any number of splits."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
 
 from octile.kernels.triton import paged_attention as kernel
+from octile.ops.latent_cache import PAGE, fp8_rows
 from octile.ops.paged_attention import paged_attention
 from tests.ops.paged_caches import filled_cache
 
@@ -43,3 +46,46 @@ def test_a_row_does_not_depend_on_other_rows():
     for row in range(5):
         alone = kernel.launch(q[row : row + 1], cache, PAGES[row : row + 1], LENGTHS[row : row + 1], 40, 0.1, 2)
         assert torch.equal(alone[0], together[row])
+
+
+@pytest.fixture
+def new_memory_is_nan() -> Iterator[None]:
+    """PyTorch fills memory that is allocated and not written with NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def put_nan(cache: Tensor, page: int, place: int, c: int) -> None:
+    """Make the position's last latent NaN; in FP8 its tile's scale."""
+    if cache.dtype == torch.uint8:
+        fp8_rows(cache, c)[1][page, place, -1] = torch.nan
+    else:
+        cache[page, place, c - 1] = torch.nan
+
+
+@pytest.mark.usefixtures("new_memory_is_nan")
+@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize(("n_splits", "position"), [(1, 100), (2, 0), (4, 100), (7, 199)])
+def test_a_nan_in_one_position_of_a_text_makes_its_row_nan(cache_dtype: torch.dtype, n_splits: int, position: int):
+    """Whichever of the splits it lies in; with 7 splits some have no position, and their results are not read."""
+    q, cache = queries(3, 48), filled_cache(20, 40, 8, cache_dtype)
+    before = kernel.launch(q, cache, PAGES, LENGTHS, 40, 0.1, n_splits)
+    put_nan(cache, int(PAGES[4, position // PAGE]), position % PAGE, 40)
+    found = kernel.launch(q, cache, PAGES, LENGTHS, 40, 0.1, n_splits)
+    assert torch.equal(found.isnan(), paged_attention.reference(q, cache, PAGES, LENGTHS, 40, 0.1).isnan())
+    assert found[4].isnan().all()
+    assert torch.equal(found[:4], before[:4])
+
+
+@pytest.mark.usefixtures("new_memory_is_nan")
+@pytest.mark.parametrize("n_splits", [1, 2, 7])
+def test_a_nan_in_a_query_makes_its_head_nan_unless_it_attends_to_nothing(n_splits: int):
+    q, cache = queries(3, 48), filled_cache(20, 40, 8, torch.float32)
+    before = kernel.launch(q, cache, PAGES, LENGTHS, 40, 0.1, n_splits)
+    q[:, 1, 47] = torch.nan
+    found = kernel.launch(q, cache, PAGES, LENGTHS, 40, 0.1, n_splits)
+    assert torch.equal(found.isnan(), paged_attention.reference(q, cache, PAGES, LENGTHS, 40, 0.1).isnan())
+    assert found[[0, 1, 2, 4], 1].isnan().all()
+    assert not found[3].any()
+    assert torch.equal(found[:, ::2], before[:, ::2])
