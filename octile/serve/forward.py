@@ -83,7 +83,7 @@ class Step(NamedTuple):
         pages: int32 [decode rows, M], of each row's request.
         lengths: int32 [decode rows], positions that each attends to: its own and those before.
         context: int64, the slots of all positions that prefill chunks attend to, chunk after chunk.
-        prefills: the chunks after the decode rows.
+        prefills: the chunks after the decode rows, in pieces whose keys and values are in memory at once.
     """
 
     tokens: Tensor
@@ -92,7 +92,7 @@ class Step(NamedTuple):
     pages: Tensor
     lengths: Tensor
     context: Tensor | None
-    prefills: Sequence[PrefillGroup]
+    prefills: Sequence[Sequence[PrefillGroup]]
 
 
 class Rows(NamedTuple):
@@ -190,8 +190,9 @@ class Forward:
         n_decode, parts = len(step.lengths), []
         if n_decode:
             parts.append(self._absorbed(q_THX[:n_decode], layer, w, step))
-        if step.context is not None:
-            parts += self._naive(q_THX, layer, w, step.context, step.prefills)
+        for piece in step.prefills:
+            assert step.context is not None
+            parts += self._naive(q_THX, layer, w, step.context, piece)
         o_TV = (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
         return self._nt(self._rows(o_TV, w.o), w.o)
 
@@ -209,12 +210,14 @@ class Forward:
     def _naive(
         self, q_THX: Tensor, layer: int, w: AttentionWeights, context: Tensor, groups: Sequence[PrefillGroup]
     ) -> list[Tensor]:
-        """Attend from each chunk's rows to the positions before them: [rows, H, V] of each group.
+        """Attend from the rows of a piece's chunks to the positions before them: [rows, H, V] of each group.
 
-        Keys and values of all chunks are computed by one GEMM, and chunks of one size attend together.
+        Keys and values of all its chunks are computed by one GEMM, and chunks of one size attend together.
         """
         c = self.weights.config
-        latent_LC, rope_LR = self.cache.read(layer, context, q_THX.dtype)
+        first = groups[0].first_position
+        n_positions = sum(group.n_chunks * group.positions for group in groups)
+        latent_LC, rope_LR = self.cache.read(layer, context.narrow(0, first, n_positions), q_THX.dtype)
         kv_LHY = self._nt(self._rows(latent_LC, w.kv_up), w.kv_up).unflatten(-1, (c.num_attention_heads, -1))
         k_LHN, v_LHV = kv_LHY.split([c.qk_nope_head_dim, c.v_head_dim], dim=-1)
         k_LHX = torch.cat((k_LHN, rope_LR[:, None].expand(-1, k_LHN.shape[1], -1)), dim=-1)
@@ -223,7 +226,7 @@ class Forward:
             shape = group.n_chunks, -1
             q_BSHX = q_THX.narrow(0, group.first_row, group.n_chunks * group.rows).unflatten(0, shape)
             k_BLHX, v_BLHV = (
-                t.narrow(0, group.first_position, group.n_chunks * group.positions).unflatten(0, shape)
+                t.narrow(0, group.first_position - first, group.n_chunks * group.positions).unflatten(0, shape)
                 for t in (k_LHX, v_LHV)
             )
             attend = attention_to_all if group.rows == group.positions else attend_last

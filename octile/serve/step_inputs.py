@@ -2,6 +2,9 @@
 
 Decode rows come first: the rows of chunks that attend in the absorbed form, a row for each token. A step of decode rows
 alone can be padded to a size, for a CUDA graph, or to whole blocks of rows.
+
+Prefill chunks attend in pieces, whose keys and values are in memory at once. A step has a limited number of tokens, but
+chunks with few tokens may attend to many positions each: those that share a long beginning.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from octile.serve.batch import Chunk
 from octile.serve.forward import PrefillGroup, Step
 
 MAX_DECODE_TOKENS = 8  # of a chunk that attends in the absorbed form: a token, or some drafts to be verified
+CONTEXT_POSITIONS = 2**14  # of a piece: more only if the step has more tokens, or for one chunk
 BLOCK_ROWS = 16  # in batch-invariant mode a CPU computes whole blocks of rows
 
 
@@ -137,7 +141,7 @@ def mixed_step(layout: Layout, block_rows: int, device: torch.device) -> Step:
         positions=positions_T,
         slots=slots_T,
         context=torch.cat(contexts).to(device),
-        prefills=_groups(chunks, n_rows),
+        prefills=_pieces(_groups(chunks, n_rows), max(CONTEXT_POSITIONS, len(tokens_T))),
     )
 
 
@@ -155,3 +159,26 @@ def _groups(chunks: Sequence[Chunk], first_row: int) -> list[PrefillGroup]:
         groups.append(PrefillGroup(n, size, start + size, first_row, first_position))
         first_row, first_position = first_row + n * size, first_position + n * (start + size)
     return groups
+
+
+def _pieces(groups: Sequence[PrefillGroup], n_positions: int) -> list[list[PrefillGroup]]:
+    """Divide groups into pieces of at most n_positions positions, or of one chunk."""
+    pieces, left = [list[PrefillGroup]()], n_positions
+    for group in groups:
+        while group.n_chunks:
+            n = min(group.n_chunks, left // group.positions)
+            if n < 1 and pieces[-1]:
+                pieces.append([])
+                left = n_positions
+                continue
+            n = max(n, 1)
+            pieces[-1].append(group._replace(n_chunks=n))
+            left -= n * group.positions
+            group = PrefillGroup(
+                group.n_chunks - n,
+                group.rows,
+                group.positions,
+                group.first_row + n * group.rows,
+                group.first_position + n * group.positions,
+            )
+    return pieces

@@ -10,8 +10,11 @@ from torch import Tensor
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.weight_cache import frozen_weights
 from octile.recipe import Recipe
+from octile.serve import step_inputs
 from octile.serve.batch import Batch, Chunk
+from octile.serve.latent_pages import LatentPages
 from octile.serve.model_runner import ModelRunner
+from octile.serve.step_inputs import CONTEXT_POSITIONS, Layout, mixed_step
 from tests.serve.models import CONFIG, Texts, new_model, text
 
 N_PAGES = 40
@@ -126,6 +129,58 @@ def test_chunks_of_one_size_attend_together_and_each_to_its_own_text():
     texts = Texts(ModelRunner(model, N_PAGES), prompts).run(30, 20, 30, 20, 20, 2).run(30, 20, 30, 40, 20, 3)
     for tokens, logits in zip(prompts, texts.logits, strict=True):
         assert error(logits, forward(model, tokens)) < FP32_ERROR
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many positions the keys and values of each GEMM have."""
+    read, sizes = LatentPages.read, list[int]()
+
+    def count(self: LatentPages, layer: int, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        sizes.append(len(slots))
+        return read(self, layer, slots, dtype)
+
+    monkeypatch.setattr(LatentPages, "read", count)
+    return sizes
+
+
+def test_chunks_that_share_a_long_beginning_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch, reads: list[int]):
+    """A step has few new tokens then, and many positions that they attend to."""
+    model, beginning = new_model(fp8=False), text(128)
+    runner = ModelRunner(model, N_PAGES)
+    first = Texts(runner, [beginning + text(70, 1)]).run(128)
+    free = sorted(set(range(N_PAGES)) - set(first.pages[0]))
+    rest = [text(n, seed) for seed, n in enumerate((9, 9, 9, 9, 9, 20, 20, 70))]
+    chunks = [
+        Chunk(tokens, 128, first.pages[0][:2] + array("i", free[2 * i : 2 * i + 2]), len(tokens))
+        for i, tokens in enumerate(rest)
+    ]
+    expected = [forward(model, beginning + tokens)[128:] for tokens in rest]
+    del reads[:]
+    whole = runner.run(Batch(chunks)).logits
+    assert reads == [5 * 137 + 2 * 148 + 198] * CONFIG.num_hidden_layers
+    del reads[:]
+    monkeypatch.setattr(step_inputs, "CONTEXT_POSITIONS", 300)
+    in_pieces = runner.run(Batch(chunks)).logits
+    assert reads == [2 * 137, 2 * 137, 137 + 148, 148, 198] * CONFIG.num_hidden_layers
+    assert error(in_pieces, torch.cat(expected)) < FP32_ERROR
+    assert error(in_pieces, whole) < FP32_ERROR
+    del reads[:]
+    monkeypatch.setattr(step_inputs, "CONTEXT_POSITIONS", 100)  # less than the 155 rows, and than a chunk
+    runner.run(Batch(chunks))
+    assert reads == [137, 137, 137, 137, 137, 148, 148, 198] * CONFIG.num_hidden_layers
+
+
+def test_the_positions_of_a_piece_are_bounded_by_the_steps_tokens_and_a_constant():
+    """64 requests with 20 new tokens each after the same 4096."""
+    shared = array("i", range(64))
+    chunks = [Chunk(text(20, i), 4096, shared + array("i", [64 + i]), 1) for i in range(64)]
+    step = mixed_step(Layout.of(chunks, absorbed_only=False), 1, torch.device("cpu"))
+    assert step.context is not None
+    assert len(step.context) == 64 * 4116
+    sizes = [sum(group.n_chunks * group.positions for group in piece) for piece in step.prefills]
+    assert sum(sizes) == 64 * 4116
+    assert max(sizes) <= CONTEXT_POSITIONS
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
