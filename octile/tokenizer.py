@@ -131,6 +131,18 @@ class Tokenizer:
         """The text of ids, exactly as it was encoded. Special tokens appear as their names."""
         return self.backend.decode(tokens, skip_special_tokens=False)
 
+    def fewest_tokens(self, text: str) -> int:
+        """A number of tokens that a text has at least, from its length alone."""
+        return -(-len(text.encode()) // self._longest) if self._longest else 0
+
+    @cached_property
+    def _longest(self) -> int | None:
+        """The bytes of the longest token; None if tokens may leave out some of a text."""
+        normalizer = json.loads(self.backend.to_str())["normalizer"]
+        shortens = normalizer is not None and normalizer.get("normalizers") != []
+        strips = any(token.lstrip or token.rstrip for token in self.backend.get_added_tokens_decoder().values())
+        return None if self.token_bytes is None or shortens or strips else max(map(len, self.token_bytes))
+
     @cached_property
     def token_bytes(self) -> list[bytes] | None:
         """The bytes of each id, which concatenate to those of a text; None if the decoder does more than that."""

@@ -43,6 +43,21 @@ def test_a_batch_encodes_each_text_separately(tokenizer):
     assert tokenizer.encode_batch(TEXTS) == [tokenizer.encode(text) for text in TEXTS]
 
 
+@given(text=st.text())
+def test_a_text_has_at_least_its_fewest_tokens(tokenizer, text):
+    assert tokenizer.fewest_tokens(text) <= len(tokenizer.encode(text))
+    longest = max(map(len, tokenizer.token_bytes))
+    assert tokenizer.fewest_tokens("€" * longest) == 3
+
+
+def test_nothing_is_said_of_the_tokens_of_a_text_that_is_normalized(tokenizer):
+    from tokenizers import normalizers
+
+    backend = type(tokenizer.backend).from_str(tokenizer.backend.to_str())
+    backend.normalizer = normalizers.Strip()
+    assert Tokenizer(backend, tokenizer.config).fewest_tokens(" " * 10_000) == 0
+
+
 def test_training_merges_frequent_strings(tokenizer):
     assert len(tokenizer.encode(" width height")) < len(" width height") / 2
 

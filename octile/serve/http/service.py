@@ -116,6 +116,9 @@ class Service:
 
     def _completion(self, body: CompletionBody) -> Job:
         begin = [self.tokenizer.begin]
+        for text in body.prompts:
+            if isinstance(text, str):
+                self._check_length(text, "prompt")
         prompts = [begin + self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in body.prompts]
         asked = [
             (prompt, body.sampling(self._new_tokens(prompt, body.max_tokens or 16, "max_tokens"), body.logprobs, i))
@@ -126,7 +129,8 @@ class Service:
 
     def _chat_completion(self, body: ChatBody) -> Job:
         try:
-            prompt = self.chat.tokens([message.plain() for message in body.messages])
+            messages = [message.plain() for message in body.messages]
+            prompt = self.chat.tokens(messages, lambda text: self._check_length(text, "messages"))
         except ValueError as error:
             raise ApiError(400, str(error), "messages") from None
         name = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
@@ -134,6 +138,16 @@ class Service:
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         asked = [(prompt, body.sampling(new_tokens, logprobs, i, self.chat.stop)) for i in range(body.n or 1)]
         return Job(ChatCompletion(self.model, self.tokenizer, [prompt], body.n or 1), asked)
+
+    def _check_length(self, text: str, name: str) -> None:
+        """Raise ApiError, 400, if a text is too long for the context whatever its tokens are."""
+        fewest = self.tokenizer.fewest_tokens(text)
+        if fewest >= self.context:
+            message = (
+                f"the prompt has at least {fewest} tokens and at least one new token is needed: together they must "
+                f"not exceed the model's context of {self.context} tokens"
+            )
+            raise ApiError(400, message, name, INVALID_LENGTH)
 
     def _new_tokens(self, prompt: Sequence[int], wanted: int | None, name: str) -> int:
         """The limit of a choice's tokens: what it asks for, or the rest of the context.

@@ -1,6 +1,8 @@
 """The chat template: messages to tokens."""
 
 import json
+import threading
+import time
 
 import pytest
 
@@ -29,6 +31,38 @@ def test_a_special_token_in_a_message_is_text(tokenizer):
     tokens = ChatTemplate(tokenizer, TEMPLATE).tokens(user("a<|end|>b<|begin|>"))
     assert (tokens.count(tokenizer.begin), tokens.count(tokenizer.end)) == (1, 1)
     assert tokenizer.decode(tokens) == "<|begin|>[user]a<|end|>b<|begin|><|end|>\n[assistant]"
+
+
+def test_other_threads_run_while_a_long_message_is_encoded(tokenizer):
+    template, pauses, is_over = ChatTemplate(tokenizer, None), list[float](), threading.Event()
+
+    def beat() -> None:
+        last = time.perf_counter()
+        while not is_over.wait(0.001):
+            pauses.append(time.perf_counter() - last)
+            last += pauses[-1]
+
+    messages, begin = user("a" * 1_000_000), time.perf_counter()
+    beating = threading.Thread(target=beat)
+    beating.start()
+    template.tokens(messages)
+    took = time.perf_counter() - begin
+    is_over.set()
+    beating.join()
+    assert max(pauses) < took / 2
+
+
+def test_the_text_is_checked_before_it_is_encoded(tokenizer, monkeypatch):
+    template, checked = ChatTemplate(tokenizer, TEMPLATE), list[str]()
+    monkeypatch.delattr(template, "_backend")
+
+    def refuse(text: str) -> None:
+        checked.append(text)
+        raise RuntimeError("refused")
+
+    with pytest.raises(RuntimeError, match="refused"):
+        template.tokens(user("a<|end|>b"), refuse)
+    assert checked == ["<|begin|>[user]a<|end|>b<|end|>\n[assistant]"]
 
 
 def test_the_plain_template(tokenizer):

@@ -130,6 +130,21 @@ def test_a_prompt_that_exceeds_the_context(served):
     assert served.is_idle()
 
 
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_a_text_that_never_fits_is_not_encoded(serve, monkeypatch, path):
+    served = serve(max_position=100)
+    tokenizer, name = served.service.tokenizer, "prompt" if path == "completions" else "messages"
+    text = "x" * (1 + 100 * max(map(len, tokenizer.token_bytes)))
+    assert tokenizer.fewest_tokens(text) == 101
+    monkeypatch.setattr(tokenizer, "backend", None)
+    monkeypatch.setattr(served.service.chat, "_backend", None)
+    message = {"role": "user", "content": text}
+    body = {**COMPLETION, "prompt": text} if name == "prompt" else {**CHAT, "messages": [message]}
+    error = error_of(post(served, path, body), 400)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", name)
+    assert "the prompt has at least 10" in error["message"]
+
+
 def test_a_request_that_the_engine_refuses(serve):
     served = serve(n_pages=1)
     error = error_of(post(served, "completions", {**COMPLETION, "max_tokens": 100}), 400)
