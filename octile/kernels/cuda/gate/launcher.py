@@ -22,12 +22,13 @@ from octile.kernels.memory_layout import VECTOR
 from octile.routing import EPS
 
 MIN_TOKENS = 2048  # with fewer, programs of all their experts leave SMs idle
-MAX_COLUMNS = 192  # experts times terms of the weight: the accumulators of 64 tokens fit into registers
+MAX_EXPERTS = 64  # of more, choice and accumulators spill registers; of up to 64 it was compared with other kernels
 MAX_CHOSEN = 16
 BLOCK_K, ROW_BYTES = 64, 128  # columns of a k-block, and bytes of its rows
 WARPGROUP_M = 64  # tokens of a warpgroup
 MAX_KEYS = 1024
 TERMS = 3  # BF16 numbers that sum to one FP32 number
+MAX_COLUMNS = MAX_EXPERTS * TERMS
 UNKNOWN = VECTOR  # stands for a map's pointer until the launch; it is aligned
 
 
@@ -62,9 +63,11 @@ def why_unsupported(
     x: Tensor, weight: Tensor, bias: Tensor | None, n_chosen: int, n_group: int, topk_group: int, *_: Any
 ) -> str | None:
     """Return why this kernel does not compute a gate; None: it does. Arguments as of `launch`."""
-    n_experts, columns = len(weight), _parts(weight) * len(weight)
-    if n_experts % 8 or columns > MAX_COLUMNS:
-        return f"{n_experts} experts are not a multiple of 8, or {columns} rows of terms are more than {MAX_COLUMNS}"
+    n_experts = len(weight)
+    if n_experts > MAX_EXPERTS:
+        return f"{n_experts} experts are more than {MAX_EXPERTS}"
+    if n_experts % 8:
+        return f"{n_experts} experts are not a multiple of 8"
     if topk_group < n_group and n_group % 4:
         return f"{n_group} groups are not a multiple of 4"
     if n_chosen > MAX_CHOSEN:

@@ -108,15 +108,17 @@ def test_ties_zeros_and_nan_are_ordered_as_in_the_reference(settings: tuple[Any,
 
 
 def _call(t: int = 2048, d: int = 64, e: int = 16, k: int = 4, groups: int = 1, **others: Any) -> str | None:
-    x = others.get("x", torch.empty(t, d))
-    return launcher.why_unsupported(x, torch.empty(e, d), others.get("bias"), k, groups, 1, 1, "sigmoid", True, 1.0)
+    x, weight = others.get("x", torch.empty(t, d)), torch.empty(e, d, dtype=others.get("dtype", torch.float32))
+    return launcher.why_unsupported(x, weight, others.get("bias"), k, groups, 1, 1, "sigmoid", True, 1.0)
 
 
 @pytest.mark.parametrize(
     ("call", "reason"),
     [
         ({"e": 12}, "12 experts are not a multiple of 8"),
-        ({"e": 72}, "216 rows of terms are more than 192"),
+        ({"e": 72}, "72 experts are more than 64"),
+        ({"e": 72, "dtype": torch.bfloat16}, "72 experts are more than 64"),
+        ({"e": 192, "dtype": torch.bfloat16}, "192 experts are more than 64"),
         ({"groups": 2}, "2 groups are not a multiple of 4"),
         ({"e": 32, "k": 17}, "17 experts of a token are more than 16"),
         ({"t": 2047}, "2047 tokens are fewer than 2048"),
