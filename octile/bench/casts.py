@@ -15,7 +15,7 @@ All three times are measured in the same run. A pass is a kernel that needs a re
 What is counted (T tokens of width D, E experts):
 
     gate                     6·T·D·E FLOPs: an FP32 weight is three BF16 terms (`octile.ops.gate`)
-    gate backward            12·T·D·E FLOPs: three products of terms for dx, three for the weight; two passes, since the
+    gate backward            18·T·D·E FLOPs: six products of terms for dx, three for the weight; two passes, since the
                              gradient of the weight is a sum over all tokens
     RMSNorm backward,        two passes: a sum over all rows
     norms of gradients
@@ -139,7 +139,7 @@ def _flops(what: str, inputs: Sequence[Tensor]) -> int:
     """Count the FLOPs of the operator's GEMMs of BF16 terms."""
     if what not in goals.GATE:
         return 0
-    (x, weight), products = (inputs[:2], 3) if what == "gate" else (inputs[4:6], 6)
+    (x, weight), products = (inputs[:2], 3) if what == "gate" else (inputs[4:6], 9)
     return 2 * x.numel() * len(weight) * products
 
 

@@ -62,7 +62,7 @@ MOVED, COPY, SMALLEST_COPY = 4800, 10.0, 0.5
         (GATE, 1e6, (BOUND_OF_BYTES, COPY)),
         (GATE, 100.0, (BOUND_OF_FLOPS, 6 * 30 * 20 * 4 / 100)),
         (GATE_BACKWARD, 1e6, (BOUND_OF_BYTES, COPY + SMALLEST_COPY)),
-        (GATE_BACKWARD, 100.0, (BOUND_OF_FLOPS, 12 * 30 * 20 * 4 / 100 + SMALLEST_COPY)),
+        (GATE_BACKWARD, 100.0, (BOUND_OF_FLOPS, 18 * 30 * 20 * 4 / 100 + SMALLEST_COPY)),
         (("RMSNorm backward", [X, X]), 100.0, (BOUND_OF_BYTES, COPY + SMALLEST_COPY)),
         (("quantize all×all", [X]), 100.0, (BOUND_OF_BYTES, 1.5 * COPY + SMALLEST_COPY)),
         (("quantize 1×128", [X]), 100.0, None),

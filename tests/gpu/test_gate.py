@@ -9,6 +9,7 @@ from octile.ops.gate import DY_TERMS, TERMS, bfloat16_terms, gate, gate_backward
 from octile.ops.top_experts import top_experts
 from tests.nn.gates import V2, V2_LITE, V3
 from tests.nn.gates import gate as gate_module
+from tests.ops.test_gate import assert_as_close_as_rounded, canceling
 
 T, E, D = 300, 64, 7168
 MANY = 2100  # tokens, of which the gate's own kernels multiply those of up to 16 experts
@@ -43,6 +44,20 @@ def test_the_gemms_are_as_accurate_as_in_float32(weight: torch.dtype, n_experts:
         assert (found.double() - true).norm() <= 1e-5 * true.norm()
     true = dy.double() @ w.double()
     assert (dx.double() - true).norm() <= 1.01 * (true.bfloat16().double() - true).norm()
+
+
+@by_either
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_dx_is_as_close_as_its_rounding_where_products_cancel(weight_dtype: torch.dtype, t: int, n_experts: int):
+    from octile.kernels.triton import gate as kernel
+
+    # Of 1e-3 the sums of tensor cores, which truncate, would be farther; three products are, by 4%, of 1e-2, too.
+    dweights, logits, experts, weight = (tensor.cuda() for tensor in canceling(t, D, n_experts, spread=1e-2))
+    weight, settings = weight.to(weight_dtype), ("softmax", False, 1.0)
+    x = torch.zeros(t, D, dtype=torch.bfloat16, device="cuda")
+    dx, _ = gate_backward(dweights, None, logits, experts, x, weight, *settings)
+    dy = kernel.launch_backward(dweights, None, logits, experts, *settings)
+    assert_as_close_as_rounded(dx, dy, weight)
 
 
 @by_either

@@ -41,6 +41,24 @@ def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
+def canceling(t: int, d: int, n_experts: int, spread: float = 1e-3) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return dweights, logits and experts of a softmax gate, and a weight, of whose products most cancel in dx.
+
+    Over the experts the gradients of a token's logits sum to zero, and the experts' weights differ by `spread` only.
+    """
+    generator = torch.Generator().manual_seed(0)
+    dweights, logits, weight = (
+        torch.randn(size, generator=generator) for size in ((t, 4), (t, n_experts), (n_experts, d))
+    )
+    return dweights, logits, logits.topk(4).indices, 1 + spread * weight
+
+
+def assert_as_close_as_rounded(dx: Tensor, dy: Tensor, weight: Tensor) -> None:
+    """Check that dx is not farther from the exact product than this one rounded to BF16, but for 1%."""
+    exact = dy.double() @ weight.double()
+    assert (dx.double() - exact).norm() <= 1.01 * (exact.bfloat16().double() - exact).norm()
+
+
 def formula(logits: Tensor, bias: Tensor | None, settings: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     """Weights and experts, as torch's functions compute them from logits that require a gradient."""
     *choice, scoring_func, norm_topk_prob, factor = settings
@@ -184,11 +202,19 @@ def test_a_bfloat16_value_has_one_term():
 
 
 def test_every_product_of_terms_that_counts_is_computed_once():
-    products = [(i, j) for i in range(TERMS) for j in range(TERMS) if i + j < 2]  # those of 16 bits of dx
-    assert sorted(zip(DY_TERMS, WEIGHT_TERMS, strict=False)) == products
-    assert sorted(DY_TERMS[-TERMS:]) == [*range(TERMS)]
-    of_one_term = list(zip(DY_TERMS[1:], WEIGHT_TERMS[1:], strict=False))  # of a BF16 weight
-    assert sorted(of_one_term) == [(0, 0), (1, 0)]
+    products = [(i, j) for i in range(TERMS) for j in range(TERMS) if i + j < TERMS]  # those of 24 bits
+    assert sorted(zip(DY_TERMS, WEIGHT_TERMS, strict=True)) == products
+    of_one_term = list(zip(DY_TERMS[-TERMS:], WEIGHT_TERMS[-TERMS:], strict=True))  # of a BF16 weight
+    assert sorted(of_one_term) == [(0, 0), (1, 0), (2, 0)]
+
+
+@pytest.mark.parametrize(("dtype", "first"), [(torch.float32, 0), (torch.bfloat16, -TERMS)], ids=str)
+def test_dx_is_as_close_as_its_rounding_where_products_cancel(dtype: torch.dtype, first: int):
+    dweights, logits, experts, weight = canceling(100, 256, 64)
+    weight = weight.to(dtype)
+    dy = route_backward(dweights, None, logits, experts, "softmax", False, 1.0)
+    of_dy, of_weight = bfloat16_terms(dy.mT, DY_TERMS[first:]).mT, bfloat16_terms(weight, WEIGHT_TERMS[first:])
+    assert_as_close_as_rounded((of_dy.float() @ of_weight.float()).bfloat16(), dy, weight)
 
 
 GATE = {"x": tensor(5, 4), "weight": tensor(E, 4), "bias": None, **dict(zip("kgtb", (4, 4, 2, 2), strict=True))}

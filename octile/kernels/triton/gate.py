@@ -337,7 +337,7 @@ def gate_backward_gemms(
     e = tl.arange(0, COLUMNS)
     at = weight + e[:, None] * w_row + d.to(tl.int64)[None, :] * w_col
     value = tl.load(at, mask=(e < E)[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
-    w_1, w_2, _ = _terms(value)
+    w_1, w_2, w_3 = _terms(value)
     total = tl.zeros([COLS, COLUMNS], tl.float32)
     rest = total  # of the products with the second and the third term, 2⁻⁸ of the others
     for step in range(STEPS):
@@ -349,12 +349,13 @@ def gate_backward_gemms(
         own = (t < T)[:, None] & (e < E)[None, :]
         dy_1 = tl.load(of_logits, mask=own, other=0.0)
         dy_2 = tl.load(of_logits + E, mask=own, other=0.0)
+        dy_3 = tl.load(of_logits + 2 * E, mask=own, other=0.0)
         total = tl.dot(values, dy_1, total)
-        rest = tl.dot(values, dy_2, tl.dot(values, tl.load(of_logits + 2 * E, mask=own, other=0.0), rest))
-        of_x = tl.dot(dy_2, w_1)  # the smallest products first
+        rest = tl.dot(values, dy_2, tl.dot(values, dy_3, rest))
+        of_x = tl.dot(dy_3, w_1)  # the smallest products first
         if SPLIT:
-            of_x = tl.dot(dy_1, w_2, of_x)
-        of_x = tl.dot(dy_1, w_1, of_x)
+            of_x = tl.dot(dy_1, w_2, tl.dot(dy_2, w_2, tl.dot(dy_1, w_3, of_x)))
+        of_x = tl.dot(dy_1, w_1, tl.dot(dy_2, w_1, of_x))
         tl.store(dx + row * D + d[None, :], of_x.to(dx.dtype.element_ty), mask=inside)
     to = partials + (tl.program_id(1) * E + e[None, :]).to(tl.int64) * D + d[:, None]
     tl.store(to, total + rest, mask=(d < D)[:, None] & (e < E)[None, :])

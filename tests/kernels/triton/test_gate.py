@@ -13,7 +13,7 @@ from octile.kernels.triton import gate as kernel
 from octile.kernels.triton import launch_config
 from octile.ops.gate import DY_TERMS, TERMS, bfloat16_terms, gate, gate_backward, route, route_backward
 from tests.kernels.triton.comparison import assert_same, extreme
-from tests.ops.test_gate import E, every_setting
+from tests.ops.test_gate import E, assert_as_close_as_rounded, canceling, every_setting
 
 pytestmark = pytest.mark.usefixtures("gpu")
 T = 90
@@ -159,6 +159,16 @@ def test_gradients_with_the_gemms(
     expected_dx, expected_dweight = gate_backward(*arguments, weight, *settings[4:])
     torch.testing.assert_close(dx, expected_dx, rtol=2.0**-7, atol=2.0**-10)  # a last bit of BF16
     torch.testing.assert_close(dweight, expected_dweight, rtol=2.0**-15, atol=2.0**-15)
+
+
+@every_weight
+def test_dx_is_as_close_as_its_rounding_where_products_cancel(weight_dtype: torch.dtype):
+    dweights, logits, experts, weight = canceling(T, 200, 16)
+    weight, settings = weight.to(weight_dtype), ("softmax", False, 1.0)
+    x = torch.zeros(T, 200, dtype=torch.bfloat16)
+    dx, _ = kernel.launch_backward_with_gemms(dweights, None, logits, experts, x, weight, *settings)
+    dy = kernel.launch_backward(dweights, None, logits, experts, *settings)  # its exponential is not torch's
+    assert_as_close_as_rounded(dx, dy, weight)
 
 
 def test_strides_of_x_and_of_a_weight_do_not_matter_to_the_gemms():
