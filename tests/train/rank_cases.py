@@ -60,6 +60,13 @@ def check_close(found: list[dict], expected: list[dict], **tolerance: float) -> 
         assert [line[key] for line in found] == [line[key] for line in expected], key
 
 
+def check_close_losses(found: list[dict], expected: list[dict]) -> None:
+    """Check nine steps in FP8 with `SLOW`: on a CPU other micro-batches move losses by 0.015%, old weights by 0.16%."""
+    check_close(found, expected, rtol=2e-2, atol=1e-3)
+    for key in ("loss", "main_loss", "mtp_loss"):
+        assert [line[key] for line in found] == pytest.approx([line[key] for line in expected], rel=5e-4), key
+
+
 def check_same_everywhere(trainer: Trainer, lines: list[dict]) -> None:
     """All ranks report the same numbers, and have the same weights, but for experts that are spread."""
     hidden = ("seconds", "tokens_per_s", "flops_per_s", "mfu")
@@ -376,7 +383,7 @@ def check_captured(
     for _ in range(4):  # each gathers the weights of the one before
         own.launch()
     lines += own.read()
-    check_close(lines, steps(alone, len(lines)), rtol=2e-2, atol=1e-3)
+    check_close_losses(lines, steps(alone, len(lines)))
     check_same_everywhere(own, lines)
     assert own.captured.is_captured == (ep == 1 or exchange == "symmetric_memory")
     assert own.validate()["val_loss"] == pytest.approx(alone.validate()["val_loss"], rel=1e-2)
