@@ -31,16 +31,20 @@ class Answer(ABC):
         self._prompt_tokens, self._new_tokens = sum(map(len, prompts)), 0
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._choices = [self.empty(i) for i in range(len(prompts) * n)]
+        self._texts: list[list[str]] = [[] for _ in self._choices]  # of the whole response, joined at its end
 
     def add(self, index: int, output: Output) -> None:
         """Add what is new about a choice to the whole response."""
         self._count(output)
+        self._texts[index].append(output.text)
         self.extend(self._choices[index], output)
         if output.finish_reason is not None:
             self._choices[index]["finish_reason"] = str(output.finish_reason)
 
     def whole(self) -> dict[str, Any]:
         """The body of the whole response."""
+        for choice, texts in zip(self._choices, self._texts, strict=True):
+            self.set_text(choice, "".join(texts))
         return {**self._head, "object": self.whole_object, "choices": self._choices, "usage": self.usage()}
 
     def chunk(self, index: int, output: Output) -> dict[str, Any] | None:
@@ -83,7 +87,11 @@ class Answer(ABC):
 
     @abstractmethod
     def extend(self, choice: dict[str, Any], output: Output) -> None:
-        """Add text and log-probabilities to a choice of the whole response."""
+        """Add log-probabilities to a choice of the whole response, without a copy of those that it has."""
+
+    @abstractmethod
+    def set_text(self, choice: dict[str, Any], text: str) -> None:
+        """Set the text of a choice of the whole response."""
 
     @abstractmethod
     def part(self, index: int, output: Output) -> dict[str, Any]:
@@ -103,11 +111,16 @@ class Completion(Answer):
         return {"index": index, "text": "", "logprobs": None, "finish_reason": None}
 
     def extend(self, choice: dict[str, Any], output: Output) -> None:  # noqa: D102
-        choice["text"] += output.text
         if output.logprobs:
             new = self._logprobs(choice["index"], output.logprobs)
-            before = choice["logprobs"] or {key: [] for key in new}
-            choice["logprobs"] = {key: before[key] + new[key] for key in new}
+            if choice["logprobs"] is None:
+                choice["logprobs"] = new
+            else:
+                for key, values in new.items():
+                    choice["logprobs"][key] += values
+
+    def set_text(self, choice: dict[str, Any], text: str) -> None:  # noqa: D102
+        choice["text"] = text
 
     def part(self, index: int, output: Output) -> dict[str, Any]:  # noqa: D102
         logprobs = self._logprobs(index, output.logprobs) if output.logprobs else None
@@ -141,10 +154,13 @@ class ChatCompletion(Answer):
         return {"index": index, "message": message, "logprobs": None, "finish_reason": None}
 
     def extend(self, choice: dict[str, Any], output: Output) -> None:  # noqa: D102
-        choice["message"]["content"] += output.text
         if output.logprobs:
-            before = choice["logprobs"] or {"content": [], "refusal": None}
-            choice["logprobs"] = {**before, "content": before["content"] + self._content(output.logprobs)}
+            if choice["logprobs"] is None:
+                choice["logprobs"] = {"content": [], "refusal": None}
+            choice["logprobs"]["content"] += self._content(output.logprobs)
+
+    def set_text(self, choice: dict[str, Any], text: str) -> None:  # noqa: D102
+        choice["message"]["content"] = text
 
     def first_chunks(self) -> list[dict[str, Any]]:  # noqa: D102
         delta = {"role": "assistant", "content": "", "refusal": None}
