@@ -15,15 +15,20 @@ import pytest
 import torch
 
 import octile
+from octile import cli
 from octile.checkpoint.hugging_face import save
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
+from octile.train.config import TrainConfig
+from octile.train.loop import check_world
+from octile.train.pipelined import make_pipeline_schedule
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [*(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")), *sorted(DOCS.rglob("*.md"))]
 CUDA = ROOT / "octile" / "kernels" / "cuda"
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+TRAIN = re.compile(r"torchrun [^\n`]*--nproc-per-node (\d+) -m octile train ([^\n`]*)")
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
 
 
@@ -89,6 +94,28 @@ def test_python_of_a_page_does_what_it_says(page: Path, tmp_path: Path, monkeypa
             doctest.DocTestRunner().run(example, out=report.append, clear_globs=False)
             assert not report, "".join(report)
             names |= example.globs
+
+
+def train_commands(page: Path) -> Iterator[tuple[int, list[str]]]:
+    """The ranks and the arguments of each `torchrun … octile train …` of a page."""
+    text = page.read_text(encoding="utf-8")
+    options = re.search(r'OPTIONS="(.*)"', text)
+    for n_ranks, arguments in TRAIN.findall(text):
+        yield int(n_ranks), arguments.replace("$OPTIONS", options[1] if options else "").split()
+
+
+WITH_COMMANDS = [page for page in PAGES if any(train_commands(page))]
+
+
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=name_of)
+def test_the_ranks_of_a_page_s_commands_can_train(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for n_ranks, arguments in train_commands(page):
+        configs: list[TrainConfig] = []
+        monkeypatch.setenv("WORLD_SIZE", str(n_ranks))
+        monkeypatch.setattr("octile.train.loop.train", lambda config, *_, into=configs: into.append(config))
+        cli.train(arguments)
+        check_world(configs[0])
+        make_pipeline_schedule(configs[0])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

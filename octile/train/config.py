@@ -117,6 +117,10 @@ class ParallelConfig:
         return f"parallel.dp {self.dp}" if self.pp == 1 else f"parallel.pp {self.pp} × parallel.dp {self.dp}"
 
 
+def _next_multiple(number: int, factor: int) -> int:
+    return -(-number // factor) * factor
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """The configuration of a training run.
@@ -223,7 +227,10 @@ class TrainConfig:
                 "tokens per step"
             )
         if self.batch_size % self.micro_batches:
-            raise ValueError(f"batch_size {self.batch_size} must be divisible by micro_batches {self.micro_batches}")
+            raise ValueError(
+                f"batch_size {self.batch_size} must be divisible by micro_batches {self.micro_batches}: "
+                f"use --batch-size {_next_multiple(self.batch_size, self.micro_batches)}"
+            )
         if self.sequence_length > self.model.max_position_embeddings:
             raise ValueError(
                 f"sequence_length {self.sequence_length} exceeds the model's max_position_embeddings, "
@@ -247,7 +254,7 @@ class TrainConfig:
         if self.batch_size % pieces:
             raise ValueError(
                 f"batch_size {self.batch_size} must be divisible by micro_batches {self.micro_batches} × parallel.dp "
-                f"{dp}"
+                f"{dp}: use --batch-size {_next_multiple(self.batch_size, pieces)}"
             )
         if ranks > 1 and self.initial_batch_size is not None and self.initial_batch_size < pieces:
             raise ValueError(

@@ -35,7 +35,10 @@ def test_an_unknown_preset_is_refused_with_the_names_that_exist():
         ({"seed": -1}, "seed must be at least 0, not -1"),
         ({"seed": 2**63}, "seed must be at most 9,223,372,036,854,775,807, not 9223372036854775808"),
         ({"data": " "}, "data is empty"),
-        ({"batch_size": 8, "micro_batches": 3}, "batch_size 8 must be divisible by micro_batches 3"),
+        (
+            {"batch_size": 8, "micro_batches": 3},
+            "batch_size 8 must be divisible by micro_batches 3: use --batch-size 9",
+        ),
         ({"sequence_length": 4096}, "sequence_length 4096 exceeds"),
         ({"sequence_length": 1}, "sequence_length must be at least 2"),
         ({"sequence_length": 2, "model": WITH_MTP}, "sequence_length must be at least 3"),
@@ -211,7 +214,7 @@ RANKS = {  # the configuration: the message
     ),
     "batch": (
         {"parallel": {"dp": 4}, "batch_size": 4, "micro_batches": 2},
-        "batch_size 4 must be divisible by micro_batches 2 × parallel.dp 4",
+        "batch_size 4 must be divisible by micro_batches 2 × parallel.dp 4: use --batch-size 8",
     ),
     "ramp": (
         {"parallel": {"dp": 2}, "initial_batch_size": 1, "batch_ramp": 0.5},
