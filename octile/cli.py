@@ -111,6 +111,10 @@ def train(arguments: list[str]) -> None:
     from octile.train.loop import train as run
 
     config = TrainConfig(**{name: getattr(options, name) for name in names})
+    if (
+        config.parallel.pp == 1 and _value_of("--parallel.schedule", arguments) is not None
+    ):  # a resumed run may have one
+        raise ValueError("parallel.schedule has no effect without a pipeline: add --parallel.pp N")
     is_first = _rank() == 0
     console, hook = RunConsole() if is_first else RunConsole.silent(), observer(config)
     if options.profile and is_first:

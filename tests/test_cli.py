@@ -523,8 +523,14 @@ def test_compare_refuses_several_processes(capsys, monkeypatch, tmp_path):
 
 NOT_RUN = {  # torchrun's environment, and arguments: the message
     "more ranks": ({"WORLD_SIZE": "2"}, [], "parallel.dp is 1, but torchrun has started 2 (WORLD_SIZE)"),
-    "fewer ranks": ({}, ["--parallel.dp=2"], "parallel.dp is 2, but this is one process"),
+    "fewer ranks": ({}, ["--parallel.dp=2"], "--parallel.dp 2 …, or --parallel.dp 1 in this process"),
     "no pipeline": ({}, ["--parallel.pp=2"], "parallel.pp × parallel.dp is 2 × 1, but this is one process"),
+    "neither": (
+        {},
+        ["--parallel.pp=2", "--parallel.dp=2", "--parallel.ep=2", "--batch-size=8"],
+        ", or --parallel.pp 1 --parallel.dp 1 --parallel.ep 1 in this process",
+    ),
+    "no stages": ({}, ["--parallel.schedule=dualpipe"], "parallel.schedule has no effect without a pipeline: add --pa"),
     "too few layers": (
         {"WORLD_SIZE": "64"},
         ["--parallel.pp=64"],

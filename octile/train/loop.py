@@ -268,8 +268,11 @@ def check_world(config: TrainConfig) -> None:
         given = f"parallel.dp is {dp}" if pp == 1 else f"parallel.pp × parallel.dp is {pp} × {dp}"
         fitting = max(started // pp, dp)
         options = f"--parallel.dp {fitting}" if pp == 1 else f"--parallel.pp {pp} --parallel.dp {fitting}"
+        sizes = {"pp": pp, "dp": dp, "ep": config.parallel.ep}
+        alone = f", or {' '.join(f'--parallel.{name} 1' for name, size in sizes.items() if size > 1)} in this process"
         raise ValueError(
             f"{given}, but {begun}: it must be the number of all processes; {train_command(pp * fitting)} {options} …"
+            f"{alone if started == 1 else ''}"
         )
     if pp * dp > 1 and config.out is None and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0):
         raise ValueError("out is not given: --max-restarts needs --out RUN, so that restarted ranks find their run")
