@@ -356,7 +356,7 @@ class Bench:
 
 
 def bench(arguments: list[str]) -> None:
-    """Measure GEMMs, quantization or a training step on this machine, compared with a peer."""
+    """Measure GEMMs, quantization, a training step, training or serving on this machine, compared with a peer."""
     options = _parse(Bench, arguments, "bench")
     from octile.bench import run, search, search_casts
 

@@ -49,7 +49,8 @@ class Engine:
         self.config = config or EngineConfig()
         if self.config.n_drafts and not runner.can_draft:
             raise ValueError(
-                f"n_drafts must be 0, not {self.config.n_drafts}: the model has no multi-token prediction layer"
+                f"n_drafts (--engine.n-drafts) must be 0, not {self.config.n_drafts}: the model has no multi-token "
+                "prediction layer, which octile train --model.num-nextn-predict-layers 1 gives it"
             )
         self._runner, self._tokenizer, self._end = runner, tokenizer, tokenizer.end
         self._pages = PageAllocator(runner.n_pages)
