@@ -15,6 +15,7 @@ import os
 import shlex
 import shutil
 import signal
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -31,7 +32,6 @@ from octile.extras import require
 from octile.formats import E4M3
 from octile.launch import train_command
 from octile.models.counts import count_parameters
-from octile.models.deepseek_v3 import DeepseekV3
 from octile.parallel.ranks import Ranks, count_ranks, explain, join, leave
 from octile.recipe import BLOCK, OperandFormat
 from octile.report.machine import describe_machine, machine
@@ -51,7 +51,7 @@ from octile.train.corpus import check_source
 from octile.train.data import prepare
 from octile.train.deterministic import deterministic
 from octile.train.duration import describe_duration
-from octile.train.memory import check_memory, explain_out_of_memory
+from octile.train.memory import check_memory, explain_out_of_memory, is_out_of_memory
 from octile.train.pipelined import describe_pipeline, make_pipeline_schedule
 from octile.train.resume import check_goal, check_settings, open_run, print_settings
 from octile.train.run_folder import Metrics, MetricsWriter, NoMetrics, RunFolder, lock_folder, read_lines
@@ -536,25 +536,19 @@ def _finish(trainer: Trainer, best: BestModel, run: RunFolder, store: TokenStore
     ranks.at("the results")
     if trainer.ema:
         with trainer.averaged():
-            averaged = trainer.whole_model()
-            ranks.from_first(lambda: save(averaged, run.path / "model_ema", as_trained, tokenizer))
-            del averaged
+            _save_whole(trainer, run.path / "model_ema", as_trained, tokenizer)
     best.restore()
+    _save_whole(trainer, run.model, as_trained, tokenizer)
+    trainer.free_all_but_weights()  # the sample reads the model once more
+    ranks.from_first(lambda: _write_results(trainer, best, run, store, console))
+
+
+def _save_whole(trainer: Trainer, folder: Path, weights: Literal["fp8", "bf16"], files: list[Path]) -> None:
     model = trainer.whole_model()
-    ranks.from_first(lambda: _write_results(trainer, model, as_trained, tokenizer, best, run, store, console))
+    trainer.ranks.from_first(lambda: save(model, folder, weights, files))
 
 
-def _write_results(
-    trainer: Trainer,
-    model: DeepseekV3,
-    as_trained: Literal["fp8", "bf16"],
-    tokenizer: list[Path],
-    best: BestModel,
-    run: RunFolder,
-    store: TokenStore,
-    console: RunConsole,
-) -> None:
-    save(model, run.model, as_trained, tokenizer)
+def _write_results(trainer: Trainer, best: BestModel, run: RunFolder, store: TokenStore, console: RunConsole) -> None:
     _write_summary(trainer, best, run, store)
     sample = sample_text(trainer, store, run)
     write_text(run.sample_file, sample)
@@ -595,12 +589,19 @@ def _report_on_failure(run: RunFolder, console: RunConsole) -> Iterator[None]:
 def sample_text(trainer: Trainer, store: TokenStore, run: RunFolder) -> str:
     """The prompt and a sampled continuation by the model that the run has written, as `octile generate` continues it.
 
-    Greedy decoding of a model after few steps would repeat itself.
+    Greedy decoding of a model after few steps would repeat itself. If the sample fails, the text says why: the model is
+    written, and the report does not depend on it.
     """
     prompt = trainer.config.prompt
     available = trainer.config.model.max_position_embeddings - 1 - len(store.tokenizer.encode(prompt))
     sampling = Sampling(min(SAMPLE_TOKENS, available), temperature=0.8, top_p=0.95)
-    return prompt + "".join(generate_from(run.path, prompt, sampling, trainer.device))
+    try:
+        return prompt + "".join(generate_from(run.path, prompt, sampling, trainer.device))
+    except Exception as error:
+        traceback.clear_frames(error.__traceback__)  # the frames hold the model
+        device = trainer.device.type
+        reason = f"out of memory on the {device}" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
+        return f"There is no sample: {reason}"
 
 
 def _write_summary(trainer: Trainer, best: BestModel, run: RunFolder, store: TokenStore) -> None:

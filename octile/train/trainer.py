@@ -834,6 +834,15 @@ class Trainer:
             history.amax_OH.copy_(tensors[f"history.{name}"])
         return model
 
+    def free_all_but_weights(self) -> None:
+        """Free captured steps, gradients and moments, after the last step: no other may follow, and no checkpoint."""
+        if self.captured is not None:
+            self.captured.release()
+        if self.shards is not None:
+            self.shards.drop_gradients()
+        self.model.zero_grad(set_to_none=True)
+        self.optimizer.state.clear()
+
     def _apply_recipe(self) -> None:
         """Apply the recipe to the layers of this rank. Its exceptions need a layer in the whole model."""
         if self.model is self.whole:

@@ -2,7 +2,9 @@
 
 import json
 import re
+from contextlib import nullcontext
 from dataclasses import replace
+from html import unescape
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -239,6 +241,42 @@ def test_running_out_of_memory_names_what_to_change_and_how_to_continue(text, tm
     train(replace(saved, micro_batches=int(advised[1])), True, screen)
     assert "resumed at step 2" in screen.console.file.getvalue()
     assert "micro_batches: 1 before, 2 now" in screen.console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to …"), "out of memory on the cpu"),
+        (FloatingPointError("the model's logits are NaN"), "FloatingPointError: the model's logits are NaN"),
+    ],
+)
+def test_a_run_whose_sample_fails_has_a_report_that_says_why(text, tmp_path, monkeypatch, error, reason):
+    def fail(*args):
+        raise error
+
+    monkeypatch.setattr("octile.train.loop.generate_from", fail)
+    screen = silent_console()
+    run = RunFolder(train(micro(data=str(text), out=tmp_path / "run", steps=2), False, screen))
+    assert run.sample_file.read_text() == f"There is no sample: {reason}"
+    assert reason in unescape((run.path / "report.html").read_text())
+    assert reason in screen.console.file.getvalue()
+
+
+def test_the_sample_finds_the_memory_of_training_free(text, tmp_path, monkeypatch):
+    trainers, left = [], []
+
+    def remember(trainer, run, metrics):
+        trainers.append(trainer)
+        return lambda step: nullcontext()
+
+    def look(*args):
+        left.extend([p for p in trainers[0].model.parameters() if p.grad is not None])
+        left.extend(trainers[0].optimizer.state.values())
+        return iter([])
+
+    monkeypatch.setattr("octile.train.loop.generate_from", look)
+    train(micro(data=str(text), out=tmp_path / "run", steps=2), False, silent_console(), remember)
+    assert not left
 
 
 def test_an_error_of_the_real_allocator_is_recognized():
