@@ -813,8 +813,8 @@ class Trainer:
     def whole_model(self) -> DeepseekV3:
         """The model with the experts and layers of all ranks, on rank 0; this rank's model on the others.
 
-        All ranks must call this. If experts are spread or layers are those of stages, it is a copy of the model, for
-        which the memory of captured steps is released.
+        All ranks must call this. If experts are spread or layers are those of stages, it is one in CPU memory, since it
+        may not fit on a device; the memory of captured steps is released.
         """
         if self.shards is None or self.config.parallel.ep == self.config.parallel.pp == 1:
             return self.model
@@ -822,16 +822,22 @@ class Trainer:
             self.captured.release()
         tensors = {f"model.{name}": t for name, t in self.model.state_dict().items()}
         tensors |= {f"history.{name}": history.amax_OH for name, history in amax_histories(self.model).items()}
-        tensors = self.layout.whole(tensors)
+        tensors = {name: t.cpu() for name, t in self.layout.whole(tensors).items()}
         scales = self.ranks.gather(self.model.stored_scales)
         if not self.ranks.is_first:
             return self.model
-        model = DeepseekV3(self.config.model).to(self.device)
-        apply_recipe(model, self.recipe)
-        model.load_state_dict({n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")})
+        with torch.device("meta"):  # which keeps the collected tensors instead of a second copy
+            model = DeepseekV3(self.config.model)
+            apply_recipe(model, self.recipe)
+        of_model = {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}
+        model.load_state_dict(of_model, assign=True)
         model.stored_scales = {name: scale for of_rank in scales for name, scale in of_rank.items()}
         for name, history in amax_histories(model).items():
-            history.amax_OH.copy_(tensors[f"history.{name}"])
+            history.amax_OH = tensors[f"history.{name}"]
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.is_meta:  # the loads of experts, which are no part of the state
+                    setattr(module, name, torch.zeros_like(buffer, device="cpu"))
         return model
 
     def free_all_but_weights(self) -> None:

@@ -137,6 +137,24 @@ def check_whole_model(store: TokenStore, ranks: Ranks, schedule: str) -> None:
     assert model.state_dict().keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
     assert amax_histories(model).keys() == amax_histories(alone.model).keys()
+    assert {t.device.type for t in [*model.parameters(), *model.buffers()]} == {"cpu"}  # a GPU may have no room
+
+
+def check_memory_of_whole_model(store: TokenStore, ranks: Ranks) -> None:
+    """Rank 0 collects the whole model without a second copy of it, and without its random initial weights."""
+    _, own = trainers(store, ranks)
+    allocated = []
+    seen = own.layout.whole
+
+    def whole(tensors):
+        found = seen(tensors)
+        allocated.extend(t.data_ptr() for t in found.values())
+        return found
+
+    own.layout.whole = whole
+    model = own.whole_model()
+    if ranks.is_first:
+        assert {p.data_ptr() for p in model.parameters()} <= {*allocated}
 
 
 def check_initial_weights(store: TokenStore, ranks: Ranks) -> None:
@@ -243,6 +261,7 @@ def cases(world: int) -> dict[str, object]:
         "measurements": check_measurements,
         "whole_model-1f1b": lambda s, r: check_whole_model(s, r, "1f1b"),
         "whole_model-dualpipev": lambda s, r: check_whole_model(s, r, "dualpipev"),
+        "memory_of_whole_model": check_memory_of_whole_model,
         "initial_weights": check_initial_weights,
         "exceptions": check_exceptions,
         "kept_activations": check_kept_activations,
