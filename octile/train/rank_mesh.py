@@ -29,7 +29,8 @@ class RankMesh(NamedTuple):
         pipeline: those that have the same sequences, and the stages in order; None: there is no pipeline.
         experts: the mesh [replicas, ranks of a replica] of the ranks of `data`; None: experts are not spread.
         hops: the ranks of this rank's replica, over which they are spread; on several hosts as the mesh [hosts, ranks
-            of a host], so that a row crosses once. torchrun says how many ranks a host has, and numbers them so.
+            of a host], so that a row crosses once. torchrun says how many ranks a host has, and numbers them so. On
+            hosts with unequal numbers of ranks all of them are one hop.
     """
 
     data: dist.ProcessGroup | None = None
@@ -43,7 +44,8 @@ class RankMesh(NamedTuple):
         data = pipeline = experts = None
         hops: dist.ProcessGroup | DeviceMesh | None = None
         pp, dp, ep, size = config.pp, config.dp, config.ep, ranks.size
-        local = int(os.environ.get("LOCAL_WORLD_SIZE") or ep)  # ranks of a host
+        of_hosts = set(ranks.gather(int(os.environ.get("LOCAL_WORLD_SIZE") or ep)))
+        local = of_hosts.pop() if len(of_hosts) == 1 else ep  # ranks of a host; all ranks must make the same groups
         if pp > 1:
             data = _own_group([range(first, first + dp) for first in range(0, size, dp)], ranks)
             pipeline = _own_group([range(first, size, dp) for first in range(dp)], ranks)

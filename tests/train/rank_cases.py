@@ -216,6 +216,15 @@ def check_hosts(store: TokenStore, ranks: Ranks) -> None:
     ranks.from_first(lambda: shutil.rmtree(folder))
 
 
+def check_unequal_hosts(store: TokenStore, ranks: Ranks) -> None:
+    """Hosts with 2, 1 and 1 ranks: all ranks make the same groups, without a hop inside the hosts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "2" if ranks.rank < 2 else "1")
+        alone, own = trainers(store, ranks, 4)
+    assert {len(moe.dispatcher.groups) for moe in own.moes.values()} == {1}
+    check_close(steps(own, 1), steps(alone, 1), **EXACT)
+
+
 def check_ramp(store: TokenStore, ranks: Ranks) -> None:
     """Batches of odd sizes are shared as evenly as they can be."""
     alone, own = trainers(store, ranks, steps=8, initial_batch_size=4, batch_ramp=0.5)
@@ -441,6 +450,7 @@ def cases(world: int) -> dict[str, object]:
             "moved-4-2": lambda s, r: check_moved_run(s, r, 2),
             "place": check_place,
             "hosts": check_hosts,
+            "unequal_hosts": check_unequal_hosts,
         }
     return {
         "equal_run-2-1": lambda s, r: check_equal_run(s, r, 1),
