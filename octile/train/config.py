@@ -263,6 +263,12 @@ class TrainConfig:
             )
         if self.model.n_routed_experts % ep:
             raise ValueError(f"parallel.ep {ep} must divide model.n_routed_experts, {self.model.n_routed_experts}")
+        layers = self.model.num_hidden_layers + self.model.num_nextn_predict_layers
+        if ep > 1 and self.model.first_k_dense_replace >= layers:
+            raise ValueError(
+                f"parallel.ep {ep} needs a layer with experts, but model.first_k_dense_replace is "
+                f"{self.model.first_k_dense_replace}, as many as there are layers: use parallel.ep 1"
+            )
         if ranks > 1 and self.telemetry_every:
             raise ValueError(
                 f"telemetry_every must be 0 on several ranks ({self.parallel.describe()}), not {self.telemetry_every}"

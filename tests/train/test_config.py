@@ -12,6 +12,7 @@ import pytest
 from octile.models.config import PRESETS
 from octile.train.config import OptimConfig, ParallelConfig, TrainConfig, changed_settings, preset, published_schedule
 from octile.train.trainer import batch_ramp, schedule
+from tests.train.conftest import MICRO
 
 WITH_MTP = replace(PRESETS["tiny"](), num_nextn_predict_layers=1)
 
@@ -207,6 +208,10 @@ def test_a_late_weight_needs_multi_token_prediction():
 
 
 RANKS = {  # the configuration: the message
+    "ep without experts": (
+        {"parallel": {"dp": 2, "ep": 2}, "model": replace(MICRO, first_k_dense_replace=2, num_nextn_predict_layers=0)},
+        "parallel.ep 2 needs a layer with experts, but model.first_k_dense_replace is 2, as many as there are layers",
+    ),
     "ep": ({"parallel": {"dp": 4, "ep": 3}}, "parallel.ep must divide parallel.dp, 4, but it is 3"),
     "experts": (
         {"parallel": {"dp": 6, "ep": 6}, "batch_size": 6},
