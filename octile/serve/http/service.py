@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
-from octile.serve.async_engine import AsyncEngine, EngineError, StepEngine
+from octile.serve.async_engine import AsyncEngine, EngineError, StepEngine, Stream
 from octile.serve.http.answers import Answer, ChatCompletion, Completion
 from octile.serve.http.chat import ChatTemplate
 from octile.serve.http.config import Limits
@@ -231,9 +231,9 @@ class Service:
         Raises:
             ApiError: 400, the engine refuses the request; 500, it fails; 503, it is stopped; 504, time is over.
         """
-        self._check_open()
-        stream = self.engine.submit(job.asked)
+        stream: Stream | None = None
         try:
+            stream = self.engine.submit(job.asked)
             while True:
                 async with asyncio.timeout_at(deadline):
                     new = await stream.next()
@@ -253,7 +253,8 @@ class Service:
         except (TypeError, ValueError) as error:  # of `submit`'s checks
             raise ApiError(400, str(error)) from None
         finally:
-            stream.close()
+            if stream is not None:
+                stream.close()
 
 
 async def _next(events: AsyncGenerator[str, None]) -> str:

@@ -55,6 +55,30 @@ def test_requests_in_flight_are_answered_before_the_server_ends(serve, stream):
         httpx.get(f"{served.url}/health")
 
 
+def test_a_request_whose_prompt_is_encoded_when_the_server_is_to_end_is_answered(serve, monkeypatch):
+    served = serve(Limits(drain=30.0))
+    answers, is_encoding, may_encode = list[httpx.Response](), threading.Event(), threading.Event()
+    encode = served.service.tokenizer.encode
+
+    def wait(text: str) -> list[int]:
+        is_encoding.set()
+        may_encode.wait()
+        return encode(text)
+
+    monkeypatch.setattr(served.service.tokenizer, "encode", wait)
+    post = threading.Thread(
+        target=lambda: answers.append(httpx.post(f"{served.url}/v1/completions", json=COMPLETION, timeout=60))
+    )
+    post.start()
+    is_encoding.wait()
+    served.server.should_exit = True
+    wait_until(lambda: served.service.is_draining)
+    may_encode.set()
+    post.join()
+    (answer,) = answers
+    assert answer.status_code == 200, answer.text
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_what_is_not_finished_when_the_time_to_drain_is_over_is_said_to_be_cut_off(serve, stream):
     served = serve(Limits(drain=0.2), step_seconds=0.05)
