@@ -30,6 +30,7 @@ from octile.extras import require
 from octile.models.config import PRESETS, ModelConfig, RopeScaling
 from octile.serve.config import CacheConfig, EngineConfig
 from octile.serve.http.config import Limits
+from octile.tokenizer import check_text
 from octile.train.config import TrainConfig, preset
 from octile.train.signals import Terminated, quiet_exit, terminable, termination_ignored
 from octile.validation import Dataclass, Range, annotations_of, check_fields
@@ -283,12 +284,15 @@ class Serve:
         check_fields(self)
         if not all(self.api_key) or self.model_name == "":
             raise ValueError(f"{'model_name' if self.model_name == '' else 'api_key'} must not be empty")
+        for key in self.api_key:
+            check_text("api_key", key)
 
 
 def serve(arguments: list[str]) -> None:
     """Serve a model over HTTP with OpenAI's protocol, and a page to try it."""
     options = _parse(Serve, arguments, "serve")
     _check_one_process("serve")
+    check_text("OCTILE_API_KEY", os.environ.get("OCTILE_API_KEY", ""))
     require("fastapi", "uvicorn", "prometheus_client", extra="serve")
     run = options.run or _newest_run()
     name = options.model_name or run.resolve().name
