@@ -12,8 +12,10 @@ from pathlib import Path
 import torch
 
 from octile.bench import goals
-from octile.bench.rows import LEGEND, Row, table
+from octile.bench.rows import Row, table
 from octile.bench.serve import endpoint, engine
+
+LEGEND = "ratio: ours / theirs, the peer's. Higher is better for speeds, lower is better for times."
 
 
 def rows(run: Path) -> Iterator[Row]:

@@ -53,6 +53,7 @@ def test_the_verdicts():
         compare("64 clients", "throughput", 150.0, "tokens/s", "1 client", 30.0),
         compare("1 client, 1 draft", "throughput", 36.0, "tokens/s", "1 client", 30.0),
     ]
+    assert "lower is better for times" in serve.show(rows)
     assert goals.serve_verdicts(rows).splitlines() == [
         "64 clients vs. one, tokens/s (goal on 2 CPU cores): 5.000: floor ≥ 4 met",
         "drafts vs. none, tokens/s (goal on one H200): 1.200: floor ≥ 1.3 MISSED, aim ≥ 1.7 MISSED",
