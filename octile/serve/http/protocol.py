@@ -35,6 +35,7 @@ WORDING = {  # pydantic's name of an error: what the field must be
     "string_type": "a text",
     "list_type": "a list",
     "dict_type": "an object",
+    "none_required": "null",
     "greater_than": "above {gt}",
     "greater_than_equal": "at least {ge}",
     "less_than": "below {lt}",
@@ -65,7 +66,8 @@ class Body(BaseModel):
 class StreamOptions(Body):
     """Options of a stream: include_usage adds a last chunk with the numbers of tokens."""
 
-    include_usage: bool = False
+    include_usage: bool | None = False
+    include_obfuscation: Literal[False] | None = None
 
 
 class Generation(Body):
@@ -152,8 +154,8 @@ class CompletionBody(Generation):
     def _is_a_supported_completion(self) -> Self:
         refuse(self, "echo", self.echo, "false: the prompt is not repeated")
         refuse(self, "suffix", self.suffix, "empty")
-        if self.best_of not in (None, self.n):
-            raise ValueError(f"best_of must be n, {self.n}, not {self.best_of}: all choices are returned")
+        if self.best_of not in (None, self.n or 1):
+            raise ValueError(f"best_of must be n, {self.n or 1}, not {self.best_of}: all choices are returned")
         if not self.prompts:
             raise ValueError("prompt must not be an empty list")
         return self
@@ -221,9 +223,20 @@ class ChatBody(Generation):
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
 
+    # accepted with the value that changes nothing
+    functions: list[Any] | None = None
+    function_call: Literal["none", "auto"] | None = None
+    modalities: list[Literal["text"]] | None = None
+    audio: None = None
+    prediction: None = None
+    web_search_options: None = None
+    verbosity: Literal["medium"] | None = None
+    reasoning_effort: Literal["none"] | None = None
+
     @model_validator(mode="after")
     def _is_a_supported_chat(self) -> Self:
         refuse(self, "tools", self.tools, "empty")
+        refuse(self, "functions", self.functions, "empty")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs true")
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:

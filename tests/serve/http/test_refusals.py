@@ -60,6 +60,7 @@ def test_a_body_that_is_no_json_object(served, body, message):
         ("completions", {**COMPLETION, "echo": True}, "echo", "echo must be false: the prompt is not repeated"),
         ("completions", {**COMPLETION, "suffix": "b"}, "suffix", "suffix must be empty"),
         ("completions", {**COMPLETION, "best_of": 3}, "best_of", "best_of must be n, 1, not 3"),
+        ("completions", {**COMPLETION, "best_of": 2, "n": None}, "best_of", "best_of must be n, 1, not 2"),
         ("completions", {**COMPLETION, "logprobs": 21}, "logprobs", "logprobs must be at most 20, not 21"),
         ("completions", {**COMPLETION, "max_tokens": 0}, "max_tokens", "max_tokens must be at least 1, not 0"),
         ("completions", {**COMPLETION, "max_tokens": "9"}, "max_tokens", "max_tokens must be a whole number, not '9'"),
@@ -94,6 +95,15 @@ def test_a_body_that_is_no_json_object(served, body, message):
         ("chat/completions", {**CHAT, "messages": [ANSWER | {"mood": None}]}, "messages.0.mood",
          "messages.0.mood is unknown, or not supported here"),
         ("chat/completions", {**CHAT, "tools": [{}]}, "tools", "tools must be empty"),
+        ("chat/completions", {**CHAT, "functions": [{}]}, "functions", "functions must be empty"),
+        ("chat/completions", {**CHAT, "modalities": ["text", "audio"]}, "modalities.1",
+         "modalities.1 must be 'text', not 'audio'"),
+        ("chat/completions", {**CHAT, "web_search_options": {}}, "web_search_options",
+         "web_search_options must be null, not an object of 0 fields"),
+        ("chat/completions", {**CHAT, "reasoning_effort": "high"}, "reasoning_effort",
+         "reasoning_effort must be 'none', not 'high'"),
+        ("chat/completions", {**CHAT, "stream": True, "stream_options": {"include_obfuscation": True}},
+         "stream_options.include_obfuscation", "stream_options.include_obfuscation must be False, not True"),
         ("chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, "response_format.type",
          "response_format.type must be 'text', not 'json_object'"),
         ("chat/completions", {**CHAT, "top_logprobs": 2}, "top_logprobs", "top_logprobs needs logprobs true"),
@@ -104,6 +114,21 @@ def test_a_field_that_is_wrong_or_not_supported(served, path, body, param, messa
     assert error["param"] == param
     assert message in error["message"]
     assert served.is_idle()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("completions", {**COMPLETION, "best_of": 1, "n": None}),
+        ("completions", {**COMPLETION, "stream": True, "stream_options": {"include_obfuscation": False}}),
+        ("chat/completions", {**CHAT, "modalities": ["text"], "verbosity": "medium", "reasoning_effort": "none"}),
+        ("chat/completions", {**CHAT, "reasoning_effort": None, "prediction": None, "web_search_options": None}),
+        ("chat/completions", {**CHAT, "functions": [], "function_call": "none", "audio": None, "verbosity": None}),
+    ],
+)
+def test_a_value_that_changes_nothing_is_accepted(served, path, body):
+    response = post(served, path, {**body, "max_tokens": 1})
+    assert response.status_code == 200, response.text
 
 
 def test_fields_of_an_answer_that_are_empty_are_history(served):
