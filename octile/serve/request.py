@@ -13,7 +13,7 @@ from octile.validation import MAX_SEED
 MIN_TEMPERATURE, MAX_TEMPERATURE = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # normal numbers of FP32
 MAX_TOP_K = 2**31 - 1
 MAX_LOGPROBS = 20  # alternatives per token
-MAX_STOPS = 16
+MAX_STOPS = 32
 
 
 @dataclass(frozen=True)

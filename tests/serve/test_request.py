@@ -21,7 +21,7 @@ from octile.serve.request import Sampling
         ({"top_k": -1}, "top_k must be from 0 to 2147483647, not -1"),
         ({"top_k": 10**30}, "top_k must be from 0 to 2147483647, not 10"),
         ({"stop": ("",)}, "none of them empty"),
-        ({"stop": ("a",) * 17}, "stop must have at most 16 strings"),
+        ({"stop": ("a",) * 33}, "stop must have at most 32 strings"),
         ({"logprobs": 21}, "logprobs must be from 0 to 20, not 21"),
     ],
 )

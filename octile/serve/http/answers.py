@@ -180,4 +180,11 @@ class ChatCompletion(Answer):
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._token_text(token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        return {"token": text, "logprob": logprob, "bytes": self._token_bytes(token, text)}
+
+    def _token_bytes(self, token: int, text: str) -> list[int] | None:
+        """The bytes of a token, which may be a part of a character; None if they are unknown."""
+        table = self._tokenizer.token_bytes
+        if table is not None and token < len(table):
+            return list(table[token])
+        return None if "\ufffd" in text else list(text.encode())

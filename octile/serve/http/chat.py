@@ -80,7 +80,7 @@ class ChatTemplate:
         """The prompt after which the model writes the assistant's next message.
 
         Args:
-            messages: {"role", "content"} of each.
+            messages: {"role", "content"} of each, and "name" and "tool_call_id" where they are given.
             check: is called with the prompt's text before the tokens are computed, and may raise.
 
         Raises:
@@ -92,7 +92,7 @@ class ChatTemplate:
             found.append(match[0])
             return f"{mark}{len(found) - 1:08d}"
 
-        hidden = [{**message, "content": self._special.sub(hide, message["content"])} for message in messages]
+        hidden = [{key: self._special.sub(hide, text) for key, text in message.items()} for message in messages]
         names = {key: token_text(self._tokenizer.config.get(key)) for key in ("bos_token", "eos_token", "pad_token")}
         try:
             text = self._template.render(messages=hidden, add_generation_prompt=True, tools=None, **names)

@@ -14,11 +14,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import PydanticCustomError
 
 from octile.serve.http.errors import ApiError
-from octile.serve.request import MAX_LOGPROBS, MAX_STOPS, MAX_TOP_K, Sampling
+from octile.serve.request import MAX_LOGPROBS, MAX_TOP_K, Sampling
 from octile.validation import MAX_SEED, quoted
 
 MAX_CHOICES = 128  # OpenAI's limit of n
 MAX_PROMPTS = MAX_MESSAGES = MAX_PARTS = 2048
+MAX_STOPS = 16  # fewer than Sampling's, which also has those of the chat template
 NEEDED = {  # what pydantic would describe one member of the union after the other
     "prompt": "a text, a list of texts, a list of tokens, or a list of lists of tokens, "
     f"of at most {MAX_PROMPTS} prompts",
@@ -127,7 +128,7 @@ class Generation(Body):
                 top_p=1.0 if self.top_p is None else self.top_p,
                 seed=None if self.seed is None else (self.seed + choice) % (MAX_SEED + 1),
                 top_k=max(self.top_k or 0, 0),
-                stop=tuple(dict.fromkeys((*own, *stop)))[:MAX_STOPS],
+                stop=tuple(dict.fromkeys((*own, *stop))),
                 logprobs=logprobs,
                 ignore_eos=self.ignore_eos,
             )
@@ -199,10 +200,15 @@ class Message(Body):
         return self
 
     def plain(self) -> dict[str, str]:
-        """The message as chat templates read it: role and text."""
+        """The message as chat templates read it: role and text, and name and tool_call_id where they are given."""
         content = self.content or ""
         text = content if isinstance(content, str) else "".join(part.text for part in content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+        named = {"name": self.name, "tool_call_id": self.tool_call_id}
+        return {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": text,
+            **{key: value for key, value in named.items() if value is not None},
+        }
 
 
 class TextFormat(Body):

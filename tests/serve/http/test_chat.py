@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from octile.serve.http.chat import ChatTemplate
+from octile.serve.http.chat import PLAIN_STOP, ChatTemplate
+from octile.serve.http.protocol import ChatBody, Message
 from octile.tokenizer import Tokenizer
 
 TEMPLATE = """\
@@ -63,6 +64,20 @@ def test_the_text_is_checked_before_it_is_encoded(tokenizer, monkeypatch):
     with pytest.raises(RuntimeError, match="refused"):
         template.tokens(user("a<|end|>b"), refuse)
     assert checked == ["<|begin|>[user]a<|end|>b<|end|>\n[assistant]"]
+
+
+def test_a_template_has_names_and_ids_of_tools(tokenizer):
+    source = "{% for m in messages %}{{ m.role }} {{ m.name }} {{ m.tool_call_id }}: {{ m.content }}{% endfor %}"
+    message = Message(role="tool", content="4", name="sum<|end|>", tool_call_id="call_1")
+    tokens = ChatTemplate(tokenizer, source).tokens([message.plain()])
+    assert tokenizer.decode(tokens) == "tool sum<|end|> call_1: 4"
+    assert tokenizer.end not in tokens
+
+
+def test_a_chat_with_as_many_stops_as_it_may_have_keeps_those_of_the_template():
+    own = [str(i) for i in range(16)]
+    body = ChatBody(model="m", messages=[Message(role="user", content="a")], stop=own)
+    assert body.sampling(1, None, 0, PLAIN_STOP).stop == (*own, *PLAIN_STOP)
 
 
 def test_the_plain_template(tokenizer):

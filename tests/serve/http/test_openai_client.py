@@ -3,6 +3,9 @@
 import openai
 import pytest
 
+from octile.serve.http.answers import ChatCompletion
+from octile.serve.request import Output, TokenLogprobs
+
 
 @pytest.fixture
 def client(served):
@@ -111,6 +114,14 @@ def test_logprobs_of_a_chat(client):
     (entry,) = answer.choices[0].logprobs.content
     assert (entry.token, entry.logprob, entry.bytes) == ("<|begin|>", -0.5, list(b"<|begin|>"))
     assert entry.top_logprobs[0].token == "<|begin|>"
+
+
+def test_logprobs_of_a_chat_have_the_bytes_of_half_a_character(tokenizer):
+    half = tokenizer.token_bytes.index(b"\xc3")
+    answer = ChatCompletion("micro", tokenizer, [[1]], 1)
+    answer.add(0, Output(0, (half,), logprobs=(TokenLogprobs(half, -0.5, ((half, -0.5),)),)))
+    (entry,) = answer.whole()["choices"][0]["logprobs"]["content"]
+    assert entry["bytes"] == entry["top_logprobs"][0]["bytes"] == [0xC3]
 
 
 def test_a_chat_has_the_rest_of_the_context_by_default(client, served):
