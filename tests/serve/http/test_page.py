@@ -89,12 +89,32 @@ def test_the_browser_shows_speed_cache_and_acceptance_and_stops(serve, open_page
 def test_an_error_is_shown_in_the_browser(serve, open_page):
     page = open_page(serve(Limits(new_tokens=10)))
     send(page, "a")
-    sync_api.expect(page.locator(".facts.error")).to_contain_text("max_tokens must be at most 10")
+    sync_api.expect(page.locator(".facts")).to_contain_text("max_tokens must be at most 10")
+    assert page.get_by_label("prompt").input_value() == "a"
+
+
+def test_the_end_of_an_answer_is_above_the_footer(serve, open_page):
+    page = open_page(serve(), viewport={"width": 390, "height": 844})
+    page.get_by_label("new tokens").fill("600")
+    send(page, "a\n" * 40)
+    sync_api.expect(page.locator(".facts")).to_contain_text("600 tokens")
+    end, footer = page.locator(".facts").bounding_box(), page.locator("footer").bounding_box()
+    assert end["y"] + end["height"] <= footer["y"] + 1
+
+
+def test_an_empty_number_of_new_tokens_is_the_rest_of_the_context(serve, open_page):
+    page = open_page(serve(max_position=100))
+    page.get_by_label("new tokens").fill("")
+    page.get_by_label("temperature").fill("")
+    send(page, "a")
+    sync_api.expect(page.locator(".facts")).to_contain_text("limit of tokens")
 
 
 def test_a_key_is_asked_for_in_the_browser(serve, open_page):
     page = open_page(serve(api_keys=("secret",)))
     sync_api.expect(page.locator("#about")).to_contain_text("the API key is missing")
+    send(page, "a")
+    sync_api.expect(page.locator(".facts.error")).to_contain_text("fill in the field “API key” below")
     page.get_by_label("API key").fill("secret")
     page.get_by_label("API key").blur()
     sync_api.expect(page.locator("#about")).to_contain_text("micro")
