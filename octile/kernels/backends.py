@@ -130,9 +130,9 @@ GEMMS = (  # they call "gemm" of `TABLE`
 ONLY_TRITON = (
     "adamw", "align_groups", "bfloat16_terms", "choose_experts", "cross_entropy", "cross_entropy_backward",
     "gate_backward", "gradient_norms", "high_precision_grouped_nt", "high_precision_grouped_tn", "latent_keys",
-    "latent_keys_backward", "packed_matmul_nt", "permute", "rms_norm", "rms_norm_backward", "rotate_", "rotate_halves",
-    "sequence_balance_backward", "swiglu", "swiglu_backward",
-    "transpose_encoded", "unpermute", "unpermute_backward",
+    "latent_keys_backward", "packed_matmul_nt", "paged_attention", "permute", "rms_norm",
+    "rms_norm_backward", "rotate_", "rotate_halves", "row_invariant_matmul_nt", "sequence_balance_backward", "swiglu",
+    "swiglu_backward", "transpose_encoded", "unpermute", "unpermute_backward", "write_latents",
 )  # fmt: skip
 COMPILED_ON_CPU = (  # bit for bit the reference
     "adamw", "quantize", "dequantize", "quantize_rows_and_columns", "quantize_joined_rows_and_columns",
@@ -141,10 +141,12 @@ COMPILED_ON_CPU = (  # bit for bit the reference
 GEMMS_ON_CPU = (  # E4M3 operands, where the processor multiplies BF16
     "matmul_nt", "matmul_nt_out", "grouped_matmul_nt", "grouped_matmul_nt_out", "grouped_wgrad", "grouped_wgrad_out",
 )  # fmt: skip
+ATTENTION_ON_CPU = ("paged_attention",)  # sums in another order than the reference
 ATTENTION_REASON = "attention uses cuDNN or FlashAttention, as torch's own does"
 ONLY_TORCH = {  # and why
     "attention": ATTENTION_REASON,
     "attention_backward": ATTENTION_REASON,
+    "read_latents": "torch gathers the rows of the cache",
 }
 TABLE = {
     "gemm": Backends(why_unsupported, launch_cache.launch, _triton_gemm),
@@ -214,6 +216,8 @@ def choices() -> dict[str, tuple[str, str]]:
     if not torch.cuda.is_available() and cpu.library() is not None:
         why = "compiled by this machine's C++ compiler for E4M3 and AdamW, bit for bit the reference"
         chosen |= dict.fromkeys(COMPILED_ON_CPU, ("C++", why))
+        why = "compiled by this machine's C++ compiler; its sums have another order than the reference's"
+        chosen |= dict.fromkeys(ATTENTION_ON_CPU, ("C++", why))
     if not torch.cuda.is_available() and cpu.can_multiply():
         why = "the processor multiplies BF16 (AVX512-BF16), exactly for E4M3; other operands run on the reference"
         chosen |= dict.fromkeys(GEMMS_ON_CPU, ("C++", why))

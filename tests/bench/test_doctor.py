@@ -8,18 +8,22 @@ import torch
 import octile.ops.adamw
 import octile.ops.attention
 import octile.ops.grouped
+import octile.ops.latent_cache
 import octile.ops.matmul
 import octile.ops.norm
 import octile.ops.packed
+import octile.ops.paged_attention
 import octile.ops.permute
 import octile.ops.quantize
 import octile.ops.rope
+import octile.ops.row_invariant
 import octile.ops.swiglu
 import octile.ops.transpose  # noqa: F401  (they register the operators)
 from octile.bench import doctor
 from octile.bench.doctor import examine, show
 from octile.kernels import backends
 from octile.kernels.backends import (
+    ATTENTION_ON_CPU,
     COMPILED_ON_CPU,
     GEMMS_ON_CPU,
     ONLY_TORCH,
@@ -61,7 +65,7 @@ def kernels():
 def test_without_a_gpu_what_has_a_kernel_is_compiled_and_the_rest_is_the_reference(pretend, monkeypatch, multiplies):
     pretend(None)
     monkeypatch.setattr(backends.cpu, "can_multiply", lambda: multiplies)
-    compiled = COMPILED_ON_CPU + (GEMMS_ON_CPU if multiplies else ())
+    compiled = COMPILED_ON_CPU + ATTENTION_ON_CPU + (GEMMS_ON_CPU if multiplies else ())
     assert kernels() == dict.fromkeys(OPERATORS, "reference (torch, CPU)") | dict.fromkeys(compiled, "C++")
 
 
@@ -75,6 +79,7 @@ def test_the_operators_with_a_kernel_for_the_cpu_are_named():
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     registered = [name for name in OPERATORS if hasattr(torch.ops.octile, name)]
     assert {name for name in registered if has_kernel(f"octile::{name}", "CPU")} == {
+        *ATTENTION_ON_CPU,
         *COMPILED_ON_CPU,
         *GEMMS_ON_CPU,
     }
