@@ -673,7 +673,7 @@ def _fail(message: str, code: int) -> NoReturn:
 
     with termination_ignored():  # torchrun sends SIGTERM when another rank has ended, while this one waits to report
         if reports_failure(line):
-            print(f"octile: {f'rank {_rank()}: ' if _rank() else ''}{line}", file=sys.stderr)
+            sys.stderr.write(f"octile: {f'rank {_rank()}: ' if _rank() else ''}{line}\n")  # in one: others write, too
         end(code)
 
 
