@@ -57,3 +57,12 @@ def check_routing(
             f"n_group must be at most {n_experts // 2}, so that each group has two of the {n_experts} {experts} that "
             f"noaux_tc ranks it by, not {n_group}"
         )
+
+
+def choice_of(topk_method: str, n_chosen: int, n_group: int, topk_group: int) -> tuple[int, int, int, int]:
+    """Return by what a gate with checked settings chooses: K, G, topk_group, and how many best experts rank a group.
+
+    These are the arguments n_chosen, n_group, topk_group and best of `octile.ops.gate.gate`.
+    """
+    groups = (1, 1) if topk_method == "greedy" else (n_group, topk_group)
+    return n_chosen, *groups, 2 if topk_method == "noaux_tc" and groups[1] < groups[0] else 1

@@ -18,7 +18,7 @@ from octile.nn.double_backward import creates_graph, differentiable_gradients, f
 from octile.nn.fused.block_input import BlockInput, Saved
 from octile.ops.gate import gate, gate_backward
 from octile.ops.sequence_balance import balance_of, sequence_balance, sequence_balance_backward
-from octile.routing import ScoringFunc, TopkMethod, check_routing
+from octile.routing import ScoringFunc, TopkMethod, check_routing, choice_of
 
 
 class Routing(NamedTuple):
@@ -78,9 +78,7 @@ class Gate(nn.Module):
     def forward(self, x: Tensor | BlockInput) -> Routing:
         """Choose experts for x [T, D], or for an input that fused layers read and save as well."""
         inputs = (x.x, x.saved, x.how_saved) if isinstance(x, BlockInput) else (x, (x.detach(),), None)
-        groups = (1, 1) if self.topk_method == "greedy" else (self.n_group, self.topk_group)
-        best = 2 if self.topk_method == "noaux_tc" and groups[1] < groups[0] else 1
-        choice = self.n_chosen, *groups, best
+        choice = choice_of(self.topk_method, self.n_chosen, self.n_group, self.topk_group)
         weighting = self.scoring_func, self.norm_topk_prob, self.routed_scaling_factor
         return Routing(*_Gate.apply(self.weight, self.e_score_correction_bias, *inputs, choice, weighting))
 
