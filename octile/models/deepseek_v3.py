@@ -109,7 +109,7 @@ class DeepseekV3(nn.Module):
         super().__init__()
         self.config = config
         self.mtp_loss_weight = config.mtp_loss_weight
-        self.rope = _rope(config)
+        self.rope = rope_of(config)
         self.model = Trunk(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.last_losses: dict[str, Tensor] = {}
@@ -262,7 +262,8 @@ class DeepseekV3(nn.Module):
             cache.check(tokens_BS)
 
 
-def _rope(c: ModelConfig) -> Rope:
+def rope_of(c: ModelConfig) -> Rope:
+    """Make the rotary embedding of a model."""
     return Rope(c.qk_rope_head_dim, c.rope_theta, **(asdict(c.rope_scaling) if c.rope_scaling else {}))
 
 
@@ -275,7 +276,7 @@ def _attention(c: ModelConfig) -> MLA:
         qk_nope_head_dim=c.qk_nope_head_dim,
         qk_rope_head_dim=c.qk_rope_head_dim,
         v_head_dim=c.v_head_dim,
-        softmax_factor=_rope(c).softmax_factor,
+        softmax_factor=rope_of(c).softmax_factor,
     )
 
 

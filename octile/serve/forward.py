@@ -27,7 +27,7 @@ from torch import Tensor
 
 from octile.formats import TILE
 from octile.kernels import cpu
-from octile.nn.rope import Rope
+from octile.models.deepseek_v3 import rope_of
 from octile.ops.attention import attention
 from octile.ops.gate import choose_experts, gate
 from octile.ops.grouped import grouped_matmul_nt
@@ -41,6 +41,7 @@ from octile.ops.rope import rotate_
 from octile.ops.routing_plan import count_tokens, routing_plan
 from octile.ops.row_invariant import row_invariant_matmul_nt
 from octile.ops.swiglu import swiglu, swiglu_quantize
+from octile.routing import choice_of
 from octile.scaled import ScaledTensor
 from octile.serve.latent_pages import LatentPages
 from octile.serve.weights import (
@@ -125,7 +126,7 @@ class Forward:
     def make(cls, weights: ServedWeights, cache: LatentPages, max_position: int, batch_invariant: bool) -> Forward:
         """Make a model's forward pass for positions below max_position."""
         c = weights.config
-        rope = Rope(c.qk_rope_head_dim, c.rope_theta, **(vars(c.rope_scaling) if c.rope_scaling else {}))
+        rope = rope_of(c)
         cos_sin = rope.cos_sin(torch.arange(max_position, device=weights.device))
         return cls(weights, cache, *cos_sin, rope.softmax_factor * c.qk_head_dim**-0.5, batch_invariant)
 
@@ -258,9 +259,7 @@ class Forward:
     def _choose(self, x_TD: Tensor, w: MoEWeights) -> tuple[Tensor, Tensor]:
         """Choose the experts of each row, and their weights: both [T, K]."""
         c = self.weights.config
-        groups = (1, 1) if c.topk_method == "greedy" else (c.n_group, c.topk_group)
-        best = 2 if c.topk_method == "noaux_tc" and groups[1] < groups[0] else 1
-        choice = c.num_experts_per_tok, *groups, best
+        choice = choice_of(c.topk_method, c.num_experts_per_tok, c.n_group, c.topk_group)
         weighting = c.scoring_func, c.norm_topk_prob, c.routed_scaling_factor
         if not self.batch_invariant:
             return gate(x_TD, w.gate, w.bias, *choice, *weighting)[:2]
