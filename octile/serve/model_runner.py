@@ -14,6 +14,7 @@ from array import array
 import torch
 from torch import Tensor
 
+from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.ops.latent_cache import PAGE
 from octile.serve.batch import Batch, Chunk, Results
@@ -54,11 +55,10 @@ class ModelRunner:
         weights = model if isinstance(model, ServedWeights) else ServedWeights.of_model(model)
         c = weights.config
         cache_format = cache_format or ("float32" if weights.dtype == torch.float32 else "bf16")
-        n_layers = c.num_hidden_layers + c.num_nextn_predict_layers
         self.n_pages, self.vocab_size, self.can_draft = n_pages, c.vocab_size, weights.mtp is not None
         self.max_position = min(c.max_position_embeddings, n_pages * PAGE)
         self.device, self.batch_invariant = weights.device, batch_invariant
-        self.cache = LatentPages(n_layers, n_pages, c.kv_lora_rank, c.qk_rope_head_dim, cache_format, self.device)
+        self.cache = LatentPages(_n_layers(c), n_pages, c.kv_lora_rank, c.qk_rope_head_dim, cache_format, self.device)
         self.forward = Forward.make(weights, self.cache, self.max_position, batch_invariant)
         self._checked_pages: list[array[int] | None] = []  # those of the chunk of each number, as last checked
         self._max_batch = max_batch if self.device.type == "cuda" else 0
@@ -69,8 +69,7 @@ class ModelRunner:
     def bytes_per_page(model: DeepseekV3 | ServedWeights, cache_format: CacheFormat) -> int:
         """Return the bytes that a page takes in all layers, by which an engine chooses n_pages."""
         c = model.config
-        n_layers = c.num_hidden_layers + c.num_nextn_predict_layers
-        return n_layers * PAGE * bytes_per_row(c.kv_lora_rank, c.qk_rope_head_dim, cache_format)
+        return _n_layers(c) * PAGE * bytes_per_row(c.kv_lora_rank, c.qk_rope_head_dim, cache_format)
 
     @torch.no_grad()
     def run(self, batch: Batch) -> Results:
@@ -181,3 +180,8 @@ class ModelRunner:
 
     def _index(self, rows: list[int]) -> Tensor:
         return torch.tensor(rows, dtype=torch.int64).to(self.device)
+
+
+def _n_layers(config: ModelConfig) -> int:
+    """The layers that have a cache: those of the model, and of multi-token prediction."""
+    return config.num_hidden_layers + config.num_nextn_predict_layers
