@@ -46,7 +46,7 @@ def rows(run: Path) -> Iterator[Row]:
     yield from _times(MANY_CLIENTS, many)
     yield Row(CROWD_CASE, "answered", crowd.completed, "requests")
     yield Row(CROWD_CASE, "refused with 503", crowd.refused[503], "requests")
-    yield Row(CROWD_CASE, "neither", 1000 - crowd.completed - crowd.refused[503], "requests")
+    yield Row(CROWD_CASE, "neither", CROWD.requests - crowd.completed - crowd.refused[503], "requests")
     yield from _times(CROWD_CASE, crowd)
     if can_draft:
         with serving(run, "--engine.n-drafts", "1") as url:
