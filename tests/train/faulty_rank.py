@@ -9,21 +9,19 @@ import sys
 import time
 
 from octile.cli import main
-from octile.train.trainer import Trainer
+from tests.train.bad_rank import die, fail_at
 
 fault, step, *arguments = sys.argv[1:]
-compute = Trainer._compute
 
 
-def faulty_compute(self, tokens_BS):
-    if os.environ["RANK"] == "1" and self.steps_done + 1 == int(step):
-        if fault == "kill" and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if fault == "hang":
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun ends it at once
-            time.sleep(600)
-    return compute(self, tokens_BS)
+def fail() -> None:
+    if fault == "kill" and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+        die()
+    if fault == "hang":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun ends it at once
+        time.sleep(600)
 
 
-Trainer._compute = faulty_compute
+if os.environ["RANK"] == "1":
+    fail_at(int(step), fail)
 main(["train", *arguments])

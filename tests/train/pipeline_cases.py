@@ -24,7 +24,7 @@ from octile.train.token_losses import token_losses
 from octile.train.token_store import TokenStore
 from octile.train.trainer import Trainer
 from tests.train.conftest import MICRO, micro
-from tests.train.rank_cases import EXACT, check_close, steps
+from tests.train.rank_cases import EXACT, check_close, check_same_state, steps
 from tests.worlds import run_cases
 
 MODEL = replace(MICRO, num_hidden_layers=4, num_nextn_predict_layers=1)  # a dense layer, then mixtures
@@ -49,22 +49,7 @@ def check_equal_run(store: TokenStore, ranks: Ranks, schedule: str, dp: int = 1,
         assert lines[0]["loss"] == expected[0]["loss"]
         assert lines[0]["mtp_loss"] == expected[0]["mtp_loss"]
     check_close(lines, expected, **EXACT)
-    assert own.expert_load() == alone.expert_load()
-    found, wanted = own.validate(), alone.validate()
-    assert found.keys() == wanted.keys()
-    for key in wanted:
-        assert found[key] == pytest.approx(wanted[key], rel=1e-5)
-    tensors, state = own.state()
-    tensors = own.layout.whole(tensors)
-    whole, of_alone = alone.state()
-    assert {**state, "seconds": 0} == {**of_alone, "seconds": 0}
-    if not ranks.is_first:
-        assert tensors == {}
-        return
-    assert tensors.keys() == whole.keys()
-    for name, tensor in whole.items():
-        assert tensors[name].shape == tensor.shape, name
-        torch.testing.assert_close(tensors[name], tensor, rtol=1e-2, atol=3e-4, msg=lambda t, n=name: f"{n}: {t}")
+    check_same_state(own, alone)
 
 
 def check_moved_run(store: TokenStore, ranks: Ranks, schedule: str, dp: int = 1, ep: int = 1) -> None:
