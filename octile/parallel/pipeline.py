@@ -36,7 +36,7 @@ from octile.nn.deferred_wgrad import DeferrableLinears, DeferredWgrads, defer_wg
 from octile.nn.interleave import run_interleaved
 from octile.ops.matmul import without_autocast
 from octile.optim.gradient import gradient_of
-from octile.parallel.schedules.actions import Action, ActionType, parts
+from octile.parallel.schedules.actions import Action, ActionType, describe, parts
 from octile.parallel.schedules.communication import add_communication
 from octile.parallel.schedules.schedule import Schedule
 
@@ -66,6 +66,8 @@ class Pipeline:
         tied: names of parameters that the first and the last stage share, such as the embedding that multi-token
             prediction reads; all that stages of `split_stages` name in their attribute `tied`. A rank that has both
             stages has the first stage's parameter in both.
+        on_begin: called with the name of each operation before it begins, which a message about a hang can quote:
+            "forward pass of stage 1 for micro-batch 3".
 
     Raises:
         RuntimeError: torch.distributed is not initialized.
@@ -81,10 +83,12 @@ class Pipeline:
         *,
         group: dist.ProcessGroup | None = None,
         tied: Sequence[str] = (),
+        on_begin: Callable[[str], None] = lambda operation: None,
     ):
         if not dist.is_initialized():
             raise RuntimeError("torch.distributed must be initialized before a Pipeline is made")
         self.schedule, self.stages, self.loss, self.tied = schedule, dict(sorted(stages.items())), loss, tuple(tied)
+        self.on_begin = on_begin
         self.group = group if group is not None else dist.group.WORLD
         self.rank, n_ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         if n_ranks != schedule.n_ranks:
@@ -286,6 +290,7 @@ class Pipeline:
 
     def _check(self, inputs: Sequence[Any], targets: Sequence[Any] | None, copies: Copies) -> None:
         """Raise on all ranks what is wrong on some rank: the others would wait for it."""
+        self.on_begin("agreement on the micro-batches")
         problem: tuple[type[Exception], str] | None = None
         try:
             self._check_here(inputs, targets)
@@ -315,6 +320,7 @@ class Pipeline:
 
     def _share(self, losses: Mapping[int, Tensor]) -> Tensor:
         """Return the losses of all ranks: each is on one, and zero on the others."""
+        self.on_begin("sum of the losses")
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
         shared = torch.stack(
             [losses[m].double() if m in losses else zero for m in range(self.schedule.n_micro_batches)]
@@ -351,6 +357,7 @@ class _Step:
     def run(self, actions: Sequence[Action]) -> dict[int, Tensor]:
         """Run a rank's actions, and return the losses of the micro-batches whose last stage it has."""
         for action in actions:
+            self.p.on_begin(describe(action))
             work = [self.work_of(part) for part in parts(action)]
             if len(work) == 1:
                 work[0]()

@@ -85,18 +85,27 @@ class PipelinedModel:
             and its `mtp_loss_weight` are those of the passes.
         schedule: of the pipeline.
         group: its ranks.
+        on_begin: see `Pipeline`.
 
     Attributes:
         is_first: whether this is the pipeline's rank 0, which counts what its ranks share.
     """
 
-    def __init__(self, model: DeepseekV3, schedule: Schedule, group: dist.ProcessGroup):
+    def __init__(
+        self,
+        model: DeepseekV3,
+        schedule: Schedule,
+        group: dist.ProcessGroup,
+        on_begin: Callable[[str], None] = lambda operation: None,
+    ):
         self.model, self.schedule, self.group = model, schedule, group
         self.is_first = dist.get_rank(group) == 0
         stages = split_stages(model, schedule.n_stages)
         self.stages = {number: stages[number] for number in schedule.stages(dist.get_rank(group))}
         self._last = stages[-1]
-        self._pipeline = Pipeline(schedule, self.stages, self._loss, group=group, tied=self._last.tied)
+        self._pipeline = Pipeline(
+            schedule, self.stages, self._loss, group=group, tied=self._last.tied, on_begin=on_begin
+        )
         self._on_output: OnOutput | None = None  # of the passes that run
 
     def copies(self) -> set[str]:

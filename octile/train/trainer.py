@@ -167,7 +167,7 @@ class Trainer:
         self.expert_share = None if groups.hops is None else self._spread_experts(groups.hops)
         self.pipelined: PipelinedModel | None = None
         if stages is not None and groups.pipeline is not None:
-            self.pipelined = PipelinedModel(self.model, stages, groups.pipeline)
+            self.pipelined = PipelinedModel(self.model, stages, groups.pipeline, self.ranks.begin)
         self.shards: ShardedState | None = None
         if self.ranks.size > 1:
             self.shards = ShardedState(
@@ -452,6 +452,7 @@ class Trainer:
         for number, micro_batch_BS in enumerate(micro_batches, 1):
             parts = (self._sequences if self.shards else len(tokens_BS)) / len(micro_batch_BS)
             is_last = number == len(micro_batches)
+            self.ranks.begin(f"passes of micro-batch {number - 1}")
             with self.shards.reducing() if self.shards and is_last else nullcontext():
                 sums["loss"] = sums["loss"] + self.backward(micro_batch_BS, parts)
             for name, value in self.model.last_losses.items():
@@ -481,12 +482,11 @@ class Trainer:
     @torch.no_grad()
     def _sum_over_ranks(self, shards: ShardedState, totals: Tensor, load: dict[str, Tensor]) -> None:
         """Sum gradients, losses and loads over the ranks, and let all have the same histories of delayed scaling."""
-        where = self.ranks.position
-        self.ranks.at(f"{where}: sum of the gradients")
+        self.ranks.begin("sum of the gradients")
         shards.reduce_gradients()
         if self.pipelined:
             self.pipelined.sum_copies(dict(shards.parts.named_parameters()))
-        self.ranks.at(f"{where}: sum of the losses and loads")
+        self.ranks.begin("sum of the losses and loads")
         self.ranks.sum_(totals)
         if load:  # each counts the tokens of a replica's ranks
             total_LE = shards.sum_over_replicas(torch.stack([*load.values()]))
@@ -501,7 +501,7 @@ class Trainer:
             for name, largest_O in zip(self.names.histories, self.ranks.max_(torch.stack(amax)), strict=True):
                 if name in own:
                     own[name].amax_OH[:, 0] = largest_O
-        self.ranks.at(where)
+        self.ranks.begin("")
 
     def _zero_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)

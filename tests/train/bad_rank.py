@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,15 +21,20 @@ def have_other_code() -> None:
 
 
 def fail_at(step: int, fail: Callable[[], None]) -> None:
-    """Let this rank fail during a step."""
-    compute = Trainer._compute
+    """Let this rank fail in the first backward pass of a step."""
+    compute, backward = Trainer._compute, torch.autograd.backward
 
-    def failing(self, tokens_BS):
+    def failing(*args, **kwargs):
+        torch.autograd.backward = backward
+        fail()
+        backward(*args, **kwargs)
+
+    def compute_and_fail(self, tokens_BS):
         if self.steps_done + 1 == step:
-            fail()
+            torch.autograd.backward = failing
         return compute(self, tokens_BS)
 
-    Trainer._compute = failing
+    Trainer._compute = compute_and_fail
 
 
 def raise_an_error() -> None:
@@ -39,12 +45,17 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def hang() -> None:
+    time.sleep(600)
+
+
 FAULTS = {  # the rank that has it, and what it does first
     "": (0, lambda: None),
     "other code": (1, have_other_code),
     "other seed": (1, lambda: sys.argv.append("--seed=1")),
     "error": (1, partial(fail_at, 2, raise_an_error)),
     "killed": (0, partial(fail_at, 3, die)),
+    "hang": (1, partial(fail_at, 3, hang)),
 }
 
 

@@ -1,7 +1,6 @@
 """Bad input and faults of two ranks of `octile train`: one line, and all ranks end."""
 
 import json
-import re
 import shutil
 import signal
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.train import bad_rank
-from tests.train.test_torchrun import OPTIONS
+from tests.train.test_torchrun import OPTIONS, PIPELINE
 from tests.worlds import begin_ranks
 
 
@@ -28,6 +27,8 @@ def train(folder: Path, *arguments: str, fault: str = "") -> Ended:
     ranks = begin_ranks(bad_rank.run, (store.port, str(folder), fault, arguments), 2)
     for process in ranks:
         process.join(60)
+        if fault == "hang":
+            ranks[1].kill()
     errors = [(folder / f"{rank}.err").read_text().splitlines() for rank in range(2)]
     own = [[line for line in of_rank if line.startswith("octile: ")] for of_rank in errors]
     return Ended([process.exitcode for process in ranks], own)
@@ -94,7 +95,29 @@ def test_rank_1_reports_that_rank_0_was_killed(arguments, tmp_path: Path):
     ended = train(tmp_path, *arguments, "--steps=4", f"--out={tmp_path / 'run'}", fault="killed")
     assert ended.statuses == [-signal.SIGKILL, 1]
     ((), (line,)) = ended.lines
-    assert re.search(r"rank 1 lost the connection to another rank, .* last seen: rank 0 at step 3", line)
+    assert line.startswith("octile: rank 1 lost the connection to another rank, which has ended, at step 3: ")
+    assert line.endswith("; last seen: rank 0 at step 3: passes of micro-batch 0")
+
+
+HANGS = {  # options, where rank 0 waits, where rank 1 hangs
+    "data parallel": ([], "sum of the gradients", "passes of micro-batch 0"),
+    "pipeline": (
+        PIPELINE,
+        "backward pass of stage 0 for micro-batch 0",
+        "backward pass of stage 1 for micro-batch 0",
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "waits", "hangs"), HANGS.values(), ids=HANGS)
+def test_a_hang_names_the_rank_and_the_operation(arguments, tmp_path: Path, options: list[str], waits: str, hangs: str):
+    arguments = [*arguments, *options, "--steps=4", "--parallel.timeout=5", f"--out={tmp_path / 'run'}"]
+    ended = train(tmp_path, *arguments, fault="hang")
+    assert ended.statuses == [1, -signal.SIGKILL]
+    ((line,), ()) = ended.lines
+    assert line.endswith(
+        f"rank 0 waited 5 s for the other ranks, at step 3: {waits}; last seen: rank 1 at step 3: {hangs}"
+    )
 
 
 def test_a_checkpoint_of_another_model_is_refused(trained: Path, tmp_path: Path):

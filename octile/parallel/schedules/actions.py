@@ -15,6 +15,7 @@ __all__ = [
     "Action",
     "ActionType",
     "backward",
+    "describe",
     "forward",
     "input_gradient",
     "overlapped",
@@ -25,6 +26,16 @@ __all__ = [
 ]
 
 GRADIENTS = (ActionType.FULL_BACKWARD, ActionType.BACKWARD_INPUT)  # actions whose result goes to the stage before
+_NAMES = {
+    ActionType.FORWARD: "forward pass",
+    ActionType.FULL_BACKWARD: "backward pass",
+    ActionType.BACKWARD_INPUT: "input gradient",
+    ActionType.BACKWARD_WEIGHT: "weight gradient",
+    ActionType.SEND_F: "send of the outputs",
+    ActionType.RECV_F: "receive of the inputs",
+    ActionType.SEND_B: "send of the input gradients",
+    ActionType.RECV_B: "receive of the output gradients",
+}
 
 
 def forward(stage: int, micro_batch: int) -> Action:
@@ -68,3 +79,9 @@ def receive(action: Action) -> Action:
     is_forward = action.computation_type == ActionType.FORWARD
     kind = ActionType.RECV_F if is_forward else ActionType.RECV_B
     return action._replace(stage_index=action.stage_index + (1 if is_forward else -1), computation_type=kind)
+
+
+def describe(action: Action) -> str:
+    """Name an action in words: "forward pass of stage 1 for micro-batch 3"; both of an overlapped pair."""
+    names = [(_NAMES[part.computation_type], part.stage_index, part.microbatch_index) for part in parts(action)]
+    return " and ".join(f"{name} of stage {stage} for micro-batch {number}" for name, stage, number in names)

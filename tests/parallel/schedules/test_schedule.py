@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from octile.parallel.schedules import SCHEDULES, Action, ActionType, Schedule, make_schedule
-from octile.parallel.schedules.actions import parts
+from octile.parallel.schedules import SCHEDULES, Action, ActionType, Schedule, add_communication, make_schedule
+from octile.parallel.schedules.actions import describe, parts
 from tests.parallel.schedules.sizes import schedules
 
 
@@ -93,6 +93,16 @@ def test_torch_still_has_each_stage_on_one_rank():
     schedule = make_schedule("dualpipe", 2, 4)
     with pytest.raises(AssertionError, match="is assigned to both rank 1 and rank 0"):
         torch_schedules._validate_schedule(dict(enumerate(map(list, schedule.actions))), 2, 2, 4)
+
+
+def test_actions_have_names_in_words():
+    (first, *_), (*_, last) = (actions for actions in add_communication(make_schedule("zb1p", 2, 2)))
+    pair = next(a for row in make_schedule("dualpipe", 2, 4).actions for a in row if len(parts(a)) == 2)
+    assert [describe(action) for action in (first, last, pair)] == [
+        "forward pass of stage 0 for micro-batch 0",
+        "weight gradient of stage 1 for micro-batch 1",
+        "forward pass of stage 1 for micro-batch 3 and backward pass of stage 0 for micro-batch 0",
+    ]
 
 
 @pytest.mark.parametrize(
