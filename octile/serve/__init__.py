@@ -14,5 +14,21 @@ async_engine.py  an engine in a thread of its own, whose outputs an event loop r
 load_test.py  many clients that stream completions and time them
 http/         `octile serve`: OpenAI's protocol over HTTP
 load.py       a folder to serve: its weights, its tokenizer, and a cache that fits
+expert_balance.py  `rebalance_experts`: copies of experts and the GPUs that hold them
 generate.py   `octile generate`
 """
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from octile.serve.expert_balance import rebalance_experts
+
+__all__ = ["rebalance_experts"]
+
+
+def __getattr__(name: str) -> object:
+    if name in __all__:  # late: the configurations in this room are read without torch
+        from octile.serve import expert_balance
+
+        return getattr(expert_balance, name)
+    raise AttributeError(f"module 'octile.serve' has no attribute {name!r}")
