@@ -673,7 +673,9 @@ def _fail(message: str, code: int) -> NoReturn:
 
     with termination_ignored():  # torchrun sends SIGTERM when another rank has ended, while this one waits to report
         if reports_failure(line):
-            sys.stderr.write(f"octile: {f'rank {_rank()}: ' if _rank() else ''}{line}\n")  # in one: others write, too
+            own = f"rank {_rank()}"
+            names = not _rank() or line.startswith(f"{own} ")
+            sys.stderr.write(f"octile: {'' if names else f'{own}: '}{line}\n")  # in one: others write, too
         end(code)
 
 
