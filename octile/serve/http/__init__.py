@@ -1,7 +1,7 @@
 """An HTTP server with OpenAI's protocol, on FastAPI and uvicorn: `octile serve`.
 
 server.py     binds the address, loads the model, serves, and drains after SIGTERM
-connection.py what uvicorn's HTTP/1.1 protocol lacks: a time limit for the head of a request, and abort
+connection.py what uvicorn's HTTP/1.1 protocol lacks: a time limit for the head of a request, abort, flow control
 app.py        the paths: completions, chat completions, models, health, metrics and the page
 page.html     the page at /
 protocol.py   the bodies of requests, as OpenAI defines them, and what of them is not supported
@@ -10,6 +10,6 @@ chat.py       the chat template: messages to tokens
 config.py     `Limits`: what a server takes at most
 limits.py     time limits, and reading a body
 errors.py     errors in OpenAI's format
-event_stream.py  a response of server-sent events that ends when its client is gone or does not read
+responses.py  responses that are written as fast as their client reads, and end when it is gone
 metrics.py    what Prometheus reads, under vLLM's names
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import hmac
@@ -18,6 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octile.serve.http.errors import NEVER_RETRY, ApiError
+from octile.serve.http.limits import WRITE_SECONDS
 from octile.serve.http.service import Service
 
 COUNTED_PATHS = {"/", "/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions"}
@@ -44,6 +46,7 @@ def create_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
     app.include_router(_open_paths(service))
     app.include_router(_v1(service), prefix="/v1", dependencies=[Depends(_KeyCheck(api_keys))])
     app.add_middleware(_CountResponses, service=service)
+    app.add_middleware(_TimeLimit, seconds=service.limits.seconds)
     return app
 
 
@@ -125,6 +128,25 @@ class _CountResponses:
             await send(message)
 
         await self._app(scope, receive, counted if scope["type"] == "http" else send)
+
+
+class _TimeLimit:
+    """Middleware that ends the connection of a client that has not read its response in time."""
+
+    def __init__(self, app: ASGIApp, seconds: float):
+        self._app, self._seconds = app, seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        try:
+            async with asyncio.timeout(self._seconds + WRITE_SECONDS) as limit:
+                await self._app(scope, receive, send)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            scope["state"]["abort"]()
+            await asyncio.sleep(0)  # for the connection to know that it is lost
 
 
 async def _api_error(_: Request, error: ApiError) -> Response:

@@ -1,6 +1,8 @@
-"""What uvicorn's HTTP/1.1 protocol lacks: a time limit for the head of a request, and abort.
+"""What uvicorn's HTTP/1.1 protocol lacks: a time limit for the head of a request, abort, and no buffer for responses.
 
-A handler finds `abort` in its scope's state. It ends the connection at once and discards what the client has not read.
+`send` returns at once as long as the system takes what is written; after that it waits until the system has taken all
+of what was written before. A handler finds `abort` in its scope's state. It ends the connection at once and discards
+what the client has not read.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # noqa: D102
         super().connection_made(transport)
+        transport.set_write_buffer_limits(0)
         self.app_state: dict[str, Any] = {**self.app_state, "abort": transport.abort}
         self._time_head()
 

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import ExitStack, aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing
 from typing import NamedTuple, TypeVar
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from octile.serve.async_engine import AsyncEngine, EngineError, StepEngine, Stream
 from octile.serve.http.answers import Answer, ChatCompletion, Completion
 from octile.serve.http.chat import ChatTemplate
 from octile.serve.http.config import Limits
 from octile.serve.http.errors import NEVER_RETRY, ApiError
-from octile.serve.http.event_stream import DONE, EventStream, event, while_connected
 from octile.serve.http.limits import read_body
 from octile.serve.http.metrics import Metrics
 from octile.serve.http.protocol import ChatBody, CompletionBody, Generation, parse
+from octile.serve.http.responses import DONE, PacedResponse, event, while_connected
 from octile.serve.request import FinishReason, Output, Sampling
 from octile.tokenizer import Tokenizer
 
@@ -174,7 +174,7 @@ class Service:
     ) -> Response:
         deadline = asyncio.get_running_loop().time() + self.limits.seconds
         self._check_open()
-        with ExitStack() as held:
+        async with AsyncExitStack() as held:
             places = _Places(self)
             held.callback(places.release)
             places.take(1)  # before the body is read, so that there are only so many in memory
@@ -182,11 +182,11 @@ class Service:
             self.check_model(body.model)
             places.take(count_prompts(body) * (body.n or 1) - 1)
             if not body.stream:
-                return JSONResponse(await while_connected(request.receive, self._whole(body, read, deadline)))
-            events = self._events(body, read, deadline, places)
+                whole = await while_connected(request.receive, self._whole(body, read, deadline))
+                return PacedResponse.of_json(whole, held.pop_all())
+            events = await held.enter_async_context(aclosing(self._events(body, read, deadline)))
             first = await while_connected(request.receive, _next(events))
-            held.pop_all()  # the events release the places
-            return EventStream(_chain(first, events), deadline)
+            return PacedResponse.of_events(_chain(first, events), held.pop_all())
 
     def _check_open(self) -> None:
         if why := self.why_closed():
@@ -201,9 +201,7 @@ class Service:
                     job.answer.add(index, output)
         return job.answer.whole()
 
-    async def _events(
-        self, body: B, read: Callable[[B], Job], deadline: float, places: _Places
-    ) -> AsyncGenerator[str, None]:
+    async def _events(self, body: B, read: Callable[[B], Job], deadline: float) -> AsyncGenerator[str, None]:
         """The events of a stream. An error before the first of them is raised; later it is an event."""
         has_begun = False
         try:
@@ -222,8 +220,6 @@ class Service:
             if not has_begun:
                 raise
             yield event(error.body())
-        finally:
-            places.release()
 
     async def _outputs(self, job: Job, deadline: float) -> AsyncGenerator[list[tuple[int, Output]], None]:
         """What is new about the choices of a request, until all have finished. Leaving it early cancels them.
@@ -261,8 +257,7 @@ async def _next(events: AsyncGenerator[str, None]) -> str:
     return await anext(events)
 
 
-async def _chain(first: str, others: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-    async with aclosing(others):
-        yield first
-        async for text in others:
-            yield text
+async def _chain(first: str, others: AsyncIterator[str]) -> AsyncIterator[str]:
+    yield first
+    async for text in others:
+        yield text

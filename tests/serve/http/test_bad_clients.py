@@ -8,7 +8,7 @@ from collections import Counter
 import httpx
 import pytest
 
-from octile.serve.http import connection, event_stream
+from octile.serve.http import app, connection
 from octile.serve.http.config import Limits
 from octile.serve.http.server import allow_files
 from tests.serve.http.conftest import Served, wait_until
@@ -62,16 +62,24 @@ def test_a_client_that_leaves_before_its_first_token(serve):
     wait_until(served.is_idle)
 
 
-def test_a_client_that_does_not_read_holds_nobody_back_and_loses_its_connection(serve, monkeypatch):
-    monkeypatch.setattr(event_stream, "WRITE_SECONDS", 0.2)
-    served = serve(Limits(seconds=4.0, in_flight=200))
+@pytest.mark.parametrize(("stream", "tokens"), [(False, 1000), (True, 4000)], ids=["whole", "stream"])
+def test_a_client_that_does_not_read_holds_nobody_back_and_loses_its_connection(serve, monkeypatch, stream, tokens):
+    monkeypatch.setattr(app, "WRITE_SECONDS", 0.2)
+    served = serve(Limits(seconds=6.0, in_flight=200))
     client = connect(served, receive_buffer=4096)
-    body = {**COMPLETION, "stream": True, "n": 100, "logprobs": 1}  # far more than the system's buffers hold
+    # far more than the system's buffers hold
+    body = {**COMPLETION, "max_tokens": tokens, "stream": stream, "n": 100, "logprobs": 1}
     client.sendall(request_bytes(body))
     wait_until(lambda: served.service.in_flight == 100)
     assert answers(served)
+    if not stream:
+        wait_until(lambda: served.engine.finished == 101)
+    state = served.server.server_state
+    wait_until(lambda: any(open_to.flow.write_paused for open_to in list(state.connections)))
+    assert served.service.in_flight == 100
+    assert max(open_to.transport.get_write_buffer_size() for open_to in state.connections) < 2**17
     wait_until(served.is_idle)
-    wait_until(lambda: not served.server.server_state.connections)
+    wait_until(lambda: not state.connections)
     assert answers(served)
     client.close()
 

@@ -1,0 +1,105 @@
+"""Responses that are written as fast as their client reads, and end when it is gone: events, and whole answers.
+
+A part is written when the system has taken the one before it (`octile.serve.http.connection`), and a response has ended
+when the system has taken all of it.
+
+Source: the HTML standard, "Server-sent events".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import AsyncExitStack, suppress
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from octile.serve.http.errors import ApiError
+
+T = TypeVar("T")
+DONE = "data: [DONE]\n\n"
+PIECE_BYTES = 2**16
+
+
+def json_text(value: object) -> str:
+    """A JSON value without spaces."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def event(value: object) -> str:
+    """An event with a JSON value."""
+    return f"data: {json_text(value)}\n\n"
+
+
+async def while_connected(receive: Callable[[], Awaitable[Any]], work: Coroutine[Any, Any, T]) -> T:
+    """Do work, and cancel it when the client closes the connection. The request's body must have been read.
+
+    Raises:
+        ApiError: 499, the client has closed the connection; nobody reads the response.
+    """
+    working = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_until_disconnected(receive))
+    try:
+        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ApiError(499, "the client has closed the connection")
+    finally:
+        for task in (working, gone):
+            task.cancel()
+        with suppress(asyncio.CancelledError, Exception):
+            await working  # it cancels its choices
+
+
+async def _until_disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class PacedResponse(Response):
+    """A response that is written as fast as its client reads.
+
+    Args:
+        parts: of the body, as they come.
+        held: closed when all of it is written, or when the client is gone or its time is over.
+        headers: of the response.
+    """
+
+    def __init__(self, parts: AsyncIterator[bytes], held: AsyncExitStack, headers: dict[str, str]):
+        super().__init__(headers=headers)
+        if "content-length" not in headers:
+            del self.headers["content-length"]
+        self._parts, self._held = parts, held
+
+    @classmethod
+    def of_events(cls, events: AsyncIterator[str], held: AsyncExitStack) -> PacedResponse:
+        """Make a response of server-sent events, already written."""
+        headers = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
+        return cls((text.encode() async for text in events), held, headers)
+
+    @classmethod
+    def of_json(cls, value: object, held: AsyncExitStack) -> PacedResponse:
+        """Make a response of one JSON value."""
+        content = json_text(value).encode()
+        headers = {"content-type": "application/json", "content-length": str(len(content))}
+        return cls(_pieces(content), held, headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response, as ASGI has it."""
+        async with self._held:
+            with suppress(ApiError):  # the client is gone
+                await while_connected(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async for part in self._parts:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _pieces(content: bytes) -> AsyncIterator[bytes]:
+    for i in range(0, len(content), PIECE_BYTES):
+        yield content[i : i + PIECE_BYTES]
