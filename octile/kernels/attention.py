@@ -1,10 +1,10 @@
-"""Causal attention on a GPU by torch's kernels, with forward and backward called separately.
+"""Attention by torch's kernels, with forward and backward called separately.
 
 torch chooses the kernel: `torch.nn.attention.sdpa_kernel` controls it, and deterministic mode excludes cuDNN.
 FlashAttention needs equally many channels in keys and values, a multiple of 8. Where this is all that excludes it, as
 for the 192 and 128 channels of MLA, zeros are appended to the channels.
 
-Shapes: B batch, S sequence, H heads, X channels of a query and a key, V of a value.
+Shapes: B batch, S sequence, L keys, H heads, X channels of a query and a key, V of a value.
 """
 
 import torch
@@ -20,41 +20,51 @@ EFFICIENT_LSE = 32  # the memory-efficient kernel pads rows of lse to a multiple
 aten = torch.ops.aten
 
 
-def choose(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[int, int] | None:
-    """Choose a kernel for q, k [B, S, H, X] and v [B, S, H, V].
+def choose(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = True) -> tuple[int, int] | None:
+    """Choose a GPU's kernel for q [B, S, H, X], k [B, L, H, X] and v [B, L, H, V].
 
     Returns:
         the value of the kernel's `SDPBackend`, and the number of channels to which its operands must be padded, or 0
         for no padding; None if no kernel supports these operands.
     """
-    kernel = _chosen_by_torch(q, k, v, scale)
+    kernel = _chosen_by_torch(q, k, v, scale, causal)
     if kernel in (FLASH, CUDNN):
         return kernel, 0
     width = -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
-    empty = q.new_empty(*q.shape[:-1], width)
-    kernel_if_padded = _chosen_by_torch(empty, empty, empty, scale)
+    padded_q, padded_k = (t.new_empty(*t.shape[:-1], width) for t in (q, k))
+    kernel_if_padded = _chosen_by_torch(padded_q, padded_k, padded_k, scale, causal)
     if kernel_if_padded in (FLASH, CUDNN):
         return kernel_if_padded, width
     return (EFFICIENT, 0) if kernel == EFFICIENT else None
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, choice: tuple[int, int]) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, choice: tuple[int, int], causal: bool = True
+) -> tuple[Tensor, Tensor]:
     """Run the kernel that `choose` returned; returns o [B, S, H, V], contiguous, and lse [B, H, S] float32."""
     kernel, width = choice
     s = q.shape[1]
-    q_BHSX, k_BHSX, v_BHSV = (_pad_channels(t, width).transpose(1, 2) for t in (q, k, v))
+    q_BHSX, k_BHLX, v_BHLV = (_pad_channels(t, width).transpose(1, 2) for t in (q, k, v))
     if kernel == CUDNN:
         o, lse, *_ = aten._scaled_dot_product_cudnn_attention(
-            q_BHSX, k_BHSX, v_BHSV, None, True, 0.0, True, False, scale=scale
+            q_BHSX, k_BHLX, v_BHLV, None, True, 0.0, causal, False, scale=scale
         )
         lse = lse.squeeze(-1)
     elif kernel == FLASH:
-        o, lse, *_ = aten._scaled_dot_product_flash_attention(q_BHSX, k_BHSX, v_BHSV, 0.0, True, False, scale=scale)
+        o, lse, *_ = aten._scaled_dot_product_flash_attention(q_BHSX, k_BHLX, v_BHLV, 0.0, causal, False, scale=scale)
     else:
         o, lse, *_ = aten._scaled_dot_product_efficient_attention(
-            q_BHSX, k_BHSX, v_BHSV, None, True, 0.0, True, scale=scale
+            q_BHSX, k_BHLX, v_BHLV, None, True, 0.0, causal, scale=scale
         )
     return o.transpose(1, 2)[..., : v.shape[-1]].contiguous(), lse[..., :s].contiguous()
+
+
+def forward_to_all_on_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attend to all keys on a CPU; returns o [B, S, H, V], contiguous, and lse [B, H, S] float32."""
+    width = max(q.shape[-1], v.shape[-1])
+    q_BHSX, k_BHLX, v_BHLV = (_pad_channels(t, width).transpose(1, 2) for t in (q, k, v))
+    o, lse = aten._scaled_dot_product_flash_attention_for_cpu(q_BHSX, k_BHLX, v_BHLV, 0.0, False, scale=scale)
+    return o.transpose(1, 2)[..., : v.shape[-1]].contiguous(), lse.contiguous()
 
 
 def backward(
@@ -84,9 +94,9 @@ def backward(
     return dq, dk, dv
 
 
-def _chosen_by_torch(q: Tensor, k: Tensor, v: Tensor, scale: float) -> int:
-    q_BHSX, k_BHSX, v_BHSV = (t.transpose(1, 2) for t in (q, k, v))
-    return torch._fused_sdp_choice(q_BHSX, k_BHSX, v_BHSV, is_causal=True, scale=scale)
+def _chosen_by_torch(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> int:
+    q_BHSX, k_BHLX, v_BHLV = (t.transpose(1, 2) for t in (q, k, v))
+    return torch._fused_sdp_choice(q_BHSX, k_BHLX, v_BHLV, is_causal=causal, scale=scale)
 
 
 def _pad_channels(t: Tensor, width: int) -> Tensor:

@@ -142,6 +142,9 @@ GEMMS_ON_CPU = (  # E4M3 operands, where the processor multiplies BF16
     "matmul_nt", "matmul_nt_out", "grouped_matmul_nt", "grouped_matmul_nt_out", "grouped_wgrad", "grouped_wgrad_out",
 )  # fmt: skip
 ATTENTION_ON_CPU = ("paged_attention",)  # sums in another order than the reference
+TORCH_ON_CPU = {
+    "attention": "to all keys torch's FlashAttention for CPUs, which has no matrix of scores; causal the reference"
+}
 ATTENTION_REASON = "attention uses cuDNN or FlashAttention, as torch's own does"
 ONLY_TORCH = {  # and why
     "attention": ATTENTION_REASON,
@@ -213,6 +216,8 @@ def choices() -> dict[str, tuple[str, str]]:
     """Return the kernels that each operator uses on this machine, and why, by the operator's name."""
     portable = _portable_kernels()
     chosen = dict.fromkeys(OPERATORS, portable)
+    if not torch.cuda.is_available():
+        chosen |= {operator: ("torch", why) for operator, why in TORCH_ON_CPU.items()}
     if not torch.cuda.is_available() and cpu.library() is not None:
         why = "compiled by this machine's C++ compiler for E4M3 and AdamW, bit for bit the reference"
         chosen |= dict.fromkeys(COMPILED_ON_CPU, ("C++", why))

@@ -2,6 +2,8 @@
 
     s = scale · q · kᵀ, −∞ for keys after the query      p = softmax(s)      o = p · v
 
+Forward can also attend to all keys (`causal` false). With `lse` the results of several parts of the keys can be merged.
+
 Backward recomputes p from q, k and the logarithm of the softmax's denominator (`lse`), and reads o:
 
     dv = pᵀ · do      dp = do · vᵀ      ds = p · (dp − Σ do · o)      dq = scale · ds · k      dk = scale · dsᵀ · q
@@ -13,7 +15,7 @@ On a GPU these are the kernels of cuDNN or FlashAttention that `torch.nn.functio
 Results are not bit for bit those of the reference: the order of sums is unspecified.
 
 Sources: Dao et al. (arXiv 2205.14135) for the backward pass; DeepSeek-V3 (arXiv 2412.19437) §3.3.3.
-Shapes: B batch, S sequence, H heads, X channels of a query and a key, V of a value.
+Shapes: B batch, S sequence, L keys, H heads, X channels of a query and a key, V of a value.
 """
 
 import torch
@@ -26,13 +28,15 @@ from octile.ops.quantize import check_device, check_input_dtype
 
 
 @operator()
-def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Compute causal attention: each query attends to the keys at its own and earlier positions.
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = True) -> tuple[Tensor, Tensor]:
+    """Compute attention: each query attends to the keys at its own and earlier positions, or to all keys.
 
     Args:
-        q, k: [B, S, H, X], float32, bfloat16 or float16, channels contiguous.
-        v: [B, S, H, V] in q's dtype, channels contiguous.
+        q: [B, S, H, X], float32, bfloat16 or float16, channels contiguous.
+        k: [B, L, H, X] in q's dtype, channels contiguous; L is S if causal.
+        v: [B, L, H, V] in q's dtype, channels contiguous.
         scale: the factor of q · k, usually 1 / √X.
+        causal: whether keys after the query are left out.
 
     Returns:
         o [B, S, H, V] in q's dtype, contiguous, and lse [B, H, S] float32.
@@ -41,32 +45,43 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Te
         TypeError: q, k or v has another dtype, or they differ in dtype.
         ValueError: shapes or devices do not fit together.
     """
-    _check(q, k, v)
-    return _attention(q, k, v, scale)
+    _check(q, k, v, causal)
+    return _attention(q, k, v, scale, causal)
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    s_BHSS = _scores(q, k, scale)
-    is_future_SS = torch.ones(s_BHSS.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-    max_BHS1 = s_BHSS.masked_fill(is_future_SS, float("-inf")).amax(-1, keepdim=True)
-    p_BHSS = s_BHSS.sub_(max_BHS1).exp_().tril_()  # exp of −∞ would take twice the time
-    sum_BHS1 = p_BHSS.sum(-1, keepdim=True)
+def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    s_BHSL = _scores(q, k, scale)
+    if causal:
+        is_future_SS = torch.ones(s_BHSL.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        max_BHS1 = s_BHSL.masked_fill(is_future_SS, float("-inf")).amax(-1, keepdim=True)
+        p_BHSL = s_BHSL.sub_(max_BHS1).exp_().tril_()  # exp of −∞ would take twice the time
+    else:
+        max_BHS1 = s_BHSL.amax(-1, keepdim=True)
+        p_BHSL = s_BHSL.sub_(max_BHS1).exp_()
+    sum_BHS1 = p_BHSL.sum(-1, keepdim=True)
     with without_autocast(q.device):
-        o_BHSV = (p_BHSS @ v.transpose(1, 2).float()).div_(sum_BHS1)
+        o_BHSV = (p_BHSL @ v.transpose(1, 2).float()).div_(sum_BHS1)
     return o_BHSV.transpose(1, 2).to(q.dtype).contiguous(), (max_BHS1 + sum_BHS1.log()).squeeze(-1)
 
 
 @attention.register_fake
-def _(q, k, v, scale):
+def _(q, k, v, scale, causal=True):
     b, s, h, _ = q.shape
-    return q.new_empty(v.shape), q.new_empty(b, h, s, dtype=torch.float32)
+    return q.new_empty(b, s, h, v.shape[-1]), q.new_empty(b, h, s, dtype=torch.float32)
+
+
+@attention.register_kernel("cpu")
+def _(q, k, v, scale, causal=True):
+    _check(q, k, v, causal)
+    # torch's kernel has no matrix of scores, which many keys make large
+    return _attention(q, k, v, scale, True) if causal else kernels.forward_to_all_on_cpu(q, k, v, scale)
 
 
 @attention.register_kernel("cuda")
-def _(q, k, v, scale):
-    _check(q, k, v)
-    choice = kernels.choose(q, k, v, scale)
-    return kernels.forward(q, k, v, scale, choice) if choice else _attention(q, k, v, scale)
+def _(q, k, v, scale, causal=True):
+    _check(q, k, v, causal)
+    choice = kernels.choose(q, k, v, scale, causal)
+    return kernels.forward(q, k, v, scale, choice, causal) if choice else _attention(q, k, v, scale, causal)
 
 
 @operator()
@@ -121,10 +136,10 @@ def _(do, q, k, v, o, lse, scale):
 
 
 def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """The attention scores scale · q · kᵀ, float32 [B, H, S, S], also those of keys after the query."""
+    """The attention scores scale · q · kᵀ, float32 [B, H, S, L], also those of keys after the query."""
     with without_autocast(q.device):
-        s_BHSS = q.transpose(1, 2).float() @ k.transpose(1, 2).float().mT
-    return s_BHSS.mul_(scale)
+        s_BHSL = q.transpose(1, 2).float() @ k.transpose(1, 2).float().mT
+    return s_BHSL.mul_(scale)
 
 
 def _check_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> None:
@@ -137,12 +152,16 @@ def _check_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse:
     check_device("q", q, "lse", lse)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> None:
     check_input_dtype("q", q)
     if q.dim() != 4:
         raise ValueError(f"q must be [B, S, H, X], not {tuple(q.shape)}")
-    _check_like("k", k, q, tuple(q.shape))
-    _check_like("v", v, q, (*q.shape[:3], v.shape[-1]))
+    b, s, h, x = q.shape
+    n_keys = s if causal or k.dim() != 4 else k.shape[1]
+    if not n_keys:
+        raise ValueError(f"k must have a key, not {tuple(k.shape)}")
+    _check_like("k", k, q, (b, n_keys, h, x))
+    _check_like("v", v, q, (b, n_keys, h, v.shape[-1]))
 
 
 def _check_like(name: str, t: Tensor, q: Tensor, shape: tuple[int, ...]) -> None:

@@ -84,7 +84,8 @@ class Step(NamedTuple):
         pages: int32 [decode rows, M], of each row's request.
         lengths: int32 [decode rows], positions that each attends to: its own and those before.
         context: int64, the slots of all positions that prefill chunks attend to, chunk after chunk.
-        prefills: the chunks after the decode rows, in pieces whose keys and values are in memory at once.
+        prefills: the chunks after the decode rows, in pieces.
+        max_positions: whose keys and values are in memory at once: a piece has no more, or is one chunk.
     """
 
     tokens: Tensor
@@ -94,6 +95,7 @@ class Step(NamedTuple):
     lengths: Tensor
     context: Tensor | None
     prefills: Sequence[Sequence[PrefillGroup]]
+    max_positions: int = 0
 
 
 class Rows(NamedTuple):
@@ -193,7 +195,10 @@ class Forward:
             parts.append(self._absorbed(q_THX[:n_decode], layer, w, step))
         for piece in step.prefills:
             assert step.context is not None
-            parts += self._naive(q_THX, layer, w, step.context, piece)
+            if piece[0].positions > step.max_positions:
+                parts.append(self._naive_in_parts(q_THX, layer, w, step.context, piece[0], step.max_positions))
+            else:
+                parts += self._naive(q_THX, layer, w, step.context, piece)
         o_TV = (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
         return self._nt(self._rows(o_TV, w.o), w.o)
 
@@ -215,13 +220,9 @@ class Forward:
 
         Keys and values of all its chunks are computed by one GEMM, and chunks of one size attend together.
         """
-        c = self.weights.config
         first = groups[0].first_position
         n_positions = sum(group.n_chunks * group.positions for group in groups)
-        latent_LC, rope_LR = self.cache.read(layer, context.narrow(0, first, n_positions), q_THX.dtype)
-        kv_LHY = self._nt(self._rows(latent_LC, w.kv_up), w.kv_up).unflatten(-1, (c.num_attention_heads, -1))
-        k_LHN, v_LHV = kv_LHY.split([c.qk_nope_head_dim, c.v_head_dim], dim=-1)
-        k_LHX = torch.cat((k_LHN, rope_LR[:, None].expand(-1, k_LHN.shape[1], -1)), dim=-1)
+        k_LHX, v_LHV = self._keys_and_values(layer, w, context.narrow(0, first, n_positions))
         results = []
         for group in groups:
             shape = group.n_chunks, -1
@@ -233,6 +234,32 @@ class Forward:
             attend = attention_to_all if group.rows == group.positions else attend_last
             results.append(attend(q_BSHX, k_BLHX, v_BLHV, self.softmax_scale).flatten(0, 1))
         return results
+
+    def _naive_in_parts(
+        self, q_THX: Tensor, layer: int, w: AttentionWeights, context: Tensor, chunk: PrefillGroup, max_positions: int
+    ) -> Tensor:
+        """Attend from the rows of one chunk to more positions than fit into memory at once: [S, H, V].
+
+        The softmax over the positions before the chunk is computed in parts, which are merged with that over its own.
+        """
+        q_BSHX = q_THX.narrow(0, chunk.first_row, chunk.rows)[None]
+        of_chunk = context.narrow(0, chunk.first_position, chunk.positions)
+        before, own = of_chunk.split([chunk.positions - chunk.rows, chunk.rows])
+        k_SHX, v_SHV = self._keys_and_values(layer, w, own)
+        o_BSHV, lse_BHS = attention(q_BSHX, k_SHX[None], v_SHV[None], self.softmax_scale)
+        for part in before.split(max_positions):
+            k_LHX, v_LHV = self._keys_and_values(layer, w, part)
+            of_part = attention(q_BSHX, k_LHX[None], v_LHV[None], self.softmax_scale, False)
+            o_BSHV, lse_BHS = merge_attention((o_BSHV, lse_BHS), of_part)
+        return o_BSHV[0].to(q_THX.dtype)
+
+    def _keys_and_values(self, layer: int, w: AttentionWeights, slots_L: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the keys and values of cached positions: [L, H, X] and [L, H, V]."""
+        c = self.weights.config
+        latent_LC, rope_LR = self.cache.read(layer, slots_L, self.weights.dtype)
+        kv_LHY = self._nt(self._rows(latent_LC, w.kv_up), w.kv_up).unflatten(-1, (c.num_attention_heads, -1))
+        k_LHN, v_LHV = kv_LHY.split([c.qk_nope_head_dim, c.v_head_dim], dim=-1)
+        return torch.cat((k_LHN, rope_LR[:, None].expand(-1, k_LHN.shape[1], -1)), dim=-1), v_LHV
 
     def _mlp(self, x: Rows, w: MLPWeights) -> Tensor:
         gate_TI, up_TI = self._projections(x, w.x)
@@ -347,6 +374,14 @@ def attend_last(q_BSHX: Tensor, k_BLHX: Tensor, v_BLHV: Tensor, scale: float) ->
     v_BHLX = F.pad(v_BHLV, (0, width - v_BHLV.shape[-1]))  # FlashAttention needs equally many channels
     o_BHSX = F.scaled_dot_product_attention(q_BHSX, k_BHLX, v_BHLX, causal_lower_right(s, positions), scale=scale)
     return o_BHSX.transpose(1, 2)[..., : v_BLHV.shape[-1]]
+
+
+def merge_attention(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Merge the results of attending to two parts of the keys: o [B, S, H, V] float32, and lse [B, H, S]."""
+    lse_BHS = torch.logaddexp(a[1], b[1])
+    shares = (torch.exp(lse - lse_BHS).transpose(1, 2).unsqueeze(-1) for _, lse in (a, b))
+    o_BSHV, other_BSHV = (o.float() * share_BSH1 for (o, _), share_BSH1 in zip((a, b), shares, strict=True))
+    return o_BSHV.add_(other_BSHV), lse_BHS
 
 
 def _invariant_groups(x_TK: Tensor, w: Tensor, offs_E: Tensor | None, dtype: torch.dtype) -> Tensor:

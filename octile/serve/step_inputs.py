@@ -4,7 +4,8 @@ Decode rows come first: the rows of chunks that attend in the absorbed form, a r
 alone can be padded to a size, for a CUDA graph, or to whole blocks of rows.
 
 Prefill chunks attend in pieces, whose keys and values are in memory at once. A step has a limited number of tokens, but
-chunks with few tokens may attend to many positions each: those that share a long beginning.
+chunks with few tokens may attend to many positions each: those that share a long beginning. One chunk of a very long
+text attends to its positions in parts (`octile.serve.forward`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from octile.serve.batch import Chunk
 from octile.serve.forward import PrefillGroup, Step
 
 MAX_DECODE_TOKENS = 8  # of a chunk that attends in the absorbed form: a token, or some drafts to be verified
-CONTEXT_POSITIONS = 2**14  # of a piece: more only if the step has more tokens, or for one chunk
+CONTEXT_POSITIONS = 2**14  # whose keys and values are in memory at once: more only if the step has more tokens
 BLOCK_ROWS = 16  # in batch-invariant mode a CPU computes whole blocks of rows
 
 
@@ -136,12 +137,14 @@ def mixed_step(layout: Layout, block_rows: int, device: torch.device) -> Step:
     written = [slots[chunk.start :] for chunk, slots in zip(chunks, contexts, strict=True)]
     new = torch.stack((torch.tensor(tokens), torch.cat(positions), torch.cat(written))).to(device)
     tokens_T, positions_T, slots_T = torch.cat((torch.stack(step[:3]), new), dim=1).unbind()
+    max_positions = max(CONTEXT_POSITIONS, len(tokens_T))
     return step._replace(
         tokens=tokens_T,
         positions=positions_T,
         slots=slots_T,
         context=torch.cat(contexts).to(device),
-        prefills=_pieces(_groups(chunks, n_rows), max(CONTEXT_POSITIONS, len(tokens_T))),
+        prefills=_pieces(_groups(chunks, n_rows), max_positions),
+        max_positions=max_positions,
     )
 
 

@@ -28,6 +28,7 @@ from octile.kernels.backends import (
     GEMMS_ON_CPU,
     ONLY_TORCH,
     OPERATORS,
+    TORCH_ON_CPU,
     WITH_HOPPER,
 )
 from octile.kernels.cuda.gemm import request
@@ -66,13 +67,15 @@ def test_without_a_gpu_what_has_a_kernel_is_compiled_and_the_rest_is_the_referen
     pretend(None)
     monkeypatch.setattr(backends.cpu, "can_multiply", lambda: multiplies)
     compiled = COMPILED_ON_CPU + ATTENTION_ON_CPU + (GEMMS_ON_CPU if multiplies else ())
-    assert kernels() == dict.fromkeys(OPERATORS, "reference (torch, CPU)") | dict.fromkeys(compiled, "C++")
+    expected = dict.fromkeys(OPERATORS, "reference (torch, CPU)") | dict.fromkeys(TORCH_ON_CPU, "torch")
+    assert kernels() == expected | dict.fromkeys(compiled, "C++")
 
 
-def test_without_a_gpu_and_a_compiler_every_operator_is_the_reference(pretend, monkeypatch):
+def test_without_a_gpu_and_a_compiler_every_operator_is_the_reference_or_torchs(pretend, monkeypatch):
     pretend(None)
     monkeypatch.setattr(backends.cpu, "library", lambda: None)
-    assert kernels() == dict.fromkeys(OPERATORS, "reference (torch, CPU)")
+    expected = dict.fromkeys(OPERATORS, "reference (torch, CPU)") | dict.fromkeys(TORCH_ON_CPU, "torch")
+    assert kernels() == expected
 
 
 def test_the_operators_with_a_kernel_for_the_cpu_are_named():
@@ -82,6 +85,7 @@ def test_the_operators_with_a_kernel_for_the_cpu_are_named():
         *ATTENTION_ON_CPU,
         *COMPILED_ON_CPU,
         *GEMMS_ON_CPU,
+        *TORCH_ON_CPU,
     }
 
 

@@ -267,6 +267,10 @@ CASES = {
         (torch.rand(5, device="cuda"), torch.randn(5, 130, device="cuda"), _labels(), torch.rand(5, device="cuda")),
     ),
     "attention": lambda: (attention, (*torch.randn(3, 2, 64, 2, 32, device="cuda").bfloat16(), 0.2)),
+    "attention to all keys": lambda: (
+        attention,
+        (*(torch.randn(2, n, 2, 32, device="cuda").bfloat16() for n in (64, 80, 80)), 0.2, False),
+    ),
     "attention backward": lambda: (
         attention_backward,
         (*torch.randn(5, 2, 64, 2, 32, device="cuda").bfloat16(), torch.rand(2, 2, 64, device="cuda"), 0.2),

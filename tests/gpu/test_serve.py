@@ -9,11 +9,14 @@ from torch import Tensor
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.conversion import apply_recipe
+from octile.ops.attention import attention
 from octile.ops.latent_cache import read_latents, write_latents
 from octile.ops.paged_attention import paged_attention
 from octile.ops.row_invariant import row_invariant_matmul_nt
+from octile.serve import step_inputs
 from octile.serve.batch import Batch, Chunk
 from octile.serve.model_runner import ModelRunner
+from octile.serve.step_inputs import CONTEXT_POSITIONS
 from tests.ops.paged_caches import new_cache, random_rows
 from tests.serve.models import Texts, text
 
@@ -84,6 +87,26 @@ def test_a_batch_invariant_runner_has_the_same_bits_however_texts_are_read(name:
     runner = ModelRunner(make(name, fp8).cuda(), N_PAGES, cache_format, max_batch=16, batch_invariant=True)
     for together, by_itself in zip(read_all(runner), alone(runner), strict=True):
         assert torch.equal(together, by_itself)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_chunk_of_a_long_text_attends_in_parts(monkeypatch: pytest.MonkeyPatch, name: str):
+    model, tokens, logits = make(name, fp8=False).cuda(), text(2000, vocab_size=MODELS[name].vocab_size), []
+    for positions in (CONTEXT_POSITIONS, 500):
+        monkeypatch.setattr(step_inputs, "CONTEXT_POSITIONS", positions)
+        logits.append(Texts(ModelRunner(model, N_PAGES), [tokens]).run(1700).run(300).logits[0][1700:])
+    assert error(logits[1], logits[0]) < 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("n_rows", "n_keys"), [(1, 1), (9, 100), (300, 1000), (2048, 16384)])
+def test_attention_to_all_keys_has_the_references_values(dtype: torch.dtype, n_rows: int, n_keys: int):
+    q = torch.randn(1, n_rows, 4, 192, device="cuda").to(dtype)
+    k, v = (torch.randn(1, n_keys, 4, width, device="cuda").to(dtype) for width in (192, 128))
+    (o, lse), (expected, expected_lse) = (f(q, k, v, 0.07, False) for f in (attention, attention.reference))
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3)
+    atol = 2**-8 * float(v.abs().max()) if dtype == torch.bfloat16 else 1e-3
+    torch.testing.assert_close(o, expected, rtol=2**-7, atol=atol)
 
 
 def test_drafts_are_the_models():

@@ -36,6 +36,23 @@ def test_forward_equals_torchs(shape: Shape):
     torch.testing.assert_close(lse[..., -1], last.logsumexp(-1))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n_keys", [1, 5, 150])
+@every_shape
+def test_attention_to_all_keys_is_the_references(shape: Shape, n_keys: int, dtype: torch.dtype):
+    q, k, v, _ = inputs(shape, dtype)
+    k, v = (torch.randn(len(q), n_keys, *t.shape[2:]).to(dtype) for t in (k, v))
+    expected = attention.reference(q, k, v, SCALE, False)
+    s_BHSL = SCALE * q.transpose(1, 2).float() @ k.transpose(1, 2).float().mT
+    torch.testing.assert_close(expected[1], s_BHSL.logsumexp(-1))
+    torch.testing.assert_close(expected[0].float(), (s_BHSL.softmax(-1) @ v.transpose(1, 2).float()).transpose(1, 2),
+                               rtol=1e-5 if dtype == torch.float32 else 2**-8, atol=1e-5)  # fmt: skip
+    found = attention(q, k, v, SCALE, False)
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-5, atol=1e-5)
+    atol = 1e-5 if dtype == torch.float32 else 2**-7 * float(v.abs().max())  # BF16 weights of a softmax
+    torch.testing.assert_close(found[0], expected[0], rtol=0, atol=atol)
+
+
 @every_shape
 def test_backward_equals_autograd(shape: Shape):
     *qkv, do = inputs(shape)
@@ -85,6 +102,7 @@ def test_autocast_changes_nothing():
 
 CALLS: dict[str, Any] = {
     "forward": lambda: (attention, (*inputs()[:3], SCALE)),
+    "to all keys": lambda: (attention, (inputs()[0], *(torch.randn(2, 5, 3, n) for n in (24, 16)), SCALE, False)),
     "of views": lambda: (attention, (*(torch.randn(2, 7, 3, 2 * n)[..., n:] for n in (24, 24, 16)), SCALE)),
     "backward": lambda: (
         attention_backward,
@@ -117,6 +135,12 @@ def test_meta_tensors_have_the_shapes_and_strides_of_real_ones(name: str):
 def test_arguments_that_do_not_fit_are_refused(change: Any, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         attention(*change(*inputs()[:3]), SCALE)
+
+
+def test_attention_to_no_key_is_refused():
+    q, k, v, _ = inputs()
+    with pytest.raises(ValueError, match=r"k must have a key, not \(2, 0, 3, 24\)"):
+        attention(q, k[:, :0], v[:, :0], SCALE, False)
 
 
 def test_a_log_sum_exp_of_another_shape_is_refused():

@@ -168,7 +168,27 @@ def test_chunks_that_share_a_long_beginning_are_read_in_pieces(monkeypatch: pyte
     del reads[:]
     monkeypatch.setattr(step_inputs, "CONTEXT_POSITIONS", 100)  # less than the 155 rows, and than a chunk
     runner.run(Batch(chunks))
-    assert reads == [137, 137, 137, 137, 137, 148, 148, 198] * CONFIG.num_hidden_layers
+    assert reads == [137, 137, 137, 137, 137, 148, 148, 70, 128] * CONFIG.num_hidden_layers
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["float32", "fp8"])
+def test_one_chunk_of_a_long_text_attends_in_parts(monkeypatch: pytest.MonkeyPatch, reads: list[int], fp8: bool):
+    model, tokens = new_model(fp8), text(300)
+    whole = Texts(ModelRunner(model, N_PAGES), [tokens]).run(250).run(50).logits[0]
+    monkeypatch.setattr(step_inputs, "CONTEXT_POSITIONS", 100)
+    texts = Texts(ModelRunner(model, N_PAGES), [tokens]).run(250)
+    del reads[:]
+    logits = texts.run(50).logits[0]
+    assert reads == [50, 100, 100, 50] * CONFIG.num_hidden_layers
+    assert error(logits, whole) < (0.05 if fp8 else FP32_ERROR)  # rounded to E4M3 otherwise where a sum differs
+
+
+def test_a_batch_invariant_runner_has_the_same_bits_whatever_fits_into_memory_at_once(monkeypatch: pytest.MonkeyPatch):
+    model, logits = new_model(fp8=True), []
+    for positions in (CONTEXT_POSITIONS, 100):
+        monkeypatch.setattr(step_inputs, "CONTEXT_POSITIONS", positions)
+        logits.append(Texts(ModelRunner(model, N_PAGES, batch_invariant=True), [text(300)]).run(250).run(50).logits[0])
+    assert torch.equal(*logits)
 
 
 def test_the_positions_of_a_piece_are_bounded_by_the_steps_tokens_and_a_constant():
