@@ -131,8 +131,9 @@ ONLY_TRITON = (
     "adamw", "align_groups", "bfloat16_terms", "choose_experts", "cross_entropy", "cross_entropy_backward",
     "gate_backward", "gradient_norms", "high_precision_grouped_nt", "high_precision_grouped_tn", "latent_keys",
     "latent_keys_backward", "packed_matmul_nt", "paged_attention", "permute", "rms_norm",
-    "rms_norm_backward", "rotate_", "rotate_halves", "row_invariant_matmul_nt", "sequence_balance_backward", "swiglu",
-    "swiglu_backward", "transpose_encoded", "unpermute", "unpermute_backward", "write_latents",
+    "rms_norm_backward", "rotate_", "rotate_halves", "row_invariant_matmul_nt", "sample_tokens",
+    "sequence_balance_backward", "swiglu", "swiglu_backward", "transpose_encoded", "unpermute", "unpermute_backward",
+    "write_latents",
 )  # fmt: skip
 COMPILED_ON_CPU = (  # bit for bit the reference
     "adamw", "quantize", "dequantize", "quantize_rows_and_columns", "quantize_joined_rows_and_columns",

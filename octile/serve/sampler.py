@@ -22,13 +22,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from octile.ops.sample_tokens import NOT_A_NUMBER, gumbel, sample_tokens, sampling_keys
 from octile.serve.request import Sampling, TokenLogprobs
 
-NOT_A_NUMBER = -1  # the token of logits with NaN
 FIXED_POINT = 2.0**32  # weights are summed as integers
 TOKEN_BITS = 24  # of the largest vocabulary; a weight's 33 bits and a token's fit 64
 CANDIDATES = 256  # most likely tokens that are looked at first
@@ -52,20 +51,17 @@ def choose(logits_LV: Tensor, rows: Sequence[Row]) -> Tensor:
     Returns:
         int64 [L] on the same device; NOT_A_NUMBER where the logits have a NaN.
     """
-    tokens_L = logits_LV.argmax(-1)
-    not_a_number_L = logits_LV.gather(1, tokens_L[:, None])[:, 0].isnan()  # argmax finds a NaN if there is one
-    if not any(row.sampling.temperature for row in rows):
-        return tokens_L.masked_fill(not_a_number_L, NOT_A_NUMBER)
-    for is_truncated in (False, True):
-        chosen = [i for i, row in enumerate(rows) if row.sampling.temperature and is_truncated == _truncates(row)]
-        if chosen:
-            sampled = [rows[i] for i in chosen]
-            if len(chosen) == len(rows):
-                tokens_L = _sample(logits_LV, sampled, is_truncated)
-            else:
-                index = torch.tensor(chosen, device=logits_LV.device)
-                tokens_L[index] = _sample(logits_LV[index], sampled, is_truncated)
-    return tokens_L.masked_fill(not_a_number_L, NOT_A_NUMBER)
+    seeds_L = _on_device([row.seed for row in rows], torch.int64, logits_LV)
+    positions_L = _on_device([row.position for row in rows], torch.int64, logits_LV)
+    temperature_L = _on_device([row.sampling.temperature for row in rows], torch.float32, logits_LV)
+    tokens_L = sample_tokens(logits_LV, seeds_L, positions_L, temperature_L)
+    truncated = [i for i, row in enumerate(rows) if row.sampling.temperature and _truncates(row)]
+    if not truncated:
+        return tokens_L
+    i = slice(None) if len(truncated) == len(rows) else _on_device(truncated, torch.int64, logits_LV)
+    sampled_L = _truncated(logits_LV[i], [rows[i] for i in truncated], seeds_L[i], positions_L[i], temperature_L[i])
+    tokens_L[i] = sampled_L.masked_fill(tokens_L[i] == NOT_A_NUMBER, NOT_A_NUMBER)
+    return tokens_L
 
 
 def log_probabilities(logits_LV: Tensor, tokens: Sequence[int], rows: Sequence[Row]) -> list[TokenLogprobs]:
@@ -90,17 +86,16 @@ def _truncates(row: Row) -> bool:
     return row.sampling.top_p < 1 or row.sampling.top_k > 0
 
 
-def _sample(logits_LV: Tensor, rows: Sequence[Row], is_truncated: bool) -> Tensor:
-    """Sample a token per row: int64 [L]. Rows with NaN give some token."""
-    device, vocab_size = logits_LV.device, logits_LV.shape[1]
-    temperature_L1 = torch.tensor([[row.sampling.temperature] for row in rows], device=device)
-    z_LV = (logits_LV - logits_LV.amax(-1, keepdim=True)) / temperature_L1
-    keys_L2 = torch.from_numpy(_keys(rows)).to(device)
-    if not is_truncated:
-        return (z_LV + _gumbel(torch.arange(vocab_size, device=device), keys_L2)).argmax(-1)
+def _truncated(
+    logits_LV: Tensor, rows: Sequence[Row], seeds_L: Tensor, positions_L: Tensor, temperature_L: Tensor
+) -> Tensor:
+    """Sample a token per row from its top_k and top_p most likely ones: int64 [L]. Rows with NaN give some token."""
+    vocab_size = logits_LV.shape[1]
+    z_LV = (logits_LV - logits_LV.amax(-1, keepdim=True)) / temperature_L[:, None]
+    keys_L2 = sampling_keys(seeds_L, positions_L)
     top_k = [[min(row.sampling.top_k or vocab_size, vocab_size)] for row in rows]
-    top_k_L1 = torch.tensor(top_k, device=device)
-    top_p_L1 = torch.tensor([[row.sampling.top_p] for row in rows], dtype=torch.float64, device=device)
+    top_k_L1 = _on_device(top_k, torch.int64, logits_LV)
+    top_p_L1 = _on_device([[row.sampling.top_p] for row in rows], torch.float64, logits_LV)
     return _sample_truncated(z_LV, keys_L2, top_k_L1, top_p_L1, min(CANDIDATES, vocab_size))
 
 
@@ -123,7 +118,7 @@ def _sample_truncated(z_LV: Tensor, keys_L2: Tensor, top_k_L1: Tensor, top_p_L1:
     is_left_out_LN = (weights_LN == 0) | (sums_LN - weights_LN >= enough_L1)
     is_left_out_LN[:, 0] = False  # the most likely token always stays
     z_LN = z_LV.gather(1, tokens_LN).masked_fill(is_left_out_LN, float("-inf"))
-    chosen_L = tokens_LN.gather(1, (z_LN + _gumbel(tokens_LN, keys_L2)).argmax(-1, keepdim=True))[:, 0]
+    chosen_L = tokens_LN.gather(1, (z_LN + gumbel(tokens_LN, keys_L2)).argmax(-1, keepdim=True))[:, 0]
     if n < vocab_size:
         # a row with n < top_k < vocab_size is sampled again: the sum of its top_k weights is not known
         needs_more_L = ((top_k_L1 > n) & ((top_k_L1 < vocab_size) | (sums_LN[:, -1:] < enough_L1)))[:, 0]
@@ -133,33 +128,7 @@ def _sample_truncated(z_LV: Tensor, keys_L2: Tensor, top_k_L1: Tensor, top_p_L1:
     return chosen_L
 
 
-def _keys(rows: Sequence[Row]) -> np.ndarray:
-    """Hash seed and position of each row to int32 [L, 2], by the finalizer of SplitMix64."""
-    x = np.array([row.seed for row in rows], dtype=np.uint64)
-    for y in (np.uint64(0), np.array([row.position for row in rows], dtype=np.uint64)):
-        x = x + (y + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        x = x ^ (x >> np.uint64(31))
-    return x.view(np.int32).reshape(-1, 2)
-
-
-def _gumbel(tokens: Tensor, keys_L2: Tensor) -> Tensor:
-    """Return independent Gumbel noise, float32 [L, V], a function of token and key.
-
-    Args:
-        tokens: int64 [V] or [L, V].
-        keys_L2: int32 [L, 2].
-    """
-    x = (
-        tokens.to(torch.int32) * -1640531527 ^ keys_L2[:, :1]
-    )  # the finalizer of MurmurHash3, with the second key inside
-    x ^= (x >> 16) & 0xFFFF
-    x *= -2048144789
-    x += keys_L2[:, 1:]
-    x ^= (x >> 13) & 0x7FFFF
-    x *= -1028477387
-    x ^= (x >> 16) & 0xFFFF
-    uniform = ((x & 0x7FFFFFFF).to(torch.float32) + 0.5) * 2.0**-31
-    # −log of an exponential number: where it is large, the uniform one is small and has all its digits
-    return uniform.neg_().log1p_().neg_().log_().neg_()
+def _on_device(numbers: Sequence[object], dtype: torch.dtype, like: Tensor) -> Tensor:
+    """Make a tensor on the device of another one; the host does not wait for a GPU."""
+    t = torch.tensor(numbers, dtype=dtype, pin_memory=like.is_cuda)
+    return t.to(like.device, non_blocking=True)

@@ -17,6 +17,7 @@ import octile.ops.permute
 import octile.ops.quantize
 import octile.ops.rope
 import octile.ops.row_invariant
+import octile.ops.sample_tokens
 import octile.ops.swiglu
 import octile.ops.transpose  # noqa: F401  (they register the operators)
 from octile.bench import doctor

@@ -27,6 +27,7 @@ from octile.ops.quantize import dequantize, quantize, quantize_with_scale
 from octile.ops.rope import rotate_halves
 from octile.ops.routing_plan import count_tokens, routing_plan
 from octile.ops.row_invariant import row_invariant_matmul_nt
+from octile.ops.sample_tokens import sample_tokens
 from octile.ops.sequence_balance import sequence_balance, sequence_balance_backward
 from octile.ops.swiglu import (
     swiglu,
@@ -91,6 +92,15 @@ CASES = {
     "experts by logits": lambda: (
         choose_experts,
         (torch.randn(5, 8, device="cuda"), torch.randn(8, device="cuda"), 3, 4, 2, 2, "sigmoid", True, 2.5),
+    ),
+    "sampled tokens": lambda: (
+        sample_tokens,
+        (
+            torch.randn(3, 100, device="cuda"),
+            torch.arange(3, device="cuda"),
+            torch.arange(3, device="cuda"),
+            torch.ones(3, device="cuda"),
+        ),
     ),
     "rows of a cache": lambda: (write_latents, (_cache(40, dtype=torch.bfloat16), _slots(), *_rows(32, 8))),
     "rows of a cache in FP8": lambda: (write_latents, (_cache(52, dtype=torch.uint8), _slots(), *_rows(32, 8))),

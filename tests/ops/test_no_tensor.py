@@ -35,6 +35,7 @@ from octile.ops.quantize import dequantize, quantize, quantize_with_scale
 from octile.ops.rope import latent_keys, latent_keys_backward, rotate_, rotate_halves
 from octile.ops.routing_plan import count_tokens, routing_plan
 from octile.ops.row_invariant import row_invariant_matmul_nt
+from octile.ops.sample_tokens import sample_tokens
 from octile.ops.scale_layouts import (
     mn_major,
     pack_grouped_ue8m0,
@@ -130,6 +131,7 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     swiglu_backward_quantize: (X, ENCODED, ENCODED, SCALE, SCALE, torch.ones(2), *INT8, *INT8, TILES),
     swiglu_quantize: (X, X, "int8", False, torch.ones(2)),
     swiglu_quantize_and_save: (X, X, "int8", False, "int8", False, torch.ones(2)),
+    sample_tokens: (X, PLACES[:, 0].long(), PLACES[:, 0].long(), torch.ones(2)),
     transpose_encoded: (ENCODED, X),
     unpermute: (X, PLACES, X, torch.ones(2, 1)),
     unpermute_backward: (X, X, PLACES, torch.ones(2, 1)),

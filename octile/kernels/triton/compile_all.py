@@ -40,6 +40,7 @@ from octile.kernels.triton import (
     rope,
     routing_plan,
     row_invariant,
+    sample_tokens,
     sequence_balance,
     swiglu,
     tensor_core,
@@ -159,6 +160,10 @@ def _cases() -> dict[str, Callable[[], object]]:
         latent_cache.launch_write(cache, _empty(256, dtype=torch.int64), latents[:, :512], latents[:, 512:])
         paged_attention.launch(_empty(256, heads, 576), cache, pages, lengths, 512, 0.1, 8)
 
+    def sampled(rows: int, vocabulary: int) -> None:
+        seeds, positions = _empty(rows, dtype=torch.int64), _empty(rows, dtype=torch.int64)
+        sample_tokens.launch(_empty(rows, vocabulary, dtype=fp32), seeds, positions, _empty(rows, dtype=fp32))
+
     def modeled(dtype: torch.dtype, terms: int, bits: int) -> None:
         a, b = ((_empty(side, k, dtype=dtype), _empty(side, k, dtype=torch.int16)) for side in (t, n))
         scales = _empty(t, k // 128, dtype=fp32), _empty(n, k // 128, dtype=fp32)
@@ -276,6 +281,8 @@ def _cases() -> dict[str, Callable[[], object]]:
         "latent keys backward": lambda: rope.launch_keys_backward(heads, _empty(2, 4096, 128, 128), cos, cos),
         "paged attention": lambda: paged(16, bf16),
         "paged attention of V3, FP8": lambda: paged(128, torch.uint8),
+        "sampling": lambda: sampled(256, 102400),
+        "sampling of a small vocabulary": lambda: sampled(1, 4096),
         "rows that do not depend on each other": lambda: row_invariant.launch(_empty(1, t, k), _empty(1, n, k), fp32),
         "the same in FP32": lambda: row_invariant.launch(_empty(1, t, k), _empty(1, 256, k, dtype=fp32), fp32),
         "AdamW": lambda: optimizer_step(fp32, []),
