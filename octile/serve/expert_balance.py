@@ -22,10 +22,15 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from octile.validation import Range, check
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 MAX_LOAD = torch.finfo(torch.float32).max
 HAS_COPY = 1e300  # what a copy of an expert adds to the load of a GPU for the next one; above all sums of loads
@@ -58,33 +63,33 @@ def rebalance_experts(
             positive, there are fewer slots than experts, or a number does not divide another one as said above.
     """
     _check(load, num_replicas, num_groups, num_nodes, num_gpus)
-    load_LE = load.detach().to("cpu", torch.float64)
+    load_LE = load.detach().to("cpu", torch.float64).numpy()
     if num_groups % num_nodes:
         num_groups = num_nodes = 1
     n_layers, n_experts = load_LE.shape
     group_size, node_size, n_gpus = n_experts // num_groups, n_experts // num_nodes, num_gpus // num_nodes
     gpu_size = num_replicas // num_gpus
 
-    groups = _pack(load_LE.unflatten(1, (num_groups, group_size)).sum(2), num_nodes)
-    logical_LE = (groups[:, :, None] * group_size + torch.arange(group_size)).flatten(1)  # node after node
-    load_XN = load_LE.gather(1, logical_LE).view(-1, node_size)
-    load_XN = load_XN.where(load_XN.any(1, keepdim=True), 1)
+    groups = _pack(load_LE.reshape(n_layers, num_groups, group_size).sum(2), num_nodes)
+    logical_LE = (groups[:, :, None] * group_size + np.arange(group_size)).reshape(n_layers, n_experts)  # node by node
+    load_XN = np.take_along_axis(load_LE, logical_LE, 1).reshape(-1, node_size)
+    load_XN = np.where(load_XN.any(1, keepdims=True), load_XN, 1)
 
     most = n_gpus * -(-gpu_size // node_size)
     expert_XM, copy_XM, count_XN = _replicate(load_XN, n_gpus * gpu_size, most)
-    load_XM = (load_XN / count_XN).gather(1, expert_XM)
+    load_XM = np.take_along_axis(load_XN / count_XN, expert_XM, 1)
     order_XM = _pack(load_XM, n_gpus, expert_XM)
     if gpu_size <= node_size:
-        _separate(order_XM.unflatten(1, (n_gpus, gpu_size)), expert_XM, load_XM)
+        _separate(order_XM.reshape(-1, n_gpus, gpu_size), expert_XM, load_XM)
 
-    node_P = torch.arange(num_nodes).repeat_interleave(n_gpus * gpu_size)
-    in_order_LP, copy_LP = (t.gather(1, order_XM).view(n_layers, -1) for t in (expert_XM, copy_XM))
-    physical_LP = logical_LE.gather(1, node_P * node_size + in_order_LP)
-    count_LE = torch.empty_like(logical_LE).scatter_(1, logical_LE, count_XN.view(n_layers, -1))
-    most = int(count_LE.max())
-    slots_LP = torch.arange(num_replicas).expand(n_layers, -1)
-    logical_LEC = torch.full((n_layers, n_experts * most), -1).scatter_(1, physical_LP * most + copy_LP, slots_LP)
-    return physical_LP, logical_LEC.unflatten(1, (n_experts, most)), count_LE
+    expert_LP, copy_LP = (np.take_along_axis(t, order_XM, 1).reshape(n_layers, -1) for t in (expert_XM, copy_XM))
+    node_P = np.arange(num_replicas) // (n_gpus * gpu_size)
+    physical_LP = np.take_along_axis(logical_LE, node_P * node_size + expert_LP, 1)
+    count_LE = np.empty_like(logical_LE)
+    np.put_along_axis(count_LE, logical_LE, count_XN.reshape(n_layers, -1), 1)
+    logical_LEC = np.full((n_layers, n_experts, count_LE.max()), -1)
+    logical_LEC[np.arange(n_layers)[:, None], physical_LP, copy_LP] = np.arange(num_replicas)
+    return torch.from_numpy(physical_LP), torch.from_numpy(logical_LEC), torch.from_numpy(count_LE)
 
 
 def _check(load: Tensor, num_replicas: int, num_groups: int, num_nodes: int, num_gpus: int) -> None:
@@ -113,8 +118,10 @@ def _check(load: Tensor, num_replicas: int, num_groups: int, num_nodes: int, num
             raise ValueError(f"{name} must divide {of}, {whole}, but is {number}")
 
 
-def _replicate(load_XN: Tensor, n_slots: int, most: int) -> tuple[Tensor, Tensor, Tensor]:
+def _replicate(load_XN: Floats, n_slots: int, most: int) -> tuple[Ints, Ints, Ints]:
     """Make one copy of each expert, and then another one of the expert with the largest load per copy, until M.
+
+    Of experts without load the one with the fewest copies comes first.
 
     Args:
         most: how many copies an expert has at most.
@@ -124,21 +131,22 @@ def _replicate(load_XN: Tensor, n_slots: int, most: int) -> tuple[Tensor, Tensor
         [X, N].
     """
     n_rows, n_experts = load_XN.shape
-    row = torch.arange(n_rows)
-    expert_XM = torch.arange(n_slots).repeat(n_rows, 1)
-    copy_XM = torch.zeros_like(expert_XM)
-    count_XN = torch.ones_like(load_XN, dtype=torch.int64)
-    per_copy_XN = load_XN.clone()
+    row = np.arange(n_rows)
+    expert_XM = np.tile(np.arange(n_slots), (n_rows, 1))
+    copy_XM = np.zeros_like(expert_XM)
+    count_XN = np.ones((n_rows, n_experts), dtype=np.int64)
+    per_copy_XN = np.where(load_XN > 0, load_XN, -1)
     for i in range(n_experts, n_slots):
         expert = per_copy_XN.argmax(1)
         copy = count_XN[row, expert]
         expert_XM[:, i], copy_XM[:, i] = expert, copy
-        count_XN[row, expert] = copy + 1
-        per_copy_XN[row, expert] = torch.where(copy + 1 < most, load_XN[row, expert] / (copy + 1), -1.0)
+        copies, load = copy + 1, load_XN[row, expert]
+        count_XN[row, expert] = copies
+        per_copy_XN[row, expert] = np.where(copies < most, np.where(load > 0, load / copies, -copies), -np.inf)
     return expert_XM, copy_XM, count_XN
 
 
-def _pack(load_XM: Tensor, n_packs: int, expert_XM: Tensor | None = None) -> Tensor:
+def _pack(load_XM: Floats, n_packs: int, expert_XM: Ints | None = None) -> Ints:
     """Pack items into packs of one size: the one with the largest load into the pack with the least that has room.
 
     Args:
@@ -150,61 +158,62 @@ def _pack(load_XM: Tensor, n_packs: int, expert_XM: Tensor | None = None) -> Ten
     n_rows, n_items = load_XM.shape
     size = n_items // n_packs
     if size == 1:
-        return torch.arange(n_items).repeat(n_rows, 1)
-    row = torch.arange(n_rows)
-    sorted_load, items = load_XM.sort(stable=True, dim=1, descending=True)
-    load_XG = load_XM.new_zeros(n_rows, n_packs)  # infinite where a pack is full
-    filled_XG = torch.zeros(n_rows, n_packs, dtype=torch.int64)
-    packed = torch.empty(n_rows, n_packs, size, dtype=torch.int64)
-    experts = has_XNG = None
-    if expert_XM is not None:
-        experts = expert_XM.gather(1, items)
-        has_XNG = load_XM.new_zeros(n_rows, int(expert_XM.max()) + 1, n_packs)
-    for i in range(n_items):
-        if experts is None or has_XNG is None:
+        return np.tile(np.arange(n_items), (n_rows, 1))
+    row = np.arange(n_rows)
+    items_MX = np.ascontiguousarray(np.argsort(-load_XM, axis=1, kind="stable").T)
+    load_XG = np.zeros((n_rows, n_packs))  # infinite where a pack is full
+    filled_XG = np.zeros((n_rows, n_packs), dtype=np.int64)
+    packed = np.empty((n_rows, n_packs, size), dtype=np.int64)
+    n_experts = 0 if expert_XM is None else expert_XM.max() + 1
+    copies_XNG = np.zeros((n_rows, n_experts, n_packs), dtype=np.int32)
+    for item in items_MX:
+        if expert_XM is None:
             pack = load_XG.argmin(1)
         else:
-            pack = (load_XG + has_XNG[row, experts[:, i]]).argmin(1)
-            has_XNG[row, experts[:, i], pack] += HAS_COPY
+            expert = expert_XM[row, item]
+            copies = copies_XNG[row, expert]
+            pack = (load_XG + HAS_COPY * copies).argmin(1)
+            copies_XNG[row, expert, pack] += 1
         place = filled_XG[row, pack]
-        packed[row, pack, place] = items[:, i]
+        packed[row, pack, place] = item
         filled_XG[row, pack] = place + 1
-        load_XG[row, pack] += torch.where(place < size - 1, sorted_load[:, i], torch.inf)
-    return packed.flatten(1)
+        load_XG[row, pack] += np.where(place < size - 1, load_XM[row, item], np.inf)
+    return packed.reshape(n_rows, n_items)
 
 
-def _separate(order_XGS: Tensor, expert_XM: Tensor, load_XM: Tensor) -> None:
+def _separate(order_XGS: Ints, expert_XM: Ints, load_XM: Floats) -> None:
     """Swap items of GPUs, in place, until no GPU has two copies of an expert.
 
     Of the GPUs with the fewest different experts the first gives a second copy to one without that expert. There is
     such a GPU, since an expert has at most G copies. It has at least as many different experts as the first, and lacks
     one that the first has, so it has one that the first lacks, and gives that. Each swap leaves fewer second copies.
-    Of all such swaps the one after which the larger load of the two GPUs is least is taken.
+    Of all swaps of that copy the one after which the larger load of the two GPUs is least is taken.
     """
-    experts = expert_XM.gather(1, order_XGS.flatten(1)).view(order_XGS.shape)
-    ordered = experts.sort(2).values
-    for x in (ordered[..., 1:] == ordered[..., :-1]).flatten(1).any(1).nonzero().flatten().tolist():
-        _separate_row(order_XGS[x], expert_XM[x], load_XM[x])
+    experts = np.sort(np.take_along_axis(expert_XM, order_XGS.reshape(expert_XM.shape), 1).reshape(order_XGS.shape))
+    for x in np.flatnonzero((experts[..., 1:] == experts[..., :-1]).any((1, 2))):
+        _separate_row(order_XGS[x], expert_XM[x].tolist(), load_XM[x].tolist())
 
 
-def _separate_row(order_GS: Tensor, expert_M: Tensor, load_M: Tensor) -> None:
-    gpus, expert, load = order_GS.tolist(), expert_M.tolist(), load_M.tolist()
+def _separate_row(order_GS: Ints, expert: list[int], load: list[float]) -> None:
+    gpus = order_GS.tolist()
+    different = [{expert[item] for item in gpu} for gpu in gpus]
+    total = [sum(load[item] for item in gpu) for gpu in gpus]
     while True:
-        different = [{expert[item] for item in gpu} for gpu in gpus]
         giver = min(range(len(gpus)), key=lambda gpu: len(different[gpu]))
-        given = [s for s, item in enumerate(gpus[giver]) if expert[item] in {expert[i] for i in gpus[giver][:s]}]
-        if not given:
-            order_GS.copy_(torch.tensor(gpus))
+        given = next((s for s, i in enumerate(gpus[giver]) if expert[i] in (expert[j] for j in gpus[giver][:s])), None)
+        if given is None:
+            order_GS[:] = gpus
             return
-        total = [sum(load[item] for item in gpu) for gpu in gpus]
+        item = gpus[giver][given]
         swaps = [
-            (max(total[giver] - by, total[taker] + by), taker, s, t)
-            for s in given
+            (max(total[giver] + load[other] - load[item], total[taker] + load[item] - load[other]), taker, taken)
             for taker in range(len(gpus))
-            if expert[gpus[giver][s]] not in different[taker]
-            for t, item in enumerate(gpus[taker])
-            if expert[item] not in different[giver]
-            for by in [load[gpus[giver][s]] - load[item]]
+            if expert[item] not in different[taker]
+            for taken, other in enumerate(gpus[taker])
+            if expert[other] not in different[giver]
         ]
-        _, taker, s, t = min(swaps)
-        gpus[giver][s], gpus[taker][t] = gpus[taker][t], gpus[giver][s]
+        _, taker, taken = min(swaps)
+        gpus[giver][given], gpus[taker][taken] = gpus[taker][taken], item
+        for gpu in (giver, taker):
+            different[gpu] = {expert[item] for item in gpus[gpu]}
+            total[gpu] = sum(load[item] for item in gpus[gpu])

@@ -165,10 +165,15 @@ def test_experts_without_load_are_placed_as_if_their_loads_were_equal():
     assert all(torch.equal(a, b) for a, b in zip(idle, equal, strict=True))
 
 
-def test_copies_that_meet_on_the_last_free_gpus_are_swapped_away():
-    load = torch.eye(16)[:1]  # experts without load get copies, too, and fill what is left in any order
-    physical = rebalance_experts(load, 32, 1, 1, 8)[0]
-    assert second_copies(physical[0].tolist(), 8) == 0
+def test_experts_without_load_get_as_many_copies_as_each_other():
+    count = rebalance_experts(torch.tensor([[9, 0, 0, 0, 0]]), 10, 1, 1, 2)[2]
+    assert count.tolist() == [[2, 2, 2, 2, 2]]
+
+
+def test_copies_that_meet_on_the_last_free_gpu_are_swapped_away():
+    case = Case(torch.tensor([[1, 2, 1]]), 4, 1, 1, 2)
+    assert eplb_layer(case, 0) == [0, 2, 1, 1]
+    assert rebalance_experts(*case)[0].tolist() == [[1, 2, 1, 0]]
 
 
 def test_a_second_copy_is_avoided_even_where_it_would_balance_better():
