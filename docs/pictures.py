@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/hopper_product.md, docs/schedules.md, docs/tour.md and the tutorial on many processes.
+"""Draw the pictures of docs/hopper_product.md, schedules.md, serving.md, tour.md and the tutorial on many processes.
 
     octile lab formats
     octile lab accumulate
@@ -6,8 +6,9 @@
     python -m octile.lab.promotion
     python docs/pictures.py                 # in the folder in which the others were called
 
-They are written to docs/images/. The schedules and three other pictures need no input, that of the ranks is drawn from
-experiments/ranks/. A picture that needs the output of a command is not written if that output is missing.
+They are written to docs/images/. The schedules and four other pictures need no input, those of the ranks and of the
+experts of `small` are drawn from experiments/. A picture that needs the output of a command is not written if that
+output is missing.
 """
 
 import json
@@ -27,15 +28,18 @@ from octile.lab.pages.figures import GEMM_COLOR
 from octile.lab.pages.page import power
 from octile.lab.tensor_core.reference import exponent
 from octile.parallel.schedules import Simulation, make_schedule, simulate
+from octile.plan.experts import balanced, consecutive, read_load, skewed_load
 from octile.plan.published import published_run
 from octile.plan.step import plan_step
+from octile.report.experts import HEIGHT, draw_gpu_loads
 from octile.report.plan import save_plan
 from octile.report.schedule import draw_schedule, figure_size
 from octile.report.style import COLOR, PALETTE, WIDE, drawing, label_ends, style_axes
 from octile.report.svg import to_svg
 
 IMAGES = Path(__file__).parent / "images"
-RANKS = Path(__file__).parents[1] / "experiments" / "ranks"
+EXPERIMENTS = Path(__file__).parents[1] / "experiments"
+RANKS = EXPERIMENTS / "ranks"
 FROM_PAGES = {
     "number_line": ("lab/formats.html", "The number line of a tile"),
     "relative_error": ("lab/formats.html", "Relative error against magnitude"),
@@ -61,6 +65,8 @@ def main() -> None:
         write(f"schedule_{name}", schedule(f"schedule_{name}", simulate(make_schedule(name, *sizes))))
     draw_plans()
     write("ranks", drawn("ranks", 560, draw_ranks))
+    draw_experts("experts_skewed", skewed_load(1.0, 0), 288, 8, 4, 32)
+    draw_experts("experts_small", read_load(EXPERIMENTS / "small" / "train_deepseek_v3.jsonl"), 24, 1, 1, 8)
     telemetry, promotion = Path("runs/inside/telemetry.jsonl"), Path("runs/lab-promotion/promotion.json")
     if telemetry.exists():
         rows = [json.loads(line) for line in telemetry.read_text(encoding="utf-8").splitlines()]
@@ -95,6 +101,12 @@ def draw_plans() -> None:
         title = f"DeepSeek-V3 on {plan.cluster.gpus:,} {plan.cluster.gpu.name}: {plan.layout}"
         path = IMAGES / f"plan_{plan.layout.schedule}.png"
         print(save_plan(path, title, plan.simulation, plan.seconds_by_kind, plan.memory))
+
+
+def draw_experts(name: str, load_LE: torch.Tensor, n_slots: int, n_groups: int, n_nodes: int, n_gpus: int) -> None:
+    """Draw what `octile plan experts` draws."""
+    before, after = consecutive(load_LE, n_gpus), balanced(load_LE, n_slots, n_groups, n_nodes, n_gpus)
+    write(name, drawn(name, HEIGHT, lambda figure: draw_gpu_loads(figure, before, after)))
 
 
 def write(name: str, svg: str) -> None:

@@ -21,7 +21,7 @@ def test_without_a_command_the_commands_are_listed(capsys):
 
 
 def test_an_unknown_command_is_refused(capsys):
-    assert "unknown plan command 'clusters'; there are cluster, published, schedule" in refused(
+    assert "unknown plan command 'clusters'; there are cluster, experts, published, schedule" in refused(
         capsys, "plan", "clusters"
     )
 
