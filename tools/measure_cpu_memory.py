@@ -2,15 +2,14 @@
 
     python -m tools.measure_cpu_memory --out benchmarks/history/cpu-memory/memory.json
 
-Each case trains two steps in a process of its own. What that process has when the run is checked is measured too, and
-subtracted, because the estimate is of what comes in addition.
+Each case trains two steps in a process of its own, or one for each rank. What a process has when the run is checked is
+measured too, and subtracted, because the estimate is of what comes in addition.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -33,14 +32,20 @@ CASES = (
     f"--batch-size 8 {WIDE}",
     f"--batch-size 32 {WIDE}",
 )
+PIPELINE = "--parallel.pp 2 --batch-size 128 --micro-batches 8 --model.num-hidden-layers 4"
+OF_TWO = tuple(f"{PIPELINE} --parallel.schedule {name}" for name in ("gpipe", "1f1b", "zb1p", "dualpipe", "dualpipev"))
 CHILD = """
-import json, resource, sys
+import atexit, json, os, resource, sys
 from octile.train import memory
-estimate = memory.estimate_need
-def record(config):
+estimate, rank = memory.estimate_need, int(os.environ.get("RANK") or 0)
+def record(config, ranks):
     import psutil
-    need, before = estimate(config), psutil.Process().memory_info().rss
-    print(json.dumps({"estimated": need.total, "before": before}), file=sys.stderr, flush=True)
+    need, before = estimate(config, (rank,)), psutil.Process().memory_info().rss
+    def report():
+        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+        line = json.dumps({"rank": rank, "estimated": need.total, "measured": used})
+        os.write(sys.stderr.fileno(), f"{line}\\n".encode())
+    atexit.register(report)
     return need
 memory.estimate_need = record
 from octile.cli import main
@@ -48,22 +53,20 @@ main()
 """
 
 
-def measure(options: str) -> dict[str, object]:
-    """Train two steps with some options; return estimated and measured bytes."""
+def measure(options: str, n_ranks: int = 1) -> list[dict[str, object]]:
+    """Train two steps with some options; return estimated and measured bytes of each rank."""
     with tempfile.TemporaryDirectory() as folder:
+        child = Path(folder, "child.py")
+        child.write_text(CHILD)
+        start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n_ranks}"] if n_ranks > 1 else []
         out = ["--out", f"{folder}/run", "--steps", "2", "--val-sequences", "8", "--device", "cpu"]
         text = ["--data", str(Path(__file__).parents[1] / "octile")]  # is prepared in seconds
-        command = [sys.executable, "-c", CHILD, "train", *text, *options.split(), *out]
-        child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        assert child.stderr is not None
-        said = json.loads(next(line for line in child.stderr if line.startswith("{")))
-        child.stderr.read()
-        _, status, used = os.wait4(child.pid, 0)
-    if status:
-        raise RuntimeError(f"octile train {options} failed")
-    measured = used.ru_maxrss * 1024 - said["before"]
-    ratio = round(said["estimated"] / measured, 3)
-    return {"options": options, "estimated": said["estimated"], "measured": measured, "ratio": ratio}
+        command = [sys.executable, *start, str(child), "train", *text, *options.split(), *out]
+        ended = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    if ended.returncode:
+        raise RuntimeError(f"octile train {options} failed: {ended.stderr}")
+    found = [json.loads(line) for line in ended.stderr.splitlines() if line.startswith("{")]
+    return [{"options": options, **of, "ratio": round(of["estimated"] / of["measured"], 3)} for of in found]
 
 
 def main() -> None:
@@ -71,9 +74,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     rows = []
-    for options in CASES:
-        rows.append(measure(options))
-        print(rows[-1], flush=True)
+    for options, n_ranks in [*((options, 1) for options in CASES), *((options, 2) for options in OF_TWO)]:
+        rows += measure(options, n_ranks)
+        print(*rows[-n_ranks:], sep="\n", flush=True)
         write_json(args.out, {"machine": machine(), "rows": rows})
 
 

@@ -1,10 +1,11 @@
-"""Memory that a run is going to need on a CPU.
+"""Memory that the ranks of a run on this machine are going to need on a CPU.
 
 Linux ends a process that takes more memory than there is with SIGKILL, so a run must be refused before it begins.
 `estimate_need` passes a batch through the model on torch's meta device, which allocates nothing, and adds up the
-tensors that would live at the same time. The reference operators' own temporary tensors and the allocator's
-fragmentation are not seen there; RESERVE and TRANSIENT_FACTOR stand for them. They were fitted to measured runs: from
-0.8 GB on, the estimate was 1.02 to 1.39 times the measured peak (benchmarks/history/cpu-memory).
+tensors that would live at the same time: those of a rank's own stages, for as many micro-batches as its schedule has
+in flight. The reference operators' own temporary tensors and the allocator's fragmentation are not seen there; RESERVE
+and TRANSIENT_FACTOR stand for them. They were fitted to measured runs: from 0.8 GB on, the estimate was 1.02 to 1.39
+times the measured peak (benchmarks/history/cpu-memory).
 """
 
 from __future__ import annotations
@@ -12,19 +13,24 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from octile.models.deepseek_v3 import DeepseekV3
+from octile.models.stages import ModelStage, split_stages, with_stages
 from octile.nn.conversion import apply_recipe
+from octile.nn.moe import share_of_experts
 from octile.optim import AdamW, param_groups
+from octile.parallel.schedules import held_activations
 from octile.train.config import TrainConfig
+from octile.train.pipelined import make_pipeline_schedule
 
-RESERVE = 400 * 10**6  # bytes: libraries that are loaded later, data preparation, reports
+RESERVE = 400 * 10**6  # bytes of a process: libraries that are loaded later, data preparation, reports
 TRANSIENT_FACTOR = 1.3  # memory of a pass on a CPU, over the tensors that are counted
 BYTES_PER_TOKEN = 24  # of a step's batch: position, token, and a copy of the micro-batch
 MAX_TOKENS = 2**20  # of the counted batch; a larger one is computed from it
@@ -32,62 +38,157 @@ MAX_TOKENS = 2**20  # of the counted batch; a larger one is computed from it
 
 @dataclass(frozen=True)
 class CpuNeed:
-    """The memory that a run needs on a CPU in addition to what the process has already, in bytes.
+    """The memory that ranks need on a CPU in addition to what their processes have already, in bytes, all together.
 
     Attributes:
+        ranks: how many there are.
         weights: parameters, the copy of those with the lowest held-out loss, and their moving average.
         gradients: the parameters' gradients, and what is cached between steps, such as weights in FP8.
         optimizer: the optimizer's state.
+        checkpoint: the copies from which several ranks write a checkpoint while they train on.
         data: the token ids and positions of a whole step.
-        sequence: what one sequence takes in a forward and backward pass.
+        sequence: what the passes of micro-batches of one sequence take, of as many as are in flight at a time.
         at_once: the sequences of a micro-batch.
+        made: the weights that each rank makes at first: all layers, also on the ranks of a pipeline.
+        collected: the whole model, if rank 0 has only a part of it and collects it after the last step.
     """
 
+    ranks: int
     weights: int
     gradients: int
     optimizer: int
+    checkpoint: int
     data: int
     sequence: int
     at_once: int
+    made: int
+    collected: int
 
     @property
     def fixed(self) -> int:
         """What every step needs, whatever its batch."""
-        return RESERVE + self.weights + self.gradients + self.optimizer + self.data
+        of_step = self.weights + self.gradients + self.optimizer + self.checkpoint + self.data
+        return self.ranks * RESERVE + of_step
 
     @property
-    def total(self) -> int:
+    def step(self) -> int:
         """What a step needs."""
         return self.fixed + self.at_once * self.sequence
 
+    @property
+    def total(self) -> int:
+        """What the start, a step or the end needs, whichever is most."""
+        return max(self.ranks * RESERVE + self.made, self.step, self.fixed + self.collected)
 
-def estimate_need(config: TrainConfig) -> CpuNeed:
-    """Estimate the memory of a run on a CPU, without allocating it."""
-    recipe = config.load_recipe()
+
+def estimate_need(config: TrainConfig, ranks: Sequence[int] = (0,)) -> CpuNeed:
+    """Estimate the memory of some of a run's ranks on a CPU, without allocating it.
+
+    Raises:
+        ValueError: a pipeline's schedule does not fit the ranks, the layers or the micro-batches.
+    """
+    recipe, parallel, schedule = config.load_recipe(), config.parallel, make_pipeline_schedule(config)
+    n_stages = 1 if schedule is None else schedule.n_stages
     with torch.device("meta"):
-        model = DeepseekV3(config.model)
-    apply_recipe(model, recipe)
-    optimizer = AdamW(param_groups(model, 0.0), lr=0.0, formats=recipe.optimizer)
-    parameters = list(model.parameters())
-    weights = sum(p.nbytes for p in parameters)
+        whole = DeepseekV3(config.model)
+        with share_of_experts(0, parallel.ep):
+            share = DeepseekV3(config.model)
+    apply_recipe(whole, recipe)
+    optimizer = AdamW(param_groups(whole, 0.0), lr=0.0, formats=recipe.optimizer)
     each = optimizer.bytes_per_parameter()
     moments = each["exp_avg"] + each["exp_avg_sq"] + (0 if recipe.optimizer.master == "float32" else each["master"])
 
-    at_once = config.micro_batch_size
-    counted = min(at_once, max(MAX_TOKENS // config.sequence_length, 1))
+    counted = min(config.micro_batch_size, max(MAX_TOKENS // config.sequence_length, 1))
     tokens_BS = torch.empty(counted, config.sequence_length, dtype=torch.int64, device="meta")
-    model.train()
-    with _LiveTensors() as live:
-        for _ in range(min(config.micro_batches, 2)):  # a second micro-batch begins with the gradients of the first
-            model(tokens_BS, tokens_BS).backward()
+    passes = _count_passes(whole, n_stages, tokens_BS, config.micro_batches)
+    held = (passes[0].saved,) if schedule is None else held_activations(schedule, [of.saved for of in passes])
+    weights = gradients = state = checkpoint = in_flight = 0
+    for rank in ranks:
+        place = rank // parallel.dp  # in the pipeline
+        stages = (0,) if schedule is None else schedule.stages(place)
+        model, own = with_stages(whole, n_stages, stages), _nbytes(with_stages(share, n_stages, stages))
+        average = own // parallel.dp if config.optim.ema_decay else 0
+        own_state = int(moments * sum(p.numel() for p in model.parameters())) // parallel.dp
+        weights += 2 * own + average
+        gradients += sum(passes[stage].stays for stage in stages) * own // _nbytes(model)
+        state += own_state
+        checkpoint += 0 if parallel.ranks == 1 else 2 * own // parallel.dp + average + own_state
+        in_flight += held[place] + max(passes[stage].transient for stage in stages)
+    has_parts = parallel.pp > 1 or parallel.ep > 1
     return CpuNeed(
-        weights=weights * (3 if config.optim.ema_decay else 2),
-        gradients=live.now,
-        optimizer=int(moments * sum(p.numel() for p in parameters)),
-        data=config.batch_size * config.sequence_length * BYTES_PER_TOKEN,
-        sequence=int(TRANSIENT_FACTOR * (live.peak - live.now) / counted),
-        at_once=at_once,
+        ranks=len(ranks),
+        weights=weights,
+        gradients=gradients,
+        optimizer=state,
+        checkpoint=checkpoint,
+        data=len(ranks) * config.batch_size // parallel.dp * config.sequence_length * BYTES_PER_TOKEN,
+        sequence=int(TRANSIENT_FACTOR * in_flight / counted),
+        at_once=config.micro_batch_size,
+        made=len(ranks) * _nbytes(share),
+        collected=_nbytes(whole) if has_parts and 0 in ranks else 0,
     )
+
+
+class _Passes(NamedTuple):
+    """The bytes of a stage's passes of a micro-batch.
+
+    Attributes:
+        saved: between the forward and the backward pass.
+        transient: at most in addition, during one of them.
+        stays: gradients, and what is cached between steps.
+    """
+
+    saved: int
+    transient: int
+    stays: int
+
+
+def _count_passes(model: DeepseekV3, n_stages: int, tokens_BS: Tensor, micro_batches: int) -> list[_Passes]:
+    """Count the bytes of the passes of a micro-batch through each stage, on the meta device."""
+    model.train()
+    found = []
+    forms: list[_Form] = []  # of what the stage before returns
+    for stage in split_stages(model, n_stages):
+        with _LiveTensors() as live:
+            for _ in range(min(micro_batches, 2)):  # a second micro-batch begins with the gradients of the first
+                before = live.now
+                edges, returned = _forward(stage, tokens_BS, forms)
+                saved = live.now - before
+                given = [_empty(form) for form in returned if form.has_gradient]
+                torch.autograd.backward(edges, None if stage.is_last else given)
+                del edges, given
+            found.append(_Passes(saved, live.peak - live.now - saved, live.now))
+        forms = returned
+    return found
+
+
+class _Form(NamedTuple):
+    shape: torch.Size
+    dtype: torch.dtype
+    has_gradient: bool
+
+
+def _empty(form: _Form) -> Tensor:
+    return torch.empty(form.shape, dtype=form.dtype, device="meta")
+
+
+def _forward(stage: ModelStage, tokens_BS: Tensor, forms: Sequence[_Form]) -> tuple[list[GradientEdge], list[_Form]]:
+    """Run a stage's forward pass, of the last with the loss: the edges where its backward pass begins, and its outputs.
+
+    Args:
+        stage: on the meta device.
+        tokens_BS: int64 [B, S].
+        forms: of the outputs of the stage before.
+    """
+    inputs = [_empty(form).requires_grad_(form.has_gradient) for form in forms] if forms else [tokens_BS]
+    h_BSD, balance = stage(*inputs)
+    returned = [_Form(t.shape, t.dtype, t.requires_grad) for t in (h_BSD, balance)]
+    ends = [stage.loss(h_BSD, balance, tokens_BS)] if stage.is_last else [h_BSD, balance]
+    return [get_gradient_edge(t) for t in ends if t.requires_grad], returned
+
+
+def _nbytes(model: nn.Module) -> int:
+    return sum(p.nbytes for p in model.parameters())
 
 
 class _LiveTensors(TorchDispatchMode):

@@ -17,8 +17,9 @@ import os
 import shlex
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from octile.recipe import Recipe
 from octile.train.config import TrainConfig
 from octile.train.cpu_memory import estimate_need
 from octile.train.device_memory import available_memory, device_memory
-from octile.train.pipelined import make_pipeline_schedule
+from octile.train.pipelined import held_share, make_pipeline_schedule
 from octile.train.trainer import Trainer
 
 BYTES_PER_PARAMETER = 12  # FP32 weight and gradient, two BF16 moments
@@ -70,17 +71,27 @@ def check_memory(config: TrainConfig, device: torch.device) -> None:
             f"the {device.type} has {total / 1e9:,.0f} GB: choose a smaller model"
         )
     if device.type == "cpu":
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)  # which share the memory
-        need, available = estimate_need(config), available_memory(device) // ranks
+        ranks = _ranks_here()  # which share the memory
+        need, available = estimate_need(config, ranks), available_memory(device)
         if need.total > available:
             if need.data > available / 2:
                 change = f"the token ids of a step take {_gb(need.data)}: use a smaller --batch-size"
+            elif need.step <= available:
+                change = (
+                    f"its ranks make {_gb(need.made)} of weights before they take their stages, and rank 0 collects "
+                    f"{_gb(need.collected)} at the end: choose a smaller model"
+                )
             else:
                 change = advice(config, MemoryNeed(need.fixed, need.sequence, available), has_begun=False)
-            who, where = ("the run", "here") if ranks == 1 else ("each rank", f"to each of {ranks} ranks here")
-            raise ValueError(
-                f"{who} needs about {_gb(need.total)}, but {_gb(available)} are available {where}: {change}"
-            )
+            who = "the run needs" if len(ranks) == 1 else f"the {len(ranks)} ranks here need"
+            raise ValueError(f"{who} about {_gb(need.total)}, but {_gb(available)} are available: {change}")
+
+
+def _ranks_here() -> range:
+    """The ranks that torchrun has started on this machine."""
+    n_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    first = int(os.environ.get("RANK") or 0) - int(os.environ.get("LOCAL_RANK") or 0)
+    return range(first, first + n_ranks)
 
 
 def min_memory(config: TrainConfig) -> int:
@@ -157,25 +168,54 @@ def advice(config: TrainConfig, need: MemoryNeed | None, has_begun: bool = True)
         f"for weights, gradients, optimizer and what else stays, of {_gb(need.available)}"
     )
     free = USABLE_SHARE * need.available - need.fixed
-    most = min(at_once - 1, int(free / need.sequence))
-    of_rank = config.batch_size // config.parallel.dp
-    fitting = [n for n in range(1, most + 1) if of_rank % n == 0]
+    finer = list(_finer(config))
+    fitting = [division for division in finer if division.taken * need.sequence <= free]
     if fitting:
-        micro_batches = of_rank // fitting[-1]
+        micro_batches, n, _ = fitting[0]
         change = (
-            f"{explanation}: use --micro-batches {micro_batches} (now {config.micro_batches}), {fitting[-1]} at a time "
+            f"{explanation}: use --micro-batches {micro_batches} (now {config.micro_batches}), {n} at a time "
             f"instead of {at_once}"
         )
         if not has_begun:
             return change
         out = shlex.quote(str(config.out))
         return f"{change}; to continue: {config.command} --resume --out {out} --micro-batches {micro_batches}"
-    length = min(int(config.sequence_length * free / need.sequence), config.sequence_length // 2)
+    divisions = [_Division(config.micro_batches, at_once, at_once), *finer]
+    least = min(divisions, key=lambda division: division.taken)
+    length = min(int(config.sequence_length * free / (least.taken * need.sequence)), config.sequence_length // 2)
     if length < config.min_sequence_length:
         return _too_large_model(config)
-    finest = f" and --micro-batches {of_rank}" if at_once > 1 else ""
+    finest = f" and --micro-batches {least.micro_batches}" if least.at_once < at_once else ""
     where = " in a new run" if has_begun else ""
     return f"{explanation}: use --sequence-length {length} (now {config.sequence_length}){finest}{where}"
+
+
+class _Division(NamedTuple):
+    """A division of a rank's sequences into micro-batches.
+
+    Attributes:
+        micro_batches: how many there are.
+        at_once: the sequences of each.
+        taken: what their passes take, in units of what one sequence of each micro-batch takes now.
+    """
+
+    micro_batches: int
+    at_once: int
+    taken: float
+
+
+def _finer(config: TrainConfig) -> Iterator[_Division]:
+    """The divisions into more micro-batches that a run, and the schedule of its pipeline, can have, the coarsest first.
+
+    A pipeline may have more of them in flight: GPipe all.
+    """
+    of_rank, held = config.batch_size // config.parallel.dp, held_share(make_pipeline_schedule(config))
+    for at_once in range(config.micro_batch_size - 1, 0, -1):
+        if of_rank % at_once == 0:
+            with suppress(ValueError):  # the schedule does not fit so many
+                finer = replace(config, micro_batches=of_rank // at_once)
+                taken = at_once * held_share(make_pipeline_schedule(finer)) / held
+                yield _Division(finer.micro_batches, at_once, taken)
 
 
 def _too_large_model(config: TrainConfig) -> str:

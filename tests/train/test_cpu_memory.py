@@ -7,11 +7,13 @@ import torch
 
 from octile.models.counts import count_parameters
 from octile.train import cpu_memory, memory
+from octile.train.config import ParallelConfig, TrainConfig
 from octile.train.cpu_memory import estimate_need
 from octile.train.memory import check_memory
 from tests.train.conftest import MICRO, micro
 
 CPU = torch.device("cpu")
+ROUTED = sum(of["routed experts"] for of in (count_parameters(MICRO).main, count_parameters(MICRO).mtp))
 
 
 def parameters() -> int:
@@ -57,12 +59,82 @@ def test_a_batch_of_any_size_is_estimated_from_a_smaller_one(monkeypatch):
 
 
 def test_the_ranks_of_a_machine_share_its_memory(monkeypatch):
-    config = micro()
+    config = micro(batch_size=8, parallel=ParallelConfig(dp=4))
     monkeypatch.setattr(memory, "available_memory", lambda device: 2 * estimate_need(config).total)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     check_memory(config, CPU)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    with pytest.raises(ValueError, match=r"each rank needs about .* are available to each of 4 ranks here"):
+    with pytest.raises(ValueError, match=r"the 4 ranks here need about .* GB are available: "):
+        check_memory(config, CPU)
+
+
+def test_ranks_share_moments_spread_experts_and_the_batch():
+    alone = estimate_need(micro(batch_size=8))
+    need = estimate_need(micro(batch_size=8, parallel=ParallelConfig(dp=4, ep=2)))
+    spread = alone.weights - 8 * ROUTED // 2
+    assert (need.weights, need.optimizer, need.data) == (spread, alone.optimizer // 4, alone.data // 4)
+    assert (need.at_once, need.collected) == (2, alone.weights // 2)
+
+
+def pipeline(schedule: str, micro_batches: int = 4, pp: int = 2) -> TrainConfig:
+    model = replace(MICRO, num_hidden_layers=4, num_nextn_predict_layers=1)
+    parallel = ParallelConfig(pp=pp, schedule=schedule if pp > 1 else "1f1b")
+    return micro(model=model, batch_size=64, micro_batches=micro_batches, parallel=parallel)
+
+
+def test_the_ranks_of_a_pipeline_have_the_weights_of_their_stages():
+    whole, (first, last) = estimate_need(pipeline("1f1b", pp=1)), (estimate_need(pipeline("1f1b"), [r]) for r in (0, 1))
+    embedding = 8 * MICRO.vocab_size * MICRO.hidden_size  # multi-token prediction reads it in the last stage, too
+    assert first.weights + last.weights == whole.weights + embedding
+    assert first.optimizer + last.optimizer == whole.optimizer + embedding // 2
+    assert 0.8 * whole.gradients < first.gradients + last.gradients < 1.2 * whole.gradients
+
+
+def test_both_directions_of_a_pipeline_have_all_weights():
+    assert estimate_need(pipeline("dualpipe"), [0]).weights == estimate_need(pipeline("1f1b", pp=1)).weights
+
+
+def passes(config: TrainConfig) -> int:
+    need = estimate_need(config, [0])
+    return need.at_once * need.sequence
+
+
+def test_gpipe_holds_all_micro_batches_and_1f1b_one_a_stage():
+    assert passes(pipeline("gpipe", 16)) > 0.9 * passes(pipeline("gpipe", 4))
+    assert passes(pipeline("1f1b", 16)) < 0.3 * passes(pipeline("1f1b", 4))
+    assert passes(pipeline("1f1b", 4)) < 0.7 * passes(pipeline("gpipe", 4))
+
+
+def test_a_rank_of_a_pipeline_is_not_refused_for_the_whole_model(monkeypatch):
+    config = pipeline("1f1b", 16)
+    alone = replace(config, parallel=ParallelConfig())
+    monkeypatch.setattr(cpu_memory, "RESERVE", 0)
+    monkeypatch.setattr(memory, "available_memory", lambda device: 0.7 * estimate_need(alone).total)
+    check_memory(config, CPU)
+    with pytest.raises(ValueError, match=r"the run needs about .* are available: "):
+        check_memory(alone, CPU)
+
+
+def test_more_micro_batches_are_advised_only_where_a_schedule_holds_less_of_them(monkeypatch):
+    monkeypatch.setattr(cpu_memory, "RESERVE", 0)
+    monkeypatch.setattr(memory, "available_memory", lambda device: 0.6 * estimate_need(config).total)
+    for schedule, change in {
+        "1f1b": r"use --micro-batches (8|16) \(now 4\)",
+        "chimera": r"use --micro-batches (8|16) \(now 4\)",
+        "gpipe": r"use --sequence-length \d+ \(now 32\)$",
+    }.items():
+        config = pipeline(schedule)
+        with pytest.raises(ValueError, match=change):
+            check_memory(config, CPU)
+
+
+def test_the_whole_model_at_the_start_and_the_end_counts(monkeypatch):
+    config = pipeline("1f1b", 16)
+    need = estimate_need(config)
+    assert need.made == need.collected == estimate_need(pipeline("1f1b", pp=1)).weights // 2
+    monkeypatch.setattr(memory, "available_memory", lambda device: need.step)
+    monkeypatch.setattr(memory, "estimate_need", lambda config, ranks: replace(need, collected=need.step))
+    with pytest.raises(ValueError, match=r"rank 0 collects .* GB at the end: choose a smaller model"):
         check_memory(config, CPU)
 
 
@@ -71,9 +143,7 @@ def test_a_run_that_exceeds_the_memory_is_refused_with_what_to_reduce(monkeypatc
     monkeypatch.setattr(cpu_memory, "RESERVE", 0)
     need = estimate_need(config)
     monkeypatch.setattr(memory, "available_memory", lambda device: need.fixed + 100 * need.sequence)
-    with pytest.raises(
-        ValueError, match=r"the run needs about .* are available here: .* use --micro-batches 4 \(now 1\)"
-    ):
+    with pytest.raises(ValueError, match=r"the run needs about .* are available: .* use --micro-batches 4 \(now 1\)"):
         check_memory(config, CPU)
     check_memory(replace(config, micro_batches=4), CPU)
 

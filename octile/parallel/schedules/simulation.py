@@ -8,7 +8,7 @@ after it was computed; sending and receiving take no time of a rank's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, NamedTuple
@@ -224,16 +224,21 @@ def _inputs(part: Action, n_stages: int) -> Iterator[tuple[bool, int, int]]:
             yield False, stage + 1, batch
 
 
-def held_activations(schedule: Schedule) -> tuple[int, ...]:
-    """The most activations that each rank holds at once: they follow from the order of its actions."""
-    return tuple(max(_held(actions)) for actions in schedule.actions)
+def held_activations(schedule: Schedule, sizes: Sequence[int] | None = None) -> tuple[int, ...]:
+    """The most activations that each rank holds at once: they follow from the order of its actions.
+
+    Args:
+        schedule: the schedule.
+        sizes: of the activations of each stage for a micro-batch; 1 each if not given.
+    """
+    return tuple(max(_held(actions, sizes or [1] * schedule.n_stages)) for actions in schedule.actions)
 
 
-def _held(actions: tuple[Action, ...]) -> Iterator[int]:
-    """The number of activations that a rank holds during each of its actions."""
+def _held(actions: tuple[Action, ...], sizes: Sequence[int]) -> Iterator[int]:
+    """The size of the activations that a rank holds during each of its actions."""
     held = 0
     for action in actions:
-        kinds = [part.computation_type for part in parts(action)]
-        held += kinds.count(ActionType.FORWARD)
+        kinds = [(part.computation_type, sizes[part.stage_index]) for part in parts(action)]
+        held += sum(size for kind, size in kinds if kind == ActionType.FORWARD)
         yield held
-        held -= kinds.count(ActionType.FULL_BACKWARD) + kinds.count(ActionType.BACKWARD_WEIGHT)
+        held -= sum(size for kind, size in kinds if kind in (ActionType.FULL_BACKWARD, ActionType.BACKWARD_WEIGHT))
