@@ -51,6 +51,62 @@ class Results(NamedTuple):
     hidden: Tensor
 
 
+class DecodeRequest(NamedTuple):
+    """A request of a decode step; see `Runner.decode`.
+
+    Attributes:
+        source: its number in the step before, whose tokens it continues; -1: its tokens are given.
+        position: of its last token; of a request with a source that of its first row in the step before.
+        end: positions of its text that are computed: nothing is written from here on.
+        seed, temperature: of its sampling. Neither top_k nor top_p, nor log-probabilities.
+        tokens: its last token, and the drafts after it, at most n_drafts; empty if it has a source.
+        pages: as of `Chunk`, of all positions before end that the step can reach: with n drafts the n, or if more the
+            2·n - 1, after `position`; with a source 1 + n more.
+    """
+
+    source: int
+    position: int
+    end: int
+    seed: int
+    temperature: float
+    tokens: Sequence[int]
+    pages: "array[int]"
+
+
+class Decoded(NamedTuple):
+    """What a decode step yields for a request.
+
+    Attributes:
+        chosen: the token after each of the 1 + n rows; those after the first `accepted` + 1 do not count.
+        accepted: drafts before the first that is not the chosen token of its position.
+        drafts: for the next step.
+    """
+
+    chosen: list[int]
+    accepted: int
+    drafts: list[int]
+
+
+class DecodedTokens:
+    """The results of a decode step, which may not be computed yet.
+
+    Args:
+        results: int64 [B, 2 + 2·n] in the host's memory: the numbers of `Decoded`.
+        ready: recorded after the copy to `results`; None: they are there.
+        n_drafts: n.
+    """
+
+    def __init__(self, results: Tensor, ready: torch.cuda.Event | None, n_drafts: int):
+        self._results, self._ready, self._n_drafts = results, ready, n_drafts
+
+    def read(self) -> list[Decoded]:
+        """Wait for the results, and return those of each request."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        n = self._n_drafts
+        return [Decoded(row[: 1 + n], row[1 + n], row[2 + n :]) for row in self._results.tolist()]
+
+
 class Runner(Protocol):
     """What the engine needs of a model: forward passes over a paged cache.
 
@@ -61,6 +117,9 @@ class Runner(Protocol):
         vocab_size: V.
         can_draft: whether the model has a multi-token prediction layer.
         device: where the logits are.
+        n_drafts: drafts of each request of a decode step.
+        max_ahead: requests of the largest decode step that can be launched before the one before has been computed;
+            0: none can.
     """
 
     page_size: int
@@ -69,6 +128,8 @@ class Runner(Protocol):
     vocab_size: int
     can_draft: bool
     device: torch.device
+    n_drafts: int
+    max_ahead: int
 
     def run(self, batch: Batch) -> Results:
         """Run the main model over a batch. The positions of chunk and logits are those of the chunk's tokens."""
@@ -87,5 +148,17 @@ class Runner(Protocol):
 
         Returns:
             logits [L, V] of the tokens after the chunks' last n_logits tokens; hidden [T, D], what the head reads here.
+        """
+        ...
+
+    def decode(self, requests: Sequence[DecodeRequest]) -> DecodedTokens:
+        """Launch a decode step: each request reads its last token and its drafts, and chooses the tokens after them.
+
+        The results are those of `run`, of the sampler, of `count_accepted` and of the drafter. The call may
+        return before they are computed. A request with a source continues what the step before has chosen and
+        drafted for it, whether or not the host has read that.
+
+        Args:
+            requests: at least one.
         """
         ...

@@ -50,6 +50,22 @@ def count_accepted(drafts: Sequence[int], chosen: Sequence[int]) -> int:
     return next((i for i, draft in enumerate(drafts) if draft != chosen[i]), len(drafts))
 
 
+def check_can_draft(n_drafts: int, can_draft: bool) -> None:
+    """Raise ValueError if drafts are wanted of a model that has no multi-token prediction layer."""
+    if n_drafts and not can_draft:
+        raise ValueError(
+            f"n_drafts (--engine.n-drafts) must be 0, not {n_drafts}: the model has no multi-token prediction layer, "
+            "which octile train --model.num-nextn-predict-layers 1 gives it"
+        )
+
+
+def usable_drafts(drafts: list[int], request: Request) -> list[int]:
+    """Return the first drafts of a request: those before logits with NaN, and one less than tokens are wanted."""
+    if NOT_A_NUMBER in drafts:
+        drafts = drafts[: drafts.index(NOT_A_NUMBER)]
+    return drafts[: request.n_remaining - 1]
+
+
 class Drafter:
     """Drafts the tokens after a forward pass.
 

@@ -15,12 +15,13 @@ from __future__ import annotations
 import secrets
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
-from octile.serve.batch import Batch, Chunk, Runner
+from octile.serve.batch import Batch, Chunk, DecodedTokens, DecodeRequest, Runner
 from octile.serve.config import EngineConfig
-from octile.serve.drafts import Computed, Drafter, count_accepted
+from octile.serve.drafts import Computed, Drafter, check_can_draft, count_accepted, usable_drafts
 from octile.serve.pages import PageAllocator
 from octile.serve.request import FinishReason, Output, Request, Sampling, TokenLogprobs
 from octile.serve.sampler import NOT_A_NUMBER, Row, choose, log_probabilities
@@ -31,6 +32,13 @@ from octile.tokenizer import Tokenizer
 from octile.validation import MAX_SEED
 
 NAN_LOGITS = "the model's logits are NaN: a weight is damaged, or its training diverged"
+
+
+class _InFlight(NamedTuple):
+    """A decode step that is launched, and its requests."""
+
+    requests: list[Request]
+    tokens: DecodedTokens
 
 
 class Engine:
@@ -47,15 +55,12 @@ class Engine:
 
     def __init__(self, runner: Runner, tokenizer: Tokenizer, config: EngineConfig | None = None):
         self.config = config or EngineConfig()
-        if self.config.n_drafts and not runner.can_draft:
-            raise ValueError(
-                f"n_drafts (--engine.n-drafts) must be 0, not {self.config.n_drafts}: the model has no multi-token "
-                "prediction layer, which octile train --model.num-nextn-predict-layers 1 gives it"
-            )
+        check_can_draft(self.config.n_drafts, runner.can_draft)
         self._runner, self._tokenizer, self._end = runner, tokenizer, tokenizer.end
         self._pages = PageAllocator(runner.n_pages)
         self._scheduler = Scheduler(self._pages, runner.page_size, self.config)
         self._drafter = Drafter(runner, self._scheduler, self.config.n_drafts) if self.config.n_drafts else None
+        self._in_flight: _InFlight | None = None  # a decode step that is launched and not read
         self._requests: dict[int, Request] = {}
         self._texts: dict[int, TextStream] = {}
         self._n_requests = 0
@@ -101,7 +106,23 @@ class Engine:
         return request is not None
 
     def step(self) -> list[Output]:
-        """Run one forward pass, and return what it adds to each request that has new tokens or ends."""
+        """Run one forward pass, and return what it adds to each request that has new tokens or ends.
+
+        If all requests decode, and the runner can, the next pass is launched before this one's tokens are read.
+        """
+        launched = self._in_flight
+        if launched is None and self._can_decode_ahead():
+            launched = self._launch(None)
+        if launched is None:
+            return self._run()
+        self._in_flight = self._launch(launched) if self._can_decode_ahead() else None
+        outputs = self._read(launched)
+        if not self._requests:
+            self._in_flight = None
+        return outputs
+
+    def _run(self) -> list[Output]:
+        """Run a forward pass of any chunks, and read what it has chosen."""
         scheduled = self._scheduler.schedule()
         if not scheduled:
             return []
@@ -117,20 +138,80 @@ class Engine:
             start, row = request.n_computed, first
             first += n_tokens
             if start + n_tokens >= len(request.tokens):
-                n_logits = 1 + len(request.drafts)
-                chosen = tokens[n_rows : n_rows + n_logits]
-                output, n_tokens = self._extend(request, n_tokens, chosen)
+                n_drafts = len(request.drafts)
+                chosen = tokens[n_rows : n_rows + 1 + n_drafts]
+                n_accepted = count_accepted(request.drafts, chosen)
+                n_tokens -= n_drafts - n_accepted
+                output = self._extend(request, n_tokens, chosen[: n_accepted + 1], n_drafts)
                 if logprobs and output.tokens:
                     of_rows = range(n_rows, n_rows + len(output.tokens))
                     output = output._replace(logprobs=tuple(logprobs[i] for i in of_rows if i in logprobs))
                 outputs.append(output)
-                n_rows += n_logits
+                n_rows += 1 + n_drafts
             else:
                 self._scheduler.advance(request, start + n_tokens)
             if self._drafter is not None and request.finish_reason is None:
                 computed.append(Computed(request, start, n_tokens, row))
         if self._drafter is not None:
             self._drafter.draft(computed, results.hidden)
+        return outputs
+
+    def _can_decode_ahead(self) -> bool:
+        """Whether a decode step of all running requests can be launched, and no other can join them."""
+        scheduler, running = self._scheduler, self._scheduler.running
+        if not 0 < len(running) <= self._runner.max_ahead or self._runner.n_drafts != self.config.n_drafts:
+            return False
+        if scheduler.waiting and len(running) < self.config.max_batch:
+            return False
+        most = 1 + self.config.n_drafts + _beyond(self.config.n_drafts)  # positions that a launch adds to a request
+        if self._pages.n_free < len(running) * -(-most // self._runner.page_size):
+            return False
+        return self._in_flight is not None or all(_decodes_ahead(request) for request in running.values())
+
+    def _launch(self, before: _InFlight | None) -> _InFlight | None:
+        """Launch a decode step of the running requests; those that `before` surely ends are left out.
+
+        Args:
+            before: the step that is launched and not read, if there is one.
+        """
+        n_drafts = self.config.n_drafts
+        sources = {} if before is None else {request.id: i for i, request in enumerate(before.requests)}
+        requests: list[Request] = []
+        rows: list[DecodeRequest] = []
+        for request in self._scheduler.running.values():
+            length, sampling = len(request.tokens), request.sampling
+            end = request.max_length - 1  # the last token is not read
+            source = sources.get(request.id, -1)
+            if before is None:
+                tokens = [request.tokens[-1], *request.drafts]
+                reached = length + _beyond(n_drafts)
+            elif source < 0 or length >= end:
+                continue
+            else:
+                tokens = []
+                reached = length + 1 + n_drafts + _beyond(n_drafts)
+            has_pages = self._scheduler.extend(request, min(reached, end))
+            assert has_pages  # `_can_decode_ahead` has counted them
+            requests.append(request)
+            rows.append(
+                DecodeRequest(source, length - 1, end, request.seed, sampling.temperature, tokens, request.pages)
+            )
+        if not rows:
+            return None
+        self._steps += 1
+        return _InFlight(requests, self._runner.decode(rows))
+
+    def _read(self, launched: _InFlight) -> list[Output]:
+        """Read what a decode step has chosen, once it is computed."""
+        outputs: list[Output] = []
+        for request, decoded in zip(launched.requests, launched.tokens.read(), strict=True):
+            if request.finish_reason is not None:
+                continue  # it has ended since the step was launched
+            n_drafts = min(len(request.drafts), request.n_remaining - 1)
+            n_accepted = min(decoded.accepted, n_drafts)
+            outputs.append(self._extend(request, 1 + n_accepted, decoded.chosen[: n_accepted + 1], n_drafts))
+            if request.finish_reason is None:
+                request.drafts = usable_drafts(decoded.drafts, request)
         return outputs
 
     def stats(self) -> Stats:
@@ -157,6 +238,7 @@ class Engine:
 
     def close(self) -> None:
         """Cancel all requests."""
+        self._in_flight = None
         for request_id in list(self._requests):
             self.cancel(request_id)
 
@@ -168,16 +250,11 @@ class Engine:
         found = log_probabilities(logits_LV[asked], [tokens[i] for i in asked], [rows[i] for i in asked])
         return dict(zip(asked, found, strict=True))
 
-    def _extend(self, request: Request, n_tokens: int, chosen: list[int]) -> tuple[Output, int]:
-        """Append the chosen tokens, and return the output and how many of the n_tokens computed positions count."""
-        n_accepted = 0
-        if request.drafts:
-            drafts, request.drafts = request.drafts, []
-            n_accepted = count_accepted(drafts, chosen)
-            n_tokens -= len(drafts) - n_accepted
-            self._drafted += len(drafts)
-            self._accepted += n_accepted
-            chosen = chosen[: n_accepted + 1]
+    def _extend(self, request: Request, n_tokens: int, chosen: list[int], n_drafts: int) -> Output:
+        """Append the chosen tokens of a pass that has computed n_tokens positions, and verified n_drafts drafts."""
+        request.drafts = []
+        self._drafted += n_drafts
+        self._accepted += len(chosen) - 1
         tokens, stream, sampling = request.tokens, self._texts[request.id], request.sampling
         length = len(tokens)
         text = ""
@@ -203,7 +280,7 @@ class Engine:
         if reason is not None:
             text += stream.end()
             self._remove(request, reason)
-        return Output(request.id, tuple(tokens[length:]), text, (), reason, error), n_tokens
+        return Output(request.id, tuple(tokens[length:]), text, (), reason, error)
 
     def _remove(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
@@ -232,6 +309,21 @@ def check_prompt(prompt: Sequence[int], sampling: Sampling, vocab_size: int, con
             f"prompt has {len(prompt)} tokens and max_new_tokens is {sampling.max_new_tokens}: together they must not "
             f"exceed the model's context of {context}"
         )
+
+
+def _beyond(n_drafts: int) -> int:
+    """The positions after a request's last token that a decode step writes: drafts, and drafts of accepted drafts."""
+    return max(n_drafts, 2 * n_drafts - 1)
+
+
+def _decodes_ahead(request: Request) -> bool:
+    """Whether a request decodes, with tokens that a decode step can choose."""
+    sampling = request.sampling
+    return (
+        request.n_pending == 1
+        and sampling.logprobs is None
+        and (not sampling.temperature or (sampling.top_p == 1 and not sampling.top_k))
+    )
 
 
 def _chunk(scheduled: Scheduled, rows: list[Row]) -> Chunk:

@@ -69,8 +69,7 @@ class Folder:
         stored = cache.format or ("bf16" if device.type == "cuda" else "float32")
         weights = self.read_weights(device)
         n_pages = self._n_pages(weights, stored, engine.max_batch, cache.gib)
-        rows = engine.max_batch * (1 + engine.n_drafts)
-        runner = ModelRunner(weights, n_pages, stored, rows, engine.batch_invariant)
+        runner = ModelRunner(weights, n_pages, stored, engine.max_batch, engine.batch_invariant, engine.n_drafts)
         return Engine(runner, self.tokenizer, engine), runner
 
     def _n_pages(self, weights: ServedWeights, stored: CacheFormat, max_batch: int, gib: float | None) -> int:

@@ -10,6 +10,7 @@ Shapes: T rows, L logits, V vocabulary, D model.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,8 +18,10 @@ from torch import Tensor
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.ops.latent_cache import PAGE
-from octile.serve.batch import Batch, Chunk, Results
+from octile.serve.batch import Batch, Chunk, DecodedTokens, DecodeRequest, Results
 from octile.serve.decode_graphs import DecodeGraphs
+from octile.serve.decode_loop import DecodeLoop
+from octile.serve.drafts import check_can_draft
 from octile.serve.forward import Forward, Step
 from octile.serve.latent_pages import CacheFormat, LatentPages, bytes_per_row
 from octile.serve.step_inputs import BLOCK_ROWS, Layout, mixed_step
@@ -32,12 +35,15 @@ class ModelRunner:
         model: a model, or weights that `ServedWeights.read` has read.
         n_pages: pages of 64 positions.
         cache_format: of the cache: "fp8", "bf16" or "float32"; None: the dtype of the activations.
-        max_batch: rows of the largest CUDA graph of decoding, on a GPU; larger batches run without one. 0: no graph.
+        max_batch: requests of the largest CUDA graphs of decoding, on a GPU; larger batches run without one. 0: no
+            graph.
         batch_invariant: whether a request's logits have the same bits whatever else is in the batch and however its
             prompt is divided into chunks. Slower: every row attends in the absorbed form.
+        n_drafts: drafts of each request that decodes.
 
     Raises:
-        TypeError, ValueError: as `ServedWeights.of_model` or `LatentPages`, or max_batch is negative.
+        TypeError, ValueError: as `ServedWeights.of_model` or `LatentPages`, max_batch is negative, or the model cannot
+            draft.
     """
 
     page_size = PAGE
@@ -49,6 +55,7 @@ class ModelRunner:
         cache_format: CacheFormat | None = None,
         max_batch: int = 256,
         batch_invariant: bool = False,
+        n_drafts: int = 0,
     ):
         if max_batch < 0:
             raise ValueError(f"max_batch must be at least 0, not {max_batch}")
@@ -56,14 +63,18 @@ class ModelRunner:
         c = weights.config
         cache_format = cache_format or ("float32" if weights.dtype == torch.float32 else "bf16")
         self.n_pages, self.vocab_size, self.can_draft = n_pages, c.vocab_size, weights.mtp is not None
+        check_can_draft(n_drafts, self.can_draft)
         self.max_position = min(c.max_position_embeddings, n_pages * PAGE)
         self.device, self.batch_invariant = weights.device, batch_invariant
         self.cache = LatentPages(_n_layers(c), n_pages, c.kv_lora_rank, c.qk_rope_head_dim, cache_format, self.device)
         self.forward = Forward.make(weights, self.cache, self.max_position, batch_invariant)
         self._checked_pages: list[array[int] | None] = []  # those of the chunk of each number, as last checked
-        self._max_batch = max_batch if self.device.type == "cuda" else 0
+        self.n_drafts, self._max_batch = n_drafts, max_batch
+        self._max_rows = max_batch * (1 + n_drafts) if self.device.type == "cuda" else 0
         self.graphs = self._capture(drafts=False)
         self.draft_graphs: DecodeGraphs | None = None  # captured when something is drafted
+        self.max_ahead = max_batch if self._max_rows else 0
+        self.loop = self._new_loop() if self.max_ahead else None
 
     @staticmethod
     def bytes_per_page(model: DeepseekV3 | ServedWeights, cache_format: CacheFormat) -> int:
@@ -111,13 +122,22 @@ class ModelRunner:
             hidden_TD = torch.cat((hidden_TD, hidden_TD.new_zeros(padding, hidden_TD.shape[1])))
         return self._results(self._in_order(self.forward.draft(step, hidden_TD), layout), layout)
 
+    @torch.no_grad()
+    def decode(self, requests: Sequence[DecodeRequest]) -> DecodedTokens:
+        """Launch a decode step; see `octile.serve.batch.Runner`."""
+        self.loop = self.loop or self._new_loop()
+        return self.loop.run(requests)
+
+    def _new_loop(self) -> DecodeLoop:
+        return DecodeLoop(self.forward, self._max_batch, -(-self.max_position // PAGE), self.n_drafts)
+
     def _capture(self, drafts: bool) -> DecodeGraphs | None:
-        if not self._max_batch:
+        if not self._max_rows:
             return None
-        return DecodeGraphs(self.forward, self._max_batch, -(-self.max_position // PAGE), drafts)
+        return DecodeGraphs(self.forward, self._max_rows, -(-self.max_position // PAGE), drafts)
 
     def _has_graph(self, layout: Layout) -> bool:
-        return layout.n_decode <= self._max_batch and not layout.prefill
+        return layout.n_decode <= self._max_rows and not layout.prefill
 
     def _replay(self, graphs: DecodeGraphs, layout: Layout, hidden_TD: Tensor | None = None) -> Results:
         h_TD, logits = graphs.run(layout, hidden_TD)

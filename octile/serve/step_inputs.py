@@ -10,6 +10,7 @@ text attends to its positions in parts (`octile.serve.forward`).
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
@@ -68,24 +69,48 @@ class Layout:
         return [row for chunk, end in zip(self.chunks, ends, strict=True) for row in range(end - chunk.n_logits, end)]
 
 
+class PageTable:
+    """The pages of a step's rows, in a host buffer; a row whose pages are those of the step before is not written.
+
+    Attributes:
+        host: int32 [rows, M].
+
+    Args:
+        rows: at most so many.
+        max_pages: M, pages of a text at most.
+        pinned: whether a GPU copies from the buffer.
+    """
+
+    def __init__(self, rows: int, max_pages: int, pinned: bool):
+        self.host = torch.zeros(rows, max_pages, dtype=torch.int32, pin_memory=pinned)
+        self._pages = self.host.numpy()
+        self._written: list[object] = [None] * rows
+
+    def write(self, row: int, pages: array[int]) -> bool:
+        """Write the pages of a row; return whether they have changed."""
+        if self._written[row] == pages:
+            return False
+        of_text = np.frombuffer(pages, np.int32)[: self._pages.shape[1]]
+        self._pages[row, : len(of_text)] = of_text
+        self._written[row] = pages[:]
+        return True
+
+
 class DecodeRows:
     """Host buffers of decode rows: tokens, positions, slots, lengths and pages, written anew for each step.
 
     Attributes:
         numbers: int64 [4, max_rows]: tokens, positions, slots and lengths.
-        pages: int32 [max_rows, M]; a row whose pages are those of the step before is not written.
+        pages: int32 [max_rows, M].
 
     Args:
-        max_rows: at most so many rows.
-        max_pages: M, pages of a text at most.
-        pinned: whether a GPU copies from the buffers.
+        max_rows, max_pages, pinned: as of `PageTable`.
     """
 
     def __init__(self, max_rows: int, max_pages: int, pinned: bool):
         self.numbers = torch.zeros(4, max_rows, dtype=torch.int64, pin_memory=pinned)
-        self.pages = torch.zeros(max_rows, max_pages, dtype=torch.int32, pin_memory=pinned)
-        self._numbers, self._pages = self.numbers.numpy(), self.pages.numpy()
-        self._written: list[object] = [None] * max_rows
+        self._numbers, self._table = self.numbers.numpy(), PageTable(max_rows, max_pages, pinned)
+        self.pages = self._table.host
 
     def fill(self, chunks: Sequence[Chunk], rows: int) -> tuple[int, int]:
         """Write the rows of chunks and padding up to `rows` rows.
@@ -102,10 +127,7 @@ class DecodeRows:
                 tokens.append(token)
                 positions.append(position)
                 slots.append(pages[position // PAGE] * PAGE + position % PAGE)
-                if self._written[row] != pages:
-                    of_text = np.frombuffer(pages, np.int32)[: self._pages.shape[1]]
-                    self._pages[row, : len(of_text)] = of_text
-                    self._written[row] = pages[:]
+                if self._table.write(row, pages):
                     first, end = min(first, row), row + 1
         n = len(tokens)
         numbers = self._numbers

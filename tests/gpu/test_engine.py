@@ -30,14 +30,18 @@ def model(request) -> DeepseekV3:
     return new_model(request.param, torch.bfloat16).to("cuda")
 
 
-def texts_of(model, tokenizer, together, n_drafts=0, n_pages=64, n_new=24):
+PLAIN = [sampling for sampling in SAMPLINGS if sampling.top_p == 1]  # that a decode step can sample
+
+
+def texts_of(model, tokenizer, together, n_drafts=0, n_pages=64, n_new=24, samplings=SAMPLINGS, ahead=True):
     """The tokens of each request, all in one batch or one after the other."""
-    runner = ModelRunner(model, n_pages, max_batch=16 * (1 + n_drafts), batch_invariant=True)
+    runner = ModelRunner(model, n_pages, max_batch=16, batch_invariant=True, n_drafts=n_drafts)
+    runner.max_ahead *= ahead
     engine = Engine(runner, tokenizer, EngineConfig(max_batch=16, max_step_tokens=96, n_drafts=n_drafts))
     found: dict[int, tuple[int, ...]] = {}
-    for i, sampling in enumerate(SAMPLINGS):
+    for i, sampling in enumerate(samplings):
         engine.add(text(30 + 17 * i, seed=i), replace(sampling, max_new_tokens=n_new))
-        while engine.has_work and (not together or i == len(SAMPLINGS) - 1):
+        while engine.has_work and (not together or i == len(samplings) - 1):
             for output in engine.step():
                 found[output.request_id] = found.get(output.request_id, ()) + output.tokens
     return found, engine.stats()
@@ -61,6 +65,14 @@ def test_a_text_is_the_same_with_drafts(model, tokenizer, n_drafts):
     found, stats = texts_of(model, tokenizer, together=True, n_drafts=n_drafts)
     assert stats.drafted_tokens > 0
     assert found == without
+
+
+@pytest.mark.parametrize("n_drafts", [0, 1, 2])
+def test_a_text_is_the_same_where_steps_are_launched_ahead(model, tokenizer, n_drafts):
+    expected, stats = texts_of(model, tokenizer, True, n_drafts, n_new=80, samplings=PLAIN, ahead=False)
+    found, stats_ahead = texts_of(model, tokenizer, True, n_drafts, n_new=80, samplings=PLAIN)
+    assert found == expected
+    assert stats_ahead.accepted_tokens == stats.accepted_tokens
 
 
 def test_rows_choose_the_same_tokens_in_any_batch_on_the_gpu():

@@ -4,7 +4,9 @@ import random
 
 import torch
 
-from octile.serve.batch import Batch, Results
+from octile.serve.batch import Batch, Chunk, DecodedTokens, Results
+from octile.serve.drafts import count_accepted
+from octile.serve.request import Sampling
 from octile.serve.sampler import Row, choose
 
 EMPTY = -1
@@ -16,12 +18,17 @@ class FakeRunner:
     can_draft = True
     device = torch.device("cpu")
 
-    def __init__(self, n_pages=64, page_size=4, vocab_size=320, max_position=10_000, scale=1.0):
+    def __init__(
+        self, n_pages=64, page_size=4, vocab_size=320, max_position=10_000, scale=1.0, max_ahead=0, n_drafts=0
+    ):
         self.n_pages, self.page_size = n_pages, page_size
         self.vocab_size, self.max_position, self.scale = vocab_size, max_position, scale
         self.pages = [[EMPTY] * page_size for _ in range(n_pages)]
         self.draft_pages = [[EMPTY] * page_size for _ in range(n_pages)]
         self.batches: list[Batch] = []
+        self.max_ahead, self.n_drafts = max_ahead, n_drafts
+        self.decode_steps = 0
+        self.before: list[tuple[int, list[int]]] = []  # the last decode step: positions and tokens of its requests
 
     def logits_after(self, tokens):
         """The logits of the token after these, [V]."""
@@ -47,6 +54,39 @@ class FakeRunner:
                 if i >= len(chunk.tokens) - chunk.n_logits:
                     logits.append(self.logits_after(prefix))
         return Results(torch.stack(logits) if logits else torch.empty(0, self.vocab_size), torch.tensor(hidden))
+
+    def decode(self, requests):
+        """As the definition of a decode step says, by `run` and `draft`, request after request."""
+        self.decode_steps += 1
+        after, rows = [], []
+        for source, position, end, seed, temperature, tokens, pages in requests:
+            if source >= 0:
+                advance, tokens = self.before[source]
+                position += advance
+            if position >= end:  # its text has ended in the step before
+                after.append((1, tokens))
+                rows.append([0] * (2 + 2 * self.n_drafts))
+                continue
+            sampling = Sampling(temperature=temperature)
+            inside = tokens[: end - position]
+            logits, hidden = self.run(Batch([Chunk(inside, position, pages, len(inside))]))
+            chosen = choose(logits, [Row(sampling, seed, position + i + 1) for i in range(len(inside))]).tolist()
+            accepted = count_accepted(inside[1:], chosen)
+            drafts: list[int] = []
+            if self.n_drafts and position + accepted + 1 < end:
+                chunk = Chunk(chosen[: accepted + 1], position, pages, 1)
+                logits, hidden = self.draft(Batch([chunk]), hidden[: accepted + 1])
+                last = position + accepted
+                while True:
+                    drafts += choose(logits, [Row(sampling, seed, last + 2 + len(drafts))]).tolist()
+                    if len(drafts) == self.n_drafts or last + len(drafts) >= end:
+                        break
+                    logits, hidden = self.draft(Batch([Chunk(drafts[-1:], last + len(drafts), pages, 1)]), hidden[-1:])
+            after.append((accepted + 1, [chosen[accepted], *drafts]))
+            some = self.n_drafts - len(inside) + 1
+            rows.append([*chosen, *[0] * some, accepted, *drafts, *[0] * (self.n_drafts - len(drafts))])
+        self.before = after
+        return DecodedTokens(torch.tensor(rows), None, self.n_drafts)
 
     def draft(self, batch, hidden):
         logits = []

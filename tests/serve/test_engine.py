@@ -33,11 +33,12 @@ def engine_of(tokenizer):
     return make
 
 
+@pytest.mark.parametrize("max_ahead", [0, 4])
 @pytest.mark.parametrize("n_drafts", [0, 1, 3])
 @pytest.mark.parametrize("seed", range(4))
-def test_every_request_gets_the_text_that_it_gets_alone(engine_of, seed, n_drafts):
+def test_every_request_gets_the_text_that_it_gets_alone(engine_of, seed, n_drafts, max_ahead):
     draw = random.Random(seed)
-    runner = FakeRunner(n_pages=24, scale=draw.choice([1.0, 4.0]))
+    runner = FakeRunner(n_pages=20, scale=draw.choice([1.0, 4.0]), max_ahead=max_ahead, n_drafts=n_drafts)
     engine = engine_of(runner, n_drafts=n_drafts)
     expected, found = {}, {}
     for _ in range(25):
@@ -61,6 +62,7 @@ def test_every_request_gets_the_text_that_it_gets_alone(engine_of, seed, n_draft
     assert stats.shared_tokens > 0
     assert (stats.used_pages, stats.waiting, stats.running, stats.finished) == (0, 0, 0, 25)
     assert (stats.acceptance_rate or 0) > (0.3 if n_drafts else -1)
+    assert (runner.decode_steps > 0) == (max_ahead > 0)
 
 
 def test_drafts_take_fewer_steps(engine_of):

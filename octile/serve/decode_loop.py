@@ -1,0 +1,161 @@
+"""Decode steps that need nothing from the host but which requests take part: each continues the tokens of the last.
+
+A step reads each request's last token and its drafts, chooses the tokens after them, counts the accepted drafts, and
+drafts anew. Tokens, positions and drafts stay on the device, so the next step can be launched before the host has read
+what this one has chosen (asynchronous scheduling): the GPU does not wait for the host. On a GPU a step is one CUDA
+graph, of 1, 2, 4, 8, … requests, padded.
+
+    tokens of the step before → forward pass → sampling → accepted drafts → multi-token prediction → drafts
+
+Rows of drafts that are not accepted write latents at positions that later steps write again, and no row attends to
+positions after its own.
+
+Source: asynchronous scheduling: NanoFlow (arXiv 2408.12757) §4.2.2; drafts: `octile.serve.drafts`.
+Shapes: B requests, n drafts, T = B · (1 + n) rows, M pages of a text at most, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octile.ops.latent_cache import PAGE
+from octile.ops.sample_tokens import sample_tokens
+from octile.serve.batch import DecodedTokens, DecodeRequest
+from octile.serve.decode_graphs import graph_sizes
+from octile.serve.forward import Forward, Step
+from octile.serve.step_inputs import BLOCK_ROWS, PageTable
+
+FIELDS = 5  # source, position, end, seed and the bits of temperature, before the tokens
+NO_DRAFT = -2  # no token is chosen that equals it
+
+
+class DecodeLoop:
+    """The buffers and graphs of decode steps.
+
+    Args:
+        forward: the model's forward pass.
+        max_requests: of a step.
+        max_pages: M.
+        n_drafts: n.
+    """
+
+    def __init__(self, forward: Forward, max_requests: int, max_pages: int, n_drafts: int):
+        self.forward, self.n_drafts = forward, n_drafts
+        device = forward.weights.device
+        self._on_gpu = device.type == "cuda"
+        if self._on_gpu:
+            self._sizes = graph_sizes(max_requests)
+        else:
+            max_requests = -(-max_requests // BLOCK_ROWS) * BLOCK_ROWS
+            self._sizes = [*range(BLOCK_ROWS, max_requests + 1, BLOCK_ROWS)]
+        self._host = torch.zeros(FIELDS + 1 + n_drafts, max_requests, dtype=torch.int64, pin_memory=self._on_gpu)
+        self._fields = self._host.numpy()
+        self._table = PageTable(max_requests, max_pages, pinned=self._on_gpu)
+        self._numbers = torch.zeros(self._host.shape, dtype=torch.int64, device=device)
+        self._pages = torch.zeros(max_requests, max_pages, dtype=torch.int32, device=device)
+        # what a step leaves to the next one: the last token and its drafts, and how many positions it has advanced
+        self._tokens = torch.zeros(max_requests, 1 + n_drafts, dtype=torch.int64, device=device)
+        self._advance = torch.zeros(max_requests, dtype=torch.int64, device=device)
+        self._results = torch.zeros(max_requests, 2 + 2 * n_drafts, dtype=torch.int64, device=device)
+        self._offsets = torch.arange(max_requests * (1 + n_drafts), device=device)
+        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        if self._on_gpu:
+            self._copied = torch.cuda.Event()
+            self._capture()
+
+    def run(self, requests: Sequence[DecodeRequest]) -> DecodedTokens:
+        """Launch a step; see `octile.serve.batch.Runner.decode`."""
+        size = next(size for size in self._sizes if size >= len(requests))
+        if self._on_gpu:
+            self._copied.synchronize()  # the copies of the step before have read the host's buffers
+        first, end = self._fill(requests, size)
+        self._numbers.copy_(self._host, non_blocking=True)
+        if first < end:
+            self._pages[first:end].copy_(self._table.host[first:end], non_blocking=True)
+        if not self._on_gpu:
+            self._step(size)
+            return DecodedTokens(self._results[: len(requests)].clone(), None, self.n_drafts)
+        self._copied.record()
+        self.graphs[size].replay()
+        results = torch.empty(len(requests), self._results.shape[1], dtype=torch.int64, pin_memory=True)
+        results.copy_(self._results[: len(requests)], non_blocking=True)
+        ready = torch.cuda.Event()
+        ready.record()
+        return DecodedTokens(results, ready, self.n_drafts)
+
+    def _fill(self, requests: Sequence[DecodeRequest], size: int) -> tuple[int, int]:
+        """Write the host's buffers, and return the first and the end of the requests whose pages have changed."""
+        fields, n = self._fields, len(requests)
+        columns = tuple(zip(*requests, strict=True))
+        for row, column in enumerate(columns[:4]):
+            fields[row, :n] = column
+        fields[4, :n] = np.array(columns[4], dtype=np.float64).view(np.int64)
+        fields[FIELDS:, :n] = NO_DRAFT
+        for i, tokens in enumerate(columns[5]):
+            if tokens:
+                fields[FIELDS : FIELDS + len(tokens), i] = tokens
+        fields[:, n:size] = ((-1,), *(FIELDS + self.n_drafts) * ((0,),))  # padding: its text has no positions
+        first, end = size, 0
+        for i, pages in enumerate(columns[6]):
+            if self._table.write(i, pages):
+                first, end = min(first, i), i + 1
+        return first, end
+
+    def _capture(self) -> None:
+        device = self.forward.weights.device
+        with torch.no_grad(), torch.cuda.device(device):
+            pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            for size in reversed(self._sizes):
+                with torch.cuda.stream(stream):
+                    self._step(size)  # compiles and chooses kernels; the texts have no positions
+                stream.synchronize()
+                self.graphs[size] = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(self.graphs[size], pool=pool, stream=stream):
+                    self._step(size)
+            torch.cuda.current_stream().wait_stream(stream)
+
+    def _step(self, size: int) -> None:
+        """Compute a step of the requests that the buffers describe."""
+        n, forward = self.n_drafts, self.forward
+        source_B, position_B, end_B, seed_B, heat_B = self._numbers[:FIELDS, :size].unbind()
+        temperature_B = heat_B.view(torch.float64).float()
+        is_given_B = source_B < 0
+        before_B = source_B.clamp(min=0)
+        tokens_Bn = torch.where(is_given_B[:, None], self._numbers[FIELDS:, :size].T, self._tokens[before_B])
+        first_B = position_B + self._advance[before_B].masked_fill(is_given_B, 0)
+        step = self._rows(tokens_Bn, first_B[:, None] + self._offsets[: 1 + n], end_B)
+        h_TD = forward.hidden(step)
+        seed_T, temperature_T = (t[:, None].expand(-1, 1 + n).flatten() for t in (seed_B, temperature_B))
+        chosen_Bn = sample_tokens(forward.logits(h_TD), seed_T, step.positions + 1, temperature_T).view(size, 1 + n)
+        accepted_B = (chosen_Bn[:, :n] == tokens_Bn[:, 1:]).cumprod(1).sum(1)
+        drafts: list[Tensor] = []
+        if n:
+            last_B = first_B + accepted_B  # the position whose choice counts
+            h_TD = forward.draft(step._replace(tokens=chosen_Bn.flatten().clamp(min=0)), h_TD)
+            h_TD = h_TD.index_select(0, self._offsets[: size * (1 + n) : 1 + n] + accepted_B)
+            drafts = [sample_tokens(forward.logits(h_TD), seed_B, last_B + 2, temperature_B)]
+            for i in range(1, n):
+                h_TD = forward.draft(self._rows(drafts[-1][:, None], (last_B + i)[:, None], end_B), h_TD)
+                drafts.append(sample_tokens(forward.logits(h_TD), seed_B, last_B + i + 2, temperature_B))
+        next_Bn = torch.stack((chosen_Bn.gather(1, accepted_B[:, None])[:, 0], *drafts), dim=1)
+        self._tokens[:size] = next_Bn
+        self._advance[:size] = accepted_B + 1
+        self._results[:size] = torch.cat((chosen_Bn, accepted_B[:, None], next_Bn[:, 1:]), dim=1)
+
+    def _rows(self, tokens_Bk: Tensor, positions_Bk: Tensor, end_B: Tensor) -> Step:
+        """Make a step of k rows per request. Rows from the end of a text on are written nowhere and see nothing."""
+        size, k = tokens_Bk.shape
+        is_inside_Bk = positions_Bk < end_B[:, None]
+        at_Bk = torch.minimum(positions_Bk, end_B[:, None] - 1).clamp(min=0)
+        pages_BM = self._pages[:size]
+        slots_Bk = pages_BM.gather(1, at_Bk // PAGE).long() * PAGE + at_Bk % PAGE
+        lengths_Bk = torch.where(is_inside_Bk, at_Bk + 1, 0).to(torch.int32)
+        pages_TM = pages_BM if k == 1 else pages_BM[:, None].expand(-1, k, -1).flatten(0, 1)
+        tokens_T = tokens_Bk.flatten().clamp(min=0)  # logits with NaN have chosen a negative one
+        slots_T = slots_Bk.masked_fill(~is_inside_Bk, -1).flatten()
+        return Step(tokens_T, at_Bk.flatten(), slots_T, pages_TM, lengths_Bk.flatten(), None, ())
