@@ -1,14 +1,17 @@
-"""Derive the efficiencies of GEMMs and operators in octile/plan/efficiencies.toml from records of kernels.
+"""Derive the efficiencies of GEMMs and operators that the plan has from records of kernels.
 
     python -m tools.fit_plan_efficiencies
 
-GEMMs: the share of the peak, the part of the shorter of computing and loading that is not hidden, and the latency, by
-least squares of the relative error over benchmarks/results/h200_gemm.json; for weight gradients without GEMMs of few
-rows, which are none. Operators: the median over the shapes of benchmarks/results/h200_casts.json, of rows of 256 to
-1024 and of 7168 channels.
+In octile/plan/efficiencies.toml. GEMMs: the share of the peak, the part of the shorter of computing and loading that is
+not hidden, and the latency, by least squares of the relative error over benchmarks/results/h200_gemm.json; for weight
+gradients without GEMMs of few rows, which are none. Operators: the median over the shapes of
+benchmarks/results/h200_casts.json, of rows of 256 to 1024 and of 7168 channels.
+
+In octile/plan/clusters/h800_2048.toml. GEMMs of DeepSeek-V3's training: least squares over `DEEPSEEK`.
 """
 
 import json
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -35,6 +38,21 @@ OPERATORS = {
     "optimizer": ("AdamW, BF16 moments",),
 }
 LEAST_ROWS = 1024  # of a weight
+# DeepSeek's GEMMs of 4,096 rows and more on H800: groups, M, N, K, TFLOP/s of DeepGEMM's first version, and how many
+# times as fast it is as the CUTLASS kernels that DeepSeek had before (DeepGEMM a6d97a1, README). The published profile
+# of training (profile-data, train.json) has these: cutlass::device_kernel<dpsk::grouped_gemm::cuda::fp8_ptp128c…>.
+DEEPSEEK = (
+    (1, 4096, 2112, 7168, 1058, 1.1),
+    (1, 4096, 24576, 1536, 990, 1.0),
+    (1, 4096, 32768, 512, 590, 1.0),
+    (1, 4096, 7168, 16384, 1358, 1.2),
+    (1, 4096, 4096, 7168, 1304, 1.1),
+    (1, 4096, 7168, 2048, 1025, 1.1),
+    (4, 8192, 4096, 7168, 1297, 1.2),
+    (4, 8192, 7168, 2048, 1099, 1.2),
+    (8, 4096, 4096, 7168, 1288, 1.2),
+    (8, 4096, 7168, 2048, 1093, 1.1),
+)
 CHANNELS = ("256", "512", "1024", "7168")
 
 
@@ -56,8 +74,23 @@ def gemm_cases(kinds: tuple[str, ...]) -> list[tuple[float, float, float]]:
 
 def gemm_errors(kinds: tuple[str, ...], share: float, unhidden: float, latency: float) -> np.ndarray:
     """The relative error of the formula for each GEMM of the record."""
-    gpu, copy = read_cluster("h200_8").gpu, read_efficiencies().copy
-    flops, moved, seconds = np.array(gemm_cases(kinds)).T
+    return _errors(gemm_cases(kinds), "h200_8", share, unhidden, latency)
+
+
+def deepseek_errors(share: float, unhidden: float, latency: float) -> np.ndarray:
+    """The relative error of the formula for each GEMM of `DEEPSEEK`."""
+    cases = []
+    for g, m, n, k, tflops, speedup in DEEPSEEK:
+        flops = 2 * g * m * n * k
+        cases.append((flops, g * (m * k + n * k + 2 * m * n), flops / (tflops * 1e12 / speedup)))
+    return _errors(cases, "h800_2048", share, unhidden, latency)
+
+
+def _errors(
+    cases: list[tuple[float, float, float]], cluster: str, share: float, unhidden: float, latency: float
+) -> np.ndarray:
+    gpu, copy = read_cluster(cluster).gpu, read_efficiencies().copy
+    flops, moved, seconds = np.array(cases).T
     compute, memory = flops / (share * gpu.fp8_peak), moved / (copy * gpu.memory_bandwidth)
     estimate = latency + np.maximum(compute, memory) + unhidden * np.minimum(compute, memory)
     return estimate / seconds - 1
@@ -85,10 +118,15 @@ def _has_channels(case: str) -> bool:
 
 def main() -> None:
     """Print the fitted values."""
-    for name, kinds in (("fp8_gemm", FORWARD), ("fp8_wgrad", WEIGHT_GRADIENT)):
-        grid = product(np.arange(0.5, 0.8, 0.005), np.arange(0, 1.01, 0.05), np.arange(3, 7, 0.25) * 1e-6)
-        best = min(grid, key=lambda point: float((gemm_errors(kinds, *point) ** 2).mean()))
-        error = np.abs(gemm_errors(kinds, *best))
+    latencies, latency_of_ours = np.arange(3, 7, 0.25) * 1e-6, [read_efficiencies().gemm_latency]
+    for name, errors, latency in (
+        ("fp8_gemm", partial(gemm_errors, FORWARD), latencies),
+        ("fp8_wgrad", partial(gemm_errors, WEIGHT_GRADIENT), latencies),
+        ("fp8_gemm on h800_2048", deepseek_errors, latency_of_ours),
+    ):
+        grid = product(np.arange(0.5, 0.8, 0.005), np.arange(0, 1.01, 0.05), latency)
+        best = min(grid, key=lambda point: float((errors(*point) ** 2).mean()))
+        error = np.abs(errors(*best))
         share, unhidden, latency = best
         print(f"{name} = {share:.3f}, unhidden {unhidden:.2f}, latency {latency:.2e}: mean error {error.mean():.1%}")
     for name, share in operator_shares().items():

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from octile.models.config import PRESETS
+from octile.plan.durations import seconds
+from octile.plan.exchange import exchange
 from octile.plan.hardware import read_cluster
 from octile.plan.layout import Layout
 from octile.plan.serving import (
@@ -20,6 +22,7 @@ from octile.plan.serving import (
     prefill_tokens_per_second,
 )
 from octile.plan.step import StepPlan, overlapped, plan_step
+from octile.plan.work import Work, attention_work, mixture_work
 
 
 @dataclass(frozen=True)
@@ -75,22 +78,31 @@ def compare_published() -> Iterator[Comparison]:
 
 
 def compare_serving() -> Iterator[Comparison]:
-    """DeepSeek's online service in February 2025, in tokens per second of a node.
+    """Prefill and decode units, in tokens per second of a node.
 
-    The published figures are means over a day. The units of the plan always have work: of prefill they say what a node
-    could do, of decode what it does with the requests of a GPU that the two published figures mean, 14,800 tokens per
-    second of 8 GPUs at 21 tokens per second and request.
+    DeepSeek's profile of a prefill unit and SGLang's measurement of one have work all the time and equal loads of
+    experts; SGLang's authors published the tokens per second of both. SGLang's GEMMs are DeepGEMM's of 2025, which are
+    as fast as octile's (benchmarks/results/h200_gemm.txt). The figures of the online service are means over
+    a day. Of decode the requests of a GPU are those that two of them mean, 14,800 tokens per second of 8 GPUs at 21
+    tokens per second and request.
     """
     cluster, model = read_cluster("h800_2048"), PRESETS["v3_671b"]()
+    full_load = prefill_tokens_per_second(model, Prefill(prompt=4096, cached=0.0, is_balanced=True), cluster)
+    what, blog = "prefill at full load, EP32, prompts of 4,096 tokens, per node", "LMSYS, large-scale EP, 2025-05-05"
+    yield Comparison("DeepSeek's profile", what, "tokens/s", 62_713, full_load, f"profile-data; {blog}")
+    h100 = replace(cluster, name="h100", nvlink=replace(cluster.nvlink, bandwidth=450e9), efficiencies={})
+    full_load = prefill_tokens_per_second(model, Prefill(prompt=4096, cached=0.0, is_balanced=True), h100)
+    yield Comparison("SGLang on H100, simulated balance", what, "tokens/s", 59_337, full_load, blog)
     source = "DeepSeek, open-infra-index, inference system overview"
-    prefill = prefill_tokens_per_second(model, Prefill(), cluster)
-    yield Comparison("DeepSeek online", "prefill, EP32, 56.3% cached, per node", "tokens/s", 73_700, prefill, source)
     requests = round(14_800 / 8 / 21)
     decode = decode_tokens_per_second(model, Decode(requests=requests), cluster)
     what = f"decode, EP144, {requests} requests a GPU, per node"
     yield Comparison("DeepSeek online", what, "tokens/s", 14_800, decode, source)
     speed = 1 / decode_step_seconds(model, Decode(requests=128), cluster)
     yield Comparison("DeepSeek online", "decode, 128 requests a GPU, per request", "tokens/s", 21, speed, source)
+    prefill = prefill_tokens_per_second(model, Prefill(), cluster)
+    what = "prefill, EP32, 56.3% cached, mean of a day vs. full load, per node"
+    yield Comparison("DeepSeek online", what, "tokens/s", 73_700, prefill, source)
 
 
 @dataclass(frozen=True)
@@ -146,8 +158,29 @@ MEASURED = (
 )
 
 
+def pair_on_two() -> float:
+    """Seconds of a forward pass of 4 layers of DeepSeek-V3 with 32 experts and a backward pass of 4 others on two H200.
+
+    Their weights are quantized once more for the backward pass, transposed, and a rank's experts have a quarter more
+    rows than tokens go to them (benchmarks/history/pair).
+    """
+    model = replace(PRESETS["v3_671b"](), n_routed_experts=32)
+    cluster, tokens, ep, layers = replace(read_cluster("h200_8"), gpus=2), 4096, 2, 4
+    work = [
+        *attention_work(model, tokens, tokens, saved=False),
+        *mixture_work(model, tokens, ep, saved=False, spare_rows=0.25),
+    ]
+    weights = sum(piece.weights for piece in work if piece.unit == "fp8_wgrad")
+    work.append(Work("quantize", "input_gradient", bytes=(4 + 1) * weights, calls=8))
+    computed = sum(seconds(piece, cluster) for piece in work)
+    return layers * (computed + 2 * exchange(model, tokens, ep, cluster, is_balanced=True).total)
+
+
 def compare_measured() -> Iterator[Comparison]:
-    """Training steps of octile on one and two H200, and their peak memory."""
+    """Training steps of octile on one and two H200 with their peak memory, and a pair of passes."""
+    record, measured = "benchmarks/history/pair", (110.85 + 110.44) / 2  # of both ranks
+    what = "a forward pass of 4 layers and a backward pass of 4 others"
+    yield Comparison("DeepSeek-V3's layers on 2 H200", what, "ms", measured, 1e3 * pair_on_two(), record)
     for run in MEASURED:
         plan, case = run.plan(), f"{run.preset} on {run.gpus} H200{run.how}"
         yield Comparison(case, "a step", "ms", run.milliseconds, 1e3 * plan.seconds, run.source)

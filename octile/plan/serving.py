@@ -2,8 +2,8 @@
 
 Prefill computes the tokens of a prompt that no cache has, as a forward pass of training does, in two micro-batches: one
 computes while the other is exchanged. Decode computes one token of each request with the absorbed form of latent
-attention, in two micro-batches, and its exchange needs no SM. A unit always has as many requests as it can hold; what a
-service has in the mean of a day is another matter.
+attention, in two micro-batches, and its exchange needs no SM. A unit always has as many requests as it can hold: the
+speeds are those of full load, not the mean of a service whose load varies.
 
 Sources: DeepSeek-V3 (arXiv 2412.19437) §3.4; the overview of its inference system (open-infra-index, day 6); DeepEP's
 docs/legacy.md; FlashMLA.
@@ -19,7 +19,7 @@ from octile.models.config import ModelConfig
 from octile.plan.durations import seconds
 from octile.plan.exchange import busiest_rank, exchange
 from octile.plan.hardware import Cluster
-from octile.plan.work import Phase, Work, attention_work, dense_work, gemm, mixture_work, tiles
+from octile.plan.work import Phase, Work, attention_work, dense_work, expand_latents, gemm, mixture_work, tiles
 from octile.validation import Range, check_fields
 
 Count = Annotated[int, Range(at_least=1, at_most=2**24)]
@@ -35,13 +35,15 @@ class Prefill:
         ep: GPUs of the unit, over which the experts are spread.
         tokens: of both micro-batches of a GPU together.
         prompt: tokens of a prompt, cached ones included.
-        cached: share of a prompt's tokens that a cache has.
+        cached: share of a prompt's tokens that a cache has; their keys and values are computed from the cached latents.
+        is_balanced: whether all ranks' experts get as many tokens; otherwise loads differ as measured in training.
     """
 
     ep: Count = 32
     tokens: Count = 16384
     prompt: Count = 4989
     cached: Annotated[float, Range(at_least=0, below=1)] = 0.563
+    is_balanced: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -71,15 +73,17 @@ def prefill_tokens_per_second(c: ModelConfig, unit: Prefill, cluster: Cluster) -
     """Input tokens per second of a node, cached ones included."""
     tokens, e = unit.tokens // 2, cluster.reached
     keys = unit.prompt * (1 + unit.cached) / 2  # of a token that is computed, in the mean
-    load = busiest_rank(c, unit.ep, cluster)
+    load = 1.0 if unit.is_balanced else busiest_rank(c, unit.ep, cluster)
     work: list[Work] = []
     for layer in range(c.num_hidden_layers):
         work += attention_work(c, tokens, round(2 * keys), saved=True)
+        if unit.cached:
+            work += expand_latents(c, tokens * unit.cached / (1 - unit.cached), FORWARD)
         work += mixture_work(c, tokens, unit.ep, True, load) if c.is_moe(layer) else dense_work(c, tokens, True)
     multiprocessors = cluster.gpu.multiprocessors - cluster.exchange_multiprocessors
     computed = 2 * sum(seconds(piece, cluster, multiprocessors) for piece in work if piece.phase == FORWARD)
     mixtures = c.num_hidden_layers - c.first_k_dense_replace
-    exchanged = 2 * mixtures * exchange(c, tokens, unit.ep, cluster).total / e.during_gemm
+    exchanged = 2 * mixtures * exchange(c, tokens, unit.ep, cluster, unit.is_balanced).total / e.during_gemm
     passed = max((computed + exchanged * (1 - e.during_exchange)) / e.overlap, exchanged)
     return cluster.gpus_per_node * unit.tokens / passed / (1 - unit.cached)
 

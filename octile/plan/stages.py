@@ -20,6 +20,7 @@ from octile.plan.work import (
     attention_work,
     dense_work,
     embedding_work,
+    gradient_sums,
     head_work,
     mixture_work,
     prediction_work,
@@ -135,10 +136,16 @@ def make_parts(c: ModelConfig, layout: Layout, cluster: Cluster) -> list[Part]:
     layers = [mixture if c.is_moe(number) else dense for number in range(c.num_hidden_layers)]
     embedding, head = tuple(embedding_work(c, tokens)), tuple(head_work(c, tokens))
     layers[0] = replace(layers[0], work=(*embedding, *layers[0].work), has_embedding=True)
-    if not predicted:
-        return [*layers, Part(head, cluster, layers=0, heads=1)]
-    end = (*head, *embedding, *prediction_work(c, tokens), *mixture.work, *head)
-    return [*layers, Part(end, cluster, mixtures=1, heads=2, has_embedding=True)]
+    if predicted:
+        work = (*head, *embedding, *prediction_work(c, tokens), *mixture.work, *head)
+        end = Part(work, cluster, mixtures=1, heads=2, has_embedding=True)
+    else:
+        end = Part(head, cluster, layers=0, heads=1)
+    parts = [*layers, end]
+    if layout.masters == "sharded":  # GEMMs add to FP32 gradients
+        return parts
+    n = layout.micro_batches(cluster)
+    return [replace(part, work=(*part.work, *gradient_sums(part.work, n))) for part in parts]
 
 
 @lru_cache

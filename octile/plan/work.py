@@ -7,7 +7,7 @@ each, as in `octile bench casts`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -53,6 +53,7 @@ KINDS: dict[Unit, str] = {
 }
 GATE_TERMS = 3  # BF16 terms of an FP32 value: the gate multiplies three
 BACKWARD_ATTENTION = 2.5  # FLOPs of attention's backward pass, of its forward pass
+SUM_BYTES = 12  # of a sum of two FP32 values: both are read, and it is written
 SMALL_ROUTING_KERNELS = 8  # a layer and pass: counts, places, balance, and sums of them
 
 
@@ -64,16 +65,18 @@ class Work:
         unit: which efficiency holds for it.
         phase: of the schedule.
         flops, bytes: of all calls.
-        calls: how often it is launched.
+        calls: how often it is launched, in the mean of micro-batches.
         keys: to which a query attends on average, if it is attention.
+        weights: whose gradient it computes.
     """
 
     unit: Unit
     phase: Phase
     flops: float = 0
     bytes: float = 0
-    calls: int = 1
+    calls: float = 1
     keys: float = 1
+    weights: float = 0
 
     @property
     def kind(self) -> str:
@@ -93,7 +96,8 @@ def gemm(m: float, n: float, k: float, phase: Phase, groups: int = 1) -> Work:
 
 def wgrad(rows: float, n: int, k: int, groups: int = 1) -> Work:
     """The weight gradient of FP8 operands, added to an FP32 one; rows are those of all groups."""
-    return Work("fp8_wgrad", "weight_gradient", 2 * rows * n * k, rows * (n + k) + 8 * groups * n * k)
+    moved, weights = rows * (n + k) + 8 * groups * n * k, groups * n * k
+    return Work("fp8_wgrad", "weight_gradient", 2 * rows * n * k, moved, weights=weights)
 
 
 def linear(rows: float, n: int, k: int, groups: int = 1) -> Iterator[Work]:
@@ -106,7 +110,18 @@ def linear(rows: float, n: int, k: int, groups: int = 1) -> Iterator[Work]:
 def bf16_linear(rows: float, n: int, k: int, terms: int = 1) -> Iterator[Work]:
     """The three GEMMs of a layer that stays in BF16."""
     for phase in PHASES:
-        yield Work("bf16_gemm", phase, 2 * terms * rows * n * k, 2 * (rows * (n + k) + n * k))
+        weights = n * k if phase == "weight_gradient" else 0
+        yield Work("bf16_gemm", phase, 2 * terms * rows * n * k, 2 * (rows * (n + k) + n * k), weights=weights)
+
+
+def gradient_sums(work: Iterable[Work], micro_batches: int) -> Iterator[Work]:
+    """Weight gradients of all micro-batches added in FP32, as torch's autograd does.
+
+    That of the first micro-batch stays as it is, and every further one is added to it by a kernel of its own.
+    """
+    weights = [piece.weights for piece in work if piece.weights]
+    further = 1 - 1 / micro_batches
+    yield Work("copy", "weight_gradient", bytes=SUM_BYTES * further * sum(weights), calls=further * len(weights))
 
 
 def attention_work(c: ModelConfig, tokens: int, sequence_length: int, saved: bool) -> Iterator[Work]:
@@ -136,16 +151,16 @@ def attention_work(c: ModelConfig, tokens: int, sequence_length: int, saved: boo
     up = [
         per_token("norm", "forward", 3 * compressed, 2),  # and quantized
         per_token("rotate", "forward", 4 * h * c.qk_rope_head_dim),
-        per_token("latent_keys", "forward", 2 * h * (c.qk_nope_head_dim + q)),
     ]
     yield per_token("norm", "forward", 3 * d)
     yield from up
+    yield per_token("latent_keys", "forward", 2 * h * (c.qk_nope_head_dim + q))
     yield per_token("quantize", "forward", (2 + 1 + 2 + 1.5) * h * v, 2)  # 1×128 and E5M6
     yield per_token("copy", "forward", 6 * d)  # the residual sum
     if not saved:
         yield per_token("norm", "input_gradient", 3 * d)
         yield gemm(tokens, h * q, q_in, "input_gradient")
-        yield gemm(tokens, h * (c.qk_nope_head_dim + v), c.kv_lora_rank, "input_gradient")
+        yield from expand_latents(c, tokens, "input_gradient")
         for work in up:
             yield Work(work.unit, "input_gradient", bytes=work.bytes, calls=work.calls)
     yield per_token("quantize", "input_gradient", 4 * d)  # dy in rows and columns
@@ -156,6 +171,13 @@ def attention_work(c: ModelConfig, tokens: int, sequence_length: int, saved: boo
     yield per_token("requantize", "input_gradient", 2 * (d + compressed), 3)
     yield per_token("norm_backward", "input_gradient", 8 * (d + compressed), 3)
     yield per_token("copy", "input_gradient", 4 * compressed)  # both gradients in one
+
+
+def expand_latents(c: ModelConfig, tokens: float, phase: Phase) -> Iterator[Work]:
+    """Keys and values of all heads, computed once more from the latents that are saved or cached."""
+    h, n, v = c.num_attention_heads, c.qk_nope_head_dim, c.v_head_dim
+    yield gemm(tokens, h * (n + v), c.kv_lora_rank, phase)
+    yield Work("latent_keys", phase, bytes=tokens * 2 * h * (n + c.qk_head_dim))
 
 
 def swiglu_work(channels: int, rows: float) -> Iterator[Work]:
@@ -225,7 +247,7 @@ def head_work(c: ModelConfig, tokens: int) -> Iterator[Work]:
 def embedding_work(c: ModelConfig, tokens: int) -> Iterator[Work]:
     """The embedding: a row is read for each token, and its FP32 gradient added."""
     yield Work("copy", "forward", bytes=6 * tokens * c.hidden_size)
-    yield Work("copy", "weight_gradient", bytes=10 * tokens * c.hidden_size)
+    yield Work("copy", "weight_gradient", bytes=10 * tokens * c.hidden_size, weights=c.vocab_size * c.hidden_size)
 
 
 def prediction_work(c: ModelConfig, tokens: int) -> Iterator[Work]:

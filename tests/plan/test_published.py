@@ -3,18 +3,12 @@
 import pytest
 
 from octile.plan.published import compare_measured, compare_published, compare_serving, published_run
-
-PUBLISHED = {
-    "GPU hours per 10¹² tokens": 0.15,
-    "a step": 0.15,
-    "an overlapped pair of 4 layers with experts": 0.15,
-    "share of the BF16 peak, causal": 0.18,  # the same 15% of time: 1 / 0.85
-}
+from octile.plan.serving import Prefill
 
 
 @pytest.mark.parametrize("comparison", list(compare_published()), ids=lambda c: c.what)
-def test_the_published_run_is_reproduced(comparison):
-    assert abs(comparison.error) <= PUBLISHED[comparison.what]
+def test_the_published_run_is_reproduced_within_15_percent(comparison):
+    assert abs(comparison.error) <= 0.15
 
 
 @pytest.mark.parametrize("comparison", list(compare_measured()), ids=lambda c: f"{c.case} {c.what}")
@@ -22,15 +16,22 @@ def test_our_runs_are_reproduced_within_10_percent(comparison):
     assert abs(comparison.error) <= 0.10
 
 
-def test_the_published_service_decodes_as_fast_as_planned_within_25_percent():
-    decode = [comparison for comparison in compare_serving() if comparison.what.startswith("decode")]
-    assert len(decode) == 2
-    assert all(abs(comparison.error) <= 0.25 for comparison in decode)
+def test_units_that_always_have_work_serve_as_fast_as_planned_within_25_percent():
+    full_load = [comparison for comparison in compare_serving() if "mean of a day" not in comparison.what]
+    assert len(full_load) == 4
+    assert all(abs(comparison.error) <= 0.25 for comparison in full_load)
 
 
-def test_a_prefill_unit_that_always_has_work_computes_more_than_the_published_mean():
-    prefill = next(comparison for comparison in compare_serving() if comparison.what.startswith("prefill"))
-    assert prefill.error > 0
+def test_the_mean_of_a_day_is_below_full_load_by_what_published_figures_say():
+    day = next(comparison for comparison in compare_serving() if "mean of a day" in comparison.what)
+    full_load = next(comparison for comparison in compare_serving() if "full load" in comparison.what)
+    computed = day.value * (1 - Prefill().cached)  # 32,206 tokens per second and node
+    assert full_load.value / computed - 1 > day.error > 0  # DeepSeek's own profile is further off than the plan
+
+
+def test_the_means_of_a_day_are_its_tokens_over_the_nodes_that_were_occupied():
+    prefill, decode = (tokens / 86_400 / speed for tokens, speed in ((608e9, 73_700), (168e9, 14_800)))
+    assert prefill + decode == pytest.approx(226.75, rel=0.002)  # the mean number of nodes
 
 
 def test_the_memory_of_the_published_run_fits():

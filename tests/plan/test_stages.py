@@ -1,5 +1,6 @@
 """How a model is divided into stages."""
 
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octile.models.config import ModelConfig
+from octile.models.counts import count_parameters
 from octile.plan.hardware import read_cluster
 from octile.plan.layout import Layout
 from octile.plan.stages import divide, make_stages
@@ -40,6 +42,22 @@ def test_computation_during_an_exchange_takes_longer_than_alone():
     stage = make_stages(ModelConfig.v3_671b(), layout, read_cluster("h800_2048"))[5]
     for phase, seconds in stage.alone.items():
         assert seconds < stage.during_exchange[phase] < seconds * 132 / 112
+
+
+def test_gradients_of_further_micro_batches_are_added_by_kernels_of_their_own_where_weights_are_fp32():
+    config = replace(ModelConfig.medium(), num_nextn_predict_layers=0)
+    cluster = replace(read_cluster("h200_8"), gpus=1)
+
+    def elementwise(n: int, masters: str) -> float:
+        layout = Layout(batch_size=8, micro_batch_size=8 // n, masters=masters)
+        return n * sum(stage.kinds["elementwise"] for stage in make_stages(config, layout, cluster))
+
+    kernels = {n: elementwise(n, "replicated") - elementwise(n, "sharded") for n in (1, 2, 4)}
+    assert kernels[1] == pytest.approx(0)
+    assert kernels[4] == pytest.approx(3 * kernels[2], rel=0.01)
+    parameters = sum(count_parameters(config).main.values())
+    sums = 12 * parameters / (cluster.gpu.memory_bandwidth * cluster.reached.copy)  # two values read, one written
+    assert kernels[2] == pytest.approx(sums, rel=0.05)
 
 
 def test_the_kinds_of_a_stage_add_up_to_its_phases():
