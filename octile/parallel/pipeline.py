@@ -173,22 +173,29 @@ class Pipeline:
         actions = [part for action in self._actions for part in parts(action) if part.computation_type in forward]
         return self._share(_Step(self, inputs, targets, trains=False).run(actions))
 
-    def check_copies(self) -> None:
+    def check_copies(self, part_of: Callable[[nn.Parameter], nn.Parameter] = lambda parameter: parameter) -> None:
         """Compare the copies of parameters that two ranks have, bit for bit. All ranks must call this.
+
+        Args:
+            part_of: given a parameter, returns the part of it that is compared, such as those of `ShardedState`; of
+                copies the same parts.
 
         Raises:
             RuntimeError: on all ranks: copies differ.
         """
         differ = []
         for peer, copies in self._copies().items():
-            theirs = self._exchange(peer, [copy.parameter.detach() for copy in copies])
-            pairs = zip(copies, theirs, strict=True)
+            own = [part_of(copy.parameter).detach() for copy in copies]
+            pairs = zip(copies, own, self._exchange(peer, own), strict=True)
             differ += [
-                f"{c.name} of stage {c.stage}, on ranks {self.rank} and {peer}" for c, t in pairs if not c.has(t)
+                f"{copy.name} of stage {copy.stage}, on ranks {self.rank} and {peer} of the pipeline"
+                for copy, here, there in pairs
+                if self.rank < peer and not _have_same_bits(here, there)
             ]
         found = [name for names in self._gather(differ) for name in names]
         if found:
-            raise RuntimeError(f"{len(found)} copies of parameters differ from those of another rank; first {found[0]}")
+            more = f", and {len(found) - 1} more" if found[1:] else ""
+            raise RuntimeError(f"copies of parameters differ between two ranks: {found[0]}{more}")
 
     # The ranks, their stages and copies
 
@@ -504,11 +511,6 @@ class _Copy(NamedTuple):
         frozen = "" if p.requires_grad else ", frozen"
         return f"{self.name} of stage {self.stage}: {list(p.shape)} {p.dtype}{frozen}"
 
-    def has(self, values: Tensor) -> bool:
-        """Whether the parameter has these values, bit for bit."""
-        own = self.parameter.detach().reshape(-1)
-        return torch.equal(own.view(torch.uint8), values.reshape(-1).view(torch.uint8))
-
     def gradient(self, part_of: Callable[[nn.Parameter], nn.Parameter]) -> Tensor:
         part = part_of(self.parameter)
         found = gradient_of(part)
@@ -520,6 +522,10 @@ class _Copy(NamedTuple):
 
 
 Copies = Mapping[int, Sequence[_Copy]]  # rank → the copies that it has, too
+
+
+def _have_same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
 def _check_gradients(copies: Copies) -> None:

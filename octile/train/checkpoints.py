@@ -54,6 +54,7 @@ class RunCheckpoints:
 
         Raises:
             OSError: the disk is full or not writable, for this checkpoint or, on several ranks, the one before.
+            RuntimeError: copies of parameters differ between two ranks of a pipeline.
         """
         tensors, state = trainer.state()
         best_tensors, best_state = best.state(trainer.steps_done)
@@ -63,6 +64,7 @@ class RunCheckpoints:
             save_checkpoint(self._folder, trainer.steps_done, tensors, state)
             return
         trainer.ranks.at(f"checkpoint of step {trainer.steps_done}")
+        trainer.check_copies()
         self._sharded.save(trainer.steps_done, trainer.layout.chunks(tensors), state)
 
     @contextmanager

@@ -113,9 +113,13 @@ class PipelinedModel:
         below = self._pipeline.copies_of_lower_ranks()
         return {name for name, parameter in self.model.named_parameters() if parameter in below}
 
-    def check_copies(self) -> None:
-        """Compare the copies of parameters that two ranks have; raises RuntimeError on all ranks if they differ."""
-        self._pipeline.check_copies()
+    def check_copies(self, parts: Mapping[str, nn.Parameter]) -> None:
+        """Compare this rank's parts of the parameters that two ranks have, by name.
+
+        Raises:
+            RuntimeError: on all ranks: copies differ.
+        """
+        self._pipeline.check_copies(self._part_of(parts))
 
     def train(
         self,
@@ -162,8 +166,10 @@ class PipelinedModel:
 
     def sum_copies(self, parts: Mapping[str, nn.Parameter]) -> None:
         """Add up the gradients of parameters that two ranks have, of which each has those of its parts, by name."""
-        part_of = {parameter: parts[name] for name, parameter in self.model.named_parameters()}
-        self._pipeline.sum_copies(part_of.__getitem__)
+        self._pipeline.sum_copies(self._part_of(parts))
+
+    def _part_of(self, parts: Mapping[str, nn.Parameter]) -> Callable[[nn.Parameter], nn.Parameter]:
+        return {parameter: parts[name] for name, parameter in self.model.named_parameters()}.__getitem__
 
     def forward(self, micro_batches: Sequence[Tensor]) -> None:
         """Run the forward passes of as many micro-batches as the schedule has, without gradients."""

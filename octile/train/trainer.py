@@ -810,6 +810,16 @@ class Trainer:
         }
         return tensors, state
 
+    def check_copies(self) -> None:
+        """Compare the copies of parameters that two ranks of a pipeline have, before one of them is saved.
+
+        Raises:
+            RuntimeError: copies differ; on all ranks of a pipeline.
+        """
+        if self.pipelined and self.shards:
+            self.ranks.begin("comparison of the copies")
+            self.pipelined.check_copies(dict(self.shards.parts.named_parameters()))
+
     def whole_model(self) -> DeepseekV3:
         """The model with the experts and layers of all ranks, on rank 0; this rank's model on the others.
 

@@ -18,6 +18,7 @@ from octile.parallel.ranks import Ranks, join, leave
 from octile.recipe import Recipe
 from octile.train.best_model import BestModel
 from octile.train.captured_step import WARM_UP_STEPS
+from octile.train.checkpoints import RunCheckpoints
 from octile.train.config import ParallelConfig
 from octile.train.kept_activations import keep_activations
 from octile.train.token_losses import token_losses
@@ -84,6 +85,25 @@ def check_moved_run(store: TokenStore, ranks: Ranks, schedule: str, dp: int = 1,
     ranks.from_first(lambda: shutil.rmtree(folder))
 
 
+def check_differing_copies(store: TokenStore, ranks: Ranks) -> None:
+    """A checkpoint is not written if the copies of a parameter differ, of which it would have one."""
+    folder = Path(ranks.from_first(tempfile.mkdtemp))
+    _, own = trainers(store, ranks, "dualpipe")
+    checkpoints, best = RunCheckpoints(folder, ranks), BestModel(own.model)
+    steps(own, 1)
+    checkpoints.save(own, best, own.config)
+    steps(own, 1)
+    if not ranks.is_first:
+        with torch.no_grad():
+            own.model.model.norm.weight[3] += 1e-6
+    with pytest.raises(RuntimeError, match=r"model\.norm\.weight of stage 1, on ranks 0 and 1 of the pipeline$"):
+        checkpoints.save(own, best, own.config)
+    checkpoints.close()
+    assert [path.name for path in folder.iterdir()] == ["step_00000001"]
+    dist.barrier()
+    ranks.from_first(lambda: shutil.rmtree(folder))
+
+
 def check_fp8(store: TokenStore, ranks: Ranks, recipe: str, schedule: str) -> None:
     """Without data parallelism the tiles are those of one process, and so are the first losses, bit for bit."""
     alone, own = trainers(store, ranks, schedule, recipe=recipe)
@@ -91,7 +111,7 @@ def check_fp8(store: TokenStore, ranks: Ranks, recipe: str, schedule: str) -> No
     assert lines[0]["loss"] == expected[0]["loss"]
     check_close(lines, expected, rtol=2e-2, atol=0.0)
     assert own.validate()["val_loss"] == pytest.approx(alone.validate()["val_loss"], rel=1e-3)
-    own.pipelined.check_copies()
+    own.check_copies()
     names = set(amax_histories(own.model))
     for of_rank in ranks.gather({name: h.amax_OH.tolist() for name, h in amax_histories(own.model).items()}):
         assert all(of_rank[name] == amax_histories(own.model)[name].amax_OH.tolist() for name in names & of_rank.keys())
@@ -240,6 +260,7 @@ def cases(world: int) -> dict[str, object]:
         }
     return {
         **{f"equal_run-{name}": partial(check_equal_run, schedule=name) for name in SCHEDULES},
+        "differing_copies": check_differing_copies,
         "moved-1f1b": lambda s, r: check_moved_run(s, r, "1f1b"),
         "deepseek_v3-zb1p": lambda s, r: check_fp8(s, r, "deepseek_v3", "zb1p"),
         "delayed-dualpipe": lambda s, r: check_fp8(s, r, "delayed", "dualpipe"),
@@ -265,7 +286,7 @@ def check_on_gpus(store: TokenStore, ranks: Ranks, schedule: str, recipe: str = 
     check_close(lines, expected, rtol=2e-2, atol=1e-3)
     assert own.why_eager()
     assert own.validate()["val_loss"] == pytest.approx(alone.validate()["val_loss"], rel=1e-2)
-    own.pipelined.check_copies()
+    own.check_copies()
 
 
 def gpu_cases() -> dict[str, object]:
