@@ -14,6 +14,7 @@ async_engine.py  an engine in a thread of its own, whose outputs an event loop r
 load_test.py  many clients that stream completions and time them
 http/         `octile serve`: OpenAI's protocol over HTTP
 load.py       a folder to serve: its weights, its tokenizer, and a cache that fits
+expert_load.py  live statistics: the tokens of each expert in the last steps
 expert_balance.py  `rebalance_experts`: copies of experts and the GPUs that hold them
 generate.py   `octile generate`
 """

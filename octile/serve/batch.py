@@ -7,7 +7,7 @@ Shapes: T all tokens of a batch, L all logits that it asks for, V vocabulary, D 
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -120,6 +120,8 @@ class Runner(Protocol):
         n_drafts: drafts of each request of a decode step.
         max_ahead: requests of the largest decode step that can be launched before the one before has been computed;
             0: none can.
+        expert_tokens: how many tokens each expert of a layer has had in the last steps, by the layer's number; None if
+            they are not counted.
     """
 
     page_size: int
@@ -130,6 +132,9 @@ class Runner(Protocol):
     device: torch.device
     n_drafts: int
     max_ahead: int
+
+    @property
+    def expert_tokens(self) -> Mapping[int, tuple[int, ...]] | None: ...  # noqa: D102
 
     def run(self, batch: Batch) -> Results:
         """Run the main model over a batch. The positions of chunk and logits are those of the chunk's tokens."""

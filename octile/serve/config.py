@@ -19,6 +19,8 @@ class EngineConfig:
         n_drafts: draft tokens per request and step, by the model's multi-token prediction layer; 0 does not draft.
         batch_invariant: compute each request's logits bit for bit as if it were alone, so that its text never depends
             on what else is in the batch; slower.
+        expert_window: count the tokens of each expert over so many steps, for `Stats.expert_tokens` and /metrics; a
+            multiple of 8, 0 does not count.
 
     Raises:
         TypeError, ValueError: a field is not a number or outside its range, or a step has fewer tokens than a batch
@@ -29,14 +31,26 @@ class EngineConfig:
     max_step_tokens: Annotated[int, Range(at_least=1, at_most=2**20)] = 2048
     n_drafts: Annotated[int, Range(at_least=0, at_most=16)] = 0
     batch_invariant: bool = False
+    expert_window: Annotated[int, Range(at_least=0, at_most=2**24)] = 0
 
     def __post_init__(self) -> None:
         check_fields(self)
+        check_expert_window(self.expert_window)
         needed = self.max_batch * (1 + self.n_drafts)
         if self.max_step_tokens < needed:
             raise ValueError(
                 f"max_step_tokens must be at least max_batch × (1 + n_drafts) = {needed}, not {self.max_step_tokens}"
             )
+
+
+def check_expert_window(steps: int) -> None:
+    """Check over how many steps the tokens of each expert are counted.
+
+    Raises:
+        ValueError: it is negative or no multiple of 8.
+    """
+    if steps < 0 or steps % 8:
+        raise ValueError(f"expert_window must be a multiple of 8, not {steps}")
 
 
 @dataclass(frozen=True)

@@ -234,6 +234,7 @@ class Engine:
             generated_tokens=self._generated,
             drafted_tokens=self._drafted,
             accepted_tokens=self._accepted,
+            expert_tokens=self._runner.expert_tokens,
         )
 
     def close(self) -> None:

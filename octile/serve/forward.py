@@ -43,6 +43,7 @@ from octile.ops.row_invariant import row_invariant_matmul_nt
 from octile.ops.swiglu import swiglu, swiglu_quantize
 from octile.routing import choice_of
 from octile.scaled import ScaledTensor
+from octile.serve.expert_load import ExpertLoad
 from octile.serve.latent_pages import LatentPages
 from octile.serve.weights import (
     AttentionWeights,
@@ -115,6 +116,7 @@ class Forward:
         cos, sin: [max_position, R/2] float32, of all positions.
         softmax_scale: of attention.
         batch_invariant: see the head of this file.
+        expert_load: counts the tokens of each expert; None: nothing does.
     """
 
     weights: ServedWeights
@@ -123,14 +125,23 @@ class Forward:
     sin: Tensor
     softmax_scale: float
     batch_invariant: bool
+    expert_load: ExpertLoad | None
 
     @classmethod
-    def make(cls, weights: ServedWeights, cache: LatentPages, max_position: int, batch_invariant: bool) -> Forward:
+    def make(
+        cls,
+        weights: ServedWeights,
+        cache: LatentPages,
+        max_position: int,
+        batch_invariant: bool,
+        expert_load: ExpertLoad | None = None,
+    ) -> Forward:
         """Make a model's forward pass for positions below max_position."""
         c = weights.config
         rope = rope_of(c)
         cos_sin = rope.cos_sin(torch.arange(max_position, device=weights.device))
-        return cls(weights, cache, *cos_sin, rope.softmax_factor * c.qk_head_dim**-0.5, batch_invariant)
+        scale = rope.softmax_factor * c.qk_head_dim**-0.5
+        return cls(weights, cache, *cos_sin, scale, batch_invariant, expert_load)
 
     def hidden(self, step: Step) -> Tensor:
         """Compute what the head reads, [T, D], and write the rows' latents of all layers but the prediction layer."""
@@ -173,7 +184,8 @@ class Forward:
         if isinstance(w.mlp, MLPWeights):
             return x_TD + self._mlp(self._norm(x_TD, w.post_norm, w.mlp.x.has_fp8, w.mlp.x.has_values), w.mlp)
         shared_fp8 = w.mlp.shared is not None and w.mlp.shared.x.has_fp8
-        return x_TD + self._mixture(self._norm(x_TD, w.post_norm, w.mlp.x.has_fp8 or shared_fp8, True), w.mlp)
+        rows = self._norm(x_TD, w.post_norm, w.mlp.x.has_fp8 or shared_fp8, True)
+        return x_TD + self._mixture(rows, layer, w.mlp, step)
 
     def _attention(
         self, x: Rows, layer: int, w: AttentionWeights, step: Step, cos_sin: tuple[Tensor, Tensor]
@@ -265,9 +277,11 @@ class Forward:
         gate_TI, up_TI = self._projections(x, w.x)
         return self._nt(self._swiglu(gate_TI, up_TI, w.down), w.down)
 
-    def _mixture(self, x: Rows, w: MoEWeights) -> Tensor:
+    def _mixture(self, x: Rows, layer: int, w: MoEWeights, step: Step) -> Tensor:
         assert x.values is not None
         weights_TK, experts_TK = self._choose(x.values, w)
+        if self.expert_load is not None:
+            self.expert_load.count(layer, experts_TK, step.slots)
         place_TK, order_R, offs_E = routing_plan(experts_TK, count_tokens(experts_TK, len(w.gate))[0])
         shared_TD = None if w.shared is None else self._mlp(x, w.shared)
         if x.q is not None and w.x.has_fp8:

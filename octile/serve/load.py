@@ -69,7 +69,9 @@ class Folder:
         stored = cache.format or ("bf16" if device.type == "cuda" else "float32")
         weights = self.read_weights(device)
         n_pages = self._n_pages(weights, stored, engine.max_batch, cache.gib)
-        runner = ModelRunner(weights, n_pages, stored, engine.max_batch, engine.batch_invariant, engine.n_drafts)
+        runner = ModelRunner(
+            weights, n_pages, stored, engine.max_batch, engine.batch_invariant, engine.n_drafts, engine.expert_window
+        )
         return Engine(runner, self.tokenizer, engine), runner
 
     def _n_pages(self, weights: ServedWeights, stored: CacheFormat, max_batch: int, gib: float | None) -> int:

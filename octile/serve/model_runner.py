@@ -10,7 +10,7 @@ Shapes: T rows, L logits, V vocabulary, D model.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,9 +19,11 @@ from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.ops.latent_cache import PAGE
 from octile.serve.batch import Batch, Chunk, DecodedTokens, DecodeRequest, Results
+from octile.serve.config import check_expert_window
 from octile.serve.decode_graphs import DecodeGraphs
 from octile.serve.decode_loop import DecodeLoop
 from octile.serve.drafts import check_can_draft
+from octile.serve.expert_load import ExpertLoad
 from octile.serve.forward import Forward, Step
 from octile.serve.latent_pages import CacheFormat, LatentPages, bytes_per_row
 from octile.serve.step_inputs import BLOCK_ROWS, Layout, mixed_step
@@ -40,10 +42,11 @@ class ModelRunner:
         batch_invariant: whether a request's logits have the same bits whatever else is in the batch and however its
             prompt is divided into chunks. Slower: every row attends in the absorbed form.
         n_drafts: drafts of each request that decodes.
+        expert_window: steps over which the tokens of each expert are counted; a multiple of 8. 0: they are not counted.
 
     Raises:
-        TypeError, ValueError: as `ServedWeights.of_model` or `LatentPages`, max_batch is negative, or the model cannot
-            draft.
+        TypeError, ValueError: as `ServedWeights.of_model` or `LatentPages`, max_batch is negative, the model cannot
+            draft, or expert_window is no multiple of 8.
     """
 
     page_size = PAGE
@@ -56,9 +59,11 @@ class ModelRunner:
         max_batch: int = 256,
         batch_invariant: bool = False,
         n_drafts: int = 0,
+        expert_window: int = 0,
     ):
         if max_batch < 0:
             raise ValueError(f"max_batch must be at least 0, not {max_batch}")
+        check_expert_window(expert_window)
         weights = model if isinstance(model, ServedWeights) else ServedWeights.of_model(model)
         c = weights.config
         cache_format = cache_format or ("float32" if weights.dtype == torch.float32 else "bf16")
@@ -67,7 +72,11 @@ class ModelRunner:
         self.max_position = min(c.max_position_embeddings, n_pages * PAGE)
         self.device, self.batch_invariant = weights.device, batch_invariant
         self.cache = LatentPages(_n_layers(c), n_pages, c.kv_lora_rank, c.qk_rope_head_dim, cache_format, self.device)
-        self.forward = Forward.make(weights, self.cache, self.max_position, batch_invariant)
+        self.expert_load: ExpertLoad | None = None
+        if expert_window:
+            layers = [layer for layer in range(_n_layers(c)) if c.is_moe(layer)]
+            self.expert_load = ExpertLoad(layers, c.n_routed_experts, expert_window, self.device)
+        self.forward = Forward.make(weights, self.cache, self.max_position, batch_invariant, self.expert_load)
         self._checked_pages: list[array[int] | None] = []  # those of the chunk of each number, as last checked
         self.n_drafts, self._max_batch = n_drafts, max_batch
         self._max_rows = max_batch * (1 + n_drafts) if self.device.type == "cuda" else 0
@@ -82,6 +91,11 @@ class ModelRunner:
         c = model.config
         return _n_layers(c) * PAGE * bytes_per_row(c.kv_lora_rank, c.qk_rope_head_dim, cache_format)
 
+    @property
+    def expert_tokens(self) -> Mapping[int, tuple[int, ...]] | None:
+        """The tokens of each expert in the window, by layer; see `octile.serve.batch.Runner`."""
+        return None if self.expert_load is None else self.expert_load.in_window
+
     @torch.no_grad()
     def run(self, batch: Batch) -> Results:
         """Run the main model over a batch; see `octile.serve.batch.Runner`.
@@ -92,9 +106,12 @@ class ModelRunner:
         """
         layout = self._layout(batch)
         if self.graphs is not None and self._has_graph(layout):
-            return self._replay(self.graphs, layout)
-        h_TD = self._in_order(self.forward.hidden(self._step(layout)), layout)
-        return self._results(h_TD, layout)
+            results = self._replay(self.graphs, layout)
+        else:
+            h_TD = self._in_order(self.forward.hidden(self._step(layout)), layout)
+            results = self._results(h_TD, layout)
+        self._end_step()
+        return results
 
     @torch.no_grad()
     def draft(self, batch: Batch, hidden_TD: Tensor) -> Results:
@@ -126,7 +143,13 @@ class ModelRunner:
     def decode(self, requests: Sequence[DecodeRequest]) -> DecodedTokens:
         """Launch a decode step; see `octile.serve.batch.Runner`."""
         self.loop = self.loop or self._new_loop()
-        return self.loop.run(requests)
+        decoded = self.loop.run(requests)
+        self._end_step()
+        return decoded
+
+    def _end_step(self) -> None:
+        if self.expert_load is not None:
+            self.expert_load.end_step()
 
     def _new_loop(self) -> DecodeLoop:
         return DecodeLoop(self.forward, self._max_batch, -(-self.max_position // PAGE), self.n_drafts)

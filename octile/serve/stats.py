@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -21,6 +22,9 @@ class Stats:
             shared with earlier requests and not computed.
         generated_tokens: tokens generated, without end-of-text tokens.
         drafted_tokens, accepted_tokens: draft tokens that were verified, and those of them that were accepted.
+        expert_tokens: how many tokens each expert has had in the last `EngineConfig.expert_window` steps, by the number
+            of its layer; None if they are not counted. `octile.serve.rebalance_experts` reads them as the rows of its
+            load.
     """
 
     waiting: int = 0
@@ -39,6 +43,7 @@ class Stats:
     generated_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    expert_tokens: Mapping[int, tuple[int, ...]] | None = None
 
     @property
     def acceptance_rate(self) -> float | None:

@@ -65,6 +65,18 @@ def test_logits_are_as_near_to_those_of_fp32_as_the_cpus(name: str, cache_format
     assert error(found, expected) < 1.1 * error(on_cpu, expected)
 
 
+def test_graphs_count_the_tokens_of_experts_like_steps_without_one():
+    model, counts = make("tiny").cuda(), []
+    for max_batch in (0, 16):
+        runner = ModelRunner(model, N_PAGES, max_batch=max_batch, batch_invariant=True, expert_window=8)
+        texts = Texts(runner, [text(100, i, runner.vocab_size) for i in range(4)]).run(20, 10, 5, 1)
+        for sizes in 4 * [(1, 1, 1, 0), (3, 0, 2, 1), (0, 0, 1, 0), (4, 4, 4, 4)]:  # in graphs of 4, 8, 1, 16 rows
+            texts.run(*sizes)
+        assert sum(runner.expert_tokens[1]) == 8 // 4 * 26 * model.config.num_experts_per_tok
+        counts.append(runner.expert_tokens)
+    assert counts[0] == counts[1]
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_graphs_have_the_bits_of_steps_of_their_size(name: str, batch_invariant: bool):

@@ -78,6 +78,13 @@ class Metrics(Observer):
             yield self._counter(name, text, getattr(stats, field))
         yield self._counter("prefix_cache_queries", "Tokens looked up in the cache.", stats.prompt_tokens)
         yield self._counter("prefix_cache_hits", "Tokens of prompts found in the cache.", stats.shared_tokens)
+        if stats.expert_tokens is not None:
+            text, labels = "Tokens of each expert in the last steps.", ["model_name", "layer", "expert"]
+            family = GaugeMetricFamily("octile_expert_tokens", text, labels=labels)
+            for layer, tokens in stats.expert_tokens.items():
+                for expert, count in enumerate(tokens):
+                    family.add_metric([self._model, str(layer), str(expert)], count)
+            yield family
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"octile_{name}", text, labels=["model_name"])

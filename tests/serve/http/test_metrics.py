@@ -4,6 +4,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from octile.serve.http.metrics import Metrics
+from octile.serve.stats import Stats
 from tests.serve.http.conftest import wait_until
 
 
@@ -52,3 +54,14 @@ def test_what_runs_now(serve):
     assert found["octile_kv_cache_usage_perc"] == pytest.approx(0.03)
     wait_until(served.is_idle)
     assert values(served)["octile_request_success_total canceled"] == 3
+
+
+def test_the_tokens_of_experts_are_gauges_by_layer_and_expert():
+    metrics = Metrics("micro", lambda: Stats(expert_tokens={3: (7, 0), 4: (1, 2)}))
+    lines = metrics.text().decode().splitlines()
+    assert 'octile_expert_tokens{expert="0",layer="3",model_name="micro"} 7.0' in lines
+    assert 'octile_expert_tokens{expert="1",layer="4",model_name="micro"} 2.0' in lines
+
+
+def test_experts_that_are_not_counted_have_no_gauge():
+    assert b"expert_tokens" not in Metrics("micro", Stats).text()
