@@ -25,7 +25,7 @@ from torch import Tensor
 
 from octile.serve.batch import Batch, Chunk, Runner
 from octile.serve.request import Request
-from octile.serve.sampler import NOT_A_NUMBER, Row, choose
+from octile.serve.sampler import NOT_A_NUMBER, Row, choose_each
 from octile.serve.scheduler import Scheduler
 
 
@@ -102,10 +102,10 @@ class Drafter:
             if not drafting:
                 return
             of_rows = [Row(request.sampling, request.seed, len(request.tokens) + n - 1) for request, _ in drafting]
-            drafts = choose(results.logits, of_rows).tolist()
+            drafts = choose_each(results.logits, of_rows)
             goes_on = []
             for (request, row), draft in zip(drafting, drafts, strict=True):
-                if draft == NOT_A_NUMBER:
+                if draft == NOT_A_NUMBER or isinstance(draft, Exception):  # the model's own choice will say why
                     continue
                 request.drafts.append(draft)
                 # one more token than drafts is chosen, and the next draft is computed at the last one's position

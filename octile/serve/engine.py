@@ -24,7 +24,7 @@ from octile.serve.config import EngineConfig
 from octile.serve.drafts import Computed, Drafter, check_can_draft, count_accepted, usable_drafts
 from octile.serve.pages import PageAllocator
 from octile.serve.request import FinishReason, Output, Request, Sampling, TokenLogprobs
-from octile.serve.sampler import NOT_A_NUMBER, Row, choose, log_probabilities
+from octile.serve.sampler import NOT_A_NUMBER, Row, choose_each, isolated, log_probabilities
 from octile.serve.scheduler import Scheduled, Scheduler
 from octile.serve.stats import Stats
 from octile.serve.text import TextStream
@@ -129,8 +129,7 @@ class Engine:
         self._steps += 1
         rows: list[Row] = []
         results = self._runner.run(Batch([_chunk(s, rows) for s in scheduled]))
-        tokens = choose(results.logits, rows).tolist() if rows else []
-        logprobs = self._logprobs(results.logits, tokens, rows)
+        tokens, logprobs, errors = self._choose(results.logits, rows)
         outputs: list[Output] = []
         computed: list[Computed] = []
         n_rows = first = 0
@@ -140,9 +139,10 @@ class Engine:
             if start + n_tokens >= len(request.tokens):
                 n_drafts = len(request.drafts)
                 chosen = tokens[n_rows : n_rows + 1 + n_drafts]
+                why = next((errors[i] for i in range(n_rows, n_rows + 1 + n_drafts) if i in errors), NAN_LOGITS)
                 n_accepted = count_accepted(request.drafts, chosen)
                 n_tokens -= n_drafts - n_accepted
-                output = self._extend(request, n_tokens, chosen[: n_accepted + 1], n_drafts)
+                output = self._extend(request, n_tokens, chosen[: n_accepted + 1], n_drafts, why)
                 if logprobs and output.tokens:
                     of_rows = range(n_rows, n_rows + len(output.tokens))
                     output = output._replace(logprobs=tuple(logprobs[i] for i in of_rows if i in logprobs))
@@ -243,16 +243,35 @@ class Engine:
         for request_id in list(self._requests):
             self.cancel(request_id)
 
-    def _logprobs(self, logits_LV: Tensor, tokens: list[int], rows: list[Row]) -> dict[int, TokenLogprobs]:
-        """The log-probabilities of the rows that ask for them, by row."""
-        asked = [i for i, row in enumerate(rows) if row.sampling.logprobs is not None and tokens[i] != NOT_A_NUMBER]
-        if not asked:
-            return {}
-        found = log_probabilities(logits_LV[asked], [tokens[i] for i in asked], [rows[i] for i in asked])
-        return dict(zip(asked, found, strict=True))
+    def _choose(self, logits_LV: Tensor, rows: list[Row]) -> tuple[list[int], dict[int, TokenLogprobs], dict[int, str]]:
+        """The tokens of all rows, NOT_A_NUMBER where there is none; by row log-probabilities, and what went wrong.
 
-    def _extend(self, request: Request, n_tokens: int, chosen: list[int], n_drafts: int) -> Output:
-        """Append the chosen tokens of a pass that has computed n_tokens positions, and verified n_drafts drafts."""
+        An exception while the tokens of one request are chosen ends that request alone.
+        """
+        if not rows:
+            return [], {}, {}
+        found = choose_each(logits_LV, rows)
+        errors = {i: _describe(result) for i, result in enumerate(found) if isinstance(result, Exception)}
+        tokens = [NOT_A_NUMBER if isinstance(result, Exception) else result for result in found]
+        asked = [i for i, row in enumerate(rows) if row.sampling.logprobs is not None and tokens[i] != NOT_A_NUMBER]
+        logprobs = dict[int, TokenLogprobs]()
+        if asked:
+            of_asked = logits_LV[asked], [tokens[i] for i in asked], [rows[i] for i in asked]
+            results = isolated(lambda part: log_probabilities(*(c[part] for c in of_asked)), len(asked))
+            for i, result in zip(asked, results, strict=True):
+                if isinstance(result, Exception):
+                    tokens[i], errors[i] = NOT_A_NUMBER, _describe(result)
+                else:
+                    logprobs[i] = result
+        return tokens, logprobs, errors
+
+    def _extend(
+        self, request: Request, n_tokens: int, chosen: list[int], n_drafts: int, why: str = NAN_LOGITS
+    ) -> Output:
+        """Append the chosen tokens of a pass that has computed n_tokens positions, and verified n_drafts drafts.
+
+        `why` says what is wrong where NOT_A_NUMBER was chosen.
+        """
         request.drafts = []
         self._drafted += n_drafts
         self._accepted += len(chosen) - 1
@@ -262,7 +281,7 @@ class Engine:
         reason = error = None
         for token in chosen:
             if token == NOT_A_NUMBER:
-                reason, error = FinishReason.ERROR, NAN_LOGITS
+                reason, error = FinishReason.ERROR, why
                 break
             if token == self._end and not sampling.ignore_eos:
                 reason = FinishReason.STOP
@@ -325,6 +344,10 @@ def _decodes_ahead(request: Request) -> bool:
         and sampling.logprobs is None
         and (not sampling.temperature or (sampling.top_p == 1 and not sampling.top_k))
     )
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__} when its next token was chosen: {error}"
 
 
 def _chunk(scheduled: Scheduled, rows: list[Row]) -> Chunk:

@@ -9,7 +9,7 @@ import torch
 
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.serve.config import EngineConfig
-from octile.serve.engine import Engine, check_prompt
+from octile.serve.engine import NAN_LOGITS, Engine, check_prompt
 from octile.serve.load import Folder
 from octile.serve.model_runner import ModelRunner
 from octile.serve.request import Sampling
@@ -60,6 +60,6 @@ def generate_text(
     while engine.has_work:
         for output in engine.step():
             if output.error is not None:
-                raise FloatingPointError(output.error)
+                raise (FloatingPointError if output.error == NAN_LOGITS else RuntimeError)(output.error)
             if output.text:
                 yield output.text

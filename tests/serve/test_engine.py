@@ -5,6 +5,8 @@ import random
 import pytest
 import torch
 
+from octile.serve import engine as engine_module
+from octile.serve import sampler
 from octile.serve.config import EngineConfig
 from octile.serve.engine import Engine
 from octile.serve.request import FinishReason, Sampling
@@ -193,6 +195,34 @@ def test_nan_logits_end_only_their_request(engine_of):
     assert len(found[0][0]) == 4
     assert found[1][2].finish_reason == FinishReason.LENGTH
     assert engine.stats().failed == 1
+
+
+@pytest.mark.parametrize("n_drafts", [0, 2])
+@pytest.mark.parametrize("raising", ["choose", "log_probabilities"])
+def test_an_exception_while_a_token_is_chosen_ends_only_its_request(engine_of, monkeypatch, raising, n_drafts):
+    owner = sampler if raising == "choose" else engine_module
+    right = getattr(owner, raising)
+
+    def wrong(*arguments):
+        if any(row.seed == 13 and row.position == 5 for row in arguments[-1]):
+            raise ArithmeticError("thirteen")
+        return right(*arguments)
+
+    def add_all(engine):
+        for seed in (12, 13, 14):
+            engine.add([seed, 1], Sampling(8, 1.0, seed=seed, logprobs=1, ignore_eos=True))
+        return run(engine)
+
+    alone = add_all(engine_of(n_drafts=n_drafts))
+    monkeypatch.setattr(owner, raising, wrong)
+    engine = engine_of(n_drafts=n_drafts)
+    found = add_all(engine)
+    tokens, _, last = found[1]
+    assert (last.finish_reason, tokens) == (FinishReason.ERROR, alone[1][0][:3])
+    assert last.error == "ArithmeticError when its next token was chosen: thirteen"
+    assert (found[0][:2], found[2][:2]) == (alone[0][:2], alone[2][:2])
+    stats = engine.stats()
+    assert (stats.failed, stats.finished, stats.used_pages) == (1, 2, 0)
 
 
 def test_the_next_turn_of_a_conversation_shares_the_answer_before_it(engine_of):
