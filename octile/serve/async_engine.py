@@ -24,8 +24,12 @@ STOP_SECONDS = 60.0  # for the step that runs; one that hangs does not keep the 
 class StepEngine(Protocol):
     """What `AsyncEngine` needs of an engine; `octile.serve.engine.Engine` has it."""
 
+    def check(self, prompt: Sequence[int], sampling: Sampling) -> None:
+        """Raise ValueError if the model cannot continue a request; called by any thread."""
+        ...
+
     def add(self, prompt: Sequence[int], sampling: Sampling) -> Request:
-        """Add a request; ValueError if the model cannot continue it."""
+        """Add a request that `check` accepts."""
         ...
 
     def cancel(self, request_id: int) -> bool:
@@ -101,7 +105,6 @@ class Stream:
             all choices have finished.
 
         Raises:
-            ValueError: the engine refuses a prompt or its sampling.
             EngineError: the engine has failed or is stopped.
         """
         while True:
@@ -155,8 +158,12 @@ class AsyncEngine:
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._thread.start()
 
+    def check(self, prompt: Sequence[int], sampling: Sampling) -> None:
+        """Raise ValueError if the model cannot continue a request; any thread may call it."""
+        self._engine.check(prompt, sampling)
+
     def submit(self, asked: Iterable[tuple[Sequence[int], Sampling]]) -> Stream:
-        """Add requests to the engine.
+        """Add requests to the engine, each of which `check` has accepted.
 
         Raises:
             EngineError: the engine has failed or is stopped.
@@ -231,13 +238,9 @@ class AsyncEngine:
             self._call(self._deliver, [], 0.0, self._engine.stats())  # a canceled request has freed its pages
 
     def _add(self, choice: _Choice) -> None:
-        try:
-            request = self._engine.add(choice.prompt, choice.sampling)
-        except (TypeError, ValueError) as error:
-            self._call(choice.stream.fail, error)
-        else:
-            choice.request_id = request.id
-            self._running[request.id] = choice
+        request = self._engine.add(choice.prompt, choice.sampling)
+        choice.request_id = request.id
+        self._running[request.id] = choice
 
     def _cancel(self, choice: _Choice) -> None:
         if choice.request_id is not None:

@@ -80,6 +80,21 @@ class Engine:
             sampling: how to continue it.
 
         Raises:
+            ValueError: as `check`.
+        """
+        self.check(prompt, sampling)
+        seed = secrets.randbelow(MAX_SEED) if sampling.seed is None else sampling.seed
+        request = Request(self._n_requests, tuple(prompt), sampling, seed)
+        self._n_requests += 1
+        self._requests[request.id] = request
+        self._texts[request.id] = TextStream(self._tokenizer, sampling.stop)
+        self._scheduler.add(request)
+        return request
+
+    def check(self, prompt: Sequence[int], sampling: Sampling) -> None:
+        """Refuse a request that the model cannot continue, whatever else runs; any thread may call it.
+
+        Raises:
             ValueError: the prompt is empty, has a token that the model does not know, or does not fit into the model's
                 context or the cache together with the new tokens.
         """
@@ -90,13 +105,6 @@ class Engine:
                 f"prompt has {len(prompt)} tokens and max_new_tokens is {sampling.max_new_tokens}: together they must "
                 f"not exceed the {places} positions of the cache"
             )
-        seed = secrets.randbelow(MAX_SEED) if sampling.seed is None else sampling.seed
-        request = Request(self._n_requests, tuple(prompt), sampling, seed)
-        self._n_requests += 1
-        self._requests[request.id] = request
-        self._texts[request.id] = TextStream(self._tokenizer, sampling.stop)
-        self._scheduler.add(request)
-        return request
 
     def cancel(self, request_id: int) -> bool:
         """End a request now and free its pages; no output follows. Say whether it was there: it may have ended."""
@@ -256,8 +264,8 @@ class Engine:
         asked = [i for i, row in enumerate(rows) if row.sampling.logprobs is not None and tokens[i] != NOT_A_NUMBER]
         logprobs = dict[int, TokenLogprobs]()
         if asked:
-            of_asked = logits_LV[asked], [tokens[i] for i in asked], [rows[i] for i in asked]
-            results = isolated(lambda part: log_probabilities(*(c[part] for c in of_asked)), len(asked))
+            logits, chosen, of_asked = logits_LV[asked], [tokens[i] for i in asked], [rows[i] for i in asked]
+            results = isolated(lambda part: log_probabilities(logits[part], chosen[part], of_asked[part]), len(asked))
             for i, result in zip(asked, results, strict=True):
                 if isinstance(result, Exception):
                     tokens[i], errors[i] = NOT_A_NUMBER, _describe(result)
@@ -316,14 +324,13 @@ def check_prompt(prompt: Sequence[int], sampling: Sampling, vocab_size: int, con
         ValueError: the prompt is empty, has a token that the model does not know, or exceeds its context together with
             the new tokens.
     """
-    unknown = [token for token in prompt if not 0 <= token < vocab_size]
     if not prompt:
         raise ValueError("prompt must have at least one token")
-    if unknown:
-        raise ValueError(
-            f"prompt has the token {unknown[0]}, but the model's vocabulary has {vocab_size}: the tokenizer is that of "
-            "another model"
-        )
+    for token in (min(prompt), max(prompt)):
+        if not 0 <= token < vocab_size:
+            raise ValueError(
+                f"prompt has the token {token}, but the model's vocabulary has {vocab_size}, from 0 to {vocab_size - 1}"
+            )
     if len(prompt) + sampling.max_new_tokens > context:
         raise ValueError(
             f"prompt has {len(prompt)} tokens and max_new_tokens is {sampling.max_new_tokens}: together they must not "

@@ -43,13 +43,16 @@ class FakeEngine:
         self.requests: dict[int, Request] = {}
         self.added = self.finished = self.canceled = self.steps = self.generated = self.prompt_tokens = 0
 
-    def add(self, prompt: Sequence[int], sampling: Sampling) -> Request:
+    def check(self, prompt: Sequence[int], sampling: Sampling) -> None:
         if not prompt:
             raise ValueError("prompt must have at least one token")
         if max(prompt) >= self.tokenizer.vocab_size:
             raise ValueError(f"prompt has the token {max(prompt)}, which is not in the vocabulary")
         if self.pages_of(len(prompt) + sampling.max_new_tokens) > self.n_pages:
             raise ValueError("prompt needs more pages than the cache has")
+
+    def add(self, prompt: Sequence[int], sampling: Sampling) -> Request:
+        self.check(prompt, sampling)
         request = Request(self.added, prompt, sampling, sampling.seed or 0)
         self.requests[request.id] = request
         self.added += 1

@@ -57,13 +57,12 @@ def test_what_a_reader_misses_is_joined(tokenizer):
     assert (len(output.logprobs), output.finish_reason, end) == (100, FinishReason.LENGTH, [])
 
 
-def test_a_refusal_reaches_the_reader(tokenizer):
+def test_what_the_engine_refuses_is_refused_before_it_is_submitted(tokenizer):
     async def body(engine, fake):
         with pytest.raises(ValueError, match="prompt must have at least one token"):
-            await engine.submit([([], Sampling())]).next()
-        return await tokens_of(engine.submit([([5], Sampling(max_new_tokens=1))]))
+            engine.check([], Sampling())
 
-    assert run(tokenizer, body) == {0: [5]}
+    run(tokenizer, body)
 
 
 def test_closing_at_once_cancels_before_the_first_step(tokenizer):

@@ -125,6 +125,7 @@ class Service:
             for prompt in prompts
             for i in range(body.n or 1)
         ]
+        self._check(asked[:: body.n or 1])
         return Job(Completion(self.model, self.tokenizer, prompts, body.n or 1), asked)
 
     def _chat_completion(self, body: ChatBody) -> Job:
@@ -137,7 +138,16 @@ class Service:
         new_tokens = self._new_tokens(prompt, body.max_completion_tokens or body.max_tokens, name)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         asked = [(prompt, body.sampling(new_tokens, logprobs, i, self.chat.stop)) for i in range(body.n or 1)]
+        self._check(asked[:1])
         return Job(ChatCompletion(self.model, self.tokenizer, [prompt], body.n or 1), asked)
+
+    def _check(self, asked: Sequence[tuple[Sequence[int], Sampling]]) -> None:
+        """Raise ApiError, 400, if the engine cannot continue one of the prompts."""
+        for prompt, sampling in asked:
+            try:
+                self.engine.check(prompt, sampling)
+            except ValueError as error:
+                raise ApiError(400, str(error), str(error).split()[0]) from None
 
     def _check_length(self, text: str, name: str) -> None:
         """Raise ApiError, 400, if a text is too long for the context whatever its tokens are."""
@@ -225,7 +235,7 @@ class Service:
         """What is new about the choices of a request, until all have finished. Leaving it early cancels them.
 
         Raises:
-            ApiError: 400, the engine refuses the request; 500, it fails; 503, it is stopped; 504, time is over.
+            ApiError: 500, the engine fails; 503, it is stopped; 504, time is over.
         """
         stream: Stream | None = None
         try:
@@ -246,8 +256,6 @@ class Service:
             raise ApiError(504, message, code="timeout", headers=NEVER_RETRY) from None
         except EngineError as error:
             raise ApiError(500 if self.engine.failure else 503, str(error), headers=RETRY) from None
-        except (TypeError, ValueError) as error:  # of `submit`'s checks
-            raise ApiError(400, str(error)) from None
         finally:
             if stream is not None:
                 stream.close()

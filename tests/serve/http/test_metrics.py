@@ -43,6 +43,17 @@ def test_counts_and_times_of_requests(serve):
     assert found["octile_http_responses_total other 404"] == 1
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_request_that_the_engine_refuses_is_counted_as_a_response_alone(serve, stream):
+    served = serve()
+    body = {"model": "micro", "prompt": [[5, 6], [10**6]], "max_tokens": 10, "stream": stream}
+    assert httpx.post(f"{served.url}/v1/completions", json=body).status_code == 400
+    found = values(served)
+    assert found["octile_http_responses_total /v1/completions 400"] == 1
+    assert served.engine.added == found["octile_e2e_request_latency_seconds_count"] == 0
+    assert not [name for name in found if name.startswith("octile_request_success_total")]
+
+
 def test_what_runs_now(serve):
     served = serve(step_seconds=0.01, n_pages=100)
     body = {"model": "micro", "prompt": "a", "max_tokens": 4000, "n": 3, "stream": True}
