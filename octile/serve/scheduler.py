@@ -5,10 +5,12 @@ has a budget of tokens. Requests that decode come first, so that a long prompt d
 budget reads prompts in chunks (Agrawal et al., Sarathi-Serve, arXiv 2403.02310), the oldest first.
 
 A request is admitted when pages for all its tokens are free, in the order of arrival: a request that does not fit
-holds back those behind it, so that it cannot starve. When a request that decodes needs a page and none is free, the
-newest request is put back to wait, in front of the others. It keeps its tokens and frees its pages; when it is admitted
-again, its latents are computed anew, but for the prefix that is still cached. The oldest request is never put back, so
-one always advances.
+holds back those behind it, so that it cannot starve. A request whose next page is computed in the same step for another
+one, such as a second choice of one prompt, is admitted in the next step, when it shares that page.
+
+When a request that decodes needs a page and none is free, the newest request is put back to wait, in front of the
+others. It keeps its tokens and frees its pages; when it is admitted again, its latents are computed anew, but for the
+prefix that is still cached. The oldest request is never put back, so one always advances.
 """
 
 from __future__ import annotations
@@ -78,17 +80,24 @@ class Scheduler:
             budget += sum(s.n_tokens for s in scheduled if s.request.id not in self.running)
             scheduled = [s for s in scheduled if s.request.id in self.running]
             reading = [request for request in reading if request.id in self.running]
+        being_read = set[bytes]()
         for request in reading:
             if budget:
-                n_tokens = min(request.n_pending, budget)
-                scheduled.append(Scheduled(request, n_tokens))
-                budget -= n_tokens
-        while budget and self.waiting and preemptions == self.preemptions and self._admit(self.waiting[0]):
-            request = self.waiting.popleft()
-            self.running[request.id] = request
-            n_tokens = min(request.n_pending, budget)
-            scheduled.append(Scheduled(request, n_tokens))
-            budget -= n_tokens
+                scheduled.append(self._read(request, budget, being_read))
+                budget -= scheduled[-1].n_tokens
+        held_back = []
+        while budget and self.waiting and len(self.running) < self.config.max_batch and preemptions == self.preemptions:
+            request = self.waiting[0]
+            shared, next_key = self._shareable(request)
+            if next_key in being_read:
+                held_back.append(self.waiting.popleft())
+            elif self._admit(request, shared):
+                self.running[request.id] = self.waiting.popleft()
+                scheduled.append(self._read(request, budget, being_read))
+                budget -= scheduled[-1].n_tokens
+            else:
+                break
+        self.waiting.extendleft(reversed(held_back))
         return scheduled
 
     def advance(self, request: Request, n_computed: int) -> None:
@@ -132,16 +141,27 @@ class Scheduler:
         self.waiting.appendleft(request)
         self.preemptions += 1
 
-    def _admit(self, request: Request) -> bool:
-        """Allocate the pages of a request's tokens, and share those of its prefix, if there are enough.
+    def _read(self, request: Request, budget: int, being_read: set[bytes]) -> Scheduled:
+        """Schedule the next chunk of a request's tokens, and add the keys of the pages that it completes."""
+        n_tokens, size = min(request.n_pending, budget), self.page_size
+        pages = range(request.n_computed // size, (request.n_computed + n_tokens) // size)
+        being_read.update(self._key(request, i) for i in pages)
+        return Scheduled(request, n_tokens)
 
-        At least one token is left to compute, whose logits choose the next one. One page per running request stays
-        free, so that admitting does not put requests back at once.
+    def _shareable(self, request: Request) -> tuple[list[int], bytes | None]:
+        """Find the cached pages of a request's prefix, and the key of the page after them if it can be shared, too.
+
+        At least one token is left to compute, whose logits choose the next one.
         """
-        if len(self.running) == self.config.max_batch:
-            return False
-        keys = (self._key(request, i) for i in range((len(request.tokens) - 1) // self.page_size))
-        shared = self.pages.find(keys)
+        keys = [self._key(request, i) for i in range((len(request.tokens) - 1) // self.page_size)]
+        pages = self.pages.find(keys)
+        return pages, keys[len(pages)] if len(pages) < len(keys) else None
+
+    def _admit(self, request: Request, shared: list[int]) -> bool:
+        """Allocate the pages of a request's tokens besides the shared ones of its prefix, if there are enough.
+
+        One page per running request stays free, so that admitting does not put requests back at once.
+        """
         missing = self._n_pages(len(request.tokens)) - len(shared)
         reserve = len(self.running)
         if missing + reserve > self.pages.n_free_without(shared):

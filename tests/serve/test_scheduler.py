@@ -125,6 +125,39 @@ def test_a_common_prefix_is_computed_once():
     assert (scheduler.prompt_tokens, scheduler.shared_tokens) == (28, 12)
 
 
+def test_equal_prompts_that_arrive_together_are_computed_once():
+    scheduler = scheduler_of(max_step_tokens=40)
+    for _ in range(3):
+        add(scheduler, 14, first=7)
+    add(scheduler, 5)
+    assert step(scheduler) == {0: 14, 3: 5}
+    assert step(scheduler) == {0: 1, 3: 1, 1: 2, 2: 2}
+    assert (scheduler.prompt_tokens, scheduler.shared_tokens) == (3 * 14 + 5, 2 * 12)
+
+
+def test_an_equal_prompt_that_is_read_in_chunks_is_computed_once():
+    scheduler = scheduler_of()
+    add(scheduler, 24, first=7)
+    add(scheduler, 24, first=7)
+    assert [step(scheduler) for _ in range(3)] == [{0: 16}, {0: 8}, {0: 1, 1: 4}]
+
+
+def test_a_request_is_not_held_back_for_a_page_that_is_not_computed_any_more():
+    scheduler = scheduler_of()
+    first = add(scheduler, 24, first=7)
+    add(scheduler, 24, first=7, request_id=1)
+    step(scheduler)
+    scheduler.remove(first)
+    assert step(scheduler) == {1: 8}
+
+
+def test_prompts_shorter_than_a_page_do_not_wait_for_each_other():
+    scheduler = scheduler_of()
+    add(scheduler, 4, first=7)
+    add(scheduler, 4, first=7)
+    assert step(scheduler) == {0: 4, 1: 4}
+
+
 def test_a_cached_prompt_still_computes_its_last_token():
     scheduler = scheduler_of()
     add(scheduler, 12, first=7, max_new_tokens=1)
