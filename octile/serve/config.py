@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 from octile.validation import Range, check_fields
 
+MAX_DRAFTS = 7  # more would not be verified in CUDA graphs (`octile.serve.step_inputs`)
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -29,7 +31,7 @@ class EngineConfig:
 
     max_batch: Annotated[int, Range(at_least=1, at_most=4096)] = 64
     max_step_tokens: Annotated[int, Range(at_least=1, at_most=2**20)] = 2048
-    n_drafts: Annotated[int, Range(at_least=0, at_most=16)] = 0
+    n_drafts: Annotated[int, Range(at_least=0, at_most=MAX_DRAFTS)] = 0
     batch_invariant: bool = False
     expert_window: Annotated[int, Range(at_least=0, at_most=2**24)] = 0
 

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from octile.report.page import format_count
 from octile.serve.batch import Batch, Chunk, DecodedTokens, DecodeRequest, Runner
 from octile.serve.config import EngineConfig
 from octile.serve.drafts import Computed, Drafter, check_can_draft, count_accepted, usable_drafts
@@ -102,8 +103,7 @@ class Engine:
         places = self._runner.n_pages * self._runner.page_size
         if len(prompt) + sampling.max_new_tokens > places:
             raise ValueError(
-                f"prompt has {len(prompt)} tokens and max_new_tokens is {sampling.max_new_tokens}: together they must "
-                f"not exceed the {places} positions of the cache"
+                f"{_lengths(prompt, sampling)}: together they must not exceed the {places} positions of the cache"
             )
 
     def cancel(self, request_id: int) -> bool:
@@ -333,8 +333,7 @@ def check_prompt(prompt: Sequence[int], sampling: Sampling, vocab_size: int, con
             )
     if len(prompt) + sampling.max_new_tokens > context:
         raise ValueError(
-            f"prompt has {len(prompt)} tokens and max_new_tokens is {sampling.max_new_tokens}: together they must not "
-            f"exceed the model's context of {context}"
+            f"{_lengths(prompt, sampling)}: together they must not exceed the model's context of {context}"
         )
 
 
@@ -351,6 +350,10 @@ def _decodes_ahead(request: Request) -> bool:
         and sampling.logprobs is None
         and (not sampling.temperature or (sampling.top_p == 1 and not sampling.top_k))
     )
+
+
+def _lengths(prompt: Sequence[int], sampling: Sampling) -> str:
+    return f"prompt has {format_count(len(prompt), 'token')} and max_new_tokens is {sampling.max_new_tokens}"
 
 
 def _describe(error: Exception) -> str:

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from octile.ops.latent_cache import PAGE
 from octile.serve.batch import Chunk
+from octile.serve.config import MAX_DRAFTS
 from octile.serve.forward import PrefillGroup, Step
 
-MAX_DECODE_TOKENS = 8  # of a chunk that attends in the absorbed form: a token, or some drafts to be verified
+MAX_DECODE_TOKENS = 1 + MAX_DRAFTS  # of a chunk that attends in the absorbed form: a token, and drafts to be verified
 CONTEXT_POSITIONS = 2**14  # whose keys and values are in memory at once: more only if the step has more tokens
 BLOCK_ROWS = 16  # in batch-invariant mode a CPU computes whole blocks of rows
 

@@ -12,6 +12,7 @@ from octile.nn.weight_cache import frozen_weights
 from octile.recipe import Recipe
 from octile.serve import step_inputs
 from octile.serve.batch import Batch, Chunk
+from octile.serve.config import MAX_DRAFTS
 from octile.serve.latent_pages import LatentPages
 from octile.serve.model_runner import ModelRunner
 from octile.serve.step_inputs import CONTEXT_POSITIONS, Layout, mixed_step
@@ -201,6 +202,13 @@ def test_the_positions_of_a_piece_are_bounded_by_the_steps_tokens_and_a_constant
     sizes = [sum(group.n_chunks * group.positions for group in piece) for piece in step.prefills]
     assert sum(sizes) == 64 * 4116
     assert max(sizes) <= CONTEXT_POSITIONS
+
+
+def test_as_many_drafts_as_an_engine_may_have_are_verified_by_decode_rows():
+    chunks = [Chunk(text(1 + MAX_DRAFTS, i), 100, array("i", range(2)), 1 + MAX_DRAFTS) for i in range(3)]
+    layout = Layout.of(chunks, absorbed_only=False)
+    assert not layout.prefill
+    assert layout.n_decode == 3 * (1 + MAX_DRAFTS)
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])

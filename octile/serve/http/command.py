@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from ipaddress import ip_address
 from pathlib import Path
 
 import torch
 
+from octile.report.page import format_count
 from octile.serve.config import CacheConfig, EngineConfig
 from octile.serve.http.chat import ChatTemplate
 from octile.serve.http.config import Limits
@@ -40,14 +42,25 @@ def serve(
         url = url_of(bound)
         stepped, runner = folder.load(device, engine, cache)
         service = Service(stepped, folder.tokenizer, runner.max_position, chat, limits, name)
-        pages = f"{runner.n_pages} pages of {runner.page_size} tokens, {runner.cache.nbytes / 2**30:.2g} GiB"
-        print(f"serving {name} on {device}: context {runner.max_position} tokens, cache {pages}")
+        pages = f"{format_count(runner.n_pages, 'page')} of {runner.page_size} tokens, {_binary(runner.cache.nbytes)}"
+        limit = folder.model.max_position_embeddings
+        fewer = f" (the cache has no place for the model's {limit})" if runner.max_position < limit else ""
+        print(f"serving {name} on {device}: context {runner.max_position} tokens{fewer}, cache {pages}")
         if chat.is_plain:
             print("its tokenizer has no chat template, like a base model's: chats use a plain one (User: … Assistant:)")
         if not api_keys and not _is_local(bound.getsockname()[0]):
             print(f"octile: anyone who reaches {url} can use the model: --api-key restricts it", file=sys.stderr)
         announcement = f"try it at {url}, or with OpenAI's client: base_url {url}/v1, model {name}"
-        Server(service, api_keys, announcement).run([bound])
+        server = Server(service, api_keys, announcement)
+        server.run([bound])
+        if signal.SIGINT in server.signals:  # ignored after the run where a shell began the process in the background
+            raise KeyboardInterrupt
+
+
+def _binary(size: int) -> str:
+    """Bytes in the largest binary unit of which there is one: "1.5 GiB", "320 KiB"."""
+    unit, name = next((u for u in ((2**30, "GiB"), (2**20, "MiB")) if size >= u[0]), (2**10, "KiB"))
+    return f"{size / unit:.3g} {name}"
 
 
 def _is_local(address: str) -> bool:

@@ -7,9 +7,11 @@ import math
 import resource
 import socket
 import sys
+from types import FrameType
 
 import uvicorn
 
+from octile.report.page import format_count
 from octile.serve.http.app import create_app
 from octile.serve.http.connection import Connection
 from octile.serve.http.limits import WRITE_SECONDS
@@ -57,6 +59,8 @@ class Server(uvicorn.Server):
 
     def __init__(self, service: Service, api_keys: tuple[str, ...] = (), announcement: str | None = None):
         self.service, self._announcement = service, announcement
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._was_cut_off = False
         super().__init__(
             uvicorn.Config(
                 create_app(service, api_keys),
@@ -82,8 +86,21 @@ class Server(uvicorn.Server):
         if self.service.engine.failure is not None:
             raise self.service.engine.failure
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """End the server when it has drained; after a second signal, at once."""
+        if self.should_exit and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._cut_off)
+        self._captured_signals.append(sig)
+        self.should_exit = True
+
+    @property
+    def signals(self) -> list[int]:
+        """The numbers of the signals that were received."""
+        return self._captured_signals
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept connections."""
+        self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         if self._announcement is not None:
             print(self._announcement, flush=True)
@@ -93,12 +110,26 @@ class Server(uvicorn.Server):
         service = self.service
         service.is_draining = True
         if service.in_flight:
-            what = f"{service.in_flight} choices in flight, for at most {service.limits.drain:g} seconds"
-            print(f"octile: answering {what}", file=sys.stderr, flush=True)
-        message = "the server has ended before the request was finished"
-        timer = asyncio.get_running_loop().call_later(service.limits.drain, service.engine.abort, message)
+            what = (
+                f"{format_count(service.in_flight, 'choice')} in flight, for at most {service.limits.drain:g} seconds"
+            )
+            print(f"octile: answering {what}; a second signal ends them now", file=sys.stderr, flush=True)
+        timer = asyncio.get_running_loop().call_later(service.limits.drain, self._cut_off)
         await super().shutdown(sockets)
         timer.cancel()
+
+    def _cut_off(self) -> None:
+        """End what is in flight with an error, and soon after, or if it was cut off before, all connections."""
+        self.service.engine.abort("the server has ended before the request was finished")
+        if self._was_cut_off:
+            self._abort_connections()
+        else:
+            asyncio.get_running_loop().call_later(WRITE_SECONDS, self._abort_connections)
+        self._was_cut_off = True
+
+    def _abort_connections(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
     def _end(self) -> None:
         self.should_exit = True

@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeVar
 from fastapi import Request
 from fastapi.responses import Response
 
+from octile.report.page import format_count
 from octile.serve.async_engine import AsyncEngine, EngineError, StepEngine, Stream
 from octile.serve.http.answers import Answer, ChatCompletion, Completion
 from octile.serve.http.chat import ChatTemplate
@@ -58,7 +59,8 @@ class _Places:
             message = f"the request has {self._held + count} choices, but this server takes at most {limit} at once"
             raise ApiError(400, message, "n")
         if service.in_flight + count > limit:
-            message = f"the server has {service.in_flight} of at most {limit} choices in flight: try again later"
+            most = format_count(limit, "choice")
+            message = f"the server has {service.in_flight} of at most {most} in flight: try again later"
             raise ApiError(503, message, code="overloaded", headers=RETRY)
         service.in_flight += count
         self._held += count
@@ -153,11 +155,7 @@ class Service:
         """Raise ApiError, 400, if a text is too long for the context whatever its tokens are."""
         fewest = self.tokenizer.fewest_tokens(text)
         if fewest >= self.context:
-            message = (
-                f"the prompt has at least {fewest} tokens and at least one new token is needed: together they must "
-                f"not exceed the model's context of {self.context} tokens"
-            )
-            raise ApiError(400, message, name, INVALID_LENGTH)
+            raise self._too_long(f"at least {format_count(fewest, 'token')} and at least one new token is needed", name)
 
     def _new_tokens(self, prompt: Sequence[int], wanted: int | None, name: str) -> int:
         """The limit of a choice's tokens: what it asks for, or the rest of the context.
@@ -168,16 +166,14 @@ class Service:
         limit, rest = self.limits.new_tokens or self.context, self.context - len(prompt)
         if rest < (wanted or 1):
             asked = f"{name} is {wanted}" if wanted else "at least one new token is needed"
-            raise ApiError(
-                400,
-                f"the prompt has {len(prompt)} tokens and {asked}: together they must not exceed the model's context "
-                f"of {self.context} tokens",
-                name if wanted else "messages",
-                INVALID_LENGTH,
-            )
+            raise self._too_long(f"{format_count(len(prompt), 'token')} and {asked}", name if wanted else "messages")
         if wanted is not None and wanted > limit:
             raise ApiError(400, f"{name} must be at most {limit}, the limit of this server, not {wanted}", name)
         return min(limit, rest) if wanted is None else wanted
+
+    def _too_long(self, what: str, name: str) -> ApiError:
+        limit = f"together they must not exceed the model's context of {format_count(self.context, 'token')}"
+        return ApiError(400, f"the prompt has {what}: {limit}", name, INVALID_LENGTH)
 
     async def _respond(
         self, request: Request, form: type[B], read: Callable[[B], Job], count_prompts: Callable[[B], int]

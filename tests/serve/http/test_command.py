@@ -62,7 +62,7 @@ def client(printed):
 
 def test_it_says_what_it_serves(printed):
     assert re.fullmatch(
-        r"serving micro on cpu: context \d+ tokens, cache \d+ pages of 64 tokens, \S+ GiB\n", printed[0]
+        r"serving micro on cpu: context \d+ tokens, cache [\d,]+ pages of 64 tokens, \S+ [GMK]iB\n", printed[0]
     )
     assert "no chat template" in printed[1]
     assert re.search(r"^try it at http://127\.0\.0\.1:\d+, ", printed[2])
@@ -113,7 +113,7 @@ def test_sigterm_lets_a_stream_end_and_then_the_process(client, process):
     ("options", "message"),
     [
         (["--api-key", ""], "--api-key must not be empty"),
-        (["--engine.n-drafts", "17"], "--engine.n-drafts must be at most 16, not 17"),
+        (["--engine.n-drafts", "8"], "--engine.n-drafts must be at most 7, not 8"),
         (["--limits.in-flight", "0"], "--limits.in-flight must be at least 1, not 0"),
         (["--host", "nowhere.invalid"], "host 'nowhere.invalid' is not an address of this machine"),
     ],

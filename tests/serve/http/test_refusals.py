@@ -147,7 +147,7 @@ def test_a_prompt_that_exceeds_the_context(served):
     context = served.service.context
     error = error_of(post(served, "completions", {**COMPLETION, "prompt": [5] * context}), 400)
     assert (error["code"], error["param"]) == ("context_length_exceeded", "max_tokens")
-    assert f"the prompt has {context} tokens and max_tokens is 16" in error["message"]
+    assert f"the prompt has {context:,} tokens and max_tokens is 16" in error["message"]
     error = error_of(
         post(served, "chat/completions", {**CHAT, "messages": [{"role": "user", "content": "x(" * context}]}), 400
     )

@@ -1,5 +1,7 @@
 """The server: it binds one address, and drains when it is to end."""
 
+import json
+import signal
 import socket
 import threading
 
@@ -94,6 +96,42 @@ def test_what_is_not_finished_when_the_time_to_drain_is_over_is_said_to_be_cut_o
     assert answer.status_code == (200 if stream else 503)
     assert "[DONE]" not in answer.text
     assert not served.engine.requests
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_second_signal_ends_what_is_in_flight_with_an_error(serve, capfd, stream):
+    served = serve(Limits(drain=600.0), step_seconds=0.05)
+    answers: list[httpx.Response] = []
+    body = {**COMPLETION, "max_tokens": 4000, "stream": stream}
+    asking = threading.Thread(target=lambda: answers.append(httpx.post(f"{served.url}/v1/completions", json=body)))
+    asking.start()
+    wait_until(lambda: served.engine.steps > 3)
+    served.server.handle_exit(signal.SIGINT, None)
+    wait_until(lambda: served.service.is_draining)
+    served.server.handle_exit(signal.SIGINT, None)
+    served.thread.join(30)
+    asking.join()
+    (answer,) = answers
+    assert "the server has ended before the request was finished" in answer.text
+    assert answer.status_code == (200 if stream else 503)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line == "octile: answering 1 choice in flight, for at most 600 seconds; a second signal ends them now"
+
+
+def test_a_third_signal_ends_connections_that_are_not_read(serve, monkeypatch):
+    monkeypatch.setattr("octile.serve.http.server.WRITE_SECONDS", 600.0)
+    served = serve(Limits(drain=600.0, in_flight=200))
+    client = socket.create_connection(served.url.removeprefix("http://").split(":"))
+    body = json.dumps({**COMPLETION, "max_tokens": 4000, "stream": True, "n": 100, "logprobs": 1}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: "
+    client.sendall(f"{head}{len(body)}\r\n\r\n".encode() + body)
+    state = served.server.server_state
+    wait_until(lambda: any(connection.flow.write_paused for connection in list(state.connections)))
+    for _ in range(3):
+        served.server.handle_exit(signal.SIGINT, None)
+    served.thread.join(30)
+    assert not served.thread.is_alive()
+    client.close()
 
 
 def test_a_server_that_is_ending_takes_no_more_requests(served):
