@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
-from octile.models.config import PRESETS
+from octile.models.config import PRESETS, ModelConfig
 from octile.plan.durations import seconds
 from octile.plan.exchange import exchange
 from octile.plan.hardware import read_cluster
@@ -158,29 +158,40 @@ MEASURED = (
 )
 
 
-def pair_on_two() -> float:
-    """Seconds of a forward pass of 4 layers of DeepSeek-V3 with 32 experts and a backward pass of 4 others on two H200.
+PAIRS = {  # ms of both ranks, in sequence: benchmarks/history/pair
+    "DeepSeek-V3": (replace(PRESETS["v3_671b"](), n_routed_experts=32), (110.85, 110.44)),
+    "DeepSeek-V2-Lite": (PRESETS["v2_lite_16b"](), (20.25, 20.23)),
+}
 
-    Their weights are quantized once more for the backward pass, transposed, and a rank's experts have a quarter more
-    rows than tokens go to them (benchmarks/history/pair).
+
+def work_on_two(model: ModelConfig) -> list[Work]:
+    """The work of a layer with experts in a forward and a backward pass of 4,096 tokens, experts spread over two ranks.
+
+    As measured in benchmarks/history/pair: weights are quantized once more for the backward pass, transposed, and a
+    rank's experts have a quarter more rows than tokens go to them.
     """
-    model = replace(PRESETS["v3_671b"](), n_routed_experts=32)
-    cluster, tokens, ep, layers = replace(read_cluster("h200_8"), gpus=2), 4096, 2, 4
+    tokens, ep = 4096, 2
     work = [
         *attention_work(model, tokens, tokens, saved=False),
         *mixture_work(model, tokens, ep, saved=False, spare_rows=0.25),
     ]
     weights = sum(piece.weights for piece in work if piece.unit == "fp8_wgrad")
-    work.append(Work("quantize", "input_gradient", bytes=(4 + 1) * weights, calls=8))
-    computed = sum(seconds(piece, cluster) for piece in work)
-    return layers * (computed + 2 * exchange(model, tokens, ep, cluster, is_balanced=True).total)
+    return [*work, Work("quantize", "input_gradient", bytes=(4 + 1) * weights, calls=8)]
+
+
+def passes_on_two(model: ModelConfig) -> float:
+    """Seconds of a forward pass of 4 layers with experts and a backward pass of 4 others on two H200."""
+    cluster, layers = replace(read_cluster("h200_8"), gpus=2), 4
+    computed = sum(seconds(piece, cluster) for piece in work_on_two(model))
+    return layers * (computed + 2 * exchange(model, 4096, 2, cluster, is_balanced=True).total)
 
 
 def compare_measured() -> Iterator[Comparison]:
-    """Training steps of octile on one and two H200 with their peak memory, and a pair of passes."""
-    record, measured = "benchmarks/history/pair", (110.85 + 110.44) / 2  # of both ranks
-    what = "a forward pass of 4 layers and a backward pass of 4 others"
-    yield Comparison("DeepSeek-V3's layers on 2 H200", what, "ms", measured, 1e3 * pair_on_two(), record)
+    """Training steps of octile on one and two H200 with their peak memory, and passes through layers with experts."""
+    for name, (model, measured) in PAIRS.items():
+        what, found = "4 layers forward and 4 backward", sum(measured) / len(measured)
+        predicted = 1e3 * passes_on_two(model)
+        yield Comparison(f"{name}'s layers on 2 H200", what, "ms", found, predicted, "benchmarks/history/pair")
     for run in MEASURED:
         plan, case = run.plan(), f"{run.preset} on {run.gpus} H200{run.how}"
         yield Comparison(case, "a step", "ms", run.milliseconds, 1e3 * plan.seconds, run.source)
