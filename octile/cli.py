@@ -16,8 +16,8 @@ import sys
 import textwrap
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from io import StringIO, TextIOWrapper
 from itertools import dropwhile, takewhile, zip_longest
@@ -31,7 +31,7 @@ from octile.models.config import PRESETS, ModelConfig, RopeScaling
 from octile.serve.config import CacheConfig, EngineConfig
 from octile.serve.http.config import Limits
 from octile.tokenizer import check_text
-from octile.train.config import TrainConfig, preset
+from octile.train.config import RESUMABLE, TrainConfig, preset
 from octile.train.signals import Terminated, quiet_exit, terminable, termination_ignored
 from octile.validation import Dataclass, Range, annotations_of, check_fields
 
@@ -54,6 +54,7 @@ UNION_ERROR = re.compile(r"no type matching (INT|FLOAT)\|.* could be instantiate
 WRAPPED_NUMBER = re.compile(r"(?<=\d,)\n(?=\d{3}(?!\d))")  # tyro breaks lines within 128,000
 INVALID_CHOICE = re.compile(r"invalid choice '(.*)' for argument '(.*)'\. Expected one of \((.*)\)\.")
 
+CONFIG_FILE = "config.json"
 HELP = frozenset({"-h", "--help"})
 HELP_HEAD = re.compile(r"usage: | *\S+ {2,}")  # the start of a line of help, after which its text begins
 ANSI_STYLE = re.compile(r"\x1b\[[0-9;]*m")
@@ -103,9 +104,14 @@ def train(arguments: list[str]) -> None:
             from octile.train.fine_tune import fine_tuning
 
             default = fine_tuning(default, Path(begin))
-    names = [f.name for f in fields(TrainConfig)]
     if _value_of("--steps", arguments) is not None and _value_of("--tokens", arguments) is not None:
         raise ValueError("--steps and --tokens exclude each other: give one of them")
+    with _named_as_options(TrainConfig, arguments):
+        _train(arguments, default)
+
+
+def _train(arguments: list[str], default: TrainConfig) -> None:
+    names = [f.name for f in fields(TrainConfig)]
     options = _parse_run(Train, arguments, "train", Train(**{name: getattr(default, name) for name in names}))
     from octile.lab.run import observer
     from octile.train.console import RunConsole
@@ -582,6 +588,49 @@ def _error_line(box: str, form: type[Dataclass]) -> str:
     name, must, rest = what.partition(" must ")
     field_path = name if where == form.__name__ or name.startswith(f"{where}.") else f"{where}.{name}"
     return f"--{field_path.replace('_', '-')}{must}{rest}" if must and _has_field(form, field_path) else what
+
+
+@contextmanager
+def _named_as_options(form: type[Dataclass], arguments: list[str]) -> Iterator[None]:
+    """Let a ValueError inside the context name options instead of fields, but where it speaks of a config.json.
+
+    Of a run to resume it says which of their values are not given, but the run's.
+    """
+    try:
+        yield
+    except ValueError as error:
+        message = error.args[0] if len(error.args) == 1 else None
+        if isinstance(message, str) and CONFIG_FILE not in message:
+            paths = {path: f"--{path.replace('_', '-')}" for path in _field_paths(form)}
+            marked = re.compile(rf"(?<![\w./-])({'|'.join(map(re.escape, paths))})(?![\w-]|\.\w)")
+            found = [path for path in dict.fromkeys(marked.findall(message)) if set(path) & set("._")]
+            text = marked.sub(lambda match: paths[match[0]] if match[0] in found else match[0], message)
+            stored = [path for path in found if _value_of(paths[path], arguments) is None]
+            if "--resume" in arguments and stored:
+                text += f"; {_stored(stored, paths)}"
+            error.args = (text,)
+        raise
+
+
+def _stored(stored: list[str], options: Mapping[str, str]) -> str:
+    """Say that values are those of the run that is resumed, and which of them may change."""
+    resumable = [path for path in stored if path.partition(".")[0] in RESUMABLE]
+    may = "which may change" if resumable == stored else f"of which only {_and(resumable, options)} may change"
+    are = "is that" if len(stored) == 1 else "are those"
+    return f"{_and(stored, options)} {are} of the run{f', {may}' if resumable else ''}"
+
+
+def _and(paths: Sequence[str], options: Mapping[str, str]) -> str:
+    return " and ".join(options[path] for path in paths)
+
+
+def _field_paths(form: type, prefix: str = "") -> Iterator[str]:
+    """The fields of a dataclass, "steps", and of its dataclasses, "optim.lr"."""
+    for name, annotation in annotations_of(form).items():
+        yield prefix + name
+        for kind in (annotation, *get_args(annotation)):
+            if isinstance(kind, type) and is_dataclass(kind):
+                yield from _field_paths(kind, f"{prefix}{name}.")
 
 
 def _has_field(form: type, path: str) -> bool:

@@ -20,7 +20,7 @@ from octile.models.deepseek_v3 import DeepseekV3
 from octile.serve.engine import Engine
 from octile.tokenizer import Tokenizer
 from octile.train.compare import Comparison
-from octile.train.config import preset
+from octile.train.config import ParallelConfig, preset
 from octile.train.run_folder import RunFolder
 from octile.validation import annotations_of
 from tests.train.conftest import MICRO
@@ -278,6 +278,33 @@ def test_the_last_out_is_the_run_that_is_resumed(begun, tmp_path):
         assert (config.out, config.steps) == (tmp_path / "12", 12)
 
 
+RUN_OF_FOUR = {"batch_size": 4, "micro_batches": 4, "parallel": ParallelConfig(pp=2)}
+STORED = {  # torchrun's environment, and options: the message about a run to resume
+    "one value may change": (
+        {"WORLD_SIZE": "2"},
+        ["--parallel.pp=1", "--parallel.dp=2"],
+        "--batch-size 4 must be divisible by --micro-batches 4 × --parallel.dp 2: use --batch-size 8 or "
+        "--micro-batches 2 (see octile train --help); --batch-size and --micro-batches are those of the run, of which only "
+        "--micro-batches may change",
+    ),
+    "all may change": (
+        {},
+        ["--parallel.dp=1"],
+        "--parallel.pp × --parallel.dp is 2 × 1, but this is one process: it must be the number of all processes; "
+        "torchrun --nproc-per-node 2 -m octile train --parallel.pp 2 --parallel.dp 1 …, or --parallel.pp 1 in this "
+        "process; --parallel.pp is that of the run, which may change",
+    ),
+}
+
+
+@pytest.mark.parametrize(("environment", "options", "message"), STORED.values(), ids=STORED)
+def test_values_of_a_run_to_resume_are_said_to_be_its_own(capsys, monkeypatch, tmp_path, environment, options, message):
+    RunFolder(tmp_path).write_config(replace(preset("tiny"), **RUN_OF_FOUR, out=tmp_path))
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert message in refused(capsys, "train", "--resume", "--out", str(tmp_path), *options)
+
+
 @pytest.mark.parametrize(
     ("options", "steps"),
     [
@@ -337,7 +364,7 @@ def test_a_run_with_yarn_is_resumed_with_it(begun, tmp_path):
 @pytest.mark.usefixtures("begun")
 def test_an_option_of_yarn_without_its_factor_is_refused(capsys):
     line = refused(capsys, "train", "--model.rope-scaling.mscale", "0.7")
-    assert "model.rope_scaling has no effect with a factor of 1: add --model.rope-scaling.factor N" in line
+    assert "--model.rope-scaling has no effect with a factor of 1: add --model.rope-scaling.factor N" in line
 
 
 @pytest.mark.usefixtures("begun")
@@ -533,7 +560,7 @@ def test_compare_refuses_several_processes(capsys, monkeypatch, tmp_path):
 NOT_RUN = {  # torchrun's environment, and arguments: the message
     "more ranks": ({"WORLD_SIZE": "2"}, [], "parallel.dp is 1, but torchrun has started 2 (WORLD_SIZE)"),
     "fewer ranks": ({}, ["--parallel.dp=2"], "--parallel.dp 2 …, or --parallel.dp 1 in this process"),
-    "no pipeline": ({}, ["--parallel.pp=2"], "parallel.pp × parallel.dp is 2 × 1, but this is one process"),
+    "no pipeline": ({}, ["--parallel.pp=2"], "--parallel.pp × --parallel.dp is 2 × 1, but this is one process"),
     "neither": (
         {},
         ["--parallel.pp=2", "--parallel.dp=2", "--parallel.ep=2", "--batch-size=8"],
@@ -543,17 +570,17 @@ NOT_RUN = {  # torchrun's environment, and arguments: the message
     "too few layers": (
         {"WORLD_SIZE": "64"},
         ["--parallel.pp=64"],
-        "parallel.pp 64 with parallel.schedule 1f1b needs at least 64 layers, one a stage",
+        "--parallel.pp 64 with --parallel.schedule 1f1b needs at least 64 layers, one a stage",
     ),
     "too few micro-batches": (
         {"WORLD_SIZE": "2"},
         ["--parallel.pp=2", "--parallel.schedule=dualpipe", "--micro-batches=2"],
-        "parallel.schedule dualpipe does not fit parallel.pp 2 and micro_batches 2: ",
+        "--parallel.schedule dualpipe does not fit --parallel.pp 2 and --micro-batches 2: ",
     ),
     "telemetry of stages": (
         {"WORLD_SIZE": "2"},
         ["--parallel.pp=2", "--telemetry-every=2"],
-        "must be 0 on several ranks (parallel.pp 2 × parallel.dp 1)",
+        "must be 0 on several ranks (--parallel.pp 2 × --parallel.dp 1)",
     ),
     "no run to restart": (
         {"WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": "3"},
@@ -563,7 +590,7 @@ NOT_RUN = {  # torchrun's environment, and arguments: the message
     "one scale": (
         {"WORLD_SIZE": "2"},
         ["--parallel.dp=2", "--recipe=fp8_lm"],
-        "recipe fp8_lm needs one rank, not parallel.dp 2",
+        "recipe fp8_lm needs one rank, not --parallel.dp 2",
     ),
 }
 

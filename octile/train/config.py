@@ -252,9 +252,11 @@ class TrainConfig:
         dp, ep, ranks = self.parallel.dp, self.parallel.ep, self.parallel.ranks
         pieces = dp * self.micro_batches
         if self.batch_size % pieces:
+            fewer = 0 if self.batch_size % dp else math.gcd(self.micro_batches, self.batch_size // dp)
             raise ValueError(
                 f"batch_size {self.batch_size} must be divisible by micro_batches {self.micro_batches} × parallel.dp "
                 f"{dp}: use --batch-size {_next_multiple(self.batch_size, pieces)}"
+                f"{f' or --micro-batches {fewer}' if fewer else ''}"
             )
         if ranks > 1 and self.initial_batch_size is not None and self.initial_batch_size < pieces:
             raise ValueError(

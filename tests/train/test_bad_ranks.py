@@ -57,12 +57,12 @@ def trained(arguments, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 REFUSED = {
-    "experts": (["--parallel.ep=3"], "parallel.ep must divide parallel.dp, 2, but it is 3"),
-    "batch": (["--batch-size=3"], "batch_size 3 must be divisible by micro_batches 1 × parallel.dp 2"),
-    "world": (["--parallel.dp=4"], "parallel.dp is 4, but torchrun has started 2 (WORLD_SIZE)"),
+    "experts": (["--parallel.ep=3"], "parallel.ep must divide --parallel.dp, 2, but it is 3"),
+    "batch": (["--batch-size=3"], "--batch-size 3 must be divisible by --micro-batches 1 × --parallel.dp 2"),
+    "world": (["--parallel.dp=4"], "--parallel.dp is 4, but torchrun has started 2 (WORLD_SIZE)"),
     "exchange": (
         ["--parallel.ep=2", "--parallel.exchange=symmetric_memory"],
-        "parallel.exchange symmetric_memory cannot be used, since the ranks are not on GPUs with NCCL",
+        "--parallel.exchange symmetric_memory cannot be used, since the ranks are not on GPUs with NCCL",
     ),
 }
 

@@ -219,7 +219,7 @@ RANKS = {  # the configuration: the message
     ),
     "batch": (
         {"parallel": {"dp": 4}, "batch_size": 4, "micro_batches": 2},
-        "batch_size 4 must be divisible by micro_batches 2 × parallel.dp 4: use --batch-size 8",
+        "batch_size 4 must be divisible by micro_batches 2 × parallel.dp 4: use --batch-size 8 or --micro-batches 1",
     ),
     "ramp": (
         {"parallel": {"dp": 2}, "initial_batch_size": 1, "batch_ramp": 0.5},
