@@ -6,7 +6,7 @@ A goal is missed if some of its cases were not measured.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import geometric_mean
 
 from octile.bench import shapes
@@ -359,14 +359,18 @@ ONE_CLIENT, MANY_CLIENTS, DRAFTED_CLIENT, THROUGHPUT = "1 client", "64 clients",
 DECODE_256, OVERHEAD = "V2-Lite shape, decode, batch 256", "overhead of the engine"
 PREFILL, SHARE_OF_PEAK = "prefill, 8 × 1,024 tokens", "share of the FP8 peak"
 
-SERVE_BOUNDS = (
-    Bound("64 clients vs. one, tokens/s (goal on 2 CPU cores)", MANY_CLIENTS, THROUGHPUT, (ONE_CLIENT,), 4.0, None),
+CLIENTS_BOUND = Bound(
+    "64 clients vs. one, tokens/s (goal on 2 CPU cores)", MANY_CLIENTS, THROUGHPUT, (ONE_CLIENT,), 4.0, None
+)
+GPU_BOUNDS = (
     Bound("drafts vs. none, tokens/s (goal on one H200)", DRAFTED_CLIENT, THROUGHPUT, (ONE_CLIENT,), 1.3, 1.7),
     Bound("engine's overhead per step, batch 256, ms", DECODE_256, OVERHEAD, (), 1.0, None, higher_is_better=False),
     Bound("prefill, % of the FP8 peak", f"V2-Lite shape, {PREFILL}", SHARE_OF_PEAK, (), 30.0, 55.0),
 )
 
 
-def serve_verdicts(rows: Sequence[Row]) -> str:
-    """Describe each goal of `octile bench serve` that has a result in a line."""
-    return "\n".join(line for bound in SERVE_BOUNDS if (line := _step_line(bound, rows)))
+def serve_verdicts(rows: Sequence[Row], on_gpu: bool) -> str:
+    """Describe each goal of `octile bench serve` that has a result in a line; one for another machine is not judged."""
+    judged, others = ((CLIENTS_BOUND,), GPU_BOUNDS)[:: -1 if on_gpu else 1]
+    bounds = (*judged, *(replace(bound, floor=None, aim=None) for bound in others))
+    return "\n".join(line for bound in bounds if (line := _step_line(bound, rows)))

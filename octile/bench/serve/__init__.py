@@ -32,4 +32,4 @@ def rows(run: Path) -> Iterator[Row]:
 
 def show(rows: Sequence[Row]) -> str:
     """Format the table, and the verdicts on the goals."""
-    return "\n\n".join((table(rows), LEGEND, goals.serve_verdicts(rows)))
+    return "\n\n".join((table(rows), LEGEND, goals.serve_verdicts(rows, torch.cuda.is_available())))
