@@ -10,11 +10,13 @@ import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from importlib.resources import files
+from ipaddress import ip_address
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -25,12 +27,13 @@ from octile.serve.http.service import Service
 COUNTED_PATHS = {"/", "/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions"}
 
 
-def create_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
+def create_app(service: Service, api_keys: Sequence[str] = (), hosts: Sequence[str] | None = None) -> FastAPI:
     """Make the application.
 
     Args:
         service: the model.
         api_keys: one of them is needed, as a bearer token, for every path under /v1; none is needed if there are none.
+        hosts: names under which requests may address the server, besides addresses and localhost; None: any name.
     """
 
     @asynccontextmanager
@@ -45,6 +48,8 @@ def create_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
     app.add_exception_handler(Exception, _defect)
     app.include_router(_open_paths(service))
     app.include_router(_v1(service), prefix="/v1", dependencies=[Depends(_KeyCheck(api_keys))])
+    if hosts is not None:
+        app.add_middleware(_HostCheck, hosts=hosts)
     app.add_middleware(_CountResponses, service=service)
     app.add_middleware(_TimeLimit, seconds=service.limits.seconds)
     return app
@@ -114,6 +119,27 @@ class _KeyCheck:
             raise ApiError(401, f"the API key {what}", None, "invalid_api_key", {"www-authenticate": "Bearer"})
 
 
+class _HostCheck:
+    """Middleware that refuses requests to other names than the server's, with 403.
+
+    A site can have its name resolve to 127.0.0.1 when its page is loaded, whose scripts then reach this server as if it
+    were theirs. They cannot choose the Host that the browser sends, which is that name.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Sequence[str]):
+        self._app, self._hosts = app, {"localhost", *(host.lower() for host in hosts)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        name = _host_name(Headers(scope=scope).get("host", "")) if scope["type"] == "http" else "localhost"
+        if name in self._hosts or name.endswith(".localhost") or _is_address(name):
+            return await self._app(scope, receive, send)
+        message = (
+            f"host {name!r} is refused: without an API key, a server that only this machine reaches answers to "
+            "localhost and to addresses"
+        )
+        await ApiError(403, message, code="host_not_allowed").response()(scope, receive, send)
+
+
 class _CountResponses:
     """Middleware that counts the responses of each path and status."""
 
@@ -161,6 +187,19 @@ async def _defect(_: Request, error: Exception) -> Response:
 async def _http_error(_: Request, error: HTTPException) -> Response:
     """An error of the router, such as an unknown path, in OpenAI's format."""
     return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
+
+
+def _host_name(host: str) -> str:
+    """The name of a Host header, without its port."""
+    return host.partition("]")[0].removeprefix("[").lower() if host.startswith("[") else host.partition(":")[0].lower()
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _digest(key: str) -> bytes:

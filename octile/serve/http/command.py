@@ -48,10 +48,11 @@ def serve(
         print(f"serving {name} on {device}: context {runner.max_position} tokens{fewer}, cache {pages}")
         if chat.is_plain:
             print("its tokenizer has no chat template, like a base model's: chats use a plain one (User: … Assistant:)")
-        if not api_keys and not _is_local(bound.getsockname()[0]):
+        is_local = _is_local(bound.getsockname()[0])
+        if not api_keys and not is_local:
             print(f"octile: anyone who reaches {url} can use the model: --api-key restricts it", file=sys.stderr)
         announcement = f"try it at {url}, or with OpenAI's client: base_url {url}/v1, model {name}"
-        server = Server(service, api_keys, announcement)
+        server = Server(service, api_keys, announcement, (host,) if is_local and not api_keys else None)
         server.run([bound])
         if signal.SIGINT in server.signals:  # ignored after the run where a shell began the process in the background
             raise KeyboardInterrupt

@@ -53,17 +53,23 @@ class Server(uvicorn.Server):
 
     Args:
         service: the model.
-        api_keys: as in `create_app`.
+        api_keys, hosts: as in `create_app`.
         announcement: a line to print as soon as connections are accepted.
     """
 
-    def __init__(self, service: Service, api_keys: tuple[str, ...] = (), announcement: str | None = None):
+    def __init__(
+        self,
+        service: Service,
+        api_keys: tuple[str, ...] = (),
+        announcement: str | None = None,
+        hosts: tuple[str, ...] | None = None,
+    ):
         self.service, self._announcement = service, announcement
         self._loop: asyncio.AbstractEventLoop | None = None
         self._was_cut_off = False
         super().__init__(
             uvicorn.Config(
-                create_app(service, api_keys),
+                create_app(service, api_keys, hosts),
                 http=Connection,
                 ws="none",
                 lifespan="on",

@@ -19,13 +19,13 @@ from tests.serve.fake_engine import FakeEngine
 class Served:
     """A running server, its engine and its address."""
 
-    def __init__(self, engine, limits: Limits, api_keys: tuple[str, ...], template: str | None):
+    def __init__(self, engine, limits: Limits, api_keys: tuple[str, ...], template: str | None, hosts=None):
         self.engine, socket = engine, bind("127.0.0.1", 0)
         self.url = url_of(socket)
         self.service = Service(
             engine, engine.tokenizer, engine.max_position, ChatTemplate(engine.tokenizer, template), limits, "micro"
         )
-        self.server = Server(self.service, api_keys)
+        self.server = Server(self.service, api_keys, hosts=hosts)
         self.error: Exception | None = None
         self.thread = threading.Thread(target=self._run, args=(socket,))
         self.thread.start()
@@ -58,8 +58,8 @@ def serve(tokenizer):
     """Start a server with an engine, limits, keys and a chat template; it is stopped at the end of the test."""
     started: list[Served] = []
 
-    def start(limits=Limits(drain=1.0), api_keys=(), template=None, **engine) -> Served:  # noqa: B008
-        started.append(Served(FakeEngine(tokenizer, **engine), limits, api_keys, template))
+    def start(limits=Limits(drain=1.0), api_keys=(), template=None, hosts=None, **engine) -> Served:  # noqa: B008
+        started.append(Served(FakeEngine(tokenizer, **engine), limits, api_keys, template, hosts))
         return started[-1]
 
     yield start

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 import torch
@@ -66,6 +67,10 @@ def test_it_says_what_it_serves(printed):
     )
     assert "no chat template" in printed[1]
     assert re.search(r"^try it at http://127\.0\.0\.1:\d+, ", printed[2])
+
+
+def test_another_sites_name_is_refused(client):
+    assert httpx.get(str(client.base_url.join("/health")), headers={"host": "evil.example"}).status_code == 403
 
 
 def test_the_text_is_that_of_the_engine(client, folder, tokenizer):
