@@ -84,7 +84,7 @@ class Generation(Body):
     stop: Annotated[str, Field(min_length=1)] | Stops | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    ignore_eos: bool = False
+    ignore_eos: bool | None = False
 
     # of no effect: who asks, and how OpenAI accounts and caches
     user: str | None = None
@@ -130,7 +130,7 @@ class Generation(Body):
                 top_k=max(self.top_k or 0, 0),
                 stop=tuple(dict.fromkeys((*own, *stop))),
                 logprobs=logprobs,
-                ignore_eos=self.ignore_eos,
+                ignore_eos=bool(self.ignore_eos),
             )
         except ValueError as error:
             raise ApiError(400, str(error), str(error).split()[0]) from None
@@ -181,7 +181,7 @@ class Message(Body):
     """A message of a conversation; a developer's has the same place as the system's."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
+    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)] | None = None
     name: str | None = None
     tool_call_id: str | None = None
 
@@ -195,6 +195,8 @@ class Message(Body):
 
     @model_validator(mode="after")
     def _is_supported(self) -> Self:
+        if self.content is None and self.role != "assistant":
+            raise ValueError(f"content must be {NEEDED['content']}")
         for field in ("refusal", "reasoning_content", "tool_calls", "function_call", "annotations", "audio"):
             refuse(self, field, getattr(self, field), "empty")
         return self

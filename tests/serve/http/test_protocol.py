@@ -1,6 +1,9 @@
-"""Bodies of which every item is wrong, or that have very many items: little is done before they are refused."""
+"""Bodies: the guide names all fields, and of one with very many wrong items little is done before it is refused."""
 
 import json
+import re
+from dataclasses import fields, is_dataclass
+from pathlib import Path
 
 import pytest
 
@@ -8,8 +11,9 @@ pytest.importorskip("fastapi", reason="octile[serve] is not installed")
 
 from pydantic import ValidationError
 
+from octile.serve.http.config import Limits
 from octile.serve.http.errors import ApiError
-from octile.serve.http.protocol import ChatBody, CompletionBody, parse
+from octile.serve.http.protocol import ChatBody, CompletionBody, Message, StreamOptions, parse
 
 MANY = 5000
 UNKNOWN = {f"field{i}": 0 for i in range(MANY)}
@@ -66,3 +70,20 @@ def test_a_body_with_very_many_errors_is_refused_for_the_first(body, message):
 def test_as_many_tokens_as_a_context_has_are_one_prompt():
     form, fields = completion(prompt=[5] * 160_000)
     assert parse(form, json.dumps(fields).encode()).prompts == [[5] * 160_000]
+
+
+@pytest.mark.parametrize("form", [CompletionBody, ChatBody, Message, StreamOptions, Limits])
+def test_every_field_and_limit_is_in_the_guide(form):
+    guide = (Path(__file__).parents[3] / "docs/http_server.md").read_text(encoding="utf-8")
+    names = [field.name for field in fields(form)] if is_dataclass(form) else list(form.model_fields)
+    shown = {name: f"--limits.{name.replace('_', '-')}" if form is Limits else name for name in names}
+    assert [name for name, text in shown.items() if not re.search(rf"[`.]{text}[`.]", guide)] == []
+
+
+def test_null_is_accepted_wherever_a_field_has_a_default():
+    for form, needed in (
+        (CompletionBody, {"prompt": "a"}),
+        (ChatBody, {"messages": [{"role": "user", "content": "a"}]}),
+    ):
+        nulls = {name: None for name, field in form.model_fields.items() if not field.is_required()}
+        parse(form, json.dumps({"model": "micro", **needed, **nulls}).encode())

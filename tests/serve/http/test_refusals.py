@@ -86,6 +86,12 @@ def test_a_body_that_is_no_json_object(served, body, message):
          "messages.0.content must be a text, or a list of parts of type text"),
         ("chat/completions", {**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
          "messages.0.content", "messages.0.content must be a text, or a list of parts of type text"),
+        ("chat/completions", {**CHAT, "messages": [{"role": "user"}]}, "messages.0.content",
+         "messages.0.content must be a text, or a list of parts of type text"),
+        ("chat/completions", {**CHAT, "messages": [{"role": "system", "content": None}]}, "messages.0.content",
+         "messages.0.content must be a text, or a list of parts of type text"),
+        ("chat/completions", {**CHAT, "messages": [{"role": "user", "content": []}]}, "messages.0.content",
+         "messages.0.content must be a text, or a list of parts of type text"),
         ("chat/completions", {**CHAT, "messages": [ANSWER | {"refusal": "No."}]}, "messages.0.refusal",
          "messages.0.refusal must be empty, not 'No.'"),
         ("chat/completions", {**CHAT, "messages": [ANSWER | {"tool_calls": [{}]}]}, "messages.0.tool_calls",
@@ -217,6 +223,25 @@ def test_api_keys(serve, given, status):
         assert error_of(response, 401)["code"] == "invalid_api_key"
         assert error_of(httpx.get(f"{served.url}/v1/models", headers=headers), 401)
     assert httpx.get(f"{served.url}/health").status_code == 200
+
+
+@pytest.mark.parametrize("path", ["health", "v1/completions", ""])
+def test_another_sites_name_is_refused_where_only_this_machine_reaches_the_server(serve, path):
+    served = serve(hosts=("mybox",))
+
+    def status(host: str) -> int:
+        return httpx.get(f"{served.url}/{path}", headers={"host": host}).status_code
+
+    right = 405 if path == "v1/completions" else 200
+    names = ["localhost:8000", "LOCALHOST", "a.localhost", "127.0.0.1:1", "[::1]:8000", "10.0.0.1", "mybox:80"]
+    assert [status(host) for host in names] == [right] * len(names)
+    assert [status(host) for host in ("evil.example", "evil.example:8000", "localhost.evil.example", "")] == [403] * 4
+    error = error_of(httpx.get(f"{served.url}/health", headers={"host": "evil.example"}), 403)
+    assert "host 'evil.example' is refused: without an API key" in error["message"]
+
+
+def test_any_name_is_answered_where_others_reach_the_server(serve):
+    assert httpx.get(f"{serve().url}/health", headers={"host": "any.example"}).status_code == 200
 
 
 def test_a_request_with_more_choices_than_the_server_takes(serve):
