@@ -37,7 +37,7 @@ from octile.ops.norm import rms_norm, rms_norm_quantize
 from octile.ops.paged_attention import paged_attention
 from octile.ops.permute import permute, unpermute
 from octile.ops.quantize import quantize
-from octile.ops.rope import rotate_
+from octile.ops.rope import latent_keys, rotate_
 from octile.ops.routing_plan import count_tokens, routing_plan
 from octile.ops.row_invariant import row_invariant_matmul_nt
 from octile.ops.swiglu import swiglu, swiglu_quantize
@@ -114,6 +114,7 @@ class Forward:
         weights: of the model.
         cache: the layers' pages; that of multi-token prediction is the last.
         cos, sin: [max_position, R/2] float32, of all positions.
+        unrotated: cosines and sines [1, R/2] of no angle.
         softmax_scale: of attention.
         batch_invariant: see the head of this file.
         expert_load: counts the tokens of each expert; None: nothing does.
@@ -123,6 +124,7 @@ class Forward:
     cache: LatentPages
     cos: Tensor
     sin: Tensor
+    unrotated: tuple[Tensor, Tensor]
     softmax_scale: float
     batch_invariant: bool
     expert_load: ExpertLoad | None
@@ -139,9 +141,10 @@ class Forward:
         """Make a model's forward pass for positions below max_position."""
         c = weights.config
         rope = rope_of(c)
-        cos_sin = rope.cos_sin(torch.arange(max_position, device=weights.device))
+        cos, sin = rope.cos_sin(torch.arange(max_position, device=weights.device))
+        unrotated = torch.ones_like(cos[:1]), torch.zeros_like(sin[:1])
         scale = rope.softmax_factor * c.qk_head_dim**-0.5
-        return cls(weights, cache, *cos_sin, scale, batch_invariant, expert_load)
+        return cls(weights, cache, cos, sin, unrotated, scale, batch_invariant, expert_load)
 
     def hidden(self, step: Step) -> Tensor:
         """Compute what the head reads, [T, D], and write the rows' latents of all layers but the prediction layer."""
@@ -195,8 +198,7 @@ class Forward:
         if w.q_up is not None:
             assert w.q_norm is not None
             q_TX = self._nt(self._norm(q_TX, w.q_norm, *_reads(w.q_up), eps=NORM_EPS), w.q_up)
-        q_THX = q_TX.unflatten(-1, (c.num_attention_heads, -1)).contiguous()
-        rope_TR = rope_TR.contiguous()
+        q_THX = q_TX.unflatten(-1, (c.num_attention_heads, -1))
         rotate_(q_THX[None], *cos_sin)
         rotate_(rope_TR[None, :, None], *cos_sin)
         latent_TC, _ = rms_norm(latent_TC, w.kv_norm, NORM_EPS)
@@ -270,8 +272,9 @@ class Forward:
         c = self.weights.config
         latent_LC, rope_LR = self.cache.read(layer, slots_L, self.weights.dtype)
         kv_LHY = self._nt(self._rows(latent_LC, w.kv_up), w.kv_up).unflatten(-1, (c.num_attention_heads, -1))
-        k_LHN, v_LHV = kv_LHY.split([c.qk_nope_head_dim, c.v_head_dim], dim=-1)
-        return torch.cat((k_LHN, rope_LR[:, None].expand(-1, k_LHN.shape[1], -1)), dim=-1), v_LHV
+        cos, sin = (t.expand(len(rope_LR), -1) for t in self.unrotated)  # what is cached is rotated
+        k_LHX = latent_keys(kv_LHY[None], rope_LR[None], cos, sin, c.qk_nope_head_dim)[0]
+        return k_LHX, kv_LHY[..., c.qk_nope_head_dim :]
 
     def _mlp(self, x: Rows, w: MLPWeights) -> Tensor:
         gate_TI, up_TI = self._projections(x, w.x)
