@@ -1,10 +1,10 @@
 """The speed of the engine alone, without HTTP: a model of a published shape with random FP8 weights on a GPU.
 
-decode     steps in which every request has one row, after prompts of 1,024 tokens: the step, the model's CUDA graph
-           in it, and the overhead of the engine, which is the rest (scheduler, sampling, text)
+decode     steps in which every request has one row, after prompts of 1,024 tokens: the step, the model's forward pass
+           alone as a CUDA graph, and the overhead of the engine, which is the rest (scheduler, sampling, text)
 prefill    8 prompts of 1,024 tokens in one pass: the FLOPs of the layers' GEMMs per second, as a share of the GPU's
            FP8 peak
-peer       transformers' `generate` with the same shape in BF16, where transformers is installed
+peer       transformers' `generate` with the same shape in BF16 and its dynamic cache, where transformers is installed
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from octile.bench.goals import DECODE_256, OVERHEAD, PREFILL, SHARE_OF_PEAK
 from octile.bench.rows import Row, compare
 from octile.checkpoint.fp8_layout import is_stored_in_fp8
-from octile.formats import BLOCK
+from octile.formats import BLOCK, E4M3
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.models.flops import bf16_peak, multiply_adds
@@ -47,6 +47,7 @@ class Shape:
         name: of the model.
         config: of the model.
         batches: numbers of requests that decode.
+        peer_batches: those of them that transformers decodes, too.
         prompt: tokens of each prompt.
         prefill: prompts of the prefill pass.
         steps: decode steps that are timed.
@@ -55,6 +56,7 @@ class Shape:
     name: str
     config: ModelConfig
     batches: Sequence[int] = (1, 32, 256)
+    peer_batches: Sequence[int] = (1, 32)
     prompt: int = 1024
     prefill: int = 8
     steps: int = 32
@@ -66,17 +68,15 @@ V2_LITE = Shape("V2-Lite shape", ModelConfig.v2_lite_16b())
 def rows(shape: Shape, device: torch.device) -> Iterator[Row]:
     """Yield the speed of decode and prefill, decode vs. transformers."""
     weights = random_weights(shape.config, device)
-    pages = 1 + -(-(shape.prompt + 2 * shape.steps) // ModelRunner.page_size)  # the engine admits with one to spare
+    pages = 1 + -(-(shape.prompt + _new_tokens(shape)) // ModelRunner.page_size)  # the engine admits with one to spare
     runner = ModelRunner(weights, max(shape.batches) * pages, max_batch=max(shape.batches))
     speeds = {}
     for batch in shape.batches:
-        seconds = median(_step_seconds(runner, shape, batch))
+        seconds, model = _step_seconds(runner, shape, batch)
         case = decode_case(shape, batch)
         speeds[batch] = batch / seconds
         yield Row(case, "step", 1e3 * seconds, "ms")
-        if runner.graphs is not None:
-            size = next(size for size in runner.graphs.sizes if size >= batch)
-            model = _gpu_seconds(runner.graphs.captured[size][0].replay)
+        if model is not None:
             yield Row(case, "the model's CUDA graph", 1e3 * model, "ms")
             yield Row(case, OVERHEAD, 1e3 * (seconds - model), "ms")
     yield from _prefill(runner, shape)
@@ -111,26 +111,44 @@ def random_weights(config: ModelConfig, device: torch.device) -> ServedWeights:
         if not is_stored_in_fp8(name, shape):
             return values * 0.02
         scale = torch.full([-(-n // side) for n, side in zip(shape, BLOCK, strict=True)], 2.0**-12, device=device)
-        return ScaledTensor((values * 100).to(torch.float8_e4m3fn), scale, BLOCK)  # a deviation of 0.024
+        values = (100 * values).clamp_(-E4M3.max, E4M3.max)  # torch casts larger ones to NaN
+        return ScaledTensor(values.to(torch.float8_e4m3fn), scale, BLOCK)  # a deviation of 0.024
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     return assemble(config, dtype, True, read)
 
 
-def _step_seconds(runner: ModelRunner, shape: Shape, batch: int) -> list[float]:
-    """The wall-clock time of each step in which a batch of requests decodes."""
+def _step_seconds(runner: ModelRunner, shape: Shape, batch: int) -> tuple[float, float | None]:
+    """The wall-clock time of a step in which a batch of requests decodes, and on a GPU that of the model in it."""
     tokenizer = Tokenizer.train([], MIN_VOCAB_SIZE)
-    engine = Engine(runner, tokenizer, EngineConfig(max_batch=batch, max_step_tokens=max(batch, 8 * shape.prompt)))
-    chosen, new_tokens = random.Random(batch), 2 * shape.steps
+    most_tokens = max(batch, shape.prefill * shape.prompt)
+    engine = Engine(runner, tokenizer, EngineConfig(max_batch=batch, max_step_tokens=most_tokens))
+    chosen = random.Random(batch)
     for i in range(batch):
         prompt = chosen.choices(range(shape.config.vocab_size), k=shape.prompt)
-        engine.add(prompt, Sampling(max_new_tokens=new_tokens, temperature=1.0, seed=i, ignore_eos=True))
+        engine.add(prompt, Sampling(max_new_tokens=_new_tokens(shape), temperature=1.0, seed=i, ignore_eos=True))
     while len(engine.step()) < batch:
         if not engine.has_work:
             raise RuntimeError(f"the {batch} requests did not decode at the same time: {engine.stats()}")
-    times = [_wall_seconds(engine.step) for _ in range(shape.steps)]
+    seconds = median(_wall_seconds(engine.step) for _ in range(shape.steps))
+    model = None
+    if runner.graphs is not None:
+        most, runner.max_ahead = (
+            runner.max_ahead,
+            0,
+        )  # steps that are not launched ahead have a graph of the model alone
+        for _ in range(2):
+            engine.step()
+        size = next(size for size in runner.graphs.sizes if size >= batch)
+        model = _gpu_seconds(runner.graphs.captured[size][0].replay)
+        runner.max_ahead = most
     engine.close()
-    return times
+    return seconds, model
+
+
+def _new_tokens(shape: Shape) -> int:
+    """The tokens of a request, which still decodes when the last prompts have been read and the steps are timed."""
+    return 2 + 2 * shape.steps + -(-max(shape.batches) // shape.prefill)
 
 
 def _prefill(runner: ModelRunner, shape: Shape) -> Iterator[Row]:
@@ -155,7 +173,7 @@ def _prefill(runner: ModelRunner, shape: Shape) -> Iterator[Row]:
 
 
 def _transformers_speeds(shape: Shape, device: torch.device) -> dict[int, float]:
-    """Tokens per second that transformers' `generate` decodes in BF16, of batches that fit into memory."""
+    """Tokens per second that transformers' `generate` decodes in BF16."""
     import transformers
 
     settings = shape.config.to_hf()
@@ -163,7 +181,7 @@ def _transformers_speeds(shape: Shape, device: torch.device) -> dict[int, float]
     with device:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     speeds = {}
-    for batch in shape.batches:
+    for batch in shape.peer_batches:
         prompts = torch.randint(shape.config.vocab_size, (batch, shape.prompt), device=device)
 
         def generate(new_tokens: int, prompts: torch.Tensor = prompts) -> None:
@@ -173,11 +191,8 @@ def _transformers_speeds(shape: Shape, device: torch.device) -> dict[int, float]
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
 
-        try:
-            generate(2)
-            first, all_of_them = (_wall_seconds(lambda n=n: generate(n)) for n in (1, 1 + shape.steps))  # type: ignore
-        except torch.cuda.OutOfMemoryError:
-            break
+        generate(2)
+        first, all_of_them = (_wall_seconds(lambda n=n: generate(n)) for n in (1, 1 + shape.steps))  # type: ignore
         speeds[batch] = batch * shape.steps / (all_of_them - first)
     return speeds
 
