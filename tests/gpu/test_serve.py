@@ -121,11 +121,14 @@ def test_attention_to_all_keys_has_the_references_values(dtype: torch.dtype, n_r
     torch.testing.assert_close(o, expected, rtol=2**-7, atol=atol)
 
 
-def test_drafts_are_the_models():
-    model = make("small", fp8=False).cuda()
+def test_drafts_are_as_near_to_those_of_fp32_as_the_models():
+    model = make("small", fp8=False)
     tokens = text(100, vocab_size=model.config.vocab_size)
+    exact = DeepseekV3(MODELS["small"]).eval()
+    exact.load_state_dict(model.state_dict())
     with torch.no_grad():
-        _, expected = model.with_drafts(torch.tensor([tokens], device="cuda"))
+        expected = exact.with_drafts(torch.tensor([tokens]))[1][0]
+        own = model.cuda().with_drafts(torch.tensor([tokens], device="cuda"))[1][0].float().cpu()
     runner = ModelRunner(model, N_PAGES, max_batch=16)
     texts, drafts = Texts(runner, [tokens]), []
     for size in (63, 1, 2, 33):
@@ -133,7 +136,7 @@ def test_drafts_are_the_models():
         hidden = texts.run(size).hidden
         chunk = Chunk(tokens[start + 1 : start + size + 1], start, texts.pages[0], size)
         drafts.append(runner.draft(Batch([chunk]), hidden).logits.clone())  # a graph's results last until the next call
-    assert error(torch.cat(drafts), expected[0].float()) < 0.02
+    assert error(torch.cat(drafts).cpu(), expected) < 1.1 * error(own, expected)
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.uint8])
