@@ -284,8 +284,8 @@ STORED = {  # torchrun's environment, and options: the message about a run to re
         {"WORLD_SIZE": "2"},
         ["--parallel.pp=1", "--parallel.dp=2"],
         "--batch-size 4 must be divisible by --micro-batches 4 × --parallel.dp 2: use --batch-size 8 or "
-        "--micro-batches 2 (see octile train --help); --batch-size and --micro-batches are those of the run, of which only "
-        "--micro-batches may change",
+        "--micro-batches 2 (see octile train --help); --batch-size and --micro-batches are those of the run, of which "
+        "only --micro-batches may change",
     ),
     "all may change": (
         {},
