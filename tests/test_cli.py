@@ -468,7 +468,7 @@ def test_generate_from_a_folder_that_is_not_there(capsys, tmp_path):
 def test_generate_with_a_prompt_longer_than_the_context(capsys, hf_folder):
     code, out, err = call(capsys, "generate", str(hf_folder), "--prompt", "def " * 200)
     assert (code, out) == (2, "")  # nothing of the prompt before it
-    assert "exceed the model's context of 128" in err
+    assert "exceed the context of 128" in err
 
 
 def test_generate_no_token(capsys, hf_folder):
@@ -517,7 +517,7 @@ def test_generate_with_the_tokenizer_of_another_model(capsys, hf_folder, tmp_pat
 
 @pytest.mark.parametrize(("is_terminal", "shown"), [(True, r"a\x1b[31m\x07b"), (False, "a\x1b[31m\x07b")])
 def test_control_characters_are_escaped_on_a_terminal_only(capsys, hf_folder, monkeypatch, is_terminal, shown):
-    monkeypatch.setattr("octile.serve.generate.generate_text", lambda *_: iter(["\x1b[31m", "\x07b"]))
+    monkeypatch.setattr("octile.serve.generate._generate", lambda *_: iter(["\x1b[31m", "\x07b"]))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
     code, out, _ = call(capsys, "generate", str(hf_folder), "--prompt", "a", "--max-new-tokens", "2")
     assert (code, out) == (0, shown + "\n")

@@ -113,7 +113,7 @@ class Runner(Protocol):
     Attributes:
         page_size: positions per page.
         n_pages: pages of the cache, numbered from 0.
-        max_position: positions that the model can read, its context.
+        max_position: positions of a request at most: the model's context, or what the cache has place for.
         vocab_size: V.
         can_draft: whether the model has a multi-token prediction layer.
         device: where the logits are.

@@ -100,11 +100,6 @@ class Engine:
                 context or the cache together with the new tokens.
         """
         check_prompt(prompt, sampling, self._runner.vocab_size, self._runner.max_position)
-        places = self._runner.n_pages * self._runner.page_size
-        if len(prompt) + sampling.max_new_tokens > places:
-            raise ValueError(
-                f"{_lengths(prompt, sampling)}: together they must not exceed the {places} positions of the cache"
-            )
 
     def cancel(self, request_id: int) -> bool:
         """End a request now and free its pages; no output follows. Say whether it was there: it may have ended."""
@@ -333,7 +328,8 @@ def check_prompt(prompt: Sequence[int], sampling: Sampling, vocab_size: int, con
             )
     if len(prompt) + sampling.max_new_tokens > context:
         raise ValueError(
-            f"{_lengths(prompt, sampling)}: together they must not exceed the model's context of {context}"
+            f"prompt has {format_count(len(prompt), 'token')} and max_new_tokens is {sampling.max_new_tokens}: "
+            f"together they must not exceed the context of {context}, the model's or what the cache has place for"
         )
 
 
@@ -350,10 +346,6 @@ def _decodes_ahead(request: Request) -> bool:
         and sampling.logprobs is None
         and (not sampling.temperature or (sampling.top_p == 1 and not sampling.top_k))
     )
-
-
-def _lengths(prompt: Sequence[int], sampling: Sampling) -> str:
-    return f"prompt has {format_count(len(prompt), 'token')} and max_new_tokens is {sampling.max_new_tokens}"
 
 
 def _describe(error: Exception) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.serve.config import EngineConfig
 from octile.serve.engine import NAN_LOGITS, Engine, check_prompt
@@ -35,12 +36,10 @@ def generate_from(
         ValueError: a file is damaged, the prompt is no Unicode text or too long for the model's context, or the
             tokenizer is that of another model. The last three are raised before weights are read.
     """
-    check_text("prompt", prompt)
     opened = Folder.open(folder)
-    tokens = [opened.tokenizer.begin, *opened.tokenizer.encode(prompt)]
-    check_prompt(tokens, sampling, opened.model.vocab_size, opened.model.max_position_embeddings)
+    tokens = _encode(prompt, opened.tokenizer, opened.model, sampling)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return generate_text(opened.read_weights(device), opened.tokenizer, prompt, sampling)
+    return _generate(opened.read_weights(device), opened.tokenizer, tokens, sampling)
 
 
 def generate_text(
@@ -49,11 +48,25 @@ def generate_text(
     """Generate the continuation of a prompt, as pieces of text when they are complete.
 
     Raises:
-        ValueError: prompt and new tokens exceed the model's context.
+        ValueError: the prompt is no Unicode text, prompt and new tokens exceed the model's context, or the tokenizer is
+            that of another model.
         FloatingPointError: a logit is NaN, because a weight is damaged or the training diverged.
     """
+    return _generate(model, tokenizer, _encode(prompt, tokenizer, model.config, sampling), sampling)
+
+
+def _encode(prompt: str, tokenizer: Tokenizer, model: ModelConfig, sampling: Sampling) -> list[int]:
+    """Return the tokens of a prompt that the model can continue, the begin-of-text token first."""
+    check_text("prompt", prompt)
     tokens = [tokenizer.begin, *tokenizer.encode(prompt)]
-    check_prompt(tokens, sampling, model.config.vocab_size, model.config.max_position_embeddings)
+    check_prompt(tokens, sampling, model.vocab_size, model.max_position_embeddings)
+    return tokens
+
+
+def _generate(
+    model: DeepseekV3 | ServedWeights, tokenizer: Tokenizer, tokens: list[int], sampling: Sampling
+) -> Iterator[str]:
+    """Generate the continuation of tokens, as pieces of text when they are complete."""
     n_pages = -(-(len(tokens) + sampling.max_new_tokens) // ModelRunner.page_size)
     engine = Engine(ModelRunner(model, n_pages, max_batch=1), tokenizer, EngineConfig(max_batch=1))
     engine.add(tokens, sampling)

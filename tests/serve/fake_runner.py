@@ -23,7 +23,7 @@ class FakeRunner:
         self, n_pages=64, page_size=4, vocab_size=320, max_position=10_000, scale=1.0, max_ahead=0, n_drafts=0
     ):
         self.n_pages, self.page_size = n_pages, page_size
-        self.vocab_size, self.max_position, self.scale = vocab_size, max_position, scale
+        self.vocab_size, self.max_position, self.scale = vocab_size, min(max_position, n_pages * page_size), scale
         self.pages = [[EMPTY] * page_size for _ in range(n_pages)]
         self.draft_pages = [[EMPTY] * page_size for _ in range(n_pages)]
         self.batches: list[Batch] = []
