@@ -16,7 +16,6 @@ from octile.ops.row_invariant import row_invariant_matmul_nt
 from octile.serve import step_inputs
 from octile.serve.batch import Batch, Chunk
 from octile.serve.model_runner import ModelRunner
-from octile.serve.step_inputs import CONTEXT_POSITIONS
 from tests.ops.paged_caches import new_cache, random_rows
 from tests.serve.models import Texts, text
 
@@ -103,11 +102,18 @@ def test_a_batch_invariant_runner_has_the_same_bits_however_texts_are_read(name:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_one_chunk_of_a_long_text_attends_in_parts(monkeypatch: pytest.MonkeyPatch, name: str):
-    model, tokens, logits = make(name, fp8=False).cuda(), text(2000, vocab_size=MODELS[name].vocab_size), []
-    for positions in (CONTEXT_POSITIONS, 500):
-        monkeypatch.setattr(step_inputs, "CONTEXT_POSITIONS", positions)
-        logits.append(Texts(ModelRunner(model, N_PAGES), [tokens]).run(1700).run(300).logits[0][1700:])
-    assert error(logits[1], logits[0]) < 0.01
+    """Without experts, which a gate may choose otherwise where a sum is rounded otherwise."""
+    config = replace(MODELS[name], first_k_dense_replace=MODELS[name].num_hidden_layers, num_nextn_predict_layers=0)
+    model, exact = DeepseekV3(config).to(torch.bfloat16).cuda().eval(), DeepseekV3(config).eval()
+    exact.load_state_dict(model.state_dict())
+    tokens = text(2000, vocab_size=config.vocab_size)
+
+    def logits(read: DeepseekV3) -> Tensor:
+        return Texts(ModelRunner(read, N_PAGES), [tokens]).run(1700).run(300).logits[0]
+
+    whole, expected = logits(model), logits(exact)
+    monkeypatch.setattr(step_inputs, "CONTEXT_POSITIONS", 500)
+    assert error(logits(model), expected) < 1.1 * error(whole, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
