@@ -86,6 +86,24 @@ def test_the_browser_shows_speed_cache_and_acceptance_and_stops(serve, open_page
     sync_api.expect(page.locator("#requests")).to_have_text("0, 0")
 
 
+@pytest.mark.parametrize("mode", ["chat", "text"])
+def test_what_is_cleared_while_it_is_written_leaves_nothing(serve, open_page, mode):
+    served = serve(step_seconds=0.01)
+    page = open_page(served)
+    page.get_by_label("mode").select_option(mode)
+    page.get_by_label("new tokens").fill("4000")
+    send(page, "alpha")
+    sync_api.expect(page.locator(".message").last).to_contain_text("alpha")
+    wait_until(lambda: served.engine.requests)
+    page.get_by_role("button", name="Clear").click()
+    wait_until(served.is_idle)
+    page.get_by_label("new tokens").fill("30")
+    send(page, "omega")
+    sync_api.expect(page.locator(".facts")).to_contain_text("30 tokens")
+    assert "alpha" not in page.locator("#messages").inner_text()
+    assert page.locator(".facts").count() == 1
+
+
 def test_an_error_is_shown_in_the_browser(serve, open_page):
     page = open_page(serve(Limits(new_tokens=10)))
     send(page, "a")
@@ -108,6 +126,19 @@ def test_an_empty_number_of_new_tokens_is_the_rest_of_the_context(serve, open_pa
     page.get_by_label("temperature").fill("")
     send(page, "a")
     sync_api.expect(page.locator(".facts")).to_contain_text("limit of tokens")
+
+
+@pytest.mark.parametrize("width", [320, 390, 1280])
+def test_controls_of_a_row_are_in_line_and_show_their_text(serve, open_page, width):
+    page = open_page(serve(), viewport={"width": width, "height": 844})
+    page.get_by_label("mode").select_option("text")
+    boxes = [label.bounding_box() for label in page.locator("label").all()]
+    heights = {box["height"] for box in boxes}
+    assert len(heights) == 1, "controls that end in line begin in line, too"
+    clipped = """[...document.querySelectorAll("label, select, button, dt, dd")]
+        .filter(element => element.scrollWidth > element.clientWidth).map(element => element.textContent)"""
+    assert page.evaluate(clipped) == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
 def test_a_key_is_asked_for_in_the_browser(serve, open_page):
