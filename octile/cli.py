@@ -718,14 +718,10 @@ def _fail(message: str, code: int) -> NoReturn:
     if not _is_one_of_several():
         print(f"octile: {line}", file=sys.stderr)
         sys.exit(code)
-    from octile.parallel.ranks import end, reports_failure
+    from octile.parallel.ranks import fail
 
     with termination_ignored():  # torchrun sends SIGTERM when another rank has ended, while this one waits to report
-        if reports_failure(line):
-            own = f"rank {_rank()}"
-            names = not _rank() or line.startswith(f"{own} ")
-            sys.stderr.write(f"octile: {'' if names else f'{own}: '}{line}\n")  # in one: others write, too
-        end(code)
+        fail(line, code)
 
 
 def _terminated() -> str:

@@ -3,7 +3,9 @@
     join           make the process group; NCCL on GPUs, gloo on a CPU
     from_first     rank 0 works, for any time, and all ranks get the result or the exception
     at, begin      tell the others where this rank is, and what it does there, which messages about a lost rank quote
-    reports_failure    decides which rank prints a failure, so that it is printed once
+    fail           print a failure, on one of the ranks, and end the process
+
+A host that waits for its GPU, which waits for another rank, raises nothing: a thread ends the process then.
 
 Objects and positions go through torchrun's key-value store, which outlives the ranks, not through the process group.
 """
@@ -14,6 +16,8 @@ import gc
 import os
 import pickle
 import sys
+import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -30,6 +34,7 @@ T = TypeVar("T")
 FOREVER = timedelta(days=365)  # for work of rank 0 whose time nobody knows, such as preparing the data
 PATIENCE = timedelta(seconds=3)  # for rank 0 to report the failure that another rank has, too
 MAX_PATIENCE = timedelta(seconds=60)  # if it has announced one
+POLL, GRACE = 1.0, 3.0  # seconds between two looks at NCCL, and for the failing rank to report what they find itself
 FAILURE, FAILING, POSITION = "failure", "failing", "position"  # keys of the store
 
 
@@ -150,6 +155,7 @@ class Ranks:
 
 
 _joined: Ranks | None = None
+_is_failing = False  # whether this rank reports a failure
 
 
 def count_ranks() -> int:
@@ -180,7 +186,34 @@ def join(device: torch.device, timeout: float) -> Ranks:
         device_id=device if on_gpu else None,
         pg_options=_nccl_options() if on_gpu else None,
     )
+    if on_gpu:
+        threading.Thread(target=_watch, args=(ranks, lambda: _nccl_errors(device)), daemon=True).start()
     return ranks
+
+
+def _watch(ranks: Ranks, errors: Callable[[], set[str]]) -> None:
+    """End this process when NCCL has waited too long for another rank, or has lost it, while the ranks are joined.
+
+    torch's own thread writes this to its log, and ends the process minutes later.
+
+    Args:
+        ranks: that have joined.
+        errors: returns the names of NCCL's errors.
+    """
+    while not (found := errors()):
+        time.sleep(POLL)
+        if _joined is not ranks:
+            return
+    time.sleep(GRACE)
+    if _joined is ranks and not _is_failing:
+        error = explain(TimeoutError("timed out") if "TIMEOUT" in found else dist.DistError("NCCL"))
+        fail(str(error), RanksError.exit_code)
+
+
+def _nccl_errors(device: torch.device) -> set[str]:
+    """The errors of all groups' communicators that torch has noticed: TIMEOUT, COMM_ERROR, REMOTE_ERROR."""
+    groups = [group for group, (backend, _) in [*dist.distributed_c10d._world.pg_map.items()] if "nccl" in backend]
+    return {group._get_backend(device).get_error().name for group in groups} - {"SUCCESS"}
 
 
 def _nccl_options() -> Any:
@@ -223,12 +256,22 @@ class RanksError(Exception):
     exit_code = 1
 
 
+def fail(message: str, code: int) -> NoReturn:
+    """Print the failure that ends this rank, if no other rank prints one, and end the process."""
+    if reports_failure(message):
+        own = f"rank {_own_rank()}"
+        names = not _own_rank() or message.startswith(f"{own} ")
+        sys.stderr.write(f"octile: {'' if names else f'{own}: '}{message}\n")  # in one: others write, too
+    end(code)
+
+
 def reports_failure(message: str) -> bool:
     """Whether this rank must print the failure that ends it: the first to ask does, rank 0 before the others.
 
     The same failure on all ranks is printed by rank 0. A rank that fails because another one has failed is silent.
     """
-    rank = int(os.environ.get("RANK") or 0)
+    global _is_failing
+    _is_failing, rank = True, _own_rank()
     try:
         store = _joined.store if _joined is not None else dist.PrefixStore("octile", _rendezvous(PATIENCE)[0])
         assert store is not None
@@ -239,6 +282,10 @@ def reports_failure(message: str) -> bool:
         return store.compare_set(FAILURE, "", own).decode() == own
     except Exception:  # without torchrun's store nobody knows what the others have printed
         return True
+
+
+def _own_rank() -> int:
+    return int(os.environ.get("RANK") or 0)
 
 
 def end(code: int) -> NoReturn:

@@ -347,6 +347,7 @@ class Trainer:
         launched = [self._unread.popleft() for _ in range(len(self._unread) - leave)]
         if not launched:
             return
+        self.ranks.begin(f"results of step {launched[0].number}")
         values = [self._results.pop() for _ in launched]
         if not leave:
             self.gather_weights()

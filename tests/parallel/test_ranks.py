@@ -133,6 +133,50 @@ def test_a_rank_waits_longer_for_rank_0_if_that_has_announced_its_report(two, mo
         assert waiting.result() is False
 
 
+@pytest.fixture
+def ended(two, monkeypatch) -> list[int]:
+    """The exit codes of this process, rank 0 of two, which ends at once when it waits for the other one."""
+    codes: list[int] = []
+    become(monkeypatch, two[0])
+    monkeypatch.setattr(module, "_is_failing", False)
+    monkeypatch.setattr(module, "POLL", 0.0)
+    monkeypatch.setattr(module, "GRACE", 0.0)
+    monkeypatch.setattr(module, "end", codes.append)
+    two[0].at("step 4")
+    two[0].begin("sum of the losses")
+    two[1].at("step 3")
+    return codes
+
+
+@pytest.mark.parametrize(
+    ("error", "what"),
+    [
+        ("TIMEOUT", "waited 7 s for the other ranks"),
+        ("COMM_ERROR", "lost the connection to another rank, which has ended"),
+    ],
+)
+def test_a_gpu_that_waits_for_another_rank_ends_the_process_with_a_line(two, ended, capfd, error, what):
+    errors = iter([set(), {error}])
+    module._watch(two[0], lambda: next(errors))
+    assert ended == [1]
+    assert capfd.readouterr().err == (
+        f"octile: rank 0 {what}, at step 4: sum of the losses; last seen: rank 1 at step 3\n"
+    )
+
+
+def test_a_rank_that_reports_its_failure_itself_is_not_ended_before(two, ended, capfd):
+    assert reports_failure("the disk is full")
+    module._watch(two[0], lambda: {"TIMEOUT"})
+    assert ended == []
+    assert capfd.readouterr().err == ""
+
+
+def test_the_watch_ends_with_the_process_group(two, ended, monkeypatch):
+    monkeypatch.setattr(module, "_joined", None)
+    module._watch(two[0], set)
+    assert ended == []
+
+
 def test_what_is_only_in_cycles_is_freed_before_the_process_group(monkeypatch: pytest.MonkeyPatch):
     """NCCL waits forever for communicators whose collectives a CUDA graph has."""
 

@@ -37,6 +37,18 @@ def fail_at(step: int, fail: Callable[[], None]) -> None:
     Trainer._compute = compute_and_fail
 
 
+def fail_before(step: int, fail: Callable[[], None]) -> None:
+    """Let this rank fail before it launches a step."""
+    launch = Trainer.launch
+
+    def fail_and_launch(self):
+        if self.steps_done + 1 == step:
+            fail()
+        launch(self)
+
+    Trainer.launch = fail_and_launch
+
+
 def raise_an_error() -> None:
     raise ValueError("a fault that only this rank has")
 
@@ -56,6 +68,7 @@ FAULTS = {  # the rank that has it, and what it does first
     "error": (1, partial(fail_at, 2, raise_an_error)),
     "killed": (0, partial(fail_at, 3, die)),
     "hang": (1, partial(fail_at, 3, hang)),
+    "hang before a step": (1, partial(fail_before, 3, hang)),
 }
 
 

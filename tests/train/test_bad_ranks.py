@@ -27,7 +27,7 @@ def train(folder: Path, *arguments: str, fault: str = "") -> Ended:
     ranks = begin_ranks(bad_rank.run, (store.port, str(folder), fault, arguments), 2)
     for process in ranks:
         process.join(60)
-        if fault == "hang":
+        if fault.startswith("hang"):
             ranks[1].kill()
     errors = [(folder / f"{rank}.err").read_text().splitlines() for rank in range(2)]
     own = [[line for line in of_rank if line.startswith("octile: ")] for of_rank in errors]
