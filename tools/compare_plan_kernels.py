@@ -10,27 +10,72 @@ import gzip
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from octile.plan.durations import by_kind
-from octile.plan.hardware import read_cluster
-from octile.plan.published import MEASURED, PAIRS, work_on_two
+from octile.plan.hardware import Cluster, read_cluster
+from octile.plan.published import MEASURED, PAIRS, PLAN, work_on_two
+from octile.plan.work import Work
 from octile.train.kernel_records import is_communication
 
-HISTORY = Path(__file__).parents[1] / "benchmarks" / "history"
+ROOT = Path(__file__).parents[1]
 KINDS = {  # of a kernel by its name; the first that matches counts
     "FP8 GEMMs": r"^gemm$",
-    "BF16 GEMMs": r"nvjet|cutlass|splitKreduce|bfloat16_terms|gate_backward_gemm|gate_forward",
+    "BF16 GEMMs": r"nvjet|cutlass|splitKreduce|bfloat16_terms|gate_backward_gemm|^gate$",
     "attention": r"sdpa|convert_dq|dot_do_o",
     "loss": r"cross_entropy",
-    "optimizer": r"adamw|gradient_squares|multi_tensor",
-    "routing": r"permute|gather_kernel<16, int|scatter_gather|count_|place_|choose_experts|balance|sum_blocks|gate_",
-    "quantization and norms": r"^(blocks|tiles|matrices|dequantize)|rms_norm|swiglu|rotate|latent_keys|reduce_kernel",
+    "optimizer": r"adamw|gradient_squares|gradient_norms|multi_tensor|^matrices",  # and weights
+    "routing": r"permute|gather_kernel<16, int|scatter_gather|count_|place_|find_|choose_|balance|sum_blocks|gate_",
+    "quantization and norms": r"^blocks|^tiles|^dequantize|rms_norm|swiglu|rotate|latent_keys|reduce_kernel|partial_",
     "elementwise": r"CUDAFunctor_add|vectorized_gather_kernel|elementwise_kernel|compute_grad_weight|sum_and_scatter",
 }
 PLANNED = {"FP8 weight gradients": "FP8 GEMMs"}  # kinds of the plan that a profile does not tell apart
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel of a profile: its name, its time in µs, its thread blocks."""
+
+    name: str
+    time: float
+    blocks: int
+
+
+@dataclass(frozen=True, eq=False)
+class Profile:
+    """Recorded kernels, and the plan of the same.
+
+    Attributes:
+        title: in print.
+        kernels: without communication.
+        work: all of it, as often as it was done.
+        cluster: on which.
+        others: seconds by kind that the plan has in addition.
+    """
+
+    title: str
+    kernels: Sequence[Kernel]
+    work: Sequence[Work]
+    cluster: Cluster
+    others: Sequence[tuple[str, float]] = ()
+
+    def recorded(self) -> Counter[str]:
+        """The ms of the kernels of each kind."""
+        found: Counter[str] = Counter()
+        for kernel in self.kernels:
+            found[kind_of(kernel.name)] += kernel.time / 1e3  # type: ignore[assignment]
+        return found
+
+    def planned(self) -> Counter[str]:
+        """The plan's ms of each kind."""
+        planned: Counter[str] = Counter()
+        for kind, seconds in (*by_kind(self.work, self.cluster).items(), *self.others):
+            planned[PLANNED.get(kind, kind)] += 1e3 * seconds  # type: ignore[assignment]
+        return planned
 
 
 def kind_of(name: str) -> str:
@@ -38,51 +83,42 @@ def kind_of(name: str) -> str:
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), "others")
 
 
-def milliseconds_by_kind(kernels: Iterable[tuple[str, float]]) -> Counter[str]:
-    """The ms of the kernels of each kind, whose names and µs are given."""
-    found: Counter[str] = Counter()
-    for name, microseconds in kernels:
-        if not is_communication(name):
-            found[kind_of(name)] += microseconds / 1e3  # type: ignore[assignment]
-    return found
+@cache
+def profiles() -> tuple[Profile, ...]:
+    """All recorded profiles: rank 0 of the passes of a pair in sequence, and one step of each recorded run."""
+    return tuple(_profiles())
 
 
-def planned_by_kind(seconds_by_kind: Iterable[tuple[str, float]]) -> Counter[str]:
-    """The plan's ms of each kind."""
-    planned: Counter[str] = Counter()
-    for kind, seconds in seconds_by_kind:
-        planned[PLANNED.get(kind, kind)] += 1e3 * seconds  # type: ignore[assignment]
-    return planned
-
-
-def pair(name: str, file: str) -> tuple[Counter[str], Counter[str]]:
-    """The profile of the passes of a pair in sequence on rank 0, and the plan for them."""
-    events = json.loads(gzip.decompress((HISTORY / "pair" / file).read_bytes()))["traceEvents"]
-    found = milliseconds_by_kind((event["name"], event["dur"]) for event in events if event["ph"] == "X")
+def _profiles() -> Iterator[Profile]:
     cluster = replace(read_cluster("h200_8"), gpus=2)
-    return found, planned_by_kind(by_kind(4 * work_on_two(PAIRS[name][0]), cluster).items())
+    for name, file in (("DeepSeek-V3", "v3"), ("DeepSeek-V2-Lite", "v2_lite")):
+        events = [
+            e for e in _read(f"benchmarks/history/pair/{file}_sequence_0.json.gz")["traceEvents"] if e["ph"] == "X"
+        ]
+        kernels = _computing((event["name"], event["dur"], event["args"].get("grid")) for event in events)
+        yield Profile(f"{name}'s layers on two", kernels, 4 * work_on_two(PAIRS[name][0]), cluster)
+    for run, file in ((MEASURED[1], "medium"), (MEASURED[2], "v3_layers")):
+        events = _read(f"{PLAN}/{file}.json.gz")["profile"]
+        kernels = _computing((name, time, grid) for _, time, grid, name in events)
+        plan = run.plan()
+        parts = [part for stage in plan.stages for part in stage.parts]
+        work = [piece for part in parts for piece in part.work] * plan.layout.micro_batches(plan.cluster)
+        yield Profile(f"a step of {run.name}", kernels, work, plan.cluster, [("optimizer", plan.optimizer)])
 
 
-def step(file: str) -> tuple[Counter[str], Counter[str]]:
-    """The profile of a captured step of `medium`, the last of three, and the plan for it."""
-    events = json.loads(gzip.decompress((HISTORY / "plan" / file).read_bytes()))["profile"]
-    last = events[-len(events) // 3 :]
-    plan = next(run for run in MEASURED if (run.preset, run.gpus) == ("medium", 1)).plan()
-    return milliseconds_by_kind((name, us) for _, us, _, name in last), planned_by_kind(plan.seconds_by_kind.items())
+def _read(path: str) -> Any:
+    return json.loads(gzip.decompress((ROOT / path).read_bytes()))
 
 
-def tables() -> Iterator[tuple[str, Counter[str], Counter[str]]]:
-    """A profile's name, its ms by kind and the plan's, for all profiles."""
-    yield "DeepSeek-V3's layers", *pair("DeepSeek-V3", "v3_sequence_0.json.gz")
-    yield "V2-Lite's layers", *pair("DeepSeek-V2-Lite", "v2_lite_sequence_0.json.gz")
-    if (HISTORY / "plan" / "medium.json.gz").exists():
-        yield "medium", *step("medium.json.gz")
+def _computing(events: Iterable[tuple[str, float, list[int] | None]]) -> list[Kernel]:
+    return [Kernel(name, time, grid[0] if grid else 0) for name, time, grid in events if not is_communication(name)]
 
 
 def main() -> None:
     """Print the tables."""
-    for title, found, planned in tables():
-        print(f"{title}: ms of the profile, of the plan, ratio")
+    for profile in profiles():
+        found, planned = profile.recorded(), profile.planned()
+        print(f"{profile.title}: ms of the profile, of the plan, their ratio")
         for kind in (*KINDS, "others"):
             if found[kind] or planned[kind]:
                 ratio = f"{planned[kind] / found[kind]:.2f}" if found[kind] else "-"

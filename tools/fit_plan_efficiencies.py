@@ -5,12 +5,14 @@
 In octile/plan/efficiencies.toml. GEMMs: the share of the peak, the part of the shorter of computing and loading that is
 not hidden, and the latency, by least squares of the relative error over benchmarks/results/h200_gemm.json; for weight
 gradients without GEMMs of few rows, which are none. Operators: the median over the shapes of
-benchmarks/results/h200_casts.json, of rows of 256 to 1024 and of 7168 channels.
+benchmarks/results/h200_casts.json, of rows of 256 to 1024 and of 7168 channels. What GEMMs reach in steps of what they
+reach alone, and attention: the median over the profiles of `tools.compare_plan_kernels`.
 
 In octile/plan/clusters/h800_2048.toml. GEMMs of DeepSeek-V3's training: least squares over `DEEPSEEK`.
 """
 
 import json
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -18,7 +20,9 @@ from statistics import median
 
 import numpy as np
 
+from octile.plan.durations import seconds
 from octile.plan.hardware import read_cluster, read_efficiencies
+from tools.compare_plan_kernels import kind_of, profiles
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 FORWARD, WEIGHT_GRADIENT = ("FP8", "FP8, grouped", "FP8, masked"), ("FP8 1D1D +=", "FP8, wgrad +=")
@@ -96,6 +100,35 @@ def _errors(
     return estimate / seconds - 1
 
 
+def gemm_slowdown(in_step: float) -> float:
+    """How much longer FP8 GEMMs take in profiles of steps than the formula says: the median over the profiles.
+
+    A GEMM that leaves SMs to an exchange counts with the share of the SMs that it has.
+    """
+    ratios = []
+    for profile in profiles():
+        reached = asdict(read_efficiencies()) | {"gemm_in_step": in_step}
+        cluster = replace(profile.cluster, efficiencies=reached)
+        planned = sum(seconds(work, cluster) for work in profile.work if work.unit in ("fp8_gemm", "fp8_wgrad"))
+        sms = cluster.gpu.multiprocessors
+        found = sum(k.time * min(k.blocks / sms, 1) for k in profile.kernels if kind_of(k.name) == "FP8 GEMMs")
+        ratios.append(found / 1e6 / planned)
+    return median(ratios)
+
+
+def attention_shares(phase: str) -> float:
+    """The share of the BF16 peak that attention reaches in profiles of steps, "forward" or "backward": the median."""
+    shares = []
+    for profile in profiles():
+        work = [work for work in profile.work if work.unit == f"attention_{phase}"]
+        flops = sum(piece.flops * (1 + read_efficiencies().attention_keys / piece.keys) for piece in work)
+        kernels = [
+            k for k in profile.kernels if kind_of(k.name) == "attention" and ("fprop" in k.name) == (phase == "forward")
+        ]
+        shares.append(flops / profile.cluster.gpu.bf16_peak / (sum(k.time for k in kernels) / 1e6))
+    return median(shares)
+
+
 def operator_shares() -> dict[str, float]:
     """The share of the memory bandwidth of each kind of operator."""
     bandwidth = read_cluster("h200_8").gpu.memory_bandwidth
@@ -129,7 +162,10 @@ def main() -> None:
         error = np.abs(errors(*best))
         share, unhidden, latency = best
         print(f"{name} = {share:.3f}, unhidden {unhidden:.2f}, latency {latency:.2e}: mean error {error.mean():.1%}")
-    for name, share in operator_shares().items():
+    in_step = min(np.arange(0.9, 1.001, 0.005), key=lambda share: abs(gemm_slowdown(share) - 1))
+    print(f"gemm_in_step = {in_step:.3f}")
+    shares = {f"attention_{phase}": attention_shares(phase) for phase in ("forward", "backward")}
+    for name, share in (shares | operator_shares()).items():
         print(f"{name} = {share:.3f}")
 
 

@@ -20,13 +20,14 @@ def seconds(work: Work, cluster: Cluster, multiprocessors: int | None = None) ->
     """
     e, gpu = cluster.reached, cluster.gpu
     share = 1 if multiprocessors is None else multiprocessors / gpu.multiprocessors
+    in_step = share * e.gemm_in_step
     copy = work.bytes / (gpu.memory_bandwidth * e.copy)
     if work.unit == "fp8_gemm":
-        compute, unhidden = work.flops / (gpu.fp8_peak * e.fp8_gemm * share), e.fp8_gemm_unhidden
+        compute, unhidden = work.flops / (gpu.fp8_peak * e.fp8_gemm * in_step), e.fp8_gemm_unhidden
     elif work.unit == "fp8_wgrad":
-        compute, unhidden = work.flops / (gpu.fp8_peak * e.fp8_wgrad * share), e.fp8_wgrad_unhidden
+        compute, unhidden = work.flops / (gpu.fp8_peak * e.fp8_wgrad * in_step), e.fp8_wgrad_unhidden
     elif work.unit == "bf16_gemm":
-        compute, unhidden = work.flops / (gpu.bf16_peak * e.bf16_gemm * share), 0.0
+        compute, unhidden = work.flops / (gpu.bf16_peak * e.bf16_gemm * in_step), 0.0
     elif work.unit in ("attention_forward", "attention_backward"):
         flops = work.flops * (1 + e.attention_keys / work.keys)
         return flops / (gpu.bf16_peak * getattr(e, work.unit) * share)

@@ -68,8 +68,8 @@ class Efficiencies:
     deviation of an expert's tokens, of the mean. Latencies are seconds, rates bytes per second. The others are shares:
     of the FP8 peak (fp8_…), of the BF16 peak (bf16_…, attention_…,
     latent_attention), of a link (nvlink, nvlink_collective, …network), of
-    the speed without the other (during_exchange, during_gemm), of an overlapped pair (overlap), or of the memory
-    bandwidth.
+    the speed without the other (during_exchange, during_gemm), of the speed alone (gemm_in_step), of an overlapped pair
+    (overlap), or of the memory bandwidth.
     """
 
     fp8_gemm: Share
@@ -78,6 +78,7 @@ class Efficiencies:
     fp8_wgrad_unhidden: Share
     gemm_latency: Seconds
     bf16_gemm: Share
+    gemm_in_step: Share
     attention_forward: Share
     attention_backward: Share
     attention_keys: Annotated[float, Range(at_least=0)]

@@ -110,7 +110,8 @@ class MeasuredRun:
     """A training run of octile on H200, in FP8.
 
     Attributes:
-        preset, gpus, how: what ran.
+        name, gpus, how: what ran.
+        model: its shape.
         batch_size, micro_batch_size, sequence_length: as in `Layout`.
         ep: ranks over which the experts were spread.
         milliseconds: of a step.
@@ -118,9 +119,10 @@ class MeasuredRun:
         peak: memory in GiB; None: not recorded.
     """
 
-    preset: str
+    name: str
     gpus: int
     how: str
+    model: ModelConfig
     batch_size: int
     micro_batch_size: int
     sequence_length: int
@@ -144,20 +146,35 @@ class MeasuredRun:
             masters="replicated",
             spare_rows=self.ep - 1,
         )
-        return plan_step(PRESETS[self.preset](), layout, replace(read_cluster("h200_8"), gpus=self.gpus))
+        return plan_step(self.model, layout, replace(read_cluster("h200_8"), gpus=self.gpus))
 
 
-TRAIN, RANKS = "benchmarks/results/h200_train.json", "benchmarks/history/ranks"
-MEASURED = (
-    MeasuredRun("small", 1, "", 32, 32, 1024, 1, 39.40, TRAIN, 8.2),
-    MeasuredRun("medium", 1, "", 32, 8, 4096, 1, 939.8, TRAIN, 50.6),
-    MeasuredRun("medium", 2, ", the same tokens per GPU", 64, 8, 4096, 1, 963.5, RANKS, 46.7),
-    MeasuredRun("medium", 2, ", the same batch", 32, 4, 4096, 1, 523.8, RANKS, 35.8),
-    MeasuredRun("medium", 2, ", experts over both, the same tokens per GPU", 64, 8, 4096, 2, 1118.1, RANKS, 42.8),
-    MeasuredRun("medium", 2, ", experts over both, the same batch", 32, 4, 4096, 2, 586.0, RANKS, 29.7),
+V3_LAYERS = replace(  # those of DeepSeek-V3 that one GPU trains
+    PRESETS["v3_671b"](),
+    n_routed_experts=16,
+    vocab_size=4096,
+    num_hidden_layers=2,
+    first_k_dense_replace=0,
+    num_nextn_predict_layers=0,
+    bos_token_id=0,
+    eos_token_id=1,
+    rope_scaling=None,
+    max_position_embeddings=4096,
 )
-
-
+SMALL, MEDIUM = PRESETS["small"](), PRESETS["medium"]()
+TRAIN, RANKS, PLAN = "benchmarks/results/h200_train.json", "benchmarks/history/ranks", "benchmarks/history/plan"
+SPREAD = ", experts over both, "
+MEASURED = (
+    MeasuredRun("small", 1, "", SMALL, 32, 32, 1024, 1, 39.40, TRAIN, 8.2),
+    MeasuredRun("medium", 1, "", MEDIUM, 32, 8, 4096, 1, 939.8, TRAIN, 50.6),
+    MeasuredRun("2 layers of DeepSeek-V3 with 16 experts", 1, "", V3_LAYERS, 4, 1, 4096, 1, 209.9, PLAN),
+    MeasuredRun("medium", 2, ", the same tokens per GPU", MEDIUM, 64, 8, 4096, 1, 963.5, RANKS, 46.7),
+    MeasuredRun("medium", 2, ", the same batch", MEDIUM, 32, 4, 4096, 1, 523.8, RANKS, 35.8),
+    MeasuredRun(
+        "medium", 2, ", experts over both, the same tokens per GPU", MEDIUM, 64, 8, 4096, 2, 1118.1, RANKS, 42.8
+    ),
+    MeasuredRun("medium", 2, ", experts over both, the same batch", MEDIUM, 32, 4, 4096, 2, 586.0, RANKS, 29.7),
+)
 PAIRS = {  # ms of both ranks, in sequence: benchmarks/history/pair
     "DeepSeek-V3": (replace(PRESETS["v3_671b"](), n_routed_experts=32), (110.85, 110.44)),
     "DeepSeek-V2-Lite": (PRESETS["v2_lite_16b"](), (20.25, 20.23)),
@@ -193,7 +210,7 @@ def compare_measured() -> Iterator[Comparison]:
         predicted = 1e3 * passes_on_two(model)
         yield Comparison(f"{name}'s layers on 2 H200", what, "ms", found, predicted, "benchmarks/history/pair")
     for run in MEASURED:
-        plan, case = run.plan(), f"{run.preset} on {run.gpus} H200{run.how}"
+        plan, case = run.plan(), f"{run.name} on {run.gpus} H200{run.how}"
         yield Comparison(case, "a step", "ms", run.milliseconds, 1e3 * plan.seconds, run.source)
         if run.peak is not None:
             yield Comparison(case, "peak memory", "GiB", run.peak, sum(plan.memory.values()) / 2**30, RANKS)

@@ -14,7 +14,10 @@ from octile.plan.layout import Layout
 from octile.plan.memory import GRADIENT_BYTES, MASTER_BYTES, held_parameters, memory_by_kind
 from octile.plan.stages import Stage, make_stages
 
-OPTIMIZER_BYTES = 28  # of a parameter: AdamW reads 12 and writes 8, the norm reads 4, the gradient is zeroed
+OPTIMIZER_BYTES = {  # of a parameter: AdamW reads 12 and writes 8, the norm reads 4
+    "replicated": 24,
+    "sharded": 28,  # gradients to which GEMMs add are zeroed
+}
 QUANTIZED_BYTES = 6  # of a weight that is quantized: FP32 read, two FP8 forms written
 TRILLION = 1e12
 ROUNDING = 1e-9  # share of a sum of times that is the rounding of its terms
@@ -221,6 +224,6 @@ def _end_of_step(
             network = cluster.network.bandwidth * e.network
             seconds += sizes * parameters / within * (nodes - 1) / nodes / network
     memory = cluster.gpu.memory_bandwidth
-    optimizer = OPTIMIZER_BYTES * updated / (memory * e.optimizer)
+    optimizer = OPTIMIZER_BYTES[layout.masters] * updated / (memory * e.optimizer)
     optimizer += QUANTIZED_BYTES * (routed + quantized) / (memory * e.quantize)
     return seconds, optimizer

@@ -225,8 +225,8 @@ def mixture_work(
     yield Work("permute", "forward", bytes=tokens * d + passed * d)
     yield Work("unpermute", "forward", bytes=2 * rows * d + 2 * tokens * d)
     yield Work("quantize", "input_gradient", bytes=3 * tokens * d)  # dy, before it is dispatched
-    yield Work("permute", "input_gradient", bytes=2 * (tokens * d + passed * d), calls=2)  # dy, and x again
-    yield Work("requantize", "input_gradient", bytes=2 * 2 * passed * d, calls=2)  # of both, along tokens
+    yield Work("permute", "input_gradient", bytes=tokens * d + passed * d)  # dy
+    yield Work("requantize", "input_gradient", bytes=2 * 2 * passed * d, calls=2)  # dy, and x by row, along tokens
     yield Work("unpermute", "input_gradient", bytes=2 * rows * d + 2 * tokens * d)
     if c.n_shared_experts:
         yield from _shared(d, c.n_shared_experts * f, tokens)

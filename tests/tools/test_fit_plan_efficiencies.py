@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 
 from octile.plan.hardware import read_cluster, read_efficiencies
-from tools.fit_plan_efficiencies import FORWARD, WEIGHT_GRADIENT, deepseek_errors, gemm_errors, operator_shares
+from tools.fit_plan_efficiencies import (
+    FORWARD,
+    WEIGHT_GRADIENT,
+    attention_shares,
+    deepseek_errors,
+    gemm_errors,
+    gemm_slowdown,
+    operator_shares,
+)
 
 E = read_efficiencies()
 
@@ -13,6 +21,15 @@ E = read_efficiencies()
 def test_recorded_gemms_are_estimated_within_6_percent_in_the_mean(kinds, name):
     errors = gemm_errors(kinds, getattr(E, name), getattr(E, f"{name}_unhidden"), E.gemm_latency)
     assert np.abs(errors).mean() < 0.06
+
+
+def test_gemms_in_profiles_of_steps_take_as_long_as_planned_within_1_percent_in_the_median():
+    assert gemm_slowdown(E.gemm_in_step) == pytest.approx(1, abs=0.01)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_attention_reaches_the_median_share_of_profiles_of_steps(phase):
+    assert getattr(E, f"attention_{phase}") == pytest.approx(attention_shares(phase), rel=0.01)
 
 
 def test_gemms_of_the_published_run_are_estimated_within_6_percent_in_the_mean():
