@@ -54,11 +54,13 @@ extern "C" const emulator::Entry* octile_entry() {{
 def _wgmma(header: str) -> str:
     """The emulated header of wgmma.py: a call of the core with the types of the instruction."""
     n, a, b = WGMMA.search(header).groups()  # type: ignore[union-attr]
+    transposed = "wgmma_transposed" in header
+    name = "wgmma_transposed" if transposed else "wgmma"
     return f"""\
 #pragma once
 namespace ptx {{
-inline void wgmma(float (&d)[{int(n) // 2}], uint64_t a, uint64_t b, bool accumulate) {{
-    emulator::wgmma(d, {int(n) // 2}, a, b, accumulate, emulator::{a}, emulator::{b});
+inline void {name}(float (&d)[{int(n) // 2}], uint64_t a, uint64_t b, bool accumulate) {{
+    emulator::wgmma(d, {int(n) // 2}, a, b, accumulate, emulator::{a}, emulator::{b}, {int(transposed)});
 }}
 }}  // namespace ptx
 """

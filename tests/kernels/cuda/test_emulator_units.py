@@ -166,6 +166,23 @@ def test_emulated_hopper_accumulates_as_the_tensor_core_model(a_type: str, b_typ
     assert torch.equal(multiply(a, b, c, (a_type, b_type), "hopper").view(torch.int32), expected.view(torch.int32))
 
 
+@pytest.mark.parametrize(("type_", "n"), [("bf16", 64), ("bf16", 192)])
+def test_mn_major_tiles_are_multiplied(type_: str, n: int) -> None:
+    generator = torch.Generator().manual_seed(n)
+    a, b = (torch.randint(-4, 5, (16, columns), generator=generator).to(TYPES[type_]) for columns in (64, n))
+    out = torch.full((64, n), math.nan)
+    emulator.run(
+        "transposed_tiles",
+        {"n": n},
+        grid=1,
+        threads=128,
+        shared_bytes=(64 + n) * 32 + 8,
+        arguments=[map_of(a[None], (1, 16, 64), 128), map_of(b[None], (1, 16, 64), 128), out],
+        headers=SOURCES | {"wgmma.cuh": wgmma.header(n, type_, type_, transposed=True)},
+    )
+    assert torch.equal(out, a.float().T @ b.float())
+
+
 # ---- Warp-level primitives ----
 
 

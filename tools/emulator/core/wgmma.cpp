@@ -54,6 +54,23 @@ float decode(const uint8_t* bytes, Format format) {
 
 int width_of(Format format) { return format <= e5m2 ? 1 : format == tf32 ? 4 : 2; }
 
+// The elements of a tile along M or N that its descriptor names, as numbers: [rows][k], for 16-bit formats.
+void read_transposed_tile(const Block* block, uint64_t descriptor, int first, int rows, Format format, float* to) {
+    const uint32_t start = (descriptor & 0x3FFF) << 4, group = (descriptor >> 32 & 0x3FFF) << 4;
+    const uint32_t next = (descriptor >> 16 & 0x3FFF) << 4;
+    if (descriptor >> 62 != 1 || descriptor >> 49 & 7) fail("wgmma: transposed tiles are emulated with 128-byte swizzle only");
+    if (start >> 7 & 7) fail("wgmma: the tile at offset %u does not begin where its swizzle does", start - shared_start);
+    for (int row = first; row < first + rows; ++row)
+        for (uint32_t k = 0; k < 16; ++k) {
+            uint32_t address = start + row / 64 * next + k / 8 * group + k % 8 * 128 + row % 64 * 2;
+            address ^= (address >> 7 & 7) << 4;
+            if (address < shared_start || address + 2 > shared_start + machine.launch.shared_bytes)
+                fail("wgmma: row %d of a tile lies at offset %d, outside of shared memory", row,
+                     int(address - shared_start));
+            *to++ = decode(block->async + (address - shared_start), format);
+        }
+}
+
 // The rows of a K-major tile that its descriptor names, 32 bytes of each, as numbers: [rows][k].
 void read_tile(const Block* block, uint64_t descriptor, int first, int rows, Format format, float* to) {
     const uint32_t start = (descriptor & 0x3FFF) << 4, group = (descriptor >> 32 & 0x3FFF) << 4;
@@ -84,8 +101,9 @@ void execute(const Block* block, const Wgmma& call, int warp) {
     constexpr int least_exponents[] = {-6, -14, -14, -126, -126};
     const auto a_format = Format(call.a_format), b_format = Format(call.b_format);
     const int n = operands.n = call.n, k = operands.k = instruction_bytes / width_of(a_format);
-    read_tile(block, call.a, 16 * warp, 16, a_format, operands.a);
-    read_tile(block, call.b, 0, n, b_format, tile);
+    const auto read = call.transposed ? read_transposed_tile : read_tile;
+    read(block, call.a, 16 * warp, 16, a_format, operands.a);
+    read(block, call.b, 0, n, b_format, tile);
     for (int column = 0; column < n; ++column)
         for (int i = 0; i < k; ++i) operands.b[i * n + column] = tile[column * k + i];
     if (machine.launch.hopper) {
@@ -131,7 +149,7 @@ void wgmma_fence() {
     me()->fenced = true;
 }
 
-void wgmma(float* d, int count, uint64_t a, uint64_t b, bool accumulate, int a_format, int b_format) {
+void wgmma(float* d, int count, uint64_t a, uint64_t b, bool accumulate, int a_format, int b_format, bool transposed) {
     may_switch();
     Thread* thread = me();
     Warpgroup& group = *thread->warpgroup;
@@ -141,9 +159,10 @@ void wgmma(float* d, int count, uint64_t a, uint64_t b, bool accumulate, int a_f
     if (thread->home->threads.size() < (thread->index / 128 + 1) * 128)
         fail("wgmma takes a whole warpgroup of 128 threads");
     if (thread->issued == group.wgmmas.size())
-        group.wgmmas.push_back({a, b, accumulate, n, a_format, b_format, 0, 0, nullptr});
+        group.wgmmas.push_back({a, b, accumulate, n, a_format, b_format, transposed, 0, 0, nullptr});
     Wgmma& call = group.wgmmas[thread->issued];
-    if (call.a != a || call.b != b || call.accumulate != accumulate || call.n != n)
+    if (call.a != a || call.b != b || call.accumulate != accumulate || call.n != n ||
+        call.transposed != transposed)
         fail("wgmma: threads of its warpgroup gave other descriptors (a %llx and %llx, b %llx and %llx)",
              static_cast<unsigned long long>(a), static_cast<unsigned long long>(call.a),
              static_cast<unsigned long long>(b), static_cast<unsigned long long>(call.b));

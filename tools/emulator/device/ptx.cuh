@@ -28,7 +28,7 @@ void bulk_store(void* to, const void* from, uint32_t bytes);
 void bulk_commit_group();
 void bulk_wait_group_read(int groups);
 void wgmma_fence();
-void wgmma(float* d, int count, uint64_t a, uint64_t b, bool accumulate, int a_format, int b_format);
+void wgmma(float* d, int count, uint64_t a, uint64_t b, bool accumulate, int a_format, int b_format, bool transposed);
 void wgmma_commit_group();
 void wgmma_wait_group(int groups);
 void stmatrix(void* row, const Rows& rows);
@@ -77,10 +77,6 @@ inline void tma_load(void* to, const TensorMap* map, Mbarrier* barrier, int x, i
     const int place[] = {x, y, z};
     emulator::tma_load(to, map, barrier->state, place, 3, 1u << cluster_ctarank());
 }
-inline void tma_load(void* to, const TensorMap* map, Mbarrier* barrier, int x, int y, int z, int v, int w) {
-    const int place[] = {x, y, z, v, w};
-    emulator::tma_load(to, map, barrier->state, place, 5, 1u << cluster_ctarank());
-}
 inline void tma_load_multicast(
     void* to, const TensorMap* map, Mbarrier* barrier, int x, int y, int z, uint16_t blocks) {
     const int place[] = {x, y, z};
@@ -103,6 +99,9 @@ void bulk_wait_group_read() {
 
 inline uint64_t wgmma_descriptor(const void* tile) {
     return 1ull << 62 | (1024ull >> 4) << 32 | 1ull << 16 | (shared_address(tile) & 0x3FFFF) >> 4;
+}
+inline uint64_t wgmma_transposed_descriptor(const void* tile, uint32_t distance) {
+    return 1ull << 62 | (1024ull >> 4) << 32 | uint64_t(distance >> 4) << 16 | (shared_address(tile) & 0x3FFFF) >> 4;
 }
 inline void wgmma_fence() { emulator::wgmma_fence(); }
 inline void wgmma_commit_group() { emulator::wgmma_commit_group(); }

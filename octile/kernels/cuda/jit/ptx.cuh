@@ -172,16 +172,6 @@ __device__ __forceinline__ void tma_load(void* to, const TensorMap* map, Mbarrie
         : "memory");
 }
 
-// tma_load of a tensor of five dimensions.
-__device__ __forceinline__ void tma_load(
-    void* to, const TensorMap* map, Mbarrier* barrier, int x, int y, int z, int v, int w) {
-    asm volatile(
-        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
-        "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(shared_address(to)),
-        "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z), "r"(v), "r"(w)
-        : "memory");
-}
-
 // tma_load to every thread block of the cluster whose bit is set in `blocks`: to the same offset and its own barrier.
 __device__ __forceinline__ void tma_load_multicast(
     void* to, const TensorMap* map, Mbarrier* barrier, int x, int y, int z, uint16_t blocks) {
@@ -232,6 +222,15 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(const void* tile) {
     constexpr uint64_t swizzle_128_bytes = 1ull << 62;
     constexpr uint64_t eight_rows = 1024ull >> 4;
     return swizzle_128_bytes | eight_rows << 32 | 1ull << 16 | ((shared_address(tile) & 0x3FFFF) >> 4);
+}
+
+// Matrix descriptor of an MN-major tile with rows of 64 16-bit elements along M or N and the 128-byte swizzle: groups of 8
+// rows, along K, are 1024 bytes apart, and the next 64 elements of each row `distance` bytes. Adding 128 moves 16 rows.
+__device__ __forceinline__ uint64_t wgmma_transposed_descriptor(const void* tile, uint32_t distance) {
+    constexpr uint64_t swizzle_128_bytes = 1ull << 62;
+    constexpr uint64_t eight_rows = 1024ull >> 4;
+    return swizzle_128_bytes | eight_rows << 32 | uint64_t(distance >> 4) << 16 |
+           ((shared_address(tile) & 0x3FFFF) >> 4);
 }
 
 // Orders accesses of accumulator registers before wgmma: needed before the first one, and after other code used them.

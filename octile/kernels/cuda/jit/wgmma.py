@@ -6,17 +6,18 @@ Source: PTX ISA 8.5, section 9.7.15, "wgmma.mma_async": m64nNk32 for 8-bit float
 INSTRUCTION_K = {"e4m3": 32, "e5m2": 32, "f16": 16, "bf16": 16, "tf32": 8}  # elements in 32 bytes
 
 
-def header(n: int, a: str = "e4m3", b: str = "e4m3", d: str = "f32") -> str:
+def header(n: int, a: str = "e4m3", b: str = "e4m3", d: str = "f32", transposed: bool = False) -> str:
     """Generate `ptx::wgmma(d, a, b, accumulate)`: d = a · bᵀ, or d += a · bᵀ, of a[64, k] and b[n, k] in shared memory.
 
-    Both tiles are K-major. Thread t of the warpgroup holds the accumulators d[4j + 2h + i] of row
-    16·(t/32) + 8h + (t%32)/4 and column 8j + 2·(t%4) + i, for j up to n/8 and h and i of 0 and 1. FP16 accumulators are
-    packed in pairs of i: d[2j + h].
+    Both tiles are K-major, those of `ptx::wgmma_transposed` MN-major. Thread t of the warpgroup holds the accumulators
+    d[4j + 2h + i] of row 16·(t/32) + 8h + (t%32)/4 and column 8j + 2·(t%4) + i, for j up to n/8 and h and i of 0 and 1.
+    FP16 accumulators are packed in pairs of i: d[2j + h].
 
     Args:
         n: columns, a multiple of 8 from 8 to 256.
         a, b: formats, "e4m3" or "e5m2" in any combination; or both "f16", both "bf16" or both "tf32".
         d: accumulator format, "f32"; or "f16", where a is an 8-bit format or "f16".
+        transposed: whether both tiles are MN-major, for 16-bit formats, and the function is `ptx::wgmma_transposed`.
 
     Raises:
         ValueError: there is no such instruction.
@@ -32,11 +33,14 @@ def header(n: int, a: str = "e4m3", b: str = "e4m3", d: str = "f32") -> str:
     count, kind, constraint = (n // 2, "float", "f") if d == "f32" else (n // 4, "uint32_t", "r")
     registers = ", ".join(f"%{i}" for i in range(count))
     operands = ", ".join(f'"+{constraint}"(d[{i}])' for i in range(count))
-    transposes = ", 0, 0" if INSTRUCTION_K[a] == 16 else ""  # only 16-bit operands may be MN-major
+    if transposed and INSTRUCTION_K[a] != 16:
+        raise ValueError(f"a must be a 16-bit format for transposed tiles, not {a!r}")
+    transposes = f", {int(transposed)}, {int(transposed)}" if INSTRUCTION_K[a] == 16 else ""
+    name = "wgmma_transposed" if transposed else "wgmma"
     return f"""\
 #pragma once
 namespace ptx {{
-__device__ __forceinline__ void wgmma({kind} (&d)[{count}], uint64_t a, uint64_t b, bool accumulate) {{
+__device__ __forceinline__ void {name}({kind} (&d)[{count}], uint64_t a, uint64_t b, bool accumulate) {{
     asm volatile(
         "{{\\n.reg .pred add;\\nsetp.ne.b32 add, %{count + 2}, 0;\\n"
         "wgmma.mma_async.sync.aligned.m64n{n}k{INSTRUCTION_K[a]}.{d}.{a}.{b} "
