@@ -21,6 +21,7 @@ from torch import Tensor
 
 from octile.formats import BLOCK, COLUMN_TILE, TILE
 from octile.kernels import cpu
+from octile.kernels.cuda.gate import backward_launcher as gate_backward_launcher
 from octile.kernels.cuda.gate import launcher as gate_launcher
 from octile.kernels.cuda.gemm import launch_cache, request
 from octile.kernels.cuda.gemm.config import Schedule
@@ -129,7 +130,7 @@ GEMMS = (  # they call "gemm" of `TABLE`
 )  # fmt: skip
 ONLY_TRITON = (
     "adamw", "align_groups", "bfloat16_terms", "choose_experts", "cross_entropy", "cross_entropy_backward",
-    "gate_backward", "gradient_norms", "high_precision_grouped_nt", "high_precision_grouped_tn", "latent_keys",
+    "gradient_norms", "high_precision_grouped_nt", "high_precision_grouped_tn", "latent_keys",
     "latent_keys_backward", "packed_matmul_nt", "paged_attention", "permute", "rms_norm",
     "rms_norm_backward", "rotate_", "rotate_halves", "row_invariant_matmul_nt", "sample_tokens",
     "sequence_balance_backward", "swiglu", "swiglu_backward", "transpose_encoded", "unpermute", "unpermute_backward",
@@ -155,6 +156,9 @@ ONLY_TORCH = {  # and why
 TABLE = {
     "gemm": Backends(why_unsupported, launch_cache.launch, _triton_gemm),
     "gate": Backends(gate_launcher.why_unsupported, gate_launcher.launch, _triton("gate", "launch_of_x")),
+    "gate_backward": Backends(
+        gate_backward_launcher.why_unsupported, gate_backward_launcher.launch, _triton("gate", "launch_gradients")
+    ),
     "count_tokens": Backends(
         lambda experts, n_experts, _: routing_launcher.why_not_entries(experts, n_experts),
         routing_launcher.count_tokens,
@@ -207,7 +211,7 @@ TABLE = {
     ),
     "rms_norm_quantize": Backends(_why_not_rms_norm, launcher.rms_norm, _triton("norm", "launch")),
 }
-ROUTING = ("gate", "count_tokens", "routing_plan", "sequence_balance")
+ROUTING = ("gate", "gate_backward", "count_tokens", "routing_plan", "sequence_balance")
 QUANTIZATIONS = tuple(name for name in TABLE if name not in ("gemm", *ROUTING))
 WITH_HOPPER = (*GEMMS, *QUANTIZATIONS, *ROUTING)  # operators that have kernels for Hopper
 OPERATORS = (*WITH_HOPPER, *ONLY_TRITON, *ONLY_TORCH)

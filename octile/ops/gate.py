@@ -19,9 +19,9 @@ Sums are in FP32 in unspecified order, and a GPU's exponential differs from the 
 2⁻²⁰ of the result for logits from −10 to 10), so the results are close to the reference but not bit for bit.
 
 After the GEMM one kernel adds the products, and computes scores, choice and weights; before the GEMMs of the backward
-pass one kernel computes the gradient of the logits and splits it. With many tokens kernels also multiply themselves:
-in forward on Hopper for up to 64 experts, elsewhere for up to 16, and in backward for up to 16, where one
-kernel reads x and writes dx.
+pass one kernel computes the gradient of the logits and splits it. With many tokens kernels also multiply themselves, on
+Hopper for up to 64 experts, elsewhere for up to 16: in forward one kernel multiplies, adds and chooses, and in backward
+one reads x and writes dx.
 
 Source: Henry, Tang and Heinecke, "Leveraging the bfloat16 artificial intelligence datatype for higher-precision
 computations" (arXiv 1904.06376); DeepSeek-V3 (arXiv 2412.19437) §2.1.2.
@@ -33,16 +33,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octile.kernels import backends
+from octile.kernels.terms import TERMS
 from octile.ops.matmul import without_autocast
 from octile.ops.operator import operator
 from octile.ops.quantize import check_device, check_input_dtype
 from octile.ops.top_experts import check_choice, top_experts
 from octile.routing import EPS
-
-TERMS = 3  # BF16 numbers that sum to one FP32 number
-# The terms of dy and of the weight that are multiplied for dx, pair by pair; the last three of dy, all that it has, are
-# multiplied by x for the gradient of the weight, too. If the weight is BF16, the first three of both are left out.
-DY_TERMS, WEIGHT_TERMS = [0, 1, 0, 2, 1, 0], [2, 1, 1, 0, 0, 0]
 
 
 @operator()
@@ -212,20 +208,12 @@ def _(dweights, dlogits, logits, experts, x, weight, scoring_func, norm_topk_pro
 @gate_backward.register_kernel("cuda")
 def _(dweights, dlogits, logits, experts, x, weight, scoring_func, norm_topk_prob, routed_scaling_factor):
     from octile.kernels.triton import gate as kernel
-    from octile.kernels.triton import partial_sums
 
     _check_backward(dweights, dlogits, logits, experts, x, weight, scoring_func)
     settings = scoring_func, norm_topk_prob, routed_scaling_factor
     if x.dtype != torch.bfloat16:
         return _logits_backward(kernel.launch_backward(dweights, dlogits, logits, experts, *settings), x, weight)
-    if kernel.has_gemms(len(x), len(weight)):
-        return kernel.launch_backward_with_gemms(dweights, dlogits, logits, experts, x, weight, *settings)
-    omitted, n_experts = TERMS if weight.dtype == torch.bfloat16 else 0, len(weight)
-    dys = kernel.launch_backward(dweights, dlogits, logits, experts, *settings, DY_TERMS[omitted:])
-    dx = dys @ bfloat16_terms(weight, WEIGHT_TERMS[omitted:])
-    of_x = dys[:, -TERMS * n_experts :].mT
-    products_PED = torch.mm(of_x, x, out_dtype=torch.float32).unflatten(0, (TERMS, n_experts))
-    return dx, partial_sums.launch(products_PED)
+    return backends.run("gate_backward", dweights, dlogits, logits, experts, x, weight, *settings)
 
 
 def route_backward(

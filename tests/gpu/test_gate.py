@@ -5,14 +5,15 @@ from typing import Any
 import pytest
 import torch
 
-from octile.ops.gate import DY_TERMS, TERMS, bfloat16_terms, gate, gate_backward, route, route_backward
+from octile.kernels.terms import DY_TERMS, TERMS
+from octile.ops.gate import bfloat16_terms, gate, gate_backward, route, route_backward
 from octile.ops.top_experts import top_experts
 from tests.nn.gates import V2, V2_LITE, V3
 from tests.nn.gates import gate as gate_module
 from tests.ops.test_gate import assert_as_close_as_rounded, canceling
 
 T, E, D = 300, 64, 7168
-MANY = 2100  # tokens, of which the gate's own kernels multiply those of up to 16 experts
+MANY = 2100  # tokens, of which the gate's own kernels multiply, on Hopper for up to 64 experts
 SETTINGS: dict[str, tuple[Any, ...]] = {
     "V3": (8, 8, 4, 2, "sigmoid", True, 2.5),
     "V2": (6, 8, 3, 1, "softmax", False, 16.0),
@@ -20,7 +21,9 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "softmax, normalized": (4, 1, 1, 1, "softmax", True, 1.0),
 }
 every_setting = pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-by_either = pytest.mark.parametrize(("t", "n_experts"), [(T, E), (MANY, 16)], ids=["torch's GEMM", "own GEMM"])
+by_either = pytest.mark.parametrize(
+    ("t", "n_experts"), [(T, E), (MANY, 16), (MANY, E)], ids=["torch's GEMM", "own GEMM", "Hopper's GEMM"]
+)
 
 
 def operands(
@@ -31,7 +34,7 @@ def operands(
     return drawn[0].to(x).cuda(), (drawn[1] / 64).to(weight).cuda(), *(t.cuda() for t in drawn[2:])
 
 
-@pytest.mark.parametrize(("t", "n_experts"), [(T, 16), (T, E), (MANY, 12), (MANY, 16), (MANY, E)])
+@pytest.mark.parametrize(("t", "n_experts"), [(T, 16), (T, E), (MANY, 12), (MANY, 16), (MANY, 24), (MANY, E)])
 @pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16], ids=str)
 def test_the_gemms_are_as_accurate_as_in_float32(weight: torch.dtype, n_experts: int, t: int):
     x, w, _, dy = operands(weight, t=t, n_experts=n_experts)
@@ -107,6 +110,19 @@ def test_ties_zeros_and_nan_are_ordered_as_on_the_cpu(settings: tuple[Any, ...])
 
     _, experts, _ = kernel.launch(logits.cuda(), None, *settings, E)
     assert torch.equal(experts.cpu(), route(logits, None, *settings)[1])
+
+
+@every_setting
+@pytest.mark.parametrize("n_experts", [16, E])
+def test_the_gate_with_its_own_gemm_orders_ties_zeros_and_nan_as_the_cpu(settings: tuple[Any, ...], n_experts: int):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(MANY, n_experts, generator=generator).abs().mul(4).round().bfloat16() / 2  # as in the test above
+    x[::3] *= -0.0
+    x[1::7] = float("nan")  # 0 · NaN: all logits of these tokens
+    if settings[4] == "softmax" and settings[2] < settings[1]:
+        x[:, 1:] = x[:, :1]
+    _, experts, logits = gate(x.cuda(), torch.eye(n_experts).cuda(), None, *settings)
+    assert torch.equal(experts.cpu(), route(logits.cpu(), None, *settings)[1])
 
 
 @every_setting

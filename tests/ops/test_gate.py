@@ -8,17 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from octile.ops.gate import (
-    DY_TERMS,
-    TERMS,
-    WEIGHT_TERMS,
-    bfloat16_terms,
-    choose_experts,
-    gate,
-    gate_backward,
-    route,
-    route_backward,
-)
+from octile.kernels.terms import DY_TERMS, TERMS, WEIGHT_TERMS
+from octile.ops.gate import bfloat16_terms, choose_experts, gate, gate_backward, route, route_backward
 from octile.ops.top_experts import top_experts
 from tests.ops.operators import assert_fake_is_true, assert_well_formed
 

@@ -56,7 +56,7 @@ def compile_all(architecture: str = "sm_90a") -> list[CompiledKernel]:
 
 
 def _compile_gate(case: str, plan: LaunchPlan, architecture: str) -> CompiledKernel:
-    return _compile(case, "gate", plan.constants, plan.constants["shared_bytes"], architecture, plan.headers)
+    return _compile(case, plan.kernel, plan.constants, plan.constants["shared_bytes"], architecture, plan.headers)
 
 
 def compile_gemm(case: str, config: GemmConfig, architecture: str = "sm_90a") -> CompiledKernel:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octile.kernels.terms import DY_TERMS, TERMS, WEIGHT_TERMS
 from octile.kernels.triton import partial_sums
 from octile.kernels.triton.device import device_properties
 from octile.kernels.triton.launch_config import (
@@ -57,7 +58,7 @@ def launch_of_x(
     x: Tensor, weight: Tensor, bias: Tensor | None, n_chosen: int, n_group: int, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Multiply x [T, D] by the weight [E, D], here or in torch, and choose K experts as `launch` does."""
-    terms = weight if weight.dtype == torch.bfloat16 else launch_terms(weight, range(3))
+    terms = weight if weight.dtype == torch.bfloat16 else launch_terms(weight, range(TERMS))
     settings = n_chosen, n_group, *others, len(weight)
     if has_gemms(len(x), len(weight), n_group):
         return launch_with_gemm(x, terms, bias, *settings)
@@ -130,6 +131,27 @@ def launch_backward(
     return out
 
 
+def launch_gradients(
+    dweights: Tensor | None, dlogits: Tensor | None, logits: Tensor, experts: Tensor, x: Tensor, weight: Tensor,
+    scoring_func: str, norm_topk_prob: bool, routed_scaling_factor: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Compute the gradients of x [T, D] and of the weight [E, D], with GEMMs here or in torch.
+
+    Returns:
+        dx [T, D], dweight [E, D] float32.
+    """
+    arguments = dweights, dlogits, logits, experts
+    settings = scoring_func, norm_topk_prob, routed_scaling_factor
+    if has_gemms(len(x), len(weight)):
+        return launch_backward_with_gemms(*arguments, x, weight, *settings)
+    omitted, n_experts = TERMS if weight.dtype == torch.bfloat16 else 0, len(weight)
+    dys = launch_backward(*arguments, *settings, DY_TERMS[omitted:])
+    dx = dys @ launch_terms(weight, WEIGHT_TERMS[omitted:])
+    of_x = dys[:, -TERMS * n_experts :].mT
+    products_PED = torch.mm(of_x, x, out_dtype=torch.float32).unflatten(0, (TERMS, n_experts))
+    return dx, partial_sums.launch(products_PED)
+
+
 def launch_backward_with_gemms(
     dweights: Tensor | None, dlogits: Tensor | None, logits: Tensor, experts: Tensor, x: Tensor, weight: Tensor,
     scoring_func: str, norm_topk_prob: bool, routed_scaling_factor: float,
@@ -137,7 +159,7 @@ def launch_backward_with_gemms(
     """The gradients of x [T, D] and of the weight [E, D], any strides: dx [T, D], dweight [E, D] float32."""
     (t, d), n_experts = x.shape, logits.shape[1]
     dys = launch_backward(
-        dweights, dlogits, logits, experts, scoring_func, norm_topk_prob, routed_scaling_factor, [0, 1, 2]
+        dweights, dlogits, logits, experts, scoring_func, norm_topk_prob, routed_scaling_factor, range(TERMS)
     )
     dx = torch.empty(t, d, dtype=x.dtype, device=x.device)
     gpu, tile = device_properties(x.device), dict(GATE_BACKWARD_GEMMS)

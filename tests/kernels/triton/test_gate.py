@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from octile.kernels.terms import DY_TERMS, TERMS
 from octile.kernels.triton import gate as kernel
 from octile.kernels.triton import launch_config
-from octile.ops.gate import DY_TERMS, TERMS, bfloat16_terms, gate, gate_backward, route, route_backward
+from octile.ops.gate import bfloat16_terms, gate, gate_backward, route, route_backward
 from tests.kernels.triton.comparison import assert_same, extreme
 from tests.ops.test_gate import E, assert_as_close_as_rounded, canceling, every_setting
 

@@ -1,7 +1,7 @@
 """Launcher of Hopper's gate: one kernel that multiplies, chooses the experts and computes their weights.
 
 Triton reads the tile of a token once for each term of the weight, and cuBLAS writes the products of all terms to global
-memory. This kernel multiplies by all terms at once and writes logits only. A kernel before it splits an FP32 weight.
+memory. This kernel splits an FP32 weight, multiplies by all terms at once and writes logits only.
 
 A launch depends on shapes and strides, never on values, so it can be captured in a CUDA graph; the first call of a kind
 compiles and loads a kernel, which cannot be captured.
@@ -19,6 +19,7 @@ from octile.kernels.cuda.jit import specialize, tensor_map, wgmma
 from octile.kernels.cuda.jit.prepared import BoundedCache, PreparedKernel
 from octile.kernels.cuda.jit.tensor_map import TensorMap
 from octile.kernels.memory_layout import VECTOR
+from octile.kernels.terms import TERMS
 from octile.routing import EPS
 
 MIN_TOKENS = 2048  # with fewer, programs of all their experts leave SMs idle
@@ -27,7 +28,6 @@ MAX_CHOSEN = 16
 BLOCK_K, ROW_BYTES = 64, 128  # columns of a k-block, and bytes of its rows
 WARPGROUP_M = 64  # tokens of a warpgroup
 MAX_KEYS = 1024
-TERMS = 3  # BF16 numbers that sum to one FP32 number
 MAX_COLUMNS = MAX_EXPERTS * TERMS
 UNKNOWN = VECTOR  # stands for a map's pointer until the launch; it is aligned
 
@@ -46,12 +46,13 @@ class Tile(NamedTuple):
     blocks: int
 
 
-TILES = {64: Tile(2, 4, 2), MAX_COLUMNS: Tile(4, 4, 1)}  # by the most columns
+TILES = {64: Tile(2, 4, 2), MAX_COLUMNS: Tile(4, 3, 1)}  # by the most columns
 
 
 class LaunchPlan(NamedTuple):
-    """A kernel and its launch for tensors of certain shapes and strides."""
+    """A kernel and its launch for tensors of certain shapes and strides. Its first arguments are the maps."""
 
+    kernel: str
     constants: Mapping[str, int | bool]
     headers: Mapping[str, str]
     grid: int
@@ -74,8 +75,10 @@ def why_unsupported(
         return f"{n_chosen} experts of a token are more than {MAX_CHOSEN}"
     if len(x) < MIN_TOKENS:
         return f"{len(x)} tokens are fewer than {MIN_TOKENS}"
-    if not _is_readable(x) or (weight.dtype == torch.bfloat16 and not _is_readable(weight)) or x.shape[1] % 8:
+    if not is_readable(x) or not is_readable(weight) or x.shape[1] % 8:
         return "the rows of x or of the weight are not contiguous, or do not begin at multiples of 16 bytes"
+    if weight.dtype == torch.float16:
+        return "the weight is float16"
     if bias is not None and (bias.dtype != torch.float32 or not bias.is_contiguous()):
         return "the bias is not float32, or not contiguous"
     return request.why_not_on(x.device)
@@ -100,11 +103,10 @@ def launch(
     prepared = _prepared[key]
     if prepared is None:
         made = plan(x, weight, *settings)
-        kernel = specialize.load("gate", made.constants, x.device, made.headers)
-        prepared = _prepared[key] = _PreparedGate(made, kernel)
+        prepared = _prepared[key] = PreparedGate(made, x.device)
     outs = logits.data_ptr(), weights.data_ptr(), experts.data_ptr()
-    at_bias, terms = 0 if bias is None else bias.data_ptr(), _terms(weight)
-    prepared.launch_at((x.data_ptr(), terms.data_ptr(), at_bias, *outs, routed_scaling_factor, EPS, t, d))()
+    at_bias = 0 if bias is None else bias.data_ptr()
+    prepared.launch_at((x.data_ptr(), weight.data_ptr(), at_bias, *outs, routed_scaling_factor, EPS, t, d))()
     return weights, experts, logits
 
 
@@ -120,21 +122,24 @@ def plan(
     constants: dict[str, int | bool] = {
         "experts": n_experts, "chosen": n_chosen, "n_group": n_group, "topk_group": topk_group, "best": best,
         "parts": parts, "biased": biased, "softmax": softmax, "normalize": normalize, **tile._asdict(),
-        "shared_bytes": tile.stages * ((tile_m + columns) * ROW_BYTES + 16),
+        "shared_bytes": _shared_bytes(tile, n_experts, parts),
     }  # fmt: skip
     return LaunchPlan(
+        "gate",
         constants,
         {"wgmma.cuh": wgmma.header(columns, "bf16", "bf16")},
         grid=-(-len(x) // tile_m),
         threads=128 * tile.warpgroups,
-        maps=(_map_of_x(x, tile_m), _map_of_terms(weight, parts)),
+        maps=(_map_of_x(x, tile_m), _map_of_weight(weight)),
     )
 
 
-class _PreparedGate(PreparedKernel):
-    def __init__(self, made: LaunchPlan, kernel: Any) -> None:
-        shared_bytes = made.constants["shared_bytes"]
-        super().__init__(kernel, made.grid, 1, made.threads, shared_bytes)
+class PreparedGate(PreparedKernel):
+    """A kernel of the gate, loaded on a GPU, with its launch shape."""
+
+    def __init__(self, made: LaunchPlan, device: torch.device) -> None:
+        kernel = specialize.load(made.kernel, made.constants, device, made.headers)
+        super().__init__(kernel, made.grid, 1, made.threads, made.constants["shared_bytes"])
         self.maps = made.maps
 
     def arguments(self, values: tuple[Any, ...]) -> list[Any]:
@@ -144,7 +149,7 @@ class _PreparedGate(PreparedKernel):
         return [*maps, *values[len(maps) :]]
 
 
-_prepared: BoundedCache[_PreparedGate] = BoundedCache(MAX_KEYS)
+_prepared: BoundedCache[PreparedGate] = BoundedCache(MAX_KEYS)
 
 
 def _map_of_x(x: Tensor, rows: int) -> TensorMap:
@@ -154,31 +159,27 @@ def _map_of_x(x: Tensor, rows: int) -> TensorMap:
     )
 
 
-def _map_of_terms(weight: Tensor, parts: int) -> TensorMap:
-    """Describe the terms [P·E, D] of a weight [E, D] as [P, E/8, 4, 2, D], as accumulators order them (gate.cu)."""
-    n_experts, d = weight.shape
-    row = weight.stride(0) if parts == 1 else d
-    shape = parts, n_experts // 8, 4, 2
-    strides = n_experts * row, 2 * row, n_experts // 4 * row, row, 1
-    return TensorMap(UNKNOWN, torch.bfloat16, (*shape, d), strides, (*shape, BLOCK_K), ROW_BYTES)
+def _map_of_weight(weight: Tensor) -> TensorMap:
+    shape = 1, *weight.shape
+    return TensorMap(UNKNOWN, weight.dtype, shape, (VECTOR // weight.itemsize, *weight.stride()), (*shape[:2], BLOCK_K))
 
 
 def _parts(weight: Tensor) -> int:
     return 1 if weight.dtype == torch.bfloat16 else TERMS
 
 
-def _terms(weight: Tensor) -> Tensor:
-    if weight.dtype == torch.bfloat16:
-        return weight
-    from octile.kernels.triton.gate import launch_terms  # late: Triton may not be installed without a GPU
+def _shared_bytes(tile: Tile, n_experts: int, parts: int) -> int:
+    """Count the bytes of shared memory: tiles of x, two of the weight and two of its terms, and barriers."""
+    weight_row = ROW_BYTES if parts == 1 else 2 * ROW_BYTES
+    tiles = (tile.stages * WARPGROUP_M * tile.warpgroups + 2 * parts * n_experts) * ROW_BYTES
+    return tiles + 2 * n_experts * weight_row + (2 * tile.stages + 6) * 8
 
-    return launch_terms(weight, range(TERMS))
 
-
-def _is_readable(t: Tensor) -> bool:
-    return _has_rows(t.shape, t.stride()) and t.data_ptr() % VECTOR == 0
+def is_readable(t: Tensor) -> bool:
+    """Return whether TMA can read a matrix: its rows are contiguous and begin at multiples of 16 bytes."""
+    return _has_rows(t.shape, t.stride(), t.itemsize) and t.data_ptr() % VECTOR == 0
 
 
 @functools.lru_cache(MAX_KEYS)
-def _has_rows(shape: torch.Size, strides: tuple[int, ...]) -> bool:
-    return shape.numel() > 0 and strides[1] == 1 and strides[0] > 0 and strides[0] * 2 % VECTOR == 0
+def _has_rows(shape: torch.Size, strides: tuple[int, ...], itemsize: int) -> bool:
+    return shape.numel() > 0 and strides[1] == 1 and strides[0] > 0 and strides[0] * itemsize % VECTOR == 0

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from octile.kernels.cuda.gate import launcher
 from octile.kernels.cuda.gate.launcher import Tile
-from octile.ops.gate import TERMS, bfloat16_terms, route
+from octile.ops.gate import route
 from octile.routing import EPS
 from tools import emulator
 from tools.emulator import build
@@ -41,18 +41,17 @@ def _emulate(x: Tensor, weight: Tensor, bias: Tensor | None, settings: tuple[Any
     """Weights, experts and logits."""
     *choice, scoring_func, normalize, factor = settings
     (t, d), e = x.shape, len(weight)
-    terms = weight if weight.dtype == torch.bfloat16 else bfloat16_terms(weight, [*range(TERMS)])
     made = launcher.plan(x, weight, *choice, scoring_func == "softmax", normalize, bias is not None)
     found = torch.full((t, choice[0]), math.nan), torch.full((t, choice[0]), -1), torch.full((t, e), math.nan)
-    maps = [described._replace(pointer=m.data_ptr()) for described, m in zip(made.maps, (x, terms), strict=True)]
+    maps = [described._replace(pointer=m.data_ptr()) for described, m in zip(made.maps, (x, weight), strict=True)]
     emulator.run(
-        "gate",
+        made.kernel,
         made.constants,
         grid=made.grid,
         threads=made.threads,
         shared_bytes=made.constants["shared_bytes"],
         arguments=[*maps, 0 if bias is None else bias, found[2], *found[:2], factor, EPS, t, d],
-        memory=[x, terms],
+        memory=[x, weight],
         headers=made.headers,
         seed=seed,
     )
