@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, suppress
 from typing import Any, TypeVar
 
@@ -22,16 +22,48 @@ from octile.serve.http.errors import ApiError
 T = TypeVar("T")
 DONE = "data: [DONE]\n\n"
 PIECE_BYTES = 2**16
-
-
-def json_text(value: object) -> str:
-    """A JSON value without spaces."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+LEVELS = 4  # of an answer: the body, its choices, a choice, its log-probabilities; then come long lists
+MEMBERS = 256  # of a long list, written at once
 
 
 def event(value: object) -> str:
     """An event with a JSON value."""
-    return f"data: {json_text(value)}\n\n"
+    return f"data: {_json_text(value)}\n\n"
+
+
+async def json_bytes(value: object) -> bytes:
+    """Write a JSON value, and let the event loop go on meanwhile: an answer may have a hundred megabytes."""
+    content, written = bytearray(), 0
+    for piece in json_pieces(value):
+        content += piece.encode()
+        if len(content) > written + PIECE_BYTES:
+            written = len(content)
+            await asyncio.sleep(0)
+    return bytes(content)
+
+
+def json_pieces(value: object, levels: int = LEVELS) -> Iterator[str]:
+    """Yield a JSON value in pieces: the members of its first levels one by one, those of a list below in slices."""
+    if isinstance(value, dict) and levels:
+        for i, (key, member) in enumerate(value.items()):
+            yield f"{',' if i else '{'}{_json_text(key)}:"
+            yield from json_pieces(member, levels - 1)
+        yield "}" if value else "{}"
+    elif isinstance(value, list) and levels:
+        for i, member in enumerate(value):
+            yield "," if i else "["
+            yield from json_pieces(member, levels - 1)
+        yield "]" if value else "[]"
+    elif isinstance(value, list):
+        for i in range(0, len(value), MEMBERS):
+            yield f"{',' if i else '['}{_json_text(value[i : i + MEMBERS])[1:-1]}"
+        yield "]" if value else "[]"
+    else:
+        yield _json_text(value)
+
+
+def _json_text(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 async def while_connected(receive: Callable[[], Awaitable[Any]], work: Coroutine[Any, Any, T]) -> T:
@@ -81,9 +113,8 @@ class PacedResponse(Response):
         return cls((text.encode() async for text in events), held, headers)
 
     @classmethod
-    def of_json(cls, value: object, held: AsyncExitStack) -> PacedResponse:
-        """Make a response of one JSON value."""
-        content = json_text(value).encode()
+    def of_json(cls, content: bytes, held: AsyncExitStack) -> PacedResponse:
+        """Make a response of one JSON value, already written."""
         headers = {"content-type": "application/json", "content-length": str(len(content))}
         return cls(_pieces(content), held, headers)
 

@@ -20,7 +20,7 @@ from octile.serve.http.errors import NEVER_RETRY, ApiError
 from octile.serve.http.limits import read_body
 from octile.serve.http.metrics import Metrics
 from octile.serve.http.protocol import ChatBody, CompletionBody, Generation, parse
-from octile.serve.http.responses import DONE, PacedResponse, event, while_connected
+from octile.serve.http.responses import DONE, PacedResponse, event, json_bytes, while_connected
 from octile.serve.request import FinishReason, Output, Sampling
 from octile.tokenizer import Tokenizer
 
@@ -198,14 +198,14 @@ class Service:
         if why := self.why_closed():
             raise ApiError(503, why, headers=RETRY)
 
-    async def _whole(self, body: B, read: Callable[[B], Job], deadline: float) -> dict[str, object]:
+    async def _whole(self, body: B, read: Callable[[B], Job], deadline: float) -> bytes:
         """The body of a whole response."""
         job = await asyncio.to_thread(read, body)
         async with aclosing(self._outputs(job, deadline)) as outputs:
             async for new in outputs:
                 for index, output in new:
                     job.answer.add(index, output)
-        return job.answer.whole()
+        return await json_bytes(job.answer.whole())
 
     async def _events(self, body: B, read: Callable[[B], Job], deadline: float) -> AsyncGenerator[str, None]:
         """The events of a stream. An error before the first of them is raised; later it is an event."""
