@@ -24,6 +24,7 @@ from octile.serve.http.errors import NEVER_RETRY, ApiError
 from octile.serve.http.limits import WRITE_SECONDS
 from octile.serve.http.service import Service
 
+READ = ["GET", "HEAD"]  # monitors ask with HEAD
 COUNTED_PATHS = {"/", "/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions"}
 
 
@@ -60,16 +61,16 @@ def _open_paths(service: Service) -> APIRouter:
     page = files("octile.serve.http").joinpath("page.html").read_text(encoding="utf-8")
     headers = {"content-security-policy": _policy(page), "x-content-type-options": "nosniff"}
 
-    @router.get("/")
+    @router.api_route("/", methods=READ)
     async def show_page() -> Response:
         return HTMLResponse(page, headers=headers)
 
-    @router.get("/health")
+    @router.api_route("/health", methods=READ)
     async def health() -> Response:
         why = service.why_closed()
         return JSONResponse({"status": why or "ok"}, 503 if why else 200)
 
-    @router.get("/metrics")
+    @router.api_route("/metrics", methods=READ)
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 

@@ -1,4 +1,4 @@
-"""What uvicorn's HTTP/1.1 protocol lacks: a time limit for the head of a request, abort, and no buffer for responses.
+"""What uvicorn's HTTP/1.1 protocol lacks: a time limit for the head of a request, abort, and responses without buffers.
 
 `send` returns at once as long as the system takes what is written; after that it waits until the system has taken all
 of what was written before. A handler finds `abort` in its scope's state. It ends the connection at once and discards
@@ -8,11 +8,13 @@ what the client has not read.
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from octile.serve.http.errors import ApiError
 from octile.serve.http.limits import HEAD_SECONDS
 
 
@@ -30,6 +32,14 @@ class Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:  # noqa: D102
         super().data_received(data)
         self._time_head()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is not HTTP, in OpenAI's format."""
+        content = json.dumps(ApiError(400, msg).body()).encode()
+        headers = [("content-type", "application/json"), ("content-length", str(len(content))), ("connection", "close")]
+        for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=content), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: D102
         self._stop_timer()

@@ -8,6 +8,7 @@ Source: OpenAI's API reference, completions and chat completions.
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -21,7 +22,7 @@ MAX_CHOICES = 128  # OpenAI's limit of n
 MAX_PROMPTS = MAX_MESSAGES = MAX_PARTS = 2048
 MAX_STOPS = 16  # fewer than Sampling's, which also has those of the chat template
 NEEDED = {  # what pydantic would describe one member of the union after the other
-    "prompt": "a text, a list of texts, a list of tokens, or a list of lists of tokens, "
+    "prompt": "a text, a list of texts, a list of tokens (whole numbers from 0), or a list of lists of tokens, "
     f"of at most {MAX_PROMPTS} prompts",
     "stop": f"a text, or a list of at most {MAX_STOPS} texts, none of them empty",
     "content": f"a text, or a list of parts of type text, at most {MAX_PARTS}",
@@ -153,7 +154,7 @@ class CompletionBody(Generation):
 
     @model_validator(mode="after")
     def _is_a_supported_completion(self) -> Self:
-        refuse(self, "echo", self.echo, "false: the prompt is not repeated")
+        refuse(self, "echo", self.echo, "false")
         refuse(self, "suffix", self.suffix, "empty")
         if self.best_of not in (None, self.n or 1):
             raise ValueError(f"best_of must be n, {self.n or 1}, not {self.best_of}: all choices are returned")
@@ -256,7 +257,7 @@ class UnsupportedError(ValueError):
     """A field has a value that would change the result in a way that is not supported."""
 
     def __init__(self, field: str, value: object, needed: str):
-        super().__init__(f"{field} must be {needed}, not {quoted(value)}")
+        super().__init__(f"{field} must be {needed}, not {_given(value)}")
 
 
 def refuse(body: Body, field: str, value: object, needed: str) -> None:
@@ -281,7 +282,7 @@ def describe(error: ValidationError) -> tuple[str, str | None]:
     """The message and the field of the first thing that is wrong."""
     found = error.errors(include_url=False)[0]
     where = [str(part) for part in found["loc"] if not _is_member(part)]
-    field, context, given = ".".join(where), found.get("ctx", {}), quoted(found["input"])
+    field, context, given = ".".join(where), found.get("ctx", {}), _given(found["input"])
     match found["type"]:
         case "json_invalid":
             return f"the body is not JSON: {context['error']}", None
@@ -299,9 +300,21 @@ def describe(error: ValidationError) -> tuple[str, str | None]:
         if name in NEEDED:
             field = ".".join(where[: i + 1])
             return f"{field} must be {NEEDED[name]}", field
-    bounds = {key: int(value) if value == 0 else value for key, value in context.items()}  # 0, not 0.0
+    bounds = {key: _in_json(value) for key, value in context.items()}
     needed = WORDING[found["type"]].format(**bounds) if found["type"] in WORDING else found["msg"]
     return f"{field} must be {needed}, not {given}", field
+
+
+def _given(value: object) -> str:
+    """What came, for a message; true, false and null as JSON has them."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else quoted(value)
+
+
+def _in_json(bound: object) -> object:
+    """A bound as JSON has it: 0, not 0.0, and false, not False."""
+    if isinstance(bound, float) and bound.is_integer():
+        return int(bound)
+    return bound.replace("False", "false").replace("True", "true") if isinstance(bound, str) else bound
 
 
 def _is_member(part: object) -> bool:

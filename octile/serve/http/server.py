@@ -74,7 +74,7 @@ class Server(uvicorn.Server):
                 ws="none",
                 lifespan="on",
                 loop="asyncio",
-                log_level="warning",
+                log_level="error",  # what clients do wrong is theirs to know
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,

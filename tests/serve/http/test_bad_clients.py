@@ -114,6 +114,28 @@ def test_a_client_that_sends_no_request_loses_its_connection(serve, monkeypatch,
     assert answers(served)
 
 
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01\r\n\r\n",
+        b"GET /health HTTP/1.1\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: -5\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: a\r\nX: " + b"a" * 100_000,
+    ],
+    ids=["TLS", "no host", "length", "long head"],
+)
+def test_what_is_not_http_is_refused_in_openais_format_and_not_printed(serve, capfd, sent):
+    served = serve()
+    client = connect(served)
+    client.sendall(sent)
+    head, _, body = b"".join(iter(lambda: client.recv(1000), b"")).partition(b"\r\n\r\n")
+    client.close()
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(body)["error"]["message"] == "Invalid HTTP request received."
+    assert answers(served)
+    assert capfd.readouterr().err == ""
+
+
 def test_a_client_that_sends_half_a_body(serve, monkeypatch):
     monkeypatch.setattr("octile.serve.http.limits.BODY_SECONDS", 0.2)
     served = serve()

@@ -39,6 +39,12 @@ def test_health(served):
     assert (response.status_code, response.json()) == (200, {"status": "ok"})
 
 
+@pytest.mark.parametrize("path", ["", "health", "metrics"])
+def test_monitors_may_ask_with_head(served, path):
+    response = httpx.head(f"{served.url}/{path}")
+    assert (response.status_code, response.content) == (200, b"")
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_requests_in_flight_are_answered_before_the_server_ends(serve, stream):
     served = serve(Limits(drain=30.0), step_seconds=0.01)
