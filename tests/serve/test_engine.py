@@ -124,6 +124,46 @@ def test_a_canceled_request_frees_its_pages_at_once_and_has_no_output(engine_of)
     assert not engine.cancel(running.id)
 
 
+@pytest.mark.parametrize("n_drafts", [0, 2])
+def test_a_request_that_is_canceled_in_flight_changes_no_other(engine_of, n_drafts):
+    runner = FakeRunner(n_pages=40, max_ahead=4, n_drafts=n_drafts)
+    engine = engine_of(runner, n_drafts=n_drafts)
+    sampling = Sampling(30, temperature=1.0, seed=3, ignore_eos=True)
+    requests = [engine.add([i] * 5, sampling) for i in range(4)]
+    for _ in range(4):
+        engine.step()
+    assert runner.decode_steps == 4, "a step is in flight"
+    engine.cancel(requests[1].id)
+    late = engine.add([9] * 5, sampling)  # takes the freed pages
+    run(engine)
+    for request in (requests[0], *requests[2:], late):
+        assert request.tokens[5:] == runner.text_of(request.prompt, sampling)
+    assert (engine.stats().used_pages, engine.stats().canceled, engine.stats().finished) == (0, 1, 4)
+
+
+def test_a_text_that_ends_in_flight_has_no_further_tokens(engine_of, tokenizer):
+    runner = FakeRunner(max_ahead=4)
+    right = runner.logits_after
+    runner.logits_after = lambda tokens: (
+        torch.nn.functional.one_hot(torch.tensor(tokenizer.end), 320).float() if len(tokens) == 9 else right(tokens)
+    )
+    engine = engine_of(runner)
+    engine.add([1, 2], Sampling(20))
+    ((tokens, _, last),) = run(engine).values()
+    assert (len(tokens), last.finish_reason) == (7, FinishReason.STOP)
+    assert not engine.has_work
+    assert engine.stats().used_pages == 0
+
+
+def test_logprobs_and_truncated_sampling_are_read_at_once(engine_of):
+    runner = FakeRunner(max_ahead=4)
+    for sampling in (Sampling(9, 1.0, top_p=0.9), Sampling(9, 1.0, top_k=3), Sampling(9, logprobs=1)):
+        engine = engine_of(runner)
+        engine.add([1, 2], sampling)
+        run(engine)
+    assert runner.decode_steps == 0
+
+
 def test_closing_frees_everything(engine_of):
     engine = engine_of()
     for _ in range(9):
