@@ -59,6 +59,9 @@ HELP = frozenset({"-h", "--help"})
 HELP_HEAD = re.compile(r"usage: | *\S+ {2,}")  # the start of a line of help, after which its text begins
 ANSI_STYLE = re.compile(r"\x1b\[[0-9;]*m")
 
+# torch's warning of an autograd thread whose first kernel is a GEMM, as in a stage's backward pass; it sets the context
+NO_CONTEXT = "Attempting to run cuBLAS, but there was no current CUDA context"
+
 RunForm = TypeVar("RunForm", "Train", "Compare")
 
 USER_ERROR, FAILURE, INTERRUPTED, TERMINATED = 2, 1, 130, 143
@@ -660,6 +663,7 @@ def _run(command: Callable[[list[str]], None], arguments: list[str]) -> None:
     try:
         with warnings.catch_warnings(), terminable():
             warnings.showwarning = _warn
+            warnings.filterwarnings("ignore", NO_CONTEXT)
             command(arguments)
     except BrokenPipeError:  # the reader of the output, such as head, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import warnings
 from dataclasses import is_dataclass, replace
 
 import pytest
@@ -687,6 +688,14 @@ def test_a_warning_of_ours_is_a_line(capsys, text, tmp_path):
     code, _, err = call(capsys, "train", "--resume", "--out", str(run), "--steps", "3")
     assert (code, err.count("\n")) == (0, 1)
     assert err.startswith("octile: checkpoint step_00000002 cannot be used, trying the one before: ")
+
+
+def test_a_warning_of_torch_about_its_own_context_is_not_shown(capsys, monkeypatch):
+    def warn(_) -> None:
+        warnings.warn("Attempting to run cuBLAS, but there was no current CUDA context! Attempting…", stacklevel=1)
+
+    monkeypatch.setitem(octile.cli.COMMANDS, "train", warn)
+    assert call(capsys, "train") == (0, "", "")
 
 
 def test_a_nan_is_one_line_and_exit_code_1(capsys, monkeypatch):

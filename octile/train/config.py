@@ -260,8 +260,8 @@ class TrainConfig:
             )
         if ranks > 1 and self.initial_batch_size is not None and self.initial_batch_size < pieces:
             raise ValueError(
-                f"initial_batch_size must be at least {pieces}, a sequence for each of {self.micro_batches} "
-                f"micro-batches{f' on {dp} ranks' if dp > 1 else ''}, not {self.initial_batch_size}"
+                f"initial_batch_size must be at least {pieces}, a sequence for each micro-batch of each rank "
+                f"(micro_batches {self.micro_batches}, parallel.dp {dp}), not {self.initial_batch_size}"
             )
         if self.model.n_routed_experts % ep:
             raise ValueError(f"parallel.ep {ep} must divide model.n_routed_experts, {self.model.n_routed_experts}")

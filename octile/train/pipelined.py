@@ -69,7 +69,8 @@ def describe_pipeline(schedule: Schedule, n_layers: int) -> str:
     layers = sorted({len(layers) for layers in stage_layers(n_layers, schedule.n_stages)})
     return (
         f"pipeline: {SCHEDULES[schedule.name].title}, {schedule.n_stages} stages of {' or '.join(map(str, layers))} "
-        f"layer{'s' if layers != [1] else ''} on {schedule.n_ranks} ranks, {schedule.n_micro_batches} micro-batches; "
+        f"layer{'s' if layers != [1] else ''} on {schedule.n_ranks} ranks, {schedule.n_micro_batches} "
+        f"micro-batch{'es' if schedule.n_micro_batches != 1 else ''}; "
         f"idle for {simulated.bubble / simulated.makespan:.0%} of a step if all stages take the same time, and a "
         "backward pass twice that of a forward pass"
     )

@@ -223,7 +223,7 @@ RANKS = {  # the configuration: the message
     ),
     "ramp": (
         {"parallel": {"dp": 2}, "initial_batch_size": 1, "batch_ramp": 0.5},
-        "initial_batch_size must be at least 2, a sequence for each of 1 micro-batches on 2 ranks, not 1",
+        r"initial_batch_size must be at least 2, a sequence for each .* \(micro_batches 1, parallel.dp 2\), not 1",
     ),
     "telemetry": ({"parallel": {"dp": 2}, "telemetry_every": 5}, r"telemetry_every must be 0 on several ranks"),
 }

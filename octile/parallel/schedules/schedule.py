@@ -67,6 +67,7 @@ def check_sizes(name: str, n_stages: int, n_micro_batches: int, least_stages: in
     Raises:
         ValueError: there are too few stages or micro-batches.
     """
-    for what, number, least in (("stages", n_stages, least_stages), ("micro-batches", n_micro_batches, least_batches)):
+    for what, number, least in (("stage", n_stages, least_stages), ("micro-batch", n_micro_batches, least_batches)):
         if number < least:
-            raise ValueError(f"{name} needs at least {least} {what}, not {number}")
+            plural = "" if least == 1 else "es" if what.endswith("h") else "s"
+            raise ValueError(f"{name} needs at least {least} {what}{plural}, not {number}")

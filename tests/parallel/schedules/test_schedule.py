@@ -108,8 +108,8 @@ def test_actions_have_names_in_words():
 @pytest.mark.parametrize(
     ("name", "stages", "micro_batches", "message"),
     [
-        ("gpipe", 0, 4, "gpipe needs at least 1 stages, not 0"),
-        ("1f1b", 4, 0, "1f1b needs at least 1 micro-batches, not 0"),
+        ("gpipe", 0, 4, "gpipe needs at least 1 stage, not 0"),
+        ("1f1b", 4, 0, "1f1b needs at least 1 micro-batch, not 0"),
         ("zb1p", 4, 3, "zb1p needs at least 4 micro-batches, not 3"),
         ("dualpipe", 7, 20, "dualpipe needs an even number of stages, not 7"),
         ("dualpipe", 0, 20, "dualpipe needs at least 2 stages, not 0"),
@@ -119,7 +119,7 @@ def test_actions_have_names_in_words():
         ("dualpipev", 8, 7, "dualpipev needs at least 8 micro-batches, not 7"),
         ("chimera", 3, 6, "chimera needs an even number of stages, not 3"),
         ("chimera", 8, 20, "chimera needs micro-batches that 8 stages divide, not 20"),
-        ("chimera", 8, 0, "chimera needs at least 1 micro-batches, not 0"),
+        ("chimera", 8, 0, "chimera needs at least 1 micro-batch, not 0"),
         ("zero", 8, 20, "unknown schedule 'zero'; there are gpipe, 1f1b, zb1p, dualpipe, dualpipev, chimera"),
     ],
 )
