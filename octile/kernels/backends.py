@@ -152,7 +152,12 @@ ONLY_TORCH = {  # and why
     "attention": ATTENTION_REASON,
     "attention_backward": ATTENTION_REASON,
     "read_latents": "torch gathers the rows of the cache",
+    "paged_mqa_schedule": "torch sums and searches lengths on the device",
+    "top_keys": "torch's topk of integers that hold logit and position",
+    "sparse_attention": "torch gathers the chosen positions and multiplies them",
 }
+INDEXER = ("mqa_logits", "paged_mqa_logits")  # have a kernel for Hopper alone, called by their own module
+INDEXER_REASON = "torch multiplies the heads one after the other; only Hopper has a kernel"
 TABLE = {
     "gemm": Backends(why_unsupported, launch_cache.launch, _triton_gemm),
     "gate": Backends(gate_launcher.why_unsupported, gate_launcher.launch, _triton("gate", "launch_of_x")),
@@ -214,7 +219,7 @@ TABLE = {
 ROUTING = ("gate", "gate_backward", "count_tokens", "routing_plan", "sequence_balance")
 QUANTIZATIONS = tuple(name for name in TABLE if name not in ("gemm", *ROUTING))
 WITH_HOPPER = (*GEMMS, *QUANTIZATIONS, *ROUTING)  # operators that have kernels for Hopper
-OPERATORS = (*WITH_HOPPER, *ONLY_TRITON, *ONLY_TORCH)
+OPERATORS = (*WITH_HOPPER, *INDEXER, *ONLY_TRITON, *ONLY_TORCH)
 
 
 def choices() -> dict[str, tuple[str, str]]:
@@ -234,6 +239,7 @@ def choices() -> dict[str, tuple[str, str]]:
     if portable[0] != "Triton":
         return chosen
     chosen |= {operator: ("torch", why) for operator, why in ONLY_TORCH.items()}
+    chosen |= dict.fromkeys(INDEXER, ("torch", INDEXER_REASON))
     why_not_hopper = request.why_not_on(torch.device("cuda"))
     if why_not_hopper is None:
         unsupported = "INT8 GEMMs, for example, or quantization of rows that do not begin at multiples of 16 bytes"
@@ -243,6 +249,8 @@ def choices() -> dict[str, tuple[str, str]]:
         )
         why += " of more than 64 experts or of few tokens"
         chosen |= dict.fromkeys(WITH_HOPPER, ("CUDA C++", why))
+        why = "sm_90 has a kernel for 32 or 64 heads of 32, 64 or 128 channels; torch computes others"
+        chosen |= dict.fromkeys(INDEXER, ("CUDA C++", why))
     elif torch.cuda.get_device_capability() == (9, 0):
         why = f"Hopper's kernels cannot be used: {why_not_hopper}"
         chosen |= dict.fromkeys(WITH_HOPPER, ("Triton", why))

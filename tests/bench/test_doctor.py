@@ -10,6 +10,7 @@ import octile.ops.attention
 import octile.ops.grouped
 import octile.ops.latent_cache
 import octile.ops.matmul
+import octile.ops.mqa_logits
 import octile.ops.norm
 import octile.ops.packed
 import octile.ops.paged_attention
@@ -18,7 +19,9 @@ import octile.ops.quantize
 import octile.ops.rope
 import octile.ops.row_invariant
 import octile.ops.sample_tokens
+import octile.ops.sparse_attention
 import octile.ops.swiglu
+import octile.ops.top_keys
 import octile.ops.transpose  # noqa: F401  (they register the operators)
 from octile.bench import doctor
 from octile.bench.doctor import examine, show
@@ -27,6 +30,7 @@ from octile.kernels.backends import (
     ATTENTION_ON_CPU,
     COMPILED_ON_CPU,
     GEMMS_ON_CPU,
+    INDEXER,
     ONLY_TORCH,
     OPERATORS,
     TORCH_ON_CPU,
@@ -98,13 +102,13 @@ def test_doctor_reports_that_no_kernel_can_run(pretend, machine):
 
 def test_on_a_gpu_every_operator_has_a_kernel(pretend):
     pretend((8, 9))
-    assert kernels() == dict.fromkeys(OPERATORS, "Triton") | dict.fromkeys(ONLY_TORCH, "torch")
+    assert kernels() == dict.fromkeys(OPERATORS, "Triton") | dict.fromkeys((*ONLY_TORCH, *INDEXER), "torch")
 
 
 def test_on_hopper_gemms_and_quantization_use_cuda_kernels(pretend):
     pretend((9, 0))
     own = {name for name, kernel in kernels().items() if kernel == "CUDA C++"}
-    assert own == {*WITH_HOPPER}
+    assert own == {*WITH_HOPPER, *INDEXER}
     assert {"matmul_nt", "grouped_wgrad_out", "quantize", "dequantize", "requantize_transposed", "gate"} < own
     assert kernels()["packed_matmul_nt"] == "Triton"
 

@@ -16,6 +16,7 @@ from octile.ops.grouped import (
 )
 from octile.ops.matmul import matmul_nt
 from octile.ops.quantize import quantize
+from tests.ops.operators import WITHOUT_ALLCLOSE
 
 Operand = tuple[Tensor, Tensor, tuple[int, int]]
 
@@ -214,7 +215,7 @@ def test_an_out_that_does_not_fit_is_refused(out, error, message):
 
 
 def checks(fmt: str):
-    return "ALL" if fmt == "int8" else ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    return "ALL" if fmt == "int8" else WITHOUT_ALLCLOSE
 
 
 @every_format

@@ -26,6 +26,7 @@ from octile.ops.groups import align_groups
 from octile.ops.high_precision import high_precision_grouped_nt, high_precision_grouped_tn
 from octile.ops.latent_cache import read_latents, write_latents
 from octile.ops.matmul import matmul_nt, matmul_nt_out
+from octile.ops.mqa_logits import mqa_logits, paged_mqa_logits, paged_mqa_schedule
 from octile.ops.norm import rms_norm, rms_norm_backward, rms_norm_quantize
 from octile.ops.operator import LIBRARIES
 from octile.ops.packed import packed_matmul_nt
@@ -46,6 +47,7 @@ from octile.ops.scale_layouts import (
     unpack_ue8m0,
 )
 from octile.ops.sequence_balance import sequence_balance, sequence_balance_backward
+from octile.ops.sparse_attention import sparse_attention
 from octile.ops.swiglu import (
     swiglu,
     swiglu_backward,
@@ -53,6 +55,7 @@ from octile.ops.swiglu import (
     swiglu_quantize,
     swiglu_quantize_and_save,
 )
+from octile.ops.top_keys import top_keys
 from octile.ops.transpose import (
     quantize_and_transpose,
     quantize_joined,
@@ -73,9 +76,11 @@ STACK = (ENCODED[None], SCALE[None], (1, 128))
 TRANSPOSED = (ENCODED, torch.ones(1, 128), (128, 1))
 TILES, INT8 = torch.tensor([[0, 1], [1, 2]], dtype=torch.int32), ("int8", False)
 ENDS, PLACES = torch.tensor([2], dtype=torch.int32), torch.tensor([[0], [1]], dtype=torch.int32)
+INT = torch.tensor([[0, 0], [1, 0]], dtype=torch.int32)
 LABELS = torch.tensor([3, -100])
 CACHE, SLOTS = torch.zeros(1, 64, 128), torch.tensor([1, 0])
 F8 = ENCODED.to(torch.float8_e4m3fn)
+KEYS = torch.zeros(2, 64 * 132, dtype=torch.uint8)
 Q, W, COLUMNS = octile.ScaledTensor(*A), octile.ScaledTensor(*STACK), octile.ScaledTensor(*TRANSPOSED)
 
 CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
@@ -102,6 +107,19 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     masked_grouped_matmul_nt_out: (torch.ones(1, 2, 2), *STACK, *STACK, ENDS),
     matmul_nt: (*A, *A, torch.float32),
     matmul_nt_out: (torch.ones(2, 2), *A, *A, False),
+    mqa_logits: (F8[None], F8, torch.ones(2), torch.ones(1, 2), ENDS - 2, ENDS, 0, True, torch.float32),
+    paged_mqa_logits: (
+        F8[None, None],
+        KEYS,
+        torch.ones(1, 2),
+        ENDS[None],
+        ENDS[None] - 1,
+        INT,
+        64,
+        True,
+        torch.float32,
+    ),
+    paged_mqa_schedule: (ENDS[None], 1),
     paged_attention: (X[:, None], CACHE, torch.zeros_like(PLACES), ENDS.expand(2), 100, 1.0),
     packed_matmul_nt: (F8, PACKED, 128, F8, PACKED, 128, torch.float32),
     permute: (ENCODED, SCALE, PLACES),
@@ -126,12 +144,14 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     rotate_halves: (HEADS, HEADS, HEADS[:, 0], HEADS[:, 0]),
     sequence_balance: (X, torch.zeros(2, 1, dtype=torch.int64), 1, 1, "sigmoid"),
     sequence_balance_backward: (torch.tensor(1.0), X, X[:1], "sigmoid"),
+    sparse_attention: (X[None], X, INT[:1], 100, 1.0),
     swiglu: (X, X),
     swiglu_backward: (X, X, X),
     swiglu_backward_quantize: (X, ENCODED, ENCODED, SCALE, SCALE, torch.ones(2), *INT8, *INT8, TILES),
     swiglu_quantize: (X, X, "int8", False, torch.ones(2)),
     swiglu_quantize_and_save: (X, X, "int8", False, "int8", False, torch.ones(2)),
     sample_tokens: (X, PLACES[:, 0].long(), PLACES[:, 0].long(), torch.ones(2)),
+    top_keys: (X, INT[0], INT[0] + 2, 1),
     transpose_encoded: (ENCODED, X),
     unpermute: (X, PLACES, X, torch.ones(2, 1)),
     unpermute_backward: (X, X, PLACES, torch.ones(2, 1)),

@@ -19,7 +19,10 @@
       num_sms         how many SMs GEMMs may use
       catalog         the GEMMs whose kernels are compiled without a GPU
     quantize/       the quantization kernels, their launcher and their catalog
-    compile_all.py  compiles the kernels of both catalogs without a GPU
+    gate/           the expert gate
+    routing/        counts, places and balance of experts
+    attention/      mqa_logits: the logits of the lightning indexer
+    compile_all.py  compiles the kernels of the catalogs without a GPU
 
 Nothing is compiled when octile is installed, and the driver is loaded at the first launch.
 """

@@ -6,13 +6,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import repeat
 
+from octile.kernels.cuda.attention import catalog as attention_catalog
+from octile.kernels.cuda.attention import mqa_logits
 from octile.kernels.cuda.gate import catalog as gate_catalog
-from octile.kernels.cuda.gate.launcher import LaunchPlan
+from octile.kernels.cuda.gate import launcher as gate_launcher
 from octile.kernels.cuda.gemm import catalog as gemm_catalog
 from octile.kernels.cuda.gemm.config import GemmConfig
 from octile.kernels.cuda.jit import specialize
 from octile.kernels.cuda.quantize import catalog as quantize_catalog
 from octile.kernels.cuda.routing import catalog as routing_catalog
+
+AnyPlan = gate_launcher.LaunchPlan | mqa_logits.LaunchPlan
 
 
 @dataclass(frozen=True)
@@ -48,14 +52,15 @@ def compile_all(architecture: str = "sm_90a") -> list[CompiledKernel]:
         cases.setdefault(config, []).append(case)
     names = [others[0] + (f" and {len(others) - 1} more" if others[1:] else "") for others in cases.values()]
     launches = quantize_catalog.launches() | routing_catalog.launches()
+    plans: dict[str, AnyPlan] = {**gate_catalog.plans(), **attention_catalog.plans()}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         gemms = pool.map(compile_gemm, names, cases, repeat(architecture))
         others = pool.map(_compile, launches, *zip(*launches.values(), strict=True), repeat(architecture))
-        gates = pool.map(_compile_gate, *zip(*gate_catalog.plans().items(), strict=True), repeat(architecture))
-        return [*gemms, *others, *gates]
+        planned = pool.map(_compile_plan, plans, plans.values(), repeat(architecture))
+        return [*gemms, *others, *planned]
 
 
-def _compile_gate(case: str, plan: LaunchPlan, architecture: str) -> CompiledKernel:
+def _compile_plan(case: str, plan: AnyPlan, architecture: str) -> CompiledKernel:
     return _compile(case, plan.kernel, plan.constants, plan.constants["shared_bytes"], architecture, plan.headers)
 
 

@@ -97,8 +97,10 @@ void bulk_wait_group_read() {
     emulator::bulk_wait_group_read(groups);
 }
 
-inline uint64_t wgmma_descriptor(const void* tile) {
-    return 1ull << 62 | (1024ull >> 4) << 32 | 1ull << 16 | (shared_address(tile) & 0x3FFFF) >> 4;
+template <int row_bytes = 128>
+uint64_t wgmma_descriptor(const void* tile) {
+    const uint64_t swizzle = row_bytes == 128 ? 1 : row_bytes == 64 ? 2 : 3;
+    return swizzle << 62 | (8ull * row_bytes >> 4) << 32 | 1ull << 16 | (shared_address(tile) & 0x3FFFF) >> 4;
 }
 inline uint64_t wgmma_transposed_descriptor(const void* tile, uint32_t distance) {
     return 1ull << 62 | (1024ull >> 4) << 32 | uint64_t(distance >> 4) << 16 | (shared_address(tile) & 0x3FFFF) >> 4;

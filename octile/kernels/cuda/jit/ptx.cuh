@@ -216,12 +216,15 @@ __device__ __forceinline__ void bulk_wait_group_read() {
 
 // ---- wgmma -----------------------------------------------------------------------------------------------------
 
-// Matrix descriptor of a tile with rows of 128 bytes along K and the 128-byte swizzle, as a TMA load writes it: groups
-// of 8 rows are 1024 bytes apart. Adding 2 moves 32 bytes along K. Source: PTX ISA, "Matrix descriptor".
+// Matrix descriptor of a tile with rows of 128, 64 or 32 bytes along K and the swizzle of as many bytes, as a TMA load
+// writes it, with groups of 8 rows one after the other. Adding 2 moves 32 bytes along K. Source: PTX ISA, "Matrix
+// descriptor".
+template <int row_bytes = 128>
 __device__ __forceinline__ uint64_t wgmma_descriptor(const void* tile) {
-    constexpr uint64_t swizzle_128_bytes = 1ull << 62;
-    constexpr uint64_t eight_rows = 1024ull >> 4;
-    return swizzle_128_bytes | eight_rows << 32 | 1ull << 16 | ((shared_address(tile) & 0x3FFFF) >> 4);
+    static_assert(row_bytes == 128 || row_bytes == 64 || row_bytes == 32);
+    constexpr uint64_t swizzle = row_bytes == 128 ? 1ull << 62 : row_bytes == 64 ? 2ull << 62 : 3ull << 62;
+    constexpr uint64_t eight_rows = 8ull * row_bytes >> 4;
+    return swizzle | eight_rows << 32 | 1ull << 16 | ((shared_address(tile) & 0x3FFFF) >> 4);
 }
 
 // Matrix descriptor of an MN-major tile with rows of 64 16-bit elements along M or N and the 128-byte swizzle: groups of 8

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from octile.kernels.cuda.jit.driver import Kernel
 
 FOLDER = Path(__file__).parents[1]
+FOLDERS = ("jit", "gemm", "quantize", "gate", "routing", "attention")
 INCLUDE = re.compile(r'\s*#\s*include\s+"([^"]+)"')
 ONCE = re.compile(r"\s*#\s*pragma\s+once\b")
 
@@ -137,9 +138,7 @@ def _paste(name: str, headers: Mapping[str, str], pasted: set[str]) -> str:
 def _find(name: str, headers: Mapping[str, str]) -> tuple[str, str]:
     if name in headers:
         return f"generated/{name}", headers[name]
-    for path in (FOLDER / folder / name for folder in ("jit", "gemm", "quantize", "gate", "routing")):
+    for path in (FOLDER / folder / name for folder in FOLDERS):
         if path.is_file():
             return f"octile/kernels/cuda/{path.relative_to(FOLDER).as_posix()}", path.read_text(encoding="utf-8")
-    raise FileNotFoundError(
-        f"{name} is in none of jit, gemm, quantize, gate and routing below {FOLDER}, nor given as a header"
-    )
+    raise FileNotFoundError(f"{name} is in none of {', '.join(FOLDERS)} below {FOLDER}, nor given as a header")

@@ -1,0 +1,105 @@
+"""Tests of sparse attention: softmax over the chosen positions alone, and dense attention where all are chosen."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from octile.ops import sparse_attention as module
+from octile.ops.sparse_attention import sparse_attention
+from octile.ops.top_keys import top_keys
+from tests.ops.operators import assert_fake_is_true, assert_well_formed
+from tests.ops.paged_keys import int32
+
+S, H, C, W, T = 6, 3, 16, 24, 40
+SCALE = 0.2
+POSITIONS = int32([[3, 7, -1, -1], [39, 0, 1, 2], [-1, -1, -1, -1], [-1, 5, -1, 9], [8, -1, -1, -1], [4, 3, 2, 1]])
+
+
+def operands(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    q, latents = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((S, H, W), (T, W)))
+    return q, latents
+
+
+def expected(q: Tensor, latents: Tensor, chosen: Tensor) -> Tensor:
+    """Attention of one query in float64 over some positions."""
+    keys = latents[chosen.long()].double()
+    return (SCALE * q.double() @ keys.mT).softmax(-1) @ keys[:, :C]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rounding"), [(torch.float32, 2e-6), (torch.bfloat16, 2**-8), (torch.float16, 2**-10)]
+)
+def test_queries_attend_to_their_positions(dtype: torch.dtype, rounding: float):
+    q, latents = operands(dtype)
+    found = sparse_attention(q, latents, POSITIONS, C, SCALE)
+    assert found.dtype == dtype
+    for row, positions in enumerate(POSITIONS):
+        exact = expected(q[row], latents, positions[positions >= 0])
+        torch.testing.assert_close(found[row].double(), exact, rtol=rounding, atol=1e-5)
+
+
+def test_with_all_keys_of_the_past_it_is_dense_attention():
+    q, latents = operands()
+    ends = torch.arange(1, S + 1, dtype=torch.int32)
+    positions = top_keys(torch.randn(S, T), ends * 0, ends, T)
+    scores = SCALE * torch.einsum("shw,tw->sht", q, latents)
+    seen = torch.arange(T) < ends[:, None, None]
+    dense = scores.masked_fill(~seen, -math.inf).softmax(-1) @ latents[:, :C]
+    torch.testing.assert_close(sparse_attention(q, latents, positions, C, SCALE), dense, rtol=1e-5, atol=1e-6)
+
+
+def test_positions_that_are_not_chosen_are_not_read():
+    q, latents = operands()
+    before = sparse_attention(q, latents, POSITIONS, C, SCALE)
+    others = torch.ones(T, dtype=torch.bool)
+    others[POSITIONS[POSITIONS >= 0].long()] = False
+    latents[others] = math.nan
+    assert torch.equal(sparse_attention(q, latents, POSITIONS, C, SCALE), before)
+
+
+def test_an_absent_position_does_not_read_the_first():
+    q, latents = operands()
+    latents[0] = math.nan
+    assert not sparse_attention(q, latents, POSITIONS, C, SCALE)[[0, 2, 3, 4]].isnan().any()
+
+
+def test_rows_do_not_depend_on_the_parts_that_they_are_computed_in(monkeypatch: pytest.MonkeyPatch):
+    arguments = *operands(), POSITIONS, C, SCALE
+    whole = sparse_attention(*arguments)
+    monkeypatch.setattr(module, "MAX_ELEMENTS", 200)
+    torch.testing.assert_close(sparse_attention(*arguments), whole, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("positions", [POSITIONS[:, :0], POSITIONS.clamp(max=-1)])
+def test_without_positions_the_result_is_zero(positions: Tensor):
+    assert not sparse_attention(*operands(), positions, C, SCALE).any()
+
+
+def test_the_operator_is_well_formed():
+    arguments = *operands(), POSITIONS, C, SCALE
+    assert_well_formed(sparse_attention, arguments)
+    assert_fake_is_true(sparse_attention, arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"q": operands()[0].double()}, TypeError, "q must be float32"),
+        ({"q": operands()[0][0]}, ValueError, r"q must be \[S, H, W\]"),
+        ({"q": operands()[0][..., 1:]}, ValueError, "q must have the 24 channels of latents, not 23"),
+        ({"latents": operands()[1].int()}, TypeError, "latents must be float32"),
+        ({"latents": operands()[1].to("meta")}, ValueError, "q is on cpu but latents on meta"),
+        ({"positions": POSITIONS.long()}, TypeError, "positions must be int32"),
+        ({"positions": POSITIONS[1:]}, ValueError, r"positions must be \(6, K\)"),
+        ({"positions": POSITIONS + 1}, ValueError, "positions must be from -1 to below 40, not from 0 to 40"),
+        ({"latent_dim": 25}, ValueError, "latent_dim must be from 1 to the 24 channels, not 25"),
+    ],
+)
+def test_wrong_arguments_are_refused(change: dict, error: type[Exception], message: str):
+    q, latents = operands()
+    arguments = {"q": q, "latents": latents, "positions": POSITIONS, "latent_dim": C, "scale": SCALE}
+    with pytest.raises(error, match=message):
+        sparse_attention(*(arguments | change).values())
