@@ -9,6 +9,7 @@ differences: any sizes are supported, wrong arguments raise TypeError or ValueEr
     k_grouped       FP8 weight gradients of all experts
     bf16            the same GEMMs in BF16, by cuBLASLt
     einstein_sums   batches of GEMMs in FP8 and BF16
+    attention       logits of the lightning indexer, of contiguous keys and of pages
     layout          layouts of scales
     settings        number of SMs, alignment of groups
     utils           `deep_gemm.utils`: quantization in `math`, scales in `layout`
@@ -18,6 +19,13 @@ masked GEMMs; the others are accepted and have no effect.
 """
 
 from octile.compat.deep_gemm import utils
+from octile.compat.deep_gemm.attention import (
+    fp8_fp4_mqa_logits,
+    fp8_fp4_paged_mqa_logits,
+    fp8_mqa_logits,
+    fp8_paged_mqa_logits,
+    get_paged_mqa_logits_metadata,
+)
 from octile.compat.deep_gemm.bf16 import (
     bf16_gemm_nn,
     bf16_gemm_nt,
@@ -94,12 +102,16 @@ __all__ = [
     "fp8_fp4_gemm_nt",
     "fp8_fp4_gemm_tn",
     "fp8_fp4_gemm_tt",
+    "fp8_fp4_mqa_logits",
+    "fp8_fp4_paged_mqa_logits",
     "fp8_gemm_nn",
     "fp8_gemm_nt",
     "fp8_gemm_nt_skip_head_mid",
     "fp8_gemm_tn",
     "fp8_gemm_tt",
     "fp8_m_grouped_gemm_nt_masked",
+    "fp8_mqa_logits",
+    "fp8_paged_mqa_logits",
     "get_k_alignment_for_contiguous_layout",
     "get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor",
     "get_m_alignment_for_contiguous_layout",
@@ -107,6 +119,7 @@ __all__ = [
     "get_mn_major_tma_aligned_packed_ue8m0_tensor",
     "get_mn_major_tma_aligned_tensor",
     "get_num_sms",
+    "get_paged_mqa_logits_metadata",
     "get_pdl",
     "get_tc_util",
     "get_theoretical_mk_alignment_for_contiguous_layout",

@@ -15,6 +15,11 @@ OF_ROWS = f"(a, b, d, grouped_layout, {RECIPES}, compiled_dims='nk', disable_ue8
 OF_K = "(a, b, d, ks_cpu, grouped_layout, c=None, {}compiled_dims='mn', use_psum_layout=False)"
 OF_BF16_ROWS = "(a, b, d, grouped_layout, compiled_dims='nk', use_psum_layout=False, ensure_zero_padding=True"
 LAST = ", expected_m_for_psum_layout=None)"
+OF_LOGITS = "(q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits=True, max_seqlen_k=0{})"
+OF_PAGES = (
+    "(q, kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, clean_logits=False{}, "
+    "indices=None)"
+)
 SIGNATURES = {
     "fp8_gemm_nt": OF_FP8.format("nk"),
     "fp8_gemm_nn": OF_FP8.format("nk"),
@@ -47,6 +52,11 @@ SIGNATURES = {
         "(sf, grouped_layout, ks_cpu, gran_k, k_alignment, use_psum_layout=False)"
     ),
     "get_theoretical_mk_alignment_for_contiguous_layout": "(expected_m=None)",
+    "fp8_fp4_mqa_logits": OF_LOGITS.format(", logits_dtype=torch.float32"),
+    "fp8_mqa_logits": OF_LOGITS.format(""),
+    "fp8_fp4_paged_mqa_logits": OF_PAGES.format(", logits_dtype=torch.float32"),
+    "fp8_paged_mqa_logits": OF_PAGES.format(""),
+    "get_paged_mqa_logits_metadata": "(context_lens, block_kv, num_sms, indices=None)",
     "get_mk_alignment_for_contiguous_layout": "()",
     "get_num_sms": "()",
     "get_pdl": "()",

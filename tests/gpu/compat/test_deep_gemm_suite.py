@@ -29,7 +29,7 @@ TESTS = {
         "test_cublaslt_gemm",
     ),
     "test_einsum": ("test_bmk_bnk_mn", "test_bhr_hdr_bhd", "test_bhd_hdr_bhr", "test_fp8_bhr_hdr_bhd"),
-    "test_attention": ("test_gemm_skip_head_mid",),
+    "test_attention": ("test_gemm_skip_head_mid", "test_mqa_logits", "test_paged_mqa_logits"),
     "test_layout": ("test_sf_layout_kernels", "test_k_grouped_sf_layout_kernels"),
 }
 RUN = """\
