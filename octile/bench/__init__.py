@@ -6,6 +6,7 @@ step/              `octile bench step`: a training step's speed and memory
 train/             `octile bench train`: the speed of `octile train` vs. torchtitan's trainer
 transformers.py    `octile bench transformers`: converted models of transformers
 serve/             `octile bench serve`: throughput and latency of `octile serve`
+indexer.py         `octile bench indexer`: the lightning indexer's logits vs. DeepGEMM's, and the choice of keys
 dispatch.py        `octile bench dispatch`: dispatch and combine between GPUs vs. a copy and vs. all_to_all_single
 lab.py             `octile bench lab`: the tensor core model and telemetry
 tune.py            `octile bench tune`: a search for the fastest GEMM kernels
@@ -35,6 +36,7 @@ TITLES = {
     "train": "octile train",
     "transformers": "models of transformers",
     "serve": "octile serve",
+    "indexer": "the lightning indexer",
     "dispatch": "dispatch and combine",
     "lab": "the tensor core model",
 }
@@ -44,7 +46,8 @@ def run(what: str, json: Path | None = None, folder: Path | None = None) -> None
     """Run a benchmark, print its table, and write its rows to a file. After Ctrl-C, the rows so far are used.
 
     Args:
-        what: "gemm", "casts", "step", "train", "transformers", "serve", "dispatch" or "lab".
+        what: "gemm", "casts", "step", "train", "transformers", "serve", "indexer", "dispatch" or
+            "lab".
         json: file for the rows, with machine, versions and commit; None: no file.
         folder: the run to serve, for "serve".
 

@@ -374,3 +374,33 @@ def serve_verdicts(rows: Sequence[Row], on_gpu: bool) -> str:
     judged, others = ((CLIENTS_BOUND,), GPU_BOUNDS)[:: -1 if on_gpu else 1]
     bounds = (*judged, *(replace(bound, floor=None, aim=None) for bound in others))
     return "\n".join(line for bound in bounds if (line := _step_line(bound, rows)))
+
+
+# octile bench indexer
+
+RECORDED = "DeepGEMM, recorded"
+
+
+def indexer_case(heads: int, head_dim: int) -> str:
+    """Return the name of a case."""
+    return f"logits, {heads} heads of {head_dim}"
+
+
+INDEXER_FIGURES = {  # TFLOP/s of DeepGEMM 2.6.1 in its own test on one H200, 20 November 2026: 2048 queries, 65536 keys
+    indexer_case(64, 128): 1150.0,
+    indexer_case(64, 64): 730.0,
+    indexer_case(64, 32): 425.0,
+    indexer_case(32, 128): 988.0,
+    indexer_case(32, 64): 625.0,
+    indexer_case(32, 32): 350.0,
+}
+INDEXER_BOUNDS = tuple(
+    Bound(f"{case} vs. {peer}", case, "logits", (peer,), 0.95, 1.05)
+    for peer in (DEEP_GEMM, RECORDED)
+    for case in INDEXER_FIGURES
+)
+
+
+def indexer_verdicts(rows: Sequence[Row]) -> str:
+    """Describe each goal of `octile bench indexer` that has a result in a line."""
+    return "\n".join(line for bound in INDEXER_BOUNDS if (line := _step_line(bound, rows)))
