@@ -34,7 +34,7 @@ def run_cases(cases: Mapping[str, Callable[[], None]], folder: str, rank: int) -
     torch.save(failures, Path(folder) / f"{rank}.pt")
 
 
-def read_failures(folder: str | Path, world: int) -> Failures:
+def _read_failures(folder: str | Path, world: int) -> Failures:
     """Return what went wrong in the cases, by rank."""
     return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(world)]
 
@@ -81,7 +81,7 @@ def start_once(
                 folder.mkdir()
                 patch.setenv("OMP_NUM_THREADS", "1")
                 start(world, str(folder))
-        return read_failures(folder, world)
+        return _read_failures(folder, world)
 
     return of_world
 
