@@ -346,11 +346,11 @@ class Bench:
     Attributes:
         what: gemm, casts (quantization), step (a model's training step: speed, memory, checkpoint size), train
             (`octile train` on a GPU, vs. torchtitan), transformers (converted models of that library: speed, memory),
-            serve (`octile serve`: throughput, time to the first token and between tokens, what is refused),
-            indexer (logits of sparse attention's lightning indexer, and its choice of keys), dispatch (of tokens to
-            experts on other GPUs; by torchrun), lab (the tensor core model); tune, which searches the fastest GEMM
-            configurations on a Hopper GPU and stores them; or tune-casts, which shows the fastest settings of
-            quantization kernels there.
+            attention (of decoding, over the latent cache), serve (`octile serve`: throughput, time to the first token
+            and between tokens, what is refused), indexer (logits of sparse attention's lightning indexer, and its
+            choice of keys), dispatch (of tokens to experts on other GPUs; by torchrun), lab (the tensor core model);
+            tune, which searches the fastest GEMM configurations on a Hopper GPU and stores them; or tune-casts, which
+            shows the fastest settings of quantization kernels there.
         json: also write the rows to this file.
         run: a run folder or a Hugging Face folder to serve; the newest under runs/ if not given.
         shape: M,N,K of one GEMM to tune; every shape of gemm if not given.
@@ -365,6 +365,7 @@ class Bench:
                 "step",
                 "train",
                 "transformers",
+                "attention",
                 "serve",
                 "indexer",
                 "dispatch",
@@ -390,8 +391,8 @@ def bench(arguments: list[str]) -> None:
         raise ValueError(f"shape and minutes are options of tune, not of {options.what}")
     if options.what.startswith("tune") and options.json is not None:
         raise ValueError(
-            f"{options.what} writes no rows: json is an option of gemm, casts, step, train, transformers, serve, "
-            "indexer, dispatch and lab"
+            f"{options.what} writes no rows: json is an option of gemm, casts, step, train, transformers, attention, "
+            "serve, indexer, dispatch and lab"
         )
     if options.what != "serve" and options.run is not None:
         raise ValueError(f"run is an option of serve, not of {options.what}")

@@ -5,6 +5,7 @@ casts.py           `octile bench casts`: quantization and other memory-bound ope
 step/              `octile bench step`: a training step's speed and memory
 train/             `octile bench train`: the speed of `octile train` vs. torchtitan's trainer
 transformers.py    `octile bench transformers`: converted models of transformers
+attention.py       `octile bench attention`: attention of decoding over the latent cache vs. a copy
 serve/             `octile bench serve`: throughput and latency of `octile serve`
 indexer.py         `octile bench indexer`: the lightning indexer's logits vs. DeepGEMM's, and the choice of keys
 dispatch.py        `octile bench dispatch`: dispatch and combine between GPUs vs. a copy and vs. all_to_all_single
@@ -35,6 +36,7 @@ TITLES = {
     "step": "a training step",
     "train": "octile train",
     "transformers": "models of transformers",
+    "attention": "attention of decoding",
     "serve": "octile serve",
     "indexer": "the lightning indexer",
     "dispatch": "dispatch and combine",
@@ -46,8 +48,8 @@ def run(what: str, json: Path | None = None, folder: Path | None = None) -> None
     """Run a benchmark, print its table, and write its rows to a file. After Ctrl-C, the rows so far are used.
 
     Args:
-        what: "gemm", "casts", "step", "train", "transformers", "serve", "indexer", "dispatch" or
-            "lab".
+        what: "gemm", "casts", "step", "train", "transformers", "attention", "serve", "indexer",
+            "dispatch" or "lab".
         json: file for the rows, with machine, versions and commit; None: no file.
         folder: the run to serve, for "serve".
 

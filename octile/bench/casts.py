@@ -108,7 +108,7 @@ def rows() -> Iterator[Row]:
         for what, operator, inputs in make(device, dtype):
             outputs = operator(*inputs)
             moved = sum(t.nbytes for t in (*inputs, *([outputs] if isinstance(outputs, Tensor) else outputs)))
-            source, target = _halves(moved, device)
+            source, target = halves(moved, device)
             copy = partial(target.copy_, source)
             times = work_seconds({"operator": partial(operator, *inputs), "copy": copy}, rounds=20)
             speed, peer = (n / times[name] / 1e9 for name, n in (("operator", moved), ("copy", 2 * source.nbytes)))
@@ -151,7 +151,7 @@ def _measured_peak(side: int = 8192) -> Peak:
     return Peak(2 * side**3 / times["gemm"], times["smallest copy"])
 
 
-def _halves(moved: int, device: str) -> tuple[Tensor, Tensor]:
+def halves(moved: int, device: str) -> tuple[Tensor, Tensor]:
     """Allocate the source and the target of a copy of about this many bytes: of equal size and aligned.
 
     Half of the bytes are rounded up to a multiple of a large power of two: a copy of any number of bytes has a second

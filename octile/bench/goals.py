@@ -68,6 +68,13 @@ DISPATCH = (  # what, its peer, floor and aim of the ratio
     ("dispatch and combine", "plain, permuted", 2.0, None),
 )
 
+# octile bench attention
+
+ATTENTION = (  # heads, what, floor and aim: of the ratio to a copy, or of TFLOP/s
+    ("16 heads", "bytes", 0.75, 0.90),
+    ("128 heads", "products", 300, 600),
+)
+
 # octile bench gemm
 
 HOST_FLOOR, HOST_AIM = 25.0, 10.0  # µs until a warm call returns
@@ -188,6 +195,26 @@ def dispatch_verdicts(rows: Sequence[Row]) -> str:
             if case.endswith(DEFAULT_SMS):
                 bounds = [f"{n} ≥ {b:.2f}× {_met(ratio >= b)}" for n, b in (("floor", floor), ("aim", aim)) if b]
                 lines.append(f"{what}, vs. {peer}: {ratio:.3f}× ({case}): {', '.join(bounds)}")
+    return "\n".join(lines)
+
+
+def attention_verdicts(rows: Sequence[Row]) -> str:
+    """Describe each goal of `octile bench attention` in a line, for each form of the cache."""
+    lines = []
+    for heads, what, floor, aim in ATTENTION:
+        found = {row.case: row for row in rows if row.what == what and f", {heads}, " in row.case}
+        for form in dict.fromkeys(case.rsplit(", ", 1)[1] for case in found):
+            values = {
+                case.split(",")[0]: row.against.ratio if row.against else row.value
+                for case, row in found.items()
+                if case.endswith(form)
+            }
+            worst = min(values, key=values.__getitem__)
+            unit = "× of a copy" if what == "bytes" else " TFLOP/s"
+            bounds = [
+                f"{name} ≥ {bound:g} {_met(values[worst] >= bound)}" for name, bound in (("floor", floor), ("aim", aim))
+            ]
+            lines.append(f"{heads}, {form}: smallest {values[worst]:.3g}{unit} ({worst}): {', '.join(bounds)}")
     return "\n".join(lines)
 
 

@@ -1,9 +1,9 @@
 """Backends on a GPU: which kernels each operator uses, and why.
 
-GEMMs, quantizations, and the choice and routing of experts have two backends: kernels for Hopper in CUDA C++, and
-Triton kernels for every GPU from sm_80. `TABLE` names both, with a function that returns why Hopper's do not support a
-call; `run` calls the first that supports it. All other operators have one backend (`ONLY_TRITON`, `ONLY_TORCH`).
-`octile doctor` prints `choices`.
+GEMMs, quantizations, the choice and routing of experts, and attention over the paged latent cache have two backends:
+kernels for Hopper in CUDA C++, and Triton kernels for every GPU from sm_80. `TABLE` names both, with a function that
+returns why Hopper's do not support a call; `run` calls the first that supports it. All other operators have one backend
+(`ONLY_TRITON`, `ONLY_TORCH`). `octile doctor` prints `choices`.
 
 The arguments of `run` are already checked. GEMMs take a `GemmRequest`; others take the arguments of
 the operators of the same names, quantizations with dtypes instead of formats. Triton is imported
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from octile.formats import BLOCK, COLUMN_TILE, TILE
 from octile.kernels import cpu
+from octile.kernels.cuda.attention import mla_decode
 from octile.kernels.cuda.gate import backward_launcher as gate_backward_launcher
 from octile.kernels.cuda.gate import launcher as gate_launcher
 from octile.kernels.cuda.gemm import launch_cache, request
@@ -131,10 +132,9 @@ GEMMS = (  # they call "gemm" of `TABLE`
 ONLY_TRITON = (
     "adamw", "align_groups", "bfloat16_terms", "choose_experts", "cross_entropy", "cross_entropy_backward",
     "gradient_norms", "high_precision_grouped_nt", "high_precision_grouped_tn", "latent_keys",
-    "latent_keys_backward", "packed_matmul_nt", "paged_attention", "permute", "rms_norm",
-    "rms_norm_backward", "rotate_", "rotate_halves", "row_invariant_matmul_nt", "sample_tokens",
-    "sequence_balance_backward", "swiglu", "swiglu_backward", "transpose_encoded", "unpermute", "unpermute_backward",
-    "write_latents",
+    "latent_keys_backward", "packed_matmul_nt", "permute", "rms_norm", "rms_norm_backward",
+    "rotate_", "rotate_halves", "row_invariant_matmul_nt", "sample_tokens", "sequence_balance_backward", "swiglu",
+    "swiglu_backward", "transpose_encoded", "unpermute", "unpermute_backward", "write_latents",
 )  # fmt: skip
 COMPILED_ON_CPU = (  # bit for bit the reference
     "adamw", "quantize", "dequantize", "quantize_rows_and_columns", "quantize_joined_rows_and_columns",
@@ -143,7 +143,6 @@ COMPILED_ON_CPU = (  # bit for bit the reference
 GEMMS_ON_CPU = (  # E4M3 operands, where the processor multiplies BF16
     "matmul_nt", "matmul_nt_out", "grouped_matmul_nt", "grouped_matmul_nt_out", "grouped_wgrad", "grouped_wgrad_out",
 )  # fmt: skip
-ATTENTION_ON_CPU = ("paged_attention",)  # sums in another order than the reference
 TORCH_ON_CPU = {
     "attention": "to all keys torch's FlashAttention for CPUs, which has no matrix of scores; causal the reference"
 }
@@ -175,6 +174,7 @@ TABLE = {
     "sequence_balance": Backends(
         routing_launcher.why_not_balance, routing_launcher.sequence_balance, _triton("sequence_balance", "launch")
     ),
+    "paged_attention": Backends(mla_decode.why_unsupported, mla_decode.launch, _triton("paged_attention", "launch")),
     "quantize": Backends(_why_not_quantize, launcher.quantize, _triton("quantize", "launch")),
     "quantize_with_scale": Backends(
         _why_not_first(1), launcher.quantize_with_scale, _triton("quantize", "launch_with_scale")
@@ -217,8 +217,9 @@ TABLE = {
     "rms_norm_quantize": Backends(_why_not_rms_norm, launcher.rms_norm, _triton("norm", "launch")),
 }
 ROUTING = ("gate", "gate_backward", "count_tokens", "routing_plan", "sequence_balance")
-QUANTIZATIONS = tuple(name for name in TABLE if name not in ("gemm", *ROUTING))
-WITH_HOPPER = (*GEMMS, *QUANTIZATIONS, *ROUTING)  # operators that have kernels for Hopper
+ATTENTION = ("paged_attention",)
+QUANTIZATIONS = tuple(name for name in TABLE if name not in ("gemm", *ROUTING, *ATTENTION))
+WITH_HOPPER = (*GEMMS, *QUANTIZATIONS, *ROUTING, *ATTENTION)  # operators that have kernels for Hopper
 OPERATORS = (*WITH_HOPPER, *INDEXER, *ONLY_TRITON, *ONLY_TORCH)
 
 
@@ -232,7 +233,7 @@ def choices() -> dict[str, tuple[str, str]]:
         why = "compiled by this machine's C++ compiler for E4M3 and AdamW, bit for bit the reference"
         chosen |= dict.fromkeys(COMPILED_ON_CPU, ("C++", why))
         why = "compiled by this machine's C++ compiler; its sums have another order than the reference's"
-        chosen |= dict.fromkeys(ATTENTION_ON_CPU, ("C++", why))
+        chosen |= dict.fromkeys(ATTENTION, ("C++", why))
     if not torch.cuda.is_available() and cpu.can_multiply():
         why = "the processor multiplies BF16 (AVX512-BF16), exactly for E4M3; other operands run on the reference"
         chosen |= dict.fromkeys(GEMMS_ON_CPU, ("C++", why))
@@ -247,7 +248,7 @@ def choices() -> dict[str, tuple[str, str]]:
         why += (
             "; so do RMSNorm of narrow rows, faster there, GEMMs in blocks of 32 (mxfp8), emulated in FP16, and gates"
         )
-        why += " of more than 64 experts or of few tokens"
+        why += " of more than 64 experts or of few tokens, and latent caches of other widths than 512 + 64 channels"
         chosen |= dict.fromkeys(WITH_HOPPER, ("CUDA C++", why))
         why = "sm_90 has a kernel for 32 or 64 heads of 32, 64 or 128 channels; torch computes others"
         chosen |= dict.fromkeys(INDEXER, ("CUDA C++", why))

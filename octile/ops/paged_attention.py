@@ -7,9 +7,11 @@
 A row is one query position with all its heads. Several rows may belong to one text, as where drafts are verified: each
 has its own length. The cache is read once for all heads of a row, which is what decoding's time goes into.
 
-On a GPU the positions of a row are divided among programs (split-KV), whose partial results are merged in the order of
-the positions: the result depends on the row, its length and the number of splits, not on other rows. The order of sums
-is unspecified otherwise; the softmax's weights are rounded to q's dtype before they are multiplied.
+On a GPU the positions of a row are divided among thread blocks (split-KV), whose partial results are merged in the
+order of the positions. With a given number of splits the result depends on the row and its length, not on other rows;
+without, the lengths of all rows may decide how they are divided, so that thread blocks have equally much to do. The
+order of sums is unspecified otherwise; the softmax's weights are rounded to q's dtype, or to FP16 with a scale, before
+they are multiplied.
 
 Source: DeepSeek-V2 (arXiv 2405.04434) §2.1.2; Flash-Decoding; FlashMLA (https://github.com/deepseek-ai/FlashMLA).
 Shapes: R rows, H heads, C channels of a latent, W = C + those of the rotary key, P pages, M pages of a text at most.
@@ -19,7 +21,7 @@ import torch
 from torch import Tensor
 
 from octile.formats import TILE
-from octile.kernels import cpu
+from octile.kernels import backends, cpu
 from octile.ops.latent_cache import PAGE, check_cache, fp8_rows, rope_dim_of
 from octile.ops.matmul import without_autocast
 from octile.ops.operator import operator
@@ -41,7 +43,7 @@ def paged_attention(
         lengths: int32 [R], positions that a row attends to, at most 64·M; 0 gives zeros.
         latent_dim: C.
         scale: the factor of the scores.
-        n_splits: programs among which a GPU divides the positions of a row, at most 128; 0: chosen by the shapes.
+        n_splits: parts into which a GPU divides the positions of a row, at most 128; 0: chosen by shapes and lengths.
 
     Returns:
         o [R, H, C] in q's dtype.
@@ -93,10 +95,8 @@ def _(q, cache, pages, lengths, latent_dim, scale, n_splits=0):
 
 @paged_attention.register_kernel("cuda")
 def _(q, cache, pages, lengths, latent_dim, scale, n_splits=0):
-    from octile.kernels.triton import paged_attention as kernel  # late: a machine without a GPU has no Triton
-
     _check(q, cache, pages, lengths, latent_dim, n_splits)
-    return kernel.launch(q, cache, pages, lengths, latent_dim, scale, n_splits)
+    return backends.run("paged_attention", q, cache, pages, lengths, latent_dim, scale, n_splits)
 
 
 def _check(q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, latent_dim: int, n_splits: int) -> None:

@@ -15,12 +15,12 @@ from octile.bench.casts import (
     Peak,
     _cases,
     _gate_cases,
-    _halves,
     _loss_cases,
     _narrow_cases,
     _optimizer_cases,
     _parameter_shapes,
     bound_of,
+    halves,
 )
 from octile.bench.goals import BOUND_OF_BYTES, BOUND_OF_FLOPS, NARROW_COLUMNS
 from octile.train.config import preset
@@ -28,7 +28,7 @@ from octile.train.config import preset
 
 @pytest.mark.parametrize("moved", [1, 2 * ALIGNMENT, 2 * ALIGNMENT + 1, 89_026_560])
 def test_a_copy_moves_as_much_between_aligned_buffers(moved: int):
-    source, target = _halves(moved, "cpu")
+    source, target = halves(moved, "cpu")
     assert source.nbytes == target.nbytes
     assert moved <= 2 * source.nbytes <= moved * (1 + 1 / SMALL_PART) + 2
     assert source.data_ptr() % ALIGNMENT == target.data_ptr() % ALIGNMENT == 0
@@ -48,7 +48,7 @@ def test_the_optimizer_updates_each_parameter_of_a_preset():
 
 @pytest.mark.parametrize(("moved", "unit"), [(2**21 + 600, 2**16), (2**26 + 16, ALIGNMENT)])
 def test_a_copy_has_no_odd_bytes_that_take_a_kernel_of_their_own(moved: int, unit: int):
-    assert _halves(moved, "cpu")[0].nbytes % unit == 0
+    assert halves(moved, "cpu")[0].nbytes % unit == 0
 
 
 X, WEIGHT = torch.zeros(30, 20), torch.zeros(4, 20)

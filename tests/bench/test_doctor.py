@@ -27,7 +27,7 @@ from octile.bench import doctor
 from octile.bench.doctor import examine, show
 from octile.kernels import backends
 from octile.kernels.backends import (
-    ATTENTION_ON_CPU,
+    ATTENTION,
     COMPILED_ON_CPU,
     GEMMS_ON_CPU,
     INDEXER,
@@ -71,7 +71,7 @@ def kernels():
 def test_without_a_gpu_what_has_a_kernel_is_compiled_and_the_rest_is_the_reference(pretend, monkeypatch, multiplies):
     pretend(None)
     monkeypatch.setattr(backends.cpu, "can_multiply", lambda: multiplies)
-    compiled = COMPILED_ON_CPU + ATTENTION_ON_CPU + (GEMMS_ON_CPU if multiplies else ())
+    compiled = COMPILED_ON_CPU + ATTENTION + (GEMMS_ON_CPU if multiplies else ())
     expected = dict.fromkeys(OPERATORS, "reference (torch, CPU)") | dict.fromkeys(TORCH_ON_CPU, "torch")
     assert kernels() == expected | dict.fromkeys(compiled, "C++")
 
@@ -87,7 +87,7 @@ def test_the_operators_with_a_kernel_for_the_cpu_are_named():
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     registered = [name for name in OPERATORS if hasattr(torch.ops.octile, name)]
     assert {name for name in registered if has_kernel(f"octile::{name}", "CPU")} == {
-        *ATTENTION_ON_CPU,
+        *ATTENTION,
         *COMPILED_ON_CPU,
         *GEMMS_ON_CPU,
         *TORCH_ON_CPU,

@@ -7,7 +7,7 @@ garbage (NaN): a missing wait, a stage released too early, a wrong byte count, a
 
 Not detected: a thread without fence_proxy_async after ordinary stores where another thread called it (after stmatrix it
 is detected); memory orders weaker than sequential consistency; bank conflicts; speed; what the CUDA compiler does to
-the source. Not supported: `__shared__` variables, tiles without swizzle, a K-major wgmma operand and an MN-major one.
+the source. Not supported: `__shared__` variables, tiles without swizzle.
 
     emulator.run("gemm", constants, grid=1, threads=384, shared_bytes=…, arguments=[…], headers=…, seed=3)
 """

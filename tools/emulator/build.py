@@ -18,7 +18,11 @@ HERE = Path(__file__).parent
 # Contraction would fuse operations that kernels round separately. Kernels read memory as another type than was written.
 OPTIONS = ("-std=c++20", "-ffp-contract=off", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-g1")
 SHARED = ("-fPIC", "-shared", "-fno-gnu-unique", "-Wl,-Bsymbolic")  # a process loads many kernels of one name
-WGMMA = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k\d+\.f32\.(\w+)\.(\w+)")
+WGMMA = re.compile(
+    r"void (\w+)\(\s*float[^,]*, (const uint32_t|uint64_t).*"
+    r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k\d+\.f32\.(\w+)\.(\w+).* add, 1, 1(?:, (\d))?(?:, (\d))?;",
+    re.DOTALL,
+)
 
 
 def compiler() -> str | None:
@@ -53,14 +57,16 @@ extern "C" const emulator::Entry* octile_entry() {{
 
 def _wgmma(header: str) -> str:
     """The emulated header of wgmma.py: a call of the core with the types of the instruction."""
-    n, a, b = WGMMA.search(header).groups()  # type: ignore[union-attr]
-    transposed = "wgmma_transposed" in header
-    name = "wgmma_transposed" if transposed else "wgmma"
+    name, left, n, a, b, *transposed = WGMMA.search(header).groups()  # type: ignore[union-attr]
+    in_registers = left != "uint64_t"
+    left, at, registers = ("const uint32_t (&a)[4]", "0", "a") if in_registers else ("uint64_t a", "a", "nullptr")
+    first, second = (t or "0" for t in (["0", *transposed] if in_registers else transposed)[:2])
     return f"""\
 #pragma once
 namespace ptx {{
-inline void {name}(float (&d)[{int(n) // 2}], uint64_t a, uint64_t b, bool accumulate) {{
-    emulator::wgmma(d, {int(n) // 2}, a, b, accumulate, emulator::{a}, emulator::{b}, {int(transposed)});
+inline void {name}(float (&d)[{int(n) // 2}], {left}, uint64_t b, bool accumulate) {{
+    emulator::wgmma(
+        d, {int(n) // 2}, {at}, b, accumulate, emulator::{a}, emulator::{b}, {registers}, {first}, {second});
 }}
 }}  // namespace ptx
 """

@@ -21,7 +21,8 @@
     quantize/       the quantization kernels, their launcher and their catalog
     gate/           the expert gate
     routing/        counts, places and balance of experts
-    attention/      mqa_logits: the logits of the lightning indexer
+    attention/      mla_decode: attention of decoding over the paged latent cache; mqa_logits: the logits of the
+                    lightning indexer
     compile_all.py  compiles the kernels of the catalogs without a GPU
 
 Nothing is compiled when octile is installed, and the driver is loaded at the first launch.

@@ -171,6 +171,7 @@ def test_mn_major_tiles_are_multiplied(type_: str, n: int) -> None:
     generator = torch.Generator().manual_seed(n)
     a, b = (torch.randint(-4, 5, (16, columns), generator=generator).to(TYPES[type_]) for columns in (64, n))
     out = torch.full((64, n), math.nan)
+    header = wgmma.header(n, type_, type_, name="wgmma_transposed", a_transposed=True, b_transposed=True)
     emulator.run(
         "transposed_tiles",
         {"n": n},
@@ -178,9 +179,26 @@ def test_mn_major_tiles_are_multiplied(type_: str, n: int) -> None:
         threads=128,
         shared_bytes=(64 + n) * 32 + 8,
         arguments=[map_of(a[None], (1, 16, 64), 128), map_of(b[None], (1, 16, 64), 128), out],
-        headers=SOURCES | {"wgmma.cuh": wgmma.header(n, type_, type_, transposed=True)},
+        headers=SOURCES | {"wgmma.cuh": header},
     )
     assert torch.equal(out, a.float().T @ b.float())
+
+
+def test_an_operand_in_registers_is_multiplied() -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randint(-4, 5, (16, n), generator=generator).bfloat16() for n in (64, 128))
+    out = torch.zeros(64, 128)
+    header = wgmma.header(128, "bf16", "bf16", name="wgmma_registers", a_in_registers=True, b_transposed=True)
+    emulator.run(
+        "fragments",
+        {},
+        grid=1,
+        threads=128,
+        shared_bytes=3 * 16 * 128 + 8,
+        arguments=[map_of(b[None], (1, 16, 64), 128), swizzled(a.view(torch.uint8), 128), out],
+        headers=SOURCES | {"wgmma.cuh": header},
+    )
+    assert torch.equal(out, a.float().mT @ b.float())
 
 
 # ---- Warp-level primitives ----

@@ -64,9 +64,10 @@ struct Wgmma {
     uint64_t a, b;
     bool accumulate;
     int n, a_format, b_format;
-    bool transposed;
     uint32_t issued = 0, done = 0;  // of 128 threads, of 4 warps
     std::shared_ptr<InFlight> accumulator;
+    bool a_transposed = false, b_transposed = false;
+    std::vector<float> a_values;  // [64][k], of operand a in registers
 };
 
 struct Warpgroup {

@@ -174,6 +174,26 @@ void tma_load(
     if (chance(machine.tendencies.copy_early)) advance_copy(machine.copies.size() - 1);
 }
 
+void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t& state) {
+    may_switch();
+    if (reinterpret_cast<uintptr_t>(from) % 16 || bytes % 16) fail("bytes to load are not 16-byte aligned, or long");
+    Map row{};
+    row.base = static_cast<uint8_t*>(const_cast<void*>(from));
+    row.sizes[0] = row.box[0] = bytes;
+    row.rank = row.element = 1;
+    const int first = 0;
+    Block* block = me()->home;
+    auto copy = new_copy(row, &first, block, to, 16);
+    copy->kind = Copy::load;
+    copy->barrier = &barrier_of(block, state);
+    if (copy->barrier->fence_due)
+        fail("TMA: the mbarrier at offset %u was initialized without fence_mbarrier_init", copy->barrier->offset);
+    memset(block->shared + copy->offset, 0xFF, bytes);
+    memset(block->async + copy->offset, 0xFF, bytes);
+    machine.copies.push_back(copy);
+    if (chance(machine.tendencies.copy_early)) advance_copy(machine.copies.size() - 1);
+}
+
 static void begin_store(const std::shared_ptr<Copy>& copy) {
     for (uint32_t i = 0; i < copy->bytes() / 16; ++i)
         if (const uint32_t warp = me()->home->unfenced[copy->at(i) / 16])

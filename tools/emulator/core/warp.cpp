@@ -25,7 +25,8 @@ static uint64_t result_of(const Warp& warp, WarpPrimitive kind, uint32_t mask, c
     const uint32_t width = to.width, start = to.lane / width * width, at = to.lane % width, argument = to.argument;
     switch (kind) {
         case WarpPrimitive::sync:
-        case WarpPrimitive::stmatrix: return 0;
+        case WarpPrimitive::stmatrix:
+        case WarpPrimitive::ldmatrix: return 0;
         case WarpPrimitive::shuffle: return input(start + argument % width);
         case WarpPrimitive::shuffle_xor: return (at ^ argument) < width ? input(start + (at ^ argument)) : to.input;
         case WarpPrimitive::shuffle_up: return at >= argument ? input(to.lane - argument) : to.input;
@@ -106,6 +107,29 @@ void stmatrix(void* row, const Rows& rows) {
             }
         warp.fenced = 0;
     });
+}
+
+void ldmatrix(uint32_t (&registers)[4], const void* row, bool transposed) {
+    Thread* thread = me();
+    thread->input = reinterpret_cast<uint64_t>(row);
+    thread->rows = {{}, 4, transposed};
+    run_together(WarpPrimitive::ldmatrix, ~0u, [](Warp& warp) {
+        for (int matrix = 0; matrix < 4; ++matrix)
+            for (int i = 0; i < 8; ++i) {
+                const Thread* owner = warp.lanes[8 * matrix + i];
+                const auto* from = reinterpret_cast<const uint8_t*>(owner->input);
+                shared_range(owner->home, from, 16, "ldmatrix");
+                if (reinterpret_cast<uintptr_t>(from) % 16)
+                    fail("ldmatrix: the row of lane %u is not 16-byte aligned", owner->lane);
+                for (int j = 0; j < 8; ++j) {
+                    const int r = owner->rows.transposed ? j : i, c = owner->rows.transposed ? i : j;
+                    uint16_t element;
+                    memcpy(&element, from + 2 * j, 2);
+                    warp.lanes[4 * r + c / 2]->rows.registers[matrix] |= uint32_t(element) << 16 * (c % 2);
+                }
+            }
+    });
+    memcpy(registers, thread->rows.registers, sizeof registers);
 }
 
 // A proxy fence orders the writes of its own thread: what the lanes of a warp wrote together needs the fences of all.

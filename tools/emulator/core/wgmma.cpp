@@ -54,42 +54,52 @@ float decode(const uint8_t* bytes, Format format) {
 
 int width_of(Format format) { return format <= e5m2 ? 1 : format == tf32 ? 4 : 2; }
 
-// The elements of a tile along M or N that its descriptor names, as numbers: [rows][k], for 16-bit formats.
-void read_transposed_tile(const Block* block, uint64_t descriptor, int first, int rows, Format format, float* to) {
-    const uint32_t start = (descriptor & 0x3FFF) << 4, group = (descriptor >> 32 & 0x3FFF) << 4;
-    const uint32_t next = (descriptor >> 16 & 0x3FFF) << 4;
-    if (descriptor >> 62 != 1 || descriptor >> 49 & 7) fail("wgmma: transposed tiles are emulated with 128-byte swizzle only");
-    if (start >> 7 & 7) fail("wgmma: the tile at offset %u does not begin where its swizzle does", start - shared_start);
-    for (int row = first; row < first + rows; ++row)
-        for (uint32_t k = 0; k < 16; ++k) {
-            uint32_t address = start + row / 64 * next + k / 8 * group + k % 8 * 128 + row % 64 * 2;
-            address ^= (address >> 7 & 7) << 4;
-            if (address < shared_start || address + 2 > shared_start + machine.launch.shared_bytes)
-                fail("wgmma: row %d of a tile lies at offset %d, outside of shared memory", row,
-                     int(address - shared_start));
-            *to++ = decode(block->async + (address - shared_start), format);
-        }
-}
+// A tile that its descriptor names.
+struct Tile {
+    uint32_t start, leading, stride, span;  // span: bytes of a swizzled row
 
-// The rows of a K-major tile that its descriptor names, 32 bytes of each, as numbers: [rows][k].
+    explicit Tile(uint64_t descriptor)
+        : start((descriptor & 0x3FFF) << 4), leading((descriptor >> 16 & 0x3FFF) << 4),
+          stride((descriptor >> 32 & 0x3FFF) << 4) {
+        const uint32_t mode = descriptor >> 62;
+        if (mode == 0) fail("wgmma: tiles without swizzle are not emulated");
+        if (descriptor >> 49 & 7) fail("wgmma: a base offset is not emulated");
+        span = mode == 1 ? 128 : mode == 2 ? 64 : 32;
+        if (start >> 7 & (span / 16 - 1))
+            fail("wgmma: the tile at offset %u does not begin where its %u-byte swizzle does", start - shared_start,
+                 span);
+    }
+
+    // The 16 bytes at an address before the swizzle.
+    const uint8_t* chunk(const Block* block, uint32_t address, int row) const {
+        address ^= (address >> 7 & (span / 16 - 1)) << 4;
+        if (address < shared_start || address + 16 > shared_start + machine.launch.shared_bytes)
+            fail("wgmma: row %d of a tile lies at offset %d, outside of shared memory", row,
+                 int(address - shared_start));
+        return block->async + (address - shared_start);
+    }
+};
+
+// The rows of a K-major tile, 32 bytes of each, as numbers: [rows][k].
 void read_tile(const Block* block, uint64_t descriptor, int first, int rows, Format format, float* to) {
-    const uint32_t start = (descriptor & 0x3FFF) << 4, group = (descriptor >> 32 & 0x3FFF) << 4;
-    const uint32_t mode = descriptor >> 62;
-    if (mode == 0) fail("wgmma: tiles without swizzle are not emulated");
-    if (descriptor >> 49 & 7) fail("wgmma: a base offset is not emulated");
-    const uint32_t span = mode == 1 ? 128 : mode == 2 ? 64 : 32;
-    if (start >> 7 & (span / 16 - 1))
-        fail("wgmma: the tile at offset %u does not begin where its %u-byte swizzle does", start - shared_start, span);
+    const Tile tile(descriptor);
     const int width = width_of(format);
     for (int row = first; row < first + rows; ++row)
         for (uint32_t byte = 0; byte < instruction_bytes; byte += 16) {
-            uint32_t address = start + row / 8 * group + row % 8 * span + byte;
-            address ^= (address >> 7 & (span / 16 - 1)) << 4;
-            const uint8_t* chunk = block->async + (address - shared_start);
-            if (address < shared_start || address + 16 > shared_start + machine.launch.shared_bytes)
-                fail("wgmma: row %d of a tile lies at offset %d, outside of shared memory", row,
-                     int(address - shared_start));
+            const uint8_t* chunk = tile.chunk(block, tile.start + row / 8 * tile.stride + row % 8 * tile.span + byte, row);
             for (int i = 0; i < 16; i += width) *to++ = decode(chunk + i, format);
+        }
+}
+
+// The same of a transposed tile of 16-bit elements: [k][rows] in memory, spans of 64 rows are `leading` bytes apart.
+void read_transposed(const Block* block, uint64_t descriptor, int first, int rows, Format format, float* to) {
+    const Tile tile(descriptor);
+    if (tile.span != 128) fail("wgmma: transposed tiles are emulated with the 128-byte swizzle only");
+    for (int row = first; row < first + rows; row += 8)
+        for (int k = 0; k < 16; ++k) {
+            const uint8_t* chunk = tile.chunk(
+                block, tile.start + row / 64 * tile.leading + k / 8 * tile.stride + k % 8 * 128 + row % 64 * 2, row);
+            for (int i = 0; i < 8; ++i) to[(row - first + i) * 16 + k] = decode(chunk + 2 * i, format);
         }
 }
 
@@ -101,9 +111,11 @@ void execute(const Block* block, const Wgmma& call, int warp) {
     constexpr int least_exponents[] = {-6, -14, -14, -126, -126};
     const auto a_format = Format(call.a_format), b_format = Format(call.b_format);
     const int n = operands.n = call.n, k = operands.k = instruction_bytes / width_of(a_format);
-    const auto read = call.transposed ? read_transposed_tile : read_tile;
-    read(block, call.a, 16 * warp, 16, a_format, operands.a);
-    read(block, call.b, 0, n, b_format, tile);
+    if (call.a_values.empty())
+        (call.a_transposed ? read_transposed : read_tile)(block, call.a, 16 * warp, 16, a_format, operands.a);
+    else
+        std::copy_n(&call.a_values[16 * warp * k], 16 * k, operands.a);
+    (call.b_transposed ? read_transposed : read_tile)(block, call.b, 0, n, b_format, tile);
     for (int column = 0; column < n; ++column)
         for (int i = 0; i < k; ++i) operands.b[i * n + column] = tile[column * k + i];
     if (machine.launch.hopper) {
@@ -149,7 +161,8 @@ void wgmma_fence() {
     me()->fenced = true;
 }
 
-void wgmma(float* d, int count, uint64_t a, uint64_t b, bool accumulate, int a_format, int b_format, bool transposed) {
+void wgmma(float* d, int count, uint64_t a, uint64_t b, bool accumulate, int a_format, int b_format,
+           const uint32_t* a_registers, bool a_transposed, bool b_transposed) {
     may_switch();
     Thread* thread = me();
     Warpgroup& group = *thread->warpgroup;
@@ -159,13 +172,22 @@ void wgmma(float* d, int count, uint64_t a, uint64_t b, bool accumulate, int a_f
     if (thread->home->threads.size() < (thread->index / 128 + 1) * 128)
         fail("wgmma takes a whole warpgroup of 128 threads");
     if (thread->issued == group.wgmmas.size())
-        group.wgmmas.push_back({a, b, accumulate, n, a_format, b_format, transposed, 0, 0, nullptr});
+        group.wgmmas.push_back({a, b, accumulate, n, a_format, b_format, 0, 0, nullptr, a_transposed, b_transposed, {}});
     Wgmma& call = group.wgmmas[thread->issued];
     if (call.a != a || call.b != b || call.accumulate != accumulate || call.n != n ||
-        call.transposed != transposed)
+        call.a_transposed != a_transposed || call.b_transposed != b_transposed)
         fail("wgmma: threads of its warpgroup gave other descriptors (a %llx and %llx, b %llx and %llx)",
              static_cast<unsigned long long>(a), static_cast<unsigned long long>(call.a),
              static_cast<unsigned long long>(b), static_cast<unsigned long long>(call.b));
+
+    if (a_registers) {
+        call.a_values.resize(64 * 16);
+        for (int i = 0; i < 8; ++i) {
+            const int row = 16 * (index / 32) + 8 * (i / 2 % 2) + index % 32 / 4, k = i / 4 * 8 + index % 4 * 2 + i % 2;
+            const uint16_t element = a_registers[i / 2] >> 16 * (i % 2);
+            call.a_values[row * 16 + k] = decode(reinterpret_cast<const uint8_t*>(&element), Format(a_format));
+        }
+    }
 
     auto flying = std::find_if(thread->accumulators.begin(), thread->accumulators.end(),
                                [&](const auto& f) { return f.registers->homes[index] == d; });

@@ -156,7 +156,8 @@ enum class WarpPrimitive {
     reduce_or,
     reduce_and,
     match,
-    stmatrix
+    stmatrix,
+    ldmatrix
 };
 // Runs a warp-level primitive for the lanes of `mask`; each lane gets its own result.
 uint64_t warp_primitive(WarpPrimitive kind, uint32_t mask, uint64_t value, uint32_t argument = 0, uint32_t width = 32);

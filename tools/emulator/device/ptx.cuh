@@ -24,14 +24,18 @@ void fence_mbarrier_init();
 void fence_proxy_async();
 void tma_load(void* to, const TensorMap* map, uint64_t& barrier, const int* place, int dimensions, uint32_t blocks);
 void tma_store(const TensorMap* map, const void* from, const int* place, int dimensions, bool add);
+void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t& barrier);
 void bulk_store(void* to, const void* from, uint32_t bytes);
 void bulk_commit_group();
 void bulk_wait_group_read(int groups);
 void wgmma_fence();
-void wgmma(float* d, int count, uint64_t a, uint64_t b, bool accumulate, int a_format, int b_format, bool transposed);
+// Operand a is a descriptor, or four registers of each thread.
+void wgmma(float* d, int count, uint64_t a, uint64_t b, bool accumulate, int a_format, int b_format,
+           const uint32_t* a_registers = nullptr, bool a_transposed = false, bool b_transposed = false);
 void wgmma_commit_group();
 void wgmma_wait_group(int groups);
 void stmatrix(void* row, const Rows& rows);
+void ldmatrix(uint32_t (&registers)[4], const void* row, bool transposed);
 }  // namespace emulator
 
 namespace ptx {
@@ -40,6 +44,7 @@ inline uint8_t* dynamic_shared() { return emulator::self->shared; }
 inline uint32_t shared_address(const void* pointer) { return emulator::shared_address(pointer); }
 
 inline uint32_t lane_id() { return threadIdx.x % 32; }
+inline int opaque(int value) { return value; }
 inline bool elect_one() {  // not lane 0: a kernel must not rely on it
     __syncwarp();
     return lane_id() == 31;
@@ -90,6 +95,9 @@ inline void tma_reduce_add(const TensorMap* map, const void* from, int x, int y,
     const int place[] = {x, y, z};
     emulator::tma_store(map, from, place, 3, true);
 }
+inline void bulk_load(void* to, const void* from, uint32_t bytes, Mbarrier* barrier) {
+    emulator::bulk_load(to, from, bytes, barrier->state);
+}
 inline void bulk_store(void* to, const void* from, uint32_t bytes) { emulator::bulk_store(to, from, bytes); }
 inline void bulk_commit_group() { emulator::bulk_commit_group(); }
 template <int groups>
@@ -129,6 +137,9 @@ inline void stmatrix_x2(void* row, uint32_t r0, uint32_t r1) { emulator::stmatri
 inline void stmatrix_x4_trans(void* row, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
     emulator::stmatrix(row, {{r0, r1, r2, r3}, 4, true});
 }
+
+inline void ldmatrix_x4(uint32_t (&r)[4], const void* row) { emulator::ldmatrix(r, row, false); }
+inline void ldmatrix_x4_trans(uint32_t (&r)[4], const void* row) { emulator::ldmatrix(r, row, true); }
 
 inline void red_add_v2(float* address, float x, float y) {
     if (reinterpret_cast<uintptr_t>(address) % 8) emulator::fail("red_add_v2: the address is not 8-byte aligned");

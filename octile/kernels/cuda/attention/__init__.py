@@ -1,1 +1,1 @@
-"""Hopper's kernels of attention in serving: the logits of the lightning indexer."""
+"""Hopper's kernels of attention in serving: of decoding over the latent cache, and the lightning indexer's logits."""

@@ -114,7 +114,9 @@ def plan(dys: Tensor, x: Tensor, weight: Tensor, multiprocessors: int) -> Backwa
     }  # fmt: skip
     headers = {
         "wgmma.cuh": wgmma.header(SLICE, "bf16", "bf16"),
-        "wgmma_transposed.cuh": wgmma.header(SLICE, "bf16", "bf16", transposed=True),
+        "wgmma_transposed.cuh": wgmma.header(
+            SLICE, "bf16", "bf16", name="wgmma_transposed", a_transposed=True, b_transposed=True
+        ),
     }
     map_of_x = TensorMap(UNKNOWN, x.dtype, (1, t, d), (8, *x.stride()), (1, STEP // 2, 64), ROW_BYTES)
     map_of_dy = TensorMap(

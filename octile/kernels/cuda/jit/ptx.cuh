@@ -44,6 +44,12 @@ __device__ __forceinline__ uint32_t lane_id() {
     return index;
 }
 
+// The same value, of which the compiler knows nothing: what depends on it is not computed before a loop and kept.
+__device__ __forceinline__ int opaque(int value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
+
 // True in one lane of a converged warp.
 __device__ __forceinline__ bool elect_one() {
     uint32_t elected;
@@ -203,6 +209,14 @@ __device__ __forceinline__ void bulk_store(void* to, const void* from, uint32_t 
                  : "memory");
 }
 
+// Loads contiguous bytes to shared memory: a multiple of 16, from and to addresses that are multiples of 16.
+__device__ __forceinline__ void bulk_load(void* to, const void* from, uint32_t bytes, Mbarrier* barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(to)),
+                 "l"(from), "r"(bytes), "r"(shared_address(barrier))
+                 : "memory");
+}
+
 // Makes a group of this thread's stores since the last group.
 __device__ __forceinline__ void bulk_commit_group() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
@@ -283,6 +297,22 @@ __device__ __forceinline__ void stmatrix_x4_trans(
     void* row, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
                  "r"(r0), "r"(r1), "r"(r2), "r"(r3)
+                 : "memory");
+}
+
+// Loads four 8×8 matrices of 16-bit elements, which registers hold as for stmatrix_x4.
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+
+// ldmatrix_x4 of transposed matrices: register r of lane l holds the elements (2·(l%4), l/4) and (2·(l%4) + 1, l/4).
+__device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared_address(row))
                  : "memory");
 }
 

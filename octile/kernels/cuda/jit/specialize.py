@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from octile.kernels.cuda.jit.driver import Kernel
 
 FOLDER = Path(__file__).parents[1]
-FOLDERS = ("jit", "gemm", "quantize", "gate", "routing", "attention")
+FOLDERS = ("jit", "gemm", "quantize", "gate", "routing", "attention")  # below it, with templates and their headers
 INCLUDE = re.compile(r'\s*#\s*include\s+"([^"]+)"')
 ONCE = re.compile(r"\s*#\s*pragma\s+once\b")
 
@@ -95,7 +95,7 @@ def source(name: str, constants: Mapping[str, int | bool], headers: Mapping[str,
     """Return the whole text of a kernel.
 
     Args:
-        name: name of the template, `name.cu` in gemm/ or quantize/, and of its entry point.
+        name: name of the template, `name.cu` in one of FOLDERS, and of its entry point.
         constants: become `constexpr int` and `constexpr bool` in the namespace `config`; an IntEnum is an int.
         headers: generated texts, by the name under which they are included.
 

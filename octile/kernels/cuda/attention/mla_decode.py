@@ -1,0 +1,197 @@
+"""Launcher of Hopper's MLA decode attention, as `octile.ops.paged_attention` specifies it.
+
+    mla_decode      thread blocks attend to parts of the rows' positions, for 16 or 32 heads each
+    mla_decode_64   the same for 64 heads each, where multiplying takes longer than reading the cache
+    mla_merge       adds the partial results of rows that several thread blocks share, in the order of the positions
+
+Grids follow from shapes and the GPU. How the rows' positions are divided is computed on the GPU from their lengths, so
+a launch can be captured in a CUDA graph; the first call of a kind compiles and loads kernels, which cannot be.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from octile.kernels.cuda.gemm import num_sms, request
+from octile.kernels.cuda.jit import specialize, tensor_map, wgmma
+from octile.kernels.cuda.jit.prepared import BoundedCache, PreparedKernel
+from octile.kernels.cuda.jit.tensor_map import TensorMap
+from octile.kernels.memory_layout import VECTOR
+
+LATENT, ROTARY, PAGE = 512, 64, 64  # channels, and positions of a page
+WIDTH = LATENT + ROTARY
+TILES, TILE = WIDTH // 64, 64 * 64 * 2  # of a page in BF16: 64 channels each, and its bytes
+SCALES = LATENT // 128  # of a row in FP8, and its bytes
+ROW_BYTES = LATENT + 4 * SCALES + 2 * ROTARY
+THREADS = 384  # two consumer warpgroups, and one with the producer warp
+MIN_PAGES = 2  # of a thread block, unless there are fewer: one for each warpgroup
+MAX_SHARED = 227 * 1024
+MAX_KEYS = 1024
+MERGE_THREADS = LATENT // 4
+
+
+class LaunchPlan(NamedTuple):
+    """The kernels of a call and their launches.
+
+    Attributes:
+        kernel, constants, headers: of the kernel that attends.
+        merge_constants: of mla_merge.
+        grid, ranges: thread blocks of mla_decode, and those of one block of heads.
+        slots: partial results of all heads.
+    """
+
+    kernel: str
+    constants: Mapping[str, int | bool]
+    headers: Mapping[str, str]
+    merge_constants: Mapping[str, int | bool]
+    grid: int
+    ranges: int
+    slots: int
+
+    @property
+    def box_tiles(self) -> int:
+        """Tiles of 64 channels that one TMA copy moves."""
+        return 1 if self.kernel == "mla_decode_64" else TILES
+
+
+def why_unsupported(
+    q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, latent_dim: int, scale: float, n_splits: int
+) -> str | None:
+    """Return why these kernels do not support a call; None: they do."""
+    if q.dtype != torch.bfloat16 or cache.dtype not in (torch.bfloat16, torch.uint8):
+        return f"q is {q.dtype} and the cache {cache.dtype}, not bfloat16 and bfloat16 or FP8 rows"
+    if (latent_dim, q.shape[2]) != (LATENT, WIDTH):
+        return f"rows have {latent_dim} + {q.shape[2] - latent_dim} channels, not {LATENT} + {ROTARY}"
+    if not q.numel() or not pages.shape[1] or not cache.shape[0]:
+        return "there are no rows, heads or pages"
+    if q.data_ptr() % VECTOR or cache.data_ptr() % VECTOR:
+        return f"q or the cache does not begin at a multiple of {VECTOR} bytes"
+    return request.why_not_on(q.device)
+
+
+def launch(
+    q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, latent_dim: int, scale: float, n_splits: int
+) -> Tensor:
+    """Attend from q [R, H, 576] to the first lengths [R] positions of pages [R, M] → o [R, H, 512] bfloat16."""
+    rows, n_heads, _ = q.shape
+    is_fp8 = cache.dtype == torch.uint8
+    key = (rows, n_heads, is_fp8, n_splits, q.device)
+    prepared = _prepared[key]
+    if prepared is None:
+        prepared = _prepared[key] = _Prepared(
+            plan(*key[:-1], num_sms.multiprocessors(q.device)), rows * n_heads, q.device
+        )
+    made = prepared.made
+    o = q.new_empty(rows, n_heads, latent_dim)
+    partials = q.new_empty(made.slots, n_heads, LATENT, dtype=torch.float32)
+    lse = q.new_empty(made.slots, n_heads, dtype=torch.float32)
+    starts = q.new_empty(rows + 1, dtype=torch.int32)
+    map_of_cache = bytes(tensor_map.BYTES) if is_fp8 else page_map(cache.shape[0], made.box_tiles)
+    pointers = (t.data_ptr() for t in (q, pages, lengths, o, partials, lse, starts))
+    steps = pages.stride(0), lengths.stride(0)
+    prepared.decode.launch_at(
+        (map_of_cache, cache.data_ptr(), *pointers, scale, n_heads, *steps, rows, n_splits, made.ranges)
+    )()
+    prepared.merge.launch_at(
+        (partials.data_ptr(), lse.data_ptr(), lengths.data_ptr(), starts.data_ptr(), o.data_ptr(), n_heads, steps[1],
+         rows, n_splits, made.ranges)
+    )()  # fmt: skip
+    return o
+
+
+def plan(rows: int, n_heads: int, is_fp8: bool, n_splits: int, n_sms: int) -> LaunchPlan:
+    """Plan the launches for tensors that the kernels support; n_sms: of the GPU."""
+    heads = 16 if n_heads <= 16 else 32 if n_heads <= 32 or is_fp8 else 64  # of a thread block
+    head_blocks = -(-n_heads // heads)
+    ranges = max(n_sms // head_blocks, 1)
+    splits: dict[str, int | bool] = {"fixed_splits": n_splits > 0, "min_pages": MIN_PAGES}
+    specialized = _plan_64() if heads == 64 else _plan_few(heads, is_fp8)
+    slots = rows * n_splits if n_splits else rows + ranges
+    constants, of_merge = specialized.constants | splits, splits | {"shared_bytes": 0}
+    return LaunchPlan(specialized.name, constants, specialized.headers, of_merge, ranges * head_blocks, ranges, slots)
+
+
+class _Specialized(NamedTuple):
+    """A template, its constants and generated headers."""
+
+    name: str
+    constants: dict[str, int | bool]
+    headers: Mapping[str, str]
+
+
+def _plan_64() -> _Specialized:
+    shared = (3 * TILES + 1) * TILE + 5 * 64 * 4 + 2 * 2 * 3 * 8  # mla_decode_64.cu divides it
+    header = partial(wgmma.header, a="bf16", b="bf16")
+    headers = {
+        "wgmma.cuh": header(64),
+        "wgmma_registers.cuh": header(64, name="wgmma_registers", a_in_registers=True),
+        "wgmma_values.cuh": header(256, name="wgmma_values", b_transposed=True),
+        "wgmma_values_registers.cuh": header(
+            256, name="wgmma_values_registers", a_in_registers=True, b_transposed=True
+        ),
+    }
+    return _Specialized("mla_decode_64", {"shared_bytes": shared}, headers)
+
+
+def _plan_few(heads: int, is_fp8: bool) -> _Specialized:
+    stages = (MAX_SHARED - _shared_bytes(heads, is_fp8, 0)) // _shared_bytes_of_stage(is_fp8)
+    constants: dict[str, int | bool] = {
+        "heads": heads, "fp8": is_fp8, "stages": stages, "exchanged": _exchanged(heads, is_fp8),
+        "together": 32 // heads, "shared_bytes": _shared_bytes(heads, is_fp8, stages),
+    }  # fmt: skip
+    headers = {
+        "wgmma.cuh": wgmma.header(heads, "bf16", "bf16"),
+        "wgmma_values.cuh": wgmma.header(heads, "bf16", "bf16", name="wgmma_values", a_transposed=True),
+        "wgmma_f16.cuh": wgmma.header(heads, "f16", "f16", name="wgmma_f16", a_in_registers=True),
+        "wgmma_bf16.cuh": wgmma.header(heads, "bf16", "bf16", name="wgmma_bf16", a_in_registers=True),
+    }
+    return _Specialized("mla_decode", constants, headers)
+
+
+def _shared_bytes(heads: int, is_fp8: bool, stages: int) -> int:
+    """Return the shared memory of a thread block, as mla_decode.cu divides it."""
+    tiles = SCALES if is_fp8 else 0
+    weights = 2 * max(tiles, 1) * heads * 128
+    exchange = 2 * _exchanged(heads, is_fp8) * (heads // 2) * 128 * 4
+    maxima = 2 * 4 * (heads + tiles) * 4
+    return stages * _shared_bytes_of_stage(is_fp8) + TILES * heads * 128 + weights + exchange + maxima + 5 * heads * 4
+
+
+def _shared_bytes_of_stage(is_fp8: bool) -> int:
+    """Return the bytes of a page and of its two mbarriers."""
+    return PAGE * (ROW_BYTES if is_fp8 else 2 * WIDTH) + 16
+
+
+def _exchanged(heads: int, is_fp8: bool) -> int:
+    """Return how many blocks of 64 channels a warpgroup gives to the other one at a time, when they merge results."""
+    return 32 // heads if is_fp8 else 64 // heads
+
+
+class _PreparedDecode(PreparedKernel):
+    def arguments(self, values: tuple[Any, ...]) -> list[Any]:
+        """Return the kernel's arguments: a described tensor map becomes that of the cache's address."""
+        described, cache, *others = values
+        if isinstance(described, TensorMap):
+            with self.kernel.in_context():
+                described = tensor_map.encode(described, cache)
+        return [described, cache, *others]
+
+
+class _Prepared:
+    def __init__(self, made: LaunchPlan, merges: int, device: torch.device) -> None:
+        self.made = made
+        decode = specialize.load(made.kernel, made.constants, device, made.headers)
+        merge = specialize.load("mla_merge", made.merge_constants, device)
+        self.decode = _PreparedDecode(decode, made.grid, 1, THREADS, int(made.constants["shared_bytes"]))
+        self.merge = PreparedKernel(merge, merges, 1, MERGE_THREADS, 0)
+
+
+_prepared: BoundedCache[_Prepared] = BoundedCache(MAX_KEYS)
+
+
+def page_map(n_pages: int, tiles: int) -> TensorMap:
+    """Describe a cache [P, 64, 576] bfloat16 of unknown address as [9, 64·P, 64]; a box is some tiles of a page."""
+    return TensorMap(VECTOR, torch.bfloat16, (TILES, n_pages * PAGE, 64), (64, WIDTH, 1), (tiles, PAGE, 64), 128)

@@ -1,0 +1,448 @@
+// Attention of decoding over the paged latent cache for Hopper, for blocks of 64 heads, where multiplying takes longer than
+// reading the cache.
+//
+//     S[64 heads, 64 keys] = Q · Kᵀ        P = exp2(S − running maximum)        O[64 heads, 512 channels] += P · V
+//
+// A page is K, and its first 512 channels are V, which wgmma transposes. Accumulators of 512 channels fill the registers of
+// two consumer warpgroups: each has half of the channels. They take pages in pairs: warpgroup 0 computes the scores of the
+// first page, warpgroup 1 those of the second, and each multiplies both pages' weights by its half of the values. One
+// warpgroup's softmax runs while the other one multiplies:
+//
+//     warpgroup 0 (left)                                warpgroup 1 (right)
+//     S₀ = Q · K₀ᵀ, maximum m₀, P₀                      S₁ = Q · K₁ᵀ
+//                                   m₀ →                maximum m₁ of m₀ and S₁, P₁
+//     O = O · scale₀ + P₀ · V₀                  ← m₁, P₁
+//     P₀ · scale₁                   P₀ →                O = O · scale₀ · scale₁ + P₁ · V₁
+//     O = O · scale₁ + P₁ · V₁                          O += P₀ · V₀
+//
+// where scale₀ and scale₁ are the corrections of the maximum. Source of this schedule: FlashMLA's "seesaw"
+// (https://github.com/deepseek-ai/FlashMLA, docs/20250422-new-kernel-deep-dive.md).
+//
+// NOTES
+// - Each page is in three parts: its left and right values and its rotary channels. A part is released as soon as its last
+//   reader is done, and loaded again in that order.
+// - The rotary channels of Q are in registers. P₁ is stored where they were.
+// - Rows of a page after the last position may hold anything, also NaN: their weights are zero, and V is set to zero there.
+#include "ptx.cuh"
+#include "convert.cuh"
+#include "split_kv.cuh"
+#include "wgmma.cuh"
+#include "wgmma_registers.cuh"
+#include "wgmma_values.cuh"
+#include "wgmma_values_registers.cuh"
+
+constexpr int heads = 64, latent = 512, rotary = 64, width = latent + rotary;
+constexpr int tile = 64 * 128, tiles = width / 64;  // bytes of 64 rows of 64 channels, 128 swizzled bytes each
+constexpr int consumer_threads = 256;
+enum Part { left, right, rotary_part, parts };
+
+namespace smem {
+constexpr int pages = 0;                        // first: their swizzle needs 1024-byte alignment
+constexpr int q = pages + 2 * tiles * tile;
+constexpr int p_second = q + (tiles - 1) * tile;  // P₁, where the rotary channels of Q were
+constexpr int p_first = q + tiles * tile;         // P₀
+constexpr int rows = p_first + tile;              // float [5][64]: see `RowValue`
+constexpr int barriers = rows + 5 * heads * 4;
+constexpr int bytes = barriers + 2 * 2 * parts * int(sizeof(ptx::Mbarrier));
+static_assert(bytes == config::shared_bytes, "mla_decode.py computes the same");
+}  // namespace smem
+
+// What the warpgroups tell each other of each head.
+enum RowValue { maximum_0, maximum_1, scale_0, scale_1, sum };
+
+struct Barriers {
+    ptx::Mbarrier full[2][parts], empty[2][parts];  // of the page of each warpgroup
+};
+
+struct Arguments {
+    const uint16_t* q;
+    const int* pages;
+    uint16_t* out;
+    float *partial, *lse;
+    float scale;
+    int n_heads, page_step;
+};
+
+__device__ __forceinline__ uint8_t* swizzled(uint8_t* to, int row, int byte) {
+    return to + row * 128 + ((byte / 16 ^ (row & 7)) * 16 + byte % 16);
+}
+
+__device__ __forceinline__ void load_part(
+    uint8_t* shared, Barriers& barriers, const TensorMap* map, int which, Part part, int page, uint32_t parity) {
+    barriers.empty[which][part].wait(parity);
+    ptx::Mbarrier* full = &barriers.full[which][part];
+    const int first = part * 4, count = part == rotary_part ? 1 : 4;
+    full->arrive_expect_tx(count * tile);
+    for (int t = first; t < first + count; ++t)
+        ptx::tma_load(shared + smem::pages + (which * tiles + t) * tile, map, full, 0, page * page_rows, t);
+}
+
+__device__ __forceinline__ void produce(
+    uint8_t* shared, Barriers& barriers, const TensorMap* map, const Arguments& arguments, Items& items) {
+    Item item;
+    uint32_t parity[2] = {1, 1};  // the buffers are empty at first
+    const int lane = ptx::lane_id();
+    while (items.next(item)) {
+        const int* pages = arguments.pages + static_cast<int64_t>(item.row) * arguments.page_step + item.first_page;
+        int ids = 0;
+        for (int page = 0; page < item.n_pages; page += 2) {
+            if (page % 32 == 0) ids = page + lane < item.n_pages ? pages[page + lane] : 0;
+            const int first = __shfl_sync(all_lanes, ids, page % 32), second = __shfl_sync(all_lanes, ids, page % 32 + 1);
+            const bool pair = page + 1 < item.n_pages;
+            if (lane == 0) {  // in the order in which the consumers release the parts
+                load_part(shared, barriers, map, 0, rotary_part, first, parity[0]);
+                load_part(shared, barriers, map, 0, left, first, parity[0]);
+                if (pair) load_part(shared, barriers, map, 1, rotary_part, second, parity[1]);
+                if (pair) load_part(shared, barriers, map, 1, right, second, parity[1]);
+                load_part(shared, barriers, map, 0, right, first, parity[0]);
+                if (pair) load_part(shared, barriers, map, 1, left, second, parity[1]);
+            }
+            __syncwarp();
+            parity[0] ^= 1;
+            parity[1] ^= pair;
+        }
+    }
+}
+
+template <int n>
+__device__ __forceinline__ void fence_operands(float (&d)[n]) {
+#pragma unroll
+    for (int r = 0; r < n; ++r) ptx::warpgroup_fence_operand(d[r]);
+}
+
+// One of the two consumer warpgroups. A thread has the heads 16·warp + 8h + lane/4: [h], and of each the columns
+// 8j + 2·(lane%4) + i: [4j + 2h + i].
+template <int own>
+struct Consumer {
+    uint8_t* const shared;
+    Barriers& barriers;
+    const Arguments& arguments;
+    const int warp, lane;  // warp of the warpgroup
+    const int first_head;
+    float o[128];
+    float highest[2], total[2];  // total: of this warpgroup's pages and this thread's columns
+    uint32_t q_rotary[4][4];
+    uint32_t parity[2];  // of the pages of both warpgroups
+
+    __device__ __forceinline__ Consumer(uint8_t* shared, Barriers& barriers, const Arguments& arguments, int warp, int head)
+        : shared(shared), barriers(barriers), arguments(arguments), warp(warp), lane(ptx::lane_id()), first_head(head),
+          parity{0, 0} {}
+
+    __device__ __forceinline__ uint8_t* page(int which) const { return shared + smem::pages + which * tiles * tile; }
+    __device__ __forceinline__ float& shared_value(RowValue value, int h) const {
+        return reinterpret_cast<float*>(shared + smem::rows)[value * heads + 16 * warp + 8 * h + lane / 4];
+    }
+    __device__ __forceinline__ void release(int which, Part part) const {
+        __syncwarp();
+        if (lane == 0) barriers.empty[which][part].arrive();
+    }
+    __device__ __forceinline__ static void sync_warpgroup() { ptx::named_barrier_sync(1 + own, 128); }
+    __device__ __forceinline__ static void sync_both() { ptx::named_barrier_sync(3, consumer_threads); }
+    // Events of a pair of pages, by the warpgroup that waits: m₀ is there; m₁ and P₁ are; P₀ is.
+    enum Event { has_first_maximum = 4, has_second_weights, has_first_weights };
+    __device__ __forceinline__ static void notify(Event event) { ptx::named_barrier_arrive(event, consumer_threads); }
+    __device__ __forceinline__ static void await(Event event) { ptx::named_barrier_sync(event, consumer_threads); }
+
+    __device__ __forceinline__ void begin(const Item& item) {
+        const uint16_t* q = arguments.q + (static_cast<int64_t>(item.row) * arguments.n_heads + first_head) * width;
+        constexpr int vectors = width / 8;
+        const int thread = ptx::opaque(threadIdx.x);
+        sync_both();  // the item before no longer needs Q and P₁
+#pragma unroll 6
+        for (int n = 0; n < heads * vectors / consumer_threads; ++n) {
+            const int index = n * consumer_threads + thread, head = index / vectors, vector = index % vectors;
+            uint4 value = make_uint4(0, 0, 0, 0);
+            if (first_head + head < arguments.n_heads)
+                value = __ldg(reinterpret_cast<const uint4*>(q + head * width) + vector);
+            *reinterpret_cast<uint4*>(swizzled(shared + smem::q + vector / 8 * tile, head, vector % 8 * 16)) = value;
+        }
+        ptx::fence_proxy_async();
+        sync_both();
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+            ptx::ldmatrix_x4(q_rotary[k], swizzled(shared + smem::p_second, 16 * warp + lane % 16, 32 * k + lane / 16 * 16));
+        sync_both();  // before P₁ is written
+#pragma unroll
+        for (int r = 0; r < 128; ++r) o[r] = 0.0f;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) highest[h] = minus_infinity(), total[h] = 0.0f;
+    }
+
+    // The scores of this warpgroup's page.
+    __device__ __forceinline__ void scores(float (&s)[32]) {
+        const uint64_t k_first = ptx::wgmma_descriptor(page(own)), q_first = ptx::wgmma_descriptor(shared + smem::q);
+        barriers.full[own][rotary_part].wait(parity[own]);
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+            ptx::wgmma_registers(s, q_rotary[k], k_first + (tiles - 1) * (tile / 16) + 2 * k, k > 0);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int part = own == 0 ? half : 1 - half;  // in the order in which they are loaded
+            barriers.full[own][part].wait(parity[own]);
+            ptx::wgmma_fence();
+#pragma unroll
+            for (int t = 4 * part; t < 4 * part + 4; ++t)
+#pragma unroll
+                for (int k = 0; k < 4; ++k)
+                    ptx::wgmma(s, q_first + t * (tile / 16) + 2 * k, k_first + t * (tile / 16) + 2 * k, true);
+        }
+        ptx::wgmma_commit_group();
+        ptx::wgmma_wait_group<0>();
+        fence_operands(s);
+        release(own, rotary_part);
+    }
+
+    // Scales the scores, −∞ outside of the row's length, and returns the heads' maxima over this page and `before`.
+    __device__ __forceinline__ void mask(float (&s)[32], int valid, const float (&before)[2], float (&maximum)[2]) {
+        const float factor = arguments.scale * 1.44269504f;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            maximum[h] = before[h];
+#pragma unroll
+            for (int j = 0; j < 8; ++j)
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    float& score = s[4 * j + 2 * h + i];
+                    score = 8 * j + 2 * (lane % 4) + i < valid ? score * factor : minus_infinity();
+                    maximum[h] = fmaxf(maximum[h], score);
+                }
+#pragma unroll
+            for (int distance = 1; distance <= 2; distance *= 2)
+                maximum[h] = fmaxf(maximum[h], __shfl_xor_sync(all_lanes, maximum[h], distance));
+        }
+        if (valid < page_rows) {
+            for (int i = threadIdx.x % 128; i < (page_rows - valid) * (latent / 8); i += 128)
+                *reinterpret_cast<uint4*>(page(own) + i % 64 / 8 * tile + (valid + i / 64) * 128 + i % 8 * 16) =
+                    make_uint4(0, 0, 0, 0);
+            ptx::fence_proxy_async();
+            sync_warpgroup();
+        }
+    }
+
+    // s becomes the weights, whose sums are added to `total`.
+    __device__ __forceinline__ void weights(float (&s)[32], const float (&maximum)[2]) {
+#pragma unroll
+        for (int r = 0; r < 32; ++r) {
+            s[r] = ptx::exp2(s[r] - maximum[r / 2 % 2]);
+            total[r / 2 % 2] += s[r];
+        }
+    }
+
+    // Keys 16k … of the weights as wgmma's left operand.
+    __device__ __forceinline__ static void pack(const float (&s)[32], int k, uint32_t (&p)[4]) {
+#pragma unroll
+        for (int r = 0; r < 4; ++r) p[r] = ptx::pack_bf16(s[8 * k + 2 * r], s[8 * k + 2 * r + 1]);
+    }
+
+    __device__ __forceinline__ void store(const uint32_t (&p)[4], int k, int to) const {
+        ptx::stmatrix_x4(swizzled(shared + to, 16 * warp + lane % 16, 32 * k + lane / 16 * 16), p[0], p[1], p[2], p[3]);
+    }
+
+    __device__ __forceinline__ void rescale(float first, float second) {
+#pragma unroll
+        for (int r = 0; r < 128; ++r) o[r] *= r / 2 % 2 ? second : first;
+    }
+
+    // This warpgroup's half of the values of a page: 256 channels in four tiles.
+    __device__ __forceinline__ uint64_t values(int which) const {
+        return ptx::wgmma_transposed_descriptor(page(which) + own * 4 * tile, tile);
+    }
+    __device__ __forceinline__ void add_own_values(const uint32_t (&p)[4][4]) {
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < 4; ++k) ptx::wgmma_values_registers(o, p[k], values(own) + k * 128, true);
+        ptx::wgmma_commit_group();
+    }
+    __device__ __forceinline__ void add_other_values(int stored) {
+        const uint64_t p = ptx::wgmma_descriptor(shared + stored);
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < 4; ++k) ptx::wgmma_values(o, p + 2 * k, values(1 - own) + k * 128, true);
+        ptx::wgmma_commit_group();
+    }
+
+    // Attends to a pair of pages, or to one: `valid` positions of this warpgroup's page are within the row's length.
+    template <bool pair>
+    __device__ __forceinline__ void attend(int valid) {
+        float s[32], maximum[2];
+        uint32_t p[4][4];
+        if constexpr (own == 0) {
+            scores(s);
+            mask(s, valid, highest, maximum);
+            float scale[2];
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                scale[h] = ptx::exp2(highest[h] - maximum[h]);
+                total[h] *= scale[h];
+                if (lane % 4 == 0) {
+                    shared_value(maximum_0, h) = maximum[h];
+                    shared_value(scale_0, h) = scale[h];
+                }
+            }
+            notify(has_first_maximum);
+            weights(s, maximum);
+#pragma unroll
+            for (int k = 0; k < 4; ++k) pack(s, k, p[k]);
+            rescale(scale[0], scale[1]);
+            fence_operands(o);
+            add_own_values(p);
+            await(has_second_weights);
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                scale[h] = shared_value(scale_1, h);
+                highest[h] = shared_value(maximum_1, h);
+                total[h] *= scale[h];
+            }
+#pragma unroll
+            for (int r = 0; r < 32; ++r) s[r] *= scale[r / 2 % 2];
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                uint32_t scaled[4];
+                pack(s, k, scaled);
+                store(scaled, k, smem::p_first);
+            }
+            ptx::fence_proxy_async();
+            notify(has_first_weights);
+            ptx::wgmma_wait_group<0>();
+            fence_operands(o);
+            release(0, left);
+            rescale(scale[0], scale[1]);
+            if constexpr (pair) {
+                barriers.full[1][left].wait(parity[1]);
+                fence_operands(o);
+                add_other_values(smem::p_second);
+                ptx::wgmma_wait_group<0>();
+                fence_operands(o);
+                release(1, left);
+            }
+        } else {
+            if constexpr (pair) scores(s);
+            await(has_first_maximum);
+            float before[2], scale[2];
+#pragma unroll
+            for (int h = 0; h < 2; ++h) maximum[h] = before[h] = shared_value(maximum_0, h);
+            if constexpr (pair) mask(s, valid, before, maximum);
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const float second = maximum[h] == before[h] ? 1.0f : ptx::exp2(before[h] - maximum[h]);
+                scale[h] = shared_value(scale_0, h) * second;
+                total[h] *= scale[h];
+                highest[h] = maximum[h];
+                if (lane % 4 == 0) {
+                    shared_value(maximum_1, h) = maximum[h];
+                    shared_value(scale_1, h) = second;
+                }
+            }
+            if constexpr (pair) {
+                weights(s, maximum);
+#pragma unroll
+                for (int k = 0; k < 4; ++k) {
+                    pack(s, k, p[k]);
+                    store(p[k], k, smem::p_second);
+                }
+                ptx::fence_proxy_async();
+            }
+            notify(has_second_weights);
+            rescale(scale[0], scale[1]);
+            fence_operands(o);
+            if constexpr (pair) add_own_values(p);
+            await(has_first_weights);
+            barriers.full[0][right].wait(parity[0]);
+            add_other_values(smem::p_first);
+            if constexpr (pair) {
+                ptx::wgmma_wait_group<1>();
+                release(1, right);
+            }
+            ptx::wgmma_wait_group<0>();
+            fence_operands(o);
+            release(0, right);
+        }
+        parity[0] ^= 1;
+        parity[1] ^= pair;
+    }
+
+    // Stores this warpgroup's half of the channels.
+    __device__ __forceinline__ void end(const Item& item) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+#pragma unroll
+            for (int distance = 1; distance <= 2; distance *= 2)
+                total[h] += __shfl_xor_sync(all_lanes, total[h], distance);
+            // Warpgroup 0 gives its sum where it gave its maximum, which nobody reads any more.
+            if (lane % 4 == 0) shared_value(own == 0 ? maximum_0 : sum, h) = total[h];
+        }
+        sync_both();
+        const int n_heads = arguments.n_heads;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const float all = shared_value(maximum_0, h) + shared_value(sum, h), inverse = __frcp_rn(all);
+            const int head = first_head + 16 * warp + 8 * h + lane / 4;
+            if (head >= n_heads) continue;
+            const int64_t to = static_cast<int64_t>(item.whole ? item.row : item.slot) * n_heads + head;
+            const int64_t first = to * latent + own * 256 + 2 * (lane % 4);
+            if (item.whole) {
+                uint16_t* out = arguments.out + first;
+#pragma unroll
+                for (int j = 0; j < 32; ++j)
+                    *reinterpret_cast<uint32_t*>(out + 8 * j) =
+                        ptx::pack_bf16(o[4 * j + 2 * h] * inverse, o[4 * j + 2 * h + 1] * inverse);
+            } else {
+                float* out = arguments.partial + first;
+#pragma unroll
+                for (int j = 0; j < 32; ++j)
+                    *reinterpret_cast<float2*>(out + 8 * j) =
+                        make_float2(o[4 * j + 2 * h] * inverse, o[4 * j + 2 * h + 1] * inverse);
+            }
+            if (own == 0 && !item.whole && lane % 4 == 0) arguments.lse[to] = highest[h] + log2f(all);
+        }
+    }
+
+    __device__ __forceinline__ void run(Items& items) {
+        Item item;
+        while (items.next(item)) {
+            begin(item);
+            int left_over = item.length - (item.first_page + own) * page_rows;  // positions from this warpgroup's page on
+            for (int page = 1; page < item.n_pages; page += 2, left_over -= 2 * page_rows)
+                attend<true>(min(left_over, page_rows));
+            if (item.n_pages % 2 == 1) attend<false>(min(left_over, page_rows));
+            end(item);
+        }
+    }
+};
+
+// map: the cache [P, 64, 576] bfloat16. q: [rows, H, 576] bfloat16. pages: [rows, M]. out: [rows, H, 512] bfloat16.
+// partial: [slots, H, 512], lse: [slots, H]. starts: [rows + 1].
+extern "C" __global__ void __launch_bounds__(consumer_threads + 128, 1)
+mla_decode_64(const __grid_constant__ TensorMap map, const uint8_t* cache, const uint16_t* q, const int* pages,
+              const int* lengths, uint16_t* out, float* partial, float* lse, int* starts, float scale, int n_heads,
+              int page_step, int length_step, int rows, int n_splits, int ranges) {
+    uint8_t* shared = ptx::dynamic_shared();
+    Barriers& barriers = *reinterpret_cast<Barriers*>(shared + smem::barriers);
+    const int warp = __shfl_sync(all_lanes, threadIdx.x / 32, 0);
+    const int head_blocks = (n_heads + heads - 1) / heads;
+    const int range = blockIdx.x / head_blocks, head_block = blockIdx.x % head_blocks;
+    const Arguments arguments{q, pages, out, partial, lse, scale, n_heads, page_step};
+    if (threadIdx.x == 0) {
+        ptx::prefetch_tensormap(&map);
+        for (int which = 0; which < 2; ++which)
+            for (int part = 0; part < parts; ++part) {
+                barriers.full[which][part].init(1);
+                barriers.empty[which][part].init(4);
+            }
+        ptx::fence_mbarrier_init();
+    }
+    __syncthreads();
+    const bool is_producer = warp == consumer_threads / 32;
+    Items items({lengths, length_step}, rows, n_splits, ranges, range, is_producer && blockIdx.x == 0 ? starts : nullptr);
+    if (warp >= consumer_threads / 32) {
+        ptx::setmaxnreg_dec<40>();
+        if (is_producer) produce(shared, barriers, &map, arguments, items);
+    } else {
+        ptx::setmaxnreg_inc<232>();
+        if (warp < 4)
+            Consumer<0>(shared, barriers, arguments, warp, head_block * heads).run(items);
+        else
+            Consumer<1>(shared, barriers, arguments, warp - 4, head_block * heads).run(items);
+    }
+}

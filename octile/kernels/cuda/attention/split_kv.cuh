@@ -1,0 +1,103 @@
+// How the pages of all rows are divided among thread blocks, and where each division's results are stored.
+//
+// Of one row after the other the pages form one line. Without a fixed number of splits the line is cut into equal ranges,
+// one for each thread block (or for each head block of each), so that all of them end at the same time for any lengths: a
+// thread block finishes some rows alone and shares its first and its last one. With a fixed number of splits each row is
+// cut by its own length alone, which keeps its bits independent of other rows.
+#pragma once
+#include "ptx.cuh"
+
+constexpr int page_rows = 64;  // positions of a page
+constexpr uint32_t all_lanes = 0xFFFFFFFF;
+
+__device__ __forceinline__ float minus_infinity() { return __int_as_float(0xFF800000); }
+
+struct Lengths {
+    const int* lengths;
+    int step;  // elements between the lengths of two rows
+
+    __device__ __forceinline__ int of(int row) const { return lengths[static_cast<int64_t>(row) * step]; }
+    __device__ __forceinline__ int pages(int row) const { return max((of(row) + page_rows - 1) / page_rows, 0); }
+};
+
+__device__ __forceinline__ int pages_of_range(int total, int ranges) {
+    return max((total + ranges - 1) / ranges, config::min_pages);
+}
+
+// Pages of a row that a thread block attends to.
+struct Item {
+    int row, first_page, n_pages, length;
+    int slot;    // of its partial result
+    bool whole;  // all pages of the row: its result is final
+};
+
+// The items of one thread block. All lanes of a warp compute the same.
+struct Items {
+    const Lengths lengths;
+    const int rows, n_splits, ranges, range;
+    int row = 0, offset = 0, left = 0;  // of a range: the next page, and the pages that are left
+    int unit;                           // of fixed splits: row · n_splits + split
+
+    // starts: [rows + 1], the pages before each row; written if not null.
+    __device__ __forceinline__ Items(Lengths lengths, int rows, int n_splits, int ranges, int range, int* starts)
+        : lengths(lengths), rows(rows), n_splits(n_splits), ranges(ranges), range(range), unit(range) {
+        if constexpr (!config::fixed_splits) {
+            const int lane = ptx::lane_id(), rows_of_lane = (rows + 31) / 32;
+            const int first = min(lane * rows_of_lane, rows), end = min(first + rows_of_lane, rows);
+            int own = 0;
+#pragma unroll 8
+            for (int r = first; r < end; ++r) own += lengths.pages(r);
+            int sum = own;
+#pragma unroll
+            for (int distance = 1; distance < 32; distance *= 2) {
+                const int other = __shfl_up_sync(all_lanes, sum, distance);
+                if (lane >= distance) sum += other;
+            }
+            const int total = __shfl_sync(all_lanes, sum, 31), before = sum - own;
+            if (starts != nullptr) {
+                int start = before;
+                for (int r = first; r < end; ++r) {
+                    starts[r] = start;
+                    start += lengths.pages(r);
+                }
+                if (lane == 0) starts[rows] = total;
+            }
+            const int of_range = pages_of_range(total, ranges), begin = range * of_range;
+            left = min(of_range, total - begin);
+            if (left <= 0) return;
+            const int owner = __ffs(__ballot_sync(all_lanes, begin >= before && begin < sum)) - 1;
+            row = owner * rows_of_lane;
+            offset = begin - __shfl_sync(all_lanes, before, owner);
+            for (int n = lengths.pages(row); offset >= n; n = lengths.pages(row)) {
+                offset -= n;
+                ++row;
+            }
+        }
+    }
+
+    // Whether there is another item.
+    __device__ __forceinline__ bool next(Item& item) {
+        if constexpr (config::fixed_splits) {
+            for (; unit < rows * n_splits; unit += ranges) {
+                const int r = unit / n_splits, split = unit % n_splits;
+                const int length = lengths.of(r), n = lengths.pages(r), of_split = (n + n_splits - 1) / n_splits;
+                const int first = split * of_split, count = min(of_split, n - first);
+                if (count <= 0) continue;
+                item = {r, first, count, length, unit, count == n};
+                unit += ranges;
+                return true;
+            }
+            return false;
+        } else {
+            while (left > 0) {
+                const int length = lengths.of(row), n = lengths.pages(row), count = min(n - offset, left);
+                item = {row, offset, count, length, row + range, count == n};
+                left -= count;
+                offset = 0;
+                ++row;
+                if (count > 0) return true;
+            }
+            return false;
+        }
+    }
+};

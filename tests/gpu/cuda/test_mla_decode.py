@@ -1,0 +1,116 @@
+"""Hopper's MLA decode attention on a GPU: values, bits, NaN, and replays of a graph with other lengths."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from octile.kernels.cuda.attention import mla_decode
+from octile.kernels.cuda.gemm import request
+from octile.ops.latent_cache import read_latents
+from octile.ops.paged_attention import paged_attention
+from tests.ops.paged_caches import filled_cache
+
+FORMS = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8], ids=["bf16", "fp8"])
+LENGTHS = [1, 63, 64, 65, 0, 1000, 2048, 130]
+SCALE = 0.02
+
+
+@pytest.fixture(autouse=True)
+def hopper() -> None:
+    if reason := request.why_not_on(torch.device("cuda", torch.cuda.current_device())):
+        pytest.skip(f"the kernels do not run here: {reason}")
+
+
+def inputs(n_heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(n_heads)
+    q = torch.randn(len(LENGTHS), n_heads, 576, generator=generator).bfloat16().cuda()
+    pages = torch.randperm(len(LENGTHS) * 32, generator=generator).int().view(len(LENGTHS), 32)
+    cache = filled_cache(pages.numel(), 512, 64, dtype)
+    return q, cache.cuda(), pages.cuda(), torch.tensor(LENGTHS, dtype=torch.int32, device="cuda")
+
+
+def reference(q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor) -> tuple[Tensor, float]:
+    """The exact result, and the largest value of the cache."""
+    slots = torch.arange(len(cache) * 64, device="cuda")
+    values = read_latents(cache, slots, 512, torch.float32).view(-1, 64, 576)
+    on_cpu = (t.cpu() for t in (q.float(), values, pages, lengths))
+    return paged_attention.reference(*on_cpu, 512, SCALE).cuda(), float(values.abs().max())
+
+
+@FORMS
+@pytest.mark.parametrize("n_heads", [1, 8, 16, 20, 32, 64, 100, 128])
+@pytest.mark.parametrize("n_splits", [0, 1, 16])
+def test_results_are_the_references(n_heads: int, n_splits: int, dtype: torch.dtype):
+    q, cache, pages, lengths = inputs(n_heads, dtype)
+    expected, largest = reference(q, cache, pages, lengths)
+    found = mla_decode.launch(q, cache, pages, lengths, 512, SCALE, n_splits).float()
+    # BF16 rounds a softmax's weights, whose sum is 1, by 2⁻⁹ of themselves
+    assert ((found - expected).abs() <= 2**-8 * largest + 2**-8 * expected.abs()).all()
+    assert (found - expected).norm() <= 2**-7 * expected.norm()
+    assert not found[lengths == 0].any()
+
+
+@FORMS
+@pytest.mark.parametrize("n_heads", [16, 128])
+def test_a_row_of_a_fixed_number_of_splits_has_its_own_bits(n_heads: int, dtype: torch.dtype):
+    q, cache, pages, lengths = inputs(n_heads, dtype)
+    together = paged_attention(q, cache, pages, lengths, 512, SCALE, 16)
+    for row in (3, 5, 6):
+        alone = (t[row : row + 1].contiguous() for t in (q, pages, lengths))
+        one_q, one_pages, one_length = alone
+        assert torch.equal(paged_attention(one_q, cache, one_pages, one_length, 512, SCALE, 16)[0], together[row])
+
+
+@FORMS
+@pytest.mark.parametrize("n_heads", [16, 32, 128])
+@pytest.mark.parametrize("n_splits", [0, 16])
+def test_bits_are_the_same_every_time(n_heads: int, n_splits: int, dtype: torch.dtype):
+    operands = inputs(n_heads, dtype)
+    first = paged_attention(*operands, 512, SCALE, n_splits)
+    assert all(torch.equal(paged_attention(*operands, 512, SCALE, n_splits), first) for _ in range(20))
+
+
+@FORMS
+@pytest.mark.parametrize("n_heads", [16, 32, 128])
+@pytest.mark.parametrize("channel", [0, 511, 512])
+def test_nan_is_not_hidden_and_stays_in_its_row(n_heads: int, channel: int, dtype: torch.dtype):
+    q, cache, pages, lengths = inputs(n_heads, dtype)
+    before = paged_attention(q, cache, pages, lengths, 512, SCALE, 16)
+    cache[pages[3, 1].long(), 1:] = 0xFF if dtype == torch.uint8 else torch.nan  # after row 3's end
+    of_row = cache[pages[5, 9].long(), 3]  # row 5's position 579
+    if dtype == torch.uint8:
+        of_row[channel if channel < 512 else slice(528, 530)] = 0xFF
+    else:
+        of_row[channel] = torch.nan
+    found = paged_attention(q, cache, pages, lengths, 512, SCALE, 16)
+    assert found[5].isnan().all()
+    others = [row for row in range(len(LENGTHS)) if row != 5]
+    assert torch.equal(found[others], before[others])
+
+
+@FORMS
+@pytest.mark.parametrize("n_heads", [16, 128])
+def test_a_graph_attends_to_the_lengths_and_pages_at_its_replay(n_heads: int, dtype: torch.dtype):
+    q, cache, pages, lengths = inputs(n_heads, dtype)
+    paged_attention(q, cache, pages, lengths, 512, SCALE)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = paged_attention(q, cache, pages, lengths, 512, SCALE)
+    for shift in (1, 3, 0):
+        lengths.copy_(torch.tensor(LENGTHS).roll(shift))
+        pages.copy_(pages.roll(shift, 0))
+        graph.replay()
+        assert torch.equal(found, paged_attention(q, cache, pages, lengths, 512, SCALE))
+
+
+@FORMS
+@pytest.mark.parametrize("rows", [1, 300])
+def test_any_number_of_rows_and_drafts_of_one_text(rows: int, dtype: torch.dtype):
+    _, cache, pages, _ = inputs(16, dtype)
+    q = torch.randn(rows, 16, 576, generator=torch.Generator().manual_seed(0)).bfloat16().cuda()
+    of_text = torch.arange(rows, device="cuda") // 4 % len(LENGTHS)  # four rows of each text, one position apart
+    lengths = (500 + 10 * of_text + torch.arange(rows, device="cuda") % 4).int()
+    expected, largest = reference(q, cache, pages[of_text], lengths)
+    found = paged_attention(q, cache, pages[of_text].contiguous(), lengths, 512, SCALE).float()
+    assert ((found - expected).abs() <= 2**-8 * largest + 2**-8 * expected.abs()).all()

@@ -1,0 +1,163 @@
+"""Hopper's MLA decode attention in the emulator: the reference's values, whatever the lengths and the division."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from octile.kernels.cuda.attention import mla_decode
+from octile.kernels.cuda.gemm import request
+from octile.ops.latent_cache import read_latents
+from octile.ops.paged_attention import paged_attention
+from tests.ops.paged_caches import filled_cache
+from tools import emulator
+from tools.emulator import build
+
+emulated = pytest.mark.skipif(build.compiler() is None, reason="the emulator needs a C++ compiler")
+FORMS = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8], ids=["bf16", "fp8"])
+LENGTHS = [70, 1, 0, 190, 64]
+M, SCALE, SMS = 3, 0.02, 3
+
+
+def inputs(n_heads: int, dtype: torch.dtype, lengths: list[int] = LENGTHS) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queries, a cache whose rows after each length are NaN, pages and lengths."""
+    generator = torch.Generator().manual_seed(n_heads)
+    q = torch.randn(len(lengths), n_heads, 576, generator=generator).bfloat16()
+    pages = torch.randperm(len(lengths) * M, generator=generator).int().view(-1, M)
+    return q, filled_cache(pages.numel(), 512, 64, dtype), pages, torch.tensor(lengths, dtype=torch.int32)
+
+
+def attend(q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, n_splits: int, seed: int = 0) -> Tensor:
+    """Run both kernels on an emulated GPU of few SMs."""
+    rows, n_heads, _ = q.shape
+    is_fp8 = cache.dtype == torch.uint8
+    made = mla_decode.plan(rows, n_heads, is_fp8, n_splits, SMS)
+    o = torch.full((rows, n_heads, 512), math.nan, dtype=torch.bfloat16)
+    partials = torch.full((made.slots, n_heads, 512), math.nan)
+    lse, starts = torch.full((made.slots, n_heads), math.nan), torch.full((rows + 1,), -1, dtype=torch.int32)
+    described: Any = bytes(128)
+    if not is_fp8:
+        described = mla_decode.page_map(len(cache), made.box_tiles)._replace(pointer=cache.data_ptr())
+    steps, others = (pages.stride(0), lengths.stride(0)), (rows, n_splits, made.ranges)
+    emulator.run(
+        made.kernel,
+        made.constants,
+        grid=made.grid,
+        threads=mla_decode.THREADS,
+        shared_bytes=int(made.constants["shared_bytes"]),
+        arguments=[described, cache, q, pages, lengths, o, partials, lse, starts, SCALE, n_heads, *steps, *others],
+        headers=made.headers,
+        seed=seed,
+    )
+    emulator.run(
+        "mla_merge",
+        made.merge_constants,
+        grid=rows * n_heads,
+        threads=mla_decode.MERGE_THREADS,
+        shared_bytes=0,
+        arguments=[partials, lse, lengths, starts, o, n_heads, steps[1], *others],
+    )
+    return o
+
+
+def poison_rest(cache: Tensor, pages: Tensor, lengths: Tensor) -> None:
+    """Set the rows of the last pages after each length to NaN: E4M3, scales and BF16."""
+    for row, length in enumerate(lengths.tolist()):
+        cache[pages[row, length // 64 :].long(), length % 64 :] = 0xFF if cache.dtype == torch.uint8 else math.nan
+
+
+def assert_as_reference(found: Tensor, q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor) -> None:
+    values = read_latents(cache, torch.arange(len(cache) * 64), 512, torch.float32).view(-1, 64, 576)
+    expected = paged_attention.reference(q.float(), values, pages, lengths, 512, SCALE)
+    largest = values.abs().amax()  # BF16 rounds a softmax's weights, whose sum is 1, by 2⁻⁹ of themselves
+    assert ((found.float() - expected).abs() <= 2**-8 * largest + 2**-8 * expected.abs()).all()
+    assert (found.float() - expected).norm() <= 2**-7 * expected.norm()
+
+
+@emulated
+@FORMS
+@pytest.mark.parametrize("n_splits", [0, 1, 2], ids=lambda n: f"{n} splits")
+@pytest.mark.parametrize("n_heads", [3, 20, 65])
+def test_results_are_the_references(n_heads: int, n_splits: int, dtype: torch.dtype):
+    q, cache, pages, lengths = inputs(n_heads, dtype)
+    values = cache.clone()
+    poison_rest(cache, pages, lengths)
+    found = attend(q, cache, pages, lengths, n_splits)
+    assert_as_reference(found, q, values, pages, lengths)
+    assert not found[lengths == 0].any()
+
+
+@emulated
+@FORMS
+def test_a_row_of_a_fixed_number_of_splits_has_its_own_bits(dtype: torch.dtype):
+    q, cache, pages, lengths = inputs(4, dtype)
+    together = attend(q, cache, pages, lengths, 2, seed=1)
+    alone = attend(q[3:4], cache, pages[3:4], lengths[3:4], 2, seed=2)
+    assert torch.equal(alone[0], together[3])
+
+
+@emulated
+@FORMS
+@pytest.mark.parametrize("n_heads", [2, 40])
+@pytest.mark.parametrize("channel", [0, 511, 575])
+def test_nan_is_not_hidden(n_heads: int, channel: int, dtype: torch.dtype):
+    q, cache, pages, lengths = inputs(n_heads, dtype, [100, 150])
+    if dtype == torch.uint8:
+        bytes_of_channel = slice(channel, channel + 1) if channel < 512 else slice(528 + 2 * (channel - 512), None)
+        cache[pages[1, 2], 10, bytes_of_channel] = 0xFF
+    else:
+        cache[pages[1, 2], 10, channel] = math.nan
+    found = attend(q, cache, pages, lengths, 0)
+    assert found[1].isnan().all()
+    assert not found[0].isnan().any()
+
+
+@emulated
+def test_queries_of_any_size_are_held_in_fp16():
+    q, cache, pages, lengths = inputs(4, torch.uint8)
+    q[:, 1] *= 2.0**100
+    q[:, 2] *= 2.0**-100
+    assert_as_reference(attend(q, cache, pages, lengths, 0), q, cache, pages, lengths)
+
+
+def _reason(**change: Any) -> str | None:
+    q, cache, pages, lengths = inputs(2, change.pop("cache", torch.bfloat16))
+    arguments = {"q": q, "cache": cache, "pages": pages, "lengths": lengths, "latent_dim": 512} | change
+    return mla_decode.why_unsupported(*arguments.values(), SCALE, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"q": torch.zeros(5, 2, 576)}, "q is torch.float32"),
+        ({"cache": torch.float16}, "the cache torch.float16"),
+        ({"latent_dim": 448}, "rows have 448 \\+ 128 channels, not 512 \\+ 64"),
+        ({"pages": torch.zeros(5, 0, dtype=torch.int32)}, "there are no rows, heads or pages"),
+        ({"q": torch.zeros(5, 2, 576, dtype=torch.bfloat16)[:0]}, "there are no rows, heads or pages"),
+        (
+            {"q": torch.zeros(5761).bfloat16()[1:].view(5, 2, 576)},
+            "does not begin at a multiple of 16 bytes",
+        ),
+        ({}, "written for Hopper"),
+    ],
+)
+def test_calls_of_other_kernels(change: dict[str, Any], reason: str):
+    with pytest.raises(AssertionError, match=reason):
+        raise AssertionError(_reason(**change))
+
+
+def test_hopper_supports_both_forms(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(request, "why_not_on", lambda _: None)
+    assert _reason() is None
+    assert _reason(cache=torch.uint8) is None
+
+
+@pytest.mark.parametrize(("n_heads", "is_fp8", "name", "heads"), [
+    (1, False, "mla_decode", 16), (16, True, "mla_decode", 16), (17, False, "mla_decode", 32),
+    (128, True, "mla_decode", 32), (33, False, "mla_decode_64", None),
+])  # fmt: skip
+def test_heads_of_a_thread_block(n_heads: int, is_fp8: bool, name: str, heads: int | None):
+    made = mla_decode.plan(128, n_heads, is_fp8, 0, 132)
+    assert (made.kernel, made.constants.get("heads")) == (name, heads)
