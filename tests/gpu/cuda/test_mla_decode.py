@@ -1,5 +1,7 @@
 """Hopper's MLA decode attention on a GPU: values, bits, NaN, and replays of a graph with other lengths."""
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor
@@ -21,12 +23,16 @@ def hopper() -> None:
         pytest.skip(f"the kernels do not run here: {reason}")
 
 
+@functools.cache
+def rows_on_cpu(dtype: torch.dtype) -> Tensor:
+    return filled_cache(len(LENGTHS) * 32, 512, 64, dtype)
+
+
 def inputs(n_heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(n_heads)
     q = torch.randn(len(LENGTHS), n_heads, 576, generator=generator).bfloat16().cuda()
     pages = torch.randperm(len(LENGTHS) * 32, generator=generator).int().view(len(LENGTHS), 32)
-    cache = filled_cache(pages.numel(), 512, 64, dtype)
-    return q, cache.cuda(), pages.cuda(), torch.tensor(LENGTHS, dtype=torch.int32, device="cuda")
+    return q, rows_on_cpu(dtype).cuda(), pages.cuda(), torch.tensor(LENGTHS, dtype=torch.int32, device="cuda")
 
 
 def reference(q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor) -> tuple[Tensor, float]:
