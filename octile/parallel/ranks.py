@@ -163,6 +163,12 @@ def count_ranks() -> int:
     return int(os.environ.get("WORLD_SIZE") or 1)
 
 
+def will_restart() -> bool:
+    """Whether torchrun starts the ranks again if one of them fails now."""
+    most, so_far = (int(os.environ.get(f"TORCHELASTIC_{what}") or 0) for what in ("MAX_RESTARTS", "RESTART_COUNT"))
+    return so_far < most
+
+
 def join(device: torch.device, timeout: float) -> Ranks:
     """Join the other ranks that torchrun started; without them, return the only rank.
 

@@ -32,7 +32,7 @@ from octile.extras import require
 from octile.formats import E4M3
 from octile.launch import train_command
 from octile.models.counts import count_parameters
-from octile.parallel.ranks import Ranks, count_ranks, explain, join, leave
+from octile.parallel.ranks import Ranks, RanksError, count_ranks, explain, join, leave, will_restart
 from octile.recipe import BLOCK, OperandFormat
 from octile.report.machine import describe_machine, machine
 from octile.report.run.memorization import find_memorization
@@ -151,6 +151,10 @@ def _train_joined(
                 if finished_steps(Store(run.checkpoints)):
                     message = f"stopped at once; to continue from the last checkpoint: {_resume_command(config)}"
             raise Stopped.by(interrupt, message) from None
+        except Exception as error:
+            if (explained := explain(error)) is error or will_restart() or not finished_steps(Store(run.checkpoints)):
+                raise
+            raise RanksError(f"{explained}; to continue: {_resume_command(config)}") from error
 
 
 def _train(
@@ -274,7 +278,7 @@ def check_world(config: TrainConfig) -> None:
             f"{given}, but {begun}: it must be the number of all processes; {train_command(pp * fitting)} {options} …"
             f"{alone if started == 1 else ''}"
         )
-    if pp * dp > 1 and config.out is None and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0):
+    if pp * dp > 1 and config.out is None and will_restart():
         raise ValueError("out is not given: --max-restarts needs --out RUN, so that restarted ranks find their run")
 
 

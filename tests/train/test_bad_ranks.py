@@ -96,7 +96,7 @@ def test_rank_1_reports_that_rank_0_was_killed(arguments, tmp_path: Path):
     assert ended.statuses == [-signal.SIGKILL, 1]
     ((), (line,)) = ended.lines
     assert line.startswith("octile: rank 1 lost the connection to another rank, which has ended, at step 3: ")
-    assert line.endswith("; last seen: rank 0 at step 3: passes of micro-batch 0")
+    assert "; last seen: rank 0 at step 3: passes of micro-batch 0; to continue: torchrun " in line
 
 
 HANGS = {  # options, where rank 0 waits, where rank 1 hangs
@@ -115,9 +115,9 @@ def test_a_hang_names_the_rank_and_the_operation(arguments, tmp_path: Path, opti
     ended = train(tmp_path, *arguments, fault="hang")
     assert ended.statuses == [1, -signal.SIGKILL]
     ((line,), ()) = ended.lines
-    assert line.endswith(
-        f"rank 0 waited 5 s for the other ranks, at step 3: {waits}; last seen: rank 1 at step 3: {hangs}"
-    )
+    where = f"at step 3: {waits}; last seen: rank 1 at step 3: {hangs}"
+    to_continue = f"torchrun --nproc-per-node 2 -m octile train --resume --out {tmp_path / 'run'}"
+    assert line == f"octile: rank 0 waited 5 s for the other ranks, {where}; to continue: {to_continue}"
 
 
 def test_a_checkpoint_of_another_model_is_refused(trained: Path, tmp_path: Path):
