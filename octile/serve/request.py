@@ -51,8 +51,7 @@ class Sampling:
             raise ValueError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
         if self.temperature and not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:
             raise ValueError(
-                f"temperature must be at least 0: 0, or from {MIN_TEMPERATURE:.2g} to {MAX_TEMPERATURE:.2g}, "
-                f"not {self.temperature}"
+                f"temperature must be 0, or from {MIN_TEMPERATURE:.2g} to {MAX_TEMPERATURE:.2g}, not {self.temperature}"
             )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
