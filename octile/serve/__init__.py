@@ -17,6 +17,7 @@ http/         `octile serve`: OpenAI's protocol over HTTP
 load.py       a folder to serve: its weights, its tokenizer, and a cache that fits
 expert_load.py  live statistics: the tokens of each expert in the last steps
 expert_balance.py  `rebalance_experts`: copies of experts and the GPUs that hold them
+spread_experts.py  experts spread over ranks, with redundant copies that move between steps
 dynamic_redundancy.py  which of an expert's copies serve its tokens in a step
 generate.py   `octile generate`
 """

@@ -28,6 +28,7 @@ from torch import Tensor
 from octile.formats import TILE
 from octile.kernels import cpu
 from octile.models.deepseek_v3 import rope_of
+from octile.nn.dispatcher import LocalDispatcher
 from octile.ops.attention import attention
 from octile.ops.gate import choose_experts, gate
 from octile.ops.grouped import grouped_matmul_nt
@@ -35,16 +36,17 @@ from octile.ops.high_precision import high_precision_grouped_nt
 from octile.ops.matmul import group_rows, matmul_nt
 from octile.ops.norm import rms_norm, rms_norm_quantize
 from octile.ops.paged_attention import paged_attention
-from octile.ops.permute import permute, unpermute
+from octile.ops.permute import unpermute
 from octile.ops.quantize import quantize
 from octile.ops.rope import latent_keys, rotate_
-from octile.ops.routing_plan import count_tokens, routing_plan
+from octile.ops.routing_plan import count_tokens
 from octile.ops.row_invariant import row_invariant_matmul_nt
 from octile.ops.swiglu import swiglu, swiglu_quantize
 from octile.routing import choice_of
 from octile.scaled import ScaledTensor
 from octile.serve.expert_load import ExpertLoad
 from octile.serve.latent_pages import LatentPages
+from octile.serve.spread_experts import SpreadExperts
 from octile.serve.weights import (
     AttentionWeights,
     BlockWeights,
@@ -55,6 +57,7 @@ from octile.serve.weights import (
     Weight,
 )
 
+LOCAL = LocalDispatcher()
 INVARIANT_SPLITS = 16  # of a row's positions, in batch-invariant mode
 INVARIANT_ROWS = 64  # of a group, by which the kernel of experts in high precision is chosen in that mode
 
@@ -118,6 +121,7 @@ class Forward:
         softmax_scale: of attention.
         batch_invariant: see the head of this file.
         expert_load: counts the tokens of each expert; None: nothing does.
+        spread: the experts of all ranks, if they are spread over several.
     """
 
     weights: ServedWeights
@@ -128,6 +132,7 @@ class Forward:
     softmax_scale: float
     batch_invariant: bool
     expert_load: ExpertLoad | None
+    spread: SpreadExperts | None
 
     @classmethod
     def make(
@@ -137,6 +142,7 @@ class Forward:
         max_position: int,
         batch_invariant: bool,
         expert_load: ExpertLoad | None = None,
+        spread: SpreadExperts | None = None,
     ) -> Forward:
         """Make a model's forward pass for positions below max_position."""
         c = weights.config
@@ -144,7 +150,7 @@ class Forward:
         cos, sin = rope.cos_sin(torch.arange(max_position, device=weights.device))
         unrotated = torch.ones_like(cos[:1]), torch.zeros_like(sin[:1])
         scale = rope.softmax_factor * c.qk_head_dim**-0.5
-        return cls(weights, cache, cos, sin, unrotated, scale, batch_invariant, expert_load)
+        return cls(weights, cache, cos, sin, unrotated, scale, batch_invariant, expert_load, spread)
 
     def hidden(self, step: Step) -> Tensor:
         """Compute what the head reads, [T, D], and write the rows' latents of all layers but the prediction layer."""
@@ -285,20 +291,23 @@ class Forward:
         weights_TK, experts_TK = self._choose(x.values, w)
         if self.expert_load is not None:
             self.expert_load.count(layer, experts_TK, step.slots)
-        place_TK, order_R, offs_E = routing_plan(experts_TK, count_tokens(experts_TK, len(w.gate))[0])
+        load_E = count_tokens(experts_TK, len(w.gate))[0]
+        dispatcher = LOCAL
+        if self.spread is not None:
+            experts_TK, dispatcher = self.spread.slots(layer, experts_TK), self.spread.dispatcher
+        plan = dispatcher.plan(experts_TK, load_E)
         shared_TD = None if w.shared is None else self._mlp(x, w.shared)
         if x.q is not None and w.x.has_fp8:
-            data, scale = permute(x.q.data, x.q.scale, place_TK)
-            rows = Rows(None, ScaledTensor(data, scale, TILE))
+            rows = Rows(None, dispatcher.dispatch_quantized(dispatcher.send_quantized(x.q, plan), plan))
         else:
-            rows = Rows(x.values.index_select(0, order_R // place_TK.shape[1]), None)
-        gate_RI, up_RI = self._projections(rows, w.x, offs_E)
+            rows = Rows(dispatcher.send(x.values, plan).index_select(0, plan.token_R), None)
+        gate_RI, up_RI = self._projections(rows, w.x, plan.offs_E)
         if not isinstance(w.down, ScaledTensor):
-            y_RD = self._nt(self._swiglu(gate_RI, up_RI, w.down), w.down, offs_E)
-            return unpermute(y_RD, place_TK, shared_TD, weights_TK)
-        weight_R = weights_TK.flatten().index_select(0, order_R)
-        y_RD = self._nt(self._swiglu(gate_RI, up_RI, w.down, weight_R), w.down, offs_E)
-        return unpermute(y_RD, place_TK, shared_TD)
+            y_RD = self._nt(self._swiglu(gate_RI, up_RI, w.down), w.down, plan.offs_E)
+            return unpermute(dispatcher.send_back(y_RD, plan), plan.place_TK, shared_TD, weights_TK)
+        weight_R = dispatcher.dispatch_weights(dispatcher.begin_send(weights_TK, plan), plan)
+        y_RD = self._nt(self._swiglu(gate_RI, up_RI, w.down, weight_R), w.down, plan.offs_E)
+        return dispatcher.combine_unweighted(y_RD, plan, shared_TD)
 
     def _choose(self, x_TD: Tensor, w: MoEWeights) -> tuple[Tensor, Tensor]:
         """Choose the experts of each row, and their weights: both [T, K]."""

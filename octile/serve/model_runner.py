@@ -26,6 +26,7 @@ from octile.serve.drafts import check_can_draft
 from octile.serve.expert_load import ExpertLoad
 from octile.serve.forward import Forward, Step
 from octile.serve.latent_pages import CacheFormat, LatentPages, bytes_per_row
+from octile.serve.spread_experts import SpreadExperts
 from octile.serve.step_inputs import BLOCK_ROWS, Layout, mixed_step
 from octile.serve.weights import ServedWeights
 
@@ -34,7 +35,8 @@ class ModelRunner:
     """Runs a model over a paged cache; implements `octile.serve.batch.Runner`.
 
     Args:
-        model: a model, or weights that `ServedWeights.read` has read.
+        model: a model, weights that `ServedWeights.read` has read, or weights whose experts are spread over ranks; then
+            no steps are captured in CUDA graphs, and all ranks run as many (`octile.serve.spread_experts`).
         n_pages: pages of 64 positions.
         cache_format: of the cache: "fp8", "bf16" or "float32"; None: the dtype of the activations.
         max_batch: requests of the largest CUDA graphs of decoding, on a GPU; larger batches run without one. 0: no
@@ -53,7 +55,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: DeepseekV3 | ServedWeights,
+        model: DeepseekV3 | ServedWeights | SpreadExperts,
         n_pages: int,
         cache_format: CacheFormat | None = None,
         max_batch: int = 256,
@@ -64,6 +66,9 @@ class ModelRunner:
         if max_batch < 0:
             raise ValueError(f"max_batch must be at least 0, not {max_batch}")
         check_expert_window(expert_window)
+        self.spread = model if isinstance(model, SpreadExperts) else None
+        if isinstance(model, SpreadExperts):
+            model, max_batch = model.weights, 0  # an exchange of rows waits for the host
         weights = model if isinstance(model, ServedWeights) else ServedWeights.of_model(model)
         c = weights.config
         cache_format = cache_format or ("float32" if weights.dtype == torch.float32 else "bf16")
@@ -76,7 +81,10 @@ class ModelRunner:
         if expert_window:
             layers = [layer for layer in range(_n_layers(c)) if c.is_moe(layer)]
             self.expert_load = ExpertLoad(layers, c.n_routed_experts, expert_window, self.device)
-        self.forward = Forward.make(weights, self.cache, self.max_position, batch_invariant, self.expert_load)
+        self.n_steps = 0
+        self.forward = Forward.make(
+            weights, self.cache, self.max_position, batch_invariant, self.expert_load, self.spread
+        )
         self._checked_pages: list[array[int] | None] = []  # those of the chunk of each number, as last checked
         self.n_drafts, self._max_batch = n_drafts, max_batch
         self._max_rows = max_batch * (1 + n_drafts) if self.device.type == "cuda" else 0
@@ -147,7 +155,14 @@ class ModelRunner:
         self._end_step()
         return decoded
 
+    @torch.no_grad()
+    def take_part(self) -> None:
+        """Run a step of padding alone, in which the experts of this rank compute the rows of others."""
+        self.forward.hidden(self._step(Layout((), (), (), 1)))
+        self._end_step()
+
     def _end_step(self) -> None:
+        self.n_steps += 1
         if self.expert_load is not None:
             self.expert_load.end_step()
 

@@ -1,0 +1,253 @@
+"""Serving with experts spread over ranks: each rank has its own requests and the experts of its slots.
+
+    spread = SpreadExperts(weights, rebalance_experts(load, …)[0])
+    runner = ModelRunner(spread, n_pages, expert_window=4096)
+    engine = SpreadEngine(Engine(runner, tokenizer), runner)
+    while (outputs := engine.step()) is not None: …
+
+All ranks call `step` in turn, also those without requests: the rows of a step are sent to the ranks that have their
+experts (`octile.parallel.experts`), and the results come back. An expert may have copies on several ranks, to which the
+tokens of a rank go round-robin. Which copy computes a row does not change its bits, so in batch-invariant mode a
+request's logits are those of one process.
+
+Every ten minutes the experts are placed anew by the tokens that they had, and move to their new slots, one layer after
+each step. A rank receives an expert that it has not from the nearest rank that has it, in the order of the ranks'
+numbers, in which those of a node follow each other.
+
+Shapes: T rows of this rank, K chosen experts, E experts, P slots of all ranks, L layers with experts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from octile.parallel.experts import ExpertDispatcher, check_agreement, groups_of
+from octile.scaled import ScaledTensor
+from octile.serve.expert_balance import rebalance_experts
+from octile.serve.weights import MoEWeights, Projections, ServedWeights, Weight
+
+if TYPE_CHECKING:
+    from octile.serve.engine import Engine
+    from octile.serve.model_runner import ModelRunner
+    from octile.serve.request import Output
+
+
+class SpreadExperts:
+    """The weights of a model whose routed experts are spread over ranks.
+
+    All ranks must make it, with the same model and placement, and then run the same steps.
+
+    Args:
+        weights: of the whole model; the experts of other ranks are not held.
+        physical_to_logical: int64 [L, P], the expert in each slot, as `rebalance_experts` returns it; the W ranks have
+            P/W consecutive slots each.
+        ranks: those that share the experts; None: all.
+
+    Attributes:
+        weights: those of this rank: the routed experts are those of its slots. It has no multi-token prediction layer.
+        dispatcher: sends rows to slots.
+        n_experts: E.
+        physical_to_logical: the placement now.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialized.
+        TypeError: the placement is not an int64 tensor.
+        ValueError: the placement has another number of layers, or not all experts of a layer; W does not divide P; or
+            the ranks disagree about the placement.
+    """
+
+    def __init__(self, weights: ServedWeights, physical_to_logical: Tensor, ranks: dist.ProcessGroup | None = None):
+        c = weights.config
+        self._layers = [layer for layer in range(c.num_hidden_layers) if c.is_moe(layer)]
+        self.n_experts = c.n_routed_experts
+        self._check(physical_to_logical, groups_of(ranks))
+        n_slots = physical_to_logical.shape[1]
+        self.dispatcher = ExpertDispatcher(n_slots, c.num_experts_per_tok, c.hidden_size, ranks)
+        self.physical_to_logical = physical_to_logical.cpu().clone()
+        self._moves: Iterator[None] = iter(())
+        self._slots: dict[int, tuple[Tensor, Tensor]] = {}
+        blocks = list(weights.blocks)
+        for layer, expert_P in zip(self._layers, self.physical_to_logical, strict=True):
+            mlp = blocks[layer].mlp
+            assert isinstance(mlp, MoEWeights)
+            own = expert_P[self.dispatcher.local_experts].to(weights.device)
+            x = Projections(tuple(_take(weight, own) for weight in mlp.x.weights), mlp.x.sizes)
+            blocks[layer] = replace(blocks[layer], mlp=replace(mlp, x=x, down=_take(mlp.down, own)))
+            self._slots[layer] = _slots_of(expert_P.to(weights.device), self.n_experts)
+        self.weights = replace(weights, blocks=tuple(blocks), mtp=None)
+
+    def slots(self, layer: int, experts_TK: Tensor) -> Tensor:
+        """Return the slots that compute the rows' experts: an expert's copies round-robin, int64 [T, K]."""
+        slots_EC, count_E = self._slots[layer]
+        turn_T1 = torch.arange(len(experts_TK), device=experts_TK.device)[:, None] + self.dispatcher.rank
+        return slots_EC[experts_TK, turn_T1 % count_E[experts_TK]]
+
+    def move(self, physical_to_logical: Tensor) -> None:
+        """Begin to move the experts to another placement of as many slots: one layer with each call of `move_layer`.
+
+        All ranks must call it, between the same steps. A placement that is not yet reached is replaced.
+
+        Raises:
+            TypeError, ValueError: as for the class, or the placement has another number of slots.
+        """
+        self._check(physical_to_logical, self.dispatcher.groups)
+        if physical_to_logical.shape != self.physical_to_logical.shape:
+            before, found = self.physical_to_logical.shape[1], physical_to_logical.shape[1]
+            raise ValueError(f"physical_to_logical must have {before} slots as before, not {found}")
+        self._moves = self._move(physical_to_logical.cpu().clone())
+
+    def move_layer(self) -> bool:
+        """Move the experts of the next layer whose placement changes; return whether there was one."""
+        return next(self._moves, self) is None
+
+    def _move(self, wanted_LP: Tensor) -> Iterator[None]:
+        for row, layer in enumerate(self._layers):
+            if not torch.equal(wanted_LP[row], self.physical_to_logical[row]):
+                mlp = self.weights.blocks[layer].mlp
+                assert isinstance(mlp, MoEWeights)
+                weights = [*mlp.x.weights, mlp.down]
+                self._exchange(self.physical_to_logical[row].tolist(), wanted_LP[row].tolist(), weights)
+                self.physical_to_logical[row] = wanted_LP[row]
+                self._slots[layer] = _slots_of(wanted_LP[row].to(self.weights.device), self.n_experts)
+                yield
+
+    def _exchange(self, now: Sequence[int], wanted: Sequence[int], weights: Sequence[Weight]) -> None:
+        """Bring the wanted experts into this rank's slots, from its own ones or from the nearest rank's."""
+        size, here, group = len(now) // self.dispatcher.n_ranks, self.dispatcher.rank, self.dispatcher.groups[0]
+        parts = [part for weight in weights for part in _parts(weight)]
+        received: dict[int, list[Tensor]] = {}
+        operations: list[dist.P2POp] = []
+        for to, expert in enumerate(wanted):
+            if now[to] == expert:
+                continue
+            receiver = to // size
+            copies = [slot for slot, other in enumerate(now) if other == expert]
+            at = min((abs(slot // size - receiver), slot) for slot in copies)[1]
+            sender = at // size
+            if receiver == here:
+                received[to % size] = [part[at % size if sender == here else 0].clone() for part in parts]
+            if sender != receiver and here in (sender, receiver):
+                sends = here == sender
+                tensors = [part[at % size] for part in parts] if sends else received[to % size]
+                peer = dist.get_global_rank(group, receiver if sends else sender)
+                operation = dist.isend if sends else dist.irecv
+                operations += [dist.P2POp(operation, t.view(torch.uint8), peer, group) for t in tensors]  # gloo: no FP8
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+        for slot, new in received.items():
+            for part, values in zip(parts, new, strict=True):
+                part[slot].copy_(values)
+
+    def _check(self, physical_to_logical: Tensor, groups: Sequence[dist.ProcessGroup]) -> None:
+        is_tensor = isinstance(physical_to_logical, Tensor)
+        described = str(physical_to_logical.tolist()) if is_tensor else type(physical_to_logical).__name__
+        check_agreement("physical_to_logical", described, groups)  # so that all ranks raise the same
+        if not isinstance(physical_to_logical, Tensor) or physical_to_logical.dtype != torch.int64:
+            found = physical_to_logical.dtype if is_tensor else type(physical_to_logical).__name__
+            raise TypeError(f"physical_to_logical must be an int64 tensor, not {found}")
+        n_layers, n_experts = len(self._layers), self.n_experts
+        if physical_to_logical.dim() != 2 or len(physical_to_logical) != n_layers:
+            raise ValueError(
+                f"physical_to_logical must be [{n_layers}, slots], a row for each layer with experts, not "
+                f"{list(physical_to_logical.shape)}"
+            )
+        for layer, expert_P in zip(self._layers, physical_to_logical.tolist(), strict=True):
+            if set(expert_P) != set(range(n_experts)):
+                raise ValueError(
+                    f"physical_to_logical must have the experts from 0 to {n_experts - 1} and no others in each layer, "
+                    f"but has {sorted(set(expert_P))} in layer {layer}"
+                )
+
+
+class SpreadEngine:
+    """Steps of this rank's engine, together with those of the engines of all ranks.
+
+    Args:
+        engine: of this rank.
+        runner: its runner, of `SpreadExperts`.
+        seconds: after which the experts are placed anew, by the tokens that they had on all ranks in the window of
+            `ModelRunner(expert_window=…)`; without a window they stay.
+        num_nodes: of the ranks, which have consecutive numbers in a node.
+
+    Attributes:
+        engine: of this rank; requests are added to it.
+
+    Raises:
+        ValueError: the runner's experts are not spread, seconds is negative or NaN, or num_nodes does not divide the
+            ranks.
+    """
+
+    def __init__(self, engine: Engine, runner: ModelRunner, seconds: float = 600.0, num_nodes: int = 1):
+        if runner.spread is None:
+            raise ValueError("runner must be of SpreadExperts: its experts are not spread over ranks")
+        self.engine, self._spread, self._runner = engine, runner.spread, runner
+        n_ranks = self._spread.dispatcher.n_ranks
+        if not seconds >= 0:
+            raise ValueError(f"seconds must be at least 0, not {seconds}")
+        if num_nodes < 1 or n_ranks % num_nodes:
+            raise ValueError(f"num_nodes must divide the {n_ranks} ranks, but is {num_nodes}")
+        self._seconds, self._num_nodes, self._placed = seconds, num_nodes, time.monotonic()
+
+    def step(self) -> list[Output] | None:
+        """Run a step, and move the experts of a layer if they are placed anew. All ranks must call this in turn.
+
+        A rank whose engine has nothing to do takes part with padding.
+
+        Returns:
+            what the step adds to this rank's requests; None if no rank had any.
+        """
+        is_due = self._runner.expert_tokens is not None and time.monotonic() >= self._placed + self._seconds
+        flags = torch.tensor([self.engine.has_work, is_due], dtype=torch.int32, device=self._runner.device)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, self._spread.dispatcher.groups[0])
+        has_work, is_due = flags.tolist()
+        if is_due:
+            self._place()
+        outputs: list[Output] | None = None
+        if has_work:
+            n_steps = self._runner.n_steps
+            outputs = self.engine.step()
+            if self._runner.n_steps == n_steps:
+                self._runner.take_part()
+        self._spread.move_layer()
+        return outputs
+
+    def _place(self) -> None:
+        self._placed = time.monotonic()
+        n_layers, n_slots = self._spread.physical_to_logical.shape
+        load_LE = torch.zeros(n_layers, self._spread.n_experts, dtype=torch.int64)
+        if self._runner.expert_tokens is not None:
+            load_LE = torch.tensor([*self._runner.expert_tokens.values()])
+        load_LE = load_LE.to(self._runner.device)
+        dist.all_reduce(load_LE, group=self._spread.dispatcher.groups[0])
+        if load_LE.any():
+            groups, ranks = self._spread.weights.config.n_group, self._spread.dispatcher.n_ranks
+            self._spread.move(rebalance_experts(load_LE, n_slots, groups, self._num_nodes, ranks)[0])
+
+
+def _take(weight: Weight, experts: Tensor) -> Weight:
+    """Return the weights of some experts, of stacked ones."""
+    if not isinstance(weight, ScaledTensor):
+        return weight[experts]
+    data = weight.data.view(torch.uint8)[experts].view(weight.data.dtype)
+    return ScaledTensor(data, weight.scale[experts], weight.block)
+
+
+def _parts(weight: Weight) -> list[Tensor]:
+    return [weight.data, weight.scale] if isinstance(weight, ScaledTensor) else [weight]
+
+
+def _slots_of(expert_P: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
+    """Return the slots of each expert [E, C], and how many it has [E]."""
+    count_E = expert_P.bincount(minlength=n_experts)
+    order_P = expert_P.argsort(stable=True)
+    first_E = count_E.cumsum(0) - count_E
+    copy_C = torch.arange(int(count_E.max()), device=expert_P.device)
+    at_EC = (first_E[:, None] + copy_C).clamp(max=len(expert_P) - 1)  # those beyond an expert's copies are not read
+    return order_P[at_EC], count_E

@@ -1,0 +1,204 @@
+"""Experts on two gloo ranks, with redundant copies, compared with one process, bit for bit."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from octile.serve import rebalance_experts
+from octile.serve.config import EngineConfig
+from octile.serve.engine import Engine
+from octile.serve.model_runner import ModelRunner
+from octile.serve.request import Sampling
+from octile.serve.spread_experts import SpreadEngine, SpreadExperts
+from octile.serve.weights import MoEWeights, ServedWeights
+from octile.tokenizer import Tokenizer
+from tests.serve.models import CONFIG, Texts, new_model, text
+from tests.worlds import Outcomes
+
+N_PAGES = 20
+THREE_LAYERS = replace(CONFIG, num_hidden_layers=3, num_nextn_predict_layers=0)  # two of them with experts
+FIRST = torch.tensor([[0, 1, 2, 3, 4, 0, 5, 6, 7, 0], [7, 1, 5, 3, 4, 2, 7, 6, 0, 7]])
+SECOND = torch.tensor([[6, 1, 2, 5, 7, 6, 5, 0, 3, 4], [0, 1, 2, 3, 4, 5, 6, 7, 5, 2]])
+SAMPLINGS = [Sampling(6, temperature=0.8, seed=1, ignore_eos=True), Sampling(9, seed=2, ignore_eos=True)]
+
+
+def spread(fp8: bool = False) -> tuple[ServedWeights, SpreadExperts]:
+    weights = ServedWeights.of_model(new_model(fp8, config=THREE_LAYERS))
+    return weights, SpreadExperts(weights, FIRST)
+
+
+def read(runner: ModelRunner, rank: int, moved: SpreadExperts | None = None) -> list[Tensor]:
+    """Logits of two texts, of which rank 1 reads less in the first step; experts are moved after two steps."""
+    texts = Texts(runner, [text(60, 10 * rank), text(40, 10 * rank + 1)])
+    for step, sizes in enumerate([(20, 9), (1, 1), (1, 12), (30, 1)]):
+        texts.run(sizes[0] - 5 * rank if step == 0 else sizes[0], sizes[1])
+        if moved is not None and step == 1:
+            moved.move(SECOND)
+        if moved is not None:
+            moved.move_layer()
+    return texts.logits
+
+
+def check_logits(fp8: bool, rank: int, moves: bool) -> None:
+    weights, experts = spread(fp8)
+    expected = read(ModelRunner(weights, N_PAGES, batch_invariant=True), rank)
+    found = read(ModelRunner(experts, N_PAGES, batch_invariant=True), rank, experts if moves else None)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def logits_in_fp32(rank: int, folder: Path) -> None:
+    check_logits(False, rank, moves=False)
+
+
+def logits_in_fp8(rank: int, folder: Path) -> None:
+    check_logits(True, rank, moves=False)
+
+
+def logits_while_experts_move(rank: int, folder: Path) -> None:
+    check_logits(True, rank, moves=True)
+
+
+def logits_without_batch_invariance(rank: int, folder: Path) -> None:
+    weights, experts = spread()
+    found, expected = (torch.cat(read(ModelRunner(model, N_PAGES), rank)) for model in (experts, weights))
+    torch.testing.assert_close(found, expected)
+
+
+def texts_of(runner: ModelRunner, rank: int, seconds: float = 600) -> dict[int, list[int]]:
+    """The tokens of rank 0's two requests, or of one that rank 1 has; together with the other rank, or alone."""
+    config = EngineConfig(max_batch=2, max_step_tokens=24, batch_invariant=True)
+    engine = Engine(runner, Tokenizer.train(["one two three"], 258), config)
+    for i, sampling in enumerate(SAMPLINGS[rank:]):
+        engine.add(text(20 + 30 * i, 7 * rank + i), sampling)
+    together = None if runner.spread is None else SpreadEngine(engine, runner, seconds)
+    found: dict[int, list[int]] = {}
+    while True:
+        outputs = together.step() if together else engine.step() if engine.has_work else None
+        if outputs is None:
+            return found
+        for output in outputs:
+            found.setdefault(output.request_id, []).extend(output.tokens)
+
+
+def engines_of_unequal_work(rank: int, folder: Path) -> None:
+    weights, experts = spread()
+    expected = texts_of(ModelRunner(weights, N_PAGES, batch_invariant=True), rank)
+    assert texts_of(ModelRunner(experts, N_PAGES, batch_invariant=True), rank) == expected
+    assert [len(tokens) for tokens in expected.values()] == [s.max_new_tokens for s in SAMPLINGS[rank:]]
+
+
+def placed_anew(rank: int, folder: Path) -> None:
+    weights, experts = spread()
+    expected = texts_of(ModelRunner(weights, N_PAGES, batch_invariant=True), rank)
+    runner = ModelRunner(experts, N_PAGES, batch_invariant=True, expert_window=8)
+    assert texts_of(runner, rank, seconds=0) == expected
+    assert not torch.equal(experts.physical_to_logical, FIRST)
+    load = torch.tensor([*runner.expert_tokens.values()])
+    dist.all_reduce(load)
+    engine = SpreadEngine(Engine(runner, Tokenizer.train(["one two three"], 258)), runner, seconds=0)
+    for _ in range(3):
+        assert engine.step() is None  # no rank has a request; a layer moves with each
+    assert torch.equal(experts.physical_to_logical, rebalance_experts(load, 10, CONFIG.n_group, 1, 2)[0])
+
+
+def without_a_window_experts_stay(rank: int, folder: Path) -> None:
+    _, experts = spread()
+    texts_of(ModelRunner(experts, N_PAGES, batch_invariant=True), rank, seconds=0)
+    assert torch.equal(experts.physical_to_logical, FIRST)
+
+
+def moved_weights(rank: int, folder: Path) -> None:
+    weights, experts = spread(fp8=True)
+    experts.move(SECOND)
+    assert [experts.move_layer() for _ in range(3)] == [True, True, False]
+    assert torch.equal(experts.physical_to_logical, SECOND)
+    own = slice(5 * rank, 5 * rank + 5)
+    for layer, row in zip((1, 2), SECOND[:, own], strict=True):
+        whole, local = weights.blocks[layer].mlp, experts.weights.blocks[layer].mlp
+        assert isinstance(whole, MoEWeights)
+        assert isinstance(local, MoEWeights)
+        for of_all, of_rank in zip((*whole.x.weights, whole.down), (*local.x.weights, local.down), strict=True):
+            assert torch.equal(of_rank.dequantize(), of_all.dequantize()[row])
+
+
+def only_own_experts_are_held(rank: int, folder: Path) -> None:
+    _, experts = spread()
+    mlp = experts.weights.blocks[1].mlp
+    assert isinstance(mlp, MoEWeights)
+    assert [len(weight) for weight in (*mlp.x.weights, mlp.down)] == [5] * (1 + len(mlp.x.weights))
+
+
+def copies_take_turns(rank: int, folder: Path) -> None:
+    _, experts = spread()
+    slots = experts.slots(1, torch.tensor([[0, 1]] * 6))
+    assert slots[:, 1].tolist() == [1] * 6
+    assert sorted(slots[:, 0].tolist()) == [0, 0, 5, 5, 9, 9]
+
+
+def wrong_placements_are_refused(rank: int, folder: Path) -> None:
+    weights, experts = spread()
+    missing = FIRST.clone()
+    missing[1, 3] = 0
+    for error, placement, message in (
+        (TypeError, FIRST.float(), "physical_to_logical must be an int64 tensor, not torch.float32"),
+        (TypeError, FIRST.tolist(), "physical_to_logical must be an int64 tensor, not list"),
+        (ValueError, FIRST[:1], r"physical_to_logical must be \[2, slots\], a row for each layer with experts"),
+        (ValueError, missing, r"must have the experts from 0 to 7 and no others .* \[0, 1, 2, 4, 5, 6, 7\] in layer 2"),
+        (ValueError, FIRST[:, [*range(10), 1]], "multiple of the 2 ranks, not 11"),
+        (ValueError, (FIRST, SECOND)[rank], "physical_to_logical must be the same on all ranks"),
+    ):
+        with pytest.raises(error, match=message):
+            SpreadExperts(weights, placement)
+    with pytest.raises(ValueError, match="physical_to_logical must have 10 slots as before, not 12"):
+        experts.move(FIRST[:, [*range(10), 1, 2]])
+
+
+def wrong_engines_are_refused(rank: int, folder: Path) -> None:
+    weights, experts = spread()
+    runner = ModelRunner(experts, N_PAGES)
+    engine = Engine(runner, Tokenizer.train(["one two three"], 258))
+    with pytest.raises(ValueError, match="runner must be of SpreadExperts: its experts are not spread over ranks"):
+        SpreadEngine(engine, ModelRunner(weights, N_PAGES))
+    with pytest.raises(ValueError, match="num_nodes must divide the 2 ranks, but is 3"):
+        SpreadEngine(engine, runner, num_nodes=3)
+    with pytest.raises(ValueError, match="seconds must be at least 0, not nan"):
+        SpreadEngine(engine, runner, seconds=float("nan"))
+    with pytest.raises(ValueError, match=r"n_drafts .* must be 0, not 1"):
+        Engine(runner, Tokenizer.train(["one two three"], 258), EngineConfig(n_drafts=1))
+
+
+WORKS = [
+    logits_in_fp32,
+    logits_in_fp8,
+    logits_while_experts_move,
+    logits_without_batch_invariance,
+    engines_of_unequal_work,
+    placed_anew,
+    without_a_window_experts_stay,
+    moved_weights,
+    only_own_experts_are_held,
+    copies_take_turns,
+    wrong_placements_are_refused,
+    wrong_engines_are_refused,
+]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return Outcomes(tmp_path_factory, "spread-experts", WORKS)
+
+
+@pytest.mark.parametrize("work", WORKS, ids=lambda work: work.__name__)
+def test_two_ranks(outcomes: Outcomes, work):
+    outcomes.assert_passed(work)
+
+
+def test_without_a_process_group_the_error_says_so():
+    assert not dist.is_initialized()
+    weights = ServedWeights.of_model(new_model(fp8=False, config=THREE_LAYERS))
+    with pytest.raises(RuntimeError, match=r"torch.distributed must be initialized"):
+        SpreadExperts(weights, FIRST)
