@@ -62,10 +62,11 @@ def test_a_client_that_leaves_before_its_first_token(serve):
     wait_until(served.is_idle)
 
 
-@pytest.mark.parametrize(("stream", "tokens"), [(False, 1000), (True, 4000)], ids=["whole", "stream"])
+@pytest.mark.parametrize(("stream", "tokens"), [(False, 400), (True, 4000)], ids=["whole", "stream"])
 def test_a_client_that_does_not_read_holds_nobody_back_and_loses_its_connection(serve, monkeypatch, stream, tokens):
     monkeypatch.setattr(app, "WRITE_SECONDS", 0.2)
     served = serve(Limits(seconds=6.0, in_flight=200))
+    served.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16)  # connections inherit it
     client = connect(served, receive_buffer=4096)
     # far more than the system's buffers hold
     body = {**COMPLETION, "max_tokens": tokens, "stream": stream, "n": 100, "logprobs": 1}
