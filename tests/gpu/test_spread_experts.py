@@ -1,0 +1,55 @@
+"""Experts spread over two GPUs, by NCCL, compared with one GPU, bit for bit."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from octile.serve.model_runner import ModelRunner
+from octile.serve.spread_experts import SpreadExperts
+from octile.serve.weights import ServedWeights
+from tests.serve.models import new_model
+from tests.serve.test_spread_experts import FIRST, N_PAGES, THREE_LAYERS, read, texts_of
+from tests.worlds import Failures, assert_passed, run_cases, start_once, start_ranks
+
+CASES = [f"{what}-{dtype}" for what in ("logits", "moving", "texts") for dtype in ("bf16", "fp8")]
+
+
+def check(name: str, rank: int) -> None:
+    what, _, dtype = name.partition("-")
+    weights = ServedWeights.of_model(new_model(dtype == "fp8", torch.bfloat16, THREE_LAYERS).cuda())
+    experts = SpreadExperts(weights, FIRST)
+    alone = ModelRunner(weights, N_PAGES, max_batch=0, batch_invariant=True)
+    together = ModelRunner(experts, N_PAGES, batch_invariant=True, expert_window=8)
+    if what == "texts":
+        assert texts_of(together, rank, seconds=0) == texts_of(alone, rank)
+        return
+    found = read(together, rank, experts if what == "moving" else None)
+    assert all(torch.equal(a, b) for a, b in zip(found, read(alone, rank), strict=True))
+
+
+def run(rank: int, folder: str) -> None:
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", f"file://{folder}/meeting", timedelta(seconds=40), 2, rank)
+    run_cases({name: partial(check, name, rank) for name in CASES}, folder, rank)
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Failures]:
+    """What went wrong, by rank."""
+
+    def start(world: int, folder: str) -> None:
+        start_ranks(run, (folder,), world)
+
+    return start_once(tmp_path_factory, "spread-experts-on-gpus", start)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_gpus(failures, name: str):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    assert_passed(failures(2), name)
