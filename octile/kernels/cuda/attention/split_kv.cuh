@@ -44,9 +44,15 @@ struct Items {
         if constexpr (!config::fixed_splits) {
             const int lane = ptx::lane_id(), rows_of_lane = (rows + 31) / 32;
             const int first = min(lane * rows_of_lane, rows), end = min(first + rows_of_lane, rows);
+            constexpr int at_once = 8;  // lengths that are loaded together
             int own = 0;
-#pragma unroll 8
-            for (int r = first; r < end; ++r) own += lengths.pages(r);
+            for (int r = first; r < end; r += at_once) {
+                int pages[at_once];
+#pragma unroll
+                for (int i = 0; i < at_once; ++i) pages[i] = lengths.pages(min(r + i, end - 1));
+#pragma unroll
+                for (int i = 0; i < at_once; ++i) own += r + i < end ? pages[i] : 0;
+            }
             int sum = own;
 #pragma unroll
             for (int distance = 1; distance < 32; distance *= 2) {
