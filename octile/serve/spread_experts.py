@@ -7,7 +7,8 @@
 
 All ranks call `step` in turn, also those without requests: the rows of a step are sent to the ranks that have their
 experts (`octile.parallel.experts`), and the results come back. An expert may have copies on several ranks, to which the
-tokens of a rank go round-robin. Which copy computes a row does not change its bits, so in batch-invariant mode a
+tokens of a rank go round-robin; with `num_active`, dynamic redundancy chooses for all ranks in each layer of each step
+(`octile.serve.dynamic_redundancy`). Which copy computes a row does not change its bits, so in batch-invariant mode a
 request's logits are those of one process.
 
 Every ten minutes the experts are placed anew by the tokens that they had, and move to their new slots, one layer after
@@ -19,7 +20,9 @@ Shapes: T rows of this rank, K chosen experts, E experts, P slots of all ranks, 
 
 from __future__ import annotations
 
+import math
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -28,8 +31,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from octile.parallel.experts import ExpertDispatcher, check_agreement, groups_of
+from octile.parallel.experts import ExpertDispatcher, check_agreement, check_divisible, groups_of
 from octile.scaled import ScaledTensor
+from octile.serve.dynamic_redundancy import assign_copies, choose_copies
 from octile.serve.expert_balance import rebalance_experts
 from octile.serve.weights import MoEWeights, Projections, ServedWeights, Weight
 
@@ -49,6 +53,8 @@ class SpreadExperts:
         physical_to_logical: int64 [L, P], the expert in each slot, as `rebalance_experts` returns it; the W ranks have
             P/W consecutive slots each.
         ranks: those that share the experts; None: all.
+        num_active: how many slots of a rank compute tokens in a step: dynamic redundancy; the host then waits for the
+            tokens of the experts, and chooses. None: any slot may, and an expert's copies take turns.
 
     Attributes:
         weights: those of this rank: the routed experts are those of its slots. It has no multi-token prediction layer.
@@ -59,12 +65,19 @@ class SpreadExperts:
     Raises:
         RuntimeError: torch.distributed is not initialized.
         TypeError: the placement is not an int64 tensor.
-        ValueError: the placement has another number of layers, or not all experts of a layer; W does not divide P; or
-            the ranks disagree about the placement.
+        ValueError: the placement has another number of layers, or not all experts of a layer; W does not divide P; all
+            experts together need more active slots; or the ranks disagree about the placement.
     """
 
-    def __init__(self, weights: ServedWeights, physical_to_logical: Tensor, ranks: dist.ProcessGroup | None = None):
+    def __init__(
+        self,
+        weights: ServedWeights,
+        physical_to_logical: Tensor,
+        ranks: dist.ProcessGroup | None = None,
+        num_active: int | None = None,
+    ):
         c = weights.config
+        self.num_active = num_active
         self._layers = [layer for layer in range(c.num_hidden_layers) if c.is_moe(layer)]
         self.n_experts = c.n_routed_experts
         self._check(physical_to_logical, groups_of(ranks))
@@ -84,10 +97,21 @@ class SpreadExperts:
         self.weights = replace(weights, blocks=tuple(blocks), mtp=None)
 
     def slots(self, layer: int, experts_TK: Tensor) -> Tensor:
-        """Return the slots that compute the rows' experts: an expert's copies round-robin, int64 [T, K]."""
+        """Return the slots that compute the rows' experts, int64 [T, K]."""
+        if self.num_active is not None:
+            return self._active_slots(self.physical_to_logical[self._layers.index(layer)], experts_TK)
         slots_EC, count_E = self._slots[layer]
         turn_T1 = torch.arange(len(experts_TK), device=experts_TK.device)[:, None] + self.dispatcher.rank
         return slots_EC[experts_TK, turn_T1 % count_E[experts_TK]]
+
+    def _active_slots(self, expert_P: Tensor, experts_TK: Tensor) -> Tensor:
+        group, n_ranks = self.dispatcher.groups[0], self.dispatcher.n_ranks
+        own_E = experts_TK.flatten().bincount(minlength=self.n_experts)
+        tokens_WE = own_E.new_empty(n_ranks, self.n_experts)
+        dist.all_gather_into_tensor(tokens_WE, own_E[None], group=group)
+        served_P = choose_copies(tokens_WE.sum(0), expert_P, n_ranks, self.num_active)
+        first_E = tokens_WE[: self.dispatcher.rank].sum(0)
+        return assign_copies(experts_TK, first_E, served_P.to(own_E.device), expert_P.to(own_E.device))
 
     def move(self, physical_to_logical: Tensor) -> None:
         """Begin to move the experts to another placement of as many slots: one layer with each call of `move_layer`.
@@ -164,6 +188,11 @@ class SpreadExperts:
                     f"physical_to_logical must have the experts from 0 to {n_experts - 1} and no others in each layer, "
                     f"but has {sorted(set(expert_P))} in layer {layer}"
                 )
+        n_ranks = math.prod(dist.get_world_size(group) for group in groups)
+        check_divisible(physical_to_logical.shape[1], groups)
+        if self.num_active is not None:
+            for expert_P in physical_to_logical:  # if all experts can be active together, those of any step can
+                choose_copies(torch.ones(n_experts, dtype=torch.int64), expert_P, n_ranks, self.num_active)
 
 
 class SpreadEngine:
@@ -228,7 +257,10 @@ class SpreadEngine:
         dist.all_reduce(load_LE, group=self._spread.dispatcher.groups[0])
         if load_LE.any():
             groups, ranks = self._spread.weights.config.n_group, self._spread.dispatcher.n_ranks
-            self._spread.move(rebalance_experts(load_LE, n_slots, groups, self._num_nodes, ranks)[0])
+            try:
+                self._spread.move(rebalance_experts(load_LE, n_slots, groups, self._num_nodes, ranks)[0])
+            except ValueError as error:  # on all ranks alike
+                warnings.warn(f"the experts stay where they are: {error}", RuntimeWarning, stacklevel=3)
 
 
 def _take(weight: Weight, experts: Tensor) -> Weight:

@@ -26,9 +26,9 @@ SECOND = torch.tensor([[6, 1, 2, 5, 7, 6, 5, 0, 3, 4], [0, 1, 2, 3, 4, 5, 6, 7, 
 SAMPLINGS = [Sampling(6, temperature=0.8, seed=1, ignore_eos=True), Sampling(9, seed=2, ignore_eos=True)]
 
 
-def spread(fp8: bool = False) -> tuple[ServedWeights, SpreadExperts]:
+def spread(fp8: bool = False, num_active: int | None = None) -> tuple[ServedWeights, SpreadExperts]:
     weights = ServedWeights.of_model(new_model(fp8, config=THREE_LAYERS))
-    return weights, SpreadExperts(weights, FIRST)
+    return weights, SpreadExperts(weights, FIRST, num_active=num_active)
 
 
 def read(runner: ModelRunner, rank: int, moved: SpreadExperts | None = None) -> list[Tensor]:
@@ -43,8 +43,8 @@ def read(runner: ModelRunner, rank: int, moved: SpreadExperts | None = None) -> 
     return texts.logits
 
 
-def check_logits(fp8: bool, rank: int, moves: bool) -> None:
-    weights, experts = spread(fp8)
+def check_logits(fp8: bool, rank: int, moves: bool, num_active: int | None = None) -> None:
+    weights, experts = spread(fp8, num_active)
     expected = read(ModelRunner(weights, N_PAGES, batch_invariant=True), rank)
     found = read(ModelRunner(experts, N_PAGES, batch_invariant=True), rank, experts if moves else None)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
@@ -60,6 +60,10 @@ def logits_in_fp8(rank: int, folder: Path) -> None:
 
 def logits_while_experts_move(rank: int, folder: Path) -> None:
     check_logits(True, rank, moves=True)
+
+
+def logits_with_dynamic_redundancy(rank: int, folder: Path) -> None:
+    check_logits(True, rank, moves=True, num_active=4)
 
 
 def logits_without_batch_invariance(rank: int, folder: Path) -> None:
@@ -139,6 +143,25 @@ def copies_take_turns(rank: int, folder: Path) -> None:
     assert sorted(slots[:, 0].tolist()) == [0, 0, 5, 5, 9, 9]
 
 
+def active_copies_share_the_tokens_of_all_ranks(rank: int, folder: Path) -> None:
+    _, experts = spread(num_active=4)
+    slots = experts.slots(1, torch.tensor([[0, 1]] * 6 if rank else [[0, 7]] * 2))
+    assert torch.equal(FIRST[0][slots], torch.tensor([[0, 1]] * 6 if rank else [[0, 7]] * 2))
+    counts = slots.flatten().bincount(minlength=10)
+    dist.all_reduce(counts)
+    assert counts.view(2, 5).sum(1).tolist() == [8, 8]  # expert 1 has 6 on rank 0, expert 7 has 2 on rank 1, 0 has 8
+
+
+def placements_with_too_few_active_slots_are_refused(rank: int, folder: Path) -> None:
+    weights, experts = spread(num_active=4)
+    alone = FIRST.clone()
+    alone[0] = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 5, 6])  # rank 0 alone has five experts
+    with pytest.raises(ValueError, match="num_active must be larger than 4: with so few active slots of a GPU, 5"):
+        experts.move(alone)
+    with pytest.raises(ValueError, match="num_active must be larger than 3: with so few active slots of a GPU, 5"):
+        SpreadExperts(weights, FIRST, num_active=3)
+
+
 def wrong_placements_are_refused(rank: int, folder: Path) -> None:
     weights, experts = spread()
     missing = FIRST.clone()
@@ -175,6 +198,7 @@ WORKS = [
     logits_in_fp32,
     logits_in_fp8,
     logits_while_experts_move,
+    logits_with_dynamic_redundancy,
     logits_without_batch_invariance,
     engines_of_unequal_work,
     placed_anew,
@@ -182,6 +206,8 @@ WORKS = [
     moved_weights,
     only_own_experts_are_held,
     copies_take_turns,
+    active_copies_share_the_tokens_of_all_ranks,
+    placements_with_too_few_active_slots_are_refused,
     wrong_placements_are_refused,
     wrong_engines_are_refused,
 ]
