@@ -6,11 +6,12 @@
     copies in a node   the expert with the largest load per copy gets one more, until all slots are taken
     copies to GPUs     the copy with the largest load goes to the GPU with the least load that has a free slot
 
-If the nodes do not divide the groups, the first step is left out and all GPUs count as one node.
+If the nodes do not divide the groups, or a GPU has more slots than its node would have experts, the first step is left
+out and all GPUs count as one node.
 
 EPLB may put two copies of an expert on one GPU, where the second is of no use. Here no GPU has two if that can be
-avoided, that is, if a GPU has at most as many slots as its node has experts: an expert gets at most as many copies as
-the node has GPUs, a copy goes to a GPU without another one of its expert, and copies that still meet are swapped.
+avoided, that is, if a GPU has at most as many slots as there are experts: an expert gets at most as many copies as the
+node has GPUs, a copy goes to a GPU without another one of its expert, and copies that still meet are swapped.
 With more slots some GPU has two in any case; then a copy goes to a GPU without one as long as there is one with room.
 
 Source: EPLB (https://github.com/deepseek-ai/EPLB), DeepSeek-V3 (arXiv 2412.19437) §3.4.
@@ -64,11 +65,11 @@ def rebalance_experts(
     """
     _check(load, num_replicas, num_groups, num_nodes, num_gpus)
     load_LE = load.detach().to("cpu", torch.float64).numpy()
-    if num_groups % num_nodes:
-        num_groups = num_nodes = 1
     n_layers, n_experts = load_LE.shape
-    group_size, node_size, n_gpus = n_experts // num_groups, n_experts // num_nodes, num_gpus // num_nodes
     gpu_size = num_replicas // num_gpus
+    if num_groups % num_nodes or n_experts // num_nodes < gpu_size <= n_experts:
+        num_groups = num_nodes = 1
+    group_size, node_size, n_gpus = n_experts // num_groups, n_experts // num_nodes, num_gpus // num_nodes
 
     groups = _pack(load_LE.reshape(n_layers, num_groups, group_size).sum(2), num_nodes)
     logical_LE = (groups[:, :, None] * group_size + np.arange(group_size)).reshape(n_layers, n_experts)  # node by node

@@ -32,13 +32,15 @@ class Case(NamedTuple):
 
     @property
     def nodes(self) -> int:
-        """The nodes among which groups are divided: all GPUs are one where the nodes do not divide the groups."""
-        return 1 if self.num_groups % self.num_nodes else self.num_nodes
+        """The nodes among which groups are divided."""
+        experts, slots = self.load.shape[1], self.num_replicas // self.num_gpus
+        is_one = self.num_groups % self.num_nodes or experts // self.num_nodes < slots <= experts
+        return 1 if is_one else self.num_nodes
 
     @property
     def is_separable(self) -> bool:
-        """Whether no GPU needs two copies of an expert: it has at most as many slots as its node has experts."""
-        return self.num_replicas // self.num_gpus <= self.load.shape[1] // self.nodes
+        """Whether no GPU needs two copies of an expert: it has at most as many slots as there are experts."""
+        return self.num_replicas // self.num_gpus <= self.load.shape[1]
 
 
 @st.composite
@@ -75,8 +77,10 @@ def eplb_packs(load: list[float], n_packs: int) -> list[list[int]]:
 
 def eplb_layer(case: Case, layer: int) -> list[int]:
     """EPLB's placement of one layer, by loops over numbers."""
-    load, nodes = case.load[layer].tolist(), case.nodes
-    groups = case.num_groups if nodes == case.num_nodes else 1
+    load, nodes = case.load[layer].tolist(), case.num_nodes
+    groups = case.num_groups
+    if groups % nodes:
+        groups = nodes = 1
     size, placed = len(load) // groups, []
     in_groups = [list(range(g * size, (g + 1) * size)) for g in range(groups)]
     for pack in eplb_packs([sum(load[e] for e in group) for group in in_groups], nodes):
@@ -185,6 +189,13 @@ def test_a_second_copy_is_avoided_even_where_it_would_balance_better():
 def test_an_expert_gets_no_more_copies_than_there_are_gpus():
     count = rebalance_experts(torch.tensor([[1e9, 1, 1, 1, 1, 1, 1, 1]]), 12, 1, 1, 4)[2]
     assert count.tolist() == [[4, 2, 1, 1, 1, 1, 1, 1]]
+
+
+def test_if_a_gpu_has_more_slots_than_its_node_experts_all_gpus_are_one_node():
+    load = torch.tensor([[8, 7, 6, 5, 4, 3, 2, 1]])
+    separate, together = (rebalance_experts(load, 10, *sizes, 2) for sizes in ((2, 2), (1, 1)))
+    assert torch.equal(separate[0], together[0])
+    assert second_copies(separate[0][0].tolist(), 2) == 0
 
 
 def test_with_more_slots_than_experts_a_gpu_has_as_few_second_copies_as_it_must():
