@@ -12,8 +12,7 @@ tokens of a rank go round-robin; with `num_active`, dynamic redundancy chooses f
 request's logits are those of one process.
 
 Every ten minutes the experts are placed anew by the tokens that they had, and move to their new slots, one layer after
-each step. A rank receives an expert that it has not from the nearest rank that has it, in the order of the ranks'
-numbers, in which those of a node follow each other.
+each step. A rank receives an expert that it has not from a rank of its node, if one has it.
 
 Shapes: T rows of this rank, K chosen experts, E experts, P slots of all ranks, L layers with experts.
 """
@@ -55,6 +54,7 @@ class SpreadExperts:
         ranks: those that share the experts; None: all.
         num_active: how many slots of a rank compute tokens in a step: dynamic redundancy; the host then waits for the
             tokens of the experts, and chooses. None: any slot may, and an expert's copies take turns.
+        num_nodes: of the ranks, which have consecutive numbers in a node.
 
     Attributes:
         weights: those of this rank: the routed experts are those of its slots. It has no multi-token prediction layer.
@@ -65,8 +65,8 @@ class SpreadExperts:
     Raises:
         RuntimeError: torch.distributed is not initialized.
         TypeError: the placement is not an int64 tensor.
-        ValueError: the placement has another number of layers, or not all experts of a layer; W does not divide P; all
-            experts together need more active slots; or the ranks disagree about the placement.
+        ValueError: the placement has another number of layers, or not all experts of a layer; W does not divide P, or
+            num_nodes W; all experts together need more active slots; or the ranks disagree about the placement.
     """
 
     def __init__(
@@ -75,9 +75,10 @@ class SpreadExperts:
         physical_to_logical: Tensor,
         ranks: dist.ProcessGroup | None = None,
         num_active: int | None = None,
+        num_nodes: int = 1,
     ):
         c = weights.config
-        self.num_active = num_active
+        self.num_active, self.num_nodes = num_active, num_nodes
         self._layers = [layer for layer in range(c.num_hidden_layers) if c.is_moe(layer)]
         self.n_experts = c.n_routed_experts
         self._check(physical_to_logical, groups_of(ranks))
@@ -152,8 +153,7 @@ class SpreadExperts:
             if now[to] == expert:
                 continue
             receiver = to // size
-            copies = [slot for slot, other in enumerate(now) if other == expert]
-            at = min((abs(slot // size - receiver), slot) for slot in copies)[1]
+            at = find_copy(now, expert, receiver, self.dispatcher.n_ranks, self.num_nodes)
             sender = at // size
             if receiver == here:
                 received[to % size] = [part[at % size if sender == here else 0].clone() for part in parts]
@@ -189,6 +189,8 @@ class SpreadExperts:
                     f"but has {sorted(set(expert_P))} in layer {layer}"
                 )
         n_ranks = math.prod(dist.get_world_size(group) for group in groups)
+        if self.num_nodes < 1 or n_ranks % self.num_nodes:
+            raise ValueError(f"num_nodes must divide the {n_ranks} ranks, but is {self.num_nodes}")
         check_divisible(physical_to_logical.shape[1], groups)
         if self.num_active is not None:
             for expert_P in physical_to_logical:  # if all experts can be active together, those of any step can
@@ -203,26 +205,21 @@ class SpreadEngine:
         runner: its runner, of `SpreadExperts`.
         seconds: after which the experts are placed anew, by the tokens that they had on all ranks in the window of
             `ModelRunner(expert_window=…)`; without a window they stay.
-        num_nodes: of the ranks, which have consecutive numbers in a node.
 
     Attributes:
         engine: of this rank; requests are added to it.
 
     Raises:
-        ValueError: the runner's experts are not spread, seconds is negative or NaN, or num_nodes does not divide the
-            ranks.
+        ValueError: the runner's experts are not spread, or seconds is negative or NaN.
     """
 
-    def __init__(self, engine: Engine, runner: ModelRunner, seconds: float = 600.0, num_nodes: int = 1):
+    def __init__(self, engine: Engine, runner: ModelRunner, seconds: float = 600.0):
         if runner.spread is None:
             raise ValueError("runner must be of SpreadExperts: its experts are not spread over ranks")
         self.engine, self._spread, self._runner = engine, runner.spread, runner
-        n_ranks = self._spread.dispatcher.n_ranks
         if not seconds >= 0:
             raise ValueError(f"seconds must be at least 0, not {seconds}")
-        if num_nodes < 1 or n_ranks % num_nodes:
-            raise ValueError(f"num_nodes must divide the {n_ranks} ranks, but is {num_nodes}")
-        self._seconds, self._num_nodes, self._placed = seconds, num_nodes, time.monotonic()
+        self._seconds, self._placed = seconds, time.monotonic()
 
     def step(self) -> list[Output] | None:
         """Run a step, and move the experts of a layer if they are placed anew. All ranks must call this in turn.
@@ -256,11 +253,23 @@ class SpreadEngine:
         load_LE = load_LE.to(self._runner.device)
         dist.all_reduce(load_LE, group=self._spread.dispatcher.groups[0])
         if load_LE.any():
-            groups, ranks = self._spread.weights.config.n_group, self._spread.dispatcher.n_ranks
+            groups, nodes = self._spread.weights.config.n_group, self._spread.num_nodes
+            ranks = self._spread.dispatcher.n_ranks
             try:
-                self._spread.move(rebalance_experts(load_LE, n_slots, groups, self._num_nodes, ranks)[0])
+                self._spread.move(rebalance_experts(load_LE, n_slots, groups, nodes, ranks)[0])
             except ValueError as error:  # on all ranks alike
                 warnings.warn(f"the experts stay where they are: {error}", RuntimeWarning, stacklevel=3)
+
+
+def find_copy(physical_to_logical: Sequence[int], expert: int, rank: int, n_ranks: int, n_nodes: int) -> int:
+    """Return the slot from which a rank receives an expert: its own, one of its node, or that of the nearest node."""
+    size, in_node = len(physical_to_logical) // n_ranks, n_ranks // n_nodes
+
+    def distance(slot: int) -> tuple[int, int, int]:
+        sender = slot // size
+        return abs(sender // in_node - rank // in_node), abs(sender - rank), slot
+
+    return min((slot for slot, other in enumerate(physical_to_logical) if other == expert), key=distance)
 
 
 def _take(weight: Weight, experts: Tensor) -> Weight:

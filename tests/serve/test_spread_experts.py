@@ -13,7 +13,7 @@ from octile.serve.config import EngineConfig
 from octile.serve.engine import Engine
 from octile.serve.model_runner import ModelRunner
 from octile.serve.request import Sampling
-from octile.serve.spread_experts import SpreadEngine, SpreadExperts
+from octile.serve.spread_experts import SpreadEngine, SpreadExperts, find_copy
 from octile.serve.weights import MoEWeights, ServedWeights
 from octile.tokenizer import Tokenizer
 from tests.serve.models import CONFIG, Texts, new_model, text
@@ -187,7 +187,7 @@ def wrong_engines_are_refused(rank: int, folder: Path) -> None:
     with pytest.raises(ValueError, match="runner must be of SpreadExperts: its experts are not spread over ranks"):
         SpreadEngine(engine, ModelRunner(weights, N_PAGES))
     with pytest.raises(ValueError, match="num_nodes must divide the 2 ranks, but is 3"):
-        SpreadEngine(engine, runner, num_nodes=3)
+        SpreadExperts(weights, FIRST, num_nodes=3)
     with pytest.raises(ValueError, match="seconds must be at least 0, not nan"):
         SpreadEngine(engine, runner, seconds=float("nan"))
     with pytest.raises(ValueError, match=r"n_drafts .* must be 0, not 1"):
@@ -228,3 +228,16 @@ def test_without_a_process_group_the_error_says_so():
     weights = ServedWeights.of_model(new_model(fp8=False, config=THREE_LAYERS))
     with pytest.raises(RuntimeError, match=r"torch.distributed must be initialized"):
         SpreadExperts(weights, FIRST)
+
+
+@pytest.mark.parametrize(
+    ("n_nodes", "expert", "rank", "slot"),
+    [
+        (1, 0, 2, 3),  # rank 1 is as near as rank 3, and has the lower number
+        (2, 0, 2, 6),  # rank 3 is of the same node
+        (2, 1, 3, 7),  # its own
+        (2, 2, 3, 2),  # no rank of its node has it
+    ],
+)
+def test_an_expert_comes_from_the_own_rank_or_node_if_it_is_there(n_nodes, expert, rank, slot):
+    assert find_copy([3, 1, 2, 0, 3, 4, 0, 1], expert, rank, 4, n_nodes) == slot
