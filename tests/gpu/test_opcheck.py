@@ -20,6 +20,7 @@ from octile.ops.groups import align_groups
 from octile.ops.high_precision import high_precision_grouped_nt, high_precision_grouped_tn
 from octile.ops.latent_cache import read_latents, write_latents
 from octile.ops.matmul import matmul_nt, matmul_nt_out
+from octile.ops.mqa_logits import paged_mqa_schedule
 from octile.ops.norm import rms_norm, rms_norm_backward, rms_norm_quantize
 from octile.ops.paged_attention import paged_attention
 from octile.ops.permute import permute, unpermute, unpermute_backward
@@ -29,6 +30,7 @@ from octile.ops.routing_plan import count_tokens, routing_plan
 from octile.ops.row_invariant import row_invariant_matmul_nt
 from octile.ops.sample_tokens import sample_tokens
 from octile.ops.sequence_balance import sequence_balance, sequence_balance_backward
+from octile.ops.sparse_attention import sparse_attention
 from octile.ops.swiglu import (
     swiglu,
     swiglu_backward,
@@ -36,6 +38,7 @@ from octile.ops.swiglu import (
     swiglu_quantize,
     swiglu_quantize_and_save,
 )
+from octile.ops.top_keys import top_keys
 from octile.ops.transpose import (
     quantize_and_transpose,
     quantize_joined,
@@ -84,6 +87,10 @@ def _slots() -> torch.Tensor:
     return torch.tensor([70, 3], device="cuda")
 
 
+def _pages() -> torch.Tensor:
+    return torch.tensor([[1, 0], [0, 1]], dtype=torch.int32, device="cuda")
+
+
 def _rows(*sizes: int) -> tuple[torch.Tensor, ...]:
     return tuple(torch.randn(2, size, device="cuda") for size in sizes)
 
@@ -111,7 +118,7 @@ CASES = {
             (
                 torch.randn(2, 3, 40, device="cuda").bfloat16(),
                 _cache(width, dtype=dtype),
-                torch.tensor([[1, 0], [0, 1]], dtype=torch.int32, device="cuda"),
+                _pages(),
                 torch.tensor([70, 3], dtype=torch.int32, device="cuda"),
                 32,
                 0.1,
@@ -122,6 +129,15 @@ CASES = {
     "rows that do not depend on each other": lambda: (
         row_invariant_matmul_nt,
         (*(torch.randn(2, n, 40, device="cuda").bfloat16() for n in (5, 7)), torch.float32),
+    ),
+    "choice of keys": lambda: (
+        top_keys,
+        (torch.randn(2, 9, device="cuda"), torch.zeros(2, device="cuda").int(), torch.full_like(_pages()[0], 5), 3),
+    ),
+    "blocks of pages": lambda: (paged_mqa_schedule, (300 * _pages(), 4)),
+    "sparse attention": lambda: (
+        sparse_attention,
+        (torch.randn(2, 3, 40, device="cuda"), torch.randn(5, 40, device="cuda"), _pages(), 32, 0.1),
     ),
     "gate": lambda: (
         gate,
