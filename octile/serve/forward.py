@@ -158,6 +158,10 @@ class Forward:
         cos_sin = self.cos[step.positions], self.sin[step.positions]
         for layer, block in enumerate(self.weights.blocks):
             x_TD = self._block(x_TD, layer, block, step, cos_sin)
+        return self.last_norm(x_TD)
+
+    def last_norm(self, x_TD: Tensor) -> Tensor:
+        """Normalize the last block's output: what the head reads."""
         return rms_norm(x_TD, self.weights.norm, self._eps)[0]
 
     def draft(self, step: Step, hidden_TD: Tensor) -> Tensor:
@@ -188,28 +192,29 @@ class Forward:
         return self.weights.config.rms_norm_eps
 
     def _block(self, x_TD: Tensor, layer: int, w: BlockWeights, step: Step, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-        attention_input = self._norm(x_TD, w.input_norm, w.attention.x.has_fp8, w.attention.x.has_values)
-        x_TD = x_TD + self._attention(attention_input, layer, w.attention, step, cos_sin)
-        if isinstance(w.mlp, MLPWeights):
-            return x_TD + self._mlp(self._norm(x_TD, w.post_norm, w.mlp.x.has_fp8, w.mlp.x.has_values), w.mlp)
-        shared_fp8 = w.mlp.shared is not None and w.mlp.shared.x.has_fp8
-        rows = self._norm(x_TD, w.post_norm, w.mlp.x.has_fp8 or shared_fp8, True)
-        return x_TD + self._mixture(rows, layer, w.mlp, step)
+        q_THX = self.queries(x_TD, layer, w, step.slots, cos_sin)
+        return self.after_attention(x_TD, self.attend(q_THX, layer, w.attention, step), layer, w, step.slots)
 
-    def _attention(
-        self, x: Rows, layer: int, w: AttentionWeights, step: Step, cos_sin: tuple[Tensor, Tensor]
+    def queries(
+        self, x_TD: Tensor, layer: int, w: BlockWeights, slots: Tensor, cos_sin: tuple[Tensor, Tensor]
     ) -> Tensor:
-        c = self.weights.config
-        q_TX, latent_TC, rope_TR = self._projections(x, w.x)
-        if w.q_up is not None:
-            assert w.q_norm is not None
-            q_TX = self._nt(self._norm(q_TX, w.q_norm, *_reads(w.q_up), eps=NORM_EPS), w.q_up)
-        q_THX = q_TX.unflatten(-1, (c.num_attention_heads, -1))
+        """Compute a block's queries, [T, H, X], and write the rows' latents."""
+        of_x = w.attention.x
+        x = self._norm(x_TD, w.input_norm, of_x.has_fp8, of_x.has_values)
+        q_TX, latent_TC, rope_TR = self._projections(x, of_x)
+        if w.attention.q_up is not None:
+            assert w.attention.q_norm is not None
+            q = self._norm(q_TX, w.attention.q_norm, *_reads(w.attention.q_up), eps=NORM_EPS)
+            q_TX = self._nt(q, w.attention.q_up)
+        q_THX = q_TX.unflatten(-1, (self.weights.config.num_attention_heads, -1))
         rotate_(q_THX[None], *cos_sin)
         rotate_(rope_TR[None, :, None], *cos_sin)
-        latent_TC, _ = rms_norm(latent_TC, w.kv_norm, NORM_EPS)
-        self.cache.write(layer, step.slots, latent_TC, rope_TR)
+        latent_TC, _ = rms_norm(latent_TC, w.attention.kv_norm, NORM_EPS)
+        self.cache.write(layer, slots, latent_TC, rope_TR)
+        return q_THX
 
+    def attend(self, q_THX: Tensor, layer: int, w: AttentionWeights, step: Step) -> Tensor:
+        """Attend from all rows of a step: [T, H·V]."""
         n_decode, parts = len(step.lengths), []
         if n_decode:
             parts.append(self._absorbed(q_THX[:n_decode], layer, w, step))
@@ -219,8 +224,16 @@ class Forward:
                 parts.append(self._naive_in_parts(q_THX, layer, w, step.context, piece[0], step.max_positions))
             else:
                 parts += self._naive(q_THX, layer, w, step.context, piece)
-        o_TV = (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
-        return self._nt(self._rows(o_TV, w.o), w.o)
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
+
+    def after_attention(self, x_TD: Tensor, o_TV: Tensor, layer: int, w: BlockWeights, slots: Tensor) -> Tensor:
+        """Compute a block's output, [T, D], of its input and of what attention has returned."""
+        x_TD = x_TD + self._nt(self._rows(o_TV, w.attention.o), w.attention.o)
+        if isinstance(w.mlp, MLPWeights):
+            return x_TD + self._mlp(self._norm(x_TD, w.post_norm, w.mlp.x.has_fp8, w.mlp.x.has_values), w.mlp)
+        shared_fp8 = w.mlp.shared is not None and w.mlp.shared.x.has_fp8
+        rows = self._norm(x_TD, w.post_norm, w.mlp.x.has_fp8 or shared_fp8, True)
+        return x_TD + self._mixture(rows, layer, w.mlp, slots)
 
     def _absorbed(self, q_THX: Tensor, layer: int, w: AttentionWeights, step: Step) -> Tensor:
         """Attend from rows to their pages: [T, H, V]."""
@@ -286,11 +299,11 @@ class Forward:
         gate_TI, up_TI = self._projections(x, w.x)
         return self._nt(self._swiglu(gate_TI, up_TI, w.down), w.down)
 
-    def _mixture(self, x: Rows, layer: int, w: MoEWeights, step: Step) -> Tensor:
+    def _mixture(self, x: Rows, layer: int, w: MoEWeights, slots: Tensor) -> Tensor:
         assert x.values is not None
         weights_TK, experts_TK = self._choose(x.values, w)
         if self.expert_load is not None:
-            self.expert_load.count(layer, experts_TK, step.slots)
+            self.expert_load.count(layer, experts_TK, slots)
         load_E = count_tokens(experts_TK, len(w.gate))[0]
         dispatcher = LOCAL
         if self.spread is not None:

@@ -26,6 +26,7 @@ from octile.serve.drafts import check_can_draft
 from octile.serve.expert_load import ExpertLoad
 from octile.serve.forward import Forward, Step
 from octile.serve.latent_pages import CacheFormat, LatentPages, bytes_per_row
+from octile.serve.prefill_graphs import MAX_ROWS, PrefillGraphs
 from octile.serve.spread_experts import SpreadExperts
 from octile.serve.step_inputs import BLOCK_ROWS, Layout, mixed_step
 from octile.serve.weights import ServedWeights
@@ -90,6 +91,7 @@ class ModelRunner:
         self._max_rows = max_batch * (1 + n_drafts) if self.device.type == "cuda" else 0
         self.graphs = self._capture(drafts=False)
         self.draft_graphs: DecodeGraphs | None = None  # captured when something is drafted
+        self.prefill_graphs = PrefillGraphs(self.forward) if self._max_rows and not batch_invariant else None
         self.max_ahead = max_batch if self._max_rows else 0
         self.loop = self._new_loop() if self.max_ahead else None
 
@@ -116,7 +118,7 @@ class ModelRunner:
         if self.graphs is not None and self._has_graph(layout):
             results = self._replay(self.graphs, layout)
         else:
-            h_TD = self._in_order(self.forward.hidden(self._step(layout)), layout)
+            h_TD = self._in_order(self._hidden(self._step(layout)), layout)
             results = self._results(h_TD, layout)
         self._end_step()
         return results
@@ -165,6 +167,11 @@ class ModelRunner:
         self.n_steps += 1
         if self.expert_load is not None:
             self.expert_load.end_step()
+
+    def _hidden(self, step: Step) -> Tensor:
+        if self.prefill_graphs is not None and step.prefills and len(step.tokens) <= MAX_ROWS:
+            return self.prefill_graphs.hidden(step)
+        return self.forward.hidden(step)
 
     def _new_loop(self) -> DecodeLoop:
         return DecodeLoop(self.forward, self._max_batch, -(-self.max_position // PAGE), self.n_drafts)
