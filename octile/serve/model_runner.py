@@ -28,7 +28,7 @@ from octile.serve.forward import Forward, Step
 from octile.serve.latent_pages import CacheFormat, LatentPages, bytes_per_row
 from octile.serve.prefill_graphs import MAX_ROWS, PrefillGraphs
 from octile.serve.spread_experts import SpreadExperts
-from octile.serve.step_inputs import BLOCK_ROWS, Layout, mixed_step
+from octile.serve.step_inputs import BLOCK_ROWS, Layout, mixed_step, send
 from octile.serve.weights import ServedWeights
 
 
@@ -244,7 +244,7 @@ class ModelRunner:
         return t.index_select(0, self._index(rows))
 
     def _index(self, rows: list[int]) -> Tensor:
-        return torch.tensor(rows, dtype=torch.int64).to(self.device)
+        return send(torch.tensor(rows, dtype=torch.int64), self.device)
 
 
 def _n_layers(config: ModelConfig) -> int:

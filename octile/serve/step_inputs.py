@@ -144,13 +144,20 @@ def decode_step(numbers: Tensor, pages: Tensor) -> Step:
     return Step(tokens, positions, slots, pages, lengths.to(torch.int32), None, ())
 
 
+def send(t: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor from the host to a device; the host does not wait for a GPU."""
+    if device.type != "cuda" or not t.numel():
+        return t.to(device)
+    return t.pin_memory().to(device, non_blocking=True)
+
+
 def mixed_step(layout: Layout, block_rows: int, device: torch.device) -> Step:
     """Make a step of any chunks, on a device; decode rows alone are padded to a multiple of block_rows."""
     of_decode = [layout.chunks[i] for i in layout.decode]
     n_rows = -(-layout.n_decode // block_rows) * block_rows
     rows = DecodeRows(n_rows, max((len(chunk.pages) for chunk in of_decode), default=0), pinned=False)
     rows.fill(of_decode, n_rows)
-    step = decode_step(rows.numbers.to(device), rows.pages.to(device))
+    step = decode_step(send(rows.numbers, device), send(rows.pages, device))
     if not layout.prefill:
         return step
     chunks = [layout.chunks[i] for i in layout.prefill]
@@ -158,14 +165,14 @@ def mixed_step(layout: Layout, block_rows: int, device: torch.device) -> Step:
     contexts = [_slots(chunk) for chunk in chunks]
     positions = [torch.arange(chunk.start, chunk.start + len(chunk.tokens)) for chunk in chunks]
     written = [slots[chunk.start :] for chunk, slots in zip(chunks, contexts, strict=True)]
-    new = torch.stack((torch.tensor(tokens), torch.cat(positions), torch.cat(written))).to(device)
+    new = send(torch.stack((torch.tensor(tokens), torch.cat(positions), torch.cat(written))), device)
     tokens_T, positions_T, slots_T = torch.cat((torch.stack(step[:3]), new), dim=1).unbind()
     max_positions = max(CONTEXT_POSITIONS, len(tokens_T))
     return step._replace(
         tokens=tokens_T,
         positions=positions_T,
         slots=slots_T,
-        context=torch.cat(contexts).to(device),
+        context=send(torch.cat(contexts), device),
         prefills=_pieces(_groups(chunks, n_rows), max_positions),
         max_positions=max_positions,
     )
