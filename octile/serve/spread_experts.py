@@ -24,12 +24,15 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from octile.checkpoint.hugging_face import read_model_config
+from octile.models.config import ModelConfig
 from octile.parallel.experts import ExpertDispatcher, check_agreement, check_divisible, groups_of
 from octile.scaled import ScaledTensor
 from octile.serve.dynamic_redundancy import assign_copies, choose_copies
@@ -45,7 +48,8 @@ if TYPE_CHECKING:
 class SpreadExperts:
     """The weights of a model whose routed experts are spread over ranks.
 
-    All ranks must make it, with the same model and placement, and then run the same steps.
+    All ranks must make it, with the same model and placement, and then run the same steps. `read` reads a model that is
+    too large for one rank.
 
     Args:
         weights: of the whole model; the experts of other ranks are not held.
@@ -77,7 +81,47 @@ class SpreadExperts:
         num_active: int | None = None,
         num_nodes: int = 1,
     ):
-        c = weights.config
+        own = self._prepare(weights.config, physical_to_logical, ranks, num_active, num_nodes)
+        blocks = list(weights.blocks)
+        for layer, experts in own.items():
+            mlp = blocks[layer].mlp
+            assert isinstance(mlp, MoEWeights)
+            taken = torch.tensor(experts, device=weights.device)
+            x = Projections(tuple(_take(weight, taken) for weight in mlp.x.weights), mlp.x.sizes)
+            blocks[layer] = replace(blocks[layer], mlp=replace(mlp, x=x, down=_take(mlp.down, taken)))
+        self.weights = replace(weights, blocks=tuple(blocks), mtp=None)
+        self._set_slots()
+
+    @classmethod
+    def read(
+        cls,
+        path: str | Path,
+        physical_to_logical: Tensor,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cpu",
+        ranks: dist.ProcessGroup | None = None,
+        num_active: int | None = None,
+        num_nodes: int = 1,
+    ) -> SpreadExperts:
+        """Read a folder as `ServedWeights.read` does, and of the routed experts those of this rank's slots alone.
+
+        The other arguments and errors are those of the class.
+        """
+        spread = cls.__new__(cls)
+        own = spread._prepare(read_model_config(path), physical_to_logical, ranks, num_active, num_nodes)
+        spread.weights = ServedWeights.read(path, dtype, device, own)
+        spread._set_slots()
+        return spread
+
+    def _prepare(
+        self,
+        c: ModelConfig,
+        physical_to_logical: Tensor,
+        ranks: dist.ProcessGroup | None,
+        num_active: int | None,
+        num_nodes: int,
+    ) -> dict[int, list[int]]:
+        """Check the placement, and return the experts of this rank's slots, by layer."""
         self.num_active, self.num_nodes = num_active, num_nodes
         self._layers = [layer for layer in range(c.num_hidden_layers) if c.is_moe(layer)]
         self.n_experts = c.n_routed_experts
@@ -86,16 +130,12 @@ class SpreadExperts:
         self.dispatcher = ExpertDispatcher(n_slots, c.num_experts_per_tok, c.hidden_size, ranks)
         self.physical_to_logical = physical_to_logical.cpu().clone()
         self._moves: Iterator[None] = iter(())
-        self._slots: dict[int, tuple[Tensor, Tensor]] = {}
-        blocks = list(weights.blocks)
-        for layer, expert_P in zip(self._layers, self.physical_to_logical, strict=True):
-            mlp = blocks[layer].mlp
-            assert isinstance(mlp, MoEWeights)
-            own = expert_P[self.dispatcher.local_experts].to(weights.device)
-            x = Projections(tuple(_take(weight, own) for weight in mlp.x.weights), mlp.x.sizes)
-            blocks[layer] = replace(blocks[layer], mlp=replace(mlp, x=x, down=_take(mlp.down, own)))
-            self._slots[layer] = _slots_of(expert_P.to(weights.device), self.n_experts)
-        self.weights = replace(weights, blocks=tuple(blocks), mtp=None)
+        own_LS = self.physical_to_logical[:, self.dispatcher.local_experts]
+        return dict(zip(self._layers, own_LS.tolist(), strict=True))
+
+    def _set_slots(self) -> None:
+        placed = zip(self._layers, self.physical_to_logical.to(self.weights.device), strict=True)
+        self._slots = {layer: _slots_of(expert_P, self.n_experts) for layer, expert_P in placed}
 
     def slots(self, layer: int, experts_TK: Tensor) -> Tensor:
         """Return the slots that compute the rows' experts, int64 [T, K]."""

@@ -13,7 +13,7 @@ I intermediate.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -170,7 +170,11 @@ class ServedWeights:
 
     @classmethod
     def read(
-        cls, path: str | Path, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu"
+        cls,
+        path: str | Path,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cpu",
+        experts: Mapping[int, Sequence[int]] | None = None,
     ) -> ServedWeights:
         """Read the weights of a folder that `octile.load` reads, one tensor at a time: FP8 weights as they are stored.
 
@@ -178,6 +182,8 @@ class ServedWeights:
             path: a Hugging Face folder or a run.
             dtype: of the activations and of other weights: bfloat16 or float32.
             device: of the weights.
+            experts: the routed experts to read, in this order, of each layer that has some; then the multi-token
+                prediction layer is not read. None: all.
 
         Raises:
             TypeError: dtype is another one.
@@ -195,7 +201,7 @@ class ServedWeights:
                 return tensor
             return ScaledTensor(tensor, shards.read(name + SCALE_SUFFIX).float().to(device), BLOCK)
 
-        return assemble(model.config, dtype, formats.x.scale == "power_of_2", read)
+        return assemble(model.config, dtype, formats.x.scale == "power_of_2", read, experts)
 
 
 def _recipes(model: DeepseekV3) -> dict[str, Recipe | None]:
@@ -223,7 +229,13 @@ def _why_not_serve(recipe: Recipe) -> str | None:
     return None if (x.fmt, x.block, x.amax) == (E4M3, TILE, "current") else "its inputs are not E4M3 in 1×128 tiles"
 
 
-def assemble(config: ModelConfig, dtype: torch.dtype, power_of_2: bool, read: ReadWeight) -> ServedWeights:
+def assemble(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    power_of_2: bool,
+    read: ReadWeight,
+    experts: Mapping[int, Sequence[int]] | None = None,
+) -> ServedWeights:
     """Read all weights of a model.
 
     Args:
@@ -231,6 +243,7 @@ def assemble(config: ModelConfig, dtype: torch.dtype, power_of_2: bool, read: Re
         dtype: of the activations.
         power_of_2: whether the scales of activations are powers of two.
         read: returns a weight by its name in a checkpoint.
+        experts: as of `ServedWeights.read`.
 
     Raises:
         TypeError: dtype is neither bfloat16 nor float32.
@@ -238,9 +251,9 @@ def assemble(config: ModelConfig, dtype: torch.dtype, power_of_2: bool, read: Re
     """
     if dtype not in ACTIVATION_DTYPES:
         raise TypeError(f"activations must be bfloat16 or float32, not {dtype}")
-    of = _Reader(config, dtype, read)
+    of = _Reader(config, dtype, read, experts or {})
     n, mtp = config.num_hidden_layers, None
-    if config.num_nextn_predict_layers:
+    if config.num_nextn_predict_layers and experts is None:
         layer = f"model.layers.{n}"
         mtp = MTPWeights(
             of.tensor(f"{layer}.enorm.weight"),
@@ -264,8 +277,8 @@ def assemble(config: ModelConfig, dtype: torch.dtype, power_of_2: bool, read: Re
 class _Reader:
     """Reads the weights of blocks by name."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, read: ReadWeight):
-        self.config, self.dtype, self.read = config, dtype, read
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, read: ReadWeight, experts: Mapping[int, Sequence[int]]):
+        self.config, self.dtype, self.read, self.experts = config, dtype, read, experts
 
     def tensor(self, name: str) -> Tensor:
         """Read a tensor that is never in FP8, as it is stored."""
@@ -289,7 +302,7 @@ class _Reader:
             self.tensor(f"{name}.input_layernorm.weight"),
             self._attention(f"{name}.self_attn"),
             self.tensor(f"{name}.post_attention_layernorm.weight"),
-            self._mixture(f"{name}.mlp") if self.config.is_moe(layer) else self._mlp(f"{name}.mlp"),
+            self._mixture(f"{name}.mlp", layer) if self.config.is_moe(layer) else self._mlp(f"{name}.mlp"),
         )
 
     def _attention(self, name: str) -> AttentionWeights:
@@ -316,10 +329,11 @@ class _Reader:
         gate, up = self.linear(f"{name}.gate_proj"), self.linear(f"{name}.up_proj")
         return MLPWeights(join([gate, up], [[gate.shape[0]], [up.shape[0]]]), self.linear(f"{name}.down_proj"))
 
-    def _mixture(self, name: str) -> MoEWeights:
-        experts = [f"{name}.experts.{e}" for e in range(self.config.n_routed_experts)]
+    def _mixture(self, name: str, layer: int) -> MoEWeights:
+        numbers = self.experts.get(layer, range(self.config.n_routed_experts))
+        experts = [f"{name}.experts.{e}" for e in numbers]
         gate, up, down = (
-            stack([self.linear(f"{expert}.{layer}_proj") for expert in experts]) for layer in ("gate", "up", "down")
+            stack([self.linear(f"{expert}.{part}_proj") for expert in experts]) for part in ("gate", "up", "down")
         )
         has_bias = self.config.topk_method == "noaux_tc"
         return MoEWeights(

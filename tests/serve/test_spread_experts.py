@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from octile.checkpoint.hugging_face import save
+from octile.checkpoint.shards import Shards
 from octile.serve import rebalance_experts
 from octile.serve.config import EngineConfig
 from octile.serve.engine import Engine
@@ -136,6 +138,25 @@ def only_own_experts_are_held(rank: int, folder: Path) -> None:
     assert [len(weight) for weight in (*mlp.x.weights, mlp.down)] == [5] * (1 + len(mlp.x.weights))
 
 
+def a_folder_is_read_without_the_experts_of_other_ranks(rank: int, folder: Path) -> None:
+    model = new_model(fp8=True, config=replace(THREE_LAYERS, num_nextn_predict_layers=1))
+    if rank == 0:
+        save(model, folder / "model", weights="fp8")
+    dist.barrier()
+    whole = ServedWeights.read(folder / "model", torch.float32)
+    names: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        read_shard = Shards.read
+        patch.setattr(Shards, "read", lambda shards, name: (names.append(name), read_shard(shards, name))[1])
+        experts = SpreadExperts.read(folder / "model", FIRST, torch.float32)
+    found = {int(name.split(".")[5]) for name in names if name.startswith("model.layers.1.mlp.experts.")}
+    assert found == set(FIRST[0, 5 * rank : 5 * rank + 5].tolist())
+    assert not any(name.startswith("model.layers.3.") for name in names)  # the prediction layer
+    expected = read(ModelRunner(whole, N_PAGES, batch_invariant=True), rank)
+    logits = read(ModelRunner(experts, N_PAGES, batch_invariant=True), rank, experts)
+    assert all(torch.equal(a, b) for a, b in zip(logits, expected, strict=True))
+
+
 def copies_take_turns(rank: int, folder: Path) -> None:
     _, experts = spread()
     slots = experts.slots(1, torch.tensor([[0, 1]] * 6))
@@ -205,6 +226,7 @@ WORKS = [
     without_a_window_experts_stay,
     moved_weights,
     only_own_experts_are_held,
+    a_folder_is_read_without_the_experts_of_other_ranks,
     copies_take_turns,
     active_copies_share_the_tokens_of_all_ranks,
     placements_with_too_few_active_slots_are_refused,
