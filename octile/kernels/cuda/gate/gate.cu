@@ -1,17 +1,17 @@
-// The expert gate for Hopper: logits x[T, D] · w[E, D]ᵀ, choice and weights. An FP32 weight is the sum of three BF16 terms.
+// The expert gate for Hopper: logits x[T, D] · w[E, D]ᵀ, choice and weights. An FP32 weight is three BF16 terms.
 //
-// A thread block takes 64 tokens per warpgroup. TMA loads k-blocks of 64 columns of x and of the weight into pipelines of
-// stages. All threads split a k-block of the weight into its P terms while tensor cores multiply the one before. A
+// A thread block takes 64 tokens per warpgroup. TMA loads k-blocks of 64 columns of x and of the weight into pipelines
+// of stages. All threads split a k-block of the weight into its P terms while tensor cores multiply the one before. A
 // warpgroup multiplies by one wgmma of width P·E, so that x is read from shared memory once for all P terms. Its
 // accumulators hold the logits of a token in four neighboring lanes, which choose the experts by shuffles.
 //
 // NOTES
-// - Rows of terms are ordered so that a quarter of the experts, one after the other, is in each of the four lanes: their
-//   groups are then those of one lane.
-// - There is no producer warp: four warpgroups with 96 accumulators each leave no registers for it. The first thread loads
-//   a stage while the next one is multiplied.
-// - Experts are chosen by 32-bit keys of 26 bits of the score and the index. Where two of these scores are equal, the
-//   warp chooses again by all bits.
+// - Rows of terms are ordered so that a quarter of the experts, one after the other, is in each of the four lanes:
+//   their groups are then those of one lane.
+// - There is no producer warp: four warpgroups with 96 accumulators each leave no registers for it. The first thread
+//   loads a stage while the next one is multiplied.
+// - Experts are chosen by 32-bit keys: 26 bits are the order of the score above 2²⁶ orders below the highest one, and 6
+//   the index. A chosen score that is lower, less than 2⁻⁸ of the highest, makes the warp choose again by all bits.
 #include "ptx.cuh"
 #include "wgmma.cuh"
 #include "convert.cuh"
@@ -23,21 +23,26 @@ constexpr bool in_groups = config::topk_group < config::n_group;
 constexpr int own_groups = in_groups ? config::n_group / 4 : 1, group_size = own_experts / own_groups;
 constexpr int absent = -2147483647 - 1;  // below the order of every score
 constexpr uint32_t all_lanes = 0xFFFFFFFF;
+// Of terms, three, so that no thread waits until one is empty: a warp that splits k-block k has waited until all warps
+// have split k-block k − 1, and each of them has waited for its wgmma of k-block k − 3 before.
+constexpr int terms_stages = 3;
 
 namespace smem {
 constexpr int w_row = config::parts == 1 ? 128 : 256;  // of 64 columns
-constexpr int x_tile = tile_m * 128, terms_tile = columns * 128, w_tile = config::experts * w_row;  // bytes of a k-block
+constexpr int x_tile = tile_m * 128, terms_tile = columns * 128, w_tile = config::experts * w_row;  // of a k-block
 constexpr int x = 0, terms = config::stages * x_tile;  // swizzled tiles first: they need 1024-byte alignment
-constexpr int w = terms + 2 * terms_tile, barriers = w + 2 * w_tile;
-constexpr int bytes = barriers + (2 * config::stages + 6) * int(sizeof(ptx::Mbarrier));
+constexpr int w = terms + terms_stages * terms_tile, bias = w + config::w_stages * w_tile;
+constexpr int barriers = bias + 4 * config::experts;
+constexpr int bytes =
+    barriers + (2 * config::stages + config::w_stages + terms_stages) * int(sizeof(ptx::Mbarrier));
 static_assert(bytes == config::shared_bytes, "launcher.py computes the same");
 constexpr int logits_row = config::experts * 4 + 16;  // of a token, in place of x; bytes
-static_assert(tile_m * logits_row <= barriers, "the logits fit in");
+static_assert(tile_m * logits_row <= bias, "the logits fit in");
 }  // namespace smem
 
 struct Barriers {
     ptx::Mbarrier full[config::stages], empty[config::stages];  // of x
-    ptx::Mbarrier w_full[2], terms_full[2], terms_empty[2];     // no thread waits until a stage of the weight is empty
+    ptx::Mbarrier w_full[config::w_stages], terms_full[terms_stages];
 };
 
 struct Pipeline {
@@ -52,10 +57,10 @@ struct Pipeline {
         ptx::tma_load(shared + smem::x + stage * smem::x_tile, x_map, full, 64 * k_block, first_token, 0);
     }
 
-    __device__ __forceinline__ void load_weight(int k_block) {
-        ptx::Mbarrier* full = barriers.w_full + k_block % 2;
+    __device__ __forceinline__ void load_weight(int k_block, int stage) {
+        ptx::Mbarrier* full = barriers.w_full + stage;
         full->arrive_expect_tx(smem::w_tile);
-        ptx::tma_load(shared + smem::w + k_block % 2 * smem::w_tile, w_map, full, 64 * k_block, 0, 0);
+        ptx::tma_load(shared + smem::w + stage * smem::w_tile, w_map, full, 64 * k_block, 0, 0);
     }
 };
 
@@ -95,16 +100,28 @@ __device__ __forceinline__ void split(const uint8_t* weight, uint8_t* terms) {
     }
 }
 
-__device__ __forceinline__ void split(Pipeline& pipeline, int k_block) {
+// A stage of a pipeline, and the parity of the phase in which it is full.
+template <int stages>
+struct Stage {
+    int index = 0;
+    uint32_t parity = 0;
+
+    __device__ __forceinline__ void advance() {
+        if (++index == stages) {
+            index = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+__device__ __forceinline__ void split(Pipeline& pipeline, const Stage<config::w_stages>& from, int to) {
     Barriers& barriers = pipeline.barriers;
-    const int stage = k_block % 2;
-    const uint32_t parity = k_block / 2 % 2;
-    barriers.w_full[stage].wait(parity);
-    if (k_block >= 2) barriers.terms_empty[stage].wait(parity ^ 1);
-    split(pipeline.shared + smem::w + stage * smem::w_tile, pipeline.shared + smem::terms + stage * smem::terms_tile);
+    barriers.w_full[from.index].wait(from.parity);
+    split(pipeline.shared + smem::w + from.index * smem::w_tile,
+          pipeline.shared + smem::terms + to * smem::terms_tile);
     ptx::fence_proxy_async();
     __syncwarp();
-    if (ptx::lane_id() == 0) barriers.terms_full[stage].arrive();
+    if (ptx::lane_id() == 0) barriers.terms_full[to].arrive();
 }
 
 // Multiplies all k-blocks: d[4j + 2h + i] belongs to token 8h + lane/4 of the warp's 16 tokens, and to column
@@ -112,18 +129,20 @@ __device__ __forceinline__ void split(Pipeline& pipeline, int k_block) {
 __device__ __forceinline__ void multiply(float (&d)[columns / 2], Pipeline& pipeline, int warpgroup) {
     const bool loads = threadIdx.x == 0;
     Barriers& barriers = pipeline.barriers;
-    int stage = 0;
-    uint32_t parity = 0;
-    split(pipeline, 0);
+    Stage<config::stages> x_stage, released;
+    Stage<config::w_stages> w_stage;
+    Stage<terms_stages> terms;
+    split(pipeline, w_stage, 0);
 #pragma unroll 1
     for (int k_block = 0; k_block < pipeline.k_blocks; ++k_block) {
-        barriers.terms_full[k_block % 2].wait(k_block / 2 % 2);
-        if (loads && k_block + 2 < pipeline.k_blocks) pipeline.load_weight(k_block + 2);  // in place of this one
+        barriers.terms_full[terms.index].wait(terms.parity);
+        if (const int next = k_block + config::w_stages; loads && next < pipeline.k_blocks)
+            pipeline.load_weight(next, w_stage.index);  // in place of the one that is split now
         __syncwarp();
-        barriers.full[stage].wait(parity);
-        const uint8_t* rows = pipeline.shared + smem::x + stage * smem::x_tile + warpgroup * 64 * 128;
+        barriers.full[x_stage.index].wait(x_stage.parity);
+        const uint8_t* rows = pipeline.shared + smem::x + x_stage.index * smem::x_tile + warpgroup * 64 * 128;
         const uint64_t x = ptx::wgmma_descriptor(rows);
-        const uint64_t w = ptx::wgmma_descriptor(pipeline.shared + smem::terms + k_block % 2 * smem::terms_tile);
+        const uint64_t w = ptx::wgmma_descriptor(pipeline.shared + smem::terms + terms.index * smem::terms_tile);
         fence_operands(d);
         ptx::wgmma_fence();
 #pragma unroll
@@ -131,21 +150,19 @@ __device__ __forceinline__ void multiply(float (&d)[columns / 2], Pipeline& pipe
         ptx::wgmma_commit_group();
         ptx::wgmma_wait_group<1>();  // of the k-block before
         fence_operands(d);
-        const int released = stage == 0 ? config::stages - 1 : stage - 1;
-        if (k_block > 0 && ptx::lane_id() == 0) {
-            barriers.empty[released].arrive();
-            barriers.terms_empty[(k_block - 1) % 2].arrive();
-        }
-        if (const int next = k_block - 1 + config::stages; loads && k_block > 0 && next < pipeline.k_blocks) {
-            barriers.empty[released].wait(stage == 0 ? parity ^ 1 : parity);
-            pipeline.load_x(next, released);
+        if (k_block > 0) {
+            if (ptx::lane_id() == 0) barriers.empty[released.index].arrive();
+            if (const int next = k_block - 1 + config::stages; loads && next < pipeline.k_blocks) {
+                barriers.empty[released.index].wait(released.parity);
+                pipeline.load_x(next, released.index);
+            }
+            released.advance();
         }
         __syncwarp();
-        if (k_block + 1 < pipeline.k_blocks) split(pipeline, k_block + 1);
-        if (++stage == config::stages) {
-            stage = 0;
-            parity ^= 1;
-        }
+        x_stage.advance();
+        w_stage.advance();
+        terms.advance();
+        if (k_block + 1 < pipeline.k_blocks) split(pipeline, w_stage, terms.index);
     }
     ptx::wgmma_wait_group<0>();
     fence_operands(d);
@@ -155,33 +172,20 @@ __device__ __forceinline__ float exponential(float x) { return ptx::exp2(__fmul_
 
 __device__ __forceinline__ float logistic(float x) { return ptx::reciprocal(__fadd_rn(1.0f, exponential(-x))); }
 
-// An integer that orders scores; NaN is the highest, and −0 equals 0.
-__device__ __forceinline__ int order_of(float score) {
-    const int bits = __float_as_int(__fadd_rn(score, 0.0f));
-    return score != score ? 0x7FFFFFFF : bits ^ (bits >> 31 & 0x7FFFFFFF);
+// An integer that orders numbers, −0 before 0.
+__device__ __forceinline__ int ordered_bits(float x) {
+    const int bits = __float_as_int(x);
+    return bits ^ (bits >> 31 & 0x7FFFFFFF);
 }
+
+// An integer that orders scores; NaN is the highest. No score is −0, since affinities are not.
+__device__ __forceinline__ int order_of(float score) { return score != score ? 0x7FFFFFFF : ordered_bits(score); }
 
 __device__ __forceinline__ float score_of(int order) { return __int_as_float(order ^ (order >> 31 & 0x7FFFFFFF)); }
 
-// The highest order of four lanes, of equal ones that of the lowest index, and a value that belongs to it.
-template <typename Value>
-__device__ __forceinline__ void highest_of_four_lanes(int& order, int& index, Value& value) {
-#pragma unroll
-    for (int bit = 1; bit <= 2; bit *= 2) {
-        const int other = __shfl_xor_sync(all_lanes, order, bit);
-        const int other_index = __shfl_xor_sync(all_lanes, index, bit);
-        const Value other_value = __shfl_xor_sync(all_lanes, value, bit);
-        const bool higher = other > order || (other == order && other_index < index);
-        order = higher ? other : order;
-        index = higher ? other_index : index;
-        value = higher ? other_value : value;
-    }
-}
-
 // Gives the experts outside of the best groups the score −∞.
 __device__ __forceinline__ void limit_to_groups(int (&order)[own_experts], int lane) {
-    int of_group[own_groups];
-    bool outside[own_groups];
+    int of_group[own_groups], better[own_groups] = {};  // groups
 #pragma unroll
     for (int g = 0; g < own_groups; ++g) {
         int first = absent, second = absent;
@@ -193,28 +197,19 @@ __device__ __forceinline__ void limit_to_groups(int (&order)[own_experts], int l
         }
         const float total = score_of(first);
         of_group[g] = order_of(config::best == 2 ? __fadd_rn(total, score_of(second)) : total);
-        outside[g] = true;
     }
 #pragma unroll
-    for (int k = 0; k < config::topk_group; ++k) {
-        int highest = of_group[0], group = lane * own_groups, unused = 0;
-#pragma unroll
-        for (int g = 1; g < own_groups; ++g) {
-            const bool higher = of_group[g] > highest;
-            highest = higher ? of_group[g] : highest;
-            group = higher ? lane * own_groups + g : group;
-        }
-        highest_of_four_lanes(highest, group, unused);
+    for (int bit = 0; bit < 4; ++bit)
 #pragma unroll
         for (int g = 0; g < own_groups; ++g) {
-            const bool chosen = lane * own_groups + g == group;
-            of_group[g] = chosen ? absent : of_group[g];
-            outside[g] = outside[g] && !chosen;
+            const int other = __shfl_xor_sync(all_lanes, of_group[g], bit), index = (lane ^ bit) * own_groups + g;
+#pragma unroll
+            for (int own = 0; own < own_groups; ++own)
+                better[own] += other > of_group[own] || (other == of_group[own] && index < lane * own_groups + own);
         }
-    }
 #pragma unroll
     for (int i = 0; i < own_experts; ++i)
-        order[i] = outside[i / group_size] ? order_of(__int_as_float(0xFF800000)) : order[i];
+        order[i] = better[i / group_size] >= config::topk_group ? order_of(__int_as_float(0xFF800000)) : order[i];
 }
 
 struct Softmax {
@@ -238,17 +233,21 @@ __device__ __forceinline__ float affinity(float logit, const Softmax& softmax) {
     else return logistic(logit);
 }
 
-// The orders of the scores of a lane's experts.
-__device__ __forceinline__ void find_orders(
+// Finds the orders of the scores of a lane's experts, without `exact` not that of NaN. Returns NaN if a score is NaN.
+template <bool exact>
+__device__ __forceinline__ float find_orders(
     int (&order)[own_experts], const float (&logit)[own_experts], const Softmax& softmax, const float* bias) {
     const int lane = ptx::lane_id() % 4;
+    float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < own_experts; ++i) {
         float score = affinity(logit[i], softmax);
-        if constexpr (config::biased) score = __fadd_rn(score, __ldg(bias + lane * own_experts + i));
-        order[i] = order_of(score);
+        if constexpr (config::biased) score = __fadd_rn(score, bias[lane * own_experts + i]);
+        sum = __fadd_rn(sum, score);
+        order[i] = exact || in_groups ? order_of(score) : ordered_bits(score);
     }
     if constexpr (in_groups) limit_to_groups(order, lane);
+    return sum;
 }
 
 // Chooses the experts of a token by all bits of their scores.
@@ -259,93 +258,106 @@ __device__ __forceinline__ void choose_exactly(
     int order[own_experts];
 #pragma unroll
     for (int i = 0; i < own_experts; ++i) logit[i] = row[first_expert + i];
-    find_orders(order, logit, softmax, bias);
+    find_orders<true>(order, logit, softmax, bias);
 #pragma unroll
     for (int k = 0; k < config::chosen; ++k) {
-        int highest = order[0], expert = first_expert, unused = 0;
+        int highest = order[0], expert = first_expert;
 #pragma unroll
         for (int i = 1; i < own_experts; ++i) {
             const bool higher = order[i] > highest;  // of equal ones the first
             highest = higher ? order[i] : highest;
             expert = higher ? first_expert + i : expert;
         }
-        highest_of_four_lanes(highest, expert, unused);
+#pragma unroll
+        for (int bit = 1; bit <= 2; bit *= 2) {
+            const int other = __shfl_xor_sync(all_lanes, highest, bit);
+            const int other_expert = __shfl_xor_sync(all_lanes, expert, bit);
+            const bool higher = other > highest || (other == highest && other_expert < expert);
+            highest = higher ? other : highest;
+            expert = higher ? other_expert : expert;
+        }
 #pragma unroll
         for (int i = 0; i < own_experts; ++i) order[i] = first_expert + i == expert ? absent : order[i];
         chosen[k] = expert;
     }
 }
 
-__device__ __forceinline__ uint32_t highest_of_four_lanes(uint32_t key) {
-    key = max(key, __shfl_xor_sync(all_lanes, key, 1));
-    return max(key, __shfl_xor_sync(all_lanes, key, 2));
-}
-
-// Chooses the experts of two tokens, 8 rows apart, by the logits that four lanes hold, and stores them with their weights.
+// Chooses the experts of two tokens, 8 rows apart, by the logits that four lanes hold; stores them and their weights.
 __device__ __forceinline__ void choose(
     const float (&logit)[2][own_experts], const uint8_t* rows, const float* bias, float* weights, int64_t* experts,
     int first_token, int tokens, float factor, float eps) {
-    constexpr uint32_t index_bits = 63;
-    constexpr int rounds = config::chosen < config::experts ? config::chosen + 1 : config::chosen;
+    constexpr uint32_t index_bits = 6, index_mask = (1 << index_bits) - 1;
+    constexpr int orders = 1 << 32 - index_bits;
+    static_assert(config::experts <= 1 << index_bits);
     const int lane = ptx::lane_id() % 4;
     Softmax softmax[2];
+    uint32_t key[2][own_experts], highest[2] = {};
     int chosen[2][config::chosen];
-    bool equal = false;  // scores of the 26 bits of which a key consists
+    bool again = false;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         if constexpr (config::softmax) softmax[h].include(logit[h]);
-        int order[own_experts];
-        find_orders(order, logit[h], softmax[h], bias);
-        uint32_t key[own_experts], highest = 0;
-        const uint32_t last = 0x80000000 + index_bits - lane * own_experts;
+        int order[own_experts], first = absent + orders;
+        const float sum = find_orders<false>(order, logit[h], softmax[h], bias);
+        again = again || sum != sum;
 #pragma unroll
-        for (int i = 0; i < own_experts; ++i) {
-            key[i] = (order[i] & ~index_bits) + last - i;
-            highest = max(highest, key[i]);
-        }
-        highest = highest_of_four_lanes(highest);
-        chosen[h][0] = index_bits - (highest & index_bits);
+        for (int i = 0; i < own_experts; ++i) first = max(first, order[i]);
+        first = max(first, __shfl_xor_sync(all_lanes, first, 1));
+        first = max(first, __shfl_xor_sync(all_lanes, first, 2));
+        const int least = first - (orders - 1);
+        const uint32_t last = index_mask - lane * own_experts - (uint32_t(least) << index_bits);
 #pragma unroll
-        for (int k = 1; k < rounds; ++k) {
+        for (int i = 0; i < own_experts; ++i) key[h][i] = (uint32_t(max(order[i], least)) << index_bits) + last - i;
+    }
+#pragma unroll
+    for (int k = 0; k < config::chosen; ++k)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
             uint32_t next = 0;  // lower keys, less the highest, wrap around to the highest numbers
 #pragma unroll
-            for (int i = 0; i < own_experts; ++i) next = max(next, key[i] - highest);
-            next = highest_of_four_lanes(next) + highest;
-            equal = equal || (next ^ highest) <= index_bits;
-            highest = next;
-            if (k < config::chosen) chosen[h][k] = index_bits - (highest & index_bits);
+            for (int i = 0; i < own_experts; ++i) next = max(next, key[h][i] - highest[h]);
+            next = max(next, __shfl_xor_sync(all_lanes, next, 1));
+            next = max(next, __shfl_xor_sync(all_lanes, next, 2));
+            highest[h] += next;
+            chosen[h][k] = index_mask - (highest[h] & index_mask);
         }
-    }
-    if (__any_sync(all_lanes, equal))
+    again = again || highest[0] <= index_mask || highest[1] <= index_mask;
+    if (__any_sync(all_lanes, again))
 #pragma unroll
         for (int h = 0; h < 2; ++h)
             choose_exactly(
                 chosen[h], reinterpret_cast<const float*>(rows + 8 * h * smem::logits_row), softmax[h], bias);
 
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
+    for (int h = 0; h < 2; ++h) {  // a lane computes the weight of every fourth
         const float* row = reinterpret_cast<const float*>(rows + 8 * h * smem::logits_row);
-        float weight[config::chosen], sum = 0.0f;
+        constexpr int most = (config::chosen + 3) / 4;
+        int own[most];
+        float weight[most], sum = 0.0f;
 #pragma unroll
-        for (int k = 0; k < config::chosen; ++k) {
-            weight[k] = affinity(row[chosen[h][k]], softmax[h]);
-            sum = __fadd_rn(sum, weight[k]);
+        for (int i = 0; i < most; ++i) {
+            own[i] = chosen[h][4 * i];
+#pragma unroll
+            for (int k = 4 * i + 1; k < min(4 * i + 4, config::chosen); ++k)
+                own[i] = lane == k % 4 ? chosen[h][k] : own[i];
+            weight[i] = 4 * i + lane < config::chosen ? affinity(row[own[i]], softmax[h]) : 0.0f;
+            sum = __fadd_rn(sum, weight[i]);
         }
-        const float scale = __fadd_rn(sum, eps);
+        sum = __fadd_rn(sum, __shfl_xor_sync(all_lanes, sum, 1));
+        sum = __fadd_rn(__fadd_rn(sum, __shfl_xor_sync(all_lanes, sum, 2)), eps);
         const int64_t token = first_token + 8 * h;
-        if (token < tokens)
 #pragma unroll
-            for (int k = 0; k < config::chosen; ++k) {
-                if (lane != k % 4) continue;
-                if constexpr (config::normalize) weight[k] = __fdiv_rn(weight[k], scale);
-                experts[token * config::chosen + k] = chosen[h][k];
-                weights[token * config::chosen + k] = __fmul_rn(weight[k], factor);
-            }
+        for (int i = 0; i < most; ++i) {
+            if constexpr (config::normalize) weight[i] = __fdiv_rn(weight[i], sum);
+            if (token >= tokens || 4 * i + lane >= config::chosen) continue;
+            experts[token * config::chosen + 4 * i + lane] = own[i];
+            weights[token * config::chosen + 4 * i + lane] = __fmul_rn(weight[i], factor);
+        }
     }
 }
 
-// x_map: x [1, T, D]; w_map: the weight [1, E, D], FP32 if it has three terms, BF16 if it has one. bias: [E],
-// only with config::biased. logits: [T, E]; weights, experts: [T, K].
+// x_map: x [1, T, D]; w_map: the weight [1, E, D], FP32 if it has three terms, BF16 if it has one. bias: [E], only with
+// config::biased. logits: [T, E]; weights, experts: [T, K].
 extern "C" __global__ void __launch_bounds__(128 * config::warpgroups, config::blocks)
 gate(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, const float* bias, float* logits,
      float* weights, int64_t* experts, float factor, float eps, int tokens, int width) {
@@ -358,15 +370,16 @@ gate(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap 
             barriers.full[stage].init(1);
             barriers.empty[stage].init(4 * config::warpgroups);
         }
-        for (int stage = 0; stage < 2; ++stage) {
-            barriers.w_full[stage].init(1);
-            barriers.terms_full[stage].init(4 * config::warpgroups);
-            barriers.terms_empty[stage].init(4 * config::warpgroups);
-        }
+        for (int stage = 0; stage < config::w_stages; ++stage) barriers.w_full[stage].init(1);
+        for (int stage = 0; stage < terms_stages; ++stage) barriers.terms_full[stage].init(4 * config::warpgroups);
         ptx::fence_mbarrier_init();
-        for (int k_block = 0; k_block < min(2, pipeline.k_blocks); ++k_block) pipeline.load_weight(k_block);
+        for (int stage = 0; stage < min(config::w_stages, pipeline.k_blocks); ++stage)
+            pipeline.load_weight(stage, stage);
         for (int stage = 0; stage < min(config::stages, pipeline.k_blocks); ++stage) pipeline.load_x(stage, stage);
     }
+    float* own_bias = reinterpret_cast<float*>(shared + smem::bias);  // the choice does not wait for global memory
+    if constexpr (config::biased)
+        if (threadIdx.x < config::experts) own_bias[threadIdx.x] = __ldg(bias + threadIdx.x);
     __syncthreads();
 
     float d[columns / 2] = {};
@@ -398,6 +411,6 @@ gate(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap 
         ptx::bulk_commit_group();
     }
     const int token = pipeline.first_token + 16 * warp + ptx::lane_id() / 4;
-    choose(logit, rows, bias, weights, experts, token, tokens, factor, eps);
+    choose(logit, rows, own_bias, weights, experts, token, tokens, factor, eps);
     ptx::bulk_wait_group_read<0>();
 }

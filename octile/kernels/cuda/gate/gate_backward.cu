@@ -1,16 +1,16 @@
 // The GEMMs of the gate's gradients for Hopper: dx[T, D] = dy[T, E] · w[E, D], and the gradient of the weight dyᵀ · x.
 //
-// dy is given as its three BF16 terms, and an FP32 weight is split into its own. A thread block takes 256 columns of the
-// tokens of a range, and holds the terms of these columns of the weight in shared memory. TMA loads dy in
-// steps of 64 tokens and x in half steps. Two warpgroups compute dx, each of every second step, from six products of
+// dy is given as its three BF16 terms, and an FP32 weight is split into its own. A thread block takes 256 columns of
+// the tokens of a range, and holds the terms of these columns of the weight in shared memory. TMA loads dy in steps of
+// 64 tokens and x in half steps. Two warpgroups compute dx, each of every second step, from six products of
 // terms; the third one sums the gradient of the weight of the range, from three products. Their partial results are
 // summed by another kernel in a fixed order. So x is read once, and no product of terms leaves the registers.
 //
 // NOTES
-// - The terms of the weight are written to shared memory K-major, as dy is for dx. For the gradient of the weight, whose K
-//   are the tokens, dy and x are MN-major.
-// - There is no producer warp, since 128 accumulators leave no registers for it: the warpgroup that releases a stage last
-//   loads it again.
+// - The terms of the weight are written to shared memory K-major, as dy is for dx. For the gradient of the weight,
+//   whose K are the tokens, dy and x are MN-major.
+// - There is no producer warp, since 128 accumulators leave no registers for it: a warpgroup that releases a stage
+//   loads it again, that of dy one of those that compute dx.
 // - The weight's columns are permuted so that a thread's accumulators of dx are 8 neighboring columns.
 #include "ptx.cuh"
 #include "wgmma.cuh"
@@ -224,8 +224,8 @@ __device__ __forceinline__ void compute_dweight(
     }
 }
 
-// x_map: x [1, T, D]; dy_map: terms of dy [3, T, E]. weight: [E, D]. dx: [T, D]. partials: [R, E, D], of ranges of `steps`
-// times 64 tokens. The grid is R times the number of slices.
+// x_map: x [1, T, D]; dy_map: terms of dy [3, T, E]. weight: [E, D]. dx: [T, D]. partials: [R, E, D], of ranges of
+// `steps` times 64 tokens. The grid is R times the number of slices.
 extern "C" __global__ void __launch_bounds__(threads, 1)
 gate_backward(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap dy_map, const void* weight,
               uint16_t* dx, float* partials, int64_t weight_stride, int tokens, int width, int steps) {

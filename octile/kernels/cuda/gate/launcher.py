@@ -26,6 +26,7 @@ MIN_TOKENS = 2048  # with fewer, programs of all their experts leave SMs idle
 MAX_EXPERTS = 64  # of more, choice and accumulators spill registers; of up to 64 it was compared with other kernels
 MAX_CHOSEN = 16
 BLOCK_K, ROW_BYTES = 64, 128  # columns of a k-block, and bytes of its rows
+TERMS_STAGES = 3  # k-blocks of the weight's terms in shared memory
 WARPGROUP_M = 64  # tokens of a warpgroup
 MAX_KEYS = 1024
 MAX_COLUMNS = MAX_EXPERTS * TERMS
@@ -37,16 +38,17 @@ class Tile(NamedTuple):
 
     Attributes:
         warpgroups: of a thread block; each multiplies 64 tokens.
-        stages: k-blocks of x and of the weight in shared memory.
+        stages, w_stages: k-blocks of x and of the weight in shared memory.
         blocks: thread blocks that must fit on an SM.
     """
 
     warpgroups: int
     stages: int
+    w_stages: int
     blocks: int
 
 
-TILES = {64: Tile(2, 4, 2), MAX_COLUMNS: Tile(4, 3, 1)}  # by the most columns
+TILES = {64: Tile(2, 4, 3, 2), MAX_COLUMNS: Tile(4, 3, 3, 1)}  # by the most columns
 
 
 class LaunchPlan(NamedTuple):
@@ -169,10 +171,11 @@ def _parts(weight: Tensor) -> int:
 
 
 def _shared_bytes(tile: Tile, n_experts: int, parts: int) -> int:
-    """Count the bytes of shared memory: tiles of x, two of the weight and two of its terms, and barriers."""
+    """Count the bytes of shared memory: tiles of x, of the weight's terms and of the weight, the bias, and barriers."""
     weight_row = ROW_BYTES if parts == 1 else 2 * ROW_BYTES
-    tiles = (tile.stages * WARPGROUP_M * tile.warpgroups + 2 * parts * n_experts) * ROW_BYTES
-    return tiles + 2 * n_experts * weight_row + (2 * tile.stages + 6) * 8
+    tiles = (tile.stages * WARPGROUP_M * tile.warpgroups + TERMS_STAGES * parts * n_experts) * ROW_BYTES
+    barriers = 2 * tile.stages + tile.w_stages + TERMS_STAGES
+    return tiles + tile.w_stages * n_experts * weight_row + 4 * n_experts + 8 * barriers
 
 
 def is_readable(t: Tensor) -> bool:

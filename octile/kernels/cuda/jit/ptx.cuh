@@ -241,8 +241,9 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(const void* tile) {
     return swizzle | eight_rows << 32 | 1ull << 16 | ((shared_address(tile) & 0x3FFFF) >> 4);
 }
 
-// Matrix descriptor of an MN-major tile with rows of 64 16-bit elements along M or N and the 128-byte swizzle: groups of 8
-// rows, along K, are 1024 bytes apart, and the next 64 elements of each row `distance` bytes. Adding 128 moves 16 rows.
+// Matrix descriptor of an MN-major tile with rows of 64 16-bit elements along M or N and the 128-byte swizzle: groups
+// of 8 rows, along K, are 1024 bytes apart, and the next 64 elements of a row `distance` bytes. Adding 128 moves 16
+// rows.
 __device__ __forceinline__ uint64_t wgmma_transposed_descriptor(const void* tile, uint32_t distance) {
     constexpr uint64_t swizzle_128_bytes = 1ull << 62;
     constexpr uint64_t eight_rows = 1024ull >> 4;

@@ -26,9 +26,9 @@ SETTINGS: dict[
 }
 every_setting = pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 TILES = {
-    "one warpgroup": Tile(1, 2, 1),
-    "two warpgroups": Tile(2, 3, 1),
-    "four warpgroups": Tile(4, 2, 1),
+    "one warpgroup": Tile(1, 2, 3, 1),
+    "two warpgroups": Tile(2, 3, 2, 1),
+    "four warpgroups": Tile(4, 2, 1, 1),
 }
 
 
@@ -104,6 +104,13 @@ def test_ties_zeros_and_nan_are_ordered_as_in_the_reference(settings: tuple[Any,
     expected_weights, expected_experts = route(logits, None, *settings)
     assert torch.equal(experts, expected_experts)
     torch.testing.assert_close(weights, expected_weights, rtol=2.0**-18, atol=0, equal_nan=True)
+
+
+@every_setting
+def test_experts_are_chosen_whose_scores_lie_far_apart(settings: tuple[Any, ...]):
+    x = torch.randn(150, 16, generator=torch.Generator().manual_seed(0)).abs().mul(-15).bfloat16()
+    _, experts, logits = _emulate(x, torch.eye(16), None, settings)
+    assert torch.equal(experts, route(logits, None, *settings)[1])
 
 
 def _call(t: int = 2048, d: int = 64, e: int = 16, k: int = 4, groups: int = 1, **others: Any) -> str | None:
