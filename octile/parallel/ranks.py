@@ -18,6 +18,7 @@ import pickle
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -70,7 +71,10 @@ class Ranks:
         self.begin("")
 
     def begin(self, operation: str) -> None:
-        """Tell the others what this rank does where it is: "sum of the gradients". This takes some 10 µs."""
+        """Tell the others what this rank does where it is: "sum of the gradients".
+
+        It sends the store some bytes, and waits for no answer: 3 to 12 µs on one host. Many hosts were not measured.
+        """
         self.operation = operation
         if self.store is not None:
             self.store.set(f"{POSITION}/{self.rank}", self.seen)
@@ -193,11 +197,11 @@ def join(device: torch.device, timeout: float) -> Ranks:
         pg_options=_nccl_options() if on_gpu else None,
     )
     if on_gpu:
-        threading.Thread(target=_watch, args=(ranks, lambda: _nccl_errors(device)), daemon=True).start()
+        threading.Thread(target=_watchdog, args=(ranks, lambda: _nccl_errors(device)), daemon=True).start()
     return ranks
 
 
-def _watch(ranks: Ranks, errors: Callable[[], set[str]]) -> None:
+def _watchdog(ranks: Ranks, errors: Callable[[], set[str]]) -> None:
     """End this process when NCCL has waited too long for another rank, or has lost it, while the ranks are joined.
 
     torch's own thread writes this to its log, and ends the process minutes later.
@@ -206,12 +210,17 @@ def _watch(ranks: Ranks, errors: Callable[[], set[str]]) -> None:
         ranks: that have joined.
         errors: returns the names of NCCL's errors.
     """
-    while not (found := errors()):
+    found: set[str] = set()
+    while _joined is ranks and not found:
         time.sleep(POLL)
-        if _joined is not ranks:
+        try:
+            found = errors()
+        except Exception as failure:
+            if _joined is ranks:  # otherwise the groups are being destroyed
+                warnings.warn(f"a hang will not be noticed while a host waits for its GPU: {failure!r}", stacklevel=1)
             return
     time.sleep(GRACE)
-    if _joined is ranks and not _is_failing:
+    if _joined is ranks and not _is_failing:  # no handler of SIGTERM runs while the main thread waits for the GPU
         error = explain(TimeoutError("timed out") if "TIMEOUT" in found else dist.DistError("NCCL"))
         fail(str(error), RanksError.exit_code)
 
@@ -234,9 +243,9 @@ def leave() -> None:
     """Leave the process group, at the end of a run in which nothing failed."""
     global _joined
     if _joined is not None:
+        _joined = None  # no thread asks the groups for errors any more
         gc.collect()  # NCCL destroys no communicator whose collectives a graph has, and trainers are in cycles
         dist.destroy_process_group()
-        _joined = None
 
 
 def explain(error: Exception) -> Exception:

@@ -157,7 +157,7 @@ def ended(two, monkeypatch) -> list[int]:
 )
 def test_a_gpu_that_waits_for_another_rank_ends_the_process_with_a_line(two, ended, capfd, error, what):
     errors = iter([set(), {error}])
-    module._watch(two[0], lambda: next(errors))
+    module._watchdog(two[0], lambda: next(errors))
     assert ended == [1]
     assert capfd.readouterr().err == (
         f"octile: rank 0 {what}, at step 4: sum of the losses; last seen: rank 1 at step 3\n"
@@ -166,14 +166,33 @@ def test_a_gpu_that_waits_for_another_rank_ends_the_process_with_a_line(two, end
 
 def test_a_rank_that_reports_its_failure_itself_is_not_ended_before(two, ended, capfd):
     assert reports_failure("the disk is full")
-    module._watch(two[0], lambda: {"TIMEOUT"})
+    module._watchdog(two[0], lambda: {"TIMEOUT"})
     assert ended == []
     assert capfd.readouterr().err == ""
 
 
-def test_the_watch_ends_with_the_process_group(two, ended, monkeypatch):
+def test_a_watchdog_that_cannot_ask_for_errors_says_so_once(two, ended):
+    def errors() -> set[str]:
+        raise AttributeError("get_error")
+
+    with pytest.warns(UserWarning, match=r"a hang will not be noticed .*: AttributeError\('get_error'\)"):
+        module._watchdog(two[0], errors)
+    assert ended == []
+
+
+def test_groups_that_are_being_destroyed_are_not_asked_for_errors(two, ended, monkeypatch, recwarn):
+    def errors() -> set[str]:
+        monkeypatch.setattr(module, "_joined", None)
+        raise RuntimeError("the group is destroyed")
+
+    module._watchdog(two[0], errors)
+    assert ended == []
+    assert not recwarn.list
+
+
+def test_the_watchdog_ends_with_the_process_group(two, ended, monkeypatch):
     monkeypatch.setattr(module, "_joined", None)
-    module._watch(two[0], set)
+    module._watchdog(two[0], set)
     assert ended == []
 
 
