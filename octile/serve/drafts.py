@@ -17,6 +17,7 @@ Drafter-Invariant Speculative Decoding (arXiv 2408.07978); multi-token predictio
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -105,7 +106,10 @@ class Drafter:
             drafts = choose_each(results.logits, of_rows)
             goes_on = []
             for (request, row), draft in zip(drafting, drafts, strict=True):
-                if draft == NOT_A_NUMBER or isinstance(draft, Exception):  # the model's own choice will say why
+                if isinstance(draft, Exception):
+                    warnings.warn(f"a draft cannot be chosen: {draft!r}", RuntimeWarning, stacklevel=2)
+                    continue
+                if draft == NOT_A_NUMBER:
                     continue
                 request.drafts.append(draft)
                 # one more token than drafts is chosen, and the next draft is computed at the last one's position

@@ -19,6 +19,7 @@ Shapes: L rows of logits, V vocabulary.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -78,12 +79,16 @@ def isolated(compute: Callable[[slice], Sequence[T]], n_rows: int) -> list[T | E
         n_rows: how many there are.
 
     Returns:
-        the results; the exception of a row that has none.
+        the results; the exception of a row that has none. A warning says so if each row alone has one.
     """
     try:
         return [*compute(slice(0, n_rows))]
-    except Exception:  # of one row or several, which must not end the others
-        return [_alone(compute, i) for i in range(n_rows)]
+    except Exception as error:  # of one row or several, which must not end the others
+        results = [_alone(compute, i) for i in range(n_rows)]
+        if not any(isinstance(result, Exception) for result in results):
+            what = f"tokens are chosen one by one, which is slower: {type(error).__name__}: {error}"
+            warnings.warn(what, RuntimeWarning, stacklevel=2)
+        return results
 
 
 def _alone(compute: Callable[[slice], Sequence[T]], i: int) -> T | Exception:

@@ -6,7 +6,8 @@ budget reads prompts in chunks (Agrawal et al., Sarathi-Serve, arXiv 2403.02310)
 
 A request is admitted when pages for all its tokens are free, in the order of arrival: a request that does not fit
 holds back those behind it, so that it cannot starve. A request whose next page is computed in the same step for another
-one, such as a second choice of one prompt, is admitted in the next step, when it shares that page.
+one, such as a second choice of one prompt, is held back until all such pages are read, and shares them. As many waiting
+requests are looked at in a step as there are places in the batch.
 
 When a request that decodes needs a page and none is free, the newest request is put back to wait, in front of the
 others. It keeps its tokens and frees its pages; when it is admitted again, its latents are computed anew, but for the
@@ -86,7 +87,9 @@ class Scheduler:
                 scheduled.append(self._read(request, budget, being_read))
                 budget -= scheduled[-1].n_tokens
         held_back = []
-        while budget and self.waiting and len(self.running) < self.config.max_batch and preemptions == self.preemptions:
+        for _ in range(min(len(self.waiting), self.config.max_batch - len(self.running))):
+            if not budget or preemptions != self.preemptions:
+                break
             request = self.waiting[0]
             shared, next_key = self._shareable(request)
             if next_key in being_read:
@@ -153,9 +156,9 @@ class Scheduler:
 
         At least one token is left to compute, whose logits choose the next one.
         """
-        keys = [self._key(request, i) for i in range((len(request.tokens) - 1) // self.page_size)]
-        pages = self.pages.find(keys)
-        return pages, keys[len(pages)] if len(pages) < len(keys) else None
+        n_pages = (len(request.tokens) - 1) // self.page_size
+        pages = self.pages.find(self._key(request, i) for i in range(n_pages))  # computes no key after the first miss
+        return pages, self._key(request, len(pages)) if len(pages) < n_pages else None
 
     def _admit(self, request: Request, shared: list[int]) -> bool:
         """Allocate the pages of a request's tokens besides the shared ones of its prefix, if there are enough.

@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
+from octile.serve import drafts, sampler
 from octile.serve import engine as engine_module
-from octile.serve import sampler
 from octile.serve.config import EngineConfig
 from octile.serve.engine import Engine
 from octile.serve.request import FinishReason, Sampling
@@ -237,6 +237,7 @@ def test_nan_logits_end_only_their_request(engine_of):
     assert engine.stats().failed == 1
 
 
+@pytest.mark.filterwarnings("ignore:a draft cannot be chosen")
 @pytest.mark.parametrize("n_drafts", [0, 2])
 @pytest.mark.parametrize("raising", ["choose", "log_probabilities"])
 def test_an_exception_while_a_token_is_chosen_ends_only_its_request(engine_of, monkeypatch, raising, n_drafts):
@@ -263,6 +264,34 @@ def test_an_exception_while_a_token_is_chosen_ends_only_its_request(engine_of, m
     assert (found[0][:2], found[2][:2]) == (alone[0][:2], alone[2][:2])
     stats = engine.stats()
     assert (stats.failed, stats.finished, stats.used_pages) == (1, 2, 0)
+
+
+def test_an_exception_that_no_row_raises_alone_is_a_warning(engine_of, monkeypatch):
+    right = sampler.choose
+
+    def wrong(logits, rows):
+        if len(rows) > 1:
+            raise MemoryError("too many rows")
+        return right(logits, rows)
+
+    monkeypatch.setattr(sampler, "choose", wrong)
+    engine = engine_of(FakeRunner())
+    for seed in range(2):
+        engine.add([seed, 1], Sampling(3, ignore_eos=True, logprobs=0))
+    with pytest.warns(
+        RuntimeWarning, match="one by one, which is slower: MemoryError: too many rows"
+    ):
+        found = run(engine)
+    assert [last.finish_reason for _, _, last in found.values()] == [FinishReason.LENGTH] * 2
+
+
+def test_a_draft_that_cannot_be_chosen_is_a_warning(engine_of, monkeypatch):
+    monkeypatch.setattr(drafts, "choose_each", lambda logits, rows: [ArithmeticError("a draft")] * len(rows))
+    engine = engine_of(n_drafts=1)
+    engine.add([5, 1], Sampling(3, ignore_eos=True))
+    with pytest.warns(RuntimeWarning, match=r"a draft cannot be chosen: ArithmeticError\('a draft'\)"):
+        run(engine)
+    assert engine.stats().finished == 1
 
 
 def test_the_next_turn_of_a_conversation_shares_the_answer_before_it(engine_of):

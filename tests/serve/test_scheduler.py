@@ -5,8 +5,9 @@ from collections import Counter
 
 import pytest
 
+from octile.serve import scheduler as scheduler_module
 from octile.serve.config import EngineConfig
-from octile.serve.pages import PageAllocator
+from octile.serve.pages import PageAllocator, page_key
 from octile.serve.request import Request, Sampling
 from octile.serve.scheduler import Scheduler
 
@@ -133,6 +134,17 @@ def test_equal_prompts_that_arrive_together_are_computed_once():
     assert step(scheduler) == {0: 14, 3: 5}
     assert step(scheduler) == {0: 1, 3: 1, 1: 2, 2: 2}
     assert (scheduler.prompt_tokens, scheduler.shared_tokens) == (3 * 14 + 5, 2 * 12)
+
+
+def test_equal_prompts_that_wait_are_not_all_hashed_in_one_step(monkeypatch):
+    hashed = []
+    monkeypatch.setattr(scheduler_module, "page_key", lambda *page: hashed.append(page) or page_key(*page))
+    scheduler = scheduler_of(max_step_tokens=100, max_batch=8)
+    for _ in range(100):
+        add(scheduler, 41, first=7, max_new_tokens=1)
+    assert step(scheduler) == {0: 41}
+    assert len(hashed) == 10 + 7  # the pages of the first one, and one page of each that has a place in the batch
+    assert len(step(scheduler)) == 8
 
 
 def test_an_equal_prompt_that_is_read_in_chunks_is_computed_once():
