@@ -123,6 +123,7 @@ struct Bf16Format {
 struct Fp8Format {
     static constexpr int tiles = 4, row_bytes = latent + 4 * tiles + 2 * rotary, page_bytes = page_rows * row_bytes;
     static constexpr int q_bytes = width / 64 * q_tile, p_bytes = tiles * heads * 128, maxima = heads + tiles;
+    static constexpr int heads_at_once = 2;  // whose queries a warp loads together
     static constexpr int together = config::together;  // tiles, or blocks of 64 channels, whose wgmmas are interleaved
 
     const float* query_factors;  // of the thread's heads
@@ -139,29 +140,41 @@ struct Fp8Format {
     __device__ __forceinline__ static void load_q(
         uint8_t* to, float* factors, const uint16_t* q, int n_heads, int thread) {
         const int lane = thread % 32;
-        for (int head = thread / 32; head < heads; head += 8) {
-            uint32_t pairs[width / 64];
-            float most = 0.0f;
+        for (int first = thread / 32; first < heads; first += 8 * heads_at_once) {
+            uint32_t pairs[heads_at_once][width / 64];
 #pragma unroll
-            for (int n = 0; n < width / 64; ++n) {
-                pairs[n] = head < n_heads ? __ldg(reinterpret_cast<const uint32_t*>(q + head * width) + 32 * n + lane) : 0;
-                most = ptx::max_abs(most, ptx::max_abs(low(pairs[n]), high(pairs[n])));
-            }
+            for (int h = 0; h < heads_at_once; ++h)
 #pragma unroll
-            for (int distance = 1; distance < 32; distance *= 2)
-                most = ptx::max_abs(most, __shfl_xor_sync(all_lanes, most, distance));
-            const int exponent = max(1, min(253, 254 + 7 - (__float_as_int(most) >> 23 & 255)));
-            const float up = __int_as_float(exponent << 23);
-            if (lane == 0) factors[head] = __int_as_float((254 - exponent) << 23);
+                for (int n = 0; n < width / 64; ++n) {
+                    const int head = first + 8 * h, pair = 32 * n + lane;
+                    pairs[h][n] = 0;
+                    if (head < n_heads) pairs[h][n] = __ldg(reinterpret_cast<const uint32_t*>(q + head * width) + pair);
+                }
 #pragma unroll
-            for (int n = 0; n < width / 64; ++n) {
-                const int channel = 2 * (32 * n + lane);
-                const float a = low(pairs[n]) * up, b = high(pairs[n]) * up;
-                int byte = channel % 64 * 2;
-                if (channel < latent) byte = channel % 64 / 16 * 32 + channel % 4 / 2 * 16 + channel % 16 / 4 * 4;
-                *reinterpret_cast<uint32_t*>(swizzled(to + channel / 64 * q_tile, head, byte)) =
-                    channel < latent ? ptx::pack_f16(a, b) : ptx::pack_bf16(a, b);
-            }
+            for (int h = 0; h < heads_at_once; ++h) store_query(to, factors, pairs[h], first + 8 * h, lane);
+        }
+    }
+
+    // Stores the channels 2·(32n + lane) + i of a head.
+    __device__ __forceinline__ static void store_query(
+        uint8_t* to, float* factors, const uint32_t (&pairs)[width / 64], int head, int lane) {
+        float most = 0.0f;
+#pragma unroll
+        for (int n = 0; n < width / 64; ++n) most = ptx::max_abs(most, ptx::max_abs(low(pairs[n]), high(pairs[n])));
+#pragma unroll
+        for (int distance = 1; distance < 32; distance *= 2)
+            most = ptx::max_abs(most, __shfl_xor_sync(all_lanes, most, distance));
+        const int exponent = max(1, min(253, 254 + 7 - (__float_as_int(most) >> 23 & 255)));
+        const float up = power(exponent);
+        if (lane == 0) factors[head] = power(254 - exponent);
+#pragma unroll
+        for (int n = 0; n < width / 64; ++n) {
+            const int channel = 2 * (32 * n + lane);
+            const float a = low(pairs[n]) * up, b = high(pairs[n]) * up;
+            int byte = channel % 64 * 2;
+            if (channel < latent) byte = channel % 64 / 16 * 32 + channel % 4 / 2 * 16 + channel % 16 / 4 * 4;
+            *reinterpret_cast<uint32_t*>(swizzled(to + channel / 64 * q_tile, head, byte)) =
+                channel < latent ? ptx::pack_f16(a, b) : ptx::pack_bf16(a, b);
         }
     }
 
