@@ -26,7 +26,7 @@ from octile.ops.latent_cache import PAGE, row_bytes, write_latents
 from octile.ops.paged_attention import paged_attention
 
 LATENT, ROTARY = 512, 64  # channels
-CALLS, ROUNDS = 4, 10  # of a graph, and replays
+CALLS, ROUNDS = 8, 8  # of a graph, and replays
 FORMS = {"BF16": torch.bfloat16, "FP8": torch.uint8}
 
 

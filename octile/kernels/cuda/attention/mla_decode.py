@@ -28,6 +28,9 @@ SCALES = LATENT // 128  # of a row in FP8, and its bytes
 ROW_BYTES = LATENT + 4 * SCALES + 2 * ROTARY
 THREADS = 384  # two consumer warpgroups, and one with the producer warp
 MIN_PAGES = 2  # of a thread block, unless there are fewer: one for each warpgroup
+# By at most this part of its pages a thread block may have more than others, so that rows of equal lengths are not cut.
+# Few heads wait for memory, which fewer thread blocks keep busy, too.
+SPARE_PART, SPARE_PART_64 = 16, 32
 MAX_SHARED = 227 * 1024
 MAX_KEYS = 1024
 MERGE_THREADS = LATENT // 4
@@ -97,7 +100,7 @@ def launch(
     )()
     prepared.merge.launch_at(
         (partials.data_ptr(), lse.data_ptr(), lengths.data_ptr(), starts.data_ptr(), o.data_ptr(), n_heads, steps[1],
-         rows, n_splits, made.ranges)
+         rows, n_splits)
     )()  # fmt: skip
     return o
 
@@ -107,7 +110,8 @@ def plan(rows: int, n_heads: int, is_fp8: bool, n_splits: int, n_sms: int) -> La
     heads = 16 if n_heads <= 16 else 32 if n_heads <= 32 or is_fp8 else 64  # of a thread block
     head_blocks = -(-n_heads // heads)
     ranges = max(n_sms // head_blocks, 1)
-    splits: dict[str, int | bool] = {"fixed_splits": n_splits > 0, "min_pages": MIN_PAGES}
+    spare_part = SPARE_PART_64 if heads == 64 else SPARE_PART
+    splits: dict[str, int | bool] = {"fixed_splits": n_splits > 0, "min_pages": MIN_PAGES, "spare_part": spare_part}
     specialized = _plan_64() if heads == 64 else _plan_few(heads, is_fp8)
     slots = rows * n_splits if n_splits else rows + ranges
     constants, of_merge = specialized.constants | splits, splits | {"shared_bytes": 0}

@@ -6,10 +6,11 @@
 
 constexpr int channels = 512, at_once = 4;  // partial results that are loaded together
 
-// partial: [slots, H, 512], lse: [slots, H]. starts: [rows + 1], the pages before each row. out: [rows, H, 512] bfloat16.
+// partial: [slots, H, 512], lse: [slots, H]. starts: [rows + 1], the pages before each row and then
+// those of a range. out: [rows, H, 512] bfloat16.
 extern "C" __global__ void __launch_bounds__(channels / 4)
 mla_merge(const float* partial, const float* lse, const int* lengths, const int* starts, uint16_t* out, int n_heads,
-          int length_step, int rows, int n_splits, int ranges) {
+          int length_step, int rows, int n_splits) {
     const int row = blockIdx.x / n_heads, head = blockIdx.x % n_heads;
     int slot, count;
     const int n_pages = Lengths{lengths, length_step}.pages(row);
@@ -17,7 +18,7 @@ mla_merge(const float* partial, const float* lse, const int* lengths, const int*
         const int of_split = (n_pages + n_splits - 1) / n_splits;
         slot = row * n_splits, count = n_pages > 0 ? (n_pages + of_split - 1) / of_split : 0;
     } else {
-        const int of_range = pages_of_range(starts[rows], ranges), start = starts[row];
+        const int of_range = starts[rows], start = starts[row];
         const int first = start / of_range, last = (start + n_pages - 1) / of_range;
         slot = row + first, count = n_pages > 0 ? last - first + 1 : 0;
     }

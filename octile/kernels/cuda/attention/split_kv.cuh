@@ -20,8 +20,15 @@ struct Lengths {
     __device__ __forceinline__ int pages(int row) const { return max((of(row) + page_rows - 1) / page_rows, 0); }
 };
 
-__device__ __forceinline__ int pages_of_range(int total, int ranges) {
-    return max((total + ranges - 1) / ranges, config::min_pages);
+// The pages of a range. Where all rows have the same number, ranges are whole rows, or equal parts of one, if they are not
+// much longer so: no row is then begun and merged needlessly.
+__device__ __forceinline__ int pages_of_range(int total, int ranges, int shortest, int longest) {
+    const int least = max((total + ranges - 1) / ranges, config::min_pages);
+    if (shortest != longest) return least;
+    const int parts = max(longest / least, 1), rows = (least + longest - 1) / longest;
+    const int aligned = parts > 1 ? longest / parts : rows * longest;
+    const bool is_exact = parts == 1 || longest % parts == 0;
+    return is_exact && aligned - least <= least / config::spare_part ? aligned : least;
 }
 
 // Pages of a row that a thread block attends to.
@@ -38,20 +45,24 @@ struct Items {
     int row = 0, offset = 0, left = 0;  // of a range: the next page, and the pages that are left
     int unit;                           // of fixed splits: row · n_splits + split
 
-    // starts: [rows + 1], the pages before each row; written if not null.
+    // starts: [rows + 1], the pages before each row and then those of a range; written if not null.
     __device__ __forceinline__ Items(Lengths lengths, int rows, int n_splits, int ranges, int range, int* starts)
         : lengths(lengths), rows(rows), n_splits(n_splits), ranges(ranges), range(range), unit(range) {
         if constexpr (!config::fixed_splits) {
             const int lane = ptx::lane_id(), rows_of_lane = (rows + 31) / 32;
             const int first = min(lane * rows_of_lane, rows), end = min(first + rows_of_lane, rows);
             constexpr int at_once = 8;  // lengths that are loaded together
-            int own = 0;
+            int own = 0, least = 0x7FFFFFFF, most = 0;  // pages in all, of the shortest row that has any, of the longest
             for (int r = first; r < end; r += at_once) {
                 int pages[at_once];
 #pragma unroll
                 for (int i = 0; i < at_once; ++i) pages[i] = lengths.pages(min(r + i, end - 1));
 #pragma unroll
-                for (int i = 0; i < at_once; ++i) own += r + i < end ? pages[i] : 0;
+                for (int i = 0; i < at_once; ++i) {
+                    own += r + i < end ? pages[i] : 0;
+                    least = min(least, pages[i] > 0 ? pages[i] : least);
+                    most = max(most, pages[i]);
+                }
             }
             int sum = own;
 #pragma unroll
@@ -60,15 +71,17 @@ struct Items {
                 if (lane >= distance) sum += other;
             }
             const int total = __shfl_sync(all_lanes, sum, 31), before = sum - own;
+            const int of_range = pages_of_range(
+                total, ranges, __reduce_min_sync(all_lanes, least), __reduce_max_sync(all_lanes, most));
             if (starts != nullptr) {
                 int start = before;
                 for (int r = first; r < end; ++r) {
                     starts[r] = start;
                     start += lengths.pages(r);
                 }
-                if (lane == 0) starts[rows] = total;
+                if (lane == 0) starts[rows] = of_range;
             }
-            const int of_range = pages_of_range(total, ranges), begin = range * of_range;
+            const int begin = range * of_range;
             left = min(of_range, total - begin);
             if (left <= 0) return;
             const int owner = __ffs(__ballot_sync(all_lanes, begin >= before && begin < sum)) - 1;

@@ -57,7 +57,7 @@ def attend(q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, n_splits: i
         grid=rows * n_heads,
         threads=mla_decode.MERGE_THREADS,
         shared_bytes=0,
-        arguments=[partials, lse, lengths, starts, o, n_heads, steps[1], *others],
+        arguments=[partials, lse, lengths, starts, o, n_heads, steps[1], rows, n_splits],
     )
     return o
 
@@ -87,6 +87,18 @@ def test_results_are_the_references(n_heads: int, n_splits: int, dtype: torch.dt
     found = attend(q, cache, pages, lengths, n_splits)
     assert_as_reference(found, q, values, pages, lengths)
     assert not found[lengths == 0].any()
+
+
+@emulated
+@pytest.mark.parametrize("n_pages", [1, 2, 3, 4])
+@pytest.mark.parametrize("rows", [2, 3, 5])
+def test_rows_of_equal_lengths(rows: int, n_pages: int):
+    generator = torch.Generator().manual_seed(rows)
+    q = torch.randn(rows, 2, 576, generator=generator).bfloat16()
+    pages = torch.randperm(rows * n_pages, generator=generator).int().view(rows, n_pages)
+    cache = filled_cache(pages.numel(), 512, 64, torch.bfloat16)
+    lengths = torch.full((rows,), 64 * n_pages - 5, dtype=torch.int32)
+    assert_as_reference(attend(q, cache, pages, lengths, 0), q, cache, pages, lengths)
 
 
 @emulated
