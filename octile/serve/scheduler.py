@@ -7,7 +7,7 @@ budget reads prompts in chunks (Agrawal et al., Sarathi-Serve, arXiv 2403.02310)
 A request is admitted when pages for all its tokens are free, in the order of arrival: a request that does not fit
 holds back those behind it, so that it cannot starve. A request whose next page is computed in the same step for another
 one, such as a second choice of one prompt, is held back until all such pages are read, and shares them. As many waiting
-requests are looked at in a step as there are places in the batch.
+requests are looked at in a step as there are places in the batch, and no further ones after MAX_HASHED pages.
 
 When a request that decodes needs a page and none is free, the newest request is put back to wait, in front of the
 others. It keeps its tokens and frees its pages; when it is admitted again, its latents are computed anew, but for the
@@ -22,6 +22,8 @@ from typing import NamedTuple
 from octile.serve.config import EngineConfig
 from octile.serve.pages import NO_KEY, PageAllocator, page_key
 from octile.serve.request import Request
+
+MAX_HASHED = 2048  # pages of waiting requests in a step, some 5 ms
 
 
 class Scheduled(NamedTuple):
@@ -87,11 +89,14 @@ class Scheduler:
                 scheduled.append(self._read(request, budget, being_read))
                 budget -= scheduled[-1].n_tokens
         held_back = []
+        n_hashed = 0
         for _ in range(min(len(self.waiting), self.config.max_batch - len(self.running))):
-            if not budget or preemptions != self.preemptions:
+            if not budget or preemptions != self.preemptions or n_hashed >= MAX_HASHED:
                 break
             request = self.waiting[0]
+            n_hashed -= len(request.page_keys)
             shared, next_key = self._shareable(request)
+            n_hashed += len(request.page_keys)
             if next_key in being_read:
                 held_back.append(self.waiting.popleft())
             elif self._admit(request, shared):

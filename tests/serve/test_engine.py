@@ -278,9 +278,7 @@ def test_an_exception_that_no_row_raises_alone_is_a_warning(engine_of, monkeypat
     engine = engine_of(FakeRunner())
     for seed in range(2):
         engine.add([seed, 1], Sampling(3, ignore_eos=True, logprobs=0))
-    with pytest.warns(
-        RuntimeWarning, match="one by one, which is slower: MemoryError: too many rows"
-    ):
+    with pytest.warns(RuntimeWarning, match="one by one, which is slower: MemoryError: too many rows"):
         found = run(engine)
     assert [last.finish_reason for _, _, last in found.values()] == [FinishReason.LENGTH] * 2
 

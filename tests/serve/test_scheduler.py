@@ -147,6 +147,23 @@ def test_equal_prompts_that_wait_are_not_all_hashed_in_one_step(monkeypatch):
     assert len(step(scheduler)) == 8
 
 
+def test_few_pages_of_waiting_requests_are_hashed_in_a_step(monkeypatch):
+    hashed = []
+    monkeypatch.setattr(scheduler_module, "page_key", lambda *page: hashed.append(page) or page_key(*page))
+    monkeypatch.setattr(scheduler_module, "MAX_HASHED", 12)
+    scheduler = scheduler_of(max_step_tokens=100, max_batch=8)
+    for _ in range(8):
+        add(scheduler, 41, first=7, max_new_tokens=1)
+    step(scheduler)
+    counts = []
+    while scheduler.waiting:
+        before = len(hashed)
+        step(scheduler)
+        counts.append(len(hashed) - before)
+    assert max(counts) == 2 * 9  # each has hashed its first page already; 9 are fewer than 12
+    assert sum(counts) == 7 * 9
+
+
 def test_an_equal_prompt_that_is_read_in_chunks_is_computed_once():
     scheduler = scheduler_of()
     add(scheduler, 24, first=7)
