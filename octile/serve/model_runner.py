@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.ops.latent_cache import PAGE
 from octile.serve.batch import Batch, Chunk, DecodedTokens, DecodeRequest, Results
@@ -77,10 +76,11 @@ class ModelRunner:
         check_can_draft(n_drafts, self.can_draft)
         self.max_position = min(c.max_position_embeddings, n_pages * PAGE)
         self.device, self.batch_invariant = weights.device, batch_invariant
-        self.cache = LatentPages(_n_layers(c), n_pages, c.kv_lora_rank, c.qk_rope_head_dim, cache_format, self.device)
+        n_layers = _n_layers(weights)
+        self.cache = LatentPages(n_layers, n_pages, c.kv_lora_rank, c.qk_rope_head_dim, cache_format, self.device)
         self.expert_load: ExpertLoad | None = None
         if expert_window:
-            layers = [layer for layer in range(_n_layers(c)) if c.is_moe(layer)]
+            layers = [layer for layer in range(n_layers) if c.is_moe(layer)]
             self.expert_load = ExpertLoad(layers, c.n_routed_experts, expert_window, self.device)
         self.n_steps = 0
         self.forward = Forward.make(
@@ -99,7 +99,7 @@ class ModelRunner:
     def bytes_per_page(model: DeepseekV3 | ServedWeights, cache_format: CacheFormat) -> int:
         """Return the bytes that a page takes in all layers, by which an engine chooses n_pages."""
         c = model.config
-        return _n_layers(c) * PAGE * bytes_per_row(c.kv_lora_rank, c.qk_rope_head_dim, cache_format)
+        return _n_layers(model) * PAGE * bytes_per_row(c.kv_lora_rank, c.qk_rope_head_dim, cache_format)
 
     @property
     def expert_tokens(self) -> Mapping[int, tuple[int, ...]] | None:
@@ -247,6 +247,8 @@ class ModelRunner:
         return send(torch.tensor(rows, dtype=torch.int64), self.device)
 
 
-def _n_layers(config: ModelConfig) -> int:
-    """The layers that have a cache: those of the model, and of multi-token prediction."""
-    return config.num_hidden_layers + config.num_nextn_predict_layers
+def _n_layers(model: DeepseekV3 | ServedWeights) -> int:
+    """The layers that are served, each with a cache: those of the model, and of multi-token prediction if it has it."""
+    c = model.config
+    has_mtp = model.mtp is not None if isinstance(model, ServedWeights) else c.num_nextn_predict_layers > 0
+    return c.num_hidden_layers + has_mtp

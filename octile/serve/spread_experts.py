@@ -62,6 +62,7 @@ class SpreadExperts:
 
     Attributes:
         weights: those of this rank: the routed experts are those of its slots. It has no multi-token prediction layer.
+        layers: the numbers of the layers with experts.
         dispatcher: sends rows to slots.
         n_experts: E.
         physical_to_logical: the placement now.
@@ -123,7 +124,7 @@ class SpreadExperts:
     ) -> dict[int, list[int]]:
         """Check the placement, and return the experts of this rank's slots, by layer."""
         self.num_active, self.num_nodes = num_active, num_nodes
-        self._layers = [layer for layer in range(c.num_hidden_layers) if c.is_moe(layer)]
+        self.layers = [layer for layer in range(c.num_hidden_layers) if c.is_moe(layer)]
         self.n_experts = c.n_routed_experts
         self._check(physical_to_logical, groups_of(ranks))
         n_slots = physical_to_logical.shape[1]
@@ -131,16 +132,16 @@ class SpreadExperts:
         self.physical_to_logical = physical_to_logical.cpu().clone()
         self._moves: Iterator[None] = iter(())
         own_LS = self.physical_to_logical[:, self.dispatcher.local_experts]
-        return dict(zip(self._layers, own_LS.tolist(), strict=True))
+        return dict(zip(self.layers, own_LS.tolist(), strict=True))
 
     def _set_slots(self) -> None:
-        placed = zip(self._layers, self.physical_to_logical.to(self.weights.device), strict=True)
+        placed = zip(self.layers, self.physical_to_logical.to(self.weights.device), strict=True)
         self._slots = {layer: _slots_of(expert_P, self.n_experts) for layer, expert_P in placed}
 
     def slots(self, layer: int, experts_TK: Tensor) -> Tensor:
         """Return the slots that compute the rows' experts, int64 [T, K]."""
         if self.num_active is not None:
-            return self._active_slots(self.physical_to_logical[self._layers.index(layer)], experts_TK)
+            return self._active_slots(self.physical_to_logical[self.layers.index(layer)], experts_TK)
         slots_EC, count_E = self._slots[layer]
         turn_T1 = torch.arange(len(experts_TK), device=experts_TK.device)[:, None] + self.dispatcher.rank
         return slots_EC[experts_TK, turn_T1 % count_E[experts_TK]]
@@ -173,7 +174,7 @@ class SpreadExperts:
         return next(self._moves, self) is None
 
     def _move(self, wanted_LP: Tensor) -> Iterator[None]:
-        for row, layer in enumerate(self._layers):
+        for row, layer in enumerate(self.layers):
             if not torch.equal(wanted_LP[row], self.physical_to_logical[row]):
                 mlp = self.weights.blocks[layer].mlp
                 assert isinstance(mlp, MoEWeights)
@@ -216,13 +217,13 @@ class SpreadExperts:
         if not isinstance(physical_to_logical, Tensor) or physical_to_logical.dtype != torch.int64:
             found = physical_to_logical.dtype if is_tensor else type(physical_to_logical).__name__
             raise TypeError(f"physical_to_logical must be an int64 tensor, not {found}")
-        n_layers, n_experts = len(self._layers), self.n_experts
+        n_layers, n_experts = len(self.layers), self.n_experts
         if physical_to_logical.dim() != 2 or len(physical_to_logical) != n_layers:
             raise ValueError(
                 f"physical_to_logical must be [{n_layers}, slots], a row for each layer with experts, not "
                 f"{list(physical_to_logical.shape)}"
             )
-        for layer, expert_P in zip(self._layers, physical_to_logical.tolist(), strict=True):
+        for layer, expert_P in zip(self.layers, physical_to_logical.tolist(), strict=True):
             if set(expert_P) != set(range(n_experts)):
                 raise ValueError(
                     f"physical_to_logical must have the experts from 0 to {n_experts - 1} and no others in each layer, "
@@ -289,7 +290,7 @@ class SpreadEngine:
         n_layers, n_slots = self._spread.physical_to_logical.shape
         load_LE = torch.zeros(n_layers, self._spread.n_experts, dtype=torch.int64)
         if self._runner.expert_tokens is not None:
-            load_LE = torch.tensor([*self._runner.expert_tokens.values()])
+            load_LE = torch.tensor([self._runner.expert_tokens[layer] for layer in self._spread.layers])
         load_LE = load_LE.to(self._runner.device)
         dist.all_reduce(load_LE, group=self._spread.dispatcher.groups[0])
         if load_LE.any():

@@ -22,7 +22,7 @@ from tests.serve.models import CONFIG, Texts, new_model, text
 from tests.worlds import Outcomes
 
 N_PAGES = 20
-THREE_LAYERS = replace(CONFIG, num_hidden_layers=3, num_nextn_predict_layers=0)  # two of them with experts
+THREE_LAYERS = replace(CONFIG, num_hidden_layers=3)  # two of them with experts, and a prediction layer, not served
 FIRST = torch.tensor([[0, 1, 2, 3, 4, 0, 5, 6, 7, 0], [7, 1, 5, 3, 4, 2, 7, 6, 0, 7]])
 SECOND = torch.tensor([[6, 1, 2, 5, 7, 6, 5, 0, 3, 4], [0, 1, 2, 3, 4, 5, 6, 7, 5, 2]])
 SAMPLINGS = [Sampling(6, temperature=0.8, seed=1, ignore_eos=True), Sampling(9, seed=2, ignore_eos=True)]
@@ -131,6 +131,15 @@ def moved_weights(rank: int, folder: Path) -> None:
             assert torch.equal(of_rank.dequantize(), of_all.dequantize()[row])
 
 
+def a_layer_that_is_not_served_has_no_pages_and_no_load(rank: int, folder: Path) -> None:
+    _, experts = spread()
+    runner = ModelRunner(experts, N_PAGES, expert_window=8)
+    assert len(runner.cache.layers) == 3
+    assert N_PAGES * ModelRunner.bytes_per_page(experts.weights, "float32") == runner.cache.nbytes
+    assert runner.expert_tokens is not None
+    assert list(runner.expert_tokens) == experts.layers == [1, 2]
+
+
 def only_own_experts_are_held(rank: int, folder: Path) -> None:
     _, experts = spread()
     mlp = experts.weights.blocks[1].mlp
@@ -139,7 +148,7 @@ def only_own_experts_are_held(rank: int, folder: Path) -> None:
 
 
 def a_folder_is_read_without_the_experts_of_other_ranks(rank: int, folder: Path) -> None:
-    model = new_model(fp8=True, config=replace(THREE_LAYERS, num_nextn_predict_layers=1))
+    model = new_model(fp8=True, config=THREE_LAYERS)
     if rank == 0:
         save(model, folder / "model", weights="fp8")
     dist.barrier()
@@ -225,6 +234,7 @@ WORKS = [
     placed_anew,
     without_a_window_experts_stay,
     moved_weights,
+    a_layer_that_is_not_served_has_no_pages_and_no_load,
     only_own_experts_are_held,
     a_folder_is_read_without_the_experts_of_other_ranks,
     copies_take_turns,
