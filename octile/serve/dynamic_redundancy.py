@@ -36,6 +36,10 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 
+class TooFewActiveError(ValueError):
+    """With so few active slots of a GPU some experts of a placement cannot be active together."""
+
+
 def choose_copies(tokens: Tensor, physical_to_logical: Tensor, num_gpus: int, num_active: int | None = None) -> Tensor:
     """Choose how many tokens of its expert each slot serves in a step.
 
@@ -52,8 +56,9 @@ def choose_copies(tokens: Tensor, physical_to_logical: Tensor, num_gpus: int, nu
 
     Raises:
         TypeError: a tensor is not int64, or a number is not an int.
-        ValueError: a shape does not fit, a number of tokens is negative, an expert is not from 0 to E − 1 or has no
-            copy, or with so few active slots some experts cannot be active together.
+        TooFewActiveError: with so few active slots some experts cannot be active together.
+        ValueError: a shape does not fit, a number of tokens is negative, or an expert is not from 0 to E − 1 or has no
+            copy.
     """
     _check(tokens, physical_to_logical, num_gpus)
     size = len(physical_to_logical) // num_gpus
@@ -139,7 +144,7 @@ def _choose_active(tokens_E: Ints, hosted_EG: Bools, num_active: int) -> Bools:
     order = [int(expert) for expert in np.argsort(-load_E, kind="stable") if tokens_E[expert]]
     for expert in order:
         if not _activate(expert, load_E, hosted_EG, active_EG, load_G, num_active):
-            raise ValueError(
+            raise TooFewActiveError(
                 f"num_active must be larger than {num_active}: with so few active slots of a GPU, "
                 f"{1 + int(active_EG.any(1).sum())} experts that have tokens cannot be active together"
             )

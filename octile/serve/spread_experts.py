@@ -35,7 +35,7 @@ from octile.checkpoint.hugging_face import read_model_config
 from octile.models.config import ModelConfig
 from octile.parallel.experts import ExpertDispatcher, check_agreement, check_divisible, groups_of
 from octile.scaled import ScaledTensor
-from octile.serve.dynamic_redundancy import assign_copies, choose_copies
+from octile.serve.dynamic_redundancy import TooFewActiveError, assign_copies, choose_copies
 from octile.serve.expert_balance import rebalance_experts
 from octile.serve.weights import MoEWeights, Projections, ServedWeights, Weight
 
@@ -295,10 +295,10 @@ class SpreadEngine:
         dist.all_reduce(load_LE, group=self._spread.dispatcher.groups[0])
         if load_LE.any():
             groups, nodes = self._spread.weights.config.n_group, self._spread.num_nodes
-            ranks = self._spread.dispatcher.n_ranks
+            wanted_LP = rebalance_experts(load_LE, n_slots, groups, nodes, self._spread.dispatcher.n_ranks)[0]
             try:
-                self._spread.move(rebalance_experts(load_LE, n_slots, groups, nodes, ranks)[0])
-            except ValueError as error:  # on all ranks alike
+                self._spread.move(wanted_LP)
+            except TooFewActiveError as error:  # on all ranks alike
                 warnings.warn(f"the experts stay where they are: {error}", RuntimeWarning, stacklevel=3)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from octile.checkpoint.hugging_face import save
 from octile.checkpoint.shards import Shards
-from octile.serve import rebalance_experts
+from octile.serve import rebalance_experts, spread_experts
 from octile.serve.config import EngineConfig
 from octile.serve.engine import Engine
 from octile.serve.model_runner import ModelRunner
@@ -25,6 +25,7 @@ N_PAGES = 20
 THREE_LAYERS = replace(CONFIG, num_hidden_layers=3)  # two of them with experts, and a prediction layer, not served
 FIRST = torch.tensor([[0, 1, 2, 3, 4, 0, 5, 6, 7, 0], [7, 1, 5, 3, 4, 2, 7, 6, 0, 7]])
 SECOND = torch.tensor([[6, 1, 2, 5, 7, 6, 5, 0, 3, 4], [0, 1, 2, 3, 4, 5, 6, 7, 5, 2]])
+ALONE = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 5, 6], FIRST[1].tolist()])  # rank 0 alone has five experts of a layer
 SAMPLINGS = [Sampling(6, temperature=0.8, seed=1, ignore_eos=True), Sampling(9, seed=2, ignore_eos=True)]
 
 
@@ -111,6 +112,33 @@ def placed_anew(rank: int, folder: Path) -> None:
     assert torch.equal(experts.physical_to_logical, rebalance_experts(load, 10, CONFIG.n_group, 1, 2)[0])
 
 
+def engine_of(experts: SpreadExperts, seconds: float = 0) -> SpreadEngine:
+    """An engine whose ranks have counted some tokens."""
+    runner = ModelRunner(experts, N_PAGES, expert_window=8)
+    for _ in range(8):
+        Texts(runner, [text(9)]).run(9)
+    return SpreadEngine(Engine(runner, Tokenizer.train(["one two three"], 258)), runner, seconds)
+
+
+def a_placement_with_too_few_active_slots_leaves_experts_where_they_are(rank: int, folder: Path) -> None:
+    _, experts = spread(num_active=4)
+    engine = engine_of(experts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spread_experts, "rebalance_experts", lambda *_: (ALONE,))
+        with pytest.warns(RuntimeWarning, match="experts stay where they are: num_active must be larger than 4: "):
+            engine.step()
+    assert torch.equal(experts.physical_to_logical, FIRST)
+
+
+def other_errors_of_a_placement_are_raised(rank: int, folder: Path) -> None:
+    engine = engine_of(spread()[1])
+    for wrong, message in ((FIRST[:1], "a row for each layer with experts"), ((FIRST, SECOND)[rank], "on all ranks")):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(spread_experts, "rebalance_experts", lambda *_, wrong=wrong: (wrong,))
+            with pytest.raises(ValueError, match=message):
+                engine.step()
+
+
 def without_a_window_experts_stay(rank: int, folder: Path) -> None:
     _, experts = spread()
     texts_of(ModelRunner(experts, N_PAGES, batch_invariant=True), rank, seconds=0)
@@ -184,10 +212,8 @@ def active_copies_share_the_tokens_of_all_ranks(rank: int, folder: Path) -> None
 
 def placements_with_too_few_active_slots_are_refused(rank: int, folder: Path) -> None:
     weights, experts = spread(num_active=4)
-    alone = FIRST.clone()
-    alone[0] = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 5, 6])  # rank 0 alone has five experts
     with pytest.raises(ValueError, match="num_active must be larger than 4: with so few active slots of a GPU, 5"):
-        experts.move(alone)
+        experts.move(ALONE)
     with pytest.raises(ValueError, match="num_active must be larger than 3: with so few active slots of a GPU, 5"):
         SpreadExperts(weights, FIRST, num_active=3)
 
@@ -232,6 +258,8 @@ WORKS = [
     logits_without_batch_invariance,
     engines_of_unequal_work,
     placed_anew,
+    a_placement_with_too_few_active_slots_leaves_experts_where_they_are,
+    other_errors_of_a_placement_are_raised,
     without_a_window_experts_stay,
     moved_weights,
     a_layer_that_is_not_served_has_no_pages_and_no_load,
