@@ -25,7 +25,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,7 @@ from octile.scaled import ScaledTensor
 from octile.serve.dynamic_redundancy import TooFewActiveError, assign_copies, choose_copies
 from octile.serve.expert_balance import rebalance_experts
 from octile.serve.weights import MoEWeights, Projections, ServedWeights, Weight
+from octile.validation import Range, check
 
 if TYPE_CHECKING:
     from octile.serve.engine import Engine
@@ -69,9 +70,10 @@ class SpreadExperts:
 
     Raises:
         RuntimeError: torch.distributed is not initialized.
-        TypeError: the placement is not an int64 tensor.
+        TypeError: the placement is not an int64 tensor, or a number not an int.
         ValueError: the placement has another number of layers, or not all experts of a layer; W does not divide P, or
-            num_nodes W; all experts together need more active slots; or the ranks disagree about the placement.
+            num_nodes W; all experts together need more active slots; or the ranks disagree about the placement, the
+            numbers or the model's experts.
     """
 
     def __init__(
@@ -126,7 +128,16 @@ class SpreadExperts:
         self.num_active, self.num_nodes = num_active, num_nodes
         self.layers = [layer for layer in range(c.num_hidden_layers) if c.is_moe(layer)]
         self.n_experts = c.n_routed_experts
-        self._check(physical_to_logical, groups_of(ranks))
+        groups = groups_of(ranks)
+        of_model = f"{c.n_routed_experts} in {c.n_group} groups in layers {self.layers}"
+        numbers = ("num_active", str(num_active)), ("num_nodes", str(num_nodes))
+        for what, own in (("the model's experts", of_model), *numbers):
+            check_agreement(what, own, groups)
+        check("num_nodes", num_nodes, Annotated[int, Range(at_least=1)])
+        n_ranks = math.prod(dist.get_world_size(group) for group in groups)
+        if n_ranks % num_nodes:
+            raise ValueError(f"num_nodes must divide the {n_ranks} ranks, but is {num_nodes}")
+        self._check(physical_to_logical, groups)
         n_slots = physical_to_logical.shape[1]
         self.dispatcher = ExpertDispatcher(n_slots, c.num_experts_per_tok, c.hidden_size, ranks)
         self.physical_to_logical = physical_to_logical.cpu().clone()
@@ -229,11 +240,9 @@ class SpreadExperts:
                     f"physical_to_logical must have the experts from 0 to {n_experts - 1} and no others in each layer, "
                     f"but has {sorted(set(expert_P))} in layer {layer}"
                 )
-        n_ranks = math.prod(dist.get_world_size(group) for group in groups)
-        if self.num_nodes < 1 or n_ranks % self.num_nodes:
-            raise ValueError(f"num_nodes must divide the {n_ranks} ranks, but is {self.num_nodes}")
         check_divisible(physical_to_logical.shape[1], groups)
         if self.num_active is not None:
+            n_ranks = math.prod(dist.get_world_size(group) for group in groups)
             for expert_P in physical_to_logical:  # if all experts can be active together, those of any step can
                 choose_copies(torch.ones(n_experts, dtype=torch.int64), expert_P, n_ranks, self.num_active)
 
@@ -245,7 +254,7 @@ class SpreadEngine:
         engine: of this rank.
         runner: its runner, of `SpreadExperts`.
         seconds: after which the experts are placed anew, by the tokens that they had on all ranks in the window of
-            `ModelRunner(expert_window=…)`; without a window they stay.
+            `ModelRunner(expert_window=…)`, but not before they have all moved; without a window they stay.
 
     Attributes:
         engine: of this rank; requests are added to it.
@@ -260,7 +269,7 @@ class SpreadEngine:
         self.engine, self._spread, self._runner = engine, runner.spread, runner
         if not seconds >= 0:
             raise ValueError(f"seconds must be at least 0, not {seconds}")
-        self._seconds, self._placed = seconds, time.monotonic()
+        self._seconds, self._placed, self._moves = seconds, time.monotonic(), False
 
     def step(self) -> list[Output] | None:
         """Run a step, and move the experts of a layer if they are placed anew. All ranks must call this in turn.
@@ -270,7 +279,8 @@ class SpreadEngine:
         Returns:
             what the step adds to this rank's requests; None if no rank had any.
         """
-        is_due = self._runner.expert_tokens is not None and time.monotonic() >= self._placed + self._seconds
+        can_place = self._runner.expert_tokens is not None and not self._moves
+        is_due = can_place and time.monotonic() >= self._placed + self._seconds
         flags = torch.tensor([self.engine.has_work, is_due], dtype=torch.int32, device=self._runner.device)
         dist.all_reduce(flags, dist.ReduceOp.MAX, self._spread.dispatcher.groups[0])
         has_work, is_due = flags.tolist()
@@ -282,7 +292,7 @@ class SpreadEngine:
             outputs = self.engine.step()
             if self._runner.n_steps == n_steps:
                 self._runner.take_part()
-        self._spread.move_layer()
+        self._moves = self._spread.move_layer()
         return outputs
 
     def _place(self) -> None:

@@ -139,6 +139,36 @@ def other_errors_of_a_placement_are_raised(rank: int, folder: Path) -> None:
                 engine.step()
 
 
+def each_placement_is_reached_before_the_next_one(rank: int, folder: Path) -> None:
+    _, experts = spread()
+    engine = engine_of(experts)
+    in_turn = iter(range(4))
+
+    def place(*_: object) -> tuple[Tensor]:
+        return (torch.stack((SECOND[0].roll(next(in_turn)), SECOND[1])),)  # the first layer differs each time
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spread_experts, "rebalance_experts", place)
+        for _ in range(2):
+            engine.step()
+    assert torch.equal(experts.physical_to_logical, SECOND)
+
+
+def ranks_that_disagree_are_refused(rank: int, folder: Path) -> None:
+    weights, _ = spread()
+    own = replace(weights, config=replace(THREE_LAYERS, n_group=(2, 4)[rank]))
+    deeper = replace(weights, config=replace(THREE_LAYERS, num_hidden_layers=3 + rank))
+    for model, options, message in (
+        (weights, {"num_active": (4, None)[rank]}, "num_active must be .* rank 0 has 4, but rank 1 has None"),
+        (weights, {"num_active": 4 + rank}, "num_active must be the same on all ranks: rank 0 has 4, but rank 1 has 5"),
+        (weights, {"num_nodes": 1 + rank}, "num_nodes must be the same on all ranks: rank 0 has 1, but rank 1 has 2"),
+        (own, {}, "the model's experts must be the same on all ranks: rank 0 has 8 in 2 groups"),
+        (deeper, {}, r"the model's experts must be .* has 8 in 2 groups in layers \[1, 2\], but rank 1 has"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            SpreadExperts(model, FIRST, **options)
+
+
 def without_a_window_experts_stay(rank: int, folder: Path) -> None:
     _, experts = spread()
     texts_of(ModelRunner(experts, N_PAGES, batch_invariant=True), rank, seconds=0)
@@ -242,8 +272,13 @@ def wrong_engines_are_refused(rank: int, folder: Path) -> None:
     engine = Engine(runner, Tokenizer.train(["one two three"], 258))
     with pytest.raises(ValueError, match="runner must be of SpreadExperts: its experts are not spread over ranks"):
         SpreadEngine(engine, ModelRunner(weights, N_PAGES))
-    with pytest.raises(ValueError, match="num_nodes must divide the 2 ranks, but is 3"):
-        SpreadExperts(weights, FIRST, num_nodes=3)
+    for wrong, message in (
+        (3, "num_nodes must divide the 2 ranks, but is 3"),
+        (0, "num_nodes must be at least 1, not 0"),
+        (2.0, "num_nodes must be a whole number, not 2.0"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            SpreadExperts(weights, FIRST, num_nodes=wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="seconds must be at least 0, not nan"):
         SpreadEngine(engine, runner, seconds=float("nan"))
     with pytest.raises(ValueError, match=r"n_drafts .* must be 0, not 1"):
@@ -260,6 +295,8 @@ WORKS = [
     placed_anew,
     a_placement_with_too_few_active_slots_leaves_experts_where_they_are,
     other_errors_of_a_placement_are_raised,
+    each_placement_is_reached_before_the_next_one,
+    ranks_that_disagree_are_refused,
     without_a_window_experts_stay,
     moved_weights,
     a_layer_that_is_not_served_has_no_pages_and_no_load,
