@@ -102,7 +102,8 @@ def _check(load: Tensor, num_replicas: int, num_groups: int, num_nodes: int, num
         check(name, size, Annotated[int, Range(at_least=1)])
     if load.dim() != 2 or not load.numel():
         raise ValueError(f"load must be [layers, experts], at least one of each, not {list(load.shape)}")
-    is_bad = ~((load >= 0) & (load <= MAX_LOAD))
+    values = load.detach().to("cpu", torch.float64)  # that of a 16-bit load rounds the largest float32 to infinity
+    is_bad = ~((values >= 0) & (values <= MAX_LOAD))
     if is_bad.any():
         layer, expert = is_bad.nonzero()[0].tolist()
         value = load[layer, expert].item()

@@ -209,7 +209,9 @@ def test_deepseek_v3_at_its_size_has_no_two_copies_on_a_gpu():
     assert sum(second_copies(layer, 32) for layer in placed) == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    "dtype", [torch.uint16, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float64]
+)
 def test_loads_may_be_of_any_dtype_of_real_numbers(dtype):
     load = torch.tensor([[1, 9, 4, 2]])
     assert torch.equal(rebalance_experts(load.to(dtype), 6, 1, 1, 2)[0], rebalance_experts(load, 6, 1, 1, 2)[0])
@@ -232,6 +234,7 @@ def changed(value: float) -> Tensor:
         ("load", torch.ones(2, 0), r"load must be \[layers, experts\], at least one of each, not \[2, 0\]"),
         ("load", changed(-1), r"load must be from 0 to 3.4e\+38, not -1.0 of expert 5 in layer 1"),
         ("load", changed(float("nan")), r"load must be from 0 to 3.4e\+38, not nan of expert 5 in layer 1"),
+        ("load", changed(float("inf")).bfloat16(), r"load must be from 0 to 3.4e\+38, not inf of expert 5 in layer 1"),
         ("load", changed(float("inf")), r"load must be from 0 to 3.4e\+38, not inf of expert 5 in layer 1"),
         ("num_replicas", 8, "num_replicas must be at least 12, the experts of load, not 8"),
         ("num_replicas", 18, "num_gpus must divide num_replicas, 18, but is 8"),
