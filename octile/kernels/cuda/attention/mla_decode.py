@@ -34,6 +34,7 @@ SPARE_PART, SPARE_PART_64 = 16, 32
 MAX_SHARED = 227 * 1024
 MAX_KEYS = 1024
 MERGE_THREADS = LATENT // 4
+MAX_PARTIALS = 2**18  # of a launch with a fixed number of splits, of one head each: 512 MiB
 
 
 class LaunchPlan(NamedTuple):
@@ -80,6 +81,22 @@ def launch(
 ) -> Tensor:
     """Attend from q [R, H, 576] to the first lengths [R] positions of pages [R, M] → o [R, H, 512] bfloat16."""
     rows, n_heads, _ = q.shape
+    o = q.new_empty(rows, n_heads, latent_dim)
+    at_once = rows_at_once(rows, n_heads, n_splits)
+    if rows <= at_once:
+        launch_part(q, pages, lengths, o, cache, scale, n_splits)
+        return o
+    for first in range(0, rows, at_once):
+        of_q, of_pages, of_lengths, of_o = (t[first : first + at_once] for t in (q, pages, lengths, o))
+        launch_part(of_q, of_pages, of_lengths, of_o, cache, scale, n_splits)
+    return o
+
+
+def launch_part(
+    q: Tensor, pages: Tensor, lengths: Tensor, o: Tensor, cache: Tensor, scale: float, n_splits: int
+) -> None:
+    """Attend from some rows at once, into o."""
+    rows, n_heads, _ = q.shape
     is_fp8 = cache.dtype == torch.uint8
     key = (rows, n_heads, is_fp8, n_splits, q.device)
     prepared = _prepared[key]
@@ -88,7 +105,6 @@ def launch(
             plan(*key[:-1], num_sms.multiprocessors(q.device)), rows * n_heads, q.device
         )
     made = prepared.made
-    o = q.new_empty(rows, n_heads, latent_dim)
     partials = q.new_empty(made.slots, n_heads, LATENT, dtype=torch.float32)
     lse = q.new_empty(made.slots, n_heads, dtype=torch.float32)
     starts = q.new_empty(rows + 1, dtype=torch.int32)
@@ -102,7 +118,14 @@ def launch(
         (partials.data_ptr(), lse.data_ptr(), lengths.data_ptr(), starts.data_ptr(), o.data_ptr(), n_heads, steps[1],
          rows, n_splits)
     )()  # fmt: skip
-    return o
+
+
+def rows_at_once(rows: int, n_heads: int, n_splits: int) -> int:
+    """Return how many of the rows attend in one launch: a fixed number of splits has partial results of every row.
+
+    How a row is then divided does not depend on other rows, so neither do its bits.
+    """
+    return max(MAX_PARTIALS // (n_splits * n_heads), 1) if n_splits else rows
 
 
 def plan(rows: int, n_heads: int, is_fp8: bool, n_splits: int, n_sms: int) -> LaunchPlan:
@@ -113,7 +136,7 @@ def plan(rows: int, n_heads: int, is_fp8: bool, n_splits: int, n_sms: int) -> La
     spare_part = SPARE_PART_64 if heads == 64 else SPARE_PART
     splits: dict[str, int | bool] = {"fixed_splits": n_splits > 0, "min_pages": MIN_PAGES, "spare_part": spare_part}
     specialized = _plan_64() if heads == 64 else _plan_few(heads, is_fp8)
-    slots = rows * n_splits if n_splits else rows + ranges
+    slots = rows * n_splits if n_splits else 2 * ranges
     constants, of_merge = specialized.constants | splits, splits | {"shared_bytes": 0}
     return LaunchPlan(specialized.name, constants, specialized.headers, of_merge, ranges * head_blocks, ranges, slots)
 

@@ -20,7 +20,7 @@ mla_merge(const float* partial, const float* lse, const int* lengths, const int*
     } else {
         const int of_range = starts[rows], start = starts[row];
         const int first = start / of_range, last = (start + n_pages - 1) / of_range;
-        slot = row + first, count = n_pages > 0 ? last - first + 1 : 0;
+        slot = 2 * first, count = n_pages > 0 ? last - first + 1 : 0;
     }
     if (count == 1) return;
     const int64_t at = static_cast<int64_t>(slot) * n_heads + head;

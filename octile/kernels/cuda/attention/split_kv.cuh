@@ -2,8 +2,9 @@
 //
 // Of one row after the other the pages form one line. Without a fixed number of splits the line is cut into equal ranges,
 // one for each thread block (or for each head block of each), so that all of them end at the same time for any lengths: a
-// thread block finishes some rows alone and shares its first and its last one. With a fixed number of splits each row is
-// cut by its own length alone, which keeps its bits independent of other rows.
+// thread block finishes some rows alone and shares its first and its last one. Partial results of a row have slots one after
+// the other: the number of the row's first range, in which no other shared row begins, plus that of the range. With a fixed
+// number of splits each row is cut by its own length alone, which keeps its bits independent of other rows.
 #pragma once
 #include "ptx.cuh"
 
@@ -43,6 +44,7 @@ struct Items {
     const Lengths lengths;
     const int rows, n_splits, ranges, range;
     int row = 0, offset = 0, left = 0;  // of a range: the next page, and the pages that are left
+    int first_range = range;            // in which the next row begins
     int unit;                           // of fixed splits: row · n_splits + split
 
     // starts: [rows + 1], the pages before each row and then those of a range; written if not null.
@@ -91,6 +93,7 @@ struct Items {
                 offset -= n;
                 ++row;
             }
+            first_range = (begin - offset) / of_range;
         }
     }
 
@@ -110,9 +113,10 @@ struct Items {
         } else {
             while (left > 0) {
                 const int length = lengths.of(row), n = lengths.pages(row), count = min(n - offset, left);
-                item = {row, offset, count, length, row + range, count == n};
+                item = {row, offset, count, length, first_range + range, count == n};
                 left -= count;
                 offset = 0;
+                first_range = range;
                 ++row;
                 if (count > 0) return true;
             }

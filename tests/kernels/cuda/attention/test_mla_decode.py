@@ -29,11 +29,13 @@ def inputs(n_heads: int, dtype: torch.dtype, lengths: list[int] = LENGTHS) -> tu
     return q, filled_cache(pages.numel(), 512, 64, dtype), pages, torch.tensor(lengths, dtype=torch.int32)
 
 
-def attend(q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, n_splits: int, seed: int = 0) -> Tensor:
+def attend(
+    q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, n_splits: int, seed: int = 0, n_sms: int = SMS
+) -> Tensor:
     """Run both kernels on an emulated GPU of few SMs."""
     rows, n_heads, _ = q.shape
     is_fp8 = cache.dtype == torch.uint8
-    made = mla_decode.plan(rows, n_heads, is_fp8, n_splits, SMS)
+    made = mla_decode.plan(rows, n_heads, is_fp8, n_splits, n_sms)
     o = torch.full((rows, n_heads, 512), math.nan, dtype=torch.bfloat16)
     partials = torch.full((made.slots, n_heads, 512), math.nan)
     lse, starts = torch.full((made.slots, n_heads), math.nan), torch.full((rows + 1,), -1, dtype=torch.int32)
@@ -99,6 +101,50 @@ def test_rows_of_equal_lengths(rows: int, n_pages: int):
     cache = filled_cache(pages.numel(), 512, 64, torch.bfloat16)
     lengths = torch.full((rows,), 64 * n_pages - 5, dtype=torch.int32)
     assert_as_reference(attend(q, cache, pages, lengths, 0), q, cache, pages, lengths)
+
+
+@emulated
+@pytest.mark.parametrize("n_heads", [2, 40])
+@pytest.mark.parametrize("n_pages", [(1, 9, 0, 2, 7, 1), (20,), (1, 1, 1, 1, 16), (13, 1, 1, 1), (0, 3, 3, 5, 2, 4, 3)])
+def test_rows_of_several_ranges(n_pages: tuple[int, ...], n_heads: int):
+    generator = torch.Generator().manual_seed(n_heads)
+    q = torch.randn(len(n_pages), n_heads, 576, generator=generator).bfloat16()
+    pages = torch.randperm(len(n_pages) * 20, generator=generator).int().view(-1, 20)
+    cache = filled_cache(pages.numel(), 512, 64, torch.bfloat16)
+    lengths = torch.tensor([max(64 * n - 7, 0) for n in n_pages], dtype=torch.int32)
+    assert_as_reference(attend(q, cache, pages, lengths, 0, n_sms=5), q, cache, pages, lengths)
+
+
+def test_slots_of_many_rows_are_those_of_shared_ones():
+    made = mla_decode.plan(2048, 128, False, 0, 132)
+    assert made.slots == 2 * made.ranges == 132  # the first and last row of each range
+
+
+@emulated
+def test_rows_of_many_splits_attend_in_parts(monkeypatch: pytest.MonkeyPatch):
+    q, cache, pages, lengths = inputs(4, torch.bfloat16)
+    every_second = torch.stack((lengths, lengths), dim=1)[:, 0]
+    sizes = []
+
+    def launch_part(q: Tensor, pages: Tensor, lengths: Tensor, o: Tensor, cache: Tensor, _: float, n_splits: int):
+        sizes.append(len(q))
+        o.copy_(attend(q, cache, pages, lengths, n_splits))
+
+    monkeypatch.setattr(mla_decode, "launch_part", launch_part)
+    monkeypatch.setattr(mla_decode, "MAX_PARTIALS", 2 * 2 * 4 + 1)  # of two rows in two splits
+    found = mla_decode.launch(q, cache, pages, every_second, 512, SCALE, 2)
+    assert sizes == [2, 2, 1]
+    assert torch.equal(found, attend(q, cache, pages, lengths, 2))
+    mla_decode.launch(q, cache, pages, every_second, 512, SCALE, 0)
+    assert sizes[3:] == [5]  # partial results of few rows at any number of rows
+
+
+@pytest.mark.parametrize(
+    ("n_heads", "n_splits", "rows"), [(16, 16, 1024), (128, 16, 128), (128, 128, 16), (2**19, 1, 1)]
+)
+def test_rows_at_once(n_heads: int, n_splits: int, rows: int):
+    assert mla_decode.rows_at_once(2048, n_heads, n_splits) == rows
+    assert mla_decode.rows_at_once(2048, n_heads, 0) == 2048
 
 
 @emulated
