@@ -66,7 +66,7 @@ class Engine:
         self._texts: dict[int, TextStream] = {}
         self._n_requests = 0
         self._ended = Counter[FinishReason]()
-        self._steps = self._generated = self._drafted = self._accepted = 0
+        self._steps = self._steps_ahead = self._generated = self._drafted = self._accepted = 0
 
     @property
     def has_work(self) -> bool:
@@ -114,11 +114,11 @@ class Engine:
         If all requests decode, and the runner can, the next pass is launched before this one's tokens are read.
         """
         launched = self._in_flight
-        if launched is None and self._can_decode_ahead():
+        if launched is None and self._can_launch(None):
             launched = self._launch(None)
         if launched is None:
             return self._run()
-        self._in_flight = self._launch(launched) if self._can_decode_ahead() else None
+        self._in_flight = self._launch(launched) if self._can_launch(launched) else None
         outputs = self._read(launched)
         if not self._requests:
             self._in_flight = None
@@ -159,17 +159,31 @@ class Engine:
             self._drafter.draft(computed, results.hidden)
         return outputs
 
-    def _can_decode_ahead(self) -> bool:
-        """Whether a decode step of all running requests can be launched, and no other can join them."""
+    def _can_launch(self, before: _InFlight | None) -> bool:
+        """Whether a decode step of all running requests can be launched, and no other can join them.
+
+        Args:
+            before: the step that is launched and not read, if there is one.
+        """
         scheduler, running = self._scheduler, self._scheduler.running
         if not 0 < len(running) <= self._runner.max_ahead or self._runner.n_drafts != self.config.n_drafts:
             return False
-        if scheduler.waiting and len(running) < self.config.max_batch:
+        is_launched = before is not None
+        if not is_launched and not all(_decodes_ahead(request) for request in running.values()):
             return False
-        most = 1 + self.config.n_drafts + _beyond(self.config.n_drafts)  # positions that a launch adds to a request
-        if self._pages.n_free < len(running) * -(-most // self._runner.page_size):
-            return False
-        return self._in_flight is not None or all(_decodes_ahead(request) for request in running.values())
+        missing = sum(scheduler.n_missing(request, self._reach(request, is_launched)) for request in running.values())
+        return missing <= self._pages.n_free and not scheduler.can_admit()
+
+    def _reach(self, request: Request, is_launched: bool) -> int:
+        """The positions of a request's text up to the last that its next decode step can write.
+
+        Args:
+            request: a running one.
+            is_launched: whether the step before is launched and not read.
+        """
+        n_drafts = self.config.n_drafts
+        reached = len(request.tokens) + _beyond(n_drafts) + (1 + n_drafts if is_launched else 0)
+        return min(reached, request.max_length - 1)  # the last token is not read
 
     def _launch(self, before: _InFlight | None) -> _InFlight | None:
         """Launch a decode step of the running requests; those that `before` surely ends are left out.
@@ -177,24 +191,21 @@ class Engine:
         Args:
             before: the step that is launched and not read, if there is one.
         """
-        n_drafts = self.config.n_drafts
         sources = {} if before is None else {request.id: i for i, request in enumerate(before.requests)}
         requests: list[Request] = []
         rows: list[DecodeRequest] = []
         for request in self._scheduler.running.values():
             length, sampling = len(request.tokens), request.sampling
-            end = request.max_length - 1  # the last token is not read
+            end = request.max_length - 1
             source = sources.get(request.id, -1)
             if before is None:
                 tokens = [request.tokens[-1], *request.drafts]
-                reached = length + _beyond(n_drafts)
             elif source < 0 or length >= end:
                 continue
             else:
                 tokens = []
-                reached = length + 1 + n_drafts + _beyond(n_drafts)
-            has_pages = self._scheduler.extend(request, min(reached, end))
-            assert has_pages  # `_can_decode_ahead` has counted them
+            has_pages = self._scheduler.extend(request, self._reach(request, before is not None))
+            assert has_pages  # `_can_launch` has counted them
             requests.append(request)
             rows.append(
                 DecodeRequest(source, length - 1, end, request.seed, sampling.temperature, tokens, request.pages)
@@ -202,6 +213,7 @@ class Engine:
         if not rows:
             return None
         self._steps += 1
+        self._steps_ahead += before is not None
         return _InFlight(requests, self._runner.decode(rows))
 
     def _read(self, launched: _InFlight) -> list[Output]:
@@ -227,6 +239,7 @@ class Engine:
             used_pages=pages.n_pages - pages.n_free,
             cached_pages=pages.n_cached,
             steps=self._steps,
+            steps_ahead=self._steps_ahead,
             requests=self._n_requests,
             finished=ended[FinishReason.STOP] + ended[FinishReason.LENGTH],
             canceled=ended[FinishReason.CANCELED],

@@ -108,6 +108,13 @@ class Scheduler:
         self.waiting.extendleft(reversed(held_back))
         return scheduled
 
+    def can_admit(self) -> bool:
+        """Whether the first waiting request could be admitted now, while all that run decode: none holds it back."""
+        if not self.waiting or len(self.running) >= self.config.max_batch:
+            return False
+        request = self.waiting[0]
+        return self._has_room(request, self._shareable(request)[0])
+
     def advance(self, request: Request, n_computed: int) -> None:
         """Record that the latents of a request's first n_computed tokens are in its pages, and share full pages."""
         before, now = request.n_computed // self.page_size, n_computed // self.page_size
@@ -118,12 +125,16 @@ class Scheduler:
 
     def extend(self, request: Request, n_tokens: int) -> bool:
         """Allocate free pages for a running request's first n_tokens positions; return whether it has them."""
-        missing = self._n_pages(n_tokens) - len(request.pages)
+        missing = self.n_missing(request, n_tokens)
         if missing > self.pages.n_free:
             return False
-        if missing > 0:
+        if missing:
             request.pages.extend(self.pages.allocate(missing))
         return True
+
+    def n_missing(self, request: Request, n_tokens: int) -> int:
+        """The pages that a running request does not have yet for its first n_tokens positions."""
+        return max(0, self._n_pages(n_tokens) - len(request.pages))
 
     def _grow(self, request: Request) -> int:
         """Allocate the page that the next token needs; leave out drafts that do not fit, and put back newer requests.
@@ -166,23 +177,26 @@ class Scheduler:
         return pages, self._key(request, len(pages)) if len(pages) < n_pages else None
 
     def _admit(self, request: Request, shared: list[int]) -> bool:
-        """Allocate the pages of a request's tokens besides the shared ones of its prefix, if there are enough.
-
-        One page per running request stays free, so that admitting does not put requests back at once.
-        """
-        missing = self._n_pages(len(request.tokens)) - len(shared)
-        reserve = len(self.running)
-        if missing + reserve > self.pages.n_free_without(shared):
+        """Allocate the pages of a request's tokens besides the shared ones of its prefix, if there are enough."""
+        if not self._has_room(request, shared):
             return False
         self.pages.share(shared)
         request.pages.extend(shared)
-        request.pages.extend(self.pages.allocate(missing))
+        request.pages.extend(self.pages.allocate(self.n_missing(request, len(request.tokens))))
         request.n_computed = len(shared) * self.page_size
         if not request.was_admitted:
             self.prompt_tokens += len(request.prompt)
             self.shared_tokens += request.n_computed
             request.was_admitted = True
         return True
+
+    def _has_room(self, request: Request, shared: list[int]) -> bool:
+        """Whether there are pages for a request's tokens besides the shared ones of its prefix.
+
+        One page per running request stays free, so that admitting does not put requests back at once.
+        """
+        missing = self._n_pages(len(request.tokens)) - len(shared)
+        return missing + len(self.running) <= self.pages.n_free_without(shared)
 
     def _free(self, request: Request) -> None:
         self.pages.free(request.pages)

@@ -15,7 +15,8 @@ class Stats:
         n_pages: pages of the cache.
         used_pages: pages that requests hold now.
         cached_pages: pages that no request holds, whose content a later request with the same prefix can share.
-        steps: forward passes of the main model.
+        steps: forward passes of the main model; steps_ahead are those of them that were launched before the tokens of
+            the pass before were read.
         requests: requests that were added; finished, canceled and failed are those of them that have ended.
         preemptions: how often a running request was put back to wait because pages ran out.
         prompt_tokens: tokens of the prompts of admitted requests; shared_tokens are those of them whose latents were
@@ -33,6 +34,7 @@ class Stats:
     used_pages: int = 0
     cached_pages: int = 0
     steps: int = 0
+    steps_ahead: int = 0
     requests: int = 0
     finished: int = 0
     canceled: int = 0

@@ -164,6 +164,45 @@ def test_logprobs_and_truncated_sampling_are_read_at_once(engine_of):
     assert runner.decode_steps == 0
 
 
+def test_steps_are_launched_ahead_while_the_first_that_waits_has_no_room(engine_of):
+    runner = FakeRunner(n_pages=64, max_ahead=16)
+    engine = engine_of(runner, max_batch=16)
+    sampling = Sampling(20, ignore_eos=True)
+    requests = [engine.add(random.Random(i).choices(range(320), k=20), sampling) for i in range(30)]
+    run(engine)
+    stats = engine.stats()
+    assert stats.steps_ahead > stats.steps // 3
+    assert all(request.tokens[20:] == runner.text_of(request.prompt, sampling) for request in requests[::10])
+
+
+def test_steps_are_launched_ahead_until_no_page_is_free(engine_of):
+    engine = engine_of(FakeRunner(n_pages=7, page_size=4, max_ahead=4))
+    for i in range(4):
+        engine.add([i], Sampling(4, ignore_eos=True))  # one page each; three are left, and none needed
+    run(engine)
+    stats = engine.stats()
+    assert (stats.steps, stats.steps_ahead) == (4, 2)  # the first reads prompts, the second has none before it
+
+
+def test_a_request_that_can_join_is_not_kept_waiting_by_steps_ahead(engine_of):
+    engine = engine_of(FakeRunner(max_ahead=4))
+    engine.add([1, 2], Sampling(40, ignore_eos=True))
+    for _ in range(5):
+        engine.step()
+    late = engine.add([3, 4], Sampling(4))
+    for _ in range(2):
+        engine.step()
+    assert len(late.tokens) == 3
+
+
+def test_one_request_that_decode_steps_cannot_sample_keeps_the_batch_from_running_ahead(engine_of):
+    engine = engine_of(FakeRunner(max_ahead=4))
+    engine.add([1, 2], Sampling(20, 1.0, ignore_eos=True))
+    engine.add([3, 4], Sampling(20, 1.0, top_p=0.9, ignore_eos=True))
+    run(engine)
+    assert engine.stats().steps_ahead == 0
+
+
 def test_closing_frees_everything(engine_of):
     engine = engine_of()
     for _ in range(9):

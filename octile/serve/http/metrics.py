@@ -25,6 +25,7 @@ COUNTERS = {  # a field of Stats: its name at /metrics and what it counts
     "drafted_tokens": ("spec_decode_num_draft_tokens", "Draft tokens that were verified."),
     "accepted_tokens": ("spec_decode_num_accepted_tokens", "Draft tokens that were accepted."),
     "steps": ("engine_steps", "Forward passes of the model."),
+    "steps_ahead": ("engine_steps_ahead", "Forward passes that were launched before the last one's tokens were read."),
 }
 
 

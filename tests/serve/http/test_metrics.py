@@ -67,6 +67,12 @@ def test_what_runs_now(serve):
     assert values(served)["octile_request_success_total canceled"] == 3
 
 
+def test_steps_that_are_launched_ahead_are_counted():
+    lines = Metrics("micro", lambda: Stats(steps=5, steps_ahead=3)).text().decode().splitlines()
+    assert 'octile_engine_steps_total{model_name="micro"} 5.0' in lines
+    assert 'octile_engine_steps_ahead_total{model_name="micro"} 3.0' in lines
+
+
 def test_the_tokens_of_experts_are_gauges_by_layer_and_expert():
     metrics = Metrics("micro", lambda: Stats(expert_tokens={3: (7, 0), 4: (1, 2)}))
     lines = metrics.text().decode().splitlines()
