@@ -108,7 +108,9 @@ def _(q, k, k_scale, weights, starts, ends, width, clean, out_dtype):
     if kernel.why_unsupported(q):
         return _mqa_logits(q, k, k_scale, weights, starts, ends, width, out_dtype)
     out = q.new_empty(len(q), width or len(k), dtype=out_dtype)
-    if out.numel():
+    if not len(k):
+        out.fill_(-torch.inf)
+    elif out.numel():
         kernel.launch(q, k, k_scale, weights, starts, ends, out, width > 0, clean)
     return out
 
@@ -129,8 +131,8 @@ def paged_mqa_logits(
 
     Args:
         q: [B, next_n, H, D] float8_e4m3fn, contiguous.
-        cache: [P, 64·(D + 4)] uint8, contiguous rows at multiples of 16 bytes: the 64 keys of a page, E4M3, then their
-            64 scales, float32.
+        cache: [P, 64·(D + 4)] uint8, contiguous rows at multiples of 16 bytes of its storage: the 64 keys of a page,
+            E4M3, then their 64 scales, float32.
         weights: [B·next_n, H] float32, contiguous rows.
         lengths: [B, next_n] int32, contiguous: the keys that a query sees, from 0 to the width and to 64·M.
         pages: [B, M] int32, contiguous rows: the pages of each sequence in their order; those after its longest length
@@ -183,8 +185,11 @@ def _(q, cache, weights, lengths, pages, schedule, width, clean, out_dtype):
         return _paged_mqa_logits(q, cache, weights, lengths, pages, width, out_dtype)
     shape = len(q) * q.shape[1], width
     # A block writes the columns that its queries see; where sequences are short, none writes the others.
-    out = q.new_full(shape, -torch.inf, dtype=out_dtype) if clean else q.new_empty(shape, dtype=out_dtype)
-    if out.numel() and pages.numel():
+    reads = pages.numel() and len(cache)
+    out = q.new_empty(shape, dtype=out_dtype)
+    if clean or not reads:
+        out.fill_(-torch.inf)
+    if reads and out.numel():
         kernel.launch_paged(q, cache, weights, lengths, pages, schedule, out)
     return out
 
@@ -282,6 +287,10 @@ def check_paged_logits(
     if cache.stride(1) != 1 or cache.stride(0) % 16 or cache.stride(0) < row:
         raise ValueError(
             f"pages of {name['cache']} must be contiguous, at multiples of 16 bytes, not have strides {cache.stride()}"
+        )
+    if cache.storage_offset() % 16:  # not the address, which tensors without data do not have
+        raise ValueError(
+            f"{name['cache']} must begin at a multiple of 16 bytes of its storage, not at {cache.storage_offset()}"
         )
     check_device(name["q"], q, name["cache"], cache)
     for which, t in (("lengths", lengths), ("pages", pages), ("schedule", schedule)):

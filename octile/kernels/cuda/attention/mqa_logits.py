@@ -174,7 +174,7 @@ def launch(
     compressed: bool, clean: bool,
 ) -> None:  # fmt: skip
     """Write the logits of q for contiguous keys to out, whose rows are contiguous."""
-    weights, key_scales = _aligned(weights), _aligned(key_scales)
+    q, keys, weights, key_scales = _aligned(q), _aligned(keys), _aligned(weights), _aligned(key_scales)
     sms, bfloat16 = num_sms.num_sms(q.device), out.dtype == torch.bfloat16
     key = q.shape, keys.shape, weights.stride(), out.shape, compressed, clean, bfloat16, sms, q.device
     prepared = _prepared[key]
@@ -189,7 +189,7 @@ def launch_paged(
     q: Tensor, cache: Tensor, weights: Tensor, lengths: Tensor, pages: Tensor, schedule: Tensor, out: Tensor,
 ) -> None:  # fmt: skip
     """Write the logits of q for the pages of its sequences to out."""
-    weights, bfloat16 = _aligned(weights), out.dtype == torch.bfloat16
+    q, weights, bfloat16 = _aligned(q), _aligned(weights), out.dtype == torch.bfloat16
     width = min(out.shape[1], KEYS * pages.shape[1])
     key = (
         q.shape, cache.shape, cache.stride(0), weights.stride(), pages.stride(0), width, bfloat16, len(schedule),
