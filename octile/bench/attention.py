@@ -1,12 +1,15 @@
 """`octile bench attention`: attention of decoding over the paged latent cache vs. a copy of as many bytes.
 
-Every text has the same context, its pages are anywhere in the cache, and each call reads all of it. Bytes are those of
-the cache, the queries and the results. With 16 heads, a rank's share of 128 on 8 GPUs, memory bounds the kernel, so its
-speed is compared with a copy's; with all 128 heads the products bound it, whose speed is shown, too.
+Every text has the same context, its pages are anywhere in the cache, and each call reads all of it.
+
+    bandwidth    the bytes of the cache, the queries and the results in a second, and a copy's: with 16 heads, a rank's
+                 share of 128 on 8 GPUs, memory bounds the kernel
+    FLOPs        those of the scores and of the weighted values in a second: they bound it with all 128 heads
 
 As in decoding, calls are replayed in a CUDA graph, several in one, as a model has layers. So times include the gaps
-between kernels. As many copies are measured in turn, without a graph: in one, a copy of 500 MB reaches 2.8 TB/s on an
-H200 instead of 4.2.
+between kernels. As many copies are replayed in turn. They are made by a kernel that inverts the bits of integers: what
+torch's `copy_` of contiguous tensors launches, a memcpy, reached 4.2 TB/s on an H200 or 2.8, whatever the size. A copy
+that is slow all the same is named below the table, and the fastest of the run is judged by in its place.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from torch import Tensor
 
 from octile.bench import goals
 from octile.bench.casts import halves
-from octile.bench.rows import LEGEND, Row, compare, table
+from octile.bench.rows import LEGEND_OF_SPEEDS, Row, byte_rate, flop_rate, table
 from octile.bench.timing import seconds
 from octile.ops.latent_cache import PAGE, row_bytes, write_latents
 from octile.ops.paged_attention import paged_attention
@@ -50,12 +53,18 @@ def rows() -> Iterator[Row]:
         for form, dtype in FORMS.items():
             attend, moved = _case(shape, dtype, device)
             source, target = halves(moved, device.type)
-            attention = _graph(attend).replay if gpu else partial(_repeat, attend)
-            times = seconds({"attend": attention, "copy": partial(_repeat, partial(target.copy_, source))}, ROUNDS)
+            record = _graph if gpu else _repeated
+            times = seconds({"attend": record(attend), "copy": record(copying(source, target))}, ROUNDS)
             speed, copy = (n / (times[name] / CALLS) for name, n in (("attend", moved), ("copy", 2 * source.nbytes)))
             case = f"{shape.texts} texts of {shape.context}, {shape.heads} heads, {form}"
-            yield compare(case, "bytes", speed / 1e9, "GB/s", "copy", copy / 1e9)
-            yield Row(case, "products", flops(shape) / moved * speed / 1e12, "TFLOP/s")
+            yield byte_rate(case, goals.BANDWIDTH, speed, gpu, ("copy", copy))
+            yield flop_rate(case, goals.FLOPS, flops(shape) / moved * speed, gpu)
+
+
+def copying(source: Tensor, target: Tensor) -> Callable[[], object]:
+    """Return a call of a kernel that reads the source and writes its inverted bits to the target; never a memcpy."""
+    wide = torch.int64 if source.nbytes % 8 == 0 else torch.uint8
+    return partial(torch.bitwise_not, source.view(wide), out=target.view(wide))
 
 
 def flops(shape: Shape) -> int:
@@ -65,8 +74,8 @@ def flops(shape: Shape) -> int:
 
 def show(rows: Sequence[Row]) -> str:
     """Format the table, and on a GPU the verdicts on the goals."""
-    verdicts = goals.attention_verdicts(rows) if torch.cuda.is_available() else ""
-    return "\n\n".join(filter(None, (table(rows), LEGEND, verdicts)))
+    of_gpu = (goals.slow_copies(rows), goals.attention_verdicts(rows)) if torch.cuda.is_available() else ()
+    return "\n\n".join(filter(None, (table(rows), LEGEND_OF_SPEEDS, *of_gpu)))
 
 
 def _case(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Callable[[], Tensor], int]:
@@ -86,16 +95,19 @@ def _case(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Calla
     return attend, cache.nbytes + q.nbytes + attend().nbytes
 
 
-def _repeat(call: Callable[[], object]) -> None:
-    for _ in range(CALLS):
-        call()
+def _repeated(call: Callable[[], object]) -> Callable[[], object]:
+    def repeat() -> None:
+        for _ in range(CALLS):
+            call()
+
+    return repeat
 
 
-def _graph(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+def _graph(call: Callable[[], object]) -> Callable[[], object]:
     """Capture the repeated call."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        _repeat(call)
-    return graph
+        _repeated(call)()
+    return graph.replay

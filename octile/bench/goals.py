@@ -70,10 +70,12 @@ DISPATCH = (  # what, its peer, floor and aim of the ratio
 
 # octile bench attention
 
+BANDWIDTH, FLOPS = "bandwidth", "FLOPs"
 ATTENTION = (  # heads, what, floor and aim: of the ratio to a copy, or of TFLOP/s
-    ("16 heads", "bytes", 0.75, 0.90),
-    ("128 heads", "products", 300, 600),
+    ("16 heads", BANDWIDTH, 0.75, 0.90),
+    ("128 heads", FLOPS, 300, 600),
 )
+SLOW_COPY = 0.9  # of the fastest of a run: a copy below it says nothing of the memory
 
 # octile bench gemm
 
@@ -198,24 +200,44 @@ def dispatch_verdicts(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def slow_copies(rows: Sequence[Row]) -> str:
+    """Name each copy that is below 0.9 of the fastest in a line, and the ratio to the fastest."""
+    best = _fastest_copy(rows)
+    return "\n".join(
+        f"{row.case}: its copy, {row.against.value:,.4g} {row.unit}, is below {SLOW_COPY} of the fastest of this run, "
+        f"{best:,.4g}; the ratio to the fastest is {row.value / best:.3f}"
+        for row in rows
+        if row.against and row.against.value < SLOW_COPY * best
+    )
+
+
+def _fastest_copy(rows: Sequence[Row]) -> float:
+    return max((row.against.value for row in rows if row.against), default=0.0)
+
+
 def attention_verdicts(rows: Sequence[Row]) -> str:
-    """Describe each goal of `octile bench attention` in a line, for each form of the cache."""
-    lines = []
+    """Describe each goal of `octile bench attention` in a line, for each form of the cache.
+
+    Where a copy is slow, the ratio to the fastest copy is judged.
+    """
+    lines, best = [], _fastest_copy(rows)
     for heads, what, floor, aim in ATTENTION:
         found = {row.case: row for row in rows if row.what == what and f", {heads}, " in row.case}
         for form in dict.fromkeys(case.rsplit(", ", 1)[1] for case in found):
-            values = {
-                case.split(",")[0]: row.against.ratio if row.against else row.value
-                for case, row in found.items()
-                if case.endswith(form)
-            }
+            values = {case.split(",")[0]: _judged(row, best) for case, row in found.items() if case.endswith(form)}
             worst = min(values, key=values.__getitem__)
-            unit = "× of a copy" if what == "bytes" else " TFLOP/s"
+            unit = "× of a copy" if what == BANDWIDTH else " TFLOP/s"
             bounds = [
                 f"{name} ≥ {bound:g} {_met(values[worst] >= bound)}" for name, bound in (("floor", floor), ("aim", aim))
             ]
             lines.append(f"{heads}, {form}: smallest {values[worst]:.3g}{unit} ({worst}): {', '.join(bounds)}")
     return "\n".join(lines)
+
+
+def _judged(row: Row, best: float) -> float:
+    if row.against is None:
+        return row.value
+    return row.value / best if row.against.value < SLOW_COPY * best else row.against.ratio
 
 
 def _all_met(bounds: list[tuple[float | None, float]], is_complete: bool) -> bool | None:

@@ -1,7 +1,13 @@
 """`octile bench indexer`: the lightning indexer's logits vs. DeepGEMM's, and the choice of keys.
 
-Queries see all keys before them, and logits are FP32; what a query does not see is not stored. FLOPs are two for each
-channel of each head of a query and each key that it sees, as DeepGEMM's test counts them.
+Queries see all keys before them, and logits are FP32; what a query does not see is not stored.
+
+    logits          FLOPs in a second: two for each channel of each head of a query and each key that it sees, as
+                    DeepGEMM's test counts them
+    bandwidth       of logits in pages: bytes of keys and logits in a second
+    choice of keys  bytes of logits in a second
+
+Peers:
 
     DeepGEMM            where it can be imported, on the same operands, interleaved
     DeepGEMM, recorded  its figures on an H200 of 20 November 2026, on an H200 only
@@ -22,7 +28,7 @@ from torch import Tensor
 
 from octile.bench import goals
 from octile.bench.kernel_time import work_seconds
-from octile.bench.rows import LEGEND, Row, compare, table
+from octile.bench.rows import LEGEND_OF_SPEEDS, Row, byte_rate, flop_rate, table
 from octile.kernels.cuda.attention.mqa_logits import HEAD_DIMS, HEADS
 from octile.ops.mqa_logits import PAGE, mqa_logits, paged_mqa_logits, paged_mqa_schedule
 from octile.ops.top_keys import top_keys
@@ -59,7 +65,7 @@ def rows() -> Iterator[Row]:
 
 def show(found: Sequence[Row]) -> str:
     """Return the rows as a table, and the verdicts on the goals."""
-    return "\n\n".join(filter(None, (f"{table(found)}\n\n{LEGEND}", goals.indexer_verdicts(found))))
+    return "\n\n".join(filter(None, (f"{table(found)}\n\n{LEGEND_OF_SPEEDS}", goals.indexer_verdicts(found))))
 
 
 def _contiguous(heads: int, head_dim: int, size: Size, device: str) -> Iterator[Row]:
@@ -95,35 +101,35 @@ def _paged(heads: int, next_n: int, size: Size, device: str) -> Iterator[Row]:
     case = f"logits in pages, {b} sequences, {next_n} × {heads} heads of {head_dim}"
     times = yield from _compared(case, 2 * seen * heads * head_dim, ours, theirs)
     n_bytes = seen // next_n * (head_dim + 4) + seen * 4
-    yield Row(case, "logits", n_bytes / times["octile"] / 1e9, "GB/s")
+    yield byte_rate(case, goals.BANDWIDTH, n_bytes / times["octile"], device == "cuda")
 
 
 def _choice(size: Size, device: str) -> Iterator[Row]:
     generator = torch.Generator(device).manual_seed(0)
     logits = torch.randn(size.queries, size.keys, generator=generator, device=device)
     ends = torch.full((size.queries,), size.keys, dtype=torch.int32, device=device)
-    count = min(CHOSEN, size.keys)
+    count = min(CHOSEN, size.keys // 4)
     calls = {
         "octile": partial(top_keys, logits, torch.zeros_like(ends), ends, count),
         "torch.topk": partial(torch.topk, logits, count),  # of equal logits it takes any
     }
     times = work_seconds(calls, ROUNDS)
-    speeds = {name: logits.nbytes / taken / 1e9 for name, taken in times.items()}
+    speeds = {name: logits.nbytes / taken for name, taken in times.items()}
     case = f"{size.queries} queries, {count} of {size.keys} keys"
-    yield compare(case, "choice of keys", speeds["octile"], "GB/s", "torch.topk", speeds["torch.topk"])
+    peer = "torch.topk", speeds["torch.topk"]
+    yield byte_rate(case, "choice of keys", speeds["octile"], device == "cuda", peer)
 
 
 def _compared(case: str, flops: int, ours: Call, theirs: Call | None) -> Generator[Row, None, Mapping[str, float]]:
     """Yield the speed of logits vs. each peer; return the times by name."""
     times = work_seconds({"octile": ours, **({goals.DEEP_GEMM: theirs} if theirs else {})}, ROUNDS)
-    speeds = {name: flops / taken / 1e12 for name, taken in times.items()}
+    speeds = {name: flops / taken for name, taken in times.items()}
     peers: Mapping[str, float] = {name: speed for name, speed in speeds.items() if name != "octile"}
-    if torch.cuda.is_available() and "H200" in torch.cuda.get_device_name() and case in goals.INDEXER_FIGURES:
-        peers = {**peers, goals.RECORDED: goals.INDEXER_FIGURES[case]}
-    for peer, speed in peers.items():
-        yield compare(case, "logits", speeds["octile"], "TFLOP/s", peer, speed)
-    if not peers:
-        yield Row(case, "logits", speeds["octile"], "TFLOP/s")
+    gpu = torch.cuda.is_available()
+    if gpu and "H200" in torch.cuda.get_device_name() and case in goals.INDEXER_FIGURES:
+        peers = {**peers, goals.RECORDED: goals.INDEXER_FIGURES[case] * 1e12}
+    for peer in peers.items() or (None,):
+        yield flop_rate(case, "logits", speeds["octile"], gpu, peer)
     return times
 
 

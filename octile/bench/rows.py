@@ -13,6 +13,7 @@ from octile.report.table import as_list, fits_terminal
 COLUMNS = ("case", "what", "ours", "theirs", "ratio", "unit", "peer")
 RIGHT = {"ours", "theirs", "ratio"}
 LEGEND = "ratio: ours / theirs. Higher is better for speeds, lower is better for bytes."
+LEGEND_OF_SPEEDS = "ratio: ours / theirs. Higher is better."
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,23 @@ class Row:
 def compare(case: str, what: str, value: float, unit: str, peer: str, peer_value: float) -> Row:
     """Make a row with the value of a peer and the ratio ours / theirs."""
     return Row(case, what, value, unit, Against(peer, peer_value, value / peer_value))
+
+
+def flop_rate(case: str, what: str, speed: float, of_gpu: bool, peer: tuple[str, float] | None = None) -> Row:
+    """Make a row of a speed in FLOP/s, in TFLOP/s on a GPU and in GFLOP/s on a CPU; `peer` is a name and its speed."""
+    return _rate(case, what, speed, (1e12, "TFLOP/s") if of_gpu else (1e9, "GFLOP/s"), peer)
+
+
+def byte_rate(case: str, what: str, speed: float, of_gpu: bool, peer: tuple[str, float] | None = None) -> Row:
+    """Make a row of a speed in bytes/s, in GB/s on a GPU and in MB/s on a CPU; `peer` is a name and its speed."""
+    return _rate(case, what, speed, (1e9, "GB/s") if of_gpu else (1e6, "MB/s"), peer)
+
+
+def _rate(case: str, what: str, speed: float, unit: tuple[float, str], peer: tuple[str, float] | None) -> Row:
+    size, name = unit
+    if peer is None:
+        return Row(case, what, speed / size, name)
+    return compare(case, what, speed / size, name, peer[0], peer[1] / size)
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -1,10 +1,11 @@
 """Tests of what needs no GPU in the measurement of decoding's attention."""
 
 import pytest
+import torch
 
 from octile.bench import attention
 from octile.bench.attention import Shape, flops
-from octile.bench.goals import attention_verdicts
+from octile.bench.goals import attention_verdicts, slow_copies
 from octile.bench.rows import Row, compare
 
 
@@ -14,9 +15,19 @@ def test_each_form_of_the_cache_is_compared_with_a_copy(monkeypatch: pytest.Monk
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     found = list(attention.rows())
     assert [(row.case, row.what) for row in found] == [
-        (f"2 texts of 64, 2 heads, {form}", what) for form in ("BF16", "FP8") for what in ("bytes", "products")
+        (f"2 texts of 64, 2 heads, {form}", what) for form in ("BF16", "FP8") for what in ("bandwidth", "FLOPs")
     ]
     assert all(row.against is not None for row in found[::2])
+    assert {row.unit for row in found} == {"MB/s", "GFLOP/s"}  # TFLOP/s of a CPU would be thousandths
+
+
+def test_a_copy_is_of_a_kernel_and_of_all_bytes():
+    for n in (64, 17):
+        source, target = torch.arange(n, dtype=torch.uint8), torch.zeros(n, dtype=torch.uint8)
+        with torch.profiler.profile() as record:
+            attention.copying(source, target)()
+        assert torch.equal(target, ~source)
+        assert "aten::copy_" not in {event.name for event in record.events()}
 
 
 def test_flops_are_those_of_scores_and_weighted_values():
@@ -25,13 +36,26 @@ def test_flops_are_those_of_scores_and_weighted_values():
 
 def test_the_worst_context_of_each_form_is_judged():
     measured = [
-        compare("128 texts of 4096, 16 heads, BF16", "bytes", 3.4, "GB/s", "copy", 4),
-        compare("128 texts of 8192, 16 heads, BF16", "bytes", 3.8, "GB/s", "copy", 4),
-        compare("128 texts of 4096, 16 heads, FP8", "bytes", 2.8, "GB/s", "copy", 4),
-        Row("128 texts of 4096, 128 heads, BF16", "products", 550, "TFLOP/s"),
+        compare("128 texts of 4096, 16 heads, BF16", "bandwidth", 3.4, "GB/s", "copy", 4),
+        compare("128 texts of 8192, 16 heads, BF16", "bandwidth", 3.8, "GB/s", "copy", 4),
+        compare("128 texts of 4096, 16 heads, FP8", "bandwidth", 2.8, "GB/s", "copy", 4),
+        Row("128 texts of 4096, 128 heads, BF16", "FLOPs", 550, "TFLOP/s"),
     ]
     assert attention_verdicts(measured).splitlines() == [
         "16 heads, BF16: smallest 0.85× of a copy (128 texts of 4096): floor ≥ 0.75 met, aim ≥ 0.9 MISSED",
         "16 heads, FP8: smallest 0.7× of a copy (128 texts of 4096): floor ≥ 0.75 MISSED, aim ≥ 0.9 MISSED",
         "128 heads, BF16: smallest 550 TFLOP/s (128 texts of 4096): floor ≥ 300 met, aim ≥ 600 MISSED",
     ]
+
+
+def test_a_slow_copy_is_named_and_not_judged_by():
+    measured = [
+        compare("128 texts of 4096, 16 heads, FP8", "bandwidth", 2.8, "GB/s", "copy", 2.7),
+        compare("128 texts of 8192, 16 heads, FP8", "bandwidth", 3.6, "GB/s", "copy", 4),
+    ]
+    assert slow_copies(measured).splitlines() == [
+        "128 texts of 4096, 16 heads, FP8: its copy, 2.7 GB/s, is below 0.9 of the fastest of this run, 4; "
+        "the ratio to the fastest is 0.700"
+    ]
+    assert "smallest 0.7× of a copy (128 texts of 4096): floor ≥ 0.75 MISSED" in attention_verdicts(measured)
+    assert slow_copies(measured[1:]) == ""

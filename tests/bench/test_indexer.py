@@ -16,7 +16,7 @@ def rows() -> list[Row]:
 
 
 def test_every_shape_of_the_goals_is_measured(rows: list[Row]):
-    speeds = {row.case for row in rows if row.unit == "TFLOP/s"}
+    speeds = {row.case for row in rows if row.unit == "GFLOP/s"}
     assert set(goals.INDEXER_FIGURES) < speeds
     assert len([case for case in speeds if "in pages" in case]) == 4
     assert all(row.value > 0 for row in rows)
@@ -26,6 +26,11 @@ def test_the_choice_of_keys_is_compared_with_torchs(rows: list[Row]):
     last = rows[-1]
     assert last.against is not None
     assert (last.what, last.against.peer) == ("choice of keys", "torch.topk")
+    assert last.case == "4 queries, 64 of 256 keys"  # a choice of all keys would be none
+
+
+def test_no_two_rows_have_one_name(rows: list[Row]):
+    assert len({(row.case, row.what) for row in rows}) == len(rows)
 
 
 def test_a_cpu_is_not_judged(rows: list[Row]):
