@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Annotated
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from octile.checkpoint.hugging_face import read_model_config
 from octile.models.config import ModelConfig
@@ -70,7 +71,7 @@ class SpreadExperts:
 
     Raises:
         RuntimeError: torch.distributed is not initialized.
-        TypeError: the placement is not an int64 tensor, or a number not an int.
+        TypeError: the placement is not an int64 tensor, a number not an int, or ranks a mesh.
         ValueError: the placement has another number of layers, or not all experts of a layer; W does not divide P, or
             num_nodes W; all experts together need more active slots; or the ranks disagree about the placement, the
             numbers or the model's experts.
@@ -129,6 +130,8 @@ class SpreadExperts:
         self.layers = [layer for layer in range(c.num_hidden_layers) if c.is_moe(layer)]
         self.n_experts = c.n_routed_experts
         groups = groups_of(ranks)
+        if isinstance(ranks, DeviceMesh):  # has several groups; the dispatcher alone takes it
+            raise TypeError("ranks must be a process group, not DeviceMesh")
         of_model = f"{c.n_routed_experts} in {c.n_group} groups in layers {self.layers}"
         numbers = ("num_active", str(num_active)), ("num_nodes", str(num_nodes))
         for what, own in (("the model's experts", of_model), *numbers):

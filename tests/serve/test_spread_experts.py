@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from octile.checkpoint.hugging_face import save
 from octile.checkpoint.shards import Shards
@@ -279,6 +280,8 @@ def wrong_engines_are_refused(rank: int, folder: Path) -> None:
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             SpreadExperts(weights, FIRST, num_nodes=wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="ranks must be a process group, not DeviceMesh"):
+        SpreadExperts(weights, FIRST, ranks=init_device_mesh("cpu", (1, 2)))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="seconds must be at least 0, not nan"):
         SpreadEngine(engine, runner, seconds=float("nan"))
     with pytest.raises(ValueError, match=r"n_drafts .* must be 0, not 1"):
