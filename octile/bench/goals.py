@@ -411,18 +411,25 @@ PREFILL, SHARE_OF_PEAK = "prefill, 8 × 1,024 tokens", "share of the FP8 peak"
 CLIENTS_BOUND = Bound(
     "64 clients vs. one, tokens/s (goal on 2 CPU cores)", MANY_CLIENTS, THROUGHPUT, (ONE_CLIENT,), 4.0, None
 )
-GPU_BOUNDS = (
+H200_BOUNDS = (
     Bound("drafts vs. none, tokens/s (goal on one H200)", DRAFTED_CLIENT, THROUGHPUT, (ONE_CLIENT,), 1.3, 1.7),
     Bound("engine's overhead per step, batch 256, ms", DECODE_256, OVERHEAD, (), 1.0, None, higher_is_better=False),
     Bound("prefill, % of the FP8 peak", f"V2-Lite shape, {PREFILL}", SHARE_OF_PEAK, (), 30.0, 55.0),
 )
 
 
-def serve_verdicts(rows: Sequence[Row], on_gpu: bool) -> str:
-    """Describe each goal of `octile bench serve` that has a result in a line; one for another machine is not judged."""
-    judged, others = ((CLIENTS_BOUND,), GPU_BOUNDS)[:: -1 if on_gpu else 1]
-    bounds = (*judged, *(replace(bound, floor=None, aim=None) for bound in others))
-    return "\n".join(line for bound in bounds if (line := _step_line(bound, rows)))
+def serve_verdicts(rows: Sequence[Row], gpu: str | None) -> str:
+    """Describe each goal of `octile bench serve` that has a result in a line; one for another machine is not judged.
+
+    Args:
+        rows: the results.
+        gpu: the name of the GPU that they are of; None: of a CPU.
+    """
+    judged: tuple[Bound, ...] = (CLIENTS_BOUND,)
+    if gpu is not None:
+        judged = H200_BOUNDS if "H200" in gpu else ()
+    others = (replace(bound, floor=None, aim=None) for bound in (CLIENTS_BOUND, *H200_BOUNDS) if bound not in judged)
+    return "\n".join(line for bound in (*judged, *others) if (line := _step_line(bound, rows)))
 
 
 # octile bench indexer

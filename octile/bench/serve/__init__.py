@@ -32,4 +32,5 @@ def rows(run: Path) -> Iterator[Row]:
 
 def show(rows: Sequence[Row]) -> str:
     """Format the table, and the verdicts on the goals."""
-    return "\n\n".join((table(rows), LEGEND, goals.serve_verdicts(rows, torch.cuda.is_available())))
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return "\n\n".join((table(rows), LEGEND, goals.serve_verdicts(rows, gpu)))

@@ -133,15 +133,15 @@ def _step_seconds(runner: ModelRunner, shape: Shape, batch: int) -> tuple[float,
     seconds = median(_wall_seconds(engine.step) for _ in range(shape.steps))
     model = None
     if runner.graphs is not None:
-        most, runner.max_ahead = (
-            runner.max_ahead,
-            0,
-        )  # steps that are not launched ahead have a graph of the model alone
-        for _ in range(2):
-            engine.step()
+        max_ahead = runner.max_ahead
+        runner.max_ahead = 0  # steps that are not launched ahead have a graph of the model alone
+        try:
+            for _ in range(2):
+                engine.step()
+        finally:
+            runner.max_ahead = max_ahead
         size = next(size for size in runner.graphs.sizes if size >= batch)
         model = _gpu_seconds(runner.graphs.captured[size][0].replay)
-        runner.max_ahead = most
     engine.close()
     return seconds, model
 

@@ -48,18 +48,22 @@ def test_a_server_that_does_not_start_is_reported(tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("on_gpu", "verdicts"),
-    [(False, (": floor ≥ 4 met", "")), (True, ("", ": floor ≥ 1.3 MISSED, aim ≥ 1.7 MISSED"))],
-    ids=["CPU", "GPU"],
+    ("gpu", "verdicts"),
+    [
+        (None, (": floor ≥ 4 met", "")),
+        ("NVIDIA H200", ("", ": floor ≥ 1.3 MISSED, aim ≥ 1.7 MISSED")),
+        ("NVIDIA L4", ("", "")),
+    ],
+    ids=["CPU", "H200", "another GPU"],
 )
-def test_a_goal_is_judged_on_its_machine(on_gpu, verdicts):
+def test_a_goal_is_judged_on_its_machine(gpu, verdicts):
     rows = [
         Row("1 client", "throughput", 30.0, "tokens/s"),
         compare("64 clients", "throughput", 150.0, "tokens/s", "1 client", 30.0),
         compare("1 client, 1 draft", "throughput", 36.0, "tokens/s", "1 client", 30.0),
     ]
     assert "lower is better for times" in serve.show(rows)
-    assert sorted(goals.serve_verdicts(rows, on_gpu).splitlines()) == [
+    assert sorted(goals.serve_verdicts(rows, gpu).splitlines()) == [
         f"64 clients vs. one, tokens/s (goal on 2 CPU cores): 5.000{verdicts[0]}",
         f"drafts vs. none, tokens/s (goal on one H200): 1.200{verdicts[1]}",
     ]

@@ -66,7 +66,7 @@ def test_the_verdicts_of_the_engine():
         Row(DECODE_256, "overhead of the engine", 0.8, "ms"),
         Row("V2-Lite shape, prefill, 8 × 1,024 tokens", "share of the FP8 peak", 42.0, "%"),
     ]
-    assert serve_verdicts(found, on_gpu=True).splitlines() == [
+    assert serve_verdicts(found, "NVIDIA H200").splitlines() == [
         "engine's overhead per step, batch 256, ms: 0.800: floor ≤ 1 met",
         "prefill, % of the FP8 peak: 42.000: floor ≥ 30 met, aim ≥ 55 MISSED",
     ]
