@@ -55,7 +55,7 @@ class DecodeGraphs:
         self.numbers.copy_(self.host.numbers, non_blocking=True)
         if first < end:
             self.pages[first:end].copy_(self.host.pages[first:end], non_blocking=True)
-        self.copied.record()
+        self.copied.record(torch.cuda.current_stream(self.numbers.device))  # of the model's GPU
         if self.hidden is not None and hidden_TD is not None:
             self.hidden[: layout.n_decode].copy_(hidden_TD)
         graph, h_TD, logits = self.captured[size]

@@ -79,12 +79,13 @@ class DecodeLoop:
         if not self._on_gpu:
             self._step(size)
             return DecodedTokens(self._results[: len(requests)].clone(), None, self.n_drafts)
-        self._copied.record()
+        stream = torch.cuda.current_stream(self._numbers.device)  # of the model's GPU
+        self._copied.record(stream)
         self.graphs[size].replay()
         results = torch.empty(len(requests), self._results.shape[1], dtype=torch.int64, pin_memory=True)
         results.copy_(self._results[: len(requests)], non_blocking=True)
         ready = torch.cuda.Event()
-        ready.record()
+        ready.record(stream)
         return DecodedTokens(results, ready, self.n_drafts)
 
     def _fill(self, requests: Sequence[DecodeRequest], size: int) -> tuple[int, int]:

@@ -60,7 +60,7 @@ class ExpertLoad:
         total = torch.empty_like(self._total, device="cpu", pin_memory=True)
         total.copy_(self._total, non_blocking=True)
         event = torch.cuda.Event()
-        event.record()
+        event.record(torch.cuda.current_stream(self._total.device))  # of the model's GPU
         self._copied = total, event
 
     def _read(self, total: Tensor) -> None:

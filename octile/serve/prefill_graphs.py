@@ -53,7 +53,8 @@ class PrefillGraphs:
         """Capture a graph, and return what replays it."""
         if self._stream is None:
             return compute
-        self._stream.wait_stream(torch.cuda.current_stream())
+        current = torch.cuda.current_stream(self._stream.device)  # of the model's GPU
+        self._stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
             compute()  # compiles and chooses kernels
@@ -62,7 +63,7 @@ class PrefillGraphs:
                 compute()
             finally:
                 graph.capture_end()
-        torch.cuda.current_stream().wait_stream(self._stream)
+        current.wait_stream(self._stream)
         return graph.replay
 
 

@@ -7,6 +7,7 @@ import torch
 
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.serve.config import EngineConfig
+from octile.serve.decode_loop import DecodeLoop
 from octile.serve.engine import Engine
 from octile.serve.model_runner import ModelRunner
 from octile.serve.request import Sampling
@@ -73,6 +74,24 @@ def test_a_text_is_the_same_where_steps_are_launched_ahead(model, tokenizer, n_d
     found, stats_ahead = texts_of(model, tokenizer, True, n_drafts, n_new=80, samplings=PLAIN)
     assert found == expected
     assert stats_ahead.accepted_tokens == stats.accepted_tokens
+
+
+def test_a_gpu_that_is_not_the_current_one_is_waited_for(model, tokenizer, monkeypatch):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    expected, _ = texts_of(model, tokenizer, True, samplings=PLAIN)
+    fill = DecodeLoop._fill
+
+    def slow(*arguments):
+        with torch.cuda.device(1):
+            torch.cuda._sleep(10**7)  # clock cycles, some 5 ms, before each step
+        return fill(*arguments)
+
+    monkeypatch.setattr(DecodeLoop, "_fill", slow)
+    assert torch.cuda.current_device() == 0
+    found, stats = texts_of(model.to("cuda:1"), tokenizer, True, samplings=PLAIN)
+    assert stats.steps_ahead > 0
+    assert found == expected
 
 
 def test_rows_choose_the_same_tokens_in_any_batch_on_the_gpu():
