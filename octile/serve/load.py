@@ -17,7 +17,7 @@ from octile.serve.weights import ServedWeights
 from octile.tokenizer import Tokenizer
 
 CPU_CACHE_BYTES = 2**30
-FREE_SHARE = 0.8  # of the GPU memory that weights leave free; the rest is for activations and CUDA graphs
+FREE_SHARE = 0.8  # of the GPU memory that weights and the logits of CUDA graphs leave free; the rest: activations
 
 
 @dataclass(frozen=True)
@@ -68,19 +68,22 @@ class Folder:
         """
         stored = cache.format or ("bf16" if device.type == "cuda" else "float32")
         weights = self.read_weights(device)
-        n_pages = self._n_pages(weights, stored, engine.max_batch, cache.gib)
+        n_pages = self._n_pages(weights, stored, engine.max_batch, engine.n_drafts, cache.gib)
         runner = ModelRunner(
             weights, n_pages, stored, engine.max_batch, engine.batch_invariant, engine.n_drafts, engine.expert_window
         )
         return Engine(runner, self.tokenizer, engine), runner
 
-    def _n_pages(self, weights: ServedWeights, stored: CacheFormat, max_batch: int, gib: float | None) -> int:
+    def _n_pages(
+        self, weights: ServedWeights, stored: CacheFormat, max_batch: int, n_drafts: int, gib: float | None
+    ) -> int:
         """The pages that the memory for the cache holds, and no more than a full batch of the longest texts needs."""
         size = ModelRunner.bytes_per_page(weights, stored)
         if gib is not None:
             places = int(gib * 2**30)
         elif weights.device.type == "cuda":
-            places = int(FREE_SHARE * torch.cuda.mem_get_info(weights.device)[0])
+            graphs = ModelRunner.bytes_of_graphs(weights, max_batch, n_drafts)
+            places = max(0, int(FREE_SHARE * (torch.cuda.mem_get_info(weights.device)[0] - graphs)))
         else:
             places = CPU_CACHE_BYTES
         if places < size:

@@ -101,6 +101,16 @@ class ModelRunner:
         c = model.config
         return _n_layers(model) * PAGE * bytes_per_row(c.kv_lora_rank, c.qk_rope_head_dim, cache_format)
 
+    @staticmethod
+    def bytes_of_graphs(model: DeepseekV3 | ServedWeights, max_batch: int, n_drafts: int) -> int:
+        """Return the bytes of the logits in the CUDA graphs of decoding, their largest memory.
+
+        There are two sets of graphs, of steps that are launched ahead and of others, and with drafts a third one, of
+        multi-token prediction. Each has logits in BF16 and, for its sizes that halve from one to the next, in FP32.
+        """
+        rows = max_batch * (1 + n_drafts)
+        return (3 if n_drafts else 2) * rows * model.config.vocab_size * (2 + 2 * 4)
+
     @property
     def expert_tokens(self) -> Mapping[int, tuple[int, ...]] | None:
         """The tokens of each expert in the window, by layer; see `octile.serve.batch.Runner`."""
