@@ -1,7 +1,13 @@
 """Tests of the parts of a step with prompts that a GPU captures; on a CPU they are computed without a graph."""
 
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 from octile.serve.model_runner import ModelRunner
 from octile.serve.prefill_graphs import PrefillGraphs, padded_rows
@@ -25,3 +31,85 @@ def test_logits_are_those_of_the_forward_pass(fp8):
             texts.run(*sizes)
         found.append(torch.cat(texts.logits))
     torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-3)
+
+
+def logits(*sizes: tuple[int, ...], graphs: type[PrefillGraphs] | None) -> tuple[Tensor, ModelRunner]:
+    runner = ModelRunner(new_model(False), 64)
+    if graphs is not None:
+        runner.prefill_graphs = graphs(runner.forward)
+    texts = Texts(runner, [text(500, seed=i) for i in range(3)])
+    for step in sizes:
+        texts.run(*step)
+    return torch.cat(texts.logits), runner
+
+
+class WarmedUp(PrefillGraphs):
+    """Computes what it captures once, as on a GPU."""
+
+    def _record(self, compute: Callable[[], None]) -> Callable[[], None]:
+        compute()
+        return compute
+
+
+SIZES = (90, 30, 20), (300, 0, 90), (40, 1, 40), (30, 400, 200)  # 256, 512, 256 and 768 rows
+
+
+def test_graphs_of_all_numbers_of_rows_share_buffers_and_write_nothing_when_captured():
+    found, runner = logits(*SIZES, graphs=WarmedUp)
+    torch.testing.assert_close(found, logits(*SIZES, graphs=None)[0], rtol=1e-3, atol=1e-3)
+    graphs = runner.prefill_graphs._of_size
+    assert [*graphs] == [256, 512, 768]
+    assert len({of_size._q_THX.data_ptr() for of_size in graphs.values()}) == 1
+
+
+def test_a_failed_capture_is_said_once_and_not_tried_again():
+    tried = []
+
+    class Failing(PrefillGraphs):
+        def _record(self, compute: Callable[[], None]) -> Callable[[], None]:
+            tried.append(compute)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.warns(RuntimeWarning, match="steps of 256 rows .* captured: CUDA out of memory") as said:
+        found, runner = logits(*SIZES[:1], graphs=Failing)
+    assert len(said) == len(tried) == 1
+    assert torch.equal(found, logits(*SIZES[:1], graphs=None)[0])
+    with warnings.catch_warnings(action="error"):
+        Texts(runner, [text(200)]).run(90)
+    assert len(tried) == 1
+
+
+def test_captures_follow_the_stream_of_the_models_device(monkeypatch: pytest.MonkeyPatch):
+    """Whatever the current device is, and also where a capture fails: its buffers are freed then."""
+    events: list[Any] = []
+
+    class Stream:
+        def __init__(self, name: str):
+            self.name, self.device = name, "cuda:1"
+
+        def wait_stream(self, other: "Stream"):
+            events.append((self.name, other.name))
+
+    class Graph:
+        replay = None
+
+        def capture_begin(self, **_: object):
+            events.append("begin")
+
+        def capture_end(self):
+            events.append("end")
+
+    def fail():
+        raise RuntimeError("out of memory")
+
+    graphs = PrefillGraphs(ModelRunner(new_model(False), 32).forward)
+    monkeypatch.setattr(graphs, "_stream", Stream("own"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream(str(device)))
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    graphs._record(lambda: events.append("compute"))
+    assert events == [("own", "cuda:1"), "compute", "begin", "compute", "end", ("cuda:1", "own")]
+    events.clear()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        graphs._record(fail)
+    assert events == [("own", "cuda:1"), ("cuda:1", "own")]
