@@ -450,7 +450,7 @@ def _run_group(group: CommandGroup, arguments: list[str]) -> None:
     if name in HELP:
         print(wrap_help(group.overview()))
     else:
-        group.run(name, rest, _parse)
+        group.run(name, rest, _parse, _named_as_options)
 
 
 COMMANDS: dict[str, Callable[[list[str]], None]] = {

@@ -7,6 +7,7 @@ command of the lab, write such a module in `octile.lab.pages` and add one entry 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -16,6 +17,7 @@ from octile.checkpoint.files import check_output_file
 from octile.validation import MAX_SEED
 
 Parse = Callable[..., Any]  # (options class, arguments, command) → options; passed by `octile.cli`
+Naming = Callable[..., AbstractContextManager[None]]  # (options class, arguments): errors inside name options
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class CommandGroup:
         lines = [f"  {name:12}{command.summary}" for name, command in self.commands.items()]
         return f"usage: octile {self.name} COMMAND [--help] …\n\n" + "\n".join(lines)
 
-    def run(self, name: str, arguments: list[str], parse: Parse) -> None:
+    def run(self, name: str, arguments: list[str], parse: Parse, naming: Naming) -> None:
         """Run one of the commands.
 
         Raises:
@@ -49,8 +51,9 @@ class CommandGroup:
             raise ValueError(f"unknown {self.name} command {name!r}; there are {', '.join(self.commands)}")
         module = import_module(f"{self.package}.{self.commands[name].module}")
         options = parse(module.Options, arguments, f"{self.name} {name}")
-        _check(options)
-        module.run(options)
+        with naming(module.Options, arguments):
+            _check(options)
+            module.run(options)
 
 
 COMMANDS = {

@@ -72,6 +72,9 @@ def run(options: Options) -> None:
     )
     console.print(text, highlight=False, soft_wrap=True)
     console.print(screen_table(compare_loads(before, after)))
+    if experts < options.num_gpus:
+        text = f"with one copy of each, {options.num_gpus - experts} of {options.num_gpus} GPUs have no expert"
+        console.print(text, highlight=False, soft_wrap=True)
     console.print(f"picture: {options.out}", highlight=False, soft_wrap=True)
 
 

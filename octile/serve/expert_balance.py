@@ -33,6 +33,8 @@ from octile.validation import Range, check
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+INTEGERS = (torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64)
+FORMATS = frozenset((*INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float64))
 MAX_LOAD = torch.finfo(torch.float32).max
 HAS_COPY = 1e300  # what a copy of an expert adds to the load of a GPU for the next one; above all sums of loads
 
@@ -47,7 +49,8 @@ def rebalance_experts(
     in float64 wherever that puts no two copies of an expert on one GPU.
 
     Args:
-        load: [L, E], integers or floating-point numbers: what each expert has to do, such as its number of tokens.
+        load: [L, E], integers, or floating-point numbers of 16, 32 or 64 bits: what each expert has to do, such as its
+            number of tokens.
         num_replicas: P, the slots of all GPUs together, a multiple of num_gpus.
         num_groups: the groups that the experts are divided into, of one size (`n_group`).
         num_nodes: the nodes, inside of which GPUs have fast links.
@@ -60,8 +63,9 @@ def rebalance_experts(
 
     Raises:
         TypeError: load is not a tensor of such numbers, or a size is not an int.
-        ValueError: load has another shape, or a value that is negative, NaN or above the largest float32; a size is not
-            positive, there are fewer slots than experts, or a number does not divide another one as said above.
+        ValueError: load has another shape, is sparse or without values, or has one that is negative, NaN or above the
+            largest float32; a size is not positive, there are fewer slots than experts, or a number does not divide
+            another one as said above.
     """
     _check(load, num_replicas, num_groups, num_nodes, num_gpus)
     load_LE = load.detach().to("cpu", torch.float64).numpy()
@@ -94,9 +98,13 @@ def rebalance_experts(
 
 
 def _check(load: Tensor, num_replicas: int, num_groups: int, num_nodes: int, num_gpus: int) -> None:
-    if not isinstance(load, Tensor) or load.is_complex() or load.dtype == torch.bool:
+    if not isinstance(load, Tensor) or load.dtype not in FORMATS:
         found = load.dtype if isinstance(load, Tensor) else type(load).__name__
-        raise TypeError(f"load must be a tensor of integers or floating-point numbers, not {found}")
+        needed = "a tensor of integers, or of floating-point numbers of 16, 32 or 64 bits"
+        raise TypeError(f"load must be {needed}, not {found}")
+    if load.layout != torch.strided or load.is_nested or load.is_meta:
+        kind = "one on meta" if load.is_meta else "a nested one" if load.is_nested else load.layout
+        raise ValueError(f"load must be a dense tensor with values, not {kind}")
     sizes = {"num_replicas": num_replicas, "num_groups": num_groups, "num_nodes": num_nodes, "num_gpus": num_gpus}
     for name, size in sizes.items():
         check(name, size, Annotated[int, Range(at_least=1)])
@@ -111,13 +119,11 @@ def _check(load: Tensor, num_replicas: int, num_groups: int, num_nodes: int, num
     n_experts = load.shape[1]
     if num_replicas < n_experts:
         raise ValueError(f"num_replicas must be at least {n_experts}, the experts of load, not {num_replicas}")
-    for name, number, of, whole in (
-        ("num_groups", num_groups, "the experts of load", n_experts),
-        ("num_nodes", num_nodes, "num_gpus", num_gpus),
-        ("num_gpus", num_gpus, "num_replicas", num_replicas),
-    ):
-        if whole % number:
-            raise ValueError(f"{name} must divide {of}, {whole}, but is {number}")
+    if n_experts % num_groups:
+        raise ValueError(f"num_groups must divide the experts of load, {n_experts}, but is {num_groups}")
+    for whole, part in (("num_gpus", "num_nodes"), ("num_replicas", "num_gpus")):
+        if sizes[whole] % sizes[part]:  # either may be the wrong one
+            raise ValueError(f"{whole}, {sizes[whole]}, must be a multiple of {part}, {sizes[part]}")
 
 
 def _replicate(load_XN: Floats, n_slots: int, most: int) -> tuple[Ints, Ints, Ints]:

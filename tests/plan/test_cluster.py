@@ -89,7 +89,7 @@ def test_published_figures_are_listed_with_the_error_of_the_plan(capsys, folder)
         (("--cluster", "moon.toml"), "cluster file 'moon.toml' does not exist"),
         (("--gpus", "4096"), "gpus must be at most the 2,048 of cluster h800_2048, not 4,096"),
         (("--pp", "15"), "pp must divide the 2,048 GPUs, not 15"),
-        (("--batch-size", "15361"), "batch_size must be a multiple of"),
+        (("--batch-size", "15361"), "--batch-size must be a multiple of"),
         (
             ("--batch-size", "1280", "--pp", "16", "--schedule", "dualpipe", "--micro-batch-size", "1"),
             "dualpipe needs at least 32 micro-batches, not 10",
@@ -98,7 +98,7 @@ def test_published_figures_are_listed_with_the_error_of_the_plan(capsys, folder)
             ("--pp", "16", "--ep", "1"),
             "no layout of v3_671b with pp 16, ep 1 fits on the 2,048 GPUs of h800_2048; the nearest to fitting is PP16",
         ),
-        (("--scatter.slow-gpus", "5000"), "slow_gpus must be at most the 2,048 GPUs, not 5,000"),
+        (("--scatter.slow-gpus", "5000"), "--scatter.slow-gpus must be at most the 2,048 GPUs, not 5,000"),
         (("--scatter.slowdown", "1e308"), "slowdown must be at most 1,000, not 1e+308"),
         (("--out", "/dev/null/step.svg"), "cannot be written: '/dev/null' is not a folder"),
         (("--out", "."), "out must end in .svg or .png, not '.'"),

@@ -44,6 +44,17 @@ def test_the_table_compares_the_placements(capsys, folder):
     assert rows["redundant experts"] == ["3", "1.00", "1.00", "0.0%"]
 
 
+def test_gpus_without_an_expert_are_counted(capsys, folder):
+    write_metrics(folder / "metrics.jsonl", {"layers.1": [8, 4, 2]})
+    options = ("--num-groups", "1", "--num-nodes", "1", "--num-replicas", "5", "--num-gpus", "5", "--out", "a.svg")
+    _, out, _ = call(capsys, "plan", "experts", "--load", ".", *options)
+    assert "with one copy of each, 2 of 5 GPUs have no expert" in out
+
+
+def test_nothing_is_said_of_gpus_without_an_expert_where_there_are_none(capsys, folder):
+    assert "have no expert" not in call(capsys, "plan", "experts")[1]
+
+
 def test_before_each_gpu_has_consecutive_experts():
     loads = consecutive(torch.tensor([[1, 2, 3, 4, 5]]), 2)
     assert loads.load.tolist() == [[[1, 2, 3], [4, 5, 0]]]
@@ -73,10 +84,11 @@ def test_a_skew_of_zero_gives_equal_loads():
     ("options", "message"),
     [
         (("--load", "none"), "load must be a run folder or its metrics.jsonl, but there is no file none"),
-        (("--num-replicas", "200"), "num_replicas must be at least 256, the experts of load, not 200"),
-        (("--num-replicas", "290"), "num_gpus must divide num_replicas, 290, but is 32"),
-        (("--num-groups", "7"), "num_groups must divide the experts of load, 256, but is 7"),
-        (("--num-nodes", "5"), "num_nodes must divide num_gpus, 32, but is 5"),
+        (("--num-replicas", "200"), "--num-replicas must be at least 256, the experts of load, not 200"),
+        (("--num-replicas", "290"), "--num-replicas, 290, must be a multiple of --num-gpus, 32"),
+        (("--num-groups", "7"), "--num-groups must divide the experts of load, 256, but is 7"),
+        (("--num-nodes", "5"), "--num-gpus, 32, must be a multiple of --num-nodes, 5"),
+        (("--num-gpus", "7"), "--num-gpus, 7, must be a multiple of --num-nodes, 4"),
         (("--num-gpus", "0"), "--num-gpus must be at least 1, not 0"),
         (("--num-gpus", "2048"), "--num-gpus must be at most 1,024, not 2048"),
         (("--skew", "-1"), "--skew must be at least 0, not -1"),

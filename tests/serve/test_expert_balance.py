@@ -210,7 +210,7 @@ def test_deepseek_v3_at_its_size_has_no_two_copies_on_a_gpu():
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.uint16, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float64]
+    "dtype", [torch.uint8, torch.uint16, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float64]
 )
 def test_loads_may_be_of_any_dtype_of_real_numbers(dtype):
     load = torch.tensor([[1, 9, 4, 2]])
@@ -237,11 +237,13 @@ def changed(value: float) -> Tensor:
         ("load", changed(float("inf")).bfloat16(), r"load must be from 0 to 3.4e\+38, not inf of expert 5 in layer 1"),
         ("load", changed(float("inf")), r"load must be from 0 to 3.4e\+38, not inf of expert 5 in layer 1"),
         ("num_replicas", 8, "num_replicas must be at least 12, the experts of load, not 8"),
-        ("num_replicas", 18, "num_gpus must divide num_replicas, 18, but is 8"),
+        ("load", torch.ones(2, 12, device="meta"), "load must be a dense tensor with values, not one on meta"),
+        ("load", torch.ones(2, 12).to_sparse(), "load must be a dense tensor with values, not torch.sparse_coo"),
+        ("num_replicas", 18, "num_replicas, 18, must be a multiple of num_gpus, 8"),
         ("num_replicas", 0, "num_replicas must be at least 1, not 0"),
         ("num_groups", 5, "num_groups must divide the experts of load, 12, but is 5"),
         ("num_groups", -4, "num_groups must be at least 1, not -4"),
-        ("num_nodes", 3, "num_nodes must divide num_gpus, 8, but is 3"),
+        ("num_nodes", 3, "num_gpus, 8, must be a multiple of num_nodes, 3"),
         ("num_nodes", 0, "num_nodes must be at least 1, not 0"),
         ("num_gpus", 0, "num_gpus must be at least 1, not 0"),
     ],
@@ -254,9 +256,18 @@ def test_wrong_values_are_refused(name, value, message):
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("load", [[1.0] * 12], "load must be a tensor of integers or floating-point numbers, not list"),
-        ("load", torch.ones(2, 12, dtype=torch.bool), "load must be a tensor of .* numbers, not torch.bool"),
-        ("load", torch.ones(2, 12, dtype=torch.complex64), "load must be a tensor of .* numbers, not torch.complex64"),
+        (
+            "load",
+            [[1.0] * 12],
+            "load must be a tensor of integers, or of floating-point numbers of 16, 32 or 64 bits, not list",
+        ),
+        ("load", torch.ones(2, 12, dtype=torch.bool), "load must be a tensor of .* bits, not torch.bool"),
+        ("load", torch.ones(2, 12, dtype=torch.complex64), "load must be a tensor of .* bits, not torch.complex64"),
+        (
+            "load",
+            torch.ones(2, 12).to(torch.float8_e4m3fn),
+            "load must be a tensor of .* 16, 32 or 64 bits, not .*e4m3fn",
+        ),
         ("num_gpus", 8.0, "num_gpus must be a whole number, not 8.0"),
         ("num_nodes", True, "num_nodes must be a whole number, not True"),
     ],
