@@ -91,7 +91,13 @@ def assign_copies(experts: Tensor, first: Tensor, served: Tensor, physical_to_lo
 
     Returns:
         int64 [T, K], the slots.
+
+    Raises:
+        TypeError: a tensor is not int64.
+        ValueError: a shape does not fit, a number of tokens is negative, an expert is not from 0 to E − 1, or `served`
+            counts fewer tokens of an expert than `first` and `experts` have together.
     """
+    _check_rows(experts, first, served, physical_to_logical)
     flat = experts.flatten()
     order = flat.argsort(stable=True)
     begin_E = torch.searchsorted(flat[order], torch.arange(len(first), device=flat.device))
@@ -108,23 +114,61 @@ def assign_copies(experts: Tensor, first: Tensor, served: Tensor, physical_to_lo
 
 def _check(tokens: Tensor, physical_to_logical: Tensor, num_gpus: int) -> None:
     for name, tensor in (("tokens", tokens), ("physical_to_logical", physical_to_logical)):
-        if not isinstance(tensor, Tensor) or tensor.dtype != torch.int64:
-            found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise TypeError(f"{name} must be an int64 tensor, not {found}")
-        if tensor.dim() != 1 or not len(tensor):
-            raise ValueError(f"{name} must be a vector of at least one number, not {list(tensor.shape)}")
+        _check_vector(name, tensor)
     check("num_gpus", num_gpus, Annotated[int, Range(at_least=1)])
     if len(physical_to_logical) % num_gpus:
         raise ValueError(f"num_gpus must divide the {len(physical_to_logical)} slots, but is {num_gpus}")
-    if (tokens < 0).any():
-        raise ValueError(f"tokens must be at least 0, not {int(tokens.min())}")
-    copies = physical_to_logical.clamp(0, len(tokens) - 1)
-    if not torch.equal(copies, physical_to_logical):
-        other = int(physical_to_logical[copies != physical_to_logical][0])
-        raise ValueError(f"physical_to_logical must have experts from 0 to {len(tokens) - 1}, not {other}")
-    missing = (copies.bincount(minlength=len(tokens)) == 0).nonzero().flatten().tolist()
+    _check_counts("tokens", tokens)
+    _check_experts("physical_to_logical", physical_to_logical, len(tokens))
+    missing = (physical_to_logical.bincount(minlength=len(tokens)) == 0).nonzero().flatten().tolist()
     if missing:
         raise ValueError(f"physical_to_logical must have every expert, but expert {missing[0]} has no slot")
+
+
+def _check_rows(experts: Tensor, first: Tensor, served: Tensor, physical_to_logical: Tensor) -> None:
+    _check_int64("experts", experts)
+    if experts.dim() != 2:
+        raise ValueError(f"experts must be [tokens, chosen experts], not {list(experts.shape)}")
+    for name, tensor in (("first", first), ("served", served), ("physical_to_logical", physical_to_logical)):
+        _check_vector(name, tensor)
+    n_slots, n_experts = len(physical_to_logical), len(first)
+    if len(served) != n_slots:
+        raise ValueError(f"served must have the {n_slots} slots of physical_to_logical, not {len(served)}")
+    _check_counts("first", first)
+    _check_counts("served", served)
+    _check_experts("experts", experts, n_experts)
+    _check_experts("physical_to_logical", physical_to_logical, n_experts)
+    counted_E = torch.zeros_like(first).index_add_(0, physical_to_logical, served)
+    found_E = first + experts.flatten().bincount(minlength=n_experts)
+    if (found_E > counted_E).any():
+        expert = int((found_E - counted_E).argmax())
+        raise ValueError(
+            f"served must count all: {int(counted_E[expert])} of expert {expert}, but first and experts have "
+            f"{int(found_E[expert])}"
+        )
+
+
+def _check_int64(name: str, tensor: Tensor) -> None:
+    if not isinstance(tensor, Tensor) or tensor.dtype != torch.int64:
+        found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise TypeError(f"{name} must be an int64 tensor, not {found}")
+
+
+def _check_vector(name: str, tensor: Tensor) -> None:
+    _check_int64(name, tensor)
+    if tensor.dim() != 1 or not len(tensor):
+        raise ValueError(f"{name} must be a vector of at least one number, not {list(tensor.shape)}")
+
+
+def _check_counts(name: str, tensor: Tensor) -> None:
+    if (tensor < 0).any():
+        raise ValueError(f"{name} must be at least 0, not {int(tensor.min())}")
+
+
+def _check_experts(name: str, tensor: Tensor, n_experts: int) -> None:
+    is_other = (tensor < 0) | (tensor >= n_experts)
+    if is_other.any():
+        raise ValueError(f"{name} must have experts from 0 to {n_experts - 1}, not {int(tensor[is_other][0])}")
 
 
 def _choose_active(tokens_E: Ints, hosted_EG: Bools, num_active: int) -> Bools:

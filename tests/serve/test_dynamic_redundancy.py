@@ -168,3 +168,43 @@ def test_wrong_values_are_refused(name, value, message):
 def test_wrong_types_are_refused(name, value, message):
     with pytest.raises(TypeError, match=message):
         choose_copies(**{**GOOD, name: value})
+
+
+# of the first rank: expert 0 has tokens 0 and 2, expert 1 token 1; the second rank has another token of expert 0
+ASSIGNED = {
+    "experts": torch.tensor([[0], [1], [0]]),
+    "first": torch.tensor([0, 0, 0]),
+    "served": torch.tensor([2, 1, 0, 1]),
+    "physical_to_logical": torch.tensor([0, 1, 2, 0]),
+}
+
+
+def test_a_rank_without_tokens_gets_no_slots():
+    slots = assign_copies(**{**ASSIGNED, "experts": torch.zeros(0, 2, dtype=torch.int64)})
+    assert slots.shape == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("experts", torch.tensor([0, 1]), r"experts must be \[tokens, chosen experts\], not \[2\]"),
+        ("experts", torch.tensor([[-1]]), "experts must have experts from 0 to 2, not -1"),
+        ("experts", torch.tensor([[1], [5]]), "experts must have experts from 0 to 2, not 5"),
+        ("experts", torch.tensor([[1], [1]]), "served must count all: 1 of expert 1, but first and experts have 2"),
+        ("first", torch.tensor([2, 0, 0]), "served must count all: 3 of expert 0, but first and experts have 4"),
+        ("first", torch.tensor([0, -1, 0]), "first must be at least 0, not -1"),
+        ("first", torch.tensor([[0, 0, 0]]), r"first must be a vector of at least one number, not \[1, 3\]"),
+        ("served", torch.tensor([3, 1, 0, -1]), "served must be at least 0, not -1"),
+        ("served", torch.tensor([2, 1, 0]), "served must have the 4 slots of physical_to_logical, not 3"),
+        ("physical_to_logical", torch.tensor([0, 1, 3, 0]), "physical_to_logical must have experts from 0 to 2, not 3"),
+    ],
+)
+def test_wrong_rows_are_refused(name, value, message):
+    with pytest.raises(ValueError, match=message):
+        assign_copies(**{**ASSIGNED, name: value})
+
+
+@pytest.mark.parametrize("name", ASSIGNED)
+def test_rows_of_another_type_are_refused(name):
+    with pytest.raises(TypeError, match=f"{name} must be an int64 tensor, not torch.int32"):
+        assign_copies(**{**ASSIGNED, name: ASSIGNED[name].int()})
