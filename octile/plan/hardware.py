@@ -212,5 +212,7 @@ def _read(cls: Any, path: Path) -> Any:
         return from_json(cls, tomllib.loads(path.read_text(encoding="utf-8")))
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is damaged: byte {error.start} is not UTF-8") from None
-    except ValueError as error:  # of TOML or of a field
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path}: not TOML: {error}") from None
+    except ValueError as error:  # of a field
         raise ValueError(f"{path}: {error}") from None

@@ -35,7 +35,7 @@ def test_a_users_file_is_read_by_its_path(tmp_path):
         ("bandwidth = 450e9", 'bandwidth = "fast"', "bandwidth must be a number, not 'fast'"),
         ("bandwidth = 450e9", "width = 450e9", "nvlink.width is unknown: there are bandwidth, latency"),
         ("multiprocessors = 132", "multiprocessors = 32", "exchange_multiprocessors must be below the 32 SMs"),
-        ("[gpu]", "[gpu", "mine.toml: "),
+        ("[gpu]", "[gpu", "mine.toml: not TOML: "),
         ("latency = 5e-6", "latency = inf", "nvlink.latency must be finite, not inf"),
         ("[gpu]", "layouts.v9.pp = 2\n[gpu]", "layouts.v9 is unknown: there are tiny, "),
         ("[gpu]", "layouts.tiny = 2\n[gpu]", "layouts.tiny must be an object, not 2"),
