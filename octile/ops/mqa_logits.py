@@ -26,6 +26,7 @@ from octile.ops.quantize import check_device
 PAGE = 64  # keys of a page
 SPLIT = 256  # keys that a thread block takes at a time of a paged cache
 SCALE_BYTES = 4
+MAX_BLOCKS, MAX_WIDTH = 2**16 - 1, 2**31 - 1
 
 
 @operator()
@@ -153,7 +154,7 @@ def paged_mqa_logits(
             or a page that is read is not in the cache.
     """
     check_paged_logits(q, cache, weights, lengths, pages, schedule, width, out_dtype)
-    _check_values(cache, lengths, pages, width)
+    check_paged_values(cache, lengths, pages, width)
     return _paged_mqa_logits(q, cache, weights, lengths, pages, width, out_dtype)
 
 
@@ -200,16 +201,17 @@ def paged_mqa_schedule(lengths: Tensor, n_blocks: int) -> Tensor:
 
     Args:
         lengths: [B, next_n] int32: the keys that each query sees. A sequence counts with its longest.
-        n_blocks: thread blocks, at least 1; as a rule the number of SMs.
+        n_blocks: thread blocks, from 1 to 65,535; as a rule the number of SMs.
 
     Returns:
         int32 [n_blocks + 1, 2]: (sequence, unit of it) at which each block begins; the next block's is where it ends.
 
     Raises:
         TypeError: lengths are not int32.
-        ValueError: lengths are no matrix, or n_blocks is less than 1.
+        ValueError: lengths are no matrix, n_blocks is out of its range, or, on a CPU, a length is less than 0.
     """
     check_schedule(lengths, n_blocks)
+    check_schedule_values(lengths)
     b = len(lengths)
     if not lengths.numel():
         return lengths.new_zeros(n_blocks + 1, 2)
@@ -258,8 +260,7 @@ def check_logits(
         _check_int32(which, t, 1, name["q"], q)
         if len(t) != s:
             raise ValueError(f"{which} must be ({s},), one for each query, not {tuple(t.shape)}")
-    if width < 0:
-        raise ValueError(f"{name['width']} must be at least 0, not {width}")
+    _check_integer(name["width"], width, 0, MAX_WIDTH)
     if width and clean:
         raise ValueError(f"{name['clean']} must be False where {name['width']} is {width}, not True")
 
@@ -301,16 +302,20 @@ def check_paged_logits(
         raise ValueError(f"{name['pages']} must be ({b}, M), a row for each sequence, not {tuple(pages.shape)}")
     if len(schedule) < 2 or schedule.shape[1] != 2:
         raise ValueError(f"{name['schedule']} must be [blocks + 1, 2], not {tuple(schedule.shape)}")
-    if width < 0:
-        raise ValueError(f"{name['width']} must be at least 0, not {width}")
+    _check_integer(name["width"], width, 0, MAX_WIDTH)
 
 
 def check_schedule(lengths: Tensor, n_blocks: int, names: Mapping[str, str] = MappingProxyType({})) -> None:
     """Raise what `paged_mqa_schedule` raises; `names` are other names of its arguments for messages."""
     name = _Names(names)
     _check_int32(name["lengths"], lengths, 2, name["lengths"], lengths)
-    if n_blocks < 1:
-        raise ValueError(f"{name['n_blocks']} must be at least 1, not {n_blocks}")
+    _check_integer(name["n_blocks"], n_blocks, 1, MAX_BLOCKS)
+
+
+def check_schedule_values(lengths: Tensor, names: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Raise what `paged_mqa_schedule` raises of lengths that are on the host."""
+    if lengths.is_cpu and lengths.numel() and int(lengths.min()) < 0:
+        raise ValueError(f"{_Names(names)['lengths']} must be at least 0, not {lengths.tolist()}")
 
 
 class _Names(dict[str, str]):
@@ -349,13 +354,25 @@ def _check_int32(name: str, t: Tensor, dims: int, other_name: str, other: Tensor
     check_device(other_name, other, name, t)
 
 
-def _check_values(cache: Tensor, lengths: Tensor, pages: Tensor, width: int) -> None:
-    """Check what a GPU does not, since the values are not on the host."""
+def _check_integer(name: str, value: object, least: int, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
+        raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
+    if not least <= value <= most:
+        raise ValueError(f"{name} must be from {least} to {most:,}, not {value}")
+
+
+def check_paged_values(
+    cache: Tensor, lengths: Tensor, pages: Tensor, width: int, names: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Raise what `paged_mqa_logits` raises of values, which a GPU does not check since they are not on the host."""
+    name = _Names(names)
     longest = min(width, PAGE * pages.shape[1])
     if not lengths.numel():
         return
     if not 0 <= int(lengths.min()) <= int(lengths.max()) <= longest:
-        raise ValueError(f"lengths must be from 0 to the {longest} keys of width and pages, not {lengths.tolist()}")
+        of = f"{name['width']} and {name['pages']}"
+        raise ValueError(f"{name['lengths']} must be from 0 to the {longest} keys of {of}, not {lengths.tolist()}")
     read = pages[torch.arange(pages.shape[1]) < (lengths.amax(1)[:, None] + PAGE - 1) // PAGE]
     if read.numel() and not 0 <= int(read.min()) <= int(read.max()) < len(cache):
-        raise ValueError(f"pages must be from 0 to below {len(cache)}, not {sorted(set(read.tolist()))}")
+        of = f"the {len(cache)} pages of {name['cache']}"
+        raise ValueError(f"{name['pages']} must be from 0 to below {of}, not {sorted(set(read.tolist()))}")

@@ -125,7 +125,7 @@ def test_the_operators_are_well_formed():
         ({"starts": STARTS.long()}, TypeError, "starts must be int32"),
         ({"ends": ENDS[1:]}, ValueError, r"ends must be \(6,\)"),
         ({"ends": ENDS.to("meta")}, ValueError, "q is on cpu but ends on meta"),
-        ({"width": -1}, ValueError, "width must be at least 0, not -1"),
+        ({"width": -1}, ValueError, "width must be from 0 to 2,147,483,647, not -1"),
         ({"width": 5}, ValueError, "clean must be False where width is 5"),
         ({"out_dtype": torch.float16}, TypeError, "out_dtype must be bfloat16 or float32"),
     ],
@@ -149,10 +149,10 @@ def test_wrong_arguments_are_refused(change: dict, error: type[Exception], messa
         ({"lengths": LENGTHS + 150}, ValueError, "lengths must be from 0 to the 192 keys"),
         ({"lengths": LENGTHS - 1}, ValueError, "lengths must be from 0"),
         ({"pages": PAGES[1:]}, ValueError, r"pages must be \(3, M\)"),
-        ({"pages": PAGES + 3}, ValueError, "pages must be from 0 to below 6"),
+        ({"pages": PAGES + 3}, ValueError, "pages must be from 0 to below the 6 pages of cache"),
         ({"pages": PAGES.mT.contiguous().mT}, ValueError, "pages must have 2 dimensions and contiguous rows"),
         ({"schedule": LENGTHS[:1]}, ValueError, r"schedule must be \[blocks \+ 1, 2\]"),
-        ({"width": -1}, ValueError, "width must be at least 0"),
+        ({"width": -1}, ValueError, "width must be from 0 to 2,147,483,647"),
         ({"out_dtype": torch.float64}, TypeError, "out_dtype must be bfloat16 or float32"),
     ],
 )
@@ -168,7 +168,7 @@ def test_wrong_arguments_with_pages_are_refused(change: dict, error: type[Except
     [
         (LENGTHS.long(), 4, TypeError, "lengths must be int32"),
         (LENGTHS[0], 4, ValueError, "lengths must have 2 dimensions"),
-        (LENGTHS, 0, ValueError, "n_blocks must be at least 1, not 0"),
+        (LENGTHS, 0, ValueError, "n_blocks must be from 1 to 65,535, not 0"),
     ],
 )
 def test_wrong_schedules_are_refused(lengths: Tensor, n_blocks: int, error: type[Exception], message: str):

@@ -8,12 +8,15 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from octile.ops.mqa_logits import (
     PAGE,
     check_logits,
     check_paged_logits,
+    check_paged_values,
     check_schedule,
+    check_schedule_values,
     mqa_logits,
     paged_mqa_logits,
     paged_mqa_schedule,
@@ -47,9 +50,11 @@ def fp8_fp4_mqa_logits(
         q: (data [S, H, D] float8_e4m3fn, None).
         kv: (data [T, D] float8_e4m3fn, scale [T] float32).
         weights: [S, H] float32.
-        cu_seq_len_k_start, cu_seq_len_k_end: [S] int32, the first key of each query and the one after its last.
+        cu_seq_len_k_start, cu_seq_len_k_end: [S] int32, the first key of each query and the one after its last. A
+            start below 0 counts as 0, an end beyond T as T.
         clean_logits: whether logits of other keys are −∞, otherwise they are unspecified.
-        max_seqlen_k: 0, or the number of columns of compressed logits: column j is key cu_seq_len_k_start[s] + j.
+        max_seqlen_k: 0, or the number of columns of compressed logits: column j is key cu_seq_len_k_start[s] + j. Keys
+            beyond the last column are not stored.
         logits_dtype: float32 or bfloat16.
 
     Raises:
@@ -87,7 +92,7 @@ def get_paged_mqa_logits_metadata(
     Args:
         context_lens: [B, next_n] int32.
         block_kv: keys of a page, 64.
-        num_sms: as many as `get_num_sms()`.
+        num_sms: as many as `get_num_sms()`; on a CPU any number from 1 to 65,535 does.
         indices: None.
 
     Returns:
@@ -101,6 +106,8 @@ def get_paged_mqa_logits_metadata(
     if block_kv != PAGE:
         raise ValueError(f"block_kv must be {PAGE}, not {block_kv}")
     check_schedule(context_lens, num_sms, PAGED_NAMES)
+    if _has_values(context_lens):
+        check_schedule_values(context_lens, PAGED_NAMES)
     return cast(Tensor, paged_mqa_schedule(context_lens, num_sms))
 
 
@@ -145,6 +152,8 @@ def fp8_fp4_paged_mqa_logits(
         )
     arguments = data, kv_cache.flatten(1), weights, context_lens, block_table, schedule_meta, max_context_len
     check_paged_logits(*arguments, logits_dtype, PAGED_NAMES)
+    if _has_values(context_lens):
+        check_paged_values(arguments[1], context_lens, block_table, max_context_len, PAGED_NAMES)
     return cast(Tensor, paged_mqa_logits(*arguments, clean_logits, logits_dtype))
 
 
@@ -177,3 +186,8 @@ def _fp8(name: str, pair: tuple[Tensor, Tensor | None]) -> Tensor:
 def _check_varlen(indices: Tensor | None) -> None:
     if indices is not None:
         raise ValueError("indices must be None: sequences of several lengths in a batch are not supported")
+
+
+def _has_values(t: Tensor) -> bool:
+    """Return whether values are on the host, and not those of a trace."""
+    return t.is_cpu and type(t) is Tensor and not is_dynamo_compiling()

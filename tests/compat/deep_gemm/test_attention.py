@@ -90,7 +90,9 @@ WRONG: list[tuple[str, Any, type[Exception], str]] = [
     ("weights", torch.ones(S, H).half(), TypeError, "weights must be float32"),
     ("cu_seq_len_k_start", torch.zeros(S), TypeError, "cu_seq_len_k_start must be int32"),
     ("cu_seq_len_k_end", None, TypeError, "cu_seq_len_k_end must be a tensor"),
-    ("max_seqlen_k", -1, ValueError, "max_seqlen_k must be at least 0"),
+    ("max_seqlen_k", -1, ValueError, "max_seqlen_k must be from 0 to 2,147,483,647, not -1"),
+    ("max_seqlen_k", 10**12, ValueError, "max_seqlen_k must be from 0 to 2,147,483,647"),
+    ("max_seqlen_k", 4.0, TypeError, "max_seqlen_k must be an integer, not float"),
     ("max_seqlen_k", 5, ValueError, "clean_logits must be False where max_seqlen_k is 5"),
     ("logits_dtype", torch.float16, TypeError, "logits_dtype must be bfloat16 or float32"),
 ]
@@ -101,7 +103,21 @@ WRONG_PAGED: list[tuple[str, Any, type[Exception], str]] = [
     ("block_table", int32([[1, 0]]), ValueError, r"block_table must be \(2, M\)"),
     ("schedule_meta", None, TypeError, "schedule_meta must be a tensor"),
     ("schedule_meta", int32([[0, 0]]), ValueError, r"schedule_meta must be \[blocks \+ 1, 2\]"),
-    ("max_context_len", -1, ValueError, "max_context_len must be at least 0"),
+    ("max_context_len", -1, ValueError, "max_context_len must be from 0 to 2,147,483,647, not -1"),
+    ("max_context_len", 128.0, TypeError, "max_context_len must be an integer, not float"),
+    (
+        "max_context_len",
+        64,
+        ValueError,
+        "context_lens must be from 0 to the 64 keys of max_context_len and block_table",
+    ),
+    ("context_lens", int32([[-1, 1], [0, 0]]), ValueError, "context_lens must be from 0 to the 120 keys"),
+    (
+        "block_table",
+        int32([[1, 6], [0, 0]]),
+        ValueError,
+        r"block_table must be from 0 to below the 2 pages of kv_cache",
+    ),
     ("indices", int32([0, 1]), ValueError, "indices must be None"),
 ]
 
@@ -123,10 +139,22 @@ def test_wrong_arguments_with_pages_are_refused(name: str, value: Any, error: ty
     [
         ((None, 64, 3), TypeError, "context_lens must be a tensor"),
         ((int32([[1]]), 32, 3), ValueError, "block_kv must be 64, not 32"),
-        ((int32([[1]]), 64, 0), ValueError, "num_sms must be at least 1"),
+        ((int32([[1]]), 64, 0), ValueError, "num_sms must be from 1 to 65,535, not 0"),
+        ((int32([[1]]), 64, 10**10), ValueError, "num_sms must be from 1 to 65,535"),
+        ((int32([[1]]), 64, 4.0), TypeError, "num_sms must be an integer, not float"),
+        ((int32([[5], [-1]]), 64, 4), ValueError, r"context_lens must be at least 0, not \[\[5\], \[-1\]\]"),
         ((int32([[1]]), 64, 3, int32([0])), ValueError, "indices must be None"),
     ],
 )
 def test_wrong_metadata_is_refused(arguments: tuple[Any, ...], error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         deep_gemm.get_paged_mqa_logits_metadata(*arguments)
+
+
+def test_the_flow_of_deep_gemms_tests_runs_without_a_gpu(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    arguments = paged()
+    blocks = deep_gemm.get_num_sms()
+    metadata = deep_gemm.get_paged_mqa_logits_metadata(arguments["context_lens"], PAGE, blocks)
+    found = deep_gemm.fp8_paged_mqa_logits(**arguments | {"schedule_meta": metadata}, clean_logits=True)
+    assert torch.equal(found, deep_gemm.fp8_paged_mqa_logits(**arguments, clean_logits=True))

@@ -43,10 +43,11 @@ def test_other_numbers_of_sms_are_refused(count, error):
     assert deep_gemm.get_num_sms() == 132
 
 
-def test_without_a_gpu_there_are_no_sms(monkeypatch):
+def test_without_a_gpu_the_number_of_sms_is_one_and_is_not_set(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert deep_gemm.get_num_sms() == 1
     with pytest.raises(RuntimeError, match="there is no GPU"):
-        deep_gemm.get_num_sms()
+        deep_gemm.set_num_sms(1)
 
 
 def test_the_alignment_is_what_was_set_under_every_name():
