@@ -17,6 +17,7 @@ from types import MappingProxyType
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from octile.kernels.cuda.attention import mqa_logits as kernel
 from octile.ops.matmul import OUT_DTYPES, without_autocast
@@ -289,7 +290,8 @@ def check_paged_logits(
         raise ValueError(
             f"pages of {name['cache']} must be contiguous, at multiples of 16 bytes, not have strides {cache.stride()}"
         )
-    if cache.storage_offset() % 16:  # not the address, which tensors without data do not have
+    # not the address, which tensors without data do not have; a trace has neither, and the operator checks again
+    if not is_dynamo_compiling() and cache.storage_offset() % 16:
         raise ValueError(
             f"{name['cache']} must begin at a multiple of 16 bytes of its storage, not at {cache.storage_offset()}"
         )

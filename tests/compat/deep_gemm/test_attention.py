@@ -158,3 +158,10 @@ def test_the_flow_of_deep_gemms_tests_runs_without_a_gpu(monkeypatch: pytest.Mon
     metadata = deep_gemm.get_paged_mqa_logits_metadata(arguments["context_lens"], PAGE, blocks)
     found = deep_gemm.fp8_paged_mqa_logits(**arguments | {"schedule_meta": metadata}, clean_logits=True)
     assert torch.equal(found, deep_gemm.fp8_paged_mqa_logits(**arguments, clean_logits=True))
+
+
+def test_logits_of_pages_are_traced_whole():
+    arguments = paged()
+    logits = torch.compile(deep_gemm.fp8_paged_mqa_logits, backend="eager", fullgraph=True)
+    whole = deep_gemm.fp8_paged_mqa_logits(**arguments, clean_logits=True)
+    assert torch.equal(logits(**arguments, clean_logits=True), whole)
