@@ -151,6 +151,18 @@ def test_a_key_is_asked_for_in_the_browser(serve, open_page):
     sync_api.expect(page.locator("#about")).to_contain_text("micro")
 
 
+def test_a_missing_key_is_asked_for_without_words_of_http(serve, open_page):
+    page = open_page(serve(api_keys=("secret",)))
+    sync_api.expect(page.locator("#about")).to_have_text("the API key is missing · fill in the field “API key” below")
+
+
+def test_a_key_that_no_request_can_carry_is_refused_by_its_name(serve, open_page):
+    page = open_page(serve(api_keys=("secret",)))
+    page.get_by_label("API key").fill("ключ")
+    page.get_by_label("API key").blur()
+    sync_api.expect(page.locator("#about")).to_have_text("the API key must have only characters of ASCII")
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_fits_a_telephone_and_has_contrast(serve, open_page, scheme):
     page = open_page(serve(), viewport={"width": 390, "height": 844}, color_scheme=scheme)
