@@ -44,6 +44,13 @@ def test_the_cost_of_telemetry():
     assert f"{text} {every_100th['value']:.2f}%" in page("docs/telemetry.md")
 
 
+def test_many_streams_on_a_cpu():
+    rows = {(row["case"], row["what"]): row for row in record(RECORDS / "serve.json")["rows"]}
+    many = rows["64 clients", "throughput"]
+    speeds = f"| {many['value']:,.0f} | one stream: {many['against']['value']:.1f} | {many['against']['ratio']:.1f}× |"
+    assert f"64 streams at a time, 23 November 2026, tokens/s {speeds}" in page("docs/results.md")
+
+
 def test_the_default_run():
     lines = [json.loads(line) for line in (ROOT / "experiments/tiny/run/metrics.jsonl").read_text().splitlines()]
     first = next(line["main_loss"] for line in lines if "loss" in line)
