@@ -152,9 +152,12 @@ def _train_joined(
                     message = f"stopped at once; to continue from the last checkpoint: {_resume_command(config)}"
             raise Stopped.by(interrupt, message) from None
         except Exception as error:
-            if (explained := explain(error)) is error or will_restart() or not finished_steps(Store(run.checkpoints)):
+            if (explained := explain(error)) is error or will_restart():
                 raise
-            raise RanksError(f"{explained}; to continue: {_resume_command(config)}") from error
+            then = "nothing is saved before the first checkpoint"
+            if finished_steps(Store(run.checkpoints)):
+                then = f"to continue: {_resume_command(config)}"
+            raise RanksError(f"{explained}; {then}") from error
 
 
 def _train(

@@ -99,6 +99,14 @@ def test_rank_1_reports_that_rank_0_was_killed(arguments, tmp_path: Path):
     assert "; last seen: rank 0 at step 3: passes of micro-batch 0; to continue: torchrun " in line
 
 
+def test_a_rank_that_is_lost_before_the_first_checkpoint_leaves_nothing(arguments, tmp_path: Path):
+    arguments = [*arguments, "--steps=4", "--checkpoint-every=0", f"--out={tmp_path / 'run'}"]
+    ended = train(tmp_path, *arguments, fault="killed")
+    assert ended.statuses == [-signal.SIGKILL, 1]
+    ((), (line,)) = ended.lines
+    assert line.endswith(": passes of micro-batch 0; nothing is saved before the first checkpoint")
+
+
 HANGS = {  # options, where rank 0 waits, where rank 1 hangs
     "data parallel": ([], "sum of the gradients", "passes of micro-batch 0"),
     "pipeline": (
