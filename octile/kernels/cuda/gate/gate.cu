@@ -15,6 +15,7 @@
 #include "ptx.cuh"
 #include "wgmma.cuh"
 #include "convert.cuh"
+#include "stage.cuh"
 
 constexpr int threads = 128 * config::warpgroups, tile_m = 64 * config::warpgroups;
 constexpr int columns = config::parts * config::experts;
@@ -99,20 +100,6 @@ __device__ __forceinline__ void split(const uint8_t* weight, uint8_t* terms) {
         }
     }
 }
-
-// A stage of a pipeline, and the parity of the phase in which it is full.
-template <int stages>
-struct Stage {
-    int index = 0;
-    uint32_t parity = 0;
-
-    __device__ __forceinline__ void advance() {
-        if (++index == stages) {
-            index = 0;
-            parity ^= 1;
-        }
-    }
-};
 
 __device__ __forceinline__ void split(Pipeline& pipeline, const Stage<config::w_stages>& from, int to) {
     Barriers& barriers = pipeline.barriers;

@@ -15,6 +15,7 @@
 #include "ptx.cuh"
 #include "wgmma.cuh"
 #include "wgmma_transposed.cuh"
+#include "stage.cuh"
 
 constexpr int slice = 256, step_m = 64, half_m = step_m / 2, dy_terms = 3, threads = 3 * 128;
 
@@ -30,20 +31,6 @@ static_assert(bytes == config::shared_bytes, "launcher.py computes the same");
 struct Barriers {
     ptx::Mbarrier dy_full[config::dy_stages], dy_empty[config::dy_stages];
     ptx::Mbarrier x_full[config::x_stages], x_empty[config::x_stages];
-};
-
-// A stage of a pipeline, and the parity of the phase in which it is full.
-template <int stages>
-struct Stage {
-    int index = 0;
-    uint32_t parity = 0;
-
-    __device__ __forceinline__ void advance() {
-        if (++index == stages) {
-            index = 0;
-            parity ^= 1;
-        }
-    }
 };
 
 using DyStage = Stage<config::dy_stages>;
