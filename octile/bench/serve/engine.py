@@ -121,8 +121,8 @@ def random_weights(config: ModelConfig, device: torch.device) -> ServedWeights:
 def _step_seconds(runner: ModelRunner, shape: Shape, batch: int) -> tuple[float, float | None]:
     """The wall-clock time of a step in which a batch of requests decodes, and on a GPU that of the model in it."""
     tokenizer = Tokenizer.train([], MIN_VOCAB_SIZE)
-    most_tokens = max(batch, shape.prefill * shape.prompt)
-    engine = Engine(runner, tokenizer, EngineConfig(max_batch=batch, max_step_tokens=most_tokens))
+    max_step_tokens = max(batch, shape.prefill * shape.prompt)
+    engine = Engine(runner, tokenizer, EngineConfig(max_batch=batch, max_step_tokens=max_step_tokens))
     chosen = random.Random(batch)
     for i in range(batch):
         prompt = chosen.choices(range(shape.config.vocab_size), k=shape.prompt)
