@@ -4,15 +4,21 @@ import json
 import signal
 import socket
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import httpx
 import pytest
 
 from octile.serve.http.config import Limits
 from octile.serve.http.server import bind, url_of
-from tests.serve.http.conftest import wait_until
+from tests.serve.http.conftest import Served, wait_until
 
 COMPLETION = {"model": "micro", "prompt": "a", "max_tokens": 100}
+
+
+def ask(served: Served, body: dict, timeout: float = 5) -> Future[httpx.Response]:
+    """Ask for a completion in a thread."""
+    return ThreadPoolExecutor(1).submit(httpx.post, f"{served.url}/v1/completions", json=body, timeout=timeout)
 
 
 def test_an_address_in_use_is_refused():
@@ -48,14 +54,11 @@ def test_monitors_may_ask_with_head(served, path):
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_requests_in_flight_are_answered_before_the_server_ends(serve, stream):
     served = serve(Limits(drain=30.0), step_seconds=0.01)
-    answers: list[httpx.Response] = []
     body = {**COMPLETION, "stream": stream}
-    asking = threading.Thread(target=lambda: answers.append(httpx.post(f"{served.url}/v1/completions", json=body)))
-    asking.start()
+    asking = ask(served, body)
     wait_until(lambda: served.engine.steps > 3)
     served.stop()
-    asking.join()
-    (answer,) = answers
+    answer = asking.result()
     assert answer.status_code == 200
     assert served.engine.finished == 1
     assert "[DONE]" in answer.text if stream else answer.json()["usage"]["completion_tokens"] == 100
@@ -65,7 +68,7 @@ def test_requests_in_flight_are_answered_before_the_server_ends(serve, stream):
 
 def test_a_request_whose_prompt_is_encoded_when_the_server_is_to_end_is_answered(serve, monkeypatch):
     served = serve(Limits(drain=30.0))
-    answers, is_encoding, may_encode = list[httpx.Response](), threading.Event(), threading.Event()
+    is_encoding, may_encode = threading.Event(), threading.Event()
     encode = served.service.tokenizer.encode
 
     def wait(text: str) -> list[int]:
@@ -74,30 +77,23 @@ def test_a_request_whose_prompt_is_encoded_when_the_server_is_to_end_is_answered
         return encode(text)
 
     monkeypatch.setattr(served.service.tokenizer, "encode", wait)
-    post = threading.Thread(
-        target=lambda: answers.append(httpx.post(f"{served.url}/v1/completions", json=COMPLETION, timeout=60))
-    )
-    post.start()
+    asking = ask(served, COMPLETION, timeout=60)
     is_encoding.wait()
     served.server.should_exit = True
     wait_until(lambda: served.service.is_draining)
     may_encode.set()
-    post.join()
-    (answer,) = answers
+    answer = asking.result()
     assert answer.status_code == 200, answer.text
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_what_is_not_finished_when_the_time_to_drain_is_over_is_said_to_be_cut_off(serve, stream):
     served = serve(Limits(drain=0.2), step_seconds=0.05)
-    answers: list[httpx.Response] = []
     body = {**COMPLETION, "max_tokens": 4000, "stream": stream}
-    asking = threading.Thread(target=lambda: answers.append(httpx.post(f"{served.url}/v1/completions", json=body)))
-    asking.start()
+    asking = ask(served, body)
     wait_until(lambda: served.engine.steps > 3)
     served.stop()
-    asking.join()
-    (answer,) = answers
+    answer = asking.result()
     assert "the server has ended before the request was finished" in answer.text
     assert answer.status_code == (200 if stream else 503)
     assert "[DONE]" not in answer.text
@@ -107,17 +103,14 @@ def test_what_is_not_finished_when_the_time_to_drain_is_over_is_said_to_be_cut_o
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_a_second_signal_ends_what_is_in_flight_with_an_error(serve, capfd, stream):
     served = serve(Limits(drain=600.0), step_seconds=0.05)
-    answers: list[httpx.Response] = []
     body = {**COMPLETION, "max_tokens": 4000, "stream": stream}
-    asking = threading.Thread(target=lambda: answers.append(httpx.post(f"{served.url}/v1/completions", json=body)))
-    asking.start()
+    asking = ask(served, body)
     wait_until(lambda: served.engine.steps > 3)
     served.server.handle_exit(signal.SIGINT, None)
     wait_until(lambda: served.service.is_draining)
     served.server.handle_exit(signal.SIGINT, None)
     served.thread.join(30)
-    asking.join()
-    (answer,) = answers
+    answer = asking.result()
     assert "the server has ended before the request was finished" in answer.text
     assert answer.status_code == (200 if stream else 503)
     (line,) = capfd.readouterr().err.splitlines()
