@@ -7,11 +7,16 @@ largest is captured first.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
 from octile.serve.forward import Forward
 from octile.serve.step_inputs import DecodeRows, Layout, decode_step
+
+T = TypeVar("T")
 
 
 class DecodeGraphs:
@@ -36,9 +41,7 @@ class DecodeGraphs:
         if drafts:
             self.hidden = weights.head.new_zeros(max_rows, weights.config.hidden_size)
         self.copied = torch.cuda.Event()
-        self.captured: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
-        with torch.no_grad(), torch.cuda.device(weights.device):
-            self._capture_all()
+        self.captured = capture_sizes(self.sizes, self._forward, weights.device)
 
     def run(self, layout: Layout, hidden_TD: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Replay the graph of a batch of decode rows alone: what the head reads [T, D], and logits [T, V].
@@ -58,28 +61,34 @@ class DecodeGraphs:
         self.copied.record(torch.cuda.current_stream(self.numbers.device))  # of the model's GPU
         if self.hidden is not None and hidden_TD is not None:
             self.hidden[: layout.n_decode].copy_(hidden_TD)
-        graph, h_TD, logits = self.captured[size]
+        graph, (h_TD, logits) = self.captured[size]
         graph.replay()
         return h_TD[: layout.n_decode], logits[: layout.n_decode]
-
-    def _capture_all(self) -> None:
-        pool = torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        for size in reversed(self.sizes):
-            with torch.cuda.stream(stream):
-                self._forward(size)  # compiles and chooses kernels
-            stream.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
-                results = self._forward(size)
-            self.captured[size] = graph, *results
-        torch.cuda.current_stream().wait_stream(stream)
 
     def _forward(self, size: int) -> tuple[Tensor, Tensor]:
         step = decode_step(self.numbers[:, :size], self.pages[:size])
         h_TD = self.forward.hidden(step) if self.hidden is None else self.forward.draft(step, self.hidden[:size])
         return h_TD, self.forward.logits(h_TD)
+
+
+def capture_sizes(
+    sizes: Sequence[int], step: Callable[[int], T], device: torch.device
+) -> dict[int, tuple[torch.cuda.CUDAGraph, T]]:
+    """Capture a step of each size, the largest first, in one memory pool; return the graphs and the steps' results."""
+    captured: dict[int, tuple[torch.cuda.CUDAGraph, T]] = {}
+    with torch.no_grad(), torch.cuda.device(device):
+        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        for size in reversed(sizes):
+            with torch.cuda.stream(stream):
+                step(size)  # compiles and chooses kernels
+            stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
+                results = step(size)
+            captured[size] = graph, results
+        torch.cuda.current_stream().wait_stream(stream)
+    return captured
 
 
 def graph_sizes(max_rows: int) -> list[int]:

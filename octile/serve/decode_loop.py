@@ -25,7 +25,7 @@ from torch import Tensor
 from octile.ops.latent_cache import PAGE
 from octile.ops.sample_tokens import sample_tokens
 from octile.serve.batch import DecodedTokens, DecodeRequest
-from octile.serve.decode_graphs import graph_sizes
+from octile.serve.decode_graphs import capture_sizes, graph_sizes
 from octile.serve.forward import Forward, Step
 from octile.serve.step_inputs import BLOCK_ROWS, PageTable
 
@@ -62,10 +62,9 @@ class DecodeLoop:
         self._advance = torch.zeros(max_requests, dtype=torch.int64, device=device)
         self._results = torch.zeros(max_requests, 2 + 2 * n_drafts, dtype=torch.int64, device=device)
         self._offsets = torch.arange(max_requests * (1 + n_drafts), device=device)
-        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         if self._on_gpu:
             self._copied = torch.cuda.Event()
-            self._capture()
+            self._graphs = capture_sizes(self._sizes, self._step, device)  # the texts have no positions
 
     def run(self, requests: Sequence[DecodeRequest]) -> DecodedTokens:
         """Launch a step; see `octile.serve.batch.Runner.decode`."""
@@ -81,7 +80,8 @@ class DecodeLoop:
             return DecodedTokens(self._results[: len(requests)].clone(), None, self.n_drafts)
         stream = torch.cuda.current_stream(self._numbers.device)  # of the model's GPU
         self._copied.record(stream)
-        self.graphs[size].replay()
+        graph, _ = self._graphs[size]
+        graph.replay()
         results = torch.empty(len(requests), self._results.shape[1], dtype=torch.int64, pin_memory=True)
         results.copy_(self._results[: len(requests)], non_blocking=True)
         ready = torch.cuda.Event()
@@ -105,20 +105,6 @@ class DecodeLoop:
             if self._table.write(i, pages):
                 first, end = min(first, i), i + 1
         return first, end
-
-    def _capture(self) -> None:
-        device = self.forward.weights.device
-        with torch.no_grad(), torch.cuda.device(device):
-            pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            for size in reversed(self._sizes):
-                with torch.cuda.stream(stream):
-                    self._step(size)  # compiles and chooses kernels; the texts have no positions
-                stream.synchronize()
-                self.graphs[size] = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self.graphs[size], pool=pool, stream=stream):
-                    self._step(size)
-            torch.cuda.current_stream().wait_stream(stream)
 
     def _step(self, size: int) -> None:
         """Compute a step of the requests that the buffers describe."""
