@@ -68,7 +68,7 @@ class ModelRunner:
         check_expert_window(expert_window)
         self.spread = model if isinstance(model, SpreadExperts) else None
         if isinstance(model, SpreadExperts):
-            model, max_batch = model.weights, 0  # an exchange of rows waits for the host
+            model = model.weights
         weights = model if isinstance(model, ServedWeights) else ServedWeights.of_model(model)
         c = weights.config
         cache_format = cache_format or ("float32" if weights.dtype == torch.float32 else "bf16")
@@ -88,7 +88,8 @@ class ModelRunner:
         )
         self._checked_pages: list[array[int] | None] = []  # those of the chunk of each number, as last checked
         self.n_drafts, self._max_batch = n_drafts, max_batch
-        self._max_rows = max_batch * (1 + n_drafts) if self.device.type == "cuda" else 0
+        captures = self.device.type == "cuda" and self.spread is None  # an exchange of rows waits for the host
+        self._max_rows = max_batch * (1 + n_drafts) if captures else 0
         self.graphs = self._capture(drafts=False)
         self.draft_graphs: DecodeGraphs | None = None  # captured when something is drafted
         self.prefill_graphs = PrefillGraphs(self.forward) if self._max_rows and not batch_invariant else None

@@ -1,11 +1,13 @@
 """How large the cache of a served model is."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from octile.serve.config import ParallelConfig
 from octile.serve.load import FREE_SHARE, Folder
 from octile.serve.model_runner import ModelRunner
 from tests.serve.models import CONFIG
@@ -40,3 +42,22 @@ def test_the_logits_of_graphs():
 def test_a_gpu_without_room_for_the_graphs_is_named(monkeypatch):
     with pytest.raises(MemoryError, match="the cache has 0 GiB, but one page takes"):
         n_pages(monkeypatch, 4096, 2, free=2**20)
+
+
+@pytest.mark.parametrize(
+    ("layers", "ep", "redundant", "message"),
+    [
+        (1, 2, 0, "parallel.ep must be 1, not 2: the model has no experts to spread over ranks"),
+        (2, 3, 0, r"3 ranks do not divide 8 experts \+ 0 \(parallel.redundant_experts\)"),
+        (2, 2, 3, r"2 ranks do not divide 8 experts \+ 3 \(parallel.redundant_experts\)"),
+    ],
+)
+def test_experts_that_cannot_be_spread_are_refused(layers, ep, redundant, message):
+    folder = Folder(Path(), replace(CONFIG, num_hidden_layers=layers), None)  # the first layer has no experts
+    with pytest.raises(ValueError, match=message):
+        folder.check_parallel(ParallelConfig(ep, redundant))
+
+
+def test_experts_that_ranks_divide_are_accepted():
+    Folder(Path(), CONFIG, None).check_parallel(ParallelConfig(5, 2))
+    Folder(Path(), replace(CONFIG, num_hidden_layers=1), None).check_parallel(ParallelConfig())

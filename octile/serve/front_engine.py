@@ -1,0 +1,178 @@
+"""The engines of all ranks as one: rank 0 hands requests to ranks, and collects what they generate.
+
+    rank 0        FrontEngine(engine, ranks, control), the engine of a server; its steps are rounds
+    other ranks   follow(engine, ranks, control), until rank 0 closes its engine
+
+A round sends the commands of rank 0 to all, runs a step of all (`SpreadEngine`), and sends their outputs to rank 0. A
+new request goes to the rank that has the fewest. While nothing runs there is a round every second, so that a rank that
+has ended is noticed, and no rank waits for longer than its timeout.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from octile.parallel.ranks import Ranks
+from octile.serve.request import Output, Request, Sampling
+from octile.serve.spread_experts import SpreadEngine
+from octile.serve.stats import Stats
+from octile.validation import MAX_SEED
+
+
+class _Added(NamedTuple):
+    """A request, with its number at rank 0, for the engine of a rank."""
+
+    rank: int
+    number: int
+    prompt: tuple[int, ...]
+    sampling: Sampling
+
+
+class _Commands(NamedTuple):
+    """What rank 0 asks of all ranks in a round. Canceled requests are named by their numbers at rank 0."""
+
+    added: Sequence[_Added] = ()
+    canceled: Sequence[int] = ()
+    stops: bool = False
+
+
+class _Report(NamedTuple):
+    """What a step has added to the requests of a rank, named by their numbers at rank 0."""
+
+    outputs: Sequence[Output]
+    stats: Stats
+
+
+class _Rank:
+    """The part of one rank in the rounds.
+
+    Args:
+        engine: of this rank.
+        ranks: all of them.
+        control: the group of all ranks, by gloo.
+    """
+
+    def __init__(self, engine: SpreadEngine, ranks: Ranks, control: dist.ProcessGroup):
+        self._engine, self._ranks, self._control = engine, ranks, control
+        self._numbers: dict[int, int] = {}  # at rank 0, by the number in this rank's engine
+        self._rounds = 0
+
+    def round(self, commands: _Commands | None) -> list[_Report] | None:
+        """Take part in a round, on rank 0 with its commands; return all reports on rank 0, and None at the end."""
+        self._rounds += 1
+        self._ranks.at(f"round {self._rounds}")
+        sent: list[Any] = [commands]
+        dist.broadcast_object_list(sent, src=0, group=self._control)
+        received: _Commands = sent[0]
+        if received.stops:
+            return None
+        self._carry_out(received)
+        report = _Report([self._at_front(output) for output in self._engine.step() or ()], self._engine.engine.stats())
+        reports: list[Any] | None = [None] * self._ranks.size if self._ranks.is_first else None
+        dist.gather_object(report, reports, dst=0, group=self._control)
+        return reports or []
+
+    def _carry_out(self, commands: _Commands) -> None:
+        engine, canceled = self._engine.engine, set(commands.canceled)
+        for own in [own for own, number in self._numbers.items() if number in canceled]:
+            engine.cancel(own)
+            del self._numbers[own]
+        for added in commands.added:
+            if added.rank == self._ranks.rank and added.number not in canceled:
+                self._numbers[engine.add(added.prompt, added.sampling).id] = added.number
+
+    def _at_front(self, output: Output) -> Output:
+        number = self._numbers[output.request_id]
+        if output.finish_reason is not None:
+            del self._numbers[output.request_id]
+        return output._replace(request_id=number)
+
+
+class FrontEngine:
+    """The engines of all ranks, on rank 0; implements `octile.serve.async_engine.StepEngine`.
+
+    Args:
+        engine: of this rank; from now on, only this object may use it.
+        ranks: all of them; the others call `follow`.
+        control: the group of all ranks, by gloo.
+    """
+
+    idle_seconds: float | None = 1.0
+
+    def __init__(self, engine: SpreadEngine, ranks: Ranks, control: dist.ProcessGroup):
+        self._engine, self._rank = engine.engine, _Rank(engine, ranks, control)
+        self._rank_of: dict[int, int] = {}  # of the requests that have not ended
+        self._load = [0] * ranks.size  # how many of them each rank has
+        self._added: list[_Added] = []
+        self._canceled: list[int] = []
+        self._n_requests = 0
+        self._stats = [self._engine.stats()] * ranks.size  # all ranks have caches of the same size
+
+    def check(self, prompt: Sequence[int], sampling: Sampling) -> None:
+        """Refuse a request that the model cannot continue; any thread may call it.
+
+        Raises:
+            ValueError: as `Engine.check`.
+        """
+        self._engine.check(prompt, sampling)
+
+    def add(self, prompt: Sequence[int], sampling: Sampling) -> Request:
+        """Add a request to the rank that has the fewest, of several to the first one.
+
+        Raises:
+            ValueError: as `check`.
+        """
+        self.check(prompt, sampling)
+        seed = secrets.randbelow(MAX_SEED) if sampling.seed is None else sampling.seed
+        request = Request(self._n_requests, tuple(prompt), replace(sampling, seed=seed), seed)
+        self._n_requests += 1
+        rank = self._load.index(min(self._load))
+        self._load[rank] += 1
+        self._rank_of[request.id] = rank
+        self._added.append(_Added(rank, request.id, tuple(prompt), request.sampling))
+        return request
+
+    def cancel(self, request_id: int) -> bool:
+        """End a request in the next step; no output follows. Say whether it was there: it may have ended."""
+        rank = self._rank_of.pop(request_id, None)
+        if rank is not None:
+            self._load[rank] -= 1
+            self._canceled.append(request_id)
+        return rank is not None
+
+    def step(self) -> list[Output]:
+        """Run a step of all ranks."""
+        commands, self._added, self._canceled = _Commands(self._added, self._canceled), [], []
+        reports = self._rank.round(commands)
+        assert reports is not None  # it does not stop
+        self._stats = [report.stats for report in reports]
+        outputs = [output for report in reports for output in report.outputs if output.request_id in self._rank_of]
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._load[self._rank_of.pop(output.request_id)] -= 1
+        return outputs
+
+    def stats(self) -> Stats:
+        """Return the state and the counts of all ranks together, after the last step."""
+        return Stats.of_ranks(self._stats)
+
+    def close(self) -> None:
+        """Have the other ranks leave `follow`."""
+        self._rank.round(_Commands(stops=True))
+
+
+def follow(engine: SpreadEngine, ranks: Ranks, control: dist.ProcessGroup) -> None:
+    """Run this rank's part of each step of rank 0's `FrontEngine`, until that is closed.
+
+    Args:
+        engine: of this rank.
+        ranks, control: as of `FrontEngine`.
+    """
+    rank = _Rank(engine, ranks, control)
+    while rank.round(None) is not None:
+        pass

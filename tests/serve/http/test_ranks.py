@@ -1,0 +1,137 @@
+"""`octile serve` under the real torchrun, on two processes: answers, a killed rank, SIGTERM, wrong options."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import openai
+import psutil
+import pytest
+import torch
+
+pytest.importorskip("fastapi", reason="octile[serve] is not installed")
+
+from octile import cli
+from octile.checkpoint.hugging_face import save
+from octile.models.deepseek_v3 import DeepseekV3
+from octile.serve.config import CacheConfig, EngineConfig
+from octile.serve.load import Folder
+from octile.serve.request import Sampling
+from tests.train.conftest import MICRO
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+INVARIANT = ["--engine.batch-invariant", "--engine.max-batch=2"]
+SPREAD = ["--parallel.ep=2", "--parallel.redundant-experts=2"]
+
+
+@pytest.fixture(scope="module")
+def folder(tokenizer, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("served") / "micro"
+    torch.manual_seed(0)
+    save(DeepseekV3(MICRO), folder, weights="fp8")
+    tokenizer.save(folder)
+    return folder
+
+
+def command(folder: Path, *options: str) -> list[str]:
+    return [*TORCHRUN, "-m", "octile", "serve", str(folder), "--port=0", "--device=cpu", *options]
+
+
+@contextmanager
+def serving(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen, openai.OpenAI]]:
+    """Start a server on two ranks."""
+    started = command(folder, *SPREAD, *options)
+    with subprocess.Popen(
+        started, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as server:
+        try:
+            assert server.stdout is not None
+            url = next(found[1] for line in server.stdout if (found := re.search(r"base_url (\S+),", line)))
+            with openai.OpenAI(base_url=url, api_key="any", max_retries=0, timeout=60) as client:
+                yield server, client
+        finally:
+            server.terminate()
+            server.communicate(timeout=60)
+
+
+def ranks_of(server: subprocess.Popen) -> list[psutil.Process]:
+    """The processes of the ranks, in their order."""
+    ranks = [process for process in psutil.Process(server.pid).children() if "RANK" in process.environ()]
+    return sorted(ranks, key=lambda process: int(process.environ()["RANK"]))
+
+
+def own_lines(server: subprocess.Popen) -> list[str]:
+    """What octile printed on standard error, without torchrun's report."""
+    return [line for line in server.communicate(timeout=60)[1].splitlines() if line.startswith("octile: ")]
+
+
+def ask(client: openai.OpenAI, seed: int) -> str:
+    answer = client.completions.create(model="micro", prompt=f"def f{seed}", max_tokens=20, temperature=1, seed=seed)
+    return answer.choices[0].text
+
+
+def text_of_one_process(folder: Path, tokenizer, seed: int) -> str:
+    config = EngineConfig(max_batch=2, batch_invariant=True)
+    engine, _ = Folder.open(folder).load(torch.device("cpu"), config, CacheConfig())
+    prompt = [tokenizer.begin, *tokenizer.encode(f"def f{seed}")]
+    engine.add(prompt, Sampling(max_new_tokens=20, temperature=1.0, seed=seed))
+    text = ""
+    while engine.has_work:
+        text += "".join(output.text for output in engine.step())
+    return text
+
+
+def test_clients_get_the_texts_of_one_process_and_sigterm_lets_a_stream_end(folder, tokenizer):
+    with serving(folder, *INVARIANT) as (server, client), ThreadPoolExecutor(6) as threads:
+        texts = list(threads.map(lambda seed: ask(client, seed), range(6)))
+        assert texts == [text_of_one_process(folder, tokenizer, seed) for seed in range(6)]
+        stream = client.completions.create(
+            model="micro", prompt="a", max_tokens=120, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(stream)
+        server.send_signal(signal.SIGTERM)
+        assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
+        assert own_lines(server)[-1] == "octile: terminated"
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_a_killed_rank_ends_the_server_with_one_line_that_says_so(folder, is_busy):
+    with serving(folder) as (server, client):
+        if is_busy:
+            stream = client.completions.create(
+                model="micro", prompt="a", max_tokens=120, stream=True, extra_body={"ignore_eos": True}
+            )
+            next(stream)
+        ranks_of(server)[1].kill()
+        (line,) = own_lines(server)
+        assert re.match(r"octile: rank 0 lost the connection to another rank, which has ended, at round \d+; ", line)
+        assert re.search(r"last seen: rank 1 at round \d+$", line)
+        assert server.returncode == 1
+
+
+def test_a_wrong_option_is_refused_in_one_line(folder):
+    wrong = command(folder, "--parallel.ep=2", "--host=nowhere.invalid")
+    ended = subprocess.run(wrong, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    (line,) = [line for line in ended.stderr.splitlines() if line.startswith("octile: ")]
+    assert "host 'nowhere.invalid' is not an address of this machine" in line
+
+
+@pytest.mark.parametrize(
+    ("started", "ep", "message"),
+    [
+        ("1", 2, "--parallel.ep 2 needs as many processes: torchrun --nproc-per-node 2 -m octile serve"),
+        ("2", 1, "torchrun has started 2 processes (WORLD_SIZE), so --parallel.ep must be 2, not 1"),
+    ],
+)
+def test_another_number_of_processes_is_refused(monkeypatch, folder, started, ep, message):
+    monkeypatch.setenv("WORLD_SIZE", started)
+    monkeypatch.setattr(cli, "_fail", lambda line, code: pytest.fail(f"{code}: {line}", pytrace=False))
+    with pytest.raises(pytest.fail.Exception, match=re.escape(f"2: {message}")):
+        cli.main(["serve", str(folder), f"--parallel.ep={ep}"])

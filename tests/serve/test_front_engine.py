@@ -1,0 +1,144 @@
+"""The engines of two gloo ranks behind rank 0, compared with one process; and the choice of a rank."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from octile.parallel.ranks import FOREVER, Ranks, world
+from octile.serve.config import EngineConfig
+from octile.serve.engine import Engine
+from octile.serve.front_engine import FrontEngine, follow
+from octile.serve.model_runner import ModelRunner
+from octile.serve.request import FinishReason, Sampling
+from octile.serve.spread_experts import SpreadEngine
+from octile.tokenizer import Tokenizer
+from tests.serve.models import text
+from tests.serve.test_spread_experts import N_PAGES, spread
+from tests.worlds import Outcomes
+
+SAMPLINGS = [Sampling(3 + 2 * i, temperature=0.7 * (i % 2), seed=i, ignore_eos=True) for i in range(5)]
+CONFIG = EngineConfig(max_batch=2, max_step_tokens=24, batch_invariant=True)
+TOKENIZER = Tokenizer.train(["one two three"], 258)
+
+
+def with_front(rank: int, use: Callable[[FrontEngine], None], max_ahead: int = 0) -> Engine:
+    """Use the engine of rank 0, which the other rank follows; return this rank's own one."""
+    runner = ModelRunner(spread()[1], N_PAGES, batch_invariant=True, max_batch=2)
+    runner.max_ahead = max_ahead  # as on a GPU
+    engine, ranks = Engine(runner, TOKENIZER, CONFIG), Ranks(rank, 2, None, FOREVER)
+    stepped = SpreadEngine(engine, runner, control=world())
+    if rank:
+        follow(stepped, ranks, world())
+    else:
+        front = FrontEngine(stepped, ranks, world())
+        try:
+            use(front)
+        finally:
+            front.close()
+    return engine
+
+
+def texts_of(engine: FrontEngine | Engine) -> list[tuple[int, ...]]:
+    """The tokens of five requests, two of which are added later."""
+    found = {engine.add(text(30, i), SAMPLINGS[i]).id: () for i in range(3)}
+    ended, steps = 0, 0
+    while ended < len(SAMPLINGS):
+        for output in engine.step():
+            found[output.request_id] += output.tokens
+            ended += output.finish_reason is not None
+        if steps == 3:
+            found |= {engine.add(text(30, i), SAMPLINGS[i]).id: () for i in (3, 4)}
+        steps += 1
+    return [found[i] for i in sorted(found)]
+
+
+def alone() -> list[tuple[int, ...]]:
+    return texts_of(Engine(ModelRunner(spread()[0], N_PAGES, batch_invariant=True), TOKENIZER, CONFIG))
+
+
+def texts_are_those_of_one_process(rank: int, folder: Path) -> None:
+    expected, found = alone(), []
+    with_front(rank, lambda front: found.extend(texts_of(front)))
+    assert found == ([] if rank else expected)
+
+
+def texts_of_steps_that_are_launched_ahead(rank: int, folder: Path) -> None:
+    expected, found = alone(), []
+    engine = with_front(rank, lambda front: found.extend(texts_of(front)), max_ahead=2)
+    assert found == ([] if rank else expected)
+    assert engine.stats().steps_ahead > 0
+
+
+def a_request_goes_to_the_rank_that_has_the_fewest(rank: int, folder: Path) -> None:
+    def use(front: FrontEngine) -> None:
+        requests = [front.add(text(5, i), Sampling(20, seed=0, ignore_eos=True)) for i in range(3)]  # ranks 0, 1, 0
+        front.step()
+        assert front.cancel(requests[0].id)
+        assert front.cancel(requests[2].id)
+        assert not front.cancel(requests[2].id)
+        front.add(text(5, 3), Sampling(1, seed=0, ignore_eos=True))  # rank 0
+        outputs = front.step()
+        assert {o.request_id: o.finish_reason for o in outputs} == {1: None, 3: FinishReason.LENGTH}
+        front.add(text(5, 4), Sampling(1, seed=0, ignore_eos=True))  # rank 0 again, which has none
+        front.step()
+
+    stats = with_front(rank, use).stats()
+    assert (stats.requests, stats.canceled, stats.finished) == ((4, 2, 2), (1, 0, 0))[rank]
+
+
+def a_request_that_is_canceled_before_a_step_is_not_added(rank: int, folder: Path) -> None:
+    def use(front: FrontEngine) -> None:
+        assert front.cancel(front.add(text(5), SAMPLINGS[0]).id)
+        assert front.step() == []
+
+    assert with_front(rank, use).stats().requests == 0
+
+
+def counts_are_those_of_both_ranks(rank: int, folder: Path) -> None:
+    def use(front: FrontEngine) -> None:
+        texts_of(front)
+        stats = front.stats()
+        assert (stats.requests, stats.finished, stats.n_pages) == (5, 5, 2 * N_PAGES)
+        assert stats.generated_tokens == sum(s.max_new_tokens for s in SAMPLINGS)
+        assert stats.used_pages == stats.running == stats.waiting == 0
+
+    with_front(rank, use)
+
+
+def a_request_that_does_not_fit_is_refused(rank: int, folder: Path) -> None:
+    def use(front: FrontEngine) -> None:
+        for call in (front.check, front.add):
+            with pytest.raises(ValueError, match="prompt must have at least one token"):
+                call([], SAMPLINGS[0])
+
+    with_front(rank, use)
+
+
+def a_seed_is_drawn_if_none_is_given(rank: int, folder: Path) -> None:
+    def use(front: FrontEngine) -> None:
+        seeds = {front.add(text(5), Sampling(1, seed=None)).seed for _ in range(4)}
+        assert len(seeds) == 4
+
+    with_front(rank, use)
+
+
+WORKS = [
+    texts_are_those_of_one_process,
+    texts_of_steps_that_are_launched_ahead,
+    a_request_goes_to_the_rank_that_has_the_fewest,
+    a_request_that_is_canceled_before_a_step_is_not_added,
+    counts_are_those_of_both_ranks,
+    a_request_that_does_not_fit_is_refused,
+    a_seed_is_drawn_if_none_is_given,
+]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return Outcomes(tmp_path_factory, "front-engine", WORKS)
+
+
+@pytest.mark.parametrize("work", WORKS, ids=lambda work: work.__name__)
+def test_two_ranks(outcomes: Outcomes, work):
+    outcomes.assert_passed(work)
