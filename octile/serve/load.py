@@ -152,5 +152,12 @@ def _runner(
     weights: ServedWeights | SpreadExperts, n_pages: int, stored: CacheFormat, engine: EngineConfig
 ) -> ModelRunner:
     return ModelRunner(
-        weights, n_pages, stored, engine.max_batch, engine.batch_invariant, engine.n_drafts, engine.expert_window
+        weights,
+        n_pages,
+        stored,
+        engine.max_batch,
+        engine.batch_invariant,
+        engine.n_drafts,
+        engine.expert_window,
+        engine.max_step_tokens,
     )

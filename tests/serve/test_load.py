@@ -32,11 +32,9 @@ def test_graphs_have_their_logits_before_the_cache_has_its_share(monkeypatch, ma
 
 def test_the_logits_of_graphs():
     weights = SimpleNamespace(config=CONFIG)
-    rows = 2 * CONFIG.vocab_size * 256  # two sets of graphs
-    assert ModelRunner.bytes_of_graphs(weights, 256, 0) == 10 * rows
-    assert (
-        ModelRunner.bytes_of_graphs(weights, 256, 3) == 10 * rows * 4 * 3 // 2
-    )  # four rows of each request, three sets
+    logits = CONFIG.vocab_size * 256
+    assert ModelRunner.bytes_of_graphs(weights, 256, 0) == (2 * 4 + 2 + 4) * logits
+    assert ModelRunner.bytes_of_graphs(weights, 256, 3) == (2 * 2 * 4 + 2 + 4) * 4 * logits  # four rows a request
 
 
 def test_a_gpu_without_room_for_the_graphs_is_named(monkeypatch):

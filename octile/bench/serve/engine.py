@@ -78,7 +78,8 @@ def rows(shape: Shape, device: torch.device) -> Iterator[Row]:
     """Yield the speed of decode and prefill, decode vs. transformers."""
     weights = random_weights(shape.config, device)
     pages = 1 + -(-(shape.prompt + _new_tokens(shape)) // ModelRunner.page_size)  # the engine admits with one to spare
-    runner = ModelRunner(weights, max(shape.batches) * pages, max_batch=max(shape.batches))
+    n_pages, max_step_tokens = max(shape.batches) * pages, shape.prefill * shape.prompt
+    runner = ModelRunner(weights, n_pages, max_batch=max(shape.batches), max_step_tokens=max_step_tokens)
     speeds = {}
     profiles = list[Row]()
     for batch in shape.batches:
@@ -155,7 +156,7 @@ def _step_seconds(runner: ModelRunner, shape: Shape, batch: int) -> tuple[float,
         finally:
             runner.max_ahead = max_ahead
         size = next(size for size in runner.graphs.sizes if size >= batch)
-        model = _gpu_seconds(runner.graphs.captured[size][0].replay)
+        model = _gpu_seconds(runner.graphs.captured[size][0])
     engine.close()
     return seconds, model, profile
 
