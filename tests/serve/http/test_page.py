@@ -78,6 +78,9 @@ def test_the_browser_shows_speed_cache_and_acceptance_and_stops(serve, open_page
     send(page, "a")
     sync_api.expect(page.locator("#requests")).to_have_text("1, 0")
     sync_api.expect(page.locator("#speed")).not_to_have_text("0.0")
+    curve = page.get_by_role("img", name="tokens/s in the last minute highest")
+    sync_api.expect(curve).to_be_visible()
+    assert float(page.locator("#highest").inner_text().removeprefix("highest ")) > 0
     sync_api.expect(page.locator("#acceptance")).to_have_text("50%")
     assert page.locator("#cache").inner_text() != "0.0%"
     page.get_by_role("button", name="Stop").click()
