@@ -109,6 +109,29 @@ def test_graphs_of_prompts_have_the_logits_of_steps_without_one(name: str, sizes
         assert torch.equal(results[1], results[0])
 
 
+def test_graphs_that_share_memory_do_not_disturb_each_other():
+    model, found = make("small").cuda(), []
+    for has_others in (False, True):
+        runner = ModelRunner(model, N_PAGES, max_batch=4, n_drafts=1, max_step_tokens=512)
+        texts = Texts(runner, [text(600, i, runner.vocab_size) for i in range(3)]).run(90, 0, 0)
+        for _ in range(4):
+            if has_others:
+                texts.run(0, 100, 20)
+                texts.run(0, 1, 2)
+            texts.run(1, 0, 0)
+        found.append(texts.logits[0])
+    assert torch.equal(*found)
+
+
+def test_no_step_captures_a_graph(monkeypatch: pytest.MonkeyPatch):
+    runner = ModelRunner(make("tiny").cuda(), N_PAGES, max_batch=4, n_drafts=1, max_step_tokens=300)
+    monkeypatch.delattr(torch.cuda, "CUDAGraph")
+    texts = Texts(runner, [text(600, i, runner.vocab_size) for i in range(3)])
+    for sizes in ((100, 30, 0), (1, 1, 150), (1, 2, 1), (300, 100, 1)):
+        hidden = texts.run(*sizes).hidden
+        assert not hidden.isnan().any()
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bf16"])
 @pytest.mark.parametrize("cache_format", ["bf16", "fp8"])
@@ -153,13 +176,13 @@ def test_drafts_are_as_near_to_those_of_fp32_as_the_models():
     with torch.no_grad():
         expected = exact.with_drafts(torch.tensor([tokens]))[1][0]
         own = model.cuda().with_drafts(torch.tensor([tokens], device="cuda"))[1][0].float().cpu()
-    runner = ModelRunner(model, N_PAGES, max_batch=16)
+    runner = ModelRunner(model, N_PAGES, max_batch=16, n_drafts=1)
     texts, drafts = Texts(runner, [tokens]), []
     for size in (63, 1, 2, 33):
         start = len(texts.logits[0])
         hidden = texts.run(size).hidden
         chunk = Chunk(tokens[start + 1 : start + size + 1], start, texts.pages[0], size)
-        drafts.append(runner.draft(Batch([chunk]), hidden).logits.clone())  # a graph's results last until the next call
+        drafts.append(runner.draft(Batch([chunk]), hidden).logits.clone())  # a graph's results last until the next one
     assert error(torch.cat(drafts).cpu(), expected) < 1.1 * error(own, expected)
 
 
