@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TextIO, Typ
 from octile import __version__
 from octile.extras import require
 from octile.models.config import PRESETS, ModelConfig, RopeScaling
-from octile.serve.config import CacheConfig, EngineConfig, ParallelConfig
+from octile.serve.config import CacheConfig, EngineConfig
 from octile.serve.http.config import Limits
 from octile.tokenizer import check_text
 from octile.train.config import RESUMABLE, TrainConfig, preset
@@ -277,7 +277,6 @@ class Serve:
         limits: what the server takes at most.
         engine: how much is computed at once.
         cache: the paged latent cache.
-        parallel: the ranks that torchrun starts.
     """
 
     run: tyro.conf.Positional[Path | None] = None
@@ -289,7 +288,6 @@ class Serve:
     limits: Limits = field(default_factory=Limits)
     engine: EngineConfig = field(default_factory=EngineConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -302,40 +300,17 @@ class Serve:
 def serve(arguments: list[str]) -> None:
     """Serve a model over HTTP with OpenAI's protocol, and a page to try it."""
     options = _parse(Serve, arguments, "serve")
-    _check_ranks(options.parallel.ep)
+    _check_one_process("serve")
     check_text("OCTILE_API_KEY", os.environ.get("OCTILE_API_KEY", ""))
     require("fastapi", "uvicorn", "prometheus_client", extra="serve")
     run = options.run or _newest_run()
     name = options.model_name or run.resolve().name
     keys = options.api_key + tuple(filter(None, [os.environ.get("OCTILE_API_KEY")]))
     from octile.serve.http.command import serve as serve_folder
-    from octile.train.loop import pick_own_device
+    from octile.train.loop import pick_device
 
-    device = pick_own_device(options.device)
-    with _named_as_options(Serve, arguments):
-        serve_folder(
-            run, name, options.host, options.port, keys, device, options.limits, options.engine, options.cache,
-            options.parallel,
-        )  # fmt: skip
-
-
-def _check_ranks(ep: int) -> None:
-    """Refuse another number of ranks than torchrun has started.
-
-    Raises:
-        ValueError: it is another one.
-    """
-    from octile.parallel.ranks import count_ranks
-
-    if (started := count_ranks()) == ep:
-        return
-    if started == 1:
-        raise ValueError(
-            f"--parallel.ep {ep} needs as many processes: torchrun --nproc-per-node {ep} -m octile serve … starts them"
-        )
-    raise ValueError(
-        f"torchrun has started {started} processes (WORLD_SIZE), so --parallel.ep must be {started}, not {ep}"
-    )
+    device = pick_device(options.device)
+    serve_folder(run, name, options.host, options.port, keys, device, options.limits, options.engine, options.cache)
 
 
 @dataclass(frozen=True)

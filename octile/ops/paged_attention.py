@@ -11,7 +11,7 @@ On a GPU the positions of a row are divided among thread blocks (split-KV), whos
 order of the positions. With a given number of splits the result depends on the row and its length, not on other rows;
 without, the lengths of all rows may decide how they are divided, so that thread blocks have equally much to do. The
 order of sums is unspecified otherwise; the softmax's weights are rounded to q's dtype, or to FP16 with a scale, before
-they are multiplied.
+they are multiplied, and with more than 32 heads a GPU may round the latents of FP8 rows to q's dtype, too.
 
 Source: DeepSeek-V2 (arXiv 2405.04434) §2.1.2; Flash-Decoding; FlashMLA (https://github.com/deepseek-ai/FlashMLA).
 Shapes: R rows, H heads, C channels of a latent, W = C + those of the rotary key, P pages, M pages of a text at most.

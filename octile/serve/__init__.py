@@ -8,9 +8,7 @@ pages.py      which pages of the cache are free, and which hold a prefix that re
 batch.py      the interface between the engine and the model runner: `Batch`, `Results`, `Runner`
 sampler.py    the next tokens of a batch
 decode_loop.py  decode steps that are launched before the last one is read
-decode_graphs.py  CUDA graphs of other steps that decode
 prefill_graphs.py  CUDA graphs of steps with prompts
-graph_memory.py  the memory in which all of them are captured
 drafts.py     speculative decoding with the multi-token prediction layer
 text.py       from tokens to pieces of text, and stop strings
 stats.py      `Stats`: what an engine counts

@@ -22,13 +22,7 @@ STOP_SECONDS = 60.0  # for the step that runs; one that hangs does not keep the 
 
 
 class StepEngine(Protocol):
-    """What `AsyncEngine` needs of an engine; `octile.serve.engine.Engine` has it.
-
-    Attributes:
-        idle_seconds: after which it must be stepped though nothing runs; None: it need not.
-    """
-
-    idle_seconds: float | None
+    """What `AsyncEngine` needs of an engine; `octile.serve.engine.Engine` has it."""
 
     def check(self, prompt: Sequence[int], sampling: Sampling) -> None:
         """Raise ValueError if the model cannot continue a request; called by any thread."""
@@ -48,10 +42,6 @@ class StepEngine(Protocol):
 
     def stats(self) -> Stats:
         """Count."""
-        ...
-
-    def close(self) -> None:
-        """End what still runs; nothing is called afterwards."""
         ...
 
 
@@ -235,16 +225,15 @@ class AsyncEngine:
         """Carry out commands until there is something to step; return whether there is, or the thread is to end."""
         while True:
             with self._wake:
-                has_waited = not self._wake.wait_for(
-                    lambda: self._commands or self._running or self._is_stopping, self._engine.idle_seconds
-                )
+                while not (self._commands or self._running or self._is_stopping):
+                    self._wake.wait()
                 commands = [self._commands.popleft() for _ in range(len(self._commands))]
                 is_stopping = self._is_stopping
             for command in commands:
                 command()
             if is_stopping:
                 return False
-            if self._running or has_waited:
+            if self._running:
                 return True
             self._call(self._deliver, [], 0.0, self._engine.stats())  # a canceled request has freed its pages
 

@@ -1,4 +1,4 @@
-"""The limits of an engine, and the ranks of a server."""
+"""The limits of an engine."""
 
 from __future__ import annotations
 
@@ -43,36 +43,6 @@ class EngineConfig:
             raise ValueError(
                 f"max_step_tokens must be at least max_batch × (1 + n_drafts) = {needed}, not {self.max_step_tokens}"
             )
-
-
-@dataclass(frozen=True)
-class ParallelConfig:
-    """The ranks of a server, which torchrun starts: each has requests, a cache and attention of its own.
-
-    Attributes:
-        ep: ranks over which the experts of each layer are spread, all that torchrun starts; 1: one process.
-        redundant_experts: further copies of experts in each layer, which share the tokens of those that have the most.
-        active_experts: copies of a rank that compute tokens in a step, chosen by the tokens of that step (dynamic
-            redundancy); if not given, all copies of an expert take turns.
-        rebalance: seconds after which the copies are placed anew, by the tokens that were counted in
-            engine.expert_window steps.
-        timeout: seconds after which a rank that waits for another one ends the server.
-
-    Raises:
-        TypeError, ValueError: a field has another type or value, or one has no effect without ranks.
-    """
-
-    ep: Annotated[int, Range(at_least=1, at_most=4096)] = 1
-    redundant_experts: Annotated[int, Range(at_least=0, at_most=65536)] = 0
-    active_experts: Annotated[int, Range(at_least=1, at_most=65536)] | None = None
-    rebalance: Annotated[float, Range(at_least=0, at_most=2**31)] = 600.0
-    timeout: Annotated[float, Range(above=0, at_most=2**31)] = 600.0
-
-    def __post_init__(self) -> None:
-        check_fields(self, "parallel.")
-        if self.ep == 1 and (self.redundant_experts or self.active_experts is not None):
-            name = "redundant_experts" if self.redundant_experts else "active_experts"
-            raise ValueError(f"parallel.{name} has no effect in one process: parallel.ep must be at least 2")
 
 
 def check_expert_window(steps: int) -> None:

@@ -1,17 +1,22 @@
 """CUDA graphs of decode steps for 1, 2, 4, 8, … rows: a step replays the smallest graph that has room for its rows.
 
 A graph reads its rows from buffers on the device, which one copy fills, and a second one where pages have changed. Rows
-beyond a step's are padding: they are written nowhere and attend to nothing.
+beyond a step's are padding: they are written nowhere and attend to nothing. All graphs share one memory pool, the
+largest is captured first.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from octile.serve.forward import Forward
-from octile.serve.graph_memory import GraphMemory
 from octile.serve.step_inputs import DecodeRows, Layout, decode_step
+
+T = TypeVar("T")
 
 
 class DecodeGraphs:
@@ -19,13 +24,12 @@ class DecodeGraphs:
 
     Args:
         forward: the model's forward pass, on a GPU.
-        memory: of the graphs.
         max_rows: rows of the largest graph.
         max_pages: pages of a text at most.
         drafts: whether the pass is that of multi-token prediction, which reads hidden states.
     """
 
-    def __init__(self, forward: Forward, memory: GraphMemory, max_rows: int, max_pages: int, drafts: bool = False):
+    def __init__(self, forward: Forward, max_rows: int, max_pages: int, drafts: bool = False):
         self.forward, self.max_rows = forward, max_rows
         self.sizes = graph_sizes(max_rows)
         self.host = DecodeRows(max_rows, max_pages, pinned=True)
@@ -37,12 +41,12 @@ class DecodeGraphs:
         if drafts:
             self.hidden = weights.head.new_zeros(max_rows, weights.config.hidden_size)
         self.copied = torch.cuda.Event()
-        self.captured = memory.capture_sizes(self.sizes, self._forward)
+        self.captured = capture_sizes(self.sizes, self._forward, weights.device)
 
     def run(self, layout: Layout, hidden_TD: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Replay the graph of a batch of decode rows alone: what the head reads [T, D], and logits [T, V].
 
-        The results are valid until the next graph of the runner is replayed.
+        The results are valid until the next call.
 
         Args:
             layout: of the batch.
@@ -57,14 +61,34 @@ class DecodeGraphs:
         self.copied.record(torch.cuda.current_stream(self.numbers.device))  # of the model's GPU
         if self.hidden is not None and hidden_TD is not None:
             self.hidden[: layout.n_decode].copy_(hidden_TD)
-        replay, (h_TD, logits) = self.captured[size]
-        replay()
+        graph, (h_TD, logits) = self.captured[size]
+        graph.replay()
         return h_TD[: layout.n_decode], logits[: layout.n_decode]
 
     def _forward(self, size: int) -> tuple[Tensor, Tensor]:
         step = decode_step(self.numbers[:, :size], self.pages[:size])
         h_TD = self.forward.hidden(step) if self.hidden is None else self.forward.draft(step, self.hidden[:size])
         return h_TD, self.forward.logits(h_TD)
+
+
+def capture_sizes(
+    sizes: Sequence[int], step: Callable[[int], T], device: torch.device
+) -> dict[int, tuple[torch.cuda.CUDAGraph, T]]:
+    """Capture a step of each size, the largest first, in one memory pool; return the graphs and the steps' results."""
+    captured: dict[int, tuple[torch.cuda.CUDAGraph, T]] = {}
+    with torch.no_grad(), torch.cuda.device(device):
+        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        for size in reversed(sizes):
+            with torch.cuda.stream(stream):
+                step(size)  # compiles and chooses kernels
+            stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
+                results = step(size)
+            captured[size] = graph, results
+        torch.cuda.current_stream().wait_stream(stream)
+    return captured
 
 
 def graph_sizes(max_rows: int) -> list[int]:

@@ -25,9 +25,8 @@ from torch import Tensor
 from octile.ops.latent_cache import PAGE
 from octile.ops.sample_tokens import sample_tokens
 from octile.serve.batch import DecodedTokens, DecodeRequest
-from octile.serve.decode_graphs import graph_sizes
+from octile.serve.decode_graphs import capture_sizes, graph_sizes
 from octile.serve.forward import Forward, Step
-from octile.serve.graph_memory import GraphMemory
 from octile.serve.step_inputs import BLOCK_ROWS, PageTable
 
 FIELDS = 5  # source, position, end, seed and the bits of temperature, before the tokens
@@ -42,15 +41,12 @@ class DecodeLoop:
         max_requests: of a step.
         max_pages: M.
         n_drafts: n.
-        memory: of the graphs; None on a CPU.
     """
 
-    def __init__(
-        self, forward: Forward, max_requests: int, max_pages: int, n_drafts: int, memory: GraphMemory | None = None
-    ):
+    def __init__(self, forward: Forward, max_requests: int, max_pages: int, n_drafts: int):
         self.forward, self.n_drafts = forward, n_drafts
         device = forward.weights.device
-        self._on_gpu = memory is not None
+        self._on_gpu = device.type == "cuda"
         if self._on_gpu:
             self._sizes = graph_sizes(max_requests)
         else:
@@ -66,9 +62,9 @@ class DecodeLoop:
         self._advance = torch.zeros(max_requests, dtype=torch.int64, device=device)
         self._results = torch.zeros(max_requests, 2 + 2 * n_drafts, dtype=torch.int64, device=device)
         self._offsets = torch.arange(max_requests * (1 + n_drafts), device=device)
-        if memory is not None:
+        if self._on_gpu:
             self._copied = torch.cuda.Event()
-            self._graphs = memory.capture_sizes(self._sizes, self._step)  # the texts have no positions
+            self._graphs = capture_sizes(self._sizes, self._step, device)  # the texts have no positions
 
     def run(self, requests: Sequence[DecodeRequest]) -> DecodedTokens:
         """Launch a step; see `octile.serve.batch.Runner.decode`."""
@@ -84,8 +80,8 @@ class DecodeLoop:
             return DecodedTokens(self._results[: len(requests)].clone(), None, self.n_drafts)
         stream = torch.cuda.current_stream(self._numbers.device)  # of the model's GPU
         self._copied.record(stream)
-        replay, _ = self._graphs[size]
-        replay()
+        graph, _ = self._graphs[size]
+        graph.replay()
         results = torch.empty(len(requests), self._results.shape[1], dtype=torch.int64, pin_memory=True)
         results.copy_(self._results[: len(requests)], non_blocking=True)
         ready = torch.cuda.Event()

@@ -54,8 +54,6 @@ class Engine:
         ValueError: config asks for drafts, and the model has no multi-token prediction layer.
     """
 
-    idle_seconds: float | None = None  # see `octile.serve.async_engine.StepEngine`
-
     def __init__(self, runner: Runner, tokenizer: Tokenizer, config: EngineConfig | None = None):
         self.config = config or EngineConfig()
         check_can_draft(self.config.n_drafts, runner.can_draft)
@@ -125,25 +123,6 @@ class Engine:
         if not self._requests:
             self._in_flight = None
         return outputs
-
-    @property
-    def can_launch(self) -> bool:
-        """Whether `launch` can be the next step: no request must be read in a pass of any chunks first."""
-        return not self._requests or self._can_launch(self._in_flight)
-
-    def launch(self) -> list[Output]:
-        """Launch a decode step of the running requests, if there are any, and read the one that was launched before."""
-        before = self._in_flight
-        self._in_flight = self._launch(before) if self._requests else None
-        outputs = [] if before is None else self._read(before)
-        if not self._requests:
-            self._in_flight = None
-        return outputs
-
-    def run(self) -> list[Output]:
-        """Read the decode step that was launched, and run one forward pass of any chunks."""
-        before, self._in_flight = self._in_flight, None
-        return ([] if before is None else self._read(before)) + self._run()
 
     def _run(self) -> list[Output]:
         """Run a forward pass of any chunks, and read what it has chosen."""

@@ -33,7 +33,7 @@ from octile.ops.attention import attention
 from octile.ops.gate import choose_experts, gate
 from octile.ops.grouped import grouped_matmul_nt
 from octile.ops.high_precision import high_precision_grouped_nt
-from octile.ops.matmul import group_rows, matmul_nt, matmul_nt_out
+from octile.ops.matmul import group_rows, matmul_nt
 from octile.ops.norm import rms_norm, rms_norm_quantize
 from octile.ops.paged_attention import paged_attention
 from octile.ops.permute import unpermute
@@ -195,33 +195,17 @@ class Forward:
         q_THX = self.queries(x_TD, layer, w, step.slots, cos_sin)
         return self.after_attention(x_TD, self.attend(q_THX, layer, w.attention, step), layer, w, step.slots)
 
-    def query_width(self, w: AttentionWeights) -> int:
-        """Return the columns of the GEMM that projects queries: theirs, then those of weights that are joined to it."""
-        c = self.weights.config
-        return sum(w.x.sizes[0]) if w.q_up is None else c.num_attention_heads * c.qk_head_dim
-
     def queries(
-        self,
-        x_TD: Tensor,
-        layer: int,
-        w: BlockWeights,
-        slots: Tensor,
-        cos_sin: tuple[Tensor, Tensor],
-        out_TW: Tensor | None = None,
+        self, x_TD: Tensor, layer: int, w: BlockWeights, slots: Tensor, cos_sin: tuple[Tensor, Tensor]
     ) -> Tensor:
-        """Compute a block's queries, [T, H, X], and write the rows' latents.
-
-        Args:
-            x_TD, layer, w, slots, cos_sin: the block's input, which block it is, where its latents are written.
-            out_TW: memory for the queries, as wide as `query_width`; None: new memory.
-        """
+        """Compute a block's queries, [T, H, X], and write the rows' latents."""
         of_x = w.attention.x
         x = self._norm(x_TD, w.input_norm, of_x.has_fp8, of_x.has_values)
-        q_TX, latent_TC, rope_TR = self._projections(x, of_x, out=out_TW if w.attention.q_up is None else None)
+        q_TX, latent_TC, rope_TR = self._projections(x, of_x)
         if w.attention.q_up is not None:
             assert w.attention.q_norm is not None
             q = self._norm(q_TX, w.attention.q_norm, *_reads(w.attention.q_up), eps=NORM_EPS)
-            q_TX = self._nt(q, w.attention.q_up, out=out_TW)
+            q_TX = self._nt(q, w.attention.q_up)
         q_THX = q_TX.unflatten(-1, (self.weights.config.num_attention_heads, -1))
         rotate_(q_THX[None], *cos_sin)
         rotate_(rope_TR[None, :, None], *cos_sin)
@@ -243,13 +227,13 @@ class Forward:
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
 
     def after_attention(self, x_TD: Tensor, o_TV: Tensor, layer: int, w: BlockWeights, slots: Tensor) -> Tensor:
-        """Add to a block's input what it computes, of what attention has returned, and return it: [T, D]."""
-        x_TD += self._nt(self._rows(o_TV, w.attention.o), w.attention.o)
+        """Compute a block's output, [T, D], of its input and of what attention has returned."""
+        x_TD = x_TD + self._nt(self._rows(o_TV, w.attention.o), w.attention.o)
         if isinstance(w.mlp, MLPWeights):
-            return x_TD.add_(self._mlp(self._norm(x_TD, w.post_norm, w.mlp.x.has_fp8, w.mlp.x.has_values), w.mlp))
+            return x_TD + self._mlp(self._norm(x_TD, w.post_norm, w.mlp.x.has_fp8, w.mlp.x.has_values), w.mlp)
         shared_fp8 = w.mlp.shared is not None and w.mlp.shared.x.has_fp8
         rows = self._norm(x_TD, w.post_norm, w.mlp.x.has_fp8 or shared_fp8, True)
-        return x_TD.add_(self._mixture(rows, layer, w.mlp, slots))
+        return x_TD + self._mixture(rows, layer, w.mlp, slots)
 
     def _absorbed(self, q_THX: Tensor, layer: int, w: AttentionWeights, step: Step) -> Tensor:
         """Attend from rows to their pages: [T, H, V]."""
@@ -370,23 +354,16 @@ class Forward:
         data, scale = swiglu_quantize(gate, up, "e4m3", self.weights.power_of_2, weight_R)
         return Rows(None, ScaledTensor(data, scale, TILE))
 
-    def _projections(
-        self, x: Rows, w: Projections, offs_E: Tensor | None = None, out: Tensor | None = None
-    ) -> list[Tensor]:
-        """Multiply rows by all weights that read them, and split the results into their sizes; out: of the first."""
+    def _projections(self, x: Rows, w: Projections, offs_E: Tensor | None = None) -> list[Tensor]:
+        """Multiply rows by all weights that read them, and split the results into their sizes."""
         results: list[Tensor] = []
-        for i, (weight, sizes) in enumerate(zip(w.weights, w.sizes, strict=True)):
-            results += self._nt(x, weight, offs_E, None if i else out).split(sizes, dim=-1)
+        for weight, sizes in zip(w.weights, w.sizes, strict=True):
+            results += self._nt(x, weight, offs_E).split(sizes, dim=-1)
         return results
 
-    def _nt(self, x: Rows, w: Weight, offs_E: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """Multiply rows by a weight [N, K], or rows sorted by expert by the weights [E, N, K]: [T, N].
-
-        The result is written to `out` if it is given: of a single weight, not in batch-invariant mode.
-        """
+    def _nt(self, x: Rows, w: Weight, offs_E: Tensor | None = None) -> Tensor:
+        """Multiply rows by a weight [N, K], or rows sorted by expert by the weights [E, N, K]: [T, N]."""
         dtype = self.weights.dtype
-        if out is not None:
-            return self._nt_out(x, w, out)
         if isinstance(w, ScaledTensor):
             assert x.q is not None
             return self._fp8_nt(x.q, w, offs_E, dtype)
@@ -396,14 +373,6 @@ class Forward:
         if offs_E is None or not w.is_cuda:
             return _invariant_groups(x.values, w, offs_E, dtype)
         return high_precision_grouped_nt(x.values, w, offs_E, torch.float32, INVARIANT_ROWS).to(dtype)
-
-    def _nt_out(self, x: Rows, w: Weight, out: Tensor) -> Tensor:
-        if isinstance(w, ScaledTensor):
-            assert x.q is not None
-            matmul_nt_out(out, x.q.data, x.q.scale, x.q.block, w.data, w.scale, w.block, False)
-            return out
-        assert x.values is not None
-        return torch.mm(x.values, w.mT, out=out)
 
     def _fp8_nt(self, x: ScaledTensor, w: ScaledTensor, offs_E: Tensor | None, dtype: torch.dtype) -> Tensor:
         operands = x.data, x.scale, x.block, w.data, w.scale, w.block

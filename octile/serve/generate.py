@@ -68,8 +68,7 @@ def _generate(
 ) -> Iterator[str]:
     """Generate the continuation of tokens, as pieces of text when they are complete."""
     n_pages = -(-(len(tokens) + sampling.max_new_tokens) // ModelRunner.page_size)
-    runner = ModelRunner(model, n_pages, max_batch=1, max_step_tokens=0)  # one prompt is worth no graphs
-    engine = Engine(runner, tokenizer, EngineConfig(max_batch=1))
+    engine = Engine(ModelRunner(model, n_pages, max_batch=1), tokenizer, EngineConfig(max_batch=1))
     engine.add(tokens, sampling)
     while engine.has_work:
         for output in engine.step():

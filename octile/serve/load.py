@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from octile.checkpoint.hugging_face import checkpoint_folder, read_model_config
 from octile.models.config import ModelConfig
-from octile.serve.config import CacheConfig, EngineConfig, ParallelConfig
+from octile.serve.config import CacheConfig, EngineConfig
 from octile.serve.engine import Engine
-from octile.serve.expert_balance import rebalance_experts
 from octile.serve.latent_pages import CacheFormat
 from octile.serve.model_runner import ModelRunner
-from octile.serve.spread_experts import SpreadEngine, SpreadExperts
 from octile.serve.weights import ServedWeights
 from octile.tokenizer import Tokenizer
 
@@ -61,7 +57,7 @@ class Folder:
         Raises:
             ValueError: a file is damaged.
         """
-        return ServedWeights.read(self.path, _activations(device), device)
+        return ServedWeights.read(self.path, torch.bfloat16 if device.type == "cuda" else torch.float32, device)
 
     def load(self, device: torch.device, engine: EngineConfig, cache: CacheConfig) -> tuple[Engine, ModelRunner]:
         """Read the weights and allocate the cache.
@@ -70,58 +66,13 @@ class Folder:
             ValueError: a file is damaged, the cache has no place for a page, or the model cannot draft.
             MemoryError: the weights leave no place for a cache.
         """
-        weights, stored = self.read_weights(device), cache.format or _cached(device)
+        stored = cache.format or ("bf16" if device.type == "cuda" else "float32")
+        weights = self.read_weights(device)
         n_pages = self._n_pages(weights, stored, engine.max_batch, engine.n_drafts, cache.gib)
-        runner = _runner(weights, n_pages, stored, engine)
-        return Engine(runner, self.tokenizer, engine), runner
-
-    def check_parallel(self, parallel: ParallelConfig) -> None:
-        """Check that the model's experts can be spread over the ranks.
-
-        Raises:
-            ValueError: it has no experts, or the ranks do not divide them and their further copies.
-        """
-        c = self.model
-        if parallel.ep > 1 and not any(c.is_moe(layer) for layer in range(c.num_hidden_layers)):
-            raise ValueError(f"parallel.ep must be 1, not {parallel.ep}: the model has no experts to spread over ranks")
-        copies = c.n_routed_experts + parallel.redundant_experts
-        if parallel.ep > 1 and copies % parallel.ep:
-            raise ValueError(
-                f"parallel.ep must divide the copies of experts, but {parallel.ep} ranks do not divide "
-                f"{c.n_routed_experts} experts + {parallel.redundant_experts} (parallel.redundant_experts)"
-            )
-
-    def load_spread(
-        self,
-        device: torch.device,
-        engine: EngineConfig,
-        cache: CacheConfig,
-        parallel: ParallelConfig,
-        control: dist.ProcessGroup,
-    ) -> tuple[SpreadEngine, ModelRunner]:
-        """Read the weights of this rank and allocate its cache; all ranks call it. The caches have the same size.
-
-        Args:
-            device, engine, cache: of this rank.
-            parallel: all ranks, which `check_parallel` accepts.
-            control: their group, by gloo.
-
-        Raises:
-            ValueError, MemoryError: as `load`, or more copies of experts must be active.
-        """
-        c, n_nodes = self.model, int(os.environ.get("GROUP_WORLD_SIZE") or 1)
-        n_layers = sum(c.is_moe(layer) for layer in range(c.num_hidden_layers))
-        even_LE = torch.ones(n_layers, c.n_routed_experts)
-        copies = c.n_routed_experts + parallel.redundant_experts
-        placement = rebalance_experts(even_LE, copies, c.n_group, n_nodes, parallel.ep)[0]
-        experts = SpreadExperts.read(
-            self.path, placement, _activations(device), device, None, parallel.active_experts, n_nodes
+        runner = ModelRunner(
+            weights, n_pages, stored, engine.max_batch, engine.batch_invariant, engine.n_drafts, engine.expert_window
         )
-        stored = cache.format or _cached(device)
-        n_pages = torch.tensor(self._n_pages(experts.weights, stored, engine.max_batch, engine.n_drafts, cache.gib))
-        dist.all_reduce(n_pages, dist.ReduceOp.MIN, control)
-        runner = _runner(experts, int(n_pages), stored, engine)
-        return SpreadEngine(Engine(runner, self.tokenizer, engine), runner, parallel.rebalance, control), runner
+        return Engine(runner, self.tokenizer, engine), runner
 
     def _n_pages(
         self, weights: ServedWeights, stored: CacheFormat, max_batch: int, n_drafts: int, gib: float | None
@@ -138,26 +89,3 @@ class Folder:
         if places < size:
             raise MemoryError(f"the cache has {places / 2**30:.3g} GiB, but one page takes {size / 2**30:.3g} GiB")
         return min(places // size, max_batch * -(-self.model.max_position_embeddings // ModelRunner.page_size))
-
-
-def _activations(device: torch.device) -> torch.dtype:
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
-
-
-def _cached(device: torch.device) -> CacheFormat:
-    return "bf16" if device.type == "cuda" else "float32"
-
-
-def _runner(
-    weights: ServedWeights | SpreadExperts, n_pages: int, stored: CacheFormat, engine: EngineConfig
-) -> ModelRunner:
-    return ModelRunner(
-        weights,
-        n_pages,
-        stored,
-        engine.max_batch,
-        engine.batch_invariant,
-        engine.n_drafts,
-        engine.expert_window,
-        engine.max_step_tokens,
-    )

@@ -24,9 +24,8 @@ from octile.serve.decode_loop import DecodeLoop
 from octile.serve.drafts import check_can_draft
 from octile.serve.expert_load import ExpertLoad
 from octile.serve.forward import Forward, Step
-from octile.serve.graph_memory import GraphMemory
 from octile.serve.latent_pages import CacheFormat, LatentPages, bytes_per_row
-from octile.serve.prefill_graphs import PrefillGraphs
+from octile.serve.prefill_graphs import MAX_ROWS, PrefillGraphs
 from octile.serve.spread_experts import SpreadExperts
 from octile.serve.step_inputs import BLOCK_ROWS, Layout, mixed_step, send
 from octile.serve.weights import ServedWeights
@@ -45,13 +44,11 @@ class ModelRunner:
         batch_invariant: whether a request's logits have the same bits whatever else is in the batch and however its
             prompt is divided into chunks. Slower: every row attends in the absorbed form.
         n_drafts: drafts of each request that decodes.
-        max_step_tokens: tokens of the largest CUDA graphs of steps with prompts, on a GPU, at most 8192; larger steps
-            run without one. 0: no graph.
         expert_window: steps over which the tokens of each expert are counted; a multiple of 8. 0: they are not counted.
 
     Raises:
-        TypeError, ValueError: as `ServedWeights.of_model` or `LatentPages`, max_batch or max_step_tokens is negative,
-            the model cannot draft, or expert_window is no multiple of 8.
+        TypeError, ValueError: as `ServedWeights.of_model` or `LatentPages`, max_batch is negative, the model cannot
+            draft, or expert_window is no multiple of 8.
     """
 
     page_size = PAGE
@@ -65,15 +62,13 @@ class ModelRunner:
         batch_invariant: bool = False,
         n_drafts: int = 0,
         expert_window: int = 0,
-        max_step_tokens: int = 2048,
     ):
-        for name, value in (("max_batch", max_batch), ("max_step_tokens", max_step_tokens)):
-            if value < 0:
-                raise ValueError(f"{name} must be at least 0, not {value}")
+        if max_batch < 0:
+            raise ValueError(f"max_batch must be at least 0, not {max_batch}")
         check_expert_window(expert_window)
         self.spread = model if isinstance(model, SpreadExperts) else None
         if isinstance(model, SpreadExperts):
-            model = model.weights
+            model, max_batch = model.weights, 0  # an exchange of rows waits for the host
         weights = model if isinstance(model, ServedWeights) else ServedWeights.of_model(model)
         c = weights.config
         cache_format = cache_format or ("float32" if weights.dtype == torch.float32 else "bf16")
@@ -93,26 +88,12 @@ class ModelRunner:
         )
         self._checked_pages: list[array[int] | None] = []  # those of the chunk of each number, as last checked
         self.n_drafts, self._max_batch = n_drafts, max_batch
-        captures = self.device.type == "cuda" and self.spread is None  # an exchange of rows waits for the host
-        self._max_rows = max_batch * (1 + n_drafts) if captures else 0
+        self._max_rows = max_batch * (1 + n_drafts) if self.device.type == "cuda" else 0
+        self.graphs = self._capture(drafts=False)
+        self.draft_graphs: DecodeGraphs | None = None  # captured when something is drafted
+        self.prefill_graphs = PrefillGraphs(self.forward) if self._max_rows and not batch_invariant else None
         self.max_ahead = max_batch if self._max_rows else 0
-        self.graphs: DecodeGraphs | None = None
-        self.draft_graphs: DecodeGraphs | None = None
-        self.prefill_graphs: PrefillGraphs | None = None
-        self.loop: DecodeLoop | None = None
-        if self._max_rows:
-            self._capture(GraphMemory(self.device), max_step_tokens)
-
-    def _capture(self, memory: GraphMemory, max_step_tokens: int) -> None:
-        """Capture the graphs of all steps, so that no step of a running server waits for it."""
-        max_pages = -(-self.max_position // PAGE)
-        if max_step_tokens and not self.batch_invariant:
-            self.prefill_graphs = PrefillGraphs(self.forward, memory, max_step_tokens)
-        self.graphs = DecodeGraphs(self.forward, memory, self._max_rows, max_pages)
-        if self.n_drafts:
-            self.draft_graphs = DecodeGraphs(self.forward, memory, self._max_rows, max_pages, drafts=True)
-        self.loop = DecodeLoop(self.forward, self._max_batch, max_pages, self.n_drafts, memory)
-        torch.cuda.empty_cache()  # what was computed before each capture
+        self.loop = self._new_loop() if self.max_ahead else None
 
     @staticmethod
     def bytes_per_page(model: DeepseekV3 | ServedWeights, cache_format: CacheFormat) -> int:
@@ -124,11 +105,11 @@ class ModelRunner:
     def bytes_of_graphs(model: DeepseekV3 | ServedWeights, max_batch: int, n_drafts: int) -> int:
         """Return the bytes of the logits in the CUDA graphs of decoding, their largest memory.
 
-        Those of steps that are not launched ahead hold logits in FP32 of all their sizes, which halve from one to the
-        next, and so do those of multi-token prediction. What all graphs share has one step's in BF16 and FP32.
+        There are two sets of graphs, of steps that are launched ahead and of others, and with drafts a third one, of
+        multi-token prediction. Each has logits in BF16 and, for its sizes that halve from one to the next, in FP32.
         """
-        rows, held = max_batch * (1 + n_drafts), 2 if n_drafts else 1
-        return rows * model.config.vocab_size * (held * 2 * 4 + 2 + 4)
+        rows = max_batch * (1 + n_drafts)
+        return (3 if n_drafts else 2) * rows * model.config.vocab_size * (2 + 2 * 4)
 
     @property
     def expert_tokens(self) -> Mapping[int, tuple[int, ...]] | None:
@@ -166,7 +147,9 @@ class ModelRunner:
         if hidden_TD.shape != (n_rows, self.forward.weights.config.hidden_size):
             width = self.forward.weights.config.hidden_size
             raise ValueError(f"hidden must be {(n_rows, width)}, a row for each token, not {tuple(hidden_TD.shape)}")
-        if self.draft_graphs is not None and self._has_graph(layout):
+        if self._has_graph(layout):
+            self.draft_graphs = self.draft_graphs or self._capture(drafts=True)
+            assert self.draft_graphs is not None  # there are graphs
             return self._replay(self.draft_graphs, layout, hidden_TD)
         step, rows = self._step(layout), layout.rows()
         if rows is not None:
@@ -179,8 +162,7 @@ class ModelRunner:
     @torch.no_grad()
     def decode(self, requests: Sequence[DecodeRequest]) -> DecodedTokens:
         """Launch a decode step; see `octile.serve.batch.Runner`."""
-        if self.loop is None:  # on a CPU
-            self.loop = DecodeLoop(self.forward, self._max_batch, -(-self.max_position // PAGE), self.n_drafts)
+        self.loop = self.loop or self._new_loop()
         decoded = self.loop.run(requests)
         self._end_step()
         return decoded
@@ -197,9 +179,17 @@ class ModelRunner:
             self.expert_load.end_step()
 
     def _hidden(self, step: Step) -> Tensor:
-        if self.prefill_graphs is not None and step.prefills:
+        if self.prefill_graphs is not None and step.prefills and len(step.tokens) <= MAX_ROWS:
             return self.prefill_graphs.hidden(step)
         return self.forward.hidden(step)
+
+    def _new_loop(self) -> DecodeLoop:
+        return DecodeLoop(self.forward, self._max_batch, -(-self.max_position // PAGE), self.n_drafts)
+
+    def _capture(self, drafts: bool) -> DecodeGraphs | None:
+        if not self._max_rows:
+            return None
+        return DecodeGraphs(self.forward, self._max_rows, -(-self.max_position // PAGE), drafts)
 
     def _has_graph(self, layout: Layout) -> bool:
         return layout.n_decode <= self._max_rows and not layout.prefill

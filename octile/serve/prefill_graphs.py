@@ -8,9 +8,9 @@
     graph L      the rest of the last layer
 
 Some 30 kernels of a layer take the host longer than a GPU needs for 2,048 rows. Rows are padded to a multiple of 256,
-or of 1,024; what fills them is written nowhere. The graphs of all numbers of rows are captured at the start and share
-buffers, since they run one after the other. Where there is no memory for them, steps of that number of rows are
-computed without a graph.
+or of 1,024; what fills them is written nowhere. The graphs of a number of rows are captured when it is first used, in
+that step. They run one after the other, so all numbers of rows up to FEW_ROWS share buffers, and so do those beyond.
+Where there is no memory for them, steps of that number of rows are computed without a graph.
 
 Shapes: T rows, D model, H heads, X channels of a query, V of a value.
 """
@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from octile.serve.forward import Forward, Step
-from octile.serve.graph_memory import GraphMemory
 
 FEW_ROWS, MAX_ROWS = 2048, 8192
 ROWS = 256, 1024  # to multiples of which steps are padded: up to FEW_ROWS, and beyond
@@ -37,27 +36,31 @@ class PrefillGraphs:
 
     Args:
         forward: the forward pass.
-        memory: of the graphs; None on a CPU.
-        max_rows: rows of the largest graph, at most MAX_ROWS; steps with more are computed without one.
     """
 
-    def __init__(self, forward: Forward, memory: GraphMemory | None, max_rows: int):
-        self._forward, self._memory = forward, memory
-        self._buffers: _Buffers | None = None  # of the largest graph that there is memory for
-        sizes = graph_rows(min(max_rows, MAX_ROWS))
-        self._of_size = {size: self._capture(size) for size in reversed(sizes)}
+    def __init__(self, forward: Forward):
+        self._forward = forward
+        self._of_size: dict[int, _Graphs | None] = {}  # None: they could not be captured
+        self._buffers: dict[int, _Buffers] = {}  # of so many rows
+        device = forward.weights.device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def hidden(self, step: Step) -> Tensor:
-        """Compute `Forward.hidden` of a step."""
-        graphs = self._of_size.get(padded_rows(len(step.tokens)))
+        """Compute `Forward.hidden` of a step of at most MAX_ROWS rows."""
+        size = padded_rows(len(step.tokens))
+        if size not in self._of_size:
+            self._of_size[size] = self._capture(size)
+        graphs = self._of_size[size]
         return self._forward.hidden(step) if graphs is None else graphs.hidden(step)
 
     def _capture(self, size: int) -> _Graphs | None:
         """Capture the graphs of a number of rows; None, with a warning: it is not possible."""
+        rows = MAX_ROWS if size > FEW_ROWS else FEW_ROWS
         try:
-            if self._buffers is None:
-                self._buffers = _Buffers.make(self._forward, size)
-            return _Graphs(self._forward, self._buffers.first(size), self._record)
+            if rows not in self._buffers:
+                self._buffers[rows] = _Buffers.make(self._forward, rows)
+            return _Graphs(self._forward, self._buffers[rows].first(size), self._record)
         except RuntimeError as error:
             what = f"steps of {size} rows are computed without CUDA graphs, which could not be captured: {error}"
             warnings.warn(what, RuntimeWarning, stacklevel=2)
@@ -65,14 +68,29 @@ class PrefillGraphs:
 
     def _record(self, compute: Callable[[], None]) -> Callable[[], None]:
         """Capture a graph, and return what replays it."""
-        return compute if self._memory is None else self._memory.capture(compute)[0]
+        if self._stream is None:
+            return compute
+        current = torch.cuda.current_stream(self._stream.device)  # of the model's GPU
+        self._stream.wait_stream(current)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.stream(self._stream):
+                compute()  # compiles and chooses kernels
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    compute()
+                finally:
+                    graph.capture_end()
+        finally:
+            current.wait_stream(self._stream)
+        return graph.replay
 
 
 class _Buffers(NamedTuple):
-    """What the graphs of up to so many rows read and write; q has a place for the results of the widest GEMM."""
+    """What the graphs of up to so many rows read and write."""
 
     x_TD: Tensor
-    q: Tensor
+    q_THX: Tensor
     o_TV: Tensor
     slots: Tensor
     cos: Tensor
@@ -82,14 +100,14 @@ class _Buffers(NamedTuple):
     def make(cls, forward: Forward, rows: int) -> _Buffers:
         weights, c = forward.weights, forward.weights.config
         x_TD = weights.head.new_zeros(rows, c.hidden_size)
-        q = x_TD.new_zeros(rows * max(forward.query_width(block.attention) for block in weights.blocks))
+        q_THX = x_TD.new_zeros(rows, c.num_attention_heads, c.qk_head_dim)
         o_TV = x_TD.new_zeros(rows, c.num_attention_heads * c.v_head_dim)
         slots = torch.full((rows,), -1, dtype=torch.int64, device=weights.device)
-        return cls(x_TD, q, o_TV, slots, *(t.new_zeros(rows, t.shape[1]) for t in (forward.cos, forward.sin)))
+        return cls(x_TD, q_THX, o_TV, slots, *(t.new_zeros(rows, t.shape[1]) for t in (forward.cos, forward.sin)))
 
     def first(self, rows: int) -> _Buffers:
         """Return views of the first rows."""
-        return _Buffers(*(t if t is self.q else t[:rows] for t in self))
+        return _Buffers(*(t[:rows] for t in self))
 
 
 class _Graphs:
@@ -97,8 +115,7 @@ class _Graphs:
 
     def __init__(self, forward: Forward, buffers: _Buffers, record: Callable[[Callable[[], None]], Callable[[], None]]):
         self._forward = forward
-        self._x_TD, self._q, self._o_TV, self._slots, *self._cos_sin = buffers
-        self._q_THX = dict[int, Tensor]()  # of each layer
+        self._x_TD, self._q_THX, self._o_TV, self._slots, *self._cos_sin = buffers
         self._slots.fill_(-1)  # while graphs are captured, nothing is written to the cache
         self._replays = [record(partial(self._between, i)) for i in range(len(forward.weights.blocks) + 1)]
 
@@ -112,7 +129,7 @@ class _Graphs:
         self._slots[n:] = -1
         self._replays[0]()
         for layer, block in enumerate(forward.weights.blocks):
-            self._o_TV[:n] = forward.attend(self._q_THX[layer][:n], layer, block.attention, step)
+            self._o_TV[:n] = forward.attend(self._q_THX[:n], layer, block.attention, step)
             self._replays[layer + 1]()
         return forward.last_norm(self._x_TD[:n])
 
@@ -120,18 +137,10 @@ class _Graphs:
         """Compute what is between attention of layer i - 1 and of layer i."""
         forward, blocks = self._forward, self._forward.weights.blocks
         if i:
-            forward.after_attention(self._x_TD, self._o_TV, i - 1, blocks[i - 1], self._slots)
+            self._x_TD.copy_(forward.after_attention(self._x_TD, self._o_TV, i - 1, blocks[i - 1], self._slots))
         if i < len(blocks):
             cos, sin = self._cos_sin
-            rows, width = len(self._x_TD), forward.query_width(blocks[i].attention)
-            out_TW = self._q[: rows * width].view(rows, width)
-            self._q_THX[i] = forward.queries(self._x_TD, i, blocks[i], self._slots, (cos, sin), out_TW)
-
-
-def graph_rows(max_rows: int) -> list[int]:
-    """Return the numbers of rows to which steps of at most max_rows rows are padded."""
-    few = range(ROWS[0], padded_rows(min(max_rows, FEW_ROWS)) + 1, ROWS[0])
-    return [*few, *range(FEW_ROWS + ROWS[1], padded_rows(max_rows) + 1, ROWS[1])]
+            self._q_THX.copy_(forward.queries(self._x_TD, i, blocks[i], self._slots, (cos, sin)))
 
 
 def padded_rows(n: int) -> int:

@@ -258,8 +258,6 @@ class SpreadEngine:
         runner: its runner, of `SpreadExperts`.
         seconds: after which the experts are placed anew, by the tokens that they had on all ranks in the window of
             `ModelRunner(expert_window=…)`, but not before they have all moved; without a window they stay.
-        control: the same ranks on their hosts, by gloo, through which they agree on each step; None: they agree through
-            the group that has the experts, for which the host waits.
 
     Attributes:
         engine: of this rank; requests are added to it.
@@ -268,39 +266,33 @@ class SpreadEngine:
         ValueError: the runner's experts are not spread, or seconds is negative or NaN.
     """
 
-    def __init__(
-        self, engine: Engine, runner: ModelRunner, seconds: float = 600.0, control: dist.ProcessGroup | None = None
-    ):
+    def __init__(self, engine: Engine, runner: ModelRunner, seconds: float = 600.0):
         if runner.spread is None:
             raise ValueError("runner must be of SpreadExperts: its experts are not spread over ranks")
         self.engine, self._spread, self._runner = engine, runner.spread, runner
         if not seconds >= 0:
             raise ValueError(f"seconds must be at least 0, not {seconds}")
         self._seconds, self._placed, self._moves = seconds, time.monotonic(), False
-        self._control = runner.spread.dispatcher.groups[0] if control is None else control
-        self._on_host = torch.device("cpu") if control is not None else runner.device
 
     def step(self) -> list[Output] | None:
         """Run a step, and move the experts of a layer if they are placed anew. All ranks must call this in turn.
 
-        A rank whose engine has nothing to do takes part with padding. If all ranks can, they launch a decode step
-        before the tokens of the last one are read; its outputs are those of the next step.
+        A rank whose engine has nothing to do takes part with padding.
 
         Returns:
             what the step adds to this rank's requests; None if no rank had any.
         """
         can_place = self._runner.expert_tokens is not None and not self._moves
         is_due = can_place and time.monotonic() >= self._placed + self._seconds
-        own = self.engine.has_work, is_due, not self.engine.can_launch
-        flags = torch.tensor(own, dtype=torch.int32, device=self._on_host)
-        dist.all_reduce(flags, dist.ReduceOp.MAX, self._control)
-        has_work, is_due, needs_run = flags.tolist()
+        flags = torch.tensor([self.engine.has_work, is_due], dtype=torch.int32, device=self._runner.device)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, self._spread.dispatcher.groups[0])
+        has_work, is_due = flags.tolist()
         if is_due:
             self._place()
         outputs: list[Output] | None = None
         if has_work:
             n_steps = self._runner.n_steps
-            outputs = self.engine.run() if needs_run else self.engine.launch()
+            outputs = self.engine.step()
             if self._runner.n_steps == n_steps:
                 self._runner.take_part()
         self._moves = self._spread.move_layer()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,3 @@ class Stats:
     def acceptance_rate(self) -> float | None:
         """The share of verified draft tokens that were accepted; None if none was verified."""
         return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else None
-
-    @classmethod
-    def of_ranks(cls, stats: Sequence[Stats]) -> Stats:
-        """Add the counts of ranks that step together; of steps, take the most that a rank has had requests in."""
-        steps = {name: max(getattr(s, name) for s in stats) for name in ("steps", "steps_ahead")}
-        counts = [f.name for f in fields(cls) if f.name not in (*steps, "expert_tokens")]
-        of_ranks = [s.expert_tokens for s in stats if s.expert_tokens is not None]
-        tokens = None
-        if of_ranks:
-            tokens = {layer: tuple(map(sum, zip(*(t[layer] for t in of_ranks), strict=True))) for layer in of_ranks[0]}
-        return cls(**{name: sum(getattr(s, name) for s in stats) for name in counts}, **steps, expert_tokens=tokens)

@@ -28,8 +28,6 @@ class FakeEngine:
     A request whose prompt ends with NAN fails alone, at its third token.
     """
 
-    idle_seconds: float | None = None
-
     def __init__(
         self,
         tokenizer: Tokenizer,
@@ -78,9 +76,6 @@ class FakeEngine:
                 del self.requests[output.request_id]
                 self.finished += 1
         return outputs
-
-    def close(self) -> None:
-        self.requests.clear()
 
     def stats(self) -> Stats:
         return Stats(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from octile.serve.config import EngineConfig, ParallelConfig
+from octile.serve.config import EngineConfig
 
 
 def test_a_step_of_fewer_tokens_than_its_batch_is_refused():
@@ -14,14 +14,3 @@ def test_a_step_of_fewer_tokens_than_its_batch_is_refused():
 def test_a_window_that_is_no_multiple_of_8_is_refused(window):
     with pytest.raises(ValueError, match=f"expert_window must be a multiple of 8, not {window}"):
         EngineConfig(expert_window=window)
-
-
-@pytest.mark.parametrize("name", ["redundant_experts", "active_experts"])
-def test_copies_of_experts_in_one_process_are_refused(name):
-    with pytest.raises(ValueError, match=f"parallel.{name} has no effect in one process: parallel.ep must be at lea"):
-        ParallelConfig(**{name: 2})
-
-
-def test_no_rank_is_refused():
-    with pytest.raises(ValueError, match=r"parallel.ep must be at least 1, not 0"):
-        ParallelConfig(0)

@@ -1,13 +1,11 @@
 """How large the cache of a served model is."""
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from octile.serve.config import ParallelConfig
 from octile.serve.load import FREE_SHARE, Folder
 from octile.serve.model_runner import ModelRunner
 from tests.serve.models import CONFIG
@@ -32,30 +30,13 @@ def test_graphs_have_their_logits_before_the_cache_has_its_share(monkeypatch, ma
 
 def test_the_logits_of_graphs():
     weights = SimpleNamespace(config=CONFIG)
-    logits = CONFIG.vocab_size * 256
-    assert ModelRunner.bytes_of_graphs(weights, 256, 0) == (2 * 4 + 2 + 4) * logits
-    assert ModelRunner.bytes_of_graphs(weights, 256, 3) == (2 * 2 * 4 + 2 + 4) * 4 * logits  # four rows a request
+    rows = 2 * CONFIG.vocab_size * 256  # two sets of graphs
+    assert ModelRunner.bytes_of_graphs(weights, 256, 0) == 10 * rows
+    assert (
+        ModelRunner.bytes_of_graphs(weights, 256, 3) == 10 * rows * 4 * 3 // 2
+    )  # four rows of each request, three sets
 
 
 def test_a_gpu_without_room_for_the_graphs_is_named(monkeypatch):
     with pytest.raises(MemoryError, match="the cache has 0 GiB, but one page takes"):
         n_pages(monkeypatch, 4096, 2, free=2**20)
-
-
-@pytest.mark.parametrize(
-    ("layers", "ep", "redundant", "message"),
-    [
-        (1, 2, 0, "parallel.ep must be 1, not 2: the model has no experts to spread over ranks"),
-        (2, 3, 0, r"3 ranks do not divide 8 experts \+ 0 \(parallel.redundant_experts\)"),
-        (2, 2, 3, r"2 ranks do not divide 8 experts \+ 3 \(parallel.redundant_experts\)"),
-    ],
-)
-def test_experts_that_cannot_be_spread_are_refused(layers, ep, redundant, message):
-    folder = Folder(Path(), replace(CONFIG, num_hidden_layers=layers), None)  # the first layer has no experts
-    with pytest.raises(ValueError, match=message):
-        folder.check_parallel(ParallelConfig(ep, redundant))
-
-
-def test_experts_that_ranks_divide_are_accepted():
-    Folder(Path(), CONFIG, None).check_parallel(ParallelConfig(5, 2))
-    Folder(Path(), replace(CONFIG, num_hidden_layers=1), None).check_parallel(ParallelConfig())

@@ -2,13 +2,15 @@
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from octile.serve.model_runner import ModelRunner
-from octile.serve.prefill_graphs import PrefillGraphs, graph_rows, padded_rows
+from octile.serve.prefill_graphs import PrefillGraphs, padded_rows
 from tests.serve.models import Texts, new_model, text
 
 
@@ -17,22 +19,13 @@ def test_rows_are_padded(n, rows):
     assert padded_rows(n) == rows
 
 
-@pytest.mark.parametrize(
-    ("max_rows", "rows"), [(1, [256]), (300, [256, 512]), (2048, [*range(256, 2049, 256)])], ids=str
-)
-def test_all_numbers_of_padded_rows_have_graphs(max_rows, rows):
-    assert graph_rows(max_rows) == rows
-    assert graph_rows(8192) == [*range(256, 2049, 256), *range(3072, 8193, 1024)]
-    assert graph_rows(max_rows) == sorted({padded_rows(n) for n in range(1, max_rows + 1)})
-
-
 @pytest.mark.parametrize("fp8", [False, True])
 def test_logits_are_those_of_the_forward_pass(fp8):
     found = []
     for captured in (False, True):
         runner = ModelRunner(new_model(fp8), 32)
         if captured:
-            runner.prefill_graphs = PrefillGraphs(runner.forward, None, 2048)
+            runner.prefill_graphs = PrefillGraphs(runner.forward)
         texts = Texts(runner, [text(200, seed=i) for i in range(3)])
         for sizes in ((90, 30, 0), (1, 100, 90), (40, 1, 40)):  # prompts alone, and next to a token that is decoded
             texts.run(*sizes)
@@ -43,7 +36,7 @@ def test_logits_are_those_of_the_forward_pass(fp8):
 def logits(*sizes: tuple[int, ...], graphs: type[PrefillGraphs] | None) -> tuple[Tensor, ModelRunner]:
     runner = ModelRunner(new_model(False), 64)
     if graphs is not None:
-        runner.prefill_graphs = graphs(runner.forward, None, 768)
+        runner.prefill_graphs = graphs(runner.forward)
     texts = Texts(runner, [text(500, seed=i) for i in range(3)])
     for step in sizes:
         texts.run(*step)
@@ -65,14 +58,8 @@ def test_graphs_of_all_numbers_of_rows_share_buffers_and_write_nothing_when_capt
     found, runner = logits(*SIZES, graphs=WarmedUp)
     torch.testing.assert_close(found, logits(*SIZES, graphs=None)[0], rtol=1e-3, atol=1e-3)
     graphs = runner.prefill_graphs._of_size
-    assert [*graphs] == [768, 512, 256]  # the largest is captured first
-    assert len({of_size._q.data_ptr() for of_size in graphs.values()}) == 1
-
-
-def test_a_step_that_no_graph_has_room_for_is_computed_without_one():
-    found, runner = logits((500, 450, 0), graphs=WarmedUp)
-    assert 1024 not in runner.prefill_graphs._of_size
-    assert torch.equal(found, logits((500, 450, 0), graphs=None)[0])
+    assert [*graphs] == [256, 512, 768]
+    assert len({of_size._q_THX.data_ptr() for of_size in graphs.values()}) == 1
 
 
 def test_a_failed_capture_is_said_once_and_not_tried_again():
@@ -83,10 +70,46 @@ def test_a_failed_capture_is_said_once_and_not_tried_again():
             tried.append(compute)
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    with pytest.warns(RuntimeWarning, match="rows are computed without .* captured: CUDA out of memory") as said:
+    with pytest.warns(RuntimeWarning, match="steps of 256 rows .* captured: CUDA out of memory") as said:
         found, runner = logits(*SIZES[:1], graphs=Failing)
-    assert len(said) == len(tried) == 3  # of 768, 512 and 256 rows
+    assert len(said) == len(tried) == 1
     assert torch.equal(found, logits(*SIZES[:1], graphs=None)[0])
     with warnings.catch_warnings(action="error"):
         Texts(runner, [text(200)]).run(90)
-    assert len(tried) == 3
+    assert len(tried) == 1
+
+
+def test_captures_follow_the_stream_of_the_models_device(monkeypatch: pytest.MonkeyPatch):
+    """Whatever the current device is, and also where a capture fails: its buffers are freed then."""
+    events: list[Any] = []
+
+    class Stream:
+        def __init__(self, name: str):
+            self.name, self.device = name, "cuda:1"
+
+        def wait_stream(self, other: "Stream"):
+            events.append((self.name, other.name))
+
+    class Graph:
+        replay = None
+
+        def capture_begin(self, **_: object):
+            events.append("begin")
+
+        def capture_end(self):
+            events.append("end")
+
+    def fail():
+        raise RuntimeError("out of memory")
+
+    graphs = PrefillGraphs(ModelRunner(new_model(False), 32).forward)
+    monkeypatch.setattr(graphs, "_stream", Stream("own"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream(str(device)))
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    graphs._record(lambda: events.append("compute"))
+    assert events == [("own", "cuda:1"), "compute", "begin", "compute", "end", ("cuda:1", "own")]
+    events.clear()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        graphs._record(fail)
+    assert events == [("own", "cuda:1"), ("cuda:1", "own")]

@@ -1,10 +1,9 @@
 """The speed of `octile serve`, started in a process of its own, as its clients see it.
 
-1 client              one request after the other
-64 clients            each has one request at a time
-1,000 clients         all at once: more than the server takes; what it refuses is counted
-1 client, 1 draft …   speculative decoding with one to three drafts, if the model has a multi-token prediction layer:
-                      answers of 256 tokens, with and without drafts
+1 client             one request after the other
+64 clients           each has one request at a time
+1,000 clients        all at once: more than the server takes; what it refuses is counted
+1 client, 1 draft    speculative decoding, if the model has a multi-token prediction layer
 """
 
 from __future__ import annotations
@@ -18,18 +17,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.request import urlopen
 
-from octile.bench.goals import FASTEST_DRAFTS, LONG_CLIENT, MANY_CLIENTS, ONE_CLIENT, THROUGHPUT
+from octile.bench.goals import DRAFTED_CLIENT, MANY_CLIENTS, ONE_CLIENT, THROUGHPUT
 from octile.bench.rows import Row, compare
 from octile.checkpoint.hugging_face import read_model_config
-from octile.report.page import format_count
 from octile.serve.load_test import Load, LoadResult, load_test, percentile
 
 WARM_UP = Load(clients=64, requests=64, new_tokens=8)
 ONE = Load(clients=1, requests=8, new_tokens=64)
 MANY = Load(clients=64, requests=256, new_tokens=64)
 CROWD = Load(clients=1000, requests=1000, prompt_words=8, new_tokens=8)
-LONG = Load(clients=1, requests=8, new_tokens=256)
-DRAFTS = 1, 2, 3  # draft tokens per step
 CROWD_CASE = "1,000 clients at once"
 
 
@@ -41,9 +37,9 @@ def rows(run: Path) -> Iterator[Row]:
         RuntimeError: the server ends early, or breaks a stream.
     """
     can_draft = read_model_config(run).num_nextn_predict_layers > 0
-    with _announced_server(run) as url:
+    with serving(run) as url:
+        _run(url, WARM_UP)
         one, many, crowd = (_run(url, load) for load in (ONE, MANY, CROWD))
-        long = _run(url, LONG) if can_draft else None
     yield Row(ONE_CLIENT, THROUGHPUT, one.tokens_per_second, "tokens/s")
     yield from _times(ONE_CLIENT, one)
     yield compare(MANY_CLIENTS, THROUGHPUT, many.tokens_per_second, "tokens/s", ONE_CLIENT, one.tokens_per_second)
@@ -52,33 +48,16 @@ def rows(run: Path) -> Iterator[Row]:
     yield Row(CROWD_CASE, "refused with 503", crowd.refused[503], "requests")
     yield Row(CROWD_CASE, "neither", CROWD.requests - crowd.completed - crowd.refused[503], "requests")
     yield from _times(CROWD_CASE, crowd)
-    if long is not None:
-        yield Row(LONG_CLIENT, THROUGHPUT, long.tokens_per_second, "tokens/s")
-        yield from _drafted(run, long.tokens_per_second)
-
-
-def _drafted(run: Path, undrafted: float) -> Iterator[Row]:
-    """Yield throughput with drafts, vs. that without, and the share of drafts that are accepted."""
-    speeds = list[float]()
-    for n_drafts in DRAFTS:
-        with _announced_server(run, "--engine.n-drafts", str(n_drafts)) as url:
+    if can_draft:
+        with serving(run, "--engine.n-drafts", "1") as url:
+            _run(url, WARM_UP)
             before = _drafts(url)
-            speed = _run(url, LONG).tokens_per_second
+            drafted = _run(url, ONE)
             verified, accepted = (b - a for a, b in zip(before, _drafts(url), strict=True))
-        case = f"{LONG_CLIENT}, {format_count(n_drafts, 'draft')}"
-        speeds.append(speed)
-        yield compare(case, THROUGHPUT, speed, "tokens/s", LONG_CLIENT, undrafted)
-        yield Row(case, "drafts accepted", 100 * accepted / verified, "%")
-    yield compare(FASTEST_DRAFTS, THROUGHPUT, max(speeds), "tokens/s", LONG_CLIENT, undrafted)
-
-
-@contextmanager
-def _announced_server(run: Path, *options: str) -> Iterator[str]:
-    """Start a server, say so on stderr, and warm it up."""
-    print(f"starting octile serve {' '.join((str(run), *options))}", file=sys.stderr, flush=True)
-    with serving(run, *options) as url:
-        _run(url, WARM_UP)
-        yield url
+        yield compare(
+            DRAFTED_CLIENT, THROUGHPUT, drafted.tokens_per_second, "tokens/s", ONE_CLIENT, one.tokens_per_second
+        )
+        yield Row(DRAFTED_CLIENT, "drafts accepted", 100 * accepted / verified, "%")
 
 
 @contextmanager
@@ -110,8 +89,6 @@ def _run(url: str, load: Load) -> LoadResult:
     Raises:
         RuntimeError: one did, or none was complete.
     """
-    what = f"{format_count(load.clients, 'client')}, {format_count(load.requests, 'request')}"
-    print(f"measuring {what} of {format_count(load.new_tokens, 'token')}", file=sys.stderr, flush=True)
     result = asyncio.run(load_test(url, load))
     if result.broken or not result.completed:
         raise RuntimeError(f"the server did not answer as it should: {result.report()}")

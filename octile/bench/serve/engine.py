@@ -4,14 +4,12 @@ decode     steps in which every request has one row, after prompts of 1,024 toke
            alone as a CUDA graph, and the overhead of the engine, which is the rest (scheduler, sampling, text)
 prefill    8 prompts of 1,024 tokens in one pass: the FLOPs of the layers' GEMMs per second, as a share of the GPU's
            FP8 peak
-profile    of a decode step and of the prefill pass: how long the GPU computes each kind of kernel, and the largest ones
 peer       transformers' `generate` with the same shape in BF16 and its dynamic cache, where transformers is installed
 """
 
 from __future__ import annotations
 
 import random
-import sys
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -22,9 +20,7 @@ from statistics import median
 import torch
 
 from octile.bench.goals import DECODE_256, OVERHEAD, PREFILL, SHARE_OF_PEAK
-from octile.bench.kernel_time import record_kernels
 from octile.bench.rows import Row, compare
-from octile.bench.step.profile import split
 from octile.checkpoint.fp8_layout import is_stored_in_fp8
 from octile.formats import BLOCK, E4M3
 from octile.models.config import ModelConfig
@@ -39,13 +35,8 @@ from octile.serve.model_runner import ModelRunner
 from octile.serve.request import Sampling
 from octile.serve.weights import ServedWeights, Weight, assemble
 from octile.tokenizer import MIN_VOCAB_SIZE, Tokenizer
-from octile.train.kernel_records import costs
 
 PEER = "transformers, BF16"
-PROFILED = 4  # calls whose kernels are recorded
-LARGEST = 8  # kernels that a profile lists
-KINDS = {"product": "GEMMs", "attention": "attention", "other": "other kernels"}  # of `octile.bench.step.profile`
-NAME = 60  # characters of a kernel's name
 
 
 @dataclass(frozen=True)
@@ -78,24 +69,19 @@ def rows(shape: Shape, device: torch.device) -> Iterator[Row]:
     """Yield the speed of decode and prefill, decode vs. transformers."""
     weights = random_weights(shape.config, device)
     pages = 1 + -(-(shape.prompt + _new_tokens(shape)) // ModelRunner.page_size)  # the engine admits with one to spare
-    n_pages, max_step_tokens = max(shape.batches) * pages, shape.prefill * shape.prompt
-    runner = ModelRunner(weights, n_pages, max_batch=max(shape.batches), max_step_tokens=max_step_tokens)
+    runner = ModelRunner(weights, max(shape.batches) * pages, max_batch=max(shape.batches))
     speeds = {}
-    profiles = list[Row]()
     for batch in shape.batches:
+        seconds, model = _step_seconds(runner, shape, batch)
         case = decode_case(shape, batch)
-        _say(f"measuring {case}")
-        seconds, model, profile = _step_seconds(runner, shape, batch)
-        profiles += profile
         speeds[batch] = batch / seconds
         yield Row(case, "step", 1e3 * seconds, "ms")
         if model is not None:
             yield Row(case, "the model's CUDA graph", 1e3 * model, "ms")
             yield Row(case, OVERHEAD, 1e3 * (seconds - model), "ms")
     yield from _prefill(runner, shape)
-    yield from profiles
     del runner, weights
-    peers = _peer_speeds(shape, device)
+    peers = _transformers_speeds(shape, device) if find_spec("transformers") else {}
     for batch, speed in speeds.items():
         case = decode_case(shape, batch)
         if batch in peers:
@@ -132,8 +118,8 @@ def random_weights(config: ModelConfig, device: torch.device) -> ServedWeights:
     return assemble(config, dtype, True, read)
 
 
-def _step_seconds(runner: ModelRunner, shape: Shape, batch: int) -> tuple[float, float | None, list[Row]]:
-    """The wall-clock time of a step in which a batch of requests decodes, that of the model in it, and a profile."""
+def _step_seconds(runner: ModelRunner, shape: Shape, batch: int) -> tuple[float, float | None]:
+    """The wall-clock time of a step in which a batch of requests decodes, and on a GPU that of the model in it."""
     tokenizer = Tokenizer.train([], MIN_VOCAB_SIZE)
     max_step_tokens = max(batch, shape.prefill * shape.prompt)
     engine = Engine(runner, tokenizer, EngineConfig(max_batch=batch, max_step_tokens=max_step_tokens))
@@ -145,7 +131,6 @@ def _step_seconds(runner: ModelRunner, shape: Shape, batch: int) -> tuple[float,
         if not engine.has_work:
             raise RuntimeError(f"the {batch} requests did not decode at the same time: {engine.stats()}")
     seconds = median(_wall_seconds(engine.step) for _ in range(shape.steps))
-    profile = _profile(decode_case(shape, batch), engine.step, runner.device)
     model = None
     if runner.graphs is not None:
         max_ahead = runner.max_ahead
@@ -156,14 +141,14 @@ def _step_seconds(runner: ModelRunner, shape: Shape, batch: int) -> tuple[float,
         finally:
             runner.max_ahead = max_ahead
         size = next(size for size in runner.graphs.sizes if size >= batch)
-        model = _gpu_seconds(runner.graphs.captured[size][0])
+        model = _gpu_seconds(runner.graphs.captured[size][0].replay)
     engine.close()
-    return seconds, model, profile
+    return seconds, model
 
 
 def _new_tokens(shape: Shape) -> int:
     """The tokens of a request, which still decodes when the last prompts have been read and the steps are timed."""
-    return 2 + PROFILED + 2 * shape.steps + -(-max(shape.batches) // shape.prefill)
+    return 2 + 2 * shape.steps + -(-max(shape.batches) // shape.prefill)
 
 
 def _prefill(runner: ModelRunner, shape: Shape) -> Iterator[Row]:
@@ -176,52 +161,15 @@ def _prefill(runner: ModelRunner, shape: Shape) -> Iterator[Row]:
     def run() -> None:
         runner.run(Batch(chunks)).logits.argmax(-1).tolist()
 
-    case = f"{shape.name}, {PREFILL}"
-    _say(f"measuring {case}")
     run()
     seconds = median(_wall_seconds(run) for _ in range(5))
+    case = f"{shape.name}, {PREFILL}"
     yield Row(case, "throughput", shape.prefill * n / seconds, "tokens/s")
     flops = 2 * multiply_adds(shape.config, 0)["layers"] * shape.prefill * n / seconds
     yield Row(case, "GEMMs of layers", flops / 1e12, "TFLOP/s")
     peak = bf16_peak(torch.cuda.get_device_name(runner.device)) if runner.device.type == "cuda" else None
     if peak is not None:
         yield Row(case, SHARE_OF_PEAK, 100 * flops / (2 * peak), "%")
-    yield from _profile(case, run, runner.device)
-
-
-def _profile(case: str, call: Callable[[], object], device: torch.device) -> list[Row]:
-    """Record where a GPU spends the time of a call: the kinds of kernels, the idle time, and the largest kernels.
-
-    Returns no row on a CPU, and where the profiler has no access to the GPU.
-    """
-    if device.type != "cuda":
-        return []
-    kernels = record_kernels(lambda: [call() for _ in range(PROFILED)])
-    if not kernels:
-        _say(f"left out: profile of {case}: the profiler recorded no kernel")
-        return []
-    idle, shares = split(kernels)
-    rows = [
-        Row(f"{case}: profile", f"{KINDS[kind]}, of the kernels", 100 * share, "%") for kind, share in shares.items()
-    ]
-    rows.append(Row(f"{case}: profile", "the GPU idles", 100 * idle, "%"))
-    for cost in costs(kernels, PROFILED)[:LARGEST]:
-        name = cost.name if len(cost.name) <= NAME else f"{cost.name[: NAME - 1]}…"
-        rows.append(Row(f"{case}: profile", f"{cost.calls:g}× {name}", cost.ms, "ms"))
-    return rows
-
-
-def _peer_speeds(shape: Shape, device: torch.device) -> dict[int, float]:
-    """Tokens per second of the peer by batch; without one where it does not run, which stderr says."""
-    if not find_spec("transformers"):
-        _say(f"left out: {PEER}: transformers is not installed")
-        return {}
-    _say(f"measuring {shape.name}, {PEER}")
-    try:
-        return _transformers_speeds(shape, device)
-    except Exception as error:  # another library's
-        _say(f"left out: {PEER}: {type(error).__name__}: {error}")
-        return {}
 
 
 def _transformers_speeds(shape: Shape, device: torch.device) -> dict[int, float]:
@@ -247,10 +195,6 @@ def _transformers_speeds(shape: Shape, device: torch.device) -> dict[int, float]
         first, all_of_them = (_wall_seconds(lambda n=n: generate(n)) for n in (1, 1 + shape.steps))  # type: ignore
         speeds[batch] = batch * shape.steps / (all_of_them - first)
     return speeds
-
-
-def _say(what: str) -> None:
-    print(what, file=sys.stderr, flush=True)
 
 
 def _wall_seconds(call: Callable[[], object]) -> float:

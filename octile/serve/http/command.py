@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import signal
-import socket
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from ipaddress import ip_address
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from octile.parallel.ranks import explain, join, leave, world
 from octile.report.page import format_count
-from octile.serve.async_engine import StepEngine
-from octile.serve.config import CacheConfig, EngineConfig, ParallelConfig
-from octile.serve.front_engine import FrontEngine, follow
+from octile.serve.config import CacheConfig, EngineConfig
 from octile.serve.http.chat import ChatTemplate
 from octile.serve.http.config import Limits
 from octile.serve.http.server import Server, bind, url_of
 from octile.serve.http.service import Service
 from octile.serve.load import Folder
-from octile.serve.model_runner import ModelRunner
 
 
 def serve(
@@ -36,92 +28,34 @@ def serve(
     limits: Limits,
     engine: EngineConfig,
     cache: CacheConfig,
-    parallel: ParallelConfig,
 ) -> None:
     """Serve a folder; see `octile.cli.Serve` for the arguments. The address is bound before the weights are read.
-
-    Of several ranks that torchrun has started all call this, and rank 0 answers the requests.
 
     Raises:
         FileNotFoundError: there is no model or no tokenizer.
         ValueError: a file is damaged, the address cannot be used, or the model does not fit the options.
         MemoryError: the weights leave no place for a cache.
-        RanksError: another rank hangs or has ended.
     """
-    ranks = join(device, parallel.timeout)
-    try:
-        folder = Folder.open(run)
-        folder.check_parallel(parallel)
-        chat = ChatTemplate.load(folder.path, folder.tokenizer)
-        with ExitStack() as stack:
-            bound = ranks.from_first_only(lambda: stack.enter_context(bind(host, port)))
-            stepped: StepEngine
-            if ranks.size == 1:
-                stepped, runner = folder.load(device, engine, cache)
-            else:
-                control = world() if device.type == "cpu" else dist.new_group(backend="gloo", timeout=ranks.timeout)
-                spread, runner = folder.load_spread(device, engine, cache, parallel, control)
-                if bound is None:
-                    with signals_ignored():  # rank 0 has them, too, and ends this rank when it has drained
-                        follow(spread, ranks, control)
-                    return leave()
-                stepped = FrontEngine(spread, ranks, control)
-            assert bound is not None  # on rank 0
-            _answer(bound, folder, name, host, api_keys, limits, device, stepped, runner, chat, ranks.size)
-    except Exception as error:
-        if (explained := explain(error)) is not error:
-            raise explained from error
-        raise
-
-
-def _answer(
-    bound: socket.socket,
-    folder: Folder,
-    name: str,
-    host: str,
-    api_keys: tuple[str, ...],
-    limits: Limits,
-    device: torch.device,
-    engine: StepEngine,
-    runner: ModelRunner,
-    chat: ChatTemplate,
-    n_ranks: int,
-) -> None:
-    """Answer requests at a bound address until a signal comes, and end the other ranks."""
-    url = url_of(bound)
-    service = Service(engine, folder.tokenizer, runner.max_position, chat, limits, name)
-    pages = f"{format_count(runner.n_pages, 'page')} of {runner.page_size} tokens, {_binary(runner.cache.nbytes)}"
-    limit = folder.model.max_position_embeddings
-    fewer = f" (the cache has no place for the model's {limit})" if runner.max_position < limit else ""
-    where = f"{device}" if n_ranks == 1 else f"{n_ranks} ranks ({device.type})"
-    each = "" if n_ranks == 1 else " on each rank"
-    print(f"serving {name} on {where}: context {runner.max_position} tokens{fewer}, cache {pages}{each}")
-    if chat.is_plain:
-        print("its tokenizer has no chat template, like a base model's: chats use a plain one (User: … Assistant:)")
-    is_local = _is_local(bound.getsockname()[0])
-    if not api_keys and not is_local:
-        print(f"octile: anyone who reaches {url} can use the model: --api-key restricts it", file=sys.stderr)
-    announcement = f"try it at {url}, or with OpenAI's client: base_url {url}/v1, model {name}"
-    server = Server(service, api_keys, announcement, (host,) if is_local and not api_keys else None)
-    try:
+    folder = Folder.open(run)
+    chat = ChatTemplate.load(folder.path, folder.tokenizer)
+    with bind(host, port) as bound:
+        url = url_of(bound)
+        stepped, runner = folder.load(device, engine, cache)
+        service = Service(stepped, folder.tokenizer, runner.max_position, chat, limits, name)
+        pages = f"{format_count(runner.n_pages, 'page')} of {runner.page_size} tokens, {_binary(runner.cache.nbytes)}"
+        limit = folder.model.max_position_embeddings
+        fewer = f" (the cache has no place for the model's {limit})" if runner.max_position < limit else ""
+        print(f"serving {name} on {device}: context {runner.max_position} tokens{fewer}, cache {pages}")
+        if chat.is_plain:
+            print("its tokenizer has no chat template, like a base model's: chats use a plain one (User: … Assistant:)")
+        is_local = _is_local(bound.getsockname()[0])
+        if not api_keys and not is_local:
+            print(f"octile: anyone who reaches {url} can use the model: --api-key restricts it", file=sys.stderr)
+        announcement = f"try it at {url}, or with OpenAI's client: base_url {url}/v1, model {name}"
+        server = Server(service, api_keys, announcement, (host,) if is_local and not api_keys else None)
         server.run([bound])
-    finally:
-        if service.engine.failure is None:
-            engine.close()
-            leave()
-    if signal.SIGINT in server.signals:  # ignored after the run where a shell began the process in the background
-        raise KeyboardInterrupt
-
-
-@contextmanager
-def signals_ignored() -> Iterator[None]:
-    """Context manager in which Ctrl-C and SIGTERM are ignored."""
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        if signal.SIGINT in server.signals:  # ignored after the run where a shell began the process in the background
+            raise KeyboardInterrupt
 
 
 def _binary(size: int) -> str:

@@ -88,11 +88,9 @@ class Server(uvicorn.Server):
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve on bound sockets until a signal comes or the engine fails."""
         allow_files()
-        try:
-            super().run(sockets)
-        finally:  # a signal may have come, too: torchrun sends one when another rank has ended
-            if self.service.engine.failure is not None:
-                raise self.service.engine.failure
+        super().run(sockets)
+        if self.service.engine.failure is not None:
+            raise self.service.engine.failure
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """End the server when it has drained; after a second signal, at once."""

@@ -8,7 +8,6 @@ import torch
 pytest.importorskip("fastapi", reason="octile[serve] is not installed")
 
 from octile.bench import goals, serve
-from octile.bench.goals import FASTEST_DRAFTS, LONG_CLIENT
 from octile.bench.rows import Row, compare
 from octile.bench.serve import endpoint
 from octile.checkpoint.hugging_face import save
@@ -26,20 +25,13 @@ def tokenizer() -> Tokenizer:
 def test_rows_of_a_miniature_model(tokenizer, tmp_path, monkeypatch):
     save(DeepseekV3(MICRO), tmp_path, weights="fp8")
     tokenizer.save(tmp_path)
-    for name, clients in (("WARM_UP", 1), ("ONE", 1), ("MANY", 4), ("CROWD", 20), ("LONG", 1)):
+    for name, clients in (("WARM_UP", 1), ("ONE", 1), ("MANY", 4), ("CROWD", 20)):
         monkeypatch.setattr(endpoint, name, Load(clients=clients, requests=clients, prompt_words=2, new_tokens=4))
-    monkeypatch.setattr(endpoint, "DRAFTS", (1, 3))
     torch.manual_seed(0)
     rows = {(row.case, row.what): row for row in serve.rows(tmp_path)}
     assert rows["64 clients", "throughput"].against.peer == "1 client"
     assert rows["1,000 clients at once", "answered"].value == 20
-    for drafts in ("1 draft", "3 drafts"):
-        assert 0 <= rows[f"1 client, 256 tokens, {drafts}", "drafts accepted"].value <= 100
-    fastest = rows["1 client, 256 tokens, fastest with drafts", "throughput"]
-    assert fastest.against.peer == "1 client, 256 tokens"
-    assert fastest.value == max(
-        row.value for (case, _), row in rows.items() if case.endswith(("draft", "drafts")) and row.unit == "tokens/s"
-    )
+    assert 0 <= rows["1 client, 1 draft", "drafts accepted"].value <= 100
     assert rows["1 client", "between tokens, p99"].value > 0
     assert "64 clients vs. one" in serve.show(list(rows.values()))
 
@@ -68,7 +60,7 @@ def test_a_goal_is_judged_on_its_machine(gpu, verdicts):
     rows = [
         Row("1 client", "throughput", 30.0, "tokens/s"),
         compare("64 clients", "throughput", 150.0, "tokens/s", "1 client", 30.0),
-        compare(FASTEST_DRAFTS, "throughput", 36.0, "tokens/s", LONG_CLIENT, 30.0),
+        compare("1 client, 1 draft", "throughput", 36.0, "tokens/s", "1 client", 30.0),
     ]
     assert "lower is better for times" in serve.show(rows)
     assert sorted(goals.serve_verdicts(rows, gpu).splitlines()) == [

@@ -12,7 +12,6 @@ from octile.bench.serve import engine
 from octile.bench.serve.engine import PEER, V2_LITE, Shape, decode_case, random_weights, rows
 from octile.models.config import ModelConfig
 from octile.scaled import ScaledTensor
-from octile.train.kernel_records import KernelRecord
 
 SMALL = Shape(
     "miniature",
@@ -47,40 +46,6 @@ def test_transformers_generates_with_the_same_shape():
     speeds = engine._transformers_speeds(SMALL, torch.device("cpu"))
     assert list(speeds) == [1, 2]
     assert all(speed > 0 for speed in speeds.values())
-
-
-def test_a_peer_that_fails_is_left_out(monkeypatch, capsys):
-    def fail(shape: Shape, device: torch.device):
-        raise RuntimeError("no kernel for this")
-
-    monkeypatch.setattr(engine, "find_spec", lambda name: object())
-    monkeypatch.setattr(engine, "_transformers_speeds", fail)
-    found = {(row.case, row.what): row for row in rows(SMALL, torch.device("cpu"))}
-    assert found["miniature, decode, batch 1", "decode"].against is None
-    assert "left out: transformers, BF16: RuntimeError: no kernel for this" in capsys.readouterr().err
-
-
-def test_a_profile_has_kinds_idle_time_and_the_largest_kernels(monkeypatch):
-    long = "void at::native::vectorized_elementwise_kernel<8, at::native::CUDAFunctor_add<c10::BFloat16> >"
-    kernels = [KernelRecord("gemm", 0, 600), KernelRecord("mla_decode", 700, 200), KernelRecord(long, 900, 100)]
-    monkeypatch.setattr(engine, "PROFILED", 1)
-    monkeypatch.setattr(engine, "record_kernels", lambda work: work() and kernels)
-    found = {row.what: (row.value, row.unit) for row in engine._profile("a case", lambda: 1, torch.device("cuda"))}
-    assert found == {
-        "GEMMs, of the kernels": (pytest.approx(100 * 6 / 9), "%"),
-        "attention, of the kernels": (pytest.approx(100 * 2 / 9), "%"),
-        "other kernels, of the kernels": (pytest.approx(100 / 9), "%"),
-        "the GPU idles": (pytest.approx(10), "%"),
-        "1× gemm": (0.6, "ms"),
-        "1× mla_decode": (0.2, "ms"),
-        f"1× {long[:59]}…": (0.1, "ms"),
-    }
-
-
-def test_a_profiler_without_the_gpu_gives_no_profile(monkeypatch, capsys):
-    monkeypatch.setattr(engine, "record_kernels", lambda work: [])
-    assert engine._profile("a case", lambda: 1, torch.device("cuda")) == []
-    assert "left out: profile of a case" in capsys.readouterr().err
 
 
 def test_layers_are_in_fp8_and_embeddings_are_not():

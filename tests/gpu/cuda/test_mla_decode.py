@@ -36,9 +36,10 @@ def inputs(n_heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Te
 
 
 def reference(q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor) -> tuple[Tensor, float]:
-    """The exact result, and the largest value of the cache."""
+    """The exact result for values as the kernel multiplies them, and the largest value of the cache."""
     slots = torch.arange(len(cache) * 64, device="cuda")
-    values = read_latents(cache, slots, 512, torch.float32).view(-1, 64, 576)
+    dtype = torch.bfloat16 if q.shape[1] > 32 else torch.float32  # for so many heads latents of FP8 rows are rounded
+    values = read_latents(cache, slots, 512, dtype).view(-1, 64, 576).float()
     on_cpu = (t.cpu() for t in (q.float(), values, pages, lengths))
     return paged_attention.reference(*on_cpu, 512, SCALE).cuda(), float(values.abs().max())
 
@@ -68,7 +69,7 @@ def test_a_row_of_a_fixed_number_of_splits_has_its_own_bits(n_heads: int, dtype:
 
 
 @FORMS
-@pytest.mark.parametrize("n_heads", [16, 32, 128])
+@pytest.mark.parametrize("n_heads", [16, 32, 64, 128])
 @pytest.mark.parametrize("n_splits", [0, 16])
 def test_bits_are_the_same_every_time(n_heads: int, n_splits: int, dtype: torch.dtype):
     operands = inputs(n_heads, dtype)
@@ -95,7 +96,7 @@ def test_nan_is_not_hidden_and_stays_in_its_row(n_heads: int, channel: int, dtyp
 
 
 @FORMS
-@pytest.mark.parametrize("n_heads", [16, 128])
+@pytest.mark.parametrize("n_heads", [16, 64, 128])
 def test_a_graph_attends_to_the_lengths_and_pages_at_its_replay(n_heads: int, dtype: torch.dtype):
     q, cache, pages, lengths = inputs(n_heads, dtype)
     paged_attention(q, cache, pages, lengths, 512, SCALE)

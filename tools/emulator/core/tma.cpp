@@ -29,6 +29,7 @@ struct Copy {
     std::string issuer;
     enum { issued, read, written } state = issued;
     std::vector<uint8_t> box;
+    uint4 value;  // of store_async
 
     uint32_t row_bytes() const { return map.box[0] * map.element; }
     uint32_t rows() const {
@@ -190,6 +191,40 @@ void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t& state) {
         fail("TMA: the mbarrier at offset %u was initialized without fence_mbarrier_init", copy->barrier->offset);
     memset(block->shared + copy->offset, 0xFF, bytes);
     memset(block->async + copy->offset, 0xFF, bytes);
+    machine.copies.push_back(copy);
+    if (chance(machine.tendencies.copy_early)) advance_copy(machine.copies.size() - 1);
+}
+
+void bulk_prefetch(const void* from, uint32_t bytes) {
+    may_switch();
+    if (reinterpret_cast<uintptr_t>(from) % 16 || bytes % 16) fail("bytes to prefetch are not 16-byte aligned, or long");
+    volatile uint8_t read;  // an address outside of the tensor is found
+    read = static_cast<const uint8_t*>(from)[0];
+    read = static_cast<const uint8_t*>(from)[bytes - 1];
+}
+
+void store_async(uint32_t to, const uint4& value, uint32_t barrier) {
+    may_switch();
+    const uint32_t rank = to >> 24, first = to & 0xFFFFFF;
+    const Block* own = me()->home;
+    if (rank != barrier >> 24) fail("store_async: the value and its mbarrier are in two thread blocks");
+    if (rank >= own->cluster->size()) fail("there is no block %u in a cluster of %zu", rank, own->cluster->size());
+    Block* block = (*own->cluster)[rank];
+    if (!block->live) fail("store_async to %s, whose threads have all ended", name(block).c_str());
+    Map row{};
+    row.sizes[0] = row.box[0] = sizeof value;
+    row.rank = row.element = 1;
+    const int place = 0;
+    auto copy = new_copy(row, &place, block, own->shared + (first - shared_start), 16);
+    copy->kind = Copy::load;
+    copy->value = value;
+    copy->map.base = reinterpret_cast<uint8_t*>(&copy->value);
+    copy->barrier =
+        &barrier_of(block, *reinterpret_cast<uint64_t*>(block->shared + ((barrier & 0xFFFFFF) - shared_start)));
+    if (copy->barrier->fence_due)
+        fail("the mbarrier at offset %u was initialized without fence_mbarrier_init", copy->barrier->offset);
+    memset(block->shared + copy->offset, 0xFF, sizeof value);
+    memset(block->async + copy->offset, 0xFF, sizeof value);
     machine.copies.push_back(copy);
     if (chance(machine.tendencies.copy_early)) advance_copy(machine.copies.size() - 1);
 }

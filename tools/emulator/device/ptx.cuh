@@ -25,6 +25,8 @@ void fence_proxy_async();
 void tma_load(void* to, const TensorMap* map, uint64_t& barrier, const int* place, int dimensions, uint32_t blocks);
 void tma_store(const TensorMap* map, const void* from, const int* place, int dimensions, bool add);
 void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t& barrier);
+void bulk_prefetch(const void* from, uint32_t bytes);
+void store_async(uint32_t to, const uint4& value, uint32_t barrier);
 void bulk_store(void* to, const void* from, uint32_t bytes);
 void bulk_commit_group();
 void bulk_wait_group_read(int groups);
@@ -50,6 +52,7 @@ inline bool elect_one() {  // not lane 0: a kernel must not rely on it
     return lane_id() == 31;
 }
 inline uint32_t cluster_ctarank() { return emulator::self->rank; }
+inline uint32_t cluster_address(const void* pointer, uint32_t rank) { return rank << 24 | shared_address(pointer); }
 inline void cluster_sync() { emulator::cluster_sync(); }
 inline void named_barrier_sync(uint32_t id, uint32_t threads) { emulator::named_barrier(id, threads, true); }
 inline void named_barrier_arrive(uint32_t id, uint32_t threads) { emulator::named_barrier(id, threads, false); }
@@ -99,6 +102,8 @@ inline void bulk_load(void* to, const void* from, uint32_t bytes, Mbarrier* barr
     emulator::bulk_load(to, from, bytes, barrier->state);
 }
 inline void bulk_store(void* to, const void* from, uint32_t bytes) { emulator::bulk_store(to, from, bytes); }
+inline void bulk_prefetch(const void* from, uint32_t bytes) { emulator::bulk_prefetch(from, bytes); }
+inline void store_async(uint32_t to, uint4 value, uint32_t barrier) { emulator::store_async(to, value, barrier); }
 inline void bulk_commit_group() { emulator::bulk_commit_group(); }
 template <int groups>
 void bulk_wait_group_read() {

@@ -21,7 +21,7 @@ def plans() -> dict[str, KernelPlan]:
     found = {}
     for n_splits, splits in ((0, "even splits"), (16, "16 splits")):
         for is_fp8, form in ((False, "BF16"), (True, "FP8")):
-            for heads in (16, 32, 128):
+            for heads in (16, 32, 64, 128):
                 made = mla_decode.plan(128, heads, is_fp8, n_splits, SMS)
                 case = f"MLA decode, {heads} heads, {form}, {splits}"
                 found[case] = KernelPlan(made.kernel, made.constants, made.headers)

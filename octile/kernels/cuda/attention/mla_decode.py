@@ -1,7 +1,8 @@
 """Launcher of Hopper's MLA decode attention, as `octile.ops.paged_attention` specifies it.
 
     mla_decode      thread blocks attend to parts of the rows' positions, for 16 or 32 heads each
-    mla_decode_64   the same for 64 heads each, where multiplying takes longer than reading the cache
+    mla_decode_64   the same for 64 heads each, where multiplying takes longer than reading the cache; rows in FP8 are
+                    converted to BF16 once for 64 heads, or by a cluster of two thread blocks once for 128
     mla_merge       adds the partial results of rows that several thread blocks share, in the order of the positions
 
 Grids follow from shapes and the GPU. How the rows' positions are divided is computed on the GPU from their lengths, so
@@ -26,7 +27,7 @@ WIDTH = LATENT + ROTARY
 TILES, TILE = WIDTH // 64, 64 * 64 * 2  # of a page in BF16: 64 channels each, and its bytes
 SCALES = LATENT // 128  # of a row in FP8, and its bytes
 ROW_BYTES = LATENT + 4 * SCALES + 2 * ROTARY
-THREADS = 384  # two consumer warpgroups, and one with the producer warp
+THREADS = 384  # two consumer warpgroups, and one with the producer warp or, for FP8, four converter warps
 MIN_PAGES = 2  # of a thread block, unless there are fewer: one for each warpgroup
 # By at most this part of its pages a thread block may have more than others, so that rows of equal lengths are not cut.
 # Few heads wait for memory, which fewer thread blocks keep busy, too.
@@ -43,7 +44,7 @@ class LaunchPlan(NamedTuple):
     Attributes:
         kernel, constants, headers: of the kernel that attends.
         merge_constants: of mla_merge.
-        grid, ranges: thread blocks of mla_decode, and those of one block of heads.
+        grid, cluster, ranges: thread blocks of the kernel, of a cluster, and of one block of heads.
         slots: partial results of all heads.
     """
 
@@ -52,13 +53,15 @@ class LaunchPlan(NamedTuple):
     headers: Mapping[str, str]
     merge_constants: Mapping[str, int | bool]
     grid: int
+    cluster: int
     ranges: int
     slots: int
 
-    @property
-    def box_tiles(self) -> int:
-        """Tiles of 64 channels that one TMA copy moves."""
-        return 1 if self.kernel == "mla_decode_64" else TILES
+    def map_of(self, n_pages: int, is_fp8: bool) -> TensorMap | None:
+        """Describe a cache of unknown address as the kernel loads it by TMA; None: it does not."""
+        if self.kernel == "mla_decode_64":
+            return rotary_map(n_pages) if is_fp8 else page_map(n_pages, 1)
+        return None if is_fp8 else page_map(n_pages, TILES)
 
 
 def why_unsupported(
@@ -108,7 +111,7 @@ def launch_part(
     partials = q.new_empty(made.slots, n_heads, LATENT, dtype=torch.float32)
     lse = q.new_empty(made.slots, n_heads, dtype=torch.float32)
     starts = q.new_empty(rows + 1, dtype=torch.int32)
-    map_of_cache = bytes(tensor_map.BYTES) if is_fp8 else page_map(cache.shape[0], made.box_tiles)
+    map_of_cache = made.map_of(cache.shape[0], is_fp8) or bytes(tensor_map.BYTES)
     pointers = (t.data_ptr() for t in (q, pages, lengths, o, partials, lse, starts))
     steps = pages.stride(0), lengths.stride(0)
     prepared.decode.launch_at(
@@ -130,15 +133,17 @@ def rows_at_once(rows: int, n_heads: int, n_splits: int) -> int:
 
 def plan(rows: int, n_heads: int, is_fp8: bool, n_splits: int, n_sms: int) -> LaunchPlan:
     """Plan the launches for tensors that the kernels support; n_sms: of the GPU."""
-    heads = 16 if n_heads <= 16 else 32 if n_heads <= 32 or is_fp8 else 64  # of a thread block
+    heads = 16 if n_heads <= 16 else 32 if n_heads <= 32 else 64  # of a thread block
     head_blocks = -(-n_heads // heads)
     ranges = max(n_sms // head_blocks, 1)
     spare_part = SPARE_PART_64 if heads == 64 else SPARE_PART
     splits: dict[str, int | bool] = {"fixed_splits": n_splits > 0, "min_pages": MIN_PAGES, "spare_part": spare_part}
-    specialized = _plan_64() if heads == 64 else _plan_few(heads, is_fp8)
+    cluster = 2 if heads == 64 and is_fp8 and head_blocks % 2 == 0 else 1  # thread blocks that share converted pages
+    specialized = _plan_64(is_fp8, cluster) if heads == 64 else _plan_few(heads, is_fp8)
     slots = rows * n_splits if n_splits else 2 * ranges
     constants, of_merge = specialized.constants | splits, splits | {"shared_bytes": 0}
-    return LaunchPlan(specialized.name, constants, specialized.headers, of_merge, ranges * head_blocks, ranges, slots)
+    grid = ranges * head_blocks
+    return LaunchPlan(specialized.name, constants, specialized.headers, of_merge, grid, cluster, ranges, slots)
 
 
 class _Specialized(NamedTuple):
@@ -149,7 +154,7 @@ class _Specialized(NamedTuple):
     headers: Mapping[str, str]
 
 
-def _plan_64() -> _Specialized:
+def _plan_64(is_fp8: bool, cluster: int) -> _Specialized:
     shared = (3 * TILES + 1) * TILE + 5 * 64 * 4 + 2 * 2 * 3 * 8  # mla_decode_64.cu divides it
     header = partial(wgmma.header, a="bf16", b="bf16")
     headers = {
@@ -160,7 +165,7 @@ def _plan_64() -> _Specialized:
             256, name="wgmma_values_registers", a_in_registers=True, b_transposed=True
         ),
     }
-    return _Specialized("mla_decode_64", {"shared_bytes": shared}, headers)
+    return _Specialized("mla_decode_64", {"fp8": is_fp8, "cluster": cluster, "shared_bytes": shared}, headers)
 
 
 def _plan_few(heads: int, is_fp8: bool) -> _Specialized:
@@ -212,7 +217,7 @@ class _Prepared:
         self.made = made
         decode = specialize.load(made.kernel, made.constants, device, made.headers)
         merge = specialize.load("mla_merge", made.merge_constants, device)
-        self.decode = _PreparedDecode(decode, made.grid, 1, THREADS, int(made.constants["shared_bytes"]))
+        self.decode = _PreparedDecode(decode, made.grid, made.cluster, THREADS, int(made.constants["shared_bytes"]))
         self.merge = PreparedKernel(merge, merges, 1, MERGE_THREADS, 0)
 
 
@@ -222,3 +227,9 @@ _prepared: BoundedCache[_Prepared] = BoundedCache(MAX_KEYS)
 def page_map(n_pages: int, tiles: int) -> TensorMap:
     """Describe a cache [P, 64, 576] bfloat16 of unknown address as [9, 64·P, 64]; a box is some tiles of a page."""
     return TensorMap(VECTOR, torch.bfloat16, (TILES, n_pages * PAGE, 64), (64, WIDTH, 1), (tiles, PAGE, 64), 128)
+
+
+def rotary_map(n_pages: int) -> TensorMap:
+    """Describe a cache [P, 64, 656] uint8 of unknown address as [1, 64·P, 328] bfloat16; a box is 64 rows of a tile."""
+    rows, width = n_pages * PAGE, ROW_BYTES // 2
+    return TensorMap(VECTOR, torch.bfloat16, (1, rows, width), (rows * width, width, 1), (1, PAGE, 64), 128)

@@ -3,10 +3,10 @@
 //
 //     S[64 heads, 64 keys] = Q · Kᵀ        P = exp2(S − running maximum)        O[64 heads, 512 channels] += P · V
 //
-// A page is K, and its first 512 channels are V, which wgmma transposes. Accumulators of 512 channels fill the registers of
-// two consumer warpgroups: each has half of the channels. They take pages in pairs: warpgroup 0 computes the scores of the
-// first page, warpgroup 1 those of the second, and each multiplies both pages' weights by its half of the values. One
-// warpgroup's softmax runs while the other one multiplies:
+// A page is K, and its first 512 channels are V, which wgmma transposes; mla_pages_64.cuh has how it is loaded. Accumulators
+// of 512 channels fill the registers of two consumer warpgroups: each has half of the channels. They take pages in pairs:
+// warpgroup 0 computes the scores of the first page, warpgroup 1 those of the second, and each multiplies both pages'
+// weights by its half of the values. One warpgroup's softmax runs while the other one multiplies:
 //
 //     warpgroup 0 (left)                                warpgroup 1 (right)
 //     S₀ = Q · K₀ᵀ, maximum m₀, P₀                      S₁ = Q · K₁ᵀ
@@ -19,40 +19,23 @@
 // (https://github.com/deepseek-ai/FlashMLA, docs/20250422-new-kernel-deep-dive.md).
 //
 // NOTES
-// - Each page is in three parts: its left and right values and its rotary channels. A part is released as soon as its last
-//   reader is done, and loaded again in that order.
-// - The rotary channels of Q are in registers. P₁ is stored where they were.
+// - With a cache in BF16 the rotary channels of Q are in registers, and P₁ is stored where they were. With one in FP8 the
+//   converter warps have those registers, and P₁ is stored in place of the second page's rotary channels.
 // - Rows of a page after the last position may hold anything, also NaN: their weights are zero, and V is set to zero there.
 #include "ptx.cuh"
 #include "convert.cuh"
 #include "split_kv.cuh"
+#include "mla_pages_64.cuh"
 #include "wgmma.cuh"
 #include "wgmma_registers.cuh"
 #include "wgmma_values.cuh"
 #include "wgmma_values_registers.cuh"
 
-constexpr int heads = 64, latent = 512, rotary = 64, width = latent + rotary;
-constexpr int tile = 64 * 128, tiles = width / 64;  // bytes of 64 rows of 64 channels, 128 swizzled bytes each
 constexpr int consumer_threads = 256;
-enum Part { left, right, rotary_part, parts };
-
-namespace smem {
-constexpr int pages = 0;                        // first: their swizzle needs 1024-byte alignment
-constexpr int q = pages + 2 * tiles * tile;
-constexpr int p_second = q + (tiles - 1) * tile;  // P₁, where the rotary channels of Q were
-constexpr int p_first = q + tiles * tile;         // P₀
-constexpr int rows = p_first + tile;              // float [5][64]: see `RowValue`
-constexpr int barriers = rows + 5 * heads * 4;
-constexpr int bytes = barriers + 2 * 2 * parts * int(sizeof(ptx::Mbarrier));
-static_assert(bytes == config::shared_bytes, "mla_decode.py computes the same");
-}  // namespace smem
+constexpr bool rotary_in_registers = !config::fp8;  // of Q
 
 // What the warpgroups tell each other of each head.
 enum RowValue { maximum_0, maximum_1, scale_0, scale_1, sum };
-
-struct Barriers {
-    ptx::Mbarrier full[2][parts], empty[2][parts];  // of the page of each warpgroup
-};
 
 struct Arguments {
     const uint16_t* q;
@@ -63,45 +46,21 @@ struct Arguments {
     int n_heads, page_step;
 };
 
-__device__ __forceinline__ uint8_t* swizzled(uint8_t* to, int row, int byte) {
-    return to + row * 128 + ((byte / 16 ^ (row & 7)) * 16 + byte % 16);
-}
-
-__device__ __forceinline__ void load_part(
-    uint8_t* shared, Barriers& barriers, const TensorMap* map, int which, Part part, int page, uint32_t parity) {
-    barriers.empty[which][part].wait(parity);
-    ptx::Mbarrier* full = &barriers.full[which][part];
-    const int first = part * 4, count = part == rotary_part ? 1 : 4;
-    full->arrive_expect_tx(count * tile);
-    for (int t = first; t < first + count; ++t)
-        ptx::tma_load(shared + smem::pages + (which * tiles + t) * tile, map, full, 0, page * page_rows, t);
-}
-
-__device__ __forceinline__ void produce(
-    uint8_t* shared, Barriers& barriers, const TensorMap* map, const Arguments& arguments, Items& items) {
+// Loads or converts the pages of all items.
+template <class Producer>
+__device__ __forceinline__ void produce(Producer producer, const Arguments& arguments, Items& items) {
     Item item;
-    uint32_t parity[2] = {1, 1};  // the buffers are empty at first
-    const int lane = ptx::lane_id();
-    while (items.next(item)) {
-        const int* pages = arguments.pages + static_cast<int64_t>(item.row) * arguments.page_step + item.first_page;
-        int ids = 0;
-        for (int page = 0; page < item.n_pages; page += 2) {
-            if (page % 32 == 0) ids = page + lane < item.n_pages ? pages[page + lane] : 0;
-            const int first = __shfl_sync(all_lanes, ids, page % 32), second = __shfl_sync(all_lanes, ids, page % 32 + 1);
-            const bool pair = page + 1 < item.n_pages;
-            if (lane == 0) {  // in the order in which the consumers release the parts
-                load_part(shared, barriers, map, 0, rotary_part, first, parity[0]);
-                load_part(shared, barriers, map, 0, left, first, parity[0]);
-                if (pair) load_part(shared, barriers, map, 1, rotary_part, second, parity[1]);
-                if (pair) load_part(shared, barriers, map, 1, right, second, parity[1]);
-                load_part(shared, barriers, map, 0, right, first, parity[0]);
-                if (pair) load_part(shared, barriers, map, 1, left, second, parity[1]);
-            }
-            __syncwarp();
-            parity[0] ^= 1;
-            parity[1] ^= pair;
-        }
-    }
+    while (items.next(item))
+        producer.load_item(
+            arguments.pages + static_cast<int64_t>(item.row) * arguments.page_step + item.first_page, item.n_pages);
+}
+
+// Of the thread blocks that share pages.
+__device__ __forceinline__ void sync_all() {
+    if constexpr (cluster > 1)
+        ptx::cluster_sync();
+    else
+        __syncthreads();
 }
 
 template <int n>
@@ -121,7 +80,7 @@ struct Consumer {
     const int first_head;
     float o[128];
     float highest[2], total[2];  // total: of this warpgroup's pages and this thread's columns
-    uint32_t q_rotary[4][4];
+    uint32_t q_rotary[4][4];  // if it is in registers
     uint32_t parity[2];  // of the pages of both warpgroups
 
     __device__ __forceinline__ Consumer(uint8_t* shared, Barriers& barriers, const Arguments& arguments, int warp, int head)
@@ -131,10 +90,6 @@ struct Consumer {
     __device__ __forceinline__ uint8_t* page(int which) const { return shared + smem::pages + which * tiles * tile; }
     __device__ __forceinline__ float& shared_value(RowValue value, int h) const {
         return reinterpret_cast<float*>(shared + smem::rows)[value * heads + 16 * warp + 8 * h + lane / 4];
-    }
-    __device__ __forceinline__ void release(int which, Part part) const {
-        __syncwarp();
-        if (lane == 0) barriers.empty[which][part].arrive();
     }
     __device__ __forceinline__ static void sync_warpgroup() { ptx::named_barrier_sync(1 + own, 128); }
     __device__ __forceinline__ static void sync_both() { ptx::named_barrier_sync(3, consumer_threads); }
@@ -158,39 +113,55 @@ struct Consumer {
         }
         ptx::fence_proxy_async();
         sync_both();
+        if constexpr (rotary_in_registers) {
 #pragma unroll
-        for (int k = 0; k < 4; ++k)
-            ptx::ldmatrix_x4(q_rotary[k], swizzled(shared + smem::p_second, 16 * warp + lane % 16, 32 * k + lane / 16 * 16));
-        sync_both();  // before P₁ is written
+            for (int k = 0; k < 4; ++k)
+                ptx::ldmatrix_x4(
+                    q_rotary[k], swizzled(shared + smem::p_second, 16 * warp + lane % 16, 32 * k + lane / 16 * 16));
+            sync_both();  // before P₁ is written
+        }
 #pragma unroll
         for (int r = 0; r < 128; ++r) o[r] = 0.0f;
 #pragma unroll
         for (int h = 0; h < 2; ++h) highest[h] = minus_infinity(), total[h] = 0.0f;
     }
 
-    // The scores of this warpgroup's page.
-    __device__ __forceinline__ void scores(float (&s)[32]) {
-        const uint64_t k_first = ptx::wgmma_descriptor(page(own)), q_first = ptx::wgmma_descriptor(shared + smem::q);
+    __device__ __forceinline__ void multiply_rotary(float (&s)[32], bool accumulate) {
+        const uint64_t k_tile = ptx::wgmma_descriptor(page(own) + (tiles - 1) * tile);
+        const uint64_t q_tile = ptx::wgmma_descriptor(shared + smem::q + (tiles - 1) * tile);
         barriers.full[own][rotary_part].wait(parity[own]);
         ptx::wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < 4; ++k)
-            ptx::wgmma_registers(s, q_rotary[k], k_first + (tiles - 1) * (tile / 16) + 2 * k, k > 0);
+        for (int k = 0; k < 4; ++k) {
+            if constexpr (rotary_in_registers)
+                ptx::wgmma_registers(s, q_rotary[k], k_tile + 2 * k, accumulate || k > 0);
+            else
+                ptx::wgmma(s, q_tile + 2 * k, k_tile + 2 * k, accumulate || k > 0);
+        }
+    }
+
+    // The scores of this warpgroup's page.
+    __device__ __forceinline__ void scores(float (&s)[32]) {
+        const uint64_t k_first = ptx::wgmma_descriptor(page(own)), q_first = ptx::wgmma_descriptor(shared + smem::q);
+        constexpr bool rotary_first = own == 0 || rotary_in_registers;  // in the order in which parts are written
+        if constexpr (rotary_first) multiply_rotary(s, false);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int part = own == 0 ? half : 1 - half;  // in the order in which they are loaded
+            const int part = own == 0 ? half : 1 - half;
             barriers.full[own][part].wait(parity[own]);
             ptx::wgmma_fence();
 #pragma unroll
             for (int t = 4 * part; t < 4 * part + 4; ++t)
 #pragma unroll
                 for (int k = 0; k < 4; ++k)
-                    ptx::wgmma(s, q_first + t * (tile / 16) + 2 * k, k_first + t * (tile / 16) + 2 * k, true);
+                    ptx::wgmma(s, q_first + t * (tile / 16) + 2 * k, k_first + t * (tile / 16) + 2 * k,
+                               rotary_first || half + t % 4 + k > 0);
         }
+        if constexpr (!rotary_first) multiply_rotary(s, true);
         ptx::wgmma_commit_group();
         ptx::wgmma_wait_group<0>();
         fence_operands(s);
-        release(own, rotary_part);
+        if (own == 0 || rotary_in_registers) barriers.release(own, rotary_part);
     }
 
     // Scales the scores, −∞ outside of the row's length, and returns the heads' maxima over this page and `before`.
@@ -306,7 +277,7 @@ struct Consumer {
             notify(has_first_weights);
             ptx::wgmma_wait_group<0>();
             fence_operands(o);
-            release(0, left);
+            barriers.release(0, left);
             rescale(scale[0], scale[1]);
             if constexpr (pair) {
                 barriers.full[1][left].wait(parity[1]);
@@ -314,7 +285,8 @@ struct Consumer {
                 add_other_values(smem::p_second);
                 ptx::wgmma_wait_group<0>();
                 fence_operands(o);
-                release(1, left);
+                barriers.release(1, left);
+                if constexpr (!rotary_in_registers) barriers.release(1, rotary_part);
             }
         } else {
             if constexpr (pair) scores(s);
@@ -352,11 +324,11 @@ struct Consumer {
             add_other_values(smem::p_first);
             if constexpr (pair) {
                 ptx::wgmma_wait_group<1>();
-                release(1, right);
+                barriers.release(1, right);
             }
             ptx::wgmma_wait_group<0>();
             fence_operands(o);
-            release(0, right);
+            barriers.release(0, right);
         }
         parity[0] ^= 1;
         parity[1] ^= pair;
@@ -411,7 +383,7 @@ struct Consumer {
     }
 };
 
-// map: the cache [P, 64, 576] bfloat16. q: [rows, H, 576] bfloat16. pages: [rows, M]. out: [rows, H, 512] bfloat16.
+// map: the cache [P, 64, 576] bfloat16, or as [P·64, 328] bfloat16 that of [P, 64, 656] bytes. q: [rows, H, 576] bfloat16. pages: [rows, M]. out: [rows, H, 512] bfloat16.
 // partial: [slots, H, 512], lse: [slots, H]. starts: [rows + 1].
 extern "C" __global__ void __launch_bounds__(consumer_threads + 128, 1)
 mla_decode_64(const __grid_constant__ TensorMap map, const uint8_t* cache, const uint16_t* q, const int* pages,
@@ -425,24 +397,23 @@ mla_decode_64(const __grid_constant__ TensorMap map, const uint8_t* cache, const
     const Arguments arguments{q, pages, out, partial, lse, scale, n_heads, page_step};
     if (threadIdx.x == 0) {
         ptx::prefetch_tensormap(&map);
-        for (int which = 0; which < 2; ++which)
-            for (int part = 0; part < parts; ++part) {
-                barriers.full[which][part].init(1);
-                barriers.empty[which][part].init(4);
-            }
-        ptx::fence_mbarrier_init();
+        barriers.init();
     }
-    __syncthreads();
+    sync_all();
     const bool is_producer = warp == consumer_threads / 32;
     Items items({lengths, length_step}, rows, n_splits, ranges, range, is_producer && blockIdx.x == 0 ? starts : nullptr);
     if (warp >= consumer_threads / 32) {
-        ptx::setmaxnreg_dec<40>();
-        if (is_producer) produce(shared, barriers, &map, arguments, items);
+        ptx::setmaxnreg_dec<config::fp8 ? 72 : 40>();
+        if constexpr (config::fp8)
+            produce(Converter(shared, barriers, &map, cache, warp - consumer_threads / 32), arguments, items);
+        else if (is_producer)
+            produce(Loader{shared, barriers, &map}, arguments, items);
     } else {
-        ptx::setmaxnreg_inc<232>();
+        ptx::setmaxnreg_inc<config::fp8 ? 216 : 232>();
         if (warp < 4)
             Consumer<0>(shared, barriers, arguments, warp, head_block * heads).run(items);
         else
             Consumer<1>(shared, barriers, arguments, warp - 4, head_block * heads).run(items);
     }
+    if constexpr (cluster > 1) ptx::cluster_sync();  // the other thread block may still write here
 }

@@ -3,7 +3,7 @@
 // All inline assembly of octile is here, in convert.cuh and in vector_io.cuh; wgmma.py generates the wgmma instruction
 // for one width. Kernels are plain C++, and the CPU emulator runs them with other bodies of these functions.
 //
-// Source: PTX ISA 8.5, sections 9.7.9 (TMA), 9.7.13 (mbarrier), 9.7.15 (wgmma), 9.7.19 (setmaxnreg).
+// Source: PTX ISA 8.5, sections 9.7.9 (TMA, st.async), 9.7.13 (mbarrier), 9.7.15 (wgmma), 9.7.19 (setmaxnreg).
 #pragma once
 
 #ifdef __CUDACC_RTC__  // NVRTC has no C library
@@ -62,6 +62,13 @@ __device__ __forceinline__ uint32_t cluster_ctarank() {
     uint32_t rank;
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
+}
+
+// The address of the same place in the shared memory of thread block `rank` of the cluster, for `store_async`.
+__device__ __forceinline__ uint32_t cluster_address(const void* pointer, uint32_t rank) {
+    uint32_t address;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(pointer)), "r"(rank));
+    return address;
 }
 
 // Synchronizes all threads of the cluster. Earlier writes to shared memory are visible to all of them afterwards.
@@ -214,6 +221,19 @@ __device__ __forceinline__ void bulk_load(void* to, const void* from, uint32_t b
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                      shared_address(to)),
                  "l"(from), "r"(bytes), "r"(shared_address(barrier))
+                 : "memory");
+}
+
+// Loads contiguous bytes to the L2 cache: a multiple of 16, from an address that is a multiple of 16.
+__device__ __forceinline__ void bulk_prefetch(const void* from, uint32_t bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
+// Stores 16 bytes at a `cluster_address`, a multiple of 16, and then adds them to the bytes that the mbarrier at another
+// `cluster_address` of the same thread block has received. A wait for that phase makes them visible, to wgmma as well.
+__device__ __forceinline__ void store_async(uint32_t to, uint4 value, uint32_t barrier) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+                 "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(barrier)
                  : "memory");
 }
 

@@ -39,14 +39,14 @@ def attend(
     o = torch.full((rows, n_heads, 512), math.nan, dtype=torch.bfloat16)
     partials = torch.full((made.slots, n_heads, 512), math.nan)
     lse, starts = torch.full((made.slots, n_heads), math.nan), torch.full((rows + 1,), -1, dtype=torch.int32)
-    described: Any = bytes(128)
-    if not is_fp8:
-        described = mla_decode.page_map(len(cache), made.box_tiles)._replace(pointer=cache.data_ptr())
+    described: Any = made.map_of(len(cache), is_fp8)
+    described = bytes(128) if described is None else described._replace(pointer=cache.data_ptr())
     steps, others = (pages.stride(0), lengths.stride(0)), (rows, n_splits, made.ranges)
     emulator.run(
         made.kernel,
         made.constants,
         grid=made.grid,
+        cluster=made.cluster,
         threads=mla_decode.THREADS,
         shared_bytes=int(made.constants["shared_bytes"]),
         arguments=[described, cache, q, pages, lengths, o, partials, lse, starts, SCALE, n_heads, *steps, *others],
@@ -73,9 +73,11 @@ def poison_rest(cache: Tensor, pages: Tensor, lengths: Tensor) -> None:
 def assert_as_reference(found: Tensor, q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor) -> None:
     values = read_latents(cache, torch.arange(len(cache) * 64), 512, torch.float32).view(-1, 64, 576)
     expected = paged_attention.reference(q.float(), values, pages, lengths, 512, SCALE)
+    assert (found.float() - expected).norm() <= 2**-7 * expected.norm()
+    if q.shape[1] > 32:  # for so many heads latents are rounded, too
+        expected = paged_attention.reference(q.float(), values.bfloat16().float(), pages, lengths, 512, SCALE)
     largest = values.abs().amax()  # BF16 rounds a softmax's weights, whose sum is 1, by 2⁻⁹ of themselves
     assert ((found.float() - expected).abs() <= 2**-8 * largest + 2**-8 * expected.abs()).all()
-    assert (found.float() - expected).norm() <= 2**-7 * expected.norm()
 
 
 @emulated
@@ -104,13 +106,15 @@ def test_rows_of_equal_lengths(rows: int, n_pages: int):
 
 
 @emulated
-@pytest.mark.parametrize("n_heads", [2, 40])
+@pytest.mark.parametrize(
+    ("n_heads", "dtype"), [(2, torch.bfloat16), (40, torch.bfloat16), (40, torch.uint8), (70, torch.uint8)]
+)
 @pytest.mark.parametrize("n_pages", [(1, 9, 0, 2, 7, 1), (20,), (1, 1, 1, 1, 16), (13, 1, 1, 1), (0, 3, 3, 5, 2, 4, 3)])
-def test_rows_of_several_ranges(n_pages: tuple[int, ...], n_heads: int):
+def test_rows_of_several_ranges(n_pages: tuple[int, ...], n_heads: int, dtype: torch.dtype):
     generator = torch.Generator().manual_seed(n_heads)
     q = torch.randn(len(n_pages), n_heads, 576, generator=generator).bfloat16()
     pages = torch.randperm(len(n_pages) * 20, generator=generator).int().view(-1, 20)
-    cache = filled_cache(pages.numel(), 512, 64, torch.bfloat16)
+    cache = filled_cache(pages.numel(), 512, 64, dtype)
     lengths = torch.tensor([max(64 * n - 7, 0) for n in n_pages], dtype=torch.int32)
     assert_as_reference(attend(q, cache, pages, lengths, 0, n_sms=5), q, cache, pages, lengths)
 
@@ -158,7 +162,7 @@ def test_a_row_of_a_fixed_number_of_splits_has_its_own_bits(dtype: torch.dtype):
 
 @emulated
 @FORMS
-@pytest.mark.parametrize("n_heads", [2, 40])
+@pytest.mark.parametrize("n_heads", [2, 40, 70])
 @pytest.mark.parametrize("channel", [0, 511, 575])
 def test_nan_is_not_hidden(n_heads: int, channel: int, dtype: torch.dtype):
     q, cache, pages, lengths = inputs(n_heads, dtype, [100, 150])
@@ -214,8 +218,17 @@ def test_hopper_supports_both_forms(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize(("n_heads", "is_fp8", "name", "heads"), [
     (1, False, "mla_decode", 16), (16, True, "mla_decode", 16), (17, False, "mla_decode", 32),
-    (128, True, "mla_decode", 32), (33, False, "mla_decode_64", None),
+    (32, True, "mla_decode", 32), (33, False, "mla_decode_64", None), (128, True, "mla_decode_64", None),
 ])  # fmt: skip
 def test_heads_of_a_thread_block(n_heads: int, is_fp8: bool, name: str, heads: int | None):
     made = mla_decode.plan(128, n_heads, is_fp8, 0, 132)
     assert (made.kernel, made.constants.get("heads")) == (name, heads)
+
+
+@pytest.mark.parametrize(
+    ("n_heads", "is_fp8", "cluster"),
+    [(128, True, 2), (128, False, 1), (64, True, 1), (65, True, 2), (192, True, 1), (256, True, 2)],
+)
+def test_two_thread_blocks_convert_pages_for_each_other(n_heads: int, is_fp8: bool, cluster: int):
+    made = mla_decode.plan(128, n_heads, is_fp8, 0, 132)
+    assert (made.cluster, made.grid % made.cluster) == (cluster, 0)
