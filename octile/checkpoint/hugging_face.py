@@ -9,9 +9,7 @@ With weights="fp8" the projections take one byte per parameter (`fp8_layout.py`)
 correction bias, which changes by 0.001 per step, is always FP32. transformers writes no multi-token prediction layer,
 and a model loaded from such a folder has none.
 
-A DeepSeek-V3.2 folder also holds an indexer, which selects the tokens that attention reads. `load` keeps its tensors,
-and `save` writes them back. Attention is dense, which is the same computation up to `index_topk` tokens. A folder that
-is written without the indexer, such as a run's, is announced as a DeepSeek-V3.
+The norm of the keys of DeepSeek-V3.2's indexer is FP32, too.
 """
 
 import shlex
@@ -47,7 +45,7 @@ from octile.launch import train_command
 from octile.models import hf_config
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
-from octile.models.names import is_indexer, to_hf
+from octile.models.names import to_hf
 from octile.nn.conversion import apply_recipe
 from octile.nn.moe import Experts
 from octile.recipe import Recipe, ScaleRule
@@ -89,7 +87,6 @@ def save(model: DeepseekV3, folder: str | Path, weights: Weights = "fp8", files:
         weights,
         files,
         model.stored_scales,
-        model.indexer_tensors,
     )
 
 
@@ -101,7 +98,6 @@ def write_folder(
     weights: Weights,
     files: Iterable[str | Path] = (),
     stored_scales: Mapping[str, Tensor] | None = None,
-    indexer: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write the tensors of a model, one at a time, as a Hugging Face folder.
 
@@ -111,7 +107,6 @@ def write_folder(
         shapes: Hugging Face name → shape of each tensor.
         read: returns the tensor of a name, on any device.
         stored_scales: the scales of the FP8 weights of the folder from which the model was read, if any.
-        indexer: the tensors of the indexer of that folder, if any. Those that are not stored in FP8 keep their dtype.
 
     Raises:
         ValueError, FileNotFoundError, OSError: as in `save`.
@@ -124,16 +119,13 @@ def write_folder(
             raise FileNotFoundError(f"files names {other}, which does not exist")
 
     scale = scale_rule(config.extra)
-    indexer = indexer or {}
     specs = {name: storage_specs(name, shape, weights) for name, shape in shapes.items()}
-    specs |= {name: _indexer_specs(name, tensor, weights) for name, tensor in indexer.items()}
     plan = plan_shards({name: sum(spec.nbytes for spec in stored.values()) for name, stored in specs.items()})
     with staged(Path(folder)) as staging:
         for file, names in plan.items():
             with writing(staging / file, {n: spec for name in names for n, spec in specs[name].items()}) as out:
                 for name in names:
-                    tensor = indexer[name] if name in indexer else read(name)
-                    _write(out, name, tensor, specs[name], scale, (stored_scales or {}).get(name))
+                    _write(out, name, read(name), specs[name], scale, (stored_scales or {}).get(name))
         weight_map = {file: [n for name in names for n in specs[name]] for file, names in plan.items()}
         write_index(staging, weight_map, sum(s.nbytes for stored in specs.values() for s in stored.values()))
         write_json(staging / CONFIG, _config_json(config, weights, specs))
@@ -147,8 +139,6 @@ def load(path: str | Path, dtype: torch.dtype = torch.float32, device: str | tor
     If the folder has FP8 weights, the model's layers are converted to `Recipe.deepseek_v3()` and compute in FP8. Where
     config.json announces power-of-two scales (`scale_fmt: "ue8m0"`), the recipe has them for weights, too, so that the
     layers compute with the values of the checkpoint.
-
-    Attention is dense. For a DeepSeek-V3.2, whose attention is sparse, a warning says so.
 
     Args:
         path: a folder written by octile or transformers, or published; weights in FP8, BF16, FP16 or FP32.
@@ -167,9 +157,7 @@ def load(path: str | Path, dtype: torch.dtype = torch.float32, device: str | tor
     model = folder.meta_model().to(dtype).to_empty(device=device)
     for buffer in model.buffers():
         buffer.zero_()
-    _fill(model, folder.shards)
-    for name in folder.indexer:
-        model.indexer_tensors[name] = _read(folder.shards, name, model.stored_scales, dtype)
+    _fill(model, folder)
     if folder.has_fp8_weights:
         apply_recipe(model, Recipe.deepseek_v3().with_weight_scale(scale_rule(folder.config)))
     return model.eval()
@@ -182,6 +170,8 @@ def load_weights(model: DeepseekV3, path: str | Path) -> None:
     that are quantized again then have the same values: with FP32 scales if the scales are amax / 448, which octile and
     DeepSeek-V3 write, and with power-of-two scales (`Recipe.with_weight_scale`) if the scales are powers of two.
 
+    The indexers of a model keep their values where the folder is of a model with dense attention.
+
     Args:
         model: on any device, converted or not; its recipe does not change.
         path: as in `load`.
@@ -193,7 +183,7 @@ def load_weights(model: DeepseekV3, path: str | Path) -> None:
     folder = open_folder(path)
     _check_shapes(model, folder, "in the model")
     check_scale_values(folder.shards)
-    _fill(model, folder.shards)
+    _fill(model, folder)
 
 
 def read_model_config(path: str | Path) -> ModelConfig:
@@ -226,15 +216,8 @@ def storage_specs(name: str, shape: tuple[int, ...], weights: Weights) -> dict[s
     """
     if weights == "fp8" and is_stored_in_fp8(name, shape):
         return fp8_specs(name, shape)
-    exact = name.endswith("e_score_correction_bias")
+    exact = name.endswith("e_score_correction_bias") or ".indexer.k_norm." in name
     return {name: TensorSpec.of(torch.float32 if exact else HIGH_PRECISION[weights], shape)}
-
-
-def _indexer_specs(name: str, tensor: Tensor, weights: Weights) -> dict[str, TensorSpec]:
-    shape = tuple(tensor.shape)
-    if is_stored_in_fp8(name, shape):
-        return storage_specs(name, shape, weights)
-    return {name: TensorSpec.of(tensor.dtype, shape)}
 
 
 def _write(
@@ -257,8 +240,6 @@ def _config_json(
     config: ModelConfig, weights: Weights, specs: Mapping[str, Mapping[str, TensorSpec]]
 ) -> dict[str, Any]:
     result = without_quantization(config.to_hf())
-    if hf_config.is_sparse(result) and not any(map(is_indexer, specs)):
-        result = hf_config.dense(result)
     result.pop("dtype", None)  # transformers' newer name of torch_dtype; the configuration may have been read with it
     result["torch_dtype"] = str(HIGH_PRECISION[weights]).removeprefix("torch.")
     if weights != "fp8":
@@ -310,10 +291,9 @@ class OpenFolder:
         return any(is_fp8(spec) for spec in self.shards.specs.values())
 
     @property
-    def indexer(self) -> list[str]:
-        """The names of the tensors of DeepSeek-V3.2's indexer, without their scales."""
-        specs = self.shards.specs
-        return [n for n in specs if hf_config.is_sparse(self.config) and is_indexer(n) and not is_scale(n, specs)]
+    def has_indexer(self) -> bool:
+        """Whether config.json announces sparse attention."""
+        return self.config.get("model_type") == hf_config.SPARSE
 
     def model_config(self) -> ModelConfig:
         """Return the model's configuration, without a multi-token prediction layer that has no weights."""
@@ -348,21 +328,23 @@ def open_folder(path: str | Path) -> OpenFolder:
     return OpenFolder(shards, config)
 
 
-def _own_tensors(model: DeepseekV3) -> dict[str, Tensor]:
-    """Return views of the model's tensors under their Hugging Face names, without those that a checkpoint repeats."""
+def _own_tensors(model: DeepseekV3, folder: OpenFolder) -> dict[str, Tensor]:
+    """Return views of the model's tensors under their Hugging Face names, without those that a checkpoint repeats.
+
+    Those of indexers are left out where the folder's model has none.
+    """
     own: dict[int, str] = {}
     here = next((m.here for m in model.modules() if isinstance(m, Experts)), slice(0, 0))
     tensors = to_hf(model.state_dict(), model.config, here.start)
+    if not folder.has_indexer:
+        tensors = {name: tensor for name, tensor in tensors.items() if ".indexer." not in name}
     return {name: tensor for name, tensor in tensors.items() if own.setdefault(id(tensor), name) == name}
 
 
 def _check_shapes(model: DeepseekV3, folder: OpenFolder, where: str) -> None:
-    """Check that a folder has exactly the model's tensors; `where` says in the message whose shapes are needed.
-
-    The tensors of an indexer, which the model does not use, cause a warning.
-    """
+    """Check that a folder has exactly the model's tensors; `where` says in the message whose shapes are needed."""
     shards, found = folder.shards, folder.shards.specs
-    for name, tensor in _own_tensors(model).items():
+    for name, tensor in _own_tensors(model, folder).items():
         if name not in found:
             raise ValueError(f"{shards.folder} lacks {name}, {list(tensor.shape)} {where}")
         if found[name].shape != tensor.shape:
@@ -371,23 +353,15 @@ def _check_shapes(model: DeepseekV3, folder: OpenFolder, where: str) -> None:
             )
     with torch.device("meta"):
         whole = DeepseekV3(model.config)
-    indexer = set(folder.indexer)
-    for name in found.keys() - to_hf(whole.state_dict(), model.config).keys() - indexer:
+    for name in found.keys() - to_hf(whole.state_dict(), model.config).keys():
         if not is_scale(name, found):
             raise ValueError(f"{shards.folder} holds {name}, which the model of its {CONFIG} does not have")
-    if indexer:
-        longest = folder.config.get("index_topk", "index_topk")
-        warnings.warn(
-            f"{shards.folder} has an indexer for sparse attention, which is not used: attention is dense, "
-            f"the same up to {longest} tokens",
-            stacklevel=3,
-        )
 
 
-def _fill(model: DeepseekV3, shards: Shards) -> None:
+def _fill(model: DeepseekV3, folder: OpenFolder) -> None:
     model.stored_scales = {}
-    for name, target in _own_tensors(model).items():
-        target.copy_(_read(shards, name, model.stored_scales, target.dtype))
+    for name, target in _own_tensors(model, folder).items():
+        target.copy_(_read(folder.shards, name, model.stored_scales, target.dtype))
 
 
 def _read(shards: Shards, name: str, stored_scales: dict[str, Tensor], dtype: torch.dtype) -> Tensor:

@@ -26,6 +26,7 @@ Count = Annotated[int, Range(at_least=1, at_most=4096)]
 Tokens = Annotated[int, Range(at_least=1, at_most=2**31 - 1)]
 TokenId = Annotated[int, Range(at_least=0)]
 Weight = Annotated[float, Range(at_least=0, at_most=1000)]
+MAX_INDEX_HEAD_DIM = 128  # channels that share a scale
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,9 @@ class ModelConfig:
         topk_method: "noaux_tc" is V3's gate, whose bias steers the choice; the two "greedy" ones are V2's.
         aux_loss_alpha: weight of the sequence-wise balance loss.
         mtp_loss_weight: weight of the multi-token prediction's loss (0.3, and 0.1 late in V3's training).
+        index_n_heads, index_head_dim: heads and channels of the indexer of V3.2's sparse attention (64 and 128), a
+            power of two from qk_rope_head_dim to 128; None: there is no indexer, and attention is dense.
+        index_topk: keys that the indexer chooses for each query (2048).
         extra: further keys of a configuration file, written back unchanged.
 
     Raises:
@@ -103,6 +107,10 @@ class ModelConfig:
     aux_loss_alpha: Weight = 1e-4
     mtp_loss_weight: Weight = 0.3
 
+    index_n_heads: Count | None = None
+    index_head_dim: HeadDim | None = None
+    index_topk: Tokens | None = None
+
     max_position_embeddings: Tokens = 163840
     rope_theta: Annotated[float, Range(above=1, at_most=1e18)] = 10000.0
     rope_scaling: RopeScaling | None = RopeScaling()
@@ -125,6 +133,11 @@ class ModelConfig:
     def latent_dim(self) -> int:
         """Channels that a cache holds per token and layer: the latent and the rotary key."""
         return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def has_indexer(self) -> bool:
+        """Whether attention is sparse, to keys that an indexer chooses."""
+        return self.index_topk is not None
 
     def is_moe(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has experts. The multi-token prediction layer is the last and has them."""
@@ -160,10 +173,10 @@ class ModelConfig:
 
     def to_hf(self) -> dict[str, Any]:
         """Return the content of a Hugging Face `config.json`, including the keys in `extra`."""
-        v3 = self.topk_method == "noaux_tc"
+        kind = "V32" if self.has_indexer else "V3" if self.topk_method == "noaux_tc" else "V2"
+        named = {"architectures": [f"Deepseek{kind}ForCausalLM"], "model_type": f"deepseek_{kind.lower()}"}
         config: dict[str, Any] = {
-            "architectures": ["DeepseekV3ForCausalLM" if v3 else "DeepseekV2ForCausalLM"],
-            "model_type": "deepseek_v3" if v3 else "deepseek_v2",
+            **named,
             "num_key_value_heads": self.num_attention_heads,
             **hf_config.COMPUTED,
             **asdict(replace(self, extra={})),
@@ -171,7 +184,13 @@ class ModelConfig:
         if self.rope_scaling is not None:
             config["rope_scaling"]["type"] = "yarn"
         del config["extra"]
-        return config | self.extra
+        if not self.has_indexer:
+            for name in hf_config.INDEXER:
+                del config[name]
+        config |= self.extra
+        if (config["model_type"] == hf_config.SPARSE) != self.has_indexer:  # that of the file was another model's
+            config |= named
+        return config
 
     @classmethod
     def read(cls, path: str | Path) -> ModelConfig:
@@ -337,6 +356,7 @@ def _check(c: ModelConfig) -> None:
         )
     if c.qk_rope_head_dim % 2:
         raise ValueError(f"qk_rope_head_dim must be even, it holds pairs, not {c.qk_rope_head_dim}")
+    _check_indexer(c)
     check_routing(
         c.n_routed_experts,
         c.num_experts_per_tok,
@@ -346,3 +366,21 @@ def _check(c: ModelConfig) -> None:
         c.scoring_func,
         names=("n_routed_experts", "num_experts_per_tok"),
     )
+
+
+def _check_indexer(c: ModelConfig) -> None:
+    given = {name: getattr(c, name) for name in hf_config.INDEXER}
+    if not c.has_indexer and all(value is None for value in given.values()):
+        return
+    if missing := [name for name, value in given.items() if value is None]:
+        raise ValueError(f"an indexer needs {', '.join(hf_config.INDEXER)}, but {', '.join(missing)} is None")
+    if c.q_lora_rank is None:
+        raise ValueError("an indexer reads compressed queries, so q_lora_rank must be a number, not None")
+    if c.topk_method != "noaux_tc":
+        raise ValueError(f"an indexer is DeepSeek-V3.2's, whose topk_method is 'noaux_tc', not {c.topk_method!r}")
+    width = c.index_head_dim or 0
+    if width & (width - 1) or not c.qk_rope_head_dim <= width <= MAX_INDEX_HEAD_DIM:
+        raise ValueError(
+            f"index_head_dim must be a power of two from qk_rope_head_dim, {c.qk_rope_head_dim}, "
+            f"to {MAX_INDEX_HEAD_DIM}, not {width}"
+        )

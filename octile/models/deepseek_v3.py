@@ -22,6 +22,7 @@ from octile.nn.functional import result_dtype
 from octile.nn.fused.cross_entropy import cross_entropy
 from octile.nn.fused.pre_norm import pre_norm
 from octile.nn.gate import Gate
+from octile.nn.indexer import Indexer
 from octile.nn.mla import MLA, LatentCache, LayerCache
 from octile.nn.mlp import MLP
 from octile.nn.moe import Experts, MoE
@@ -98,11 +99,9 @@ class DeepseekV3(nn.Module):
         config: its `ModelConfig`.
         mtp_loss_weight: weight of the multi-token prediction's loss; the configuration's until training changes it.
         last_losses: "main", "mtp" and "balance" of the last forward pass with labels, detached, in nats; "mtp" is not
-            yet weighted, "balance" is.
+            yet weighted, "balance" is. With indexers also "indexer", the sum of their alignment losses.
         stored_scales: Hugging Face name → the scales of an FP8 weight in the checkpoint that the model was read from.
             `octile.save` gives them to the blocks that have not changed.
-        indexer_tensors: Hugging Face name → a tensor of DeepSeek-V3.2's indexer, on the CPU. Attention is dense and
-            does not use them; `octile.save` writes them back.
     """
 
     def __init__(self, config: ModelConfig):
@@ -114,7 +113,6 @@ class DeepseekV3(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.last_losses: dict[str, Tensor] = {}
         self.stored_scales: dict[str, Tensor] = {}
-        self.indexer_tensors: dict[str, Tensor] = {}
         for module in self.modules():
             for parameter in module.parameters(recurse=False):
                 if isinstance(module, Experts):
@@ -134,7 +132,8 @@ class DeepseekV3(nn.Module):
 
         Returns:
             logits [B, S, V]; or the mean loss in nats, a scalar: the next token's cross-entropy, in training mode
-            plus `mtp_loss_weight` times that of the token after it, plus the experts' balance losses.
+            plus `mtp_loss_weight` times that of the token after it, plus the experts' balance losses, plus the
+            indexers' alignment losses.
 
         Raises:
             ValueError: wrong shapes, labels together with a cache, or more tokens than the model or the cache can hold.
@@ -142,7 +141,7 @@ class DeepseekV3(nn.Module):
         self._check(tokens_BS, labels_BS, cache)
         h_BSD, cos_sin = self._main(tokens_BS, cache)
         if labels_BS is None:
-            self._pop_balance_loss()
+            self._pop_losses()
             return self.lm_head(h_BSD)
         return self._loss(tokens_BS, labels_BS, h_BSD, cos_sin)
 
@@ -166,20 +165,40 @@ class DeepseekV3(nn.Module):
         self._check(tokens_BS, None, None)
         h_BSD, cos_sin = self._main(tokens_BS)
         drafts_BSD = self._drafts(tokens_BS, h_BSD, cos_sin)
-        self._pop_balance_loss()
+        self._pop_losses()
         return self.lm_head(h_BSD), self.lm_head(drafts_BSD)
 
     def new_cache(self, batch: int, max_length: int, dtype: torch.dtype | None = None) -> LatentCache:
         """Make an empty cache for `batch` texts of up to `max_length` tokens, on the model's device."""
         layers, device = self.config.num_hidden_layers, self.lm_head.weight.device
-        return LatentCache(
-            layers, batch, max_length, self.config.latent_dim, device, dtype or self.lm_head.weight.dtype
-        )
+        width = self.config.latent_dim + (self.config.index_head_dim or 0)
+        return LatentCache(layers, batch, max_length, width, device, dtype or self.lm_head.weight.dtype)
 
     def moe_layers(self) -> dict[str, MoE]:
         """Return the mixtures of experts by their names, such as "model.layers.3.mlp"."""
         mlps = [(i, getattr(layer, "mlp", None)) for i, layer in enumerate(self.model.layers)]
         return {f"model.layers.{i}.mlp": mlp for i, mlp in mlps if isinstance(mlp, MoE)}
+
+    def indexers(self) -> list[Indexer]:
+        """Return the indexers of all layers, that of multi-token prediction included; none where attention is dense."""
+        attentions = [getattr(layer, "self_attn", None) for layer in self.model.layers]
+        return [a.indexer for a in attentions if isinstance(a, MLA) and a.indexer is not None]
+
+    def warm_up_indexers(self, on: bool) -> None:
+        """Begin or end the first stage of training the indexers, in which they alone are trained.
+
+        No other parameter requires a gradient, and attention is dense in training mode, sparse in evaluation mode.
+
+        Raises:
+            ValueError: the model has no indexer.
+        """
+        indexers = self.indexers()
+        if not indexers:
+            raise ValueError("the model has no indexer: index_n_heads, index_head_dim and index_topk are None")
+        self.requires_grad_(not on)
+        for indexer in indexers:
+            indexer.warm_up = on
+            indexer.requires_grad_(True)
 
     def stages(self) -> list[nn.Module]:
         """Return the modules that a forward pass in training mode calls one after another; they have all parameters."""
@@ -208,7 +227,14 @@ class DeepseekV3(nn.Module):
                 mtp = self._mtp_loss(tokens_BS, labels_BS, h_BSD, cos_sin)
             balance = balance + self._pop_balance_loss(balance_before)
         self.last_losses = {"main": main.detach(), "mtp": mtp.detach(), "balance": balance.detach()}
-        return main + self.mtp_loss_weight * mtp + balance
+        loss = main + self.mtp_loss_weight * mtp + balance
+        if indexers := self.indexers():
+            alignment = torch.zeros_like(main)
+            for indexer in indexers:
+                alignment = alignment + indexer.pop_alignment_loss()
+            self.last_losses["indexer"] = alignment.detach()
+            loss = loss + alignment
+        return loss
 
     def _mtp_loss(self, tokens_BS: Tensor, labels_BS: Tensor, h_BSD: Tensor, cos_sin: CosSin) -> Tensor:
         x_BSD = self._drafts(tokens_BS, h_BSD, cos_sin)
@@ -225,6 +251,12 @@ class DeepseekV3(nn.Module):
         """Embed tokens: [B, S, D], in autocast's dtype where autocast is on, which does not cast embeddings itself."""
         x_BSD = self.model.embed_tokens(tokens_BS)
         return x_BSD.to(result_dtype(x_BSD))
+
+    def _pop_losses(self) -> None:
+        """Forget the losses that layers have left in a forward pass without labels."""
+        self._pop_balance_loss()
+        for indexer in self.indexers():
+            indexer.pop_alignment_loss()
 
     def _pop_balance_loss(self, before: Tensor | int = 0) -> Tensor | float:
         return sum((moe.pop_balance_loss() for moe in self.moe_layers().values()), before)
@@ -268,6 +300,9 @@ def rope_of(c: ModelConfig) -> Rope:
 
 
 def _attention(c: ModelConfig) -> MLA:
+    indexer = None
+    if c.index_n_heads and c.index_head_dim and c.index_topk and c.q_lora_rank:
+        indexer = Indexer(c.hidden_size, c.q_lora_rank, c.index_n_heads, c.index_head_dim, c.index_topk)
     return MLA(
         c.hidden_size,
         c.num_attention_heads,
@@ -277,6 +312,7 @@ def _attention(c: ModelConfig) -> MLA:
         qk_rope_head_dim=c.qk_rope_head_dim,
         v_head_dim=c.v_head_dim,
         softmax_factor=rope_of(c).softmax_factor,
+        indexer=indexer,
     )
 
 

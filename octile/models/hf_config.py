@@ -7,8 +7,8 @@ are read; the first, which every inference engine supports, is written.  There a
     COMPUTED       changes what the model computes: must have the one value that this model computes
     any other      stored in `extra` unchanged, such as `quantization_config`, and written back
 
-DeepSeek-V3.2 (`deepseek_v32`) is V3 with an indexer that selects `index_topk` tokens for each token's attention. This
-model has no indexer, and attends to all tokens.
+DeepSeek-V3.2 (`deepseek_v32`) is V3 with an indexer that chooses `index_topk` tokens for each token's attention. The
+indexer's fields are read for this model type alone.
 """
 
 from collections.abc import Collection, Mapping
@@ -47,6 +47,7 @@ COMPUTED: dict[str, Any] = {  # the one value of each that this model computes
 }
 MODEL_TYPES = ("deepseek_v3", "deepseek_v2", "deepseek_v32")
 SPARSE = "deepseek_v32"  # the model type with sparse attention
+INDEXER = ("index_n_heads", "index_head_dim", "index_topk")  # fields that it needs and others do not have
 V2_DEFAULTS: dict[str, Any] = {
     "topk_method": "greedy",
     "scoring_func": "softmax",
@@ -72,7 +73,10 @@ def parse(config: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
     config = {ALIASES.get(name, name): value for name, value in config.items()}
     _check_computed(config)
     given = {k: v for k, v in config.items() if k in known and (v is not None or k in NULLABLE)}
-    missing = [name for name in NEEDED if name not in given]
+    is_sparse = config.get("model_type") == SPARSE
+    if not is_sparse and (unfit := [name for name in INDEXER if name in given]):
+        raise ValueError(f"{unfit[0]} needs model_type {SPARSE!r}, not {quoted(config.get('model_type'))}")
+    missing = [name for name in (*NEEDED, *(INDEXER if is_sparse else ())) if name not in given]
     if missing:
         raise ValueError(f"the configuration lacks {', '.join(missing)}")
 
@@ -80,17 +84,6 @@ def parse(config: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
     found = {"num_nextn_predict_layers": 0, **defaults, **given, **_rope(config)}
     implied = {*known, *COMPUTED, "num_key_value_heads", "rope_parameters"}
     return {**found, "extra": {k: v for k, v in config.items() if k not in implied}}
-
-
-def is_sparse(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of a model with sparse attention, DeepSeek-V3.2."""
-    return config.get("model_type") == SPARSE
-
-
-def dense(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config.json of a DeepSeek-V3.2 without its indexer, which is a DeepSeek-V3."""
-    kept = {key: value for key, value in config.items() if not key.startswith("index_")}
-    return {**kept, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
 
 
 def _check_computed(config: Mapping[str, Any]) -> None:

@@ -32,11 +32,6 @@ def to_hf(state_dict: Mapping[str, Tensor], config: ModelConfig, first_expert: i
     return tensors
 
 
-def is_indexer(name: str) -> bool:
-    """Whether a tensor of a checkpoint belongs to the indexer of DeepSeek-V3.2's sparse attention."""
-    return ".self_attn.indexer." in name
-
-
 def _unstacked(state_dict: Mapping[str, Tensor], first: int) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in state_dict.items():
         prefix, _, last = name.rpartition(".")

@@ -3,7 +3,8 @@
     latent = RMSNorm(W_kva · x)     512 channels, and 64 more of a rotary key that all heads share
     k, v   = W_kvb · latent         128 + 128 channels a head, recomputed wherever they are needed
 
-Only the latent is cached.  The same attention has two forms:
+Only the latent is cached.  With an indexer each query attends to the keys that it chooses (`octile.nn.indexer`), whose
+keys are cached, too; nothing is fused then.  The same attention has two forms:
 
     naive      computes k and v and attends as usual: the fewest operations where many queries share the keys, as in
                training and in reading a prompt
@@ -12,7 +13,7 @@ Only the latent is cached.  The same attention has two forms:
 
 Source: DeepSeek-V2 (arXiv 2405.04434) §2.1, DeepSeek-V3 (arXiv 2412.19437) §2.1.1.
 Shapes: B batch, S new tokens, T tokens so far, D model, H heads, C latent, R rotary key, N the rest of a head's key,
-V a head's value, W = C + R.
+V a head's value, W = C + R, K keys that an indexer chooses, E channels of its keys.
 """
 
 import torch
@@ -21,18 +22,22 @@ from torch import Tensor, nn
 
 from octile.nn.functional import result_dtype
 from octile.nn.fused.block_input import BlockInput
+from octile.nn.fused.chosen_attention import chosen_attention, is_chosen
 from octile.nn.fused.fusion import FusableModule, Fusion, fuse_linear
 from octile.nn.fused.mla import Heads, latent_attention
 from octile.nn.fused.pre_norm import norm_block_input
 from octile.nn.fused.projections import projections
 from octile.nn.fused.rotary import latent_keys_and_values, rotate
 from octile.nn.fused.shared_quantization import shared_quantization
+from octile.nn.indexer import Indexer, IndexInput
 from octile.nn.norm import RMSNorm
 from octile.nn.rope import CosSin
 
 
 class LatentCache:
     """Latents and rotary keys of all layers in one tensor: data [layers, B, T_max, W], `length` tokens in use.
+
+    With an indexer its keys follow: W + E channels.
 
     A model hands each layer `cache[layer]`, and increases `length` when all layers have written.
     """
@@ -93,6 +98,10 @@ class MLA(FusableModule):
         q_lora_rank: rank of the compressed queries; None projects them directly.
         kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim, v_head_dim: C, R, N, V.
         softmax_factor: what YaRN multiplies the softmax scale by.
+        indexer: chooses the keys of each query, from compressed queries; None: attention is dense.
+
+    Raises:
+        ValueError: there is an indexer, and no compressed queries.
     """
 
     def __init__(
@@ -106,7 +115,10 @@ class MLA(FusableModule):
         qk_rope_head_dim: int,
         v_head_dim: int,
         softmax_factor: float = 1.0,
+        indexer: Indexer | None = None,
     ):
+        if indexer is not None and q_lora_rank is None:
+            raise ValueError("q_lora_rank must be a number where there is an indexer, which reads compressed queries")
         super().__init__()
         self.latent_split = [kv_lora_rank, qk_rope_head_dim]
         self.q_split = [qk_nope_head_dim, qk_rope_head_dim]
@@ -128,6 +140,7 @@ class MLA(FusableModule):
         self.kv_a_layernorm = RMSNorm(kv_lora_rank)
         self.kv_b_proj = nn.Linear(kv_lora_rank, num_attention_heads * sum(self.kv_split), bias=False)
         self.o_proj = nn.Linear(num_attention_heads * v_head_dim, hidden_size, bias=False)
+        self.indexer = indexer
         self.fusable_layers = (*of_q, "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
 
     def forward(self, x_BSD: Tensor | BlockInput, cos_sin: CosSin, cache: LayerCache | None = None) -> Tensor:
@@ -141,22 +154,28 @@ class MLA(FusableModule):
         if isinstance(x, BlockInput):
             return self._fused(x, cos_sin)
 
-        q_BSHX, latent_BSW = self._projections(x)
+        q_BSHX, latent_BSW, q_latent_BSL = self._projections(x)
         q_BSHX = rotate(q_BSHX, cos_sin)
         latent_BSC, k_rope_BSR = latent_BSW.split(self.latent_split, dim=-1)
         latent_BSC = self.kv_a_layernorm(latent_BSC)
+        index = None
+        if self.indexer is not None and q_latent_BSL is not None:
+            index = self.indexer(x, q_latent_BSL, cos_sin)
 
         if cache is not None:
             rotated_BSR = rotate(k_rope_BSR[:, :, None], cos_sin)[:, :, 0]
-            cached_BTW = cache.append(torch.cat((latent_BSC, rotated_BSR), dim=-1))
+            parts = (latent_BSC, rotated_BSR) if index is None else (latent_BSC, rotated_BSR, index.k)
+            cached_BTW = cache.append(torch.cat(parts, dim=-1))
         if cache is None or cache.length == 0:
-            o_BSHV = self._naive(q_BSHX, latent_BSC, k_rope_BSR, cos_sin)
+            o_BSHV = self._naive(q_BSHX, latent_BSC, k_rope_BSR, cos_sin, index)
         else:
-            o_BSHV = self._absorbed(q_BSHX, cached_BTW)
+            o_BSHV = self._absorbed(q_BSHX, cached_BTW, index)
         return self.o_proj(o_BSHV.flatten(-2))
 
     def decide_fusion(self) -> Fusion | None:
         """Return how projections and norms are fused, or None if they are called one after the other."""
+        if self.indexer is not None:
+            return None
         layers = [self._modules[name] for name in self.fusable_layers]
         norms = [layer for name, layer in zip(self.fusable_layers, layers, strict=True) if name.endswith("norm")]
         linear = [layer for layer in layers if layer is not None and layer not in norms]
@@ -181,26 +200,41 @@ class MLA(FusableModule):
         heads = Heads(x.shape[0], self.num_heads, nope_dim, rope_dim, self.kv_split[1], self.softmax_scale)
         return latent_attention(x_q, x_kv, k_rope_TR, cos_sin, *of_attention, heads, dtype).view(*x.shape[:-1], -1)
 
-    def _projections(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the queries [B, S, H, N + R], and the latents followed by the rotary key [B, S, W]."""
+    def _projections(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Compute the queries [B, S, H, N + R], the latents with the rotary key [B, S, W], and compressed queries."""
         first = self.q_a_proj if self.has_compressed_queries else self.q_proj
         q, latent_BSW = shared_quantization(x_BSD, first, self.kv_a_proj_with_mqa)
+        compressed = None
         if self.has_compressed_queries:
-            q = self.q_b_proj(self.q_a_layernorm(q))
-        return q.unflatten(-1, (self.num_heads, -1)), latent_BSW
+            compressed = self.q_a_layernorm(q)
+            q = self.q_b_proj(compressed)
+        return q.unflatten(-1, (self.num_heads, -1)), latent_BSW, compressed
 
-    def _naive(self, q_BSHX: Tensor, latent_BSC: Tensor, k_rope_BSR: Tensor, cos_sin: CosSin) -> Tensor:
+    def _naive(
+        self, q_BSHX: Tensor, latent_BSC: Tensor, k_rope_BSR: Tensor, cos_sin: CosSin, index: IndexInput | None
+    ) -> Tensor:
         kv_BSHY = self.kv_b_proj(latent_BSC).unflatten(-1, (self.num_heads, -1))
         k_BSHX, v_BSHV = latent_keys_and_values(kv_BSHY, k_rope_BSR, cos_sin, self.kv_split[0])
+        chosen_BSK = None
+        if self.indexer is not None and index is not None:
+            chosen_BSK = self.indexer.choose(*index)
+            if self.training:
+                q_BSHX = self.indexer.align(index, q_BSHX, k_BSHX, chosen_BSK, self.softmax_scale)
+        if chosen_BSK is not None:
+            return chosen_attention(q_BSHX, k_BSHX, v_BSHV, chosen_BSK, self.softmax_scale)
         q_BHSX, k_BHSX, v_BHSV = (t.transpose(1, 2) for t in (q_BSHX, k_BSHX, v_BSHV))
         o_BHSV = F.scaled_dot_product_attention(q_BHSX, k_BHSX, v_BHSV, is_causal=True, scale=self.softmax_scale)
         return o_BHSV.transpose(1, 2)
 
-    def _absorbed(self, q_BSHX: Tensor, cached_BTW: Tensor) -> Tensor:
+    def _absorbed(self, q_BSHX: Tensor, cached_BTW: Tensor, index: IndexInput | None) -> Tensor:
         q_nope_BSHN, q_rope_BSHR = q_BSHX.split(self.q_split, dim=-1)
         # the weight of kv_b_proj in high precision: the GEMM that the recipe quantizes is not run in this form
         w_HXC = self.kv_b_proj.weight.to(q_nope_BSHN.dtype).unflatten(0, (self.num_heads, -1))
         w_k_HNC, w_v_HVC = w_HXC.split(self.kv_split, dim=1)
+        chosen_BSK = None
+        if self.indexer is not None and index is not None:
+            cached_BTW, index_k_BTE = cached_BTW.split([sum(self.latent_split), self.indexer.head_dim], dim=-1)
+            chosen_BSK = self.indexer.choose(index.q, index_k_BTE.float(), index.weights)
         cached_BTW = cached_BTW.to(q_nope_BSHN.dtype)
         latent_BTC = cached_BTW[..., : w_HXC.shape[-1]]
 
@@ -208,6 +242,9 @@ class MLA(FusableModule):
         score_BHST = torch.einsum("bshw,btw->bhst", q_BSHW, cached_BTW).float() * self.softmax_scale
         s, t = score_BHST.shape[-2:]
         future_ST = torch.ones(s, t, dtype=torch.bool, device=score_BHST.device).triu(t - s + 1)
-        weight_BHST = score_BHST.masked_fill(future_ST, float("-inf")).softmax(-1).to(latent_BTC.dtype)
+        score_BHST = score_BHST.masked_fill(future_ST, float("-inf"))
+        if chosen_BSK is not None:
+            score_BHST = score_BHST.masked_fill(~is_chosen(chosen_BSK, t)[:, None], float("-inf"))
+        weight_BHST = score_BHST.softmax(-1).to(latent_BTC.dtype)
         o_BSHC = torch.einsum("bhst,btc->bshc", weight_BHST, latent_BTC)
         return torch.einsum("bshc,hvc->bshv", o_BSHC, w_v_HVC)

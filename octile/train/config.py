@@ -156,6 +156,9 @@ class TrainConfig:
         telemetry_every: measure the FP8 GEMMs of every n-th step and write telemetry.jsonl; 0 measures none.
         telemetry_layers: patterns of the names of the layers to measure, separated by commas.
         guards: a file of rules on the telemetry that warn, capture operands, or switch a GEMM to BF16.
+        indexer_stage: what is trained of a model with indexers: warm_up, the indexers alone, to the distribution of
+            dense attention; or sparse, the model, whose attention is sparse, and the indexers. None otherwise. The
+            held-out loss is that of sparse attention in both.
         model: the shape of the model.
         optim: the optimizer.
         parallel: the ranks.
@@ -186,6 +189,7 @@ class TrainConfig:
     telemetry_every: Count = 0
     telemetry_layers: str = "*"
     guards: Path | None = None
+    indexer_stage: Literal["warm_up", "sparse"] | None = None
     model: ModelConfig = field(default_factory=MODELS["tiny"])
     optim: OptimConfig = field(
         default_factory=lambda: OptimConfig(lr=1.5e-3, warmup=0.02, decay=0.8, betas=(0.9, 0.99), balance_speed=0.01)
@@ -245,7 +249,29 @@ class TrainConfig:
             raise ValueError("guards need telemetry: add --telemetry-every N")
         if self.telemetry_layers != "*" and not self.telemetry_every:
             raise ValueError("telemetry_layers has no effect without telemetry: add --telemetry-every N")
+        self._check_indexer()
         self._check_ranks()
+
+    def _check_indexer(self) -> None:
+        """Refuse a stage without an indexer, an indexer without a stage or in a pipeline, and a warm-up for nothing."""
+        if self.model.has_indexer and self.indexer_stage is None:
+            raise ValueError("indexer_stage must be 'warm_up' or 'sparse' for a model with an indexer, not None")
+        if self.indexer_stage is not None and not self.model.has_indexer:
+            raise ValueError(
+                f"indexer_stage {self.indexer_stage} needs a model with an indexer: set model.index_n_heads, "
+                "model.index_head_dim and model.index_topk"
+            )
+        if self.model.has_indexer and self.parallel.pp > 1:
+            raise ValueError(f"parallel.pp must be 1 for a model with an indexer, not {self.parallel.pp}")
+        if self.indexer_stage != "warm_up":
+            return
+        if self.parallel.ranks > 1:
+            raise ValueError(f"parallel.dp must be 1 where indexer_stage is warm_up, not {self.parallel.dp}")
+        if self.sequence_length <= (self.model.index_topk or 0):
+            raise ValueError(
+                f"sequence_length must be above model.index_topk, {self.model.index_topk}, where indexer_stage is "
+                f"warm_up, not {self.sequence_length}: every key would be chosen"
+            )
 
     def _check_ranks(self) -> None:
         """Refuse what does not divide between the ranks, or needs one."""

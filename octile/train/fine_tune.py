@@ -33,6 +33,7 @@ SHAPE = (  # fields of the model that determine its weights and their shapes
     *("first_k_dense_replace", "num_nextn_predict_layers", "num_attention_heads", "q_lora_rank", "kv_lora_rank"),
     *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_routed_experts", "n_shared_experts", "topk_method"),
 )
+INDEXER_SHAPE = ("index_n_heads", "index_head_dim")  # those of its indexers
 OPTIM = OptimConfig(lr=5e-6, warmup=0.0, decay=1.0, final_lr=0.2, balance_speed=0.0)
 
 
@@ -43,17 +44,21 @@ def fine_tuning(config: TrainConfig, folder: Path) -> TrainConfig:
         FileNotFoundError: there is no checkpoint.
         ValueError: it is not one of this model, or damaged.
     """
-    return replace(config, init_from=folder, model=read_model_config(folder), optim=OPTIM)
+    model = read_model_config(folder)
+    return replace(
+        config, init_from=folder, model=model, optim=OPTIM, indexer_stage="sparse" if model.has_indexer else None
+    )
 
 
 def check_shape(config: TrainConfig, folder: Path) -> None:
-    """Refuse a model whose shape differs from that of its initial weights.
+    """Refuse a model whose shape differs from that of its initial weights. It may have indexers that they lack.
 
     Raises:
         FileNotFoundError, ValueError: as for `fine_tuning`; or names what differs.
     """
     there = read_model_config(folder)
-    pairs = {name: (getattr(config.model, name), getattr(there, name)) for name in SHAPE}
+    names = (*SHAPE, *INDEXER_SHAPE) if there.has_indexer else SHAPE
+    pairs = {name: (getattr(config.model, name), getattr(there, name)) for name in names}
     different = [f"{name} is {ours!r}, there {theirs!r}" for name, (ours, theirs) in pairs.items() if ours != theirs]
     if different:
         raise ValueError(f"the model has another shape than its weights in {folder}: {', '.join(different)}")

@@ -82,16 +82,15 @@ T = TypeVar("T")
 
 READ_EVERY = 10  # steps that are read at a time; as many more are in flight meanwhile
 AHEAD = 4  # batches that a thread prepares for a GPU; a CPU has no core to spare, and no memory
-LOSSES = ("loss", "main_loss", "mtp_loss", "balance_loss")
 
 
 class Computed(NamedTuple):
     """The result of a step's forward and backward pass.
 
     Attributes:
-        values: float32 [8]: the loss, its main, MTP and balance parts, the norm of the gradient before clipping, the
-            index of the last parameter whose gradient is not finite, or -1, how many ranks want to stop, and on how
-            many the experts had too many rows.
+        values: float32: the loss, its main, MTP and balance parts, with indexers also theirs, the norm of the gradient
+            before clipping, the index of the last parameter whose gradient is not finite, or -1, how many ranks want to
+            stop, and on how many the experts had too many rows.
         load: int64 [E] for each MoE layer, the tokens of each expert.
         skip: bool [], whether the update must change nothing.
         overflowed: whether the gradients were not finite, and a smaller loss scale may help.
@@ -164,6 +163,7 @@ class Trainer:
             check_exchange(config, groups.hops, self.ranks)
         self._make_model(groups, stages)
         self.names = ModelNames.of(self.whole)
+        self._loss_parts = (*PARTS, "indexer") if self.config.model.has_indexer else PARTS
         self.expert_share = None if groups.hops is None else self._spread_experts(groups.hops)
         self.pipelined: PipelinedModel | None = None
         if stages is not None and groups.pipeline is not None:
@@ -210,7 +210,7 @@ class Trainer:
         self.flops_per_token = train_flops_per_token(self.config.model, config.sequence_length)
         self._peak = bf16_peak(torch.cuda.get_device_name(device)) if on_gpu else None
         self._unread: deque[Launched] = deque()
-        self._results = StepResults(2 * READ_EVERY, len(LOSSES) + 4, device, self.ranks.timeout.total_seconds())
+        self._results = StepResults(2 * READ_EVERY, self._n_losses + 4, device, self.ranks.timeout.total_seconds())
         self._reads_late = False  # whether steps may be launched before the last one is read
         self._is_gathered = True  # whether all ranks have the weights that the others have updated
         self._clock = 0.0  # when the time of the oldest unread step began
@@ -242,6 +242,13 @@ class Trainer:
             with torch.device("meta"):
                 self.whole = DeepseekV3(config.model)
         self._apply_recipe()
+        if config.indexer_stage == "warm_up":
+            for model in (self.model, self.whole):
+                model.warm_up_indexers(True)
+
+    @property
+    def _n_losses(self) -> int:
+        return 1 + len(self._loss_parts)
 
     def _spread_experts(self, hops: dist.ProcessGroup | DeviceMesh) -> ExpertShare:
         """Spread the experts of this rank's layers if they have some; return the share of the first rank that has."""
@@ -373,7 +380,8 @@ class Trainer:
             lines.append(
                 {
                     "step": step.number,
-                    **dict(zip(LOSSES, losses, strict=True)),
+                    "loss": losses[0],
+                    **{f"{part}_loss": loss for part, loss in zip(self._loss_parts, losses[1:], strict=True)},
                     "lr": step.learning_rate,
                     "grad_norm": grad_norm,
                     "tokens": step.tokens_so_far,
@@ -443,12 +451,12 @@ class Trainer:
             overflowed = not finite and self.loss_scale.value > 1.0
         norm, last_broken = self.shards.gradient_norm() if self.shards else gradient_norm(parameters)
         skip = self._decide(totals[0], norm, overflowed, totals[-1])
-        values = torch.stack([*totals[: len(LOSSES)], norm, last_broken.float(), *totals[len(LOSSES) :]])
+        values = torch.stack([*totals[: self._n_losses], norm, last_broken.float(), *totals[self._n_losses :]])
         return Computed(values, load, skip, overflowed)
 
     def _losses(self, tokens_BS: Tensor, load: dict[str, Tensor]) -> Tensor:
-        """Run the passes of this rank's tokens: their share of the losses, float32 [4]. Add to the load."""
-        sums = dict.fromkeys(("loss", *PARTS), torch.zeros((), device=self.device))
+        """Run the passes of this rank's tokens: their share of the losses, float32. Add to the load."""
+        sums = dict.fromkeys(("loss", *self._loss_parts), torch.zeros((), device=self.device))
         micro_batches = self._micro_batches(tokens_BS)
         for number, micro_batch_BS in enumerate(micro_batches, 1):
             parts = (self._sequences if self.shards else len(tokens_BS)) / len(micro_batch_BS)
@@ -470,7 +478,7 @@ class Trainer:
         self.model.mtp_loss_weight = self.mtp_loss_weight()
         with self.precision():
             shares_M4 = self.pipelined.train(micro_batches, lambda t: self._sequences / len(t), scaled, load)
-        sums = torch.zeros(len(LOSSES), device=self.device)
+        sums = torch.zeros(self._n_losses, device=self.device)
         for share_4 in shares_M4 if self.pipelined.is_first else ():
             sums = sums + share_4  # in the order in which one process adds them up
         return sums
@@ -673,8 +681,10 @@ class Trainer:
             yield
 
     def balance_speed(self) -> float:
-        """γ of the next step."""
+        """γ of the next step; 0 while the indexers alone are trained."""
         optim = self.config.optim
+        if self.config.indexer_stage == "warm_up":
+            return 0.0
         return optim.balance_speed if self.steps_done < self._step_at(optim.balance_end) else 0.0
 
     def mtp_loss_weight(self) -> float:
@@ -775,7 +785,7 @@ class Trainer:
     def _update(self, learning_rate: float | Tensor, result: Computed) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        factor = clip_factor(result.values[len(LOSSES)], self.config.optim.clip)
+        factor = clip_factor(result.values[self._n_losses], self.config.optim.clip)
         self.optimizer.step(skip=result.skip, gradient_scale=factor)
         if self.shards:
             if not self._reads_late:  # otherwise during the next forward pass

@@ -55,11 +55,10 @@ SMALL = {  # few layers and experts, and weights of several blocks
     "intermediate_size": 260,
     "moe_intermediate_size": 140,
 }
-INDEXER = {"index_head_dim": 6, "index_n_heads": 40, "index_topk": 64}
+INDEXER = {"index_head_dim": 8, "index_n_heads": 40, "index_topk": 64}
 SMALL_V31 = {**SMALL, "quantization_config": UE8M0}
 SMALL_V32 = {**SMALL_V31, **INDEXER, "model_type": "deepseek_v32", "architectures": ["DeepseekV32ForCausalLM"]}
 EVERY_RELEASE = pytest.mark.parametrize("published", [SMALL, SMALL_V31, SMALL_V32], ids=["V3", "V3.1", "V3.2"])
-of_sparse_attention = pytest.mark.filterwarnings("ignore:.*attention is dense:UserWarning")
 
 
 def published_tensors(config: dict) -> Iterator[tuple[str, str, tuple[int, ...]]]:
@@ -190,7 +189,6 @@ def test_every_tensor_of_all_62_layers_is_read_and_written_back(tmp_path, publis
     assert changed(before, stored(tmp_path / "again"), same) == []
 
 
-@of_sparse_attention
 @EVERY_RELEASE
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_release_is_written_back_bit_for_bit(tmp_path, publish, same, published, dtype):
@@ -199,7 +197,6 @@ def test_every_release_is_written_back_bit_for_bit(tmp_path, publish, same, publ
     assert changed(before, stored(tmp_path / "again"), same) == []
 
 
-@of_sparse_attention
 @EVERY_RELEASE
 def test_every_key_of_a_published_configuration_is_written_back(tmp_path, publish, published):
     save(load(publish(published)[0]), tmp_path / "again")
@@ -208,7 +205,6 @@ def test_every_key_of_a_published_configuration_is_written_back(tmp_path, publis
     assert {key: written[key] for key in published} == published
 
 
-@of_sparse_attention
 @EVERY_RELEASE
 def test_every_release_is_served(publish, published):
     folder, before = publish(published)
@@ -218,7 +214,6 @@ def test_every_release_is_served(publish, published):
     assert torch.equal(read.scale, before[f"{name}_scale_inv"])
 
 
-@of_sparse_attention
 @EVERY_RELEASE
 def test_every_release_is_converted_with_all_its_tensors(tmp_path, publish, same, published):
     folder, before = publish(published)
@@ -251,13 +246,6 @@ def test_one_weight_at_a_time_is_in_memory_beside_the_model(publish, monkeypatch
 # DeepSeek-V3.2's sparse attention
 
 
-def test_a_warning_says_that_the_indexer_is_not_used(publish):
-    folder, _ = publish(SMALL_V32)
-    with pytest.warns(UserWarning, match="an indexer .* not used: attention is dense, .* up to 64 tokens") as seen:
-        load(folder)
-    assert len(seen) == 1
-
-
 def test_an_indexer_in_a_model_without_sparse_attention_is_refused(publish):
     folder, _ = publish(SMALL_V32)
     (folder / "config.json").write_text(json.dumps(SMALL_V31))
@@ -265,21 +253,24 @@ def test_an_indexer_in_a_model_without_sparse_attention_is_refused(publish):
         load(folder)
 
 
-@of_sparse_attention
-def test_what_is_written_without_the_indexer_is_a_deepseek_v3(tmp_path, publish):
-    folder, before = publish(SMALL_V32)
-    model = DeepseekV3(ModelConfig.read(folder / "config.json"))
-    load_weights(model, folder)  # as a run does
-    save(model, tmp_path / "run")
-    assert stored(tmp_path / "run").keys() == {name for name in before if ".indexer." not in name}
-    written = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert {key: written[key] for key in SMALL_V31 if key != "quantization_config"} == {
-        key: value for key, value in SMALL_V31.items() if key != "quantization_config"
-    }
-    assert not written.keys() & INDEXER.keys()
+def test_a_model_of_dense_attention_gives_its_weights_to_one_with_indexers(publish):
+    folder, before = publish(SMALL)
+    model = DeepseekV3(replace(ModelConfig.from_hf(SMALL), **INDEXER))
+    drawn = [p.clone() for indexer in model.indexers() for p in indexer.parameters()]
+    load_weights(model, folder)
+    norm = before["model.layers.0.self_attn.q_a_layernorm.weight"]
+    assert torch.equal(model.model.layers[0].self_attn.q_a_layernorm.weight, norm.float())
+    assert all(
+        torch.equal(p, q) for p, q in zip((p for i in model.indexers() for p in i.parameters()), drawn, strict=True)
+    )
 
 
-@of_sparse_attention
+def test_a_model_that_gets_indexers_is_announced_as_a_deepseek_v32():
+    config = replace(ModelConfig.from_hf(SMALL), **INDEXER).to_hf()
+    assert (config["model_type"], config["architectures"]) == ("deepseek_v32", ["DeepseekV32ForCausalLM"])
+    assert ModelConfig.from_hf(config).index_topk == 64
+
+
 @pytest.mark.parametrize("length", [40, 64])
 def test_logits_up_to_index_topk_tokens_are_those_of_transformers_sparse_attention(tmp_path, length):
     torch.manual_seed(0)

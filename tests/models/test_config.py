@@ -221,6 +221,41 @@ def test_unsupported_settings_are_refused(changes, message):
         ModelConfig.from_hf({**PUBLISHED_V3, **changes})
 
 
+SPARSE = {"model_type": "deepseek_v32", "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}
+
+
+def test_an_indexer_survives_its_file(tmp_path):
+    config = replace(ModelConfig.tiny(), index_n_heads=4, index_head_dim=32, index_topk=64)
+    config.write(tmp_path / "config.json")
+    assert replace(ModelConfig.read(tmp_path / "config.json"), extra={}) == config
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["DeepseekV32ForCausalLM"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"index_topk": None}, "the configuration lacks index_topk"),
+        ({"model_type": "deepseek_v3"}, "index_n_heads needs model_type 'deepseek_v32', not 'deepseek_v3'"),
+        ({"index_topk": 0}, "index_topk must be at least 1, not 0"),
+        ({"index_head_dim": 96}, "index_head_dim must be a power of two from qk_rope_head_dim, 64, to 128, not 96"),
+        ({"index_head_dim": 32}, "index_head_dim must be a power of two from qk_rope_head_dim, 64, to 128, not 32"),
+        ({"index_head_dim": 256}, "index_head_dim must be a power of two from qk_rope_head_dim, 64, to 128, not 256"),
+        ({"q_lora_rank": None}, "an indexer reads compressed queries, so q_lora_rank must be a number, not None"),
+        ({"topk_method": "greedy", "n_group": 1, "topk_group": 1}, "DeepSeek-V3.2's, whose topk_method is 'noaux_tc'"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_an_indexer_that_does_not_fit_is_refused(changes, message):
+    ModelConfig.from_hf({**PUBLISHED_V3, **SPARSE})
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_hf({**PUBLISHED_V3, **SPARSE, **changes})
+
+
+def test_an_indexer_needs_all_of_its_fields():
+    with pytest.raises(ValueError, match="needs index_n_heads, index_head_dim, index_topk, but index_topk is None"):
+        replace(ModelConfig.tiny(), index_n_heads=4, index_head_dim=32)
+
+
 JSON_SCALARS = st.none() | st.booleans() | st.text(max_size=4) | st.integers() | st.floats()
 JSON_VALUES = st.one_of(
     st.sampled_from([10**18, -1, 0, 1, 2, 10**5, 10**6, 1e30, -1e-9, 10**400, "256", [], {}, True, False]),

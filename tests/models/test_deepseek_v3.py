@@ -292,3 +292,90 @@ def test_a_share_allocates_one_stacked_weight_of_all_experts_at_a_time():
 def test_experts_that_the_ranks_do_not_divide_are_refused():
     with share_of_experts(0, 3), pytest.raises(ValueError, match="must be a multiple of the 3 ranks, not 4"):
         DeepseekV3(MICRO)
+
+
+# sparse attention
+
+SPARSE = replace(MINI_V3, index_n_heads=4, index_head_dim=16, index_topk=6)
+
+
+def test_every_layer_and_multi_token_prediction_has_an_indexer():
+    assert len(build(SPARSE).indexers()) == SPARSE.num_hidden_layers + 1
+    assert build(MINI_V3).indexers() == []
+
+
+@torch.no_grad()
+def test_an_indexer_that_chooses_every_token_changes_nothing():
+    sparse = build(replace(SPARSE, index_topk=24)).eval()
+    dense = DeepseekV3(MINI_V3).eval()
+    dense.load_state_dict({n: t for n, t in sparse.state_dict().items() if ".indexer." not in n})
+    assert torch.equal(sparse(tokens()), dense(tokens()))
+    assert torch.equal(sparse(tokens(), tokens()), dense(tokens(), tokens()))
+
+
+@torch.no_grad()
+def test_an_indexer_that_chooses_few_tokens_changes_the_later_logits_alone():
+    model = build(SPARSE).eval()
+    sparse = model(tokens())
+    for indexer in model.indexers():
+        indexer.topk = 24
+    dense = model(tokens())
+    torch.testing.assert_close(sparse[:, :6], dense[:, :6])
+    assert (sparse[:, 12:] - dense[:, 12:]).abs().amax() > 0.1
+
+
+@torch.no_grad()
+def test_generation_with_a_cache_chooses_the_same_keys():
+    model = build(SPARSE).eval()
+    cache = model.new_cache(2, 24)
+    parts = [model(tokens()[:, i:j], cache=cache) for i, j in ((0, 10), (10, 17), *((t, t + 1) for t in range(17, 24)))]
+    torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens()), rtol=1e-4, atol=1e-4)
+
+
+def test_the_indexers_loss_is_part_of_the_loss_in_training():
+    model = build(SPARSE)
+    loss = model(tokens(), tokens())
+    parts = model.last_losses
+    assert parts["indexer"] > 0
+    expected = parts["main"] + SPARSE.mtp_loss_weight * parts["mtp"] + parts["balance"] + parts["indexer"]
+    torch.testing.assert_close(loss.detach(), expected)
+    model.eval()(tokens(), tokens())
+    assert model.last_losses["indexer"] == 0
+
+
+def test_the_model_learns_from_its_own_losses_alone():
+    def gradients(model) -> dict[str, torch.Tensor | None]:
+        model(tokens(), tokens()).backward()
+        return {name: p.grad for name, p in model.named_parameters() if ".indexer." not in name}
+
+    without_alignment = build(SPARSE)
+    for indexer in without_alignment.indexers():
+        indexer.align = lambda index, q, *_: q
+    expected = gradients(without_alignment)
+    assert all(torch.equal(gradient, expected[name]) for name, gradient in gradients(build(SPARSE)).items())
+
+
+def test_the_warm_up_trains_the_indexers_alone_on_dense_attention():
+    model = build(SPARSE)
+    dense = DeepseekV3(MINI_V3)
+    dense.load_state_dict({n: t for n, t in model.state_dict().items() if ".indexer." not in n})
+    model.warm_up_indexers(True)
+    model(tokens(), tokens()).backward()
+    dense(tokens(), tokens())
+    torch.testing.assert_close(model.last_losses["main"], dense.last_losses["main"])
+    assert all((p.grad is not None) == (".indexer." in name) for name, p in model.named_parameters())
+    model.warm_up_indexers(False)
+    assert all(p.requires_grad for p in model.parameters())
+
+
+@torch.no_grad()
+def test_the_warm_up_is_evaluated_with_sparse_attention():
+    model = build(SPARSE).eval()
+    sparse = model(tokens())
+    model.warm_up_indexers(True)
+    assert torch.equal(model(tokens()), sparse)
+
+
+def test_a_model_without_indexers_has_no_warm_up():
+    with pytest.raises(ValueError, match="the model has no indexer: index_n_heads"):
+        build(MINI_V3).warm_up_indexers(True)

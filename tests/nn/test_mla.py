@@ -44,7 +44,7 @@ def in_chunks(mla, x_BSD, ends):
 def slow(mla, x_BSD):
     """The definition: one query, one head, one key at a time."""
     b, s, _ = x_BSD.shape
-    q, _ = mla._projections(x_BSD)
+    q, *_ = mla._projections(x_BSD)
     latent, k_rope = mla.kv_a_proj_with_mqa(x_BSD).split([32, 8], dim=-1)
     kv = mla.kv_b_proj(mla.kv_a_layernorm(latent)).view(b, s, 4, 28)
     turn = lambda v, at: torch.view_as_real(  # noqa: E731

@@ -157,6 +157,42 @@ def test_the_published_schedule_with_a_growing_batch_has_the_same_tokens():
     assert rates.warmup_steps == 2000
 
 
+WITH_INDEXER = replace(preset("tiny").model, index_n_heads=4, index_head_dim=32, index_topk=64)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": WITH_INDEXER}, "indexer_stage must be 'warm_up' or 'sparse' for a model with an indexer, not None"),
+        ({"indexer_stage": "sparse"}, "indexer_stage sparse needs a model with an indexer: set model.index_n_heads"),
+        ({"indexer_stage": "dense"}, "indexer_stage must be warm_up or sparse, not 'dense'"),
+        (
+            {"model": WITH_INDEXER, "indexer_stage": "sparse", "parallel": ParallelConfig(pp=2)},
+            "parallel.pp must be 1 for a model with an indexer, not 2",
+        ),
+        (
+            {"model": WITH_INDEXER, "indexer_stage": "warm_up", "parallel": ParallelConfig(dp=2)},
+            "parallel.dp must be 1 where indexer_stage is warm_up, not 2",
+        ),
+        (
+            {"model": WITH_INDEXER, "indexer_stage": "warm_up", "sequence_length": 64},
+            "sequence_length must be above model.index_topk, 64, where indexer_stage is warm_up, not 64",
+        ),
+    ],
+)
+def test_a_stage_and_an_indexer_that_do_not_fit_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(preset("tiny"), **change)
+
+
+@pytest.mark.parametrize("stage", ["warm_up", "sparse"])
+def test_a_stage_survives_the_json_of_a_run_and_may_not_change(stage):
+    config = replace(preset("tiny"), model=WITH_INDEXER, indexer_stage=stage)
+    assert TrainConfig.from_json(config.to_json()) == config
+    other = replace(config, indexer_stage="sparse" if stage == "warm_up" else "warm_up")
+    assert changed_settings(config, other) == {"indexer_stage": (stage, other.indexer_stage)}
+
+
 def test_the_published_ramp_needs_a_fifth_of_the_batch():
     with pytest.raises(ValueError, match="batch_size must be divisible by 5 for the published ramp, not 4"):
         published_schedule(TrainConfig(), batch_ramp=True)

@@ -18,7 +18,15 @@ from octile.nn.observer import observe_quantization
 from octile.recipe import Recipe
 from octile.scaled import ScaledTensor, quantize
 from octile.train.config import TrainConfig, preset
-from octile.train.fine_tune import OPTIM, SHAPE, count_unchanged_weights, describe_initial_weights, fine_tuning
+from octile.train.fine_tune import (
+    INDEXER_SHAPE,
+    OPTIM,
+    SHAPE,
+    check_shape,
+    count_unchanged_weights,
+    describe_initial_weights,
+    fine_tuning,
+)
 from octile.train.loop import train
 from octile.train.run_folder import RunFolder
 from octile.train.trainer import Trainer
@@ -56,6 +64,7 @@ def test_a_model_of_another_shape_is_refused_before_anything_is_written(saved, t
     assert not (tmp_path / "run").exists()
 
 
+INDEXER = {"index_n_heads": 4, "index_head_dim": 32, "index_topk": 64}
 ANOTHER = {  # settings that cannot be doubled, and another value
     "num_nextn_predict_layers": 0,
     "topk_group": 1,
@@ -75,10 +84,35 @@ def test_compared_settings_are_all_that_decide_the_shapes_of_weights():
             return {name: tensor.shape for name, tensor in DeepseekV3(config).state_dict().items()}
 
     usual = replace(ModelConfig.tiny(), num_nextn_predict_layers=1)
-    doubled = {f.name: 2 * getattr(usual, f.name) for f in fields(usual) if f.name not in ANOTHER}
-    others = [replace(usual, **{name: value}) for name, value in (doubled | ANOTHER).items()]
-    deciding = {name for name, other in zip(doubled | ANOTHER, others, strict=True) if shapes(other) != shapes(usual)}
-    assert deciding == set(SHAPE)
+    names = [f.name for f in fields(usual) if f.name not in (*ANOTHER, *INDEXER)]
+    changed = {name: replace(usual, **{name: 2 * getattr(usual, name)}) for name in names}
+    changed |= {name: replace(usual, **{name: value}) for name, value in ANOTHER.items()}
+    assert {name for name, other in changed.items() if shapes(other) != shapes(usual)} == set(SHAPE)
+    sparse = replace(usual, **INDEXER)
+    changed = {name: replace(sparse, **{name: 2 * value}) for name, value in INDEXER.items()}
+    assert {name for name, other in changed.items() if shapes(other) != shapes(sparse)} == set(INDEXER_SHAPE)
+
+
+def test_a_model_with_indexers_begins_with_weights_of_dense_attention(saved, store):
+    folder = saved()
+    config = fine_tuning(micro(), folder)
+    model = replace(config.model, index_n_heads=4, index_head_dim=16, index_topk=8)
+    trainer = Trainer(replace(config, model=model, indexer_stage="sparse"), store, torch.device("cpu"))
+    dense = Trainer(config, store, torch.device("cpu")).model.state_dict()
+    assert all(torch.equal(trainer.model.state_dict()[name], tensor) for name, tensor in dense.items())
+
+
+def test_a_model_with_other_indexers_than_its_weights_is_refused(saved, tmp_path):
+    model = replace(MICRO, index_n_heads=4, index_head_dim=16, index_topk=8)
+    save(DeepseekV3(model), tmp_path / "sparse")
+    config = replace(micro(), model=replace(model, index_n_heads=8), indexer_stage="sparse")
+    with pytest.raises(ValueError, match=r"index_n_heads is 8, there 4$"):
+        check_shape(config, tmp_path / "sparse")
+
+
+def test_fine_tuning_of_sparse_attention_trains_it(tmp_path):
+    save(DeepseekV3(replace(MICRO, index_n_heads=4, index_head_dim=16, index_topk=8)), tmp_path / "sparse")
+    assert fine_tuning(micro(), tmp_path / "sparse").indexer_stage == "sparse"
 
 
 def stored(folder: Path) -> set[bytes]:

@@ -1,0 +1,98 @@
+"""Attention of each query to the keys that were chosen for it, with its backward pass, a block of queries at a time.
+
+    forward     a mask of the chosen keys, and torch's attention with it
+    backward    the same once more, and its gradients; those of keys and values are summed over the blocks in FP32
+
+Scores are computed of all keys and masked, so the time is that of dense attention; only a block's masks and scores are
+in memory at once, and what is saved for backward is linear in the length of the sequence. Serving attends with
+`octile.ops.sparse_attention`, which reads the chosen keys alone and has no backward pass.
+
+Source: DeepSeek-V3.2-Exp (https://github.com/deepseek-ai/DeepSeek-V3.2-Exp) §1.
+Shapes: B batch, S sequence, H heads, X channels of a query and a key, V of a value, K chosen keys, T keys that a block
+of C queries sees.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octile.nn.double_backward import first_derivative_only
+from octile.ops.matmul import without_autocast
+
+MAX_SCORES = 2**26  # of attention or of the indexer that are in memory at the same time
+
+
+def chosen_attention(
+    q_BSHX: Tensor, k_BSHX: Tensor, v_BSHV: Tensor, chosen_BSK: Tensor, scale: float, max_scores: int = MAX_SCORES
+) -> Tensor:
+    """Attend from each query to its chosen keys: [B, S, H, V]; differentiable in q, k and v.
+
+    Args:
+        q_BSHX, k_BSHX, v_BSHV: in one dtype.
+        chosen_BSK: int32, positions up to the query's own, each at most once; −1 stands for none, at least one is not.
+        scale: the factor of the scores.
+        max_scores: that are in memory at once, at least those of one query of each sequence.
+    """
+    return _ChosenAttention.apply(q_BSHX, k_BSHX, v_BSHV, chosen_BSK, scale, max_scores)
+
+
+class _ChosenAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, chosen_BSK: Tensor, scale: float, max_scores: int) -> Tensor:
+        ctx.save_for_backward(q, k, v, chosen_BSK)
+        ctx.settings = scale, max_scores
+        b, s, h, _ = q.shape
+        blocks = query_blocks(b * h, s, max_scores)
+        parts = [_attend(q[:, of], k[:, : of.stop], v[:, : of.stop], chosen_BSK[:, of], scale) for of in blocks]
+        return torch.cat(parts, dim=1)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, do_BSHV: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, chosen_BSK = ctx.saved_tensors
+        scale, max_scores = ctx.settings
+        b, s, h, _ = q.shape
+        dq = torch.empty_like(q)
+        dk, dv = (torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in (k, v))
+        for of in query_blocks(b * h, s, max_scores):
+            with torch.enable_grad():
+                of_q, of_k, of_v = (t.detach().requires_grad_() for t in (q[:, of], k[:, : of.stop], v[:, : of.stop]))
+                o = _attend(of_q, of_k, of_v, chosen_BSK[:, of], scale)
+            dq[:, of], of_keys, of_values = torch.autograd.grad(o, (of_q, of_k, of_v), do_BSHV[:, of])
+            dk[:, : of.stop] += of_keys
+            dv[:, : of.stop] += of_values
+        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None, None
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, chosen_BCK: Tensor, scale: float) -> Tensor:
+    mask_B1CT = is_chosen(chosen_BCK, k.shape[1])[:, None]
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    with without_autocast(q.device):
+        return F.scaled_dot_product_attention(q, k, v, mask_B1CT, scale=scale).transpose(1, 2)
+
+
+def query_blocks(rows: int, length: int, max_scores: int) -> Iterator[slice]:
+    """Divide the queries of a sequence into blocks, of which each has at most max_scores scores, or is one query.
+
+    Args:
+        rows: scores of one query and one key, those of all heads and sequences.
+        length: S.
+        max_scores: of rows · C · T, where T is the end of the block.
+    """
+    first = 0
+    while first < length:
+        # the largest C with rows · C · (first + C) ≤ max_scores
+        c = int(((first**2 + 4 * max_scores / max(rows, 1)) ** 0.5 - first) / 2)
+        last = min(first + max(c, 1), length)
+        yield slice(first, last)
+        first = last
+
+
+def is_chosen(chosen_BCK: Tensor, n_keys: int) -> Tensor:
+    """Whether each of T keys is chosen: bool [B, C, T]."""
+    columns = chosen_BCK.masked_fill(chosen_BCK < 0, n_keys).long()
+    mask = torch.zeros(*chosen_BCK.shape[:2], n_keys + 1, dtype=torch.bool, device=chosen_BCK.device)
+    return mask.scatter_(-1, columns, True)[..., :n_keys]

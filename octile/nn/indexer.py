@@ -1,0 +1,184 @@
+"""The lightning indexer of DeepSeek sparse attention (DSA): it chooses the keys that each query attends to.
+
+    q_h = wq_b · (compressed query)      k = LayerNorm(wk · x)      both: rotary, Hadamard, then FP8
+    w   = weights_proj · x / √(heads · channels)
+    logit[s, t] = Σ over h of w[s, h] · relu(q[s, h] · k[t])
+
+A query attends to the `topk` keys with the highest logits. Up to `topk` keys it attends to all: attention is dense.
+
+Rotary positions are those of the first R channels, whose pairs are channels i and i + R/2; attention itself rotates
+adjacent channels. The Hadamard rotation, the same of queries and keys, changes no product, and spreads outliers over
+all channels before they are quantized. The scales of FP8 are powers of two.
+
+Training has two stages. In the warm-up attention is dense, the rest of the model is frozen, and the indexer learns the
+distribution of attention over all keys. Then attention is sparse, and it learns the distribution over the chosen keys.
+Its inputs are detached: only this loss trains it, and it trains nothing else. Gradients pass through FP8's rounding.
+
+Source: DeepSeek-V3.2-Exp (https://github.com/deepseek-ai/DeepSeek-V3.2-Exp) §1 and §2.1, inference/model.py.
+Shapes: B batch, S queries, T keys, D model, L compressed query, G heads and E channels of the indexer, R rotary
+channels, K chosen keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from octile.formats import TILE
+from octile.nn.checkpointed_loss import leave_behind
+from octile.nn.fused.index_alignment import alignment_loss
+from octile.nn.norm import LayerNorm
+from octile.nn.rope import CosSin
+from octile.ops.matmul import without_autocast
+from octile.ops.mqa_logits import mqa_logits
+from octile.ops.quantize import quantize
+from octile.ops.top_keys import top_keys
+
+MAX_LOGITS = 2**26  # that are in memory at the same time
+
+
+class IndexInput(NamedTuple):
+    """What the logits are computed of, float32: values that FP8 with a power-of-two scale holds, and weights.
+
+    Attributes:
+        q: [B, S, G, E].
+        k: [B, S, E].
+        weights: [B, S, G].
+    """
+
+    q: Tensor
+    k: Tensor
+    weights: Tensor
+
+
+class Indexer(nn.Module):
+    """The indexer of one layer; parameters are named as in the published checkpoints.
+
+    Attributes:
+        warm_up: whether this is the first stage of training: in training mode attention is dense.
+        alignment_loss: of the last forward pass in training mode, until it is popped.
+
+    Args:
+        hidden_size: D.
+        q_lora_rank: L.
+        n_heads, head_dim: G and E.
+        topk: K.
+    """
+
+    def __init__(self, hidden_size: int, q_lora_rank: int, n_heads: int, head_dim: int, topk: int):
+        super().__init__()
+        self.n_heads, self.head_dim, self.topk = n_heads, head_dim, topk
+        self.wq_b = nn.Linear(q_lora_rank, n_heads * head_dim, bias=False)
+        self.wk = nn.Linear(hidden_size, head_dim, bias=False)
+        self.k_norm = LayerNorm(head_dim)
+        self.weights_proj = nn.Linear(hidden_size, n_heads, bias=False)
+        self.warm_up = False
+        self.alignment_loss: Tensor | None = None
+
+    def forward(self, x_BSD: Tensor, q_latent_BSL: Tensor, cos_sin: CosSin) -> IndexInput:
+        """Compute queries, keys and weights.
+
+        Args:
+            x_BSD: the input of the layer's attention.
+            q_latent_BSL: its compressed queries, normalized.
+            cos_sin: of the S positions, each [S, R / 2].
+        """
+        x_BSD, q_latent_BSL = x_BSD.detach(), q_latent_BSL.detach()
+        q_BSGE = self.wq_b(q_latent_BSL).unflatten(-1, (self.n_heads, self.head_dim))
+        k_BSE = self.k_norm(self.wk(x_BSD))
+        with without_autocast(x_BSD.device):
+            weights_BSG = F.linear(x_BSD.float(), self.weights_proj.weight.float())
+        q_BSGE = _QuantizedValues.apply(rotate_index(q_BSGE, cos_sin))
+        k_BSE = _QuantizedValues.apply(rotate_index(k_BSE[:, :, None], cos_sin)[:, :, 0])
+        return IndexInput(q_BSGE, k_BSE, weights_BSG * weight_factor(self.n_heads, self.head_dim))
+
+    @torch.no_grad()
+    def choose(self, q_BSGE: Tensor, k_BTE: Tensor, weights_BSG: Tensor) -> Tensor | None:
+        """Choose the keys of each query, of which the S-th sees all T keys, and those before it one less each.
+
+        Returns:
+            int32 [B, S, K], as `octile.ops.top_keys.top_keys`; None: every query attends to all keys that it sees.
+        """
+        b, s, t = *q_BSGE.shape[:2], k_BTE.shape[1]
+        if (self.warm_up and self.training) or t <= self.topk:
+            return None
+        chosen_BSK = torch.empty(b, s, self.topk, dtype=torch.int32, device=q_BSGE.device)
+        rows = max(MAX_LOGITS // t, 1)
+        ends_S = torch.arange(t - s + 1, t + 1, dtype=torch.int32, device=q_BSGE.device)
+        starts_S = torch.zeros_like(ends_S)
+        for i in range(b):
+            k, k_scale = quantize_index(k_BTE[i])
+            for first in range(0, s, rows):
+                of = slice(first, first + rows)
+                q, q_scale = quantize_index(q_BSGE[i, of])
+                weights = weights_BSG[i, of] * q_scale
+                seen = starts_S[of], ends_S[of]
+                logits = mqa_logits(q, k, k_scale, weights, *seen, 0, False, torch.float32)
+                chosen_BSK[i, of] = top_keys(logits, *seen, self.topk)
+        return chosen_BSK
+
+    def align(
+        self, index: IndexInput, q_BSHX: Tensor, k_BSHX: Tensor, chosen_BSK: Tensor | None, scale: float
+    ) -> Tensor:
+        """Set `alignment_loss` to that of a forward pass, and return the queries to attend with.
+
+        Args:
+            index: of the same tokens.
+            q_BSHX, k_BSHX: attention's queries and keys.
+            chosen_BSK: of `choose`.
+            scale: of attention's scores.
+        """
+        loss = alignment_loss(index.q, index.k, index.weights, q_BSHX.detach(), k_BSHX.detach(), chosen_BSK, scale)
+        return leave_behind(self, "alignment_loss", loss, q_BSHX)
+
+    def pop_alignment_loss(self) -> Tensor | float:
+        """Return the alignment loss of the last forward pass in training mode, once; 0 if there was none."""
+        loss, self.alignment_loss = self.alignment_loss, None
+        return 0.0 if loss is None else loss
+
+
+def weight_factor(n_heads: int, head_dim: int) -> float:
+    """The factor of the heads' weights: the softmax scale, and one that keeps the sum of the heads as large."""
+    return float((n_heads * head_dim) ** -0.5)
+
+
+def rotate_index(x_SHE: Tensor, cos_sin: CosSin) -> Tensor:
+    """Rotate queries or keys [..., S, H, E] of the indexer, by their positions and by the Hadamard matrix, in FP32."""
+    cos_S1R, sin_S1R = (t[:, None] for t in cos_sin)
+    half = cos_S1R.shape[-1]
+    a, b, rest = x_SHE.float().split([half, half, x_SHE.shape[-1] - 2 * half], dim=-1)
+    return hadamard(torch.cat((a * cos_S1R - b * sin_S1R, b * cos_S1R + a * sin_S1R, rest), dim=-1))
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """Multiply rows [..., E] by the Hadamard matrix over √E, which is orthogonal; E is a power of two.
+
+    Each value is a sum in an order of its own, so that a row's bits do not depend on other rows.
+    """
+    width, step = x.shape[-1], 1
+    while step < width:
+        a, b = x.unflatten(-1, (-1, 2, step)).unbind(-2)
+        x, step = torch.stack((a + b, a - b), dim=-2).flatten(-3), 2 * step
+    return x * width**-0.5
+
+
+def quantize_index(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize rows [..., E] with one power-of-two scale each: E4M3 [..., E], contiguous, and float32 [...]."""
+    data, scale = quantize(x.contiguous(), *TILE, "e4m3", True)
+    return data.contiguous(), scale[..., 0].contiguous()
+
+
+class _QuantizedValues(torch.autograd.Function):
+    """Round rows to what FP8 holds; the gradient passes through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        data, scale = quantize_index(x)
+        return data.float() * scale[..., None]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy

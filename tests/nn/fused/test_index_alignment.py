@@ -1,0 +1,75 @@
+import pytest
+import torch
+from torch import Tensor
+
+from octile.nn.fused import index_alignment
+from octile.nn.fused.index_alignment import alignment_loss
+
+B, S, H, X, G, E, K = 2, 9, 3, 8, 4, 16, 4
+SCALE = 0.3
+
+
+def operands(dtype=torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (B, S, G, E), (B, S, E), (B, S, G), (B, S, H, X), (B, S, H, X)
+    return [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
+
+
+def chosen_keys() -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    order = torch.rand(B, S, S, generator=generator).masked_fill(torch.ones(S, S).triu(1).bool(), -1.0)
+    values, chosen = order.topk(K)
+    return chosen.masked_fill(values < 0, -1).int()
+
+
+def definition(index_q, index_k, weights, q, k, chosen) -> Tensor:
+    """Equations 3 and 4 of the paper, one query at a time, in float64."""
+    total = torch.zeros((), dtype=torch.float64)
+    for b in range(B):
+        for t in range(S):
+            keys = torch.arange(t + 1) if chosen is None else chosen[b, t][chosen[b, t] >= 0].long()
+            scores = [(k[b, keys, h] @ q[b, t, h] * SCALE).softmax(0) for h in range(H)]
+            p = torch.stack(scores).sum(0)
+            p = (p / p.abs().sum()).detach()
+            i = sum(weights[b, t, g] * (index_k[b, keys] @ index_q[b, t, g]).relu() for g in range(G))
+            total = total + (p * (p / i.softmax(0)).log()).sum()
+    return total / (B * S)
+
+
+@pytest.mark.parametrize("chosen", [None, chosen_keys()], ids=["all keys", "chosen keys"])
+@pytest.mark.parametrize("max_scores", [1, 500, 2**20], ids=["queries", "blocks", "all"])
+def test_loss_and_gradients_equal_the_definition(chosen, max_scores):
+    inputs = operands()
+    found = alignment_loss(*inputs, chosen, SCALE, max_scores)
+    expected = definition(*inputs, chosen)
+    # attention's distribution is computed in FP32
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    of_index = inputs[:3]
+    torch.testing.assert_close(
+        torch.autograd.grad(3 * found, of_index), torch.autograd.grad(3 * expected, of_index), rtol=1e-4, atol=1e-6
+    )
+
+
+def test_attention_gets_no_gradient():
+    inputs = operands()
+    alignment_loss(*inputs, None, SCALE).backward()
+    assert [t.grad is not None for t in inputs] == [True, True, True, False, False]
+
+
+def test_an_indexer_whose_distribution_is_attentions_has_no_loss():
+    *_, q, k = operands(torch.float32)
+    q, k = q[:, :, :1].abs(), k[:, :, :1].abs()  # one head, whose scores are positive
+    weights = torch.full((B, S, 1), SCALE)
+    assert alignment_loss(q, k[:, :, 0], weights, q, k, None, SCALE).abs() < 1e-6
+
+
+def test_scores_in_memory_are_bounded(monkeypatch):
+    sizes, logits = [], index_alignment.index_logits
+
+    def counted(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
+        sizes.append(q.shape[0] * q.shape[1] * k.shape[1] * (H + 2 * G))
+        return logits(q, k, weights)
+
+    monkeypatch.setattr(index_alignment, "index_logits", counted)
+    alignment_loss(*operands(torch.float32), None, SCALE, 900)
+    assert (len(sizes) > 1, max(sizes) <= 900) == (True, True)

@@ -1,0 +1,235 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from octile.nn.indexer import Indexer, hadamard, quantize_index, rotate_index
+from octile.nn.mla import MLA, LatentCache
+from octile.nn.rope import Rope
+
+D, L, G, E, R, TOPK = 48, 24, 4, 32, 8, 6
+ROPE = Rope(R)
+E4M3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()  # all numbers from 0 to 448
+
+
+def cos_sin(start: int, end: int):
+    return ROPE.cos_sin(torch.arange(start, end))
+
+
+def make_indexer(seed=0, topk=TOPK) -> Indexer:
+    torch.manual_seed(seed)
+    indexer = Indexer(D, L, G, E, topk)
+    for parameter in indexer.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return indexer
+
+
+def make_mla(topk=TOPK, seed=0) -> MLA:
+    indexer = make_indexer(seed, topk)
+    dims = {"q_lora_rank": L, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": R, "v_head_dim": 12}
+    mla = MLA(D, 3, **dims, indexer=indexer)
+    for name, parameter in mla.named_parameters():
+        if parameter.dim() > 1 and "indexer" not in name:
+            torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+    return mla
+
+
+def published_logits(indexer: Indexer, x: Tensor, latent: Tensor) -> Tensor:
+    """The logits [S, S] of one text in float64, as in DeepSeek's inference/model.py but for the pairs of the rotation,
+    which are channels i and i + R / 2."""
+    x, latent, n = x.double(), latent.double(), len(x)
+
+    def rotate(v: Tensor, position: int) -> Tensor:
+        pairs = torch.complex(v[: R // 2], v[R // 2 : R])
+        rotated_pairs = pairs * torch.exp(1j * position * ROPE.frequencies().double())
+        v = torch.cat((rotated_pairs.real, rotated_pairs.imag, v[R:]))
+        signs = [[(-1.0) ** bin(i & j).count("1") for j in range(E)] for i in range(E)]  # Sylvester's matrix
+        return torch.tensor(signs, dtype=torch.float64) @ v * E**-0.5
+
+    def in_fp8(v: Tensor) -> Tensor:
+        scale = 2.0 ** torch.log2(v.abs().max() / 448).ceil()
+        nearest = (E4M3 - (v / scale).abs()[:, None]).abs().argmin(1)
+        return E4M3[nearest] * v.sign() * scale
+
+    k = x @ indexer.wk.weight.double().T
+    k = (k - k.mean(-1, keepdim=True)) / (k.var(-1, keepdim=True, correction=0) + 1e-6).sqrt()
+    k = k * indexer.k_norm.weight.double() + indexer.k_norm.bias.double()
+    q = (latent @ indexer.wq_b.weight.double().T).view(n, G, E)
+    weights = x @ indexer.weights_proj.weight.double().T * G**-0.5
+    keys = [in_fp8(rotate(k[t], t)) for t in range(n)]
+    logits = torch.zeros(n, n, dtype=torch.float64)
+    for s in range(n):
+        for h in range(G):
+            query = in_fp8(rotate(q[s, h], s))
+            for t in range(n):
+                logits[s, t] += weights[s, h] * E**-0.5 * max(float(query @ keys[t]), 0.0)
+    return logits
+
+
+def inputs(seed=0, batch=2, length=20) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, length, D, generator=generator), torch.randn(batch, length, L, generator=generator)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("seed", range(3))
+def test_chosen_keys_are_those_of_the_published_indexer(seed):
+    indexer, (x, latent) = make_indexer(seed), inputs(seed)
+    chosen = indexer.choose(*indexer(x, latent, cos_sin(0, 20)))
+    for b in range(2):
+        logits = published_logits(indexer, x[b], latent[b])
+        for s in range(20):
+            k = min(TOPK, s + 1)
+            best = logits[s, : s + 1].sort(descending=True, stable=True).indices[:k]  # of equal ones the first
+            assert sorted(chosen[b, s].tolist()) == [-1] * (TOPK - k) + best.sort().values.tolist()
+
+
+@torch.no_grad()
+def test_queries_after_cached_keys_choose_the_same():
+    indexer, (x, latent) = make_indexer(), inputs()
+    whole = indexer(x, latent, cos_sin(0, 20))
+    last = indexer(x[:, 15:], latent[:, 15:], cos_sin(15, 20))
+    keys = whole.k.to(torch.bfloat16).float()  # which holds their values exactly
+    assert torch.equal(indexer.choose(last.q, keys, last.weights), indexer.choose(*whole)[:, 15:])
+
+
+@torch.no_grad()
+def test_choices_in_parts_of_the_queries_are_the_same(monkeypatch):
+    indexer, (x, latent) = make_indexer(), inputs()
+    index = indexer(x, latent, cos_sin(0, 20))
+    whole = indexer.choose(*index)
+    monkeypatch.setattr("octile.nn.indexer.MAX_LOGITS", 70)
+    assert torch.equal(indexer.choose(*index), whole)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("warm_up", "length"), [(True, 20), (False, TOPK)])
+def test_all_keys_are_chosen_in_the_warm_up_and_of_short_texts(warm_up, length):
+    indexer, (x, latent) = make_indexer(), inputs(length=length)
+    indexer.warm_up = warm_up
+    assert indexer.choose(*indexer(x, latent, cos_sin(0, length))) is None
+
+
+@given(log2=st.integers(0, 7), seed=st.integers(0, 2**31))
+def test_the_hadamard_rotation_changes_no_product(log2, seed):
+    x, y = torch.randn(2, 3, 2**log2, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    torch.testing.assert_close(hadamard(x) @ hadamard(y).T, x @ y.T)
+    torch.testing.assert_close(hadamard(hadamard(x)), x)
+
+
+def test_the_hadamard_rotation_spreads_an_outlier_over_all_channels():
+    x = torch.zeros(1, 64)
+    x[0, 5] = 64.0
+    assert (hadamard(x).abs() == 8.0).all()
+
+
+def test_products_of_rotated_vectors_depend_on_the_distance_alone():
+    q, k = torch.randn(2, 1, 1, E, dtype=torch.float32, generator=torch.Generator().manual_seed(0))
+    at = [rotate_index(q, cos_sin(s, s + 1)).flatten() @ rotate_index(k, cos_sin(t, t + 1)).flatten()
+          for s, t in ((3, 1), (30, 28), (300, 298))]  # fmt: skip
+    torch.testing.assert_close(torch.stack(at), at[0].expand(3), rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_values_are_those_of_fp8_and_survive_a_second_quantization():
+    indexer, (x, latent) = make_indexer(), inputs()
+    q = indexer(x, latent, cos_sin(0, 20)).q
+    data, scale = quantize_index(q)
+    assert torch.equal(data.float() * scale[..., None], q)
+    assert torch.equal(torch.exp2(scale.log2().round()), scale)
+
+
+def test_gradients_pass_through_the_rounding():
+    indexer, (x, latent) = make_indexer(), inputs()
+    index = indexer(x.requires_grad_(), latent.requires_grad_(), cos_sin(0, 20))
+    (index.q.square().sum() + index.k.square().sum() + index.weights.sum()).backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in indexer.parameters())
+    assert (x.grad, latent.grad) == (None, None)
+
+
+def test_the_norm_of_keys_stays_in_float32():
+    indexer = make_indexer().to(torch.bfloat16)
+    assert (indexer.k_norm.weight.dtype, indexer.wk.weight.dtype) == (torch.float32, torch.bfloat16)
+
+
+# attention with an indexer
+
+
+@torch.no_grad()
+def test_with_as_many_keys_as_tokens_attention_is_dense():
+    mla, (x, _) = make_mla(topk=20).eval(), inputs()
+    found = mla(x, cos_sin(0, 20))
+    mla.indexer = None
+    assert torch.equal(found, mla(x, cos_sin(0, 20)))
+
+
+@torch.no_grad()
+def test_attention_reads_the_chosen_keys_alone():
+    mla, (x, _) = make_mla().eval(), inputs()
+    *_, compressed = mla._projections(x)
+    chosen = mla.indexer.choose(*mla.indexer(x, compressed, cos_sin(0, 20)))
+    before = mla(x, cos_sin(0, 20))[0, 19]
+    unseen = next(t for t in range(19) if t not in chosen[0, 19])
+    mla.indexer.choose = lambda *_: chosen
+    changed = x.clone()
+    changed[0, unseen] = 100.0
+    assert torch.equal(mla(changed, cos_sin(0, 20))[0, 19], before)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("ends", [range(1, 21), (4, 9, 10, 20)], ids=["token by token", "chunks"])
+def test_a_cache_changes_no_result(ends):
+    mla, (x, _) = make_mla().eval(), inputs()
+    cache, parts = LatentCache(1, 2, 20, 32 + R + E), []
+    for end in ends:
+        start = cache.length
+        parts.append(mla(x[:, start:end], cos_sin(start, end), cache[0]))
+        cache.length = end
+    torch.testing.assert_close(torch.cat(parts, dim=1), mla(x, cos_sin(0, 20)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("warm_up", [False, True])
+def test_the_alignment_loss_trains_the_indexer_alone(warm_up):
+    mla, (x, _) = make_mla(), inputs()
+    mla.indexer.warm_up = warm_up
+    mla(x.requires_grad_(), cos_sin(0, 20))
+    mla.indexer.pop_alignment_loss().backward()
+    trained = {name for name, p in mla.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
+    assert trained == {f"indexer.{name}" for name, _ in mla.indexer.named_parameters()}
+    assert x.grad is None
+
+
+def test_attentions_loss_does_not_train_the_indexer():
+    mla, (x, _) = make_mla(), inputs()
+    mla(x, cos_sin(0, 20)).square().sum().backward()
+    assert all((p.grad is None) == name.startswith("indexer.") for name, p in mla.named_parameters())
+
+
+def test_the_alignment_loss_is_popped_once_and_computed_in_training_alone():
+    mla, (x, _) = make_mla(), inputs()
+    mla(x, cos_sin(0, 20))
+    assert mla.indexer.pop_alignment_loss() > 0
+    assert mla.indexer.pop_alignment_loss() == 0
+    mla.eval()(x, cos_sin(0, 20))
+    assert mla.indexer.pop_alignment_loss() == 0
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradients_are_the_same_under_activation_checkpointing(use_reentrant):
+    def gradients(run) -> list[Tensor]:
+        mla, (x, _) = make_mla(), inputs()
+        y = run(mla, x.requires_grad_())
+        (y.square().sum() + mla.indexer.pop_alignment_loss()).backward()
+        return [p.grad for p in mla.parameters()]
+
+    of_call = gradients(lambda mla, x: mla(x, cos_sin(0, 20)))
+    of_checkpoint = gradients(lambda mla, x: checkpoint(mla, x, cos_sin(0, 20), use_reentrant=use_reentrant))
+    torch.testing.assert_close(of_checkpoint, of_call)
+
+
+def test_an_indexer_needs_compressed_queries():
+    dims = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": R, "v_head_dim": 12}
+    with pytest.raises(ValueError, match="q_lora_rank must be a number where there is an indexer"):
+        MLA(D, 3, q_lora_rank=None, **dims, indexer=make_indexer())
