@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TextIO, Typ
 from octile import __version__
 from octile.extras import require
 from octile.models.config import PRESETS, ModelConfig, RopeScaling
-from octile.serve.config import CacheConfig, EngineConfig, ParallelConfig
+from octile.serve.config import CacheConfig, EngineConfig, ParallelConfig, ProcessesConfig
 from octile.serve.http.config import Limits
 from octile.tokenizer import check_text
 from octile.train.config import RESUMABLE, TrainConfig, preset
@@ -276,8 +276,9 @@ class Serve:
         device: auto uses a GPU if there is one.
         limits: what the server takes at most.
         engine: how much is computed at once.
-        cache: the paged latent cache.
+        cache: the paged latent cache, of each rank or process.
         parallel: the ranks that torchrun starts.
+        processes: prefill and decoding in processes of their own.
     """
 
     run: tyro.conf.Positional[Path | None] = None
@@ -290,9 +291,15 @@ class Serve:
     engine: EngineConfig = field(default_factory=EngineConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    processes: ProcessesConfig = field(default_factory=ProcessesConfig)
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.processes.prefill and self.parallel.ep > 1:
+            raise ValueError(
+                f"processes.prefill must be 0, not {self.processes.prefill}, if parallel.ep is {self.parallel.ep}: the "
+                "ranks read prompts and generate"
+            )
         if not all(self.api_key) or self.model_name == "":
             raise ValueError(f"{'model_name' if self.model_name == '' else 'api_key'} must not be empty")
         for key in self.api_key:
@@ -315,7 +322,7 @@ def serve(arguments: list[str]) -> None:
     with _named_as_options(Serve, arguments):
         serve_folder(
             run, name, options.host, options.port, keys, device, options.limits, options.engine, options.cache,
-            options.parallel,
+            options.parallel, options.processes,
         )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ text.py       from tokens to pieces of text, and stop strings
 stats.py      `Stats`: what an engine counts
 async_engine.py  an engine in a thread of its own, whose outputs an event loop reads
 load_test.py  many clients that stream completions and time them
+disaggregated/  prefill and decoding in processes of their own
 http/         `octile serve`: OpenAI's protocol over HTTP
 load.py       a folder to serve: its weights, its tokenizer, and a cache that fits
 expert_load.py  live statistics: the tokens of each expert in the last steps

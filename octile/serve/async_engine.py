@@ -50,6 +50,10 @@ class StepEngine(Protocol):
         """Count."""
         ...
 
+    def wake(self) -> None:
+        """Have a step that waits for others return soon; called by any thread."""
+        ...
+
     def close(self) -> None:
         """End what still runs; nothing is called afterwards."""
         ...
@@ -208,6 +212,7 @@ class AsyncEngine:
         with self._wake:
             self._is_stopping = True
             self._wake.notify()
+        self._engine.wake()
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join, STOP_SECONDS)
 
@@ -215,6 +220,7 @@ class AsyncEngine:
         with self._wake:
             self._commands.append(command)
             self._wake.notify()
+        self._engine.wake()
 
     # the engine's thread
 

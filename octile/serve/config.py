@@ -104,3 +104,27 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "cache.")
+
+
+@dataclass(frozen=True)
+class ProcessesConfig:
+    """Prefill and decoding in processes of their own (`octile.serve.disaggregated`).
+
+    Attributes:
+        prefill: processes that read prompts; 0 for one process that does both.
+        decode: processes that generate. On GPUs each process takes the next one, those of prefill first.
+
+    Raises:
+        TypeError, ValueError: a field is no whole number or outside its range, or only one of them is 0.
+    """
+
+    prefill: Annotated[int, Range(at_least=0, at_most=64)] = 0
+    decode: Annotated[int, Range(at_least=0, at_most=64)] = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self, "processes.")
+        if bool(self.prefill) != bool(self.decode):
+            raise ValueError(
+                f"processes.prefill and processes.decode must both be 0 or both be at least 1, not {self.prefill} and "
+                f"{self.decode}"
+            )

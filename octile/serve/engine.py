@@ -24,7 +24,7 @@ from octile.serve.batch import Batch, Chunk, DecodedTokens, DecodeRequest, Runne
 from octile.serve.config import EngineConfig
 from octile.serve.drafts import Computed, Drafter, check_can_draft, count_accepted, usable_drafts
 from octile.serve.pages import PageAllocator
-from octile.serve.request import FinishReason, Output, Request, Sampling, TokenLogprobs
+from octile.serve.request import FinishReason, Output, PromptLatents, Request, Sampling, TokenLogprobs
 from octile.serve.sampler import NOT_A_NUMBER, Row, choose_each, isolated, log_probabilities
 from octile.serve.scheduler import Scheduled, Scheduler
 from octile.serve.stats import Stats
@@ -40,6 +40,13 @@ class _InFlight(NamedTuple):
 
     requests: list[Request]
     tokens: DecodedTokens
+
+
+class FirstToken(NamedTuple):
+    """The first token after a prompt, and its log-probabilities if they were asked for."""
+
+    token: int
+    logprobs: TokenLogprobs | None
 
 
 class Engine:
@@ -64,6 +71,7 @@ class Engine:
         self._scheduler = Scheduler(self._pages, runner.page_size, self.config)
         self._drafter = Drafter(runner, self._scheduler, self.config.n_drafts) if self.config.n_drafts else None
         self._in_flight: _InFlight | None = None  # a decode step that is launched and not read
+        self._adopted: list[tuple[Request, FirstToken]] = []  # since the last step
         self._requests: dict[int, Request] = {}
         self._texts: dict[int, TextStream] = {}
         self._n_requests = 0
@@ -86,12 +94,30 @@ class Engine:
             ValueError: as `check`.
         """
         self.check(prompt, sampling)
-        seed = secrets.randbelow(MAX_SEED) if sampling.seed is None else sampling.seed
+        seed = draw_seed() if sampling.seed is None else sampling.seed
         request = Request(self._n_requests, tuple(prompt), sampling, seed)
         self._n_requests += 1
         self._requests[request.id] = request
         self._texts[request.id] = TextStream(self._tokenizer, sampling.stop)
         self._scheduler.add(request)
+        return request
+
+    def adopt(self, prompt: Sequence[int], sampling: Sampling, first: FirstToken, latents: PromptLatents) -> Request:
+        """Add a request whose prompt another engine of the same model has read.
+
+        The next step's outputs have its first token. If it is put back to wait, this engine reads its prompt anew.
+
+        Args:
+            prompt, sampling: as of `add`; with the seed of the other engine's request.
+            first: what the other engine has chosen.
+            latents: of the prompt, in pages of as many positions.
+
+        Raises:
+            ValueError: as `check`.
+        """
+        request = self.add(prompt, sampling)
+        request.latents = latents
+        self._adopted.append((request, first))
         return request
 
     def check(self, prompt: Sequence[int], sampling: Sampling) -> None:
@@ -115,6 +141,24 @@ class Engine:
 
         If all requests decode, and the runner can, the next pass is launched before this one's tokens are read.
         """
+        return self._first_outputs() + self._next_outputs() if self._adopted else self._next_outputs()
+
+    def wake(self) -> None:
+        """Do nothing: no step waits for a command."""
+
+    def _first_outputs(self) -> list[Output]:
+        """What other engines have chosen for the requests that were adopted since the last step."""
+        adopted, self._adopted = self._adopted, []
+        outputs = []
+        for request, first in adopted:
+            if request.finish_reason is None:
+                output = self._extend(request, 0, [first.token], 0)
+                if first.logprobs is not None and output.tokens:
+                    output = output._replace(logprobs=(first.logprobs,))
+                outputs.append(output)
+        return outputs
+
+    def _next_outputs(self) -> list[Output]:
         launched = self._in_flight
         if launched is None and self._can_launch(None):
             launched = self._launch(None)
@@ -341,9 +385,17 @@ class Engine:
 
     def _remove(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
+        if request.latents is not None:
+            request.latents.release()
+            request.latents = None
         self._ended[reason] += 1
         self._scheduler.remove(request)
         del self._requests[request.id], self._texts[request.id]
+
+
+def draw_seed() -> int:
+    """Return the seed of a request that asks for none."""
+    return secrets.randbelow(MAX_SEED)
 
 
 def check_prompt(prompt: Sequence[int], sampling: Sampling, vocab_size: int, context: int) -> None:

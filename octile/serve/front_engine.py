@@ -161,6 +161,9 @@ class FrontEngine:
         """Return the state and the counts of all ranks together, after the last step."""
         return Stats.of_ranks(self._stats)
 
+    def wake(self) -> None:
+        """Do nothing: a step waits for other ranks only as long as they need for theirs."""
+
     def close(self) -> None:
         """Have the other ranks leave `follow`."""
         self._rank.round(_Commands(stops=True))

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from octile.validation import MAX_SEED
 
@@ -111,6 +111,18 @@ class Output(NamedTuple):
     error: str | None = None
 
 
+class PromptLatents(Protocol):
+    """The latents of a prompt that another process has read; `octile.serve.disaggregated.page_pool` has them."""
+
+    def write(self, pages: Sequence[int], first: int) -> None:
+        """Copy the pages from number `first` on to pages of the cache, and release all."""
+        ...
+
+    def release(self) -> None:
+        """Release the pages unread."""
+        ...
+
+
 @dataclass(eq=False, slots=True)
 class Request:
     """A prompt, how to continue it, and how far the engine is with it.
@@ -128,6 +140,7 @@ class Request:
         page_keys: keys of its full pages, as far as they were needed.
         drafts: draft tokens that follow `tokens`, to be verified by the next forward pass.
         was_admitted: whether it has run before.
+        latents: of its prompt, until it is admitted, if another process has read the prompt.
     """
 
     id: int
@@ -142,6 +155,7 @@ class Request:
     page_keys: list[bytes] = field(init=False, default_factory=list)
     drafts: list[int] = field(init=False, default_factory=list)
     was_admitted: bool = field(init=False, default=False)
+    latents: PromptLatents | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)

@@ -188,6 +188,10 @@ class Scheduler:
             self.prompt_tokens += len(request.prompt)
             self.shared_tokens += request.n_computed
             request.was_admitted = True
+        if request.latents is not None:
+            request.latents.write(request.pages, len(shared))
+            request.latents = None
+            self.advance(request, len(request.prompt))
         return True
 
     def _has_room(self, request: Request, shared: list[int]) -> bool:

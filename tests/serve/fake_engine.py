@@ -97,6 +97,9 @@ class FakeEngine:
             accepted_tokens=self.generated,
         )
 
+    def wake(self) -> None:
+        pass
+
     @staticmethod
     def pages_of(positions: int) -> int:
         return ceil(positions / 64)

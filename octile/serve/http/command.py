@@ -9,14 +9,17 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from ipaddress import ip_address
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from octile.ops.latent_cache import PAGE
 from octile.parallel.ranks import explain, join, leave, world
 from octile.report.page import format_count
 from octile.serve.async_engine import StepEngine
-from octile.serve.config import CacheConfig, EngineConfig, ParallelConfig
+from octile.serve.config import CacheConfig, EngineConfig, ParallelConfig, ProcessesConfig
+from octile.serve.disaggregated.router import Router
 from octile.serve.front_engine import FrontEngine, follow
 from octile.serve.http.chat import ChatTemplate
 from octile.serve.http.config import Limits
@@ -37,6 +40,7 @@ def serve(
     engine: EngineConfig,
     cache: CacheConfig,
     parallel: ParallelConfig,
+    processes: ProcessesConfig,
 ) -> None:
     """Serve a folder; see `octile.cli.Serve` for the arguments. The address is bound before the weights are read.
 
@@ -46,6 +50,7 @@ def serve(
         FileNotFoundError: there is no model or no tokenizer.
         ValueError: a file is damaged, the address cannot be used, or the model does not fit the options.
         MemoryError: the weights leave no place for a cache.
+        ProcessEndedError: a prefill or decode process has ended.
         RanksError: another rank hangs or has ended.
     """
     ranks = join(device, parallel.timeout)
@@ -55,9 +60,12 @@ def serve(
         chat = ChatTemplate.load(folder.path, folder.tokenizer)
         with ExitStack() as stack:
             bound = ranks.from_first_only(lambda: stack.enter_context(bind(host, port)))
-            stepped: StepEngine
-            if ranks.size == 1:
-                stepped, runner = folder.load(device, engine, cache)
+            if processes.prefill:
+                router = Router(folder.path, processes, device, engine, cache, folder.model.vocab_size)
+                loaded = _Loaded(router, router.max_position, router.n_pages, router.cache_bytes)
+                where = f"{device}, processes: {processes.prefill} for prefill, {processes.decode} for decoding"
+            elif ranks.size == 1:
+                loaded, where = _Loaded.of(*folder.load(device, engine, cache)), f"{device}"
             else:
                 control = world() if device.type == "cpu" else dist.new_group(backend="gloo", timeout=ranks.timeout)
                 spread, runner = folder.load_spread(device, engine, cache, parallel, control)
@@ -65,13 +73,28 @@ def serve(
                     with signals_ignored():  # rank 0 has them, too, and ends this rank when it has drained
                         follow(spread, ranks, control)
                     return leave()
-                stepped = FrontEngine(spread, ranks, control)
+                loaded = _Loaded.of(FrontEngine(spread, ranks, control), runner)
+                where = f"{ranks.size} ranks ({device.type}), each with this cache"
             assert bound is not None  # on rank 0
-            _answer(bound, folder, name, host, api_keys, limits, device, stepped, runner, chat, ranks.size)
+            _answer(bound, folder, name, host, api_keys, limits, loaded, where, chat)
     except Exception as error:
         if (explained := explain(error)) is not error:
             raise explained from error
         raise
+
+
+class _Loaded(NamedTuple):
+    """An engine, the positions of a request at most, and the engine's cache."""
+
+    engine: StepEngine
+    context: int
+    n_pages: int
+    cache_bytes: int
+
+    @classmethod
+    def of(cls, engine: StepEngine, runner: ModelRunner) -> _Loaded:
+        """The engine of a runner."""
+        return cls(engine, runner.max_position, runner.n_pages, runner.cache.nbytes)
 
 
 def _answer(
@@ -81,21 +104,17 @@ def _answer(
     host: str,
     api_keys: tuple[str, ...],
     limits: Limits,
-    device: torch.device,
-    engine: StepEngine,
-    runner: ModelRunner,
+    loaded: _Loaded,
+    where: str,
     chat: ChatTemplate,
-    n_ranks: int,
 ) -> None:
-    """Answer requests at a bound address until a signal comes, and end the other ranks."""
+    """Answer requests at a bound address until a signal comes, and end the other ranks and processes."""
     url = url_of(bound)
-    service = Service(engine, folder.tokenizer, runner.max_position, chat, limits, name)
-    pages = f"{format_count(runner.n_pages, 'page')} of {runner.page_size} tokens, {_binary(runner.cache.nbytes)}"
+    service = Service(loaded.engine, folder.tokenizer, loaded.context, chat, limits, name)
+    pages = f"{format_count(loaded.n_pages, 'page')} of {PAGE} tokens, {_binary(loaded.cache_bytes)}"
     limit = folder.model.max_position_embeddings
-    fewer = f" (the cache has no place for the model's {limit})" if runner.max_position < limit else ""
-    where = f"{device}" if n_ranks == 1 else f"{n_ranks} ranks ({device.type})"
-    each = "" if n_ranks == 1 else " on each rank"
-    print(f"serving {name} on {where}: context {runner.max_position} tokens{fewer}, cache {pages}{each}")
+    fewer = f" (the cache has no place for the model's {limit})" if loaded.context < limit else ""
+    print(f"serving {name} on {where}: context {loaded.context} tokens{fewer}, cache {pages}")
     if chat.is_plain:
         print("its tokenizer has no chat template, like a base model's: chats use a plain one (User: … Assistant:)")
     is_local = _is_local(bound.getsockname()[0])
@@ -107,7 +126,7 @@ def _answer(
         server.run([bound])
     finally:
         if service.engine.failure is None:
-            engine.close()
+            loaded.engine.close()
             leave()
     if signal.SIGINT in server.signals:  # ignored after the run where a shell began the process in the background
         raise KeyboardInterrupt

@@ -1,5 +1,6 @@
 """`octile serve` in a process of its own, with a real model."""
 
+import os
 import re
 import signal
 import socket
@@ -120,9 +121,17 @@ def test_sigterm_lets_a_stream_end_and_then_the_process(client, process):
         (["--api-key", ""], "--api-key must not be empty"),
         (["--engine.n-drafts", "8"], "--engine.n-drafts must be at most 7, not 8"),
         (["--limits.in-flight", "0"], "--limits.in-flight must be at least 1, not 0"),
+        (
+            ["--processes.prefill", "2"],
+            "processes.prefill and processes.decode must both be 0 or both be at least 1",
+        ),
+        (
+            ["--processes.prefill", "1", "--processes.decode", "1", "--parallel.ep", "2"],
+            "--processes.prefill must be 0, not 1, if --parallel.ep is 2",
+        ),
         (["--host", "nowhere.invalid"], "host 'nowhere.invalid' is not an address of this machine"),
     ],
-    ids=["key", "drafts", "in flight", "host"],
+    ids=["key", "drafts", "in flight", "one kind of process", "ranks", "host"],
 )
 def test_wrong_options_are_refused_in_one_line(folder, options, message):
     server = start(folder, *options)
@@ -130,6 +139,49 @@ def test_wrong_options_are_refused_in_one_line(folder, options, message):
     assert server.returncode == 2
     (line,) = error.splitlines()
     assert message in line
+
+
+def children(pid: int, name: str) -> list[int]:
+    """The processes that a server has started as prefill or decode processes."""
+    found = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(pid)], capture_output=True, text=True).stdout
+    return [int(line.split()[0]) for line in found.splitlines() if name in line]
+
+
+@pytest.fixture
+def apart(folder):
+    """A server with a prefill and a decode process, and OpenAI's client of it."""
+    server = start(folder, "--processes.prefill", "1", "--processes.decode", "1", "--engine.batch-invariant")
+    lines = [server.stdout.readline() for _ in range(3)]
+    assert lines[0].startswith("serving micro on cpu, processes: 1 for prefill, 1 for decoding: context 128 tokens, ")
+    with openai.OpenAI(base_url=re.search(r"base_url (\S+),", lines[-1])[1], api_key="any", max_retries=0) as client:
+        yield server, client
+    server.kill()
+    server.communicate()
+
+
+def test_prefill_and_decode_processes_write_the_text_of_one_engine(apart, folder, tokenizer):
+    server, client = apart
+    stream = client.completions.create(model="micro", prompt="class A:", max_tokens=40, temperature=0, stream=True)
+    engine, _ = Folder.open(folder).load(torch.device("cpu"), EngineConfig(batch_invariant=True), CacheConfig())
+    engine.add([tokenizer.begin, *tokenizer.encode("class A:")], Sampling(max_new_tokens=40))
+    text = ""
+    while engine.has_work:
+        text += "".join(output.text for output in engine.step())
+    assert "".join(chunk.choices[0].text for chunk in stream) == text
+    server.send_signal(signal.SIGTERM)
+    _, error = server.communicate(timeout=60)
+    assert (server.returncode, error.splitlines()[-1]) == (143, "octile: terminated")
+
+
+def test_a_process_that_dies_ends_the_server_in_one_line(apart):
+    server, client = apart
+    client.completions.create(model="micro", prompt="a", max_tokens=3)
+    os.kill(children(server.pid, "spawn_main")[-1], signal.SIGKILL)
+    with pytest.raises(openai.APIError):
+        client.completions.create(model="micro", prompt="a", max_tokens=3)
+    _, error = server.communicate(timeout=60)
+    assert server.returncode == 1
+    assert re.fullmatch(r"octile: the (prefill|decode) process 0 has ended with exit status -9", error.splitlines()[-1])
 
 
 def test_a_port_in_use_is_refused(folder):

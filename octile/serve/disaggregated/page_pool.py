@@ -1,0 +1,106 @@
+"""Pages that one process fills and another reads: on a CPU in POSIX shared memory, on a GPU by CUDA IPC.
+
+The process that fills them owns the memory, and knows which pages are free. The page that it fills for another process
+is that process's until it is returned.
+
+Shapes: S pages of the pool, N pages that are handed over, Q bytes of a page in all layers.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from multiprocessing.reduction import ForkingPickler
+
+import torch
+import torch.multiprocessing  # registers tensors with ForkingPickler
+from torch import Tensor
+
+from octile.serve.latent_pages import LatentPages
+
+
+class PagePool:
+    """Pages to fill.
+
+    Args:
+        n_pages: S.
+        cache: whose pages are copied here.
+
+    Attributes:
+        bytes_SQ: uint8 [S, Q].
+    """
+
+    def __init__(self, n_pages: int, cache: LatentPages):
+        self._cache = cache
+        self.bytes_SQ = torch.zeros(n_pages, cache.bytes_per_page, dtype=torch.uint8, device=cache.device)
+        if cache.device.type == "cpu":
+            self.bytes_SQ.share_memory_()
+        self._free = list(reversed(range(n_pages)))
+
+    @property
+    def n_free(self) -> int:
+        """Pages that can be filled."""
+        return len(self._free)
+
+    def fill(self, pages: Sequence[int]) -> list[int]:
+        """Copy pages of the cache to free pages of the pool, wait until they are there, and return their numbers.
+
+        Raises:
+            ValueError: there are more pages than are free.
+        """
+        if len(pages) > len(self._free):
+            raise ValueError(f"pages must be at most the {len(self._free)} free ones of the pool, not {len(pages)}")
+        filled = [self._free.pop() for _ in pages]
+        self.bytes_SQ[torch.tensor(filled, device=self.bytes_SQ.device)] = self._cache.read_pages(pages)
+        if self.bytes_SQ.is_cuda:
+            torch.cuda.current_stream(self.bytes_SQ.device).synchronize()
+        return filled
+
+    def free(self, pages: Sequence[int]) -> None:
+        """Take pages back."""
+        self._free.extend(pages)
+
+    def share(self) -> bytes:
+        """Return what `open_pool` needs in another process, once."""
+        return bytes(ForkingPickler.dumps(self.bytes_SQ))
+
+
+def open_pool(shared: bytes) -> Tensor:
+    """Open the pool of another process: uint8 [S, Q]."""
+    opened = pickle.loads(shared)
+    assert isinstance(opened, Tensor)
+    return opened
+
+
+class FilledPages:
+    """The latents of a prompt in another process's pool, for `octile.serve.engine.Engine.adopt`.
+
+    Args:
+        pool_SQ: uint8 [S, Q], of `open_pool`.
+        pages: N pages of the pool, in the order of positions.
+        cache: of this process.
+    """
+
+    def __init__(self, pool_SQ: Tensor, pages: Sequence[int], cache: LatentPages):
+        self._pool_SQ, self._pages, self._cache = pool_SQ, pages, cache
+        self._copied: torch.cuda.Event | None = None
+        self._is_released = False
+
+    def write(self, pages: Sequence[int], first: int) -> None:
+        """Copy the pages from number `first` on to pages of the cache, and release all."""
+        if first < len(self._pages):
+            wanted = torch.tensor(self._pages[first:], device=self._pool_SQ.device)
+            self._cache.write_pages(pages[first : len(self._pages)], self._pool_SQ[wanted])
+            if self._pool_SQ.is_cuda:
+                self._copied = torch.cuda.Event()
+                self._copied.record(torch.cuda.current_stream(self._cache.device))
+        self._is_released = True
+
+    def release(self) -> None:
+        """Return the pages unread."""
+        self._is_released = True
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the pages can be filled anew: they are copied, or nobody wants them."""
+        return self._is_released and (self._copied is None or self._copied.query())

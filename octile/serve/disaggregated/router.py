@@ -1,0 +1,305 @@
+"""The router: an engine for the server, whose steps are those of prefill and decode processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from octile.serve.config import CacheConfig, EngineConfig, ProcessesConfig
+from octile.serve.disaggregated import worker
+from octile.serve.disaggregated.worker import (
+    Add,
+    Adopt,
+    Cancel,
+    Copied,
+    Failed,
+    Free,
+    OpenPools,
+    Read,
+    Ready,
+    Stepped,
+    WorkerOptions,
+)
+from octile.serve.engine import check_prompt, draw_seed
+from octile.serve.request import Output, Request, Sampling
+from octile.serve.stats import Stats
+
+END_SECONDS = 10.0  # for a process to end after its pipe was closed
+
+
+class ProcessEndedError(RuntimeError):
+    """A process has ended, with its requests."""
+
+    exit_code = 1
+
+
+class _Process:
+    """A prefill or decode process.
+
+    Attributes:
+        name: for messages.
+        load: tokens that it has to read, or that its requests can have.
+        stats: after its last step.
+    """
+
+    def __init__(self, name: str, target: Callable[..., None], arguments: tuple[object, ...]):
+        context = multiprocessing.get_context("spawn")  # a forked process cannot use the GPU
+        self.connection, other = context.Pipe()
+        self.name, self.load, self.stats = name, 0, Stats()
+        self.process: BaseProcess = context.Process(target=target, args=(other, *arguments), name=name, daemon=True)
+        self.process.start()
+        other.close()
+
+    def receive(self) -> object:
+        """Wait for a message.
+
+        Raises:
+            ProcessEndedError: the process has ended.
+        """
+        try:
+            return self.connection.recv()
+        except (EOFError, ConnectionResetError):
+            raise self._ended() from None
+
+    def send(self, command: object) -> None:
+        """Send a command.
+
+        Raises:
+            ProcessEndedError: the process has ended.
+        """
+        try:
+            self.connection.send(command)
+        except (BrokenPipeError, ConnectionResetError):
+            raise self._ended() from None
+
+    def loaded(self) -> Ready:
+        """Wait until the model is loaded.
+
+        Raises:
+            ValueError, OSError, MemoryError, ProcessEndedError: it cannot be, or the process has ended.
+        """
+        message = self.receive()
+        if isinstance(message, Failed):
+            raise message.error
+        assert isinstance(message, Ready)
+        return message
+
+    def end(self) -> None:
+        """Wait until the process has ended, whose pipe is closed; by force if it takes long."""
+        self.process.join(END_SECONDS)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+
+    def _ended(self) -> ProcessEndedError:
+        self.process.join(END_SECONDS)
+        return ProcessEndedError(f"the {self.name} has ended with exit status {self.process.exitcode}")
+
+
+class _Running(NamedTuple):
+    """A request, the process that has it, and the tokens by which it loads that process."""
+
+    request: Request
+    process: _Process
+    load: int
+
+
+class Router:
+    """Sends requests to processes and returns what they generate; an engine for `octile.serve.async_engine`.
+
+    Args:
+        run: the folder of the model.
+        processes: how many there are.
+        device: of all processes; on "cuda" they take the GPUs in turn, the prefill processes first.
+        engine, cache: of each process.
+        vocab_size: of the model.
+
+    Attributes:
+        max_position: positions of a request at most.
+        n_pages, cache_bytes: of the caches of all processes.
+        idle_seconds: after which a step waits though nothing runs, so that it notices a process that has ended.
+
+    Raises:
+        ValueError: several processes share a GPU, and `cache.gib` does not divide its memory among them.
+        ValueError, OSError, MemoryError, ProcessEndedError: a process cannot load the model.
+    """
+
+    idle_seconds: float | None = 0.0
+
+    def __init__(
+        self,
+        run: Path,
+        processes: ProcessesConfig,
+        device: torch.device,
+        engine: EngineConfig,
+        cache: CacheConfig,
+        vocab_size: int,
+    ):
+        n_prefill, n_decode = processes.prefill, processes.decode
+        devices = _devices(device, n_prefill + n_decode, cache)
+        threads = max(1, (os.cpu_count() or 1) // len(devices))
+        options = [WorkerOptions(run, of_process, threads, engine, cache) for of_process in devices]
+        self._prefill: list[_Process] = []
+        self._decode: list[_Process] = []
+        self._vocab_size = vocab_size
+        self._running: dict[int, _Running] = {}
+        self._n_requests = self._canceled = 0
+        self._waker, self._woken = socket.socketpair()
+        self._waker.setblocking(False)
+        try:
+            for i, option in enumerate(options[:n_prefill]):
+                self._prefill.append(_Process(f"prefill process {i}", worker.prefill, (option, n_decode)))
+            for i, option in enumerate(options[n_prefill:]):
+                self._decode.append(_Process(f"decode process {i}", worker.decode, (option,)))
+            ready = [process.loaded() for process in self._all]
+            for i, process in enumerate(self._decode):
+                process.send(OpenPools([of_prefill.shared[i] for of_prefill in ready[:n_prefill]]))
+        except BaseException:
+            self.close()
+            raise
+        self.max_position = min(r.max_position for r in ready)
+        self.n_pages, self.cache_bytes = sum(r.n_pages for r in ready), sum(r.cache_bytes for r in ready)
+
+    @property
+    def _all(self) -> list[_Process]:
+        return self._prefill + self._decode
+
+    def check(self, prompt: Sequence[int], sampling: Sampling) -> None:
+        """Raise ValueError if the model cannot continue a request; any thread may call it."""
+        check_prompt(prompt, sampling, self._vocab_size, self.max_position)
+
+    def add(self, prompt: Sequence[int], sampling: Sampling) -> Request:
+        """Send a request to the prefill process with the fewest tokens to read.
+
+        Raises:
+            ValueError: as `check`.
+            ProcessEndedError: the process has ended.
+        """
+        self.check(prompt, sampling)
+        if sampling.seed is None:
+            sampling = replace(sampling, seed=draw_seed())
+        assert sampling.seed is not None
+        request = Request(self._n_requests, tuple(prompt), sampling, sampling.seed)
+        self._n_requests += 1
+        process = min(self._prefill, key=lambda process: process.load)
+        self._start(request, process, len(prompt), Add(request.id, request.prompt, sampling))
+        return request
+
+    def cancel(self, request_id: int) -> bool:
+        """End a request; say whether it was there.
+
+        Raises:
+            ProcessEndedError: its process has ended.
+        """
+        running = self._end(request_id)
+        if running is not None:
+            self._canceled += 1
+            running.process.send(Cancel(request_id))
+        return running is not None
+
+    def step(self) -> list[Output]:
+        """Wait for messages of the processes, or for `wake`, and return what is new about the requests.
+
+        Raises:
+            ProcessEndedError: a process has ended.
+        """
+        outputs: list[Output] = []
+        ready = wait([*(process.connection for process in self._all), self._woken])
+        if self._woken in ready:
+            self._woken.recv(4096)
+        for process in self._all:
+            if process.connection in ready:
+                self._take(process, process.receive(), outputs)
+        return outputs
+
+    def wake(self) -> None:
+        """Have a step that waits return; called by any thread."""
+        with suppress(BlockingIOError):  # it is awake
+            self._waker.send(b"\0")
+
+    def stats(self) -> Stats:
+        """Return the sums over all processes; prompts are counted where they are read, texts where they are written."""
+        parts = [process.stats for process in self._all]
+        prompts = Stats.of_ranks([process.stats for process in self._prefill])
+        return replace(
+            Stats.of_ranks(parts),
+            steps=sum(stats.steps for stats in parts),
+            steps_ahead=sum(stats.steps_ahead for stats in parts),
+            requests=self._n_requests,
+            canceled=self._canceled,  # for a prefill process, what it hands over is canceled, too
+            prompt_tokens=prompts.prompt_tokens,
+            shared_tokens=prompts.shared_tokens,
+        )
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self._all:
+            process.connection.close()
+        for process in self._all:
+            process.end()
+        self._waker.close()
+        self._woken.close()
+
+    def _take(self, process: _Process, message: object, outputs: list[Output]) -> None:
+        if isinstance(message, Stepped):
+            process.stats = message.stats
+            for output in message.outputs:
+                if output.request_id in self._running:  # it was not canceled meanwhile
+                    outputs.append(output)
+                    if output.finish_reason is not None:
+                        self._end(output.request_id)
+        elif isinstance(message, Read):
+            self._hand_over(process, message)
+        elif isinstance(message, Copied):
+            self._prefill[message.process].send(Free(message.pages))
+        else:
+            raise TypeError(f"the {process.name} has sent {message!r}")
+
+    def _hand_over(self, process: _Process, read: Read) -> None:
+        """Send what was read to the decode process with the fewest tokens in flight."""
+        running = self._end(read.request_id)
+        if running is None:  # canceled meanwhile
+            process.send(Free(read.pages))
+            return
+        request = running.request
+        number = self._prefill.index(process)
+        adopt = Adopt(request.id, request.prompt, request.sampling, read.first, number, read.pages)
+        self._start(request, min(self._decode, key=lambda process: process.load), request.max_length, adopt)
+
+    def _start(self, request: Request, process: _Process, load: int, command: object) -> None:
+        self._running[request.id] = _Running(request, process, load)
+        process.load += load
+        process.send(command)
+
+    def _end(self, request_id: int) -> _Running | None:
+        running = self._running.pop(request_id, None)
+        if running is not None:
+            running.process.load -= running.load
+        return running
+
+
+def _devices(device: torch.device, n_processes: int, cache: CacheConfig) -> list[torch.device]:
+    """The device of each process.
+
+    Raises:
+        ValueError: as of `Router`.
+    """
+    if device.type != "cuda":
+        return [device] * n_processes
+    n_gpus = torch.cuda.device_count()
+    if n_processes > n_gpus and cache.gib is None:
+        raise ValueError(
+            f"cache.gib must be given for {n_processes} processes on {n_gpus} GPU{'s' * (n_gpus > 1)}: those that "
+            "share a GPU divide its memory"
+        )
+    return [torch.device("cuda", i % n_gpus) for i in range(n_processes)]

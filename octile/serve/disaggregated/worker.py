@@ -1,0 +1,311 @@
+"""The prefill and the decode process: an engine each, which the router commands through a pipe.
+
+A prefill process reads prompts and chooses their first tokens. A prompt that is read goes to its pool of pages; if the
+pool is full, the process waits until pages come back. A decode process adopts what was read and generates the rest.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octile.ops.latent_cache import PAGE
+from octile.serve.config import CacheConfig, EngineConfig
+from octile.serve.disaggregated.page_pool import FilledPages, PagePool, open_pool
+from octile.serve.engine import Engine, FirstToken
+from octile.serve.load import Folder
+from octile.serve.model_runner import ModelRunner
+from octile.serve.request import Output, Request, Sampling
+from octile.serve.stats import Stats
+
+
+class WorkerOptions(NamedTuple):
+    """What a process needs to load the model.
+
+    Attributes:
+        run: the folder.
+        device: of the process.
+        threads: of torch, on a CPU.
+        engine, cache: as of `Folder.load`.
+    """
+
+    run: Path
+    device: torch.device
+    threads: int
+    engine: EngineConfig
+    cache: CacheConfig
+
+
+# from the router; requests have the router's numbers
+
+
+class Add(NamedTuple):
+    """Read a prompt."""
+
+    request_id: int
+    prompt: Sequence[int]
+    sampling: Sampling
+
+
+class Adopt(NamedTuple):
+    """Continue a prompt that the prefill process of a number has read to pages of its pool."""
+
+    request_id: int
+    prompt: Sequence[int]
+    sampling: Sampling
+    first: FirstToken
+    process: int
+    pages: Sequence[int]
+
+
+class Cancel(NamedTuple):
+    """End a request; it may have ended."""
+
+    request_id: int
+
+
+class Free(NamedTuple):
+    """Take pages of the pool back."""
+
+    pages: Sequence[int]
+
+
+class OpenPools(NamedTuple):
+    """Open the pools of the prefill processes."""
+
+    shared: Sequence[bytes]
+
+
+# to the router
+
+
+class Ready(NamedTuple):
+    """The model is loaded.
+
+    Attributes:
+        max_position: positions of a request at most.
+        n_pages, cache_bytes: of the cache.
+        shared: of the pool, for each decode process.
+    """
+
+    max_position: int
+    n_pages: int
+    cache_bytes: int
+    shared: Sequence[bytes]
+
+
+class Failed(NamedTuple):
+    """The process ends because of an exception."""
+
+    error: Exception
+
+
+class Read(NamedTuple):
+    """A prompt is read: its first token, and the pages of the pool that have its latents."""
+
+    request_id: int
+    first: FirstToken
+    pages: Sequence[int]
+
+
+class Copied(NamedTuple):
+    """Pages of the pool of a prefill process that are not needed any more."""
+
+    process: int
+    pages: Sequence[int]
+
+
+class Stepped(NamedTuple):
+    """What a step has added to requests, and the counts after it."""
+
+    outputs: Sequence[Output]
+    stats: Stats
+
+
+def prefill(connection: Connection, options: WorkerOptions, n_decode: int) -> None:
+    """Read prompts until the router closes the pipe.
+
+    Args:
+        connection: to the router.
+        options: of the model.
+        n_decode: how many processes open the pool.
+    """
+    _run(connection, options, lambda engine, runner: PrefillWorker(connection, engine, runner, n_decode))
+
+
+def decode(connection: Connection, options: WorkerOptions) -> None:
+    """Continue texts until the router closes the pipe."""
+    _run(connection, options, lambda engine, runner: DecodeWorker(connection, engine, runner))
+
+
+def _run(connection: Connection, options: WorkerOptions, make: Callable[[Engine, ModelRunner], _Worker]) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):  # the router drains, and then closes the pipe
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        if options.device.type == "cuda":
+            torch.cuda.set_device(options.device)
+        else:
+            torch.set_num_threads(options.threads)
+        worker = make(*Folder.open(options.run).load(options.device, options.engine, options.cache))
+    except (ValueError, OSError, MemoryError, torch.OutOfMemoryError) as error:
+        connection.send(Failed(error))
+        return
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the router has ended
+        worker.run()
+
+
+class _Worker:
+    """An engine whose requests have the router's numbers."""
+
+    def __init__(self, connection: Connection, engine: Engine, runner: ModelRunner):
+        self.connection, self.engine, self.runner = connection, engine, runner
+        self.requests: dict[int, Request] = {}  # by the router's number
+        self.numbers: dict[int, int] = {}  # router's number by engine's
+
+    def run(self) -> None:
+        """Carry out commands and steps. It ends with the EOFError of a closed pipe."""
+        while True:
+            while not self.engine.has_work or self.connection.poll():
+                self.receive()
+            outputs = self.engine.step()
+            self.send(outputs)
+
+    def receive(self) -> None:
+        """Wait for a command and carry it out."""
+        command = self.connection.recv()
+        if isinstance(command, Cancel):
+            request = self.forget(command.request_id)
+            if request is not None:
+                self.engine.cancel(request.id)
+                self.connection.send(Stepped((), self.engine.stats()))
+        else:
+            self.carry_out(command)
+
+    def carry_out(self, command: object) -> None:
+        """Carry out a command of this kind of process."""
+        raise NotImplementedError
+
+    def send(self, outputs: list[Output]) -> None:
+        """Send what a step has added."""
+        raise NotImplementedError
+
+    def start(self, request_id: int, request: Request) -> None:
+        """Note the number of a request that the engine has."""
+        self.requests[request_id], self.numbers[request.id] = request, request_id
+
+    def forget(self, request_id: int) -> Request | None:
+        """Remove a request; None if it has ended."""
+        request = self.requests.pop(request_id, None)
+        if request is not None:
+            del self.numbers[request.id]
+        return request
+
+    def renumbered(self, output: Output) -> Output:
+        """Return an output with the router's number. A request that has ended is forgotten."""
+        request_id = self.numbers[output.request_id]
+        if output.finish_reason is not None:
+            self.forget(request_id)
+        return output._replace(request_id=request_id)
+
+
+class PrefillWorker(_Worker):
+    """Reads prompts.
+
+    Args:
+        connection: to the router.
+        engine, runner: of the model.
+        n_decode: how many processes open the pool.
+    """
+
+    def __init__(self, connection: Connection, engine: Engine, runner: ModelRunner, n_decode: int):
+        super().__init__(connection, engine, runner)
+        self.pool = PagePool(-(-runner.max_position // PAGE), runner.cache)  # one of the longest texts
+        connection.send(
+            Ready(
+                runner.max_position, runner.n_pages, runner.cache.nbytes, [self.pool.share() for _ in range(n_decode)]
+            )
+        )
+
+    def carry_out(self, command: object) -> None:
+        """Add a request, or take pages back."""
+        if isinstance(command, Add):
+            self.start(command.request_id, self.engine.add(command.prompt, command.sampling))
+        elif isinstance(command, Free):
+            self.pool.free(command.pages)
+        else:
+            raise TypeError(f"a prefill process has no command {command!r}")
+
+    def send(self, outputs: list[Output]) -> None:
+        """Send what has ended, and hand over what goes on."""
+        ended = [self.renumbered(output) for output in outputs if output.finish_reason is not None]
+        read = [(self.numbers[o.request_id], o) for o in outputs if o.finish_reason is None]
+        for request_id, output in read:
+            self._hand_over(request_id, output)
+        self.connection.send(Stepped(ended, self.engine.stats()))
+
+    def _hand_over(self, request_id: int, output: Output) -> None:
+        """Fill pages of the pool, as soon as there are enough, unless the request is canceled before."""
+        while request := self.requests.get(request_id):
+            n_pages = -(-len(request.prompt) // PAGE)
+            if n_pages <= self.pool.n_free:
+                pages = self.pool.fill(request.pages[:n_pages])
+                first = FirstToken(output.tokens[0], output.logprobs[0] if output.logprobs else None)
+                self.connection.send(Read(request_id, first, pages))
+                self.forget(request_id)
+                self.engine.cancel(request.id)
+            else:
+                self.receive()
+
+
+class DecodeWorker(_Worker):
+    """Continues what prefill processes have read.
+
+    Args:
+        connection: to the router.
+        engine, runner: of the model.
+    """
+
+    def __init__(self, connection: Connection, engine: Engine, runner: ModelRunner):
+        super().__init__(connection, engine, runner)
+        self._held = deque[tuple[FilledPages, Copied]]()  # pages of pools, until they are copied
+        self._pools: list[Tensor] = []
+        connection.send(Ready(runner.max_position, runner.n_pages, runner.cache.nbytes, ()))
+
+    def carry_out(self, command: object) -> None:
+        """Open the pools, or adopt a request."""
+        if isinstance(command, OpenPools):
+            self._pools = [open_pool(shared) for shared in command.shared]
+        elif isinstance(command, Adopt):
+            latents = FilledPages(self._pools[command.process], command.pages, self.runner.cache)
+            request = self.engine.adopt(command.prompt, command.sampling, command.first, latents)
+            self.start(command.request_id, request)
+            self._held.append((latents, Copied(command.process, command.pages)))
+        else:
+            raise TypeError(f"a decode process has no command {command!r}")
+
+    def receive(self) -> None:
+        """Carry out a command; one may have canceled a request that held pages."""
+        super().receive()
+        self._return_pages()
+
+    def send(self, outputs: list[Output]) -> None:
+        """Send all outputs, and return the pages that are copied."""
+        self.connection.send(Stepped([self.renumbered(output) for output in outputs], self.engine.stats()))
+        self._return_pages()
+
+    def _return_pages(self) -> None:
+        held = self._held
+        for _ in range(len(held)):
+            latents, copied = held.popleft()
+            if latents.is_free:
+                self.connection.send(copied)
+            else:
+                held.append((latents, copied))

@@ -1,0 +1,147 @@
+"""An engine that continues what another one has read."""
+
+from array import array
+from dataclasses import replace
+
+import pytest
+import torch
+
+from octile.models.deepseek_v3 import DeepseekV3
+from octile.serve.config import EngineConfig
+from octile.serve.disaggregated.page_pool import FilledPages, PagePool
+from octile.serve.engine import Engine, FirstToken
+from octile.serve.model_runner import ModelRunner
+from octile.serve.request import FinishReason, Sampling
+from tests.train.conftest import MICRO
+
+N_PAGES = 12
+
+
+@pytest.fixture(scope="module")
+def model() -> DeepseekV3:
+    torch.manual_seed(0)
+    return DeepseekV3(replace(MICRO, max_position_embeddings=512, num_nextn_predict_layers=1))
+
+
+def one_engine(model, tokenizer, **config) -> Engine:
+    options = EngineConfig(batch_invariant=True, **config)
+    return Engine(ModelRunner(model, N_PAGES, "float32", batch_invariant=True), tokenizer, options)
+
+
+class Apart:
+    """Two engines of one model, of which one reads and the other writes."""
+
+    def __init__(self, model, tokenizer, n_pages: int = N_PAGES, **config):
+        options = EngineConfig(batch_invariant=True, **config)
+        runners = [ModelRunner(model, n, "float32", batch_invariant=True) for n in (N_PAGES, n_pages)]
+        self.reader, self.writer = (Engine(runner, tokenizer, options) for runner in runners)
+        self.cache, self.pool = runners[1].cache, PagePool(N_PAGES, runners[0].cache)
+
+    def hand_over(self, prompt: list[int], sampling: Sampling) -> FilledPages | None:
+        """Read a prompt and have it adopted; None if its first token is the last."""
+        request = self.reader.add(prompt, sampling)
+        output = None
+        while output is None:
+            output = next((o for o in self.reader.step() if o.request_id == request.id), None)
+        if output.finish_reason is not None:
+            return None
+        latents = FilledPages(self.pool.bytes_SQ, self.pool.fill(request.pages[: -(-len(prompt) // 64)]), self.cache)
+        first = FirstToken(output.tokens[0], output.logprobs[0] if output.logprobs else None)
+        self.reader.cancel(request.id)
+        self.writer.adopt(prompt, sampling, first, latents)
+        return latents
+
+
+def finish(engine: Engine) -> dict[int, tuple[list[int], str, list]]:
+    found: dict[int, tuple[list[int], str, list]] = {}
+    while engine.has_work:
+        for output in engine.step():
+            tokens, text, logprobs = found.get(output.request_id, ([], "", []))
+            found[output.request_id] = (
+                [*tokens, *output.tokens], text + output.text, [*logprobs, *output.logprobs]
+            )  # fmt: skip
+    return found
+
+
+def prompt_of(tokenizer, seed: int, length: int) -> list[int]:
+    draw = torch.Generator().manual_seed(seed)
+    return [tokenizer.begin, *torch.randint(3, MICRO.vocab_size, (length - 1,), generator=draw).tolist()]
+
+
+@pytest.mark.parametrize("n_drafts", [0, 2])
+def test_the_text_is_that_of_one_engine(model, tokenizer, n_drafts):
+    asked = [
+        (prompt_of(tokenizer, length, length), Sampling(20, temperature=t, seed=3, logprobs=n, ignore_eos=True))
+        for length, t, n in ((1, 0.0, None), (63, 1.0, 2), (64, 0.0, None), (65, 0.7, 0), (130, 0.0, None))
+    ]
+    single = one_engine(model, tokenizer, n_drafts=n_drafts)
+    for prompt, sampling in asked:
+        single.add(prompt, sampling)
+    apart = Apart(model, tokenizer, n_drafts=n_drafts)
+    for prompt, sampling in asked:
+        assert apart.hand_over(prompt, sampling) is not None
+    assert finish(apart.writer) == finish(single)
+    assert apart.writer.stats().used_pages == apart.reader.stats().used_pages == 0
+
+
+def test_a_request_that_is_put_back_is_read_anew(model, tokenizer):
+    asked = [(prompt_of(tokenizer, i, 60), Sampling(80, seed=i, ignore_eos=True)) for i in range(2)]
+    single = one_engine(model, tokenizer)
+    apart = Apart(model, tokenizer, n_pages=4)
+    for prompt, sampling in asked:
+        single.add(prompt, sampling)
+        apart.hand_over(prompt, sampling)
+    assert finish(apart.writer) == finish(single)
+    assert apart.writer.stats().preemptions > 0
+
+
+def test_a_prefix_that_the_engine_has_is_shared(model, tokenizer):
+    apart = Apart(model, tokenizer)
+    prompt = prompt_of(tokenizer, 0, 130)
+    first, second = (apart.hand_over(prompt, Sampling(5, seed=0, ignore_eos=True)) for _ in range(2))
+    texts = finish(apart.writer)
+    assert texts[0] == texts[1]
+    assert first.is_free
+    assert second.is_free
+    assert apart.writer.stats().shared_tokens == 128
+
+
+def test_a_request_that_is_canceled_before_it_runs_releases_its_pages(model, tokenizer):
+    apart = Apart(model, tokenizer)
+    latents = apart.hand_over(prompt_of(tokenizer, 0, 70), Sampling(5, seed=0, ignore_eos=True))
+    assert apart.writer.cancel(0)
+    assert latents.is_free
+    assert not apart.writer.step()
+    assert apart.writer.stats().used_pages == 0
+
+
+def test_a_request_that_is_canceled_while_it_runs_frees_its_pages(model, tokenizer):
+    apart = Apart(model, tokenizer)
+    latents = apart.hand_over(prompt_of(tokenizer, 0, 70), Sampling(50, seed=0, ignore_eos=True))
+    outputs = apart.writer.step()
+    assert len(outputs) == 2  # the first token, and the next one
+    assert latents.is_free
+    assert apart.writer.stats().used_pages == 2
+    assert apart.writer.cancel(0)
+    assert apart.writer.stats().used_pages == 0
+
+
+def test_a_stop_string_in_the_first_token_ends_the_text(model, tokenizer):
+    apart = Apart(model, tokenizer)
+    prompt = prompt_of(tokenizer, 5, 10)
+    apart.hand_over(prompt, Sampling(5, seed=0, ignore_eos=True))
+    token = finish(apart.writer)[0][0][0]
+    text = tokenizer.decode([token])
+    assert text
+    latents = FilledPages(apart.pool.bytes_SQ, [0], apart.cache)
+    apart.writer.adopt(prompt, Sampling(5, seed=0, stop=(text,)), FirstToken(token, None), latents)
+    (output,) = apart.writer.step()
+    assert (output.finish_reason, output.text) == (FinishReason.STOP, "")
+    assert latents.is_free
+
+
+def test_prompts_are_checked(model, tokenizer):
+    apart = Apart(model, tokenizer)
+    latents = FilledPages(apart.pool.bytes_SQ, array("i", [0]), apart.cache)
+    with pytest.raises(ValueError, match="prompt must have at least one token"):
+        apart.writer.adopt([], Sampling(5), FirstToken(5, None), latents)

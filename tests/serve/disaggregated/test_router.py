@@ -1,0 +1,126 @@
+"""Real prefill and decode processes behind a router."""
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from octile.checkpoint.hugging_face import save
+from octile.models.deepseek_v3 import DeepseekV3
+from octile.serve.config import CacheConfig, EngineConfig, ProcessesConfig
+from octile.serve.disaggregated.router import ProcessEndedError, Router
+from octile.serve.load import Folder
+from octile.serve.request import Sampling
+from tests.train.conftest import MICRO
+
+ENGINE = EngineConfig(batch_invariant=True)
+CPU = torch.device("cpu")
+MODEL = replace(MICRO, max_position_embeddings=512, num_nextn_predict_layers=0)
+
+
+@pytest.fixture(scope="module")
+def folder(tokenizer, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("apart") / "micro"
+    torch.manual_seed(0)
+    save(DeepseekV3(MODEL), folder, weights="fp8")
+    tokenizer.save(folder)
+    return folder
+
+
+def start(folder: Path, processes: ProcessesConfig, engine: EngineConfig = ENGINE, gib: float | None = None) -> Router:
+    return Router(folder, processes, CPU, engine, CacheConfig(gib=gib), MICRO.vocab_size)
+
+
+@pytest.fixture(scope="module")
+def router(folder):
+    running = start(folder, ProcessesConfig(prefill=1, decode=2))
+    yield running
+    running.close()
+
+
+def finish(engine, n_requests: int) -> dict[int, str]:
+    texts: dict[int, str] = {}
+    ended = 0
+    while ended < n_requests:
+        for output in engine.step():
+            texts[output.request_id] = texts.get(output.request_id, "") + output.text
+            ended += output.finish_reason is not None
+    return texts
+
+
+def test_texts_are_those_of_one_process(router, folder, tokenizer):
+    texts = ["def f(", "class Reader:", "import os\n" * 30, "#"]
+    asked = [
+        ([tokenizer.begin, *tokenizer.encode(text)], Sampling(n, temperature=t, seed=5, ignore_eos=True))
+        for text, n, t in zip(texts, (30, 1, 20, 70), (0.0, 1.0, 0.8, 0.0), strict=True)
+    ]
+    single, _ = Folder.open(folder).load(CPU, ENGINE, CacheConfig())
+    for prompt, sampling in asked:
+        single.add(prompt, sampling)
+        router.add(prompt, sampling)
+    assert finish(router, len(asked)) == finish(single, len(asked))
+    stats = router.stats()
+    assert (stats.requests, stats.finished, stats.canceled, stats.failed) == (4, 4, 0, 0)
+    assert stats.prompt_tokens == sum(len(prompt) for prompt, _ in asked)
+
+
+def test_canceled_requests_leave_nothing(router, tokenizer):
+    before = router.stats().canceled
+    requests = [router.add([tokenizer.begin, 5, i], Sampling(100, ignore_eos=True)) for i in range(3, 9)]
+    router.step()
+    assert all(router.cancel(request.id) for request in requests)
+    assert not router.cancel(requests[0].id)
+    router.add([tokenizer.begin], Sampling(2, ignore_eos=True))
+    finish(router, 1)
+    while router.stats().used_pages:
+        router.add([tokenizer.begin], Sampling(2, ignore_eos=True))  # the processes send their counts with each step
+        finish(router, 1)
+    assert router.stats().canceled == before + 6
+
+
+def test_a_waiting_step_wakes(router):
+    router.wake()
+    assert router.step() == []
+
+
+def test_a_pool_that_is_full_holds_prompts_back_and_loses_none(folder, tokenizer):
+    page = 4 * MODEL.num_hidden_layers * 64 * (MODEL.kv_lora_rank + MODEL.qk_rope_head_dim)
+    router = start(folder, ProcessesConfig(prefill=1, decode=1), EngineConfig(max_batch=2), gib=4 * page / 2**30)
+    try:
+        for i in range(10):
+            router.add([tokenizer.begin, *[3 + i] * 100], Sampling(20, seed=0, ignore_eos=True))
+        assert len(finish(router, 10)) == 10
+    finally:
+        router.close()
+
+
+@pytest.mark.parametrize(("kind", "name"), [("_prefill", "prefill process 0"), ("_decode", "decode process 0")])
+def test_a_process_that_dies_is_named(folder, tokenizer, kind, name):
+    router = start(folder, ProcessesConfig(prefill=1, decode=1))
+    try:
+        router.add([tokenizer.begin], Sampling(500 if kind == "_decode" else 1, ignore_eos=True))
+        os.kill(getattr(router, kind)[0].process.pid, signal.SIGKILL)
+        with pytest.raises(ProcessEndedError, match=f"the {name} has ended with exit status -9"):
+            finish(router, 2)
+    finally:
+        router.close()
+
+
+def test_what_a_process_cannot_load_is_refused_here(folder):
+    with pytest.raises(ValueError, match="no multi-token prediction layer"):
+        start(folder, ProcessesConfig(prefill=1, decode=1), EngineConfig(n_drafts=1))
+
+
+def test_processes_that_share_a_gpu_need_a_share_of_its_memory(folder, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match=r"cache\.gib must be given for 2 processes on 1 GPU:"):
+        Router(folder, ProcessesConfig(1, 1), torch.device("cuda"), ENGINE, CacheConfig(), MICRO.vocab_size)
+
+
+@pytest.mark.parametrize("counts", [(1, 0), (0, 1)])
+def test_both_kinds_of_processes_are_needed(counts):
+    with pytest.raises(ValueError, match="must both be 0 or both be at least 1, not"):
+        ProcessesConfig(*counts)
