@@ -229,8 +229,15 @@ class Forward:
         self.cache.write(layer, slots, latent_TC, rope_TR)
         return q_THX
 
-    def attend(self, q_THX: Tensor, layer: int, w: AttentionWeights, step: Step) -> Tensor:
-        """Attend from all rows of a step: [T, H·V]."""
+    def attend(
+        self, q_THX: Tensor, layer: int, w: AttentionWeights, step: Step, own: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
+        """Attend from all rows of a step: [T, H·V].
+
+        Args:
+            q_THX, layer, w, step: the queries, which block it is, its weights, the rows.
+            own: `decompressed` of the rows themselves, if prefill chunks attend to no others.
+        """
         n_decode, parts = len(step.lengths), []
         if n_decode:
             parts.append(self._absorbed(q_THX[:n_decode], layer, w, step))
@@ -239,7 +246,7 @@ class Forward:
             if piece[0].positions > step.max_positions:
                 parts.append(self._naive_in_parts(q_THX, layer, w, step.context, piece[0], step.max_positions))
             else:
-                parts += self._naive(q_THX, layer, w, step.context, piece)
+                parts += self._naive(q_THX, layer, w, step.context, piece, own)
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
 
     def after_attention(self, x_TD: Tensor, o_TV: Tensor, layer: int, w: BlockWeights, slots: Tensor) -> Tensor:
@@ -263,7 +270,13 @@ class Forward:
         return self._heads_nt(o_THC, w.w_v)
 
     def _naive(
-        self, q_THX: Tensor, layer: int, w: AttentionWeights, context: Tensor, groups: Sequence[PrefillGroup]
+        self,
+        q_THX: Tensor,
+        layer: int,
+        w: AttentionWeights,
+        context: Tensor,
+        groups: Sequence[PrefillGroup],
+        own: tuple[Tensor, Tensor] | None,
     ) -> list[Tensor]:
         """Attend from the rows of a piece's chunks to the positions before them: [rows, H, V] of each group.
 
@@ -271,7 +284,10 @@ class Forward:
         """
         first = groups[0].first_position
         n_positions = sum(group.n_chunks * group.positions for group in groups)
-        k_LHX, v_LHV = self._keys_and_values(layer, w, context.narrow(0, first, n_positions))
+        if own is None:
+            k_LHX, v_LHV = self._keys_and_values(layer, w, context.narrow(0, first, n_positions))
+        else:
+            k_LHX, v_LHV = self._assembled(*(t.narrow(0, groups[0].first_row, n_positions) for t in own))
         results = []
         for group in groups:
             shape = group.n_chunks, -1
@@ -304,9 +320,24 @@ class Forward:
 
     def _keys_and_values(self, layer: int, w: AttentionWeights, slots_L: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the keys and values of cached positions: [L, H, X] and [L, H, V]."""
-        c = self.weights.config
+        return self._assembled(*self.decompressed(layer, w, slots_L))
+
+    def decompressed(
+        self, layer: int, w: AttentionWeights, slots_L: Tensor, out_LY: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Compute what keys and values of cached positions consist of: [L, H·(N + V)], and rotary keys [L, R].
+
+        Args:
+            layer, w, slots_L: the block, its weights, and where the positions are cached.
+            out_LY: memory for the first; None: new memory.
+        """
         latent_LC, rope_LR = self.cache.read(layer, slots_L, self.weights.dtype)
-        kv_LHY = self._nt(self._rows(latent_LC, w.kv_up), w.kv_up).unflatten(-1, (c.num_attention_heads, -1))
+        return self._nt(self._rows(latent_LC, w.kv_up), w.kv_up, out=out_LY), rope_LR
+
+    def _assembled(self, kv_LY: Tensor, rope_LR: Tensor) -> tuple[Tensor, Tensor]:
+        """Assemble keys, with rotary keys shared by all heads, and values: [L, H, X] and [L, H, V]."""
+        c = self.weights.config
+        kv_LHY = kv_LY.unflatten(-1, (c.num_attention_heads, -1))
         cos, sin = (t.expand(len(rope_LR), -1) for t in self.unrotated)  # what is cached is rotated
         k_LHX = latent_keys(kv_LHY[None], rope_LR[None], cos, sin, c.qk_nope_head_dim)[0]
         return k_LHX, kv_LHY[..., c.qk_nope_head_dim :]

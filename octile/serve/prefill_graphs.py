@@ -1,18 +1,22 @@
 """CUDA graphs of steps with prompts: all of a layer but attention, which depends on how the rows are divided.
 
     embedding
-    graph 0      queries and latents of layer 0
+    graph 0      queries and latents of layer 0, and what keys and values of the rows consist of
     attention    of layer 0, launched kernel by kernel
-    graph 1      the rest of layer 0, then queries and latents of layer 1
+    graph 1      the rest of layer 0, then the same of layer 1
     …
     graph L      the rest of the last layer
+
+Chunks that begin their texts attend to the keys and values that the graphs have computed; for others they are computed
+anew, of all positions that they attend to.
 
 Some 30 kernels of a layer take the host longer than a GPU needs for 2,048 rows. Rows are padded to a multiple of 256,
 or of 1,024; what fills them is written nowhere. The graphs of all numbers of rows are captured at the start and share
 buffers, since they run one after the other. Where there is no memory for them, steps of that number of rows are
 computed without a graph.
 
-Shapes: T rows, D model, H heads, X channels of a query, V of a value.
+Shapes: T rows, D model, H heads, X channels of a query, R of a rotary key, V of a value, Y of all heads' keys but their
+rotary part, and values.
 """
 
 from __future__ import annotations
@@ -73,8 +77,11 @@ class _Buffers(NamedTuple):
 
     x_TD: Tensor
     q: Tensor
+    kv_TY: Tensor
+    rope_TR: Tensor
     o_TV: Tensor
     slots: Tensor
+    places: Tensor  # slots, and 0 for rows that are written nowhere
     cos: Tensor
     sin: Tensor
 
@@ -83,9 +90,12 @@ class _Buffers(NamedTuple):
         weights, c = forward.weights, forward.weights.config
         x_TD = weights.head.new_zeros(rows, c.hidden_size)
         q = x_TD.new_zeros(rows * max(forward.query_width(block.attention) for block in weights.blocks))
+        kv_TY = x_TD.new_zeros(rows, c.num_attention_heads * (c.qk_nope_head_dim + c.v_head_dim))
+        rope_TR = x_TD.new_zeros(rows, c.qk_rope_head_dim)
         o_TV = x_TD.new_zeros(rows, c.num_attention_heads * c.v_head_dim)
         slots = torch.full((rows,), -1, dtype=torch.int64, device=weights.device)
-        return cls(x_TD, q, o_TV, slots, *(t.new_zeros(rows, t.shape[1]) for t in (forward.cos, forward.sin)))
+        cos_sin = (t.new_zeros(rows, t.shape[1]) for t in (forward.cos, forward.sin))
+        return cls(x_TD, q, kv_TY, rope_TR, o_TV, slots, torch.zeros_like(slots), *cos_sin)
 
     def first(self, rows: int) -> _Buffers:
         """Return views of the first rows."""
@@ -96,36 +106,40 @@ class _Graphs:
     """The graphs of one number of rows, and the buffers that they read and write, which others may share."""
 
     def __init__(self, forward: Forward, buffers: _Buffers, record: Callable[[Callable[[], None]], Callable[[], None]]):
-        self._forward = forward
-        self._x_TD, self._q, self._o_TV, self._slots, *self._cos_sin = buffers
+        self._forward, self._buffers = forward, buffers
         self._q_THX = dict[int, Tensor]()  # of each layer
-        self._slots.fill_(-1)  # while graphs are captured, nothing is written to the cache
+        buffers.slots.fill_(-1)  # while graphs are captured, nothing is written to the cache
         self._replays = [record(partial(self._between, i)) for i in range(len(forward.weights.blocks) + 1)]
 
     def hidden(self, step: Step) -> Tensor:
         """Compute what the head reads, [T, D]."""
-        forward, n = self._forward, len(step.tokens)
-        torch.index_select(forward.weights.embedding, 0, step.tokens, out=self._x_TD[:n])
-        for table, rows in zip((forward.cos, forward.sin), self._cos_sin, strict=True):
+        forward, buffers, n = self._forward, self._buffers, len(step.tokens)
+        torch.index_select(forward.weights.embedding, 0, step.tokens, out=buffers.x_TD[:n])
+        for table, rows in ((forward.cos, buffers.cos), (forward.sin, buffers.sin)):
             torch.index_select(table, 0, step.positions, out=rows[:n])
-        self._slots[:n] = step.slots
-        self._slots[n:] = -1
+        buffers.slots[:n] = step.slots
+        buffers.slots[n:] = -1
+        torch.clamp(buffers.slots, min=0, out=buffers.places)
+        begins = all(group.rows == group.positions for piece in step.prefills for group in piece)
+        own = (buffers.kv_TY, buffers.rope_TR) if begins else None
         self._replays[0]()
         for layer, block in enumerate(forward.weights.blocks):
-            self._o_TV[:n] = forward.attend(self._q_THX[layer][:n], layer, block.attention, step)
+            q_THX = self._q_THX[layer][:n]
+            buffers.o_TV[:n] = forward.attend(q_THX, layer, block.attention, step, own)
             self._replays[layer + 1]()
-        return forward.last_norm(self._x_TD[:n])
+        return forward.last_norm(buffers.x_TD[:n])
 
     def _between(self, i: int) -> None:
         """Compute what is between attention of layer i - 1 and of layer i."""
-        forward, blocks = self._forward, self._forward.weights.blocks
+        forward, buffers, blocks = self._forward, self._buffers, self._forward.weights.blocks
+        x_TD, slots = buffers.x_TD, buffers.slots
         if i:
-            forward.after_attention(self._x_TD, self._o_TV, i - 1, blocks[i - 1], self._slots)
+            forward.after_attention(x_TD, buffers.o_TV, i - 1, blocks[i - 1], slots)
         if i < len(blocks):
-            cos, sin = self._cos_sin
-            rows, width = len(self._x_TD), forward.query_width(blocks[i].attention)
-            out_TW = self._q[: rows * width].view(rows, width)
-            self._q_THX[i] = forward.queries(self._x_TD, i, blocks[i], self._slots, (cos, sin), out_TW)
+            w, rows = blocks[i].attention, len(x_TD)
+            out_TW = buffers.q[: rows * forward.query_width(w)].view(rows, -1)
+            self._q_THX[i] = forward.queries(x_TD, i, blocks[i], slots, (buffers.cos, buffers.sin), out_TW)
+            buffers.rope_TR.copy_(forward.decompressed(i, w, buffers.places, buffers.kv_TY)[1])
 
 
 def graph_rows(max_rows: int) -> list[int]:

@@ -66,7 +66,7 @@ def test_graphs_of_all_numbers_of_rows_share_buffers_and_write_nothing_when_capt
     torch.testing.assert_close(found, logits(*SIZES, graphs=None)[0], rtol=1e-3, atol=1e-3)
     graphs = runner.prefill_graphs._of_size
     assert [*graphs] == [768, 512, 256]  # the largest is captured first
-    assert len({of_size._q.data_ptr() for of_size in graphs.values()}) == 1
+    assert len({of_size._buffers.q.data_ptr() for of_size in graphs.values()}) == 1
 
 
 def test_a_step_that_no_graph_has_room_for_is_computed_without_one():
