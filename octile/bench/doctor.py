@@ -17,7 +17,7 @@ import torch
 from octile import __version__
 from octile.extras import require
 from octile.kernels import backends
-from octile.parallel.links import describe_dispatch, find_links
+from octile.parallel.links import describe_dispatch, describe_nodes, find_links
 from octile.report.console import Console
 from octile.report.machine import machine, version_of
 
@@ -42,7 +42,8 @@ def examine() -> dict[str, Any]:
 
     Returns:
         {"octile", "machine", "packages", "operators": [{"operator", "kernel", "why"}], "links": [{"first", "second",
-        "link", "can_access"}] of each two GPUs, "dispatch": what sends rows to experts on them, "advice": [line]}.
+        "link", "can_access"}] of each two GPUs, "dispatch": what sends rows to experts on them, "dispatch_across":
+        what sends them across nodes, "advice": [line]}.
     """
     links = find_links()
     return {
@@ -60,6 +61,7 @@ def examine() -> dict[str, Any]:
         ],
         "links": [link._asdict() for link in links],
         "dispatch": describe_dispatch(torch.cuda.device_count() if torch.cuda.is_available() else 0, links),
+        "dispatch_across": describe_nodes(),
         "advice": _advice(),
     }
 
@@ -167,6 +169,7 @@ def _show_links(console: Console, found: dict[str, Any]) -> None:
             table.add_row(f"{row['first']} and {row['second']}", row["link"], "yes" if row["can_access"] else "no")
         console.print(table)
     console.print(f"dispatch to experts on other ranks: {found['dispatch']}", highlight=False)
+    console.print(f"dispatch across nodes: {found['dispatch_across']}", highlight=False)
 
 
 def _show_kernels(console: Console, kernels: dict[str, Any]) -> None:

@@ -29,8 +29,9 @@ R results of its experts; in a hop between G ranks, M rows before it and S rows 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -43,10 +44,11 @@ from octile.nn.dispatcher import InFlight, LocalDispatcher, RoutingPlan
 from octile.nn.moe import Experts, MoE
 from octile.ops.permute import unpermute_backward
 from octile.ops.routing_plan import inverse
-from octile.parallel.links import ALL_TO_ALL, PEER_KERNELS
+from octile.parallel.links import ALL_TO_ALL
 from octile.scaled import ScaledTensor
 
 Ranks = dist.ProcessGroup | DeviceMesh | None
+Across = Literal["auto", "nvshmem", "all_to_all_single"]
 
 
 class ExpertDispatcher(LocalDispatcher):
@@ -188,7 +190,8 @@ class ExpertShare(NamedTuple):
         mixtures: number of mixtures that were cut.
         local: number of experts on this rank.
         total: number of experts on all ranks.
-        exchange: what sends the rows: "all_to_all_single" or "kernels on symmetric memory", and why not the other.
+        exchange: what sends the rows: "all_to_all_single" or "kernels on symmetric memory", on a mesh of nodes inside
+            a node and across, and why not the other.
     """
 
     mixtures: int
@@ -208,6 +211,7 @@ def shard_experts(
     max_rows: int | None = None,
     num_sms: int | None = None,
     too_many_rows: Tensor | None = None,
+    across: Across = "auto",
 ) -> ExpertShare:
     """Spread the experts of a model's mixtures over ranks, of which each has the whole model before, and own tokens.
 
@@ -224,8 +228,8 @@ def shard_experts(
         ranks: as in `ExpertDispatcher`.
         max_tokens: the most tokens that a rank has in a forward pass, the same on all ranks. If the ranks are GPUs of
             one host that can write to each other's memory, kernels on symmetric memory then exchange the rows, and the
-            host waits for nothing (`octile.parallel.symmetric_memory`); on a mesh of nodes they do so inside each node.
-            None, or other ranks: `all_to_all_single`.
+            host waits for nothing (`octile.parallel.symmetric_memory`); on a mesh of nodes they do so inside each node,
+            and `across` says what does between nodes. None, or other ranks: `all_to_all_single`.
         max_rows: how many rows the tensors of a rank's experts have for these kernels, the same on all ranks. No token
             is dropped: more rows are a RuntimeError. None: as many as if all tokens of all ranks went to one rank.
         num_sms: how many SMs these kernels use, at least 2; None: a number that suits NVLink, and a smaller one
@@ -240,15 +244,21 @@ def shard_experts(
         TypeError: a mixture has experts of another class than `octile.nn.Experts`.
         ValueError: there is no mixture, one is sharded already, W does not divide its experts, or the ranks disagree
             about the mixtures, their sizes or the numbers; max_tokens or max_rows is less than 1, or num_sms less
-            than 2. All ranks raise the same error, and none is changed.
+            than 2; across is "nvshmem", and the ranks cannot use it. All ranks raise the same error, and none is
+            changed.
     """
-    from octile.parallel import symmetric_memory  # which imports this module
+    from octile.parallel import nodes  # which imports this module
 
     for name, value, least in (("max_tokens", max_tokens, 1), ("max_rows", max_rows, 1), ("num_sms", num_sms, 2)):
         if value is not None and value < least:
             raise ValueError(f"{name} must be at least {least}, not {value}")
+    if across not in get_args(Across):
+        raise ValueError(f"across must be one of {', '.join(get_args(Across))}, not {across!r}")
+    if across == "nvshmem" and max_tokens is None:
+        raise ValueError("across nvshmem needs max_tokens, for which its memory has room")
     groups = groups_of(ranks)
     check_agreement("max_tokens, max_rows and num_sms", f"{max_tokens}, {max_rows} and {num_sms}", groups)
+    check_agreement("across", across, groups)
     mixtures = {name: m for name, m in model.named_modules() if isinstance(m, MoE)}
     check_agreement("the model's mixtures", "; ".join(_describe(*item) for item in mixtures.items()), groups)
     if not mixtures:
@@ -261,19 +271,14 @@ def shard_experts(
         has_own = moe.experts.here in (slice(0, n_experts), _local_experts(n_experts, *_place(groups)))
         if not has_own or type(moe.dispatcher) is not LocalDispatcher:
             raise ValueError(f"{name or 'model'} is sharded already, or has a dispatcher of its own")
-    exchange, memory = ALL_TO_ALL, None
+    exchange = ALL_TO_ALL
+    make_dispatcher: Callable[[int, int, int], ExpertDispatcher] = partial(ExpertDispatcher, ranks=ranks)
     if max_tokens is not None:
-        why_not = symmetric_memory.why_not_peers(groups)
-        kernels = PEER_KERNELS if len(groups) == 1 else f"{PEER_KERNELS} inside a node, {ALL_TO_ALL} across"
-        exchange = f"{ALL_TO_ALL}, since {why_not}" if why_not else kernels
-        memory = None if why_not else symmetric_memory.PeerMemory(groups[-1], num_sms)
+        exchange, make_dispatcher = nodes.choose_dispatcher(
+            ranks, groups, across, num_sms, max_tokens=max_tokens, max_rows=max_rows, too_many_rows=too_many_rows
+        )
     for moe in mixtures.values():
-        sizes = len(moe.gate.weight), moe.gate.n_chosen, moe.gate.weight.shape[1]
-        if memory is None or max_tokens is None:
-            moe.dispatcher = ExpertDispatcher(*sizes, ranks)
-        else:
-            kind = symmetric_memory.PeerDispatcher if len(groups) == 1 else symmetric_memory.NodeDispatcher
-            moe.dispatcher = kind(*sizes, memory, max_tokens, max_rows, too_many_rows, ranks)
+        moe.dispatcher = make_dispatcher(len(moe.gate.weight), moe.gate.n_chosen, moe.gate.weight.shape[1])
         if moe.experts.here != moe.dispatcher.local_experts:
             for weight in ("gate_up", "down"):
                 setattr(moe.experts, weight, _cut(getattr(moe.experts, weight), moe.dispatcher.local_experts))

@@ -14,6 +14,7 @@ import torch
 AUTO_RANKS = 2  # between which kernels on symmetric memory exchange rows by default; more were not measured
 
 ALL_TO_ALL, PEER_KERNELS = "all_to_all_single", "kernels on symmetric memory"
+NVSHMEM_EXCHANGE = "NVSHMEM's all_to_all_vdev"
 
 NVLINK, OK = 2, 0  # NVML's P2P capability and status; their names differ between versions of the bindings
 PCIE = {  # NVML's levels of the closest common ancestor of two GPUs
@@ -72,6 +73,25 @@ def describe_dispatch(n_gpus: int, links: list[Link]) -> str:
     return (
         f"{text}; between more, {ALL_TO_ALL} over NCCL, or with --parallel.exchange symmetric_memory the kernels, too"
     )
+
+
+def describe_nodes() -> str:
+    """Say what sends these rows across nodes, whose GPUs cannot access each other's memory, and why."""
+    if not torch.cuda.is_available():
+        return f"{ALL_TO_ALL} over gloo: there is no GPU"
+    if not has_nvshmem():
+        return f"{ALL_TO_ALL} over NCCL: this torch has no NVSHMEM"
+    return (
+        f"{ALL_TO_ALL} over NCCL, or with --parallel.exchange symmetric_memory {NVSHMEM_EXCHANGE}, "
+        "for which the host does not wait"
+    )
+
+
+def has_nvshmem() -> bool:
+    """Whether torch has NVSHMEM here, as a backend of its symmetric memory."""
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
+    return symmetric_memory.is_nvshmem_available()
 
 
 def _names(pairs: list[tuple[int, int]]) -> list[str]:

@@ -18,8 +18,7 @@ run the same passes come to the same exchanges in the same order.
 Results have the same bits as by `all_to_all_single`: the rows of an expert have the same order, and the rank of a token
 sums them. Rows of zeros follow those of the last expert.
 
-Between nodes, whose GPUs cannot write to each other's memory, rows cross by `all_to_all_single` (`NodeDispatcher`), for
-which the host waits; these kernels then send them on inside each node.
+Between nodes rows cross otherwise (`octile.parallel.nodes`); these kernels then send them on inside each node.
 
 Shapes: as in `octile.parallel.experts`; M the most tokens of a rank, N = W · M + 1, R = W · M · K or less. Across nodes
 S rows come to a rank, at most M from each node.
@@ -32,7 +31,7 @@ import socket
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,15 +43,7 @@ from octile.kernels.memory_layout import VECTOR, new_scale, padded
 from octile.nn.dispatcher import InFlight, RoutingPlan
 from octile.nn.interleave import is_first
 from octile.ops.routing_plan import count_tokens, routing_plan
-from octile.parallel.experts import (
-    ExpertDispatcher,
-    Hop,
-    Ranks,
-    begin_exchange,
-    exchange,
-    in_tiles,
-    plan_hop,
-)
+from octile.parallel.experts import ExpertDispatcher, Ranks
 from octile.parallel.links import can_access
 from octile.scaled import ScaledTensor
 
@@ -61,14 +52,18 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+NVSHMEM = "NVSHMEM"  # torch's name of the backend
+NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+
 _streams: dict[torch.device, torch.cuda.Stream] = {}  # of exchanges
+_held: list[Tensor] = []  # NVSHMEM's memory: all ranks free it together, and so not when one collects garbage
 
 
-class PeerMemory:
-    """Memory of each rank of a group that all ranks write to. All exchanges of the group use it, one after the other.
+class ExchangeMemory:
+    """Memory of each rank of a group that other ranks access. All exchanges of the group use it, one after the other.
 
     Args:
-        group: ranks on GPUs of one host that can access each other's memory.
+        group: the ranks.
         num_sms: how many SMs an exchange uses; None: as many as were fastest on two H200s, and fewer if GEMMs overlap,
             but no more than the GPU has.
     """
@@ -82,34 +77,31 @@ class PeerMemory:
         self.num_sms = num_sms or min(PEER_SMS, there)
         self.num_sms_overlapped = num_sms or min(PEER_SMS_OVERLAPPED, there)
         self.buffer = torch.empty(0, dtype=torch.uint8)
-        self.peers: Peers
         self.handle: Any = None  # of torch, which keeps the buffers of all ranks mapped
-        self._is_captured = False  # whether a CUDA graph may have the addresses of the buffer and its flags
-        self._captured: list[object] = []  # smaller buffers that graphs may still use, with their flags
+        self._is_captured = False  # whether a CUDA graph may have the addresses of the buffer and what belongs to it
+        self._captured: list[object] = []  # smaller buffers that graphs may still use, with what belongs to them
         self._n_bytes = 0  # of the last exchange
-        self._of_first: PeerMemory | None = None  # of two interleaved passes
+        self._of_first: Self | None = None  # of two interleaved passes
         self._reader: torch.cuda.Stream | None = None  # that reads the results of the last exchange
         self._results: weakref.ref[InFlight[Any]] | None = None  # those in the buffer that were not waited for
 
-    def of_pass(self) -> PeerMemory:
+    def of_pass(self) -> Self:
         """Return this memory, or another one in the first of two interleaved passes: both have exchanges under way."""
         if not is_first():
             return self
         if self._of_first is None:
-            self._of_first = PeerMemory(self.group)
+            self._of_first = type(self)(self.group)
             self._of_first.num_sms, self._of_first.num_sms_overlapped = self.num_sms, self.num_sms_overlapped
         return self._of_first
 
     def reserve(self, n_bytes: int, device: torch.device) -> None:
         """Have at least so many bytes. All ranks call it with the same number; the first calls wait for each other.
 
-        A smaller buffer that a captured exchange used stays as long as this object: the graph stores to its addresses.
+        A smaller buffer that a captured exchange used stays as long as this object: the graph has its addresses.
 
         Raises:
             RuntimeError: the memory is too small, and a CUDA graph is being captured.
         """
-        from octile.kernels.triton.peer_rows import Peers, num_flags
-
         is_capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         if len(self.buffer) >= n_bytes:
             self._is_captured |= is_capturing
@@ -120,17 +112,19 @@ class PeerMemory:
                 "run it once before it is captured in a CUDA graph"
             )
         if self._is_captured:
-            self._captured.append((self.buffer, self.handle, self.peers))
+            self._captured.append(self._in_use())
             self._is_captured = False
         self.synchronize()  # nobody uses the smaller buffer any more
-        flag_bytes = padded(num_flags(dist.get_world_size(self.group)) * 4)
-        whole, addresses = self.allocate(flag_bytes + padded(n_bytes), device)
-        whole[:flag_bytes] = 0
-        self.buffer = whole[flag_bytes:]
-        flags = torch.tensor(addresses, dtype=torch.int64, device=device)
-        barriers = torch.zeros(2, dtype=torch.int32, device=device)
-        self.peers = Peers(dist.get_rank(self.group), flags + flag_bytes, flags, barriers, self.num_sms)
-        self.synchronize()  # all flags are zero
+        self._grow(n_bytes, device)
+        self.synchronize()  # nobody uses the larger one before
+
+    def _in_use(self) -> object:
+        """Return what a captured exchange uses."""
+        return self.buffer, self.handle
+
+    def _grow(self, n_bytes: int, device: torch.device) -> None:
+        """Allocate a buffer of at least so many bytes."""
+        raise NotImplementedError
 
     @contextmanager
     def exchange(self, n_bytes: int, device: torch.device) -> Iterator[None]:
@@ -155,10 +149,6 @@ class PeerMemory:
         self._reader = current
         with torch.cuda.stream(stream):
             yield
-
-    def peers_of(self, overlaps: bool) -> Peers:
-        """The peers, for an exchange that overlaps with GEMMs, or for one alone."""
-        return self.peers._replace(num_sms=self.num_sms_overlapped) if overlaps else self.peers
 
     def in_flight(self, result: T, *used: object, overlaps: bool = False, holds_results: bool = False) -> InFlight[T]:
         """Return the result of the exchange that was launched last.
@@ -192,19 +182,55 @@ class PeerMemory:
         return flight
 
     def allocate(self, n_bytes: int, device: torch.device) -> tuple[Tensor, list[int]]:
-        """Allocate memory on each rank: this rank's, and the addresses of all ranks'."""
-        os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+        """Allocate memory on each rank: this rank's, and the addresses of all ranks', 0 where they have none here."""
+        os.environ |= NO_MULTICAST
         from torch.distributed import _symmetric_memory as symmetric_memory
 
+        if dist.get_world_size(self.group) == 1:  # NVSHMEM makes no team of one
+            memory = torch.empty(n_bytes, dtype=torch.uint8, device=device)
+            return memory, [memory.data_ptr()]
         memory = symmetric_memory.empty(n_bytes, dtype=torch.uint8, device=device)
+        if symmetric_memory.get_backend(device) == NVSHMEM:
+            _held.append(memory)
         self.handle = symmetric_memory.rendezvous(memory, self.group.group_name)
-        return memory, self.handle.buffer_ptrs
+        addresses = self.handle.buffer_ptrs
+        offset = memory.data_ptr() - addresses[dist.get_rank(self.group)]  # the same on all ranks
+        return memory, [address and address + offset for address in addresses]
 
     def synchronize(self) -> None:
         """Wait until all ranks have done what they were asked to do before."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         dist.barrier(self.group)
+
+
+class PeerMemory(ExchangeMemory):
+    """Memory of each rank of a group that all ranks write to.
+
+    Args:
+        group: ranks on GPUs of one host that can access each other's memory.
+        num_sms: as of `ExchangeMemory`.
+    """
+
+    peers: Peers
+
+    def _in_use(self) -> object:
+        return self.buffer, self.handle, self.peers
+
+    def _grow(self, n_bytes: int, device: torch.device) -> None:
+        from octile.kernels.triton.peer_rows import Peers, num_flags
+
+        flag_bytes = padded(num_flags(dist.get_world_size(self.group)) * 4)
+        whole, addresses = self.allocate(flag_bytes + padded(n_bytes), device)
+        whole[:flag_bytes] = 0
+        self.buffer = whole[flag_bytes:]
+        flags = torch.tensor(addresses, dtype=torch.int64, device=device)
+        barriers = torch.zeros(2, dtype=torch.int32, device=device)
+        self.peers = Peers(dist.get_rank(self.group), flags + flag_bytes, flags, barriers, self.num_sms)
+
+    def peers_of(self, overlaps: bool) -> Peers:
+        """The peers, for an exchange that overlaps with GEMMs, or for one alone."""
+        return self.peers._replace(num_sms=self.num_sms_overlapped) if overlaps else self.peers
 
     def barrier(self) -> None:
         """Have the device wait until all ranks have come here."""
@@ -219,22 +245,20 @@ class PeerMemory:
         peer_rows.launch_barrier(self.peers, signal=False, count=count)
 
 
-class _Handle(NamedTuple):
+class Handle(NamedTuple):
     """The way of a plan's rows.
 
     Attributes:
         experts_SK: the experts of the rows that this rank sends to its peers, its tokens if there is one node.
         local_NK: those of the rows that all peers send, counted from the first expert of this rank.
         load_E: how many tokens of all ranks each of all experts has, int64, if there is one node.
-        hop: across nodes, if there are several.
-        result_X: int32, which of the S · K results go back across nodes.
+        hop: across nodes, if there are several; as `octile.parallel.nodes` plans it.
     """
 
     experts_SK: Tensor
     local_NK: Tensor
     load_E: Tensor | None
-    hop: Hop | None = None
-    result_X: Tensor | None = None
+    hop: Any = None
 
 
 class PeerDispatcher(ExpertDispatcher):
@@ -301,7 +325,7 @@ class PeerDispatcher(ExpertDispatcher):
         total_E = count_tokens(gathered_NK + 1, self.n_experts + 1)[0, 1:]  # −1 for tokens that a rank does not have
         _, order_R, offs_E = routing_plan(local_NK, count_tokens(local_NK, local + 1)[0])
         place = torch.arange(experts_TK.numel(), dtype=torch.int32, device=order_R.device)
-        handle = _Handle(experts_TK, local_NK, total_E)
+        handle = Handle(experts_TK, local_NK, total_E)
         return self._plan(place.view(experts_TK.shape), order_R, offs_E[:local], handle)
 
     def _check_tokens(self, experts_TK: Tensor) -> None:
@@ -327,7 +351,7 @@ class PeerDispatcher(ExpertDispatcher):
         local = self.n_experts // self.n_ranks
         return peer_rows.launch_local_experts(experts_NK, dist.get_rank(self.memory.group) * local, local)
 
-    def _plan(self, place_TK: Tensor, order_R: Tensor, offs_E: Tensor, handle: _Handle) -> RoutingPlan:
+    def _plan(self, place_TK: Tensor, order_R: Tensor, offs_E: Tensor, handle: Handle) -> RoutingPlan:
         """Make the plan of sorted rows, of which there may be too many."""
         fits = offs_E[-1] <= self.max_rows
         if self.too_many_rows is None:
@@ -397,67 +421,6 @@ class PeerDispatcher(ExpertDispatcher):
                 self._most_sent, self.memory.peers_of(overlaps),
             )  # fmt: skip
         return out, out_scale
-
-
-class NodeDispatcher(PeerDispatcher):
-    """A `PeerDispatcher` for several nodes: two hops, across nodes by `all_to_all_single`, inside a node by kernels.
-
-    The host waits for the numbers of rows that cross nodes.
-
-    Args:
-        n_experts, n_chosen, hidden_size, memory, max_tokens, max_rows, too_many_rows, ranks: as of `PeerDispatcher`;
-            ranks is a mesh [nodes, ranks of a node], and the memory is of the ranks of this node.
-    """
-
-    waits_for_device = True
-
-    def plan(self, experts_TK: Tensor, load_E: Tensor) -> RoutingPlan:
-        """Plan where rows go, and tell the other ranks: experts_TK are the experts of each token.
-
-        Raises:
-            ValueError, RuntimeError: as `PeerDispatcher.plan`.
-        """
-        self._check_tokens(experts_TK)
-        across, (t, k) = self.groups[0], experts_TK.shape
-        rows_TC = torch.cat([experts_TK, experts_TK.new_full((t, 1), self.rank)], dim=1).to(torch.int32)
-        hop, rows_SC = plan_hop(rows_TC, self.n_experts // dist.get_world_size(across), across)
-        experts_SK, gathered_NC = rows_SC[:, :-1].contiguous(), self._gather(rows_SC)
-        local_NK, rank_N1 = self._count_from_here(gathered_NC[:, :-1].contiguous()), gathered_NC[:, -1:].clamp(min=0)
-        # an expert's rows, sorted by the rank of their tokens: they came from each peer, and to it from each node
-        order_R = (local_NK * self.n_ranks + rank_N1).flatten().argsort(stable=True).to(torch.int32)
-        local = self.n_experts // self.n_ranks
-        offs_E = count_tokens(local_NK, local + 1)[0].cumsum(0).to(torch.int32)[:local]
-        result_X = (experts_SK.flatten() >= 0).nonzero().squeeze(1).to(torch.int32)
-        return self._plan(hop.place_X.view(t, k), order_R, offs_E, _Handle(experts_SK, local_NK, None, hop, result_X))
-
-    def total_load(self, load_E: Tensor, plan: RoutingPlan) -> Tensor:
-        """Return the number of tokens that all ranks send to each expert, of all E experts."""
-        return ExpertDispatcher.total_load(self, load_E, plan)
-
-    def begin_send(self, x_TD: Tensor, plan: RoutingPlan, overlaps: bool = True) -> InFlight[Tensor]:
-        """Send each row once to every node that has one of its experts, and begin to send them on: [N, D]."""
-        return super().begin_send(_cross(x_TD, plan.handle.hop), plan, overlaps)
-
-    def begin_send_quantized(
-        self, x_TD: ScaledTensor, plan: RoutingPlan, overlaps: bool = True
-    ) -> InFlight[ScaledTensor]:
-        """Send rows in 1×128 tiles as `begin_send` does: [N, D]."""
-        hop = plan.handle.hop
-        data = _cross(x_TD.data.view(torch.uint8), hop).view(x_TD.data.dtype)
-        return super().begin_send_quantized(in_tiles(data, _cross(x_TD.scale, hop)), plan, overlaps)
-
-    def begin_send_back(
-        self, y_RD: Tensor, plan: RoutingPlan, overlaps: bool = True, lasts: bool = False
-    ) -> InFlight[Tensor]:
-        """Send each result to this node's rank of its token's index, and begin to send it across: [T·K, D]."""
-        _, _, _, hop, result_X = plan.handle
-        results = super().begin_send_back(y_RD, plan, overlaps=False).wait(switches=False).index_select(0, result_X)
-        return begin_exchange(results, hop.results_in, hop.results_out, hop.group)
-
-
-def _cross(x_TD: Tensor, hop: Hop) -> Tensor:
-    """Send rows across nodes: [S, D]."""
-    return exchange(x_TD.index_select(0, hop.row_S), hop.rows_out, hop.rows_in, hop.group)
 
 
 def why_not_peers(groups: Sequence[dist.ProcessGroup]) -> str | None:

@@ -1,6 +1,7 @@
 """Kernels and copies of a GPU as the profiler records them: the time of each name, and the time in which it idles.
 
-Communication is the kernels that exchange data with other ranks: NCCL's, and those of `octile.parallel`. It is exposed
+Communication is the kernels that exchange data with other ranks: NCCL's, NVSHMEM's in torch, and those of
+`octile.parallel`. It is exposed
 while no other kernel runs on the GPU. A kernel that waits for another rank communicates, too.
 """
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from torch.profiler import profile
 
 PEER_KERNELS = ("exchange_rows", "send_results", "send_experts", "peer_barrier")  # octile.kernels.triton.peer_rows
+NVSHMEM_KERNELS = "c10d::nvshmem_extension::"  # namespace of torch's
 
 
 class KernelRecord(NamedTuple):
@@ -95,7 +97,7 @@ def idle_share(kernels: Iterable[KernelRecord]) -> float:
 
 def is_communication(name: str) -> bool:
     """Whether a kernel of this name exchanges data with other ranks."""
-    return name.lower().startswith(("nccl", *PEER_KERNELS))
+    return name.lower().startswith(("nccl", *PEER_KERNELS)) or NVSHMEM_KERNELS in name
 
 
 def communication(kernels: Iterable[KernelRecord]) -> Communication:

@@ -150,6 +150,7 @@ def test_without_a_gpu_the_output_says_what_dispatch_uses(pretend, capsys):
     show(examine(), as_json=False)
     shown = " ".join(capsys.readouterr().out.split())
     assert "dispatch to experts on other ranks: all_to_all_single over gloo" in shown
+    assert "dispatch across nodes: all_to_all_single over gloo" in shown
     assert "there is no GPU" in shown
     assert "links between GPUs" not in shown
 

@@ -3,7 +3,7 @@
 import copy
 import datetime
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial, partialmethod
 from itertools import count
@@ -29,14 +29,17 @@ from octile.nn.interleave import run_interleaved
 from octile.nn.moe import share_of_experts
 from octile.nn.observer import ObservedGemm, observe_gemms
 from octile.ops.routing_plan import count_tokens
-from octile.parallel import ExpertDispatcher, ExpertShare, shard_experts, symmetric_memory
+from octile.parallel import ExpertDispatcher, ExpertShare, nvshmem, shard_experts, symmetric_memory
 from octile.parallel.decoding import DecodingExchange
+from octile.parallel.experts import Across
+from octile.parallel.links import NVSHMEM_EXCHANGE
 from tests.worlds import run_cases
 
 E, K, D = 8, 3, 160  # D is no multiple of 128: the last scale of a row is that of a smaller tile
 SIZES = {"fp32": 64, "bf16": 64, "fp8": 128, "fp8_in_fp32": 128, "fp8_unfused": 192}  # I: a fused layer has whole tiles
 T = 13  # tokens of a rank where a gate chooses
 WHY_NOT_PEERS = symmetric_memory.why_not_peers  # before ranks on a CPU replace it
+WHY_NOT_NVSHMEM = nvshmem.why_not_nvshmem  # likewise
 MAX_TOKENS = 90
 ALLOCATIONS = count()
 
@@ -121,14 +124,16 @@ class Peers(NamedTuple):
     """Ranks that exchange rows by kernels on symmetric memory: all of them, or those of each node of a mesh."""
 
     nodes: DeviceMesh | None = None
+    across: Across = "all_to_all_single"
 
 
 def shard(model: nn.Module, ranks) -> ExpertShare:
     """Spread experts over the ranks of a mesh or a group, or over Peers."""
     if not isinstance(ranks, Peers):
         return shard_experts(model, ranks)
-    share = shard_experts(model, ranks.nodes, max_tokens=MAX_TOKENS, num_sms=2)
-    across = "" if ranks.nodes is None else " inside a node, all_to_all_single across"
+    share = shard_experts(model, ranks.nodes, max_tokens=MAX_TOKENS, num_sms=2, across=ranks.across)
+    by = {"all_to_all_single": "all_to_all_single across, since it was asked for"}
+    across = f" inside a node, {by.get(ranks.across, NVSHMEM_EXCHANGE + ' across')}" if ranks.nodes is not None else ""
     assert share.exchange == f"kernels on symmetric memory{across}", share
     return share
 
@@ -415,7 +420,7 @@ def check_sent_once_to_a_node(ranks: DeviceMesh) -> None:
     by_kernels = dispatcher(4, Peers(ranks)).plan(
         torch.tensor([[other, other + 1, other + 2, other + 3]]), torch.zeros(E)
     )
-    assert by_kernels.handle.hop.rows_out == across.rows_out
+    assert by_kernels.handle.hop.hop.rows_out == across.rows_out
 
 
 def check_why_not_peers_of_nodes(ranks: DeviceMesh) -> None:
@@ -578,6 +583,33 @@ def check_why_not_peers() -> None:
     assert WHY_NOT_PEERS([None, None, None]) == "the mesh of ranks has more than two dimensions"
 
 
+def check_why_not_nvshmem(ranks: Peers) -> None:
+    """Where NVSHMEM cannot be used, the reason is given, and an explicit request is refused."""
+    across, in_node = (ranks.nodes.get_group(dimension) for dimension in range(2))
+    assert WHY_NOT_NVSHMEM([across]) == "the ranks are not a mesh of nodes"
+    assert WHY_NOT_NVSHMEM([dist.new_subgroups(1)[0], across]) == "there is one node"
+    assert WHY_NOT_NVSHMEM([across, in_node]) == "the ranks are not on GPUs"
+    moe = partial(MoE, Gate(D, E, K), D, 8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nvshmem, "why_not_nvshmem", WHY_NOT_NVSHMEM)
+        exchange = shard_experts(moe(), ranks.nodes, max_tokens=5).exchange
+        nowhere = "kernels on symmetric memory inside a node, all_to_all_single across, since the ranks are not on GPUs"
+        assert exchange == nowhere
+        asked = partial(shard_experts, ranks=ranks.nodes, max_tokens=5, across="nvshmem")
+        refuses(ValueError, "nvshmem cannot be used, since the ranks are not on GPUs", lambda: asked(moe()))
+        patch.setattr(symmetric_memory, "why_not_peers", WHY_NOT_PEERS)
+        refuses(ValueError, "nvshmem cannot be used, since .* GPUs with NCCL", lambda: asked(moe()))
+    refuses(ValueError, "nvshmem needs max_tokens", lambda: shard_experts(moe(), ranks.nodes, across="nvshmem"))
+    refuses(ValueError, "across must be one of auto, nvshmem, .*, not 'x'", lambda: shard_experts(moe(), across="x"))
+
+
+def check_no_wait(ranks: Peers) -> None:
+    """The numbers of rows are on the devices: the plan does not have the host wait."""
+    own = dispatcher(K, ranks)
+    assert not own.waits_for_device
+    assert {type(value) for value in own.plan(torch.rand(4, E).topk(K)[1], torch.zeros(E)).handle.hop} == {Tensor, int}
+
+
 def check_share() -> None:
     """The weights that are left, with their main_grad, and what is said of them."""
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -639,7 +671,9 @@ def cases(world: int, drawn: list[Tokens], meshes: dict[str, object]) -> dict[st
     for of, ranks in meshes.items():
         # on a CPU an interpreter runs the kernels of peers: it runs all cases once
         is_interpreted = of.endswith("peers")
-        for mode in SIZES if not is_interpreted else ("fp32", "fp8", "fp8_unfused") if world == 2 else ("fp8",):
+        is_slow = world == 4 or (of == "nvshmem_peers" and not torch.cuda.is_available())
+        modes = ("fp8",) if is_slow else ("fp32", "fp8", "fp8_unfused")
+        for mode in modes if is_interpreted else SIZES:
             found[f"gate-{mode}-{of}"] = lambda mode=mode, ranks=ranks: check_gate(mode, ranks)
             for name, tokens in ugly(world).items() if mode != "fp8_in_fp32" else ():
                 found[f"{name}-{mode}-{of}"] = lambda m=mode, r=ranks, t=tokens: check_fixed(m, r, t)
@@ -662,9 +696,15 @@ def cases(world: int, drawn: list[Tokens], meshes: dict[str, object]) -> dict[st
         found[f"interleaved-{of}"] = lambda ranks=ranks: check_interleaved(ranks)
         found[f"two_passes-{of}"] = lambda ranks=ranks: check_two_passes(ranks)
         found[f"second_derivative-{of}"] = lambda ranks=ranks: check_second_derivative(ranks)
+    for of in ("peers", "nvshmem_peers"):
+        if of in meshes and torch.cuda.is_available():
+            found[f"captured-{of}"] = partial(check_captured, meshes[of])
+    if "nvshmem_peers" in meshes:
+        found["no_wait-nvshmem_peers"] = lambda: check_no_wait(meshes["nvshmem_peers"])
+        if not torch.cuda.is_available():
+            found["why_not_nvshmem"] = lambda: check_why_not_nvshmem(meshes["nvshmem_peers"])
     if "peers" in meshes:
         if torch.cuda.is_available():
-            found["captured-peers"] = lambda: check_captured(Peers())
             found["replay_after_growth-peers"] = check_replay_after_growth
         else:
             found["why_not-peers"] = check_why_not_peers
@@ -708,6 +748,21 @@ def wait_without_spinning(memory: symmetric_memory.PeerMemory, count: int) -> No
     launch_barrier(memory.peers, signal=False, count=count)
 
 
+def allocate_garbage(memory: nvshmem.NvshmemMemory, n_bytes: int, device: torch.device) -> tuple[Tensor, list[int]]:
+    """Allocate memory of which nothing must be read before it is written: NaN in most formats."""
+    return torch.full((n_bytes,), 255, dtype=torch.uint8), []
+
+
+def all_to_all_by_gloo(outgoing: Tensor, incoming: Tensor, splits: Tensor, found: Tensor, group) -> None:
+    """Do what torch.ops.symm_mem.all_to_all_vdev does."""
+    counts, came = splits.tolist(), torch.empty_like(splits)
+    dist.all_to_all_single(came, splits, group=group)
+    rows = outgoing.new_empty(int(came.sum()), outgoing.shape[1])
+    dist.all_to_all_single(rows, outgoing[: sum(counts)].clone(), came.tolist(), counts, group=group)
+    incoming[: len(rows)] = rows
+    found.copy_(torch.stack([came, came.cumsum(0) - came]))
+
+
 @contextmanager
 def peers_on_cpu(folder: Path) -> Iterator[None]:
     """Let ranks on a CPU use symmetric memory, in files of a folder, and Triton's interpreter."""
@@ -718,11 +773,26 @@ def peers_on_cpu(folder: Path) -> Iterator[None]:
         patch.setattr(symmetric_memory.PeerMemory, "barrier", barrier_without_spinning)
         patch.setattr(symmetric_memory.PeerMemory, "wait", wait_without_spinning)
         patch.setattr(symmetric_memory, "why_not_peers", lambda groups: None)
+        patch.setattr(nvshmem.NvshmemMemory, "allocate", allocate_garbage)
+        patch.setattr(nvshmem, "all_to_all_vdev", all_to_all_by_gloo)
+        patch.setattr(nvshmem, "why_not_nvshmem", lambda groups: None)
         yield
 
 
-def run(rank: int, world: int, folder: str, drawn: list[Tokens], device: str = "cpu") -> None:
-    """Run all cases as one rank, on a CPU or each rank on its GPU, and write what went wrong in each."""
+def run(
+    rank: int,
+    world: int,
+    folder: str,
+    drawn: list[Tokens],
+    device: str = "cpu",
+    names: Collection[str] | None = None,
+) -> None:
+    """Run cases as one rank, on a CPU or each rank on its GPU, and write what went wrong in each.
+
+    Args:
+        rank, world, folder, drawn, device: this rank, how many there are, and with what.
+        names: of the cases, of which those by NVSHMEM come first; None: all that need none, or a stand-in for it.
+    """
     torch.set_num_threads(1)
     backend = "gloo"
     if device == "cuda":
@@ -732,7 +802,11 @@ def run(rank: int, world: int, folder: str, drawn: list[Tokens], device: str = "
         torch.use_deterministic_algorithms(True)
     timeout = datetime.timedelta(seconds=30)
     dist.init_process_group(backend, f"file://{folder}/store", timeout, world, rank)
-    meshes: dict[str, object] = {"ranks": None}
+    meshes: dict[str, object] = {}
+    if world > 1 and (names is not None or device == "cpu"):
+        nodes = init_device_mesh(device, (2, world // 2), mesh_dim_names=("node", "rank"))
+        meshes["nvshmem_peers"] = Peers(nodes, "nvshmem")
+    meshes["ranks"] = None
     if world > 1:
         meshes["peers"] = Peers()
     if world == 4:
@@ -741,5 +815,6 @@ def run(rank: int, world: int, folder: str, drawn: list[Tokens], device: str = "
     elif world == 2 and device == "cuda":
         meshes["node_peers"] = Peers(init_device_mesh(device, (1, 2), mesh_dim_names=("node", "rank")))
     with peers_on_cpu(Path(folder)) if device == "cpu" else nullcontext():
-        run_cases(cases(world, drawn, meshes), folder, rank)
+        found = cases(world, drawn, meshes)
+        run_cases({name: found[name] for name in names or found}, folder, rank)
     dist.destroy_process_group()

@@ -15,7 +15,10 @@ from tests.parallel import expert_cases
 from tests.parallel.expert_cases import E, K, Tokens
 from tests.worlds import Failures, assert_passed, start_once, start_ranks
 
-MESHES = {2: ["ranks", "peers"], 4: ["ranks", "peers", "nodes", "node_peers"]}
+MESHES = {
+    2: ["nvshmem_peers", "ranks", "peers"],
+    4: ["nvshmem_peers", "ranks", "peers", "nodes", "node_peers"],
+}
 NAMES = {world: list(expert_cases.cases(world, [], dict.fromkeys(meshes))) for world, meshes in MESHES.items()}
 
 

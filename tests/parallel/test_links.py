@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from octile.parallel.links import NVLINK, OK, Link, describe_dispatch, find_links
+from octile.parallel import links as links_module
+from octile.parallel.links import NVLINK, OK, Link, describe_dispatch, describe_nodes, find_links
 
 NOT_SUPPORTED = 5
 
@@ -125,3 +126,22 @@ def test_between_more_than_two_gpus_the_option_for_the_kernels_is_named():
     assert text.endswith(
         "between more, all_to_all_single over NCCL, or with --parallel.exchange symmetric_memory the kernels, too"
     )
+
+
+@pytest.mark.parametrize(
+    ("n", "has_nvshmem", "expected"),
+    [
+        (0, False, "all_to_all_single over gloo: there is no GPU"),
+        (2, False, "all_to_all_single over NCCL: this torch has no NVSHMEM"),
+        (
+            2,
+            True,
+            "all_to_all_single over NCCL, or with --parallel.exchange symmetric_memory NVSHMEM's all_to_all_vdev, "
+            "for which the host does not wait",
+        ),
+    ],
+)
+def test_what_dispatch_across_nodes_would_use(gpus, monkeypatch, n, has_nvshmem, expected):
+    gpus(n)
+    monkeypatch.setattr(links_module, "has_nvshmem", lambda: has_nvshmem)
+    assert describe_nodes() == expected

@@ -61,8 +61,9 @@ def test_the_exposed_share_is_that_of_the_time_of_communication():
     assert Communication(0, 0).exposed_share == 0
 
 
-def test_kernels_of_nccl_and_of_symmetric_memory_are_communication():
-    assert all(map(is_communication, (SENDS, "ncclKernel_AllGather", *PEER_KERNELS)))
+def test_kernels_of_nccl_of_nvshmem_and_of_symmetric_memory_are_communication():
+    by_nvshmem = "c10d::nvshmem_extension::allToAllV(void*, void*, long*, unsigned long, int)"
+    assert all(map(is_communication, (SENDS, "ncclKernel_AllGather", by_nvshmem, *PEER_KERNELS)))
     assert not any(map(is_communication, ("gemm_kernel", "Memcpy DtoH (Device -> Pinned)", "local_experts")))
 
 

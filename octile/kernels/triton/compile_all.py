@@ -27,6 +27,7 @@ from octile.kernels.triton import (
     adamw,
     cross_entropy,
     decode_rows,
+    gather_rows,
     gradient_norms,
     grouped,
     high_precision,
@@ -139,6 +140,7 @@ def _cases() -> dict[str, Callable[[], object]]:
         peer_rows.launch_local_experts(numbers, 0, 32)
         peer_rows.launch_exchange(sent[:t], rows[1][:t], experts, numbers, 32, buffer, sent, rows[1], t, peers)
         peer_rows.launch_send_back(results, numbers.view(-1), offs, 8 * t, peers)
+        gather_rows.launch(sent[:t], numbers.view(-1), _empty(ranks, dtype=torch.int64), sent)
 
     def decode() -> None:
         ranks, capacity, local = 8, 128, 32

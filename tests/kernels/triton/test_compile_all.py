@@ -40,6 +40,7 @@ def test_all_kernels_are_compiled(compiled: dict[str, list[CompiledTritonKernel]
         "local_experts",
         "exchange_rows",
         "send_results",
+        "gather_rows",
         "send_tokens",
         "place_tokens",
         "return_results",

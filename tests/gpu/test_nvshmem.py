@@ -1,0 +1,46 @@
+"""Rows across nodes by NVSHMEM on two GPUs of one host, each a node of its own: the cases of tests/parallel.
+
+NVSHMEM is then the backend of all symmetric memory of the process, also of the kernels inside a node, and cannot be
+changed: these ranks are others than those of test_experts.py.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.parallel import expert_cases
+from tests.parallel.expert_cases import E, K, Tokens
+from tests.worlds import Failures, assert_passed, start_once, start_ranks
+
+WORLD = 2
+ON_PEERS = ("gate-fp8-peers", "many_exchanges-peers", "decoding-peers", "in_flight-peers", "captured-peers")
+NAMES = [
+    *(
+        name
+        for name in expert_cases.cases(WORLD, [], dict.fromkeys(["nvshmem_peers"]))
+        if name.endswith("-nvshmem_peers")
+    ),
+    *ON_PEERS,
+]
+
+
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Failures]:
+    """What went wrong on so many GPUs, by rank."""
+
+    def start(world: int, folder: str) -> None:
+        drawn = [
+            Tokens([[[(r + t + k) % E for k in range(K)] for t in range(3 * n)] for r in range(world)])
+            for n in range(4)
+        ]
+        start_ranks(expert_cases.run, (world, folder, drawn, "cuda", NAMES), world)
+
+    return start_once(tmp_path_factory, "experts-by-nvshmem", start)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ranks(failures, name: str):
+    if torch.cuda.device_count() < WORLD:
+        pytest.skip(f"needs {WORLD} GPUs")
+    assert_passed(failures(WORLD), name)
