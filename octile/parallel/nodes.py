@@ -65,15 +65,13 @@ def choose_dispatcher(
     if not isinstance(ranks, DeviceMesh) or len(groups) == 1:
         memory = PeerMemory(groups[-1], num_sms)
         return PEER_KERNELS, partial(PeerDispatcher, memory=memory, ranks=ranks, **limits)
-    in_node = f"{PEER_KERNELS} inside a node"
-    reason = "it was asked for" if across == "all_to_all_single" else nvshmem.why_not_nvshmem(groups)
-    memory = PeerMemory(groups[-1], num_sms)
-    if reason is not None:
-        make = partial(NodeDispatcher, CollectiveTransport(groups[0]), memory=memory, ranks=ranks, **limits)
-        return f"{in_node}, {ALL_TO_ALL} across, since {reason}", make
-    transport = NvshmemTransport(NvshmemMemory(groups[0], num_sms), max_tokens)
-    make = partial(NodeDispatcher, transport, memory=memory, ranks=ranks, **limits)
-    return f"{in_node}, {NVSHMEM_EXCHANGE} across", make
+    why_not = None if across == ALL_TO_ALL else nvshmem.why_not_nvshmem(groups)
+    transport: Transport = CollectiveTransport(groups[0])
+    name = ALL_TO_ALL
+    if across != ALL_TO_ALL and why_not is None:
+        transport, name = NvshmemTransport(NvshmemMemory(groups[0], num_sms), max_tokens), NVSHMEM_EXCHANGE
+    make = partial(NodeDispatcher, transport, memory=PeerMemory(groups[-1], num_sms), ranks=ranks, **limits)
+    return f"{PEER_KERNELS} inside a node, {name} across" + (f", since {why_not}" if why_not else ""), make
 
 
 class Transport(Protocol):

@@ -88,8 +88,8 @@ class ParallelConfig:
         schedule: the order in which a pipeline's ranks pass micro_batches: gpipe, 1f1b, zb1p, dualpipe, dualpipev (two
             stages on a rank) or chimera.
         exchange: how rows of tokens go to spread experts: all_to_all; symmetric_memory, kernels between GPUs of one
-            host, for which the host does not wait, and all_to_all between hosts; or auto, these kernels between two
-            GPUs.
+            host, and NVSHMEM between hosts, for which no host waits (all_to_all where torch has no NVSHMEM, and in a
+            pipeline); or auto, these kernels between two GPUs.
         reduce: the format in which gradients are summed over the ranks: float32, or bfloat16, half the traffic.
         timeout: seconds after which a rank that waits for another one ends the run.
     """

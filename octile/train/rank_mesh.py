@@ -30,7 +30,8 @@ class RankMesh(NamedTuple):
         experts: the mesh [replicas, ranks of a replica] of the ranks of `data`; None: experts are not spread.
         hops: the ranks of this rank's replica, over which they are spread; on several hosts as the mesh [hosts, ranks
             of a host], so that a row crosses once. torchrun says how many ranks a host has, and numbers them so. On
-            hosts with unequal numbers of ranks all of them are one hop.
+            hosts with unequal numbers of ranks all of them are one hop; also on hosts of one rank, unless rows are
+            exchanged on symmetric memory, which across hosts needs the mesh.
     """
 
     data: dist.ProcessGroup | None = None
@@ -57,7 +58,8 @@ class RankMesh(NamedTuple):
             rows = [[*range(replica, replica + ep)] for replica in range(first, first + dp, ep)]
             names = ("replica", "expert")
             experts = DeviceMesh.from_group([replicas, of_replica], device_type, rows, mesh_dim_names=names)
-        if 1 < local < ep and ep % local == 0:
+        least = 1 if config.exchange == "symmetric_memory" else 2
+        if least <= local < ep and ep % local == 0:
             across = _own_group([range(s + r, s + ep, local) for s in range(0, size, ep) for r in range(local)], ranks)
             in_host = _own_group([range(first, first + local) for first in range(0, size, local)], ranks)
             first = ranks.rank // ep * ep

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.delayed_scaling import amax_histories
 from octile.parallel import symmetric_memory
-from octile.parallel.experts import ExpertShare, groups_of, shard_experts
+from octile.parallel.experts import Across, ExpertShare, groups_of, shard_experts
 from octile.parallel.links import AUTO_RANKS
 from octile.parallel.ranks import Ranks
 from octile.recipe import Recipe
@@ -45,7 +45,8 @@ def spread_experts(
     parallel, tokens = config.parallel, config.micro_batch_size * config.sequence_length
     by_kernels = parallel.exchange == "symmetric_memory" or (parallel.exchange == "auto" and parallel.ep <= AUTO_RANKS)
     max_tokens = tokens if by_kernels else None
+    across: Across = "auto" if parallel.pp == 1 else "all_to_all_single"  # stages allocate differently
     if recipe.loss_scale or amax_histories(model):
-        return shard_experts(model, hops, max_tokens)
+        return shard_experts(model, hops, max_tokens, across=across)
     max_rows = round(ROOM * tokens * config.model.num_experts_per_tok)
-    return shard_experts(model, hops, max_tokens, max_rows, too_many_rows=too_many_rows)
+    return shard_experts(model, hops, max_tokens, max_rows, too_many_rows=too_many_rows, across=across)

@@ -11,6 +11,8 @@ import torch
 
 from tests.parallel import expert_cases
 from tests.parallel.expert_cases import E, K, Tokens
+from tests.train import rank_cases
+from tests.train.test_ranks import free_port
 from tests.worlds import Failures, assert_passed, start_once, start_ranks
 
 WORLD = 2
@@ -23,6 +25,12 @@ NAMES = [
     ),
     *ON_PEERS,
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_gpus() -> None:
+    if torch.cuda.device_count() < WORLD:
+        pytest.skip(f"needs {WORLD} GPUs")
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +47,21 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Failur
     return start_once(tmp_path_factory, "experts-by-nvshmem", start)
 
 
+@pytest.fixture(scope="module")
+def of_trainers(store, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Failures]:
+    """What went wrong with trainers, by rank."""
+
+    def start(world: int, folder: str) -> None:
+        start_ranks(rank_cases.run, (world, folder, str(store.folder), free_port(), "cuda", True), world)
+
+    return start_once(tmp_path_factory, "trainers-by-nvshmem", start)
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_ranks(failures, name: str):
-    if torch.cuda.device_count() < WORLD:
-        pytest.skip(f"needs {WORLD} GPUs")
+def test_experts(failures, name: str):
     assert_passed(failures(WORLD), name)
+
+
+@pytest.mark.parametrize("name", rank_cases.nvshmem_cases())
+def test_trainers(of_trainers, name: str):
+    assert_passed(of_trainers(WORLD), name)

@@ -132,9 +132,9 @@ def shard(model: nn.Module, ranks) -> ExpertShare:
     if not isinstance(ranks, Peers):
         return shard_experts(model, ranks)
     share = shard_experts(model, ranks.nodes, max_tokens=MAX_TOKENS, num_sms=2, across=ranks.across)
-    by = {"all_to_all_single": "all_to_all_single across, since it was asked for"}
-    across = f" inside a node, {by.get(ranks.across, NVSHMEM_EXCHANGE + ' across')}" if ranks.nodes is not None else ""
-    assert share.exchange == f"kernels on symmetric memory{across}", share
+    across = NVSHMEM_EXCHANGE if ranks.across == "nvshmem" else ranks.across
+    in_node = "" if ranks.nodes is None else f" inside a node, {across} across"
+    assert share.exchange == f"kernels on symmetric memory{in_node}", share
     return share
 
 

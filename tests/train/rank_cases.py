@@ -14,11 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import _symmetric_memory as symmetric_memory
 
 from octile.checkpoint import DistributedCheckpoints, ShardedCheckpoint, load_checkpoint, save_checkpoint
 from octile.nn.delayed_scaling import amax_histories
+from octile.parallel.nodes import NodeDispatcher
+from octile.parallel.nvshmem import NvshmemTransport
 from octile.parallel.ranks import Ranks, join, leave
-from octile.parallel.symmetric_memory import NodeDispatcher
 from octile.train import spread_experts
 from octile.train import trainer as module
 from octile.train.captured_step import WARM_UP_STEPS
@@ -207,7 +209,7 @@ def check_place(store: TokenStore, ranks: Ranks) -> None:
 
 
 def check_hosts(store: TokenStore, ranks: Ranks) -> None:
-    """Experts over two hosts of two ranks: rows cross once, then go on inside the host, by kernels on request."""
+    """Experts over two hosts of two ranks: rows cross once, then go on inside the host; on request no host waits."""
     folder = Path(ranks.from_first(tempfile.mkdtemp))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -215,8 +217,10 @@ def check_hosts(store: TokenStore, ranks: Ranks) -> None:
         assert {len(moe.dispatcher.groups) for moe in own.moes.values()} == {2}
         check_close(steps(own, 2), steps(alone, 2), **EXACT)
         with peers_on_cpu(folder):
-            _, own = trainers(store, ranks, 4, {"exchange": "symmetric_memory"})
-    assert {type(moe.dispatcher) for moe in own.moes.values()} == {NodeDispatcher}
+            alone, own = trainers(store, ranks, 4, {"exchange": "symmetric_memory"})
+            check_close(steps(own, 2), steps(alone, 2), **EXACT)
+    dispatchers = [moe.dispatcher for moe in own.moes.values()]
+    assert {(type(own), type(own.transport)) for own in dispatchers} == {(NodeDispatcher, NvshmemTransport)}
     dist.barrier()
     ranks.from_first(lambda: shutil.rmtree(folder))
 
@@ -447,6 +451,19 @@ def gpu_cases() -> dict[str, object]:
     }
 
 
+def check_hosts_of_one_gpu(store: TokenStore, ranks: Ranks) -> None:
+    """Two GPUs as two hosts: rows go across by NVSHMEM, and steps are captured."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "1")
+        check_captured(store, ranks, "deepseek_v3", 2, "symmetric_memory")
+    assert symmetric_memory.get_backend(torch.device("cuda")) == "NVSHMEM"
+
+
+def nvshmem_cases() -> dict[str, object]:
+    """The cases of two GPUs whose processes have symmetric memory by NVSHMEM."""
+    return {"hosts_of_one_gpu": check_hosts_of_one_gpu}
+
+
 def cases(world: int) -> dict[str, object]:
     """The cases of a world of CPU processes."""
     if world == 4:
@@ -485,7 +502,9 @@ def cases(world: int) -> dict[str, object]:
     }
 
 
-def run(rank: int, world: int, folder: str, store: str, port: int, device: str = "cpu") -> None:
+def run(
+    rank: int, world: int, folder: str, store: str, port: int, device: str = "cpu", by_nvshmem: bool = False
+) -> None:
     """Run all cases as one rank, on a CPU or each rank on its GPU, and write what went wrong in each."""
     torch.set_num_threads(1)
     if device == "cuda":
@@ -494,7 +513,7 @@ def run(rank: int, world: int, folder: str, store: str, port: int, device: str =
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     os.environ[WORKSPACE_VARIABLE] = FIXED_WORKSPACE  # for cases with `deterministic`: cuBLAS reads it once
     ranks, tokens = join(torch.device(device, rank if device == "cuda" else None), 60), TokenStore.open(Path(store))
-    own = gpu_cases() if device == "cuda" else cases(world)
+    own = nvshmem_cases() if by_nvshmem else gpu_cases() if device == "cuda" else cases(world)
     run_cases({name: partial(case, tokens, ranks) for name, case in own.items()}, folder, rank)
     dist.barrier()
     leave()

@@ -49,3 +49,8 @@ def test_without_a_pipeline_all_ranks_share_the_batch(groups_of):
 def test_experts_on_several_hosts_have_a_hop_across_them(groups_of, rank: int, rows: list[list[int]]):
     found = groups_of(rank, ParallelConfig(dp=8, ep=4, pp=2), ranks_of_a_host=2)
     assert found.hops == rows
+
+
+@pytest.mark.parametrize(("exchange", "hops"), [("symmetric_memory", [[0], [1]]), ("all_to_all", [0, 1])])
+def test_hosts_of_one_rank_are_a_mesh_for_symmetric_memory_only(groups_of, exchange: str, hops: list):
+    assert groups_of(1, ParallelConfig(dp=2, ep=2, exchange=exchange), ranks_of_a_host=1).hops == hops
