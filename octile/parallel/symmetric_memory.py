@@ -26,6 +26,7 @@ S rows come to a rank, at most M from each node.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import weakref
@@ -56,7 +57,6 @@ NVSHMEM = "NVSHMEM"  # torch's name of the backend
 NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}  # of exchanges
-_held: list[Tensor] = []  # NVSHMEM's memory: all ranks free it together, and so not when one collects garbage
 
 
 class ExchangeMemory:
@@ -191,7 +191,7 @@ class ExchangeMemory:
             return memory, [memory.data_ptr()]
         memory = symmetric_memory.empty(n_bytes, dtype=torch.uint8, device=device)
         if symmetric_memory.get_backend(device) == NVSHMEM:
-            _held.append(memory)
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))  # all ranks free it together: one must not, at no time
         self.handle = symmetric_memory.rendezvous(memory, self.group.group_name)
         addresses = self.handle.buffer_ptrs
         offset = memory.data_ptr() - addresses[dist.get_rank(self.group)]  # the same on all ranks
