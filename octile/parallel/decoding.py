@@ -1,14 +1,17 @@
 """Dispatch and combine for decoding: few tokens on each rank, in a fixed layout, with few launches.
 
-    dispatch    rows in 1×128 tiles with their scales → [experts, ranks · capacity, D] and the counts of the experts,
-                as `octile.ops.grouped.masked_grouped_matmul_nt` reads them
-    combine     results of that layout → the weighted sums of the ranks' own tokens
+    DecodingExchange    rows in 1×128 tiles with their scales → [experts, ranks · capacity, D] and the counts of the
+                        experts, as `octile.ops.grouped.masked_grouped_matmul_nt` reads them
+    SortedExchange      rows, quantized or not, with the weights of their experts → [ranks · capacity · K, D], sorted by
+                        expert, and where each expert's rows end, as `octile.ops.grouped.grouped_matmul_nt` reads them
+    combine             results of that layout → one row for each of this rank's tokens
 
 Five launches for both and one for the sums, and nothing waits for the host: a decoding step can be captured in a CUDA
 graph. The rows of an expert are sorted by the rank and the position of their tokens, and a token's results are summed
 in the order of its experts, so the bits are those of one process.
 
-Shapes: W ranks, T tokens of this rank, C the most tokens of a rank, K chosen experts, D model, G experts of a rank.
+Shapes: W ranks, T tokens of this rank, C the most tokens of a rank, K chosen experts, D model, G experts of a rank,
+R = W · C · K.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from octile.parallel.symmetric_memory import PeerMemory
 from octile.scaled import ScaledTensor
 
 MAX_TOKENS = 128  # of a rank
+MAX_ENTRIES = 8192  # chosen experts of all ranks' tokens, which each program of `SortedExchange` reads
 
 
 class Dispatched(NamedTuple):
@@ -146,3 +150,160 @@ class DecodingExchange:
         )
         found = self.memory.buffer[self.results_at :][: tokens * self.n_chosen * y_bytes.shape[2]].view(y_GMD.dtype)
         return unpermute(found.view(-1, self.hidden_size), self.place[:tokens], add, weights_TK)
+
+
+class SortedRows(NamedTuple):
+    """Rows at their experts, sorted by expert.
+
+    Attributes:
+        rows: [R, D], in 1×128 tiles or in high precision; those after the last expert's are not written.
+        weights: float32 [R], of the experts of the rows' tokens, likewise.
+        offs: int32 [G], where the rows of each expert end.
+        entries: int32 [R], the rank, the token and the expert of each row, as one number.
+        n_tokens: T, how many tokens this rank has dispatched.
+    """
+
+    rows: ScaledTensor | Tensor
+    weights: Tensor
+    offs: Tensor
+    entries: Tensor
+    n_tokens: int
+
+
+class SortedExchange:
+    """Dispatch and combine of few tokens between ranks of one host, with rows sorted by expert.
+
+    `send`, `receive` and `combine` follow each other; what is launched between the first two overlaps with the way of
+    the rows.
+
+    Args:
+        n_experts, n_chosen, memory: as of `DecodingExchange`.
+        hidden_size: D.
+        dtype: of the rows: float8_e4m3fn in 1×128 tiles, bfloat16 or float32.
+        max_tokens: C; all ranks together choose at most 8,192 experts.
+
+    Raises:
+        ValueError: a size does not fit, or the ranks disagree about one.
+    """
+
+    def __init__(
+        self,
+        n_experts: int,
+        n_chosen: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        memory: PeerMemory,
+        max_tokens: int,
+    ):
+        ranks = memory.group.size()
+        most = most_tokens(ranks, n_chosen)
+        if not 1 <= max_tokens <= most:
+            raise ValueError(f"max_tokens must be from 1 to {most} of {ranks} ranks, not {max_tokens}")
+        sizes = f"{n_experts} experts, {n_chosen} of them chosen, {hidden_size} of {dtype}, max_tokens {max_tokens}"
+        check_agreement("the sizes of decoding", sizes, [memory.group])
+        check_divisible(n_experts, [memory.group])
+        self.memory, self.max_tokens, self.n_chosen, self.hidden_size = memory, max_tokens, n_chosen, hidden_size
+        self.dtype, self.local = dtype, n_experts // ranks
+        self.place = torch.arange(max_tokens * n_chosen, dtype=torch.int32).view(max_tokens, n_chosen)
+        tokens, self.row_bytes = ranks * max_tokens, hidden_size * dtype.itemsize
+        self.tiles = -(-hidden_size // TILE[1]) if dtype == torch.float8_e4m3fn else 0
+        self.scales_at = padded(tokens * self.row_bytes)
+        self.experts_at = padded(self.scales_at + tokens * self.tiles * 4)
+        self.weights_at = padded(self.experts_at + tokens * n_chosen * 4)
+        self.results_at = padded(self.weights_at + tokens * n_chosen * 4)
+        self.n_bytes = self.results_at + max_tokens * n_chosen * hidden_size * 4
+
+    def send(self, x_TD: ScaledTensor | Tensor, experts_TK: Tensor, weights_TK: Tensor) -> int:
+        """Send each row once to every rank that has one of its experts.
+
+        Args:
+            x_TD: rows of the dtype.
+            experts_TK: int64 or int32, the chosen experts of each token; −1: none.
+            weights_TK: float32, theirs.
+
+        Returns:
+            what `receive` waits for.
+
+        Raises:
+            ValueError: there are more tokens than max_tokens, or the shapes or the dtype do not fit.
+        """
+        from octile.kernels.triton import decode_rows
+
+        data, scale = (x_TD.data, x_TD.scale) if isinstance(x_TD, ScaledTensor) else (x_TD, None)
+        tokens = len(experts_TK)
+        expected = (tokens, self.hidden_size), self.dtype, (tokens, self.n_chosen), (tokens, self.n_chosen)
+        found = tuple(data.shape), data.dtype, tuple(experts_TK.shape), tuple(weights_TK.shape)
+        if found != expected:
+            raise ValueError(f"x, its dtype, experts and weights must be {expected}, not {found}")
+        if tokens > self.max_tokens:
+            raise ValueError(f"a rank must have at most max_tokens = {self.max_tokens} tokens, not {tokens}")
+        data = data.contiguous()
+        self.memory.reserve(self.n_bytes, data.device)
+        self.place = self.place.to(data.device)
+        return decode_rows.launch_send(
+            data.view(torch.uint8), scale, experts_TK.contiguous(), self.local, self.max_tokens, self.scales_at,
+            self.experts_at, self.memory.peers, weights_TK.contiguous(), self.weights_at,
+        )  # fmt: skip
+
+    def receive(self, sent: int, n_tokens: int) -> SortedRows:
+        """Wait for the rows of all ranks, and copy them to their experts.
+
+        Args:
+            sent: what `send` has returned.
+            n_tokens: T.
+        """
+        from octile.kernels.triton import decode_rows
+
+        self.memory.wait(sent)
+        buffer, m = self.memory.buffer, self.memory.group.size() * self.max_tokens
+        rows = buffer[: m * self.row_bytes].view(m, self.row_bytes)
+        scales = buffer[self.scales_at :].view(torch.float32)[: m * self.tiles].view(m, -1) if self.tiles else None
+        experts = buffer[self.experts_at :].view(torch.int32)[: m * self.n_chosen].view(m, -1)
+        weights = buffer[self.weights_at :].view(torch.float32)[: m * self.n_chosen].view(m, -1)
+        out = torch.empty(experts.numel(), self.hidden_size, dtype=self.dtype, device=buffer.device)
+        out_scale = new_scale(out, *TILE) if self.tiles else None
+        out_weights, entries = weights.new_empty(len(out)), experts.new_empty(len(out))
+        offs = experts.new_empty(self.local)
+        decode_rows.launch_sort(
+            rows, scales, experts, weights, self.memory.peers.rank * self.local, out.view(torch.uint8), out_scale,
+            out_weights, entries, offs,
+        )  # fmt: skip
+        sorted_rows = out if out_scale is None else ScaledTensor(out, out_scale, TILE)
+        return SortedRows(sorted_rows, out_weights, offs, entries, n_tokens)
+
+    def combine(
+        self, y_RD: Tensor, at_experts: SortedRows, add: Tensor | None = None, weights_TK: Tensor | None = None
+    ) -> Tensor:
+        """Sum the results of each token of this rank, and add [T, D]: [T, D].
+
+        Args:
+            y_RD: [R, D], float32, bfloat16 or float16, of which the rows up to the last of `at_experts.offs` are used.
+            at_experts: what `receive` has returned.
+            add: in y's dtype, to the same tokens; None: zeros.
+            weights_TK: float32, by which results are multiplied; None: ones.
+
+        Raises:
+            ValueError: a shape does not fit.
+        """
+        from octile.kernels.triton import decode_rows
+
+        tokens, results = at_experts.n_tokens, self.max_tokens * self.n_chosen
+        shapes = ("y_RD", y_RD, (len(at_experts.entries), self.hidden_size)), (
+            "weights_TK", weights_TK, (tokens, self.n_chosen)
+        ), ("add", add, (tokens, self.hidden_size))  # fmt: skip
+        for name, tensor, shape in shapes:
+            if tensor is not None and tensor.shape != shape:
+                raise ValueError(f"{name} must be {shape}, not {tuple(tensor.shape)}")
+        y_bytes = y_RD.contiguous().view(torch.uint8)
+        self.memory.wait(
+            decode_rows.launch_return(
+                y_bytes, at_experts.entries, at_experts.offs, results, self.results_at, self.memory.peers, True
+            )
+        )
+        found = self.memory.buffer[self.results_at :][: tokens * self.n_chosen * y_bytes.shape[1]].view(y_RD.dtype)
+        return unpermute(found.view(-1, self.hidden_size), self.place[:tokens], add, weights_TK)
+
+
+def most_tokens(ranks: int, n_chosen: int) -> int:
+    """Return how many tokens a rank has at most in a `SortedExchange`."""
+    return MAX_ENTRIES // (ranks * n_chosen)

@@ -30,9 +30,10 @@ from octile.nn.moe import share_of_experts
 from octile.nn.observer import ObservedGemm, observe_gemms
 from octile.ops.routing_plan import count_tokens
 from octile.parallel import ExpertDispatcher, ExpertShare, nvshmem, shard_experts, symmetric_memory
-from octile.parallel.decoding import DecodingExchange
+from octile.parallel.decoding import DecodingExchange, SortedExchange
 from octile.parallel.experts import Across
 from octile.parallel.links import NVSHMEM_EXCHANGE
+from octile.scaled import ScaledTensor
 from tests.worlds import run_cases
 
 E, K, D = 8, 3, 160  # D is no multiple of 128: the last scale of a row is that of a smaller tile
@@ -496,6 +497,54 @@ def check_decoding() -> None:
     refuses(ValueError, r"y_GMD must be \(.*\), not", lambda: own.combine(y[:, 1:], dispatched, torch.ones(t, K)))
 
 
+def check_sorted_decoding() -> None:
+    """Rows come sorted by expert with the weights of their experts, quantized or not, and results to their tokens."""
+    world, rank, tokens = dist.get_world_size(), dist.get_rank(), [5, 0, 7, 1][: dist.get_world_size()]
+    local = E // world
+    torch.manual_seed(0)
+    for dtype in (torch.float8_e4m3fn, torch.bfloat16, torch.float32):
+        memory = symmetric_memory.PeerMemory(dist.distributed_c10d._get_default_group(), 2)
+        own = SortedExchange(E, K, D, dtype, memory, 7)
+        for _ in range(50 if torch.get_default_device().type == "cuda" else 2):
+            experts = [torch.rand(t, E).topk(K).indices for t in tokens]
+            for of_rank in experts:
+                of_rank[3:4] = -1  # a token without experts, as padding has none
+            x = [torch.randn(t, D) for t in tokens]
+            rows = [octile.quantize(of_rank, (1, 128)) if dtype.itemsize == 1 else of_rank.to(dtype) for of_rank in x]
+            x = [of.dequantize() if isinstance(of, ScaledTensor) else of.float() for of in rows]
+            weights, add = [torch.rand(t, K) for t in tokens], [torch.rand(t, D) for t in tokens][rank]
+            found = own.receive(own.send(rows[rank], experts[rank], weights[rank]), tokens[rank])
+            here = range(rank * local, (rank + 1) * local)
+            expected = [[v for vs, of in zip(x, experts, strict=True) for v in vs[(of == e).any(1)]] for e in here]
+            shares = [w for e in here for ws, of in zip(weights, experts, strict=True) for w in ws[of == e]]
+            counts = torch.tensor([len(of_expert) for of_expert in expected])
+            assert found.offs.tolist() == counts.cumsum(0).tolist()
+            values = found.rows.dequantize() if isinstance(found.rows, ScaledTensor) else found.rows.float()
+            n = len(shares)
+            all_rows = [row for of_expert in expected for row in of_expert]
+            assert torch.equal(values[:n], torch.stack(all_rows) if n else values[:0])
+            assert found.weights[:n].tolist() == torch.tensor(shares).tolist()
+            factor = (rank * local + torch.arange(local) + 1).repeat_interleave(counts)
+            y = values.clone()
+            y[:n] *= factor[:, None] * found.weights[:n, None]
+            total = add.clone()
+            for k in range(K):
+                one = x[rank] * ((experts[rank][:, k, None] + 1) * weights[rank][:, k, None])
+                total += one.masked_fill(experts[rank][:, k, None] < 0, 0)
+            is_token = (experts[rank] >= 0).all(1)
+            combined = own.combine(y, found, add)
+            torch.testing.assert_close(combined[is_token], total[is_token])
+    most = 8192 // (world * K)
+    message = f"max_tokens must be from 1 to {most} of {world} ranks, not {most + 1}"
+    refuses(ValueError, message, lambda: SortedExchange(E, K, D, torch.float32, memory, most + 1))
+    of_8 = torch.zeros(8, D), torch.zeros(8, K, dtype=torch.int64), torch.zeros(8, K)
+    refuses(ValueError, "at most max_tokens = 7 tokens, not 8", lambda: own.send(*of_8))
+    refuses(ValueError, "x, its dtype, experts and weights must be", lambda: own.send(of_8[0].half(), *of_8[1:]))
+    refuses(ValueError, "x, its dtype, experts and weights must be", lambda: own.send(*of_8[:2], of_8[2][:, 1:]))
+    refuses(ValueError, r"y_RD must be \(.*\), not", lambda: own.combine(y[1:], found))
+    refuses(ValueError, r"add must be \(.*\), not", lambda: own.combine(y, found, torch.ones(tokens[rank] + 1, D)))
+
+
 def check_max_rows() -> None:
     """Tensors of as many rows as are needed compute the same; with one less there is an error."""
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -712,6 +761,7 @@ def cases(world: int, drawn: list[Tokens], meshes: dict[str, object]) -> dict[st
         found["in_flight-peers"] = check_in_flight
         found["max_rows-peers"] = check_max_rows
         found["decoding-peers"] = check_decoding
+        found["sorted_decoding-peers"] = check_sorted_decoding
         found["too_many_tokens-peers"] = check_too_many_tokens
     found["sent_once"] = check_sent_once
     if "nodes" in meshes:

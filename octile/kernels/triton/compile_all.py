@@ -154,6 +154,15 @@ def _cases() -> dict[str, Callable[[], object]]:
         decode_rows.launch_send(x.view(torch.uint8), scale, experts[:capacity], local, capacity, 2**23, 2**24, peers)
         decode_rows.launch_place(rows, scales, chosen, 0, out.view(torch.uint8), out_scale, entries, counts)
         decode_rows.launch_return(y.view(torch.uint8), entries, counts, capacity * 8, 2**25, peers)
+        weights = _empty(ranks * capacity, 8, dtype=fp32)
+        out, out_scale = _operand(ranks * capacity * 8, k, TILE)[:2]
+        to_sort = rows, scales, chosen, weights, 0, out.view(torch.uint8), out_scale
+        decode_rows.launch_send(
+            x.view(torch.uint8), scale, experts[:capacity], local, capacity, 2**23, 2**24, peers, weights, 2**25
+        )
+        decode_rows.launch_sort(*to_sort, weights.view(-1), entries.view(-1), counts)
+        y = _empty(ranks * capacity * 8, k)
+        decode_rows.launch_return(y.view(torch.uint8), entries.view(-1), counts, capacity * 8, 2**25, peers, True)
 
     def paged(heads: int, cached: torch.dtype) -> None:
         bytes_or_channels = 656 if cached == torch.uint8 else 576

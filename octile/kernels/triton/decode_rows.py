@@ -6,12 +6,15 @@ before the stores: each program adds 1 to a counter of each rank when it has sto
 Dispatch and combine alternate and have parts of the buffer of their own, so what a rank still reads of one exchange is
 not overwritten by the next one of its kind: that begins when all ranks have begun the one between them.
 
-    experts    [W, C, K]    int32, the chosen experts of all tokens
+    experts    [W, C, K]    int32, the chosen experts of all tokens, −1 for none
+    weights    [W, C, K]    float32, those of the experts, if they are sent
     rows       [W, C, D]    row t of rank w with its scales, if this rank has one of its experts
     results    [C, K, D]    what expert k of token t has computed
 
-Shapes: W ranks, T tokens of this rank, C the most tokens of a rank, M = W · C, K experts per token, G experts of a
-rank, D bytes of a row, S scales of a row.
+At its experts a row has a place in [G, M, D], or in [R, D] sorted by expert.
+
+Shapes: W ranks, T tokens of this rank, C the most tokens of a rank, M = W · C, K experts per token, R = M · K,
+G experts of a rank, D bytes of a row, S scales of a row.
 """
 
 import torch
@@ -24,23 +27,25 @@ from octile.kernels.triton.peer_rows import Peers, pointer, sizes, words
 
 
 def launch_send(
-    x: Tensor, scale: Tensor, experts: Tensor, local: int, capacity: int, scales_at: int, experts_at: int, peers: Peers
-) -> int:
+    x: Tensor, scale: Tensor | None, experts: Tensor, local: int, capacity: int, scales_at: int, experts_at: int,
+    peers: Peers, weights: Tensor | None = None, weights_at: int = 0,
+) -> int:  # fmt: skip
     """Write rows x [T, D] uint8, contiguous, their scales [T, S] of any strides and experts [T, K], contiguous.
 
     Args:
         local: G.
         capacity: C.
-        scales_at, experts_at: where scales and experts are in a buffer, in bytes.
+        scales_at, experts_at, weights_at: where scales, experts and weights are in a buffer, in bytes.
+        weights: float32 [T, K], contiguous, which are sent, too; None: none.
 
     Returns:
         how much is added to the counters of all ranks.
     """
     with torch.cuda.device_of(x):
         send_tokens[(capacity,)](
-            words(x), scale, *scale.stride(), experts, len(x), peers.buffers, scales_at, experts_at, peers.flags,
-            peers.rank, local, len(peers.buffers), capacity, **_row_sizes(x, scale), K=experts.shape[1],
-            CHOSEN=triton.next_power_of_2(experts.shape[1]),
+            words(x), scale, *((0, 0) if scale is None else scale.stride()), experts, weights, len(x), peers.buffers,
+            scales_at, experts_at, weights_at, peers.flags, peers.rank, local, len(peers.buffers), capacity,
+            **_row_sizes(x, scale), K=experts.shape[1], CHOSEN=triton.next_power_of_2(experts.shape[1]),
         )  # fmt: skip
     return capacity
 
@@ -61,33 +66,60 @@ def launch_place(
     count = experts.numel()
     with torch.cuda.device_of(out):
         place_tokens[(len(out), DECODE_ROWS["splits"])](
-            words(rows), scales, experts, count, first, words(out.view(-1, out.shape[2])), out_scale,
-            *out_scale.stride(), entries, counts, out.shape[1], **sizes(rows, scales), K=experts.shape[1],
-            ENTRIES=triton.next_power_of_2(count),
+            words(rows), scales, experts, None, count, first, words(out.view(-1, out.shape[2])), out_scale,
+            *out_scale.stride(), None, entries, counts, out.shape[1], **sizes(rows, scales), K=experts.shape[1],
+            ENTRIES=triton.next_power_of_2(count), SORTED=False,
         )  # fmt: skip
 
 
-def launch_return(y: Tensor, entries: Tensor, counts: Tensor, results: int, results_at: int, peers: Peers) -> int:
-    """Write the first counts[g] rows of y [G, M, D] uint8, contiguous, to the ranks of their tokens.
+def launch_sort(
+    rows: Tensor, scales: Tensor | None, experts: Tensor, weights: Tensor, first: int, out: Tensor,
+    out_scale: Tensor | None, out_weights: Tensor, entries: Tensor, offs: Tensor,
+) -> None:  # fmt: skip
+    """Copy the rows that have come, sorted by expert, rank and token.
 
     Args:
-        entries, counts: as in `launch_place`.
+        rows, scales, experts, weights, first: as in `launch_place`, and float32 [M, K], contiguous; without scales the
+            rows are not quantized.
+        out, out_scale, out_weights: uint8 [R, D], contiguous, float32 [R, S] and [R], which are written up to the last
+            of `offs`.
+        entries: int32 [R], of which entry of experts each row is.
+        offs: int32 [G], where the rows of each expert end.
+    """
+    count = experts.numel()
+    with torch.cuda.device_of(out):
+        place_tokens[(len(offs), DECODE_ROWS["splits"])](
+            words(rows), scales, experts, weights, count, first, words(out), out_scale, 0,
+            *((0, 0) if out_scale is None else out_scale.stride()), out_weights, entries, offs, count,
+            **sizes(rows, scales), K=experts.shape[1], ENTRIES=triton.next_power_of_2(count), SORTED=True,
+        )  # fmt: skip
+
+
+def launch_return(
+    y: Tensor, entries: Tensor, ends: Tensor, results: int, results_at: int, peers: Peers, is_sorted: bool = False
+) -> int:
+    """Write the first counts[g] rows of y [G, M, D] uint8, contiguous, to the ranks of their tokens; or of y [R, D].
+
+    Args:
+        entries: as in `launch_place`, or `launch_sort`.
+        ends: the counts of `launch_place`, or the offs of `launch_sort`.
         results: C · K.
         results_at: where results are in a buffer, in bytes.
+        is_sorted: whether it is y [R, D].
 
     Returns:
         how much is added to the counters of all ranks.
     """
-    splits = DECODE_ROWS["splits"]
+    splits, rows = DECODE_ROWS["splits"], y.view(-1, y.shape[-1])
     with torch.cuda.device_of(y):
-        return_results[(len(y), splits)](
-            words(y.view(-1, y.shape[2])), entries, counts, y.shape[1], peers.buffers, results, results_at, peers.flags,
-            peers.rank, len(peers.buffers), **sizes(y.view(-1, y.shape[2]), None),
+        return_results[(len(ends), splits)](
+            words(rows), entries, ends, y.shape[-2], peers.buffers, results, results_at, peers.flags, peers.rank,
+            len(peers.buffers), **sizes(rows, None), SORTED=is_sorted,
         )  # fmt: skip
-    return len(y) * splits
+    return len(ends) * splits
 
 
-def _row_sizes(x: Tensor, scale: Tensor) -> dict[str, int]:
+def _row_sizes(x: Tensor, scale: Tensor | None) -> dict[str, int]:
     """Return what programs that have one row each have in common."""
     found = sizes(x, scale) | {"num_warps": DECODE_ROWS["num_warps"]}
     del found["ROWS"]
@@ -96,7 +128,8 @@ def _row_sizes(x: Tensor, scale: Tensor) -> dict[str, int]:
 
 @triton.jit(do_not_specialize=["T", "rank", "local", "W", "C"])
 def send_tokens(
-    x, scale, scale_row, scale_col, experts, T, buffers, scales_at, experts_at, flags, rank, local, W, C,
+    x, scale, scale_row, scale_col, experts, weights, T, buffers, scales_at, experts_at, weights_at, flags, rank,
+    local, W, C,
     WORDS: tl.constexpr, COLS: tl.constexpr, ALIGNED: tl.constexpr, TILES: tl.constexpr, SCALES: tl.constexpr,
     K: tl.constexpr, CHOSEN: tl.constexpr,
 ):  # fmt: skip
@@ -104,9 +137,13 @@ def send_tokens(
     token = tl.program_id(0).to(tl.int64)
     k, col, tile = tl.arange(0, CHOSEN), tl.arange(0, COLS), tl.arange(0, SCALES)
     is_token = token < T
-    of = tl.load(experts + token * K + k, mask=k < tl.where(is_token, K, 0), other=-1)
+    is_chosen = k < tl.where(is_token, K, 0)
+    of = tl.load(experts + token * K + k, mask=is_chosen, other=-1)
     values = tl.load(x + token * WORDS + col, mask=col < tl.where(is_token, WORDS, 0))
-    factors = tl.load(scale + token * scale_row + tile * scale_col, mask=tile < tl.where(is_token, TILES, 0))
+    if TILES > 0:
+        factors = tl.load(scale + token * scale_row + tile * scale_col, mask=tile < tl.where(is_token, TILES, 0))
+    if weights is not None:
+        shares = tl.load(weights + token * K + k, mask=is_chosen)
     rank_of = tl.where(of < 0, -1, of // local)
     slot = rank * C + token
     for peer in range(W):
@@ -115,57 +152,77 @@ def send_tokens(
         tl.store((to + experts_at).to(tl.pointer_type(tl.int32)) + slot * K + k, of.to(tl.int32), mask=k < K)
         at = pointer(to, x.dtype, ALIGNED) + slot * WORDS + col
         tl.store(at, values, mask=col < tl.where(is_sent, WORDS, 0))
-        scale_at = (to + scales_at).to(tl.pointer_type(tl.float32)) + slot * TILES + tile
-        tl.store(scale_at, factors, mask=tile < tl.where(is_sent, TILES, 0))
+        if TILES > 0:
+            scale_at = (to + scales_at).to(tl.pointer_type(tl.float32)) + slot * TILES + tile
+            tl.store(scale_at, factors, mask=tile < tl.where(is_sent, TILES, 0))
+        if weights is not None:
+            weight_at = (to + weights_at).to(tl.pointer_type(tl.float32)) + slot * K + k
+            tl.store(weight_at, shares, mask=k < tl.where(is_sent, K, 0))
     _arrive(flags, rank, W)
 
 
 @triton.jit(do_not_specialize=["COUNT", "first_expert", "M"])
 def place_tokens(
-    rows, scales, experts, COUNT, first_expert, out, out_scale, out_scale_group, out_scale_row, out_scale_col, entries,
-    counts, M,
+    rows, scales, experts, weights, COUNT, first_expert, out, out_scale, out_scale_group, out_scale_row, out_scale_col,
+    out_weights, entries, ends, M,
     WORDS: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr, TILES: tl.constexpr,
-    SCALES: tl.constexpr, K: tl.constexpr, ENTRIES: tl.constexpr,
+    SCALES: tl.constexpr, K: tl.constexpr, ENTRIES: tl.constexpr, SORTED: tl.constexpr,
 ):  # fmt: skip
     """A program finds the tokens of an expert, and copies a part of their rows."""
     group = tl.program_id(0).to(tl.int64)
     index, col, tile = tl.arange(0, ENTRIES), tl.arange(0, COLS), tl.arange(0, SCALES)
-    is_ours = (tl.load(experts + index, mask=index < COUNT, other=-1) - first_expert == group).to(tl.int32)
+    of = tl.load(experts + index, mask=index < COUNT, other=-1) - first_expert
+    is_ours = (of == group).to(tl.int32)
     place = tl.cumsum(is_ours, axis=0) - is_ours
     count = tl.minimum(tl.sum(is_ours, axis=0), M)
-    tl.store(entries + group * M + place, index, mask=(is_ours > 0) & (place < M))
-    tl.store(counts + group, count)
+    begin = group * M
+    if SORTED:
+        begin = tl.sum(((of >= 0) & (of < group)).to(tl.int32), axis=0).to(tl.int64)
+    is_placed = (is_ours > 0) & (place < M)
+    tl.store(entries + begin + place, index, mask=is_placed)
+    if SORTED:
+        tl.store(ends + group, (begin + count).to(tl.int32))
+        shares = tl.load(weights + index, mask=is_placed)
+        tl.store(out_weights + begin + place, shares, mask=is_placed)
+    else:
+        tl.store(ends + group, count)
     tl.debug_barrier()  # other threads read the entries
     for first in range(tl.program_id(1) * ROWS, count, tl.num_programs(1) * ROWS):
         row = (first + tl.arange(0, ROWS)).to(tl.int64)
-        token = (tl.load(entries + group * M + row, mask=row < count, other=0) // K).to(tl.int64)
+        token = (tl.load(entries + begin + row, mask=row < count, other=0) // K).to(tl.int64)
         inside = (row < count)[:, None] & (col < WORDS)[None, :]
         values = tl.load(rows + token[:, None] * WORDS + col[None, :], mask=inside)
-        tl.store(out + (group * M + row)[:, None] * WORDS + col[None, :], values, mask=inside)
-        inside = (row < count)[:, None] & (tile < TILES)[None, :]
-        factors = tl.load(scales + token[:, None] * TILES + tile[None, :], mask=inside)
-        at = group * out_scale_group + row[:, None] * out_scale_row + tile.to(tl.int64)[None, :] * out_scale_col
-        tl.store(out_scale + at, factors, mask=inside)
+        tl.store(out + (begin + row)[:, None] * WORDS + col[None, :], values, mask=inside)
+        if TILES > 0:
+            inside = (row < count)[:, None] & (tile < TILES)[None, :]
+            factors = tl.load(scales + token[:, None] * TILES + tile[None, :], mask=inside)
+            scale_row = begin + row if SORTED else row
+            at = group * out_scale_group + scale_row[:, None] * out_scale_row
+            tl.store(out_scale + at + tile.to(tl.int64)[None, :] * out_scale_col, factors, mask=inside)
 
 
 @triton.jit(do_not_specialize=["M", "results", "rank", "W"])
 def return_results(
-    y, entries, counts, M, buffers, results, results_at, flags, rank, W,
+    y, entries, ends, M, buffers, results, results_at, flags, rank, W,
     WORDS: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr, TILES: tl.constexpr,
-    SCALES: tl.constexpr,
+    SCALES: tl.constexpr, SORTED: tl.constexpr,
 ):  # fmt: skip
     """A program sends a part of the results of an expert."""
     group = tl.program_id(0).to(tl.int64)
-    count = tl.minimum(tl.load(counts + group), M)
+    begin = group * M
+    count = tl.minimum(tl.load(ends + group), M)
+    if SORTED:
+        begin = tl.load(ends + group - 1, mask=group > 0, other=0).to(tl.int64)
+        count = count - begin.to(tl.int32)
     col = tl.arange(0, COLS)
     for first in range(tl.program_id(1) * ROWS, count, tl.num_programs(1) * ROWS):
         row = (first + tl.arange(0, ROWS)).to(tl.int64)
-        index = tl.load(entries + group * M + row, mask=row < count, other=0)
+        index = tl.load(entries + begin + row, mask=row < count, other=0)
         to_rank = index // results
         to = tl.load(buffers + to_rank, mask=row < count, other=0) + results_at
         to += (index - to_rank * results).to(tl.int64) * (WORDS * (y.dtype.element_ty.primitive_bitwidth // 8))
         inside = (row < count)[:, None] & (col < WORDS)[None, :]
-        values = tl.load(y + (group * M + row)[:, None] * WORDS + col[None, :], mask=inside)
+        values = tl.load(y + (begin + row)[:, None] * WORDS + col[None, :], mask=inside)
         tl.store(pointer(to, y.dtype, ALIGNED)[:, None] + col[None, :], values, mask=inside)
     _arrive(flags, rank, W)
 
