@@ -95,7 +95,7 @@ class DecodeLoop:
     def _fill(self, requests: Sequence[DecodeRequest], size: int) -> tuple[int, int]:
         """Write the host's buffers, and return the first and the end of the requests whose pages have changed."""
         fields, n = self._fields, len(requests)
-        columns = tuple(zip(*requests, strict=True))
+        columns = tuple(zip(*requests, strict=True)) or 7 * ((),)
         for row, column in enumerate(columns[:4]):
             fields[row, :n] = column
         fields[4, :n] = np.array(columns[4], dtype=np.float64).view(np.int64)

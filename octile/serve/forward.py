@@ -42,6 +42,7 @@ from octile.ops.rope import latent_keys, rotate_
 from octile.ops.routing_plan import count_tokens
 from octile.ops.row_invariant import row_invariant_matmul_nt
 from octile.ops.swiglu import swiglu, swiglu_quantize
+from octile.parallel.decoding import SortedExchange
 from octile.routing import choice_of
 from octile.scaled import ScaledTensor
 from octile.serve.expert_load import ExpertLoad
@@ -122,6 +123,7 @@ class Forward:
         batch_invariant: see the head of this file.
         expert_load: counts the tokens of each expert; None: nothing does.
         spread: the experts of all ranks, if they are spread over several.
+        exchange: of the rows of decode steps, for which the host does not wait; None: that of `spread`.
     """
 
     weights: ServedWeights
@@ -133,6 +135,7 @@ class Forward:
     batch_invariant: bool
     expert_load: ExpertLoad | None
     spread: SpreadExperts | None
+    exchange: SortedExchange | None = None
 
     @classmethod
     def make(
@@ -351,6 +354,8 @@ class Forward:
         weights_TK, experts_TK = self._choose(x.values, w)
         if self.expert_load is not None:
             self.expert_load.count(layer, experts_TK, slots)
+        if self.exchange is not None:
+            return self._exchanged_mixture(x, layer, w, slots, weights_TK, experts_TK, self.exchange)
         load_E = count_tokens(experts_TK, len(w.gate))[0]
         dispatcher = LOCAL
         if self.spread is not None:
@@ -361,13 +366,39 @@ class Forward:
             rows = Rows(None, dispatcher.dispatch_quantized(dispatcher.send_quantized(x.q, plan), plan))
         else:
             rows = Rows(dispatcher.send(x.values, plan).index_select(0, plan.token_R), None)
-        gate_RI, up_RI = self._projections(rows, w.x, plan.offs_E)
         if not isinstance(w.down, ScaledTensor):
-            y_RD = self._nt(self._swiglu(gate_RI, up_RI, w.down), w.down, plan.offs_E)
+            y_RD = self._experts(rows, w, plan.offs_E)
             return unpermute(dispatcher.send_back(y_RD, plan), plan.place_TK, shared_TD, weights_TK)
         weight_R = dispatcher.dispatch_weights(dispatcher.begin_send(weights_TK, plan), plan)
-        y_RD = self._nt(self._swiglu(gate_RI, up_RI, w.down, weight_R), w.down, plan.offs_E)
-        return dispatcher.combine_unweighted(y_RD, plan, shared_TD)
+        return dispatcher.combine_unweighted(self._experts(rows, w, plan.offs_E, weight_R), plan, shared_TD)
+
+    def _exchanged_mixture(
+        self,
+        x: Rows,
+        layer: int,
+        w: MoEWeights,
+        slots: Tensor,
+        weights_TK: Tensor,
+        experts_TK: Tensor,
+        exchange: SortedExchange,
+    ) -> Tensor:
+        """Compute a mixture of decode rows; rows of padding go nowhere. The shared experts overlap with their way."""
+        assert self.spread is not None
+        experts_TK = self.spread.slots(layer, experts_TK).masked_fill_((slots < 0)[:, None], -1)
+        x_TD = x.q if w.x.has_fp8 else x.values
+        assert x_TD is not None
+        sent = exchange.send(x_TD, experts_TK, weights_TK)
+        shared_TD = None if w.shared is None else self._mlp(x, w.shared)
+        here = exchange.receive(sent, len(experts_TK))
+        rows = Rows(None, here.rows) if isinstance(here.rows, ScaledTensor) else Rows(here.rows, None)
+        if not isinstance(w.down, ScaledTensor):
+            return exchange.combine(self._experts(rows, w, here.offs), here, shared_TD, weights_TK)
+        return exchange.combine(self._experts(rows, w, here.offs, here.weights), here, shared_TD)
+
+    def _experts(self, rows: Rows, w: MoEWeights, offs_E: Tensor, weight_R: Tensor | None = None) -> Tensor:
+        """Compute the routed experts of rows sorted by expert, times their weights if down-projections are in FP8."""
+        gate_RI, up_RI = self._projections(rows, w.x, offs_E)
+        return self._nt(self._swiglu(gate_RI, up_RI, w.down, weight_R), w.down, offs_E)
 
     def _choose(self, x_TD: Tensor, w: MoEWeights) -> tuple[Tensor, Tensor]:
         """Choose the experts of each row, and their weights: both [T, K]."""
@@ -486,12 +517,17 @@ def merge_attention(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple
 
 
 def _invariant_groups(x_TK: Tensor, w: Tensor, offs_E: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Multiply rows by a weight, or each group of rows by its own, in a form that depends on no other row."""
+    """Multiply rows by a weight, or each group of rows by its own, in a form that depends on no other row.
+
+    Rows after the last group are zero.
+    """
     if offs_E is None:
         return row_invariant_matmul_nt(x_TK[None], w[None], dtype)[0]
     groups = group_rows(offs_E, len(x_TK))
-    parts = [row_invariant_matmul_nt(x_TK[rows][None], w[g][None], dtype)[0] for g, rows in enumerate(groups)]
-    return torch.cat(parts)
+    out_TN = x_TK.new_zeros(len(x_TK), w.shape[1], dtype=dtype)
+    for g, rows in enumerate(groups):
+        out_TN[rows] = row_invariant_matmul_nt(x_TK[rows][None], w[g][None], dtype)[0]
+    return out_TN
 
 
 def _reads(w: Weight) -> tuple[bool, bool]:

@@ -110,12 +110,13 @@ class Folder:
             ValueError, MemoryError: as `load`, or more copies of experts must be active.
         """
         c, n_nodes = self.model, int(os.environ.get("GROUP_WORLD_SIZE") or 1)
-        n_layers = sum(c.is_moe(layer) for layer in range(c.num_hidden_layers))
+        drafts = engine.n_drafts > 0
+        n_layers = sum(c.is_moe(layer) for layer in range(c.num_hidden_layers + drafts))
         even_LE = torch.ones(n_layers, c.n_routed_experts)
         copies = c.n_routed_experts + parallel.redundant_experts
         placement = rebalance_experts(even_LE, copies, c.n_group, n_nodes, parallel.ep)[0]
         experts = SpreadExperts.read(
-            self.path, placement, _activations(device), device, None, parallel.active_experts, n_nodes
+            self.path, placement, _activations(device), device, None, parallel.active_experts, n_nodes, drafts
         )
         stored = cache.format or _cached(device)
         n_pages = torch.tensor(self._n_pages(experts.weights, stored, engine.max_batch, engine.n_drafts, cache.gib))

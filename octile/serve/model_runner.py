@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -37,7 +38,8 @@ class ModelRunner:
 
     Args:
         model: a model, weights that `ServedWeights.read` has read, or weights whose experts are spread over ranks; then
-            no steps are captured in CUDA graphs, and all ranks run as many (`octile.serve.spread_experts`).
+            all ranks run as many steps (`octile.serve.spread_experts`), and only those that are launched ahead are
+            captured in CUDA graphs.
         n_pages: pages of 64 positions.
         cache_format: of the cache: "fp8", "bf16" or "float32"; None: the dtype of the activations.
         max_batch: requests of the largest CUDA graphs of decoding, on a GPU; larger batches run without one. 0: no
@@ -87,7 +89,7 @@ class ModelRunner:
         if expert_window:
             layers = [layer for layer in range(n_layers) if c.is_moe(layer)]
             self.expert_load = ExpertLoad(layers, c.n_routed_experts, expert_window, self.device)
-        self.n_steps = 0
+        self.n_steps = self.n_draft_passes = 0
         self.forward = Forward.make(
             weights, self.cache, self.max_position, batch_invariant, self.expert_load, self.spread
         )
@@ -100,8 +102,11 @@ class ModelRunner:
         self.draft_graphs: DecodeGraphs | None = None
         self.prefill_graphs: PrefillGraphs | None = None
         self.loop: DecodeLoop | None = None
+        self._decoding = self.forward
         if self._max_rows:
             self._capture(GraphMemory(self.device), max_step_tokens)
+        elif self.spread is not None and self.device.type == "cuda" and max_batch:
+            self._capture_spread(self.spread, GraphMemory(self.device))
 
     def _capture(self, memory: GraphMemory, max_step_tokens: int) -> None:
         """Capture the graphs of all steps, so that no step of a running server waits for it."""
@@ -111,8 +116,20 @@ class ModelRunner:
         self.graphs = DecodeGraphs(self.forward, memory, self._max_rows, max_pages)
         if self.n_drafts:
             self.draft_graphs = DecodeGraphs(self.forward, memory, self._max_rows, max_pages, drafts=True)
-        self.loop = DecodeLoop(self.forward, self._max_batch, max_pages, self.n_drafts, memory)
+        self.loop = self._new_loop(memory)
         torch.cuda.empty_cache()  # what was computed before each capture
+
+    def _capture_spread(self, spread: SpreadExperts, memory: GraphMemory) -> None:
+        """Capture the steps for which no host waits: those that all ranks launch ahead."""
+        exchange = spread.decoding_exchange(self._max_batch * (1 + self.n_drafts))
+        if exchange is not None:
+            self._decoding, self.max_ahead = replace(self.forward, exchange=exchange), self._max_batch
+            self.loop = self._new_loop(memory)
+            torch.cuda.empty_cache()
+
+    def _new_loop(self, memory: GraphMemory | None = None) -> DecodeLoop:
+        max_pages = -(-self.max_position // PAGE)
+        return DecodeLoop(self._decoding, self._max_batch, max_pages, self.n_drafts, memory)
 
     @staticmethod
     def bytes_per_page(model: DeepseekV3 | ServedWeights, cache_format: CacheFormat) -> int:
@@ -162,6 +179,7 @@ class ModelRunner:
         if not self.can_draft:
             raise ValueError("the model has no multi-token prediction layer, so it drafts nothing")
         layout = self._layout(batch)
+        self.n_draft_passes += 1
         n_rows = sum(len(chunk.tokens) for chunk in layout.chunks)
         if hidden_TD.shape != (n_rows, self.forward.weights.config.hidden_size):
             width = self.forward.weights.config.hidden_size
@@ -180,16 +198,35 @@ class ModelRunner:
     def decode(self, requests: Sequence[DecodeRequest]) -> DecodedTokens:
         """Launch a decode step; see `octile.serve.batch.Runner`."""
         if self.loop is None:  # on a CPU
-            self.loop = DecodeLoop(self.forward, self._max_batch, -(-self.max_position // PAGE), self.n_drafts)
+            self.loop = self._new_loop()
         decoded = self.loop.run(requests)
         self._end_step()
         return decoded
 
     @torch.no_grad()
-    def take_part(self) -> None:
-        """Run a step of padding alone, in which the experts of this rank compute the rows of others."""
-        self.forward.hidden(self._step(Layout((), (), (), 1)))
+    def take_part(self, decodes: bool = False) -> None:
+        """Run a step of padding alone, in which the experts of this rank compute the rows of others.
+
+        Args:
+            decodes: whether the others launch a decode step.
+        """
+        if decodes:
+            self.decode(())
+            return
+        self.forward.hidden(self._padding())
         self._end_step()
+
+    @torch.no_grad()
+    def take_part_in_drafts(self, passes: int) -> None:
+        """Run so many passes of the multi-token prediction layer, as `take_part` runs a step."""
+        width = self.forward.weights.config.hidden_size
+        for _ in range(passes):
+            step = self._padding()
+            self.forward.draft(step, self.forward.weights.head.new_zeros(len(step.tokens), width))
+            self.n_draft_passes += 1
+
+    def _padding(self) -> Step:
+        return self._step(Layout((), (), (), 1))
 
     def _end_step(self) -> None:
         self.n_steps += 1

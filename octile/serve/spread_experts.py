@@ -34,11 +34,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from octile.checkpoint.hugging_face import read_model_config
 from octile.models.config import ModelConfig
+from octile.parallel import symmetric_memory
+from octile.parallel.decoding import SortedExchange, most_tokens
 from octile.parallel.experts import ExpertDispatcher, check_agreement, check_divisible, groups_of
 from octile.scaled import ScaledTensor
+from octile.serve.drafts import check_can_draft
 from octile.serve.dynamic_redundancy import TooFewActiveError, assign_copies, choose_copies
 from octile.serve.expert_balance import rebalance_experts
-from octile.serve.weights import MoEWeights, Projections, ServedWeights, Weight
+from octile.serve.weights import BlockWeights, MoEWeights, Projections, ServedWeights, Weight
 from octile.validation import Range, check
 
 if TYPE_CHECKING:
@@ -61,10 +64,11 @@ class SpreadExperts:
         num_active: how many slots of a rank compute tokens in a step: dynamic redundancy; the host then waits for the
             tokens of the experts, and chooses. None: any slot may, and an expert's copies take turns.
         num_nodes: of the ranks, which have consecutive numbers in a node.
+        drafts: whether the multi-token prediction layer is served, too; it is then the last row of the placement.
 
     Attributes:
-        weights: those of this rank: the routed experts are those of its slots. It has no multi-token prediction layer.
-        layers: the numbers of the layers with experts.
+        weights: those of this rank: the routed experts are those of its slots.
+        layers: the numbers of the layers with experts; that of multi-token prediction follows the last layer's.
         dispatcher: sends rows to slots.
         n_experts: E.
         physical_to_logical: the placement now.
@@ -73,8 +77,8 @@ class SpreadExperts:
         RuntimeError: torch.distributed is not initialized.
         TypeError: the placement is not an int64 tensor, a number not an int, or ranks a mesh.
         ValueError: the placement has another number of layers, or not all experts of a layer; W does not divide P, or
-            num_nodes W; all experts together need more active slots; or the ranks disagree about the placement, the
-            numbers or the model's experts.
+            num_nodes W; all experts together need more active slots; the model cannot draft; or the ranks disagree
+            about the placement, the numbers or the model's experts.
     """
 
     def __init__(
@@ -84,16 +88,22 @@ class SpreadExperts:
         ranks: dist.ProcessGroup | None = None,
         num_active: int | None = None,
         num_nodes: int = 1,
+        drafts: bool = False,
     ):
-        own = self._prepare(weights.config, physical_to_logical, ranks, num_active, num_nodes)
-        blocks = list(weights.blocks)
-        for layer, experts in own.items():
-            mlp = blocks[layer].mlp
-            assert isinstance(mlp, MoEWeights)
-            taken = torch.tensor(experts, device=weights.device)
-            x = Projections(tuple(_take(weight, taken) for weight in mlp.x.weights), mlp.x.sizes)
-            blocks[layer] = replace(blocks[layer], mlp=replace(mlp, x=x, down=_take(mlp.down, taken)))
-        self.weights = replace(weights, blocks=tuple(blocks), mtp=None)
+        own = self._prepare(weights.config, physical_to_logical, ranks, num_active, num_nodes, drafts)
+
+        def with_own(layer: int, block: BlockWeights) -> BlockWeights:
+            if not isinstance(block.mlp, MoEWeights):
+                return block
+            taken = torch.tensor(own[layer], device=weights.device)
+            x = Projections(tuple(_take(weight, taken) for weight in block.mlp.x.weights), block.mlp.x.sizes)
+            return replace(block, mlp=replace(block.mlp, x=x, down=_take(block.mlp.down, taken)))
+
+        blocks, mtp = tuple(with_own(layer, block) for layer, block in enumerate(weights.blocks)), None
+        if drafts:
+            assert weights.mtp is not None  # the model can draft
+            mtp = replace(weights.mtp, block=with_own(len(blocks), weights.mtp.block))
+        self.weights = replace(weights, blocks=blocks, mtp=mtp)
         self._set_slots()
 
     @classmethod
@@ -106,13 +116,14 @@ class SpreadExperts:
         ranks: dist.ProcessGroup | None = None,
         num_active: int | None = None,
         num_nodes: int = 1,
+        drafts: bool = False,
     ) -> SpreadExperts:
         """Read a folder as `ServedWeights.read` does, and of the routed experts those of this rank's slots alone.
 
         The other arguments and errors are those of the class.
         """
         spread = cls.__new__(cls)
-        own = spread._prepare(read_model_config(path), physical_to_logical, ranks, num_active, num_nodes)
+        own = spread._prepare(read_model_config(path), physical_to_logical, ranks, num_active, num_nodes, drafts)
         spread.weights = ServedWeights.read(path, dtype, device, own)
         spread._set_slots()
         return spread
@@ -124,18 +135,20 @@ class SpreadExperts:
         ranks: dist.ProcessGroup | None,
         num_active: int | None,
         num_nodes: int,
+        drafts: bool,
     ) -> dict[int, list[int]]:
         """Check the placement, and return the experts of this rank's slots, by layer."""
         self.num_active, self.num_nodes = num_active, num_nodes
-        self.layers = [layer for layer in range(c.num_hidden_layers) if c.is_moe(layer)]
+        self.layers = [layer for layer in range(c.num_hidden_layers + drafts) if c.is_moe(layer)]
         self.n_experts = c.n_routed_experts
         groups = groups_of(ranks)
         if isinstance(ranks, DeviceMesh):  # has several groups; the dispatcher alone takes it
             raise TypeError("ranks must be a process group, not DeviceMesh")
         of_model = f"{c.n_routed_experts} in {c.n_group} groups in layers {self.layers}"
-        numbers = ("num_active", str(num_active)), ("num_nodes", str(num_nodes))
+        numbers = ("num_active", str(num_active)), ("num_nodes", str(num_nodes)), ("drafts", str(drafts))
         for what, own in (("the model's experts", of_model), *numbers):
             check_agreement(what, own, groups)
+        check_can_draft(int(drafts), c.num_nextn_predict_layers > 0)
         check("num_nodes", num_nodes, Annotated[int, Range(at_least=1)])
         n_ranks = math.prod(dist.get_world_size(group) for group in groups)
         if n_ranks % num_nodes:
@@ -152,11 +165,45 @@ class SpreadExperts:
         placed = zip(self.layers, self.physical_to_logical.to(self.weights.device), strict=True)
         self._slots = {layer: _slots_of(expert_P, self.n_experts) for layer, expert_P in placed}
 
+    def mixture(self, layer: int) -> MoEWeights:
+        """The weights of a layer's mixture."""
+        blocks, mtp = self.weights.blocks, self.weights.mtp
+        if layer < len(blocks):
+            mlp = blocks[layer].mlp
+        else:
+            assert mtp is not None  # its layer has a placement
+            mlp = mtp.block.mlp
+        assert isinstance(mlp, MoEWeights)
+        return mlp
+
+    def decoding_exchange(self, max_tokens: int) -> SortedExchange | None:
+        """Make an exchange of at most so many rows of a rank, for which no host waits.
+
+        All ranks must call it with the same number. If it is not possible, a warning says why, and the result is None.
+        """
+        groups, c = self.dispatcher.groups, self.weights.config
+        most = most_tokens(self.dispatcher.n_ranks, c.num_experts_per_tok)
+        why_not = symmetric_memory.why_not_peers(groups)
+        if self.num_active is not None:
+            why_not = "the host chooses the active experts"
+        elif max_tokens > most:
+            why_not = f"a rank has up to {max_tokens} rows, but {self.dispatcher.n_ranks} ranks may have {most} each"
+        if why_not is not None:
+            what = f"decode steps wait for the host, and have no CUDA graphs: {why_not}"
+            warnings.warn(what, RuntimeWarning, stacklevel=2)
+            return None
+        down, memory = self.mixture(self.layers[0]).down, symmetric_memory.PeerMemory(groups[-1])
+        dtype = torch.float8_e4m3fn if isinstance(down, ScaledTensor) else self.weights.dtype
+        n_slots = self.physical_to_logical.shape[1]
+        return SortedExchange(n_slots, c.num_experts_per_tok, c.hidden_size, dtype, memory, max_tokens)
+
     def slots(self, layer: int, experts_TK: Tensor) -> Tensor:
         """Return the slots that compute the rows' experts, int64 [T, K]."""
         if self.num_active is not None:
             return self._active_slots(self.physical_to_logical[self.layers.index(layer)], experts_TK)
         slots_EC, count_E = self._slots[layer]
+        if slots_EC.shape[1] == 1:  # no expert has copies
+            return slots_EC[:, 0][experts_TK]
         turn_T1 = torch.arange(len(experts_TK), device=experts_TK.device)[:, None] + self.dispatcher.rank
         return slots_EC[experts_TK, turn_T1 % count_E[experts_TK]]
 
@@ -190,12 +237,13 @@ class SpreadExperts:
     def _move(self, wanted_LP: Tensor) -> Iterator[None]:
         for row, layer in enumerate(self.layers):
             if not torch.equal(wanted_LP[row], self.physical_to_logical[row]):
-                mlp = self.weights.blocks[layer].mlp
-                assert isinstance(mlp, MoEWeights)
+                mlp = self.mixture(layer)
                 weights = [*mlp.x.weights, mlp.down]
                 self._exchange(self.physical_to_logical[row].tolist(), wanted_LP[row].tolist(), weights)
                 self.physical_to_logical[row] = wanted_LP[row]
-                self._slots[layer] = _slots_of(wanted_LP[row].to(self.weights.device), self.n_experts)
+                wanted = _slots_of(wanted_LP[row].to(self.weights.device), self.n_experts)
+                for slots, new in zip(self._slots[layer], wanted, strict=True):
+                    slots.copy_(new)  # CUDA graphs have their addresses
                 yield
 
     def _exchange(self, now: Sequence[int], wanted: Sequence[int], weights: Sequence[Weight]) -> None:
@@ -299,10 +347,13 @@ class SpreadEngine:
             self._place()
         outputs: list[Output] | None = None
         if has_work:
-            n_steps = self._runner.n_steps
+            runner = self._runner
+            n_steps, n_drafts = runner.n_steps, runner.n_draft_passes
             outputs = self.engine.run() if needs_run else self.engine.launch()
-            if self._runner.n_steps == n_steps:
-                self._runner.take_part()
+            if runner.n_steps == n_steps:
+                runner.take_part(decodes=not needs_run)
+            if needs_run:
+                runner.take_part_in_drafts(runner.n_drafts - (runner.n_draft_passes - n_drafts))
         self._moves = self._spread.move_layer()
         return outputs
 
@@ -347,10 +398,10 @@ def _parts(weight: Weight) -> list[Tensor]:
 
 
 def _slots_of(expert_P: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
-    """Return the slots of each expert [E, C], and how many it has [E]."""
+    """Return the slots of each expert [E, C], and how many it has [E]; C is what a placement can give it at most."""
     count_E = expert_P.bincount(minlength=n_experts)
     order_P = expert_P.argsort(stable=True)
     first_E = count_E.cumsum(0) - count_E
-    copy_C = torch.arange(int(count_E.max()), device=expert_P.device)
+    copy_C = torch.arange(len(expert_P) - n_experts + 1, device=expert_P.device)
     at_EC = (first_E[:, None] + copy_C).clamp(max=len(expert_P) - 1)  # those beyond an expert's copies are not read
     return order_P[at_EC], count_E

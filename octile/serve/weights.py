@@ -182,8 +182,8 @@ class ServedWeights:
             path: a Hugging Face folder or a run.
             dtype: of the activations and of other weights: bfloat16 or float32.
             device: of the weights.
-            experts: the routed experts to read, in this order, of each layer that has some; then the multi-token
-                prediction layer is not read. None: all.
+            experts: the routed experts to read, in this order, of each layer that has some; the multi-token prediction
+                layer is then read if its number, that after the last layer's, is among them. None: all.
 
         Raises:
             TypeError: dtype is another one.
@@ -253,7 +253,7 @@ def assemble(
         raise TypeError(f"activations must be bfloat16 or float32, not {dtype}")
     of = _Reader(config, dtype, read, experts or {})
     n, mtp = config.num_hidden_layers, None
-    if config.num_nextn_predict_layers and experts is None:
+    if config.num_nextn_predict_layers and (experts is None or n in experts):
         layer = f"model.layers.{n}"
         mtp = MTPWeights(
             of.tensor(f"{layer}.enorm.weight"),

@@ -15,16 +15,18 @@ from tests.serve.models import new_model
 from tests.serve.test_spread_experts import FIRST, N_PAGES, THREE_LAYERS, read, texts_of
 from tests.worlds import Failures, assert_passed, run_cases, start_once, start_ranks
 
-CASES = [f"{what}-{dtype}" for what in ("logits", "moving", "texts") for dtype in ("bf16", "fp8")]
+CASES = [f"{what}-{dtype}" for what in ("logits", "moving", "texts", "drafts") for dtype in ("bf16", "fp8")]
 
 
 def check(name: str, rank: int) -> None:
     what, _, dtype = name.partition("-")
     weights = ServedWeights.of_model(new_model(dtype == "fp8", torch.bfloat16, THREE_LAYERS).cuda())
-    experts = SpreadExperts(weights, FIRST)
     alone = ModelRunner(weights, N_PAGES, max_batch=0, batch_invariant=True)
-    together = ModelRunner(experts, N_PAGES, batch_invariant=True, expert_window=8)
-    if what == "texts":
+    n_drafts = 2 if what == "drafts" else 0
+    experts = SpreadExperts(weights, torch.cat((FIRST, FIRST[:1])) if n_drafts else FIRST, drafts=n_drafts > 0)
+    together = ModelRunner(experts, N_PAGES, None, 2, batch_invariant=True, n_drafts=n_drafts, expert_window=8)
+    if what in ("texts", "drafts"):
+        assert together.max_ahead == 2
         assert texts_of(together, rank, seconds=0) == texts_of(alone, rank)
         return
     found = read(together, rank, experts if what == "moving" else None)

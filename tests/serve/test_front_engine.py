@@ -1,9 +1,12 @@
 """The engines of two gloo ranks behind rank 0, compared with one process; and the choice of a rank."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from octile.parallel.ranks import FOREVER, Ranks, world
 from octile.serve.config import EngineConfig
@@ -11,10 +14,12 @@ from octile.serve.engine import Engine
 from octile.serve.front_engine import FrontEngine, follow
 from octile.serve.model_runner import ModelRunner
 from octile.serve.request import FinishReason, Sampling
-from octile.serve.spread_experts import SpreadEngine
+from octile.serve.spread_experts import SpreadEngine, SpreadExperts
+from octile.serve.weights import ServedWeights
 from octile.tokenizer import Tokenizer
-from tests.serve.models import text
-from tests.serve.test_spread_experts import N_PAGES, spread
+from tests.parallel.expert_cases import peers_on_cpu
+from tests.serve.models import new_model, text
+from tests.serve.test_spread_experts import FIRST, N_PAGES, THREE_LAYERS, spread
 from tests.worlds import Outcomes
 
 SAMPLINGS = [Sampling(3 + 2 * i, temperature=0.7 * (i % 2), seed=i, ignore_eos=True) for i in range(5)]
@@ -22,11 +27,11 @@ CONFIG = EngineConfig(max_batch=2, max_step_tokens=24, batch_invariant=True)
 TOKENIZER = Tokenizer.train(["one two three"], 258)
 
 
-def with_front(rank: int, use: Callable[[FrontEngine], None], max_ahead: int = 0) -> Engine:
+def with_front(rank: int, use: Callable[[FrontEngine], None], runner: ModelRunner | None = None) -> Engine:
     """Use the engine of rank 0, which the other rank follows; return this rank's own one."""
-    runner = ModelRunner(spread()[1], N_PAGES, batch_invariant=True, max_batch=2)
-    runner.max_ahead = max_ahead  # as on a GPU
-    engine, ranks = Engine(runner, TOKENIZER, CONFIG), Ranks(rank, 2, None, FOREVER)
+    runner = runner or ModelRunner(spread()[1], N_PAGES, batch_invariant=True, max_batch=2)
+    config = replace(CONFIG, n_drafts=runner.n_drafts)
+    engine, ranks = Engine(runner, TOKENIZER, config), Ranks(rank, 2, None, FOREVER)
     stepped = SpreadEngine(engine, runner, control=world())
     if rank:
         follow(stepped, ranks, world())
@@ -39,35 +44,63 @@ def with_front(rank: int, use: Callable[[FrontEngine], None], max_ahead: int = 0
     return engine
 
 
-def texts_of(engine: FrontEngine | Engine) -> list[tuple[int, ...]]:
-    """The tokens of five requests, two of which are added later."""
-    found = {engine.add(text(30, i), SAMPLINGS[i]).id: () for i in range(3)}
+def texts_of(engine: FrontEngine | Engine, first: int = 3, later: int = 2) -> list[tuple[int, ...]]:
+    """The tokens of some requests, the last of which are added later."""
+    found = {engine.add(text(30, i), SAMPLINGS[i]).id: () for i in range(first)}
     ended, steps = 0, 0
-    while ended < len(SAMPLINGS):
+    while ended < first + later:
         for output in engine.step():
             found[output.request_id] += output.tokens
             ended += output.finish_reason is not None
         if steps == 3:
-            found |= {engine.add(text(30, i), SAMPLINGS[i]).id: () for i in (3, 4)}
+            found |= {engine.add(text(30, i), SAMPLINGS[i]).id: () for i in range(first, first + later)}
         steps += 1
     return [found[i] for i in sorted(found)]
 
 
-def alone() -> list[tuple[int, ...]]:
-    return texts_of(Engine(ModelRunner(spread()[0], N_PAGES, batch_invariant=True), TOKENIZER, CONFIG))
+def alone(fp8: bool, n_requests: Sequence[int]) -> list[tuple[int, ...]]:
+    weights = ServedWeights.of_model(new_model(fp8, config=THREE_LAYERS))
+    return texts_of(Engine(ModelRunner(weights, N_PAGES, batch_invariant=True), TOKENIZER, CONFIG), *n_requests)
+
+
+def check_texts(rank: int, folder: Path, n_drafts: int, ahead: bool, exchange: bool = False, fp8: bool = False) -> None:
+    """Compare texts with those of one process, in which nothing is drafted."""
+    n_requests = (2, 1) if exchange else (3, 2)  # Triton's interpreter takes its time
+    expected, found = alone(fp8, n_requests), []
+    weights = ServedWeights.of_model(new_model(fp8, config=THREE_LAYERS))
+    placement = torch.cat((FIRST, FIRST[:1])) if n_drafts else FIRST
+    with peers_on_cpu(folder) if exchange else nullcontext():
+        experts = SpreadExperts(weights, placement, drafts=n_drafts > 0)
+        runner = ModelRunner(experts, N_PAGES, batch_invariant=True, max_batch=2, n_drafts=n_drafts)
+        if ahead:  # as on a GPU
+            runner.max_ahead = 2
+        if exchange:
+            rows = experts.decoding_exchange(16 * (1 + n_drafts))
+            runner._decoding = replace(runner.forward, exchange=rows)
+        engine = with_front(rank, lambda front: found.extend(texts_of(front, *n_requests)), runner)
+    assert found == ([] if rank else expected)
+    assert (engine.stats().steps_ahead > 0) == ahead
+    assert (engine.stats().drafted_tokens > 0) == (n_drafts > 0)
 
 
 def texts_are_those_of_one_process(rank: int, folder: Path) -> None:
-    expected, found = alone(), []
-    with_front(rank, lambda front: found.extend(texts_of(front)))
-    assert found == ([] if rank else expected)
+    check_texts(rank, folder, n_drafts=0, ahead=False)
 
 
 def texts_of_steps_that_are_launched_ahead(rank: int, folder: Path) -> None:
-    expected, found = alone(), []
-    engine = with_front(rank, lambda front: found.extend(texts_of(front)), max_ahead=2)
-    assert found == ([] if rank else expected)
-    assert engine.stats().steps_ahead > 0
+    check_texts(rank, folder, n_drafts=0, ahead=True)
+
+
+def texts_with_drafts(rank: int, folder: Path) -> None:
+    check_texts(rank, folder, n_drafts=2, ahead=False)
+
+
+def texts_of_decode_steps_with_the_exchange_of_gpus(rank: int, folder: Path) -> None:
+    check_texts(rank, folder, n_drafts=0, ahead=True, exchange=True)
+
+
+def texts_with_drafts_and_the_exchange_of_gpus_in_fp8(rank: int, folder: Path) -> None:
+    check_texts(rank, folder, n_drafts=1, ahead=True, exchange=True, fp8=True)
 
 
 def a_request_goes_to_the_rank_that_has_the_fewest(rank: int, folder: Path) -> None:
@@ -126,6 +159,9 @@ def a_seed_is_drawn_if_none_is_given(rank: int, folder: Path) -> None:
 WORKS = [
     texts_are_those_of_one_process,
     texts_of_steps_that_are_launched_ahead,
+    texts_with_drafts,
+    texts_of_decode_steps_with_the_exchange_of_gpus,
+    texts_with_drafts_and_the_exchange_of_gpus_in_fp8,
     a_request_goes_to_the_rank_that_has_the_fewest,
     a_request_that_is_canceled_before_a_step_is_not_added,
     counts_are_those_of_both_ranks,

@@ -78,7 +78,7 @@ def logits_without_batch_invariance(rank: int, folder: Path) -> None:
 
 def texts_of(runner: ModelRunner, rank: int, seconds: float = 600) -> dict[int, list[int]]:
     """The tokens of rank 0's two requests, or of one that rank 1 has; together with the other rank, or alone."""
-    config = EngineConfig(max_batch=2, max_step_tokens=24, batch_invariant=True)
+    config = EngineConfig(max_batch=2, max_step_tokens=24, batch_invariant=True, n_drafts=runner.n_drafts)
     engine = Engine(runner, Tokenizer.train(["one two three"], 258), config)
     for i, sampling in enumerate(SAMPLINGS[rank:]):
         engine.add(text(20 + 30 * i, 7 * rank + i), sampling)
