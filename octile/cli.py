@@ -428,12 +428,15 @@ def bench(arguments: list[str]) -> None:
         )
     if options.what != "serve" and options.run is not None:
         raise ValueError(f"run is an option of serve, not of {options.what}")
+    if _is_one_of_several() and options.run is not None:
+        raise ValueError("run is an option of one process: serve on several ranks measures a model of its own")
     if options.what == "tune-casts":
         search_casts()
     elif options.what == "tune":
         search(options.shape, options.minutes)
     else:
-        run(options.what, options.json, (options.run or _newest_run()) if options.what == "serve" else None)
+        is_run = options.what == "serve" and not _is_one_of_several()
+        run(options.what, options.json, (options.run or _newest_run()) if is_run else None)
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def run(what: str, json: Path | None = None, folder: Path | None = None) -> None
         what: "gemm", "casts", "step", "train", "transformers", "attention", "serve", "indexer",
             "dispatch" or "lab".
         json: file for the rows, with machine, versions and commit; None: no file.
-        folder: the run to serve, for "serve".
+        folder: the run to serve, for "serve"; None on the ranks that torchrun has started.
 
     Raises:
         FileNotFoundError: the folder for the file does not exist, or the one to serve has no model.

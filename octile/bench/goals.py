@@ -409,6 +409,19 @@ LONG_CLIENT, FASTEST_DRAFTS = "1 client, 256 tokens", "1 client, 256 tokens, fas
 DECODE_256, OVERHEAD = "V2-Lite shape, decode, batch 256", "overhead of the engine"
 PREFILL, SHARE_OF_PEAK = "prefill, 8 × 1,024 tokens", "share of the FP8 peak"
 
+DECODE = "decode"
+
+
+def spread_case(name: str, batch: int, n_ranks: int) -> str:
+    """Return the case of a batch that decodes on each rank, with experts spread over the ranks."""
+    return f"{name}, decode, batch {batch} on each of {n_ranks} ranks"
+
+
+def one_rank(batch: int) -> str:
+    """Return the peer of such a case: one rank alone."""
+    return f"one, batch {batch}"
+
+
 CLIENTS_BOUND = Bound(
     "64 clients vs. one, tokens/s (goal on 2 CPU cores)", MANY_CLIENTS, THROUGHPUT, (ONE_CLIENT,), 4.0, None
 )
@@ -416,6 +429,7 @@ H200_BOUNDS = (
     Bound("drafts vs. none, tokens/s (goal on one H200)", FASTEST_DRAFTS, THROUGHPUT, (LONG_CLIENT,), 1.3, 1.7),
     Bound("engine's overhead per step, batch 256, ms", DECODE_256, OVERHEAD, (), 1.0, None, higher_is_better=False),
     Bound("prefill, % of the FP8 peak", f"V2-Lite shape, {PREFILL}", SHARE_OF_PEAK, (), 30.0, 55.0),
+    Bound("batch 256 on two GPUs vs. one", spread_case("V2-Lite shape", 128, 2), DECODE, (one_rank(256),), 1.5, None),
 )
 
 

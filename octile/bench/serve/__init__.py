@@ -1,6 +1,7 @@
 """`octile bench serve`: how fast `octile serve` answers.
 
 engine.py     on a GPU, the engine alone with a model of 16B parameters, vs. transformers
+ranks.py      by torchrun, decoding with the experts spread over ranks, and nothing else
 endpoint.py   the server with one client, with many, with more than it takes, and with drafts
 """
 
@@ -13,18 +14,25 @@ import torch
 
 from octile.bench import goals
 from octile.bench.rows import Row, table
-from octile.bench.serve import endpoint, engine
+from octile.bench.serve import endpoint, engine, ranks
+from octile.train.loop import pick_own_device
 
 LEGEND = "ratio: ours / theirs, the peer's. Higher is better for speeds, lower is better for times."
 
 
-def rows(run: Path) -> Iterator[Row]:
+def rows(run: Path | None) -> Iterator[Row]:
     """Yield what clients of a server of this run see; on a GPU then the speed of the engine with a larger model.
+
+    Without a run, on the ranks that torchrun has started, yield the speed of a larger model that is spread over them.
 
     Raises:
         FileNotFoundError: there is no model or no tokenizer.
         RuntimeError: the server ends early.
+        ValueError: the ranks do not divide the experts.
     """
+    if run is None:
+        yield from ranks.rows(ranks.V2_LITE, pick_own_device("auto"))
+        return
     yield from endpoint.rows(run)
     if torch.cuda.is_available():
         yield from engine.rows(engine.V2_LITE, torch.device("cuda"))

@@ -77,7 +77,7 @@ V2_LITE = Shape("V2-Lite shape", ModelConfig.v2_lite_16b())
 def rows(shape: Shape, device: torch.device) -> Iterator[Row]:
     """Yield the speed of decode and prefill, decode vs. transformers."""
     weights = random_weights(shape.config, device)
-    pages = 1 + -(-(shape.prompt + _new_tokens(shape)) // ModelRunner.page_size)  # the engine admits with one to spare
+    pages = 1 + -(-(shape.prompt + new_tokens(shape)) // ModelRunner.page_size)  # the engine admits with one to spare
     n_pages, max_step_tokens = max(shape.batches) * pages, shape.prefill * shape.prompt
     runner = ModelRunner(weights, n_pages, max_batch=max(shape.batches), max_step_tokens=max_step_tokens)
     speeds = {}
@@ -140,12 +140,12 @@ def _step_seconds(runner: ModelRunner, shape: Shape, batch: int) -> tuple[float,
     chosen = random.Random(batch)
     for i in range(batch):
         prompt = chosen.choices(range(shape.config.vocab_size), k=shape.prompt)
-        engine.add(prompt, Sampling(max_new_tokens=_new_tokens(shape), temperature=1.0, seed=i, ignore_eos=True))
+        engine.add(prompt, Sampling(max_new_tokens=new_tokens(shape), temperature=1.0, seed=i, ignore_eos=True))
     while len(engine.step()) < batch:
         if not engine.has_work:
             raise RuntimeError(f"the {batch} requests did not decode at the same time: {engine.stats()}")
     seconds = median(_wall_seconds(engine.step) for _ in range(shape.steps))
-    profile = _profile(decode_case(shape, batch), engine.step, runner.device)
+    profile = profile_rows(decode_case(shape, batch), engine.step, runner.device)
     model = None
     if runner.graphs is not None:
         max_ahead = runner.max_ahead
@@ -161,7 +161,7 @@ def _step_seconds(runner: ModelRunner, shape: Shape, batch: int) -> tuple[float,
     return seconds, model, profile
 
 
-def _new_tokens(shape: Shape) -> int:
+def new_tokens(shape: Shape) -> int:
     """The tokens of a request, which still decodes when the last prompts have been read and the steps are timed."""
     return 2 + PROFILED + 2 * shape.steps + -(-max(shape.batches) // shape.prefill)
 
@@ -186,10 +186,10 @@ def _prefill(runner: ModelRunner, shape: Shape) -> Iterator[Row]:
     peak = bf16_peak(torch.cuda.get_device_name(runner.device)) if runner.device.type == "cuda" else None
     if peak is not None:
         yield Row(case, SHARE_OF_PEAK, 100 * flops / (2 * peak), "%")
-    yield from _profile(case, run, runner.device)
+    yield from profile_rows(case, run, runner.device)
 
 
-def _profile(case: str, call: Callable[[], object], device: torch.device) -> list[Row]:
+def profile_rows(case: str, call: Callable[[], object], device: torch.device) -> list[Row]:
     """Record where a GPU spends the time of a call: the kinds of kernels, the idle time, and the largest kernels.
 
     Returns no row on a CPU, and where the profiler has no access to the GPU.

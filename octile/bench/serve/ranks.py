@@ -1,0 +1,130 @@
+"""Decoding with the experts spread over ranks, started by `torchrun --nproc-per-node 2 -m octile bench serve`.
+
+Each rank first decodes alone with all experts. Then the same number of requests is divided among the ranks, which have
+requests and caches of their own and share the experts (`octile.serve.spread_experts`); and then each rank has as many
+requests as one had alone. A step is one of all ranks together.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from octile.bench.goals import DECODE, one_rank, spread_case
+from octile.bench.rows import Row, compare
+from octile.bench.serve import engine as alone
+from octile.bench.serve.engine import Shape
+from octile.parallel.ranks import join, leave, world
+from octile.serve.config import EngineConfig
+from octile.serve.engine import Engine
+from octile.serve.model_runner import ModelRunner
+from octile.serve.request import Output, Sampling
+from octile.serve.spread_experts import SpreadEngine, SpreadExperts
+from octile.tokenizer import MIN_VOCAB_SIZE, Tokenizer
+
+V2_LITE = replace(alone.V2_LITE, batches=(256,))
+TIMEOUT = 60.0  # seconds; a rank that hangs ends the measurement
+
+
+def rows(shape: Shape, device: torch.device) -> Iterator[Row]:
+    """Measure on all ranks, and yield the rows on rank 0; without a GPU the steps are not captured.
+
+    Raises:
+        ValueError: the ranks do not divide a batch or the experts.
+    """
+    ranks = join(device, TIMEOUT)
+    c = shape.config
+    for what, size in (("experts", c.n_routed_experts), *(("requests of a batch", batch) for batch in shape.batches)):
+        if size % ranks.size:
+            raise ValueError(f"the {ranks.size} ranks must divide the {size} {what}")
+    for row in _measure(shape, device, ranks.size):
+        if ranks.is_first:
+            yield row
+    leave()
+
+
+def _measure(shape: Shape, device: torch.device, n_ranks: int) -> Iterator[Row]:
+    weights = alone.random_weights(shape.config, device)
+    pages = 1 + -(-(shape.prompt + alone.new_tokens(shape)) // ModelRunner.page_size)
+    sizes = max(shape.batches) * pages, None, max(shape.batches)
+    runner = ModelRunner(weights, *sizes, max_step_tokens=0)
+    speeds = {}
+    for batch in shape.batches:
+        engine = _engine(runner, shape, batch, 0)
+        seconds = _step_seconds(engine, engine.step, shape, batch, bool)
+        engine.close()
+        speeds[batch] = batch / seconds
+        yield Row(alone.decode_case(shape, batch), DECODE, speeds[batch], "tokens/s")
+    del engine, runner
+
+    control = world() if device.type == "cpu" else dist.new_group(backend="gloo")
+
+    def on_all(is_so: bool) -> bool:
+        flag = torch.tensor(int(is_so))
+        dist.all_reduce(flag, dist.ReduceOp.MIN, control)
+        return bool(flag)
+
+    c = shape.config
+    n_layers = sum(c.is_moe(layer) for layer in range(c.num_hidden_layers))
+    spread = SpreadExperts(weights, torch.arange(c.n_routed_experts).expand(n_layers, -1))
+    del weights
+    runner = ModelRunner(spread, *sizes, max_step_tokens=0)
+    for batch in shape.batches:
+        for own in (batch // n_ranks, batch):
+            engine = _engine(runner, shape, own, dist.get_rank())
+            together = SpreadEngine(engine, runner, control=control)
+
+            def step(together: SpreadEngine = together) -> list[Output]:
+                return together.step() or []
+
+            seconds = _step_seconds(engine, step, shape, own, on_all)
+            case = spread_case(shape.name, own, n_ranks)
+            profile = alone.profile_rows(case, step, device)
+            engine.close()
+            yield Row(case, "step", 1e3 * seconds, "ms")
+            yield compare(case, DECODE, n_ranks * own / seconds, "tokens/s", one_rank(batch), speeds[batch])
+            yield from profile
+
+
+def _engine(runner: ModelRunner, shape: Shape, batch: int, rank: int) -> Engine:
+    """Make an engine of which each request decodes after a prompt of random tokens."""
+    config = EngineConfig(max_batch=batch, max_step_tokens=max(batch, shape.prefill * shape.prompt))
+    engine, chosen = Engine(runner, Tokenizer.train([], MIN_VOCAB_SIZE), config), random.Random(batch + 10_000 * rank)
+    for i in range(batch):
+        prompt = chosen.choices(range(shape.config.vocab_size), k=shape.prompt)
+        sampling = Sampling(max_new_tokens=alone.new_tokens(shape), temperature=1.0, seed=i, ignore_eos=True)
+        engine.add(prompt, sampling)
+    return engine
+
+
+def _step_seconds(
+    engine: Engine, step: Callable[[], Sequence[Output]], shape: Shape, batch: int, on_all: Callable[[bool], bool]
+) -> float:
+    """The wall-clock time of a step in which all requests decode.
+
+    Args:
+        engine: of this rank, which has as many requests as `batch`.
+        step: runs a step.
+        shape: what is measured.
+        batch: of this rank.
+        on_all: whether something is so on all ranks that step together.
+
+    Raises:
+        RuntimeError: they do not decode at the same time.
+    """
+    while not on_all(len(step()) == batch):
+        if not engine.has_work:
+            raise RuntimeError(f"the {batch} requests did not decode at the same time: {engine.stats()}")
+
+    def seconds() -> float:
+        begin = time.perf_counter()
+        step()
+        return time.perf_counter() - begin
+
+    return median(seconds() for _ in range(shape.steps))

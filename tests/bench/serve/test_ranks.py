@@ -1,0 +1,26 @@
+"""What `octile bench serve` measures on two ranks, on a CPU and a miniature model."""
+
+import socket
+
+import torch
+
+from tests.bench.serve.rank_case import measure
+from tests.worlds import start_ranks
+
+
+def test_rows_of_a_miniature_model(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    start_ranks(measure, (str(tmp_path), port), 2)
+    found = {(case, what): (value, peer) for case, what, value, peer in torch.load(tmp_path / "0.pt")}
+    assert list(found) == [
+        ("miniature, decode, batch 2", "decode"),
+        ("miniature, decode, batch 1 on each of 2 ranks", "step"),
+        ("miniature, decode, batch 1 on each of 2 ranks", "decode"),
+        ("miniature, decode, batch 2 on each of 2 ranks", "step"),
+        ("miniature, decode, batch 2 on each of 2 ranks", "decode"),
+    ]
+    assert all(value > 0 for value, _ in found.values())
+    assert found["miniature, decode, batch 2 on each of 2 ranks", "decode"][1] == "one, batch 2"
+    assert torch.load(tmp_path / "1.pt") == []
