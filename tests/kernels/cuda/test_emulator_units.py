@@ -74,6 +74,29 @@ def test_a_load_in_three_dimensions_takes_strides() -> None:
     assert torch.equal(raw.view(torch.uint8).view(8, 32), swizzled(expected.view(torch.uint8).view(8, 32), 32))
 
 
+def gathered(waits: bool, fences: bool, seed: int) -> torch.Tensor:
+    """What a kernel of 64 threads reads of vectors that cp.async copies, which follow from their indices."""
+    rows = torch.arange(1, 41).to(torch.uint8)[:, None].expand(40, 16).contiguous()
+    indices = torch.arange(64, dtype=torch.int32) * 7 % 41 - 1
+    found = torch.zeros(64, 16, dtype=torch.uint8)
+    emulator.run(
+        "gather", {}, grid=1, threads=64, shared_bytes=64 * 16 + 8, headers=SOURCES, seed=seed,
+        arguments=[rows, indices, found, int(waits), int(fences)],
+    )  # fmt: skip
+    assert (found == found[:, :1]).all()
+    return found[:, 0] - (indices + 1).to(torch.uint8)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_cp_async_copies_vectors_and_writes_zeros_where_it_does_not_read(seed: int) -> None:
+    assert not gathered(True, True, seed).any()
+
+
+@pytest.mark.parametrize(("waits", "fences"), [(False, True), (True, False)], ids=["no wait", "no fence"])
+def test_what_cp_async_copies_is_seen_after_a_wait_and_a_fence_alone(waits: bool, fences: bool) -> None:
+    assert any(gathered(waits, fences, seed).any() for seed in range(4))
+
+
 @pytest.mark.parametrize("kind", ["store", "add"])
 def test_a_store_does_not_write_outside_of_the_tensor(kind: str) -> None:
     box = torch.arange(1.0, 2 * 4 * 8 + 1).view(2, 4, 8)

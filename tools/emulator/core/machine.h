@@ -77,6 +77,12 @@ struct Warpgroup {
     Threads waiters;
 };
 
+// 16 bytes that cp.async copies to shared memory; from nowhere: zeros.
+struct Piece {
+    uint8_t* to;
+    const void* from;
+};
+
 struct Thread : Place {
     Block* home;
     Warpgroup* warpgroup;
@@ -92,6 +98,7 @@ struct Thread : Place {
     uint32_t registers = 0, register_changes = 0;
 
     std::vector<std::shared_ptr<Copy>> open_group;
+    std::vector<Piece> pieces;  // for which it has not arrived yet
     std::deque<std::vector<std::shared_ptr<Copy>>> groups;
 
     bool fenced = false;  // wgmma_fence since its registers were last its own

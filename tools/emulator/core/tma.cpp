@@ -1,7 +1,8 @@
-// TMA. A copy happens at a random moment after its instruction. A load first fills its destination with 0xFF (NaN),
-// because its earlier contents are undefined from the instruction on.
+// TMA and cp.async. A copy happens at a random moment after its instruction. A load first fills its destination with 0xFF
+// (NaN), because its earlier contents are undefined from the instruction on. What cp.async copies lands when the arrival
+// that follows it does; TMA and wgmma see it after a proxy fence.
 //
-// Source: PTX ISA, "Tensors" and "Swizzling modes"; CUDA driver API, cuTensorMapEncodeTiled.
+// Source: PTX ISA, "Tensors", "Swizzling modes" and "cp.async.mbarrier.arrive"; CUDA driver API, cuTensorMapEncodeTiled.
 #include "machine.h"
 
 #include <algorithm>
@@ -20,7 +21,7 @@ struct Map {
 static_assert(sizeof(Map) == sizeof(TensorMap));
 
 struct Copy {
-    enum { load, store, add } kind;
+    enum { load, store, add, pieces } kind;
     Map map;
     int place[5] = {};
     Block* block;       // whose shared memory
@@ -30,6 +31,7 @@ struct Copy {
     enum { issued, read, written } state = issued;
     std::vector<uint8_t> box;
     uint4 value;  // of store_async
+    std::vector<Piece> copied;  // by cp.async
 
     uint32_t row_bytes() const { return map.box[0] * map.element; }
     uint32_t rows() const {
@@ -102,7 +104,20 @@ struct Copy {
         state = written;
     }
 
+    void land_pieces() {
+        for (const Piece& piece : copied) {
+            if (piece.from)
+                memcpy(piece.to, piece.from, 16);
+            else
+                memset(piece.to, 0, 16);
+        }
+        --barrier->pending;
+        complete_phase(block, *barrier);
+        state = written;
+    }
+
     void advance(int to) {
+        if (kind == pieces && state == issued) return land_pieces();
         if (state < read && to >= read) {
             if (kind == load) {
                 load_box();
@@ -229,6 +244,31 @@ void store_async(uint32_t to, const uint4& value, uint32_t barrier) {
     if (chance(machine.tendencies.copy_early)) advance_copy(machine.copies.size() - 1);
 }
 
+void cp_async_16(void* to, const void* from, bool reads) {
+    may_switch();
+    Block* block = me()->home;
+    uint8_t* start = shared_range(block, to, 16, "cp.async");
+    if (reinterpret_cast<uintptr_t>(to) % 16 || reinterpret_cast<uintptr_t>(from) % 16)
+        fail("cp.async copies 16 bytes from and to addresses that are multiples of 16");
+    memset(start, 0xFF, 16);
+    memset(block->async + (start - block->shared), 0xFF, 16);
+    me()->pieces.push_back({start, reads ? from : nullptr});
+}
+
+void arrive_after_copies(uint64_t& state) {
+    may_switch();
+    auto copy = std::make_shared<Copy>();
+    copy->kind = Copy::pieces;
+    copy->block = me()->home;
+    copy->barrier = &barrier_of(me()->home, state);
+    copy->issuer = name(me());
+    copy->copied = std::move(me()->pieces);
+    me()->pieces.clear();
+    if (!copy->barrier->pending) fail("one arrival too many at the mbarrier at offset %u", copy->barrier->offset);
+    machine.copies.push_back(copy);
+    if (chance(machine.tendencies.copy_early)) advance_copy(machine.copies.size() - 1);
+}
+
 static void begin_store(const std::shared_ptr<Copy>& copy) {
     for (uint32_t i = 0; i < copy->bytes() / 16; ++i)
         if (const uint32_t warp = me()->home->unfenced[copy->at(i) / 16])
@@ -274,6 +314,7 @@ void bulk_wait_group_read(int groups) {
 // Shared memory is released when the block ends: no copy may still read or write it.
 void check_exit(Thread* thread) {
     if (!thread->open_group.empty()) fail("ends with stores that were not committed");
+    if (!thread->pieces.empty()) fail("ends with copies by cp.async for which it did not arrive");
     for (const auto& group : thread->groups)
         for (const auto& copy : group)
             if (copy->state == Copy::issued)
@@ -283,7 +324,7 @@ void check_exit(Thread* thread) {
 
 void check_block_exit(Block* block) {
     for (const auto& copy : machine.copies)
-        if (copy->kind == Copy::load && copy->block == block)
+        if ((copy->kind == Copy::load || copy->kind == Copy::pieces) && copy->block == block)
             fail("is the last of its block to end, and a load of %s has not landed yet", copy->issuer.c_str());
     for (const auto& thread : block->threads) {
         const Thread* first = block->threads[thread->index / 128 * 128].get();

@@ -68,6 +68,12 @@ inline uint32_t to_s8(float x) {
 }
 inline uint32_t pack_f16(float low, float high) { return emulator::to_f16(low) | emulator::to_f16(high) << 16; }
 
+inline uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
+    auto low = [](uint32_t pair) { return __uint_as_float(pair << 16); };
+    auto high = [](uint32_t pair) { return __uint_as_float(pair & 0xFFFF0000); };
+    return pack_bf16(fmaf(low(a), low(b), low(c)), fmaf(high(a), high(b), high(c)));
+}
+
 inline uint32_t e4m3_to_f16(uint32_t four, bool upper) {
     const uint32_t two = upper ? four >> 16 : four;
     return pack_f16(emulator::decode(two & 0xFF, 4, 3, 7, true), emulator::decode(two >> 8 & 0xFF, 4, 3, 7, true));

@@ -28,6 +28,8 @@ void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t& barrier);
 void bulk_prefetch(const void* from, uint32_t bytes);
 void store_async(uint32_t to, const uint4& value, uint32_t barrier);
 void bulk_store(void* to, const void* from, uint32_t bytes);
+void cp_async_16(void* to, const void* from, bool reads);
+void arrive_after_copies(uint64_t& barrier);
 void bulk_commit_group();
 void bulk_wait_group_read(int groups);
 void wgmma_fence();
@@ -73,6 +75,7 @@ struct Mbarrier {
     void arrive() { emulator::mbarrier_arrive(state, cluster_ctarank(), 0); }
     void arrive_cluster(uint32_t rank) { emulator::mbarrier_arrive(state, rank, 0); }
     void arrive_expect_tx(uint32_t bytes) { emulator::mbarrier_arrive(state, cluster_ctarank(), bytes); }
+    void arrive_after_copies() { emulator::arrive_after_copies(state); }
     bool try_wait(uint32_t parity, bool predicate) { return !predicate || emulator::mbarrier_try_wait(state, parity); }
     void wait(uint32_t parity) { emulator::mbarrier_wait(state, parity); }
 };
@@ -104,6 +107,7 @@ inline void bulk_load(void* to, const void* from, uint32_t bytes, Mbarrier* barr
 inline void bulk_store(void* to, const void* from, uint32_t bytes) { emulator::bulk_store(to, from, bytes); }
 inline void bulk_prefetch(const void* from, uint32_t bytes) { emulator::bulk_prefetch(from, bytes); }
 inline void store_async(uint32_t to, uint4 value, uint32_t barrier) { emulator::store_async(to, value, barrier); }
+inline void cp_async_16(void* to, const void* from, bool reads) { emulator::cp_async_16(to, from, reads); }
 inline void bulk_commit_group() { emulator::bulk_commit_group(); }
 template <int groups>
 void bulk_wait_group_read() {

@@ -129,6 +129,11 @@ struct Mbarrier {
                      : "memory");
     }
 
+    // Arrives once all earlier copies by cp_async_16 of this thread have landed; does not wait for them.
+    __device__ __forceinline__ void arrive_after_copies() {
+        asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(this)) : "memory");
+    }
+
     // Waits until the phase of this parity is complete: 0 for the first, 1 for the second, 0 for the third, …
     // Afterwards the writes of TMA and of threads of this block are visible. `.acquire.cluster` is not used because it
     // would invalidate the L1 cache each time.
@@ -234,6 +239,14 @@ __device__ __forceinline__ void bulk_prefetch(const void* from, uint32_t bytes) 
 __device__ __forceinline__ void store_async(uint32_t to, uint4 value, uint32_t barrier) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
                  "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(barrier)
+                 : "memory");
+}
+
+// Copies 16 bytes to shared memory, or writes zeros there. `Mbarrier::arrive_after_copies` reports that they have landed.
+// They are ordinary stores: who reads them by wgmma calls fence_proxy_async after it has waited.
+__device__ __forceinline__ void cp_async_16(void* to, const void* from, bool reads) {
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
+                 "r"(reads ? 16 : 0)
                  : "memory");
 }
 
