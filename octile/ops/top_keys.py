@@ -3,7 +3,9 @@
 The order of keys is by logit, then by position, so that the choice is the same at every call and on every device: of
 equal logits, the key that comes first is chosen. NaN is the highest logit, so that it is not lost.
 
-Each logit and its position become one 64-bit integer, of which torch takes the K largest.
+Each logit and its position become one 64-bit integer, of which the K largest are taken: on Hopper by a kernel, which
+reads a row of logits once if a sample of it tells which may be among them; elsewhere, and for more than 4096 keys, by
+torch.
 
 Source: DeepSeek-V3.2-Exp §2 (https://github.com/deepseek-ai/DeepSeek-V3.2-Exp), which chooses 2048 keys.
 Shapes: S queries, W columns of the logits, K chosen keys.
@@ -12,6 +14,7 @@ Shapes: S queries, W columns of the logits, K chosen keys.
 import torch
 from torch import Tensor
 
+from octile.kernels.cuda.attention import top_keys as kernel
 from octile.ops.operator import operator
 from octile.ops.quantize import check_device, check_input_dtype
 
@@ -37,6 +40,10 @@ def top_keys(logits: Tensor, starts: Tensor, ends: Tensor, k: int) -> Tensor:
         ValueError: shapes or devices do not fit together, or k is less than 1.
     """
     _check(logits, starts, ends, k)
+    return _top_keys(logits, starts, ends, k)
+
+
+def _top_keys(logits: Tensor, starts: Tensor, ends: Tensor, k: int) -> Tensor:
     s, w = logits.shape
     chosen = torch.full((s, k), ABSENT, dtype=torch.int32, device=logits.device)
     column = torch.arange(w, device=logits.device)
@@ -53,6 +60,13 @@ def top_keys(logits: Tensor, starts: Tensor, ends: Tensor, k: int) -> Tensor:
 @top_keys.register_fake
 def _(logits, starts, ends, k):
     return logits.new_empty(logits.shape[0], k, dtype=torch.int32)
+
+
+@top_keys.register_kernel("cuda")
+def _(logits, starts, ends, k):
+    _check(logits, starts, ends, k)
+    choose = _top_keys if kernel.why_unsupported(logits, k) else kernel.launch
+    return choose(logits, starts, ends, k)
 
 
 def _order(logits: Tensor) -> Tensor:

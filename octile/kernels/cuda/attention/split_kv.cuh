@@ -6,12 +6,9 @@
 // the other: the number of the row's first range, in which no other shared row begins, plus that of the range. With a fixed
 // number of splits each row is cut by its own length alone, which keeps its bits independent of other rows.
 #pragma once
-#include "ptx.cuh"
+#include "warps.cuh"
 
 constexpr int page_rows = 64;  // positions of a page
-constexpr uint32_t all_lanes = 0xFFFFFFFF;
-
-__device__ __forceinline__ float minus_infinity() { return __int_as_float(0xFF800000); }
 
 struct Lengths {
     const int* lengths;
