@@ -152,11 +152,18 @@ ONLY_TORCH = {  # and why
     "attention_backward": ATTENTION_REASON,
     "read_latents": "torch gathers the rows of the cache",
     "paged_mqa_schedule": "torch sums and searches lengths on the device",
-    "top_keys": "torch's topk of integers that hold logit and position",
-    "sparse_attention": "torch gathers the chosen positions and multiplies them",
 }
-INDEXER = ("mqa_logits", "paged_mqa_logits")  # have a kernel for Hopper alone, called by their own module
-INDEXER_REASON = "torch multiplies the heads one after the other; only Hopper has a kernel"
+HOPPER_OR_TORCH = {  # called by their own modules: what torch does, and what Hopper's kernels support
+    **dict.fromkeys(
+        ("mqa_logits", "paged_mqa_logits"),
+        ("multiplies the heads one after the other", "32 or 64 heads of 32, 64 or 128 channels"),
+    ),
+    "top_keys": ("takes the topk of integers that hold logit and position", "up to 4096 keys"),
+    **dict.fromkeys(
+        ("sparse_attention", "paged_sparse_attention"),
+        ("gathers the chosen positions and multiplies them", "latents of 512 + 64 channels in BF16 or FP8"),
+    ),
+}
 TABLE = {
     "gemm": Backends(why_unsupported, launch_cache.launch, _triton_gemm),
     "gate": Backends(gate_launcher.why_unsupported, gate_launcher.launch, _triton("gate", "launch_of_x")),
@@ -220,7 +227,7 @@ ROUTING = ("gate", "gate_backward", "count_tokens", "routing_plan", "sequence_ba
 ATTENTION = ("paged_attention",)
 QUANTIZATIONS = tuple(name for name in TABLE if name not in ("gemm", *ROUTING, *ATTENTION))
 WITH_HOPPER = (*GEMMS, *QUANTIZATIONS, *ROUTING, *ATTENTION)  # operators that have kernels for Hopper
-OPERATORS = (*WITH_HOPPER, *INDEXER, *ONLY_TRITON, *ONLY_TORCH)
+OPERATORS = (*WITH_HOPPER, *HOPPER_OR_TORCH, *ONLY_TRITON, *ONLY_TORCH)
 
 
 def choices() -> dict[str, tuple[str, str]]:
@@ -240,7 +247,10 @@ def choices() -> dict[str, tuple[str, str]]:
     if portable[0] != "Triton":
         return chosen
     chosen |= {operator: ("torch", why) for operator, why in ONLY_TORCH.items()}
-    chosen |= dict.fromkeys(INDEXER, ("torch", INDEXER_REASON))
+    chosen |= {
+        operator: ("torch", f"torch {work}; only Hopper has a kernel")
+        for operator, (work, _) in HOPPER_OR_TORCH.items()
+    }
     why_not_hopper = request.why_not_on(torch.device("cuda"))
     if why_not_hopper is None:
         unsupported = "INT8 GEMMs, for example, or quantization of rows that do not begin at multiples of 16 bytes"
@@ -250,8 +260,10 @@ def choices() -> dict[str, tuple[str, str]]:
         )
         why += " of more than 64 experts or of few tokens, and latent caches of other widths than 512 + 64 channels"
         chosen |= dict.fromkeys(WITH_HOPPER, ("CUDA C++", why))
-        why = "sm_90 has a kernel for 32 or 64 heads of 32, 64 or 128 channels; torch computes others"
-        chosen |= dict.fromkeys(INDEXER, ("CUDA C++", why))
+        chosen |= {
+            operator: ("CUDA C++", f"sm_90 has a kernel for {supported}; torch computes others")
+            for operator, (_, supported) in HOPPER_OR_TORCH.items()
+        }
     elif torch.cuda.get_device_capability() == (9, 0):
         why = f"Hopper's kernels cannot be used: {why_not_hopper}"
         chosen |= dict.fromkeys(WITH_HOPPER, ("Triton", why))

@@ -5,83 +5,206 @@
     o = p · latent                            C channels a head: the caller multiplies them by the values' weight
 
 All heads of a query attend to the same positions. With all positions of a causal mask chosen, this is dense attention.
-Positions of a paged cache are read by `octile.ops.latent_cache.read_latents`.
+`sparse_attention` reads rows that lie one after the other, as in prefill; `paged_sparse_attention` reads the paged
+cache.
 
-Source: DeepSeek-V3.2-Exp §2 (https://github.com/deepseek-ai/DeepSeek-V3.2-Exp); FlashMLA's sparse attention.
-Shapes: S queries, H heads, C channels of a latent, W = C + those of the rotary key, T positions, K chosen ones.
+On Hopper, kernels read latents of 512 + 64 channels in BF16 or FP8, 64 heads at a time; torch computes the rest. Where
+there are few queries, their lists are divided among thread blocks (split-KV), whose partial results are merged in the
+order of the lists; shapes alone decide how. The order of sums is unspecified otherwise. The softmax's weights, and
+latents in FP8, are rounded to BF16 before they are multiplied.
+
+Source: DeepSeek-V3.2-Exp §2 (https://github.com/deepseek-ai/DeepSeek-V3.2-Exp); FlashMLA's sparse attention
+(https://github.com/deepseek-ai/FlashMLA).
+Shapes: S queries, H heads, C channels of a latent, W = C + those of the rotary key, T rows, K chosen positions,
+P pages, M pages of a text at most.
 """
 
 import torch
 from torch import Tensor
 
+from octile.formats import TILE
+from octile.kernels.cuda.attention import sparse_mla as kernel
+from octile.ops.latent_cache import PAGE, check_cache, fp8_rows, rope_dim_of
 from octile.ops.matmul import without_autocast
 from octile.ops.operator import operator
-from octile.ops.quantize import check_device, check_input_dtype
+from octile.ops.quantize import INPUT_DTYPES, check_device, check_input_dtype, dequantize
 from octile.ops.top_keys import ABSENT
 
 MAX_ELEMENTS = 2**26  # of latents that are gathered at the same time
+MAX_SPLITS = kernel.MAX_SPLITS
 
 
 @operator()
-def sparse_attention(q: Tensor, latents: Tensor, positions: Tensor, latent_dim: int, scale: float) -> Tensor:
-    """Attend from each query to its chosen positions.
+def sparse_attention(
+    q: Tensor, latents: Tensor, positions: Tensor, latent_dim: int, scale: float, n_splits: int = 0
+) -> Tensor:
+    """Attend from each query to its chosen rows of the latents.
 
     Args:
         q: [S, H, W], float32, bfloat16 or float16: queries times the keys' weight, then rotary queries.
-        latents: [T, W], float32, bfloat16 or float16: latents, then rotary keys.
+        latents: [T, W], float32, bfloat16 or float16: latents, then rotary keys; or FP8 rows, [T, bytes] uint8, as in
+            `octile.ops.latent_cache.write_latents`.
         positions: [S, K] int32, as `octile.ops.top_keys.top_keys` returns them: rows of latents, each at most once;
             −1 stands for none. Their order does not matter.
         latent_dim: C.
         scale: the factor of the scores.
+        n_splits: parts into which Hopper's kernel divides a list, at most 128; 0: chosen by shapes. With a given
+            number, the result of a query does not depend on how many there are.
 
     Returns:
         o [S, H, C] in q's dtype; zeros where no position was chosen.
 
     Raises:
         TypeError: a tensor has another dtype.
-        ValueError: shapes or devices do not fit together; on a CPU, a position is not from −1 to below T.
+        ValueError: shapes or devices do not fit together, or n_splits is not from 0 to 128; on a CPU, a position is not
+            from −1 to below T. A GPU attends to none of those.
     """
-    _check(q, latents, positions, latent_dim)
-    s, h, _ = q.shape
+    _check(q, latents, positions, latent_dim, n_splits)
+    _check_positions(positions, len(latents))
+    return _attend(q, latents, positions, latent_dim, scale)
+
+
+@operator()
+def paged_sparse_attention(
+    q: Tensor, cache: Tensor, pages: Tensor, positions: Tensor, latent_dim: int, scale: float, n_splits: int = 0
+) -> Tensor:
+    """Attend from each query to chosen positions of its text in the paged cache.
+
+    Args:
+        q, latent_dim, scale, n_splits: as in `sparse_attention`.
+        cache: [P, 64, W] or FP8 rows, as in `octile.ops.latent_cache.write_latents`.
+        pages: int32 [S, M], the pages of each query's text in their order; only those of chosen positions are read.
+        positions: [S, K] int32, positions of the text, each at most once; −1 stands for none.
+
+    Returns:
+        o [S, H, C] in q's dtype; zeros where no position was chosen.
+
+    Raises:
+        TypeError: a tensor has another dtype.
+        ValueError: shapes or devices do not fit together, or n_splits is not from 0 to 128; on a CPU, a position is not
+            from −1 to below 64·M, or its page is not in the cache. A GPU attends to none of those.
+    """
+    _check_paged(q, cache, pages, positions, latent_dim, n_splits)
+    _check_positions(positions, PAGE * pages.shape[1])
+    return _attend(q, cache.flatten(0, 1), _slots(pages, positions, len(cache)), latent_dim, scale)
+
+
+def _slots(pages: Tensor, positions: Tensor, n_pages: int) -> Tensor:
+    """Return the rows of a cache at positions, −1 where there is none.
+
+    Raises:
+        ValueError: on a CPU, a page that is read is not in the cache.
+    """
+    is_position = (positions >= 0) & (positions < PAGE * pages.shape[1])
+    if not pages.shape[1]:
+        return torch.full_like(positions, ABSENT)
+    position = positions.where(is_position, 0).long()
+    page = pages.gather(1, position // PAGE)
+    is_page = (page >= 0) & (page < n_pages)
+    if page.device.type == "cpu" and not bool((is_page | ~is_position).all()):
+        raise ValueError(f"pages must be from 0 to below {n_pages}, not {sorted(set(page[is_position].tolist()))}")
+    return (page * PAGE + position % PAGE).where(is_position & is_page, ABSENT).int()
+
+
+def _attend(q: Tensor, latents: Tensor, positions: Tensor, latent_dim: int, scale: float) -> Tensor:
+    s, h, width = q.shape
     k = positions.shape[1]
     o_SHC = q.new_zeros(s, h, latent_dim)
     if not k or not len(latents):
         return o_SHC
-    rows = max(MAX_ELEMENTS // (k * latents.shape[1]), 1)
+    rows = max(MAX_ELEMENTS // (k * width), 1)
     with without_autocast(q.device):
         for first in range(0, s, rows):
             part = slice(first, first + rows)
-            absent_SK = positions[part] == ABSENT
-            keys_SKW = latents[positions[part].clamp(min=0).long()].float()
-            keys_SKW = keys_SKW.masked_fill_(absent_SK[..., None], 0.0)  # a NaN there is not read
+            is_absent_SK = (positions[part] < 0) | (positions[part] >= len(latents))
+            keys_SKW = _keys(latents[positions[part].masked_fill(is_absent_SK, 0).long()], latent_dim)
+            keys_SKW = keys_SKW.masked_fill(is_absent_SK[..., None], 0.0)  # a NaN there is not read
             scores_SHK = torch.bmm(q[part].float() * scale, keys_SKW.mT)
-            p_SHK = scores_SHK.masked_fill_(absent_SK[:, None], -torch.inf).softmax(-1)
-            p_SHK = p_SHK.masked_fill_(absent_SK.all(1)[:, None, None], 0.0)
+            p_SHK = scores_SHK.masked_fill_(is_absent_SK[:, None], -torch.inf).softmax(-1)
+            p_SHK = p_SHK.masked_fill_(is_absent_SK.all(1)[:, None, None], 0.0)
             o_SHC[part] = torch.bmm(p_SHK, keys_SKW[..., :latent_dim]).to(q.dtype)
     return o_SHC
 
 
+def _keys(rows: Tensor, latent_dim: int) -> Tensor:
+    """Return rows [S, K, ·] in float32, [S, K, W]."""
+    if rows.dtype != torch.uint8:
+        return rows.float()
+    data, scale, rope = fp8_rows(rows, latent_dim)
+    return torch.cat((dequantize(data.contiguous(), scale, *TILE, torch.float32), rope.float()), dim=-1)
+
+
 @sparse_attention.register_fake
-def _(q, latents, positions, latent_dim, scale):
+def _(q, latents, positions, latent_dim, scale, n_splits=0):
     return q.new_empty(*q.shape[:2], latent_dim)
 
 
-def _check(q: Tensor, latents: Tensor, positions: Tensor, latent_dim: int) -> None:
-    for name, t, dims in (("q", q, "[S, H, W]"), ("latents", latents, "[T, W]")):
-        check_input_dtype(name, t)
-        if t.dim() != dims.count(",") + 1:
-            raise ValueError(f"{name} must be {dims}, not {tuple(t.shape)}")
-    if q.shape[2] != latents.shape[1]:
-        raise ValueError(f"q must have the {latents.shape[1]} channels of latents, not {q.shape[2]}")
+@paged_sparse_attention.register_fake
+def _(q, cache, pages, positions, latent_dim, scale, n_splits=0):
+    return q.new_empty(*q.shape[:2], latent_dim)
+
+
+@sparse_attention.register_kernel("cuda")
+def _(q, latents, positions, latent_dim, scale, n_splits=0):
+    _check(q, latents, positions, latent_dim, n_splits)
+    if kernel.why_unsupported(q, latents, positions, latent_dim):
+        return _attend(q, latents, positions, latent_dim, scale)
+    return kernel.launch(q, latents, positions, None, scale, n_splits)
+
+
+@paged_sparse_attention.register_kernel("cuda")
+def _(q, cache, pages, positions, latent_dim, scale, n_splits=0):
+    _check_paged(q, cache, pages, positions, latent_dim, n_splits)
+    if not pages.shape[1] or kernel.why_unsupported(q, cache, positions, latent_dim):
+        return _attend(q, cache.flatten(0, 1), _slots(pages, positions, len(cache)), latent_dim, scale)
+    return kernel.launch(q, cache, positions, pages, scale, n_splits)
+
+
+def _check(q: Tensor, latents: Tensor, positions: Tensor, latent_dim: int, n_splits: int) -> None:
+    _check_queries(q, positions, latent_dim, n_splits)
+    if latents.dtype not in (*INPUT_DTYPES, torch.uint8):
+        raise TypeError(f"latents must be float32, bfloat16, float16 or, for FP8 rows, uint8, not {latents.dtype}")
+    if latents.dim() != 2:
+        unit = "bytes" if latents.dtype == torch.uint8 else "W"
+        raise ValueError(f"latents must be [T, {unit}], not {tuple(latents.shape)}")
+    width = latent_dim + rope_dim_of(latents, latent_dim)
+    if q.shape[2] != width:
+        raise ValueError(f"q must have the {width} channels of latents, not {q.shape[2]}")
+    check_device("q", q, "latents", latents)
+
+
+def _check_paged(q: Tensor, cache: Tensor, pages: Tensor, positions: Tensor, latent_dim: int, n_splits: int) -> None:
+    _check_queries(q, positions, latent_dim, n_splits)
+    check_cache(cache, latent_dim)
+    width = latent_dim + rope_dim_of(cache, latent_dim)
+    if q.shape[2] != width:
+        raise ValueError(f"q must have the {width} channels of the cache, not {q.shape[2]}")
+    if pages.dtype != torch.int32:
+        raise TypeError(f"pages must be int32, not {pages.dtype}")
+    if pages.dim() != 2 or len(pages) != len(q):
+        raise ValueError(f"pages must be ({len(q)}, M), a row for each query, not {tuple(pages.shape)}")
+    check_device("q", q, "cache", cache)
+    check_device("q", q, "pages", pages)
+
+
+def _check_queries(q: Tensor, positions: Tensor, latent_dim: int, n_splits: int) -> None:
+    check_input_dtype("q", q)
+    if q.dim() != 3:
+        raise ValueError(f"q must be [S, H, W], not {tuple(q.shape)}")
     if not 1 <= latent_dim <= q.shape[2]:
         raise ValueError(f"latent_dim must be from 1 to the {q.shape[2]} channels, not {latent_dim}")
     if positions.dtype != torch.int32:
         raise TypeError(f"positions must be int32, not {positions.dtype}")
     if positions.dim() != 2 or len(positions) != len(q):
         raise ValueError(f"positions must be ({len(q)}, K), a row for each query, not {tuple(positions.shape)}")
-    check_device("q", q, "latents", latents)
     check_device("q", q, "positions", positions)
+    if not 0 <= n_splits <= MAX_SPLITS:
+        raise ValueError(f"n_splits must be from 0 to {MAX_SPLITS}, not {n_splits}")
+
+
+def _check_positions(positions: Tensor, n: int) -> None:
+    """Check what a GPU does not, since the values are not on the host."""
     if positions.device.type == "cpu" and positions.numel():
         least, most = int(positions.min()), int(positions.max())
-        if least < ABSENT or most >= len(latents):
-            raise ValueError(f"positions must be from -1 to below {len(latents)}, not from {least} to {most}")
+        if least < ABSENT or most >= n:
+            raise ValueError(f"positions must be from -1 to below {n}, not from {least} to {most}")

@@ -30,7 +30,7 @@ from octile.kernels.backends import (
     ATTENTION,
     COMPILED_ON_CPU,
     GEMMS_ON_CPU,
-    INDEXER,
+    HOPPER_OR_TORCH,
     ONLY_TORCH,
     OPERATORS,
     TORCH_ON_CPU,
@@ -102,13 +102,13 @@ def test_doctor_reports_that_no_kernel_can_run(pretend, machine):
 
 def test_on_a_gpu_every_operator_has_a_kernel(pretend):
     pretend((8, 9))
-    assert kernels() == dict.fromkeys(OPERATORS, "Triton") | dict.fromkeys((*ONLY_TORCH, *INDEXER), "torch")
+    assert kernels() == dict.fromkeys(OPERATORS, "Triton") | dict.fromkeys((*ONLY_TORCH, *HOPPER_OR_TORCH), "torch")
 
 
 def test_on_hopper_gemms_and_quantization_use_cuda_kernels(pretend):
     pretend((9, 0))
     own = {name for name, kernel in kernels().items() if kernel == "CUDA C++"}
-    assert own == {*WITH_HOPPER, *INDEXER}
+    assert own == {*WITH_HOPPER, *HOPPER_OR_TORCH}
     assert {"matmul_nt", "grouped_wgrad_out", "quantize", "dequantize", "requantize_transposed", "gate"} < own
     assert kernels()["packed_matmul_nt"] == "Triton"
 

@@ -30,7 +30,7 @@ from octile.ops.routing_plan import count_tokens, routing_plan
 from octile.ops.row_invariant import row_invariant_matmul_nt
 from octile.ops.sample_tokens import sample_tokens
 from octile.ops.sequence_balance import sequence_balance, sequence_balance_backward
-from octile.ops.sparse_attention import sparse_attention
+from octile.ops.sparse_attention import paged_sparse_attention, sparse_attention
 from octile.ops.swiglu import (
     swiglu,
     swiglu_backward,
@@ -139,6 +139,20 @@ CASES = {
         sparse_attention,
         (torch.randn(2, 3, 40, device="cuda"), torch.randn(5, 40, device="cuda"), _pages(), 32, 0.1),
     ),
+    **{
+        f"sparse attention in pages, {dtype}": lambda dtype=dtype, width=width: (
+            paged_sparse_attention,
+            (
+                torch.randn(2, 3, 576, device="cuda").bfloat16(),
+                _cache(width, dtype=dtype),
+                _pages(),
+                torch.tensor([[70, 3], [-1, 5]], dtype=torch.int32, device="cuda"),
+                512,
+                0.1,
+            ),
+        )
+        for dtype, width in ((torch.bfloat16, 576), (torch.uint8, 656))
+    },
     "gate": lambda: (
         gate,
         (*_gate_operands(), torch.randn(8, device="cuda"), 3, 4, 2, 2, "sigmoid", True, 2.5),

@@ -47,7 +47,7 @@ from octile.ops.scale_layouts import (
     unpack_ue8m0,
 )
 from octile.ops.sequence_balance import sequence_balance, sequence_balance_backward
-from octile.ops.sparse_attention import sparse_attention
+from octile.ops.sparse_attention import paged_sparse_attention, sparse_attention
 from octile.ops.swiglu import (
     swiglu,
     swiglu_backward,
@@ -121,6 +121,7 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     ),
     paged_mqa_schedule: (ENDS[None], 1),
     paged_attention: (X[:, None], CACHE, torch.zeros_like(PLACES), ENDS.expand(2), 100, 1.0),
+    paged_sparse_attention: (X[:, None], CACHE, torch.zeros_like(PLACES), torch.zeros_like(PLACES), 100, 1.0),
     packed_matmul_nt: (F8, PACKED, 128, F8, PACKED, 128, torch.float32),
     permute: (ENCODED, SCALE, PLACES),
     high_precision_grouped_nt: (X, X[None], ENDS, torch.float32),

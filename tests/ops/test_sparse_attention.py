@@ -1,4 +1,4 @@
-"""Tests of sparse attention: softmax over the chosen positions alone, and dense attention where all are chosen."""
+"""Tests of sparse attention: softmax over the chosen positions alone, dense attention if all are chosen, and pages."""
 
 import math
 
@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from octile.ops import sparse_attention as module
-from octile.ops.sparse_attention import sparse_attention
+from octile.ops.latent_cache import read_latents
+from octile.ops.sparse_attention import paged_sparse_attention, sparse_attention
 from octile.ops.top_keys import top_keys
 from tests.ops.operators import assert_fake_is_true, assert_well_formed
+from tests.ops.paged_caches import filled_cache
 from tests.ops.paged_keys import int32
 
 S, H, C, W, T = 6, 3, 16, 24, 40
@@ -78,10 +80,49 @@ def test_without_positions_the_result_is_zero(positions: Tensor):
     assert not sparse_attention(*operands(), positions, C, SCALE).any()
 
 
+FORMS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=["fp32", "bf16", "fp8"])
+PAGES = int32([[3, 0, 9], [1, 2, 5], [9, 9, 9], [4, 1, 0], [0, 1, 2], [2, 2, 2]])  # 9 is in no cache, and is not read
+IN_TEXT = int32([[3, 70, -1], [191, 0, 64], [-1, -1, -1], [-1, 5, 100], [128, 127, 2], [1, -1, -1]])
+
+
+def paged_operands(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return torch.randn(S, H, W, generator=torch.Generator().manual_seed(1)), filled_cache(6, C, W - C, dtype)
+
+
+@FORMS
+def test_rows_of_a_cache(dtype: torch.dtype):
+    q, cache = paged_operands(dtype)
+    values = read_latents(cache, torch.arange(6 * 64), C, torch.float32)
+    expected = sparse_attention(q, values, POSITIONS, C, SCALE)
+    torch.testing.assert_close(sparse_attention(q, cache.flatten(0, 1), POSITIONS, C, SCALE), expected)
+
+
+@FORMS
+def test_positions_in_pages_are_those_of_the_texts(dtype: torch.dtype):
+    q, cache = paged_operands(dtype)
+    values = read_latents(cache, torch.arange(6 * 64), C, torch.float32)
+    slots = [[-1 if p < 0 else int(PAGES[s, p // 64]) * 64 + p % 64 for p in IN_TEXT[s].tolist()] for s in range(S)]
+    expected = sparse_attention(q, values, int32(slots), C, SCALE)
+    torch.testing.assert_close(paged_sparse_attention(q, cache, PAGES, IN_TEXT, C, SCALE), expected)
+
+
+def test_without_pages_the_result_is_zero():
+    q, cache = paged_operands(torch.float32)
+    assert not paged_sparse_attention(q, cache, PAGES[:, :0], IN_TEXT.clamp(max=-1), C, SCALE).any()
+
+
 def test_the_operator_is_well_formed():
     arguments = *operands(), POSITIONS, C, SCALE
     assert_well_formed(sparse_attention, arguments)
     assert_fake_is_true(sparse_attention, arguments)
+
+
+@FORMS
+def test_the_paged_operator_is_well_formed(dtype: torch.dtype):
+    q, cache = paged_operands(dtype)
+    arguments = q, cache, PAGES, IN_TEXT, C, SCALE
+    assert_well_formed(paged_sparse_attention, arguments)
+    assert_fake_is_true(paged_sparse_attention, arguments)
 
 
 @pytest.mark.parametrize(
@@ -90,16 +131,42 @@ def test_the_operator_is_well_formed():
         ({"q": operands()[0].double()}, TypeError, "q must be float32"),
         ({"q": operands()[0][0]}, ValueError, r"q must be \[S, H, W\]"),
         ({"q": operands()[0][..., 1:]}, ValueError, "q must have the 24 channels of latents, not 23"),
+        ({"latents": operands()[1][None]}, ValueError, r"latents must be \[T, W\]"),
+        ({"latents": torch.zeros(T, 40).byte()}, ValueError, "q must have the 26 channels of latents, not 24"),
         ({"latents": operands()[1].int()}, TypeError, "latents must be float32"),
         ({"latents": operands()[1].to("meta")}, ValueError, "q is on cpu but latents on meta"),
         ({"positions": POSITIONS.long()}, TypeError, "positions must be int32"),
         ({"positions": POSITIONS[1:]}, ValueError, r"positions must be \(6, K\)"),
         ({"positions": POSITIONS + 1}, ValueError, "positions must be from -1 to below 40, not from 0 to 40"),
         ({"latent_dim": 25}, ValueError, "latent_dim must be from 1 to the 24 channels, not 25"),
+        ({"n_splits": 129}, ValueError, "n_splits must be from 0 to 128, not 129"),
     ],
 )
 def test_wrong_arguments_are_refused(change: dict, error: type[Exception], message: str):
     q, latents = operands()
-    arguments = {"q": q, "latents": latents, "positions": POSITIONS, "latent_dim": C, "scale": SCALE}
+    arguments = {"q": q, "latents": latents, "positions": POSITIONS, "latent_dim": C, "scale": SCALE, "n_splits": 0}
     with pytest.raises(error, match=message):
         sparse_attention(*(arguments | change).values())
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"cache": torch.zeros(6, 64, W).int()}, TypeError, "cache must be float32"),
+        ({"cache": torch.zeros(6, 32, W)}, ValueError, r"cache must be \[P, 64"),
+        ({"cache": torch.zeros(6, 64, W + 1)}, ValueError, "q must have the 25 channels of the cache, not 24"),
+        ({"cache": torch.zeros(6, 64, W, device="meta")}, ValueError, "q is on cpu but cache on meta"),
+        ({"pages": PAGES.long()}, TypeError, "pages must be int32"),
+        ({"pages": PAGES[1:]}, ValueError, r"pages must be \(6, M\)"),
+        ({"pages": PAGES - 1}, ValueError, "pages must be from 0 to below 6, not "),
+        ({"positions": IN_TEXT + 1}, ValueError, "positions must be from -1 to below 192, not from 0 to 192"),
+        ({"n_splits": -1}, ValueError, "n_splits must be from 0 to 128, not -1"),
+    ],
+)
+def test_wrong_arguments_of_pages_are_refused(change: dict, error: type[Exception], message: str):
+    q, cache = paged_operands(torch.float32)
+    arguments = {
+        "q": q, "cache": cache, "pages": PAGES, "positions": IN_TEXT, "latent_dim": C, "scale": SCALE, "n_splits": 0,
+    }  # fmt: skip
+    with pytest.raises(error, match=message):
+        paged_sparse_attention(*(arguments | change).values())

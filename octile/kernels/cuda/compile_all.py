@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import repeat
 
 from octile.kernels.cuda.attention import catalog as attention_catalog
-from octile.kernels.cuda.attention import mla_catalog, mqa_logits
+from octile.kernels.cuda.attention import mla_catalog, mqa_logits, sparse_catalog
 from octile.kernels.cuda.gate import catalog as gate_catalog
 from octile.kernels.cuda.gate import launcher as gate_launcher
 from octile.kernels.cuda.gemm import catalog as gemm_catalog
@@ -52,7 +52,9 @@ def compile_all(architecture: str = "sm_90a") -> list[CompiledKernel]:
         cases.setdefault(config, []).append(case)
     names = [others[0] + (f" and {len(others) - 1} more" if others[1:] else "") for others in cases.values()]
     launches = quantize_catalog.launches() | routing_catalog.launches()
-    plans: dict[str, AnyPlan] = {**gate_catalog.plans(), **attention_catalog.plans(), **mla_catalog.plans()}
+    plans: dict[str, AnyPlan] = {
+        **gate_catalog.plans(), **attention_catalog.plans(), **mla_catalog.plans(), **sparse_catalog.plans(),
+    }  # fmt: skip
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         gemms = pool.map(compile_gemm, names, cases, repeat(architecture))
         others = pool.map(_compile, launches, *zip(*launches.values(), strict=True), repeat(architecture))

@@ -46,6 +46,13 @@ __device__ __forceinline__ uint32_t pack_f16(float low, float high) {
     return pair;
 }
 
+// a · b + c of two bfloat16 values, rounded once.
+__device__ __forceinline__ uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t pair;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(a), "r"(b), "r"(c));
+    return pair;
+}
+
 // ---- 8 and 16 bits to FP32, exactly -----------------------------------------------------------------------------
 
 // The two E4M3 values in the lower or the upper half of a word, as two FP16 values.

@@ -1,0 +1,21 @@
+"""Catalog of the kernels of sparse attention and of the choice of keys that are compiled without a GPU."""
+
+import torch
+
+from octile.kernels.cuda.attention import sparse_mla, top_keys
+from octile.kernels.cuda.attention.mla_catalog import SMS, KernelPlan
+
+
+def plans() -> dict[str, KernelPlan]:
+    """Return the kernels of each case, by the name of the case."""
+    found = {"sparse MLA, merge": KernelPlan("sparse_merge", {"shared_bytes": 0}, {})}
+    for is_fp8, form in ((False, "BF16"), (True, "FP8")):
+        for is_paged, place in ((False, "rows"), (True, "pages")):
+            made = sparse_mla.plan(4096, 128, 2048, is_fp8, is_paged, 0, SMS)
+            found[f"sparse MLA, {form}, {place}"] = KernelPlan(made.kernel, made.constants, made.headers)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for rows in (1, 4096):
+            for k in (64, 2048, 4096):
+                constants = top_keys.plan(rows, 65536, k, dtype, SMS)
+                found[f"choice of {k} keys, {rows} rows, {dtype}"] = KernelPlan("top_keys", constants, {})
+    return found

@@ -1,0 +1,163 @@
+"""Launcher of Hopper's sparse latent attention, as `octile.ops.sparse_attention` specifies it.
+
+    sparse_mla      thread blocks attend to lists of positions, or to parts of them, for 64 heads each
+    sparse_merge    adds the partial results of lists that several thread blocks share, in the order of the entries
+
+Launches follow from shapes and the GPU, not from values, so they can be captured in a CUDA graph; the first call of a
+kind compiles and loads kernels, which cannot be.
+"""
+
+from collections.abc import Mapping
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octile.kernels.cuda.gemm import num_sms, request
+from octile.kernels.cuda.jit import specialize, wgmma
+from octile.kernels.cuda.jit.prepared import BoundedCache, PreparedKernel
+from octile.kernels.memory_layout import VECTOR
+
+LATENT, ROTARY, PAGE = 512, 64, 64  # channels, and positions of a page
+WIDTH = LATENT + ROTARY
+ROW_BYTES = LATENT + 4 * (LATENT // 128) + 2 * ROTARY  # of a row in FP8
+HEADS, STEP_KEYS = 64, 128  # of a thread block, and entries of a list that it attends to together
+TILES, TILE = WIDTH // 64, 64 * 64 * 2  # of 64 rows in BF16: 64 channels each, and its bytes
+THREADS = 384  # two consumer warpgroups and one of producers
+MERGE_THREADS = LATENT // 4
+REGISTERS = {True: (72, 216), False: (40, 232)}  # of producers and consumers, by whether rows are FP8
+MAX_SPLITS = 128
+ITEM_COST, SPLIT_COST = 1, 1  # steps that take as long as an item's beginning and end, and more if its list is divided
+MAX_KEYS = 1024
+
+
+class LaunchPlan(NamedTuple):
+    """The kernels of a call and their launches.
+
+    Attributes:
+        constants, headers: of sparse_mla.
+        grid, ranges: thread blocks of sparse_mla, and those of one block of heads.
+        n_splits: parts of a list; more than one are merged.
+    """
+
+    constants: Mapping[str, int | bool]
+    headers: Mapping[str, str]
+    grid: int
+    ranges: int
+    n_splits: int
+    kernel: str = "sparse_mla"
+
+
+def why_unsupported(q: Tensor, latents: Tensor, positions: Tensor, latent_dim: int) -> str | None:
+    """Return why these kernels do not support a call; None: they do.
+
+    Args:
+        q, positions, latent_dim: as for `octile.ops.sparse_attention.sparse_attention`.
+        latents: rows in bfloat16 or FP8, or pages of them.
+    """
+    if q.dtype != torch.bfloat16 or latents.dtype not in (torch.bfloat16, torch.uint8):
+        return f"q is {q.dtype} and the latents {latents.dtype}, not bfloat16 and bfloat16 or FP8 rows"
+    if (latent_dim, q.shape[2]) != (LATENT, WIDTH):
+        return f"rows have {latent_dim} + {q.shape[2] - latent_dim} channels, not {LATENT} + {ROTARY}"
+    if not q.numel() or not positions.shape[1] or not len(latents):
+        return "there are no queries, heads, positions or latents"
+    if not q.is_contiguous() or not latents.is_contiguous():
+        return "q or the latents are not contiguous"
+    if q.data_ptr() % VECTOR or latents.data_ptr() % VECTOR:
+        return f"q or the latents do not begin at a multiple of {VECTOR} bytes"
+    return request.why_not_on(q.device)
+
+
+def launch(q: Tensor, latents: Tensor, positions: Tensor, pages: Tensor | None, scale: float, n_splits: int) -> Tensor:
+    """Attend from q [S, H, 576] to the rows of latents at positions [S, K] → o [S, H, 512] bfloat16.
+
+    Args:
+        latents: [T, 576 channels or 656 bytes]; with pages, [P, 64, the same].
+        pages: int32 [S, M] of each query's text, or None.
+        n_splits: parts of a list; 0: chosen by shapes.
+    """
+    rows, n_heads, _ = q.shape
+    k = positions.shape[1]
+    if positions.stride(1) != 1:
+        positions = positions.contiguous()
+    if pages is not None and pages.stride(1) != 1:
+        pages = pages.contiguous()
+    is_fp8, is_paged = latents.dtype == torch.uint8, pages is not None
+    key = (rows, n_heads, k, is_fp8, is_paged, n_splits, q.device)
+    prepared = _prepared[key]
+    if prepared is None:
+        made = plan(*key[:-1], num_sms.multiprocessors(q.device))
+        prepared = _prepared[key] = _Prepared(made, rows * n_heads, q.device)
+    made = prepared.made
+    o = q.new_empty(rows, n_heads, LATENT)
+    partial_address = lse_address = 0
+    if made.n_splits > 1:
+        partials = q.new_empty(rows * made.n_splits, n_heads, LATENT, dtype=torch.float32)
+        sums = q.new_empty(rows * made.n_splits, n_heads, dtype=torch.float32)
+        partial_address, lse_address = partials.data_ptr(), sums.data_ptr()
+    page_address, page_step, n_positions = 0, 0, len(latents)
+    if pages is not None:
+        page_address, page_step, n_positions = pages.data_ptr(), pages.stride(0), PAGE * pages.shape[1]
+    prepared.attend.launch_at(
+        (latents.data_ptr(), q.data_ptr(), positions.data_ptr(), page_address, o.data_ptr(), partial_address,
+         lse_address, scale, n_heads, rows, k, positions.stride(0), page_step, n_positions, len(latents),
+         made.n_splits, made.ranges)
+    )()  # fmt: skip
+    if prepared.merge is not None:
+        prepared.merge.launch_at((partial_address, lse_address, o.data_ptr(), n_heads, made.n_splits))()
+    return o
+
+
+def plan(rows: int, n_heads: int, k: int, is_fp8: bool, is_paged: bool, n_splits: int, n_sms: int) -> LaunchPlan:
+    """Plan the launches for tensors that the kernels support; n_sms: of the GPU."""
+    head_blocks = -(-n_heads // HEADS)
+    ranges = max(n_sms // head_blocks, 1)
+    steps = -(-k // STEP_KEYS)
+    splits = min(n_splits, steps) or best_splits(rows, steps, ranges)
+    producer, consumer = REGISTERS[is_fp8]
+    constants: dict[str, int | bool] = {
+        "fp8": is_fp8, "paged": is_paged, "producer_registers": producer, "consumer_registers": consumer,
+        "shared_bytes": (3 * TILES + 1) * TILE + 5 * HEADS * 4 + 2 * STEP_KEYS * 4 + 2 * 16 + 8 + 13 * 8,
+    }  # fmt: skip
+    return LaunchPlan(
+        constants, _headers(), min(ranges, rows * splits) * head_blocks, min(ranges, rows * splits), splits
+    )
+
+
+@lru_cache(MAX_KEYS)
+def best_splits(rows: int, steps: int, ranges: int) -> int:
+    """Return into how many parts lists of `steps` are divided, so that `ranges` thread blocks are done first."""
+
+    def time(splits: int) -> int:
+        items = -(-rows * splits // ranges)
+        return items * (-(-steps // splits) + ITEM_COST + SPLIT_COST * (splits > 1))
+
+    return min(range(1, min(steps, MAX_SPLITS) + 1), key=time)
+
+
+@lru_cache(1)
+def _headers() -> Mapping[str, str]:
+    header = partial(wgmma.header, a="bf16", b="bf16")
+    return {
+        "wgmma.cuh": header(64),
+        "wgmma_registers.cuh": header(64, name="wgmma_registers", a_in_registers=True),
+        "wgmma_values.cuh": header(256, name="wgmma_values", b_transposed=True),
+        "wgmma_values_registers.cuh": header(
+            256, name="wgmma_values_registers", a_in_registers=True, b_transposed=True
+        ),
+    }
+
+
+class _Prepared:
+    def __init__(self, made: LaunchPlan, merges: int, device: torch.device) -> None:
+        self.made = made
+        kernel = specialize.load(made.kernel, made.constants, device, made.headers)
+        self.attend = PreparedKernel(kernel, made.grid, 1, THREADS, int(made.constants["shared_bytes"]))
+        self.merge = None
+        if made.n_splits > 1:
+            merge = specialize.load("sparse_merge", {}, device)
+            self.merge = PreparedKernel(merge, merges, 1, MERGE_THREADS, 0)
+
+
+_prepared: BoundedCache[_Prepared] = BoundedCache(MAX_KEYS)

@@ -1,0 +1,290 @@
+// The rows of sparse attention: lists of positions, their division among thread blocks, and the producer that gathers rows.
+//
+// A step is 128 entries of a list, two tiles of 64 keys. Without pages a position is a row of the latents; with pages it is
+// one of a text, whose page is looked up. An entry below 0 or beyond the rows, or whose page is not in the cache, is absent.
+//
+// Tiles are BF16, 64 channels in 128 swizzled bytes a row, as wgmma reads them. Rows in BF16 are copied by cp.async, 16 bytes
+// a thread and eight threads for 128 bytes of a row: TMA has no copy of rows that lie anywhere to one swizzled tile. Rows in
+// FP8 (512 E4M3, four FP32 scales of 128 channels each, 64 BF16) pass through registers, where they become BF16, rounded
+// once. Four vectors of 16 bytes are always on their way to a thread.
+#pragma once
+#include "convert.cuh"
+#include "warps.cuh"
+
+constexpr int latent = 512, rotary = 64, width = latent + rotary;
+constexpr int tile_keys = 64, step_keys = 2 * tile_keys, page_rows = 64;
+constexpr int tile = tile_keys * 128, tiles = width / 64;  // bytes of 64 rows of 64 channels
+constexpr int producer_threads = 128;
+constexpr int row_bytes = config::fp8 ? latent + 4 * (latent / 128) + 2 * rotary : 2 * width;
+enum Part { left, right, rotary_part, parts };
+
+// The log of a sum of weights that is not that of no weights, which is −∞.
+__device__ __forceinline__ float present_lse(float lse) { return lse == minus_infinity() ? -3.402823466e38f : lse; }
+
+__device__ __forceinline__ uint8_t* swizzled(uint8_t* to, int row, int byte) {
+    return to + row * 128 + ((byte / 16 ^ (row & 7)) * 16 + byte % 16);
+}
+
+struct Barriers {
+    ptx::Mbarrier full[2][parts], empty[2][parts];  // of both tiles
+    ptx::Mbarrier listed;                           // the bits of a step's valid keys are there
+
+    __device__ __forceinline__ void init() {
+        for (int which = 0; which < 2; ++which)
+            for (int part = 0; part < parts; ++part) {
+                full[which][part].init(config::fp8 && part != rotary_part ? producer_threads / 32 : producer_threads);
+                empty[which][part].init(4);
+            }
+        listed.init(producer_threads / 32);
+    }
+};
+
+struct Lists {
+    const int *positions, *pages;
+    int k, position_step, page_step;  // entries of a list; elements between those of two rows
+    int n_positions, n_pages;         // positions of a text; pages of the cache
+
+    __device__ __forceinline__ int load(int row, int entry) const {
+        if (entry >= k) return -1;
+        const int position = __ldg(positions + static_cast<int64_t>(row) * position_step + entry);
+        return position < n_positions ? position : -1;
+    }
+    __device__ __forceinline__ int load_page(int row, int position) const {
+        return position < 0 ? -1 : __ldg(pages + static_cast<int64_t>(row) * page_step + position / page_rows);
+    }
+
+    // The steps up to the last one that has a position, of `n` from `first`. All lanes of a warp compute the same.
+    __device__ __forceinline__ int trimmed(int row, int first, int n) const {
+        constexpr int at_once = config::fp8 ? 1 : 4;  // steps whose entries are loaded together
+        while (n > 0) {
+            int found = 0;
+            int position[4 * at_once];
+            const int start = max(n - at_once, 0);
+#pragma unroll
+            for (int i = 0; i < 4 * at_once; ++i)
+                position[i] = load(row, (first + start) * step_keys + 32 * i + static_cast<int>(ptx::lane_id()));
+#pragma unroll
+            for (int i = 0; i < 4 * at_once; ++i)
+                if (position[i] >= 0 && start + i / 4 < n) found = start + i / 4 + 1;
+            found = __reduce_max_sync(all_lanes, found);
+            if (found > 0) return found;
+            n = start;
+        }
+        return 0;
+    }
+};
+
+// Steps of a list that a thread block attends to.
+struct Item {
+    int unit;     // row · n_splits + split: where its partial result is stored
+    int n_steps;
+};
+
+// The items of one thread block: each list is divided into `n_splits`, and thread blocks take neighboring ones in turn.
+struct Items {
+    const int rows, n_splits, ranges, steps_of_list;
+    int unit;
+
+    __device__ __forceinline__ bool next(Item& item, const Lists& lists) {
+        if (unit >= rows * n_splits) return false;
+        const int first = first_step(unit), n = max(min(of_split(), steps_of_list - first), 0);
+        item = {unit, lists.trimmed(row(unit), first, n)};
+        unit += ranges;
+        return true;
+    }
+    __device__ __forceinline__ int of_split() const { return (steps_of_list + n_splits - 1) / n_splits; }
+    __device__ __forceinline__ int row(int unit) const { return unit / n_splits; }
+    __device__ __forceinline__ int first_step(int unit) const { return unit % n_splits * of_split(); }
+};
+
+// Two E4M3 in the lower or the upper half of a word as BF16, exactly but for NaN, which become 480. The bits of E4M3 are
+// moved to those of BF16, whose exponents are then 120 too small.
+__device__ __forceinline__ uint32_t e4m3_to_bf16(uint32_t four, bool upper) {
+    const uint32_t bytes = __byte_perm(four, 0, upper ? 0x3424 : 0x1404);  // each at the upper byte of 16 bits
+    const uint32_t bits = (bytes >> 4 & 0x07F007F0) | (bytes & 0x80008000);
+    constexpr uint32_t two_to_120 = 0x7B807B80, minus_zero = 0x80008000;
+    return ptx::fma_bf16x2(bits, two_to_120, minus_zero);
+}
+
+// A scale as the sum of two BF16, each twice.
+struct Scale {
+    uint32_t high, low;
+
+    __device__ __forceinline__ explicit Scale(float scale) {
+        high = ptx::pack_bf16(scale, scale);
+        const float rest = scale - __int_as_float(high << 16);
+        low = ptx::pack_bf16(rest, rest);
+    }
+
+    // The product with two values of E4M3, rounded once but for an error of 2⁻¹⁶ of it.
+    __device__ __forceinline__ uint32_t times(uint32_t values) const {
+        return ptx::fma_bf16x2(values, high, ptx::fma_bf16x2(values, low, 0x80008000));
+    }
+};
+
+__device__ __forceinline__ bool has_nan(const uint4& e4m3) {
+    auto carries = [](uint32_t four) { return (four & 0x7F7F7F7F) + 0x01010101; };
+    return ((carries(e4m3.x) | carries(e4m3.y) | carries(e4m3.z) | carries(e4m3.w)) & 0x80808080) != 0;
+}
+
+// The producer warpgroup.
+struct Producer {
+    static constexpr int passes = 8, at_once = 4;  // of FP8: vectors of a part that a thread converts, and loads together
+
+    uint8_t* const keys;       // two tiles of nine
+    int* const slots;          // [2][128]
+    uint32_t* const valid;     // [2][4]
+    Barriers& barriers;
+    const uint8_t* const cache;
+    const Lists& lists;
+    Items& items;
+    Item item{0, 0};
+    int next_step = 0;      // of the item
+    uint32_t parity = 1;    // of the tiles, which are empty at first
+    uint4 rolling[at_once]; // of FP8: the next vectors
+    float scales[at_once];
+
+    // An entry of a step on its way to a slot of the cache; row −1: the step does not exist.
+    struct Entry {
+        int row, position, page;
+
+        __device__ __forceinline__ bool exists() const { return row >= 0; }
+    };
+
+    __device__ __forceinline__ static int thread() { return threadIdx.x % producer_threads; }
+    __device__ __forceinline__ static void sync() { ptx::named_barrier_sync(7, producer_threads); }
+
+    __device__ __forceinline__ Entry next_entry() {
+        while (next_step == item.n_steps) {
+            if (!items.next(item, lists)) return {-1, -1, -1};
+            next_step = 0;
+        }
+        const int row = items.row(item.unit);
+        const int entry = (items.first_step(item.unit) + next_step++) * step_keys + thread();
+        return {row, lists.load(row, entry), -1};
+    }
+
+    __device__ __forceinline__ void look_up(Entry& entry) const {
+        if constexpr (config::paged) entry.page = lists.load_page(entry.row, entry.position);
+    }
+
+    __device__ __forceinline__ int slot_of(const Entry& entry) const {
+        if (entry.position < 0) return -1;
+        if constexpr (!config::paged) return entry.position;
+        return entry.page >= 0 && entry.page < lists.n_pages ? entry.page * page_rows + entry.position % page_rows : -1;
+    }
+
+    __device__ __forceinline__ const uint8_t* row_of(int slot) const {
+        return cache + static_cast<int64_t>(max(slot, 0)) * row_bytes;
+    }
+
+    // Copies tiles of a part as they are, from `byte` of the rows on.
+    __device__ __forceinline__ void copy(const int* of_tile, int which, Part part, int byte) {
+        const int own = ptx::opaque(thread()), group = own / 8, column = own % 8;
+        const int first = part * 4, count = part == rotary_part ? 1 : 4;
+        uint8_t* to = swizzled(keys + (which * tiles + first) * tile, group, 16 * column);
+        barriers.empty[which][part].wait(parity);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int slot = of_tile[group + 16 * i];
+            const uint8_t* from = row_of(slot) + byte + 16 * column;
+#pragma unroll
+            for (int t = 0; t < count; ++t)
+                ptx::cp_async_16(to + t * tile + 16 * i * 128, from + 128 * t, slot >= 0);
+        }
+        barriers.full[which][part].arrive_after_copies();
+    }
+
+    // Of FP8: a warp loads and converts 16 vectors of two rows at a time, so that its stores have no bank conflicts.
+    __device__ __forceinline__ void load(const int* of_tile, Part part, int pass) {
+        const int own = ptx::opaque(thread()), column = own % 32 / 8 * 4 + own % 4;
+        const int slot = of_tile[8 * pass + 2 * (own / 32) + own / 4 % 2];
+        rolling[pass % at_once] = make_uint4(0, 0, 0, 0);
+        scales[pass % at_once] = 0.0f;
+        if (slot >= 0) {
+            const uint8_t* row = row_of(slot);
+            rolling[pass % at_once] = __ldg(reinterpret_cast<const uint4*>(row + part * 256 + 16 * column));
+            scales[pass % at_once] = __ldg(reinterpret_cast<const float*>(row + latent) + 2 * part + column / 8);
+        }
+    }
+
+    __device__ __forceinline__ void convert(
+        const int* of_tile, int which, Part part, const int* next_tile, Part next_part) {
+        const int own = ptx::opaque(thread()), chunk = own % 4;  // of 16 channels, in a tile
+        const int row = 2 * (own / 32) + own / 4 % 2;            // and eight more with each pass
+        uint8_t* to = keys + (which * tiles + 4 * part + own % 32 / 8) * tile;
+        uint8_t* low = swizzled(to, row, 32 * chunk);
+        uint8_t* high = swizzled(to, row, 32 * chunk + 16);
+        barriers.empty[which][part].wait(parity);
+#pragma unroll
+        for (int pass = 0; pass < passes; ++pass) {
+            const uint4 e4m3 = rolling[pass % at_once];
+            const Scale scale(has_nan(e4m3) ? __int_as_float(0x7FC00000) : scales[pass % at_once]);
+            if (pass + at_once < passes)
+                load(of_tile, part, pass + at_once);
+            else if (next_tile != nullptr)
+                load(next_tile, next_part, pass + at_once - passes);
+            *reinterpret_cast<uint4*>(low + 8 * 128 * pass) = scaled(e4m3.x, e4m3.y, scale);
+            *reinterpret_cast<uint4*>(high + 8 * 128 * pass) = scaled(e4m3.z, e4m3.w, scale);
+        }
+        ptx::fence_proxy_async();
+        __syncwarp();
+        if (ptx::lane_id() == 0) barriers.full[which][part].arrive();
+    }
+
+    __device__ __forceinline__ static uint4 scaled(uint32_t first, uint32_t second, const Scale& scale) {
+        return make_uint4(scale.times(e4m3_to_bf16(first, false)), scale.times(e4m3_to_bf16(first, true)),
+                          scale.times(e4m3_to_bf16(second, false)), scale.times(e4m3_to_bf16(second, true)));
+    }
+
+    __device__ __forceinline__ void run() {
+        Entry first_entry = next_entry();
+        look_up(first_entry);
+        bool exists = first_entry.exists();
+        int slot = slot_of(first_entry);
+        Entry following = next_entry();
+        slots[thread()] = slot;
+        sync();
+        if constexpr (config::fp8) {
+            if (exists)
+#pragma unroll
+                for (int pass = 0; pass < at_once; ++pass) load(slots, left, pass);
+        }
+        for (int step = 0; exists; ++step) {
+            const int* first = slots + step % 2 * step_keys;
+            const int* second = first + tile_keys;
+            int* next = slots + (step + 1) % 2 * step_keys;
+            const uint32_t bits = __ballot_sync(all_lanes, slot >= 0);
+            look_up(following);
+            const Entry after = next_entry();
+            copy(first, 0, rotary_part, row_bytes - 2 * rotary);  // in the order in which the consumers release the parts
+            if constexpr (config::fp8)
+                convert(first, 0, left, second, right);
+            else
+                copy(first, 0, left, 0);
+            copy(second, 1, rotary_part, row_bytes - 2 * rotary);
+            if (ptx::lane_id() == 0) {  // both consumers have read the bits of the step before
+                valid[step % 2 * 4 + thread() / 32] = bits;
+                barriers.listed.arrive();
+            }
+            __syncwarp();
+            if constexpr (config::fp8)
+                convert(second, 1, right, first, right);
+            else
+                copy(second, 1, right, latent);
+            slot = slot_of(following);
+            next[thread()] = slot;
+            sync();
+            if constexpr (config::fp8) {
+                convert(first, 0, right, second, left);
+                convert(second, 1, left, following.exists() ? next : nullptr, left);
+            } else {
+                copy(first, 0, right, latent);
+                copy(second, 1, left, 0);
+            }
+            parity ^= 1;
+            exists = following.exists();
+            following = after;
+        }
+    }
+};

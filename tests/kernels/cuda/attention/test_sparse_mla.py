@@ -1,0 +1,250 @@
+"""Hopper's sparse latent attention in the emulator: the reference's values, whatever the lists and their division."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from octile.kernels.cuda.attention import sparse_mla
+from octile.kernels.cuda.gemm import request
+from octile.ops.latent_cache import read_latents
+from octile.ops.sparse_attention import paged_sparse_attention, sparse_attention
+from tests.ops.paged_caches import filled_cache
+from tools import emulator
+from tools.emulator import build
+
+emulated = pytest.mark.skipif(build.compiler() is None, reason="the emulator needs a C++ compiler")
+FORMS = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8], ids=["bf16", "fp8"])
+P, T, SCALE, SMS = 5, 320, 0.02, 3  # pages, their rows
+
+
+def attend(
+    q: Tensor, latents: Tensor, positions: Tensor, n_splits: int, pages: Tensor | None = None, seed: int = 0
+) -> Tensor:
+    """Run the kernels on an emulated GPU of few SMs."""
+    (rows, n_heads, _), k = q.shape, positions.shape[1]
+    made = sparse_mla.plan(rows, n_heads, k, latents.dtype == torch.uint8, pages is not None, n_splits, SMS)
+    o = torch.full((rows, n_heads, 512), math.nan, dtype=torch.bfloat16)
+    partial = torch.full((rows * made.n_splits, n_heads, 512), math.nan)
+    lse = torch.full((rows * made.n_splits, n_heads), math.nan)
+    page_step, n_positions = (0, len(latents)) if pages is None else (pages.stride(0), 64 * pages.shape[1])
+    emulator.run(
+        made.kernel,
+        made.constants,
+        grid=made.grid,
+        threads=sparse_mla.THREADS,
+        shared_bytes=int(made.constants["shared_bytes"]),
+        arguments=[
+            latents, q, positions, 0 if pages is None else pages, o, partial, lse, SCALE, n_heads, rows, k,
+            positions.stride(0), page_step, n_positions, len(latents), made.n_splits, made.ranges,
+        ],
+        headers=made.headers,
+        seed=seed,
+    )  # fmt: skip
+    if made.n_splits > 1:
+        emulator.run(
+            "sparse_merge",
+            {},
+            grid=rows * n_heads,
+            threads=sparse_mla.MERGE_THREADS,
+            shared_bytes=0,
+            arguments=[partial, lse, o, n_heads, made.n_splits],
+        )
+    return o
+
+
+def inputs(rows: int, n_heads: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, a cache, and lists of different positions, every third of them absent."""
+    generator = torch.Generator().manual_seed(n_heads)
+    q = torch.randn(rows, n_heads, 576, generator=generator).bfloat16()
+    positions = torch.stack([torch.randperm(T, generator=generator)[:k] for _ in range(rows)]).int()
+    positions[:, ::3] = -1
+    return q, filled_cache(P, 512, 64, dtype), positions
+
+
+def values_of(cache: Tensor) -> Tensor:
+    """The rows as the kernel multiplies them: those in FP8 are rounded to BF16."""
+    return read_latents(cache, torch.arange(T), 512, torch.bfloat16).float()
+
+
+def assert_close(found: Tensor, expected: Tensor, largest: Tensor) -> None:
+    # BF16 rounds a softmax's weights, whose sum is 1, by 2⁻⁹ of themselves
+    assert ((found.float() - expected).abs() <= 2**-8 * largest + 2**-8 * expected.abs()).all()
+    assert (found.float() - expected).norm() <= 2**-7 * expected.norm()
+
+
+def assert_as_reference(found: Tensor, q: Tensor, cache: Tensor, positions: Tensor) -> None:
+    values = values_of(cache)
+    expected = sparse_attention.reference(q.float(), values, positions, 512, SCALE)
+    assert_close(found, expected, values.abs().amax())
+
+
+@emulated
+@FORMS
+@pytest.mark.parametrize("n_splits", [0, 1, 2, 3], ids=lambda n: f"{n} splits")
+@pytest.mark.parametrize(("n_heads", "k"), [(3, 300), (65, 130)])
+def test_results_are_the_references(n_heads: int, k: int, n_splits: int, dtype: torch.dtype):
+    q, cache, positions = inputs(5, n_heads, k, dtype)
+    assert_as_reference(attend(q, cache.flatten(0, 1), positions, n_splits), q, cache, positions)
+
+
+@emulated
+@FORMS
+@pytest.mark.parametrize("n_splits", [1, 2], ids=lambda n: f"{n} splits")
+def test_lists_of_any_length_with_absent_entries_anywhere(n_splits: int, dtype: torch.dtype):
+    q, cache, positions = inputs(6, 2, 300, dtype)
+    positions[0] = -1
+    positions[1, 1:] = -1
+    positions[2, :-1] = -1
+    positions[3, :200] = -1
+    positions[4, 64:128] = -1
+    positions[5, 130:] = -1
+    found = attend(q, cache.flatten(0, 1), positions, n_splits)
+    assert_as_reference(found, q, cache, positions)
+    assert not found[0].any()
+
+
+@emulated
+@FORMS
+@pytest.mark.parametrize("k", [1, 64, 65, 128, 129])
+def test_lists_of_few_entries(k: int, dtype: torch.dtype):
+    q, cache, positions = inputs(2, 2, 130, dtype)
+    lists = positions[:, 1 : k + 1]  # of a stride that is not their length
+    assert_as_reference(attend(q, cache.flatten(0, 1), lists, 0), q, cache, lists)
+
+
+@emulated
+@FORMS
+@pytest.mark.parametrize("n_splits", [1, 2], ids=lambda n: f"{n} splits")
+def test_positions_in_pages(n_splits: int, dtype: torch.dtype):
+    q, cache, positions = inputs(3, 2, 180, dtype)
+    pages = torch.tensor([[4, 0, 7], [1, 1, 1], [3, -2, 2]], dtype=torch.int32)[:, :3]  # 7 and −2 are no pages
+    positions = positions % 192
+    is_page = torch.tensor([[True, True, False], [True, True, True], [True, False, True]])
+    chosen = positions.where(is_page.gather(1, (positions // 64).long()), -1)
+    expected = paged_sparse_attention.reference(q.float(), values_of(cache).view(P, 64, 576), pages, chosen, 512, SCALE)
+    assert_close(attend(q, cache, positions, n_splits, pages), expected, values_of(cache).abs().amax())
+
+
+@emulated
+@FORMS
+def test_positions_outside_of_the_latents_are_absent(dtype: torch.dtype):
+    q, cache, positions = inputs(3, 2, 140, dtype)
+    outside = positions.clone()
+    outside[0, ::3], outside[1, ::3], outside[2, ::3] = -(2**31), T, 2**31 - 1
+    latents = cache.flatten(0, 1)
+    assert torch.equal(attend(q, latents, outside, 1), attend(q, latents, positions, 1))
+
+
+@emulated
+@pytest.mark.parametrize("n_splits", [1, 2], ids=lambda n: f"{n} splits")
+def test_pages_that_are_not_in_the_cache_are_absent(n_splits: int):
+    q, cache, positions = inputs(2, 2, 140, torch.bfloat16)
+    pages = torch.tensor([[P] * 5, [-1] * 5], dtype=torch.int32)
+    assert not attend(q, cache, positions, n_splits, pages).any()
+
+
+@emulated
+@FORMS
+@pytest.mark.parametrize("n_splits", [1, 2], ids=lambda n: f"{n} splits")
+@pytest.mark.parametrize("channel", [0, 255, 256, 511, 575])
+def test_nan_is_not_hidden_and_stays_in_its_row(channel: int, n_splits: int, dtype: torch.dtype):
+    q, cache, positions = inputs(2, 2, 200, dtype)
+    row = int(positions[1, 199])
+    positions[0] = positions[0].masked_fill(positions[0] == row, -1)
+    latents = cache.flatten(0, 1)
+    if dtype == torch.uint8:
+        latents[row, slice(channel, channel + 1) if channel < 512 else slice(528, None)] = 0xFF
+    else:
+        latents[row, channel] = math.nan
+    found = attend(q, latents, positions, n_splits)
+    assert found[1].isnan().all()
+    assert not found[0].isnan().any()
+
+
+@emulated
+@FORMS
+def test_rows_that_are_not_chosen_are_not_read(dtype: torch.dtype):
+    q, cache, positions = inputs(2, 2, 200, dtype)
+    latents = cache.flatten(0, 1)
+    before = attend(q, latents, positions, 1)
+    others = torch.ones(T, dtype=torch.bool)
+    others[positions[positions >= 0].long()] = False
+    latents[others] = 0xFF if dtype == torch.uint8 else math.nan
+    assert torch.equal(attend(q, latents, positions, 1), before)
+
+
+@emulated
+@pytest.mark.parametrize("n_splits", [1, 2], ids=lambda n: f"{n} splits")
+@pytest.mark.parametrize("value", [math.inf, -math.inf])
+def test_scores_that_are_all_infinite_are_nan(value: float, n_splits: int):
+    q, cache, positions = inputs(1, 2, 200, torch.bfloat16)
+    cache[..., :575], cache[..., 575], q[..., 575] = 0.0, 1.0, value
+    assert sparse_attention(q, cache.flatten(0, 1), positions, 512, SCALE).isnan().all()
+    assert attend(q, cache.flatten(0, 1), positions, n_splits).isnan().all()
+
+
+@emulated
+@FORMS
+def test_scales_of_any_size(dtype: torch.dtype):
+    q, cache, positions = inputs(2, 2, 130, dtype)
+    latents = cache.flatten(0, 1)
+    if dtype == torch.uint8:
+        latents[:, 512:528].view(torch.float32).mul_(2.0**100)
+    else:
+        latents[:, :512] *= 2.0**100
+    assert_as_reference(attend(q * 2.0**-100, latents, positions, 1), q * 2.0**-100, cache, positions)
+
+
+@emulated
+@FORMS
+def test_a_query_of_a_fixed_number_of_splits_has_its_own_bits(dtype: torch.dtype):
+    q, cache, positions = inputs(4, 3, 300, dtype)
+    latents = cache.flatten(0, 1)
+    together = attend(q, latents, positions, 2, seed=1)
+    assert torch.equal(attend(q[3:], latents, positions[3:], 2, seed=2)[0], together[3])
+
+
+@pytest.mark.parametrize(
+    ("rows", "n_heads", "splits"), [(4096, 128, 1), (128, 128, 1), (66, 128, 1), (1, 128, 16), (1, 16, 16), (33, 64, 4)]
+)
+def test_lists_are_divided_where_there_are_few(rows: int, n_heads: int, splits: int):
+    made = sparse_mla.plan(rows, n_heads, 2048, False, False, 0, 132)
+    assert made.n_splits == splits
+    assert made.grid <= 132
+
+
+def test_a_list_is_not_divided_into_more_parts_than_it_has_steps():
+    assert sparse_mla.plan(5, 16, 300, False, False, 128, 132).n_splits == 3
+
+
+def _reason(**change: Any) -> str | None:
+    q, cache, positions = inputs(2, 2, 10, change.pop("cache", torch.bfloat16))
+    arguments = {"q": q, "latents": cache.flatten(0, 1), "positions": positions, "latent_dim": 512} | change
+    return sparse_mla.why_unsupported(*arguments.values())
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"q": torch.zeros(2, 2, 576)}, "q is torch.float32"),
+        ({"cache": torch.float16}, "the latents torch.float16"),
+        ({"latent_dim": 448}, "rows have 448 \\+ 128 channels, not 512 \\+ 64"),
+        ({"positions": torch.zeros(2, 0, dtype=torch.int32)}, "there are no queries, heads, positions or latents"),
+        ({"latents": torch.zeros(0, 576, dtype=torch.bfloat16)}, "there are no queries, heads, positions or latents"),
+        ({"latents": torch.zeros(5, 640, dtype=torch.bfloat16)[:, :576]}, "the latents are not contiguous"),
+        ({"q": torch.zeros(2305).bfloat16()[1:].view(2, 2, 576)}, "do not begin at a multiple of 16 bytes"),
+        ({}, "written for Hopper"),
+    ],
+)
+def test_calls_of_torch(change: dict[str, Any], reason: str):
+    with pytest.raises(AssertionError, match=reason):
+        raise AssertionError(_reason(**change))
+
+
+def test_hopper_supports_both_forms(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(request, "why_not_on", lambda _: None)
+    assert _reason() is None
+    assert _reason(cache=torch.uint8) is None
