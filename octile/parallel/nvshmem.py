@@ -49,24 +49,33 @@ def why_not_nvshmem(groups: Sequence[dist.ProcessGroup]) -> str | None:
 
     Args:
         groups: across nodes, and inside a node.
+
+    Raises:
+        RuntimeError: it is the backend on some ranks now, and cannot be on others; on all ranks.
     """
     if len(groups) != 2:
         return "the ranks are not a mesh of nodes"
     if dist.get_world_size(groups[0]) == 1:
         return "there is one node"
-    before = _backend()
-    why_not = _why_not_here(groups)
+    reasons = _gather(_why_not_here(groups), groups)
+    if not any(reasons):
+        reasons = _gather(_choose_backend(), groups)  # which cannot be taken back
+        if any(reasons) and not all(reasons):
+            raise RuntimeError(f"on some ranks, not on all, {next(filter(None, reasons))}")
+    return next(filter(None, reasons), None)
+
+
+def _gather(own: str | None, groups: Sequence[dist.ProcessGroup]) -> list[str | None]:
+    """Return the reasons of all ranks of all nodes."""
+    reasons = [own]
     for group in groups:
-        reasons = [why_not] * dist.get_world_size(group)
-        dist.all_gather_object(reasons, why_not, group=group)
-        why_not = next(filter(None, reasons), None)
-    if why_not is not None and before is not None and _backend() != before:
-        _set_backend(before)
-    return why_not
+        gathered: list[list[str | None]] = [reasons] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, reasons, group=group)
+        reasons = [reason for of_rank in gathered for reason in of_rank]
+    return reasons
 
 
 def _why_not_here(groups: Sequence[dist.ProcessGroup]) -> str | None:
-    """Make NVSHMEM the backend, or return why this rank cannot."""
     if not torch.cuda.is_available():
         return "the ranks are not on GPUs"
     if not has_nvshmem():
@@ -75,27 +84,22 @@ def _why_not_here(groups: Sequence[dist.ProcessGroup]) -> str | None:
         ranks = dist.get_process_group_ranks(group)
         if len({after - before for before, after in pairwise(ranks)}) > 1:
             return f"the ranks of a group must be evenly numbered, not {ranks}"
-    try:
-        _set_backend(NVSHMEM)
-    except RuntimeError:
-        return (
-            f"this process has memory of torch's symmetric-memory backend {_backend()} already: "
-            f"shard_experts must come before, or the environment have TORCH_SYMMMEM={NVSHMEM}"
-        )
     return None
 
 
-def _backend() -> str | None:
-    from torch.distributed import _symmetric_memory as symmetric_memory
-
-    return symmetric_memory.get_backend(torch.device("cuda")) if torch.cuda.is_available() else None
-
-
-def _set_backend(name: str) -> None:
+def _choose_backend() -> str | None:
+    """Make NVSHMEM the backend of this process, or return why it cannot be."""
     from torch.distributed import _symmetric_memory as symmetric_memory
 
     os.environ |= NO_MULTICAST
-    symmetric_memory.set_backend(name)  # type: ignore[arg-type]
+    try:
+        symmetric_memory.set_backend(NVSHMEM)
+    except RuntimeError:
+        return (
+            "this process has symmetric memory of torch's other backend already: "
+            f"shard_experts must come before, or the environment have TORCH_SYMMMEM={NVSHMEM}"
+        )
+    return None
 
 
 class NvshmemMemory(ExchangeMemory):
@@ -156,7 +160,7 @@ class NvshmemMemory(ExchangeMemory):
             at += _lines(sent * width)
             incoming = self.buffer[at:][: received * width].view(received, width)
             at += _lines(received * width)
-            _gather(x, index, splits_G, outgoing)
+            _copy_rows(x, index, splits_G, outgoing)
             out.copy_(splits_G)
             exchanges.append((outgoing, incoming, out, found))
         for parts in exchanges:
@@ -296,7 +300,7 @@ def _blocks(group: dist.ProcessGroup) -> int:
     return int(os.environ[BLOCKS])
 
 
-def _gather(x: Tensor, index: Tensor, counts: Tensor, out: Tensor) -> None:
+def _copy_rows(x: Tensor, index: Tensor, counts: Tensor, out: Tensor) -> None:
     """Copy the rows of an index, of which only the first are used, to rows that may be longer."""
     from octile.kernels.triton import gather_rows
 
