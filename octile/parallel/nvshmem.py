@@ -3,9 +3,9 @@
 The numbers of rows stay on the devices, and each rank reads what others send it from their memory. So all tensors have
 room for any distribution of tokens, and a step can be captured in a CUDA graph. One exchange is
 
-    barrier      an exchange of no rows: nobody reads the rows of the exchange before any more
-    copies       of the rows into the memory that is read, sorted by node; no more than are sent
-    exchanges    of data and scales, one after the other
+    barrier     an exchange of no rows: nobody reads the rows of the exchange before any more
+    copies      of the rows, data and scales together, into the memory that is read, sorted by node; only those sent
+    exchange
 
 on the stream on which the kernels inside the nodes run, too (`octile.parallel.symmetric_memory`).
 
@@ -22,21 +22,20 @@ import math
 import os
 import socket
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from octile.kernels.memory_layout import VECTOR
+from octile.kernels.memory_layout import VECTOR, padded
 from octile.nn.dispatcher import InFlight
 from octile.ops.routing_plan import inverse
 from octile.parallel.links import has_nvshmem
 from octile.parallel.symmetric_memory import NO_MULTICAST, NVSHMEM, ExchangeMemory
 
 LINE = 128  # bytes; where tensors begin in the memory
-PARTS = 2  # tensors of an exchange at most: data and scales
 BLOCKS = "TORCH_SYMMMEM_NBLOCKS"  # torch reads it at the first exchange of a process
 BLOCKS_ON_NVLINK = 32  # of a launch for each rank
 BLOCKS_ON_NETWORK = 16  # for all ranks, as torch has them
@@ -110,82 +109,78 @@ class NvshmemMemory(ExchangeMemory):
         num_sms: as of `ExchangeMemory`, which GEMMs leave; torch chooses the blocks of an exchange.
 
     Attributes:
-        splits: for the barrier and for each part of an exchange, int64 [G] and [2, G]: how many rows go to each rank,
-            and how many come from each, and where they begin.
+        no_splits, splits: of the barrier, and of an exchange, int64 [G] and [2, G]: how many rows go to each rank, and
+            how many come from each, and where they begin.
         row_multiple: rows in the memory are multiples of so many bytes: the blocks that copy a rank's rows must divide
             their bytes.
     """
 
-    splits: list[tuple[Tensor, Tensor]]
+    no_splits: tuple[Tensor, Tensor]
+    splits: tuple[Tensor, Tensor]
 
     def __init__(self, group: dist.ProcessGroup, num_sms: int | None = None):
         super().__init__(group, num_sms)
         self.row_multiple = math.lcm(VECTOR, max(_blocks(group) // dist.get_world_size(group), 1))
 
     def _in_use(self) -> object:
-        return self.buffer, self.handle, self.splits
+        return self.buffer, self.handle, self.no_splits, self.splits
 
     def _grow(self, n_bytes: int, device: torch.device) -> None:
         ranks = dist.get_world_size(self.group)
-        each = _lines(ranks * 8), _lines(2 * ranks * 8)
-        n_splits = (PARTS + 1) * sum(each)
-        whole, _ = self.allocate(n_splits + n_bytes, device)
-        whole[:n_splits] = 0
-        self.buffer = whole[n_splits:]
-        self.splits = []
-        for start in range(0, n_splits, sum(each)):
-            out, found = whole[start:][: ranks * 8], whole[start + each[0] :][: 2 * ranks * 8]
-            self.splits.append((out.view(torch.int64), found.view(torch.int64).view(2, ranks)))
+        each = [_lines(ranks * 8), _lines(2 * ranks * 8)] * 2
+        whole, _ = self.allocate(sum(each) + n_bytes, device)
+        *parts, self.buffer = whole.split([*each, len(whole) - sum(each)])
+        whole[: sum(each)] = 0
+        numbers = [part.view(torch.int64) for part in parts]
+        self.no_splits, self.splits = (
+            (out[:ranks], found[: 2 * ranks].view(2, ranks)) for out, found in (numbers[:2], numbers[2:])
+        )
 
     def all_to_all(
-        self, rows: Sequence[Tensor], index: Tensor, splits_G: Tensor, sent: int, received: int
+        self, rows: Sequence[Tensor], index: Tensor | None, splits_G: Tensor, sent: int, received: int
     ) -> tuple[list[Tensor], Tensor]:
         """Launch an exchange, in the context of `exchange` with `n_bytes` or more.
 
         Args:
-            rows: PARTS tensors [M, C] at most, of any dtype.
-            index: int32, the rows that are sent, sorted by rank.
+            rows: tensors [M, C] of any dtypes, which are sent together.
+            index: int32, the rows that are sent, sorted by rank; None: all from the first on.
             splits_G: int64, how many go to each rank; the index may have more entries.
             sent, received: how many rows are sent, and come, at most; the same on all ranks.
 
         Returns:
-            [received, C] of each tensor in this memory, the rows that have come first, sorted by rank; and int64
+            [received, C] of each tensor, in this memory, the rows that have come first, sorted by rank; and int64
             [2, G], how many come from each rank, and where they begin.
         """
+        starts, width = self._columns(rows)
+        outgoing = self.buffer[: sent * width].view(sent, width)
+        incoming = self.buffer[_lines(sent * width) :][: received * width].view(received, width)
+        out, found = self.splits
         self.barrier()
-        at, exchanges = 0, []
-        for x, (out, found) in zip(rows, self.splits[1:], strict=False):
-            width = self._width(x)
-            outgoing = self.buffer[at:][: sent * width].view(sent, width)
-            at += _lines(sent * width)
-            incoming = self.buffer[at:][: received * width].view(received, width)
-            at += _lines(received * width)
-            _copy_rows(x, index, splits_G, outgoing)
-            out.copy_(splits_G)
-            exchanges.append((outgoing, incoming, out, found))
-        for parts in exchanges:
-            all_to_all_vdev(*parts, self.group)
-        return [
-            incoming[:, : x.shape[1] * x.itemsize].view(x.dtype)
-            for x, (_, incoming, _, _) in zip(rows, exchanges, strict=True)
-        ], exchanges[0][3]
+        for x, start in zip(rows, starts, strict=True):
+            _gather_rows(x, index, splits_G, outgoing[:, start : start + _row_bytes(x)])
+        out.copy_(splits_G)
+        all_to_all_vdev(outgoing, incoming, out, found, self.group)
+        columns = zip(rows, starts, strict=True)
+        return [incoming[:, start : start + _row_bytes(x)].view(x.dtype) for x, start in columns], found
 
     def n_bytes(self, rows: Sequence[Tensor], sent: int, received: int) -> int:
         """The bytes of an exchange."""
-        return sum(_lines(sent * self._width(x)) + _lines(received * self._width(x)) for x in rows)
+        _, width = self._columns(rows)
+        return _lines(sent * width) + received * width
 
     def is_dense(self, x: Tensor) -> bool:
         """Whether rows as those of x have no gaps between them in the memory."""
-        return self._width(x) == x.shape[1] * x.itemsize
+        return self._columns([x])[1] == _row_bytes(x)
 
-    def _width(self, x: Tensor) -> int:
-        """The bytes from row to row in the memory."""
-        return -(-x.shape[1] * x.itemsize // self.row_multiple) * self.row_multiple
+    def _columns(self, rows: Sequence[Tensor]) -> tuple[list[int], int]:
+        """Where the rows of each tensor begin in a row of the memory, and the bytes of such a row."""
+        *starts, end = accumulate((padded(_row_bytes(x)) for x in rows), initial=0)
+        return starts, -(-end // self.row_multiple) * self.row_multiple
 
     def barrier(self) -> None:
         """Have the device wait until all ranks have come here."""
         nothing = self.buffer[:VECTOR].view(1, VECTOR)
-        all_to_all_vdev(nothing, nothing, *self.splits[0], self.group)
+        all_to_all_vdev(nothing, nothing, *self.no_splits, self.group)
 
 
 def all_to_all_vdev(
@@ -253,11 +248,11 @@ class NvshmemTransport:
         experts_SK = experts_TK[row_S] - (node_S * per_node)[:, None].to(torch.int32)
         described_SC = torch.cat([experts_SK.masked_fill(~is_of_GTK[node_S, row_S], -1), rows_TC[row_S, -1:]], dim=1)
 
-        rows_G, each = is_of_GT.sum(1), torch.arange(t * copies, dtype=torch.int32, device=device)
+        rows_G = is_of_GT.sum(1)
         most, memory = (self.max_tokens * copies, self.max_tokens * self.nodes), self.memory
         with memory.exchange(memory.n_bytes([described_SC], *most), device):
-            (came_SC,), found_2G = memory.all_to_all([described_SC], each, rows_G, *most)
-        memory.in_flight(None, described_SC, each, rows_G).wait(switches=False)
+            (came_SC,), found_2G = memory.all_to_all([described_SC], None, rows_G, *most)
+        memory.in_flight(None, described_SC, rows_G).wait(switches=False)
         counts_G, starts_G = found_2G
         is_row_S = torch.arange(most[1], device=device) < counts_G.sum()
         rows_SC = came_SC.masked_fill(~is_row_S[:, None], -1)
@@ -274,8 +269,8 @@ class NvshmemTransport:
         most = self.max_tokens * min(self.nodes, hop.n_chosen), self.max_tokens * self.nodes
         memory = self.memory
         with memory.exchange(memory.n_bytes(rows, *most), rows[0].device):
-            found, _ = memory.all_to_all(rows, hop.row_S, hop.rows_G, *most)
-        return found
+            (first, *others), (counts_G, _) = memory.all_to_all(rows, hop.row_S, hop.rows_G, *most)
+            return [_dense(first, counts_G), *others]
 
     def begin_send_back(
         self, results: InFlight[Tensor], hop: NvshmemHop, y_RD: Tensor, overlaps: bool, lasts: bool
@@ -300,13 +295,28 @@ def _blocks(group: dist.ProcessGroup) -> int:
     return int(os.environ[BLOCKS])
 
 
-def _copy_rows(x: Tensor, index: Tensor, counts: Tensor, out: Tensor) -> None:
-    """Copy the rows of an index, of which only the first are used, to rows that may be longer."""
+def _gather_rows(x: Tensor, index: Tensor | None, counts: Tensor, out: Tensor) -> None:
+    """Copy the rows of an index, of which as many are used as the counts add up to, to rows of bytes."""
     from octile.kernels.triton import gather_rows
 
     x = x.contiguous()
-    x = (x if x.data_ptr() % VECTOR == 0 else x.clone()).view(torch.uint8)
-    gather_rows.launch(x, index, counts, out[:, : x.shape[1]])
+    x = x if x.data_ptr() % VECTOR == 0 else x.clone()
+    gather_rows.launch(x.view(torch.uint8), index, counts, out)
+
+
+def _dense(x: Tensor, counts: Tensor) -> Tensor:
+    """Copy rows that are longer in memory, as many as the counts add up to; the others have any values."""
+    from octile.kernels.triton import gather_rows
+
+    if x.is_contiguous():
+        return x
+    found = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    gather_rows.launch(x.view(torch.uint8), None, counts, found.view(torch.uint8))
+    return found
+
+
+def _row_bytes(x: Tensor) -> int:
+    return x.shape[1] * x.itemsize
 
 
 def _true_first(mask: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ import socket
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-NVSHMEM = "NVSHMEM"  # torch's name of the backend
+NVSHMEM: Final = "NVSHMEM"  # torch's name of the backend
 NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}  # of exchanges

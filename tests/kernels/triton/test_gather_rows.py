@@ -21,6 +21,14 @@ def test_as_many_rows_as_the_counts_add_up_to_are_copied(n_bytes: int, counts: l
     assert torch.equal(out, expected)
 
 
+@pytest.mark.parametrize("n_bytes", [6, 224])
+def test_without_an_index_the_first_rows_are_copied(n_bytes: int):
+    x = torch.randint(256, (13, n_bytes + 32 - n_bytes % 32), dtype=torch.uint8)
+    out = torch.full((13, n_bytes), 9, dtype=torch.uint8)
+    gather_rows.launch(x[:, :n_bytes], None, torch.tensor([2, 5]), out)
+    assert torch.equal(out, torch.cat([x[:7, :n_bytes], torch.full_like(out[7:], 9)]))
+
+
 @pytest.mark.parametrize(("rows", "entries"), [(0, 0), (3, 0)])
 def test_without_entries_nothing_is_written(rows: int, entries: int):
     out = torch.full((4, 32), 9, dtype=torch.uint8)
