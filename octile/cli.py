@@ -380,8 +380,8 @@ class Bench:
             (`octile train` on a GPU, vs. torchtitan), transformers (converted models of that library: speed, memory),
             attention (of decoding, over the latent cache), serve (`octile serve`: throughput, time to the first token
             and between tokens, what is refused), indexer (logits of sparse attention's lightning indexer, and its
-            choice of keys), dispatch (of tokens to experts on other GPUs; by torchrun), lab (the tensor core model);
-            tune, which searches the fastest GEMM configurations on a Hopper GPU and stores them; or tune-casts, which
+            choice of keys), sparse (attention over the chosen keys), dispatch (of tokens to experts on other GPUs; by
+            torchrun), lab (the tensor core model); tune, which searches the fastest GEMM configurations on a Hopper GPU and stores them; or tune-casts, which
             shows the fastest settings of quantization kernels there.
         json: also write the rows to this file.
         run: a run folder or a Hugging Face folder to serve; the newest under runs/ if not given.
@@ -400,6 +400,7 @@ class Bench:
                 "attention",
                 "serve",
                 "indexer",
+                "sparse",
                 "dispatch",
                 "lab",
                 "tune",

@@ -8,6 +8,7 @@ transformers.py    `octile bench transformers`: converted models of transformers
 attention.py       `octile bench attention`: attention of decoding over the latent cache vs. a copy
 serve/             `octile bench serve`: throughput and latency of `octile serve`
 indexer.py         `octile bench indexer`: the lightning indexer's logits vs. DeepGEMM's, and the choice of keys
+sparse.py          `octile bench sparse`: attention over chosen positions vs. torch's gather and products
 dispatch.py        `octile bench dispatch`: dispatch and combine between GPUs vs. a copy and vs. all_to_all_single
 lab.py             `octile bench lab`: the tensor core model and telemetry
 tune.py            `octile bench tune`: a search for the fastest GEMM kernels
@@ -39,6 +40,7 @@ TITLES = {
     "attention": "attention of decoding",
     "serve": "octile serve",
     "indexer": "the lightning indexer",
+    "sparse": "sparse attention",
     "dispatch": "dispatch and combine",
     "lab": "the tensor core model",
 }
@@ -49,7 +51,7 @@ def run(what: str, json: Path | None = None, folder: Path | None = None) -> None
 
     Args:
         what: "gemm", "casts", "step", "train", "transformers", "attention", "serve", "indexer",
-            "dispatch" or "lab".
+            "sparse", "dispatch" or "lab".
         json: file for the rows, with machine, versions and commit; None: no file.
         folder: the run to serve, for "serve"; None on the ranks that torchrun has started.
 

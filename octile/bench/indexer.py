@@ -48,6 +48,7 @@ class Size(NamedTuple):
 
 
 SIZES = {"cuda": Size(2048, 65536, 256, 8192), "cpu": Size(16, 512, 4, 256)}
+CHOICES = {"cuda": ((2048, 65536), (4096, 8192), (128, 32768), (1, 131072)), "cpu": ((16, 512),)}  # queries and keys
 
 
 def rows() -> Iterator[Row]:
@@ -60,7 +61,8 @@ def rows() -> Iterator[Row]:
     for heads in reversed(HEADS):
         for next_n in (1, 2):
             yield from _paged(heads, next_n, size, device)
-    yield from _choice(size, device)
+    for queries, keys in CHOICES[device]:
+        yield from _choice(queries, keys, device)
 
 
 def show(found: Sequence[Row]) -> str:
@@ -104,18 +106,18 @@ def _paged(heads: int, next_n: int, size: Size, device: str) -> Iterator[Row]:
     yield byte_rate(case, goals.BANDWIDTH, n_bytes / times["octile"], device == "cuda")
 
 
-def _choice(size: Size, device: str) -> Iterator[Row]:
+def _choice(queries: int, keys: int, device: str) -> Iterator[Row]:
     generator = torch.Generator(device).manual_seed(0)
-    logits = torch.randn(size.queries, size.keys, generator=generator, device=device)
-    ends = torch.full((size.queries,), size.keys, dtype=torch.int32, device=device)
-    count = min(CHOSEN, size.keys // 4)
+    logits = torch.randn(queries, keys, generator=generator, device=device)
+    ends = torch.full((queries,), keys, dtype=torch.int32, device=device)
+    count = min(CHOSEN, keys // 4)
     calls = {
         "octile": partial(top_keys, logits, torch.zeros_like(ends), ends, count),
         "torch.topk": partial(torch.topk, logits, count),  # of equal logits it takes any
     }
     times = work_seconds(calls, ROUNDS)
     speeds = {name: logits.nbytes / taken for name, taken in times.items()}
-    case = f"{size.queries} queries, {count} of {size.keys} keys"
+    case = f"{queries} queries, {count} of {keys} keys"
     peer = "torch.topk", speeds["torch.topk"]
     yield byte_rate(case, "choice of keys", speeds["octile"], device == "cuda", peer)
 

@@ -11,6 +11,7 @@ from octile.bench.rows import Row, compare
 def rows() -> list[Row]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(indexer, "SIZES", {"cpu": Size(4, 256, 2, 128)})
+        patch.setattr(indexer, "CHOICES", {"cpu": ((4, 256),)})
         patch.setattr(indexer, "ROUNDS", 1)
         return list(indexer.rows())
 

@@ -1,0 +1,149 @@
+"""`octile bench sparse`: attention over chosen positions vs. torch's gather and products, compiled.
+
+Each query has its own random positions. In prefill all queries read one text's latents, contiguous and in BF16; in
+decoding, texts of equal context have pages anywhere in a cache, in BF16 or FP8, and each has two queries, as where one
+draft is verified.
+
+    FLOPs       those of the scores and of the weighted values in a second
+    gathered    bytes of the rows that are read in a second: the L2 cache has many of them in prefill
+
+Peers:
+
+    torch.compile           gathers rows in BF16, then multiplies, on the same operands, interleaved
+    FlashMLA, published     what its README says of the best shape on an H800; on a GPU of the same architecture only
+
+On a CPU the reference is measured, with few queries and positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octile.bench.kernel_time import work_seconds
+from octile.bench.rows import LEGEND_OF_SPEEDS, Row, byte_rate, flop_rate, table
+from octile.ops.latent_cache import PAGE, row_bytes, write_latents
+from octile.ops.sparse_attention import paged_sparse_attention, sparse_attention
+
+LATENT, ROTARY = 512, 64  # channels
+SCALE = (LATENT + ROTARY) ** -0.5
+ROUNDS = 10
+QUERIES_OF_TEXT = 2  # in decoding
+FORMS = {"BF16": torch.bfloat16, "FP8": torch.uint8}
+TORCH, PUBLISHED = "torch.compile", "FlashMLA, published"
+FLASH_MLA = {"prefill": 640e12, "decoding": 410e12}  # with a cache in BF16 and in FP8 (README of September 2025)
+Call = Callable[[], Tensor]
+
+
+class Shape(NamedTuple):
+    """Queries of a prompt, or texts in decoding; positions of a text, heads, and chosen positions."""
+
+    texts: int
+    context: int
+    heads: int
+    chosen: int
+
+
+PREFILL = {
+    "cuda": (
+        *(Shape(4096, context, 128, 2048) for context in (8192, 32768, 131072)),
+        *(Shape(4096, 32768, heads, 2048) for heads in (64, 16)),
+    ),
+    "cpu": (Shape(4, 256, 16, 64),),
+}
+DECODING = {
+    "cuda": tuple(Shape(texts, 32768, heads, 2048) for heads in (128, 64, 16) for texts in (128, 1)),
+    "cpu": (Shape(2, 256, 16, 64),),
+}
+
+
+def rows() -> Iterator[Row]:
+    """Measure each shape, and yield its rows."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for shape in PREFILL[device]:
+        yield from _prefill(shape, device)
+    for shape in DECODING[device]:
+        for form in FORMS:
+            yield from _decoding(shape, form, device)
+
+
+def show(found: Sequence[Row]) -> str:
+    """Return the rows as a table."""
+    return f"{table(found)}\n\n{LEGEND_OF_SPEEDS}"
+
+
+def flops(queries: int, shape: Shape) -> int:
+    """Count the FLOPs of the scores and of the weighted values."""
+    return 2 * queries * shape.heads * shape.chosen * (2 * LATENT + ROTARY)
+
+
+def _prefill(shape: Shape, device: str) -> Iterator[Row]:
+    generator = torch.Generator(device).manual_seed(0)
+    latents = torch.randn(shape.context, LATENT + ROTARY, generator=generator, device=device).bfloat16()
+    q, positions = _queries(shape.texts, shape, generator)
+    ours = partial(sparse_attention, q, latents, positions, LATENT, SCALE)
+    theirs = partial(_compiled(), q, latents, positions)
+    case = f"prefill, {shape.texts} queries, {shape.heads} heads, {shape.chosen} of {shape.context}"
+    yield from _measured(case, "prefill", "BF16", shape, shape.texts, ours, theirs)
+
+
+def _decoding(shape: Shape, form: str, device: str) -> Iterator[Row]:
+    generator = torch.Generator(device).manual_seed(0)
+    n_pages = shape.texts * shape.context // PAGE
+    width = row_bytes(LATENT, ROTARY) if form == "FP8" else LATENT + ROTARY
+    cache = torch.empty(n_pages, PAGE, width, dtype=FORMS[form], device=device)
+    for slots in torch.arange(n_pages * PAGE, device=device).split(2**18):
+        latent, rope = (torch.randn(len(slots), n, generator=generator, device=device) for n in (LATENT, ROTARY))
+        write_latents(cache, slots, latent.bfloat16(), rope.bfloat16())
+    pages = torch.randperm(n_pages, generator=generator, device=device).int().view(shape.texts, -1)
+    pages = pages.repeat_interleave(QUERIES_OF_TEXT, 0)
+    q, positions = _queries(QUERIES_OF_TEXT * shape.texts, shape, generator)
+    ours = partial(paged_sparse_attention, q, cache, pages, positions, LATENT, SCALE)
+    theirs = None
+    if form == "BF16":
+        slots = pages.gather(1, positions.long() // PAGE) * PAGE + positions % PAGE
+        theirs = partial(_compiled(), q, cache.flatten(0, 1), slots)
+    case = f"decoding, {shape.texts} texts, {shape.heads} heads, {shape.chosen} of {shape.context}, {form}"
+    yield from _measured(case, "decoding", form, shape, len(q), ours, theirs)
+
+
+def _queries(count: int, shape: Shape, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draw queries and lists of different positions."""
+    device = generator.device
+    q = torch.randn(count, shape.heads, LATENT + ROTARY, generator=generator, device=device).bfloat16()
+    parts = [
+        torch.rand(len(part), shape.context, generator=generator, device=device).topk(shape.chosen).indices.int()
+        for part in torch.arange(count).split(256)
+    ]
+    return q, torch.cat(parts)
+
+
+def _measured(
+    case: str, kind: str, form: str, shape: Shape, queries: int, ours: Call, theirs: Call | None
+) -> Iterator[Row]:
+    times = work_seconds({"octile": ours, **({TORCH: theirs} if theirs else {})}, ROUNDS)
+    gpu = torch.cuda.is_available()
+    work = flops(queries, shape)
+    peers = {name: work / taken for name, taken in times.items() if name != "octile"}
+    is_published = shape.heads == 128 and (kind == "prefill" or (form == "FP8" and shape.texts > 1))
+    if is_published and gpu and torch.cuda.get_device_capability() == (9, 0):
+        peers[PUBLISHED] = FLASH_MLA[kind]
+    for peer in peers.items() or (None,):
+        yield flop_rate(case, "FLOPs", work / times["octile"], gpu, peer)
+    width = row_bytes(LATENT, ROTARY) if form == "FP8" else 2 * (LATENT + ROTARY)
+    yield byte_rate(case, "gathered", queries * shape.chosen * width / times["octile"], gpu)
+
+
+def _gather_and_attend(q: Tensor, latents: Tensor, positions: Tensor) -> Tensor:
+    keys = latents[positions.long()]
+    weights = (torch.bmm(q, keys.mT).float() * SCALE).softmax(-1).to(q.dtype)
+    return torch.bmm(weights, keys[..., :LATENT])
+
+
+def _compiled() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return torch's attention over gathered rows: compiled on a GPU, where it is a peer."""
+    return torch.compile(_gather_and_attend, dynamic=True) if torch.cuda.is_available() else _gather_and_attend
