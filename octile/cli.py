@@ -381,8 +381,8 @@ class Bench:
             attention (of decoding, over the latent cache), serve (`octile serve`: throughput, time to the first token
             and between tokens, what is refused), indexer (logits of sparse attention's lightning indexer, and its
             choice of keys), sparse (attention over the chosen keys), dispatch (of tokens to experts on other GPUs; by
-            torchrun), lab (the tensor core model); tune, which searches the fastest GEMM configurations on a Hopper GPU and stores them; or tune-casts, which
-            shows the fastest settings of quantization kernels there.
+            torchrun), lab (the tensor core model); tune, which searches the fastest GEMM configurations on a Hopper GPU
+            and stores them; or tune-casts, which shows the fastest settings of quantization kernels there.
         json: also write the rows to this file.
         run: a run folder or a Hugging Face folder to serve; the newest under runs/ if not given.
         shape: M,N,K of one GEMM to tune; every shape of gemm if not given.
