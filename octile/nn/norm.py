@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from octile.nn.fused.elementwise import rms_norm
 
+LAYER_NORM_EPS = 1e-6  # of DeepSeek-V3.2's indexer
+
 
 class RMSNorm(nn.Module):
     """x / √(mean(x²) + eps) · weight over the last dimension, computed in FP32 whatever x is.
@@ -39,7 +41,7 @@ class LayerNorm(nn.Module):
     Its parameters are FP32, as published, also in a model of another dtype. Shapes: x [..., dim] → float32 [..., dim].
     """
 
-    def __init__(self, dim: int, eps: float = 1e-6):
+    def __init__(self, dim: int, eps: float = LAYER_NORM_EPS):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(dim))

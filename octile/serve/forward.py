@@ -3,6 +3,9 @@
     decode rows      attend in the absorbed form: queries times W_UK, attention over the pages, results times W_UV
     prefill chunks   attend in the naive form: keys and values are computed of the latents that the pages hold
 
+A model with indexers attends to chosen positions, where a text can have more than that: from decode rows, and from the
+chunks that have more, both in the absorbed form.
+
 Everything else treats rows alike. Rows are normed and quantized once for all FP8 weights that read them, experts'
 rows are sorted by expert, and a row's results are weighted in SwiGLU, as in training (`octile.nn.fused.feed_forward`).
 
@@ -29,6 +32,8 @@ from octile.formats import TILE
 from octile.kernels import cpu
 from octile.models.deepseek_v3 import rope_of
 from octile.nn.dispatcher import LocalDispatcher
+from octile.nn.indexer import quantize_index, rotate_index, weight_factor
+from octile.nn.norm import LAYER_NORM_EPS
 from octile.ops.attention import attention
 from octile.ops.gate import choose_experts, gate
 from octile.ops.grouped import grouped_matmul_nt
@@ -41,16 +46,20 @@ from octile.ops.quantize import quantize
 from octile.ops.rope import latent_keys, rotate_
 from octile.ops.routing_plan import count_tokens
 from octile.ops.row_invariant import row_invariant_matmul_nt
+from octile.ops.sparse_attention import paged_sparse_attention, sparse_attention
 from octile.ops.swiglu import swiglu, swiglu_quantize
 from octile.parallel.decoding import SortedExchange
 from octile.routing import choice_of
 from octile.scaled import ScaledTensor
+from octile.serve.chosen_keys import MAX_LOGITS, IndexQueries, choose_of_pages, choose_of_prefix, schedule
 from octile.serve.expert_load import ExpertLoad
+from octile.serve.index_pages import IndexPages
 from octile.serve.latent_pages import LatentPages
 from octile.serve.spread_experts import SpreadExperts
 from octile.serve.weights import (
     AttentionWeights,
     BlockWeights,
+    IndexerWeights,
     MLPWeights,
     MoEWeights,
     Projections,
@@ -60,6 +69,7 @@ from octile.serve.weights import (
 
 LOCAL = LocalDispatcher()
 INVARIANT_SPLITS = 16  # of a row's positions, in batch-invariant mode
+MAX_QUERIES = 2**26  # numbers of absorbed queries of a chunk that attends to chosen positions, at the same time
 INVARIANT_ROWS = 64  # of a group, by which the kernel of experts in high precision is chosen in that mode
 
 
@@ -91,6 +101,7 @@ class Step(NamedTuple):
         context: int64, the slots of all positions that prefill chunks attend to, chunk after chunk.
         prefills: the chunks after the decode rows, in pieces.
         max_positions: whose keys and values are in memory at once: a piece has no more, or is one chunk.
+        schedule: of the indexer's logits of decode rows (`Forward.with_schedule`).
     """
 
     tokens: Tensor
@@ -101,6 +112,18 @@ class Step(NamedTuple):
     context: Tensor | None
     prefills: Sequence[Sequence[PrefillGroup]]
     max_positions: int = 0
+    schedule: Tensor | None = None
+
+
+class Queries(NamedTuple):
+    """What rows attend with: queries [T, H, X], and those of the indexer, if positions are chosen."""
+
+    q: Tensor
+    of_index: IndexQueries | None
+
+    def rows(self, first: int, n: int) -> Queries:
+        """Return n rows."""
+        return Queries(self.q.narrow(0, first, n), self.of_index and self.of_index.rows(first, n))
 
 
 class Rows(NamedTuple):
@@ -124,6 +147,7 @@ class Forward:
         expert_load: counts the tokens of each expert; None: nothing does.
         spread: the experts of all ranks, if they are spread over several.
         exchange: of the rows of decode steps, for which the host does not wait; None: that of `spread`.
+        index: the pages of the indexer's keys; None: rows attend to all positions.
     """
 
     weights: ServedWeights
@@ -135,6 +159,7 @@ class Forward:
     batch_invariant: bool
     expert_load: ExpertLoad | None
     spread: SpreadExperts | None
+    index: IndexPages | None = None
     exchange: SortedExchange | None = None
 
     @classmethod
@@ -146,6 +171,7 @@ class Forward:
         batch_invariant: bool,
         expert_load: ExpertLoad | None = None,
         spread: SpreadExperts | None = None,
+        index: IndexPages | None = None,
     ) -> Forward:
         """Make a model's forward pass for positions below max_position."""
         c = weights.config
@@ -153,11 +179,11 @@ class Forward:
         cos, sin = rope.cos_sin(torch.arange(max_position, device=weights.device))
         unrotated = torch.ones_like(cos[:1]), torch.zeros_like(sin[:1])
         scale = rope.softmax_factor * c.qk_head_dim**-0.5
-        return cls(weights, cache, cos, sin, unrotated, scale, batch_invariant, expert_load, spread)
+        return cls(weights, cache, cos, sin, unrotated, scale, batch_invariant, expert_load, spread, index)
 
     def hidden(self, step: Step) -> Tensor:
         """Compute what the head reads, [T, D], and write the rows' latents of all layers but the prediction layer."""
-        x_TD = self.weights.embedding[step.tokens]
+        x_TD, step = self.weights.embedding[step.tokens], self.with_schedule(step)
         cos_sin = self.cos[step.positions], self.sin[step.positions]
         for layer, block in enumerate(self.weights.blocks):
             x_TD = self._block(x_TD, layer, block, step, cos_sin)
@@ -179,7 +205,7 @@ class Forward:
             )
         )
         both_TD = torch.cat((*normed,), dim=-1)
-        x_TD = self._nt(self._rows(both_TD, mtp.projection), mtp.projection)
+        x_TD, step = self._nt(self._rows(both_TD, mtp.projection), mtp.projection), self.with_schedule(step)
         cos_sin = self.cos[step.positions], self.sin[step.positions]
         x_TD = self._block(x_TD, len(self.weights.blocks), mtp.block, step, cos_sin)
         return rms_norm(x_TD, mtp.norm, self._eps)[0]
@@ -195,8 +221,12 @@ class Forward:
         return self.weights.config.rms_norm_eps
 
     def _block(self, x_TD: Tensor, layer: int, w: BlockWeights, step: Step, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-        q_THX = self.queries(x_TD, layer, w, step.slots, cos_sin)
-        return self.after_attention(x_TD, self.attend(q_THX, layer, w.attention, step), layer, w, step.slots)
+        queries = self.queries(x_TD, layer, w, step.slots, cos_sin)
+        return self.after_attention(x_TD, self.attend(queries, layer, w.attention, step), layer, w, step.slots)
+
+    def with_schedule(self, step: Step) -> Step:
+        """Return a step with what all layers need of its lengths to choose positions."""
+        return step if self.index is None or not len(step.lengths) else step._replace(schedule=schedule(step.lengths))
 
     def query_width(self, w: AttentionWeights) -> int:
         """Return the columns of the GEMM that projects queries: theirs, then those of weights that are joined to it."""
@@ -211,45 +241,68 @@ class Forward:
         slots: Tensor,
         cos_sin: tuple[Tensor, Tensor],
         out_TW: Tensor | None = None,
-    ) -> Tensor:
-        """Compute a block's queries, [T, H, X], and write the rows' latents.
+    ) -> Queries:
+        """Compute a block's queries, and write the rows' latents, and the keys of the indexer.
 
         Args:
             x_TD, layer, w, slots, cos_sin: the block's input, which block it is, where its latents are written.
             out_TW: memory for the queries, as wide as `query_width`; None: new memory.
         """
-        of_x = w.attention.x
-        x = self._norm(x_TD, w.input_norm, of_x.has_fp8, of_x.has_values)
+        of_x, indexer = w.attention.x, None if self.index is None else w.attention.indexer
+        fp8, values = of_x.has_fp8, of_x.has_values
+        if indexer is not None:  # whose weights of heads are in high precision
+            fp8, values = fp8 or isinstance(indexer.k, ScaledTensor), True
+        x = self._norm(x_TD, w.input_norm, fp8, values)
         q_TX, latent_TC, rope_TR = self._projections(x, of_x, out=out_TW if w.attention.q_up is None else None)
         if w.attention.q_up is not None:
             assert w.attention.q_norm is not None
-            q = self._norm(q_TX, w.attention.q_norm, *_reads(w.attention.q_up), eps=NORM_EPS)
+            read_by = [w.attention.q_up] if indexer is None else [w.attention.q_up, indexer.q_up]
+            q = self._norm(q_TX, w.attention.q_norm, *_reads(*read_by), eps=NORM_EPS)
             q_TX = self._nt(q, w.attention.q_up, out=out_TW)
         q_THX = q_TX.unflatten(-1, (self.weights.config.num_attention_heads, -1))
         rotate_(q_THX[None], *cos_sin)
         rotate_(rope_TR[None, :, None], *cos_sin)
         latent_TC, _ = rms_norm(latent_TC, w.attention.kv_norm, NORM_EPS)
         self.cache.write(layer, slots, latent_TC, rope_TR)
-        return q_THX
+        return Queries(q_THX, None if indexer is None else self._index(x, q, layer, indexer, slots, cos_sin))
+
+    def _index(
+        self, x: Rows, q: Rows, layer: int, w: IndexerWeights, slots: Tensor, cos_sin: tuple[Tensor, Tensor]
+    ) -> IndexQueries:
+        """Compute the indexer's queries, of the block's input and of compressed queries, and write its keys."""
+        assert self.index is not None
+        assert x.values is not None
+        k_TE = F.layer_norm(self._nt(x, w.k).float(), w.k_norm.shape, w.k_norm, w.k_bias, LAYER_NORM_EPS)
+        q_TGE = self._nt(q, w.q_up).unflatten(-1, (len(w.heads), -1))
+        k, k_scale = quantize_index(rotate_index(k_TE[:, None], cos_sin)[:, 0])
+        self.index.write(layer, slots, k, k_scale)
+        if self.batch_invariant:
+            weights_TG = row_invariant_matmul_nt(x.values.float()[None], w.heads[None], torch.float32)[0]
+        else:
+            weights_TG = F.linear(x.values.float(), w.heads)
+        index_q, q_scale = quantize_index(rotate_index(q_TGE, cos_sin))
+        return IndexQueries(index_q, weights_TG * weight_factor(*q_TGE.shape[1:]) * q_scale)
 
     def attend(
-        self, q_THX: Tensor, layer: int, w: AttentionWeights, step: Step, own: tuple[Tensor, Tensor] | None = None
+        self, queries: Queries, layer: int, w: AttentionWeights, step: Step, own: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
         """Attend from all rows of a step: [T, H·V].
 
         Args:
-            q_THX, layer, w, step: the queries, which block it is, its weights, the rows.
+            queries, layer, w, step: the queries, which block it is, its weights, the rows.
             own: `decompressed` of the rows themselves, if prefill chunks attend to no others.
         """
         n_decode, parts = len(step.lengths), []
         if n_decode:
-            parts.append(self._absorbed(q_THX[:n_decode], layer, w, step))
+            parts.append(self._absorbed(queries.rows(0, n_decode), layer, w, step))
         for piece in step.prefills:
             assert step.context is not None
-            if piece[0].positions > step.max_positions:
-                parts.append(self._naive_in_parts(q_THX, layer, w, step.context, piece[0], step.max_positions))
+            if self._chooses(piece):
+                parts += [self._of_group(queries, layer, w, step.context, group, own) for group in piece]
+            elif piece[0].positions > step.max_positions:
+                parts.append(self._naive_in_parts(queries.q, layer, w, step.context, piece[0], step.max_positions))
             else:
-                parts += self._naive(q_THX, layer, w, step.context, piece, own)
+                parts += self._naive(queries.q, layer, w, step.context, piece, own)
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
 
     def after_attention(self, x_TD: Tensor, o_TV: Tensor, layer: int, w: BlockWeights, slots: Tensor) -> Tensor:
@@ -261,16 +314,65 @@ class Forward:
         rows = self._norm(x_TD, w.post_norm, w.mlp.x.has_fp8 or shared_fp8, True)
         return x_TD.add_(self._mixture(rows, layer, w.mlp, slots))
 
-    def _absorbed(self, q_THX: Tensor, layer: int, w: AttentionWeights, step: Step) -> Tensor:
+    def _absorbed(self, queries: Queries, layer: int, w: AttentionWeights, step: Step) -> Tensor:
         """Attend from rows to their pages: [T, H, V]."""
         c = self.weights.config
-        q_THN, q_THR = q_THX.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
-        q_THC = self._heads_nt(q_THN, w.w_k)
         splits = INVARIANT_SPLITS if self.batch_invariant else 0
-        q_THW = torch.cat((q_THC, q_THR), dim=-1)
-        cached = self.cache.layers[layer]
-        o_THC = paged_attention(q_THW, cached, step.pages, step.lengths, c.kv_lora_rank, self.softmax_scale, splits)
-        return self._heads_nt(o_THC, w.w_v)
+        q_THW, cached = self._absorb(queries.q, w), self.cache.layers[layer]
+        last = c.kv_lora_rank, self.softmax_scale, splits
+        if queries.of_index is None:
+            return self._heads_nt(paged_attention(q_THW, cached, step.pages, step.lengths, *last), w.w_v)
+        assert self.index is not None
+        assert step.schedule is not None
+        keys, text = self.index.layers[layer], (step.pages, step.lengths, step.schedule)
+        chosen_TK = choose_of_pages(queries.of_index, keys, *text, self._n_chosen)
+        return self._heads_nt(paged_sparse_attention(q_THW, cached, step.pages, chosen_TK, *last), w.w_v)
+
+    def _absorb(self, q_THX: Tensor, w: AttentionWeights) -> Tensor:
+        """Multiply queries by W_UK: [T, H, C + R]."""
+        c = self.weights.config
+        q_THN, q_THR = q_THX.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
+        return torch.cat((self._heads_nt(q_THN, w.w_k), q_THR), dim=-1)
+
+    @property
+    def _n_chosen(self) -> int:
+        """How many positions a row attends to at most, if they are chosen."""
+        return self.weights.config.index_topk or 0
+
+    def _chooses(self, piece: Sequence[PrefillGroup]) -> bool:
+        """Whether chunks of a piece attend to chosen positions: some have more than are chosen."""
+        return self.index is not None and any(group.positions > self._n_chosen for group in piece)
+
+    def _of_group(
+        self,
+        queries: Queries,
+        layer: int,
+        w: AttentionWeights,
+        context: Tensor,
+        group: PrefillGroup,
+        own: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:
+        """Attend from the rows of chunks of one size, to chosen positions if they have more: [rows, H, V]."""
+        if group.positions <= self._n_chosen:
+            return self._naive(queries.q, layer, w, context, [group], own)[0]
+        assert self.index is not None
+        assert queries.of_index is not None
+        c, latents = self.weights.config, self.cache.layers[layer].flatten(0, 1)
+        at_once = max(min(MAX_LOGITS // group.positions, MAX_QUERIES // (c.num_attention_heads * c.latent_dim)), 1)
+        results = []
+        for chunk in range(group.n_chunks):
+            slots_L = context.narrow(0, group.first_position + chunk * group.positions, group.positions)
+            k_LE, scale_L = self.index.read(layer, slots_L)
+            for row in range(0, group.rows, at_once):
+                n = min(at_once, group.rows - row)
+                of = queries.rows(group.first_row + chunk * group.rows + row, n)
+                assert of.of_index is not None
+                position = group.positions - group.rows + row
+                slots_TK = choose_of_prefix(of.of_index, k_LE, scale_L, slots_L, position, self._n_chosen)
+                q_THW = self._absorb(of.q, w)
+                o_THC = sparse_attention(q_THW, latents, slots_TK, c.kv_lora_rank, self.softmax_scale)
+                results.append(self._heads_nt(o_THC, w.w_v))
+        return torch.cat(results)
 
     def _naive(
         self,
@@ -530,7 +632,7 @@ def _invariant_groups(x_TK: Tensor, w: Tensor, offs_E: Tensor | None, dtype: tor
     return out_TN
 
 
-def _reads(w: Weight) -> tuple[bool, bool]:
-    """Whether a weight reads its input in FP8, and whether in high precision."""
-    fp8 = isinstance(w, ScaledTensor)
-    return fp8, not fp8
+def _reads(*weights: Weight) -> tuple[bool, bool]:
+    """Whether weights read their input in FP8, and whether in high precision."""
+    fp8 = [isinstance(w, ScaledTensor) for w in weights]
+    return any(fp8), not all(fp8)

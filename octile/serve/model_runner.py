@@ -26,6 +26,7 @@ from octile.serve.drafts import check_can_draft
 from octile.serve.expert_load import ExpertLoad
 from octile.serve.forward import Forward, Step
 from octile.serve.graph_memory import GraphMemory
+from octile.serve.index_pages import IndexPages, bytes_per_key
 from octile.serve.latent_pages import CacheFormat, LatentPages, bytes_per_row
 from octile.serve.prefill_graphs import PrefillGraphs
 from octile.serve.spread_experts import SpreadExperts
@@ -85,13 +86,16 @@ class ModelRunner:
         self.device, self.batch_invariant = weights.device, batch_invariant
         n_layers = _n_layers(weights)
         self.cache = LatentPages(n_layers, n_pages, c.kv_lora_rank, c.qk_rope_head_dim, cache_format, self.device)
+        self.index: IndexPages | None = None
+        if c.index_head_dim and c.index_topk and c.index_topk < self.max_position:
+            self.index = IndexPages(n_layers, n_pages, c.index_head_dim, self.device)
         self.expert_load: ExpertLoad | None = None
         if expert_window:
             layers = [layer for layer in range(n_layers) if c.is_moe(layer)]
             self.expert_load = ExpertLoad(layers, c.n_routed_experts, expert_window, self.device)
         self.n_steps = self.n_draft_passes = 0
         self.forward = Forward.make(
-            weights, self.cache, self.max_position, batch_invariant, self.expert_load, self.spread
+            weights, self.cache, self.max_position, batch_invariant, self.expert_load, self.spread, self.index
         )
         self._checked_pages: list[array[int] | None] = []  # those of the chunk of each number, as last checked
         self.n_drafts, self._max_batch = n_drafts, max_batch
@@ -135,7 +139,8 @@ class ModelRunner:
     def bytes_per_page(model: DeepseekV3 | ServedWeights, cache_format: CacheFormat) -> int:
         """Return the bytes that a page takes in all layers, by which an engine chooses n_pages."""
         c = model.config
-        return _n_layers(model) * PAGE * bytes_per_row(c.kv_lora_rank, c.qk_rope_head_dim, cache_format)
+        of_index = bytes_per_key(c.index_head_dim) if c.index_head_dim else 0
+        return _n_layers(model) * PAGE * (bytes_per_row(c.kv_lora_rank, c.qk_rope_head_dim, cache_format) + of_index)
 
     @staticmethod
     def bytes_of_graphs(model: DeepseekV3 | ServedWeights, max_batch: int, n_drafts: int) -> int:

@@ -29,7 +29,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from octile.serve.forward import Forward, Step
+from octile.serve.chosen_keys import IndexQueries
+from octile.serve.forward import Forward, Queries, Step
 from octile.serve.graph_memory import GraphMemory
 
 FEW_ROWS, MAX_ROWS = 2048, 8192
@@ -84,6 +85,8 @@ class _Buffers(NamedTuple):
     places: Tensor  # slots, and 0 for rows that are written nowhere
     cos: Tensor
     sin: Tensor
+    index_q: Tensor
+    index_weights: Tensor
 
     @classmethod
     def make(cls, forward: Forward, rows: int) -> _Buffers:
@@ -94,8 +97,11 @@ class _Buffers(NamedTuple):
         rope_TR = x_TD.new_zeros(rows, c.qk_rope_head_dim)
         o_TV = x_TD.new_zeros(rows, c.num_attention_heads * c.v_head_dim)
         slots = torch.full((rows,), -1, dtype=torch.int64, device=weights.device)
-        cos_sin = (t.new_zeros(rows, t.shape[1]) for t in (forward.cos, forward.sin))
-        return cls(x_TD, q, kv_TY, rope_TR, o_TV, slots, torch.zeros_like(slots), *cos_sin)
+        cos, sin = (t.new_zeros(rows, t.shape[1]) for t in (forward.cos, forward.sin))
+        heads, channels = (c.index_n_heads or 0, c.index_head_dim or 0) if forward.index is not None else (0, 0)
+        index_q = torch.zeros(rows, heads, channels, dtype=torch.float8_e4m3fn, device=weights.device)
+        of_index = index_q, cos.new_zeros(rows, heads)
+        return cls(x_TD, q, kv_TY, rope_TR, o_TV, slots, torch.zeros_like(slots), cos, sin, *of_index)
 
     def first(self, rows: int) -> _Buffers:
         """Return views of the first rows."""
@@ -107,13 +113,14 @@ class _Graphs:
 
     def __init__(self, forward: Forward, buffers: _Buffers, record: Callable[[Callable[[], None]], Callable[[], None]]):
         self._forward, self._buffers = forward, buffers
-        self._q_THX = dict[int, Tensor]()  # of each layer
+        self._queries = dict[int, Queries]()  # of each layer
         buffers.slots.fill_(-1)  # while graphs are captured, nothing is written to the cache
         self._replays = [record(partial(self._between, i)) for i in range(len(forward.weights.blocks) + 1)]
 
     def hidden(self, step: Step) -> Tensor:
         """Compute what the head reads, [T, D]."""
         forward, buffers, n = self._forward, self._buffers, len(step.tokens)
+        step = forward.with_schedule(step)
         torch.index_select(forward.weights.embedding, 0, step.tokens, out=buffers.x_TD[:n])
         for table, rows in ((forward.cos, buffers.cos), (forward.sin, buffers.sin)):
             torch.index_select(table, 0, step.positions, out=rows[:n])
@@ -124,8 +131,8 @@ class _Graphs:
         own = (buffers.kv_TY, buffers.rope_TR) if begins else None
         self._replays[0]()
         for layer, block in enumerate(forward.weights.blocks):
-            q_THX = self._q_THX[layer][:n]
-            buffers.o_TV[:n] = forward.attend(q_THX, layer, block.attention, step, own)
+            queries = self._queries[layer].rows(0, n)
+            buffers.o_TV[:n] = forward.attend(queries, layer, block.attention, step, own)
             self._replays[layer + 1]()
         return forward.last_norm(buffers.x_TD[:n])
 
@@ -136,10 +143,19 @@ class _Graphs:
         if i:
             forward.after_attention(x_TD, buffers.o_TV, i - 1, blocks[i - 1], slots)
         if i < len(blocks):
-            w, rows = blocks[i].attention, len(x_TD)
+            w, rows, cos_sin = blocks[i].attention, len(x_TD), (buffers.cos, buffers.sin)
             out_TW = buffers.q[: rows * forward.query_width(w)].view(rows, -1)
-            self._q_THX[i] = forward.queries(x_TD, i, blocks[i], slots, (buffers.cos, buffers.sin), out_TW)
+            self._queries[i] = self._stored(forward.queries(x_TD, i, blocks[i], slots, cos_sin, out_TW))
             buffers.rope_TR.copy_(forward.decompressed(i, w, buffers.places, buffers.kv_TY)[1])
+
+    def _stored(self, queries: Queries) -> Queries:
+        """Return queries whose memory outlasts the graph, and is that of all layers."""
+        if queries.of_index is None:
+            return queries
+        of_index = IndexQueries(self._buffers.index_q, self._buffers.index_weights)
+        for buffer, values in zip(of_index, queries.of_index, strict=True):
+            buffer.copy_(values)
+        return Queries(queries.q, of_index)
 
 
 def graph_rows(max_rows: int) -> list[int]:

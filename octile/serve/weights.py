@@ -55,6 +55,24 @@ class Projections:
 
 
 @dataclass(frozen=True)
+class IndexerWeights:
+    """The weights of a layer's indexer.
+
+    Attributes:
+        q_up: wq_b, of compressed queries.
+        k: wk, of the block's input.
+        k_norm, k_bias: of the norm of keys.
+        heads: weights_proj [G, D], float32.
+    """
+
+    q_up: Weight
+    k: Weight
+    k_norm: Tensor
+    k_bias: Tensor
+    heads: Tensor
+
+
+@dataclass(frozen=True)
 class AttentionWeights:
     """Attention's weights.
 
@@ -63,6 +81,7 @@ class AttentionWeights:
         q_norm, q_up: of compressed queries; None where they are projected directly.
         kv_up: kv_b_proj, for the naive form.
         w_k: W_UK [H, C, N], w_v: W_UV [H, V, C], in the activations' dtype, for the absorbed form.
+        indexer: None where attention is dense.
     """
 
     x: Projections
@@ -73,6 +92,7 @@ class AttentionWeights:
     w_k: Tensor
     w_v: Tensor
     o: Weight
+    indexer: IndexerWeights | None
 
 
 @dataclass(frozen=True)
@@ -323,6 +343,16 @@ class _Reader:
             w_k_HNC.mT.contiguous(),
             w_v_HVC.contiguous(),
             self.linear(f"{name}.o_proj"),
+            self._indexer(f"{name}.indexer") if c.has_indexer else None,
+        )
+
+    def _indexer(self, name: str) -> IndexerWeights:
+        return IndexerWeights(
+            self.linear(f"{name}.wq_b"),
+            self.linear(f"{name}.wk"),
+            self.tensor(f"{name}.k_norm.weight").float(),
+            self.tensor(f"{name}.k_norm.bias").float(),
+            self.tensor(f"{name}.weights_proj.weight").float(),
         )
 
     def _mlp(self, name: str) -> MLPWeights:

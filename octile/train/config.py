@@ -158,7 +158,8 @@ class TrainConfig:
         guards: a file of rules on the telemetry that warn, capture operands, or switch a GEMM to BF16.
         indexer_stage: what is trained of a model with indexers: warm_up, the indexers alone, to the distribution of
             dense attention; or sparse, the model, whose attention is sparse, and the indexers. None otherwise. The
-            held-out loss is that of sparse attention in both.
+            held-out loss is that of sparse attention in both; a warm-up ends with its last model, not with its lowest
+            held-out loss.
         model: the shape of the model.
         optim: the optimizer.
         parallel: the ranks.
@@ -265,6 +266,8 @@ class TrainConfig:
             raise ValueError(f"parallel.pp must be 1 for a model with an indexer, not {self.parallel.pp}")
         if self.indexer_stage != "warm_up":
             return
+        if self.patience:
+            raise ValueError(f"patience must be 0 where indexer_stage is warm_up, not {self.patience}")
         if self.parallel.ranks > 1:
             raise ValueError(f"parallel.dp must be 1 where indexer_stage is warm_up, not {self.parallel.dp}")
         if self.sequence_length <= (self.model.index_topk or 0):

@@ -230,7 +230,8 @@ def _train(
                 if validates:
                     line = _validate(trainer, metrics)
                     progress.validation(line)
-                    best.update(trainer.steps_done, line["val_loss"])
+                    if config.indexer_stage != "warm_up":  # whose last model is the best aligned one
+                        best.update(trainer.steps_done, line["val_loss"])
                 if saves or (validates and best.has_run_out(config.patience)):
                     checkpoints.save(trainer, best, config)
                     saved_step = trainer.steps_done

@@ -175,6 +175,10 @@ WITH_INDEXER = replace(preset("tiny").model, index_n_heads=4, index_head_dim=32,
             "parallel.dp must be 1 where indexer_stage is warm_up, not 2",
         ),
         (
+            {"model": WITH_INDEXER, "indexer_stage": "warm_up", "patience": 3},
+            "patience must be 0 where indexer_stage is warm_up, not 3",
+        ),
+        (
             {"model": WITH_INDEXER, "indexer_stage": "warm_up", "sequence_length": 64},
             "sequence_length must be above model.index_topk, 64, where indexer_stage is warm_up, not 64",
         ),

@@ -1,0 +1,58 @@
+"""The indexer's keys of all layers in pages of 64 positions, under the same page numbers as the latent cache.
+
+A page holds its 64 keys, E channels of E4M3 each, and then their 64 scales, float32: 132 bytes a position with 128
+channels. `octile.ops.mqa_logits.paged_mqa_logits` reads them.
+
+Source: DeepGEMM's `fp8_paged_mqa_logits`, whose layout this is.
+Shapes: P pages, E channels of a key, T rows.
+"""
+
+import torch
+from torch import Tensor
+
+from octile.ops.latent_cache import PAGE
+from octile.ops.mqa_logits import SCALE_BYTES
+
+
+class IndexPages:
+    """The keys of all layers.
+
+    Attributes:
+        layers: for each layer its keys, [P, 64·(E + 4)] uint8.
+
+    Args:
+        n_layers: layers, with that of multi-token prediction.
+        n_pages: P.
+        head_dim: E.
+        device: of the keys.
+    """
+
+    def __init__(self, n_layers: int, n_pages: int, head_dim: int, device: torch.device):
+        self._spare, self._head_dim = n_pages * PAGE, head_dim
+        # rows without a place are written to one page more, which nobody reads
+        shape = n_layers, n_pages + 1, PAGE * bytes_per_key(head_dim)
+        self._stored = torch.zeros(shape, dtype=torch.uint8, device=device).unbind()
+        self.layers = [stored[:n_pages] for stored in self._stored]
+
+    def write(self, layer: int, slots: Tensor, k_TE: Tensor, scale_T: Tensor) -> None:
+        """Write keys to slots [T] of a layer: page · 64 + the position in the page. Negative slots are left out."""
+        slots = torch.where(slots < 0, self._spare, slots)
+        keys_PSE, scales_PS = self._views(self._stored[layer])
+        at = slots // PAGE, slots % PAGE
+        keys_PSE.view(torch.uint8)[at] = k_TE.view(torch.uint8)
+        scales_PS[at] = scale_T
+
+    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Read keys from slots [T] of a layer: E4M3 [T, E] and their scales [T]."""
+        keys_PSE, scales_PS = self._views(self._stored[layer])
+        at = slots // PAGE, slots % PAGE
+        return keys_PSE.view(torch.uint8)[at].view(keys_PSE.dtype), scales_PS[at]
+
+    def _views(self, stored: Tensor) -> tuple[Tensor, Tensor]:
+        keys, scales = stored.split([PAGE * self._head_dim, PAGE * SCALE_BYTES], dim=1)
+        return keys.view(torch.float8_e4m3fn).unflatten(1, (PAGE, self._head_dim)), scales.view(torch.float32)
+
+
+def bytes_per_key(head_dim: int) -> int:
+    """Return the bytes that one position takes in one layer."""
+    return head_dim + SCALE_BYTES

@@ -1,0 +1,197 @@
+"""Tests of serving models with indexers: logits are those of the model's forward pass, whatever is in a batch."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from octile.checkpoint import load, save
+from octile.models.deepseek_v3 import DeepseekV3
+from octile.serve import forward
+from octile.serve.batch import Batch, Chunk
+from octile.serve.config import EngineConfig
+from octile.serve.engine import Engine
+from octile.serve.model_runner import ModelRunner
+from octile.serve.prefill_graphs import PrefillGraphs
+from octile.serve.request import Sampling
+from octile.serve.weights import ServedWeights
+from tests.serve.models import CONFIG, Texts, new_model, text
+from tests.train.conftest import MICRO
+
+TOPK = 24
+SPARSE = replace(CONFIG, index_n_heads=4, index_head_dim=32, index_topk=TOPK)
+N_PAGES = 40
+LENGTHS = [150, 64, 66, 9]
+# prompts that are longer than TOPK or not, in one chunk and in several, single tokens and a few at once
+SIZES = [(100, 50, 0, 1), (0, 10, 24, 0), (1, 1, 2, 1), (0, 1, 40, 7), (20, 2, 0, 0), (29, 0, 0, 0)]
+FP32_ERROR = 1e-5  # of logits, relative to their RMS
+
+
+def whole(model: DeepseekV3, tokens: list[int]) -> Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([tokens]))[0].float()
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).square().mean().sqrt() / expected.square().mean().sqrt())
+
+
+def read_all(runner: ModelRunner, order: list[tuple[int, ...]] = SIZES) -> list[Tensor]:
+    texts = Texts(runner, [text(n, seed) for seed, n in enumerate(LENGTHS)])
+    for sizes in order:
+        texts.run(*sizes)
+    assert [len(logits) for logits in texts.logits] == LENGTHS
+    return texts.logits
+
+
+@pytest.fixture(scope="module")
+def model() -> DeepseekV3:
+    return new_model(fp8=False, config=SPARSE)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_texts_read_in_chunks_and_token_by_token_have_the_models_logits(model, batch_invariant):
+    for i, logits in enumerate(read_all(ModelRunner(model, N_PAGES, batch_invariant=batch_invariant))):
+        assert error(logits, whole(model, text(LENGTHS[i], i))) < FP32_ERROR
+
+
+def test_the_models_logits_are_not_those_of_dense_attention(model):
+    dense = new_model(fp8=False)
+    dense.load_state_dict({n: t for n, t in model.state_dict().items() if ".indexer." not in n})
+    assert error(whole(model, text(150)), whole(dense, text(150))) > 0.1
+
+
+def test_rows_are_chosen_for_in_parts(model, monkeypatch):
+    monkeypatch.setattr(forward, "MAX_LOGITS", 700)
+    for i, logits in enumerate(read_all(ModelRunner(model, N_PAGES))):
+        assert error(logits, whole(model, text(LENGTHS[i], i))) < FP32_ERROR
+
+
+def test_a_cache_in_fp8_changes_the_latents_that_are_read_and_not_the_choice():
+    """Of one layer, whose keys of the indexer do not depend on the cache."""
+    model = new_model(False, config=replace(SPARSE, num_hidden_layers=1, num_nextn_predict_layers=0))
+    for i, logits in enumerate(read_all(ModelRunner(model, N_PAGES, "fp8"))):
+        assert 1e-4 < error(logits, whole(model, text(LENGTHS[i], i))) < 2**-4
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["float32", "fp8"])
+@pytest.mark.parametrize("cache_format", ["float32", "fp8"])
+def test_a_batch_invariant_runner_has_the_same_bits_however_texts_are_read(fp8, cache_format):
+    runner = ModelRunner(new_model(fp8, config=SPARSE), N_PAGES, cache_format, batch_invariant=True)
+    together = read_all(runner)
+    alone = Texts(runner, [text(n, seed) for seed, n in enumerate(LENGTHS)])
+    for i, n in enumerate(LENGTHS):
+        alone.run(*(n if i == j else 0 for j in range(len(LENGTHS))))
+    assert all(torch.equal(logits, alone.logits[i]) for i, logits in enumerate(together))
+
+
+def test_logits_of_the_graphs_of_prompts_are_those_of_the_model(model):
+    runner = ModelRunner(model, N_PAGES)
+    runner.prefill_graphs = PrefillGraphs(runner.forward, None, 2048)
+    for i, logits in enumerate(read_all(runner)):
+        assert error(logits, whole(model, text(LENGTHS[i], i))) < FP32_ERROR
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_drafts_are_the_models(model, batch_invariant):
+    tokens = text(100)
+    with torch.no_grad():
+        _, expected = model.with_drafts(torch.tensor([tokens]))
+    runner = ModelRunner(model, N_PAGES, batch_invariant=batch_invariant)
+    texts, drafts = Texts(runner, [tokens]), []
+    for size in (63, 1, 2, 33):
+        start = len(texts.logits[0])
+        hidden = texts.run(size).hidden
+        chunk = Chunk(tokens[start + 1 : start + size + 1], start, texts.pages[0], size)
+        drafts.append(runner.draft(Batch([chunk]), hidden).logits)
+    assert error(torch.cat(drafts), expected[0]) < FP32_ERROR
+
+
+def test_texts_that_cannot_be_longer_than_the_chosen_keys_have_no_pages_of_the_indexer(model):
+    assert ModelRunner(replace_topk(model, 64), 1).index is None
+    assert ModelRunner(replace_topk(model, 63), 1).index is not None
+
+
+def replace_topk(model: DeepseekV3, topk: int) -> ServedWeights:
+    return replace(ServedWeights.of_model(model), config=replace(SPARSE, index_topk=topk))
+
+
+def test_the_bytes_of_a_page_are_those_of_both_caches(model):
+    runner = ModelRunner(model, 3, "bf16")
+    of_index = sum(layer.nbytes for layer in runner.index.layers)
+    assert 3 * ModelRunner.bytes_per_page(model, "bf16") == runner.cache.nbytes + of_index
+
+
+@pytest.mark.parametrize("weights", ["float32", "fp8"])
+def test_a_saved_model_is_served_with_its_indexers(model, tmp_path, weights):
+    save(model, tmp_path, weights)
+    served = ServedWeights.read(tmp_path, torch.float32), ServedWeights.of_model(load(tmp_path))
+    of_tensors, of_model = (Texts(ModelRunner(w, N_PAGES), [text(100)]).run(100).logits[0] for w in served)
+    assert torch.equal(of_tensors, of_model)
+    if weights == "float32":
+        assert error(of_tensors, whole(model, text(100))) < FP32_ERROR
+
+
+# the engine
+
+MICRO_SPARSE = replace(MICRO, index_n_heads=4, index_head_dim=16, index_topk=12)
+PROMPTS = [text(n, n, MICRO.vocab_size) for n in (50, 66, 9)]
+NEW_TOKENS = 30
+
+
+def micro_model() -> DeepseekV3:
+    torch.manual_seed(0)
+    model = DeepseekV3(MICRO_SPARSE).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def texts_of(tokenizer, prompts, n_pages=16, n_drafts=0, max_ahead=0):
+    """The greedy texts of requests that run together, and the engine's counts."""
+    runner = ModelRunner(micro_model(), n_pages, batch_invariant=True, n_drafts=n_drafts)
+    runner.max_ahead = max_ahead
+    engine = Engine(runner, tokenizer, EngineConfig(max_batch=4, max_step_tokens=24, n_drafts=n_drafts))
+    added = [engine.add(prompt, Sampling(NEW_TOKENS, 0.0, ignore_eos=True)) for prompt in prompts]
+    while engine.has_work:
+        engine.step()
+    return [list(request.tokens) for request in added], engine.stats()
+
+
+def alone(tokenizer, prompts) -> list[list[int]]:
+    return [texts_of(tokenizer, [prompt])[0][0] for prompt in prompts]
+
+
+def test_a_text_is_the_greedy_one_of_whole_forward_passes(tokenizer):
+    model, tokens = micro_model(), list(PROMPTS[0])
+    for _ in range(NEW_TOKENS):
+        tokens.append(int(whole(model, tokens)[-1].argmax()))
+    assert alone(tokenizer, PROMPTS[:1]) == [tokens]
+
+
+@pytest.mark.parametrize("max_ahead", [0, 4])
+@pytest.mark.parametrize("n_drafts", [0, 2])
+def test_a_text_is_the_same_in_a_batch_with_drafts_and_launched_ahead(tokenizer, n_drafts, max_ahead):
+    assert texts_of(tokenizer, PROMPTS, n_drafts=n_drafts, max_ahead=max_ahead)[0] == alone(tokenizer, PROMPTS)
+
+
+def test_a_text_is_the_same_where_it_was_preempted(tokenizer):
+    prompts = [text(50, n, MICRO.vocab_size) for n in range(3)]
+    texts, stats = texts_of(tokenizer, prompts, n_pages=3)
+    assert stats.preemptions > 0
+    assert texts == alone(tokenizer, prompts)
+
+
+def test_a_text_is_the_same_where_its_beginning_is_shared(tokenizer):
+    runner = ModelRunner(micro_model(), 16, batch_invariant=True)
+    engine = Engine(runner, tokenizer, EngineConfig(max_batch=4, max_step_tokens=24))
+    found = []
+    for _ in range(2):
+        request = engine.add(PROMPTS[1], Sampling(NEW_TOKENS, 0.0, ignore_eos=True))
+        while engine.has_work:
+            engine.step()
+        found.append(list(request.tokens))
+    assert engine.stats().shared_tokens > 0
+    assert found[0] == found[1]
