@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octile.kernels.cuda.attention.mqa_logits import HEADS
+from octile.kernels.cuda.attention.mqa_logits import HEADS, why_unsupported
 from octile.ops.latent_cache import PAGE
 from octile.ops.mqa_logits import mqa_logits, paged_mqa_logits, paged_mqa_schedule
 from octile.ops.top_keys import ABSENT, top_keys
@@ -39,6 +39,15 @@ class IndexQueries(NamedTuple):
             return self
         q = F.pad(self.q.view(torch.uint8), (0, 0, 0, wanted - n_heads)).view(self.q.dtype)
         return IndexQueries(q, F.pad(self.weights, (0, wanted - n_heads)))
+
+
+def why_not_captured(n_heads: int, head_dim: int, device: torch.device) -> str | None:
+    """Return why the host waits for the logits of pages on a GPU, so that no graph can have them; None: it does not."""
+    queries = IndexQueries(
+        torch.empty(0, n_heads, head_dim, dtype=torch.float8_e4m3fn, device=device),
+        torch.empty(0, n_heads, device=device),
+    )
+    return why_unsupported(queries.padded().q)
 
 
 def schedule(lengths_T: Tensor) -> Tensor:

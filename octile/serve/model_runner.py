@@ -9,6 +9,7 @@ Shapes: T rows, L logits, V vocabulary, D model.
 
 from __future__ import annotations
 
+import warnings
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from torch import Tensor
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.ops.latent_cache import PAGE
 from octile.serve.batch import Batch, Chunk, DecodedTokens, DecodeRequest, Results
+from octile.serve.chosen_keys import why_not_captured
 from octile.serve.config import check_expert_window
 from octile.serve.decode_graphs import DecodeGraphs
 from octile.serve.decode_loop import DecodeLoop
@@ -99,6 +101,10 @@ class ModelRunner:
         )
         self._checked_pages: list[array[int] | None] = []  # those of the chunk of each number, as last checked
         self.n_drafts, self._max_batch = n_drafts, max_batch
+        if self._waits_for_index() and max_batch:
+            why = f"{c.index_n_heads} heads of {c.index_head_dim} channels of the indexer have no kernel"
+            warnings.warn(f"steps are computed without CUDA graphs: {why}", RuntimeWarning, stacklevel=2)
+            max_batch = 0
         captures = self.device.type == "cuda" and self.spread is None  # an exchange of rows waits for the host
         self._max_rows = max_batch * (1 + n_drafts) if captures else 0
         self.max_ahead = max_batch if self._max_rows else 0
@@ -111,6 +117,13 @@ class ModelRunner:
             self._capture(GraphMemory(self.device), max_step_tokens)
         elif self.spread is not None and self.device.type == "cuda" and max_batch:
             self._capture_spread(self.spread, GraphMemory(self.device))
+
+    def _waits_for_index(self) -> bool:
+        """Whether the host waits for the indexer's logits in each step, on a GPU."""
+        c = self.forward.weights.config
+        if self.device.type != "cuda" or self.index is None or not c.index_n_heads or not c.index_head_dim:
+            return False
+        return why_not_captured(c.index_n_heads, c.index_head_dim, self.device) is not None
 
     def _capture(self, memory: GraphMemory, max_step_tokens: int) -> None:
         """Capture the graphs of all steps, so that no step of a running server waits for it."""

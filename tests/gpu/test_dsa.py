@@ -1,0 +1,124 @@
+"""Sparse attention on a GPU: captured training has the losses of eager training, and serving the model's logits."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from octile.models.config import ModelConfig
+from octile.models.deepseek_v3 import DeepseekV3
+from octile.nn.conversion import apply_recipe
+from octile.nn.fused.chosen_attention import chosen_attention
+from octile.nn.fused.index_alignment import alignment_loss
+from octile.nn.indexer import Indexer
+from octile.serve.model_runner import ModelRunner
+from octile.train import trainer as module
+from octile.train.captured_step import WARM_UP_STEPS
+from octile.train.trainer import Trainer
+from tests.serve.models import Texts, text
+from tests.train.conftest import MICRO, micro
+
+STEPS = WARM_UP_STEPS + 4
+SPARSE = replace(MICRO, index_n_heads=4, index_head_dim=16, index_topk=8)
+# latents of 512 + 64 channels, for which Hopper has kernels, and 4 heads of the indexer, which are padded to 32
+SERVED = replace(
+    ModelConfig.tiny(), kv_lora_rank=512, qk_rope_head_dim=64, index_n_heads=4, index_head_dim=64, index_topk=48
+)
+N_PAGES = 40
+LENGTHS = [200, 64, 66, 30]
+SIZES = [(100, 50, 0, 1), (0, 10, 63, 0), (1, 1, 1, 1), (0, 1, 2, 7), (1, 1, 0, 5), (60, 0, 0, 1), (30, 1, 0, 10)]
+SIZES += [(8, 0, 0, 5)]
+
+
+@pytest.mark.parametrize("stage", ["warm_up", "sparse"])
+@pytest.mark.parametrize("recipe", ["bf16", "deepseek_v3"])
+def test_captured_steps_have_the_losses_of_eager_steps(store, stage, recipe, monkeypatch):
+    def losses() -> tuple[list[dict[str, float]], Trainer]:
+        settings = micro(model=SPARSE, indexer_stage=stage, recipe=recipe)
+        trainer = Trainer(settings, store, torch.device("cuda"))
+        return [trainer.step() for _ in range(STEPS)], trainer
+
+    ours, captured = losses()
+    assert captured.captured is not None
+    assert captured.captured.is_captured
+    monkeypatch.setattr(module, "why_eager", lambda *_: "the test compares with it")
+    theirs, _ = losses()
+    for mine, expected in zip(ours, theirs, strict=True):
+        assert mine["loss"] == pytest.approx(expected["loss"], rel=2e-3)
+        assert mine["indexer_loss"] == pytest.approx(expected["indexer_loss"], rel=0.1)
+
+
+def test_the_parts_of_training_are_those_of_a_cpu():
+    generator = torch.Generator().manual_seed(0)
+    b, s, h, x, g, e = 2, 70, 4, 24, 8, 32
+    shapes = (b, s, g, e), (b, s, e), (b, s, g), (b, s, h, x), (b, s, h, x), (b, s, h, 16)
+    drawn = [torch.randn(shape, generator=generator) for shape in shapes]
+    found = []
+    for device in ("cpu", "cuda"):
+        index_q, index_k, weights, q, k, v = (t.to(device).requires_grad_() for t in drawn)
+        indexer = Indexer(8, 8, g, e, 16)
+        with torch.no_grad():
+            chosen = indexer.choose(index_q.round(), index_k.round(), weights)
+        o = chosen_attention(q, k, v, chosen, 0.2, 20000)
+        loss = alignment_loss(index_q, index_k, weights, q, k, chosen, 0.2, 20000)
+        gradients = torch.autograd.grad(o.square().sum() + loss, (index_q, index_k, weights, q, k, v))
+        found.append([chosen.sort(-1).values.cpu(), o.cpu(), loss.cpu(), *(t.cpu() for t in gradients)])
+    assert torch.equal(found[0][0], found[1][0])
+    torch.testing.assert_close(found[1][1:], found[0][1:], rtol=1e-3, atol=1e-3)
+
+
+def make(fp8: bool, dtype: torch.dtype, config: ModelConfig = SERVED) -> DeepseekV3:
+    torch.manual_seed(0)
+    model = DeepseekV3(config).to(dtype).eval()
+    return apply_recipe(model) if fp8 else model  # type: ignore[return-value]
+
+
+def read_all(runner: ModelRunner) -> list[Tensor]:
+    texts = Texts(runner, [text(n, i, runner.vocab_size) for i, n in enumerate(LENGTHS)])
+    for sizes in SIZES:
+        texts.run(*sizes)
+    assert [len(logits) for logits in texts.logits] == LENGTHS
+    return [logits.cpu() for logits in texts.logits]
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).square().mean().sqrt() / expected.square().mean().sqrt())
+
+
+def test_served_logits_are_those_of_the_model_in_float32():
+    model = make(False, torch.float32)
+    served = read_all(ModelRunner(model.cuda(), N_PAGES))
+    for i, logits in enumerate(served):
+        with torch.no_grad():
+            expected = model(torch.tensor([text(LENGTHS[i], i, SERVED.vocab_size)], device="cuda"))[0]
+        assert error(logits, expected.cpu()) < 1e-3
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("cache_format", ["bf16", "fp8"])
+def test_graphs_have_the_logits_of_eager_steps(fp8, cache_format):
+    """Of one layer: in a second one, choices between nearly equal logits may differ by the order of sums."""
+    config = replace(SERVED, num_hidden_layers=1)
+    runners = [ModelRunner(make(fp8, torch.bfloat16, config).cuda(), N_PAGES, cache_format, n) for n in (8, 0)]
+    assert [runner.graphs is not None for runner in runners] == [True, False]
+    graphs, eager = (torch.cat(read_all(runner)) for runner in runners)
+    assert error(graphs, eager) < 0.02
+
+
+@pytest.mark.parametrize("cache_format", ["bf16", "fp8"])
+def test_a_batch_invariant_runner_has_the_same_bits_however_texts_are_read(cache_format):
+    runner = ModelRunner(make(True, torch.bfloat16).cuda(), N_PAGES, cache_format, 8, batch_invariant=True)
+    together = read_all(runner)
+    alone = Texts(runner, [text(n, i, runner.vocab_size) for i, n in enumerate(LENGTHS)])
+    for i, n in enumerate(LENGTHS):
+        alone.run(*(n if i == j else 0 for j in range(len(LENGTHS))))
+    assert all(torch.equal(logits, alone.logits[i]) for i, logits in enumerate(together))
+
+
+def test_an_indexer_without_a_kernel_is_served_without_graphs():
+    model = make(False, torch.bfloat16, replace(SERVED, qk_rope_head_dim=16, index_head_dim=16)).cuda()
+    with pytest.warns(RuntimeWarning, match="without CUDA graphs: 4 heads of 16 channels of the indexer have no"):
+        runner = ModelRunner(model, N_PAGES, max_batch=8)
+    assert runner.graphs is None
+    read_all(runner)
