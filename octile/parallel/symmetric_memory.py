@@ -222,6 +222,10 @@ class PeerMemory(ExchangeMemory):
 
         flag_bytes = padded(num_flags(dist.get_world_size(self.group)) * 4)
         whole, addresses = self.allocate(flag_bytes + padded(n_bytes), device)
+        if not all(addresses):
+            raise RuntimeError(
+                "symmetric memory has no address of a peer's buffer, although GPUs can access each other's"
+            )
         whole[:flag_bytes] = 0
         self.buffer = whole[flag_bytes:]
         flags = torch.tensor(addresses, dtype=torch.int64, device=device)
