@@ -16,6 +16,7 @@ R = W · C · K.
 
 from __future__ import annotations
 
+from copy import copy
 from typing import NamedTuple
 
 import torch
@@ -213,13 +214,37 @@ class SortedExchange:
         self.results_at = padded(self.weights_at + tokens * n_chosen * 4)
         self.n_bytes = self.results_at + max_tokens * n_chosen * hidden_size * 4
 
-    def send(self, x_TD: ScaledTensor | Tensor, experts_TK: Tensor, weights_TK: Tensor) -> int:
+    def of_at_most(self, max_tokens: int) -> SortedExchange:
+        """Return this exchange for at most so many tokens of any rank, in the same memory: fewer rows R.
+
+        All ranks must use the same one of them.
+
+        Raises:
+            ValueError: this exchange is of fewer tokens.
+        """
+        if not 1 <= max_tokens <= self.max_tokens:
+            raise ValueError(f"max_tokens must be from 1 to {self.max_tokens}, not {max_tokens}")
+        smaller = copy(self)  # the parts of the buffer stay where they are: ranks may still read those of a larger one
+        smaller.max_tokens = max_tokens
+        return smaller
+
+    def send(
+        self,
+        x_TD: ScaledTensor | Tensor,
+        experts_TK: Tensor,
+        weights_TK: Tensor,
+        slots: tuple[Tensor, Tensor] | None = None,
+        positions_T: Tensor | None = None,
+    ) -> int:
         """Send each row once to every rank that has one of its experts.
 
         Args:
             x_TD: rows of the dtype.
             experts_TK: int64 or int32, the chosen experts of each token; −1: none.
             weights_TK: float32, theirs.
+            slots: int64 [E, N] and [E]: the slots of each expert that is chosen, of which there are `n_experts`, and
+                how many it has; tokens go to them round-robin. None: each expert has its own.
+            positions_T: int64; tokens that have a negative one go nowhere. None: all go to their experts.
 
         Returns:
             what `receive` waits for.
@@ -242,7 +267,7 @@ class SortedExchange:
         self.place = self.place.to(data.device)
         return decode_rows.launch_send(
             data.view(torch.uint8), scale, experts_TK.contiguous(), self.local, self.max_tokens, self.scales_at,
-            self.experts_at, self.memory.peers, weights_TK.contiguous(), self.weights_at,
+            self.experts_at, self.memory.peers, weights_TK.contiguous(), self.weights_at, slots, positions_T,
         )  # fmt: skip
 
     def receive(self, sent: int, n_tokens: int) -> SortedRows:

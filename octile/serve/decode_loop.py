@@ -17,6 +17,7 @@ Shapes: B requests, n drafts, T = B · (1 + n) rows, M pages of a text at most, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -70,9 +71,14 @@ class DecodeLoop:
             self._copied = torch.cuda.Event()
             self._graphs = memory.capture_sizes(self._sizes, self._step)  # the texts have no positions
 
-    def run(self, requests: Sequence[DecodeRequest]) -> DecodedTokens:
-        """Launch a step; see `octile.serve.batch.Runner.decode`."""
-        size = next(size for size in self._sizes if size >= len(requests))
+    def run(self, requests: Sequence[DecodeRequest], at_least: int = 0) -> DecodedTokens:
+        """Launch a step; see `octile.serve.batch.Runner.decode`.
+
+        Args:
+            requests: of the step.
+            at_least: requests, for which it has room: ranks that exchange rows have steps of one size.
+        """
+        size = next(size for size in self._sizes if size >= max(len(requests), at_least))
         if self._on_gpu:
             self._copied.synchronize()  # the copies of the step before have read the host's buffers
         first, end = self._fill(requests, size)
@@ -113,6 +119,8 @@ class DecodeLoop:
     def _step(self, size: int) -> None:
         """Compute a step of the requests that the buffers describe."""
         n, forward = self.n_drafts, self.forward
+        if forward.exchange is not None:
+            forward = replace(forward, exchange=forward.exchange.of_at_most(size * (1 + n)))
         source_B, position_B, end_B, seed_B, heat_B = self._numbers[:FIELDS, :size].unbind()
         temperature_B = heat_B.view(torch.float64).float()
         is_given_B = source_B < 0

@@ -171,6 +171,11 @@ class Engine:
         return outputs
 
     @property
+    def n_running(self) -> int:
+        """How many requests run: a decode step has no more."""
+        return len(self._scheduler.running)
+
+    @property
     def can_launch(self) -> bool:
         """Whether `launch` can be the next step: no request must be read in a pass of any chunks first."""
         return not self._requests or self._can_launch(self._in_flight)

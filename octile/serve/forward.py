@@ -486,10 +486,9 @@ class Forward:
     ) -> Tensor:
         """Compute a mixture of decode rows; rows of padding go nowhere. The shared experts overlap with their way."""
         assert self.spread is not None
-        experts_TK = self.spread.slots(layer, experts_TK).masked_fill_((slots < 0)[:, None], -1)
         x_TD = x.q if w.x.has_fp8 else x.values
         assert x_TD is not None
-        sent = exchange.send(x_TD, experts_TK, weights_TK)
+        sent = exchange.send(x_TD, experts_TK, weights_TK, self.spread.slots_of_experts(layer), slots)
         shared_TD = None if w.shared is None else self._mlp(x, w.shared)
         here = exchange.receive(sent, len(experts_TK))
         rows = Rows(None, here.rows) if isinstance(here.rows, ScaledTensor) else Rows(here.rows, None)

@@ -95,7 +95,7 @@ class ModelRunner:
         if expert_window:
             layers = [layer for layer in range(n_layers) if c.is_moe(layer)]
             self.expert_load = ExpertLoad(layers, c.n_routed_experts, expert_window, self.device)
-        self.n_steps = self.n_draft_passes = 0
+        self.n_steps = self.n_draft_passes = self.min_decode = 0
         self.forward = Forward.make(
             weights, self.cache, self.max_position, batch_invariant, self.expert_load, self.spread, self.index
         )
@@ -217,7 +217,7 @@ class ModelRunner:
         """Launch a decode step; see `octile.serve.batch.Runner`."""
         if self.loop is None:  # on a CPU
             self.loop = self._new_loop()
-        decoded = self.loop.run(requests)
+        decoded = self.loop.run(requests, self.min_decode)
         self._end_step()
         return decoded
 

@@ -197,13 +197,15 @@ class SpreadExperts:
         n_slots = self.physical_to_logical.shape[1]
         return SortedExchange(n_slots, c.num_experts_per_tok, c.hidden_size, dtype, memory, max_tokens)
 
+    def slots_of_experts(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The slots of each expert of a layer, int64 [E, C], and how many it has [E]; they change as experts move."""
+        return self._slots[layer]
+
     def slots(self, layer: int, experts_TK: Tensor) -> Tensor:
         """Return the slots that compute the rows' experts, int64 [T, K]."""
         if self.num_active is not None:
             return self._active_slots(self.physical_to_logical[self.layers.index(layer)], experts_TK)
         slots_EC, count_E = self._slots[layer]
-        if slots_EC.shape[1] == 1:  # no expert has copies
-            return slots_EC[:, 0][experts_TK]
         turn_T1 = torch.arange(len(experts_TK), device=experts_TK.device)[:, None] + self.dispatcher.rank
         return slots_EC[experts_TK, turn_T1 % count_E[experts_TK]]
 
@@ -339,10 +341,10 @@ class SpreadEngine:
         """
         can_place = self._runner.expert_tokens is not None and not self._moves
         is_due = can_place and time.monotonic() >= self._placed + self._seconds
-        own = self.engine.has_work, is_due, not self.engine.can_launch
+        own = self.engine.has_work, is_due, not self.engine.can_launch, self.engine.n_running
         flags = torch.tensor(own, dtype=torch.int32, device=self._on_host)
         dist.all_reduce(flags, dist.ReduceOp.MAX, self._control)
-        has_work, is_due, needs_run = flags.tolist()
+        has_work, is_due, needs_run, self._runner.min_decode = flags.tolist()
         if is_due:
             self._place()
         outputs: list[Output] | None = None

@@ -534,6 +534,19 @@ def check_sorted_decoding() -> None:
             is_token = (experts[rank] >= 0).all(1)
             combined = own.combine(y, found, add)
             torch.testing.assert_close(combined[is_token], total[is_token])
+    few, n = own.of_at_most(2), 2 - rank % 2
+    x, chosen, w = torch.randn(n, D), torch.rand(n, E).topk(K).indices, torch.rand(n, K)
+    slots = torch.stack((torch.arange(E).flip(0), (torch.arange(E) + 1) % E), 1), torch.arange(E) % 2 + 1
+    fewer = few.receive(few.send(x, chosen, w, slots, torch.tensor([4, -1])[:n]), n)
+    assert len(fewer.entries) == world * 2 * K
+    here = rank * local + torch.searchsorted(
+        fewer.offs, torch.arange(len(fewer.entries), dtype=torch.int32), right=True
+    )
+    results = fewer.rows * (here[:, None] + 1)
+    slot_1K = slots[0][chosen[:1], rank % slots[1][chosen[:1]]]
+    torch.testing.assert_close(few.combine(results, fewer)[:1], (x[:1, None] * (slot_1K[..., None] + 1)).sum(1))
+    assert fewer.offs[-1] <= world * K  # tokens that have no position went nowhere
+    refuses(ValueError, "max_tokens must be from 1 to 7, not 8", lambda: own.of_at_most(8))
     most = 8192 // (world * K)
     message = f"max_tokens must be from 1 to {most} of {world} ranks, not {most + 1}"
     refuses(ValueError, message, lambda: SortedExchange(E, K, D, torch.float32, memory, most + 1))

@@ -28,7 +28,8 @@ from octile.kernels.triton.peer_rows import Peers, pointer, sizes, words
 
 def launch_send(
     x: Tensor, scale: Tensor | None, experts: Tensor, local: int, capacity: int, scales_at: int, experts_at: int,
-    peers: Peers, weights: Tensor | None = None, weights_at: int = 0,
+    peers: Peers, weights: Tensor | None = None, weights_at: int = 0, slots: tuple[Tensor, Tensor] | None = None,
+    positions: Tensor | None = None,
 ) -> int:  # fmt: skip
     """Write rows x [T, D] uint8, contiguous, their scales [T, S] of any strides and experts [T, K], contiguous.
 
@@ -37,15 +38,20 @@ def launch_send(
         capacity: C.
         scales_at, experts_at, weights_at: where scales, experts and weights are in a buffer, in bytes.
         weights: float32 [T, K], contiguous, which are sent, too; None: none.
+        slots: int64 [E, N] and [E], contiguous: the slots of each expert, and how many it has, to which the tokens of
+            all ranks go round-robin; `local` then counts slots. None: experts are slots.
+        positions: int64 [T], contiguous; tokens that have a negative one go nowhere. None: all go to their experts.
 
     Returns:
         how much is added to the counters of all ranks.
     """
+    of_expert, count = (None, None) if slots is None else slots
     with torch.cuda.device_of(x):
         send_tokens[(capacity,)](
-            words(x), scale, *((0, 0) if scale is None else scale.stride()), experts, weights, len(x), peers.buffers,
-            scales_at, experts_at, weights_at, peers.flags, peers.rank, local, len(peers.buffers), capacity,
-            **_row_sizes(x, scale), K=experts.shape[1], CHOSEN=triton.next_power_of_2(experts.shape[1]),
+            words(x), scale, *((0, 0) if scale is None else scale.stride()), experts, weights, of_expert, count,
+            1 if of_expert is None else of_expert.shape[1], positions, len(x), peers.buffers, scales_at, experts_at,
+            weights_at, peers.flags, peers.rank, local, len(peers.buffers), capacity, **_row_sizes(x, scale),
+            K=experts.shape[1], CHOSEN=triton.next_power_of_2(experts.shape[1]),
         )  # fmt: skip
     return capacity
 
@@ -126,10 +132,10 @@ def _row_sizes(x: Tensor, scale: Tensor | None) -> dict[str, int]:
     return found
 
 
-@triton.jit(do_not_specialize=["T", "rank", "local", "W", "C"])
+@triton.jit(do_not_specialize=["T", "rank", "local", "W", "C", "N"])
 def send_tokens(
-    x, scale, scale_row, scale_col, experts, weights, T, buffers, scales_at, experts_at, weights_at, flags, rank,
-    local, W, C,
+    x, scale, scale_row, scale_col, experts, weights, of_expert, count, N, positions, T, buffers, scales_at, experts_at,
+    weights_at, flags, rank, local, W, C,
     WORDS: tl.constexpr, COLS: tl.constexpr, ALIGNED: tl.constexpr, TILES: tl.constexpr, SCALES: tl.constexpr,
     K: tl.constexpr, CHOSEN: tl.constexpr,
 ):  # fmt: skip
@@ -137,8 +143,13 @@ def send_tokens(
     token = tl.program_id(0).to(tl.int64)
     k, col, tile = tl.arange(0, CHOSEN), tl.arange(0, COLS), tl.arange(0, SCALES)
     is_token = token < T
+    if positions is not None:
+        is_token = is_token & (tl.load(positions + token, mask=is_token, other=-1) >= 0)
     is_chosen = k < tl.where(is_token, K, 0)
-    of = tl.load(experts + token * K + k, mask=is_chosen, other=-1)
+    of = tl.load(experts + token * K + k, mask=is_chosen, other=-1).to(tl.int64)
+    if of_expert is not None:
+        turn = (token + rank) % tl.load(count + of, mask=is_chosen, other=1)
+        of = tl.load(of_expert + of * N + turn, mask=is_chosen, other=-1)
     values = tl.load(x + token * WORDS + col, mask=col < tl.where(is_token, WORDS, 0))
     if TILES > 0:
         factors = tl.load(scale + token * scale_row + tile * scale_col, mask=tile < tl.where(is_token, TILES, 0))
