@@ -19,6 +19,7 @@ class IndexPages:
 
     Attributes:
         layers: for each layer its keys, [P, 64·(E + 4)] uint8.
+        bytes_LPQ: the same memory, uint8 [layers, P, bytes of a page].
 
     Args:
         n_layers: layers, with that of multi-token prediction.
@@ -31,7 +32,8 @@ class IndexPages:
         self._spare, self._head_dim = n_pages * PAGE, head_dim
         # rows without a place are written to one page more, which nobody reads
         shape = n_layers, n_pages + 1, PAGE * bytes_per_key(head_dim)
-        self._stored = torch.zeros(shape, dtype=torch.uint8, device=device).unbind()
+        stored = torch.zeros(shape, dtype=torch.uint8, device=device)
+        self._stored, self.bytes_LPQ = stored.unbind(), stored[:, :n_pages]
         self.layers = [stored[:n_pages] for stored in self._stored]
 
     def write(self, layer: int, slots: Tensor, k_TE: Tensor, scale_T: Tensor) -> None:

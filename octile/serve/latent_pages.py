@@ -9,7 +9,6 @@ tensor.
 Shapes: P pages, C channels of a latent, R of the rotary key, T rows.
 """
 
-from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -26,6 +25,7 @@ class LatentPages:
 
     Attributes:
         layers: for each layer its cache [P, 64, C + R], or [P, 64, bytes] uint8.
+        bytes_LPQ: the same memory, uint8 [layers, P, bytes of a page].
 
     Args:
         n_layers: layers, with that of multi-token prediction.
@@ -55,33 +55,12 @@ class LatentPages:
         shape = n_layers, n_pages, PAGE, width // dtype.itemsize
         stored = torch.zeros(shape, dtype=dtype, device=device)
         self.layers = stored.unbind()
-        self._bytes_LPB = stored.view(n_layers, n_pages, -1).view(torch.uint8)
+        self.bytes_LPQ = stored.view(n_layers, n_pages, -1).view(torch.uint8)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all layers."""
-        return self._bytes_LPB.nbytes
-
-    @property
-    def bytes_per_page(self) -> int:
-        """Bytes of a page in all layers."""
-        return self.nbytes // self._bytes_LPB.shape[1]
-
-    @property
-    def device(self) -> torch.device:
-        """Where the pages are."""
-        return self._bytes_LPB.device
-
-    def read_pages(self, pages: Sequence[int]) -> Tensor:
-        """Copy N whole pages, of all layers: uint8 [N, bytes_per_page]."""
-        numbers = torch.tensor(pages, dtype=torch.int64, device=self.device)
-        return self._bytes_LPB[:, numbers].transpose(0, 1).flatten(1)
-
-    def write_pages(self, pages: Sequence[int], bytes_NQ: Tensor) -> None:
-        """Replace N whole pages, of all layers, by what `read_pages` of a cache of the same layers and format read."""
-        numbers = torch.tensor(pages, dtype=torch.int64, device=self.device)
-        n_layers, _, size = self._bytes_LPB.shape
-        self._bytes_LPB[:, numbers] = bytes_NQ.to(self.device).view(-1, n_layers, size).transpose(0, 1)
+        return self.bytes_LPQ.nbytes
 
     def write(self, layer: int, slots: Tensor, latent_TC: Tensor, rope_TR: Tensor) -> None:
         """Write rows to slots [T] of a layer: page · 64 + the position in the page. Negative slots are left out."""

@@ -30,6 +30,7 @@ from octile.serve.forward import Forward, Step
 from octile.serve.graph_memory import GraphMemory
 from octile.serve.index_pages import IndexPages, bytes_per_key
 from octile.serve.latent_pages import CacheFormat, LatentPages, bytes_per_row
+from octile.serve.page_bytes import PageBytes
 from octile.serve.prefill_graphs import PrefillGraphs
 from octile.serve.spread_experts import SpreadExperts
 from octile.serve.step_inputs import BLOCK_ROWS, Layout, mixed_step, send
@@ -164,6 +165,11 @@ class ModelRunner:
         """
         rows, held = max_batch * (1 + n_drafts), 2 if n_drafts else 1
         return rows * model.config.vocab_size * (held * 2 * 4 + 2 + 4)
+
+    @property
+    def pages(self) -> PageBytes:
+        """All that a page holds, to copy it to the cache of another runner of this model."""
+        return PageBytes([store.bytes_LPQ for store in (self.cache, self.index) if store is not None])
 
     @property
     def expert_tokens(self) -> Mapping[int, tuple[int, ...]] | None:

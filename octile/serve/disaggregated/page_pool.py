@@ -16,7 +16,7 @@ import torch
 import torch.multiprocessing  # registers tensors with ForkingPickler
 from torch import Tensor
 
-from octile.serve.latent_pages import LatentPages
+from octile.serve.page_bytes import PageBytes
 
 
 class PagePool:
@@ -24,13 +24,13 @@ class PagePool:
 
     Args:
         n_pages: S.
-        cache: whose pages are copied here.
+        cache: the pages that are copied here.
 
     Attributes:
         bytes_SQ: uint8 [S, Q].
     """
 
-    def __init__(self, n_pages: int, cache: LatentPages):
+    def __init__(self, n_pages: int, cache: PageBytes):
         self._cache = cache
         self.bytes_SQ = torch.zeros(n_pages, cache.bytes_per_page, dtype=torch.uint8, device=cache.device)
         if cache.device.type == "cpu":
@@ -51,7 +51,7 @@ class PagePool:
         if len(pages) > len(self._free):
             raise ValueError(f"pages must be at most the {len(self._free)} free ones of the pool, not {len(pages)}")
         filled = [self._free.pop() for _ in pages]
-        self.bytes_SQ[torch.tensor(filled, device=self.bytes_SQ.device)] = self._cache.read_pages(pages)
+        self.bytes_SQ[torch.tensor(filled, device=self.bytes_SQ.device)] = self._cache.read(pages)
         if self.bytes_SQ.is_cuda:
             torch.cuda.current_stream(self.bytes_SQ.device).synchronize()
         return filled
@@ -78,10 +78,10 @@ class FilledPages:
     Args:
         pool_SQ: uint8 [S, Q], of `open_pool`.
         pages: N pages of the pool, in the order of positions.
-        cache: of this process.
+        cache: the pages of this process.
     """
 
-    def __init__(self, pool_SQ: Tensor, pages: Sequence[int], cache: LatentPages):
+    def __init__(self, pool_SQ: Tensor, pages: Sequence[int], cache: PageBytes):
         self._pool_SQ, self._pages, self._cache = pool_SQ, pages, cache
         self._copied: torch.cuda.Event | None = None
         self._is_released = False
@@ -90,7 +90,7 @@ class FilledPages:
         """Copy the pages from number `first` on to pages of the cache, and release all."""
         if first < len(self._pages):
             wanted = torch.tensor(self._pages[first:], device=self._pool_SQ.device)
-            self._cache.write_pages(pages[first : len(self._pages)], self._pool_SQ[wanted])
+            self._cache.write(pages[first : len(self._pages)], self._pool_SQ[wanted])
             if self._pool_SQ.is_cuda:
                 self._copied = torch.cuda.Event()
                 self._copied.record(torch.cuda.current_stream(self._cache.device))

@@ -130,7 +130,8 @@ class Router:
         idle_seconds: after which a step waits though nothing runs, so that it notices a process that has ended.
 
     Raises:
-        ValueError: several processes share a GPU, and `cache.gib` does not divide its memory among them.
+        ValueError: several processes share a GPU, and `cache.gib` does not divide its memory among them; or some caches
+            have place for texts that need the model's indexer, and others have not.
         ValueError, OSError, MemoryError, ProcessEndedError: a process cannot load the model.
     """
 
@@ -162,13 +163,19 @@ class Router:
             for i, option in enumerate(options[n_prefill:]):
                 self._decode.append(_Process(f"decode process {i}", worker.decode, (option,)))
             ready = [process.loaded() for process in self._all]
+            if len({r.bytes_per_page for r in ready}) > 1:
+                raise ValueError(
+                    "cache.gib must be given: the caches have texts of "
+                    f"{', '.join(f'{r.max_position:,}' for r in ready)} tokens, and not all of these need an indexer"
+                )
             for i, process in enumerate(self._decode):
                 process.send(OpenPools([of_prefill.shared[i] for of_prefill in ready[:n_prefill]]))
         except BaseException:
             self.close()
             raise
         self.max_position = min(r.max_position for r in ready)
-        self.n_pages, self.cache_bytes = sum(r.n_pages for r in ready), sum(r.cache_bytes for r in ready)
+        self.n_pages = sum(r.n_pages for r in ready)
+        self.cache_bytes = sum(r.n_pages * r.bytes_per_page for r in ready)
 
     @property
     def _all(self) -> list[_Process]:

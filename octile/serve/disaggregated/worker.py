@@ -92,13 +92,13 @@ class Ready(NamedTuple):
 
     Attributes:
         max_position: positions of a request at most.
-        n_pages, cache_bytes: of the cache.
+        n_pages, bytes_per_page: of the cache.
         shared: of the pool, for each decode process.
     """
 
     max_position: int
     n_pages: int
-    cache_bytes: int
+    bytes_per_page: int
     shared: Sequence[bytes]
 
 
@@ -227,12 +227,8 @@ class PrefillWorker(_Worker):
 
     def __init__(self, connection: Connection, engine: Engine, runner: ModelRunner, n_decode: int):
         super().__init__(connection, engine, runner)
-        self.pool = PagePool(-(-runner.max_position // PAGE), runner.cache)  # one of the longest texts
-        connection.send(
-            Ready(
-                runner.max_position, runner.n_pages, runner.cache.nbytes, [self.pool.share() for _ in range(n_decode)]
-            )
-        )
+        self.pool = PagePool(-(-runner.max_position // PAGE), runner.pages)  # one of the longest texts
+        connection.send(_ready(runner, [self.pool.share() for _ in range(n_decode)]))
 
     def carry_out(self, command: object) -> None:
         """Add a request, or take pages back."""
@@ -277,14 +273,14 @@ class DecodeWorker(_Worker):
         super().__init__(connection, engine, runner)
         self._held = deque[tuple[FilledPages, Copied]]()  # pages of pools, until they are copied
         self._pools: list[Tensor] = []
-        connection.send(Ready(runner.max_position, runner.n_pages, runner.cache.nbytes, ()))
+        connection.send(_ready(runner, ()))
 
     def carry_out(self, command: object) -> None:
         """Open the pools, or adopt a request."""
         if isinstance(command, OpenPools):
             self._pools = [open_pool(shared) for shared in command.shared]
         elif isinstance(command, Adopt):
-            latents = FilledPages(self._pools[command.process], command.pages, self.runner.cache)
+            latents = FilledPages(self._pools[command.process], command.pages, self.runner.pages)
             request = self.engine.adopt(command.prompt, command.sampling, command.first, latents)
             self.start(command.request_id, request)
             self._held.append((latents, Copied(command.process, command.pages)))
@@ -309,3 +305,7 @@ class DecodeWorker(_Worker):
                 self.connection.send(copied)
             else:
                 held.append((latents, copied))
+
+
+def _ready(runner: ModelRunner, shared: Sequence[bytes]) -> Ready:
+    return Ready(runner.max_position, runner.n_pages, runner.pages.bytes_per_page, shared)

@@ -35,7 +35,7 @@ class Apart:
         options = EngineConfig(batch_invariant=True, **config)
         runners = [ModelRunner(model, n, "float32", batch_invariant=True) for n in (N_PAGES, n_pages)]
         self.reader, self.writer = (Engine(runner, tokenizer, options) for runner in runners)
-        self.cache, self.pool = runners[1].cache, PagePool(N_PAGES, runners[0].cache)
+        self.cache, self.pool = runners[1].pages, PagePool(N_PAGES, runners[0].pages)
 
     def hand_over(self, prompt: list[int], sampling: Sampling) -> FilledPages | None:
         """Read a prompt and have it adopted; None if its first token is the last."""
@@ -68,8 +68,16 @@ def prompt_of(tokenizer, seed: int, length: int) -> list[int]:
     return [tokenizer.begin, *torch.randint(3, MICRO.vocab_size, (length - 1,), generator=draw).tolist()]
 
 
-@pytest.mark.parametrize("n_drafts", [0, 2])
-def test_the_text_is_that_of_one_engine(model, tokenizer, n_drafts):
+@pytest.fixture(scope="module")
+def sparse_model() -> DeepseekV3:
+    torch.manual_seed(0)
+    sparse = replace(MICRO, index_n_heads=4, index_head_dim=16, index_topk=12)
+    return DeepseekV3(replace(sparse, max_position_embeddings=512, num_nextn_predict_layers=1))
+
+
+@pytest.mark.parametrize(("of", "n_drafts"), [("model", 0), ("model", 2), ("sparse_model", 1)])
+def test_the_text_is_that_of_one_engine(request, tokenizer, of, n_drafts):
+    model = request.getfixturevalue(of)
     asked = [
         (prompt_of(tokenizer, length, length), Sampling(20, temperature=t, seed=3, logprobs=n, ignore_eos=True))
         for length, t, n in ((1, 0.0, None), (63, 1.0, 2), (64, 0.0, None), (65, 0.7, 0), (130, 0.0, None))

@@ -7,6 +7,7 @@ import torch
 
 from octile.serve.disaggregated.page_pool import FilledPages, PagePool, open_pool
 from octile.serve.latent_pages import LatentPages
+from octile.serve.page_bytes import PageBytes
 
 
 def cache(cache_format: str = "bf16", n_pages: int = 7) -> LatentPages:
@@ -16,12 +17,16 @@ def cache(cache_format: str = "bf16", n_pages: int = 7) -> LatentPages:
     return made
 
 
+def pages_of(made: LatentPages) -> PageBytes:
+    return PageBytes([made.bytes_LPQ])
+
+
 @pytest.mark.parametrize("cache_format", ["float32", "bf16", "fp8"])
 def test_pages_arrive_in_another_cache_bit_for_bit(cache_format):
     source, target = cache(cache_format), cache(cache_format)
-    pool = PagePool(4, source)
+    pool = PagePool(4, pages_of(source))
     filled = pool.fill([5, 0, 3])
-    latents = FilledPages(pool.bytes_SQ, filled, target)
+    latents = FilledPages(pool.bytes_SQ, filled, pages_of(target))
     latents.write([6, 1, 2, 4], 0)
     for of_source, of_target in zip(source.layers, target.layers, strict=True):
         assert torch.equal(of_target[[6, 1, 2]].view(torch.uint8), of_source[[5, 0, 3]].view(torch.uint8))
@@ -31,15 +36,15 @@ def test_pages_arrive_in_another_cache_bit_for_bit(cache_format):
 def test_pages_that_the_other_cache_has_are_not_copied():
     source, target = cache(), cache()
     before = [layer.clone() for layer in target.layers]
-    pool = PagePool(2, source)
-    FilledPages(pool.bytes_SQ, pool.fill([4, 5]), target).write([0, 1], 1)
+    pool = PagePool(2, pages_of(source))
+    FilledPages(pool.bytes_SQ, pool.fill([4, 5]), pages_of(target)).write([0, 1], 1)
     for of_source, of_target, was in zip(source.layers, target.layers, before, strict=True):
         assert torch.equal(of_target[0], was[0])
         assert torch.equal(of_target[1], of_source[5])
 
 
 def test_a_full_pool_refuses_until_pages_come_back():
-    pool = PagePool(2, cache())
+    pool = PagePool(2, pages_of(cache()))
     first = pool.fill([0])
     with pytest.raises(ValueError, match="at most the 1 free ones of the pool, not 2"):
         pool.fill([1, 2])
@@ -50,8 +55,8 @@ def test_a_full_pool_refuses_until_pages_come_back():
 def test_pages_that_nobody_wants_are_free():
     target = cache()
     before = [layer.clone() for layer in target.layers]
-    pool = PagePool(2, target)
-    latents = FilledPages(pool.bytes_SQ, pool.fill([0]), target)
+    pool = PagePool(2, pages_of(target))
+    latents = FilledPages(pool.bytes_SQ, pool.fill([0]), pages_of(target))
     assert not latents.is_free
     latents.release()
     assert latents.is_free
@@ -64,7 +69,7 @@ def read_row(shared: bytes, row: int, results) -> None:
 
 def test_another_process_reads_what_is_filled():
     source = cache()
-    pool = PagePool(3, source)
+    pool = PagePool(3, pages_of(source))
     row = pool.fill([6])[0]
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
