@@ -11,8 +11,10 @@ def plans() -> dict[str, KernelPlan]:
     found = {"sparse MLA, merge": KernelPlan("sparse_merge", {"shared_bytes": 0}, {})}
     for is_fp8, form in ((False, "BF16"), (True, "FP8")):
         for is_paged, place in ((False, "rows"), (True, "pages")):
-            made = sparse_mla.plan(4096, 128, 2048, is_fp8, is_paged, 0, SMS)
-            found[f"sparse MLA, {form}, {place}"] = KernelPlan(made.kernel, made.constants, made.headers)
+            for heads in (64, 128):
+                made = sparse_mla.plan(4096, heads, 2048, is_fp8, is_paged, 0, SMS)
+                case = f"sparse MLA, {heads} heads, {form}, {place}"
+                found[case] = KernelPlan(made.kernel, made.constants, made.headers)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for rows in (1, 4096):
             for k in (64, 2048, 4096):

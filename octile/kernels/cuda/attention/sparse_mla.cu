@@ -54,6 +54,14 @@ struct Arguments {
     int n_heads;
 };
 
+// Of the thread blocks that share rows.
+__device__ __forceinline__ void sync_all() {
+    if constexpr (cluster > 1)
+        ptx::cluster_sync();
+    else
+        __syncthreads();
+}
+
 template <int n>
 __device__ __forceinline__ void fence_operands(float (&d)[n]) {
 #pragma unroll
@@ -88,10 +96,6 @@ struct Consumer {
     __device__ __forceinline__ void await_part(int which, Part part) const {
         barriers.full[which][part].wait(parity);
         ptx::fence_proxy_async();  // the rows are ordinary stores
-    }
-    __device__ __forceinline__ void release(int which, Part part) const {
-        __syncwarp();
-        if (lane == 0) barriers.empty[which][part].arrive();
     }
     __device__ __forceinline__ static void sync_both() { ptx::named_barrier_sync(3, consumer_threads); }
     // Events of a step, by the warpgroup that waits: m₀ is there; m₁ and P₁ are; P₀ is.
@@ -150,7 +154,7 @@ struct Consumer {
         if (own == 0 && threadIdx.x == 0 && (valid.x | valid.y | valid.z | valid.w) != 0) seen() = true;
         ptx::wgmma_wait_group<0>();
         fence_operands(s);
-        release(own, rotary_part);
+        barriers.release(own, rotary_part);
         return own == 0 ? make_uint2(valid.x, valid.y) : make_uint2(valid.z, valid.w);
     }
 
@@ -264,14 +268,14 @@ struct Consumer {
             notify(has_first_weights);
             ptx::wgmma_wait_group<0>();
             fence_operands(o);
-            release(0, left);
+            barriers.release(0, left);
             rescale(scale[0], scale[1]);
             await_part(1, left);
             fence_operands(o);
             add_other_values(smem::p_second);
             ptx::wgmma_wait_group<0>();
             fence_operands(o);
-            release(1, left);
+            barriers.release(1, left);
         } else {
             await(has_first_maximum);
             float before[2], scale[2];
@@ -304,10 +308,10 @@ struct Consumer {
             await_part(0, right);
             add_other_values(smem::p_first);
             ptx::wgmma_wait_group<1>();
-            release(1, right);
+            barriers.release(1, right);
             ptx::wgmma_wait_group<0>();
             fence_operands(o);
-            release(0, right);
+            barriers.release(0, right);
         }
         parity ^= 1;
     }
@@ -377,7 +381,7 @@ sparse_mla(const uint8_t* cache, const uint16_t* q, const int* positions, const 
         barriers.init();
         ptx::fence_mbarrier_init();
     }
-    __syncthreads();
+    sync_all();
     Items items{rows, n_splits, ranges, (k + step_keys - 1) / step_keys, range};
     if (warp >= consumer_threads / 32) {
         ptx::setmaxnreg_dec<config::producer_registers>();
@@ -391,4 +395,5 @@ sparse_mla(const uint8_t* cache, const uint16_t* q, const int* positions, const 
         else
             Consumer<1>(shared, barriers, arguments, warp - 4, head_block * heads).run(items, lists);
     }
+    if constexpr (cluster > 1) ptx::cluster_sync();  // the other thread block may still write here
 }

@@ -24,6 +24,8 @@ WIDTH = LATENT + ROTARY
 ROW_BYTES = LATENT + 4 * (LATENT // 128) + 2 * ROTARY  # of a row in FP8
 HEADS, STEP_KEYS = 64, 128  # of a thread block, and entries of a list that it attends to together
 TILES, TILE = WIDTH // 64, 64 * 64 * 2  # of 64 rows in BF16: 64 channels each, and its bytes
+# of a thread block, as sparse_mla.cu divides it
+SHARED = (3 * TILES + 1) * TILE + 5 * HEADS * 4 + 2 * STEP_KEYS * 4 + 2 * 16 + 8 + 13 * 8
 THREADS = 384  # two consumer warpgroups and one of producers
 MERGE_THREADS = LATENT // 4
 REGISTERS = {True: (72, 216), False: (40, 232)}  # of producers and consumers, by whether rows are FP8
@@ -37,13 +39,14 @@ class LaunchPlan(NamedTuple):
 
     Attributes:
         constants, headers: of sparse_mla.
-        grid, ranges: thread blocks of sparse_mla, and those of one block of heads.
+        grid, cluster, ranges: thread blocks of sparse_mla, of a cluster, and of one block of heads.
         n_splits: parts of a list; more than one are merged.
     """
 
     constants: Mapping[str, int | bool]
     headers: Mapping[str, str]
     grid: int
+    cluster: int
     ranges: int
     n_splits: int
     kernel: str = "sparse_mla"
@@ -115,14 +118,14 @@ def plan(rows: int, n_heads: int, k: int, is_fp8: bool, is_paged: bool, n_splits
     ranges = max(n_sms // head_blocks, 1)
     steps = -(-k // STEP_KEYS)
     splits = min(n_splits, steps) or best_splits(rows, steps, ranges)
+    cluster = 2 if is_fp8 and head_blocks % 2 == 0 else 1  # thread blocks that share converted rows
     producer, consumer = REGISTERS[is_fp8]
     constants: dict[str, int | bool] = {
-        "fp8": is_fp8, "paged": is_paged, "producer_registers": producer, "consumer_registers": consumer,
-        "shared_bytes": (3 * TILES + 1) * TILE + 5 * HEADS * 4 + 2 * STEP_KEYS * 4 + 2 * 16 + 8 + 13 * 8,
+        "fp8": is_fp8, "paged": is_paged, "cluster": cluster, "producer_registers": producer,
+        "consumer_registers": consumer, "shared_bytes": SHARED,
     }  # fmt: skip
-    return LaunchPlan(
-        constants, _headers(), min(ranges, rows * splits) * head_blocks, min(ranges, rows * splits), splits
-    )
+    ranges = min(ranges, rows * splits)
+    return LaunchPlan(constants, _headers(), ranges * head_blocks, cluster, ranges, splits)
 
 
 @lru_cache(MAX_KEYS)
@@ -153,7 +156,7 @@ class _Prepared:
     def __init__(self, made: LaunchPlan, merges: int, device: torch.device) -> None:
         self.made = made
         kernel = specialize.load(made.kernel, made.constants, device, made.headers)
-        self.attend = PreparedKernel(kernel, made.grid, 1, THREADS, int(made.constants["shared_bytes"]))
+        self.attend = PreparedKernel(kernel, made.grid, made.cluster, THREADS, int(made.constants["shared_bytes"]))
         self.merge = None
         if made.n_splits > 1:
             merge = specialize.load("sparse_merge", {}, device)

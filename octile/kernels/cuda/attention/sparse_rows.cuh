@@ -6,7 +6,10 @@
 // Tiles are BF16, 64 channels in 128 swizzled bytes a row, as wgmma reads them. Rows in BF16 are copied by cp.async, 16 bytes
 // a thread and eight threads for 128 bytes of a row: TMA has no copy of rows that lie anywhere to one swizzled tile. Rows in
 // FP8 (512 E4M3, four FP32 scales of 128 channels each, 64 BF16) pass through registers, where they become BF16, rounded
-// once. Four vectors of 16 bytes are always on their way to a thread.
+// once. Four vectors of 16 bytes are always on their way to a thread, and some are converted before their place is released.
+// Two thread blocks of a cluster, which attend to one list for 64 heads each, convert half of the rows each, for both. Source
+// of that exchange: FlashMLA's "crossover" (https://github.com/deepseek-ai/FlashMLA,
+// docs/20250929-hopper-fp8-sparse-deep-dive.md).
 #pragma once
 #include "convert.cuh"
 #include "warps.cuh"
@@ -14,7 +17,8 @@
 constexpr int latent = 512, rotary = 64, width = latent + rotary;
 constexpr int tile_keys = 64, step_keys = 2 * tile_keys, page_rows = 64;
 constexpr int tile = tile_keys * 128, tiles = width / 64;  // bytes of 64 rows of 64 channels
-constexpr int producer_threads = 128;
+constexpr int producer_threads = 128, producer_warps = producer_threads / 32;
+constexpr int cluster = config::cluster;  // thread blocks that share converted rows
 constexpr int row_bytes = config::fp8 ? latent + 4 * (latent / 128) + 2 * rotary : 2 * width;
 enum Part { left, right, rotary_part, parts };
 
@@ -32,10 +36,19 @@ struct Barriers {
     __device__ __forceinline__ void init() {
         for (int which = 0; which < 2; ++which)
             for (int part = 0; part < parts; ++part) {
-                full[which][part].init(config::fp8 && part != rotary_part ? producer_threads / 32 : producer_threads);
-                empty[which][part].init(4);
+                const bool is_converted = config::fp8 && part != rotary_part;
+                full[which][part].init(is_converted ? producer_warps : producer_threads);
+                empty[which][part].init(is_converted ? 4 * cluster : 4);
             }
-        listed.init(producer_threads / 32);
+        listed.init(producer_warps);
+    }
+
+    // By a warp that no longer reads a part.
+    __device__ __forceinline__ void release(int which, Part part) {
+        __syncwarp();
+        if (ptx::lane_id() == 0) empty[which][part].arrive();
+        if (cluster > 1 && part != rotary_part && ptx::lane_id() == 1)
+            empty[which][part].arrive_cluster(ptx::cluster_ctarank() ^ 1);
     }
 };
 
@@ -129,7 +142,9 @@ __device__ __forceinline__ bool has_nan(const uint4& e4m3) {
 
 // The producer warpgroup.
 struct Producer {
-    static constexpr int passes = 8, at_once = 4;  // of FP8: vectors of a part that a thread converts, and loads together
+    // Of FP8: rows that this thread block converts; vectors of a part of a thread, those that it loads together, and those
+    // that it converts before their place is released.
+    static constexpr int own_rows = tile_keys / cluster, passes = 8 / cluster, at_once = 4, ahead = 2;
 
     uint8_t* const keys;       // two tiles of nine
     int* const slots;          // [2][128]
@@ -143,6 +158,7 @@ struct Producer {
     uint32_t parity = 1;    // of the tiles, which are empty at first
     uint4 rolling[at_once]; // of FP8: the next vectors
     float scales[at_once];
+    uint32_t to_other = 0;  // from a shared address to the same place in the other thread block
 
     // An entry of a step on its way to a slot of the cache; row −1: the step does not exist.
     struct Entry {
@@ -174,7 +190,7 @@ struct Producer {
         return entry.page >= 0 && entry.page < lists.n_pages ? entry.page * page_rows + entry.position % page_rows : -1;
     }
 
-    __device__ __forceinline__ const uint8_t* row_of(int slot) const {
+    __device__ __forceinline__ const uint8_t* row_at(int slot) const {
         return cache + static_cast<int64_t>(max(slot, 0)) * row_bytes;
     }
 
@@ -187,7 +203,7 @@ struct Producer {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int slot = of_tile[group + 16 * i];
-            const uint8_t* from = row_of(slot) + byte + 16 * column;
+            const uint8_t* from = row_at(slot) + byte + 16 * column;
 #pragma unroll
             for (int t = 0; t < count; ++t)
                 ptx::cp_async_16(to + t * tile + 16 * i * 128, from + 128 * t, slot >= 0);
@@ -196,13 +212,17 @@ struct Producer {
     }
 
     // Of FP8: a warp loads and converts 16 vectors of two rows at a time, so that its stores have no bank conflicts.
+    __device__ __forceinline__ static int row_of(int own) {  // in the first pass
+        return 2 * (own / 32) + own / 4 % 2 + (cluster > 1 ? own_rows * static_cast<int>(ptx::cluster_ctarank()) : 0);
+    }
+
     __device__ __forceinline__ void load(const int* of_tile, Part part, int pass) {
         const int own = ptx::opaque(thread()), column = own % 32 / 8 * 4 + own % 4;
-        const int slot = of_tile[8 * pass + 2 * (own / 32) + own / 4 % 2];
+        const int slot = of_tile[row_of(own) + 8 * pass];
         rolling[pass % at_once] = make_uint4(0, 0, 0, 0);
         scales[pass % at_once] = 0.0f;
         if (slot >= 0) {
-            const uint8_t* row = row_of(slot);
+            const uint8_t* row = row_at(slot);
             rolling[pass % at_once] = __ldg(reinterpret_cast<const uint4*>(row + part * 256 + 16 * column));
             scales[pass % at_once] = __ldg(reinterpret_cast<const float*>(row + latent) + 2 * part + column / 8);
         }
@@ -210,26 +230,46 @@ struct Producer {
 
     __device__ __forceinline__ void convert(
         const int* of_tile, int which, Part part, const int* next_tile, Part next_part) {
-        const int own = ptx::opaque(thread()), chunk = own % 4;  // of 16 channels, in a tile
-        const int row = 2 * (own / 32) + own / 4 % 2;            // and eight more with each pass
+        const int own = ptx::opaque(thread()), row = row_of(own);
         uint8_t* to = keys + (which * tiles + 4 * part + own % 32 / 8) * tile;
-        uint8_t* low = swizzled(to, row, 32 * chunk);
-        uint8_t* high = swizzled(to, row, 32 * chunk + 16);
-        barriers.empty[which][part].wait(parity);
+        uint8_t* low = swizzled(to, row, own % 4 * 32);
+        uint8_t* high = swizzled(to, row, own % 4 * 32 + 16);
 #pragma unroll
-        for (int pass = 0; pass < passes; ++pass) {
-            const uint4 e4m3 = rolling[pass % at_once];
-            const Scale scale(has_nan(e4m3) ? __int_as_float(0x7FC00000) : scales[pass % at_once]);
-            if (pass + at_once < passes)
-                load(of_tile, part, pass + at_once);
-            else if (next_tile != nullptr)
-                load(next_tile, next_part, pass + at_once - passes);
-            *reinterpret_cast<uint4*>(low + 8 * 128 * pass) = scaled(e4m3.x, e4m3.y, scale);
-            *reinterpret_cast<uint4*>(high + 8 * 128 * pass) = scaled(e4m3.z, e4m3.w, scale);
+        for (int first = 0; first < passes; first += ahead) {
+            uint4 values[ahead][2];
+#pragma unroll
+            for (int i = 0; i < ahead; ++i) {
+                const int pass = first + i;
+                const uint4 e4m3 = rolling[pass % at_once];
+                const Scale scale(has_nan(e4m3) ? __int_as_float(0x7FC00000) : scales[pass % at_once]);
+                if (pass + at_once < passes)
+                    load(of_tile, part, pass + at_once);
+                else if (next_tile != nullptr)
+                    load(next_tile, next_part, pass + at_once - passes);
+                values[i][0] = scaled(e4m3.x, e4m3.y, scale);
+                values[i][1] = scaled(e4m3.z, e4m3.w, scale);
+            }
+            if (first == 0) barriers.empty[which][part].wait(parity);
+#pragma unroll
+            for (int i = 0; i < ahead; ++i) {
+                store(low + 8 * 128 * (first + i), values[i][0], which, part);
+                store(high + 8 * 128 * (first + i), values[i][1], which, part);
+            }
         }
         ptx::fence_proxy_async();
         __syncwarp();
-        if (ptx::lane_id() == 0) barriers.full[which][part].arrive();
+        if (ptx::lane_id() != 0) return;
+        if constexpr (cluster > 1)  // what the same warp of the other thread block writes here
+            barriers.full[which][part].arrive_expect_tx(own_rows * 512 / producer_warps);
+        else
+            barriers.full[which][part].arrive();
+    }
+
+    __device__ __forceinline__ void store(uint8_t* to, const uint4& value, int which, Part part) const {
+        *reinterpret_cast<uint4*>(to) = value;
+        if constexpr (cluster > 1)
+            ptx::store_async(
+                ptx::shared_address(to) + to_other, value, ptx::shared_address(&barriers.full[which][part]) + to_other);
     }
 
     __device__ __forceinline__ static uint4 scaled(uint32_t first, uint32_t second, const Scale& scale) {
@@ -238,6 +278,8 @@ struct Producer {
     }
 
     __device__ __forceinline__ void run() {
+        if constexpr (cluster > 1)
+            to_other = ptx::cluster_address(keys, ptx::cluster_ctarank() ^ 1) - ptx::shared_address(keys);
         Entry first_entry = next_entry();
         look_up(first_entry);
         bool exists = first_entry.exists();

@@ -34,6 +34,7 @@ def attend(
         made.kernel,
         made.constants,
         grid=made.grid,
+        cluster=made.cluster,
         threads=sparse_mla.THREADS,
         shared_bytes=int(made.constants["shared_bytes"]),
         arguments=[
@@ -214,6 +215,15 @@ def test_lists_are_divided_where_there_are_few(rows: int, n_heads: int, splits: 
     made = sparse_mla.plan(rows, n_heads, 2048, False, False, 0, 132)
     assert made.n_splits == splits
     assert made.grid <= 132
+
+
+@pytest.mark.parametrize(
+    ("n_heads", "is_fp8", "cluster"), [(64, True, 1), (65, True, 2), (130, True, 1), (128, False, 1)]
+)
+def test_two_blocks_of_64_heads_share_converted_rows(n_heads: int, is_fp8: bool, cluster: int):
+    made = sparse_mla.plan(4096, n_heads, 2048, is_fp8, False, 0, 132)
+    assert made.cluster == made.constants["cluster"] == cluster
+    assert made.grid % cluster == 0
 
 
 def test_a_list_is_not_divided_into_more_parts_than_it_has_steps():
