@@ -268,8 +268,6 @@ class TrainConfig:
             return
         if self.patience:
             raise ValueError(f"patience must be 0 where indexer_stage is warm_up, not {self.patience}")
-        if self.parallel.ranks > 1:
-            raise ValueError(f"parallel.dp must be 1 where indexer_stage is warm_up, not {self.parallel.dp}")
         if self.sequence_length <= (self.model.index_topk or 0):
             raise ValueError(
                 f"sequence_length must be above model.index_topk, {self.model.index_topk}, where indexer_stage is "

@@ -171,10 +171,6 @@ WITH_INDEXER = replace(preset("tiny").model, index_n_heads=4, index_head_dim=32,
             "parallel.pp must be 1 for a model with an indexer, not 2",
         ),
         (
-            {"model": WITH_INDEXER, "indexer_stage": "warm_up", "parallel": ParallelConfig(dp=2)},
-            "parallel.dp must be 1 where indexer_stage is warm_up, not 2",
-        ),
-        (
             {"model": WITH_INDEXER, "indexer_stage": "warm_up", "patience": 3},
             "patience must be 0 where indexer_stage is warm_up, not 3",
         ),
