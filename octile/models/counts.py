@@ -19,8 +19,8 @@ from octile.models.deepseek_v3 import DeepseekV3
 KINDS = {  # of a parameter, by the first of these parts that its name contains
     "embed_tokens": "embedding",
     "lm_head": "head",
-    "indexer": "indexer",
     "norm": "norms",
+    "indexer": "indexer",
     "eh_proj": "MTP projection",
     "self_attn": "attention projections",
     ".shared_experts": "shared experts",

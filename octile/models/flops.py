@@ -11,6 +11,9 @@ As in PaLM's appendix B, a token of a training step costs
               mask hides half of them.
     Q         the size of a head. In latent attention queries and keys have another size than values: Q is the mean.
 
+With indexers a query attends to index_topk keys at most; their weights, and their logits for all T keys, count like the
+rest, although no gradient of their inputs is needed.
+
 The layer of multi-token prediction counts like the others, and the head once more for it, since both are trained.
 What is recomputed in the backward pass does not count.
 
@@ -43,9 +46,11 @@ def multiply_adds(config: ModelConfig, keys: float) -> dict[str, float]:
         keys: how many keys a query attends to.
 
     Returns:
-        Those of "layers" (all linear layers of blocks), "head", "attention" (q · kᵀ and p · v) and "gate".
+        Those of "layers" (all linear layers of blocks), "head", "attention" (q · kᵀ and p · v), "gate" and "indexer".
     """
-    return {**_of_weights(count_parameters(config).main_active), "attention": _attention(config, keys)}
+    used = _of_weights(count_parameters(config).main_active)
+    of_index = used["indexer"] + config.num_hidden_layers * _index_logits(config, keys)
+    return {**used, "attention": _attention(config, keys), "indexer": of_index}
 
 
 def train_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
@@ -59,7 +64,7 @@ def train_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
     total = sum(main.values())
     if config.num_nextn_predict_layers:
         total += sum(_of_weights(count_parameters(config).mtp_active).values())
-        total += main["head"] + main["attention"] / config.num_hidden_layers
+        total += main["head"] + main["attention"] / config.num_hidden_layers + _index_logits(config, sequence_length)
     return 6 * total
 
 
@@ -71,9 +76,14 @@ def bf16_peak(gpu: str) -> float | None:
 def _of_weights(used: dict[str, int]) -> dict[str, float]:
     """The multiply-adds of weights, by kind of module as in `ParameterCount`."""
     layers = sum(n for kind, n in used.items() if kind.endswith(("projections", "projection", "experts", "MLP")))
-    return {"layers": layers, "head": used.get("head", 0), "gate": used.get("gate", 0)}
+    return {"layers": layers, **{kind: used.get(kind, 0) for kind in ("head", "gate", "indexer")}}
 
 
 def _attention(config: ModelConfig, keys: float) -> float:
     channels = config.num_attention_heads * (config.qk_head_dim + config.v_head_dim)
-    return config.num_hidden_layers * channels * keys
+    return config.num_hidden_layers * channels * min(keys, config.index_topk or keys)
+
+
+def _index_logits(config: ModelConfig, keys: float) -> float:
+    """Those of a layer's logits: products of queries and keys, and of their scores with the heads' weights."""
+    return (config.index_n_heads or 0) * ((config.index_head_dim or 0) + 1) * keys

@@ -63,3 +63,13 @@ def test_only_the_chosen_experts_count():
 )
 def test_the_peak_of_a_gpu(gpu, peak):
     assert bf16_peak(gpu) == peak
+
+
+def test_sparse_attention_counts_the_chosen_keys_and_the_logits_of_all():
+    dense = PRESETS["tiny"]()
+    sparse = replace(dense, index_n_heads=4, index_head_dim=32, index_topk=64)
+    d, s = multiply_adds(dense, 1000), multiply_adds(sparse, 1000)
+    assert s["attention"] * 1000 == d["attention"] * 64
+    weights = dense.q_lora_rank * 4 * 32 + dense.hidden_size * 32 + dense.hidden_size * 4
+    assert s["indexer"] == dense.num_hidden_layers * (weights + 4 * 33 * 1000)
+    assert (d["indexer"], d["layers"]) == (0, s["layers"])

@@ -3,6 +3,7 @@
 metrics.jsonl has one JSON object a line; a line's keys tell its kind:
 
     training      {"step", "loss", "main_loss", "mtp_loss", "balance_loss", "lr", "grad_norm", "tokens", …}
+                  and "indexer_loss" with indexers
     validation    {"step", "val_loss", "val_tokens"}
     experts       {"step", "expert_load": {layer: [tokens of each expert]}}
     tile scales   {"step", "tile_scales": {operand: {"log2": […], "count": […]}}}
