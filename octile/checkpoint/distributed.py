@@ -19,13 +19,13 @@ written last, by rank 0, when all files of all ranks are on the disk. Only then 
 import json
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,9 +55,7 @@ from octile.checkpoint.step_folders import (
 )
 from octile.checkpoint.store import Store
 from octile.checkpoint.tensor_file import TensorSpec
-from octile.parallel.ranks import as_sent
-
-T = TypeVar("T")
+from octile.parallel.ranks import gather_results
 
 
 @dataclass(frozen=True)
@@ -129,7 +127,7 @@ class DistributedCheckpoints:
             content = json.dumps(state, indent=2, ensure_ascii=False).encode() + b"\n"
             return next_folder(self.store, step), pieces
 
-        described = gather(self._group, describe)
+        described = gather_results(self._group, describe)
         target, own = described[0][0], share_out([pieces for _, pieces in described])[rank]
         chunks = {name: chunks[name] for name in own}
         folder = self.store.folder(target)
@@ -184,7 +182,7 @@ class DistributedCheckpoints:
             check_records(self.store)
             return finished_steps(self.store)
 
-        found = gather(self._group, lambda: find() if rank == 0 else {})[0]
+        found = gather_results(self._group, lambda: find() if rank == 0 else {})[0]
         steps = [(step, name) for step, name in found.items() if up_to is None or step <= up_to]
         name = newest_intact(self.store, steps, lambda folder: _problem(folder, self._group), warn=rank == 0)
         return None if name is None else self.store.path_of(name)
@@ -263,7 +261,7 @@ def load_tensors(path: str | Path, targets: Mapping[str, Tensor | Chunk], check:
         return checkpoint, chunks
 
     opened: list[tuple[ShardedCheckpoint, dict[str, Chunk]]] = []
-    gather(group, lambda: opened.append(open_checked()))
+    gather_results(group, lambda: opened.append(open_checked()))
     ((checkpoint, chunks),) = opened
     try:
         dcp.load(
@@ -336,25 +334,9 @@ def rank_of(group: dist.ProcessGroup | None) -> tuple[int, int]:
     return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
 
-def gather(group: dist.ProcessGroup | None, work: Callable[[], T]) -> list[T]:
-    """Call a function on all ranks, and return the results of all to all. An error of one is raised on all."""
-    try:
-        own: tuple[T | None, Exception | None] = work(), None
-    except Exception as error:
-        own = None, as_sent(error)
-    results = [own]
-    if group is not None:
-        results = [own] * dist.get_world_size(group)
-        dist.all_gather_object(results, own, group)
-    for _, failure in results:
-        if failure is not None:
-            raise failure
-    return [result for result, _ in results]  # type: ignore[misc]
-
-
 def _problem(folder: Store, group: dist.ProcessGroup | None) -> str | None:
     try:
-        gather(group, lambda: verify_files(folder, *rank_of(group)))
+        gather_results(group, lambda: verify_files(folder, *rank_of(group)))
     except (ValueError, OSError) as error:
         return str(error)
     return None

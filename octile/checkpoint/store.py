@@ -4,6 +4,7 @@ Files are read, listed and removed alike. On a POSIX file system a file is writt
 disk and renamed; in an object store it appears when its upload is complete.
 """
 
+import builtins
 import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +17,8 @@ from fsspec.implementations.local import LocalFileSystem
 
 from octile.checkpoint.files import RECORD, atomic_write, check_record, compare_checksum
 from octile.validation import parse_json
+
+BUCKETS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"}  # have no folders: to make one would make a bucket
 
 
 class Store:
@@ -39,6 +42,13 @@ class Store:
         else:  # fsspec would expand ~ and split the path at ::
             self._fs, self._root = LocalFileSystem(), os.path.abspath(self.url)
         self.is_local = isinstance(self._fs, LocalFileSystem)
+        protocols = self._fs.protocol
+        self._has_folders = BUCKETS.isdisjoint([protocols] if isinstance(protocols, str) else protocols)
+
+    @property
+    def name(self) -> str:
+        """The last part of the path or URL."""
+        return self.url.rpartition("/")[2]
 
     def folder(self, name: str) -> "Store":
         """The folder of a name in this one."""
@@ -73,7 +83,7 @@ class Store:
         """Context manager that yields a new binary file, which is not seekable. It is there when the block ends.
 
         Raises:
-            OSError: the disk is full or the folder is not writable. The exception names the file.
+            OSError: the disk is full, or the folder cannot be reached or written. The exception names the file.
         """
         if self.is_local:
             path = Path(self._root, name)
@@ -81,15 +91,18 @@ class Store:
             with atomic_write(path) as file:
                 yield file
             return
-        self._fs.makedirs(self._root, exist_ok=True)
+        if self._has_folders:
+            self._fs.makedirs(self._root, exist_ok=True)
         try:
             with self._fs.open(f"{self._root}/{name}", "wb") as file:
                 yield file
         except BaseException as error:
             with suppress(OSError):
                 self._fs.rm_file(f"{self._root}/{name}")
-            if isinstance(error, OSError) and error.filename is None:
-                error.filename = self.path_of(name)
+            if isinstance(error, OSError) and error.strerror is not None:
+                error.filename = error.filename or self.path_of(name)
+            elif isinstance(error, Exception) and _is_of_file_system(error):
+                raise as_os_error(error, f"{self.path_of(name)} cannot be written") from error
             raise
 
     def write(self, name: str, content: bytes) -> None:
@@ -185,3 +198,15 @@ class Store:
         self.remove_file(RECORD)
         with suppress(FileNotFoundError):
             self._fs.rm(self._root, recursive=True)
+
+
+def _is_of_file_system(error: Exception) -> bool:
+    """Whether a package behind fsspec may have raised an exception: an OSError, or one of its own kinds."""
+    return isinstance(error, OSError) or type(error).__module__.partition(".")[0] not in ("builtins", "octile")
+
+
+def as_os_error(error: Exception, what: str) -> OSError:
+    """Return an exception of a file system as one of Python's own kinds of OSError, with `what` in its message."""
+    reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    kind = type(error) if isinstance(error, OSError) and type(error) in vars(builtins).values() else OSError
+    return kind(f"{what}: {reason}")

@@ -93,11 +93,23 @@ def latest_checkpoint(folder: str | Path, up_to: int | None = None) -> Path | No
     Raises:
         ValueError: there are checkpoints, but all are damaged, or their octile.json are gone.
     """
-    store = Store(folder)
+    found = find_latest(Store(folder), up_to)
+    return None if found is None else Path(folder) / found.name
+
+
+def find_latest(store: Store, up_to: int | None = None) -> Store | None:
+    """Find the newest checkpoint whose checksums are right, as `latest_checkpoint` does, also under a URL.
+
+    Returns:
+        The folder of the checkpoint, or None where there are no checkpoints.
+
+    Raises:
+        ValueError: there are checkpoints, but all are damaged, or their octile.json are gone.
+    """
     check_records(store)
     steps = [(step, name) for step, name in finished_steps(store).items() if up_to is None or step <= up_to]
     name = newest_intact(store, steps, _problem)
-    return None if name is None else Path(folder) / name
+    return None if name is None else store.folder(name)
 
 
 def _problem(folder: Store) -> str | None:

@@ -2,6 +2,7 @@
 
     join           make the process group; NCCL on GPUs, gloo on a CPU
     from_first     rank 0 works, for any time, and all ranks get the result or the exception
+    from_all       all ranks work, and all get the results of all, or the exception of one
     at, begin      tell the others where this rank is, and what it does there, which messages about a lost rank quote
     fail           print a failure, on one of the ranks, and end the process
 
@@ -140,6 +141,10 @@ class Ranks:
         gathered: list[Any] = [None] * self.size
         dist.all_gather_object(gathered, own)
         return gathered
+
+    def from_all(self, work: Callable[[], T]) -> list[T]:
+        """Let all ranks work, and return all results on all ranks, in their order, or raise the first exception."""
+        return gather_results(None if self.store is None else world(), work)
 
     def announce_failure(self) -> None:
         """Tell the others that this rank ends with a failure, which it reports as soon as its work is saved."""
@@ -335,6 +340,26 @@ def as_sent(error: Exception) -> Exception:
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
+
+
+def gather_results(group: dist.ProcessGroup | None, work: Callable[[], T]) -> list[T]:
+    """Call a function on all ranks of a group, and return the results of all to all; None: of the only process.
+
+    Raises:
+        Exception: what it raised on the first rank on which it raised something; all ranks raise it.
+    """
+    try:
+        own: tuple[T | None, Exception | None] = work(), None
+    except Exception as error:
+        own = None, as_sent(error)
+    results = [own]
+    if group is not None:
+        results = [own] * dist.get_world_size(group)
+        dist.all_gather_object(results, own, group)
+    for _, failure in results:
+        if failure is not None:
+            raise failure
+    return [result for result, _ in results]  # type: ignore[misc]
 
 
 def world() -> dist.ProcessGroup:

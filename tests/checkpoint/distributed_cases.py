@@ -29,7 +29,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from octile.checkpoint import Chunk, DistributedCheckpoints, ShardedCheckpoint, load_tensors, save_checkpoint
 from octile.checkpoint import store as store_module
-from octile.checkpoint.distributed import gather, own_group
+from octile.checkpoint.distributed import own_group
+from octile.parallel.ranks import gather_results
 from tests.checkpoint.micro_model import micro_model
 
 WORLDS = (4, 2, 8)  # in their order; all names of cases are in CASES
@@ -301,7 +302,7 @@ def an_error_that_cannot_be_sent(folder: Path) -> None:
             raise Local("the store is gone")
 
     try:
-        gather(own_group(), work)
+        gather_results(own_group(), work)
         text = ""
     except RuntimeError as error:
         text = str(error)
