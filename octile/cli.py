@@ -97,9 +97,9 @@ def train(arguments: list[str]) -> None:
     arguments = _for_help(arguments)
     out = _value_of("--out", arguments)
     if "--resume" in arguments and out:
-        from octile.train.run_folder import RunFolder
+        from octile.train.resume import open_run
 
-        default = RunFolder.open(Path(out)).read_config()
+        default = open_run(Path(out), _value_of("--checkpoints", arguments)).config
     else:
         name, begin = _value_of("--preset", arguments), _value_of("--init-from", arguments)
         default = preset("tiny" if name is None else name)

@@ -16,7 +16,8 @@ from rich.progress import track
 from torch import Tensor
 
 from octile.checkpoint.files import check_output_file
-from octile.checkpoint.training import latest_checkpoint, load_checkpoint
+from octile.checkpoint.store import Store
+from octile.checkpoint.training import find_latest, load_checkpoint
 from octile.lab.capture import capturing
 from octile.lab.guards import Action, Event, Guards, Rule, parse_rules
 from octile.lab.layers import layer_weights, match_layers
@@ -191,14 +192,14 @@ def capture_run(
     if step is not None and not 1 <= step <= config.steps + 1:
         raise ValueError(f"step must be from 1 to {config.steps + 1} (the step after the last), not {step}")
     check_output_file("out", out or run.captures / "step.safetensors")
-    checkpoint = latest_checkpoint(run.checkpoints, None if step is None else step - 1)
+    checkpoint = find_latest(Store(run.checkpoints_of(config)), None if step is None else step - 1)
     config = replace(config, skip_limit=config.steps)  # a step with broken gradients can be captured too
     if checkpoint is not None:
         config = replace(config, init_from=None)  # the checkpoint holds the weights
     trainer = Trainer(config, TokenStore.open(run.data), pick_device(config.device))
     layer_weights(trainer.model, layers)
     if checkpoint is not None:
-        trainer.load(*load_checkpoint(checkpoint, check=False))
+        trainer.load(*load_checkpoint(checkpoint.url, check=False))
     step = trainer.steps_done + 1 if step is None else step
     start = f"from {checkpoint.name}" if checkpoint else "from the beginning, since no checkpoint is older"
     say(f"step {step}: {start}, {step - trainer.steps_done - 1} steps before it are repeated")

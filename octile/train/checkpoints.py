@@ -1,4 +1,4 @@
-"""The checkpoints of a run: one process writes them between two steps, several ranks while they train on.
+"""The checkpoints of a run: one process writes a folder's between two steps; several ranks, and a store's, train on.
 
 Both kinds are read alike, so that a run may go from one number of ranks to another.
 """
@@ -6,12 +6,14 @@ Both kinds are read alike, so that a run may go from one number of ranks to anot
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from octile.checkpoint.training import latest_checkpoint, save_checkpoint
+from octile.checkpoint.step_folders import finished_steps
+from octile.checkpoint.store import Store, as_os_error
+from octile.checkpoint.training import find_latest, save_checkpoint
 from octile.parallel.ranks import Ranks
 from octile.train.best_model import BestModel
 from octile.train.config import TrainConfig
@@ -26,34 +28,40 @@ class RunCheckpoints:
     """The checkpoints of a run, which all its ranks make and call alike.
 
     Args:
-        folder: the run's `checkpoints/`.
+        place: their folder, or its URL.
         ranks: the ranks of the run.
     """
 
-    def __init__(self, folder: Path, ranks: Ranks):
-        self._folder = folder
+    def __init__(self, place: str, ranks: Ranks):
+        self.store = Store(place)
         self._sharded: DistributedCheckpoints | None = None
-        if ranks.size > 1:
+        if ranks.size > 1 or "://" in place:
             from octile.checkpoint.distributed import DistributedCheckpoints  # it takes a second to import
 
-            self._sharded = DistributedCheckpoints(folder, timeout=ranks.timeout)
+            self._sharded = DistributedCheckpoints(place, timeout=ranks.timeout)
 
-    def latest(self) -> Path | None:
+    def latest(self) -> Store | None:
         """Find the newest checkpoint whose checksums are right, or None where there are none.
 
         Raises:
             ValueError: there are checkpoints, but all are damaged.
         """
         if self._sharded is None:
-            return latest_checkpoint(self._folder)
+            return find_latest(self.store)
         found = self._sharded.latest()
-        return None if found is None else Path(found)
+        return None if found is None else Store(found)
+
+    def can_continue(self) -> bool:
+        """Whether there is a finished checkpoint, as far as the store answers."""
+        with suppress(Exception):
+            return bool(finished_steps(self.store))
+        return False
 
     def save(self, trainer: Trainer, best: BestModel, config: TrainConfig) -> None:
-        """Write the checkpoint of the last step; several ranks begin to write it, after the one before is complete.
+        """Write the checkpoint of the last step; several ranks, or one to a URL, begin to, after the one before.
 
         Raises:
-            OSError: the disk is full or not writable, for this checkpoint or, on several ranks, the one before.
+            OSError: the disk is full or not writable, for this checkpoint or, if it was only begun, the one before.
             RuntimeError: copies of parameters differ between two ranks of a pipeline.
         """
         tensors, state = trainer.state()
@@ -61,7 +69,7 @@ class RunCheckpoints:
         settings = {"config": json.loads(config.to_json()), "computed_on": computed_on(trainer.device)}
         tensors, state = tensors | best_tensors, {**state, **best_state, **settings}
         if self._sharded is None:
-            save_checkpoint(self._folder, trainer.steps_done, tensors, state)
+            save_checkpoint(self.store.url, trainer.steps_done, tensors, state)
             return
         trainer.ranks.at(f"checkpoint of step {trainer.steps_done}")
         trainer.check_copies()
@@ -87,3 +95,53 @@ class RunCheckpoints:
         """
         if self._sharded is not None:
             self._sharded.close()
+
+
+def check_place(place: str, resume: bool, ranks: Ranks) -> None:
+    """Check that checkpoints can be written to a folder or URL: all ranks write a file there, and read another's.
+
+    Raises:
+        ValueError: fsspec knows no such protocol, or ranks do not see the same folder.
+        ImportError: the package for the protocol is not installed.
+        FileExistsError: there are checkpoints, and the run is new.
+        OSError: it cannot be reached, read or written. PermissionError, FileNotFoundError, … where that is the reason.
+    """
+    named = f"checkpoints {place!r}"
+    ranks.from_all(lambda: _check_known(place))
+    store = Store(place)
+    names = ranks.gather(f"access-{uuid.uuid4().hex}")
+    name, other = names[ranks.rank], names[ranks.rank - 1]
+
+    def write() -> None:
+        try:
+            store.write(name, b"octile")
+        except Exception as error:
+            raise as_os_error(error, f"{named} cannot be used") from None
+
+    def read() -> bool:
+        try:
+            return other in store.names() and store.read(other) == b"octile"
+        except Exception as error:
+            raise as_os_error(error, f"{named} cannot be used") from None
+
+    try:
+        ranks.from_all(write)
+        seen = ranks.from_all(read)
+    finally:
+        with suppress(Exception):
+            store.remove_file(name)
+    if not all(seen):
+        rank = seen.index(False)
+        raise ValueError(
+            f"{named} must be the same for all ranks, but rank {rank} does not see there what rank "
+            f"{(rank - 1) % ranks.size} has written: name a folder that all share, or a store"
+        )
+    if not resume and (there := ranks.from_first(lambda: list(finished_steps(store).values()))):
+        raise FileExistsError(f"{named} holds checkpoints already ({there[-1]}): add --resume, or choose another place")
+
+
+def _check_known(place: str) -> None:
+    try:
+        Store(place)
+    except (ValueError, ImportError) as error:
+        raise type(error)(f"checkpoints {place!r} cannot be used: {error}") from None

@@ -139,6 +139,8 @@ class TrainConfig:
         steps: optimizer steps.
         seed: a whole number that determines the initial weights and the order of the data.
         out: the run's folder; chosen under runs/ if not given.
+        checkpoints: where checkpoints go: a folder, or a URL that fsspec knows, such as s3://bucket/run; if not given,
+            RUN/checkpoints.
         checkpoint_every: steps between checkpoints; 0 writes only the last one.
         validate_every: steps between measurements of the held-out loss.
         patience: consecutive validations without a lower held-out loss, after which the run stops; 0 never stops it.
@@ -174,6 +176,7 @@ class TrainConfig:
     steps: Positive = 1000
     seed: Annotated[int, Range(at_least=0, at_most=MAX_SEED)] = 0
     out: Path | None = None
+    checkpoints: str | None = None
     checkpoint_every: Count = 200
     validate_every: Positive = 100
     patience: Count = 0
@@ -203,7 +206,9 @@ class TrainConfig:
         check_fields(self)
         if not self.data.strip():
             raise ValueError("data is empty: name a text file, a folder, hf:NAME, stdlib or packages")
-        for name in ("prompt", "data", "recipe", "init_from", "out", "telemetry_layers", "guards"):
+        if self.checkpoints is not None and not self.checkpoints.strip():
+            raise ValueError("checkpoints is empty: name a folder or a URL, such as s3://bucket/run")
+        for name in ("prompt", "data", "recipe", "init_from", "out", "checkpoints", "telemetry_layers", "guards"):
             check_text(name, str(getattr(self, name)))  # config.json is UTF-8
         if self.init_from is None:  # a tokenizer is trained
             check_vocab_size(self.model.vocab_size)
@@ -508,6 +513,7 @@ def preset(name: str) -> TrainConfig:
 RESUMABLE = {  # the settings that may differ when a run is resumed
     *(
         "steps",
+        "checkpoints",
         "checkpoint_every",
         "validate_every",
         "out",
@@ -519,6 +525,7 @@ RESUMABLE = {  # the settings that may differ when a run is resumed
         "parallel",
     ),
 }
+FILE_TEXTS = {"recipe_text": "recipe", "guards_text": "guards"}  # contents of a file: the setting that names it
 OBSERVATION = {"telemetry_every", "telemetry_layers", "guards", "guards_text"}  # may differ if the run has no guards
 
 
@@ -543,11 +550,12 @@ def changed_settings(saved: TrainConfig, requested: TrainConfig) -> dict[str, tu
 
 def describe_changes(changes: Mapping[str, tuple[Any, Any]]) -> str:
     """Changed settings in words: "seed is 1 instead of 0". Contents of files are not quoted."""
-    texts = {"recipe_text": "recipe", "guards_text": "guards"}
     words = [
-        f"{name} is {new} instead of {old}" if name not in texts else f"the file of {texts[name]} has other contents"
+        f"{name} is {new} instead of {old}"
+        if name not in FILE_TEXTS
+        else f"the file of {FILE_TEXTS[name]} has other contents"
         for name, (old, new) in changes.items()
-        if texts.get(name) not in changes
+        if FILE_TEXTS.get(name) not in changes
     ]
     return ", ".join(words)
 

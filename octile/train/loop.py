@@ -26,7 +26,6 @@ import torch
 
 from octile.checkpoint.files import write_json, write_text
 from octile.checkpoint.hugging_face import checkpoint_folder, save
-from octile.checkpoint.step_folders import finished_steps
 from octile.checkpoint.store import Store
 from octile.extras import require
 from octile.formats import E4M3
@@ -44,8 +43,8 @@ from octile.serve.request import Sampling
 from octile.train import fine_tune
 from octile.train.batches import count_windows
 from octile.train.best_model import BestModel
-from octile.train.checkpoints import RunCheckpoints
-from octile.train.config import TrainConfig, flatten
+from octile.train.checkpoints import RunCheckpoints, check_place
+from octile.train.config import FILE_TEXTS, TrainConfig, flatten
 from octile.train.console import RunConsole, StepProgress
 from octile.train.corpus import check_source
 from octile.train.data import prepare
@@ -53,7 +52,7 @@ from octile.train.deterministic import deterministic
 from octile.train.duration import describe_duration
 from octile.train.memory import check_memory, explain_out_of_memory, is_out_of_memory
 from octile.train.pipelined import describe_pipeline, make_pipeline_schedule
-from octile.train.resume import check_goal, check_settings, open_run, print_settings
+from octile.train.resume import check_goal, check_settings, continued, open_run, print_settings
 from octile.train.run_folder import Metrics, MetricsWriter, NoMetrics, RunFolder, lock_folder, read_lines
 from octile.train.signals import Stopped, stop_requests
 from octile.train.source_digest import source_digest
@@ -103,9 +102,12 @@ def train(config: TrainConfig, resume: bool, console: RunConsole, hook: RunHook 
     check_world(config)
     device = pick_own_device(config.device)
     check_recipe(config)
+    if config.checkpoints is not None and "://" not in config.checkpoints:  # a resumed run may begin elsewhere
+        config = replace(config, checkpoints=os.path.abspath(config.checkpoints))
     ranks = join(device, config.parallel.timeout)
     try:
-        path = _train_joined(config, resume or any(ranks.gather(_is_restarted(config))), device, console, hook, ranks)
+        is_restarted = any(ranks.gather(_is_restarted(config)))  # asked on all ranks, of which one may not resume
+        path = _train_joined(config, resume or is_restarted, device, console, hook, ranks)
     except Exception as error:
         if (explained := explain(error)) is not error:
             raise explained from error
@@ -117,19 +119,24 @@ def train(config: TrainConfig, resume: bool, console: RunConsole, hook: RunHook 
 def _train_joined(
     config: TrainConfig, resume: bool, device: torch.device, console: RunConsole, hook: RunHook, ranks: Ranks
 ) -> Path:
-    run, config = open_run(config) if resume else (None, config.with_file_texts())
+    if resume and config.out is None:
+        raise ValueError("out is not given: --resume needs --out RUN, the run to continue")
+    begun = open_run(config.out, config.checkpoints) if resume and config.out is not None else None
+    config = continued(begun, config) if begun is not None else config.with_file_texts()
     config.load_recipe()  # refuses an unknown recipe before anything is written
     if config.init_from is not None and not resume:
         fine_tune.check_shape(config, config.init_from)
-    if not resume:
+    if begun is None or not (begun.run.data / MANIFEST).exists():
         check_source(config.data)
     check_memory(config, device)
     _agree(ranks, config, resume)
-    run = run or RunFolder(ranks.from_first(lambda: RunFolder.create(config).path))
+    if config.checkpoints is not None:
+        check_place(config.checkpoints, resume, ranks)
+    run = begun.run if begun is not None else RunFolder(ranks.from_first(lambda: RunFolder.create(config).path))
     config = replace(config, out=run.path)
     with ExitStack() as stack:
         ranks.from_first(lambda: stack.enter_context(lock_folder(run.path)))
-        checkpoints = RunCheckpoints(run.checkpoints, ranks)
+        checkpoints = RunCheckpoints(run.checkpoints_of(config), ranks)
         try:
             checkpoint = checkpoints.latest() if resume else None
             if resume and checkpoint is None and ranks.from_first(run.summary_file.exists):
@@ -137,10 +144,17 @@ def _train_joined(
                     f"{str(run.path)!r} holds a finished run, but none of its checkpoints: bring checkpoints/ back, or "
                     "choose another --out"
                 )
+            if begun is not None and checkpoint is None and begun.config.checkpoints != config.checkpoints:
+                raise FileNotFoundError(
+                    f"{checkpoints.store.url} holds no checkpoint of this run, which wrote its checkpoints to "
+                    f"{run.checkpoints_of(begun.config)}: copy them there first"
+                )
             done = 0 if checkpoint is None else check_goal(config, checkpoint)
-            if resume:
-                print_settings(run, console)
+            if begun is not None:
+                print_settings(begun, console)
             console.print(f"run folder: {run.path}")
+            if config.checkpoints is not None:
+                console.print(f"checkpoints go to {config.checkpoints}")
             if duration := describe_duration(config, device, done):
                 console.print(duration)
             return _train(config, run, device, resume, checkpoints, checkpoint, console, hook, ranks)
@@ -148,14 +162,14 @@ def _train_joined(
             message = "stopped before the first step: start the same command again, without --resume"
             if run.config_file.exists():
                 message = f"stopped at once, before the first checkpoint; to start again: {_resume_command(config)}"
-                if finished_steps(Store(run.checkpoints)):
+                if checkpoints.can_continue():
                     message = f"stopped at once; to continue from the last checkpoint: {_resume_command(config)}"
             raise Stopped.by(interrupt, message) from None
         except Exception as error:
             if (explained := explain(error)) is error or will_restart():
                 raise
             then = "nothing is saved before the first checkpoint"
-            if finished_steps(Store(run.checkpoints)):
+            if checkpoints.can_continue():
                 then = f"to continue: {_resume_command(config)}"
             raise RanksError(f"{explained}; {then}") from error
 
@@ -166,13 +180,13 @@ def _train(
     device: torch.device,
     resume: bool,
     checkpoints: RunCheckpoints,
-    checkpoint: Path | None,
+    checkpoint: Store | None,
     console: RunConsole,
     hook: RunHook,
     ranks: Ranks,
 ) -> Path:
     store = _tokens(config, run, resume, console, ranks)
-    ranks.agree("the training data", store.digest)
+    ranks.agree(f"the training data in {run.data}", store.digest)
     print_passes(config, store, console)
     _check_prompt(config, store)
     if checkpoint is not None:
@@ -306,6 +320,11 @@ def _agree(ranks: Ranks, config: TrainConfig, resume: bool) -> None:
     own = {name: str(value) for name, value in settings.items()}
     for name, values in differing(ranks.gather(own)).items():
         rank = next(rank for rank, value in enumerate(values) if value != values[0])
+        if name in FILE_TEXTS:
+            raise ValueError(
+                f"{FILE_TEXTS[name]} must name the same file on all ranks, but that of rank {rank} has other contents "
+                "than that of rank 0"
+            )
         raise ValueError(
             f"{name} must be the same on all ranks: rank 0 has {values[0]}, but rank {rank} has {values[rank]}"
         )
@@ -412,13 +431,13 @@ def _tokens(config: TrainConfig, run: RunFolder, resume: bool, console: RunConso
     return TokenStore.open(run.data)
 
 
-def _continue(trainer: Trainer, best: BestModel, run: RunFolder, checkpoint: Path | None, console: RunConsole) -> None:
+def _continue(trainer: Trainer, best: BestModel, run: RunFolder, checkpoint: Store | None, console: RunConsole) -> None:
     if checkpoint is None:
         console.print("no checkpoint was written yet: starting from the beginning")
     else:
         from octile.checkpoint.sharded import ShardedCheckpoint  # it takes a second to import
 
-        found = ShardedCheckpoint(checkpoint, check=False)  # it was checked when it was chosen
+        found = ShardedCheckpoint(checkpoint.url, check=False)  # it was checked when it was chosen
         tensors = trainer.layout.own_rows(found)
         trainer.load(tensors, found.state)
         best.load(tensors, found.state, trainer.steps_done)

@@ -11,15 +11,15 @@ import json
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from octile.checkpoint.files import read_json
-from octile.checkpoint.training import STATE
+from octile.checkpoint.step_folders import STATE, checksums, finished_steps, newest_intact
+from octile.checkpoint.store import Store
 from octile.train.config import TrainConfig, changed_settings, describe_changes, describe_settings, differences
 from octile.train.console import RunConsole
-from octile.train.run_folder import RunFolder
+from octile.train.run_folder import RunFolder, check_unused
 from octile.train.trainer_state import TrainerState
 
 OTHER_ORDER = "gradients are summed in another order, so the run is not bit-identical to an uninterrupted one"
@@ -35,25 +35,75 @@ CHANGE_NOTES = {  # settings that may change when a run is resumed: what follows
 BITS_ADVICE = {"threads": "; OMP_NUM_THREADS sets the number of threads"}
 
 
-def open_run(config: TrainConfig) -> tuple[RunFolder, TrainConfig]:
-    """The run to resume, and its configuration: as requested, with the recipe that the run began with."""
-    if config.out is None:
-        raise ValueError("out is not given: --resume needs --out RUN, the run to continue")
-    run = RunFolder.open(config.out)
-    saved = run.read_config()
-    config = config.with_texts_of(saved)
-    if changes := changed_settings(saved, config):
+class SavedRun(NamedTuple):
+    """What a run was begun with.
+
+    Attributes:
+        run: its folder.
+        config: its configuration.
+        source: where the configuration was found: a file, or a checkpoint.
+    """
+
+    run: RunFolder
+    config: TrainConfig
+    source: str
+
+
+def open_run(out: Path, checkpoints: str | None) -> SavedRun:
+    """Open a run to resume; if its folder was lost, its configuration is that of its newest checkpoint.
+
+    Args:
+        out: the run's folder, or a new one.
+        checkpoints: where the run's checkpoints are, if that is given.
+
+    Raises:
+        FileNotFoundError: the folder holds no run, and there are no checkpoints.
+        FileExistsError: the folder holds a comparison.
+        ValueError: config.json, or each checkpoint's state.json, is damaged.
+    """
+    run = RunFolder(out)
+    if checkpoints is None or run.config_file.exists():
+        run = RunFolder.open(out)
+        return SavedRun(run, run.read_config(), str(run.config_file))
+    check_unused(out)
+    try:
+        store = Store(checkpoints)
+        name = newest_intact(store, finished_steps(store).items(), _why_no_config)
+    except (ValueError, ImportError) as error:
+        raise type(error)(f"checkpoints {checkpoints!r} cannot be used: {error}") from None
+    if name is None:
+        raise FileNotFoundError(f"{str(out)!r} holds no run, and checkpoints {checkpoints!r} holds none of one")
+    config = TrainConfig.from_json(json.dumps(store.folder(name).read_json(STATE)["config"]))
+    return SavedRun(run, config, store.path_of(name))
+
+
+def _why_no_config(checkpoint: Store) -> str | None:
+    try:
+        checkpoint.verify(STATE, checksums(checkpoint)[STATE])
+    except (ValueError, OSError) as error:
+        return str(error)
+    return None if "config" in checkpoint.read_json(STATE) else f"{checkpoint.url} is not that of a run"
+
+
+def continued(saved: SavedRun, config: TrainConfig) -> TrainConfig:
+    """The configuration of a resumed run: as requested, with the recipe that the run began with.
+
+    Raises:
+        ValueError: a setting is requested that a resumed run keeps.
+    """
+    config = config.with_texts_of(saved.config)
+    if changes := changed_settings(saved.config, config):
         raise ValueError(
-            f"a resumed run keeps its configuration: {describe_changes(changes)} in {run.config_file}; "
+            f"a resumed run keeps its configuration: {describe_changes(changes)} in {saved.source}; "
             "leave the option out, or begin a new run"
         )
-    return run, config.with_file_texts()  # a run of an earlier version saved only the file's name
+    return config.with_file_texts()  # a run of an earlier version saved only the file's name
 
 
-def print_settings(run: RunFolder, console: RunConsole) -> None:
+def print_settings(begun: SavedRun, console: RunConsole) -> None:
     """Print the settings of a run to resume, and which files have changed since it began."""
-    saved = run.read_config()
-    console.print(f"settings from {run.config_file}: {describe_settings(saved)}")
+    saved = begun.config
+    console.print(f"settings from {begun.source}: {describe_settings(saved)}")
     for what, file, text in (
         ("recipe", Path(saved.recipe), saved.recipe_text),
         ("guards", saved.guards, saved.guards_text),
@@ -62,13 +112,13 @@ def print_settings(run: RunFolder, console: RunConsole) -> None:
             console.print(f"{file} has changed since the run began: the run keeps the {what} that it began with")
 
 
-def check_goal(config: TrainConfig, checkpoint: Path) -> int:
+def check_goal(config: TrainConfig, checkpoint: Store) -> int:
     """Return the steps that a run has done; refuse to resume it if it is to do fewer.
 
     Raises:
         ValueError: the run has done more steps, or the checkpoint's state.json is damaged.
     """
-    state = TrainerState.read(read_json(checkpoint / STATE))
+    state = TrainerState.read(checkpoint.read_json(STATE))
     if state.steps_done > config.steps:
         raise ValueError(
             f"steps is {config.steps:,}, but the run has done {state.steps_done:,} already ({state.tokens:,} tokens): "
@@ -77,7 +127,7 @@ def check_goal(config: TrainConfig, checkpoint: Path) -> int:
     return state.steps_done
 
 
-def check_settings(config: TrainConfig, checkpoint: Path, device: torch.device, console: RunConsole) -> None:
+def check_settings(config: TrainConfig, checkpoint: Store, device: torch.device, console: RunConsole) -> None:
     """Compare the settings of a resumed run with those that its checkpoint was trained with.
 
     Changes that a resumed run may have are printed. A machine that computes other bits causes a warning.
@@ -85,7 +135,7 @@ def check_settings(config: TrainConfig, checkpoint: Path, device: torch.device, 
     Raises:
         ValueError: a setting differs that may not, because config.json was edited.
     """
-    state = read_json(checkpoint / STATE)
+    state = checkpoint.read_json(STATE)
     if "config" in state:
         trained = TrainConfig.from_json(json.dumps(state["config"]))
         if changes := changed_settings(trained, config):

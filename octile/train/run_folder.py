@@ -48,6 +48,10 @@ class RunFolder:
         self.captures = path / "captures"
         self.tensorboard = path / "tensorboard"
 
+    def checkpoints_of(self, config: TrainConfig) -> str:
+        """The folder or URL of the run's checkpoints."""
+        return config.checkpoints or str(self.checkpoints)
+
     @classmethod
     def create(cls, config: TrainConfig) -> RunFolder:
         """The folder of a new run.

@@ -38,11 +38,11 @@ def be_rank(rank: int, world: int, folder: Path, port: int) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     ranks = join(torch.device("cpu"), 60)
     trainer = Trainer(config(world), TokenStore.open(folder / "data"), torch.device("cpu"), ranks=ranks)
-    best, checkpoints = BestModel(trainer.model), RunCheckpoints(folder / "checkpoints", ranks)
-    path = checkpoints.latest()
-    assert (path is None) == (world == WORLDS[0])
-    if path is not None:
-        checkpoint = ShardedCheckpoint(path, check=False)
+    best, checkpoints = BestModel(trainer.model), RunCheckpoints(str(folder / "checkpoints"), ranks)
+    found = checkpoints.latest()
+    assert (found is None) == (world == WORLDS[0])
+    if found is not None:
+        checkpoint = ShardedCheckpoint(found.url, check=False)
         tensors = trainer.layout.own_rows(checkpoint)
         trainer.load(tensors, checkpoint.state)
         best.load(tensors, checkpoint.state, trainer.steps_done)

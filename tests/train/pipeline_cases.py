@@ -89,7 +89,7 @@ def check_differing_copies(store: TokenStore, ranks: Ranks) -> None:
     """A checkpoint is not written if the copies of a parameter differ, of which it would have one."""
     folder = Path(ranks.from_first(tempfile.mkdtemp))
     _, own = trainers(store, ranks, "dualpipe")
-    checkpoints, best = RunCheckpoints(folder, ranks), BestModel(own.model)
+    checkpoints, best = RunCheckpoints(str(folder), ranks), BestModel(own.model)
     steps(own, 1)
     checkpoints.save(own, best, own.config)
     steps(own, 1)

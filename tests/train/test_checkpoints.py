@@ -47,7 +47,7 @@ def test_the_losses_are_those_of_one_process(moved: Path, store: TokenStore):
 
 @pytest.mark.parametrize(("error", "waits"), [(FloatingPointError, True), (ConnectionError, False)])
 def test_a_checkpoint_is_completed_if_all_ranks_end_alike(tmp_path, error, waits):
-    checkpoints, closed = RunCheckpoints(tmp_path, Ranks.alone()), []
+    checkpoints, closed = RunCheckpoints(str(tmp_path), Ranks.alone()), []
     checkpoints._sharded = SimpleNamespace(close=lambda: closed.append(True))
     with pytest.raises(error), checkpoints.completed():
         raise error

@@ -1,0 +1,286 @@
+"""Runs whose checkpoints and data are in an object store: moto's S3 server, which s3fs reads and writes like S3."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from octile.checkpoint import DistributedCheckpoints, load_checkpoint
+from octile.checkpoint.store import Store
+from octile.checkpoint.training import find_latest
+from octile.cli import main
+from octile.train.token_store import FILES, LEFT_OUT, MANIFEST
+from tests.object_store import ObjectStore, object_store
+from tests.train.test_bad_ranks import train
+from tests.train.test_torchrun import OPTIONS, losses
+
+ALONE = [*OPTIONS, "--parallel.dp=1", "--checkpoint-every=2"]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ObjectStore]:
+    with object_store() as store:
+        yield store
+
+
+@pytest.fixture
+def place(server: ObjectStore, tmp_path: Path) -> str:
+    """A folder of the bucket that only one test uses."""
+    return f"{server.bucket}/{tmp_path.name}"
+
+
+@pytest.fixture(scope="module")
+def arguments(text: Path) -> list[str]:
+    return [*ALONE, f"--data={text}"]
+
+
+@pytest.fixture(scope="module")
+def straight(arguments, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one process, whose checkpoints are in its folder."""
+    out = tmp_path_factory.mktemp("straight") / "run"
+    main(["train", *arguments, "--steps=8", f"--out={out}"])
+    return out
+
+
+def final(place: str | Path) -> dict[str, torch.Tensor]:
+    """The tensors of the newest checkpoint."""
+    found = find_latest(Store(place))
+    assert found is not None
+    tensors, _ = load_checkpoint(found.url)
+    return tensors
+
+
+def check_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [name for name in one if not one[name].equal(other[name])] == []
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The line with which the command refuses its arguments."""
+    with pytest.raises(SystemExit) as ended:
+        main(["train", *arguments])
+    assert ended.value.code == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("octile: ")]
+    return line
+
+
+def test_a_run_continues_from_the_store_with_the_bits_of_one_process(arguments, straight, place, tmp_path, capsys):
+    run = tmp_path / "run"
+    main(["train", *arguments, "--steps=4", f"--checkpoints={place}", f"--out={run}"])
+    assert f"checkpoints go to {place}" in capsys.readouterr().out
+    assert not (run / "checkpoints").exists()
+    assert Store(place).names() == ["step_00000002", "step_00000004"]
+    main(["train", "--resume", "--steps=8", f"--out={run}"])
+    assert "resumed at step 4 from step_00000004" in capsys.readouterr().out
+    assert Store(place).names() == ["step_00000006", "step_00000008"]
+    check_same(final(place), final(straight / "checkpoints"))
+    assert losses(run) == losses(straight)
+
+
+@pytest.mark.parametrize("url", ["memory://octile/one", "file://{}/store"])
+def test_any_file_system_of_fsspec_holds_checkpoints(arguments, straight, tmp_path, url):
+    url = url.format(tmp_path)
+    main(["train", *arguments, "--steps=4", f"--checkpoints={url}", f"--out={tmp_path / 'run'}"])
+    main(["train", "--resume", "--steps=8", f"--out={tmp_path / 'run'}"])
+    check_same(final(url), final(straight / "checkpoints"))
+
+
+def test_a_folder_is_found_from_another_folder(arguments, straight, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    main(["train", *arguments, "--steps=4", "--checkpoints=elsewhere", f"--out={tmp_path / 'run'}"])
+    monkeypatch.chdir("/")
+    main(["train", "--resume", "--steps=8", f"--out={tmp_path / 'run'}"])
+    check_same(final(tmp_path / "elsewhere"), final(straight / "checkpoints"))
+
+
+def test_a_run_whose_folder_is_lost_continues_in_a_new_one(arguments, straight, place, tmp_path, capsys):
+    main(["train", *arguments, "--steps=4", f"--checkpoints={place}", f"--out={tmp_path / 'lost'}"])
+    shutil.rmtree(tmp_path / "lost")
+    main(["train", "--resume", "--steps=8", f"--checkpoints={place}", f"--out={tmp_path / 'new'}"])
+    assert f"settings from {place}/step_00000004: " in " ".join(capsys.readouterr().out.split())
+    check_same(final(place), final(straight / "checkpoints"))
+    assert (tmp_path / "new" / "report.html").exists()
+
+
+def test_two_ranks_continue_from_the_store_and_so_does_one(arguments, straight, server, place, tmp_path, capsys):
+    run, alone = tmp_path / "run", tmp_path / "alone"
+    two = ["--parallel.dp=2", "--parallel.ep=2"]
+
+    def on_two(*options: str) -> None:
+        ended = train(tmp_path, *options, environment=server.environment)
+        assert ended.statuses == [0, 0], ended.lines
+
+    on_two(*arguments, *two, f"--checkpoints={place}", f"--out={run}")
+    assert [len(files) for files in shards(place)] == [2, 2]
+    shutil.copytree(run, alone)
+    copied = f"{place}-copied"
+    server.files.copy(place, copied, recursive=True)
+    on_two("--resume", "--steps=8", f"--out={run}")
+    on_two(*arguments, *two, "--steps=8", f"--out={tmp_path / 'whole'}")
+    check_same(final(place), final(tmp_path / "whole" / "checkpoints"))
+    one = ["--parallel.dp=1", "--parallel.ep=1"]
+    main(["train", "--resume", "--steps=8", f"--checkpoints={copied}", *one, f"--out={alone}"])
+    assert "parallel.dp: 2 before, 1 now" in capsys.readouterr().out
+    assert losses(alone) == pytest.approx(losses(straight), rel=1e-5)
+
+
+def shards(place: str) -> list[list[str]]:
+    """The files of tensors of each checkpoint."""
+    folders = [Store(place).folder(name).names() for name in Store(place).names()]
+    return [[name for name in names if name.startswith("tensors-")] for names in folders]
+
+
+def begin(*arguments: str) -> subprocess.Popen[str]:
+    """Start `octile train` in a process of its own."""
+    environment = {"OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "octile", "train", *arguments]
+    return subprocess.Popen(command, env=os.environ | environment, stdout=subprocess.DEVNULL, text=True)
+
+
+@pytest.mark.parametrize("file", ["tensors-", "octile.json"])
+def test_a_kill_in_an_upload_leaves_the_last_checkpoint(arguments, straight, server, place, tmp_path, file):
+    run = tmp_path / "run"
+    server.stall(f"step_00000004/{file}")
+    try:
+        process = begin(*arguments, "--steps=8", f"--checkpoints={place}", f"--out={run}")
+        assert server.stalled.wait(120)
+        while 6 not in losses(run):  # it trains on while it uploads, up to the next checkpoint
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    finally:
+        server.release()
+    main(["train", "--resume", f"--out={run}"])
+    check_same(final(place), final(straight / "checkpoints"))
+    assert losses(run) == losses(straight)
+    assert Store(place).names() == ["step_00000006", "step_00000008"]
+
+
+def test_a_refused_upload_ends_the_run_and_leaves_the_last_checkpoint(
+    arguments, straight, server, place, tmp_path, capsys
+):
+    run = tmp_path / "run"
+    server.fail("step_00000004/tensors-")
+    try:
+        line = refused([*arguments, "--steps=8", f"--checkpoints={place}", f"--out={run}"], capsys)
+    finally:
+        server.release()
+    assert line.startswith(f"octile: {place}/step_00000004/tensors-00000-of-00001.safetensors cannot be written: ")
+    assert Store(place).names() == ["step_00000002"]
+    main(["train", "--resume", f"--out={run}"])
+    check_same(final(place), final(straight / "checkpoints"))
+
+
+def test_a_damaged_checkpoint_in_the_store_is_passed_over(arguments, straight, server, place, tmp_path, capsys):
+    run = tmp_path / "run"
+    main(["train", *arguments, "--steps=4", f"--checkpoints={place}", f"--out={run}"])
+    (file,) = [name for name in Store(f"{place}/step_00000004").names() if name.startswith("tensors-")]
+    content = bytearray(server.files.cat_file(f"{place}/step_00000004/{file}"))
+    content[-100] ^= 1
+    server.files.pipe_file(f"{place}/step_00000004/{file}", bytes(content))
+    main(["train", "--resume", "--steps=8", f"--out={run}"])
+    shown = capsys.readouterr()
+    assert "checkpoint step_00000004 cannot be used, trying the one before" in shown.err
+    assert f"{file} is damaged" in shown.err
+    assert "resumed at step 2" in shown.out
+    check_same(final(place), final(straight / "checkpoints"))
+
+
+def test_the_parts_of_a_large_file_count_as_absent_until_all_are_there(server, place):
+    script = (
+        "import torch; from octile.checkpoint import DistributedCheckpoints as C\n"
+        f"c = C({place!r}); c.save(2, {{'w': torch.ones(15 << 20)}}, {{}}); c.close()"
+    )
+    checkpoints = DistributedCheckpoints(place)
+    checkpoints.save(1, {"w": torch.zeros(4)}, {"value": 1})
+    checkpoints.close()
+    server.stall("partNumber=1")
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        )
+        assert server.stalled.wait(120)
+        process.kill()
+        process.wait()
+    finally:
+        server.release()
+    assert Store(place).names() == ["step_00000001"]
+    assert load_checkpoint(f"{place}/step_00000001")[1] == {"value": 1}
+
+
+def test_a_run_streams_its_data_from_the_store(arguments, straight, server, place, tmp_path):
+    for name in (*FILES, LEFT_OUT, MANIFEST):
+        server.files.put_file(str(straight / "data" / name), f"{place}/data/{name}")
+    run = tmp_path / "run"
+    main(["train", *arguments, "--steps=4", f"--data={place}/data", f"--checkpoints={place}/run", f"--out={run}"])
+    assert not (run / "data" / "train.npy").exists()
+    shutil.rmtree(run)
+    main(["train", "--resume", "--steps=8", f"--checkpoints={place}/run", f"--out={run}"])
+    check_same(final(f"{place}/run"), final(straight / "checkpoints"))
+
+
+def test_a_new_run_does_not_take_the_checkpoints_of_another(arguments, place, tmp_path, capsys):
+    main(["train", *arguments, "--steps=2", f"--checkpoints={place}", f"--out={tmp_path / 'one'}"])
+    capsys.readouterr()
+    line = refused([*arguments, f"--checkpoints={place}", f"--out={tmp_path / 'two'}"], capsys)
+    assert f"checkpoints {place!r} holds checkpoints already (step_00000002): add --resume" in line
+    assert not (tmp_path / "two").exists()
+    assert Store(place).names() == ["step_00000002"]
+
+
+def test_a_resumed_run_does_not_begin_anew_where_its_checkpoints_are_not(arguments, place, tmp_path, capsys):
+    main(["train", *arguments, "--steps=2", f"--checkpoints={place}", f"--out={tmp_path / 'run'}"])
+    (tmp_path / "run" / "summary.json").unlink()
+    capsys.readouterr()
+    other = f"{place}-other"
+    line = refused(["--resume", "--steps=4", f"--checkpoints={other}", f"--out={tmp_path / 'run'}"], capsys)
+    assert f"{other} holds no checkpoint of this run, which wrote its checkpoints to {place}" in line
+
+
+def test_neither_a_run_nor_a_checkpoint_is_said_at_once(place, tmp_path, capsys):
+    line = refused(["--resume", f"--checkpoints={place}", f"--out={tmp_path / 'run'}"], capsys)
+    assert f"holds no run, and checkpoints {place!r} holds none of one" in line
+
+
+def deny(server: ObjectStore, bucket: str) -> None:
+    """Make a bucket in which nobody may write."""
+    server.files.mkdir(bucket)
+    statement = {"Effect": "Deny", "Principal": "*", "Action": "s3:PutObject", "Resource": f"arn:aws:s3:::{bucket}/*"}
+    policy = json.dumps({"Version": "2012-10-17", "Statement": [statement]})
+    server.files.call_s3("put_bucket_policy", Bucket=bucket, Policy=policy)
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("nowhere://run", "cannot be used: Protocol not known: nowhere"),
+        ("", "is empty: name a folder or a URL"),
+        ("s3://denied/run", "cannot be written: Forbidden"),
+        ("s3://no-such-bucket/run", "cannot be written: The specified bucket does not exist"),
+        ("/dev/null/run", "cannot be used: Not a directory"),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_refused_before_any_work(arguments, server, tmp_path, capsys, place, message):
+    if "denied" in place:
+        deny(server, "denied")
+    line = refused([*arguments, f"--checkpoints={place}", f"--out={tmp_path / 'run'}"], capsys)
+    assert message in line
+    assert line.startswith("octile: checkpoints ")
+    assert not (tmp_path / "run").exists()
+    assert not server.files.exists("no-such-bucket")
+
+
+def test_a_missing_package_is_named(arguments, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
+    line = refused([*arguments, "--checkpoints=s3://octile/run", f"--out={tmp_path / 'run'}"], capsys)
+    assert line == "octile: checkpoints 's3://octile/run' cannot be used: Install s3fs to access S3"
