@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,12 +12,25 @@ import torch
 
 from octile.cli import main
 from octile.train import loop
+from octile.train.token_store import TokenStore
 from octile.train.trainer import Trainer
 
 
 def have_other_code() -> None:
     """Let this rank have other source files."""
     loop.source_digest = lambda: "other"
+
+
+def have_other_data() -> None:
+    """Let this rank find other tokens in the run's folder, as on a host whose disk has another run of that name."""
+    open_store = TokenStore.open
+    TokenStore.open = lambda folder: open_store(os.environ["OTHER_DATA"])
+
+
+def have_other_recipe() -> None:
+    """Let this rank find other contents in the recipe's file."""
+    read_text = Path.read_text
+    Path.read_text = lambda file, *rest, **named: read_text(file, *rest, **named) + "# here" * (file.suffix == ".toml")
 
 
 def fail_at(step: int, fail: Callable[[], None]) -> None:
@@ -64,6 +77,9 @@ def hang() -> None:
 FAULTS = {  # the rank that has it, and what it does first
     "": (0, lambda: None),
     "other code": (1, have_other_code),
+    "other data": (1, have_other_data),
+    "other recipe": (1, have_other_recipe),
+    "no resume": (1, lambda: sys.argv.remove("--resume")),
     "other seed": (1, lambda: sys.argv.append("--seed=1")),
     "error": (1, partial(fail_at, 2, raise_an_error)),
     "killed": (0, partial(fail_at, 3, die)),
@@ -72,9 +88,12 @@ FAULTS = {  # the rank that has it, and what it does first
 }
 
 
-def run(rank: int, port: int, folder: str, fault: str, arguments: Sequence[str]) -> None:
+def run(
+    rank: int, port: int, folder: str, fault: str, arguments: Sequence[str], environment: Mapping[str, str]
+) -> None:
     """Run the command as a rank, with its output in files of the folder."""
     torch.set_num_threads(1)
+    os.environ |= environment
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     for stream, name in ((sys.stdout, "out"), (sys.stderr, "err")):

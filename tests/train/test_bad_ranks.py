@@ -3,15 +3,22 @@
 import json
 import shutil
 import signal
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import pytest
 import torch.distributed as dist
 
+from octile.train.data import prepare
+from octile.train.token_store import TokenStore
 from tests.train import bad_rank
+from tests.train.conftest import MICRO
 from tests.train.test_torchrun import OPTIONS, PIPELINE
 from tests.worlds import begin_ranks
+
+NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 class Ended(NamedTuple):
@@ -21,10 +28,10 @@ class Ended(NamedTuple):
     lines: list[list[str]]
 
 
-def train(folder: Path, *arguments: str, fault: str = "") -> Ended:
+def train(folder: Path, *arguments: str, fault: str = "", environment: Mapping[str, str] = NOTHING) -> Ended:
     """Run `octile train` on two ranks, whose store outlives them as torchrun's does; their output is in the folder."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    ranks = begin_ranks(bad_rank.run, (store.port, str(folder), fault, arguments), 2)
+    ranks = begin_ranks(bad_rank.run, (store.port, str(folder), fault, arguments, dict(environment)), 2)
     for process in ranks:
         process.join(60)
         if fault.startswith("hang"):
@@ -81,6 +88,37 @@ DIFFERENT = {
 @pytest.mark.parametrize(("fault", "message"), DIFFERENT.items(), ids=DIFFERENT)
 def test_ranks_that_differ_are_refused_by_rank_0(arguments, tmp_path: Path, fault: str, message: str):
     check_refused(train(tmp_path, *arguments, f"--out={tmp_path / 'run'}", fault=fault), message)
+    assert not (tmp_path / "run").exists()
+
+
+def test_ranks_whose_files_of_a_recipe_differ_are_refused_by_rank_0(arguments, tmp_path: Path):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('recipe = "deepseek_v3"\n')
+    ended = train(tmp_path, *arguments, f"--recipe={recipe}", f"--out={tmp_path / 'run'}", fault="other recipe")
+    check_refused(ended, "recipe must name the same file on all ranks, but that of rank 1 has other contents than")
+
+
+def test_ranks_that_read_other_data_are_refused_by_rank_0(arguments, tmp_path: Path):
+    (tmp_path / "text.txt").write_text("".join(f"line {n} of another text, {n * n}\n" for n in range(4000)))
+    other = prepare(tmp_path / "text.txt", MICRO.vocab_size, tmp_path / "other", 31, held_out_windows=4)
+    environment = {"OTHER_DATA": str(other.folder)}
+    ended = train(tmp_path, *arguments, f"--out={tmp_path / 'run'}", fault="other data", environment=environment)
+    digest = TokenStore.open(tmp_path / "run" / "data").digest
+    data = f"the training data in {tmp_path / 'run' / 'data'}"
+    check_refused(ended, f"{data} must be the same on all ranks: rank 0 has {digest}, but rank 1 has {other.digest}")
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_ranks_of_which_one_does_not_resume_are_refused_by_rank_0(trained: Path, arguments, tmp_path: Path):
+    run = shutil.copytree(trained, tmp_path / "run")
+    ended = train(tmp_path, *arguments, "--resume", f"--out={run}", fault="no resume")
+    check_refused(ended, "--resume must be the same on all ranks: rank 0 has True, but rank 1 has False")
+
+
+def test_checkpoints_that_ranks_do_not_share_are_refused_by_rank_0(arguments, tmp_path: Path):
+    place = "memory://octile/run"  # each process has its own
+    ended = train(tmp_path, *arguments, f"--checkpoints={place}", f"--out={tmp_path / 'run'}")
+    check_refused(ended, f"checkpoints {place!r} must be the same for all ranks, but rank 0 does not see there what")
     assert not (tmp_path / "run").exists()
 
 
