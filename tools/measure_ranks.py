@@ -5,8 +5,9 @@
 Each phase is a run of octile's trainer: `alone` on one GPU (each rank on its own, at the same time), `dp2` data
 parallel, `ep2` with the experts spread, by all-to-all or (`symm`) on symmetric memory. `weak` has the same tokens per
 GPU, and so twice the batch; the others have the same batch. `:RECIPE` after a phase chooses a recipe. A line has the
-mean of the steps after warm-up and capture, which the host launches before it reads one, the losses of all, and how
-much of rank 0's communication is exposed in further steps that the profiler records (`octile.train.kernel_records`).
+mean of the steps after warm-up and capture, which the host launches before it reads one, the losses of all, how much of
+rank 0's communication is exposed in further steps that the profiler records (`octile.train.kernel_records`), and how
+much memory stays allocated when the trainer is gone.
 """
 
 import gc
@@ -111,6 +112,7 @@ def main(what: str, phases: list[str]) -> None:
         line, speed, losses = run(f"{what} {phase}", config, Ranks.alone() if name == "alone" else ranks, device)
         gc.collect()
         torch.cuda.empty_cache()
+        line += f"; {torch.cuda.memory_allocated() / 2**30:.2f} GiB stay allocated"
         if name == "alone":
             alone[recipe] = speed, losses
         elif recipe in alone:
