@@ -124,7 +124,7 @@ def test_graphs_that_share_memory_do_not_disturb_each_other():
 
 
 def test_no_step_captures_a_graph(monkeypatch: pytest.MonkeyPatch):
-    runner = ModelRunner(make("tiny").cuda(), N_PAGES, max_batch=4, n_drafts=1, max_step_tokens=300)
+    runner = ModelRunner(make("small").cuda(), N_PAGES, max_batch=4, n_drafts=1, max_step_tokens=300)
     monkeypatch.delattr(torch.cuda, "CUDAGraph")
     texts = Texts(runner, [text(600, i, runner.vocab_size) for i in range(3)])
     for sizes in ((100, 30, 0), (1, 1, 150), (1, 2, 1), (300, 100, 1)):
