@@ -144,12 +144,14 @@ GEMMS_ON_CPU = (  # E4M3 operands, where the processor multiplies BF16
     "matmul_nt", "matmul_nt_out", "grouped_matmul_nt", "grouped_matmul_nt_out", "grouped_wgrad", "grouped_wgrad_out",
 )  # fmt: skip
 TORCH_ON_CPU = {
-    "attention": "to all keys torch's FlashAttention for CPUs, which has no matrix of scores; causal the reference"
+    "attention": "to all keys torch's FlashAttention for CPUs, which has no matrix of scores; causal the reference",
+    "ragged_attention": "one text after the other, by torch's attention for CPUs where there are more keys than rows",
 }
 ATTENTION_REASON = "attention uses cuDNN or FlashAttention, as torch's own does"
 ONLY_TORCH = {  # and why
     "attention": ATTENTION_REASON,
     "attention_backward": ATTENTION_REASON,
+    "ragged_attention": "torch's FlashAttention for variable lengths, in BF16 and FP16, of up to 256 channels",
     "read_latents": "torch gathers the rows of the cache",
     "paged_mqa_schedule": "torch sums and searches lengths on the device",
 }

@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from octile.formats import TILE
 from octile.kernels import cpu
@@ -43,6 +44,7 @@ from octile.ops.norm import rms_norm, rms_norm_quantize
 from octile.ops.paged_attention import paged_attention
 from octile.ops.permute import unpermute
 from octile.ops.quantize import quantize
+from octile.ops.ragged_attention import ragged_attention
 from octile.ops.rope import latent_keys, rotate_
 from octile.ops.routing_plan import count_tokens
 from octile.ops.row_invariant import row_invariant_matmul_nt
@@ -68,26 +70,30 @@ from octile.serve.weights import (
 )
 
 LOCAL = LocalDispatcher()
+WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN builds some
 INVARIANT_SPLITS = 16  # of a row's positions, in batch-invariant mode
 MAX_QUERIES = 2**26  # numbers of absorbed queries of a chunk that attends to chosen positions, at the same time
 INVARIANT_ROWS = 64  # of a group, by which the kernel of experts in high precision is chosen in that mode
 
 
-class PrefillGroup(NamedTuple):
-    """Chunks of one size, which attend together.
+class PrefillPiece(NamedTuple):
+    """Chunks whose keys and values are in memory at once.
 
     Attributes:
-        n_chunks: how many.
-        rows, positions: S and L of each.
-        first_row: of the first chunk, in the step.
-        first_position: of the first chunk, in the step's context.
+        first_row, rows: of all its chunks, in the step.
+        first_position, positions: of all its chunks, in the step's context.
+        row_starts, position_starts: int32 [chunks + 1], of each chunk in the piece, and the ends.
+        max_rows, max_positions: of a chunk.
     """
 
-    n_chunks: int
-    rows: int
-    positions: int
     first_row: int
+    rows: int
     first_position: int
+    positions: int
+    row_starts: Tensor
+    position_starts: Tensor
+    max_rows: int
+    max_positions: int
 
 
 class Step(NamedTuple):
@@ -110,7 +116,7 @@ class Step(NamedTuple):
     pages: Tensor
     lengths: Tensor
     context: Tensor | None
-    prefills: Sequence[Sequence[PrefillGroup]]
+    prefills: Sequence[PrefillPiece]
     max_positions: int = 0
     schedule: Tensor | None = None
 
@@ -284,26 +290,42 @@ class Forward:
         return IndexQueries(index_q, weights_TG * weight_factor(*q_TGE.shape[1:]) * q_scale)
 
     def attend(
-        self, queries: Queries, layer: int, w: AttentionWeights, step: Step, own: tuple[Tensor, Tensor] | None = None
+        self,
+        queries: Queries,
+        layer: int,
+        w: AttentionWeights,
+        step: Step,
+        own: tuple[Tensor, Tensor] | None = None,
+        out_TV: Tensor | None = None,
     ) -> Tensor:
         """Attend from all rows of a step: [T, H·V].
 
         Args:
             queries, layer, w, step: the queries, which block it is, its weights, the rows.
             own: `decompressed` of the rows themselves, if prefill chunks attend to no others.
+            out_TV: memory for the result; None: new memory.
         """
-        n_decode, parts = len(step.lengths), []
+        c, n_decode = self.weights.config, len(step.lengths)
+        if out_TV is None:
+            out_TV = queries.q.new_empty(len(queries.q), c.num_attention_heads * c.v_head_dim)
+        o_THV = out_TV.unflatten(-1, (c.num_attention_heads, -1))
         if n_decode:
-            parts.append(self._absorbed(queries.rows(0, n_decode), layer, w, step))
+            o_THV[:n_decode] = self._absorbed(queries.rows(0, n_decode), layer, w, step)
         for piece in step.prefills:
             assert step.context is not None
+            of_piece = queries.rows(piece.first_row, piece.rows)
+            out_SHV = o_THV.narrow(0, piece.first_row, piece.rows)
+            slots_L = step.context.narrow(0, piece.first_position, piece.positions)
             if self._chooses(piece):
-                parts += [self._of_group(queries, layer, w, step.context, group, own) for group in piece]
-            elif piece[0].positions > step.max_positions:
-                parts.append(self._naive_in_parts(queries.q, layer, w, step.context, piece[0], step.max_positions))
+                out_SHV.copy_(self._chosen(of_piece, layer, w, slots_L))
+            elif piece.positions > step.max_positions:  # one chunk
+                out_SHV.copy_(self._naive_in_parts(of_piece.q, layer, w, slots_L, step.max_positions))
             else:
-                parts += self._naive(queries.q, layer, w, step.context, piece, own)
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
+                of_rows = None if own is None else tuple(t.narrow(0, piece.first_row, piece.rows) for t in own)
+                k_LHX, v_LHV = self._assembled(*(of_rows or self.decompressed(layer, w, slots_L)))
+                starts = piece.row_starts, piece.position_starts, piece.max_rows, piece.max_positions
+                ragged_attention(out_SHV, of_piece.q, k_LHX, v_LHV, *starts, self.softmax_scale)
+        return out_TV
 
     def after_attention(self, x_TD: Tensor, o_TV: Tensor, layer: int, w: BlockWeights, slots: Tensor) -> Tensor:
         """Add to a block's input what it computes, of what attention has returned, and return it: [T, D]."""
@@ -339,89 +361,43 @@ class Forward:
         """How many positions a row attends to at most, if they are chosen."""
         return self.weights.config.index_topk or 0
 
-    def _chooses(self, piece: Sequence[PrefillGroup]) -> bool:
-        """Whether chunks of a piece attend to chosen positions: some have more than are chosen."""
-        return self.index is not None and any(group.positions > self._n_chosen for group in piece)
+    def _chooses(self, piece: PrefillPiece) -> bool:
+        """Whether a piece is a chunk that attends to chosen positions: it has more than are chosen."""
+        return self.index is not None and piece.max_positions > self._n_chosen
 
-    def _of_group(
-        self,
-        queries: Queries,
-        layer: int,
-        w: AttentionWeights,
-        context: Tensor,
-        group: PrefillGroup,
-        own: tuple[Tensor, Tensor] | None,
-    ) -> Tensor:
-        """Attend from the rows of chunks of one size, to chosen positions if they have more: [rows, H, V]."""
-        if group.positions <= self._n_chosen:
-            return self._naive(queries.q, layer, w, context, [group], own)[0]
+    def _chosen(self, queries: Queries, layer: int, w: AttentionWeights, slots_L: Tensor) -> Tensor:
+        """Attend from the rows of one chunk to chosen positions: [S, H, V]."""
         assert self.index is not None
-        assert queries.of_index is not None
         c, latents = self.weights.config, self.cache.layers[layer].flatten(0, 1)
-        at_once = max(min(MAX_LOGITS // group.positions, MAX_QUERIES // (c.num_attention_heads * c.latent_dim)), 1)
-        results = []
-        for chunk in range(group.n_chunks):
-            slots_L = context.narrow(0, group.first_position + chunk * group.positions, group.positions)
-            k_LE, scale_L = self.index.read(layer, slots_L)
-            for row in range(0, group.rows, at_once):
-                n = min(at_once, group.rows - row)
-                of = queries.rows(group.first_row + chunk * group.rows + row, n)
-                assert of.of_index is not None
-                position = group.positions - group.rows + row
-                slots_TK = choose_of_prefix(of.of_index, k_LE, scale_L, slots_L, position, self._n_chosen)
-                q_THW = self._absorb(of.q, w)
-                o_THC = sparse_attention(q_THW, latents, slots_TK, c.kv_lora_rank, self.softmax_scale)
-                results.append(self._heads_nt(o_THC, w.w_v))
+        at_once = max(min(MAX_LOGITS // len(slots_L), MAX_QUERIES // (c.num_attention_heads * c.latent_dim)), 1)
+        k_LE, scale_L = self.index.read(layer, slots_L)
+        n_rows, results = len(queries.q), []
+        for row in range(0, n_rows, at_once):
+            of = queries.rows(row, min(at_once, n_rows - row))
+            assert of.of_index is not None
+            position = len(slots_L) - n_rows + row
+            slots_TK = choose_of_prefix(of.of_index, k_LE, scale_L, slots_L, position, self._n_chosen)
+            o_THC = sparse_attention(self._absorb(of.q, w), latents, slots_TK, c.kv_lora_rank, self.softmax_scale)
+            results.append(self._heads_nt(o_THC, w.w_v))
         return torch.cat(results)
 
-    def _naive(
-        self,
-        q_THX: Tensor,
-        layer: int,
-        w: AttentionWeights,
-        context: Tensor,
-        groups: Sequence[PrefillGroup],
-        own: tuple[Tensor, Tensor] | None,
-    ) -> list[Tensor]:
-        """Attend from the rows of a piece's chunks to the positions before them: [rows, H, V] of each group.
-
-        Keys and values of all its chunks are computed by one GEMM, and chunks of one size attend together.
-        """
-        first = groups[0].first_position
-        n_positions = sum(group.n_chunks * group.positions for group in groups)
-        if own is None:
-            k_LHX, v_LHV = self._keys_and_values(layer, w, context.narrow(0, first, n_positions))
-        else:
-            k_LHX, v_LHV = self._assembled(*(t.narrow(0, groups[0].first_row, n_positions) for t in own))
-        results = []
-        for group in groups:
-            shape = group.n_chunks, -1
-            q_BSHX = q_THX.narrow(0, group.first_row, group.n_chunks * group.rows).unflatten(0, shape)
-            k_BLHX, v_BLHV = (
-                t.narrow(0, group.first_position - first, group.n_chunks * group.positions).unflatten(0, shape)
-                for t in (k_LHX, v_LHV)
-            )
-            attend = attention_to_all if group.rows == group.positions else attend_last
-            results.append(attend(q_BSHX, k_BLHX, v_BLHV, self.softmax_scale).flatten(0, 1))
-        return results
-
     def _naive_in_parts(
-        self, q_THX: Tensor, layer: int, w: AttentionWeights, context: Tensor, chunk: PrefillGroup, max_positions: int
+        self, q_SHX: Tensor, layer: int, w: AttentionWeights, slots_L: Tensor, max_positions: int
     ) -> Tensor:
         """Attend from the rows of one chunk to more positions than fit into memory at once: [S, H, V].
 
         The softmax over the positions before the chunk is computed in parts, which are merged with that over its own.
         """
-        q_BSHX = q_THX.narrow(0, chunk.first_row, chunk.rows)[None]
-        of_chunk = context.narrow(0, chunk.first_position, chunk.positions)
-        before, own = of_chunk.split([chunk.positions - chunk.rows, chunk.rows])
+        q_BSHX = q_SHX[None]
+        before, own = slots_L.split([len(slots_L) - len(q_SHX), len(q_SHX)])
         k_SHX, v_SHV = self._keys_and_values(layer, w, own)
-        o_BSHV, lse_BHS = attention(q_BSHX, k_SHX[None], v_SHV[None], self.softmax_scale)
-        for part in before.split(max_positions):
-            k_LHX, v_LHV = self._keys_and_values(layer, w, part)
-            of_part = attention(q_BSHX, k_LHX[None], v_LHV[None], self.softmax_scale, False)
-            o_BSHV, lse_BHS = merge_attention((o_BSHV, lse_BHS), of_part)
-        return o_BSHV[0].to(q_THX.dtype)
+        with sdpa_kernel(WITHOUT_PLANS):
+            o_BSHV, lse_BHS = attention(q_BSHX, k_SHX[None], v_SHV[None], self.softmax_scale)
+            for part in before.split(max_positions):
+                k_LHX, v_LHV = self._keys_and_values(layer, w, part)
+                of_part = attention(q_BSHX, k_LHX[None], v_LHV[None], self.softmax_scale, False)
+                o_BSHV, lse_BHS = merge_attention((o_BSHV, lse_BHS), of_part)
+        return o_BSHV[0].to(q_SHX.dtype)
 
     def _keys_and_values(self, layer: int, w: AttentionWeights, slots_L: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the keys and values of cached positions: [L, H, X] and [L, H, V]."""
@@ -588,25 +564,6 @@ class Forward:
 
 
 NORM_EPS = 1e-6  # of the norms of compressed queries and latents, as in `octile.nn.MLA` and published models
-
-
-def attention_to_all(q_BSHX: Tensor, k_BSHX: Tensor, v_BSHV: Tensor, scale: float) -> Tensor:
-    """Attend causally from S positions to themselves: [B, S, H, V]."""
-    return attention(q_BSHX, k_BSHX, v_BSHV, scale)[0]
-
-
-def attend_last(q_BSHX: Tensor, k_BLHX: Tensor, v_BLHV: Tensor, scale: float) -> Tensor:
-    """Attend causally from the last S of L positions: [B, S, H, V]."""
-    s, positions, width = q_BSHX.shape[1], k_BLHX.shape[1], q_BSHX.shape[-1]
-    q_BHSX, k_BHLX, v_BHLV = (t.transpose(1, 2) for t in (q_BSHX, k_BLHX, v_BLHV))
-    if not q_BSHX.is_cuda:
-        mask_SL = torch.ones(s, positions, dtype=torch.bool).tril(positions - s)
-        return F.scaled_dot_product_attention(q_BHSX, k_BHLX, v_BHLV, mask_SL, scale=scale).transpose(1, 2)
-    from torch.nn.attention.bias import causal_lower_right  # late: it warns where there is no GPU
-
-    v_BHLX = F.pad(v_BHLV, (0, width - v_BHLV.shape[-1]))  # FlashAttention needs equally many channels
-    o_BHSX = F.scaled_dot_product_attention(q_BHSX, k_BHLX, v_BHLX, causal_lower_right(s, positions), scale=scale)
-    return o_BHSX.transpose(1, 2)[..., : v_BLHV.shape[-1]]
 
 
 def merge_attention(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -127,12 +127,12 @@ class _Graphs:
         buffers.slots[:n] = step.slots
         buffers.slots[n:] = -1
         torch.clamp(buffers.slots, min=0, out=buffers.places)
-        begins = all(group.rows == group.positions for piece in step.prefills for group in piece)
+        begins = all(piece.rows == piece.positions for piece in step.prefills)
         own = (buffers.kv_TY, buffers.rope_TR) if begins else None
         self._replays[0]()
         for layer, block in enumerate(forward.weights.blocks):
-            queries = self._queries[layer].rows(0, n)
-            buffers.o_TV[:n] = forward.attend(queries, layer, block.attention, step, own)
+            queries, out_TV = self._queries[layer].rows(0, n), buffers.o_TV[:n]
+            forward.attend(queries, layer, block.attention, step, own, out_TV)
             self._replays[layer + 1]()
         return forward.last_norm(buffers.x_TD[:n])
 

@@ -11,9 +11,9 @@ text attends to its positions in parts (`octile.serve.forward`).
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from octile.ops.latent_cache import PAGE
 from octile.serve.batch import Chunk
 from octile.serve.config import MAX_DRAFTS
-from octile.serve.forward import PrefillGroup, Step
+from octile.serve.forward import PrefillPiece, Step
 
 MAX_DECODE_TOKENS = 1 + MAX_DRAFTS  # of a chunk that attends in the absorbed form: a token, and drafts to be verified
 CONTEXT_POSITIONS = 2**14  # whose keys and values are in memory at once: more only if the step has more tokens
@@ -35,7 +35,7 @@ class Layout:
 
     Attributes:
         decode: the numbers of the chunks that are decoded, in the batch's order.
-        prefill: those of the others, sorted by their first position and size.
+        prefill: those of the others.
         n_decode: decode rows.
     """
 
@@ -50,7 +50,6 @@ class Layout:
         sizes = [len(chunk.tokens) for chunk in chunks]
         decode = [i for i, size in enumerate(sizes) if absorbed_only or size <= MAX_DECODE_TOKENS]
         prefill = [] if len(decode) == len(chunks) else sorted(set(range(len(chunks))) - set(decode))
-        prefill.sort(key=lambda i: (chunks[i].start, sizes[i]))  # chunks of one size attend together
         return cls(chunks, decode, prefill, sum(sizes[i] for i in decode))
 
     def rows(self) -> list[int] | None:
@@ -151,8 +150,15 @@ def send(t: Tensor, device: torch.device) -> Tensor:
     return t.pin_memory().to(device, non_blocking=True)
 
 
-def mixed_step(layout: Layout, block_rows: int, device: torch.device) -> Step:
-    """Make a step of any chunks, on a device; decode rows alone are padded to a multiple of block_rows."""
+def mixed_step(layout: Layout, block_rows: int, device: torch.device, max_together: int | None = None) -> Step:
+    """Make a step of any chunks, on a device.
+
+    Args:
+        layout: the chunks.
+        block_rows: decode rows alone are padded to a multiple of it.
+        device: of the step.
+        max_together: a chunk with more positions has a piece of its own; None: none has.
+    """
     of_decode = [layout.chunks[i] for i in layout.decode]
     n_rows = -(-layout.n_decode // block_rows) * block_rows
     rows = DecodeRows(n_rows, max((len(chunk.pages) for chunk in of_decode), default=0), pinned=False)
@@ -173,7 +179,7 @@ def mixed_step(layout: Layout, block_rows: int, device: torch.device) -> Step:
         positions=positions_T,
         slots=slots_T,
         context=send(torch.cat(contexts), device),
-        prefills=_pieces(_groups(chunks, n_rows), max_positions),
+        prefills=_pieces(chunks, n_rows, max_positions, max_together, device),
         max_positions=max_positions,
     )
 
@@ -184,34 +190,31 @@ def _slots(chunk: Chunk) -> Tensor:
     return torch.frombuffer(chunk.pages, dtype=torch.int32)[position // PAGE].long() * PAGE + position % PAGE
 
 
-def _groups(chunks: Sequence[Chunk], first_row: int) -> list[PrefillGroup]:
-    """Return the groups of chunks of one size; the first chunk's first row is first_row."""
-    groups, first_position = list[PrefillGroup](), 0
-    for (start, size), alike in groupby(chunks, key=lambda chunk: (chunk.start, len(chunk.tokens))):
-        n = sum(1 for _ in alike)
-        groups.append(PrefillGroup(n, size, start + size, first_row, first_position))
-        first_row, first_position = first_row + n * size, first_position + n * (start + size)
-    return groups
-
-
-def _pieces(groups: Sequence[PrefillGroup], n_positions: int) -> list[list[PrefillGroup]]:
-    """Divide groups into pieces of at most n_positions positions, or of one chunk."""
-    pieces, left = [list[PrefillGroup]()], n_positions
-    for group in groups:
-        while group.n_chunks:
-            n = min(group.n_chunks, left // group.positions)
-            if n < 1 and pieces[-1]:
-                pieces.append([])
-                left = n_positions
-                continue
-            n = max(n, 1)
-            pieces[-1].append(group._replace(n_chunks=n))
-            left -= n * group.positions
-            group = PrefillGroup(
-                group.n_chunks - n,
-                group.rows,
-                group.positions,
-                group.first_row + n * group.rows,
-                group.first_position + n * group.positions,
-            )
+def _pieces(
+    chunks: Sequence[Chunk], first_row: int, n_positions: int, max_together: int | None, device: torch.device
+) -> list[PrefillPiece]:
+    """Divide chunks into pieces of at most n_positions positions, or of one chunk; the first row is first_row."""
+    pieces, first_position = list[PrefillPiece](), 0
+    of_chunks = [(len(chunk.tokens), chunk.start + len(chunk.tokens)) for chunk in chunks]
+    for sizes in _divided(of_chunks, n_positions, n_positions if max_together is None else max_together):
+        starts = np.zeros((2, len(sizes) + 1), dtype=np.int32)
+        np.cumsum(np.array(sizes).T, axis=1, out=starts[:, 1:])
+        rows, positions = starts[:, -1].tolist()
+        row_starts, position_starts = send(torch.from_numpy(starts), device).unbind()
+        most = max(size[0] for size in sizes), max(size[1] for size in sizes)
+        pieces.append(PrefillPiece(first_row, rows, first_position, positions, row_starts, position_starts, *most))
+        first_row, first_position = first_row + rows, first_position + positions
     return pieces
+
+
+def _divided(sizes: Sequence[tuple[int, int]], n_positions: int, max_together: int) -> Iterator[list[tuple[int, int]]]:
+    """Yield the (rows, positions) of the chunks of each piece."""
+    piece, left = list[tuple[int, int]](), n_positions
+    for rows, positions in sizes:
+        is_alone = positions > max_together
+        if piece and (is_alone or positions > left):
+            yield piece
+            piece, left = [], n_positions
+        piece.append((rows, positions))
+        left = 0 if is_alone else left - positions
+    yield piece

@@ -25,6 +25,7 @@ from octile.ops.norm import rms_norm, rms_norm_backward, rms_norm_quantize
 from octile.ops.paged_attention import paged_attention
 from octile.ops.permute import permute, unpermute, unpermute_backward
 from octile.ops.quantize import dequantize, quantize, quantize_with_scale
+from octile.ops.ragged_attention import ragged_attention
 from octile.ops.rope import rotate_halves
 from octile.ops.routing_plan import count_tokens, routing_plan
 from octile.ops.row_invariant import row_invariant_matmul_nt
@@ -87,6 +88,10 @@ def _slots() -> torch.Tensor:
     return torch.tensor([70, 3], device="cuda")
 
 
+def _starts() -> torch.Tensor:
+    return torch.tensor([0, 6, 9], dtype=torch.int32, device="cuda")
+
+
 def _pages() -> torch.Tensor:
     return torch.tensor([[1, 0], [0, 1]], dtype=torch.int32, device="cuda")
 
@@ -126,6 +131,10 @@ CASES = {
         )
         for dtype, width in ((torch.bfloat16, 40), (torch.uint8, 52))
     },
+    "attention of texts of any lengths": lambda: (
+        ragged_attention,
+        (*torch.randn(4, 9, 2, 32, device="cuda").bfloat16(), *2 * (_starts(),), 6, 6, 0.1),
+    ),
     "rows that do not depend on each other": lambda: (
         row_invariant_matmul_nt,
         (*(torch.randn(2, n, 40, device="cuda").bfloat16() for n in (5, 7)), torch.float32),

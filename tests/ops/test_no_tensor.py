@@ -33,6 +33,7 @@ from octile.ops.packed import packed_matmul_nt
 from octile.ops.paged_attention import paged_attention
 from octile.ops.permute import permute, unpermute, unpermute_backward
 from octile.ops.quantize import dequantize, quantize, quantize_with_scale
+from octile.ops.ragged_attention import ragged_attention
 from octile.ops.rope import latent_keys, latent_keys_backward, rotate_, rotate_halves
 from octile.ops.routing_plan import count_tokens, routing_plan
 from octile.ops.row_invariant import row_invariant_matmul_nt
@@ -82,6 +83,8 @@ CACHE, SLOTS = torch.zeros(1, 64, 128), torch.tensor([1, 0])
 F8 = ENCODED.to(torch.float8_e4m3fn)
 KEYS = torch.zeros(2, 64 * 132, dtype=torch.uint8)
 Q, W, COLUMNS = octile.ScaledTensor(*A), octile.ScaledTensor(*STACK), octile.ScaledTensor(*TRANSPOSED)
+
+STARTS = torch.tensor([0, 2], dtype=torch.int32)
 
 CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     adamw: ([FLAT.clone()], [FLAT], [FLAT.clone()], [FLAT.clone()], [], torch.ones(1, 3), 0.9, 0.9, 1e-8),
@@ -134,6 +137,7 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     quantize_rows_and_columns: (X, "int8", False, TILES),
     quantize_transposed: (X, "int8", False, X),
     quantize_with_scale: (X, torch.ones(1), "e4m3"),
+    ragged_attention: (*4 * (X[:, None],), STARTS, STARTS, 2, 2, 1.0),
     read_latents: (CACHE, SLOTS, 100, torch.float32),
     requantize_transposed: (ENCODED, SCALE, False, "int8", ENDS - 1, TILES[:1]),
     rms_norm: (X, FLAT, 1e-6),

@@ -199,7 +199,7 @@ def test_the_positions_of_a_piece_are_bounded_by_the_steps_tokens_and_a_constant
     step = mixed_step(Layout.of(chunks, absorbed_only=False), 1, torch.device("cpu"))
     assert step.context is not None
     assert len(step.context) == 64 * 4116
-    sizes = [sum(group.n_chunks * group.positions for group in piece) for piece in step.prefills]
+    sizes = [piece.positions for piece in step.prefills]
     assert sum(sizes) == 64 * 4116
     assert max(sizes) <= CONTEXT_POSITIONS
 

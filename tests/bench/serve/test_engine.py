@@ -65,7 +65,7 @@ def test_a_profile_has_kinds_idle_time_and_the_largest_kernels(monkeypatch):
     kernels = [KernelRecord("gemm", 0, 600), KernelRecord("mla_decode", 700, 200), KernelRecord(long, 900, 100)]
     monkeypatch.setattr(engine, "PROFILED", 1)
     monkeypatch.setattr(engine, "record_kernels", lambda work: work() and kernels)
-    found = {row.what: (row.value, row.unit) for row in engine._profile("a case", lambda: 1, torch.device("cuda"))}
+    found = {row.what: (row.value, row.unit) for row in engine.profile_rows("a case", lambda: 1, torch.device("cuda"))}
     assert found == {
         "GEMMs, of the kernels": (pytest.approx(100 * 6 / 9), "%"),
         "attention, of the kernels": (pytest.approx(100 * 2 / 9), "%"),
@@ -79,7 +79,7 @@ def test_a_profile_has_kinds_idle_time_and_the_largest_kernels(monkeypatch):
 
 def test_a_profiler_without_the_gpu_gives_no_profile(monkeypatch, capsys):
     monkeypatch.setattr(engine, "record_kernels", lambda work: [])
-    assert engine._profile("a case", lambda: 1, torch.device("cuda")) == []
+    assert engine.profile_rows("a case", lambda: 1, torch.device("cuda")) == []
     assert "left out: profile of a case" in capsys.readouterr().err
 
 
