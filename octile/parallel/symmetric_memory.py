@@ -32,6 +32,7 @@ import socket
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeVar
 
 import torch
@@ -307,6 +308,23 @@ class PeerDispatcher(ExpertDispatcher):
         self.enough_rows = self.n_ranks * max_tokens * n_chosen
         self.max_rows = self.enough_rows if max_rows is None else min(self.enough_rows, max_rows)
         self.too_many_rows = too_many_rows
+
+    def of_at_most(self, max_tokens: int) -> PeerDispatcher:
+        """Return this dispatcher for at most so many tokens of any rank, in the same memory: fewer rows.
+
+        All ranks must use the same one of them.
+
+        Raises:
+            ValueError: this dispatcher is of fewer tokens.
+        """
+        if not 1 <= max_tokens <= self.max_tokens:
+            raise ValueError(f"max_tokens must be from 1 to {self.max_tokens}, not {max_tokens}")
+        smaller = copy(self)
+        smaller.max_tokens = max_tokens
+        smaller._most_sent = self._most_sent // self.max_tokens * max_tokens
+        smaller.enough_rows = self.enough_rows // self.max_tokens * max_tokens
+        smaller.max_rows = min(self.max_rows, smaller.enough_rows)
+        return smaller
 
     @property
     def memory(self) -> PeerMemory:

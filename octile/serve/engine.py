@@ -163,7 +163,7 @@ class Engine:
         if launched is None and self._can_launch(None):
             launched = self._launch(None)
         if launched is None:
-            return self._run()
+            return self.run(self._scheduler.schedule())
         self._in_flight = self._launch(launched) if self._can_launch(launched) else None
         outputs = self._read(launched)
         if not self._requests:
@@ -189,14 +189,14 @@ class Engine:
             self._in_flight = None
         return outputs
 
-    def run(self) -> list[Output]:
-        """Read the decode step that was launched, and run one forward pass of any chunks."""
+    def schedule(self) -> tuple[list[Output], list[Scheduled]]:
+        """Read the decode step that was launched, and choose the chunks of the next forward pass, which `run` runs."""
         before, self._in_flight = self._in_flight, None
-        return ([] if before is None else self._read(before)) + self._run()
+        outputs = [] if before is None else self._read(before)
+        return outputs, self._scheduler.schedule()
 
-    def _run(self) -> list[Output]:
-        """Run a forward pass of any chunks, and read what it has chosen."""
-        scheduled = self._scheduler.schedule()
+    def run(self, scheduled: Sequence[Scheduled]) -> list[Output]:
+        """Run a forward pass of chunks that were scheduled just before, and read what it has chosen."""
         if not scheduled:
             return []
         self._steps += 1

@@ -21,7 +21,7 @@ E experts, K chosen ones, I intermediate; a chunk has S rows and reads L positio
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -51,6 +51,7 @@ from octile.ops.row_invariant import row_invariant_matmul_nt
 from octile.ops.sparse_attention import paged_sparse_attention, sparse_attention
 from octile.ops.swiglu import swiglu, swiglu_quantize
 from octile.parallel.decoding import SortedExchange
+from octile.parallel.symmetric_memory import PeerDispatcher
 from octile.routing import choice_of
 from octile.scaled import ScaledTensor
 from octile.serve.chosen_keys import MAX_LOGITS, IndexQueries, choose_of_pages, choose_of_prefix, schedule
@@ -152,8 +153,9 @@ class Forward:
         batch_invariant: see the head of this file.
         expert_load: counts the tokens of each expert; None: nothing does.
         spread: the experts of all ranks, if they are spread over several.
-        exchange: of the rows of decode steps, for which the host does not wait; None: that of `spread`.
+        exchange: of the rows of decode steps, for which the host does not wait; None: by the dispatcher.
         index: the pages of the indexer's keys; None: rows attend to all positions.
+        dispatcher: sends rows to experts.
     """
 
     weights: ServedWeights
@@ -167,6 +169,7 @@ class Forward:
     spread: SpreadExperts | None
     index: IndexPages | None = None
     exchange: SortedExchange | None = None
+    dispatcher: LocalDispatcher = LOCAL
 
     @classmethod
     def make(
@@ -185,7 +188,14 @@ class Forward:
         cos, sin = rope.cos_sin(torch.arange(max_position, device=weights.device))
         unrotated = torch.ones_like(cos[:1]), torch.zeros_like(sin[:1])
         scale = rope.softmax_factor * c.qk_head_dim**-0.5
-        return cls(weights, cache, cos, sin, unrotated, scale, batch_invariant, expert_load, spread, index)
+        forward = cls(weights, cache, cos, sin, unrotated, scale, batch_invariant, expert_load, spread, index)
+        return forward if spread is None else replace(forward, dispatcher=spread.dispatcher)
+
+    def of_rows(self, rows: int) -> Forward:
+        """Return this pass for steps of at most so many rows on any rank."""
+        if not isinstance(self.dispatcher, PeerDispatcher):
+            return self
+        return replace(self, dispatcher=self.dispatcher.of_at_most(rows))
 
     def hidden(self, step: Step) -> Tensor:
         """Compute what the head reads, [T, D], and write the rows' latents of all layers but the prediction layer."""
@@ -435,9 +445,11 @@ class Forward:
         if self.exchange is not None:
             return self._exchanged_mixture(x, layer, w, slots, weights_TK, experts_TK, self.exchange)
         load_E = count_tokens(experts_TK, len(w.gate))[0]
-        dispatcher = LOCAL
+        dispatcher = self.dispatcher
         if self.spread is not None:
-            experts_TK, dispatcher = self.spread.slots(layer, experts_TK), self.spread.dispatcher
+            experts_TK = self.spread.slots(layer, experts_TK)
+        if isinstance(dispatcher, PeerDispatcher):
+            experts_TK = experts_TK.masked_fill((slots < 0)[:, None], -1)  # padding goes nowhere
         plan = dispatcher.plan(experts_TK, load_E)
         shared_TD = None if w.shared is None else self._mlp(x, w.shared)
         if x.q is not None and w.x.has_fp8:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.ops.latent_cache import PAGE
+from octile.parallel.symmetric_memory import PeerDispatcher
 from octile.serve.batch import Batch, Chunk, DecodedTokens, DecodeRequest, Results
 from octile.serve.chosen_keys import why_not_captured
 from octile.serve.config import check_expert_window
@@ -31,7 +32,7 @@ from octile.serve.graph_memory import GraphMemory
 from octile.serve.index_pages import IndexPages, bytes_per_key
 from octile.serve.latent_pages import CacheFormat, LatentPages, bytes_per_row
 from octile.serve.page_bytes import PageBytes
-from octile.serve.prefill_graphs import PrefillGraphs
+from octile.serve.prefill_graphs import MAX_ROWS, PrefillGraphs, padded_rows
 from octile.serve.spread_experts import SpreadExperts
 from octile.serve.step_inputs import BLOCK_ROWS, Layout, mixed_step, send
 from octile.serve.weights import ServedWeights
@@ -96,7 +97,7 @@ class ModelRunner:
         if expert_window:
             layers = [layer for layer in range(n_layers) if c.is_moe(layer)]
             self.expert_load = ExpertLoad(layers, c.n_routed_experts, expert_window, self.device)
-        self.n_steps = self.n_draft_passes = self.min_decode = 0
+        self.n_steps = self.n_draft_passes = self.min_decode = self.most_rows = 0
         self.forward = Forward.make(
             weights, self.cache, self.max_position, batch_invariant, self.expert_load, self.spread, self.index
         )
@@ -113,11 +114,11 @@ class ModelRunner:
         self.draft_graphs: DecodeGraphs | None = None
         self.prefill_graphs: PrefillGraphs | None = None
         self.loop: DecodeLoop | None = None
-        self._decoding = self.forward
+        self._decoding = self._with_peers = self.forward
         if self._max_rows:
             self._capture(GraphMemory(self.device), max_step_tokens)
         elif self.spread is not None and self.device.type == "cuda" and max_batch:
-            self._capture_spread(self.spread, GraphMemory(self.device))
+            self._capture_spread(self.spread, GraphMemory(self.device), max_step_tokens)
 
     def _waits_for_index(self) -> bool:
         """Whether the host waits for the indexer's logits in each step, on a GPU."""
@@ -137,13 +138,25 @@ class ModelRunner:
         self.loop = self._new_loop(memory)
         torch.cuda.empty_cache()  # what was computed before each capture
 
-    def _capture_spread(self, spread: SpreadExperts, memory: GraphMemory) -> None:
-        """Capture the steps for which no host waits: those that all ranks launch ahead."""
+    def _capture_spread(self, spread: SpreadExperts, memory: GraphMemory, max_step_tokens: int) -> None:
+        """Capture the steps of experts over ranks, if kernels can exchange their rows."""
+        if (why_not := spread.why_not_peers()) is not None:
+            what = f"steps are computed without CUDA graphs, and the host waits in each layer: {why_not}"
+            warnings.warn(what, RuntimeWarning, stacklevel=3)
+            return
+        if max_step_tokens:
+            self.use_peers(spread.peer_dispatcher(padded_rows(min(max_step_tokens, MAX_ROWS))))
+            if not self.batch_invariant:
+                self.prefill_graphs = PrefillGraphs(self._with_peers, memory, max_step_tokens)
         exchange = spread.decoding_exchange(self._max_batch * (1 + self.n_drafts))
         if exchange is not None:
             self._decoding, self.max_ahead = replace(self.forward, exchange=exchange), self._max_batch
             self.loop = self._new_loop(memory)
             torch.cuda.empty_cache()
+
+    def use_peers(self, dispatcher: PeerDispatcher) -> None:
+        """Exchange the rows of steps that are not launched ahead by kernels, if they fit."""
+        self._with_peers = replace(self.forward, dispatcher=dispatcher)
 
     def _new_loop(self, memory: GraphMemory | None = None) -> DecodeLoop:
         max_pages = -(-self.max_position // PAGE)
@@ -216,7 +229,7 @@ class ModelRunner:
         padding = len(step.tokens) - n_rows
         if padding:
             hidden_TD = torch.cat((hidden_TD, hidden_TD.new_zeros(padding, hidden_TD.shape[1])))
-        return self._results(self._in_order(self.forward.draft(step, hidden_TD), layout), layout)
+        return self._results(self._in_order(self._of_rows().draft(step, hidden_TD), layout), layout)
 
     @torch.no_grad()
     def decode(self, requests: Sequence[DecodeRequest]) -> DecodedTokens:
@@ -237,7 +250,7 @@ class ModelRunner:
         if decodes:
             self.decode(())
             return
-        self.forward.hidden(self._padding())
+        self._hidden(self._padding())
         self._end_step()
 
     @torch.no_grad()
@@ -246,7 +259,7 @@ class ModelRunner:
         width = self.forward.weights.config.hidden_size
         for _ in range(passes):
             step = self._padding()
-            self.forward.draft(step, self.forward.weights.head.new_zeros(len(step.tokens), width))
+            self._of_rows().draft(step, self.forward.weights.head.new_zeros(len(step.tokens), width))
             self.n_draft_passes += 1
 
     def _padding(self) -> Step:
@@ -258,9 +271,20 @@ class ModelRunner:
             self.expert_load.end_step()
 
     def _hidden(self, step: Step) -> Tensor:
-        if self.prefill_graphs is not None and step.prefills:
-            return self.prefill_graphs.hidden(step)
-        return self.forward.hidden(step)
+        graphs = self.prefill_graphs
+        if graphs is None or not (step.prefills if self.spread is None else self._has_peers):
+            return self._of_rows().hidden(step)
+        return graphs.hidden(step, self.most_rows)
+
+    def _of_rows(self) -> Forward:
+        """The pass of a step whose rows fit into graphs, or of one without."""
+        return self._with_peers.of_rows(padded_rows(self.most_rows)) if self._has_peers else self.forward
+
+    @property
+    def _has_peers(self) -> bool:
+        """Whether kernels exchange the rows of a step, the same on all ranks."""
+        dispatcher = self._with_peers.dispatcher
+        return isinstance(dispatcher, PeerDispatcher) and 0 < self.most_rows <= dispatcher.max_tokens
 
     def _has_graph(self, layout: Layout) -> bool:
         return layout.n_decode <= self._max_rows and not layout.prefill

@@ -15,6 +15,9 @@ or of 1,024; what fills them is written nowhere. The graphs of all numbers of ro
 buffers, since they run one after the other. Where there is no memory for them, steps of that number of rows are
 computed without a graph.
 
+If the experts are spread over ranks, rows that are exchanged are two micro-batches: while those of one are on their
+way, the other's are computed (`octile.nn.interleave`). Attention is not divided.
+
 Shapes: T rows, D model, H heads, X channels of a query, R of a rotary key, V of a value, Y of all heads' keys but their
 rotary part, and values.
 """
@@ -29,11 +32,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from octile.nn.interleave import run_interleaved
 from octile.serve.chosen_keys import IndexQueries
 from octile.serve.forward import Forward, Queries, Step
 from octile.serve.graph_memory import GraphMemory
+from octile.serve.weights import MLPWeights
 
 FEW_ROWS, MAX_ROWS = 2048, 8192
+MICRO_BATCHED_ROWS = 2048  # of a graph whose rows go to other ranks, from which on it has two micro-batches
 ROWS = 256, 1024  # to multiples of which steps are padded: up to FEW_ROWS, and beyond
 
 
@@ -52,17 +58,23 @@ class PrefillGraphs:
         sizes = graph_rows(min(max_rows, MAX_ROWS))
         self._of_size = {size: self._capture(size) for size in reversed(sizes)}
 
-    def hidden(self, step: Step) -> Tensor:
-        """Compute `Forward.hidden` of a step."""
-        graphs = self._of_size.get(padded_rows(len(step.tokens)))
-        return self._forward.hidden(step) if graphs is None else graphs.hidden(step)
+    def hidden(self, step: Step, at_least: int = 0) -> Tensor:
+        """Compute `Forward.hidden` of a step.
+
+        Args:
+            step: the step.
+            at_least: rows, for which the graph has room: ranks that exchange rows have graphs of one size.
+        """
+        size = padded_rows(max(len(step.tokens), at_least))
+        graphs = self._of_size.get(size)
+        return self._forward.of_rows(size).hidden(step) if graphs is None else graphs.hidden(step)
 
     def _capture(self, size: int) -> _Graphs | None:
         """Capture the graphs of a number of rows; None, with a warning: it is not possible."""
         try:
             if self._buffers is None:
                 self._buffers = _Buffers.make(self._forward, size)
-            return _Graphs(self._forward, self._buffers.first(size), self._record)
+            return _Graphs(self._forward.of_rows(size), self._buffers.first(size), self._record)
         except RuntimeError as error:
             what = f"steps of {size} rows are computed without CUDA graphs, which could not be captured: {error}"
             warnings.warn(what, RuntimeWarning, stacklevel=2)
@@ -141,12 +153,28 @@ class _Graphs:
         forward, buffers, blocks = self._forward, self._buffers, self._forward.weights.blocks
         x_TD, slots = buffers.x_TD, buffers.slots
         if i:
-            forward.after_attention(x_TD, buffers.o_TV, i - 1, blocks[i - 1], slots)
+            self._after_attention(i - 1)
         if i < len(blocks):
             w, rows, cos_sin = blocks[i].attention, len(x_TD), (buffers.cos, buffers.sin)
             out_TW = buffers.q[: rows * forward.query_width(w)].view(rows, -1)
             self._queries[i] = self._stored(forward.queries(x_TD, i, blocks[i], slots, cos_sin, out_TW))
             buffers.rope_TR.copy_(forward.decompressed(i, w, buffers.places, buffers.kv_TY)[1])
+
+    def _after_attention(self, layer: int) -> None:
+        """Compute the rest of a layer, with experts of other ranks in two micro-batches: one travels meanwhile."""
+        forward, block = self._forward, self._forward.weights.blocks[layer]
+        rows = self._buffers.x_TD, self._buffers.o_TV, self._buffers.slots
+        size = len(self._buffers.slots)
+
+        def compute(first: int, n: int) -> None:
+            x_TD, o_TV, slots = (t.narrow(0, first, n) for t in rows)
+            with torch.no_grad():  # also in the thread of a micro-batch
+                forward.of_rows(n).after_attention(x_TD, o_TV, layer, block, slots)
+
+        if size < MICRO_BATCHED_ROWS or not forward.dispatcher.exchanges or isinstance(block.mlp, MLPWeights):
+            compute(0, size)
+        else:
+            run_interleaved(partial(compute, 0, size // 2), partial(compute, size // 2, size - size // 2))
 
     def _stored(self, queries: Queries) -> Queries:
         """Return queries whose memory outlasts the graph, and is that of all layers."""

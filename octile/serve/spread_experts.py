@@ -37,6 +37,7 @@ from octile.models.config import ModelConfig
 from octile.parallel import symmetric_memory
 from octile.parallel.decoding import SortedExchange, most_tokens
 from octile.parallel.experts import ExpertDispatcher, check_agreement, check_divisible, groups_of
+from octile.parallel.symmetric_memory import PeerDispatcher
 from octile.scaled import ScaledTensor
 from octile.serve.drafts import check_can_draft
 from octile.serve.dynamic_redundancy import TooFewActiveError, assign_copies, choose_copies
@@ -176,26 +177,36 @@ class SpreadExperts:
         assert isinstance(mlp, MoEWeights)
         return mlp
 
-    def decoding_exchange(self, max_tokens: int) -> SortedExchange | None:
-        """Make an exchange of at most so many rows of a rank, for which no host waits.
-
-        All ranks must call it with the same number. If it is not possible, a warning says why, and the result is None.
-        """
-        groups, c = self.dispatcher.groups, self.weights.config
-        most = most_tokens(self.dispatcher.n_ranks, c.num_experts_per_tok)
-        why_not = symmetric_memory.why_not_peers(groups)
+    def why_not_peers(self) -> str | None:
+        """Return why kernels cannot exchange rows, so that hosts wait; None: they can. All ranks call it."""
         if self.num_active is not None:
-            why_not = "the host chooses the active experts"
-        elif max_tokens > most:
-            why_not = f"a rank has up to {max_tokens} rows, but {self.dispatcher.n_ranks} ranks may have {most} each"
-        if why_not is not None:
-            what = f"decode steps wait for the host, and have no CUDA graphs: {why_not}"
+            return "the host chooses the active experts of each layer"
+        return symmetric_memory.why_not_peers(self.dispatcher.groups)
+
+    def peer_dispatcher(self, max_tokens: int) -> PeerDispatcher:
+        """Make a dispatcher of at most so many rows of a rank, by kernels. All ranks call it with the same number."""
+        memory = symmetric_memory.PeerMemory(self.dispatcher.groups[-1])
+        return PeerDispatcher(*self._sizes, memory, max_tokens)
+
+    def decoding_exchange(self, max_tokens: int) -> SortedExchange | None:
+        """Make an exchange of few rows, at most so many of a rank, by kernels.
+
+        All ranks must call it with the same number. If they are too many, a warning says so, and the result is None.
+        """
+        n_ranks, n_chosen = self.dispatcher.n_ranks, self.dispatcher.n_chosen
+        most = most_tokens(n_ranks, n_chosen)
+        if max_tokens > most:
+            rows = f"a rank has up to {max_tokens} rows, but {n_ranks} ranks may have {most} each"
+            what = f"decode steps are not launched ahead: {rows}"
             warnings.warn(what, RuntimeWarning, stacklevel=2)
             return None
-        down, memory = self.mixture(self.layers[0]).down, symmetric_memory.PeerMemory(groups[-1])
+        down, memory = self.mixture(self.layers[0]).down, symmetric_memory.PeerMemory(self.dispatcher.groups[-1])
         dtype = torch.float8_e4m3fn if isinstance(down, ScaledTensor) else self.weights.dtype
-        n_slots = self.physical_to_logical.shape[1]
-        return SortedExchange(n_slots, c.num_experts_per_tok, c.hidden_size, dtype, memory, max_tokens)
+        return SortedExchange(*self._sizes, dtype, memory, max_tokens)
+
+    @property
+    def _sizes(self) -> tuple[int, int, int]:
+        return self.dispatcher.n_experts, self.dispatcher.n_chosen, self.weights.config.hidden_size
 
     def slots_of_experts(self, layer: int) -> tuple[Tensor, Tensor]:
         """The slots of each expert of a layer, int64 [E, C], and how many it has [E]; they change as experts move."""
@@ -349,14 +360,28 @@ class SpreadEngine:
             self._place()
         outputs: list[Output] | None = None
         if has_work:
-            runner = self._runner
-            n_steps, n_drafts = runner.n_steps, runner.n_draft_passes
-            outputs = self.engine.run() if needs_run else self.engine.launch()
-            if runner.n_steps == n_steps:
-                runner.take_part(decodes=not needs_run)
-            if needs_run:
-                runner.take_part_in_drafts(runner.n_drafts - (runner.n_draft_passes - n_drafts))
+            outputs = self._run() if needs_run else self._launch()
         self._moves = self._spread.move_layer()
+        return outputs
+
+    def _launch(self) -> list[Output]:
+        n_steps = self._runner.n_steps
+        outputs = self.engine.launch()
+        if self._runner.n_steps == n_steps:
+            self._runner.take_part(decodes=True)
+        return outputs
+
+    def _run(self) -> list[Output]:
+        runner, n_steps, n_drafts = self._runner, self._runner.n_steps, self._runner.n_draft_passes
+        outputs, scheduled = self.engine.schedule()
+        rows = torch.tensor(sum(s.n_tokens for s in scheduled), device=self._on_host)
+        dist.all_reduce(rows, dist.ReduceOp.MAX, self._control)
+        runner.most_rows = int(rows)
+        outputs += self.engine.run(scheduled)
+        if runner.n_steps == n_steps:
+            runner.take_part()
+        runner.take_part_in_drafts(runner.n_drafts - (runner.n_draft_passes - n_drafts))
+        runner.most_rows = 0
         return outputs
 
     def _place(self) -> None:

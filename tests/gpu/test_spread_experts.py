@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from octile.serve import prefill_graphs
 from octile.serve.model_runner import ModelRunner
 from octile.serve.spread_experts import SpreadExperts
 from octile.serve.weights import ServedWeights
@@ -15,12 +16,15 @@ from tests.serve.models import new_model
 from tests.serve.test_spread_experts import FIRST, N_PAGES, THREE_LAYERS, read, texts_of
 from tests.worlds import Failures, assert_passed, run_cases, start_once, start_ranks
 
-CASES = [f"{what}-{dtype}" for what in ("logits", "moving", "texts", "drafts") for dtype in ("bf16", "fp8")]
+CASES = [f"{what}-{dtype}" for what in ("logits", "moving", "texts", "drafts", "graphs") for dtype in ("bf16", "fp8")]
 
 
 def check(name: str, rank: int) -> None:
     what, _, dtype = name.partition("-")
     weights = ServedWeights.of_model(new_model(dtype == "fp8", torch.bfloat16, THREE_LAYERS).cuda())
+    if what == "graphs":
+        check_graphs(weights, rank)
+        return
     alone = ModelRunner(weights, N_PAGES, max_batch=0, batch_invariant=True)
     n_drafts = 2 if what == "drafts" else 0
     experts = SpreadExperts(weights, torch.cat((FIRST, FIRST[:1])) if n_drafts else FIRST, drafts=n_drafts > 0)
@@ -31,6 +35,19 @@ def check(name: str, rank: int) -> None:
         return
     found = read(together, rank, experts if what == "moving" else None)
     assert all(torch.equal(a, b) for a, b in zip(found, read(alone, rank), strict=True))
+
+
+def check_graphs(weights: ServedWeights, rank: int) -> None:
+    """Logits of steps with prompts in CUDA graphs, of one micro-batch and of two."""
+    alone = torch.cat(read(ModelRunner(weights, N_PAGES, max_batch=0), rank))
+    for first in (prefill_graphs.MAX_ROWS, 0):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(prefill_graphs, "MICRO_BATCHED_ROWS", first)
+            runner = ModelRunner(SpreadExperts(weights, FIRST), N_PAGES, max_batch=2, max_step_tokens=256)
+        assert runner.prefill_graphs is not None
+        runner.most_rows = 100  # of all steps on both ranks
+        together = torch.cat(read(runner, rank))
+        assert (together - alone).norm() < 0.05 * alone.norm()
 
 
 def run(rank: int, folder: str) -> None:

@@ -77,6 +77,7 @@ def check_texts(rank: int, folder: Path, n_drafts: int, ahead: bool, exchange: b
         if exchange:
             rows = experts.decoding_exchange(16 * (1 + n_drafts))
             runner._decoding = replace(runner.forward, exchange=rows)
+            runner.use_peers(experts.peer_dispatcher(256))
         engine = with_front(rank, lambda front: found.extend(texts_of(front, *n_requests)), runner)
     assert found == ([] if rank else expected)
     assert (engine.stats().steps_ahead > 0) == ahead
@@ -95,11 +96,11 @@ def texts_with_drafts(rank: int, folder: Path) -> None:
     check_texts(rank, folder, n_drafts=2, ahead=False)
 
 
-def texts_of_decode_steps_with_the_exchange_of_gpus(rank: int, folder: Path) -> None:
+def texts_with_the_exchanges_of_gpus(rank: int, folder: Path) -> None:
     check_texts(rank, folder, n_drafts=0, ahead=True, exchange=True)
 
 
-def texts_with_drafts_and_the_exchange_of_gpus_in_fp8(rank: int, folder: Path) -> None:
+def texts_with_drafts_and_the_exchanges_of_gpus_in_fp8(rank: int, folder: Path) -> None:
     check_texts(rank, folder, n_drafts=1, ahead=True, exchange=True, fp8=True)
 
 
@@ -160,8 +161,8 @@ WORKS = [
     texts_are_those_of_one_process,
     texts_of_steps_that_are_launched_ahead,
     texts_with_drafts,
-    texts_of_decode_steps_with_the_exchange_of_gpus,
-    texts_with_drafts_and_the_exchange_of_gpus_in_fp8,
+    texts_with_the_exchanges_of_gpus,
+    texts_with_drafts_and_the_exchanges_of_gpus_in_fp8,
     a_request_goes_to_the_rank_that_has_the_fewest,
     a_request_that_is_canceled_before_a_step_is_not_added,
     counts_are_those_of_both_ranks,

@@ -11,14 +11,16 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from octile.checkpoint.hugging_face import save
 from octile.checkpoint.shards import Shards
-from octile.serve import rebalance_experts, spread_experts
+from octile.serve import prefill_graphs, rebalance_experts, spread_experts
 from octile.serve.config import EngineConfig
 from octile.serve.engine import Engine
 from octile.serve.model_runner import ModelRunner
+from octile.serve.prefill_graphs import PrefillGraphs
 from octile.serve.request import Sampling
 from octile.serve.spread_experts import SpreadEngine, SpreadExperts, find_copy
 from octile.serve.weights import MoEWeights, ServedWeights
 from octile.tokenizer import Tokenizer
+from tests.parallel.expert_cases import peers_on_cpu
 from tests.serve.models import CONFIG, Texts, new_model, text
 from tests.worlds import Outcomes
 
@@ -74,6 +76,23 @@ def logits_without_batch_invariance(rank: int, folder: Path) -> None:
     weights, experts = spread()
     found, expected = (torch.cat(read(ModelRunner(model, N_PAGES), rank)) for model in (experts, weights))
     torch.testing.assert_close(found, expected)
+
+
+def logits_of_graphs_with_two_micro_batches(rank: int, folder: Path) -> None:
+    weights, experts = spread(fp8=True)
+    runner = ModelRunner(experts, N_PAGES)
+    with peers_on_cpu(folder), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefill_graphs, "MICRO_BATCHED_ROWS", 0)
+        runner.use_peers(experts.peer_dispatcher(256))
+        runner.prefill_graphs = PrefillGraphs(runner._with_peers, None, 256)
+        texts = Texts(runner, [text(60, 10 * rank), text(40, 10 * rank + 1)])
+        for sizes in ((20 - 5 * rank, 9), (1, 12)):
+            runner.most_rows = 29
+            texts.run(*sizes)
+    alone = Texts(ModelRunner(weights, N_PAGES), texts.texts)
+    for sizes in ((20 - 5 * rank, 9), (1, 12)):
+        alone.run(*sizes)
+    torch.testing.assert_close(torch.cat(texts.logits), torch.cat(alone.logits), rtol=1e-3, atol=1e-3)
 
 
 def texts_of(runner: ModelRunner, rank: int, seconds: float = 600) -> dict[int, list[int]]:
@@ -294,6 +313,7 @@ WORKS = [
     logits_while_experts_move,
     logits_with_dynamic_redundancy,
     logits_without_batch_invariance,
+    logits_of_graphs_with_two_micro_batches,
     engines_of_unequal_work,
     placed_anew,
     a_placement_with_too_few_active_slots_leaves_experts_where_they_are,
