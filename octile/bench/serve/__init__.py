@@ -15,7 +15,6 @@ import torch
 from octile.bench import goals
 from octile.bench.rows import Row, table
 from octile.bench.serve import endpoint, engine, ranks
-from octile.train.loop import pick_own_device
 
 LEGEND = "ratio: ours / theirs, the peer's. Higher is better for speeds, lower is better for times."
 
@@ -31,7 +30,7 @@ def rows(run: Path | None) -> Iterator[Row]:
         ValueError: the ranks do not divide the experts.
     """
     if run is None:
-        yield from ranks.rows(ranks.V2_LITE, pick_own_device("auto"))
+        yield from ranks.rows(ranks.V2_LITE, ranks.own_device())
         return
     yield from endpoint.rows(run)
     if torch.cuda.is_available():

@@ -7,6 +7,7 @@ requests as one had alone. A step is one of all ranks together.
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,15 @@ from octile.tokenizer import MIN_VOCAB_SIZE, Tokenizer
 
 V2_LITE = replace(alone.V2_LITE, batches=(256,))
 TIMEOUT = 60.0  # seconds; a rank that hangs ends the measurement
+
+
+def own_device() -> torch.device:
+    """The GPU of this rank; a CPU where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device
 
 
 def rows(shape: Shape, device: torch.device) -> Iterator[Row]:
