@@ -19,7 +19,7 @@ constexpr int capacity = config::candidates;    // numbers
 constexpr int samples = config::samples, run = 64;  // of a row, in runs of neighbors
 constexpr int bins = 2048, own_bins = bins / threads;
 constexpr int vector = 16 / config::element_bytes;  // logits in 16 bytes
-constexpr int unrolled = 4;                         // vectors that a thread loads together
+constexpr int unrolled = 16 / vector, together = 4;  // vectors that a thread loads together, and logits that it compares
 static_assert(sorted <= 4 * threads && sorted >= 128 && samples <= capacity && samples % run == 0);
 
 using Key = unsigned long long;
@@ -50,8 +50,8 @@ __device__ __forceinline__ float from_f16(uint32_t bits) {
     return bits & 0x8000 ? -magnitude : magnitude;
 }
 
-__device__ __forceinline__ Key key_of(float logit, int column) {
-    return static_cast<Key>(ordered(logit)) << 32 | ~static_cast<uint32_t>(column);
+__device__ __forceinline__ Key key_of(uint32_t logit, int column) {
+    return static_cast<Key>(logit) << 32 | ~static_cast<uint32_t>(column);
 }
 
 // The columns first … end − 1 of a row. All threads call its functions together.
@@ -72,9 +72,10 @@ struct Row {
         return config::bfloat16 ? __int_as_float(half << 16) : from_f16(half);
     }
 
-    // Calls f(is_inside, key) for each column; vectors of 16 bytes may reach over both ends.
+    // Calls f(is_inside[], ordered logits[], their first column) for neighboring columns; those of vectors of 16 bytes may
+    // reach over both ends.
     template <class F>
-    __device__ __forceinline__ void each(F f) const {
+    __device__ __forceinline__ void each_four(F f) const {
         const int64_t address = reinterpret_cast<int64_t>(logits + first * int64_t(config::element_bytes));
         const int before = static_cast<int>(address % 16) / config::element_bytes;
         const int aligned = first - before, count = (end - aligned + vector - 1) / vector;
@@ -92,12 +93,27 @@ struct Row {
                 if (start + u * threads >= count) break;
                 const int column = aligned + (start + u * threads + static_cast<int>(threadIdx.x)) * vector;
 #pragma unroll
-                for (int i = 0; i < vector; ++i) {
-                    const bool is_inside = column + i >= first && column + i < end;
-                    f(is_inside, key_of(element(loaded[u], i), column + i));
+                for (int from = 0; from < vector; from += together) {
+                    bool is_inside[together];
+                    uint32_t values[together];
+#pragma unroll
+                    for (int i = 0; i < together; ++i) {
+                        is_inside[i] = column + from + i >= first && column + from + i < end;
+                        values[i] = ordered(element(loaded[u], from + i));
+                    }
+                    f(is_inside, values, column + from);
                 }
             }
         }
+    }
+
+    // Calls f(is_inside, key) for each column.
+    template <class F>
+    __device__ __forceinline__ void each(F f) const {
+        each_four([&](const bool(&is_inside)[together], const uint32_t(&values)[together], int column) {
+#pragma unroll
+            for (int i = 0; i < together; ++i) f(is_inside[i], key_of(values[i], column + i));
+        });
     }
 };
 
@@ -115,15 +131,26 @@ struct Numbers {
     }
 };
 
-// Appends the keys of a warp's lanes; `counter` also counts those that do not fit.
-__device__ __forceinline__ void append(bool is_chosen, Key key, Key* to, int most, int* counter) {
-    const uint32_t lanes = __ballot_sync(all_lanes, is_chosen);
-    if (lanes == 0) return;
-    int first = 0;
-    if (ptx::lane_id() == 0) first = atomicAdd(counter, __popc(lanes));
-    first = __shfl_sync(all_lanes, first, 0);
-    const int index = first + __popc(lanes & ((1u << ptx::lane_id()) - 1));
-    if (is_chosen && index < most) to[index] = key;
+// Appends those of a warp's n keys a lane that are chosen; `counter` also counts those that do not fit.
+template <int n, class KeyOf>
+__device__ __forceinline__ void append(const bool (&is_chosen)[n], KeyOf key_of, Key* to, int most, int* counter) {
+    uint32_t lanes[n];
+    int total = 0;
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+        lanes[i] = __ballot_sync(all_lanes, is_chosen[i]);
+        total += __popc(lanes[i]);
+    }
+    if (total == 0) return;
+    int next = 0;
+    if (ptx::lane_id() == 0) next = atomicAdd(counter, total);
+    next = __shfl_sync(all_lanes, next, 0);
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+        const int index = next + __popc(lanes[i] & ((1u << ptx::lane_id()) - 1));
+        if (is_chosen[i] && index < most) to[index] = key_of(i);
+        next += __popc(lanes[i]);
+    }
 }
 
 // Counts a number in its bin; `bin` is −1 where there is none. Lanes of one bin count together, as they do in a row of
@@ -252,20 +279,27 @@ top_keys(const uint8_t* logits, int64_t row_bytes, const int* starts, const int*
     if (!is_complete) {
         for (int i = threadIdx.x; i < samples; i += threads) {
             const int column = first + static_cast<int>(int64_t(i / run) * (n - run) / (samples / run - 1)) + i % run;
-            candidates[i] = key_of(row.load(column), column);
+            candidates[i] = key_of(ordered(row.load(column)), column);
         }
         __syncthreads();
         const int in_sample = max(static_cast<int>(int64_t(target) * samples / n), 1);
         bound = bound_of(Numbers{candidates, samples}, in_sample, shared) >> 32 << 32;  // of the logit alone
         __syncthreads();
     }
-    row.each([&](bool is_inside, Key key) {
-        append(is_inside && key >= bound, key, candidates, capacity, &counters[0]);
+    const uint32_t least = static_cast<uint32_t>(bound >> 32);
+    row.each_four([&](const bool(&is_inside)[together], const uint32_t(&values)[together], int column) {
+        bool is_candidate[together];
+#pragma unroll
+        for (int i = 0; i < together; ++i) is_candidate[i] = is_inside[i] && values[i] >= least;
+        append(is_candidate, [&](int i) { return key_of(values[i], column + i); }, candidates, capacity, &counters[0]);
     });
     __syncthreads();
     const int n_candidates = counters[0];
     is_complete = n_candidates >= count && n_candidates <= capacity;
-    auto take = [&](bool is_valid, Key key) { append(is_valid && key >= bound, key, highest, sorted, &counters[1]); };
+    auto take = [&](bool is_valid, Key key) {
+        const bool is_taken[1] = {is_valid && key >= bound};
+        append(is_taken, [&](int) { return key; }, highest, sorted, &counters[1]);
+    };
     if (is_complete) {
         const Numbers found{candidates, n_candidates};
         bound = n_candidates > count ? bound_of(found, count, shared) : 0;

@@ -47,12 +47,13 @@ def plan(rows: int, width: int, k: int, dtype: torch.dtype, n_sms: int) -> dict[
     """Return the constants of the kernel that chooses k of `width` columns."""
     size = max(1 << (min(k, width) - 1).bit_length(), 128)
     candidates = max(3 * size, SAMPLES)
-    threads = FEW_ROWS_THREADS if rows <= n_sms or size > 4 * THREADS else THREADS
+    few = rows <= n_sms
+    threads = FEW_ROWS_THREADS if few or size > 4 * THREADS else THREADS
     shared = 8 * (candidates + size) + 4 * (2048 + threads // 32 + 6)  # top_keys.cu divides it
     return {
         "element_bytes": dtype.itemsize, "bfloat16": dtype == torch.bfloat16, "threads": threads, "sorted": size,
         "candidates": candidates, "samples": SAMPLES, "shared_bytes": shared,
-        "blocks": min(SHARED_OF_SM // (shared + 1024), 2048 // threads),
+        "blocks": 1 if few else min(SHARED_OF_SM // (shared + 1024), 2048 // threads),
     }  # fmt: skip
 
 
