@@ -6,6 +6,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 from rich.console import Console
@@ -219,6 +220,17 @@ def test_a_capture_begins_at_the_newest_checkpoint_before_the_step(unmeasured, t
     messages = []
     capture_run(unmeasured, 4, LAYER, ("fprop",), tmp_path / "c.safetensors", say=messages.append)
     assert messages == ["step 4: from step_00000002, 1 steps before it are repeated"]
+
+
+def test_a_capture_begins_at_a_checkpoint_in_a_store(unmeasured, tmp_path):
+    run, place, messages = shutil.copytree(unmeasured, tmp_path / "run"), "memory://octile/captured", []
+    fsspec.filesystem("memory").put(str(run / "checkpoints"), place, recursive=True)
+    shutil.rmtree(run / "checkpoints")
+    RunFolder(run).write_config(replace(RunFolder(run).read_config(), checkpoints=place))
+    path = capture_run(run, 4, LAYER, ("fprop",), tmp_path / "c.safetensors", say=messages.append)
+    assert messages == ["step 4: from step_00000002, 1 steps before it are repeated"]
+    whole = capture_run(unmeasured, 4, LAYER, ("fprop",), tmp_path / "d.safetensors", say=messages.append)
+    assert torch.equal(load(path).gemms[0].a, load(whole).gemms[0].a)
 
 
 def test_a_capture_without_a_named_step_is_of_the_next_step_and_in_the_run_folder(unmeasured):
