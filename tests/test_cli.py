@@ -870,7 +870,7 @@ def test_every_numeric_option_is_tried():
         NUMERIC
     )
     assert ACCEPTED.keys() <= set(NUMERIC)
-    assert len(NUMERIC) == 64
+    assert len(NUMERIC) == 67
 
 
 @pytest.mark.parametrize("option", NUMERIC)
