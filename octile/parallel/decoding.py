@@ -182,6 +182,7 @@ class SortedExchange:
         hidden_size: D.
         dtype: of the rows: float8_e4m3fn in 1×128 tiles, bfloat16 or float32.
         max_tokens: C; all ranks together choose at most 8,192 experts.
+        device: of the rows; None: torch's default device.
 
     Raises:
         ValueError: a size does not fit, or the ranks disagree about one.
@@ -195,6 +196,7 @@ class SortedExchange:
         dtype: torch.dtype,
         memory: PeerMemory,
         max_tokens: int,
+        device: torch.device | None = None,
     ):
         ranks = memory.group.size()
         most = most_tokens(ranks, n_chosen)
@@ -205,7 +207,8 @@ class SortedExchange:
         check_divisible(n_experts, [memory.group])
         self.memory, self.max_tokens, self.n_chosen, self.hidden_size = memory, max_tokens, n_chosen, hidden_size
         self.dtype, self.local = dtype, n_experts // ranks
-        self.place = torch.arange(max_tokens * n_chosen, dtype=torch.int32).view(max_tokens, n_chosen)
+        place = torch.arange(max_tokens * n_chosen, dtype=torch.int32, device=device)
+        self.place = place.view(max_tokens, n_chosen)
         tokens, self.row_bytes = ranks * max_tokens, hidden_size * dtype.itemsize
         self.tiles = -(-hidden_size // TILE[1]) if dtype == torch.float8_e4m3fn else 0
         self.scales_at = padded(tokens * self.row_bytes)
@@ -264,7 +267,6 @@ class SortedExchange:
             raise ValueError(f"a rank must have at most max_tokens = {self.max_tokens} tokens, not {tokens}")
         data = data.contiguous()
         self.memory.reserve(self.n_bytes, data.device)
-        self.place = self.place.to(data.device)
         return decode_rows.launch_send(
             data.view(torch.uint8), scale, experts_TK.contiguous(), self.local, self.max_tokens, self.scales_at,
             self.experts_at, self.memory.peers, weights_TK.contiguous(), self.weights_at, slots, positions_T,

@@ -202,7 +202,7 @@ class SpreadExperts:
             return None
         down, memory = self.mixture(self.layers[0]).down, symmetric_memory.PeerMemory(self.dispatcher.groups[-1])
         dtype = torch.float8_e4m3fn if isinstance(down, ScaledTensor) else self.weights.dtype
-        return SortedExchange(*self._sizes, dtype, memory, max_tokens)
+        return SortedExchange(*self._sizes, dtype, memory, max_tokens, self.weights.device)
 
     @property
     def _sizes(self) -> tuple[int, int, int]:
