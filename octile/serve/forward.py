@@ -320,14 +320,14 @@ class Forward:
             out_TV = queries.q.new_empty(len(queries.q), c.num_attention_heads * c.v_head_dim)
         o_THV = out_TV.unflatten(-1, (c.num_attention_heads, -1))
         if n_decode:
-            o_THV[:n_decode] = self._absorbed(queries.rows(0, n_decode), layer, w, step)
+            self._absorbed(queries.rows(0, n_decode), layer, w, step, o_THV[:n_decode])
         for piece in step.prefills:
             assert step.context is not None
             of_piece = queries.rows(piece.first_row, piece.rows)
             out_SHV = o_THV.narrow(0, piece.first_row, piece.rows)
             slots_L = step.context.narrow(0, piece.first_position, piece.positions)
             if self._chooses(piece):
-                out_SHV.copy_(self._chosen(of_piece, layer, w, slots_L))
+                self._chosen(of_piece, layer, w, slots_L, out_SHV)
             elif piece.positions > step.max_positions:  # one chunk
                 out_SHV.copy_(self._naive_in_parts(of_piece.q, layer, w, slots_L, step.max_positions))
             else:
@@ -346,25 +346,30 @@ class Forward:
         rows = self._norm(x_TD, w.post_norm, w.mlp.x.has_fp8 or shared_fp8, True)
         return x_TD.add_(self._mixture(rows, layer, w.mlp, slots))
 
-    def _absorbed(self, queries: Queries, layer: int, w: AttentionWeights, step: Step) -> Tensor:
-        """Attend from rows to their pages: [T, H, V]."""
+    def _absorbed(self, queries: Queries, layer: int, w: AttentionWeights, step: Step, out_THV: Tensor) -> None:
+        """Attend from rows to their pages, and write what is computed to out."""
         c = self.weights.config
         splits = INVARIANT_SPLITS if self.batch_invariant else 0
         q_THW, cached = self._absorb(queries.q, w), self.cache.layers[layer]
         last = c.kv_lora_rank, self.softmax_scale, splits
         if queries.of_index is None:
-            return self._heads_nt(paged_attention(q_THW, cached, step.pages, step.lengths, *last), w.w_v)
-        assert self.index is not None
-        assert step.schedule is not None
-        keys, text = self.index.layers[layer], (step.pages, step.lengths, step.schedule)
-        chosen_TK = choose_of_pages(queries.of_index, keys, *text, self._n_chosen)
-        return self._heads_nt(paged_sparse_attention(q_THW, cached, step.pages, chosen_TK, *last), w.w_v)
+            o_THC = paged_attention(q_THW, cached, step.pages, step.lengths, *last)
+        else:
+            assert self.index is not None
+            assert step.schedule is not None
+            keys, text = self.index.layers[layer], (step.pages, step.lengths, step.schedule)
+            chosen_TK = choose_of_pages(queries.of_index, keys, *text, self._n_chosen)
+            o_THC = paged_sparse_attention(q_THW, cached, step.pages, chosen_TK, *last)
+        self._heads_nt(o_THC, w.w_v, out_THV)
 
     def _absorb(self, q_THX: Tensor, w: AttentionWeights) -> Tensor:
         """Multiply queries by W_UK: [T, H, C + R]."""
         c = self.weights.config
         q_THN, q_THR = q_THX.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
-        return torch.cat((self._heads_nt(q_THN, w.w_k), q_THR), dim=-1)
+        q_THW = q_THX.new_empty(*q_THX.shape[:2], c.kv_lora_rank + c.qk_rope_head_dim)
+        self._heads_nt(q_THN, w.w_k, q_THW[..., : c.kv_lora_rank])
+        q_THW[..., c.kv_lora_rank :] = q_THR
+        return q_THW
 
     @property
     def _n_chosen(self) -> int:
@@ -375,21 +380,21 @@ class Forward:
         """Whether a piece is a chunk that attends to chosen positions: it has more than are chosen."""
         return self.index is not None and piece.max_positions > self._n_chosen
 
-    def _chosen(self, queries: Queries, layer: int, w: AttentionWeights, slots_L: Tensor) -> Tensor:
-        """Attend from the rows of one chunk to chosen positions: [S, H, V]."""
+    def _chosen(self, queries: Queries, layer: int, w: AttentionWeights, slots_L: Tensor, out_SHV: Tensor) -> None:
+        """Attend from the rows of one chunk to chosen positions, and write what is computed to out."""
         assert self.index is not None
         c, latents = self.weights.config, self.cache.layers[layer].flatten(0, 1)
         at_once = max(min(MAX_LOGITS // len(slots_L), MAX_QUERIES // (c.num_attention_heads * c.latent_dim)), 1)
         k_LE, scale_L = self.index.read(layer, slots_L)
-        n_rows, results = len(queries.q), []
+        n_rows = len(queries.q)
         for row in range(0, n_rows, at_once):
-            of = queries.rows(row, min(at_once, n_rows - row))
+            n = min(at_once, n_rows - row)
+            of = queries.rows(row, n)
             assert of.of_index is not None
             position = len(slots_L) - n_rows + row
             slots_TK = choose_of_prefix(of.of_index, k_LE, scale_L, slots_L, position, self._n_chosen)
             o_THC = sparse_attention(self._absorb(of.q, w), latents, slots_TK, c.kv_lora_rank, self.softmax_scale)
-            results.append(self._heads_nt(o_THC, w.w_v))
-        return torch.cat(results)
+            self._heads_nt(o_THC, w.w_v, out_SHV.narrow(0, row, n))
 
     def _naive_in_parts(
         self, q_SHX: Tensor, layer: int, w: AttentionWeights, slots_L: Tensor, max_positions: int
@@ -567,12 +572,13 @@ class Forward:
             operands = x.data, x.scale, x.block, w.data[None], w.scale[None], w.block
         return grouped_matmul_nt(*operands, offs_E, dtype)
 
-    def _heads_nt(self, x_THK: Tensor, w_HNK: Tensor) -> Tensor:
-        """Multiply each head of rows by its own weight: [T, H, N]."""
+    def _heads_nt(self, x_THK: Tensor, w_HNK: Tensor, out_THN: Tensor) -> None:
+        """Multiply each head of rows by its own weight, and write the results to out."""
         x_HTK = x_THK.transpose(0, 1)
         if self.batch_invariant:
-            return row_invariant_matmul_nt(x_HTK, w_HNK, x_THK.dtype).transpose(0, 1)
-        return torch.bmm(x_HTK, w_HNK.mT).transpose(0, 1)
+            out_THN.copy_(row_invariant_matmul_nt(x_HTK, w_HNK, x_THK.dtype).transpose(0, 1))
+        else:
+            torch.bmm(x_HTK, w_HNK.mT, out=out_THN.transpose(0, 1))
 
 
 NORM_EPS = 1e-6  # of the norms of compressed queries and latents, as in `octile.nn.MLA` and published models
