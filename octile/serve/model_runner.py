@@ -43,8 +43,7 @@ class ModelRunner:
 
     Args:
         model: a model, weights that `ServedWeights.read` has read, or weights whose experts are spread over ranks; then
-            all ranks run as many steps (`octile.serve.spread_experts`), and only those that are launched ahead are
-            captured in CUDA graphs.
+            all ranks run as many steps (`octile.serve.spread_experts`), and have the same CUDA graphs.
         n_pages: pages of 64 positions.
         cache_format: of the cache: "fp8", "bf16" or "float32"; None: the dtype of the activations.
         max_batch: requests of the largest CUDA graphs of decoding, on a GPU; larger batches run without one. 0: no

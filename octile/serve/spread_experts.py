@@ -6,10 +6,11 @@
     while (outputs := engine.step()) is not None: …
 
 All ranks call `step` in turn, also those without requests: the rows of a step are sent to the ranks that have their
-experts (`octile.parallel.experts`), and the results come back. An expert may have copies on several ranks, to which the
-tokens of a rank go round-robin; with `num_active`, dynamic redundancy chooses for all ranks in each layer of each step
-(`octile.serve.dynamic_redundancy`). Which copy computes a row does not change its bits, so in batch-invariant mode a
-request's logits are those of one process.
+experts, and the results come back. Between GPUs that can write to each other's memory kernels do so, for which no host
+waits (`octile.parallel.decoding` where all requests decode, else `octile.parallel.symmetric_memory`). An expert may
+have copies on several ranks, to which the tokens of a rank go round-robin; with `num_active`, dynamic redundancy
+chooses for all ranks in each layer of each step (`octile.serve.dynamic_redundancy`). Which copy computes a row does not
+change its bits, so in batch-invariant mode a request's logits are those of one process.
 
 Every ten minutes the experts are placed anew by the tokens that they had, and move to their new slots, one layer after
 each step. A rank receives an expert that it has not from a rank of its node, if one has it.
