@@ -5,7 +5,8 @@
     o = p · latent                            C channels a head: the caller multiplies them by the values' weight
 
 A row is one query position with all its heads. Several rows may belong to one text, as where drafts are verified: each
-has its own length. The cache is read once for all heads of a row, which is what decoding's time goes into.
+has its own length. The cache is read once for all heads of a row, which is what decoding's time goes into, or once for
+all rows of a text. A NaN in the cache then reaches all rows of its text on a GPU, also those whose length ends before it.
 
 On a GPU the positions of a row are divided among thread blocks (split-KV), whose partial results are merged in the
 order of the positions. With a given number of splits the result depends on the row and its length, not on other rows;
@@ -32,7 +33,8 @@ MAX_SPLITS = 128
 
 @operator()
 def paged_attention(
-    q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, latent_dim: int, scale: float, n_splits: int = 0
+    q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, latent_dim: int, scale: float, n_splits: int = 0,
+    rows_per_text: int = 1,
 ) -> Tensor:
     """Attend from each row to the first positions of its text.
 
@@ -44,17 +46,20 @@ def paged_attention(
         latent_dim: C.
         scale: the factor of the scores.
         n_splits: parts into which a GPU divides the positions of a row, at most 128; 0: chosen by shapes and lengths.
+        rows_per_text: consecutive rows that belong to one text and have the same pages, of which a GPU may read those of
+            the first only, once for all of them if n_splits is 0.
 
     Returns:
         o [R, H, C] in q's dtype.
 
     Raises:
         TypeError: a tensor has another dtype.
-        ValueError: shapes or devices do not fit together, or n_splits is not from 0 to 128; on a CPU, a length is
-            negative or more than 64·M, or a page that is read is not in the cache.
+        ValueError: shapes or devices do not fit together, n_splits is not from 0 to 128, or R is no multiple of
+            rows_per_text; on a CPU, a length is negative or more than 64·M, a page that is read is not in the cache, or
+            rows of a text have different pages.
     """
-    _check(q, cache, pages, lengths, latent_dim, n_splits)
-    _check_values(cache, pages, lengths)
+    _check(q, cache, pages, lengths, latent_dim, n_splits, rows_per_text)
+    _check_values(cache, pages, lengths, rows_per_text)
     return _paged_attention(q, cache, pages, lengths, latent_dim, scale)
 
 
@@ -80,26 +85,28 @@ def _keys(rows: Tensor, latent_dim: int) -> Tensor:
 
 
 @paged_attention.register_fake
-def _(q, cache, pages, lengths, latent_dim, scale, n_splits=0):
+def _(q, cache, pages, lengths, latent_dim, scale, n_splits=0, rows_per_text=1):
     return q.new_empty(*q.shape[:2], latent_dim)
 
 
 @paged_attention.register_kernel("cpu")
-def _(q, cache, pages, lengths, latent_dim, scale, n_splits=0):
-    _check(q, cache, pages, lengths, latent_dim, n_splits)
-    _check_values(cache, pages, lengths)
+def _(q, cache, pages, lengths, latent_dim, scale, n_splits=0, rows_per_text=1):
+    _check(q, cache, pages, lengths, latent_dim, n_splits, rows_per_text)
+    _check_values(cache, pages, lengths, rows_per_text)
     if not cpu.can_attend(cache):
         return _paged_attention(q, cache, pages, lengths, latent_dim, scale)
     return cpu.paged_attention(q, cache, pages, lengths, latent_dim, scale).to(q.dtype)
 
 
 @paged_attention.register_kernel("cuda")
-def _(q, cache, pages, lengths, latent_dim, scale, n_splits=0):
-    _check(q, cache, pages, lengths, latent_dim, n_splits)
-    return backends.run("paged_attention", q, cache, pages, lengths, latent_dim, scale, n_splits)
+def _(q, cache, pages, lengths, latent_dim, scale, n_splits=0, rows_per_text=1):
+    _check(q, cache, pages, lengths, latent_dim, n_splits, rows_per_text)
+    return backends.run("paged_attention", q, cache, pages, lengths, latent_dim, scale, n_splits, rows_per_text)
 
 
-def _check(q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, latent_dim: int, n_splits: int) -> None:
+def _check(
+    q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, latent_dim: int, n_splits: int, rows_per_text: int
+) -> None:
     check_input_dtype("q", q)
     if q.dim() != 3 or not q.is_contiguous():
         raise ValueError(f"q must be [R, H, W], contiguous, not {tuple(q.shape)} with strides {q.stride()}")
@@ -119,9 +126,11 @@ def _check(q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, latent_dim:
         raise ValueError(f"rows of pages must be contiguous, not have strides {pages.stride()}")
     if not 0 <= n_splits <= MAX_SPLITS:
         raise ValueError(f"n_splits must be from 0 to {MAX_SPLITS}, not {n_splits}")
+    if rows_per_text < 1 or len(q) % rows_per_text:
+        raise ValueError(f"rows_per_text must be at least 1 and divide q's {len(q)} rows, not be {rows_per_text}")
 
 
-def _check_values(cache: Tensor, pages: Tensor, lengths: Tensor) -> None:
+def _check_values(cache: Tensor, pages: Tensor, lengths: Tensor, rows_per_text: int) -> None:
     """Check what a GPU does not, since the values are not on the host."""
     longest = pages.shape[1] * PAGE
     if len(lengths) and not 0 <= int(lengths.min()) <= int(lengths.max()) <= longest:
@@ -130,3 +139,5 @@ def _check_values(cache: Tensor, pages: Tensor, lengths: Tensor) -> None:
     read = pages[used]
     if read.numel() and not 0 <= int(read.min()) <= int(read.max()) < cache.shape[0]:
         raise ValueError(f"pages must be from 0 to below {cache.shape[0]}, not {sorted(set(read.tolist()))}")
+    if rows_per_text > 1 and bool(((pages != pages[::rows_per_text].repeat_interleave(rows_per_text, 0)) & used).any()):
+        raise ValueError(f"pages must be the same for each {rows_per_text} rows of a text")

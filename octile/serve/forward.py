@@ -105,6 +105,7 @@ class Step(NamedTuple):
         slots: int64 [T], where each row's latent is written; negative: nowhere, the row only fills a graph.
         pages: int32 [decode rows, M], of each row's request.
         lengths: int32 [decode rows], positions that each attends to: its own and those before.
+        rows_per_text: consecutive decode rows of one request, all of which have as many.
         context: int64, the slots of all positions that prefill chunks attend to, chunk after chunk.
         prefills: the chunks after the decode rows, in pieces.
         max_positions: whose keys and values are in memory at once: a piece has no more, or is one chunk.
@@ -120,6 +121,7 @@ class Step(NamedTuple):
     prefills: Sequence[PrefillPiece]
     max_positions: int = 0
     schedule: Tensor | None = None
+    rows_per_text: int = 1
 
 
 class Queries(NamedTuple):
@@ -353,7 +355,7 @@ class Forward:
         q_THW, cached = self._absorb(queries.q, w), self.cache.layers[layer]
         last = c.kv_lora_rank, self.softmax_scale, splits
         if queries.of_index is None:
-            o_THC = paged_attention(q_THW, cached, step.pages, step.lengths, *last)
+            o_THC = paged_attention(q_THW, cached, step.pages, step.lengths, *last, step.rows_per_text)
         else:
             assert self.index is not None
             assert step.schedule is not None

@@ -7,14 +7,16 @@ constexpr int channels = 512, at_once = 4;  // partial results that are loaded t
 
 // A thread block of channels / 4 threads merges `count` partial results [512], each with the log of its sum of weights,
 // `step` of them apart, into out [512] bfloat16. A partial result whose share is zero may hold anything. Without partial
-// results, out becomes zero.
+// results, or with logs of −∞ only, out becomes zero.
 __device__ __forceinline__ void merge_splits(const float* partial, const float* lse, int count, int step, uint16_t* out) {
     float highest = minus_infinity();
     for (int i = ptx::lane_id(); i < count; i += 32) highest = fmaxf(highest, lse[static_cast<int64_t>(i) * step]);
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2)
         highest = fmaxf(highest, __shfl_xor_sync(all_lanes, highest, distance));
-    float total = count > 0 ? 0.0f : 1.0f;
+    const bool is_empty = highest == minus_infinity();  // no partial results, or none with any weight
+    const float base = is_empty ? 0.0f : highest;
+    float total = is_empty ? 1.0f : 0.0f;
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     for (int first = 0; first < count; first += at_once) {
         float4 values[at_once];
@@ -24,7 +26,7 @@ __device__ __forceinline__ void merge_splits(const float* partial, const float* 
             if (first + i >= count) break;
             const int64_t of_split = static_cast<int64_t>(first + i) * step;
             values[i] = reinterpret_cast<const float4*>(partial + of_split * channels)[threadIdx.x];
-            share[i] = ptx::exp2(lse[of_split] - highest);  // NaN where the split's scores are
+            share[i] = ptx::exp2(lse[of_split] - base);  // NaN where the split's scores are
         }
 #pragma unroll
         for (int i = 0; i < at_once; ++i) {

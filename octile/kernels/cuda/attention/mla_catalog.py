@@ -22,7 +22,7 @@ def plans() -> dict[str, KernelPlan]:
     for n_splits, splits in ((0, "even splits"), (16, "16 splits")):
         for is_fp8, form in ((False, "BF16"), (True, "FP8")):
             for heads in (16, 32, 64, 128):
-                made = mla_decode.plan(128, heads, is_fp8, n_splits, SMS)
+                made = mla_decode.plan(128, heads, is_fp8, n_splits, 1, SMS)
                 case = f"MLA decode, {heads} heads, {form}, {splits}"
                 found[case] = KernelPlan(made.kernel, made.constants, made.headers)
         found[f"MLA decode, merge, {splits}"] = KernelPlan("mla_merge", made.merge_constants, {})

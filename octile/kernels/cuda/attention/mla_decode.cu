@@ -28,7 +28,8 @@ constexpr int exchange = p + 2 * Format::p_bytes;
 constexpr int maxima = exchange + 2 * exchanged * (heads / 2) * 128 * 4;
 constexpr int statistics = maxima + 2 * 4 * Format::maxima * 4;  // maximum and sum of each head, of both warpgroups
 constexpr int factors = statistics + 2 * 2 * heads * 4;
-constexpr int barriers = factors + heads * 4;
+constexpr int lengths = factors + heads * 4;  // to which the heads attend, if there are several queries
+constexpr int barriers = lengths + heads * 4;
 constexpr int bytes = barriers + 2 * config::stages * int(sizeof(ptx::Mbarrier));
 static_assert(bytes == config::shared_bytes, "mla_decode.py computes the same");
 }  // namespace smem
@@ -87,6 +88,7 @@ struct Consumer {
         return reinterpret_cast<float*>(shared + smem::maxima) + warpgroup * 4 * Format::maxima;
     }
     __device__ __forceinline__ float* statistics() const { return reinterpret_cast<float*>(shared + smem::statistics); }
+    __device__ __forceinline__ int* of_heads() const { return reinterpret_cast<int*>(shared + smem::lengths); }
     __device__ __forceinline__ float* exchange(int of) const {
         return reinterpret_cast<float*>(shared + smem::exchange) + of * exchanged * (heads / 2) * 128;
     }
@@ -95,10 +97,12 @@ struct Consumer {
     // Of the thread's head [2j + i], counted from this thread block's first.
     __device__ __forceinline__ int head(int index) const { return 8 * (index / 2) + 2 * (lane % 4) + index % 2; }
 
-    __device__ __forceinline__ void begin(const Item& item) {
+    __device__ __forceinline__ void begin(const Item& item, const Lengths& lengths) {
         const int64_t row = static_cast<int64_t>(item.row) * arguments.n_heads + first_head;
         Format::load_q(shared + smem::q, reinterpret_cast<float*>(shared + smem::factors), arguments.q + row * width,
                        arguments.n_heads - first_head, ptx::opaque(threadIdx.x));
+        if (config::queries > 1 && threadIdx.x < heads)
+            of_heads()[threadIdx.x] = lengths.of_head(item.row, first_head + threadIdx.x, arguments.n_heads);
         ptx::fence_proxy_async();
         sync_both();
         format.begin(reinterpret_cast<const float*>(shared + smem::factors), lane);
@@ -107,11 +111,16 @@ struct Consumer {
 #pragma unroll
             for (int r = 0; r < heads / 2; ++r) o[b][r] = 0.0f;
 #pragma unroll
-        for (int k = 0; k < own_heads; ++k) highest[k] = minus_infinity(), total[k] = 0.0f;
+        for (int k = 0; k < own_heads; ++k) {
+            // Of a head without positions in these pages the weights are exp2(−∞ − 0).
+            const bool reaches =
+                config::queries == 1 || of_heads()[head(k)] > (item.first_page + warpgroup) * page_rows;
+            highest[k] = reaches ? minus_infinity() : 0.0f, total[k] = 0.0f;
+        }
     }
 
-    // Attends to one page, of which `valid` positions are within the row's length.
-    __device__ __forceinline__ void attend(uint8_t* page, int valid) {
+    // Attends to one page, from which on `valid` positions are within the row's length and `before` precede it.
+    __device__ __forceinline__ void attend(uint8_t* page, int valid, int before) {
         float s[heads / 2];
         format.scores(s, page, shared + smem::q, warp, lane);
         if (valid < page_rows) {
@@ -129,7 +138,10 @@ struct Consumer {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 float& score = s[4 * j + 2 * h + i];
-                score = inside[h] ? score * format.factor(k, factor) : minus_infinity();
+                bool of_head = inside[h];
+                if constexpr (config::queries > 1)
+                    of_head = before + 16 * warp + 8 * h + lane / 4 < of_heads()[head(k)];
+                score = of_head ? score * format.factor(k, factor) : minus_infinity();
             }
             above[k] = fmaxf(s[4 * j + i], s[4 * j + 2 + i]);
 #pragma unroll
@@ -191,7 +203,7 @@ struct Consumer {
                 float all = 0.0f;
 #pragma unroll
                 for (int w = 0; w < 4; ++w) all += maxima()[w * Format::maxima + head(k)];
-                heads_highest[warpgroup * heads + head(k)] = highest[k];
+                heads_highest[warpgroup * heads + head(k)] = all == 0.0f ? minus_infinity() : highest[k];
                 heads_total[warpgroup * heads + head(k)] = all;
             }
         }
@@ -225,6 +237,8 @@ struct Consumer {
                     const float inverse = __frcp_rn(all);
                     share[0][k] *= inverse;
                     share[1][k] *= inverse;
+                    if (heads_total[head(k)] == 0.0f)  // the head's query has no positions in the item
+                        share[0][k] = share[1][k] = 0.0f, lse[k] = minus_infinity();
                 }
             }
 #pragma unroll
@@ -291,12 +305,12 @@ mla_decode(const __grid_constant__ TensorMap map, const uint8_t* cache, const ui
     Item item;
     int first = 0;  // pages of the items before
     while (items.next(item)) {
-        consumer.begin(item);
+        consumer.begin(item, items.lengths);
         for (int page = consumer.warpgroup; page < item.n_pages; page += 2) {
             const int stage = (first + page) % config::stages;
             barriers.full[stage].wait((first + page) / config::stages % 2);
-            consumer.attend(shared + smem::pages + stage * Format::page_bytes,
-                            min(item.length - (item.first_page + page) * page_rows, page_rows));
+            const int before = (item.first_page + page) * page_rows;
+            consumer.attend(shared + smem::pages + stage * Format::page_bytes, item.length - before, before);
             __syncwarp();
             if (consumer.lane == 0) barriers.empty[stage].arrive();
         }

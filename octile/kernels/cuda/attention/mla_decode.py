@@ -65,7 +65,8 @@ class LaunchPlan(NamedTuple):
 
 
 def why_unsupported(
-    q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, latent_dim: int, scale: float, n_splits: int
+    q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, latent_dim: int, scale: float, n_splits: int,
+    rows_per_text: int,
 ) -> str | None:
     """Return why these kernels do not support a call; None: they do."""
     if q.dtype != torch.bfloat16 or cache.dtype not in (torch.bfloat16, torch.uint8):
@@ -80,9 +81,19 @@ def why_unsupported(
 
 
 def launch(
-    q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, latent_dim: int, scale: float, n_splits: int
+    q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, latent_dim: int, scale: float, n_splits: int,
+    rows_per_text: int,
 ) -> Tensor:
-    """Attend from q [R, H, 576] to the first lengths [R] positions of pages [R, M] → o [R, H, 512] bfloat16."""
+    """Attend from q [R, H, 576] to the first lengths [R] positions of pages [R, M] → o [R, H, 512] bfloat16.
+
+    Several rows of a text are one row with the heads of all of them, which reads its pages once. With a fixed number of
+    splits they are not, since bits would depend on the other rows of a text.
+    """
+    if rows_per_text > 1 and not n_splits:
+        of_texts = q.view(-1, rows_per_text * q.shape[1], WIDTH)
+        o = q.new_empty(*of_texts.shape[:2], latent_dim)
+        launch_part(of_texts, pages[::rows_per_text], lengths, o, cache, scale, 0)
+        return o.view(*q.shape[:2], latent_dim)
     rows, n_heads, _ = q.shape
     o = q.new_empty(rows, n_heads, latent_dim)
     at_once = rows_at_once(rows, n_heads, n_splits)
@@ -98,10 +109,10 @@ def launch(
 def launch_part(
     q: Tensor, pages: Tensor, lengths: Tensor, o: Tensor, cache: Tensor, scale: float, n_splits: int
 ) -> None:
-    """Attend from some rows at once, into o."""
+    """Attend from some rows at once, into o; of a row with several queries, lengths has one for each."""
     rows, n_heads, _ = q.shape
     is_fp8 = cache.dtype == torch.uint8
-    key = (rows, n_heads, is_fp8, n_splits, q.device)
+    key = (rows, n_heads, is_fp8, n_splits, len(lengths) // rows, q.device)
     prepared = _prepared[key]
     if prepared is None:
         prepared = _prepared[key] = _Prepared(
@@ -131,13 +142,15 @@ def rows_at_once(rows: int, n_heads: int, n_splits: int) -> int:
     return max(MAX_PARTIALS // (n_splits * n_heads), 1) if n_splits else rows
 
 
-def plan(rows: int, n_heads: int, is_fp8: bool, n_splits: int, n_sms: int) -> LaunchPlan:
-    """Plan the launches for tensors that the kernels support; n_sms: of the GPU."""
+def plan(rows: int, n_heads: int, is_fp8: bool, n_splits: int, queries: int, n_sms: int) -> LaunchPlan:
+    """Plan the launches for tensors that the kernels support; n_heads: of all queries of a row; n_sms: of the GPU."""
     heads = 16 if n_heads <= 16 else 32 if n_heads <= 32 else 64  # of a thread block
     head_blocks = -(-n_heads // heads)
     ranges = max(n_sms // head_blocks, 1)
     spare_part = SPARE_PART_64 if heads == 64 else SPARE_PART
-    splits: dict[str, int | bool] = {"fixed_splits": n_splits > 0, "min_pages": MIN_PAGES, "spare_part": spare_part}
+    splits: dict[str, int | bool] = {
+        "fixed_splits": n_splits > 0, "min_pages": MIN_PAGES, "spare_part": spare_part, "queries": queries,
+    }  # fmt: skip
     cluster = 2 if heads == 64 and is_fp8 and head_blocks % 2 == 0 else 1  # thread blocks that share converted pages
     specialized = _plan_64(is_fp8, cluster) if heads == 64 else _plan_few(heads, is_fp8)
     slots = rows * n_splits if n_splits else 2 * ranges
@@ -155,7 +168,7 @@ class _Specialized(NamedTuple):
 
 
 def _plan_64(is_fp8: bool, cluster: int) -> _Specialized:
-    shared = (3 * TILES + 1) * TILE + 5 * 64 * 4 + 2 * 2 * 3 * 8  # mla_decode_64.cu divides it
+    shared = (3 * TILES + 1) * TILE + 6 * 64 * 4 + 2 * 2 * 3 * 8  # mla_decode_64.cu divides it
     header = partial(wgmma.header, a="bf16", b="bf16")
     headers = {
         "wgmma.cuh": header(64),
@@ -189,7 +202,7 @@ def _shared_bytes(heads: int, is_fp8: bool, stages: int) -> int:
     weights = 2 * max(tiles, 1) * heads * 128
     exchange = 2 * _exchanged(heads, is_fp8) * (heads // 2) * 128 * 4
     maxima = 2 * 4 * (heads + tiles) * 4
-    return stages * _shared_bytes_of_stage(is_fp8) + TILES * heads * 128 + weights + exchange + maxima + 5 * heads * 4
+    return stages * _shared_bytes_of_stage(is_fp8) + TILES * heads * 128 + weights + exchange + maxima + 6 * heads * 4
 
 
 def _shared_bytes_of_stage(is_fp8: bool) -> int:

@@ -34,8 +34,9 @@
 constexpr int consumer_threads = 256;
 constexpr bool rotary_in_registers = !config::fp8;  // of Q
 
-// What the warpgroups tell each other of each head.
-enum RowValue { maximum_0, maximum_1, scale_0, scale_1, sum };
+// What the warpgroups tell each other of each head; and, of several queries, the positions of the row that a head does not
+// attend to.
+enum RowValue { maximum_0, maximum_1, scale_0, scale_1, sum, beyond };
 
 struct Arguments {
     const uint16_t* q;
@@ -91,6 +92,7 @@ struct Consumer {
     __device__ __forceinline__ float& shared_value(RowValue value, int h) const {
         return reinterpret_cast<float*>(shared + smem::rows)[value * heads + 16 * warp + 8 * h + lane / 4];
     }
+    __device__ __forceinline__ int head(int h) const { return first_head + 16 * warp + 8 * h + lane / 4; }
     __device__ __forceinline__ static void sync_warpgroup() { ptx::named_barrier_sync(1 + own, 128); }
     __device__ __forceinline__ static void sync_both() { ptx::named_barrier_sync(3, consumer_threads); }
     // Events of a pair of pages, by the warpgroup that waits: m₀ is there; m₁ and P₁ are; P₀ is.
@@ -98,7 +100,7 @@ struct Consumer {
     __device__ __forceinline__ static void notify(Event event) { ptx::named_barrier_arrive(event, consumer_threads); }
     __device__ __forceinline__ static void await(Event event) { ptx::named_barrier_sync(event, consumer_threads); }
 
-    __device__ __forceinline__ void begin(const Item& item) {
+    __device__ __forceinline__ void begin(const Item& item, const Lengths& lengths) {
         const uint16_t* q = arguments.q + (static_cast<int64_t>(item.row) * arguments.n_heads + first_head) * width;
         constexpr int vectors = width / 8;
         const int thread = ptx::opaque(threadIdx.x);
@@ -111,6 +113,11 @@ struct Consumer {
                 value = __ldg(reinterpret_cast<const uint4*>(q + head * width) + vector);
             *reinterpret_cast<uint4*>(swizzled(shared + smem::q + vector / 8 * tile, head, vector % 8 * 16)) = value;
         }
+        if (config::queries > 1 && own == 0 && lane % 4 == 0)
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+                shared_value(beyond, h) =
+                    __int_as_float(item.length - lengths.of_head(item.row, head(h), arguments.n_heads));
         ptx::fence_proxy_async();
         sync_both();
         if constexpr (rotary_in_registers) {
@@ -123,7 +130,13 @@ struct Consumer {
 #pragma unroll
         for (int r = 0; r < 128; ++r) o[r] = 0.0f;
 #pragma unroll
-        for (int h = 0; h < 2; ++h) highest[h] = minus_infinity(), total[h] = 0.0f;
+        for (int h = 0; h < 2; ++h) {
+            // Of a head without positions in these pages the weights are exp2(−∞ − 0).
+            const bool reaches =
+                config::queries == 1 ||
+                item.length - __float_as_int(shared_value(beyond, h)) > item.first_page * page_rows;
+            highest[h] = reaches ? minus_infinity() : 0.0f, total[h] = 0.0f;
+        }
     }
 
     __device__ __forceinline__ void multiply_rotary(float (&s)[32], bool accumulate) {
@@ -170,12 +183,13 @@ struct Consumer {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             maximum[h] = before[h];
+            const int of_head = config::queries > 1 ? valid - __float_as_int(shared_value(beyond, h)) : valid;
 #pragma unroll
             for (int j = 0; j < 8; ++j)
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
                     float& score = s[4 * j + 2 * h + i];
-                    score = 8 * j + 2 * (lane % 4) + i < valid ? score * factor : minus_infinity();
+                    score = 8 * j + 2 * (lane % 4) + i < of_head ? score * factor : minus_infinity();
                     maximum[h] = fmaxf(maximum[h], score);
                 }
 #pragma unroll
@@ -233,7 +247,7 @@ struct Consumer {
         ptx::wgmma_commit_group();
     }
 
-    // Attends to a pair of pages, or to one: `valid` positions of this warpgroup's page are within the row's length.
+    // Attends to a pair of pages, or to one. `valid` positions from this warpgroup's page on are within the row's length.
     template <bool pair>
     __device__ __forceinline__ void attend(int valid) {
         float s[32], maximum[2];
@@ -348,10 +362,10 @@ struct Consumer {
         const int n_heads = arguments.n_heads;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const float all = shared_value(maximum_0, h) + shared_value(sum, h), inverse = __frcp_rn(all);
-            const int head = first_head + 16 * warp + 8 * h + lane / 4;
-            if (head >= n_heads) continue;
-            const int64_t to = static_cast<int64_t>(item.whole ? item.row : item.slot) * n_heads + head;
+            const float all = shared_value(maximum_0, h) + shared_value(sum, h);
+            if (head(h) >= n_heads) continue;
+            const float inverse = all == 0.0f ? 0.0f : __frcp_rn(all);  // 0: the head's query has no positions here
+            const int64_t to = static_cast<int64_t>(item.whole ? item.row : item.slot) * n_heads + head(h);
             const int64_t first = to * latent + own * 256 + 2 * (lane % 4);
             if (item.whole) {
                 uint16_t* out = arguments.out + first;
@@ -373,11 +387,11 @@ struct Consumer {
     __device__ __forceinline__ void run(Items& items) {
         Item item;
         while (items.next(item)) {
-            begin(item);
+            begin(item, items.lengths);
             int left_over = item.length - (item.first_page + own) * page_rows;  // positions from this warpgroup's page on
             for (int page = 1; page < item.n_pages; page += 2, left_over -= 2 * page_rows)
-                attend<true>(min(left_over, page_rows));
-            if (item.n_pages % 2 == 1) attend<false>(min(left_over, page_rows));
+                attend<true>(left_over);
+            if (item.n_pages % 2 == 1) attend<false>(left_over);
             end(item);
         }
     }

@@ -24,8 +24,8 @@ constexpr int q = pages + 2 * tiles * tile;
 // P₁: where the rotary channels of Q were, or, if those stay, of the second page.
 constexpr int p_second = config::fp8 ? pages + (2 * tiles - 1) * tile : q + (tiles - 1) * tile;
 constexpr int p_first = q + tiles * tile;         // P₀
-constexpr int rows = p_first + tile;              // float [5][64]: see `RowValue`
-constexpr int barriers = rows + 5 * heads * 4;
+constexpr int rows = p_first + tile;              // [6][64] of 4 bytes: see `RowValue`
+constexpr int barriers = rows + 6 * heads * 4;
 constexpr int bytes = barriers + 2 * 2 * parts * int(sizeof(ptx::Mbarrier));
 static_assert(bytes == config::shared_bytes, "mla_decode.py computes the same");
 }  // namespace smem

@@ -5,6 +5,9 @@
 // thread block finishes some rows alone and shares its first and its last one. Partial results of a row have slots one after
 // the other: the number of the row's first range, in which no other shared row begins, plus that of the range. With a fixed
 // number of splits each row is cut by its own length alone, which keeps its bits independent of other rows.
+//
+// Several queries of one text, as where drafts are verified, are one row here, with the heads of all of them: its pages are
+// those of the longest query, and each head attends to the positions of its own.
 #pragma once
 #include "warps.cuh"
 
@@ -12,9 +15,20 @@ constexpr int page_rows = 64;  // positions of a page
 
 struct Lengths {
     const int* lengths;
-    int step;  // elements between the lengths of two rows
+    int step;  // elements between the lengths of two queries
 
-    __device__ __forceinline__ int of(int row) const { return lengths[static_cast<int64_t>(row) * step]; }
+    __device__ __forceinline__ int of_query(int row, int query) const {
+        return lengths[(static_cast<int64_t>(row) * config::queries + query) * step];
+    }
+    // Of head `head` of the n_heads of all queries of a row.
+    __device__ __forceinline__ int of_head(int row, int head, int n_heads) const {
+        return of_query(row, min(head / (n_heads / config::queries), config::queries - 1));
+    }
+    __device__ __forceinline__ int of(int row) const {
+        int longest = of_query(row, 0);
+        for (int query = 1; query < config::queries; ++query) longest = max(longest, of_query(row, query));
+        return longest;
+    }
     __device__ __forceinline__ int pages(int row) const { return max((of(row) + page_rows - 1) / page_rows, 0); }
 };
 

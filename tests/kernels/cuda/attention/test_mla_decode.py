@@ -35,7 +35,7 @@ def attend(
     """Run both kernels on an emulated GPU of few SMs."""
     rows, n_heads, _ = q.shape
     is_fp8 = cache.dtype == torch.uint8
-    made = mla_decode.plan(rows, n_heads, is_fp8, n_splits, n_sms)
+    made = mla_decode.plan(rows, n_heads, is_fp8, n_splits, len(lengths) // rows, n_sms)
     o = torch.full((rows, n_heads, 512), math.nan, dtype=torch.bfloat16)
     partials = torch.full((made.slots, n_heads, 512), math.nan)
     lse, starts = torch.full((made.slots, n_heads), math.nan), torch.full((rows + 1,), -1, dtype=torch.int32)
@@ -70,11 +70,13 @@ def poison_rest(cache: Tensor, pages: Tensor, lengths: Tensor) -> None:
         cache[pages[row, length // 64 :].long(), length % 64 :] = 0xFF if cache.dtype == torch.uint8 else math.nan
 
 
-def assert_as_reference(found: Tensor, q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor) -> None:
+def assert_as_reference(
+    found: Tensor, q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, rounds_latents: bool = False
+) -> None:
     values = read_latents(cache, torch.arange(len(cache) * 64), 512, torch.float32).view(-1, 64, 576)
     expected = paged_attention.reference(q.float(), values, pages, lengths, 512, SCALE)
     assert (found.float() - expected).norm() <= 2**-7 * expected.norm()
-    if q.shape[1] > 32:  # for so many heads latents are rounded, too
+    if rounds_latents or q.shape[1] > 32:  # for so many heads latents of FP8 rows are rounded, too
         expected = paged_attention.reference(q.float(), values.bfloat16().float(), pages, lengths, 512, SCALE)
     largest = values.abs().amax()  # BF16 rounds a softmax's weights, whose sum is 1, by 2⁻⁹ of themselves
     assert ((found.float() - expected).abs() <= 2**-8 * largest + 2**-8 * expected.abs()).all()
@@ -120,7 +122,7 @@ def test_rows_of_several_ranges(n_pages: tuple[int, ...], n_heads: int, dtype: t
 
 
 def test_slots_of_many_rows_are_those_of_shared_ones():
-    made = mla_decode.plan(2048, 128, False, 0, 132)
+    made = mla_decode.plan(2048, 128, False, 0, 1, 132)
     assert made.slots == 2 * made.ranges == 132  # the first and last row of each range
 
 
@@ -136,10 +138,10 @@ def test_rows_of_many_splits_attend_in_parts(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(mla_decode, "launch_part", launch_part)
     monkeypatch.setattr(mla_decode, "MAX_PARTIALS", 2 * 2 * 4 + 1)  # of two rows in two splits
-    found = mla_decode.launch(q, cache, pages, every_second, 512, SCALE, 2)
+    found = mla_decode.launch(q, cache, pages, every_second, 512, SCALE, 2, 1)
     assert sizes == [2, 2, 1]
     assert torch.equal(found, attend(q, cache, pages, lengths, 2))
-    mla_decode.launch(q, cache, pages, every_second, 512, SCALE, 0)
+    mla_decode.launch(q, cache, pages, every_second, 512, SCALE, 0, 1)
     assert sizes[3:] == [5]  # partial results of few rows at any number of rows
 
 
@@ -158,6 +160,33 @@ def test_a_row_of_a_fixed_number_of_splits_has_its_own_bits(dtype: torch.dtype):
     together = attend(q, cache, pages, lengths, 2, seed=1)
     alone = attend(q[3:4], cache, pages[3:4], lengths[3:4], 2, seed=2)
     assert torch.equal(alone[0], together[3])
+
+
+@emulated
+@FORMS
+@pytest.mark.parametrize(("n_heads", "queries"), [(3, 4), (16, 2), (20, 3)], ids=lambda n: str(n))
+@pytest.mark.parametrize("n_sms", [1, 5])
+def test_rows_of_one_text_read_its_pages_once(n_heads: int, queries: int, n_sms: int, dtype: torch.dtype):
+    """Lengths around pages' ends, so that thread blocks have pages of which some queries see none, and empty queries."""
+    ends = torch.tensor([[190, 191, 192, 193], [62, 63, 64, 65], [0, 0, 0, 0], [1, 2, 0, 0], [320, 129, 0, 64]])
+    lengths = ends[:, :queries].flatten().int()
+    generator = torch.Generator().manual_seed(queries)
+    q = torch.randn(len(lengths), n_heads, 576, generator=generator).bfloat16()
+    pages = torch.randperm(len(ends) * 5, generator=generator).int().view(len(ends), 5)
+    cache = filled_cache(pages.numel(), 512, 64, dtype)
+    found = attend(q.view(len(ends), -1, 576), cache, pages, lengths, 0, n_sms=n_sms).view(len(q), n_heads, 512)
+    rounded = queries * n_heads > 32
+    assert_as_reference(found, q, cache, pages.repeat_interleave(queries, 0), lengths, rounded)
+    assert not found[lengths == 0].any()
+
+
+def test_rows_of_one_text_are_one_row_unless_bits_depend_on_it(monkeypatch: pytest.MonkeyPatch):
+    q, cache, pages, lengths = inputs(2, torch.bfloat16, [3, 4, 5, 6, 7, 8])
+    shapes = []
+    monkeypatch.setattr(mla_decode, "launch_part", lambda q, pages, *_: shapes.append((tuple(q.shape), len(pages))))
+    for n_splits in (0, 2):
+        assert mla_decode.launch(q, cache, pages, lengths, 512, SCALE, n_splits, 3).shape == (6, 2, 512)
+    assert shapes == [((2, 6, 576), 2), ((6, 2, 576), 6)]
 
 
 @emulated
@@ -187,7 +216,7 @@ def test_queries_of_any_size_are_held_in_fp16():
 def _reason(**change: Any) -> str | None:
     q, cache, pages, lengths = inputs(2, change.pop("cache", torch.bfloat16))
     arguments = {"q": q, "cache": cache, "pages": pages, "lengths": lengths, "latent_dim": 512} | change
-    return mla_decode.why_unsupported(*arguments.values(), SCALE, 0)
+    return mla_decode.why_unsupported(*arguments.values(), SCALE, 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +250,7 @@ def test_hopper_supports_both_forms(monkeypatch: pytest.MonkeyPatch):
     (32, True, "mla_decode", 32), (33, False, "mla_decode_64", None), (128, True, "mla_decode_64", None),
 ])  # fmt: skip
 def test_heads_of_a_thread_block(n_heads: int, is_fp8: bool, name: str, heads: int | None):
-    made = mla_decode.plan(128, n_heads, is_fp8, 0, 132)
+    made = mla_decode.plan(128, n_heads, is_fp8, 0, 1, 132)
     assert (made.kernel, made.constants.get("heads")) == (name, heads)
 
 
@@ -230,5 +259,5 @@ def test_heads_of_a_thread_block(n_heads: int, is_fp8: bool, name: str, heads: i
     [(128, True, 2), (128, False, 1), (64, True, 1), (65, True, 2), (192, True, 1), (256, True, 2)],
 )
 def test_two_thread_blocks_convert_pages_for_each_other(n_heads: int, is_fp8: bool, cluster: int):
-    made = mla_decode.plan(128, n_heads, is_fp8, 0, 132)
+    made = mla_decode.plan(128, n_heads, is_fp8, 0, 1, 132)
     assert (made.cluster, made.grid % made.cluster) == (cluster, 0)
