@@ -33,7 +33,13 @@ MAX_SPLITS = 128
 
 @operator()
 def paged_attention(
-    q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, latent_dim: int, scale: float, n_splits: int = 0,
+    q: Tensor,
+    cache: Tensor,
+    pages: Tensor,
+    lengths: Tensor,
+    latent_dim: int,
+    scale: float,
+    n_splits: int = 0,
     rows_per_text: int = 1,
 ) -> Tensor:
     """Attend from each row to the first positions of its text.

@@ -157,6 +157,4 @@ class DecodeLoop:
         pages_TM = pages_BM if k == 1 else pages_BM[:, None].expand(-1, k, -1).flatten(0, 1)
         tokens_T = tokens_Bk.flatten().clamp(min=0)  # logits with NaN have chosen a negative one
         slots_T = slots_Bk.masked_fill(~is_inside_Bk, -1).flatten()
-        return Step(
-            tokens_T, at_Bk.flatten(), slots_T, pages_TM, lengths_Bk.flatten(), None, (), rows_per_text=k
-        )
+        return Step(tokens_T, at_Bk.flatten(), slots_T, pages_TM, lengths_Bk.flatten(), None, (), rows_per_text=k)

@@ -72,10 +72,11 @@ def test_positions_after_the_length_are_not_read():
     assert torch.equal(paged_attention(q, cache, pages, length, C, SCALE), before)
 
 
-def test_rows_of_one_text_see_as_many_positions_as_they_ask_for():
+@pytest.mark.parametrize("rows_per_text", [1, 3])
+def test_rows_of_one_text_see_as_many_positions_as_they_ask_for(rows_per_text: int):
     cache, q = filled_cache(4, C, R, torch.float32), queries(3)
     pages, lengths = torch.arange(4, dtype=torch.int32).expand(3, 4), [66, 67, 68]
-    found = paged_attention(q, cache, pages, torch.tensor(lengths, dtype=torch.int32), C, SCALE)
+    found = paged_attention(q, cache, pages, torch.tensor(lengths, dtype=torch.int32), C, SCALE, 0, rows_per_text)
     torch.testing.assert_close(found.double(), expected(q, cache, pages, lengths), rtol=2e-6, atol=1e-5)
 
 
@@ -104,12 +105,16 @@ def test_the_operator_is_well_formed(cache_dtype: torch.dtype):
         ({"lengths": torch.full((6,), 257, dtype=torch.int32)}, ValueError, "lengths must be from 0 to the 256"),
         ({"pages": PAGES + 20}, ValueError, "pages must be from 0 to below 24"),
         ({"n_splits": 129}, ValueError, "n_splits must be from 0 to 128"),
+        ({"rows_per_text": 4}, ValueError, "rows_per_text must be at least 1 and divide q's 6 rows, not be 4"),
+        ({"rows_per_text": 0}, ValueError, "rows_per_text must be at least 1"),
+        ({"rows_per_text": 2}, ValueError, "pages must be the same for each 2 rows of a text"),
     ],
 )
 def test_wrong_arguments_are_refused(change: dict, error: type[Exception], message: str):
     arguments = {
         "q": queries(), "cache": filled_cache(24, C, R, torch.float32), "pages": PAGES,
         "lengths": torch.tensor(LENGTHS, dtype=torch.int32), "latent_dim": C, "scale": SCALE, "n_splits": 0,
+        "rows_per_text": 1,
     }  # fmt: skip
     with pytest.raises(error, match=message):
         paged_attention(*(arguments | change).values())

@@ -23,7 +23,13 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 def launch(
-    q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, latent_dim: int, scale: float, n_splits: int,
+    q: Tensor,
+    cache: Tensor,
+    pages: Tensor,
+    lengths: Tensor,
+    latent_dim: int,
+    scale: float,
+    n_splits: int,
     rows_per_text: int = 1,
 ) -> Tensor:
     """Attend from q [R, H, W] to the first lengths [R] positions of pages [R, M] → o [R, H, C] in q's dtype.

@@ -14,9 +14,9 @@
 #include "ptx.cuh"
 #include "convert.cuh"
 #include "split_kv.cuh"
+#include "mla_entry.cuh"
 #include "mla_formats.cuh"
 
-constexpr int consumer_threads = 256;
 constexpr int own_heads = heads / 4;     // of a thread
 constexpr int exchanged = config::exchanged;  // blocks of 64 channels that a warpgroup gives to the other one at a time
 
@@ -38,34 +38,27 @@ struct Barriers {
     ptx::Mbarrier full[config::stages], empty[config::stages];
 };
 
-struct Arguments {
-    const uint8_t* cache;
-    const uint16_t* q;
-    const int* pages;
-    uint16_t* out;
-    float *partial, *lse;
-    float scale;
-    int n_heads, page_step;
-};
-
-__device__ __forceinline__ void produce(
-    uint8_t* shared, Barriers& barriers, const TensorMap* map, const Arguments& arguments, Items& items) {
-    Item item;
+// One warp loads pages, each as soon as a stage is empty.
+struct Loader {
+    uint8_t* const shared;
+    Barriers& barriers;
+    const TensorMap* const map;
+    const uint8_t* const cache;
     int stage = 0;
     uint32_t parity = 1;  // the stages are empty at first
-    while (items.next(item)) {
-        const int* pages = arguments.pages + static_cast<int64_t>(item.row) * arguments.page_step + item.first_page;
+
+    __device__ __forceinline__ void load_item(const int* pages, int n_pages) {
         int ids = 0;
-        for (int page = 0; page < item.n_pages; ++page) {
+        for (int page = 0; page < n_pages; ++page) {
             const int lane = ptx::lane_id();
-            if (page % 32 == 0) ids = page + lane < item.n_pages ? pages[page + lane] : 0;
+            if (page % 32 == 0) ids = page + lane < n_pages ? pages[page + lane] : 0;
             const int id = __shfl_sync(all_lanes, ids, page % 32);
             barriers.empty[stage].wait(parity);
             __syncwarp();
             if (lane == 0) {
                 barriers.full[stage].arrive_expect_tx(Format::page_bytes);
                 Format::load_page(
-                    shared + smem::pages + stage * Format::page_bytes, map, arguments.cache, id, barriers.full + stage);
+                    shared + smem::pages + stage * Format::page_bytes, map, cache, id, barriers.full + stage);
             }
             if (++stage == config::stages) {
                 stage = 0;
@@ -73,7 +66,7 @@ __device__ __forceinline__ void produce(
             }
         }
     }
-}
+};
 
 struct Consumer {
     uint8_t* const shared;
@@ -279,10 +272,8 @@ mla_decode(const __grid_constant__ TensorMap map, const uint8_t* cache, const ui
            int page_step, int length_step, int rows, int n_splits, int ranges) {
     uint8_t* shared = ptx::dynamic_shared();
     Barriers& barriers = *reinterpret_cast<Barriers*>(shared + smem::barriers);
-    const int warp = __shfl_sync(all_lanes, threadIdx.x / 32, 0);
-    const int head_blocks = (n_heads + heads - 1) / heads;
-    const int range = blockIdx.x / head_blocks, head_block = blockIdx.x % head_blocks;
     const Arguments arguments{cache, q, pages, out, partial, lse, scale, n_heads, page_step};
+    const Role role(n_heads, heads);
     if (threadIdx.x == 0) {
         ptx::prefetch_tensormap(&map);
         for (int stage = 0; stage < config::stages; ++stage) {
@@ -292,16 +283,14 @@ mla_decode(const __grid_constant__ TensorMap map, const uint8_t* cache, const ui
         ptx::fence_mbarrier_init();
     }
     __syncthreads();
-    const bool is_producer = warp == consumer_threads / 32;
-    Items items({lengths, length_step}, rows, n_splits, ranges, range, is_producer && blockIdx.x == 0 ? starts : nullptr);
-    if (warp >= consumer_threads / 32) {
+    Items items = items_of(role, {lengths, length_step}, rows, n_splits, ranges, starts);
+    if (!role.is_consumer()) {
         ptx::setmaxnreg_dec<24>();
-        if (!is_producer) return;
-        produce(shared, barriers, &map, arguments, items);
+        if (role.is_producer()) produce(Loader{shared, barriers, &map, cache}, arguments, items);
         return;
     }
     ptx::setmaxnreg_inc<240>();
-    Consumer consumer{shared, arguments, warp / 4, warp % 4, static_cast<int>(ptx::lane_id()), head_block * heads};
+    Consumer consumer{shared, arguments, role.warp / 4, role.warp % 4, static_cast<int>(ptx::lane_id()), role.first_head};
     Item item;
     int first = 0;  // pages of the items before
     while (items.next(item)) {

@@ -65,7 +65,13 @@ class LaunchPlan(NamedTuple):
 
 
 def why_unsupported(
-    q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, latent_dim: int, scale: float, n_splits: int,
+    q: Tensor,
+    cache: Tensor,
+    pages: Tensor,
+    lengths: Tensor,
+    latent_dim: int,
+    scale: float,
+    n_splits: int,
     rows_per_text: int,
 ) -> str | None:
     """Return why these kernels do not support a call; None: they do."""
@@ -81,7 +87,13 @@ def why_unsupported(
 
 
 def launch(
-    q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, latent_dim: int, scale: float, n_splits: int,
+    q: Tensor,
+    cache: Tensor,
+    pages: Tensor,
+    lengths: Tensor,
+    latent_dim: int,
+    scale: float,
+    n_splits: int,
     rows_per_text: int,
 ) -> Tensor:
     """Attend from q [R, H, 576] to the first lengths [R] positions of pages [R, M] → o [R, H, 512] bfloat16.

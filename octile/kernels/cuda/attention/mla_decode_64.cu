@@ -25,36 +25,18 @@
 #include "ptx.cuh"
 #include "convert.cuh"
 #include "split_kv.cuh"
+#include "mla_entry.cuh"
 #include "mla_pages_64.cuh"
 #include "wgmma.cuh"
 #include "wgmma_registers.cuh"
 #include "wgmma_values.cuh"
 #include "wgmma_values_registers.cuh"
 
-constexpr int consumer_threads = 256;
 constexpr bool rotary_in_registers = !config::fp8;  // of Q
 
 // What the warpgroups tell each other of each head; and, of several queries, the positions of the row that a head does not
 // attend to.
 enum RowValue { maximum_0, maximum_1, scale_0, scale_1, sum, beyond };
-
-struct Arguments {
-    const uint16_t* q;
-    const int* pages;
-    uint16_t* out;
-    float *partial, *lse;
-    float scale;
-    int n_heads, page_step;
-};
-
-// Loads or converts the pages of all items.
-template <class Producer>
-__device__ __forceinline__ void produce(Producer producer, const Arguments& arguments, Items& items) {
-    Item item;
-    while (items.next(item))
-        producer.load_item(
-            arguments.pages + static_cast<int64_t>(item.row) * arguments.page_step + item.first_page, item.n_pages);
-}
 
 // Of the thread blocks that share pages.
 __device__ __forceinline__ void sync_all() {
@@ -405,29 +387,26 @@ mla_decode_64(const __grid_constant__ TensorMap map, const uint8_t* cache, const
               int page_step, int length_step, int rows, int n_splits, int ranges) {
     uint8_t* shared = ptx::dynamic_shared();
     Barriers& barriers = *reinterpret_cast<Barriers*>(shared + smem::barriers);
-    const int warp = __shfl_sync(all_lanes, threadIdx.x / 32, 0);
-    const int head_blocks = (n_heads + heads - 1) / heads;
-    const int range = blockIdx.x / head_blocks, head_block = blockIdx.x % head_blocks;
-    const Arguments arguments{q, pages, out, partial, lse, scale, n_heads, page_step};
+    const Arguments arguments{cache, q, pages, out, partial, lse, scale, n_heads, page_step};
+    const Role role(n_heads, heads);
     if (threadIdx.x == 0) {
         ptx::prefetch_tensormap(&map);
         barriers.init();
     }
     sync_all();
-    const bool is_producer = warp == consumer_threads / 32;
-    Items items({lengths, length_step}, rows, n_splits, ranges, range, is_producer && blockIdx.x == 0 ? starts : nullptr);
-    if (warp >= consumer_threads / 32) {
+    Items items = items_of(role, {lengths, length_step}, rows, n_splits, ranges, starts);
+    if (!role.is_consumer()) {
         ptx::setmaxnreg_dec<config::fp8 ? 72 : 40>();
         if constexpr (config::fp8)
-            produce(Converter(shared, barriers, &map, cache, warp - consumer_threads / 32), arguments, items);
-        else if (is_producer)
+            produce(Converter(shared, barriers, &map, cache, role.warp - consumer_threads / 32), arguments, items);
+        else if (role.is_producer())
             produce(Loader{shared, barriers, &map}, arguments, items);
     } else {
         ptx::setmaxnreg_inc<config::fp8 ? 216 : 232>();
-        if (warp < 4)
-            Consumer<0>(shared, barriers, arguments, warp, head_block * heads).run(items);
+        if (role.warp < 4)
+            Consumer<0>(shared, barriers, arguments, role.warp, role.first_head).run(items);
         else
-            Consumer<1>(shared, barriers, arguments, warp - 4, head_block * heads).run(items);
+            Consumer<1>(shared, barriers, arguments, role.warp - 4, role.first_head).run(items);
     }
     if constexpr (cluster > 1) ptx::cluster_sync();  // the other thread block may still write here
 }
