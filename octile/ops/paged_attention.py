@@ -6,7 +6,7 @@
 
 A row is one query position with all its heads. Several rows may belong to one text, as where drafts are verified: each
 has its own length. The cache is read once for all heads of a row, which is what decoding's time goes into, or once for
-all rows of a text. A NaN in the cache then reaches all rows of its text on a GPU, also those whose length ends before it.
+all rows of a text. On a GPU a NaN in the cache then reaches all rows of its text, also those whose length ends before.
 
 On a GPU the positions of a row are divided among thread blocks (split-KV), whose partial results are merged in the
 order of the positions. With a given number of splits the result depends on the row and its length, not on other rows;
@@ -52,8 +52,8 @@ def paged_attention(
         latent_dim: C.
         scale: the factor of the scores.
         n_splits: parts into which a GPU divides the positions of a row, at most 128; 0: chosen by shapes and lengths.
-        rows_per_text: consecutive rows that belong to one text and have the same pages, of which a GPU may read those of
-            the first only, once for all of them if n_splits is 0.
+        rows_per_text: consecutive rows that belong to one text and have the same pages; a GPU reads those of the first,
+            once for all of them if n_splits is 0.
 
     Returns:
         o [R, H, C] in q's dtype.

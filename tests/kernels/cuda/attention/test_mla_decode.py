@@ -167,7 +167,7 @@ def test_a_row_of_a_fixed_number_of_splits_has_its_own_bits(dtype: torch.dtype):
 @pytest.mark.parametrize(("n_heads", "queries"), [(3, 4), (16, 2), (20, 3)], ids=lambda n: str(n))
 @pytest.mark.parametrize("n_sms", [1, 5])
 def test_rows_of_one_text_read_its_pages_once(n_heads: int, queries: int, n_sms: int, dtype: torch.dtype):
-    """Lengths around pages' ends, so that thread blocks have pages of which some queries see none, and empty queries."""
+    """Lengths end around pages' ends, so that some queries see nothing of a thread block's pages, or nothing at all."""
     ends = torch.tensor([[190, 191, 192, 193], [62, 63, 64, 65], [0, 0, 0, 0], [1, 2, 0, 0], [320, 129, 0, 64]])
     lengths = ends[:, :queries].flatten().int()
     generator = torch.Generator().manual_seed(queries)
