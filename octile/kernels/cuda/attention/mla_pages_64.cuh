@@ -11,6 +11,7 @@
 #pragma once
 #include "ptx.cuh"
 #include "convert.cuh"
+#include "vector_io.cuh"
 #include "split_kv.cuh"
 
 constexpr int heads = 64, latent = 512, rotary = 64, width = latent + rotary;
@@ -147,8 +148,8 @@ struct Converter {
 
     // Row i of the thread's rows in a batch, of which every second row is its own.
     __device__ __forceinline__ void load(int i, const uint8_t* row, int part) {
-        elements[i] = __ldg(reinterpret_cast<const uint4*>(row + 2 * i * row_bytes + element_of(part)));
-        scales[i] = __ldg(reinterpret_cast<const float*>(row + 2 * i * row_bytes + scale_of(part)));
+        elements[i] = ptx::load_16_early(row + 2 * i * row_bytes + element_of(part));
+        scales[i] = ptx::load_float_early(reinterpret_cast<const float*>(row + 2 * i * row_bytes + scale_of(part)));
     }
 
     __device__ __forceinline__ static uint32_t scaled(uint32_t pair, float scale) {
@@ -190,17 +191,20 @@ struct Converter {
                       page * page_rows, 0);
     }
 
+    __device__ __forceinline__ void prefetch(const int* pages, int page, int n_pages) const {
+        if (page < n_pages) ptx::bulk_prefetch(page_at(pages[page]), page_bytes);
+    }
+
     __device__ __forceinline__ void load_item(const int* pages, int n_pages) {
-        int first = pages[0], second = n_pages > 1 ? pages[1] : first;
+        int first = pages[0];
 #pragma unroll
         for (int i = 0; i < loads; ++i) load(i, row_at(first, place_of(0, true)), left);
         for (int page = 0; page < n_pages; page += 2) {
             const bool pair = page + 1 < n_pages;
-            const int next_first = page + 2 < n_pages ? pages[page + 2] : first;
-            const int next_second = page + 3 < n_pages ? pages[page + 3] : next_first;
+            const int second = pages[pair ? page + 1 : page];
             if (warp == 0 && lane == 0) {
-                if (page + 2 < n_pages && rank == 0) ptx::bulk_prefetch(page_at(next_first), page_bytes);
-                if (page + 3 < n_pages && rank == cluster - 1) ptx::bulk_prefetch(page_at(next_second), page_bytes);
+                if (rank == 0) prefetch(pages, page + 2, n_pages);
+                if (rank == cluster - 1) prefetch(pages, page + 3, n_pages);
                 load_rotary(0, first);
             }
             __syncwarp();
@@ -211,18 +215,19 @@ struct Converter {
                     if (warp == 0 && lane == 0) load_rotary(1, second);
                     __syncwarp();
                 }
-                const Place place = place_of(n, pair), next = place_of(n + 1 < count ? n + 1 : 0, pair);
-                const uint8_t* next_row = row_at(n + 1 < count ? next.which ? second : first : next_first, next);
+                const bool is_last = n + 1 == count;
+                if (is_last && page + 2 < n_pages) first = pages[page + 2];
+                const Place place = place_of(n, pair), next = place_of(is_last ? 0 : n + 1, pair);
+                const uint8_t* next_row = row_at(next.which ? second : first, next);
                 if (place.index == 0) barriers.empty[place.which][place.part].wait(parities >> place.which & 1);
 #pragma unroll
                 for (int i = 0; i < loads; ++i) {
                     convert(i, place);
                     load(i, next_row, next.part);
+                    __syncwarp();  // keeps the compiler from loading after all conversions
                 }
                 if (place.index == batches - 1) publish(place.which, place.part);
             }
-            first = next_first;
-            second = next_second;
             parities ^= pair ? 3 : 1;
         }
     }
