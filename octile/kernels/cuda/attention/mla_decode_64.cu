@@ -398,7 +398,7 @@ mla_decode_64(const __grid_constant__ TensorMap map, const uint8_t* cache, const
     if (!role.is_consumer()) {
         ptx::setmaxnreg_dec<config::fp8 ? 72 : 40>();
         if constexpr (config::fp8)
-            produce(Converter(shared, barriers, &map, cache, role.warp - consumer_threads / 32), arguments, items);
+            produce(Converter(shared, barriers, &map, cache), arguments, items);
         else if (role.is_producer())
             produce(Loader{shared, barriers, &map}, arguments, items);
     } else {

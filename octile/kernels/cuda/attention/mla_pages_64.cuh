@@ -113,18 +113,21 @@ struct Converter {
     Barriers& barriers;
     const TensorMap* const map;
     const uint8_t* const cache;
-    const int warp, lane, rank;  // warp of the warpgroup, thread block of the cluster
-    const int first_row;         // of the warp
+    const int thread, rank;      // of the warpgroup, thread block of the cluster
     const uint32_t to_other;     // from a shared address to the same place in the other thread block
     uint4 elements[loads];       // of the batch that is converted next, row by row replaced by those of the one after it
     float scales[loads];
     uint32_t parities = 3;       // bit `which`: of that page's buffer; they are empty at first
 
     __device__ __forceinline__ Converter(
-        uint8_t* shared, Barriers& barriers, const TensorMap* map, const uint8_t* cache, int warp)
-        : shared(shared), barriers(barriers), map(map), cache(cache), warp(warp), lane(ptx::lane_id()),
-          rank(cluster > 1 ? ptx::cluster_ctarank() : 0), first_row((rank * warps + warp) * own_rows),
+        uint8_t* shared, Barriers& barriers, const TensorMap* map, const uint8_t* cache)
+        : shared(shared), barriers(barriers), map(map), cache(cache), thread(threadIdx.x % 128),
+          rank(cluster > 1 ? ptx::cluster_ctarank() : 0),
           to_other(cluster > 1 ? ptx::cluster_address(shared, rank ^ 1) - ptx::shared_address(shared) : 0) {}
+
+    // Computed anew for each use: registers are few.
+    __device__ __forceinline__ int lane() const { return ptx::opaque(thread) % 32; }
+    __device__ __forceinline__ int first_row() const { return (rank * warps + ptx::opaque(thread) / 32) * own_rows; }
 
     __device__ __forceinline__ const uint8_t* page_at(int page) const {
         return cache + static_cast<int64_t>(page) * page_bytes;
@@ -141,10 +144,10 @@ struct Converter {
     }
 
     __device__ __forceinline__ const uint8_t* row_at(int page, const Place& place) const {
-        return page_at(page) + (first_row + place.index * batch_rows + lane / 4 % 2) * row_bytes;
+        return page_at(page) + (first_row() + place.index * batch_rows + lane() / 4 % 2) * row_bytes;
     }
-    __device__ __forceinline__ int element_of(int part) const { return part * 256 + lane / 8 * 64 + lane % 4 * 16; }
-    __device__ __forceinline__ int scale_of(int part) const { return latent + (part * 2 + lane / 16) * 4; }
+    __device__ __forceinline__ int element_of(int part) const { return part * 256 + lane() / 8 * 64 + lane() % 4 * 16; }
+    __device__ __forceinline__ int scale_of(int part) const { return latent + (part * 2 + lane() / 16) * 4; }
 
     // Row i of the thread's rows in a batch, of which every second row is its own.
     __device__ __forceinline__ void load(int i, const uint8_t* row, int part) {
@@ -157,15 +160,15 @@ struct Converter {
     }
 
     __device__ __forceinline__ void convert(int i, const Place& place) {
-        uint8_t* to = tile_of(shared, place.which, 4 * place.part + lane / 8);
-        const int row = first_row + place.index * batch_rows + lane / 4 % 2 + 2 * i;
+        uint8_t* to = tile_of(shared, place.which, 4 * place.part + lane() / 8);
+        const int row = first_row() + place.index * batch_rows + lane() / 4 % 2 + 2 * i;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const uint32_t low = half ? elements[i].z : elements[i].x, high = half ? elements[i].w : elements[i].y;
             const uint4 value = make_uint4(
                 scaled(ptx::e4m3_to_f16(low, false), scales[i]), scaled(ptx::e4m3_to_f16(low, true), scales[i]),
                 scaled(ptx::e4m3_to_f16(high, false), scales[i]), scaled(ptx::e4m3_to_f16(high, true), scales[i]));
-            uint8_t* chunk = swizzled(to, row, lane % 4 * 32 + half * 16);
+            uint8_t* chunk = swizzled(to, row, lane() % 4 * 32 + half * 16);
             *reinterpret_cast<uint4*>(chunk) = value;
             if constexpr (cluster > 1)
                 ptx::store_async(ptx::shared_address(chunk) + to_other, value,
@@ -176,7 +179,7 @@ struct Converter {
     __device__ __forceinline__ void publish(int which, int part) {
         ptx::fence_proxy_async();
         __syncwarp();
-        if (lane != 0) return;
+        if (lane() != 0) return;
         if constexpr (cluster > 1)  // what the same warp of the other thread block writes here
             barriers.full[which][part].arrive_expect_tx(own_rows * 256 * 2);
         else
@@ -202,7 +205,7 @@ struct Converter {
         for (int page = 0; page < n_pages; page += 2) {
             const bool pair = page + 1 < n_pages;
             const int second = pages[pair ? page + 1 : page];
-            if (warp == 0 && lane == 0) {
+            if (thread == 0) {
                 if (rank == 0) prefetch(pages, page + 2, n_pages);
                 if (rank == cluster - 1) prefetch(pages, page + 3, n_pages);
                 load_rotary(0, first);
@@ -212,7 +215,7 @@ struct Converter {
 #pragma unroll 1
             for (int n = 0; n < count; ++n) {
                 if (n == 2 * batches) {  // of a pair: this buffer has P₁ until then
-                    if (warp == 0 && lane == 0) load_rotary(1, second);
+                    if (thread == 0) load_rotary(1, second);
                     __syncwarp();
                 }
                 const bool is_last = n + 1 == count;
