@@ -1,10 +1,13 @@
 """CUDA graphs of decode steps for 1, 2, 4, 8, … rows: a step replays the smallest graph that has room for its rows.
 
 A graph reads its rows from buffers on the device, which one copy fills, and a second one where pages have changed. Rows
-beyond a step's are padding: they are written nowhere and attend to nothing.
+beyond a step's are padding: they are written nowhere and attend to nothing. A model with indexers has two graphs of
+each size: rows attend to chosen positions, or, where none has more than that, to all.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -37,7 +40,8 @@ class DecodeGraphs:
         if drafts:
             self.hidden = weights.head.new_zeros(max_rows, weights.config.hidden_size)
         self.copied = torch.cuda.Event()
-        self.captured = memory.capture_sizes(self.sizes, self._forward)
+        ways = (False, True) if forward.index is not None else (False,)
+        self.captured = {way: memory.capture_sizes(self.sizes, partial(self._forward, way)) for way in ways}
 
     def run(self, layout: Layout, hidden_TD: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Replay the graph of a batch of decode rows alone: what the head reads [T, D], and logits [T, V].
@@ -57,12 +61,12 @@ class DecodeGraphs:
         self.copied.record(torch.cuda.current_stream(self.numbers.device))  # of the model's GPU
         if self.hidden is not None and hidden_TD is not None:
             self.hidden[: layout.n_decode].copy_(hidden_TD)
-        replay, (h_TD, logits) = self.captured[size]
+        replay, (h_TD, logits) = self.captured[self.forward.chooses(layout.longest)][size]
         replay()
         return h_TD[: layout.n_decode], logits[: layout.n_decode]
 
-    def _forward(self, size: int) -> tuple[Tensor, Tensor]:
-        step = decode_step(self.numbers[:, :size], self.pages[:size])
+    def _forward(self, chooses: bool, size: int) -> tuple[Tensor, Tensor]:
+        step = decode_step(self.numbers[:, :size], self.pages[:size], chooses)
         h_TD = self.forward.hidden(step) if self.hidden is None else self.forward.draft(step, self.hidden[:size])
         return h_TD, self.forward.logits(h_TD)
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -69,7 +70,9 @@ class DecodeLoop:
         self._offsets = torch.arange(max_requests * (1 + n_drafts), device=device)
         if memory is not None:
             self._copied = torch.cuda.Event()
-            self._graphs = memory.capture_sizes(self._sizes, self._step)  # the texts have no positions
+            ways = (False, True) if forward.index is not None else (False,)
+            # the texts have no positions
+            self._graphs = {way: memory.capture_sizes(self._sizes, partial(self._step, way)) for way in ways}
 
     def run(self, requests: Sequence[DecodeRequest], at_least: int = 0) -> DecodedTokens:
         """Launch a step; see `octile.serve.batch.Runner.decode`.
@@ -85,12 +88,13 @@ class DecodeLoop:
         self._numbers.copy_(self._host, non_blocking=True)
         if first < end:
             self._pages[first:end].copy_(self._table.host[first:end], non_blocking=True)
+        chooses = self.forward.chooses(max(map(self._reach, requests), default=0))
         if not self._on_gpu:
-            self._step(size)
+            self._step(chooses, size)
             return DecodedTokens(self._results[: len(requests)].clone(), None, self.n_drafts)
         stream = torch.cuda.current_stream(self._numbers.device)  # of the model's GPU
         self._copied.record(stream)
-        replay, _ = self._graphs[size]
+        replay, _ = self._graphs[chooses][size]
         replay()
         results = torch.empty(len(requests), self._results.shape[1], dtype=torch.int64, pin_memory=True)
         results.copy_(self._results[: len(requests)], non_blocking=True)
@@ -116,8 +120,14 @@ class DecodeLoop:
                 first, end = min(first, i), i + 1
         return first, end
 
-    def _step(self, size: int) -> None:
-        """Compute a step of the requests that the buffers describe."""
+    def _reach(self, request: DecodeRequest) -> int:
+        """Return the positions that a row of a request attends to at most, with its drafts and theirs."""
+        rows = 1 + self.n_drafts
+        first = request.position + (rows if request.source >= 0 else 0)
+        return min(request.end, first + rows + max(self.n_drafts - 1, 0))
+
+    def _step(self, chooses: bool, size: int) -> None:
+        """Compute a step of the requests that the buffers describe; chooses as of `Step`."""
         n, forward = self.n_drafts, self.forward
         if forward.exchange is not None:
             forward = replace(forward, exchange=forward.exchange.of_at_most(size * (1 + n)))
@@ -127,7 +137,7 @@ class DecodeLoop:
         before_B = source_B.clamp(min=0)
         tokens_Bn = torch.where(is_given_B[:, None], self._numbers[FIELDS:, :size].T, self._tokens[before_B])
         first_B = position_B + self._advance[before_B].masked_fill(is_given_B, 0)
-        step = self._rows(tokens_Bn, first_B[:, None] + self._offsets[: 1 + n], end_B)
+        step = self._rows(tokens_Bn, first_B[:, None] + self._offsets[: 1 + n], end_B, chooses)
         h_TD = forward.hidden(step)
         seed_T, temperature_T = (t[:, None].expand(-1, 1 + n).flatten() for t in (seed_B, temperature_B))
         chosen_Bn = sample_tokens(forward.logits(h_TD), seed_T, step.positions + 1, temperature_T).view(size, 1 + n)
@@ -139,14 +149,14 @@ class DecodeLoop:
             h_TD = h_TD.index_select(0, self._offsets[: size * (1 + n) : 1 + n] + accepted_B)
             drafts = [sample_tokens(forward.logits(h_TD), seed_B, last_B + 2, temperature_B)]
             for i in range(1, n):
-                h_TD = forward.draft(self._rows(drafts[-1][:, None], (last_B + i)[:, None], end_B), h_TD)
+                h_TD = forward.draft(self._rows(drafts[-1][:, None], (last_B + i)[:, None], end_B, chooses), h_TD)
                 drafts.append(sample_tokens(forward.logits(h_TD), seed_B, last_B + i + 2, temperature_B))
         next_Bn = torch.stack((chosen_Bn.gather(1, accepted_B[:, None])[:, 0], *drafts), dim=1)
         self._tokens[:size] = next_Bn
         self._advance[:size] = accepted_B + 1
         self._results[:size] = torch.cat((chosen_Bn, accepted_B[:, None], next_Bn[:, 1:]), dim=1)
 
-    def _rows(self, tokens_Bk: Tensor, positions_Bk: Tensor, end_B: Tensor) -> Step:
+    def _rows(self, tokens_Bk: Tensor, positions_Bk: Tensor, end_B: Tensor, chooses: bool) -> Step:
         """Make a step of k rows per request. Rows from the end of a text on are written nowhere and see nothing."""
         size, k = tokens_Bk.shape
         is_inside_Bk = positions_Bk < end_B[:, None]
@@ -157,4 +167,5 @@ class DecodeLoop:
         pages_TM = pages_BM if k == 1 else pages_BM[:, None].expand(-1, k, -1).flatten(0, 1)
         tokens_T = tokens_Bk.flatten().clamp(min=0)  # logits with NaN have chosen a negative one
         slots_T = slots_Bk.masked_fill(~is_inside_Bk, -1).flatten()
-        return Step(tokens_T, at_Bk.flatten(), slots_T, pages_TM, lengths_Bk.flatten(), None, (), rows_per_text=k)
+        rows = tokens_T, at_Bk.flatten(), slots_T, pages_TM, lengths_Bk.flatten()
+        return Step(*rows, None, (), chooses=chooses, rows_per_text=k)

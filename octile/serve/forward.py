@@ -3,8 +3,8 @@
     decode rows      attend in the absorbed form: queries times W_UK, attention over the pages, results times W_UV
     prefill chunks   attend in the naive form: keys and values are computed of the latents that the pages hold
 
-A model with indexers attends to chosen positions, where a text can have more than that: from decode rows, and from the
-chunks that have more, both in the absorbed form.
+A model with indexers attends to chosen positions where there are more than that: from the decode rows of a step if one
+has more, and from the chunks that have more, both in the absorbed form.
 
 Everything else treats rows alike. Rows are normed and quantized once for all FP8 weights that read them, experts'
 rows are sorted by expert, and a row's results are weighted in SwiGLU, as in training (`octile.nn.fused.feed_forward`).
@@ -109,6 +109,7 @@ class Step(NamedTuple):
         context: int64, the slots of all positions that prefill chunks attend to, chunk after chunk.
         prefills: the chunks after the decode rows, in pieces.
         max_positions: whose keys and values are in memory at once: a piece has no more, or is one chunk.
+        chooses: whether decode rows attend to chosen positions, if the model chooses some; otherwise to all.
         schedule: of the indexer's logits of decode rows (`Forward.with_schedule`).
     """
 
@@ -120,6 +121,7 @@ class Step(NamedTuple):
     context: Tensor | None
     prefills: Sequence[PrefillPiece]
     max_positions: int = 0
+    chooses: bool = True
     schedule: Tensor | None = None
     rows_per_text: int = 1
 
@@ -244,7 +246,16 @@ class Forward:
 
     def with_schedule(self, step: Step) -> Step:
         """Return a step with what all layers need of its lengths to choose positions."""
-        return step if self.index is None or not len(step.lengths) else step._replace(schedule=schedule(step.lengths))
+        if self.index is None or not step.chooses or not len(step.lengths):
+            return step
+        return step._replace(schedule=schedule(step.lengths))
+
+    def chooses(self, longest: int) -> bool:
+        """Whether decode rows attend to chosen positions, if the longest attends to so many.
+
+        In batch-invariant mode they always do, because rows may not attend in another way for the sake of others.
+        """
+        return self.index is not None and (self.batch_invariant or longest > self._n_chosen)
 
     def query_width(self, w: AttentionWeights) -> int:
         """Return the columns of the GEMM that projects queries: theirs, then those of weights that are joined to it."""
@@ -354,11 +365,10 @@ class Forward:
         splits = INVARIANT_SPLITS if self.batch_invariant else 0
         q_THW, cached = self._absorb(queries.q, w), self.cache.layers[layer]
         last = c.kv_lora_rank, self.softmax_scale, splits
-        if queries.of_index is None:
+        if queries.of_index is None or step.schedule is None:
             o_THC = paged_attention(q_THW, cached, step.pages, step.lengths, *last, step.rows_per_text)
         else:
             assert self.index is not None
-            assert step.schedule is not None
             keys, text = self.index.layers[layer], (step.pages, step.lengths, step.schedule)
             chosen_TK = choose_of_pages(queries.of_index, keys, *text, self._n_chosen)
             o_THC = paged_sparse_attention(q_THW, cached, step.pages, chosen_TK, *last)

@@ -332,7 +332,8 @@ class ModelRunner:
     def _step(self, layout: Layout) -> Step:
         pads = self.batch_invariant and self.device.type == "cpu"
         chosen = None if self.forward.index is None else self.forward.weights.config.index_topk
-        return mixed_step(layout, BLOCK_ROWS if pads else 1, self.device, chosen)
+        chooses = self.forward.chooses(layout.longest)
+        return mixed_step(layout, BLOCK_ROWS if pads else 1, self.device, chosen, chooses)
 
     def _in_order(self, h_TD: Tensor, layout: Layout) -> Tensor:
         """Return rows in the batch's order, without padding."""

@@ -52,6 +52,12 @@ class Layout:
         prefill = [] if len(decode) == len(chunks) else sorted(set(range(len(chunks))) - set(decode))
         return cls(chunks, decode, prefill, sum(sizes[i] for i in decode))
 
+    @property
+    def longest(self) -> int:
+        """The positions that the decode row with the most attends to; 0 if there is none."""
+        of_decode = (self.chunks[i] for i in self.decode)
+        return max((chunk.start + len(chunk.tokens) for chunk in of_decode), default=0)
+
     def rows(self) -> list[int] | None:
         """Return the row of each token in the batch's order; None where this is the order of the rows."""
         order = [*self.decode, *self.prefill]
@@ -137,10 +143,10 @@ class DecodeRows:
         return first, end
 
 
-def decode_step(numbers: Tensor, pages: Tensor) -> Step:
-    """Make a step of decode rows alone, of numbers [4, T] and pages [T, M] as of `DecodeRows`."""
+def decode_step(numbers: Tensor, pages: Tensor, chooses: bool) -> Step:
+    """Make a step of decode rows alone, of numbers [4, T] and pages [T, M] as of `DecodeRows`; chooses as of `Step`."""
     tokens, positions, slots, lengths = numbers.unbind()
-    return Step(tokens, positions, slots, pages, lengths.to(torch.int32), None, ())
+    return Step(tokens, positions, slots, pages, lengths.to(torch.int32), None, (), chooses=chooses)
 
 
 def send(t: Tensor, device: torch.device) -> Tensor:
@@ -150,7 +156,13 @@ def send(t: Tensor, device: torch.device) -> Tensor:
     return t.pin_memory().to(device, non_blocking=True)
 
 
-def mixed_step(layout: Layout, block_rows: int, device: torch.device, max_together: int | None = None) -> Step:
+def mixed_step(
+    layout: Layout,
+    block_rows: int,
+    device: torch.device,
+    max_together: int | None = None,
+    chooses: bool = True,
+) -> Step:
     """Make a step of any chunks, on a device.
 
     Args:
@@ -158,12 +170,13 @@ def mixed_step(layout: Layout, block_rows: int, device: torch.device, max_togeth
         block_rows: decode rows alone are padded to a multiple of it.
         device: of the step.
         max_together: a chunk with more positions has a piece of its own; None: none has.
+        chooses: as of `Step`.
     """
     of_decode = [layout.chunks[i] for i in layout.decode]
     n_rows = -(-layout.n_decode // block_rows) * block_rows
     rows = DecodeRows(n_rows, max((len(chunk.pages) for chunk in of_decode), default=0), pinned=False)
     rows.fill(of_decode, n_rows)
-    step = decode_step(send(rows.numbers, device), send(rows.pages, device))
+    step = decode_step(send(rows.numbers, device), send(rows.pages, device), chooses)
     if not layout.prefill:
         return step
     chunks = [layout.chunks[i] for i in layout.prefill]

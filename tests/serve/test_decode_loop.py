@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from octile.serve.batch import Batch, Chunk, DecodeRequest
+from octile.serve.decode_loop import DecodeLoop
 from octile.serve.drafts import count_accepted
 from octile.serve.model_runner import ModelRunner
 from octile.serve.request import Sampling
@@ -92,3 +93,25 @@ def test_logits_with_nan_choose_no_token():
     runner.forward.weights.head[0] = float("nan")
     runner.decode([request(1, prompts[1][-1:])])
     assert runner.decode([request(1, [], source=0)]).read()[0].chosen == [-1]
+
+
+@pytest.mark.parametrize("n_drafts", [0, 1, 3])
+def test_no_row_is_longer_than_the_reach_of_its_request(monkeypatch, n_drafts):
+    longest, rows = [], DecodeLoop._rows
+
+    def counted(self, *arguments):
+        step = rows(self, *arguments)
+        longest.append(int(step.lengths.max()))
+        return step
+
+    monkeypatch.setattr(DecodeLoop, "_rows", counted)
+    runner, prompts = new_runner(n_drafts)
+    first = request(1, [prompts[1][-1], *range(n_drafts)])
+    runner.decode([first])
+    reach = runner.loop._reach(first)
+    assert LENGTHS[1] + n_drafts <= max(longest) <= reach
+    longest.clear()
+    continued = request(1, [], source=0)
+    runner.decode([continued])
+    assert max(longest) <= runner.loop._reach(continued) == reach + 1 + n_drafts
+    assert runner.loop._reach(continued._replace(end=LENGTHS[1])) == LENGTHS[1]

@@ -62,6 +62,27 @@ def test_the_models_logits_are_not_those_of_dense_attention(model):
     assert error(whole(model, text(150)), whole(dense, text(150))) > 0.1
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_decode_rows_choose_where_one_attends_to_more_than_is_chosen(model, monkeypatch, batch_invariant):
+    chosen_for, choose = [], forward.choose_of_pages
+
+    def counted(index, cache, pages, lengths, *rest):
+        chosen_for.append(lengths.tolist())
+        return choose(index, cache, pages, lengths, *rest)
+
+    monkeypatch.setattr(forward, "choose_of_pages", counted)
+    runner = ModelRunner(model, N_PAGES, batch_invariant=batch_invariant)
+    texts = Texts(runner, [text(40, 0), text(40, 1)]).run(8, 7)
+    assert (len(chosen_for) > 0) == batch_invariant
+    texts.run(8, 0).run(8, 0)  # to exactly as many as are chosen
+    assert (len(chosen_for) > 0) == batch_invariant
+    chosen_for.clear()
+    texts.run(1, 1)
+    assert [sorted(lengths)[-2:] for lengths in chosen_for] == SPARSE.num_hidden_layers * [[8, TOPK + 1]]
+    for i, logits in enumerate(texts.logits):
+        assert error(logits, whole(model, text(40, i))[: len(logits)]) < FP32_ERROR
+
+
 def test_rows_are_chosen_for_in_parts(model, monkeypatch):
     monkeypatch.setattr(forward, "MAX_LOGITS", 700)
     for i, logits in enumerate(read_all(ModelRunner(model, N_PAGES))):
@@ -149,9 +170,9 @@ def micro_model() -> DeepseekV3:
     return model
 
 
-def texts_of(tokenizer, prompts, n_pages=16, n_drafts=0, max_ahead=0):
+def texts_of(tokenizer, prompts, n_pages=16, n_drafts=0, max_ahead=0, batch_invariant=True):
     """The greedy texts of requests that run together, and the engine's counts."""
-    runner = ModelRunner(micro_model(), n_pages, batch_invariant=True, n_drafts=n_drafts)
+    runner = ModelRunner(micro_model(), n_pages, batch_invariant=batch_invariant, n_drafts=n_drafts)
     runner.max_ahead = max_ahead
     engine = Engine(runner, tokenizer, EngineConfig(max_batch=4, max_step_tokens=24, n_drafts=n_drafts))
     added = [engine.add(prompt, Sampling(NEW_TOKENS, 0.0, ignore_eos=True)) for prompt in prompts]
@@ -164,11 +185,18 @@ def alone(tokenizer, prompts) -> list[list[int]]:
     return [texts_of(tokenizer, [prompt])[0][0] for prompt in prompts]
 
 
-def test_a_text_is_the_greedy_one_of_whole_forward_passes(tokenizer):
-    model, tokens = micro_model(), list(PROMPTS[0])
-    for _ in range(NEW_TOKENS):
-        tokens.append(int(whole(model, tokens)[-1].argmax()))
-    assert alone(tokenizer, PROMPTS[:1]) == [tokens]
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("max_ahead", [0, 4])
+def test_a_text_is_the_greedy_one_of_whole_forward_passes(tokenizer, batch_invariant, max_ahead):
+    """From prompts with fewer tokens than are chosen, and with more."""
+    model, expected = micro_model(), []
+    for prompt in (PROMPTS[0], PROMPTS[2]):
+        tokens = list(prompt)
+        for _ in range(NEW_TOKENS):
+            tokens.append(int(whole(model, tokens)[-1].argmax()))
+        expected.append(tokens)
+    options = {"n_drafts": 1, "max_ahead": max_ahead, "batch_invariant": batch_invariant}
+    assert texts_of(tokenizer, [PROMPTS[0], PROMPTS[2]], **options)[0] == expected
 
 
 @pytest.mark.parametrize("max_ahead", [0, 4])

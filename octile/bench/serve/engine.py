@@ -156,7 +156,8 @@ def _step_seconds(runner: ModelRunner, shape: Shape, batch: int) -> tuple[float,
         finally:
             runner.max_ahead = max_ahead
         size = next(size for size in runner.graphs.sizes if size >= batch)
-        model = _gpu_seconds(runner.graphs.captured[size][0])
+        captured = runner.graphs.captured[runner.forward.chooses(runner.max_position)]
+        model = _gpu_seconds(captured[size][0])
     engine.close()
     return seconds, model, profile
 
