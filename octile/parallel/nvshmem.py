@@ -3,9 +3,9 @@
 The numbers of rows stay on the devices, and each rank reads what others send it from their memory. So all tensors have
 room for any distribution of tokens, and a step can be captured in a CUDA graph. One exchange is
 
-    barrier     an exchange of no rows: nobody reads the rows of the exchange before any more
-    copies      of the rows, data and scales together, into the memory that is read, sorted by node; only those sent
-    exchange
+    barrier      an exchange of no rows: nobody reads the rows of the exchange before any more
+    copies       of the rows into the memory that is read, sorted by node; only of those that are sent
+    exchanges    of data and scales, one after the other
 
 on the stream on which the kernels inside the nodes run, too (`octile.parallel.symmetric_memory`).
 
@@ -22,22 +22,23 @@ import math
 import os
 import socket
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from octile.kernels.memory_layout import VECTOR, padded
+from octile.kernels.memory_layout import VECTOR
 from octile.nn.dispatcher import InFlight
 from octile.ops.routing_plan import inverse
 from octile.parallel.links import has_nvshmem
 from octile.parallel.symmetric_memory import NO_MULTICAST, NVSHMEM, ExchangeMemory
 
 LINE = 128  # bytes; where tensors begin in the memory
+PARTS = 2  # tensors of an exchange at most: data and scales
 BLOCKS = "TORCH_SYMMMEM_NBLOCKS"  # torch reads it at the first exchange of a process
-BLOCKS_ON_NVLINK = 32  # of a launch for each rank
+BLOCKS_ON_NVLINK = 64  # of a launch for each rank
 BLOCKS_ON_NETWORK = 16  # for all ranks, as torch has them
 
 
@@ -109,32 +110,32 @@ class NvshmemMemory(ExchangeMemory):
         num_sms: as of `ExchangeMemory`, which GEMMs leave; torch chooses the blocks of an exchange.
 
     Attributes:
-        no_splits, splits: of the barrier, and of an exchange, int64 [G] and [2, G]: how many rows go to each rank, and
-            how many come from each, and where they begin.
-        row_multiple: rows in the memory are multiples of so many bytes: the blocks that copy a rank's rows must divide
-            their bytes.
+        splits: for the barrier and for each part of an exchange, int64 [G] and [2, G]: how many rows go to each rank,
+            and how many come from each, and where they begin.
+        blocks: of a launch for each rank. They must divide the bytes of a row, and do so in vectors of 16 bytes where
+            rows are long enough: others are copied byte by byte.
     """
 
-    no_splits: tuple[Tensor, Tensor]
-    splits: tuple[Tensor, Tensor]
+    splits: list[tuple[Tensor, Tensor]]
 
     def __init__(self, group: dist.ProcessGroup, num_sms: int | None = None):
         super().__init__(group, num_sms)
-        self.row_multiple = math.lcm(VECTOR, max(_blocks(group) // dist.get_world_size(group), 1))
+        self.blocks = max(_blocks(group) // dist.get_world_size(group), 1)
 
     def _in_use(self) -> object:
-        return self.buffer, self.handle, self.no_splits, self.splits
+        return self.buffer, self.handle, self.splits
 
     def _grow(self, n_bytes: int, device: torch.device) -> None:
         ranks = dist.get_world_size(self.group)
-        each = [_lines(ranks * 8), _lines(2 * ranks * 8)] * 2
+        each = [_lines(ranks * 8), _lines(2 * ranks * 8)] * (PARTS + 1)
         whole, _ = self.allocate(sum(each) + n_bytes, device)
         *parts, self.buffer = whole.split([*each, len(whole) - sum(each)])
         whole[: sum(each)] = 0
         numbers = [part.view(torch.int64) for part in parts]
-        self.no_splits, self.splits = (
-            (out[:ranks], found[: 2 * ranks].view(2, ranks)) for out, found in (numbers[:2], numbers[2:])
-        )
+        self.splits = [
+            (out[:ranks], found[: 2 * ranks].view(2, ranks))
+            for out, found in zip(numbers[::2], numbers[1::2], strict=True)
+        ]
 
     def all_to_all(
         self, rows: Sequence[Tensor], index: Tensor | None, splits_G: Tensor, sent: int, received: int
@@ -142,7 +143,7 @@ class NvshmemMemory(ExchangeMemory):
         """Launch an exchange, in the context of `exchange` with `n_bytes` or more.
 
         Args:
-            rows: tensors [M, C] of any dtypes, which are sent together.
+            rows: PARTS tensors [M, C] at most, of any dtypes.
             index: int32, the rows that are sent, sorted by rank; None: all from the first on.
             splits_G: int64, how many go to each rank; the index may have more entries.
             sent, received: how many rows are sent, and come, at most; the same on all ranks.
@@ -151,36 +152,40 @@ class NvshmemMemory(ExchangeMemory):
             [received, C] of each tensor, in this memory, the rows that have come first, sorted by rank; and int64
             [2, G], how many come from each rank, and where they begin.
         """
-        starts, width = self._columns(rows)
-        outgoing = self.buffer[: sent * width].view(sent, width)
-        incoming = self.buffer[_lines(sent * width) :][: received * width].view(received, width)
-        out, found = self.splits
+        at, exchanges = 0, []
         self.barrier()
-        for x, start in zip(rows, starts, strict=True):
-            _gather_rows(x, index, splits_G, outgoing[:, start : start + _row_bytes(x)])
-        out.copy_(splits_G)
-        all_to_all_vdev(outgoing, incoming, out, found, self.group)
-        columns = zip(rows, starts, strict=True)
-        return [incoming[:, start : start + _row_bytes(x)].view(x.dtype) for x, start in columns], found
+        for x, (out, found) in zip(rows, self.splits[1:], strict=False):
+            width = self._width(x)
+            outgoing = self.buffer[at:][: sent * width].view(sent, width)
+            at += _lines(sent * width)
+            incoming = self.buffer[at:][: received * width].view(received, width)
+            at += _lines(received * width)
+            _gather_rows(x, index, splits_G, outgoing[:, : _row_bytes(x)])
+            out.copy_(splits_G)
+            exchanges.append((outgoing, incoming, out, found))
+        for parts in exchanges:
+            all_to_all_vdev(*parts, self.group)
+        came = zip(rows, exchanges, strict=True)
+        return [incoming[:, : _row_bytes(x)].view(x.dtype) for x, (_, incoming, _, _) in came], exchanges[0][3]
 
     def n_bytes(self, rows: Sequence[Tensor], sent: int, received: int) -> int:
         """The bytes of an exchange."""
-        _, width = self._columns(rows)
-        return _lines(sent * width) + received * width
+        return sum(_lines(count * self._width(x)) for x in rows for count in (sent, received))
 
     def is_dense(self, x: Tensor) -> bool:
         """Whether rows as those of x have no gaps between them in the memory."""
-        return self._columns([x])[1] == _row_bytes(x)
+        return self._width(x) == _row_bytes(x)
 
-    def _columns(self, rows: Sequence[Tensor]) -> tuple[list[int], int]:
-        """Where the rows of each tensor begin in a row of the memory, and the bytes of such a row."""
-        *starts, end = accumulate((padded(_row_bytes(x)) for x in rows), initial=0)
-        return starts, -(-end // self.row_multiple) * self.row_multiple
+    def _width(self, x: Tensor) -> int:
+        """The bytes from row to row in the memory."""
+        vectors = VECTOR * self.blocks
+        multiple = vectors if _row_bytes(x) >= vectors else math.lcm(VECTOR, self.blocks)
+        return -(-_row_bytes(x) // multiple) * multiple
 
     def barrier(self) -> None:
         """Have the device wait until all ranks have come here."""
         nothing = self.buffer[:VECTOR].view(1, VECTOR)
-        all_to_all_vdev(nothing, nothing, *self.no_splits, self.group)
+        all_to_all_vdev(nothing, nothing, *self.splits[0], self.group)
 
 
 def all_to_all_vdev(

@@ -63,9 +63,10 @@ def test_ranks_that_are_not_evenly_numbered_are_refused(job):
 
 
 @pytest.mark.parametrize(
-    ("blocks", "row_bytes", "in_memory"), [("64", 12, 32), ("64", 7168, 7168), ("16", 224, 224), ("6", 224, 240)]
+    ("blocks", "row_bytes", "in_memory"),
+    [("64", 12, 32), ("64", 7168, 7168), ("256", 7168, 8192), ("64", 224, 224), ("6", 224, 240), ("6", 7168, 7200)],
 )
-def test_the_blocks_of_a_rank_divide_its_rows(monkeypatch: pytest.MonkeyPatch, blocks, row_bytes, in_memory):
+def test_blocks_divide_rows_and_long_ones_in_vectors(monkeypatch: pytest.MonkeyPatch, blocks, row_bytes, in_memory):
     monkeypatch.setenv(BLOCKS, blocks)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
     memory, rows = NvshmemMemory(NODES), torch.empty(3, row_bytes, dtype=torch.uint8)
@@ -73,7 +74,7 @@ def test_the_blocks_of_a_rank_divide_its_rows(monkeypatch: pytest.MonkeyPatch, b
     assert memory.is_dense(rows) == (row_bytes == in_memory)
 
 
-@pytest.mark.parametrize(("hosts", "blocks"), [(["a", "a"], 64), (["a", "b"], 16), ([*"abcdefghijklmnopqrst"], 20)])
+@pytest.mark.parametrize(("hosts", "blocks"), [(["a", "a"], 128), (["a", "b"], 16), ([*"abcdefghijklmnopqrst"], 20)])
 def test_blocks_are_chosen_by_the_hosts_unless_they_are_set(monkeypatch: pytest.MonkeyPatch, hosts, blocks):
     def gather(gathered: list[str], own: str, group: object) -> None:
         gathered[:] = hosts
@@ -84,4 +85,4 @@ def test_blocks_are_chosen_by_the_hosts_unless_they_are_set(monkeypatch: pytest.
     monkeypatch.setattr(dist, "all_gather_object", gather)
     memory = NvshmemMemory(NODES)
     assert nvshmem._blocks(memory.group) == blocks
-    assert memory.row_multiple == max(16, blocks // len(hosts))
+    assert memory.blocks == blocks // len(hosts)
