@@ -32,7 +32,7 @@ class ObjectStore:
         self._moto = DomainDispatcherApplication(create_backend_app)
         self._server = make_server("127.0.0.1", 0, self._answer, threaded=True)
         self._released = threading.Event()
-        self._stalls = self._fails = ""
+        self._stalls, self._fails = "", ("", "")
         self.bucket, self.stalled = "s3://octile", threading.Event()
         self.environment = {**ENVIRONMENT, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self._server.port}"}
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
@@ -48,13 +48,13 @@ class ObjectStore:
         self._released.clear()
         self._stalls = part
 
-    def fail(self, part: str) -> None:
-        """Let each upload to a path with this part be refused, as by a policy."""
-        self._fails = part
+    def fail(self, part: str, method: str = "PUT") -> None:
+        """Let each request of a method to a path with this part be refused, as by a policy."""
+        self._fails = method, part
 
     def release(self) -> None:
         """Let uploads pass again. One that stalled is answered by an error."""
-        self._stalls = self._fails = ""
+        self._stalls, self._fails = "", ("", "")
         self._released.set()
 
     def close(self) -> None:
@@ -64,11 +64,11 @@ class ObjectStore:
         self._server.server_close()
 
     def _answer(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        path, upload = f"{environ['PATH_INFO']}?{environ['QUERY_STRING']}", environ["REQUEST_METHOD"] == "PUT"
-        if upload and self._fails and self._fails in path:
-            environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"]))
+        path, method = f"{environ['PATH_INFO']}?{environ['QUERY_STRING']}", environ["REQUEST_METHOD"]
+        if method == self._fails[0] and self._fails[1] in path:
+            environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             return _refuse(start_response, "403 Forbidden", "AccessDenied")
-        if upload and self._stalls and self._stalls in path:
+        if method == "PUT" and self._stalls and self._stalls in path:
             environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"]) // 2)
             self.stalled.set()
             self._released.wait()

@@ -52,6 +52,7 @@ from octile.checkpoint.step_folders import (
     next_folder,
     prune,
     verify_files,
+    why_unusable,
 )
 from octile.checkpoint.store import Store
 from octile.checkpoint.tensor_file import TensorSpec
@@ -173,7 +174,7 @@ class DistributedCheckpoints:
 
         Raises:
             ValueError: there are checkpoints, but all are damaged, or their octile.json are gone.
-            OSError, RuntimeError: the last save failed, on any rank.
+            OSError, RuntimeError: the last save failed, or a store cannot be reached or read, on any rank.
         """
         self.wait()
         rank, _ = rank_of(self._group)
@@ -335,11 +336,7 @@ def rank_of(group: dist.ProcessGroup | None) -> tuple[int, int]:
 
 
 def _problem(folder: Store, group: dist.ProcessGroup | None) -> str | None:
-    try:
-        gather_results(group, lambda: verify_files(folder, *rank_of(group)))
-    except (ValueError, OSError) as error:
-        return str(error)
-    return None
+    return why_unusable(folder, lambda: gather_results(group, lambda: verify_files(folder, *rank_of(group))))
 
 
 def _piece(name: str, chunk: Chunk) -> _Piece:

@@ -120,6 +120,23 @@ def verify_files(folder: Store, rank: int = 0, n_ranks: int = 1) -> None:
         folder.verify(name, expected)
 
 
+def why_unusable(folder: Store, verify: Callable[[], object]) -> str | None:
+    """Return why a checkpoint cannot be used, as `verify` raises it, or None.
+
+    Raises:
+        OSError: a store cannot be reached or read. What it has may be whole, and must not be passed over.
+    """
+    try:
+        verify()
+    except (ValueError, FileNotFoundError) as error:
+        return str(error)
+    except OSError as error:
+        if not folder.is_local:
+            raise
+        return str(error)  # a disk that cannot read a sector
+    return None
+
+
 def checksums(folder: Store) -> dict[str, dict[str, Any]]:
     """Return the checksum of each file of a checkpoint, the largest files first.
 

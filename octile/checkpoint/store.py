@@ -59,10 +59,15 @@ class Store:
         return f"{self.url}/{name}"
 
     def names(self) -> list[str]:
-        """The names of the files and folders here, sorted; none if the folder does not exist."""
+        """The names of the files and folders here, sorted; none if the folder does not exist.
+
+        Raises:
+            OSError: the store cannot be reached or read.
+        """
         self._fs.invalidate_cache()
         try:
-            found = self._fs.ls(self._root, detail=False)
+            with _named(self.url):
+                found = self._fs.ls(self._root, detail=False)
         except (FileNotFoundError, NotADirectoryError):
             return []
         return sorted({path.rstrip("/").rpartition("/")[2] for path in found})
@@ -119,8 +124,9 @@ class Store:
 
         Raises:
             FileNotFoundError: there is no such file.
+            OSError: the store cannot be reached or read.
         """
-        with self.open(name) as file:
+        with _named(self.path_of(name)), self.open(name) as file:
             return file.read()
 
     def size(self, name: str) -> int:
@@ -140,11 +146,13 @@ class Store:
 
         Raises:
             FileNotFoundError: there is no such file.
+            OSError: the store cannot be reached or read.
             ValueError: it ends before.
         """
         path = f"{self._root}/{name}"
         ends = [begin + nbytes for begin in begins]
-        found: list[bytes] = self._fs.cat_ranges([path] * len(begins), list(begins), ends, on_error="raise")
+        with _named(self.path_of(name)):
+            found: list[bytes] = self._fs.cat_ranges([path] * len(begins), list(begins), ends, on_error="raise")
         for begin, content in zip(begins, found, strict=True):
             if len(content) != nbytes:
                 raise ValueError(
@@ -182,7 +190,7 @@ class Store:
         compare_checksum(self.path_of(name), self.size(name), lambda: self._sha256(name), expected)
 
     def _sha256(self, name: str) -> str:
-        with self.open(name) as file:
+        with _named(self.path_of(name)), self.open(name) as file:
             digest = hashlib.sha256()
             while block := file.read(2**22):
                 digest.update(block)
@@ -198,6 +206,19 @@ class Store:
         self.remove_file(RECORD)
         with suppress(FileNotFoundError):
             self._fs.rm(self._root, recursive=True)
+
+
+@contextmanager
+def _named(url: str) -> Iterator[None]:
+    """Turn exceptions of a file system that name no file into an OSError that names the URL."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, FileNotFoundError | NotADirectoryError) or getattr(error, "filename", None) is not None:
+            raise
+        if not _is_of_file_system(error):
+            raise
+        raise as_os_error(error, f"{url} cannot be read") from error
 
 
 def _is_of_file_system(error: Exception) -> bool:

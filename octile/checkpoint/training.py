@@ -29,6 +29,7 @@ from octile.checkpoint.step_folders import (
     newest_intact,
     prune,
     verify_files,
+    why_unusable,
 )
 from octile.checkpoint.store import Store
 from octile.checkpoint.tensor_file import TensorSpec, writing
@@ -105,6 +106,7 @@ def find_latest(store: Store, up_to: int | None = None) -> Store | None:
 
     Raises:
         ValueError: there are checkpoints, but all are damaged, or their octile.json are gone.
+        OSError: a store cannot be reached or read.
     """
     check_records(store)
     steps = [(step, name) for step, name in finished_steps(store).items() if up_to is None or step <= up_to]
@@ -113,11 +115,7 @@ def find_latest(store: Store, up_to: int | None = None) -> Store | None:
 
 
 def _problem(folder: Store) -> str | None:
-    try:
-        verify_files(folder)
-    except (ValueError, OSError) as error:
-        return str(error)
-    return None
+    return why_unusable(folder, lambda: verify_files(folder))
 
 
 def load_checkpoint(path: str | Path, check: bool = True) -> tuple[dict[str, Tensor], dict[str, Any]]:

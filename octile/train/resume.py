@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from octile.checkpoint.step_folders import STATE, checksums, finished_steps, newest_intact
+from octile.checkpoint.step_folders import STATE, checksums, finished_steps, newest_intact, why_unusable
 from octile.checkpoint.store import Store
 from octile.train.config import TrainConfig, changed_settings, describe_changes, describe_settings, differences
 from octile.train.console import RunConsole
@@ -78,11 +78,10 @@ def open_run(out: Path, checkpoints: str | None) -> SavedRun:
 
 
 def _why_no_config(checkpoint: Store) -> str | None:
-    try:
-        checkpoint.verify(STATE, checksums(checkpoint)[STATE])
-    except (ValueError, OSError) as error:
-        return str(error)
-    return None if "config" in checkpoint.read_json(STATE) else f"{checkpoint.url} is not that of a run"
+    reason = why_unusable(checkpoint, lambda: checkpoint.verify(STATE, checksums(checkpoint)[STATE]))
+    if reason is not None or "config" in checkpoint.read_json(STATE):
+        return reason
+    return f"{checkpoint.url} is not that of a run"
 
 
 def continued(saved: SavedRun, config: TrainConfig) -> TrainConfig:

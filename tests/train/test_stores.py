@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import s3fs
 import torch
 
 from octile.checkpoint import DistributedCheckpoints, load_checkpoint
@@ -195,6 +196,20 @@ def test_a_damaged_checkpoint_in_the_store_is_passed_over(arguments, straight, s
     check_same(final(place), final(straight / "checkpoints"))
 
 
+def test_a_checkpoint_that_cannot_be_read_now_is_not_passed_over(arguments, server, place, tmp_path, capsys):
+    run = tmp_path / "run"
+    main(["train", *arguments, "--steps=4", f"--checkpoints={place}", f"--out={run}"])
+    capsys.readouterr()
+    server.fail("step_00000004/tensors-", "GET")
+    try:
+        line = refused(["--resume", "--steps=8", f"--out={run}"], capsys)
+    finally:
+        server.release()
+    file = f"{place}/step_00000004/tensors-00000-of-00001.safetensors"
+    assert line == f"octile: {file} cannot be read: AccessDenied"
+    assert Store(place).names() == ["step_00000002", "step_00000004"]
+
+
 def test_the_parts_of_a_large_file_count_as_absent_until_all_are_there(server, place):
     script = (
         "import torch; from octile.checkpoint import DistributedCheckpoints as C\n"
@@ -249,6 +264,15 @@ def test_a_resumed_run_does_not_begin_anew_where_its_checkpoints_are_not(argumen
 def test_neither_a_run_nor_a_checkpoint_is_said_at_once(place, tmp_path, capsys):
     line = refused(["--resume", f"--checkpoints={place}", f"--out={tmp_path / 'run'}"], capsys)
     assert f"holds no run, and checkpoints {place!r} holds none of one" in line
+
+
+def test_a_server_that_does_not_answer_is_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    monkeypatch.setattr("s3fs.core.S3FileSystem.retries", 1)
+    s3fs.S3FileSystem.clear_instance_cache()
+    line = refused(["--resume", "--checkpoints=s3://octile/run", f"--out={tmp_path / 'run'}"], capsys)
+    assert line.startswith("octile: s3://octile/run cannot be read: Could not connect to the endpoint URL")
+    s3fs.S3FileSystem.clear_instance_cache()
 
 
 def deny(server: ObjectStore, bucket: str) -> None:
