@@ -100,6 +100,8 @@ def main(what: str, phases: list[str]) -> None:
     device = torch.device("cuda", local)
 
     def made_on_gpu(config):
+        if torch.get_default_device().type == "meta":  # the whole model, of which a rank needs the names
+            return make(config)
         with device:
             return make(config)
 
