@@ -92,6 +92,16 @@ def test_two_deterministic_runs_have_the_same_bits(text: Path, recipe: str, tmp_
     assert [name for name, t in first.items() if not torch.equal(t, second[name])] == []
 
 
+def test_checkpoints_that_are_uploaded_while_the_run_trains_on_have_the_bits_of_their_step(text: Path, tmp_path: Path):
+    config, place = micro(data=str(text), deterministic=True, device="cuda"), "memory://octile/uploaded"
+    train(replace(config, out=tmp_path / "local"), False, silent_console())
+    train(replace(config, out=tmp_path / "uploaded", checkpoints=place), False, silent_console())
+    for step in ("step_00000004", "step_00000006"):
+        local, uploaded = (load_checkpoint(f"{folder}/{step}")[0] for folder in (tmp_path / "local/checkpoints", place))
+        assert local.keys() == uploaded.keys()
+        assert [name for name, t in local.items() if not torch.equal(t, uploaded[name])] == []
+
+
 @pytest.mark.parametrize("recipe", ["deepseek_v3", "delayed"])
 def test_evaluating_held_out_text_gives_a_loss_and_scales(trainer_of, recipe: str):
     trainer = trainer_of(recipe)
