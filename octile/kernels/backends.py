@@ -132,7 +132,7 @@ GEMMS = (  # they call "gemm" of `TABLE`
 ONLY_TRITON = (
     "adamw", "align_groups", "bfloat16_terms", "choose_experts", "cross_entropy", "cross_entropy_backward",
     "gradient_norms", "high_precision_grouped_nt", "high_precision_grouped_tn", "latent_keys",
-    "latent_keys_backward", "packed_matmul_nt", "permute", "rms_norm", "rms_norm_backward",
+    "latent_keys_backward", "packed_matmul_nt", "permute", "ragged_attention", "rms_norm", "rms_norm_backward",
     "rotate_", "rotate_halves", "row_invariant_matmul_nt", "sample_tokens", "sequence_balance_backward", "swiglu",
     "swiglu_backward", "transpose_encoded", "unpermute", "unpermute_backward", "write_latents",
 )  # fmt: skip
@@ -151,7 +151,6 @@ ATTENTION_REASON = "attention uses cuDNN or FlashAttention, as torch's own does"
 ONLY_TORCH = {  # and why
     "attention": ATTENTION_REASON,
     "attention_backward": ATTENTION_REASON,
-    "ragged_attention": "torch's FlashAttention for variable lengths, in BF16 and FP16, of up to 256 channels",
     "read_latents": "torch gathers the rows of the cache",
     "paged_mqa_schedule": "torch sums and searches lengths on the device",
 }

@@ -3,9 +3,9 @@
 The queries of all texts are one after the other, and so are their keys and values. Those of a text are at its last
 positions: the last row attends to all keys, the one before it to all but the last.
 
-On a GPU this is FlashAttention for variable lengths, in BF16 and FP16. torch's `scaled_dot_product_attention` takes
-cuDNN's kernel for one length on Hopper, which is faster, but builds a plan for every new shape, for some tenths of a
-second. FlashAttention needs equally many channels in keys and values, so zeros are appended to the values.
+torch's `scaled_dot_product_attention` takes cuDNN's kernel for texts of one length on Hopper, which builds a plan for
+every new shape, for some tenths of a second. Here no shape costs more than another the first time. On a GPU the
+softmax's weights are rounded to q's dtype before they are multiplied, and the order of sums is unspecified.
 
 Source: FlashAttention-2 (arXiv 2307.08691).
 Shapes: B texts, T rows, L keys, H heads, X channels of a query and a key, V of a value.
@@ -20,8 +20,6 @@ from torch import Tensor
 from octile.ops.attention import attention
 from octile.ops.operator import operator
 from octile.ops.quantize import check_device, check_input_dtype
-
-FLASH_CHANNELS = 256  # at most, a multiple of 8
 
 
 @operator(writes=("out",))
@@ -83,15 +81,10 @@ def _(out, q, k, v, row_starts, key_starts, max_rows, max_keys, scale):
 
 @ragged_attention.register_kernel("cuda")
 def _(out, q, k, v, row_starts, key_starts, max_rows, max_keys, scale):
-    width = q.shape[-1]
-    if q.dtype == torch.float32 or width % 8 or width > FLASH_CHANNELS or v.shape[-1] > width:
-        return ragged_attention.reference(out, q, k, v, row_starts, key_starts, max_rows, max_keys, scale)
+    from octile.kernels.triton import ragged_attention as kernel  # late: a machine without a GPU has no Triton
+
     _check(out, q, k, v, row_starts, key_starts)
-    v_LHX = F.pad(v, (0, width - v.shape[-1]))
-    starts = row_starts, key_starts, max_rows, max_keys
-    o_THX = torch.ops.aten._flash_attention_forward(q, k, v_LHX, *starts, 0.0, True, False, scale=scale)[0]
-    out.copy_(o_THX[..., : v.shape[-1]])
-    return None
+    kernel.launch(out, q, k, v, row_starts, key_starts, max_rows, scale)
 
 
 def _texts(row_starts: Tensor, key_starts: Tensor, rows: int, keys: int) -> list[tuple[slice, slice]]:

@@ -1,0 +1,108 @@
+# mypy: allow-untyped-defs
+"""Causal attention of the last rows of several texts, as `octile.ops.ragged_attention` specifies.
+
+A program takes a block of a text's rows of one head. It multiplies them by the keys that all of them see, then by those
+that some see, with a running maximum of the scores. Channels of queries and keys are two powers of two, such as the 128
+and 64 of latent attention, the second of which may be padded.
+
+Source: FlashAttention-2 (arXiv 2307.08691).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octile.kernels.triton.launch_config import RAGGED_ATTENTION
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+def launch(
+    out: Tensor, q: Tensor, k: Tensor, v: Tensor, row_starts: Tensor, key_starts: Tensor, max_rows: int, scale: float
+) -> None:
+    """Attend from q [T, H, X] to k [L, H, X] and v [L, H, V], text by text → out [T, H, V]."""
+    (_, heads, x), values, texts = q.shape, v.shape[2], len(row_starts) - 1
+    first = max(triton.next_power_of_2(x + 1) // 2, 16)
+    is_float32 = q.dtype == torch.float32
+    settings = dict(RAGGED_ATTENTION)
+    if is_float32 or max(x, values) > 256:
+        settings |= {"ROWS": 32, "KEYS": 32, "num_warps": 4, "num_stages": 2}
+    with torch.cuda.device_of(q):
+        attend_texts[(triton.cdiv(max_rows, settings["ROWS"]), heads, texts)](
+            q, k, v, out, row_starts, key_starts, scale,
+            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2],
+            X=x, FIRST=first, SECOND=max(triton.next_power_of_2(x - first), 16) if x > first else 0,
+            V=values, VS=max(triton.next_power_of_2(values), 16),
+            PRECISION="ieee" if is_float32 else "tf32",
+            **settings,
+        )  # fmt: skip
+
+
+@triton.jit
+def attend_texts(
+    q, k, v, out, row_starts, key_starts, scale, q_row, q_head, k_row, k_head, v_row, v_head, out_row, out_head,
+    X: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, V: tl.constexpr, VS: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write the results of a block of rows, the last rows of a text first, which see the most keys."""
+    head = tl.program_id(1).to(tl.int64)
+    text = tl.program_id(2)
+    first_row = tl.load(row_starts + text).to(tl.int64)
+    first_key = tl.load(key_starts + text).to(tl.int64)
+    rows = (tl.load(row_starts + text + 1) - first_row).to(tl.int32)
+    keys = (tl.load(key_starts + text + 1) - first_key).to(tl.int32)
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    begin = block * ROWS
+    if begin >= rows:
+        return
+    row = begin + tl.arange(0, ROWS)
+    position = keys - rows + row
+    c = tl.arange(0, FIRST)
+    value = tl.arange(0, VS)
+    key = tl.arange(0, KEYS)
+    q_at = q + (first_row + row)[:, None] * q_row + head * q_head
+    inside = (row < rows)[:, None]
+    q_1 = tl.load(q_at + c[None, :], mask=inside & (c < X)[None, :], other=0.0)
+    k_at = k + (first_key + key)[None, :] * k_row + head * k_head
+    v_at = v + (first_key + key)[:, None] * v_row + head * v_head
+    if SECOND:
+        d = FIRST + tl.arange(0, SECOND)
+        q_2 = tl.load(q_at + d[None, :], mask=inside & (d < X)[None, :], other=0.0)
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, VS], tl.float32)
+    seen_by_all = (keys - rows + begin + 1) // KEYS * KEYS
+    end = tl.minimum(keys - rows + begin + ROWS, keys)
+    for phase in tl.static_range(2):
+        for start in range(0 if phase == 0 else seen_by_all, seen_by_all if phase == 0 else end, KEYS):
+            here = start + key < keys
+            k_1 = load(k_at + start * k_row + c[:, None], here[None, :], (c < X)[:, None], phase == 1 or X < FIRST)
+            score = tl.dot(q_1, k_1, input_precision=PRECISION)
+            if SECOND:
+                at = k_at + start * k_row + d[:, None]
+                k_2 = load(at, here[None, :], (d < X)[:, None], phase == 1 or X < FIRST + SECOND)
+                score += tl.dot(q_2, k_2, input_precision=PRECISION)
+            score *= scale * LOG2E
+            if phase == 1:
+                score = tl.where((start + key)[None, :] <= position[:, None], score, float("-inf"))
+            new_highest = tl.maximum(highest, tl.max(score, axis=1))
+            weight = tl.exp2(score - new_highest[:, None])
+            correction = tl.exp2(highest - new_highest)
+            total = total * correction + tl.sum(weight, axis=1)
+            at = v_at + start * v_row + value[None, :]
+            values = load(at, here[:, None], (value < V)[None, :], phase == 1 or V < VS)
+            sums = sums * correction[:, None]
+            sums = tl.dot(weight.to(values.dtype), values, sums, input_precision=PRECISION)
+            highest = new_highest
+    result = (sums / total[:, None]).to(out.dtype.element_ty)
+    out_at = out + (first_row + row)[:, None] * out_row + head * out_head + value[None, :]
+    tl.store(out_at, result, mask=inside & (value < V)[None, :])
+
+
+@triton.jit
+def load(at, are_keys, are_channels, MASKED: tl.constexpr):
+    """Load channels of keys; with MASKED, zeros for what is beyond either."""
+    if MASKED:
+        return tl.load(at, mask=are_keys & are_channels, other=0.0)
+    return tl.load(at)
