@@ -83,6 +83,7 @@ FAULTS = {  # the rank that has it, and what it does first
     "other seed": (1, lambda: sys.argv.append("--seed=1")),
     "error": (1, partial(fail_at, 2, raise_an_error)),
     "killed": (0, partial(fail_at, 3, die)),
+    "killed at step 7": (0, partial(fail_at, 7, die)),
     "hang": (1, partial(fail_at, 3, hang)),
     "hang before a step": (1, partial(fail_before, 3, hang)),
 }

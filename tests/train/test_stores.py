@@ -111,7 +111,9 @@ def test_a_run_whose_folder_is_lost_continues_in_a_new_one(arguments, straight, 
     assert (tmp_path / "new" / "report.html").exists()
 
 
-def test_two_ranks_continue_from_the_store_and_so_does_one(arguments, straight, server, place, tmp_path, capsys):
+def test_two_ranks_continue_from_the_store_also_after_a_kill_and_so_does_one(
+    arguments, straight, server, place, tmp_path, capsys
+):
     run, alone = tmp_path / "run", tmp_path / "alone"
     two = ["--parallel.dp=2", "--parallel.ep=2"]
 
@@ -124,7 +126,11 @@ def test_two_ranks_continue_from_the_store_and_so_does_one(arguments, straight, 
     shutil.copytree(run, alone)
     copied = f"{place}-copied"
     server.files.copy(place, copied, recursive=True)
-    on_two("--resume", "--steps=8", f"--out={run}")
+    killed = train(
+        tmp_path, "--resume", "--steps=8", f"--out={run}", fault="killed at step 7", environment=server.environment
+    )
+    assert killed.statuses == [-signal.SIGKILL, 1]  # the checkpoint of step 6 may still be on its way
+    on_two("--resume", f"--out={run}")
     on_two(*arguments, *two, "--steps=8", f"--out={tmp_path / 'whole'}")
     check_same(final(place), final(tmp_path / "whole" / "checkpoints"))
     one = ["--parallel.dp=1", "--parallel.ep=1"]
