@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # compute-sanitizer over a short list of GPU tests: memcheck, racecheck and synccheck, of the GEMM kernel ("gemms"), of the
-# CUDA and Triton kernels that quantize ("quantize"), and of the Triton kernels of gate, routing, cross-entropy, norms,
-# rotary embeddings and optimizer ("elementwise"). Arguments choose lists, TOOLS the tools, LIMIT the seconds of each.
-# All run at the same time, for at most seven minutes. racecheck is the slowest and gets fewer GEMMs, and the variant of
-# the kernel in which it can follow the order of accesses (racecheck_all_lanes.py, which also compares the machine code
-# of both). Exit code 1 where one of them is not clean. Needs a Hopper GPU. The output is in
+# CUDA and Triton kernels that quantize ("quantize"), of the kernels of gate, routing, cross-entropy, norms, rotary
+# embeddings and optimizer ("elementwise"), and of decoding's attention, the indexer's logits and the choice of keys
+# ("attention", without racecheck, which cannot follow their barriers). Arguments choose lists, TOOLS the tools, LIMIT the
+# seconds of each. All run at the same time, for at most seven minutes. racecheck is the slowest and gets fewer GEMMs, and
+# the variant of the kernel in which it can follow the order of accesses (racecheck_all_lanes.py, which also compares the
+# machine code of both). Exit code 1 where one of them is not clean. Needs a Hopper GPU. The output is in
 # $OUT/sanitizer_TOOL_LIST.txt.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -33,6 +34,12 @@ or (test_swiglu_agrees and bfloat16 and (35 or 300)) or (test_rms_norm_agrees an
 or (test_weighted_sums and bfloat16 and (200 or 9000)) or (test_rotary_operators and 301) \
 or (test_rotated_halves and 301 and bfloat16) or test_norms_equal or test_many_tensors_in_one_call"
 
+ATTENTION_FILES="mla_decode mqa_logits sparse_mla top_keys"
+ATTENTION="test_results_are_the_references or (test_rows_of_one_text and 4) or test_positions_in_pages \
+or test_positions_outside or test_pages_outside or (test_logits_of_any_shape and (7-63 or 70-1000)) \
+or (test_logits_of_pages and float32 and 128 and 3) or (test_logits_of_any_distribution and 3000) \
+or (test_rows_of_any_length and (5-9000 or 1-131072))"
+
 NO_GEMM="not test_the_choice_and and not test_the_experts_with" # of the elementwise tests
 
 sanitize() { # tool list tests; pytest's options. Exit code 7: errors were found
@@ -45,10 +52,10 @@ sanitize() { # tool list tests; pytest's options. Exit code 7: errors were found
         >"$OUT/sanitizer_$1_$2.txt" 2>&1
 }
 
-read -ra lists <<<"${*:-gemms quantize elementwise}"
+read -ra lists <<<"${*:-gemms quantize elementwise attention}"
 read -ra tools <<<"${TOOLS:-memcheck racecheck synccheck}"
 for list in "${lists[@]}"; do
-    [[ $list =~ ^(gemms|quantize|elementwise)$ ]] || { echo "no list $list: gemms, quantize, elementwise" >&2; exit 2; }
+    [[ $list =~ ^(gemms|quantize|elementwise|attention)$ ]] || { echo "no list $list: gemms, quantize, elementwise, attention" >&2; exit 2; }
 done
 declare -A jobs
 for tool in "${tools[@]}"; do
@@ -57,6 +64,9 @@ for tool in "${tools[@]}"; do
         racecheck,gemms) sanitize "$tool" gemms "$RACES" tests/gpu/cuda/test_gemm.py -p tools.racecheck_all_lanes & ;;
         *,gemms) sanitize "$tool" gemms "$GEMMS" tests/gpu/cuda/test_gemm.py & ;;
         *,quantize) sanitize "$tool" quantize "$QUANTIZE" tests/gpu/test_quantize_kernels.py & ;;
+        racecheck,attention) continue ;;
+        # shellcheck disable=SC2086  (a file each)
+        *,attention) sanitize "$tool" attention "$ATTENTION" $(printf 'tests/gpu/cuda/test_%s.py ' $ATTENTION_FILES) & ;;
         *,elementwise)
             selected=$ELEMENTWISE # racecheck and initcheck find errors in cuBLAS's kernels that split K
             [[ $tool =~ ^(racecheck|initcheck)$ ]] && selected="($ELEMENTWISE) and $NO_GEMM"
@@ -71,6 +81,7 @@ done
 status=0
 for tool in "${tools[@]}"; do
     for list in "${lists[@]}"; do
+        [[ -n ${jobs[$tool $list]:-} ]] || continue
         wait "${jobs[$tool $list]}"
         case $? in
         0) outcome=clean ;;
