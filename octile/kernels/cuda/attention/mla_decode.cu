@@ -196,7 +196,8 @@ struct Consumer {
                 float all = 0.0f;
 #pragma unroll
                 for (int w = 0; w < 4; ++w) all += maxima()[w * Format::maxima + head(k)];
-                heads_highest[warpgroup * heads + head(k)] = all == 0.0f ? minus_infinity() : highest[k];
+                heads_highest[warpgroup * heads + head(k)] =
+                    config::queries > 1 && all == 0.0f ? minus_infinity() : highest[k];
                 heads_total[warpgroup * heads + head(k)] = all;
             }
         }
@@ -222,16 +223,17 @@ struct Consumer {
             if (round == 0) {
 #pragma unroll
                 for (int k = 0; k < own_heads; ++k) {
-                    const float a = heads_highest[head(k)], b = heads_highest[heads + head(k)], most = fmaxf(a, b);
+                    const float a = heads_highest[head(k)], b = heads_highest[heads + head(k)];
+                    float most = fmaxf(a, b);
+                    if constexpr (config::queries > 1) most = fmaxf(most, -3e38f);  // so that −∞ − most is not NaN
                     share[0][k] = ptx::exp2(a - most);
                     share[1][k] = item.n_pages > 1 ? ptx::exp2(b - most) : 0.0f;  // without pages it has no results
                     const float all = share[0][k] * heads_total[head(k)] + share[1][k] * heads_total[heads + head(k)];
                     lse[k] = most + log2f(all);
-                    const float inverse = __frcp_rn(all);
+                    const bool is_empty = config::queries > 1 && all == 0.0f;  // the head's query has no positions here
+                    const float inverse = is_empty ? 0.0f : __frcp_rn(all);
                     share[0][k] *= inverse;
                     share[1][k] *= inverse;
-                    if (heads_total[head(k)] == 0.0f)  // the head's query has no positions in the item
-                        share[0][k] = share[1][k] = 0.0f, lse[k] = minus_infinity();
                 }
             }
 #pragma unroll
