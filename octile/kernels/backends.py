@@ -131,7 +131,7 @@ GEMMS = (  # they call "gemm" of `TABLE`
 )  # fmt: skip
 ONLY_TRITON = (
     "adamw", "align_groups", "bfloat16_terms", "choose_experts", "cross_entropy", "cross_entropy_backward",
-    "gradient_norms", "high_precision_grouped_nt", "high_precision_grouped_tn", "latent_keys",
+    "gradient_norms", "high_precision_grouped_nt", "high_precision_grouped_tn", "index_rows", "latent_keys",
     "latent_keys_backward", "packed_matmul_nt", "permute", "ragged_attention", "rms_norm", "rms_norm_backward",
     "rotate_", "rotate_halves", "row_invariant_matmul_nt", "sample_tokens", "sequence_balance_backward", "swiglu",
     "swiglu_backward", "transpose_encoded", "unpermute", "unpermute_backward", "write_latents",

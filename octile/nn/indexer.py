@@ -1,14 +1,13 @@
 """The lightning indexer of DeepSeek sparse attention (DSA): it chooses the keys that each query attends to.
 
-    q_h = wq_b · (compressed query)      k = LayerNorm(wk · x)      both: rotary, Hadamard, then FP8
+    q_h = wq_b · (compressed query)      k = LayerNorm(wk · x)      both rotated and in FP8: octile.ops.index_rows
     w   = weights_proj · x / √(heads · channels)
     logit[s, t] = Σ over h of w[s, h] · relu(q[s, h] · k[t])
 
 A query attends to the `topk` keys with the highest logits. Up to `topk` keys it attends to all: attention is dense.
 
 Rotary positions are those of the first R channels, whose pairs are channels i and i + R/2; attention itself rotates
-adjacent channels. The Hadamard rotation, the same of queries and keys, changes no product, and spreads outliers over
-all channels before they are quantized. The scales of FP8 are powers of two.
+adjacent channels.
 
 Training has two stages. In the warm-up attention is dense, the rest of the model is frozen, and the indexer learns the
 distribution of attention over all keys. Then attention is sparse, and it learns the distribution over the chosen keys.
@@ -32,6 +31,7 @@ from octile.nn.checkpointed_loss import leave_behind
 from octile.nn.fused.index_alignment import alignment_loss
 from octile.nn.norm import LayerNorm
 from octile.nn.rope import CosSin
+from octile.ops.index_rows import hadamard, index_rows, rotate_first
 from octile.ops.matmul import without_autocast
 from octile.ops.mqa_logits import mqa_logits
 from octile.ops.quantize import quantize
@@ -91,8 +91,8 @@ class Indexer(nn.Module):
         k_BSE = self.k_norm(self.wk(x_BSD))
         with without_autocast(x_BSD.device):
             weights_BSG = F.linear(x_BSD.float(), self.weights_proj.weight.float())
-        q_BSGE = _QuantizedValues.apply(rotate_index(q_BSGE, cos_sin))
-        k_BSE = _QuantizedValues.apply(rotate_index(k_BSE[:, :, None], cos_sin)[:, :, 0])
+        q_BSGE = _IndexValues.apply(q_BSGE, *cos_sin)
+        k_BSE = _IndexValues.apply(k_BSE[:, :, None], *cos_sin)[:, :, 0]
         return IndexInput(q_BSGE, k_BSE, weights_BSG * weight_factor(self.n_heads, self.head_dim))
 
     @torch.no_grad()
@@ -145,40 +145,23 @@ def weight_factor(n_heads: int, head_dim: int) -> float:
     return float((n_heads * head_dim) ** -0.5)
 
 
-def rotate_index(x_SHE: Tensor, cos_sin: CosSin) -> Tensor:
-    """Rotate queries or keys [..., S, H, E] of the indexer, by their positions and by the Hadamard matrix, in FP32."""
-    cos_S1R, sin_S1R = (t[:, None] for t in cos_sin)
-    half = cos_S1R.shape[-1]
-    a, b, rest = x_SHE.float().split([half, half, x_SHE.shape[-1] - 2 * half], dim=-1)
-    return hadamard(torch.cat((a * cos_S1R - b * sin_S1R, b * cos_S1R + a * sin_S1R, rest), dim=-1))
-
-
-def hadamard(x: Tensor) -> Tensor:
-    """Multiply rows [..., E] by the Hadamard matrix over √E, which is orthogonal; E is a power of two.
-
-    Each value is a sum in an order of its own, so that a row's bits do not depend on other rows.
-    """
-    width, step = x.shape[-1], 1
-    while step < width:
-        a, b = x.unflatten(-1, (-1, 2, step)).unbind(-2)
-        x, step = torch.stack((a + b, a - b), dim=-2).flatten(-3), 2 * step
-    return x * width**-0.5
-
-
 def quantize_index(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize rows [..., E] with one power-of-two scale each: E4M3 [..., E], contiguous, and float32 [...]."""
     data, scale = quantize(x.contiguous(), *TILE, "e4m3", True)
     return data.contiguous(), scale[..., 0].contiguous()
 
 
-class _QuantizedValues(torch.autograd.Function):
-    """Round rows to what FP8 holds; the gradient passes through."""
+class _IndexValues(torch.autograd.Function):
+    """Rotate rows [B, S, H, E] and round them to what FP8 holds, float32; the gradient passes through the rounding."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        data, scale = quantize_index(x)
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.dtype = x.dtype
+        data, scale = index_rows(x, cos, sin)
         return data.float() * scale[..., None]
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        return dy
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return rotate_first(hadamard(dy), cos, -sin).to(ctx.dtype), None, None

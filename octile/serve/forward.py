@@ -33,12 +33,13 @@ from octile.formats import TILE
 from octile.kernels import cpu
 from octile.models.deepseek_v3 import rope_of
 from octile.nn.dispatcher import LocalDispatcher
-from octile.nn.indexer import quantize_index, rotate_index, weight_factor
+from octile.nn.indexer import weight_factor
 from octile.nn.norm import LAYER_NORM_EPS
 from octile.ops.attention import attention
 from octile.ops.gate import choose_experts, gate
 from octile.ops.grouped import grouped_matmul_nt
 from octile.ops.high_precision import high_precision_grouped_nt
+from octile.ops.index_rows import index_rows
 from octile.ops.matmul import group_rows, matmul_nt, matmul_nt_out
 from octile.ops.norm import rms_norm, rms_norm_quantize
 from octile.ops.paged_attention import paged_attention
@@ -303,14 +304,14 @@ class Forward:
         assert x.values is not None
         k_TE = F.layer_norm(self._nt(x, w.k).float(), w.k_norm.shape, w.k_norm, w.k_bias, LAYER_NORM_EPS)
         q_TGE = self._nt(q, w.q_up).unflatten(-1, (len(w.heads), -1))
-        k, k_scale = quantize_index(rotate_index(k_TE[:, None], cos_sin)[:, 0])
-        self.index.write(layer, slots, k, k_scale)
+        k, k_scale = index_rows(k_TE[None, :, None], *cos_sin)
+        self.index.write(layer, slots, k[0, :, 0], k_scale[0, :, 0])
         if self.batch_invariant:
             weights_TG = row_invariant_matmul_nt(x.values.float()[None], w.heads[None], torch.float32)[0]
         else:
             weights_TG = F.linear(x.values.float(), w.heads)
-        index_q, q_scale = quantize_index(rotate_index(q_TGE, cos_sin))
-        return IndexQueries(index_q, weights_TG * weight_factor(*q_TGE.shape[1:]) * q_scale)
+        index_q, q_scale = index_rows(q_TGE[None], *cos_sin)
+        return IndexQueries(index_q[0], weights_TG * weight_factor(*q_TGE.shape[1:]) * q_scale[0])
 
     def attend(
         self,

@@ -8,6 +8,7 @@ import torch
 import octile.ops.adamw
 import octile.ops.attention
 import octile.ops.grouped
+import octile.ops.index_rows
 import octile.ops.latent_cache
 import octile.ops.matmul
 import octile.ops.mqa_logits

@@ -18,6 +18,7 @@ from octile.ops.grouped import (
 )
 from octile.ops.groups import align_groups
 from octile.ops.high_precision import high_precision_grouped_nt, high_precision_grouped_tn
+from octile.ops.index_rows import index_rows
 from octile.ops.latent_cache import read_latents, write_latents
 from octile.ops.matmul import matmul_nt, matmul_nt_out
 from octile.ops.mqa_logits import paged_mqa_schedule
@@ -113,6 +114,10 @@ CASES = {
             torch.arange(3, device="cuda"),
             torch.ones(3, device="cuda"),
         ),
+    ),
+    "rows of the indexer": lambda: (
+        index_rows,
+        (torch.randn(2, 3, 4, 32, device="cuda"), *(torch.randn(3, 8, device="cuda") for _ in range(2))),
     ),
     "rows of a cache": lambda: (write_latents, (_cache(40, dtype=torch.bfloat16), _slots(), *_rows(32, 8))),
     "rows of a cache in FP8": lambda: (write_latents, (_cache(52, dtype=torch.uint8), _slots(), *_rows(32, 8))),

@@ -24,6 +24,7 @@ from octile.ops.grouped import (
 )
 from octile.ops.groups import align_groups
 from octile.ops.high_precision import high_precision_grouped_nt, high_precision_grouped_tn
+from octile.ops.index_rows import index_rows
 from octile.ops.latent_cache import read_latents, write_latents
 from octile.ops.matmul import matmul_nt, matmul_nt_out
 from octile.ops.mqa_logits import mqa_logits, paged_mqa_logits, paged_mqa_schedule
@@ -104,6 +105,7 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     grouped_matmul_nt_out: (torch.ones(2, 2), *A, *STACK, ENDS),
     grouped_wgrad: (*TRANSPOSED, *TRANSPOSED, ENDS, torch.float32),
     grouped_wgrad_out: (torch.ones(1, 128, 128), *TRANSPOSED, *TRANSPOSED, ENDS, False),
+    index_rows: (HEADS, ONE, ONE),
     latent_keys: (torch.ones(1, 1, 1, 4), torch.ones(1, 1, 2), ONE, ONE, 2),
     latent_keys_backward: (HEADS, HEADS, ONE, ONE),
     masked_grouped_matmul_nt: (*STACK, *STACK, ENDS, torch.float32),

@@ -15,6 +15,7 @@ shapes, so every launch can be captured in a CUDA graph.
     swiglu            SwiGLU and its gradients, fused with quantization
     norm              RMSNorm and its gradients, fused with quantization
     rope              rotary position embedding of latent attention
+    index_rows        queries and keys of the lightning indexer
     latent_cache      rows of the paged latent cache of latent attention
     paged_attention   absorbed attention over it, split along the positions, for decoding
     ragged_attention  causal attention of texts of any lengths, for prompts

@@ -31,6 +31,7 @@ from octile.kernels.triton import (
     gradient_norms,
     grouped,
     high_precision,
+    index_rows,
     latent_cache,
     matmul,
     norm,
@@ -300,6 +301,9 @@ def _cases() -> dict[str, Callable[[], object]]:
             offs,
             1024,
             0.1,
+        ),
+        "rows of the indexer": lambda: index_rows.launch(
+            _empty(1, 256, 64, 128), _empty(256, 32, dtype=fp32), _empty(256, 32, dtype=fp32)
         ),
         "paged attention": lambda: paged(16, bf16),
         "paged attention of V3, FP8": lambda: paged(128, torch.uint8),

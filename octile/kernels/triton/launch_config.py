@@ -46,6 +46,7 @@ GRADIENT_NORMS_SUM: dict[str, Any] = {"ELEMENTS": 512, "num_warps": 4}  # partia
 ROPE: dict[str, int] = {"MAX_HEADS": 16, "ELEMENTS": 1024, "num_warps": 2}  # heads, and elements in all, per program
 ROTATE: dict[str, int] = {"MAX_HEADS": 16, "ELEMENTS": 512, "num_warps": 2}  # the same of a rotation in place
 ROPE_HALVES: dict[str, int] = {"MAX_HEADS": 16, "ELEMENTS": 4096, "num_warps": 4}
+INDEX_ROWS: dict[str, int] = {"num_warps": 1}  # of a row's program
 WRITE_LATENTS: dict[str, int] = {"num_warps": 4}  # of a row's program
 # Heads of a program of paged attention and splits of a row at most; positions at a time, which divide a page; programs
 # an SM (benchmarks/history/serve).

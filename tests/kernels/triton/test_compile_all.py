@@ -73,6 +73,7 @@ def test_all_kernels_are_compiled(compiled: dict[str, list[CompiledTritonKernel]
         "gradient_norms",
         "rotate",
         "rotate_halves",
+        "rotate_and_quantize",
         "latent_keys",
         "latent_keys_backward",
         "align_groups",
