@@ -109,6 +109,11 @@ def print_settings(begun: SavedRun, console: RunConsole) -> None:
     ):
         if text is not None and file and file.is_file() and file.read_text("utf-8", errors="replace") != text:
             console.print(f"{file} has changed since the run began: the run keeps the {what} that it began with")
+    if saved.guards_text is not None and not begun.run.metrics_file.exists():
+        console.print(
+            f"{begun.run.metrics_file} is gone, and with it which GEMMs the run's guards have switched: they are "
+            "computed as at its begin, so the run is not bit-identical to an uninterrupted one"
+        )
 
 
 def check_goal(config: TrainConfig, checkpoint: Store) -> int:

@@ -159,6 +159,15 @@ def test_a_resumed_run_continues_as_the_uninterrupted_one(switched, interrupted)
         assert new == old, file
 
 
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_lost_switches_of_guards_are_said(interrupted, is_lost):
+    if is_lost:
+        (interrupted / "metrics.jsonl").unlink()
+    config, screen = RunFolder(interrupted).read_config(), io.StringIO()
+    train(replace(config, out=interrupted), True, RunConsole(Console(file=screen, width=400)), observer(config))
+    assert ("metrics.jsonl is gone, and with it which GEMMs" in screen.getvalue()) == is_lost
+
+
 def test_a_resumed_run_makes_the_capture_that_was_due(interrupted):
     shutil.rmtree(interrupted / "captures")
     resume(interrupted)
