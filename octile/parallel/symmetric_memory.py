@@ -192,7 +192,7 @@ class ExchangeMemory:
             return memory, [memory.data_ptr()]
         memory = symmetric_memory.empty(n_bytes, dtype=torch.uint8, device=device)
         if symmetric_memory.get_backend(device) == NVSHMEM:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))  # all ranks free it together: one must not, at no time
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))  # never freed: that waits for all ranks
         self.handle = symmetric_memory.rendezvous(memory, self.group.group_name)
         addresses = self.handle.buffer_ptrs
         offset = memory.data_ptr() - addresses[dist.get_rank(self.group)]  # the same on all ranks
