@@ -15,6 +15,7 @@ import octile.ops.mqa_logits
 import octile.ops.norm
 import octile.ops.packed
 import octile.ops.paged_attention
+import octile.ops.ragged_attention
 import octile.ops.permute
 import octile.ops.quantize
 import octile.ops.rope
