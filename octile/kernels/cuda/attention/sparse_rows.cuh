@@ -12,43 +12,21 @@
 // docs/20250929-hopper-fp8-sparse-deep-dive.md).
 #pragma once
 #include "convert.cuh"
-#include "warps.cuh"
+#include "tiles.cuh"
 
-constexpr int latent = 512, rotary = 64, width = latent + rotary;
-constexpr int tile_keys = 64, step_keys = 2 * tile_keys, page_rows = 64;
-constexpr int tile = tile_keys * 128, tiles = width / 64;  // bytes of 64 rows of 64 channels
+constexpr int step_keys = 2 * tile_keys, page_rows = 64;
 constexpr int producer_threads = 128, producer_warps = producer_threads / 32;
-constexpr int cluster = config::cluster;  // thread blocks that share converted rows
 constexpr int row_bytes = config::fp8 ? latent + 4 * (latent / 128) + 2 * rotary : 2 * width;
-enum Part { left, right, rotary_part, parts };
 
 // The log of a sum of weights that is not that of no weights, which is −∞.
 __device__ __forceinline__ float present_lse(float lse) { return lse == minus_infinity() ? -3.402823466e38f : lse; }
 
-__device__ __forceinline__ uint8_t* swizzled(uint8_t* to, int row, int byte) {
-    return to + row * 128 + ((byte / 16 ^ (row & 7)) * 16 + byte % 16);
-}
-
-struct Barriers {
-    ptx::Mbarrier full[2][parts], empty[2][parts];  // of both tiles
-    ptx::Mbarrier listed;                           // the bits of a step's valid keys are there
+struct ListBarriers : Barriers {
+    ptx::Mbarrier listed;  // the bits of a step's valid keys are there
 
     __device__ __forceinline__ void init() {
-        for (int which = 0; which < 2; ++which)
-            for (int part = 0; part < parts; ++part) {
-                const bool is_converted = config::fp8 && part != rotary_part;
-                full[which][part].init(is_converted ? producer_warps : producer_threads);
-                empty[which][part].init(is_converted ? 4 * cluster : 4);
-            }
         listed.init(producer_warps);
-    }
-
-    // By a warp that no longer reads a part.
-    __device__ __forceinline__ void release(int which, Part part) {
-        __syncwarp();
-        if (ptx::lane_id() == 0) empty[which][part].arrive();
-        if (cluster > 1 && part != rotary_part && ptx::lane_id() == 1)
-            empty[which][part].arrive_cluster(ptx::cluster_ctarank() ^ 1);
+        Barriers::init(producer_threads);
     }
 };
 
@@ -149,7 +127,7 @@ struct Producer {
     uint8_t* const keys;       // two tiles of nine
     int* const slots;          // [2][128]
     uint32_t* const valid;     // [2][4]
-    Barriers& barriers;
+    ListBarriers& barriers;
     const uint8_t* const cache;
     const Lists& lists;
     Items& items;

@@ -1,0 +1,325 @@
+// The two consumer warpgroups of latent attention for 64 heads: softmax of one while the other one multiplies.
+//
+//     S[64 heads, 64 keys] = Q · Kᵀ        P = exp2(S − running maximum)        O[64 heads, 512 channels] += P · V
+//
+// A tile of 64 keys is K, and its first 512 channels are V, which wgmma transposes. Accumulators of 512 channels fill the
+// registers of two warpgroups: each has half of the channels. They take tiles in pairs: warpgroup 0 computes the scores of
+// the first, warpgroup 1 those of the second, and each multiplies the weights of both by its half of the values:
+//
+//     warpgroup 0 (left)                                warpgroup 1 (right)
+//     S₀ = Q · K₀ᵀ, maximum m₀, P₀                      S₁ = Q · K₁ᵀ
+//                                   m₀ →                maximum m₁ of m₀ and S₁, P₁
+//     O = O · scale₀ + P₀ · V₀                  ← m₁, P₁
+//     P₀ · scale₁                   P₀ →                O = O · scale₀ · scale₁ + P₁ · V₁
+//     O = O · scale₁ + P₁ · V₁                          O += P₀ · V₀
+//
+// where scale₀ and scale₁ are the corrections of the maximum. Source of this schedule: FlashMLA's "seesaw"
+// (https://github.com/deepseek-ai/FlashMLA, docs/20250422-new-kernel-deep-dive.md).
+//
+// The kernel's namespace smem says where the tiles (keys, q, p_first, p_second) and the values of heads (rows) lie.
+#pragma once
+#include "convert.cuh"
+#include "tiles.cuh"
+#include "wgmma.cuh"
+#include "wgmma_values.cuh"
+#include "wgmma_values_registers.cuh"
+
+// What the warpgroups tell each other of each head.
+enum RowValue { maximum_0, maximum_1, scale_0, scale_1, sum, row_values };
+
+template <int n>
+__device__ __forceinline__ void fence_operands(float (&d)[n]) {
+#pragma unroll
+    for (int r = 0; r < n; ++r) ptx::warpgroup_fence_operand(d[r]);
+}
+
+// What a maximum is subtracted as: a head without keys so far has weights of zero, not NaN.
+__device__ __forceinline__ float base_of(float maximum) { return maximum == minus_infinity() ? 0.0f : maximum; }
+
+// Where the results of heads go: to the rows of `out` if they are final, else to those of `partial`.
+struct Results {
+    uint16_t* out;
+    float *partial, *lse;
+    int n_heads;
+};
+
+// Warpgroup `own`. A thread has the heads 16·warp + 8h + lane/4: [h], and of each the columns 8j + 2·(lane%4) + i:
+// [4j + 2h + i]. Derived has, of a tile `which`,
+//     scores(s, inside)          the scores of its own tile; returns what `mask` needs of `inside`, an argument of `attend`
+//     mask(s, keys, maximum)     scales them, and sets those of keys outside to −∞
+//     await(which, part)         waits for a part
+//     release_second_left()      releases the left values of the second tile, and what else is read last
+//     begin_next(pair)           after a pair of tiles, or one
+template <class Derived, int own>
+struct Seesaw {
+    uint8_t* const shared;
+    Barriers& barriers;
+    const int warp, lane;  // warp of the warpgroup
+    const int first_head;
+    float o[128];
+    float highest[2], total[2];  // total: of this warpgroup's tiles and this thread's columns
+
+    __device__ __forceinline__ Seesaw(uint8_t* shared, Barriers& barriers, int warp, int first_head)
+        : shared(shared), barriers(barriers), warp(warp), lane(ptx::lane_id()), first_head(first_head) {}
+
+    __device__ __forceinline__ Derived& derived() { return *static_cast<Derived*>(this); }
+    __device__ __forceinline__ uint8_t* keys(int which) const { return shared + smem::keys + which * tiles * tile; }
+    __device__ __forceinline__ float& shared_value(RowValue value, int h) const {
+        return reinterpret_cast<float*>(shared + smem::rows)[value * heads + 16 * warp + 8 * h + lane / 4];
+    }
+    __device__ __forceinline__ int head(int h) const { return first_head + 16 * warp + 8 * h + lane / 4; }
+    __device__ __forceinline__ static void sync_both() { ptx::named_barrier_sync(3, consumer_threads); }
+    // Events of a pair of tiles, by the warpgroup that waits: m₀ is there; m₁ and P₁ are; P₀ is.
+    enum Event { has_first_maximum = 4, has_second_weights, has_first_weights };
+    __device__ __forceinline__ static void notify(Event event) { ptx::named_barrier_arrive(event, consumer_threads); }
+    __device__ __forceinline__ static void await(Event event) { ptx::named_barrier_sync(event, consumer_threads); }
+
+    // Loads the queries of a row; q: of its first head. sync_both must follow.
+    __device__ __forceinline__ void load_queries(const uint16_t* q, int n_heads) const {
+        constexpr int vectors = width / 8;
+        const int thread = ptx::opaque(threadIdx.x);
+        sync_both();  // the item before no longer needs Q and P₁
+#pragma unroll 6
+        for (int n = 0; n < heads * vectors / consumer_threads; ++n) {
+            const int index = n * consumer_threads + thread, of_block = index / vectors, vector = index % vectors;
+            uint4 value = make_uint4(0, 0, 0, 0);
+            if (first_head + of_block < n_heads)
+                value = __ldg(reinterpret_cast<const uint4*>(q + (first_head + of_block) * width) + vector);
+            *reinterpret_cast<uint4*>(swizzled(shared + smem::q + vector / 8 * tile, of_block, vector % 8 * 16)) = value;
+        }
+        ptx::fence_proxy_async();
+    }
+
+    // The rotary channels of Q as wgmma's left operand.
+    __device__ __forceinline__ void load_rotary(uint32_t (&q_rotary)[4][4]) const {
+        uint8_t* of_q = shared + smem::q + (tiles - 1) * tile;
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+            ptx::ldmatrix_x4(q_rotary[k], swizzled(of_q, 16 * warp + lane % 16, 32 * k + lane / 16 * 16));
+    }
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int r = 0; r < 128; ++r) o[r] = 0.0f;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) highest[h] = minus_infinity(), total[h] = 0.0f;
+    }
+
+    // Adds the products of this warpgroup's tile and Q in the 256 channels of a part, or overwrites s.
+    __device__ __forceinline__ void multiply_part(float (&s)[32], int part, bool accumulate) {
+        const uint64_t k_first = ptx::wgmma_descriptor(keys(own)), q_first = ptx::wgmma_descriptor(shared + smem::q);
+        derived().await(own, static_cast<Part>(part));
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int t = 4 * part; t < 4 * part + 4; ++t)
+#pragma unroll
+            for (int k = 0; k < 4; ++k)
+                ptx::wgmma(s, q_first + t * (tile / 16) + 2 * k, k_first + t * (tile / 16) + 2 * k,
+                           accumulate || t % 4 + k > 0);
+    }
+
+    // Waits for the scores.
+    __device__ __forceinline__ static void finish(float (&s)[32]) {
+        ptx::wgmma_wait_group<0>();
+        fence_operands(s);
+    }
+
+    // The heads' maxima over this tile and `before`.
+    __device__ __forceinline__ static void find_maximum(
+        const float (&s)[32], const float (&before)[2], float (&maximum)[2]) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            maximum[h] = before[h];
+#pragma unroll
+            for (int j = 0; j < 8; ++j)
+#pragma unroll
+                for (int i = 0; i < 2; ++i) maximum[h] = fmaxf(maximum[h], s[4 * j + 2 * h + i]);
+#pragma unroll
+            for (int distance = 1; distance <= 2; distance *= 2)
+                maximum[h] = fmaxf(maximum[h], __shfl_xor_sync(all_lanes, maximum[h], distance));
+        }
+    }
+
+    // s becomes the weights, whose sums are added to `total`.
+    __device__ __forceinline__ void weights(float (&s)[32], const float (&maximum)[2]) {
+        const float base[2] = {base_of(maximum[0]), base_of(maximum[1])};
+#pragma unroll
+        for (int r = 0; r < 32; ++r) {
+            s[r] = ptx::exp2(s[r] - base[r / 2 % 2]);
+            total[r / 2 % 2] += s[r];
+        }
+    }
+
+    // Keys 16k … of the weights as wgmma's left operand.
+    __device__ __forceinline__ static void pack(const float (&s)[32], int k, uint32_t (&p)[4]) {
+#pragma unroll
+        for (int r = 0; r < 4; ++r) p[r] = ptx::pack_bf16(s[8 * k + 2 * r], s[8 * k + 2 * r + 1]);
+    }
+
+    __device__ __forceinline__ void store(const uint32_t (&p)[4], int k, int to) const {
+        ptx::stmatrix_x4(swizzled(shared + to, 16 * warp + lane % 16, 32 * k + lane / 16 * 16), p[0], p[1], p[2], p[3]);
+    }
+
+    __device__ __forceinline__ void rescale(float first, float second) {
+#pragma unroll
+        for (int r = 0; r < 128; ++r) o[r] *= r / 2 % 2 ? second : first;
+    }
+
+    // This warpgroup's half of the values of a tile: 256 channels.
+    __device__ __forceinline__ uint64_t values(int which) const {
+        return ptx::wgmma_transposed_descriptor(keys(which) + own * 4 * tile, tile);
+    }
+    __device__ __forceinline__ void add_own_values(const uint32_t (&p)[4][4]) {
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < 4; ++k) ptx::wgmma_values_registers(o, p[k], values(own) + k * 128, true);
+        ptx::wgmma_commit_group();
+    }
+    __device__ __forceinline__ void add_other_values(int stored) {
+        const uint64_t p = ptx::wgmma_descriptor(shared + stored);
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < 4; ++k) ptx::wgmma_values(o, p + 2 * k, values(1 - own) + k * 128, true);
+        ptx::wgmma_commit_group();
+    }
+
+    // Attends to a pair of tiles, or to one.
+    template <bool pair, class Inside>
+    __device__ __forceinline__ void attend(Inside inside) {
+        float s[32], maximum[2];
+        uint32_t p[4][4];
+        if constexpr (own == 0) {
+            derived().mask(s, derived().scores(s, inside));
+            find_maximum(s, highest, maximum);
+            float scale[2];
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                scale[h] = ptx::exp2(highest[h] - base_of(maximum[h]));
+                total[h] *= scale[h];
+                if (lane % 4 == 0) {
+                    shared_value(maximum_0, h) = maximum[h];
+                    shared_value(scale_0, h) = scale[h];
+                }
+            }
+            notify(has_first_maximum);
+            weights(s, maximum);
+#pragma unroll
+            for (int k = 0; k < 4; ++k) pack(s, k, p[k]);
+            rescale(scale[0], scale[1]);
+            fence_operands(o);
+            add_own_values(p);
+            await(has_second_weights);
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                scale[h] = shared_value(scale_1, h);
+                highest[h] = shared_value(maximum_1, h);
+                total[h] *= scale[h];
+            }
+#pragma unroll
+            for (int r = 0; r < 32; ++r) s[r] *= scale[r / 2 % 2];
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                uint32_t scaled[4];
+                pack(s, k, scaled);
+                store(scaled, k, smem::p_first);
+            }
+            ptx::fence_proxy_async();
+            notify(has_first_weights);
+            ptx::wgmma_wait_group<0>();
+            fence_operands(o);
+            barriers.release(0, left);
+            rescale(scale[0], scale[1]);
+            if constexpr (pair) {
+                derived().await(1, left);
+                fence_operands(o);
+                add_other_values(smem::p_second);
+                ptx::wgmma_wait_group<0>();
+                fence_operands(o);
+                derived().release_second_left();
+            }
+        } else {
+            if constexpr (pair) {
+                const auto of_tile = derived().scores(s, inside);
+                await(has_first_maximum);
+                derived().mask(s, of_tile);
+            } else {
+                await(has_first_maximum);
+            }
+            float before[2], scale[2];
+#pragma unroll
+            for (int h = 0; h < 2; ++h) maximum[h] = before[h] = shared_value(maximum_0, h);
+            if constexpr (pair) find_maximum(s, before, maximum);
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const float second = maximum[h] == before[h] ? 1.0f : ptx::exp2(before[h] - maximum[h]);
+                scale[h] = shared_value(scale_0, h) * second;
+                total[h] *= scale[h];
+                highest[h] = maximum[h];
+                if (lane % 4 == 0) {
+                    shared_value(maximum_1, h) = maximum[h];
+                    shared_value(scale_1, h) = second;
+                }
+            }
+            if constexpr (pair) {
+                weights(s, maximum);
+#pragma unroll
+                for (int k = 0; k < 4; ++k) {
+                    pack(s, k, p[k]);
+                    store(p[k], k, smem::p_second);
+                }
+                ptx::fence_proxy_async();
+            }
+            notify(has_second_weights);
+            rescale(scale[0], scale[1]);
+            fence_operands(o);
+            if constexpr (pair) add_own_values(p);
+            await(has_first_weights);
+            derived().await(0, right);
+            add_other_values(smem::p_first);
+            if constexpr (pair) {
+                ptx::wgmma_wait_group<1>();
+                barriers.release(1, right);
+            }
+            ptx::wgmma_wait_group<0>();
+            fence_operands(o);
+            barriers.release(0, right);
+        }
+        derived().begin_next(pair);
+    }
+
+    // The sums of the heads' weights, by both warpgroups.
+    __device__ __forceinline__ void find_sums(float (&all)[2]) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+#pragma unroll
+            for (int distance = 1; distance <= 2; distance *= 2)
+                total[h] += __shfl_xor_sync(all_lanes, total[h], distance);
+            // Warpgroup 0 gives its sum where it gave its maximum, which nobody reads any more.
+            if (lane % 4 == 0) shared_value(own == 0 ? maximum_0 : sum, h) = total[h];
+        }
+        sync_both();
+#pragma unroll
+        for (int h = 0; h < 2; ++h) all[h] = shared_value(maximum_0, h) + shared_value(sum, h);
+    }
+
+    // Stores this warpgroup's half of the channels of head h, times `inverse`; row: of the results, of all heads.
+    __device__ __forceinline__ void store_results(
+        const Results& results, int row, bool is_final, int h, float inverse, float lse) const {
+        const int64_t to = static_cast<int64_t>(row) * results.n_heads + head(h);
+        const int64_t first = to * latent + own * 256 + 2 * (lane % 4);
+        if (is_final) {
+            uint16_t* out = results.out + first;
+#pragma unroll
+            for (int j = 0; j < 32; ++j)
+                *reinterpret_cast<uint32_t*>(out + 8 * j) =
+                    ptx::pack_bf16(o[4 * j + 2 * h] * inverse, o[4 * j + 2 * h + 1] * inverse);
+        } else {
+            float* out = results.partial + first;
+#pragma unroll
+            for (int j = 0; j < 32; ++j)
+                *reinterpret_cast<float2*>(out + 8 * j) =
+                    make_float2(o[4 * j + 2 * h] * inverse, o[4 * j + 2 * h + 1] * inverse);
+            if (own == 0 && lane % 4 == 0) results.lse[to] = lse;
+        }
+    }
+};
