@@ -20,7 +20,7 @@ constexpr int samples = config::samples, run = 64;  // of a row, in runs of neig
 constexpr int bins = 2048, own_bins = bins / threads;
 constexpr int vector = 16 / config::element_bytes;  // logits in 16 bytes
 constexpr int unrolled = 16 / vector, together = 4;  // vectors that a thread loads together, and logits that it compares
-static_assert(sorted <= 4 * threads && sorted >= 128 && samples <= capacity && samples % run == 0);
+static_assert(sorted <= 4 * threads && sorted >= 128 && samples <= capacity && samples % threads == 0);
 
 using Key = unsigned long long;
 
@@ -164,9 +164,10 @@ __device__ __forceinline__ void count_in(int* histogram, int bin) {
     }
 }
 
-// Returns a bound that exactly `count` numbers of a source with at least as many reach.
+// Returns a bound that exactly `count` numbers of a source with at least as many reach; or some more, if it ends before as
+// many bits as asked are known.
 template <class Source>
-__device__ __forceinline__ Key bound_of(const Source& source, int count, uint8_t* shared) {
+__device__ __forceinline__ Key bound_of(const Source& source, int count, uint8_t* shared, int bits = 64) {
     int* histogram = reinterpret_cast<int*>(shared + smem::histogram);
     int* of_warps = reinterpret_cast<int*>(shared + smem::of_warps);
     int* found = reinterpret_cast<int*>(shared + smem::found);
@@ -194,8 +195,8 @@ __device__ __forceinline__ Key bound_of(const Source& source, int count, uint8_t
         }
         if (lane == 0) of_warps[warp] = sum;
         __syncthreads();
-        int above = sum - own;
-        for (int w = warp + 1; w < warps; ++w) above += of_warps[w];
+        const int of_warp = lane > warp && lane < warps ? of_warps[lane] : 0;
+        int above = sum - own + static_cast<int>(__reduce_add_sync(all_lanes, static_cast<uint32_t>(of_warp)));
         if (above < count && count <= above + own) {
             for (int i = own_bins - 1; i >= 0; --i) {
                 const int bin = thread * own_bins + i, in_bin = histogram[bin];
@@ -210,7 +211,7 @@ __device__ __forceinline__ Key bound_of(const Source& source, int count, uint8_t
         bound |= static_cast<Key>(found[0]) << shift;
         unknown = shift;
         count -= found[1];
-        if (count == found[2] || unknown == 0) return bound;
+        if (count == found[2] || unknown <= 64 - bits) return bound;
     }
 }
 
@@ -277,13 +278,21 @@ top_keys(const uint8_t* logits, int64_t row_bytes, const int* starts, const int*
     Key bound = 0;
     bool is_complete = n <= capacity;  // all numbers that reach the bound are candidates
     if (!is_complete) {
-        for (int i = threadIdx.x; i < samples; i += threads) {
-            const int column = first + static_cast<int>(int64_t(i / run) * (n - run) / (samples / run - 1)) + i % run;
-            candidates[i] = key_of(ordered(row.load(column)), column);
+        const int step = (n - run) / (samples / run - 1);
+        float logits_of[samples / threads];
+#pragma unroll
+        for (int i = 0; i < samples / threads; ++i) {
+            const int sample = i * threads + threadIdx.x;
+            logits_of[i] = row.load(first + sample / run * step + sample % run);
+        }
+#pragma unroll
+        for (int i = 0; i < samples / threads; ++i) {
+            const int sample = i * threads + threadIdx.x;
+            candidates[sample] = key_of(ordered(logits_of[i]), sample);
         }
         __syncthreads();
         const int in_sample = max(static_cast<int>(int64_t(target) * samples / n), 1);
-        bound = bound_of(Numbers{candidates, samples}, in_sample, shared) >> 32 << 32;  // of the logit alone
+        bound = bound_of(Numbers{candidates, samples}, in_sample, shared, 22) >> 32 << 32;  // of the logit alone
         __syncthreads();
     }
     const uint32_t least = static_cast<uint32_t>(bound >> 32);

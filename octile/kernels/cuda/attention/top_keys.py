@@ -13,7 +13,7 @@ from octile.kernels.cuda.gemm import num_sms, request
 from octile.kernels.cuda.jit.launch import launch as launch_kernel
 
 MOST = 4096  # columns that are chosen and sorted
-SAMPLES = 4096  # of a row
+SAMPLES = 2048  # of a row
 THREADS, FEW_ROWS_THREADS = 512, 1024
 SHARED_OF_SM = 227 * 1024
 
@@ -46,7 +46,7 @@ def launch(logits: Tensor, starts: Tensor, ends: Tensor, k: int) -> Tensor:
 def plan(rows: int, width: int, k: int, dtype: torch.dtype, n_sms: int) -> dict[str, int | bool]:
     """Return the constants of the kernel that chooses k of `width` columns."""
     size = max(1 << (min(k, width) - 1).bit_length(), 128)
-    candidates = max(3 * size, SAMPLES)
+    candidates = max(3 * size, 2 * SAMPLES)
     few = rows <= n_sms
     threads = FEW_ROWS_THREADS if few or size > 4 * THREADS else THREADS
     shared = 8 * (candidates + size) + 4 * (2048 + threads // 32 + 6)  # top_keys.cu divides it
