@@ -15,9 +15,9 @@ import octile.ops.mqa_logits
 import octile.ops.norm
 import octile.ops.packed
 import octile.ops.paged_attention
-import octile.ops.ragged_attention
 import octile.ops.permute
 import octile.ops.quantize
+import octile.ops.ragged_attention
 import octile.ops.rope
 import octile.ops.row_invariant
 import octile.ops.sample_tokens
