@@ -287,7 +287,7 @@ struct Seesaw {
         derived().begin_next(pair);
     }
 
-    // The sums of the heads' weights, by both warpgroups.
+    // Adds the weights of each head, of both warpgroups.
     __device__ __forceinline__ void find_sums(float (&all)[2]) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
