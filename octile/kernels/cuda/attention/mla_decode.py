@@ -29,9 +29,10 @@ SCALES = LATENT // 128  # of a row in FP8, and its bytes
 ROW_BYTES = LATENT + 4 * SCALES + 2 * ROTARY
 THREADS = 384  # two consumer warpgroups, and one with the producer warp or, for FP8, four converter warps
 MIN_PAGES = 2  # of a thread block, unless there are fewer: one for each warpgroup
-# By at most this part of its pages a thread block may have more than others, so that rows of equal lengths are not cut.
-# Few heads wait for memory, which fewer thread blocks keep busy, too.
-SPARE_PART, SPARE_PART_64 = 16, 32
+# By at most this part of its pages, and so many, a thread block may have more than others, so that equally long rows are
+# not cut: cutting a row costs the time of a few pages, whatever its length. Few heads wait for memory, which fewer
+# thread blocks keep busy, too.
+SPARE_PART, SPARE_PART_64, SPARE_PAGES = 16, 32, 3
 MAX_SHARED = 227 * 1024
 MAX_KEYS = 1024
 MERGE_THREADS = LATENT // 4
@@ -161,7 +162,8 @@ def plan(rows: int, n_heads: int, is_fp8: bool, n_splits: int, queries: int, n_s
     ranges = max(n_sms // head_blocks, 1)
     spare_part = SPARE_PART_64 if heads == 64 else SPARE_PART
     splits: dict[str, int | bool] = {
-        "fixed_splits": n_splits > 0, "min_pages": MIN_PAGES, "spare_part": spare_part, "queries": queries,
+        "fixed_splits": n_splits > 0, "min_pages": MIN_PAGES, "spare_part": spare_part, "spare_pages": SPARE_PAGES,
+        "queries": queries,
     }  # fmt: skip
     cluster = 2 if heads == 64 and is_fp8 and head_blocks % 2 == 0 else 1  # thread blocks that share converted pages
     specialized = _plan_64(is_fp8, cluster) if heads == 64 else _plan_few(heads, is_fp8)

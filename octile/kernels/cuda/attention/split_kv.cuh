@@ -40,7 +40,7 @@ __device__ __forceinline__ int pages_of_range(int total, int ranges, int shortes
     const int parts = max(longest / least, 1), rows = (least + longest - 1) / longest;
     const int aligned = parts > 1 ? longest / parts : rows * longest;
     const bool is_exact = parts == 1 || longest % parts == 0;
-    return is_exact && aligned - least <= least / config::spare_part ? aligned : least;
+    return is_exact && aligned - least <= min(least / config::spare_part, config::spare_pages) ? aligned : least;
 }
 
 // Pages of a row that a thread block attends to.

@@ -18,7 +18,8 @@ __device__ __forceinline__ uint4 load_16(const void* from, bool in_bounds) {
     return v;
 }
 
-// The same without bounds, in the order of the program: the compiler does not delay it until its value is needed.
+// The same without bounds, and before what follows a barrier such as __syncwarp. The compiler moves a load through the
+// read-only cache to where its value is needed, also over barriers.
 __device__ __forceinline__ uint4 load_16_early(const void* from) {
     uint4 v;
     asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
