@@ -77,7 +77,8 @@ def check_texts(rank: int, folder: Path, n_drafts: int, ahead: bool, exchange: b
         if exchange:
             rows = experts.decoding_exchange(16 * (1 + n_drafts))
             runner._decoding = replace(runner.forward, exchange=rows)
-            runner.use_peers(experts.peer_dispatcher(256))
+            if fp8:  # in one of two tests, since it takes its time
+                runner.use_peers(experts.peer_dispatcher(256))
         engine = with_front(rank, lambda front: found.extend(texts_of(front, *n_requests)), runner)
     assert found == ([] if rank else expected)
     assert (engine.stats().steps_ahead > 0) == ahead
