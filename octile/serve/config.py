@@ -56,6 +56,8 @@ class ParallelConfig:
             redundancy); if not given, all copies of an expert take turns.
         rebalance: seconds after which the copies are placed anew, by the tokens that were counted in
             engine.expert_window steps.
+        micro_batches: 1 or 2, into which steps with prompts are divided on GPUs, so that the rows of one travel while
+            the other is computed; 2 is slower between two GPUs with NVLink.
         timeout: seconds after which a rank that waits for another one ends the server.
 
     Raises:
@@ -66,12 +68,14 @@ class ParallelConfig:
     redundant_experts: Annotated[int, Range(at_least=0, at_most=65536)] = 0
     active_experts: Annotated[int, Range(at_least=1, at_most=65536)] | None = None
     rebalance: Annotated[float, Range(at_least=0, at_most=2**31)] = 600.0
+    micro_batches: Annotated[int, Range(at_least=1, at_most=2)] = 1
     timeout: Annotated[float, Range(above=0, at_most=2**31)] = 600.0
 
     def __post_init__(self) -> None:
         check_fields(self, "parallel.")
-        if self.ep == 1 and (self.redundant_experts or self.active_experts is not None):
-            name = "redundant_experts" if self.redundant_experts else "active_experts"
+        of_ranks = "redundant_experts", "active_experts", "micro_batches"
+        name = next((name for name in of_ranks if getattr(self, name) != getattr(type(self), name)), None)
+        if self.ep == 1 and name is not None:
             raise ValueError(f"parallel.{name} has no effect in one process: parallel.ep must be at least 2")
 
 

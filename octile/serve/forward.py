@@ -32,7 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from octile.formats import TILE
 from octile.kernels import cpu
 from octile.models.deepseek_v3 import rope_of
-from octile.nn.dispatcher import LocalDispatcher
+from octile.nn.dispatcher import InFlight, LocalDispatcher
 from octile.nn.indexer import weight_factor
 from octile.nn.norm import LAYER_NORM_EPS
 from octile.ops.attention import attention
@@ -72,6 +72,7 @@ from octile.serve.weights import (
 )
 
 LOCAL = LocalDispatcher()
+_streams: dict[torch.device, torch.cuda.Stream] = {}  # of shared experts
 WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN builds some
 INVARIANT_SPLITS = 16  # of a row's positions, in batch-invariant mode
 MAX_QUERIES = 2**26  # numbers of absorbed queries of a chunk that attends to chosen positions, at the same time
@@ -456,12 +457,9 @@ class Forward:
         return self._nt(self._swiglu(gate_TI, up_TI, w.down), w.down)
 
     def _mixture(self, x: Rows, layer: int, w: MoEWeights, slots: Tensor) -> Tensor:
-        assert x.values is not None
-        weights_TK, experts_TK = self._choose(x.values, w)
-        if self.expert_load is not None:
-            self.expert_load.count(layer, experts_TK, slots)
         if self.exchange is not None:
-            return self._exchanged_mixture(x, layer, w, slots, weights_TK, experts_TK, self.exchange)
+            return self._exchanged_mixture(x, layer, w, slots, self.exchange)
+        weights_TK, experts_TK = self._choose(x, layer, w, slots)
         load_E = count_tokens(experts_TK, len(w.gate))[0]
         dispatcher = self.dispatcher
         if self.spread is not None:
@@ -473,6 +471,7 @@ class Forward:
         if x.q is not None and w.x.has_fp8:
             rows = Rows(None, dispatcher.dispatch_quantized(dispatcher.send_quantized(x.q, plan), plan))
         else:
+            assert x.values is not None
             rows = Rows(dispatcher.send(x.values, plan).index_select(0, plan.token_R), None)
         if not isinstance(w.down, ScaledTensor):
             y_RD = self._experts(rows, w, plan.offs_E)
@@ -480,35 +479,51 @@ class Forward:
         weight_R = dispatcher.dispatch_weights(dispatcher.begin_send(weights_TK, plan), plan)
         return dispatcher.combine_unweighted(self._experts(rows, w, plan.offs_E, weight_R), plan, shared_TD)
 
-    def _exchanged_mixture(
-        self,
-        x: Rows,
-        layer: int,
-        w: MoEWeights,
-        slots: Tensor,
-        weights_TK: Tensor,
-        experts_TK: Tensor,
-        exchange: SortedExchange,
-    ) -> Tensor:
-        """Compute a mixture of decode rows; rows of padding go nowhere. The shared experts overlap with their way."""
+    def _exchanged_mixture(self, x: Rows, layer: int, w: MoEWeights, slots: Tensor, exchange: SortedExchange) -> Tensor:
+        """Compute a mixture of decode rows; rows of padding go nowhere.
+
+        The shared experts have a stream of their own, on a GPU: few rows leave most of it idle while they travel.
+        """
         assert self.spread is not None
+        shared = None if w.shared is None else self._begin_shared(x, w.shared)
+        weights_TK, experts_TK = self._choose(x, layer, w, slots)
         x_TD = x.q if w.x.has_fp8 else x.values
         assert x_TD is not None
         sent = exchange.send(x_TD, experts_TK, weights_TK, self.spread.slots_of_experts(layer), slots)
-        shared_TD = None if w.shared is None else self._mlp(x, w.shared)
         here = exchange.receive(sent, len(experts_TK))
         rows = Rows(None, here.rows) if isinstance(here.rows, ScaledTensor) else Rows(here.rows, None)
-        if not isinstance(w.down, ScaledTensor):
-            return exchange.combine(self._experts(rows, w, here.offs), here, shared_TD, weights_TK)
-        return exchange.combine(self._experts(rows, w, here.offs, here.weights), here, shared_TD)
+        is_weighted = isinstance(w.down, ScaledTensor)
+        y_RD = self._experts(rows, w, here.offs, here.weights if is_weighted else None)
+        shared_TD = None if shared is None else shared.wait()
+        return exchange.combine(y_RD, here, shared_TD, None if is_weighted else weights_TK)
+
+    def _begin_shared(self, x: Rows, w: MLPWeights) -> InFlight[Tensor]:
+        """Begin to compute the shared experts; what they read must stay until the result is waited for."""
+        device = self.weights.device
+        if device.type != "cuda":
+            return InFlight(self._mlp(x, w))
+        if device not in _streams:
+            _streams[device] = torch.cuda.Stream(device)
+        current, stream = torch.cuda.current_stream(device), _streams[device]
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            result = self._mlp(x, w)
+        return InFlight(result, lambda: current.wait_stream(stream))
 
     def _experts(self, rows: Rows, w: MoEWeights, offs_E: Tensor, weight_R: Tensor | None = None) -> Tensor:
         """Compute the routed experts of rows sorted by expert, times their weights if down-projections are in FP8."""
         gate_RI, up_RI = self._projections(rows, w.x, offs_E)
         return self._nt(self._swiglu(gate_RI, up_RI, w.down, weight_R), w.down, offs_E)
 
-    def _choose(self, x_TD: Tensor, w: MoEWeights) -> tuple[Tensor, Tensor]:
-        """Choose the experts of each row, and their weights: both [T, K]."""
+    def _choose(self, x: Rows, layer: int, w: MoEWeights, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose the experts of each row, and count them; return their weights and numbers, both [T, K]."""
+        assert x.values is not None
+        weights_TK, experts_TK = self._gate(x.values, w)
+        if self.expert_load is not None:
+            self.expert_load.count(layer, experts_TK, slots)
+        return weights_TK, experts_TK
+
+    def _gate(self, x_TD: Tensor, w: MoEWeights) -> tuple[Tensor, Tensor]:
         c = self.weights.config
         choice = choice_of(c.topk_method, c.num_experts_per_tok, c.n_group, c.topk_group)
         weighting = c.scoring_func, c.norm_topk_prob, c.routed_scaling_factor

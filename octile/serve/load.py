@@ -121,7 +121,7 @@ class Folder:
         stored = cache.format or _cached(device)
         n_pages = torch.tensor(self._n_pages(experts.weights, stored, engine.max_batch, engine.n_drafts, cache.gib))
         dist.all_reduce(n_pages, dist.ReduceOp.MIN, control)
-        runner = _runner(experts, int(n_pages), stored, engine)
+        runner = _runner(experts, int(n_pages), stored, engine, parallel.micro_batches)
         return SpreadEngine(Engine(runner, self.tokenizer, engine), runner, parallel.rebalance, control), runner
 
     def _n_pages(
@@ -150,7 +150,11 @@ def _cached(device: torch.device) -> CacheFormat:
 
 
 def _runner(
-    weights: ServedWeights | SpreadExperts, n_pages: int, stored: CacheFormat, engine: EngineConfig
+    weights: ServedWeights | SpreadExperts,
+    n_pages: int,
+    stored: CacheFormat,
+    engine: EngineConfig,
+    micro_batches: int = 1,
 ) -> ModelRunner:
     return ModelRunner(
         weights,
@@ -161,4 +165,5 @@ def _runner(
         engine.n_drafts,
         engine.expert_window,
         engine.max_step_tokens,
+        micro_batches,
     )

@@ -53,6 +53,8 @@ class ModelRunner:
         n_drafts: drafts of each request that decodes.
         max_step_tokens: tokens of the largest CUDA graphs of steps with prompts, on a GPU, at most 8192; larger steps
             run without one. 0: no graph.
+        micro_batches: 1 or 2, into which CUDA graphs of steps with prompts divide the rows that other ranks compute, of
+            which one travels while the other is computed.
         expert_window: steps over which the tokens of each expert are counted; a multiple of 8. 0: they are not counted.
 
     Raises:
@@ -72,7 +74,10 @@ class ModelRunner:
         n_drafts: int = 0,
         expert_window: int = 0,
         max_step_tokens: int = 2048,
+        micro_batches: int = 1,
     ):
+        if micro_batches not in (1, 2):
+            raise ValueError(f"micro_batches must be 1 or 2, not {micro_batches}")
         for name, value in (("max_batch", max_batch), ("max_step_tokens", max_step_tokens)):
             if value < 0:
                 raise ValueError(f"{name} must be at least 0, not {value}")
@@ -117,7 +122,7 @@ class ModelRunner:
         if self._max_rows:
             self._capture(GraphMemory(self.device), max_step_tokens)
         elif self.spread is not None and self.device.type == "cuda" and max_batch:
-            self._capture_spread(self.spread, GraphMemory(self.device), max_step_tokens)
+            self._capture_spread(self.spread, GraphMemory(self.device), max_step_tokens, micro_batches)
 
     def _waits_for_index(self) -> bool:
         """Whether the host waits for the indexer's logits in each step, on a GPU."""
@@ -137,7 +142,9 @@ class ModelRunner:
         self.loop = self._new_loop(memory)
         torch.cuda.empty_cache()  # what was computed before each capture
 
-    def _capture_spread(self, spread: SpreadExperts, memory: GraphMemory, max_step_tokens: int) -> None:
+    def _capture_spread(
+        self, spread: SpreadExperts, memory: GraphMemory, max_step_tokens: int, micro_batches: int
+    ) -> None:
         """Capture the steps of experts over ranks, if kernels can exchange their rows."""
         if (why_not := spread.why_not_peers()) is not None:
             what = f"steps are computed without CUDA graphs, and the host waits in each layer: {why_not}"
@@ -146,7 +153,7 @@ class ModelRunner:
         if max_step_tokens:
             self.use_peers(spread.peer_dispatcher(padded_rows(min(max_step_tokens, MAX_ROWS))))
             if not self.batch_invariant:
-                self.prefill_graphs = PrefillGraphs(self._with_peers, memory, max_step_tokens)
+                self.prefill_graphs = PrefillGraphs(self._with_peers, memory, max_step_tokens, micro_batches)
         exchange = spread.decoding_exchange(self._max_batch * (1 + self.n_drafts))
         if exchange is not None:
             self._decoding, self.max_ahead = replace(self.forward, exchange=exchange), self._max_batch

@@ -15,7 +15,7 @@ or of 1,024; what fills them is written nowhere. The graphs of all numbers of ro
 buffers, since they run one after the other. Where there is no memory for them, steps of that number of rows are
 computed without a graph.
 
-If the experts are spread over ranks, rows that are exchanged are two micro-batches: while those of one are on their
+If the experts are spread over ranks, rows that are exchanged may be two micro-batches: while those of one are on their
 way, the other's are computed (`octile.nn.interleave`). Attention is not divided.
 
 Shapes: T rows, D model, H heads, X channels of a query, R of a rotary key, V of a value, Y of all heads' keys but their
@@ -39,7 +39,6 @@ from octile.serve.graph_memory import GraphMemory
 from octile.serve.weights import MLPWeights
 
 FEW_ROWS, MAX_ROWS = 2048, 8192
-MICRO_BATCHED_ROWS = 2048  # of a graph whose rows go to other ranks, from which on it has two micro-batches
 ROWS = 256, 1024  # to multiples of which steps are padded: up to FEW_ROWS, and beyond
 
 
@@ -50,10 +49,11 @@ class PrefillGraphs:
         forward: the forward pass.
         memory: of the graphs; None on a CPU.
         max_rows: rows of the largest graph, at most MAX_ROWS; steps with more are computed without one.
+        micro_batches: 1 or 2, of rows that are exchanged with other ranks.
     """
 
-    def __init__(self, forward: Forward, memory: GraphMemory | None, max_rows: int):
-        self._forward, self._memory = forward, memory
+    def __init__(self, forward: Forward, memory: GraphMemory | None, max_rows: int, micro_batches: int = 1):
+        self._forward, self._memory, self._micro_batches = forward, memory, micro_batches
         self._buffers: _Buffers | None = None  # of the largest graph that there is memory for
         sizes = graph_rows(min(max_rows, MAX_ROWS))
         self._of_size = {size: self._capture(size) for size in reversed(sizes)}
@@ -74,7 +74,7 @@ class PrefillGraphs:
         try:
             if self._buffers is None:
                 self._buffers = _Buffers.make(self._forward, size)
-            return _Graphs(self._forward.of_rows(size), self._buffers.first(size), self._record)
+            return _Graphs(self._forward.of_rows(size), self._buffers.first(size), self._record, self._micro_batches)
         except RuntimeError as error:
             what = f"steps of {size} rows are computed without CUDA graphs, which could not be captured: {error}"
             warnings.warn(what, RuntimeWarning, stacklevel=2)
@@ -123,8 +123,14 @@ class _Buffers(NamedTuple):
 class _Graphs:
     """The graphs of one number of rows, and the buffers that they read and write, which others may share."""
 
-    def __init__(self, forward: Forward, buffers: _Buffers, record: Callable[[Callable[[], None]], Callable[[], None]]):
-        self._forward, self._buffers = forward, buffers
+    def __init__(
+        self,
+        forward: Forward,
+        buffers: _Buffers,
+        record: Callable[[Callable[[], None]], Callable[[], None]],
+        micro_batches: int,
+    ):
+        self._forward, self._buffers, self._micro_batches = forward, buffers, micro_batches
         self._queries = dict[int, Queries]()  # of each layer
         buffers.slots.fill_(-1)  # while graphs are captured, nothing is written to the cache
         self._replays = [record(partial(self._between, i)) for i in range(len(forward.weights.blocks) + 1)]
@@ -161,7 +167,7 @@ class _Graphs:
             buffers.rope_TR.copy_(forward.decompressed(i, w, buffers.places, buffers.kv_TY)[1])
 
     def _after_attention(self, layer: int) -> None:
-        """Compute the rest of a layer, with experts of other ranks in two micro-batches: one travels meanwhile."""
+        """Compute the rest of a layer, in as many micro-batches if its experts are spread over ranks."""
         forward, block = self._forward, self._forward.weights.blocks[layer]
         rows = self._buffers.x_TD, self._buffers.o_TV, self._buffers.slots
         size = len(self._buffers.slots)
@@ -171,7 +177,7 @@ class _Graphs:
             with torch.no_grad():  # also in the thread of a micro-batch
                 forward.of_rows(n).after_attention(x_TD, o_TV, layer, block, slots)
 
-        if size < MICRO_BATCHED_ROWS or not forward.dispatcher.exchanges or isinstance(block.mlp, MLPWeights):
+        if self._micro_batches == 1 or not forward.dispatcher.exchanges or isinstance(block.mlp, MLPWeights):
             compute(0, size)
         else:
             run_interleaved(partial(compute, 0, size // 2), partial(compute, size // 2, size - size // 2))

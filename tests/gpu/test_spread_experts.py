@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from octile.serve import prefill_graphs
 from octile.serve.model_runner import ModelRunner
 from octile.serve.spread_experts import SpreadExperts
 from octile.serve.weights import ServedWeights
@@ -40,10 +39,9 @@ def check(name: str, rank: int) -> None:
 def check_graphs(weights: ServedWeights, rank: int) -> None:
     """Logits of steps with prompts in CUDA graphs, of one micro-batch and of two."""
     alone = torch.cat(read(ModelRunner(weights, N_PAGES, max_batch=0), rank))
-    for first in (prefill_graphs.MAX_ROWS, 0):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(prefill_graphs, "MICRO_BATCHED_ROWS", first)
-            runner = ModelRunner(SpreadExperts(weights, FIRST), N_PAGES, max_batch=2, max_step_tokens=256)
+    for micro_batches in (1, 2):
+        experts = SpreadExperts(weights, FIRST)
+        runner = ModelRunner(experts, N_PAGES, max_batch=2, max_step_tokens=256, micro_batches=micro_batches)
         assert runner.prefill_graphs is not None
         runner.most_rows = 100  # of all steps on both ranks
         together = torch.cat(read(runner, rank))

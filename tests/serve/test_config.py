@@ -16,8 +16,8 @@ def test_a_window_that_is_no_multiple_of_8_is_refused(window):
         EngineConfig(expert_window=window)
 
 
-@pytest.mark.parametrize("name", ["redundant_experts", "active_experts"])
-def test_copies_of_experts_in_one_process_are_refused(name):
+@pytest.mark.parametrize("name", ["redundant_experts", "active_experts", "micro_batches"])
+def test_options_of_ranks_in_one_process_are_refused(name):
     with pytest.raises(ValueError, match=f"parallel.{name} has no effect in one process: parallel.ep must be at lea"):
         ParallelConfig(**{name: 2})
 

@@ -46,6 +46,11 @@ def read_all(texts: Texts, order: list[tuple[int, ...]] = SIZES) -> list[Tensor]
     return texts.logits
 
 
+def test_another_number_of_micro_batches_is_refused():
+    with pytest.raises(ValueError, match="micro_batches must be 1 or 2, not 3"):
+        ModelRunner(new_model(False), 4, micro_batches=3)
+
+
 def test_a_prompt_in_fp8_has_the_bits_of_the_models_forward_pass():
     """Both multiply the same FP8 values, and the cache holds FP32, as the model computes it."""
     model = new_model(fp8=True, config=replace(CONFIG, intermediate_size=256, moe_intermediate_size=128))

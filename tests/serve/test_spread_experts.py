@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from octile.checkpoint.hugging_face import save
 from octile.checkpoint.shards import Shards
-from octile.serve import prefill_graphs, rebalance_experts, spread_experts
+from octile.serve import rebalance_experts, spread_experts
 from octile.serve.config import EngineConfig
 from octile.serve.engine import Engine
 from octile.serve.model_runner import ModelRunner
@@ -81,10 +81,9 @@ def logits_without_batch_invariance(rank: int, folder: Path) -> None:
 def logits_of_graphs_with_two_micro_batches(rank: int, folder: Path) -> None:
     weights, experts = spread(fp8=True)
     runner = ModelRunner(experts, N_PAGES)
-    with peers_on_cpu(folder), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefill_graphs, "MICRO_BATCHED_ROWS", 0)
+    with peers_on_cpu(folder):
         runner.use_peers(experts.peer_dispatcher(256))
-        runner.prefill_graphs = PrefillGraphs(runner._with_peers, None, 256)
+        runner.prefill_graphs = PrefillGraphs(runner._with_peers, None, 256, micro_batches=2)
         texts = Texts(runner, [text(60, 10 * rank), text(40, 10 * rank + 1)])
         for sizes in ((20 - 5 * rank, 9), (1, 12)):
             runner.most_rows = 29
