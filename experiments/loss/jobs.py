@@ -4,6 +4,8 @@ group        runs
 core         three sizes with BF16 and DeepSeek-V3's recipe, several seeds each, and a control that has to fail
 again        DeepSeek-V3's recipe at the largest size, repeated twice for each of two seeds: a GPU's order of additions
              differs from run to run
+slow         the smallest size from scratch at half the peak rate, with a warm-up over a fifth of the steps: by the
+             noise of `core` some 44 to 78 pairs would be needed at this size
 long         the smallest size over 300M tokens, with three seeds
 trunk        the first part of a BF16 run of `core`; saves its weights and moments
 branch       the rest of that run under each recipe, from the same weights and moments and over the same batches; with
@@ -29,7 +31,18 @@ from experiments.loss.sizes import run_config
 from octile.train.config import TrainConfig
 
 Group = Literal[
-    "core", "again", "long", "long-trunk", "long-branch", "billion", "trunk", "branch", "ablation", "rate", "balance"
+    "core",
+    "again",
+    "slow",
+    "long",
+    "long-trunk",
+    "long-branch",
+    "billion",
+    "trunk",
+    "branch",
+    "ablation",
+    "rate",
+    "balance",
 ]
 TRUNK = 0.4  # the share of a run's steps that its trunk takes
 BILLION, LONG, CORE, SHORT, RATE = 1e9, 300e6, 100e6, 40e6, 12e6  # tokens
@@ -52,6 +65,8 @@ ABLATIONS = (  # the slowest first
     "global_scale",
 )
 MORE_SEEDS = {"150m": range(2, 6), "80m": range(2, 28), "30m": range(2, 38)}  # as many as `power.py` asks for, or fit
+SLOW_SEEDS = range(20)
+SLOW_WARMUP = 0.2
 WGRAD_BLOCKS = "wgrad_x_blocks"  # at the two smaller sizes, from a checkpoint and from scratch
 BRANCHES = ("bf16", "nudged", "deepseek_v3", "e5m2")  # recipes that continue from every trunk
 CONTROL_SEED = 2  # seed of a trunk from which only BRANCHES and the control continue
@@ -152,6 +167,10 @@ def all_jobs(small: str = "30m", sizes: tuple[str, ...] = ("150m", "80m", "30m")
         replace(again, name=f"{again.name}-{number}")
         for number in (1, 2)
         for again in (job("again", sizes[0], "deepseek_v3", seed, CORE) for seed in (0, 1))
+    ]
+    slow = {"lr": run_config(small, CORE).optim.lr / 2, "warmup": SLOW_WARMUP, "decay": 1 - SLOW_WARMUP}
+    jobs += [
+        job("slow", small, recipe, seed, CORE, **slow) for seed in SLOW_SEEDS for recipe in ("bf16", "deepseek_v3")
     ]
     jobs += [job("long", small, recipe, seed, LONG) for seed in LONG_SEEDS for recipe in ("bf16", "deepseek_v3")]
     for seed in LONG_SEEDS:

@@ -52,7 +52,7 @@ def table() -> str:
 def measured(r: Results) -> str:
     """Format the mean and the standard deviation of the gaps that were measured from scratch."""
     rows = [["from scratch", "pairs", "mean gap", "deviation of a pair's gap"]]
-    for group in ("core", "long"):
+    for group in ("core", "slow", "long"):
         for size in r.sizes(group):
             gaps = r.gaps(group, size, "deepseek_v3")
             if len(gaps) > 1:

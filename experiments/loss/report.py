@@ -38,6 +38,11 @@ Rows = list[tuple[str, ...]]
 KINDS = ("master", "gradient", "exp_avg", "exp_avg_sq", "copies")
 NO_FIGURES = "None: a comparison needs BF16 with two seeds and another recipe at one size."
 BRANCHES_OF = {"core": "branch", "long": "long-branch"}  # group of runs from scratch → group of their branches
+SCRATCH = {
+    "core": "",
+    "slow": ", half the rate",
+    "long": "",
+}  # groups of runs from scratch, and what their sizes are called
 NOTE = "note.md"  # what is to be said of these runs before all else
 AFTER_WARM_UP = 0.2  # share of the steps after which the expert load counts
 COUNTERPART = {"no_promotion": "per_tensor"}  # the recipe that it changes in one thing; others change `deepseek_v3`
@@ -57,6 +62,7 @@ library's recipes.
 | --- | --- |
 | batch | {TOKENS_A_STEP:,} tokens in sequences of {SEQUENCE:,} |
 | learning rate | warm-up over 5% of the steps, then a cosine to a tenth of the peak |
+| "half the rate" | half the peak, with a warm-up over 20% of the steps |
 | optimizer | AdamW: betas 0.9 and 0.95, weight decay 0.1, gradients clipped at norm 1 |
 | held-out windows | 1,536 at the end, 256 before; the same for every run |
 
@@ -262,7 +268,7 @@ def core_table(r: Results) -> str:
         ("size", "recipe, seed", "tokens", LOSS_COLUMN, "gap to BF16", TEXT_COLUMN, f"below {STEEP} at step",
          "tokens/s", "GiB", "")
     ]  # fmt: skip
-    for group in ("core", "again", "long"):
+    for group in ("core", "again", "slow", "long"):
         for size in r.sizes(group):
             for result in sorted(r.of(group, size), key=lambda x: (x["job"]["recipe"], x["job"]["seed"])):
                 job = result["job"]
@@ -270,7 +276,7 @@ def core_table(r: Results) -> str:
                 base = r.get("core" if group == "again" else group, size, "bf16", 0 if is_base else job["seed"])
                 base = None if base is result else base
                 rows.append((
-                    size,
+                    f"{size}{SCRATCH.get(group, '')}",
                     f"`{job['recipe']}`, {job['seed']}{', again' if group == 'again' else ''}",
                     f"{result['facts']['tokens'] / 1e6:.0f}M" if "tokens" in result["facts"] else "",
                     _loss(result),
@@ -296,7 +302,7 @@ def scratch_table(r: Results) -> str:
          "standard error over runs", "standard error over seeds", "95% interval over seeds", f"bar, {BAR:.2%}")
     ]  # fmt: skip
     known = {
-        (group, size): pairs for group in BRANCHES_OF for size in r.sizes(group) if (pairs := _repeated(r, group, size))
+        (group, size): pairs for group in SCRATCH for size in r.sizes(group) if (pairs := _repeated(r, group, size))
     }
     apart = [
         [end / statistics.fmean(base) - statistics.fmean(ends) / statistics.fmean(base) for end in ends]
@@ -315,8 +321,9 @@ def scratch_table(r: Results) -> str:
         if group == "core":
             of_core.append((mean, by_runs, by_seeds))
         runs = (str(sum(len(ends[i]) for ends in pairs)) for i in (0, 1))
-        rows.append((size, r.tokens(group, size), *runs, ", ".join(map(_percent, gaps)), _percent(mean),
-                     f"{by_runs:.2%}", f"{by_seeds:.2%}" if len(gaps) > 1 else "", *_at_the_bar(gaps)))  # fmt: skip
+        rows.append((f"{size}{SCRATCH[group]}", r.tokens(group, size), *runs, ", ".join(map(_percent, gaps)),
+                     _percent(mean), f"{by_runs:.2%}", f"{by_seeds:.2%}" if len(gaps) > 1 else "",
+                     *_at_the_bar(gaps)))  # fmt: skip
     return (
         f"All runs from scratch over at least {CORE / 1e6:.0f}M tokens, with the seeds that both recipes have. The"
         " standard error over runs comes from how far runs of one recipe and seed end apart, because a GPU's order of"
@@ -719,7 +726,7 @@ def write(files: Sequence[Path], folder: Path) -> Path:
     r = Results(result for file in files for result in json.loads(file.read_text())["results"])
     folder.mkdir(parents=True, exist_ok=True)
     figures = []
-    for group in ("branch", "long-branch", "core", "long", "ablation"):
+    for group in ("branch", "long-branch", "core", "slow", "long", "ablation"):
         for size in r.sizes(group):
             comparison = r.comparison(group, size)
             if comparison is None:
