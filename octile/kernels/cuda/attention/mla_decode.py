@@ -29,9 +29,9 @@ SCALES = LATENT // 128  # of a row in FP8, and its bytes
 ROW_BYTES = LATENT + 4 * SCALES + 2 * ROTARY
 THREADS = 384  # two consumer warpgroups, and one with the producer warp or, for FP8, four converter warps
 MIN_PAGES = 2  # of a thread block, unless there are fewer: one for each warpgroup
-# By at most this part of its pages, and so many, a thread block may have more than others, so that rows of one length are
-# not cut: cutting costs the time of a few pages, whatever the length. Few heads wait for memory, which fewer
-# thread blocks keep busy, too.
+# A thread block may have more pages than others, so that rows of one length are not cut: by at most this part
+# of its own, and by so many, since cutting a row costs the time of a few pages, whatever its length. Few heads
+# wait for memory, which fewer thread blocks keep busy, too.
 SPARE_PART, SPARE_PART_64, SPARE_PAGES = 16, 32, 3
 MAX_SHARED = 227 * 1024
 MAX_KEYS = 1024
