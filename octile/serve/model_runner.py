@@ -180,10 +180,13 @@ class ModelRunner:
         """Return the bytes of the logits in the CUDA graphs of decoding, their largest memory.
 
         Those of steps that are not launched ahead hold logits in FP32 of all their sizes, which halve from one to the
-        next, and so do those of multi-token prediction. What all graphs share has one step's in BF16 and FP32.
+        next, and so do those of multi-token prediction. What all graphs share has one step's in BF16 and FP32. With
+        indexers there are graphs of both kinds of attention, and what they share has the indexer's logits in FP32.
         """
-        rows, held = max_batch * (1 + n_drafts), 2 if n_drafts else 1
-        return rows * model.config.vocab_size * (held * 2 * 4 + 2 + 4)
+        c, rows, held = model.config, max_batch * (1 + n_drafts), 2 if n_drafts else 1
+        if not c.has_indexer:
+            return rows * c.vocab_size * (held * 2 * 4 + 2 + 4)
+        return rows * (c.vocab_size * (2 * held * 2 * 4 + 2 + 4) + 4 * c.max_position_embeddings)
 
     @property
     def pages(self) -> PageBytes:

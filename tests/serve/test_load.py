@@ -37,6 +37,13 @@ def test_the_logits_of_graphs():
     assert ModelRunner.bytes_of_graphs(weights, 256, 3) == (2 * 2 * 4 + 2 + 4) * 4 * logits  # four rows a request
 
 
+def test_the_logits_of_graphs_with_indexers():
+    config = replace(CONFIG, index_n_heads=4, index_head_dim=32, index_topk=64)
+    logits, of_index = CONFIG.vocab_size * 256, CONFIG.max_position_embeddings * 256
+    found = ModelRunner.bytes_of_graphs(SimpleNamespace(config=config), 256, 0)
+    assert found == (2 * 2 * 4 + 2 + 4) * logits + 4 * of_index
+
+
 def test_a_gpu_without_room_for_the_graphs_is_named(monkeypatch):
     with pytest.raises(MemoryError, match="the cache has 0 GiB, but one page takes"):
         n_pages(monkeypatch, 4096, 2, free=2**20)
