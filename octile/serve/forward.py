@@ -85,6 +85,7 @@ class PrefillPiece(NamedTuple):
     Attributes:
         first_row, rows: of all its chunks, in the step.
         first_position, positions: of all its chunks, in the step's context.
+        n_read: positions that are read, at least as many: what is beyond only fills GEMMs.
         row_starts, position_starts: int32 [chunks + 1], of each chunk in the piece, and the ends.
         max_rows, max_positions: of a chunk.
     """
@@ -93,6 +94,7 @@ class PrefillPiece(NamedTuple):
     rows: int
     first_position: int
     positions: int
+    n_read: int
     row_starts: Tensor
     position_starts: Tensor
     max_rows: int
@@ -336,6 +338,8 @@ class Forward:
         o_THV = out_TV.unflatten(-1, (c.num_attention_heads, -1))
         if n_decode:
             self._absorbed(queries.rows(0, n_decode), layer, w, step, o_THV[:n_decode])
+        end = step.prefills[-1].first_row + step.prefills[-1].rows if step.prefills else n_decode
+        out_TV[end:] = 0  # rows that only fill GEMMs
         for piece in step.prefills:
             assert step.context is not None
             of_piece = queries.rows(piece.first_row, piece.rows)
@@ -346,8 +350,12 @@ class Forward:
             elif piece.positions > step.max_positions:  # one chunk
                 out_SHV.copy_(self._naive_in_parts(of_piece.q, layer, w, slots_L, step.max_positions))
             else:
-                of_rows = None if own is None else tuple(t.narrow(0, piece.first_row, piece.rows) for t in own)
-                k_LHX, v_LHV = self._assembled(*(of_rows or self.decompressed(layer, w, slots_L)))
+                if own is None:
+                    slots_L = step.context.narrow(0, piece.first_position, piece.n_read)
+                    read = (t[: piece.positions] for t in self.decompressed(layer, w, slots_L))
+                else:
+                    read = (t.narrow(0, piece.first_row, piece.rows) for t in own)
+                k_LHX, v_LHV = self._assembled(*read)
                 starts = piece.row_starts, piece.position_starts, piece.max_rows, piece.max_positions
                 ragged_attention(out_SHV, of_piece.q, k_LHX, v_LHV, *starts, self.softmax_scale)
         return out_TV

@@ -41,11 +41,17 @@ class GraphMemory:
         with torch.no_grad(), torch.cuda.device(self.device), self._on_stream():
             compute()
             graph = torch.cuda.CUDAGraph()
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                result = compute()
-            finally:
-                graph.capture_end()
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    result = compute()
+                finally:
+                    graph.capture_end()
+            except BaseException:
+                self._pool = (
+                    torch.cuda.graph_pool_handle()
+                )  # torch refuses further captures in the pool of a failed one
+                raise
         return graph.replay, result
 
     def capture_sizes(self, sizes: Sequence[int], step: Callable[[int], T]) -> dict[int, tuple[Callable[[], None], T]]:

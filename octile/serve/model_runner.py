@@ -32,7 +32,7 @@ from octile.serve.graph_memory import GraphMemory
 from octile.serve.index_pages import IndexPages, bytes_per_key
 from octile.serve.latent_pages import CacheFormat, LatentPages, bytes_per_row
 from octile.serve.page_bytes import PageBytes
-from octile.serve.prefill_graphs import MAX_ROWS, PrefillGraphs, padded_rows
+from octile.serve.prefill_graphs import FILL_ROWS, MAX_ROWS, PrefillGraphs, padded_rows
 from octile.serve.spread_experts import SpreadExperts
 from octile.serve.step_inputs import BLOCK_ROWS, Layout, mixed_step, send
 from octile.serve.weights import ServedWeights
@@ -343,7 +343,8 @@ class ModelRunner:
         pads = self.batch_invariant and self.device.type == "cpu"
         chosen = None if self.forward.index is None else self.forward.weights.config.index_topk
         chooses = self.forward.chooses(layout.longest)
-        return mixed_step(layout, BLOCK_ROWS if pads else 1, self.device, chosen, chooses)
+        fills = self.device.type == "cuda" and not self.batch_invariant and self.spread is None
+        return mixed_step(layout, BLOCK_ROWS if pads else 1, self.device, chosen, chooses, FILL_ROWS if fills else 1)
 
     def _in_order(self, h_TD: Tensor, layout: Layout) -> Tensor:
         """Return rows in the batch's order, without padding."""

@@ -39,7 +39,8 @@ from octile.serve.graph_memory import GraphMemory
 from octile.serve.weights import MLPWeights
 
 FEW_ROWS, MAX_ROWS = 2048, 8192
-ROWS = 256, 1024  # to multiples of which steps are padded: up to FEW_ROWS, and beyond
+FILL_ROWS = 256  # to a multiple of which other steps with prompts are padded
+ROWS = FILL_ROWS, 1024  # to multiples of which steps are padded: up to FEW_ROWS, and beyond
 
 
 class PrefillGraphs:

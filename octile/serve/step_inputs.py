@@ -162,6 +162,7 @@ def mixed_step(
     device: torch.device,
     max_together: int | None = None,
     chooses: bool = True,
+    fill: int = 1,
 ) -> Step:
     """Make a step of any chunks, on a device.
 
@@ -171,6 +172,8 @@ def mixed_step(
         device: of the step.
         max_together: a chunk with more positions has a piece of its own; None: none has.
         chooses: as of `Step`.
+        fill: rows of steps with prompts, and positions that are read together, are padded to a multiple of it, so that
+            GEMMs have few sizes: the first of a size takes the host some milliseconds.
     """
     of_decode = [layout.chunks[i] for i in layout.decode]
     n_rows = -(-layout.n_decode // block_rows) * block_rows
@@ -180,19 +183,25 @@ def mixed_step(
     if not layout.prefill:
         return step
     chunks = [layout.chunks[i] for i in layout.prefill]
-    tokens = [token for chunk in chunks for token in chunk.tokens]
     contexts = [_slots(chunk) for chunk in chunks]
-    positions = [torch.arange(chunk.start, chunk.start + len(chunk.tokens)) for chunk in chunks]
-    written = [slots[chunk.start :] for chunk, slots in zip(chunks, contexts, strict=True)]
-    new = send(torch.stack((torch.tensor(tokens), torch.cat(positions), torch.cat(written))), device)
-    tokens_T, positions_T, slots_T = torch.cat((torch.stack(step[:3]), new), dim=1).unbind()
+    n_new = sum(len(chunk.tokens) for chunk in chunks)
+    new = torch.zeros(3, n_new + -(n_rows + n_new) % fill, dtype=torch.int64)
+    new[2, n_new:] = -1
+    first = 0
+    for chunk, slots in zip(chunks, contexts, strict=True):
+        end = first + len(chunk.tokens)
+        new[0, first:end] = torch.frombuffer(array("q", chunk.tokens), dtype=torch.int64)
+        torch.arange(chunk.start, chunk.start + len(chunk.tokens), out=new[1, first:end])
+        new[2, first:end] = slots[chunk.start :]
+        first = end
+    tokens_T, positions_T, slots_T = torch.cat((torch.stack(step[:3]), send(new, device)), dim=1).unbind()
     max_positions = max(CONTEXT_POSITIONS, len(tokens_T))
     return step._replace(
         tokens=tokens_T,
         positions=positions_T,
         slots=slots_T,
-        context=send(torch.cat(contexts), device),
-        prefills=_pieces(chunks, n_rows, max_positions, max_together, device),
+        context=send(torch.cat((*contexts, torch.zeros(fill - 1, dtype=torch.int64))), device),
+        prefills=_pieces(chunks, n_rows, max_positions, max_together, fill, device),
         max_positions=max_positions,
     )
 
@@ -204,7 +213,12 @@ def _slots(chunk: Chunk) -> Tensor:
 
 
 def _pieces(
-    chunks: Sequence[Chunk], first_row: int, n_positions: int, max_together: int | None, device: torch.device
+    chunks: Sequence[Chunk],
+    first_row: int,
+    n_positions: int,
+    max_together: int | None,
+    fill: int,
+    device: torch.device,
 ) -> list[PrefillPiece]:
     """Divide chunks into pieces of at most n_positions positions, or of one chunk; the first row is first_row."""
     pieces, first_position = list[PrefillPiece](), 0
@@ -215,7 +229,9 @@ def _pieces(
         rows, positions = starts[:, -1].tolist()
         row_starts, position_starts = send(torch.from_numpy(starts), device).unbind()
         most = max(size[0] for size in sizes), max(size[1] for size in sizes)
-        pieces.append(PrefillPiece(first_row, rows, first_position, positions, row_starts, position_starts, *most))
+        n_read = -(-positions // fill) * fill
+        place = first_row, rows, first_position, positions, n_read
+        pieces.append(PrefillPiece(*place, row_starts, position_starts, *most))
         first_row, first_position = first_row + rows, first_position + positions
     return pieces
 
