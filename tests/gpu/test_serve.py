@@ -202,12 +202,14 @@ def test_drafts_of_graphs_have_the_bits_of_steps_without_one():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("width", [192, 20])
-def test_attention_of_texts_of_any_lengths_has_the_references_values(dtype: torch.dtype, width: int):
-    texts = (1, 1), (300, 300), (9, 700), (2, 129), (1000, 1000)
+@pytest.mark.parametrize(
+    "texts", [((1, 1), (300, 300), (9, 700), (2, 129), (1000, 1000)), 2 * ((1024, 1024),)], ids=len
+)
+def test_attention_of_texts_of_any_lengths_has_the_references_values(dtype: torch.dtype, width: int, texts):
     rows, keys = map(sum, zip(*texts, strict=True))
     q, k, v = (torch.randn(n, 4, x, device="cuda").to(dtype) for n, x in ((rows, width), (keys, width), (keys, 16)))
     starts = (torch.tensor([0, *sizes]).cumsum(0).to(torch.int32).cuda() for sizes in zip(*texts, strict=True))
-    arguments = q, k, v, *starts, 1000, 1000, 0.07
+    arguments = q, k, v, *starts, *map(max, zip(*texts, strict=True)), 0.07
     found, expected = torch.empty(2, rows, 4, 16, device="cuda", dtype=dtype)
     ragged_attention(found, *arguments)
     ragged_attention.reference(expected, *arguments)

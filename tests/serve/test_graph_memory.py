@@ -34,7 +34,8 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     cuda = torch.cuda
     monkeypatch.setattr(cuda, "Stream", lambda device: Stream("own", found))
     monkeypatch.setattr(cuda, "current_stream", lambda device=None: Stream(device, found))
-    monkeypatch.setattr(cuda, "graph_pool_handle", lambda: "pool")
+    pools = iter(("pool", "new pool"))
+    monkeypatch.setattr(cuda, "graph_pool_handle", lambda: next(pools))
     for name in ("stream", "device"):
         monkeypatch.setattr(cuda, name, lambda _: nullcontext())
     monkeypatch.setattr(cuda, "CUDAGraph", Graph)
@@ -69,3 +70,18 @@ def test_the_largest_size_is_captured_first_and_all_share_a_pool(events):
     captured = GraphMemory(torch.device("cuda:0")).capture_sizes([1, 2, 3], lambda size: 10 * size)
     assert [(size, result) for size, (_, result) in captured.items()] == [(3, 30), (2, 20), (1, 10)]
     assert events.count(BEGIN) == 3
+
+
+def test_a_capture_after_one_that_failed_has_another_pool(events):
+    """torch refuses captures in the pool of a failed one."""
+    memory = GraphMemory(torch.device("cuda:0"))
+    calls = iter((None, RuntimeError("out of memory")))
+
+    def fail():
+        if (error := next(calls)) is not None:
+            raise error
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        memory.capture(fail)
+    memory.capture(lambda: 5)
+    assert [event[1] for event in events if event[0] == "begin"] == ["pool", "new pool"]

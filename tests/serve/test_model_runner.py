@@ -10,7 +10,7 @@ from torch import Tensor
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.weight_cache import frozen_weights
 from octile.recipe import Recipe
-from octile.serve import step_inputs
+from octile.serve import model_runner, step_inputs
 from octile.serve.batch import Batch, Chunk
 from octile.serve.config import MAX_DRAFTS
 from octile.serve.latent_pages import LatentPages
@@ -214,6 +214,30 @@ def test_as_many_drafts_as_an_engine_may_have_are_verified_by_decode_rows():
     layout = Layout.of(chunks, absorbed_only=False)
     assert not layout.prefill
     assert layout.n_decode == 3 * (1 + MAX_DRAFTS)
+
+
+@pytest.mark.parametrize("fill", [16, 256])
+def test_rows_that_only_fill_gemms_change_nothing(monkeypatch: pytest.MonkeyPatch, fill: int):
+    found = []
+    for filled in (False, True):
+        if filled:
+            monkeypatch.setattr(model_runner, "mixed_step", lambda *arguments: mixed_step(*arguments[:5], fill))
+        runner = ModelRunner(new_model(fp8=False), N_PAGES)
+        texts = Texts(runner, [text(200, seed=i) for i in range(3)])
+        drafts = []
+        for sizes in ((90, 30, 0), (1, 100, 90), (40, 1, 40)):
+            starts = [len(logits) for logits in texts.logits]
+            hidden = texts.run(*sizes).hidden
+            chunks = [
+                Chunk(tokens[start + 1 : start + size + 1], start, pages, size)
+                for tokens, start, pages, size in zip(texts.texts, starts, texts.pages, sizes, strict=True)
+                if size
+            ]
+            drafts.append(runner.draft(Batch(chunks), hidden).logits)
+        found.append((torch.cat(texts.logits), torch.cat(drafts)))
+    for ours, expected in zip(*found, strict=True):
+        assert ours.shape == expected.shape
+        assert error(ours, expected) < FP32_ERROR
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])

@@ -3,7 +3,7 @@
 1 client              one request after the other
 64 clients            each has one request at a time
 1,000 clients         all at once: more than the server takes; what it refuses is counted
-1 client, 1 draft …   speculative decoding with one to three drafts, if the model has a multi-token prediction layer:
+1 client, 1 draft …   speculative decoding with one and two drafts, if the model has a multi-token prediction layer:
                       answers of 256 tokens, with and without drafts
 """
 
@@ -29,7 +29,7 @@ ONE = Load(clients=1, requests=8, new_tokens=64)
 MANY = Load(clients=64, requests=256, new_tokens=64)
 CROWD = Load(clients=1000, requests=1000, prompt_words=8, new_tokens=8)
 LONG = Load(clients=1, requests=8, new_tokens=256)
-DRAFTS = 1, 2, 3  # draft tokens per step
+DRAFTS = 1, 2  # draft tokens per step
 CROWD_CASE = "1,000 clients at once"
 
 
