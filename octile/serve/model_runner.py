@@ -57,6 +57,11 @@ class ModelRunner:
             which one travels while the other is computed.
         expert_window: steps over which the tokens of each expert are counted; a multiple of 8. 0: they are not counted.
 
+    Attributes:
+        n_steps, n_draft_passes: passes of the main model, and of the multi-token prediction layer, so far.
+        min_decode: with spread experts, requests for which the graph of a decode step has room at least, and
+        most_rows: rows that a step has on any rank at most, 0: not known; `SpreadEngine` sets both.
+
     Raises:
         TypeError, ValueError: as `ServedWeights.of_model` or `LatentPages`, max_batch or max_step_tokens is negative,
             the model cannot draft, or expert_window is no multiple of 8.
@@ -111,7 +116,7 @@ class ModelRunner:
             why = f"{c.index_n_heads} heads of {c.index_head_dim} channels of the indexer have no kernel"
             warnings.warn(f"steps are computed without CUDA graphs: {why}", RuntimeWarning, stacklevel=2)
             max_batch = 0
-        captures = self.device.type == "cuda" and self.spread is None  # an exchange of rows waits for the host
+        captures = self.device.type == "cuda" and self.spread is None  # with spread experts, what kernels can exchange
         self._max_rows = max_batch * (1 + n_drafts) if captures else 0
         self.max_ahead = max_batch if self._max_rows else 0
         self.graphs: DecodeGraphs | None = None

@@ -44,6 +44,37 @@ def test_outputs_of_several_choices_arrive_in_order(tokenizer):
     assert run(tokenizer, body) == {0: [5, 6, 7, 5, 6], 1: [8, 8]}
 
 
+def test_an_engine_that_must_not_rest_is_stepped_though_nothing_runs(tokenizer):
+    async def body(engine, fake):
+        while fake.steps < 3:
+            await asyncio.sleep(0.01)
+        return await tokens_of(engine.submit([([5], Sampling(max_new_tokens=2))]))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeEngine, "idle_seconds", 0.01)
+        assert run(tokenizer, body) == {0: [5, 5]}
+
+
+def test_an_engine_that_may_rest_is_not_stepped_while_nothing_runs(tokenizer):
+    async def body(engine, fake):
+        await asyncio.sleep(0.05)
+        assert fake.steps == 0
+
+    run(tokenizer, body)
+
+
+def test_an_engine_that_fails_while_nothing_runs_is_reported(tokenizer):
+    async def body(engine, fake):
+        while engine.failure is None:
+            await asyncio.sleep(0.01)
+        with pytest.raises(EngineError, match="the engine has failed: RuntimeError: a kernel has failed"):
+            engine.submit([([5], Sampling())])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeEngine, "idle_seconds", 0.01)
+        run(tokenizer, body, fails_after=2)
+
+
 def test_what_a_reader_misses_is_joined(tokenizer):
     async def body(engine, fake):
         stream = engine.submit([([5, 6], Sampling(max_new_tokens=100, logprobs=0))])
