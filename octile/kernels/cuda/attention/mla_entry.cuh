@@ -3,8 +3,6 @@
 #include "ptx.cuh"
 #include "split_kv.cuh"
 
-constexpr int consumer_threads = 256;  // two warpgroups; the third one has the producer
-
 struct Arguments {
     const uint8_t* cache;
     const uint16_t* q;

@@ -9,21 +9,16 @@
 // rows each, for both: once for 128 heads. Source of that exchange: FlashMLA's "crossover"
 // (https://github.com/deepseek-ai/FlashMLA, docs/20250929-hopper-fp8-sparse-deep-dive.md).
 #pragma once
-#include "ptx.cuh"
 #include "convert.cuh"
 #include "vector_io.cuh"
 #include "split_kv.cuh"
-
-constexpr int heads = 64, latent = 512, rotary = 64, width = latent + rotary;
-constexpr int tile = 64 * 128, tiles = width / 64;  // bytes of 64 rows of 64 channels, 128 swizzled bytes each
-constexpr int cluster = config::cluster;            // thread blocks that share converted pages
-enum Part { left, right, rotary_part, parts };
+#include "tiles.cuh"
 
 namespace smem {
-constexpr int pages = 0;  // first: their swizzle needs 1024-byte alignment
-constexpr int q = pages + 2 * tiles * tile;
+constexpr int keys = 0;  // two pages; first: their swizzle needs 1024-byte alignment
+constexpr int q = keys + 2 * tiles * tile;
 // P₁: where the rotary channels of Q were, or, if those stay, of the second page.
-constexpr int p_second = config::fp8 ? pages + (2 * tiles - 1) * tile : q + (tiles - 1) * tile;
+constexpr int p_second = config::fp8 ? keys + (2 * tiles - 1) * tile : q + (tiles - 1) * tile;
 constexpr int p_first = q + tiles * tile;         // P₀
 constexpr int rows = p_first + tile;              // [6][64] of 4 bytes: see `RowValue`
 constexpr int barriers = rows + 6 * heads * 4;
@@ -31,35 +26,8 @@ constexpr int bytes = barriers + 2 * 2 * parts * int(sizeof(ptx::Mbarrier));
 static_assert(bytes == config::shared_bytes, "mla_decode.py computes the same");
 }  // namespace smem
 
-struct Barriers {
-    ptx::Mbarrier full[2][parts], empty[2][parts];  // of the page of each warpgroup
-
-    // Converted values are written by four warps, here and, in a cluster, in both thread blocks.
-    __device__ __forceinline__ void init() {
-        for (int which = 0; which < 2; ++which)
-            for (int part = 0; part < parts; ++part) {
-                const bool is_converted = config::fp8 && part != rotary_part;
-                full[which][part].init(is_converted ? 4 : 1);
-                empty[which][part].init(is_converted ? 4 * cluster : 4);
-            }
-        ptx::fence_mbarrier_init();
-    }
-
-    // By a warp that no longer reads a part.
-    __device__ __forceinline__ void release(int which, Part part) {
-        __syncwarp();
-        if (ptx::lane_id() == 0) empty[which][part].arrive();
-        if (cluster > 1 && part != rotary_part && ptx::lane_id() == 1)
-            empty[which][part].arrive_cluster(ptx::cluster_ctarank() ^ 1);
-    }
-};
-
-__device__ __forceinline__ uint8_t* swizzled(uint8_t* to, int row, int byte) {
-    return to + row * 128 + ((byte / 16 ^ (row & 7)) * 16 + byte % 16);
-}
-
 __device__ __forceinline__ uint8_t* tile_of(uint8_t* shared, int which, int index) {
-    return shared + smem::pages + (which * tiles + index) * tile;
+    return shared + smem::keys + (which * tiles + index) * tile;
 }
 
 // One warp loads pages in BF16: tiles of 64 rows and channels.

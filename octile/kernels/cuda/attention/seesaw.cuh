@@ -33,8 +33,8 @@ __device__ __forceinline__ void fence_operands(float (&d)[n]) {
     for (int r = 0; r < n; ++r) ptx::warpgroup_fence_operand(d[r]);
 }
 
-// What a maximum is subtracted as: a head without keys so far has weights of zero, not NaN.
-__device__ __forceinline__ float base_of(float maximum) { return maximum == minus_infinity() ? 0.0f : maximum; }
+// The maximum of no scores, of which −∞ can be subtracted: a head without keys so far has weights of zero, not NaN.
+constexpr float lowest = -3.402823466e38f;
 
 // Where the results of heads go: to the rows of `out` if they are final, else to those of `partial`.
 struct Results {
@@ -74,18 +74,18 @@ struct Seesaw {
     __device__ __forceinline__ static void notify(Event event) { ptx::named_barrier_arrive(event, consumer_threads); }
     __device__ __forceinline__ static void await(Event event) { ptx::named_barrier_sync(event, consumer_threads); }
 
-    // Loads the queries of a row; q: of its first head. sync_both must follow.
+    // Loads the queries of a row; q: of this thread block's first head. sync_both must follow.
     __device__ __forceinline__ void load_queries(const uint16_t* q, int n_heads) const {
         constexpr int vectors = width / 8;
         const int thread = ptx::opaque(threadIdx.x);
         sync_both();  // the item before no longer needs Q and P₁
 #pragma unroll 6
         for (int n = 0; n < heads * vectors / consumer_threads; ++n) {
-            const int index = n * consumer_threads + thread, of_block = index / vectors, vector = index % vectors;
+            const int index = n * consumer_threads + thread, head = index / vectors, vector = index % vectors;
             uint4 value = make_uint4(0, 0, 0, 0);
-            if (first_head + of_block < n_heads)
-                value = __ldg(reinterpret_cast<const uint4*>(q + (first_head + of_block) * width) + vector);
-            *reinterpret_cast<uint4*>(swizzled(shared + smem::q + vector / 8 * tile, of_block, vector % 8 * 16)) = value;
+            if (first_head + head < n_heads)
+                value = __ldg(reinterpret_cast<const uint4*>(q + head * width) + vector);
+            *reinterpret_cast<uint4*>(swizzled(shared + smem::q + vector / 8 * tile, head, vector % 8 * 16)) = value;
         }
         ptx::fence_proxy_async();
     }
@@ -102,7 +102,7 @@ struct Seesaw {
 #pragma unroll
         for (int r = 0; r < 128; ++r) o[r] = 0.0f;
 #pragma unroll
-        for (int h = 0; h < 2; ++h) highest[h] = minus_infinity(), total[h] = 0.0f;
+        for (int h = 0; h < 2; ++h) highest[h] = lowest, total[h] = 0.0f;
     }
 
     // Adds the products of this warpgroup's tile and Q in the 256 channels of a part, or overwrites s.
@@ -142,10 +142,9 @@ struct Seesaw {
 
     // s becomes the weights, whose sums are added to `total`.
     __device__ __forceinline__ void weights(float (&s)[32], const float (&maximum)[2]) {
-        const float base[2] = {base_of(maximum[0]), base_of(maximum[1])};
 #pragma unroll
         for (int r = 0; r < 32; ++r) {
-            s[r] = ptx::exp2(s[r] - base[r / 2 % 2]);
+            s[r] = ptx::exp2(s[r] - maximum[r / 2 % 2]);
             total[r / 2 % 2] += s[r];
         }
     }
@@ -194,7 +193,7 @@ struct Seesaw {
             float scale[2];
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                scale[h] = ptx::exp2(highest[h] - base_of(maximum[h]));
+                scale[h] = ptx::exp2(highest[h] - maximum[h]);
                 total[h] *= scale[h];
                 if (lane % 4 == 0) {
                     shared_value(maximum_0, h) = maximum[h];

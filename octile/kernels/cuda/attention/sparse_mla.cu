@@ -79,7 +79,7 @@ struct Consumer : Seesaw<Consumer<own>, own> {
     __device__ __forceinline__ void begin_next(bool) { parity ^= 1; }
 
     __device__ __forceinline__ void begin(const uint16_t* q, int row, int n_heads) {
-        Base::load_queries(q + static_cast<int64_t>(row) * n_heads * width, n_heads);
+        Base::load_queries(q + (static_cast<int64_t>(row) * n_heads + Base::first_head) * width, n_heads);
         Base::sync_both();
         Base::load_rotary(q_rotary);
         if (own == 0 && threadIdx.x == 0) seen() = false;

@@ -4,7 +4,6 @@
 
 constexpr int heads = 64, latent = 512, rotary = 64, width = latent + rotary;
 constexpr int tile_keys = 64, tile = tile_keys * 128, tiles = width / 64;  // bytes of 64 rows of 64 channels: 128 a row
-constexpr int consumer_threads = 256;  // two warpgroups; a third one writes the tiles
 constexpr int cluster = config::cluster;  // thread blocks that share converted rows
 
 // The parts of 64 keys, which are released and written one by one: left and right values, and rotary channels.
