@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from octile.checkpoint.step_folders import finished_steps
 from octile.checkpoint.store import Store, as_os_error
@@ -22,6 +22,9 @@ from octile.train.trainer import Trainer
 
 if TYPE_CHECKING:
     from octile.checkpoint.distributed import DistributedCheckpoints
+
+
+T = TypeVar("T")
 
 
 class RunCheckpoints:
@@ -98,13 +101,13 @@ class RunCheckpoints:
 
 
 def check_place(place: str, resume: bool, ranks: Ranks) -> None:
-    """Check that checkpoints can be written to a folder or URL: all ranks write a file there, and read another's.
+    """Check that checkpoints can go to a folder or URL: all ranks write a file there, read another's, remove their own.
 
     Raises:
         ValueError: fsspec knows no such protocol, or ranks do not see the same folder.
         ImportError: the package for the protocol is not installed.
         FileExistsError: there are checkpoints, and the run is new.
-        OSError: it cannot be reached, read or written. PermissionError, FileNotFoundError, … where that is the reason.
+        OSError: a rank cannot reach, write, read or remove there; PermissionError, FileNotFoundError, … if that fits.
     """
     named = f"checkpoints {place!r}"
     ranks.from_all(lambda: _check_known(place))
@@ -112,24 +115,23 @@ def check_place(place: str, resume: bool, ranks: Ranks) -> None:
     names = ranks.gather(f"access-{uuid.uuid4().hex}")
     name, other = names[ranks.rank], names[ranks.rank - 1]
 
-    def write() -> None:
-        try:
-            store.write(name, b"octile")
-        except Exception as error:
-            raise as_os_error(error, f"{named} cannot be used") from None
+    def attempt(access: Callable[[], T]) -> list[T]:
+        def explained() -> T:
+            try:
+                return access()
+            except Exception as error:
+                raise as_os_error(error, f"{named} cannot be used") from None
 
-    def read() -> bool:
-        try:
-            return other in store.names() and store.read(other) == b"octile"
-        except Exception as error:
-            raise as_os_error(error, f"{named} cannot be used") from None
+        return ranks.from_all(explained)
 
     try:
-        ranks.from_all(write)
-        seen = ranks.from_all(read)
-    finally:
+        attempt(lambda: store.write(name, b"octile"))
+        seen = attempt(lambda: other in store.names() and store.read(other) == b"octile")
+    except BaseException:
         with suppress(Exception):
             store.remove_file(name)
+        raise
+    attempt(lambda: store.remove_file(name))
     if not all(seen):
         rank = seen.index(False)
         raise ValueError(

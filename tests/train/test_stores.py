@@ -309,6 +309,16 @@ def test_a_place_that_cannot_be_written_is_refused_before_any_work(arguments, se
     assert not server.files.exists("no-such-bucket")
 
 
+def test_a_place_where_nothing_can_be_removed_is_refused_before_any_work(arguments, server, place, tmp_path, capsys):
+    server.fail("access-", "DELETE")
+    try:
+        line = refused([*arguments, f"--checkpoints={place}", f"--out={tmp_path / 'run'}"], capsys)
+    finally:
+        server.release()
+    assert line == f"octile: checkpoints {place!r} cannot be used: AccessDenied"
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_missing_package_is_named(arguments, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)
     monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
