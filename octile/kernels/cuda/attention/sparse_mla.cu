@@ -1,9 +1,9 @@
 // Latent attention over chosen positions for Hopper, 64 heads of a query in a thread block: prefill and decoding.
 //
 // Each query has a list of positions. A producer warpgroup gathers their rows into two tiles of 64 keys, a step of 128
-// entries of the list (sparse_rows.cuh), and two consumer warpgroups multiply them by the queries (seesaw.cuh). Entries that
-// are no position are gathered as zeros, and their scores are −∞. The rotary channels of Q are in registers; P₁ is stored
-// where they were.
+// entries of the list (sparse_rows.cuh), and two consumer warpgroups multiply them by the queries (seesaw.cuh). Entries
+// that are no position are gathered as zeros, and their scores are −∞. The rotary channels of Q are in registers; P₁ is
+// stored where they were.
 //
 // Source: FlashMLA's sparse prefill (https://github.com/deepseek-ai/FlashMLA).
 #include "sparse_rows.cuh"
