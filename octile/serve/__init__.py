@@ -22,6 +22,8 @@ load.py       a folder to serve: its weights, its tokenizer, and a cache that fi
 expert_load.py  live statistics: the tokens of each expert in the last steps
 expert_balance.py  `rebalance_experts`: copies of experts and the GPUs that hold them
 spread_experts.py  experts spread over ranks, with redundant copies that move between steps
+spread_engine.py  steps of all ranks together
+front_engine.py  the engines of all ranks as one, to which rank 0 hands requests
 dynamic_redundancy.py  which of an expert's copies serve its tokens in a step
 generate.py   `octile generate`
 """

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from octile.parallel.ranks import Ranks
 from octile.serve.request import Output, Request, Sampling
-from octile.serve.spread_experts import SpreadEngine
+from octile.serve.spread_engine import SpreadEngine
 from octile.serve.stats import Stats
 from octile.validation import MAX_SEED
 

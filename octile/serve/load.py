@@ -16,7 +16,8 @@ from octile.serve.engine import Engine
 from octile.serve.expert_balance import rebalance_experts
 from octile.serve.latent_pages import CacheFormat
 from octile.serve.model_runner import ModelRunner
-from octile.serve.spread_experts import SpreadEngine, SpreadExperts
+from octile.serve.spread_engine import SpreadEngine
+from octile.serve.spread_experts import SpreadExperts
 from octile.serve.weights import ServedWeights
 from octile.tokenizer import Tokenizer
 

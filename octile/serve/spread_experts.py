@@ -21,12 +21,11 @@ Shapes: T rows of this rank, K chosen experts, E experts, P slots of all ranks, 
 from __future__ import annotations
 
 import math
-import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
@@ -41,15 +40,9 @@ from octile.parallel.experts import ExpertDispatcher, check_agreement, check_div
 from octile.parallel.symmetric_memory import PeerDispatcher
 from octile.scaled import ScaledTensor
 from octile.serve.drafts import check_can_draft
-from octile.serve.dynamic_redundancy import TooFewActiveError, assign_copies, choose_copies
-from octile.serve.expert_balance import rebalance_experts
+from octile.serve.dynamic_redundancy import assign_copies, choose_copies
 from octile.serve.weights import BlockWeights, MoEWeights, Projections, ServedWeights, Weight
 from octile.validation import Range, check
-
-if TYPE_CHECKING:
-    from octile.serve.engine import Engine
-    from octile.serve.model_runner import ModelRunner
-    from octile.serve.request import Output
 
 
 class SpreadExperts:
@@ -310,96 +303,6 @@ class SpreadExperts:
             n_ranks = math.prod(dist.get_world_size(group) for group in groups)
             for expert_P in physical_to_logical:  # if all experts can be active together, those of any step can
                 choose_copies(torch.ones(n_experts, dtype=torch.int64), expert_P, n_ranks, self.num_active)
-
-
-class SpreadEngine:
-    """Steps of this rank's engine, together with those of the engines of all ranks.
-
-    Args:
-        engine: of this rank.
-        runner: its runner, of `SpreadExperts`.
-        seconds: after which the experts are placed anew, by the tokens that they had on all ranks in the window of
-            `ModelRunner(expert_window=…)`, but not before they have all moved; without a window they stay.
-        control: the same ranks on their hosts, by gloo, through which they agree on each step; None: they agree through
-            the group that has the experts, for which the host waits.
-
-    Attributes:
-        engine: of this rank; requests are added to it.
-
-    Raises:
-        ValueError: the runner's experts are not spread, or seconds is negative or NaN.
-    """
-
-    def __init__(
-        self, engine: Engine, runner: ModelRunner, seconds: float = 600.0, control: dist.ProcessGroup | None = None
-    ):
-        if runner.spread is None:
-            raise ValueError("runner must be of SpreadExperts: its experts are not spread over ranks")
-        self.engine, self._spread, self._runner = engine, runner.spread, runner
-        if not seconds >= 0:
-            raise ValueError(f"seconds must be at least 0, not {seconds}")
-        self._seconds, self._placed, self._moves = seconds, time.monotonic(), False
-        self._control = runner.spread.dispatcher.groups[0] if control is None else control
-        self._on_host = torch.device("cpu") if control is not None else runner.device
-
-    def step(self) -> list[Output] | None:
-        """Run a step, and move the experts of a layer if they are placed anew. All ranks must call this in turn.
-
-        A rank whose engine has nothing to do takes part with padding. If all ranks can, they launch a decode step
-        before the tokens of the last one are read; its outputs are those of the next step.
-
-        Returns:
-            what the step adds to this rank's requests; None if no rank had any.
-        """
-        can_place = self._runner.expert_tokens is not None and not self._moves
-        is_due = can_place and time.monotonic() >= self._placed + self._seconds
-        own = self.engine.has_work, is_due, not self.engine.can_launch, self.engine.n_running
-        flags = torch.tensor(own, dtype=torch.int32, device=self._on_host)
-        dist.all_reduce(flags, dist.ReduceOp.MAX, self._control)
-        has_work, is_due, needs_run, self._runner.min_decode = flags.tolist()
-        if is_due:
-            self._place()
-        outputs: list[Output] | None = None
-        if has_work:
-            outputs = self._run() if needs_run else self._launch()
-        self._moves = self._spread.move_layer()
-        return outputs
-
-    def _launch(self) -> list[Output]:
-        n_steps = self._runner.n_steps
-        outputs = self.engine.launch()
-        if self._runner.n_steps == n_steps:
-            self._runner.take_part(decodes=True)
-        return outputs
-
-    def _run(self) -> list[Output]:
-        runner, n_steps, n_drafts = self._runner, self._runner.n_steps, self._runner.n_draft_passes
-        outputs, scheduled = self.engine.schedule()
-        rows = torch.tensor(sum(s.n_tokens for s in scheduled), device=self._on_host)
-        dist.all_reduce(rows, dist.ReduceOp.MAX, self._control)
-        runner.most_rows = int(rows)
-        outputs += self.engine.run(scheduled)
-        if runner.n_steps == n_steps:
-            runner.take_part()
-        runner.take_part_in_drafts(runner.n_drafts - (runner.n_draft_passes - n_drafts))
-        runner.most_rows = 0
-        return outputs
-
-    def _place(self) -> None:
-        self._placed = time.monotonic()
-        n_layers, n_slots = self._spread.physical_to_logical.shape
-        load_LE = torch.zeros(n_layers, self._spread.n_experts, dtype=torch.int64)
-        if self._runner.expert_tokens is not None:
-            load_LE = torch.tensor([self._runner.expert_tokens[layer] for layer in self._spread.layers])
-        load_LE = load_LE.to(self._runner.device)
-        dist.all_reduce(load_LE, group=self._spread.dispatcher.groups[0])
-        if load_LE.any():
-            groups, nodes = self._spread.weights.config.n_group, self._spread.num_nodes
-            wanted_LP = rebalance_experts(load_LE, n_slots, groups, nodes, self._spread.dispatcher.n_ranks)[0]
-            try:
-                self._spread.move(wanted_LP)
-            except TooFewActiveError as error:  # on all ranks alike
-                warnings.warn(f"the experts stay where they are: {error}", RuntimeWarning, stacklevel=3)
 
 
 def find_copy(physical_to_logical: Sequence[int], expert: int, rank: int, n_ranks: int, n_nodes: int) -> int:

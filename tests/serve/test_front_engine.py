@@ -14,7 +14,8 @@ from octile.serve.engine import Engine
 from octile.serve.front_engine import FrontEngine, follow
 from octile.serve.model_runner import ModelRunner
 from octile.serve.request import FinishReason, Sampling
-from octile.serve.spread_experts import SpreadEngine, SpreadExperts
+from octile.serve.spread_engine import SpreadEngine
+from octile.serve.spread_experts import SpreadExperts
 from octile.serve.weights import ServedWeights
 from octile.tokenizer import Tokenizer
 from tests.parallel.expert_cases import peers_on_cpu

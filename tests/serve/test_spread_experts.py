@@ -11,13 +11,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from octile.checkpoint.hugging_face import save
 from octile.checkpoint.shards import Shards
-from octile.serve import rebalance_experts, spread_experts
+from octile.serve import rebalance_experts, spread_engine
 from octile.serve.config import EngineConfig
 from octile.serve.engine import Engine
 from octile.serve.model_runner import ModelRunner
 from octile.serve.prefill_graphs import PrefillGraphs
 from octile.serve.request import Sampling
-from octile.serve.spread_experts import SpreadEngine, SpreadExperts, find_copy
+from octile.serve.spread_engine import SpreadEngine
+from octile.serve.spread_experts import SpreadExperts, find_copy
 from octile.serve.weights import MoEWeights, ServedWeights
 from octile.tokenizer import Tokenizer
 from tests.parallel.expert_cases import peers_on_cpu
@@ -143,7 +144,7 @@ def a_placement_with_too_few_active_slots_leaves_experts_where_they_are(rank: in
     _, experts = spread(num_active=4)
     engine = engine_of(experts)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spread_experts, "rebalance_experts", lambda *_: (ALONE,))
+        patch.setattr(spread_engine, "rebalance_experts", lambda *_: (ALONE,))
         with pytest.warns(RuntimeWarning, match="experts stay where they are: num_active must be larger than 4: "):
             engine.step()
     assert torch.equal(experts.physical_to_logical, FIRST)
@@ -153,7 +154,7 @@ def other_errors_of_a_placement_are_raised(rank: int, folder: Path) -> None:
     engine = engine_of(spread()[1])
     for wrong, message in ((FIRST[:1], "a row for each layer with experts"), ((FIRST, SECOND)[rank], "on all ranks")):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(spread_experts, "rebalance_experts", lambda *_, wrong=wrong: (wrong,))
+            patch.setattr(spread_engine, "rebalance_experts", lambda *_, wrong=wrong: (wrong,))
             with pytest.raises(ValueError, match=message):
                 engine.step()
 
@@ -167,7 +168,7 @@ def each_placement_is_reached_before_the_next_one(rank: int, folder: Path) -> No
         return (torch.stack((SECOND[0].roll(next(in_turn)), SECOND[1])),)  # the first layer differs each time
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spread_experts, "rebalance_experts", place)
+        patch.setattr(spread_engine, "rebalance_experts", place)
         for _ in range(2):
             engine.step()
     assert torch.equal(experts.physical_to_logical, SECOND)

@@ -26,7 +26,8 @@ from octile.serve.config import EngineConfig
 from octile.serve.engine import Engine
 from octile.serve.model_runner import ModelRunner
 from octile.serve.request import Output, Sampling
-from octile.serve.spread_experts import SpreadEngine, SpreadExperts
+from octile.serve.spread_engine import SpreadEngine
+from octile.serve.spread_experts import SpreadExperts
 from octile.tokenizer import MIN_VOCAB_SIZE, Tokenizer
 
 V2_LITE = replace(alone.V2_LITE, batches=(256,))

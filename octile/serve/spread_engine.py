@@ -1,0 +1,111 @@
+"""Steps of the engines of all ranks together, whose experts are spread over them (`octile.serve.spread_experts`).
+
+The ranks agree on each step: whether any has work, whether all can launch a decode step ahead, how many requests or
+rows a rank has at most, and whether the experts are placed anew.
+
+Shapes: L layers with experts, E experts, P slots of all ranks.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+
+import torch
+import torch.distributed as dist
+
+from octile.serve.dynamic_redundancy import TooFewActiveError
+from octile.serve.engine import Engine
+from octile.serve.expert_balance import rebalance_experts
+from octile.serve.model_runner import ModelRunner
+from octile.serve.request import Output
+
+
+class SpreadEngine:
+    """Steps of this rank's engine, together with those of the engines of all ranks.
+
+    Args:
+        engine: of this rank.
+        runner: its runner, of `SpreadExperts`.
+        seconds: after which the experts are placed anew, by the tokens that they had on all ranks in the window of
+            `ModelRunner(expert_window=…)`, but not before they have all moved; without a window they stay.
+        control: the same ranks on their hosts, by gloo, through which they agree on each step; None: they agree through
+            the group that has the experts, for which the host waits.
+
+    Attributes:
+        engine: of this rank; requests are added to it.
+
+    Raises:
+        ValueError: the runner's experts are not spread, or seconds is negative or NaN.
+    """
+
+    def __init__(
+        self, engine: Engine, runner: ModelRunner, seconds: float = 600.0, control: dist.ProcessGroup | None = None
+    ):
+        if runner.spread is None:
+            raise ValueError("runner must be of SpreadExperts: its experts are not spread over ranks")
+        self.engine, self._spread, self._runner = engine, runner.spread, runner
+        if not seconds >= 0:
+            raise ValueError(f"seconds must be at least 0, not {seconds}")
+        self._seconds, self._placed, self._moves = seconds, time.monotonic(), False
+        self._control = runner.spread.dispatcher.groups[0] if control is None else control
+        self._on_host = torch.device("cpu") if control is not None else runner.device
+
+    def step(self) -> list[Output] | None:
+        """Run a step, and move the experts of a layer if they are placed anew. All ranks must call this in turn.
+
+        A rank whose engine has nothing to do takes part with padding. If all ranks can, they launch a decode step
+        before the tokens of the last one are read; its outputs are those of the next step.
+
+        Returns:
+            what the step adds to this rank's requests; None if no rank had any.
+        """
+        can_place = self._runner.expert_tokens is not None and not self._moves
+        is_due = can_place and time.monotonic() >= self._placed + self._seconds
+        own = self.engine.has_work, is_due, not self.engine.can_launch, self.engine.n_running
+        flags = torch.tensor(own, dtype=torch.int32, device=self._on_host)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, self._control)
+        has_work, is_due, needs_run, self._runner.min_decode = flags.tolist()
+        if is_due:
+            self._place()
+        outputs: list[Output] | None = None
+        if has_work:
+            outputs = self._run() if needs_run else self._launch()
+        self._moves = self._spread.move_layer()
+        return outputs
+
+    def _launch(self) -> list[Output]:
+        n_steps = self._runner.n_steps
+        outputs = self.engine.launch()
+        if self._runner.n_steps == n_steps:
+            self._runner.take_part(decodes=True)
+        return outputs
+
+    def _run(self) -> list[Output]:
+        runner, n_steps, n_drafts = self._runner, self._runner.n_steps, self._runner.n_draft_passes
+        outputs, scheduled = self.engine.schedule()
+        rows = torch.tensor(sum(s.n_tokens for s in scheduled), device=self._on_host)
+        dist.all_reduce(rows, dist.ReduceOp.MAX, self._control)
+        runner.most_rows = int(rows)
+        outputs += self.engine.run(scheduled)
+        if runner.n_steps == n_steps:
+            runner.take_part()
+        runner.take_part_in_drafts(runner.n_drafts - (runner.n_draft_passes - n_drafts))
+        runner.most_rows = 0
+        return outputs
+
+    def _place(self) -> None:
+        self._placed = time.monotonic()
+        n_layers, n_slots = self._spread.physical_to_logical.shape
+        load_LE = torch.zeros(n_layers, self._spread.n_experts, dtype=torch.int64)
+        if self._runner.expert_tokens is not None:
+            load_LE = torch.tensor([self._runner.expert_tokens[layer] for layer in self._spread.layers])
+        load_LE = load_LE.to(self._runner.device)
+        dist.all_reduce(load_LE, group=self._spread.dispatcher.groups[0])
+        if load_LE.any():
+            groups, nodes = self._spread.weights.config.n_group, self._spread.num_nodes
+            wanted_LP = rebalance_experts(load_LE, n_slots, groups, nodes, self._spread.dispatcher.n_ranks)[0]
+            try:
+                self._spread.move(wanted_LP)
+            except TooFewActiveError as error:  # on all ranks alike
+                warnings.warn(f"the experts stay where they are: {error}", RuntimeWarning, stacklevel=3)
