@@ -378,7 +378,8 @@ def gate_backward_gemms(
         if SPLIT:
             of_x = tl.dot(dy_1, w_2, tl.dot(dy_2, w_2, tl.dot(dy_1, w_3, of_x)))
         of_x = tl.dot(dy_1, w_1, tl.dot(dy_2, w_1, of_x))
-        tl.store(dx + row * D + d[None, :], of_x.to(dx.dtype.element_ty), mask=inside)
+        of_x = of_x.to(dx.dtype.element_ty)
+        tl.store(dx + row * D + d[None, :], of_x, mask=inside, eviction_policy="evict_first")
     to = partials + (tl.program_id(1) * E + e[None, :]).to(tl.int64) * D + d[:, None]
     tl.store(to, total + rest, mask=(d < D)[:, None] & (e < E)[None, :])
 
