@@ -170,7 +170,7 @@ def _pack(
 def _encode(described: TensorMap) -> bytes:
     """Encode a tensor map as the emulator reads it: struct Map of core/tma.cpp."""
     tensor_map.check(described)
-    pointer, dtype, shape, strides, box, swizzle = described
+    pointer, dtype, shape, strides, box, swizzle, _ = described
     rank, size = len(shape), dtype.itemsize
     if swizzle and box[-1] * size != swizzle:
         raise ValueError(f"a row of the box must be as long as its swizzle, {swizzle} bytes, not {box[-1] * size}")

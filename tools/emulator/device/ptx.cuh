@@ -88,6 +88,9 @@ inline void tma_load(void* to, const TensorMap* map, Mbarrier* barrier, int x, i
     const int place[] = {x, y, z};
     emulator::tma_load(to, map, barrier->state, place, 3, 1u << cluster_ctarank());
 }
+inline void tma_load_once(void* to, const TensorMap* map, Mbarrier* barrier, int x, int y, int z) {
+    tma_load(to, map, barrier, x, y, z);
+}
 inline void tma_load_multicast(
     void* to, const TensorMap* map, Mbarrier* barrier, int x, int y, int z, uint16_t blocks) {
     const int place[] = {x, y, z};

@@ -11,7 +11,10 @@
 // - There is no producer warp: four warpgroups with 96 accumulators each leave no registers for it. The first thread
 //   loads a stage while the next one is multiplied.
 // - Experts are chosen by 32-bit keys: 26 bits are the order of the score above 2²⁶ orders below the highest one, and 6
-//   the index. A chosen score that is lower, less than 2⁻⁸ of the highest, makes the warp choose again by all bits.
+//   the index. A chosen score that is lower, less than 2⁻⁸ of the highest, makes the warp choose again by all bits. The
+//   bits of scores order those that are positive, so a highest one that is not makes it choose again, too.
+// - x is read once. The L2 cache fetches 128 bytes at a time, a k-block of a row, and evicts them first: twice as many
+//   could be evicted before they are used, and lines of normal priority push out what others have written.
 #include "ptx.cuh"
 #include "wgmma.cuh"
 #include "convert.cuh"
@@ -55,7 +58,7 @@ struct Pipeline {
     __device__ __forceinline__ void load_x(int k_block, int stage) {
         ptx::Mbarrier* full = barriers.full + stage;
         full->arrive_expect_tx(smem::x_tile);
-        ptx::tma_load(shared + smem::x + stage * smem::x_tile, x_map, full, 64 * k_block, first_token, 0);
+        ptx::tma_load_once(shared + smem::x + stage * smem::x_tile, x_map, full, 64 * k_block, first_token, 0);
     }
 
     __device__ __forceinline__ void load_weight(int k_block, int stage) {
@@ -159,14 +162,11 @@ __device__ __forceinline__ float exponential(float x) { return ptx::exp2(__fmul_
 
 __device__ __forceinline__ float logistic(float x) { return ptx::reciprocal(__fadd_rn(1.0f, exponential(-x))); }
 
-// An integer that orders numbers, −0 before 0.
-__device__ __forceinline__ int ordered_bits(float x) {
-    const int bits = __float_as_int(x);
-    return bits ^ (bits >> 31 & 0x7FFFFFFF);
-}
-
 // An integer that orders scores; NaN is the highest. No score is −0, since affinities are not.
-__device__ __forceinline__ int order_of(float score) { return score != score ? 0x7FFFFFFF : ordered_bits(score); }
+__device__ __forceinline__ int order_of(float score) {
+    const int bits = __float_as_int(score);
+    return score != score ? 0x7FFFFFFF : bits ^ (bits >> 31 & 0x7FFFFFFF);
+}
 
 __device__ __forceinline__ float score_of(int order) { return __int_as_float(order ^ (order >> 31 & 0x7FFFFFFF)); }
 
@@ -220,7 +220,8 @@ __device__ __forceinline__ float affinity(float logit, const Softmax& softmax) {
     else return logistic(logit);
 }
 
-// Finds the orders of the scores of a lane's experts, without `exact` not that of NaN. Returns NaN if a score is NaN.
+// Finds the orders of the scores of a lane's experts, without `exact` and groups those of positive scores alone; negative
+// ones come before them. Returns NaN if a score is NaN.
 template <bool exact>
 __device__ __forceinline__ float find_orders(
     int (&order)[own_experts], const float (&logit)[own_experts], const Softmax& softmax, const float* bias) {
@@ -231,7 +232,7 @@ __device__ __forceinline__ float find_orders(
         float score = affinity(logit[i], softmax);
         if constexpr (config::biased) score = __fadd_rn(score, bias[lane * own_experts + i]);
         sum = __fadd_rn(sum, score);
-        order[i] = exact || in_groups ? order_of(score) : ordered_bits(score);
+        order[i] = exact || in_groups ? order_of(score) : __float_as_int(score);
     }
     if constexpr (in_groups) limit_to_groups(order, lane);
     return sum;
@@ -278,7 +279,7 @@ __device__ __forceinline__ void choose(
     static_assert(config::experts <= 1 << index_bits);
     const int lane = ptx::lane_id() % 4;
     Softmax softmax[2];
-    uint32_t key[2][own_experts], highest[2] = {};
+    uint32_t key[2][own_experts], lowest[2], highest[2];  // keys wrap around: distances from the lowest one count
     int chosen[2][config::chosen];
     bool again = false;
 #pragma unroll
@@ -292,9 +293,11 @@ __device__ __forceinline__ void choose(
         first = max(first, __shfl_xor_sync(all_lanes, first, 1));
         first = max(first, __shfl_xor_sync(all_lanes, first, 2));
         const int least = first - (orders - 1);
-        const uint32_t last = index_mask - lane * own_experts - (uint32_t(least) << index_bits);
+        again = again || (!in_groups && least < 0);
+        const uint32_t last = index_mask - lane * own_experts;
+        lowest[h] = highest[h] = uint32_t(least) << index_bits;
 #pragma unroll
-        for (int i = 0; i < own_experts; ++i) key[h][i] = (uint32_t(max(order[i], least)) << index_bits) + last - i;
+        for (int i = 0; i < own_experts; ++i) key[h][i] = (uint32_t(max(order[i], least)) << index_bits) + (last - i);
     }
 #pragma unroll
     for (int k = 0; k < config::chosen; ++k)
@@ -308,7 +311,7 @@ __device__ __forceinline__ void choose(
             highest[h] += next;
             chosen[h][k] = index_mask - (highest[h] & index_mask);
         }
-    again = again || highest[0] <= index_mask || highest[1] <= index_mask;
+    again = again || highest[0] - lowest[0] <= index_mask || highest[1] - lowest[1] <= index_mask;
     if (__any_sync(all_lanes, again))
 #pragma unroll
         for (int h = 0; h < 2; ++h)

@@ -155,10 +155,9 @@ _prepared: BoundedCache[PreparedGate] = BoundedCache(MAX_KEYS)
 
 
 def _map_of_x(x: Tensor, rows: int) -> TensorMap:
-    """Describe x [T, D] with a third dimension, as `ptx::tma_load` reads it."""
-    return TensorMap(
-        UNKNOWN, x.dtype, (1, *x.shape), (VECTOR // x.itemsize, *x.stride()), (1, rows, BLOCK_K), ROW_BYTES
-    )
+    """Describe x [T, D] with a third dimension, as `ptx::tma_load` reads it; the L2 cache fetches rows of a k-block."""
+    strides = VECTOR // x.itemsize, *x.stride()
+    return TensorMap(UNKNOWN, x.dtype, (1, *x.shape), strides, (1, rows, BLOCK_K), ROW_BYTES, fetch=ROW_BYTES)
 
 
 def _map_of_weight(weight: Tensor) -> TensorMap:

@@ -190,6 +190,17 @@ __device__ __forceinline__ void tma_load(void* to, const TensorMap* map, Mbarrie
         : "memory");
 }
 
+// tma_load of what is read once: the L2 cache evicts it before other lines.
+__device__ __forceinline__ void tma_load_once(void* to, const TensorMap* map, Mbarrier* barrier, int x, int y, int z) {
+    asm volatile(
+        "{\n.reg .b64 policy;\n"
+        "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1, {%3, %4, %5}], [%2], policy;\n}" ::"r"(shared_address(to)),
+        "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z)
+        : "memory");
+}
+
 // tma_load to every thread block of the cluster whose bit is set in `blocks`: to the same offset and its own barrier.
 __device__ __forceinline__ void tma_load_multicast(
     void* to, const TensorMap* map, Mbarrier* barrier, int x, int y, int z, uint16_t blocks) {

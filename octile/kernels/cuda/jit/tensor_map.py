@@ -39,6 +39,8 @@ class TensorMap(NamedTuple):
         box: elements of each dimension that one copy moves.
         swizzle: 0, or the bytes (32, 64 or 128) of a row of the box in shared memory within which vectors of 16 bytes
             are permuted, so that those of a column lie in different banks.
+        fetch: the bytes (64, 128 or 256) that the L2 cache reads from global memory at a time. Where rows of boxes are
+            shorter, the rest is there for the next box, unless it has been evicted.
     """
 
     pointer: int
@@ -47,6 +49,7 @@ class TensorMap(NamedTuple):
     strides: tuple[int, ...]
     box: tuple[int, ...]
     swizzle: int = 0
+    fetch: int = 256
 
 
 def check(tensor_map: TensorMap) -> None:
@@ -54,9 +57,9 @@ def check(tensor_map: TensorMap) -> None:
 
     Raises:
         TypeError: TMA does not support the dtype.
-        ValueError: shape, strides, alignment, box or swizzle are not possible; names it, and what is needed.
+        ValueError: shape, strides, alignment, box, swizzle or fetch are not possible; names it, and what is needed.
     """
-    pointer, dtype, shape, strides, box, swizzle = tensor_map
+    pointer, dtype, shape, strides, box, swizzle, fetch = tensor_map
     if dtype not in TYPES:
         raise TypeError(f"dtype must be one of {', '.join(map(str, TYPES))}, not {dtype}")
     size = dtype.itemsize
@@ -82,6 +85,8 @@ def check(tensor_map: TensorMap) -> None:
         raise ValueError(f"swizzle must be 0, 32, 64 or 128, not {swizzle}")
     if swizzle and row > swizzle:
         raise ValueError(f"a row of box must fit the swizzle of {swizzle} bytes, not be {row} bytes")
+    if fetch not in (64, 128, 256):
+        raise ValueError(f"fetch must be 64, 128 or 256, not {fetch}")
 
 
 def _check_pointer(pointer: int) -> None:
@@ -123,7 +128,7 @@ def _arguments(tensor_map: TensorMap) -> tuple[tuple[int, int], tuple[Any, ...]]
     check(tensor_map)
     from cuda.bindings import driver
 
-    _, dtype, shape, strides, box, swizzle = tensor_map
+    _, dtype, shape, strides, box, swizzle, fetch = tensor_map
     swizzles, rank = driver.CUtensorMapSwizzle, len(shape)
     kind = int(getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{TYPES[dtype]}"))
     return (kind, rank), (
@@ -133,7 +138,7 @@ def _arguments(tensor_map: TensorMap) -> tuple[tuple[int, int], tuple[Any, ...]]
         (ctypes.c_uint32 * rank)(*[1] * rank),  # every element of the box, not each second one
         int(driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE),
         int(getattr(swizzles, f"CU_TENSOR_MAP_SWIZZLE_{swizzle}B" if swizzle else "CU_TENSOR_MAP_SWIZZLE_NONE")),
-        int(driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B),  # boxes are read in long runs
+        int(getattr(driver.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_L2_{fetch}B")),
         int(driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
     )
 

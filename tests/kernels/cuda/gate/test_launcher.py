@@ -67,10 +67,10 @@ def _check(found: list[Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, 
 
 
 @every_setting
-@pytest.mark.parametrize("biased", [False, True])
-def test_choice_and_weights(settings: tuple[Any, ...], biased: bool):
+@pytest.mark.parametrize("biases", [None, (-0.3, 0.4), (-1.4, -0.1), (-3.0, -2.0)], ids=str)
+def test_choice_and_weights(settings: tuple[Any, ...], biases: tuple[float, float] | None):
     x, weight = _operands(150, 72, 16)
-    bias = torch.linspace(-0.3, 0.4, 16) if biased else None
+    bias = None if biases is None else torch.linspace(*biases, 16)
     _check(_emulate(x, weight, bias, settings), x, weight, bias, settings)
 
 

@@ -78,6 +78,14 @@ def test_each_dtype_has_the_drivers_type(encoder, dtype, name):
     assert encoder[0]["swizzle"] == driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE
 
 
+@pytest.mark.parametrize("fetch", [64, 128, 256])
+def test_the_bytes_that_are_fetched_are_the_drivers_promotion(encoder, fetch):
+    from cuda.bindings import driver
+
+    encode(GOOD._replace(fetch=fetch))
+    assert encoder[0]["promotion"] == getattr(driver.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_L2_{fetch}B")
+
+
 def test_an_encoded_map_is_cached_until_something_changes(encoder):
     assert encode(GOOD) == encode(GOOD) == b"\x01" * 128
     others = [
@@ -87,6 +95,7 @@ def test_an_encoded_map_is_cached_until_something_changes(encoder):
         GOOD._replace(dtype=torch.float8_e5m2),
         GOOD._replace(strides=(4096 * 8192, 8192, 1)),
         GOOD._replace(swizzle=0),
+        GOOD._replace(fetch=128),
     ]
     assert len({encode(other) for other in others}) == len(others)
     assert len(encoder) == 1 + len(others)
@@ -119,6 +128,7 @@ def test_the_cache_of_maps_is_bounded():
         ({"box": (0, 128, 128)}, ValueError, "each extent of box must be from 1 to 256"),
         ({"box": (1, 128, 120)}, ValueError, "a row of box must be a multiple of 16 bytes, not 120"),
         ({"swizzle": 16}, ValueError, "swizzle must be 0, 32, 64 or 128, not 16"),
+        ({"fetch": 32}, ValueError, "fetch must be 64, 128 or 256, not 32"),
         ({"swizzle": 64}, ValueError, "a row of box must fit the swizzle of 64 bytes, not be 128 bytes"),
         ({"dtype": torch.bfloat16}, ValueError, "not be 256 bytes"),
     ],
