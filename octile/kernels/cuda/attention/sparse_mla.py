@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from octile.kernels.cuda.attention.mla_decode import rows_at_once
 from octile.kernels.cuda.gemm import num_sms, request
 from octile.kernels.cuda.jit import specialize, wgmma
 from octile.kernels.cuda.jit.prepared import BoundedCache, PreparedKernel
@@ -81,11 +82,24 @@ def launch(q: Tensor, latents: Tensor, positions: Tensor, pages: Tensor | None, 
         n_splits: parts of a list; 0: chosen by shapes.
     """
     rows, n_heads, _ = q.shape
-    k = positions.shape[1]
     if positions.stride(1) != 1:
         positions = positions.contiguous()
     if pages is not None and pages.stride(1) != 1:
         pages = pages.contiguous()
+    o = q.new_empty(rows, n_heads, LATENT)
+    at_once = rows_at_once(rows, n_heads, min(n_splits, -(-positions.shape[1] // STEP_KEYS)))
+    for first in range(0, rows, at_once):
+        part = slice(first, first + at_once)
+        of_pages = None if pages is None else pages[part]
+        launch_part(q[part], positions[part], of_pages, o[part], latents, scale, n_splits)
+    return o
+
+
+def launch_part(
+    q: Tensor, positions: Tensor, pages: Tensor | None, o: Tensor, latents: Tensor, scale: float, n_splits: int
+) -> None:
+    """Attend from some queries at once, into o."""
+    (rows, n_heads, _), k = q.shape, positions.shape[1]
     is_fp8, is_paged = latents.dtype == torch.uint8, pages is not None
     key = (rows, n_heads, k, is_fp8, is_paged, n_splits, q.device)
     prepared = _prepared[key]
@@ -93,7 +107,6 @@ def launch(q: Tensor, latents: Tensor, positions: Tensor, pages: Tensor | None, 
         made = plan(*key[:-1], num_sms.multiprocessors(q.device))
         prepared = _prepared[key] = _Prepared(made, rows * n_heads, q.device)
     made = prepared.made
-    o = q.new_empty(rows, n_heads, LATENT)
     partial_address = lse_address = 0
     if made.n_splits > 1:
         partials = q.new_empty(rows * made.n_splits, n_heads, LATENT, dtype=torch.float32)
@@ -109,7 +122,6 @@ def launch(q: Tensor, latents: Tensor, positions: Tensor, pages: Tensor | None, 
     )()  # fmt: skip
     if prepared.merge is not None:
         prepared.merge.launch_at((partial_address, lse_address, o.data_ptr(), n_heads, made.n_splits))()
-    return o
 
 
 def plan(rows: int, n_heads: int, k: int, is_fp8: bool, is_paged: bool, n_splits: int, n_sms: int) -> LaunchPlan:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octile.kernels.cuda.attention import sparse_mla
+from octile.kernels.cuda.attention import mla_decode, sparse_mla
 from octile.kernels.cuda.gemm import request
 from octile.ops.latent_cache import read_latents
 from octile.ops.sparse_attention import paged_sparse_attention, sparse_attention
@@ -206,6 +206,26 @@ def test_a_query_of_a_fixed_number_of_splits_has_its_own_bits(dtype: torch.dtype
     latents = cache.flatten(0, 1)
     together = attend(q, latents, positions, 2, seed=1)
     assert torch.equal(attend(q[3:], latents, positions[3:], 2, seed=2)[0], together[3])
+
+
+@emulated
+def test_queries_of_many_splits_attend_in_parts(monkeypatch: pytest.MonkeyPatch):
+    q, cache, positions = inputs(5, 3, 300, torch.bfloat16)
+    latents, sizes = cache.flatten(0, 1), []
+
+    def launch_part(
+        q: Tensor, positions: Tensor, pages: Tensor | None, o: Tensor, latents: Tensor, _: float, n_splits: int
+    ) -> None:
+        sizes.append(len(q))
+        o.copy_(attend(q, latents, positions, n_splits, pages))
+
+    monkeypatch.setattr(sparse_mla, "launch_part", launch_part)
+    monkeypatch.setattr(mla_decode, "MAX_PARTIALS", 2 * 3 * 3 + 1)  # of two queries in three splits
+    found = sparse_mla.launch(q, latents, positions, None, SCALE, 128)
+    assert sizes == [2, 2, 1]
+    assert torch.equal(found, attend(q, latents, positions, 128))
+    sparse_mla.launch(q, latents, positions, None, SCALE, 0)
+    assert sizes[3:] == [5]  # partial results of few queries at any number of queries
 
 
 @pytest.mark.parametrize(
