@@ -125,8 +125,10 @@ def _answer(
     try:
         server.run([bound])
     finally:
-        if service.engine.failure is None:
+        has_failed = service.engine.failure is not None
+        if not has_failed or isinstance(loaded.engine, Router):  # whose other processes must end; ranks end themselves
             loaded.engine.close()
+        if not has_failed:
             leave()
     if signal.SIGINT in server.signals:  # ignored after the run where a shell began the process in the background
         raise KeyboardInterrupt
