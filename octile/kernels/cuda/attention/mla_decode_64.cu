@@ -146,15 +146,18 @@ mla_decode_64(const __grid_constant__ TensorMap map, const uint8_t* cache, const
         barriers.init(1);
     }
     sync_all();
-    Items items = items_of(role, {lengths, length_step}, rows, n_splits, ranges, starts);
+    // In each branch anew: registers that all branches share are spilled.
+    const auto items_here = [&] { return items_of(role, {lengths, length_step}, rows, n_splits, ranges, starts); };
     if (!role.is_consumer()) {
         ptx::setmaxnreg_dec<config::fp8 ? 72 : 40>();
+        Items items = items_here();
         if constexpr (config::fp8)
             produce(Converter(shared, barriers, &map, cache), arguments, items);
         else if (role.is_producer())
             produce(Loader{shared, barriers, &map}, arguments, items);
     } else {
         ptx::setmaxnreg_inc<config::fp8 ? 216 : 232>();
+        Items items = items_here();
         if (role.warp < 4)
             Consumer<0>(shared, barriers, scale, role.warp, role.first_head).run(q, {out, partial, lse, n_heads}, items);
         else
