@@ -51,6 +51,20 @@ def test_many_streams_on_a_cpu():
     assert f"64 streams at a time, 23 November 2026, tokens/s {speeds}" in page("docs/results.md")
 
 
+def test_serving_on_an_h200():
+    rows = {(row["case"], row["what"]): row for row in record(RECORDS / "h200_serve.json")["rows"]}
+    decode, prefill = rows["V2-Lite shape, decode, batch 32", "decode"], "V2-Lite shape, prefill, 8 × 1,024 tokens"
+    peer = decode["against"]
+    assert f"| {decode['value']:,.0f} | {peer['value']:,.0f} | {peer['ratio']:.1f}× |" in page("docs/results.md")
+    speeds = f"| {decode['value']:,.0f} tokens/s | transformers' `generate`, BF16: {peer['value']:,.0f} tokens/s | "
+    assert f"{speeds}[{peer['ratio']:.1f}×]" in page("README.md")
+    overhead = rows["V2-Lite shape, decode, batch 256", "overhead of the engine"]["value"]
+    assert f", {overhead:.2f} |".replace("-", "−") in page("docs/results.md")
+    assert f"; {rows[prefill, 'share of the FP8 peak']['value']:.1f}% |" in page("docs/results.md")
+    drafts = [rows[f"1 client, 256 tokens, {n}", "throughput"]["against"]["ratio"] for n in ("1 draft", "2 drafts")]
+    assert all(f" | {ratio:.2f}× |" in page("docs/results.md") for ratio in drafts)
+
+
 def test_the_default_run():
     lines = [json.loads(line) for line in (ROOT / "experiments/tiny/run/metrics.jsonl").read_text().splitlines()]
     first = next(line["main_loss"] for line in lines if "loss" in line)
