@@ -13,7 +13,6 @@
 #pragma once
 #include "convert.cuh"
 #include "tiles.cuh"
-#include "vector_io.cuh"
 
 constexpr int step_keys = 2 * tile_keys, page_rows = 64;
 constexpr int producer_threads = 128, producer_warps = producer_threads / 32;
@@ -173,14 +172,6 @@ struct Producer {
         return cache + static_cast<int64_t>(max(slot, 0)) * row_bytes;
     }
 
-    // Loads a row to the L2 cache, a step before it is read, so that registers do not bound the bytes that are on their way.
-    // Rows of one text in BF16, as prefill has them, are mostly there.
-    __device__ __forceinline__ void prefetch(int slot) const {
-        if constexpr (!config::fp8 && !config::paged) return;
-        const bool is_own = cluster == 1 || thread() / (tile_keys / 2) % 2 == static_cast<int>(ptx::cluster_ctarank());
-        if (slot >= 0 && is_own) ptx::bulk_prefetch(row_at(slot), row_bytes);
-    }
-
     // Copies tiles of a part as they are, from `byte` of the rows on.
     __device__ __forceinline__ void copy(const int* of_tile, int which, Part part, int byte) {
         const int own = ptx::opaque(thread()), group = own / 8, column = own % 8;
@@ -210,9 +201,8 @@ struct Producer {
         scales[pass % at_once] = 0.0f;
         if (slot >= 0) {
             const uint8_t* row = row_at(slot);
-            rolling[pass % at_once] = ptx::load_16_early(row + part * 256 + 16 * column);
-            scales[pass % at_once] =
-                ptx::load_float_early(reinterpret_cast<const float*>(row + latent) + 2 * part + column / 8);
+            rolling[pass % at_once] = __ldg(reinterpret_cast<const uint4*>(row + part * 256 + 16 * column));
+            scales[pass % at_once] = __ldg(reinterpret_cast<const float*>(row + latent) + 2 * part + column / 8);
         }
     }
 
@@ -274,7 +264,6 @@ struct Producer {
         int slot = slot_of(first_entry);
         Entry following = next_entry();
         slots[thread()] = slot;
-        prefetch(slot);
         sync();
         if constexpr (config::fp8) {
             if (exists)
@@ -305,7 +294,6 @@ struct Producer {
                 copy(second, 1, right, latent);
             slot = slot_of(following);
             next[thread()] = slot;
-            prefetch(slot);
             sync();
             if constexpr (config::fp8) {
                 convert(first, 0, right, second, left);
