@@ -32,7 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from octile.formats import TILE
 from octile.kernels import cpu
 from octile.models.deepseek_v3 import rope_of
-from octile.nn.dispatcher import InFlight, LocalDispatcher
+from octile.nn.dispatcher import LocalDispatcher
 from octile.nn.indexer import weight_factor
 from octile.nn.norm import LAYER_NORM_EPS
 from octile.ops.attention import attention
@@ -72,7 +72,6 @@ from octile.serve.weights import (
 )
 
 LOCAL = LocalDispatcher()
-_streams: dict[torch.device, torch.cuda.Stream] = {}  # of shared experts
 WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN builds some
 INVARIANT_SPLITS = 16  # of a row's positions, in batch-invariant mode
 MAX_QUERIES = 2**26  # numbers of absorbed queries of a chunk that attends to chosen positions, at the same time
@@ -488,35 +487,18 @@ class Forward:
         return dispatcher.combine_unweighted(self._experts(rows, w, plan.offs_E, weight_R), plan, shared_TD)
 
     def _exchanged_mixture(self, x: Rows, layer: int, w: MoEWeights, slots: Tensor, exchange: SortedExchange) -> Tensor:
-        """Compute a mixture of decode rows; rows of padding go nowhere.
-
-        The shared experts have a stream of their own, on a GPU: few rows leave most of it idle while they travel.
-        """
+        """Compute a mixture of decode rows; rows of padding go nowhere. The shared experts overlap with their way."""
         assert self.spread is not None
-        shared = None if w.shared is None else self._begin_shared(x, w.shared)
         weights_TK, experts_TK = self._choose(x, layer, w, slots)
         x_TD = x.q if w.x.has_fp8 else x.values
         assert x_TD is not None
         sent = exchange.send(x_TD, experts_TK, weights_TK, self.spread.slots_of_experts(layer), slots)
+        shared_TD = None if w.shared is None else self._mlp(x, w.shared)
         here = exchange.receive(sent, len(experts_TK))
         rows = Rows(None, here.rows) if isinstance(here.rows, ScaledTensor) else Rows(here.rows, None)
         is_weighted = isinstance(w.down, ScaledTensor)
         y_RD = self._experts(rows, w, here.offs, here.weights if is_weighted else None)
-        shared_TD = None if shared is None else shared.wait()
         return exchange.combine(y_RD, here, shared_TD, None if is_weighted else weights_TK)
-
-    def _begin_shared(self, x: Rows, w: MLPWeights) -> InFlight[Tensor]:
-        """Begin to compute the shared experts; what they read must stay until the result is waited for."""
-        device = self.weights.device
-        if device.type != "cuda":
-            return InFlight(self._mlp(x, w))
-        if device not in _streams:
-            _streams[device] = torch.cuda.Stream(device)
-        current, stream = torch.cuda.current_stream(device), _streams[device]
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            result = self._mlp(x, w)
-        return InFlight(result, lambda: current.wait_stream(stream))
 
     def _experts(self, rows: Rows, w: MoEWeights, offs_E: Tensor, weight_R: Tensor | None = None) -> Tensor:
         """Compute the routed experts of rows sorted by expert, times their weights if down-projections are in FP8."""
