@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import queue
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -35,6 +37,8 @@ from octile.serve.request import Output, Request, Sampling
 from octile.serve.stats import Stats
 
 END_SECONDS = 10.0  # for a process to end after its pipe was closed
+SEND_SECONDS = 1.0  # for commands that wait when a process is closed
+CLOSE = None  # what ends the thread that sends commands
 
 
 class ProcessEndedError(RuntimeError):
@@ -45,6 +49,9 @@ class ProcessEndedError(RuntimeError):
 
 class _Process:
     """A prefill or decode process.
+
+    A thread sends it commands, so that its messages are read however many commands wait: if both sides sent while both
+    pipes are full, neither would go on.
 
     Attributes:
         name: for messages.
@@ -59,6 +66,9 @@ class _Process:
         self.process: BaseProcess = context.Process(target=target, args=(other, *arguments), name=name, daemon=True)
         self.process.start()
         other.close()
+        self._commands = queue.SimpleQueue[object]()
+        self._sender = threading.Thread(target=self._send_all, name=f"commands of {name}", daemon=True)
+        self._sender.start()
 
     def receive(self) -> object:
         """Wait for a message.
@@ -72,15 +82,13 @@ class _Process:
             raise self._ended() from None
 
     def send(self, command: object) -> None:
-        """Send a command.
+        """Send a command after those before it. If the process has ended, the next `receive` says so."""
+        self._commands.put(command)
 
-        Raises:
-            ProcessEndedError: the process has ended.
-        """
-        try:
-            self.connection.send(command)
-        except (BrokenPipeError, ConnectionResetError):
-            raise self._ended() from None
+    def _send_all(self) -> None:
+        with suppress(OSError):  # the process has ended
+            while (command := self._commands.get()) is not CLOSE:
+                self.connection.send(command)
 
     def loaded(self) -> Ready:
         """Wait until the model is loaded.
@@ -94,8 +102,14 @@ class _Process:
         assert isinstance(message, Ready)
         return message
 
+    def close(self) -> None:
+        """Have the process end, and send it nothing more."""
+        self._commands.put(CLOSE)
+        self._sender.join(SEND_SECONDS)
+        self.connection.close()
+
     def end(self) -> None:
-        """Wait until the process has ended, whose pipe is closed; by force if it takes long."""
+        """Wait until the process has ended, which is closed; by force if it takes long."""
         self.process.join(END_SECONDS)
         if self.process.is_alive():
             self.process.kill()
@@ -154,7 +168,7 @@ class Router:
         self._decode: list[_Process] = []
         self._vocab_size = vocab_size
         self._running: dict[int, _Running] = {}
-        self._n_requests = self._canceled = 0
+        self._n_requests = self._canceled = self._generated = 0
         self._waker, self._woken = socket.socketpair()
         self._waker.setblocking(False)
         try:
@@ -190,7 +204,6 @@ class Router:
 
         Raises:
             ValueError: as `check`.
-            ProcessEndedError: the process has ended.
         """
         self.check(prompt, sampling)
         if sampling.seed is None:
@@ -203,11 +216,7 @@ class Router:
         return request
 
     def cancel(self, request_id: int) -> bool:
-        """End a request; say whether it was there.
-
-        Raises:
-            ProcessEndedError: its process has ended.
-        """
+        """End a request; say whether it was there."""
         running = self._end(request_id)
         if running is not None:
             self._canceled += 1
@@ -244,6 +253,7 @@ class Router:
             steps_ahead=sum(stats.steps_ahead for stats in parts),
             requests=self._n_requests,
             canceled=self._canceled,  # for a prefill process, what it hands over is canceled, too
+            generated_tokens=self._generated,  # both processes count the first token
             prompt_tokens=prompts.prompt_tokens,
             shared_tokens=prompts.shared_tokens,
         )
@@ -251,7 +261,7 @@ class Router:
     def close(self) -> None:
         """End the processes."""
         for process in self._all:
-            process.connection.close()
+            process.close()
         for process in self._all:
             process.end()
         self._waker.close()
@@ -263,6 +273,7 @@ class Router:
             for output in message.outputs:
                 if output.request_id in self._running:  # it was not canceled meanwhile
                     outputs.append(output)
+                    self._generated += len(output.tokens)
                     if output.finish_reason is not None:
                         self._end(output.request_id)
         elif isinstance(message, Read):

@@ -65,6 +65,7 @@ def test_texts_are_those_of_one_process(router, folder, tokenizer):
     stats = router.stats()
     assert (stats.requests, stats.finished, stats.canceled, stats.failed) == (4, 4, 0, 0)
     assert stats.prompt_tokens == sum(len(prompt) for prompt, _ in asked)
+    assert stats.generated_tokens == sum(sampling.max_new_tokens for _, sampling in asked)
 
 
 def test_canceled_requests_leave_nothing(router, tokenizer):
@@ -79,6 +80,15 @@ def test_canceled_requests_leave_nothing(router, tokenizer):
         router.add([tokenizer.begin], Sampling(2, ignore_eos=True))  # the processes send their counts with each step
         finish(router, 1)
     assert router.stats().canceled == before + 6
+
+
+def test_more_commands_and_messages_than_pipes_hold(router, tokenizer):
+    n = 3000
+    ended = 0
+    for _ in range(n):
+        router.add([tokenizer.begin, 5, 6], Sampling(1, logprobs=20, ignore_eos=True))
+    while ended < n:
+        ended += sum(output.finish_reason is not None for output in router.step())
 
 
 def test_a_waiting_step_wakes(router):
