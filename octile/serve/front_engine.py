@@ -102,9 +102,9 @@ class FrontEngine:
         control: the group of all ranks, by gloo.
     """
 
-    idle_seconds: float | None = 1.0
-
     def __init__(self, engine: SpreadEngine, ranks: Ranks, control: dist.ProcessGroup):
+        # the others wait for a round no longer than their timeout
+        self.idle_seconds: float | None = min(1.0, ranks.timeout.total_seconds() / 2)
         self._engine, self._rank = engine.engine, _Rank(engine, ranks, control)
         self._rank_of: dict[int, int] = {}  # of the requests that have not ended
         self._load = [0] * ranks.size  # how many of them each rank has

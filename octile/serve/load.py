@@ -64,15 +64,23 @@ class Folder:
         """
         return ServedWeights.read(self.path, _activations(device), device)
 
-    def load(self, device: torch.device, engine: EngineConfig, cache: CacheConfig) -> tuple[Engine, ModelRunner]:
+    def load(
+        self, device: torch.device, engine: EngineConfig, cache: CacheConfig, spares_text: bool = False
+    ) -> tuple[Engine, ModelRunner]:
         """Read the weights and allocate the cache.
+
+        Args:
+            device: of the model.
+            engine, cache: as configured.
+            spares_text: whether the free memory must have place for the pages of one of the longest texts besides the
+                cache, unless cache gives the cache's size.
 
         Raises:
             ValueError: a file is damaged, the cache has no place for a page, or the model cannot draft.
             MemoryError: the weights leave no place for a cache.
         """
         weights, stored = self.read_weights(device), cache.format or _cached(device)
-        n_pages = self._n_pages(weights, stored, engine.max_batch, engine.n_drafts, cache.gib)
+        n_pages = self._n_pages(weights, stored, engine.max_batch, engine.n_drafts, cache.gib, spares_text)
         runner = _runner(weights, n_pages, stored, engine)
         return Engine(runner, self.tokenizer, engine), runner
 
@@ -126,10 +134,17 @@ class Folder:
         return SpreadEngine(Engine(runner, self.tokenizer, engine), runner, parallel.rebalance, control), runner
 
     def _n_pages(
-        self, weights: ServedWeights, stored: CacheFormat, max_batch: int, n_drafts: int, gib: float | None
+        self,
+        weights: ServedWeights,
+        stored: CacheFormat,
+        max_batch: int,
+        n_drafts: int,
+        gib: float | None,
+        spares_text: bool = False,
     ) -> int:
         """The pages that the memory for the cache holds, and no more than a full batch of the longest texts needs."""
         size = ModelRunner.bytes_per_page(weights, stored)
+        of_text = -(-self.model.max_position_embeddings // ModelRunner.page_size)
         if gib is not None:
             places = int(gib * 2**30)
         elif weights.device.type == "cuda":
@@ -139,7 +154,10 @@ class Folder:
             places = CPU_CACHE_BYTES
         if places < size:
             raise MemoryError(f"the cache has {places / 2**30:.3g} GiB, but one page takes {size / 2**30:.3g} GiB")
-        return min(places // size, max_batch * -(-self.model.max_position_embeddings // ModelRunner.page_size))
+        n_pages = places // size
+        if spares_text and gib is None:
+            n_pages = max(n_pages - of_text, -(-n_pages // 2))  # texts are no longer than the cache
+        return min(n_pages, max_batch * of_text)
 
 
 def _activations(device: torch.device) -> torch.dtype:

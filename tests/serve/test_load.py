@@ -30,6 +30,16 @@ def test_graphs_have_their_logits_before_the_cache_has_its_share(monkeypatch, ma
     assert n_pages(monkeypatch, max_batch, n_drafts) == int(places) // ModelRunner.bytes_per_page(weights, "bf16")
 
 
+@pytest.mark.parametrize(("of_text", "spared"), [(100, 100), (2**34, None)])
+def test_a_cache_that_spares_a_text(monkeypatch, of_text, spared):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (FREE, FREE))
+    model = SimpleNamespace(vocab_size=CONFIG.vocab_size, max_position_embeddings=64 * of_text)
+    folder = Folder(Path(), model, None)
+    weights = SimpleNamespace(config=CONFIG, device=torch.device("cuda"))
+    whole, rest = (folder._n_pages(weights, "bf16", 64, 0, None, spares) for spares in (False, True))
+    assert whole - rest == (spared or whole // 2)
+
+
 def test_the_logits_of_graphs():
     weights = SimpleNamespace(config=CONFIG)
     logits = CONFIG.vocab_size * 256

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from octile.serve.page_bytes import PageBytes
 
+MAX_COPIED = 64  # pages at a time: a copy takes up to twice their memory
+
 
 class PagePool:
     """Pages to fill.
@@ -51,7 +53,9 @@ class PagePool:
         if len(pages) > len(self._free):
             raise ValueError(f"pages must be at most the {len(self._free)} free ones of the pool, not {len(pages)}")
         filled = [self._free.pop() for _ in pages]
-        self.bytes_SQ[torch.tensor(filled, device=self.bytes_SQ.device)] = self._cache.read(pages)
+        for i in range(0, len(pages), MAX_COPIED):
+            to = torch.tensor(filled[i : i + MAX_COPIED], device=self.bytes_SQ.device)
+            self.bytes_SQ[to] = self._cache.read(pages[i : i + MAX_COPIED])
         if self.bytes_SQ.is_cuda:
             torch.cuda.current_stream(self.bytes_SQ.device).synchronize()
         return filled
@@ -88,12 +92,13 @@ class FilledPages:
 
     def write(self, pages: Sequence[int], first: int) -> None:
         """Copy the pages from number `first` on to pages of the cache, and release all."""
-        if first < len(self._pages):
-            wanted = torch.tensor(self._pages[first:], device=self._pool_SQ.device)
-            self._cache.write(pages[first : len(self._pages)], self._pool_SQ[wanted])
-            if self._pool_SQ.is_cuda:
-                self._copied = torch.cuda.Event()
-                self._copied.record(torch.cuda.current_stream(self._cache.device))
+        for i in range(first, len(self._pages), MAX_COPIED):
+            part = self._pages[i : i + MAX_COPIED]
+            wanted = torch.tensor(part, device=self._pool_SQ.device)
+            self._cache.write(pages[i : i + len(part)], self._pool_SQ[wanted])
+        if self._pool_SQ.is_cuda:
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(self._cache.device))
         self._is_released = True
 
     def release(self) -> None:

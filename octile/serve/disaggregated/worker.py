@@ -138,7 +138,7 @@ def prefill(connection: Connection, options: WorkerOptions, n_decode: int) -> No
         options: of the model.
         n_decode: how many processes open the pool.
     """
-    _run(connection, options, lambda engine, runner: PrefillWorker(connection, engine, runner, n_decode))
+    _run(connection, options, lambda engine, runner: PrefillWorker(connection, engine, runner, n_decode), pools=True)
 
 
 def decode(connection: Connection, options: WorkerOptions) -> None:
@@ -146,7 +146,9 @@ def decode(connection: Connection, options: WorkerOptions) -> None:
     _run(connection, options, lambda engine, runner: DecodeWorker(connection, engine, runner))
 
 
-def _run(connection: Connection, options: WorkerOptions, make: Callable[[Engine, ModelRunner], _Worker]) -> None:
+def _run(
+    connection: Connection, options: WorkerOptions, make: Callable[[Engine, ModelRunner], _Worker], pools: bool = False
+) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # the router drains, and then closes the pipe
         signal.signal(number, signal.SIG_IGN)
     try:
@@ -154,7 +156,7 @@ def _run(connection: Connection, options: WorkerOptions, make: Callable[[Engine,
             torch.cuda.set_device(options.device)
         else:
             torch.set_num_threads(options.threads)
-        worker = make(*Folder.open(options.run).load(options.device, options.engine, options.cache))
+        worker = make(*Folder.open(options.run).load(options.device, options.engine, options.cache, pools))
     except (ValueError, OSError, MemoryError, torch.OutOfMemoryError) as error:
         connection.send(Failed(error))
         return

@@ -94,7 +94,7 @@ class _Loaded(NamedTuple):
     @classmethod
     def of(cls, engine: StepEngine, runner: ModelRunner) -> _Loaded:
         """The engine of a runner."""
-        return cls(engine, runner.max_position, runner.n_pages, runner.cache.nbytes)
+        return cls(engine, runner.max_position, runner.n_pages, runner.n_pages * runner.pages.bytes_per_page)
 
 
 def _answer(
