@@ -36,7 +36,7 @@ def test_a_cache_that_spares_a_text(monkeypatch, of_text, spared):
     model = SimpleNamespace(vocab_size=CONFIG.vocab_size, max_position_embeddings=64 * of_text)
     folder = Folder(Path(), model, None)
     weights = SimpleNamespace(config=CONFIG, device=torch.device("cuda"))
-    whole, rest = (folder._n_pages(weights, "bf16", 64, 0, None, spares) for spares in (False, True))
+    whole, rest = (folder._n_pages(weights, "bf16", 4096, 0, None, spares) for spares in (False, True))
     assert whole - rest == (spared or whole // 2)
 
 
