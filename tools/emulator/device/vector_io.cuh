@@ -16,8 +16,6 @@ const T& aligned(const void* address) {
 namespace ptx {
 
 inline uint4 load_16(const void* from, bool there) { return there ? emulator::aligned<uint4>(from) : uint4{}; }
-inline uint4 load_16_early(const void* from) { return emulator::aligned<uint4>(from); }
-inline float load_float_early(const float* from) { return emulator::aligned<float>(from); }
 inline uint2 load_8(const void* from, bool there) { return there ? emulator::aligned<uint2>(from) : uint2{}; }
 inline uint32_t load_4(const void* from, bool there) { return there ? emulator::aligned<uint32_t>(from) : 0; }
 inline float load_float(const float* from, bool there) { return there ? emulator::aligned<float>(from) : 0.0f; }

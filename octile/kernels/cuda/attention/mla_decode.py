@@ -33,6 +33,7 @@ MIN_PAGES = 2  # of a thread block, unless there are fewer: one for each warpgro
 # of its own, and by so many, since cutting a row costs the time of a few pages, whatever its length. Few heads
 # wait for memory, which fewer thread blocks keep busy, too.
 SPARE_PART, SPARE_PART_64, SPARE_PAGES = 16, 32, 3
+HEADS = 64  # of a thread block at most
 MAX_SHARED = 227 * 1024
 MAX_KEYS = 1024
 MERGE_THREADS = LATENT // 4
@@ -99,10 +100,11 @@ def launch(
 ) -> Tensor:
     """Attend from q [R, H, 576] to the first lengths [R] positions of pages [R, M] → o [R, H, 512] bfloat16.
 
-    Several rows of a text are one row with the heads of all of them, which reads its pages once. With a fixed number of
-    splits they are not, since bits would depend on the other rows of a text.
+    Several rows of a text are one row with the heads of all of them, which reads its pages once, unless the
+    heads of each fill a thread block. With a fixed number of splits they are not, since bits would depend on
+    the other rows of a text.
     """
-    if rows_per_text > 1 and not n_splits:
+    if rows_per_text > 1 and not n_splits and q.shape[1] < HEADS:
         of_texts = q.view(-1, rows_per_text * q.shape[1], WIDTH)
         o = q.new_empty(*of_texts.shape[:2], latent_dim)
         launch_part(of_texts, pages[::rows_per_text], lengths, o, cache, scale, 0)

@@ -10,7 +10,6 @@
 // (https://github.com/deepseek-ai/FlashMLA, docs/20250929-hopper-fp8-sparse-deep-dive.md).
 #pragma once
 #include "convert.cuh"
-#include "vector_io.cuh"
 #include "split_kv.cuh"
 #include "tiles.cuh"
 
@@ -93,9 +92,8 @@ struct Converter {
           rank(cluster > 1 ? ptx::cluster_ctarank() : 0),
           to_other(cluster > 1 ? ptx::cluster_address(shared, rank ^ 1) - ptx::shared_address(shared) : 0) {}
 
-    // Computed anew for each use: registers are few.
-    __device__ __forceinline__ int lane() const { return ptx::opaque(thread) % 32; }
-    __device__ __forceinline__ int first_row() const { return (rank * warps + ptx::opaque(thread) / 32) * own_rows; }
+    __device__ __forceinline__ int lane() const { return thread % 32; }
+    __device__ __forceinline__ int first_row() const { return (rank * warps + thread / 32) * own_rows; }
 
     __device__ __forceinline__ const uint8_t* page_at(int page) const {
         return cache + static_cast<int64_t>(page) * page_bytes;
@@ -119,8 +117,8 @@ struct Converter {
 
     // Row i of the thread's rows in a batch, of which every second row is its own.
     __device__ __forceinline__ void load(int i, const uint8_t* row, int part) {
-        elements[i] = ptx::load_16_early(row + 2 * i * row_bytes + element_of(part));
-        scales[i] = ptx::load_float_early(reinterpret_cast<const float*>(row + 2 * i * row_bytes + scale_of(part)));
+        elements[i] = __ldg(reinterpret_cast<const uint4*>(row + 2 * i * row_bytes + element_of(part)));
+        scales[i] = __ldg(reinterpret_cast<const float*>(row + 2 * i * row_bytes + scale_of(part)));
     }
 
     __device__ __forceinline__ static uint32_t scaled(uint32_t pair, float scale) {
@@ -195,7 +193,6 @@ struct Converter {
                 for (int i = 0; i < loads; ++i) {
                     convert(i, place);
                     load(i, next_row, next.part);
-                    __syncwarp();  // keeps the compiler from loading after all conversions
                 }
                 if (place.index == batches - 1) publish(place.which, place.part);
             }

@@ -18,23 +18,6 @@ __device__ __forceinline__ uint4 load_16(const void* from, bool in_bounds) {
     return v;
 }
 
-// The same without bounds, and before what follows a barrier such as __syncwarp. The compiler moves a load through the
-// read-only cache to where its value is needed, also over barriers.
-__device__ __forceinline__ uint4 load_16_early(const void* from) {
-    uint4 v;
-    asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(from)
-                 : "memory");
-    return v;
-}
-
-__device__ __forceinline__ float load_float_early(const float* from) {
-    float x;
-    asm volatile("ld.global.f32 %0, [%1];" : "=f"(x) : "l"(from) : "memory");
-    return x;
-}
-
 __device__ __forceinline__ uint2 load_8(const void* from, bool in_bounds) {
     uint2 v;
     asm("{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\n"

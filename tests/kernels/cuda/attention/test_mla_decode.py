@@ -186,7 +186,8 @@ def test_rows_of_one_text_are_one_row_unless_bits_depend_on_it(monkeypatch: pyte
     monkeypatch.setattr(mla_decode, "launch_part", lambda q, pages, *_: shapes.append((tuple(q.shape), len(pages))))
     for n_splits in (0, 2):
         assert mla_decode.launch(q, cache, pages, lengths, 512, SCALE, n_splits, 3).shape == (6, 2, 512)
-    assert shapes == [((2, 6, 576), 2), ((6, 2, 576), 6)]
+    mla_decode.launch(q.repeat(1, 32, 1), cache, pages, lengths, 512, SCALE, 0, 3)  # 64 heads fill a thread block
+    assert shapes == [((2, 6, 576), 2), ((6, 2, 576), 6), ((6, 64, 576), 6)]
 
 
 @emulated
