@@ -15,21 +15,9 @@ import torch
 
 pytest.importorskip("fastapi", reason="octile[serve] is not installed")
 
-from octile.checkpoint.hugging_face import save
-from octile.models.deepseek_v3 import DeepseekV3
 from octile.serve.config import CacheConfig, EngineConfig
 from octile.serve.load import Folder
 from octile.serve.request import Sampling
-from tests.train.conftest import MICRO
-
-
-@pytest.fixture(scope="module")
-def folder(tokenizer, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("served") / "micro"
-    torch.manual_seed(0)
-    save(DeepseekV3(MICRO), folder, weights="fp8")
-    tokenizer.save(folder)
-    return folder
 
 
 def start(folder: Path, *options: str) -> subprocess.Popen:

@@ -18,26 +18,14 @@ import torch
 pytest.importorskip("fastapi", reason="octile[serve] is not installed")
 
 from octile import cli
-from octile.checkpoint.hugging_face import save
-from octile.models.deepseek_v3 import DeepseekV3
 from octile.serve.config import CacheConfig, EngineConfig
 from octile.serve.load import Folder
 from octile.serve.request import Sampling
-from tests.train.conftest import MICRO
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
 INVARIANT = ["--engine.batch-invariant", "--engine.max-batch=2"]
 SPREAD = ["--parallel.ep=2", "--parallel.redundant-experts=2"]
-
-
-@pytest.fixture(scope="module")
-def folder(tokenizer, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("served") / "micro"
-    torch.manual_seed(0)
-    save(DeepseekV3(MICRO), folder, weights="fp8")
-    tokenizer.save(folder)
-    return folder
 
 
 def command(folder: Path, *options: str) -> list[str]:
