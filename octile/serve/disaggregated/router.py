@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import NamedTuple
 
@@ -171,6 +172,8 @@ class Router:
         self._n_requests = self._canceled = self._generated = 0
         self._waker, self._woken = socket.socketpair()
         self._waker.setblocking(False)
+        # processes that are still there at exit are waited for, and end when their pipes are closed
+        self._at_exit = Finalize(None, self._close, exitpriority=10)
         try:
             for i, option in enumerate(options[:n_prefill]):
                 self._prefill.append(_Process(f"prefill process {i}", worker.prefill, (option, n_decode)))
@@ -259,7 +262,10 @@ class Router:
         )
 
     def close(self) -> None:
-        """End the processes."""
+        """End the processes, unless they were closed before."""
+        self._at_exit()
+
+    def _close(self) -> None:
         for process in self._all:
             process.close()
         for process in self._all:

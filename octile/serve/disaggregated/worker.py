@@ -10,6 +10,7 @@ import signal
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
@@ -138,6 +139,8 @@ def prefill(connection: Connection, options: WorkerOptions, n_decode: int) -> No
         options: of the model.
         n_decode: how many processes open the pool.
     """
+    drafts = min(options.engine.n_drafts, 1)  # whose pass leaves the layer's latents of the prompt
+    options = options._replace(engine=replace(options.engine, n_drafts=drafts))
     _run(connection, options, lambda engine, runner: PrefillWorker(connection, engine, runner, n_decode), pools=True)
 
 

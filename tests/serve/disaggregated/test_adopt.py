@@ -34,7 +34,8 @@ class Apart:
     def __init__(self, model, tokenizer, n_pages: int = N_PAGES, **config):
         options = EngineConfig(batch_invariant=True, **config)
         runners = [ModelRunner(model, n, "float32", batch_invariant=True) for n in (N_PAGES, n_pages)]
-        self.reader, self.writer = (Engine(runner, tokenizer, options) for runner in runners)
+        self.reader = Engine(runners[0], tokenizer, replace(options, n_drafts=min(options.n_drafts, 1)))
+        self.writer = Engine(runners[1], tokenizer, options)
         self.cache, self.pool = runners[1].pages, PagePool(N_PAGES, runners[0].pages)
 
     def hand_over(self, prompt: list[int], sampling: Sampling) -> FilledPages | None:

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -117,6 +119,23 @@ def test_a_process_that_dies_is_named(folder, tokenizer, kind, name):
             finish(router, 2)
     finally:
         router.close()
+
+
+def test_a_router_that_nobody_closes_does_not_hold_the_exit(folder):
+    script = f"""
+import torch
+from pathlib import Path
+from octile.serve.config import CacheConfig, EngineConfig, ProcessesConfig
+from octile.serve.disaggregated.router import Router
+if __name__ == "__main__":
+    cpu, path = torch.device("cpu"), Path({str(folder)!r})
+    Router(path, ProcessesConfig(1, 1), cpu, EngineConfig(), CacheConfig(), {MODEL.vocab_size})
+    raise SystemExit(7)
+"""
+    file = folder.parent / "nobody_closes.py"
+    file.write_text(script)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, str(file)], env=environment, timeout=120).returncode == 7
 
 
 def test_what_a_process_cannot_load_is_refused_here(folder):
