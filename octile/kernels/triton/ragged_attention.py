@@ -77,10 +77,11 @@ def attend_texts(
     for phase in tl.static_range(2):
         for start in range(0 if phase == 0 else seen_by_all, seen_by_all if phase == 0 else end, KEYS):
             here = start + key < keys
-            k_1 = load(k_at + start * k_row + c[:, None], here[None, :], (c < X)[:, None], phase == 1 or X < FIRST)
+            first = tl.cast(start, tl.int64)  # long texts of many heads have 2³¹ elements and more
+            k_1 = load(k_at + first * k_row + c[:, None], here[None, :], (c < X)[:, None], phase == 1 or X < FIRST)
             score = tl.dot(q_1, k_1, input_precision=PRECISION)
             if SECOND:
-                at = k_at + start * k_row + d[:, None]
+                at = k_at + first * k_row + d[:, None]
                 k_2 = load(at, here[None, :], (d < X)[:, None], phase == 1 or X < FIRST + SECOND)
                 score += tl.dot(q_2, k_2, input_precision=PRECISION)
             score *= scale * LOG2E
@@ -90,7 +91,7 @@ def attend_texts(
             weight = tl.exp2(score - new_highest[:, None])
             correction = tl.exp2(highest - new_highest)
             total = total * correction + tl.sum(weight, axis=1)
-            at = v_at + start * v_row + value[None, :]
+            at = v_at + first * v_row + value[None, :]
             values = load(at, here[:, None], (value < V)[None, :], phase == 1 or V < VS)
             sums = sums * correction[:, None]
             sums = tl.dot(weight.to(values.dtype), values, sums, input_precision=PRECISION)
