@@ -51,8 +51,9 @@ WRITE_LATENTS: dict[str, int] = {"num_warps": 4}  # of a row's program
 # Heads of a program of paged attention and splits of a row at most; positions at a time, which divide a page; programs
 # an SM (benchmarks/history/serve).
 PAGED_ATTENTION: dict[str, int] = {"MAX_HEADS": 16, "MAX_SPLITS": 64, "KEYS": 32, "PROGRAMS": 8, "num_stages": 2}
-# Rows of a program, and keys at a time.
+# Rows of a program, and keys at a time; on GPUs with less shared memory than Hopper smaller ones, which do not spill.
 RAGGED_ATTENTION: dict[str, int] = {"ROWS": 128, "KEYS": 64, "num_warps": 8, "num_stages": 3}
+RAGGED_ATTENTION_SMALL: dict[str, int] = {"ROWS": 64, "KEYS": 32, "num_warps": 4, "num_stages": 2}
 # Logits of a program at a time, programs an SM, and parts of a row at most.
 SAMPLE_TOKENS: dict[str, int] = {"BLOCK": 4096, "PROGRAMS": 2, "MAX_PARTS": 128, "num_warps": 8}
 ROW_INVARIANT: dict[str, int] = {"TILE_M": 64, "TILE_N": 32, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
