@@ -13,7 +13,7 @@ anew, of all positions that they attend to.
 Some 30 kernels of a layer take the host longer than a GPU needs for 2,048 rows. Rows are padded to a multiple of 256,
 or of 1,024; what fills them is written nowhere. The graphs of all numbers of rows are captured at the start and share
 buffers, since they run one after the other. Where there is no memory for them, steps of that number of rows are
-computed without a graph.
+computed without a graph; ranks that exchange rows need the same graphs, and do not start without them.
 
 If the experts are spread over ranks, rows that are exchanged may be two micro-batches: while those of one are on their
 way, the other's are computed (`octile.nn.interleave`). Attention is not divided.
@@ -51,6 +51,9 @@ class PrefillGraphs:
         memory: of the graphs; None on a CPU.
         max_rows: rows of the largest graph, at most MAX_ROWS; steps with more are computed without one.
         micro_batches: 1 or 2, of rows that are exchanged with other ranks.
+
+    Raises:
+        RuntimeError: a graph cannot be captured, and other ranks, which exchange rows with this one, may have theirs.
     """
 
     def __init__(self, forward: Forward, memory: GraphMemory | None, max_rows: int, micro_batches: int = 1):
@@ -71,12 +74,22 @@ class PrefillGraphs:
         return self._forward.of_rows(size).hidden(step) if graphs is None else graphs.hidden(step)
 
     def _capture(self, size: int) -> _Graphs | None:
-        """Capture the graphs of a number of rows; None, with a warning: it is not possible."""
+        """Capture the graphs of a number of rows; None, with a warning: it is not possible.
+
+        Raises:
+            RuntimeError: it is not possible, and rows are exchanged: the exchanges would no longer be those of the
+                other ranks.
+        """
         try:
             if self._buffers is None:
                 self._buffers = _Buffers.make(self._forward, size)
             return _Graphs(self._forward.of_rows(size), self._buffers.first(size), self._record, self._micro_batches)
         except RuntimeError as error:
+            if self._forward.dispatcher.exchanges:
+                raise RuntimeError(
+                    f"CUDA graphs of steps of {size} rows could not be captured on this rank, and all ranks need them: "
+                    f"{error}"
+                ) from error
             what = f"steps of {size} rows are computed without CUDA graphs, which could not be captured: {error}"
             warnings.warn(what, RuntimeWarning, stacklevel=2)
             return None

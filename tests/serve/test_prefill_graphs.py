@@ -2,6 +2,8 @@
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -75,18 +77,31 @@ def test_a_step_that_no_graph_has_room_for_is_computed_without_one():
     assert torch.equal(found, logits((500, 450, 0), graphs=None)[0])
 
 
-def test_a_failed_capture_is_said_once_and_not_tried_again():
-    tried = []
+def failing(tried: list[Callable[[], None]]) -> type[PrefillGraphs]:
+    """Graphs that have no memory; what was to be captured is appended."""
 
     class Failing(PrefillGraphs):
         def _record(self, compute: Callable[[], None]) -> Callable[[], None]:
             tried.append(compute)
             raise torch.OutOfMemoryError("CUDA out of memory")
 
+    return Failing
+
+
+def test_a_failed_capture_is_said_once_and_not_tried_again():
+    tried = []
     with pytest.warns(RuntimeWarning, match="rows are computed without .* captured: CUDA out of memory") as said:
-        found, runner = logits(*SIZES[:1], graphs=Failing)
+        found, runner = logits(*SIZES[:1], graphs=failing(tried))
     assert len(said) == len(tried) == 3  # of 768, 512 and 256 rows
     assert torch.equal(found, logits(*SIZES[:1], graphs=None)[0])
     with warnings.catch_warnings(action="error"):
         Texts(runner, [text(200)]).run(90)
     assert len(tried) == 3
+
+
+def test_a_failed_capture_ends_the_start_of_a_rank_that_exchanges_rows():
+    forward, tried = ModelRunner(new_model(False), 64).forward, []
+    exchanging = replace(forward, dispatcher=SimpleNamespace(exchanges=True))
+    with pytest.raises(RuntimeError, match="steps of 768 rows could not be .* this rank, .* all .*: CUDA out of memory"):
+        failing(tried)(exchanging, None, 768)
+    assert len(tried) == 1
