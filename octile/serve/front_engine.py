@@ -20,7 +20,7 @@ import torch.distributed as dist
 from octile.parallel.ranks import Ranks
 from octile.serve.request import Output, Request, Sampling
 from octile.serve.spread_engine import SpreadEngine
-from octile.serve.stats import Stats
+from octile.serve.stats import ChangedStats, Stats
 from octile.validation import MAX_SEED
 
 
@@ -42,7 +42,7 @@ class _Commands(NamedTuple):
 
 
 class _Report(NamedTuple):
-    """What a step has added to the requests of a rank, named by their numbers at rank 0."""
+    """What a step has added to the requests of a rank, by their numbers at rank 0, and `ChangedStats` after it."""
 
     outputs: Sequence[Output]
     stats: Stats
@@ -59,6 +59,7 @@ class _Rank:
 
     def __init__(self, engine: SpreadEngine, ranks: Ranks, control: dist.ProcessGroup):
         self._engine, self._ranks, self._control = engine, ranks, control
+        self._stats = ChangedStats(engine.engine.stats)
         self._numbers: dict[int, int] = {}  # at rank 0, by the number in this rank's engine
         self._rounds = 0
 
@@ -72,7 +73,7 @@ class _Rank:
         if received.stops:
             return None
         self._carry_out(received)
-        report = _Report([self._at_front(output) for output in self._engine.step() or ()], self._engine.engine.stats())
+        report = _Report([self._at_front(output) for output in self._engine.step() or ()], self._stats.next())
         reports: list[Any] | None = [None] * self._ranks.size if self._ranks.is_first else None
         dist.gather_object(report, reports, dst=0, group=self._control)
         return reports or []
@@ -150,7 +151,7 @@ class FrontEngine:
         commands, self._added, self._canceled = _Commands(self._added, self._canceled), [], []
         reports = self._rank.round(commands)
         assert reports is not None  # it does not stop
-        self._stats = [report.stats for report in reports]
+        self._stats = [report.stats.after(before) for report, before in zip(reports, self._stats, strict=True)]
         outputs = [output for report in reports for output in report.outputs if output.request_id in self._rank_of]
         for output in outputs:
             if output.finish_reason is not None:

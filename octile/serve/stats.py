@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,51 @@ class Stats:
         steps = {name: max(getattr(s, name) for s in stats) for name in ("steps", "steps_ahead")}
         counts = [f.name for f in fields(cls) if f.name not in (*steps, "expert_tokens")]
         of_ranks = [s.expert_tokens for s in stats if s.expert_tokens is not None]
-        tokens = None
-        if of_ranks:
-            tokens = {layer: tuple(map(sum, zip(*(t[layer] for t in of_ranks), strict=True))) for layer in of_ranks[0]}
+        tokens = ExpertTokensOfRanks(of_ranks) if of_ranks else None
         return cls(**{name: sum(getattr(s, name) for s in stats) for name in counts}, **steps, expert_tokens=tokens)
+
+    def after(self, before: Stats) -> Stats:
+        """Return these counts, with the experts' tokens of those before if `ChangedStats` has left them out."""
+        return self if self.expert_tokens is not None else replace(self, expert_tokens=before.expert_tokens)
+
+
+class ChangedStats:
+    """The counts of an engine after each step, for another process: the experts' tokens only if they have changed.
+
+    Those of a large model are tens of KB, and change eight times in a window. `Stats.after` adds them again.
+
+    Args:
+        stats: of the engine.
+    """
+
+    def __init__(self, stats: Callable[[], Stats]):
+        self._stats = stats
+        self._sent: Mapping[int, tuple[int, ...]] | None = None
+
+    def next(self) -> Stats:
+        """Return the counts to send now."""
+        stats = self._stats()
+        if stats.expert_tokens is self._sent:
+            return replace(stats, expert_tokens=None)
+        self._sent = stats.expert_tokens
+        return stats
+
+
+class ExpertTokensOfRanks(Mapping[int, tuple[int, ...]]):
+    """The sums of the tokens that each expert has had on several ranks, which are computed when they are read.
+
+    Args:
+        of_ranks: the tokens of each expert by layer, of at least one rank.
+    """
+
+    def __init__(self, of_ranks: Sequence[Mapping[int, tuple[int, ...]]]):
+        self._of_ranks = of_ranks
+
+    def __getitem__(self, layer: int) -> tuple[int, ...]:
+        return tuple(map(sum, zip(*(tokens[layer] for tokens in self._of_ranks), strict=True)))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._of_ranks[0])
+
+    def __len__(self) -> int:
+        return len(self._of_ranks[0])

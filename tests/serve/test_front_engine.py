@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from octile.parallel.ranks import FOREVER, Ranks, world
 from octile.serve.config import EngineConfig
@@ -142,6 +143,35 @@ def counts_are_those_of_both_ranks(rank: int, folder: Path) -> None:
     with_front(rank, use)
 
 
+def tokens_of_experts_travel_when_they_have_changed(rank: int, folder: Path) -> None:
+    runner = ModelRunner(spread()[1], N_PAGES, batch_invariant=True, max_batch=2, expert_window=32)
+    steps, found = [], []
+
+    def use(front: FrontEngine) -> None:
+        take_part = front._rank.round
+
+        def counted(commands):
+            reports = take_part(commands)
+            if reports is not None:
+                steps.append([report.stats.expert_tokens is not None for report in reports])
+            return reports
+
+        front._rank.round = counted
+        texts_of(front)
+        found.append(front.stats().expert_tokens)
+
+    with_front(rank, use, runner)
+    of_both: list = [None, None]
+    dist.all_gather_object(of_both, runner.expert_tokens)
+    if not rank:
+        sums = {
+            layer: tuple(map(sum, zip(*(of_rank[layer] for of_rank in of_both), strict=True))) for layer in of_both[0]
+        }
+        assert found == [sums]
+        assert sum(sums[1]) > 0
+        assert steps == [2 * [i in (0, 3, 7, 11, 15)] for i in range(len(steps))]  # at first, and after 4 steps each
+
+
 def a_request_that_does_not_fit_is_refused(rank: int, folder: Path) -> None:
     def use(front: FrontEngine) -> None:
         for call in (front.check, front.add):
@@ -168,6 +198,7 @@ WORKS = [
     a_request_goes_to_the_rank_that_has_the_fewest,
     a_request_that_is_canceled_before_a_step_is_not_added,
     counts_are_those_of_both_ranks,
+    tokens_of_experts_travel_when_they_have_changed,
     a_request_that_does_not_fit_is_refused,
     a_seed_is_drawn_if_none_is_given,
 ]

@@ -1,6 +1,6 @@
 """The counts of several ranks."""
 
-from octile.serve.stats import Stats
+from octile.serve.stats import ChangedStats, Stats
 
 
 def test_counts_of_ranks_are_added_and_steps_are_those_of_the_rank_with_the_most():
@@ -13,3 +13,25 @@ def test_counts_of_ranks_are_added_and_steps_are_those_of_the_rank_with_the_most
 
 def test_experts_that_are_not_counted_have_no_sum():
     assert Stats.of_ranks([Stats(requests=1), Stats(requests=2)]) == Stats(requests=3)
+
+
+def test_the_tokens_of_experts_are_summed_when_they_are_read():
+    first, second = ({layer: (layer, 2) for layer in (3, 4)} for _ in range(2))
+    tokens = Stats.of_ranks([Stats(expert_tokens=first), Stats(expert_tokens=second)]).expert_tokens
+    first[4] = (10, 20)
+    assert (len(tokens), [*tokens.items()]) == (2, [(3, (6, 4)), (4, (14, 22))])
+
+
+def test_the_tokens_of_experts_are_sent_when_they_have_changed():
+    old, new = {1: (1, 2)}, {1: (3, 4)}
+    counted = [Stats(steps=i, expert_tokens=tokens) for i, tokens in enumerate((old, old, new, new))]
+    changed, before, sent = ChangedStats(iter(counted).__next__), Stats(), []
+    for expected in counted:
+        sent.append(changed.next())
+        before = sent[-1].after(before)
+        assert before == expected
+    assert [stats.expert_tokens for stats in sent] == [old, None, new, None]
+
+
+def test_experts_that_are_not_counted_have_no_tokens_at_the_receiver():
+    assert ChangedStats(Stats).next().after(Stats()).expert_tokens is None

@@ -275,7 +275,7 @@ class Router:
 
     def _take(self, process: _Process, message: object, outputs: list[Output]) -> None:
         if isinstance(message, Stepped):
-            process.stats = message.stats
+            process.stats = message.stats.after(process.stats)
             for output in message.outputs:
                 if output.request_id in self._running:  # it was not canceled meanwhile
                     outputs.append(output)

@@ -25,7 +25,7 @@ from octile.serve.engine import Engine, FirstToken
 from octile.serve.load import Folder
 from octile.serve.model_runner import ModelRunner
 from octile.serve.request import Output, Request, Sampling
-from octile.serve.stats import Stats
+from octile.serve.stats import ChangedStats, Stats
 
 
 class WorkerOptions(NamedTuple):
@@ -125,7 +125,7 @@ class Copied(NamedTuple):
 
 
 class Stepped(NamedTuple):
-    """What a step has added to requests, and the counts after it."""
+    """What a step has added to requests, and `ChangedStats` after it."""
 
     outputs: Sequence[Output]
     stats: Stats
@@ -172,6 +172,7 @@ class _Worker:
 
     def __init__(self, connection: Connection, engine: Engine, runner: ModelRunner):
         self.connection, self.engine, self.runner = connection, engine, runner
+        self.stats = ChangedStats(engine.stats)
         self.requests: dict[int, Request] = {}  # by the router's number
         self.numbers: dict[int, int] = {}  # router's number by engine's
 
@@ -190,7 +191,7 @@ class _Worker:
             request = self.forget(command.request_id)
             if request is not None:
                 self.engine.cancel(request.id)
-                self.connection.send(Stepped((), self.engine.stats()))
+                self.connection.send(Stepped((), self.stats.next()))
         else:
             self.carry_out(command)
 
@@ -250,7 +251,7 @@ class PrefillWorker(_Worker):
         read = [(self.numbers[o.request_id], o) for o in outputs if o.finish_reason is None]
         for request_id, output in read:
             self._hand_over(request_id, output)
-        self.connection.send(Stepped(ended, self.engine.stats()))
+        self.connection.send(Stepped(ended, self.stats.next()))
 
     def _hand_over(self, request_id: int, output: Output) -> None:
         """Fill pages of the pool, as soon as there are enough, unless the request is canceled before."""
@@ -299,7 +300,7 @@ class DecodeWorker(_Worker):
 
     def send(self, outputs: list[Output]) -> None:
         """Send all outputs, and return the pages that are copied."""
-        self.connection.send(Stepped([self.renumbered(output) for output in outputs], self.engine.stats()))
+        self.connection.send(Stepped([self.renumbered(output) for output in outputs], self.stats.next()))
         self._return_pages()
 
     def _return_pages(self) -> None:
