@@ -6,12 +6,15 @@ of the tokens to the chunks' pages, attends from each token to the positions bef
 Shapes: T all tokens of a batch, L all logits that it asks for, V vocabulary, D model.
 """
 
+import math
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from octile.parallel.gpu_events import wait_for
 
 
 class Chunk(NamedTuple):
@@ -94,15 +97,20 @@ class DecodedTokens:
         results: int64 [B, 2 + 2·n] in the host's memory: the numbers of `Decoded`.
         ready: recorded after the copy to `results`; None: they are there.
         n_drafts: n.
+        timeout: seconds after which `read` waits no longer.
     """
 
-    def __init__(self, results: Tensor, ready: torch.cuda.Event | None, n_drafts: int):
-        self._results, self._ready, self._n_drafts = results, ready, n_drafts
+    def __init__(self, results: Tensor, ready: torch.cuda.Event | None, n_drafts: int, timeout: float = math.inf):
+        self._results, self._ready, self._n_drafts, self._timeout = results, ready, n_drafts, timeout
 
     def read(self) -> list[Decoded]:
-        """Wait for the results, and return those of each request."""
+        """Wait for the results, and return those of each request.
+
+        Raises:
+            TimeoutError: the GPU did not compute them in time, because it waits for the GPU of another rank.
+        """
         if self._ready is not None:
-            self._ready.synchronize()
+            wait_for(self._ready, self._timeout)
         n = self._n_drafts
         return [Decoded(row[: 1 + n], row[1 + n], row[2 + n :]) for row in self._results.tolist()]
 

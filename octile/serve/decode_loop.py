@@ -16,6 +16,7 @@ Shapes: B requests, n drafts, T = B · (1 + n) rows, M pages of a text at most, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from octile.ops.latent_cache import PAGE
 from octile.ops.sample_tokens import sample_tokens
+from octile.parallel.gpu_events import wait_for
 from octile.serve.batch import DecodedTokens, DecodeRequest
 from octile.serve.decode_graphs import graph_sizes
 from octile.serve.forward import Forward, Step
@@ -74,16 +76,20 @@ class DecodeLoop:
             # the texts have no positions
             self._graphs = {way: memory.capture_sizes(self._sizes, partial(self._step, way)) for way in ways}
 
-    def run(self, requests: Sequence[DecodeRequest], at_least: int = 0) -> DecodedTokens:
+    def run(self, requests: Sequence[DecodeRequest], at_least: int = 0, timeout: float = math.inf) -> DecodedTokens:
         """Launch a step; see `octile.serve.batch.Runner.decode`.
 
         Args:
             requests: of the step.
             at_least: requests, for which it has room: ranks that exchange rows have steps of one size.
+            timeout: seconds for which the host waits for the GPU, which may wait for that of another rank.
+
+        Raises:
+            TimeoutError: the GPU has not begun the step before in time.
         """
         size = next(size for size in self._sizes if size >= max(len(requests), at_least))
         if self._on_gpu:
-            self._copied.synchronize()  # the copies of the step before have read the host's buffers
+            wait_for(self._copied, timeout)  # the copies of the step before have read the host's buffers
         first, end = self._fill(requests, size)
         self._numbers.copy_(self._host, non_blocking=True)
         if first < end:
@@ -100,7 +106,7 @@ class DecodeLoop:
         results.copy_(self._results[: len(requests)], non_blocking=True)
         ready = torch.cuda.Event()
         ready.record(stream)
-        return DecodedTokens(results, ready, self.n_drafts)
+        return DecodedTokens(results, ready, self.n_drafts, timeout)
 
     def _fill(self, requests: Sequence[DecodeRequest], size: int) -> tuple[int, int]:
         """Write the host's buffers, and return the first and the end of the requests whose pages have changed."""

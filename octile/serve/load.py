@@ -131,7 +131,8 @@ class Folder:
         n_pages = torch.tensor(self._n_pages(experts.weights, stored, engine.max_batch, engine.n_drafts, cache.gib))
         dist.all_reduce(n_pages, dist.ReduceOp.MIN, control)
         runner = _runner(experts, int(n_pages), stored, engine, parallel.micro_batches)
-        return SpreadEngine(Engine(runner, self.tokenizer, engine), runner, parallel.rebalance, control), runner
+        own = Engine(runner, self.tokenizer, engine)
+        return SpreadEngine(own, runner, parallel.rebalance, control, parallel.timeout), runner
 
     def _n_pages(
         self,

@@ -9,6 +9,7 @@ Shapes: T rows, L logits, V vocabulary, D model.
 
 from __future__ import annotations
 
+import math
 import warnings
 from array import array
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.ops.latent_cache import PAGE
+from octile.parallel.gpu_events import wait_for
 from octile.parallel.symmetric_memory import PeerDispatcher
 from octile.serve.batch import Batch, Chunk, DecodedTokens, DecodeRequest, Results
 from octile.serve.chosen_keys import why_not_captured
@@ -60,7 +62,9 @@ class ModelRunner:
     Attributes:
         n_steps, n_draft_passes: passes of the main model, and of the multi-token prediction layer, so far.
         min_decode: with spread experts, requests for which the graph of a decode step has room at least, and
-        most_rows: rows that a step has on any rank at most, 0: not known; `SpreadEngine` sets both.
+        most_rows: rows that a step has on any rank at most, 0: not known, and
+        timeout: seconds for which the host waits for its GPU, which may wait for that of another rank; `SpreadEngine`
+            sets these.
 
     Raises:
         TypeError, ValueError: as `ServedWeights.of_model` or `LatentPages`, max_batch or max_step_tokens is negative,
@@ -107,6 +111,7 @@ class ModelRunner:
             layers = [layer for layer in range(n_layers) if c.is_moe(layer)]
             self.expert_load = ExpertLoad(layers, c.n_routed_experts, expert_window, self.device)
         self.n_steps = self.n_draft_passes = self.min_decode = self.most_rows = 0
+        self.timeout = math.inf
         self.forward = Forward.make(
             weights, self.cache, self.max_position, batch_invariant, self.expert_load, self.spread, self.index
         )
@@ -210,6 +215,7 @@ class ModelRunner:
         Raises:
             ValueError: the batch is empty, a chunk has no tokens or too many logits, a token is not in the vocabulary,
                 a position is not below max_position, or a page is missing or not in the cache.
+            TimeoutError: the GPU did not compute logits in time, because it waits for the GPU of another rank.
         """
         layout = self._layout(batch)
         if self.graphs is not None and self._has_graph(layout):
@@ -218,6 +224,7 @@ class ModelRunner:
             h_TD = self._in_order(self._hidden(self._step(layout)), layout)
             results = self._results(h_TD, layout)
         self._end_step()
+        self._wait_for(results)
         return results
 
     @torch.no_grad()
@@ -226,6 +233,7 @@ class ModelRunner:
 
         Raises:
             ValueError: as in `run`; the model has no such layer, or hidden_TD has another shape.
+            TimeoutError: as in `run`.
         """
         if not self.can_draft:
             raise ValueError("the model has no multi-token prediction layer, so it drafts nothing")
@@ -243,14 +251,16 @@ class ModelRunner:
         padding = len(step.tokens) - n_rows
         if padding:
             hidden_TD = torch.cat((hidden_TD, hidden_TD.new_zeros(padding, hidden_TD.shape[1])))
-        return self._results(self._in_order(self._of_rows().draft(step, hidden_TD), layout), layout)
+        results = self._results(self._in_order(self._of_rows().draft(step, hidden_TD), layout), layout)
+        self._wait_for(results)
+        return results
 
     @torch.no_grad()
     def decode(self, requests: Sequence[DecodeRequest]) -> DecodedTokens:
         """Launch a decode step; see `octile.serve.batch.Runner`."""
         if self.loop is None:  # on a CPU
             self.loop = self._new_loop()
-        decoded = self.loop.run(requests, self.min_decode)
+        decoded = self.loop.run(requests, self.min_decode, self.timeout)
         self._end_step()
         return decoded
 
@@ -278,6 +288,13 @@ class ModelRunner:
 
     def _padding(self) -> Step:
         return self._step(Layout((), (), (), 1))
+
+    def _wait_for(self, results: Results) -> None:
+        """Wait for logits, from which the host reads tokens next, no longer than the timeout if there is one."""
+        if self.timeout < math.inf and self.device.type == "cuda" and len(results.logits):
+            computed = torch.cuda.Event()
+            computed.record(torch.cuda.current_stream(self.device))
+            wait_for(computed, self.timeout)
 
     def _end_step(self) -> None:
         self.n_steps += 1

@@ -8,6 +8,7 @@ Shapes: L layers with experts, E experts, P slots of all ranks.
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 
@@ -31,22 +32,31 @@ class SpreadEngine:
             `ModelRunner(expert_window=…)`, but not before they have all moved; without a window they stay.
         control: the same ranks on their hosts, by gloo, through which they agree on each step; None: they agree through
             the group that has the experts, for which the host waits.
+        timeout: seconds for which the host waits for tokens of its GPU, which may wait for that of another rank.
 
     Attributes:
         engine: of this rank; requests are added to it.
 
     Raises:
-        ValueError: the runner's experts are not spread, or seconds is negative or NaN.
+        ValueError: the runner's experts are not spread, seconds is negative or NaN, or timeout is not above 0.
     """
 
     def __init__(
-        self, engine: Engine, runner: ModelRunner, seconds: float = 600.0, control: dist.ProcessGroup | None = None
+        self,
+        engine: Engine,
+        runner: ModelRunner,
+        seconds: float = 600.0,
+        control: dist.ProcessGroup | None = None,
+        timeout: float = math.inf,
     ):
         if runner.spread is None:
             raise ValueError("runner must be of SpreadExperts: its experts are not spread over ranks")
         self.engine, self._spread, self._runner = engine, runner.spread, runner
         if not seconds >= 0:
             raise ValueError(f"seconds must be at least 0, not {seconds}")
+        if not timeout > 0:
+            raise ValueError(f"timeout must be above 0, not {timeout}")
+        runner.timeout = timeout
         self._seconds, self._placed, self._moves = seconds, time.monotonic(), False
         self._control = runner.spread.dispatcher.groups[0] if control is None else control
         self._on_host = torch.device("cpu") if control is not None else runner.device
@@ -59,6 +69,9 @@ class SpreadEngine:
 
         Returns:
             what the step adds to this rank's requests; None if no rank had any.
+
+        Raises:
+            TimeoutError: the GPU did not compute a step in time, because it waits for the GPU of another rank.
         """
         can_place = self._runner.expert_tokens is not None and not self._moves
         is_due = can_place and time.monotonic() >= self._placed + self._seconds

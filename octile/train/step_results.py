@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import time
 
 import torch
 from torch import Tensor
 
-POLL = 0.0005  # seconds between two looks at a GPU that may wait forever
+from octile.parallel.gpu_events import wait_for
 
 
 class StepResults:
@@ -53,17 +52,9 @@ class StepResults:
             raise IndexError("there is no result to read")
         slot = self._first
         if self._written:
-            self._wait(self._written[slot])
+            wait_for(self._written[slot], self._timeout)
         self._first, self._count = (slot + 1) % len(self._host_NW), self._count - 1
         return self._host_NW[slot].tolist()
-
-    def _wait(self, written: torch.cuda.Event) -> None:
-        begin = time.monotonic()
-        while self._timeout < math.inf and not written.query():
-            if time.monotonic() - begin > self._timeout:
-                raise TimeoutError(f"timed out after {self._timeout:g} s for the GPU to finish a step")
-            time.sleep(POLL)
-        written.synchronize()
 
     def clear(self) -> None:
         """Remove all vectors. The device writes later vectors after them."""

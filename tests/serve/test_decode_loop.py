@@ -1,11 +1,12 @@
 """Tests of decode steps that continue each other: what they choose is what passes read by the host choose."""
 
 from array import array
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from octile.serve.batch import Batch, Chunk, DecodeRequest
+from octile.serve.batch import Batch, Chunk, DecodedTokens, DecodeRequest
 from octile.serve.decode_loop import DecodeLoop
 from octile.serve.drafts import count_accepted
 from octile.serve.model_runner import ModelRunner
@@ -115,3 +116,9 @@ def test_no_row_is_longer_than_the_reach_of_its_request(monkeypatch, n_drafts):
     runner.decode([continued])
     assert max(longest) <= runner.loop._reach(continued) == reach + 1 + n_drafts
     assert runner.loop._reach(continued._replace(end=LENGTHS[1])) == LENGTHS[1]
+
+
+def test_a_gpu_that_waits_for_another_rank_is_not_waited_for_forever():
+    decoded = DecodedTokens(torch.zeros(1, 2), SimpleNamespace(query=lambda: False), 0, timeout=0.01)
+    with pytest.raises(TimeoutError, match=r"timed out after 0\.01 s"):
+        decoded.read()

@@ -2,6 +2,7 @@
 
 from array import array
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.weight_cache import frozen_weights
 from octile.recipe import Recipe
 from octile.serve import model_runner, step_inputs
-from octile.serve.batch import Batch, Chunk
+from octile.serve.batch import Batch, Chunk, Results
 from octile.serve.config import MAX_DRAFTS
 from octile.serve.latent_pages import LatentPages
 from octile.serve.model_runner import ModelRunner
@@ -318,3 +319,14 @@ def test_a_recipe_that_serving_does_not_compute_is_refused():
 
     with pytest.raises(ValueError, match="has the recipe 'per_tensor', which serving does not compute"):
         ModelRunner(apply_recipe(new_model(fp8=False), Recipe.per_tensor()), N_PAGES)
+
+
+def test_logits_of_a_gpu_that_waits_for_another_rank_are_not_waited_for_forever(monkeypatch):
+    runner = ModelRunner(new_model(False), 4)
+    runner.device, runner.timeout = torch.device("cuda"), 0.01
+    event = SimpleNamespace(record=lambda stream: None, query=lambda: False)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    runner._wait_for(Results(torch.zeros(0, 5), torch.zeros(3, 2)))  # the host reads nothing
+    with pytest.raises(TimeoutError, match=r"timed out after 0\.01 s"):
+        runner._wait_for(Results(torch.zeros(1, 5), torch.zeros(3, 2)))

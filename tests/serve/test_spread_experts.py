@@ -303,6 +303,8 @@ def wrong_engines_are_refused(rank: int, folder: Path) -> None:
         SpreadExperts(weights, FIRST, ranks=init_device_mesh("cpu", (1, 2)))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="seconds must be at least 0, not nan"):
         SpreadEngine(engine, runner, seconds=float("nan"))
+    with pytest.raises(ValueError, match="timeout must be above 0, not 0"):
+        SpreadEngine(engine, runner, timeout=0)
     with pytest.raises(ValueError, match=r"n_drafts .* must be 0, not 1"):
         Engine(runner, Tokenizer.train(["one two three"], 258), EngineConfig(n_drafts=1))
 
