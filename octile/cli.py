@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TextIO, Typ
 from octile import __version__
 from octile.extras import require
 from octile.models.config import PRESETS, ModelConfig, RopeScaling
-from octile.serve.config import CacheConfig, EngineConfig, ParallelConfig, ProcessesConfig
+from octile.serve.config import CacheConfig, EngineConfig, ParallelConfig, ProcessesConfig, window_of
 from octile.serve.http.config import Limits
 from octile.tokenizer import check_text
 from octile.train.config import RESUMABLE, TrainConfig, preset
@@ -300,6 +300,7 @@ class Serve:
                 f"processes.prefill must be 0, not {self.processes.prefill}, if parallel.ep is {self.parallel.ep}: the "
                 "ranks read prompts and generate"
             )
+        window_of(self.engine, self.parallel)  # refuses what would have no effect
         if not all(self.api_key) or self.model_name == "":
             raise ValueError(f"{'model_name' if self.model_name == '' else 'api_key'} must not be empty")
         for key in self.api_key:

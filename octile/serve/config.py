@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 from octile.validation import Range, check_fields
 
+EXPERT_WINDOW = 4096  # steps, if experts are placed anew
+REBALANCE_SECONDS = 600.0
 MAX_DRAFTS = 7  # more would not be verified in CUDA graphs (`octile.serve.step_inputs`)
 
 
@@ -22,7 +24,8 @@ class EngineConfig:
         batch_invariant: compute each request's logits bit for bit as if it were alone, so that its text never depends
             on what else is in the batch; slower.
         expert_window: count the tokens of each expert over so many steps, for `Stats.expert_tokens` and /metrics; a
-            multiple of 8, 0 does not count.
+            multiple of 8, 0 does not count. If not given, 4096 if copies of experts are placed anew by it
+            (`ParallelConfig`), else 0.
 
     Raises:
         TypeError, ValueError: a field is not a number or outside its range, or a step has fewer tokens than a batch
@@ -33,11 +36,11 @@ class EngineConfig:
     max_step_tokens: Annotated[int, Range(at_least=1, at_most=2**20)] = 2048
     n_drafts: Annotated[int, Range(at_least=0, at_most=MAX_DRAFTS)] = 0
     batch_invariant: bool = False
-    expert_window: Annotated[int, Range(at_least=0, at_most=2**24)] = 0
+    expert_window: Annotated[int, Range(at_least=0, at_most=2**24)] | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_expert_window(self.expert_window)
+        check_expert_window(self.expert_window or 0)
         needed = self.max_batch * (1 + self.n_drafts)
         if self.max_step_tokens < needed:
             raise ValueError(
@@ -55,7 +58,7 @@ class ParallelConfig:
         active_experts: copies of a rank that compute tokens in a step, chosen by the tokens of that step (dynamic
             redundancy); if not given, all copies of an expert take turns.
         rebalance: seconds after which the copies are placed anew, by the tokens that were counted in
-            engine.expert_window steps.
+            engine.expert_window steps; 600 if not given.
         micro_batches: 1 or 2, into which steps with prompts are divided on GPUs, so that the rows of one travel while
             the other is computed; 2 is slower between two GPUs with NVLink.
         timeout: seconds after which a rank that waits for another one ends the server.
@@ -67,13 +70,13 @@ class ParallelConfig:
     ep: Annotated[int, Range(at_least=1, at_most=4096)] = 1
     redundant_experts: Annotated[int, Range(at_least=0, at_most=65536)] = 0
     active_experts: Annotated[int, Range(at_least=1, at_most=65536)] | None = None
-    rebalance: Annotated[float, Range(at_least=0, at_most=2**31)] = 600.0
+    rebalance: Annotated[float, Range(at_least=0, at_most=2**31)] | None = None
     micro_batches: Annotated[int, Range(at_least=1, at_most=2)] = 1
     timeout: Annotated[float, Range(above=0, at_most=2**31)] = 600.0
 
     def __post_init__(self) -> None:
         check_fields(self, "parallel.")
-        of_ranks = "redundant_experts", "active_experts", "micro_batches"
+        of_ranks = "redundant_experts", "active_experts", "rebalance", "micro_batches"
         name = next((name for name in of_ranks if getattr(self, name) != getattr(type(self), name)), None)
         if self.ep == 1 and name is not None:
             raise ValueError(f"parallel.{name} has no effect in one process: parallel.ep must be at least 2")
@@ -87,6 +90,24 @@ def check_expert_window(steps: int) -> None:
     """
     if steps < 0 or steps % 8:
         raise ValueError(f"expert_window must be a multiple of 8, not {steps}")
+
+
+def window_of(engine: EngineConfig, parallel: ParallelConfig) -> int:
+    """Return over how many steps the tokens of each expert are counted, 0: they are not.
+
+    Raises:
+        ValueError: they are not to be counted, but copies of experts are to be placed anew by them.
+    """
+    needs = {"rebalance": parallel.rebalance is not None, "redundant_experts": parallel.redundant_experts > 0}
+    name = next((name for name, is_needed in needs.items() if is_needed), None)
+    if engine.expert_window is None:
+        return EXPERT_WINDOW if name is not None else 0
+    if not engine.expert_window and name is not None:
+        raise ValueError(
+            f"engine.expert_window must be at least 8, not 0, with parallel.{name}: the copies of experts are placed "
+            "by the tokens that it counts"
+        )
+    return engine.expert_window
 
 
 @dataclass(frozen=True)

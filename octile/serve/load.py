@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from octile.checkpoint.hugging_face import checkpoint_folder, read_model_config
 from octile.models.config import ModelConfig
-from octile.serve.config import CacheConfig, EngineConfig, ParallelConfig
+from octile.serve.config import REBALANCE_SECONDS, CacheConfig, EngineConfig, ParallelConfig, window_of
 from octile.serve.engine import Engine
 from octile.serve.expert_balance import rebalance_experts
 from octile.serve.latent_pages import CacheFormat
@@ -116,8 +116,10 @@ class Folder:
             control: their group, by gloo.
 
         Raises:
-            ValueError, MemoryError: as `load`, or more copies of experts must be active.
+            ValueError, MemoryError: as `load` or `window_of`, or more copies of experts must be active.
         """
+        engine = replace(engine, expert_window=window_of(engine, parallel))
+        seconds = REBALANCE_SECONDS if parallel.rebalance is None else parallel.rebalance
         c, n_nodes = self.model, int(os.environ.get("GROUP_WORLD_SIZE") or 1)
         drafts = engine.n_drafts > 0
         n_layers = sum(c.is_moe(layer) for layer in range(c.num_hidden_layers + drafts))
@@ -132,7 +134,7 @@ class Folder:
         dist.all_reduce(n_pages, dist.ReduceOp.MIN, control)
         runner = _runner(experts, int(n_pages), stored, engine, parallel.micro_batches)
         own = Engine(runner, self.tokenizer, engine)
-        return SpreadEngine(own, runner, parallel.rebalance, control, parallel.timeout), runner
+        return SpreadEngine(own, runner, seconds, control, parallel.timeout), runner
 
     def _n_pages(
         self,
@@ -183,7 +185,7 @@ def _runner(
         engine.max_batch,
         engine.batch_invariant,
         engine.n_drafts,
-        engine.expert_window,
+        engine.expert_window or 0,
         engine.max_step_tokens,
         micro_batches,
     )

@@ -89,7 +89,7 @@ class ChangedStats:
 
 
 class ExpertTokensOfRanks(Mapping[int, tuple[int, ...]]):
-    """The sums of the tokens that each expert has had on several ranks, which are computed when they are read.
+    """How many tokens each expert has had on several ranks together, which is computed when it is read.
 
     Args:
         of_ranks: the tokens of each expert by layer, of at least one rank.

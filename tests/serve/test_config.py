@@ -2,7 +2,7 @@
 
 import pytest
 
-from octile.serve.config import EngineConfig, ParallelConfig
+from octile.serve.config import EngineConfig, ParallelConfig, window_of
 
 
 def test_a_step_of_fewer_tokens_than_its_batch_is_refused():
@@ -16,7 +16,7 @@ def test_a_window_that_is_no_multiple_of_8_is_refused(window):
         EngineConfig(expert_window=window)
 
 
-@pytest.mark.parametrize("name", ["redundant_experts", "active_experts", "micro_batches"])
+@pytest.mark.parametrize("name", ["redundant_experts", "active_experts", "rebalance", "micro_batches"])
 def test_options_of_ranks_in_one_process_are_refused(name):
     with pytest.raises(ValueError, match=f"parallel.{name} has no effect in one process: parallel.ep must be at lea"):
         ParallelConfig(**{name: 2})
@@ -25,3 +25,26 @@ def test_options_of_ranks_in_one_process_are_refused(name):
 def test_no_rank_is_refused():
     with pytest.raises(ValueError, match=r"parallel.ep must be at least 1, not 0"):
         ParallelConfig(0)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "given", "window"),
+    [
+        ({}, None, 0),
+        ({"ep": 2}, None, 0),
+        ({"ep": 2, "redundant_experts": 2}, None, 4096),
+        ({"ep": 2, "rebalance": 60}, None, 4096),
+        ({"ep": 2, "rebalance": 60}, 8, 8),
+        ({}, 16, 16),
+        ({"ep": 2}, 0, 0),
+    ],
+)
+def test_experts_that_are_placed_anew_are_counted(parallel, given, window):
+    assert window_of(EngineConfig(expert_window=given), ParallelConfig(**parallel)) == window
+
+
+@pytest.mark.parametrize("name", ["rebalance", "redundant_experts"])
+def test_experts_cannot_be_placed_by_tokens_that_are_not_counted(name):
+    message = rf"engine.expert_window must be at least 8, not 0, with parallel.{name}: the copies of experts are placed"
+    with pytest.raises(ValueError, match=message):
+        window_of(EngineConfig(expert_window=0), ParallelConfig(2, **{name: 2}))

@@ -117,9 +117,13 @@ def test_sigterm_lets_a_stream_end_and_then_the_process(client, process):
             ["--processes.prefill", "1", "--processes.decode", "1", "--parallel.ep", "2"],
             "processes.prefill must be 0, not 1, if",
         ),
+        (
+            ["--parallel.ep", "2", "--parallel.redundant-experts", "2", "--engine.expert-window", "0"],
+            "--engine.expert-window must be at least 8, not 0, with parallel.redundant_experts",
+        ),
         (["--host", "nowhere.invalid"], "host 'nowhere.invalid' is not an address of this machine"),
     ],
-    ids=["key", "drafts", "in flight", "one kind of process", "ranks", "host"],
+    ids=["key", "drafts", "in flight", "one kind of process", "ranks", "window", "host"],
 )
 def test_wrong_options_are_refused_in_one_line(folder, options, message):
     server = start(folder, *options)

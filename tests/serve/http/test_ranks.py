@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.request import urlopen
 
 import openai
 import psutil
@@ -87,6 +88,11 @@ def test_clients_get_the_texts_of_one_process_and_sigterm_lets_a_stream_end(fold
         server.send_signal(signal.SIGTERM)
         assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
         assert own_lines(server)[-1] == "octile: terminated"
+
+
+def test_the_tokens_of_redundant_experts_are_counted(folder):
+    with serving(folder) as (_, client), urlopen(str(client.base_url.join("/metrics"))) as metrics:
+        assert b"octile_expert_tokens{" in metrics.read()
 
 
 @pytest.mark.parametrize("is_busy", [False, True])
