@@ -25,7 +25,7 @@ def launch(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     return data, scale
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "x_batch"])  # they depend on the rows of a step
 def rotate_and_quantize(
     x, cos, sin, data, scale, S, H, x_batch, x_position, x_head,
     E: tl.constexpr, LOG2: tl.constexpr, HALF: tl.constexpr, FACTOR: tl.constexpr,

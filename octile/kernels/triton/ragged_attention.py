@@ -17,6 +17,7 @@ from octile.kernels.triton.device import device_properties
 from octile.kernels.triton.launch_config import RAGGED_ATTENTION, RAGGED_ATTENTION_SMALL
 
 HOPPER_SHARED_BYTES = 227 * 1024  # of a program at most
+MAX_CHANNELS = 320  # of a key and its value, with which large tiles fit
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -29,7 +30,7 @@ def launch(
     is_float32 = q.dtype == torch.float32
     has_room = device_properties(q.device).shared_bytes >= HOPPER_SHARED_BYTES
     settings = RAGGED_ATTENTION if has_room else RAGGED_ATTENTION_SMALL
-    if is_float32 or max(x, values) > 256:
+    if is_float32 or x + values > MAX_CHANNELS:
         settings = settings | {"ROWS": 32, "KEYS": 32, "num_warps": 4, "num_stages": 2}
     with torch.cuda.device_of(q):
         attend_texts[(triton.cdiv(max_rows, settings["ROWS"]), heads, texts)](

@@ -265,7 +265,7 @@ top_keys(const uint8_t* logits, int64_t row_bytes, const int* starts, const int*
     Key* highest = reinterpret_cast<Key*>(shared + smem::chosen);
     int* counters = reinterpret_cast<int*>(shared + smem::counters);
     const int64_t r = blockIdx.x;
-    const int first = max(starts[r * start_step], 0), end = min(ends[r * end_step], width);
+    const int first = max(starts[r * start_step], 0), end = min(max(ends[r * end_step], 0), width);
     const Row row{logits + r * row_bytes, first, end};
     const int n = max(end - first, 0), count = min(n, k);
     int* out = chosen + r * k;

@@ -50,8 +50,8 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 @DTYPES
 @pytest.mark.parametrize("k", [1, 7, 128, 200, 301, 500])
 def test_rows_of_few_columns(k: int, dtype: torch.dtype):
-    starts, ends = int32([0, 3, -4, 300, 17]), int32([301, 299, 150, 20, 900])
-    assert_as_reference(random(5, 301).to(dtype), starts, ends, k)
+    starts, ends = int32([0, 3, -4, 300, 17, 5]), int32([301, 299, 150, 20, 900, -(2**31)])
+    assert_as_reference(random(6, 301).to(dtype), starts, ends, k)
 
 
 @emulated
