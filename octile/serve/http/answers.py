@@ -135,13 +135,19 @@ class Completion(Answer):
         return {
             "tokens": texts,
             "token_logprobs": [entry.logprob for entry in logprobs],
-            "top_logprobs": [self._top(entry.top) for entry in logprobs],
+            "top_logprobs": [self._top(entry) for entry in logprobs],
             "text_offset": offsets,
         }
 
-    def _top(self, tokens: Sequence[tuple[int, float]]) -> dict[str, float]:
-        """Text: log-probability; of tokens that are the same text, such as halves of characters, the most likely."""
-        return {self._token_text(token): value for token, value in reversed(tokens)}
+    def _top(self, entry: TokenLogprobs) -> dict[str, float]:
+        """Text: log-probability, the most likely first, and of the token itself.
+
+        Of tokens that are the same text, such as halves of characters, the most likely counts.
+        """
+        top: dict[str, float] = {}
+        for token, value in (*entry.top, (entry.token, entry.logprob)):
+            top.setdefault(self._token_text(token), value)
+        return top
 
 
 class ChatCompletion(Answer):
