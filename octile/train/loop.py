@@ -141,8 +141,8 @@ def _train_joined(
             checkpoint = checkpoints.latest() if resume else None
             if resume and checkpoint is None and ranks.from_first(run.summary_file.exists):
                 raise FileNotFoundError(
-                    f"{str(run.path)!r} holds a finished run, but none of its checkpoints: bring checkpoints/ back, or "
-                    "choose another --out"
+                    f"{str(run.path)!r} holds a finished run, but {checkpoints.store.url} none of its checkpoints: "
+                    "bring them back, or choose another --out"
                 )
             if begun is not None and checkpoint is None and begun.config.checkpoints != config.checkpoints:
                 raise FileNotFoundError(

@@ -141,7 +141,7 @@ class Router:
 
     Attributes:
         max_position: positions of a request at most.
-        n_pages, cache_bytes: of the caches of all processes.
+        n_pages, cache_bytes: of the smallest cache of a process.
         idle_seconds: after which a step waits though nothing runs, so that it notices a process that has ended.
 
     Raises:
@@ -191,8 +191,8 @@ class Router:
             self.close()
             raise
         self.max_position = min(r.max_position for r in ready)
-        self.n_pages = sum(r.n_pages for r in ready)
-        self.cache_bytes = sum(r.n_pages * r.bytes_per_page for r in ready)
+        self.n_pages = min(r.n_pages for r in ready)
+        self.cache_bytes = self.n_pages * ready[0].bytes_per_page
 
     @property
     def _all(self) -> list[_Process]:

@@ -63,7 +63,8 @@ def serve(
             if processes.prefill:
                 router = Router(folder.path, processes, device, engine, cache, folder.model.vocab_size)
                 loaded = _Loaded(router, router.max_position, router.n_pages, router.cache_bytes)
-                where = f"{device}, processes: {processes.prefill} for prefill, {processes.decode} for decoding"
+                where = f"{device} by processes, {processes.prefill} for prefill and {processes.decode} for decoding, "
+                where += "each with this cache or a larger one"
             elif ranks.size == 1:
                 loaded, where = _Loaded.of(*folder.load(device, engine, cache)), f"{device}"
             else:

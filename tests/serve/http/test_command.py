@@ -144,7 +144,9 @@ def apart(folder):
     """A server with a prefill and a decode process, and OpenAI's client of it."""
     server = start(folder, "--processes.prefill", "1", "--processes.decode", "1", "--engine.batch-invariant")
     lines = [server.stdout.readline() for _ in range(3)]
-    assert lines[0].startswith("serving micro on cpu, processes: 1 for prefill, 1 for decoding: context 128 tokens, ")
+    assert lines[0].startswith(
+        "serving micro on cpu by processes, 1 for prefill and 1 for decoding, each with this cache"
+    )
     with openai.OpenAI(base_url=re.search(r"base_url (\S+),", lines[-1])[1], api_key="any", max_retries=0) as client:
         yield server, client
     server.kill()
