@@ -100,7 +100,7 @@ def train_compared_run(
     measured.reference_times.append(reference_time(device))
     diverged_at: int | None = None
     losses_NS: Tensor | None = None
-    with console.steps(config.steps, trainer.steps_done) as progress:
+    with console.steps(config.steps, trainer.steps_done, config.indexer_stage) as progress:
         while trainer.steps_done < config.steps:
             if stop:
                 if folder is not None:

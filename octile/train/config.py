@@ -260,15 +260,15 @@ class TrainConfig:
 
     def _check_indexer(self) -> None:
         """Refuse a stage without an indexer, an indexer without a stage or in a pipeline, and a warm-up for nothing."""
+        if self.model.has_indexer and self.parallel.pp > 1:
+            raise ValueError(f"parallel.pp must be 1 for a model with an indexer, not {self.parallel.pp}")
         if self.model.has_indexer and self.indexer_stage is None:
-            raise ValueError("indexer_stage must be 'warm_up' or 'sparse' for a model with an indexer, not None")
+            raise ValueError("indexer_stage is not given: a model with an indexer needs warm_up or sparse")
         if self.indexer_stage is not None and not self.model.has_indexer:
             raise ValueError(
                 f"indexer_stage {self.indexer_stage} needs a model with an indexer: set model.index_n_heads, "
                 "model.index_head_dim and model.index_topk"
             )
-        if self.model.has_indexer and self.parallel.pp > 1:
-            raise ValueError(f"parallel.pp must be 1 for a model with an indexer, not {self.parallel.pp}")
         if self.indexer_stage != "warm_up":
             return
         if self.patience:

@@ -111,14 +111,17 @@ class RunConsole:
         if any(count > NAMED for count in m.skipped.values()):
             self.print(f"all that is left out is named in {store.folder / LEFT_OUT}")
 
-    def print_results(self, run: RunFolder, sample: str, report: Path, best: Best | None) -> None:
-        """Print a sample of generated text, where the results are, and after which step the model was the best."""
+    def print_results(self, run: RunFolder, sample: str, report: Path, best: Best | None, steps: int) -> None:
+        """Print a sample of generated text, where the results are, and of which step the model is.
+
+        Without a best validation, as in a warm-up of indexers, it is that of the last of the `steps` steps.
+        """
         from rich.panel import Panel
 
         self.console.print(Panel(self._text(sample), title="a sample of generated text", title_align="left"))
         more = f"octile generate {shlex.quote(str(run.path))} --prompt 'class '"
-        which = f", after step {best.step:,}: the lowest held-out loss, {best.val_loss:.4f}" if best else ""
-        self.print(f"model:  {run.model}{which}\nreport: {report}\nmore:   {more}")
+        which = f"{best.step:,}: the lowest held-out loss, {best.val_loss:.4f}" if best else f"{steps:,}: the last"
+        self.print(f"model:  {run.model}, after step {which}\nreport: {report}\nmore:   {more}")
 
     @contextmanager
     def stages(self) -> Iterator[Callable[[str, float], None]]:
@@ -129,10 +132,13 @@ class RunConsole:
             bar.update(task, visible=False)
 
     @contextmanager
-    def steps(self, steps: int, done: int) -> Iterator[StepProgress]:
-        """The progress bar of a training run of `steps` steps, `done` of which lie behind it."""
+    def steps(self, steps: int, done: int, stage: str | None = None) -> Iterator[StepProgress]:
+        """The progress bar of a training run of `steps` steps, `done` of which lie behind it.
+
+        With a stage of training indexers it shows the stage and the loss of the indexers before the other loss.
+        """
         with self._bar("step {task.completed}/{task.total}", "{task.description}") as bar:
-            yield StepProgress(self, bar, steps, done)
+            yield StepProgress(self, bar, steps, done, stage)
 
     def _bar(self, *texts: str, bar_from: int = MIN_BAR_WIDTH, elapsed_from: int = MIN_ELAPSED_WIDTH) -> Progress:
         from rich.progress import (
@@ -165,8 +171,8 @@ class RunConsole:
 class StepProgress:
     """The progress bar of a run, or its lines where the output is not a terminal."""
 
-    def __init__(self, console: RunConsole, bar: Progress, steps: int, done: int):
-        self.console, self.bar, self.steps = console, bar, steps
+    def __init__(self, console: RunConsole, bar: Progress, steps: int, done: int, stage: str | None):
+        self.console, self.bar, self.steps, self.stage = console, bar, steps, stage
         self.task = bar.add_task("", total=steps, completed=done)
         self.every = max(1, steps // LOG_LINES)
 
@@ -177,6 +183,8 @@ class StepProgress:
             self.console.print(f"step {line['step']} was skipped: {line['skipped_for']}; {total}")
         flops, mfu = format_flops(line["flops_per_s"]), f"{line['mfu']:.1%} MFU" if "mfu" in line else None
         head = f"loss {line['main_loss']:.3f} · {line['tokens_per_s']:,.0f} tokens/s"
+        if self.stage is not None:
+            head = f"{self.stage} · indexer loss {line['indexer_loss']:.3f} · {head}"
         text = " · ".join(filter(None, (head, flops, mfu)))
         has_room = self.console.console.width >= MIN_FLOPS_WIDTH
         self.bar.update(self.task, completed=line["step"], description=text if has_room else f"{head} · {mfu or flops}")

@@ -218,7 +218,7 @@ def _train(
         explain_out_of_memory(config, device, trainer),
         closing(trainer),
         closing((MetricsWriter if ranks.is_first else NoMetrics)(run, trainer.steps_done)) as metrics,
-        console.steps(config.steps, trainer.steps_done) as progress,
+        console.steps(config.steps, trainer.steps_done, config.indexer_stage) as progress,
     ):
         recorder = _Recorder(trainer, store, metrics, progress, spikes)
         step_context = hook(trainer, run, metrics)
@@ -582,7 +582,7 @@ def _write_results(trainer: Trainer, best: BestModel, run: RunFolder, store: Tok
     report = write_run_report(run.path)
     if memorization := find_memorization(read_run(run.path)):
         console.print(str(memorization))
-    console.print_results(run, sample, report, best.best)
+    console.print_results(run, sample, report, best.best, trainer.steps_done)
 
 
 @contextmanager

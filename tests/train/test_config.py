@@ -163,11 +163,11 @@ WITH_INDEXER = replace(preset("tiny").model, index_n_heads=4, index_head_dim=32,
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model": WITH_INDEXER}, "indexer_stage must be 'warm_up' or 'sparse' for a model with an indexer, not None"),
+        ({"model": WITH_INDEXER}, "indexer_stage is not given: a model with an indexer needs warm_up or sparse"),
         ({"indexer_stage": "sparse"}, "indexer_stage sparse needs a model with an indexer: set model.index_n_heads"),
         ({"indexer_stage": "dense"}, "indexer_stage must be warm_up or sparse, not 'dense'"),
         (
-            {"model": WITH_INDEXER, "indexer_stage": "sparse", "parallel": ParallelConfig(pp=2)},
+            {"model": WITH_INDEXER, "parallel": ParallelConfig(pp=2)},
             "parallel.pp must be 1 for a model with an indexer, not 2",
         ),
         (

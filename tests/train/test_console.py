@@ -10,8 +10,10 @@ import pytest
 from rich.console import Console
 
 from octile.report.console import Console as OctileConsole
+from octile.train.best_model import Best
 from octile.train.console import RunConsole
 from octile.train.data import prepare
+from octile.train.run_folder import RunFolder
 from tests.train.conftest import MICRO, silent_console
 
 
@@ -120,6 +122,25 @@ def test_without_a_known_peak_there_is_a_speed_but_no_mfu(flops, text):
         progress.every = 1
         progress.step({**line(), "flops_per_s": flops, "seconds": 1.0})
     assert f"12,345 tokens/s · {text}, 0.0 s left" in console.console.file.getvalue()
+
+
+@pytest.mark.parametrize("stage", ["warm_up", "sparse"])
+def test_a_stage_of_training_indexers_and_their_loss_are_shown(stage):
+    console = silent_console()
+    with console.steps(11_234, 0, stage) as progress:
+        progress.every = 1
+        progress.step({**line(), "indexer_loss": 0.5123, "seconds": 1.0})
+    assert f"step 11234/11234: {stage} · indexer loss 0.512 · loss 2.345 · " in console.console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("best", "text"),
+    [(None, "after step 1,200: the last\n"), (Best(800, 2.5), "after step 800: the lowest held-out loss, 2.5000\n")],
+)
+def test_the_results_say_of_which_step_the_model_is(tmp_path, best, text):
+    console = silent_console()
+    console.print_results(RunFolder(tmp_path), "sample", tmp_path / "report.html", best, 1_200)
+    assert f"model:  {tmp_path / 'model'}, {text}" in console.console.file.getvalue()
 
 
 def test_the_time_left_of_a_long_run_is_in_days():
