@@ -17,10 +17,12 @@ announced, nor if the block boundaries of a stacked weight differ (`moe_intermed
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from octile.checkpoint.hugging_face import has_fp8_weights, read_model_config
 from octile.models.deepseek_v3 import DeepseekV3
@@ -65,10 +67,18 @@ def check_shape(config: TrainConfig, folder: Path) -> None:
 
 
 @torch.no_grad()
-def count_unchanged_weights(model: DeepseekV3) -> tuple[int, int]:
-    """The number of weights that quantization by their recipe does not change, and the number of quantized weights."""
+def count_unchanged_weights(model: DeepseekV3, without: Iterable[nn.Module] = ()) -> tuple[int, int]:
+    """The number of weights that quantization by their recipe does not change, and the number of quantized weights.
+
+    Args:
+        model: the model.
+        without: modules of it whose weights are not counted.
+    """
+    left_out = {part for module in without for part in module.modules()}
     unchanged = quantized = 0
     for module in model.modules():
+        if module in left_out:
+            continue
         recipe = getattr(module, "recipe", None)
         if not isinstance(recipe, Recipe) or recipe.formats is None or recipe.formats.w.amax != "current":
             continue
@@ -80,10 +90,16 @@ def count_unchanged_weights(model: DeepseekV3) -> tuple[int, int]:
 
 
 def describe_initial_weights(model: DeepseekV3, folder: Path) -> str:
-    """The origin of a run's weights, and whether its first step computes with the values of an FP8 checkpoint."""
+    """The origin of a run's weights, and whether its first step computes with the values of an FP8 checkpoint.
+
+    Indexers that the checkpoint lacks are new: they are named, and not counted.
+    """
+    are_new = bool(model.indexers()) and not read_model_config(folder).has_indexer
+    new = "; the indexers are new" if are_new else ""
     if not has_fp8_weights(folder):
-        return f"weights: {folder}, not quantized"
-    unchanged, quantized = count_unchanged_weights(model)
+        return f"weights: {folder}, not quantized{new}"
+    unchanged, quantized = count_unchanged_weights(model, model.indexers() if are_new else ())
     if not quantized:
-        return f"weights: {folder}, FP8, dequantized"
-    return f"weights: {folder}, FP8; {unchanged} of {quantized} quantized weights are bit-identical in the first step"
+        return f"weights: {folder}, FP8, dequantized{new}"
+    same = f"{unchanged} of {quantized} quantized weights have the folder's FP8 values in the first step"
+    return f"weights: {folder}, FP8; {same}{new}"

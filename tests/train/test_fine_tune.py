@@ -102,6 +102,15 @@ def test_a_model_with_indexers_begins_with_weights_of_dense_attention(saved, sto
     assert all(torch.equal(trainer.model.state_dict()[name], tensor) for name, tensor in dense.items())
 
 
+def test_new_indexers_are_named_and_not_counted_among_the_weights_of_the_folder(saved, store):
+    folder = saved("fp8")
+    model = replace(WIDE, index_n_heads=4, index_head_dim=16, index_topk=8)
+    sparse = Trainer(micro(model=model, init_from=folder, indexer_stage="warm_up"), store, CPU).model
+    dense = Trainer(micro(model=WIDE, init_from=folder), store, CPU).model
+    expected = describe_initial_weights(dense, folder) + "; the indexers are new"
+    assert describe_initial_weights(sparse, folder) == expected
+
+
 def test_a_model_with_other_indexers_than_its_weights_is_refused(saved, tmp_path):
     model = replace(MICRO, index_n_heads=4, index_head_dim=16, index_topk=8)
     save(DeepseekV3(model), tmp_path / "sparse")
@@ -179,7 +188,7 @@ def test_weights_that_are_not_bit_identical_are_reported(saved, store):
 
     folder = saved("fp8")
     total = count_unchanged_weights(Trainer(micro(model=WIDE), store, CPU).model)[1]
-    assert f"{total} of {total} quantized weights are bit-identical" in description(folder, WIDE)
+    assert f"{total} of {total} quantized weights have the folder's FP8 values" in description(folder, WIDE)
     assert description(folder, WIDE, "bf16").endswith("FP8, dequantized")
 
     tensors = load_file(folder / "model.safetensors")
@@ -253,7 +262,7 @@ def test_fine_tuning_from_the_command_line(saved, text, tmp_path, capsys):
     options = {"data": text, "out": out, "init-from": folder, "steps": 2, "batch-size": 2, "sequence-length": 32}
     main(["train", "--val-sequences", "2", *(str(x) for n, v in options.items() for x in (f"--{n}", v))])
     output = " ".join(capsys.readouterr().out.split())
-    assert "quantized weights are bit-identical in the first step" in output
+    assert "quantized weights have the folder's FP8 values in the first step" in output
     saved_config = RunFolder.open(out).read_config()
     assert (saved_config.init_from, saved_config.model.hidden_size, saved_config.optim) == (folder, 64, OPTIM)
 
