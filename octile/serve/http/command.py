@@ -61,12 +61,17 @@ def serve(
         with ExitStack() as stack:
             bound = ranks.from_first_only(lambda: stack.enter_context(bind(host, port)))
             if processes.prefill:
+                where = f"{device} by processes, {processes.prefill} for prefill and {processes.decode} for decoding"
+            else:
+                where = f"{device}" if ranks.size == 1 else f"{ranks.size} ranks ({device.type})"
+            if bound is not None:  # on rank 0
+                print(f"loading {name} on {where}", file=sys.stderr, flush=True)
+            if processes.prefill:
                 router = Router(folder.path, processes, device, engine, cache, folder.model.vocab_size)
                 loaded = _Loaded(router, router.max_position, router.n_pages, router.cache_bytes)
-                where = f"{device} by processes, {processes.prefill} for prefill and {processes.decode} for decoding, "
-                where += "each with this cache or a larger one"
+                where += ", each with this cache or a larger one"
             elif ranks.size == 1:
-                loaded, where = _Loaded.of(*folder.load(device, engine, cache)), f"{device}"
+                loaded = _Loaded.of(*folder.load(device, engine, cache))
             else:
                 control = world() if device.type == "cpu" else dist.new_group(backend="gloo", timeout=ranks.timeout)
                 spread, runner = folder.load_spread(device, engine, cache, parallel, control)
@@ -75,7 +80,7 @@ def serve(
                         follow(spread, ranks, control)
                     return leave()
                 loaded = _Loaded.of(FrontEngine(spread, ranks, control), runner)
-                where = f"{ranks.size} ranks ({device.type}), each with this cache"
+                where += ", each with this cache"
             assert bound is not None  # on rank 0
             _answer(bound, folder, name, host, api_keys, limits, loaded, where, chat)
     except Exception as error:

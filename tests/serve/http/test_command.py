@@ -58,6 +58,10 @@ def test_it_says_what_it_serves(printed):
     assert re.search(r"^try it at http://127\.0\.0\.1:\d+, ", printed[2])
 
 
+def test_it_says_on_standard_error_that_it_loads_before_it_serves(process, printed):
+    assert process.stderr.readline() == "loading micro on cpu\n"
+
+
 def test_another_sites_name_is_refused(client):
     assert httpx.get(str(client.base_url.join("/health")), headers={"host": "evil.example"}).status_code == 403
 
@@ -143,6 +147,7 @@ def children(pid: int, name: str) -> list[int]:
 def apart(folder):
     """A server with a prefill and a decode process, and OpenAI's client of it."""
     server = start(folder, "--processes.prefill", "1", "--processes.decode", "1", "--engine.batch-invariant")
+    assert server.stderr.readline() == "loading micro on cpu by processes, 1 for prefill and 1 for decoding\n"
     lines = [server.stdout.readline() for _ in range(3)]
     assert lines[0].startswith(
         "serving micro on cpu by processes, 1 for prefill and 1 for decoding, each with this cache"
