@@ -1,10 +1,9 @@
 """Draw the pictures of docs/mla_decoding.md.
 
-    octile bench attention --json benchmarks/results/h200_attention.json      # on an H200: the points of the roofline
     python docs/decoding_pictures.py
 
 They are written to docs/images/. The roofline and the form's bytes are computed, the points and the steps are read from
-benchmarks/.
+benchmarks/. The points are what `octile bench attention --json NAME.json` wrote on an H200.
 """
 
 import json
