@@ -184,7 +184,7 @@ class StepProgress:
         flops, mfu = format_flops(line["flops_per_s"]), f"{line['mfu']:.1%} MFU" if "mfu" in line else None
         head = f"loss {line['main_loss']:.3f} · {line['tokens_per_s']:,.0f} tokens/s"
         if self.stage is not None:
-            head = f"{self.stage} · indexer loss {line['indexer_loss']:.3f} · {head}"
+            head = f"{self.stage} · indexer loss {line['indexer_loss']:.4f} · {head}"
         text = " · ".join(filter(None, (head, flops, mfu)))
         has_room = self.console.console.width >= MIN_FLOPS_WIDTH
         self.bar.update(self.task, completed=line["step"], description=text if has_room else f"{head} · {mfu or flops}")

@@ -130,7 +130,7 @@ def test_a_stage_of_training_indexers_and_their_loss_are_shown(stage):
     with console.steps(11_234, 0, stage) as progress:
         progress.every = 1
         progress.step({**line(), "indexer_loss": 0.5123, "seconds": 1.0})
-    assert f"step 11234/11234: {stage} · indexer loss 0.512 · loss 2.345 · " in console.console.file.getvalue()
+    assert f"step 11234/11234: {stage} · indexer loss 0.5123 · loss 2.345 · " in console.console.file.getvalue()
 
 
 @pytest.mark.parametrize(
