@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from octile.formats import TILE
 from octile.nn.checkpointed_loss import leave_behind
+from octile.nn.double_backward import first_derivative_only
 from octile.nn.fused.index_alignment import alignment_loss
 from octile.nn.norm import LayerNorm
 from octile.nn.rope import CosSin
@@ -162,6 +163,7 @@ class _IndexValues(torch.autograd.Function):
         return data.float() * scale[..., None]
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+    @first_derivative_only
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         return rotate_first(hadamard(dy), cos, -sin).to(ctx.dtype), None, None

@@ -19,7 +19,10 @@ from octile.nn.dispatcher import LocalDispatcher
 from octile.nn.double_backward import first_derivative_only
 from octile.nn.fused.attention_output import attention_linear
 from octile.nn.fused.block_input import quantize_block_input
+from octile.nn.fused.chosen_attention import chosen_attention
+from octile.nn.fused.index_alignment import alignment_loss
 from octile.nn.fused.projections import projections
+from octile.nn.indexer import _IndexValues
 from octile.nn.rope import Rope
 from octile.nn.smooth_swiglu import scale_columns
 from octile.nn.tensor_parallel import _Wait
@@ -44,6 +47,16 @@ def attention_and_linear(x: Tensor) -> Tensor:
     return attention_linear(q, q, q, torch.randn(8, D), 0.1, RECIPE, torch.float32)
 
 
+def attention_to_chosen_keys(x: Tensor) -> Tensor:
+    q = x.unflatten(-1, (2, 64))
+    return chosen_attention(q, q, q, torch.tensor([[[0, -1]]], dtype=torch.int32).expand(1, S, 2), 0.1)
+
+
+def alignment(x: Tensor) -> Tensor:
+    q = x.unflatten(-1, (2, 64))
+    return alignment_loss(q, q[:, :, 0], x[..., :2], q.detach(), q.detach(), None, 0.1)
+
+
 class ExchangingDispatcher(LocalDispatcher):
     """A dispatcher whose mixtures compute during exchanges, as between ranks."""
 
@@ -64,8 +77,11 @@ def deferrable_linear(x: Tensor) -> Tensor:
 RAISING: dict[str, Callable[[Tensor], Tensor]] = {  # functions of x [1, S, D]
     "HighPrecisionLinear": lambda x: functional.linear(x, torch.randn(8, D), None, Recipe.bf16()),
     "QuantizedLinear": Linear(D, 8),
+    "_AlignmentLoss": alignment,
     "_AttentionLinear": attention_and_linear,
+    "_ChosenAttention": attention_to_chosen_keys,
     "_FeedForward": lambda x: apply_recipe(MLP(D, D), RECIPE)(x),
+    "_IndexValues": lambda x: _IndexValues.apply(x.unflatten(-1, (2, 64)), *COS_SIN),
     "_LatentAttention": lambda x: apply_recipe(mla(), RECIPE)(x, COS_SIN),
     "_Gate": lambda x: Gate(D, 4, 2)(x.flatten(0, 1)).weights_TK,
     "_Linear": deferrable_linear,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import openai
+import psutil
 import pytest
 import torch
 
@@ -138,9 +139,8 @@ def test_wrong_options_are_refused_in_one_line(folder, options, message):
 
 
 def children(pid: int, name: str) -> list[int]:
-    """The processes that a server has started as prefill or decode processes."""
-    found = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(pid)], capture_output=True, text=True).stdout
-    return [int(line.split()[0]) for line in found.splitlines() if name in line]
+    """The processes that a server has started whose command has a word, by their numbers."""
+    return sorted(child.pid for child in psutil.Process(pid).children() if name in " ".join(child.cmdline()))
 
 
 @pytest.fixture
