@@ -199,7 +199,7 @@ class SortedExchange:
         device: torch.device | None = None,
     ):
         ranks = memory.group.size()
-        most = most_tokens(ranks, n_chosen)
+        most = max_rank_tokens(ranks, n_chosen)
         if not 1 <= max_tokens <= most:
             raise ValueError(f"max_tokens must be from 1 to {most} of {ranks} ranks, not {max_tokens}")
         sizes = f"{n_experts} experts, {n_chosen} of them chosen, {hidden_size} of {dtype}, max_tokens {max_tokens}"
@@ -331,6 +331,6 @@ class SortedExchange:
         return unpermute(found.view(-1, self.hidden_size), self.place[:tokens], add, weights_TK)
 
 
-def most_tokens(ranks: int, n_chosen: int) -> int:
+def max_rank_tokens(ranks: int, n_chosen: int) -> int:
     """Return how many tokens a rank has at most in a `SortedExchange`."""
     return MAX_ENTRIES // (ranks * n_chosen)

@@ -14,6 +14,7 @@ graph_memory.py  the memory in which all of them are captured
 drafts.py     speculative decoding with the multi-token prediction layer
 text.py       from tokens to pieces of text, and stop strings
 stats.py      `Stats`: what an engine counts
+signals.py    signals of processes that another one ends
 async_engine.py  an engine in a thread of its own, whose outputs an event loop reads
 load_test.py  many clients that stream completions and time them
 disaggregated/  prefill and decoding in processes of their own

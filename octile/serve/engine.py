@@ -15,6 +15,7 @@ from __future__ import annotations
 import secrets
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from torch import Tensor
@@ -94,8 +95,7 @@ class Engine:
             ValueError: as `check`.
         """
         self.check(prompt, sampling)
-        seed = draw_seed() if sampling.seed is None else sampling.seed
-        request = Request(self._n_requests, tuple(prompt), sampling, seed)
+        request = make_request(self._n_requests, prompt, sampling)
         self._n_requests += 1
         self._requests[request.id] = request
         self._texts[request.id] = TextStream(self._tokenizer, sampling.stop)
@@ -398,9 +398,10 @@ class Engine:
         del self._requests[request.id], self._texts[request.id]
 
 
-def draw_seed() -> int:
-    """Return the seed of a request that asks for none."""
-    return secrets.randbelow(MAX_SEED)
+def make_request(number: int, prompt: Sequence[int], sampling: Sampling) -> Request:
+    """Make a request with the next number of an engine; if it asks for no seed, one is drawn, also in its sampling."""
+    seed = secrets.randbelow(MAX_SEED) if sampling.seed is None else sampling.seed
+    return Request(number, tuple(prompt), replace(sampling, seed=seed), seed)
 
 
 def check_prompt(prompt: Sequence[int], sampling: Sampling, vocab_size: int, context: int) -> None:

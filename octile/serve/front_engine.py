@@ -10,18 +10,16 @@ has ended is noticed, and no rank waits for longer than its timeout.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from octile.parallel.ranks import Ranks
+from octile.serve.engine import make_request
 from octile.serve.request import Output, Request, Sampling
 from octile.serve.spread_engine import SpreadEngine
 from octile.serve.stats import ChangedStats, Stats
-from octile.validation import MAX_SEED
 
 
 class _Added(NamedTuple):
@@ -129,8 +127,7 @@ class FrontEngine:
             ValueError: as `check`.
         """
         self.check(prompt, sampling)
-        seed = secrets.randbelow(MAX_SEED) if sampling.seed is None else sampling.seed
-        request = Request(self._n_requests, tuple(prompt), replace(sampling, seed=seed), seed)
+        request = make_request(self._n_requests, prompt, sampling)
         self._n_requests += 1
         rank = self._load.index(min(self._load))
         self._load[rank] += 1

@@ -62,7 +62,7 @@ class ModelRunner:
     Attributes:
         n_steps, n_draft_passes: passes of the main model, and of the multi-token prediction layer, so far.
         min_decode: with spread experts, requests for which the graph of a decode step has room at least, and
-        most_rows: rows that a step has on any rank at most, 0: not known, and
+        max_rank_rows: rows that a step has on any rank at most, 0: not known, and
         timeout: seconds for which the host waits for its GPU, which may wait for that of another rank; `SpreadEngine`
             sets these.
 
@@ -110,7 +110,7 @@ class ModelRunner:
         if expert_window:
             layers = [layer for layer in range(n_layers) if c.is_moe(layer)]
             self.expert_load = ExpertLoad(layers, c.n_routed_experts, expert_window, self.device)
-        self.n_steps = self.n_draft_passes = self.min_decode = self.most_rows = 0
+        self.n_steps = self.n_draft_passes = self.min_decode = self.max_rank_rows = 0
         self.timeout = math.inf
         self.forward = Forward.make(
             weights, self.cache, self.max_position, batch_invariant, self.expert_load, self.spread, self.index
@@ -305,17 +305,17 @@ class ModelRunner:
         graphs = self.prefill_graphs
         if graphs is None or not (step.prefills if self.spread is None else self._has_peers):
             return self._of_rows().hidden(step)
-        return graphs.hidden(step, self.most_rows)
+        return graphs.hidden(step, self.max_rank_rows)
 
     def _of_rows(self) -> Forward:
         """The pass of a step whose rows fit into graphs, or of one without."""
-        return self._with_peers.of_rows(padded_rows(self.most_rows)) if self._has_peers else self.forward
+        return self._with_peers.of_rows(padded_rows(self.max_rank_rows)) if self._has_peers else self.forward
 
     @property
     def _has_peers(self) -> bool:
         """Whether kernels exchange the rows of a step, the same on all ranks."""
         dispatcher = self._with_peers.dispatcher
-        return isinstance(dispatcher, PeerDispatcher) and 0 < self.most_rows <= dispatcher.max_tokens
+        return isinstance(dispatcher, PeerDispatcher) and 0 < self.max_rank_rows <= dispatcher.max_tokens
 
     def _has_graph(self, layout: Layout) -> bool:
         return layout.n_decode <= self._max_rows and not layout.prefill

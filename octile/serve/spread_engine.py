@@ -99,12 +99,12 @@ class SpreadEngine:
         outputs, scheduled = self.engine.schedule()
         rows = torch.tensor(sum(s.n_tokens for s in scheduled), device=self._on_host)
         dist.all_reduce(rows, dist.ReduceOp.MAX, self._control)
-        runner.most_rows = int(rows)
+        runner.max_rank_rows = int(rows)
         outputs += self.engine.run(scheduled)
         if runner.n_steps == n_steps:
             runner.take_part()
         runner.take_part_in_drafts(runner.n_drafts - (runner.n_draft_passes - n_drafts))
-        runner.most_rows = 0
+        runner.max_rank_rows = 0
         return outputs
 
     def _place(self) -> None:

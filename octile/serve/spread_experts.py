@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from octile.checkpoint.hugging_face import read_model_config
 from octile.models.config import ModelConfig
 from octile.parallel import symmetric_memory
-from octile.parallel.decoding import SortedExchange, most_tokens
+from octile.parallel.decoding import SortedExchange, max_rank_tokens
 from octile.parallel.experts import ExpertDispatcher, check_agreement, check_divisible, groups_of
 from octile.parallel.symmetric_memory import PeerDispatcher
 from octile.scaled import ScaledTensor
@@ -188,7 +188,7 @@ class SpreadExperts:
         All ranks must call it with the same number. If they are too many, a warning says so, and the result is None.
         """
         n_ranks, n_chosen = self.dispatcher.n_ranks, self.dispatcher.n_chosen
-        most = most_tokens(n_ranks, n_chosen)
+        most = max_rank_tokens(n_ranks, n_chosen)
         if max_tokens > most:
             rows = f"a rank has up to {max_tokens} rows, but {n_ranks} ranks may have {most} each"
             what = f"decode steps are not launched ahead: {rows}"

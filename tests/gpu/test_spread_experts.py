@@ -43,7 +43,7 @@ def check_graphs(weights: ServedWeights, rank: int) -> None:
         experts = SpreadExperts(weights, FIRST)
         runner = ModelRunner(experts, N_PAGES, max_batch=2, max_step_tokens=256, micro_batches=micro_batches)
         assert runner.prefill_graphs is not None
-        runner.most_rows = 100  # of all steps on both ranks
+        runner.max_rank_rows = 100  # of all steps on both ranks
         together = torch.cat(read(runner, rank))
         assert (together - alone).norm() < 0.05 * alone.norm()
 

@@ -5,11 +5,9 @@ import inspect
 from pathlib import Path
 
 import pytest
-import torch
 
-from octile.checkpoint.hugging_face import save
-from octile.models.deepseek_v3 import DeepseekV3
 from octile.tokenizer import Tokenizer
+from tests.serve.models import save_untrained
 from tests.train.conftest import MICRO
 
 
@@ -21,8 +19,4 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture(scope="session")
 def folder(tokenizer, tmp_path_factory) -> Path:
     """The folder of a model that is not trained, as `octile serve` reads it."""
-    folder = tmp_path_factory.mktemp("served") / "micro"
-    torch.manual_seed(0)
-    save(DeepseekV3(MICRO), folder, weights="fp8")
-    tokenizer.save(folder)
-    return folder
+    return save_untrained(MICRO, tokenizer, tmp_path_factory.mktemp("served") / "micro")

@@ -2,14 +2,17 @@
 
 from array import array
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
+from octile.checkpoint.hugging_face import save
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.conversion import apply_recipe
 from octile.serve.batch import Batch, Chunk
 from octile.serve.model_runner import ModelRunner
+from octile.tokenizer import Tokenizer
 
 # a dense layer, a mixture and a prediction layer; a latent of a partial tile; sides that are no multiples of 128
 CONFIG = ModelConfig(
@@ -74,3 +77,11 @@ class Texts:
         for i, logits in enumerate(results.logits.cpu().split([*sizes])):
             self.logits[i] = torch.cat((self.logits[i], logits))
         return self
+
+
+def save_untrained(config: ModelConfig, tokenizer: Tokenizer, folder: Path) -> Path:
+    """Save a model that is not trained, in FP8, and its tokenizer, as `octile serve` reads them; return the folder."""
+    torch.manual_seed(0)
+    save(DeepseekV3(config), folder, weights="fp8")
+    tokenizer.save(folder)
+    return folder

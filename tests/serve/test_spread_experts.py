@@ -87,7 +87,7 @@ def logits_of_graphs_with_two_micro_batches(rank: int, folder: Path) -> None:
         runner.prefill_graphs = PrefillGraphs(runner._with_peers, None, 256, micro_batches=2)
         texts = Texts(runner, [text(60, 10 * rank), text(40, 10 * rank + 1)])
         for sizes in ((20 - 5 * rank, 9), (1, 12)):
-            runner.most_rows = 29
+            runner.max_rank_rows = 29
             texts.run(*sizes)
     alone = Texts(ModelRunner(weights, N_PAGES), texts.texts)
     for sizes in ((20 - 5 * rank, 9), (1, 12)):

@@ -33,7 +33,7 @@ from octile.serve.disaggregated.worker import (
     Stepped,
     WorkerOptions,
 )
-from octile.serve.engine import check_prompt, draw_seed
+from octile.serve.engine import check_prompt, make_request
 from octile.serve.request import Output, Request, Sampling
 from octile.serve.stats import Stats
 
@@ -209,13 +209,10 @@ class Router:
             ValueError: as `check`.
         """
         self.check(prompt, sampling)
-        if sampling.seed is None:
-            sampling = replace(sampling, seed=draw_seed())
-        assert sampling.seed is not None
-        request = Request(self._n_requests, tuple(prompt), sampling, sampling.seed)
+        request = make_request(self._n_requests, prompt, sampling)
         self._n_requests += 1
         process = min(self._prefill, key=lambda process: process.load)
-        self._start(request, process, len(prompt), Add(request.id, request.prompt, sampling))
+        self._start(request, process, len(prompt), Add(request.id, request.prompt, request.sampling))
         return request
 
     def cancel(self, request_id: int) -> bool:

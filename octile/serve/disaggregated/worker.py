@@ -6,7 +6,7 @@ pool is full, the process waits until pages come back. A decode process adopts w
 
 from __future__ import annotations
 
-import signal
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -25,6 +25,7 @@ from octile.serve.engine import Engine, FirstToken
 from octile.serve.load import Folder
 from octile.serve.model_runner import ModelRunner
 from octile.serve.request import Output, Request, Sampling
+from octile.serve.signals import signals_ignored
 from octile.serve.stats import ChangedStats, Stats
 
 
@@ -149,11 +150,10 @@ def decode(connection: Connection, options: WorkerOptions) -> None:
     _run(connection, options, lambda engine, runner: DecodeWorker(connection, engine, runner))
 
 
+@signals_ignored()
 def _run(
     connection: Connection, options: WorkerOptions, make: Callable[[Engine, ModelRunner], _Worker], pools: bool = False
 ) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # the router drains, and then closes the pipe
-        signal.signal(number, signal.SIG_IGN)
     try:
         if options.device.type == "cuda":
             torch.cuda.set_device(options.device)
@@ -167,7 +167,7 @@ def _run(
         worker.run()
 
 
-class _Worker:
+class _Worker(ABC):
     """An engine whose requests have the router's numbers."""
 
     def __init__(self, connection: Connection, engine: Engine, runner: ModelRunner):
@@ -195,13 +195,13 @@ class _Worker:
         else:
             self.carry_out(command)
 
+    @abstractmethod
     def carry_out(self, command: object) -> None:
         """Carry out a command of this kind of process."""
-        raise NotImplementedError
 
+    @abstractmethod
     def send(self, outputs: list[Output]) -> None:
         """Send what a step has added."""
-        raise NotImplementedError
 
     def start(self, request_id: int, request: Request) -> None:
         """Note the number of a request that the engine has."""

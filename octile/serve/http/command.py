@@ -5,8 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from ipaddress import ip_address
 from pathlib import Path
 from typing import NamedTuple
@@ -27,6 +26,7 @@ from octile.serve.http.server import Server, bind, url_of
 from octile.serve.http.service import Service
 from octile.serve.load import Folder
 from octile.serve.model_runner import ModelRunner
+from octile.serve.signals import signals_ignored
 
 
 def serve(
@@ -138,17 +138,6 @@ def _answer(
             leave()
     if signal.SIGINT in server.signals:  # ignored after the run where a shell began the process in the background
         raise KeyboardInterrupt
-
-
-@contextmanager
-def signals_ignored() -> Iterator[None]:
-    """Context manager in which Ctrl-C and SIGTERM are ignored."""
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _binary(size: int) -> str:

@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from octile.checkpoint.hugging_face import save
-from octile.models.deepseek_v3 import DeepseekV3
 from octile.serve.config import CacheConfig, EngineConfig, ProcessesConfig
 from octile.serve.disaggregated.router import ProcessEndedError, Router
 from octile.serve.load import Folder
 from octile.serve.request import Sampling
+from tests.serve.models import save_untrained
 from tests.train.conftest import MICRO
 
 ENGINE = EngineConfig(batch_invariant=True)
@@ -25,11 +24,7 @@ MODEL = replace(MICRO, max_position_embeddings=512, num_nextn_predict_layers=0)
 
 @pytest.fixture(scope="module")
 def folder(tokenizer, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("apart") / "micro"
-    torch.manual_seed(0)
-    save(DeepseekV3(MODEL), folder, weights="fp8")
-    tokenizer.save(folder)
-    return folder
+    return save_untrained(MODEL, tokenizer, tmp_path_factory.mktemp("apart") / "micro")
 
 
 def start(folder: Path, processes: ProcessesConfig, engine: EngineConfig = ENGINE, gib: float | None = None) -> Router:

@@ -172,7 +172,7 @@ struct Producer {
         return cache + static_cast<int64_t>(max(slot, 0)) * row_bytes;
     }
 
-    // Copies tiles of a part as they are, from `byte` of the rows on.
+    // Copies tiles of a part without converting them, from `byte` of the rows on.
     __device__ __forceinline__ void copy(const int* of_tile, int which, Part part, int byte) {
         const int own = ptx::opaque(thread()), group = own / 8, column = own % 8;
         const int first = part * 4, count = part == rotary_part ? 1 : 4;
