@@ -10,6 +10,7 @@ Shapes: P pages, E channels of a key, T rows.
 import torch
 from torch import Tensor
 
+from octile.models.config import ModelConfig
 from octile.ops.latent_cache import PAGE
 from octile.ops.mqa_logits import SCALE_BYTES
 
@@ -53,6 +54,11 @@ class IndexPages:
     def _views(self, stored: Tensor) -> tuple[Tensor, Tensor]:
         keys, scales = stored.split([PAGE * self._head_dim, PAGE * SCALE_BYTES], dim=1)
         return keys.view(torch.float8_e4m3fn).unflatten(1, (PAGE, self._head_dim)), scales.view(torch.float32)
+
+
+def needs_index(config: ModelConfig, max_position: int) -> bool:
+    """Return whether a model chooses keys in texts of up to max_position positions; it attends to all of fewer ones."""
+    return bool(config.index_head_dim) and config.index_topk is not None and config.index_topk < max_position
 
 
 def bytes_per_key(head_dim: int) -> int:

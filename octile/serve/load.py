@@ -11,9 +11,11 @@ import torch.distributed as dist
 
 from octile.checkpoint.hugging_face import checkpoint_folder, read_model_config
 from octile.models.config import ModelConfig
+from octile.ops.latent_cache import PAGE
 from octile.serve.config import REBALANCE_SECONDS, CacheConfig, EngineConfig, ParallelConfig, window_of
 from octile.serve.engine import Engine
 from octile.serve.expert_balance import rebalance_experts
+from octile.serve.index_pages import needs_index
 from octile.serve.latent_pages import CacheFormat
 from octile.serve.model_runner import ModelRunner
 from octile.serve.spread_engine import SpreadEngine
@@ -146,20 +148,28 @@ class Folder:
         spares_text: bool = False,
     ) -> int:
         """The pages that the memory for the cache holds, and no more than a full batch of the longest texts needs."""
-        size = ModelRunner.bytes_per_page(weights, stored)
-        of_text = -(-self.model.max_position_embeddings // ModelRunner.page_size)
-        if gib is not None:
-            places = int(gib * 2**30)
-        elif weights.device.type == "cuda":
-            graphs = ModelRunner.bytes_of_graphs(weights, max_batch, n_drafts)
-            places = max(0, int(FREE_SHARE * (torch.cuda.mem_get_info(weights.device)[0] - graphs)))
-        else:
-            places = CPU_CACHE_BYTES
-        if places < size:
-            raise MemoryError(f"the cache has {places / 2**30:.3g} GiB, but one page takes {size / 2**30:.3g} GiB")
-        n_pages = places // size
-        if spares_text and gib is None:
-            n_pages = max(n_pages - of_text, -(-n_pages // 2))  # texts are no longer than the cache
+        c, longest = self.model, self.model.max_position_embeddings
+        of_text = -(-longest // PAGE)
+
+        def count(max_position: int) -> int:
+            """The pages of a cache for texts of so many positions, of which it may have fewer."""
+            size = ModelRunner.bytes_per_page(weights, stored, max_position)
+            if gib is not None:
+                places = int(gib * 2**30)
+            elif weights.device.type == "cuda":
+                graphs = ModelRunner.bytes_of_graphs(weights, max_batch, n_drafts, max_position)
+                places = max(0, int(FREE_SHARE * (torch.cuda.mem_get_info(weights.device)[0] - graphs)))
+            else:
+                places = CPU_CACHE_BYTES
+            if places < size:
+                raise MemoryError(f"the cache has {places / 2**30:.3g} GiB, but one page takes {size / 2**30:.3g} GiB")
+            if spares_text and gib is None:
+                return max(places // size - of_text, -(-(places // size) // 2))  # texts are no longer than the cache
+            return places // size
+
+        n_pages = count(0)  # without the indexer's keys, which texts of at most index_topk positions do not need
+        if needs_index(c, min(longest, n_pages * PAGE)):
+            n_pages = max(count(longest), (c.index_topk or 0) // PAGE)
         return min(n_pages, max_batch * of_text)
 
 

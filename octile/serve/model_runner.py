@@ -31,7 +31,7 @@ from octile.serve.drafts import check_can_draft
 from octile.serve.expert_load import ExpertLoad
 from octile.serve.forward import Forward, Step
 from octile.serve.graph_memory import GraphMemory
-from octile.serve.index_pages import IndexPages, bytes_per_key
+from octile.serve.index_pages import IndexPages, bytes_per_key, needs_index
 from octile.serve.latent_pages import CacheFormat, LatentPages, bytes_per_row
 from octile.serve.page_bytes import PageBytes
 from octile.serve.prefill_graphs import FILL_ROWS, MAX_ROWS, PrefillGraphs, padded_rows
@@ -104,7 +104,8 @@ class ModelRunner:
         n_layers = _n_layers(weights)
         self.cache = LatentPages(n_layers, n_pages, c.kv_lora_rank, c.qk_rope_head_dim, cache_format, self.device)
         self.index: IndexPages | None = None
-        if c.index_head_dim and c.index_topk and c.index_topk < self.max_position:
+        if needs_index(c, self.max_position):
+            assert c.index_head_dim is not None
             self.index = IndexPages(n_layers, n_pages, c.index_head_dim, self.device)
         self.expert_load: ExpertLoad | None = None
         if expert_window:
@@ -179,24 +180,31 @@ class ModelRunner:
         return DecodeLoop(self._decoding, self._max_batch, max_pages, self.n_drafts, memory)
 
     @staticmethod
-    def bytes_per_page(model: DeepseekV3 | ServedWeights, cache_format: CacheFormat) -> int:
-        """Return the bytes that a page takes in all layers, by which an engine chooses n_pages."""
+    def bytes_per_page(model: DeepseekV3 | ServedWeights, cache_format: CacheFormat, max_position: int) -> int:
+        """Return the bytes that a page takes in all layers, by which an engine chooses n_pages.
+
+        Args:
+            model: its weights.
+            cache_format: of the latents.
+            max_position: of a text; with few positions there are no indexer's keys (`needs_index`).
+        """
         c = model.config
-        of_index = bytes_per_key(c.index_head_dim) if c.index_head_dim else 0
+        of_index = bytes_per_key(c.index_head_dim or 0) if needs_index(c, max_position) else 0
         return _n_layers(model) * PAGE * (bytes_per_row(c.kv_lora_rank, c.qk_rope_head_dim, cache_format) + of_index)
 
     @staticmethod
-    def bytes_of_graphs(model: DeepseekV3 | ServedWeights, max_batch: int, n_drafts: int) -> int:
+    def bytes_of_graphs(model: DeepseekV3 | ServedWeights, max_batch: int, n_drafts: int, max_position: int) -> int:
         """Return the bytes of the logits in the CUDA graphs of decoding, their largest memory.
 
         Those of steps that are not launched ahead hold logits in FP32 of all their sizes, which halve from one to the
-        next, and so do those of multi-token prediction. What all graphs share has one step's in BF16 and FP32. With
-        indexers there are graphs of both kinds of attention, and what they share has the indexer's logits in FP32.
+        next, and so do those of multi-token prediction. What all graphs share has one step's in BF16 and FP32. If
+        texts of up to max_position positions need an indexer's keys, there are graphs of both kinds of attention, and
+        what they share has the indexer's logits in FP32.
         """
         c, rows, held = model.config, max_batch * (1 + n_drafts), 2 if n_drafts else 1
-        if not c.has_indexer:
+        if not needs_index(c, max_position):
             return rows * c.vocab_size * (held * 2 * 4 + 2 + 4)
-        return rows * (c.vocab_size * (2 * held * 2 * 4 + 2 + 4) + 4 * c.max_position_embeddings)
+        return rows * (c.vocab_size * (2 * held * 2 * 4 + 2 + 4) + 4 * max_position)
 
     @property
     def pages(self) -> PageBytes:

@@ -13,29 +13,30 @@ from octile.serve.model_runner import ModelRunner
 from tests.serve.models import CONFIG
 
 FREE = 2**30
+INDEXED = replace(CONFIG, index_n_heads=4, index_head_dim=32, index_topk=64)
 
 
 def n_pages(monkeypatch, max_batch: int, n_drafts: int, free: int = FREE) -> int:
     """The pages of a cache on a GPU with so many bytes free, for texts that are longer than it."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
-    model = SimpleNamespace(vocab_size=CONFIG.vocab_size, max_position_embeddings=2**40)
-    weights = SimpleNamespace(config=CONFIG, device=torch.device("cuda"))
-    return Folder(Path(), model, None)._n_pages(weights, "bf16", max_batch, n_drafts, None)
+    config = replace(CONFIG, max_position_embeddings=2**30)
+    weights = SimpleNamespace(config=config, device=torch.device("cuda"))
+    return Folder(Path(), config, None)._n_pages(weights, "bf16", max_batch, n_drafts, None)
 
 
 @pytest.mark.parametrize(("max_batch", "n_drafts"), [(1, 0), (4096, 0), (4096, 2)])
 def test_graphs_have_their_logits_before_the_cache_has_its_share(monkeypatch, max_batch, n_drafts):
     weights = SimpleNamespace(config=CONFIG)
-    places = FREE_SHARE * (FREE - ModelRunner.bytes_of_graphs(weights, max_batch, n_drafts))
-    assert n_pages(monkeypatch, max_batch, n_drafts) == int(places) // ModelRunner.bytes_per_page(weights, "bf16")
+    places = FREE_SHARE * (FREE - ModelRunner.bytes_of_graphs(weights, max_batch, n_drafts, 512))
+    assert n_pages(monkeypatch, max_batch, n_drafts) == int(places) // ModelRunner.bytes_per_page(weights, "bf16", 512)
 
 
-@pytest.mark.parametrize(("of_text", "spared"), [(100, 100), (2**34, None)])
+@pytest.mark.parametrize(("of_text", "spared"), [(100, 100), (2**24, None)])
 def test_a_cache_that_spares_a_text(monkeypatch, of_text, spared):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (FREE, FREE))
-    model = SimpleNamespace(vocab_size=CONFIG.vocab_size, max_position_embeddings=64 * of_text)
-    folder = Folder(Path(), model, None)
-    weights = SimpleNamespace(config=CONFIG, device=torch.device("cuda"))
+    config = replace(CONFIG, max_position_embeddings=64 * of_text)
+    folder = Folder(Path(), config, None)
+    weights = SimpleNamespace(config=config, device=torch.device("cuda"))
     whole, rest = (folder._n_pages(weights, "bf16", 4096, 0, None, spares) for spares in (False, True))
     assert whole - rest == (spared or whole // 2)
 
@@ -43,15 +44,31 @@ def test_a_cache_that_spares_a_text(monkeypatch, of_text, spared):
 def test_the_logits_of_graphs():
     weights = SimpleNamespace(config=CONFIG)
     logits = CONFIG.vocab_size * 256
-    assert ModelRunner.bytes_of_graphs(weights, 256, 0) == (2 * 4 + 2 + 4) * logits
-    assert ModelRunner.bytes_of_graphs(weights, 256, 3) == (2 * 2 * 4 + 2 + 4) * 4 * logits  # four rows a request
+    assert ModelRunner.bytes_of_graphs(weights, 256, 0, 512) == (2 * 4 + 2 + 4) * logits
+    assert ModelRunner.bytes_of_graphs(weights, 256, 3, 512) == (2 * 2 * 4 + 2 + 4) * 4 * logits  # four rows a request
 
 
 def test_the_logits_of_graphs_with_indexers():
-    config = replace(CONFIG, index_n_heads=4, index_head_dim=32, index_topk=64)
-    logits, of_index = CONFIG.vocab_size * 256, CONFIG.max_position_embeddings * 256
-    found = ModelRunner.bytes_of_graphs(SimpleNamespace(config=config), 256, 0)
-    assert found == (2 * 2 * 4 + 2 + 4) * logits + 4 * of_index
+    weights, logits = SimpleNamespace(config=INDEXED), CONFIG.vocab_size * 256
+    assert ModelRunner.bytes_of_graphs(weights, 256, 0, 512) == (2 * 2 * 4 + 2 + 4) * logits + 4 * 512 * 256
+    assert ModelRunner.bytes_of_graphs(weights, 256, 0, 64) == (2 * 4 + 2 + 4) * logits
+
+
+@pytest.mark.parametrize(
+    ("longest", "room", "n_pages"),
+    [
+        (512, 20, 20),  # texts of all 256 positions that a row attends to, and of more
+        (256, 20, 23),  # no text is longer than what a row attends to: 224 bytes a position and layer, not 260
+        (512, 4, 4),  # the cache has no place for one
+        (512, 3.9, 4),  # with the indexer's keys it would have three pages, and need none
+    ],
+)
+def test_pages_have_the_indexers_keys_only_if_texts_need_them(longest, room, n_pages):
+    config = replace(INDEXED, index_topk=256, max_position_embeddings=longest)
+    weights = SimpleNamespace(config=config, device=torch.device("cpu"), mtp=None)
+    with_keys = ModelRunner.bytes_per_page(weights, "bf16", 257)
+    gib = room * with_keys / 2**30
+    assert Folder(Path(), config, None)._n_pages(weights, "bf16", 64, 0, gib) == n_pages
 
 
 def test_a_gpu_without_room_for_the_graphs_is_named(monkeypatch):

@@ -273,7 +273,7 @@ def test_the_bytes_of_a_page_are_those_of_the_cache():
     model = new_model(fp8=False)
     for cache_format in ("bf16", "float32", "fp8"):
         runner = ModelRunner(model, 3, cache_format)
-        assert 3 * ModelRunner.bytes_per_page(model, cache_format) == runner.cache.nbytes
+        assert 3 * ModelRunner.bytes_per_page(model, cache_format, runner.max_position) == runner.cache.nbytes
 
 
 def chunk(**changes) -> Chunk:

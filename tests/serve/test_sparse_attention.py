@@ -141,7 +141,9 @@ def replace_topk(model: DeepseekV3, topk: int) -> ServedWeights:
 def test_the_bytes_of_a_page_are_those_of_both_caches(model):
     runner = ModelRunner(model, 3, "bf16")
     of_index = sum(layer.nbytes for layer in runner.index.layers)
-    assert 3 * ModelRunner.bytes_per_page(model, "bf16") == runner.cache.nbytes + of_index
+    assert 3 * ModelRunner.bytes_per_page(model, "bf16", runner.max_position) == runner.cache.nbytes + of_index
+    short = ModelRunner(replace_topk(model, 3 * 64), 3, "bf16")
+    assert 3 * ModelRunner.bytes_per_page(replace_topk(model, 3 * 64), "bf16", 3 * 64) == short.cache.nbytes
 
 
 @pytest.mark.parametrize("weights", ["float32", "fp8"])

@@ -213,7 +213,7 @@ def a_layer_that_is_not_served_has_no_pages_and_no_load(rank: int, folder: Path)
     _, experts = spread()
     runner = ModelRunner(experts, N_PAGES, expert_window=8)
     assert len(runner.cache.layers) == 3
-    assert N_PAGES * ModelRunner.bytes_per_page(experts.weights, "float32") == runner.cache.nbytes
+    assert N_PAGES * ModelRunner.bytes_per_page(experts.weights, "float32", runner.max_position) == runner.cache.nbytes
     assert runner.expert_tokens is not None
     assert list(runner.expert_tokens) == experts.layers == [1, 2]
 
