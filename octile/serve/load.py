@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,8 @@ from octile.tokenizer import Tokenizer
 
 CPU_CACHE_BYTES = 2**30
 FREE_SHARE = 0.8  # of the GPU memory that weights and the logits of CUDA graphs leave free; the rest: activations
+
+Phase = Literal["prefill", "decode"]  # what a process does that does not do both
 
 
 @dataclass(frozen=True)
@@ -67,23 +70,24 @@ class Folder:
         return ServedWeights.read(self.path, _activations(device), device)
 
     def load(
-        self, device: torch.device, engine: EngineConfig, cache: CacheConfig, spares_text: bool = False
+        self, device: torch.device, engine: EngineConfig, cache: CacheConfig, phase: Phase | None = None
     ) -> tuple[Engine, ModelRunner]:
         """Read the weights and allocate the cache.
 
         Args:
             device: of the model.
             engine, cache: as configured.
-            spares_text: whether the free memory must have place for the pages of one of the longest texts besides the
-                cache, unless cache gives the cache's size.
+            phase: None for an engine that reads prompts and generates; only the CUDA graphs of this phase are captured.
+                For "prefill" the free memory has place for the pages of one of the longest texts besides the cache,
+                unless `cache` gives its size.
 
         Raises:
             ValueError: a file is damaged, the cache has no place for a page, or the model cannot draft.
             MemoryError: the weights leave no place for a cache.
         """
         weights, stored = self.read_weights(device), cache.format or _cached(device)
-        n_pages = self._n_pages(weights, stored, engine.max_batch, engine.n_drafts, cache.gib, spares_text)
-        runner = _runner(weights, n_pages, stored, engine)
+        n_pages = self._n_pages(weights, stored, engine, cache.gib, phase)
+        runner = _runner(weights, n_pages, stored, engine, phase=phase)
         return Engine(runner, self.tokenizer, engine), runner
 
     def check_parallel(self, parallel: ParallelConfig) -> None:
@@ -132,7 +136,7 @@ class Folder:
             self.path, placement, _activations(device), device, None, parallel.active_experts, n_nodes, drafts
         )
         stored = cache.format or _cached(device)
-        n_pages = torch.tensor(self._n_pages(experts.weights, stored, engine.max_batch, engine.n_drafts, cache.gib))
+        n_pages = torch.tensor(self._n_pages(experts.weights, stored, engine, cache.gib))
         dist.all_reduce(n_pages, dist.ReduceOp.MIN, control)
         runner = _runner(experts, int(n_pages), stored, engine, parallel.micro_batches)
         own = Engine(runner, self.tokenizer, engine)
@@ -142,14 +146,13 @@ class Folder:
         self,
         weights: ServedWeights,
         stored: CacheFormat,
-        max_batch: int,
-        n_drafts: int,
+        engine: EngineConfig,
         gib: float | None,
-        spares_text: bool = False,
+        phase: Phase | None = None,
     ) -> int:
         """The pages that the memory for the cache holds, and no more than a full batch of the longest texts needs."""
         c, longest = self.model, self.model.max_position_embeddings
-        of_text = -(-longest // PAGE)
+        of_text, decoding = -(-longest // PAGE), (0 if phase == "prefill" else engine.max_batch, engine.n_drafts)
 
         def count(max_position: int) -> int:
             """The pages of a cache for texts of so many positions, of which it may have fewer."""
@@ -157,20 +160,20 @@ class Folder:
             if gib is not None:
                 places = int(gib * 2**30)
             elif weights.device.type == "cuda":
-                graphs = ModelRunner.bytes_of_graphs(weights, max_batch, n_drafts, max_position)
+                graphs = ModelRunner.bytes_of_graphs(weights, *decoding, max_position)
                 places = max(0, int(FREE_SHARE * (torch.cuda.mem_get_info(weights.device)[0] - graphs)))
             else:
                 places = CPU_CACHE_BYTES
             if places < size:
                 raise MemoryError(f"the cache has {places / 2**30:.3g} GiB, but one page takes {size / 2**30:.3g} GiB")
-            if spares_text and gib is None:
+            if phase == "prefill" and gib is None:
                 return max(places // size - of_text, -(-(places // size) // 2))  # texts are no longer than the cache
             return places // size
 
         n_pages = count(0)  # without the indexer's keys, which texts of at most index_topk positions do not need
         if needs_index(c, min(longest, n_pages * PAGE)):
             n_pages = max(count(longest), (c.index_topk or 0) // PAGE)
-        return min(n_pages, max_batch * of_text)
+        return min(n_pages, engine.max_batch * of_text)
 
 
 def _activations(device: torch.device) -> torch.dtype:
@@ -187,15 +190,16 @@ def _runner(
     stored: CacheFormat,
     engine: EngineConfig,
     micro_batches: int = 1,
+    phase: Phase | None = None,
 ) -> ModelRunner:
     return ModelRunner(
         weights,
         n_pages,
         stored,
-        engine.max_batch,
+        0 if phase == "prefill" else engine.max_batch,
         engine.batch_invariant,
         engine.n_drafts,
         engine.expert_window or 0,
-        engine.max_step_tokens,
+        0 if phase == "decode" else engine.max_step_tokens,
         micro_batches,
     )

@@ -48,13 +48,13 @@ class ModelRunner:
             all ranks run as many steps (`octile.serve.spread_experts`), and have the same CUDA graphs.
         n_pages: pages of 64 positions.
         cache_format: of the cache: "fp8", "bf16" or "float32"; None: the dtype of the activations.
-        max_batch: requests of the largest CUDA graphs of decoding, on a GPU; larger batches run without one. 0: no
-            graph.
+        max_batch: requests of the largest CUDA graphs of decoding, on a GPU; larger batches run without one. 0: none is
+            captured, and steps that only decode replay the graphs of steps with prompts, if there are any.
         batch_invariant: whether a request's logits have the same bits whatever else is in the batch and however its
             prompt is divided into chunks. Slower: every row attends in the absorbed form.
         n_drafts: drafts of each request that decodes.
         max_step_tokens: tokens of the largest CUDA graphs of steps with prompts, on a GPU, at most 8192; larger steps
-            run without one. 0: no graph.
+            run without one. 0: none is captured.
         micro_batches: 1 or 2, into which CUDA graphs of steps with prompts divide the rows that other ranks compute, of
             which one travels while the other is computed.
         expert_window: steps over which the tokens of each expert are counted; a multiple of 8. 0: they are not counted.
@@ -118,10 +118,10 @@ class ModelRunner:
         )
         self._checked_pages: list[array[int] | None] = []  # those of the chunk of each number, as last checked
         self.n_drafts, self._max_batch = n_drafts, max_batch
-        if self._waits_for_index() and max_batch:
+        if self._waits_for_index() and (max_batch or max_step_tokens):
             why = f"{c.index_n_heads} heads of {c.index_head_dim} channels of the indexer have no kernel"
             warnings.warn(f"steps are computed without CUDA graphs: {why}", RuntimeWarning, stacklevel=2)
-            max_batch = 0
+            max_batch = max_step_tokens = 0
         captures = self.device.type == "cuda" and self.spread is None  # with spread experts, what kernels can exchange
         self._max_rows = max_batch * (1 + n_drafts) if captures else 0
         self.max_ahead = max_batch if self._max_rows else 0
@@ -130,9 +130,11 @@ class ModelRunner:
         self.prefill_graphs: PrefillGraphs | None = None
         self.loop: DecodeLoop | None = None
         self._decoding = self._with_peers = self.forward
-        if self._max_rows:
+        if self.device.type != "cuda" or not (max_batch or max_step_tokens):
+            return
+        if self.spread is None:
             self._capture(GraphMemory(self.device), max_step_tokens)
-        elif self.spread is not None and self.device.type == "cuda" and max_batch:
+        else:
             self._capture_spread(self.spread, GraphMemory(self.device), max_step_tokens, micro_batches)
 
     def _waits_for_index(self) -> bool:
@@ -147,10 +149,11 @@ class ModelRunner:
         max_pages = -(-self.max_position // PAGE)
         if max_step_tokens and not self.batch_invariant:
             self.prefill_graphs = PrefillGraphs(self.forward, memory, max_step_tokens)
-        self.graphs = DecodeGraphs(self.forward, memory, self._max_rows, max_pages)
-        if self.n_drafts:
-            self.draft_graphs = DecodeGraphs(self.forward, memory, self._max_rows, max_pages, drafts=True)
-        self.loop = self._new_loop(memory)
+        if self._max_rows:
+            self.graphs = DecodeGraphs(self.forward, memory, self._max_rows, max_pages)
+            if self.n_drafts:
+                self.draft_graphs = DecodeGraphs(self.forward, memory, self._max_rows, max_pages, drafts=True)
+            self.loop = self._new_loop(memory)
         torch.cuda.empty_cache()  # what was computed before each capture
 
     def _capture_spread(
@@ -165,7 +168,7 @@ class ModelRunner:
             self.use_peers(spread.peer_dispatcher(padded_rows(min(max_step_tokens, MAX_ROWS))))
             if not self.batch_invariant:
                 self.prefill_graphs = PrefillGraphs(self._with_peers, memory, max_step_tokens, micro_batches)
-        exchange = spread.decoding_exchange(self._max_batch * (1 + self.n_drafts))
+        exchange = spread.decoding_exchange(self._max_batch * (1 + self.n_drafts)) if self._max_batch else None
         if exchange is not None:
             self._decoding, self.max_ahead = replace(self.forward, exchange=exchange), self._max_batch
             self.loop = self._new_loop(memory)
@@ -311,7 +314,8 @@ class ModelRunner:
 
     def _hidden(self, step: Step) -> Tensor:
         graphs = self.prefill_graphs
-        if graphs is None or not (step.prefills if self.spread is None else self._has_peers):
+        has_graph = bool(step.prefills) or self.graphs is None if self.spread is None else self._has_peers
+        if graphs is None or not has_graph:
             return self._of_rows().hidden(step)
         return graphs.hidden(step, self.max_rank_rows)
 

@@ -83,7 +83,8 @@ def test_graphs_have_the_bits_of_steps_of_their_size(name: str, batch_invariant:
     """Every decoding step here has as many rows as a graph, so that no GEMM has another number of rows."""
     model, results = make(name).cuda(), []
     for max_batch in (0, 16):
-        runner = ModelRunner(model, N_PAGES, max_batch=max_batch, batch_invariant=batch_invariant)
+        sizes = {"max_batch": max_batch, "max_step_tokens": 128 * max_batch}
+        runner = ModelRunner(model, N_PAGES, **sizes, batch_invariant=batch_invariant)
         texts = Texts(runner, [text(100, i, runner.vocab_size) for i in range(4)]).run(90, 80, 70, 63)
         for sizes in ((1, 1, 1, 1), (1, 1, 0, 0), (0, 1, 0, 0), (4, 4, 4, 4), (1, 0, 7, 0), (1, 1, 1, 1)):
             texts.run(*sizes)
@@ -108,6 +109,16 @@ def test_graphs_of_prompts_have_the_logits_of_steps_without_one(name: str, sizes
         assert error(results[1], results[0]) < 0.05
     else:
         assert torch.equal(results[1], results[0])
+
+
+@pytest.mark.parametrize(("max_batch", "max_step_tokens"), [(16, 0), (0, 512)], ids=["decode", "prefill"])
+def test_the_graphs_of_one_phase_have_the_logits_of_both(max_batch: int, max_step_tokens: int):
+    model = make("small").cuda()
+    both = ModelRunner(model, N_PAGES, max_batch=16, max_step_tokens=512)
+    one = ModelRunner(model, N_PAGES, max_batch=max_batch, max_step_tokens=max_step_tokens)
+    captured = [graphs is not None for graphs in (one.graphs, one.loop, one.prefill_graphs)]
+    assert captured == [max_batch > 0, max_batch > 0, max_step_tokens > 0]
+    assert error(torch.cat(read_all(one)), torch.cat(read_all(both))) < 0.05
 
 
 def test_graphs_that_share_memory_do_not_disturb_each_other():

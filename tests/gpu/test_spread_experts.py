@@ -24,7 +24,7 @@ def check(name: str, rank: int) -> None:
     if what == "graphs":
         check_graphs(weights, rank)
         return
-    alone = ModelRunner(weights, N_PAGES, max_batch=0, batch_invariant=True)
+    alone = ModelRunner(weights, N_PAGES, max_batch=0, max_step_tokens=0, batch_invariant=True)
     n_drafts = 2 if what == "drafts" else 0
     experts = SpreadExperts(weights, torch.cat((FIRST, FIRST[:1])) if n_drafts else FIRST, drafts=n_drafts > 0)
     together = ModelRunner(experts, N_PAGES, None, 2, batch_invariant=True, n_drafts=n_drafts, expert_window=8)
@@ -38,7 +38,7 @@ def check(name: str, rank: int) -> None:
 
 def check_graphs(weights: ServedWeights, rank: int) -> None:
     """Logits of steps with prompts in CUDA graphs, of one micro-batch and of two."""
-    alone = torch.cat(read(ModelRunner(weights, N_PAGES, max_batch=0), rank))
+    alone = torch.cat(read(ModelRunner(weights, N_PAGES, max_batch=0, max_step_tokens=0), rank))
     for micro_batches in (1, 2):
         experts = SpreadExperts(weights, FIRST)
         runner = ModelRunner(experts, N_PAGES, max_batch=2, max_step_tokens=256, micro_batches=micro_batches)

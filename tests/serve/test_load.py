@@ -1,5 +1,6 @@
 """How large the cache of a served model is."""
 
+import inspect
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,10 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from octile.serve.config import ParallelConfig
+from octile.serve import load
+from octile.serve.config import CacheConfig, EngineConfig, ParallelConfig
 from octile.serve.load import FREE_SHARE, Folder
 from octile.serve.model_runner import ModelRunner
-from tests.serve.models import CONFIG
+from tests.serve.models import CONFIG, save_untrained
+from tests.train.conftest import MICRO
 
 FREE = 2**30
 INDEXED = replace(CONFIG, index_n_heads=4, index_head_dim=32, index_topk=64)
@@ -21,7 +24,8 @@ def n_pages(monkeypatch, max_batch: int, n_drafts: int, free: int = FREE) -> int
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
     config = replace(CONFIG, max_position_embeddings=2**30)
     weights = SimpleNamespace(config=config, device=torch.device("cuda"))
-    return Folder(Path(), config, None)._n_pages(weights, "bf16", max_batch, n_drafts, None)
+    engine = EngineConfig(max_batch, max_step_tokens=2**16, n_drafts=n_drafts)
+    return Folder(Path(), config, None)._n_pages(weights, "bf16", engine, None)
 
 
 @pytest.mark.parametrize(("max_batch", "n_drafts"), [(1, 0), (4096, 0), (4096, 2)])
@@ -32,13 +36,16 @@ def test_graphs_have_their_logits_before_the_cache_has_its_share(monkeypatch, ma
 
 
 @pytest.mark.parametrize(("of_text", "spared"), [(100, 100), (2**24, None)])
-def test_a_cache_that_spares_a_text(monkeypatch, of_text, spared):
+def test_the_cache_of_a_prefill_process_spares_a_text_and_has_the_memory_of_decodings_graphs(
+    monkeypatch, of_text, spared
+):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (FREE, FREE))
     config = replace(CONFIG, max_position_embeddings=64 * of_text)
     folder = Folder(Path(), config, None)
     weights = SimpleNamespace(config=config, device=torch.device("cuda"))
-    whole, rest = (folder._n_pages(weights, "bf16", 4096, 0, None, spares) for spares in (False, True))
-    assert whole - rest == (spared or whole // 2)
+    whole = int(FREE_SHARE * FREE) // ModelRunner.bytes_per_page(weights, "bf16", 512)
+    found = folder._n_pages(weights, "bf16", EngineConfig(4096, 4096), None, "prefill")
+    assert whole - found == (spared or whole // 2)
 
 
 def test_the_logits_of_graphs():
@@ -68,7 +75,24 @@ def test_pages_have_the_indexers_keys_only_if_texts_need_them(longest, room, n_p
     weights = SimpleNamespace(config=config, device=torch.device("cpu"), mtp=None)
     with_keys = ModelRunner.bytes_per_page(weights, "bf16", 257)
     gib = room * with_keys / 2**30
-    assert Folder(Path(), config, None)._n_pages(weights, "bf16", 64, 0, gib) == n_pages
+    assert Folder(Path(), config, None)._n_pages(weights, "bf16", EngineConfig(), gib) == n_pages
+
+
+@pytest.mark.parametrize(
+    ("phase", "max_batch", "max_step_tokens"), [(None, 64, 2048), ("prefill", 0, 2048), ("decode", 64, 0)]
+)
+def test_each_phase_has_its_own_graphs(monkeypatch, tokenizer, tmp_path, phase, max_batch, max_step_tokens):
+    folder = save_untrained(replace(MICRO, num_nextn_predict_layers=0), tokenizer, tmp_path)
+    made = []
+
+    class Recorder(ModelRunner):
+        def __init__(self, *arguments):
+            made.append(inspect.signature(ModelRunner).bind(*arguments).arguments)
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(load, "ModelRunner", Recorder)
+    Folder.open(folder).load(torch.device("cpu"), EngineConfig(), CacheConfig(), phase)
+    assert [(of["max_batch"], of["max_step_tokens"]) for of in made] == [(max_batch, max_step_tokens)]
 
 
 def test_a_gpu_without_room_for_the_graphs_is_named(monkeypatch):

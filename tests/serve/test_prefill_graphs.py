@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from octile.serve.forward import Step
 from octile.serve.model_runner import ModelRunner
 from octile.serve.prefill_graphs import PrefillGraphs, graph_rows, padded_rows
 from tests.serve.models import Texts, new_model, text
@@ -75,6 +76,20 @@ def test_a_step_that_no_graph_has_room_for_is_computed_without_one():
     found, runner = logits((500, 450, 0), graphs=WarmedUp)
     assert 1024 not in runner.prefill_graphs._of_size
     assert torch.equal(found, logits((500, 450, 0), graphs=None)[0])
+
+
+def test_steps_that_only_decode_have_graphs_of_prompts_if_decoding_has_none():
+    decoded = []
+
+    class Counting(WarmedUp):
+        def hidden(self, step: Step, at_least: int = 0) -> Tensor:
+            decoded.append(len(step.lengths))
+            return super().hidden(step, at_least)
+
+    steps = (90, 30, 0), (1, 5, 3)
+    found, _ = logits(*steps, graphs=Counting)
+    assert decoded == [0, 9]
+    torch.testing.assert_close(found, logits(*steps, graphs=None)[0], rtol=1e-3, atol=1e-3)
 
 
 def failing(tried: list[Callable[[], None]]) -> type[PrefillGraphs]:

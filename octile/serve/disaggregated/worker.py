@@ -22,7 +22,7 @@ from octile.ops.latent_cache import PAGE
 from octile.serve.config import CacheConfig, EngineConfig
 from octile.serve.disaggregated.page_pool import FilledPages, PagePool, open_pool
 from octile.serve.engine import Engine, FirstToken
-from octile.serve.load import Folder
+from octile.serve.load import Folder, Phase
 from octile.serve.model_runner import ModelRunner
 from octile.serve.request import Output, Request, Sampling
 from octile.serve.signals import signals_ignored
@@ -142,24 +142,24 @@ def prefill(connection: Connection, options: WorkerOptions, n_decode: int) -> No
     """
     drafts = min(options.engine.n_drafts, 1)  # whose pass leaves the layer's latents of the prompt
     options = options._replace(engine=replace(options.engine, n_drafts=drafts))
-    _run(connection, options, lambda engine, runner: PrefillWorker(connection, engine, runner, n_decode), pools=True)
+    _run(connection, options, lambda engine, runner: PrefillWorker(connection, engine, runner, n_decode), "prefill")
 
 
 def decode(connection: Connection, options: WorkerOptions) -> None:
     """Continue texts until the router closes the pipe."""
-    _run(connection, options, lambda engine, runner: DecodeWorker(connection, engine, runner))
+    _run(connection, options, lambda engine, runner: DecodeWorker(connection, engine, runner), "decode")
 
 
 @signals_ignored()
 def _run(
-    connection: Connection, options: WorkerOptions, make: Callable[[Engine, ModelRunner], _Worker], pools: bool = False
+    connection: Connection, options: WorkerOptions, make: Callable[[Engine, ModelRunner], _Worker], phase: Phase
 ) -> None:
     try:
         if options.device.type == "cuda":
             torch.cuda.set_device(options.device)
         else:
             torch.set_num_threads(options.threads)
-        worker = make(*Folder.open(options.run).load(options.device, options.engine, options.cache, pools))
+        worker = make(*Folder.open(options.run).load(options.device, options.engine, options.cache, phase))
     except (ValueError, OSError, MemoryError, torch.OutOfMemoryError) as error:
         connection.send(Failed(error))
         return
