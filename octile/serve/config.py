@@ -61,7 +61,8 @@ class ParallelConfig:
             engine.expert_window steps; 600 if not given.
         micro_batches: 1 or 2, into which steps with prompts are divided on GPUs, so that the rows of one travel while
             the other is computed; 2 is slower between two GPUs with NVLink.
-        timeout: seconds after which a rank that waits for another one ends the server.
+        timeout: seconds after which a rank that waits for another one, or for a process of `ProcessesConfig`, ends the
+            server.
 
     Raises:
         TypeError, ValueError: a field has another type or value, or one has no effect without ranks.

@@ -7,6 +7,7 @@ import os
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -18,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from octile.serve.config import CacheConfig, EngineConfig, ProcessesConfig
+from octile.serve.config import CacheConfig, EngineConfig, ParallelConfig, ProcessesConfig
 from octile.serve.disaggregated import worker
 from octile.serve.disaggregated.worker import (
     Add,
@@ -28,6 +29,8 @@ from octile.serve.disaggregated.worker import (
     Failed,
     Free,
     OpenPools,
+    Ping,
+    Pong,
     Read,
     Ready,
     Stepped,
@@ -39,11 +42,12 @@ from octile.serve.stats import Stats
 
 END_SECONDS = 10.0  # for a process to end after its pipe was closed
 SEND_SECONDS = 1.0  # for commands that wait when a process is closed
+PING_SECONDS = 1.0  # after which a process that has sent nothing is asked whether it hangs
 CLOSE = None  # what ends the thread that sends commands
 
 
 class ProcessEndedError(RuntimeError):
-    """A process has ended, with its requests."""
+    """A process has ended, or was killed because it hangs, with its requests."""
 
     exit_code = 1
 
@@ -54,16 +58,24 @@ class _Process:
     A thread sends it commands, so that its messages are read however many commands wait: if both sides sent while both
     pipes are full, neither would go on.
 
+    Args:
+        name: for messages.
+        target, arguments: what it calls after the pipe to the router.
+        timeout: seconds after which it hangs if it has sent nothing since it was asked to.
+
     Attributes:
         name: for messages.
         load: tokens that it has to read, or that its requests can have.
         stats: after its last step.
     """
 
-    def __init__(self, name: str, target: Callable[..., None], arguments: tuple[object, ...]):
+    def __init__(self, name: str, target: Callable[..., None], arguments: tuple[object, ...], timeout: float):
         context = multiprocessing.get_context("spawn")  # a forked process cannot use the GPU
         self.connection, other = context.Pipe()
         self.name, self.load, self.stats = name, 0, Stats()
+        self._timeout, self._ping_seconds = timeout, min(PING_SECONDS, timeout / 2)
+        self._heard = time.monotonic()  # when it sent something, and
+        self._asked: float | None = None  # when it was then asked whether it hangs
         self.process: BaseProcess = context.Process(target=target, args=(other, *arguments), name=name, daemon=True)
         self.process.start()
         other.close()
@@ -78,9 +90,30 @@ class _Process:
             ProcessEndedError: the process has ended.
         """
         try:
-            return self.connection.recv()
+            message = self.connection.recv()
         except (EOFError, ConnectionResetError):
             raise self._ended() from None
+        self._heard, self._asked = time.monotonic(), None
+        return message
+
+    def ping(self) -> float:
+        """Ask whether it hangs if it has sent nothing for a while; return the seconds until this is called again.
+
+        Raises:
+            ProcessEndedError: it has not answered in time, and is killed.
+        """
+        now = time.monotonic()
+        if self._asked is None and now >= self._heard + self._ping_seconds:
+            self._asked = now
+            self.send(Ping())
+        if self._asked is None:
+            return self._heard + self._ping_seconds - now
+        if now < self._asked + self._timeout:
+            return self._asked + self._timeout - now
+        if self.connection.poll():  # what it has sent was not received
+            return 0.0
+        self.process.kill()
+        raise ProcessEndedError(f"the {self.name} has not answered for {self._timeout:g} s, and was killed")
 
     def send(self, command: object) -> None:
         """Send a command after those before it. If the process has ended, the next `receive` says so."""
@@ -138,11 +171,14 @@ class Router:
         device: of all processes; on "cuda" they take the GPUs in turn, the prefill processes first.
         engine, cache: of each process.
         vocab_size: of the model.
+        timeout: seconds after which a process that has loaded the model and does not answer, as it does between two
+            steps, hangs.
 
     Attributes:
         max_position: positions of a request at most.
         n_pages, cache_bytes: of the smallest cache of a process.
-        idle_seconds: after which a step waits though nothing runs, so that it notices a process that has ended.
+        idle_seconds: after which a step waits though nothing runs, so that it notices a process that has ended or
+            hangs.
 
     Raises:
         ValueError: several processes share a GPU, and `cache.gib` does not divide its memory among them; or some caches
@@ -160,6 +196,7 @@ class Router:
         engine: EngineConfig,
         cache: CacheConfig,
         vocab_size: int,
+        timeout: float = ParallelConfig.timeout,
     ):
         n_prefill, n_decode = processes.prefill, processes.decode
         devices = _devices(device, n_prefill + n_decode, cache)
@@ -176,9 +213,9 @@ class Router:
         self._at_exit = Finalize(None, self._close, exitpriority=10)
         try:
             for i, option in enumerate(options[:n_prefill]):
-                self._prefill.append(_Process(f"prefill process {i}", worker.prefill, (option, n_decode)))
+                self._prefill.append(_Process(f"prefill process {i}", worker.prefill, (option, n_decode), timeout))
             for i, option in enumerate(options[n_prefill:]):
-                self._decode.append(_Process(f"decode process {i}", worker.decode, (option,)))
+                self._decode.append(_Process(f"decode process {i}", worker.decode, (option,), timeout))
             ready = [process.loaded() for process in self._all]
             if len({r.bytes_per_page for r in ready}) > 1:
                 raise ValueError(
@@ -227,10 +264,11 @@ class Router:
         """Wait for messages of the processes, or for `wake`, and return what is new about the requests.
 
         Raises:
-            ProcessEndedError: a process has ended.
+            ProcessEndedError: a process has ended, or hangs.
         """
         outputs: list[Output] = []
-        ready = wait([*(process.connection for process in self._all), self._woken])
+        seconds = min(process.ping() for process in self._all)
+        ready = wait([*(process.connection for process in self._all), self._woken], seconds)
         if self._woken in ready:
             self._woken.recv(4096)
         for process in self._all:
@@ -283,7 +321,7 @@ class Router:
             self._hand_over(process, message)
         elif isinstance(message, Copied):
             self._prefill[message.process].send(Free(message.pages))
-        else:
+        elif not isinstance(message, Pong):
             raise TypeError(f"the {process.name} has sent {message!r}")
 
     def _hand_over(self, process: _Process, read: Read) -> None:

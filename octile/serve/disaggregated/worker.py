@@ -80,6 +80,10 @@ class Free(NamedTuple):
     pages: Sequence[int]
 
 
+class Ping(NamedTuple):
+    """Answer that this process does not hang."""
+
+
 class OpenPools(NamedTuple):
     """Open the pools of the prefill processes."""
 
@@ -123,6 +127,10 @@ class Copied(NamedTuple):
 
     process: int
     pages: Sequence[int]
+
+
+class Pong(NamedTuple):
+    """This process carries out commands."""
 
 
 class Stepped(NamedTuple):
@@ -192,6 +200,8 @@ class _Worker(ABC):
             if request is not None:
                 self.engine.cancel(request.id)
                 self.connection.send(Stepped((), self.stats.next()))
+        elif isinstance(command, Ping):
+            self.connection.send(Pong())
         else:
             self.carry_out(command)
 

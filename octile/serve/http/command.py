@@ -50,7 +50,7 @@ def serve(
         FileNotFoundError: there is no model or no tokenizer.
         ValueError: a file is damaged, the address cannot be used, or the model does not fit the options.
         MemoryError: the weights leave no place for a cache.
-        ProcessEndedError: a prefill or decode process has ended.
+        ProcessEndedError: a prefill or decode process has ended or hangs.
         RanksError: another rank hangs or has ended.
     """
     ranks = join(device, parallel.timeout)
@@ -67,7 +67,8 @@ def serve(
             if bound is not None:  # on rank 0
                 print(f"loading {name} on {where}", file=sys.stderr, flush=True)
             if processes.prefill:
-                router = Router(folder.path, processes, device, engine, cache, folder.model.vocab_size)
+                vocab_size = folder.model.vocab_size
+                router = Router(folder.path, processes, device, engine, cache, vocab_size, parallel.timeout)
                 loaded = _Loaded(router, router.max_position, router.n_pages, router.cache_bytes)
                 where += ", each with this cache or a larger one"
             elif ranks.size == 1:

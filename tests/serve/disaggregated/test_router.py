@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from octile.serve.config import CacheConfig, EngineConfig, ProcessesConfig
+from octile.serve.disaggregated import router as router_module
 from octile.serve.disaggregated.router import ProcessEndedError, Router
 from octile.serve.load import Folder
 from octile.serve.request import Sampling
@@ -27,8 +28,14 @@ def folder(tokenizer, tmp_path_factory) -> Path:
     return save_untrained(MODEL, tokenizer, tmp_path_factory.mktemp("apart") / "micro")
 
 
-def start(folder: Path, processes: ProcessesConfig, engine: EngineConfig = ENGINE, gib: float | None = None) -> Router:
-    return Router(folder, processes, CPU, engine, CacheConfig(gib=gib), MICRO.vocab_size)
+def start(
+    folder: Path,
+    processes: ProcessesConfig,
+    engine: EngineConfig = ENGINE,
+    gib: float | None = None,
+    timeout: float = 600.0,
+) -> Router:
+    return Router(folder, processes, CPU, engine, CacheConfig(gib=gib), MICRO.vocab_size, timeout)
 
 
 @pytest.fixture(scope="module")
@@ -116,11 +123,65 @@ def test_a_process_that_dies_is_named(folder, tokenizer, kind, name):
         router.close()
 
 
+class Clock:
+    """The router's clock, which a test sets."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(router_module, "time", clock)
+    return clock
+
+
+def test_answers_that_were_not_received_are_answers(clock, folder, tokenizer):
+    router = start(folder, ProcessesConfig(prefill=1, decode=1))
+    try:
+        for _ in range(2):
+            clock.now += 10
+            for process in router._all:
+                process.ping()
+            assert all(process.connection.poll(60) for process in router._all)
+            clock.now += 1000
+            assert router.step() == []
+        router.add([tokenizer.begin], Sampling(2, ignore_eos=True))
+        assert len(finish(router, 1)) == 1
+    finally:
+        router.close()
+
+
+@pytest.mark.parametrize(("number", "name"), [(0, "prefill process 0"), (1, "decode process 0")])
+def test_a_process_that_hangs_is_killed_and_named(clock, folder, tokenizer, number, name):
+    router = start(folder, ProcessesConfig(prefill=1, decode=1), timeout=5)
+    try:
+        router.add([tokenizer.begin], Sampling(2, ignore_eos=True))
+        finish(router, 1)
+        hanging, other = router._all[number], router._all[1 - number]
+        os.kill(hanging.process.pid, signal.SIGSTOP)
+        clock.now += 10
+        hanging.ping()
+        other.ping()
+        assert other.connection.poll(60)
+        clock.now += 5
+        with pytest.raises(ProcessEndedError, match=f"the {name} has not answered for 5 s, and was killed"):
+            router.step()
+        hanging.process.join(60)
+        assert hanging.process.exitcode == -signal.SIGKILL
+    finally:
+        router.close()
+
+
 def test_a_router_that_nobody_closes_does_not_hold_the_exit(folder):
     script = f"""
 import torch
 from pathlib import Path
 from octile.serve.config import CacheConfig, EngineConfig, ProcessesConfig
+from octile.serve.disaggregated import router as router_module
 from octile.serve.disaggregated.router import Router
 if __name__ == "__main__":
     cpu, path = torch.device("cpu"), Path({str(folder)!r})

@@ -146,7 +146,8 @@ def children(pid: int, name: str) -> list[int]:
 @pytest.fixture
 def apart(folder):
     """A server with a prefill and a decode process, and OpenAI's client of it."""
-    server = start(folder, "--processes.prefill", "1", "--processes.decode", "1", "--engine.batch-invariant")
+    options = "--engine.batch-invariant", "--parallel.timeout", "5"
+    server = start(folder, "--processes.prefill", "1", "--processes.decode", "1", *options)
     assert server.stderr.readline() == "loading micro on cpu by processes, 1 for prefill and 1 for decoding\n"
     lines = [server.stdout.readline() for _ in range(3)]
     assert lines[0].startswith(
@@ -181,6 +182,15 @@ def test_a_process_that_dies_ends_the_server_in_one_line(apart):
     _, error = server.communicate(timeout=60)
     assert server.returncode == 1
     assert re.fullmatch(r"octile: the (prefill|decode) process 0 has ended with exit status -9", error.splitlines()[-1])
+
+
+def test_a_process_that_hangs_ends_the_server_in_one_line(apart):
+    server, _ = apart
+    os.kill(children(server.pid, "spawn_main")[-1], signal.SIGSTOP)
+    _, error = server.communicate(timeout=60)
+    assert server.returncode == 1
+    line = error.splitlines()[-1]
+    assert re.fullmatch(r"octile: the (prefill|decode) process 0 has not answered for 5 s, and was killed", line)
 
 
 def test_a_port_in_use_is_refused(folder):
