@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -155,25 +156,24 @@ def test_answers_that_were_not_received_are_answers(clock, folder, tokenizer):
         router.close()
 
 
-@pytest.mark.parametrize(("number", "name"), [(0, "prefill process 0"), (1, "decode process 0")])
-def test_a_process_that_hangs_is_killed_and_named(clock, folder, tokenizer, number, name):
-    router = start(folder, ProcessesConfig(prefill=1, decode=1), timeout=5)
+def never_answers(connection: Connection) -> None:
+    while True:
+        connection.recv()
+
+
+def test_a_process_that_hangs_is_killed_and_named(clock):
+    process = router_module._Process("decode process 0", never_answers, (), 5)
     try:
-        router.add([tokenizer.begin], Sampling(2, ignore_eos=True))
-        finish(router, 1)
-        hanging, other = router._all[number], router._all[1 - number]
-        os.kill(hanging.process.pid, signal.SIGSTOP)
-        clock.now += 10
-        hanging.ping()
-        other.ping()
-        assert other.connection.poll(60)
+        assert process.ping() == 1
+        clock.now += 1
+        assert process.ping() == 5
         clock.now += 5
-        with pytest.raises(ProcessEndedError, match=f"the {name} has not answered for 5 s, and was killed"):
-            router.step()
-        hanging.process.join(60)
-        assert hanging.process.exitcode == -signal.SIGKILL
+        with pytest.raises(ProcessEndedError, match="the decode process 0 has not answered for 5 s, and was killed"):
+            process.ping()
     finally:
-        router.close()
+        process.close()
+        process.end()
+    assert process.process.exitcode == -signal.SIGKILL
 
 
 def test_a_router_that_nobody_closes_does_not_hold_the_exit(folder):
