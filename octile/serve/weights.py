@@ -4,7 +4,8 @@
     but kv_b_proj           also dequantized once: W_UK and W_UV, which the absorbed form of attention multiplies by
     other weights           in the dtype of the activations; norms, gates and their biases as they are stored
 
-FP8 weights that read one input are joined to one matrix where their blocks allow it, so that they are one GEMM.
+Weights that read one input are joined to one matrix, those in FP8 where their blocks allow it, so that they are one
+GEMM.
 
 Source: DeepSeek-V2 (arXiv 2405.04434) §2.1.2, DeepSeek-V3 (arXiv 2412.19437) §3.3.2.
 Shapes: D model, H heads, C latent, R rotary key, N the rest of a head's key, V a head's value, E experts,
@@ -376,13 +377,15 @@ class _Reader:
 
 
 def join(weights: Sequence[Weight], sizes: Sequence[Sequence[int]]) -> Projections:
-    """Join FP8 weights [..., N_i, K] to one matrix of their rows, if each but the last has whole blocks.
+    """Join weights [..., N_i, K] to one matrix of their rows; those in FP8 if each but the last has whole blocks.
 
     Args:
         sizes: for each weight, sizes whose sum is N_i: what its results are split into.
     """
     of_weights = tuple(tuple(of_weight) for of_weight in sizes)
     fp8 = [w for w in weights if isinstance(w, ScaledTensor)]
+    if not fp8:
+        return Projections((torch.cat([w for w in weights if isinstance(w, Tensor)], dim=-2),), (sum(of_weights, ()),))
     if len(fp8) < len(weights) or any(w.shape[-2] % BLOCK[0] for w in weights[:-1]):
         return Projections(tuple(weights), of_weights)
     data, scale = (torch.cat([getattr(w, part) for w in fp8], dim=-2) for part in ("data", "scale"))
