@@ -65,13 +65,18 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
     return ParameterCount(dict(main), _used(main, config), dict(mtp), _used(mtp, config))
 
 
+def kind_of(name: str) -> str:
+    """Return the kind of a parameter by its name, that of the model or of a checkpoint."""
+    return next(kind for part, kind in KINDS.items() if part in name)
+
+
 def _parameters(config: ModelConfig) -> Iterator[tuple[int | None, str, int]]:
     """Yield the layer, the kind and the number of elements of every parameter."""
     with torch.device("meta"):
         model = DeepseekV3(config)
     for name, parameter in model.named_parameters():
         layer = int(name.split(".")[2]) if name.startswith("model.layers.") else None
-        yield layer, next(kind for part, kind in KINDS.items() if part in name), parameter.numel()
+        yield layer, kind_of(name), parameter.numel()
 
 
 def _used(numel: Counter[str], config: ModelConfig) -> dict[str, int]:
