@@ -181,6 +181,12 @@ def cluster_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in CLUSTERS.glob("*.toml")))
 
 
+def find_gpu(device_name: str) -> Gpu | None:
+    """Return the data sheet of a GPU by its name, as `torch.cuda.get_device_name` has it; None: no cluster has it."""
+    gpus = (read_cluster(name).gpu for name in cluster_names())
+    return next((gpu for gpu in gpus if gpu.name in device_name.split()), None)
+
+
 def read_cluster(name: str) -> Cluster:
     """Read a cluster: one of `cluster_names()`, or the path of a TOML file.
 

@@ -5,7 +5,7 @@ from dataclasses import fields
 
 import pytest
 
-from octile.plan.hardware import CLUSTERS, Cluster, cluster_names, read_cluster, read_efficiencies
+from octile.plan.hardware import CLUSTERS, Cluster, cluster_names, find_gpu, read_cluster, read_efficiencies
 
 FILE = (CLUSTERS / "h200_8.toml").read_text(encoding="utf-8")
 
@@ -69,6 +69,14 @@ def test_a_file_that_exists_is_read_whatever_its_suffix(tmp_path, name):
 def test_a_folder_is_no_cluster(tmp_path):
     with pytest.raises(IsADirectoryError, match="is a folder: name a"):
         read_cluster(str(tmp_path))
+
+
+def test_a_gpu_is_found_by_the_name_that_the_driver_has():
+    gpu = find_gpu("NVIDIA H200")
+    assert gpu is not None
+    assert gpu.memory_bandwidth == 4.8e12
+    assert find_gpu("NVIDIA GH200 480GB") is None
+    assert find_gpu("NVIDIA A100-SXM4-80GB") is None
 
 
 def test_every_efficiency_has_a_value():
