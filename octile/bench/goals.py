@@ -406,10 +406,15 @@ def transformers_verdicts(rows: Sequence[Row]) -> str:
 
 ONE_CLIENT, MANY_CLIENTS, THROUGHPUT = "1 client", "64 clients", "throughput"
 LONG_CLIENT, FASTEST_DRAFTS = "1 client, 256 tokens", "1 client, 256 tokens, fastest with drafts"
-DECODE_256, OVERHEAD = "V2-Lite shape, decode, batch 256", "overhead of the engine"
+DECODE, OVERHEAD, ROOFLINE = "decode", "overhead of the engine", "share of the roofline"
 PREFILL, SHARE_OF_PEAK = "prefill, 8 × 1,024 tokens", "share of the FP8 peak"
+FP8_WEIGHTS, BF16_WEIGHTS = "decode, FP8 weights", "BF16 weights"
+V2_LITE = "V2-Lite shape"
 
-DECODE = "decode"
+
+def decode_case(name: str, batch: int) -> str:
+    """Return the case of a batch that decodes."""
+    return f"{name}, decode, batch {batch}"
 
 
 def spread_case(name: str, batch: int, n_ranks: int) -> str:
@@ -427,9 +432,32 @@ CLIENTS_BOUND = Bound(
 )
 H200_BOUNDS = (
     Bound("drafts vs. none, tokens/s (goal on one H200)", FASTEST_DRAFTS, THROUGHPUT, (LONG_CLIENT,), 1.3, 1.7),
-    Bound("engine's overhead per step, batch 256, ms", DECODE_256, OVERHEAD, (), 1.0, None, higher_is_better=False),
-    Bound("prefill, % of the FP8 peak", f"V2-Lite shape, {PREFILL}", SHARE_OF_PEAK, (), 30.0, 55.0),
-    Bound("batch 256 on two GPUs vs. one", spread_case("V2-Lite shape", 128, 2), DECODE, (one_rank(256),), 1.5, None),
+    Bound(
+        "engine's overhead per step, batch 256, ms",
+        decode_case(V2_LITE, 256),
+        OVERHEAD,
+        (),
+        1.0,
+        None,
+        higher_is_better=False,
+    ),
+    *(
+        Bound(f"decode, batch {batch}, % of the roofline", decode_case(V2_LITE, batch), ROOFLINE, (), 40.0, 75.0)
+        for batch in (1, 32, 256)
+    ),
+    *(
+        Bound(
+            f"decode, batch {batch}, FP8 vs. BF16 weights",
+            decode_case(V2_LITE, batch),
+            FP8_WEIGHTS,
+            (BF16_WEIGHTS,),
+            1.3,
+            1.7,
+        )
+        for batch in (1, 32)
+    ),
+    Bound("prefill, % of the FP8 peak", f"{V2_LITE}, {PREFILL}", SHARE_OF_PEAK, (), 30.0, 55.0),
+    Bound("batch 256 on two GPUs vs. one", spread_case(V2_LITE, 128, 2), DECODE, (one_rank(256),), 1.5, None),
 )
 
 

@@ -1,7 +1,9 @@
 """The speed of the engine alone, without HTTP: a model of a published shape with random FP8 weights on a GPU.
 
 decode     steps in which every request has one row, after prompts of 1,024 tokens: the step, the model's forward pass
-           alone as a CUDA graph, and the overhead of the engine, which is the rest (scheduler, sampling, text)
+           alone as a CUDA graph, and the overhead of the engine, which is the rest (scheduler, sampling, text); the
+           step's bytes and its roofline (`octile.bench.serve.roofline`)
+BF16       the same decode steps of the same model, whose FP8 weights are converted to BF16
 prefill    8 prompts of 1,024 tokens in one pass: the FLOPs of the layers' GEMMs per second, as a share of the GPU's
            FP8 peak
 profile    of a decode step and of the prefill pass: how long the GPU computes each kind of kernel, and the largest ones
@@ -15,15 +17,24 @@ import sys
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from statistics import median
 
 import torch
 
-from octile.bench.goals import DECODE_256, OVERHEAD, PREFILL, SHARE_OF_PEAK
+from octile.bench import goals
+from octile.bench.goals import BF16_WEIGHTS, DECODE, FP8_WEIGHTS, OVERHEAD, PREFILL, SHARE_OF_PEAK
 from octile.bench.kernel_time import record_kernels
 from octile.bench.rows import Row, compare
+from octile.bench.serve.roofline import (
+    Bandwidths,
+    DecodedStep,
+    copy_row,
+    experts_read,
+    measured_bandwidths,
+    roofline_rows,
+)
 from octile.bench.step.profile import split
 from octile.checkpoint.fp8_layout import is_stored_in_fp8
 from octile.formats import BLOCK, E4M3
@@ -71,46 +82,72 @@ class Shape:
     steps: int = 32
 
 
-V2_LITE = Shape("V2-Lite shape", ModelConfig.v2_lite_16b())
+V2_LITE = Shape(goals.V2_LITE, ModelConfig.v2_lite_16b())
 
 
 def rows(shape: Shape, device: torch.device) -> Iterator[Row]:
-    """Yield the speed of decode and prefill, decode vs. transformers."""
+    """Yield the speed of decode and prefill, decode vs. BF16 weights and vs. transformers."""
+    bandwidths = measured_bandwidths(device)
+    yield copy_row(shape.name, bandwidths)
+    speeds = dict[int, float]()
     weights = random_weights(shape.config, device)
-    pages = 1 + -(-(shape.prompt + new_tokens(shape)) // ModelRunner.page_size)  # the engine admits with one to spare
-    n_pages, max_step_tokens = max(shape.batches) * pages, shape.prefill * shape.prompt
-    runner = ModelRunner(weights, n_pages, max_batch=max(shape.batches), max_step_tokens=max_step_tokens)
-    speeds = {}
-    profiles = list[Row]()
-    for batch in shape.batches:
-        case = decode_case(shape, batch)
-        _say(f"measuring {case}")
-        seconds, model, profile = _step_seconds(runner, shape, batch)
-        profiles += profile
-        speeds[batch] = batch / seconds
-        yield Row(case, "step", 1e3 * seconds, "ms")
-        if model is not None:
-            yield Row(case, "the model's CUDA graph", 1e3 * model, "ms")
-            yield Row(case, OVERHEAD, 1e3 * (seconds - model), "ms")
+    runner = _runner(weights, shape, shape.prefill * shape.prompt)
+    yield from _decode(runner, shape, True, bandwidths, speeds)
     yield from _prefill(runner, shape)
-    yield from profiles
     del runner, weights
+    bf16 = dict[int, float]()
+    runner = _runner(random_weights(shape.config, device, fp8=False), shape, 0)
+    yield from _decode(runner, replace(shape, name=f"{shape.name}, {BF16_WEIGHTS}"), False, bandwidths, bf16)
+    del runner
+    for batch, speed in speeds.items():
+        yield compare(decode_case(shape, batch), FP8_WEIGHTS, speed, "tokens/s", BF16_WEIGHTS, bf16[batch])
     peers = _peer_speeds(shape, device)
     for batch, speed in speeds.items():
         case = decode_case(shape, batch)
         if batch in peers:
-            yield compare(case, "decode", speed, "tokens/s", PEER, peers[batch])
+            yield compare(case, DECODE, speed, "tokens/s", PEER, peers[batch])
         else:
-            yield Row(case, "decode", speed, "tokens/s")
+            yield Row(case, DECODE, speed, "tokens/s")
+
+
+def _runner(weights: ServedWeights, shape: Shape, max_step_tokens: int) -> ModelRunner:
+    pages = 1 + -(-(shape.prompt + new_tokens(shape)) // ModelRunner.page_size)  # the engine admits with one to spare
+    n_pages, max_batch = max(shape.batches) * pages, max(shape.batches)
+    return ModelRunner(weights, n_pages, max_batch=max_batch, max_step_tokens=max_step_tokens)
+
+
+def _decode(
+    runner: ModelRunner, shape: Shape, fp8: bool, bandwidths: Bandwidths, speeds: dict[int, float]
+) -> Iterator[Row]:
+    """Yield the times, the rooflines and the profiles of decode steps; add the tokens/s of each batch to speeds."""
+    profiles = list[Row]()
+    for batch in shape.batches:
+        case = decode_case(shape, batch)
+        _say(f"measuring {case}")
+        step, model, profile = _decoded_step(runner, shape, batch)
+        profiles += profile
+        speeds[batch] = batch / step.seconds
+        yield Row(case, "step", 1e3 * step.seconds, "ms")
+        if model is not None:
+            yield Row(case, "the model's CUDA graph", 1e3 * model, "ms")
+            yield Row(case, OVERHEAD, 1e3 * (step.seconds - model), "ms")
+        yield from roofline_rows(case, shape.config, fp8, step, bandwidths)
+    yield from profiles
 
 
 def decode_case(shape: Shape, batch: int) -> str:
     """The case of a batch of requests that decode."""
-    return DECODE_256.replace("256", str(batch)).replace(V2_LITE.name, shape.name)
+    return goals.decode_case(shape.name, batch)
 
 
-def random_weights(config: ModelConfig, device: torch.device) -> ServedWeights:
-    """Make weights as a published FP8 checkpoint has them, with random values, without a copy in high precision."""
+def random_weights(config: ModelConfig, device: torch.device, fp8: bool = True) -> ServedWeights:
+    """Make weights as a published FP8 checkpoint has them, with random values, without a copy in high precision.
+
+    Args:
+        config: of the model.
+        device: of the weights.
+        fp8: whether they stay in FP8; otherwise the same values are converted to BF16.
+    """
     with torch.device("meta"):
         shapes = {name: tuple(t.shape) for name, t in to_hf(DeepseekV3(config).state_dict(), config).items()}
     generator = torch.Generator(device).manual_seed(0)
@@ -126,27 +163,33 @@ def random_weights(config: ModelConfig, device: torch.device) -> ServedWeights:
             return values * 0.02
         scale = torch.full([-(-n // side) for n, side in zip(shape, BLOCK, strict=True)], 2.0**-12, device=device)
         values = (100 * values).clamp_(-E4M3.max, E4M3.max)  # torch casts larger ones to NaN
-        return ScaledTensor(values.to(torch.float8_e4m3fn), scale, BLOCK)  # a deviation of 0.024
+        weight = ScaledTensor(values.to(torch.float8_e4m3fn), scale, BLOCK)  # a deviation of 0.024
+        return weight if fp8 else weight.dequantize(torch.bfloat16)
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     return assemble(config, dtype, True, read)
 
 
-def _step_seconds(runner: ModelRunner, shape: Shape, batch: int) -> tuple[float, float | None, list[Row]]:
-    """The wall-clock time of a step in which a batch of requests decodes, that of the model in it, and a profile."""
+def _decoded_step(runner: ModelRunner, shape: Shape, batch: int) -> tuple[DecodedStep, float | None, list[Row]]:
+    """A step in which a batch of requests decodes, in wall-clock time, that of the model in it, and a profile."""
     tokenizer = Tokenizer.train([], MIN_VOCAB_SIZE)
     max_step_tokens = max(batch, shape.prefill * shape.prompt)
     engine = Engine(runner, tokenizer, EngineConfig(max_batch=batch, max_step_tokens=max_step_tokens))
     chosen = random.Random(batch)
-    for i in range(batch):
-        prompt = chosen.choices(range(shape.config.vocab_size), k=shape.prompt)
-        engine.add(prompt, Sampling(max_new_tokens=new_tokens(shape), temperature=1.0, seed=i, ignore_eos=True))
+    requests = [
+        engine.add(
+            chosen.choices(range(shape.config.vocab_size), k=shape.prompt),
+            Sampling(max_new_tokens=new_tokens(shape), temperature=1.0, seed=i, ignore_eos=True),
+        )
+        for i in range(batch)
+    ]
     while len(engine.step()) < batch:
         if not engine.has_work:
             raise RuntimeError(f"the {batch} requests did not decode at the same time: {engine.stats()}")
+    lengths = [len(request.tokens) + shape.steps // 2 for request in requests]  # on average
     seconds = median(_wall_seconds(engine.step) for _ in range(shape.steps))
     profile = profile_rows(decode_case(shape, batch), engine.step, runner.device)
-    model = None
+    experts, model = experts_read(runner, engine), None
     if runner.graphs is not None:
         max_ahead = runner.max_ahead
         runner.max_ahead = 0  # steps that are not launched ahead have a graph of the model alone
@@ -159,7 +202,7 @@ def _step_seconds(runner: ModelRunner, shape: Shape, batch: int) -> tuple[float,
         captured = runner.graphs.captured[runner.forward.chooses(runner.max_position)]
         model = _gpu_seconds(captured[size][0])
     engine.close()
-    return seconds, model, profile
+    return DecodedStep(seconds, lengths, experts), model, profile
 
 
 def new_tokens(shape: Shape) -> int:

@@ -6,9 +6,9 @@ from math import prod
 import pytest
 import torch
 
-from octile.bench.goals import DECODE_256, serve_verdicts
-from octile.bench.rows import Row
-from octile.bench.serve import engine
+from octile.bench.goals import serve_verdicts
+from octile.bench.rows import Row, compare
+from octile.bench.serve import engine, roofline
 from octile.bench.serve.engine import PEER, V2_LITE, Shape, decode_case, random_weights, rows
 from octile.models.config import ModelConfig
 from octile.scaled import ScaledTensor
@@ -26,20 +26,35 @@ SMALL = Shape(
 )  # fmt: skip
 
 
+BYTES = ("experts read by a layer", "bytes", "bytes of routed experts", "bytes of cache", "share of a copy's speed")
+
+
 def test_rows_of_a_miniature_model(monkeypatch):
     monkeypatch.setattr(engine, "_transformers_speeds", lambda shape, device: {1: 5.0})
+    monkeypatch.setattr(roofline, "COPIED", 2**16)
     found = {(row.case, row.what): row for row in rows(SMALL, torch.device("cpu"))}
+    fp8, bf16 = (
+        [(f"miniature{weights}, decode, batch {batch}", what) for batch in (1, 3) for what in ("step", *BYTES)]
+        for weights in ("", ", BF16 weights")
+    )
     assert list(found) == [
-        ("miniature, decode, batch 1", "step"),
-        ("miniature, decode, batch 3", "step"),
+        ("miniature", "copy"),
+        *fp8,
         ("miniature, prefill, 8 × 1,024 tokens", "throughput"),
         ("miniature, prefill, 8 × 1,024 tokens", "GEMMs of layers"),
+        *bf16,
+        ("miniature, decode, batch 1", "decode, FP8 weights"),
+        ("miniature, decode, batch 3", "decode, FP8 weights"),
         ("miniature, decode, batch 1", "decode"),
         ("miniature, decode, batch 3", "decode"),
     ]
     assert all(row.value > 0 for row in found.values())
     assert found["miniature, decode, batch 1", "decode"].against.peer == PEER
     assert found["miniature, decode, batch 3", "decode"].against is None
+    assert found["miniature, decode, batch 1", "experts read by a layer"].value == SMALL.config.num_experts_per_tok
+    of_cache = sum(found[f"miniature, decode, batch {batch}", "bytes of cache"].value for batch in (1, 3))
+    position = 1e-9 * SMALL.config.num_hidden_layers * 2 * SMALL.config.latent_dim
+    assert 4 * 70 * position < of_cache < 4 * 80 * position
 
 
 def test_transformers_generates_with_the_same_shape():
@@ -89,6 +104,12 @@ def test_layers_are_in_fp8_and_embeddings_are_not():
     assert not isinstance(weights.head, ScaledTensor)
 
 
+def test_bf16_weights_have_the_values_of_fp8_weights():
+    fp8, bf16 = (random_weights(SMALL.config, torch.device("cpu"), fp8).blocks[1].mlp.down for fp8 in (True, False))
+    assert not isinstance(bf16, ScaledTensor)
+    assert torch.equal(fp8.dequantize(bf16.dtype), bf16)
+
+
 def test_random_weights_have_no_nan(monkeypatch):
     monkeypatch.setattr(torch, "randn", lambda shape, **options: torch.linspace(-6, 6, prod(shape)).view(shape))
     weights = random_weights(SMALL.config, torch.device("cpu"))
@@ -96,12 +117,18 @@ def test_random_weights_have_no_nan(monkeypatch):
 
 
 def test_the_verdicts_of_the_engine():
-    assert decode_case(V2_LITE, 256) == DECODE_256
+    one, all_of_them = (decode_case(V2_LITE, batch) for batch in (1, 256))
     found = [
-        Row(DECODE_256, "overhead of the engine", 0.8, "ms"),
+        Row(all_of_them, "overhead of the engine", 0.8, "ms"),
+        Row(one, "share of the roofline", 39.0, "%"),
+        Row(all_of_them, "share of the roofline", 76.0, "%"),
+        compare(one, "decode, FP8 weights", 1.5, "tokens/s", "BF16 weights", 1.0),
         Row("V2-Lite shape, prefill, 8 × 1,024 tokens", "share of the FP8 peak", 42.0, "%"),
     ]
     assert serve_verdicts(found, "NVIDIA H200").splitlines() == [
         "engine's overhead per step, batch 256, ms: 0.800: floor ≤ 1 met",
+        "decode, batch 1, % of the roofline: 39.000: floor ≥ 40 MISSED, aim ≥ 75 MISSED",
+        "decode, batch 256, % of the roofline: 76.000: floor ≥ 40 met, aim ≥ 75 met",
+        "decode, batch 1, FP8 vs. BF16 weights: 1.500: floor ≥ 1.3 met, aim ≥ 1.7 MISSED",
         "prefill, % of the FP8 peak: 42.000: floor ≥ 30 met, aim ≥ 55 MISSED",
     ]
