@@ -90,13 +90,12 @@ def rows(shape: Shape, device: torch.device) -> Iterator[Row]:
     bandwidths = measured_bandwidths(device)
     yield copy_row(shape.name, bandwidths)
     speeds = dict[int, float]()
-    weights = random_weights(shape.config, device)
-    runner = _runner(weights, shape, shape.prefill * shape.prompt)
+    runner = _runner(shape, device, True, shape.prefill * shape.prompt)
     yield from _decode(runner, shape, True, bandwidths, speeds)
     yield from _prefill(runner, shape)
-    del runner, weights
+    del runner
     bf16 = dict[int, float]()
-    runner = _runner(random_weights(shape.config, device, fp8=False), shape, 0)
+    runner = _runner(shape, device, False, 0)
     yield from _decode(runner, replace(shape, name=f"{shape.name}, {BF16_WEIGHTS}"), False, bandwidths, bf16)
     del runner
     for batch, speed in speeds.items():
@@ -110,9 +109,11 @@ def rows(shape: Shape, device: torch.device) -> Iterator[Row]:
             yield Row(case, DECODE, speed, "tokens/s")
 
 
-def _runner(weights: ServedWeights, shape: Shape, max_step_tokens: int) -> ModelRunner:
+def _runner(shape: Shape, device: torch.device, fp8: bool, max_step_tokens: int) -> ModelRunner:
+    _say(f"making {shape.name} with {'FP8' if fp8 else 'BF16'} weights and its CUDA graphs")
     pages = 1 + -(-(shape.prompt + new_tokens(shape)) // ModelRunner.page_size)  # the engine admits with one to spare
     n_pages, max_batch = max(shape.batches) * pages, max(shape.batches)
+    weights = random_weights(shape.config, device, fp8)
     return ModelRunner(weights, n_pages, max_batch=max_batch, max_step_tokens=max_step_tokens)
 
 
