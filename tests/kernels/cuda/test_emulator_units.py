@@ -74,14 +74,16 @@ def test_a_load_in_three_dimensions_takes_strides() -> None:
     assert torch.equal(raw.view(torch.uint8).view(8, 32), swizzled(expected.view(torch.uint8).view(8, 32), 32))
 
 
-def gathered(waits: bool, fences: bool, seed: int) -> torch.Tensor:
+def gathered(
+    waits: bool, fences: bool, seed: int, count: int = 64, arrives: bool = False, lazy: bool | None = None
+) -> torch.Tensor:
     """What a kernel of 64 threads reads of vectors that cp.async copies, which follow from their indices."""
     rows = torch.arange(1, 41).to(torch.uint8)[:, None].expand(40, 16).contiguous()
     indices = torch.arange(64, dtype=torch.int32) * 7 % 41 - 1
     found = torch.zeros(64, 16, dtype=torch.uint8)
     emulator.run(
-        "gather", {}, grid=1, threads=64, shared_bytes=64 * 16 + 8, headers=SOURCES, seed=seed,
-        arguments=[rows, indices, found, int(waits), int(fences)],
+        "gather", {}, grid=1, threads=64, shared_bytes=64 * 16 + 8, headers=SOURCES, seed=seed, lazy=lazy,
+        arguments=[rows, indices, found, int(waits), int(fences), count, int(arrives)],
     )  # fmt: skip
     assert (found == found[:, :1]).all()
     return found[:, 0] - (indices + 1).to(torch.uint8)
@@ -95,6 +97,17 @@ def test_cp_async_copies_vectors_and_writes_zeros_where_it_does_not_read(seed: i
 @pytest.mark.parametrize(("waits", "fences"), [(False, True), (True, False)], ids=["no wait", "no fence"])
 def test_what_cp_async_copies_is_seen_after_a_wait_and_a_fence_alone(waits: bool, fences: bool) -> None:
     assert any(gathered(waits, fences, seed).any() for seed in range(4))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_arrivals_after_cp_async_and_others_are_counted_together(seed: int) -> None:
+    assert not gathered(True, True, seed, count=65, arrives=True).any()
+
+
+@pytest.mark.parametrize(("count", "arrives"), [(63, False), (64, True)], ids=["cp.async", "arrive"])
+def test_an_arrival_too_many_is_found_while_others_wait_for_cp_async(count: int, arrives: bool) -> None:
+    with pytest.raises(EmulatorError, match=r"one arrival too many at .*, of which [1-9][0-9]* wait for copies"):
+        gathered(True, True, 0, count, arrives, lazy=True)
 
 
 def exchanged(announced: int, waits: bool, seed: int) -> torch.Tensor:

@@ -35,7 +35,7 @@ void mbarrier_init(uint64_t& state, uint32_t count) {
     for (const auto& other : block->barriers)
         if (other->offset == offset) fail("the mbarrier at offset %u is initialized a second time", offset);
     state = word(block->barriers.size());
-    block->barriers.push_back(std::make_unique<MbarrierState>(MbarrierState{offset, count, count, 0, 0, me(), {}}));
+    block->barriers.push_back(std::make_unique<MbarrierState>(MbarrierState{offset, count, count, 0, 0, 0, me(), {}}));
 }
 
 void fence_mbarrier_init() {
@@ -71,6 +71,14 @@ void complete_tx(Block* block, MbarrierState& barrier, uint32_t bytes) {
     complete_phase(block, barrier);
 }
 
+// An arrival that waits for copies counts from when it is issued: if others took its place, it would count in the next
+// phase, or in this one, as it happens to land.
+void check_lacks_arrival(const Block* block, const MbarrierState& barrier) {
+    if (barrier.pending > barrier.in_flight) return;
+    fail("one arrival too many at the %s of %s, of which %u wait for copies of cp.async", state_of(barrier).c_str(),
+         name(block).c_str(), barrier.in_flight);
+}
+
 void mbarrier_arrive(uint64_t& state, uint32_t rank, uint32_t bytes) {
     may_switch();
     Block* own = me()->home;
@@ -81,7 +89,7 @@ void mbarrier_arrive(uint64_t& state, uint32_t rank, uint32_t bytes) {
     MbarrierState& barrier = barrier_of(block, *reinterpret_cast<uint64_t*>(block->shared + offset));
     if (barrier.fence_due && block != own)
         fail("the %s was initialized without fence_mbarrier_init", state_of(barrier).c_str());
-    if (!barrier.pending) fail("one arrival too many at the %s of %s", state_of(barrier).c_str(), name(block).c_str());
+    check_lacks_arrival(block, barrier);
     if (barrier.bytes + int64_t(bytes) >= 1 << 20)
         fail("the transaction count of the %s left its range", state_of(barrier).c_str());
     barrier.bytes += static_cast<int>(bytes);

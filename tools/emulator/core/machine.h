@@ -25,6 +25,7 @@ std::string text(const char* format, ...) __attribute__((format(printf, 1, 2)));
 // An mbarrier. Its 8 bytes of shared memory only contain `word(i)`, so that stray writes to them are detected.
 struct MbarrierState {
     uint32_t offset, count, pending;
+    uint32_t in_flight = 0;  // of the pending arrivals, those that wait for copies of cp.async
     int bytes = 0;
     uint64_t phase = 0;
     const Thread* fence_due;  // who initialized it and has not called fence_mbarrier_init yet
@@ -175,6 +176,7 @@ std::string name(const Block* block);
 uint8_t* shared_range(Block* block, const void* start, size_t bytes, const char* what);  // checked
 
 MbarrierState& barrier_of(Block* block, const uint64_t& state);
+void check_lacks_arrival(const Block* block, const MbarrierState& barrier);
 void complete_phase(Block* block, MbarrierState& barrier);
 void complete_tx(Block* block, MbarrierState& barrier, uint32_t bytes);
 void advance_copy(size_t index);
