@@ -146,11 +146,16 @@ def show(found: dict[str, Any], as_json: bool) -> None:
     table = ScreenTable(title="operators", title_justify="left")
     table.add_column("operator", no_wrap=True)
     table.add_column("kernel")
+    table.add_column("why", justify="right")
+    reasons = dict[tuple[str, str], list[str]]()  # and their operators
     for row in found["operators"]:
-        table.add_row(row["operator"], row["kernel"])
+        reasons.setdefault((row["kernel"], row["why"]), []).append(row["operator"].removeprefix("octile::"))
+    numbers = {reason: number for number, reason in enumerate(reasons, start=1)}
+    for row in found["operators"]:
+        table.add_row(row["operator"], row["kernel"], str(numbers[row["kernel"], row["why"]]))
     console.print(table)
-    for kernel, why in dict.fromkeys((row["kernel"], row["why"]) for row in found["operators"]):
-        console.print(f"{kernel}: {why}", highlight=False)
+    for (kernel, why), operators in reasons.items():
+        console.print(f"{numbers[kernel, why]}. {kernel}: {why} ({', '.join(operators)})", highlight=False)
     _show_links(console, found)
     for line in found["advice"]:
         console.print(line, highlight=False)

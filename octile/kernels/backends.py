@@ -10,7 +10,7 @@ the operators of the same names, quantizations with dtypes instead of formats. T
 at the first call that needs it, since a machine without a GPU does not have it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import chain
@@ -229,58 +229,84 @@ ATTENTION = ("paged_attention",)
 QUANTIZATIONS = tuple(name for name in TABLE if name not in ("gemm", *ROUTING, *ATTENTION))
 WITH_HOPPER = (*GEMMS, *QUANTIZATIONS, *ROUTING, *ATTENTION)  # operators that have kernels for Hopper
 OPERATORS = (*WITH_HOPPER, *HOPPER_OR_TORCH, *ONLY_TRITON, *ONLY_TORCH)
+PROMOTED_BY_TRITON = (*GEMMS, "packed_matmul_nt")
+_ALIGNED = "rows that begin at multiples of 16 bytes"
+_UP_TO = f"up to {routing_launcher.MAX_EXPERTS} experts"
+SUPPORTED_BY_HOPPER = {  # what the functions `why_not_hopper` of `TABLE` accept
+    **dict.fromkeys(GEMMS, "FP8 in blocks of 1×128 and 128×128, or with one scale an operand"),
+    **dict.fromkeys(QUANTIZATIONS, _ALIGNED),
+    "quantize": f"{_ALIGNED}, in blocks of 1×128, 128×1 or 128×128",
+    "dequantize": f"{_ALIGNED}, in blocks of 1×128, 128×1 or 128×128, or with one scale",
+    "rms_norm_quantize": f"{_ALIGNED}, of more than {NARROW_ROWS} columns (Triton's is faster for fewer), and up to "
+    f"{launcher.MAX_COLUMNS}",
+    "gate": f"8, 16, … {gate_launcher.MAX_EXPERTS} experts and at least {gate_launcher.MIN_TOKENS} tokens",
+    "gate_backward": f"{gate_backward_launcher.MIN_EXPERTS}, … {gate_backward_launcher.MAX_EXPERTS} experts in multiples "
+    f"of 8, and at least {gate_backward_launcher.MIN_TOKENS} tokens",
+    "count_tokens": _UP_TO,
+    "routing_plan": _UP_TO,
+    "sequence_balance": "16, 32, … 512 experts, whose counts are not given",
+    "paged_attention": f"BF16 queries of {mla_decode.LATENT} + {mla_decode.ROTARY} channels",
+}
 
 
 def choices() -> dict[str, tuple[str, str]]:
-    """Return the kernels that each operator uses on this machine, and why, by the operator's name."""
-    portable = _portable_kernels()
-    chosen = dict.fromkeys(OPERATORS, portable)
+    """Return the kernels that each operator uses on this machine, and why, by the operator's name.
+
+    Where an operator has a faster kernel, which cannot be used here or does not support all calls, the reason says so.
+    """
     if not torch.cuda.is_available():
-        chosen |= {operator: ("torch", why) for operator, why in TORCH_ON_CPU.items()}
-    if not torch.cuda.is_available() and cpu.library() is not None:
-        why = "compiled by this machine's C++ compiler for E4M3 and AdamW, bit for bit the reference"
-        chosen |= dict.fromkeys(COMPILED_ON_CPU, ("C++", why))
-        why = "compiled by this machine's C++ compiler; its sums have another order than the reference's"
-        chosen |= dict.fromkeys(ATTENTION, ("C++", why))
-    if not torch.cuda.is_available() and cpu.can_multiply():
-        why = "the processor multiplies BF16 (AVX512-BF16), exactly for E4M3; other operands run on the reference"
-        chosen |= dict.fromkeys(GEMMS_ON_CPU, ("C++", why))
-    if portable[0] != "Triton":
-        return chosen
+        return _choices_on_cpu()
+    sm = "sm_{}{}".format(*torch.cuda.get_device_capability())
+    if torch.cuda.get_device_capability() < (8, 0):
+        return _all("none", f"{sm} is older than sm_80, the oldest that the Triton kernels compile for")
+    if find_spec("triton") is None:
+        return _all("none", 'Triton is not installed: pip install "octile[cuda]"')
+    chosen = _all("Triton", "its only kernel on GPUs, for sm_80 and later")
+    chosen |= _each(PROMOTED_BY_TRITON, "Triton", _triton_gemms(sm))
     chosen |= {operator: ("torch", why) for operator, why in ONLY_TORCH.items()}
-    chosen |= {
-        operator: ("torch", f"torch {work}; only Hopper has a kernel")
-        for operator, (work, _) in HOPPER_OR_TORCH.items()
-    }
     why_not_hopper = request.why_not_on(torch.device("cuda"))
     if why_not_hopper is None:
-        unsupported = "INT8 GEMMs, for example, or quantization of rows that do not begin at multiples of 16 bytes"
-        why = f"sm_90 has its own kernels; calls that they do not support run in Triton: {unsupported}"
-        why += (
-            "; so do RMSNorm of narrow rows, faster there, GEMMs in blocks of 32 (mxfp8), emulated in FP16, and gates"
-        )
-        why += " of more than 64 experts or of few tokens, and latent caches of other widths than 512 + 64 channels"
-        chosen |= dict.fromkeys(WITH_HOPPER, ("CUDA C++", why))
-        chosen |= {
-            operator: ("CUDA C++", f"sm_90 has a kernel for {supported}; torch computes others")
-            for operator, (_, supported) in HOPPER_OR_TORCH.items()
-        }
-    elif torch.cuda.get_device_capability() == (9, 0):
-        why = f"Hopper's kernels cannot be used: {why_not_hopper}"
-        chosen |= dict.fromkeys(WITH_HOPPER, ("Triton", why))
+        for operator, supported in SUPPORTED_BY_HOPPER.items():
+            chosen[operator] = "CUDA C++", f"for {supported}; Triton's for others"
+        for operator, (_, supported) in HOPPER_OR_TORCH.items():
+            chosen[operator] = "CUDA C++", f"for {supported}; torch computes others"
+        return chosen
+    for operator in WITH_HOPPER:
+        reason = _triton_gemms(sm) if operator in GEMMS else "its kernel for sm_80 and later"
+        chosen[operator] = "Triton", f"{reason}; Hopper's are not used: {why_not_hopper}"
+    for operator, (work, _) in HOPPER_OR_TORCH.items():
+        chosen[operator] = "torch", f"torch {work}; Hopper's kernel is not used: {why_not_hopper}"
     return chosen
 
 
-def _portable_kernels() -> tuple[str, str]:
-    """Return the kernels of operators that have no kernel of their own for this machine's GPU, and the reason."""
-    if not torch.cuda.is_available():
-        return "reference (torch, CPU)", "torch finds no GPU: the reference runs on the CPU"
-    major, minor = torch.cuda.get_device_capability()
-    if (major, minor) < (8, 0):
-        return "none", f"sm_{major}{minor} is older than sm_80, the oldest that the Triton kernels compile for"
-    if find_spec("triton") is None:
-        return "none", 'Triton is not installed: pip install "octile[cuda]"'
-    if (major, minor) >= (8, 9):
-        why = f"sm_{major}{minor} multiplies FP8; the portable kernels promote to FP32 every 128 along K"
-        return "Triton", f"{why}; GEMMs in blocks of 32 (mxfp8) are emulated in FP16"
-    return "Triton", f"sm_{major}{minor} has no FP8 tensor cores: operands are converted to FP16, exactly"
+def _choices_on_cpu() -> dict[str, tuple[str, str]]:
+    reference = "reference (torch, CPU)"
+    chosen = _all(reference, "torch finds no GPU, and there is no other kernel for CPUs")
+    chosen |= {operator: ("torch", why) for operator, why in TORCH_ON_CPU.items()}
+    if cpu.library() is None:
+        compiled = *COMPILED_ON_CPU, *ATTENTION, *GEMMS_ON_CPU
+        return chosen | _each(compiled, reference, "its kernel was not compiled: a C++ compiler is missing, or failed")
+    why = "compiled by this machine's C++ compiler for E4M3 and AdamW, bit for bit the reference"
+    chosen |= _each(COMPILED_ON_CPU, "C++", why)
+    why = "compiled by this machine's C++ compiler; its sums have another order than the reference's"
+    chosen |= _each(ATTENTION, "C++", why)
+    if not cpu.can_multiply():
+        return chosen | _each(
+            GEMMS_ON_CPU, reference, "its kernel needs a processor that multiplies BF16 (AVX512-BF16)"
+        )
+    why = "the processor multiplies BF16 (AVX512-BF16), exactly for E4M3; other operands run on the reference"
+    return chosen | _each(GEMMS_ON_CPU, "C++", why)
+
+
+def _triton_gemms(sm: str) -> str:
+    if torch.cuda.get_device_capability() < (8, 9):
+        return f"{sm} has no FP8 tensor cores: operands are converted to FP16, exactly"
+    return f"{sm} multiplies FP8, and Triton promotes to FP32 every 128 along K; blocks of 32 are emulated in FP16"
+
+
+def _all(kernel: str, why: str) -> dict[str, tuple[str, str]]:
+    return _each(OPERATORS, kernel, why)
+
+
+def _each(operators: Iterable[str], kernel: str, why: str) -> dict[str, tuple[str, str]]:
+    return dict.fromkeys(operators, (kernel, why))

@@ -132,6 +132,54 @@ def test_gpus_without_fp8_tensor_cores_are_named(pretend):
     assert "sm_80 has no FP8 tensor cores" in why["octile::matmul_nt"]
 
 
+def reasons() -> dict[str, str]:
+    return {row["operator"].removeprefix("octile::"): row["why"] for row in examine()["operators"]}
+
+
+def test_on_hopper_a_reason_says_which_calls_have_another_kernel(pretend):
+    pretend((9, 0))
+    why = reasons()
+    assert why["gate"] == "for 8, 16, … 64 experts and at least 2048 tokens; Triton's for others"
+    assert why["top_keys"] == "for up to 4096 keys; torch computes others"
+    assert why["adamw"] == "its only kernel on GPUs, for sm_80 and later"
+
+
+def test_a_reason_is_that_of_its_operator(pretend):
+    pretend((8, 9))
+    why = reasons()
+    assert "promotes to FP32" in why["matmul_nt"]
+    assert "FP32" not in why["quantize"] + why["adamw"]
+    assert why["quantize"].endswith("Hopper's are not used: they are written for Hopper (sm_90)")
+
+
+def test_without_a_compiler_the_operators_that_it_compiles_say_so(pretend, monkeypatch):
+    pretend(None)
+    monkeypatch.setattr(backends.cpu, "library", lambda: None)
+    named = {name for name, why in reasons().items() if "a C++ compiler is missing" in why}
+    assert named == {*COMPILED_ON_CPU, *ATTENTION, *GEMMS_ON_CPU}
+
+
+def test_a_processor_that_does_not_multiply_bf16_is_the_reason_of_gemms(pretend, monkeypatch):
+    pretend(None)
+    monkeypatch.setattr(backends.cpu, "can_multiply", lambda: False)
+    assert {name for name, why in reasons().items() if "AVX512-BF16" in why} == set(GEMMS_ON_CPU)
+
+
+def test_each_reason_is_printed_with_its_operators(monkeypatch, capsys):
+    rows = [
+        {"operator": f"octile::{name}", "kernel": "C++", "why": why} for name, why in zip("abc", "xyx", strict=True)
+    ]
+    show(examine() | {"operators": rows}, as_json=False)
+    shown = capsys.readouterr().out
+    assert "1. C++: x (a, c)\n2. C++: y (b)\n" in shown
+    table = [line.split() for line in shown[shown.index("octile::a") - 4 : shown.index("1. C++")].splitlines()]
+    assert [(row[1], row[5]) for row in table if len(row) > 5] == [
+        ("octile::a", "1"),
+        ("octile::b", "2"),
+        ("octile::c", "1"),
+    ]
+
+
 def test_more_threads_than_cores_is_advised_against(monkeypatch):
     monkeypatch.setattr(doctor, "_cores", lambda: 0)
     assert "set OMP_NUM_THREADS" in examine()["advice"][-1]
