@@ -240,8 +240,8 @@ SUPPORTED_BY_HOPPER = {  # what the functions `why_not_hopper` of `TABLE` accept
     "rms_norm_quantize": f"{_ALIGNED}, of more than {NARROW_ROWS} columns (Triton's is faster for fewer), and up to "
     f"{launcher.MAX_COLUMNS}",
     "gate": f"8, 16, … {gate_launcher.MAX_EXPERTS} experts and at least {gate_launcher.MIN_TOKENS} tokens",
-    "gate_backward": f"{gate_backward_launcher.MIN_EXPERTS}, … {gate_backward_launcher.MAX_EXPERTS} experts in multiples "
-    f"of 8, and at least {gate_backward_launcher.MIN_TOKENS} tokens",
+    "gate_backward": f"{gate_backward_launcher.MIN_EXPERTS}, … {gate_backward_launcher.MAX_EXPERTS} experts in "
+    f"multiples of 8, and at least {gate_backward_launcher.MIN_TOKENS} tokens",
     "count_tokens": _UP_TO,
     "routing_plan": _UP_TO,
     "sequence_balance": "16, 32, … 512 experts, whose counts are not given",
