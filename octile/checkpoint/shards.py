@@ -66,6 +66,10 @@ class Shards:
         """Read rows start … stop − 1 of a tensor, fewer if it ends before."""
         return self._file(tensor).rows(tensor, start, stop)
 
+    def columns(self, tensor: str, start: int, stop: int) -> Tensor:
+        """Read columns start … stop − 1 of a matrix, fewer if it ends before."""
+        return self._file(tensor).columns(tensor, start, stop)
+
     def read_bytes(self, tensor: str, start: int, stop: int) -> Tensor:
         """Read bytes start … stop − 1 of a tensor of any dtype, uint8."""
         return self._file(tensor).read_bytes(tensor, start, stop)

@@ -120,16 +120,28 @@ class TensorFile:
         Raises:
             ValueError: as for `read`.
         """
+        return self._range(name, 0, start, stop)
+
+    def columns(self, name: str, start: int, stop: int) -> Tensor:
+        """Read columns start … stop − 1 of a matrix, contiguous; fewer if it ends before.
+
+        Raises:
+            ValueError: as for `read`.
+        """
+        return self._range(name, 1, start, stop)
+
+    def _range(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         self._check_dtype(name)
         spec = self.specs[name]
-        stop = min(stop, spec.shape[0])
+        stop = min(stop, spec.shape[dim])
         if spec.nbytes == 0 or stop <= start:  # the library refuses empty ranges
-            return torch.empty(max(stop - start, 0), *spec.shape[1:], dtype=TORCH_DTYPES[spec.dtype])
+            shape = *spec.shape[:dim], max(stop - start, 0), *spec.shape[dim + 1 :]
+            return torch.empty(shape, dtype=TORCH_DTYPES[spec.dtype])
         try:
-            rows: Tensor = self._file.get_slice(name)[start:stop]
+            part: Tensor = self._file.get_slice(name)[(*dim * (slice(None),), slice(start, stop))]
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{self.path} is damaged: {name} cannot be read: {error}") from None
-        return rows
+        return part
 
     def read_bytes(self, name: str, start: int, stop: int) -> Tensor:
         """Read bytes start … stop − 1 of a tensor of any dtype, uint8."""

@@ -60,6 +60,16 @@ def test_rows_are_a_slice(tmp_path):
     assert TensorFile(tmp_path / "a.safetensors").rows("x", 4, 99).equal(x[4:])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize(("start", "stop"), [(0, 6), (2, 4), (3, 99), (6, 6)])
+def test_columns_are_a_contiguous_slice(tmp_path, dtype, start, stop):
+    x = torch.arange(30.0).view(5, 6).to(dtype)
+    write(tmp_path / "a.safetensors", {"other": torch.ones(5), "x": x})
+    found = TensorFile(tmp_path / "a.safetensors").columns("x", start, stop)
+    assert (found.dtype, found.is_contiguous()) == (dtype, True)
+    assert found.float().equal(x.float()[:, start:stop])
+
+
 def test_parts_may_be_written_in_any_order(tmp_path):
     x, y = torch.arange(30).view(10, 3), torch.ones(4)
     with writing(tmp_path / "a", {"x": TensorSpec.of(x.dtype, x.shape), "y": TensorSpec.of(y.dtype, y.shape)}) as out:
