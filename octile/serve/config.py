@@ -50,10 +50,12 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """The ranks of a server, which torchrun starts: each has requests, a cache and attention of its own.
+    """The ranks of a server, which torchrun starts: each one, or each group, has its own requests, cache and attention.
 
     Attributes:
         ep: ranks over which the experts of each layer are spread, all that torchrun starts; 1: one process.
+        tp: ranks of a group that shares its requests, and divides the heads of attention and the rows of a step; 1:
+            each rank has its own.
         redundant_experts: further copies of experts in each layer, which share the tokens of those that have the most.
         active_experts: copies of a rank that compute tokens in a step, chosen by the tokens of that step (dynamic
             redundancy); if not given, all copies of an expert take turns.
@@ -65,10 +67,12 @@ class ParallelConfig:
             server.
 
     Raises:
-        TypeError, ValueError: a field has another type or value, or one has no effect without ranks.
+        TypeError, ValueError: a field has another type or value, or one has no effect without ranks; tp does not divide
+            ep; micro-batches are wanted of ranks that share their rows.
     """
 
     ep: Annotated[int, Range(at_least=1, at_most=4096)] = 1
+    tp: Annotated[int, Range(at_least=1, at_most=4096)] = 1
     redundant_experts: Annotated[int, Range(at_least=0, at_most=65536)] = 0
     active_experts: Annotated[int, Range(at_least=1, at_most=65536)] | None = None
     rebalance: Annotated[float, Range(at_least=0, at_most=2**31)] | None = None
@@ -77,10 +81,14 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "parallel.")
-        of_ranks = "redundant_experts", "active_experts", "rebalance", "micro_batches"
+        of_ranks = "tp", "redundant_experts", "active_experts", "rebalance", "micro_batches"
         name = next((name for name in of_ranks if getattr(self, name) != getattr(type(self), name)), None)
         if self.ep == 1 and name is not None:
             raise ValueError(f"parallel.{name} has no effect in one process: parallel.ep must be at least 2")
+        if self.ep % self.tp:
+            raise ValueError(f"parallel.tp must divide parallel.ep, but {self.tp} does not divide {self.ep} ranks")
+        if self.tp > 1 and self.micro_batches > 1:
+            raise ValueError(f"parallel.micro_batches must be 1, not {self.micro_batches}, if parallel.tp is {self.tp}")
 
 
 def check_expert_window(steps: int) -> None:

@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from octile.ops.latent_cache import PAGE
-from octile.ops.sample_tokens import sample_tokens
 from octile.parallel.gpu_events import wait_for
 from octile.serve.batch import DecodedTokens, DecodeRequest
 from octile.serve.decode_graphs import graph_sizes
@@ -58,8 +57,9 @@ class DecodeLoop:
         if self._on_gpu:
             self._sizes = graph_sizes(max_requests)
         else:
-            max_requests = -(-max_requests // BLOCK_ROWS) * BLOCK_ROWS
-            self._sizes = [*range(BLOCK_ROWS, max_requests + 1, BLOCK_ROWS)]
+            block = BLOCK_ROWS * forward.tp.size  # so that each rank of a group has whole blocks
+            max_requests = -(-max_requests // block) * block
+            self._sizes = [*range(block, max_requests + 1, block)]
         self._host = torch.zeros(FIELDS + 1 + n_drafts, max_requests, dtype=torch.int64, pin_memory=self._on_gpu)
         self._fields = self._host.numpy()
         self._table = PageTable(max_requests, max_pages, pinned=self._on_gpu)
@@ -136,7 +136,7 @@ class DecodeLoop:
         """Compute a step of the requests that the buffers describe; chooses as of `Step`."""
         n, forward = self.n_drafts, self.forward
         if forward.exchange is not None:
-            forward = replace(forward, exchange=forward.exchange.of_at_most(size * (1 + n)))
+            forward = replace(forward, exchange=forward.exchange.of_at_most(forward.tp.n_own(size * (1 + n))))
         source_B, position_B, end_B, seed_B, heat_B = self._numbers[:FIELDS, :size].unbind()
         temperature_B = heat_B.view(torch.float64).float()
         is_given_B = source_B < 0
@@ -146,17 +146,17 @@ class DecodeLoop:
         step = self._rows(tokens_Bn, first_B[:, None] + self._offsets[: 1 + n], end_B, chooses)
         h_TD = forward.hidden(step)
         seed_T, temperature_T = (t[:, None].expand(-1, 1 + n).flatten() for t in (seed_B, temperature_B))
-        chosen_Bn = sample_tokens(forward.logits(h_TD), seed_T, step.positions + 1, temperature_T).view(size, 1 + n)
+        chosen_Bn = forward.sample(h_TD, seed_T, step.positions + 1, temperature_T).view(size, 1 + n)
         accepted_B = (chosen_Bn[:, :n] == tokens_Bn[:, 1:]).cumprod(1).sum(1)
         drafts: list[Tensor] = []
         if n:
             last_B = first_B + accepted_B  # the position whose choice counts
             h_TD = forward.draft(step._replace(tokens=chosen_Bn.flatten().clamp(min=0)), h_TD)
             h_TD = h_TD.index_select(0, self._offsets[: size * (1 + n) : 1 + n] + accepted_B)
-            drafts = [sample_tokens(forward.logits(h_TD), seed_B, last_B + 2, temperature_B)]
+            drafts = [forward.sample(h_TD, seed_B, last_B + 2, temperature_B)]
             for i in range(1, n):
                 h_TD = forward.draft(self._rows(drafts[-1][:, None], (last_B + i)[:, None], end_B, chooses), h_TD)
-                drafts.append(sample_tokens(forward.logits(h_TD), seed_B, last_B + i + 2, temperature_B))
+                drafts.append(forward.sample(h_TD, seed_B, last_B + i + 2, temperature_B))
         next_Bn = torch.stack((chosen_Bn.gather(1, accepted_B[:, None])[:, 0], *drafts), dim=1)
         self._tokens[:size] = next_Bn
         self._advance[:size] = accepted_B + 1

@@ -14,8 +14,10 @@ number of splits, and each GEMM computes a row in one form for any number of row
 ones with one group, which do not split K.
 
 Source: DeepSeek-V2 (arXiv 2405.04434) §2.1, DeepSeek-V3 (arXiv 2412.19437) §2.1 and §3.4.
-Shapes: T rows, D model, H heads, C latent, R rotary key, N the rest of a head's key, V a head's value, X = N + R,
-E experts, K chosen ones, I intermediate; a chunk has S rows and reads L positions.
+Ranks of a group may share the rows and the heads (`octile.serve.tensor_parallel`); then D-wide rows are a rank's own.
+
+Shapes: T rows, D model, H heads of this rank, C latent, R rotary key, N the rest of a head's key, V a head's value,
+X = N + R, E experts, K chosen ones, I intermediate; a chunk has S rows and reads L positions.
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ from octile.ops.ragged_attention import ragged_attention
 from octile.ops.rope import latent_keys, rotate_
 from octile.ops.routing_plan import count_tokens
 from octile.ops.row_invariant import row_invariant_matmul_nt
+from octile.ops.sample_tokens import sample_tokens
 from octile.ops.sparse_attention import paged_sparse_attention, sparse_attention
 from octile.ops.swiglu import swiglu, swiglu_quantize
 from octile.parallel.decoding import SortedExchange
@@ -60,6 +63,7 @@ from octile.serve.expert_load import ExpertLoad
 from octile.serve.index_pages import IndexPages
 from octile.serve.latent_pages import LatentPages
 from octile.serve.spread_experts import SpreadExperts
+from octile.serve.tensor_parallel import ALONE, TensorParallel
 from octile.serve.weights import (
     AttentionWeights,
     BlockWeights,
@@ -163,6 +167,7 @@ class Forward:
         exchange: of the rows of decode steps, for which the host does not wait; None: by the dispatcher.
         index: the pages of the indexer's keys; None: rows attend to all positions.
         dispatcher: sends rows to experts.
+        tp: the ranks that share the rows of a step and the heads of attention.
     """
 
     weights: ServedWeights
@@ -177,6 +182,7 @@ class Forward:
     index: IndexPages | None = None
     exchange: SortedExchange | None = None
     dispatcher: LocalDispatcher = LOCAL
+    tp: TensorParallel = ALONE
 
     @classmethod
     def make(
@@ -196,45 +202,55 @@ class Forward:
         unrotated = torch.ones_like(cos[:1]), torch.zeros_like(sin[:1])
         scale = rope.softmax_factor * c.qk_head_dim**-0.5
         forward = cls(weights, cache, cos, sin, unrotated, scale, batch_invariant, expert_load, spread, index)
-        return forward if spread is None else replace(forward, dispatcher=spread.dispatcher)
+        return forward if spread is None else replace(forward, dispatcher=spread.dispatcher, tp=spread.tp)
 
     def of_rows(self, rows: int) -> Forward:
-        """Return this pass for steps of at most so many rows on any rank."""
+        """Return this pass for steps of at most so many rows on any rank, or on any group of ranks."""
         if not isinstance(self.dispatcher, PeerDispatcher):
             return self
-        return replace(self, dispatcher=self.dispatcher.of_at_most(rows))
+        return replace(self, dispatcher=self.dispatcher.of_at_most(self.tp.n_own(rows)))
 
     def hidden(self, step: Step) -> Tensor:
         """Compute what the head reads, [T, D], and write the rows' latents of all layers but the prediction layer."""
-        x_TD, step = self.weights.embedding[step.tokens], self.with_schedule(step)
+        n_rows, step = len(step.tokens), self._padded(self.with_schedule(step))
+        x_TD = self.weights.embedding[self.tp.own(step.tokens)]
         cos_sin = self.cos[step.positions], self.sin[step.positions]
         for layer, block in enumerate(self.weights.blocks):
             x_TD = self._block(x_TD, layer, block, step, cos_sin)
-        return self.last_norm(x_TD)
+        return self.last_norm(x_TD, n_rows)
 
-    def last_norm(self, x_TD: Tensor) -> Tensor:
-        """Normalize the last block's output: what the head reads."""
-        return rms_norm(x_TD, self.weights.norm, self._eps)[0]
+    def last_norm(self, x_TD: Tensor, n_rows: int) -> Tensor:
+        """Normalize the last block's output: what the head reads, the first n_rows of all ranks of a group."""
+        return self.tp.gather(rms_norm(x_TD, self.weights.norm, self._eps)[0])[:n_rows]
 
     def draft(self, step: Step, hidden_TD: Tensor) -> Tensor:
         """Compute what the head reads for the token after next, [T, D]; see `octile.serve.batch.Runner.draft`."""
         mtp = self.weights.mtp
         assert mtp is not None  # `ModelRunner.draft` has checked it
+        n_rows, step = len(step.tokens), self._padded(self.with_schedule(step))
         normed = (
             rms_norm(x_TD, weight, self._eps)[0]
             for x_TD, weight in (
-                (self.weights.embedding[step.tokens], mtp.embedding_norm),
-                (hidden_TD, mtp.hidden_norm),
+                (self.weights.embedding[self.tp.own(step.tokens)], mtp.embedding_norm),
+                (self.tp.own(hidden_TD), mtp.hidden_norm),
             )
         )
         both_TD = torch.cat((*normed,), dim=-1)
-        x_TD, step = self._nt(self._rows(both_TD, mtp.projection), mtp.projection), self.with_schedule(step)
+        x_TD = self._nt(self._rows(both_TD, mtp.projection), mtp.projection)
         cos_sin = self.cos[step.positions], self.sin[step.positions]
         x_TD = self._block(x_TD, len(self.weights.blocks), mtp.block, step, cos_sin)
-        return rms_norm(x_TD, mtp.norm, self._eps)[0]
+        return self.tp.gather(rms_norm(x_TD, mtp.norm, self._eps)[0])[:n_rows]
 
     def logits(self, h_TD: Tensor) -> Tensor:
-        """Compute the logits of rows that the head reads, float32 [T, V]."""
+        """Compute the logits of rows that the head reads, float32 [T, V]; each rank of a group computes some rows."""
+        return self.tp.gather(self._logits(self.tp.own(h_TD)))[: len(h_TD)]
+
+    def sample(self, h_TD: Tensor, seed_T: Tensor, position_T: Tensor, temperature_T: Tensor) -> Tensor:
+        """Choose tokens by the logits of rows that the head reads: int64 [T]; see `octile.ops.sample_tokens`."""
+        h, *how = (self.tp.own(t) for t in (h_TD, seed_T, position_T, temperature_T))
+        return self.tp.gather(sample_tokens(self._logits(h), *how))[: len(h_TD)]
+
+    def _logits(self, h_TD: Tensor) -> Tensor:
         if self.batch_invariant:
             return row_invariant_matmul_nt(h_TD[None], self.weights.head[None], torch.float32)[0]
         return F.linear(h_TD, self.weights.head).float()
@@ -246,6 +262,13 @@ class Forward:
     def _block(self, x_TD: Tensor, layer: int, w: BlockWeights, step: Step, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
         queries = self.queries(x_TD, layer, w, step.slots, cos_sin)
         return self.after_attention(x_TD, self.attend(queries, layer, w.attention, step), layer, w, step.slots)
+
+    def _padded(self, step: Step) -> Step:
+        """Return a step with as many rows for each rank of a group; what fills them is written nowhere."""
+        if len(step.tokens) == self.tp.n_padded(len(step.tokens)):
+            return step
+        tokens, positions, slots = (self.tp.pad(t, fill) for t, fill in zip(step[:3], (0, 0, -1), strict=True))
+        return step._replace(tokens=tokens, positions=positions, slots=slots)
 
     def with_schedule(self, step: Step) -> Step:
         """Return a step with what all layers need of its lengths to choose positions."""
@@ -262,8 +285,7 @@ class Forward:
 
     def query_width(self, w: AttentionWeights) -> int:
         """Return the columns of the GEMM that projects queries: theirs, then those of weights that are joined to it."""
-        c = self.weights.config
-        return sum(w.x.sizes[0]) if w.q_up is None else c.num_attention_heads * c.qk_head_dim
+        return sum(w.x.sizes[0]) if w.q_up is None else self.weights.n_heads * self.weights.config.qk_head_dim
 
     def queries(
         self,
@@ -284,14 +306,14 @@ class Forward:
         fp8, values = of_x.has_fp8, of_x.has_values
         if indexer is not None:  # whose weights of heads are in high precision
             fp8, values = fp8 or isinstance(indexer.k, ScaledTensor), True
-        x = self._norm(x_TD, w.input_norm, fp8, values)
+        x = self._gathered(self._norm(x_TD, w.input_norm, fp8, values))
         q_TX, latent_TC, rope_TR = self._projections(x, of_x, out=out_TW if w.attention.q_up is None else None)
         if w.attention.q_up is not None:
             assert w.attention.q_norm is not None
             read_by = [w.attention.q_up] if indexer is None else [w.attention.q_up, indexer.q_up]
             q = self._norm(q_TX, w.attention.q_norm, *_reads(*read_by), eps=NORM_EPS)
             q_TX = self._nt(q, w.attention.q_up, out=out_TW)
-        q_THX = q_TX.unflatten(-1, (self.weights.config.num_attention_heads, -1))
+        q_THX = q_TX.unflatten(-1, (self.weights.n_heads, -1))
         rotate_(q_THX[None], *cos_sin)
         rotate_(rope_TR[None, :, None], *cos_sin)
         latent_TC, _ = rms_norm(latent_TC, w.attention.kv_norm, NORM_EPS)
@@ -331,10 +353,10 @@ class Forward:
             own: `decompressed` of the rows themselves, if prefill chunks attend to no others.
             out_TV: memory for the result; None: new memory.
         """
-        c, n_decode = self.weights.config, len(step.lengths)
+        heads, n_decode = self.weights.n_heads, len(step.lengths)
         if out_TV is None:
-            out_TV = queries.q.new_empty(len(queries.q), c.num_attention_heads * c.v_head_dim)
-        o_THV = out_TV.unflatten(-1, (c.num_attention_heads, -1))
+            out_TV = queries.q.new_empty(len(queries.q), heads * self.weights.config.v_head_dim)
+        o_THV = out_TV.unflatten(-1, (heads, -1))
         if n_decode:
             self._absorbed(queries.rows(0, n_decode), layer, w, step, o_THV[:n_decode])
         end = step.prefills[-1].first_row + step.prefills[-1].rows if step.prefills else n_decode
@@ -360,13 +382,19 @@ class Forward:
         return out_TV
 
     def after_attention(self, x_TD: Tensor, o_TV: Tensor, layer: int, w: BlockWeights, slots: Tensor) -> Tensor:
-        """Add to a block's input what it computes, of what attention has returned, and return it: [T, D]."""
-        x_TD += self._nt(self._rows(o_TV, w.attention.o), w.attention.o)
+        """Add to a block's input what it computes, of what attention has returned, and return it: [T, D].
+
+        Args:
+            x_TD: the block's input, a rank's own rows.
+            o_TV, slots: what attention has returned, and where the rows are cached: those of all ranks of a group.
+            layer, w: which block it is, and its weights.
+        """
+        self.tp.add_sums_(x_TD, self._nt(self._rows(o_TV, w.attention.o), w.attention.o))
         if isinstance(w.mlp, MLPWeights):
             return x_TD.add_(self._mlp(self._norm(x_TD, w.post_norm, w.mlp.x.has_fp8, w.mlp.x.has_values), w.mlp))
         shared_fp8 = w.mlp.shared is not None and w.mlp.shared.x.has_fp8
         rows = self._norm(x_TD, w.post_norm, w.mlp.x.has_fp8 or shared_fp8, True)
-        return x_TD.add_(self._mixture(rows, layer, w.mlp, slots))
+        return x_TD.add_(self._mixture(rows, layer, w.mlp, self.tp.own(slots)))
 
     def _absorbed(self, queries: Queries, layer: int, w: AttentionWeights, step: Step, out_THV: Tensor) -> None:
         """Attend from rows to their pages, and write what is computed to out."""
@@ -405,7 +433,7 @@ class Forward:
         """Attend from the rows of one chunk to chosen positions, and write what is computed to out."""
         assert self.index is not None
         c, latents = self.weights.config, self.cache.layers[layer].flatten(0, 1)
-        at_once = max(min(MAX_LOGITS // len(slots_L), MAX_QUERIES // (c.num_attention_heads * c.latent_dim)), 1)
+        at_once = max(min(MAX_LOGITS // len(slots_L), MAX_QUERIES // (self.weights.n_heads * c.latent_dim)), 1)
         k_LE, scale_L = self.index.read(layer, slots_L)
         n_rows = len(queries.q)
         for row in range(0, n_rows, at_once):
@@ -453,11 +481,11 @@ class Forward:
 
     def _assembled(self, kv_LY: Tensor, rope_LR: Tensor) -> tuple[Tensor, Tensor]:
         """Assemble keys, with rotary keys shared by all heads, and values: [L, H, X] and [L, H, V]."""
-        c = self.weights.config
-        kv_LHY = kv_LY.unflatten(-1, (c.num_attention_heads, -1))
+        nope = self.weights.config.qk_nope_head_dim
+        kv_LHY = kv_LY.unflatten(-1, (self.weights.n_heads, -1))
         cos, sin = (t.expand(len(rope_LR), -1) for t in self.unrotated)  # what is cached is rotated
-        k_LHX = latent_keys(kv_LHY[None], rope_LR[None], cos, sin, c.qk_nope_head_dim)[0]
-        return k_LHX, kv_LHY[..., c.qk_nope_head_dim :]
+        k_LHX = latent_keys(kv_LHY[None], rope_LR[None], cos, sin, nope)[0]
+        return k_LHX, kv_LHY[..., nope:]
 
     def _mlp(self, x: Rows, w: MLPWeights) -> Tensor:
         gate_TI, up_TI = self._projections(x, w.x)
@@ -529,6 +557,13 @@ class Forward:
             return Rows(rms_norm(x_TK, weight, eps)[0], None)
         data, scale, _, normed = rms_norm_quantize(x_TK, weight, eps, "e4m3", self.weights.power_of_2, values)
         return Rows(normed if values else None, ScaledTensor(data, scale, TILE))
+
+    def _gathered(self, x: Rows) -> Rows:
+        """Return the rows of all ranks of a group, of each rank's own ones."""
+        return Rows(
+            None if x.values is None else self.tp.gather(x.values),
+            None if x.q is None else self.tp.gather_quantized(x.q),
+        )
 
     def _rows(self, x_TK: Tensor, w: Weight) -> Rows:
         """Return rows as one weight reads them."""

@@ -4,8 +4,9 @@
     other ranks   follow(engine, ranks, control), until rank 0 closes its engine
 
 A round sends the commands of rank 0 to all, runs a step of all (`SpreadEngine`), and sends their outputs to rank 0. A
-new request goes to the rank that has the fewest. While nothing runs there is a round every second, so that a rank that
-has ended is noticed, and no rank waits for longer than its timeout.
+new request goes to the rank that has the fewest, or to all ranks of the group that has the fewest, if groups of ranks
+share their requests; the first rank of a group then sends its outputs. While nothing runs there is a round every
+second, so that a rank that has ended is noticed, and no rank waits for longer than its timeout.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from octile.serve.stats import ChangedStats, Stats
 
 
 class _Added(NamedTuple):
-    """A request, with its number at rank 0, for the engine of a rank."""
+    """A request, with its number at rank 0, for the engines of a group of ranks."""
 
-    rank: int
+    group: int
     number: int
     prompt: tuple[int, ...]
     sampling: Sampling
@@ -57,7 +58,10 @@ class _Rank:
 
     def __init__(self, engine: SpreadEngine, ranks: Ranks, control: dist.ProcessGroup):
         self._engine, self._ranks, self._control = engine, ranks, control
-        self._stats = ChangedStats(engine.engine.stats)
+        self._group, place = divmod(ranks.rank, engine.group_size)
+        self._is_first = place == 0  # of its group
+        stats = engine.engine.stats
+        self._stats = ChangedStats(stats if self._is_first else lambda: stats().of_experts_only)
         self._numbers: dict[int, int] = {}  # at rank 0, by the number in this rank's engine
         self._rounds = 0
 
@@ -69,9 +73,11 @@ class _Rank:
         dist.broadcast_object_list(sent, src=0, group=self._control)
         received: _Commands = sent[0]
         if received.stops:
+            self._engine.close()
             return None
         self._carry_out(received)
-        report = _Report([self._at_front(output) for output in self._engine.step() or ()], self._stats.next())
+        outputs = [self._at_front(output) for output in self._engine.step() or ()]
+        report = _Report(outputs if self._is_first else [], self._stats.next())
         reports: list[Any] | None = [None] * self._ranks.size if self._ranks.is_first else None
         dist.gather_object(report, reports, dst=0, group=self._control)
         return reports or []
@@ -82,7 +88,7 @@ class _Rank:
             engine.cancel(own)
             del self._numbers[own]
         for added in commands.added:
-            if added.rank == self._ranks.rank and added.number not in canceled:
+            if added.group == self._group and added.number not in canceled:
                 self._numbers[engine.add(added.prompt, added.sampling).id] = added.number
 
     def _at_front(self, output: Output) -> Output:
@@ -105,12 +111,13 @@ class FrontEngine:
         # the others wait for a round no longer than their timeout
         self.idle_seconds: float | None = min(1.0, ranks.timeout.total_seconds() / 2)
         self._engine, self._rank = engine.engine, _Rank(engine, ranks, control)
-        self._rank_of: dict[int, int] = {}  # of the requests that have not ended
-        self._load = [0] * ranks.size  # how many of them each rank has
+        self._group_of: dict[int, int] = {}  # of the requests that have not ended
+        self._load = [0] * (ranks.size // engine.group_size)  # how many of them each group of ranks has
         self._added: list[_Added] = []
         self._canceled: list[int] = []
         self._n_requests = 0
-        self._stats = [self._engine.stats()] * ranks.size  # all ranks have caches of the same size
+        own = self._engine.stats()  # all ranks have caches of the same size
+        self._stats = [own.of_experts_only if rank % engine.group_size else own for rank in range(ranks.size)]
 
     def check(self, prompt: Sequence[int], sampling: Sampling) -> None:
         """Refuse a request that the model cannot continue; any thread may call it.
@@ -121,7 +128,7 @@ class FrontEngine:
         self._engine.check(prompt, sampling)
 
     def add(self, prompt: Sequence[int], sampling: Sampling) -> Request:
-        """Add a request to the rank that has the fewest, of several to the first one.
+        """Add a request to the rank, or the group of ranks, that has the fewest, of several to the first one.
 
         Raises:
             ValueError: as `check`.
@@ -129,19 +136,19 @@ class FrontEngine:
         self.check(prompt, sampling)
         request = make_request(self._n_requests, prompt, sampling)
         self._n_requests += 1
-        rank = self._load.index(min(self._load))
-        self._load[rank] += 1
-        self._rank_of[request.id] = rank
-        self._added.append(_Added(rank, request.id, tuple(prompt), request.sampling))
+        group = self._load.index(min(self._load))
+        self._load[group] += 1
+        self._group_of[request.id] = group
+        self._added.append(_Added(group, request.id, tuple(prompt), request.sampling))
         return request
 
     def cancel(self, request_id: int) -> bool:
         """End a request in the next step; no output follows. Say whether it was there: it may have ended."""
-        rank = self._rank_of.pop(request_id, None)
-        if rank is not None:
-            self._load[rank] -= 1
+        group = self._group_of.pop(request_id, None)
+        if group is not None:
+            self._load[group] -= 1
             self._canceled.append(request_id)
-        return rank is not None
+        return group is not None
 
     def step(self) -> list[Output]:
         """Run a step of all ranks."""
@@ -149,10 +156,10 @@ class FrontEngine:
         reports = self._rank.round(commands)
         assert reports is not None  # it does not stop
         self._stats = [report.stats.after(before) for report, before in zip(reports, self._stats, strict=True)]
-        outputs = [output for report in reports for output in report.outputs if output.request_id in self._rank_of]
+        outputs = [output for report in reports for output in report.outputs if output.request_id in self._group_of]
         for output in outputs:
             if output.finish_reason is not None:
-                self._load[self._rank_of.pop(output.request_id)] -= 1
+                self._load[self._group_of.pop(output.request_id)] -= 1
         return outputs
 
     def stats(self) -> Stats:

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 
-from octile.checkpoint.hugging_face import checkpoint_folder, read_model_config
+from octile.checkpoint.hugging_face import checkpoint_folder, open_folder, read_model_config
 from octile.models.config import ModelConfig
 from octile.ops.latent_cache import PAGE
 from octile.serve.config import REBALANCE_SECONDS, CacheConfig, EngineConfig, ParallelConfig, window_of
 from octile.serve.engine import Engine
 from octile.serve.expert_balance import rebalance_experts
+from octile.serve.head_share import check_heads
 from octile.serve.index_pages import needs_index
 from octile.serve.latent_pages import CacheFormat
 from octile.serve.model_runner import ModelRunner
 from octile.serve.spread_engine import SpreadEngine
 from octile.serve.spread_experts import SpreadExperts
-from octile.serve.weights import ServedWeights
+from octile.serve.tensor_parallel import TensorParallel
+from octile.serve.weights import ServedWeights, has_fp8_attention
 from octile.tokenizer import Tokenizer
 
 CPU_CACHE_BYTES = 2**30
@@ -91,10 +94,10 @@ class Folder:
         return Engine(runner, self.tokenizer, engine), runner
 
     def check_parallel(self, parallel: ParallelConfig) -> None:
-        """Check that the model's experts can be spread over the ranks.
+        """Check that the model's experts can be spread over the ranks, and its heads over those of a group.
 
         Raises:
-            ValueError: it has no experts, or the ranks do not divide them and their further copies.
+            ValueError: it has no experts, the ranks do not divide them and their further copies, or as `check_heads`.
         """
         c = self.model
         if parallel.ep > 1 and not any(c.is_moe(layer) for layer in range(c.num_hidden_layers)):
@@ -105,6 +108,8 @@ class Folder:
                 f"parallel.ep must divide the copies of experts, but {parallel.ep} ranks do not divide "
                 f"{c.n_routed_experts} experts + {parallel.redundant_experts} (parallel.redundant_experts)"
             )
+        if parallel.tp > 1:
+            check_heads(c, parallel.tp, has_fp8_attention(open_folder(self.path).shards.specs))
 
     def load_spread(
         self,
@@ -132,8 +137,9 @@ class Folder:
         even_LE = torch.ones(n_layers, c.n_routed_experts)
         copies = c.n_routed_experts + parallel.redundant_experts
         placement = rebalance_experts(even_LE, copies, c.n_group, n_nodes, parallel.ep)[0]
+        tp = TensorParallel.of_consecutive(parallel.tp, timedelta(seconds=parallel.timeout))
         experts = SpreadExperts.read(
-            self.path, placement, _activations(device), device, None, parallel.active_experts, n_nodes, drafts
+            self.path, placement, _activations(device), device, None, parallel.active_experts, n_nodes, drafts, tp
         )
         stored = cache.format or _cached(device)
         n_pages = torch.tensor(self._n_pages(experts.weights, stored, engine, cache.gib))

@@ -37,6 +37,7 @@ from octile.serve.page_bytes import PageBytes
 from octile.serve.prefill_graphs import FILL_ROWS, MAX_ROWS, PrefillGraphs, padded_rows
 from octile.serve.spread_experts import SpreadExperts
 from octile.serve.step_inputs import BLOCK_ROWS, Layout, mixed_step, send
+from octile.serve.tensor_parallel import ALONE
 from octile.serve.weights import ServedWeights
 
 
@@ -62,13 +63,14 @@ class ModelRunner:
     Attributes:
         n_steps, n_draft_passes: passes of the main model, and of the multi-token prediction layer, so far.
         min_decode: with spread experts, requests for which the graph of a decode step has room at least, and
-        max_rank_rows: rows that a step has on any rank at most, 0: not known, and
+        max_rank_rows: rows that a step has on any rank at most, or any group of ranks, 0: not known, and
         timeout: seconds for which the host waits for its GPU, which may wait for that of another rank; `SpreadEngine`
             sets these.
 
     Raises:
         TypeError, ValueError: as `ServedWeights.of_model` or `LatentPages`, max_batch or max_step_tokens is negative,
-            the model cannot draft, or expert_window is no multiple of 8.
+            the model cannot draft, expert_window is no multiple of 8, or two micro-batches are wanted of ranks that
+            share their rows.
     """
 
     page_size = PAGE
@@ -92,6 +94,9 @@ class ModelRunner:
                 raise ValueError(f"{name} must be at least 0, not {value}")
         check_expert_window(expert_window)
         self.spread = model if isinstance(model, SpreadExperts) else None
+        self.tp = ALONE if self.spread is None else self.spread.tp
+        if self.tp.size > 1 and micro_batches > 1:
+            raise ValueError("micro_batches must be 1, not 2, if ranks share the rows of a step (tensor parallelism)")
         if isinstance(model, SpreadExperts):
             model = model.weights
         weights = model if isinstance(model, ServedWeights) else ServedWeights.of_model(model)
@@ -165,10 +170,11 @@ class ModelRunner:
             warnings.warn(what, RuntimeWarning, stacklevel=3)
             return
         if max_step_tokens:
-            self.use_peers(spread.peer_dispatcher(padded_rows(min(max_step_tokens, MAX_ROWS))))
+            self.use_peers(spread.peer_dispatcher(self.tp.n_own(padded_rows(min(max_step_tokens, MAX_ROWS)))))
             if not self.batch_invariant:
                 self.prefill_graphs = PrefillGraphs(self._with_peers, memory, max_step_tokens, micro_batches)
-        exchange = spread.decoding_exchange(self._max_batch * (1 + self.n_drafts)) if self._max_batch else None
+        rows = self._max_batch * (1 + self.n_drafts)
+        exchange = spread.decoding_exchange(self.tp.n_own(rows)) if rows else None
         if exchange is not None:
             self._decoding, self.max_ahead = replace(self.forward, exchange=exchange), self._max_batch
             self.loop = self._new_loop(memory)
@@ -208,6 +214,10 @@ class ModelRunner:
         if not needs_index(c, max_position):
             return rows * c.vocab_size * (held * 2 * 4 + 2 + 4)
         return rows * (c.vocab_size * (2 * held * 2 * 4 + 2 + 4) + 4 * max_position)
+
+    def close(self) -> None:
+        """Free the CUDA graphs; no step follows. NCCL ends no communicator whose collectives a graph has."""
+        self.loop = self.prefill_graphs = self.graphs = self.draft_graphs = None
 
     @property
     def pages(self) -> PageBytes:
@@ -327,7 +337,7 @@ class ModelRunner:
     def _has_peers(self) -> bool:
         """Whether kernels exchange the rows of a step, the same on all ranks."""
         dispatcher = self._with_peers.dispatcher
-        return isinstance(dispatcher, PeerDispatcher) and 0 < self.max_rank_rows <= dispatcher.max_tokens
+        return isinstance(dispatcher, PeerDispatcher) and 0 < self.tp.n_own(self.max_rank_rows) <= dispatcher.max_tokens
 
     def _has_graph(self, layout: Layout) -> bool:
         return layout.n_decode <= self._max_rows and not layout.prefill
@@ -378,7 +388,8 @@ class ModelRunner:
         chosen = None if self.forward.index is None else self.forward.weights.config.index_topk
         chooses = self.forward.chooses(layout.longest)
         fills = self.device.type == "cuda" and not self.batch_invariant and self.spread is None
-        return mixed_step(layout, BLOCK_ROWS if pads else 1, self.device, chosen, chooses, FILL_ROWS if fills else 1)
+        block = BLOCK_ROWS * self.tp.size if pads else 1  # each rank of a group has whole blocks
+        return mixed_step(layout, block, self.device, chosen, chooses, FILL_ROWS if fills else 1)
 
     def _in_order(self, h_TD: Tensor, layout: Layout) -> Tensor:
         """Return rows in the batch's order, without padding."""

@@ -81,9 +81,12 @@ class PrefillGraphs:
                 other ranks.
         """
         try:
+            tp = self._forward.tp
+            rows = tp.n_padded(size)
             if self._buffers is None:
-                self._buffers = _Buffers.make(self._forward, size)
-            return _Graphs(self._forward.of_rows(size), self._buffers.first(size), self._record, self._micro_batches)
+                self._buffers = _Buffers.make(self._forward, rows)
+            buffers = self._buffers.first(rows, tp.n_own(rows))
+            return _Graphs(self._forward.of_rows(rows), buffers, self._record, self._micro_batches)
         except RuntimeError as error:
             if self._forward.dispatcher.exchanges:
                 raise RuntimeError(
@@ -100,7 +103,10 @@ class PrefillGraphs:
 
 
 class _Buffers(NamedTuple):
-    """What the graphs of up to so many rows read and write; q has a place for the results of the widest GEMM."""
+    """What the graphs of up to so many rows read and write; q has a place for the results of the widest GEMM.
+
+    x has the rows of one rank of a group that shares them; the rest has those of all.
+    """
 
     x_TD: Tensor
     q: Tensor
@@ -116,22 +122,23 @@ class _Buffers(NamedTuple):
 
     @classmethod
     def make(cls, forward: Forward, rows: int) -> _Buffers:
-        weights, c = forward.weights, forward.weights.config
-        x_TD = weights.head.new_zeros(rows, c.hidden_size)
+        weights, c, heads = forward.weights, forward.weights.config, forward.weights.n_heads
+        x_TD = weights.head.new_zeros(forward.tp.n_own(rows), c.hidden_size)
         q = x_TD.new_zeros(rows * max(forward.query_width(block.attention) for block in weights.blocks))
-        kv_TY = x_TD.new_zeros(rows, c.num_attention_heads * (c.qk_nope_head_dim + c.v_head_dim))
+        kv_TY = x_TD.new_zeros(rows, heads * (c.qk_nope_head_dim + c.v_head_dim))
         rope_TR = x_TD.new_zeros(rows, c.qk_rope_head_dim)
-        o_TV = x_TD.new_zeros(rows, c.num_attention_heads * c.v_head_dim)
+        o_TV = x_TD.new_zeros(rows, heads * c.v_head_dim)
         slots = torch.full((rows,), -1, dtype=torch.int64, device=weights.device)
         cos, sin = (t.new_zeros(rows, t.shape[1]) for t in (forward.cos, forward.sin))
-        heads, channels = (c.index_n_heads or 0, c.index_head_dim or 0) if forward.index is not None else (0, 0)
-        index_q = torch.zeros(rows, heads, channels, dtype=torch.float8_e4m3fn, device=weights.device)
-        of_index = index_q, cos.new_zeros(rows, heads)
+        of_indexer, channels = (c.index_n_heads or 0, c.index_head_dim or 0) if forward.index is not None else (0, 0)
+        index_q = torch.zeros(rows, of_indexer, channels, dtype=torch.float8_e4m3fn, device=weights.device)
+        of_index = index_q, cos.new_zeros(rows, of_indexer)
         return cls(x_TD, q, kv_TY, rope_TR, o_TV, slots, torch.zeros_like(slots), cos, sin, *of_index)
 
-    def first(self, rows: int) -> _Buffers:
-        """Return views of the first rows."""
-        return _Buffers(*(t if t is self.q else t[:rows] for t in self))
+    def first(self, rows: int, own_rows: int) -> _Buffers:
+        """Return views of the first rows, of which x has a rank's own ones."""
+        first = _Buffers(*(t if t is self.q else t[:rows] for t in self))
+        return first._replace(x_TD=self.x_TD[:own_rows])
 
 
 class _Graphs:
@@ -153,7 +160,9 @@ class _Graphs:
         """Compute what the head reads, [T, D]."""
         forward, buffers, n = self._forward, self._buffers, len(step.tokens)
         step = forward.with_schedule(step)
-        torch.index_select(forward.weights.embedding, 0, step.tokens, out=buffers.x_TD[:n])
+        n_own = len(buffers.x_TD)
+        tokens = step.tokens[forward.tp.rank * n_own :][:n_own]
+        torch.index_select(forward.weights.embedding, 0, tokens, out=buffers.x_TD[: len(tokens)])
         for table, rows in ((forward.cos, buffers.cos), (forward.sin, buffers.sin)):
             torch.index_select(table, 0, step.positions, out=rows[:n])
         buffers.slots[:n] = step.slots
@@ -166,7 +175,7 @@ class _Graphs:
             queries, out_TV = self._queries[layer].rows(0, n), buffers.o_TV[:n]
             forward.attend(queries, layer, block.attention, step, own, out_TV)
             self._replays[layer + 1]()
-        return forward.last_norm(buffers.x_TD[:n])
+        return forward.last_norm(buffers.x_TD, n)
 
     def _between(self, i: int) -> None:
         """Compute what is between attention of layer i - 1 and of layer i."""
@@ -175,7 +184,7 @@ class _Graphs:
         if i:
             self._after_attention(i - 1)
         if i < len(blocks):
-            w, rows, cos_sin = blocks[i].attention, len(x_TD), (buffers.cos, buffers.sin)
+            w, rows, cos_sin = blocks[i].attention, len(slots), (buffers.cos, buffers.sin)
             out_TW = buffers.q[: rows * forward.query_width(w)].view(rows, -1)
             self._queries[i] = self._stored(forward.queries(x_TD, i, blocks[i], slots, cos_sin, out_TW))
             buffers.rope_TR.copy_(forward.decompressed(i, w, buffers.places, buffers.kv_TY)[1])
@@ -192,7 +201,8 @@ class _Graphs:
                 forward.of_rows(n).after_attention(x_TD, o_TV, layer, block, slots)
 
         if self._micro_batches == 1 or not forward.dispatcher.exchanges or isinstance(block.mlp, MLPWeights):
-            compute(0, size)
+            x_TD, o_TV, slots = rows
+            forward.after_attention(x_TD, o_TV, layer, block, slots)
         else:
             run_interleaved(partial(compute, 0, size // 2), partial(compute, size // 2, size - size // 2))
 

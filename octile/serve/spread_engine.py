@@ -3,6 +3,10 @@
 The ranks agree on each step: whether any has work, whether all can launch a decode step ahead, how many requests or
 rows a rank has at most, and whether the experts are placed anew.
 
+Ranks of a group that share their requests (`octile.serve.tensor_parallel`) have engines with the same requests. They
+receive the same bits of logits, so that each schedules and chooses what the others do, without a message; that they
+have done so is compared before each step.
+
 Shapes: L layers with experts, E experts, P slots of all ranks.
 """
 
@@ -11,6 +15,9 @@ from __future__ import annotations
 import math
 import time
 import warnings
+from array import array
+from collections.abc import Sequence
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -35,7 +42,8 @@ class SpreadEngine:
         timeout: seconds for which the host waits for tokens of its GPU, which may wait for that of another rank.
 
     Attributes:
-        engine: of this rank; requests are added to it.
+        engine: of this rank; requests are added to it, in a group of ranks to the engines of all, in one order and with
+            a seed.
 
     Raises:
         ValueError: the runner's experts are not spread, seconds is negative or NaN, or timeout is not above 0.
@@ -58,6 +66,7 @@ class SpreadEngine:
             raise ValueError(f"timeout must be above 0, not {timeout}")
         runner.timeout = timeout
         self._seconds, self._placed, self._moves = seconds, time.monotonic(), False
+        self._checksum = 0  # of the tokens of all steps
         self._control = runner.spread.dispatcher.groups[0] if control is None else control
         self._on_host = torch.device("cpu") if control is not None else runner.device
 
@@ -72,20 +81,51 @@ class SpreadEngine:
 
         Raises:
             TimeoutError: the GPU did not compute a step in time, because it waits for the GPU of another rank.
+            RuntimeError: ranks that share their requests have chosen different tokens; all ranks raise it.
         """
         can_place = self._runner.expert_tokens is not None and not self._moves
         is_due = can_place and time.monotonic() >= self._placed + self._seconds
         own = self.engine.has_work, is_due, not self.engine.can_launch, self.engine.n_running
-        flags = torch.tensor(own, dtype=torch.int32, device=self._on_host)
+        flags = torch.tensor([*own, *self._own_checksums()], dtype=torch.int32, device=self._on_host)
         dist.all_reduce(flags, dist.ReduceOp.MAX, self._control)
-        has_work, is_due, needs_run, self._runner.min_decode = flags.tolist()
+        has_work, is_due, needs_run, self._runner.min_decode, *checksums = flags.tolist()
+        self._compare(checksums)
         if is_due:
             self._place()
         outputs: list[Output] | None = None
         if has_work:
             outputs = self._run() if needs_run else self._launch()
+            if self.group_size > 1:
+                tokens = array("q", [token for output in outputs for token in output.tokens])
+                self._checksum = crc32(tokens.tobytes(), self._checksum)
         self._moves = self._spread.move_layer()
         return outputs
+
+    @property
+    def group_size(self) -> int:
+        """How many consecutive ranks share their requests."""
+        return self._runner.tp.size
+
+    def close(self) -> None:
+        """Free the CUDA graphs; no step follows."""
+        self._runner.close()
+
+    def _own_checksums(self) -> list[int]:
+        """For each group of ranks that share their requests, numbers whose maxima differ in sign alone if all agree."""
+        n_groups, dispatcher = self._spread.dispatcher.n_ranks // self.group_size, self._spread.dispatcher
+        numbers = [-(2**31)] * 2 * n_groups if self.group_size > 1 else []
+        if numbers:
+            own, first = self._checksum >> 1, 2 * (dispatcher.rank // self.group_size)  # 31 bits
+            numbers[first : first + 2] = own, -own
+        return numbers
+
+    def _compare(self, checksums: Sequence[int]) -> None:
+        """Check what `_own_checksums` has given, after all ranks have taken the maxima."""
+        for group, (largest, smallest) in enumerate(zip(checksums[::2], checksums[1::2], strict=True)):
+            if largest != -smallest:
+                first = group * self.group_size
+                ranks = f"ranks {first} to {first + self.group_size - 1}"
+                raise RuntimeError(f"{ranks}, which share their requests, have chosen different tokens")
 
     def _launch(self) -> list[Output]:
         n_steps = self._runner.n_steps

@@ -41,6 +41,7 @@ from octile.parallel.symmetric_memory import PeerDispatcher
 from octile.scaled import ScaledTensor
 from octile.serve.drafts import check_can_draft
 from octile.serve.dynamic_redundancy import assign_copies, choose_copies
+from octile.serve.tensor_parallel import ALONE, TensorParallel
 from octile.serve.weights import BlockWeights, MoEWeights, Projections, ServedWeights, Weight
 from octile.validation import Range, check
 
@@ -60,10 +61,13 @@ class SpreadExperts:
             tokens of the experts, and chooses. None: any slot may, and an expert's copies take turns.
         num_nodes: of the ranks, which have consecutive numbers in a node.
         drafts: whether the multi-token prediction layer is served, too; it is then the last row of the placement.
+        tp: the group of this rank, whose ranks share their requests; each group divides the heads of attention. Its
+            share are the heads of the weights.
 
     Attributes:
         weights: those of this rank: the routed experts are those of its slots.
         layers: the numbers of the layers with experts; that of multi-token prediction follows the last layer's.
+        tp: as given.
         dispatcher: sends rows to slots.
         n_experts: E.
         physical_to_logical: the placement now.
@@ -72,8 +76,8 @@ class SpreadExperts:
         RuntimeError: torch.distributed is not initialized.
         TypeError: the placement is not an int64 tensor, a number not an int, or ranks a mesh.
         ValueError: the placement has another number of layers, or not all experts of a layer; W does not divide P, or
-            num_nodes W; all experts together need more active slots; the model cannot draft; or the ranks disagree
-            about the placement, the numbers or the model's experts.
+            num_nodes W; all experts together need more active slots; the model cannot draft; the weights have other
+            heads than tp; or the ranks disagree about the placement, the numbers or the model's experts.
     """
 
     def __init__(
@@ -84,7 +88,11 @@ class SpreadExperts:
         num_active: int | None = None,
         num_nodes: int = 1,
         drafts: bool = False,
+        tp: TensorParallel = ALONE,
     ):
+        if weights.heads != tp.share:
+            raise ValueError(f"weights must have the heads of tp, {tp.share}, not {weights.heads}")
+        self.tp = tp
         own = self._prepare(weights.config, physical_to_logical, ranks, num_active, num_nodes, drafts)
 
         def with_own(layer: int, block: BlockWeights) -> BlockWeights:
@@ -112,14 +120,16 @@ class SpreadExperts:
         num_active: int | None = None,
         num_nodes: int = 1,
         drafts: bool = False,
+        tp: TensorParallel = ALONE,
     ) -> SpreadExperts:
-        """Read a folder as `ServedWeights.read` does, and of the routed experts those of this rank's slots alone.
+        """Read a folder as `ServedWeights.read` does, of the routed experts those of this rank's slots alone.
 
         The other arguments and errors are those of the class.
         """
         spread = cls.__new__(cls)
+        spread.tp = tp
         own = spread._prepare(read_model_config(path), physical_to_logical, ranks, num_active, num_nodes, drafts)
-        spread.weights = ServedWeights.read(path, dtype, device, own)
+        spread.weights = ServedWeights.read(path, dtype, device, own, tp.share)
         spread._set_slots()
         return spread
 
@@ -140,8 +150,8 @@ class SpreadExperts:
         if isinstance(ranks, DeviceMesh):  # has several groups; the dispatcher alone takes it
             raise TypeError("ranks must be a process group, not DeviceMesh")
         of_model = f"{c.n_routed_experts} in {c.n_group} groups in layers {self.layers}"
-        numbers = ("num_active", str(num_active)), ("num_nodes", str(num_nodes)), ("drafts", str(drafts))
-        for what, own in (("the model's experts", of_model), *numbers):
+        numbers = ("num_active", num_active), ("num_nodes", num_nodes), ("drafts", drafts), ("tp", self.tp.size)
+        for what, own in (("the model's experts", of_model), *((what, str(number)) for what, number in numbers)):
             check_agreement(what, own, groups)
         check_can_draft(int(drafts), c.num_nextn_predict_layers > 0)
         check("num_nodes", num_nodes, Annotated[int, Range(at_least=1)])

@@ -54,12 +54,20 @@ class Stats:
 
     @classmethod
     def of_ranks(cls, stats: Sequence[Stats]) -> Stats:
-        """Add the counts of ranks that step together; of steps, take the most that a rank has had requests in."""
+        """Add the counts of ranks that step together; of steps, take the most that a rank has had requests in.
+
+        Of ranks that share their requests one gives all counts, and the others those of `of_experts_only`.
+        """
         steps = {name: max(getattr(s, name) for s in stats) for name in ("steps", "steps_ahead")}
         counts = [f.name for f in fields(cls) if f.name not in (*steps, "expert_tokens")]
         of_ranks = [s.expert_tokens for s in stats if s.expert_tokens is not None]
         tokens = ExpertTokensOfRanks(of_ranks) if of_ranks else None
         return cls(**{name: sum(getattr(s, name) for s in stats) for name in counts}, **steps, expert_tokens=tokens)
+
+    @property
+    def of_experts_only(self) -> Stats:
+        """The tokens of experts alone, which a rank has counted of its own rows."""
+        return Stats(expert_tokens=self.expert_tokens)
 
     def after(self, before: Stats) -> Stats:
         """Return these counts, with the experts' tokens of those before if `ChangedStats` has left them out."""

@@ -8,7 +8,7 @@ Weights that read one input are joined to one matrix, those in FP8 where their b
 GEMM.
 
 Source: DeepSeek-V2 (arXiv 2405.04434) §2.1.2, DeepSeek-V3 (arXiv 2412.19437) §3.3.2.
-Shapes: D model, H heads, C latent, R rotary key, N the rest of a head's key, V a head's value, E experts,
+Shapes: D model, H heads of this rank, C latent, R rotary key, N the rest of a head's key, V a head's value, E experts,
 I intermediate.
 """
 
@@ -23,6 +23,8 @@ from torch import Tensor, nn
 
 from octile.checkpoint.fp8_layout import SCALE_SUFFIX, is_fp8, quantize_weight
 from octile.checkpoint.hugging_face import open_folder
+from octile.checkpoint.shards import Shards
+from octile.checkpoint.tensor_file import TensorSpec
 from octile.formats import BLOCK, E4M3, TILE
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
@@ -31,9 +33,11 @@ from octile.nn.linear import Linear
 from octile.nn.moe import Experts
 from octile.recipe import OperandFormat, Recipe
 from octile.scaled import ScaledTensor
+from octile.serve.head_share import HeadShare, Part, check_heads, is_of_heads
 
 Weight = ScaledTensor | Tensor  # [N, K]; of experts [E, N, K]
 ReadWeight = Callable[[str], Weight]
+ALL_HEADS = HeadShare()
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -145,6 +149,7 @@ class ServedWeights:
         dtype: of activations, bfloat16 or float32.
         power_of_2: whether the scales of activations are powers of two.
         mtp: None where the model has no multi-token prediction.
+        heads: which heads of attention are here.
     """
 
     config: ModelConfig
@@ -155,6 +160,12 @@ class ServedWeights:
     norm: Tensor
     head: Tensor
     mtp: MTPWeights | None
+    heads: HeadShare = ALL_HEADS
+
+    @property
+    def n_heads(self) -> int:
+        """How many heads of attention are here."""
+        return self.heads.n_heads(self.config)
 
     @property
     def device(self) -> torch.device:
@@ -162,15 +173,20 @@ class ServedWeights:
         return self.head.device
 
     @classmethod
-    def of_model(cls, model: DeepseekV3) -> ServedWeights:
+    def of_model(cls, model: DeepseekV3, heads: HeadShare = ALL_HEADS) -> ServedWeights:
         """Take the weights of a model, on its device. FP8 layers' weights are quantized once, as the model does it.
 
         Blocks that have not changed since they were read from a checkpoint keep their encoded values and scales. The
         activations have the dtype of the model's head.
 
+        Args:
+            model: the model.
+            heads: which heads of attention to take.
+
         Raises:
             TypeError: model is not a DeepseekV3, or its parameters are float16.
-            ValueError: a layer has another recipe than those of DeepSeek-V3's formats, or a weight is NaN or Inf.
+            ValueError: a layer has another recipe than those of DeepSeek-V3's formats, or a weight is NaN or Inf; or as
+                `check_heads`.
         """
         if not isinstance(model, DeepseekV3):
             raise TypeError(f"model must be a DeepseekV3, not {type(model).__name__}")
@@ -179,15 +195,18 @@ class ServedWeights:
         of_x = {recipe.formats.x.scale for recipe in recipes.values() if recipe is not None and recipe.formats}
         if len(of_x) > 1:
             raise ValueError("model must have one rule for the scales of its FP8 layers' inputs, but has two")
+        of_heads = [recipe for name, recipe in recipes.items() if is_of_heads(name)]
+        check_heads(model.config, heads.size, any(recipe is not None and recipe.formats for recipe in of_heads))
 
         def read(name: str) -> Weight:
             tensor = tensors[name].detach()
             recipe = recipes.get(name.removesuffix(".weight"))
             if recipe is None or recipe.formats is None:
-                return tensor
-            return quantize_weight(name, tensor, recipe.formats.w.scale, model.stored_scales.get(name))
+                return heads.take(name, tensor)
+            scale, stored = recipe.formats.w.scale, model.stored_scales.get(name)
+            return heads.take(name, quantize_weight(name, tensor, scale, stored))
 
-        return assemble(model.config, model.lm_head.weight.dtype, of_x == {"power_of_2"}, read)
+        return assemble(model.config, model.lm_head.weight.dtype, of_x == {"power_of_2"}, read, heads=heads)
 
     @classmethod
     def read(
@@ -196,6 +215,7 @@ class ServedWeights:
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
         experts: Mapping[int, Sequence[int]] | None = None,
+        heads: HeadShare = ALL_HEADS,
     ) -> ServedWeights:
         """Read the weights of a folder that `octile.load` reads, one tensor at a time: FP8 weights as they are stored.
 
@@ -205,24 +225,39 @@ class ServedWeights:
             device: of the weights.
             experts: the routed experts to read, in this order, of each layer that has some; the multi-token prediction
                 layer is then read if its number, that after the last layer's, is among them. None: all.
+            heads: which heads of attention to read.
 
         Raises:
             TypeError: dtype is another one.
-            FileNotFoundError, ValueError: as in `octile.load`.
+            FileNotFoundError, ValueError: as in `octile.load`, or `check_heads`.
         """
         folder = open_folder(path)
         shards, specs = folder.shards, folder.shards.specs
         model = folder.meta_model()
         formats = Recipe.deepseek_v3().formats
         assert formats is not None
+        check_heads(model.config, heads.size, has_fp8_attention(specs))
 
         def read(name: str) -> Weight:
-            tensor = shards.read(name).to(device)
+            part = heads.part_of(name, specs[name].shape)
+            tensor = _read_part(shards, name, part).to(device)
             if not is_fp8(specs[name]):
                 return tensor
-            return ScaledTensor(tensor, shards.read(name + SCALE_SUFFIX).float().to(device), BLOCK)
+            scale = _read_part(shards, name + SCALE_SUFFIX, part and part.of_blocks())
+            return ScaledTensor(tensor, scale.float().to(device), BLOCK)
 
-        return assemble(model.config, dtype, formats.x.scale == "power_of_2", read, experts)
+        return assemble(model.config, dtype, formats.x.scale == "power_of_2", read, experts, heads)
+
+
+def has_fp8_attention(specs: Mapping[str, TensorSpec]) -> bool:
+    """Whether a weight of attention's heads is stored in FP8, by the specs of a folder's tensors."""
+    return any(is_of_heads(name) and is_fp8(spec) for name, spec in specs.items())
+
+
+def _read_part(shards: Shards, name: str, part: Part | None) -> Tensor:
+    if part is None:
+        return shards.read(name)
+    return (shards.columns if part.dim else shards.rows)(name, part.start, part.stop)
 
 
 def _recipes(model: DeepseekV3) -> dict[str, Recipe | None]:
@@ -256,6 +291,7 @@ def assemble(
     power_of_2: bool,
     read: ReadWeight,
     experts: Mapping[int, Sequence[int]] | None = None,
+    heads: HeadShare = ALL_HEADS,
 ) -> ServedWeights:
     """Read all weights of a model.
 
@@ -265,6 +301,7 @@ def assemble(
         power_of_2: whether the scales of activations are powers of two.
         read: returns a weight by its name in a checkpoint.
         experts: as of `ServedWeights.read`.
+        heads: of attention, whose parts of weights `read` returns.
 
     Raises:
         TypeError: dtype is neither bfloat16 nor float32.
@@ -272,7 +309,7 @@ def assemble(
     """
     if dtype not in ACTIVATION_DTYPES:
         raise TypeError(f"activations must be bfloat16 or float32, not {dtype}")
-    of = _Reader(config, dtype, read, experts or {})
+    of = _Reader(config, dtype, read, experts or {}, heads)
     n, mtp = config.num_hidden_layers, None
     if config.num_nextn_predict_layers and (experts is None or n in experts):
         layer = f"model.layers.{n}"
@@ -292,14 +329,22 @@ def assemble(
         of.tensor("model.norm.weight"),
         of.values("lm_head.weight"),
         mtp,
+        heads,
     )
 
 
 class _Reader:
     """Reads the weights of blocks by name."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, read: ReadWeight, experts: Mapping[int, Sequence[int]]):
-        self.config, self.dtype, self.read, self.experts = config, dtype, read, experts
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        read: ReadWeight,
+        experts: Mapping[int, Sequence[int]],
+        heads: HeadShare,
+    ):
+        self.config, self.dtype, self.read, self.experts, self.heads = config, dtype, read, experts, heads
 
     def tensor(self, name: str) -> Tensor:
         """Read a tensor that is never in FP8, as it is stored."""
@@ -333,7 +378,7 @@ class _Reader:
         latent = self.linear(f"{name}.kv_a_proj_with_mqa")
         kv_up = self.linear(f"{name}.kv_b_proj")
         values = kv_up.dequantize(self.dtype) if isinstance(kv_up, ScaledTensor) else kv_up
-        kv_HXC = values.unflatten(0, (c.num_attention_heads, -1))
+        kv_HXC = values.unflatten(0, (self.heads.n_heads(c), -1))
         w_k_HNC, w_v_HVC = kv_HXC.split([c.qk_nope_head_dim, c.v_head_dim], dim=1)
         return AttentionWeights(
             join([first, latent], [[first.shape[0]], [c.kv_lora_rank, c.qk_rope_head_dim]]),

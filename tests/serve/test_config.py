@@ -16,15 +16,27 @@ def test_a_window_that_is_no_multiple_of_8_is_refused(window):
         EngineConfig(expert_window=window)
 
 
-@pytest.mark.parametrize("name", ["redundant_experts", "active_experts", "rebalance", "micro_batches"])
+@pytest.mark.parametrize("name", ["tp", "redundant_experts", "active_experts", "rebalance", "micro_batches"])
 def test_options_of_ranks_in_one_process_are_refused(name):
     with pytest.raises(ValueError, match=f"parallel.{name} has no effect in one process: parallel.ep must be at lea"):
         ParallelConfig(**{name: 2})
 
 
+def test_groups_that_do_not_divide_the_ranks_are_refused():
+    with pytest.raises(ValueError, match=r"parallel.tp must divide parallel.ep, but 3 does not divide 4 ranks"):
+        ParallelConfig(4, 3)
+
+
+def test_micro_batches_of_rows_that_ranks_share_are_refused():
+    with pytest.raises(ValueError, match=r"parallel.micro_batches must be 1, not 2, if parallel.tp is 2"):
+        ParallelConfig(4, 2, micro_batches=2)
+
+
 def test_no_rank_is_refused():
     with pytest.raises(ValueError, match=r"parallel.ep must be at least 1, not 0"):
         ParallelConfig(0)
+    with pytest.raises(ValueError, match=r"parallel.tp must be at least 1, not 0"):
+        ParallelConfig(2, 0)
 
 
 @pytest.mark.parametrize(

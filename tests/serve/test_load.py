@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from octile.checkpoint.hugging_face import save
 from octile.serve import load
 from octile.serve.config import CacheConfig, EngineConfig, ParallelConfig
 from octile.serve.load import FREE_SHARE, Folder
 from octile.serve.model_runner import ModelRunner
-from tests.serve.models import CONFIG, save_untrained
+from tests.serve.models import CONFIG, new_model, save_untrained
 from tests.train.conftest import MICRO
 
 FREE = 2**30
@@ -111,9 +112,20 @@ def test_a_gpu_without_room_for_the_graphs_is_named(monkeypatch):
 def test_experts_that_cannot_be_spread_are_refused(layers, ep, redundant, message):
     folder = Folder(Path(), replace(CONFIG, num_hidden_layers=layers), None)  # the first layer has no experts
     with pytest.raises(ValueError, match=message):
-        folder.check_parallel(ParallelConfig(ep, redundant))
+        folder.check_parallel(ParallelConfig(ep, redundant_experts=redundant))
+
+
+def test_heads_that_a_group_cannot_divide_are_refused(tmp_path):
+    save(new_model(fp8=True), tmp_path, weights="fp8")
+    folder = Folder(tmp_path, CONFIG, None)
+    with pytest.raises(ValueError, match=r"\(parallel.tp\) must divide the heads, but 8 ranks do not divide 4 heads"):
+        folder.check_parallel(ParallelConfig(8, 8))
+    with pytest.raises(ValueError, match=r"\(parallel.tp\) of 2 ranks leaves 2 heads × 48 channels of queries = 96"):
+        folder.check_parallel(ParallelConfig(2, 2))
+    save(new_model(fp8=False), tmp_path / "bf16", weights="bf16")
+    replace(folder, path=tmp_path / "bf16").check_parallel(ParallelConfig(4, 4))
 
 
 def test_experts_that_ranks_divide_are_accepted():
-    Folder(Path(), CONFIG, None).check_parallel(ParallelConfig(5, 2))
+    Folder(Path(), CONFIG, None).check_parallel(ParallelConfig(5, redundant_experts=2))
     Folder(Path(), replace(CONFIG, num_hidden_layers=1), None).check_parallel(ParallelConfig())

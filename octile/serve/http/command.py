@@ -64,6 +64,8 @@ def serve(
                 where = f"{device} by processes, {processes.prefill} for prefill and {processes.decode} for decoding"
             else:
                 where = f"{device}" if ranks.size == 1 else f"{ranks.size} ranks ({device.type})"
+                if parallel.tp > 1:
+                    where += f" in groups of {parallel.tp}"
             if bound is not None:  # on rank 0
                 print(f"loading {name} on {where}", file=sys.stderr, flush=True)
             if processes.prefill:
@@ -81,7 +83,7 @@ def serve(
                         follow(spread, ranks, control)
                     return leave()
                 loaded = _Loaded.of(FrontEngine(spread, ranks, control), runner)
-                where += ", each with this cache"
+                where += f", each {'group ' if parallel.tp > 1 else ''}with this cache"
             assert bound is not None  # on rank 0
             _answer(bound, folder, name, host, api_keys, limits, loaded, where, chat)
     except Exception as error:

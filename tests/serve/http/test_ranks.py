@@ -5,9 +5,10 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -22,21 +23,27 @@ from octile import cli
 from octile.serve.config import CacheConfig, EngineConfig
 from octile.serve.load import Folder
 from octile.serve.request import Sampling
+from tests.serve.conftest import MICRO
+from tests.serve.models import save_untrained
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
 INVARIANT = ["--engine.batch-invariant", "--engine.max-batch=2"]
 SPREAD = ["--parallel.ep=2", "--parallel.redundant-experts=2"]
+GROUPS = ["--parallel.ep=4", "--parallel.tp=2"]
 
 
-def command(folder: Path, *options: str) -> list[str]:
-    return [*TORCHRUN, "-m", "octile", "serve", str(folder), "--port=0", "--device=cpu", *options]
+def command(folder: Path, *options: str, ranks: int = 2) -> list[str]:
+    started = [*TORCHRUN, f"--nproc-per-node={ranks}", "-m", "octile", "serve", str(folder)]
+    return [*started, "--port=0", "--device=cpu", *options]
 
 
 @contextmanager
-def serving(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen, openai.OpenAI]]:
-    """Start a server on two ranks."""
-    started = command(folder, *SPREAD, *options)
+def serving(
+    folder: Path, *options: str, parallel: Sequence[str] = SPREAD, ranks: int = 2
+) -> Iterator[tuple[subprocess.Popen, openai.OpenAI]]:
+    """Start a server on some ranks."""
+    started = command(folder, *parallel, *options, ranks=ranks)
     with subprocess.Popen(
         started, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as server:
@@ -87,6 +94,19 @@ def test_clients_get_the_texts_of_one_process_and_sigterm_lets_a_stream_end(fold
         next(stream)
         server.send_signal(signal.SIGTERM)
         assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
+        assert own_lines(server)[-1] == "octile: terminated"
+
+
+def test_groups_that_share_requests_answer_as_one_process_does(tokenizer, tmp_path):
+    heads = {"num_attention_heads": 4, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64}
+    folder = save_untrained(replace(MICRO, **heads), tokenizer, tmp_path / "micro")
+    with (
+        serving(folder, *INVARIANT, parallel=GROUPS, ranks=4) as (server, client),
+        ThreadPoolExecutor(4) as threads,
+    ):
+        texts = list(threads.map(lambda seed: ask(client, seed), range(4)))
+        assert texts == [text_of_one_process(folder, tokenizer, seed) for seed in range(4)]
+        server.send_signal(signal.SIGTERM)
         assert own_lines(server)[-1] == "octile: terminated"
 
 

@@ -1,0 +1,74 @@
+"""Attention's heads and the rows of steps divided among two GPUs, by NCCL, in CUDA graphs and without, vs. one GPU."""
+
+import gc
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from octile.serve.model_runner import ModelRunner
+from octile.serve.spread_experts import SpreadExperts
+from octile.serve.tensor_parallel import TensorParallel
+from octile.serve.weights import ServedWeights
+from tests.serve.models import new_model
+from tests.serve.test_spread_experts import texts_of
+from tests.serve.test_tensor_parallel import MODEL, N_PAGES, TWO_RANKS, read
+from tests.worlds import Failures, assert_passed, run_cases, start_once, start_ranks
+
+CASES = [f"{what}-{dtype}" for what in ("texts", "drafts", "logits", "graphs") for dtype in ("fp8", "bf16")]
+
+
+def check(name: str, rank: int) -> None:
+    what, _, dtype = name.partition("-")
+    model = new_model(dtype == "fp8", torch.bfloat16, MODEL).cuda()
+    tp, n_drafts = TensorParallel.of_consecutive(2), 2 if what == "drafts" else 0
+    placement = torch.cat((TWO_RANKS, TWO_RANKS[:1])) if n_drafts else TWO_RANKS
+    weights = ServedWeights.of_model(model, tp.share)
+
+    def together(max_batch: int, batch_invariant: bool = True) -> ModelRunner:
+        experts = SpreadExperts(weights, placement, drafts=n_drafts > 0, tp=tp)
+        return ModelRunner(experts, N_PAGES, None, max_batch, batch_invariant, n_drafts, max_step_tokens=256)
+
+    if what in ("texts", "drafts"):  # of both ranks, which have the same requests
+        captured = together(2)
+        assert captured.max_ahead == 2
+        assert texts_of(captured, 0) == texts_of(together(0), 0)
+        return
+    expected = read(ModelRunner(ServedWeights.of_model(model), N_PAGES, max_batch=0))
+    runner = together(2 if what == "graphs" else 0, batch_invariant=False)
+    if what == "graphs":
+        assert runner.prefill_graphs is not None
+        runner.max_rank_rows = 100
+    found = read(runner)
+    assert (found - expected).norm() < 0.05 * expected.norm()
+    of_ranks = [torch.empty_like(found, device="cuda") for _ in range(2)]
+    dist.all_gather(of_ranks, found.cuda())
+    assert torch.equal(*of_ranks)
+
+
+def run(rank: int, folder: str) -> None:
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", f"file://{folder}/meeting", timedelta(seconds=40), 2, rank)
+    run_cases({name: partial(check, name, rank) for name in CASES}, folder, rank)
+    gc.collect()  # NCCL ends no communicator whose collectives a graph has
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Failures]:
+    """What went wrong, by rank."""
+
+    def start(world: int, folder: str) -> None:
+        start_ranks(run, (folder,), world)
+
+    return start_once(tmp_path_factory, "tensor-parallel-on-gpus", start)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_gpus(failures, name: str):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    assert_passed(failures(2), name)
