@@ -1,9 +1,10 @@
 """CPU emulator of octile's CUDA kernels: it runs their unchanged source, to test their logic without a GPU.
 
 Each CUDA thread is a fiber. At every point where threads synchronize, a seeded random choice decides which one runs
-next. mbarriers, TMA, cp.async, wgmma, named barriers, clusters and setmaxnreg follow the PTX specification. Copies and
-wgmmas happen at a random moment between the instruction and the wait for it. What a GPU leaves undefined is an error
-here, or garbage (NaN): a missing wait, a stage released too early, a wrong byte count, a barrier that nobody completes.
+next. mbarriers, TMA, cp.async, wgmma, mma, named barriers, clusters and setmaxnreg follow the PTX specification. Copies
+and wgmmas happen at a random moment between the instruction and the wait for it. What a GPU leaves undefined is an
+error here, or garbage (NaN): a missing wait, a stage released too early, a wrong byte count, a barrier that nobody
+completes.
 
 Not detected: a thread without fence_proxy_async after ordinary stores where another thread called it (after stmatrix it
 is detected); memory orders weaker than sequential consistency; bank conflicts; speed; what the CUDA compiler does to

@@ -35,7 +35,7 @@ def core() -> ctypes.CDLL:
     """The emulator's core. A kernel's library finds its symbols when it is loaded."""
     sources = sorted((HERE / "core").glob("*.cpp"))
     text = "".join(f'#include "{path}"\n' for path in sources)  # with #pragma once
-    library = _compile("core", text, _stamp("core") + _stamp("device"), "-O3", "-Wall")
+    library = _compile("core", text, _stamp("core") + _stamp("device"), "-O3", "-Wall", f"-I{HERE / 'device'}")
     return ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 

@@ -1,6 +1,7 @@
 // Warp-level primitives: shuffles, votes, reductions and stmatrix; and the proxy fence that stmatrix needs.
 #include <algorithm>
 
+#include "../device/convert.cuh"
 #include "machine.h"
 
 namespace emulator {
@@ -26,7 +27,8 @@ static uint64_t result_of(const Warp& warp, WarpPrimitive kind, uint32_t mask, c
     switch (kind) {
         case WarpPrimitive::sync:
         case WarpPrimitive::stmatrix:
-        case WarpPrimitive::ldmatrix: return 0;
+        case WarpPrimitive::ldmatrix:
+        case WarpPrimitive::mma: return 0;
         case WarpPrimitive::shuffle: return input(start + argument % width);
         case WarpPrimitive::shuffle_xor: return (at ^ argument) < width ? input(start + (at ^ argument)) : to.input;
         case WarpPrimitive::shuffle_up: return at >= argument ? input(to.lane - argument) : to.input;
@@ -130,6 +132,43 @@ void ldmatrix(uint32_t (&registers)[4], const void* row, bool transposed) {
             }
     });
     memcpy(registers, thread->rows.registers, sizeof registers);
+}
+
+static float element(uint32_t pair, int upper, bool bfloat16) {
+    const uint32_t bits = upper ? pair >> 16 : pair & 0xFFFF;
+    return bfloat16 ? __uint_as_float(bits << 16) : from_f16(bits);
+}
+
+// Sums exact products in double precision and rounds once, as wgmma's "float32" arithmetic.
+void mma(const Fragments& of_lane, bool bfloat16) {
+    me()->input = reinterpret_cast<uint64_t>(&of_lane);
+    run_together(WarpPrimitive::mma, ~0u, [bfloat16](Warp& warp) {
+        auto lane = [&](int g, int t) -> const Fragments& {
+            return *reinterpret_cast<const Fragments*>(warp.lanes[4 * g + t]->input);
+        };
+        for (int row = 0; row < 16; ++row)
+            for (int column = 0; column < 8; ++column) {
+                float& d = lane(row % 8, column / 2).d[row / 8 * 2 + column % 2];
+                double sum = d;
+                for (int k = 0; k < 16; ++k) {
+                    const uint32_t a = lane(row % 8, k % 8 / 2).a[k / 8 * 2 + row / 8];
+                    const uint32_t b = lane(column, k % 8 / 2).b[k / 8];
+                    sum += double(element(a, k % 2, bfloat16)) * element(b, k % 2, bfloat16);
+                }
+                d = sum;
+            }
+    });
+}
+
+void store_cluster(uint32_t to, const void* value, size_t bytes) {
+    may_switch();
+    const uint32_t rank = to >> 24;
+    const Block* own = me()->home;
+    if (rank >= own->cluster->size()) fail("there is no block %u in a cluster of %zu", rank, own->cluster->size());
+    Block* block = (*own->cluster)[rank];
+    if (!block->live) fail("store_cluster to block %u, whose threads have all ended", rank);
+    if (to % bytes) fail("store_cluster: the address is not a multiple of %zu", bytes);
+    memcpy(block->shared + ((to & 0xFFFFFF) - shared_start), value, bytes);
 }
 
 // A proxy fence orders the writes of its own thread: what the lanes of a warp wrote together needs the fences of all.

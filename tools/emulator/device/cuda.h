@@ -157,7 +157,8 @@ enum class WarpPrimitive {
     reduce_and,
     match,
     stmatrix,
-    ldmatrix
+    ldmatrix,
+    mma
 };
 // Runs a warp-level primitive for the lanes of `mask`; each lane gets its own result.
 uint64_t warp_primitive(WarpPrimitive kind, uint32_t mask, uint64_t value, uint32_t argument = 0, uint32_t width = 32);

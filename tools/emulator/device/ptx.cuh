@@ -14,6 +14,13 @@ struct Rows {
     int count;
     bool transposed;
 };
+// What a lane brings to mma_f16 or mma_bf16, and where its part of the result is.
+struct Fragments {
+    uint32_t a[4], b[2];
+    float* d;
+};
+void mma(const Fragments& of_lane, bool bfloat16);
+void store_cluster(uint32_t to, const void* value, size_t bytes);
 void cluster_sync();
 void setmaxnreg(int registers, bool decrease);
 void mbarrier_init(uint64_t& barrier, uint32_t count);
@@ -111,6 +118,8 @@ inline void bulk_store(void* to, const void* from, uint32_t bytes) { emulator::b
 inline void bulk_prefetch(const void* from, uint32_t bytes) { emulator::bulk_prefetch(from, bytes); }
 inline void store_async(uint32_t to, uint4 value, uint32_t barrier) { emulator::store_async(to, value, barrier); }
 inline void cp_async_16(void* to, const void* from, bool reads) { emulator::cp_async_16(to, from, reads); }
+inline void store_cluster(uint32_t to, uint32_t value) { emulator::store_cluster(to, &value, sizeof value); }
+inline void store_cluster(uint32_t to, uint4 value) { emulator::store_cluster(to, &value, sizeof value); }
 inline void bulk_commit_group() { emulator::bulk_commit_group(); }
 template <int groups>
 void bulk_wait_group_read() {
@@ -132,6 +141,20 @@ void wgmma_wait_group() {
     emulator::wgmma_wait_group(groups);
 }
 inline void warpgroup_fence_operand(float& value) {}
+
+inline void launch_dependents() {}
+inline void wait_for_previous() {}
+inline uint4 load_weight_16(const void* from) {
+    if (reinterpret_cast<uintptr_t>(from) % 16) emulator::fail("load_weight_16: the address is not 16-byte aligned");
+    return *static_cast<const uint4*>(from);
+}
+
+inline void mma_f16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+    emulator::mma({{a0, a1, a2, a3}, {b0, b1}, d}, false);
+}
+inline void mma_bf16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+    emulator::mma({{a0, a1, a2, a3}, {b0, b1}, d}, true);
+}
 
 inline uint32_t pack_bf16(float low, float high) {
     auto round = [](float x) -> uint32_t {

@@ -91,6 +91,7 @@ class Kernel:
         shared_bytes: int,
         arguments: Sequence[Argument],
         stream: int | None = None,
+        programmatic: bool = False,
     ) -> Launch:
         """Prepare a launch without starting it.
 
@@ -102,6 +103,8 @@ class Kernel:
             arguments: one for each parameter of the kernel: the bytes of a tensor map or of a structure, an address or
                 a size as an int, a float.
             stream: the handle of a stream; None: `current_stream`.
+            programmatic: programmatic dependent launch: the kernel may start before the previous one of the stream has
+                ended, and waits for it by `ptx::wait_for_previous`.
 
         Raises:
             TypeError: number or types of the arguments are not those of the kernel's parameters.
@@ -109,7 +112,7 @@ class Kernel:
             struct.error: a value does not fit its parameter.
         """
         stream = self.current_stream() if stream is None else stream
-        config = _config(grid, cluster, threads, shared_bytes, stream)
+        config = _config(grid, cluster, threads, shared_bytes, stream, programmatic)
         packing = self._layout = self._layout or layout(self.name, self.parameters, arguments)
         table = -(-packing.size // 8) * 8  # the addresses of the arguments follow them
         buffer = ctypes.create_string_buffer(table + 8 * len(self.parameters))
@@ -149,7 +152,7 @@ class Kernel:
 
 
 @functools.lru_cache(MAX_CONFIGS)  # they hold no arguments, so kernels share them
-def _config(grid: int, cluster: int, threads: int, shared_bytes: int, stream: int) -> Any:
+def _config(grid: int, cluster: int, threads: int, shared_bytes: int, stream: int, programmatic: bool) -> Any:
     """Return the driver's structure for a launch without its arguments."""
     if grid < 1 or cluster < 1 or grid % cluster:
         raise ValueError(f"grid must be a positive multiple of cluster: {grid} blocks, {cluster} a cluster")
@@ -157,12 +160,20 @@ def _config(grid: int, cluster: int, threads: int, shared_bytes: int, stream: in
     config.gridDimX, config.blockDimX, config.sharedMemBytes = grid, threads, shared_bytes
     config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
     config.hStream = driver.CUstream(stream)
+    attributes = []
     if cluster > 1:
         attribute = driver.CUlaunchAttribute()
         attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
         shape = attribute.value.clusterDim
         shape.x, shape.y, shape.z = cluster, 1, 1
-        config.attrs, config.numAttrs = [attribute], 1
+        attributes.append(attribute)
+    if programmatic:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(attribute)
+    if attributes:
+        config.attrs, config.numAttrs = attributes, len(attributes)
     return config
 
 

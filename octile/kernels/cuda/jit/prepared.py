@@ -73,9 +73,11 @@ _launches: "BoundedCache[Launch]" = BoundedCache(MAX_LAUNCHES)
 class PreparedKernel:
     """A kernel on one GPU with its launch shape."""
 
-    def __init__(self, kernel: "Kernel", grid: int, cluster: int, threads: int, shared_bytes: int) -> None:
+    def __init__(
+        self, kernel: "Kernel", grid: int, cluster: int, threads: int, shared_bytes: int, programmatic: bool = False
+    ) -> None:
         """Args as for `driver.Kernel.ready`."""
-        self.kernel = kernel
+        self.kernel, self.programmatic = kernel, programmatic
         self.shape = (grid, cluster, threads, shared_bytes)
 
     def arguments(self, values: tuple[Any, ...]) -> Sequence[Any]:
@@ -92,5 +94,5 @@ class PreparedKernel:
         key = (self, values, stream)
         launch = _launches[key]
         if launch is None:
-            launch = _launches[key] = self.kernel.ready(*self.shape, self.arguments(values), stream)
+            launch = _launches[key] = self.kernel.ready(*self.shape, self.arguments(values), stream, self.programmatic)
         return launch

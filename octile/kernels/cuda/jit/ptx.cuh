@@ -3,7 +3,8 @@
 // All inline assembly of octile is here, in convert.cuh and in vector_io.cuh; wgmma.py generates the wgmma instruction
 // for one width. Kernels are plain C++, and the CPU emulator runs them with other bodies of these functions.
 //
-// Source: PTX ISA 8.5, sections 9.7.9 (TMA, st.async), 9.7.13 (mbarrier), 9.7.15 (wgmma), 9.7.19 (setmaxnreg).
+// Source: PTX ISA 8.5, sections 9.7.9 (TMA, st.async), 9.7.13 (mbarrier, griddepcontrol), 9.7.14 (mma), 9.7.15 (wgmma),
+// 9.7.19 (setmaxnreg).
 #pragma once
 
 #ifdef __CUDACC_RTC__  // NVRTC has no C library
@@ -261,6 +262,18 @@ __device__ __forceinline__ void cp_async_16(void* to, const void* from, bool rea
                  : "memory");
 }
 
+// Stores 4 bytes at a `cluster_address`. cluster_sync makes them visible.
+__device__ __forceinline__ void store_cluster(uint32_t to, uint32_t value) {
+    asm volatile("st.shared::cluster.b32 [%0], %1;" ::"r"(to), "r"(value) : "memory");
+}
+
+// Stores 16 bytes at a `cluster_address`, a multiple of 16.
+__device__ __forceinline__ void store_cluster(uint32_t to, uint4 value) {
+    asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(value.x), "r"(value.y), "r"(value.z),
+                 "r"(value.w)
+                 : "memory");
+}
+
 // Makes a group of this thread's stores since the last group.
 __device__ __forceinline__ void bulk_commit_group() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
@@ -313,6 +326,49 @@ __device__ __forceinline__ void wgmma_wait_group() {
 // Keeps the compiler from moving accesses of an accumulator register over wgmma_wait_group.
 __device__ __forceinline__ void warpgroup_fence_operand(float& value) {
     asm volatile("" : "+f"(value)::"memory");
+}
+
+// ---- Programmatic dependent launch ----------------------------------------------------------------------------------
+
+// Lets the next kernel of the stream start, if it is launched so, once all thread blocks have called this or ended. That
+// kernel sees what this one writes after its own wait_for_previous only.
+__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// Waits until the previous kernels of the stream have ended and what they wrote is visible. What they write must not be
+// read before, not even by a prefetch to registers, and nothing that they read may be written.
+__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// Loads 16 bytes that no kernel writes, here and not where they are used, and that no other thread block reads.
+__device__ __forceinline__ uint4 load_weight_16(const void* from) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(from));
+    return v;
+}
+
+// ---- mma of a warp ---------------------------------------------------------------------------------------------------
+
+// d[16, 8] += a[16, 16] · b[16, 8] in FP32. Lane l holds, with g = l / 4 and t = l % 4, the pairs along K
+// a: (g, 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8); b: (2t, g), (2t + 8, g); and
+// d: (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1).
+__device__ __forceinline__ void mma_f16(
+    float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// mma_f16 of bfloat16.
+__device__ __forceinline__ void mma_bf16(
+    float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
 // ---- Conversion, stmatrix, red ---------------------------------------------------------------------------------

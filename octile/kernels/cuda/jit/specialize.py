@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from octile.kernels.cuda.jit.driver import Kernel
 
 FOLDER = Path(__file__).parents[1]
-FOLDERS = ("jit", "gemm", "quantize", "gate", "routing", "attention")  # below it, with templates and their headers
+# below it, with templates and their headers
+FOLDERS = ("jit", "gemm", "quantize", "gate", "routing", "attention", "few_rows")
 INCLUDE = re.compile(r'\s*#\s*include\s+"([^"]+)"')
 ONCE = re.compile(r"\s*#\s*pragma\s+once\b")
 

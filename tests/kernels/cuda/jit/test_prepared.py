@@ -28,9 +28,11 @@ def kernel(monkeypatch) -> FakeKernel:
 
 
 def test_the_same_values_are_prepared_once(kernel: FakeKernel):
-    made = PreparedKernel(kernel, 132, 1, 256, 1024)
-    assert made.launch_at((16, 1.0)) is made.launch_at((16, 1.0))
-    assert kernel.made == [(132, 1, 256, 1024, (16, 1.0), 7)]
+    for programmatic in (False, True):
+        made = PreparedKernel(kernel, 132, 1, 256, 1024, programmatic)
+        assert made.launch_at((16, 1.0)) is made.launch_at((16, 1.0))
+        assert kernel.made == [(132, 1, 256, 1024, (16, 1.0), 7, programmatic)]
+        kernel.made.clear()
 
 
 def test_other_values_are_another_launch(kernel: FakeKernel):
