@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 with suppress(ImportError):  # `main` reports it when it is missing
     import tyro
 
+    POSITIONAL = get_args(tyro.conf.Positional[str])[1]
+
 Form = TypeVar("Form", bound=Dataclass)
 
 NUMBER_ERRORS = {  # Python's message for a word that is not a number: what the option needs
@@ -55,6 +57,7 @@ WRAPPED_NUMBER = re.compile(r"(?<=\d,)\n(?=\d{3}(?!\d))")  # tyro breaks lines w
 INVALID_CHOICE = re.compile(r"invalid choice '(.*)' for argument '(.*)'\. Expected one of \((.*)\)\.")
 
 CONFIG_FILE = "config.json"
+WORD_MARKS = frozenset("._")  # of a field's name that is no word of prose
 HELP = frozenset({"-h", "--help"})
 HELP_HEAD = re.compile(r"usage: | *\S+ {2,}")  # the start of a line of help, after which its text begins
 ANSI_STYLE = re.compile(r"\x1b\[[0-9;]*m")
@@ -109,11 +112,6 @@ def train(arguments: list[str]) -> None:
             default = fine_tuning(default, Path(begin))
     if _value_of("--steps", arguments) is not None and _value_of("--tokens", arguments) is not None:
         raise ValueError("--steps and --tokens exclude each other: give one of them")
-    with _named_as_options(TrainConfig, arguments):
-        _train(arguments, default)
-
-
-def _train(arguments: list[str], default: TrainConfig) -> None:
     names = [f.name for f in fields(TrainConfig)]
     options = _parse_run(Train, arguments, "train", Train(**{name: getattr(default, name) for name in names}))
     from octile.lab.run import observer
@@ -320,11 +318,10 @@ def serve(arguments: list[str]) -> None:
     from octile.train.loop import pick_own_device
 
     device = pick_own_device(options.device)
-    with _named_as_options(Serve, arguments):
-        serve_folder(
-            run, name, options.host, options.port, keys, device, options.limits, options.engine, options.cache,
-            options.parallel, options.processes,
-        )  # fmt: skip
+    serve_folder(
+        run, name, options.host, options.port, keys, device, options.limits, options.engine, options.cache,
+        options.parallel, options.processes,
+    )  # fmt: skip
 
 
 def _check_ranks(ep: int) -> None:
@@ -425,8 +422,8 @@ def bench(arguments: list[str]) -> None:
         raise ValueError(f"shape and minutes are options of tune, not of {options.what}")
     if options.what.startswith("tune") and options.json is not None:
         raise ValueError(
-            f"{options.what} writes no rows: json is an option of gemm, casts, step, train, transformers, attention, "
-            "serve, indexer, dispatch and lab"
+            "json is an option of gemm, casts, step, train, transformers, attention, serve, indexer, sparse, dispatch "
+            f"and lab, not of {options.what}, which writes no rows"
         )
     if options.what != "serve" and options.run is not None:
         raise ValueError(f"run is an option of serve, not of {options.what}")
@@ -501,6 +498,15 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "plan": plan,
     "doctor": doctor,
 }
+FORMS: dict[str, type[Dataclass]] = {  # of commands without commands of their own
+    "train": Train,
+    "compare": Compare,
+    "generate": Generate,
+    "serve": Serve,
+    "convert": Convert,
+    "bench": Bench,
+    "doctor": Doctor,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -528,7 +534,8 @@ def _dispatch(arguments: list[str]) -> None:
 
 def _call(name: str, arguments: list[str]) -> None:
     require("tyro", "rich", extra="lab" if name == "lab" else "train")
-    COMMANDS[name](arguments)
+    with _named_as_options(FORMS[name], arguments) if name in FORMS else nullcontext():
+        COMMANDS[name](arguments)
 
 
 class _CapturedOutput(StringIO):
@@ -563,7 +570,7 @@ def _parse(form: type[Form], arguments: list[str], command: str, default: Form |
         if not end.code:  # --help
             print(wrap_help(shown.getvalue()), flush=True)
             raise
-        raise ValueError(f"{_error_line(output.getvalue(), form)} (see octile {command} --help)") from None
+        raise ValueError(f"{_error_line(output.getvalue(), form, arguments)} (see octile {command} --help)") from None
     for name, annotation in annotations_of(form).items():
         option = f"--{name.replace('_', '-')}"
         if Path in (annotation, *get_args(annotation)) and _value_of(option, arguments) == "":
@@ -616,12 +623,12 @@ def _parse_run(form: type[RunForm], arguments: list[str], command: str, default:
     if rope == without:
         return replace(options, model=replace(options.model, rope_scaling=None))
     if rope is not None and rope.factor == 1:
-        raise ValueError("model.rope_scaling has no effect with a factor of 1: add --model.rope-scaling.factor N")
+        raise ValueError("model.rope_scaling.factor must be above 1 for YaRN: its other options have no effect with 1")
     options.model.warn_of_context()
     return options
 
 
-def _error_line(box: str, form: type[Dataclass]) -> str:
+def _error_line(box: str, form: type[Dataclass], arguments: list[str]) -> str:
     """The first paragraph of tyro's error box, reworded where it quotes tyro or Python, or begins with a field."""
     lines = [line.strip("│ ") for line in box.splitlines()[1:]]  # without the title
     text = "\n".join(takewhile(_is_text, dropwhile(lambda line: not _is_text(line), lines)))
@@ -639,60 +646,78 @@ def _error_line(box: str, form: type[Dataclass]) -> str:
     if none_of := UNION_ERROR.match(what):
         kind, given = none_of.groups()
         return f"{where} must be {'a whole number' if kind == 'INT' else 'a number'}, not {given}"
-    name, must, rest = what.partition(" must ")
-    field_path = name if where == form.__name__ or name.startswith(f"{where}.") else f"{where}.{name}"
-    return f"--{field_path.replace('_', '-')}{must}{rest}" if must and _has_field(form, field_path) else what
+    text, named = _with_options(what, form, f"{where}.")
+    return text + _of_run(named, arguments)
 
 
 @contextmanager
 def _named_as_options(form: type[Dataclass], arguments: list[str]) -> Iterator[None]:
-    """Let a ValueError inside the context name options instead of fields, but where it speaks of a config.json.
-
-    Of a run to resume it says which of their values are not given, but the run's.
-    """
+    """Let an exception inside the context name options instead of fields, but where it speaks of a config.json."""
     try:
         yield
-    except ValueError as error:
+    except Exception as error:
         message = error.args[0] if len(error.args) == 1 else None
         if isinstance(message, str) and CONFIG_FILE not in message:
-            paths = {path: f"--{path.replace('_', '-')}" for path in _field_paths(form)}
-            marked = re.compile(rf"(?<![\w./-])({'|'.join(map(re.escape, paths))})(?![\w-]|\.\w)")
-            found = [path for path in dict.fromkeys(marked.findall(message)) if set(path) & set("._")]
-            text = marked.sub(lambda match: paths[match[0]] if match[0] in found else match[0], message)
-            stored = [path for path in found if _value_of(paths[path], arguments) is None]
-            if "--resume" in arguments and stored:
-                text += f"; {_stored(stored, paths)}"
-            error.args = (text,)
+            text, named = _with_options(message, form)
+            error.args = (text + _of_run(named, arguments) if isinstance(error, ValueError) else text,)
+            if isinstance(error, ImportError):
+                error.msg = text  # which is shown instead of args
         raise
 
 
-def _stored(stored: list[str], options: Mapping[str, str]) -> str:
-    """Say that values are those of the run that is resumed, and which of them may change."""
-    resumable = [path for path in stored if path.partition(".")[0] in RESUMABLE]
-    may = "which may change" if resumable == stored else f"of which only {_and(resumable, options)} may change"
+def _with_options(message: str, form: type[Dataclass], prefix: str = "") -> tuple[str, dict[str, str]]:
+    """Write the fields that a message names as options; return it, and the options by their fields.
+
+    A word that could be prose, such as "out", is a field where the message begins with it.
+
+    Args:
+        message: of an exception.
+        form: the options of a command.
+        prefix: of fields that the message names without it, such as "model.".
+    """
+    options = dict(_options(form))
+    names = {path.removeprefix(prefix): path for path in options} | {path: path for path in options}
+    any_name = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+    found: dict[str, str] = {}
+
+    def option(match: re.Match[str]) -> str:
+        name = match[0]
+        if not set(name) & WORD_MARKS and not begins.match(message[: match.end()]):
+            return name
+        found[names[name]] = options[names[name]]
+        return found[names[name]]
+
+    begins = re.compile(rf"(({any_name}) and )*({any_name})$")
+    text = re.sub(rf"(?<![\w./-])({any_name})(?![\w-]|\.\w)(?! of )", option, message)
+    return text, found
+
+
+def _of_run(named: Mapping[str, str], arguments: list[str]) -> str:
+    """Say which options of a message are not given, but those of the run that is resumed, and which may change.
+
+    Args:
+        named: options by their fields.
+        arguments: of the command.
+    """
+    stored = {path: o for path, o in named.items() if set(path) & WORD_MARKS and _value_of(o, arguments) is None}
+    if "--resume" not in arguments or not stored:
+        return ""
+    resumable = [option for path, option in stored.items() if path.partition(".")[0] in RESUMABLE]
+    may = "which may change" if len(resumable) == len(stored) else f"of which only {' and '.join(resumable)} may change"
     are = "is that" if len(stored) == 1 else "are those"
-    return f"{_and(stored, options)} {are} of the run{f', {may}' if resumable else ''}"
+    return f"; {' and '.join(stored.values())} {are} of the run{f', {may}' if resumable else ''}"
 
 
-def _and(paths: Sequence[str], options: Mapping[str, str]) -> str:
-    return " and ".join(options[path] for path in paths)
-
-
-def _field_paths(form: type, prefix: str = "") -> Iterator[str]:
-    """The fields of a dataclass, "steps", and of its dataclasses, "optim.lr"."""
+def _options(form: type, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """The fields of a dataclass and of its dataclasses, "optim.lr", and what they are on the command line."""
     for name, annotation in annotations_of(form).items():
-        yield prefix + name
-        for kind in (annotation, *get_args(annotation)):
-            if isinstance(kind, type) and is_dataclass(kind):
-                yield from _field_paths(kind, f"{prefix}{name}.")
-
-
-def _has_field(form: type, path: str) -> bool:
-    """Whether a dataclass has a field, "steps", or one of its dataclasses has, "optim.lr"."""
-    name, _, rest = path.partition(".")
-    annotation = annotations_of(form).get(name)
-    kinds = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type) and is_dataclass(kind)]
-    return annotation is not None and (not rest or any(_has_field(kind, rest) for kind in kinds))
+        kinds = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type) and is_dataclass(kind)]
+        for kind in kinds:
+            yield from _options(kind, f"{prefix}{name}.")
+        if POSITIONAL in get_args(annotation):
+            yield name, name.upper()
+        elif not kinds:
+            yield prefix + name, f"--{(prefix + name).replace('_', '-')}"
 
 
 def _is_text(line: str) -> bool:

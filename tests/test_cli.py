@@ -51,6 +51,8 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert code == 2
     assert err.startswith("octile: ")
     assert err.count("\n") == 1
+    if (form := octile.cli.FORMS.get(arguments[0])) and "config.json" not in err:
+        assert octile.cli._with_options(err.removeprefix("octile: "), form)[0] == err.removeprefix("octile: ")
     return err
 
 
@@ -285,8 +287,8 @@ STORED = {  # torchrun's environment, and options: the message about a run to re
         {"WORLD_SIZE": "2"},
         ["--parallel.pp=1", "--parallel.dp=2"],
         "--batch-size 4 must be divisible by --micro-batches 4 × --parallel.dp 2: use --batch-size 8 or "
-        "--micro-batches 2 (see octile train --help); --batch-size and --micro-batches are those of the run, of which "
-        "only --micro-batches may change",
+        "--micro-batches 2; --batch-size and --micro-batches are those of the run, of which only --micro-batches may "
+        "change (see octile train --help)",
     ),
     "all may change": (
         {},
@@ -365,7 +367,7 @@ def test_a_run_with_yarn_is_resumed_with_it(begun, tmp_path):
 @pytest.mark.usefixtures("begun")
 def test_an_option_of_yarn_without_its_factor_is_refused(capsys):
     line = refused(capsys, "train", "--model.rope-scaling.mscale", "0.7")
-    assert "--model.rope-scaling has no effect with a factor of 1: add --model.rope-scaling.factor N" in line
+    assert "--model.rope-scaling.factor must be above 1 for YaRN: its other options have no effect with 1" in line
 
 
 @pytest.mark.usefixtures("begun")
@@ -473,7 +475,7 @@ def test_generate_with_a_prompt_longer_than_the_context(capsys, hf_folder):
 
 
 def test_generate_no_token(capsys, hf_folder):
-    assert "max_new_tokens must be at least 1, not 0" in refused(
+    assert "--max-new-tokens must be at least 1, not 0" in refused(
         capsys, "generate", str(hf_folder), "--max-new-tokens", "0"
     )
 
@@ -731,7 +733,7 @@ def test_a_traceback_is_shown_on_request(monkeypatch):
             ["--seed", str(2**63 - 1), "--seeds", "2"],
             "seed must be at most 9,223,372,036,854,775,807, not 9223372036854775808",
         ),
-        (["--gradient-steps", "1600"], "gradient_steps must be from 1 to 1000, or start, middle, end, or none"),
+        (["--gradient-steps", "1600"], "--gradient-steps must be from 1 to 1000, or start, middle, end, or none"),
     ],
 )
 def test_a_comparison_that_cannot_be_made_is_refused(capsys, tmp_path, options, message):

@@ -1,6 +1,6 @@
 """`octile bench dispatch`: dispatch and combine between GPUs vs. a copy to a peer and vs. plain `all_to_all_single`.
 
-Started by `torchrun --nproc_per_node 2 -m octile bench dispatch`, one rank per GPU of one host. Every rank has 4096
+Started by `torchrun --nproc-per-node 2 -m octile bench dispatch`, one rank per GPU of one host. Every rank has 4096
 tokens of width 7168, whose 8 experts of 256 are in 4 of 8 groups, as DeepSeek-V3 chooses them.
 
     dispatch    each row once to each rank that has one of its experts, in FP8 with its scales, and the copy out of the
@@ -60,7 +60,7 @@ def rows() -> Iterator[Row]:
         ValueError: torchrun has not started two or more ranks, or their GPUs cannot write to each other's memory.
     """
     if count_ranks() < 2 or not torch.cuda.is_available():
-        raise ValueError("dispatch is measured on 2 or more GPUs: torchrun --nproc_per_node 2 -m octile bench dispatch")
+        raise ValueError("dispatch is measured on 2 or more GPUs: torchrun --nproc-per-node 2 -m octile bench dispatch")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)

@@ -180,7 +180,7 @@ def load(path: Path) -> Capture:
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder, not a capture: write one with octile lab capture")
     if not path.exists():
-        raise FileNotFoundError(f"capture {path} does not exist: write one with octile lab capture")
+        raise FileNotFoundError(f"the capture {path} does not exist: write one with octile lab capture")
     file = TensorFile(path)
     metadata = _read_metadata(path, file.metadata)
     tensors = {name: file.read(name) for name in file.specs}

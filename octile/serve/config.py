@@ -39,12 +39,13 @@ class EngineConfig:
     expert_window: Annotated[int, Range(at_least=0, at_most=2**24)] | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        check_expert_window(self.expert_window or 0)
+        check_fields(self, "engine.")
+        check_expert_window(self.expert_window or 0, "engine.expert_window")
         needed = self.max_batch * (1 + self.n_drafts)
         if self.max_step_tokens < needed:
             raise ValueError(
-                f"max_step_tokens must be at least max_batch × (1 + n_drafts) = {needed}, not {self.max_step_tokens}"
+                "engine.max_step_tokens must be at least engine.max_batch × (1 + engine.n_drafts) = "
+                f"{needed}, not {self.max_step_tokens}"
             )
 
 
@@ -91,14 +92,14 @@ class ParallelConfig:
             raise ValueError(f"parallel.micro_batches must be 1, not {self.micro_batches}, if parallel.tp is {self.tp}")
 
 
-def check_expert_window(steps: int) -> None:
+def check_expert_window(steps: int, name: str = "expert_window") -> None:
     """Check over how many steps the tokens of each expert are counted.
 
     Raises:
         ValueError: it is negative or no multiple of 8.
     """
     if steps < 0 or steps % 8:
-        raise ValueError(f"expert_window must be a multiple of 8, not {steps}")
+        raise ValueError(f"{name} must be a multiple of 8, not {steps}")
 
 
 def window_of(engine: EngineConfig, parallel: ParallelConfig) -> int:

@@ -51,11 +51,11 @@ def count_accepted(drafts: Sequence[int], chosen: Sequence[int]) -> int:
     return next((i for i, draft in enumerate(drafts) if draft != chosen[i]), len(drafts))
 
 
-def check_can_draft(n_drafts: int, can_draft: bool) -> None:
+def check_can_draft(n_drafts: int, can_draft: bool, name: str = "n_drafts") -> None:
     """Raise ValueError if drafts are wanted of a model that has no multi-token prediction layer."""
     if n_drafts and not can_draft:
         raise ValueError(
-            f"n_drafts (--engine.n-drafts) must be 0, not {n_drafts}: the model has no multi-token prediction layer, "
+            f"{name} must be 0, not {n_drafts}: the model has no multi-token prediction layer, "
             "which octile train --model.num-nextn-predict-layers 1 gives it"
         )
 

@@ -66,7 +66,7 @@ class Engine:
 
     def __init__(self, runner: Runner, tokenizer: Tokenizer, config: EngineConfig | None = None):
         self.config = config or EngineConfig()
-        check_can_draft(self.config.n_drafts, runner.can_draft)
+        check_can_draft(self.config.n_drafts, runner.can_draft, "engine.n_drafts")
         self._runner, self._tokenizer, self._end = runner, tokenizer, tokenizer.end
         self._pages = PageAllocator(runner.n_pages)
         self._scheduler = Scheduler(self._pages, runner.page_size, self.config)

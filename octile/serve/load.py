@@ -15,6 +15,7 @@ from octile.checkpoint.hugging_face import checkpoint_folder, open_folder, read_
 from octile.models.config import ModelConfig
 from octile.ops.latent_cache import PAGE
 from octile.serve.config import REBALANCE_SECONDS, CacheConfig, EngineConfig, ParallelConfig, window_of
+from octile.serve.drafts import check_can_draft
 from octile.serve.engine import Engine
 from octile.serve.expert_balance import rebalance_experts
 from octile.serve.head_share import check_heads
@@ -88,6 +89,7 @@ class Folder:
             ValueError: a file is damaged, the cache has no place for a page, or the model cannot draft.
             MemoryError: the weights leave no place for a cache.
         """
+        check_can_draft(engine.n_drafts, self.model.num_nextn_predict_layers > 0, "engine.n_drafts")
         weights, stored = self.read_weights(device), cache.format or _cached(device)
         n_pages = self._n_pages(weights, stored, engine, cache.gib, phase)
         runner = _runner(weights, n_pages, stored, engine, phase=phase)
@@ -129,6 +131,7 @@ class Folder:
         Raises:
             ValueError, MemoryError: as `load` or `window_of`, or more copies of experts must be active.
         """
+        check_can_draft(engine.n_drafts, self.model.num_nextn_predict_layers > 0, "engine.n_drafts")
         engine = replace(engine, expert_window=window_of(engine, parallel))
         seconds = REBALANCE_SECONDS if parallel.rebalance is None else parallel.rebalance
         c, n_nodes = self.model, int(os.environ.get("GROUP_WORLD_SIZE") or 1)

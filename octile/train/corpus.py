@@ -112,7 +112,7 @@ class Corpus:
         return replace(self, read=read)
 
 
-def check_source(source: str | Path, option: str = "--data") -> None:
+def check_source(source: str | Path, name: str = "data") -> None:
     """Refuse what cannot name a corpus, without reading anything; arguments as in `open_corpus`.
 
     Raises:
@@ -120,7 +120,7 @@ def check_source(source: str | Path, option: str = "--data") -> None:
         ValueError: source is empty, or fsspec knows no such protocol.
         ImportError: a package for the protocol of a URL is not installed.
     """
-    path, named = Path(source), f"{option} {str(source)!r}"
+    path, named = Path(source), f"{name} {str(source)!r}"
     if source in (STANDARD_LIBRARY, PACKAGES) or str(source).startswith("hf:"):
         return
     if is_url(source):
@@ -130,7 +130,7 @@ def check_source(source: str | Path, option: str = "--data") -> None:
             raise type(error)(f"{named} cannot be read: {error}") from None
         return
     if not str(source).strip():  # Path("") is the current folder
-        raise ValueError(f"{option} is empty: name a file, a folder, 'stdlib', 'packages' or 'hf:OWNER/NAME'")
+        raise ValueError(f"{name} is empty: name a file, a folder, 'stdlib', 'packages' or 'hf:OWNER/NAME'")
     if path.is_symlink() and not path.exists():
         raise FileNotFoundError(f"{named} is a link to {str(path.readlink())!r}, which does not exist")
     if not path.exists():
@@ -142,19 +142,19 @@ def is_url(source: str | Path) -> bool:
     return "://" in str(source) and not str(source).startswith("hf:")
 
 
-def open_corpus(source: str | Path, option: str = "--data") -> Corpus:
+def open_corpus(source: str | Path, name: str = "data") -> Corpus:
     """Open the corpus that `source` names, as the module describes. Files are read once to find those that are text.
 
     Args:
         source: names the corpus.
-        option: the option of the command line that named it, for messages.
+        name: the argument that names it, for messages.
 
     Raises:
         FileNotFoundError: there is no such file or folder, or the folder has no files.
         ValueError: nothing there is text, or the Hub's dataset cannot be used.
     """
-    check_source(source, option)
-    named = f"{option} {str(source)!r}"
+    check_source(source, name)
+    named = f"{name} {str(source)!r}"
     if source == STANDARD_LIBRARY:
         return _standard_library(named)
     if source == PACKAGES:

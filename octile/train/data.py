@@ -66,7 +66,9 @@ def prepare(
     """
     folder = Path(folder)
     if Path(source).is_dir() and folder.resolve().is_relative_to(Path(source).resolve()):
-        raise ValueError(f"folder {folder} lies inside --data {str(source)!r}: what is written would be read as text")
+        raise ValueError(
+            f"data {str(source)!r} must not hold the folder {folder}: what is written would be read as text"
+        )
     _check_positive(sequence_length=sequence_length, held_out_windows=held_out_windows)
     check_vocab_size(vocab_size)
     given = None if tokenizer is None else Tokenizer.load(tokenizer)
@@ -102,9 +104,9 @@ def prepare(
 def _streamed(url: str, folder: Path, vocab_size: int, tokenizer: Tokenizer | None) -> TokenStore:
     store = TokenStore.stream(url, folder)
     if store.manifest.vocab_size > vocab_size:
-        raise ValueError(f"--data {url!r} has {store.manifest.vocab_size} tokens, vocab_size is only {vocab_size}")
+        raise ValueError(f"data {url!r} has {store.manifest.vocab_size} tokens, vocab_size is only {vocab_size}")
     if tokenizer is not None and tokenizer.fingerprint != store.tokenizer.fingerprint:
-        raise ValueError(f"--data {url!r} was tokenized with another tokenizer than that of the model")
+        raise ValueError(f"data {url!r} was tokenized with another tokenizer than that of the model")
     return store
 
 
@@ -146,7 +148,7 @@ def _build(
     window = settings["sequence_length"] + 1
     if min(tokens.values()) < window:
         raise ValueError(
-            f"--data {corpus.source!r} has too little text: {len(index.sizes)} documents, {index.total_bytes} bytes, "
+            f"data {corpus.source!r} has too little text: {len(index.sizes)} documents, {index.total_bytes} bytes, "
             f"{tokens['train']} tokens to train on and {tokens['val']} held out; a window of each needs {window}, "
             f"at most a tenth of the text is held out, and {cut_tokens} tokens are left out because they are held out, "
             "too"
@@ -200,7 +202,7 @@ def _encode(
             for tokens in spans.cut(encoded(training)):
                 train.append(tokens)
     if read.hexdigest() != index.fingerprint:
-        raise RuntimeError(f"--data {corpus.source!r} changed while it was read; start again when it no longer changes")
+        raise RuntimeError(f"data {corpus.source!r} changed while it was read; start again when it no longer changes")
     return {"train": train.length, "val": val.length}, spans.cut_tokens
 
 

@@ -20,7 +20,7 @@ def test_each_token_has_different_experts_of_few_groups():
 
 def test_one_process_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with pytest.raises(ValueError, match=r"torchrun --nproc_per_node 2 -m octile bench dispatch"):
+    with pytest.raises(ValueError, match=r"torchrun --nproc-per-node 2 -m octile bench dispatch"):
         next(rows())
 
 

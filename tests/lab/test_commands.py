@@ -179,7 +179,7 @@ def test_an_invalid_seed_is_refused(capsys, folder, command, seed):
 
 @pytest.mark.parametrize("command", ["what-if", "hardware"])
 def test_a_file_without_a_capture_is_refused(capsys, folder, command):
-    assert "capture nowhere does not exist: write one with octile lab capture" in refused(
+    assert "the capture nowhere does not exist: write one with octile lab capture" in refused(
         capsys, "lab", command, "nowhere"
     )
     (folder / "there").mkdir()

@@ -62,7 +62,7 @@ def test_the_formulas_are_said_to_leave_out_communication():
         (("--stages", "7"), "dualpipe needs an even number of stages, not 7"),
         (("--micro-batches", "14"), "dualpipe needs at least 16 micro-batches, not 14"),
         (("--stages", "0"), "--stages must be at least 1, not 0"),
-        (("--micro-batches", "626"), "stages × micro_batches must be at most 5,000, not 5,008"),
+        (("--micro-batches", "626"), "--stages × --micro-batches must be at most 5,000, not 5,008"),
         (("--schedule", "zbv"), "--schedule must be one of gpipe, 1f1b"),
         (("--costs.forward", "0"), "--costs.forward must be above 0, not 0.0"),
         (("--out", "schedule.pdf"), "--out must end in .svg or .png, not 'schedule.pdf'"),

@@ -288,16 +288,16 @@ def test_messages_name_the_option_that_was_given(tmp_path, monkeypatch, source):
 
 
 def test_a_folder_without_files_is_named_with_its_option(tmp_path):
-    with pytest.raises(FileNotFoundError, match=f"^--data '{tmp_path}': the folder {tmp_path} holds no files"):
+    with pytest.raises(FileNotFoundError, match=f"^data '{tmp_path}': the folder {tmp_path} holds no files"):
         open_corpus(tmp_path)
 
 
 def test_a_folder_without_text_is_named_with_its_option(tmp_path):
     (tmp_path / "a").write_bytes(b"\0")
-    with pytest.raises(ValueError, match=f"^--data '{tmp_path}' holds no UTF-8 text"):
+    with pytest.raises(ValueError, match=f"^data '{tmp_path}' holds no UTF-8 text"):
         open_corpus(tmp_path)
 
 
 def test_an_empty_name_is_not_the_current_folder():
-    with pytest.raises(ValueError, match=r"^--data is empty"):
+    with pytest.raises(ValueError, match=r"^data is empty"):
         open_corpus("")

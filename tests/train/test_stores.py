@@ -304,7 +304,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_any_work(arguments, se
         deny(server, "denied")
     line = refused([*arguments, f"--checkpoints={place}", f"--out={tmp_path / 'run'}"], capsys)
     assert message in line
-    assert line.startswith("octile: checkpoints ")
+    assert line.startswith("octile: --checkpoints ")
     assert not (tmp_path / "run").exists()
     assert not server.files.exists("no-such-bucket")
 
@@ -315,7 +315,7 @@ def test_a_place_where_nothing_can_be_removed_is_refused_before_any_work(argumen
         line = refused([*arguments, f"--checkpoints={place}", f"--out={tmp_path / 'run'}"], capsys)
     finally:
         server.release()
-    assert line == f"octile: checkpoints {place!r} cannot be used: AccessDenied"
+    assert line == f"octile: --checkpoints {place!r} cannot be used: AccessDenied"
     assert not (tmp_path / "run").exists()
 
 
@@ -323,4 +323,4 @@ def test_a_missing_package_is_named(arguments, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)
     monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
     line = refused([*arguments, "--checkpoints=s3://octile/run", f"--out={tmp_path / 'run'}"], capsys)
-    assert line == "octile: checkpoints 's3://octile/run' cannot be used: Install s3fs to access S3"
+    assert line == "octile: --checkpoints 's3://octile/run' cannot be used: Install s3fs to access S3"

@@ -139,5 +139,5 @@ def test_a_larger_vocabulary_than_the_models_is_refused(local, tmp_path):
 
 
 def test_an_unknown_protocol_is_refused():
-    with pytest.raises(ValueError, match="--data 'nowhere://data' cannot be read: Protocol not known: nowhere"):
+    with pytest.raises(ValueError, match="data 'nowhere://data' cannot be read: Protocol not known: nowhere"):
         check_source("nowhere://data")

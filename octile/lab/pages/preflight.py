@@ -253,7 +253,7 @@ def read_tokens(model: Path, text: str, needed: int) -> Tensor:
 
     tokenizer = Tokenizer.load(checkpoint_folder(model))
     ids: list[int] = []
-    for document in open_corpus(text, "--text").texts():
+    for document in open_corpus(text, "text").texts():
         ids += [tokenizer.begin, *tokenizer.encode(document), tokenizer.end]
         if len(ids) >= needed:
             break

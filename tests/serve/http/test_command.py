@@ -116,17 +116,17 @@ def test_sigterm_lets_a_stream_end_and_then_the_process(client, process):
         (["--limits.in-flight", "0"], "--limits.in-flight must be at least 1, not 0"),
         (
             ["--processes.prefill", "2"],
-            "processes.prefill and processes.decode must both be 0 or both be at least 1",
+            "--processes.prefill and --processes.decode must both be 0 or both be at least 1",
         ),
         (
             ["--processes.prefill", "1", "--processes.decode", "1", "--parallel.ep", "2"],
-            "processes.prefill must be 0, not 1, if",
+            "--processes.prefill must be 0, not 1, if --parallel.ep is 2",
         ),
         (
             ["--parallel.ep", "2", "--parallel.redundant-experts", "2", "--engine.expert-window", "0"],
-            "--engine.expert-window must be at least 8, not 0, with parallel.redundant_experts",
+            "--engine.expert-window must be at least 8, not 0, with --parallel.redundant-experts",
         ),
-        (["--host", "nowhere.invalid"], "host 'nowhere.invalid' is not an address of this machine"),
+        (["--host", "nowhere.invalid"], "--host 'nowhere.invalid' is not an address of this machine"),
     ],
     ids=["key", "drafts", "in flight", "one kind of process", "ranks", "window", "host"],
 )

@@ -1,0 +1,109 @@
+"""Messages name fields as Python spells them, and options as they are typed; a command shows fields as its options."""
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from octile import cli
+from octile.lab.commands import LAB
+from octile.plan.commands import PLAN
+from octile.validation import Dataclass
+
+PACKAGE = Path(cli.__file__).parent
+OTHERS = {"--nproc-per-node", "--max-restarts", "--help", "--version"}  # the first two are torchrun's
+OWN_OPTIONS = ("kernels", "lab/probe", "lab/promotion.py", "report/machine.py", "report/svg.py")  # NVRTC's, git's, …
+OPTION = re.compile(r"(?<![\w-])--[a-z][\w.-]*\w(?!\w|\.\{)")
+CONFIGS = ("engine", "cache", "parallel", "processes", "limits", "optim")
+FIELD = re.compile(rf"(?<![\w./-])(?:{'|'.join(CONFIGS)})\.[a-z][\w-]*")
+
+
+def forms() -> dict[str, type[Dataclass]]:
+    """The options of each command."""
+    groups = {
+        f"{group.name} {name}": import_module(f"{group.package}.{command.module}").Options
+        for group in (LAB, PLAN)
+        for name, command in group.commands.items()
+    }
+    return {**cli.FORMS, **groups}
+
+
+@cache
+def known() -> tuple[set[str], set[str]]:
+    """The options, and the fields, of all commands."""
+    pairs = [pair for form in forms().values() for pair in cli._options(form)]
+    return {option for _, option in pairs}, {field for field, _ in pairs}
+
+
+def literals(path: Path) -> Iterator[tuple[int, str]]:
+    """The text of each string of a file that is no docstring, with {} for what is inserted, and its line."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    skipped = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    skipped |= {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield node.lineno, "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in skipped:
+            yield node.lineno, node.value
+
+
+def texts() -> list[tuple[str, str]]:
+    """Where a string is, and the string."""
+    files = [(path, path.relative_to(PACKAGE).as_posix()) for path in sorted(PACKAGE.rglob("*.py"))]
+    return [
+        (f"{name}:{line}", text)
+        for path, name in files
+        if not name.startswith(OWN_OPTIONS)
+        for line, text in literals(path)
+    ]
+
+
+def test_options_in_messages_exist() -> None:
+    unknown = [(where, o) for where, text in texts() for o in OPTION.findall(text) if o not in known()[0] | OTHERS]
+    assert not unknown
+
+
+def test_fields_in_messages_exist() -> None:
+    unknown = [(where, field) for where, text in texts() for field in FIELD.findall(text) if field not in known()[1]]
+    assert not unknown
+
+
+def test_no_message_of_the_library_begins_with_an_option() -> None:
+    raised = [
+        (f"{path.relative_to(PACKAGE)}:{node.lineno}", text)
+        for path in PACKAGE.rglob("*.py")
+        if path.name != "cli.py"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args
+        for text in [ast.unparse(node.exc.args[0]).lstrip("f'\"")]
+        if text.startswith("--")
+    ]
+    assert not raised
+
+
+@pytest.mark.parametrize("name", forms())
+def test_every_field_of_a_command_is_shown_as_its_option(name: str) -> None:
+    form = forms()[name]
+    for field, option in cli._options(form):
+        assert cli._with_options(f"{field} must be 1, not 2", form)[0] == f"{option} must be 1, not 2"
+
+
+@pytest.mark.parametrize(
+    ("form", "prefix", "message", "shown"),
+    [
+        (cli.Serve, "", "parallel.ep 2 and engine.max_batch 3", "--parallel.ep 2 and --engine.max-batch 3"),
+        (cli.Train, "model.", "index_topk needs q_lora_rank", "--model.index-topk needs --model.q-lora-rank"),
+        (cli.Train, "", "out 'run' is a file: choose another --out", "--out 'run' is a file: choose another --out"),
+        (cli.Train, "", "out of memory at step 3: the data ended", "out of memory at step 3: the data ended"),
+        (cli.Train, "", "a run of seed 3 and --batch-size 4", "a run of seed 3 and --batch-size 4"),
+        (cli.Bench, "", "shape and minutes are options of tune", "--shape and --minutes are options of tune"),
+        (cli.Convert, "", "src must be a folder with safetensors", "SRC must be a folder with safetensors"),
+        (cli.Train, "", "runs/batch_size/x has no parallel.epilogue", "runs/batch_size/x has no parallel.epilogue"),
+    ],
+)
+def test_what_a_command_shows(form: type[Dataclass], prefix: str, message: str, shown: str) -> None:
+    assert cli._with_options(message, form, prefix)[0] == shown
