@@ -71,7 +71,7 @@ def write_latents(cache: Tensor, slots: Tensor, latent: Tensor, rope: Tensor) ->
         ValueError: shapes, strides or devices do not fit together.
         IndexError: on a CPU, a slot is not in the cache. A GPU does not write such a row.
     """
-    _check_write(cache, slots, latent, rope)
+    check_write(cache, slots, latent, rope)
     if slots.numel() and int(slots.max()) >= cache.shape[0] * PAGE:
         raise IndexError(f"slots must be below the cache's {cache.shape[0] * PAGE}, not {int(slots.max())}")
     if cache.dtype == torch.uint8:
@@ -94,7 +94,7 @@ def _(cache, slots, latent, rope):
 def _(cache, slots, latent, rope):
     from octile.kernels.triton import latent_cache as kernel  # late: a machine without a GPU has no Triton
 
-    _check_write(cache, slots, latent, rope)
+    check_write(cache, slots, latent, rope)
     kernel.launch_write(cache, slots, latent, rope)
 
 
@@ -130,7 +130,8 @@ def _(cache, slots, latent_dim, out_dtype):
     return cache.new_empty(slots.shape[0], width, dtype=out_dtype)
 
 
-def _check_write(cache: Tensor, slots: Tensor, latent: Tensor, rope: Tensor) -> None:
+def check_write(cache: Tensor, slots: Tensor, latent: Tensor, rope: Tensor) -> None:
+    """Raise TypeError or ValueError if rows cannot be written to a cache, as `write_latents` says."""
     check_input_dtype("latent", latent)
     if rope.dtype != latent.dtype:
         raise TypeError(f"rope must be {latent.dtype} as latent, not {rope.dtype}")

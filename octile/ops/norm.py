@@ -38,7 +38,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         TypeError: x or weight has another dtype.
         ValueError: x is not a matrix with K at most 32768, or weight does not fit it.
     """
-    _check_operands(x, weight)
+    check_operands(x, weight)
     rstd = _rstd(x, eps)
     return normalized(x, rstd, weight).to(x.dtype).contiguous(), rstd
 
@@ -52,7 +52,7 @@ def _(x, weight, eps):
 def _(x, weight, eps):
     from octile.kernels.triton import norm  # late: a machine without a GPU has no Triton
 
-    _check_operands(x, weight)
+    check_operands(x, weight)
     return norm.launch_high_precision(x, weight, eps)
 
 
@@ -148,13 +148,13 @@ def _(dy, x, weight, rstd, add=None):
 
 
 def _check(x: Tensor, weight: Tensor, fmt: str) -> None:
-    _check_operands(x, weight)
+    check_operands(x, weight)
     if fmt not in GEMM_FORMATS:
         raise ValueError(f"fmt must be 'e4m3', 'e5m2' or 'int8', not {fmt!r}")
 
 
 def _check_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, add: Tensor | None) -> None:
-    _check_operands(x, weight)
+    check_operands(x, weight)
     check_input_dtype("dy", dy)
     if rstd.dtype != torch.float32:
         raise TypeError(f"rstd must be float32, not {rstd.dtype}")
@@ -171,7 +171,8 @@ def _check_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, add: Te
             check_device("x", x, name, t)
 
 
-def _check_operands(x: Tensor, weight: Tensor) -> None:
+def check_operands(x: Tensor, weight: Tensor) -> None:
+    """Raise TypeError or ValueError if x [M, K] and a norm's weight [K] do not fit together."""
     check_input_dtype("x", x)
     check_input_dtype("weight", weight)
     if x.dim() != 2 or x.shape[1] > MAX_COLUMNS:

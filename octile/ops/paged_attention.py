@@ -64,7 +64,7 @@ def paged_attention(
             rows_per_text; on a CPU, a length is negative or more than 64·M, a page that is read is not in the cache, or
             rows of a text have different pages.
     """
-    _check(q, cache, pages, lengths, latent_dim, n_splits, rows_per_text)
+    check_attention(q, cache, pages, lengths, latent_dim, n_splits, rows_per_text)
     _check_values(cache, pages, lengths, rows_per_text)
     return _paged_attention(q, cache, pages, lengths, latent_dim, scale)
 
@@ -97,7 +97,7 @@ def _(q, cache, pages, lengths, latent_dim, scale, n_splits=0, rows_per_text=1):
 
 @paged_attention.register_kernel("cpu")
 def _(q, cache, pages, lengths, latent_dim, scale, n_splits=0, rows_per_text=1):
-    _check(q, cache, pages, lengths, latent_dim, n_splits, rows_per_text)
+    check_attention(q, cache, pages, lengths, latent_dim, n_splits, rows_per_text)
     _check_values(cache, pages, lengths, rows_per_text)
     if not cpu.can_attend(cache):
         return _paged_attention(q, cache, pages, lengths, latent_dim, scale)
@@ -106,13 +106,14 @@ def _(q, cache, pages, lengths, latent_dim, scale, n_splits=0, rows_per_text=1):
 
 @paged_attention.register_kernel("cuda")
 def _(q, cache, pages, lengths, latent_dim, scale, n_splits=0, rows_per_text=1):
-    _check(q, cache, pages, lengths, latent_dim, n_splits, rows_per_text)
+    check_attention(q, cache, pages, lengths, latent_dim, n_splits, rows_per_text)
     return backends.run("paged_attention", q, cache, pages, lengths, latent_dim, scale, n_splits, rows_per_text)
 
 
-def _check(
+def check_attention(
     q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, latent_dim: int, n_splits: int, rows_per_text: int
 ) -> None:
+    """Raise TypeError or ValueError if the arguments do not fit together, as `paged_attention` says."""
     check_input_dtype("q", q)
     if q.dim() != 3 or not q.is_contiguous():
         raise ValueError(f"q must be [R, H, W], contiguous, not {tuple(q.shape)} with strides {q.stride()}")

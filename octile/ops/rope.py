@@ -41,7 +41,7 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
         TypeError: x, cos or sin has another dtype.
         ValueError: shapes or devices do not fit together.
     """
-    _check("x", x, cos, sin)
+    check_angles("x", x, cos, sin)
     rope = x[..., x.shape[-1] - 2 * cos.shape[1] :]
     rope.copy_(rotated(rope, cos, sin))
 
@@ -55,7 +55,7 @@ def _(x, cos, sin):
 def _(x, cos, sin):
     from octile.kernels.triton import rope  # late: a machine without a GPU has no Triton
 
-    _check("x", x, cos, sin)
+    check_angles("x", x, cos, sin)
     rope.launch(x, cos, sin)
 
 
@@ -176,7 +176,8 @@ def _(q, k, cos, sin, transposed=False):
     return rope.launch_halves(q, k, cos, sin, transposed)
 
 
-def _check(name: str, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+def check_angles(name: str, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Raise TypeError or ValueError if cos and sin [S, R/2] do not fit x [B, S, H, X], called name in messages."""
     check_input_dtype(name, x)
     if x.dim() != 4:
         raise ValueError(f"{name} must have 4 dimensions, not the shape {tuple(x.shape)}")
@@ -193,7 +194,7 @@ def _check_keys(kv: Tensor, k_rope: Tensor, cos: Tensor, sin: Tensor, nope_dim: 
         raise ValueError(f"kv must be [B, S, H, N + V] with N = {nope_dim}, not {tuple(kv.shape)}")
     if k_rope.shape[:-1] != kv.shape[:2]:
         raise ValueError(f"k_rope must be {(*kv.shape[:2], 'R')} for kv {tuple(kv.shape)}, not {tuple(k_rope.shape)}")
-    _check("k_rope", k_rope[:, :, None], cos, sin)
+    check_angles("k_rope", k_rope[:, :, None], cos, sin)
     if 2 * cos.shape[1] != k_rope.shape[-1]:
         raise ValueError(f"cos must have half of k_rope's {k_rope.shape[-1]} channels, not {cos.shape[1]}")
     check_input_dtype("kv", kv)
@@ -201,7 +202,7 @@ def _check_keys(kv: Tensor, k_rope: Tensor, cos: Tensor, sin: Tensor, nope_dim: 
 
 
 def _check_gradients(dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> None:
-    _check("dk", dk, cos, sin)
+    check_angles("dk", dk, cos, sin)
     if dv.dtype != dk.dtype:
         raise TypeError(f"dv must be {dk.dtype} as dk, not {dv.dtype}")
     if dv.dim() != 4 or dv.shape[:3] != dk.shape[:3]:

@@ -7,6 +7,7 @@ import torch
 
 from octile.ops.attention import attention, attention_backward
 from octile.ops.cross_entropy import cross_entropy, cross_entropy_backward
+from octile.ops.few_rows import few_rows_nt, latent_attention
 from octile.ops.gate import bfloat16_terms, choose_experts, gate, gate_backward
 from octile.ops.grouped import (
     grouped_matmul_nt,
@@ -143,6 +144,34 @@ CASES = {
     "rows that do not depend on each other": lambda: (
         row_invariant_matmul_nt,
         (*(torch.randn(2, n, 40, device="cuda").bfloat16() for n in (5, 7)), torch.float32),
+    ),
+    "product of few rows": lambda: (
+        few_rows_nt,
+        (
+            torch.randn(2, 256, device="cuda").bfloat16(),
+            torch.rand(256, device="cuda"),
+            1e-6,
+            torch.randn(40, 256, device="cuda").to(torch.float8_e4m3fn),
+            torch.rand(1, 2, device="cuda"),
+            False,
+            torch.randn(2, 40, device="cuda").bfloat16(),
+        ),
+    ),
+    "attention of few rows": lambda: (
+        latent_attention,
+        (
+            *(torch.randn(2, n, device="cuda").bfloat16() for n in (3 * 96, 576)),
+            torch.randn(3, 512, 32, device="cuda").bfloat16(),
+            torch.rand(512, device="cuda"),
+            1e-6,
+            *torch.randn(2, 2, 32, device="cuda"),
+            torch.tensor([69, -1], device="cuda"),
+            _cache(576, dtype=torch.bfloat16),
+            _pages(),
+            torch.tensor([70, 3], dtype=torch.int32, device="cuda"),
+            torch.randn(3, 128, 512, device="cuda").bfloat16(),
+            0.1,
+        ),
     ),
     "choice of keys": lambda: (
         top_keys,

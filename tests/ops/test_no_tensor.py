@@ -12,6 +12,7 @@ import octile
 from octile.ops.adamw import adamw
 from octile.ops.attention import attention, attention_backward
 from octile.ops.cross_entropy import cross_entropy, cross_entropy_backward
+from octile.ops.few_rows import few_rows_nt, latent_attention
 from octile.ops.gate import bfloat16_terms, choose_experts, gate, gate_backward
 from octile.ops.gradient_norms import gradient_norms
 from octile.ops.grouped import (
@@ -131,6 +132,22 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     permute: (ENCODED, SCALE, PLACES),
     high_precision_grouped_nt: (X, X[None], ENDS, torch.float32),
     high_precision_grouped_tn: (X, X, ENDS, torch.float32),
+    few_rows_nt: (X, FLAT, 1e-6, F8, ONE, False, torch.ones(2, 2)),
+    latent_attention: (
+        X[:, :32],
+        X,
+        torch.ones(1, 100, 4),
+        FLAT[:100],
+        1e-6,
+        torch.ones(2, 14),
+        torch.ones(2, 14),
+        SLOTS,
+        CACHE.clone(),
+        torch.zeros_like(PLACES),
+        ENDS.expand(2),
+        torch.ones(1, 2, 100),
+        1.0,
+    ),
     quantize: (X, 1, 128, "int8", False),
     quantize_and_transpose: (X, "int8", False),
     quantize_joined_rows_and_columns: ([X], "int8", False),

@@ -8,6 +8,7 @@ from itertools import repeat
 
 from octile.kernels.cuda.attention import catalog as attention_catalog
 from octile.kernels.cuda.attention import mla_catalog, mqa_logits, sparse_catalog
+from octile.kernels.cuda.few_rows import catalog as few_rows_catalog
 from octile.kernels.cuda.gate import catalog as gate_catalog
 from octile.kernels.cuda.gate import launcher as gate_launcher
 from octile.kernels.cuda.gemm import catalog as gemm_catalog
@@ -54,6 +55,7 @@ def compile_all(architecture: str = "sm_90a") -> list[CompiledKernel]:
     launches = quantize_catalog.launches() | routing_catalog.launches()
     plans: dict[str, AnyPlan] = {
         **gate_catalog.plans(), **attention_catalog.plans(), **mla_catalog.plans(), **sparse_catalog.plans(),
+        **few_rows_catalog.plans(),
     }  # fmt: skip
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         gemms = pool.map(compile_gemm, names, cases, repeat(architecture))

@@ -1,0 +1,24 @@
+"""Catalog of the kernels of few rows that are compiled without a GPU: those of DeepSeek-V2-Lite's attention."""
+
+import torch
+
+from octile.kernels.cuda.attention.mla_catalog import KernelPlan
+from octile.kernels.cuda.few_rows import attention, launcher
+
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+def plans() -> dict[str, KernelPlan]:
+    """Return the kernels of each case, by the name of the case."""
+    found = {"attention of few rows": KernelPlan("mla_few_rows", attention.plan_attention(), {})}
+    for rows in (1, 8):
+        kernels = {
+            "normalized product": ("few_rows_nt", launcher.plan(rows, 2048, FP32, False, False)),
+            "product and residual": ("few_rows_nt", launcher.plan(rows, 2048, None, True, True)),
+            "product, long rows": ("few_rows_nt", launcher.plan(rows, 10944, None, False, False)),
+            "queries, BF16": ("latent_queries", attention.plan_queries(rows, 512, 128, 64, False, FP32)),
+            "queries, FP8": ("latent_queries", attention.plan_queries(rows, 512, 128, 64, True, BF16)),
+            "merge and values": ("merge_values", attention.plan_merge(rows, 128)),
+        }
+        found |= {f"few rows: {case}, {rows}": KernelPlan(*of_case, {}) for case, of_case in kernels.items()}
+    return found

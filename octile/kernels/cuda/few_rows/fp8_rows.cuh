@@ -1,0 +1,134 @@
+// Few rows of x in shared memory: quantized to E4M3 in 1×128 tiles and, exactly, converted to FP16.
+//
+// Every thread block of a product makes them again, of BF16 values, after normalizing them where the product reads normed
+// rows: it takes less time than a kernel before. Of several rows a cluster of 8 thread blocks makes one each, and writes it
+// to the shared memory of all.
+#pragma once
+#include "vec8.cuh"
+#include "warp_sums.cuh"
+
+constexpr int k_blocks = (config::k + 127) / 128;
+
+struct Fp8Rows {
+    static constexpr int pitch = 256 * k_blocks + 16;  // bytes of a row; rows begin in different banks
+    static constexpr int bytes = config::rows * pitch + k_blocks * max_rows * 4 + warps * 4;
+    static constexpr bool in_cluster = config::cluster > 1;
+    static constexpr int warps_of_row = in_cluster ? warps : warps / config::rows;
+    static constexpr int threads_of_row = 32 * warps_of_row;
+    static constexpr int vectors = (16 * k_blocks + threads_of_row - 1) / threads_of_row;  // of 8, of a thread
+    uint8_t* const shared;
+
+    __device__ __forceinline__ float* all_scales() const { return reinterpret_cast<float*>(shared + config::rows * pitch); }
+    // 8 values from column k on.
+    __device__ __forceinline__ uint4 values(int row, int k) const {
+        return *reinterpret_cast<const uint4*>(shared + row * pitch + 2 * k);
+    }
+    // Of two rows; those of rows that are not there may be anything.
+    __device__ __forceinline__ float2 scales(int block, int row) const {
+        return *reinterpret_cast<const float2*>(all_scales() + block * max_rows + row);
+    }
+
+    // x: [rows, K] bfloat16, rows x_row elements apart. weight: of the norm.
+    __device__ __forceinline__ void make(const uint16_t* x, int64_t x_row, const uint8_t* weight, float eps) const {
+        const int thread = threadIdx.x % threads_of_row;
+        const int row = in_cluster ? ptx::cluster_ctarank() : threadIdx.x / threads_of_row;
+        const bool has_row = row < config::rows;
+        const uint16_t* from = x + static_cast<int64_t>(has_row ? row : 0) * x_row;
+        auto column = [&](int v) { return 8 * (v * threads_of_row + thread); };
+        auto load = [&](int v) {
+            Bf16Vec8 loaded{};
+            if (has_row && column(v) < config::k) {
+                const uint4 bits = *reinterpret_cast<const uint4*>(from + column(v));
+                loaded = {bits.x, bits.y, bits.z, bits.w};
+            }
+            return loaded;
+        };
+        float rstd = 1.0f;
+        if constexpr (config::norm) rstd = rstd_of(load, eps);
+        if (!has_row) return;
+#pragma unroll
+        for (int v = 0; v < vectors; ++v) {
+            const Bf16Vec8 loaded = load(v);
+            FloatVec8 y;
+            if constexpr (config::norm) {
+                const auto w = load_vec8<config::weight_dtype>(
+                    weight + ::bytes<config::weight_dtype>(column(v)), column(v) < config::k);
+#pragma unroll
+                for (int j = 0; j < 8; ++j) y.value[j] = __fmul_rn(__fmul_rn(loaded.at(j), rstd), w.at(j));
+            } else {
+#pragma unroll
+                for (int j = 0; j < 8; ++j) y.value[j] = loaded.at(j);
+            }
+            put(row, column(v), y);
+        }
+    }
+
+    // 1 / √(mean of squares + eps) of the thread's row. All threads call it.
+    template <class Load>
+    __device__ __forceinline__ float rstd_of(Load load, float eps) const {
+        float squares = 0.0f;
+#pragma unroll
+        for (int v = 0; v < vectors; ++v) {
+            const Bf16Vec8 loaded = load(v);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) squares = __fmaf_rn(loaded.at(j), loaded.at(j), squares);
+        }
+#pragma unroll
+        for (int distance = 16; distance > 0; distance /= 2)
+            squares += __shfl_xor_sync(every_lane, squares, distance);
+        if constexpr (warps_of_row > 1) {
+            float* sums = all_scales() + k_blocks * max_rows;
+            const int warp = threadIdx.x / 32;
+            if (ptx::lane_id() == 0) sums[warp] = squares;
+            __syncthreads();
+            squares = 0.0f;
+#pragma unroll
+            for (int w = 0; w < warps_of_row; ++w) squares += sums[warp / warps_of_row * warps_of_row + w];
+        }
+        return ptx::rsqrt(__fadd_rn(__fmul_rn(squares, 1.0f / config::k), eps));
+    }
+
+    // Quantizes 8 values of a tile that 16 lanes share.
+    __device__ __forceinline__ void put(int row, int column, const FloatVec8& y) const {
+        float amax = y.amax();
+#pragma unroll
+        for (int distance = 1; distance < 16; distance *= 2)
+            amax = ptx::max_abs(amax, __shfl_xor_sync(every_lane, amax, distance));
+        const float scale = scale_from_amax<e4m3, config::power_of_2>(amax);
+        const Divisor divisor = make_divisor<config::power_of_2>(scale);
+        float quotient[8];
+        if (!config::power_of_2 && __any_sync(every_lane, divisor.needs_careful_division())) {
+#pragma unroll
+            for (int j = 0; j < 8; ++j) quotient[j] = divisor.divide_carefully(y.value[j]);
+        } else {
+#pragma unroll
+            for (int j = 0; j < 8; ++j) quotient[j] = divisor.template divide<config::power_of_2>(y.value[j]);
+        }
+        const uint32_t first = ptx::pack_e4m3(quotient[0], quotient[1], quotient[2], quotient[3]);
+        const uint32_t second = ptx::pack_e4m3(quotient[4], quotient[5], quotient[6], quotient[7]);
+        if (column >= 128 * k_blocks) return;
+        const uint4 converted = make_uint4(ptx::e4m3_to_f16(first, false), ptx::e4m3_to_f16(first, true),
+                                           ptx::e4m3_to_f16(second, false), ptx::e4m3_to_f16(second, true));
+        uint8_t* to = shared + row * pitch + 2 * column;
+        float* scale_to = all_scales() + column / 128 * max_rows + row;
+        const bool has_scale = ptx::lane_id() % 16 == 0;
+        if constexpr (in_cluster) {
+#pragma unroll
+            for (int block = 0; block < config::cluster; ++block) {
+                ptx::store_cluster(ptx::cluster_address(to, block), converted);
+                if (has_scale) ptx::store_cluster(ptx::cluster_address(scale_to, block), __float_as_uint(scale));
+            }
+        } else {
+            *reinterpret_cast<uint4*>(to) = converted;
+            if (has_scale) *scale_to = scale;
+        }
+    }
+
+    // Waits until all rows are there.
+    __device__ __forceinline__ static void sync() {
+        if constexpr (in_cluster)
+            ptx::cluster_sync();
+        else
+            __syncthreads();
+    }
+};

@@ -1,0 +1,77 @@
+// A warp's part of an FP8 tile: 16 rows of a weight in 128×128 blocks, times rows of x in 1×128 tiles.
+//
+// E4M3 becomes FP16 exactly, whose products tensor cores sum in FP32. After each block the sum is multiplied by both scales
+// and added to the total.
+#pragma once
+#include "warp_sums.cuh"
+#include "fp8_rows.cuh"
+
+struct Fp8Tile {
+    static constexpr int blocks = (k_blocks + warps - 1) / warps;  // of a warp: warp, warp + 8, …
+    static constexpr int depth = blocks < config::depth ? blocks : config::depth;  // loaded ahead
+    const Lane& lane;
+    const uint8_t *low, *high;  // the lane's bytes of its two rows
+    const float* scales;        // of the blocks of these rows
+    uint4 bytes[depth][2][2];   // [block][half of 64 bytes][row]
+    float scale[depth];
+
+    // weight: [n, K], scales: [⌈n/128⌉, ⌈K/128⌉]. Rows from n on are not read.
+    __device__ __forceinline__ Fp8Tile(const Lane& lane, const uint8_t* weight, const float* scales, int first, int n)
+        : lane(lane),
+          low(weight + static_cast<int64_t>(min(first + lane.group, n - 1)) * config::k),
+          high(weight + static_cast<int64_t>(min(first + lane.group + 8, n - 1)) * config::k),
+          scales(scales + static_cast<int64_t>(min(first, n - 1) / 128) * k_blocks) {
+#pragma unroll
+        for (int i = 0; i < depth; ++i) load(i, i);
+    }
+
+    __device__ __forceinline__ static int block_of(int i) { return threadIdx.x / 32 + i * warps; }
+
+    __device__ __forceinline__ void load(int slot, int i) {
+        const int block = block_of(i);
+        if (block >= k_blocks) return;
+        scale[slot] = __ldg(scales + block);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int k = 128 * block + 64 * half + 16 * lane.member;
+            const bool in_bounds = config::k % 128 == 0 || k < config::k;
+            bytes[slot][half][0] = in_bounds ? ptx::load_weight_16(low + k) : make_uint4(0, 0, 0, 0);
+            bytes[slot][half][1] = in_bounds ? ptx::load_weight_16(high + k) : make_uint4(0, 0, 0, 0);
+        }
+    }
+
+    // d[16, 8] of the warp's blocks, in FP32.
+    __device__ __forceinline__ void multiply(float (&d)[4], const Fp8Rows& x) {
+        d[0] = d[1] = d[2] = d[3] = 0.0f;
+#pragma unroll 1
+        for (int i = 0; i < blocks; i += depth)
+#pragma unroll
+            for (int slot = 0; slot < depth; ++slot) {
+                if (block_of(i + slot) < k_blocks) multiply_block(d, slot, block_of(i + slot), x);
+                if (blocks > depth) load(slot, i + slot + depth);
+            }
+    }
+
+    __device__ __forceinline__ void multiply_block(float (&d)[4], int slot, int block, const Fp8Rows& x) {
+        float sum[2][4] = {};
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            uint4 of_x[2] = {};
+            if (lane.group < config::rows) {
+#pragma unroll
+                for (int i = 0; i < 2; ++i) of_x[i] = x.values(lane.group, 128 * block + 64 * half + 16 * lane.member + 8 * i);
+            }
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const uint32_t a = word(bytes[slot][half][0], j), b = word(bytes[slot][half][1], j);
+                ptx::mma_f16(sum[half], ptx::e4m3_to_f16(a, false), ptx::e4m3_to_f16(b, false),
+                             ptx::e4m3_to_f16(a, true), ptx::e4m3_to_f16(b, true), word(of_x[j / 2], j % 2 * 2),
+                             word(of_x[j / 2], j % 2 * 2 + 1));
+            }
+        }
+        const float2 of_x = x.scales(block, 2 * lane.member);
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            d[i] += (sum[0][i] + sum[1][i]) * (scale[slot] * (i % 2 ? of_x.y : of_x.x));
+    }
+};

@@ -1,0 +1,120 @@
+// What latent attention's decoding attends with, of at most 8 rows: queries times W_UK, and the rows' own latents and
+// rotary keys, which are written to the cache.
+//
+// Thread blocks of a head compute 128 channels of its queries each, a warp 16 of them; the first one of a head rotates its
+// rotary channels, too. One more thread block for each row normalizes its latent and rotates its key.
+#include "bf16_tile.cuh"
+#include "scale.cuh"
+
+constexpr int nope = config::nope, rotary = config::rotary, latent = config::latent, width = latent + rotary;
+constexpr int parts = latent / 128;  // thread blocks of a head
+constexpr int pairs = rotary / 2;
+constexpr int row_bytes = config::fp8 ? latent + 4 * parts + 2 * rotary : 2 * width;
+static_assert(latent % 128 == 0 && parts < warps && nope % 32 == 0 && pairs <= 32);
+
+// Rotates a pair of channels by an angle, each product and sum rounded, and packs it as BF16.
+__device__ __forceinline__ uint32_t rotated(uint32_t pair, float cos, float sin) {
+    const float a = from_bf16(pair & 0xFFFF), b = from_bf16(pair >> 16);
+    return ptx::pack_bf16(__fsub_rn(__fmul_rn(a, cos), __fmul_rn(b, sin)), __fadd_rn(__fmul_rn(a, sin), __fmul_rn(b, cos)));
+}
+
+// Normalizes a latent of BF16, a warp for each 128 channels, and writes it and the rotated key to a row of the cache.
+__device__ __forceinline__ void write_latent(const uint16_t* latent_row, const uint16_t* key_row, const uint8_t* norm_weight,
+                                             float eps, const float* cos, const float* sin, uint8_t* to, float* sums) {
+    const int warp = threadIdx.x / 32, lane = ptx::lane_id();
+    if (warp == parts && lane < pairs)
+        reinterpret_cast<uint32_t*>(to + row_bytes - 2 * rotary)[lane] =
+            rotated(reinterpret_cast<const uint32_t*>(key_row)[lane], cos[lane], sin[lane]);
+    float x[4] = {}, squares = 0.0f;
+    const int column = 128 * warp + 4 * lane;
+    if (warp < parts) {
+        const uint2 bits = *reinterpret_cast<const uint2*>(latent_row + column);
+        x[0] = from_bf16(bits.x & 0xFFFF), x[1] = from_bf16(bits.x >> 16);
+        x[2] = from_bf16(bits.y & 0xFFFF), x[3] = from_bf16(bits.y >> 16);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) squares = __fmaf_rn(x[i], x[i], squares);
+    }
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) squares += __shfl_xor_sync(every_lane, squares, distance);
+    if (lane == 0) sums[warp] = squares;
+    __syncthreads();
+    if (warp >= parts) return;
+    squares = 0.0f;
+#pragma unroll
+    for (int w = 0; w < parts; ++w) squares += sums[w];
+    const float rstd = ptx::rsqrt(__fadd_rn(__fmul_rn(squares, 1.0f / latent), eps));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float weight = config::weight_dtype == float32
+            ? reinterpret_cast<const float*>(norm_weight)[column + i]
+            : from_bf16(reinterpret_cast<const uint16_t*>(norm_weight)[column + i]);
+        x[i] = from_bf16(to_bf16(__fmul_rn(__fmul_rn(x[i], rstd), weight)));
+    }
+    if constexpr (!config::fp8) {
+        reinterpret_cast<uint2*>(to + 2 * column)[0] = make_uint2(ptx::pack_bf16(x[0], x[1]), ptx::pack_bf16(x[2], x[3]));
+    } else {
+        float amax = ptx::max_abs(ptx::max_abs(x[0], x[1]), ptx::max_abs(x[2], x[3]));
+#pragma unroll
+        for (int distance = 16; distance > 0; distance /= 2)
+            amax = ptx::max_abs(amax, __shfl_xor_sync(every_lane, amax, distance));
+        const float scale = scale_from_amax<e4m3, false>(amax);
+        const Divisor divisor = make_divisor<false>(scale);
+        float quotient[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) quotient[i] = divisor.divide_carefully(x[i]);
+        *reinterpret_cast<uint32_t*>(to + column) = ptx::pack_e4m3(quotient[0], quotient[1], quotient[2], quotient[3]);
+        if (lane == 0) reinterpret_cast<float*>(to + latent)[warp] = scale;
+    }
+}
+
+// Requests memory that later kernels read for the L2 cache, each thread block its part. bytes: a multiple of 16.
+__device__ __forceinline__ void prefetch(const uint8_t* from, int64_t bytes) {
+    constexpr int64_t at_once = 16384;
+    if (threadIdx.x != 0) return;
+    for (int64_t at = blockIdx.x * at_once; at < bytes; at += gridDim.x * at_once)
+        ptx::bulk_prefetch(from + at, static_cast<uint32_t>(min(bytes - at, at_once)));
+}
+
+// q: [rows, H, nope + rotary], kv: [rows, latent + rotary] bfloat16, not rotated; rows q_row and kv_row elements apart.
+// w_k: [H, latent, nope] bfloat16. norm_weight: [latent]. cos, sin: [rows, rotary / 2]. slots: [rows], negative or from
+// n_slots on: not written. cache: [n_slots, row_bytes]. out: [rows, H, latent + rotary] bfloat16.
+extern "C" __global__ void __launch_bounds__(threads, 2)
+latent_queries(const uint16_t* q, int64_t q_row, const uint16_t* kv, int64_t kv_row, const uint16_t* w_k,
+               const uint8_t* norm_weight, float eps, const float* cos, const float* sin, const int64_t* slots,
+               uint8_t* cache, int64_t n_slots, uint16_t* out, int n_heads, const uint8_t* ahead, int64_t ahead_bytes) {
+    const int of_latents = n_heads * parts;
+    prefetch(ahead, ahead_bytes);
+    if (static_cast<int>(blockIdx.x) >= of_latents) {
+        const int row = blockIdx.x - of_latents;
+        ptx::wait_for_previous();
+        ptx::launch_dependents();
+        const int64_t slot = slots[row];
+        if (slot < 0 || slot >= n_slots) return;
+        const uint16_t* of_row = kv + row * kv_row;
+        write_latent(of_row, of_row + latent, norm_weight, eps, cos + row * pairs, sin + row * pairs,
+                     cache + slot * row_bytes, reinterpret_cast<float*>(ptx::dynamic_shared()));
+        return;
+    }
+    const Lane lane;
+    const int head = blockIdx.x / parts, part = blockIdx.x % parts, channel = 128 * part + tile_rows * (threadIdx.x / 32);
+    Bf16Tile<nope / 32> tile;
+    tile.load(lane, w_k + (static_cast<int64_t>(head) * latent + channel + lane.group) * nope, nope);
+    ptx::wait_for_previous();
+    ptx::launch_dependents();
+    const int row = threadIdx.x / 32;
+    if (part == 0 && row < config::rows && ptx::lane_id() < pairs) {
+        const int pair = ptx::lane_id();
+        const uint32_t* from = reinterpret_cast<const uint32_t*>(q + row * q_row + head * (nope + rotary) + nope);
+        reinterpret_cast<uint32_t*>(out + (static_cast<int64_t>(row) * n_heads + head) * width + latent)[pair] =
+            rotated(from[pair], cos[row * pairs + pair], sin[row * pairs + pair]);
+    }
+    const uint16_t* of_row = q + min(lane.group, config::rows - 1) * q_row + head * (nope + rotary) + 8 * lane.member;
+    float d[4] = {};
+    tile.multiply(d, [&](int c) { return *reinterpret_cast<const uint4*>(of_row + 32 * c); });
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int row_of_x = 2 * lane.member + i % 2;
+        if (row_of_x < config::rows)
+            out[(static_cast<int64_t>(row_of_x) * n_heads + head) * width + channel + lane.group + i / 2 * 8] = to_bf16(d[i]);
+    }
+}

@@ -1,0 +1,109 @@
+"""Hopper's kernels of few rows on a GPU: the references' values, their bits, and replays of a graph."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from octile.kernels.cuda.gemm import request
+from octile.ops.few_rows import few_rows_nt, latent_attention
+from tests.ops import few_rows
+
+LENGTHS = [1000, 1, 0, 64, 65, 2047, 33, 500]
+
+
+@pytest.fixture(autouse=True)
+def hopper() -> None:
+    if reason := request.why_not_on(torch.device("cuda", torch.cuda.current_device())):
+        pytest.skip(f"the kernels do not run here: {reason}")
+
+
+def on_gpu(*arguments: Tensor | None) -> list[Tensor | None]:
+    return [t if t is None else t.cuda() for t in arguments]
+
+
+@pytest.mark.parametrize("power_of_2", [False, True])
+@pytest.mark.parametrize("m", range(1, 9))
+@pytest.mark.parametrize(
+    ("k", "n", "norm", "add"),
+    [(2048, 3648, torch.float32, False), (2048, 2048, None, True), (1408, 130, torch.bfloat16, True),
+     (10944, 256, None, False), (7168, 64, torch.float32, False), (16, 1, None, True)],
+)  # fmt: skip
+def test_products(m: int, k: int, n: int, norm: torch.dtype | None, add: bool, power_of_2: bool):
+    x, norm_weight, weight, scale, rows = few_rows.product(m, k, n, norm, add)
+    expected = few_rows_nt(x, norm_weight, 1e-6, weight, scale, power_of_2, rows)
+    x, norm_weight, weight, scale, rows = on_gpu(x, norm_weight, weight, scale, rows)
+    found = few_rows_nt(x, norm_weight, 1e-6, weight, scale, power_of_2, rows)
+    assert few_rows.close(found.cpu(), expected)
+    assert torch.equal(few_rows_nt(x, norm_weight, 1e-6, weight, scale, power_of_2, rows), found)
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-40, 1e36, math.inf, math.nan])
+def test_products_of_extreme_values(value: float):
+    x, norm_weight, weight, scale, _ = few_rows.product(5, 2048, 160, torch.float32, False)
+    x[torch.rand(x.shape, generator=few_rows.generator(1)) < 0.001] = value
+    for norm in (None, norm_weight):
+        expected = few_rows_nt(x, norm, 1e-6, weight, scale, False)
+        of_x, of_norm, of_weight, of_scale = on_gpu(x, norm, weight, scale)
+        assert few_rows.close(few_rows_nt(of_x, of_norm, 1e-6, of_weight, of_scale, False).cpu(), expected)
+
+
+def attend(arguments: dict[str, Tensor | float]) -> tuple[Tensor, Tensor]:
+    """Return the result of a GPU, and its cache, both on the CPU."""
+    of_gpu = {name: t.cuda() if isinstance(t, Tensor) else t for name, t in arguments.items()}
+    found, again = latent_attention(**of_gpu), latent_attention(**of_gpu)
+    assert torch.equal(found, again)
+    return found.cpu(), of_gpu["cache"].cpu()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("n_heads", [1, 16, 20])
+@pytest.mark.parametrize("m", [1, 2, 3, 4, 5, 8])
+def test_attention(m: int, n_heads: int, dtype: torch.dtype):
+    arguments = few_rows.attention(LENGTHS[:m], n_heads, 128, dtype=dtype)
+    found, cache = attend(arguments)
+    expected = latent_attention(**arguments)
+    assert (found.float() - expected.float()).norm() <= 0.01 * expected.float().norm()
+    assert not found[arguments["lengths"] == 0].any()
+    differs = cache != arguments["cache"]  # rsqrt of a GPU has another last bit
+    assert differs.sum() <= 0.05 * m * cache.shape[-1]
+
+
+def test_rows_of_one_text_attend_to_those_before():
+    """The last 8 positions are written by the kernel before the attention, which requests all others earlier."""
+    arguments = few_rows.attention([200], 16, 128)
+    rows = few_rows.attention([193 + i for i in range(8)], 16, 128)
+    pages = arguments["pages"].expand(8, -1).contiguous()
+    position = rows["lengths"].long() - 1
+    slots = pages.long().gather(1, position[:, None] // 64)[:, 0] * 64 + position % 64
+    rows |= {"cache": arguments["cache"], "pages": pages, "slots": slots}
+    found, _ = attend(rows)
+    expected = latent_attention(**rows)
+    assert (found.float() - expected.float()).norm() <= 0.01 * expected.float().norm()
+
+
+def test_a_graph_is_replayed_with_other_values():
+    """Each kernel starts before the previous one has ended, and still reads what that one has written."""
+    x, norm_weight, weight, scale, _ = on_gpu(*few_rows.product(2, 2048, 2048, torch.float32, False))
+    chain = 12
+
+    def compute() -> Tensor:
+        rows = x
+        for _ in range(chain):
+            rows = few_rows_nt(rows, norm_weight, 1e-6, weight, scale, False, x)
+        return rows
+
+    compute()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = compute()
+    for seed in range(20):
+        x.copy_(few_rows.product(2, 2048, 2048, None, False, seed)[0])
+        graph.replay()
+        torch.cuda.synchronize()
+        rows = x
+        for _ in range(chain):
+            rows = few_rows_nt(rows, norm_weight, 1e-6, weight, scale, False, x)
+            torch.cuda.synchronize()
+        assert torch.equal(found, rows)

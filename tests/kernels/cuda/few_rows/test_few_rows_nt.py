@@ -1,0 +1,103 @@
+"""Hopper's products of few rows in the emulator: the reference's values for ragged shapes, NaN, Inf and zeros."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from octile.kernels.cuda.few_rows import launcher
+from octile.ops.few_rows import few_rows_nt
+from tests.ops import few_rows
+from tools import emulator
+from tools.emulator import build
+
+emulated = pytest.mark.skipif(build.compiler() is None, reason="the emulator needs a C++ compiler")
+
+
+def multiply(
+    x: Tensor, norm_weight: Tensor | None, weight: Tensor, scale: Tensor, add: Tensor | None,
+    power_of_2: bool = False, seed: int = 0,
+) -> Tensor:  # fmt: skip
+    (m, k), n = x.shape, len(weight)
+    norm = None if norm_weight is None else norm_weight.dtype
+    constants = launcher.plan(m, k, norm, power_of_2, add is not None)
+    y = torch.full((m, n), math.nan, dtype=torch.bfloat16)
+    emulator.run(
+        "few_rows_nt",
+        constants,
+        grid=launcher.grid(m, n),
+        cluster=launcher.cluster_of(m),
+        threads=launcher.THREADS,
+        shared_bytes=constants["shared_bytes"],
+        arguments=[
+            x, x.stride(0), 0 if norm_weight is None else norm_weight, 1e-6, weight, scale, 0 if add is None else add,
+            0 if add is None else add.stride(0), y, n,
+        ],
+        seed=seed,
+    )  # fmt: skip
+    return y
+
+
+@emulated
+@pytest.mark.parametrize("power_of_2", [False, True])
+@pytest.mark.parametrize(
+    ("m", "k", "n", "norm", "add"),
+    [
+        (1, 2048, 32, torch.float32, False),
+        (1, 16, 1, None, True),
+        (2, 4112, 40, None, False),
+        (3, 1408, 130, torch.bfloat16, True),
+        (5, 144, 16, torch.float16, False),
+        (7, 4224, 8, torch.float32, True),
+        (8, 2048, 24, None, True),
+    ],
+)
+def test_values(m: int, k: int, n: int, norm: torch.dtype | None, add: bool, power_of_2: bool):
+    x, norm_weight, weight, scale, rows = few_rows.product(m, k, n, norm, add)
+    expected = few_rows_nt(x, norm_weight, 1e-6, weight, scale, power_of_2, rows)
+    assert few_rows.close(multiply(x, norm_weight, weight, scale, rows, power_of_2), expected)
+
+
+@emulated
+def test_rows_apart():
+    x, norm_weight, weight, scale, rows = few_rows.product(3, 256, 48, torch.float32, True)
+    wide, added = torch.full((3, 264), math.nan).bfloat16(), torch.full((3, 50), math.nan).bfloat16()
+    wide[:, :256], added[:, 1:49] = x, rows
+    expected = multiply(x, norm_weight, weight, scale, rows)
+    assert torch.equal(multiply(wide[:, :256], norm_weight, weight, scale, added[:, 1:49]), expected)
+
+
+@emulated
+@settings(deadline=None, max_examples=15)
+@given(st.integers(0, 2**32), st.integers(1, 8), st.sampled_from([0.0, 1e-40, 1e-20, 1e20, 1e36, math.inf, math.nan]))
+def test_extreme_values(seed: int, m: int, value: float):
+    x, norm_weight, weight, scale, _ = few_rows.product(m, 272, 16, torch.float32, False, seed)
+    chosen = torch.rand(x.shape, generator=few_rows.generator(seed)) < 0.02
+    x = x.where(~chosen, torch.tensor(value).bfloat16())
+    for norm in (None, norm_weight):
+        expected = few_rows_nt(x, norm, 1e-6, weight, scale, False)
+        assert few_rows.close(multiply(x, norm, weight, scale, None, seed=seed), expected)
+
+
+@emulated
+def test_a_nan_of_the_weight_reaches_its_column_only():
+    x, _, weight, scale, _ = few_rows.product(2, 256, 32, None, False)
+    weight.view(torch.uint8)[5, 200] = 0x7F
+    found = multiply(x, None, weight, scale, None)
+    assert found[:, 5].isnan().all()
+    assert found.isnan().sum() == 2
+
+
+def test_operands_that_the_kernel_does_not_take():
+    x, norm_weight, weight, scale, rows = few_rows.product(2, 256, 32, torch.float32, True)
+    why = launcher.why_unsupported
+    assert "9 rows" in why(x.new_zeros(9, 256), None, weight, scale, None)
+    assert "float32" in why(x.float(), None, weight, scale, None)
+    assert "multiple of 16" in why(x[:, :8], None, weight[:, :8].contiguous(), scale, None)
+    assert "weight" in why(x, None, weight[:, ::2], scale, None)
+    assert "rows of x" in why(x[:, ::2], None, weight[:, :128].contiguous(), scale[:, :1].contiguous(), None)
+    assert "norm" in why(x, norm_weight.repeat_interleave(2)[::2], weight, scale, None)
+    assert "add" in why(x, norm_weight, weight, scale, rows.mT.contiguous().mT)
