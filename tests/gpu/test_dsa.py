@@ -88,7 +88,8 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 def test_served_logits_are_those_of_the_model_in_float32():
     model = make(False, torch.float32)
-    served = read_all(ModelRunner(model.cuda(), N_PAGES, max_batch=0))  # experts in FP32 wait for the host
+    runner = ModelRunner(model.cuda(), N_PAGES, max_batch=0, max_step_tokens=0)  # experts in FP32 wait for the host
+    served = read_all(runner)
     for i, logits in enumerate(served):
         with torch.no_grad():
             expected = model(torch.tensor([text(LENGTHS[i], i, SERVED.vocab_size)], device="cuda"))[0]
@@ -100,7 +101,10 @@ def test_served_logits_are_those_of_the_model_in_float32():
 def test_graphs_have_the_logits_of_eager_steps(fp8, cache_format):
     """Of one layer: in a second one, choices between nearly equal logits may differ by the order of sums."""
     config = replace(SERVED, num_hidden_layers=1)
-    runners = [ModelRunner(make(fp8, torch.bfloat16, config).cuda(), N_PAGES, cache_format, n) for n in (8, 0)]
+    runners = [
+        ModelRunner(make(fp8, torch.bfloat16, config).cuda(), N_PAGES, cache_format, n, max_step_tokens=128 * n)
+        for n in (8, 0)
+    ]
     assert [runner.graphs is not None for runner in runners] == [True, False]
     graphs, eager = (torch.cat(read_all(runner)) for runner in runners)
     assert error(graphs, eager) < 0.02

@@ -37,7 +37,7 @@ def check(name: str, rank: int) -> None:
         assert captured.max_ahead == 2
         assert texts_of(captured, 0) == texts_of(together(0), 0)
         return
-    expected = read(ModelRunner(ServedWeights.of_model(model), N_PAGES, max_batch=0))
+    expected = read(ModelRunner(ServedWeights.of_model(model), N_PAGES, max_batch=0, max_step_tokens=0))
     runner = together(2 if what == "graphs" else 0, batch_invariant=False)
     if what == "graphs":
         assert runner.prefill_graphs is not None
