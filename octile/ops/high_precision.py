@@ -1,9 +1,10 @@
 """GEMMs in high precision, with which the 8-bit ones are compared: how torch sums them, and the grouped ones.
 
 Grouped GEMMs multiply FP32, BF16 or FP16 operands and sum in FP32. The result is in the operands' dtype or in FP32, so
-that a weight's gradient need not be rounded to BF16. torch's `grouped_mm` has no FP32 result of BF16 operands: on a GPU
-there are Triton kernels for it. They are operators so that torch.compile does not trace them: torch 2.11 would choose
-strides for the operands that its grouped GEMM does not support, which aborts the process.
+that a weight's gradient need not be rounded to BF16. torch's `grouped_mm` has no FP32 result of BF16 operands, and is
+slow with few rows in a group: on a GPU there are Triton kernels for both. They are operators so that torch.compile does
+not trace them: torch 2.11 would choose strides for the operands that its grouped GEMM does not support, which aborts
+the process.
 
 Shapes: T rows of all groups together, G groups, N and K of a weight.
 """
@@ -56,8 +57,8 @@ def high_precision_grouped_nt(
         b: [G, N, K] in a's dtype, any strides.
         offs: int32 [G], non-decreasing: group g has the rows offs[g−1] … offs[g] − 1.
         out_dtype: a's dtype, or float32.
-        expected_rows: rows expected in a group, by which a GPU's kernel with an FP32 result is chosen: with one number
-            the bits of a row do not depend on the others; 0: the mean.
+        expected_rows: rows expected in a group, by which a GPU's kernel is chosen: with one number the bits of a row of
+            an FP32 result do not depend on the others; 0: the mean.
 
     Returns:
         [T, N] in out_dtype, summed in FP32 and rounded once.
@@ -88,8 +89,9 @@ def _(a, b, offs, out_dtype, expected_rows=0):
     from octile.kernels.triton import high_precision as kernel  # late: a machine without a GPU has no Triton
 
     _check_out_dtype(a, out_dtype)
-    if out_dtype != a.dtype:
-        return kernel.launch_nt(a, b, offs, expected_rows)
+    has_few_rows = (expected_rows or kernel.mean_rows(a, b)) <= kernel.FEW_ROWS and a.dtype != torch.float32
+    if out_dtype != a.dtype or has_few_rows:
+        return kernel.launch_nt(a, b, offs, expected_rows, out_dtype)
     y = _grouped_nt(a, b, offs)
     kernel.zero_rest(y, offs)
     return y

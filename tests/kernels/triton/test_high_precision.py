@@ -1,5 +1,7 @@
 """Grouped GEMMs of 16-bit operands with FP32 results agree with the reference for any sizes of the groups."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -44,6 +46,18 @@ def test_nt(ends: list[int], dtype: torch.dtype):
     assert not out[ends[-1] :].any(), "rows past the last group must be zero"
 
 
+@every_dtype
+@every_offset
+@pytest.mark.parametrize("rows", [T, 7, 1])
+def test_nt_in_the_dtype_of_the_operands(ends: list[int], dtype: torch.dtype, rows: int):
+    x, w, _ = _operands(dtype)
+    offs = _offs(ends).clamp(max=rows)
+    out = kernel.launch_nt(x[:rows], w, offs, 0, dtype)
+    expected = high_precision_grouped_nt(x[:rows], w, offs, torch.float32)
+    torch.testing.assert_close(out, expected.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-5)
+    assert out.dtype == dtype
+
+
 def test_with_expected_rows_a_row_has_the_same_bits_in_a_group_of_any_size():
     a, b, _ = _operands(torch.bfloat16)
     together = kernel.launch_nt(a, b, _offs([0, 150, 150, 200]), 64)
@@ -78,6 +92,14 @@ def test_nan_stays_within_its_group():
 def test_wide_tiles_are_used_where_few_of_their_columns_lie_outside(gpu, columns: int, expected: int):
     tile = kernel._choose_tile(1536, columns, 32, gpu)
     assert tile["TILE_N"] == (expected if gpu.fp8 else 128)  # sm_80 has no shared memory for wider ones
+
+
+@pytest.mark.parametrize(
+    ("rows", "groups", "columns", "expected"), [(1, 6, 2816, 128), (1, 6, 2048, 64), (3, 64, 2816, 128)]
+)
+def test_few_rows_have_narrow_tiles_and_deep_pipelines(gpu, rows: int, groups: int, columns: int, expected: int):
+    tile = kernel._choose_tile(rows, columns, groups, replace(gpu, num_sms=132))
+    assert (tile["TILE_M"], tile["TILE_N"], tile["num_stages"]) == (16, expected, 6)
 
 
 def test_no_groups_and_no_rows():
