@@ -79,6 +79,7 @@ LOCAL = LocalDispatcher()
 WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN builds some
 INVARIANT_SPLITS = 16  # of a row's positions, in batch-invariant mode
 MAX_QUERIES = 2**26  # numbers of absorbed queries of a chunk that attends to chosen positions, at the same time
+GEMM_ROWS = 2048  # of a GEMM of cached positions at most: larger ones would be of more sizes, each with its kernel
 INVARIANT_ROWS = 64  # of a group, by which the kernel of experts in high precision is chosen in that mode
 
 
@@ -111,7 +112,8 @@ class Step(NamedTuple):
         tokens, positions: int64 [T].
         slots: int64 [T], where each row's latent is written; negative: nowhere, the row only fills a graph.
         pages: int32 [decode rows, M], of each row's request.
-        lengths: int32 [decode rows], positions that each attends to: its own and those before.
+        lengths: int32 [decode rows], positions that each attends to: its own and those before. In a step with prompts
+            rows of theirs may follow, with no positions: what they attend to here is overwritten.
         rows_per_text: consecutive decode rows of one request, all of which have as many.
         context: int64, the slots of all positions that prefill chunks attend to, chunk after chunk.
         prefills: the chunks after the decode rows, in pieces.
@@ -477,7 +479,14 @@ class Forward:
             out_LY: memory for the first; None: new memory.
         """
         latent_LC, rope_LR = self.cache.read(layer, slots_L, self.weights.dtype)
-        return self._nt(self._rows(latent_LC, w.kv_up), w.kv_up, out=out_LY), rope_LR
+        n = len(latent_LC)
+        if n <= GEMM_ROWS:
+            return self._nt(self._rows(latent_LC, w.kv_up), w.kv_up, out=out_LY), rope_LR
+        if out_LY is None:
+            out_LY = latent_LC.new_empty(n, w.kv_up.shape[0])
+        for part_LC, out in zip(latent_LC.split(GEMM_ROWS), out_LY.split(GEMM_ROWS), strict=True):
+            self._nt(self._rows(part_LC, w.kv_up), w.kv_up, out=out)
+        return out_LY, rope_LR
 
     def _assembled(self, kv_LY: Tensor, rope_LR: Tensor) -> tuple[Tensor, Tensor]:
         """Assemble keys, with rotary keys shared by all heads, and values: [L, H, X] and [L, H, V]."""

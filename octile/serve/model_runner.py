@@ -34,9 +34,9 @@ from octile.serve.graph_memory import GraphMemory
 from octile.serve.index_pages import IndexPages, bytes_per_key, needs_index
 from octile.serve.latent_pages import CacheFormat, LatentPages, bytes_per_row
 from octile.serve.page_bytes import PageBytes
-from octile.serve.prefill_graphs import FILL_ROWS, MAX_ROWS, PrefillGraphs, padded_rows
+from octile.serve.prefill_graphs import FILL_ROWS, MAX_ROWS, PrefillGraphs, graph_rows, padded_rows
 from octile.serve.spread_experts import SpreadExperts
-from octile.serve.step_inputs import BLOCK_ROWS, Layout, mixed_step, send
+from octile.serve.step_inputs import BLOCK_ROWS, Layout, mixed_step, padded_size, send
 from octile.serve.tensor_parallel import ALONE
 from octile.serve.weights import ServedWeights
 
@@ -159,7 +159,29 @@ class ModelRunner:
             if self.n_drafts:
                 self.draft_graphs = DecodeGraphs(self.forward, memory, self._max_rows, max_pages, drafts=True)
             self.loop = self._new_loop(memory)
+        if self.prefill_graphs is not None:
+            self._warm_up(max_step_tokens)
         torch.cuda.empty_cache()  # what was computed before each capture
+
+    @torch.no_grad()
+    def _warm_up(self, max_step_tokens: int) -> None:
+        """Compute steps with prompts, so that no step of a running server waits for kernels that no graph has.
+
+        Prompts that begin and that continue attend in different ways; drafts of prompts are in no graph. No row is
+        written to the cache, and no token counts for its experts.
+        """
+        n, pages = min(PAGE, self.max_position) // 2, array("i", [0])
+
+        def step_of(*chunks: Chunk) -> Step:
+            step = self._step(self._layout(Batch(chunks)))
+            return step._replace(slots=torch.full_like(step.slots, -1))
+
+        for start in (0, n):
+            self._hidden(step_of(Chunk([0], n, pages, 1), Chunk([0] * n, start, pages, 1)))
+        width = self.forward.weights.config.hidden_size
+        for rows in graph_rows(min(max_step_tokens, MAX_ROWS)) if self.n_drafts else ():
+            step = step_of(*(rows // n) * [Chunk([0] * n, 0, pages, 1)])
+            self.forward.draft(step, self.forward.weights.head.new_zeros(len(step.tokens), width))
 
     def _capture_spread(
         self, spread: SpreadExperts, memory: GraphMemory, max_step_tokens: int, micro_batches: int
@@ -387,9 +409,13 @@ class ModelRunner:
         pads = self.batch_invariant and self.device.type == "cpu"
         chosen = None if self.forward.index is None else self.forward.weights.config.index_topk
         chooses = self.forward.chooses(layout.longest)
-        fills = self.device.type == "cuda" and not self.batch_invariant and self.spread is None
         block = BLOCK_ROWS * self.tp.size if pads else 1  # each rank of a group has whole blocks
-        return mixed_step(layout, block, self.device, chosen, chooses, FILL_ROWS if fills else 1)
+        return mixed_step(layout, block, self.device, chosen, chooses, FILL_ROWS if self._fills else 1)
+
+    @property
+    def _fills(self) -> bool:
+        """Whether rows are padded so that GEMMs have few sizes."""
+        return self.device.type == "cuda" and not self.batch_invariant and self.spread is None
 
     def _in_order(self, h_TD: Tensor, layout: Layout) -> Tensor:
         """Return rows in the batch's order, without padding."""
@@ -400,7 +426,12 @@ class ModelRunner:
 
     def _results(self, h_TD: Tensor, layout: Layout) -> Results:
         wanted = layout.logit_rows()
-        return Results(self.forward.logits(h_TD if wanted is None else self._take(h_TD, wanted)), h_TD)
+        if wanted is None:
+            return Results(self.forward.logits(h_TD), h_TD)
+        n = len(wanted)
+        if self._fills:
+            wanted += [0] * (padded_size(n) - n)
+        return Results(self.forward.logits(self._take(h_TD, wanted))[:n], h_TD)
 
     def _take(self, t: Tensor, rows: list[int]) -> Tensor:
         return t.index_select(0, self._index(rows))

@@ -172,20 +172,24 @@ def mixed_step(
         device: of the step.
         max_together: a chunk with more positions has a piece of its own; None: none has.
         chooses: as of `Step`.
-        fill: rows of steps with prompts, and positions that are read together, are padded to a multiple of it, so that
-            GEMMs have few sizes: the first of a size takes the host some milliseconds.
+        fill: rows of steps with prompts, and positions that are read together, are padded to a multiple of it, and rows
+            that attend as decode rows to a power of two, so that GEMMs have few sizes: the first of a size takes the
+            host some milliseconds. 1: none is padded.
     """
     of_decode = [layout.chunks[i] for i in layout.decode]
-    n_rows = -(-layout.n_decode // block_rows) * block_rows
-    rows = DecodeRows(n_rows, max((len(chunk.pages) for chunk in of_decode), default=0), pinned=False)
-    rows.fill(of_decode, n_rows)
-    step = decode_step(send(rows.numbers, device), send(rows.pages, device), chooses)
-    if not layout.prefill:
-        return step
+    n_rows = n_attend = -(-layout.n_decode // block_rows) * block_rows
     chunks = [layout.chunks[i] for i in layout.prefill]
-    contexts = [_slots(chunk) for chunk in chunks]
     n_new = sum(len(chunk.tokens) for chunk in chunks)
-    new = torch.zeros(3, n_new + -(n_rows + n_new) % fill, dtype=torch.int64)
+    n_filled = -(-(n_rows + n_new) // fill) * fill
+    if chunks and n_rows and fill > 1:  # the first prompts' rows, whose results are written after those of decode rows
+        n_attend = min(padded_size(n_rows), n_filled)
+    rows = DecodeRows(n_attend, max((len(chunk.pages) for chunk in of_decode), default=0), pinned=False)
+    rows.fill(of_decode, n_attend)
+    step = decode_step(send(rows.numbers, device), send(rows.pages, device), chooses)
+    if not chunks:
+        return step
+    contexts = [_slots(chunk) for chunk in chunks]
+    new = torch.zeros(3, n_filled - n_rows, dtype=torch.int64)
     new[2, n_new:] = -1
     first = 0
     for chunk, slots in zip(chunks, contexts, strict=True):
@@ -194,7 +198,8 @@ def mixed_step(
         torch.arange(chunk.start, chunk.start + len(chunk.tokens), out=new[1, first:end])
         new[2, first:end] = slots[chunk.start :]
         first = end
-    tokens_T, positions_T, slots_T = torch.cat((torch.stack(step[:3]), send(new, device)), dim=1).unbind()
+    of_rows = torch.stack(step[:3])[:, :n_rows]
+    tokens_T, positions_T, slots_T = torch.cat((of_rows, send(new, device)), dim=1).unbind()
     max_positions = max(CONTEXT_POSITIONS, len(tokens_T))
     return step._replace(
         tokens=tokens_T,
@@ -204,6 +209,11 @@ def mixed_step(
         prefills=_pieces(chunks, n_rows, max_positions, max_together, fill, device),
         max_positions=max_positions,
     )
+
+
+def padded_size(n: int) -> int:
+    """Return the power of two to which n rows are padded."""
+    return 1 << max(n - 1, 0).bit_length()
 
 
 def _slots(chunk: Chunk) -> Tensor:
@@ -224,10 +234,11 @@ def _pieces(
     pieces, first_position = list[PrefillPiece](), 0
     of_chunks = [(len(chunk.tokens), chunk.start + len(chunk.tokens)) for chunk in chunks]
     for sizes in _divided(of_chunks, n_positions, n_positions if max_together is None else max_together):
-        starts = np.zeros((2, len(sizes) + 1), dtype=np.int32)
-        np.cumsum(np.array(sizes).T, axis=1, out=starts[:, 1:])
-        rows, positions = starts[:, -1].tolist()
-        row_starts, position_starts = send(torch.from_numpy(starts), device).unbind()
+        n_starts = len(sizes) + 1
+        starts = np.zeros((2, -(-n_starts // 4) * 4), dtype=np.int32)  # aligned, for which Triton compiles a kernel
+        np.cumsum(np.array(sizes).T, axis=1, out=starts[:, 1:n_starts])
+        rows, positions = starts[:, n_starts - 1].tolist()
+        row_starts, position_starts = send(torch.from_numpy(starts), device)[:, :n_starts].unbind()
         most = max(size[0] for size in sizes), max(size[1] for size in sizes)
         n_read = -(-positions // fill) * fill
         place = first_row, rows, first_position, positions, n_read

@@ -222,7 +222,8 @@ def test_rows_that_only_fill_gemms_change_nothing(monkeypatch: pytest.MonkeyPatc
     found = []
     for filled in (False, True):
         if filled:
-            monkeypatch.setattr(model_runner, "mixed_step", lambda *arguments: mixed_step(*arguments[:5], fill))
+            monkeypatch.setattr(model_runner, "FILL_ROWS", fill)
+            monkeypatch.setattr(ModelRunner, "_fills", True)  # as on a GPU
         runner = ModelRunner(new_model(fp8=False), N_PAGES)
         texts = Texts(runner, [text(200, seed=i) for i in range(3)])
         drafts = []
@@ -239,6 +240,43 @@ def test_rows_that_only_fill_gemms_change_nothing(monkeypatch: pytest.MonkeyPatc
     for ours, expected in zip(*found, strict=True):
         assert ours.shape == expected.shape
         assert error(ours, expected) < FP32_ERROR
+
+
+@pytest.mark.parametrize(
+    ("decoding", "prompt", "attending"), [(5, 13, 8), (5, 109, 8), (8, 39, 8), (33, 15, 48), (0, 29, 0)]
+)
+def test_decode_rows_of_a_step_with_prompts_attend_as_a_power_of_two(decoding: int, prompt: int, attending: int):
+    """But as no more rows than the step has."""
+    chunks = [Chunk([i], 9, array("i", [i]), 1) for i in range(decoding)]
+    chunks.append(Chunk(text(prompt), 0, array("i", [decoding, decoding + 1]), 1))
+    step = mixed_step(Layout.of(chunks, absorbed_only=False), 1, torch.device("cpu"), fill=16)
+    assert step.lengths.tolist() == [10] * decoding + [0] * (attending - decoding)
+    assert len(step.pages) == attending
+    assert step.tokens[: decoding + prompt].tolist() == [*range(decoding), *chunks[-1].tokens]
+    assert len(step.tokens) % 16 == 0
+    assert step.prefills[0].first_row == decoding
+
+
+def test_warming_up_writes_nothing_and_counts_nothing():
+    runner = ModelRunner(new_model(fp8=True), N_PAGES, n_drafts=1, expert_window=8)
+    texts = Texts(runner, [text(60)]).run(40)
+    cached = runner.cache.bytes_LPQ.clone()
+    runner._warm_up(512)
+    runner._end_step()
+    assert torch.equal(runner.cache.bytes_LPQ, cached)
+    assert runner.expert_tokens is not None
+    assert sum(runner.expert_tokens[1]) == 40 * CONFIG.num_experts_per_tok
+    whole = Texts(ModelRunner(new_model(fp8=True), N_PAGES), [text(60)]).run(40).run(20).logits[0]
+    assert torch.equal(texts.run(20).logits[0], whole)
+
+
+def test_many_cached_positions_are_decompressed_in_parts(monkeypatch: pytest.MonkeyPatch):
+    model, found = new_model(fp8=True), []
+    for rows in (2048, 64):
+        monkeypatch.setattr("octile.serve.forward.GEMM_ROWS", rows)
+        found.append(Texts(ModelRunner(model, N_PAGES), [text(200), text(150, 1)]).run(90, 80).run(110, 70).logits)
+    for parts, whole in zip(*found, strict=True):
+        assert error(parts, whole) < FP32_ERROR
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])

@@ -335,6 +335,9 @@ def _cases() -> dict[str, Callable[[], object]]:
         ),
         "grouped x · wᵀ of BF16": lambda: high_precision.launch_nt(_empty(t, k), _empty(groups, n, k), offs),
         "grouped dy · w of BF16": lambda: high_precision.launch_nt(_empty(t, n), _empty(groups, n, k).mT, offs),
+        "grouped x · wᵀ of BF16, few rows": lambda: high_precision.launch_nt(
+            _empty(3 * groups, k), _empty(groups, n, k), offs, 0, bf16
+        ),
         "rows past the last group": lambda: high_precision.zero_rest(_empty(t, n), offs),
         "grouped dyᵀ · x of BF16": lambda: high_precision.launch_tn(_empty(t, n), _empty(t, k), offs),
         "Hopper's tensor core, FP8": lambda: modeled(fp32, 32, 13),

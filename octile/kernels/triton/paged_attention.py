@@ -77,7 +77,7 @@ def choose_splits(programs: int, num_sms: int) -> int:
     return min(max(splits, 1), PAGED_ATTENTION["MAX_SPLITS"])
 
 
-@triton.jit(do_not_specialize=["n_splits"])
+@triton.jit(do_not_specialize=["n_splits", "page_row"])  # which depend on the step's rows
 def attend_pages(
     q, data, scales, ropes, pages, lengths, o, lse, scale, heads, row_size, page_row, length_step, n_splits,
     PAGE: tl.constexpr, KEYS: tl.constexpr, C: tl.constexpr, CS: tl.constexpr, R: tl.constexpr, RS: tl.constexpr,

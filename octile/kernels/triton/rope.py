@@ -103,7 +103,7 @@ def rotate(
     tl.store(at, value.to(x.dtype.element_ty), mask=inside, eviction_policy="evict_first")
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "S"])  # which depend on the step's rows in serving
 def latent_keys(
     kv, k_rope, cos, sin, k, tokens, S, H, kv_batch, kv_row, kv_head, kv_col, rope_batch, rope_row, rope_col,
     cos_row, cos_col, sin_row, sin_col,
