@@ -22,6 +22,7 @@ from octile.ops.latent_cache import PAGE
 from octile.serve.config import CacheConfig, EngineConfig
 from octile.serve.disaggregated.page_pool import FilledPages, PagePool, open_pool
 from octile.serve.engine import Engine, FirstToken
+from octile.serve.garbage import freeze_loaded
 from octile.serve.load import Folder, Phase
 from octile.serve.model_runner import ModelRunner
 from octile.serve.request import Output, Request, Sampling
@@ -171,6 +172,7 @@ def _run(
     except (ValueError, OSError, MemoryError, torch.OutOfMemoryError) as error:
         connection.send(Failed(error))
         return
+    freeze_loaded()
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the router has ended
         worker.run()
 

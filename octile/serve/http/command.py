@@ -20,6 +20,7 @@ from octile.serve.async_engine import StepEngine
 from octile.serve.config import CacheConfig, EngineConfig, ParallelConfig, ProcessesConfig
 from octile.serve.disaggregated.router import Router
 from octile.serve.front_engine import FrontEngine, follow
+from octile.serve.garbage import freeze_loaded
 from octile.serve.http.chat import ChatTemplate
 from octile.serve.http.config import Limits
 from octile.serve.http.server import Server, bind, url_of
@@ -79,12 +80,14 @@ def serve(
                 control = world() if device.type == "cpu" else dist.new_group(backend="gloo", timeout=ranks.timeout)
                 spread, runner = folder.load_spread(device, engine, cache, parallel, control)
                 if bound is None:
+                    freeze_loaded()
                     with signals_ignored():  # rank 0 has them, too, and ends this rank when it has drained
                         follow(spread, ranks, control)
                     return leave()
                 loaded = _Loaded.of(FrontEngine(spread, ranks, control), runner)
                 where += f", each {'group ' if parallel.tp > 1 else ''}with this cache"
             assert bound is not None  # on rank 0
+            freeze_loaded()
             _answer(bound, folder, name, host, api_keys, limits, loaded, where, chat)
     except Exception as error:
         if (explained := explain(error)) is not error:
