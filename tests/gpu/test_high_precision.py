@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from octile.kernels.triton import high_precision as kernel
 from octile.nn.functional import grouped_linear, linear
-from octile.ops.high_precision import without_reduced_precision_reduction
+from octile.ops.high_precision import high_precision_grouped_nt, without_reduced_precision_reduction
 from octile.recipe import Recipe
 
 T, K, N = 300, 264, 136
@@ -57,6 +57,36 @@ def test_no_tokens(ends: list[int] | None):
     _, w, _, y, dx, dw = _run(None if ends is None else [0] * len(ends), "bf16", False, tokens=0)
     assert (y.shape, dx.shape) == ((0, N), (0, K))
     assert torch.equal(dw, torch.zeros_like(w))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [1, 6, 100, 513], ids=lambda rows: f"{rows} rows")
+def test_few_rows_of_experts_in_the_dtype_of_the_operands(rows: int, dtype: torch.dtype):
+    """Also in a CUDA graph whose groups change."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    x, w = (torch.randn(shape, device="cuda", generator=generator).to(dtype) for shape in ((rows, K), (16, N, K)))
+    offs = torch.zeros(16, dtype=torch.int32, device="cuda")
+    high_precision_grouped_nt(x, w, offs, dtype)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = high_precision_grouped_nt(x, w, offs, dtype)
+    for seed in range(3):
+        ends = torch.randint(rows + 1, (16,), generator=torch.Generator().manual_seed(seed)).sort().values.tolist()
+        offs.copy_(torch.tensor(ends))
+        graph.replay()
+        exact = torch.zeros(rows, N, dtype=torch.float64, device="cuda")
+        for first, last, each in zip([0, *ends], ends, w.double(), strict=False):
+            exact[first:last] = x[first:last].double() @ each.T
+        assert y.dtype == dtype
+        torch.testing.assert_close(y.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-4)
+        assert not y[ends[-1] :].any()
+
+
+def test_nan_in_a_row_of_an_expert_stays_in_the_row():
+    x, w = (torch.ones(shape, device="cuda", dtype=torch.bfloat16) for shape in ((12, K), (4, N, K)))
+    x[5, 3] = float("nan")
+    y = high_precision_grouped_nt(x, w, torch.tensor([3, 6, 6, 12], dtype=torch.int32, device="cuda"), x.dtype)
+    assert y.isnan().any(1).tolist() == [row == 5 for row in range(12)]
 
 
 def test_experts_do_not_wait_for_the_host():
