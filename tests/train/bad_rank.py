@@ -62,6 +62,12 @@ def fail_before(step: int, fail: Callable[[], None]) -> None:
     Trainer.launch = fail_and_launch
 
 
+def write_no_report() -> None:
+    """Let this rank, the first, write no pictures and no sample, which take longer than a run of a few steps."""
+    loop.write_run_report = lambda folder: folder / "report.html"
+    loop.sample_text = lambda *_: ""
+
+
 def raise_an_error() -> None:
     raise ValueError("a fault that only this rank has")
 
@@ -74,8 +80,9 @@ def hang() -> None:
     time.sleep(600)
 
 
-FAULTS = {  # the rank that has it, and what it does first
+FAULTS = {  # the rank that has it, and what it does first; without a report there is no fault
     "": (0, lambda: None),
+    "no report": (0, write_no_report),
     "other code": (1, have_other_code),
     "other data": (1, have_other_data),
     "other recipe": (1, have_other_recipe),

@@ -4,10 +4,9 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,10 +17,12 @@ from octile.checkpoint import DistributedCheckpoints, load_checkpoint
 from octile.checkpoint.store import Store
 from octile.checkpoint.training import find_latest
 from octile.cli import main
+from octile.train import loop
 from octile.train.token_store import FILES, LEFT_OUT, MANIFEST
 from tests.object_store import ObjectStore, object_store
 from tests.train.test_bad_ranks import train
 from tests.train.test_torchrun import OPTIONS, losses
+from tests.worlds import begin_ranks
 
 ALONE = [*OPTIONS, "--parallel.dp=1", "--checkpoint-every=2"]
 
@@ -38,6 +39,15 @@ def place(server: ObjectStore, tmp_path: Path) -> str:
     return f"{server.bucket}/{tmp_path.name}"
 
 
+@pytest.fixture(autouse=True)
+def no_report() -> Iterator[pytest.MonkeyPatch]:
+    """Have runs write no pictures and no sample, which take longer than their steps; `undo` has them written."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "write_run_report", lambda folder: folder / "report.html")
+        patch.setattr(loop, "sample_text", lambda *_: "")
+        yield patch
+
+
 @pytest.fixture(scope="module")
 def arguments(text: Path) -> list[str]:
     return [*ALONE, f"--data={text}"]
@@ -49,6 +59,22 @@ def straight(arguments, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("straight") / "run"
     main(["train", *arguments, "--steps=8", f"--out={out}"])
     return out
+
+
+@pytest.fixture(scope="module")
+def run_of_four_steps(arguments, server, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run of four steps, and where its checkpoints are."""
+    out, place = tmp_path_factory.mktemp("four") / "run", f"{server.bucket}/four"
+    main(["train", *arguments, "--steps=4", f"--checkpoints={place}", f"--out={out}"])
+    return out, place
+
+
+@pytest.fixture
+def begun(run_of_four_steps, server, place: str, tmp_path: Path) -> Path:
+    """A run of four steps, and a copy of its checkpoints at `place`, from which it continues if that is given."""
+    run, of_run = run_of_four_steps
+    server.files.copy(of_run, place, recursive=True)
+    return shutil.copytree(run, tmp_path / "run")
 
 
 def final(place: str | Path) -> dict[str, torch.Tensor]:
@@ -102,36 +128,32 @@ def test_a_folder_is_found_from_another_folder(arguments, straight, tmp_path, mo
     check_same(final(tmp_path / "elsewhere"), final(straight / "checkpoints"))
 
 
-def test_a_run_whose_folder_is_lost_continues_in_a_new_one(arguments, straight, place, tmp_path, capsys):
-    main(["train", *arguments, "--steps=4", f"--checkpoints={place}", f"--out={tmp_path / 'lost'}"])
-    shutil.rmtree(tmp_path / "lost")
+@pytest.mark.usefixtures("begun")
+def test_a_run_whose_folder_is_lost_continues_in_a_new_one(straight, place, tmp_path, capsys, no_report):
+    no_report.undo()
     main(["train", "--resume", "--steps=8", f"--checkpoints={place}", f"--out={tmp_path / 'new'}"])
     assert f"settings from {place}/step_00000004: " in " ".join(capsys.readouterr().out.split())
     check_same(final(place), final(straight / "checkpoints"))
     assert (tmp_path / "new" / "report.html").exists()
 
 
-def test_two_ranks_continue_from_the_store_also_after_a_kill_and_so_does_one(
+def test_two_ranks_continue_from_the_store_after_a_kill_and_so_does_one(
     arguments, straight, server, place, tmp_path, capsys
 ):
     run, alone = tmp_path / "run", tmp_path / "alone"
-    two = ["--parallel.dp=2", "--parallel.ep=2"]
+    of_two = [*arguments, "--parallel.dp=2", "--parallel.ep=2", "--steps=8"]
 
-    def on_two(*options: str) -> None:
-        ended = train(tmp_path, *options, environment=server.environment)
-        assert ended.statuses == [0, 0], ended.lines
+    def on_two(*options: str, fault: str = "no report") -> list[int | None]:
+        return train(tmp_path, *options, fault=fault, environment=server.environment).statuses
 
-    on_two(*arguments, *two, f"--checkpoints={place}", f"--out={run}")
-    assert [len(files) for files in shards(place)] == [2, 2]
+    options = f"--checkpoints={place}", f"--out={run}"
+    assert on_two(*of_two, *options, fault="killed at step 7") == [-signal.SIGKILL, 1]
+    assert {len(files) for files in shards(place)[:1]} == {2}  # a later checkpoint may still be on its way
     shutil.copytree(run, alone)
     copied = f"{place}-copied"
     server.files.copy(place, copied, recursive=True)
-    killed = train(
-        tmp_path, "--resume", "--steps=8", f"--out={run}", fault="killed at step 7", environment=server.environment
-    )
-    assert killed.statuses == [-signal.SIGKILL, 1]  # the checkpoint of step 6 may still be on its way
-    on_two("--resume", f"--out={run}")
-    on_two(*arguments, *two, "--steps=8", f"--out={tmp_path / 'whole'}")
+    assert on_two("--resume", f"--out={run}") == [0, 0]
+    assert on_two(*of_two, f"--out={tmp_path / 'whole'}") == [0, 0]
     check_same(final(place), final(tmp_path / "whole" / "checkpoints"))
     one = ["--parallel.dp=1", "--parallel.ep=1"]
     main(["train", "--resume", "--steps=8", f"--checkpoints={copied}", *one, f"--out={alone}"])
@@ -145,11 +167,21 @@ def shards(place: str) -> list[list[str]]:
     return [[name for name in names if name.startswith("tensors-")] for names in folders]
 
 
-def begin(*arguments: str) -> subprocess.Popen[str]:
-    """Start `octile train` in a process of its own."""
-    environment = {"OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "octile", "train", *arguments]
-    return subprocess.Popen(command, env=os.environ | environment, stdout=subprocess.DEVNULL, text=True)
+def in_a_process(_: int, work: Callable[..., None], environment: dict[str, str], *arguments: object) -> None:
+    """Do something as a client of the server, for `begin_ranks`."""
+    os.environ |= environment
+    work(*arguments)
+
+
+def train_on(n_threads: int, arguments: Sequence[str]) -> None:
+    torch.set_num_threads(n_threads)
+    main(["train", *arguments])
+
+
+def save_large(place: str) -> None:
+    checkpoints = DistributedCheckpoints(place)
+    checkpoints.save(2, {"w": torch.ones(15 << 20)}, {})
+    checkpoints.close()
 
 
 @pytest.mark.parametrize("file", ["tensors-", "octile.json"])
@@ -157,13 +189,15 @@ def test_a_kill_in_an_upload_leaves_the_last_checkpoint(arguments, straight, ser
     run = tmp_path / "run"
     server.stall(f"step_00000004/{file}")
     try:
-        process = begin(*arguments, "--steps=8", f"--checkpoints={place}", f"--out={run}")
+        options = [*arguments, "--steps=8", f"--checkpoints={place}", f"--out={run}"]
+        work = train_on, server.environment, torch.get_num_threads(), options
+        (process,) = begin_ranks(in_a_process, work, 1)
         assert server.stalled.wait(120)
         while 6 not in losses(run):  # it trains on while it uploads, up to the next checkpoint
-            assert process.poll() is None
+            assert process.is_alive()
             time.sleep(0.05)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
+        process.kill()
+        process.join()
     finally:
         server.release()
     main(["train", "--resume", f"--out={run}"])
@@ -187,14 +221,12 @@ def test_a_refused_upload_ends_the_run_and_leaves_the_last_checkpoint(
     check_same(final(place), final(straight / "checkpoints"))
 
 
-def test_a_damaged_checkpoint_in_the_store_is_passed_over(arguments, straight, server, place, tmp_path, capsys):
-    run = tmp_path / "run"
-    main(["train", *arguments, "--steps=4", f"--checkpoints={place}", f"--out={run}"])
+def test_a_damaged_checkpoint_in_the_store_is_passed_over(straight, server, place, begun, capsys):
     (file,) = [name for name in Store(f"{place}/step_00000004").names() if name.startswith("tensors-")]
     content = bytearray(server.files.cat_file(f"{place}/step_00000004/{file}"))
     content[-100] ^= 1
     server.files.pipe_file(f"{place}/step_00000004/{file}", bytes(content))
-    main(["train", "--resume", "--steps=8", f"--out={run}"])
+    main(["train", "--resume", "--steps=8", f"--checkpoints={place}", f"--out={begun}"])
     shown = capsys.readouterr()
     assert "checkpoint step_00000004 cannot be used, trying the one before" in shown.err
     assert f"{file} is damaged" in shown.err
@@ -202,13 +234,10 @@ def test_a_damaged_checkpoint_in_the_store_is_passed_over(arguments, straight, s
     check_same(final(place), final(straight / "checkpoints"))
 
 
-def test_a_checkpoint_that_cannot_be_read_now_is_not_passed_over(arguments, server, place, tmp_path, capsys):
-    run = tmp_path / "run"
-    main(["train", *arguments, "--steps=4", f"--checkpoints={place}", f"--out={run}"])
-    capsys.readouterr()
+def test_a_checkpoint_that_cannot_be_read_now_is_not_passed_over(server, place, begun, capsys):
     server.fail("step_00000004/tensors-", "GET")
     try:
-        line = refused(["--resume", "--steps=8", f"--out={run}"], capsys)
+        line = refused(["--resume", "--steps=8", f"--checkpoints={place}", f"--out={begun}"], capsys)
     finally:
         server.release()
     file = f"{place}/step_00000004/tensors-00000-of-00001.safetensors"
@@ -217,21 +246,15 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_passed_over(arguments, serv
 
 
 def test_the_parts_of_a_large_file_count_as_absent_until_all_are_there(server, place):
-    script = (
-        "import torch; from octile.checkpoint import DistributedCheckpoints as C\n"
-        f"c = C({place!r}); c.save(2, {{'w': torch.ones(15 << 20)}}, {{}}); c.close()"
-    )
     checkpoints = DistributedCheckpoints(place)
     checkpoints.save(1, {"w": torch.zeros(4)}, {"value": 1})
     checkpoints.close()
     server.stall("partNumber=1")
     try:
-        process = subprocess.Popen(
-            [sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        )
+        (process,) = begin_ranks(in_a_process, (save_large, server.environment, place), 1)
         assert server.stalled.wait(120)
         process.kill()
-        process.wait()
+        process.join()
     finally:
         server.release()
     assert Store(place).names() == ["step_00000001"]
@@ -249,22 +272,19 @@ def test_a_run_streams_its_data_from_the_store(arguments, straight, server, plac
     check_same(final(f"{place}/run"), final(straight / "checkpoints"))
 
 
+@pytest.mark.usefixtures("begun")
 def test_a_new_run_does_not_take_the_checkpoints_of_another(arguments, place, tmp_path, capsys):
-    main(["train", *arguments, "--steps=2", f"--checkpoints={place}", f"--out={tmp_path / 'one'}"])
-    capsys.readouterr()
     line = refused([*arguments, f"--checkpoints={place}", f"--out={tmp_path / 'two'}"], capsys)
-    assert f"checkpoints {place!r} holds checkpoints already (step_00000002): add --resume" in line
+    assert f"checkpoints {place!r} holds checkpoints already (step_00000004): add --resume" in line
     assert not (tmp_path / "two").exists()
-    assert Store(place).names() == ["step_00000002"]
+    assert Store(place).names() == ["step_00000002", "step_00000004"]
 
 
-def test_a_resumed_run_does_not_begin_anew_where_its_checkpoints_are_not(arguments, place, tmp_path, capsys):
-    main(["train", *arguments, "--steps=2", f"--checkpoints={place}", f"--out={tmp_path / 'run'}"])
-    (tmp_path / "run" / "summary.json").unlink()
-    capsys.readouterr()
+def test_a_resumed_run_does_not_begin_anew_where_its_checkpoints_are_not(run_of_four_steps, begun, place, capsys):
+    (begun / "summary.json").unlink()
     other = f"{place}-other"
-    line = refused(["--resume", "--steps=4", f"--checkpoints={other}", f"--out={tmp_path / 'run'}"], capsys)
-    assert f"{other} holds no checkpoint of this run, which wrote its checkpoints to {place}" in line
+    line = refused(["--resume", "--steps=8", f"--checkpoints={other}", f"--out={begun}"], capsys)
+    assert f"{other} holds no checkpoint of this run, which wrote its checkpoints to {run_of_four_steps[1]}" in line
 
 
 def test_neither_a_run_nor_a_checkpoint_is_said_at_once(place, tmp_path, capsys):
@@ -274,6 +294,7 @@ def test_neither_a_run_nor_a_checkpoint_is_said_at_once(place, tmp_path, capsys)
 
 def test_a_server_that_does_not_answer_is_said(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     monkeypatch.setattr("s3fs.core.S3FileSystem.retries", 1)
     s3fs.S3FileSystem.clear_instance_cache()
     line = refused(["--resume", "--checkpoints=s3://octile/run", f"--out={tmp_path / 'run'}"], capsys)
