@@ -57,6 +57,8 @@ class ParallelConfig:
         ep: ranks over which the experts of each layer are spread, all that torchrun starts; 1: one process.
         tp: ranks of a group that shares its requests, and divides the heads of attention and the rows of a step; 1:
             each rank has its own.
+        shared_experts: replicated: each rank computes the shared experts for its own tokens; routed: in decode steps
+            that are launched ahead each token chooses them like other experts, of which they have copies, too.
         redundant_experts: further copies of experts in each layer, which share the tokens of those that have the most.
         active_experts: copies of a rank that compute tokens in a step, chosen by the tokens of that step (dynamic
             redundancy); if not given, all copies of an expert take turns.
@@ -69,11 +71,12 @@ class ParallelConfig:
 
     Raises:
         TypeError, ValueError: a field has another type or value, or one has no effect without ranks; tp does not divide
-            ep; micro-batches are wanted of ranks that share their rows.
+            ep; micro-batches are wanted of ranks that share their rows, or dynamic redundancy of routed shared experts.
     """
 
     ep: Annotated[int, Range(at_least=1, at_most=4096)] = 1
     tp: Annotated[int, Range(at_least=1, at_most=4096)] = 1
+    shared_experts: Literal["replicated", "routed"] = "replicated"
     redundant_experts: Annotated[int, Range(at_least=0, at_most=65536)] = 0
     active_experts: Annotated[int, Range(at_least=1, at_most=65536)] | None = None
     rebalance: Annotated[float, Range(at_least=0, at_most=2**31)] | None = None
@@ -82,7 +85,7 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "parallel.")
-        of_ranks = "tp", "redundant_experts", "active_experts", "rebalance", "micro_batches"
+        of_ranks = "tp", "shared_experts", "redundant_experts", "active_experts", "rebalance", "micro_batches"
         name = next((name for name in of_ranks if getattr(self, name) != getattr(type(self), name)), None)
         if self.ep == 1 and name is not None:
             raise ValueError(f"parallel.{name} has no effect in one process: parallel.ep must be at least 2")
@@ -90,6 +93,13 @@ class ParallelConfig:
             raise ValueError(f"parallel.tp must divide parallel.ep, but {self.tp} does not divide {self.ep} ranks")
         if self.tp > 1 and self.micro_batches > 1:
             raise ValueError(f"parallel.micro_batches must be 1, not {self.micro_batches}, if parallel.tp is {self.tp}")
+        if self.routes_shared and self.active_experts is not None:
+            raise ValueError("parallel.shared_experts must be replicated, not routed, with parallel.active_experts")
+
+    @property
+    def routes_shared(self) -> bool:
+        """Whether shared experts are routed in decode steps."""
+        return self.shared_experts == "routed"
 
 
 def check_expert_window(steps: int, name: str = "expert_window") -> None:

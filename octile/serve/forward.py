@@ -170,6 +170,7 @@ class Forward:
         index: the pages of the indexer's keys; None: rows attend to all positions.
         dispatcher: sends rows to experts.
         tp: the ranks that share the rows of a step and the heads of attention.
+        routes_shared: whether rows choose the shared experts like routed ones (`SpreadExperts.add_shared`).
     """
 
     weights: ServedWeights
@@ -185,6 +186,7 @@ class Forward:
     exchange: SortedExchange | None = None
     dispatcher: LocalDispatcher = LOCAL
     tp: TensorParallel = ALONE
+    routes_shared: bool = False
 
     @classmethod
     def make(
@@ -504,14 +506,14 @@ class Forward:
         if self.exchange is not None:
             return self._exchanged_mixture(x, layer, w, slots, self.exchange)
         weights_TK, experts_TK = self._choose(x, layer, w, slots)
-        load_E = count_tokens(experts_TK, len(w.gate))[0]
+        load_E = count_tokens(experts_TK, len(w.gate) if self.spread is None else self.spread.n_experts)[0]
         dispatcher = self.dispatcher
         if self.spread is not None:
             experts_TK = self.spread.slots(layer, experts_TK)
         if isinstance(dispatcher, PeerDispatcher):
             experts_TK = experts_TK.masked_fill((slots < 0)[:, None], -1)  # padding goes nowhere
         plan = dispatcher.plan(experts_TK, load_E)
-        shared_TD = None if w.shared is None else self._mlp(x, w.shared)
+        shared_TD = None if w.shared is None or self.routes_shared else self._mlp(x, w.shared)
         if x.q is not None and w.x.has_fp8:
             rows = Rows(None, dispatcher.dispatch_quantized(dispatcher.send_quantized(x.q, plan), plan))
         else:
@@ -530,7 +532,7 @@ class Forward:
         x_TD = x.q if w.x.has_fp8 else x.values
         assert x_TD is not None
         sent = exchange.send(x_TD, experts_TK, weights_TK, self.spread.slots_of_experts(layer), slots)
-        shared_TD = None if w.shared is None else self._mlp(x, w.shared)
+        shared_TD = None if w.shared is None or self.routes_shared else self._mlp(x, w.shared)
         here = exchange.receive(sent, len(experts_TK))
         rows = Rows(None, here.rows) if isinstance(here.rows, ScaledTensor) else Rows(here.rows, None)
         is_weighted = isinstance(w.down, ScaledTensor)
@@ -543,11 +545,17 @@ class Forward:
         return self._nt(self._swiglu(gate_RI, up_RI, w.down, weight_R), w.down, offs_E)
 
     def _choose(self, x: Rows, layer: int, w: MoEWeights, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Choose the experts of each row, and count them; return their weights and numbers, both [T, K]."""
+        """Choose the experts of each row, and count them; return their weights and numbers, both [T, K].
+
+        Shared experts that are routed are added, and not counted.
+        """
         assert x.values is not None
         weights_TK, experts_TK = self._gate(x.values, w)
         if self.expert_load is not None:
             self.expert_load.count(layer, experts_TK, slots)
+        if self.routes_shared:
+            assert self.spread is not None
+            return self.spread.add_shared(weights_TK, experts_TK)
         return weights_TK, experts_TK
 
     def _gate(self, x_TD: Tensor, w: MoEWeights) -> tuple[Tensor, Tensor]:

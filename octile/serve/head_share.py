@@ -19,25 +19,9 @@ from octile.formats import BLOCK
 from octile.models.config import ModelConfig
 from octile.report.page import format_count
 from octile.scaled import ScaledTensor
+from octile.serve.weight_part import Part
 
 _DIMENSIONS = {"q_proj": 0, "q_b_proj": 0, "kv_b_proj": 0, "o_proj": 1}  # of the heads, by the layer's name
-
-
-class Part(NamedTuple):
-    """A range of a matrix along a dimension, 0 or 1."""
-
-    dim: int
-    start: int
-    stop: int
-
-    def of(self, t: Tensor) -> Tensor:
-        """Return this part of a matrix."""
-        return t.narrow(self.dim, self.start, self.stop - self.start).contiguous()
-
-    def of_blocks(self) -> Part:
-        """Return the part of a matrix of scales, one for each block of 128×128, that this part has."""
-        side = BLOCK[self.dim]
-        return Part(self.dim, self.start // side, self.stop // side)
 
 
 class HeadShare(NamedTuple):
@@ -66,11 +50,7 @@ class HeadShare(NamedTuple):
     def take(self, name: str, weight: ScaledTensor | Tensor) -> ScaledTensor | Tensor:
         """Return the rank's part of a weight, by its name in a checkpoint."""
         part = self.part_of(name, weight.shape)
-        if part is None:
-            return weight
-        if isinstance(weight, ScaledTensor):
-            return ScaledTensor(part.of(weight.data), part.of_blocks().of(weight.scale), BLOCK)
-        return part.of(weight)
+        return weight if part is None else part.of(weight)
 
 
 def is_of_heads(name: str) -> bool:

@@ -18,14 +18,14 @@ from octile.serve.config import REBALANCE_SECONDS, CacheConfig, EngineConfig, Pa
 from octile.serve.drafts import check_can_draft
 from octile.serve.engine import Engine
 from octile.serve.expert_balance import rebalance_experts
-from octile.serve.head_share import check_heads
+from octile.serve.head_share import check_heads, is_of_heads
 from octile.serve.index_pages import needs_index
 from octile.serve.latent_pages import CacheFormat
 from octile.serve.model_runner import ModelRunner
 from octile.serve.spread_engine import SpreadEngine
-from octile.serve.spread_experts import SpreadExperts
+from octile.serve.spread_experts import SpreadExperts, check_batch_invariant, with_shared_load
 from octile.serve.tensor_parallel import TensorParallel
-from octile.serve.weights import ServedWeights, has_fp8_attention
+from octile.serve.weights import ServedWeights, check_shared, has_fp8, is_of_shared
 from octile.tokenizer import Tokenizer
 
 CPU_CACHE_BYTES = 2**30
@@ -99,19 +99,29 @@ class Folder:
         """Check that the model's experts can be spread over the ranks, and its heads over those of a group.
 
         Raises:
-            ValueError: it has no experts, the ranks do not divide them and their further copies, or as `check_heads`.
+            ValueError: it has no experts, the ranks do not divide them and their further copies, or as `check_heads` or
+                `check_shared`.
         """
         c = self.model
         if parallel.ep > 1 and not any(c.is_moe(layer) for layer in range(c.num_hidden_layers)):
             raise ValueError(f"parallel.ep must be 1, not {parallel.ep}: the model has no experts to spread over ranks")
-        copies = c.n_routed_experts + parallel.redundant_experts
+        copies, shared = self._n_copies(parallel), c.n_shared_experts if parallel.routes_shared else 0
         if parallel.ep > 1 and copies % parallel.ep:
+            routed = f"{c.n_routed_experts} experts" + (f" + {shared} that are shared" if shared else "")
             raise ValueError(
                 f"parallel.ep must divide the copies of experts, but {parallel.ep} ranks do not divide "
-                f"{c.n_routed_experts} experts + {parallel.redundant_experts} (parallel.redundant_experts)"
+                f"{routed} + {parallel.redundant_experts} (parallel.redundant_experts)"
             )
-        if parallel.tp > 1:
-            check_heads(c, parallel.tp, has_fp8_attention(open_folder(self.path).shards.specs))
+        if parallel.tp > 1 or parallel.routes_shared:
+            specs = open_folder(self.path).shards.specs
+            check_heads(c, parallel.tp, has_fp8(specs, is_of_heads))
+            if parallel.routes_shared:
+                check_shared(c, has_fp8(specs, is_of_shared))
+
+    def _n_copies(self, parallel: ParallelConfig) -> int:
+        """Return the slots of all ranks for experts of a layer."""
+        shared = self.model.n_shared_experts if parallel.routes_shared else 0
+        return self.model.n_routed_experts + shared + parallel.redundant_experts
 
     def load_spread(
         self,
@@ -137,12 +147,22 @@ class Folder:
         c, n_nodes = self.model, int(os.environ.get("GROUP_WORLD_SIZE") or 1)
         drafts = engine.n_drafts > 0
         n_layers = sum(c.is_moe(layer) for layer in range(c.num_hidden_layers + drafts))
-        even_LE = torch.ones(n_layers, c.n_routed_experts)
-        copies = c.n_routed_experts + parallel.redundant_experts
-        placement = rebalance_experts(even_LE, copies, c.n_group, n_nodes, parallel.ep)[0]
-        tp = TensorParallel.of_consecutive(parallel.tp, timedelta(seconds=parallel.timeout))
+        if engine.batch_invariant and parallel.routes_shared:
+            check_batch_invariant(c)
+        even_LE, groups = torch.ones(n_layers, c.n_routed_experts), c.n_group
+        if parallel.routes_shared:  # which are of no group
+            even_LE, groups = with_shared_load(even_LE, c.n_shared_experts, c.num_experts_per_tok), 1
+        placement = rebalance_experts(even_LE, self._n_copies(parallel), groups, n_nodes, parallel.ep)[0]
         experts = SpreadExperts.read(
-            self.path, placement, _activations(device), device, None, parallel.active_experts, n_nodes, drafts, tp
+            self.path,
+            placement,
+            _activations(device),
+            device,
+            num_active=parallel.active_experts,
+            num_nodes=n_nodes,
+            drafts=drafts,
+            routes_shared=parallel.routes_shared,
+            tp=TensorParallel.of_consecutive(parallel.tp, timedelta(seconds=parallel.timeout)),
         )
         stored = cache.format or _cached(device)
         n_pages = torch.tensor(self._n_pages(experts.weights, stored, engine, cache.gib))

@@ -35,7 +35,7 @@ from octile.serve.index_pages import IndexPages, bytes_per_key, needs_index
 from octile.serve.latent_pages import CacheFormat, LatentPages, bytes_per_row
 from octile.serve.page_bytes import PageBytes
 from octile.serve.prefill_graphs import FILL_ROWS, MAX_ROWS, PrefillGraphs, graph_rows, padded_rows
-from octile.serve.spread_experts import SpreadExperts
+from octile.serve.spread_experts import SpreadExperts, check_batch_invariant
 from octile.serve.step_inputs import BLOCK_ROWS, Layout, mixed_step, padded_size, send
 from octile.serve.tensor_parallel import ALONE
 from octile.serve.weights import ServedWeights
@@ -69,8 +69,8 @@ class ModelRunner:
 
     Raises:
         TypeError, ValueError: as `ServedWeights.of_model` or `LatentPages`, max_batch or max_step_tokens is negative,
-            the model cannot draft, expert_window is no multiple of 8, or two micro-batches are wanted of ranks that
-            share their rows.
+            the model cannot draft, expert_window is no multiple of 8, two micro-batches are wanted of ranks that share
+            their rows, or batch_invariant does not fit to routed shared experts.
     """
 
     page_size = PAGE
@@ -92,6 +92,8 @@ class ModelRunner:
         for name, value in (("max_batch", max_batch), ("max_step_tokens", max_step_tokens)):
             if value < 0:
                 raise ValueError(f"{name} must be at least 0, not {value}")
+        if batch_invariant and isinstance(model, SpreadExperts) and model.n_shared:
+            check_batch_invariant(model.weights.config)
         check_expert_window(expert_window)
         self.spread = model if isinstance(model, SpreadExperts) else None
         self.tp = ALONE if self.spread is None else self.spread.tp
@@ -134,7 +136,10 @@ class ModelRunner:
         self.draft_graphs: DecodeGraphs | None = None
         self.prefill_graphs: PrefillGraphs | None = None
         self.loop: DecodeLoop | None = None
-        self._decoding = self._with_peers = self.forward
+        self._with_peers = self.forward
+        self._decoding = replace(self.forward, routes_shared=self.spread is not None and self.spread.n_shared > 0)
+        if self._decoding.routes_shared:  # in steps that are launched ahead, also without CUDA graphs
+            self.max_ahead = self._max_batch
         if self.device.type != "cuda" or not (max_batch or max_step_tokens):
             return
         if self.spread is None:
@@ -198,7 +203,7 @@ class ModelRunner:
         rows = self._max_batch * (1 + self.n_drafts)
         exchange = spread.decoding_exchange(self.tp.n_own(rows)) if rows else None
         if exchange is not None:
-            self._decoding, self.max_ahead = replace(self.forward, exchange=exchange), self._max_batch
+            self._decoding, self.max_ahead = replace(self._decoding, exchange=exchange), self._max_batch
             self.loop = self._new_loop(memory)
             torch.cuda.empty_cache()
 

@@ -27,6 +27,7 @@ from octile.serve.engine import Engine
 from octile.serve.expert_balance import rebalance_experts
 from octile.serve.model_runner import ModelRunner
 from octile.serve.request import Output
+from octile.serve.spread_experts import with_shared_load
 
 
 class SpreadEngine:
@@ -150,13 +151,16 @@ class SpreadEngine:
     def _place(self) -> None:
         self._placed = time.monotonic()
         n_layers, n_slots = self._spread.physical_to_logical.shape
-        load_LE = torch.zeros(n_layers, self._spread.n_experts, dtype=torch.int64)
+        c, n_shared = self._spread.weights.config, self._spread.n_shared
+        load_LE = torch.zeros(n_layers, c.n_routed_experts, dtype=torch.int64)
         if self._runner.expert_tokens is not None:
             load_LE = torch.tensor([self._runner.expert_tokens[layer] for layer in self._spread.layers])
         load_LE = load_LE.to(self._runner.device)
         dist.all_reduce(load_LE, group=self._spread.dispatcher.groups[0])
         if load_LE.any():
-            groups, nodes = self._spread.weights.config.n_group, self._spread.num_nodes
+            groups, nodes = 1 if n_shared else c.n_group, self._spread.num_nodes
+            if n_shared:
+                load_LE = with_shared_load(load_LE, n_shared, c.num_experts_per_tok)
             wanted_LP = rebalance_experts(load_LE, n_slots, groups, nodes, self._spread.dispatcher.n_ranks)[0]
             try:
                 self._spread.move(wanted_LP)

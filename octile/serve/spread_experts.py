@@ -42,7 +42,7 @@ from octile.scaled import ScaledTensor
 from octile.serve.drafts import check_can_draft
 from octile.serve.dynamic_redundancy import assign_copies, choose_copies
 from octile.serve.tensor_parallel import ALONE, TensorParallel
-from octile.serve.weights import BlockWeights, MoEWeights, Projections, ServedWeights, Weight
+from octile.serve.weights import BlockWeights, MoEWeights, Projections, ServedWeights, Weight, with_shared
 from octile.validation import Range, check
 
 
@@ -61,6 +61,9 @@ class SpreadExperts:
             tokens of the experts, and chooses. None: any slot may, and an expert's copies take turns.
         num_nodes: of the ranks, which have consecutive numbers in a node.
         drafts: whether the multi-token prediction layer is served, too; it is then the last row of the placement.
+        routes_shared: whether each row of decode steps that are launched ahead chooses the shared experts, too, like
+            routed ones with a weight of 1. They have copies in slots: their numbers in the placement are those after
+            the last routed expert's.
         tp: the group of this rank, whose ranks share their requests; each group divides the heads of attention. Its
             share are the heads of the weights.
 
@@ -69,7 +72,8 @@ class SpreadExperts:
         layers: the numbers of the layers with experts; that of multi-token prediction follows the last layer's.
         tp: as given.
         dispatcher: sends rows to slots.
-        n_experts: E.
+        n_experts: E, and the shared experts that are routed.
+        n_shared: how many these are.
         physical_to_logical: the placement now.
 
     Raises:
@@ -88,19 +92,22 @@ class SpreadExperts:
         num_active: int | None = None,
         num_nodes: int = 1,
         drafts: bool = False,
+        routes_shared: bool = False,
         tp: TensorParallel = ALONE,
     ):
         if weights.heads != tp.share:
             raise ValueError(f"weights must have the heads of tp, {tp.share}, not {weights.heads}")
         self.tp = tp
-        own = self._prepare(weights.config, physical_to_logical, ranks, num_active, num_nodes, drafts)
+        numbers = num_active, num_nodes, drafts, routes_shared
+        own = self._prepare(weights.config, physical_to_logical, ranks, *numbers)
 
         def with_own(layer: int, block: BlockWeights) -> BlockWeights:
             if not isinstance(block.mlp, MoEWeights):
                 return block
             taken = torch.tensor(own[layer], device=weights.device)
-            x = Projections(tuple(_take(weight, taken) for weight in block.mlp.x.weights), block.mlp.x.sizes)
-            return replace(block, mlp=replace(block.mlp, x=x, down=_take(block.mlp.down, taken)))
+            mlp = with_shared(block.mlp, self.n_shared) if self.n_shared else block.mlp
+            x = Projections(tuple(_take(weight, taken) for weight in mlp.x.weights), mlp.x.sizes)
+            return replace(block, mlp=replace(mlp, x=x, down=_take(mlp.down, taken)))
 
         blocks, mtp = tuple(with_own(layer, block) for layer, block in enumerate(weights.blocks)), None
         if drafts:
@@ -120,6 +127,7 @@ class SpreadExperts:
         num_active: int | None = None,
         num_nodes: int = 1,
         drafts: bool = False,
+        routes_shared: bool = False,
         tp: TensorParallel = ALONE,
     ) -> SpreadExperts:
         """Read a folder as `ServedWeights.read` does, of the routed experts those of this rank's slots alone.
@@ -128,7 +136,8 @@ class SpreadExperts:
         """
         spread = cls.__new__(cls)
         spread.tp = tp
-        own = spread._prepare(read_model_config(path), physical_to_logical, ranks, num_active, num_nodes, drafts)
+        numbers = num_active, num_nodes, drafts, routes_shared
+        own = spread._prepare(read_model_config(path), physical_to_logical, ranks, *numbers)
         spread.weights = ServedWeights.read(path, dtype, device, own, tp.share)
         spread._set_slots()
         return spread
@@ -141,19 +150,31 @@ class SpreadExperts:
         num_active: int | None,
         num_nodes: int,
         drafts: bool,
+        routes_shared: bool,
     ) -> dict[int, list[int]]:
         """Check the placement, and return the experts of this rank's slots, by layer."""
         self.num_active, self.num_nodes = num_active, num_nodes
         self.layers = [layer for layer in range(c.num_hidden_layers + drafts) if c.is_moe(layer)]
-        self.n_experts = c.n_routed_experts
+        self.n_shared = c.n_shared_experts if routes_shared else 0
+        self.n_experts = c.n_routed_experts + self.n_shared
         groups = groups_of(ranks)
         if isinstance(ranks, DeviceMesh):  # has several groups; the dispatcher alone takes it
             raise TypeError("ranks must be a process group, not DeviceMesh")
         of_model = f"{c.n_routed_experts} in {c.n_group} groups in layers {self.layers}"
-        numbers = ("num_active", num_active), ("num_nodes", num_nodes), ("drafts", drafts), ("tp", self.tp.size)
+        numbers = (
+            ("num_active", num_active),
+            ("num_nodes", num_nodes),
+            ("drafts", drafts),
+            ("routes_shared", routes_shared),
+            ("tp", self.tp.size),
+        )
         for what, own in (("the model's experts", of_model), *((what, str(number)) for what, number in numbers)):
             check_agreement(what, own, groups)
         check_can_draft(int(drafts), c.num_nextn_predict_layers > 0)
+        if routes_shared and not c.n_shared_experts:
+            raise ValueError("routes_shared must be False: the model has no shared experts")
+        if routes_shared and num_active is not None:
+            raise ValueError(f"num_active must be None, not {num_active}, if shared experts are routed")
         check("num_nodes", num_nodes, Annotated[int, Range(at_least=1)])
         n_ranks = math.prod(dist.get_world_size(group) for group in groups)
         if n_ranks % num_nodes:
@@ -169,6 +190,8 @@ class SpreadExperts:
     def _set_slots(self) -> None:
         placed = zip(self.layers, self.physical_to_logical.to(self.weights.device), strict=True)
         self._slots = {layer: _slots_of(expert_P, self.n_experts) for layer, expert_P in placed}
+        of_shared = torch.arange(self.n_experts - self.n_shared, self.n_experts, device=self.weights.device)
+        self._shared = torch.ones(1, self.n_shared, device=self.weights.device), of_shared[None]
 
     def mixture(self, layer: int) -> MoEWeights:
         """The weights of a layer's mixture."""
@@ -197,7 +220,7 @@ class SpreadExperts:
 
         All ranks must call it with the same number. If they are too many, a warning says so, and the result is None.
         """
-        n_ranks, n_chosen = self.dispatcher.n_ranks, self.dispatcher.n_chosen
+        n_ranks, n_chosen = self.dispatcher.n_ranks, self.dispatcher.n_chosen + self.n_shared
         most = max_rank_tokens(n_ranks, n_chosen)
         if max_tokens > most:
             rows = f"a rank has up to {max_tokens} rows, but {n_ranks} ranks may have {most} each"
@@ -206,7 +229,8 @@ class SpreadExperts:
             return None
         down, memory = self.mixture(self.layers[0]).down, symmetric_memory.PeerMemory(self.dispatcher.groups[-1])
         dtype = torch.float8_e4m3fn if isinstance(down, ScaledTensor) else self.weights.dtype
-        return SortedExchange(*self._sizes, dtype, memory, max_tokens, self.weights.device)
+        n_slots, _, hidden_size = self._sizes
+        return SortedExchange(n_slots, n_chosen, hidden_size, dtype, memory, max_tokens, self.weights.device)
 
     @property
     def _sizes(self) -> tuple[int, int, int]:
@@ -232,6 +256,18 @@ class SpreadExperts:
         served_P = choose_copies(tokens_WE.sum(0), expert_P, n_ranks, self.num_active)
         first_E = tokens_WE[: self.dispatcher.rank].sum(0)
         return assign_copies(experts_TK, first_E, served_P.to(own_E.device), expert_P.to(own_E.device))
+
+    def add_shared(self, weights_TK: Tensor, experts_TK: Tensor) -> tuple[Tensor, Tensor]:
+        """Put the shared experts that are routed before the experts of each row, whose sum begins with them.
+
+        Args:
+            weights_TK, experts_TK: float32 and int64, of the experts that the gate has chosen.
+
+        Returns:
+            both with as many columns more, the weights of which are 1.
+        """
+        weights, experts = (t.expand(len(experts_TK), -1) for t in self._shared)
+        return torch.cat((weights, weights_TK), dim=1), torch.cat((experts, experts_TK), dim=1)
 
     def move(self, physical_to_logical: Tensor) -> None:
         """Begin to move the experts to another placement of as many slots: one layer with each call of `move_layer`.
@@ -313,6 +349,25 @@ class SpreadExperts:
             n_ranks = math.prod(dist.get_world_size(group) for group in groups)
             for expert_P in physical_to_logical:  # if all experts can be active together, those of any step can
                 choose_copies(torch.ones(n_experts, dtype=torch.int64), expert_P, n_ranks, self.num_active)
+
+
+def check_batch_invariant(c: ModelConfig) -> None:
+    """Check that logits do not depend on which steps route the shared experts: their sums are rounded alike.
+
+    Raises:
+        ValueError: several shared experts are one MLP in other steps, whose results are not rounded one by one.
+    """
+    if c.n_shared_experts > 1:
+        raise ValueError(
+            f"batch_invariant must be off if shared experts are routed, of which the model has {c.n_shared_experts}: "
+            "steps with prompts round their sum once"
+        )
+
+
+def with_shared_load(load_LE: Tensor, n_shared: int, n_chosen: int) -> Tensor:
+    """Append the load of shared experts that are routed: each has all tokens, of which a token has chosen n_chosen."""
+    tokens_L1 = load_LE.double().sum(1, keepdim=True) / n_chosen
+    return torch.cat((load_LE, tokens_L1.expand(-1, n_shared)), dim=1)
 
 
 def find_copy(physical_to_logical: Sequence[int], expert: int, rank: int, n_ranks: int, n_nodes: int) -> int:

@@ -15,7 +15,7 @@ I intermediate.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -33,7 +33,8 @@ from octile.nn.linear import Linear
 from octile.nn.moe import Experts
 from octile.recipe import OperandFormat, Recipe
 from octile.scaled import ScaledTensor
-from octile.serve.head_share import HeadShare, Part, check_heads, is_of_heads
+from octile.serve.head_share import HeadShare, check_heads, is_of_heads
+from octile.serve.weight_part import Part
 
 Weight = ScaledTensor | Tensor  # [N, K]; of experts [E, N, K]
 ReadWeight = Callable[[str], Weight]
@@ -223,8 +224,10 @@ class ServedWeights:
             path: a Hugging Face folder or a run.
             dtype: of the activations and of other weights: bfloat16 or float32.
             device: of the weights.
-            experts: the routed experts to read, in this order, of each layer that has some; the multi-token prediction
-                layer is then read if its number, that after the last layer's, is among them. None: all.
+            experts: the routed experts to read, in this order, of each layer that has some; shared experts, which are
+                read in any case, have the numbers after those of the last routed one, to be among them, too. The
+                multi-token prediction layer is read if its number, that after the last layer's, has experts here. None:
+                all routed experts.
             heads: which heads of attention to read.
 
         Raises:
@@ -236,7 +239,7 @@ class ServedWeights:
         model = folder.meta_model()
         formats = Recipe.deepseek_v3().formats
         assert formats is not None
-        check_heads(model.config, heads.size, has_fp8_attention(specs))
+        check_heads(model.config, heads.size, has_fp8(specs, is_of_heads))
 
         def read(name: str) -> Weight:
             part = heads.part_of(name, specs[name].shape)
@@ -249,9 +252,14 @@ class ServedWeights:
         return assemble(model.config, dtype, formats.x.scale == "power_of_2", read, experts, heads)
 
 
-def has_fp8_attention(specs: Mapping[str, TensorSpec]) -> bool:
-    """Whether a weight of attention's heads is stored in FP8, by the specs of a folder's tensors."""
-    return any(is_of_heads(name) and is_fp8(spec) for name, spec in specs.items())
+def has_fp8(specs: Mapping[str, TensorSpec], is_one: Callable[[str], bool]) -> bool:
+    """Whether one of some weights is stored in FP8, by the specs of a folder's tensors; is_one says which, by name."""
+    return any(is_one(name) and is_fp8(spec) for name, spec in specs.items())
+
+
+def is_of_shared(name: str) -> bool:
+    """Whether a weight is one of shared experts, by its name in a checkpoint."""
+    return ".shared_experts." in name
 
 
 def _read_part(shards: Shards, name: str, part: Part | None) -> Tensor:
@@ -406,18 +414,25 @@ class _Reader:
         return MLPWeights(join([gate, up], [[gate.shape[0]], [up.shape[0]]]), self.linear(f"{name}.down_proj"))
 
     def _mixture(self, name: str, layer: int) -> MoEWeights:
-        numbers = self.experts.get(layer, range(self.config.n_routed_experts))
-        experts = [f"{name}.experts.{e}" for e in numbers]
-        gate, up, down = (
-            stack([self.linear(f"{expert}.{part}_proj") for expert in experts]) for part in ("gate", "up", "down")
-        )
+        n_routed, n_shared = self.config.n_routed_experts, self.config.n_shared_experts
+        shared = self._mlp(f"{name}.shared_experts") if n_shared else None
+        numbers = self.experts.get(layer, range(n_routed))
+        among_routed = divide_shared(shared, n_shared) if shared and max(numbers) >= n_routed else []
+
+        def read(expert: int) -> tuple[Weight, Weight, Weight]:
+            if expert >= n_routed:
+                return among_routed[expert - n_routed]
+            gate, up, down = (self.linear(f"{name}.experts.{expert}.{part}_proj") for part in ("gate", "up", "down"))
+            return gate, up, down
+
+        gate, up, down = (stack(weights) for weights in zip(*map(read, numbers), strict=True))
         has_bias = self.config.topk_method == "noaux_tc"
         return MoEWeights(
             self.tensor(f"{name}.gate.weight"),
             self.tensor(f"{name}.gate.e_score_correction_bias") if has_bias else None,
             join([gate, up], [[gate.shape[1]], [up.shape[1]]]),
             down,
-            self._mlp(f"{name}.shared_experts") if self.config.n_shared_experts else None,
+            shared,
         )
 
 
@@ -435,6 +450,59 @@ def join(weights: Sequence[Weight], sizes: Sequence[Sequence[int]]) -> Projectio
         return Projections(tuple(weights), of_weights)
     data, scale = (torch.cat([getattr(w, part) for w in fp8], dim=-2) for part in ("data", "scale"))
     return Projections((ScaledTensor(data, scale, BLOCK),), (sum(of_weights, ()),))
+
+
+def check_shared(c: ModelConfig, is_fp8: bool) -> None:
+    """Check that the shared experts of a model can be routed like other experts, each alone.
+
+    Args:
+        c: of the model.
+        is_fp8: whether their weights are in FP8.
+
+    Raises:
+        ValueError: there are none, or blocks of FP8 weights would be divided.
+    """
+    n, width, side = c.n_shared_experts, c.moe_intermediate_size, BLOCK[0]
+    if not n:
+        raise ValueError("shared experts cannot be routed (parallel.shared_experts): the model has none")
+    if n > 1 and is_fp8 and width % side:
+        raise ValueError(
+            f"{n} shared experts, which are one MLP, cannot be routed (parallel.shared_experts): moe_intermediate_size "
+            f"is {width}, but FP8 weights need a multiple of {side}, the side of their blocks"
+        )
+
+
+def divide_shared(w: MLPWeights, n: int) -> list[tuple[Weight, Weight, Weight]]:
+    """Divide n shared experts, which are one MLP: gate, up and down of each, whose results sum up to the MLP's.
+
+    Those of FP8 weights are multiples of 128 wide, unless there is one (`check_shared`).
+    """
+    if len(w.x.weights) == 1:
+        (of_both,), ((size, _),) = w.x.weights, w.x.sizes
+        gate, up = Part(0, 0, size).of(of_both), Part(0, size, 2 * size).of(of_both)
+    else:
+        gate, up = w.x.weights
+    width = w.down.shape[1] // n
+    rows, columns = ([Part(dim, i * width, (i + 1) * width) for i in range(n)] for dim in (0, 1))
+    return [(row.of(gate), row.of(up), column.of(w.down)) for row, column in zip(rows, columns, strict=True)]
+
+
+def with_shared(w: MoEWeights, n: int) -> MoEWeights:
+    """Append a mixture's n shared experts to its routed ones; see `divide_shared`."""
+    assert w.shared is not None
+    gate, up, down = (stack(weights) for weights in zip(*divide_shared(w.shared, n), strict=True))
+    x = join([gate, up], [[gate.shape[1]], [up.shape[1]]])
+    weights = tuple(_concatenate(a, b) for a, b in zip(w.x.weights, x.weights, strict=True))
+    return replace(w, x=Projections(weights, w.x.sizes), down=_concatenate(w.down, down))
+
+
+def _concatenate(a: Weight, b: Weight) -> Weight:
+    """Concatenate weights of experts [E, N, K]."""
+    if isinstance(a, ScaledTensor) and isinstance(b, ScaledTensor):
+        return ScaledTensor(torch.cat((a.data, b.data)), torch.cat((a.scale, b.scale)), BLOCK)
+    if isinstance(a, ScaledTensor) or isinstance(b, ScaledTensor):
+        raise ValueError("shared experts that are routed must be in FP8 if the other experts are, and only then")
+    return torch.cat((a, b))
 
 
 def stack(weights: Sequence[Weight]) -> Weight:

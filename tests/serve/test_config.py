@@ -22,6 +22,15 @@ def test_options_of_ranks_in_one_process_are_refused(name):
         ParallelConfig(**{name: 2})
 
 
+def test_routed_shared_experts_in_one_process_or_with_dynamic_redundancy_are_refused():
+    with pytest.raises(ValueError, match=r"parallel.shared_experts has no effect in one process"):
+        ParallelConfig(shared_experts="routed")
+    with pytest.raises(ValueError, match=r"must be replicated, not routed, with parallel.active_experts"):
+        ParallelConfig(2, shared_experts="routed", active_experts=4)
+    with pytest.raises(ValueError, match=r"parallel.shared_experts must be replicated or routed, not 'ninth'"):
+        ParallelConfig(2, shared_experts="ninth")
+
+
 def test_groups_that_do_not_divide_the_ranks_are_refused():
     with pytest.raises(ValueError, match=r"parallel.tp must divide parallel.ep, but 3 does not divide 4 ranks"):
         ParallelConfig(4, 3)

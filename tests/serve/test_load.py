@@ -126,6 +126,16 @@ def test_heads_that_a_group_cannot_divide_are_refused(tmp_path):
     replace(folder, path=tmp_path / "bf16").check_parallel(ParallelConfig(4, 4))
 
 
+def test_shared_experts_that_cannot_be_routed_are_refused(tmp_path):
+    config = replace(CONFIG, n_shared_experts=2)
+    save(new_model(fp8=True, config=config), tmp_path, weights="fp8")
+    folder, routed = Folder(tmp_path, config, None), {"shared_experts": "routed"}
+    with pytest.raises(ValueError, match=r"2 ranks do not divide 8 experts \+ 2 that are shared \+ 1 \(para"):
+        folder.check_parallel(ParallelConfig(2, redundant_experts=1, **routed))
+    with pytest.raises(ValueError, match=r"2 shared experts, which are one MLP, cannot be routed"):
+        folder.check_parallel(ParallelConfig(2, **routed))
+
+
 def test_experts_that_ranks_divide_are_accepted():
     Folder(Path(), CONFIG, None).check_parallel(ParallelConfig(5, redundant_experts=2))
     Folder(Path(), replace(CONFIG, num_hidden_layers=1), None).check_parallel(ParallelConfig())

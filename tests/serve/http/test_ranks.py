@@ -30,7 +30,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
 INVARIANT = ["--engine.batch-invariant", "--engine.max-batch=2"]
 SPREAD = ["--parallel.ep=2", "--parallel.redundant-experts=2"]
-GROUPS = ["--parallel.ep=4", "--parallel.tp=2"]
+GROUPS = ["--parallel.ep=4", "--parallel.tp=2", "--parallel.shared-experts=routed", "--parallel.redundant-experts=3"]
 
 
 def command(folder: Path, *options: str, ranks: int = 2) -> list[str]:
@@ -97,7 +97,7 @@ def test_clients_get_the_texts_of_one_process_and_sigterm_lets_a_stream_end(fold
         assert own_lines(server)[-1] == "octile: terminated"
 
 
-def test_groups_that_share_requests_answer_as_one_process_does(tokenizer, tmp_path):
+def test_groups_that_share_requests_and_route_shared_experts_answer_as_one_process_does(tokenizer, tmp_path):
     heads = {"num_attention_heads": 4, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64}
     folder = save_untrained(replace(MICRO, **heads), tokenizer, tmp_path / "micro")
     with (
