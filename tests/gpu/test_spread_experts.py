@@ -12,10 +12,12 @@ from octile.serve.model_runner import ModelRunner
 from octile.serve.spread_experts import SpreadExperts
 from octile.serve.weights import ServedWeights
 from tests.serve.models import new_model
+from tests.serve.test_routed_shared_experts import OF_ONE
 from tests.serve.test_spread_experts import FIRST, N_PAGES, THREE_LAYERS, read, texts_of
 from tests.worlds import Failures, assert_passed, run_cases, start_once, start_ranks
 
-CASES = [f"{what}-{dtype}" for what in ("logits", "moving", "texts", "drafts", "graphs") for dtype in ("bf16", "fp8")]
+WHAT = "logits", "moving", "texts", "shared", "drafts", "graphs"
+CASES = [f"{what}-{dtype}" for what in WHAT for dtype in ("bf16", "fp8")]
 
 
 def check(name: str, rank: int) -> None:
@@ -26,9 +28,10 @@ def check(name: str, rank: int) -> None:
         return
     alone = ModelRunner(weights, N_PAGES, max_batch=0, max_step_tokens=0, batch_invariant=True)
     n_drafts = 2 if what == "drafts" else 0
-    experts = SpreadExperts(weights, torch.cat((FIRST, FIRST[:1])) if n_drafts else FIRST, drafts=n_drafts > 0)
+    placement = OF_ONE if what == "shared" else torch.cat((FIRST, FIRST[:1])) if n_drafts else FIRST
+    experts = SpreadExperts(weights, placement, drafts=n_drafts > 0, routes_shared=what == "shared")
     together = ModelRunner(experts, N_PAGES, None, 2, batch_invariant=True, n_drafts=n_drafts, expert_window=8)
-    if what in ("texts", "drafts"):
+    if what in ("texts", "shared", "drafts"):
         assert together.max_ahead == 2
         assert texts_of(together, rank, seconds=0) == texts_of(alone, rank)
         return

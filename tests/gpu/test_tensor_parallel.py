@@ -30,7 +30,8 @@ def check(name: str, rank: int) -> None:
 
     def together(max_batch: int, batch_invariant: bool = True) -> ModelRunner:
         experts = SpreadExperts(weights, placement, drafts=n_drafts > 0, tp=tp)
-        return ModelRunner(experts, N_PAGES, None, max_batch, batch_invariant, n_drafts, max_step_tokens=256)
+        of_steps = {"max_batch": max_batch, "max_step_tokens": 256 if max_batch else 0}
+        return ModelRunner(experts, N_PAGES, batch_invariant=batch_invariant, n_drafts=n_drafts, **of_steps)
 
     if what in ("texts", "drafts"):  # of both ranks, which have the same requests
         captured = together(2)
