@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
@@ -18,12 +19,13 @@ from tests.serve.test_spread_experts import texts_of
 from tests.serve.test_tensor_parallel import MODEL, N_PAGES, TWO_RANKS, read
 from tests.worlds import Failures, assert_passed, run_cases, start_once, start_ranks
 
+ALL_CHOSEN = replace(MODEL, num_experts_per_tok=8, n_group=1, topk_group=1)  # else rounding chooses other experts
 CASES = [f"{what}-{dtype}" for what in ("texts", "drafts", "logits", "graphs") for dtype in ("fp8", "bf16")]
 
 
 def check(name: str, rank: int) -> None:
     what, _, dtype = name.partition("-")
-    model = new_model(dtype == "fp8", torch.bfloat16, MODEL).cuda()
+    model = new_model(dtype == "fp8", torch.bfloat16, ALL_CHOSEN).cuda()
     tp, n_drafts = TensorParallel.of_consecutive(2), 2 if what == "drafts" else 0
     placement = torch.cat((TWO_RANKS, TWO_RANKS[:1])) if n_drafts else TWO_RANKS
     weights = ServedWeights.of_model(model, tp.share)
@@ -38,13 +40,14 @@ def check(name: str, rank: int) -> None:
         assert captured.max_ahead == 2
         assert texts_of(captured, 0) == texts_of(together(0), 0)
         return
-    expected = read(ModelRunner(ServedWeights.of_model(model), N_PAGES, max_batch=0, max_step_tokens=0))
+    alone = read(ModelRunner(ServedWeights.of_model(model), N_PAGES, max_batch=0, max_step_tokens=0))
+    in_fp32 = read(ModelRunner(ServedWeights.of_model(model.cpu().float()), N_PAGES))  # of the same weights
     runner = together(2 if what == "graphs" else 0, batch_invariant=False)
     if what == "graphs":
         assert runner.prefill_graphs is not None
         runner.max_rank_rows = 100
     found = read(runner)
-    assert (found - expected).norm() < 0.05 * expected.norm()
+    assert (found - in_fp32).norm() < 1.2 * (alone - in_fp32).norm()  # rounding alone
     of_ranks = [torch.empty_like(found, device="cuda") for _ in range(2)]
     dist.all_gather(of_ranks, found.cuda())
     assert torch.equal(*of_ranks)
