@@ -9,6 +9,9 @@ has more, and from the chunks that have more, both in the absorbed form.
 Everything else treats rows alike. Rows are normed and quantized once for all FP8 weights that read them, experts'
 rows are sorted by expert, and a row's results are weighted in SwiGLU, as in training (`octile.nn.fused.feed_forward`).
 
+Decode steps of few rows attend in another pass (`octile.serve.few_rows`), whose operators take several of these
+together.
+
 With `batch_invariant` a row's bits depend on its request alone: all rows attend in the absorbed form with a fixed
 number of splits, and each GEMM computes a row in one form for any number of rows. FP8 GEMMs on a GPU are then grouped
 ones with one group, which do not split K.
@@ -58,6 +61,7 @@ from octile.parallel.decoding import SortedExchange
 from octile.parallel.symmetric_memory import PeerDispatcher
 from octile.routing import choice_of
 from octile.scaled import ScaledTensor
+from octile.serve import few_rows
 from octile.serve.chosen_keys import MAX_LOGITS, IndexQueries, choose_of_pages, choose_of_prefix, schedule
 from octile.serve.expert_load import ExpertLoad
 from octile.serve.index_pages import IndexPages
@@ -65,6 +69,7 @@ from octile.serve.latent_pages import LatentPages
 from octile.serve.spread_experts import SpreadExperts
 from octile.serve.tensor_parallel import ALONE, TensorParallel
 from octile.serve.weights import (
+    NORM_EPS,
     AttentionWeights,
     BlockWeights,
     IndexerWeights,
@@ -264,6 +269,9 @@ class Forward:
         return self.weights.config.rms_norm_eps
 
     def _block(self, x_TD: Tensor, layer: int, w: BlockWeights, step: Step, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+        if few_rows.is_step_of_few_rows(self, step) and few_rows.has_products_of_few_rows(w.attention):
+            x_TD = few_rows.add_attention(self, x_TD, layer, w, step, cos_sin)
+            return self.add_feed_forward(x_TD, layer, w, step.slots)
         queries = self.queries(x_TD, layer, w, step.slots, cos_sin)
         return self.after_attention(x_TD, self.attend(queries, layer, w.attention, step), layer, w, step.slots)
 
@@ -394,6 +402,10 @@ class Forward:
             layer, w: which block it is, and its weights.
         """
         self.tp.add_sums_(x_TD, self._nt(self._rows(o_TV, w.attention.o), w.attention.o))
+        return self.add_feed_forward(x_TD, layer, w, slots)
+
+    def add_feed_forward(self, x_TD: Tensor, layer: int, w: BlockWeights, slots: Tensor) -> Tensor:
+        """Add to rows what a block's SwiGLU layer or mixture computes of them, and return them: [T, D]."""
         if isinstance(w.mlp, MLPWeights):
             return x_TD.add_(self._mlp(self._norm(x_TD, w.post_norm, w.mlp.x.has_fp8, w.mlp.x.has_values), w.mlp))
         shared_fp8 = w.mlp.shared is not None and w.mlp.shared.x.has_fp8
@@ -649,9 +661,6 @@ class Forward:
             out_THN.copy_(row_invariant_matmul_nt(x_HTK, w_HNK, x_THK.dtype).transpose(0, 1))
         else:
             torch.bmm(x_HTK, w_HNK.mT, out=out_THN.transpose(0, 1))
-
-
-NORM_EPS = 1e-6  # of the norms of compressed queries and latents, as in `octile.nn.MLA` and published models
 
 
 def merge_attention(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

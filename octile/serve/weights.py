@@ -39,6 +39,7 @@ from octile.serve.weight_part import Part
 Weight = ScaledTensor | Tensor  # [N, K]; of experts [E, N, K]
 ReadWeight = Callable[[str], Weight]
 ALL_HEADS = HeadShare()
+NORM_EPS = 1e-6  # of the norms of compressed queries and latents, as in `octile.nn.MLA` and published models
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float32)
 
 
