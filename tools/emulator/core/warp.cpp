@@ -160,15 +160,15 @@ void mma(const Fragments& of_lane, bool bfloat16) {
     });
 }
 
-void store_cluster(uint32_t to, const void* value, size_t bytes) {
+void store_cluster(uint32_t to, uint32_t value) {
     may_switch();
     const uint32_t rank = to >> 24;
     const Block* own = me()->home;
     if (rank >= own->cluster->size()) fail("there is no block %u in a cluster of %zu", rank, own->cluster->size());
     Block* block = (*own->cluster)[rank];
     if (!block->live) fail("store_cluster to block %u, whose threads have all ended", rank);
-    if (to % bytes) fail("store_cluster: the address is not a multiple of %zu", bytes);
-    memcpy(block->shared + ((to & 0xFFFFFF) - shared_start), value, bytes);
+    if (to % 4) fail("store_cluster: the address is not a multiple of 4");
+    memcpy(block->shared + ((to & 0xFFFFFF) - shared_start), &value, sizeof value);
 }
 
 // A proxy fence orders the writes of its own thread: what the lanes of a warp wrote together needs the fences of all.

@@ -20,7 +20,7 @@ struct Fragments {
     float* d;
 };
 void mma(const Fragments& of_lane, bool bfloat16);
-void store_cluster(uint32_t to, const void* value, size_t bytes);
+void store_cluster(uint32_t to, uint32_t value);
 void cluster_sync();
 void setmaxnreg(int registers, bool decrease);
 void mbarrier_init(uint64_t& barrier, uint32_t count);
@@ -118,8 +118,7 @@ inline void bulk_store(void* to, const void* from, uint32_t bytes) { emulator::b
 inline void bulk_prefetch(const void* from, uint32_t bytes) { emulator::bulk_prefetch(from, bytes); }
 inline void store_async(uint32_t to, uint4 value, uint32_t barrier) { emulator::store_async(to, value, barrier); }
 inline void cp_async_16(void* to, const void* from, bool reads) { emulator::cp_async_16(to, from, reads); }
-inline void store_cluster(uint32_t to, uint32_t value) { emulator::store_cluster(to, &value, sizeof value); }
-inline void store_cluster(uint32_t to, uint4 value) { emulator::store_cluster(to, &value, sizeof value); }
+inline void store_cluster(uint32_t to, uint32_t value) { emulator::store_cluster(to, value); }
 inline void bulk_commit_group() { emulator::bulk_commit_group(); }
 template <int groups>
 void bulk_wait_group_read() {

@@ -18,11 +18,10 @@ few_rows_nt(const uint16_t* x, int64_t x_row, const uint8_t* norm_weight, float 
     const Fp8Rows rows{shared + smem::rows};
     const WarpSums sums{reinterpret_cast<float*>(shared + smem::sums)};
     Fp8Tile tile(lane, weight, scales, first, n);
-    if constexpr (config::cluster > 1) ptx::cluster_sync();  // the others have begun: their memory may be written
     ptx::wait_for_previous();
     ptx::launch_dependents();
     rows.make(x, x_row, norm_weight, eps);
-    Fp8Rows::sync();
+    __syncthreads();
     float d[4];
     tile.multiply(d, rows);
     sums.put(d, lane);

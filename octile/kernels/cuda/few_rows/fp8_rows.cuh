@@ -1,8 +1,7 @@
 // Few rows of x in shared memory: quantized to E4M3 in 1×128 tiles and, exactly, converted to FP16.
 //
 // Every thread block of a product makes them again, of BF16 values, after normalizing them where the product reads normed
-// rows: it takes less time than a kernel before. Of several rows a cluster of 8 thread blocks makes one each, and writes it
-// to the shared memory of all.
+// rows: it takes less time than a kernel before. One row is divided among all warps, eight rows among one each.
 #pragma once
 #include "vec8.cuh"
 #include "warp_sums.cuh"
@@ -12,8 +11,7 @@ constexpr int k_blocks = (config::k + 127) / 128;
 struct Fp8Rows {
     static constexpr int pitch = 256 * k_blocks + 16;  // bytes of a row; rows begin in different banks
     static constexpr int bytes = config::rows * pitch + k_blocks * max_rows * 4 + warps * 4;
-    static constexpr bool in_cluster = config::cluster > 1;
-    static constexpr int warps_of_row = in_cluster ? warps : warps / config::rows;
+    static constexpr int warps_of_row = warps / config::rows;
     static constexpr int threads_of_row = 32 * warps_of_row;
     static constexpr int vectors = (16 * k_blocks + threads_of_row - 1) / threads_of_row;  // of 8, of a thread
     uint8_t* const shared;
@@ -31,7 +29,7 @@ struct Fp8Rows {
     // x: [rows, K] bfloat16, rows x_row elements apart. weight: of the norm.
     __device__ __forceinline__ void make(const uint16_t* x, int64_t x_row, const uint8_t* weight, float eps) const {
         const int thread = threadIdx.x % threads_of_row;
-        const int row = in_cluster ? ptx::cluster_ctarank() : threadIdx.x / threads_of_row;
+        const int row = threadIdx.x / threads_of_row;
         const bool has_row = row < config::rows;
         const uint16_t* from = x + static_cast<int64_t>(has_row ? row : 0) * x_row;
         auto column = [&](int v) { return 8 * (v * threads_of_row + thread); };
@@ -109,26 +107,7 @@ struct Fp8Rows {
         if (column >= 128 * k_blocks) return;
         const uint4 converted = make_uint4(ptx::e4m3_to_f16(first, false), ptx::e4m3_to_f16(first, true),
                                            ptx::e4m3_to_f16(second, false), ptx::e4m3_to_f16(second, true));
-        uint8_t* to = shared + row * pitch + 2 * column;
-        float* scale_to = all_scales() + column / 128 * max_rows + row;
-        const bool has_scale = ptx::lane_id() % 16 == 0;
-        if constexpr (in_cluster) {
-#pragma unroll
-            for (int block = 0; block < config::cluster; ++block) {
-                ptx::store_cluster(ptx::cluster_address(to, block), converted);
-                if (has_scale) ptx::store_cluster(ptx::cluster_address(scale_to, block), __float_as_uint(scale));
-            }
-        } else {
-            *reinterpret_cast<uint4*>(to) = converted;
-            if (has_scale) *scale_to = scale;
-        }
-    }
-
-    // Waits until all rows are there.
-    __device__ __forceinline__ static void sync() {
-        if constexpr (in_cluster)
-            ptx::cluster_sync();
-        else
-            __syncthreads();
+        *reinterpret_cast<uint4*>(shared + row * pitch + 2 * column) = converted;
+        if (ptx::lane_id() % 16 == 0) all_scales()[column / 128 * max_rows + row] = scale;
     }
 };

@@ -19,8 +19,6 @@ WARPS, THREADS, TILE_ROWS = 8, 256, 16  # warp_sums.cuh has the same
 SUMS_BYTES = WARPS * MAX_ROWS * 20 * 4
 DEPTH = 4  # blocks of 128 along K that a warp loads ahead
 BLOCKS = 2  # thread blocks that must fit on an SM
-CLUSTER = 8  # thread blocks that divide the quantization of rows, from so many rows on:
-MIN_CLUSTER_ROWS = 3
 MAX_KEYS = 1024
 
 _prepared: BoundedCache[PreparedKernel] = BoundedCache(MAX_KEYS)
@@ -63,9 +61,7 @@ def few_rows_nt(
     prepared = _prepared[key]
     if prepared is None:
         constants = plan(m, k, None if norm_weight is None else norm_weight.dtype, power_of_2, add is not None)
-        prepared = _prepared[key] = prepare(
-            "few_rows_nt", constants, grid(m, n), x.device, cluster=int(constants["cluster"])
-        )
+        prepared = _prepared[key] = prepare("few_rows_nt", constants, -(-n // TILE_ROWS), x.device)
     prepared.launch_at(
         (x.data_ptr(), x.stride(0), _pointer(norm_weight), eps, weight.data_ptr(), scale.data_ptr(), _pointer(add),
          0 if add is None else add.stride(0), y.data_ptr(), n)
@@ -77,20 +73,9 @@ def plan(m: int, k: int, norm_dtype: torch.dtype | None, power_of_2: bool, add: 
     """Return the constants of the kernel that multiplies m rows of k columns."""
     return {
         "rows": m, "k": k, "norm": norm_dtype is not None, "weight_dtype": DTYPES[norm_dtype or torch.float32],
-        "power_of_2": power_of_2, "add": add, "depth": DEPTH, "blocks": BLOCKS, "cluster": cluster_of(m),
+        "power_of_2": power_of_2, "add": add, "depth": DEPTH, "blocks": BLOCKS,
         "shared_bytes": (fp8_rows_bytes(m, k) + 15) // 16 * 16 + SUMS_BYTES,
     }  # fmt: skip
-
-
-def cluster_of(m: int) -> int:
-    """Return the thread blocks of a cluster that multiplies m rows."""
-    return CLUSTER if m >= MIN_CLUSTER_ROWS else 1
-
-
-def grid(m: int, n: int) -> int:
-    """Return the thread blocks that compute n columns of m rows: whole clusters."""
-    cluster = cluster_of(m)
-    return -(-n // (TILE_ROWS * cluster)) * cluster
 
 
 def fp8_rows_bytes(m: int, k: int) -> int:

@@ -267,13 +267,6 @@ __device__ __forceinline__ void store_cluster(uint32_t to, uint32_t value) {
     asm volatile("st.shared::cluster.b32 [%0], %1;" ::"r"(to), "r"(value) : "memory");
 }
 
-// Stores 16 bytes at a `cluster_address`, a multiple of 16.
-__device__ __forceinline__ void store_cluster(uint32_t to, uint4 value) {
-    asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(value.x), "r"(value.y), "r"(value.z),
-                 "r"(value.w)
-                 : "memory");
-}
-
 // Makes a group of this thread's stores since the last group.
 __device__ __forceinline__ void bulk_commit_group() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");

@@ -28,8 +28,7 @@ def multiply(
     emulator.run(
         "few_rows_nt",
         constants,
-        grid=launcher.grid(m, n),
-        cluster=launcher.cluster_of(m),
+        grid=-(-n // launcher.TILE_ROWS),
         threads=launcher.THREADS,
         shared_bytes=constants["shared_bytes"],
         arguments=[
