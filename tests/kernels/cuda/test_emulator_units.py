@@ -110,6 +110,19 @@ def test_an_arrival_too_many_is_found_while_others_wait_for_cp_async(count: int,
         gathered(True, True, 0, count, arrives, lazy=True)
 
 
+@pytest.mark.parametrize("open_groups", [0, 1, 2])
+def test_what_a_thread_copies_is_there_after_a_wait_for_its_group(open_groups: int) -> None:
+    vectors = torch.arange(32 * 32).to(torch.uint8).clamp_(max=254).view(32, 2, 16)
+    found = torch.zeros_like(vectors)
+    emulator.run(
+        "own_copies", {}, grid=1, threads=32, shared_bytes=32 * 32, headers=SOURCES,
+        arguments=[vectors, found, open_groups],
+    )  # fmt: skip
+    arrived = 2 - open_groups
+    assert torch.equal(found[:, :arrived], vectors[:, :arrived])
+    assert (found[:, arrived:] == 0xFF).all()
+
+
 def exchanged(announced: int, waits: bool, seed: int) -> torch.Tensor:
     """What 2 · 32 threads find where the other thread block of the cluster has stored; each has stored its number."""
     rows = torch.arange(64, dtype=torch.int32)[:, None].expand(64, 4).contiguous()

@@ -84,6 +84,13 @@ struct Piece {
     const void* from;
 };
 
+// Bytes that a thread copies for itself to shared memory, in groups that it waits for.
+struct OwnPiece {
+    uint8_t* to;
+    const void* from;
+    uint32_t bytes;
+};
+
 struct Thread : Place {
     Block* home;
     Warpgroup* warpgroup;
@@ -101,6 +108,8 @@ struct Thread : Place {
     std::vector<std::shared_ptr<Copy>> open_group;
     std::vector<Piece> pieces;  // for which it has not arrived yet
     std::deque<std::vector<std::shared_ptr<Copy>>> groups;
+    std::vector<OwnPiece> own_pieces;  // since the last group
+    std::deque<std::vector<OwnPiece>> own_groups;
 
     bool fenced = false;  // wgmma_fence since its registers were last its own
     size_t issued = 0, commits = 0;

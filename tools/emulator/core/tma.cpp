@@ -271,6 +271,29 @@ void arrive_after_copies(uint64_t& state) {
     if (chance(machine.tendencies.copy_early)) advance_copy(machine.copies.size() - 1);
 }
 
+// What is copied arrives when the thread waits for it.
+void copy_async(void* to, const void* from, uint32_t bytes) {
+    may_switch();
+    Block* block = me()->home;
+    uint8_t* start = shared_range(block, to, bytes, "cp.async");
+    if (reinterpret_cast<uintptr_t>(to) % bytes || reinterpret_cast<uintptr_t>(from) % bytes)
+        fail("cp.async copies %u bytes from and to addresses that are multiples of as many", bytes);
+    memset(start, 0xFF, bytes);
+    memset(block->async + (start - block->shared), 0xFF, bytes);
+    me()->own_pieces.push_back({start, from, bytes});
+}
+
+void copy_async_commit() {
+    me()->own_groups.push_back(std::move(me()->own_pieces));
+    me()->own_pieces.clear();
+}
+
+void copy_async_wait(int groups) {
+    may_switch();
+    for (auto& waiting = me()->own_groups; waiting.size() > size_t(groups); waiting.pop_front())
+        for (const OwnPiece& piece : waiting.front()) memcpy(piece.to, piece.from, piece.bytes);
+}
+
 static void begin_store(const std::shared_ptr<Copy>& copy) {
     for (uint32_t i = 0; i < copy->bytes() / 16; ++i)
         if (const uint32_t warp = me()->home->unfenced[copy->at(i) / 16])
@@ -317,6 +340,9 @@ void bulk_wait_group_read(int groups) {
 void check_exit(Thread* thread) {
     if (!thread->open_group.empty()) fail("ends with stores that were not committed");
     if (!thread->pieces.empty()) fail("ends with copies by cp.async for which it did not arrive");
+    if (!thread->own_pieces.empty()) fail("ends with copies by cp.async that were not committed");
+    for (const auto& group : thread->own_groups)
+        if (!group.empty()) fail("ends while its copies may still write shared memory: copy_async_wait is missing");
     for (const auto& group : thread->groups)
         for (const auto& copy : group)
             if (copy->state == Copy::issued)

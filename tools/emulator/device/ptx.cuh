@@ -37,6 +37,9 @@ void store_async(uint32_t to, const uint4& value, uint32_t barrier);
 void bulk_store(void* to, const void* from, uint32_t bytes);
 void cp_async_16(void* to, const void* from, bool reads);
 void arrive_after_copies(uint64_t& barrier);
+void copy_async(void* to, const void* from, uint32_t bytes);
+void copy_async_commit();
+void copy_async_wait(int groups);
 void bulk_commit_group();
 void bulk_wait_group_read(int groups);
 void wgmma_fence();
@@ -119,6 +122,13 @@ inline void bulk_prefetch(const void* from, uint32_t bytes) { emulator::bulk_pre
 inline void store_async(uint32_t to, uint4 value, uint32_t barrier) { emulator::store_async(to, value, barrier); }
 inline void cp_async_16(void* to, const void* from, bool reads) { emulator::cp_async_16(to, from, reads); }
 inline void store_cluster(uint32_t to, uint32_t value) { emulator::store_cluster(to, value); }
+inline void copy_async_16(void* to, const void* from) { emulator::copy_async(to, from, 16); }
+inline void copy_async_4(void* to, const void* from) { emulator::copy_async(to, from, 4); }
+inline void copy_async_commit() { emulator::copy_async_commit(); }
+template <int groups>
+void copy_async_wait() {
+    emulator::copy_async_wait(groups);
+}
 inline void bulk_commit_group() { emulator::bulk_commit_group(); }
 template <int groups>
 void bulk_wait_group_read() {
