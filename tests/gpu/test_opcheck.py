@@ -8,6 +8,7 @@ import torch
 from octile.ops.attention import attention, attention_backward
 from octile.ops.cross_entropy import cross_entropy, cross_entropy_backward
 from octile.ops.few_rows import few_rows_nt, latent_attention
+from octile.ops.few_rows_mixture import few_rows_mixture
 from octile.ops.gate import bfloat16_terms, choose_experts, gate, gate_backward
 from octile.ops.grouped import (
     grouped_matmul_nt,
@@ -144,6 +145,26 @@ CASES = {
     "rows that do not depend on each other": lambda: (
         row_invariant_matmul_nt,
         (*(torch.randn(2, n, 40, device="cuda").bfloat16() for n in (5, 7)), torch.float32),
+    ),
+    "mixture of few rows": lambda: (
+        few_rows_mixture,
+        (
+            torch.randn(2, 256, device="cuda").bfloat16(),
+            torch.rand(256, device="cuda"),
+            1e-6,
+            torch.randn(8, 256, device="cuda"),
+            torch.rand(8, device="cuda"),
+            *(3, 1, 1, 1, "sigmoid", True, 2.5),
+            torch.randn(8, 256, 256, device="cuda").to(torch.float8_e4m3fn),
+            torch.rand(8, 2, 2, device="cuda"),
+            torch.randn(8, 256, 128, device="cuda").to(torch.float8_e4m3fn),
+            torch.rand(8, 2, 1, device="cuda"),
+            torch.randn(512, 256, device="cuda").to(torch.float8_e4m3fn),
+            torch.rand(4, 2, device="cuda"),
+            torch.randn(256, 256, device="cuda").to(torch.float8_e4m3fn),
+            torch.rand(2, 2, device="cuda"),
+            False,
+        ),
     ),
     "product of few rows": lambda: (
         few_rows_nt,

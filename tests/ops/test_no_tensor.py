@@ -13,6 +13,7 @@ from octile.ops.adamw import adamw
 from octile.ops.attention import attention, attention_backward
 from octile.ops.cross_entropy import cross_entropy, cross_entropy_backward
 from octile.ops.few_rows import few_rows_nt, latent_attention
+from octile.ops.few_rows_mixture import few_rows_mixture
 from octile.ops.gate import bfloat16_terms, choose_experts, gate, gate_backward
 from octile.ops.gradient_norms import gradient_norms
 from octile.ops.grouped import (
@@ -132,6 +133,17 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     permute: (ENCODED, SCALE, PLACES),
     high_precision_grouped_nt: (X, X[None], ENDS, torch.float32),
     high_precision_grouped_tn: (X, X, ENDS, torch.float32),
+    few_rows_mixture: (
+        torch.ones(2, 2),
+        torch.ones(2),
+        1e-6,
+        torch.ones(1, 2),
+        torch.ones(1),
+        *(1, 1, 1, 1, "sigmoid", True, 1.0),
+        *(F8[None, :2, :2], torch.ones(1, 1, 1), F8[None, :2, :1], torch.ones(1, 1, 1)),
+        *(F8[:2, :2], ONE, F8[:2, :1], ONE),
+        False,
+    ),
     few_rows_nt: (X, FLAT, 1e-6, F8, ONE, False, torch.ones(2, 2)),
     latent_attention: (
         X[:, :32],

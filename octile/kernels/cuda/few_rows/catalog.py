@@ -1,9 +1,9 @@
-"""Catalog of the kernels of few rows that are compiled without a GPU: those of DeepSeek-V2-Lite's attention."""
+"""Catalog of the kernels of few rows that are compiled without a GPU: those of DeepSeek-V2-Lite."""
 
 import torch
 
-from octile.kernels.cuda.attention.mla_catalog import KernelPlan
-from octile.kernels.cuda.few_rows import attention, launcher
+from octile.kernels.cuda.attention.mla_catalog import SMS, KernelPlan
+from octile.kernels.cuda.few_rows import attention, launcher, mixture
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
@@ -21,4 +21,8 @@ def plans() -> dict[str, KernelPlan]:
             "merge and values": ("merge_values", attention.plan_merge(rows, 128)),
         }
         found |= {f"few rows: {case}, {rows}": KernelPlan(*of_case, {}) for case, of_case in kernels.items()}
+        made = mixture.plan(
+            rows, 2048, 1408, 2816, 64, FP32, BF16, (6, 1, 1, 1, "softmax", False, 1.0), False, False, SMS
+        )
+        found |= {f"few rows: {plan.kernel}, {rows}": KernelPlan(plan.kernel, plan.constants, {}) for plan in made}
     return found

@@ -1,0 +1,226 @@
+"""Launcher of a mixture of experts of few rows, as `octile.ops.few_rows_mixture` specifies it: three kernels.
+
+    mixture_gate    normalizes and quantizes the rows, and chooses their experts
+    mixture_up      computes the gate and up projections, and SwiGLU
+    mixture_down    computes the down projections, sums them, and adds them to the rows
+
+Each may start before the kernel before it has ended (programmatic dependent launch), and loads weights meanwhile.
+
+A launch depends on shapes and strides, never on values, so it can be captured in a CUDA graph. The first call of a kind
+compiles and loads a kernel, which cannot be captured.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octile.kernels.cuda.gemm import num_sms, request
+from octile.kernels.cuda.jit import specialize
+from octile.kernels.cuda.jit.prepared import BoundedCache, PreparedKernel
+from octile.kernels.cuda.quantize.launcher import DTYPES
+from octile.kernels.memory_layout import VECTOR, new_scale
+from octile.routing import EPS
+
+MAX_ROWS, MAX_EXPERTS, MAX_CHOSEN, MAX_GROUPS = 8, 256, 32, 32
+SIDE, STAGE_BYTES, ROW_PADDING = 128, 32 * (4 * 16 + 2 * 4), 64  # as in weight_rows.cuh and the kernels
+ROUTES_BYTES, ROUTE_BYTES = 16, 48  # of struct Routes without its routes, and of a Route
+GATE_CLUSTER, GATE_WARPS, UP_WARPS, DOWN_WARPS, DOWN_COLUMNS = 8, 8, 12, 8, 16
+MIN_DEPTH, MAX_DEPTH = 2, 6  # k-blocks of a warp in flight
+MAX_KEYS = 1024
+
+MAX_SHARED_BYTES = 227 * 1024  # of a thread block
+
+Choice = tuple[int, int, int, int, str, bool, float]  # as `octile.ops.gate.gate` takes it, from n_chosen on
+Weights = tuple[Tensor, Tensor, Tensor, Tensor]  # up and its scale, down and its scale
+SharedWeights = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+_prepared: BoundedCache[tuple[PreparedKernel, ...]] = BoundedCache(MAX_KEYS)
+
+
+class Plan(NamedTuple):
+    """A kernel and its launch."""
+
+    kernel: str
+    constants: dict[str, int | bool]
+    grid: int
+    cluster: int
+    threads: int
+
+
+def plan_gate(
+    rows: int, columns: int, gate: torch.dtype, norm: torch.dtype, choice: dict[str, int | bool], power_of_2: bool
+) -> Plan:
+    """Plan mixture_gate for rows [rows, columns]."""
+    n_experts, n_chosen = int(choice["experts"]), int(choice["chosen"])
+    of_choice = MAX_ROWS * (n_experts + 4 * n_chosen) + 2 * n_experts + 4
+    shared = 4 * rows * (GATE_WARPS + n_experts) + of_choice + 4 + VECTOR + 2 * rows * columns
+    constants = choice | {
+        "rows": rows, "columns": columns, "units": -(-columns // (256 * GATE_WARPS)), "warps": GATE_WARPS,
+        "cluster": GATE_CLUSTER, "dtype": DTYPES[torch.bfloat16], "gate_dtype": DTYPES[gate],
+        "weight_dtype": DTYPES[norm], "power_of_2": power_of_2, "shared_bytes": _aligned(shared),
+    }  # fmt: skip
+    return Plan("mixture_gate", constants, GATE_CLUSTER, GATE_CLUSTER, 32 * GATE_WARPS)
+
+
+def plan_up(rows: int, columns: int, hidden: int, shared_hidden: int, n_chosen: int, n_experts: int, sms: int) -> Plan:
+    """Plan mixture_up: experts of `hidden` columns, shared experts of `shared_hidden` together."""
+    of_rows = 4 * MAX_ROWS * columns // SIDE + rows * (columns + ROW_PADDING)
+    depth, shared = _depth(UP_WARPS, of_rows + routes_bytes(rows, n_chosen, n_experts))
+    constants: dict[str, int | bool] = {
+        "columns": columns, "chosen": n_chosen, "intermediate": hidden, "shared_intermediate": shared_hidden,
+        "warps": UP_WARPS, "depth": depth, "shared_bytes": shared,
+    }  # fmt: skip
+    return Plan("mixture_up", constants, sms, 1, 32 * UP_WARPS)
+
+
+def plan_down(
+    rows: int, columns: int, hidden: int, shared_hidden: int, n_chosen: int, n_experts: int, power_of_2: bool
+) -> Plan:
+    """Plan mixture_down; arguments as of `plan_up`."""
+    row = n_chosen * hidden + shared_hidden
+    of_rows = 4 * MAX_ROWS * row // SIDE + rows * (row + ROW_PADDING) + 4 * DOWN_WARPS * DOWN_COLUMNS * MAX_ROWS
+    depth, shared = _depth(DOWN_WARPS, of_rows + routes_bytes(rows, n_chosen, n_experts))
+    constants: dict[str, int | bool] = {
+        "columns": columns, "chosen": n_chosen, "intermediate": hidden, "shared_intermediate": shared_hidden,
+        "warps": DOWN_WARPS, "depth": depth, "power_of_2": power_of_2, "shared_bytes": shared,
+    }  # fmt: skip
+    return Plan("mixture_down", constants, columns // DOWN_COLUMNS, 1, 32 * DOWN_WARPS)
+
+
+def _depth(warps: int, other_bytes: int) -> tuple[int, int]:
+    """Return the k-blocks that a warp has in flight, and the shared memory: more than half, for one block on each SM.
+
+    A block that begins on the first SM that is free, next to another one of its kernel, leaves others idle.
+    """
+    stage = warps * STAGE_BYTES
+    depth = max(min((MAX_SHARED_BYTES - other_bytes - VECTOR) // stage, MAX_DEPTH), MIN_DEPTH)
+    return depth, max(_aligned(depth * stage + other_bytes), MAX_SHARED_BYTES // 2 + VECTOR)
+
+
+def max_routes(rows: int, n_chosen: int, n_experts: int) -> int:
+    """Return how many experts rows can choose together."""
+    return min(rows * n_chosen, n_experts)
+
+
+def routes_bytes(rows: int, n_chosen: int, n_experts: int) -> int:
+    """Return the bytes of struct Routes for rows."""
+    return ROUTES_BYTES + ROUTE_BYTES * max_routes(rows, n_chosen, n_experts)
+
+
+def choice_constants(
+    n_experts: int, n_chosen: int, n_group: int, topk_group: int, best: int, scoring_func: str, norm_topk_prob: bool,
+    biased: bool,
+) -> dict[str, int | bool]:  # fmt: skip
+    """Return the constants by which choice.cuh chooses."""
+    return {
+        "experts": n_experts, "chosen": n_chosen, "groups": n_group, "top_groups": topk_group, "best": best,
+        "softmax": scoring_func == "softmax", "normalize": norm_topk_prob, "biased": biased,
+    }  # fmt: skip
+
+
+def why_unsupported(
+    x: Tensor, norm_weight: Tensor, eps: float, gate: Tensor, bias: Tensor | None, choice: Choice, experts: Weights,
+    shared: SharedWeights, power_of_2: bool,
+) -> str | None:  # fmt: skip
+    """Return why these kernels do not compute a mixture; None: they do. Arguments as of `launch`."""
+    (t, d), (n_experts, _, hidden) = x.shape, experts[2].shape
+    shared_hidden = 0 if shared[2] is None else shared[2].shape[1]
+    n_chosen, n_group = choice[:2]
+    if not 0 < t <= MAX_ROWS:
+        return f"there are {t} rows, not 1 to {MAX_ROWS}"
+    if x.dtype != torch.bfloat16:
+        return f"x is {x.dtype}, not bfloat16"
+    if n_experts > MAX_EXPERTS or n_chosen > MAX_CHOSEN or n_group > MAX_GROUPS:
+        return f"{n_experts} experts, {n_chosen} chosen or {n_group} groups are too many"
+    if d % SIDE or hidden % SIDE or shared_hidden % hidden:
+        return f"{d} or {hidden} columns are no multiple of {SIDE}, or {shared_hidden} shared ones none of {hidden}"
+    if bias is not None and bias.dtype != torch.float32:
+        return f"bias is {bias.dtype}, not float32"
+    for weight in (x, norm_weight, gate, bias, *experts, *shared):
+        if weight is not None and (not weight.is_contiguous() or weight.data_ptr() % VECTOR):
+            return f"a tensor is not contiguous or does not begin at a multiple of {VECTOR} bytes"
+    plans = plan(
+        t, d, hidden, shared_hidden, n_experts, gate.dtype, norm_weight.dtype, choice, bias is not None, False, 1
+    )
+    if max(int(made.constants["shared_bytes"]) for made in plans) > MAX_SHARED_BYTES:
+        return f"{t} rows of {d} and {n_chosen} times {hidden} columns do not fit into shared memory"
+    return request.why_not_on(x.device)
+
+
+def launch(
+    x: Tensor, norm_weight: Tensor, eps: float, gate: Tensor, bias: Tensor | None, choice: Choice, experts: Weights,
+    shared: SharedWeights, power_of_2: bool,
+) -> Tensor:  # fmt: skip
+    """Add a mixture to x; arguments as of `octile.ops.few_rows_mixture`.
+
+    Returns:
+        experts int64 [T, K].
+    """
+    (t, d), (n_experts, _, hidden), n_chosen, factor = x.shape, experts[2].shape, choice[0], choice[-1]
+    shared_hidden = 0 if shared[2] is None else shared[2].shape[1]
+    key = (
+        t,
+        d,
+        hidden,
+        shared_hidden,
+        n_experts,
+        gate.dtype,
+        norm_weight.dtype,
+        choice[:-1],
+        bias is None,
+        power_of_2,
+        x.device,
+    )
+    kernels = _prepared[key]
+    if kernels is None:
+        sms = num_sms.multiprocessors(x.device)
+        sizes = t, d, hidden, shared_hidden, n_experts, gate.dtype, norm_weight.dtype
+        plans = plan(*sizes, choice, bias is not None, power_of_2, sms)
+        kernels = _prepared[key] = tuple(load(made, x.device) for made in plans)
+    data, scale = x.new_empty(t, d, dtype=torch.float8_e4m3fn), new_scale(x, 1, SIDE)
+    routes = x.new_empty(routes_bytes(t, n_chosen, n_experts), dtype=torch.uint8)
+    h = x.new_empty(t, n_chosen * hidden + shared_hidden, dtype=torch.float32)
+    chosen = x.new_empty(t, n_chosen, dtype=torch.int64)
+    up, up_scale, down, down_scale = map(_pointer, experts)
+    shared_up, shared_up_scale, shared_down, shared_down_scale = map(_pointer, shared)
+    rows, quantized, listed = x.data_ptr(), (data.data_ptr(), scale.data_ptr()), routes.data_ptr()
+    read = rows, norm_weight.data_ptr(), gate.data_ptr(), _pointer(bias)
+    numbers = eps, 1.0 / d, factor, EPS
+    kernels[0].launch_at((*read, *quantized, listed, chosen.data_ptr(), *numbers))()
+    counts = t, max_routes(t, n_chosen, n_experts)
+    weights = up, up_scale, shared_up, shared_up_scale
+    kernels[1].launch_at((*quantized, listed, *weights, h.data_ptr(), *counts))()
+    weights = down, down_scale, shared_down, shared_down_scale
+    kernels[2].launch_at((rows, h.data_ptr(), listed, *weights, *counts))()
+    return chosen
+
+
+@functools.lru_cache(MAX_KEYS)
+def plan(
+    rows: int, columns: int, hidden: int, shared_hidden: int, n_experts: int, gate: torch.dtype, norm: torch.dtype,
+    choice: Choice, biased: bool, power_of_2: bool, sms: int,
+) -> tuple[Plan, Plan, Plan]:  # fmt: skip
+    """Plan the three kernels for rows [rows, columns], experts of `hidden` columns and shared ones of shared_hidden."""
+    constants, of_all = choice_constants(n_experts, *choice[:-1], biased), (rows, columns, hidden, shared_hidden)
+    return (
+        plan_gate(rows, columns, gate, norm, constants, power_of_2),
+        plan_up(*of_all, choice[0], n_experts, sms),
+        plan_down(*of_all, choice[0], n_experts, power_of_2),
+    )
+
+
+def load(plan: Plan, device: torch.device) -> PreparedKernel:
+    """Load a planned kernel, to be launched programmatically."""
+    kernel = specialize.load(plan.kernel, plan.constants, device)
+    shared_bytes = int(plan.constants["shared_bytes"])
+    return PreparedKernel(kernel, plan.grid, plan.cluster, plan.threads, shared_bytes, programmatic=True)
+
+
+def _aligned(n: int) -> int:
+    return -(-n // VECTOR) * VECTOR
+
+
+def _pointer(t: Tensor | None) -> int:
+    return 0 if t is None else t.data_ptr()

@@ -1,0 +1,28 @@
+// The experts that at least one of a few rows has chosen, as mixture_gate.cu lists them and the kernels after it read them.
+#pragma once
+#include "ptx.cuh"
+
+constexpr int max_rows = 8;
+constexpr unsigned char not_chosen = 255;
+
+// An expert: where each row has chosen it, `not_chosen` if it has not, and its weight there.
+struct alignas(16) Route {
+    int expert;
+    unsigned char slot[max_rows];
+    int unused;
+    float weight[max_rows];
+};
+
+struct Routes {
+    int count;
+    int unused[3];
+    Route route[1];  // as many as experts can be chosen
+};
+
+// Copies routes to shared memory; at most `max_count` are there. All threads call it, and synchronize afterwards.
+__device__ __forceinline__ void read_routes(Routes& to, const Routes* from, int max_count) {
+    constexpr int header = sizeof(Routes) - sizeof(Route);
+    const int vectors = (header + max_count * sizeof(Route)) / 16;
+    for (int i = threadIdx.x; i < vectors; i += blockDim.x)
+        reinterpret_cast<uint4*>(&to)[i] = __ldcg(reinterpret_cast<const uint4*>(from) + i);
+}

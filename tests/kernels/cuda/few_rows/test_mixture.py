@@ -1,0 +1,175 @@
+"""The kernels of a mixture of few rows in the emulator, compared with the operator's reference."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from octile.formats import BLOCK
+from octile.kernels.cuda.few_rows import mixture
+from octile.kernels.cuda.gemm import num_sms, request
+from octile.ops.few_rows_mixture import few_rows_mixture
+from octile.ops.quantize import quantize
+from tools import emulator
+from tools.emulator import build
+
+pytestmark = pytest.mark.skipif(build.compiler() is None, reason="the emulator needs a C++ compiler")
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launch the kernels in the emulator, on a GPU of three SMs."""
+
+    class Emulated:
+        def __init__(self, plan: mixture.Plan, _: torch.device) -> None:
+            self.plan = plan
+
+        def launch_at(self, values: tuple[Any, ...]) -> Callable[[], None]:
+            kernel, constants, grid, cluster, threads = self.plan
+            return lambda: emulator.run(
+                kernel,
+                constants,
+                grid=grid,
+                cluster=cluster,
+                threads=threads,
+                shared_bytes=constants["shared_bytes"],
+                arguments=values,
+                seed=grid,
+            )
+
+    monkeypatch.setattr(mixture, "load", Emulated)
+    monkeypatch.setattr(mixture, "_prepared", mixture.BoundedCache(mixture.MAX_KEYS))
+    monkeypatch.setattr(num_sms, "multiprocessors", lambda device: 3)
+    monkeypatch.setattr(request, "why_not_on", lambda device: None)
+
+
+class Mixture:
+    """Arguments of the operator: random weights of E experts of D columns, with I columns between their projections."""
+
+    def __init__(
+        self, e: int = 16, d: int = 256, i: int = 128, s: int = 256, gate: torch.dtype = torch.float32, seed: int = 0
+    ) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.norm_weight = 1 + 0.1 * self.random(d)
+        self.gate = (self.random(e, d) * 2 / math.sqrt(d)).to(gate)
+        self.experts = (*self.fp8(e, 2 * i, d), *self.fp8(e, d, i))
+        self.shared: mixture.SharedWeights = (None,) * 4
+        if s:
+            self.shared = (*self.fp8(2 * s, d), *self.fp8(d, s))
+        self.bias: Tensor | None = None
+        self.choice: mixture.Choice = (3, 1, 1, 1, "softmax", False, 1.0)
+        self.power_of_2 = False
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator)
+
+    def fp8(self, *shape: int) -> tuple[Tensor, Tensor]:
+        return quantize(self.random(*shape) / math.sqrt(shape[-1]), *BLOCK, "e4m3", False)
+
+    def rows(self, t: int) -> Tensor:
+        return self.random(t, self.gate.shape[1]).bfloat16()
+
+    def launched(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what the kernels compute: x with the mixture added, and the experts."""
+        x = x.clone()
+        arguments = x, self.norm_weight, 1e-6, self.gate, self.bias, self.choice, self.experts, self.shared
+        assert mixture.why_unsupported(*arguments, self.power_of_2) is None
+        return x, mixture.launch(*arguments, self.power_of_2)
+
+    def expected(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.clone()
+        weights = *self.experts, *self.shared
+        before = x, self.norm_weight, 1e-6, self.gate, self.bias
+        return x, few_rows_mixture.reference(*before, *self.choice, *weights, self.power_of_2)
+
+
+def assert_close(of: Mixture, x: Tensor) -> None:
+    (found, experts), (expected, expected_experts) = of.launched(x), of.expected(x)
+    assert torch.equal(experts, expected_experts)
+    # a value halfway between two encoded ones may round to the other one, 2⁻⁴ away, and so may the result
+    torch.testing.assert_close(found.float(), expected.float(), rtol=2**-6, atol=2**-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("t", [1, 2, 3, 8])
+def test_any_number_of_rows(t: int) -> None:
+    of = Mixture(seed=t)
+    assert_close(of, of.rows(t))
+
+
+@pytest.mark.parametrize("s", [0, 128, 384])
+def test_shared_experts(s: int) -> None:
+    of = Mixture(s=s)
+    assert_close(of, of.rows(2))
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        (2, 1, 1, 1, "sigmoid", False, 2.5),
+        (1, 4, 1, 1, "softmax", False, 16.0),
+        (5, 4, 2, 2, "sigmoid", True, 2.5),
+        (32, 1, 1, 1, "softmax", True, 1.0),
+    ],
+    ids=str,
+)
+def test_ways_to_choose(choice: mixture.Choice) -> None:
+    of = Mixture(e=40, s=0)
+    of.choice, of.bias, of.power_of_2 = choice, of.random(40) / 8, choice[4] == "sigmoid"
+    assert_close(of, of.rows(2))
+
+
+@pytest.mark.parametrize("gate", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_dtypes_of_the_gate(gate: torch.dtype) -> None:
+    of = Mixture(gate=gate, d=384, i=256, s=256)
+    of.norm_weight = of.norm_weight.bfloat16()
+    assert_close(of, of.rows(2))
+
+
+def test_equal_logits_choose_the_first_experts() -> None:
+    of = Mixture()
+    of.gate.zero_()
+    assert of.launched(of.rows(1))[1].tolist() == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize("value", [0.0, math.nan, math.inf, 3e38, 1e-38])
+def test_extreme_values_stay_in_their_row(value: float) -> None:
+    of = Mixture()
+    x = of.rows(3)
+    x[1, 7:] = value
+    assert_close(of, x)
+
+
+def test_an_expert_that_no_row_has_chosen_is_not_added() -> None:
+    of = Mixture()
+    x = of.rows(2)
+    chosen = of.expected(x)[1]
+    for other in set(range(16)) - set(chosen.flatten().tolist()):
+        of.experts[1][other], of.experts[3][other] = math.nan, math.nan
+    only = [e for e in chosen[1].tolist() if e not in chosen[0].tolist()]
+    of.experts[3][only] = math.nan
+    found, _ = of.launched(x)
+    assert found[0].isfinite().all()
+    assert found[1].isnan().all() == bool(only)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"t": 9}, "9 rows, not 1 to 8"),
+        ({"t": 0}, "0 rows, not 1 to 8"),
+        ({"dtype": torch.float32}, "x is torch.float32"),
+        ({"i": 64}, "no multiple of 128"),
+        ({"i": 256, "s": 128}, "128 shared ones none of 256"),
+        ({"e": 257}, "257 experts"),
+    ],
+    ids=str,
+)
+def test_calls_that_are_not_supported(changes: dict[str, Any], reason: str) -> None:
+    sizes = {"e": 16, "i": 128, "s": 0} | {k: v for k, v in changes.items() if k in "eis"}
+    of = Mixture(**sizes)
+    x = of.rows(changes.get("t", 1)).to(changes.get("dtype", torch.bfloat16))
+    arguments = x, of.norm_weight, 1e-6, of.gate, None, of.choice, of.experts, of.shared, False
+    assert reason in str(mixture.why_unsupported(*arguments))
