@@ -8,6 +8,9 @@ before the previous one has ended:
     latent_attention   W_UK, rotary embeddings, the norm of latents, and the cache's rows; attention by splits; their
                        merge, and W_UV: three launches
     few_rows_nt        the output's projection, and the residual
+    few_rows_mixture   the norm, the gate, the experts and the shared experts, and the residual: three launches
+
+Of a dense SwiGLU layer, few_rows_nt computes the norm and the projections to gate and up.
 
 The formulas are those of the other pass, with sums in another order.
 """
@@ -19,9 +22,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from octile.formats import TILE
 from octile.ops.few_rows import few_rows_nt, latent_attention
+from octile.ops.few_rows_mixture import few_rows_mixture
+from octile.ops.matmul import matmul_nt
+from octile.ops.swiglu import swiglu_quantize
+from octile.routing import choice_of
 from octile.scaled import ScaledTensor
-from octile.serve.weights import NORM_EPS, AttentionWeights, BlockWeights
+from octile.serve.weights import NORM_EPS, AttentionWeights, BlockWeights, MLPWeights, MoEWeights
 
 if TYPE_CHECKING:
     from octile.serve.forward import Forward, Step
@@ -69,3 +77,47 @@ def add_attention(
     text = step.slots, cache, step.pages, step.lengths
     o_TV = latent_attention(q_TX, kv_TW, of.w_k, of.kv_norm, NORM_EPS, *cos_sin, *text, of.w_v, forward.softmax_scale)
     return product(o_TV, None, 0.0, of.o, x_TD)
+
+
+def has_feed_forward_of_few_rows(forward: Forward, w: MLPWeights | MoEWeights) -> bool:
+    """Whether all weights of a SwiGLU layer or a mixture are in FP8, and those of a mixture joined and on one GPU."""
+    if isinstance(w, MLPWeights):
+        return all(isinstance(of, ScaledTensor) for of in (*w.x.weights, w.down))
+    parts = (w,) if w.shared is None else (w, w.shared)
+    return forward.spread is None and all(
+        len(part.x.weights) == 1 and isinstance(part.x.weights[0], ScaledTensor) and isinstance(part.down, ScaledTensor)
+        for part in parts
+    )
+
+
+def add_feed_forward(forward: Forward, x_TD: Tensor, layer: int, w: BlockWeights, slots: Tensor) -> Tensor:
+    """Return rows plus what a block's SwiGLU layer or mixture computes of them: [T, D]. x is overwritten."""
+    if isinstance(w.mlp, MLPWeights):
+        return _add_mlp(forward, x_TD, w.post_norm, w.mlp)
+    c, mlp = forward.weights.config, w.mlp
+    choice = choice_of(c.topk_method, c.num_experts_per_tok, c.n_group, c.topk_group)
+    weighting = c.scoring_func, c.norm_topk_prob, c.routed_scaling_factor
+    of_gate = x_TD, w.post_norm, c.rms_norm_eps, mlp.gate, mlp.bias, *choice, *weighting
+    shared = (None,) * 4 if mlp.shared is None else _tensors(mlp.shared)
+    experts_TK = few_rows_mixture(*of_gate, *_tensors(mlp), *shared, forward.weights.power_of_2)
+    if forward.expert_load is not None:
+        forward.expert_load.count(layer, experts_TK, slots)
+    return x_TD
+
+
+def _add_mlp(forward: Forward, x_TD: Tensor, norm: Tensor, w: MLPWeights) -> Tensor:
+    eps, power_of_2, parts = forward.weights.config.rms_norm_eps, forward.weights.power_of_2, []
+    for weight, sizes in zip(w.x.weights, w.x.sizes, strict=True):
+        assert isinstance(weight, ScaledTensor)  # `has_feed_forward_of_few_rows`
+        parts += few_rows_nt(x_TD, norm, eps, weight.data, weight.scale, power_of_2).split(sizes, dim=-1)
+    assert isinstance(w.down, ScaledTensor)
+    h, h_scale = swiglu_quantize(*parts, "e4m3", power_of_2)
+    return x_TD.add_(matmul_nt(h, h_scale, TILE, w.down.data, w.down.scale, w.down.block, x_TD.dtype))
+
+
+def _tensors(w: MLPWeights | MoEWeights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the joined projections and their scale, and the down-projections and theirs."""
+    up, down = w.x.weights[0], w.down
+    assert isinstance(up, ScaledTensor)  # `has_feed_forward_of_few_rows`
+    assert isinstance(down, ScaledTensor)
+    return up.data, up.scale, down.data, down.scale

@@ -9,7 +9,7 @@ has more, and from the chunks that have more, both in the absorbed form.
 Everything else treats rows alike. Rows are normed and quantized once for all FP8 weights that read them, experts'
 rows are sorted by expert, and a row's results are weighted in SwiGLU, as in training (`octile.nn.fused.feed_forward`).
 
-Decode steps of few rows attend in another pass (`octile.serve.few_rows`), whose operators take several of these
+Decode steps of few rows take another pass (`octile.serve.few_rows`), whose operators take several of these
 together.
 
 With `batch_invariant` a row's bits depend on its request alone: all rows attend in the absorbed form with a fixed
@@ -271,6 +271,8 @@ class Forward:
     def _block(self, x_TD: Tensor, layer: int, w: BlockWeights, step: Step, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
         if few_rows.is_step_of_few_rows(self, step) and few_rows.has_products_of_few_rows(w.attention):
             x_TD = few_rows.add_attention(self, x_TD, layer, w, step, cos_sin)
+            if few_rows.has_feed_forward_of_few_rows(self, w.mlp):
+                return few_rows.add_feed_forward(self, x_TD, layer, w, step.slots)
             return self.add_feed_forward(x_TD, layer, w, step.slots)
         queries = self.queries(x_TD, layer, w, step.slots, cos_sin)
         return self.after_attention(x_TD, self.attend(queries, layer, w.attention, step), layer, w, step.slots)

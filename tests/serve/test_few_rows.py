@@ -1,5 +1,6 @@
 """Decode steps of few rows compute what other steps do, with operators that take several of theirs together."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -16,7 +17,9 @@ from tests.serve.models import CONFIG, Texts, new_model, text
 # queries whose rows are whole blocks, so that the projections of a block's input are one matrix
 DIRECT = replace(CONFIG, q_lora_rank=None, num_attention_heads=8)
 COMPRESSED = replace(CONFIG, q_lora_rank=128)
-CONFIGS = pytest.mark.parametrize("config", [DIRECT, COMPRESSED], ids=["direct", "compressed"])
+# experts of whole blocks, so that gate and up are one matrix
+BLOCKS = replace(DIRECT, moe_intermediate_size=128)
+CONFIGS = pytest.mark.parametrize("config", [DIRECT, COMPRESSED, BLOCKS], ids=["direct", "compressed", "blocks"])
 
 
 def decode(config: ModelConfig) -> list[Tensor]:
@@ -51,3 +54,30 @@ def test_projections_that_are_not():
     for model in (new_model(True), new_model(False, config=DIRECT)):
         of_layers = [block.attention for block in ServedWeights.of_model(model).blocks]
         assert not any(few_rows.has_products_of_few_rows(of) for of in of_layers)
+
+
+def test_feed_forwards_whose_matrices_are_fp8_and_joined():
+    forward = ModelRunner(new_model(True, config=BLOCKS), 1).forward
+    assert all(few_rows.has_feed_forward_of_few_rows(forward, block.mlp) for block in forward.weights.blocks)
+
+
+@pytest.mark.parametrize(("fp8", "config"), [(True, DIRECT), (False, BLOCKS)], ids=["not joined", "not FP8"])
+def test_mixtures_that_are_not(fp8: bool, config: ModelConfig):
+    forward = ModelRunner(new_model(fp8, config=config), 1).forward
+    assert not few_rows.has_feed_forward_of_few_rows(forward, forward.weights.blocks[-1].mlp)
+
+
+def test_experts_are_counted(monkeypatch: pytest.MonkeyPatch):
+    def tokens_of_experts() -> Mapping[int, tuple[int, ...]]:
+        runner = ModelRunner(new_model(True, config=BLOCKS), 8, expert_window=8)
+        texts = Texts(runner, [text(20)])
+        texts.run(12)
+        for _ in range(8):
+            texts.run(1)
+        assert runner.forward.expert_load is not None
+        return runner.forward.expert_load.in_window
+
+    expected = tokens_of_experts()
+    monkeypatch.setattr(few_rows, "is_step_of_few_rows", lambda _, step: not step.prefills)
+    assert tokens_of_experts() == expected
+    assert any(any(of_layer) for of_layer in expected.values())
