@@ -20,7 +20,7 @@ LATENT, ROTARY = 512, 64
 WIDTH = LATENT + ROTARY
 HEADS, KEYS, STAGES = 16, 32, 4  # of a thread block of mla_few_rows.cu
 CLUSTER, TILE_ROWS = 8, 16  # of merge_values.cu
-MAX_SPLITS = 32  # of a row: a warp's lanes merge them
+MAX_SPLITS = 64  # of a row
 
 _prepared: BoundedCache[PreparedKernel] = BoundedCache(MAX_KEYS)
 
@@ -124,7 +124,7 @@ def attention_values(q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, w
 
 def splits_of(m: int) -> int:
     """Return into how many parts the positions of each of m rows are divided."""
-    return MAX_SPLITS if m <= MAX_ROWS // 2 else MAX_SPLITS // 2
+    return MAX_SPLITS if m <= 2 else MAX_SPLITS // 2 if m <= 4 else MAX_SPLITS // 4
 
 
 def plan_queries(
@@ -147,4 +147,9 @@ def plan_attention() -> dict[str, int | bool]:
 def plan_merge(m: int, values: int) -> dict[str, int | bool]:
     """Return the constants of merge_values.cu."""
     merged, parts = MAX_ROWS * (2 * LATENT + VECTOR), 16 * LATENT // CLUSTER * 4
-    return {"rows": m, "values": values, "shared_bytes": merged + parts + MAX_ROWS * 4 + SUMS_BYTES}
+    return {
+        "rows": m,
+        "values": values,
+        "splits": splits_of(m),
+        "shared_bytes": merged + parts + MAX_ROWS * 4 + SUMS_BYTES,
+    }

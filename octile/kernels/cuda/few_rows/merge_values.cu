@@ -11,6 +11,7 @@ constexpr int latent = 512, cluster = 8, own_channels = latent / cluster, values
 constexpr int tiles = values / tile_rows / cluster;  // of a thread block
 constexpr int groups = threads / 16;                 // of 16 threads, which merge 64 channels of some splits of a row
 constexpr int groups_of_row = config::rows == 1 ? 16 : config::rows == 2 ? 8 : config::rows <= 4 ? 4 : 2;
+constexpr int splits = config::splits, lanes = (splits + 31) / 32;  // of a row; and those whose share a lane computes
 constexpr int pitch = 2 * latent + 16;               // bytes of a merged row
 static_assert(values % (tile_rows * cluster) == 0);
 
@@ -22,7 +23,7 @@ constexpr int sums = totals + max_rows * 4;
 static_assert(sums + WarpSums::bytes == config::shared_bytes, "launcher.py computes the same");
 }  // namespace smem
 
-// partial: [rows, n_splits, H, 512], lse: [rows, n_splits, H], of n_splits ≤ 32 of which the first ones have positions, as
+// partial: [rows, n_splits, H, 512], lse: [rows, n_splits, H], of n_splits ≤ splits of which the first ones have positions, as
 // in mla_few_rows.cu. w_v: [H, values, 512] bfloat16. out: [rows, H · values] bfloat16.
 extern "C" __global__ void __launch_bounds__(threads, 2)
 merge_values(const float* partial, const float* lse, const int* lengths, int length_step, const uint16_t* w_v, uint16_t* out,
@@ -45,30 +46,40 @@ merge_values(const float* partial, const float* lse, const int* lengths, int len
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     if (row < config::rows) {
         const int64_t first = static_cast<int64_t>(row) * n_splits * n_heads + head;
-        const int own = ptx::lane_id();
-        const float of_lane = own < count ? lse[first + static_cast<int64_t>(own) * n_heads] : minus_infinity();
-        const float4* from = reinterpret_cast<const float4*>(partial + first * latent + rank * own_channels) + threadIdx.x % 16;
-        float4 of_split_values[32 / groups_of_row];
+        float of_lane[lanes], highest = minus_infinity(), total = 0.0f;
 #pragma unroll
-        for (int i = 0; i < 32 / groups_of_row; ++i) {
-            const int s = i * groups_of_row + part;
-            if (s < count) of_split_values[i] = from[static_cast<int64_t>(s) * n_heads * (latent / 4)];
+        for (int j = 0; j < lanes; ++j) {
+            const int own = 32 * j + ptx::lane_id();
+            of_lane[j] = own < count ? lse[first + static_cast<int64_t>(own) * n_heads] : minus_infinity();
         }
-        float highest = of_lane;  // NaN does not win: its share is NaN
+        const float4* from = reinterpret_cast<const float4*>(partial + first * latent + rank * own_channels) + threadIdx.x % 16;
+        float4 values_of[splits / groups_of_row];
+#pragma unroll
+        for (int i = 0; i < splits / groups_of_row; ++i) {
+            const int s = i * groups_of_row + part;
+            if (s < count) values_of[i] = from[static_cast<int64_t>(s) * n_heads * (latent / 4)];
+        }
+#pragma unroll
+        for (int j = 0; j < lanes; ++j) highest = fmaxf(highest, of_lane[j]);  // NaN does not win: its share is NaN
 #pragma unroll
         for (int distance = 16; distance > 0; distance /= 2)
             highest = fmaxf(highest, __shfl_xor_sync(all_lanes, highest, distance));
-        const float share = own < count ? ptx::exp2(of_lane - (highest == minus_infinity() ? 0.0f : highest)) : 0.0f;
-        float total = share;
+#pragma unroll
+        for (int j = 0; j < lanes; ++j) {
+            of_lane[j] = 32 * j + static_cast<int>(ptx::lane_id()) < count
+                ? ptx::exp2(of_lane[j] - (highest == minus_infinity() ? 0.0f : highest))
+                : 0.0f;
+            total += of_lane[j];
+        }
 #pragma unroll
         for (int distance = 16; distance > 0; distance /= 2) total += __shfl_xor_sync(all_lanes, total, distance);
 #pragma unroll
-        for (int i = 0; i < 32 / groups_of_row; ++i) {
+        for (int i = 0; i < splits / groups_of_row; ++i) {
             const int s = i * groups_of_row + part;
-            const float of_this = __shfl_sync(all_lanes, share, s);
-            if (s >= count || of_this == 0.0f) continue;
-            const float4& v = of_split_values[i];
-            sum.x += of_this * v.x, sum.y += of_this * v.y, sum.z += of_this * v.z, sum.w += of_this * v.w;
+            const float share = __shfl_sync(all_lanes, of_lane[i * groups_of_row / 32], s % 32);
+            if (s >= count || share == 0.0f) continue;
+            const float4& v = values_of[i];
+            sum.x += share * v.x, sum.y += share * v.y, sum.z += share * v.z, sum.w += share * v.w;
         }
         if (part == 0 && threadIdx.x % 16 == 0)
             reinterpret_cast<float*>(shared + smem::totals)[row] = count > 0 ? total : 1.0f;
