@@ -422,6 +422,16 @@ def spread_case(name: str, batch: int, n_ranks: int) -> str:
     return f"{name}, decode, batch {batch} on each of {n_ranks} ranks"
 
 
+def routed_case(name: str, batch: int, n_ranks: int) -> str:
+    """Return the case of a batch that decodes on each rank, with shared experts spread like routed ones."""
+    return f"{spread_case(name, batch, n_ranks)}, routed shared experts"
+
+
+def group_case(name: str, batch: int, n_ranks: int) -> str:
+    """Return the case of a batch that decodes on all ranks together, with heads and experts divided among them."""
+    return f"{name}, decode, batch {batch} on {n_ranks} ranks together"
+
+
 def one_rank(batch: int) -> str:
     """Return the peer of such a case: one rank alone."""
     return f"one, batch {batch}"

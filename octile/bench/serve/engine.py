@@ -46,9 +46,10 @@ from octile.scaled import ScaledTensor
 from octile.serve.batch import Batch, Chunk
 from octile.serve.config import EngineConfig
 from octile.serve.engine import Engine
+from octile.serve.head_share import HeadShare
 from octile.serve.model_runner import ModelRunner
 from octile.serve.request import Sampling
-from octile.serve.weights import ServedWeights, Weight, assemble
+from octile.serve.weights import ALL_HEADS, ServedWeights, Weight, assemble
 from octile.tokenizer import MIN_VOCAB_SIZE, Tokenizer
 from octile.train.kernel_records import costs
 
@@ -141,13 +142,16 @@ def decode_case(shape: Shape, batch: int) -> str:
     return goals.decode_case(shape.name, batch)
 
 
-def random_weights(config: ModelConfig, device: torch.device, fp8: bool = True) -> ServedWeights:
+def random_weights(
+    config: ModelConfig, device: torch.device, fp8: bool = True, heads: HeadShare = ALL_HEADS
+) -> ServedWeights:
     """Make weights as a published FP8 checkpoint has them, with random values, without a copy in high precision.
 
     Args:
         config: of the model.
         device: of the weights.
         fp8: whether they stay in FP8; otherwise the same values are converted to BF16.
+        heads: which heads of attention to make.
     """
     with torch.device("meta"):
         shapes = {name: tuple(t.shape) for name, t in to_hf(DeepseekV3(config).state_dict(), config).items()}
@@ -165,10 +169,10 @@ def random_weights(config: ModelConfig, device: torch.device, fp8: bool = True) 
         scale = torch.full([-(-n // side) for n, side in zip(shape, BLOCK, strict=True)], 2.0**-12, device=device)
         values = (100 * values).clamp_(-E4M3.max, E4M3.max)  # torch casts larger ones to NaN
         weight = ScaledTensor(values.to(torch.float8_e4m3fn), scale, BLOCK)  # a deviation of 0.024
-        return weight if fp8 else weight.dequantize(torch.bfloat16)
+        return heads.take(name, weight if fp8 else weight.dequantize(torch.bfloat16))
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return assemble(config, dtype, True, read)
+    return assemble(config, dtype, True, read, heads=heads)
 
 
 def _decoded_step(runner: ModelRunner, shape: Shape, batch: int) -> tuple[DecodedStep, float | None, list[Row]]:

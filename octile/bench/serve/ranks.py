@@ -2,7 +2,8 @@
 
 Each rank first decodes alone with all experts. Then the same number of requests is divided among the ranks, which have
 requests and caches of their own and share the experts (`octile.serve.spread_experts`); and then each rank has as many
-requests as one had alone. A step is one of all ranks together.
+requests as one had alone. The requests are divided again with shared experts that are routed; and then the ranks have
+all of them together, and divide the heads of attention (`octile.serve.tensor_parallel`). A step is one of all ranks.
 """
 
 from __future__ import annotations
@@ -17,17 +18,20 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from octile.bench.goals import DECODE, one_rank, spread_case
+from octile.bench.goals import DECODE, group_case, one_rank, routed_case, spread_case
 from octile.bench.rows import Row, compare
 from octile.bench.serve import engine as alone
 from octile.bench.serve.engine import Shape
 from octile.parallel.ranks import join, leave, world
 from octile.serve.config import EngineConfig
 from octile.serve.engine import Engine
+from octile.serve.expert_balance import rebalance_experts
+from octile.serve.head_share import check_heads
 from octile.serve.model_runner import ModelRunner
 from octile.serve.request import Output, Sampling
 from octile.serve.spread_engine import SpreadEngine
-from octile.serve.spread_experts import SpreadExperts
+from octile.serve.spread_experts import SpreadExperts, with_shared_load
+from octile.serve.tensor_parallel import TensorParallel
 from octile.tokenizer import MIN_VOCAB_SIZE, Tokenizer
 
 V2_LITE = replace(alone.V2_LITE, batches=(256,))
@@ -47,13 +51,14 @@ def rows(shape: Shape, device: torch.device) -> Iterator[Row]:
     """Measure on all ranks, and yield the rows on rank 0; without a GPU the steps are not captured.
 
     Raises:
-        ValueError: the ranks do not divide a batch or the experts.
+        ValueError: the ranks do not divide a batch, the experts or the heads.
     """
     ranks = join(device, TIMEOUT)
     c = shape.config
     for what, size in (("experts", c.n_routed_experts), *(("requests of a batch", batch) for batch in shape.batches)):
         if size % ranks.size:
             raise ValueError(f"the {ranks.size} ranks must divide the {size} {what}")
+    check_heads(c, ranks.size, is_fp8=True)
     for row in _measure(shape, device, ranks.size):
         if ranks.is_first:
             yield row
@@ -81,26 +86,44 @@ def _measure(shape: Shape, device: torch.device, n_ranks: int) -> Iterator[Row]:
         dist.all_reduce(flag, dist.ReduceOp.MIN, control)
         return bool(flag)
 
+    def measure(runner: ModelRunner, batch: int, own: int, case: str) -> Iterator[Row]:
+        group, n_groups = dist.get_rank() // runner.tp.size, n_ranks // runner.tp.size
+        engine = _engine(runner, shape, own, group)
+        together = SpreadEngine(engine, runner, control=control)
+
+        def step() -> list[Output]:
+            return together.step() or []
+
+        seconds = _step_seconds(engine, step, shape, own, on_all)
+        profile = alone.profile_rows(case, step, device)
+        engine.close()
+        yield Row(case, "step", 1e3 * seconds, "ms")
+        yield compare(case, DECODE, n_groups * own / seconds, "tokens/s", one_rank(batch), speeds[batch])
+        yield from profile
+
     c = shape.config
-    n_layers = sum(c.is_moe(layer) for layer in range(c.num_hidden_layers))
-    spread = SpreadExperts(weights, torch.arange(c.n_routed_experts).expand(n_layers, -1))
-    del weights
-    runner = ModelRunner(spread, *sizes, max_step_tokens=0)
+    even_LE = torch.ones(sum(c.is_moe(layer) for layer in range(c.num_hidden_layers)), c.n_routed_experts)
+    placement = torch.arange(c.n_routed_experts).expand(len(even_LE), -1)
+    runner = ModelRunner(SpreadExperts(weights, placement), *sizes, max_step_tokens=0)
     for batch in shape.batches:
         for own in (batch // n_ranks, batch):
-            engine = _engine(runner, shape, own, dist.get_rank())
-            together = SpreadEngine(engine, runner, control=control)
-
-            def step(together: SpreadEngine = together) -> list[Output]:
-                return together.step() or []
-
-            seconds = _step_seconds(engine, step, shape, own, on_all)
-            case = spread_case(shape.name, own, n_ranks)
-            profile = alone.profile_rows(case, step, device)
-            engine.close()
-            yield Row(case, "step", 1e3 * seconds, "ms")
-            yield compare(case, DECODE, n_ranks * own / seconds, "tokens/s", one_rank(batch), speeds[batch])
-            yield from profile
+            yield from measure(runner, batch, own, spread_case(shape.name, own, n_ranks))
+    runner.close()
+    load_LE = with_shared_load(even_LE, c.n_shared_experts, c.num_experts_per_tok)
+    with_copies = rebalance_experts(load_LE, c.n_routed_experts + n_ranks * c.n_shared_experts, 1, 1, n_ranks)[0]
+    runner = ModelRunner(SpreadExperts(weights, with_copies, routes_shared=True), *sizes, max_step_tokens=0)
+    del weights
+    for batch in shape.batches:
+        own = batch // n_ranks
+        yield from measure(runner, batch, own, routed_case(shape.name, own, n_ranks))
+    runner.close()
+    tp = TensorParallel.of_consecutive(n_ranks)
+    weights = alone.random_weights(c, device, heads=tp.share)
+    runner = ModelRunner(SpreadExperts(weights, placement, tp=tp), *sizes, max_step_tokens=0)
+    del weights
+    for batch in shape.batches:
+        yield from measure(runner, batch, batch, group_case(shape.name, batch, n_ranks))
+    runner.close()
 
 
 def _engine(runner: ModelRunner, shape: Shape, batch: int, rank: int) -> Engine:

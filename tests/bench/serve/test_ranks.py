@@ -20,6 +20,10 @@ def test_rows_of_a_miniature_model(tmp_path):
         ("miniature, decode, batch 1 on each of 2 ranks", "decode"),
         ("miniature, decode, batch 2 on each of 2 ranks", "step"),
         ("miniature, decode, batch 2 on each of 2 ranks", "decode"),
+        ("miniature, decode, batch 1 on each of 2 ranks, routed shared experts", "step"),
+        ("miniature, decode, batch 1 on each of 2 ranks, routed shared experts", "decode"),
+        ("miniature, decode, batch 2 on 2 ranks together", "step"),
+        ("miniature, decode, batch 2 on 2 ranks together", "decode"),
     ]
     assert all(value > 0 for value, _ in found.values())
     assert found["miniature, decode, batch 2 on each of 2 ranks", "decode"][1] == "one, batch 2"
