@@ -179,12 +179,8 @@ def _check_paged(q: Tensor, cache: Tensor, pages: Tensor, positions: Tensor, lat
     width = latent_dim + rope_dim_of(cache, latent_dim)
     if q.shape[2] != width:
         raise ValueError(f"q must have the {width} channels of the cache, not {q.shape[2]}")
-    if pages.dtype != torch.int32:
-        raise TypeError(f"pages must be int32, not {pages.dtype}")
-    if pages.dim() != 2 or len(pages) != len(q):
-        raise ValueError(f"pages must be ({len(q)}, M), a row for each query, not {tuple(pages.shape)}")
     check_device("q", q, "cache", cache)
-    check_device("q", q, "pages", pages)
+    _check_lists("pages", pages, q, "M")
 
 
 def _check_queries(q: Tensor, positions: Tensor, latent_dim: int, n_splits: int) -> None:
@@ -193,13 +189,18 @@ def _check_queries(q: Tensor, positions: Tensor, latent_dim: int, n_splits: int)
         raise ValueError(f"q must be [S, H, W], not {tuple(q.shape)}")
     if not 1 <= latent_dim <= q.shape[2]:
         raise ValueError(f"latent_dim must be from 1 to the {q.shape[2]} channels, not {latent_dim}")
-    if positions.dtype != torch.int32:
-        raise TypeError(f"positions must be int32, not {positions.dtype}")
-    if positions.dim() != 2 or len(positions) != len(q):
-        raise ValueError(f"positions must be ({len(q)}, K), a row for each query, not {tuple(positions.shape)}")
-    check_device("q", q, "positions", positions)
+    _check_lists("positions", positions, q, "K")
     if not 0 <= n_splits <= MAX_SPLITS:
         raise ValueError(f"n_splits must be from 0 to {MAX_SPLITS}, not {n_splits}")
+
+
+def _check_lists(name: str, lists: Tensor, q: Tensor, size: str) -> None:
+    """Check a list of numbers for each query: int32 [S, size]."""
+    if lists.dtype != torch.int32:
+        raise TypeError(f"{name} must be int32, not {lists.dtype}")
+    if lists.dim() != 2 or len(lists) != len(q):
+        raise ValueError(f"{name} must be ({len(q)}, {size}), a row for each query, not {tuple(lists.shape)}")
+    check_device("q", q, name, lists)
 
 
 def _check_positions(positions: Tensor, n: int) -> None:

@@ -54,6 +54,21 @@ def _is_dualpipe_exact(stages: int, micro_batches: int, c: Costs) -> bool:
     return c.weight_gradient <= c.input_gradient == c.forward and c.backward <= c.overlapped <= c.forward + c.backward
 
 
+def _dualpipe(title: str, make: Callable[[int, int], Schedule], constraints: str) -> ScheduleKind:
+    return ScheduleKind(
+        title=title,
+        make=make,
+        constraints=constraints,
+        bubble_formula="(PP/2−1)(F&B+B−3W)",
+        bubble=_dualpipe_bubble,
+        activations_formula="PP+1",
+        activations=lambda stages, micro_batches: stages + 1,
+        copies=2,
+        condition="W ≤ F = B−W and B ≤ F&B ≤ F+B",
+        is_exact=_is_dualpipe_exact,
+    )
+
+
 SCHEDULES: Mapping[str, ScheduleKind] = {
     "gpipe": ScheduleKind(
         title="GPipe",
@@ -84,30 +99,8 @@ SCHEDULES: Mapping[str, ScheduleKind] = {
         condition="W ≤ F and 2W ≤ B",
         is_exact=lambda stages, micro_batches, c: c.weight_gradient <= min(c.forward, c.input_gradient),
     ),
-    "dualpipe": ScheduleKind(
-        title="DualPipe",
-        make=dualpipe,
-        constraints="PP even, M even and ≥ 2·PP",
-        bubble_formula="(PP/2−1)(F&B+B−3W)",
-        bubble=_dualpipe_bubble,
-        activations_formula="PP+1",
-        activations=lambda stages, micro_batches: stages + 1,
-        copies=2,
-        condition="W ≤ F = B−W and B ≤ F&B ≤ F+B",
-        is_exact=_is_dualpipe_exact,
-    ),
-    "dualpipev": ScheduleKind(
-        title="DualPipeV",
-        make=dualpipev,
-        constraints="PP even, M ≥ PP",
-        bubble_formula="(PP/2−1)(F&B+B−3W)",
-        bubble=_dualpipe_bubble,
-        activations_formula="PP+1",
-        activations=lambda stages, micro_batches: stages + 1,
-        copies=2,
-        condition="W ≤ F = B−W and B ≤ F&B ≤ F+B",
-        is_exact=_is_dualpipe_exact,
-    ),
+    "dualpipe": _dualpipe("DualPipe", dualpipe, "PP even, M even and ≥ 2·PP"),
+    "dualpipev": _dualpipe("DualPipeV", dualpipev, "PP even, M ≥ PP"),
     "chimera": ScheduleKind(
         title="Chimera",
         make=chimera,
