@@ -373,7 +373,9 @@ def _check_indexer(c: ModelConfig) -> None:
     if not c.has_indexer and all(value is None for value in given.values()):
         return
     if missing := [name for name, value in given.items() if value is None]:
-        raise ValueError(f"an indexer needs {', '.join(hf_config.INDEXER)}, but {', '.join(missing)} is None")
+        raise ValueError(
+            f"an indexer needs {', '.join(hf_config.INDEXER)}, of which {', '.join(missing)} must be given"
+        )
     if c.q_lora_rank is None:
         raise ValueError("an indexer reads compressed queries, so q_lora_rank must be a number, not None")
     if c.topk_method != "noaux_tc":

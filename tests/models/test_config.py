@@ -252,7 +252,9 @@ def test_an_indexer_that_does_not_fit_is_refused(changes, message):
 
 
 def test_an_indexer_needs_all_of_its_fields():
-    with pytest.raises(ValueError, match="needs index_n_heads, index_head_dim, index_topk, but index_topk is None"):
+    with pytest.raises(
+        ValueError, match="needs index_n_heads, index_head_dim, index_topk, of which index_topk must be given"
+    ):
         replace(ModelConfig.tiny(), index_n_heads=4, index_head_dim=32)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import math
 import resource
 import socket
@@ -38,6 +39,8 @@ def bind(host: str, port: int) -> socket.socket:
         bound.bind(address)
     except OSError as error:
         bound.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise ValueError(f"host {host!r} is not an address of this machine: {error.strerror}") from None
         raise ValueError(f"port {port} of {host} cannot be used: {error.strerror}") from None
     return bound
 
