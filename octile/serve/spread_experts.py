@@ -37,6 +37,7 @@ from octile.models.config import ModelConfig
 from octile.parallel import symmetric_memory
 from octile.parallel.decoding import SortedExchange, max_rank_tokens
 from octile.parallel.experts import ExpertDispatcher, check_agreement, check_divisible, groups_of
+from octile.parallel.state import all_gather
 from octile.parallel.symmetric_memory import PeerDispatcher
 from octile.scaled import ScaledTensor
 from octile.serve.drafts import check_can_draft
@@ -252,7 +253,7 @@ class SpreadExperts:
         group, n_ranks = self.dispatcher.groups[0], self.dispatcher.n_ranks
         own_E = experts_TK.flatten().bincount(minlength=self.n_experts)
         tokens_WE = own_E.new_empty(n_ranks, self.n_experts)
-        dist.all_gather_into_tensor(tokens_WE, own_E[None], group=group)
+        all_gather(tokens_WE, own_E[None], group=group)
         served_P = choose_copies(tokens_WE.sum(0), expert_P, n_ranks, self.num_active)
         first_E = tokens_WE[: self.dispatcher.rank].sum(0)
         return assign_copies(experts_TK, first_E, served_P.to(own_E.device), expert_P.to(own_E.device))

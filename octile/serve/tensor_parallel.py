@@ -32,6 +32,7 @@ from torch import Tensor
 from octile.kernels.memory_layout import contiguous_copy, padded
 from octile.ops.permute import unpermute
 from octile.parallel.experts import in_tiles
+from octile.parallel.state import all_gather
 from octile.scaled import ScaledTensor
 from octile.serve.head_share import HeadShare
 
@@ -103,7 +104,7 @@ class TensorParallel:
         if self.size == 1 or not t.numel():
             return t
         out = t.new_empty(self.size * len(t), *t.shape[1:])
-        dist.all_gather_into_tensor(out, t.contiguous(), group=self._group)
+        all_gather(out, t.contiguous(), group=self._group)
         return out
 
     def gather_quantized(self, x: ScaledTensor) -> ScaledTensor:

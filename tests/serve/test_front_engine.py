@@ -30,10 +30,10 @@ TOKENIZER = Tokenizer.train(["one two three"], 258)
 
 
 def with_front(rank: int, use: Callable[[FrontEngine], None], runner: ModelRunner | None = None) -> Engine:
-    """Use the engine of rank 0, which the other rank follows; return this rank's own one."""
+    """Use the engine of rank 0, which the other ranks follow; return this rank's own one."""
     runner = runner or ModelRunner(spread()[1], N_PAGES, batch_invariant=True, max_batch=2)
     config = replace(CONFIG, n_drafts=runner.n_drafts)
-    engine, ranks = Engine(runner, TOKENIZER, config), Ranks(rank, 2, None, FOREVER)
+    engine, ranks = Engine(runner, TOKENIZER, config), Ranks(rank, dist.get_world_size(), None, FOREVER)
     stepped = SpreadEngine(engine, runner, control=world())
     if rank:
         follow(stepped, ranks, world())

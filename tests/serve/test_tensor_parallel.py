@@ -13,21 +13,21 @@ from torch import Tensor
 
 from octile.checkpoint.hugging_face import save
 from octile.checkpoint.tensor_file import TensorFile
-from octile.parallel.ranks import FOREVER, Ranks, world
 from octile.scaled import ScaledTensor, quantize
 from octile.serve.config import EngineConfig
 from octile.serve.engine import Engine
-from octile.serve.front_engine import FrontEngine, follow
+from octile.serve.front_engine import FrontEngine
 from octile.serve.head_share import HeadShare, check_heads
 from octile.serve.model_runner import ModelRunner
 from octile.serve.prefill_graphs import PrefillGraphs
+from octile.serve.request import Sampling
 from octile.serve.spread_engine import SpreadEngine
 from octile.serve.spread_experts import SpreadExperts
 from octile.serve.tensor_parallel import ALONE, TensorParallel
 from octile.serve.weights import ServedWeights
 from tests.parallel.expert_cases import peers_on_cpu
 from tests.serve.models import CONFIG, Texts, new_model, text
-from tests.serve.test_front_engine import TOKENIZER, texts_of
+from tests.serve.test_front_engine import TOKENIZER, texts_of, with_front
 from tests.worlds import Outcomes
 
 N_PAGES = 20
@@ -112,22 +112,6 @@ def logits_of_graphs(rank: int, folder: Path) -> None:
     assert (found - expected).norm() < 0.02 * expected.norm()
 
 
-def with_front(rank: int, use: Callable[[FrontEngine], None], runner: ModelRunner) -> Engine:
-    """Use the engine of rank 0, which the other ranks follow; return this rank's own one."""
-    config = EngineConfig(max_batch=2, max_step_tokens=24, batch_invariant=True, n_drafts=runner.n_drafts)
-    engine, ranks = Engine(runner, TOKENIZER, config), Ranks(rank, dist.get_world_size(), None, FOREVER)
-    stepped = SpreadEngine(engine, runner, control=world())
-    if rank:
-        follow(stepped, ranks, world())
-    else:
-        front = FrontEngine(stepped, ranks, world())
-        try:
-            use(front)
-        finally:
-            front.close()
-    return engine
-
-
 def check_texts(
     rank: int, folder: Path, n_drafts: int = 0, ahead: bool = False, exchange: bool = False, fp8: bool = False
 ) -> None:
@@ -163,6 +147,42 @@ def texts_with_drafts_of_steps_that_are_launched_ahead(rank: int, folder: Path) 
 
 def texts_with_the_exchanges_of_gpus(rank: int, folder: Path) -> None:
     check_texts(rank, folder, ahead=True, exchange=True)
+
+
+def prompts_share_a_beginning_and_pages_run_out(rank: int, folder: Path) -> None:
+    """Two long texts of one beginning do not fit together: one is put back to wait, on both ranks alike."""
+    prompts = [text(64) + text(9 + i, 7 + i) for i in range(3)]
+
+    def tokens_of(engine: FrontEngine | Engine) -> list[list[int]]:
+        found: dict[int, list[int]] = {}
+        for i, prompt in enumerate(prompts):
+            found[engine.add(prompt, Sampling(70, seed=i, temperature=0.5, ignore_eos=True)).id] = []
+        while engine.stats().finished < len(prompts):
+            for output in engine.step():
+                found[output.request_id] += output.tokens
+        return [*found.values()]
+
+    config = EngineConfig(max_batch=2, max_step_tokens=24, batch_invariant=True)
+    alone = Engine(ModelRunner(weights_of(MODEL, False), N_PAGES, batch_invariant=True), TOKENIZER, config)
+    expected, found = tokens_of(alone), []
+    runner = ModelRunner(spread(), 4, batch_invariant=True, max_batch=2)
+    stats = with_front(rank, lambda front: found.extend(tokens_of(front)), runner).stats()
+    assert found == ([] if rank else expected)
+    assert stats.shared_tokens > 0
+    assert stats.preemptions > 0
+
+
+def requests_go_to_the_group_that_has_the_fewest(rank: int, folder: Path) -> None:
+    def use(front: FrontEngine) -> None:
+        requests = [front.add(text(5, i), Sampling(20, seed=0, ignore_eos=True)) for i in range(3)]  # groups 0, 1, 0
+        front.step()
+        assert [front.cancel(requests[i].id) for i in (0, 2, 2)] == [True, True, False]
+        front.add(text(5, 3), Sampling(1, seed=0, ignore_eos=True))  # group 0, which has none
+        assert [output.request_id for output in front.step()] == [3, 1]  # group 0 first
+
+    runner = ModelRunner(spread(), N_PAGES, batch_invariant=True, max_batch=2)
+    stats = with_front(rank, use, runner).stats()
+    assert (stats.requests, stats.canceled, stats.finished) == ((3, 2, 1), (1, 0, 0))[rank // 2]
 
 
 def counts_are_those_of_groups(rank: int, folder: Path) -> None:
@@ -287,6 +307,7 @@ WORKS = [
     texts_with_drafts,
     texts_with_drafts_of_steps_that_are_launched_ahead,
     texts_with_the_exchanges_of_gpus,
+    prompts_share_a_beginning_and_pages_run_out,
     counts_are_those_of_groups,
     each_row_is_routed_once,
     other_tokens_of_a_group_are_an_error,
@@ -298,6 +319,7 @@ WORKS = [
 OF_FOUR = [
     texts_are_those_of_one_process,
     texts_with_drafts_of_steps_that_are_launched_ahead,
+    requests_go_to_the_group_that_has_the_fewest,
     counts_are_those_of_groups,
 ]
 
