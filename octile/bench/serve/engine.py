@@ -111,7 +111,7 @@ def rows(shape: Shape, device: torch.device) -> Iterator[Row]:
 
 
 def _runner(shape: Shape, device: torch.device, fp8: bool, max_step_tokens: int) -> ModelRunner:
-    _say(f"making {shape.name} with {'FP8' if fp8 else 'BF16'} weights and its CUDA graphs")
+    say(f"making {shape.name} with {'FP8' if fp8 else 'BF16'} weights and its CUDA graphs")
     pages = 1 + -(-(shape.prompt + new_tokens(shape)) // ModelRunner.page_size)  # the engine admits with one to spare
     n_pages, max_batch = max(shape.batches) * pages, max(shape.batches)
     weights = random_weights(shape.config, device, fp8)
@@ -125,7 +125,7 @@ def _decode(
     profiles = list[Row]()
     for batch in shape.batches:
         case = decode_case(shape, batch)
-        _say(f"measuring {case}")
+        say(f"measuring {case}")
         step, model, profile = _decoded_step(runner, shape, batch)
         profiles += profile
         speeds[batch] = batch / step.seconds
@@ -226,7 +226,7 @@ def _prefill(runner: ModelRunner, shape: Shape) -> Iterator[Row]:
         runner.run(Batch(chunks)).logits.argmax(-1).tolist()
 
     case = f"{shape.name}, {PREFILL}"
-    _say(f"measuring {case}")
+    say(f"measuring {case}")
     run()
     seconds = median(_wall_seconds(run) for _ in range(5))
     yield Row(case, "throughput", shape.prefill * n / seconds, "tokens/s")
@@ -247,7 +247,7 @@ def profile_rows(case: str, call: Callable[[], object], device: torch.device) ->
         return []
     kernels = record_kernels(lambda: [call() for _ in range(PROFILED)])
     if not kernels:
-        _say(f"left out: profile of {case}: the profiler recorded no kernel")
+        say(f"left out: profile of {case}: the profiler recorded no kernel")
         return []
     idle, shares = split(kernels)
     rows = [
@@ -263,13 +263,13 @@ def profile_rows(case: str, call: Callable[[], object], device: torch.device) ->
 def _peer_speeds(shape: Shape, device: torch.device) -> dict[int, float]:
     """Tokens per second of the peer by batch; without one where it does not run, which stderr says."""
     if not find_spec("transformers"):
-        _say(f"left out: {PEER}: transformers is not installed")
+        say(f"left out: {PEER}: transformers is not installed")
         return {}
-    _say(f"measuring {shape.name}, {PEER}")
+    say(f"measuring {shape.name}, {PEER}")
     try:
         return _transformers_speeds(shape, device)
     except Exception as error:  # another library's
-        _say(f"left out: {PEER}: {type(error).__name__}: {error}")
+        say(f"left out: {PEER}: {type(error).__name__}: {error}")
         return {}
 
 
@@ -298,7 +298,8 @@ def _transformers_speeds(shape: Shape, device: torch.device) -> dict[int, float]
     return speeds
 
 
-def _say(what: str) -> None:
+def say(what: str) -> None:
+    """Print what is measured, or left out, to stderr."""
     print(what, file=sys.stderr, flush=True)
 
 

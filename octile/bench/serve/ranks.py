@@ -66,12 +66,14 @@ def rows(shape: Shape, device: torch.device) -> Iterator[Row]:
 
 
 def _measure(shape: Shape, device: torch.device, n_ranks: int) -> Iterator[Row]:
+    _say(f"making {shape.name} with all experts on each rank")
     weights = alone.random_weights(shape.config, device)
     pages = 1 + -(-(shape.prompt + alone.new_tokens(shape)) // ModelRunner.page_size)
     sizes = max(shape.batches) * pages, None, max(shape.batches)
     runner = ModelRunner(weights, *sizes, max_step_tokens=0)
     speeds = {}
     for batch in shape.batches:
+        _say(f"measuring {alone.decode_case(shape, batch)} on each rank alone")
         engine = _engine(runner, shape, batch, 0)
         seconds = _step_seconds(engine, engine.step, shape, batch, bool)
         engine.close()
@@ -87,6 +89,7 @@ def _measure(shape: Shape, device: torch.device, n_ranks: int) -> Iterator[Row]:
         return bool(flag)
 
     def measure(runner: ModelRunner, batch: int, own: int, case: str) -> Iterator[Row]:
+        _say(f"measuring {case}")
         group, n_groups = dist.get_rank() // runner.tp.size, n_ranks // runner.tp.size
         engine = _engine(runner, shape, own, group)
         together = SpreadEngine(engine, runner, control=control)
@@ -124,6 +127,11 @@ def _measure(shape: Shape, device: torch.device, n_ranks: int) -> Iterator[Row]:
     for batch in shape.batches:
         yield from measure(runner, batch, batch, group_case(shape.name, batch, n_ranks))
     runner.close()
+
+
+def _say(what: str) -> None:
+    if dist.get_rank() == 0:
+        alone.say(what)
 
 
 def _engine(runner: ModelRunner, shape: Shape, batch: int, rank: int) -> Engine:
