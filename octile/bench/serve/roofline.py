@@ -56,20 +56,27 @@ def copy_row(case: str, bandwidths: Bandwidths) -> Row:
 
 
 def experts_read(runner: ModelRunner, engine: Engine) -> int:
-    """Run a step in which all requests decode, and count the routed experts that it reads, summed over the layers."""
+    """Run a step in which all requests decode, and count the routed experts that it reads, summed over the layers.
+
+    Raises:
+        RuntimeError: a layer has read fewer experts than a row chooses: its gate was not counted.
+    """
     c = runner.forward.weights.config
     layers = [layer for layer in range(c.num_hidden_layers) if c.is_moe(layer)]
     load = ExpertLoad(layers, c.n_routed_experts, PARTS, runner.device)
     _, scheduled = engine.schedule()
-    before = runner.forward, runner.graphs
-    runner.forward, runner.graphs = replace(runner.forward, expert_load=load), None
+    before = runner.forward, runner.graphs, runner.prefill_graphs
+    runner.forward, runner.graphs, runner.prefill_graphs = replace(runner.forward, expert_load=load), None, None
     try:
         engine.run(scheduled)
     finally:
-        runner.forward, runner.graphs = before
+        runner.forward, runner.graphs, runner.prefill_graphs = before
     for _ in range(2):  # a GPU's counts are read with those after them
         load.end_step()
-    return sum(tokens > 0 for of_layer in load.in_window.values() for tokens in of_layer)
+    of_layers = [sum(tokens > 0 for tokens in of_layer) for of_layer in load.in_window.values()]
+    if min(of_layers, default=0) < c.num_experts_per_tok:
+        raise RuntimeError(f"a row chooses {c.num_experts_per_tok} experts of each layer, but {of_layers} were counted")
+    return sum(of_layers)
 
 
 def roofline_rows(

@@ -1,0 +1,51 @@
+"""The routed experts that a step of `octile bench serve` reads, on a CPU and a miniature model."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from octile.bench.serve.engine import random_weights
+from octile.bench.serve.roofline import experts_read
+from octile.serve.config import EngineConfig
+from octile.serve.engine import Engine
+from octile.serve.expert_load import ExpertLoad
+from octile.serve.model_runner import ModelRunner
+from octile.serve.prefill_graphs import PrefillGraphs
+from octile.serve.request import Sampling
+from octile.tokenizer import MIN_VOCAB_SIZE, Tokenizer
+from tests.bench.serve.test_engine import SMALL
+
+
+def decoding(requests: int) -> tuple[ModelRunner, Engine]:
+    """A runner whose steps have graphs, and an engine in which all requests decode."""
+    runner = ModelRunner(random_weights(SMALL.config, torch.device("cpu")), n_pages=16)
+    runner.graphs = SimpleNamespace(run=lambda layout: pytest.fail("a graph counts nothing"))  # type: ignore
+    runner.prefill_graphs = PrefillGraphs(runner.forward, None, 256)
+    runner._max_rows = 8
+    engine = Engine(runner, Tokenizer.train([], MIN_VOCAB_SIZE), EngineConfig(max_batch=8))
+    for seed in range(requests):
+        engine.add([seed, 7, 9], Sampling(max_new_tokens=9, seed=seed, ignore_eos=True))
+    graphs, runner.graphs = runner.graphs, None
+    while len(engine.step()) < requests:
+        pass
+    runner.graphs = graphs
+    return runner, engine
+
+
+def test_the_experts_of_one_row_are_those_that_a_row_chooses():
+    mixtures = sum(SMALL.config.is_moe(layer) for layer in range(SMALL.config.num_hidden_layers))
+    assert experts_read(*decoding(1)) == mixtures * SMALL.config.num_experts_per_tok
+
+
+def test_an_expert_that_several_rows_choose_is_read_once():
+    runner, engine = decoding(6)
+    mixtures = sum(SMALL.config.is_moe(layer) for layer in range(SMALL.config.num_hidden_layers))
+    assert experts_read(runner, engine) <= mixtures * SMALL.config.n_routed_experts < 6 * 2 * mixtures
+    assert isinstance(runner.prefill_graphs, PrefillGraphs)
+
+
+def test_a_gate_that_is_not_counted_is_no_result(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ExpertLoad, "count", lambda *arguments: None)
+    with pytest.raises(RuntimeError, match=r"chooses 2 experts of each layer, but \[0\] were counted"):
+        experts_read(*decoding(2))
