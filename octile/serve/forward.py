@@ -84,7 +84,7 @@ LOCAL = LocalDispatcher()
 WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN builds some
 INVARIANT_SPLITS = 16  # of a row's positions, in batch-invariant mode
 MAX_QUERIES = 2**26  # numbers of absorbed queries of a chunk that attends to chosen positions, at the same time
-GEMM_ROWS = 2048  # of a GEMM of cached positions at most: larger ones would be of more sizes, each with its kernel
+GEMM_ROWS = 2048  # of a GEMM of cached positions outside of graphs: larger ones would have more sizes, and kernels
 INVARIANT_ROWS = 64  # of a group, by which the kernel of experts in high precision is chosen in that mode
 
 
@@ -495,11 +495,9 @@ class Forward:
             out_LY: memory for the first; None: new memory.
         """
         latent_LC, rope_LR = self.cache.read(layer, slots_L, self.weights.dtype)
-        n = len(latent_LC)
-        if n <= GEMM_ROWS:
+        if out_LY is not None or len(latent_LC) <= GEMM_ROWS:
             return self._nt(self._rows(latent_LC, w.kv_up), w.kv_up, out=out_LY), rope_LR
-        if out_LY is None:
-            out_LY = latent_LC.new_empty(n, w.kv_up.shape[0])
+        out_LY = latent_LC.new_empty(len(latent_LC), w.kv_up.shape[0])
         for part_LC, out in zip(latent_LC.split(GEMM_ROWS), out_LY.split(GEMM_ROWS), strict=True):
             self._nt(self._rows(part_LC, w.kv_up), w.kv_up, out=out)
         return out_LY, rope_LR
