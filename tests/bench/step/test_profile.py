@@ -94,3 +94,15 @@ def test_gaps_are_idle_and_concurrent_kernels_count_once():
     idle, parts = split(kernels)
     assert idle == pytest.approx(0.2)
     assert parts == pytest.approx({"product": 0.5, "other": 0.25, "attention": 0.25})
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *((name, "attention") for name in ("mla_few_rows", "latent_queries", "merge_values", "mla_merge")),
+        *((name, "product") for name in ("few_rows_nt", "mixture_gate", "mixture_up", "high_precision_nt")),
+        *((name, "other") for name in ("rms_norm_high_precision", "swiglu_high_precision", "choose_experts")),
+    ],
+)
+def test_kernels_of_decode_steps_have_their_kinds(name: str, kind: str):
+    assert split([KernelRecord(name, 0.0, 1.0)])[1] == {kind: 1.0}
