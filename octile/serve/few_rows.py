@@ -10,7 +10,8 @@ before the previous one has ended:
     few_rows_nt        the output's projection, and the residual
     few_rows_mixture   the norm, the gate, the experts and the shared experts, and the residual: three launches
 
-Of a dense SwiGLU layer, few_rows_nt computes the norm and the projections to gate and up.
+Of a dense SwiGLU layer, few_rows_nt computes the norm and the projections to gate and up. With BF16 weights attention
+is the same, with GEMMs in the place of few_rows_nt; dense layers and mixtures take the other pass.
 
 The formulas are those of the other pass, with sums in another order.
 """
@@ -20,16 +21,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from octile.formats import TILE
 from octile.ops.few_rows import few_rows_nt, latent_attention
 from octile.ops.few_rows_mixture import few_rows_mixture
 from octile.ops.matmul import matmul_nt
+from octile.ops.norm import rms_norm
 from octile.ops.swiglu import swiglu_quantize
 from octile.routing import choice_of
 from octile.scaled import ScaledTensor
-from octile.serve.weights import NORM_EPS, AttentionWeights, BlockWeights, MLPWeights, MoEWeights
+from octile.serve.weights import NORM_EPS, AttentionWeights, BlockWeights, MLPWeights, MoEWeights, Weight
 
 if TYPE_CHECKING:
     from octile.serve.forward import Forward, Step
@@ -52,10 +55,9 @@ def is_step_of_few_rows(forward: Forward, step: Step) -> bool:
 
 
 def has_products_of_few_rows(w: AttentionWeights) -> bool:
-    """Whether all projections are in FP8, and those of the block's input are joined."""
-    return len(w.x.weights) == 1 and all(
-        isinstance(of, ScaledTensor) for of in (w.x.weights[0], w.o, *([] if w.q_up is None else [w.q_up]))
-    )
+    """Whether all projections are in FP8 or all in high precision, and those of the block's input are joined."""
+    others = [w.o] if w.q_up is None else [w.o, w.q_up]
+    return len(w.x.weights) == 1 and len({isinstance(of, ScaledTensor) for of in (w.x.weights[0], *others)}) == 1
 
 
 def add_attention(
@@ -65,8 +67,10 @@ def add_attention(
     of, cache = w.attention, forward.cache.layers[layer]
     c, power_of_2 = forward.weights.config, forward.weights.power_of_2
 
-    def product(x_TK: Tensor, norm: Tensor | None, eps: float, weight: object, add: Tensor | None = None) -> Tensor:
-        assert isinstance(weight, ScaledTensor)  # `has_products_of_few_rows`
+    def product(x_TK: Tensor, norm: Tensor | None, eps: float, weight: Weight, add: Tensor | None = None) -> Tensor:
+        if isinstance(weight, Tensor):
+            normed_TK = x_TK if norm is None else rms_norm(x_TK, norm, eps)[0]
+            return F.linear(normed_TK, weight) if add is None else torch.addmm(add, normed_TK, weight.mT)
         return few_rows_nt(x_TK, norm, eps, weight.data, weight.scale, power_of_2, add)
 
     (sizes,) = of.x.sizes

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from octile.models.config import ModelConfig
+from octile.scaled import ScaledTensor
 from octile.serve import few_rows
 from octile.serve.forward import Forward, Step
 from octile.serve.model_runner import ModelRunner
@@ -22,38 +23,42 @@ BLOCKS = replace(DIRECT, moe_intermediate_size=128)
 CONFIGS = pytest.mark.parametrize("config", [DIRECT, COMPRESSED, BLOCKS], ids=["direct", "compressed", "blocks"])
 
 
-def decode(config: ModelConfig) -> list[Tensor]:
+def decode(config: ModelConfig, fp8: bool) -> list[Tensor]:
     """Read two prompts, and then single tokens of both."""
-    texts = Texts(ModelRunner(new_model(True, config=config), 8), [text(70), text(20, 1)]).run(60, 12)
+    texts = Texts(ModelRunner(new_model(fp8, config=config), 8), [text(70), text(20, 1)]).run(60, 12)
     for _ in range(6):
         texts.run(1, 1)
     return texts.logits
 
 
 @CONFIGS
-def test_logits_are_those_of_other_steps(config: ModelConfig, monkeypatch: pytest.MonkeyPatch):
-    expected, steps = decode(config), []
+@pytest.mark.parametrize("fp8", [False, True])
+def test_logits_are_those_of_other_steps(config: ModelConfig, fp8: bool, monkeypatch: pytest.MonkeyPatch):
+    expected, steps = decode(config, fp8), []
 
     def is_step_of_few_rows(forward: Forward, step: Step) -> bool:
         steps.append(len(step.tokens))
         return not step.prefills and len(step.tokens) == len(step.lengths)
 
     monkeypatch.setattr(few_rows, "is_step_of_few_rows", is_step_of_few_rows)
-    for found, of_text in zip(decode(config), expected, strict=True):
+    for found, of_text in zip(decode(config, fp8), expected, strict=True):
         torch.testing.assert_close(found, of_text, rtol=1e-4, atol=1e-4)
     assert steps
 
 
 @CONFIGS
-def test_projections_that_are_one_fp8_matrix(config: ModelConfig):
-    of_layers = [block.attention for block in ServedWeights.of_model(new_model(True, config=config)).blocks]
+@pytest.mark.parametrize("fp8", [False, True])
+def test_projections_that_are_one_matrix(config: ModelConfig, fp8: bool):
+    of_layers = [block.attention for block in ServedWeights.of_model(new_model(fp8, config=config)).blocks]
     assert all(few_rows.has_products_of_few_rows(of) for of in of_layers)
 
 
 def test_projections_that_are_not():
-    for model in (new_model(True), new_model(False, config=DIRECT)):
-        of_layers = [block.attention for block in ServedWeights.of_model(model).blocks]
-        assert not any(few_rows.has_products_of_few_rows(of) for of in of_layers)
+    attention = ServedWeights.of_model(new_model(True)).blocks[0].attention
+    assert not few_rows.has_products_of_few_rows(attention)
+    joined = ServedWeights.of_model(new_model(True, config=DIRECT)).blocks[0].attention
+    assert isinstance(joined.o, ScaledTensor)
+    assert not few_rows.has_products_of_few_rows(replace(joined, o=joined.o.dequantize()))
 
 
 def test_feed_forwards_whose_matrices_are_fp8_and_joined():
