@@ -6,9 +6,9 @@
                         expert, and where each expert's rows end, as `octile.ops.grouped.grouped_matmul_nt` reads them
     combine             results of that layout → one row for each of this rank's tokens
 
-Five launches for both and one for the sums, and nothing waits for the host: a decoding step can be captured in a CUDA
-graph. The rows of an expert are sorted by the rank and the position of their tokens, and a token's results are summed
-in the order of its experts, so the bits are those of one process.
+Four launches, of which two wait for the other ranks, and nothing waits for the host: a decoding step can be captured in
+a CUDA graph. The rows of an expert are sorted by the rank and the position of their tokens, and a token's results are
+summed in the order of its experts, so the bits are those of one process.
 
 Shapes: W ranks, T tokens of this rank, C the most tokens of a rank, K chosen experts, D model, G experts of a rank,
 R = W · C · K.
@@ -16,6 +16,7 @@ R = W · C · K.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import copy
 from typing import NamedTuple
 
@@ -24,7 +25,8 @@ from torch import Tensor
 
 from octile.formats import TILE
 from octile.kernels.memory_layout import new_scale, padded
-from octile.ops.permute import unpermute
+from octile.nn.dispatcher import InFlight
+from octile.ops.quantize import check_input_dtype
 from octile.parallel.experts import check_agreement, check_divisible
 from octile.parallel.symmetric_memory import PeerMemory
 from octile.scaled import ScaledTensor
@@ -70,7 +72,6 @@ class DecodingExchange:
         check_agreement("the sizes of decoding", sizes, [memory.group])
         check_divisible(n_experts, [memory.group])
         self.memory, self.max_tokens, self.n_chosen, self.hidden_size = memory, max_tokens, n_chosen, hidden_size
-        self.place = torch.arange(max_tokens * n_chosen, dtype=torch.int32).view(max_tokens, n_chosen)
         self.local = n_experts // memory.group.size()
         tokens = memory.group.size() * max_tokens
         self.scales_at = padded(tokens * hidden_size)
@@ -99,13 +100,10 @@ class DecodingExchange:
             raise ValueError(f"a rank must have at most max_tokens = {self.max_tokens} tokens, not {tokens}")
         data, m = x_TD.data.contiguous(), ranks * self.max_tokens
         self.memory.reserve(self.n_bytes, data.device)
-        self.place = self.place.to(data.device)
         peers, buffer = self.memory.peers, self.memory.buffer
-        self.memory.wait(
-            decode_rows.launch_send(
-                data.view(torch.uint8), x_TD.scale, experts_TK.contiguous(), self.local, self.max_tokens,
-                self.scales_at, self.experts_at, peers,
-            )
+        sent = decode_rows.launch_send(
+            data.view(torch.uint8), x_TD.scale, experts_TK.contiguous(), self.local, self.max_tokens, self.scales_at,
+            self.experts_at, peers,
         )  # fmt: skip
         rows = buffer[: m * self.hidden_size].view(m, self.hidden_size)
         scales = buffer[self.scales_at : self.experts_at].view(torch.float32)[: m * x_TD.scale.shape[1]].view(m, -1)
@@ -115,8 +113,9 @@ class DecodingExchange:
         entries = experts.new_empty(self.local, m)
         counts = experts.new_empty(self.local)
         decode_rows.launch_place(
-            rows, scales, experts, peers.rank * self.local, out.view(torch.uint8), out_scale, entries, counts
-        )
+            sent, peers, rows, scales, experts, peers.rank * self.local, out.view(torch.uint8), out_scale, entries,
+            counts,
+        )  # fmt: skip
         return Dispatched(ScaledTensor(out, out_scale, TILE), counts, entries, tokens)
 
     def combine(
@@ -131,26 +130,21 @@ class DecodingExchange:
             add: in y's dtype, to the same tokens; None: zeros.
 
         Raises:
+            TypeError: a tensor has another dtype.
             ValueError: a shape does not fit.
         """
         from octile.kernels.triton import decode_rows
 
         tokens, results = dispatched.n_tokens, self.max_tokens * self.n_chosen
         rows = (self.local, self.memory.group.size() * self.max_tokens, self.hidden_size)
-        shapes = ("y_GMD", y_GMD, rows), ("weights_TK", weights_TK, (tokens, self.n_chosen)), (
-            "add", add, (tokens, self.hidden_size)
-        )  # fmt: skip
-        for name, tensor, shape in shapes:
-            if tensor is not None and tensor.shape != shape:
-                raise ValueError(f"{name} must be {shape}, not {tuple(tensor.shape)}")
+        _check_results("y_GMD", y_GMD, rows, tokens, self.n_chosen, weights_TK, {"add": add})
         y_bytes = y_GMD.contiguous().view(torch.uint8)
-        self.memory.wait(
-            decode_rows.launch_return(
-                y_bytes, dispatched.entries, dispatched.counts, results, self.results_at, self.memory.peers
-            )
+        returned = decode_rows.launch_return(
+            y_bytes, dispatched.entries, dispatched.counts, results, self.results_at, self.memory.peers
         )
-        found = self.memory.buffer[self.results_at :][: tokens * self.n_chosen * y_bytes.shape[2]].view(y_GMD.dtype)
-        return unpermute(found.view(-1, self.hidden_size), self.place[:tokens], add, weights_TK)
+        to_TD = y_GMD.new_empty(tokens, self.hidden_size)
+        _sum(self.memory, self.results_at, returned, self.n_chosen, add, weights_TK, to_TD, adds_to=False)
+        return to_TD
 
 
 class SortedRows(NamedTuple):
@@ -207,8 +201,6 @@ class SortedExchange:
         check_divisible(n_experts, [memory.group])
         self.memory, self.max_tokens, self.n_chosen, self.hidden_size = memory, max_tokens, n_chosen, hidden_size
         self.dtype, self.local = dtype, n_experts // ranks
-        place = torch.arange(max_tokens * n_chosen, dtype=torch.int32, device=device)
-        self.place = place.view(max_tokens, n_chosen)
         tokens, self.row_bytes = ranks * max_tokens, hidden_size * dtype.itemsize
         self.tiles = -(-hidden_size // TILE[1]) if dtype == torch.float8_e4m3fn else 0
         self.scales_at = padded(tokens * self.row_bytes)
@@ -281,7 +273,6 @@ class SortedExchange:
         """
         from octile.kernels.triton import decode_rows
 
-        self.memory.wait(sent)
         buffer, m = self.memory.buffer, self.memory.group.size() * self.max_tokens
         rows = buffer[: m * self.row_bytes].view(m, self.row_bytes)
         scales = buffer[self.scales_at :].view(torch.float32)[: m * self.tiles].view(m, -1) if self.tiles else None
@@ -291,44 +282,95 @@ class SortedExchange:
         out_scale = new_scale(out, *TILE) if self.tiles else None
         out_weights, entries = weights.new_empty(len(out)), experts.new_empty(len(out))
         offs = experts.new_empty(self.local)
+        peers = self.memory.peers
         decode_rows.launch_sort(
-            rows, scales, experts, weights, self.memory.peers.rank * self.local, out.view(torch.uint8), out_scale,
+            sent, peers, rows, scales, experts, weights, peers.rank * self.local, out.view(torch.uint8), out_scale,
             out_weights, entries, offs,
         )  # fmt: skip
         sorted_rows = out if out_scale is None else ScaledTensor(out, out_scale, TILE)
         return SortedRows(sorted_rows, out_weights, offs, entries, n_tokens)
 
     def combine(
-        self, y_RD: Tensor, at_experts: SortedRows, add: Tensor | None = None, weights_TK: Tensor | None = None
+        self,
+        y_RD: Tensor,
+        at_experts: SortedRows,
+        add: Tensor | InFlight[Tensor] | None = None,
+        weights_TK: Tensor | None = None,
+        to_TD: Tensor | None = None,
     ) -> Tensor:
         """Sum the results of each token of this rank, and add [T, D]: [T, D].
 
         Args:
             y_RD: [R, D], float32, bfloat16 or float16, of which the rows up to the last of `at_experts.offs` are used.
             at_experts: what `receive` has returned.
-            add: in y's dtype, to the same tokens; None: zeros.
+            add: in y's dtype, to the same tokens; what is in flight is waited for while the results are on their way;
+                None: zeros.
             weights_TK: float32, by which results are multiplied; None: ones.
+            to_TD: in y's dtype, contiguous, to which the sums are added after they are rounded, and which is returned;
+                None: they are returned as a new tensor.
 
         Raises:
-            ValueError: a shape does not fit.
+            TypeError: a tensor has another dtype.
+            ValueError: a shape does not fit, or to_TD is not contiguous.
         """
         from octile.kernels.triton import decode_rows
 
         tokens, results = at_experts.n_tokens, self.max_tokens * self.n_chosen
-        shapes = ("y_RD", y_RD, (len(at_experts.entries), self.hidden_size)), (
-            "weights_TK", weights_TK, (tokens, self.n_chosen)
-        ), ("add", add, (tokens, self.hidden_size))  # fmt: skip
-        for name, tensor, shape in shapes:
-            if tensor is not None and tensor.shape != shape:
-                raise ValueError(f"{name} must be {shape}, not {tuple(tensor.shape)}")
+        added = add.result if isinstance(add, InFlight) else add
+        rows, of_tokens = (len(at_experts.entries), self.hidden_size), {"add": added, "to_TD": to_TD}
+        _check_results("y_RD", y_RD, rows, tokens, self.n_chosen, weights_TK, of_tokens)
+        if to_TD is not None and not to_TD.is_contiguous():
+            raise ValueError(f"to_TD must be contiguous, not have strides {to_TD.stride()}")
         y_bytes = y_RD.contiguous().view(torch.uint8)
-        self.memory.wait(
-            decode_rows.launch_return(
-                y_bytes, at_experts.entries, at_experts.offs, results, self.results_at, self.memory.peers, True
-            )
+        returned = decode_rows.launch_return(
+            y_bytes, at_experts.entries, at_experts.offs, results, self.results_at, self.memory.peers, True
         )
-        found = self.memory.buffer[self.results_at :][: tokens * self.n_chosen * y_bytes.shape[1]].view(y_RD.dtype)
-        return unpermute(found.view(-1, self.hidden_size), self.place[:tokens], add, weights_TK)
+        if isinstance(add, InFlight):
+            add.wait(switches=False)
+        adds_to = to_TD is not None
+        to_TD = y_RD.new_empty(tokens, self.hidden_size) if to_TD is None else to_TD
+        _sum(self.memory, self.results_at, returned, self.n_chosen, added, weights_TK, to_TD, adds_to)
+        return to_TD
+
+
+def _check_results(
+    name: str,
+    y: Tensor,
+    shape: tuple[int, ...],
+    tokens: int,
+    n_chosen: int,
+    weights_TK: Tensor | None,
+    of_tokens: Mapping[str, Tensor | None],
+) -> None:
+    """Check the results of experts, the weights of the sums, and tensors [T, D] of their dtype that are added."""
+    check_input_dtype(name, y)
+    expected = {name: (y, shape, y.dtype), "weights_TK": (weights_TK, (tokens, n_chosen), torch.float32)}
+    expected |= {other: (tensor, (tokens, shape[-1]), y.dtype) for other, tensor in of_tokens.items()}
+    for other, (tensor, its_shape, dtype) in expected.items():
+        if tensor is not None and tensor.shape != its_shape:
+            raise ValueError(f"{other} must be {its_shape}, not {tuple(tensor.shape)}")
+        if tensor is not None and tensor.dtype != dtype:
+            raise TypeError(f"{other} must be {dtype}, not {tensor.dtype}")
+
+
+def _sum(
+    memory: PeerMemory,
+    results_at: int,
+    returned: int,
+    n_chosen: int,
+    add: Tensor | None,
+    weights_TK: Tensor | None,
+    to_TD: Tensor,
+    adds_to: bool,
+) -> None:
+    """Sum what all ranks have returned of each token, as `decode_rows.launch_sum` does, in to_TD's dtype."""
+    from octile.kernels.triton import decode_rows
+
+    results = memory.buffer[results_at:][: n_chosen * to_TD.numel() * to_TD.itemsize].view(to_TD.dtype)
+    weights = None if weights_TK is None else weights_TK.contiguous()
+    decode_rows.launch_sum(
+        returned, memory.peers, results.view(-1, to_TD.shape[1]), n_chosen, add, weights, to_TD, adds_to
+    )
 
 
 def max_rank_tokens(ranks: int, n_chosen: int) -> int:

@@ -142,7 +142,7 @@ class ExchangeMemory:
             yield
             return
         if device not in _streams:
-            _streams[device] = torch.cuda.Stream(device, priority=-1)  # few blocks, for which another GPU waits
+            _streams[device] = torch.cuda.Stream(device, priority=-2)  # few blocks, for which another GPU waits
         stream, current, reader = _streams[device], torch.cuda.current_stream(device), self._reader
         stream.wait_stream(current)
         if reader is not None and reader != current and _is_capturing(reader) == _is_capturing(current):
@@ -242,12 +242,6 @@ class PeerMemory(ExchangeMemory):
         from octile.kernels.triton import peer_rows
 
         peer_rows.launch_barrier(self.peers)
-
-    def wait(self, count: int) -> None:
-        """Have the device wait until all ranks' kernels have added so much to their counters here."""
-        from octile.kernels.triton import peer_rows
-
-        peer_rows.launch_barrier(self.peers, signal=False, count=count)
 
 
 class Handle(NamedTuple):

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import octile
 from octile.kernels.cuda.gemm import num_sms
-from octile.kernels.triton import launch_config
+from octile.kernels.triton import decode_rows, launch_config
 from octile.nn import Gate, MoE, RMSNorm, pre_norm
 from octile.nn.dispatcher import InFlight, LocalDispatcher
 from octile.nn.functional import result_dtype
@@ -534,6 +534,10 @@ def check_sorted_decoding() -> None:
             is_token = (experts[rank] >= 0).all(1)
             combined = own.combine(y, found, add)
             torch.testing.assert_close(combined[is_token], total[is_token])
+            to = [torch.randn(t, D) for t in tokens][rank]
+            again = own.receive(own.send(rows[rank], experts[rank], weights[rank]), tokens[rank])
+            into = own.combine(y, again, add, to_TD=to.clone())
+            assert torch.equal(into[is_token], (to + combined)[is_token])
     few, n = own.of_at_most(2), 2 - rank % 2
     x, chosen, w = torch.randn(n, D), torch.rand(n, E).topk(K).indices, torch.rand(n, K)
     slots = torch.stack((torch.arange(E).flip(0), (torch.arange(E) + 1) % E), 1), torch.arange(E) % 2 + 1
@@ -556,6 +560,10 @@ def check_sorted_decoding() -> None:
     refuses(ValueError, "x, its dtype, experts and weights must be", lambda: own.send(*of_8[:2], of_8[2][:, 1:]))
     refuses(ValueError, r"y_RD must be \(.*\), not", lambda: own.combine(y[1:], found))
     refuses(ValueError, r"add must be \(.*\), not", lambda: own.combine(y, found, torch.ones(tokens[rank] + 1, D)))
+    refuses(TypeError, "add must be torch.float32, not torch.float16", lambda: own.combine(y, found, add.half()))
+    if tokens[rank] > 1:  # an empty tensor and a single row are contiguous
+        to = torch.zeros(D, tokens[rank] + 1).mT[1:]
+        refuses(ValueError, "to_TD must be contiguous", lambda: own.combine(y, found, add, to_TD=to))
 
 
 def check_max_rows() -> None:
@@ -801,14 +809,18 @@ def barrier_without_spinning(memory: symmetric_memory.PeerMemory) -> None:
     from octile.kernels.triton.peer_rows import launch_barrier
 
     launch_barrier(memory.peers, wait=False)
-    memory.wait(1)
-
-
-def wait_without_spinning(memory: symmetric_memory.PeerMemory, count: int) -> None:
-    from octile.kernels.triton.peer_rows import launch_barrier
-
     dist.barrier(memory.group)
-    launch_barrier(memory.peers, signal=False, count=count)
+    launch_barrier(memory.peers, signal=False)
+
+
+def without_spinning(launch: Callable[..., None]) -> Callable[..., None]:
+    """Wait in the process group before a kernel that waits for all ranks."""
+
+    def after_barrier(*args: object) -> None:
+        dist.barrier()
+        launch(*args)
+
+    return after_barrier
 
 
 def allocate_garbage(memory: nvshmem.NvshmemMemory, n_bytes: int, device: torch.device) -> tuple[Tensor, list[int]]:
@@ -834,7 +846,8 @@ def peers_on_cpu(folder: Path) -> Iterator[None]:
             patch.setattr(launch_config, name, 2)
         patch.setattr(symmetric_memory.PeerMemory, "allocate", partialmethod(allocate_files, folder))
         patch.setattr(symmetric_memory.PeerMemory, "barrier", barrier_without_spinning)
-        patch.setattr(symmetric_memory.PeerMemory, "wait", wait_without_spinning)
+        for name in ("launch_place", "launch_sort", "launch_sum"):
+            patch.setattr(decode_rows, name, without_spinning(getattr(decode_rows, name)))
         patch.setattr(symmetric_memory, "why_not_peers", lambda groups: None)
         patch.setattr(nvshmem.NvshmemMemory, "allocate", allocate_garbage)
         patch.setattr(nvshmem, "all_to_all_vdev", all_to_all_by_gloo)

@@ -154,7 +154,8 @@ def _cases() -> dict[str, Callable[[], object]]:
         chosen, entries = _empty(ranks * capacity, 8, dtype=torch.int32), _empty(local, 1024, dtype=torch.int32)
         counts, y = _empty(local, dtype=torch.int32), _empty(local, ranks * capacity, k)
         decode_rows.launch_send(x.view(torch.uint8), scale, experts[:capacity], local, capacity, 2**23, 2**24, peers)
-        decode_rows.launch_place(rows, scales, chosen, 0, out.view(torch.uint8), out_scale, entries, counts)
+        to_place = rows, scales, chosen, 0, out.view(torch.uint8), out_scale, entries, counts
+        decode_rows.launch_place(capacity, peers, *to_place)
         decode_rows.launch_return(y.view(torch.uint8), entries, counts, capacity * 8, 2**25, peers)
         weights = _empty(ranks * capacity, 8, dtype=fp32)
         out, out_scale = _operand(ranks * capacity * 8, k, TILE)[:2]
@@ -162,9 +163,12 @@ def _cases() -> dict[str, Callable[[], object]]:
         decode_rows.launch_send(
             x.view(torch.uint8), scale, experts[:capacity], local, capacity, 2**23, 2**24, peers, weights, 2**25
         )
-        decode_rows.launch_sort(*to_sort, weights.view(-1), entries.view(-1), counts)
+        decode_rows.launch_sort(capacity, peers, *to_sort, weights.view(-1), entries.view(-1), counts)
         y = _empty(ranks * capacity * 8, k)
         decode_rows.launch_return(y.view(torch.uint8), entries.view(-1), counts, capacity * 8, 2**25, peers, True)
+        results, token_rows = _empty(capacity * 8, k), _empty(capacity, k)
+        for adds_to in (False, True):
+            decode_rows.launch_sum(64, peers, results, 8, token_rows, None, token_rows, adds_to)
 
     def paged(heads: int, cached: torch.dtype) -> None:
         bytes_or_channels = 656 if cached == torch.uint8 else 576

@@ -2,9 +2,10 @@
 """Few rows of tokens to their experts on other GPUs and back, with few launches, for decoding.
 
 As in `octile.kernels.triton.peer_rows` every row has a fixed place in the buffer of each rank, but there is no barrier
-before the stores: each program adds 1 to a counter of each rank when it has stored, and the ranks wait for that.
-Dispatch and combine alternate and have parts of the buffer of their own, so what a rank still reads of one exchange is
-not overwritten by the next one of its kind: that begins when all ranks have begun the one between them.
+before the stores: each program adds 1 to a counter of each rank when it has stored, and the programs that read wait
+until those of all ranks have. Dispatch and combine alternate and have parts of the buffer of their own, so what a rank
+still reads of one exchange is not overwritten by the next one of its kind: that begins when all ranks have begun the
+one between them.
 
     experts    [W, C, K]    int32, the chosen experts of all tokens, −1 for none
     weights    [W, C, K]    float32, those of the experts, if they are sent
@@ -22,8 +23,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octile.kernels.triton.launch_config import DECODE_ROWS
+from octile.kernels.triton import launch_config
+from octile.kernels.triton.launch_config import DECODE_ROWS, EXACT, UNPERMUTE
 from octile.kernels.triton.peer_rows import Peers, pointer, sizes, words
+
+ENTRIES_PER_WARP = 512  # at most, so that they fit into registers
 
 
 def launch_send(
@@ -57,12 +61,13 @@ def launch_send(
 
 
 def launch_place(
-    rows: Tensor, scales: Tensor, experts: Tensor, first: int, out: Tensor, out_scale: Tensor, entries: Tensor,
-    counts: Tensor,
+    sent: int, peers: Peers, rows: Tensor, scales: Tensor, experts: Tensor, first: int, out: Tensor,
+    out_scale: Tensor, entries: Tensor, counts: Tensor,
 ) -> None:  # fmt: skip
-    """Copy the rows that have come to their experts, sorted by rank and token.
+    """Wait for the rows of all ranks, and copy them to their experts, sorted by rank and token.
 
     Args:
+        sent: what `launch_send` has returned, here as on all ranks.
         rows, scales, experts: uint8 [M, D], float32 [M, S] and int32 [M, K], contiguous, in this rank's buffer.
         first: the first expert of this rank.
         out, out_scale: uint8 [G, M, D], contiguous, and float32 [G, M, S], which are written up to `counts`.
@@ -71,22 +76,22 @@ def launch_place(
     """
     count = experts.numel()
     with torch.cuda.device_of(out):
-        place_tokens[(len(out), DECODE_ROWS["splits"])](
+        place_tokens[(len(out), launch_config.PLACE_SPLITS)](
             words(rows), scales, experts, None, count, first, words(out.view(-1, out.shape[2])), out_scale,
-            *out_scale.stride(), None, entries, counts, out.shape[1], **sizes(rows, scales), K=experts.shape[1],
-            ENTRIES=triton.next_power_of_2(count), SORTED=False,
+            *out_scale.stride(), None, entries, counts, out.shape[1], *_counters(peers), sent,
+            **_place_sizes(rows, scales, count, peers), K=experts.shape[1], SORTED=False,
         )  # fmt: skip
 
 
 def launch_sort(
-    rows: Tensor, scales: Tensor | None, experts: Tensor, weights: Tensor, first: int, out: Tensor,
-    out_scale: Tensor | None, out_weights: Tensor, entries: Tensor, offs: Tensor,
+    sent: int, peers: Peers, rows: Tensor, scales: Tensor | None, experts: Tensor, weights: Tensor, first: int,
+    out: Tensor, out_scale: Tensor | None, out_weights: Tensor, entries: Tensor, offs: Tensor,
 ) -> None:  # fmt: skip
-    """Copy the rows that have come, sorted by expert, rank and token.
+    """Wait for the rows of all ranks, and copy them, sorted by expert, rank and token.
 
     Args:
-        rows, scales, experts, weights, first: as in `launch_place`, and float32 [M, K], contiguous; without scales the
-            rows are not quantized.
+        sent, rows, scales, experts, weights, first: as in `launch_place`, and float32 [M, K], contiguous; without
+            scales the rows are not quantized.
         out, out_scale, out_weights: uint8 [R, D], contiguous, float32 [R, S] and [R], which are written up to the last
             of `offs`.
         entries: int32 [R], of which entry of experts each row is.
@@ -94,10 +99,10 @@ def launch_sort(
     """
     count = experts.numel()
     with torch.cuda.device_of(out):
-        place_tokens[(len(offs), DECODE_ROWS["splits"])](
+        place_tokens[(len(offs), launch_config.PLACE_SPLITS)](
             words(rows), scales, experts, weights, count, first, words(out), out_scale, 0,
             *((0, 0) if out_scale is None else out_scale.stride()), out_weights, entries, offs, count,
-            **sizes(rows, scales), K=experts.shape[1], ENTRIES=triton.next_power_of_2(count), SORTED=True,
+            *_counters(peers), sent, **_place_sizes(rows, scales, count, peers), K=experts.shape[1], SORTED=True,
         )  # fmt: skip
 
 
@@ -116,18 +121,55 @@ def launch_return(
     Returns:
         how much is added to the counters of all ranks.
     """
-    splits, rows = DECODE_ROWS["splits"], y.view(-1, y.shape[-1])
+    splits, rows = launch_config.RETURN_SPLITS, y.view(-1, y.shape[-1])
     with torch.cuda.device_of(y):
         return_results[(len(ends), splits)](
             words(rows), entries, ends, y.shape[-2], peers.buffers, results, results_at, peers.flags, peers.rank,
-            len(peers.buffers), **sizes(rows, None), SORTED=is_sorted,
+            len(peers.buffers), **sizes(rows, None, DECODE_ROWS), SORTED=is_sorted,
         )  # fmt: skip
     return len(ends) * splits
 
 
+def launch_sum(
+    returned: int, peers: Peers, results: Tensor, n_chosen: int, add: Tensor | None, weights: Tensor | None, to: Tensor,
+    adds_to: bool,
+) -> None:  # fmt: skip
+    """Wait for the results of all ranks, and sum those of each token, as `octile.ops.permute.unpermute` does.
+
+    Args:
+        returned: what `launch_return` has returned, here as on all ranks.
+        results: [T · K, D], contiguous, in this rank's buffer.
+        n_chosen: K.
+        add: [T, D], any strides; None: zeros.
+        weights: float32 [T, K], contiguous; None: ones.
+        to: [T, D], contiguous, to which the sums are written, or added after they are rounded.
+        adds_to: whether they are added.
+    """
+    tokens, d = to.shape
+    cols = min(max(triton.next_power_of_2(d), 128), UNPERMUTE["cols"])
+    with torch.cuda.device_of(to):
+        sum_results[(max(tokens, 1), triton.cdiv(d, cols))](  # also a rank without tokens counts what has come
+            results, add, *((0, 0) if add is None else add.stride()), weights, to, tokens, d, *_counters(peers),
+            returned, K=n_chosen, ADDS_TO=adds_to, COLS=cols, RANKS=triton.next_power_of_2(len(peers.flags)),
+            num_warps=cols // UNPERMUTE["cols_per_warp"], **EXACT,
+        )  # fmt: skip
+
+
+def _counters(peers: Peers) -> tuple[Tensor, Tensor, int, int]:
+    """Return what programs that wait for all ranks read."""
+    return peers.flags, peers.barriers, peers.rank, len(peers.flags)
+
+
+def _place_sizes(rows: Tensor, scales: Tensor | None, count: int, peers: Peers) -> dict[str, int]:
+    """Return what programs have in common that find an expert's among `count` entries."""
+    found, entries = sizes(rows, scales, DECODE_ROWS), triton.next_power_of_2(count)
+    warps, ranks = max(found["num_warps"], entries // ENTRIES_PER_WARP), triton.next_power_of_2(len(peers.flags))
+    return found | {"ENTRIES": entries, "RANKS": ranks, "num_warps": warps}
+
+
 def _row_sizes(x: Tensor, scale: Tensor | None) -> dict[str, int]:
     """Return what programs that have one row each have in common."""
-    found = sizes(x, scale) | {"num_warps": DECODE_ROWS["num_warps"]}
+    found = sizes(x, scale, DECODE_ROWS)
     del found["ROWS"]
     return found
 
@@ -139,22 +181,26 @@ def send_tokens(
     WORDS: tl.constexpr, COLS: tl.constexpr, ALIGNED: tl.constexpr, TILES: tl.constexpr, SCALES: tl.constexpr,
     K: tl.constexpr, CHOSEN: tl.constexpr,
 ):  # fmt: skip
-    """A program sends a token, or says that there is none."""
+    """A program sends a token, or says that there is none.
+
+    It loads whatever no other load decides on before it uses the first value: it waits for memory most of its time.
+    """
     token = tl.program_id(0).to(tl.int64)
     k, col, tile = tl.arange(0, CHOSEN), tl.arange(0, COLS), tl.arange(0, SCALES)
     is_token = token < T
-    if positions is not None:
-        is_token = is_token & (tl.load(positions + token, mask=is_token, other=-1) >= 0)
     is_chosen = k < tl.where(is_token, K, 0)
     of = tl.load(experts + token * K + k, mask=is_chosen, other=-1).to(tl.int64)
-    if of_expert is not None:
-        turn = (token + rank) % tl.load(count + of, mask=is_chosen, other=1)
-        of = tl.load(of_expert + of * N + turn, mask=is_chosen, other=-1)
     values = tl.load(x + token * WORDS + col, mask=col < tl.where(is_token, WORDS, 0))
     if TILES > 0:
         factors = tl.load(scale + token * scale_row + tile * scale_col, mask=tile < tl.where(is_token, TILES, 0))
     if weights is not None:
         shares = tl.load(weights + token * K + k, mask=is_chosen)
+    if positions is not None:
+        is_chosen = k < tl.where(is_token & (tl.load(positions + token, mask=is_token, other=-1) >= 0), K, 0)
+        of = tl.where(is_chosen, of, -1)
+    if of_expert is not None:
+        turn = (token + rank) % tl.load(count + of, mask=is_chosen, other=1)
+        of = tl.load(of_expert + of * N + turn, mask=is_chosen, other=-1)
     rank_of = tl.where(of < 0, -1, of // local)
     slot = rank * C + token
     for peer in range(W):
@@ -172,14 +218,15 @@ def send_tokens(
     _arrive(flags, rank, W)
 
 
-@triton.jit(do_not_specialize=["COUNT", "first_expert", "M"])
+@triton.jit(do_not_specialize=["COUNT", "first_expert", "M", "rank", "W", "sent"])
 def place_tokens(
     rows, scales, experts, weights, COUNT, first_expert, out, out_scale, out_scale_group, out_scale_row, out_scale_col,
-    out_weights, entries, ends, M,
+    out_weights, entries, ends, M, flags, barriers, rank, W, sent,
     WORDS: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr, TILES: tl.constexpr,
-    SCALES: tl.constexpr, K: tl.constexpr, ENTRIES: tl.constexpr, SORTED: tl.constexpr,
+    SCALES: tl.constexpr, K: tl.constexpr, ENTRIES: tl.constexpr, RANKS: tl.constexpr, SORTED: tl.constexpr,
 ):  # fmt: skip
     """A program finds the tokens of an expert, and copies a part of their rows."""
+    passed = _wait(flags, barriers, rank, W, sent, RANKS)
     group = tl.program_id(0).to(tl.int64)
     index, col, tile = tl.arange(0, ENTRIES), tl.arange(0, COLS), tl.arange(0, SCALES)
     of = tl.load(experts + index, mask=index < COUNT, other=-1) - first_expert
@@ -210,6 +257,7 @@ def place_tokens(
             scale_row = begin + row if SORTED else row
             at = group * out_scale_group + scale_row[:, None] * out_scale_row
             tl.store(out_scale + at + tile.to(tl.int64)[None, :] * out_scale_col, factors, mask=inside)
+    _pass(barriers, passed)
 
 
 @triton.jit(do_not_specialize=["M", "results", "rank", "W"])
@@ -228,20 +276,69 @@ def return_results(
     col = tl.arange(0, COLS)
     for first in range(tl.program_id(1) * ROWS, count, tl.num_programs(1) * ROWS):
         row = (first + tl.arange(0, ROWS)).to(tl.int64)
+        inside = (row < count)[:, None] & (col < WORDS)[None, :]
         index = tl.load(entries + begin + row, mask=row < count, other=0)
+        values = tl.load(y + (begin + row)[:, None] * WORDS + col[None, :], mask=inside)
         to_rank = index // results
         to = tl.load(buffers + to_rank, mask=row < count, other=0) + results_at
         to += (index - to_rank * results).to(tl.int64) * (WORDS * (y.dtype.element_ty.primitive_bitwidth // 8))
-        inside = (row < count)[:, None] & (col < WORDS)[None, :]
-        values = tl.load(y + (begin + row)[:, None] * WORDS + col[None, :], mask=inside)
         tl.store(pointer(to, y.dtype, ALIGNED)[:, None] + col[None, :], values, mask=inside)
     _arrive(flags, rank, W)
+
+
+@triton.jit(do_not_specialize=["T", "rank", "W", "returned"])
+def sum_results(
+    results, add, add_row, add_col, weights, to, T, D, flags, barriers, rank, W, returned,
+    K: tl.constexpr, ADDS_TO: tl.constexpr, COLS: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    """A program sums COLS columns of a token."""
+    passed = _wait(flags, barriers, rank, W, returned, RANKS)
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLS + tl.arange(0, COLS).to(tl.int64)
+    inside = column < tl.where(token < T, D, 0)
+    total = tl.zeros([COLS], tl.float32)
+    if add is not None:
+        total = tl.load(add + token * add_row + column * add_col, mask=inside, other=0.0).to(tl.float32)
+    for k in tl.static_range(K):
+        value = tl.load(results + (token * K + k) * D + column, mask=inside, other=0.0).to(tl.float32)
+        if weights is not None:
+            value = value * tl.load(weights + token * K + k, mask=token < T, other=0.0)
+        total += value
+    total = total.to(to.dtype.element_ty)
+    at = to + token * D + column
+    if ADDS_TO:
+        total = (tl.load(at, mask=inside).to(tl.float32) + total.to(tl.float32)).to(to.dtype.element_ty)
+    tl.store(at, total, mask=inside)
+    _pass(barriers, passed)
+
+
+@triton.jit
+def _wait(flags, barriers, rank, W, count, RANKS: tl.constexpr):
+    """Wait until all ranks' programs have added `count` to their counters here; return what those then are at least."""
+    passed = tl.load(barriers) + count
+    peer = tl.arange(0, RANKS)
+    counter = tl.load(flags + rank).to(tl.pointer_type(tl.int32)) + peer
+    missing = 1
+    while missing > 0:
+        come = tl.atomic_add(counter, 0, mask=peer < W, sem="acquire", scope="sys")
+        missing = tl.max(tl.where(peer < W, passed - come, 0), axis=0)
+    return passed
+
+
+@triton.jit
+def _pass(barriers, passed):
+    """Write what the next launch adds to, when all programs of this one have read it."""
+    tl.debug_barrier()  # all threads have
+    programs = tl.num_programs(0) * tl.num_programs(1)
+    if tl.atomic_add(barriers + 1, 1) == programs - 1:
+        tl.store(barriers + 1, 0)
+        tl.store(barriers, passed)
 
 
 @triton.jit
 def _arrive(flags, rank, W):
     """Add 1 to this rank's counter on all ranks: what this program has stored is there."""
     tl.debug_barrier()  # all threads have stored
-    for peer in range(W):
-        flag = tl.load(flags + peer).to(tl.pointer_type(tl.int32))
+    for distance in range(W):  # own rank first: each release waits for the store before it
+        flag = tl.load(flags + (rank + distance) % W).to(tl.pointer_type(tl.int32))
         tl.atomic_add(flag + rank, 1, sem="release", scope="sys")

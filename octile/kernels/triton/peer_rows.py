@@ -18,6 +18,7 @@ C bytes of a row; a row of N + 1 is one of zeros.
 """
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from octile.kernels.memory_layout import padded
 from octile.kernels.triton.launch_config import PEER_BLOCK, PEER_CHUNK, PEER_ROWS
 
 MAX_CHUNKS = 256  # of rows from a rank
+WORDS_PER_WARP = 512  # of a row at most, so that they fit into registers
 CACHE_LINE = 128  # bytes; stores of whole lines cross a link in the fewest packets
 WORDS = {16: torch.int32, 8: torch.int32, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # by the bytes that divide C
 
@@ -62,17 +64,16 @@ def scales_at(rows: int, row_bytes: int) -> int:
     return padded(rows * row_bytes)
 
 
-def launch_barrier(peers: Peers, signal: bool = True, wait: bool = True, count: int = 1) -> None:
+def launch_barrier(peers: Peers, signal: bool = True, wait: bool = True) -> None:
     """Tell all ranks that this one has come here, and wait until all of them have.
 
     Args:
         signal, wait: do both, or one of them.
-        count: by how much this adds to each rank's counter, of which `signal` adds 1.
     """
     ranks = len(peers.buffers)
     with torch.cuda.device_of(peers.buffers):
         peer_barrier[(1,)](
-            peers.flags, peers.barriers, peers.rank, count, W=ranks, RANKS=triton.next_power_of_2(ranks),
+            peers.flags, peers.barriers, peers.rank, W=ranks, RANKS=triton.next_power_of_2(ranks),
             SIGNAL=signal, WAIT=wait, num_warps=1,
         )  # fmt: skip
 
@@ -151,22 +152,22 @@ def _strides(scale: Tensor | None) -> tuple[int, ...]:
     return (0, 0) if scale is None else scale.stride()
 
 
-def sizes(x: Tensor, scale: Tensor | None) -> dict[str, int]:
+def sizes(x: Tensor, scale: Tensor | None, rows: Mapping[str, int] = PEER_ROWS) -> dict[str, int]:
     """Return what the programs of a launch for rows of x [·, C] have in common."""
     width = math.gcd(x.shape[1], 16)
     words_of_row = x.shape[1] // WORDS[width].itemsize
     cols = triton.next_power_of_2(words_of_row)
     tiles = 0 if scale is None else scale.shape[1]
     return {
-        "WORDS": words_of_row, "COLS": cols, "ROWS": min(max(PEER_ROWS["words"] // cols, 1), 64),
+        "WORDS": words_of_row, "COLS": cols, "ROWS": min(max(rows["words"] // cols, 1), 64),
         "ALIGNED": width == 16, "TILES": tiles, "SCALES": triton.next_power_of_2(max(tiles, 1)),
-        "num_warps": PEER_ROWS["num_warps"],
+        "num_warps": max(rows["num_warps"], cols // WORDS_PER_WARP),
     }  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rank", "count"])
+@triton.jit(do_not_specialize=["rank"])
 def peer_barrier(
-    flags, barriers, rank, count, W: tl.constexpr, RANKS: tl.constexpr, SIGNAL: tl.constexpr, WAIT: tl.constexpr
+    flags, barriers, rank, W: tl.constexpr, RANKS: tl.constexpr, SIGNAL: tl.constexpr, WAIT: tl.constexpr
 ):  # fmt: skip
     """One program. The kernels before it have written what the ranks then read."""
     if SIGNAL:
@@ -174,7 +175,7 @@ def peer_barrier(
         pad = tl.load(flags + peer, mask=peer < W, other=0).to(tl.pointer_type(tl.int32))
         tl.atomic_add(pad + rank, 1, mask=peer < W, sem="release", scope="sys")
     if WAIT:
-        passed = tl.load(barriers) + count
+        passed = tl.load(barriers) + 1
         own = tl.load(flags + rank).to(tl.pointer_type(tl.int32))
         for peer in range(W):
             while tl.atomic_add(own + peer, 0, sem="acquire", scope="sys") - passed < 0:

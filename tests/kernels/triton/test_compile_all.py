@@ -44,6 +44,7 @@ def test_all_kernels_are_compiled(compiled: dict[str, list[CompiledTritonKernel]
         "send_tokens",
         "place_tokens",
         "return_results",
+        "sum_results",
         "block_amax",
         "quantize_large_block",
         "quantize_with_scale",
