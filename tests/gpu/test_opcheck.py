@@ -7,6 +7,7 @@ import torch
 
 from octile.ops.attention import attention, attention_backward
 from octile.ops.cross_entropy import cross_entropy, cross_entropy_backward
+from octile.ops.decode_latents import write_and_rotate
 from octile.ops.few_rows import few_rows_nt, latent_attention
 from octile.ops.few_rows_mixture import few_rows_mixture
 from octile.ops.gate import bfloat16_terms, choose_experts, gate, gate_backward
@@ -104,6 +105,19 @@ def _rows(*sizes: int) -> tuple[torch.Tensor, ...]:
 
 
 CASES = {
+    "latents of decode rows": lambda: (
+        write_and_rotate,
+        (
+            _cache(16, dtype=torch.float32),
+            _slots(),
+            *_rows(12, 4),
+            torch.ones(12, device="cuda"),
+            1e-6,
+            *_rows(2, 2),
+            torch.randn(2, 3, 8, device="cuda"),
+            torch.zeros(2, 3, 16, device="cuda"),
+        ),
+    ),
     "experts by logits": lambda: (
         choose_experts,
         (torch.randn(5, 8, device="cuda"), torch.randn(8, device="cuda"), 3, 4, 2, 2, "sigmoid", True, 2.5),

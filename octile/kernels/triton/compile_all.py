@@ -26,6 +26,7 @@ from octile.kernels.memory_layout import new_scale
 from octile.kernels.triton import (
     adamw,
     cross_entropy,
+    decode_latents,
     decode_rows,
     gather_rows,
     gradient_norms,
@@ -176,6 +177,10 @@ def _cases() -> dict[str, Callable[[], object]]:
         cache, latents = _empty(4096, 64, bytes_or_channels, dtype=cached), _empty(256, 576)
         latent_cache.launch_write(cache, _empty(256, dtype=torch.int64), latents[:, :512], latents[:, 512:])
         paged_attention.launch(_empty(256, heads, 576), cache, pages, lengths, 512, 0.1, 8)
+        decode_latents.launch(
+            cache, _empty(256, dtype=torch.int64), latents[:, :512], latents[:, 512:], _empty(512), 1e-6,
+            *(_empty(256, 32, dtype=fp32) for _ in range(2)), _empty(256, heads, 192), _empty(256, heads, 576),
+        )  # fmt: skip
 
     def sampled(rows: int, vocabulary: int) -> None:
         seeds, positions = _empty(rows, dtype=torch.int64), _empty(rows, dtype=torch.int64)

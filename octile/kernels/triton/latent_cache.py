@@ -41,13 +41,11 @@ def write_values(
     t = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + t * slot_step)
     inside = tl.where((slot >= 0) & (slot < rows), 1, 0)  # a factor of the numbers of channels that are written
-    c = tl.arange(0, CS)
-    r = tl.arange(0, RS)
+    c, r = tl.arange(0, CS), tl.arange(0, RS)
     to = cache + slot * (C + R)
     value = tl.load(latent + t * latent_row + c, mask=c < C)
-    tl.store(to + c, value.to(cache.dtype.element_ty), mask=c < C * inside)
-    value = tl.load(rope + t * rope_row + r, mask=r < R)
-    tl.store(to + C + r, value.to(cache.dtype.element_ty), mask=r < R * inside)
+    rotary = tl.load(rope + t * rope_row + r, mask=r < R)
+    store_values(to, value, rotary, inside, C, CS, R, RS)
 
 
 @triton.jit
@@ -62,13 +60,35 @@ def write_fp8(
     inside = tl.where((slot >= 0) & (slot < rows), 1, 0)  # a factor of the numbers of channels that are written
     c = tl.arange(0, TILES * 128)
     value = tl.load(latent + t * latent_row + c, mask=c < C, other=0.0).to(tl.float32)
+    r = tl.arange(0, RS)
+    rotary = tl.load(rope + t * rope_row + r, mask=r < R)
+    start = slot * row_bytes
+    store_fp8(data, scales, ropes, start, value, rotary, inside, C, R, RS, TILES, INVERSE, REST, MANTISSA, BIAS)
+
+
+@triton.jit
+def store_values(
+    to, value, rotary, inside, C: tl.constexpr, CS: tl.constexpr, R: tl.constexpr, RS: tl.constexpr
+):  # fmt: skip
+    """Store a latent [CS] and a rotary key [RS] as the row at `to`, if inside is 1; if it is 0, nothing."""
+    c, r = tl.arange(0, CS), tl.arange(0, RS)
+    tl.store(to + c, value.to(to.dtype.element_ty), mask=c < C * inside)
+    tl.store(to + C + r, rotary.to(to.dtype.element_ty), mask=r < R * inside)
+
+
+@triton.jit
+def store_fp8(
+    data, scales, ropes, start, value, rotary, inside,
+    C: tl.constexpr, R: tl.constexpr, RS: tl.constexpr, TILES: tl.constexpr,
+    INVERSE: tl.constexpr, REST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Store a latent [TILES · 128], float32, zeros from C on, and a rotary key [RS] as the row at byte `start`."""
+    c, r = tl.arange(0, TILES * 128), tl.arange(0, RS)
     tiles = tl.reshape(value, [TILES, 128])
     scale = scale_from_amax(tl.max(magnitude(tiles), axis=1), INVERSE, REST, False)
     encoded = round_to_format(divide(tiles, scale[:, None], False), data.dtype.element_ty, MANTISSA, BIAS)
-    start = slot * row_bytes
     tl.store(data + start + c, tl.reshape(encoded, [TILES * 128]), mask=c < C * inside)
     tile = tl.arange(0, TILES)
     tl.store(scales + (start + C) // 4 + tile, scale, mask=tile * 128 < C * inside)
-    r = tl.arange(0, RS)
-    rotary = tl.load(rope + t * rope_row + r, mask=r < R).to(tl.bfloat16)
-    tl.store(ropes + (start + C + (C + 127) // 128 * 4) // 2 + r, rotary, mask=r < R * inside)
+    at = (start + C + (C + 127) // 128 * 4) // 2 + r
+    tl.store(ropes + at, rotary.to(tl.bfloat16), mask=r < R * inside)

@@ -49,6 +49,7 @@ ROTATE: dict[str, int] = {"MAX_HEADS": 16, "ELEMENTS": 512, "num_warps": 2}  # t
 ROPE_HALVES: dict[str, int] = {"MAX_HEADS": 16, "ELEMENTS": 4096, "num_warps": 4}
 INDEX_ROWS: dict[str, int] = {"num_warps": 1}  # of a row's program
 WRITE_LATENTS: dict[str, int] = {"num_warps": 4}  # of a row's program
+DECODE_LATENTS: dict[str, int] = {"HEADS": 16, "num_warps": 4}  # heads of a program, and warps of each
 # Heads of a program of paged attention and splits of a row at most; positions at a time, which divide a page; programs
 # an SM (benchmarks/history/serve).
 PAGED_ATTENTION: dict[str, int] = {"MAX_HEADS": 16, "MAX_SPLITS": 64, "KEYS": 32, "PROGRAMS": 8, "num_stages": 2}

@@ -64,6 +64,7 @@ def test_all_kernels_are_compiled(compiled: dict[str, list[CompiledTritonKernel]
         "best_of_parts",
         "best_of_rows",
         "write_fp8",
+        "write_and_rotate",
         "attend_pages",
         "attend_texts",
         "merge_splits",

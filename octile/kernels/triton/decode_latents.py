@@ -1,0 +1,83 @@
+# mypy: allow-untyped-defs
+"""Latents and rotary channels of decode rows, as `octile.ops.decode_latents` specifies them.
+
+All but the norm's sum of squares, whose order is unspecified, is bit for bit what the specification gives.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octile.kernels.triton.fp8_bits import as_encoded, quantize_constants
+from octile.kernels.triton.latent_cache import store_fp8, store_values
+from octile.kernels.triton.launch_config import DECODE_LATENTS, EXACT
+
+
+def launch(
+    cache: Tensor, slots: Tensor, latent: Tensor, rope: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor,
+    q: Tensor, absorbed: Tensor,
+) -> None:  # fmt: skip
+    """Write latent [T, C] and rope [T, R] to slots [T] of a cache, and what q [T, H, X] rotates to absorbed."""
+    (t, c), r, heads = latent.shape, rope.shape[1], q.shape[1]
+    if not t:
+        return
+    is_fp8 = cache.dtype == torch.uint8
+    tiles = triton.next_power_of_2(triton.cdiv(c, 128))
+    rows, row = cache.shape[0] * cache.shape[1], cache.shape[2]
+    stored: tuple[Tensor, ...] = (cache, cache, cache)
+    constants: dict[str, Any] = {"INVERSE": 0.0, "REST": 0.0, "MANTISSA": 0, "BIAS": 0}  # not used
+    if is_fp8:
+        data, scales, ropes = (cache.view(dtype) for dtype in (torch.float8_e4m3fn, torch.float32, torch.bfloat16))
+        stored, constants = (as_encoded(data), scales, ropes), quantize_constants(torch.float8_e4m3fn)
+    with torch.cuda.device_of(cache):
+        write_and_rotate[(t, 1 + triton.cdiv(heads, DECODE_LATENTS["HEADS"]))](
+            *stored, slots, latent, rope, weight, eps, cos, sin, q, absorbed, rows, row, slots.stride(0),
+            latent.stride(0), rope.stride(0), weight.stride(0), q.stride(0), q.stride(1), heads, q.shape[2] - r,
+            C=c, TILES=tiles, R=r, RS=triton.next_power_of_2(r), FP8=is_fp8, **constants, **DECODE_LATENTS, **EXACT,
+        )  # fmt: skip
+
+
+@triton.jit
+def write_and_rotate(
+    data, scales, ropes, slots, latent, rope, weight, eps, cos, sin, q, absorbed, rows, row, slot_step, latent_row,
+    rope_row, weight_step, q_row, q_head, H, N,
+    C: tl.constexpr, TILES: tl.constexpr, R: tl.constexpr, RS: tl.constexpr, FP8: tl.constexpr,
+    INVERSE: tl.constexpr, REST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """The first program of a row writes to the cache, the others rotate HEADS heads each."""
+    t = tl.program_id(0).to(tl.int64)
+    r = tl.arange(0, RS)
+    is_first = r % 2 == 0
+    cosine = tl.load(cos + t * (R // 2) + r // 2, mask=r < R, other=0.0)
+    sine = tl.load(sin + t * (R // 2) + r // 2, mask=r < R, other=0.0)
+    sine = tl.where(is_first, -sine, sine)
+    other = tl.where(is_first, r + 1, r - 1)  # of the same pair
+    if tl.program_id(1) == 0:
+        slot = tl.load(slots + t * slot_step)
+        inside = tl.where((slot >= 0) & (slot < rows), 1, 0)  # a factor of the numbers of channels that are written
+        c = tl.arange(0, TILES * 128)
+        value = tl.load(latent + t * latent_row + c, mask=c < C, other=0.0).to(tl.float32)
+        value = value * tl.rsqrt(tl.sum(value * value, axis=0) / C + eps)
+        value = value * tl.load(weight + c * weight_step, mask=c < C, other=0.0).to(tl.float32)
+        value = value.to(latent.dtype.element_ty)
+        of_row = rope + t * rope_row
+        key = tl.load(of_row + r, mask=r < R, other=0.0).to(tl.float32)
+        key = key * cosine + tl.load(of_row + other, mask=r < R, other=0.0).to(tl.float32) * sine
+        rotary = key.to(rope.dtype.element_ty)
+        if FP8:
+            value = value.to(tl.float32)
+            start = slot * row
+            store_fp8(data, scales, ropes, start, value, rotary, inside, C, R, RS, TILES, INVERSE, REST, MANTISSA, BIAS)
+        else:
+            store_values(data + slot * (C + R), value, rotary, inside, C, TILES * 128, R, RS)
+    else:
+        h = (tl.program_id(1) - 1) * HEADS + tl.arange(0, HEADS).to(tl.int64)[:, None]
+        there = (h < H) & (r < R)[None, :]
+        heads = q + t * q_row + h * q_head + N
+        own = tl.load(heads + r[None, :], mask=there, other=0.0).to(tl.float32)
+        partner = tl.load(heads + other[None, :], mask=there, other=0.0).to(tl.float32)
+        to = absorbed + (t * H + h) * (C + R) + C + r[None, :]
+        tl.store(to, (own * cosine[None, :] + partner * sine[None, :]).to(absorbed.dtype.element_ty), mask=there)

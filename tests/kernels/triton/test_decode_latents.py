@@ -1,0 +1,63 @@
+"""The kernel of decode rows' latents equals the reference: bit for bit but for the norm's sum of squares."""
+
+import pytest
+import torch
+
+from octile.kernels.triton import decode_latents as kernel
+from octile.ops.decode_latents import write_and_rotate
+from octile.ops.latent_cache import read_latents
+from tests.kernels.triton.comparison import extreme
+from tests.ops.paged_caches import new_cache
+
+pytestmark = pytest.mark.usefixtures("gpu")
+SLOTS = torch.tensor([130, -1, 5, 64, 192])  # one is not written, and one is not in the cache
+
+
+@pytest.mark.parametrize("heads", [1, 5, 16, 40])
+@pytest.mark.parametrize("sizes", [(512, 64, 192), (136, 6, 40), (96, 32, 32)], ids=str)
+@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_the_reference(sizes: tuple[int, int, int], cache_dtype: torch.dtype, dtype: torch.dtype, heads: int):
+    (c, r, x), t = sizes, len(SLOTS)
+    torch.manual_seed(heads)
+    joined = torch.randn(t, heads * x + c + r).to(dtype)  # as one GEMM projects them
+    q, latent, rope = joined[:, : heads * x].unflatten(1, (heads, x)), joined[:, -c - r : -r], joined[:, -r:]
+    weight, angle = torch.rand(c).to(dtype), torch.randn(t, r // 2)
+    caches = [new_cache(3, c, r, cache_dtype) for _ in range(2)]
+    absorbed = [torch.full((t, heads, c + r), 7.0, dtype=dtype) for _ in range(2)]
+    rest = latent, rope, weight, 1e-6, angle.cos(), angle.sin(), q
+    kernel.launch(caches[0], SLOTS, *rest, absorbed[0])
+    write_and_rotate.reference(caches[1], SLOTS.clamp(max=191).masked_fill(SLOTS == 192, -1), *rest, absorbed[1])
+    assert torch.equal(*absorbed)
+    found, expected = (read_latents(cache, torch.arange(3 * 64), c, torch.float32) for cache in caches)
+    assert torch.equal(found[:, c:], expected[:, c:])
+    spacing = 2**-3 if cache_dtype == torch.uint8 else 2**-7 if torch.bfloat16 in (dtype, cache_dtype) else 2**-20
+    torch.testing.assert_close(found[:, :c], expected[:, :c], rtol=spacing, atol=1e-6)
+
+
+def test_extreme_values_rotate_as_in_the_reference():
+    q, angle = extreme(4, 2 * 8)[:, None].bfloat16(), torch.randn(4, 4)
+    found, expected = (torch.zeros(4, 1, 24, dtype=torch.bfloat16) for _ in range(2))
+    cache, slots = new_cache(1, 16, 8, torch.bfloat16), torch.arange(4)
+    rest = (
+        torch.zeros(4, 16).bfloat16(),
+        torch.zeros(4, 8).bfloat16(),
+        torch.ones(16),
+        1e-6,
+        angle.cos(),
+        angle.sin(),
+        q,
+    )
+    kernel.launch(cache, slots, *rest, found)
+    write_and_rotate.reference(cache, slots, *rest, expected)
+    assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+
+
+def test_no_rows_launch_nothing():
+    cache, empty = new_cache(1, 16, 8, torch.bfloat16), torch.zeros(0, 4)
+    q, absorbed = torch.zeros(0, 2, 12).bfloat16(), torch.zeros(0, 2, 24).bfloat16()
+    latent, rope = torch.zeros(0, 16).bfloat16(), torch.zeros(0, 8).bfloat16()
+    kernel.launch(
+        cache, torch.zeros(0, dtype=torch.int64), latent, rope, torch.ones(16), 1e-6, empty, empty, q, absorbed
+    )
+    assert not cache.any()
