@@ -119,6 +119,11 @@ def _why_not_first(count: int) -> Callable[..., str | None]:
     return lambda *args: launcher.why_unsupported(*args[:count])
 
 
+def _swiglu(gate: Tensor, up: Tensor, dtype: torch.dtype, power_of_2: bool, *weight_and_ends: Any) -> Any:
+    weight, ends = weight_and_ends
+    return launcher.swiglu(gate, up, dtype, power_of_2, weight, ends=ends)[:2]
+
+
 def _swiglu_and_save(gate: Tensor, up: Tensor, dtype: torch.dtype, power_of_2: bool, *saved_and_weight: Any) -> Any:
     saved_dtype, saved_power_of_2, weight = saved_and_weight
     return launcher.swiglu(gate, up, dtype, power_of_2, weight, saved_dtype, saved_power_of_2)
@@ -218,9 +223,7 @@ TABLE = {
         launcher.quantize_matrices,
         _triton("transpose", "launch_matrices"),
     ),
-    "swiglu_quantize": Backends(
-        _why_not_first(2), lambda *args: launcher.swiglu(*args)[:2], _triton("swiglu", "launch")
-    ),
+    "swiglu_quantize": Backends(_why_not_first(2), _swiglu, _triton("swiglu", "launch")),
     "swiglu_quantize_and_save": Backends(_why_not_first(2), _swiglu_and_save, _triton("swiglu", "launch_and_save")),
     "swiglu_backward_quantize": Backends(
         _why_not_first(3), launcher.swiglu_backward, _triton("swiglu", "launch_backward")

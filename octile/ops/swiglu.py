@@ -100,7 +100,7 @@ def _(dh, gate, up):
 
 @operator()
 def swiglu_quantize(
-    gate: Tensor, up: Tensor, fmt: str, power_of_2: bool, weight: Tensor | None = None
+    gate: Tensor, up: Tensor, fmt: str, power_of_2: bool, weight: Tensor | None = None, ends: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute h = silu(gate) · up · weight and quantize it in 1×128 tiles.
 
@@ -109,30 +109,34 @@ def swiglu_quantize(
         fmt: "e4m3", "e5m2" or "int8".
         power_of_2: whether to round each scale up to a power of two.
         weight: float32 [M], one factor per row; None: 1.
+        ends: int32 [G], contiguous, nondecreasing, where groups of rows end, as in `grouped_matmul_nt`: on a GPU the
+            rows after the last group are undefined; None: all rows are computed.
 
     Returns:
         data [M, H] and scale [M, ⌈H/128⌉], as `quantize(h, 1, 128, …)`.
 
     Raises:
-        TypeError: gate, up or weight has another dtype, or gate and up differ in dtype.
-        ValueError: gate and up are not matrices of one shape on one device, weight does not fit them, or fmt is
-            another one.
+        TypeError: gate, up, weight or ends has another dtype, or gate and up differ in dtype.
+        ValueError: gate and up are not matrices of one shape on one device, weight or ends does not fit them, or fmt
+            is another one.
     """
     _check(gate, up, fmt)
     _check_weight(weight, gate)
+    _check_ends(ends, gate)
     return quantize(_h(gate, up, weight), *TILE, fmt, power_of_2)
 
 
 @swiglu_quantize.register_fake
-def _(gate, up, fmt, power_of_2, weight=None):
+def _(gate, up, fmt, power_of_2, weight=None, ends=None):
     return gate.new_empty(gate.shape, dtype=STORAGE_DTYPES[fmt]), new_scale(gate, *TILE)
 
 
 @swiglu_quantize.register_kernel("cuda")
-def _(gate, up, fmt, power_of_2, weight=None):
+def _(gate, up, fmt, power_of_2, weight=None, ends=None):
     _check(gate, up, fmt)
     _check_weight(weight, gate)
-    return backends.run("swiglu_quantize", gate, up, STORAGE_DTYPES[fmt], power_of_2, weight)
+    _check_ends(ends, gate)
+    return backends.run("swiglu_quantize", gate, up, STORAGE_DTYPES[fmt], power_of_2, weight, ends)
 
 
 @operator()
@@ -313,6 +317,16 @@ def _check_weight(weight: Tensor | None, gate: Tensor) -> None:
     if weight.dtype != torch.float32:
         raise TypeError(f"weight must be float32, not {weight.dtype}")
     _check_like("weight", weight, gate.shape[:1], gate)
+
+
+def _check_ends(ends: Tensor | None, gate: Tensor) -> None:
+    if ends is None:
+        return
+    if ends.dtype != torch.int32:
+        raise TypeError(f"ends must be int32, not {ends.dtype}")
+    if ends.dim() != 1 or not len(ends) or not ends.is_contiguous():
+        raise ValueError(f"ends must be [G], contiguous, with G at least 1, not {tuple(ends.shape)}")
+    check_device("gate", gate, "ends", ends)
 
 
 def _check(gate: Tensor, up: Tensor, *formats: str, is_quantized: bool = False) -> None:

@@ -227,6 +227,20 @@ def test_arguments_that_do_not_fit_are_refused(
                 call()
 
 
+@pytest.mark.parametrize(
+    ("ends", "error", "message"),
+    [
+        (torch.tensor([1, 2]), TypeError, "ends must be int32, not torch.int64"),
+        (torch.zeros(0).int(), ValueError, r"ends must be \[G\], contiguous, with G at least 1, not \(0,\)"),
+        (torch.zeros(4).int()[::2], ValueError, r"ends must be \[G\], contiguous"),
+        (torch.tensor(2).int(), ValueError, r"ends must be \[G\], contiguous, with G at least 1, not \(\)"),
+    ],
+)
+def test_ends_that_do_not_fit_are_refused(ends: Tensor, error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        swiglu_quantize(torch.zeros(2, 2), torch.zeros(2, 2), "e4m3", False, None, ends)
+
+
 def test_a_gradient_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"dh must be \(20, 256\) as gate, not \(3, 256\)"):
         swiglu_backward(inputs()[0][:3], *inputs()[1:])

@@ -15,10 +15,18 @@ from octile.kernels.triton.scaling import load_dequantized
 
 
 def launch(
-    gate: Tensor, up: Tensor, dtype: torch.dtype, power_of_2: bool, weight: Tensor | None = None
+    gate: Tensor,
+    up: Tensor,
+    dtype: torch.dtype,
+    power_of_2: bool,
+    weight: Tensor | None = None,
+    ends: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute and quantize h from gate, up [M, H], any strides, and weight [M] → data [M, H], scale for 1×128."""
-    return _launch(gate, up, dtype, power_of_2, None, False, weight)[:2]
+    """Compute and quantize h from gate, up [M, H], any strides, and weight [M] → data [M, H], scale for 1×128.
+
+    Rows from the last of `ends` on, int32 [G], contiguous, may be left out.
+    """
+    return _launch(gate, up, dtype, power_of_2, None, False, weight, ends)[:2]
 
 
 def launch_and_save(
@@ -42,6 +50,7 @@ def _launch(
     saved_dtype: torch.dtype | None,
     saved_power_of_2: bool,
     weight: Tensor | None,
+    ends: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     (m, h), rows = gate.shape, SWIGLU["ROWS"]
     data, scale = torch.empty(gate.shape, dtype=dtype, device=gate.device), new_scale(gate, 1, 128)
@@ -56,10 +65,10 @@ def _launch(
         )
         with torch.cuda.device_of(gate):
             swiglu[grid](
-                gate, up, scale if weight is None else weight, m, h, *gate.stride(), *up.stride(),
-                0 if weight is None else weight.stride(0), as_encoded(data), scale, as_encoded(saved), saved_scale,
-                SAVE_INPUTS=saved_dtype is not None, WEIGHTED=weight is not None, POWER_OF_2=power_of_2,
-                SAVED_POWER_OF_2=saved_power_of_2, **constants,
+                gate, up, scale if weight is None else weight, None if ends is None else ends[-1:], m, h,
+                *gate.stride(), *up.stride(), 0 if weight is None else weight.stride(0), as_encoded(data), scale,
+                as_encoded(saved), saved_scale, SAVE_INPUTS=saved_dtype is not None, WEIGHTED=weight is not None,
+                POWER_OF_2=power_of_2, SAVED_POWER_OF_2=saved_power_of_2, **constants,
             )  # fmt: skip
     return data, scale, saved, saved_scale
 
@@ -177,14 +186,19 @@ def swiglu_high_precision_backward(
 
 @triton.jit(do_not_specialize=["M"])
 def swiglu(
-    gate, up, weight, M, H, gate_row, gate_col, up_row, up_col, weight_step, data, scale, saved, saved_scale,
+    gate, up, weight, end, M, H, gate_row, gate_col, up_row, up_col, weight_step, data, scale, saved, saved_scale,
     ROWS: tl.constexpr, SAVE_INPUTS: tl.constexpr, WEIGHTED: tl.constexpr,
     POWER_OF_2: tl.constexpr, INVERSE: tl.constexpr, REST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
     SAVED_POWER_OF_2: tl.constexpr, SAVED_INVERSE: tl.constexpr, SAVED_REST: tl.constexpr, SAVED_MANTISSA: tl.constexpr,
     SAVED_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """A program takes ROWS×128."""
+    """A program takes ROWS×128, or nothing where they all lie behind the end."""
     batch, m_tile, k_tile = program_tile(tl.program_id(0), M, H, ROWS, 128)
+    last = M
+    if end is not None:
+        last = tl.load(end)
+    if m_tile * ROWS >= last:
+        return
     m = m_tile * ROWS + tl.arange(0, ROWS)
     k = k_tile * 128 + tl.arange(0, 128)
     g = load(gate, batch, m, k, M, H, 0, gate_row, gate_col)

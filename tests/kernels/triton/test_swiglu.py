@@ -44,6 +44,9 @@ def test_forward(shape: tuple[int, ...], power_of_2: bool):
     found = swiglu.launch(gate, up, E4M3, power_of_2)
     assert_same(found, quantize(gate * _sigmoid(gate) * up, 1, 128, "e4m3", power_of_2))
     assert_close_data(found, swiglu_quantize(gate, up, "e4m3", power_of_2))
+    for ends in {0, shape[0] // 2, shape[0]}:
+        few = swiglu.launch(gate, up, E4M3, power_of_2, None, torch.tensor([0, ends]).int())
+        assert_same([part[:ends] for part in few], [part[:ends] for part in found])
 
 
 @every_shape

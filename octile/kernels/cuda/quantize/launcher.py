@@ -79,6 +79,7 @@ SETTINGS: dict[str, dict[str, int]] = {
 }
 NORM_BYTES = 2 * 4 * 32  # shared memory of rms_norm.cu: two buffers
 NORM_UNITS = 4  # vectors of 8 columns of a row that a thread of rms_norm holds at most; fewer if the row has fewer
+FEW_ROWS = 256  # of RMSNorm, up to which each row has a block: a GPU has as many SMs, or half as many
 NORM_WARPS = 7  # a block's warps for which the setting `blocks` was measured; smaller blocks are more
 
 
@@ -362,8 +363,11 @@ def swiglu(
     weight: Tensor | None,
     saved_dtype: torch.dtype | None = None,
     saved_power_of_2: bool = False,
+    ends: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute SwiGLU of gate and up [M, H], times weight [M] if given, and quantize it in 1×128 tiles.
+
+    Rows from the last of `ends` on, int32 [G], may be left out.
 
     Returns:
         data [M, H] and its scale; the quantized inputs [2, M, H] and their scale, or, if saved_dtype is None, data and
@@ -379,11 +383,12 @@ def swiglu(
     settings = SETTINGS["swiglu" if has_few_rows else "swiglu, inputs saved"]
     constants = {
         "dtype": DTYPES[gate.dtype], "format": DTYPES[dtype], "power_of_2": power_of_2,
-        "weighted": weight is not None, "save_inputs": saved_dtype is not None, "saved_format": DTYPES[saved.dtype],
-        "saved_power_of_2": saved_power_of_2, **settings,
+        "weighted": weight is not None, "has_end": ends is not None, "save_inputs": saved_dtype is not None,
+        "saved_format": DTYPES[saved.dtype], "saved_power_of_2": saved_power_of_2, **settings,
     }  # fmt: skip
+    end = None if ends is None else ends[-1:]
     arguments = (
-        *map(_address, (gate, up, weight, data, scale, saved, saved_scale)), gate.stride(0), up.stride(0),
+        *map(_address, (gate, up, weight, end, data, scale, saved, saved_scale)), gate.stride(0), up.stride(0),
         0 if weight is None else weight.stride(0), m, h, _inverse(_ceil_div(h, SIDE)),
     )  # fmt: skip
     blocks = _ceil_div(m, 2 * settings["rows"] * settings["warps"]) * _ceil_div(h, SIDE)
@@ -447,16 +452,15 @@ def rms_norm(
     units = min(NORM_UNITS, 1 << (_ceil_div(k, 32 * 8) - 1).bit_length())
     warps, settings = _ceil_div(k, 32 * 8 * units), SETTINGS[kind]
     blocks = max(min(settings["blocks"], max(1, 28 // warps)), NORM_WARPS * settings["blocks"] // warps)
+    rows = 1 if m <= FEW_ROWS else settings["rows"]
     constants = {
         "dtype": DTYPES[x.dtype], "weight_dtype": DTYPES[weight.dtype], "format": DTYPES[dtype],
         "power_of_2": power_of_2, "store_y": values, "units": units, "warps": warps,
-        "rows": settings["rows"], "blocks": blocks,
+        "rows": rows, "blocks": blocks,
     }  # fmt: skip
     arguments = (*map(_address, (x, weight, data, scale, rstd, y)), float(eps), 1.0 / k, x.stride(0), m, k)
     resident = None if values else constants["blocks"]
-    _launch(
-        "rms_norm", constants, x, _ceil_div(m, settings["rows"]), 32 * warps, NORM_BYTES, *arguments, resident=resident
-    )
+    _launch("rms_norm", constants, x, _ceil_div(m, rows), 32 * warps, NORM_BYTES, *arguments, resident=resident)
     return data, scale, rstd, y
 
 

@@ -22,12 +22,16 @@ __device__ __forceinline__ FloatVec8 swiglu_of(const Values& gate, const Values&
     return h;
 }
 
-// gate, up: [m, k]. weight: [m] with stride weight_step, only with config::weighted. saved, saved_scale: gate and up
-// quantized, [2, m, k] and their scales, only with config::save_inputs.
+// gate, up: [m, k]. weight: [m] with stride weight_step, only with config::weighted. end: thread blocks whose rows all
+// lie from there on write nothing, only with config::has_end. saved, saved_scale: gate and up quantized, [2, m, k] and
+// their scales, only with config::save_inputs.
 extern "C" __global__ void __launch_bounds__(threads, config::blocks)
-swiglu(const uint8_t* gate, const uint8_t* up, const float* weight, uint8_t* data, float* scale, uint8_t* saved,
-       float* saved_scale, int64_t gate_row, int64_t up_row, int64_t weight_step, int m, int k, int tile_inverse) {
+swiglu(const uint8_t* gate, const uint8_t* up, const float* weight, const int* end, uint8_t* data, float* scale,
+       uint8_t* saved, float* saved_scale, int64_t gate_row, int64_t up_row, int64_t weight_step, int m, int k,
+       int tile_inverse) {
     const unsigned k_tiles = (k + tile_columns - 1) / tile_columns, block = quotient(blockIdx.x, k_tiles, tile_inverse);
+    if constexpr (config::has_end)
+        if (static_cast<int>(block * block_rows) >= *end) return;
     TileCoord at;
     at.tile = blockIdx.x - block * k_tiles, at.batch = 0;
     at.row = block * block_rows + threadIdx.x / 32 * warp_rows + ptx::lane_id() / 16;

@@ -291,6 +291,9 @@ def test_swiglu(dtype: torch.dtype, power_of_2: bool):
     gate, up = _gate_up(SHAPE, dtype)
     found = launcher.swiglu(gate, up, E4M3, power_of_2, None)[:2]
     assert_close_data(found, swiglu_quantize(gate, up, "e4m3", power_of_2))
+    for ends in (0, 1, SHAPE[0]):
+        data, scale = launcher.swiglu(gate, up, E4M3, power_of_2, None, ends=torch.tensor([0, ends]).int())[:2]
+        assert_close_data((data[:ends], scale[:ends]), [part[:ends] for part in found])
     weight = torch.rand(2 * SHAPE[0])[::2] + 0.5
     found = launcher.swiglu(gate, up, E4M3, power_of_2, weight, E5M2, power_of_2)
     expected = swiglu_quantize_and_save(gate, up, "e4m3", power_of_2, "e5m2", power_of_2, weight)
@@ -349,6 +352,7 @@ def test_silu_of_large_values(gate: float):
 # ---- RMSNorm ----
 
 
+@pytest.mark.parametrize("few", [0, launcher.FEW_ROWS], ids=["several rows of a block", "a block each"])
 @pytest.mark.parametrize(
     ("shape", "dtype", "weight_dtype", "values", "power_of_2"),
     [
@@ -361,7 +365,10 @@ def test_silu_of_large_values(gate: float):
     ],
     ids=str,
 )
-def test_rms_norm_is_bit_for_bit_after_its_rstd(shape, dtype, weight_dtype, values: bool, power_of_2: bool):
+def test_rms_norm_is_bit_for_bit_after_its_rstd(
+    shape, dtype, weight_dtype, values: bool, power_of_2: bool, few: int, monkeypatch
+):
+    monkeypatch.setattr(launcher, "FEW_ROWS", few)
     x, weight = finite(*shape).clamp(-6e4, 6e4).to(dtype), (torch.rand(shape[1]) + 0.5).to(weight_dtype)
     *found, rstd, y = launcher.rms_norm(x, weight, 1e-6, E4M3, power_of_2, values)
     torch.testing.assert_close(rstd, rms_norm_quantize(x, weight, 1e-6, "e4m3", False)[2], rtol=2.0**-20, atol=0)
