@@ -37,15 +37,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from octile.formats import TILE
 from octile.kernels import cpu
 from octile.models.deepseek_v3 import rope_of
-from octile.nn.dispatcher import LocalDispatcher
+from octile.nn.dispatcher import InFlight, LocalDispatcher
 from octile.nn.indexer import weight_factor
 from octile.nn.norm import LAYER_NORM_EPS
 from octile.ops.attention import attention
+from octile.ops.decode_latents import write_and_rotate
 from octile.ops.gate import choose_experts, gate
-from octile.ops.grouped import grouped_matmul_nt
+from octile.ops.grouped import grouped_matmul_nt_out
 from octile.ops.high_precision import high_precision_grouped_nt
 from octile.ops.index_rows import index_rows
-from octile.ops.matmul import group_rows, matmul_nt, matmul_nt_out
+from octile.ops.matmul import Block, group_rows, matmul_nt, matmul_nt_out
 from octile.ops.norm import rms_norm, rms_norm_quantize
 from octile.ops.paged_attention import paged_attention
 from octile.ops.permute import unpermute
@@ -81,6 +82,7 @@ from octile.serve.weights import (
 )
 
 LOCAL = LocalDispatcher()
+_streams: dict[torch.device, torch.cuda.Stream] = {}  # of shared experts
 WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN builds some
 INVARIANT_SPLITS = 16  # of a row's positions, in batch-invariant mode
 MAX_QUERIES = 2**26  # numbers of absorbed queries of a chunk that attends to chosen positions, at the same time
@@ -274,8 +276,11 @@ class Forward:
             if few_rows.has_feed_forward_of_few_rows(self, w.mlp):
                 return few_rows.add_feed_forward(self, x_TD, layer, w, step.slots)
             return self.add_feed_forward(x_TD, layer, w, step.slots)
-        queries = self.queries(x_TD, layer, w, step.slots, cos_sin)
-        return self.after_attention(x_TD, self.attend(queries, layer, w.attention, step), layer, w, step.slots)
+        if self._decodes_alone(step):
+            o_TV = self._decoded(x_TD, layer, w, step, cos_sin)
+        else:
+            o_TV = self.attend(self.queries(x_TD, layer, w, step.slots, cos_sin), layer, w.attention, step)
+        return self.after_attention(x_TD, o_TV, layer, w, step.slots)
 
     def _padded(self, step: Step) -> Step:
         """Return a step with as many rows for each rank of a group; what fills them is written nowhere."""
@@ -297,6 +302,26 @@ class Forward:
         """
         return self.index is not None and (self.batch_invariant or longest > self._n_chosen)
 
+    def _decodes_alone(self, step: Step) -> bool:
+        """Whether all rows are decode rows, whose bits may be others than among chunks, and attend to all positions."""
+        return not self.batch_invariant and self.index is None and len(step.lengths) == len(step.tokens)
+
+    def _decoded(self, x_TD: Tensor, layer: int, w: BlockWeights, step: Step, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+        """Attend from decode rows alone, and write their latents: [T, H·V]."""
+        c, n_heads = self.weights.config, self.weights.n_heads
+        _, _, q_TX, latent_TC, rope_TR = self._projected(x_TD, w)
+        q_THX = q_TX.unflatten(-1, (n_heads, -1))
+        q_THW = q_THX.new_empty(*q_THX.shape[:2], c.kv_lora_rank + c.qk_rope_head_dim)
+        of_norm = w.attention.kv_norm, NORM_EPS
+        cached = self.cache.layers[layer]
+        write_and_rotate(cached, step.slots, latent_TC, rope_TR, *of_norm, *cos_sin, q_THX, q_THW)
+        self._heads_nt(q_THX[..., : c.qk_nope_head_dim], w.attention.w_k, q_THW[..., : c.kv_lora_rank])
+        out_TV = q_THX.new_empty(len(q_THX), n_heads * c.v_head_dim)
+        last = c.kv_lora_rank, self.softmax_scale, 0, step.rows_per_text
+        o_THC = paged_attention(q_THW, cached, step.pages, step.lengths, *last)
+        self._heads_nt(o_THC, w.attention.w_v, out_TV.unflatten(-1, (n_heads, -1)))
+        return out_TV
+
     def query_width(self, w: AttentionWeights) -> int:
         """Return the columns of the GEMM that projects queries: theirs, then those of weights that are joined to it."""
         return sum(w.x.sizes[0]) if w.q_up is None else self.weights.n_heads * self.weights.config.qk_head_dim
@@ -316,23 +341,40 @@ class Forward:
             x_TD, layer, w, slots, cos_sin: the block's input, which block it is, where its latents are written.
             out_TW: memory for the queries, as wide as `query_width`; None: new memory.
         """
+        x, q, q_TX, latent_TC, rope_TR = self._projected(x_TD, w, out_TW)
+        indexer = None if self.index is None else w.attention.indexer
+        q_THX = q_TX.unflatten(-1, (self.weights.n_heads, -1))
+        rotate_(q_THX[None], *cos_sin)
+        rotate_(rope_TR[None, :, None], *cos_sin)
+        latent_TC, _ = rms_norm(latent_TC, w.attention.kv_norm, NORM_EPS)
+        self.cache.write(layer, slots, latent_TC, rope_TR)
+        if indexer is None:
+            return Queries(q_THX, None)
+        assert q is not None  # the indexer reads compressed queries
+        return Queries(q_THX, self._index(x, q, layer, indexer, slots, cos_sin))
+
+    def _projected(
+        self, x_TD: Tensor, w: BlockWeights, out_TW: Tensor | None = None
+    ) -> tuple[Rows, Rows | None, Tensor, Tensor, Tensor]:
+        """Compute what the projections of a block's input give.
+
+        Returns:
+            the normed input, compressed queries if there are any, queries [T, H·X], latents [T, C] before their norm,
+            and rotary keys [T, R] before they are rotated.
+        """
         of_x, indexer = w.attention.x, None if self.index is None else w.attention.indexer
         fp8, values = of_x.has_fp8, of_x.has_values
         if indexer is not None:  # whose weights of heads are in high precision
             fp8, values = fp8 or isinstance(indexer.k, ScaledTensor), True
         x = self._gathered(self._norm(x_TD, w.input_norm, fp8, values))
         q_TX, latent_TC, rope_TR = self._projections(x, of_x, out=out_TW if w.attention.q_up is None else None)
+        q: Rows | None = None
         if w.attention.q_up is not None:
             assert w.attention.q_norm is not None
             read_by = [w.attention.q_up] if indexer is None else [w.attention.q_up, indexer.q_up]
             q = self._norm(q_TX, w.attention.q_norm, *_reads(*read_by), eps=NORM_EPS)
             q_TX = self._nt(q, w.attention.q_up, out=out_TW)
-        q_THX = q_TX.unflatten(-1, (self.weights.n_heads, -1))
-        rotate_(q_THX[None], *cos_sin)
-        rotate_(rope_TR[None, :, None], *cos_sin)
-        latent_TC, _ = rms_norm(latent_TC, w.attention.kv_norm, NORM_EPS)
-        self.cache.write(layer, slots, latent_TC, rope_TR)
-        return Queries(q_THX, None if indexer is None else self._index(x, q, layer, indexer, slots, cos_sin))
+        return x, q, q_TX, latent_TC, rope_TR
 
     def _index(
         self, x: Rows, q: Rows, layer: int, w: IndexerWeights, slots: Tensor, cos_sin: tuple[Tensor, Tensor]
@@ -412,6 +454,8 @@ class Forward:
             return x_TD.add_(self._mlp(self._norm(x_TD, w.post_norm, w.mlp.x.has_fp8, w.mlp.x.has_values), w.mlp))
         shared_fp8 = w.mlp.shared is not None and w.mlp.shared.x.has_fp8
         rows = self._norm(x_TD, w.post_norm, w.mlp.x.has_fp8 or shared_fp8, True)
+        if self.exchange is not None:
+            return self._add_exchanged(x_TD, rows, layer, w.mlp, self.tp.own(slots), self.exchange)
         return x_TD.add_(self._mixture(rows, layer, w.mlp, self.tp.own(slots)))
 
     def _absorbed(self, queries: Queries, layer: int, w: AttentionWeights, step: Step, out_THV: Tensor) -> None:
@@ -515,8 +559,6 @@ class Forward:
         return self._nt(self._swiglu(gate_TI, up_TI, w.down), w.down)
 
     def _mixture(self, x: Rows, layer: int, w: MoEWeights, slots: Tensor) -> Tensor:
-        if self.exchange is not None:
-            return self._exchanged_mixture(x, layer, w, slots, self.exchange)
         weights_TK, experts_TK = self._choose(x, layer, w, slots)
         load_E = count_tokens(experts_TK, len(w.gate) if self.spread is None else self.spread.n_experts)[0]
         dispatcher = self.dispatcher
@@ -537,24 +579,45 @@ class Forward:
         weight_R = dispatcher.dispatch_weights(dispatcher.begin_send(weights_TK, plan), plan)
         return dispatcher.combine_unweighted(self._experts(rows, w, plan.offs_E, weight_R), plan, shared_TD)
 
-    def _exchanged_mixture(self, x: Rows, layer: int, w: MoEWeights, slots: Tensor, exchange: SortedExchange) -> Tensor:
-        """Compute a mixture of decode rows; rows of padding go nowhere. The shared experts overlap with their way."""
+    def _add_exchanged(
+        self, x_TD: Tensor, x: Rows, layer: int, w: MoEWeights, slots: Tensor, exchange: SortedExchange
+    ) -> Tensor:
+        """Add a mixture of decode rows to x_TD, and return it; rows of padding go nowhere.
+
+        The shared experts have a stream of their own on a GPU: few rows leave most of it idle while they travel.
+        """
         assert self.spread is not None
+        shared = None if w.shared is None or self.routes_shared else self._begin_shared(x, w.shared)
         weights_TK, experts_TK = self._choose(x, layer, w, slots)
-        x_TD = x.q if w.x.has_fp8 else x.values
-        assert x_TD is not None
-        sent = exchange.send(x_TD, experts_TK, weights_TK, self.spread.slots_of_experts(layer), slots)
-        shared_TD = None if w.shared is None or self.routes_shared else self._mlp(x, w.shared)
+        sent_TD = x.q if w.x.has_fp8 else x.values
+        assert sent_TD is not None
+        sent = exchange.send(sent_TD, experts_TK, weights_TK, self.spread.slots_of_experts(layer), slots)
         here = exchange.receive(sent, len(experts_TK))
         rows = Rows(None, here.rows) if isinstance(here.rows, ScaledTensor) else Rows(here.rows, None)
         is_weighted = isinstance(w.down, ScaledTensor)
         y_RD = self._experts(rows, w, here.offs, here.weights if is_weighted else None)
-        return exchange.combine(y_RD, here, shared_TD, None if is_weighted else weights_TK)
+        return exchange.combine(y_RD, here, shared, None if is_weighted else weights_TK, x_TD)
+
+    def _begin_shared(self, x: Rows, w: MLPWeights) -> InFlight[Tensor]:
+        """Begin to compute the shared experts; what they read must stay until the result is waited for.
+
+        Memory of their stream is used again by later work of that stream alone, which waits for what has read it.
+        """
+        device = self.weights.device
+        if device.type != "cuda":
+            return InFlight(self._mlp(x, w))
+        if device not in _streams:
+            _streams[device] = torch.cuda.Stream(device)
+        current, stream = torch.cuda.current_stream(device), _streams[device]
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            result = self._mlp(x, w)
+        return InFlight(result, lambda: current.wait_stream(stream))
 
     def _experts(self, rows: Rows, w: MoEWeights, offs_E: Tensor, weight_R: Tensor | None = None) -> Tensor:
         """Compute the routed experts of rows sorted by expert, times their weights if down-projections are in FP8."""
         gate_RI, up_RI = self._projections(rows, w.x, offs_E)
-        return self._nt(self._swiglu(gate_RI, up_RI, w.down, weight_R), w.down, offs_E)
+        return self._nt(self._swiglu(gate_RI, up_RI, w.down, weight_R, offs_E), w.down, offs_E)
 
     def _choose(self, x: Rows, layer: int, w: MoEWeights, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Choose the experts of each row, and count them; return their weights and numbers, both [T, K].
@@ -601,11 +664,13 @@ class Forward:
         data, scale = quantize(x_TK, *TILE, "e4m3", self.weights.power_of_2)
         return Rows(None, ScaledTensor(data, scale, TILE))
 
-    def _swiglu(self, gate: Tensor, up: Tensor, w: Weight, weight_R: Tensor | None = None) -> Rows:
+    def _swiglu(
+        self, gate: Tensor, up: Tensor, w: Weight, weight_R: Tensor | None = None, offs_E: Tensor | None = None
+    ) -> Rows:
         """Compute silu(gate) · up · weight as the down-projection reads it."""
         if not isinstance(w, ScaledTensor):
             return Rows(swiglu(gate, up), None)
-        data, scale = swiglu_quantize(gate, up, "e4m3", self.weights.power_of_2, weight_R)
+        data, scale = swiglu_quantize(gate, up, "e4m3", self.weights.power_of_2, weight_R, offs_E)
         return Rows(None, ScaledTensor(data, scale, TILE))
 
     def _projections(
@@ -620,6 +685,7 @@ class Forward:
     def _nt(self, x: Rows, w: Weight, offs_E: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """Multiply rows by a weight [N, K], or rows sorted by expert by the weights [E, N, K]: [T, N].
 
+        Rows after the last expert's may be anything: exchanges leave room for more rows than come.
         The result is written to `out` if it is given: of a single weight, not in batch-invariant mode.
         """
         dtype = self.weights.dtype
@@ -646,13 +712,13 @@ class Forward:
     def _fp8_nt(self, x: ScaledTensor, w: ScaledTensor, offs_E: Tensor | None, dtype: torch.dtype) -> Tensor:
         operands = x.data, x.scale, x.block, w.data, w.scale, w.block
         if not self.batch_invariant or (not w.data.is_cuda and cpu.can_multiply()):  # whose rows are independent
-            return matmul_nt(*operands, dtype) if offs_E is None else grouped_matmul_nt(*operands, offs_E, dtype)
+            return matmul_nt(*operands, dtype) if offs_E is None else _grouped_nt(*operands, offs_E, dtype)
         if not w.data.is_cuda:
             return _invariant_groups(x.dequantize(), w.dequantize(), offs_E, dtype)
         if offs_E is None:
             offs_E = torch.full((1,), len(x.data), dtype=torch.int32, device=w.device)
             operands = x.data, x.scale, x.block, w.data[None], w.scale[None], w.block
-        return grouped_matmul_nt(*operands, offs_E, dtype)
+        return _grouped_nt(*operands, offs_E, dtype)
 
     def _heads_nt(self, x_THK: Tensor, w_HNK: Tensor, out_THN: Tensor) -> None:
         """Multiply each head of rows by its own weight, and write the results to out."""
@@ -683,6 +749,16 @@ def _invariant_groups(x_TK: Tensor, w: Tensor, offs_E: Tensor | None, dtype: tor
     for g, rows in enumerate(groups):
         out_TN[rows] = row_invariant_matmul_nt(x_TK[rows][None], w[g][None], dtype)[0]
     return out_TN
+
+
+def _grouped_nt(
+    a: Tensor, a_scale: Tensor, a_block: Block, b: Tensor, b_scale: Tensor, b_block: Block, offs: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """Multiply as `grouped_matmul_nt` does, without the time to set the rows after the last group to zero."""
+    out = a.new_empty(len(a), b.shape[1], dtype=dtype)
+    grouped_matmul_nt_out(out, a, a_scale, a_block, b, b_scale, b_block, offs)
+    return out
 
 
 def _reads(*weights: Weight) -> tuple[bool, bool]:

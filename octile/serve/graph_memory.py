@@ -22,13 +22,14 @@ class GraphMemory:
 
     Args:
         device: the model's GPU.
+        priority: of the stream, lower numbers first: where graphs have branches, and some must not wait for others.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, priority: int = 0):
         gc.collect()  # a graph of another runner that ended while one is captured would end the capture
         torch.cuda.empty_cache()
         self.device = device
-        self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        self._stream, self._pool = torch.cuda.Stream(device, priority), torch.cuda.graph_pool_handle()
 
     def capture(self, compute: Callable[[], T]) -> tuple[Callable[[], None], T]:
         """Compute once, to compile and choose kernels, then capture it; return what replays it, and its result.

@@ -145,7 +145,8 @@ class ModelRunner:
         if self.spread is None:
             self._capture(GraphMemory(self.device), max_step_tokens)
         else:
-            self._capture_spread(self.spread, GraphMemory(self.device), max_step_tokens, micro_batches)
+            memory = GraphMemory(self.device, priority=-1)  # other GPUs wait for what the shared experts overlap with
+            self._capture_spread(self.spread, memory, max_step_tokens, micro_batches)
 
     def _waits_for_index(self) -> bool:
         """Whether the host waits for the indexer's logits in each step, on a GPU."""

@@ -32,7 +32,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             found.append("replay")
 
     cuda = torch.cuda
-    monkeypatch.setattr(cuda, "Stream", lambda device: Stream("own", found))
+    monkeypatch.setattr(cuda, "Stream", lambda device, priority: Stream("own", found))
     monkeypatch.setattr(cuda, "current_stream", lambda device=None: Stream(device, found))
     pools = iter(("pool", "new pool"))
     monkeypatch.setattr(cuda, "graph_pool_handle", lambda: next(pools))
