@@ -25,6 +25,7 @@ X = N + R, E experts, K chosen ones, I intermediate; a chunk has S rows and read
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -36,6 +37,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from octile.formats import TILE
 from octile.kernels import cpu
+from octile.kernels.cuda.gemm import num_sms
 from octile.models.deepseek_v3 import rope_of
 from octile.nn.dispatcher import InFlight, LocalDispatcher
 from octile.nn.indexer import weight_factor
@@ -610,8 +612,12 @@ class Forward:
             _streams[device] = torch.cuda.Stream(device)
         current, stream = torch.cuda.current_stream(device), _streams[device]
         stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            result = self._mlp(x, w)
+        restore = num_sms.leave_free(num_sms.multiprocessors(device) // 2, math.inf)  # to the exchange
+        try:
+            with torch.cuda.stream(stream):
+                result = self._mlp(x, w)
+        finally:
+            restore()
         return InFlight(result, lambda: current.wait_stream(stream))
 
     def _experts(self, rows: Rows, w: MoEWeights, offs_E: Tensor, weight_R: Tensor | None = None) -> Tensor:

@@ -23,7 +23,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octile.kernels.triton import launch_config
 from octile.kernels.triton.launch_config import DECODE_ROWS, EXACT, UNPERMUTE
 from octile.kernels.triton.peer_rows import Peers, pointer, sizes, words
 
@@ -76,7 +75,7 @@ def launch_place(
     """
     count = experts.numel()
     with torch.cuda.device_of(out):
-        place_tokens[(len(out), launch_config.PLACE_SPLITS)](
+        place_tokens[(len(out), DECODE_ROWS["splits"])](
             words(rows), scales, experts, None, count, first, words(out.view(-1, out.shape[2])), out_scale,
             *out_scale.stride(), None, entries, counts, out.shape[1], *_counters(peers), sent,
             **_place_sizes(rows, scales, count, peers), K=experts.shape[1], SORTED=False,
@@ -99,7 +98,7 @@ def launch_sort(
     """
     count = experts.numel()
     with torch.cuda.device_of(out):
-        place_tokens[(len(offs), launch_config.PLACE_SPLITS)](
+        place_tokens[(len(offs), DECODE_ROWS["splits"])](
             words(rows), scales, experts, weights, count, first, words(out), out_scale, 0,
             *((0, 0) if out_scale is None else out_scale.stride()), out_weights, entries, offs, count,
             *_counters(peers), sent, **_place_sizes(rows, scales, count, peers), K=experts.shape[1], SORTED=True,
@@ -121,7 +120,7 @@ def launch_return(
     Returns:
         how much is added to the counters of all ranks.
     """
-    splits, rows = launch_config.RETURN_SPLITS, y.view(-1, y.shape[-1])
+    splits, rows = DECODE_ROWS["splits"], y.view(-1, y.shape[-1])
     with torch.cuda.device_of(y):
         return_results[(len(ends), splits)](
             words(rows), entries, ends, y.shape[-2], peers.buffers, results, results_at, peers.flags, peers.rank,

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octile.kernels.terms import DY_TERMS, TERMS, WEIGHT_TERMS
-from octile.kernels.triton import partial_sums
+from octile.kernels.triton import launch_config, partial_sums
 from octile.kernels.triton.device import device_properties
 from octile.kernels.triton.launch_config import (
     BFLOAT16_TERMS,
@@ -44,7 +44,8 @@ def launch(
     logits = products if columns == n_experts else logits
     choice = _choice(bias, n_chosen, n_group, topk_group, best, scoring_func, norm_topk_prob, n_experts)
     if t:
-        rows = max(GATE_ELEMENTS // (choice["GROUPS"] * choice["SIZE"]), 1)
+        rows = min(GATE_ELEMENTS // (choice["GROUPS"] * choice["SIZE"]), triton.cdiv(t, launch_config.GATE_PROGRAMS))
+        rows = triton.next_power_of_2(max(rows, 1))
         with torch.cuda.device_of(products):
             choose_experts[(triton.cdiv(t, rows),)](
                 products, products if bias is None else bias, logits, weights, experts, t, *products.stride(),
