@@ -36,7 +36,11 @@ def _assert_close(found: Tensor, expected: Tensor) -> None:
 @every_setting
 @pytest.mark.parametrize("t", [0, 1, T])
 @pytest.mark.parametrize("bias_dtype", [None, torch.float32, torch.bfloat16], ids=str)
-def test_choice_and_weights(settings: tuple[Any, ...], t: int, bias_dtype: torch.dtype | None):
+@pytest.mark.parametrize("programs", [1, launch_config.GATE_PROGRAMS], ids=["several tokens of a program", "one"])
+def test_choice_and_weights(
+    settings: tuple[Any, ...], t: int, bias_dtype: torch.dtype | None, programs: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(launch_config, "GATE_PROGRAMS", programs)
     logits, bias = _logits(t), None if bias_dtype is None else torch.linspace(-0.3, 0.4, E).to(bias_dtype)
     weights, experts, same = kernel.launch(logits, bias, *settings, E)
     expected_weights, expected_experts = route(logits, bias, *settings)
