@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octile.ops.latent_cache import PAGE
+from octile.ops.decode_step import FIELDS, continued_tokens, record_choices, text_rows
 from octile.parallel.gpu_events import wait_for
 from octile.serve.batch import DecodedTokens, DecodeRequest
 from octile.serve.decode_graphs import graph_sizes
@@ -33,7 +33,6 @@ from octile.serve.forward import Forward, Step
 from octile.serve.graph_memory import GraphMemory
 from octile.serve.step_inputs import BLOCK_ROWS, PageTable
 
-FIELDS = 5  # source, position, end, seed and the bits of temperature, before the tokens
 NO_DRAFT = -2  # no token is chosen that equals it
 
 
@@ -137,41 +136,32 @@ class DecodeLoop:
         n, forward = self.n_drafts, self.forward
         if forward.exchange is not None:
             forward = replace(forward, exchange=forward.exchange.of_at_most(forward.tp.n_own(size * (1 + n))))
-        source_B, position_B, end_B, seed_B, heat_B = self._numbers[:FIELDS, :size].unbind()
-        temperature_B = heat_B.view(torch.float64).float()
-        is_given_B = source_B < 0
-        before_B = source_B.clamp(min=0)
-        tokens_Bn = torch.where(is_given_B[:, None], self._numbers[FIELDS:, :size].T, self._tokens[before_B])
-        first_B = position_B + self._advance[before_B].masked_fill(is_given_B, 0)
-        step = self._rows(tokens_Bn, first_B[:, None] + self._offsets[: 1 + n], end_B, chooses)
+        numbers = self._numbers[:, :size]
+        end_B, seed_B = numbers[2], numbers[3]
+        tokens_Bn, first_B, temperature_B = continued_tokens(numbers, self._tokens, self._advance)
+        step = self._rows(tokens_Bn, first_B, end_B, chooses)
         h_TD = forward.hidden(step)
         seed_T, temperature_T = (t[:, None].expand(-1, 1 + n).flatten() for t in (seed_B, temperature_B))
         chosen_Bn = forward.sample(h_TD, seed_T, step.positions + 1, temperature_T).view(size, 1 + n)
-        accepted_B = (chosen_Bn[:, :n] == tokens_Bn[:, 1:]).cumprod(1).sum(1)
         drafts: list[Tensor] = []
         if n:
+            accepted_B = (chosen_Bn[:, :n] == tokens_Bn[:, 1:]).cumprod(1).sum(1)
             last_B = first_B + accepted_B  # the position whose choice counts
             h_TD = forward.draft(step._replace(tokens=chosen_Bn.flatten().clamp(min=0)), h_TD)
             h_TD = h_TD.index_select(0, self._offsets[: size * (1 + n) : 1 + n] + accepted_B)
             drafts = [forward.sample(h_TD, seed_B, last_B + 2, temperature_B)]
             for i in range(1, n):
-                h_TD = forward.draft(self._rows(drafts[-1][:, None], (last_B + i)[:, None], end_B, chooses), h_TD)
+                h_TD = forward.draft(self._rows(drafts[-1][:, None], last_B + i, end_B, chooses), h_TD)
                 drafts.append(forward.sample(h_TD, seed_B, last_B + i + 2, temperature_B))
-        next_Bn = torch.stack((chosen_Bn.gather(1, accepted_B[:, None])[:, 0], *drafts), dim=1)
-        self._tokens[:size] = next_Bn
-        self._advance[:size] = accepted_B + 1
-        self._results[:size] = torch.cat((chosen_Bn, accepted_B[:, None], next_Bn[:, 1:]), dim=1)
+        new_Bn = torch.stack(drafts, dim=1) if n else tokens_Bn[:, :0]
+        left = self._tokens[:size], self._advance[:size], self._results[:size]
+        record_choices(chosen_Bn, tokens_Bn, new_Bn, *left)
 
-    def _rows(self, tokens_Bk: Tensor, positions_Bk: Tensor, end_B: Tensor, chooses: bool) -> Step:
-        """Make a step of k rows per request. Rows from the end of a text on are written nowhere and see nothing."""
+    def _rows(self, tokens_Bk: Tensor, first_B: Tensor, end_B: Tensor, chooses: bool) -> Step:
+        """Make a step of k rows per request, from a first position on."""
         size, k = tokens_Bk.shape
-        is_inside_Bk = positions_Bk < end_B[:, None]
-        at_Bk = torch.minimum(positions_Bk, end_B[:, None] - 1).clamp(min=0)
         pages_BM = self._pages[:size]
-        slots_Bk = pages_BM.gather(1, at_Bk // PAGE).long() * PAGE + at_Bk % PAGE
-        lengths_Bk = torch.where(is_inside_Bk, at_Bk + 1, 0).to(torch.int32)
+        tokens_T, positions_T, slots_T, lengths_T = text_rows(tokens_Bk, first_B, end_B, pages_BM)
         pages_TM = pages_BM if k == 1 else pages_BM[:, None].expand(-1, k, -1).flatten(0, 1)
-        tokens_T = tokens_Bk.flatten().clamp(min=0)  # logits with NaN have chosen a negative one
-        slots_T = slots_Bk.masked_fill(~is_inside_Bk, -1).flatten()
-        rows = tokens_T, at_Bk.flatten(), slots_T, pages_TM, lengths_Bk.flatten()
+        rows = tokens_T, positions_T, slots_T, pages_TM, lengths_T
         return Step(*rows, None, (), chooses=chooses, rows_per_text=k)

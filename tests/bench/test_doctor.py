@@ -7,6 +7,7 @@ import torch
 
 import octile.ops.adamw
 import octile.ops.attention
+import octile.ops.decode_step
 import octile.ops.few_rows
 import octile.ops.few_rows_mixture
 import octile.ops.grouped

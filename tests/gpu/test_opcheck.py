@@ -8,6 +8,7 @@ import torch
 from octile.ops.attention import attention, attention_backward
 from octile.ops.cross_entropy import cross_entropy, cross_entropy_backward
 from octile.ops.decode_latents import write_and_rotate
+from octile.ops.decode_step import continued_tokens, record_choices, text_rows
 from octile.ops.few_rows import few_rows_nt, latent_attention
 from octile.ops.few_rows_mixture import few_rows_mixture
 from octile.ops.gate import bfloat16_terms, choose_experts, gate, gate_backward
@@ -88,6 +89,10 @@ def _cache(*sizes: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(2, 64, *sizes, dtype=dtype, device="cuda")
 
 
+def _integers(*sizes: int) -> torch.Tensor:
+    return torch.zeros(sizes, dtype=torch.int64, device="cuda")
+
+
 def _slots() -> torch.Tensor:
     return torch.tensor([70, 3], device="cuda")
 
@@ -130,6 +135,12 @@ CASES = {
             torch.arange(3, device="cuda"),
             torch.ones(3, device="cuda"),
         ),
+    ),
+    "tokens of a decode step": lambda: (continued_tokens, (_integers(7, 3), _integers(4, 2), _integers(4))),
+    "rows of a decode step": lambda: (text_rows, (_integers(2, 2), _integers(2), _integers(2), _pages())),
+    "choices of a decode step": lambda: (
+        record_choices,
+        (_integers(3, 2), _integers(3, 2), _integers(3, 1), _integers(3, 2), _integers(3), _integers(3, 4)),
     ),
     "rows of the indexer": lambda: (
         index_rows,

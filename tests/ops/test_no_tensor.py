@@ -12,6 +12,7 @@ import octile
 from octile.ops.adamw import adamw
 from octile.ops.attention import attention, attention_backward
 from octile.ops.cross_entropy import cross_entropy, cross_entropy_backward
+from octile.ops.decode_step import continued_tokens, record_choices, text_rows
 from octile.ops.few_rows import few_rows_nt, latent_attention
 from octile.ops.few_rows_mixture import few_rows_mixture
 from octile.ops.gate import bfloat16_terms, choose_experts, gate, gate_backward
@@ -81,6 +82,7 @@ TRANSPOSED = (ENCODED, torch.ones(1, 128), (128, 1))
 TILES, INT8 = torch.tensor([[0, 1], [1, 2]], dtype=torch.int32), ("int8", False)
 ENDS, PLACES = torch.tensor([2], dtype=torch.int32), torch.tensor([[0], [1]], dtype=torch.int32)
 INT = torch.tensor([[0, 0], [1, 0]], dtype=torch.int32)
+INT64 = torch.zeros(2, 2, dtype=torch.int64)
 LABELS = torch.tensor([3, -100])
 CACHE, SLOTS = torch.zeros(1, 64, 128), torch.tensor([1, 0])
 F8 = ENCODED.to(torch.float8_e4m3fn)
@@ -144,6 +146,9 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
         *(F8[:2, :2], ONE, F8[:2, :1], ONE),
         False,
     ),
+    continued_tokens: (torch.zeros(6, 2).long(), INT64[:, :1].clone(), INT64[:, 0].clone()),
+    text_rows: (INT64, INT64[:, 0], INT64[:, 0], INT),
+    record_choices: (INT64, INT64, INT64[:, :1].clone(), INT64.clone(), INT64[0].clone(), torch.zeros(2, 4).long()),
     few_rows_nt: (X, FLAT, 1e-6, F8, ONE, False, torch.ones(2, 2)),
     latent_attention: (
         X[:, :32],

@@ -28,6 +28,7 @@ from octile.kernels.triton import (
     cross_entropy,
     decode_latents,
     decode_rows,
+    decode_step,
     gather_rows,
     gradient_norms,
     grouped,
@@ -186,6 +187,15 @@ def _cases() -> dict[str, Callable[[], object]]:
         seeds, positions = _empty(rows, dtype=torch.int64), _empty(rows, dtype=torch.int64)
         sample_tokens.launch(_empty(rows, vocabulary, dtype=fp32), seeds, positions, _empty(rows, dtype=fp32))
 
+    def numbers_of_step(requests: int, drafts: int) -> None:
+        k = 1 + drafts
+        tokens, last, results = (_empty(requests, width, dtype=torch.int64) for width in (k, k, 2 * k))
+        of_requests, pages = _empty(requests, dtype=torch.int64), _empty(requests, 64, dtype=torch.int32)
+        decode_step.launch_continued(_empty(5 + k, requests, dtype=torch.int64), last, of_requests)
+        decode_step.launch_rows(tokens, of_requests, of_requests, pages, 64)
+        new = _empty(requests, drafts, dtype=torch.int64)
+        decode_step.launch_choices(tokens, tokens, new, last, of_requests, results)
+
     def modeled(dtype: torch.dtype, terms: int, bits: int) -> None:
         a, b = ((_empty(side, k, dtype=dtype), _empty(side, k, dtype=torch.int16)) for side in (t, n))
         scales = _empty(t, k // 128, dtype=fp32), _empty(n, k // 128, dtype=fp32)
@@ -317,6 +327,8 @@ def _cases() -> dict[str, Callable[[], object]]:
         "paged attention": lambda: paged(16, bf16),
         "paged attention of V3, FP8": lambda: paged(128, torch.uint8),
         "sampling": lambda: sampled(256, 102400),
+        "numbers of a decode step": lambda: numbers_of_step(256, 0),
+        "numbers of a decode step with drafts": lambda: numbers_of_step(256, 2),
         "sampling of a small vocabulary": lambda: sampled(1, 4096),
         "rows that do not depend on each other": lambda: row_invariant.launch(_empty(1, t, k), _empty(1, n, k), fp32),
         "the same in FP32": lambda: row_invariant.launch(_empty(1, t, k), _empty(1, 256, k, dtype=fp32), fp32),

@@ -1,0 +1,118 @@
+# mypy: allow-untyped-defs
+"""Numbers of decode steps, as `octile.ops.decode_step` specifies them: a program computes some requests."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 128  # rows or requests of a program
+
+
+def launch_continued(numbers: Tensor, last: Tensor, advance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """numbers [5 + k, B], last [R, k], advance [R] → tokens [B, k], first positions [B], temperatures [B]."""
+    b, k = numbers.shape[1], last.shape[1]
+    tokens, first = numbers.new_empty(b, k), numbers.new_empty(b)
+    temperature = numbers.new_empty(b, dtype=torch.float32)
+    if b:
+        with torch.cuda.device_of(numbers):
+            continued_tokens[(triton.cdiv(b, BLOCK),)](
+                numbers, last, advance, tokens, first, temperature, b, numbers.stride(0), K=k, BLOCK=BLOCK
+            )
+    return tokens, first, temperature
+
+
+def launch_rows(
+    tokens: Tensor, first: Tensor, end: Tensor, pages: Tensor, page_size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """tokens [B, k], first and end [B], pages [B, M] → tokens, positions, slots, lengths [B · k]."""
+    b, k = tokens.shape
+    row_tokens, positions, slots = (tokens.new_empty(b * k) for _ in range(3))
+    lengths = tokens.new_empty(b * k, dtype=torch.int32)
+    if b * k:
+        with torch.cuda.device_of(tokens):
+            text_rows[(triton.cdiv(b * k, BLOCK),)](
+                tokens, first, end, pages, row_tokens, positions, slots, lengths, b * k, tokens.stride(0),
+                first.stride(0), end.stride(0), pages.stride(0), K=k, PAGE=page_size, BLOCK=BLOCK,
+            )  # fmt: skip
+    return row_tokens, positions, slots, lengths
+
+
+def launch_choices(
+    chosen: Tensor, tokens: Tensor, drafts: Tensor, last: Tensor, advance: Tensor, results: Tensor
+) -> None:
+    """chosen, tokens [B, k], drafts [B, k − 1] → last [B, k], advance [B], results [B, 2k]."""
+    b, k = chosen.shape
+    if b:
+        with torch.cuda.device_of(chosen):
+            record_choices[(triton.cdiv(b, BLOCK),)](
+                chosen, tokens, drafts, last, advance, results, b, K=k, BLOCK=BLOCK
+            )
+
+
+@triton.jit(do_not_specialize=["B"])
+def continued_tokens(
+    numbers, last, advance, tokens, first, temperature, B, step, K: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Requests of a program: their tokens, first positions and temperatures."""
+    b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = b < B
+    source = tl.load(numbers + b, mask=inside, other=-1)
+    is_given = source < 0
+    before = tl.where(is_given, 0, source)
+    position = tl.load(numbers + step + b, mask=inside, other=0)
+    advanced = tl.load(advance + before, mask=inside & (source >= 0), other=0)
+    tl.store(first + b, position + advanced, mask=inside)
+    heat = tl.load(numbers + 4 * step + b, mask=inside, other=0).to(tl.float64, bitcast=True)
+    tl.store(temperature + b, heat.to(tl.float32), mask=inside)
+    for j in tl.static_range(K):
+        given = tl.load(numbers + (5 + j) * step + b, mask=inside, other=0)
+        left = tl.load(last + before * K + j, mask=inside & (source >= 0), other=0)
+        tl.store(tokens + b * K + j, tl.where(is_given, given, left), mask=inside)
+
+
+@triton.jit(do_not_specialize=["T"])
+def text_rows(
+    tokens, first, end, pages, row_tokens, positions, slots, lengths, T, tokens_step, first_step, end_step, pages_step,
+    K: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows of a program: token, position, slot and length."""
+    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = t < T
+    b = (t // K).to(tl.int64)
+    token = tl.load(tokens + b * tokens_step + t % K, mask=inside, other=0)
+    position = tl.load(first + b * first_step, mask=inside, other=0) + t % K
+    last = tl.load(end + b * end_step, mask=inside, other=0) - 1
+    is_inside = position <= last
+    at = tl.maximum(tl.minimum(position, last), 0)
+    page = tl.load(pages + b * pages_step + at // PAGE, mask=inside, other=0).to(tl.int64)
+    tl.store(row_tokens + t, tl.maximum(token, 0), mask=inside)
+    tl.store(positions + t, at, mask=inside)
+    tl.store(slots + t, tl.where(is_inside, page * PAGE + at % PAGE, -1), mask=inside)
+    tl.store(lengths + t, tl.where(is_inside, at + 1, 0).to(tl.int32), mask=inside)
+
+
+@triton.jit(do_not_specialize=["B"])
+def record_choices(
+    chosen, tokens, drafts, last, advance, results, B, K: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Requests of a program: what they leave to the next step and to the host."""
+    b = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    inside = b < B
+    choice = tl.load(chosen + b * K, mask=inside, other=0)
+    tl.store(results + b * 2 * K, choice, mask=inside)
+    counts = inside  # whether all drafts so far are accepted
+    accepted = tl.zeros([BLOCK], tl.int64)
+    next_token = choice
+    for j in tl.static_range(1, K):
+        counts = counts & (choice == tl.load(tokens + b * K + j, mask=inside, other=0))
+        accepted += counts.to(tl.int64)
+        choice = tl.load(chosen + b * K + j, mask=inside, other=0)
+        next_token = tl.where(counts, choice, next_token)
+        tl.store(results + b * 2 * K + j, choice, mask=inside)
+        draft = tl.load(drafts + b * (K - 1) + j - 1, mask=inside, other=0)
+        tl.store(results + b * 2 * K + K + j, draft, mask=inside)
+        tl.store(last + b * K + j, draft, mask=inside)
+    tl.store(results + b * 2 * K + K, accepted, mask=inside)
+    tl.store(last + b * K, next_token, mask=inside)
+    tl.store(advance + b, accepted + 1, mask=inside)

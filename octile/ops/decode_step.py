@@ -1,0 +1,192 @@
+"""What a decode step computes of numbers, before and after the forward pass (`octile.serve.decode_loop`).
+
+    continued_tokens   tokens and first positions of the requests, of the step before or as given
+    text_rows          a row for each token: its position, where its latent is written, to how many positions it attends
+    record_choices     what a step leaves to the next one and to the host
+
+Each is one kernel on a GPU: torch's operators would be some forty launches a step of a few numbers each.
+
+Shapes: B requests, k tokens of each (the last one and n = k − 1 drafts), R requests of the step before, M pages of a
+text at most, T = B · k rows.
+"""
+
+import torch
+from torch import Tensor
+
+from octile.ops.latent_cache import PAGE
+from octile.ops.operator import operator
+from octile.ops.quantize import check_device
+
+FIELDS = 5  # source, position, end, seed and the bits of temperature in float64, before the tokens
+
+
+@operator()
+def continued_tokens(numbers: Tensor, last: Tensor, advance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Find the tokens of requests, and the position of the first one.
+
+    Args:
+        numbers: int64 [5 + k, B], rows contiguous: source, position, end, seed, bits of temperature, and k tokens. The
+            source is a request of the step before, whose tokens follow; negative: the given tokens count.
+        last: int64 [R, k], contiguous, the tokens that the step before has left.
+        advance: int64 [R], contiguous, the positions by which it has advanced.
+
+    Returns:
+        tokens int64 [B, k]; first positions int64 [B]: the given one, plus what the source has advanced; temperatures
+        float32 [B].
+
+    Raises:
+        TypeError: a tensor is not int64.
+        ValueError: shapes, strides or devices do not fit together.
+    """
+    _check_continued(numbers, last, advance)
+    source_B, position_B, _, _, heat_B = numbers[:FIELDS].unbind()
+    is_given_B, before_B = source_B < 0, source_B.clamp(min=0)
+    tokens_Bk = torch.where(is_given_B[:, None], numbers[FIELDS:].T, last[before_B])
+    first_B = position_B + advance[before_B].masked_fill(is_given_B, 0)
+    return tokens_Bk.contiguous(), first_B, heat_B.view(torch.float64).float()
+
+
+@continued_tokens.register_fake
+def _(numbers, last, advance):
+    b = numbers.shape[1]
+    return numbers.new_empty(b, last.shape[1]), numbers.new_empty(b), numbers.new_empty(b, dtype=torch.float32)
+
+
+@continued_tokens.register_kernel("cuda")
+def _(numbers, last, advance):
+    from octile.kernels.triton import decode_step as kernel  # late: a machine without a GPU has no Triton
+
+    _check_continued(numbers, last, advance)
+    return kernel.launch_continued(numbers, last, advance)
+
+
+@operator()
+def text_rows(tokens: Tensor, first: Tensor, end: Tensor, pages: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Make the rows of requests: consecutive positions of a text each.
+
+    Args:
+        tokens: int64 [B, k], rows contiguous; a negative one, which logits with NaN have chosen, counts as 0.
+        first: int64 [B], position of the first token.
+        end: int64 [B], of the text. Rows from it on are written nowhere and attend to nothing.
+        pages: int32 [B, M], rows contiguous, of the text; each with at least one.
+
+    Returns:
+        tokens, positions and slots int64 [T], slots negative where a row is written nowhere; lengths int32 [T].
+
+    Raises:
+        TypeError: a tensor has another dtype.
+        ValueError: shapes, strides or devices do not fit together.
+    """
+    _check_rows(tokens, first, end, pages)
+    position_Bk = first[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+    is_inside_Bk = position_Bk < end[:, None]
+    at_Bk = torch.minimum(position_Bk, end[:, None] - 1).clamp(min=0)
+    slots_Bk = pages.gather(1, at_Bk // PAGE).long() * PAGE + at_Bk % PAGE
+    lengths_Bk = torch.where(is_inside_Bk, at_Bk + 1, 0).to(torch.int32)
+    rows = tokens.clamp(min=0), at_Bk, slots_Bk.masked_fill(~is_inside_Bk, -1), lengths_Bk
+    return tuple(t.flatten() for t in rows)  # type: ignore[return-value]
+
+
+@text_rows.register_fake
+def _(tokens, first, end, pages):
+    t = tokens.numel()
+    return *(tokens.new_empty(t) for _ in range(3)), tokens.new_empty(t, dtype=torch.int32)
+
+
+@text_rows.register_kernel("cuda")
+def _(tokens, first, end, pages):
+    from octile.kernels.triton import decode_step as kernel
+
+    _check_rows(tokens, first, end, pages)
+    return kernel.launch_rows(tokens, first, end, pages, PAGE)
+
+
+@operator(writes=("last", "advance", "results"))
+def record_choices(
+    chosen: Tensor, tokens: Tensor, drafts: Tensor, last: Tensor, advance: Tensor, results: Tensor
+) -> None:
+    """Count accepted drafts, and write what the next step and the host read.
+
+    A draft is accepted if it and those before it are what the rows before them have chosen.
+
+    Args:
+        chosen: int64 [B, k], contiguous, what the rows have chosen.
+        tokens: int64 [B, k], contiguous, what they have read: the last token and its drafts.
+        drafts: int64 [B, n], contiguous, new drafts.
+        last: int64 [B, k], contiguous, becomes the choice after the accepted drafts, and the new ones.
+        advance: int64 [B], contiguous, becomes accepted drafts + 1.
+        results: int64 [B, 2 + 2n], contiguous, becomes what was chosen, the number of accepted drafts, and the new
+            ones.
+
+    Raises:
+        TypeError: a tensor is not int64.
+        ValueError: shapes, strides or devices do not fit together.
+    """
+    _check_choices(chosen, tokens, drafts, last, advance, results)
+    accepted_B1 = (chosen[:, :-1] == tokens[:, 1:]).cumprod(1).sum(1, keepdim=True)
+    last.copy_(torch.cat((chosen.gather(1, accepted_B1), drafts), dim=1))
+    advance.copy_(accepted_B1[:, 0] + 1)
+    results.copy_(torch.cat((chosen, accepted_B1, drafts), dim=1))
+
+
+@record_choices.register_fake
+def _(chosen, tokens, drafts, last, advance, results):
+    return None
+
+
+@record_choices.register_kernel("cuda")
+def _(chosen, tokens, drafts, last, advance, results):
+    from octile.kernels.triton import decode_step as kernel
+
+    _check_choices(chosen, tokens, drafts, last, advance, results)
+    kernel.launch_choices(chosen, tokens, drafts, last, advance, results)
+
+
+def _check_continued(numbers: Tensor, last: Tensor, advance: Tensor) -> None:
+    _check_int64("numbers", numbers, {"last": last, "advance": advance})
+    if numbers.dim() != 2 or last.dim() != 2 or len(numbers) != FIELDS + last.shape[1]:
+        raise ValueError(
+            f"numbers and last must be [{FIELDS} + k, B] and [R, k], not {tuple(numbers.shape)} and {tuple(last.shape)}"
+        )
+    if advance.shape != last.shape[:1]:
+        raise ValueError(f"advance must be ({len(last)},), one for each row of last, not {tuple(advance.shape)}")
+    if (numbers.shape[1] and numbers.stride(1) != 1) or not last.is_contiguous() or not advance.is_contiguous():
+        raise ValueError("the rows of numbers, last and advance must be contiguous")
+
+
+def _check_rows(tokens: Tensor, first: Tensor, end: Tensor, pages: Tensor) -> None:
+    _check_int64("tokens", tokens, {"first": first, "end": end})
+    if pages.dtype != torch.int32:
+        raise TypeError(f"pages must be int32, not {pages.dtype}")
+    check_device("tokens", tokens, "pages", pages)
+    if tokens.dim() != 2 or (tokens.shape[1] > 1 and tokens.stride(1) != 1):
+        raise ValueError(f"tokens must be [B, k], rows contiguous, not {tuple(tokens.shape)}, {tokens.stride()}")
+    for name, t in (("first", first), ("end", end)):
+        if t.shape != tokens.shape[:1]:
+            raise ValueError(f"{name} must be ({len(tokens)},), one for each request, not {tuple(t.shape)}")
+    if pages.dim() != 2 or len(pages) != len(tokens) or not pages.shape[1] or pages.stride(1) != 1:
+        raise ValueError(f"pages must be ({len(tokens)}, M), M at least 1, rows contiguous, not {tuple(pages.shape)}")
+
+
+def _check_choices(
+    chosen: Tensor, tokens: Tensor, drafts: Tensor, last: Tensor, advance: Tensor, results: Tensor
+) -> None:
+    others = {"tokens": tokens, "drafts": drafts, "last": last, "advance": advance, "results": results}
+    _check_int64("chosen", chosen, others)
+    if chosen.dim() != 2 or not chosen.shape[1]:
+        raise ValueError(f"chosen must be [B, k], k at least 1, not {tuple(chosen.shape)}")
+    b, k = chosen.shape
+    shapes = (b, k), (b, k - 1), (b, k), (b,), (b, 2 * k)
+    for (name, t), shape in zip(others.items(), shapes, strict=True):
+        if t.shape != shape:
+            raise ValueError(f"{name} must be {shape} for chosen {tuple(chosen.shape)}, not {tuple(t.shape)}")
+    for name, t in {"chosen": chosen, **others}.items():
+        if not t.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, not have strides {t.stride()}")
+
+
+def _check_int64(name: str, first: Tensor, others: dict[str, Tensor]) -> None:
+    for of, t in {name: first, **others}.items():
+        if t.dtype != torch.int64:
+            raise TypeError(f"{of} must be int64, not {t.dtype}")
+        check_device(name, first, of, t)

@@ -1,0 +1,45 @@
+"""The kernels of decode steps compute the references' numbers."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from octile.kernels.triton import decode_step as kernel
+from octile.ops.decode_step import continued_tokens, record_choices, text_rows
+
+pytestmark = pytest.mark.usefixtures("gpu")
+SIZES = pytest.mark.parametrize(("b", "k"), [(1, 1), (5, 1), (3, 2), (130, 1), (40, 4)])
+
+
+def integers(below: int, *shape: int) -> Tensor:
+    return torch.randint(below, shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@SIZES
+def test_tokens_of_the_step_before_or_as_given(b: int, k: int):
+    numbers = integers(1000, 5 + k, b + 3)[:, :b]
+    numbers[0] = integers(b + 2, b) - 2
+    numbers[4] = torch.linspace(0, 2, b, dtype=torch.float64).view(torch.int64)
+    given = numbers, integers(100, b, k) - 2, integers(k, b) + 1
+    for found, expected in zip(kernel.launch_continued(*given), continued_tokens(*given), strict=True):
+        assert torch.equal(found, expected)
+
+
+@SIZES
+def test_rows_of_texts(b: int, k: int):
+    pages = integers(2**20, b, 9).int()[:, :7]
+    end = integers(7 * 64, b)
+    end[0] = 0
+    given = integers(100, b, k) - 2, integers(6 * 64, b), end, pages
+    for found, expected in zip(kernel.launch_rows(*given, 64), text_rows(*given), strict=True):
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+
+
+@SIZES
+def test_choices(b: int, k: int):
+    given = integers(2, b, k), integers(2, b, k + 1)[:, 1:].contiguous(), integers(2, b, k - 1)
+    found, expected = ([torch.full(shape, -7) for shape in ((b, k), (b,), (b, 2 * k))] for _ in range(2))
+    kernel.launch_choices(*given, *found)
+    record_choices(*given, *expected)
+    assert all(map(torch.equal, found, expected))

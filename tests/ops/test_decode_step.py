@@ -1,0 +1,67 @@
+"""Numbers of decode steps: tokens that follow others, rows of texts, and what a step leaves."""
+
+import pytest
+import torch
+
+from octile.ops.decode_step import continued_tokens, record_choices, text_rows
+
+
+def int64(values: object) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def test_tokens_follow_a_request_of_the_step_before_or_are_given():
+    heats = torch.tensor([0.5, 0.0, 1.0], dtype=torch.float64).view(torch.int64).tolist()
+    numbers = int64([[-1, 1, 0], [7, 10, 20], [99, 99, 99], [1, 2, 3], heats, [4, -2, -2], [5, -2, -2]])
+    tokens, first, temperature = continued_tokens(numbers, int64([[31, 32], [41, 42]]), int64([2, 1]))
+    assert tokens.tolist() == [[4, 5], [41, 42], [31, 32]]
+    assert first.tolist() == [7, 11, 22]
+    assert temperature.tolist() == [0.5, 0.0, 1.0]
+
+
+def test_rows_beyond_the_end_are_written_nowhere():
+    pages = torch.tensor([[5, 9], [3, 0]], dtype=torch.int32)
+    rows = text_rows(int64([[7, -1], [8, 9]]), int64([63, 1]), int64([65, 2]), pages)
+    assert [t.tolist() for t in rows] == [[7, 0, 8, 9], [63, 64, 1, 1], [383, 576, 193, -1], [64, 65, 2, 0]]
+
+
+def test_a_text_without_positions_attends_to_nothing():
+    rows = text_rows(int64([[0]]), int64([0]), int64([0]), torch.tensor([[4]], dtype=torch.int32))
+    assert [t.tolist() for t in rows] == [[0], [0], [-1], [0]]
+
+
+def test_drafts_count_until_the_first_that_is_not_chosen():
+    chosen, tokens = int64([[1, 2, 3], [1, 2, 3], [1, 2, 3]]), int64([[0, 1, 2], [0, 1, 9], [0, 9, 2]])
+    last, advance, results = torch.zeros(3, 3).long(), torch.zeros(3).long(), torch.zeros(3, 6).long()
+    record_choices(chosen, tokens, int64([[71, 72], [81, 82], [91, 92]]), last, advance, results)
+    assert last.tolist() == [[3, 71, 72], [2, 81, 82], [1, 91, 92]]
+    assert advance.tolist() == [3, 2, 1]
+    assert results.tolist() == [[1, 2, 3, 2, 71, 72], [1, 2, 3, 1, 81, 82], [1, 2, 3, 0, 91, 92]]
+
+
+def test_without_drafts_the_choice_is_the_last_token():
+    last, advance, results = torch.zeros(2, 1).long(), torch.zeros(2).long(), torch.zeros(2, 2).long()
+    record_choices(int64([[6], [-1]]), int64([[1], [2]]), torch.zeros(2, 0).long(), last, advance, results)
+    assert (last.tolist(), advance.tolist(), results.tolist()) == ([[6], [-1]], [1, 1], [[6, 0], [-1, 0]])
+
+
+def test_numbers_that_do_not_fit_are_refused():
+    numbers, last = torch.zeros(7, 3).long(), torch.zeros(4, 2).long()
+    with pytest.raises(TypeError, match=r"last must be int64, not torch\.int32"):
+        continued_tokens(numbers, last.int(), torch.zeros(4).long())
+    with pytest.raises(ValueError, match=r"numbers and last must be \[5 \+ k, B\] and \[R, k\]"):
+        continued_tokens(numbers[1:], last, torch.zeros(4).long())
+    with pytest.raises(ValueError, match=r"advance must be \(4,\)"):
+        continued_tokens(numbers, last, torch.zeros(3).long())
+    tokens, pages = torch.zeros(3, 2).long(), torch.zeros(3, 5, dtype=torch.int32)
+    with pytest.raises(TypeError, match=r"pages must be int32, not torch\.int64"):
+        text_rows(tokens, tokens[:, 0], tokens[:, 0], pages.long())
+    with pytest.raises(ValueError, match=r"end must be \(3,\)"):
+        text_rows(tokens, tokens[:, 0], tokens[:2, 0], pages)
+    with pytest.raises(ValueError, match=r"pages must be \(3, M\), M at least 1"):
+        text_rows(tokens, tokens[:, 0], tokens[:, 0], pages[:, :0])
+    results = torch.zeros(3, 4).long()
+    with pytest.raises(ValueError, match=r"drafts must be \(3, 1\)"):
+        record_choices(tokens, tokens, tokens, tokens.clone(), tokens[:, 0].clone(), results)
+    with pytest.raises(ValueError, match="advance must be contiguous"):
+        record_choices(tokens, tokens, tokens[:, :1].clone(), tokens.clone(), tokens[:, 0], results)
