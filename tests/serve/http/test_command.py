@@ -144,9 +144,9 @@ def children(pid: int, name: str) -> list[int]:
 
 
 @pytest.fixture
-def apart(folder):
-    """A server with a prefill and a decode process, and OpenAI's client of it."""
-    options = "--engine.batch-invariant", "--parallel.timeout", "5"
+def apart(folder, request):
+    """A server with a prefill and a decode process, and OpenAI's client of it; parameters are further options."""
+    options = "--engine.batch-invariant", *getattr(request, "param", ())
     server = start(folder, "--processes.prefill", "1", "--processes.decode", "1", *options)
     assert server.stderr.readline() == "loading micro on cpu by processes, 1 for prefill and 1 for decoding\n"
     lines = [server.stdout.readline() for _ in range(3)]
@@ -184,6 +184,7 @@ def test_a_process_that_dies_ends_the_server_in_one_line(apart):
     assert re.fullmatch(r"octile: the (prefill|decode) process 0 has ended with exit status -9", error.splitlines()[-1])
 
 
+@pytest.mark.parametrize("apart", [("--parallel.timeout", "5")], ids=["5 s"], indirect=True)
 def test_a_process_that_hangs_ends_the_server_in_one_line(apart):
     server, _ = apart
     os.kill(children(server.pid, "spawn_main")[-1], signal.SIGSTOP)
