@@ -17,7 +17,7 @@ from octile.scaled import ScaledTensor, quantize
 from octile.serve.config import EngineConfig
 from octile.serve.engine import Engine
 from octile.serve.front_engine import FrontEngine
-from octile.serve.head_share import HeadShare, check_heads
+from octile.serve.head_share import HeadShare
 from octile.serve.model_runner import ModelRunner
 from octile.serve.prefill_graphs import PrefillGraphs
 from octile.serve.request import Sampling
@@ -342,26 +342,3 @@ def test_two_ranks(outcomes: Outcomes, work):
 @pytest.mark.parametrize("work", OF_FOUR, ids=lambda work: work.__name__)
 def test_two_groups_of_two_ranks(outcomes_of_four: Outcomes, work):
     outcomes_of_four.assert_passed(work)
-
-
-def test_heads_that_ranks_do_not_divide_are_refused():
-    with pytest.raises(ValueError, match=r"\(parallel.tp\) must divide the heads, but 3 ranks do not divide 4 heads"):
-        check_heads(CONFIG, 3, is_fp8=False)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({}, "leaves 2 heads × 48 channels of queries = 96 to a rank, but FP8 weights need a multiple of 128"),
-        ({"qk_nope_head_dim": 48}, "2 heads × 72 channels of keys and values = 144 to a rank"),
-        ({"qk_nope_head_dim": 48, "v_head_dim": 16}, "2 heads × 16 channels of results = 32 to a rank"),
-    ],
-)
-def test_heads_whose_fp8_blocks_would_be_divided_are_refused(change, message):
-    with pytest.raises(ValueError, match=message):
-        check_heads(replace(CONFIG, **change), 2, is_fp8=True)
-
-
-def test_one_rank_has_all_heads_whatever_their_blocks():
-    check_heads(CONFIG, 1, is_fp8=True)
-    check_heads(CONFIG, 2, is_fp8=False)
