@@ -180,7 +180,7 @@ def _cases() -> dict[str, Callable[[], object]]:
         paged_attention.launch(_empty(256, heads, 576), cache, pages, lengths, 512, 0.1, 8)
         decode_latents.launch(
             cache, _empty(256, dtype=torch.int64), latents[:, :512], latents[:, 512:], _empty(512), 1e-6,
-            *(_empty(256, 32, dtype=fp32) for _ in range(2)), _empty(256, heads, 192), _empty(256, heads, 576),
+            _empty(256, 32, dtype=fp32), _empty(256, 32, dtype=fp32), _empty(256, heads, 192), _empty(256, heads, 576),
         )  # fmt: skip
 
     def sampled(rows: int, vocabulary: int) -> None:
