@@ -111,3 +111,45 @@ def test_a_graph_is_replayed_with_other_values():
             rows = few_rows_nt(rows, norm_weight, 1e-6, weight, scale, False, x)
             torch.cuda.synchronize()
         assert torch.equal(found, rows)
+
+
+def test_steps_of_a_graph_read_what_the_steps_before_have_written():
+    """Attention requests cached rows before the previous kernel has ended: those of earlier steps must be there."""
+    n_layers, n_heads, m, hidden = 3, 16, 2, 512
+    x, norm_weight, w_q, scale_q, _ = on_gpu(*few_rows.product(m, hidden, n_heads * 192 + 576, torch.float32, False))
+    _, _, w_o, scale_o, _ = on_gpu(*few_rows.product(1, n_heads * 128, hidden, None, False))
+    drawn = few_rows.attention([64 * 4] * m, n_heads, 128)
+    w_k, kv_norm, cos, sin, pages, w_v = on_gpu(
+        *(drawn[name] for name in ("w_k", "norm_weight", "cos", "sin", "pages", "w_v"))
+    )
+
+    def step(caches: list[Tensor], lengths: Tensor, rows: Tensor) -> None:
+        lengths += 1
+        last = lengths[:, None].long() - 1
+        slots = pages.long().gather(1, last // 64)[:, 0] * 64 + last[:, 0] % 64
+        y = rows
+        for cache in caches:
+            both = few_rows_nt(y, norm_weight, 1e-6, w_q, scale_q, False)
+            q, kv = both[:, : n_heads * 192], both[:, n_heads * 192 :]
+            text = slots, cache, pages, lengths
+            o = latent_attention(q, kv, w_k, kv_norm, 1e-6, cos, sin, *text, w_v, 0.05)
+            y = few_rows_nt(o, None, 0.0, w_o, scale_o, False, y)
+        rows.copy_(y / y.float().square().mean(-1, keepdim=True).sqrt())
+
+    def new_state() -> tuple[list[Tensor], Tensor, Tensor]:
+        cache = torch.zeros(pages.numel(), 64, 576, dtype=torch.bfloat16, device="cuda")
+        return [cache.clone() for _ in range(n_layers)], torch.full((m,), 20, device="cuda").int(), x.clone()
+
+    expected, of_graph = new_state(), new_state()
+    step(*of_graph)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(*of_graph)
+    for _ in range(120):
+        graph.replay()
+    for _ in range(121):
+        step(*expected)
+        torch.cuda.synchronize()
+    for found, wanted in zip([*of_graph[0], *of_graph[1:]], [*expected[0], *expected[1:]], strict=True):
+        assert torch.equal(found, wanted)
