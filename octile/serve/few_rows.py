@@ -42,10 +42,9 @@ MAX_ROWS = 8  # that Hopper's kernels take
 
 def is_step_of_few_rows(forward: Forward, step: Step) -> bool:
     """Whether a step has few rows, which all decode in BF16 on a GPU, with all heads and to all positions."""
-    rows = len(step.tokens)
     return (
-        0 < rows <= MAX_ROWS
-        and rows == len(step.lengths)
+        0 < len(step.tokens) <= MAX_ROWS
+        and step.only_decodes
         and not forward.batch_invariant
         and forward.index is None
         and forward.tp.size == 1

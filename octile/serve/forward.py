@@ -143,6 +143,11 @@ class Step(NamedTuple):
     schedule: Tensor | None = None
     rows_per_text: int = 1
 
+    @property
+    def only_decodes(self) -> bool:
+        """Whether all rows attend as decode rows: these may be padded to the rows of a step with prompts, too."""
+        return not self.prefills and len(self.lengths) == len(self.tokens)
+
 
 class Queries(NamedTuple):
     """What rows attend with: queries [T, H, X], and those of the indexer, if positions are chosen."""
@@ -306,7 +311,7 @@ class Forward:
 
     def _decodes_alone(self, step: Step) -> bool:
         """Whether all rows are decode rows, whose bits may be others than among chunks, and attend to all positions."""
-        return not self.batch_invariant and self.index is None and len(step.lengths) == len(step.tokens)
+        return not self.batch_invariant and self.index is None and step.only_decodes
 
     def _decoded(self, x_TD: Tensor, layer: int, w: BlockWeights, step: Step, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
         """Attend from decode rows alone, and write their latents: [T, H·V]."""

@@ -257,6 +257,18 @@ def test_decode_rows_of_a_step_with_prompts_attend_as_a_power_of_two(decoding: i
     assert step.prefills[0].first_row == decoding
 
 
+def test_prompts_do_not_attend_as_decode_rows_where_these_are_padded_to_all_rows():
+    chunks = [Chunk([i], 9, array("i", [i]), 1) for i in range(33)]
+    chunks.append(Chunk(text(15), 0, array("i", [33]), 1))
+    layout, forward = Layout.of(chunks, absorbed_only=False), ModelRunner(new_model(fp8=False), 34).forward
+    steps = [mixed_step(layout, 1, torch.device("cpu"), fill=fill) for fill in (1, 16)]
+    assert [len(step.lengths) for step in steps] == [33, 48]
+    with torch.no_grad():
+        alone, padded = (forward.hidden(step) for step in steps)
+    assert alone.shape == padded.shape
+    assert error(padded, alone) < FP32_ERROR
+
+
 def test_warming_up_writes_nothing_and_counts_nothing():
     runner = ModelRunner(new_model(fp8=True), N_PAGES, n_drafts=1, expert_window=8)
     texts = Texts(runner, [text(60)]).run(40)
