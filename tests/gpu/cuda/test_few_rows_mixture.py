@@ -81,9 +81,7 @@ def test_calls_that_the_kernels_do_not_support_are_computed_by_other_operators(t
 
 def test_a_graph_is_replayed_with_other_values():
     """Each kernel starts before the previous one has ended, and still reads what that one has written."""
-    layers = [
-        on_gpu(arguments(4, e=16, d=1024, i=256, s=512, k=4, seed=seed, dtype=torch.bfloat16)) for seed in range(8)
-    ]
+    layers = [on_gpu(4, e=16, d=1024, i=256, s=512, k=4, seed=seed) for seed in range(8)]
     x = layers[0]["x"].clone()
 
     def compute(synchronize: bool) -> Tensor:

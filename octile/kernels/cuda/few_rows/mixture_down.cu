@@ -5,8 +5,7 @@
 // Every block quantizes h in tiles of 1×128, of which a warp has several in flight: no kernel before knows a whole tile.
 //
 // NOTES
-// - Blocks of a cluster that divide the tiles of h among them are not faster, nor are prefetches of the weights to the L2
-//   cache.
+// - Prefetches of the weights to the L2 cache make it slower.
 #include "routes.cuh"
 #include "tile.cuh"
 #include "weight_rows.cuh"
