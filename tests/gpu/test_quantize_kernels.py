@@ -195,6 +195,14 @@ def test_a_given_scale(k: int, fmt: str, scale: float):
     assert_same(_cpu((quantize_with_scale(x.cuda(), given.cuda(), fmt),)), [quantize_with_scale(x, given, fmt)])
 
 
+@pytest.mark.parametrize("end", [0, 1, 700, 1300])
+def test_swiglu_of_the_rows_of_groups(end: int):
+    gate, up = (4 * torch.randn(1300, 2048)).bfloat16().cuda().chunk(2, 1)
+    ends = torch.tensor([end // 2, end], dtype=torch.int32, device="cuda")
+    found, whole = (_cpu(swiglu_quantize(gate, up, "e4m3", False, None, of)) for of in (ends, None))
+    assert_same([part[:end] for part in found], [part[:end] for part in whole])
+
+
 @formats_and_scales
 @pytest.mark.parametrize("shape", [(1300, 1024), (999, 256), (1, 128)], ids=str)
 def test_swiglu_is_within_its_bound(shape: tuple[int, int], fmt: str, power_of_2: bool):
