@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -86,3 +88,35 @@ def test_experts_are_counted(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(few_rows, "is_step_of_few_rows", lambda _, step: not step.prefills)
     assert tokens_of_experts() == expected
     assert any(any(of_layer) for of_layer in expected.values())
+
+
+def step(rows: int, attending: int, *prefills: Any) -> Step:
+    numbers = torch.zeros(rows, dtype=torch.int64)
+    pages, lengths = torch.zeros(attending, 1, dtype=torch.int32), torch.ones(attending, dtype=torch.int32)
+    return Step(numbers, numbers, numbers, pages, lengths, None, prefills)
+
+
+def forward(**changed: object) -> Any:
+    weights = SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cuda"))
+    fields = {"weights": weights, "batch_invariant": False, "index": None, "tp": SimpleNamespace(size=1)}
+    return SimpleNamespace(**fields | changed)
+
+
+def test_steps_of_up_to_eight_decode_rows_have_few_rows():
+    assert [few_rows.is_step_of_few_rows(forward(), step(n, n)) for n in (0, 1, 8, 9)] == [False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("changed", "of_step"),
+    [
+        ({}, step(8, 8, object())),  # a prompt's rows: decode rows are padded to all rows of the step
+        ({}, step(8, 4)),
+        ({"batch_invariant": True}, step(1, 1)),
+        ({"index": object()}, step(1, 1)),
+        ({"tp": SimpleNamespace(size=2)}, step(1, 1)),
+        ({"weights": SimpleNamespace(dtype=torch.float32, device=torch.device("cuda"))}, step(1, 1)),
+        ({"weights": SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cpu"))}, step(1, 1)),
+    ],
+)
+def test_other_steps_do_not(changed: dict[str, object], of_step: Any):
+    assert not few_rows.is_step_of_few_rows(forward(**changed), of_step)
