@@ -77,7 +77,7 @@ def _why_not_rows(q: Tensor, weight: Tensor) -> str | None:
 
 def latent_queries(
     q: Tensor, kv: Tensor, w_k: Tensor, norm_weight: Tensor, eps: float, cos: Tensor, sin: Tensor, slots: Tensor,
-    cache: Tensor, ahead: Tensor | None = None,
+    cache: Tensor,
 ) -> Tensor:  # fmt: skip
     """Compute the absorbed queries [M, H, C + R] of q [M, H·(N + R)], and write the latents of kv [M, C + R]."""
     m, (n_heads, latent, nope) = len(q), w_k.shape
@@ -91,7 +91,7 @@ def latent_queries(
     prepared.launch_at(
         (q.data_ptr(), q.stride(0), kv.data_ptr(), kv.stride(0), w_k.data_ptr(), norm_weight.data_ptr(), eps,
          cos.data_ptr(), sin.data_ptr(), slots.data_ptr(), cache.data_ptr(), cache.shape[0] * cache.shape[1],
-         out.data_ptr(), n_heads, 0 if ahead is None else ahead.data_ptr(), 0 if ahead is None else ahead.nbytes)
+         out.data_ptr(), n_heads)
     )()  # fmt: skip
     return out
 

@@ -15,12 +15,12 @@ few_rows_nt(const uint16_t* x, int64_t x_row, const uint8_t* norm_weight, float 
     uint8_t* shared = ptx::dynamic_shared();
     const int first = blockIdx.x * tile_rows;
     const Lane lane;
-    const Fp8Rows rows{shared + smem::rows};
+    const Fp8Rows rows(shared + smem::rows, norm_weight);
     const WarpSums sums{reinterpret_cast<float*>(shared + smem::sums)};
     Fp8Tile tile(lane, weight, scales, first, n);
     ptx::wait_for_previous();
     ptx::launch_dependents();
-    rows.make(x, x_row, norm_weight, eps);
+    rows.make(x, x_row, eps);
     __syncthreads();
     float d[4];
     tile.multiply(d, rows);

@@ -14,7 +14,28 @@ struct Fp8Rows {
     static constexpr int warps_of_row = warps / config::rows;
     static constexpr int threads_of_row = 32 * warps_of_row;
     static constexpr int vectors = (16 * k_blocks + threads_of_row - 1) / threads_of_row;  // of 8, of a thread
+    // Of the norm's weight: few vectors are loaded before the previous kernel has ended.
+    static constexpr bool loads_early = config::norm && vectors <= 2;
+    using NormVec8 = Vec8<config::weight_dtype>;
     uint8_t* const shared;
+    const uint8_t* const norm_weight;
+    NormVec8 of_norm[loads_early ? vectors : 1];
+
+    __device__ __forceinline__ Fp8Rows(uint8_t* shared, const uint8_t* norm_weight)
+        : shared(shared), norm_weight(norm_weight) {
+        if constexpr (loads_early)
+#pragma unroll
+            for (int v = 0; v < vectors; ++v) of_norm[v] = load_norm(v);
+    }
+
+    // The thread's first column of a vector.
+    __device__ __forceinline__ static int column(int v) {
+        return 8 * (v * threads_of_row + static_cast<int>(threadIdx.x) % threads_of_row);
+    }
+    __device__ __forceinline__ NormVec8 load_norm(int v) const {
+        return load_vec8<config::weight_dtype>(
+            norm_weight + ::bytes<config::weight_dtype>(column(v)), column(v) < config::k);
+    }
 
     __device__ __forceinline__ float* all_scales() const { return reinterpret_cast<float*>(shared + config::rows * pitch); }
     // 8 values from column k on.
@@ -26,13 +47,11 @@ struct Fp8Rows {
         return *reinterpret_cast<const float2*>(all_scales() + block * max_rows + row);
     }
 
-    // x: [rows, K] bfloat16, rows x_row elements apart. weight: of the norm.
-    __device__ __forceinline__ void make(const uint16_t* x, int64_t x_row, const uint8_t* weight, float eps) const {
-        const int thread = threadIdx.x % threads_of_row;
+    // x: [rows, K] bfloat16, rows x_row elements apart.
+    __device__ __forceinline__ void make(const uint16_t* x, int64_t x_row, float eps) const {
         const int row = threadIdx.x / threads_of_row;
         const bool has_row = row < config::rows;
         const uint16_t* from = x + static_cast<int64_t>(has_row ? row : 0) * x_row;
-        auto column = [&](int v) { return 8 * (v * threads_of_row + thread); };
         auto load = [&](int v) {
             Bf16Vec8 loaded{};
             if (has_row && column(v) < config::k) {
@@ -49,8 +68,7 @@ struct Fp8Rows {
             const Bf16Vec8 loaded = load(v);
             FloatVec8 y;
             if constexpr (config::norm) {
-                const auto w = load_vec8<config::weight_dtype>(
-                    weight + ::bytes<config::weight_dtype>(column(v)), column(v) < config::k);
+                const NormVec8 w = loads_early ? of_norm[loads_early ? v : 0] : load_norm(v);
 #pragma unroll
                 for (int j = 0; j < 8; ++j) y.value[j] = __fmul_rn(__fmul_rn(loaded.at(j), rstd), w.at(j));
             } else {

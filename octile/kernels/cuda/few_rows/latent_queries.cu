@@ -20,11 +20,16 @@ __device__ __forceinline__ uint32_t rotated(uint32_t pair, float cos, float sin)
 
 // Normalizes a latent of BF16, a warp for each 128 channels, and writes it and the rotated key to a row of the cache.
 __device__ __forceinline__ void write_latent(const uint16_t* latent_row, const uint16_t* key_row, const uint8_t* norm_weight,
-                                             float eps, const float* cos, const float* sin, uint8_t* to, float* sums) {
+                                             float eps, const float* cos, const float* sin, const int64_t* slot,
+                                             uint8_t* cache, int64_t n_slots, float* sums) {
     const int warp = threadIdx.x / 32, lane = ptx::lane_id();
-    if (warp == parts && lane < pairs)
-        reinterpret_cast<uint32_t*>(to + row_bytes - 2 * rotary)[lane] =
-            rotated(reinterpret_cast<const uint32_t*>(key_row)[lane], cos[lane], sin[lane]);
+    const int64_t own_slot = *slot;
+    const bool is_written = own_slot >= 0 && own_slot < n_slots;
+    uint8_t* to = cache + (is_written ? own_slot * row_bytes : 0);
+    if (warp == parts && lane < pairs) {
+        const uint32_t key = rotated(reinterpret_cast<const uint32_t*>(key_row)[lane], cos[lane], sin[lane]);
+        if (is_written) reinterpret_cast<uint32_t*>(to + row_bytes - 2 * rotary)[lane] = key;
+    }
     float x[4] = {}, squares = 0.0f;
     const int column = 128 * warp + 4 * lane;
     if (warp < parts) {
@@ -38,7 +43,7 @@ __device__ __forceinline__ void write_latent(const uint16_t* latent_row, const u
     for (int distance = 16; distance > 0; distance /= 2) squares += __shfl_xor_sync(every_lane, squares, distance);
     if (lane == 0) sums[warp] = squares;
     __syncthreads();
-    if (warp >= parts) return;
+    if (warp >= parts || !is_written) return;
     squares = 0.0f;
 #pragma unroll
     for (int w = 0; w < parts; ++w) squares += sums[w];
@@ -67,32 +72,21 @@ __device__ __forceinline__ void write_latent(const uint16_t* latent_row, const u
     }
 }
 
-// Requests memory that later kernels read for the L2 cache, each thread block its part. bytes: a multiple of 16.
-__device__ __forceinline__ void prefetch(const uint8_t* from, int64_t bytes) {
-    constexpr int64_t at_once = 16384;
-    if (threadIdx.x != 0) return;
-    for (int64_t at = blockIdx.x * at_once; at < bytes; at += gridDim.x * at_once)
-        ptx::bulk_prefetch(from + at, static_cast<uint32_t>(min(bytes - at, at_once)));
-}
-
 // q: [rows, H, nope + rotary], kv: [rows, latent + rotary] bfloat16, not rotated; rows q_row and kv_row elements apart.
 // w_k: [H, latent, nope] bfloat16. norm_weight: [latent]. cos, sin: [rows, rotary / 2]. slots: [rows], negative or from
 // n_slots on: not written. cache: [n_slots, row_bytes]. out: [rows, H, latent + rotary] bfloat16.
 extern "C" __global__ void __launch_bounds__(threads, 2)
 latent_queries(const uint16_t* q, int64_t q_row, const uint16_t* kv, int64_t kv_row, const uint16_t* w_k,
                const uint8_t* norm_weight, float eps, const float* cos, const float* sin, const int64_t* slots,
-               uint8_t* cache, int64_t n_slots, uint16_t* out, int n_heads, const uint8_t* ahead, int64_t ahead_bytes) {
+               uint8_t* cache, int64_t n_slots, uint16_t* out, int n_heads) {
     const int of_latents = n_heads * parts;
-    prefetch(ahead, ahead_bytes);
     if (static_cast<int>(blockIdx.x) >= of_latents) {
         const int row = blockIdx.x - of_latents;
         ptx::wait_for_previous();
         ptx::launch_dependents();
-        const int64_t slot = slots[row];
-        if (slot < 0 || slot >= n_slots) return;
         const uint16_t* of_row = kv + row * kv_row;
-        write_latent(of_row, of_row + latent, norm_weight, eps, cos + row * pairs, sin + row * pairs,
-                     cache + slot * row_bytes, reinterpret_cast<float*>(ptx::dynamic_shared()));
+        write_latent(of_row, of_row + latent, norm_weight, eps, cos + row * pairs, sin + row * pairs, slots + row,
+                     cache, n_slots, reinterpret_cast<float*>(ptx::dynamic_shared()));
         return;
     }
     const Lane lane;

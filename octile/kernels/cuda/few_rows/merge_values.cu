@@ -41,6 +41,7 @@ merge_values(const float* partial, const float* lse, const int* lengths, int len
     const int group = threadIdx.x / 16, row = group / groups_of_row, part = group % groups_of_row;  // row: of the warp
     const int length = lengths[min(row, config::rows - 1) * length_step], chunks = (length + keys - 1) / keys;
     const int of_split = (chunks + n_splits - 1) / n_splits, count = chunks > 0 ? (chunks + of_split - 1) / of_split : 0;
+    ptx::cluster_sync();  // all blocks have begun: their memory may be written
     ptx::wait_for_previous();
     ptx::launch_dependents();
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -85,7 +86,7 @@ merge_values(const float* partial, const float* lse, const int* lengths, int len
             reinterpret_cast<float*>(shared + smem::totals)[row] = count > 0 ? total : 1.0f;
     }
     reinterpret_cast<float4*>(shared + smem::parts)[threadIdx.x] = sum;
-    ptx::cluster_sync();  // of this block; and the others have begun, so that their memory may be written
+    __syncthreads();
     if (warp < config::rows) {
         const int pair = ptx::lane_id();
         const float inverse = __frcp_rn(reinterpret_cast<const float*>(shared + smem::totals)[warp]);

@@ -134,6 +134,12 @@ mla_few_rows(const uint16_t* q, const uint16_t* cache, const int* pages, int pag
     ptx::wait_for_previous();
     ptx::launch_dependents();
     if (first >= end) return;
+#pragma unroll
+    for (int i = 0; i < stages; ++i) {
+        if (first + i >= end || !k.has_new(first + i)) continue;
+        k.load(first + i, i, k.first_new(), every_position);
+        k.arrive(i);
+    }
     const uint16_t* of_q = q + (static_cast<int64_t>(row) * n_heads + first_head) * width;
 #pragma unroll
     for (int i = 0; i < (heads * vectors + block_threads - 1) / block_threads; ++i) {
@@ -142,12 +148,6 @@ mla_few_rows(const uint16_t* q, const uint16_t* cache, const int* pages, int pag
         uint4 value = make_uint4(0, 0, 0, 0);
         if (first_head + head < n_heads) value = *reinterpret_cast<const uint4*>(of_q + 8 * index);
         *reinterpret_cast<uint4*>(shared + smem::q + head * pitch + 16 * vector) = value;
-    }
-#pragma unroll
-    for (int i = 0; i < stages; ++i) {
-        if (first + i >= end || !k.has_new(first + i)) continue;
-        k.load(first + i, i, k.first_new(), every_position);
-        k.arrive(i);
     }
     __syncthreads();
     uint32_t of_slice[steps][4];

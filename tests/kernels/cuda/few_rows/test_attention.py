@@ -31,7 +31,7 @@ def write(arguments: tuple[Tensor, ...], slots: Tensor, cache: Tensor) -> Tensor
         shared_bytes=constants["shared_bytes"],
         arguments=[
             q, q.stride(0), kv, kv.stride(0), w_k, norm_weight, 1e-6, cos, sin, slots, cache, 64 * len(cache), out,
-            n_heads, w_k, w_k.nbytes,
+            n_heads,
         ],
     )  # fmt: skip
     return out
