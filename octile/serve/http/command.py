@@ -87,7 +87,6 @@ def serve(
                 loaded = _Loaded.of(FrontEngine(spread, ranks, control), runner)
                 where += f", each {'group ' if parallel.tp > 1 else ''}with this cache"
             assert bound is not None  # on rank 0
-            freeze_loaded()
             _answer(bound, folder, name, host, api_keys, limits, loaded, where, chat)
     except Exception as error:
         if (explained := explain(error)) is not error:
@@ -134,6 +133,7 @@ def _answer(
         print(f"octile: anyone who reaches {url} can use the model: --api-key restricts it", file=sys.stderr)
     announcement = f"try it at {url}, or with OpenAI's client: base_url {url}/v1, model {name}"
     server = Server(service, api_keys, announcement, (host,) if is_local and not api_keys else None)
+    freeze_loaded()
     try:
         server.run([bound])
     finally:
