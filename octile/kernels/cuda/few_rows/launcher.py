@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from octile.kernels.cuda.gemm import request
+from octile.kernels.cuda.gemm.config import SHARED_BYTES
 from octile.kernels.cuda.jit import specialize
 from octile.kernels.cuda.jit.prepared import BoundedCache, PreparedKernel
 from octile.kernels.cuda.quantize.launcher import DTYPES
@@ -34,6 +35,8 @@ def why_unsupported(
         return f"x is {x.dtype} and the weight {weight.dtype}, not bfloat16 and float8_e4m3fn"
     if not len(weight) or not x.shape[1] or x.shape[1] % VECTOR:
         return f"the weight is {tuple(weight.shape)}: K is not a multiple of {VECTOR}, or it is empty"
+    if _shared_bytes(*x.shape) > SHARED_BYTES:
+        return f"{len(x)} rows of {x.shape[1]} columns do not fit into the shared memory of a thread block"
     if not weight.is_contiguous() or not scale.is_contiguous() or weight.data_ptr() % VECTOR:
         return "the weight or its scale is not contiguous"
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % VECTOR:
@@ -74,14 +77,15 @@ def plan(m: int, k: int, norm_dtype: torch.dtype | None, power_of_2: bool, add: 
     return {
         "rows": m, "k": k, "norm": norm_dtype is not None, "weight_dtype": DTYPES[norm_dtype or torch.float32],
         "power_of_2": power_of_2, "add": add, "depth": DEPTH, "blocks": BLOCKS,
-        "shared_bytes": (fp8_rows_bytes(m, k) + 15) // 16 * 16 + SUMS_BYTES,
+        "shared_bytes": _shared_bytes(m, k),
     }  # fmt: skip
 
 
-def fp8_rows_bytes(m: int, k: int) -> int:
-    """Return the shared memory of quantized rows, as fp8_rows.cuh divides it."""
+def _shared_bytes(m: int, k: int) -> int:
+    """Return the bytes of m quantized rows, as fp8_rows.cuh divides them, and of the warps' accumulators."""
     blocks = -(-k // 128)
-    return m * (256 * blocks + 16) + blocks * MAX_ROWS * 4 + WARPS * 4
+    rows = m * (256 * blocks + 16) + blocks * MAX_ROWS * 4 + WARPS * 4
+    return -(-rows // VECTOR) * VECTOR + SUMS_BYTES
 
 
 def prepare(
