@@ -173,7 +173,10 @@ HOPPER_OR_TORCH = {  # called by their own modules: what torch does, and what Ho
     ),
     "few_rows_mixture": ("calls what it consists of", "up to 8 rows in BF16, and experts of a multiple of 128 columns"),
     "few_rows_nt": ("calls quantization and GEMM", "up to 8 rows in BF16"),
-    "latent_attention": ("calls what it consists of", "up to 8 rows, and latents of 512 + 64 channels"),
+    "latent_attention": (
+        "calls what it consists of",
+        "up to 8 rows, and latents of 512 + 64 channels in BF16, of FP8 ones for queries",
+    ),
 }
 TABLE = {
     "gemm": Backends(why_unsupported, launch_cache.launch, _triton_gemm),

@@ -45,7 +45,8 @@ def few_rows_nt(
         x: [M, K] bfloat16 or float32.
         norm_weight: [K], float32, bfloat16 or float16, of RMSNorm before the quantization; None: x is not normalized.
         eps: of RMSNorm.
-        weight, scale: float8_e4m3fn [N, K] in 128×128 blocks, and float32 [⌈N/128⌉, ⌈K/128⌉].
+        weight, scale: float8_e4m3fn [N, K] in 128×128 blocks, and float32 [⌈N/128⌉, ⌈K/128⌉]. A GPU reads these and
+            norm_weight before the previous kernel of the stream has ended, which must not write them.
         power_of_2: whether to round the scales of x up to powers of two.
         add: [M, N] in x's dtype, added to the rounded product; None: nothing.
 
@@ -112,7 +113,8 @@ def latent_attention(
     Args:
         q: [M, H·(X + R)], float32, bfloat16 or float16, rows contiguous: queries, not rotated.
         kv: [M, C + R] in q's dtype, rows contiguous: latents, not normalized, and rotary keys, not rotated.
-        w_k: [H, C, X] in q's dtype, contiguous: W_UK.
+        w_k: [H, C, X] in q's dtype, contiguous: W_UK. A GPU reads it and w_v before the previous kernel of the stream
+            has ended, which must not write them.
         norm_weight: [C], float32, bfloat16 or float16, of the RMSNorm of latents.
         eps: of RMSNorm.
         cos, sin: float32 [M, R/2], of the rows' positions.

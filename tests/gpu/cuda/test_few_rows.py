@@ -33,6 +33,7 @@ def on_gpu(*arguments: Tensor | None) -> list[Tensor | None]:
         (7, 16, 1, None, True, False),
         (8, 10944, 256, None, False, False),
         (8, 2048, 3648, torch.bfloat16, False, True),
+        (8, 16384, 256, None, True, True),  # rows that do not fit into shared memory
     ],
 )
 def test_products(m: int, k: int, n: int, norm: torch.dtype | None, add: bool, power_of_2: bool):
@@ -72,6 +73,15 @@ def test_attention(m: int, n_heads: int, dtype: torch.dtype):
     assert not found[arguments["lengths"] == 0].any()
     differs = cache != arguments["cache"]  # rsqrt of a GPU has another last bit
     assert differs.sum() <= 0.05 * m * cache.shape[-1]
+
+
+@pytest.mark.parametrize("m", [1, 8])
+def test_attention_of_long_texts(m: int):
+    """A thread block has more chunks than stages."""
+    arguments = few_rows.attention([9000] * m if m == 1 else [5000 - 300 * i for i in range(m)], 16, 128)
+    found, _ = attend(arguments)
+    expected = latent_attention(**arguments)
+    assert (found.float() - expected.float()).norm() <= 0.01 * expected.float().norm()
 
 
 def test_rows_of_one_text_attend_to_those_before():

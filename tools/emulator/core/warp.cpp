@@ -168,7 +168,9 @@ void store_cluster(uint32_t to, uint32_t value) {
     Block* block = (*own->cluster)[rank];
     if (!block->live) fail("store_cluster to block %u, whose threads have all ended", rank);
     if (to % 4) fail("store_cluster: the address is not a multiple of 4");
-    memcpy(block->shared + ((to & 0xFFFFFF) - shared_start), &value, sizeof value);
+    uint8_t* at = block->shared + ((to & 0xFFFFFF) - shared_start);
+    shared_range(block, at, sizeof value, "store_cluster");
+    memcpy(at, &value, sizeof value);
 }
 
 // A proxy fence orders the writes of its own thread: what the lanes of a warp wrote together needs the fences of all.

@@ -1,7 +1,7 @@
 // Few rows of x in shared memory: quantized to E4M3 in 1×128 tiles and, exactly, converted to FP16.
 //
-// Every thread block of a product makes them again, of BF16 values, after normalizing them where the product reads normed
-// rows: it takes less time than a kernel before. One row is divided among all warps, eight rows among one each.
+// Every thread block of a product computes them, of BF16 values, which it normalizes first where the product reads normed
+// rows: that takes less time than another kernel before. All warps share one row; of eight rows each warp has one.
 #pragma once
 #include "vec8.cuh"
 #include "warp_sums.cuh"
@@ -42,7 +42,7 @@ struct Fp8Rows {
     __device__ __forceinline__ uint4 values(int row, int k) const {
         return *reinterpret_cast<const uint4*>(shared + row * pitch + 2 * k);
     }
-    // Of two rows; those of rows that are not there may be anything.
+    // The scales of two rows of x; what lies behind the last row is undefined.
     __device__ __forceinline__ float2 scales(int block, int row) const {
         return *reinterpret_cast<const float2*>(all_scales() + block * max_rows + row);
     }

@@ -83,7 +83,7 @@ latent_queries(const uint16_t* q, int64_t q_row, const uint16_t* kv, int64_t kv_
     if (static_cast<int>(blockIdx.x) >= of_latents) {
         const int row = blockIdx.x - of_latents;
         ptx::wait_for_previous();
-        ptx::launch_dependents();
+        ptx::launch_dependents();  // not before: see below
         const uint16_t* of_row = kv + row * kv_row;
         write_latent(of_row, of_row + latent, norm_weight, eps, cos + row * pairs, sin + row * pairs, slots + row,
                      cache, n_slots, reinterpret_cast<float*>(ptx::dynamic_shared()));
@@ -94,7 +94,7 @@ latent_queries(const uint16_t* q, int64_t q_row, const uint16_t* kv, int64_t kv_
     Bf16Tile<nope / 32> tile;
     tile.load(lane, w_k + (static_cast<int64_t>(head) * latent + channel + lane.group) * nope, nope);
     ptx::wait_for_previous();
-    ptx::launch_dependents();
+    ptx::launch_dependents();  // not before: mla_few_rows.cu reads what earlier kernels have written
     const int row = threadIdx.x / 32;
     if (part == 0 && row < config::rows && ptx::lane_id() < pairs) {
         const int pair = ptx::lane_id();

@@ -132,7 +132,7 @@ mla_few_rows(const uint16_t* q, const uint16_t* cache, const int* pages, int pag
         if (!k.has_new(first + i)) k.arrive(i);
     }
     ptx::wait_for_previous();
-    ptx::launch_dependents();
+    ptx::launch_dependents();  // not before: merge_values.cu reads lengths
     if (first >= end) return;
 #pragma unroll
     for (int i = 0; i < stages; ++i) {
@@ -181,14 +181,14 @@ mla_few_rows(const uint16_t* q, const uint16_t* cache, const int* pages, int pag
 #pragma unroll
         for (int j = 0; j < 2; ++j)
             weight[j] = chunk * keys + own_key + j < length ? weight[j] * factor : minus_infinity();
-        float most = fmaxf(weight[0], weight[1]);
+        float maximum = fmaxf(weight[0], weight[1]);
 #pragma unroll
         for (int distance = 1; distance < 16; distance *= 2)
-            most = fmaxf(most, __shfl_xor_sync(all_lanes, most, distance));
-        most = fmaxf(highest, most);
-        const float correction = ptx::exp2(highest - most);
-        highest = most;
-        weight[0] = ptx::exp2(weight[0] - most), weight[1] = ptx::exp2(weight[1] - most);
+            maximum = fmaxf(maximum, __shfl_xor_sync(all_lanes, maximum, distance));
+        maximum = fmaxf(highest, maximum);
+        const float correction = ptx::exp2(highest - maximum);
+        highest = maximum;
+        weight[0] = ptx::exp2(weight[0] - maximum), weight[1] = ptx::exp2(weight[1] - maximum);
         total = total * correction + (weight[0] + weight[1]);
         *reinterpret_cast<uint32_t*>(shared + smem::p + own_head * p_pitch + 2 * own_key) =
             ptx::pack_bf16(weight[0], weight[1]);

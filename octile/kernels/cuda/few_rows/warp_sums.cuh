@@ -27,7 +27,7 @@ struct WarpSums {
         to[0] = d[0], to[pitch] = d[1], to[8] = d[2], to[pitch + 8] = d[3];
     }
 
-    // Of all warps, in their order.
+    // Adds the accumulators of one result, those of the first warp first.
     __device__ __forceinline__ float get(int row_of_x, int row_of_weight) const {
         float total = 0.0f;
 #pragma unroll

@@ -343,11 +343,13 @@ __device__ __forceinline__ void warpgroup_fence_operand(float& value) {
 // ---- Programmatic dependent launch ----------------------------------------------------------------------------------
 
 // Lets the next kernel of the stream start, if it is launched so, once all thread blocks have called this or ended. That
-// kernel sees what this one writes after its own wait_for_previous only.
+// kernel sees what this one writes after its own wait_for_previous only. If this is called after wait_for_previous, the next
+// kernel may read before its wait what all earlier kernels have written; if it is called before, these may still run.
 __device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// Waits until the previous kernels of the stream have ended and what they wrote is visible. What they write must not be
-// read before, not even by a prefetch to registers, and nothing that they read may be written.
+// Waits until the previous kernel of the stream has ended and what it wrote is visible; and, if that one has called this,
+// too, all earlier ones. What it writes must not be read before, not even by a prefetch to registers, and nothing that it
+// reads may be written.
 __device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // Loads 16 bytes that no kernel writes, here and not where they are used, and that no other thread block reads.

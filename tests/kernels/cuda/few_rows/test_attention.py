@@ -87,7 +87,13 @@ def attend(q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, w_v: Tensor
 @emulated
 @pytest.mark.parametrize(
     ("lengths", "n_heads", "values"),
-    [([1], 16, 128), ([2100], 3, 128), ([0, 33, 64], 17, 256), ([65, 1, 0, 31, 32, 200, 129, 64], 1, 128)],
+    [
+        ([1], 16, 128),
+        ([2100], 3, 128),
+        ([1, 3500, 2, 3, 4], 1, 128),
+        ([0, 33, 64], 17, 256),
+        ([65, 1, 0, 31, 32, 200, 129, 64], 1, 128),
+    ],
 )
 def test_attention(lengths: list[int], n_heads: int, values: int):
     arguments = few_rows.paged(lengths, n_heads, values)

@@ -19,7 +19,7 @@ emulated = pytest.mark.skipif(build.compiler() is None, reason="the emulator nee
 
 def multiply(
     x: Tensor, norm_weight: Tensor | None, weight: Tensor, scale: Tensor, add: Tensor | None,
-    power_of_2: bool = False, seed: int = 0,
+    power_of_2: bool = False, seed: int = 0, eps: float = 1e-6,
 ) -> Tensor:  # fmt: skip
     (m, k), n = x.shape, len(weight)
     norm = None if norm_weight is None else norm_weight.dtype
@@ -32,7 +32,7 @@ def multiply(
         threads=launcher.THREADS,
         shared_bytes=constants["shared_bytes"],
         arguments=[
-            x, x.stride(0), 0 if norm_weight is None else norm_weight, 1e-6, weight, scale, 0 if add is None else add,
+            x, x.stride(0), 0 if norm_weight is None else norm_weight, eps, weight, scale, 0 if add is None else add,
             0 if add is None else add.stride(0), y, n,
         ],
         seed=seed,
@@ -81,6 +81,31 @@ def test_extreme_values(seed: int, m: int, value: float):
         assert few_rows.close(multiply(x, norm, weight, scale, None, seed=seed), expected)
 
 
+IDENTITY = torch.eye(128).to(torch.float8_e4m3fn), torch.ones(1, 1)  # gives the quantized rows back
+
+
+@emulated
+@pytest.mark.parametrize("power_of_2", [False, True])
+def test_rows_are_quantized_to_the_bits_of_the_reference(power_of_2: bool):
+    x = torch.randn(8, 128, generator=few_rows.generator(0)).bfloat16()
+    expected = few_rows_nt(x, None, 0.0, *IDENTITY, power_of_2)
+    assert torch.equal(multiply(x, None, *IDENTITY, None, power_of_2), expected)
+
+
+@emulated
+@pytest.mark.parametrize("below", [1, 2, 3])
+def test_scales_just_below_a_number_of_eight_bits(below: int):
+    """There the kernel divides more carefully: `octile/kernels/cuda/quantize/scale.cuh`."""
+    scale = torch.tensor(0x3B130000 - below, dtype=torch.int32).view(torch.float32)
+    amax = (scale.double() * 448).float()
+    assert (amax / 448).view(torch.int32) & 0xFFFF >= 0x10000 - 4
+    norm_weight = amax * (torch.rand(128, generator=few_rows.generator(below)) * 2 - 1)
+    norm_weight[5] = amax
+    x = torch.ones(1, 128, dtype=torch.bfloat16)  # whose norm is the weight
+    expected = few_rows_nt(x, norm_weight, 0.0, *IDENTITY, False)
+    assert torch.equal(multiply(x, norm_weight, *IDENTITY, None, eps=0.0), expected)
+
+
 @emulated
 def test_a_nan_of_the_weight_reaches_its_column_only():
     x, _, weight, scale, _ = few_rows.product(2, 256, 32, None, False)
@@ -93,6 +118,8 @@ def test_a_nan_of_the_weight_reaches_its_column_only():
 def test_operands_that_the_kernel_does_not_take():
     x, norm_weight, weight, scale, rows = few_rows.product(2, 256, 32, torch.float32, True)
     why = launcher.why_unsupported
+    few, long = torch.zeros(8, 16384, dtype=torch.bfloat16), torch.zeros(1, 16384, dtype=torch.float8_e4m3fn)
+    assert "shared memory" in why(few, None, long, torch.ones(1, 128), None)
     assert "9 rows" in why(x.new_zeros(9, 256), None, weight, scale, None)
     assert "float32" in why(x.float(), None, weight, scale, None)
     assert "multiple of 16" in why(x[:, :8], None, weight[:, :8].contiguous(), scale, None)
