@@ -1,33 +1,13 @@
 """Tests of what `octile doctor` prints about a machine."""
 
 import os
+import pkgutil
+from importlib import import_module
 
 import pytest
 import torch
 
-import octile.ops.adamw
-import octile.ops.attention
-import octile.ops.decode_step
-import octile.ops.few_rows
-import octile.ops.few_rows_mixture
-import octile.ops.grouped
-import octile.ops.index_rows
-import octile.ops.latent_cache
-import octile.ops.matmul
-import octile.ops.mqa_logits
-import octile.ops.norm
-import octile.ops.packed
-import octile.ops.paged_attention
-import octile.ops.permute
-import octile.ops.quantize
-import octile.ops.ragged_attention
-import octile.ops.rope
-import octile.ops.row_invariant
-import octile.ops.sample_tokens
-import octile.ops.sparse_attention
-import octile.ops.swiglu
-import octile.ops.top_keys
-import octile.ops.transpose  # noqa: F401  (they register the operators)
+import octile.ops
 from octile.bench import doctor
 from octile.bench.doctor import examine, show
 from octile.kernels import backends
@@ -42,6 +22,9 @@ from octile.kernels.backends import (
     WITH_HOPPER,
 )
 from octile.kernels.cuda.gemm import request
+
+for module in pkgutil.iter_modules(octile.ops.__path__, "octile.ops."):
+    import_module(module.name)  # they register the operators
 
 
 def test_every_operator_is_listed():
