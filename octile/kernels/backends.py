@@ -142,7 +142,6 @@ ONLY_TRITON = (
     "rms_norm_backward",
     "rotate_", "rotate_halves", "row_invariant_matmul_nt", "sample_tokens", "sequence_balance_backward", "swiglu",
     "swiglu_backward", "text_rows", "transpose_encoded", "unpermute", "unpermute_backward", "write_and_rotate",
-    "write_and_rotate",
     "write_latents",
 )  # fmt: skip
 COMPILED_ON_CPU = (  # bit for bit the reference

@@ -12,6 +12,7 @@ import octile
 from octile.ops.adamw import adamw
 from octile.ops.attention import attention, attention_backward
 from octile.ops.cross_entropy import cross_entropy, cross_entropy_backward
+from octile.ops.decode_latents import write_and_rotate
 from octile.ops.decode_step import continued_tokens, record_choices, text_rows
 from octile.ops.few_rows import few_rows_nt, latent_attention
 from octile.ops.few_rows_mixture import few_rows_mixture
@@ -196,6 +197,18 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     transpose_encoded: (ENCODED, X),
     unpermute: (X, PLACES, X, torch.ones(2, 1)),
     unpermute_backward: (X, X, PLACES, torch.ones(2, 1)),
+    write_and_rotate: (
+        CACHE.clone(),
+        SLOTS,
+        X[:, :100],
+        X[:, 100:],
+        FLAT[:100],
+        1e-6,
+        torch.ones(2, 14),
+        torch.ones(2, 14),
+        torch.ones(2, 1, 32),
+        torch.ones(2, 1, 128),
+    ),
     write_latents: (CACHE.clone(), SLOTS, X[:, :100], X[:, 100:]),
     octile.quantize: (X,),
     octile.dequantize: (Q,),
