@@ -70,12 +70,8 @@ def check_heads(c: ModelConfig, size: int, is_fp8: bool) -> None:
         ValueError: they do not divide the heads, or blocks of FP8 weights would be divided.
     """
     if c.num_attention_heads % size:
-        raise ValueError(
-            f"tensor parallelism (parallel.tp) must divide the heads, but {size} ranks do not divide "
-            f"{c.num_attention_heads} heads"
-        )
+        raise ValueError(f"parallel.tp must divide the model's {c.num_attention_heads} heads, but is {size}")
     n, side = c.num_attention_heads // size, BLOCK[0]
-    heads = format_count(n, "head")
     of_head = {
         "queries": c.qk_head_dim,
         "keys and values": c.qk_nope_head_dim + c.v_head_dim,
@@ -84,8 +80,8 @@ def check_heads(c: ModelConfig, size: int, is_fp8: bool) -> None:
     for what, width in of_head.items():
         if size > 1 and is_fp8 and n * width % side:
             raise ValueError(
-                f"tensor parallelism (parallel.tp) of {size} ranks leaves {heads} × {width} channels of {what} = "
-                f"{n * width} to a rank, but FP8 weights need a multiple of {side}, the side of their blocks"
+                f"parallel.tp must leave each rank whole blocks of FP8 weights, but is {size}: "
+                f"{format_count(n, 'head')} × {width} channels of {what} = {n * width}, which is no multiple of {side}"
             )
 
 

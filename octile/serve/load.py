@@ -25,7 +25,7 @@ from octile.serve.model_runner import ModelRunner
 from octile.serve.spread_engine import SpreadEngine
 from octile.serve.spread_experts import SpreadExperts, check_batch_invariant, with_shared_load
 from octile.serve.tensor_parallel import TensorParallel
-from octile.serve.weights import ServedWeights, check_shared, has_fp8, is_of_shared
+from octile.serve.weights import ServedWeights, check_shared, has_fp8, is_of_routed, is_of_shared
 from octile.tokenizer import Tokenizer
 
 CPU_CACHE_BYTES = 2**30
@@ -95,12 +95,12 @@ class Folder:
         runner = _runner(weights, n_pages, stored, engine, phase=phase)
         return Engine(runner, self.tokenizer, engine), runner
 
-    def check_parallel(self, parallel: ParallelConfig) -> None:
+    def check_parallel(self, parallel: ParallelConfig, batch_invariant: bool = False) -> None:
         """Check that the model's experts can be spread over the ranks, and its heads over those of a group.
 
         Raises:
-            ValueError: it has no experts, the ranks do not divide them and their further copies, or as `check_heads` or
-                `check_shared`.
+            ValueError: it has no experts, the ranks do not divide them and their further copies, or as `check_heads`,
+                `check_shared` or `check_batch_invariant`.
         """
         c = self.model
         if parallel.ep > 1 and not any(c.is_moe(layer) for layer in range(c.num_hidden_layers)):
@@ -116,7 +116,9 @@ class Folder:
             specs = open_folder(self.path).shards.specs
             check_heads(c, parallel.tp, has_fp8(specs, is_of_heads))
             if parallel.routes_shared:
-                check_shared(c, has_fp8(specs, is_of_shared))
+                check_shared(c, has_fp8(specs, is_of_shared), has_fp8(specs, is_of_routed))
+                if batch_invariant:
+                    check_batch_invariant(c, "engine.batch_invariant")
 
     def _n_copies(self, parallel: ParallelConfig) -> int:
         """Return the slots of all ranks for experts of a layer."""
@@ -147,8 +149,6 @@ class Folder:
         c, n_nodes = self.model, int(os.environ.get("GROUP_WORLD_SIZE") or 1)
         drafts = engine.n_drafts > 0
         n_layers = sum(c.is_moe(layer) for layer in range(c.num_hidden_layers + drafts))
-        if engine.batch_invariant and parallel.routes_shared:
-            check_batch_invariant(c)
         even_LE, groups = torch.ones(n_layers, c.n_routed_experts), c.n_group
         if parallel.routes_shared:  # which are of no group
             even_LE, groups = with_shared_load(even_LE, c.n_shared_experts, c.num_experts_per_tok), 1

@@ -70,7 +70,8 @@ class ModelRunner:
     Raises:
         TypeError, ValueError: as `ServedWeights.of_model` or `LatentPages`, max_batch or max_step_tokens is negative,
             the model cannot draft, expert_window is no multiple of 8, two micro-batches are wanted of ranks that share
-            their rows, or batch_invariant does not fit to routed shared experts.
+            their rows, or shared experts cannot be routed: with batch_invariant several of them, or none on GPUs whose
+            steps are not launched ahead.
     """
 
     page_size = PAGE
@@ -93,7 +94,7 @@ class ModelRunner:
             if value < 0:
                 raise ValueError(f"{name} must be at least 0, not {value}")
         if batch_invariant and isinstance(model, SpreadExperts) and model.n_shared:
-            check_batch_invariant(model.weights.config)
+            check_batch_invariant(model.weights.config, "batch_invariant")
         check_expert_window(expert_window)
         self.spread = model if isinstance(model, SpreadExperts) else None
         self.tp = ALONE if self.spread is None else self.spread.tp
@@ -138,15 +139,18 @@ class ModelRunner:
         self.loop: DecodeLoop | None = None
         self._with_peers = self.forward
         self._decoding = replace(self.forward, routes_shared=self.spread is not None and self.spread.n_shared > 0)
-        if self._decoding.routes_shared:  # in steps that are launched ahead, also without CUDA graphs
+        if self._decoding.routes_shared and self.device.type == "cpu":  # in steps that are launched ahead
             self.max_ahead = self._max_batch
-        if self.device.type != "cuda" or not (max_batch or max_step_tokens):
-            return
-        if self.spread is None:
-            self._capture(GraphMemory(self.device), max_step_tokens)
-        else:
-            memory = GraphMemory(self.device, priority=-1)  # other GPUs wait for what the shared experts overlap with
-            self._capture_spread(self.spread, memory, max_step_tokens, micro_batches)
+        if self.device.type == "cuda" and (max_batch or max_step_tokens):
+            if self.spread is None:
+                self._capture(GraphMemory(self.device), max_step_tokens)
+            else:
+                memory = GraphMemory(self.device, priority=-1)  # other GPUs wait for what shared experts overlap with
+                self._capture_spread(self.spread, memory, max_step_tokens, micro_batches)
+        if self._decoding.routes_shared and self._max_batch > 0 == self.max_ahead:
+            raise ValueError(
+                "parallel.shared_experts must be replicated, not routed: these GPUs launch no decode step ahead"
+            )
 
     def _waits_for_index(self) -> bool:
         """Whether the host waits for the indexer's logits in each step, on a GPU."""

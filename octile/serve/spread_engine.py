@@ -85,20 +85,15 @@ class SpreadEngine:
             RuntimeError: ranks that share their requests have chosen different tokens; all ranks raise it.
         """
         can_place = self._runner.expert_tokens is not None and not self._moves
-        is_due = can_place and time.monotonic() >= self._placed + self._seconds
-        own = self.engine.has_work, is_due, not self.engine.can_launch, self.engine.n_running
-        flags = torch.tensor([*own, *self._own_checksums()], dtype=torch.int32, device=self._on_host)
-        dist.all_reduce(flags, dist.ReduceOp.MAX, self._control)
-        has_work, is_due, needs_run, self._runner.min_decode, *checksums = flags.tolist()
+        wants_place = can_place and time.monotonic() >= self._placed + self._seconds
+        own = self.engine.has_work, wants_place, not self.engine.can_launch, self.engine.n_running
+        has_work, is_due, needs_run, self._runner.min_decode, *checksums = self._maxima([*own, *self._own_checksums()])
         self._compare(checksums)
         if is_due:
             self._place()
         outputs: list[Output] | None = None
         if has_work:
             outputs = self._run() if needs_run else self._launch()
-            if self.group_size > 1:
-                tokens = array("q", [token for output in outputs for token in output.tokens])
-                self._checksum = crc32(tokens.tobytes(), self._checksum)
         self._moves = self._spread.move_layer()
         return outputs
 
@@ -110,6 +105,20 @@ class SpreadEngine:
     def close(self) -> None:
         """Free the CUDA graphs; no step follows."""
         self._runner.close()
+
+    def _maxima(self, own: Sequence[int]) -> list[int]:
+        """Return the maxima of numbers over all ranks."""
+        numbers = torch.tensor(own, dtype=torch.int32, device=self._on_host)
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, self._control)
+        found: list[int] = numbers.tolist()
+        return found
+
+    def _counted(self, outputs: list[Output]) -> list[Output]:
+        """Add the tokens of outputs to the checksum, and return the outputs."""
+        if self.group_size > 1:
+            tokens = array("q", [token for output in outputs for token in output.tokens])
+            self._checksum = crc32(tokens.tobytes(), self._checksum)
+        return outputs
 
     def _own_checksums(self) -> list[int]:
         """For each group of ranks that share their requests, numbers whose maxima differ in sign alone if all agree."""
@@ -130,7 +139,7 @@ class SpreadEngine:
 
     def _launch(self) -> list[Output]:
         n_steps = self._runner.n_steps
-        outputs = self.engine.launch()
+        outputs = self._counted(self.engine.launch())
         if self._runner.n_steps == n_steps:
             self._runner.take_part(decodes=True)
         return outputs
@@ -138,10 +147,11 @@ class SpreadEngine:
     def _run(self) -> list[Output]:
         runner, n_steps, n_drafts = self._runner, self._runner.n_steps, self._runner.n_draft_passes
         outputs, scheduled = self.engine.schedule()
-        rows = torch.tensor(sum(s.n_tokens for s in scheduled), device=self._on_host)
-        dist.all_reduce(rows, dist.ReduceOp.MAX, self._control)
-        runner.max_rank_rows = int(rows)
-        outputs += self.engine.run(scheduled)
+        self._counted(outputs)
+        rows = sum(s.n_tokens for s in scheduled)
+        runner.max_rank_rows, *checksums = self._maxima([rows, *self._own_checksums()])
+        self._compare(checksums)  # before exchanges of rows that these tokens have scheduled
+        outputs += self._counted(self.engine.run(scheduled))
         if runner.n_steps == n_steps:
             runner.take_part()
         runner.take_part_in_drafts(runner.n_drafts - (runner.n_draft_passes - n_drafts))

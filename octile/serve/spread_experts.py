@@ -172,8 +172,6 @@ class SpreadExperts:
         for what, own in (("the model's experts", of_model), *((what, str(number)) for what, number in numbers)):
             check_agreement(what, own, groups)
         check_can_draft(int(drafts), c.num_nextn_predict_layers > 0)
-        if routes_shared and not c.n_shared_experts:
-            raise ValueError("routes_shared must be False: the model has no shared experts")
         if routes_shared and num_active is not None:
             raise ValueError(f"num_active must be None, not {num_active}, if shared experts are routed")
         check("num_nodes", num_nodes, Annotated[int, Range(at_least=1)])
@@ -352,16 +350,20 @@ class SpreadExperts:
                 choose_copies(torch.ones(n_experts, dtype=torch.int64), expert_P, n_ranks, self.num_active)
 
 
-def check_batch_invariant(c: ModelConfig) -> None:
+def check_batch_invariant(c: ModelConfig, name: str) -> None:
     """Check that logits do not depend on which steps route the shared experts: their sums are rounded alike.
+
+    Args:
+        c: of the model.
+        name: of the argument that wants batch invariance.
 
     Raises:
         ValueError: several shared experts are one MLP in other steps, whose results are not rounded one by one.
     """
     if c.n_shared_experts > 1:
         raise ValueError(
-            f"batch_invariant must be off if shared experts are routed, of which the model has {c.n_shared_experts}: "
-            "steps with prompts round their sum once"
+            f"{name} must be False, not True, if shared experts are routed, of which the model has "
+            f"{c.n_shared_experts}: steps with prompts round their sum once"
         )
 
 

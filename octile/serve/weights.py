@@ -260,7 +260,12 @@ def has_fp8(specs: Mapping[str, TensorSpec], is_one: Callable[[str], bool]) -> b
 
 def is_of_shared(name: str) -> bool:
     """Whether a weight is one of shared experts, by its name in a checkpoint."""
-    return ".shared_experts." in name
+    return ".mlp.shared_experts." in name
+
+
+def is_of_routed(name: str) -> bool:
+    """Whether a weight is one of routed experts, by its name in a checkpoint."""
+    return ".mlp.experts." in name
 
 
 def _read_part(shards: Shards, name: str, part: Part | None) -> Tensor:
@@ -453,23 +458,26 @@ def join(weights: Sequence[Weight], sizes: Sequence[Sequence[int]]) -> Projectio
     return Projections((ScaledTensor(data, scale, BLOCK),), (sum(of_weights, ()),))
 
 
-def check_shared(c: ModelConfig, is_fp8: bool) -> None:
+def check_shared(c: ModelConfig, is_fp8: bool, experts_are_fp8: bool) -> None:
     """Check that the shared experts of a model can be routed like other experts, each alone.
 
     Args:
         c: of the model.
         is_fp8: whether their weights are in FP8.
+        experts_are_fp8: whether those of the routed experts are.
 
     Raises:
-        ValueError: there are none, or blocks of FP8 weights would be divided.
+        ValueError: only one of both is, or blocks of FP8 weights would be divided.
     """
     n, width, side = c.n_shared_experts, c.moe_intermediate_size, BLOCK[0]
-    if not n:
-        raise ValueError("shared experts cannot be routed (parallel.shared_experts): the model has none")
+    what = "parallel.shared_experts must be replicated, not routed"
+    if is_fp8 != experts_are_fp8:
+        shared, routed = ("in FP8" if fp8 else "in high precision" for fp8 in (is_fp8, experts_are_fp8))
+        raise ValueError(f"{what}: the model's shared experts are {shared}, and its other ones {routed}")
     if n > 1 and is_fp8 and width % side:
         raise ValueError(
-            f"{n} shared experts, which are one MLP, cannot be routed (parallel.shared_experts): moe_intermediate_size "
-            f"is {width}, but FP8 weights need a multiple of {side}, the side of their blocks"
+            f"{what}: the model's {n} shared experts are one MLP in FP8, which can be divided if moe_intermediate_size "
+            f"is a multiple of {side}, not {width}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Attention's heads and the rows of steps divided among two GPUs, by NCCL, in CUDA graphs and without, vs. one GPU."""
+"""Attention's heads and the rows of steps divided among two GPUs: texts in CUDA graphs and without, logits vs. FP32."""
 
 import gc
 from collections.abc import Callable
@@ -48,9 +48,6 @@ def check(name: str, rank: int) -> None:
         runner.max_rank_rows = 100
     found = read(runner)
     assert (found - in_fp32).norm() < 1.2 * (alone - in_fp32).norm()  # rounding alone
-    of_ranks = [torch.empty_like(found, device="cuda") for _ in range(2)]
-    dist.all_gather(of_ranks, found.cuda())
-    assert torch.equal(*of_ranks)
 
 
 def run(rank: int, folder: str) -> None:

@@ -42,16 +42,19 @@ def test_the_parts_of_all_ranks_are_the_weight(layer, dim):
 
 
 def test_heads_that_ranks_do_not_divide_are_refused():
-    with pytest.raises(ValueError, match=r"\(parallel.tp\) must divide the heads, but 3 ranks do not divide 4 heads"):
+    with pytest.raises(ValueError, match=r"parallel.tp must divide the model's 4 heads, but is 3"):
         check_heads(CONFIG, 3, is_fp8=False)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({}, "leaves 2 heads × 48 channels of queries = 96 to a rank, but FP8 weights need a multiple of 128"),
-        ({"qk_nope_head_dim": 48}, "2 heads × 72 channels of keys and values = 144 to a rank"),
-        ({"qk_nope_head_dim": 48, "v_head_dim": 16}, "2 heads × 16 channels of results = 32 to a rank"),
+        (
+            {},
+            "FP8 weights, but is 2: 2 heads × 48 channels of queries = 96, which is no multiple of 128",
+        ),
+        ({"qk_nope_head_dim": 48}, "2 heads × 72 channels of keys and values = 144, which"),
+        ({"qk_nope_head_dim": 48, "v_head_dim": 16}, "2 heads × 16 channels of results = 32, which"),
     ],
 )
 def test_heads_whose_fp8_blocks_would_be_divided_are_refused(change, message):

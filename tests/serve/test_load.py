@@ -118,9 +118,9 @@ def test_experts_that_cannot_be_spread_are_refused(layers, ep, redundant, messag
 def test_heads_that_a_group_cannot_divide_are_refused(tmp_path):
     save(new_model(fp8=True), tmp_path, weights="fp8")
     folder = Folder(tmp_path, CONFIG, None)
-    with pytest.raises(ValueError, match=r"\(parallel.tp\) must divide the heads, but 8 ranks do not divide 4 heads"):
+    with pytest.raises(ValueError, match=r"parallel.tp must divide the model's 4 heads, but is 8"):
         folder.check_parallel(ParallelConfig(8, 8))
-    with pytest.raises(ValueError, match=r"\(parallel.tp\) of 2 ranks leaves 2 heads × 48 channels of queries = 96"):
+    with pytest.raises(ValueError, match=r"but is 2: 2 heads × 48 channels of queries = 96"):
         folder.check_parallel(ParallelConfig(2, 2))
     save(new_model(fp8=False), tmp_path / "bf16", weights="bf16")
     replace(folder, path=tmp_path / "bf16").check_parallel(ParallelConfig(4, 4))
@@ -132,8 +132,13 @@ def test_shared_experts_that_cannot_be_routed_are_refused(tmp_path):
     folder, routed = Folder(tmp_path, config, None), {"shared_experts": "routed"}
     with pytest.raises(ValueError, match=r"2 ranks do not divide 8 experts \+ 2 that are shared \+ 1 \(para"):
         folder.check_parallel(ParallelConfig(2, redundant_experts=1, **routed))
-    with pytest.raises(ValueError, match=r"2 shared experts, which are one MLP, cannot be routed"):
+    with pytest.raises(ValueError, match=r"2 shared experts are one MLP in FP8, .* a multiple of 128, not 64"):
         folder.check_parallel(ParallelConfig(2, **routed))
+    save(new_model(fp8=False, config=config), tmp_path / "bf16", weights="bf16")
+    folder = replace(folder, path=tmp_path / "bf16")
+    folder.check_parallel(ParallelConfig(2, **routed))
+    with pytest.raises(ValueError, match=r"engine.batch_invariant must be False, not True, if shared experts"):
+        folder.check_parallel(ParallelConfig(2, **routed), batch_invariant=True)
 
 
 def test_experts_that_ranks_divide_are_accepted():

@@ -139,7 +139,7 @@ def what_does_not_fit_is_refused(rank: int, folder: Path) -> None:
     with pytest.raises(ValueError, match="routes_shared must be the same on all ranks: rank 0 has False"):
         SpreadExperts(weights, OF_ONE, routes_shared=bool(rank))
     two = SpreadExperts(ServedWeights.of_model(new_model(False, config=TWO)), OF_TWO, routes_shared=True)
-    with pytest.raises(ValueError, match=r"must be off if shared experts are routed, of which .* has 2"):
+    with pytest.raises(ValueError, match=r"batch_invariant must be False, not True, if shared"):
         ModelRunner(two, N_PAGES, batch_invariant=True)
 
 
@@ -197,7 +197,19 @@ def test_shared_experts_have_the_load_of_all_tokens():
 
 
 def test_shared_experts_whose_blocks_would_be_divided_are_refused():
-    check_shared(CONFIG, is_fp8=True)  # one expert is whole
-    check_shared(replace(CONFIG, n_shared_experts=2), is_fp8=False)
-    with pytest.raises(ValueError, match=r"2 shared experts, which are one MLP, cannot be routed .* is 64, but FP8"):
-        check_shared(replace(CONFIG, n_shared_experts=2), is_fp8=True)
+    check_shared(CONFIG, True, True)  # one expert is whole
+    check_shared(replace(CONFIG, n_shared_experts=2), False, False)
+    with pytest.raises(ValueError, match=r"2 shared experts are one MLP in FP8, .* a multiple of 128, not 64"):
+        check_shared(replace(CONFIG, n_shared_experts=2), True, True)
+
+
+def test_shared_experts_in_another_format_than_the_routed_ones_are_refused():
+    for formats, what in (
+        ((False, True), "in high precision, and its other ones in FP8"),
+        ((True, False), "in FP8, and"),
+    ):
+        with pytest.raises(ValueError, match=f"must be replicated, not routed: the model's shared experts are {what}"):
+            check_shared(CONFIG, *formats)
+    fp8, high_precision = (ServedWeights.of_model(new_model(fp8)).blocks[1].mlp for fp8 in (True, False))
+    with pytest.raises(ValueError, match="shared experts that are routed must be in FP8 if the other experts are"):
+        with_shared(replace(fp8, shared=high_precision.shared), 1)

@@ -20,7 +20,7 @@ from octile.serve.front_engine import FrontEngine
 from octile.serve.head_share import HeadShare
 from octile.serve.model_runner import ModelRunner
 from octile.serve.prefill_graphs import PrefillGraphs
-from octile.serve.request import Sampling
+from octile.serve.request import Request, Sampling
 from octile.serve.spread_engine import SpreadEngine
 from octile.serve.spread_experts import SpreadExperts
 from octile.serve.tensor_parallel import ALONE, TensorParallel
@@ -61,16 +61,19 @@ def read(runner: ModelRunner, sizes: Sequence[tuple[int, int]] = SIZES) -> Tenso
 
 
 def check_logits(config, fp8: bool, batch_invariant: bool) -> None:
-    """Compare logits with those of one process, and those of the two ranks with each other."""
+    """Compare logits with those of one process, and the latents of the two ranks with each other."""
     experts = spread(config, fp8)
     expected = read(ModelRunner(weights_of(config, fp8), N_PAGES, batch_invariant=batch_invariant))
-    found = read(ModelRunner(experts, N_PAGES, batch_invariant=batch_invariant))
+    runner = ModelRunner(experts, N_PAGES, batch_invariant=batch_invariant)
+    found = read(runner)
     if fp8:  # a number on the border of two encoded values is rounded to either
         assert (found - expected).norm() < 0.02 * expected.norm()
     else:
         torch.testing.assert_close(found, expected, **CLOSE)
-    of_ranks = [torch.empty_like(found) for _ in range(2)]
-    dist.all_gather(of_ranks, found)
+    cached = torch.stack([*runner.cache.layers])  # which each rank computes, while it receives the logits
+    of_ranks = [torch.empty_like(cached) for _ in range(2)]
+    dist.all_gather(of_ranks, cached)
+    assert cached.any()
     assert torch.equal(*of_ranks)
 
 
@@ -218,13 +221,29 @@ def each_row_is_routed_once(rank: int, folder: Path) -> None:
 
 
 def other_tokens_of_a_group_are_an_error(rank: int, folder: Path) -> None:
-    runner = ModelRunner(spread(), N_PAGES, batch_invariant=True, max_batch=2)
-    config = EngineConfig(max_batch=2, max_step_tokens=24, batch_invariant=True)
-    engine = SpreadEngine(Engine(runner, TOKENIZER, config), runner)
-    assert engine.step() is None
-    engine._checksum = 2 * rank
-    with pytest.raises(RuntimeError, match="ranks 0 to 1, which share their requests, have chosen different tokens"):
-        engine.step()
+    for ahead in (False, True):
+        runner = ModelRunner(spread(), N_PAGES, batch_invariant=True, max_batch=2)
+        runner.max_ahead = 2 * ahead
+        config = EngineConfig(max_batch=2, max_step_tokens=24, batch_invariant=True)
+        engine = Engine(runner, TOKENIZER, config)
+        together = SpreadEngine(engine, runner)
+        for i in range(2):
+            engine.add(text(9, i), Sampling(40, seed=i, ignore_eos=True))
+        for _ in range(4):
+            together.step()
+        end, ends_early = engine._extend, rank == 1
+
+        def extend(request: Request, *others, end=end, ends_early=ends_early):
+            if ends_early:  # the token ends the text on this rank alone, and a waiting request takes its place
+                request.max_length = len(request.tokens) + 1
+            return end(request, *others)
+
+        engine._extend = extend
+        engine.cancel(1)
+        engine.add(text(10, 5), Sampling(5, seed=5, ignore_eos=True, top_p=0.9))
+        engine.add(text(10, 6), Sampling(5, seed=6, ignore_eos=True))
+        with pytest.raises(RuntimeError, match="ranks 0 to 1, which share their requests, have chosen different token"):
+            [together.step() for _ in range(8)]
 
 
 def only_the_weights_of_own_heads_are_read(rank: int, folder: Path) -> None:

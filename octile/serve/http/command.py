@@ -57,7 +57,8 @@ def serve(
     ranks = join(device, parallel.timeout)
     try:
         folder = Folder.open(run)
-        folder.check_parallel(parallel)
+        ranks.agree("parallel", str(parallel))
+        folder.check_parallel(parallel, engine.batch_invariant)
         chat = ChatTemplate.load(folder.path, folder.tokenizer)
         with ExitStack() as stack:
             bound = ranks.from_first_only(lambda: stack.enter_context(bind(host, port)))
