@@ -90,7 +90,7 @@ def attend(q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, w_v: Tensor
     [
         ([1], 16, 128),
         ([2100], 3, 128),
-        ([1, 3500, 2, 3, 4], 1, 128),
+        ([1, 3500, 2, 3, 4], 1, 128),  # 7 chunks of a split, in 4 stages
         ([0, 33, 64], 17, 256),
         ([65, 1, 0, 31, 32, 200, 129, 64], 1, 128),
     ],
