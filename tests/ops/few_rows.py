@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from octile.formats import TILE
 from octile.ops.latent_cache import PAGE
 from octile.ops.quantize import quantize
 from tests.ops.paged_caches import filled_cache
@@ -21,6 +22,24 @@ def product(
     weight, scale = quantize(torch.randn(n, k, generator=of), 128, 128, "e4m3", False)
     norm_weight = None if norm is None else (torch.rand(k, generator=of) + 0.5).to(norm)
     return x, norm_weight, weight, scale, torch.randn(m, n, generator=of).bfloat16() if add else None
+
+
+def careful_values(*shape: int) -> Tensor:
+    """Draw float32 [..., K] whose scales of 1×128 tiles are those that kernels divide by with more instructions.
+
+    A scale is one to four units below a number with 8 significant bits, as octile/kernels/cuda/quantize/scale.cuh says.
+    """
+    of = generator(sum(shape))
+    *rows, k = shape
+    tiles = *rows, k // TILE[1]
+    leading = torch.randint(0x3F81, 0x3F91, tiles, generator=of)  # 1 to 1.13: 448 times the scale has no fewer bits
+    scale = ((leading << 16) - torch.randint(1, 5, tiles, generator=of)).int().view(torch.float32)
+    values = torch.rand(*tiles, TILE[1], generator=of) * 2 - 1
+    values[..., 5] = 1
+    values = (values * 448 * scale[..., None]).view(*shape)
+    low_bits = quantize(values.view(-1, k), *TILE, "e4m3", False)[1].view(torch.int32) & 0xFFFF
+    assert (low_bits >= 0x10000 - 4).all()
+    return values
 
 
 def queries(m: int, n_heads: int, nope_dim: int, latent_dim: int = 512, rope_dim: int = 64) -> tuple[Tensor, ...]:

@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from octile.formats import TILE
 from octile.kernels.cuda.few_rows import launcher
 from octile.ops.few_rows import few_rows_nt
+from octile.ops.quantize import dequantize, quantize
 from tests.ops import few_rows
 from tools import emulator
 from tools.emulator import build
@@ -58,6 +60,34 @@ def test_values(m: int, k: int, n: int, norm: torch.dtype | None, add: bool, pow
     x, norm_weight, weight, scale, rows = few_rows.product(m, k, n, norm, add)
     expected = few_rows_nt(x, norm_weight, 1e-6, weight, scale, power_of_2, rows)
     assert few_rows.close(multiply(x, norm_weight, weight, scale, rows, power_of_2), expected)
+
+
+def through_identity(x: Tensor, norm_weight: Tensor | None = None, seed: int = 0) -> Tensor:
+    """Return rows as the kernel quantizes them, dequantized: their product with an identity."""
+    k = x.shape[1]
+    weight = torch.eye(k).to(torch.float8_e4m3fn)
+    return multiply(x, norm_weight, weight, torch.ones(-(-k // 128), -(-k // 128)), None, seed=seed, eps=0.0)
+
+
+def dequantized(x: Tensor) -> Tensor:
+    return dequantize(*quantize(x, *TILE, "e4m3", False), *TILE, torch.float32).bfloat16()
+
+
+@emulated
+@settings(deadline=None, max_examples=8)
+@given(st.integers(0, 2**32), st.integers(1, 8), st.sampled_from([16, 128, 256]))
+def test_bits_of_the_quantization(seed: int, m: int, k: int):
+    of = few_rows.generator(seed)
+    x = (torch.randn(m, k, generator=of) * torch.exp2(20 * torch.randn(m, 1, generator=of))).bfloat16()
+    assert torch.equal(through_identity(x, seed=seed), dequantized(x))
+
+
+@emulated
+def test_bits_of_tiles_that_are_divided_carefully():
+    """Rows of 1 and −1 have a norm of 1 exactly, so they are the norm's weight after it."""
+    norm_weight = few_rows.careful_values(512)
+    sign = torch.randint(2, (3, 512), generator=few_rows.generator(1)) * 2 - 1
+    assert torch.equal(through_identity(sign.bfloat16(), norm_weight), dequantized(sign * norm_weight))
 
 
 @emulated

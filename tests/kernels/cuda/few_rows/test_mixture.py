@@ -1,6 +1,7 @@
 """The kernels of a mixture of few rows in the emulator, compared with the operator's reference."""
 
 import math
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -8,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from octile.formats import BLOCK
+from octile.formats import BLOCK, TILE
 from octile.kernels.cuda.few_rows import mixture
 from octile.kernels.cuda.gemm import num_sms, request
+from octile.kernels.memory_layout import new_scale
 from octile.ops.few_rows_mixture import few_rows_mixture
-from octile.ops.quantize import quantize
+from octile.ops.quantize import dequantize, quantize
+from tests.ops import few_rows
 from tools import emulator
 from tools.emulator import build
 
@@ -140,6 +143,48 @@ def test_extreme_values_stay_in_their_row(value: float) -> None:
     x = of.rows(3)
     x[1, 7:] = value
     assert_close(of, x)
+
+
+def run_alone(plan: mixture.Plan, *arguments: emulator.Argument) -> None:
+    kernel, constants, grid, cluster, threads = plan
+    emulator.run(
+        kernel,
+        constants,
+        grid=grid,
+        cluster=cluster,
+        threads=threads,
+        shared_bytes=constants["shared_bytes"],
+        arguments=arguments,
+    )
+
+
+def test_bits_of_the_quantized_rows() -> None:
+    """Rows of 1 and −1 have a norm of 1 exactly, so they are the norm's weight after it."""
+    of, norm_weight = Mixture(), few_rows.careful_values(256)
+    x = of.rows(3).sign()
+    data, scale = x.to(torch.float8_e4m3fn), new_scale(x, 1, 128)
+    experts, routes = torch.zeros(3, 3, dtype=torch.int64), torch.zeros(mixture.routes_bytes(3, 3, 16)).byte()
+    choice = mixture.choice_constants(16, *of.choice[:-1], False)
+    run_alone(
+        mixture.plan_gate(3, 256, torch.float32, torch.float32, choice, False),
+        x, norm_weight, of.gate, 0, data, scale, routes, experts, 0.0, 1 / 256, 1.0, 0.0,
+    )  # fmt: skip
+    expected, expected_scale = quantize(x * norm_weight, *TILE, "e4m3", False)
+    assert torch.equal(data.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(scale, expected_scale)
+
+
+def test_bits_of_the_quantized_activations() -> None:
+    """Rows with one expert each, whose down projection is an identity, get the dequantized activations."""
+    h, x = few_rows.careful_values(2, 128), torch.zeros(2, 128).bfloat16()
+    route = struct.pack("<4i i8Bi 8f", 1, 0, 0, 0, 0, *[0] * 2, *[255] * 6, 0, *[1.0] * 8)
+    weight, scale = torch.eye(128).to(torch.float8_e4m3fn), torch.ones(1)
+    run_alone(
+        mixture.plan_down(2, 128, 128, 0, 1, 1, False),
+        x, h, torch.frombuffer(bytearray(route), dtype=torch.uint8), weight, scale, 0, 0, 2, 1,
+    )  # fmt: skip
+    expected = dequantize(*quantize(h, *TILE, "e4m3", False), *TILE, torch.float32)
+    assert torch.equal(x, expected.bfloat16())
 
 
 def test_an_expert_that_no_row_has_chosen_is_not_added() -> None:
