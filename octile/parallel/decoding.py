@@ -33,6 +33,7 @@ from octile.scaled import ScaledTensor
 
 MAX_TOKENS = 128  # of a rank
 MAX_ENTRIES = 8192  # chosen experts of all ranks' tokens, which each program of `SortedExchange` reads
+MAX_PLACED_ENTRIES = 16384  # the same of `DecodingExchange`, whose programs have 32 warps then
 
 
 class Dispatched(NamedTuple):
@@ -59,21 +60,22 @@ class DecodingExchange:
         n_chosen: K. The experts of a token differ.
         hidden_size: D.
         memory: of the ranks, used by this exchange, or others of the same sizes, only.
-        max_tokens: C, at most 128.
+        max_tokens: C, at most 128; all ranks together choose at most 16,384 experts.
 
     Raises:
         ValueError: a size does not fit, or the ranks disagree about one.
     """
 
     def __init__(self, n_experts: int, n_chosen: int, hidden_size: int, memory: PeerMemory, max_tokens: int):
-        if not 1 <= max_tokens <= MAX_TOKENS:
-            raise ValueError(f"max_tokens must be from 1 to {MAX_TOKENS}, not {max_tokens}")
+        ranks = memory.group.size()
+        limit = min(MAX_TOKENS, MAX_PLACED_ENTRIES // (ranks * n_chosen))
+        if not 1 <= max_tokens <= limit:
+            raise ValueError(f"max_tokens must be from 1 to {limit} of {ranks} ranks, not {max_tokens}")
         sizes = f"{n_experts} experts, {n_chosen} of them chosen, hidden_size {hidden_size}, max_tokens {max_tokens}"
         check_agreement("the sizes of decoding", sizes, [memory.group])
         check_divisible(n_experts, [memory.group])
         self.memory, self.max_tokens, self.n_chosen, self.hidden_size = memory, max_tokens, n_chosen, hidden_size
-        self.local = n_experts // memory.group.size()
-        tokens = memory.group.size() * max_tokens
+        self.local, tokens = n_experts // ranks, ranks * max_tokens
         self.scales_at = padded(tokens * hidden_size)
         self.experts_at = padded(self.scales_at + tokens * -(-hidden_size // TILE[1]) * 4)
         self.results_at = padded(self.experts_at + tokens * n_chosen * 4)

@@ -485,7 +485,8 @@ def check_decoding() -> None:
         for k in range(K):
             total += x[rank].dequantize() * (experts[rank][:, k, None] + 1) * weights[:, k, None]
         assert torch.equal(own.combine(y, dispatched, weights, add), total)
-    refuses(ValueError, "max_tokens must be from 1 to 128, not 129", lambda: DecodingExchange(E, K, D, memory, 129))
+    refuses(ValueError, "max_tokens must be from 1 to 128 of", lambda: DecodingExchange(E, K, D, memory, 129))
+    refuses(ValueError, f"from 1 to {128 // world} of", lambda: DecodingExchange(128, 128, D, memory, 128))
     x = octile.quantize(torch.randn(8, D), (1, 128))
     experts_TK = torch.zeros(8, K, dtype=torch.int64)
     refuses(ValueError, "at most max_tokens = 7 tokens, not 8", lambda: own.dispatch(x, experts_TK))
