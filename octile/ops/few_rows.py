@@ -187,7 +187,7 @@ def _check_nt(x: Tensor, norm_weight: Tensor | None, weight: Tensor, scale: Tens
     check_device("x", x, "weight", weight)
     check_scale("weight", weight, scale, *BLOCK)
     if norm_weight is not None:
-        check_operands(x, norm_weight)
+        check_operands(x, norm_weight, "norm_weight")
     if add is None:
         return
     if add.dtype != x.dtype:
@@ -215,7 +215,7 @@ def _check_attention(
         raise ValueError(f"q must have {n_heads}·({nope_dim} + {rope_dim}) channels as w_k and kv, not {q.shape[1]}")
     if w_v.dim() != 3 or (w_v.shape[0], w_v.shape[2]) != (n_heads, latent_dim):
         raise ValueError(f"w_v must be ({n_heads}, V, {latent_dim}) as w_k, not {tuple(w_v.shape)}")
-    check_operands(kv[:, :latent_dim], norm_weight)
+    check_operands(kv[:, :latent_dim], norm_weight, "norm_weight")
     check_angles("q", q.unflatten(-1, (n_heads, -1))[None], cos, sin)
     if 2 * cos.shape[1] != rope_dim:
         raise ValueError(f"cos must be ({len(q)}, {rope_dim // 2}) for kv's rotary channels, not {tuple(cos.shape)}")

@@ -16,10 +16,10 @@ from torch import Tensor
 from octile.formats import BLOCK, TILE
 from octile.kernels.cuda.few_rows import mixture
 from octile.kernels.memory_layout import new_scale
-from octile.ops.gate import gate
+from octile.ops.gate import check_gate, gate
 from octile.ops.grouped import grouped_matmul_nt
 from octile.ops.matmul import matmul_nt
-from octile.ops.norm import rms_norm_quantize
+from octile.ops.norm import check_operands, rms_norm_quantize
 from octile.ops.operator import operator
 from octile.ops.quantize import check_device, check_scale
 from octile.ops.swiglu import swiglu_quantize
@@ -75,10 +75,10 @@ def few_rows_mixture(
         ValueError: shapes or devices do not fit together, only some tensors of the shared experts are given, or the
             numbers do not fit them.
     """
-    _check(x, gate_weight, up, up_scale, down, down_scale, shared_up, shared_up_scale, shared_down, shared_down_scale)
     choice = n_chosen, n_group, topk_group, best, scoring_func, norm_topk_prob, routed_scaling_factor
     experts = up, up_scale, down, down_scale
     shared = shared_up, shared_up_scale, shared_down, shared_down_scale
+    _check(x, norm_weight, gate_weight, bias, choice, experts, shared)
     return _mixture(x, norm_weight, eps, gate_weight, bias, choice, experts, shared, power_of_2)
 
 
@@ -98,8 +98,8 @@ def _(
     power_of_2,
 ):  # fmt: skip
     experts, shared = (up, up_scale, down, down_scale), (shared_up, shared_up_scale, shared_down, shared_down_scale)
-    _check(x, gate_weight, *experts, *shared)
     choice = n_chosen, n_group, topk_group, best, scoring_func, norm_topk_prob, routed_scaling_factor
+    _check(x, norm_weight, gate_weight, bias, choice, experts, shared)
     arguments = x, norm_weight, eps, gate_weight, bias, choice, experts, shared, power_of_2
     run = _mixture if mixture.why_unsupported(*arguments) else mixture.launch
     return run(*arguments)
@@ -147,17 +147,16 @@ def _mixture(
 
 def _check(
     x: Tensor,
+    norm_weight: Tensor,
     gate_weight: Tensor,
-    up: Tensor,
-    up_scale: Tensor,
-    down: Tensor,
-    down_scale: Tensor,
-    shared_up: Tensor | None,
-    shared_up_scale: Tensor | None,
-    shared_down: Tensor | None,
-    shared_down_scale: Tensor | None,
+    bias: Tensor | None,
+    choice: mixture.Choice,
+    experts: mixture.Weights,
+    shared: mixture.SharedWeights,
 ) -> None:
-    """Check what the single operators would find only after work, or not at all."""
+    """Check what the single operators would find only after work, and Hopper's kernels not at all."""
+    up, up_scale, down, down_scale = experts
+    shared_up, shared_up_scale, shared_down, shared_down_scale = shared
     if x.dtype not in (torch.bfloat16, torch.float32):
         raise TypeError(f"x must be bfloat16 or float32, not {x.dtype}")
     if x.dim() != 2 or not x.is_contiguous():
@@ -169,7 +168,10 @@ def _check(
     _check_weight("down", down, down_scale, (n_experts, d, i), x)
     if len(gate_weight) != n_experts:
         raise ValueError(f"gate_weight must have the {n_experts} experts of up, not {len(gate_weight)}")
-    given = [t is not None for t in (shared_up, shared_up_scale, shared_down, shared_down_scale)]
+    check_operands(x, norm_weight, "norm_weight")
+    n_chosen, n_group, topk_group, best, scoring_func, *_ = choice
+    check_gate(x, gate_weight, bias, n_chosen, n_group, topk_group, best, scoring_func, "gate_weight")
+    given = [t is not None for t in shared]
     if any(given) and not all(given):
         raise ValueError("shared_up, shared_down and their scales must be given together")
     if shared_up is None or shared_up_scale is None or shared_down is None or shared_down_scale is None:

@@ -75,7 +75,7 @@ def gate(
         TypeError: a tensor has another dtype.
         ValueError: shapes or devices do not fit together, the numbers do not fit them, or scoring_func is another one.
     """
-    _check(x, weight, bias, n_chosen, n_group, topk_group, best, scoring_func)
+    check_gate(x, weight, bias, n_chosen, n_group, topk_group, best, scoring_func)
     logits = _logits(x, weight)
     choice = n_chosen, n_group, topk_group, best
     return *route(logits, bias, *choice, scoring_func, norm_topk_prob, routed_scaling_factor), logits
@@ -96,7 +96,7 @@ def _(
 ):  # fmt: skip
     from octile.kernels.triton import gate as kernel  # late: a machine without a GPU has no Triton
 
-    _check(x, weight, bias, n_chosen, n_group, topk_group, best, scoring_func)
+    check_gate(x, weight, bias, n_chosen, n_group, topk_group, best, scoring_func)
     settings = n_chosen, n_group, topk_group, best, scoring_func, norm_topk_prob, routed_scaling_factor
     if x.dtype != torch.bfloat16:
         return kernel.launch(_logits(x, weight), bias, *settings, len(weight))
@@ -289,7 +289,7 @@ def _logits_backward(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Ten
         return (dy @ weight.float()).to(x.dtype), dy.mT @ x.float()
 
 
-def _check(
+def check_gate(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -298,9 +298,11 @@ def _check(
     topk_group: int,
     best: int,
     scoring_func: str,
+    name: str = "weight",
 ) -> None:
-    _check_operands(x, weight, scoring_func)
-    check_choice("weight", weight.shape[0], n_chosen, n_group, topk_group, best)
+    """Raise TypeError or ValueError if arguments of `gate`, whose weight has this name, do not fit together."""
+    _check_operands(x, weight, scoring_func, name)
+    check_choice(name, weight.shape[0], n_chosen, n_group, topk_group, best)
     if bias is not None:
         check_input_dtype("bias", bias)
         _check_shape("bias", bias, (len(weight),), x)
@@ -342,14 +344,14 @@ def _check_backward(
         _check_float32("dlogits", dlogits, (t, n_experts), x)
 
 
-def _check_operands(x: Tensor, weight: Tensor, scoring_func: str) -> None:
-    for name, t in (("x", x), ("weight", weight)):
-        check_input_dtype(name, t)
+def _check_operands(x: Tensor, weight: Tensor, scoring_func: str, name: str = "weight") -> None:
+    for matrix, t in (("x", x), (name, weight)):
+        check_input_dtype(matrix, t)
         if t.dim() != 2:
-            raise ValueError(f"{name} must be a matrix, not {tuple(t.shape)}")
+            raise ValueError(f"{matrix} must be a matrix, not {tuple(t.shape)}")
     if x.shape[1] != weight.shape[1]:
-        raise ValueError(f"x {tuple(x.shape)} must end in the D = {weight.shape[1]} of weight {tuple(weight.shape)}")
-    check_device("x", x, "weight", weight)
+        raise ValueError(f"x {tuple(x.shape)} must end in the D = {weight.shape[1]} of {name} {tuple(weight.shape)}")
+    check_device("x", x, name, weight)
     _check_scoring(scoring_func)
 
 

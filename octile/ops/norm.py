@@ -171,12 +171,12 @@ def _check_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, add: Te
             check_device("x", x, name, t)
 
 
-def check_operands(x: Tensor, weight: Tensor) -> None:
-    """Raise TypeError or ValueError if x [M, K] and a norm's weight [K] do not fit together."""
+def check_operands(x: Tensor, weight: Tensor, name: str = "weight") -> None:
+    """Raise TypeError or ValueError if x [M, K] and a norm's weight [K] of this name do not fit together."""
     check_input_dtype("x", x)
-    check_input_dtype("weight", weight)
+    check_input_dtype(name, weight)
     if x.dim() != 2 or x.shape[1] > MAX_COLUMNS:
         raise ValueError(f"x must be a matrix [M, K] with K at most {MAX_COLUMNS}, not {tuple(x.shape)}")
     if weight.shape != x.shape[1:]:
-        raise ValueError(f"weight must be {tuple(x.shape[1:])}, not {tuple(weight.shape)}")
-    check_device("x", x, "weight", weight)
+        raise ValueError(f"{name} must be {tuple(x.shape[1:])}, not {tuple(weight.shape)}")
+    check_device("x", x, name, weight)

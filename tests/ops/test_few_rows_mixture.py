@@ -1,5 +1,6 @@
 """The mixture of few rows: its reference is what its formula says, and calls that do not fit are refused."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from octile.formats import BLOCK, TILE
+from octile.kernels.cuda.few_rows import mixture
 from octile.ops.few_rows_mixture import few_rows_mixture
 from octile.ops.gate import gate
 from octile.ops.norm import rms_norm
@@ -63,11 +65,29 @@ def test_rows_get_the_sum_of_their_experts(t: int, e: int, d: int, i: int, s: in
         ("shared_up", None, ValueError, "must be given together"),
         ("shared_down", torch.zeros(128, 64).to(torch.float8_e4m3fn), ValueError, "shared_down must be"),
         ("n_chosen", 5, ValueError, "n_chosen must be from 1 to 4, not 5"),
+        ("n_group", 3, ValueError, "n_group must divide the 4 experts of gate_weight, not be 3"),
+        ("scoring_func", "tanh", ValueError, "scoring_func must be sigmoid or softmax, not 'tanh'"),
+        ("norm_weight", torch.ones(5), ValueError, r"norm_weight must be \(128,\), not \(5,\)"),
+        ("norm_weight", torch.ones(128, device="meta"), ValueError, "x is on cpu but norm_weight on meta"),
+        ("gate_weight", torch.zeros(4, 64), ValueError, r"must end in the D = 64 of gate_weight \(4, 64\)"),
+        ("gate_weight", torch.zeros(4, 128, dtype=torch.float64), TypeError, "gate_weight must be"),
+        ("bias", torch.zeros(3), ValueError, r"bias must be \(4,\), not \(3,\)"),
+        ("bias", torch.zeros(4, device="meta"), ValueError, "x is on cpu but bias on meta"),
     ],
 )
-def test_errors_come_before_any_work(name: str, value: Any, error: type[Exception], message: str) -> None:
-    a = arguments(2, 4, 128, 128, 128) | {name: value}
+@pytest.mark.parametrize("call", [few_rows_mixture.reference, few_rows_mixture.kernels["cuda"]], ids=["cpu", "cuda"])
+def test_errors_come_before_any_work(
+    call: Callable[..., Tensor],
+    name: str,
+    value: Any,
+    error: type[Exception],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mixture, "why_unsupported", lambda *arguments: None)
+    monkeypatch.setattr(mixture, "launch", lambda *arguments: pytest.fail("the kernels were launched"))
+    a = arguments(2, 4, 128, 128, 128, dtype=torch.bfloat16) | {name: value}
     before = a["x"].clone()
     with pytest.raises(error, match=message):
-        few_rows_mixture(*a.values())
+        call(*a.values())
     assert torch.equal(a["x"], before)
