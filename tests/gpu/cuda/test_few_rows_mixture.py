@@ -55,6 +55,7 @@ def test_numbers_of_rows(t: int):
     ("sizes", "changes"),
     [
         ({"e": 8, "d": 256, "i": 128, "s": 0, "k": 8}, {}),
+        ({"e": 15, "d": 256, "i": 128, "s": 128, "k": 3}, {}),
         ({"e": 16, "d": 7168, "i": 2048, "s": 2048, "k": 8}, {"n_group": 4, "topk_group": 2, "best": 2}),
         ({"e": 256, "d": 512, "i": 128, "s": 128, "k": 8}, {"scoring_func": "softmax", "norm_topk_prob": False}),
         ({"e": 40, "d": 384, "i": 256, "s": 512, "k": 1}, {"power_of_2": True, "bias": torch.linspace(-0.1, 0.1, 40)}),

@@ -12,7 +12,7 @@ constexpr int absent = -2147483647 - 1;  // below the order of every score
 static_assert(chosen <= 32 && chosen <= experts);
 
 // Where rows have chosen an expert, and the weights of a row's choice: shared memory of a thread block.
-struct Choice {
+struct alignas(8) Choice {
     unsigned char slot[experts][max_rows];
     float weight[max_rows][chosen];
     short active[experts];  // the chosen experts, ascending
@@ -144,6 +144,7 @@ __device__ __forceinline__ void list_active(Choice& choice) {
     for (int first = 0; first < experts; first += 32) {
         const int e = first + ptx::lane_id();
         uint2 slots = make_uint2(0xFFFFFFFF, 0xFFFFFFFF);
+        static_assert(alignof(Choice) >= sizeof(uint2));
         if (e < experts) slots = *reinterpret_cast<const uint2*>(choice.slot[e]);
         const bool is_active = (slots.x & slots.y) != 0xFFFFFFFF;
         const unsigned active = __ballot_sync(all_lanes, is_active);

@@ -54,8 +54,8 @@ def plan_gate(
 ) -> Plan:
     """Plan mixture_gate for rows [rows, columns]."""
     n_experts, n_chosen = int(choice["experts"]), int(choice["chosen"])
-    of_choice = MAX_ROWS * (n_experts + 4 * n_chosen) + 2 * n_experts + 4
-    shared = 4 * rows * (GATE_WARPS + n_experts) + of_choice + 4 + VECTOR + 2 * rows * columns
+    of_choice = _aligned(MAX_ROWS * (n_experts + 4 * n_chosen) + _aligned(2 * n_experts, 4) + 4, 8)
+    shared = _aligned(_aligned(4 * rows * (GATE_WARPS + n_experts), 8) + of_choice) + 2 * rows * columns
     constants = choice | {
         "rows": rows, "columns": columns, "units": -(-columns // (256 * GATE_WARPS)), "warps": GATE_WARPS,
         "cluster": GATE_CLUSTER, "dtype": DTYPES[torch.bfloat16], "gate_dtype": DTYPES[gate],
@@ -218,8 +218,8 @@ def load(plan: Plan, device: torch.device) -> PreparedKernel:
     return PreparedKernel(kernel, plan.grid, plan.cluster, plan.threads, shared_bytes, programmatic=True)
 
 
-def _aligned(n: int) -> int:
-    return -(-n // VECTOR) * VECTOR
+def _aligned(n: int, to: int = VECTOR) -> int:
+    return -(-n // to) * to
 
 
 def _pointer(t: Tensor | None) -> int:

@@ -19,6 +19,7 @@ struct alignas(16) GateShared {
     Choice choice;
     alignas(16) uint16_t normed[num_rows][columns_k];  // as the gate reads it: bfloat16
 };
+static_assert(sizeof(GateShared) == config::shared_bytes);  // mixture.py computes the same
 
 // Sums each of `num_rows` values over the thread block.
 __device__ __forceinline__ void sum_over_threads(float (&x)[num_rows], float (*buffer)[gate_warps]) {

@@ -102,6 +102,12 @@ def test_any_number_of_rows(t: int) -> None:
     assert_close(of, of.rows(t))
 
 
+@pytest.mark.parametrize(("e", "t"), [(15, 1), (9, 3)])
+def test_an_odd_number_of_experts(e: int, t: int) -> None:
+    of = Mixture(e=e)
+    assert_close(of, of.rows(t))
+
+
 @pytest.mark.parametrize("s", [0, 128, 384])
 def test_shared_experts(s: int) -> None:
     of = Mixture(s=s)
