@@ -364,5 +364,5 @@ def test_a_request_larger_than_the_cache_is_refused(engine_of):
 def test_drafts_of_a_model_without_the_layer_are_refused(engine_of):
     runner = FakeRunner()
     runner.can_draft = False
-    with pytest.raises(ValueError, match=r"--engine.n-drafts\) must be 0, not 1: .*--model.num-nextn-predict-layers 1"):
+    with pytest.raises(ValueError, match=r"^engine.n_drafts must be 0, not 1: .*--model.num-nextn-predict-layers 1"):
         engine_of(runner, n_drafts=1)
