@@ -71,6 +71,7 @@ class Engine:
         self._pages = PageAllocator(runner.n_pages)
         self._scheduler = Scheduler(self._pages, runner.page_size, self.config)
         self._drafter = Drafter(runner, self._scheduler, self.config.n_drafts) if self.config.n_drafts else None
+        self._to_draft: tuple[list[Computed], Tensor] | None = None  # after `run`: its requests and hidden states
         self._in_flight: _InFlight | None = None  # a decode step that is launched and not read
         self._adopted: list[tuple[Request, FirstToken]] = []  # since the last step
         self._requests: dict[int, Request] = {}
@@ -163,7 +164,9 @@ class Engine:
         if launched is None and self._can_launch(None):
             launched = self._launch(None)
         if launched is None:
-            return self.run(self._scheduler.schedule())
+            outputs = self.run(self._scheduler.schedule())
+            self.draft()
+            return outputs
         self._in_flight = self._launch(launched) if self._can_launch(launched) else None
         outputs = self._read(launched)
         if not self._requests:
@@ -196,7 +199,7 @@ class Engine:
         return outputs, self._scheduler.schedule()
 
     def run(self, scheduled: Sequence[Scheduled]) -> list[Output]:
-        """Run a forward pass of chunks that were scheduled just before, and read what it has chosen."""
+        """Run a forward pass of chunks that were just scheduled, and read what it has chosen; `draft` follows."""
         if not scheduled:
             return []
         self._steps += 1
@@ -226,8 +229,14 @@ class Engine:
             if self._drafter is not None and request.finish_reason is None:
                 computed.append(Computed(request, start, n_tokens, row))
         if self._drafter is not None:
-            self._drafter.draft(computed, results.hidden)
+            self._to_draft = computed, results.hidden
         return outputs
+
+    def draft(self) -> None:
+        """Draft the tokens after those of the last `run`, if the engine drafts."""
+        to_draft, self._to_draft = self._to_draft, None
+        if self._drafter is not None and to_draft is not None:
+            self._drafter.draft(*to_draft)
 
     def _can_launch(self, before: _InFlight | None) -> bool:
         """Whether a decode step of all running requests can be launched, and no other can join them.

@@ -4,8 +4,9 @@ The ranks agree on each step: whether any has work, whether all can launch a dec
 rows a rank has at most, and whether the experts are placed anew.
 
 Ranks of a group that share their requests (`octile.serve.tensor_parallel`) have engines with the same requests. They
-receive the same bits of logits, so that each schedules and chooses what the others do, without a message; that they
-have done so is compared before each step.
+receive the same bits of logits, so that each schedules and chooses what the others do, without a message. That they
+have done so is compared before each forward pass and before the first of a step's passes of drafts, since collectives
+of different sizes would hang. It is not compared between passes of drafts.
 
 Shapes: L layers with experts, E experts, P slots of all ranks.
 """
@@ -27,6 +28,7 @@ from octile.serve.engine import Engine
 from octile.serve.expert_balance import rebalance_experts
 from octile.serve.model_runner import ModelRunner
 from octile.serve.request import Output
+from octile.serve.scheduler import Scheduled
 from octile.serve.spread_experts import with_shared_load
 
 
@@ -67,7 +69,7 @@ class SpreadEngine:
             raise ValueError(f"timeout must be above 0, not {timeout}")
         runner.timeout = timeout
         self._seconds, self._placed, self._moves = seconds, time.monotonic(), False
-        self._checksum = 0  # of the tokens of all steps
+        self._checksum = 0  # of what all steps have scheduled and chosen
         self._control = runner.spread.dispatcher.groups[0] if control is None else control
         self._on_host = torch.device("cpu") if control is not None else runner.device
 
@@ -87,8 +89,7 @@ class SpreadEngine:
         can_place = self._runner.expert_tokens is not None and not self._moves
         wants_place = can_place and time.monotonic() >= self._placed + self._seconds
         own = self.engine.has_work, wants_place, not self.engine.can_launch, self.engine.n_running
-        has_work, is_due, needs_run, self._runner.min_decode, *checksums = self._maxima([*own, *self._own_checksums()])
-        self._compare(checksums)
+        has_work, is_due, needs_run, self._runner.min_decode = self._maxima(*own)
         if is_due:
             self._place()
         outputs: list[Output] | None = None
@@ -106,19 +107,26 @@ class SpreadEngine:
         """Free the CUDA graphs; no step follows."""
         self._runner.close()
 
-    def _maxima(self, own: Sequence[int]) -> list[int]:
-        """Return the maxima of numbers over all ranks."""
-        numbers = torch.tensor(own, dtype=torch.int32, device=self._on_host)
+    def _maxima(self, *own: int) -> list[int]:
+        """Return the maxima of numbers of all ranks, which compare their checksums; all ranks call it.
+
+        Raises:
+            RuntimeError: as `step`.
+        """
+        numbers = torch.tensor([*own, *self._own_checksums()], dtype=torch.int32, device=self._on_host)
         dist.all_reduce(numbers, dist.ReduceOp.MAX, self._control)
         found: list[int] = numbers.tolist()
-        return found
+        self._compare(found[len(own) :])
+        return found[: len(own)]
 
-    def _counted(self, outputs: list[Output]) -> list[Output]:
-        """Add the tokens of outputs to the checksum, and return the outputs."""
+    def _count(self, outputs: Sequence[Output], scheduled: Sequence[Scheduled] = ()) -> None:
+        """Count what was chosen, or the chunks that were scheduled, in the checksum of ranks that share requests."""
         if self.group_size > 1:
-            tokens = array("q", [token for output in outputs for token in output.tokens])
-            self._checksum = crc32(tokens.tobytes(), self._checksum)
-        return outputs
+            counted = array("q", [number for s in scheduled for number in (s.request.id, s.n_tokens)])
+            for output in outputs:
+                has_ended = output.finish_reason is not None
+                counted.extend((output.request_id, has_ended, len(output.tokens), *output.tokens))
+            self._checksum = crc32(counted.tobytes(), self._checksum)
 
     def _own_checksums(self) -> list[int]:
         """For each group of ranks that share their requests, numbers whose maxima differ in sign alone if all agree."""
@@ -139,24 +147,27 @@ class SpreadEngine:
 
     def _launch(self) -> list[Output]:
         n_steps = self._runner.n_steps
-        outputs = self._counted(self.engine.launch())
+        outputs = self.engine.launch()
         if self._runner.n_steps == n_steps:
             self._runner.take_part(decodes=True)
+        self._count(outputs)
         return outputs
 
     def _run(self) -> list[Output]:
         runner, n_steps, n_drafts = self._runner, self._runner.n_steps, self._runner.n_draft_passes
         outputs, scheduled = self.engine.schedule()
-        self._counted(outputs)
-        rows = sum(s.n_tokens for s in scheduled)
-        runner.max_rank_rows, *checksums = self._maxima([rows, *self._own_checksums()])
-        self._compare(checksums)  # before exchanges of rows that these tokens have scheduled
-        outputs += self._counted(self.engine.run(scheduled))
+        self._count(outputs, scheduled)
+        (runner.max_rank_rows,) = self._maxima(sum(s.n_tokens for s in scheduled))
+        chosen = self.engine.run(scheduled)
         if runner.n_steps == n_steps:
             runner.take_part()
+        self._count(chosen)
+        if runner.n_drafts and self.group_size > 1:
+            self._maxima()
+        self.engine.draft()
         runner.take_part_in_drafts(runner.n_drafts - (runner.n_draft_passes - n_drafts))
         runner.max_rank_rows = 0
-        return outputs
+        return outputs + chosen
 
     def _place(self) -> None:
         self._placed = time.monotonic()

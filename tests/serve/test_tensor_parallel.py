@@ -20,7 +20,7 @@ from octile.serve.front_engine import FrontEngine
 from octile.serve.head_share import HeadShare
 from octile.serve.model_runner import ModelRunner
 from octile.serve.prefill_graphs import PrefillGraphs
-from octile.serve.request import Request, Sampling
+from octile.serve.request import Sampling
 from octile.serve.spread_engine import SpreadEngine
 from octile.serve.spread_experts import SpreadExperts
 from octile.serve.tensor_parallel import ALONE, TensorParallel
@@ -220,30 +220,51 @@ def each_row_is_routed_once(rank: int, folder: Path) -> None:
     assert int(counts) == 2 * (21 + 9 + 7)
 
 
-def other_tokens_of_a_group_are_an_error(rank: int, folder: Path) -> None:
-    for ahead in (False, True):
-        runner = ModelRunner(spread(), N_PAGES, batch_invariant=True, max_batch=2)
-        runner.max_ahead = 2 * ahead
-        config = EngineConfig(max_batch=2, max_step_tokens=24, batch_invariant=True)
-        engine = Engine(runner, TOKENIZER, config)
-        together = SpreadEngine(engine, runner)
-        for i in range(2):
-            engine.add(text(9, i), Sampling(40, seed=i, ignore_eos=True))
-        for _ in range(4):
-            together.step()
-        end, ends_early = engine._extend, rank == 1
+def check_that_a_difference_is_found(rank: int, n_drafts: int, ahead: bool) -> None:
+    """A request ends on rank 1 alone. Both ranks say so before a pass of other rows, which others would wait for."""
+    runner = ModelRunner(spread(drafts=n_drafts > 0), N_PAGES, None, 2, False, n_drafts)
+    runner.max_ahead = 2 if ahead else 0
+    config = EngineConfig(max_batch=2, max_step_tokens=24, batch_invariant=False, n_drafts=n_drafts)
+    engine = Engine(runner, TOKENIZER, config)
+    ranks = SpreadEngine(engine, runner)
+    for i in range(3):
+        engine.add(text(9, i), Sampling(40, seed=i, ignore_eos=True))
+    for _ in range(6):
+        ranks.step()
+    assert (engine._in_flight is not None) == ahead
+    if ahead:
+        engine.cancel(1)  # the next step reads what was launched, and schedules
+    if rank:
+        extend = engine._extend
 
-        def extend(request: Request, *others, end=end, ends_early=ends_early):
-            if ends_early:  # the token ends the text on this rank alone, and a waiting request takes its place
-                request.max_length = len(request.tokens) + 1
-            return end(request, *others)
+        def end(request, *others):
+            request.max_length = len(request.tokens) + 1
+            return extend(request, *others)
 
-        engine._extend = extend
-        engine.cancel(1)
-        engine.add(text(10, 5), Sampling(5, seed=5, ignore_eos=True, top_p=0.9))
-        engine.add(text(10, 6), Sampling(5, seed=6, ignore_eos=True))
-        with pytest.raises(RuntimeError, match="ranks 0 to 1, which share their requests, have chosen different token"):
-            [together.step() for _ in range(8)]
+        engine._extend = end
+    n_steps = runner.n_steps
+    with pytest.raises(RuntimeError, match="ranks 0 to 1, which share their requests, have chosen different tokens"):
+        ranks.step()
+    assert runner.n_steps == n_steps + (not ahead)
+
+
+def a_difference_in_a_step_that_was_launched_ahead_is_found(rank: int, folder: Path) -> None:
+    check_that_a_difference_is_found(rank, 0, ahead=True)
+
+
+def a_difference_is_found_before_drafts(rank: int, folder: Path) -> None:
+    check_that_a_difference_is_found(rank, 1, ahead=False)
+
+
+def another_token_is_found_before_the_next_step(rank: int, folder: Path) -> None:
+    runner = ModelRunner(spread(), N_PAGES, batch_invariant=True, max_batch=2)
+    engine = Engine(runner, TOKENIZER, EngineConfig(max_batch=2, max_step_tokens=24, batch_invariant=True))
+    engine.add(text(9), Sampling(40, seed=0, ignore_eos=True))
+    ranks, extend = SpreadEngine(engine, runner), engine._extend
+    engine._extend = lambda request, n, chosen, *others: extend(request, n, [chosen[0] ^ rank], *others)
+    ranks.step()
+    with pytest.raises(RuntimeError, match="ranks 0 to 1, which share their requests, have chosen different tokens"):
+        ranks.step()
 
 
 def only_the_weights_of_own_heads_are_read(rank: int, folder: Path) -> None:
@@ -329,7 +350,9 @@ WORKS = [
     prompts_share_a_beginning_and_pages_run_out,
     counts_are_those_of_groups,
     each_row_is_routed_once,
-    other_tokens_of_a_group_are_an_error,
+    a_difference_in_a_step_that_was_launched_ahead_is_found,
+    a_difference_is_found_before_drafts,
+    another_token_is_found_before_the_next_step,
     only_the_weights_of_own_heads_are_read,
     wrong_groups_are_refused,
     rows_are_exchanged,
