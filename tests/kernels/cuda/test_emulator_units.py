@@ -149,6 +149,44 @@ def test_a_barrier_waits_for_all_bytes_of_store_async() -> None:
         exchanged(32 * 16 + 16, True, 0)
 
 
+PEERS = """
+#include "ptx.cuh"
+extern "C" __global__ void peers(int* found, int offset, bool synchronizes) {
+    auto* slot = reinterpret_cast<int*>(ptx::dynamic_shared()) + threadIdx.x;
+    const int own = blockIdx.x * blockDim.x + threadIdx.x;
+    if (synchronizes) ptx::cluster_sync();
+    ptx::store_cluster(ptx::cluster_address(slot, ptx::cluster_ctarank() ^ 1) + offset, own);
+    ptx::cluster_sync();
+    found[own] = *slot;
+}
+"""
+
+
+def stored_by_peers(offset: int = 0, synchronizes: bool = True) -> list[int]:
+    """What 2 · 32 threads find after each has stored its number in the other thread block of the cluster."""
+    found = torch.zeros(64, dtype=torch.int32)
+    emulator.run(
+        "peers", {}, grid=2, cluster=2, threads=32, shared_bytes=32 * 4, headers={"peers.cu": PEERS},
+        arguments=[found, offset, synchronizes],
+    )  # fmt: skip
+    return found.tolist()
+
+
+def test_store_cluster_writes_to_the_other_thread_block() -> None:
+    assert stored_by_peers() == [*range(32, 64), *range(32)]
+
+
+@pytest.mark.parametrize(("offset", "message"), [(128, "store_cluster: 4 bytes at offset"), (2, "not a multiple of 4")])
+def test_store_cluster_at_a_wrong_address_is_found(offset: int, message: str) -> None:
+    with pytest.raises(EmulatorError, match=message):
+        stored_by_peers(offset)
+
+
+def test_store_cluster_to_a_block_that_may_not_have_begun_is_found() -> None:
+    with pytest.raises(EmulatorError, match="store_cluster to block . before a cluster_sync"):
+        stored_by_peers(synchronizes=False)
+
+
 @pytest.mark.parametrize("kind", ["store", "add"])
 def test_a_store_does_not_write_outside_of_the_tensor(kind: str) -> None:
     box = torch.arange(1.0, 2 * 4 * 8 + 1).view(2, 4, 8)

@@ -122,6 +122,7 @@ static void arrive_and_wait(NamedBarrier& barrier, uint32_t threads, bool wait, 
     barrier.threads = threads;
     if (++barrier.arrived == threads) {
         barrier.threads = barrier.arrived = 0;
+        barrier.completed = true;
         wake(barrier.waiters);
         return;
     }

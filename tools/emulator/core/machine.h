@@ -38,6 +38,7 @@ struct MbarrierState {
 
 struct NamedBarrier {
     uint32_t threads = 0, arrived = 0;
+    bool completed = false;  // at least once
     Threads waiters;
 };
 

@@ -167,6 +167,8 @@ void store_cluster(uint32_t to, uint32_t value) {
     if (rank >= own->cluster->size()) fail("there is no block %u in a cluster of %zu", rank, own->cluster->size());
     Block* block = (*own->cluster)[rank];
     if (!block->live) fail("store_cluster to block %u, whose threads have all ended", rank);
+    if (block != own && !own->cluster_barrier->completed)
+        fail("store_cluster to block %u before a cluster_sync: the block may not have begun", rank);
     if (to % 4) fail("store_cluster: the address is not a multiple of 4");
     uint8_t* at = block->shared + ((to & 0xFFFFFF) - shared_start);
     shared_range(block, at, sizeof value, "store_cluster");
