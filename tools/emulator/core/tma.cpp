@@ -342,7 +342,7 @@ void check_exit(Thread* thread) {
     if (!thread->pieces.empty()) fail("ends with copies by cp.async for which it did not arrive");
     if (!thread->own_pieces.empty()) fail("ends with copies by cp.async that were not committed");
     for (const auto& group : thread->own_groups)
-        if (!group.empty()) fail("ends while its copies may still write shared memory: copy_async_wait is missing");
+        if (!group.empty()) fail("ends while its copies may still write shared memory: cp_async_wait_group is missing");
     for (const auto& group : thread->groups)
         for (const auto& copy : group)
             if (copy->state == Copy::issued)

@@ -122,11 +122,11 @@ inline void bulk_prefetch(const void* from, uint32_t bytes) { emulator::bulk_pre
 inline void store_async(uint32_t to, uint4 value, uint32_t barrier) { emulator::store_async(to, value, barrier); }
 inline void cp_async_16(void* to, const void* from, bool reads) { emulator::cp_async_16(to, from, reads); }
 inline void store_cluster(uint32_t to, uint32_t value) { emulator::store_cluster(to, value); }
-inline void copy_async_16(void* to, const void* from) { emulator::copy_async(to, from, 16); }
-inline void copy_async_4(void* to, const void* from) { emulator::copy_async(to, from, 4); }
-inline void copy_async_commit() { emulator::copy_async_commit(); }
+inline void cp_async_16(void* to, const void* from) { emulator::copy_async(to, from, 16); }
+inline void cp_async_4(void* to, const void* from) { emulator::copy_async(to, from, 4); }
+inline void cp_async_commit_group() { emulator::copy_async_commit(); }
 template <int groups>
-void copy_async_wait() {
+void cp_async_wait_group() {
     emulator::copy_async_wait(groups);
 }
 inline void bulk_commit_group() { emulator::bulk_commit_group(); }

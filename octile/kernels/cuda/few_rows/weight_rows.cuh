@@ -60,17 +60,17 @@ struct WeightStream {
             if (block == 0) from = rows_of(unit);
             uint8_t* to = ring + copied * stage_bytes + ptx::lane_id() * 16;
             const uint8_t *top = from.top + block * k_block, *bottom = from.bottom + block * k_block;
-            ptx::copy_async_16(to, top);
-            ptx::copy_async_16(to + 512, bottom);
-            ptx::copy_async_16(to + 1024, top + 64);
-            ptx::copy_async_16(to + 1536, bottom + 64);
+            ptx::cp_async_16(to, top);
+            ptx::cp_async_16(to + 512, bottom);
+            ptx::cp_async_16(to + 1024, top + 64);
+            ptx::cp_async_16(to + 1536, bottom + 64);
             uint8_t* scales = ring + copied * stage_bytes + 2048 + ptx::lane_id() * 4;
-            ptx::copy_async_4(scales, from.top_scales + block);
-            ptx::copy_async_4(scales + 128, from.bottom_scales + block);
+            ptx::cp_async_4(scales, from.top_scales + block);
+            ptx::cp_async_4(scales + 128, from.bottom_scales + block);
             copied = copied + 1 == depth ? 0 : copied + 1;
             if (++block == blocks) block = 0, unit += stride;
         }
-        ptx::copy_async_commit();
+        ptx::cp_async_commit_group();
     }
 
     // Begins with the units below `end`, and can be called again with a higher one.
@@ -87,7 +87,7 @@ struct WeightStream {
         for (; ahead < depth; ++ahead) copy(rows_of, end);
 #pragma unroll 2
         for (int b = 0; b < blocks; ++b) {
-            ptx::copy_async_wait<depth - 1>();
+            ptx::cp_async_wait_group<depth - 1>();
             const uint8_t* stage = ring + used * stage_bytes;
             used = used + 1 == depth ? 0 : used + 1;
             float product[4] = {0.0f, 0.0f, 0.0f, 0.0f};

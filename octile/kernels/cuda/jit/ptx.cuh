@@ -262,22 +262,22 @@ __device__ __forceinline__ void cp_async_16(void* to, const void* from, bool rea
                  : "memory");
 }
 
-// Copies 16 bytes to shared memory in the group that copy_async_commit ends.
-__device__ __forceinline__ void copy_async_16(void* to, const void* from) {
+// Copies 16 bytes to shared memory in the group that cp_async_commit_group ends.
+__device__ __forceinline__ void cp_async_16(void* to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
 
-// Copies 4 bytes likewise.
-__device__ __forceinline__ void copy_async_4(void* to, const void* from) {
+// Copies 4 bytes to shared memory in the group that cp_async_commit_group ends.
+__device__ __forceinline__ void cp_async_4(void* to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
 
 // Makes a group of this thread's copies since the last group; it may be empty.
-__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits until at most `groups` of the last groups of this thread have not arrived.
 template <int groups>
-__device__ __forceinline__ void copy_async_wait() {
+__device__ __forceinline__ void cp_async_wait_group() {
     asm volatile("cp.async.wait_group %0;" ::"n"(groups) : "memory");
 }
 
