@@ -64,7 +64,9 @@ def few_rows_mixture(
         up: float8_e4m3fn [E, 2·I, D], the rows of gate before those of up, in 128×128 blocks with up_scale
             [E, ⌈2·I/128⌉, ⌈D/128⌉] float32.
         down: float8_e4m3fn [E, D, I], with down_scale [E, ⌈D/128⌉, ⌈I/128⌉].
-        shared_up, shared_down: [2·S, D] and [D, S] of the shared experts, with their scales; None: there are none.
+        shared_up, shared_down: [2·S, D] and [D, S] of the shared experts, with their scales; None: there are none. A
+            GPU reads these, norm_weight and gate_weight before the previous kernel of the stream has ended, which must
+            not write them.
         power_of_2: whether to round the scales of activations up to powers of two.
 
     Returns:
