@@ -310,7 +310,7 @@ class Forward:
         return self.index is not None and (self.batch_invariant or longest > self._n_chosen)
 
     def _decodes_alone(self, step: Step) -> bool:
-        """Whether all rows are decode rows, whose bits may be others than among chunks, and attend to all positions."""
+        """Whether all rows decode and attend to all positions, and steps with prompts may give them other bits."""
         return not self.batch_invariant and self.index is None and step.only_decodes
 
     def _decoded(self, x_TD: Tensor, layer: int, w: BlockWeights, step: Step, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
