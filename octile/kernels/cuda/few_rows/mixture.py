@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from octile.kernels.cuda.gemm import num_sms, request
+from octile.kernels.cuda.gemm.config import SHARED_BYTES
 from octile.kernels.cuda.jit import specialize
 from octile.kernels.cuda.jit.prepared import BoundedCache, PreparedKernel
 from octile.kernels.cuda.quantize.launcher import DTYPES
@@ -29,8 +30,6 @@ ROUTES_BYTES, ROUTE_BYTES = 16, 48  # of struct Routes without its routes, and o
 GATE_CLUSTER, GATE_WARPS, UP_WARPS, DOWN_WARPS, DOWN_COLUMNS = 8, 8, 12, 8, 16
 MIN_DEPTH, MAX_DEPTH = 2, 6  # k-blocks of a warp in flight
 MAX_KEYS = 1024
-
-MAX_SHARED_BYTES = 227 * 1024  # of a thread block
 
 Choice = tuple[int, int, int, int, str, bool, float]  # as `octile.ops.gate.gate` takes it, from n_chosen on
 Weights = tuple[Tensor, Tensor, Tensor, Tensor]  # up and its scale, down and its scale
@@ -66,11 +65,12 @@ def plan_gate(
 
 def plan_up(rows: int, columns: int, hidden: int, shared_hidden: int, n_chosen: int, n_experts: int, sms: int) -> Plan:
     """Plan mixture_up: experts of `hidden` columns, shared experts of `shared_hidden` together."""
-    of_rows = 4 * MAX_ROWS * columns // SIDE + rows * (columns + ROW_PADDING)
-    depth, shared = _depth(UP_WARPS, of_rows + routes_bytes(rows, n_chosen, n_experts))
+    scales = 4 * MAX_ROWS * columns // SIDE
+    of_rows = rows * (columns + ROW_PADDING) + routes_bytes(rows, n_chosen, n_experts)
+    depth, struct, shared = _depth(UP_WARPS, scales, of_rows)
     constants: dict[str, int | bool] = {
         "columns": columns, "chosen": n_chosen, "intermediate": hidden, "shared_intermediate": shared_hidden,
-        "warps": UP_WARPS, "depth": depth, "shared_bytes": shared,
+        "warps": UP_WARPS, "depth": depth, "struct_bytes": struct, "shared_bytes": shared,
     }  # fmt: skip
     return Plan("mixture_up", constants, sms, 1, 32 * UP_WARPS)
 
@@ -80,23 +80,31 @@ def plan_down(
 ) -> Plan:
     """Plan mixture_down; arguments as of `plan_up`."""
     row = n_chosen * hidden + shared_hidden
-    of_rows = 4 * MAX_ROWS * row // SIDE + rows * (row + ROW_PADDING) + 4 * DOWN_WARPS * DOWN_COLUMNS * MAX_ROWS
-    depth, shared = _depth(DOWN_WARPS, of_rows + routes_bytes(rows, n_chosen, n_experts))
+    scales_and_partials = 4 * MAX_ROWS * row // SIDE + 4 * DOWN_WARPS * DOWN_COLUMNS * MAX_ROWS
+    of_rows = rows * (row + ROW_PADDING) + routes_bytes(rows, n_chosen, n_experts)
+    depth, struct, shared = _depth(DOWN_WARPS, scales_and_partials, of_rows)
     constants: dict[str, int | bool] = {
         "columns": columns, "chosen": n_chosen, "intermediate": hidden, "shared_intermediate": shared_hidden,
-        "warps": DOWN_WARPS, "depth": depth, "power_of_2": power_of_2, "shared_bytes": shared,
+        "warps": DOWN_WARPS, "depth": depth, "power_of_2": power_of_2, "struct_bytes": struct, "shared_bytes": shared,
     }  # fmt: skip
     return Plan("mixture_down", constants, columns // DOWN_COLUMNS, 1, 32 * DOWN_WARPS)
 
 
-def _depth(warps: int, other_bytes: int) -> tuple[int, int]:
-    """Return the k-blocks that a warp has in flight, and the shared memory: more than half, for one block on each SM.
+def _depth(warps: int, other_bytes: int, of_rows: int) -> tuple[int, int, int]:
+    """Return the k-blocks that a warp has in flight, the bytes of a kernel's struct, and those of its shared memory.
 
-    A block that begins on the first SM that is free, next to another one of its kernel, leaves others idle.
+    Args:
+        warps: of a thread block.
+        other_bytes: of the struct, without the stages of the warps.
+        of_rows: the bytes after the struct.
+
+    The shared memory is more than half of an SM's, for one block on each: a block that begins on the first SM that is
+    free, next to another one of its kernel, leaves others idle.
     """
     stage = warps * STAGE_BYTES
-    depth = max(min((MAX_SHARED_BYTES - other_bytes - VECTOR) // stage, MAX_DEPTH), MIN_DEPTH)
-    return depth, max(_aligned(depth * stage + other_bytes), MAX_SHARED_BYTES // 2 + VECTOR)
+    depth = max(min((SHARED_BYTES - other_bytes - of_rows - VECTOR) // stage, MAX_DEPTH), MIN_DEPTH)
+    struct = depth * stage + other_bytes
+    return depth, struct, max(_aligned(struct + of_rows), SHARED_BYTES // 2 + VECTOR)
 
 
 def max_routes(rows: int, n_chosen: int, n_experts: int) -> int:
@@ -144,7 +152,7 @@ def why_unsupported(
     plans = plan(
         t, d, hidden, shared_hidden, n_experts, gate.dtype, norm_weight.dtype, choice, bias is not None, False, 1
     )
-    if max(int(made.constants["shared_bytes"]) for made in plans) > MAX_SHARED_BYTES:
+    if max(int(made.constants["shared_bytes"]) for made in plans) > SHARED_BYTES:
         return f"{t} rows of {d} and {n_chosen} times {hidden} columns do not fit into shared memory"
     return request.why_not_on(x.device)
 

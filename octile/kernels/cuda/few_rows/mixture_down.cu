@@ -19,9 +19,10 @@ constexpr int tiles_at_once = 6;
 static_assert(shared_hidden % hidden == 0 && hidden % k_block == 0);
 
 struct alignas(16) DownShared {  // rows of h follow, then the routes
-    uint8_t rings[down_warps][config::depth * stage_bytes];
+    uint8_t stages[down_warps][config::depth * stage_bytes];
     float scales[max_rows][h_tiles], partial[down_warps][16][max_rows];
 };
+static_assert(sizeof(DownShared) == config::struct_bytes);  // mixture.py computes the same
 
 // x: [rows, columns] bfloat16, to which the result is added. h: [rows, h_columns]. w: [experts, columns, intermediate];
 // shared_w: [columns, shared_intermediate], with the scales of 128×128 blocks.
@@ -33,7 +34,7 @@ mixture_down(uint8_t* x, const float* h, const Routes* of_rows, const uint8_t* w
     Routes& routes = *reinterpret_cast<Routes*>(h_rows + rows * row_stride);
     const int warp = threadIdx.x / 32, lane = ptx::lane_id(), column = lane / 4, first_n = blockIdx.x * 16;
     ptx::launch_dependents();
-    WeightStream<k_blocks, config::depth> stream{shared.rings[warp], warp, down_warps};
+    WeightStream<k_blocks, config::depth> stream{shared.stages[warp], warp, down_warps};
     auto rows_of = [&](int unit) {
         if (unit < shared_parts) {
             const uint8_t* data = shared_w + int64_t(first_n) * shared_hidden + unit * hidden;

@@ -14,9 +14,10 @@ constexpr int expert_units = hidden / 8, shared_units = shared_hidden / 8;
 constexpr int h_columns = chosen * hidden + shared_hidden;
 
 struct alignas(16) UpShared {  // rows of x follow, then the routes
-    uint8_t rings[up_warps][config::depth * stage_bytes];
+    uint8_t stages[up_warps][config::depth * stage_bytes];
     float scales[max_rows][k_blocks];
 };
+static_assert(sizeof(UpShared) == config::struct_bytes);  // mixture.py computes the same
 
 __device__ __forceinline__ float rounded(float x) {
     return __uint_as_float(ptx::pack_bf16(x, 0.0f) << 16);
@@ -33,7 +34,7 @@ mixture_up(const uint8_t* x, const float* x_scale, const Routes* of_rows, const 
     Routes& routes = *reinterpret_cast<Routes*>(x_rows + rows * row_stride);
     const int warp = threadIdx.x / 32, lane = ptx::lane_id(), column = lane / 4;
     const int first = blockIdx.x + gridDim.x * warp, stride = gridDim.x * up_warps;
-    WeightStream<k_blocks, config::depth> stream{shared.rings[warp], first, stride};
+    WeightStream<k_blocks, config::depth> stream{shared.stages[warp], first, stride};
     // The gate rows of an expert's weight [2 · n, k] are followed by its up rows.
     auto rows_of_unit = [&](const uint8_t* data, const float* scale, int unit, int n) {
         const int gate = unit * 8, up = n + unit * 8;
@@ -54,7 +55,7 @@ mixture_up(const uint8_t* x, const float* x_scale, const Routes* of_rows, const 
     stream.begin(rows_of, shared_units);
 
     ptx::wait_for_previous();
-    ptx::launch_dependents();
+    ptx::launch_dependents();  // not before: mixture_down.cu reads what mixture_gate.cu has written
     read_routes(routes, of_rows, max_count);
     for (int i = threadIdx.x; i < rows * (columns_k / 16); i += up_threads) {
         const int row = i / (columns_k / 16), at = i % (columns_k / 16) * 16;

@@ -18,6 +18,7 @@ struct Routes {
     int unused[3];
     Route route[1];  // as many as experts can be chosen
 };
+static_assert(sizeof(Route) == 48 && sizeof(Routes) == 16 + sizeof(Route));  // mixture.py has the same
 
 // Copies routes to shared memory; at most `max_count` are there. All threads call it, and synchronize afterwards.
 __device__ __forceinline__ void read_routes(Routes& to, const Routes* from, int max_count) {

@@ -8,7 +8,7 @@
 // A k-block of 128 is summed in FP32 by the tensor core, and added times its two scales.
 //
 // A warp works on units of 16 rows, one after the other. Its lanes copy the k-blocks ahead, those of the next unit too,
-// to a ring in shared memory, from which each lane reads only what it has copied: no lane waits for another.
+// to a pipeline of stages in shared memory. Each lane reads only what it has copied: no lane waits for another.
 //
 // NOTES
 // - All warps of an SM together should have some 64 KiB in flight, as many as the latency of global memory times its
@@ -48,7 +48,7 @@ __device__ __forceinline__ void multiply_4(float (&d)[4], uint32_t top, uint32_t
 // Streams units `unit`, `unit + stride`, … with `blocks` k-blocks each, of which `depth` are copied ahead.
 template <int blocks, int depth>
 struct WeightStream {
-    uint8_t* ring;           // of the warp
+    uint8_t* stages;         // of the warp, `depth` of stage_bytes
     int unit, stride;        // of the k-block that is copied next
     int block = 0, copied = 0, used = 0, ahead = 0;
     WeightRows from{};
@@ -58,13 +58,13 @@ struct WeightStream {
     __device__ __forceinline__ void copy(const RowsOfUnit& rows_of, int end) {
         if (unit < end) {
             if (block == 0) from = rows_of(unit);
-            uint8_t* to = ring + copied * stage_bytes + ptx::lane_id() * 16;
+            uint8_t* to = stages + copied * stage_bytes + ptx::lane_id() * 16;
             const uint8_t *top = from.top + block * k_block, *bottom = from.bottom + block * k_block;
             ptx::cp_async_16(to, top);
             ptx::cp_async_16(to + 512, bottom);
             ptx::cp_async_16(to + 1024, top + 64);
             ptx::cp_async_16(to + 1536, bottom + 64);
-            uint8_t* scales = ring + copied * stage_bytes + 2048 + ptx::lane_id() * 4;
+            uint8_t* scales = stages + copied * stage_bytes + 2048 + ptx::lane_id() * 4;
             ptx::cp_async_4(scales, from.top_scales + block);
             ptx::cp_async_4(scales + 128, from.bottom_scales + block);
             copied = copied + 1 == depth ? 0 : copied + 1;
@@ -88,7 +88,7 @@ struct WeightStream {
 #pragma unroll 2
         for (int b = 0; b < blocks; ++b) {
             ptx::cp_async_wait_group<depth - 1>();
-            const uint8_t* stage = ring + used * stage_bytes;
+            const uint8_t* stage = stages + used * stage_bytes;
             used = used + 1 == depth ? 0 : used + 1;
             float product[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
