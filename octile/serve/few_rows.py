@@ -86,10 +86,9 @@ def has_feed_forward_of_few_rows(forward: Forward, w: MLPWeights | MoEWeights) -
     """Whether all weights of a SwiGLU layer or a mixture are in FP8, and those of a mixture joined and on one GPU."""
     if isinstance(w, MLPWeights):
         return all(isinstance(of, ScaledTensor) for of in (*w.x.weights, w.down))
-    parts = (w,) if w.shared is None else (w, w.shared)
     return forward.spread is None and all(
         len(part.x.weights) == 1 and isinstance(part.x.weights[0], ScaledTensor) and isinstance(part.down, ScaledTensor)
-        for part in parts
+        for part in (w, w.shared)
     )
 
 
@@ -101,8 +100,7 @@ def add_feed_forward(forward: Forward, x_TD: Tensor, layer: int, w: BlockWeights
     choice = choice_of(c.topk_method, c.num_experts_per_tok, c.n_group, c.topk_group)
     weighting = c.scoring_func, c.norm_topk_prob, c.routed_scaling_factor
     of_gate = x_TD, w.post_norm, c.rms_norm_eps, mlp.gate, mlp.bias, *choice, *weighting
-    shared = (None,) * 4 if mlp.shared is None else _tensors(mlp.shared)
-    experts_TK = few_rows_mixture(*of_gate, *_tensors(mlp), *shared, forward.weights.power_of_2)
+    experts_TK = few_rows_mixture(*of_gate, *_tensors(mlp), *_tensors(mlp.shared), forward.weights.power_of_2)
     if forward.expert_load is not None:
         forward.expert_load.count(layer, experts_TK, slots)
     return x_TD

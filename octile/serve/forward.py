@@ -459,8 +459,7 @@ class Forward:
         """Add to rows what a block's SwiGLU layer or mixture computes of them, and return them: [T, D]."""
         if isinstance(w.mlp, MLPWeights):
             return x_TD.add_(self._mlp(self._norm(x_TD, w.post_norm, w.mlp.x.has_fp8, w.mlp.x.has_values), w.mlp))
-        shared_fp8 = w.mlp.shared is not None and w.mlp.shared.x.has_fp8
-        rows = self._norm(x_TD, w.post_norm, w.mlp.x.has_fp8 or shared_fp8, True)
+        rows = self._norm(x_TD, w.post_norm, w.mlp.x.has_fp8 or w.mlp.shared.x.has_fp8, True)
         if self.exchange is not None:
             return self._add_exchanged(x_TD, rows, layer, w.mlp, self.tp.own(slots), self.exchange)
         return x_TD.add_(self._mixture(rows, layer, w.mlp, self.tp.own(slots)))
@@ -574,7 +573,7 @@ class Forward:
         if isinstance(dispatcher, PeerDispatcher):
             experts_TK = experts_TK.masked_fill((slots < 0)[:, None], -1)  # padding goes nowhere
         plan = dispatcher.plan(experts_TK, load_E)
-        shared_TD = None if w.shared is None or self.routes_shared else self._mlp(x, w.shared)
+        shared_TD = None if self.routes_shared else self._mlp(x, w.shared)
         if x.q is not None and w.x.has_fp8:
             rows = Rows(None, dispatcher.dispatch_quantized(dispatcher.send_quantized(x.q, plan), plan))
         else:
@@ -594,7 +593,7 @@ class Forward:
         The shared experts have a stream of their own on a GPU: few rows leave most of it idle while they travel.
         """
         assert self.spread is not None
-        shared = None if w.shared is None or self.routes_shared else self._begin_shared(x, w.shared)
+        shared = None if self.routes_shared else self._begin_shared(x, w.shared)
         weights_TK, experts_TK = self._choose(x, layer, w, slots)
         sent_TD = x.q if w.x.has_fp8 else x.values
         assert sent_TD is not None
@@ -696,7 +695,7 @@ class Forward:
     def _nt(self, x: Rows, w: Weight, offs_E: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """Multiply rows by a weight [N, K], or rows sorted by expert by the weights [E, N, K]: [T, N].
 
-        Rows after the last expert's may be anything: exchanges leave room for more rows than come.
+        Rows after the last expert's are undefined: exchanges leave room for more rows than come.
         The result is written to `out` if it is given: of a single weight, not in batch-invariant mode.
         """
         dtype = self.weights.dtype

@@ -118,7 +118,7 @@ class MoEWeights:
     bias: Tensor | None
     x: Projections
     down: Weight
-    shared: MLPWeights | None
+    shared: MLPWeights
 
 
 @dataclass(frozen=True)
@@ -421,9 +421,9 @@ class _Reader:
 
     def _mixture(self, name: str, layer: int) -> MoEWeights:
         n_routed, n_shared = self.config.n_routed_experts, self.config.n_shared_experts
-        shared = self._mlp(f"{name}.shared_experts") if n_shared else None
+        shared = self._mlp(f"{name}.shared_experts")
         numbers = self.experts.get(layer, range(n_routed))
-        among_routed = divide_shared(shared, n_shared) if shared and max(numbers) >= n_routed else []
+        among_routed = divide_shared(shared, n_shared) if max(numbers) >= n_routed else []
 
         def read(expert: int) -> tuple[Weight, Weight, Weight]:
             if expert >= n_routed:
@@ -498,7 +498,6 @@ def divide_shared(w: MLPWeights, n: int) -> list[tuple[Weight, Weight, Weight]]:
 
 def with_shared(w: MoEWeights, n: int) -> MoEWeights:
     """Append a mixture's n shared experts to its routed ones; see `divide_shared`."""
-    assert w.shared is not None
     gate, up, down = (stack(weights) for weights in zip(*divide_shared(w.shared, n), strict=True))
     x = join([gate, up], [[gate.shape[1]], [up.shape[1]]])
     weights = tuple(_concatenate(a, b) for a, b in zip(w.x.weights, x.weights, strict=True))
