@@ -193,6 +193,8 @@ class Folder:
                 places = max(0, int(FREE_SHARE * (torch.cuda.mem_get_info(weights.device)[0] - graphs)))
             else:
                 places = CPU_CACHE_BYTES
+            if places < size and gib is not None:
+                raise ValueError(f"cache.gib must have room for one page of {size / 2**30:.3g} GiB, not {gib:g}")
             if places < size:
                 raise MemoryError(f"the cache has {places / 2**30:.3g} GiB, but one page takes {size / 2**30:.3g} GiB")
             if phase == "prefill" and gib is None:

@@ -101,6 +101,12 @@ def test_a_gpu_without_room_for_the_graphs_is_named(monkeypatch):
         n_pages(monkeypatch, 4096, 2, free=2**20)
 
 
+def test_a_cache_that_is_smaller_than_a_page_is_refused():
+    weights = SimpleNamespace(config=CONFIG, device=torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"^cache.gib must have room for one page of 4.01e-05 GiB, not 1e-06"):
+        Folder(Path(), CONFIG, None)._n_pages(weights, "bf16", EngineConfig(), 1e-6)
+
+
 @pytest.mark.parametrize(
     ("layers", "ep", "redundant", "message"),
     [
