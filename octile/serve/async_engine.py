@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
+from octile.parallel.ranks import explain
 from octile.serve.request import FinishReason, Output, Request, Sampling
 from octile.serve.stats import Stats
 
@@ -235,7 +236,7 @@ class AsyncEngine:
                         choice.request_id = None
                 self._call(self._deliver, pairs, now, self._engine.stats())
         except Exception as error:
-            self._call(self._fail, error)
+            self._call(self._fail, explain(error))
 
     def _carry_out_commands(self) -> bool:
         """Carry out commands until there is something to step; return whether there is, or the thread is to end."""

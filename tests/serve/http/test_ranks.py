@@ -124,6 +124,9 @@ def test_a_killed_rank_ends_the_server_with_one_line_that_says_so(folder, is_bus
             )
             next(stream)
         ranks_of(server)[1].kill()
+        if is_busy:
+            with pytest.raises(openai.APIError, match="RanksError: rank 0 lost the connection to another rank"):
+                list(stream)
         (line,) = own_lines(server)
         assert re.match(r"octile: rank 0 lost the connection to another rank, which has ended, at round \d+; ", line)
         assert re.search(r"last seen: rank 1 at round \d+$", line)
