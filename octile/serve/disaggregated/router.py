@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import queue
@@ -43,6 +44,7 @@ from octile.serve.stats import Stats
 END_SECONDS = 10.0  # for a process to end after its pipe was closed
 SEND_SECONDS = 1.0  # for commands that wait when a process is closed
 PING_SECONDS = 1.0  # after which a process that has sent nothing is asked whether it hangs
+LATE_SECONDS = 1.0  # after which a step that begins late shows that this process was stopped
 CLOSE = None  # what ends the thread that sends commands
 
 
@@ -76,6 +78,7 @@ class _Process:
         self._timeout, self._ping_seconds = timeout, min(PING_SECONDS, timeout / 2)
         self._heard = time.monotonic()  # when it sent something, and
         self._asked: float | None = None  # when it was then asked whether it hangs
+        self._due = math.inf  # when `ping` is called next
         self.process: BaseProcess = context.Process(target=target, args=(other, *arguments), name=name, daemon=True)
         self.process.start()
         other.close()
@@ -103,6 +106,13 @@ class _Process:
             ProcessEndedError: it has not answered in time, and is killed.
         """
         now = time.monotonic()
+        if now > self._due + LATE_SECONDS:  # the router was stopped, and so perhaps was the process
+            self._asked = None
+        seconds = self._ping(now)
+        self._due = now + seconds
+        return seconds
+
+    def _ping(self, now: float) -> float:
         if self._asked is None and now >= self._heard + self._ping_seconds:
             self._asked = now
             self.send(Ping())

@@ -176,6 +176,20 @@ def test_a_process_that_hangs_is_killed_and_named(clock):
     assert process.process.exitcode == -signal.SIGKILL
 
 
+def test_a_process_is_asked_again_if_the_router_was_stopped(clock):
+    process = router_module._Process("decode process 0", never_answers, (), 5)
+    try:
+        for _ in range(2):
+            clock.now += 1000
+            assert process.ping() == 5
+        clock.now += 5
+        with pytest.raises(ProcessEndedError, match="the decode process 0 has not answered for 5 s"):
+            process.ping()
+    finally:
+        process.close()
+        process.end()
+
+
 def test_a_router_that_nobody_closes_does_not_hold_the_exit(folder):
     script = f"""
 import torch
