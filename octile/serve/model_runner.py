@@ -181,6 +181,8 @@ class ModelRunner:
         written to the cache, and no token counts for its experts.
         """
         n, pages = min(PAGE, self.max_position) // 2, array("i", [0])
+        if not n:
+            return  # a text of one position has no prompt to which a token is added
 
         def step_of(*chunks: Chunk) -> Step:
             step = self._step(self._layout(Batch(chunks)))
