@@ -183,7 +183,7 @@ def test_store_cluster_at_a_wrong_address_is_found(offset: int, message: str) ->
 
 
 def test_store_cluster_to_a_block_that_may_not_have_begun_is_found() -> None:
-    with pytest.raises(EmulatorError, match="store_cluster to block . before a cluster_sync"):
+    with pytest.raises(EmulatorError, match=r"store_cluster to block . before a cluster_sync"):
         stored_by_peers(synchronizes=False)
 
 
