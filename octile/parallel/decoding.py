@@ -305,7 +305,7 @@ class SortedExchange:
         Args:
             y_RD: [R, D], float32, bfloat16 or float16, of which the rows up to the last of `at_experts.offs` are used.
             at_experts: what `receive` has returned.
-            add: in y's dtype, to the same tokens; what is in flight is waited for while the results are on their way;
+            add: in y's dtype, to the same tokens; what is in flight is waited for while the results travel;
                 None: zeros.
             weights_TK: float32, by which results are multiplied; None: ones.
             to_TD: in y's dtype, contiguous, to which the sums are added after they are rounded, and which is returned;
