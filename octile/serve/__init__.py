@@ -11,6 +11,8 @@ decode_loop.py  decode steps that are launched before the last one is read
 decode_graphs.py  CUDA graphs of other steps that decode
 prefill_graphs.py  CUDA graphs of steps with prompts
 graph_memory.py  the memory in which all of them are captured
+few_rows.py   the forward pass of decode steps of few rows
+few_rows_support.py  why such steps lack kernels on Hopper
 drafts.py     speculative decoding with the multi-token prediction layer
 text.py       from tokens to pieces of text, and stop strings
 stats.py      `Stats`: what an engine counts

@@ -45,12 +45,22 @@ def is_step_of_few_rows(forward: Forward, step: Step) -> bool:
     return (
         0 < len(step.tokens) <= MAX_ROWS
         and step.only_decodes
-        and not forward.batch_invariant
-        and forward.index is None
-        and forward.tp.size == 1
-        and forward.weights.dtype == torch.bfloat16
+        and why_no_step_of_few_rows(forward) is None
         and forward.weights.device.type == "cuda"
     )
+
+
+def why_no_step_of_few_rows(forward: Forward) -> str | None:
+    """Return why all steps of a model take the other pass on a GPU; None: decode steps of few rows do not."""
+    if forward.batch_invariant:
+        return "in batch-invariant mode steps of all sizes sum in the same order"
+    if forward.index is not None:
+        return "rows attend to chosen positions"
+    if forward.tp.size > 1:
+        return f"{forward.tp.size} ranks share the rows of a step"
+    if forward.weights.dtype != torch.bfloat16:
+        return f"activations are {forward.weights.dtype}, not {torch.bfloat16}"
+    return None
 
 
 def has_products_of_few_rows(w: AttentionWeights) -> bool:
@@ -100,7 +110,8 @@ def add_feed_forward(forward: Forward, x_TD: Tensor, layer: int, w: BlockWeights
     choice = choice_of(c.topk_method, c.num_experts_per_tok, c.n_group, c.topk_group)
     weighting = c.scoring_func, c.norm_topk_prob, c.routed_scaling_factor
     of_gate = x_TD, w.post_norm, c.rms_norm_eps, mlp.gate, mlp.bias, *choice, *weighting
-    experts_TK = few_rows_mixture(*of_gate, *_tensors(mlp), *_tensors(mlp.shared), forward.weights.power_of_2)
+    weights = *fp8_tensors(mlp), *fp8_tensors(mlp.shared)
+    experts_TK = few_rows_mixture(*of_gate, *weights, forward.weights.power_of_2)
     if forward.expert_load is not None:
         forward.expert_load.count(layer, experts_TK, slots)
     return x_TD
@@ -116,7 +127,7 @@ def _add_mlp(forward: Forward, x_TD: Tensor, norm: Tensor, w: MLPWeights) -> Ten
     return x_TD.add_(matmul_nt(h, h_scale, TILE, w.down.data, w.down.scale, w.down.block, x_TD.dtype))
 
 
-def _tensors(w: MLPWeights | MoEWeights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def fp8_tensors(w: MLPWeights | MoEWeights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the joined projections and their scale, and the down-projections and theirs."""
     up, down = w.x.weights[0], w.down
     assert isinstance(up, ScaledTensor)  # `has_feed_forward_of_few_rows`

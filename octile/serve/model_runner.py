@@ -29,6 +29,7 @@ from octile.serve.decode_graphs import DecodeGraphs
 from octile.serve.decode_loop import DecodeLoop
 from octile.serve.drafts import check_can_draft
 from octile.serve.expert_load import ExpertLoad
+from octile.serve.few_rows_support import why_not_few_rows
 from octile.serve.forward import Forward, Step
 from octile.serve.graph_memory import GraphMemory
 from octile.serve.index_pages import IndexPages, bytes_per_key, needs_index
@@ -124,6 +125,9 @@ class ModelRunner:
         self.forward = Forward.make(
             weights, self.cache, self.max_position, batch_invariant, self.expert_load, self.spread, self.index
         )
+        if max_batch and (why_not := why_not_few_rows(self.forward, n_drafts > 0)) is not None:
+            what = f"decode steps of few rows do not have all of Hopper's kernels: {why_not}"
+            warnings.warn(what, RuntimeWarning, stacklevel=2)
         self._checked_pages: list[array[int] | None] = []  # those of the chunk of each number, as last checked
         self.n_drafts, self._max_batch = n_drafts, max_batch
         if self._waits_for_index() and (max_batch or max_step_tokens):
