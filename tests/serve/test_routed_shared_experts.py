@@ -212,3 +212,9 @@ def test_shared_experts_in_another_format_than_the_routed_ones_are_refused():
     fp8, high_precision = (ServedWeights.of_model(new_model(fp8)).blocks[1].mlp for fp8 in (True, False))
     with pytest.raises(ValueError, match="shared experts that are routed must be in FP8 if the other experts are"):
         with_shared(replace(fp8, shared=high_precision.shared), 1)
+
+
+def test_shared_experts_in_another_format_than_the_others_do_not_become_some_of_them():
+    in_fp8, in_fp32 = (ServedWeights.of_model(new_model(fp8)).blocks[1].mlp for fp8 in (True, False))
+    with pytest.raises(ValueError, match="shared experts that are routed must be in FP8 if the other experts are"):
+        with_shared(replace(in_fp8, shared=in_fp32.shared), 1)
