@@ -363,18 +363,16 @@ def _at_the_bar(gaps: Sequence[float]) -> tuple[str, str]:
 
 def _repeated(r: Results, group: str, size: str) -> list[tuple[list[float], list[float]]]:
     """Return the held-out losses of BF16 and of DeepSeek-V3's recipe from scratch, for each seed that both have."""
-    branches = BRANCHES_OF[group]
+    groups = [group, BRANCHES_OF[group]] if group in BRANCHES_OF else [group]  # a branch and its trunk are one run, too
 
     def ends(*names: str) -> list[float]:
         return [r.all[name]["val_loss"][-1] for name in names if name in r.all and r.all[name]["state"] == "done"]
 
     pairs = []
-    for seed in sorted({base["job"]["seed"] for of in (group, branches) for base in r.bf16(of, size)}):
+    for seed in sorted({base["job"]["seed"] for of in groups for base in r.bf16(of, size)}):
         of_v3 = f"{size}-deepseek_v3-{seed}"
         again = [f"again-{of_v3}-{number}" for number in (1, 2)] if group == "core" else []
-        bf16 = ends(
-            f"{group}-{size}-bf16-{seed}", f"{branches}-{size}-bf16-{seed}"
-        )  # a branch and its trunk are one, too
+        bf16 = ends(*(f"{of}-{size}-bf16-{seed}" for of in groups))
         found = ends(f"{group}-{of_v3}", *again)
         if bf16 and found:
             pairs.append((bf16, found))

@@ -264,6 +264,17 @@ def test_longer_runs_have_separate_rows_and_noise():
     assert "| 30m | 300M | +3.00% | +1.00% | −0.79% | −1.98% | – | – |" in text
 
 
+def test_a_group_without_branches_has_a_row_of_its_own():
+    runs = [
+        fake(job(group, "30m", recipe, 0, CORE), loss)
+        for group, fp8 in (("core", 4.004), ("slow", 4.008))
+        for recipe, loss in (("bf16", 4.0), ("deepseek_v3", fp8))
+    ]
+    runs.append(fake(branch(job("trunk", "30m", "bf16", 0, CORE), "bf16"), 4.0))
+    text = scratch_table(Results(runs))
+    assert "| 30m, half the rate | 100M | 1 | 1 | +0.20% | +0.20% | 0.00% |  |  | not shown: one seed |" in text
+
+
 def test_the_figure_of_balance_has_more_lines_than_there_are_colors(tmp_path):
     runs = [fake(replace(BASE, name=f"balance-{name.replace(' ', '-')}", group="balance"), 4.0) for name in BALANCES]
     balance_figure(Results(runs), tmp_path)
