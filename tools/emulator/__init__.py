@@ -2,9 +2,9 @@
 
 Each CUDA thread is a fiber. At every point where threads synchronize, a seeded random choice decides which one runs
 next. mbarriers, TMA, cp.async, wgmma, mma, named barriers, clusters and setmaxnreg follow the PTX specification. Copies
-and wgmmas happen at a random moment between the instruction and the wait for it. What a GPU leaves undefined is an
-error here, or garbage (NaN): a missing wait, a stage released too early, a wrong byte count, a barrier that nobody
-completes.
+and wgmmas happen at a random moment between the instruction and the wait for it. With programmatic dependent launch the
+previous kernel ends when all threads wait. What a GPU leaves undefined is an error here, or garbage (NaN): a missing
+wait, a stage released too early, a wrong byte count, a barrier that nobody completes.
 
 Not detected: a thread without fence_proxy_async after ordinary stores where another thread called it (after stmatrix it
 is detected); memory orders weaker than sequential consistency; bank conflicts; speed; what the CUDA compiler does to
@@ -48,9 +48,28 @@ class _Launch(ctypes.Structure):
         ("lazy", ctypes.c_int32),
         ("hopper", ctypes.c_int32),
         ("resident", ctypes.c_int32),
+        ("written", ctypes.c_void_p),
+        ("n_written", ctypes.c_uint64),
+        ("storages", ctypes.c_void_p),
+        ("n_storages", ctypes.c_uint64),
         ("switches", ctypes.c_uint64),
         ("fault", ctypes.c_uint64),
         ("message", ctypes.c_char * 8192),
+    ]
+
+
+class _Written(ctypes.Structure):
+    _fields_ = [
+        ("start", ctypes.c_size_t),
+        ("bytes", ctypes.c_uint64),
+        ("values", ctypes.c_void_p),
+    ]
+
+
+class _Pages(ctypes.Structure):
+    _fields_ = [
+        ("start", ctypes.c_size_t),
+        ("bytes", ctypes.c_uint64),
     ]
 
 
@@ -72,6 +91,7 @@ def run(
     shared_bytes: int,
     arguments: Sequence[Argument],
     memory: Iterable[Tensor] = (),
+    previous: Sequence[Tensor] = (),
     headers: Mapping[str, str] | None = None,
     seed: int = 0,
     lazy: bool | None = None,
@@ -87,6 +107,9 @@ def run(
             structures.
         memory: tensors that addresses among the arguments point into. Their storages, and those of the arguments, are
             copied between inaccessible pages, so that an access outside of them is an error.
+        previous: contiguous tensors, or rows of tensors, that the previous kernel of the stream writes. All their bytes
+            are 0xFF (NaN, or −1) and no tensor may be written until the threads call `wait_for_previous`, as each of
+            them must. Without such tensors the previous kernel has ended.
         seed: determines all that is random.
         lazy: copies and wgmmas happen as late as is allowed (True), as early (False), or as the seed decides (None).
         arithmetic: of wgmma: "float32", exact products that are summed in double precision and rounded once per
@@ -106,12 +129,22 @@ def run(
         raise ValueError(f"a block has 1 to 1024 threads, not {threads}")
     if not 0 <= shared_bytes <= MAX_SHARED_BYTES:
         raise ValueError(f"shared_bytes must be at most {MAX_SHARED_BYTES}, not {shared_bytes}")
+    if not all(tensor.is_contiguous() for tensor in previous):
+        raise ValueError("the tensors in previous must be contiguous")
     library = build.kernel(name, constants, headers or {})
     library.octile_entry.restype = ctypes.POINTER(_Entry)
     entry = library.octile_entry().contents
-    guarded = Guarded([*memory, *(argument for argument in arguments if isinstance(argument, Tensor))])
+    guarded = Guarded([*memory, *previous, *(argument for argument in arguments if isinstance(argument, Tensor))])
     values = _pack(name, list(entry.sizes[: entry.count]), arguments, guarded)
     addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+    values_of = [ctypes.create_string_buffer(tensor.nbytes) for tensor in previous]
+    written = (_Written * len(previous))(
+        *(
+            (guarded.address(tensor.data_ptr()), tensor.nbytes, ctypes.addressof(room))
+            for tensor, room in zip(previous, values_of, strict=True)
+        )
+    )
+    storages = (_Pages * len(guarded.copies))(*((copy.middle, copy.room) for copy in guarded.copies.values()))
     launch = _Launch(
         entry.call,
         addresses,
@@ -123,6 +156,10 @@ def run(
         -1 if lazy is None else lazy,
         arithmetic == "hopper",
         resident,
+        ctypes.addressof(written),
+        len(written),
+        ctypes.addressof(storages),
+        len(storages),
     )
     with _running:
         failed = build.core().octile_emulate(ctypes.byref(launch))

@@ -65,10 +65,10 @@ class _Copy:
     def __init__(self, source: int, size: int) -> None:
         page = mmap.PAGESIZE
         room = -(-(size + ALIGNMENT) // page) * page
-        self.size, self.length = size, room + 2 * INACCESSIBLE
+        self.size, self.room, self.length = size, room, room + 2 * INACCESSIBLE
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         self.low = _libc.mmap(None, self.length, 0, flags, -1, 0)
-        middle = self.low + INACCESSIBLE
+        self.middle = middle = self.low + INACCESSIBLE
         if self.low == MAP_FAILED or _libc.mprotect(middle, room, mmap.PROT_READ | mmap.PROT_WRITE):
             raise OSError(ctypes.get_errno(), f"no memory for a copy of {size} bytes")
         self.start = (middle + room - size) // ALIGNMENT * ALIGNMENT

@@ -195,6 +195,50 @@ def test_an_address_inside_of_the_given_memory_is_redirected() -> None:
     assert data.tolist() == [0] * 19 + [1]
 
 
+DEPENDENT = """
+#include "ptx.cuh"
+extern "C" __global__ void dependent(const int* from, int* to, int fault) {
+    const int own = blockIdx.x * blockDim.x + threadIdx.x;
+    const int early = from[own];
+    if (fault == 1) to[own] = 0;
+    if (fault == 2 && own == 100) return;
+    ptx::wait_for_previous();
+    to[own] = fault == 3 ? early : from[own];
+}
+"""
+
+
+def depend(fault: int, seed: int, previous: bool = True) -> list[int]:
+    """Copy the numbers 0 … 127, which the previous kernel writes."""
+    numbers, copied = torch.arange(128, dtype=torch.int32), torch.zeros(128, dtype=torch.int32)
+    emulator.run(
+        "dependent", {}, grid=4, threads=32, shared_bytes=0, headers={"dependent.cu": DEPENDENT}, seed=seed,
+        arguments=[numbers, copied, fault], previous=[numbers] if previous else [],
+    )  # fmt: skip
+    assert numbers.tolist() == [*range(128)]
+    return copied.tolist()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_the_previous_kernel_writes_is_there_after_waiting_for_it(seed: int) -> None:
+    assert depend(0, seed) == [*range(128)]
+    assert depend(3, seed) == [-1] * 128
+    assert depend(3, seed, previous=False) == [*range(128)]
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (1, "writes to global memory before wait_for_previous"),
+        (2, "block 3, warp 0, lane 4: ends without wait_for_previous"),
+    ],
+)
+def test_a_kernel_that_does_not_wait_for_the_previous_one_is_found(fault: int, message: str) -> None:
+    with pytest.raises(EmulatorError, match=message):
+        depend(fault, 0)
+    depend(fault, 0, previous=False)
+
+
 def test_a_busy_loop_is_ended() -> None:
     spin = 'extern "C" __global__ void spin(volatile int* flag) { while (!*flag) {} }\n'
     flag = torch.zeros(1, dtype=torch.int32)

@@ -152,6 +152,7 @@ static void run_clusters(const uint32_t* indices, size_t clusters) {
         block->cluster_barrier = &machine.cluster_barriers[cluster];
         machine.blocks.push_back(std::move(block));
     }
+    begin_previous();
     run();
     for (size_t i = 0; i < count; ++i) check_guards(machine.blocks[i].get(), stack(i));
 }
@@ -193,6 +194,7 @@ static void on_signal(int signal, siginfo_t* info, void*) {
         return;
     }
     machine.launch.fault = reinterpret_cast<uint64_t>(info->si_addr);
+    if (is_protected(info->si_addr)) fail("writes to global memory before wait_for_previous");
     fail("invalid access to memory at %p", info->si_addr);
 }
 
@@ -216,6 +218,8 @@ extern "C" int octile_emulate(Launch* launch) {
     for (int i = 0; i < 8; ++i) random_below(2);
     machine.tendencies = tendencies_of(*launch);
     machine.switches = machine.progress = last_tick = 0;
+    machine.previous_ended = true;
+    machine.previous_waiters.clear();
 
     emulating = pthread_self();
     static uint8_t signal_stack[64 << 10];

@@ -79,10 +79,11 @@ struct Warpgroup {
     Threads waiters;
 };
 
-// 16 bytes that cp.async copies to shared memory; from nowhere: zeros.
+// 16 bytes that cp.async copies to shared memory; from nowhere: `value`, zeros or what it has read already.
 struct Piece {
     uint8_t* to;
     const void* from;
+    uint4 value;
 };
 
 // Bytes that a thread copies for itself to shared memory, in groups that it waits for.
@@ -112,6 +113,7 @@ struct Thread : Place {
     std::vector<OwnPiece> own_pieces;  // since the last group
     std::deque<std::vector<OwnPiece>> own_groups;
 
+    bool has_waited = false;  // for the previous kernel
     bool fenced = false;  // wgmma_fence since its registers were last its own
     size_t issued = 0, commits = 0;
     struct Accumulator {
@@ -136,6 +138,19 @@ struct Block {
     Threads register_waiters;
 };
 
+// Memory that the previous kernel writes, and what it has written when it has ended.
+struct Written {
+    uint8_t* start;
+    uint64_t bytes;
+    uint8_t* values;
+};
+
+// The memory of a tensor's storage: whole pages.
+struct Pages {
+    void* start;
+    uint64_t bytes;
+};
+
 // The arguments of a launch, in the order of the ctypes structure in __init__.py.
 struct Launch {
     void (*call)(void** arguments);
@@ -145,6 +160,10 @@ struct Launch {
     int32_t lazy;      // 1: copies and wgmmas as late as allowed, 0: as early, −1: the seed decides
     int32_t hopper;    // sums as Hopper's tensor core computes them
     int32_t resident;  // all blocks run at the same time
+    const Written* written;  // by the previous kernel, which ends while this one waits for it
+    uint64_t n_written;
+    const Pages* storages;  // not to be written before
+    uint64_t n_storages;
     uint64_t switches;
     uint64_t fault;  // the address of an invalid access
     char message[8192];
@@ -169,6 +188,8 @@ struct Machine {
     void* scheduler;              // its stack pointer
     uint64_t switches, progress;  // progress: the switch at which something last happened
     uint32_t live;
+    bool previous_ended;
+    Threads previous_waiters;
 };
 extern Machine machine;
 
@@ -190,6 +211,9 @@ void check_lacks_arrival(const Block* block, const MbarrierState& barrier);
 void complete_phase(Block* block, MbarrierState& barrier);
 void complete_tx(Block* block, MbarrierState& barrier, uint32_t bytes);
 void advance_copy(size_t index);
+void begin_previous();
+void end_previous();
+bool is_protected(const void* address);
 void check_exit(Thread* thread);
 void check_block_exit(Block* block);
 

@@ -104,6 +104,10 @@ void run() {
         for (auto& thread : block->threads) machine.ready.push_back(thread.get()), ++machine.live;
     while (machine.live) {
         const size_t copies = machine.copies.size();
+        // the previous kernel ends as late as it can, so that all that is read too early is wrong
+        if (machine.ready.empty() && !machine.previous_waiters.empty() &&
+            !(copies && chance(machine.tendencies.copy_early)))
+            end_previous();
         if (copies && (machine.ready.empty() || chance(machine.tendencies.copy_early)))
             advance_copy(random_below(copies));
         if (machine.ready.empty()) {

@@ -105,12 +105,7 @@ struct Copy {
     }
 
     void land_pieces() {
-        for (const Piece& piece : copied) {
-            if (piece.from)
-                memcpy(piece.to, piece.from, 16);
-            else
-                memset(piece.to, 0, 16);
-        }
+        for (const Piece& piece : copied) memcpy(piece.to, piece.from ? piece.from : &piece.value, 16);
         --barrier->in_flight;
         --barrier->pending;
         complete_phase(block, *barrier);
@@ -253,7 +248,10 @@ void cp_async_16(void* to, const void* from, bool reads) {
         fail("cp.async copies 16 bytes from and to addresses that are multiples of 16");
     memset(start, 0xFF, 16);
     memset(block->async + (start - block->shared), 0xFF, 16);
-    me()->pieces.push_back({start, reads ? from : nullptr});
+    if (reads && !chance(machine.tendencies.copy_early))
+        me()->pieces.push_back({start, from, {}});
+    else
+        me()->pieces.push_back({start, nullptr, reads ? *static_cast<const uint4*>(from) : uint4{}});
 }
 
 void arrive_after_copies(uint64_t& state) {
@@ -338,6 +336,7 @@ void bulk_wait_group_read(int groups) {
 
 // Shared memory is released when the block ends: no copy may still read or write it.
 void check_exit(Thread* thread) {
+    if (machine.launch.n_written && !thread->has_waited) fail("ends without wait_for_previous");
     if (!thread->open_group.empty()) fail("ends with stores that were not committed");
     if (!thread->pieces.empty()) fail("ends with copies by cp.async for which it did not arrive");
     if (!thread->own_pieces.empty()) fail("ends with copies by cp.async that were not committed");

@@ -22,6 +22,7 @@ struct Fragments {
 void mma(const Fragments& of_lane, bool bfloat16);
 void store_cluster(uint32_t to, uint32_t value);
 void cluster_sync();
+void wait_for_previous();
 void setmaxnreg(int registers, bool decrease);
 void mbarrier_init(uint64_t& barrier, uint32_t count);
 void mbarrier_arrive(uint64_t& barrier, uint32_t rank, uint32_t bytes);
@@ -152,7 +153,7 @@ void wgmma_wait_group() {
 inline void warpgroup_fence_operand(float& value) {}
 
 inline void launch_dependents() {}
-inline void wait_for_previous() {}
+inline void wait_for_previous() { emulator::wait_for_previous(); }
 inline uint4 load_weight_16(const void* from) {
     if (reinterpret_cast<uintptr_t>(from) % 16) emulator::fail("load_weight_16: the address is not 16-byte aligned");
     return *static_cast<const uint4*>(from);

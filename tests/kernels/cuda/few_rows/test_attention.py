@@ -8,6 +8,7 @@ from torch import Tensor
 
 from octile.kernels.cuda.few_rows import attention as launcher
 from octile.ops import few_rows as operators
+from octile.ops.latent_cache import PAGE
 from tests.ops import few_rows
 from tests.ops.paged_caches import new_cache
 from tools import emulator
@@ -33,6 +34,7 @@ def write(arguments: tuple[Tensor, ...], slots: Tensor, cache: Tensor) -> Tensor
             q, q.stride(0), kv, kv.stride(0), w_k, norm_weight, 1e-6, cos, sin, slots, cache, 64 * len(cache), out,
             n_heads,
         ],
+        previous=[q, kv, cos, sin, slots],
     )  # fmt: skip
     return out
 
@@ -56,7 +58,15 @@ def test_a_slot_beyond_the_cache_is_not_written():
     assert not cache.any()
 
 
-def attend(q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, w_v: Tensor, seed: int = 0) -> Tensor:
+def newest_rows(cache: Tensor, pages: Tensor, lengths: Tensor) -> list[Tensor]:
+    """Return the rows of the last 8 positions, which the kernel before the attention may write."""
+    texts = zip(pages.tolist(), lengths.tolist(), strict=True)
+    return [cache[of[at // PAGE], at % PAGE] for of, length in texts for at in range(max(length - 8, 0), length)]
+
+
+def attend(
+    q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, w_v: Tensor, seed: int = 0, lazy: bool | None = None
+) -> Tensor:
     (m, n_heads, _), values = q.shape, w_v.shape[1]
     splits = launcher.splits_of(m)
     partial, lse = torch.full((m, splits, n_heads, 512), math.nan), torch.full((m, splits, n_heads), math.nan)
@@ -68,7 +78,9 @@ def attend(q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, w_v: Tensor
         threads=256,
         shared_bytes=of_attention["shared_bytes"],
         arguments=[q, cache, pages, pages.stride(0), lengths, 1, partial, lse, SCALE, n_heads, splits],
+        previous=[q, *newest_rows(cache, pages, lengths)],
         seed=seed,
+        lazy=lazy,
     )
     out = torch.full((m, n_heads * values), math.nan, dtype=torch.bfloat16)
     emulator.run(
@@ -79,6 +91,7 @@ def attend(q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, w_v: Tensor
         threads=256,
         shared_bytes=of_merge["shared_bytes"],
         arguments=[partial, lse, lengths, 1, w_v, out, n_heads, splits],
+        previous=[partial, lse],
         seed=seed,
     )
     return out
@@ -100,6 +113,13 @@ def test_attention(lengths: list[int], n_heads: int, values: int):
     found, expected = attend(*arguments), operators._values(*arguments, SCALE)
     assert few_rows.close(found, expected)
     assert not found[torch.tensor(lengths) == 0].any()
+
+
+@emulated
+@pytest.mark.parametrize("lazy", [True, False])
+def test_the_last_8_positions_are_read_after_the_kernel_before(lazy: bool):
+    arguments = few_rows.paged([40, 33, 8, 199], 2)
+    assert few_rows.close(attend(*arguments, lazy=lazy), operators._values(*arguments, SCALE))
 
 
 @emulated

@@ -37,6 +37,7 @@ def multiply(
             x, x.stride(0), 0 if norm_weight is None else norm_weight, eps, weight, scale, 0 if add is None else add,
             0 if add is None else add.stride(0), y, n,
         ],
+        previous=[t for t in (x, add) if t is not None and t.is_contiguous()],
         seed=seed,
     )  # fmt: skip
     return y

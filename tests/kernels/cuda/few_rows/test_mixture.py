@@ -1,5 +1,6 @@
 """The kernels of a mixture of few rows in the emulator, compared with the operator's reference."""
 
+import ctypes
 import math
 import struct
 from collections.abc import Callable
@@ -22,6 +23,23 @@ from tools.emulator import build
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="the emulator needs a C++ compiler")
 
 
+def bytes_at(address: int, count: int) -> Tensor:
+    return torch.frombuffer((ctypes.c_uint8 * count).from_address(address), dtype=torch.uint8)
+
+
+def written_before(plan: mixture.Plan, values: tuple[Any, ...]) -> list[Tensor]:
+    """Return what the kernel before one of a mixture writes: x, quantized rows and routes, or activations."""
+    c = plan.constants
+    if plan.kernel == "mixture_gate":
+        return [bytes_at(values[0], 2 * c["rows"] * c["columns"])]
+    rows, max_count = values[-2:]
+    if plan.kernel == "mixture_up":
+        of_scale = c["columns"] // TILE[1] * 4 * (-(-rows // 4) * 4)
+        sizes = rows * c["columns"], of_scale, mixture.ROUTES_BYTES + mixture.ROUTE_BYTES * max_count
+        return list(map(bytes_at, values[:3], sizes))
+    return [bytes_at(values[1], 4 * rows * (c["chosen"] * c["intermediate"] + c["shared_intermediate"]))]
+
+
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launch the kernels in the emulator, on a GPU of three SMs."""
@@ -40,6 +58,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
                 threads=threads,
                 shared_bytes=constants["shared_bytes"],
                 arguments=values,
+                previous=written_before(self.plan, values),
                 seed=grid,
             )
 
@@ -151,7 +170,7 @@ def test_extreme_values_stay_in_their_row(value: float) -> None:
     assert_close(of, x)
 
 
-def run_alone(plan: mixture.Plan, *arguments: emulator.Argument) -> None:
+def run_alone(plan: mixture.Plan, previous: Tensor, *arguments: emulator.Argument) -> None:
     kernel, constants, grid, cluster, threads = plan
     emulator.run(
         kernel,
@@ -161,6 +180,7 @@ def run_alone(plan: mixture.Plan, *arguments: emulator.Argument) -> None:
         threads=threads,
         shared_bytes=constants["shared_bytes"],
         arguments=arguments,
+        previous=[previous],
     )
 
 
@@ -172,7 +192,7 @@ def test_bits_of_the_quantized_rows() -> None:
     experts, routes = torch.zeros(3, 3, dtype=torch.int64), torch.zeros(mixture.routes_bytes(3, 3, 16)).byte()
     choice = mixture.choice_constants(16, *of.choice[:-1], False)
     run_alone(
-        mixture.plan_gate(3, 256, torch.float32, torch.float32, choice, False),
+        mixture.plan_gate(3, 256, torch.float32, torch.float32, choice, False), x,
         x, norm_weight, of.gate, 0, data, scale, routes, experts, 0.0, 1 / 256, 1.0, 0.0,
     )  # fmt: skip
     expected, expected_scale = quantize(x * norm_weight, *TILE, "e4m3", False)
@@ -186,7 +206,7 @@ def test_bits_of_the_quantized_activations() -> None:
     route = struct.pack("<4i i8Bi 8f", 1, 0, 0, 0, 0, *[0] * 2, *[255] * 6, 0, *[1.0] * 8)
     weight, scale = torch.eye(128).to(torch.float8_e4m3fn), torch.ones(1)
     run_alone(
-        mixture.plan_down(2, 128, 128, 0, 1, 1, False),
+        mixture.plan_down(2, 128, 128, 0, 1, 1, False), h,
         x, h, torch.frombuffer(bytearray(route), dtype=torch.uint8), weight, scale, 0, 0, 2, 1,
     )  # fmt: skip
     expected = dequantize(*quantize(h, *TILE, "e4m3", False), *TILE, torch.float32)
