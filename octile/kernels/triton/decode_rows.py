@@ -78,7 +78,7 @@ def launch_place(
         place_tokens[(len(out), DECODE_ROWS["splits"])](
             words(rows), scales, experts, None, count, first, words(out.view(-1, out.shape[2])), out_scale,
             *out_scale.stride(), None, entries, counts, out.shape[1], *_counters(peers), sent,
-            **_place_sizes(rows, scales, count, peers), K=experts.shape[1], SORTED=False,
+            **_place_sizes(rows, scales, count), K=experts.shape[1], SORTED=False,
         )  # fmt: skip
 
 
@@ -101,7 +101,7 @@ def launch_sort(
         place_tokens[(len(offs), DECODE_ROWS["splits"])](
             words(rows), scales, experts, weights, count, first, words(out), out_scale, 0,
             *((0, 0) if out_scale is None else out_scale.stride()), out_weights, entries, offs, count,
-            *_counters(peers), sent, **_place_sizes(rows, scales, count, peers), K=experts.shape[1], SORTED=True,
+            *_counters(peers), sent, **_place_sizes(rows, scales, count), K=experts.shape[1], SORTED=True,
         )  # fmt: skip
 
 
@@ -149,7 +149,7 @@ def launch_sum(
     with torch.cuda.device_of(to):
         sum_results[(max(tokens, 1), triton.cdiv(d, cols))](  # also a rank without tokens counts what has come
             results, add, *((0, 0) if add is None else add.stride()), weights, to, tokens, d, *_counters(peers),
-            returned, K=n_chosen, ADDS_TO=adds_to, COLS=cols, RANKS=triton.next_power_of_2(len(peers.flags)),
+            returned, K=n_chosen, ADDS_TO=adds_to, COLS=cols,
             num_warps=cols // UNPERMUTE["cols_per_warp"], **EXACT,
         )  # fmt: skip
 
@@ -159,11 +159,10 @@ def _counters(peers: Peers) -> tuple[Tensor, Tensor, int, int]:
     return peers.flags, peers.barriers, peers.rank, len(peers.flags)
 
 
-def _place_sizes(rows: Tensor, scales: Tensor | None, count: int, peers: Peers) -> dict[str, int]:
+def _place_sizes(rows: Tensor, scales: Tensor | None, count: int) -> dict[str, int]:
     """Return what programs have in common that find an expert's among `count` entries."""
     found, entries = sizes(rows, scales, DECODE_ROWS), triton.next_power_of_2(count)
-    warps, ranks = max(found["num_warps"], entries // ENTRIES_PER_WARP), triton.next_power_of_2(len(peers.flags))
-    return found | {"ENTRIES": entries, "RANKS": ranks, "num_warps": warps}
+    return found | {"ENTRIES": entries, "num_warps": max(found["num_warps"], entries // ENTRIES_PER_WARP)}
 
 
 def _row_sizes(x: Tensor, scale: Tensor | None) -> dict[str, int]:
@@ -222,10 +221,10 @@ def place_tokens(
     rows, scales, experts, weights, COUNT, first_expert, out, out_scale, out_scale_group, out_scale_row, out_scale_col,
     out_weights, entries, ends, M, flags, barriers, rank, W, sent,
     WORDS: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr, TILES: tl.constexpr,
-    SCALES: tl.constexpr, K: tl.constexpr, ENTRIES: tl.constexpr, RANKS: tl.constexpr, SORTED: tl.constexpr,
+    SCALES: tl.constexpr, K: tl.constexpr, ENTRIES: tl.constexpr, SORTED: tl.constexpr,
 ):  # fmt: skip
     """A program finds the tokens of an expert, and copies a part of their rows."""
-    passed = _wait(flags, barriers, rank, W, sent, RANKS)
+    passed = _wait(flags, barriers, rank, W, sent)
     group = tl.program_id(0).to(tl.int64)
     index, col, tile = tl.arange(0, ENTRIES), tl.arange(0, COLS), tl.arange(0, SCALES)
     of = tl.load(experts + index, mask=index < COUNT, other=-1) - first_expert
@@ -288,10 +287,10 @@ def return_results(
 @triton.jit(do_not_specialize=["T", "rank", "W", "returned"])
 def sum_results(
     results, add, add_row, add_col, weights, to, T, D, flags, barriers, rank, W, returned,
-    K: tl.constexpr, ADDS_TO: tl.constexpr, COLS: tl.constexpr, RANKS: tl.constexpr,
+    K: tl.constexpr, ADDS_TO: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """A program sums COLS columns of a token."""
-    passed = _wait(flags, barriers, rank, W, returned, RANKS)
+    passed = _wait(flags, barriers, rank, W, returned)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLS + tl.arange(0, COLS).to(tl.int64)
     inside = column < tl.where(token < T, D, 0)
@@ -312,15 +311,13 @@ def sum_results(
 
 
 @triton.jit
-def _wait(flags, barriers, rank, W, count, RANKS: tl.constexpr):
+def _wait(flags, barriers, rank, W, count):
     """Wait until all ranks' programs have added `count` to their counters here; return what those then are at least."""
     passed = tl.load(barriers) + count
-    peer = tl.arange(0, RANKS)
-    counter = tl.load(flags + rank).to(tl.pointer_type(tl.int32)) + peer
-    missing = 1
-    while missing > 0:
-        come = tl.atomic_add(counter, 0, mask=peer < W, sem="acquire", scope="sys")
-        missing = tl.max(tl.where(peer < W, passed - come, 0), axis=0)
+    own = tl.load(flags + rank).to(tl.pointer_type(tl.int32))
+    for peer in range(W):
+        while tl.atomic_add(own + peer, 0, sem="acquire", scope="sys") - passed < 0:
+            pass
     return passed
 
 
