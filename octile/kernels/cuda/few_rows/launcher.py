@@ -66,7 +66,7 @@ def few_rows_nt(
         constants = plan(m, k, None if norm_weight is None else norm_weight.dtype, power_of_2, add is not None)
         prepared = _prepared[key] = prepare("few_rows_nt", constants, -(-n // TILE_ROWS), x.device)
     prepared.launch_at(
-        (x.data_ptr(), x.stride(0), _pointer(norm_weight), eps, weight.data_ptr(), scale.data_ptr(), _pointer(add),
+        (x.data_ptr(), x.stride(0), pointer(norm_weight), eps, weight.data_ptr(), scale.data_ptr(), pointer(add),
          0 if add is None else add.stride(0), y.data_ptr(), n)
     )()  # fmt: skip
     return y
@@ -100,5 +100,6 @@ def prepare(
     return PreparedKernel(kernel, grid, cluster, THREADS, int(constants["shared_bytes"]), programmatic=True)
 
 
-def _pointer(t: Tensor | None) -> int:
+def pointer(t: Tensor | None) -> int:
+    """Return the address of an operand, or 0 for none."""
     return 0 if t is None else t.data_ptr()

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from octile.kernels.cuda.few_rows.launcher import MAX_KEYS, MAX_ROWS, pointer
 from octile.kernels.cuda.gemm import num_sms, request
 from octile.kernels.cuda.gemm.config import SHARED_BYTES
 from octile.kernels.cuda.jit import specialize
@@ -24,12 +25,11 @@ from octile.kernels.cuda.quantize.launcher import DTYPES
 from octile.kernels.memory_layout import VECTOR, new_scale
 from octile.routing import EPS
 
-MAX_ROWS, MAX_EXPERTS, MAX_CHOSEN, MAX_GROUPS = 8, 256, 32, 32
+MAX_EXPERTS, MAX_CHOSEN, MAX_GROUPS = 256, 32, 32
 SIDE, STAGE_BYTES, ROW_PADDING = 128, 32 * (4 * 16 + 2 * 4), 64  # as in weight_rows.cuh and the kernels
 ROUTES_BYTES, ROUTE_BYTES = 16, 48  # of struct Routes without its routes, and of a Route
 GATE_CLUSTER, GATE_WARPS, UP_WARPS, DOWN_WARPS, DOWN_COLUMNS = 8, 8, 12, 8, 16
 MIN_DEPTH, MAX_DEPTH = 2, 6  # k-blocks of a warp in flight
-MAX_KEYS = 1024
 
 Choice = tuple[int, int, int, int, str, bool, float]  # as `octile.ops.gate.gate` takes it, from n_chosen on
 Weights = tuple[Tensor, Tensor, Tensor, Tensor]  # up and its scale, down and its scale
@@ -191,10 +191,10 @@ def launch(
     routes = x.new_empty(routes_bytes(t, n_chosen, n_experts), dtype=torch.uint8)
     h = x.new_empty(t, n_chosen * hidden + shared_hidden, dtype=torch.float32)
     chosen = x.new_empty(t, n_chosen, dtype=torch.int64)
-    up, up_scale, down, down_scale = map(_pointer, experts)
-    shared_up, shared_up_scale, shared_down, shared_down_scale = map(_pointer, shared)
+    up, up_scale, down, down_scale = map(pointer, experts)
+    shared_up, shared_up_scale, shared_down, shared_down_scale = map(pointer, shared)
     rows, quantized, listed = x.data_ptr(), (data.data_ptr(), scale.data_ptr()), routes.data_ptr()
-    read = rows, norm_weight.data_ptr(), gate.data_ptr(), _pointer(bias)
+    read = rows, norm_weight.data_ptr(), gate.data_ptr(), pointer(bias)
     numbers = eps, 1.0 / d, factor, EPS
     kernels[0].launch_at((*read, *quantized, listed, chosen.data_ptr(), *numbers))()
     counts = t, max_routes(t, n_chosen, n_experts)
@@ -228,7 +228,3 @@ def load(plan: Plan, device: torch.device) -> PreparedKernel:
 
 def _aligned(n: int, to: int = VECTOR) -> int:
     return -(-n // to) * to
-
-
-def _pointer(t: Tensor | None) -> int:
-    return 0 if t is None else t.data_ptr()

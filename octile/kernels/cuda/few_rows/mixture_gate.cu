@@ -8,7 +8,6 @@
 // NOTES
 // - The first vectors of the gate's weight are loaded before what the rows depend on has run.
 #include "choice.cuh"
-#include "tile.cuh"
 
 constexpr int units = config::units, gate_warps = config::warps, gate_threads = 32 * gate_warps;
 constexpr int dtype = config::dtype, num_rows = config::rows, columns_k = config::columns;
