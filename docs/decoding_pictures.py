@@ -3,8 +3,7 @@
     python docs/decoding_pictures.py
 
 They are written to docs/images/. The roofline and the form's bytes are computed, the points and the steps are read from
-benchmarks/. The points are what `octile bench attention --json NAME.json` wrote on an H200, and the whole steps what
-`octile bench serve --run RUN --json NAME.json` wrote there.
+benchmarks/. The points are what `octile bench attention --json NAME.json` wrote on an H200.
 """
 
 import json
@@ -16,13 +15,12 @@ import numpy as np
 from matplotlib.figure import Figure
 from pictures import drawn, write
 
-from octile.bench.goals import BF16_WEIGHTS, ROOFLINE, V2_LITE, decode_case
 from octile.report.page import format_count
 from octile.report.style import COLOR, style_axes
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 RECORD = BENCHMARKS / "results" / "h200_attention.json"
-SERVE_RECORD = BENCHMARKS / "results" / "h200_serve.json"
+WHOLE_STEPS = BENCHMARKS / "history" / "serve" / "whole_steps.json"
 STEPS = BENCHMARKS / "history" / "mla-decode" / "steps.json"
 PEAK, BANDWIDTH = 989e12, 4.8e12  # an H200's, by its data sheet: dense BF16 FLOP/s, bytes/s
 LATENT, ROTARY, HEAD = 512, 64, 128  # channels of a latent, of a rotary key, and of a head's key without it or value
@@ -44,8 +42,7 @@ def main() -> None:
     write("decode_roofline", drawn("decode_roofline", 440, draw_roofline))
     write("decode_split_kv", drawn("decode_split_kv", 400, draw_split_kv))
     write("decode_steps", drawn("decode_steps", 430, draw_steps))
-    if any(row["what"] == ROOFLINE for row in json.loads(SERVE_RECORD.read_text(encoding="utf-8"))["rows"]):
-        write("decode_whole_step", drawn("decode_whole_step", 420, draw_whole_steps))
+    write("decode_whole_step", drawn("decode_whole_step", 420, draw_whole_steps))
 
 
 def absorbed_flops(heads: int) -> int:
@@ -146,34 +143,29 @@ def draw_steps(figure: Figure) -> None:
 
 def draw_whole_steps(figure: Figure) -> None:
     """Draw the time of each kind of bytes of whole steps at the published bandwidth, and the measured time."""
-    rows = json.loads(SERVE_RECORD.read_text(encoding="utf-8"))["rows"]
-    found = {(row["case"], row["what"]): row["value"] for row in rows}
-    panels = figure.subplots(3, 1)
-    for axes, batch in zip(panels, (1, 32, 256), strict=True):
-        style_axes(axes, "ms" if batch == 256 else None, f"a step of {format_count(batch, 'text')}")
+    steps = json.loads(WHOLE_STEPS.read_text(encoding="utf-8"))
+    batches = list(dict.fromkeys(step["texts"] for step in steps))
+    panels = figure.subplots(len(batches), 1)
+    for axes, batch in zip(panels, batches, strict=True):
+        of_batch = [step for step in steps if step["texts"] == batch]
+        style_axes(axes, "ms" if batch == batches[-1] else None, f"a step of {format_count(batch, 'text')}")
         axes.set_axisbelow(True)
         axes.grid(axis="y", visible=False)
-        axes.set_yticks(range(2), ["FP8 weights", "BF16 weights"])
-        axes.set_ylim(1.6, -0.6)
-        steps = []
-        for line, weights in enumerate(("", f", {BF16_WEIGHTS}")):
-            case = decode_case(f"{V2_LITE}{weights}", batch)
-            total, of_experts, of_cache = (
-                found[case, what] * 1e12 / BANDWIDTH for what in ("bytes", "bytes of routed experts", "bytes of cache")
-            )
-            left = 0.0
-            for name, color, ms in (
-                ("experts", "blue", of_experts),
-                ("other weights", "vermilion", total - of_experts - of_cache),
-                ("cache", "green", of_cache),
+        axes.set_yticks(range(len(of_batch)), [f"{step['weights']} weights" for step in of_batch])
+        axes.set_ylim(len(of_batch) - 0.4, -0.6)
+        for line, step in enumerate(of_batch):
+            others = step["bytes"] - step["experts"] - step["cache"]
+            left, ms = 0.0, step["ms"]
+            for name, color, moved in (
+                ("experts", "blue", step["experts"]),
+                ("other weights", "vermilion", others),
+                ("cache", "green", step["cache"]),
             ):
-                axes.barh(line, ms, left=left, height=0.6, color=COLOR[color], label=name)
-                left += ms
-            steps.append(found[case, "step"])
-            axes.barh(line, steps[-1] - left, left=left, height=0.6, color="none", edgecolor=COLOR["muted"])
-            share = f"{steps[-1]:.3g} ms: {found[case, ROOFLINE]:.0f}%"
-            axes.annotate(share, (steps[-1], line), (4, 0), textcoords="offset points", va="center")
-        axes.set_xlim(0, 1.2 * max(steps))
+                axes.barh(line, 1e3 * moved / BANDWIDTH, left=left, height=0.6, color=COLOR[color], label=name)
+                left += 1e3 * moved / BANDWIDTH
+            axes.barh(line, ms - left, left=left, height=0.6, color="none", edgecolor=COLOR["muted"])
+            axes.annotate(f"{ms:.3g} ms: {left / ms:.0%}", (ms, line), (4, 0), textcoords="offset points", va="center")
+        axes.set_xlim(0, 1.2 * max(step["ms"] for step in of_batch))
     handles, names = panels[0].get_legend_handles_labels()
     panels[0].legend(handles[:3], names[:3], ncols=3, loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
 

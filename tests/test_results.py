@@ -65,6 +65,18 @@ def test_serving_on_an_h200():
     assert all(f" | {ratio:.2f}× |" in page("docs/results.md") for ratio in drafts)
 
 
+def test_whole_decode_steps_and_their_rooflines():
+    steps = record(ROOT / "benchmarks" / "history" / "serve" / "whole_steps.json")
+    for fp8, bf16 in zip(steps[::2], steps[1::2], strict=True):
+        cells = []
+        for step in (fp8, bf16):
+            roofline = step["bytes"] / 4.8e9
+            cells.append(f"{roofline:.2f} ms | {step['ms']:.2f} ms, {roofline / step['ms']:.0%}")
+        assert f"| {fp8['texts']} | {' | '.join(cells)} |" in page("docs/mla_decoding.md")
+        if fp8["texts"] > 1:
+            assert f"{bf16['ms'] / fp8['ms']:.2f}" in page("docs/mla_decoding.md")
+
+
 def test_the_default_run():
     lines = [json.loads(line) for line in (ROOT / "experiments/tiny/run/metrics.jsonl").read_text().splitlines()]
     first = next(line["main_loss"] for line in lines if "loss" in line)
