@@ -148,6 +148,7 @@ COMPILED_ON_CPU = (  # bit for bit the reference
     "adamw", "quantize", "dequantize", "quantize_rows_and_columns", "quantize_joined_rows_and_columns",
     "requantize_transposed", "swiglu_backward_quantize",
 )  # fmt: skip
+BLOCKS_OF_32 = "GEMMs in blocks of 32 (mxfp8) are emulated in FP16"
 GEMMS_ON_CPU = (  # E4M3 operands, where the processor multiplies BF16
     "matmul_nt", "matmul_nt_out", "grouped_matmul_nt", "grouped_matmul_nt_out", "grouped_wgrad", "grouped_wgrad_out",
 )  # fmt: skip
@@ -279,7 +280,8 @@ def choices() -> dict[str, tuple[str, str]]:
     why_not_hopper = request.why_not_on(torch.device("cuda"))
     if why_not_hopper is None:
         for operator, supported in SUPPORTED_BY_HOPPER.items():
-            chosen[operator] = "CUDA C++", f"for {supported}; Triton's for others"
+            others = f"Triton's for others, of which {BLOCKS_OF_32}" if operator in GEMMS else "Triton's for others"
+            chosen[operator] = "CUDA C++", f"for {supported}; {others}"
         for operator, (_, supported) in HOPPER_OR_TORCH.items():
             chosen[operator] = "CUDA C++", f"for {supported}; torch computes others"
         return chosen
@@ -313,7 +315,7 @@ def _choices_on_cpu() -> dict[str, tuple[str, str]]:
 def _triton_gemms(sm: str) -> str:
     if torch.cuda.get_device_capability() < (8, 9):
         return f"{sm} has no FP8 tensor cores: operands are converted to FP16, exactly"
-    return f"{sm} multiplies FP8, and Triton promotes to FP32 every 128 along K; blocks of 32 are emulated in FP16"
+    return f"{sm} multiplies FP8, and Triton promotes to FP32 every 128 along K; {BLOCKS_OF_32}"
 
 
 def _all(kernel: str, why: str) -> dict[str, tuple[str, str]]:

@@ -368,12 +368,12 @@ OF_FOUR = [
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return Outcomes(tmp_path_factory, "tensor-parallel", WORKS)
+    return Outcomes(tmp_path_factory, "serving-tensor-parallel", WORKS)
 
 
 @pytest.fixture(scope="module")
 def outcomes_of_four(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return Outcomes(tmp_path_factory, "tensor-parallel-in-groups", OF_FOUR, ranks=4)
+    return Outcomes(tmp_path_factory, "serving-tensor-parallel-in-groups", OF_FOUR, ranks=4)
 
 
 @pytest.mark.parametrize("work", WORKS, ids=lambda work: work.__name__)

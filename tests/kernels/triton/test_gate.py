@@ -36,15 +36,21 @@ def _assert_close(found: Tensor, expected: Tensor) -> None:
 @every_setting
 @pytest.mark.parametrize("t", [0, 1, T])
 @pytest.mark.parametrize("bias_dtype", [None, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("programs", [1, launch_config.GATE_PROGRAMS], ids=["several tokens of a program", "one"])
-def test_choice_and_weights(
-    settings: tuple[Any, ...], t: int, bias_dtype: torch.dtype | None, programs: int, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(launch_config, "GATE_PROGRAMS", programs)
+def test_choice_and_weights(settings: tuple[Any, ...], t: int, bias_dtype: torch.dtype | None):
     logits, bias = _logits(t), None if bias_dtype is None else torch.linspace(-0.3, 0.4, E).to(bias_dtype)
     weights, experts, same = kernel.launch(logits, bias, *settings, E)
     expected_weights, expected_experts = route(logits, bias, *settings)
     assert same is logits
+    assert torch.equal(experts, expected_experts)
+    _assert_close(weights, expected_weights)
+
+
+@every_setting
+def test_a_program_chooses_for_several_tokens(settings: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(launch_config, "GATE_PROGRAMS", 1)
+    logits = _logits(T)
+    weights, experts, _ = kernel.launch(logits, None, *settings, E)
+    expected_weights, expected_experts = route(logits, None, *settings)
     assert torch.equal(experts, expected_experts)
     _assert_close(weights, expected_weights)
 

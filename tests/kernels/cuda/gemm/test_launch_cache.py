@@ -207,8 +207,16 @@ def outcome(spec: Spec, launches: list[Any]) -> Any:
     returned = None if out is None else (out.shape, out.stride(), out.dtype)
     if launches == ["Triton"]:
         return "Triton"
-    ((problem, constants, (*shape, arguments, stream)),) = launches
-    return problem, constants, shape, [_without_address(argument) for argument in arguments], stream, returned
+    ((problem, constants, (*shape, arguments, stream, programmatic)),) = launches
+    return (
+        problem,
+        constants,
+        shape,
+        [_without_address(argument) for argument in arguments],
+        stream,
+        programmatic,
+        returned,
+    )
 
 
 def _without_address(argument: Any) -> Any:

@@ -81,7 +81,7 @@ def test_another_stream_is_another_launch(kernel: FakeKernel, monkeypatch):
     for stream in (7, 8, 7):
         kernel.stream = stream
         launch_cache.launch(p)
-    assert [arguments[-1] for arguments in kernel.launches] == [7, 8, 7]
+    assert [arguments[5] for arguments in kernel.launches] == [7, 8, 7]
     assert kernel.made == 2
 
 
@@ -166,7 +166,7 @@ def test_fewer_sms_are_another_plan(kernel: FakeKernel, monkeypatch):
 def test_threads_launch_on_their_own_streams_with_their_own_addresses(kernel: FakeKernel, monkeypatch):
     monkeypatch.setattr(kernel, "current_stream", threading.get_ident)
     done: list[tuple[int, list[object]]] = []
-    monkeypatch.setattr(kernel, "ready", lambda *shape: lambda: done.append((threading.get_ident(), [*shape[4:]])))
+    monkeypatch.setattr(kernel, "ready", lambda *shape: lambda: done.append((threading.get_ident(), [*shape[4:6]])))
     ours, together = [[_request() for _ in range(3)] for _ in range(3)], threading.Barrier(3)
 
     def work(mine: list[GemmRequest]) -> None:
