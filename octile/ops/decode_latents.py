@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from octile.ops.latent_cache import check_write, write_latents
-from octile.ops.norm import rms_norm
+from octile.ops.norm import check_operands, rms_norm
 from octile.ops.operator import operator
-from octile.ops.quantize import check_device, check_input_dtype
+from octile.ops.quantize import check_device
 from octile.ops.rope import rotated
 
 
@@ -81,10 +81,8 @@ def _check(
     absorbed: Tensor,
 ) -> None:
     check_write(cache, slots, latent, rope)
-    check_input_dtype("weight", weight)
+    check_operands(latent, weight)
     (t, c), r = latent.shape, rope.shape[1]
-    if weight.shape != (c,):
-        raise ValueError(f"weight must be ({c},), one for each channel of latent, not {tuple(weight.shape)}")
     for name, factor in (("cos", cos), ("sin", sin)):
         if factor.dtype != torch.float32:
             raise TypeError(f"{name} must be float32, not {factor.dtype}")
@@ -97,5 +95,5 @@ def _check(
         raise ValueError(f"q must be ({t}, H, at least {r}), channels contiguous, not {tuple(q.shape)}")
     if absorbed.shape != (*q.shape[:2], c + r) or not absorbed.is_contiguous():
         raise ValueError(f"absorbed must be {(*q.shape[:2], c + r)}, contiguous, not {tuple(absorbed.shape)}")
-    for name, other in (("weight", weight), ("cos", cos), ("sin", sin), ("q", q), ("absorbed", absorbed)):
+    for name, other in (("cos", cos), ("sin", sin), ("q", q), ("absorbed", absorbed)):
         check_device("cache", cache, name, other)
