@@ -11,7 +11,7 @@ from torch import Tensor
 from octile.kernels.cuda.gemm import request
 from octile.kernels.cuda.gemm.config import SHARED_BYTES
 from octile.kernels.cuda.jit import specialize
-from octile.kernels.cuda.jit.prepared import BoundedCache, PreparedKernel
+from octile.kernels.cuda.jit.prepared import BoundedCache, PreparedKernel, address_of
 from octile.kernels.cuda.quantize.launcher import DTYPES
 from octile.kernels.memory_layout import VECTOR
 
@@ -66,7 +66,7 @@ def few_rows_nt(
         constants = plan(m, k, None if norm_weight is None else norm_weight.dtype, power_of_2, add is not None)
         prepared = _prepared[key] = prepare("few_rows_nt", constants, -(-n // TILE_ROWS), x.device)
     prepared.launch_at(
-        (x.data_ptr(), x.stride(0), pointer(norm_weight), eps, weight.data_ptr(), scale.data_ptr(), pointer(add),
+        (x.data_ptr(), x.stride(0), address_of(norm_weight), eps, weight.data_ptr(), scale.data_ptr(), address_of(add),
          0 if add is None else add.stride(0), y.data_ptr(), n)
     )()  # fmt: skip
     return y
@@ -98,8 +98,3 @@ def prepare(
     """Load a kernel of this folder, to be launched programmatically."""
     kernel = specialize.load(name, constants, device)
     return PreparedKernel(kernel, grid, cluster, THREADS, int(constants["shared_bytes"]), programmatic=True)
-
-
-def pointer(t: Tensor | None) -> int:
-    """Return the address of an operand, or 0 for none."""
-    return 0 if t is None else t.data_ptr()

@@ -16,11 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from octile.kernels.cuda.few_rows.launcher import MAX_KEYS, MAX_ROWS, pointer
+from octile.kernels.cuda.few_rows.launcher import MAX_KEYS, MAX_ROWS
 from octile.kernels.cuda.gemm import num_sms, request
 from octile.kernels.cuda.gemm.config import SHARED_BYTES
 from octile.kernels.cuda.jit import specialize
-from octile.kernels.cuda.jit.prepared import BoundedCache, PreparedKernel
+from octile.kernels.cuda.jit.prepared import BoundedCache, PreparedKernel, address_of
 from octile.kernels.cuda.quantize.launcher import DTYPES
 from octile.kernels.memory_layout import VECTOR, new_scale
 from octile.routing import EPS
@@ -191,10 +191,10 @@ def launch(
     routes = x.new_empty(routes_bytes(t, n_chosen, n_experts), dtype=torch.uint8)
     h = x.new_empty(t, n_chosen * hidden + shared_hidden, dtype=torch.float32)
     chosen = x.new_empty(t, n_chosen, dtype=torch.int64)
-    up, up_scale, down, down_scale = map(pointer, experts)
-    shared_up, shared_up_scale, shared_down, shared_down_scale = map(pointer, shared)
+    up, up_scale, down, down_scale = map(address_of, experts)
+    shared_up, shared_up_scale, shared_down, shared_down_scale = map(address_of, shared)
     rows, quantized, listed = x.data_ptr(), (data.data_ptr(), scale.data_ptr()), routes.data_ptr()
-    read = rows, norm_weight.data_ptr(), gate.data_ptr(), pointer(bias)
+    read = rows, norm_weight.data_ptr(), gate.data_ptr(), address_of(bias)
     numbers = eps, 1.0 / d, factor, EPS
     kernels[0].launch_at((*read, *quantized, listed, chosen.data_ptr(), *numbers))()
     counts = t, max_routes(t, n_chosen, n_experts)

@@ -9,6 +9,8 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from octile.kernels.cuda.jit.driver import Kernel, Launch
 
 Value = TypeVar("Value")
@@ -65,6 +67,11 @@ class Structures(NamedTuple):
             for values in self.rows
         ]
         return b"".join(packed).ljust(self.capacity * row.size, b"\0")
+
+
+def address_of(t: "Tensor | None") -> int:
+    """Return the address of an operand, or 0 for none."""
+    return 0 if t is None else t.data_ptr()
 
 
 _launches: "BoundedCache[Launch]" = BoundedCache(MAX_LAUNCHES)

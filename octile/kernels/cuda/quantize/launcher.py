@@ -35,7 +35,7 @@ from torch import Tensor
 
 from octile.kernels.cuda.gemm import num_sms, request
 from octile.kernels.cuda.jit.launch import launch
-from octile.kernels.cuda.jit.prepared import Structures
+from octile.kernels.cuda.jit.prepared import Structures, address_of
 from octile.kernels.memory_layout import new_quantized_transposed, new_scale, new_transposed
 
 DTYPES = {  # enum Dtype of scale.cuh
@@ -199,7 +199,7 @@ def dequantize(data: Tensor, scale: Tensor, block_rows: int, block_cols: int, ou
         "scale_rows": 0 if block_rows >= m and block_rows > 1 else block_rows,
         "scale_columns": 0 if block_cols >= k else block_cols,
     }  # fmt: skip
-    arguments = (_address(data), _address(scale), _address(out), _batch_stride(scale), *scale.stride()[-2:], m, k)
+    arguments = (address_of(data), address_of(scale), address_of(out), _batch_stride(scale), *scale.stride()[-2:], m, k)
     blocks = _batches(data) * _ceil_div(m, 2 * settings["rows"] * settings["warps"]) * _ceil_div(k, SIDE)
     _launch("dequantize", constants, data, blocks, 32 * settings["warps"], 0, *arguments)
     return out
@@ -345,7 +345,7 @@ def _launch_matrices(
         for part in parts[at : at + CAPACITY]:
             m, k = part.x.shape[-2:]
             k_tiles = _ceil_div(k, SIDE)
-            addresses = map(_address, (part.x, part.data, part.data_t, part.scale, part.scale_t))
+            addresses = map(address_of, (part.x, part.data, part.data_t, part.scale, part.scale_t))
             row_bytes_t = 0 if part.data_t is None else part.data_t.stride(-2)
             sizes = m, k, _inverse(constants["raster_height"] * k_tiles), row_bytes_t
             of_results = all_columns or k, part.first_column // SIDE
@@ -388,7 +388,7 @@ def swiglu(
     }  # fmt: skip
     end = None if ends is None else ends[-1:]
     arguments = (
-        *map(_address, (gate, up, weight, end, data, scale, saved, saved_scale)), gate.stride(0), up.stride(0),
+        *map(address_of, (gate, up, weight, end, data, scale, saved, saved_scale)), gate.stride(0), up.stride(0),
         0 if weight is None else weight.stride(0), m, h, _inverse(_ceil_div(h, SIDE)),
     )  # fmt: skip
     blocks = _ceil_div(m, 2 * settings["rows"] * settings["warps"]) * _ceil_div(h, SIDE)
@@ -427,9 +427,9 @@ def swiglu_backward(
     scale_strides = [stride for s in (gate_scale, up_scale) for stride in ((0, 0) if s is None else s.stride())]
     results = (data, scale, data_t, scale_t, h_t, h_scale_t, weight_partials)
     arguments = (
-        *map(_address, (dh, gate, up, gate_scale, up_scale, weight, *results)),
+        *map(address_of, (dh, gate, up, gate_scale, up_scale, weight, *results)),
         dh.stride(0), gate.stride(0), up.stride(0), *scale_strides, 0 if weight is None else weight.stride(0), m, h,
-        _inverse(constants["raster_height"] * (h // SIDE)), _address(tiles), 0 if tiles is None else len(tiles),
+        _inverse(constants["raster_height"] * (h // SIDE)), address_of(tiles), 0 if tiles is None else len(tiles),
     )  # fmt: skip
     blocks, shared_bytes = _ceil_div(h_t.shape[1], SIDE) * (h // SIDE), BLOCK_BYTES + BACKWARD_BYTES
     _launch("swiglu_backward", constants, gate, blocks, BLOCK_THREADS, shared_bytes, *arguments)
@@ -458,7 +458,7 @@ def rms_norm(
         "power_of_2": power_of_2, "store_y": values, "units": units, "warps": warps,
         "rows": rows, "blocks": blocks,
     }  # fmt: skip
-    arguments = (*map(_address, (x, weight, data, scale, rstd, y)), float(eps), 1.0 / k, x.stride(0), m, k)
+    arguments = (*map(address_of, (x, weight, data, scale, rstd, y)), float(eps), 1.0 / k, x.stride(0), m, k)
     resident = None if values else constants["blocks"]
     _launch("rms_norm", constants, x, _ceil_div(m, rows), 32 * warps, NORM_BYTES, *arguments, resident=resident)
     return data, scale, rstd, y
@@ -478,7 +478,7 @@ def _launch_tiles(
         "dtype": DTYPES[x.dtype], "format": DTYPES[dtype], "power_of_2": power_of_2, "scale_given": given is not None,
         **settings,
     }  # fmt: skip
-    arguments = (*map(_address, (x, data, scale, given)), *(_strides(x) or ()), m, k, _inverse(_ceil_div(k, SIDE)))
+    arguments = (*map(address_of, (x, data, scale, given)), *(_strides(x) or ()), m, k, _inverse(_ceil_div(k, SIDE)))
     warp_rows, warps = 2 * settings["rows"], settings["warps"]
     shared_bytes = warps * warp_rows * SIDE * 3 // 2 if dtype == torch.uint8 else 0
     blocks = _batches(x) * _ceil_div(m, warp_rows * warps) * _ceil_div(k, SIDE)
@@ -503,9 +503,9 @@ def _launch_blocks(
     strides = (n // 3 * 2 if x.dtype == torch.uint8 else n for n in _strides(x) or ())  # in elements, also of E5M6
     old_strides = (0, 0) if old_scale is None else (_batch_stride(old_scale), old_scale.stride(-1))
     arguments = (
-        *map(_address, (x, old_scale, rows, data, scale, data_t, scale_t)), *strides, *old_strides, m, k,
-        _inverse(constants["raster_height"] * _ceil_div(k, SIDE)), _address(tiles), 0 if tiles is None else len(tiles),
-        0 if data_t is None else data_t.stride(-2),
+        *map(address_of, (x, old_scale, rows, data, scale, data_t, scale_t)), *strides, *old_strides, m, k,
+        _inverse(constants["raster_height"] * _ceil_div(k, SIDE)), address_of(tiles),
+        0 if tiles is None else len(tiles), 0 if data_t is None else data_t.stride(-2),
     )  # fmt: skip
     m_tiles = _ceil_div(m, SIDE) if tiles is None else len(tiles)
     blocks = _batches(x) * m_tiles * _ceil_div(k, SIDE)
@@ -574,10 +574,6 @@ def _batches(x: Tensor) -> int:
 def columns(data: Tensor) -> int:
     """Return K of data [..., M, K], or of packed E5M6 [..., M, 3K/2]."""
     return data.shape[-1] // 3 * 2 if data.dtype == torch.uint8 else data.shape[-1]
-
-
-def _address(t: Tensor | None) -> int:
-    return 0 if t is None else t.data_ptr()
 
 
 def _inverse(n: int) -> int:

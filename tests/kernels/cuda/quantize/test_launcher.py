@@ -58,7 +58,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
         )  # fmt: skip
         memory.clear()
 
-    monkeypatch.setattr(launcher, "_address", address)
+    monkeypatch.setattr(launcher, "address_of", address)
     monkeypatch.setattr(launcher, "_launch", launch)
     for kind, settings in launcher.SETTINGS.items():  # two 128×128 blocks make a strip, so that its edge is tested
         monkeypatch.setitem(
