@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octile.formats import TILE
+from octile.kernels.cuda.few_rows.launcher import MAX_ROWS
 from octile.ops.few_rows import few_rows_nt, latent_attention
 from octile.ops.few_rows_mixture import few_rows_mixture
 from octile.ops.matmul import matmul_nt
@@ -36,8 +37,6 @@ from octile.serve.weights import NORM_EPS, AttentionWeights, BlockWeights, MLPWe
 
 if TYPE_CHECKING:
     from octile.serve.forward import Forward, Step
-
-MAX_ROWS = 8  # that Hopper's kernels take
 
 
 def is_step_of_few_rows(forward: Forward, step: Step) -> bool:

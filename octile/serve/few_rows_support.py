@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from octile.kernels.cuda.few_rows import attention, launcher, mixture
+from octile.kernels.cuda.few_rows.launcher import MAX_ROWS
 from octile.kernels.cuda.gemm import request
 from octile.routing import choice_of
 from octile.scaled import ScaledTensor
 from octile.serve.few_rows import (
-    MAX_ROWS,
     fp8_tensors,
     has_feed_forward_of_few_rows,
     has_products_of_few_rows,
