@@ -324,9 +324,7 @@ class Forward:
         write_and_rotate(cached, step.slots, latent_TC, rope_TR, *of_norm, *cos_sin, q_THX, q_THW)
         self._heads_nt(q_THX[..., : c.qk_nope_head_dim], w.attention.w_k, q_THW[..., : c.kv_lora_rank])
         out_TV = q_THX.new_empty(len(q_THX), n_heads * c.v_head_dim)
-        last = c.kv_lora_rank, self.softmax_scale, 0, step.rows_per_text
-        o_THC = paged_attention(q_THW, cached, step.pages, step.lengths, *last)
-        self._heads_nt(o_THC, w.attention.w_v, out_TV.unflatten(-1, (n_heads, -1)))
+        self._attend_to_pages(q_THW, None, layer, w.attention, step, out_TV.unflatten(-1, (n_heads, -1)))
         return out_TV
 
     def query_width(self, w: AttentionWeights) -> int:
@@ -421,7 +419,8 @@ class Forward:
             out_TV = queries.q.new_empty(len(queries.q), heads * self.weights.config.v_head_dim)
         o_THV = out_TV.unflatten(-1, (heads, -1))
         if n_decode:
-            self._absorbed(queries.rows(0, n_decode), layer, w, step, o_THV[:n_decode])
+            q, of_index = queries.rows(0, n_decode)
+            self._attend_to_pages(self._absorb(q, w), of_index, layer, w, step, o_THV[:n_decode])
         end = step.prefills[-1].first_row + step.prefills[-1].rows if step.prefills else n_decode
         out_TV[end:] = 0  # rows that only fill GEMMs
         for piece in step.prefills:
@@ -464,18 +463,19 @@ class Forward:
             return self._add_exchanged(x_TD, rows, layer, w.mlp, self.tp.own(slots), self.exchange)
         return x_TD.add_(self._mixture(rows, layer, w.mlp, self.tp.own(slots)))
 
-    def _absorbed(self, queries: Queries, layer: int, w: AttentionWeights, step: Step, out_THV: Tensor) -> None:
-        """Attend from rows to their pages, and write what is computed to out."""
-        c = self.weights.config
+    def _attend_to_pages(
+        self, q_THW: Tensor, of_index: IndexQueries | None, layer: int, w: AttentionWeights, step: Step, out_THV: Tensor
+    ) -> None:
+        """Attend from absorbed queries to the rows' pages, and write the result times W_UV to out."""
         splits = INVARIANT_SPLITS if self.batch_invariant else 0
-        q_THW, cached = self._absorb(queries.q, w), self.cache.layers[layer]
-        last = c.kv_lora_rank, self.softmax_scale, splits
-        if queries.of_index is None or step.schedule is None:
+        cached = self.cache.layers[layer]
+        last = self.weights.config.kv_lora_rank, self.softmax_scale, splits
+        if of_index is None or step.schedule is None:
             o_THC = paged_attention(q_THW, cached, step.pages, step.lengths, *last, step.rows_per_text)
         else:
             assert self.index is not None
             keys, text = self.index.layers[layer], (step.pages, step.lengths, step.schedule)
-            chosen_TK = choose_of_pages(queries.of_index, keys, *text, self._n_chosen)
+            chosen_TK = choose_of_pages(of_index, keys, *text, self._n_chosen)
             o_THC = paged_sparse_attention(q_THW, cached, step.pages, chosen_TK, *last)
         self._heads_nt(o_THC, w.w_v, out_THV)
 
