@@ -173,7 +173,7 @@ class ModelRunner:
             if self.n_drafts:
                 self.draft_graphs = DecodeGraphs(self.forward, memory, self._max_rows, max_pages, drafts=True)
             self.loop = self._new_loop(memory)
-        if self.prefill_graphs is not None and self.max_position > 1:
+        if self.prefill_graphs is not None:
             self._warm_up(max_step_tokens)
         torch.cuda.empty_cache()  # what was computed before each capture
 
