@@ -3,7 +3,7 @@
 import ctypes
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -40,6 +40,23 @@ def written_before(plan: mixture.Plan, values: tuple[Any, ...]) -> list[Tensor]:
     return [bytes_at(values[1], 4 * rows * (c["chosen"] * c["intermediate"] + c["shared_intermediate"]))]
 
 
+def run_plan(
+    plan: mixture.Plan, arguments: Sequence[emulator.Argument], previous: Sequence[Tensor], seed: int = 0
+) -> None:
+    kernel, constants, grid, cluster, threads = plan
+    emulator.run(
+        kernel,
+        constants,
+        grid=grid,
+        cluster=cluster,
+        threads=threads,
+        shared_bytes=constants["shared_bytes"],
+        arguments=arguments,
+        previous=previous,
+        seed=seed,
+    )
+
+
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launch the kernels in the emulator, on a GPU of three SMs."""
@@ -49,18 +66,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
             self.plan = plan
 
         def launch_at(self, values: tuple[Any, ...]) -> Callable[[], None]:
-            kernel, constants, grid, cluster, threads = self.plan
-            return lambda: emulator.run(
-                kernel,
-                constants,
-                grid=grid,
-                cluster=cluster,
-                threads=threads,
-                shared_bytes=constants["shared_bytes"],
-                arguments=values,
-                previous=written_before(self.plan, values),
-                seed=grid,
-            )
+            return lambda: run_plan(self.plan, values, written_before(self.plan, values), seed=self.plan.grid)
 
     monkeypatch.setattr(mixture, "load", Emulated)
     monkeypatch.setattr(mixture, "_prepared", mixture.BoundedCache(mixture.MAX_KEYS))
@@ -171,17 +177,7 @@ def test_extreme_values_stay_in_their_row(value: float) -> None:
 
 
 def run_alone(plan: mixture.Plan, previous: Tensor, *arguments: emulator.Argument) -> None:
-    kernel, constants, grid, cluster, threads = plan
-    emulator.run(
-        kernel,
-        constants,
-        grid=grid,
-        cluster=cluster,
-        threads=threads,
-        shared_bytes=constants["shared_bytes"],
-        arguments=arguments,
-        previous=[previous],
-    )
+    run_plan(plan, arguments, [previous])
 
 
 def test_bits_of_the_quantized_rows() -> None:
