@@ -29,8 +29,9 @@ from octile.ops.decode_step import FIELDS, continued_tokens, record_choices, tex
 from octile.parallel.gpu_events import wait_for
 from octile.serve.batch import DecodedTokens, DecodeRequest
 from octile.serve.decode_graphs import graph_sizes
-from octile.serve.forward import Forward, Step
+from octile.serve.forward import Forward
 from octile.serve.graph_memory import GraphMemory
+from octile.serve.step import Step
 from octile.serve.step_inputs import BLOCK_ROWS, PageTable
 
 NO_DRAFT = -2  # no token is chosen that equals it

@@ -36,7 +36,8 @@ from octile.scaled import ScaledTensor
 from octile.serve.weights import NORM_EPS, AttentionWeights, BlockWeights, MLPWeights, MoEWeights, Weight
 
 if TYPE_CHECKING:
-    from octile.serve.forward import Forward, Step
+    from octile.serve.forward import Forward
+    from octile.serve.step import Step
 
 
 def is_step_of_few_rows(forward: Forward, step: Step) -> bool:

@@ -30,13 +30,14 @@ from octile.serve.decode_loop import DecodeLoop
 from octile.serve.drafts import check_can_draft
 from octile.serve.expert_load import ExpertLoad
 from octile.serve.few_rows_support import why_not_few_rows
-from octile.serve.forward import Forward, Step
+from octile.serve.forward import Forward
 from octile.serve.graph_memory import GraphMemory
 from octile.serve.index_pages import IndexPages, bytes_per_key, needs_index
 from octile.serve.latent_pages import CacheFormat, LatentPages, bytes_per_row
 from octile.serve.page_bytes import PageBytes
 from octile.serve.prefill_graphs import FILL_ROWS, MAX_ROWS, PrefillGraphs, graph_rows, padded_rows
 from octile.serve.spread_experts import SpreadExperts, check_batch_invariant
+from octile.serve.step import Step
 from octile.serve.step_inputs import BLOCK_ROWS, Layout, mixed_step, padded_size, send
 from octile.serve.tensor_parallel import ALONE
 from octile.serve.weights import ServedWeights

@@ -34,8 +34,9 @@ from torch import Tensor
 
 from octile.nn.interleave import run_interleaved
 from octile.serve.chosen_keys import IndexQueries
-from octile.serve.forward import Forward, Queries, Step
+from octile.serve.forward import Forward, Queries
 from octile.serve.graph_memory import GraphMemory
+from octile.serve.step import Step
 from octile.serve.weights import MLPWeights
 
 FEW_ROWS, MAX_ROWS = 2048, 8192

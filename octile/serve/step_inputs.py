@@ -22,7 +22,7 @@ from torch import Tensor
 from octile.ops.latent_cache import PAGE
 from octile.serve.batch import Chunk
 from octile.serve.config import MAX_DRAFTS
-from octile.serve.forward import PrefillPiece, Step
+from octile.serve.step import PrefillPiece, Step
 
 MAX_DECODE_TOKENS = 1 + MAX_DRAFTS  # of a chunk that attends in the absorbed form: a token, and drafts to be verified
 CONTEXT_POSITIONS = 2**14  # whose keys and values are in memory at once: more only if the step has more tokens

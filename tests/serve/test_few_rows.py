@@ -12,8 +12,9 @@ from torch import Tensor
 from octile.models.config import ModelConfig
 from octile.scaled import ScaledTensor
 from octile.serve import few_rows
-from octile.serve.forward import Forward, Step
+from octile.serve.forward import Forward
 from octile.serve.model_runner import ModelRunner
+from octile.serve.step import Step
 from octile.serve.weights import ServedWeights
 from tests.serve.models import CONFIG, Texts, new_model, text
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from octile.serve.forward import Step
 from octile.serve.model_runner import ModelRunner
 from octile.serve.prefill_graphs import PrefillGraphs, graph_rows, padded_rows
+from octile.serve.step import Step
 from tests.serve.models import Texts, new_model, text
 
 
