@@ -314,8 +314,8 @@ def serve(arguments: list[str]) -> None:
     run = options.run or _newest_run()
     name = options.model_name or run.resolve().name
     keys = options.api_key + tuple(filter(None, [os.environ.get("OCTILE_API_KEY")]))
+    from octile.parallel.device import pick_own_device
     from octile.serve.http.command import serve as serve_folder
-    from octile.train.loop import pick_own_device
 
     device = pick_own_device(options.device)
     serve_folder(

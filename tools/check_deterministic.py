@@ -18,11 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from octile.parallel.device import pick_device
 from octile.report.machine import describe_machine, machine
 from octile.train.config import TrainConfig, preset
 from octile.train.console import RunConsole
 from octile.train.deterministic import deterministic
-from octile.train.loop import pick_device, prepare_tokens
+from octile.train.loop import prepare_tokens
 from octile.train.token_store import TokenStore
 from octile.train.trainer import Trainer
 

@@ -34,10 +34,10 @@ from octile.models.counts import count_parameters
 from octile.nn.fused.quantize import quantize_weight
 from octile.nn.linear import Linear
 from octile.nn.moe import Experts
+from octile.parallel.device import pick_device
 from octile.report.machine import machine
 from octile.train.batches import validation_windows
 from octile.train.draft_acceptance import draft_acceptance
-from octile.train.loop import pick_device
 from octile.train.token_losses import token_losses
 from octile.train.token_store import TokenStore
 from octile.train.trainer import Trainer

@@ -29,10 +29,10 @@ import torch
 from experiments.loss.recipes import accumulator_context, recipe
 from experiments.loss.sizes import MODELS, run_config, share_in_8_bits
 from octile.bench.kernel_time import record_kernels
+from octile.parallel.device import pick_device
 from octile.report.machine import machine
 from octile.tokenizer import Tokenizer
 from octile.train.kernel_records import KernelRecord, costs, idle_share, span
-from octile.train.loop import pick_device
 from octile.train.token_store import Manifest, TokenStore
 from octile.train.trainer import Trainer
 

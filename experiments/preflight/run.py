@@ -23,11 +23,12 @@ from octile.checkpoint.training import latest_checkpoint, load_checkpoint, save_
 from octile.lab.preflight import GemmKey, Preflight, preflight
 from octile.lab.preflight_check import observe_step
 from octile.lab.what_if import Error
+from octile.parallel.device import pick_device
 from octile.recipe import Recipe
 from octile.report.machine import machine
 from octile.train.config import TrainConfig, tiny
 from octile.train.console import RunConsole
-from octile.train.loop import pick_device, prepare_tokens
+from octile.train.loop import prepare_tokens
 from octile.train.token_store import TokenStore
 from octile.train.trainer import Trainer
 

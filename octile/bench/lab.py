@@ -23,8 +23,8 @@ from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.conversion import apply_recipe
 from octile.optim import AdamW, param_groups
+from octile.parallel.device import pick_device
 from octile.recipe import Recipe
-from octile.train.loop import pick_device
 
 Implementation = Callable[[DecodedOperand, DecodedOperand, Tensor, Summation], Tensor]
 SIZE = 512

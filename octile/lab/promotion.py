@@ -19,9 +19,10 @@ from pathlib import Path
 
 from octile.checkpoint.files import write_text
 from octile.lab.tensor_core import tensor_core
+from octile.parallel.device import pick_device
 from octile.train.config import TrainConfig, tiny
 from octile.train.console import RunConsole
-from octile.train.loop import pick_device, prepare_tokens
+from octile.train.loop import prepare_tokens
 from octile.train.token_store import TokenStore
 from octile.train.trainer import Trainer
 

@@ -26,10 +26,11 @@ from octile.lab.telemetry import telemetry
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.conversion import apply_recipe
 from octile.nn.conversion_summary import log
+from octile.parallel.device import pick_device
 from octile.recipe import GEMMS, GemmName
 from octile.train.config import TrainConfig
 from octile.train.deterministic import deterministic
-from octile.train.loop import RunHook, StepContext, pick_device
+from octile.train.loop import RunHook, StepContext
 from octile.train.run_folder import MetricsWriter, RunFolder, read_lines
 from octile.train.token_store import TokenStore
 from octile.train.trainer import Trainer

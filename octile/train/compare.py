@@ -19,6 +19,7 @@ import numpy as np
 
 from octile.checkpoint.files import read_json, write_json
 from octile.extras import require
+from octile.parallel.device import pick_device
 from octile.report.compare.file import COMPARE_FILE, write_result
 from octile.report.compare.page import write_compare_report
 from octile.report.compare.result import CompareResult
@@ -32,7 +33,7 @@ from octile.train.compared_run import ComparedRun, train_compared_run
 from octile.train.config import TrainConfig, describe_changes, describe_settings, differences
 from octile.train.console import RunConsole
 from octile.train.gradient_check import parse_steps
-from octile.train.loop import pick_device, prepare_tokens, print_passes
+from octile.train.loop import prepare_tokens, print_passes
 from octile.train.memory import check_memory
 from octile.train.run_folder import COMPARISON, DATA, check_unused, lock_folder, new_folder, why_empty
 from octile.train.signals import Stopped, stop_requests

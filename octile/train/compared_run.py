@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from octile.checkpoint.training import latest_checkpoint, load_checkpoint, save_checkpoint
+from octile.parallel.device import pick_device
 from octile.report.compare.file import read_curve, read_gradient_check
 from octile.report.compare.gradients import GradientCheck
 from octile.report.compare.result import Curve
@@ -20,7 +21,6 @@ from octile.train.config import TrainConfig, describe_changes, differences
 from octile.train.console import RunConsole
 from octile.train.duration import reference_time
 from octile.train.gradient_check import check_gradients
-from octile.train.loop import pick_device
 from octile.train.resume import computed_on, warn_of_another_machine
 from octile.train.signals import Stopped
 from octile.train.token_losses import token_losses

@@ -31,6 +31,7 @@ from octile.extras import require
 from octile.formats import E4M3
 from octile.launch import train_command
 from octile.models.counts import count_parameters
+from octile.parallel.device import pick_own_device
 from octile.parallel.ranks import Ranks, RanksError, count_ranks, explain, join, leave, will_restart
 from octile.recipe import BLOCK, OperandFormat
 from octile.report.machine import describe_machine, machine
@@ -385,38 +386,6 @@ def _check_prompt(config: TrainConfig, store: TokenStore) -> None:
     length, context = 1 + len(store.tokenizer.encode(config.prompt)), config.model.max_position_embeddings
     if length >= context:
         raise ValueError(f"prompt has {length} tokens, which leave no room in the model's context of {context}")
-
-
-def pick_device(name: str) -> torch.device:
-    """The device of that name; "auto" is a GPU where there is one.
-
-    Raises:
-        ValueError: a GPU is asked for and there is none.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device is 'cuda', but torch finds no GPU here: use --device cpu or auto")
-    return torch.device(name)
-
-
-def pick_own_device(name: str) -> torch.device:
-    """The device of this rank: on a machine with GPUs the one with the rank's number on this machine.
-
-    Raises:
-        ValueError: as `pick_device`, or there are more ranks than GPUs.
-    """
-    device = pick_device(name)
-    if device.type != "cuda" or count_ranks() == 1:
-        return device
-    local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-    if int(os.environ.get("LOCAL_WORLD_SIZE") or 1) > gpus:
-        raise ValueError(
-            f"a rank needs a GPU, but torchrun has started {os.environ['LOCAL_WORLD_SIZE']} processes on a machine "
-            f"with {gpus}: start fewer, or use --device cpu"
-        )
-    torch.cuda.set_device(local)
-    return torch.device("cuda", local)
 
 
 def _tokens(config: TrainConfig, run: RunFolder, resume: bool, console: RunConsole, ranks: Ranks) -> TokenStore:

@@ -48,10 +48,11 @@ from octile.models.config import ModelConfig
 from octile.nn.conversion import apply_recipe
 from octile.ops.high_precision import without_reduced_precision_reduction
 from octile.optim import AdamW, param_groups
+from octile.parallel.device import pick_device
 from octile.recipe import Recipe
 from octile.train.config import preset
 from octile.train.console import RunConsole
-from octile.train.loop import pick_device, prepare_tokens
+from octile.train.loop import prepare_tokens
 from octile.train.trainer import Trainer
 
 ROUNDS = 9
