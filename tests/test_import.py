@@ -2,12 +2,16 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.resources import files
 
 import pytest
 
 import octile
 from octile.extras import EXTRAS, require
+from octile.models.config import ModelConfig
+from octile.tokenizer import Tokenizer
+from tests.serve.models import save_untrained
 
 HEAVY = (
     "torch",
@@ -63,6 +67,15 @@ def test_quantizing_loads_no_drawing_and_no_training():
     assert loaded & late == set()
 
 
+def test_serving_loads_no_training_and_no_compiler(tmp_path):
+    folder = save_untrained(replace(ModelConfig.tiny(), vocab_size=320), Tokenizer.train(["one two"], 258), tmp_path)
+    loaded = loaded_by(
+        "import octile.parallel.device, octile.serve.http.command; from octile.serve.generate import generate_from; "
+        f"list(generate_from({str(folder)!r}, 'one', octile.serve.request.Sampling(2, ignore_eos=True)))"
+    )
+    assert loaded & {"octile.train", "torch._dynamo", "sympy"} == set()
+
+
 def without_optional(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """The program in a fresh interpreter in which no optional package is installed."""
     command = [sys.executable, "-c", WITHOUT_OPTIONAL + program, *arguments]
@@ -74,7 +87,8 @@ def test_the_core_needs_no_optional_package(tmp_path):
 import torch
 import octile, octile.optim
 from octile.models.config import ModelConfig
-from octile.models.deepseek_v3 import DeepseekV3
+from octile.tokenizer import Tokenizer
+from tests.serve.models import save_untrained
 octile.dequantize(octile.quantize(torch.randn(128, 256), block=(1, 128)))
 layer = octile.convert(torch.nn.Sequential(torch.nn.Linear(256, 128)), recipe=octile.Recipe.deepseek_v3())
 layer(torch.randn(128, 256)).sum().backward()

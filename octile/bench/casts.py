@@ -38,7 +38,7 @@ from octile.bench import goals
 from octile.bench.kernel_time import work_seconds
 from octile.bench.rows import LEGEND, Row, compare, table
 from octile.models.config import ModelConfig
-from octile.models.deepseek_v3 import DeepseekV3
+from octile.models.meta import meta_model
 from octile.nn.dispatcher import LocalDispatcher
 from octile.ops.adamw import adamw
 from octile.ops.cross_entropy import cross_entropy, cross_entropy_backward
@@ -286,8 +286,7 @@ def _optimizer_cases(shapes: Sequence[Sequence[int]], device: str, _: torch.dtyp
 
 
 def _parameter_shapes(name: str) -> list[torch.Size]:
-    with torch.device("meta"):
-        return [parameter.shape for parameter in DeepseekV3(preset(name).model).parameters()]
+    return [parameter.shape for parameter in meta_model(preset(name).model).parameters()]
 
 
 def _places(tokens: int, device: torch.device) -> Tensor:

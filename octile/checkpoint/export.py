@@ -14,7 +14,7 @@ from torch import Tensor
 from octile.checkpoint.hugging_face import Weights, write_folder
 from octile.checkpoint.sharded import Chunk, ShardedCheckpoint, Sizes
 from octile.models.config import ModelConfig
-from octile.models.deepseek_v3 import DeepseekV3
+from octile.models.meta import meta_model
 from octile.models.names import to_hf
 
 
@@ -45,8 +45,7 @@ def export_hugging_face(
         OSError: the disk is full. An earlier checkpoint in the folder is unchanged.
     """
     opened = ShardedCheckpoint(checkpoint, check)
-    with torch.device("meta"):
-        state = DeepseekV3(config).state_dict()
+    state = meta_model(config).state_dict()
     stored = {name: _stored_name(opened, name, tuple(tensor.shape), prefixes) for name, tensor in state.items()}
     parts = to_hf(state, config)  # views, from which the offsets are taken
     whole_of = _wholes(state, parts)

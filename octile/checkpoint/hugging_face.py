@@ -45,6 +45,7 @@ from octile.launch import train_command
 from octile.models import hf_config
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
+from octile.models.meta import meta_model
 from octile.models.names import to_hf
 from octile.nn.conversion import apply_recipe
 from octile.nn.moe import Experts
@@ -312,8 +313,7 @@ class OpenFolder:
         Raises:
             ValueError: a tensor is missing, unknown, or of another shape than config.json says; a scale is damaged.
         """
-        with torch.device("meta"):
-            model = DeepseekV3(self.model_config())
+        model = meta_model(self.model_config())
         _check_shapes(model, self, f"by its {CONFIG}")
         check_scale_values(self.shards)
         return model
@@ -351,9 +351,7 @@ def _check_shapes(model: DeepseekV3, folder: OpenFolder, where: str) -> None:
             raise ValueError(
                 f"{name} in {shards.folder} is {list(found[name].shape)}, but {list(tensor.shape)} {where}"
             )
-    with torch.device("meta"):
-        whole = DeepseekV3(model.config)
-    for name in found.keys() - to_hf(whole.state_dict(), model.config).keys():
+    for name in found.keys() - to_hf(meta_model(model.config).state_dict(), model.config).keys():
         if not is_scale(name, found):
             raise ValueError(f"{shards.folder} holds {name}, which the model of its {CONFIG} does not have")
 

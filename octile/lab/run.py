@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor
@@ -24,6 +23,7 @@ from octile.lab.layers import layer_weights, match_layers
 from octile.lab.operand_stats import TelemetryRow
 from octile.lab.telemetry import telemetry
 from octile.models.deepseek_v3 import DeepseekV3
+from octile.models.meta import meta_model
 from octile.nn.conversion import apply_recipe
 from octile.nn.conversion_summary import log
 from octile.parallel.device import pick_device
@@ -71,8 +71,7 @@ def _rules(config: TrainConfig) -> tuple[Rule, ...]:
 
 def _meta_model(config: TrainConfig) -> DeepseekV3:
     """Return the run's model, converted, on the meta device."""
-    with torch.device("meta"):
-        model = DeepseekV3(config.model)
+    model = meta_model(config.model)
     apply_recipe(model, config.load_recipe())
     return model
 

@@ -3,6 +3,7 @@
 config.py        `ModelConfig` and the presets, without torch
 hf_config.py     reading a Hugging Face `config.json`
 deepseek_v3.py   `DeepseekV3`, the whole model
+meta.py          its shapes, without values
 stages.py        the model in stages, for pipeline parallelism
 names.py         its weights under Hugging Face's names
 counts.py        parameters of a configuration

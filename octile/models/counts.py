@@ -11,10 +11,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-
 from octile.models.config import ModelConfig
-from octile.models.deepseek_v3 import DeepseekV3
+from octile.models.meta import meta_model
 
 KINDS = {  # of a parameter, by the first of these parts that its name contains
     "embed_tokens": "embedding",
@@ -72,9 +70,7 @@ def kind_of(name: str) -> str:
 
 def _parameters(config: ModelConfig) -> Iterator[tuple[int | None, str, int]]:
     """Yield the layer, the kind and the number of elements of every parameter."""
-    with torch.device("meta"):
-        model = DeepseekV3(config)
-    for name, parameter in model.named_parameters():
+    for name, parameter in meta_model(config).named_parameters():
         layer = int(name.split(".")[2]) if name.startswith("model.layers.") else None
         yield layer, kind_of(name), parameter.numel()
 

@@ -21,12 +21,10 @@ from collections import Counter
 from collections.abc import Sequence
 from math import prod
 
-import torch
-
 from octile.checkpoint.fp8_layout import fp8_specs, is_stored_in_fp8
 from octile.models.config import ModelConfig
 from octile.models.counts import kind_of
-from octile.models.deepseek_v3 import DeepseekV3
+from octile.models.meta import meta_model
 from octile.models.names import to_hf
 from octile.serve.latent_pages import CacheFormat, bytes_per_row
 
@@ -65,8 +63,7 @@ def decode_bytes(
             f"not {experts_read}"
         )
     found = Counter[str]()
-    with torch.device("meta"):
-        tensors = to_hf(DeepseekV3(c).state_dict(), c)
+    tensors = to_hf(meta_model(c).state_dict(), c)
     prediction = f"model.layers.{c.num_hidden_layers}."
     for name, tensor in tensors.items():
         if not name.startswith(prediction):

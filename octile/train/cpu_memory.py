@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from octile.models.deepseek_v3 import DeepseekV3
+from octile.models.meta import meta_model
 from octile.models.stages import ModelStage, split_stages, with_stages
 from octile.nn.conversion import apply_recipe
 from octile.nn.moe import share_of_experts
@@ -89,10 +90,9 @@ def estimate_need(config: TrainConfig, ranks: Sequence[int] = (0,)) -> CpuNeed:
     """
     recipe, parallel, schedule = config.load_recipe(), config.parallel, make_pipeline_schedule(config)
     n_stages = 1 if schedule is None else schedule.n_stages
-    with torch.device("meta"):
-        whole = DeepseekV3(config.model)
-        with share_of_experts(0, parallel.ep):
-            share = DeepseekV3(config.model)
+    whole = meta_model(config.model)
+    with share_of_experts(0, parallel.ep):
+        share = meta_model(config.model)
     apply_recipe(whole, recipe)
     optimizer = AdamW(param_groups(whole, 0.0), lr=0.0, formats=recipe.optimizer)
     each = optimizer.bytes_per_parameter()

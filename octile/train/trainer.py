@@ -48,6 +48,7 @@ from octile.checkpoint.fp8_layout import scale_rule
 from octile.checkpoint.hugging_face import load_weights
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.models.flops import bf16_peak, train_flops_per_token
+from octile.models.meta import meta_model
 from octile.models.stages import with_stages
 from octile.nn.conversion import apply_recipe
 from octile.nn.delayed_scaling import amax_histories, end_step
@@ -239,8 +240,7 @@ class Trainer:
             self.model = with_stages(self.model, stages.n_stages, own).to(self.device)
         self.whole = self.model
         if mesh is not None or stages is not None:
-            with torch.device("meta"):
-                self.whole = DeepseekV3(config.model)
+            self.whole = meta_model(config.model)
         self._apply_recipe()
         if config.indexer_stage == "warm_up":
             for model in (self.model, self.whole):
@@ -847,8 +847,8 @@ class Trainer:
         scales = self.ranks.gather(self.model.stored_scales)
         if not self.ranks.is_first:
             return self.model
-        with torch.device("meta"):  # which keeps the collected tensors instead of a second copy
-            model = DeepseekV3(self.config.model)
+        model = meta_model(self.config.model)  # which keeps the collected tensors instead of a second copy
+        with torch.device("meta"):
             apply_recipe(model, self.recipe)
         of_model = {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}
         model.load_state_dict(of_model, assign=True)

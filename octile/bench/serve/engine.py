@@ -39,8 +39,8 @@ from octile.bench.step.profile import split
 from octile.checkpoint.fp8_layout import is_stored_in_fp8
 from octile.formats import BLOCK, E4M3
 from octile.models.config import ModelConfig
-from octile.models.deepseek_v3 import DeepseekV3
 from octile.models.flops import bf16_peak, multiply_adds
+from octile.models.meta import meta_model
 from octile.models.names import to_hf
 from octile.scaled import ScaledTensor
 from octile.serve.batch import Batch, Chunk
@@ -153,8 +153,7 @@ def random_weights(
         fp8: whether they stay in FP8; otherwise the same values are converted to BF16.
         heads: which heads of attention to make.
     """
-    with torch.device("meta"):
-        shapes = {name: tuple(t.shape) for name, t in to_hf(DeepseekV3(config).state_dict(), config).items()}
+    shapes = {name: tuple(t.shape) for name, t in to_hf(meta_model(config).state_dict(), config).items()}
     generator = torch.Generator(device).manual_seed(0)
 
     def read(name: str) -> Weight:

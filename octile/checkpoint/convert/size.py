@@ -17,7 +17,7 @@ from octile.checkpoint.hugging_face import CONFIG, storage_specs
 from octile.checkpoint.shards import INDEX, SINGLE, Shards
 from octile.checkpoint.tensor_file import TensorSpec
 from octile.models.config import ModelConfig
-from octile.models.deepseek_v3 import DeepseekV3
+from octile.models.meta import meta_model
 from octile.models.names import to_hf
 from octile.validation import quoted, read_json
 
@@ -82,9 +82,7 @@ def predict_size(config: str | Path | ModelConfig, to: Target = "fp8", keep: Seq
 
 
 def _from_config(config: ModelConfig, to: Target, keep: Sequence[str]) -> SizePrediction:
-    with torch.device("meta"):
-        model = DeepseekV3(config)
-    shapes = {name: tuple(tensor.shape) for name, tensor in to_hf(model.state_dict(), config).items()}
+    shapes = {name: tuple(t.shape) for name, t in to_hf(meta_model(config).state_dict(), config).items()}
     return _from_shapes(shapes, config.to_hf(), to, keep)
 
 
