@@ -40,7 +40,7 @@ class DecodeGraphs:
         if drafts:
             self.hidden = weights.head.new_zeros(max_rows, weights.config.hidden_size)
         self.copied = torch.cuda.Event()
-        ways = (False, True) if forward.index is not None else (False,)
+        ways = (False, True) if forward.attention.index is not None else (False,)
         self.captured = {way: memory.capture_sizes(self.sizes, partial(self._forward, way)) for way in ways}
 
     def run(self, layout: Layout, hidden_TD: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -61,7 +61,7 @@ class DecodeGraphs:
         self.copied.record(torch.cuda.current_stream(self.numbers.device))  # of the model's GPU
         if self.hidden is not None and hidden_TD is not None:
             self.hidden[: layout.n_decode].copy_(hidden_TD)
-        replay, (h_TD, logits) = self.captured[self.forward.chooses(layout.longest)][size]
+        replay, (h_TD, logits) = self.captured[self.forward.attention.chooses(layout.longest)][size]
         replay()
         return h_TD[: layout.n_decode], logits[: layout.n_decode]
 

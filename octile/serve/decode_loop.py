@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -72,7 +71,7 @@ class DecodeLoop:
         self._offsets = torch.arange(max_requests * (1 + n_drafts), device=device)
         if memory is not None:
             self._copied = torch.cuda.Event()
-            ways = (False, True) if forward.index is not None else (False,)
+            ways = (False, True) if forward.attention.index is not None else (False,)
             # the texts have no positions
             self._graphs = {way: memory.capture_sizes(self._sizes, partial(self._step, way)) for way in ways}
 
@@ -94,7 +93,7 @@ class DecodeLoop:
         self._numbers.copy_(self._host, non_blocking=True)
         if first < end:
             self._pages[first:end].copy_(self._table.host[first:end], non_blocking=True)
-        chooses = self.forward.chooses(max(map(self._reach, requests), default=0))
+        chooses = self.forward.attention.chooses(max(map(self._reach, requests), default=0))
         if not self._on_gpu:
             self._step(chooses, size)
             return DecodedTokens(self._results[: len(requests)].clone(), None, self.n_drafts)
@@ -134,9 +133,7 @@ class DecodeLoop:
 
     def _step(self, chooses: bool, size: int) -> None:
         """Compute a step of the requests that the buffers describe; chooses as of `Step`."""
-        n, forward = self.n_drafts, self.forward
-        if forward.exchange is not None:
-            forward = replace(forward, exchange=forward.exchange.of_at_most(forward.tp.n_own(size * (1 + n))))
+        n, forward = self.n_drafts, self.forward.of_rows(size * (1 + self.n_drafts))
         numbers = self._numbers[:, :size]
         end_B, seed_B = numbers[2], numbers[3]
         tokens_Bn, first_B, temperature_B = continued_tokens(numbers, self._tokens, self._advance)

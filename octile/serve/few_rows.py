@@ -18,8 +18,6 @@ The formulas are those of the other pass, with sums in another order.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -33,33 +31,32 @@ from octile.ops.norm import rms_norm
 from octile.ops.swiglu import swiglu_quantize
 from octile.routing import choice_of
 from octile.scaled import ScaledTensor
+from octile.serve.attention import Attention
+from octile.serve.feed_forward import FeedForward
+from octile.serve.step import Step
 from octile.serve.weights import NORM_EPS, AttentionWeights, BlockWeights, MLPWeights, MoEWeights, Weight
 
-if TYPE_CHECKING:
-    from octile.serve.forward import Forward
-    from octile.serve.step import Step
 
-
-def is_step_of_few_rows(forward: Forward, step: Step) -> bool:
+def is_step_of_few_rows(attention: Attention, step: Step) -> bool:
     """Whether a step has few rows, which all decode in BF16 on a GPU, with all heads and to all positions."""
     return (
         0 < len(step.tokens) <= MAX_ROWS
         and step.only_decodes
-        and why_no_step_of_few_rows(forward) is None
-        and forward.weights.device.type == "cuda"
+        and why_no_step_of_few_rows(attention) is None
+        and step.tokens.is_cuda
     )
 
 
-def why_no_step_of_few_rows(forward: Forward) -> str | None:
+def why_no_step_of_few_rows(attention: Attention) -> str | None:
     """Return why all steps of a model take the other pass on a GPU; None: decode steps of few rows do not."""
-    if forward.batch_invariant:
+    if attention.gemms.batch_invariant:
         return "in batch-invariant mode steps of all sizes sum in the same order"
-    if forward.index is not None:
+    if attention.index is not None:
         return "rows attend to chosen positions"
-    if forward.tp.size > 1:
-        return f"{forward.tp.size} ranks share the rows of a step"
-    if forward.weights.dtype != torch.bfloat16:
-        return f"activations are {forward.weights.dtype}, not {torch.bfloat16}"
+    if attention.tp.size > 1:
+        return f"{attention.tp.size} ranks share the rows of a step"
+    if attention.gemms.dtype != torch.bfloat16:
+        return f"activations are {attention.gemms.dtype}, not {torch.bfloat16}"
     return None
 
 
@@ -70,11 +67,11 @@ def has_products_of_few_rows(w: AttentionWeights) -> bool:
 
 
 def add_attention(
-    forward: Forward, x_TD: Tensor, layer: int, w: BlockWeights, step: Step, cos_sin: tuple[Tensor, Tensor]
+    attention: Attention, x_TD: Tensor, layer: int, w: BlockWeights, step: Step, cos_sin: tuple[Tensor, Tensor]
 ) -> Tensor:
     """Write the rows' latents of a block, and return the block's input plus its attention: [T, D]."""
-    of, cache = w.attention, forward.cache.layers[layer]
-    c, power_of_2 = forward.weights.config, forward.weights.power_of_2
+    of, cache = w.attention, attention.cache.layers[layer]
+    c, power_of_2 = attention.config, attention.gemms.power_of_2
 
     def product(x_TK: Tensor, norm: Tensor | None, eps: float, weight: Weight, add: Tensor | None = None) -> Tensor:
         if isinstance(weight, Tensor):
@@ -88,37 +85,37 @@ def add_attention(
     if of.q_up is not None:
         q_TX = product(q_TX, of.q_norm, NORM_EPS, of.q_up)
     text = step.slots, cache, step.pages, step.lengths
-    o_TV = latent_attention(q_TX, kv_TW, of.w_k, of.kv_norm, NORM_EPS, *cos_sin, *text, of.w_v, forward.softmax_scale)
+    o_TV = latent_attention(q_TX, kv_TW, of.w_k, of.kv_norm, NORM_EPS, *cos_sin, *text, of.w_v, attention.softmax_scale)
     return product(o_TV, None, 0.0, of.o, x_TD)
 
 
-def has_feed_forward_of_few_rows(forward: Forward, w: MLPWeights | MoEWeights) -> bool:
+def has_feed_forward_of_few_rows(feed_forward: FeedForward, w: MLPWeights | MoEWeights) -> bool:
     """Whether all weights of a SwiGLU layer or a mixture are in FP8, and those of a mixture joined and on one GPU."""
     if isinstance(w, MLPWeights):
         return all(isinstance(of, ScaledTensor) for of in (*w.x.weights, w.down))
-    return forward.spread is None and all(
+    return feed_forward.spread is None and all(
         len(part.x.weights) == 1 and isinstance(part.x.weights[0], ScaledTensor) and isinstance(part.down, ScaledTensor)
         for part in (w, w.shared)
     )
 
 
-def add_feed_forward(forward: Forward, x_TD: Tensor, layer: int, w: BlockWeights, slots: Tensor) -> Tensor:
+def add_feed_forward(feed_forward: FeedForward, x_TD: Tensor, layer: int, w: BlockWeights, slots: Tensor) -> Tensor:
     """Return rows plus what a block's SwiGLU layer or mixture computes of them: [T, D]. x is overwritten."""
     if isinstance(w.mlp, MLPWeights):
-        return _add_mlp(forward, x_TD, w.post_norm, w.mlp)
-    c, mlp = forward.weights.config, w.mlp
+        return _add_mlp(feed_forward, x_TD, w.post_norm, w.mlp)
+    c, mlp = feed_forward.config, w.mlp
     choice = choice_of(c.topk_method, c.num_experts_per_tok, c.n_group, c.topk_group)
     weighting = c.scoring_func, c.norm_topk_prob, c.routed_scaling_factor
     of_gate = x_TD, w.post_norm, c.rms_norm_eps, mlp.gate, mlp.bias, *choice, *weighting
     weights = *fp8_tensors(mlp), *fp8_tensors(mlp.shared)
-    experts_TK = few_rows_mixture(*of_gate, *weights, forward.weights.power_of_2)
-    if forward.expert_load is not None:
-        forward.expert_load.count(layer, experts_TK, slots)
+    experts_TK = few_rows_mixture(*of_gate, *weights, feed_forward.gemms.power_of_2)
+    if feed_forward.expert_load is not None:
+        feed_forward.expert_load.count(layer, experts_TK, slots)
     return x_TD
 
 
-def _add_mlp(forward: Forward, x_TD: Tensor, norm: Tensor, w: MLPWeights) -> Tensor:
-    eps, power_of_2, parts = forward.weights.config.rms_norm_eps, forward.weights.power_of_2, []
+def _add_mlp(feed_forward: FeedForward, x_TD: Tensor, norm: Tensor, w: MLPWeights) -> Tensor:
+    eps, power_of_2, parts = feed_forward.config.rms_norm_eps, feed_forward.gemms.power_of_2, []
     for weight, sizes in zip(w.x.weights, w.x.sizes, strict=True):
         assert isinstance(weight, ScaledTensor)  # `has_feed_forward_of_few_rows`
         parts += few_rows_nt(x_TD, norm, eps, weight.data, weight.scale, power_of_2).split(sizes, dim=-1)

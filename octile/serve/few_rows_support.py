@@ -7,7 +7,6 @@ it, so a model runner says it when it starts.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,10 +22,8 @@ from octile.serve.few_rows import (
     has_products_of_few_rows,
     why_no_step_of_few_rows,
 )
+from octile.serve.forward import Forward
 from octile.serve.weights import BlockWeights, MLPWeights, Weight
-
-if TYPE_CHECKING:
-    from octile.serve.forward import Forward
 
 
 def why_not_few_rows(forward: Forward, drafts: bool) -> str | None:
@@ -42,7 +39,7 @@ def why_not_few_rows(forward: Forward, drafts: bool) -> str | None:
     weights = forward.weights
     if request.why_not_on(weights.device) is not None:
         return None
-    if (why := why_no_step_of_few_rows(forward)) is not None:
+    if (why := why_no_step_of_few_rows(forward.attention)) is not None:
         return why
     blocks, first = list(weights.blocks), dict[str, int]()
     if drafts and weights.mtp is not None:
@@ -55,7 +52,7 @@ def why_not_few_rows(forward: Forward, drafts: bool) -> str | None:
 
 def _of_attention(forward: Forward, layer: int, w: BlockWeights) -> Iterator[str]:
     """Ask each kernel about a call like that of `few_rows.add_attention` with 8 rows, which need the most memory."""
-    of, c, cache = w.attention, forward.weights.config, forward.cache.layers[layer]
+    of, c, cache = w.attention, forward.weights.config, forward.attention.cache.layers[layer]
     if not has_products_of_few_rows(of):
         yield "the projections of attention's input are not joined, or only some projections are in FP8"
         return
@@ -84,7 +81,7 @@ def _of_attention(forward: Forward, layer: int, w: BlockWeights) -> Iterator[str
 
 def _of_feed_forward(forward: Forward, w: BlockWeights) -> Iterator[str]:
     c, mlp = forward.weights.config, w.mlp
-    if not has_feed_forward_of_few_rows(forward, mlp):
+    if not has_feed_forward_of_few_rows(forward.feed_forward, mlp):
         yield "the projections of the SwiGLU layer or of the experts are not in FP8, not joined, or on several ranks"
         return
     x = w.post_norm.new_empty(MAX_ROWS, c.hidden_size, dtype=forward.weights.dtype)

@@ -13,7 +13,6 @@ import math
 import warnings
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -143,8 +142,9 @@ class ModelRunner:
         self.prefill_graphs: PrefillGraphs | None = None
         self.loop: DecodeLoop | None = None
         self._with_peers = self.forward
-        self._decoding = replace(self.forward, routes_shared=self.spread is not None and self.spread.n_shared > 0)
-        if self._decoding.routes_shared and self.device.type == "cpu":  # in steps that are launched ahead
+        routes_shared = self.spread is not None and self.spread.n_shared > 0
+        self._decoding = self.forward.with_feed_forward(routes_shared=routes_shared)
+        if routes_shared and self.device.type == "cpu":  # in steps that are launched ahead
             self.max_ahead = self._max_batch
         if self.device.type == "cuda" and (max_batch or max_step_tokens):
             if self.spread is None:
@@ -152,7 +152,7 @@ class ModelRunner:
             else:
                 memory = GraphMemory(self.device, priority=-1)  # other GPUs wait for what shared experts overlap with
                 self._capture_spread(self.spread, memory, max_step_tokens, micro_batches)
-        if self._decoding.routes_shared and self._max_batch > 0 == self.max_ahead:
+        if routes_shared and self._max_batch > 0 == self.max_ahead:
             raise ValueError(
                 "parallel.shared_experts must be replicated, not routed: these GPUs launch no decode step ahead"
             )
@@ -215,13 +215,13 @@ class ModelRunner:
         rows = self._max_batch * (1 + self.n_drafts)
         exchange = spread.decoding_exchange(self.tp.n_own(rows)) if rows else None
         if exchange is not None:
-            self._decoding, self.max_ahead = replace(self._decoding, exchange=exchange), self._max_batch
+            self._decoding, self.max_ahead = self._decoding.with_feed_forward(exchange=exchange), self._max_batch
             self.loop = self._new_loop(memory)
             torch.cuda.empty_cache()
 
     def use_peers(self, dispatcher: PeerDispatcher) -> None:
         """Exchange the rows of steps that are not launched ahead by kernels, if they fit."""
-        self._with_peers = replace(self.forward, dispatcher=dispatcher)
+        self._with_peers = self.forward.with_feed_forward(dispatcher=dispatcher)
 
     def _new_loop(self, memory: GraphMemory | None = None) -> DecodeLoop:
         max_pages = -(-self.max_position // PAGE)
@@ -375,7 +375,7 @@ class ModelRunner:
     @property
     def _has_peers(self) -> bool:
         """Whether kernels exchange the rows of a step, the same on all ranks."""
-        dispatcher = self._with_peers.dispatcher
+        dispatcher = self._with_peers.feed_forward.dispatcher
         return isinstance(dispatcher, PeerDispatcher) and 0 < self.tp.n_own(self.max_rank_rows) <= dispatcher.max_tokens
 
     def _has_graph(self, layout: Layout) -> bool:
@@ -424,8 +424,8 @@ class ModelRunner:
 
     def _step(self, layout: Layout) -> Step:
         pads = self.batch_invariant and self.device.type == "cpu"
-        chosen = None if self.forward.index is None else self.forward.weights.config.index_topk
-        chooses = self.forward.chooses(layout.longest)
+        chosen = None if self.index is None else self.forward.weights.config.index_topk
+        chooses = self.forward.attention.chooses(layout.longest)
         block = BLOCK_ROWS * self.tp.size if pads else 1  # each rank of a group has whole blocks
         return mixed_step(layout, block, self.device, chosen, chooses, FILL_ROWS if self._fills else 1)
 

@@ -33,8 +33,9 @@ import torch
 from torch import Tensor
 
 from octile.nn.interleave import run_interleaved
+from octile.serve.attention import Queries
 from octile.serve.chosen_keys import IndexQueries
-from octile.serve.forward import Forward, Queries
+from octile.serve.forward import Forward
 from octile.serve.graph_memory import GraphMemory
 from octile.serve.step import Step
 from octile.serve.weights import MLPWeights
@@ -89,7 +90,7 @@ class PrefillGraphs:
             buffers = self._buffers.first(rows, tp.n_own(rows))
             return _Graphs(self._forward.of_rows(rows), buffers, self._record, self._micro_batches)
         except RuntimeError as error:
-            if self._forward.dispatcher.exchanges:
+            if self._forward.feed_forward.dispatcher.exchanges:
                 raise RuntimeError(
                     f"CUDA graphs of steps of {size} rows could not be captured on this rank, and all ranks need them: "
                     f"{error}"
@@ -125,13 +126,14 @@ class _Buffers(NamedTuple):
     def make(cls, forward: Forward, rows: int) -> _Buffers:
         weights, c, heads = forward.weights, forward.weights.config, forward.weights.n_heads
         x_TD = weights.head.new_zeros(forward.tp.n_own(rows), c.hidden_size)
-        q = x_TD.new_zeros(rows * max(forward.query_width(block.attention) for block in weights.blocks))
+        q = x_TD.new_zeros(rows * max(forward.attention.query_width(block.attention) for block in weights.blocks))
         kv_TY = x_TD.new_zeros(rows, heads * (c.qk_nope_head_dim + c.v_head_dim))
         rope_TR = x_TD.new_zeros(rows, c.qk_rope_head_dim)
         o_TV = x_TD.new_zeros(rows, heads * c.v_head_dim)
         slots = torch.full((rows,), -1, dtype=torch.int64, device=weights.device)
         cos, sin = (t.new_zeros(rows, t.shape[1]) for t in (forward.cos, forward.sin))
-        of_indexer, channels = (c.index_n_heads or 0, c.index_head_dim or 0) if forward.index is not None else (0, 0)
+        has_index = forward.attention.index is not None
+        of_indexer, channels = (c.index_n_heads or 0, c.index_head_dim or 0) if has_index else (0, 0)
         index_q = torch.zeros(rows, of_indexer, channels, dtype=torch.float8_e4m3fn, device=weights.device)
         of_index = index_q, cos.new_zeros(rows, of_indexer)
         return cls(x_TD, q, kv_TY, rope_TR, o_TV, slots, torch.zeros_like(slots), cos, sin, *of_index)
@@ -160,7 +162,7 @@ class _Graphs:
     def hidden(self, step: Step) -> Tensor:
         """Compute what the head reads, [T, D]."""
         forward, buffers, n = self._forward, self._buffers, len(step.tokens)
-        step = forward.with_schedule(step)
+        step = forward.attention.with_schedule(step)
         n_own = len(buffers.x_TD)
         tokens = step.tokens[forward.tp.rank * n_own :][:n_own]
         torch.index_select(forward.weights.embedding, 0, tokens, out=buffers.x_TD[: len(tokens)])
@@ -174,7 +176,7 @@ class _Graphs:
         self._replays[0]()
         for layer, block in enumerate(forward.weights.blocks):
             queries, out_TV = self._queries[layer].rows(0, n), buffers.o_TV[:n]
-            forward.attend(queries, layer, block.attention, step, own, out_TV)
+            forward.attention.attend(queries, layer, block.attention, step, own, out_TV)
             self._replays[layer + 1]()
         return forward.last_norm(buffers.x_TD, n)
 
@@ -186,9 +188,9 @@ class _Graphs:
             self._after_attention(i - 1)
         if i < len(blocks):
             w, rows, cos_sin = blocks[i].attention, len(slots), (buffers.cos, buffers.sin)
-            out_TW = buffers.q[: rows * forward.query_width(w)].view(rows, -1)
-            self._queries[i] = self._stored(forward.queries(x_TD, i, blocks[i], slots, cos_sin, out_TW))
-            buffers.rope_TR.copy_(forward.decompressed(i, w, buffers.places, buffers.kv_TY)[1])
+            out_TW = buffers.q[: rows * forward.attention.query_width(w)].view(rows, -1)
+            self._queries[i] = self._stored(forward.attention.queries(x_TD, i, blocks[i], slots, cos_sin, out_TW))
+            buffers.rope_TR.copy_(forward.attention.naive.decompressed(i, w, buffers.places, buffers.kv_TY)[1])
 
     def _after_attention(self, layer: int) -> None:
         """Compute the rest of a layer, in as many micro-batches if its experts are spread over ranks."""
@@ -201,7 +203,8 @@ class _Graphs:
             with torch.no_grad():  # also in the thread of a micro-batch
                 forward.of_rows(n).after_attention(x_TD, o_TV, layer, block, slots)
 
-        if self._micro_batches == 1 or not forward.dispatcher.exchanges or isinstance(block.mlp, MLPWeights):
+        exchanges = forward.feed_forward.dispatcher.exchanges and not isinstance(block.mlp, MLPWeights)
+        if self._micro_batches == 1 or not exchanges:
             x_TD, o_TV, slots = rows
             forward.after_attention(x_TD, o_TV, layer, block, slots)
         else:

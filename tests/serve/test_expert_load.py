@@ -10,7 +10,7 @@ from octile.serve import rebalance_experts
 from octile.serve.config import EngineConfig
 from octile.serve.engine import Engine
 from octile.serve.expert_load import ExpertLoad
-from octile.serve.forward import Forward
+from octile.serve.feed_forward import FeedForward
 from octile.serve.model_runner import ModelRunner
 from octile.serve.request import Sampling
 from tests.serve.models import CONFIG, Texts, new_model, text
@@ -23,14 +23,14 @@ K, E = CONFIG.num_experts_per_tok, CONFIG.n_routed_experts
 def chosen(monkeypatch) -> Iterator[list[Tensor]]:
     """The experts that the gates choose, [T, K] each."""
     found: list[Tensor] = []
-    choose = Forward._choose
+    choose = FeedForward._choose
 
     def recording(*arguments):
         result = choose(*arguments)
         found.append(result[1])
         return result
 
-    monkeypatch.setattr(Forward, "_choose", recording)
+    monkeypatch.setattr(FeedForward, "_choose", recording)
     return found
 
 

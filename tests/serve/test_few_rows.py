@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from octile.models.config import ModelConfig
 from octile.scaled import ScaledTensor
 from octile.serve import few_rows
-from octile.serve.forward import Forward
+from octile.serve.attention import Attention
+from octile.serve.gemms import Gemms
 from octile.serve.model_runner import ModelRunner
 from octile.serve.step import Step
 from octile.serve.weights import ServedWeights
@@ -39,7 +41,7 @@ def decode(config: ModelConfig, fp8: bool) -> list[Tensor]:
 def test_logits_are_those_of_other_steps(config: ModelConfig, fp8: bool, monkeypatch: pytest.MonkeyPatch):
     expected, steps = decode(config, fp8), []
 
-    def is_step_of_few_rows(forward: Forward, step: Step) -> bool:
+    def is_step_of_few_rows(_: Attention, step: Step) -> bool:
         steps.append(len(step.tokens))
         return not step.prefills and len(step.tokens) == len(step.lengths)
 
@@ -66,13 +68,14 @@ def test_projections_that_are_not():
 
 def test_feed_forwards_whose_matrices_are_fp8_and_joined():
     forward = ModelRunner(new_model(True, config=BLOCKS), 1).forward
-    assert all(few_rows.has_feed_forward_of_few_rows(forward, block.mlp) for block in forward.weights.blocks)
+    mlps = [block.mlp for block in forward.weights.blocks]
+    assert all(few_rows.has_feed_forward_of_few_rows(forward.feed_forward, mlp) for mlp in mlps)
 
 
 @pytest.mark.parametrize(("fp8", "config"), [(True, DIRECT), (False, BLOCKS)], ids=["not joined", "not FP8"])
 def test_mixtures_that_are_not(fp8: bool, config: ModelConfig):
     forward = ModelRunner(new_model(fp8, config=config), 1).forward
-    assert not few_rows.has_feed_forward_of_few_rows(forward, forward.weights.blocks[-1].mlp)
+    assert not few_rows.has_feed_forward_of_few_rows(forward.feed_forward, forward.weights.blocks[-1].mlp)
 
 
 def test_experts_are_counted(monkeypatch: pytest.MonkeyPatch):
@@ -82,8 +85,8 @@ def test_experts_are_counted(monkeypatch: pytest.MonkeyPatch):
         texts.run(12)
         for _ in range(8):
             texts.run(1)
-        assert runner.forward.expert_load is not None
-        return runner.forward.expert_load.in_window
+        assert runner.forward.feed_forward.expert_load is not None
+        return runner.forward.feed_forward.expert_load.in_window
 
     expected = tokens_of_experts()
     monkeypatch.setattr(few_rows, "is_step_of_few_rows", lambda _, step: not step.prefills)
@@ -91,20 +94,22 @@ def test_experts_are_counted(monkeypatch: pytest.MonkeyPatch):
     assert any(any(of_layer) for of_layer in expected.values())
 
 
-def step(rows: int, attending: int, *prefills: Any) -> Step:
-    numbers = torch.zeros(rows, dtype=torch.int64)
+def step(rows: int, attending: int, *prefills: Any, device: str = "cuda") -> Step:
+    with FakeTensorMode():
+        numbers = torch.zeros(rows, dtype=torch.int64, device=device)
     pages, lengths = torch.zeros(attending, 1, dtype=torch.int32), torch.ones(attending, dtype=torch.int32)
     return Step(numbers, numbers, numbers, pages, lengths, None, prefills)
 
 
-def forward(**changed: object) -> Any:
-    weights = SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cuda"))
-    fields = {"weights": weights, "batch_invariant": False, "index": None, "tp": SimpleNamespace(size=1)}
-    return SimpleNamespace(**fields | changed)
+GEMMS = Gemms(torch.bfloat16, power_of_2=False, batch_invariant=False)
+
+
+def attention(**changed: object) -> Any:
+    return SimpleNamespace(**{"gemms": GEMMS, "index": None, "tp": SimpleNamespace(size=1)} | changed)
 
 
 def test_steps_of_up_to_eight_decode_rows_have_few_rows():
-    assert [few_rows.is_step_of_few_rows(forward(), step(n, n)) for n in (0, 1, 8, 9)] == [False, True, True, False]
+    assert [few_rows.is_step_of_few_rows(attention(), step(n, n)) for n in (0, 1, 8, 9)] == [False, True, True, False]
 
 
 @pytest.mark.parametrize(
@@ -112,12 +117,12 @@ def test_steps_of_up_to_eight_decode_rows_have_few_rows():
     [
         ({}, step(8, 8, object())),  # a prompt's rows: decode rows are padded to all rows of the step
         ({}, step(8, 4)),
-        ({"batch_invariant": True}, step(1, 1)),
+        ({}, step(1, 1, device="cpu")),
+        ({"gemms": replace(GEMMS, batch_invariant=True)}, step(1, 1)),
+        ({"gemms": replace(GEMMS, dtype=torch.float32)}, step(1, 1)),
         ({"index": object()}, step(1, 1)),
         ({"tp": SimpleNamespace(size=2)}, step(1, 1)),
-        ({"weights": SimpleNamespace(dtype=torch.float32, device=torch.device("cuda"))}, step(1, 1)),
-        ({"weights": SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cpu"))}, step(1, 1)),
     ],
 )
 def test_other_steps_do_not(changed: dict[str, object], of_step: Any):
-    assert not few_rows.is_step_of_few_rows(forward(**changed), of_step)
+    assert not few_rows.is_step_of_few_rows(attention(**changed), of_step)

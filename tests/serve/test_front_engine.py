@@ -78,7 +78,7 @@ def check_texts(rank: int, folder: Path, n_drafts: int, ahead: bool, exchange: b
             runner.max_ahead = 2
         if exchange:
             rows = experts.decoding_exchange(16 * (1 + n_drafts))
-            runner._decoding = replace(runner.forward, exchange=rows)
+            runner._decoding = runner.forward.with_feed_forward(exchange=rows)
             if fp8:  # in one of two tests, since it takes its time
                 runner.use_peers(experts.peer_dispatcher(256))
         engine = with_front(rank, lambda front: found.extend(texts_of(front, *n_requests)), runner)

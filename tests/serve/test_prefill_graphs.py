@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -116,7 +115,7 @@ def test_a_failed_capture_is_said_once_and_not_tried_again():
 
 def test_a_failed_capture_ends_the_start_of_a_rank_that_exchanges_rows():
     forward, tried = ModelRunner(new_model(False), 64).forward, []
-    exchanging = replace(forward, dispatcher=SimpleNamespace(exchanges=True))
+    exchanging = forward.with_feed_forward(dispatcher=SimpleNamespace(exchanges=True))
     with pytest.raises(RuntimeError, match=r"of 768 rows could not be .* on this rank.*: CUDA out of memory"):
         failing(tried)(exchanging, None, 768)
     assert len(tried) == 1

@@ -55,7 +55,7 @@ def check_texts(
         runner = ModelRunner(experts, N_PAGES, None, 2, invariant, n_drafts, expert_window=8)
         if exchange:
             rows = experts.decoding_exchange(16 * (1 + n_drafts))
-            runner._decoding = replace(runner._decoding, exchange=rows)
+            runner._decoding = runner._decoding.with_feed_forward(exchange=rows)
         engine = with_front(rank, lambda front: found.extend(texts_of(front, *n_requests)), runner)
     assert engine.stats().steps_ahead > 0
     assert found == ([] if rank else expected)
@@ -100,8 +100,8 @@ def logits_of_decode_steps(rank: int, folder: Path) -> None:
     slots = torch.arange(32)
     found = []
     for forward, w in ((runner._decoding, experts.mixture(1)), (alone, weights.blocks[1].mlp)):
-        rows = forward._norm(x_TD, weights.blocks[1].post_norm, True, True)
-        found.append(forward._mixture(rows, 1, w, slots))
+        rows = forward.gemms.norm(x_TD, weights.blocks[1].post_norm, ONE.rms_norm_eps, True, True)
+        found.append(forward.feed_forward._mixture(rows, 1, w, slots))
     assert torch.equal(*found)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from octile.checkpoint import load, save
 from octile.models.deepseek_v3 import DeepseekV3
-from octile.serve import forward
+from octile.serve import attention
 from octile.serve.batch import Batch, Chunk
 from octile.serve.config import EngineConfig
 from octile.serve.engine import Engine
@@ -64,13 +64,13 @@ def test_the_models_logits_are_not_those_of_dense_attention(model):
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_decode_rows_choose_where_one_attends_to_more_than_is_chosen(model, monkeypatch, batch_invariant):
-    chosen_for, choose = [], forward.choose_of_pages
+    chosen_for, choose = [], attention.choose_of_pages
 
     def counted(index, cache, pages, lengths, *rest):
         chosen_for.append(lengths.tolist())
         return choose(index, cache, pages, lengths, *rest)
 
-    monkeypatch.setattr(forward, "choose_of_pages", counted)
+    monkeypatch.setattr(attention, "choose_of_pages", counted)
     runner = ModelRunner(model, N_PAGES, batch_invariant=batch_invariant)
     texts = Texts(runner, [text(40, 0), text(40, 1)]).run(8, 7)
     assert (len(chosen_for) > 0) == batch_invariant
@@ -84,7 +84,7 @@ def test_decode_rows_choose_where_one_attends_to_more_than_is_chosen(model, monk
 
 
 def test_rows_are_chosen_for_in_parts(model, monkeypatch):
-    monkeypatch.setattr(forward, "MAX_LOGITS", 700)
+    monkeypatch.setattr(attention, "MAX_LOGITS", 700)
     for i, logits in enumerate(read_all(ModelRunner(model, N_PAGES))):
         assert error(logits, whole(model, text(LENGTHS[i], i))) < FP32_ERROR
 

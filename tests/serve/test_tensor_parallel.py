@@ -129,7 +129,7 @@ def check_texts(
         if ahead:  # as on a GPU
             runner.max_ahead = 2
         if exchange:
-            runner._decoding = replace(runner.forward, exchange=experts.decoding_exchange(16 * (1 + n_drafts)))
+            runner._decoding = runner.forward.with_feed_forward(exchange=experts.decoding_exchange(16 * (1 + n_drafts)))
         engine = with_front(rank, lambda front: found.extend(texts_of(front, *n_requests)), runner)
     assert found == ([] if rank else expected)
     assert (engine.stats().steps_ahead > 0) == ahead

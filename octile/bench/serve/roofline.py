@@ -7,7 +7,6 @@ those that are timed. A copy's speed is measured in the same run, since no kerne
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -66,7 +65,8 @@ def experts_read(runner: ModelRunner, engine: Engine) -> int:
     load = ExpertLoad(layers, c.n_routed_experts, PARTS, runner.device)
     _, scheduled = engine.schedule()
     before = runner.forward, runner.graphs, runner.prefill_graphs
-    runner.forward, runner.graphs, runner.prefill_graphs = replace(runner.forward, expert_load=load), None, None
+    runner.forward = runner.forward.with_feed_forward(expert_load=load)
+    runner.graphs = runner.prefill_graphs = None
     try:
         engine.run(scheduled)
     finally:
