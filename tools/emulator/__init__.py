@@ -24,11 +24,11 @@ from torch import Tensor
 from octile.kernels.cuda.jit import tensor_map
 from octile.kernels.cuda.jit.prepared import Structures
 from octile.kernels.cuda.jit.tensor_map import TensorMap
+from octile.kernels.hopper import SHARED_BYTES
 from tools.emulator import build
 from tools.emulator.memory import Guarded
 
 Argument = Tensor | TensorMap | Structures | int | float | bytes
-MAX_SHARED_BYTES = 227 * 1024  # bytes, of a block on Hopper
 _running = threading.Lock()
 
 
@@ -127,8 +127,8 @@ def run(
         raise ValueError(f"grid must be a positive multiple of cluster, 1 … 8: {grid} blocks, {cluster} a cluster")
     if threads < 1 or threads > 1024:
         raise ValueError(f"a block has 1 to 1024 threads, not {threads}")
-    if not 0 <= shared_bytes <= MAX_SHARED_BYTES:
-        raise ValueError(f"shared_bytes must be at most {MAX_SHARED_BYTES}, not {shared_bytes}")
+    if not 0 <= shared_bytes <= SHARED_BYTES:
+        raise ValueError(f"shared_bytes must be at most {SHARED_BYTES}, not {shared_bytes}")
     if not all(tensor.is_contiguous() for tensor in previous):
         raise ValueError("the tensors in previous must be contiguous")
     library = build.kernel(name, constants, headers or {})

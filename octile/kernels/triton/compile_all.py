@@ -22,6 +22,7 @@ from triton.runtime.jit import JITFunction, mangle_type
 from octile.formats import BLOCK, COLUMN_TILE, MX_COLUMN_TILE, MX_TILE, TILE
 from octile.kernels.cuda.gemm.config import Schedule
 from octile.kernels.cuda.gemm.request import Block, GemmRequest, Operand
+from octile.kernels.hopper import SHARED_BYTES
 from octile.kernels.memory_layout import new_scale
 from octile.kernels.triton import (
     adamw,
@@ -59,7 +60,7 @@ ARCHITECTURES = {
     "sm_80": DeviceProperties(num_sms=108, shared_bytes=163 * 1024, fp8=False),  # A100
     "sm_86": DeviceProperties(num_sms=84, shared_bytes=99 * 1024, fp8=False),  # A40, RTX 3090
     "sm_89": DeviceProperties(num_sms=142, shared_bytes=99 * 1024, fp8=True),  # L40, RTX 4090
-    "sm_90": DeviceProperties(num_sms=132, shared_bytes=227 * 1024, fp8=True),  # H100, H200
+    "sm_90": DeviceProperties(num_sms=132, shared_bytes=SHARED_BYTES, fp8=True),  # H100, H200
     "sm_100": DeviceProperties(num_sms=148, shared_bytes=227 * 1024, fp8=True),  # B200
 }
 

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octile.kernels.hopper import SHARED_BYTES
 from octile.kernels.terms import DY_TERMS, TERMS, WEIGHT_TERMS
 from octile.kernels.triton import launch_config, partial_sums
 from octile.kernels.triton.device import device_properties
@@ -30,7 +31,6 @@ from octile.kernels.triton.top_experts import ABSENT, choice_order, order_of, ta
 from octile.routing import EPS
 
 WEIGHT_EPS = tl.constexpr(EPS)
-HOPPER_BYTES = 227 * 1024  # of shared memory, which tensor cores read there
 GEMM_COLUMNS = 16  # experts that kernels with GEMMs multiply; the fewest that a tensor core multiplies
 
 
@@ -164,7 +164,7 @@ def launch_backward_with_gemms(
     )
     dx = torch.empty(t, d, dtype=x.dtype, device=x.device)
     gpu, tile = device_properties(x.device), dict(GATE_BACKWARD_GEMMS)
-    if gpu.shared_bytes < HOPPER_BYTES:  # registers hold its operands, too
+    if gpu.shared_bytes < SHARED_BYTES:  # of Hopper, whose tensor cores read it; here registers hold operands, too
         tile["COLS"] //= 2
     programs, blocks = triton.cdiv(d, tile["COLS"]), triton.cdiv(t, tile["ROWS"])
     steps = triton.cdiv(blocks, max(2 * gpu.num_sms // max(programs, 1), 1))

@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octile.kernels.hopper import SHARED_BYTES
 from octile.kernels.triton.device import device_properties
 from octile.kernels.triton.launch_config import RAGGED_ATTENTION, RAGGED_ATTENTION_SMALL
 
-HOPPER_SHARED_BYTES = 227 * 1024  # of a program at most
 MAX_CHANNELS = 320  # of a key and its value, with which large tiles fit
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -28,7 +28,7 @@ def launch(
     (_, heads, x), values, texts = q.shape, v.shape[2], len(row_starts) - 1
     first = max(triton.next_power_of_2(x + 1) // 2, 16)
     is_float32 = q.dtype == torch.float32
-    has_room = device_properties(q.device).shared_bytes >= HOPPER_SHARED_BYTES
+    has_room = device_properties(q.device).shared_bytes >= SHARED_BYTES
     settings = RAGGED_ATTENTION if has_room else RAGGED_ATTENTION_SMALL
     if is_float32 or x + values > MAX_CHANNELS:
         settings = settings | {"ROWS": 32, "KEYS": 32, "num_warps": 4, "num_stages": 2}

@@ -7,9 +7,9 @@ from octile.bench.tune import problem
 from octile.kernels.cuda.compile_all import CompiledKernel, compile_all, compile_gemm
 from octile.kernels.cuda.gemm.candidates import choose
 from octile.kernels.cuda.gemm.catalog import configs
-from octile.kernels.cuda.gemm.config import SHARED_BYTES
 from octile.kernels.cuda.gemm.cost_model import Chip
 from octile.kernels.cuda.jit import specialize
+from octile.kernels.hopper import SHARED_BYTES
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from octile.kernels.cuda.gemm import num_sms, request
 from octile.kernels.cuda.jit import specialize, tensor_map, wgmma
 from octile.kernels.cuda.jit.prepared import BoundedCache, PreparedKernel
 from octile.kernels.cuda.jit.tensor_map import TensorMap
+from octile.kernels.hopper import SHARED_BYTES
 from octile.kernels.memory_layout import VECTOR
 
 LATENT, ROTARY, PAGE = 512, 64, 64  # channels, and positions of a page
@@ -34,7 +35,6 @@ MIN_PAGES = 2  # of a thread block, unless there are fewer: one for each warpgro
 # wait for memory, which fewer thread blocks keep busy, too.
 SPARE_PART, SPARE_PART_64, SPARE_PAGES = 16, 32, 3
 HEADS = 64  # of a thread block at most
-MAX_SHARED = 227 * 1024
 MAX_KEYS = 1024
 MERGE_THREADS = LATENT // 4
 MAX_PARTIALS = 2**18  # of a launch with a fixed number of splits, of one head each: 512 MiB
@@ -198,7 +198,7 @@ def _plan_64(is_fp8: bool, cluster: int) -> _Specialized:
 
 
 def _plan_few(heads: int, is_fp8: bool) -> _Specialized:
-    stages = (MAX_SHARED - _shared_bytes(heads, is_fp8, 0)) // _shared_bytes_of_stage(is_fp8)
+    stages = (SHARED_BYTES - _shared_bytes(heads, is_fp8, 0)) // _shared_bytes_of_stage(is_fp8)
     constants: dict[str, int | bool] = {
         "heads": heads, "fp8": is_fp8, "stages": stages, "exchanged": _exchanged(heads, is_fp8),
         "together": 32 // heads, "shared_bytes": _shared_bytes(heads, is_fp8, stages),

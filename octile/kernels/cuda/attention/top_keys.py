@@ -11,11 +11,11 @@ from torch import Tensor
 
 from octile.kernels.cuda.gemm import num_sms, request
 from octile.kernels.cuda.jit.launch import launch as launch_kernel
+from octile.kernels.hopper import SHARED_BYTES
 
 MOST = 4096  # columns that are chosen and sorted
 SAMPLES = 2048  # of a row
 THREADS, FEW_ROWS_THREADS = 512, 1024
-SHARED_OF_SM = 227 * 1024
 
 
 def why_unsupported(logits: Tensor, k: int) -> str | None:
@@ -53,7 +53,7 @@ def plan(rows: int, width: int, k: int, dtype: torch.dtype, n_sms: int) -> dict[
     return {
         "element_bytes": dtype.itemsize, "bfloat16": dtype == torch.bfloat16, "threads": threads, "sorted": size,
         "candidates": candidates, "samples": SAMPLES, "shared_bytes": shared,
-        "blocks": 1 if few else min(SHARED_OF_SM // (shared + 1024), 2048 // threads),
+        "blocks": 1 if few else min(SHARED_BYTES // (shared + 1024), 2048 // threads),
     }  # fmt: skip
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from octile.kernels.cuda.gemm import request
-from octile.kernels.cuda.gemm.config import SHARED_BYTES
 from octile.kernels.cuda.jit import specialize
 from octile.kernels.cuda.jit.prepared import BoundedCache, PreparedKernel, address_of
 from octile.kernels.cuda.quantize.launcher import DTYPES
+from octile.kernels.hopper import SHARED_BYTES
 from octile.kernels.memory_layout import VECTOR
 
 MAX_ROWS = 8  # columns of mma's result

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from octile.kernels.cuda.few_rows.launcher import MAX_KEYS, MAX_ROWS
 from octile.kernels.cuda.gemm import num_sms, request
-from octile.kernels.cuda.gemm.config import SHARED_BYTES
 from octile.kernels.cuda.jit import specialize
 from octile.kernels.cuda.jit.prepared import BoundedCache, PreparedKernel, address_of
 from octile.kernels.cuda.quantize.launcher import DTYPES
+from octile.kernels.hopper import SHARED_BYTES
 from octile.kernels.memory_layout import VECTOR, new_scale
 from octile.routing import EPS
 

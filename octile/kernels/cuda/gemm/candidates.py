@@ -17,8 +17,9 @@ from math import log2, sqrt
 from typing import Any
 
 from octile.kernels.cuda.gemm import tuned
-from octile.kernels.cuda.gemm.config import BLOCK_K, SHARED_BYTES, GemmConfig, Scales, Schedule, Store
+from octile.kernels.cuda.gemm.config import BLOCK_K, GemmConfig, Scales, Schedule, Store
 from octile.kernels.cuda.gemm.cost_model import Chip, Problem, cycles, num_tiles, rounded, rows_per_group, transposed
+from octile.kernels.hopper import SHARED_BYTES
 
 MAX_STAGES = 12
 CLUSTERS = ((1, 1), (1, 2), (2, 1))  # blocks along M, which share b, and along N, which share a

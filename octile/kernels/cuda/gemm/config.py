@@ -9,8 +9,8 @@ from enum import IntEnum
 from math import gcd
 
 from octile.kernels.cuda.jit import wgmma
+from octile.kernels.hopper import SHARED_BYTES
 
-SHARED_BYTES = 232448  # dynamic shared memory that a thread block may have on sm_90
 BLOCK_K = 128  # extent of a k-block: one 128-byte row of a tile, and the extent of a scale's block
 
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from octile.kernels.cuda.gemm.config import SHARED_BYTES, GemmConfig, Scales, Schedule, Store
+from octile.kernels.cuda.gemm.config import GemmConfig, Scales, Schedule, Store
+from octile.kernels.hopper import SHARED_BYTES
 
 BASE = {"tile_m": 128, "tile_n": 128, "stages": 4, "staged_boxes": 2}
 REFUSED = {
