@@ -33,6 +33,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeVar
 
 import torch
@@ -56,8 +57,6 @@ T = TypeVar("T")
 
 NVSHMEM: Final = "NVSHMEM"  # torch's name of the backend
 NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
-
-_streams: dict[torch.device, torch.cuda.Stream] = {}  # of exchanges
 
 
 class ExchangeMemory:
@@ -141,9 +140,7 @@ class ExchangeMemory:
         if device.type != "cuda":
             yield
             return
-        if device not in _streams:
-            _streams[device] = torch.cuda.Stream(device, priority=-2)  # few blocks, for which another GPU waits
-        stream, current, reader = _streams[device], torch.cuda.current_stream(device), self._reader
+        stream, current, reader = _stream(device), torch.cuda.current_stream(device), self._reader
         stream.wait_stream(current)
         if reader is not None and reader != current and _is_capturing(reader) == _is_capturing(current):
             stream.wait_stream(reader)
@@ -163,7 +160,7 @@ class ExchangeMemory:
         from octile.kernels.triton.launch_config import PEER_FLOPS_PER_BYTE  # late: needs Triton
 
         device, read = self.buffer.device, [used]
-        event = _streams[device].record_event() if device.type == "cuda" else None
+        event = _stream(device).record_event() if device.type == "cuda" else None
 
         def arrive() -> None:
             if event is not None:
@@ -473,6 +470,12 @@ def _why_not_peers_of_a_node(group: dist.ProcessGroup) -> str | None:
     answers = [can] * len(found)
     dist.all_gather_object(answers, can, group=group)
     return None if all(answers) else "a GPU cannot access another one's memory"
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of all exchanges of a GPU; its kernels have few blocks, for which another GPU waits."""
+    return torch.cuda.Stream(device, priority=-2)
 
 
 def _is_capturing(stream: torch.cuda.Stream) -> bool:

@@ -37,8 +37,8 @@ def exchange_on(monkeypatch: pytest.MonkeyPatch):
 
     memory = PeerMemory(None)
     monkeypatch.setattr(memory, "reserve", lambda n_bytes, device: None)
-    monkeypatch.setattr(symmetric_memory, "_streams", {})
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: Stream())
+    own_stream = Stream()
+    monkeypatch.setattr(symmetric_memory, "_stream", lambda device: own_stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now.stream)
     monkeypatch.setattr(torch.cuda, "stream", On)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now.stream.is_capturing)
