@@ -37,6 +37,7 @@ from octile.ops.rope import rotate_
 from octile.ops.row_invariant import row_invariant_matmul_nt
 from octile.ops.sparse_attention import paged_sparse_attention, sparse_attention
 from octile.scaled import ScaledTensor
+from octile.serve.block_weights import NORM_EPS, AttentionWeights, BlockWeights, IndexerWeights
 from octile.serve.chosen_keys import MAX_LOGITS, IndexQueries, choose_of_pages, choose_of_prefix, schedule
 from octile.serve.gemms import Gemms, Rows
 from octile.serve.index_pages import IndexPages
@@ -44,7 +45,6 @@ from octile.serve.latent_pages import LatentPages
 from octile.serve.naive_attention import NaiveAttention
 from octile.serve.step import PrefillPiece, Step
 from octile.serve.tensor_parallel import TensorParallel
-from octile.serve.weights import NORM_EPS, AttentionWeights, BlockWeights, IndexerWeights
 
 INVARIANT_SPLITS = 16  # of a row's positions, in batch-invariant mode
 MAX_QUERIES = 2**26  # numbers of absorbed queries of a chunk that attends to chosen positions, at the same time

@@ -28,11 +28,11 @@ from octile.parallel.symmetric_memory import PeerDispatcher
 from octile.routing import choice_of
 from octile.scaled import ScaledTensor
 from octile.serve import shared_experts_stream
+from octile.serve.block_weights import BlockWeights, MLPWeights, MoEWeights
 from octile.serve.expert_load import ExpertLoad
 from octile.serve.gemms import Gemms, Rows
 from octile.serve.spread_experts import SpreadExperts
 from octile.serve.tensor_parallel import TensorParallel
-from octile.serve.weights import BlockWeights, MLPWeights, MoEWeights
 
 
 @dataclass(frozen=True)

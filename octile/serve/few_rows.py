@@ -32,9 +32,9 @@ from octile.ops.swiglu import swiglu_quantize
 from octile.routing import choice_of
 from octile.scaled import ScaledTensor
 from octile.serve.attention import Attention
+from octile.serve.block_weights import NORM_EPS, AttentionWeights, BlockWeights, MLPWeights, MoEWeights, Weight
 from octile.serve.feed_forward import FeedForward
 from octile.serve.step import Step
-from octile.serve.weights import NORM_EPS, AttentionWeights, BlockWeights, MLPWeights, MoEWeights, Weight
 
 
 def is_step_of_few_rows(attention: Attention, step: Step) -> bool:

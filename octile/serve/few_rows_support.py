@@ -16,6 +16,7 @@ from octile.kernels.cuda.few_rows.launcher import MAX_ROWS
 from octile.kernels.cuda.gemm import request
 from octile.routing import choice_of
 from octile.scaled import ScaledTensor
+from octile.serve.block_weights import BlockWeights, MLPWeights, Weight
 from octile.serve.few_rows import (
     fp8_tensors,
     has_feed_forward_of_few_rows,
@@ -23,7 +24,6 @@ from octile.serve.few_rows import (
     why_no_step_of_few_rows,
 )
 from octile.serve.forward import Forward
-from octile.serve.weights import BlockWeights, MLPWeights, Weight
 
 
 def why_not_few_rows(forward: Forward, drafts: bool) -> str | None:

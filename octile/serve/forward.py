@@ -32,6 +32,7 @@ from octile.ops.row_invariant import row_invariant_matmul_nt
 from octile.ops.sample_tokens import sample_tokens
 from octile.serve import few_rows
 from octile.serve.attention import Attention
+from octile.serve.block_weights import BlockWeights
 from octile.serve.expert_load import ExpertLoad
 from octile.serve.feed_forward import FeedForward
 from octile.serve.gemms import Gemms
@@ -41,7 +42,7 @@ from octile.serve.naive_attention import NaiveAttention
 from octile.serve.spread_experts import SpreadExperts
 from octile.serve.step import Step
 from octile.serve.tensor_parallel import ALONE, TensorParallel
-from octile.serve.weights import BlockWeights, ServedWeights
+from octile.serve.weights import ServedWeights
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from octile.ops.quantize import quantize
 from octile.ops.row_invariant import row_invariant_matmul_nt
 from octile.ops.swiglu import swiglu, swiglu_quantize
 from octile.scaled import ScaledTensor
-from octile.serve.weights import Projections, Weight
+from octile.serve.block_weights import Projections, Weight
 
 INVARIANT_ROWS = 64  # of a group, by which the kernel of experts in high precision is chosen in batch-invariant mode
 

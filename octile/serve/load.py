@@ -22,10 +22,11 @@ from octile.serve.head_share import check_heads, is_of_heads
 from octile.serve.index_pages import needs_index
 from octile.serve.latent_pages import CacheFormat
 from octile.serve.model_runner import ModelRunner
+from octile.serve.routed_shared_experts import check_batch_invariant, check_shared, with_shared_load
 from octile.serve.spread_engine import SpreadEngine
-from octile.serve.spread_experts import SpreadExperts, check_batch_invariant, with_shared_load
+from octile.serve.spread_experts import SpreadExperts
 from octile.serve.tensor_parallel import TensorParallel
-from octile.serve.weights import ServedWeights, check_shared, has_fp8, is_of_routed, is_of_shared
+from octile.serve.weights import ServedWeights, has_fp8, is_of_routed, is_of_shared
 from octile.tokenizer import Tokenizer
 
 CPU_CACHE_BYTES = 2**30

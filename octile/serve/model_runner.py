@@ -35,7 +35,8 @@ from octile.serve.index_pages import IndexPages, bytes_per_key, needs_index
 from octile.serve.latent_pages import CacheFormat, LatentPages, bytes_per_row
 from octile.serve.page_bytes import PageBytes
 from octile.serve.prefill_graphs import FILL_ROWS, MAX_ROWS, PrefillGraphs, graph_rows, padded_rows
-from octile.serve.spread_experts import SpreadExperts, check_batch_invariant
+from octile.serve.routed_shared_experts import check_batch_invariant
+from octile.serve.spread_experts import SpreadExperts
 from octile.serve.step import Step
 from octile.serve.step_inputs import BLOCK_ROWS, Layout, mixed_step, padded_size, send
 from octile.serve.tensor_parallel import ALONE

@@ -20,10 +20,10 @@ from octile.models.config import ModelConfig
 from octile.ops.attention import attention
 from octile.ops.ragged_attention import ragged_attention
 from octile.ops.rope import latent_keys
+from octile.serve.block_weights import AttentionWeights
 from octile.serve.gemms import Gemms
 from octile.serve.latent_pages import LatentPages
 from octile.serve.step import PrefillPiece, Step
-from octile.serve.weights import AttentionWeights
 
 WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN builds some
 GEMM_ROWS = 2048  # of a GEMM of cached positions outside of graphs: larger ones would have more sizes, and kernels

@@ -34,11 +34,11 @@ from torch import Tensor
 
 from octile.nn.interleave import run_interleaved
 from octile.serve.attention import Queries
+from octile.serve.block_weights import MLPWeights
 from octile.serve.chosen_keys import IndexQueries
 from octile.serve.forward import Forward
 from octile.serve.graph_memory import GraphMemory
 from octile.serve.step import Step
-from octile.serve.weights import MLPWeights
 
 FEW_ROWS, MAX_ROWS = 2048, 8192
 FILL_ROWS = 256  # to a multiple of which other steps with prompts are padded

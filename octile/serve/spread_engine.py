@@ -28,8 +28,8 @@ from octile.serve.engine import Engine
 from octile.serve.expert_balance import rebalance_experts
 from octile.serve.model_runner import ModelRunner
 from octile.serve.request import Output
+from octile.serve.routed_shared_experts import with_shared_load
 from octile.serve.scheduler import Scheduled
-from octile.serve.spread_experts import with_shared_load
 
 
 class SpreadEngine:

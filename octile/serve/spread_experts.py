@@ -40,10 +40,13 @@ from octile.parallel.experts import ExpertDispatcher, check_agreement, check_div
 from octile.parallel.state import all_gather
 from octile.parallel.symmetric_memory import PeerDispatcher
 from octile.scaled import ScaledTensor
+from octile.serve.block_weights import BlockWeights, MoEWeights, Projections, Weight
 from octile.serve.drafts import check_can_draft
 from octile.serve.dynamic_redundancy import assign_copies, choose_copies
+from octile.serve.expert_moves import move_experts
+from octile.serve.routed_shared_experts import with_shared
 from octile.serve.tensor_parallel import ALONE, TensorParallel
-from octile.serve.weights import BlockWeights, MoEWeights, Projections, ServedWeights, Weight, with_shared
+from octile.serve.weights import ServedWeights
 from octile.validation import Range, check
 
 
@@ -290,39 +293,13 @@ class SpreadExperts:
         for row, layer in enumerate(self.layers):
             if not torch.equal(wanted_LP[row], self.physical_to_logical[row]):
                 mlp = self.mixture(layer)
-                weights = [*mlp.x.weights, mlp.down]
-                self._exchange(self.physical_to_logical[row].tolist(), wanted_LP[row].tolist(), weights)
+                now, wanted = self.physical_to_logical[row].tolist(), wanted_LP[row].tolist()
+                move_experts([*mlp.x.weights, mlp.down], now, wanted, self.dispatcher.groups[0], self.num_nodes)
                 self.physical_to_logical[row] = wanted_LP[row]
-                wanted = _slots_of(wanted_LP[row].to(self.weights.device), self.n_experts)
-                for slots, new in zip(self._slots[layer], wanted, strict=True):
+                moved = _slots_of(wanted_LP[row].to(self.weights.device), self.n_experts)
+                for slots, new in zip(self._slots[layer], moved, strict=True):
                     slots.copy_(new)  # CUDA graphs have their addresses
                 yield
-
-    def _exchange(self, now: Sequence[int], wanted: Sequence[int], weights: Sequence[Weight]) -> None:
-        """Bring the wanted experts into this rank's slots, from its own ones or from the nearest rank's."""
-        size, here, group = len(now) // self.dispatcher.n_ranks, self.dispatcher.rank, self.dispatcher.groups[0]
-        parts = [part for weight in weights for part in _parts(weight)]
-        received: dict[int, list[Tensor]] = {}
-        operations: list[dist.P2POp] = []
-        for to, expert in enumerate(wanted):
-            if now[to] == expert:
-                continue
-            receiver = to // size
-            at = find_copy(now, expert, receiver, self.dispatcher.n_ranks, self.num_nodes)
-            sender = at // size
-            if receiver == here:
-                received[to % size] = [part[at % size if sender == here else 0].clone() for part in parts]
-            if sender != receiver and here in (sender, receiver):
-                sends = here == sender
-                tensors = [part[at % size] for part in parts] if sends else received[to % size]
-                peer = dist.get_global_rank(group, receiver if sends else sender)
-                operation = dist.isend if sends else dist.irecv
-                operations += [dist.P2POp(operation, t.view(torch.uint8), peer, group) for t in tensors]  # gloo: no FP8
-        for work in dist.batch_isend_irecv(operations) if operations else ():
-            work.wait()
-        for slot, new in received.items():
-            for part, values in zip(parts, new, strict=True):
-                part[slot].copy_(values)
 
     def _check(self, physical_to_logical: Tensor, groups: Sequence[dist.ProcessGroup]) -> None:
         is_tensor = isinstance(physical_to_logical, Tensor)
@@ -350,50 +327,12 @@ class SpreadExperts:
                 choose_copies(torch.ones(n_experts, dtype=torch.int64), expert_P, n_ranks, self.num_active)
 
 
-def check_batch_invariant(c: ModelConfig, name: str) -> None:
-    """Check that logits do not depend on which steps route the shared experts: their sums are rounded alike.
-
-    Args:
-        c: of the model.
-        name: of the argument that wants batch invariance.
-
-    Raises:
-        ValueError: several shared experts are one MLP in other steps, whose results are not rounded one by one.
-    """
-    if c.n_shared_experts > 1:
-        raise ValueError(
-            f"{name} must be False, not True, if shared experts are routed, of which the model has "
-            f"{c.n_shared_experts}: steps with prompts round their sum once"
-        )
-
-
-def with_shared_load(load_LE: Tensor, n_shared: int, n_chosen: int) -> Tensor:
-    """Append the load of shared experts that are routed: each has all tokens, of which a token has chosen n_chosen."""
-    tokens_L1 = load_LE.double().sum(1, keepdim=True) / n_chosen
-    return torch.cat((load_LE, tokens_L1.expand(-1, n_shared)), dim=1)
-
-
-def find_copy(physical_to_logical: Sequence[int], expert: int, rank: int, n_ranks: int, n_nodes: int) -> int:
-    """Return the slot from which a rank receives an expert: its own, one of its node, or that of the nearest node."""
-    size, in_node = len(physical_to_logical) // n_ranks, n_ranks // n_nodes
-
-    def distance(slot: int) -> tuple[int, int, int]:
-        sender = slot // size
-        return abs(sender // in_node - rank // in_node), abs(sender - rank), slot
-
-    return min((slot for slot, other in enumerate(physical_to_logical) if other == expert), key=distance)
-
-
 def _take(weight: Weight, experts: Tensor) -> Weight:
     """Return the weights of some experts, of stacked ones."""
     if not isinstance(weight, ScaledTensor):
         return weight[experts]
     data = weight.data.view(torch.uint8)[experts].view(weight.data.dtype)
     return ScaledTensor(data, weight.scale[experts], weight.block)
-
-
-def _parts(weight: Weight) -> list[Tensor]:
-    return [weight.data, weight.scale] if isinstance(weight, ScaledTensor) else [weight]
 
 
 def _slots_of(expert_P: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:

@@ -4,9 +4,6 @@
     but kv_b_proj           also dequantized once: W_UK and W_UV, which the absorbed form of attention multiplies by
     other weights           in the dtype of the activations; norms, gates and their biases as they are stored
 
-Weights that read one input are joined to one matrix, those in FP8 where their blocks allow it, so that they are one
-GEMM.
-
 Source: DeepSeek-V2 (arXiv 2405.04434) §2.1.2, DeepSeek-V3 (arXiv 2412.19437) §3.3.2.
 Shapes: D model, H heads of this rank, C latent, R rotary key, N the rest of a head's key, V a head's value, E experts,
 I intermediate.
@@ -15,7 +12,7 @@ I intermediate.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -33,113 +30,24 @@ from octile.nn.linear import Linear
 from octile.nn.moe import Experts
 from octile.recipe import OperandFormat, Recipe
 from octile.scaled import ScaledTensor
+from octile.serve.block_weights import (
+    AttentionWeights,
+    BlockWeights,
+    IndexerWeights,
+    MLPWeights,
+    MoEWeights,
+    MTPWeights,
+    Weight,
+    join,
+    stack,
+)
 from octile.serve.head_share import HeadShare, check_heads, is_of_heads
+from octile.serve.routed_shared_experts import divide_shared
 from octile.serve.weight_part import Part
 
-Weight = ScaledTensor | Tensor  # [N, K]; of experts [E, N, K]
 ReadWeight = Callable[[str], Weight]
 ALL_HEADS = HeadShare()
-NORM_EPS = 1e-6  # of the norms of compressed queries and latents, as in `octile.nn.MLA` and published models
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float32)
-
-
-@dataclass(frozen=True)
-class Projections:
-    """Weights that read one input: matrices whose results, side by side, are split into sizes."""
-
-    weights: tuple[Weight, ...]
-    sizes: tuple[tuple[int, ...], ...]
-
-    @property
-    def has_fp8(self) -> bool:
-        """Whether a weight reads its input in FP8."""
-        return any(isinstance(w, ScaledTensor) for w in self.weights)
-
-    @property
-    def has_values(self) -> bool:
-        """Whether a weight reads its input in high precision."""
-        return not all(isinstance(w, ScaledTensor) for w in self.weights)
-
-
-@dataclass(frozen=True)
-class IndexerWeights:
-    """The weights of a layer's indexer.
-
-    Attributes:
-        q_up: wq_b, of compressed queries.
-        k: wk, of the block's input.
-        k_norm, k_bias: of the norm of keys.
-        heads: weights_proj [G, D], float32.
-    """
-
-    q_up: Weight
-    k: Weight
-    k_norm: Tensor
-    k_bias: Tensor
-    heads: Tensor
-
-
-@dataclass(frozen=True)
-class AttentionWeights:
-    """Attention's weights.
-
-    Attributes:
-        x: of the block's input: queries or their compression [·], and latent with rotary key [C, R].
-        q_norm, q_up: of compressed queries; None where they are projected directly.
-        kv_up: kv_b_proj, for the naive form.
-        w_k: W_UK [H, C, N], w_v: W_UV [H, V, C], in the activations' dtype, for the absorbed form.
-        indexer: None where attention is dense.
-    """
-
-    x: Projections
-    q_norm: Tensor | None
-    q_up: Weight | None
-    kv_norm: Tensor
-    kv_up: Weight
-    w_k: Tensor
-    w_v: Tensor
-    o: Weight
-    indexer: IndexerWeights | None
-
-
-@dataclass(frozen=True)
-class MLPWeights:
-    """A SwiGLU layer's weights: gate and up, and down."""
-
-    x: Projections
-    down: Weight
-
-
-@dataclass(frozen=True)
-class MoEWeights:
-    """A mixture's weights: its gate [E, D] and bias [E], the experts' gate and up and down, and the shared experts."""
-
-    gate: Tensor
-    bias: Tensor | None
-    x: Projections
-    down: Weight
-    shared: MLPWeights
-
-
-@dataclass(frozen=True)
-class BlockWeights:
-    """A block's weights."""
-
-    input_norm: Tensor
-    attention: AttentionWeights
-    post_norm: Tensor
-    mlp: MLPWeights | MoEWeights
-
-
-@dataclass(frozen=True)
-class MTPWeights:
-    """The weights of the multi-token prediction layer, but for those of its block."""
-
-    embedding_norm: Tensor
-    hidden_norm: Tensor
-    projection: Weight
-    norm: Tensor
-    block: BlockWeights
 
 
 @dataclass(frozen=True)
@@ -440,88 +348,3 @@ class _Reader:
             down,
             shared,
         )
-
-
-def join(weights: Sequence[Weight], sizes: Sequence[Sequence[int]]) -> Projections:
-    """Join weights [..., N_i, K] to one matrix of their rows; those in FP8 if each but the last has whole blocks.
-
-    Args:
-        sizes: for each weight, sizes whose sum is N_i: what its results are split into.
-    """
-    of_weights = tuple(tuple(of_weight) for of_weight in sizes)
-    fp8 = [w for w in weights if isinstance(w, ScaledTensor)]
-    if not fp8:
-        return Projections((torch.cat([w for w in weights if isinstance(w, Tensor)], dim=-2),), (sum(of_weights, ()),))
-    if len(fp8) < len(weights) or any(w.shape[-2] % BLOCK[0] for w in weights[:-1]):
-        return Projections(tuple(weights), of_weights)
-    data, scale = (torch.cat([getattr(w, part) for w in fp8], dim=-2) for part in ("data", "scale"))
-    return Projections((ScaledTensor(data, scale, BLOCK),), (sum(of_weights, ()),))
-
-
-def check_shared(c: ModelConfig, is_fp8: bool, experts_are_fp8: bool) -> None:
-    """Check that the shared experts of a model can be routed like other experts, each alone.
-
-    Args:
-        c: of the model.
-        is_fp8: whether their weights are in FP8.
-        experts_are_fp8: whether those of the routed experts are.
-
-    Raises:
-        ValueError: only one of both is, or blocks of FP8 weights would be divided.
-    """
-    n, width, side = c.n_shared_experts, c.moe_intermediate_size, BLOCK[0]
-    what = "parallel.shared_experts must be replicated, not routed"
-    if is_fp8 != experts_are_fp8:
-        shared, routed = ("in FP8" if fp8 else "in high precision" for fp8 in (is_fp8, experts_are_fp8))
-        raise ValueError(f"{what}: the model's shared experts are {shared}, and its other ones {routed}")
-    if n > 1 and is_fp8 and width % side:
-        raise ValueError(
-            f"{what}: the model's {n} shared experts are one MLP in FP8, which can be divided if moe_intermediate_size "
-            f"is a multiple of {side}, not {width}"
-        )
-
-
-def divide_shared(w: MLPWeights, n: int) -> list[tuple[Weight, Weight, Weight]]:
-    """Divide n shared experts, which are one MLP: gate, up and down of each, whose results sum up to the MLP's.
-
-    Those of FP8 weights are multiples of 128 wide, unless there is one (`check_shared`).
-    """
-    if len(w.x.weights) == 1:
-        (of_both,), ((size, _),) = w.x.weights, w.x.sizes
-        gate, up = Part(0, 0, size).of(of_both), Part(0, size, 2 * size).of(of_both)
-    else:
-        gate, up = w.x.weights
-    width = w.down.shape[1] // n
-    rows, columns = ([Part(dim, i * width, (i + 1) * width) for i in range(n)] for dim in (0, 1))
-    return [(row.of(gate), row.of(up), column.of(w.down)) for row, column in zip(rows, columns, strict=True)]
-
-
-def with_shared(w: MoEWeights, n: int) -> MoEWeights:
-    """Append a mixture's n shared experts to its routed ones; see `divide_shared`."""
-    gate, up, down = (stack(weights) for weights in zip(*divide_shared(w.shared, n), strict=True))
-    x = join([gate, up], [[gate.shape[1]], [up.shape[1]]])
-    weights = tuple(_concatenate(a, b) for a, b in zip(w.x.weights, x.weights, strict=True))
-    return replace(w, x=Projections(weights, w.x.sizes), down=_concatenate(w.down, down))
-
-
-def _concatenate(a: Weight, b: Weight) -> Weight:
-    """Concatenate weights of experts [E, N, K]."""
-    if isinstance(a, ScaledTensor) and isinstance(b, ScaledTensor):
-        return ScaledTensor(torch.cat((a.data, b.data)), torch.cat((a.scale, b.scale)), BLOCK)
-    if isinstance(a, ScaledTensor) or isinstance(b, ScaledTensor):
-        raise ValueError("shared experts that are routed must be in FP8 if the other experts are, and only then")
-    return torch.cat((a, b))
-
-
-def stack(weights: Sequence[Weight]) -> Weight:
-    """Stack the weights of experts: [E, N, K].
-
-    Raises:
-        ValueError: some of them are in FP8, and others not.
-    """
-    fp8 = [w for w in weights if isinstance(w, ScaledTensor)]
-    if not fp8:
-        return torch.stack([w for w in weights if isinstance(w, Tensor)])
-    if len(fp8) < len(weights):
-        raise ValueError(f"the experts of a layer must all be in FP8 or none, but {len(fp8)} of {len(weights)} are")
-    return ScaledTensor(torch.stack([w.data for w in fp8]), torch.stack([w.scale for w in fp8]), BLOCK)

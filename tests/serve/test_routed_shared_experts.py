@@ -9,13 +9,15 @@ import torch
 import torch.distributed as dist
 
 from octile.checkpoint.hugging_face import save
+from octile.serve.block_weights import MoEWeights
 from octile.serve.config import EngineConfig
 from octile.serve.engine import Engine
 from octile.serve.expert_balance import rebalance_experts
 from octile.serve.model_runner import ModelRunner
-from octile.serve.spread_experts import SpreadExperts, with_shared_load
+from octile.serve.routed_shared_experts import check_shared, divide_shared, with_shared, with_shared_load
+from octile.serve.spread_experts import SpreadExperts
 from octile.serve.tensor_parallel import TensorParallel
-from octile.serve.weights import MoEWeights, ServedWeights, check_shared, divide_shared, with_shared
+from octile.serve.weights import ServedWeights
 from tests.parallel.expert_cases import peers_on_cpu
 from tests.serve.models import CONFIG, new_model
 from tests.serve.test_front_engine import TOKENIZER, texts_of, with_front

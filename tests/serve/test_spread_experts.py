@@ -12,14 +12,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from octile.checkpoint.hugging_face import save
 from octile.checkpoint.shards import Shards
 from octile.serve import rebalance_experts, spread_engine
+from octile.serve.block_weights import MoEWeights
 from octile.serve.config import EngineConfig
 from octile.serve.engine import Engine
 from octile.serve.model_runner import ModelRunner
 from octile.serve.prefill_graphs import PrefillGraphs
 from octile.serve.request import Sampling
 from octile.serve.spread_engine import SpreadEngine
-from octile.serve.spread_experts import SpreadExperts, find_copy
-from octile.serve.weights import MoEWeights, ServedWeights
+from octile.serve.spread_experts import SpreadExperts
+from octile.serve.weights import ServedWeights
 from octile.tokenizer import Tokenizer
 from tests.parallel.expert_cases import peers_on_cpu
 from tests.serve.models import CONFIG, Texts, new_model, text
@@ -350,16 +351,3 @@ def test_without_a_process_group_the_error_says_so():
     weights = ServedWeights.of_model(new_model(fp8=False, config=THREE_LAYERS))
     with pytest.raises(RuntimeError, match=r"torch.distributed must be initialized"):
         SpreadExperts(weights, FIRST)
-
-
-@pytest.mark.parametrize(
-    ("n_nodes", "expert", "rank", "slot"),
-    [
-        (1, 0, 2, 3),  # rank 1 is as near as rank 3, and has the lower number
-        (2, 0, 2, 6),  # rank 3 is of the same node
-        (2, 1, 3, 7),  # its own
-        (2, 2, 3, 2),  # no rank of its node has it
-    ],
-)
-def test_an_expert_comes_from_the_own_rank_or_node_if_it_is_there(n_nodes, expert, rank, slot):
-    assert find_copy([3, 1, 2, 0, 3, 4, 0, 1], expert, rank, 4, n_nodes) == slot

@@ -10,9 +10,10 @@ from torch import Tensor
 from octile.models.config import ModelConfig
 from octile.ops.latent_cache import PAGE
 from octile.scaled import ScaledTensor
+from octile.serve.block_weights import AttentionWeights, MoEWeights, Projections, Weight
 from octile.serve.latent_pages import CacheFormat, LatentPages
 from octile.serve.step_bytes import decode_bytes
-from octile.serve.weights import AttentionWeights, MoEWeights, Projections, ServedWeights, Weight
+from octile.serve.weights import ServedWeights
 from tests.serve.models import CONFIG, new_model
 
 DIRECT = replace(CONFIG, q_lora_rank=None, topk_method="greedy", n_group=1, n_shared_experts=2, num_hidden_layers=4)

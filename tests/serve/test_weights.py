@@ -10,7 +10,7 @@ from octile.checkpoint.hugging_face import load, save
 from octile.formats import BLOCK
 from octile.scaled import ScaledTensor, quantize
 from octile.serve.model_runner import ModelRunner
-from octile.serve.weights import ServedWeights, join, stack
+from octile.serve.weights import ServedWeights
 from tests.serve.models import CONFIG, Texts, new_model, text
 
 
@@ -57,27 +57,6 @@ def test_weights_for_decoding_are_the_dequantized_keys_and_values():
     w_HXC = quantize(model.model.layers[1].self_attn.kv_b_proj.weight, BLOCK).dequantize().unflatten(0, (4, -1))
     assert torch.equal(attention.w_k, w_HXC[:, : CONFIG.qk_nope_head_dim].mT)
     assert torch.equal(attention.w_v, w_HXC[:, CONFIG.qk_nope_head_dim :])
-
-
-def test_fp8_weights_of_whole_blocks_are_joined_and_others_are_not():
-    first, second, third = (quantize(torch.randn(n, 130), BLOCK) for n in (128, 40, 128))
-    joined = join([first, second], [[128], [30, 10]])
-    assert joined.sizes == ((128, 30, 10),)
-    assert torch.equal(joined.weights[0].dequantize(), torch.cat((first.dequantize(), second.dequantize())))
-    assert len(join([second, third], [[40], [128]]).weights) == 2
-    assert len(join([first, torch.randn(1, 130)], [[128], [1]]).weights) == 2
-
-
-def test_weights_in_high_precision_are_joined():
-    weights = torch.randn(3, 5, 4), torch.randn(3, 2, 4)
-    joined = join(weights, [[5], [1, 1]])
-    assert joined.sizes == ((5, 1, 1),)
-    assert torch.equal(joined.weights[0], torch.cat(weights, dim=1))
-
-
-def test_experts_of_two_kinds_are_refused():
-    with pytest.raises(ValueError, match="but 1 of 2 are"):
-        stack([quantize(torch.randn(3, 4), BLOCK), torch.randn(3, 4)])
 
 
 def test_wrong_models_are_refused(tmp_path: Path):

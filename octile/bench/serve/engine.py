@@ -44,12 +44,13 @@ from octile.models.meta import meta_model
 from octile.models.names import to_hf
 from octile.scaled import ScaledTensor
 from octile.serve.batch import Batch, Chunk
+from octile.serve.block_weights import Weight
 from octile.serve.config import EngineConfig
 from octile.serve.engine import Engine
 from octile.serve.head_share import HeadShare
 from octile.serve.model_runner import ModelRunner
 from octile.serve.request import Sampling
-from octile.serve.weights import ALL_HEADS, ServedWeights, Weight, assemble
+from octile.serve.weights import ALL_HEADS, ServedWeights, assemble
 from octile.tokenizer import MIN_VOCAB_SIZE, Tokenizer
 from octile.train.kernel_records import costs
 

@@ -30,8 +30,9 @@ from octile.serve.expert_balance import rebalance_experts
 from octile.serve.head_share import check_heads
 from octile.serve.model_runner import ModelRunner
 from octile.serve.request import Output, Sampling
+from octile.serve.routed_shared_experts import with_shared_load
 from octile.serve.spread_engine import SpreadEngine
-from octile.serve.spread_experts import SpreadExperts, with_shared_load
+from octile.serve.spread_experts import SpreadExperts
 from octile.serve.tensor_parallel import TensorParallel
 from octile.tokenizer import MIN_VOCAB_SIZE, Tokenizer
 
