@@ -26,8 +26,9 @@ from torch import Tensor
 
 from octile.serve.batch import Batch, Chunk, Runner
 from octile.serve.request import Request
-from octile.serve.sampler import NOT_A_NUMBER, Row, choose_each
+from octile.serve.sampler import NOT_A_NUMBER, Row
 from octile.serve.scheduler import Scheduler
+from octile.serve.token_choice import choose_each
 
 
 class Computed(NamedTuple):

@@ -12,26 +12,32 @@ engine drafts, a pass of the multi-token prediction layer. The engine has no thr
 
 from __future__ import annotations
 
-import secrets
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from torch import Tensor
 
-from octile.report.page import format_count
 from octile.serve.batch import Batch, Chunk, DecodedTokens, DecodeRequest, Runner
 from octile.serve.config import EngineConfig
 from octile.serve.drafts import Computed, Drafter, check_can_draft, count_accepted, usable_drafts
 from octile.serve.pages import PageAllocator
-from octile.serve.request import FinishReason, Output, PromptLatents, Request, Sampling, TokenLogprobs
-from octile.serve.sampler import NOT_A_NUMBER, Row, choose_each, isolated, log_probabilities
+from octile.serve.request import (
+    FinishReason,
+    Output,
+    PromptLatents,
+    Request,
+    Sampling,
+    TokenLogprobs,
+    check_prompt,
+    make_request,
+)
+from octile.serve.sampler import NOT_A_NUMBER, Row
 from octile.serve.scheduler import Scheduled, Scheduler
 from octile.serve.stats import Stats
 from octile.serve.text import TextStream
+from octile.serve.token_choice import choose_tokens
 from octile.tokenizer import Tokenizer
-from octile.validation import MAX_SEED
 
 NAN_LOGITS = "the model's logits are NaN: a weight is damaged, or its training diverged"
 
@@ -205,7 +211,7 @@ class Engine:
         self._steps += 1
         rows: list[Row] = []
         results = self._runner.run(Batch([_chunk(s, rows) for s in scheduled]))
-        tokens, logprobs, errors = self._choose(results.logits, rows)
+        tokens, logprobs, errors = choose_tokens(results.logits, rows)
         outputs: list[Output] = []
         computed: list[Computed] = []
         n_rows = first = 0
@@ -338,28 +344,6 @@ class Engine:
         for request_id in list(self._requests):
             self.cancel(request_id)
 
-    def _choose(self, logits_LV: Tensor, rows: list[Row]) -> tuple[list[int], dict[int, TokenLogprobs], dict[int, str]]:
-        """The tokens of all rows, NOT_A_NUMBER where there is none; by row log-probabilities, and what went wrong.
-
-        An exception while the tokens of one request are chosen ends that request alone.
-        """
-        if not rows:
-            return [], {}, {}
-        found = choose_each(logits_LV, rows)
-        errors = {i: _describe(result) for i, result in enumerate(found) if isinstance(result, Exception)}
-        tokens = [NOT_A_NUMBER if isinstance(result, Exception) else result for result in found]
-        asked = [i for i, row in enumerate(rows) if row.sampling.logprobs is not None and tokens[i] != NOT_A_NUMBER]
-        logprobs = dict[int, TokenLogprobs]()
-        if asked:
-            logits, chosen, of_asked = logits_LV[asked], [tokens[i] for i in asked], [rows[i] for i in asked]
-            results = isolated(lambda part: log_probabilities(logits[part], chosen[part], of_asked[part]), len(asked))
-            for i, result in zip(asked, results, strict=True):
-                if isinstance(result, Exception):
-                    tokens[i], errors[i] = NOT_A_NUMBER, _describe(result)
-                else:
-                    logprobs[i] = result
-        return tokens, logprobs, errors
-
     def _extend(
         self, request: Request, n_tokens: int, chosen: list[int], n_drafts: int, why: str = NAN_LOGITS
     ) -> Output:
@@ -407,33 +391,6 @@ class Engine:
         del self._requests[request.id], self._texts[request.id]
 
 
-def make_request(number: int, prompt: Sequence[int], sampling: Sampling) -> Request:
-    """Make a request with the next number of an engine; if it asks for no seed, one is drawn, also in its sampling."""
-    seed = secrets.randbelow(MAX_SEED) if sampling.seed is None else sampling.seed
-    return Request(number, tuple(prompt), replace(sampling, seed=seed), seed)
-
-
-def check_prompt(prompt: Sequence[int], sampling: Sampling, vocab_size: int, context: int) -> None:
-    """Refuse a prompt that a model cannot continue.
-
-    Raises:
-        ValueError: the prompt is empty, has a token that the model does not know, or exceeds its context together with
-            the new tokens.
-    """
-    if not prompt:
-        raise ValueError("prompt must have at least one token")
-    for token in (min(prompt), max(prompt)):
-        if not 0 <= token < vocab_size:
-            raise ValueError(
-                f"prompt has the token {token}, but the model's vocabulary has {vocab_size}, from 0 to {vocab_size - 1}"
-            )
-    if len(prompt) + sampling.max_new_tokens > context:
-        raise ValueError(
-            f"prompt has {format_count(len(prompt), 'token')} and max_new_tokens is {sampling.max_new_tokens}: "
-            f"together they must not exceed the context of {context}, the model's or what the cache has place for"
-        )
-
-
 def _beyond(n_drafts: int) -> int:
     """The positions after a request's last token that a decode step writes: drafts, and drafts of accepted drafts."""
     return max(n_drafts, 2 * n_drafts - 1)
@@ -447,10 +404,6 @@ def _decodes_ahead(request: Request) -> bool:
         and sampling.logprobs is None
         and (not sampling.temperature or (sampling.top_p == 1 and not sampling.top_k))
     )
-
-
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__} when its next token was chosen: {error}"
 
 
 def _chunk(scheduled: Scheduled, rows: list[Row]) -> Chunk:

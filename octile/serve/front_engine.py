@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from octile.parallel.ranks import Ranks
-from octile.serve.engine import make_request
-from octile.serve.request import Output, Request, Sampling
+from octile.serve.request import Output, Request, Sampling, make_request
 from octile.serve.spread_engine import SpreadEngine
 from octile.serve.stats import ChangedStats, Stats
 

@@ -10,10 +10,10 @@ import torch
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.serve.config import EngineConfig
-from octile.serve.engine import NAN_LOGITS, Engine, check_prompt
+from octile.serve.engine import NAN_LOGITS, Engine
 from octile.serve.load import Folder
 from octile.serve.model_runner import ModelRunner
-from octile.serve.request import Sampling
+from octile.serve.request import Sampling, check_prompt
 from octile.serve.weights import ServedWeights
 from octile.tokenizer import Tokenizer, check_text
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import secrets
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
+from octile.report.page import format_count
 from octile.validation import MAX_SEED
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # normal numbers of FP32
@@ -175,3 +177,30 @@ class Request:
     def n_pending(self) -> int:
         """Tokens whose latents are not in the pages: 1 while it decodes, more while its prompt is read."""
         return len(self.tokens) - self.n_computed
+
+
+def make_request(number: int, prompt: Sequence[int], sampling: Sampling) -> Request:
+    """Make a request with the next number of an engine; if it asks for no seed, one is drawn, also in its sampling."""
+    seed = secrets.randbelow(MAX_SEED) if sampling.seed is None else sampling.seed
+    return Request(number, tuple(prompt), replace(sampling, seed=seed), seed)
+
+
+def check_prompt(prompt: Sequence[int], sampling: Sampling, vocab_size: int, context: int) -> None:
+    """Refuse a prompt that a model cannot continue.
+
+    Raises:
+        ValueError: the prompt is empty, has a token that the model does not know, or exceeds its context together with
+            the new tokens.
+    """
+    if not prompt:
+        raise ValueError("prompt must have at least one token")
+    for token in (min(prompt), max(prompt)):
+        if not 0 <= token < vocab_size:
+            raise ValueError(
+                f"prompt has the token {token}, but the model's vocabulary has {vocab_size}, from 0 to {vocab_size - 1}"
+            )
+    if len(prompt) + sampling.max_new_tokens > context:
+        raise ValueError(
+            f"prompt has {format_count(len(prompt), 'token')} and max_new_tokens is {sampling.max_new_tokens}: "
+            f"together they must not exceed the context of {context}, the model's or what the cache has place for"
+        )

@@ -19,9 +19,8 @@ Shapes: L rows of logits, V vocabulary.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +28,6 @@ from torch import Tensor
 from octile.ops.sample_tokens import NOT_A_NUMBER, gumbel, sample_tokens, sampling_keys
 from octile.serve.request import Sampling, TokenLogprobs
 
-T = TypeVar("T")
 FIXED_POINT = 2.0**32  # weights are summed as integers
 TOKEN_BITS = 24  # of the largest vocabulary; a weight's 33 bits and a token's fit 64
 CANDIDATES = 256  # most likely tokens that are looked at first
@@ -64,38 +62,6 @@ def choose(logits_LV: Tensor, rows: Sequence[Row]) -> Tensor:
     sampled_L = _truncated(logits_LV[i], [rows[i] for i in truncated], seeds_L[i], positions_L[i], temperature_L[i])
     tokens_L[i] = sampled_L.masked_fill(tokens_L[i] == NOT_A_NUMBER, NOT_A_NUMBER)
     return tokens_L
-
-
-def choose_each(logits_LV: Tensor, rows: Sequence[Row]) -> list[int | Exception]:
-    """Choose the next token of each row as `choose`; an exception takes the place of the tokens that raise it."""
-    return isolated(lambda part: choose(logits_LV[part], rows[part]).tolist(), len(rows))
-
-
-def isolated(compute: Callable[[slice], Sequence[T]], n_rows: int) -> list[T | Exception]:
-    """Compute something of all rows at once, or, if that raises an exception, of each row alone.
-
-    Args:
-        compute: takes a slice of the rows and returns a result for each.
-        n_rows: how many there are.
-
-    Returns:
-        the results; the exception of a row that has none. A warning says so if each row alone has one.
-    """
-    try:
-        return [*compute(slice(0, n_rows))]
-    except Exception as error:  # of one row or several, which must not end the others
-        results = [_alone(compute, i) for i in range(n_rows)]
-        if not any(isinstance(result, Exception) for result in results):
-            what = f"tokens are chosen one by one, which is slower: {type(error).__name__}: {error}"
-            warnings.warn(what, RuntimeWarning, stacklevel=2)
-        return results
-
-
-def _alone(compute: Callable[[slice], Sequence[T]], i: int) -> T | Exception:
-    try:
-        return compute(slice(i, i + 1))[0]
-    except Exception as error:
-        return error
 
 
 def log_probabilities(logits_LV: Tensor, tokens: Sequence[int], rows: Sequence[Row]) -> list[TokenLogprobs]:

@@ -5,8 +5,7 @@ import random
 import pytest
 import torch
 
-from octile.serve import drafts, sampler
-from octile.serve import engine as engine_module
+from octile.serve import drafts, token_choice
 from octile.serve.config import EngineConfig
 from octile.serve.engine import Engine
 from octile.serve.request import FinishReason, Sampling
@@ -280,8 +279,7 @@ def test_nan_logits_end_only_their_request(engine_of):
 @pytest.mark.parametrize("n_drafts", [0, 2])
 @pytest.mark.parametrize("raising", ["choose", "log_probabilities"])
 def test_an_exception_while_a_token_is_chosen_ends_only_its_request(engine_of, monkeypatch, raising, n_drafts):
-    owner = sampler if raising == "choose" else engine_module
-    right = getattr(owner, raising)
+    right = getattr(token_choice, raising)
 
     def wrong(*arguments):
         if any(row.seed == 13 and row.position == 5 for row in arguments[-1]):
@@ -294,7 +292,7 @@ def test_an_exception_while_a_token_is_chosen_ends_only_its_request(engine_of, m
         return run(engine)
 
     alone = add_all(engine_of(n_drafts=n_drafts))
-    monkeypatch.setattr(owner, raising, wrong)
+    monkeypatch.setattr(token_choice, raising, wrong)
     engine = engine_of(n_drafts=n_drafts)
     found = add_all(engine)
     tokens, _, last = found[1]
@@ -306,14 +304,14 @@ def test_an_exception_while_a_token_is_chosen_ends_only_its_request(engine_of, m
 
 
 def test_an_exception_that_no_row_raises_alone_is_a_warning(engine_of, monkeypatch):
-    right = sampler.choose
+    right = token_choice.choose
 
     def wrong(logits, rows):
         if len(rows) > 1:
             raise MemoryError("too many rows")
         return right(logits, rows)
 
-    monkeypatch.setattr(sampler, "choose", wrong)
+    monkeypatch.setattr(token_choice, "choose", wrong)
     engine = engine_of(FakeRunner())
     for seed in range(2):
         engine.add([seed, 1], Sampling(3, ignore_eos=True, logprobs=0))

@@ -37,8 +37,7 @@ from octile.serve.disaggregated.worker import (
     Stepped,
     WorkerOptions,
 )
-from octile.serve.engine import check_prompt, make_request
-from octile.serve.request import Output, Request, Sampling
+from octile.serve.request import Output, Request, Sampling, check_prompt, make_request
 from octile.serve.stats import Stats
 
 END_SECONDS = 10.0  # for a process to end after its pipe was closed
