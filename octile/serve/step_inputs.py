@@ -5,7 +5,7 @@ alone can be padded to a size, for a CUDA graph, or to whole blocks of rows.
 
 Prefill chunks attend in pieces, whose keys and values are in memory at once. A step has a limited number of tokens, but
 chunks with few tokens may attend to many positions each: those that share a long beginning. One chunk of a very long
-text attends to its positions in parts (`octile.serve.forward`).
+text attends to its positions in parts (`octile.serve.naive_attention`).
 """
 
 from __future__ import annotations
