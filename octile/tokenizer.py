@@ -104,9 +104,12 @@ class Tokenizer:
         if not config_file.is_file():
             return cls(backend, _config(BEGIN, END))
         try:
-            return cls(backend, json.loads(config_file.read_text(encoding="utf-8")))
+            config = json.loads(config_file.read_text(encoding="utf-8"))
         except json.JSONDecodeError as error:
             raise ValueError(f"{config_file} is not JSON: {error}") from error
+        if not isinstance(config, dict):
+            raise ValueError(f"{config_file} must hold a JSON object, not {config!r:.50}")
+        return cls(backend, config)
 
     def save(self, folder: str | Path) -> None:
         """Write `tokenizer.json` and `tokenizer_config.json`, which transformers' AutoTokenizer reads."""

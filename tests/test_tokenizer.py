@@ -137,6 +137,12 @@ def test_a_damaged_config_is_refused(folder):
         Tokenizer.load(folder)
 
 
+def test_a_config_that_is_no_object_is_refused(folder):
+    (folder / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json must hold a JSON object, not \[\]"):
+        Tokenizer.load(folder)
+
+
 def test_a_tokenizer_without_an_end_token_is_refused(folder):
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
     with pytest.raises(ValueError, match="has no token '</s>'"):
