@@ -16,3 +16,17 @@ def signals_ignored() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def interrupts_blocked() -> Iterator[None]:
+    """Context manager that blocks Ctrl-C in this thread; one that comes meanwhile arrives afterwards.
+
+    A process that is started inside inherits that for good, so that Ctrl-C cannot end it while it still imports, before
+    it can ignore the signal.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

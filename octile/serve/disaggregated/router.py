@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
@@ -38,6 +39,7 @@ from octile.serve.disaggregated.worker import (
     WorkerOptions,
 )
 from octile.serve.request import Output, Request, Sampling, check_prompt, make_request
+from octile.serve.signals import interrupts_blocked
 from octile.serve.stats import Stats
 
 END_SECONDS = 10.0  # for a process to end after its pipe was closed
@@ -79,7 +81,9 @@ class _Process:
         self._asked: float | None = None  # when it was then asked whether it hangs
         self._due = math.inf  # when `ping` is called next
         self.process: BaseProcess = context.Process(target=target, args=(other, *arguments), name=name, daemon=True)
-        self.process.start()
+        resource_tracker.ensure_running()  # it would unblock the signal, if `start` had to begin it
+        with interrupts_blocked():  # in the process, too, whose end is the router's
+            self.process.start()
         other.close()
         self._commands = queue.SimpleQueue[object]()
         self._sender = threading.Thread(target=self._send_all, name=f"commands of {name}", daemon=True)

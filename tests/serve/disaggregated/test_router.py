@@ -161,6 +161,20 @@ def never_answers(connection: Connection) -> None:
         connection.recv()
 
 
+def answers(connection: Connection) -> None:
+    connection.send("started")
+
+
+def test_ctrl_c_does_not_end_a_process_that_starts():
+    process = router_module._Process("decode process 0", answers, (), 600)
+    os.kill(process.process.pid, signal.SIGINT)  # while it imports
+    try:
+        assert process.receive() == "started"
+    finally:
+        process.close()
+        process.end()
+
+
 def test_a_process_that_hangs_is_killed_and_named(clock):
     process = router_module._Process("decode process 0", never_answers, (), 5)
     try:
