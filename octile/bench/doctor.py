@@ -147,15 +147,13 @@ def show(found: dict[str, Any], as_json: bool) -> None:
     table.add_column("operator", no_wrap=True)
     table.add_column("kernel")
     table.add_column("why", justify="right")
-    reasons = dict[tuple[str, str], list[str]]()  # and their operators
+    numbers = dict[tuple[str, str], int]()  # of the reasons
     for row in found["operators"]:
-        reasons.setdefault((row["kernel"], row["why"]), []).append(row["operator"].removeprefix("octile::"))
-    numbers = {reason: number for number, reason in enumerate(reasons, start=1)}
-    for row in found["operators"]:
-        table.add_row(row["operator"], row["kernel"], str(numbers[row["kernel"], row["why"]]))
+        number = numbers.setdefault((row["kernel"], row["why"]), len(numbers) + 1)
+        table.add_row(row["operator"], row["kernel"], str(number))
     console.print(table)
-    for (kernel, why), operators in reasons.items():
-        console.print(f"{numbers[kernel, why]}. {kernel}: {why} ({', '.join(operators)})", highlight=False)
+    for (kernel, why), number in numbers.items():
+        console.print(f"{number}. {kernel}: {why}", highlight=False)
     _show_links(console, found)
     for line in found["advice"]:
         console.print(line, highlight=False)
