@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from difflib import get_close_matches
 from io import StringIO, TextIOWrapper
 from itertools import dropwhile, takewhile, zip_longest
 from pathlib import Path
@@ -355,8 +356,8 @@ class Convert:
             "*.down_proj"; can be given several times.
     """
 
-    src: tyro.conf.Positional[Path]
-    dst: tyro.conf.Positional[Path | None] = None
+    src: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SRC")]  # the names in messages
+    dst: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="[DST]")] = None
     to: Literal["fp8", "bf16", "float32"] = "fp8"
     keep: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
 
@@ -527,7 +528,8 @@ def _dispatch(arguments: list[str]) -> None:
     elif name == "--version":
         _run(lambda _: print(f"octile {__version__}", flush=True), [])
     elif name not in COMMANDS:
-        _fail(f"unknown command {name!r}; there are {', '.join(COMMANDS)}", USER_ERROR)
+        meant = "".join(f"; perhaps you meant {close}" for close in get_close_matches(name, COMMANDS, n=1))
+        _fail(f"unknown command {name!r}; there are {', '.join(COMMANDS)}{meant}", USER_ERROR)
     else:
         _run(lambda rest: _call(name, rest), arguments[1:])
 
@@ -848,12 +850,13 @@ def _wrap(line: str, width: int) -> str:
 
 
 def _newest_run() -> Path:
-    """The finished run under runs/ whose model was written last; it is printed."""
+    """The finished run under runs/ whose model was written last; rank 0 prints it."""
     runs = sorted(Path("runs").glob("*/model/config.json"), key=lambda path: path.stat().st_mtime)
     if not runs:
         raise FileNotFoundError("no finished run under runs/: name one, or make one with octile train")
     run = runs[-1].parent.parent
-    print(f"octile: {run}, the newest run", file=sys.stderr)
+    if not _rank():
+        print(f"octile: {run}, the newest run", file=sys.stderr)
     return run
 
 

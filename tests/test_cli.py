@@ -9,6 +9,7 @@ import subprocess
 import sys
 import warnings
 from dataclasses import is_dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -170,7 +171,17 @@ def test_help_is_shown_by_a_console_without_utf_8(command):
 
 
 def test_unknown_command(capsys):
-    assert "unknown command 'trian'; there are train, compare" in refused(capsys, "trian")
+    message = refused(capsys, "trian")
+    assert "unknown command 'trian'; there are train, compare" in message
+    assert message.rstrip().endswith("; perhaps you meant train")
+
+
+def test_an_unknown_command_like_no_other(capsys):
+    assert refused(capsys, "xyz").rstrip().endswith("doctor")
+
+
+def test_the_help_of_convert_names_what_its_messages_name(capsys):
+    assert "octile convert [-h] SRC [DST]" in call(capsys, "convert", "--help")[1]
 
 
 def test_unknown_preset(capsys):
@@ -457,6 +468,14 @@ def test_generate_names_the_run_that_it_chose(capsys, hf_folder, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     code, _, err = call(capsys, "generate", "--max-new-tokens", "1")
     assert (code, err) == (0, "octile: runs/mine, the newest run\n")
+
+
+def test_only_the_first_rank_names_the_run(capsys, hf_folder, tmp_path, monkeypatch):
+    shutil.copytree(hf_folder, tmp_path / "runs" / "mine" / "model")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RANK", "1")
+    assert octile.cli._newest_run() == Path("runs/mine")
+    assert capsys.readouterr().err == ""
 
 
 def test_generate_without_a_run(capsys, tmp_path, monkeypatch):
