@@ -39,6 +39,9 @@ NO_DRAFT = -2  # no token is chosen that equals it
 class DecodeLoop:
     """The buffers and graphs of decode steps.
 
+    Attributes:
+        sizes: requests of a step, to the smallest of which that suffices it is padded.
+
     Args:
         forward: the model's forward pass.
         max_requests: of a step.
@@ -54,11 +57,11 @@ class DecodeLoop:
         device = forward.weights.device
         self._on_gpu = memory is not None
         if self._on_gpu:
-            self._sizes = graph_sizes(max_requests)
+            self.sizes = graph_sizes(max_requests)
         else:
             block = BLOCK_ROWS * forward.tp.size  # so that each rank of a group has whole blocks
             max_requests = -(-max_requests // block) * block
-            self._sizes = [*range(block, max_requests + 1, block)]
+            self.sizes = [*range(block, max_requests + 1, block)]
         self._host = torch.zeros(FIELDS + 1 + n_drafts, max_requests, dtype=torch.int64, pin_memory=self._on_gpu)
         self._fields = self._host.numpy()
         self._table = PageTable(max_requests, max_pages, pinned=self._on_gpu)
@@ -73,7 +76,7 @@ class DecodeLoop:
             self._copied = torch.cuda.Event()
             ways = (False, True) if forward.attention.index is not None else (False,)
             # the texts have no positions
-            self._graphs = {way: memory.capture_sizes(self._sizes, partial(self._step, way)) for way in ways}
+            self._graphs = {way: memory.capture_sizes(self.sizes, partial(self._step, way)) for way in ways}
 
     def run(self, requests: Sequence[DecodeRequest], at_least: int = 0, timeout: float = math.inf) -> DecodedTokens:
         """Launch a step; see `octile.serve.batch.Runner.decode`.
@@ -86,7 +89,7 @@ class DecodeLoop:
         Raises:
             TimeoutError: the GPU has not begun the step before in time.
         """
-        size = next(size for size in self._sizes if size >= max(len(requests), at_least))
+        size = next(size for size in self.sizes if size >= max(len(requests), at_least))
         if self._on_gpu:
             wait_for(self._copied, timeout)  # the copies of the step before have read the host's buffers
         first, end = self._fill(requests, size)

@@ -34,12 +34,14 @@ from octile.serve.graph_memory import GraphMemory
 from octile.serve.index_pages import IndexPages, bytes_per_key, needs_index
 from octile.serve.latent_pages import CacheFormat, LatentPages, bytes_per_row
 from octile.serve.page_bytes import PageBytes
-from octile.serve.prefill_graphs import FILL_ROWS, MAX_ROWS, PrefillGraphs, graph_rows, padded_rows
+from octile.serve.prefill_graphs import FILL_ROWS, MAX_ROWS, PrefillGraphs, padded_rows
 from octile.serve.routed_shared_experts import check_batch_invariant
+from octile.serve.sampler import choose
 from octile.serve.spread_experts import SpreadExperts
 from octile.serve.step import Step
 from octile.serve.step_inputs import BLOCK_ROWS, Layout, mixed_step, padded_size, send
 from octile.serve.tensor_parallel import ALONE
+from octile.serve.warm_up import SAMPLED, warm_up_batches
 from octile.serve.weights import ServedWeights
 
 
@@ -130,7 +132,7 @@ class ModelRunner:
             what = f"decode steps of few rows do not have all of Hopper's kernels: {why_not}"
             warnings.warn(what, RuntimeWarning, stacklevel=2)
         self._checked_pages: list[array[int] | None] = []  # those of the chunk of each number, as last checked
-        self.n_drafts, self._max_batch = n_drafts, max_batch
+        self.n_drafts, self._max_batch, self._max_step_tokens = n_drafts, max_batch, max_step_tokens
         if self._waits_for_index() and (max_batch or max_step_tokens):
             why = f"{c.index_n_heads} heads of {c.index_head_dim} channels of the indexer have no kernel"
             warnings.warn(f"steps are computed without CUDA graphs: {why}", RuntimeWarning, stacklevel=2)
@@ -175,31 +177,44 @@ class ModelRunner:
             if self.n_drafts:
                 self.draft_graphs = DecodeGraphs(self.forward, memory, self._max_rows, max_pages, drafts=True)
             self.loop = self._new_loop(memory)
-        if self.prefill_graphs is not None:
-            self._warm_up(max_step_tokens)
+        if max_step_tokens:
+            self.warm_up()
         torch.cuda.empty_cache()  # what was computed before each capture
 
     @torch.no_grad()
-    def _warm_up(self, max_step_tokens: int) -> None:
-        """Compute steps with prompts, so that no step of a running server waits for kernels that no graph has.
+    def warm_up(self) -> None:
+        """Compute a step of each kind that a server computes, so that none of its own waits for a kernel's compilation.
 
-        Prompts that begin and that continue attend in different ways; drafts of prompts are in no graph. No row is
-        written to the cache, and no token counts for its experts.
+        No row is written to the cache, and no step and no token is counted. With spread experts all ranks call it.
+
+        Raises:
+            TimeoutError: as in `run`.
         """
-        n, pages = min(PAGE, self.max_position) // 2, array("i", [0])
-        if not n:
-            return  # a text of one position has no prompt to which a token is added
+        rows = self._max_batch * (1 + self.n_drafts)
+        n_chosen = None if self.index is None else self.forward.weights.config.index_topk
+        for batch in warm_up_batches(self._max_step_tokens, rows, self.max_position, self.vocab_size, n_chosen):
+            layout = self._layout(batch)
+            if self.graphs is None or not self._has_graph(layout):
+                self._compute_unwritten(layout)
+        if self.spread is not None and self.max_ahead:
+            self.loop = self.loop or self._new_loop()
+            for size in self.loop.sizes:
+                self.loop.run((), size, self.timeout)
 
-        def step_of(*chunks: Chunk) -> Step:
-            step = self._step(self._layout(Batch(chunks)))
-            return step._replace(slots=torch.full_like(step.slots, -1))
-
-        for start in (0, n):
-            self._hidden(step_of(Chunk([0], n, pages, 1), Chunk([0] * n, start, pages, 1)))
-        width = self.forward.weights.config.hidden_size
-        for rows in graph_rows(min(max_step_tokens, MAX_ROWS)) if self.n_drafts else ():
-            step = step_of(*(rows // n) * [Chunk([0] * n, 0, pages, 1)])
-            self.forward.draft(step, self.forward.weights.head.new_zeros(len(step.tokens), width))
+    def _compute_unwritten(self, layout: Layout) -> None:
+        """Compute a step and the drafts after it, as of a request that samples, and write nothing to the cache."""
+        self.max_rank_rows = sum(len(chunk.tokens) for chunk in layout.chunks)  # of each rank
+        step = self._step(layout)
+        step = step._replace(slots=torch.full_like(step.slots, -1))
+        h_TD = self._hidden(step)
+        passes = [self._in_order(h_TD, layout)]
+        if self.n_drafts:
+            passes.append(self._in_order(self._of_rows().draft(step, h_TD), layout))
+        for of_pass in passes:
+            results = self._results(of_pass, layout)
+            choose(results.logits, [SAMPLED] * len(results.logits))
+            self._wait_for(results)
+        self.max_rank_rows = 0
 
     def _capture_spread(
         self, spread: SpreadExperts, memory: GraphMemory, max_step_tokens: int, micro_batches: int
@@ -432,8 +447,9 @@ class ModelRunner:
 
     @property
     def _fills(self) -> bool:
-        """Whether rows are padded so that GEMMs have few sizes."""
-        return self.device.type == "cuda" and not self.batch_invariant and self.spread is None
+        """Whether rows are padded so that GEMMs have few sizes: not if their padding would travel to experts."""
+        pads = self.spread is None or (self.prefill_graphs is not None and self._has_peers)
+        return self.device.type == "cuda" and not self.batch_invariant and pads
 
     def _in_order(self, h_TD: Tensor, layout: Layout) -> Tensor:
         """Return rows in the batch's order, without padding."""

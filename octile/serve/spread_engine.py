@@ -73,6 +73,17 @@ class SpreadEngine:
         self._control = runner.spread.dispatcher.groups[0] if control is None else control
         self._on_host = torch.device("cpu") if control is not None else runner.device
 
+    def warm_up(self) -> None:
+        """Compute a step of each kind on all ranks, so that none waits in a later step for kernels to be compiled.
+
+        All ranks call it before their first step, and leave it together. The state is that of before it.
+
+        Raises:
+            TimeoutError: as `step`.
+        """
+        self._runner.warm_up()
+        dist.barrier(self._control)
+
     def step(self) -> list[Output] | None:
         """Run a step, and move the experts of a layer if they are placed anew. All ranks must call this in turn.
 

@@ -7,24 +7,32 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+import triton
 
+from octile.kernels.cuda.jit import specialize
+from octile.serve.config import EngineConfig
+from octile.serve.engine import Engine
 from octile.serve.model_runner import ModelRunner
+from octile.serve.spread_engine import SpreadEngine
 from octile.serve.spread_experts import SpreadExperts
 from octile.serve.weights import ServedWeights
 from tests.serve.models import new_model
+from tests.serve.test_front_engine import TOKENIZER
 from tests.serve.test_routed_shared_experts import OF_ONE
 from tests.serve.test_spread_experts import FIRST, N_PAGES, THREE_LAYERS, read, texts_of
+from tests.serve.test_warm_up import STEP_TOKENS
+from tests.serve.test_warm_up import texts_of as mixed_texts_of
 from tests.worlds import Failures, assert_passed, run_cases, start_once, start_ranks
 
-WHAT = "logits", "moving", "texts", "shared", "drafts", "graphs"
+WHAT = "logits", "moving", "texts", "shared", "drafts", "graphs", "compiled"
 CASES = [f"{what}-{dtype}" for what in WHAT for dtype in ("bf16", "fp8")]
 
 
 def check(name: str, rank: int) -> None:
     what, _, dtype = name.partition("-")
     weights = ServedWeights.of_model(new_model(dtype == "fp8", torch.bfloat16, THREE_LAYERS).cuda())
-    if what == "graphs":
-        check_graphs(weights, rank)
+    if what in ("graphs", "compiled"):
+        (check_graphs if what == "graphs" else check_compiled)(weights, rank)
         return
     alone = ModelRunner(weights, N_PAGES, max_batch=0, max_step_tokens=0, batch_invariant=True)
     n_drafts = 2 if what == "drafts" else 0
@@ -49,6 +57,21 @@ def check_graphs(weights: ServedWeights, rank: int) -> None:
         runner.max_rank_rows = 100  # of all steps on both ranks
         together = torch.cat(read(runner, rank))
         assert (together - alone).norm() < 0.05 * alone.norm()
+
+
+def check_compiled(weights: ServedWeights, rank: int) -> None:
+    """No kernel is compiled, or loaded, after the warm-up."""
+    experts = SpreadExperts(weights, torch.cat((FIRST, FIRST[:1])), drafts=True)
+    runner = ModelRunner(experts, N_PAGES, max_batch=2, n_drafts=2, max_step_tokens=STEP_TOKENS)
+    limits = EngineConfig(max_batch=2, max_step_tokens=STEP_TOKENS, n_drafts=2)
+    engine = SpreadEngine(Engine(runner, TOKENIZER, limits), runner)
+    engine.warm_up()
+    loaded, compiled = [*specialize._loaded], []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **of: compiled.append(of["repr"]))
+        mixed_texts_of(engine, rank)
+    assert not compiled, compiled
+    assert [*specialize._loaded] == loaded
 
 
 def run(rank: int, folder: str) -> None:

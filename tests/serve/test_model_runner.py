@@ -270,10 +270,10 @@ def test_prompts_do_not_attend_as_decode_rows_where_these_are_padded_to_all_rows
 
 
 def test_warming_up_writes_nothing_and_counts_nothing():
-    runner = ModelRunner(new_model(fp8=True), N_PAGES, n_drafts=1, expert_window=8)
+    runner = ModelRunner(new_model(fp8=True), N_PAGES, None, 4, False, 1, 8, max_step_tokens=300)
     texts = Texts(runner, [text(60)]).run(40)
     cached = runner.cache.bytes_LPQ.clone()
-    runner._warm_up(512)
+    runner.warm_up()
     runner._end_step()
     assert torch.equal(runner.cache.bytes_LPQ, cached)
     assert runner.expert_tokens is not None
@@ -283,7 +283,7 @@ def test_warming_up_writes_nothing_and_counts_nothing():
 
 
 def test_texts_of_one_position_need_no_warming_up():
-    ModelRunner(new_model(fp8=False, config=replace(CONFIG, max_position_embeddings=1)), 1, n_drafts=1)._warm_up(512)
+    ModelRunner(new_model(fp8=False, config=replace(CONFIG, max_position_embeddings=1)), 1, n_drafts=1).warm_up()
 
 
 def test_many_cached_positions_are_decompressed_in_parts(monkeypatch: pytest.MonkeyPatch):

@@ -80,6 +80,9 @@ def serve(
             else:
                 control = world() if device.type == "cpu" else dist.new_group(backend="gloo", timeout=ranks.timeout)
                 spread, runner = folder.load_spread(device, engine, cache, parallel, control)
+                if device.type == "cuda":
+                    ranks.at("the compilation of kernels")
+                    spread.warm_up()
                 if bound is None:
                     freeze_loaded()
                     with signals_ignored():  # rank 0 has them, too, and ends this rank when it has drained

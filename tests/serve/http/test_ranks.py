@@ -33,6 +33,31 @@ SPREAD = ["--parallel.ep=2", "--parallel.redundant-experts=2"]
 GROUPS = ["--parallel.ep=4", "--parallel.tp=2", "--parallel.shared-experts=routed", "--parallel.redundant-experts=3"]
 
 
+# a server whose ranks warm up as on GPUs, which one of them cannot
+FAILING_WARM_UP = """
+import os
+
+from octile.cli import main
+from octile.serve.load import Folder
+from octile.serve.model_runner import ModelRunner
+
+load_spread, results = Folder.load_spread, ModelRunner._results
+
+def warmed_up(*arguments):
+    engine, runner = load_spread(*arguments)
+    engine.warm_up()
+    return engine, runner
+
+def failing(runner, *arguments):
+    if os.environ["RANK"] == "1":
+        raise MemoryError("no memory for logits")
+    return results(runner, *arguments)
+
+Folder.load_spread, ModelRunner._results = warmed_up, failing
+main()
+"""
+
+
 def command(folder: Path, *options: str, ranks: int = 2) -> list[str]:
     started = [*TORCHRUN, f"--nproc-per-node={ranks}", "-m", "octile", "serve", str(folder)]
     return [*started, "--port=0", "--device=cpu", *options]
@@ -138,6 +163,15 @@ def test_a_wrong_option_is_refused_in_one_line(folder):
     ended = subprocess.run(wrong, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
     (line,) = [line for line in ended.stderr.splitlines() if line.startswith("octile: ")]
     assert "host 'nowhere.invalid' is not an address of this machine" in line
+
+
+def test_a_rank_that_cannot_warm_up_ends_the_server_with_one_line(folder, tmp_path):
+    (script := tmp_path / "serve.py").write_text(FAILING_WARM_UP)
+    started = [*TORCHRUN, "--nproc-per-node=2", str(script), "serve", str(folder), "--port=0", "--device=cpu", *SPREAD]
+    ended = subprocess.run(started, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    (line,) = [line for line in ended.stderr.splitlines() if line.startswith("octile: ")]
+    assert line == "octile: rank 1: no memory for logits"
+    assert "base_url" not in ended.stdout
 
 
 @pytest.mark.parametrize(
