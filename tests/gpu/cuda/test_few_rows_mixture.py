@@ -58,11 +58,12 @@ def test_numbers_of_rows(t: int):
         ({"e": 15, "d": 256, "i": 128, "s": 128, "k": 3}, {}),
         ({"e": 16, "d": 7168, "i": 2048, "s": 2048, "k": 8}, {"n_group": 4, "topk_group": 2, "best": 2}),
         ({"e": 256, "d": 512, "i": 128, "s": 128, "k": 8}, {"scoring_func": "softmax", "norm_topk_prob": False}),
+        ({"e": 16, "d": 256, "i": 256, "s": 384, "k": 4}, {}),
         ({"e": 40, "d": 384, "i": 256, "s": 512, "k": 1}, {"power_of_2": True, "bias": torch.linspace(-0.1, 0.1, 40)}),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("t", [1, 8])
+@pytest.mark.parametrize("t", [1, 2, 8])
 def test_shapes_and_choices(t: int, sizes: dict[str, int], changes: dict[str, Any]):
     of_gpu = {name: value.cuda() if isinstance(value, Tensor) else value for name, value in changes.items()}
     assert_close(on_gpu(t, **sizes) | of_gpu)
@@ -80,9 +81,10 @@ def test_calls_that_the_kernels_do_not_support_are_computed_by_other_operators(t
     assert_close(on_gpu(t, dtype, **V2_LITE))
 
 
-def test_a_graph_is_replayed_with_other_values():
+@pytest.mark.parametrize("t", [1, 4])
+def test_a_graph_is_replayed_with_other_values(t: int):
     """Each kernel starts before the previous one has ended, and still reads what that one has written."""
-    layers = [on_gpu(4, e=16, d=1024, i=256, s=512, k=4, seed=seed) for seed in range(8)]
+    layers = [on_gpu(t, e=16, d=1024, i=256, s=512, k=4, seed=seed) for seed in range(8)]
     x = layers[0]["x"].clone()
 
     def compute(synchronize: bool) -> Tensor:
@@ -104,8 +106,9 @@ def test_a_graph_is_replayed_with_other_values():
         assert torch.equal(found, compute(True))
 
 
-def test_the_kernels_are_used_for_the_shape_of_v2_lite():
-    a = on_gpu(8, **V2_LITE)
+@pytest.mark.parametrize("t", range(1, 9))
+def test_the_kernels_are_used_for_the_shape_of_v2_lite(t: int):
+    a = on_gpu(t, **V2_LITE)
     numbers = [a[name] for name in list(a)[5:12]]
     weights = [a[name] for name in list(a)[12:20]]
     before = a["x"], a["norm_weight"], a["eps"], a["gate_weight"], a["bias"]

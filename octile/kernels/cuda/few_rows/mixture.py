@@ -28,7 +28,10 @@ from octile.routing import EPS
 MAX_EXPERTS, MAX_CHOSEN, MAX_GROUPS = 256, 32, 32
 SIDE, STAGE_BYTES, ROW_PADDING = 128, 32 * (4 * 16 + 2 * 4), 64  # as in weight_rows.cuh and the kernels
 ROUTES_BYTES, ROUTE_BYTES = 16, 48  # of struct Routes without its routes, and of a Route
-GATE_CLUSTER, GATE_WARPS, UP_WARPS, DOWN_WARPS, DOWN_COLUMNS = 8, 8, 12, 8, 16
+GATE_CLUSTER, GATE_WARPS, UP_WARPS, DOWN_COLUMNS = 8, 8, 12, 16
+# Warps of mixture_down for one row and for more: the first number whose pipelines fit into shared memory. With one row
+# 16 warps are not faster, and leave no registers of an SM for thread blocks of the next kernel.
+DOWN_WARPS_OF_ONE_ROW, DOWN_WARPS_OF_MORE, DOWN_CLUSTER_OF_MORE = (8,), (16, 12, 8), 2
 MIN_DEPTH, MAX_DEPTH = 2, 6  # k-blocks of a warp in flight
 
 Choice = tuple[int, int, int, int, str, bool, float]  # as `octile.ops.gate.gate` takes it, from n_chosen on
@@ -80,14 +83,19 @@ def plan_down(
 ) -> Plan:
     """Plan mixture_down; arguments as of `plan_up`."""
     row = n_chosen * hidden + shared_hidden
-    scales_and_partials = 4 * MAX_ROWS * row // SIDE + 4 * DOWN_WARPS * DOWN_COLUMNS * MAX_ROWS
     of_rows = rows * (row + ROW_PADDING) + routes_bytes(rows, n_chosen, n_experts)
-    depth, struct, shared = _depth(DOWN_WARPS, scales_and_partials, of_rows)
+    cluster = 1 if rows == 1 else DOWN_CLUSTER_OF_MORE
+    for warps in DOWN_WARPS_OF_ONE_ROW if rows == 1 else DOWN_WARPS_OF_MORE:
+        scales_and_partials = 4 * MAX_ROWS * row // SIDE + 4 * warps * DOWN_COLUMNS * MAX_ROWS
+        depth, struct, shared = _depth(warps, scales_and_partials, of_rows)
+        if shared <= SHARED_BYTES:
+            break
     constants: dict[str, int | bool] = {
         "columns": columns, "chosen": n_chosen, "intermediate": hidden, "shared_intermediate": shared_hidden,
-        "warps": DOWN_WARPS, "depth": depth, "power_of_2": power_of_2, "struct_bytes": struct, "shared_bytes": shared,
+        "warps": warps, "cluster": cluster, "depth": depth, "power_of_2": power_of_2, "struct_bytes": struct,
+        "shared_bytes": shared,
     }  # fmt: skip
-    return Plan("mixture_down", constants, columns // DOWN_COLUMNS, 1, 32 * DOWN_WARPS)
+    return Plan("mixture_down", constants, columns // DOWN_COLUMNS, cluster, 32 * warps)
 
 
 def _depth(warps: int, other_bytes: int, of_rows: int) -> tuple[int, int, int]:
@@ -142,8 +150,8 @@ def why_unsupported(
         return f"x is {x.dtype}, not bfloat16"
     if n_experts > MAX_EXPERTS or n_chosen > MAX_CHOSEN or n_group > MAX_GROUPS:
         return f"{n_experts} experts, {n_chosen} chosen or {n_group} groups are too many"
-    if d % SIDE or hidden % SIDE or shared_hidden % hidden:
-        return f"{d} or {hidden} columns are no multiple of {SIDE}, or {shared_hidden} shared ones none of {hidden}"
+    if d % SIDE or hidden % SIDE or shared_hidden % SIDE:
+        return f"{d}, {hidden} or {shared_hidden} columns are no multiple of {SIDE}"
     if bias is not None and bias.dtype != torch.float32:
         return f"bias is {bias.dtype}, not float32"
     for weight in (x, norm_weight, gate, bias, *experts, *shared):

@@ -1,6 +1,7 @@
 """The kernels of a mixture of few rows in the emulator, compared with the operator's reference."""
 
 import ctypes
+import itertools
 import math
 import struct
 from collections.abc import Callable, Sequence
@@ -13,7 +14,9 @@ from torch import Tensor
 from octile.formats import BLOCK, TILE
 from octile.kernels.cuda.few_rows import mixture
 from octile.kernels.cuda.gemm import num_sms, request
+from octile.kernels.cuda.gemm.config import SHARED_BYTES
 from octile.kernels.memory_layout import new_scale
+from octile.models.config import PRESETS
 from octile.ops.few_rows_mixture import few_rows_mixture
 from octile.ops.quantize import dequantize, quantize
 from tests.ops import few_rows
@@ -59,14 +62,15 @@ def run_plan(
 
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launch the kernels in the emulator, on a GPU of three SMs."""
+    """Launch the kernels in the emulator, on a GPU of three SMs; each launch interleaves its threads differently."""
+    seeds = itertools.count()
 
     class Emulated:
         def __init__(self, plan: mixture.Plan, _: torch.device) -> None:
             self.plan = plan
 
         def launch_at(self, values: tuple[Any, ...]) -> Callable[[], None]:
-            return lambda: run_plan(self.plan, values, written_before(self.plan, values), seed=self.plan.grid)
+            return lambda: run_plan(self.plan, values, written_before(self.plan, values), seed=next(seeds))
 
     monkeypatch.setattr(mixture, "load", Emulated)
     monkeypatch.setattr(mixture, "_prepared", mixture.BoundedCache(mixture.MAX_KEYS))
@@ -133,10 +137,27 @@ def test_an_odd_number_of_experts(e: int, t: int) -> None:
     assert_close(of, of.rows(t))
 
 
-@pytest.mark.parametrize("s", [0, 128, 384])
-def test_shared_experts(s: int) -> None:
-    of = Mixture(s=s)
-    assert_close(of, of.rows(2))
+@pytest.mark.parametrize("t", [1, 2])
+@pytest.mark.parametrize(("i", "s"), [(128, 0), (128, 128), (128, 384), (256, 128)])
+def test_shared_experts(i: int, s: int, t: int) -> None:
+    of = Mixture(i=i, s=s)
+    assert_close(of, of.rows(t))
+
+
+@pytest.mark.parametrize("t", [1, 2])
+def test_warps_whose_k_blocks_are_of_several_experts(t: int) -> None:
+    """Each of 8 or 16 warps multiplies more k-blocks than its pipeline has stages."""
+    of = Mixture(e=24, d=128, i=640, s=896)
+    of.choice = (24 // t, 1, 1, 1, "softmax", False, 4.0)
+    assert_close(of, of.rows(t))
+
+
+@pytest.mark.parametrize("t", [1, 8])
+def test_bits_do_not_depend_on_the_interleaving_of_threads(t: int) -> None:
+    of = Mixture(d=128, i=384, s=640)
+    x = of.rows(t)
+    first, *others = (of.launched(x)[0] for _ in range(4))
+    assert all(torch.equal(first, other) for other in others)
 
 
 @pytest.mark.parametrize(
@@ -196,14 +217,15 @@ def test_bits_of_the_quantized_rows() -> None:
     assert torch.equal(scale, expected_scale)
 
 
-def test_bits_of_the_quantized_activations() -> None:
+@pytest.mark.parametrize("t", [1, 2, 8])
+def test_bits_of_the_quantized_activations(t: int) -> None:
     """Rows with one expert each, whose down projection is an identity, get the dequantized activations."""
-    h, x = few_rows.careful_values(2, 128), torch.zeros(2, 128).bfloat16()
-    route = struct.pack("<4i i8Bi 8f", 1, 0, 0, 0, 0, *[0] * 2, *[255] * 6, 0, *[1.0] * 8)
+    h, x = few_rows.careful_values(t, 128), torch.zeros(t, 128).bfloat16()
+    route = struct.pack("<4i i8Bi 8f", 1, 0, 0, 0, 0, *[0] * t, *[255] * (8 - t), 0, *[1.0] * 8)
     weight, scale = torch.eye(128).to(torch.float8_e4m3fn), torch.ones(1)
     run_alone(
-        mixture.plan_down(2, 128, 128, 0, 1, 1, False), h,
-        x, h, torch.frombuffer(bytearray(route), dtype=torch.uint8), weight, scale, 0, 0, 2, 1,
+        mixture.plan_down(t, 128, 128, 0, 1, 1, False), h,
+        x, h, torch.frombuffer(bytearray(route), dtype=torch.uint8), weight, scale, 0, 0, t, 1,
     )  # fmt: skip
     expected = dequantize(*quantize(h, *TILE, "e4m3", False), *TILE, torch.float32)
     assert torch.equal(x, expected.bfloat16())
@@ -228,8 +250,8 @@ def test_an_expert_that_no_row_has_chosen_is_not_added() -> None:
         ({"t": 9}, "9 rows, not 1 to 8"),
         ({"t": 0}, "0 rows, not 1 to 8"),
         ({"dtype": torch.float32}, "x is torch.float32"),
-        ({"i": 64}, "no multiple of 128"),
-        ({"i": 256, "s": 128}, "128 shared ones none of 256"),
+        ({"i": 64}, "256, 64 or 0 columns are no multiple of 128"),
+        ({"s": 64}, "256, 128 or 64 columns are no multiple of 128"),
         ({"e": 257}, "257 experts"),
     ],
     ids=str,
@@ -240,3 +262,42 @@ def test_calls_that_are_not_supported(changes: dict[str, Any], reason: str) -> N
     x = of.rows(changes.get("t", 1)).to(changes.get("dtype", torch.bfloat16))
     arguments = x, of.norm_weight, 1e-6, of.gate, None, of.choice, of.experts, of.shared, False
     assert reason in str(mixture.why_unsupported(*arguments))
+
+
+def plans_of(preset: str, t: int) -> tuple[mixture.Plan, ...]:
+    c = PRESETS[preset]()
+    sizes = t, c.hidden_size, c.moe_intermediate_size, c.n_shared_experts * c.moe_intermediate_size, c.n_routed_experts
+    choice = c.num_experts_per_tok, 1, 1, 1, c.scoring_func, c.norm_topk_prob, c.routed_scaling_factor
+    return mixture.plan(*sizes, torch.float32, torch.bfloat16, choice, False, False, 132)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_shared_memory_suffices_for_all_models(preset: str) -> None:
+    plans = [plan for t in range(1, 9) for plan in plans_of(preset, t)]
+    assert [plan for plan in plans if plan.constants["shared_bytes"] > SHARED_BYTES] == []
+
+
+@pytest.mark.parametrize(
+    ("preset", "t", "warps", "depth", "cluster"),
+    [
+        ("v2_lite_16b", 1, 8, 6, 1),
+        ("v2_lite_16b", 2, 16, 5, 2),
+        ("v2_lite_16b", 8, 16, 3, 2),
+        ("v3_671b", 7, 16, 2, 2),
+        ("v3_671b", 8, 12, 2, 2),
+    ],
+)
+def test_warps_of_down(preset: str, t: int, warps: int, depth: int, cluster: int) -> None:
+    plan = plans_of(preset, t)[2]
+    assert [plan.constants[name] for name in ("warps", "depth", "cluster")] == [warps, depth, cluster]
+    assert (plan.cluster, plan.threads) == (cluster, 32 * warps)
+
+
+def test_rows_that_do_not_fit_into_shared_memory() -> None:
+    of, down = Mixture(e=32, d=128, s=0), torch.empty(32, 128, 2048, dtype=torch.float8_e4m3fn, device="meta")
+    of.choice = (32, 1, 1, 1, "softmax", False, 1.0)
+    of.experts = (*of.experts[:2], down, of.experts[3])
+    arguments = 1e-6, of.gate, None, of.choice, of.experts, of.shared, False
+    assert mixture.why_unsupported(of.rows(2), of.norm_weight, *arguments) is None
+    reason = "8 rows of 128 and 32 times 2048 columns do not fit into shared memory"
+    assert mixture.why_unsupported(of.rows(8), of.norm_weight, *arguments) == reason
