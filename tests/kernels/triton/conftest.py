@@ -20,11 +20,9 @@ from triton import knobs
 from triton.runtime import interpreter
 
 from octile.kernels.triton.device import DeviceProperties, assume_device
+from tests.kernels.triton.gpus import EVERY_GPU, GPUS
+from tests.triton_interpreter import patch_languages_once
 
-GPUS = {
-    "sm_80": DeviceProperties(num_sms=1, shared_bytes=163 * 1024, fp8=False),
-    "sm_90": DeviceProperties(num_sms=1, shared_bytes=227 * 1024, fp8=True),
-}
 TORCH = {
     tl.float32: torch.float32,
     tl.float16: torch.float16,
@@ -34,13 +32,18 @@ TORCH = {
 }
 
 
-@pytest.fixture(params=GPUS)
+@pytest.fixture(params=EVERY_GPU)
 def gpu(request: pytest.FixtureRequest) -> Iterator[DeviceProperties]:
-    """Simulate launches for a GPU without FP8 and for one with FP8."""
+    """Simulate launches for a GPU without FP8 and for one with FP8, or for those that a mark of `gpus` names."""
     if not knobs.runtime.interpret:
         pytest.skip("triton was imported for the GPU in this process: run `pytest tests/kernels/triton` alone")
     with assume_device(GPUS[request.param]), np.errstate(all="ignore"):
         yield GPUS[request.param]
+
+
+@pytest.fixture(autouse=True)
+def fast_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    patch_languages_once(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
