@@ -39,8 +39,9 @@ def quantize_constants(dtype: torch.dtype) -> dict[str, float]:
 
 
 def as_encoded(data: Tensor) -> Tensor:
-    """View data as uint8 if the GPU has no FP8 conversion."""
-    return data if device_properties(data.device).fp8 or data.dtype == torch.int8 else data.view(torch.uint8)
+    """View FP8 data as uint8 if the GPU has no FP8 conversion."""
+    is_fp8 = data.dtype.is_floating_point
+    return data.view(torch.uint8) if is_fp8 and not device_properties(data.device).fp8 else data
 
 
 @triton.jit

@@ -9,8 +9,9 @@ from torch import Tensor
 from octile.kernels.triton import adamw as kernel
 from octile.ops.adamw import adamw
 from tests.kernels.triton.comparison import assert_same, extreme
+from tests.kernels.triton.gpus import any_gpu
 
-pytestmark = pytest.mark.usefixtures("gpu")
+pytestmark = [pytest.mark.usefixtures("gpu"), any_gpu]
 SETTINGS = (0.9, 0.95, 1e-8)
 CORRECTIONS = (0.02, 0.3, 0.9997)
 

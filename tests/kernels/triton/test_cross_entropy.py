@@ -7,8 +7,9 @@ from torch import Tensor
 from octile.kernels.triton import cross_entropy as kernel
 from octile.kernels.triton import launch_config
 from octile.ops.cross_entropy import IGNORED, cross_entropy, cross_entropy_backward
+from tests.kernels.triton.gpus import any_gpu
 
-pytestmark = pytest.mark.usefixtures("gpu")
+pytestmark = [pytest.mark.usefixtures("gpu"), any_gpu]
 
 COLS = launch_config.CROSS_ENTROPY["cols"]
 SHAPES = [(5, 97), (3, COLS), (4, COLS + 1), (2, 3 * COLS - 64), (7, 1), (0, 128)]

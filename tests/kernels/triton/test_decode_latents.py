@@ -7,6 +7,7 @@ from octile.kernels.triton import decode_latents as kernel
 from octile.ops.decode_latents import write_and_rotate
 from octile.ops.latent_cache import read_latents
 from tests.kernels.triton.comparison import extreme
+from tests.kernels.triton.gpus import any_gpu, every_cache
 from tests.ops.paged_caches import new_cache
 
 pytestmark = pytest.mark.usefixtures("gpu")
@@ -15,7 +16,7 @@ SLOTS = torch.tensor([130, -1, 5, 64, 192])  # one is not written, and one is no
 
 @pytest.mark.parametrize("heads", [1, 5, 16, 40])
 @pytest.mark.parametrize("sizes", [(512, 64, 192), (136, 6, 40), (96, 32, 32)], ids=str)
-@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16, torch.uint8])
+@every_cache
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_it_is_the_reference(sizes: tuple[int, int, int], cache_dtype: torch.dtype, dtype: torch.dtype, heads: int):
     (c, r, x), t = sizes, len(SLOTS)
@@ -35,6 +36,7 @@ def test_it_is_the_reference(sizes: tuple[int, int, int], cache_dtype: torch.dty
     torch.testing.assert_close(found[:, :c], expected[:, :c], rtol=spacing, atol=1e-6)
 
 
+@any_gpu
 def test_extreme_values_rotate_as_in_the_reference():
     q, angle = extreme(4, 2 * 8)[:, None].bfloat16(), torch.randn(4, 4)
     found, expected = (torch.zeros(4, 1, 24, dtype=torch.bfloat16) for _ in range(2))
@@ -53,6 +55,7 @@ def test_extreme_values_rotate_as_in_the_reference():
     assert torch.equal(found.nan_to_num(), expected.nan_to_num())
 
 
+@any_gpu
 def test_no_rows_launch_nothing():
     cache, empty = new_cache(1, 16, 8, torch.bfloat16), torch.zeros(0, 4)
     q, absorbed = torch.zeros(0, 2, 12).bfloat16(), torch.zeros(0, 2, 24).bfloat16()

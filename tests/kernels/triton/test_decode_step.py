@@ -6,8 +6,9 @@ from torch import Tensor
 
 from octile.kernels.triton import decode_step as kernel
 from octile.ops.decode_step import continued_tokens, record_choices, text_rows
+from tests.kernels.triton.gpus import any_gpu
 
-pytestmark = pytest.mark.usefixtures("gpu")
+pytestmark = [pytest.mark.usefixtures("gpu"), any_gpu]
 SIZES = pytest.mark.parametrize(("b", "k"), [(1, 1), (5, 1), (3, 2), (130, 1), (40, 4)])
 
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from octile.kernels.triton import gather_rows
+from tests.kernels.triton.gpus import any_gpu
 
-pytestmark = pytest.mark.usefixtures("gpu")
+pytestmark = [pytest.mark.usefixtures("gpu"), any_gpu]
 
 
 @pytest.mark.parametrize("n_bytes", [1, 6, 12, 224, 7168])

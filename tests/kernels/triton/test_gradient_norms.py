@@ -5,8 +5,9 @@ import torch
 
 from octile.kernels.triton import gradient_norms as kernel
 from octile.kernels.triton.launch_config import GRADIENT_NORMS, GRADIENT_NORMS_SUM
+from tests.kernels.triton.gpus import any_gpu
 
-pytestmark = pytest.mark.usefixtures("gpu")
+pytestmark = [pytest.mark.usefixtures("gpu"), any_gpu]
 ELEMENTS = GRADIENT_NORMS["ELEMENTS"]
 
 

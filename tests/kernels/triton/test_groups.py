@@ -5,8 +5,9 @@ import torch
 
 from octile.kernels.triton import groups, launch_config
 from octile.ops.groups import align_groups, num_tiles
+from tests.kernels.triton.gpus import any_gpu
 
-pytestmark = pytest.mark.usefixtures("gpu")
+pytestmark = [pytest.mark.usefixtures("gpu"), any_gpu]
 
 
 @pytest.mark.parametrize("elements", [4096, 16], ids=["one program", "many"])

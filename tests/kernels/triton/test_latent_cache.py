@@ -6,6 +6,7 @@ import torch
 from octile.kernels.triton import latent_cache as kernel
 from octile.ops.latent_cache import write_latents
 from tests.kernels.triton.comparison import extreme
+from tests.kernels.triton.gpus import every_cache
 from tests.ops.paged_caches import new_cache
 
 pytestmark = pytest.mark.usefixtures("gpu")
@@ -13,7 +14,7 @@ SLOTS = torch.tensor([130, -1, 5, 64])
 
 
 @pytest.mark.parametrize("sizes", [(512, 64), (136, 6), (96, 32)], ids=str)
-@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16, torch.uint8])
+@every_cache
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_are_written(sizes: tuple[int, int], cache_dtype: torch.dtype, dtype: torch.dtype):
     c, r = sizes

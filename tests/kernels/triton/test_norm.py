@@ -8,6 +8,7 @@ from octile.kernels.triton import norm
 from octile.ops.norm import normalized, rms_norm, rms_norm_backward, rms_norm_quantize
 from octile.ops.quantize import STORAGE_DTYPES, quantize
 from tests.kernels.triton.comparison import assert_same, finite
+from tests.kernels.triton.gpus import any_gpu
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
@@ -47,6 +48,7 @@ def test_nan_stays_in_its_row():
     assert rstd.isnan().tolist() == [False, True, False]
 
 
+@any_gpu
 @pytest.mark.parametrize("shape", [(5, 300), (37, 128), (1, 7), (3, 5000), (0, 128), (40, 384)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_high_precision(shape: tuple[int, int], dtype: torch.dtype):
@@ -58,6 +60,7 @@ def test_high_precision(shape: tuple[int, int], dtype: torch.dtype):
     assert y.stride() == expected[0].stride()
 
 
+@any_gpu
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_nan_and_inf_stay_in_their_row_in_high_precision(bad: float):
     x = torch.randn(40, 200)
@@ -67,6 +70,7 @@ def test_nan_and_inf_stay_in_their_row_in_high_precision(bad: float):
     assert found[2:].isfinite().all()
 
 
+@any_gpu
 @pytest.mark.parametrize("shape", [(5, 300), (70, 128), (1, 7), (3, 5000), (0, 128)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("added", [False, True], ids=["alone", "added"])
@@ -82,6 +86,7 @@ def test_gradients(shape: tuple[int, int], dtype: torch.dtype, added: bool):
     torch.testing.assert_close(dweight, expected_dweight, rtol=1e-5, atol=1e-5)
 
 
+@any_gpu
 def test_gradients_of_more_rows_than_programs_run_at_once():
     x, weight, dy = torch.randn(700, 130), torch.rand(130), torch.randn(700, 130)
     rstd = torch.rand(700) + 0.5

@@ -9,6 +9,7 @@ from torch import Tensor
 from octile.kernels.triton import paged_attention as kernel
 from octile.ops.latent_cache import PAGE, fp8_rows
 from octile.ops.paged_attention import paged_attention
+from tests.kernels.triton.gpus import any_gpu, every_cache
 from tests.ops.paged_caches import filled_cache
 
 pytestmark = pytest.mark.usefixtures("gpu")
@@ -21,7 +22,7 @@ def queries(heads: int, width: int, dtype: torch.dtype = torch.float32) -> Tenso
 
 
 @pytest.mark.parametrize("sizes", [(3, 40, 8), (16, 96, 32), (40, 136, 6)], ids=str)
-@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16, torch.uint8])
+@every_cache
 @pytest.mark.parametrize("n_splits", [1, 3, 0])
 def test_attention_equals_the_reference(sizes: tuple[int, int, int], cache_dtype: torch.dtype, n_splits: int):
     heads, c, r = sizes
@@ -32,6 +33,7 @@ def test_attention_equals_the_reference(sizes: tuple[int, int, int], cache_dtype
     torch.testing.assert_close(found, expected, rtol=2**-17, atol=2**-17 * 32.0)
 
 
+@any_gpu
 def test_the_weights_of_bf16_queries_are_rounded_once():
     q, cache = queries(3, 48, torch.bfloat16), filled_cache(20, 40, 8, torch.bfloat16)
     found = kernel.launch(q, cache, PAGES, LENGTHS, 40, 0.1, 2)
@@ -40,6 +42,7 @@ def test_the_weights_of_bf16_queries_are_rounded_once():
     assert ((found - expected).abs() <= 2**-9 * largest + 2**-7 * expected.abs()).all()
 
 
+@any_gpu
 def test_a_row_does_not_depend_on_other_rows():
     q, cache = queries(3, 48), filled_cache(20, 40, 8, torch.bfloat16)
     together = kernel.launch(q, cache, PAGES, LENGTHS, 40, 0.1, 2)
@@ -65,7 +68,7 @@ def put_nan(cache: Tensor, page: int, place: int, c: int) -> None:
 
 
 @pytest.mark.usefixtures("new_memory_is_nan")
-@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16, torch.uint8])
+@every_cache
 @pytest.mark.parametrize(("n_splits", "position"), [(1, 100), (2, 0), (4, 100), (7, 199)])
 def test_a_nan_in_one_position_of_a_text_makes_its_row_nan(cache_dtype: torch.dtype, n_splits: int, position: int):
     """Whichever of the splits it lies in; with 7 splits some have no position, and their results are not read."""
@@ -78,6 +81,7 @@ def test_a_nan_in_one_position_of_a_text_makes_its_row_nan(cache_dtype: torch.dt
     assert torch.equal(found[:4], before[:4])
 
 
+@any_gpu
 @pytest.mark.usefixtures("new_memory_is_nan")
 @pytest.mark.parametrize("n_splits", [1, 2, 7])
 def test_a_nan_in_a_query_makes_its_head_nan_unless_it_attends_to_nothing(n_splits: int):

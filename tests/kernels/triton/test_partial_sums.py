@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from octile.kernels.triton import partial_sums
+from tests.kernels.triton.gpus import any_gpu
 
-pytestmark = pytest.mark.usefixtures("gpu")
+pytestmark = [pytest.mark.usefixtures("gpu"), any_gpu]
 
 
 @pytest.mark.parametrize("shape", [(1, 5), (3, 16, 70), (44, 100), (133, 3)], ids=str)

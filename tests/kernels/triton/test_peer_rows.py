@@ -9,12 +9,13 @@ from octile.kernels.triton import peer_rows as kernel
 from octile.ops.quantize import quantize
 from octile.ops.routing_plan import count_tokens, routing_plan
 from tests.kernels.triton.comparison import extreme
+from tests.kernels.triton.gpus import any_gpu
 
 E, K, M = 8, 3, 11  # experts, experts per token, most tokens of a rank
 TOKENS = {1: [11], 2: [11, 4], 4: [0, 11, 5, 1]}
 every_world = pytest.mark.parametrize("world", TOKENS)
 
-pytestmark = pytest.mark.usefixtures("gpu")
+pytestmark = [pytest.mark.usefixtures("gpu"), any_gpu]
 
 
 class World:

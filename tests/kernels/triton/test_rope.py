@@ -7,8 +7,9 @@ from torch import Tensor
 from octile.kernels.triton import rope
 from octile.ops.rope import latent_keys, latent_keys_backward, rotate_, rotate_halves
 from tests.kernels.triton.comparison import assert_same
+from tests.kernels.triton.gpus import any_gpu
 
-pytestmark = pytest.mark.usefixtures("gpu")
+pytestmark = [pytest.mark.usefixtures("gpu"), any_gpu]
 Shape = tuple[int, int, int, int, int, int]  # B, S, H, N, R, V
 every_shape = pytest.mark.parametrize(
     "shape",

@@ -8,8 +8,9 @@ from octile.kernels.triton import launch_config
 from octile.kernels.triton import routing_plan as kernel
 from octile.ops.routing_plan import count_tokens, routing_plan
 from tests.kernels.triton.comparison import assert_same
+from tests.kernels.triton.gpus import any_gpu
 
-pytestmark = pytest.mark.usefixtures("gpu")
+pytestmark = [pytest.mark.usefixtures("gpu"), any_gpu]
 # tokens, experts per token, experts
 SHAPES = [(0, 2, 5), (1, 1, 1), (3, 6, 64), (64, 2, 8), (100, 8, 256), (45, 3, 700), (7, 2, 4096)]
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)

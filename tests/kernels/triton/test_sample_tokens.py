@@ -6,8 +6,9 @@ import torch
 from octile.kernels.triton import sample_tokens as kernel
 from octile.kernels.triton.launch_config import SAMPLE_TOKENS
 from octile.ops.sample_tokens import sample_tokens
+from tests.kernels.triton.gpus import any_gpu
 
-pytestmark = pytest.mark.usefixtures("gpu")
+pytestmark = [pytest.mark.usefixtures("gpu"), any_gpu]
 
 
 def rows(vocabulary, n=6, temperature=1.0):

@@ -9,10 +9,11 @@ from torch import Tensor
 from octile.formats import E4M3, E5M2, INT8
 from octile.kernels.triton.fp8_bits import quantize_constants
 from octile.kernels.triton.scaling import divide, scale_from_amax
+from tests.kernels.triton.gpus import any_gpu
 
 SIGNIFICANT = 8  # bits of a midpoint between two values of INT8 or E5M6; those of E4M3 and E5M2 have fewer
 
-pytestmark = pytest.mark.usefixtures("gpu")
+pytestmark = [pytest.mark.usefixtures("gpu"), any_gpu]
 
 
 @triton.jit

@@ -7,8 +7,9 @@ from torch import Tensor
 from octile.kernels.triton import launch_config
 from octile.kernels.triton import sequence_balance as kernel
 from octile.ops.sequence_balance import sequence_balance, sequence_balance_backward
+from tests.kernels.triton.gpus import any_gpu
 
-pytestmark = pytest.mark.usefixtures("gpu")
+pytestmark = [pytest.mark.usefixtures("gpu"), any_gpu]
 functions = pytest.mark.parametrize("scoring_func", ["sigmoid", "softmax"])
 
 

@@ -17,6 +17,7 @@ from octile.ops.swiglu import (
 )
 from octile.ops.transpose import quantize_rows_and_columns
 from tests.kernels.triton.comparison import assert_close_data, assert_same, finite
+from tests.kernels.triton.gpus import any_gpu
 
 E4M3 = torch.float8_e4m3fn
 
@@ -173,6 +174,7 @@ high_precision_shapes = pytest.mark.parametrize("shape", [(35, 128), (130, 200),
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
 
+@any_gpu
 @high_precision_shapes
 @every_dtype
 def test_high_precision(shape: tuple[int, int], dtype: torch.dtype):
@@ -186,6 +188,7 @@ def test_high_precision(shape: tuple[int, int], dtype: torch.dtype):
     assert ((found.float() - expected.float()).abs() <= 8 * spacing).all()
 
 
+@any_gpu
 @high_precision_shapes
 @every_dtype
 def test_high_precision_gradients(shape: tuple[int, int], dtype: torch.dtype):
@@ -203,6 +206,7 @@ def test_high_precision_gradients(shape: tuple[int, int], dtype: torch.dtype):
     assert ((found.float() - expected.float()).abs() <= 8 * spacing).all()
 
 
+@any_gpu
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_nan_and_inf_stay_where_they_are_in_high_precision(bad: float):
     dh, gate, up = _inputs((5, 130))
