@@ -14,10 +14,17 @@ from octile.kernels.triton import gate as kernel
 from octile.kernels.triton import launch_config
 from octile.ops.gate import bfloat16_terms, gate, gate_backward, route, route_backward
 from tests.kernels.triton.comparison import assert_same, extreme
+from tests.kernels.triton.gpus import any_gpu, hopper
 from tests.ops.test_gate import E, assert_as_close_as_rounded, canceling, every_setting
 
 pytestmark = pytest.mark.usefixtures("gpu")
 T = 90
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter takes as long for a program of one token as for one of 64."""
+    monkeypatch.setattr(launch_config, "GATE_PROGRAMS", 2)
 
 
 def _logits(t: int = T, ties: bool = False) -> Tensor:
@@ -33,6 +40,7 @@ def _assert_close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=2.0**-19, atol=2.0**-120, equal_nan=True)
 
 
+@any_gpu
 @every_setting
 @pytest.mark.parametrize("t", [0, 1, T])
 @pytest.mark.parametrize("bias_dtype", [None, torch.float32, torch.bfloat16], ids=str)
@@ -45,16 +53,18 @@ def test_choice_and_weights(settings: tuple[Any, ...], t: int, bias_dtype: torch
     _assert_close(weights, expected_weights)
 
 
+@any_gpu
 @every_setting
-def test_a_program_chooses_for_several_tokens(settings: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(launch_config, "GATE_PROGRAMS", 1)
-    logits = _logits(T)
+def test_a_program_chooses_for_one_token(settings: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(launch_config, "GATE_PROGRAMS", 9)
+    logits = _logits(9)
     weights, experts, _ = kernel.launch(logits, None, *settings, E)
     expected_weights, expected_experts = route(logits, None, *settings)
     assert torch.equal(experts, expected_experts)
     _assert_close(weights, expected_weights)
 
 
+@any_gpu
 @every_setting
 def test_parts_of_logits_are_summed_in_their_order(settings: tuple[Any, ...]):
     parts = torch.randn(T, 3 * E, generator=torch.Generator().manual_seed(0))
@@ -64,6 +74,7 @@ def test_parts_of_logits_are_summed_in_their_order(settings: tuple[Any, ...]):
     assert_same([weights, experts], kernel.launch(logits, None, *settings, E)[:2])
 
 
+@any_gpu
 @every_setting
 def test_ties_and_zeros_are_ordered_alike(settings: tuple[Any, ...]):
     logits = _logits(ties=True)
@@ -75,6 +86,7 @@ def test_ties_and_zeros_are_ordered_alike(settings: tuple[Any, ...]):
     _assert_close(weights, expected_weights)
 
 
+@any_gpu
 @every_setting
 def test_nan_and_infinities_are_treated_alike(settings: tuple[Any, ...]):
     logits = _logits()
@@ -86,6 +98,7 @@ def test_nan_and_infinities_are_treated_alike(settings: tuple[Any, ...]):
     _assert_close(weights, expected_weights)
 
 
+@any_gpu
 @pytest.mark.parametrize("settings", [(8, 8, 4, 2, "sigmoid", True, 2.5), (6, 1, 1, 1, "softmax", True, 1.0)], ids=str)
 def test_many_experts(settings: tuple[Any, ...]):
     logits = torch.randn(20, 256, generator=torch.Generator().manual_seed(0)).mul(64).round() / 16
@@ -95,6 +108,7 @@ def test_many_experts(settings: tuple[Any, ...]):
     _assert_close(weights, expected_weights)
 
 
+@any_gpu
 def test_strides_of_logits_do_not_matter():
     logits, bias = _logits(E).mT, torch.linspace(-0.3, 0.4, 2 * E)[::2]
     settings = (4, 4, 2, 2, "sigmoid", True, 2.5)
@@ -102,6 +116,7 @@ def test_strides_of_logits_do_not_matter():
     assert_same(kernel.launch(logits, bias, *settings, E)[:2], expected[:2])
 
 
+@any_gpu
 @every_setting
 @pytest.mark.parametrize("t", [0, 1, T])
 @pytest.mark.parametrize("given", ["weights", "logits", "both", "none"])
@@ -119,6 +134,7 @@ def test_gradients_of_the_logits(settings: tuple[Any, ...], t: int, given: str):
     assert_same([terms], [bfloat16_terms(found.mT, DY_TERMS).mT.contiguous()])
 
 
+@any_gpu
 def test_strides_of_gradients_do_not_matter():
     logits, experts = _logits().mT.contiguous().mT, torch.arange(T)[:, None] % E
     arguments = (torch.randn(1, T).mT, torch.randn(E, T).mT, logits, experts)
@@ -139,6 +155,7 @@ with_gemm = pytest.mark.parametrize(("t", "d"), [(0, 40), (1, 64), (T, 100)])
 every_weight = pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
+@any_gpu
 @every_setting
 @with_gemm
 @every_weight
@@ -152,14 +169,7 @@ def test_choice_with_the_gemm(settings: tuple[Any, ...], t: int, d: int, weight_
     _assert_close(weights, expected_weights)
 
 
-@every_setting
-@with_gemm
-@every_weight
-@pytest.mark.parametrize("given", ["weights", "logits", "both"])
-def test_gradients_with_the_gemms(
-    settings: tuple[Any, ...], t: int, d: int, weight_dtype: torch.dtype, given: str, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setitem(launch_config.GATE_BACKWARD_GEMMS, "ROWS", 16)  # several parts of the tokens
+def _check_gradients(settings: tuple[Any, ...], t: int, d: int, weight_dtype: torch.dtype, given: str) -> None:
     x, weight, _ = _operands(t, d, weight_dtype)
     _, experts, logits = gate(x, weight, None, *settings)
     generator = torch.Generator().manual_seed(1)
@@ -170,6 +180,23 @@ def test_gradients_with_the_gemms(
     expected_dx, expected_dweight = gate_backward(*arguments, weight, *settings[4:])
     torch.testing.assert_close(dx, expected_dx, rtol=2.0**-7, atol=2.0**-10)  # a last bit of BF16
     torch.testing.assert_close(dweight, expected_dweight, rtol=2.0**-15, atol=2.0**-15)
+
+
+@hopper
+@every_setting
+@with_gemm
+@every_weight
+@pytest.mark.parametrize("given", ["weights", "logits", "both"])
+def test_gradients_with_the_gemms(
+    settings: tuple[Any, ...], t: int, d: int, weight_dtype: torch.dtype, given: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(launch_config.GATE_BACKWARD_GEMMS, "ROWS", 16)  # several parts of the tokens
+    _check_gradients(settings, t, d, weight_dtype, given)
+
+
+@every_weight
+def test_gradients_with_the_gemms_of_several_tiles_of_columns(weight_dtype: torch.dtype):
+    _check_gradients((4, 4, 2, 2, "sigmoid", True, 2.5), T, 200, weight_dtype, "both")
 
 
 @every_weight
@@ -196,16 +223,19 @@ def test_strides_of_x_and_of_a_weight_do_not_matter_to_the_gemms():
 MANY = launch_config.GATE_WITH_GEMM_TOKENS
 
 
+@any_gpu
 @pytest.mark.parametrize(("t", "n_experts", "n_group"), [(MANY, 5, 1), (MANY, 16, 8)])
 def test_the_kernels_multiply_many_tokens(t: int, n_experts: int, n_group: int):
     assert kernel.has_gemms(t, n_experts, n_group)
 
 
+@any_gpu
 @pytest.mark.parametrize(("t", "n_experts", "n_group"), [(MANY - 1, 16, 1), (MANY, 17, 1), (MANY, 15, 5)])
 def test_torch_multiplies_few_tokens_or_many_experts(t: int, n_experts: int, n_group: int):
     assert not kernel.has_gemms(t, n_experts, n_group)
 
 
+@any_gpu
 @pytest.mark.parametrize("shape", [(3, 5), (17, 300), (0, 4)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0, 1, 0, 0], [0, 0, 0]], ids=str)
