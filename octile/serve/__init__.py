@@ -16,6 +16,7 @@ Requests and steps
 The model runner
     model_runner.py           `ModelRunner`: forward passes over batches
     warm_up.py                steps at the start, so that no request waits for the compilation of a kernel
+    batch_check.py            whether the model and its cache have what a batch names
     step_inputs.py            the rows of a batch, laid out for one forward pass
     step.py                   `Step`: these rows, and what prefill chunks attend to
     decode_loop.py            decode steps that are launched before the last one is read

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from array import array
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -21,7 +20,8 @@ from octile.models.deepseek_v3 import DeepseekV3
 from octile.ops.latent_cache import PAGE
 from octile.parallel.gpu_events import wait_for
 from octile.parallel.symmetric_memory import PeerDispatcher
-from octile.serve.batch import Batch, Chunk, DecodedTokens, DecodeRequest, Results
+from octile.serve.batch import Batch, DecodedTokens, DecodeRequest, Results
+from octile.serve.batch_check import BatchCheck
 from octile.serve.chosen_keys import why_not_captured
 from octile.serve.config import check_expert_window
 from octile.serve.decode_graphs import DecodeGraphs
@@ -131,7 +131,7 @@ class ModelRunner:
         if max_batch and (why_not := why_not_few_rows(self.forward, n_drafts > 0)) is not None:
             what = f"decode steps of few rows do not have all of Hopper's kernels: {why_not}"
             warnings.warn(what, RuntimeWarning, stacklevel=2)
-        self._checked_pages: list[array[int] | None] = []  # those of the chunk of each number, as last checked
+        self._check = BatchCheck(self.vocab_size, self.max_position, n_pages)
         self.n_drafts, self._max_batch, self._max_step_tokens = n_drafts, max_batch, max_step_tokens
         if self._waits_for_index() and (max_batch or max_step_tokens):
             why = f"{c.index_n_heads} heads of {c.index_head_dim} channels of the indexer have no kernel"
@@ -403,40 +403,8 @@ class ModelRunner:
         return Results(logits if wanted is None else self._take(logits, wanted), h_TD)
 
     def _layout(self, batch: Batch) -> Layout:
-        chunks = batch.chunks
-        if not chunks:
-            raise ValueError("batch must have at least one chunk")
-        checked = self._checked_pages
-        checked += [None] * (len(chunks) - len(checked))
-        for i, chunk in enumerate(chunks):
-            pages = chunk.pages
-            why = self._why_not(chunk) or (None if checked[i] == pages else self._why_not_pages(pages))
-            if why is not None:
-                raise ValueError(f"chunk {i} {why}")
-            if checked[i] != pages:
-                checked[i] = pages[:]
-        return Layout.of(chunks, self.batch_invariant)
-
-    def _why_not(self, chunk: Chunk) -> str | None:
-        """Return why a chunk cannot be run, whatever pages it names; None: it can."""
-        tokens, start, pages, n_logits = chunk
-        size = len(tokens)
-        if not size or not 0 <= n_logits <= size:
-            return f"must have tokens and at most as many logits, not {size} tokens and n_logits {n_logits}"
-        if start < 0 or start + size > self.max_position:
-            return f"has positions {start} to {start + size - 1}, but they must be from 0 to {self.max_position - 1}"
-        needed = (start + size + PAGE - 1) // PAGE
-        if len(pages) < needed:
-            return f"has {len(pages)} pages, but {start + size} positions need {needed}"
-        if not (min(tokens) >= 0 and max(tokens) < self.vocab_size):
-            return f"must have tokens from 0 to {self.vocab_size - 1}, not {min(tokens)} to {max(tokens)}"
-        return None
-
-    def _why_not_pages(self, pages: array[int]) -> str | None:
-        """Return why the cache does not have all pages; None: it has."""
-        if min(pages) < 0 or max(pages) >= self.n_pages:
-            return f"must have pages from 0 to {self.n_pages - 1}, not {list(pages)}"
-        return None
+        self._check(batch)
+        return Layout.of(batch.chunks, self.batch_invariant)
 
     def _step(self, layout: Layout) -> Step:
         pads = self.batch_invariant and self.device.type == "cpu"
