@@ -8,6 +8,7 @@ from typing import NoReturn
 import pytest
 import torch
 
+from octile.kernels.hopper import SHARED_BYTES
 from octile.kernels.triton.device import DeviceProperties
 
 
@@ -22,7 +23,7 @@ class AnyGpu:
 
 GPUS = {
     "sm_80": DeviceProperties(num_sms=1, shared_bytes=163 * 1024, fp8=False),
-    "sm_90": DeviceProperties(num_sms=1, shared_bytes=227 * 1024, fp8=True),
+    "sm_90": DeviceProperties(num_sms=1, shared_bytes=SHARED_BYTES, fp8=True),
     "any": AnyGpu(),
 }
 EVERY_GPU = ["sm_80", "sm_90"]

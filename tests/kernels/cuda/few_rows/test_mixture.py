@@ -14,7 +14,7 @@ from torch import Tensor
 from octile.formats import BLOCK, TILE
 from octile.kernels.cuda.few_rows import mixture
 from octile.kernels.cuda.gemm import num_sms, request
-from octile.kernels.cuda.gemm.config import SHARED_BYTES
+from octile.kernels.hopper import SHARED_BYTES
 from octile.kernels.memory_layout import new_scale
 from octile.models.config import PRESETS
 from octile.ops.few_rows_mixture import few_rows_mixture
