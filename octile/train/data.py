@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from octile.checkpoint.files import checksum
+from octile.report.page import format_count
 from octile.report.text import escape_control_characters
 from octile.tokenizer import Tokenizer, check_vocab_size
 from octile.train.corpus import Corpus, Document, is_url, open_corpus
@@ -147,11 +148,11 @@ def _build(
 
     window = settings["sequence_length"] + 1
     if min(tokens.values()) < window:
+        size = f"{format_count(len(index.sizes), 'document')}, {format_count(index.total_bytes, 'byte')}"
+        cut = f"; {cut_tokens:,} more are left out because they are held out, too" if cut_tokens else ""
         raise ValueError(
-            f"data {corpus.source!r} has too little text: {len(index.sizes)} documents, {index.total_bytes} bytes, "
-            f"{tokens['train']} tokens to train on and {tokens['val']} held out; a window of each needs {window}, "
-            f"at most a tenth of the text is held out, and {cut_tokens} tokens are left out because they are held out, "
-            "too"
+            f"data {corpus.source!r} has too little text: {size}, {format_count(tokens['train'], 'token')} to train on "
+            f"and {tokens['val']:,} held out, at most a tenth of the text; a window of each needs {window:,}{cut}"
         )
     digests = {"train": index.sizes.keys() - held_out, "val": held_out}
     Manifest(

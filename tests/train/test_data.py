@@ -244,8 +244,8 @@ def test_a_store_of_an_earlier_version_is_built_again(source, built, stages):
 
 def test_too_little_text_is_refused_with_the_numbers(tmp_path):
     (tmp_path / "text.txt").write_text("two words")
-    numbers = "1 documents, 9 bytes, 9 tokens to train on and 0 held out; a window of each needs 17"
-    with pytest.raises(ValueError, match=rf"^data '.*' has too little text: {numbers}"):
+    numbers = "1 document, 9 bytes, 9 tokens to train on and 0 held out, at most a tenth of the text"
+    with pytest.raises(ValueError, match=rf"^data '.*' has too little text: {numbers}; a window of each needs 17$"):
         build(tmp_path / "text.txt", tmp_path / "data")
 
 
