@@ -87,8 +87,7 @@ def test_the_core_needs_no_optional_package(tmp_path):
 import torch
 import octile, octile.optim
 from octile.models.config import ModelConfig
-from octile.tokenizer import Tokenizer
-from tests.serve.models import save_untrained
+from octile.models.deepseek_v3 import DeepseekV3
 octile.dequantize(octile.quantize(torch.randn(128, 256), block=(1, 128)))
 layer = octile.convert(torch.nn.Sequential(torch.nn.Linear(256, 128)), recipe=octile.Recipe.deepseek_v3())
 layer(torch.randn(128, 256)).sum().backward()
