@@ -1,18 +1,22 @@
 """Small models for tests of serving, and batches of their chunks."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 
 from octile.checkpoint.hugging_face import save
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.conversion import apply_recipe
+from octile.serve import decode_loop
 from octile.serve.batch import Batch, Chunk
 from octile.serve.model_runner import ModelRunner
 from octile.tokenizer import Tokenizer
+from tests.parallel.expert_cases import peers_on_cpu
 
 # a dense layer, a mixture and a prediction layer; a latent of a partial tile; sides that are no multiples of 128
 CONFIG = ModelConfig(
@@ -49,6 +53,17 @@ def new_model(fp8: bool, dtype: torch.dtype = torch.float32, config: ModelConfig
 def text(n: int, seed: int = 0, vocab_size: int = CONFIG.vocab_size) -> list[int]:
     """Draw n tokens."""
     return torch.randint(vocab_size, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+EXCHANGED_ROWS = 4  # of a step launched ahead, of which two are padding: Triton's interpreter takes a while for each
+
+
+@contextmanager
+def exchanges_on_cpu(folder: Path) -> Iterator[None]:
+    """Let ranks on a CPU exchange rows as GPUs do, in files of a folder, and launch ahead steps of a few rows."""
+    with peers_on_cpu(folder), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode_loop, "BLOCK_ROWS", EXCHANGED_ROWS)
+        yield
 
 
 class Texts:

@@ -19,8 +19,8 @@ from octile.serve.spread_engine import SpreadEngine
 from octile.serve.spread_experts import SpreadExperts
 from octile.serve.weights import ServedWeights
 from octile.tokenizer import Tokenizer
-from tests.parallel.expert_cases import peers_on_cpu
-from tests.serve.models import new_model, text
+from tests.serve import models
+from tests.serve.models import EXCHANGED_ROWS, exchanges_on_cpu, new_model, text
 from tests.serve.test_spread_experts import FIRST, N_PAGES, THREE_LAYERS, spread
 from tests.worlds import Outcomes
 
@@ -60,24 +60,24 @@ def texts_of(engine: FrontEngine | Engine, first: int = 3, later: int = 2) -> li
     return [found[i] for i in sorted(found)]
 
 
-def alone(fp8: bool, n_requests: Sequence[int]) -> list[tuple[int, ...]]:
-    weights = ServedWeights.of_model(new_model(fp8, config=THREE_LAYERS))
+def alone(weights: ServedWeights, n_requests: Sequence[int]) -> list[tuple[int, ...]]:
     return texts_of(Engine(ModelRunner(weights, N_PAGES, batch_invariant=True), TOKENIZER, CONFIG), *n_requests)
 
 
 def check_texts(rank: int, folder: Path, n_drafts: int, ahead: bool, exchange: bool = False, fp8: bool = False) -> None:
     """Compare texts with those of one process, in which nothing is drafted."""
     n_requests = (2, 1) if exchange else (3, 2)  # Triton's interpreter takes its time
-    expected, found = alone(fp8, n_requests), []
-    weights = ServedWeights.of_model(new_model(fp8, config=THREE_LAYERS))
-    placement = torch.cat((FIRST, FIRST[:1])) if n_drafts else FIRST
-    with peers_on_cpu(folder) if exchange else nullcontext():
+    config = models.CONFIG if exchange and n_drafts else THREE_LAYERS  # two mixtures, of which one may be the drafts'
+    weights = ServedWeights.of_model(new_model(fp8, config=config))
+    expected, found = alone(weights, n_requests), []
+    placement = torch.cat((FIRST, FIRST[:1])) if n_drafts and config is THREE_LAYERS else FIRST
+    with exchanges_on_cpu(folder) if exchange else nullcontext():
         experts = SpreadExperts(weights, placement, drafts=n_drafts > 0)
         runner = ModelRunner(experts, N_PAGES, batch_invariant=True, max_batch=2, n_drafts=n_drafts)
         if ahead:  # as on a GPU
             runner.max_ahead = 2
         if exchange:
-            rows = experts.decoding_exchange(16 * (1 + n_drafts))
+            rows = experts.decoding_exchange(EXCHANGED_ROWS * (1 + n_drafts))
             runner._decoding = runner.forward.with_feed_forward(exchange=rows)
             if fp8:  # in one of two tests, since it takes its time
                 runner.use_peers(experts.peer_dispatcher(256))

@@ -18,8 +18,7 @@ from octile.serve.routed_shared_experts import check_shared, divide_shared, with
 from octile.serve.spread_experts import SpreadExperts
 from octile.serve.tensor_parallel import TensorParallel
 from octile.serve.weights import ServedWeights
-from tests.parallel.expert_cases import peers_on_cpu
-from tests.serve.models import CONFIG, new_model
+from tests.serve.models import CONFIG, EXCHANGED_ROWS, exchanges_on_cpu, new_model
 from tests.serve.test_front_engine import TOKENIZER, texts_of, with_front
 from tests.serve.test_tensor_parallel import MODEL
 from tests.worlds import Outcomes
@@ -51,12 +50,12 @@ def check_texts(
     expected = texts_of(alone, *n_requests)
     group = TensorParallel.of_consecutive(2 if tp else 1)
     placement = torch.cat((placement, placement[:1])) if n_drafts else placement
-    with peers_on_cpu(folder) if exchange else nullcontext():
+    with exchanges_on_cpu(folder) if exchange else nullcontext():
         weights = ServedWeights.of_model(model, group.share)
         experts = SpreadExperts(weights, placement, drafts=n_drafts > 0, routes_shared=True, tp=group)
         runner = ModelRunner(experts, N_PAGES, None, 2, invariant, n_drafts, expert_window=8)
         if exchange:
-            rows = experts.decoding_exchange(16 * (1 + n_drafts))
+            rows = experts.decoding_exchange(EXCHANGED_ROWS * (1 + n_drafts))
             runner._decoding = runner._decoding.with_feed_forward(exchange=rows)
         engine = with_front(rank, lambda front: found.extend(texts_of(front, *n_requests)), runner)
     assert engine.stats().steps_ahead > 0

@@ -26,7 +26,7 @@ from octile.serve.spread_experts import SpreadExperts
 from octile.serve.tensor_parallel import ALONE, TensorParallel
 from octile.serve.weights import ServedWeights
 from tests.parallel.expert_cases import peers_on_cpu
-from tests.serve.models import CONFIG, Texts, new_model, text
+from tests.serve.models import CONFIG, EXCHANGED_ROWS, Texts, exchanges_on_cpu, new_model, text
 from tests.serve.test_front_engine import TOKENIZER, texts_of, with_front
 from tests.worlds import Outcomes
 
@@ -127,13 +127,15 @@ def check_texts(
     config, found = EngineConfig(max_batch=2, max_step_tokens=24, batch_invariant=True), []
     alone = Engine(ModelRunner(weights_of(MODEL, fp8), N_PAGES, batch_invariant=True), TOKENIZER, config)
     expected = texts_of(alone, *n_requests)
-    with peers_on_cpu(folder) if exchange else nullcontext():
+    with exchanges_on_cpu(folder) if exchange else nullcontext():
         experts = spread(MODEL, fp8, n_drafts > 0)
         runner = ModelRunner(experts, N_PAGES, None, 2, True, n_drafts, expert_window=8)
         if ahead:  # as on a GPU
             runner.max_ahead = 2
         if exchange:
-            runner._decoding = runner.forward.with_feed_forward(exchange=experts.decoding_exchange(16 * (1 + n_drafts)))
+            runner._decoding = runner.forward.with_feed_forward(
+                exchange=experts.decoding_exchange(EXCHANGED_ROWS * (1 + n_drafts))
+            )
         engine = with_front(rank, lambda front: found.extend(texts_of(front, *n_requests)), runner)
     assert found == ([] if rank else expected)
     assert (engine.stats().steps_ahead > 0) == ahead
@@ -158,12 +160,12 @@ def texts_with_the_exchanges_of_gpus(rank: int, folder: Path) -> None:
 
 def prompts_share_a_beginning_and_pages_run_out(rank: int, folder: Path) -> None:
     """Two long texts of one beginning do not fit together: one is put back to wait, on both ranks alike."""
-    prompts = [text(64) + text(9 + i, 7 + i) for i in range(3)]
+    prompts = [text(64) + text(56 + i, 7 + i) for i in range(3)]
 
     def tokens_of(engine: FrontEngine | Engine) -> list[list[int]]:
         found: dict[int, list[int]] = {}
         for i, prompt in enumerate(prompts):
-            found[engine.add(prompt, Sampling(70, seed=i, temperature=0.5, ignore_eos=True)).id] = []
+            found[engine.add(prompt, Sampling(20, seed=i, temperature=0.5, ignore_eos=True)).id] = []
         while engine.stats().finished < len(prompts):
             for output in engine.step():
                 found[output.request_id] += output.tokens
