@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -184,21 +183,11 @@ def test_a_process_that_dies_ends_the_server_in_one_line(apart):
     assert re.fullmatch(r"octile: the (prefill|decode) process 0 has ended with exit status -9", error.splitlines()[-1])
 
 
-@pytest.mark.parametrize("apart", [("--parallel.timeout", "5")], ids=["5 s"], indirect=True)
+@pytest.mark.parametrize("apart", [("--parallel.timeout", "2")], ids=["2 s"], indirect=True)
 def test_a_process_that_hangs_ends_the_server_in_one_line(apart):
     server, _ = apart
     os.kill(children(server.pid, "spawn_main")[-1], signal.SIGSTOP)
     _, error = server.communicate(timeout=60)
     assert server.returncode == 1
     line = error.splitlines()[-1]
-    assert re.fullmatch(r"octile: the (prefill|decode) process 0 has not answered for 5 s, and was killed", line)
-
-
-def test_a_port_in_use_is_refused(folder):
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        server = start(folder, "--port", str(other.getsockname()[1]))
-        _, error = server.communicate(timeout=60)
-    assert server.returncode == 2
-    assert "cannot be used: Address already in use" in error
+    assert re.fullmatch(r"octile: the (prefill|decode) process 0 has not answered for 2 s, and was killed", line)

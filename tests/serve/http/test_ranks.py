@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 from urllib.request import urlopen
 
 import openai
@@ -109,17 +110,40 @@ def text_of_one_process(folder: Path, tokenizer, seed: int) -> str:
     return text
 
 
-def test_clients_get_the_texts_of_one_process_and_sigterm_lets_a_stream_end(folder, tokenizer):
+class Answered(NamedTuple):
+    """What two ranks have answered until SIGTERM, how the stream ended that then ran, and the server's last line."""
+
+    texts: list[str]
+    metrics: str
+    finish_reason: str | None
+    last_line: str
+
+
+@pytest.fixture(scope="module")
+def answered(folder) -> Answered:
     with serving(folder, *INVARIANT) as (server, client), ThreadPoolExecutor(6) as threads:
         texts = list(threads.map(lambda seed: ask(client, seed), range(6)))
-        assert texts == [text_of_one_process(folder, tokenizer, seed) for seed in range(6)]
+        with urlopen(str(client.base_url.join("/metrics"))) as metrics:
+            counted = metrics.read().decode()
         stream = client.completions.create(
             model="micro", prompt="a", max_tokens=120, stream=True, extra_body={"ignore_eos": True}
         )
         next(stream)
         server.send_signal(signal.SIGTERM)
-        assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
-        assert own_lines(server)[-1] == "octile: terminated"
+        finish_reason = [chunk.choices[0].finish_reason for chunk in stream][-1]
+        return Answered(texts, counted, finish_reason, own_lines(server)[-1])
+
+
+def test_clients_get_the_texts_of_one_process(answered, folder, tokenizer):
+    assert answered.texts == [text_of_one_process(folder, tokenizer, seed) for seed in range(6)]
+
+
+def test_the_tokens_of_redundant_experts_are_counted(answered):
+    assert "octile_expert_tokens{" in answered.metrics
+
+
+def test_sigterm_lets_a_stream_end(answered):
+    assert (answered.finish_reason, answered.last_line) == ("length", "octile: terminated")
 
 
 def test_groups_that_share_requests_and_route_shared_experts_answer_as_one_process_does(tokenizer, tmp_path):
@@ -133,11 +157,6 @@ def test_groups_that_share_requests_and_route_shared_experts_answer_as_one_proce
         assert texts == [text_of_one_process(folder, tokenizer, seed) for seed in range(4)]
         server.send_signal(signal.SIGTERM)
         assert own_lines(server)[-1] == "octile: terminated"
-
-
-def test_the_tokens_of_redundant_experts_are_counted(folder):
-    with serving(folder) as (_, client), urlopen(str(client.base_url.join("/metrics"))) as metrics:
-        assert b"octile_expert_tokens{" in metrics.read()
 
 
 @pytest.mark.parametrize("is_busy", [False, True])
