@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from octile.serve.disaggregated import router as router_module
 from octile.serve.disaggregated.router import ProcessEndedError, Router
 from octile.serve.load import Folder
 from octile.serve.request import Sampling
+from tests.serve.disaggregated.never_answers import never_answers
 from tests.serve.models import save_untrained
 from tests.train.conftest import MICRO
 
@@ -154,11 +154,6 @@ def test_answers_that_were_not_received_are_answers(clock, folder, tokenizer):
         assert len(finish(router, 1)) == 1
     finally:
         router.close()
-
-
-def never_answers(connection: Connection) -> None:
-    while True:
-        connection.recv()
 
 
 def answers(connection: Connection) -> None:
