@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -202,6 +203,7 @@ def test_a_process_is_asked_again_if_the_router_was_stopped(clock):
 def test_a_router_that_nobody_closes_does_not_hold_the_exit(folder):
     script = f"""
 import torch
+from multiprocessing.connection import Connection
 from pathlib import Path
 from octile.serve.config import CacheConfig, EngineConfig, ProcessesConfig
 from octile.serve.disaggregated import router as router_module
