@@ -71,6 +71,12 @@ def usable_drafts(drafts: list[int], request: Request) -> list[int]:
 class Drafter:
     """Drafts the tokens after a forward pass.
 
+    A request of which a draft cannot be chosen stays in all passes, whose rows ranks that share their requests must
+    agree on. It has the drafts before that one.
+
+    Attributes:
+        lacks_draft: whether an exception, which other ranks may not have had, was raised instead of a draft.
+
     Args:
         runner: the model.
         scheduler: allocates pages for the positions of drafts.
@@ -79,6 +85,7 @@ class Drafter:
 
     def __init__(self, runner: Runner, scheduler: Scheduler, n_drafts: int):
         self._runner, self._scheduler, self._n_drafts = runner, scheduler, n_drafts
+        self.lacks_draft = False
 
     def draft(self, computed: Sequence[Computed], hidden_TD: Tensor) -> None:
         """Run the layer over what a pass has computed, and set the drafts of requests whose tokens it has all read.
@@ -100,31 +107,33 @@ class Drafter:
         if not chunks:
             return
         results = self._runner.draft(Batch(chunks), _rows(hidden_TD, rows))
+        lacking = set[int]()  # requests of which a draft could not be chosen
         for n in range(1, self._n_drafts + 1):
             if not drafting:
                 return
             of_rows = [Row(request.sampling, request.seed, len(request.tokens) + n - 1) for request, _ in drafting]
             drafts = choose_each(results.logits, of_rows)
-            goes_on = []
+            goes_on: list[tuple[Request, int, int]] = []
             for (request, row), draft in zip(drafting, drafts, strict=True):
                 if isinstance(draft, Exception):
                     warnings.warn(f"a draft cannot be chosen: {draft!r}", RuntimeWarning, stacklevel=2)
-                    continue
+                    self.lacks_draft, draft = True, 0
+                    lacking.add(request.id)
                 if draft == NOT_A_NUMBER:
                     continue
-                request.drafts.append(draft)
+                if request.id not in lacking:
+                    request.drafts.append(draft)
                 # one more token than drafts is chosen, and the next draft is computed at the last one's position
                 if n < min(self._n_drafts, request.n_remaining - 1) and self._scheduler.extend(
                     request, len(request.tokens) + n
                 ):
-                    goes_on.append((request, row))
+                    goes_on.append((request, row, draft))
             if not goes_on:
                 return
-            chunks = [
-                Chunk(request.drafts[-1:], len(request.tokens) + n - 2, request.pages, 1) for request, _ in goes_on
-            ]
-            results = self._runner.draft(Batch(chunks), _rows(results.hidden, [row for _, row in goes_on]))
-            drafting = [(request, row) for row, (request, _) in enumerate(goes_on)]
+            chunks = [Chunk([draft], len(request.tokens) + n - 2, request.pages, 1) for request, _, draft in goes_on]
+            rows = [row for _, row, _ in goes_on]
+            results = self._runner.draft(Batch(chunks), _rows(results.hidden, rows))
+            drafting = [(request, row) for row, (request, *_) in enumerate(goes_on)]
 
 
 def _rows(hidden_TD: Tensor, rows: list[int]) -> Tensor:

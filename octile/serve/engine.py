@@ -244,6 +244,18 @@ class Engine:
         if self._drafter is not None and to_draft is not None:
             self._drafter.draft(*to_draft)
 
+    @property
+    def lacks_draft(self) -> bool:
+        """Whether a draft of this engine could not be chosen since `drop_drafts`; another rank may have chosen it."""
+        return self._drafter is not None and self._drafter.lacks_draft
+
+    def drop_drafts(self) -> None:
+        """Verify no drafts of the last `draft` in the next step, before which nothing is launched and not read."""
+        for request in self._scheduler.running.values():
+            request.drafts = []
+        if self._drafter is not None:
+            self._drafter.lacks_draft = False
+
     def _can_launch(self, before: _InFlight | None) -> bool:
         """Whether a decode step of all running requests can be launched, and no other can join them.
 

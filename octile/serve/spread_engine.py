@@ -6,7 +6,8 @@ rows a rank has at most, and whether the experts are placed anew.
 Ranks of a group that share their requests (`octile.serve.tensor_parallel`) have engines with the same requests. They
 receive the same bits of logits, so that each schedules and chooses what the others do, without a message. That they
 have done so is compared before each forward pass and before the first of a step's passes of drafts, since collectives
-of different sizes would hang. It is not compared between passes of drafts.
+of different sizes would hang. The passes of drafts have the same rows on all of them, also if one cannot choose a draft
+that the others have chosen: then all drop the drafts of that step.
 
 Shapes: L layers with experts, E experts, P slots of all ranks.
 """
@@ -99,8 +100,11 @@ class SpreadEngine:
         """
         can_place = self._runner.expert_tokens is not None and not self._moves
         wants_place = can_place and time.monotonic() >= self._placed + self._seconds
-        own = self.engine.has_work, wants_place, not self.engine.can_launch, self.engine.n_running
-        has_work, is_due, needs_run, self._runner.min_decode = self._maxima(*own)
+        lacks_draft = self.group_size > 1 and self.engine.lacks_draft
+        own = self.engine.has_work, wants_place, not self.engine.can_launch, lacks_draft, self.engine.n_running
+        has_work, is_due, needs_run, drops_drafts, self._runner.min_decode = self._maxima(*own)
+        if drops_drafts:
+            self.engine.drop_drafts()
         if is_due:
             self._place()
         outputs: list[Output] | None = None

@@ -1,5 +1,6 @@
 """Attention's heads and the rows of steps divided among two gloo ranks, or two groups of them, vs. one process."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -14,6 +15,7 @@ from torch import Tensor
 from octile.checkpoint.hugging_face import save
 from octile.checkpoint.tensor_file import TensorFile
 from octile.scaled import ScaledTensor, quantize
+from octile.serve import drafts
 from octile.serve.config import EngineConfig
 from octile.serve.engine import Engine
 from octile.serve.front_engine import FrontEngine
@@ -262,6 +264,33 @@ def a_difference_is_found_before_drafts(rank: int, folder: Path) -> None:
     check_that_a_difference_is_found(rank, 1, ahead=False)
 
 
+def check_a_draft_that_one_rank_cannot_choose(rank: int, folder: Path, n_drafts: int, ahead: bool) -> None:
+    """Rank 1 fails to choose the first draft of some steps; the texts are those of one process nevertheless."""
+    choose_each, calls = drafts.choose_each, itertools.count()
+
+    def failing(logits, rows):
+        chosen = choose_each(logits, rows)
+        return [MemoryError("logits"), *chosen[1:]] if next(calls) % 5 == 1 else chosen
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank:
+            patch.setattr(drafts, "choose_each", failing)
+        with pytest.warns(RuntimeWarning, match="a draft cannot be chosen") if rank else nullcontext():
+            check_texts(rank, folder, n_drafts, ahead)
+
+
+def one_rank_lacks_a_draft(rank: int, folder: Path) -> None:
+    check_a_draft_that_one_rank_cannot_choose(rank, folder, 1, ahead=False)
+
+
+def one_rank_lacks_a_draft_between_two_passes(rank: int, folder: Path) -> None:
+    check_a_draft_that_one_rank_cannot_choose(rank, folder, 3, ahead=False)
+
+
+def one_rank_lacks_a_draft_before_a_step_that_is_launched_ahead(rank: int, folder: Path) -> None:
+    check_a_draft_that_one_rank_cannot_choose(rank, folder, 2, ahead=True)
+
+
 def another_token_is_found_before_the_next_step(rank: int, folder: Path) -> None:
     runner = ModelRunner(spread(), N_PAGES, batch_invariant=True, max_batch=2)
     engine = Engine(runner, TOKENIZER, EngineConfig(max_batch=2, max_step_tokens=24, batch_invariant=True))
@@ -358,6 +387,9 @@ WORKS = [
     each_row_is_routed_once,
     a_difference_in_a_step_that_was_launched_ahead_is_found,
     a_difference_is_found_before_drafts,
+    one_rank_lacks_a_draft,
+    one_rank_lacks_a_draft_between_two_passes,
+    one_rank_lacks_a_draft_before_a_step_that_is_launched_ahead,
     another_token_is_found_before_the_next_step,
     only_the_weights_of_own_heads_are_read,
     wrong_groups_are_refused,
