@@ -199,7 +199,7 @@ class ModelRunner:
         if self.spread is not None and self.max_ahead:
             self.loop = self.loop or self._new_loop()
             for size in self.loop.sizes:
-                self.loop.run((), size, self.timeout)
+                self.loop.run((), size, self.timeout).read()
 
     def _compute_unwritten(self, layout: Layout) -> None:
         """Compute a step and the drafts after it, as of a request that samples, and write nothing to the cache."""
