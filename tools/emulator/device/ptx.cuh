@@ -6,6 +6,8 @@ struct alignas(64) TensorMap {
     uint64_t opaque[16];
 };
 
+constexpr uint32_t all_lanes = 0xFFFFFFFF;  // the mask of a whole warp
+
 namespace emulator {
 enum Format { e4m3, e5m2, f16, bf16, tf32 };  // of wgmma
 

@@ -19,7 +19,6 @@
 #include "ptx.cuh"
 #include "wgmma.cuh"
 
-constexpr uint32_t all_lanes = 0xFFFFFFFF;
 constexpr int tile_keys = 64;
 constexpr int columns = config::queries * config::heads;       // of a tile: the heads of one query after the other
 constexpr int own_weights = config::heads / 4;                 // of a query, in a thread

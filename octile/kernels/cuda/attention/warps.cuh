@@ -1,8 +1,7 @@
-// What the kernels of latent attention use: the mask of a warp's lanes, the threads that multiply, the maximum of no scores.
+// What the kernels of latent attention use: the threads that multiply, the maximum of no scores.
 #pragma once
 #include "ptx.cuh"
 
-constexpr uint32_t all_lanes = 0xFFFFFFFF;
 constexpr int consumer_threads = 256;  // two warpgroups; a third one has the producer
 
 __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xFF800000); }

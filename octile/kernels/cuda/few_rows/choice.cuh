@@ -39,14 +39,14 @@ __device__ __forceinline__ int highest(const int (&order)[per_lane], int first, 
         const int e = lane + 32 * i;
         if (e >= first && e < end) own = max(own, order[i]);
     }
-    best = __reduce_max_sync(full_warp, own);
+    best = __reduce_max_sync(all_lanes, own);
     unsigned lowest = 0xFFFFFFFF;
 #pragma unroll
     for (int i = per_lane - 1; i >= 0; --i) {
         const int e = lane + 32 * i;
         if (e >= first && e < end && order[i] == best) lowest = e;
     }
-    return static_cast<int>(__reduce_min_sync(full_warp, lowest));
+    return static_cast<int>(__reduce_min_sync(all_lanes, lowest));
 }
 
 // Computes the choice of one row, whose slots are `not_chosen` before. bias: [experts], or any address if there is none.
@@ -65,12 +65,12 @@ __device__ __forceinline__ void choose(Choice& choice, int row, const float* log
     }
     if constexpr (config::softmax) {
 #pragma unroll
-        for (int bit = 16; bit >= 1; bit /= 2) shift = fmaxf(shift, __shfl_xor_sync(full_warp, shift, bit));
+        for (int bit = 16; bit >= 1; bit /= 2) shift = fmaxf(shift, __shfl_xor_sync(all_lanes, shift, bit));
 #pragma unroll
         for (int i = 0; i < per_lane; ++i)
             if (lane + 32 * i < experts) total = __fadd_rn(total, expf(__fadd_rn(logit[i], -shift)));
 #pragma unroll
-        for (int bit = 16; bit >= 1; bit /= 2) total = __fadd_rn(total, __shfl_xor_sync(full_warp, total, bit));
+        for (int bit = 16; bit >= 1; bit /= 2) total = __fadd_rn(total, __shfl_xor_sync(all_lanes, total, bit));
     }
     auto affinity = [&](float x) {
         return config::softmax ? __fdiv_rn(expf(__fadd_rn(x, -shift)), total) : sigmoid_of(x);
@@ -99,8 +99,8 @@ __device__ __forceinline__ void choose(Choice& choice, int row, const float* log
         }
         bool inside[per_lane] = {};
         for (int n = 0; n < config::top_groups; ++n) {
-            const int best = __reduce_max_sync(full_warp, of_group);
-            const int group = __reduce_min_sync(full_warp, of_group == best ? unsigned(lane) : 0xFFFFFFFFu);
+            const int best = __reduce_max_sync(all_lanes, of_group);
+            const int group = __reduce_min_sync(all_lanes, of_group == best ? unsigned(lane) : 0xFFFFFFFFu);
             if (lane == group) of_group = absent;
 #pragma unroll
             for (int i = 0; i < per_lane; ++i) inside[i] |= (lane + 32 * i) / group_size == group;
@@ -121,14 +121,14 @@ __device__ __forceinline__ void choose(Choice& choice, int row, const float* log
             if (e / 32 == i) of_best = logit[i];
             if (e == lane + 32 * i) order[i] = absent;
         }
-        of_best = __shfl_sync(full_warp, of_best, e % 32);
+        of_best = __shfl_sync(all_lanes, of_best, e % 32);
         if (lane == k) own = e, own_logit = of_best;
     }
     float weight = lane < chosen ? affinity(own_logit) : 0.0f;
     if constexpr (config::normalize) {
         float sum = weight;
 #pragma unroll
-        for (int bit = 16; bit >= 1; bit /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(full_warp, sum, bit));
+        for (int bit = 16; bit >= 1; bit /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(all_lanes, sum, bit));
         weight = __fdiv_rn(weight, __fadd_rn(sum, eps));
     }
     if (lane < chosen) {
@@ -147,7 +147,7 @@ __device__ __forceinline__ void list_active(Choice& choice) {
         static_assert(alignof(Choice) >= sizeof(uint2));
         if (e < experts) slots = *reinterpret_cast<const uint2*>(choice.slot[e]);
         const bool is_active = (slots.x & slots.y) != 0xFFFFFFFF;
-        const unsigned active = __ballot_sync(full_warp, is_active);
+        const unsigned active = __ballot_sync(all_lanes, is_active);
         if (is_active) choice.active[count + __popc(active & ((1u << ptx::lane_id()) - 1))] = e;
         count += __popc(active);
     }

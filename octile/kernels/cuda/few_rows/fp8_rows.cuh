@@ -91,7 +91,7 @@ struct Fp8Rows {
         }
 #pragma unroll
         for (int distance = 16; distance > 0; distance /= 2)
-            squares += __shfl_xor_sync(every_lane, squares, distance);
+            squares += __shfl_xor_sync(all_lanes, squares, distance);
         if constexpr (warps_of_row > 1) {
             float* sums = all_scales() + k_blocks * max_rows;
             const int warp = threadIdx.x / 32;
@@ -109,11 +109,11 @@ struct Fp8Rows {
         float amax = y.amax();
 #pragma unroll
         for (int distance = 1; distance < 16; distance *= 2)
-            amax = ptx::max_abs(amax, __shfl_xor_sync(every_lane, amax, distance));
+            amax = ptx::max_abs(amax, __shfl_xor_sync(all_lanes, amax, distance));
         const float scale = scale_from_amax<e4m3, config::power_of_2>(amax);
         const Divisor divisor = make_divisor<config::power_of_2>(scale);
         float quotient[8];
-        if (!config::power_of_2 && __any_sync(every_lane, divisor.needs_careful_division())) {
+        if (!config::power_of_2 && __any_sync(all_lanes, divisor.needs_careful_division())) {
 #pragma unroll
             for (int j = 0; j < 8; ++j) quotient[j] = divisor.divide_carefully(y.value[j]);
         } else {

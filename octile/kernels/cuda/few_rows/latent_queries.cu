@@ -40,7 +40,7 @@ __device__ __forceinline__ void write_latent(const uint16_t* latent_row, const u
         for (int i = 0; i < 4; ++i) squares = __fmaf_rn(x[i], x[i], squares);
     }
 #pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) squares += __shfl_xor_sync(every_lane, squares, distance);
+    for (int distance = 16; distance > 0; distance /= 2) squares += __shfl_xor_sync(all_lanes, squares, distance);
     if (lane == 0) sums[warp] = squares;
     __syncthreads();
     if (warp >= parts || !is_written) return;
@@ -61,7 +61,7 @@ __device__ __forceinline__ void write_latent(const uint16_t* latent_row, const u
         float amax = ptx::max_abs(ptx::max_abs(x[0], x[1]), ptx::max_abs(x[2], x[3]));
 #pragma unroll
         for (int distance = 16; distance > 0; distance /= 2)
-            amax = ptx::max_abs(amax, __shfl_xor_sync(every_lane, amax, distance));
+            amax = ptx::max_abs(amax, __shfl_xor_sync(all_lanes, amax, distance));
         const float scale = scale_from_amax<e4m3, false>(amax);
         const Divisor divisor = make_divisor<false>(scale);
         float quotient[4];

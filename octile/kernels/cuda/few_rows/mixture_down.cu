@@ -95,7 +95,7 @@ mixture_down(uint8_t* x, const float* h, const Routes* of_rows, const uint8_t* w
         for (int bit = 16; bit >= 1; bit /= 2)
 #pragma unroll
             for (int i = 0; i < tiles_at_once; ++i)
-                amax[i] = ptx::max_abs(amax[i], __shfl_xor_sync(full_warp, amax[i], bit));
+                amax[i] = ptx::max_abs(amax[i], __shfl_xor_sync(all_lanes, amax[i], bit));
 #pragma unroll
         for (int i = 0; i < tiles_at_once; ++i) {
             const int tile = begin + i * quantizing_warps, row = tile / h_tiles, of_row = tile % h_tiles;

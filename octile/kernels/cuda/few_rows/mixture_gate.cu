@@ -25,7 +25,7 @@ __device__ __forceinline__ void sum_over_threads(float (&x)[num_rows], float (*b
 #pragma unroll
     for (int r = 0; r < num_rows; ++r) {
 #pragma unroll
-        for (int bit = 16; bit >= 1; bit /= 2) x[r] = __fadd_rn(x[r], __shfl_xor_sync(full_warp, x[r], bit));
+        for (int bit = 16; bit >= 1; bit /= 2) x[r] = __fadd_rn(x[r], __shfl_xor_sync(all_lanes, x[r], bit));
         if (ptx::lane_id() == 0) buffer[r][threadIdx.x / 32] = x[r];
     }
     __syncthreads();
@@ -138,7 +138,7 @@ mixture_gate(const uint8_t* x, const uint8_t* weight, const uint8_t* gate, const
         for (int r = 0; r < num_rows; ++r) {
 #pragma unroll
             for (int bit = 16; bit >= 1; bit /= 2)
-                logit[r] = __fadd_rn(logit[r], __shfl_xor_sync(full_warp, logit[r], bit));
+                logit[r] = __fadd_rn(logit[r], __shfl_xor_sync(all_lanes, logit[r], bit));
             if (lane == 0) ptx::store_cluster(ptx::cluster_address(&shared.logits[r][expert], 0), __float_as_uint(logit[r]));
         }
     }
@@ -169,7 +169,7 @@ mixture_gate(const uint8_t* x, const uint8_t* weight, const uint8_t* gate, const
             float amax = y.amax();
 #pragma unroll
             for (int bit = 8; bit >= 1; bit /= 2)
-                amax = ptx::max_abs(amax, __shfl_xor_sync(full_warp, amax, bit));
+                amax = ptx::max_abs(amax, __shfl_xor_sync(all_lanes, amax, bit));
             const float own = scale_from_amax<e4m3, config::power_of_2>(amax);
             const Divisor divisor = make_divisor<config::power_of_2>(own);
             float quotient[8];

@@ -9,7 +9,6 @@
 #include "convert.cuh"
 
 constexpr int warps = 8, threads = 32 * warps, tile_rows = 16, max_rows = 8;
-constexpr uint32_t every_lane = 0xFFFFFFFF;
 
 // Where a lane's parts of mma's operands lie.
 struct Lane {

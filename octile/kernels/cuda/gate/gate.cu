@@ -26,7 +26,6 @@ constexpr int own_experts = config::experts / 4;  // of a lane
 constexpr bool in_groups = config::topk_group < config::n_group;
 constexpr int own_groups = in_groups ? config::n_group / 4 : 1, group_size = own_experts / own_groups;
 constexpr int absent = -2147483647 - 1;  // below the order of every score
-constexpr uint32_t all_lanes = 0xFFFFFFFF;
 // Of terms, three, so that no thread waits until one is empty: a warp that splits k-block k has waited until all warps
 // have split k-block k − 1, and each of them has waited for its wgmma of k-block k − 3 before.
 constexpr int terms_stages = 3;

@@ -222,7 +222,7 @@ gate_backward(const __grid_constant__ TensorMap x_map, const __grid_constant__ T
     const int first_token = range * steps * step_m, all_steps = (tokens + step_m - 1) / step_m;
     Loader loader{shared, barriers, &x_map, &dy_map, first_token, static_cast<int>(blockIdx.x) % slices * slice,
                   min(steps, all_steps - range * steps)};
-    const int warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
+    const int warpgroup = __shfl_sync(all_lanes, threadIdx.x / 128, 0);
     if (threadIdx.x == 0) {
         for (int i = 0; i < config::dy_stages; ++i) barriers.dy_full[i].init(1), barriers.dy_empty[i].init(8);
         for (int i = 0; i < config::x_stages; ++i) barriers.x_full[i].init(1), barriers.x_empty[i].init(4);

@@ -48,7 +48,7 @@ constexpr bool m_grouped = config::schedule == grouped || config::schedule == ma
 
 // A value that is the same in all lanes, in a form that tells the compiler so: it then keeps tile addresses in uniform
 // registers, where wgmma needs them.
-__device__ __forceinline__ int warp_uniform(int x) { return __shfl_sync(~0u, x, 0); }
+__device__ __forceinline__ int warp_uniform(int x) { return __shfl_sync(all_lanes, x, 0); }
 
 __device__ __forceinline__ int block_rank_in_cluster() { return cluster_size > 1 ? ptx::cluster_ctarank() : 0; }
 
@@ -86,11 +86,11 @@ __device__ __forceinline__ void load_groups(Groups& groups, const ProblemSize& s
         const int rows = g < count_groups(size) ? count_rows(groups, size, g) : 0;
         int cluster_tiles = rows > 0 ? ceil_div(rows + rows_before(groups, g), cluster_tile_m) : 0;
         for (int distance = 1; distance < 32; distance *= 2) {  // prefix sum over lanes
-            const int left = __shfl_up_sync(~0u, cluster_tiles, distance);
+            const int left = __shfl_up_sync(all_lanes, cluster_tiles, distance);
             if (ptx::lane_id() >= distance) cluster_tiles += left;
         }
         if (g < count_groups(size)) groups.cluster_tile[g + 1] = before + cluster_tiles;
-        before += __shfl_sync(~0u, cluster_tiles, 31);
+        before += __shfl_sync(all_lanes, cluster_tiles, 31);
     }
     if (ptx::lane_id() == 0) groups.cluster_tile[0] = 0;
 }

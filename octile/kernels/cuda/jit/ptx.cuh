@@ -23,6 +23,8 @@ struct alignas(64) TensorMap {
     uint64_t opaque[16];
 };
 
+constexpr uint32_t all_lanes = 0xFFFFFFFF;  // the mask of a whole warp
+
 namespace ptx {
 
 // ---- Shared memory ---------------------------------------------------------------------------------------------

@@ -162,7 +162,7 @@ __device__ __forceinline__ void compute_divisors(const Outputs& to, const BlockC
     *divisor_to = divisor;
     if constexpr (!power_of_2)
         reinterpret_cast<int*>(shared + smem::careful_flags)[threadIdx.x / 32] =
-            __any_sync(full_warp, divisor.needs_careful_division());
+            __any_sync(all_lanes, divisor.needs_careful_division());
 }
 
 // The divisors of a thread: those of its rows and columns, in shared memory, or one for the whole block.
@@ -294,7 +294,7 @@ __device__ __forceinline__ void quantize_block(
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             const float mine = column_max.at(j);
-            amax[j] = max_abs(mine, __shfl_xor_sync(full_warp, mine, 16));
+            amax[j] = max_abs(mine, __shfl_xor_sync(all_lanes, mine, 16));
         }
         if (lane < 16) {
             float4* row = reinterpret_cast<float4*>(maxima + warp * side + 8 * lane);
@@ -312,7 +312,7 @@ __device__ __forceinline__ void quantize_block(
     } else if constexpr (!by_column) {
         float amax = column_amax(x).amax();
 #pragma unroll
-        for (int bit = 16; bit >= 1; bit /= 2) amax = max_abs(amax, __shfl_xor_sync(full_warp, amax, bit));
+        for (int bit = 16; bit >= 1; bit /= 2) amax = max_abs(amax, __shfl_xor_sync(all_lanes, amax, bit));
         if (lane == 0) maxima[warp] = amax;
     }
     __syncthreads();
@@ -340,7 +340,7 @@ __device__ __forceinline__ void quantize_block(
             needs_care |= (flags.x | flags.y | flags.z | flags.w) != 0;
         }
     uint8_t* transposed = shared + transposed_offset(lane % 16, warp * 2 + lane_row<crossed>());
-    if (!power_of_2 && __any_sync(full_warp, needs_care))
+    if (!power_of_2 && __any_sync(all_lanes, needs_care))
         store_block<form, format, careful>(to, at, x, by, transposed);
     else
         store_block<form, format, power_of_2 ? by_power_of_2 : fast>(to, at, x, by, transposed);

@@ -15,7 +15,7 @@ constexpr int buffer_floats = 32;  // a multiple of 4: the compiler loads vector
 // suffices.
 __device__ __forceinline__ float sum_over_threads(float x, float* buffer) {
 #pragma unroll
-    for (int bit = 16; bit >= 1; bit /= 2) x = __fadd_rn(x, __shfl_xor_sync(full_warp, x, bit));
+    for (int bit = 16; bit >= 1; bit /= 2) x = __fadd_rn(x, __shfl_xor_sync(all_lanes, x, bit));
     if (ptx::lane_id() == 0) buffer[threadIdx.x / 32] = x;
     __syncthreads();
     x = 0.0f;
@@ -87,7 +87,7 @@ rms_norm(const uint8_t* x, const uint8_t* weight, uint8_t* data, float* scale, f
 
         const Divisor own = make_divisor<power_of_2>(own_scale);
         const int64_t index = static_cast<int64_t>(i) * k + column;
-        if (!power_of_2 && __any_sync(full_warp, own.needs_careful_division())) {
+        if (!power_of_2 && __any_sync(all_lanes, own.needs_careful_division())) {
 #pragma unroll 1
             for (int u = 0; u < units; ++u) {  // rare: recomputes the values, in few registers
                 const bool in_bounds = column + u * step < k;

@@ -3,7 +3,6 @@
 #include "vec8.cuh"
 
 constexpr int tile_columns = 128;
-constexpr uint32_t full_warp = 0xFFFFFFFF;
 
 __device__ constexpr int log2(int n) { return n < 2 ? 0 : 1 + log2(n / 2); }
 
@@ -39,11 +38,11 @@ __device__ __forceinline__ float reduce_rows(float (&x)[count], Operation operat
 #pragma unroll
         for (int i = 0; i < half; ++i) {
             const float mine = ptx::select(upper, x[i + half], x[i]), other = ptx::select(upper, x[i], x[i + half]);
-            x[i] = operation(mine, __shfl_xor_sync(full_warp, other, other_lane));
+            x[i] = operation(mine, __shfl_xor_sync(all_lanes, other, other_lane));
         }
     }
 #pragma unroll
-    for (; bit >= 1; bit /= 2) x[0] = operation(x[0], __shfl_xor_sync(full_warp, x[0], bit));
+    for (; bit >= 1; bit /= 2) x[0] = operation(x[0], __shfl_xor_sync(all_lanes, x[0], bit));
     return x[0];
 }
 
@@ -63,8 +62,8 @@ __device__ __forceinline__ bool is_first_owner() {
 template <int count, bool power_of_2>
 __device__ __forceinline__ Divisor divisor_from_owner(const Divisor& owned_index, int i) {
     const unsigned lane = i << (4 - log2(count)) | ptx::lane_id() / 16 * 16;
-    const float inverse = __shfl_sync(full_warp, owned_index.inverse, lane);
-    return {inverse, power_of_2 ? 0.0f : __shfl_sync(full_warp, owned_index.correction, lane)};
+    const float inverse = __shfl_sync(all_lanes, owned_index.inverse, lane);
+    return {inverse, power_of_2 ? 0.0f : __shfl_sync(all_lanes, owned_index.correction, lane)};
 }
 
 __device__ __forceinline__ float max_abs(float a, float b) { return ptx::max_abs(a, b); }

@@ -106,7 +106,7 @@ __device__ __forceinline__ void quantize_tile(
 
     const Divisor own = make_divisor<power_of_2>(scale);
     auto of_row = [&](int i) { return divisor_from_owner<rows, power_of_2>(own, i); };
-    if (!power_of_2 && __any_sync(full_warp, own.needs_careful_division()))
+    if (!power_of_2 && __any_sync(all_lanes, own.needs_careful_division()))
         store_encoded_carefully<format>(data, at, recompute, [&](float(&quotient)[8], const FloatVec8& values, int i) {
             const Divisor divisor = of_row(i);
 #pragma unroll

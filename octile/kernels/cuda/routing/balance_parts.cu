@@ -10,7 +10,6 @@
 constexpr int threads = 32 * config::warps, experts = config::experts;
 constexpr int lanes = experts / 16, tokens_of_warp = 32 / lanes;  // lanes of a token
 constexpr int absent = -2147483647 - 1;                           // below the order of every logit
-constexpr uint32_t all_lanes = 0xFFFFFFFF;
 
 // An integer that orders logits; NaN is the highest, and −0 equals 0.
 __device__ __forceinline__ int order_of(float logit) {

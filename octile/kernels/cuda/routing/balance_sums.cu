@@ -38,7 +38,7 @@ balance_sums(const int* counts, const float* shares, float* f, float* losses, in
     }
     if (threadIdx.x >= 32) return;
 #pragma unroll
-    for (int bit = 1; bit < 32; bit *= 2) own = __fadd_rn(own, __shfl_xor_sync(0xFFFFFFFF, own, bit));
+    for (int bit = 1; bit < 32; bit *= 2) own = __fadd_rn(own, __shfl_xor_sync(all_lanes, own, bit));
     int is_last = 0;
     if (threadIdx.x == 0) {
         __stcg(losses + blockIdx.x, own);
@@ -46,10 +46,10 @@ balance_sums(const int* counts, const float* shares, float* f, float* losses, in
         is_last = atomicAdd(ended, 1) == sequences * chunks - 1;
         __threadfence();
     }
-    if (!__shfl_sync(0xFFFFFFFF, is_last, 0)) return;
+    if (!__shfl_sync(all_lanes, is_last, 0)) return;
     float total = 0.0f;
     for (int i = threadIdx.x; i < sequences * chunks; i += 32) total = __fadd_rn(total, __ldcg(losses + i));
 #pragma unroll
-    for (int bit = 1; bit < 32; bit *= 2) total = __fadd_rn(total, __shfl_xor_sync(0xFFFFFFFF, total, bit));
+    for (int bit = 1; bit < 32; bit *= 2) total = __fadd_rn(total, __shfl_xor_sync(all_lanes, total, bit));
     if (threadIdx.x == 0) *loss = __fdiv_rn(total, static_cast<float>(sequences));
 }

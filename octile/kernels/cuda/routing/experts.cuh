@@ -3,7 +3,6 @@
 #include "ptx.cuh"
 
 constexpr int threads = 32 * config::warps, block_entries = threads * config::rounds;
-constexpr uint32_t all_lanes = 0xFFFFFFFF;
 
 template <bool wide>
 struct EntryType {
