@@ -117,6 +117,8 @@ def choose_experts(
 ) -> tuple[Tensor, Tensor]:
     """Choose K experts by logits that were computed elsewhere, as `gate` does by its own.
 
+    A row has the same bits for any T and at any place, for batch-invariant serving.
+
     Args:
         logits: [T, E] float32.
         bias, n_chosen, n_group, topk_group, best, scoring_func, norm_topk_prob, routed_scaling_factor: as of `gate`.
@@ -145,7 +147,7 @@ def _(logits, bias, n_chosen, n_group, topk_group, best, scoring_func, norm_topk
     _check_choice(logits, bias, n_chosen, n_group, topk_group, best, scoring_func)
     choice = n_chosen, n_group, topk_group, best
     settings = *choice, scoring_func, norm_topk_prob, routed_scaling_factor, logits.shape[1]
-    return kernel.launch(logits, bias, *settings)[:2]
+    return kernel.launch(logits, bias, *settings, row_invariant=True)[:2]
 
 
 def route(

@@ -90,7 +90,7 @@ def _(a, b, offs, out_dtype, expected_rows=0):
 
     _check_out_dtype(a, out_dtype)
     has_few_rows = (expected_rows or kernel.mean_rows(a, b)) <= kernel.FEW_ROWS and a.dtype != torch.float32
-    if out_dtype != a.dtype or has_few_rows:
+    if out_dtype != a.dtype or has_few_rows or a.dtype == torch.float16:  # of which torch's waits for the host
         return kernel.launch_nt(a, b, offs, expected_rows, out_dtype)
     y = _grouped_nt(a, b, offs)
     kernel.zero_rest(y, offs)
@@ -126,12 +126,12 @@ def _(a, b, offs, out_dtype):
 
 @high_precision_grouped_tn.register_kernel("cuda")
 def _(a, b, offs, out_dtype):
-    if out_dtype == a.dtype:
+    if out_dtype == a.dtype != torch.float16:  # of which torch's waits for the host
         return high_precision_grouped_tn.reference(a, b, offs, out_dtype)
     from octile.kernels.triton import high_precision as kernel
 
     _check_out_dtype(a, out_dtype)
-    return kernel.launch_tn(a, b, offs)
+    return kernel.launch_tn(a, b, offs).to(out_dtype)
 
 
 def _check_out_dtype(a: Tensor, out_dtype: torch.dtype) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from octile.kernels.terms import DY_TERMS, TERMS
-from octile.ops.gate import bfloat16_terms, gate, gate_backward, route, route_backward
+from octile.ops.gate import bfloat16_terms, choose_experts, gate, gate_backward, route, route_backward
 from octile.ops.top_experts import top_experts
 from tests.nn.gates import V2, V2_LITE, V3
 from tests.nn.gates import gate as gate_module
@@ -92,6 +92,15 @@ def test_experts_are_chosen_by_logits_in_parts(settings: tuple[Any, ...]):
     assert torch.equal(found.cpu(), logits)
     assert torch.equal(experts.cpu(), expected_experts)
     torch.testing.assert_close(weights.cpu(), expected_weights, rtol=2.0**-18, atol=0)
+
+
+@every_setting
+def test_a_row_of_other_logits_has_the_same_bits_among_any_others(settings: tuple[Any, ...]):
+    logits = torch.randn(1000, E, generator=torch.Generator().manual_seed(0)).cuda()
+    together = choose_experts(logits, None, *settings)
+    for first, end in ((0, 1), (3, 5), (7, 200), (999, 1000)):
+        for rows, of_all in zip(choose_experts(logits[first:end], None, *settings), together, strict=True):
+            assert torch.equal(rows, of_all[first:end])
 
 
 @every_setting

@@ -36,15 +36,21 @@ GEMM_COLUMNS = 16  # experts that kernels with GEMMs multiply; the fewest that a
 
 def launch(
     products: Tensor, bias: Tensor | None, n_chosen: int, n_group: int, topk_group: int, best: int, scoring_func: str,
-    norm_topk_prob: bool, routed_scaling_factor: float, n_experts: int,
+    norm_topk_prob: bool, routed_scaling_factor: float, n_experts: int, row_invariant: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Sum the parts of products [T, P·E], choose K experts → weights [T, K], experts int64 [T, K], logits [T, E]."""
+    """Sum the parts of products [T, P·E], choose K experts → weights [T, K], experts int64 [T, K], logits [T, E].
+
+    A program of several tokens sums a token's affinities in another order than one of a single token: if row_invariant,
+    all programs have as many tokens for any T, and if not, so few that there are GATE_PROGRAMS programs.
+    """
     t, columns = products.shape
     weights, experts, logits = _results(t, n_chosen, n_experts, products.device)
     logits = products if columns == n_experts else logits
     choice = _choice(bias, n_chosen, n_group, topk_group, best, scoring_func, norm_topk_prob, n_experts)
     if t:
-        rows = min(GATE_ELEMENTS // (choice["GROUPS"] * choice["SIZE"]), triton.cdiv(t, launch_config.GATE_PROGRAMS))
+        rows = GATE_ELEMENTS // (choice["GROUPS"] * choice["SIZE"])
+        if not row_invariant:
+            rows = min(rows, triton.cdiv(t, launch_config.GATE_PROGRAMS))
         rows = triton.next_power_of_2(max(rows, 1))
         with torch.cuda.device_of(products):
             choose_experts[(triton.cdiv(t, rows),)](

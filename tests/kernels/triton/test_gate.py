@@ -64,6 +64,19 @@ def test_a_program_chooses_for_one_token(settings: tuple[Any, ...], monkeypatch:
     _assert_close(weights, expected_weights)
 
 
+def test_all_programs_of_row_invariant_choices_have_as_many_tokens(monkeypatch: pytest.MonkeyPatch):
+    tokens_of_program = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int]):
+            return lambda *arguments, ROWS, **constants: tokens_of_program.append(ROWS)
+
+    monkeypatch.setattr(kernel, "choose_experts", Kernel())
+    for t in (1, 90, 1000):
+        kernel.launch(torch.zeros(t, E), None, 1, 1, 1, 1, "softmax", True, 1.0, E, row_invariant=True)
+    assert tokens_of_program == 3 * tokens_of_program[:1]
+
+
 @any_gpu
 @every_setting
 def test_parts_of_logits_are_summed_in_their_order(settings: tuple[Any, ...]):
