@@ -1,9 +1,8 @@
 // A warp's part of an FP8 tile: 16 rows of a weight in 128×128 blocks, times rows of x in 1×128 tiles.
 //
-// E4M3 becomes FP16 exactly, whose products tensor cores sum in FP32. After each block the sum is multiplied by both scales
-// and added to the total.
+// The warp loads the weight to registers; weight_rows.cuh copies it to shared memory.
 #pragma once
-#include "warp_sums.cuh"
+#include "fp8_product.cuh"
 #include "fp8_rows.cuh"
 
 struct Fp8Tile {
@@ -63,15 +62,11 @@ struct Fp8Tile {
             }
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                const uint32_t a = word(bytes[slot][half][0], j), b = word(bytes[slot][half][1], j);
-                ptx::mma_f16(sum[half], ptx::e4m3_to_f16(a, false), ptx::e4m3_to_f16(b, false),
-                             ptx::e4m3_to_f16(a, true), ptx::e4m3_to_f16(b, true), word(of_x[j / 2], j % 2 * 2),
-                             word(of_x[j / 2], j % 2 * 2 + 1));
+                const uint4& four = of_x[j / 2];
+                multiply_word(sum[half], word(bytes[slot][half][0], j), word(bytes[slot][half][1], j),
+                              word(four, j % 2 * 2), word(four, j % 2 * 2 + 1));
             }
         }
-        const float2 of_x = x.scales(block, 2 * lane.member);
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            d[i] += (sum[0][i] + sum[1][i]) * (scale[slot] * (i % 2 ? of_x.y : of_x.x));
+        add_scaled(d, sum, scale[slot], scale[slot], x.scales(block, 2 * lane.member));
     }
 };

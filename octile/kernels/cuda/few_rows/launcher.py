@@ -15,8 +15,8 @@ from octile.kernels.cuda.quantize.launcher import DTYPES
 from octile.kernels.hopper import SHARED_BYTES
 from octile.kernels.memory_layout import VECTOR
 
-MAX_ROWS = 8  # columns of mma's result
-WARPS, THREADS, TILE_ROWS = 8, 256, 16  # warp_sums.cuh has the same
+MAX_ROWS = 8  # columns of mma's operand B
+WARPS, THREADS, TILE_ROWS = 8, 256, 16  # warp_sums.cuh and fragments.cuh have the same
 SUMS_BYTES = WARPS * MAX_ROWS * 20 * 4
 DEPTH = 4  # blocks of 128 along K that a warp loads ahead
 BLOCKS = 2  # thread blocks that must fit on an SM

@@ -122,7 +122,7 @@ mixture_down(uint8_t* x, const float* h, const Routes* of_rows, const uint8_t* w
     }
     ptx::cluster_sync();
 
-    Products total{};
+    float total[4] = {};
     for (int item = first; item < end;) {
         const Span span = span_at(item);
         const Route& route = routes.route[span.route < 0 ? 0 : span.route];
@@ -130,16 +130,16 @@ mixture_down(uint8_t* x, const float* h, const Routes* of_rows, const uint8_t* w
         auto tile_of = [&](int row) { return has(row) ? (span.route < 0 ? chosen : route.slot[row]) * expert_blocks : 0; };
         const RowsOfX of_h{h_rows + column * row_stride + tile_of(column) * k_block, shared.scales[row0] + tile_of(row0),
                            shared.scales[row0 + 1] + tile_of(row0 + 1), has(column)};
-        Products sum{};
+        float sum[4] = {};
 #pragma unroll 2
         for (int block = span.block; block < span.end; ++block) pipeline.multiply(sum, of_h, block, next);
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            if (has(row0 + i % 2)) total.value[i] = __fadd_rn(total.value[i], sum.value[i]);
+            if (has(row0 + i % 2)) total[i] = __fadd_rn(total[i], sum[i]);
         item += span.end - span.block;
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) shared.partial[warp][column + i / 2 * 8][row0 + i % 2] = total.value[i];
+    for (int i = 0; i < 4; ++i) shared.partial[warp][column + i / 2 * 8][row0 + i % 2] = total[i];
     __syncthreads();
     for (int i = threadIdx.x; i < tile_n * rows; i += threads) {
         const int n = i % tile_n, row = i / tile_n;

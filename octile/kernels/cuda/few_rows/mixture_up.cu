@@ -80,7 +80,7 @@ mixture_up(const uint8_t* x, const float* x_scale, const Routes* of_rows, const 
 
     const RowsOfX of_x{x_rows + column * row_stride, shared.scales[row0], shared.scales[row0 + 1], column < rows};
     for (int unit = first; unit < units; unit += stride) {
-        Products sum{};
+        float sum[4] = {};
 #pragma unroll 2
         for (int block = 0; block < k_blocks; ++block) pipeline.multiply(sum, of_x, block, next);
         const bool is_shared = unit < shared_units;
@@ -90,7 +90,7 @@ mixture_up(const uint8_t* x, const float* x_scale, const Routes* of_rows, const 
         for (int i = 0; i < 2; ++i) {
             const int row = row0 + i, slot = is_shared ? chosen : route.slot[row];
             if (row >= rows || slot == not_chosen) continue;
-            const float g = rounded(sum.value[i]), u = rounded(sum.value[2 + i]);
+            const float g = rounded(sum[i]), u = rounded(sum[2 + i]);
             float value = __fmul_rn(__fmul_rn(g, sigmoid(g)), u);
             if (!is_shared) value = __fmul_rn(value, route.weight[row]);
             h[int64_t(row) * h_columns + slot * hidden + own * 8 + column] = value;

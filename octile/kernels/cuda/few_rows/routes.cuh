@@ -1,8 +1,7 @@
-// The experts that at least one of a few rows has chosen, as mixture_gate.cu lists them and the kernels after it read them.
+// The experts that at least one of a few rows has chosen: mixture_gate.cu lists them, the kernels after it read them.
 #pragma once
-#include "ptx.cuh"
+#include "fragments.cuh"
 
-constexpr int max_rows = 8;
 constexpr unsigned char not_chosen = 255;
 
 // An expert: where each row has chosen it, `not_chosen` if it has not, and its weight there.

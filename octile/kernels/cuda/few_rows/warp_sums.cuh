@@ -1,20 +1,12 @@
 // A tile of 16 rows of a weight times few rows of x: accumulators of a thread block's warps, each over its part of K.
 //
-// The weight is the left operand of mma, whose 16 rows it fills, and up to 8 rows of x are the right one. mma adds over K
-// in any order as long as both operands have the same, so a lane loads 16 contiguous bytes of two rows of the weight and
-// gives them to several instructions. A warp requests all its part of the weight at once, before it waits for the previous
-// kernel: the thread blocks of a launch are together what keeps the memory busy.
+// A warp requests all its part of the weight at once, before it waits for the previous kernel: the thread blocks of a
+// launch are together what keeps the memory busy.
 #pragma once
-#include "ptx.cuh"
 #include "convert.cuh"
+#include "fragments.cuh"
 
-constexpr int warps = 8, threads = 32 * warps, tile_rows = 16, max_rows = 8;
-
-// Where a lane's parts of mma's operands lie.
-struct Lane {
-    const int group = ptx::lane_id() / 4;   // the row of the weight and 8 rows after it; the row of x
-    const int member = ptx::lane_id() % 4;  // the 16 bytes of a group's 64; the rows 2 · member and + 1 of x in results
-};
+constexpr int warps = 8, threads = 32 * warps;
 
 // The accumulators of all warps in shared memory, [warps][8 rows of x][16 rows of the weight, padded for the banks].
 struct WarpSums {
@@ -34,8 +26,6 @@ struct WarpSums {
         return total;
     }
 };
-
-__device__ __forceinline__ uint32_t word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
 __device__ __forceinline__ float from_bf16(uint16_t x) { return __uint_as_float(uint32_t(x) << 16); }
 __device__ __forceinline__ uint16_t to_bf16(float x) { return static_cast<uint16_t>(ptx::pack_bf16(x, 0.0f)); }
