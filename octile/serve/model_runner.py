@@ -39,7 +39,7 @@ from octile.serve.routed_shared_experts import check_batch_invariant
 from octile.serve.sampler import choose
 from octile.serve.spread_experts import SpreadExperts
 from octile.serve.step import Step
-from octile.serve.step_inputs import BLOCK_ROWS, Layout, mixed_step, padded_size, send
+from octile.serve.step_inputs import BLOCK_ROWS, MAX_DECODE_TOKENS, Layout, mixed_step, padded_size, send
 from octile.serve.tensor_parallel import ALONE
 from octile.serve.warm_up import SAMPLED, warm_up_batches
 from octile.serve.weights import ServedWeights
@@ -190,7 +190,8 @@ class ModelRunner:
         Raises:
             TimeoutError: as in `run`.
         """
-        rows = self._max_batch * (1 + self.n_drafts)
+        short_prompt = min(self._max_step_tokens, MAX_DECODE_TOKENS)  # whose rows attend as those that decode
+        rows = max(self._max_batch * (1 + self.n_drafts), short_prompt)
         n_chosen = None if self.index is None else self.forward.weights.config.index_topk
         for batch in warm_up_batches(self._max_step_tokens, rows, self.max_position, self.vocab_size, n_chosen):
             layout = self._layout(batch)
@@ -210,10 +211,10 @@ class ModelRunner:
         passes = [self._in_order(h_TD, layout)]
         if self.n_drafts:
             passes.append(self._in_order(self._of_rows().draft(step, h_TD), layout))
-        for of_pass in passes:
-            results = self._results(of_pass, layout)
-            choose(results.logits, [SAMPLED] * len(results.logits))
-            self._wait_for(results)
+        results = [self._results(of_pass, layout) for of_pass in passes]
+        self._wait_for(results[-1])  # `choose` waits without a timeout
+        for logits, _ in results:
+            choose(logits, [SAMPLED] * len(logits))
         self.max_rank_rows = 0
 
     def _capture_spread(

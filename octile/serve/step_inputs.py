@@ -173,15 +173,16 @@ def mixed_step(
         max_together: a chunk with more positions has a piece of its own; None: none has.
         chooses: as of `Step`.
         fill: rows of steps with prompts, and positions that are read together, are padded to a multiple of it, and rows
-            that attend as decode rows to a power of two, so that GEMMs have few sizes: the first of a size takes the
-            host some milliseconds. 1: none is padded.
+            that attend as decode rows to a power of two, but no further than to that multiple: so GEMMs have few
+            sizes, and few numbers of rows have kernels. The first of a size takes the host some milliseconds, or
+            seconds if a kernel is compiled for it. 1: none is padded.
     """
     of_decode = [layout.chunks[i] for i in layout.decode]
     n_rows = n_attend = -(-layout.n_decode // block_rows) * block_rows
     chunks = [layout.chunks[i] for i in layout.prefill]
     n_new = sum(len(chunk.tokens) for chunk in chunks)
     n_filled = -(-(n_rows + n_new) // fill) * fill
-    if chunks and n_rows and fill > 1:  # the first prompts' rows, whose results are written after those of decode rows
+    if n_rows and fill > 1:  # in a step with prompts their first rows, whose results are written after these
         n_attend = min(padded_size(n_rows), n_filled)
     rows = DecodeRows(n_attend, max((len(chunk.pages) for chunk in of_decode), default=0), pinned=False)
     rows.fill(of_decode, n_attend)

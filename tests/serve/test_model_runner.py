@@ -227,7 +227,7 @@ def test_rows_that_only_fill_gemms_change_nothing(monkeypatch: pytest.MonkeyPatc
         runner = ModelRunner(new_model(fp8=False), N_PAGES)
         texts = Texts(runner, [text(200, seed=i) for i in range(3)])
         drafts = []
-        for sizes in ((90, 30, 0), (1, 100, 90), (40, 1, 40)):
+        for sizes in ((90, 30, 0), (1, 100, 90), (40, 1, 40), (1, 1, 1)):
             starts = [len(logits) for logits in texts.logits]
             hidden = texts.run(*sizes).hidden
             chunks = [
@@ -255,6 +255,16 @@ def test_decode_rows_of_a_step_with_prompts_attend_as_a_power_of_two(decoding: i
     assert step.tokens[: decoding + prompt].tolist() == [*range(decoding), *chunks[-1].tokens]
     assert len(step.tokens) % 16 == 0
     assert step.prefills[0].first_row == decoding
+
+
+@pytest.mark.parametrize(("decoding", "rows"), [(1, 1), (3, 4), (8, 8), (17, 32), (33, 48)])
+def test_rows_that_decode_alone_are_padded_to_a_power_of_two(decoding: int, rows: int):
+    """Kernels of few rows are compiled for each number of rows."""
+    chunks = [Chunk([i], 9, array("i", [i]), 1) for i in range(decoding)]
+    step = mixed_step(Layout.of(chunks, absorbed_only=False), 1, torch.device("cpu"), fill=16)
+    assert step.only_decodes
+    assert step.lengths.tolist() == [10] * decoding + [0] * (rows - decoding)
+    assert step.slots.tolist() == [64 * i + 9 for i in range(decoding)] + [-1] * (rows - decoding)
 
 
 def test_prompts_do_not_attend_as_decode_rows_where_these_are_padded_to_all_rows():

@@ -15,7 +15,7 @@ from triton.runtime.interpreter import GridExecutor
 
 from octile.parallel import decoding, experts, symmetric_memory
 from octile.parallel.ranks import world
-from octile.serve import attention, chosen_keys, feed_forward, forward, gemms, prefill_graphs
+from octile.serve import attention, chosen_keys, feed_forward, forward, gemms, model_runner, prefill_graphs
 from octile.serve.config import EngineConfig
 from octile.serve.engine import Engine
 from octile.serve.model_runner import ModelRunner
@@ -23,6 +23,7 @@ from octile.serve.prefill_graphs import PrefillGraphs
 from octile.serve.request import Sampling
 from octile.serve.spread_engine import SpreadEngine
 from octile.serve.spread_experts import SpreadExperts
+from octile.serve.step_inputs import Layout
 from octile.serve.tensor_parallel import ALONE, TensorParallel
 from octile.serve.warm_up import warm_up_batches
 from octile.serve.weights import ServedWeights
@@ -64,6 +65,22 @@ def test_long_texts_have_more_positions_than_are_chosen():
     assert [len(batch.chunks[-1].tokens) for batch in found] == [32, 1, 1]
     assert {len(chunk.pages) for batch in found for chunk in batch.chunks} == {3}
     assert len([*warm_up_batches(40, 2, 140, 50, 130)]) == 4  # no text has as many
+
+
+def test_rows_of_a_short_prompt_are_computed_where_no_request_decodes(monkeypatch: pytest.MonkeyPatch):
+    computed: list[Layout] = []
+    monkeypatch.setattr(ModelRunner, "_compute_unwritten", lambda _, layout: computed.append(layout))
+    ModelRunner(new_model(False), N_PAGES, max_batch=0, max_step_tokens=STEP_TOKENS).warm_up()
+    assert {layout.n_decode for layout in computed if not layout.prefill} == {1, 2, 4, 8}
+
+
+def test_the_host_waits_with_its_timeout_before_it_chooses_tokens(monkeypatch: pytest.MonkeyPatch):
+    events: list[str] = []
+    monkeypatch.setattr(ModelRunner, "_wait_for", lambda *_: events.append("wait"))
+    monkeypatch.setattr(model_runner, "choose", lambda *_: events.append("choose"))
+    ModelRunner(new_model(False), N_PAGES, max_batch=1, n_drafts=1, max_step_tokens=STEP_TOKENS).warm_up()
+    assert events == len(events) // 3 * ["wait", "choose", "choose"]
+    assert events
 
 
 class Recorder(TorchDispatchMode):
