@@ -10,7 +10,7 @@ See `octile.kernels.cuda.few_rows.launcher` for how they are launched.
 import torch
 from torch import Tensor
 
-from octile.kernels.cuda.few_rows.launcher import MAX_KEYS, MAX_ROWS, SUMS_BYTES, WARPS, prepare
+from octile.kernels.cuda.few_rows.launcher import MAX_KEYS, MAX_ROWS, SUMS_BYTES, TILE_ROWS, WARPS, prepare
 from octile.kernels.cuda.gemm import request
 from octile.kernels.cuda.jit.prepared import BoundedCache, PreparedKernel
 from octile.kernels.cuda.quantize.launcher import DTYPES
@@ -19,7 +19,7 @@ from octile.kernels.memory_layout import VECTOR
 LATENT, ROTARY = 512, 64
 WIDTH = LATENT + ROTARY
 HEADS, KEYS, STAGES = 16, 32, 4  # of a thread block of mla_few_rows.cu
-CLUSTER, TILE_ROWS = 8, 16  # of merge_values.cu
+CLUSTER = 8  # of merge_values.cu
 MAX_SPLITS = 64  # of a row
 
 _prepared: BoundedCache[PreparedKernel] = BoundedCache(MAX_KEYS)

@@ -6,12 +6,12 @@ template <int chunks>
 struct Bf16Tile {
     uint4 bytes[chunks][2];  // [32 columns][row]
 
-    // low: row lane.group of the tile, from the warp's first column on; rows follow `width` elements apart.
-    __device__ __forceinline__ void load(const Lane& lane, const uint16_t* low, int width) {
+    // top: row lane.group of the tile, from the warp's first column on; rows begin `width` elements apart.
+    __device__ __forceinline__ void load(const Lane& lane, const uint16_t* top, int width) {
 #pragma unroll
         for (int c = 0; c < chunks; ++c) {
-            bytes[c][0] = ptx::load_weight_16(low + 32 * c + 8 * lane.member);
-            bytes[c][1] = ptx::load_weight_16(low + 8 * width + 32 * c + 8 * lane.member);
+            bytes[c][0] = ptx::load_weight_16(top + 32 * c + 8 * lane.member);
+            bytes[c][1] = ptx::load_weight_16(top + 8 * width + 32 * c + 8 * lane.member);
         }
     }
 

@@ -5,20 +5,22 @@
 #pragma once
 #include "routes.cuh"
 #include "tile.cuh"
+#include "warps.cuh"
 
 constexpr int experts = config::experts, chosen = config::chosen, groups = config::groups;
 constexpr int per_lane = (experts + 31) / 32, group_size = experts / groups;
 constexpr int absent = -2147483647 - 1;  // below the order of every score
 static_assert(chosen <= 32 && chosen <= experts);
 
-// Where rows have chosen an expert, and the weights of a row's choice: shared memory of a thread block.
+// The choice of all rows in shared memory.
 struct alignas(8) Choice {
-    unsigned char slot[experts][max_rows];
+    unsigned char slot[experts][max_rows];  // as in `Route`
     float weight[max_rows][chosen];
     short active[experts];  // the chosen experts, ascending
     int count;
 };
 
+// An integer that orders scores.
 __device__ __forceinline__ int order_of(float score) {
     const int bits = __float_as_int(__fadd_rn(score, 0.0f));  // −0 becomes 0
     return score != score ? 0x7FFFFFFF : bits < 0 ? bits ^ 0x7FFFFFFF : bits;
@@ -49,14 +51,14 @@ __device__ __forceinline__ int highest(const int (&order)[per_lane], int first, 
     return static_cast<int>(__reduce_min_sync(all_lanes, lowest));
 }
 
-// Computes the choice of one row, whose slots are `not_chosen` before. bias: [experts], or any address if there is none.
-// expert_of: [chosen].
+// Computes the choice of one row, whose slots are `not_chosen` before. bias: [experts], or any address if there is
+// none. expert_of: [chosen].
 __device__ __forceinline__ void choose(Choice& choice, int row, const float* logits, const float* bias, float factor,
                                        float eps, int64_t* expert_of) {
     const int lane = ptx::lane_id();
     float logit[per_lane];
     int order[per_lane];
-    float shift = -__int_as_float(0x7F800000), total = 0.0f;
+    float shift = minus_infinity(), total = 0.0f;
 #pragma unroll
     for (int i = 0; i < per_lane; ++i) {
         const int e = lane + 32 * i;
@@ -83,7 +85,7 @@ __device__ __forceinline__ void choose(Choice& choice, int row, const float* log
         order[i] = e < experts ? order_of(score) : absent;
     }
     if constexpr (config::top_groups < groups) {
-        int of_group = absent;  // lane g holds that of group g
+        int of_group = absent;  // in lane g, of group g: of its highest score, or of the sum of its highest two
         for (int g = 0; g < groups; ++g) {
             int best, second;
             const int first = highest(order, g * group_size, (g + 1) * group_size, best);
@@ -107,7 +109,7 @@ __device__ __forceinline__ void choose(Choice& choice, int row, const float* log
         }
 #pragma unroll
         for (int i = 0; i < per_lane; ++i)
-            if (lane + 32 * i < experts && !inside[i]) order[i] = order_of(-__int_as_float(0x7F800000));
+            if (lane + 32 * i < experts && !inside[i]) order[i] = order_of(minus_infinity());
     }
     int own = 0;  // lane k holds the expert of slot k, and its logit
     float own_logit = 0.0f;
@@ -138,7 +140,7 @@ __device__ __forceinline__ void choose(Choice& choice, int row, const float* log
     }
 }
 
-// Lists the chosen experts. A warp calls it.
+// Lists the experts that at least one row has chosen. A warp calls it.
 __device__ __forceinline__ void list_active(Choice& choice) {
     int count = 0;
     for (int first = 0; first < experts; first += 32) {

@@ -1,7 +1,8 @@
 // Few rows of x in shared memory: quantized to E4M3 in 1×128 tiles and, exactly, converted to FP16.
 //
-// Every thread block of a product computes them, of BF16 values, which it normalizes first where the product reads normed
-// rows: that takes less time than another kernel before. All warps share one row; of eight rows each warp has one.
+// Each thread block of a product quantizes all rows, and normalizes them first if the product has a norm: that takes
+// less time than one more kernel. The warps of a block divide the rows among them: one row has all warps, eight have
+// one each.
 #pragma once
 #include "vec8.cuh"
 #include "warp_sums.cuh"
@@ -13,8 +14,8 @@ struct Fp8Rows {
     static constexpr int bytes = config::rows * pitch + k_blocks * max_rows * 4 + warps * 4;
     static constexpr int warps_of_row = warps / config::rows;
     static constexpr int threads_of_row = 32 * warps_of_row;
-    static constexpr int vectors = (16 * k_blocks + threads_of_row - 1) / threads_of_row;  // of 8, of a thread
-    // Of the norm's weight: few vectors are loaded before the previous kernel has ended.
+    static constexpr int vectors = (16 * k_blocks + threads_of_row - 1) / threads_of_row;  // of 8 columns, in a thread
+    // Whether the norm's weight is loaded before the previous kernel has ended: if it takes few registers.
     static constexpr bool loads_early = config::norm && vectors <= 2;
     using NormVec8 = Vec8<config::weight_dtype>;
     uint8_t* const shared;
@@ -37,18 +38,20 @@ struct Fp8Rows {
             norm_weight + ::bytes<config::weight_dtype>(column(v)), column(v) < config::k);
     }
 
-    __device__ __forceinline__ float* all_scales() const { return reinterpret_cast<float*>(shared + config::rows * pitch); }
+    __device__ __forceinline__ float* all_scales() const {  // [k_blocks][max_rows]
+        return reinterpret_cast<float*>(shared + config::rows * pitch);
+    }
     // 8 values from column k on.
     __device__ __forceinline__ uint4 values(int row, int k) const {
         return *reinterpret_cast<const uint4*>(shared + row * pitch + 2 * k);
     }
-    // The scales of two rows of x; what lies behind the last row is undefined.
+    // The scales of two rows of x; those of rows that do not exist are undefined.
     __device__ __forceinline__ float2 scales(int block, int row) const {
         return *reinterpret_cast<const float2*>(all_scales() + block * max_rows + row);
     }
 
-    // x: [rows, K] bfloat16, rows x_row elements apart.
-    __device__ __forceinline__ void make(const uint16_t* x, int64_t x_row, float eps) const {
+    // x: [rows, K] bfloat16 with strides x_row and 1.
+    __device__ __forceinline__ void quantize(const uint16_t* x, int64_t x_row, float eps) const {
         const int row = threadIdx.x / threads_of_row;
         const bool has_row = row < config::rows;
         const uint16_t* from = x + static_cast<int64_t>(has_row ? row : 0) * x_row;
@@ -75,7 +78,7 @@ struct Fp8Rows {
 #pragma unroll
                 for (int j = 0; j < 8; ++j) y.value[j] = loaded.at(j);
             }
-            put(row, column(v), y);
+            quantize_vec8(row, column(v), y);
         }
     }
 
@@ -104,8 +107,8 @@ struct Fp8Rows {
         return ptx::rsqrt(__fadd_rn(__fmul_rn(squares, 1.0f / config::k), eps));
     }
 
-    // Quantizes 8 values of a tile that 16 lanes share.
-    __device__ __forceinline__ void put(int row, int column, const FloatVec8& y) const {
+    // Quantizes 8 values of a tile, which 16 lanes hold.
+    __device__ __forceinline__ void quantize_vec8(int row, int column, const FloatVec8& y) const {
         float amax = y.amax();
 #pragma unroll
         for (int distance = 1; distance < 16; distance *= 2)

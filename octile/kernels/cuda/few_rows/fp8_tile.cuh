@@ -6,10 +6,10 @@
 #include "fp8_rows.cuh"
 
 struct Fp8Tile {
-    static constexpr int blocks = (k_blocks + warps - 1) / warps;  // of a warp: warp, warp + 8, …
+    static constexpr int blocks = (k_blocks + warps - 1) / warps;  // k-blocks of a warp: warp, warp + 8, …
     static constexpr int depth = blocks < config::depth ? blocks : config::depth;  // loaded ahead
     const Lane& lane;
-    const uint8_t *low, *high;  // the lane's bytes of its two rows
+    const uint8_t *top, *bottom;  // the lane's bytes of its two rows
     const float* scales;        // of the blocks of these rows
     uint4 bytes[depth][2][2];   // [block][half of 64 bytes][row]
     float scale[depth];
@@ -17,8 +17,8 @@ struct Fp8Tile {
     // weight: [n, K], scales: [⌈n/128⌉, ⌈K/128⌉]. Rows from n on are not read.
     __device__ __forceinline__ Fp8Tile(const Lane& lane, const uint8_t* weight, const float* scales, int first, int n)
         : lane(lane),
-          low(weight + static_cast<int64_t>(min(first + lane.group, n - 1)) * config::k),
-          high(weight + static_cast<int64_t>(min(first + lane.group + 8, n - 1)) * config::k),
+          top(weight + static_cast<int64_t>(min(first + lane.group, n - 1)) * config::k),
+          bottom(weight + static_cast<int64_t>(min(first + lane.group + 8, n - 1)) * config::k),
           scales(scales + static_cast<int64_t>(min(first, n - 1) / 128) * k_blocks) {
 #pragma unroll
         for (int i = 0; i < depth; ++i) load(i, i);
@@ -34,12 +34,12 @@ struct Fp8Tile {
         for (int half = 0; half < 2; ++half) {
             const int k = 128 * block + 64 * half + 16 * lane.member;
             const bool in_bounds = config::k % 128 == 0 || k < config::k;
-            bytes[slot][half][0] = in_bounds ? ptx::load_weight_16(low + k) : make_uint4(0, 0, 0, 0);
-            bytes[slot][half][1] = in_bounds ? ptx::load_weight_16(high + k) : make_uint4(0, 0, 0, 0);
+            bytes[slot][half][0] = in_bounds ? ptx::load_weight_16(top + k) : make_uint4(0, 0, 0, 0);
+            bytes[slot][half][1] = in_bounds ? ptx::load_weight_16(bottom + k) : make_uint4(0, 0, 0, 0);
         }
     }
 
-    // d[16, 8] of the warp's blocks, in FP32.
+    // d[16, 8] = the product over the warp's k-blocks.
     __device__ __forceinline__ void multiply(float (&d)[4], const Fp8Rows& x) {
         d[0] = d[1] = d[2] = d[3] = 0.0f;
 #pragma unroll 1
@@ -58,7 +58,8 @@ struct Fp8Tile {
             uint4 of_x[2] = {};
             if (lane.group < config::rows) {
 #pragma unroll
-                for (int i = 0; i < 2; ++i) of_x[i] = x.values(lane.group, 128 * block + 64 * half + 16 * lane.member + 8 * i);
+                for (int i = 0; i < 2; ++i)
+                    of_x[i] = x.values(lane.group, 128 * block + 64 * half + 16 * lane.member + 8 * i);
             }
 #pragma unroll
             for (int j = 0; j < 4; ++j) {

@@ -1,8 +1,8 @@
-// What latent attention's decoding attends with, of at most 8 rows: queries times W_UK, and the rows' own latents and
-// rotary keys, which are written to the cache.
+// The queries of latent attention for at most 8 decode rows, which are multiplied by W_UK and rotated, and the rows'
+// latents and rotary keys, which are written to the cache.
 //
-// Thread blocks of a head compute 128 channels of its queries each, a warp 16 of them; the first one of a head rotates its
-// rotary channels, too. One more thread block for each row normalizes its latent and rotates its key.
+// A thread block computes 128 channels of a head's queries, a warp 16 of them; the first one of each head also rotates
+// its rotary channels. One more thread block for each row normalizes its latent and rotates its key.
 #include "bf16_tile.cuh"
 #include "scale.cuh"
 
@@ -15,13 +15,14 @@ static_assert(latent % 128 == 0 && parts < warps && nope % 32 == 0 && pairs <= 3
 // Rotates a pair of channels by an angle, each product and sum rounded, and packs it as BF16.
 __device__ __forceinline__ uint32_t rotated(uint32_t pair, float cos, float sin) {
     const float a = from_bf16(pair & 0xFFFF), b = from_bf16(pair >> 16);
-    return ptx::pack_bf16(__fsub_rn(__fmul_rn(a, cos), __fmul_rn(b, sin)), __fadd_rn(__fmul_rn(a, sin), __fmul_rn(b, cos)));
+    return ptx::pack_bf16(__fsub_rn(__fmul_rn(a, cos), __fmul_rn(b, sin)),
+                          __fadd_rn(__fmul_rn(a, sin), __fmul_rn(b, cos)));
 }
 
 // Normalizes a latent of BF16, a warp for each 128 channels, and writes it and the rotated key to a row of the cache.
-__device__ __forceinline__ void write_latent(const uint16_t* latent_row, const uint16_t* key_row, const uint8_t* norm_weight,
-                                             float eps, const float* cos, const float* sin, const int64_t* slot,
-                                             uint8_t* cache, int64_t n_slots, float* sums) {
+__device__ __forceinline__ void write_latent(
+    const uint16_t* latent_row, const uint16_t* key_row, const uint8_t* norm_weight, float eps, const float* cos,
+    const float* sin, const int64_t* slot, uint8_t* cache, int64_t n_slots, float* sums) {
     const int warp = threadIdx.x / 32, lane = ptx::lane_id();
     const int64_t own_slot = *slot;
     const bool is_written = own_slot >= 0 && own_slot < n_slots;
@@ -56,7 +57,7 @@ __device__ __forceinline__ void write_latent(const uint16_t* latent_row, const u
         x[i] = from_bf16(to_bf16(__fmul_rn(__fmul_rn(x[i], rstd), weight)));
     }
     if constexpr (!config::fp8) {
-        reinterpret_cast<uint2*>(to + 2 * column)[0] = make_uint2(ptx::pack_bf16(x[0], x[1]), ptx::pack_bf16(x[2], x[3]));
+        *reinterpret_cast<uint2*>(to + 2 * column) = make_uint2(ptx::pack_bf16(x[0], x[1]), ptx::pack_bf16(x[2], x[3]));
     } else {
         float amax = ptx::max_abs(ptx::max_abs(x[0], x[1]), ptx::max_abs(x[2], x[3]));
 #pragma unroll
@@ -72,7 +73,7 @@ __device__ __forceinline__ void write_latent(const uint16_t* latent_row, const u
     }
 }
 
-// q: [rows, H, nope + rotary], kv: [rows, latent + rotary] bfloat16, not rotated; rows q_row and kv_row elements apart.
+// q: [rows, H, nope + rotary], kv: [rows, latent + rotary] bfloat16, not rotated, with row strides q_row and kv_row.
 // w_k: [H, latent, nope] bfloat16. norm_weight: [latent]. cos, sin: [rows, rotary / 2]. slots: [rows], negative or from
 // n_slots on: not written. cache: [n_slots, row_bytes]. out: [rows, H, latent + rotary] bfloat16.
 extern "C" __global__ void __launch_bounds__(threads, 2)
@@ -83,14 +84,15 @@ latent_queries(const uint16_t* q, int64_t q_row, const uint16_t* kv, int64_t kv_
     if (static_cast<int>(blockIdx.x) >= of_latents) {
         const int row = blockIdx.x - of_latents;
         ptx::wait_for_previous();
-        ptx::launch_dependents();  // not before: see below
+        ptx::launch_dependents();  // not before, as below
         const uint16_t* of_row = kv + row * kv_row;
         write_latent(of_row, of_row + latent, norm_weight, eps, cos + row * pairs, sin + row * pairs, slots + row,
                      cache, n_slots, reinterpret_cast<float*>(ptx::dynamic_shared()));
         return;
     }
     const Lane lane;
-    const int head = blockIdx.x / parts, part = blockIdx.x % parts, channel = 128 * part + tile_rows * (threadIdx.x / 32);
+    const int head = blockIdx.x / parts, part = blockIdx.x % parts;
+    const int channel = 128 * part + tile_rows * (threadIdx.x / 32);
     Bf16Tile<nope / 32> tile;
     tile.load(lane, w_k + (static_cast<int64_t>(head) * latent + channel + lane.group) * nope, nope);
     ptx::wait_for_previous();
@@ -109,6 +111,7 @@ latent_queries(const uint16_t* q, int64_t q_row, const uint16_t* kv, int64_t kv_
     for (int i = 0; i < 4; ++i) {
         const int row_of_x = 2 * lane.member + i % 2;
         if (row_of_x < config::rows)
-            out[(static_cast<int64_t>(row_of_x) * n_heads + head) * width + channel + lane.group + i / 2 * 8] = to_bf16(d[i]);
+            out[(static_cast<int64_t>(row_of_x) * n_heads + head) * width + channel + lane.group + i / 2 * 8] =
+                to_bf16(d[i]);
     }
 }

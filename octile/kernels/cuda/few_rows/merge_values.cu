@@ -1,8 +1,8 @@
 // Merges the splits of few rows' attention in the order of the positions, and multiplies the result by W_UV.
 //
-// A cluster of 8 thread blocks takes one head. Each merges 64 of the 512 channels for all rows and writes them, rounded to
-// BF16, to the shared memory of all; then it multiplies all channels by its part of the head's weight, 16 rows at a time,
-// which it requested before the attention ended.
+// A cluster of 8 thread blocks takes one head. Each merges 64 of the 512 channels for all rows and writes them, rounded
+// to BF16, to the shared memory of all. Then it multiplies all channels by its part of the head's weight, 16 rows at a
+// time; the weight was requested before attention has ended.
 #include "bf16_tile.cuh"
 #include "warps.cuh"
 
@@ -20,14 +20,14 @@ constexpr int merged = 0;                                  // [rows][512] bfloat
 constexpr int parts = merged + max_rows * pitch;           // float [groups][64]
 constexpr int totals = parts + groups * own_channels * 4;  // float [8]
 constexpr int sums = totals + max_rows * 4;
-static_assert(sums + WarpSums::bytes == config::shared_bytes, "launcher.py computes the same");
+static_assert(sums + WarpSums::bytes == config::shared_bytes, "attention.py computes the same");
 }  // namespace smem
 
-// partial: [rows, n_splits, H, 512], lse: [rows, n_splits, H], of n_splits ≤ splits of which the first ones have positions, as
-// in mla_few_rows.cu. w_v: [H, values, 512] bfloat16. out: [rows, H · values] bfloat16.
+// partial: [rows, n_splits, H, 512], lse: [rows, n_splits, H], of n_splits ≤ splits of which the first ones have
+// positions, as in mla_few_rows.cu. w_v: [H, values, 512] bfloat16. out: [rows, H · values] bfloat16.
 extern "C" __global__ void __launch_bounds__(threads, 2)
-merge_values(const float* partial, const float* lse, const int* lengths, int length_step, const uint16_t* w_v, uint16_t* out,
-             int n_heads, int n_splits) {
+merge_values(const float* partial, const float* lse, const int* lengths, int length_step, const uint16_t* w_v,
+             uint16_t* out, int n_heads, int n_splits) {
     uint8_t* shared = ptx::dynamic_shared();
     const Lane lane;
     const int warp = threadIdx.x / 32, head = blockIdx.x / cluster, rank = ptx::cluster_ctarank();
@@ -36,11 +36,13 @@ merge_values(const float* partial, const float* lse, const int* lengths, int len
 #pragma unroll
     for (int i = 0; i < tiles; ++i) {
         const int first = (rank * tiles + i) * tile_rows;
-        tile[i].load(lane, w_v + (static_cast<int64_t>(head) * values + first + lane.group) * latent + columns * warp, latent);
+        const int64_t row = static_cast<int64_t>(head) * values + first + lane.group;
+        tile[i].load(lane, w_v + row * latent + columns * warp, latent);
     }
     const int group = threadIdx.x / 16, row = group / groups_of_row, part = group % groups_of_row;  // row: of the warp
     const int length = lengths[min(row, config::rows - 1) * length_step], chunks = (length + keys - 1) / keys;
-    const int of_split = (chunks + n_splits - 1) / n_splits, count = chunks > 0 ? (chunks + of_split - 1) / of_split : 0;
+    const int of_split = (chunks + n_splits - 1) / n_splits;                // chunks of a split
+    const int count = chunks > 0 ? (chunks + of_split - 1) / of_split : 0;  // splits that have positions
     ptx::cluster_sync();  // all blocks have begun: their memory may be written
     ptx::wait_for_previous();
     ptx::launch_dependents();
@@ -53,7 +55,8 @@ merge_values(const float* partial, const float* lse, const int* lengths, int len
             const int own = 32 * j + ptx::lane_id();
             of_lane[j] = own < count ? lse[first + static_cast<int64_t>(own) * n_heads] : minus_infinity();
         }
-        const float4* from = reinterpret_cast<const float4*>(partial + first * latent + rank * own_channels) + threadIdx.x % 16;
+        const float4* from =
+            reinterpret_cast<const float4*>(partial + first * latent + rank * own_channels) + threadIdx.x % 16;
         float4 values_of[splits / groups_of_row];
 #pragma unroll
         for (int i = 0; i < splits / groups_of_row; ++i) {
@@ -93,8 +96,8 @@ merge_values(const float* partial, const float* lse, const int* lengths, int len
         float2 merged = make_float2(0.0f, 0.0f);
 #pragma unroll
         for (int i = 0; i < groups_of_row; ++i) {
-            const float2 v =
-                reinterpret_cast<const float2*>(shared + smem::parts)[(warp * groups_of_row + i) * (own_channels / 2) + pair];
+            const float2 v = reinterpret_cast<const float2*>(
+                shared + smem::parts)[(warp * groups_of_row + i) * (own_channels / 2) + pair];
             merged.x += v.x, merged.y += v.y;
         }
         const uint8_t* to = shared + smem::merged + warp * pitch + 2 * (rank * own_channels + 2 * pair);
@@ -103,7 +106,8 @@ merge_values(const float* partial, const float* lse, const int* lengths, int len
         for (int block = 0; block < cluster; ++block) ptx::store_cluster(ptx::cluster_address(to, block), rounded);
     }
     ptx::cluster_sync();
-    const uint8_t* of_row = shared + smem::merged + min(lane.group, config::rows - 1) * pitch + 2 * (columns * warp + 8 * lane.member);
+    const uint8_t* of_row =
+        shared + smem::merged + min(lane.group, config::rows - 1) * pitch + 2 * (columns * warp + 8 * lane.member);
     const WarpSums sums{reinterpret_cast<float*>(shared + smem::sums)};
 #pragma unroll
     for (int i = 0; i < tiles; ++i) {

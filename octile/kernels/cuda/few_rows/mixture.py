@@ -59,8 +59,7 @@ def plan_gate(
     of_choice = _aligned(MAX_ROWS * (n_experts + 4 * n_chosen) + _aligned(2 * n_experts, 4) + 4, 8)
     shared = _aligned(_aligned(4 * rows * (GATE_WARPS + n_experts), 8) + of_choice) + 2 * rows * columns
     constants = choice | {
-        "rows": rows, "columns": columns, "units": -(-columns // (256 * GATE_WARPS)), "warps": GATE_WARPS,
-        "cluster": GATE_CLUSTER, "dtype": DTYPES[torch.bfloat16], "gate_dtype": DTYPES[gate],
+        "rows": rows, "columns": columns, "warps": GATE_WARPS, "cluster": GATE_CLUSTER, "gate_dtype": DTYPES[gate],
         "weight_dtype": DTYPES[norm], "power_of_2": power_of_2, "shared_bytes": _aligned(shared),
     }  # fmt: skip
     return Plan("mixture_gate", constants, GATE_CLUSTER, GATE_CLUSTER, 32 * GATE_WARPS)

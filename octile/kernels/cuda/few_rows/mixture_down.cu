@@ -1,12 +1,13 @@
 // The down projections of the experts that a few rows have chosen, and of the shared experts, summed and added to x.
 //
-// A thread block computes 16 columns of all rows. Its warps divide the k-blocks of all experts among them, of the shared
-// ones first, and what they have computed is added in a fixed order. The blocks of a cluster divide the tiles of 1×128 of
-// h among them, quantize them, and store them in the shared memory of all; a warp has several in flight. No kernel before
-// knows a whole tile.
+// A thread block computes 16 columns of all rows. Its warps divide the k-blocks of all experts among them, of the
+// shared experts first, and their results are added in a fixed order. The blocks of a cluster divide the 1×128 tiles of
+// h among them, quantize them, and store them in the shared memory of all; a warp has several tiles in flight.
+// mixture_up.cu cannot quantize h: its warps hold 8 columns each.
 //
 // NOTES
 // - Prefetches of the weights to the L2 cache make it slower.
+#include "bf16.cuh"
 #include "routes.cuh"
 #include "tile.cuh"
 #include "weight_rows.cuh"
@@ -24,26 +25,28 @@ struct alignas(16) DownShared {  // rows of h follow, then the routes
 };
 static_assert(sizeof(DownShared) == config::struct_bytes);  // mixture.py computes the same
 
-// Consecutive k-blocks: those of one expert, or of the shared experts.
+// Consecutive k-blocks of one expert or of the shared experts, which a warp multiplies.
 struct Span {
-    int route, block, end;  // the number of the route, −1 of the shared experts; the first k-block; the end
+    int route;       // of the expert; −1: the shared experts
+    int block, end;  // the first k-block, and that after the last
 };
 
 // x: [rows, columns] bfloat16, to which the result is added. h: [rows, h_columns]. w: [experts, columns, intermediate];
 // shared_w: [columns, shared_intermediate], with the scales of 128×128 blocks.
 extern "C" __global__ void __launch_bounds__(threads, 1)
-mixture_down(uint8_t* x, const float* h, const Routes* of_rows, const uint8_t* w, const float* w_scale,
+mixture_down(uint8_t* x, const float* h, const Routes* chosen_routes, const uint8_t* w, const float* w_scale,
              const uint8_t* shared_w, const float* shared_scale, int rows, int max_count) {
     DownShared& shared = *reinterpret_cast<DownShared*>(ptx::dynamic_shared());
     uint8_t* h_rows = ptx::dynamic_shared() + sizeof(DownShared);
     Routes& routes = *reinterpret_cast<Routes*>(h_rows + rows * row_stride);
-    const int warp = threadIdx.x / 32, lane = ptx::lane_id(), column = lane / 4, row0 = lane % 4 * 2;
+    const int warp = threadIdx.x / 32, lane = ptx::lane_id();
+    const int group = lane / 4, row0 = lane % 4 * 2;  // as in `Lane`: results are of the rows row0 and row0 + 1 of x
     const int first_n = blockIdx.x * tile_n;
     ptx::launch_dependents();
     // The routes are visible: the kernel before lets this one begin after it has waited for them.
-    read_routes(routes, of_rows, max_count);
+    read_routes(routes, chosen_routes, max_count);
     __syncthreads();
-    const int items = shared_blocks + routes.count * expert_blocks;
+    const int items = shared_blocks + routes.count * expert_blocks;  // k-blocks
     const int first = warp * items / warps, end = (warp + 1) * items / warps;
 
     auto span_at = [&](int item) -> Span {
@@ -127,9 +130,11 @@ mixture_down(uint8_t* x, const float* h, const Routes* of_rows, const uint8_t* w
         const Span span = span_at(item);
         const Route& route = routes.route[span.route < 0 ? 0 : span.route];
         auto has = [&](int row) { return row < rows && (span.route < 0 || route.slot[row] != not_chosen); };
-        auto tile_of = [&](int row) { return has(row) ? (span.route < 0 ? chosen : route.slot[row]) * expert_blocks : 0; };
-        const RowsOfX of_h{h_rows + column * row_stride + tile_of(column) * k_block, shared.scales[row0] + tile_of(row0),
-                           shared.scales[row0 + 1] + tile_of(row0 + 1), has(column)};
+        auto tile_of = [&](int row) {
+            return has(row) ? (span.route < 0 ? chosen : route.slot[row]) * expert_blocks : 0;
+        };
+        const RowsOfX of_h{h_rows + group * row_stride + tile_of(group) * k_block, shared.scales[row0] + tile_of(row0),
+                           shared.scales[row0 + 1] + tile_of(row0 + 1), has(group)};
         float sum[4] = {};
 #pragma unroll 2
         for (int block = span.block; block < span.end; ++block) pipeline.multiply(sum, of_h, block, next);
@@ -139,7 +144,7 @@ mixture_down(uint8_t* x, const float* h, const Routes* of_rows, const uint8_t* w
         item += span.end - span.block;
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) shared.partial[warp][column + i / 2 * 8][row0 + i % 2] = total[i];
+    for (int i = 0; i < 4; ++i) shared.partial[warp][group + i / 2 * 8][row0 + i % 2] = total[i];
     __syncthreads();
     for (int i = threadIdx.x; i < tile_n * rows; i += threads) {
         const int n = i % tile_n, row = i / tile_n;
@@ -147,7 +152,6 @@ mixture_down(uint8_t* x, const float* h, const Routes* of_rows, const uint8_t* w
 #pragma unroll
         for (int part = 0; part < warps; ++part) sum = __fadd_rn(sum, shared.partial[part][n][row]);
         uint16_t* to = reinterpret_cast<uint16_t*>(x) + int64_t(row) * columns + first_n + n;
-        const float old = __uint_as_float(uint32_t(__ldcg(to)) << 16);
-        *to = static_cast<uint16_t>(ptx::pack_bf16(__fadd_rn(old, sum), 0.0f));
+        *to = to_bf16(__fadd_rn(from_bf16(__ldcg(to)), sum));
     }
 }

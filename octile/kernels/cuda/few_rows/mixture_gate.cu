@@ -1,22 +1,22 @@
 // RMSNorm of a few rows, their quantization in tiles of 1×128, their logits of the experts, and the choice of experts.
 //
-// One cluster of config::cluster thread blocks does it all, since the logits of a row must come together. Each block
-// normalizes all rows, which are few; block r % cluster stores the quantized row r. In normalization a thread holds
-// config::units vectors of 8 columns of each row, and 16 consecutive threads hold a tile. Afterwards each warp multiplies
-// the rows by the gate's weight of one expert, then of the next. The first block chooses, a warp for each row.
+// One cluster of thread blocks does it all, since the choice of a row needs all its logits. Each block normalizes all
+// rows; each row is quantized by one block. In normalization a thread holds vectors of 8 columns of each row, and 16
+// consecutive threads hold a tile. Then a warp computes the logits of all rows for one expert, then for another, and
+// stores them in the shared memory of the first block, which chooses, a warp for each row.
 //
 // NOTES
 // - The first vectors of the gate's weight are loaded before what the rows depend on has run.
 #include "choice.cuh"
 
-constexpr int units = config::units, gate_warps = config::warps, gate_threads = 32 * gate_warps;
-constexpr int dtype = config::dtype, num_rows = config::rows, columns_k = config::columns;
-constexpr int vectors = 8, chunk = vectors * 32 * 8;  // columns of the gate's weight that a warp holds
+constexpr int num_rows = config::rows, k = config::columns, gate_warps = config::warps, gate_threads = 32 * gate_warps;
+constexpr int step = 8 * gate_threads, x_vectors = (k + step - 1) / step;  // of a row of x, in a thread
+constexpr int gate_vectors = 8, chunk = gate_vectors * 32 * 8;  // columns of the gate's weight that a warp holds
 
 struct alignas(16) GateShared {
     float sums[num_rows][gate_warps], logits[num_rows][experts];
     Choice choice;
-    alignas(16) uint16_t normed[num_rows][columns_k];  // as the gate reads it: bfloat16
+    alignas(16) uint16_t normed[num_rows][k];  // as the gate reads it: bfloat16
 };
 static_assert(sizeof(GateShared) == config::shared_bytes);  // mixture.py computes the same
 
@@ -37,14 +37,14 @@ __device__ __forceinline__ void sum_over_threads(float (&x)[num_rows], float (*b
     }
 }
 
-// x: [rows, k] contiguous. weight: [k], of the norm. gate: [experts, k] contiguous. bias: [experts], or none. data:
-// [rows, k]. scale: [rows, k/128], contiguous along rows, padded to 4. expert_of: [rows, chosen].
+// x: [rows, k] bfloat16, contiguous. weight: [k], of the norm. gate: [experts, k], contiguous. bias: [experts], or any
+// address if there is none. data: [rows, k]. scale: [rows, k/128], contiguous along rows, padded to 4. expert_of:
+// [rows, chosen].
 extern "C" __global__ void __launch_bounds__(gate_threads)
 mixture_gate(const uint8_t* x, const uint8_t* weight, const uint8_t* gate, const float* bias, uint8_t* data,
              float* scale, Routes* routes, int64_t* expert_of, float eps, float inverse_k, float factor,
              float weight_eps) {
     GateShared& shared = *reinterpret_cast<GateShared*>(ptx::dynamic_shared());
-    constexpr int k = columns_k, step = gate_threads * 8;
     const int column = threadIdx.x * 8, rank = ptx::cluster_ctarank(), warp = threadIdx.x / 32, lane = ptx::lane_id();
     ptx::launch_dependents();
     auto gate_of = [&](int expert, int at) {
@@ -52,12 +52,12 @@ mixture_gate(const uint8_t* x, const uint8_t* weight, const uint8_t* gate, const
                                              expert < experts && at < k);
     };
     const int first_expert = rank * gate_warps + warp;
-    Vec8<config::gate_dtype> of_gate[vectors];
-    Vec8<config::weight_dtype> of_norm[units];
+    Vec8<config::gate_dtype> of_gate[gate_vectors];
+    Vec8<config::weight_dtype> of_norm[x_vectors];
 #pragma unroll
-    for (int v = 0; v < vectors; ++v) of_gate[v] = gate_of(first_expert, v * 256 + lane * 8);
+    for (int v = 0; v < gate_vectors; ++v) of_gate[v] = gate_of(first_expert, v * 256 + lane * 8);
 #pragma unroll
-    for (int u = 0; u < units; ++u) {
+    for (int u = 0; u < x_vectors; ++u) {
         const int at = column + u * step;
         of_norm[u] = load_vec8<config::weight_dtype>(weight + bytes<config::weight_dtype>(at), at < k);
     }
@@ -67,18 +67,18 @@ mixture_gate(const uint8_t* x, const uint8_t* weight, const uint8_t* gate, const
     ptx::cluster_sync();  // all blocks have begun, so the first can be written to
     ptx::wait_for_previous();
 
-    Vec8<dtype> row[num_rows][units];
+    Bf16Vec8 row[num_rows][x_vectors];
 #pragma unroll
     for (int r = 0; r < num_rows; ++r)
 #pragma unroll
-        for (int u = 0; u < units; ++u) {
+        for (int u = 0; u < x_vectors; ++u) {
             const int at = column + u * step;
             union {
                 uint4 bits;
-                Vec8<dtype> elements;
+                Bf16Vec8 elements;
             } loaded;
             loaded.bits = make_uint4(0, 0, 0, 0);
-            if (at < k) loaded.bits = __ldcg(reinterpret_cast<const uint4*>(x + bytes<dtype>(r * k + at)));
+            if (at < k) loaded.bits = __ldcg(reinterpret_cast<const uint4*>(x + bytes<bfloat16>(r * k + at)));
             row[r][u] = loaded.elements;
         }
     float rstd[num_rows];
@@ -86,7 +86,7 @@ mixture_gate(const uint8_t* x, const uint8_t* weight, const uint8_t* gate, const
     for (int r = 0; r < num_rows; ++r) {
         rstd[r] = 0.0f;
 #pragma unroll
-        for (int u = 0; u < units; ++u)
+        for (int u = 0; u < x_vectors; ++u)
 #pragma unroll
             for (int j = 0; j < 8; ++j) rstd[r] = __fmaf_rn(row[r][u].at(j), row[r][u].at(j), rstd[r]);
     }
@@ -101,13 +101,14 @@ mixture_gate(const uint8_t* x, const uint8_t* weight, const uint8_t* gate, const
     for (int r = 0; r < num_rows; ++r) {
         rstd[r] = ptx::rsqrt(__fadd_rn(__fmul_rn(rstd[r], inverse_k), eps));
 #pragma unroll
-        for (int u = 0; u < units; ++u) {
+        for (int u = 0; u < x_vectors; ++u) {
             const int at = column + u * step;
             const FloatVec8 y = normalized(r, u);
             uint32_t pair[4];
 #pragma unroll
             for (int p = 0; p < 4; ++p) pair[p] = ptx::pack_bf16(y.value[2 * p], y.value[2 * p + 1]);
-            if (at < k) *reinterpret_cast<uint4*>(&shared.normed[r][at]) = make_uint4(pair[0], pair[1], pair[2], pair[3]);
+            if (at < k)
+                *reinterpret_cast<uint4*>(&shared.normed[r][at]) = make_uint4(pair[0], pair[1], pair[2], pair[3]);
         }
     }
     __syncthreads();
@@ -117,9 +118,9 @@ mixture_gate(const uint8_t* x, const uint8_t* weight, const uint8_t* gate, const
         for (int begin = 0; begin < k; begin += chunk) {
             if (expert != first_expert || begin != 0)
 #pragma unroll
-                for (int v = 0; v < vectors; ++v) of_gate[v] = gate_of(expert, begin + v * 256 + lane * 8);
+                for (int v = 0; v < gate_vectors; ++v) of_gate[v] = gate_of(expert, begin + v * 256 + lane * 8);
 #pragma unroll
-            for (int v = 0; v < vectors; ++v) {
+            for (int v = 0; v < gate_vectors; ++v) {
                 const int at = begin + v * 256 + lane * 8;
                 if (at >= k) continue;
 #pragma unroll
@@ -139,7 +140,8 @@ mixture_gate(const uint8_t* x, const uint8_t* weight, const uint8_t* gate, const
 #pragma unroll
             for (int bit = 16; bit >= 1; bit /= 2)
                 logit[r] = __fadd_rn(logit[r], __shfl_xor_sync(all_lanes, logit[r], bit));
-            if (lane == 0) ptx::store_cluster(ptx::cluster_address(&shared.logits[r][expert], 0), __float_as_uint(logit[r]));
+            if (lane == 0)
+                ptx::store_cluster(ptx::cluster_address(&shared.logits[r][expert], 0), __float_as_uint(logit[r]));
         }
     }
     ptx::cluster_sync();
@@ -161,9 +163,9 @@ mixture_gate(const uint8_t* x, const uint8_t* weight, const uint8_t* gate, const
     }
 #pragma unroll
     for (int r = 0; r < num_rows; ++r) {
-        if (r % config::cluster != (config::cluster - 1 - rank)) continue;  // the first block has other work
+        if (r % config::cluster != config::cluster - 1 - rank) continue;  // the first block, which chooses, comes last
 #pragma unroll
-        for (int u = 0; u < units; ++u) {
+        for (int u = 0; u < x_vectors; ++u) {
             const int at = column + u * step;
             const FloatVec8 y = normalized(r, u);
             float amax = y.amax();

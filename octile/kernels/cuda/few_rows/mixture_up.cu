@@ -1,8 +1,9 @@
 // The gate and up projections of the experts that a few rows have chosen, and of the shared experts, and SwiGLU.
 //
-// A unit of work is 8 gate rows and the 8 up rows of the same columns of h, for all rows of x at once; a warp takes a unit
-// after the other. First come the units of the shared experts, whose loads do not depend on the choice, then those of the
-// experts that at least one row has chosen: each weight is read once.
+// A unit of work is 8 gate rows and the 8 up rows of the same columns of h, for all rows of x; a warp takes one unit
+// after the other. First come the units of the shared experts, whose loads do not depend on the choice, then those of
+// the experts that at least one row has chosen: each weight is read once.
+#include "bf16.cuh"
 #include "routes.cuh"
 #include "silu.cuh"
 #include "weight_rows.cuh"
@@ -19,21 +20,21 @@ struct alignas(16) UpShared {  // rows of x follow, then the routes
 };
 static_assert(sizeof(UpShared) == config::struct_bytes);  // mixture.py computes the same
 
-__device__ __forceinline__ float rounded(float x) { return __uint_as_float(ptx::pack_bf16(x, 0.0f) << 16); }
-
 // x: [rows, columns], x_scale: [rows, columns/128], contiguous along rows, padded to 4. w: [experts, 2 · intermediate,
 // columns], the gate's rows first, with the scales of 128×128 blocks; shared_w: [2 · shared_intermediate, columns]. h:
 // [rows, chosen · intermediate + shared_intermediate].
 extern "C" __global__ void __launch_bounds__(threads, 1)
-mixture_up(const uint8_t* x, const float* x_scale, const Routes* of_rows, const uint8_t* w, const float* w_scale,
+mixture_up(const uint8_t* x, const float* x_scale, const Routes* chosen_routes, const uint8_t* w, const float* w_scale,
            const uint8_t* shared_w, const float* shared_scale, float* h, int rows, int max_count) {
     UpShared& shared = *reinterpret_cast<UpShared*>(ptx::dynamic_shared());
     uint8_t* x_rows = ptx::dynamic_shared() + sizeof(UpShared);
     Routes& routes = *reinterpret_cast<Routes*>(x_rows + rows * row_stride);
-    const int warp = threadIdx.x / 32, lane = ptx::lane_id(), column = lane / 4, row0 = lane % 4 * 2;
+    const int warp = threadIdx.x / 32, lane = ptx::lane_id();
+    const int group = lane / 4, row0 = lane % 4 * 2;  // as in `Lane`: results are of the rows row0 and row0 + 1 of x
     const int first = blockIdx.x + gridDim.x * warp, stride = gridDim.x * warps;
 
-    int next_unit = first, next_block = 0, units = shared_units;  // that are known
+    int next_unit = first, next_block = 0;
+    int units = shared_units;  // those of the chosen experts follow when the routes are here
     WeightRows unit_rows{};
     auto rows_of = [&](const uint8_t* weight, const float* scales, int unit, int n) {
         const int gate = unit * 8, up = n + unit * 8;
@@ -65,7 +66,7 @@ mixture_up(const uint8_t* x, const float* x_scale, const Routes* of_rows, const 
 
     ptx::wait_for_previous();
     ptx::launch_dependents();  // not before: mixture_down.cu reads what mixture_gate.cu has written
-    read_routes(routes, of_rows, max_count);
+    read_routes(routes, chosen_routes, max_count);
     for (int i = threadIdx.x; i < rows * (columns / 16); i += threads) {
         const int row = i / (columns / 16), at = i % (columns / 16) * 16;
         *reinterpret_cast<uint4*>(x_rows + row * row_stride + at) =
@@ -78,7 +79,7 @@ mixture_up(const uint8_t* x, const float* x_scale, const Routes* of_rows, const 
     units = shared_units + routes.count * expert_units;
     pipeline.fill(next);
 
-    const RowsOfX of_x{x_rows + column * row_stride, shared.scales[row0], shared.scales[row0 + 1], column < rows};
+    const RowsOfX of_x{x_rows + group * row_stride, shared.scales[row0], shared.scales[row0 + 1], group < rows};
     for (int unit = first; unit < units; unit += stride) {
         float sum[4] = {};
 #pragma unroll 2
@@ -90,10 +91,10 @@ mixture_up(const uint8_t* x, const float* x_scale, const Routes* of_rows, const 
         for (int i = 0; i < 2; ++i) {
             const int row = row0 + i, slot = is_shared ? chosen : route.slot[row];
             if (row >= rows || slot == not_chosen) continue;
-            const float g = rounded(sum[i]), u = rounded(sum[2 + i]);
+            const float g = from_bf16(to_bf16(sum[i])), u = from_bf16(to_bf16(sum[2 + i]));
             float value = __fmul_rn(__fmul_rn(g, sigmoid(g)), u);
             if (!is_shared) value = __fmul_rn(value, route.weight[row]);
-            h[int64_t(row) * h_columns + slot * hidden + own * 8 + column] = value;
+            h[int64_t(row) * h_columns + slot * hidden + own * 8 + group] = value;
         }
     }
 }

@@ -2,16 +2,15 @@
 //
 //     S[16 heads, 32 keys] = Q · Kᵀ        P = exp2(S − running maximum)        O[16 heads, 512] += P · V
 //
-// mla_decode.cu divides many rows among all SMs by pages, two at least for each. Few rows are too short for that: here a
-// thread block takes 32 positions at a time, half a page, which makes as many thread blocks busy as a text of 1,000
-// positions has SMs to fill. K is half a page, and its first 512 channels are V.
+// mla_decode.cu gives an SM at least two pages, which leaves most SMs idle if rows are few. Here a split of a row is
+// one or more chunks of 32 positions, half a page each. A chunk is K, and its first 512 channels are V.
 //
-// Warps multiply a quarter of the channels of Q, in registers, by half of the keys; a thread then adds the quarters for one
-// head and two keys. Of O a warp computes 64 channels.
+// Warps multiply a quarter of the channels of Q, in registers, by half of the keys; a thread then adds the quarters for
+// one head and two keys. Of O a warp computes 64 channels.
 //
 // NOTES
-// - The previous kernel writes the rows' own positions to the cache, which are among the last 8 of each row. All others
-//   are requested before it has ended, which takes most of the time.
+// - The previous kernel writes the rows' own positions to the cache, which are among the last 8 of each row: all rows
+//   may be of one text. All other positions are requested before it has ended.
 // - Rows in shared memory are 1168 bytes apart: an odd number of 16-byte units, so that ldmatrix meets no bank twice.
 // - Positions from the row's length on are zeros in shared memory: the cache may hold NaN there.
 #include "ptx.cuh"
@@ -20,7 +19,7 @@
 
 constexpr int latent = 512, rotary = 64, width = latent + rotary, page_rows = 64;
 constexpr int keys = 32, heads = 16, block_threads = 256, stages = config::stages;
-constexpr int newest = 8;                    // positions that the previous kernel may write
+constexpr int newest = 8;                    // last positions of a row, which the previous kernel may write
 constexpr int pitch = 2 * width + 16, p_pitch = 2 * keys + 16;  // bytes
 constexpr int vectors = 2 * width / 16;      // of a row
 constexpr int slices = 4, steps = width / 16 / slices;  // of the channels, and of 16 channels in a slice
@@ -67,10 +66,12 @@ struct Keys {
 constexpr int every_position = 0x7FFFFFFF;
 
 // Adds the products of the warp's slice and half of the keys, S[16 heads, 16 keys], to shared memory.
-__device__ __forceinline__ void multiply_keys(const uint32_t (&q)[steps][4], const uint8_t* k, float* s, int warp, int lane) {
+__device__ __forceinline__ void multiply_keys(
+    const uint32_t (&q)[steps][4], const uint8_t* k, float* s, int warp, int lane) {
     const int slice = warp % slices, half = warp / slices;
     float sum[2][2][4] = {};  // [step % 2][8 keys]
-    const uint8_t* of_k = k + (16 * half + lane % 8 + lane / 16 * 8) * pitch + 2 * (16 * steps * slice) + lane / 8 % 2 * 16;
+    const uint8_t* of_k =
+        k + (16 * half + lane % 8 + lane / 16 * 8) * pitch + 2 * (16 * steps * slice) + lane / 8 % 2 * 16;
 #pragma unroll
     for (int step = 0; step < steps; ++step) {
         uint32_t b[4];
@@ -107,8 +108,8 @@ __device__ __forceinline__ void add_values(float (&o)[8][4], const uint8_t* p, c
 // q: [rows, H, 576] bfloat16. cache: [P, 64, 576] bfloat16. pages: [rows, page_step]. lengths: [rows].
 // partial: [rows, n_splits, H, 512], lse: [rows, n_splits, H], of splits that have positions: the first ones.
 extern "C" __global__ void __launch_bounds__(block_threads, 1)
-mla_few_rows(const uint16_t* q, const uint16_t* cache, const int* pages, int page_step, const int* lengths, int length_step,
-             float* partial, float* lse, float scale, int n_heads, int n_splits) {
+mla_few_rows(const uint16_t* q, const uint16_t* cache, const int* pages, int page_step, const int* lengths,
+             int length_step, float* partial, float* lse, float scale, int n_heads, int n_splits) {
     uint8_t* shared = ptx::dynamic_shared();
     ptx::Mbarrier* full = reinterpret_cast<ptx::Mbarrier*>(shared + smem::barriers);
     const int warp = threadIdx.x / 32, lane = ptx::lane_id();

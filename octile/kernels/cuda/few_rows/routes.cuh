@@ -4,12 +4,11 @@
 
 constexpr unsigned char not_chosen = 255;
 
-// An expert: where each row has chosen it, `not_chosen` if it has not, and its weight there.
 struct alignas(16) Route {
     int expert;
-    unsigned char slot[max_rows];
+    unsigned char slot[max_rows];  // of each row: which of its choices the expert is, or `not_chosen`
     int unused;
-    float weight[max_rows];
+    float weight[max_rows];  // of the expert in each row; 0 if not chosen
 };
 
 struct Routes {
@@ -19,7 +18,8 @@ struct Routes {
 };
 static_assert(sizeof(Route) == 48 && sizeof(Routes) == 16 + sizeof(Route));  // mixture.py has the same
 
-// Copies routes to shared memory; at most `max_count` are there. All threads call it, and synchronize afterwards.
+// Copies routes to shared memory: `max_count` of them, as many as there may be. All threads call it, and synchronize
+// afterwards.
 __device__ __forceinline__ void read_routes(Routes& to, const Routes* from, int max_count) {
     constexpr int header = sizeof(Routes) - sizeof(Route);
     const int vectors = (header + max_count * sizeof(Route)) / 16;

@@ -3,7 +3,7 @@
 // A warp requests all its part of the weight at once, before it waits for the previous kernel: the thread blocks of a
 // launch are together what keeps the memory busy.
 #pragma once
-#include "convert.cuh"
+#include "bf16.cuh"
 #include "fragments.cuh"
 
 constexpr int warps = 8, threads = 32 * warps;
@@ -26,6 +26,3 @@ struct WarpSums {
         return total;
     }
 };
-
-__device__ __forceinline__ float from_bf16(uint16_t x) { return __uint_as_float(uint32_t(x) << 16); }
-__device__ __forceinline__ uint16_t to_bf16(float x) { return static_cast<uint16_t>(ptx::pack_bf16(x, 0.0f)); }

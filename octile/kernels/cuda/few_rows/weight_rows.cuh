@@ -11,7 +11,10 @@
 #include "fp8_product.cuh"
 
 constexpr int k_block = 128;
-constexpr int stage_bytes = 32 * (4 * 16 + 2 * 4);  // of a warp: four vectors and two scales of each lane
+
+// A stage of a warp: vectors [half of the k-block][row `group` or `group + 8`][lane], then scales [row][lane].
+constexpr int row_bytes = 32 * 16, half_bytes = 2 * row_bytes, scales_offset = 2 * half_bytes, scales_bytes = 32 * 4;
+constexpr int stage_bytes = scales_offset + 2 * scales_bytes;
 
 // Where a lane's vectors begin in its two rows of the weight, and the scales of their blocks.
 struct WeightRows {
@@ -37,26 +40,26 @@ struct RowsOfX {
     bool exists;
 };
 
-// The k-blocks of a warp, of which `depth` are copied ahead. `next` finds the one that is copied next; it returns whether
-// there is one.
+// The k-blocks of a warp, of which `depth` are copied ahead. `next` finds the one that is copied next; it returns
+// whether there is one.
 template <int depth>
 struct WeightPipeline {
     uint8_t* stages;  // of the warp, `depth` of stage_bytes
-    int copied = 0, used = 0, ahead = 0;
+    int write_stage = 0, read_stage = 0, ahead = 0;
 
     template <class Next>
     __device__ __forceinline__ bool copy(Next& next) {
         WeightRows from;
         if (!next(from)) return false;
-        uint8_t* vectors = stages + copied * stage_bytes + ptx::lane_id() * 16;
-        uint8_t* scales = vectors + 2048 - ptx::lane_id() * 12;  // 4 bytes of each lane
+        uint8_t* vectors = stages + write_stage * stage_bytes + ptx::lane_id() * 16;
+        uint8_t* scales = vectors + scales_offset - ptx::lane_id() * (16 - 4);
         ptx::cp_async_16(vectors, from.top);
-        ptx::cp_async_16(vectors + 512, from.bottom);
-        ptx::cp_async_16(vectors + 1024, from.top + 64);
-        ptx::cp_async_16(vectors + 1536, from.bottom + 64);
+        ptx::cp_async_16(vectors + row_bytes, from.bottom);
+        ptx::cp_async_16(vectors + half_bytes, from.top + 64);
+        ptx::cp_async_16(vectors + half_bytes + row_bytes, from.bottom + 64);
         ptx::cp_async_4(scales, from.top_scales);
-        ptx::cp_async_4(scales + 128, from.bottom_scales);
-        copied = copied + 1 == depth ? 0 : copied + 1;
+        ptx::cp_async_4(scales + scales_bytes, from.bottom_scales);
+        write_stage = write_stage + 1 == depth ? 0 : write_stage + 1;
         return true;
     }
 
@@ -79,22 +82,22 @@ struct WeightPipeline {
     __device__ __forceinline__ void multiply(float (&d)[4], const RowsOfX& x, int block, Next& next) {
         const int lane = ptx::lane_id(), column = lane % 4 * 16;
         ptx::cp_async_wait_group<depth - 1>();
-        const uint8_t* stage = stages + used * stage_bytes;
-        used = used + 1 == depth ? 0 : used + 1;
+        const uint8_t* stage = stages + read_stage * stage_bytes;
+        read_stage = read_stage + 1 == depth ? 0 : read_stage + 1;
         float sum[2][4] = {};
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             uint4 of_x = make_uint4(0, 0, 0, 0);
             if (x.exists) of_x = *reinterpret_cast<const uint4*>(x.row + block * k_block + half * 64 + column);
-            const uint4 top = *reinterpret_cast<const uint4*>(stage + half * 1024 + lane * 16);
-            const uint4 bottom = *reinterpret_cast<const uint4*>(stage + half * 1024 + 512 + lane * 16);
+            const uint4 top = *reinterpret_cast<const uint4*>(stage + half * half_bytes + lane * 16);
+            const uint4 bottom = *reinterpret_cast<const uint4*>(stage + half * half_bytes + row_bytes + lane * 16);
 #pragma unroll
             for (int j = 0; j < 4; ++j)
                 multiply_word(sum[half], word(top, j), word(bottom, j), ptx::e4m3_to_f16(word(of_x, j), false),
                               ptx::e4m3_to_f16(word(of_x, j), true));
         }
-        const float top = *reinterpret_cast<const float*>(stage + 2048 + lane * 4);
-        const float bottom = *reinterpret_cast<const float*>(stage + 2048 + 128 + lane * 4);
+        const float top = *reinterpret_cast<const float*>(stage + scales_offset + lane * 4);
+        const float bottom = *reinterpret_cast<const float*>(stage + scales_offset + scales_bytes + lane * 4);
         add_scaled(d, sum, top, bottom, make_float2(x.scale0[block], x.scale1[block]));
         copy(next);
         ptx::cp_async_commit_group();
