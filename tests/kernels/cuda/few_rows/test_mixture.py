@@ -125,7 +125,7 @@ def assert_close(of: Mixture, x: Tensor) -> None:
     torch.testing.assert_close(found.float(), expected.float(), rtol=2**-6, atol=2**-6, equal_nan=True)
 
 
-@pytest.mark.parametrize("t", [1, 2, 3, 8])
+@pytest.mark.parametrize("t", [1, 2, 5, 8])
 def test_any_number_of_rows(t: int) -> None:
     of = Mixture(seed=t)
     assert_close(of, of.rows(t))
@@ -144,11 +144,13 @@ def test_shared_experts(i: int, s: int, t: int) -> None:
     assert_close(of, of.rows(t))
 
 
-@pytest.mark.parametrize("t", [1, 2])
-def test_warps_whose_k_blocks_are_of_several_experts(t: int) -> None:
-    """Each of 8 or 16 warps multiplies more k-blocks than its pipeline has stages."""
+@pytest.mark.parametrize(("t", "warps"), [(1, 8), (2, 16), (5, 12), (8, 8)])
+def test_warps_whose_k_blocks_are_of_several_experts(t: int, warps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each warp of `down` multiplies more k-blocks than its pipeline has stages, and not all of them equally many."""
+    monkeypatch.setattr(mixture, "DOWN_WARPS_OF_MORE", (warps,))
+    monkeypatch.setattr(mixture, "plan", mixture.plan.__wrapped__)
     of = Mixture(e=24, d=128, i=640, s=896)
-    of.choice = (24 // t, 1, 1, 1, "softmax", False, 4.0)
+    of.choice = (max(24 // t, 8), 1, 1, 1, "softmax", False, 4.0)
     assert_close(of, of.rows(t))
 
 
