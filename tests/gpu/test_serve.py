@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 
+from octile.kernels.cuda.jit import specialize
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.conversion import apply_recipe
@@ -15,7 +17,6 @@ from octile.ops.paged_attention import paged_attention
 from octile.ops.ragged_attention import ragged_attention
 from octile.ops.row_invariant import row_invariant_matmul_nt
 from octile.serve import step_inputs
-from octile.serve.batch import Batch, Chunk
 from octile.serve.model_runner import ModelRunner
 from tests.ops.paged_caches import new_cache, random_rows
 from tests.serve.models import Texts, text
@@ -158,6 +159,24 @@ def test_no_step_captures_a_graph(monkeypatch: pytest.MonkeyPatch):
         assert not hidden.isnan().any()
 
 
+@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bf16"])
+@pytest.mark.parametrize("max_batch", [4, 0], ids=["decode and prefill", "prefill"])
+def test_no_kernel_is_compiled_after_the_start(fp8: bool, max_batch: int, monkeypatch: pytest.MonkeyPatch):
+    """Also of few rows, whose kernels are specialized for their number, with a latent of 512 channels."""
+    torch.manual_seed(0)
+    config = replace(MODELS["small"], kv_lora_rank=512)
+    model = DeepseekV3(config).to(torch.bfloat16).cuda().eval()
+    model = apply_recipe(model) if fp8 else model
+    runner = ModelRunner(model, N_PAGES, max_batch=max_batch, n_drafts=1, max_step_tokens=300)
+    loaded, compiled = [*specialize._loaded], []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **of: compiled.append(of["repr"]))
+    texts = Texts(runner, [text(400, i, config.vocab_size) for i in range(3)])
+    for sizes in ((100, 30, 0), (1, 1, 150), (3, 0, 0), (1, 1, 1), (0, 2, 3), (2, 4, 1), (30, 1, 0)):
+        texts.draft(*sizes)
+    assert not compiled, compiled
+    assert [*specialize._loaded] == loaded
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bf16"])
 @pytest.mark.parametrize("cache_format", ["bf16", "fp8"])
@@ -196,13 +215,8 @@ def test_attention_to_all_keys_has_the_references_values(dtype: torch.dtype, n_r
 
 def drafted(runner: ModelRunner, tokens: list[int], sizes: tuple[int, ...]) -> Tensor:
     """The logits of all drafts of a text that is read in chunks of these sizes."""
-    texts, drafts = Texts(runner, [tokens]), []
-    for size in sizes:
-        start = len(texts.logits[0])
-        hidden = texts.run(size).hidden
-        chunk = Chunk(tokens[start + 1 : start + size + 1], start, texts.pages[0], size)
-        drafts.append(runner.draft(Batch([chunk]), hidden).logits.clone())  # a graph's results last until the next one
-    return torch.cat(drafts)
+    texts = Texts(runner, [tokens])
+    return torch.cat([texts.draft(size) for size in sizes])
 
 
 def test_drafts_are_as_near_to_those_of_fp32_as_the_models():

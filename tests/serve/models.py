@@ -93,6 +93,17 @@ class Texts:
             self.logits[i] = torch.cat((self.logits[i], logits))
         return self
 
+    def draft(self, *sizes: int) -> torch.Tensor:
+        """Read tokens as `run`, of texts that have one more each; return the logits of the drafts after each."""
+        starts = [len(logits) for logits in self.logits]
+        hidden = self.run(*sizes).hidden
+        chunks = [
+            Chunk(tokens[start + 1 : start + size + 1], start, pages, size)
+            for tokens, start, pages, size in zip(self.texts, starts, self.pages, sizes, strict=True)
+            if size
+        ]
+        return self.runner.draft(Batch(chunks), hidden).logits.clone()  # a graph's results last until the next one
+
 
 def save_untrained(config: ModelConfig, tokenizer: Tokenizer, folder: Path) -> Path:
     """Save a model that is not trained, in FP8, and its tokenizer, as `octile serve` reads them; return the folder."""

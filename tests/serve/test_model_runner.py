@@ -226,16 +226,7 @@ def test_rows_that_only_fill_gemms_change_nothing(monkeypatch: pytest.MonkeyPatc
             monkeypatch.setattr(ModelRunner, "_fills", True)  # as on a GPU
         runner = ModelRunner(new_model(fp8=False), N_PAGES)
         texts = Texts(runner, [text(200, seed=i) for i in range(3)])
-        drafts = []
-        for sizes in ((90, 30, 0), (1, 100, 90), (40, 1, 40), (1, 1, 1)):
-            starts = [len(logits) for logits in texts.logits]
-            hidden = texts.run(*sizes).hidden
-            chunks = [
-                Chunk(tokens[start + 1 : start + size + 1], start, pages, size)
-                for tokens, start, pages, size in zip(texts.texts, starts, texts.pages, sizes, strict=True)
-                if size
-            ]
-            drafts.append(runner.draft(Batch(chunks), hidden).logits)
+        drafts = [texts.draft(*sizes) for sizes in ((90, 30, 0), (1, 100, 90), (40, 1, 40), (1, 1, 1))]
         found.append((torch.cat(texts.logits), torch.cat(drafts)))
     for ours, expected in zip(*found, strict=True):
         assert ours.shape == expected.shape
@@ -313,13 +304,9 @@ def test_drafts_are_the_models(batch_invariant: bool):
     with torch.no_grad():
         _, expected = model.with_drafts(torch.tensor([tokens]))
     runner = ModelRunner(model, N_PAGES, batch_invariant=batch_invariant)
-    texts, drafts = Texts(runner, [tokens]), []
-    for size in (63, 1, 2, 33):
-        start = len(texts.logits[0])
-        hidden = texts.run(size).hidden
-        chunk = Chunk(tokens[start + 1 : start + size + 1], start, texts.pages[0], size)
-        drafts.append(runner.draft(Batch([chunk]), hidden).logits)
-    torch.testing.assert_close(torch.cat(drafts), expected[0], rtol=0, atol=1e-4)
+    texts = Texts(runner, [tokens])
+    drafts = torch.cat([texts.draft(size) for size in (63, 1, 2, 33)])
+    torch.testing.assert_close(drafts, expected[0], rtol=0, atol=1e-4)
 
 
 def test_drafts_of_chunks_in_any_order_are_their_own():

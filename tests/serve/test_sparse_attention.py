@@ -9,7 +9,6 @@ from torch import Tensor
 from octile.checkpoint import load, save
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.serve import attention
-from octile.serve.batch import Batch, Chunk
 from octile.serve.config import EngineConfig
 from octile.serve.engine import Engine
 from octile.serve.model_runner import ModelRunner
@@ -120,13 +119,9 @@ def test_drafts_are_the_models(model, batch_invariant):
     with torch.no_grad():
         _, expected = model.with_drafts(torch.tensor([tokens]))
     runner = ModelRunner(model, N_PAGES, batch_invariant=batch_invariant)
-    texts, drafts = Texts(runner, [tokens]), []
-    for size in (63, 1, 2, 33):
-        start = len(texts.logits[0])
-        hidden = texts.run(size).hidden
-        chunk = Chunk(tokens[start + 1 : start + size + 1], start, texts.pages[0], size)
-        drafts.append(runner.draft(Batch([chunk]), hidden).logits)
-    assert error(torch.cat(drafts), expected[0]) < FP32_ERROR
+    texts = Texts(runner, [tokens])
+    drafts = torch.cat([texts.draft(size) for size in (63, 1, 2, 33)])
+    assert error(drafts, expected[0]) < FP32_ERROR
 
 
 def test_texts_that_cannot_be_longer_than_the_chosen_keys_have_no_pages_of_the_indexer(model):
