@@ -30,7 +30,7 @@ The model runner
 
 The forward pass
     forward.py                `Forward`: embedding, blocks and head
-    attention.py              attention of all rows, in the absorbed form
+    attention.py              attention: queries, latents, and the absorbed form
     naive_attention.py        attention of prefill chunks in the naive form
     chosen_keys.py            the positions that a row attends to, chosen by an indexer
     feed_forward.py           SwiGLU layers and mixtures of experts

@@ -49,9 +49,8 @@ class GraphMemory:
                 finally:
                     graph.capture_end()
             except BaseException:
-                self._pool = (
-                    torch.cuda.graph_pool_handle()
-                )  # torch refuses further captures in the pool of a failed one
+                # torch refuses further captures in the pool of one that has failed
+                self._pool = torch.cuda.graph_pool_handle()
                 raise
         return graph.replay, result
 

@@ -47,7 +47,7 @@ class Step(NamedTuple):
         prefills: the chunks after the decode rows, in pieces.
         max_positions: whose keys and values are in memory at once: a piece has no more, or is one chunk.
         chooses: whether decode rows attend to chosen positions, if the model chooses some; otherwise to all.
-        schedule: of the indexer's logits of decode rows (`Forward.with_schedule`).
+        schedule: of the indexer's logits of decode rows (`octile.serve.attention.Attention.with_schedule`).
     """
 
     tokens: Tensor

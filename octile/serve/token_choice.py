@@ -18,7 +18,13 @@ T = TypeVar("T")
 
 
 class TokenChoice(NamedTuple):
-    """The tokens of rows of logits, NOT_A_NUMBER where there is none; by row log-probabilities, and what went wrong."""
+    """The tokens of rows of logits.
+
+    Attributes:
+        tokens: of all rows; NOT_A_NUMBER where there is none.
+        logprobs: of the rows that ask for them and have a token, by the row's number.
+        errors: what the choice of a row has raised, as a sentence, by the row's number.
+    """
 
     tokens: list[int]
     logprobs: dict[int, TokenLogprobs]
