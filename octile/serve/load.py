@@ -10,12 +10,14 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from octile.checkpoint.hugging_face import checkpoint_folder, open_folder, read_model_config
 from octile.models.config import ModelConfig
 from octile.ops.latent_cache import PAGE
 from octile.serve.config import REBALANCE_SECONDS, CacheConfig, EngineConfig, ParallelConfig, window_of
 from octile.serve.drafts import check_can_draft
+from octile.serve.dynamic_redundancy import TooFewActiveError, choose_copies
 from octile.serve.engine import Engine
 from octile.serve.expert_balance import rebalance_experts
 from octile.serve.head_share import check_heads, is_of_heads
@@ -100,8 +102,9 @@ class Folder:
         """Check that the model's experts can be spread over the ranks, and its heads over those of a group.
 
         Raises:
-            ValueError: it has no experts, the ranks do not divide them and their further copies, or as `check_heads`,
-                `check_shared` or `check_batch_invariant`.
+            ValueError: it has no experts; the ranks do not divide them and their further copies, or have more slots
+                than they need for a copy of each expert on each rank; another number of copies must be active; or as
+                `check_heads`, `check_shared` or `check_batch_invariant`.
         """
         c = self.model
         if parallel.ep > 1 and not any(c.is_moe(layer) for layer in range(c.num_hidden_layers)):
@@ -113,6 +116,14 @@ class Folder:
                 f"parallel.ep must divide the copies of experts, but {parallel.ep} ranks do not divide "
                 f"{routed} + {parallel.redundant_experts} (parallel.redundant_experts)"
             )
+        useful = (parallel.ep - 1) * (c.n_routed_experts + shared)
+        if parallel.redundant_experts > useful:
+            raise ValueError(
+                f"parallel.redundant_experts must be at most {useful}, with which each of the {parallel.ep} ranks has "
+                f"each expert, not {parallel.redundant_experts}"
+            )
+        if parallel.active_experts is not None:
+            self._check_active(parallel, parallel.active_experts)
         if parallel.tp > 1 or parallel.routes_shared:
             specs = open_folder(self.path).shards.specs
             check_heads(c, parallel.tp, has_fp8(specs, is_of_heads))
@@ -121,10 +132,41 @@ class Folder:
                 if batch_invariant:
                     check_batch_invariant(c, "engine.batch_invariant")
 
+    def _check_active(self, parallel: ParallelConfig, n_active: int) -> None:
+        """Check that a rank has so many copies, and that with them all experts of a layer can be active together.
+
+        Raises:
+            ValueError: it has fewer, or they cannot.
+        """
+        n_experts, n_slots = self.model.n_routed_experts, self._n_copies(parallel) // parallel.ep
+        placement, one_each = self._placement(parallel, 1)[0], torch.ones(n_experts, dtype=torch.int64)
+
+        def suffices(n: int) -> bool:
+            try:
+                choose_copies(one_each, placement, parallel.ep, n)
+            except TooFewActiveError:
+                return False
+            return True
+
+        least = next(n for n in range(-(-n_experts // parallel.ep), n_slots + 1) if suffices(n))
+        if not least <= n_active <= n_slots:
+            raise ValueError(
+                f"parallel.active_experts must be from {least}, with which all {n_experts} experts of a layer can be "
+                f"active together, to {n_slots}, the copies of a rank, not {n_active}"
+            )
+
     def _n_copies(self, parallel: ParallelConfig) -> int:
         """Return the slots of all ranks for experts of a layer."""
         shared = self.model.n_shared_experts if parallel.routes_shared else 0
         return self.model.n_routed_experts + shared + parallel.redundant_experts
+
+    def _placement(self, parallel: ParallelConfig, n_layers: int) -> Tensor:
+        """Place experts of equal loads: the expert in each slot of all ranks, [n_layers, slots]."""
+        c = self.model
+        even_LE, groups = torch.ones(n_layers, c.n_routed_experts), c.n_group
+        if parallel.routes_shared:  # which are of no group
+            even_LE, groups = with_shared_load(even_LE, c.n_shared_experts, c.num_experts_per_tok), 1
+        return rebalance_experts(even_LE, self._n_copies(parallel), groups, _count_nodes(), parallel.ep)[0]
 
     def load_spread(
         self,
@@ -142,25 +184,20 @@ class Folder:
             control: their group, by gloo.
 
         Raises:
-            ValueError, MemoryError: as `load` or `window_of`, or more copies of experts must be active.
+            ValueError, MemoryError: as `load` or `window_of`.
         """
         check_can_draft(engine.n_drafts, self.model.num_nextn_predict_layers > 0, "engine.n_drafts")
         engine = replace(engine, expert_window=window_of(engine, parallel))
         seconds = REBALANCE_SECONDS if parallel.rebalance is None else parallel.rebalance
-        c, n_nodes = self.model, int(os.environ.get("GROUP_WORLD_SIZE") or 1)
-        drafts = engine.n_drafts > 0
+        c, drafts = self.model, engine.n_drafts > 0
         n_layers = sum(c.is_moe(layer) for layer in range(c.num_hidden_layers + drafts))
-        even_LE, groups = torch.ones(n_layers, c.n_routed_experts), c.n_group
-        if parallel.routes_shared:  # which are of no group
-            even_LE, groups = with_shared_load(even_LE, c.n_shared_experts, c.num_experts_per_tok), 1
-        placement = rebalance_experts(even_LE, self._n_copies(parallel), groups, n_nodes, parallel.ep)[0]
         experts = SpreadExperts.read(
             self.path,
-            placement,
+            self._placement(parallel, n_layers),
             _activations(device),
             device,
             num_active=parallel.active_experts,
-            num_nodes=n_nodes,
+            num_nodes=_count_nodes(),
             drafts=drafts,
             routes_shared=parallel.routes_shared,
             tp=TensorParallel.of_consecutive(parallel.tp, timedelta(seconds=parallel.timeout)),
@@ -210,6 +247,11 @@ class Folder:
 
 def _activations(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def _count_nodes() -> int:
+    """Return the number of machines on which torchrun has started ranks."""
+    return int(os.environ.get("GROUP_WORLD_SIZE") or 1)
 
 
 def _cached(device: torch.device) -> CacheFormat:

@@ -113,6 +113,7 @@ def test_a_cache_that_is_smaller_than_a_page_is_refused():
         (1, 2, 0, "parallel.ep must be 1, not 2: the model has no experts to spread over ranks"),
         (2, 3, 0, r"3 ranks do not divide 8 experts \+ 0 \(parallel.redundant_experts\)"),
         (2, 2, 3, r"2 ranks do not divide 8 experts \+ 3 \(parallel.redundant_experts\)"),
+        (2, 2, 10, r"redundant_experts must be at most 8, with which each of the 2 ranks has each expert, not 10"),
     ],
 )
 def test_experts_that_cannot_be_spread_are_refused(layers, ep, redundant, message):
@@ -147,6 +148,17 @@ def test_shared_experts_that_cannot_be_routed_are_refused(tmp_path):
         folder.check_parallel(ParallelConfig(2, **routed), batch_invariant=True)
 
 
+@pytest.mark.parametrize("active", [3, 7])
+def test_active_experts_beyond_what_ranks_need_and_have_are_refused(active):
+    folder = Folder(Path(), CONFIG, None)
+    message = rf"active_experts must be from 4, with which all 8 experts .* to 6, the copies of a rank, not {active}$"
+    with pytest.raises(ValueError, match=message):
+        folder.check_parallel(ParallelConfig(2, redundant_experts=4, active_experts=active))
+    for accepted in (4, 6):
+        folder.check_parallel(ParallelConfig(2, redundant_experts=4, active_experts=accepted))
+
+
 def test_experts_that_ranks_divide_are_accepted():
     Folder(Path(), CONFIG, None).check_parallel(ParallelConfig(5, redundant_experts=2))
+    Folder(Path(), CONFIG, None).check_parallel(ParallelConfig(2, redundant_experts=8))
     Folder(Path(), replace(CONFIG, num_hidden_layers=1), None).check_parallel(ParallelConfig())
