@@ -90,6 +90,11 @@ def test_every_command_has_help(capsys, command):
     assert "usage: octile " + command in out
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_names_no_class_of_a_configuration(capsys, command):
+    assert "Config`" not in call(capsys, command, "--help")[1]
+
+
 @pytest.mark.parametrize("width", [40, 80])
 @pytest.mark.parametrize("command", ["--help", *COMMANDS])
 def test_help_fits_the_terminal(capsys, monkeypatch, command, width):

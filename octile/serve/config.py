@@ -24,8 +24,8 @@ class EngineConfig:
         batch_invariant: compute each request's logits bit for bit as if it were alone, so that its text never depends
             on what else is in the batch; slower.
         expert_window: count the tokens of each expert over so many steps, for `Stats.expert_tokens` and /metrics; a
-            multiple of 8, 0 does not count. If not given, 4096 if copies of experts are placed anew by it
-            (`ParallelConfig`), else 0.
+            multiple of 8, 0 does not count. If not given, 4096 with redundant experts or a time after which experts are
+            placed anew, else 0.
 
     Raises:
         TypeError, ValueError: a field is not a number or outside its range, or a step has fewer tokens than a batch
@@ -62,16 +62,17 @@ class ParallelConfig:
         redundant_experts: further copies of experts in each layer, which share the tokens of those that have the most.
         active_experts: copies of a rank that compute tokens in a step, chosen by the tokens of that step (dynamic
             redundancy); if not given, all copies of an expert take turns.
-        rebalance: seconds after which the copies are placed anew, by the tokens that were counted in
-            engine.expert_window steps; 600 if not given.
+        rebalance: seconds after which the copies are placed anew, by the tokens that were counted in the last steps;
+            600 if not given.
         micro_batches: 1 or 2, into which steps with prompts are divided on GPUs, so that the rows of one travel while
             the other is computed; 2 is slower between two GPUs with NVLink.
-        timeout: seconds after which a rank that waits for another one, or for a process of `ProcessesConfig`, ends the
-            server.
+        timeout: seconds after which a rank that waits for another one, or a server that waits for a prefill or decode
+            process, ends the server.
 
     Raises:
         TypeError, ValueError: a field has another type or value, or one has no effect without ranks; tp does not divide
-            ep; micro-batches are wanted of ranks that share their rows, or dynamic redundancy of routed shared experts.
+            ep; micro-batches are wanted of ranks that share their rows or with dynamic redundancy, or that of routed
+            shared experts.
     """
 
     ep: Annotated[int, Range(at_least=1, at_most=4096)] = 1
@@ -93,6 +94,10 @@ class ParallelConfig:
             raise ValueError(f"parallel.tp must divide parallel.ep, but {self.tp} does not divide {self.ep} ranks")
         if self.tp > 1 and self.micro_batches > 1:
             raise ValueError(f"parallel.micro_batches must be 1, not {self.micro_batches}, if parallel.tp is {self.tp}")
+        if self.active_experts is not None and self.micro_batches > 1:
+            raise ValueError(
+                f"parallel.micro_batches must be 1, not {self.micro_batches}, with parallel.active_experts"
+            )
         if self.routes_shared and self.active_experts is not None:
             raise ValueError("parallel.shared_experts must be replicated, not routed, with parallel.active_experts")
 
@@ -110,6 +115,20 @@ def check_expert_window(steps: int, name: str = "expert_window") -> None:
     """
     if steps < 0 or steps % 8:
         raise ValueError(f"{name} must be a multiple of 8, not {steps}")
+
+
+def check_micro_batches(engine: EngineConfig, parallel: ParallelConfig, device_type: str) -> None:
+    """Check that steps with prompts are divided into micro-batches if they are to be.
+
+    Raises:
+        ValueError: they are not, on a CPU or in batch-invariant mode.
+    """
+    if parallel.micro_batches == 1:
+        return
+    if device_type != "cuda":
+        raise ValueError(f"parallel.micro_batches must be 1, not {parallel.micro_batches}, on a {device_type.upper()}")
+    if engine.batch_invariant:
+        raise ValueError(f"parallel.micro_batches must be 1, not {parallel.micro_batches}, with engine.batch_invariant")
 
 
 def window_of(engine: EngineConfig, parallel: ParallelConfig) -> int:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from octile.serve.config import EngineConfig, ParallelConfig, window_of
+from octile.serve.config import EngineConfig, ParallelConfig, check_micro_batches, window_of
 
 
 def test_a_step_of_fewer_tokens_than_its_batch_is_refused():
@@ -39,6 +39,22 @@ def test_groups_that_do_not_divide_the_ranks_are_refused():
 def test_micro_batches_of_rows_that_ranks_share_are_refused():
     with pytest.raises(ValueError, match=r"parallel.micro_batches must be 1, not 2, if parallel.tp is 2"):
         ParallelConfig(4, 2, micro_batches=2)
+
+
+def test_micro_batches_with_dynamic_redundancy_are_refused():
+    with pytest.raises(ValueError, match=r"parallel.micro_batches must be 1, not 2, with parallel.active_experts"):
+        ParallelConfig(4, active_experts=9, micro_batches=2)
+
+
+@pytest.mark.parametrize(
+    ("device", "batch_invariant", "where"), [("cpu", False, "on a CPU"), ("cuda", True, "with engine.batch_invariant")]
+)
+def test_micro_batches_where_no_step_is_divided_are_refused(device, batch_invariant, where):
+    engine = EngineConfig(batch_invariant=batch_invariant)
+    with pytest.raises(ValueError, match=f"parallel.micro_batches must be 1, not 2, {where}$"):
+        check_micro_batches(engine, ParallelConfig(2, micro_batches=2), device)
+    check_micro_batches(engine, ParallelConfig(2), device)
+    check_micro_batches(EngineConfig(), ParallelConfig(2, micro_batches=2), "cuda")
 
 
 def test_no_rank_is_refused():

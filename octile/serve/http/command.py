@@ -17,7 +17,7 @@ from octile.ops.latent_cache import PAGE
 from octile.parallel.ranks import explain, join, leave, world
 from octile.report.page import format_count
 from octile.serve.async_engine import StepEngine
-from octile.serve.config import CacheConfig, EngineConfig, ParallelConfig, ProcessesConfig
+from octile.serve.config import CacheConfig, EngineConfig, ParallelConfig, ProcessesConfig, check_micro_batches
 from octile.serve.disaggregated.router import Router
 from octile.serve.front_engine import FrontEngine, follow
 from octile.serve.garbage import freeze_loaded
@@ -54,6 +54,7 @@ def serve(
         ProcessEndedError: a prefill or decode process has ended or hangs.
         RanksError: another rank hangs or has ended.
     """
+    check_micro_batches(engine, parallel, device.type)
     ranks = join(device, parallel.timeout)
     try:
         folder = Folder.open(run)
