@@ -1,8 +1,8 @@
-"""The forward pass of a decode step of few rows: operators that take several of the other pass's together.
+"""The forward pass of a decode step of few rows, with operators that fuse several of the other pass.
 
 A step of few rows reads weights and does little else, and the other pass (`octile.serve.forward`) has some twenty
-launches a layer, most of which take longer to start than to run. Here attention has five, whose weights are loaded
-before the previous one has ended:
+launches a layer, most of which take longer to start than to run. Here attention has five, and each loads its
+weights before the previous one has ended:
 
     few_rows_nt        the norm of the block's input, and the projections to queries and latent
     latent_attention   W_UK, rotary embeddings, the norm of latents, and the cache's rows; attention by splits; their
@@ -80,8 +80,8 @@ def add_attention(
         return few_rows_nt(x_TK, norm, eps, weight.data, weight.scale, power_of_2, add)
 
     (sizes,) = of.x.sizes
-    both = product(x_TD, w.input_norm, c.rms_norm_eps, of.x.weights[0])
-    q_TX, kv_TW = both.split([sizes[0], c.kv_lora_rank + c.qk_rope_head_dim], dim=-1)
+    q_kv_TY = product(x_TD, w.input_norm, c.rms_norm_eps, of.x.weights[0])
+    q_TX, kv_TW = q_kv_TY.split([sizes[0], c.kv_lora_rank + c.qk_rope_head_dim], dim=-1)
     if of.q_up is not None:
         q_TX = product(q_TX, of.q_norm, NORM_EPS, of.q_up)
     text = step.slots, cache, step.pages, step.lengths

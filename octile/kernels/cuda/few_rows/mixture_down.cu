@@ -17,11 +17,11 @@ constexpr int hidden = config::intermediate, shared_hidden = config::shared_inte
 constexpr int expert_blocks = hidden / k_block, shared_blocks = shared_hidden / k_block;
 constexpr int h_columns = chosen * hidden + shared_hidden, h_tiles = h_columns / k_block;
 constexpr int row_stride = h_columns + 64;  // without bank conflicts
-constexpr int tile_n = 16, tiles_at_once = 6, quantizing_warps = warps * config::cluster;
+constexpr int tiles_at_once = 6, quantizing_warps = warps * config::cluster;
 
 struct alignas(16) DownShared {  // rows of h follow, then the routes
     uint8_t stages[warps][config::depth * stage_bytes];
-    float scales[max_rows][h_tiles], partial[warps][tile_n][max_rows];
+    float scales[max_rows][h_tiles], partial[warps][tile_rows][max_rows];
 };
 static_assert(sizeof(DownShared) == config::struct_bytes);  // mixture.py computes the same
 
@@ -41,7 +41,7 @@ mixture_down(uint8_t* x, const float* h, const Routes* chosen_routes, const uint
     Routes& routes = *reinterpret_cast<Routes*>(h_rows + rows * row_stride);
     const int warp = threadIdx.x / 32, lane = ptx::lane_id();
     const int group = lane / 4, row0 = lane % 4 * 2;  // as in `Lane`: results are of the rows row0 and row0 + 1 of x
-    const int first_n = blockIdx.x * tile_n;
+    const int first_n = blockIdx.x * tile_rows;
     ptx::launch_dependents();
     // The routes are visible: the kernel before lets this one begin after it has waited for them.
     read_routes(routes, chosen_routes, max_count);
@@ -146,8 +146,8 @@ mixture_down(uint8_t* x, const float* h, const Routes* chosen_routes, const uint
 #pragma unroll
     for (int i = 0; i < 4; ++i) shared.partial[warp][group + i / 2 * 8][row0 + i % 2] = total[i];
     __syncthreads();
-    for (int i = threadIdx.x; i < tile_n * rows; i += threads) {
-        const int n = i % tile_n, row = i / tile_n;
+    for (int i = threadIdx.x; i < tile_rows * rows; i += threads) {
+        const int n = i % tile_rows, row = i / tile_rows;
         float sum = 0.0f;
 #pragma unroll
         for (int part = 0; part < warps; ++part) sum = __fadd_rn(sum, shared.partial[part][n][row]);

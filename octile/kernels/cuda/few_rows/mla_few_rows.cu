@@ -19,11 +19,12 @@
 
 constexpr int latent = 512, rotary = 64, width = latent + rotary, page_rows = 64;
 constexpr int keys = 32, heads = 16, block_threads = 256, stages = config::stages;
-constexpr int newest = 8;                    // last positions of a row, which the previous kernel may write
-constexpr int pitch = 2 * width + 16, p_pitch = 2 * keys + 16;  // bytes
-constexpr int vectors = 2 * width / 16;      // of a row
-constexpr int slices = 4, steps = width / 16 / slices;  // of the channels, and of 16 channels in a slice
-constexpr int s_pitch = keys + 8;            // float32
+constexpr int newest = 8;                               // last positions of a row, which the previous kernel may write
+constexpr int pitch = 2 * width + 16;                   // bytes of a row of K or Q, padded as the next two are
+constexpr int p_pitch = 2 * keys + 16;                  // bytes
+constexpr int s_pitch = keys + 8;                       // float32
+constexpr int vectors = 2 * width / 16;                 // of 16 bytes, in a row
+constexpr int slices = 4, steps = width / 16 / slices;  // a warp's slice of the channels has `steps` of 16
 
 namespace smem {
 constexpr int k = 0;
@@ -65,7 +66,7 @@ struct Keys {
 
 constexpr int every_position = 0x7FFFFFFF;
 
-// Adds the products of the warp's slice and half of the keys, S[16 heads, 16 keys], to shared memory.
+// Stores the product of the warp's slice and half of the keys, S[16 heads, 16 keys], to shared memory.
 __device__ __forceinline__ void multiply_keys(
     const uint32_t (&q)[steps][4], const uint8_t* k, float* s, int warp, int lane) {
     const int slice = warp % slices, half = warp / slices;
