@@ -27,7 +27,7 @@ def rows(run: Path | None) -> Iterator[Row]:
     Raises:
         FileNotFoundError: there is no model or no tokenizer.
         RuntimeError: the server ends early.
-        ValueError: the ranks do not divide the experts.
+        ValueError: the ranks do not divide the experts, or a machine has fewer GPUs than ranks.
     """
     if run is None:
         yield from ranks.rows(ranks.V2_LITE, ranks.own_device())

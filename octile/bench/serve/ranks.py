@@ -41,9 +41,17 @@ TIMEOUT = 60.0  # seconds; a rank that hangs ends the measurement
 
 
 def own_device() -> torch.device:
-    """The GPU of this rank; a CPU where there is none."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
+    """The GPU of this rank.
+
+    Raises:
+        ValueError: the machine has fewer GPUs than ranks.
+    """
+    started, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
+    if started > gpus:
+        raise ValueError(
+            f"serve on several ranks is measured with a GPU for each, but torchrun has started {started} processes "
+            f"on a machine with {gpus}"
+        )
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     return device

@@ -2,8 +2,10 @@
 
 import socket
 
+import pytest
 import torch
 
+from octile.bench.serve import rows
 from tests.bench.serve.rank_case import measure
 from tests.worlds import start_ranks
 
@@ -28,3 +30,11 @@ def test_rows_of_a_miniature_model(tmp_path):
     assert all(value > 0 for value, _ in found.values())
     assert found["miniature, decode, batch 2 on each of 2 ranks", "decode"][1] == "one, batch 2"
     assert torch.load(tmp_path / "1.pt") == []
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_ranks_without_a_gpu_each_are_refused_before_a_model_is_made(monkeypatch, gpus):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with pytest.raises(ValueError, match=f"torchrun has started 2 processes on a machine with {gpus}$"):
+        next(rows(None))
