@@ -8,12 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 
 from octile.cli import main
 from octile.train import loop
 from octile.train.token_store import TokenStore
 from octile.train.trainer import Trainer
+from tests.train.conftest import write_no_report
 
 
 def have_other_code() -> None:
@@ -62,12 +64,6 @@ def fail_before(step: int, fail: Callable[[], None]) -> None:
     Trainer.launch = fail_and_launch
 
 
-def write_no_report() -> None:
-    """Let this rank, the first, write no pictures and no sample, which take longer than a run of a few steps."""
-    loop.write_run_report = lambda folder: folder / "report.html"
-    loop.sample_text = lambda *_: ""
-
-
 def raise_an_error() -> None:
     raise ValueError("a fault that only this rank has")
 
@@ -80,9 +76,8 @@ def hang() -> None:
     time.sleep(600)
 
 
-FAULTS = {  # the rank that has it, and what it does first; without a report there is no fault
+FAULTS = {  # the rank that has it, and what it does first; without a name there is none
     "": (0, lambda: None),
-    "no report": (0, write_no_report),
     "other code": (1, have_other_code),
     "other data": (1, have_other_data),
     "other recipe": (1, have_other_recipe),
@@ -108,6 +103,7 @@ def run(
         file = os.open(Path(folder) / f"{rank}.{name}", os.O_CREAT | os.O_WRONLY)
         os.dup2(file, stream.fileno())
     sys.argv = ["octile", "train", *arguments]
+    write_no_report(pytest.MonkeyPatch())
     faulty_rank, begin = FAULTS[fault]
     if rank == faulty_rank:
         begin()

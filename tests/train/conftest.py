@@ -3,6 +3,7 @@
 import argparse
 import inspect
 import io
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from rich.console import Console
 
 from octile.models.config import ModelConfig
+from octile.train import compare, loop
 from octile.train.config import OptimConfig, TrainConfig
 from octile.train.console import RunConsole
 from octile.train.data import prepare
@@ -37,6 +39,21 @@ MICRO = ModelConfig(
     rope_scaling=None,
     initializer_range=0.02,
 )
+
+
+def write_no_report(patch: pytest.MonkeyPatch) -> None:
+    """Have runs and comparisons write no pictures and no sample, which take longer than their steps."""
+    patch.setattr(loop, "write_run_report", lambda folder: folder / "report.html")
+    patch.setattr(loop, "sample_text", lambda *_: "")
+    patch.setattr(compare, "write_compare_report", lambda folder, result: folder / "report.html")
+
+
+@pytest.fixture(autouse=True)
+def no_report() -> Iterator[pytest.MonkeyPatch]:
+    """Have a test's runs write no report and no sample; `undo` has them written."""
+    with pytest.MonkeyPatch.context() as patch:
+        write_no_report(patch)
+        yield patch
 
 
 @pytest.fixture(scope="session")

@@ -124,7 +124,8 @@ def test_a_run_with_skipped_steps_resumes_to_the_bit(new_trainer, tmp_path, reci
     assert (straight.skipped, straight.skipped_in_a_row) == (second.skipped, second.skipped_in_a_row) == (3, 0)
 
 
-def test_skipped_steps_are_printed_and_reported(text, tmp_path, monkeypatch):
+def test_skipped_steps_are_printed_and_reported(text, tmp_path, monkeypatch, no_report):
+    no_report.undo()
     original_init = Trainer.__init__
 
     def init_and_break(self, *arguments):
@@ -141,7 +142,8 @@ def test_skipped_steps_are_printed_and_reported(text, tmp_path, monkeypatch):
     assert [line["skipped"] for line in lines if "loss" in line] == [0, 1, 2, 2, 2, 2]
 
 
-def test_a_step_that_broke_can_be_captured(text, tmp_path, monkeypatch):
+def test_a_step_that_broke_can_be_captured(text, tmp_path, monkeypatch, no_report):
+    no_report.undo()
     original_init = Trainer.__init__
 
     def init_and_break(self, *arguments):
@@ -170,7 +172,8 @@ def test_a_comparison_calls_a_recipe_broken_whose_gradients_break(store, monkeyp
 # A loss that jumps
 
 
-def test_a_spike_is_reported_with_the_text_of_the_sequence_of_largest_loss(text, tmp_path, monkeypatch):
+def test_a_spike_is_reported_with_the_text_of_the_sequence_of_largest_loss(text, tmp_path, monkeypatch, no_report):
+    no_report.undo()
     read = Trainer.read
 
     def jump(self, leave=0):
@@ -215,7 +218,8 @@ ALLOCATOR = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: 
 
 
 @pytest.mark.parametrize("error", [RuntimeError(ALLOCATOR), torch.OutOfMemoryError("CUDA out of memory. Tried to …")])
-def test_running_out_of_memory_names_what_to_change_and_how_to_continue(text, tmp_path, monkeypatch, error):
+def test_running_out_of_memory_names_what_to_change_and_how_to_continue(text, tmp_path, monkeypatch, error, no_report):
+    no_report.undo()
     backward = Trainer.backward
 
     def fail(self, batch_BS, parts):
@@ -250,7 +254,9 @@ def test_running_out_of_memory_names_what_to_change_and_how_to_continue(text, tm
         (FloatingPointError("the model's logits are NaN"), "FloatingPointError: the model's logits are NaN"),
     ],
 )
-def test_a_run_whose_sample_fails_has_a_report_that_says_why(text, tmp_path, monkeypatch, error, reason):
+def test_a_run_whose_sample_fails_has_a_report_that_says_why(text, tmp_path, monkeypatch, error, reason, no_report):
+    no_report.undo()
+
     def fail(*args):
         raise error
 
@@ -262,7 +268,8 @@ def test_a_run_whose_sample_fails_has_a_report_that_says_why(text, tmp_path, mon
     assert reason in screen.console.file.getvalue()
 
 
-def test_the_sample_finds_the_memory_of_training_free(text, tmp_path, monkeypatch):
+def test_the_sample_finds_the_memory_of_training_free(text, tmp_path, monkeypatch, no_report):
+    no_report.undo()
     trainers, left = [], []
 
     def remember(trainer, run, metrics):

@@ -189,7 +189,8 @@ def test_a_killed_run_resumes_to_the_same_best_model(text, tmp_path, losses, mon
     assert head_of(out).equal(best)
 
 
-def test_a_run_stops_when_its_patience_runs_out(text, tmp_path, losses):
+def test_a_run_stops_when_its_patience_runs_out(text, tmp_path, losses, no_report):
+    no_report.undo()
     losses(RISING)
     out = tmp_path / "run"
     train(micro(data=str(text), out=out, validate_every=1, checkpoint_every=0, patience=2), False, silent_console())

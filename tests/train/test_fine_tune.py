@@ -36,11 +36,6 @@ CPU = torch.device("cpu")
 WIDE = replace(MICRO, moe_intermediate_size=128)  # an expert's gate and up projections share no block
 
 
-@pytest.fixture(autouse=True)
-def short_samples(monkeypatch):
-    monkeypatch.setattr("octile.train.loop.SAMPLE_TOKENS", 4)
-
-
 @pytest.fixture
 def saved(store, tmp_path):
     """Return saved(weights, model): write a model folder with weights other than those of the run's seed."""

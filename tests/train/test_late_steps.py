@@ -21,7 +21,7 @@ from octile.train.loop import train
 from octile.train.run_folder import RunFolder
 from octile.train.signals import Stopped
 from octile.train.trainer import READ_EVERY, Trainer
-from tests.train.conftest import micro, silent_console
+from tests.train.conftest import micro, silent_console, write_no_report
 from tests.train.test_bad_days import break_gradients, copy_state, have_same_bits
 from tests.train.test_loop import RULES
 
@@ -29,11 +29,6 @@ CPU = torch.device("cpu")
 LATE = [name for name in Recipe.names() if Recipe.named(name).loss_scale is None]
 COMPARED = [*(f"{part}loss" for part in ("", "main_", "mtp_", "balance_")), "step", "lr", "grad_norm", "tokens"]
 COMPARED += ["skipped", "skipped_for"]
-
-
-@pytest.fixture(autouse=True)
-def short_samples(monkeypatch):
-    monkeypatch.setattr("octile.train.loop.SAMPLE_TOKENS", 4)
 
 
 @pytest.fixture
@@ -249,7 +244,9 @@ RUN = {"steps": 23, "validate_every": 7, "checkpoint_every": 9}
 def straight(text, tmp_path_factory):
     """A run whose steps are read at once, as on a CPU."""
     out = tmp_path_factory.mktemp("straight") / "run"
-    train(micro(data=str(text), out=out, **RUN), False, silent_console())
+    with pytest.MonkeyPatch.context() as patch:
+        write_no_report(patch)
+        train(micro(data=str(text), out=out, **RUN), False, silent_console())
     return out
 
 
@@ -318,7 +315,8 @@ def test_a_run_that_fails_has_the_steps_before(text, tmp_path, late, monkeypatch
     assert numbers(out) == [1, 2, 3, 4, 5]
 
 
-def test_a_nan_loss_stops_a_run_after_the_lines_before_it(text, tmp_path, late, monkeypatch):
+def test_a_nan_loss_stops_a_run_after_the_lines_before_it(text, tmp_path, late, monkeypatch, no_report):
+    no_report.undo()
     out, init = tmp_path / "run", Trainer.__init__
 
     def init_and_break(self, *arguments, **named):

@@ -11,7 +11,7 @@ from octile.train.kernel_records import Communication, Cost
 from octile.train.loop import no_hook, train
 from octile.train.profile import LARGEST, MAX_NAME, PROFILED, WARM_UP, _first_step, describe, profiling, table
 from octile.train.run_folder import RunFolder
-from tests.train.conftest import micro, silent_console
+from tests.train.conftest import micro, silent_console, write_no_report
 from tests.train.test_loop import metrics
 
 ENOUGH = {"steps": WARM_UP + PROFILED + 1, "validate_every": 100, "checkpoint_every": 0}
@@ -22,7 +22,9 @@ def profiled(text, tmp_path_factory):
     """A profiled run: its folder, and what it printed."""
     out, screen = tmp_path_factory.mktemp("profiled") / "run", silent_console()
     config = micro(data=str(text), out=out, **ENOUGH)
-    train(config, False, screen, profiling(config, no_hook, screen))
+    with pytest.MonkeyPatch.context() as patch:
+        write_no_report(patch)
+        train(config, False, screen, profiling(config, no_hook, screen))
     return out, screen.console.file.getvalue()
 
 

@@ -17,9 +17,9 @@ from octile.checkpoint import DistributedCheckpoints, load_checkpoint
 from octile.checkpoint.store import Store
 from octile.checkpoint.training import find_latest
 from octile.cli import main
-from octile.train import loop
 from octile.train.token_store import FILES, LEFT_OUT, MANIFEST
 from tests.object_store import ObjectStore, object_store
+from tests.train.conftest import write_no_report
 from tests.train.test_bad_ranks import train
 from tests.train.test_torchrun import OPTIONS, losses
 from tests.worlds import begin_ranks
@@ -39,15 +39,6 @@ def place(server: ObjectStore, tmp_path: Path) -> str:
     return f"{server.bucket}/{tmp_path.name}"
 
 
-@pytest.fixture(autouse=True)
-def no_report() -> Iterator[pytest.MonkeyPatch]:
-    """Have runs write no pictures and no sample, which take longer than their steps; `undo` has them written."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "write_run_report", lambda folder: folder / "report.html")
-        patch.setattr(loop, "sample_text", lambda *_: "")
-        yield patch
-
-
 @pytest.fixture(scope="module")
 def arguments(text: Path) -> list[str]:
     return [*ALONE, f"--data={text}"]
@@ -57,7 +48,9 @@ def arguments(text: Path) -> list[str]:
 def straight(arguments, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of one process, whose checkpoints are in its folder."""
     out = tmp_path_factory.mktemp("straight") / "run"
-    main(["train", *arguments, "--steps=8", f"--out={out}"])
+    with pytest.MonkeyPatch.context() as patch:
+        write_no_report(patch)
+        main(["train", *arguments, "--steps=8", f"--out={out}"])
     return out
 
 
@@ -65,7 +58,9 @@ def straight(arguments, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_of_four_steps(arguments, server, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A run of four steps, and where its checkpoints are."""
     out, place = tmp_path_factory.mktemp("four") / "run", f"{server.bucket}/four"
-    main(["train", *arguments, "--steps=4", f"--checkpoints={place}", f"--out={out}"])
+    with pytest.MonkeyPatch.context() as patch:
+        write_no_report(patch)
+        main(["train", *arguments, "--steps=4", f"--checkpoints={place}", f"--out={out}"])
     return out, place
 
 
@@ -143,7 +138,7 @@ def test_two_ranks_continue_from_the_store_after_a_kill_and_so_does_one(
     run, alone = tmp_path / "run", tmp_path / "alone"
     of_two = [*arguments, "--parallel.dp=2", "--parallel.ep=2", "--steps=8"]
 
-    def on_two(*options: str, fault: str = "no report") -> list[int | None]:
+    def on_two(*options: str, fault: str = "") -> list[int | None]:
         return train(tmp_path, *options, fault=fault, environment=server.environment).statuses
 
     options = f"--checkpoints={place}", f"--out={run}"

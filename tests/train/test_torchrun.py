@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from octile.cli import main
-from tests.train.conftest import MICRO
+from tests.train.conftest import MICRO, write_no_report
 
 FAULTY = Path(__file__).with_name("faulty_rank.py")
 OPTIONS = [f"--model.{name.replace('_', '-')}={value}" for name, value in vars(MICRO).items() if type(value) is int]
@@ -48,7 +48,9 @@ def arguments(text) -> list[str]:
 def straight(arguments, tmp_path_factory) -> dict[int, float]:
     """The losses of one process."""
     out = tmp_path_factory.mktemp("straight") / "run"
-    main(["train", *arguments, "--steps=8", "--parallel.dp=1", f"--out={out}"])
+    with pytest.MonkeyPatch.context() as patch:
+        write_no_report(patch)
+        main(["train", *arguments, "--steps=8", "--parallel.dp=1", f"--out={out}"])
     return losses(out)
 
 
