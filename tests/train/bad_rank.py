@@ -16,6 +16,7 @@ from octile.train import loop
 from octile.train.token_store import TokenStore
 from octile.train.trainer import Trainer
 from tests.train.conftest import write_no_report
+from tests.train.own_process import write_output_to
 
 
 def have_other_code() -> None:
@@ -99,9 +100,7 @@ def run(
     os.environ |= environment
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    for stream, name in ((sys.stdout, "out"), (sys.stderr, "err")):
-        file = os.open(Path(folder) / f"{rank}.{name}", os.O_CREAT | os.O_WRONLY)
-        os.dup2(file, stream.fileno())
+    write_output_to(Path(folder), str(rank))
     sys.argv = ["octile", "train", *arguments]
     write_no_report(pytest.MonkeyPatch())
     faulty_rank, begin = FAULTS[fault]

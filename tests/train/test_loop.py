@@ -2,14 +2,14 @@
 
 import dataclasses
 import json
+import os
 import re
 import shlex
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 import octile.train.loop
 from octile.checkpoint.hugging_face import load, load_weights, read_model_config
 from octile.checkpoint.training import latest_checkpoint, load_checkpoint
+from octile.cli import main
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.train.checkpoints import RunCheckpoints
 from octile.train.config import TrainConfig
@@ -26,7 +27,9 @@ from octile.train.loop import train
 from octile.train.run_folder import RunFolder
 from octile.train.signals import Stopped, Terminated
 from octile.train.trainer import Trainer
-from tests.train.conftest import MICRO, micro, silent_console
+from tests.train import own_process
+from tests.train.conftest import MICRO, micro, silent_console, write_no_report
+from tests.worlds import begin_ranks
 
 
 def metrics(run: Path, key: str) -> dict[int, float]:
@@ -138,18 +141,25 @@ def test_a_resumed_run_cannot_have_fewer_steps_than_it_has_done(finished):
     assert RunFolder.open(finished[0]).read_config() == before
 
 
-@pytest.fixture
-def half(text, tmp_path):
-    """A run with a checkpoint after its second step."""
-    out = tmp_path / "half"
-    train(micro(data=str(text), out=out, steps=2), False, silent_console())
+@pytest.fixture(scope="module")
+def run_of_two_steps(text, tmp_path_factory):
+    out = tmp_path_factory.mktemp("two") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        write_no_report(patch)
+        train(micro(data=str(text), out=out, steps=2), False, silent_console())
     return out
+
+
+@pytest.fixture
+def half(run_of_two_steps, tmp_path):
+    """A run with a checkpoint after its second step, which only one test uses."""
+    return shutil.copytree(run_of_two_steps, tmp_path / "half")
 
 
 def resume(run: Path, **changes) -> str:
     """Resume a run from the configuration in its folder, and return what it prints."""
     screen = silent_console()
-    train(dataclasses.replace(RunFolder.open(run).read_config(), **changes), True, screen)
+    train(dataclasses.replace(RunFolder.open(run).read_config(), out=run, **changes), True, screen)
     return screen.console.file.getvalue()
 
 
@@ -160,8 +170,14 @@ def test_a_resumed_run_prints_the_settings_that_it_takes_from_its_folder(half):
     assert "optim.lr 0.003" in line
 
 
-def test_a_resumed_run_whose_steps_are_done_says_so(half):
+def test_a_resumed_run_whose_steps_are_done_says_so(half, no_report):
+    no_report.undo()
     assert "all its steps are done: only the model, the sample and the report are written" in resume(half)
+    assert (half / "report.html").exists()
+    assert (half / "sample.txt").read_text()
+
+
+def test_a_resumed_run_with_steps_to_do_does_not_say_that_all_are_done(half):
     assert "all its steps are done" not in resume(half, steps=4)
 
 
@@ -316,11 +332,8 @@ def test_a_prompt_that_does_not_fit_the_context_is_refused_before_training(text,
     assert not (out / "config.json").exists()
 
 
-def test_a_changed_number_of_steps_is_printed(finished):
-    out, _ = finished
-    screen = silent_console()
-    train(micro(data=json.loads((out / "config.json").read_text())["data"], out=out, steps=7), True, screen)
-    assert "steps: 6 before, 7 now" in screen.console.file.getvalue()
+def test_a_changed_number_of_steps_is_printed(half):
+    assert "steps: 2 before, 3 now" in resume(half, steps=3)
 
 
 def test_a_first_step_that_fails_does_not_block_the_run_folder(text, tmp_path, monkeypatch):
@@ -363,32 +376,12 @@ def test_a_nan_loss_leaves_the_last_checkpoint(text, tmp_path, monkeypatch):
     assert latest_checkpoint(out / "checkpoints").name == "step_00000002"
 
 
-SLOW = """
-import sys, time, torch
-from octile.cli import main
-from octile.train.trainer import Trainer
-torch.set_num_threads(1)
-launch = Trainer.launch
-def slow(self):
-    time.sleep(0.1)
-    return launch(self)
-Trainer.launch = slow
-main(sys.argv[1:])
-"""
-
-
-def start(out: Path, *arguments: str) -> subprocess.Popen:
-    """Start `octile train` in a new process, with slow steps so that a test can stop it at a chosen one."""
-    command = [sys.executable, "-c", SLOW, "train", "--out", str(out), *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def new_run(text: Path, out: Path, **changes) -> subprocess.Popen:
-    """Start the micro run, with `changes`, given by command-line options."""
-    config, options = micro(data=str(text), **changes), []
+def options(text: Path, out: Path, **changes) -> list[str]:
+    """The options with which `octile train` trains the micro model with `changes`."""
+    config, given = micro(data=str(text), **changes), ["--out", str(out)]
     for path, value in _differences(config, TrainConfig()):
-        options += [f"--{path.replace('_', '-')}", *map(str, value if isinstance(value, tuple) else (value,))]
-    return start(out, *options)
+        given += [f"--{path.replace('_', '-')}", *map(str, value if isinstance(value, tuple) else (value,))]
+    return given
 
 
 def _differences(config, default, path=""):
@@ -400,26 +393,29 @@ def _differences(config, default, path=""):
             yield path + field.name, value
 
 
-def wait_for_step(run: Path, step: int, process: subprocess.Popen) -> None:
+def begin(text: Path, out: Path, **changes) -> BaseProcess:
+    """Begin a run of slow steps in another process; what it prints is next to its folder."""
+    (process,) = begin_ranks(own_process.train_slowly, (str(out.parent), options(text, out, **changes)), 1)
+    return process
+
+
+def wait_for_step(run: Path, step: int, process: BaseProcess) -> None:
     deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None:
+    while time.monotonic() < deadline and process.is_alive():
         if (run / "metrics.jsonl").exists() and f'"step": {step}, "loss"' in (run / "metrics.jsonl").read_text():
             return
         time.sleep(0.01)
-    raise AssertionError(f"step {step} was not reached: {process.communicate()[1]}")
+    raise AssertionError(f"step {step} was not reached: {(run.parent / 'octile.err').read_text()}")
 
 
-def test_a_killed_run_resumes_to_the_same_losses_and_weights(text, tmp_path):
-    straight, killed = tmp_path / "straight", tmp_path / "killed"
-    reference = new_run(text, straight)
-    process = new_run(text, killed)
+def test_a_killed_run_resumes_to_the_same_losses_and_weights(finished, text, tmp_path):
+    straight, killed = finished[0], tmp_path / "killed"
+    process = begin(text, killed)
     wait_for_step(killed, 3, process)
     process.kill()
-    process.wait()
-    assert reference.wait(120) == 0, reference.stderr.read()
+    process.join()
 
-    resumed = start(killed, "--resume")
-    assert resumed.wait(120) == 0, resumed.stderr.read()
+    main(["train", "--resume", "--out", str(killed)])
     assert metrics(killed, "loss") == metrics(straight, "loss")
     assert metrics(killed, "val_loss") == metrics(straight, "val_loss")
     ours, theirs = final_state(killed), final_state(straight)
@@ -433,21 +429,18 @@ def test_the_printed_command_continues_a_run_with_guards_to_the_same_weights(tex
     straight, stopped, rules = tmp_path / "straight", tmp_path / "it's stopped", tmp_path / "rules.toml"
     rules.write_text(RULES, encoding="utf-8")
     guarded = {"telemetry_every": 2, "telemetry_layers": "*.down_proj", "guards": rules}  # fires at step 4
-    reference, process = new_run(text, straight, **guarded), new_run(text, stopped, **guarded)
+    process = begin(text, stopped, **guarded)
     wait_for_step(stopped, 2, process)
-    process.send_signal(signal.SIGTERM)
-    _, stderr = process.communicate(timeout=120)
-    assert process.returncode == 143
-    assert reference.wait(120) == 0, reference.stderr.read()
+    os.kill(process.pid, signal.SIGTERM)
+    main(["train", *options(text, straight, **guarded)])
     guards = [line for line in (straight / "metrics.jsonl").read_text().splitlines() if '"guard"' in line]
     assert guards
+    process.join(120)
+    assert process.exitcode == 143
 
-    program, *command = shlex.split(stderr.partition("to continue: ")[2])
+    program, *command = shlex.split((tmp_path / "octile.err").read_text().partition("to continue: ")[2])
     assert program == "octile"
-    resumed = subprocess.run(
-        [sys.executable, "-c", SLOW, *command], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert resumed.returncode == 0, resumed.stderr
+    main(command)
     assert [line for line in (stopped / "metrics.jsonl").read_text().splitlines() if '"guard"' in line] == guards
     ours, theirs = final_state(stopped), final_state(straight)
     assert all(torch.equal(ours[name].view(torch.uint8), t.view(torch.uint8)) for name, t in theirs.items() if t.dim())
@@ -502,13 +495,14 @@ def test_a_stop_after_a_checkpoint_does_not_write_it_again(text, tmp_path, monke
 
 def test_ctrl_c_saves_the_current_step_and_prints_how_to_continue(text, tmp_path):
     out = tmp_path / "run"
-    process = new_run(text, out)
+    process = begin(text, out)
     wait_for_step(out, 1, process)
-    process.send_signal(signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=120)
+    os.kill(process.pid, signal.SIGINT)
+    process.join(120)
+    stdout, stderr = ((tmp_path / f"octile.{name}").read_text() for name in ("out", "err"))
     done = max(metrics(out, "loss"))
     assert latest_checkpoint(out / "checkpoints").name == f"step_{done:08d}"
-    assert process.returncode == 130
+    assert process.exitcode == 130
     acknowledged = "Ctrl-C: stopping after the steps that have begun, and saving the last; a second Ctrl-C stops at"
     assert acknowledged in " ".join(stdout.split())
     assert stderr == f"octile: stopped after step {done}; to continue: octile train --resume --out {out}\n"

@@ -1,0 +1,33 @@
+"""`octile train` in a process of its own, forked by `begin_ranks`, for tests that stop it or kill it."""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from octile.cli import main
+from octile.train.trainer import Trainer
+
+
+def write_output_to(folder: Path, name: str) -> None:
+    """Write what this process prints to NAME.out and NAME.err in a folder."""
+    for stream, suffix in ((sys.stdout, "out"), (sys.stderr, "err")):
+        file = os.open(folder / f"{name}.{suffix}", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+        os.dup2(file, stream.fileno())
+
+
+def train_slowly(_: int, folder: str, arguments: Sequence[str]) -> None:
+    """Train with slow steps, so that a test can stop the run at a chosen one; what it prints is in the folder."""
+    torch.set_num_threads(1)
+    write_output_to(Path(folder), "octile")
+    launch = Trainer.launch
+
+    def launch_slowly(self: Trainer) -> None:
+        time.sleep(0.1)
+        launch(self)
+
+    Trainer.launch = launch_slowly  # type: ignore[method-assign]
+    main(["train", *arguments])
