@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import cache, partial
+from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,16 @@ def begin_ranks(run: Callable[..., None], arguments: tuple[Any, ...], world: int
     return _start(run, arguments, world, join=False).processes
 
 
+def forked_context() -> BaseContext:
+    """The start method of `_start`, for processes that run other functions."""
+    multiprocessing.set_forkserver_preload([*PRELOADED])
+    return multiprocessing.get_context(_start_method())
+
+
+def _start_method() -> str:
+    return "spawn" if torch.cuda.is_available() else "forkserver"
+
+
 def _start(run: Callable[..., None], arguments: tuple[Any, ...], world: int, join: bool) -> Any:
     """Start processes.
 
@@ -56,8 +67,7 @@ def _start(run: Callable[..., None], arguments: tuple[Any, ...], world: int, joi
     GPU each process imports it: one that is forked may not use CUDA if the server has asked for GPUs.
     """
     multiprocessing.set_forkserver_preload([*PRELOADED, run.__module__])
-    method = "spawn" if torch.cuda.is_available() else "forkserver"
-    return mp.start_processes(run, arguments, world, join=join, start_method=method)
+    return mp.start_processes(run, arguments, world, join=join, start_method=_start_method())
 
 
 def start_once(

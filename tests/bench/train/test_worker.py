@@ -8,6 +8,7 @@ import pytest
 from octile.bench.train.worker import Requests, Steps, Worker
 
 SECONDS = 100.0
+pytestmark = pytest.mark.usefixtures("forked")
 
 
 def sleeper(requests: Requests, seconds: float) -> None:
