@@ -13,6 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.transforms import offset_copy
 from pictures import drawn, write
 
 from octile.report.page import format_count
@@ -27,6 +30,7 @@ LATENT, ROTARY, HEAD = 512, 64, 128  # channels of a latent, of a rotary key, an
 ROW_BYTES = {"BF16": 2 * (LATENT + ROTARY), "FP8": LATENT + 4 * LATENT // 128 + 2 * ROTARY}
 FORM_COLOR = {"BF16": "blue", "FP8": "vermilion"}
 MARKERS = {4096: "o", 8192: "s", 32768: "D"}
+MARKER_DISTANCE = 8  # pixels between calls of the same form, which would cover each other
 
 
 class Point(NamedTuple):
@@ -36,13 +40,6 @@ class Point(NamedTuple):
     context: int
     form: str
     speed: float
-
-
-def main() -> None:
-    write("decode_roofline", drawn("decode_roofline", 440, draw_roofline))
-    write("decode_split_kv", drawn("decode_split_kv", 400, draw_split_kv))
-    write("decode_steps", drawn("decode_steps", 430, draw_steps))
-    write("decode_whole_step", drawn("decode_whole_step", 420, draw_whole_steps))
 
 
 def absorbed_flops(heads: int) -> int:
@@ -89,8 +86,16 @@ def draw_roofline(figure: Figure) -> None:
     if RECORD.exists():
         for point in points(json.loads(RECORD.read_text(encoding="utf-8"))["rows"]):
             intensity = absorbed_flops(point.heads) / ROW_BYTES[point.form]
-            color = COLOR[FORM_COLOR[point.form]]
-            axes.plot(intensity, point.speed / 1e12, MARKERS[point.context], color=color, markersize=5)
+            shift = MARKER_DISTANCE * (list(MARKERS).index(point.context) - len(MARKERS) // 2)
+            axes.plot(
+                intensity, point.speed / 1e12, MARKERS[point.context], color=COLOR[FORM_COLOR[point.form]],
+                markersize=5, transform=offset_copy(axes.transData, figure, shift, units="dots"),
+            )  # fmt: skip
+    keys = [
+        Line2D([], [], color=COLOR["muted"], marker=marker, linestyle="", markersize=5, label=f"{context:,} positions")
+        for context, marker in MARKERS.items()
+    ]
+    axes.legend(handles=keys, loc="upper left", frameon=False, labelcolor=COLOR["muted"])
 
 
 def draw_split_kv(figure: Figure) -> None:
@@ -109,10 +114,10 @@ def draw_split_kv(figure: Figure) -> None:
     colors = ["blue", "vermilion", "green", "amber", "purple", "rose", "cyan", "olive"]
     upper, lower = figure.subplots(2, 1, sharex=True)
     for axes, shares, title in (
-        (upper, whole, "one text each: as long as the longest"),
-        (lower, ranges, f"equal ranges of all {sum(pages)} pages: {of_range} each"),
+        (upper, whole, "thread blocks with a text each"),
+        (lower, ranges, f"thread blocks with {of_range} of the {sum(pages)} pages each"),
     ):
-        style_axes(axes, "pages, one after the other" if axes is lower else None, f"thread blocks: {title}")
+        style_axes(axes, "pages; each color is a text" if axes is lower else None, title)
         axes.set_ylim(blocks - 0.4, -0.6)
         axes.set_yticks(range(blocks), [str(block) for block in range(blocks)])
         for block, share in enumerate(shares):
@@ -164,10 +169,26 @@ def draw_whole_steps(figure: Figure) -> None:
                 axes.barh(line, 1e3 * moved / BANDWIDTH, left=left, height=0.6, color=COLOR[color], label=name)
                 left += 1e3 * moved / BANDWIDTH
             axes.barh(line, ms - left, left=left, height=0.6, color="none", edgecolor=COLOR["muted"])
-            axes.annotate(f"{ms:.3g} ms: {left / ms:.0%}", (ms, line), (4, 0), textcoords="offset points", va="center")
+            axes.annotate(f"{ms:.2f} ms: {left / ms:.0%}", (ms, line), (4, 0), textcoords="offset points", va="center")
         axes.set_xlim(0, 1.2 * max(step["ms"] for step in of_batch))
-    handles, names = panels[0].get_legend_handles_labels()
-    panels[0].legend(handles[:3], names[:3], ncols=3, loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
+    kinds, _ = panels[0].get_legend_handles_labels()
+    measured = Patch(facecolor="none", edgecolor=COLOR["muted"], label="measured step")
+    panels[0].legend(
+        handles=[*kinds[:3], measured], ncols=4, loc="lower right", bbox_to_anchor=(1, 1), frameon=False
+    )  # fmt: skip
+
+
+PICTURES = {  # how they are drawn, and their heights in pixels
+    "decode_roofline": (draw_roofline, 440),
+    "decode_split_kv": (draw_split_kv, 400),
+    "decode_steps": (draw_steps, 430),
+    "decode_whole_step": (draw_whole_steps, 420),
+}
+
+
+def main() -> None:
+    for name, (draw, height) in PICTURES.items():
+        write(name, drawn(name, height, draw))
 
 
 if __name__ == "__main__":

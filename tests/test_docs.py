@@ -149,6 +149,23 @@ def test_a_picture_is_a_file_that_contains_its_colors(tmp_path: Path, monkeypatc
     assert set(re.findall(r"var\((--\w+)\)", svg)) <= set(re.findall(r"(--\w+):", svg))
 
 
+@pytest.mark.parametrize("name", ["roofline", "split_kv", "steps", "whole_step"])
+def test_the_pictures_of_decoding_are_those_of_the_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.syspath_prepend(DOCS)
+    decoding, pictures = (importlib.import_module(module) for module in ("decoding_pictures", "pictures"))
+    monkeypatch.setattr(pictures, "IMAGES", tmp_path)
+    draw, height = decoding.PICTURES[f"decode_{name}"]
+    pictures.write(f"decode_{name}", pictures.drawn(f"decode_{name}", height, draw))
+
+    def words(folder: Path) -> list[str | None]:
+        tree = ElementTree.parse(folder / f"decode_{name}.svg")
+        return [text.text for text in tree.iter("{http://www.w3.org/2000/svg}text")]
+
+    assert words(tmp_path) == words(DOCS / "images"), "call `python docs/decoding_pictures.py`"
+
+
 def test_the_page_lists_the_files_of_the_kernel() -> None:
     kernel = (CUDA / "gemm" / "gemm.cu").read_text(encoding="utf-8")
     page = (ROOT / "docs" / "hopper_product.md").read_text(encoding="utf-8")

@@ -62,6 +62,7 @@ def draw_gpu_loads(figure: Figure, before: GpuLoads, after: GpuLoads) -> None:
         _draw_gpus(axes, loads, worst)
         imbalance = loads.imbalance()[worst]
         axes.set_title(f"{name}: layer {worst}, busiest GPU {imbalance:.2f} × the mean", loc="left", fontsize=11)
+    left.set_ylabel("load of a GPU / the mean")
     right.annotate(
         "vermilion: copies of one expert share its load", (1, 0.98), xycoords="axes fraction", ha="right", va="top",
         color=COLOR["vermilion"], fontsize=10,

@@ -28,6 +28,7 @@ def test_the_worst_layer_is_drawn_before_and_after(tmp_path, layers):
     texts = [text.text for text in ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")]
     assert f"one copy of each expert: layer {layers - 1}, busiest GPU 1.50 × the mean" in texts
     assert f"redundant experts: layer {layers - 1}, busiest GPU 1.00 × the mean" in texts
+    assert "load of a GPU / the mean" in texts
 
 
 def test_another_suffix_is_refused(tmp_path):
