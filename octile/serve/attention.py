@@ -103,7 +103,9 @@ class Attention:
         """How many positions a row attends to at most, if they are chosen."""
         return self.config.index_topk or 0
 
-    def of_step(self, x_TD: Tensor, layer: int, w: BlockWeights, step: Step, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+    def write_and_attend(
+        self, x_TD: Tensor, layer: int, w: BlockWeights, step: Step, cos_sin: tuple[Tensor, Tensor]
+    ) -> Tensor:
         """Write the latents of a step's rows, and attend from them: [T, H·V].
 
         Args:

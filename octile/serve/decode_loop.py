@@ -40,7 +40,7 @@ class DecodeLoop:
     """The buffers and graphs of decode steps.
 
     Attributes:
-        sizes: requests of a step, to the smallest of which that suffices it is padded.
+        sizes: numbers of requests; a step is padded to the smallest that is no less than its own.
 
     Args:
         forward: the model's forward pass.

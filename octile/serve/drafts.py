@@ -71,8 +71,8 @@ def usable_drafts(drafts: list[int], request: Request) -> list[int]:
 class Drafter:
     """Drafts the tokens after a forward pass.
 
-    A request of which a draft cannot be chosen stays in all passes, whose rows ranks that share their requests must
-    agree on. It has the drafts before that one.
+    Ranks that share their requests must agree on the rows of all passes. So a request of which a draft cannot be chosen
+    stays in the passes after it, and has the drafts before it.
 
     Attributes:
         lacks_draft: whether an exception, which other ranks may not have had, was raised instead of a draft.

@@ -250,7 +250,7 @@ class Engine:
         return self._drafter is not None and self._drafter.lacks_draft
 
     def drop_drafts(self) -> None:
-        """Verify no drafts of the last `draft` in the next step, before which nothing is launched and not read."""
+        """Forget the drafts of the last `draft`, before the next step. No decode step is in flight then."""
         for request in self._scheduler.running.values():
             request.drafts = []
         if self._drafter is not None:

@@ -149,7 +149,7 @@ class Forward:
             if few_rows.has_feed_forward_of_few_rows(self.feed_forward, w.mlp):
                 return few_rows.add_feed_forward(self.feed_forward, x_TD, layer, w, step.slots)
             return self.feed_forward.add(x_TD, layer, w, step.slots)
-        o_TV = self.attention.of_step(x_TD, layer, w, step, cos_sin)
+        o_TV = self.attention.write_and_attend(x_TD, layer, w, step, cos_sin)
         return self.after_attention(x_TD, o_TV, layer, w, step.slots)
 
     def after_attention(self, x_TD: Tensor, o_TV: Tensor, layer: int, w: BlockWeights, slots: Tensor) -> Tensor:

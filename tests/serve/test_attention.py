@@ -45,7 +45,7 @@ def rows(n: int) -> Tensor:
 
 def attend(forward: Forward, x_TD: Tensor, step: Step) -> Tensor:
     cos_sin = forward.cos[step.positions], forward.sin[step.positions]
-    return forward.attention.of_step(x_TD, LAYER, forward.weights.blocks[LAYER], step, cos_sin)
+    return forward.attention.write_and_attend(x_TD, LAYER, forward.weights.blocks[LAYER], step, cos_sin)
 
 
 @CONFIGS
