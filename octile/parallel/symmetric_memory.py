@@ -128,7 +128,7 @@ class ExchangeMemory:
 
     @contextmanager
     def exchange(self, n_bytes: int, device: torch.device) -> Iterator[None]:
-        """Launch an exchange that needs so many bytes inside, on its own stream.
+        """Launch an exchange that needs so many bytes inside, on the stream of exchanges.
 
         Raises:
             RuntimeError: the results of a `begin_send_back` were not waited for.
@@ -295,7 +295,7 @@ class PeerDispatcher(ExpertDispatcher):
         super().__init__(n_experts, n_chosen, hidden_size, memory.group if ranks is None else ranks)
         self._memory, self.max_tokens = memory, max_tokens
         peers = dist.get_world_size(memory.group)
-        self._most_sent = max_tokens * (self.n_ranks // peers)  # rows that a rank sends to its peers
+        self._max_sent = max_tokens * (self.n_ranks // peers)  # rows that a rank sends to its peers
         self.enough_rows = self.n_ranks * max_tokens * n_chosen
         self.max_rows = self.enough_rows if max_rows is None else min(self.enough_rows, max_rows)
         self.too_many_rows = too_many_rows
@@ -312,7 +312,7 @@ class PeerDispatcher(ExpertDispatcher):
             raise ValueError(f"max_tokens must be from 1 to {self.max_tokens}, not {max_tokens}")
         smaller = copy(self)
         smaller.max_tokens = max_tokens
-        smaller._most_sent = self._most_sent // self.max_tokens * max_tokens
+        smaller._max_sent = self._max_sent // self.max_tokens * max_tokens
         smaller.enough_rows = self.enough_rows // self.max_tokens * max_tokens
         smaller.max_rows = min(self.max_rows, smaller.enough_rows)
         return smaller
@@ -349,10 +349,10 @@ class PeerDispatcher(ExpertDispatcher):
         """Gather rows of integers of all peers as int32 [N, C], −1 in those that a peer has not; valid until sent."""
         from octile.kernels.triton import peer_rows
 
-        n, c = dist.get_world_size(self.memory.group) * self._most_sent, rows_SC.shape[1]
+        n, c = dist.get_world_size(self.memory.group) * self._max_sent, rows_SC.shape[1]
         with self.memory.exchange(n * c * 4, rows_SC.device):
             self.memory.barrier()
-            peer_rows.launch_send_experts(rows_SC, self._most_sent, self.memory.peers)
+            peer_rows.launch_send_experts(rows_SC, self._max_sent, self.memory.peers)
             self.memory.barrier()
         self.memory.in_flight(None).wait(switches=False)
         return self.memory.buffer[: n * c * 4].view(torch.int32).view(n, c)
@@ -406,7 +406,7 @@ class PeerDispatcher(ExpertDispatcher):
         from octile.kernels.triton import peer_rows
 
         rows, k = plan.handle.experts_SK.shape
-        results, row_bytes = self._most_sent * k, y_RD.shape[1] * y_RD.itemsize
+        results, row_bytes = self._max_sent * k, y_RD.shape[1] * y_RD.itemsize
         own = y_RD.new_empty(rows * k, y_RD.shape[1]) if lasts else None
         with self.memory.exchange(results * row_bytes, y_RD.device):
             self.memory.barrier()
@@ -431,7 +431,7 @@ class PeerDispatcher(ExpertDispatcher):
         with self.memory.exchange(n_bytes, x_TD.device):
             peer_rows.launch_exchange(
                 _bytes(x_TD), scale, experts_SK, local_NK, local, self.memory.buffer, data_bytes, out_scale,
-                self._most_sent, self.memory.peers_of(overlaps),
+                self._max_sent, self.memory.peers_of(overlaps),
             )  # fmt: skip
         return out, out_scale
 

@@ -1,8 +1,8 @@
-"""The weights of a model as serving reads them: FP8 weights as they are stored, and attention's matrices for decoding.
+"""The weights of a model as serving reads them: FP8 weights as stored, and attention's matrices for decoding.
 
     FP8 weight              E4M3 and one scale per 128×128 block, as in the checkpoint; never dequantized,
     but kv_b_proj           also dequantized once: W_UK and W_UV, which the absorbed form of attention multiplies by
-    other weights           in the dtype of the activations; norms, gates and their biases as they are stored
+    other weights           in the dtype of the activations; norms, gates and their biases as stored
 
 Source: DeepSeek-V2 (arXiv 2405.04434) §2.1.2, DeepSeek-V3 (arXiv 2412.19437) §3.3.2.
 Shapes: D model, H heads of this rank, C latent, R rotary key, N the rest of a head's key, V a head's value, E experts,
@@ -127,7 +127,7 @@ class ServedWeights:
         experts: Mapping[int, Sequence[int]] | None = None,
         heads: HeadShare = ALL_HEADS,
     ) -> ServedWeights:
-        """Read the weights of a folder that `octile.load` reads, one tensor at a time: FP8 weights as they are stored.
+        """Read the weights of a folder that `octile.load` reads, one tensor at a time: FP8 weights as stored.
 
         Args:
             path: a Hugging Face folder or a run.
@@ -269,7 +269,7 @@ class _Reader:
         self.config, self.dtype, self.read, self.experts, self.heads = config, dtype, read, experts, heads
 
     def tensor(self, name: str) -> Tensor:
-        """Read a tensor that is never in FP8, as it is stored."""
+        """Read a tensor that is never in FP8, as stored."""
         tensor = self.read(name)
         if isinstance(tensor, ScaledTensor):
             raise ValueError(f"{name} must not be in FP8")
@@ -280,7 +280,7 @@ class _Reader:
         return self.tensor(name).to(self.dtype)
 
     def linear(self, name: str) -> Weight:
-        """Read a layer's weight: in FP8 as it is stored, else in the activations' dtype."""
+        """Read a layer's weight: in FP8 as stored, else in the activations' dtype."""
         weight = self.read(f"{name}.weight")
         return weight if isinstance(weight, ScaledTensor) else weight.to(self.dtype)
 

@@ -164,7 +164,7 @@ class CompletionBody(Generation):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Each prompt: a text, or tokens that are read as they are."""
+        """Each prompt: a text, or tokens, which are read unchanged."""
         prompt: Any = self.prompt
         if isinstance(prompt, str):
             return [prompt]
