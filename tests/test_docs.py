@@ -125,6 +125,14 @@ def test_links_of_a_page_lead_somewhere(page: Path) -> None:
     assert not missing
 
 
+def test_the_first_engine_of_the_page_generates_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    names: dict[str, Any] = {}
+    exec(python_of(DOCS / "serving.md")[0][1], names)
+    assert all(names["texts"].values())
+
+
 def test_the_index_names_every_page() -> None:
     index = DOCS / "README.md"
     named = {(index.parent / link).resolve() for link in LINK.findall(index.read_text(encoding="utf-8"))}
