@@ -5,8 +5,9 @@ core         three sizes with BF16 and DeepSeek-V3's recipe, several seeds each,
 again        DeepSeek-V3's recipe at the largest size, repeated twice for each of two seeds: a GPU's order of additions
              differs from run to run
 slow         the smallest size from scratch at half the peak rate, with a warm-up over a fifth of the steps: pairs of
-             `core` differ by 0.49%, so that some 44 to 78 would be needed at this size, and five of these by 0.39%
-long         the smallest size over 300M tokens, with three seeds
+             `core` deviate by 0.49%, so that some 44 to 78 are needed at this size; nine of these deviated by 0.77%
+long         the smallest size over 300M tokens: at the end of shorter runs the loss still depends on the step at which
+             it began to fall steeply, by chance
 trunk        the first part of a BF16 run of `core`; saves its weights and moments
 branch       the rest of that run under each recipe, from the same weights and moments and over the same batches; with
              seed 2 also the control
@@ -65,12 +66,13 @@ ABLATIONS = (  # the slowest first
     "global_scale",
 )
 MORE_SEEDS = {"150m": range(2, 6), "80m": range(2, 28), "30m": range(2, 38)}  # as many as `power.py` asks for, or fit
-SLOW_SEEDS = range(56)  # as many as `power.py` asks for at the deviation of the first five, if the true gap is 0.1%
+SLOW_SEEDS = range(9)  # after which they were given up
 SLOW_WARMUP = 0.2
 WGRAD_BLOCKS = "wgrad_x_blocks"  # at the two smaller sizes, from a checkpoint and from scratch
 BRANCHES = ("bf16", "nudged", "deepseek_v3", "e5m2")  # recipes that continue from every trunk
 CONTROL_SEED = 2  # seed of a trunk from which only BRANCHES and the control continue
-LONG_SEEDS = (1, 2)  # seeds of further runs over 300M tokens, and of their trunks
+LONG_SEEDS = range(1, 18)  # of runs over 300M tokens: as many as `power.py` asks for at a deviation of 0.25%
+LONG_TRUNK_SEEDS = (1, 2)
 RATES = (2, 4, 16, 64, 128, 192, 256, 384)  # times the usual learning rate, which all other jobs have
 RATE_RECIPES = ("bf16", "deepseek_v3", "per_tensor")
 BALANCES: dict[str, dict[str, float]] = {  # changes of the usual: bias speed 0.005, sequence loss 1e-4
@@ -173,7 +175,7 @@ def all_jobs(small: str = "30m", sizes: tuple[str, ...] = ("150m", "80m", "30m")
         job("slow", small, recipe, seed, CORE, **slow) for seed in SLOW_SEEDS for recipe in ("bf16", "deepseek_v3")
     ]
     jobs += [job("long", small, recipe, seed, LONG) for seed in LONG_SEEDS for recipe in ("bf16", "deepseek_v3")]
-    for seed in LONG_SEEDS:
+    for seed in LONG_TRUNK_SEEDS:
         trunk = replace(job("long-trunk", small, "bf16", seed, LONG), until=TRUNK)
         jobs += [trunk, *(branch(trunk, recipe) for recipe in BRANCHES)]
     jobs.append(job("ablation", small, "deepseek_v3", 1, SHORT))
