@@ -23,13 +23,14 @@ from octile.report.style import COLOR, style_axes
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 RECORD = BENCHMARKS / "results" / "h200_attention.json"
-WHOLE_STEPS = BENCHMARKS / "history" / "serve" / "whole_steps.json"
+SERVE = BENCHMARKS / "results" / "h200_serve.json"
 STEPS = BENCHMARKS / "history" / "mla-decode" / "steps.json"
 PEAK, BANDWIDTH = 989e12, 4.8e12  # an H200's, by its data sheet: dense BF16 FLOP/s, bytes/s
 LATENT, ROTARY, HEAD = 512, 64, 128  # channels of a latent, of a rotary key, and of a head's key without it or value
 ROW_BYTES = {"BF16": 2 * (LATENT + ROTARY), "FP8": LATENT + 4 * LATENT // 128 + 2 * ROTARY}
 FORM_COLOR = {"BF16": "blue", "FP8": "vermilion"}
 MARKERS = {4096: "o", 8192: "s", 32768: "D"}
+BATCHES = 1, 32, 256  # texts of a whole step
 MARKER_DISTANCE = 8  # pixels between calls of the same form, which would cover each other
 
 
@@ -148,29 +149,30 @@ def draw_steps(figure: Figure) -> None:
 
 def draw_whole_steps(figure: Figure) -> None:
     """Draw the time of each kind of bytes of whole steps at the published bandwidth, and the measured time."""
-    steps = json.loads(WHOLE_STEPS.read_text(encoding="utf-8"))
-    batches = list(dict.fromkeys(step["texts"] for step in steps))
-    panels = figure.subplots(len(batches), 1)
-    for axes, batch in zip(panels, batches, strict=True):
-        of_batch = [step for step in steps if step["texts"] == batch]
-        style_axes(axes, "ms" if batch == batches[-1] else None, f"a step of {format_count(batch, 'text')}")
+    values = {(row["case"], row["what"]): row["value"] for row in json.loads(SERVE.read_text(encoding="utf-8"))["rows"]}
+    panels = figure.subplots(len(BATCHES), 1)
+    for axes, batch in zip(panels, BATCHES, strict=True):
+        style_axes(axes, "ms" if batch == BATCHES[-1] else None, f"a step of {format_count(batch, 'text')}")
         axes.set_axisbelow(True)
         axes.grid(axis="y", visible=False)
-        axes.set_yticks(range(len(of_batch)), [f"{step['weights']} weights" for step in of_batch])
-        axes.set_ylim(len(of_batch) - 0.4, -0.6)
-        for line, step in enumerate(of_batch):
-            others = step["bytes"] - step["experts"] - step["cache"]
-            left, ms = 0.0, step["ms"]
-            for name, color, moved in (
-                ("experts", "blue", step["experts"]),
-                ("other weights", "vermilion", others),
-                ("cache", "green", step["cache"]),
+        axes.set_yticks(range(2), ["FP8 weights", "BF16 weights"])
+        axes.set_ylim(1.6, -0.6)
+        longest = 0.0
+        for line, weights in enumerate(("", "BF16 weights, ")):
+            case = f"V2-Lite shape, {weights}decode, batch {batch}"
+            moved, experts, cache = (values[case, f"bytes{of}"] for of in ("", " of routed experts", " of cache"))
+            left, ms = 0.0, values[case, "step"]
+            longest = max(longest, ms)
+            for name, color, part in (
+                ("experts", "blue", experts),
+                ("other weights", "vermilion", moved - experts - cache),
+                ("cache", "green", cache),
             ):
-                axes.barh(line, 1e3 * moved / BANDWIDTH, left=left, height=0.6, color=COLOR[color], label=name)
-                left += 1e3 * moved / BANDWIDTH
+                axes.barh(line, 1e12 * part / BANDWIDTH, left=left, height=0.6, color=COLOR[color], label=name)
+                left += 1e12 * part / BANDWIDTH
             axes.barh(line, ms - left, left=left, height=0.6, color="none", edgecolor=COLOR["muted"])
             axes.annotate(f"{ms:.2f} ms: {left / ms:.0%}", (ms, line), (4, 0), textcoords="offset points", va="center")
-        axes.set_xlim(0, 1.2 * max(step["ms"] for step in of_batch))
+        axes.set_xlim(0, 1.2 * longest)
     kinds, _ = panels[0].get_legend_handles_labels()
     measured = Patch(facecolor="none", edgecolor=COLOR["muted"], label="measured step")
     panels[0].legend(

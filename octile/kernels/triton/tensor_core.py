@@ -36,8 +36,8 @@ def launch(
             multiple of terms.
         scales: scales of a and b, float32 [M, intervals] and [N, intervals], contiguous; None: 1.
         cut_down: whether terms are truncated toward −∞ instead of toward zero.
-        interval, promote, terms, fraction_bits, output_bits, floor: as in `octile.lab.tensor_core.vectorized.Summation` and
-            `octile.lab.tensor_core.architectures.Instruction`.
+        interval, promote, terms, fraction_bits, output_bits, floor: as in
+            `octile.lab.tensor_core.vectorized.Summation` and `octile.lab.tensor_core.architectures.Instruction`.
     """
     (m, n), k = out.shape, a[0].shape[1]
     a_value, a_exponent, b_value, b_exponent = (t.T.contiguous() for t in (*a, *b))
