@@ -1,7 +1,7 @@
 """Why a model's decode steps of few rows do not have all of Hopper's kernels that `octile.serve.few_rows` calls.
 
 An operator computes a call without a kernel by the operators of many rows, which takes longer. Its result does not show
-it, so a model runner says it when it starts.
+it, so a server says it when it starts.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +21,7 @@ from octile.serve.drafts import check_can_draft
 from octile.serve.dynamic_redundancy import TooFewActiveError, choose_copies
 from octile.serve.engine import Engine
 from octile.serve.expert_balance import rebalance_experts
+from octile.serve.few_rows_support import why_not_few_rows
 from octile.serve.head_share import check_heads, is_of_heads
 from octile.serve.index_pages import needs_index
 from octile.serve.latent_pages import CacheFormat
@@ -266,7 +268,7 @@ def _runner(
     micro_batches: int = 1,
     phase: Phase | None = None,
 ) -> ModelRunner:
-    return ModelRunner(
+    runner = ModelRunner(
         weights,
         n_pages,
         stored,
@@ -277,3 +279,7 @@ def _runner(
         0 if phase == "decode" else engine.max_step_tokens,
         micro_batches,
     )
+    if phase != "prefill" and (why_not := why_not_few_rows(runner.forward, engine.n_drafts > 0)) is not None:
+        what = f"decode steps of few rows do not have all of Hopper's kernels: {why_not}"
+        warnings.warn(what, RuntimeWarning, stacklevel=2)
+    return runner

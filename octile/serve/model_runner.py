@@ -28,7 +28,6 @@ from octile.serve.decode_graphs import DecodeGraphs
 from octile.serve.decode_loop import DecodeLoop
 from octile.serve.drafts import check_can_draft
 from octile.serve.expert_load import ExpertLoad
-from octile.serve.few_rows_support import why_not_few_rows
 from octile.serve.forward import Forward
 from octile.serve.graph_memory import GraphMemory
 from octile.serve.index_pages import IndexPages, bytes_per_key, needs_index
@@ -128,9 +127,6 @@ class ModelRunner:
         self.forward = Forward.make(
             weights, self.cache, self.max_position, batch_invariant, self.expert_load, self.spread, self.index
         )
-        if max_batch and (why_not := why_not_few_rows(self.forward, n_drafts > 0)) is not None:
-            what = f"decode steps of few rows do not have all of Hopper's kernels: {why_not}"
-            warnings.warn(what, RuntimeWarning, stacklevel=2)
         self._check = BatchCheck(self.vocab_size, self.max_position, n_pages)
         self.n_drafts, self._max_batch, self._max_step_tokens = n_drafts, max_batch, max_step_tokens
         if self._waits_for_index() and (max_batch or max_step_tokens):

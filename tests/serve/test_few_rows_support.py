@@ -1,14 +1,19 @@
-"""A runner on Hopper says why decode steps of few rows lack kernels; what it says is what the launchers answer."""
+"""Why decode steps of few rows lack kernels on Hopper is what the launchers answer, and a server says it."""
 
-import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from octile.kernels.cuda.gemm import request
+from octile.serve.config import CacheConfig, EngineConfig
+from octile.serve.few_rows_support import why_not_few_rows
+from octile.serve.generate import generate_from
+from octile.serve.load import Folder, Phase
 from octile.serve.model_runner import ModelRunner
+from octile.serve.request import Sampling
 from tests.serve.models import CONFIG, new_model
 
 # DeepSeek's channels, and matrices of whole blocks
@@ -30,15 +35,17 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request, "why_not_on", lambda device: None)
 
 
-def new_runner(fp8: bool = True, dtype: torch.dtype = torch.bfloat16, *, of: Any = None, **changed: Any) -> ModelRunner:
-    return ModelRunner(new_model(fp8, dtype, replace(SUPPORTED, **of or {})), 2, **changed)
+def reasons(
+    fp8: bool = True, dtype: torch.dtype = torch.bfloat16, *, of: Any = None, drafts: bool = False, **changed: Any
+) -> str | None:
+    runner = ModelRunner(new_model(fp8, dtype, replace(SUPPORTED, **of or {})), 2, n_drafts=int(drafts), **changed)
+    return why_not_few_rows(runner.forward, drafts)
 
 
 @pytest.mark.parametrize("q_lora_rank", [None, 128])
 @pytest.mark.usefixtures("hopper")
-def test_a_model_with_all_kernels_is_not_warned_of(q_lora_rank: int | None, recwarn: pytest.WarningsRecorder):
-    new_runner(of={"q_lora_rank": q_lora_rank}, n_drafts=1)
-    assert not recwarn.list
+def test_a_model_with_all_kernels(q_lora_rank: int | None):
+    assert reasons(of={"q_lora_rank": q_lora_rank}, drafts=True) is None
 
 
 @pytest.mark.parametrize(
@@ -60,17 +67,23 @@ def test_a_model_with_all_kernels_is_not_warned_of(q_lora_rank: int | None, recw
 )
 @pytest.mark.usefixtures("hopper")
 def test_reasons(arguments: dict[str, Any], reason: str):
-    message = f"decode steps of few rows do not have all of Hopper's kernels: {reason}"
-    with pytest.warns(RuntimeWarning, match=re.escape(message)):
-        new_runner(**arguments)
+    assert (reasons(**arguments) or "").startswith(reason)
 
 
-def test_other_devices_are_not_warned_of(recwarn: pytest.WarningsRecorder):
-    new_runner(of={"v_head_dim": 64})
-    assert not recwarn.list
+def test_other_devices_have_none():
+    assert reasons(of={"v_head_dim": 64}) is None
+
+
+@pytest.mark.parametrize("phase", [None, "decode", "prefill"])
+@pytest.mark.usefixtures("hopper")
+def test_what_decodes_for_a_server_says_it(folder: Path, phase: Phase | None, recwarn: pytest.WarningsRecorder):
+    Folder.open(folder).load(torch.device("cpu"), EngineConfig(max_batch=2), CacheConfig(gib=0.01), phase)
+    said = [str(warning.message) for warning in recwarn.list]
+    expected = "decode steps of few rows do not have all of Hopper's kernels: activations are torch.float32"
+    assert [message.startswith(expected) for message in said] == ([] if phase == "prefill" else [True])
 
 
 @pytest.mark.usefixtures("hopper")
-def test_a_runner_that_does_not_decode_is_not_warned_of(recwarn: pytest.WarningsRecorder):
-    new_runner(of={"v_head_dim": 64}, max_batch=0)
+def test_one_text_is_generated_without_it(folder: Path, recwarn: pytest.WarningsRecorder):
+    assert list(generate_from(folder, "one", Sampling(2, ignore_eos=True), "cpu"))
     assert not recwarn.list
