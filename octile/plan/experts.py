@@ -24,12 +24,12 @@ MAX_GPUS, MAX_SLOTS = 1024, 16384  # of a picture that can be read, and is drawn
 
 @dataclass(frozen=True)
 class Options:
-    """Draw the load of each GPU with one copy of every expert, and with redundant experts where load is.
+    """Draw the load of each GPU with one copy of each expert, and with redundant experts.
 
     Attributes:
         load: a run folder, or its metrics.jsonl, whose newest record of the experts' tokens is taken. If not given,
             loads are drawn for DeepSeek-V3's 58 layers of 256 experts.
-        skew: of loads that are drawn: σ of their log-normal distribution.
+        skew: of loads that are drawn: σ of their log-normal distribution; 1 if not given.
         seed: of loads that are drawn.
         num_replicas: slots of all GPUs together, at least as many as experts.
         num_groups: groups of experts that the gate chooses among (n_group).
@@ -39,7 +39,7 @@ class Options:
     """
 
     load: Path | None = None
-    skew: Annotated[float, Range(at_least=0, at_most=10)] = 1.0
+    skew: Annotated[float, Range(at_least=0, at_most=10)] | None = None
     seed: Annotated[int, Range(at_least=0, at_most=MAX_SEED)] = 0
     num_replicas: Annotated[int, Range(at_least=1, at_most=MAX_SLOTS)] = 288
     num_groups: Annotated[int, Range(at_least=1)] = 8
@@ -52,6 +52,8 @@ class Options:
         if self.out.suffix not in (".svg", ".png"):
             raise ValueError(f"out must end in .svg or .png, not {str(self.out)!r}")
         check_output_file("out", self.out)
+        if self.load is not None and self.skew is not None:
+            raise ValueError("skew has no effect with load, since no loads are drawn: give one of them")
 
 
 def run(options: Options) -> None:
@@ -60,7 +62,10 @@ def run(options: Options) -> None:
     Raises:
         FileNotFoundError, ValueError: there is no such load, or the sizes do not fit it.
     """
-    load_LE = skewed_load(options.skew, options.seed) if options.load is None else read_load(options.load)
+    if options.load is None:
+        load_LE = skewed_load(1.0 if options.skew is None else options.skew, options.seed)
+    else:
+        load_LE = read_load(options.load)
     before = consecutive(load_LE, options.num_gpus)
     after = balanced(load_LE, options.num_replicas, options.num_groups, options.num_nodes, options.num_gpus)
     save_gpu_loads(options.out, before, after)

@@ -93,6 +93,7 @@ def test_a_skew_of_zero_gives_equal_loads():
         (("--num-gpus", "2048"), "--num-gpus must be at most 1,024, not 2048"),
         (("--skew", "-1"), "--skew must be at least 0, not -1"),
         (("--skew", "nan"), "--skew must be finite, not nan"),
+        (("--load", "none", "--skew", "1"), "--skew has no effect with --load, since no loads are drawn"),
         (("--out", "experts.pdf"), "--out must end in .svg or .png, not 'experts.pdf'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
