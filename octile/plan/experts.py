@@ -53,7 +53,7 @@ class Options:
             raise ValueError(f"out must end in .svg or .png, not {str(self.out)!r}")
         check_output_file("out", self.out)
         if self.load is not None and self.skew is not None:
-            raise ValueError("skew has no effect with load, since no loads are drawn: give one of them")
+            raise ValueError("skew has no effect with --load, since no loads are drawn: give one of them")
 
 
 def run(options: Options) -> None:
