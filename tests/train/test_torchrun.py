@@ -1,4 +1,4 @@
-"""`octile train` under the real torchrun, on two and four processes: moved to one and back, killed."""
+"""`octile train` under the real torchrun, on two and four processes of which one is killed: restarted, and resumed."""
 
 import json
 import os
@@ -54,50 +54,25 @@ def straight(arguments, tmp_path_factory) -> dict[int, float]:
     return losses(out)
 
 
-def test_a_run_goes_from_two_processes_to_one_and_back(arguments, straight, tmp_path, capsys):
-    run = tmp_path / "run"
-    begun = torchrun("-m", "octile", "train", *arguments, "--parallel.ep=2", f"--out={run}")
-    assert begun.returncode == 0, begun.stderr
-    assert begun.stdout.count("run folder:") == 1
-    main(["train", "--resume", "--out", str(run), "--steps=6", "--parallel.dp=1", "--parallel.ep=1"])
-    assert "gradients are summed in another order" in " ".join(capsys.readouterr().out.split())
-    again = torchrun("-m", "octile", "train", "--resume", f"--out={run}", "--steps=8", "--parallel.dp=2")
-    assert again.returncode == 0, again.stderr
-    assert losses(run) == pytest.approx(straight, rel=1e-5)
-    assert (run / "model" / "config.json").exists()
-    assert (run / "report.html").exists()
-    assert len(list((run / "checkpoints" / "step_00000008").glob("tensors-*-of-00002.safetensors"))) == 2
-
-
 def test_a_killed_rank_is_restarted_and_resumes(arguments, straight, tmp_path):
-    ended = torchrun(str(FAULTY), "6", *arguments, "--steps=8", f"--out={tmp_path / 'run'}", restarts=1)
+    run = tmp_path / "run"
+    ended = torchrun(str(FAULTY), "6", *arguments, "--steps=8", f"--out={run}", restarts=1)
     assert ended.returncode == 0, ended.stderr
     assert re.search(r"resumed at step [24] ", ended.stdout)  # the checkpoint of step 4 may still be written then
     (line,) = own_lines(ended)
     assert line.endswith("at step 6: sum of the gradients; last seen: rank 1 at step 6: passes of micro-batch 0")
-    assert losses(tmp_path / "run") == pytest.approx(straight, rel=1e-5)
-
-
-def test_a_run_goes_from_a_pipeline_to_one_process_and_back(arguments, straight, tmp_path, capsys):
-    run, schedule = tmp_path / "run", "--parallel.schedule=zb1p"
-    begun = torchrun("-m", "octile", "train", *arguments, *PIPELINE, schedule, f"--out={run}")
-    assert begun.returncode == 0, begun.stderr
-    assert "pipeline: ZB1P, 2 stages of 1 layer on 2 ranks, 2 micro-batches; idle for" in begun.stdout
-    main(["train", "--resume", "--out", str(run), "--steps=6", "--parallel.pp=1"])
-    assert "parallel.pp: 2 before, 1 now: gradients are summed" in " ".join(capsys.readouterr().out.split())
-    again = torchrun("-m", "octile", "train", "--resume", f"--out={run}", "--steps=8", "--parallel.pp=2")
-    assert again.returncode == 0, again.stderr
     assert losses(run) == pytest.approx(straight, rel=1e-5)
-    main(["generate", str(run), "--max-new-tokens=4"])
-    assert capsys.readouterr().out.startswith("def ")
     assert (run / "report.html").exists()
+    assert (run / "sample.txt").exists()
 
 
 def test_a_killed_rank_of_a_pipeline_with_spread_experts_is_restarted_and_resumes(arguments, straight, tmp_path):
-    arguments = [*arguments, *PIPELINE, "--parallel.dp=2", "--parallel.ep=2", "--steps=8", f"--out={tmp_path / 'run'}"]
+    run = tmp_path / "run"
+    arguments = [*arguments, *PIPELINE, "--parallel.dp=2", "--parallel.ep=2", "--steps=8", f"--out={run}"]
     ended = torchrun(str(FAULTY), "6", *arguments, restarts=1, ranks=4)
     assert ended.returncode == 0, ended.stderr
     assert re.search(r"resumed at step [24] ", ended.stdout)
     (line,) = own_lines(ended)
     assert "rank 1 at step 6: backward pass of stage 0 for micro-batch 0" in line
-    assert losses(tmp_path / "run") == pytest.approx(straight, rel=1e-5)
+    assert losses(run) == pytest.approx(straight, rel=1e-5)
+    assert (run / "report.html").exists()
