@@ -105,8 +105,8 @@ def autocast(mode: str):
     return torch.autocast(device, torch.bfloat16) if mode in ("bf16", "fp8", "fp8_unfused") else nullcontext()
 
 
-def blocks(mode: str, gate: Gate, ranks) -> tuple[Block, Block]:
-    """A block with all experts, and the same with those of this rank."""
+def blocks(mode: str, gate: Gate, ranks, max_tokens: int = T) -> tuple[Block, Block]:
+    """A block with all experts, and the same with those of this rank, for as many tokens of a rank."""
     torch.manual_seed(0)
     whole = Block(gate, SIZES[mode])
     nn.init.normal_(gate.weight)
@@ -118,7 +118,7 @@ def blocks(mode: str, gate: Gate, ranks) -> tuple[Block, Block]:
     whole.moe.shared_experts = Shared()
     sharded = copy.deepcopy(whole)
     gate.ranks = dist.get_world_size()
-    shard(sharded, ranks)
+    shard(sharded, ranks, max_tokens)
     return whole, sharded
 
 
@@ -129,11 +129,11 @@ class Peers(NamedTuple):
     across: Across = "all_to_all_single"
 
 
-def shard(model: nn.Module, ranks) -> ExpertShare:
-    """Spread experts over the ranks of a mesh or a group, or over Peers."""
+def shard(model: nn.Module, ranks, max_tokens: int = MAX_TOKENS) -> ExpertShare:
+    """Spread experts over the ranks of a mesh or a group, or over Peers that send up to so many tokens each."""
     if not isinstance(ranks, Peers):
         return shard_experts(model, ranks)
-    share = shard_experts(model, ranks.nodes, max_tokens=MAX_TOKENS, num_sms=2, across=ranks.across)
+    share = shard_experts(model, ranks.nodes, max_tokens=max_tokens, num_sms=2, across=ranks.across)
     across = NVSHMEM_EXCHANGE if ranks.across == "nvshmem" else ranks.across
     in_node = "" if ranks.nodes is None else f" inside a node, {across} across"
     assert share.exchange == f"kernels on symmetric memory{in_node}", share
@@ -178,7 +178,7 @@ def tokens_of(starts: list[int]) -> slice:
 
 def check_fixed(mode: str, ranks, tokens: Tokens) -> None:
     """Compare the ranks with one process for tokens whose experts are given."""
-    whole, sharded = blocks(mode, FixedGate(D, E, K), ranks)
+    whole, sharded = blocks(mode, FixedGate(D, E, K), ranks, max(T, *map(len, tokens.experts)))
     starts, mine = tokens.starts, tokens_of(tokens.starts)
     experts_TK = torch.tensor([t for of_rank in tokens.experts for t in of_rank], dtype=torch.int64).view(-1, K)
     x, dy, weights = torch.randn(starts[-1], D), torch.randn(starts[-1], D), torch.rand(starts[-1], K)
