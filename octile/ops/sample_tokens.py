@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from octile.ops.operator import operator
-from octile.ops.quantize import check_device
+from octile.ops.quantize import check_device, check_input_dtype
 
 NOT_A_NUMBER = -1  # the token of logits with NaN
 
@@ -26,7 +26,7 @@ def sample_tokens(logits: Tensor, seeds: Tensor, positions: Tensor, temperature:
     """Choose the next token of each row.
 
     Args:
-        logits: [L, V] float32, rows contiguous, V from 1 to below 2**31.
+        logits: [L, V] float32, bfloat16 or float16, rows contiguous, V from 1 to below 2**31.
         seeds: int64 [L].
         positions: int64 [L], of the chosen tokens in their texts.
         temperature: float32 [L]; where it is 0, the most likely token is chosen, the first of equally likely ones.
@@ -41,6 +41,7 @@ def sample_tokens(logits: Tensor, seeds: Tensor, positions: Tensor, temperature:
     _check(logits, seeds, positions, temperature)
     if not len(logits):
         return logits.new_empty(0, dtype=torch.int64)
+    logits = logits.float()
     most_likely_L = logits.argmax(-1)
     highest_L1 = logits.gather(1, most_likely_L[:, None])  # NaN if there is one
     is_greedy_L1 = temperature[:, None] == 0
@@ -112,8 +113,8 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
 
 
 def _check(logits: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor) -> None:
+    check_input_dtype("logits", logits)
     for name, t, dtype in (
-        ("logits", logits, torch.float32),
         ("seeds", seeds, torch.int64),
         ("positions", positions, torch.int64),
         ("temperature", temperature, torch.float32),

@@ -165,7 +165,7 @@ class Forward:
 
     def logits(self, h_TD: Tensor) -> Tensor:
         """Compute the logits of rows that the head reads, float32 [T, V]; each rank of a group computes some rows."""
-        return self.tp.gather(self._logits(self.tp.own(h_TD)))[: len(h_TD)]
+        return self.tp.gather(self._logits(self.tp.own(h_TD)))[: len(h_TD)].float()
 
     def sample(self, h_TD: Tensor, seed_T: Tensor, position_T: Tensor, temperature_T: Tensor) -> Tensor:
         """Choose tokens by the logits of rows that the head reads: int64 [T]; see `octile.ops.sample_tokens`."""
@@ -173,9 +173,10 @@ class Forward:
         return self.tp.gather(sample_tokens(self._logits(h), *how))[: len(h_TD)]
 
     def _logits(self, h_TD: Tensor) -> Tensor:
+        """Compute the logits of rows, in FP32 in batch-invariant mode, otherwise in the dtype of activations."""
         if self.gemms.batch_invariant:
             return row_invariant_matmul_nt(h_TD[None], self.weights.head[None], torch.float32)[0]
-        return F.linear(h_TD, self.weights.head).float()
+        return F.linear(h_TD, self.weights.head)
 
     @property
     def _eps(self) -> float:

@@ -258,14 +258,14 @@ class ModelRunner:
         """Return the bytes of the logits in the CUDA graphs of decoding, their largest memory.
 
         Those of steps that are not launched ahead hold logits in FP32 of all their sizes, which halve from one to the
-        next, and so do those of multi-token prediction. What all graphs share has one step's in BF16 and FP32. If
+        next, and so do those of multi-token prediction. What all graphs share has one step's in BF16. If
         texts of up to max_position positions need an indexer's keys, there are graphs of both kinds of attention, and
         what they share has the indexer's logits in FP32.
         """
         c, rows, held = model.config, max_batch * (1 + n_drafts), 2 if n_drafts else 1
         if not needs_index(c, max_position):
-            return rows * c.vocab_size * (held * 2 * 4 + 2 + 4)
-        return rows * (c.vocab_size * (2 * held * 2 * 4 + 2 + 4) + 4 * max_position)
+            return rows * c.vocab_size * (held * 2 * 4 + 2)
+        return rows * (c.vocab_size * (2 * held * 2 * 4 + 2) + 4 * max_position)
 
     def close(self) -> None:
         """Free the CUDA graphs; no step follows. NCCL ends no communicator whose collectives a graph has."""

@@ -38,6 +38,14 @@ def test_keys_are_those_of_splitmix64(seed, position):
     assert [key % 2**32 for key in keys[0].tolist()] == splitmix(seed, position)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_other_dtypes_are_converted_to_float32(dtype, temperature):
+    logits, *numbers = arguments(temperature=temperature)
+    chosen = sample_tokens(logits.to(dtype), *numbers)
+    assert torch.equal(chosen, sample_tokens(logits.to(dtype).float(), *numbers))
+
+
 def test_temperature_zero_takes_the_first_of_the_most_likely_tokens():
     logits = torch.tensor([[0.0, 2.0, 2.0], [5.0, 1.0, 5.0]])
     numbers = torch.arange(2)
@@ -71,7 +79,7 @@ def test_the_operator_is_well_formed():
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({0: torch.randn(5, 40).bfloat16()}, "logits must be float32, not torch.bfloat16"),
+        ({0: torch.randn(5, 40).double()}, "logits must be float32, bfloat16 or float16, not torch.float64"),
         ({1: torch.arange(5, dtype=torch.int32)}, "seeds must be int64, not torch.int32"),
         ({3: torch.zeros(5, dtype=torch.float64)}, "temperature must be float32, not torch.float64"),
     ],

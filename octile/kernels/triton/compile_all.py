@@ -184,9 +184,9 @@ def _cases() -> dict[str, Callable[[], object]]:
             _empty(256, 32, dtype=fp32), _empty(256, 32, dtype=fp32), _empty(256, heads, 192), _empty(256, heads, 576),
         )  # fmt: skip
 
-    def sampled(rows: int, vocabulary: int) -> None:
+    def sampled(rows: int, vocabulary: int, dtype: torch.dtype) -> None:
         seeds, positions = _empty(rows, dtype=torch.int64), _empty(rows, dtype=torch.int64)
-        sample_tokens.launch(_empty(rows, vocabulary, dtype=fp32), seeds, positions, _empty(rows, dtype=fp32))
+        sample_tokens.launch(_empty(rows, vocabulary, dtype=dtype), seeds, positions, _empty(rows, dtype=fp32))
 
     def numbers_of_step(requests: int, drafts: int) -> None:
         k = 1 + drafts
@@ -327,10 +327,11 @@ def _cases() -> dict[str, Callable[[], object]]:
         ),
         "paged attention": lambda: paged(16, bf16),
         "paged attention of V3, FP8": lambda: paged(128, torch.uint8),
-        "sampling": lambda: sampled(256, 102400),
+        "sampling": lambda: sampled(256, 102400, torch.bfloat16),
+        "sampling outside of graphs": lambda: sampled(256, 102400, fp32),
         "numbers of a decode step": lambda: numbers_of_step(256, 0),
         "numbers of a decode step with drafts": lambda: numbers_of_step(256, 2),
-        "sampling of a small vocabulary": lambda: sampled(1, 4096),
+        "sampling of a small vocabulary": lambda: sampled(1, 4096, torch.bfloat16),
         "rows that do not depend on each other": lambda: row_invariant.launch(_empty(1, t, k), _empty(1, n, k), fp32),
         "the same in FP32": lambda: row_invariant.launch(_empty(1, t, k), _empty(1, 256, k, dtype=fp32), fp32),
         "AdamW": lambda: optimizer_step(fp32, []),

@@ -31,7 +31,7 @@ def launch(logits: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor
     part = triton.cdiv(blocks, min(blocks, wanted, SAMPLE_TOKENS["MAX_PARTS"])) * block
     parts = triton.cdiv(vocabulary, part)
     sizes = {"BLOCK": block, "PARTS": triton.next_power_of_2(parts), "num_warps": SAMPLE_TOKENS["num_warps"]}
-    maxima, best = (logits.new_empty(rows, parts) for _ in range(2))
+    maxima, best = (logits.new_empty(rows, parts, dtype=torch.float32) for _ in range(2))
     of_parts = tokens if parts == 1 else seeds.new_empty(rows, parts)
     numbers = seeds, positions, temperature, seeds.stride(0), positions.stride(0), temperature.stride(0)
     with torch.cuda.device_of(logits):
@@ -83,7 +83,7 @@ def best_of_parts(
     token = begin
     for start in range(begin, tl.minimum(begin + part, vocabulary), BLOCK):
         v = start + block
-        logit = tl.load(logits + row * row_step + v, mask=v < vocabulary, other=float("-inf"))
+        logit = tl.load(logits + row * row_step + v, mask=v < vocabulary, other=float("-inf")).to(tl.float32)
         if is_greedy:
             score = logit
         else:
@@ -117,7 +117,7 @@ def _maximum(row, vocabulary, part, BLOCK: tl.constexpr):
     highest = tl.full([BLOCK], float("-inf"), tl.float32)
     has_nan = tl.zeros([BLOCK], tl.int32)
     for start in range(begin, tl.minimum(begin + part, vocabulary), BLOCK):
-        logit = tl.load(row + start + block, mask=start + block < vocabulary, other=float("-inf"))
+        logit = tl.load(row + start + block, mask=start + block < vocabulary, other=float("-inf")).to(tl.float32)
         has_nan |= (logit != logit).to(tl.int32)
         highest = tl.maximum(highest, logit)
     return tl.where(tl.max(has_nan, axis=0) > 0, float("nan"), tl.max(highest, axis=0))

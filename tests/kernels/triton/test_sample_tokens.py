@@ -19,11 +19,12 @@ def rows(vocabulary, n=6, temperature=1.0):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("vocabulary", [1, 50, 300])
-@pytest.mark.parametrize("parts", [1, 8])
-def test_tokens_are_the_references(monkeypatch, vocabulary, temperature, parts):
+@pytest.mark.parametrize(("parts", "dtype"), [(1, torch.float32), (8, torch.float32), (8, torch.bfloat16)])
+def test_tokens_are_the_references(monkeypatch, vocabulary, temperature, parts, dtype):
     monkeypatch.setitem(SAMPLE_TOKENS, "BLOCK", 32)
     monkeypatch.setitem(SAMPLE_TOKENS, "PROGRAMS", 6 * parts)
-    given = rows(vocabulary, temperature=temperature)
+    logits, *numbers = rows(vocabulary, temperature=temperature)
+    given = logits.to(dtype), *numbers
     assert kernel.launch(*given).tolist() == sample_tokens(*given).tolist()
 
 
