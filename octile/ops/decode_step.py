@@ -2,13 +2,16 @@
 
     continued_tokens   tokens and first positions of the requests, of the step before or as given
     text_rows          a row for each token: its position, where its latent is written, to how many positions it attends
+    accepted_rows      what multi-token prediction reads: the choices, and the last row of each request that counts
     record_choices     what a step leaves to the next one and to the host
 
-Each is one kernel on a GPU: torch's operators would be some forty launches a step of a few numbers each.
+Each is one kernel on a GPU: torch's operators would be some fifty launches a step of a few numbers each.
 
 Shapes: B requests, k tokens of each (the last one and n = k − 1 drafts), R requests of the step before, M pages of a
 text at most, T = B · k rows.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -101,6 +104,44 @@ def _(tokens, first, end, pages):
     return kernel.launch_rows(tokens, first, end, pages, PAGE)
 
 
+@operator()
+def accepted_rows(chosen: Tensor, tokens: Tensor, first: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Find the last row of each request whose choice counts: that after its accepted drafts.
+
+    A draft is accepted if it and those before it are what the rows before them have chosen.
+
+    Args:
+        chosen: int64 [B, k], contiguous, what each row has chosen.
+        tokens: int64 [B, k], contiguous, of the rows: the last token and the drafts.
+        first: int64 [B], contiguous, position of the first row.
+
+    Returns:
+        tokens int64 [T], the choices, where a negative one, of logits with NaN, is 0; positions int64 [B] and indices
+        among the T rows int64 [B] of the last rows that count.
+
+    Raises:
+        TypeError: a tensor is not int64.
+        ValueError: shapes, strides or devices do not fit together.
+    """
+    _check_accepted(chosen, tokens, first)
+    b, k = chosen.shape
+    accepted_B = (chosen[:, : k - 1] == tokens[:, 1:]).cumprod(1).sum(1)
+    return chosen.clamp(min=0).flatten(), first + accepted_B, torch.arange(b, device=chosen.device) * k + accepted_B
+
+
+@accepted_rows.register_fake
+def _(chosen, tokens, first):
+    return chosen.new_empty(chosen.numel()), first.new_empty(first.shape), first.new_empty(first.shape)
+
+
+@accepted_rows.register_kernel("cuda")
+def _(chosen, tokens, first):
+    from octile.kernels.triton import decode_step as kernel
+
+    _check_accepted(chosen, tokens, first)
+    return kernel.launch_accepted(chosen, tokens, first)
+
+
 @operator(writes=("last", "advance", "results"))
 def record_choices(
     chosen: Tensor, tokens: Tensor, drafts: Tensor, last: Tensor, advance: Tensor, results: Tensor
@@ -172,11 +213,26 @@ def _check_choices(
     chosen: Tensor, tokens: Tensor, drafts: Tensor, last: Tensor, advance: Tensor, results: Tensor
 ) -> None:
     others = {"tokens": tokens, "drafts": drafts, "last": last, "advance": advance, "results": results}
+    b, k = _check_of_chosen(chosen, others)
+    _check_shapes(chosen, others, ((b, k), (b, k - 1), (b, k), (b,), (b, 2 * k)))
+
+
+def _check_accepted(chosen: Tensor, tokens: Tensor, first: Tensor) -> None:
+    others = {"tokens": tokens, "first": first}
+    b, k = _check_of_chosen(chosen, others)
+    _check_shapes(chosen, others, ((b, k), (b,)))
+
+
+def _check_of_chosen(chosen: Tensor, others: dict[str, Tensor]) -> tuple[int, int]:
+    """Check dtypes and devices, and return the requests and the rows of each."""
     _check_int64("chosen", chosen, others)
     if chosen.dim() != 2 or not chosen.shape[1]:
         raise ValueError(f"chosen must be [B, k], k at least 1, not {tuple(chosen.shape)}")
     b, k = chosen.shape
-    shapes = (b, k), (b, k - 1), (b, k), (b,), (b, 2 * k)
+    return b, k
+
+
+def _check_shapes(chosen: Tensor, others: dict[str, Tensor], shapes: Sequence[tuple[int, ...]]) -> None:
     for (name, t), shape in zip(others.items(), shapes, strict=True):
         if t.shape != shape:
             raise ValueError(f"{name} must be {shape} for chosen {tuple(chosen.shape)}, not {tuple(t.shape)}")

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octile.ops.decode_step import FIELDS, continued_tokens, record_choices, text_rows
+from octile.ops.decode_step import FIELDS, accepted_rows, continued_tokens, record_choices, text_rows
 from octile.parallel.gpu_events import wait_for
 from octile.serve.batch import DecodedTokens, DecodeRequest
 from octile.serve.decode_graphs import graph_sizes
@@ -71,7 +71,6 @@ class DecodeLoop:
         self._tokens = torch.zeros(max_requests, 1 + n_drafts, dtype=torch.int64, device=device)
         self._advance = torch.zeros(max_requests, dtype=torch.int64, device=device)
         self._results = torch.zeros(max_requests, 2 + 2 * n_drafts, dtype=torch.int64, device=device)
-        self._offsets = torch.arange(max_requests * (1 + n_drafts), device=device)
         if memory is not None:
             self._copied = torch.cuda.Event()
             ways = (False, True) if forward.attention.index is not None else (False,)
@@ -146,10 +145,8 @@ class DecodeLoop:
         chosen_Bn = forward.sample(h_TD, seed_T, step.positions + 1, temperature_T).view(size, 1 + n)
         drafts: list[Tensor] = []
         if n:
-            accepted_B = (chosen_Bn[:, :n] == tokens_Bn[:, 1:]).cumprod(1).sum(1)
-            last_B = first_B + accepted_B  # the position whose choice counts
-            h_TD = forward.draft(step._replace(tokens=chosen_Bn.flatten().clamp(min=0)), h_TD)
-            h_TD = h_TD.index_select(0, self._offsets[: size * (1 + n) : 1 + n] + accepted_B)
+            chosen_T, last_B, rows_B = accepted_rows(chosen_Bn, tokens_Bn, first_B)
+            h_TD = forward.draft(step._replace(tokens=chosen_T), h_TD).index_select(0, rows_B)
             drafts = [forward.sample(h_TD, seed_B, last_B + 2, temperature_B)]
             for i in range(1, n):
                 h_TD = forward.draft(self._rows(drafts[-1][:, None], last_B + i, end_B, chooses), h_TD)

@@ -8,7 +8,7 @@ import torch
 from octile.ops.attention import attention, attention_backward
 from octile.ops.cross_entropy import cross_entropy, cross_entropy_backward
 from octile.ops.decode_latents import write_and_rotate
-from octile.ops.decode_step import continued_tokens, record_choices, text_rows
+from octile.ops.decode_step import accepted_rows, continued_tokens, record_choices, text_rows
 from octile.ops.few_rows import few_rows_nt, latent_attention
 from octile.ops.few_rows_mixture import few_rows_mixture
 from octile.ops.gate import bfloat16_terms, choose_experts, gate, gate_backward
@@ -139,6 +139,7 @@ CASES = {
     ),
     "tokens of a decode step": lambda: (continued_tokens, (_integers(7, 3), _integers(4, 2), _integers(4))),
     "rows of a decode step": lambda: (text_rows, (_integers(2, 2), _integers(2), _integers(2), _pages())),
+    "accepted rows of a decode step": lambda: (accepted_rows, (_integers(3, 2), _integers(3, 2), _integers(3))),
     "choices of a decode step": lambda: (
         record_choices,
         (_integers(3, 2), _integers(3, 2), _integers(3, 1), _integers(3, 2), _integers(3), _integers(3, 4)),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from octile.ops.decode_step import continued_tokens, record_choices, text_rows
+from octile.ops.decode_step import accepted_rows, continued_tokens, record_choices, text_rows
 
 
 def int64(values: object) -> torch.Tensor:
@@ -39,6 +39,14 @@ def test_drafts_count_until_the_first_that_is_not_chosen():
     assert results.tolist() == [[1, 2, 3, 2, 71, 72], [1, 2, 3, 1, 81, 82], [1, 2, 3, 0, 91, 92]]
 
 
+def test_the_last_row_that_counts_is_after_the_accepted_drafts():
+    chosen, tokens = int64([[1, 2, -1], [1, 2, 3], [-1, 2, 3]]), int64([[0, 1, 2], [0, 1, 9], [0, 9, 2]])
+    next_tokens, positions, rows = accepted_rows(chosen, tokens, int64([10, 20, 30]))
+    assert next_tokens.tolist() == [1, 2, 0, 1, 2, 3, 0, 2, 3]
+    assert positions.tolist() == [12, 21, 30]
+    assert rows.tolist() == [2, 4, 6]
+
+
 def test_without_drafts_the_choice_is_the_last_token():
     last, advance, results = torch.zeros(2, 1).long(), torch.zeros(2).long(), torch.zeros(2, 2).long()
     record_choices(int64([[6], [-1]]), int64([[1], [2]]), torch.zeros(2, 0).long(), last, advance, results)
@@ -60,6 +68,10 @@ def test_numbers_that_do_not_fit_are_refused():
         text_rows(tokens, tokens[:, 0], tokens[:2, 0], pages)
     with pytest.raises(ValueError, match=r"pages must be \(3, M\), M at least 1"):
         text_rows(tokens, tokens[:, 0], tokens[:, 0], pages[:, :0])
+    with pytest.raises(TypeError, match=r"tokens must be int64, not torch\.int32"):
+        accepted_rows(tokens, tokens.int(), tokens[:, 0].clone())
+    with pytest.raises(ValueError, match=r"first must be \(3,\) for chosen \(3, 2\), not \(3, 2\)"):
+        accepted_rows(tokens, tokens, tokens)
     results = torch.zeros(3, 4).long()
     with pytest.raises(ValueError, match=r"drafts must be \(3, 1\)"):
         record_choices(tokens, tokens, tokens, tokens.clone(), tokens[:, 0].clone(), results)

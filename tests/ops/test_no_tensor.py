@@ -13,7 +13,7 @@ from octile.ops.adamw import adamw
 from octile.ops.attention import attention, attention_backward
 from octile.ops.cross_entropy import cross_entropy, cross_entropy_backward
 from octile.ops.decode_latents import write_and_rotate
-from octile.ops.decode_step import continued_tokens, record_choices, text_rows
+from octile.ops.decode_step import accepted_rows, continued_tokens, record_choices, text_rows
 from octile.ops.few_rows import few_rows_nt, latent_attention
 from octile.ops.few_rows_mixture import few_rows_mixture
 from octile.ops.gate import bfloat16_terms, choose_experts, gate, gate_backward
@@ -149,6 +149,7 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     ),
     continued_tokens: (torch.zeros(6, 2).long(), INT64[:, :1].clone(), INT64[:, 0].clone()),
     text_rows: (INT64, INT64[:, 0], INT64[:, 0], INT),
+    accepted_rows: (INT64, INT64, INT64[:, 0].clone()),
     record_choices: (INT64, INT64, INT64[:, :1].clone(), INT64.clone(), INT64[0].clone(), torch.zeros(2, 4).long()),
     few_rows_nt: (X, FLAT, 1e-6, F8, ONE, False, torch.ones(2, 2)),
     latent_attention: (

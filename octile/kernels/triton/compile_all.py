@@ -195,6 +195,7 @@ def _cases() -> dict[str, Callable[[], object]]:
         decode_step.launch_continued(_empty(5 + k, requests, dtype=torch.int64), last, of_requests)
         decode_step.launch_rows(tokens, of_requests, of_requests, pages, 64)
         new = _empty(requests, drafts, dtype=torch.int64)
+        decode_step.launch_accepted(tokens, tokens, of_requests)
         decode_step.launch_choices(tokens, tokens, new, last, of_requests, results)
 
     def modeled(dtype: torch.dtype, terms: int, bits: int) -> None:

@@ -38,6 +38,18 @@ def launch_rows(
     return row_tokens, positions, slots, lengths
 
 
+def launch_accepted(chosen: Tensor, tokens: Tensor, first: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """chosen, tokens [B, k], first [B] → tokens [B · k], positions [B], rows [B]."""
+    b, k = chosen.shape
+    next_tokens, positions, rows = chosen.new_empty(b * k), chosen.new_empty(b), chosen.new_empty(b)
+    if b:
+        with torch.cuda.device_of(chosen):
+            accepted_rows[(triton.cdiv(b, BLOCK),)](
+                chosen, tokens, first, next_tokens, positions, rows, b, K=k, BLOCK=BLOCK
+            )
+    return next_tokens, positions, rows
+
+
 def launch_choices(
     chosen: Tensor, tokens: Tensor, drafts: Tensor, last: Tensor, advance: Tensor, results: Tensor
 ) -> None:
@@ -90,6 +102,26 @@ def text_rows(
     tl.store(positions + t, at, mask=inside)
     tl.store(slots + t, tl.where(is_inside, page * PAGE + at % PAGE, -1), mask=inside)
     tl.store(lengths + t, tl.where(is_inside, at + 1, 0).to(tl.int32), mask=inside)
+
+
+@triton.jit(do_not_specialize=["B"])
+def accepted_rows(
+    chosen, tokens, first, next_tokens, positions, rows, B, K: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Requests of a program: their choices as tokens, and the last row that counts."""
+    b = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    inside = b < B
+    choice = tl.load(chosen + b * K, mask=inside, other=0)
+    tl.store(next_tokens + b * K, tl.maximum(choice, 0), mask=inside)
+    counts = inside  # whether all drafts so far are accepted
+    accepted = tl.zeros([BLOCK], tl.int64)
+    for j in tl.static_range(1, K):
+        counts = counts & (choice == tl.load(tokens + b * K + j, mask=inside, other=0))
+        accepted += counts.to(tl.int64)
+        choice = tl.load(chosen + b * K + j, mask=inside, other=0)
+        tl.store(next_tokens + b * K + j, tl.maximum(choice, 0), mask=inside)
+    tl.store(positions + b, tl.load(first + b, mask=inside, other=0) + accepted, mask=inside)
+    tl.store(rows + b, b * K + accepted, mask=inside)
 
 
 @triton.jit(do_not_specialize=["B"])

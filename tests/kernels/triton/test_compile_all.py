@@ -58,6 +58,7 @@ def test_all_kernels_are_compiled(compiled: dict[str, list[CompiledTritonKernel]
         "swiglu_high_precision_backward",
         "text_rows",
         "continued_tokens",
+        "accepted_rows",
         "record_choices",
         "rms_norm",
         "rms_norm_backward",

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from octile.kernels.triton import decode_step as kernel
-from octile.ops.decode_step import continued_tokens, record_choices, text_rows
+from octile.ops.decode_step import accepted_rows, continued_tokens, record_choices, text_rows
 from tests.kernels.triton.gpus import any_gpu
 
 pytestmark = [pytest.mark.usefixtures("gpu"), any_gpu]
@@ -34,6 +34,13 @@ def test_rows_of_texts(b: int, k: int):
     given = integers(100, b, k) - 2, integers(6 * 64, b), end, pages
     for found, expected in zip(kernel.launch_rows(*given, 64), text_rows(*given), strict=True):
         assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+
+
+@SIZES
+def test_rows_after_accepted_drafts(b: int, k: int):
+    given = integers(3, b, k) - 1, integers(2, b, k + 1)[:, 1:].contiguous(), integers(2**40, b)
+    for found, expected in zip(kernel.launch_accepted(*given), accepted_rows(*given), strict=True):
         assert torch.equal(found, expected)
 
 
