@@ -117,10 +117,10 @@ class Drafter:
             for (request, row), draft in zip(drafting, drafts, strict=True):
                 if isinstance(draft, Exception):
                     warnings.warn(f"a draft cannot be chosen: {draft!r}", RuntimeWarning, stacklevel=2)
-                    self.lacks_draft, draft = True, 0
-                    lacking.add(request.id)
+                    self.lacks_draft, draft = True, NOT_A_NUMBER
                 if draft == NOT_A_NUMBER:
-                    continue
+                    lacking.add(request.id)
+                    draft = 0
                 if request.id not in lacking:
                     request.drafts.append(draft)
                 # one more token than drafts is chosen, and the next draft is computed at the last one's position

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from octile.checkpoint.hugging_face import save
 from octile.checkpoint.tensor_file import TensorFile
+from octile.ops.sample_tokens import NOT_A_NUMBER
 from octile.scaled import ScaledTensor, quantize
 from octile.serve import drafts
 from octile.serve.config import EngineConfig
@@ -264,16 +265,22 @@ def a_difference_is_found_before_drafts(rank: int, folder: Path) -> None:
     check_that_a_difference_is_found(rank, 1, ahead=False)
 
 
-def check_a_draft_that_one_rank_cannot_choose(rank: int, folder: Path, n_drafts: int, ahead: bool) -> None:
-    """Rank 1 fails to choose the first draft of some steps; the texts are those of one process nevertheless."""
+def check_a_draft_that_one_rank_cannot_choose(
+    rank: int, folder: Path, n_drafts: int, ahead: bool, on_rank_0: int | None = None
+) -> None:
+    """Rank 1 fails to choose the first draft of some steps; the texts are those of one process nevertheless.
+
+    Rank 0 chooses that draft, or what is given in its place.
+    """
     choose_each, calls = drafts.choose_each, itertools.count()
 
     def failing(logits, rows):
         chosen = choose_each(logits, rows)
-        return [MemoryError("logits"), *chosen[1:]] if next(calls) % 5 == 1 else chosen
+        first = MemoryError("logits") if rank else on_rank_0
+        return [first, *chosen[1:]] if next(calls) % 5 == 1 else chosen
 
     with pytest.MonkeyPatch.context() as patch:
-        if rank:
+        if rank or on_rank_0 is not None:
             patch.setattr(drafts, "choose_each", failing)
         with pytest.warns(RuntimeWarning, match="a draft cannot be chosen") if rank else nullcontext():
             check_texts(rank, folder, n_drafts, ahead)
@@ -285,6 +292,10 @@ def one_rank_lacks_a_draft(rank: int, folder: Path) -> None:
 
 def one_rank_lacks_a_draft_between_two_passes(rank: int, folder: Path) -> None:
     check_a_draft_that_one_rank_cannot_choose(rank, folder, 3, ahead=False)
+
+
+def one_rank_lacks_a_draft_of_logits_that_have_a_nan_on_another(rank: int, folder: Path) -> None:
+    check_a_draft_that_one_rank_cannot_choose(rank, folder, 3, ahead=False, on_rank_0=NOT_A_NUMBER)
 
 
 def one_rank_lacks_a_draft_before_a_step_that_is_launched_ahead(rank: int, folder: Path) -> None:
@@ -389,6 +400,7 @@ WORKS = [
     a_difference_is_found_before_drafts,
     one_rank_lacks_a_draft,
     one_rank_lacks_a_draft_between_two_passes,
+    one_rank_lacks_a_draft_of_logits_that_have_a_nan_on_another,
     one_rank_lacks_a_draft_before_a_step_that_is_launched_ahead,
     another_token_is_found_before_the_next_step,
     only_the_weights_of_own_heads_are_read,
