@@ -39,7 +39,7 @@ def generate_from(
     opened = Folder.open(folder)
     tokens = _encode(prompt, opened.tokenizer, opened.model, sampling)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return _generate(opened.read_weights(device), opened.tokenizer, tokens, sampling)
+    return _generate(opened.read_weights(device, drafts=False), opened.tokenizer, tokens, sampling)
 
 
 def generate_text(

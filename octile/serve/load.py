@@ -70,13 +70,17 @@ class Folder:
             )
         return cls(inside, model, tokenizer)
 
-    def read_weights(self, device: torch.device) -> ServedWeights:
+    def read_weights(self, device: torch.device, drafts: bool) -> ServedWeights:
         """Read the weights. Activations are BF16 on a GPU and FP32 on a CPU.
+
+        Args:
+            device: of the weights.
+            drafts: whether to read the multi-token prediction layer, if the model has one.
 
         Raises:
             ValueError: a file is damaged.
         """
-        return ServedWeights.read(self.path, _activations(device), device)
+        return ServedWeights.read(self.path, _activations(device), device, drafts=drafts)
 
     def load(
         self, device: torch.device, engine: EngineConfig, cache: CacheConfig, phase: Phase | None = None
@@ -95,7 +99,7 @@ class Folder:
             MemoryError: the weights leave no place for a cache.
         """
         check_can_draft(engine.n_drafts, self.model.num_nextn_predict_layers > 0, "engine.n_drafts")
-        weights, stored = self.read_weights(device), cache.format or _cached(device)
+        weights, stored = self.read_weights(device, engine.n_drafts > 0), cache.format or _cached(device)
         n_pages = self._n_pages(weights, stored, engine, cache.gib, phase)
         runner = _runner(weights, n_pages, stored, engine, phase=phase)
         return Engine(runner, self.tokenizer, engine), runner

@@ -142,7 +142,7 @@ class SpreadExperts:
         spread.tp = tp
         numbers = num_active, num_nodes, drafts, routes_shared
         own = spread._prepare(read_model_config(path), physical_to_logical, ranks, *numbers)
-        spread.weights = ServedWeights.read(path, dtype, device, own, tp.share)
+        spread.weights = ServedWeights.read(path, dtype, device, own, tp.share, drafts)
         spread._set_slots()
         return spread
 

@@ -58,7 +58,7 @@ class ServedWeights:
         config: of the model.
         dtype: of activations, bfloat16 or float32.
         power_of_2: whether the scales of activations are powers of two.
-        mtp: None where the model has no multi-token prediction.
+        mtp: None where the model has no multi-token prediction, or does not draft.
         heads: which heads of attention are here.
     """
 
@@ -126,6 +126,7 @@ class ServedWeights:
         device: torch.device | str = "cpu",
         experts: Mapping[int, Sequence[int]] | None = None,
         heads: HeadShare = ALL_HEADS,
+        drafts: bool = True,
     ) -> ServedWeights:
         """Read the weights of a folder that `octile.load` reads, one tensor at a time: FP8 weights as stored.
 
@@ -135,9 +136,9 @@ class ServedWeights:
             device: of the weights.
             experts: the routed experts to read, in this order, of each layer that has some; shared experts, which are
                 read in any case, have the numbers after those of the last routed one, to be among them, too. The
-                multi-token prediction layer is read if its number, that after the last layer's, has experts here. None:
-                all routed experts.
+                multi-token prediction layer has the number after the last layer's. None: all routed experts.
             heads: which heads of attention to read.
+            drafts: whether to read the multi-token prediction layer, if the model has one.
 
         Raises:
             TypeError: dtype is another one.
@@ -158,7 +159,7 @@ class ServedWeights:
             scale = _read_part(shards, name + SCALE_SUFFIX, part and part.of_blocks())
             return ScaledTensor(tensor, scale.float().to(device), BLOCK)
 
-        return assemble(model.config, dtype, formats.x.scale == "power_of_2", read, experts, heads)
+        return assemble(model.config, dtype, formats.x.scale == "power_of_2", read, experts, heads, drafts)
 
 
 def has_fp8(specs: Mapping[str, TensorSpec], is_one: Callable[[str], bool]) -> bool:
@@ -214,6 +215,7 @@ def assemble(
     read: ReadWeight,
     experts: Mapping[int, Sequence[int]] | None = None,
     heads: HeadShare = ALL_HEADS,
+    drafts: bool = True,
 ) -> ServedWeights:
     """Read all weights of a model.
 
@@ -222,7 +224,7 @@ def assemble(
         dtype: of the activations.
         power_of_2: whether the scales of activations are powers of two.
         read: returns a weight by its name in a checkpoint.
-        experts: as of `ServedWeights.read`.
+        experts, drafts: as of `ServedWeights.read`.
         heads: of attention, whose parts of weights `read` returns.
 
     Raises:
@@ -233,7 +235,7 @@ def assemble(
         raise TypeError(f"activations must be bfloat16 or float32, not {dtype}")
     of = _Reader(config, dtype, read, experts or {}, heads)
     n, mtp = config.num_hidden_layers, None
-    if config.num_nextn_predict_layers and (experts is None or n in experts):
+    if config.num_nextn_predict_layers and drafts:
         layer = f"model.layers.{n}"
         mtp = MTPWeights(
             of.tensor(f"{layer}.enorm.weight"),

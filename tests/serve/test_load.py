@@ -96,6 +96,14 @@ def test_each_phase_has_its_own_graphs(monkeypatch, tokenizer, tmp_path, phase, 
     assert [(of["max_batch"], of["max_step_tokens"]) for of in made] == [(max_batch, max_step_tokens)]
 
 
+@pytest.mark.parametrize("n_drafts", [0, 1])
+def test_the_multi_token_prediction_layer_is_read_and_cached_for_drafts_alone(tokenizer, tmp_path, n_drafts):
+    folder = Folder.open(save_untrained(MICRO, tokenizer, tmp_path))
+    runner = folder.load(torch.device("cpu"), EngineConfig(n_drafts=n_drafts), CacheConfig())[1]
+    assert runner.can_draft is (n_drafts > 0)
+    assert len(runner.cache.layers) == MICRO.num_hidden_layers + n_drafts
+
+
 def test_a_gpu_without_room_for_the_graphs_is_named(monkeypatch):
     with pytest.raises(MemoryError, match="the cache has 0 GiB, but one page takes"):
         n_pages(monkeypatch, 4096, 2, free=2**20)
