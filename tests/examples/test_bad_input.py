@@ -1,5 +1,6 @@
 """Tests of the examples as scripts: bad input ends in one line and the exit code 2."""
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -9,24 +10,35 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+def check_one_line(printed: tuple[str, str], message: str) -> None:
+    out, err = printed
+    assert out == ""
+    assert err.startswith(f"octile: {message}")
+    assert err.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("example", "arguments", "message"),
     [
         ("train_with_a_loop", ["--text", "nowhere"], "text 'nowhere' is no file"),
         ("train_with_trainer", ["--steps", "0"], "steps must be at least 1, not 0"),
-        (
-            "torchtitan_converter",
-            ["--dim", "33"],
-            "dim must be a multiple of 32, the size of an attention head, not 33",
-        ),
         ("write_traces", ["nowhere"], "no checkpoint at nowhere"),
         ("fine_tune_on_traces", ["nowhere", "traces"], "no checkpoint at nowhere"),
         ("fine_tune_from_fp8", ["nowhere", "--text", "text"], "folder 'nowhere' has no config.json"),
     ],
 )
-def test_bad_input_ends_in_one_line(tmp_path, example, arguments, message):
-    command = [sys.executable, str(EXAMPLES / f"{example}.py"), *arguments]
+def test_bad_input_ends_in_one_line(tmp_path, monkeypatch, capsys, example, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [f"{example}.py", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLES / f"{example}.py"), run_name="__main__")
+    assert ended.value.code == 2
+    check_one_line(capsys.readouterr(), message)
+
+
+def test_so_does_the_process_of_a_script(tmp_path):
+    command = [sys.executable, str(EXAMPLES / "torchtitan_converter.py"), "--dim", "33"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr.startswith(f"octile: {message}")
-    assert ended.stderr.count("\n") == 1
+    assert ended.returncode == 2
+    message = "dim must be a multiple of 32, the size of an attention head, not 33"
+    check_one_line((ended.stdout, ended.stderr), message)
