@@ -4,7 +4,7 @@ import os
 import shutil
 import tempfile
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ from octile.recipe import Recipe
 from octile.train.best_model import BestModel
 from octile.train.captured_step import WARM_UP_STEPS
 from octile.train.checkpoints import RunCheckpoints
-from octile.train.config import ParallelConfig
+from octile.train.config import ParallelConfig, TrainConfig
 from octile.train.kept_activations import keep_activations
 from octile.train.token_losses import token_losses
 from octile.train.token_store import TokenStore
@@ -30,22 +30,41 @@ from tests.worlds import run_cases
 
 MODEL = replace(MICRO, num_hidden_layers=4, num_nextn_predict_layers=1)  # a dense layer, then mixtures
 SETTINGS = {"recipe": "float32", "steps": 40, "batch_size": 8, "micro_batches": 4, "val_sequences": 3, "model": MODEL}
+AVERAGED = replace(micro().optim, ema_decay=0.9)
 SCHEDULES = ("gpipe", "1f1b", "zb1p", "dualpipe", "dualpipev", "chimera")
 
 
 def trainers(store: TokenStore, ranks: Ranks, schedule: str = "1f1b", dp: int = 1, ep: int = 1, **changes):
     """The same run on this rank alone, and on all ranks."""
-    config = micro(**{**SETTINGS, **changes})
-    parallel = ParallelConfig(dp, ep, ranks.size // dp, schedule)
-    device = torch.device("cuda", ranks.rank) if torch.cuda.is_initialized() else torch.device("cpu")
-    return Trainer(config, store, device), Trainer(replace(config, parallel=parallel), store, device, ranks=ranks)
+    return Trainer(settings(**changes), store, device_of(ranks)), of_ranks(store, ranks, schedule, dp, ep, **changes)
 
 
-def check_equal_run(store: TokenStore, ranks: Ranks, schedule: str, dp: int = 1, ep: int = 1, **changes) -> None:
+def of_ranks(store: TokenStore, ranks: Ranks, schedule: str, dp: int, ep: int, **changes) -> Trainer:
+    """A run on all ranks."""
+    config = replace(settings(**changes), parallel=ParallelConfig(dp, ep, ranks.size // dp, schedule))
+    return Trainer(config, store, device_of(ranks), ranks=ranks)
+
+
+def settings(**changes) -> TrainConfig:
+    return micro(**{**SETTINGS, **changes})
+
+
+def device_of(ranks: Ranks) -> torch.device:
+    return torch.device("cuda", ranks.rank) if torch.cuda.is_initialized() else torch.device("cpu")
+
+
+@cache
+def run_of_one_process(folder: Path) -> tuple[Trainer, list[dict]]:
+    """What every schedule must equal: a trainer on a CPU after a few steps, and their measurements."""
+    alone = Trainer(settings(optim=AVERAGED), TokenStore.open(folder), torch.device("cpu"))
+    return alone, steps(alone)
+
+
+def check_equal_run(store: TokenStore, ranks: Ranks, schedule: str, dp: int = 1, ep: int = 1) -> None:
     """Losses, norms, loads, held-out losses and the state are those of one process."""
-    optim = replace(micro().optim, ema_decay=0.9)
-    alone, own = trainers(store, ranks, schedule, dp, ep, optim=optim, **changes)
-    expected, lines = steps(alone), steps(own)
+    alone, expected = run_of_one_process(store.folder)
+    own = of_ranks(store, ranks, schedule, dp, ep, optim=AVERAGED)
+    lines = steps(own)
     if dp == 1:
         assert lines[0]["loss"] == expected[0]["loss"]
         assert lines[0]["mtp_loss"] == expected[0]["mtp_loss"]
@@ -56,8 +75,7 @@ def check_equal_run(store: TokenStore, ranks: Ranks, schedule: str, dp: int = 1,
 def check_moved_run(store: TokenStore, ranks: Ranks, schedule: str, dp: int = 1, ep: int = 1) -> None:
     """A checkpoint with a best model goes from one process to the pipeline and back, which continue alike."""
     folder = Path(ranks.from_first(tempfile.mkdtemp))
-    optim = replace(micro().optim, ema_decay=0.9)
-    alone, own = trainers(store, ranks, schedule, dp, ep, optim=optim, recipe="delayed", val_sequences=2)
+    alone, own = trainers(store, ranks, schedule, dp, ep, optim=AVERAGED, recipe="delayed", val_sequences=2)
     steps(alone, 2)
     tensors, state = alone.state()
     best = BestModel(alone.model)
@@ -77,7 +95,7 @@ def check_moved_run(store: TokenStore, ranks: Ranks, schedule: str, dp: int = 1,
     tensors, state = own.state()
     checkpoints.save(4, own.layout.chunks(tensors), state)
     after = steps(own, 1)  # while it is written
-    again, _ = trainers(store, ranks, schedule, dp, ep, optim=optim, recipe="delayed")
+    again, _ = trainers(store, ranks, schedule, dp, ep, optim=AVERAGED, recipe="delayed")
     again.load(*load_checkpoint(checkpoints.latest()))
     check_close(after, steps(again, 1), rtol=2e-2, atol=0.0)
     checkpoints.close()
