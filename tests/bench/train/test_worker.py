@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from octile.bench.train import worker as worker_module
 from octile.bench.train.worker import Requests, Steps, Worker
 
 SECONDS = 100.0
@@ -79,7 +80,8 @@ def test_a_request_of_a_dead_process_is_reported_by_its_answer():
             worker.answer(SECONDS)
 
 
-def test_a_step_that_never_ends_is_killed():
+def test_a_step_that_never_ends_is_killed(monkeypatch):
+    monkeypatch.setattr(worker_module, "STOP_SECONDS", 1.0)
     with Worker(sleeper, 600.0) as worker:
         worker.request(Steps(1))
         with pytest.raises(TimeoutError, match="no answer within 1 s"):
