@@ -375,6 +375,26 @@ class ShardedCheckpoint:
         spec = self.specs[name]
         return self._read(name, (0,) * len(spec.shape), spec.shape)
 
+    def read_parts(self, rows: Mapping[str, slice | None]) -> dict[str, Tensor]:
+        """Read tensors, or rows of them, to the CPU. Each file is opened once, so that a store gets few requests.
+
+        Args:
+            rows: name of a tensor → the rows start … stop − 1 of it, or None: the whole tensor.
+
+        Raises:
+            FileNotFoundError, ValueError: a file is missing or damaged, or a tensor has fewer rows.
+        """
+        chunks = {}
+        for name, part in rows.items():
+            shape, dtype = tuple(self.specs[name].shape), self.dtype(name)
+            if part is None:
+                chunks[name] = Chunk.of(name, torch.empty(shape, dtype=dtype))
+            else:
+                local = torch.empty((part.stop - part.start, *shape[1:]), dtype=dtype)
+                chunks[name] = Chunk.rows(local, part.start, shape[0])
+        self.fill(chunks)
+        return {name: chunk.local for name, chunk in chunks.items()}
+
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Read rows start … stop − 1 of a tensor of at least one dimension, to the CPU.
 

@@ -132,7 +132,7 @@ def load_checkpoint(path: str | Path, check: bool = True) -> tuple[dict[str, Ten
     from octile.checkpoint.sharded import ShardedCheckpoint  # it takes a second to import
 
     checkpoint = ShardedCheckpoint(path, check)
-    return {name: checkpoint.read(name) for name in checkpoint.specs}, checkpoint.state
+    return checkpoint.read_parts(dict.fromkeys(checkpoint.specs)), checkpoint.state
 
 
 def _replace_folder(partial: Path, target: Path) -> None:

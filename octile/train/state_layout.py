@@ -174,19 +174,17 @@ class StateLayout:
         Raises:
             ValueError: a file is damaged, or a tensor has another number of rows than all ranks together.
         """
-        found: dict[str, Tensor] = {}
+        rows: dict[str, slice | None] = {}
         for name, spec in checkpoint.specs.items():
             if self._is_elsewhere(name):
                 continue
             layout = self.of(name) if spec.shape else None
             if layout is not None and spec.shape[0] != layout.total:
                 raise ValueError(f"{name} is {spec.shape} in the checkpoint but has {layout.total} rows here")
-            if self._shards is None or layout is None or layout.is_whole:
-                found[name] = checkpoint.read(name)
-            else:
-                rows = layout.of_rank(self._shards.rank)
-                found[name] = checkpoint.rows(name, rows.start, rows.stop)
-        return found
+            rows[name] = None
+            if self._shards is not None and layout is not None and not layout.is_whole:
+                rows[name] = layout.of_rank(self._shards.rank)
+        return checkpoint.read_parts(rows)
 
     def _is_elsewhere(self, name: str) -> bool:
         """Whether a tensor is that of a layer which only other ranks have."""

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from octile.checkpoint import files, training
+from octile.checkpoint.sharded import ShardedCheckpoint
+from octile.checkpoint.store import Store
 from octile.checkpoint.training import latest_checkpoint, load_checkpoint, save_checkpoint
 
 
@@ -33,6 +35,15 @@ def test_tensors_of_every_kind_come_back_bit_for_bit(tmp_path, same):
     found, _ = load_checkpoint(save_checkpoint(tmp_path, 1, tensors, {}))
     assert found.keys() == tensors.keys()
     assert all(same(found[name], tensors[name]) for name in tensors)
+
+
+def test_many_tensors_are_read_from_a_file_that_is_opened_once(tmp_path, monkeypatch):
+    tensors = {f"w{number}": torch.full((3,), float(number)) for number in range(20)}
+    checkpoint, opened, open_file = ShardedCheckpoint(save_checkpoint(tmp_path, 1, tensors, {})), [], Store.open
+    monkeypatch.setattr(Store, "open", lambda store, name: (opened.append(name), open_file(store, name))[1])
+    found = checkpoint.read_parts({name: slice(1, 3) if name == "w7" else None for name in tensors})
+    assert opened == ["tensors.safetensors"]
+    assert all(found[name].equal(t[1:] if name == "w7" else t) for name, t in tensors.items())
 
 
 def test_state_comes_back_bit_for_bit(tmp_path):
