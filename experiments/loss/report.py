@@ -10,10 +10,10 @@ interval is over blocks of these. A run that was stopped early is compared at th
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import statistics
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -789,5 +789,8 @@ def _table(rows: Rows) -> str:
 
 
 if __name__ == "__main__":
-    *given, last = map(Path, sys.argv[1:])
-    print(write(given, last))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, nargs="+", help="files of results")
+    parser.add_argument("folder", type=Path)
+    asked = parser.parse_args()
+    print(write(asked.results, asked.folder))
