@@ -125,7 +125,7 @@ def accepted_rows(chosen: Tensor, tokens: Tensor, first: Tensor) -> tuple[Tensor
     """
     _check_accepted(chosen, tokens, first)
     b, k = chosen.shape
-    accepted_B = (chosen[:, : k - 1] == tokens[:, 1:]).cumprod(1).sum(1)
+    accepted_B = _count_accepted(chosen, tokens)
     return chosen.clamp(min=0).flatten(), first + accepted_B, torch.arange(b, device=chosen.device) * k + accepted_B
 
 
@@ -164,7 +164,7 @@ def record_choices(
         ValueError: shapes, strides or devices do not fit together.
     """
     _check_choices(chosen, tokens, drafts, last, advance, results)
-    accepted_B1 = (chosen[:, :-1] == tokens[:, 1:]).cumprod(1).sum(1, keepdim=True)
+    accepted_B1 = _count_accepted(chosen, tokens)[:, None]
     last.copy_(torch.cat((chosen.gather(1, accepted_B1), drafts), dim=1))
     advance.copy_(accepted_B1[:, 0] + 1)
     results.copy_(torch.cat((chosen, accepted_B1, drafts), dim=1))
@@ -181,6 +181,11 @@ def _(chosen, tokens, drafts, last, advance, results):
 
     _check_choices(chosen, tokens, drafts, last, advance, results)
     kernel.launch_choices(chosen, tokens, drafts, last, advance, results)
+
+
+def _count_accepted(chosen: Tensor, tokens: Tensor) -> Tensor:
+    """Count the drafts of each request before the first that is not what the row before it has chosen: [B]."""
+    return (chosen[:, :-1] == tokens[:, 1:]).cumprod(1).sum(1)
 
 
 def _check_continued(numbers: Tensor, last: Tensor, advance: Tensor) -> None:

@@ -111,15 +111,10 @@ def accepted_rows(
     """Requests of a program: their choices as tokens, and the last row that counts."""
     b = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     inside = b < B
-    choice = tl.load(chosen + b * K, mask=inside, other=0)
-    tl.store(next_tokens + b * K, tl.maximum(choice, 0), mask=inside)
-    counts = inside  # whether all drafts so far are accepted
-    accepted = tl.zeros([BLOCK], tl.int64)
-    for j in tl.static_range(1, K):
-        counts = counts & (choice == tl.load(tokens + b * K + j, mask=inside, other=0))
-        accepted += counts.to(tl.int64)
+    for j in tl.static_range(K):
         choice = tl.load(chosen + b * K + j, mask=inside, other=0)
         tl.store(next_tokens + b * K + j, tl.maximum(choice, 0), mask=inside)
+    accepted = _count_accepted(chosen, tokens, b, inside, K, BLOCK)
     tl.store(positions + b, tl.load(first + b, mask=inside, other=0) + accepted, mask=inside)
     tl.store(rows + b, b * K + accepted, mask=inside)
 
@@ -131,20 +126,26 @@ def record_choices(
     """Requests of a program: what they leave to the next step and to the host."""
     b = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     inside = b < B
-    choice = tl.load(chosen + b * K, mask=inside, other=0)
-    tl.store(results + b * 2 * K, choice, mask=inside)
-    counts = inside  # whether all drafts so far are accepted
-    accepted = tl.zeros([BLOCK], tl.int64)
-    next_token = choice
-    for j in tl.static_range(1, K):
-        counts = counts & (choice == tl.load(tokens + b * K + j, mask=inside, other=0))
-        accepted += counts.to(tl.int64)
+    accepted = _count_accepted(chosen, tokens, b, inside, K, BLOCK)
+    for j in tl.static_range(K):
         choice = tl.load(chosen + b * K + j, mask=inside, other=0)
-        next_token = tl.where(counts, choice, next_token)
         tl.store(results + b * 2 * K + j, choice, mask=inside)
+    for j in tl.static_range(1, K):
         draft = tl.load(drafts + b * (K - 1) + j - 1, mask=inside, other=0)
         tl.store(results + b * 2 * K + K + j, draft, mask=inside)
         tl.store(last + b * K + j, draft, mask=inside)
     tl.store(results + b * 2 * K + K, accepted, mask=inside)
-    tl.store(last + b * K, next_token, mask=inside)
+    tl.store(last + b * K, tl.load(chosen + b * K + accepted, mask=inside, other=0), mask=inside)
     tl.store(advance + b, accepted + 1, mask=inside)
+
+
+@triton.jit
+def _count_accepted(chosen, tokens, b, inside, K: tl.constexpr, BLOCK: tl.constexpr):
+    """The drafts of requests b before the first that is not what the row before it has chosen."""
+    counts = inside  # whether all drafts so far are accepted
+    accepted = tl.zeros([BLOCK], tl.int64)
+    for j in tl.static_range(1, K):
+        choice = tl.load(chosen + b * K + j - 1, mask=inside, other=0)
+        counts = counts & (choice == tl.load(tokens + b * K + j, mask=inside, other=0))
+        accepted += counts.to(tl.int64)
+    return accepted
