@@ -31,11 +31,22 @@ def pick_own_device(name: str) -> torch.device:
     device = pick_device(name)
     if device.type != "cuda" or count_ranks() == 1:
         return device
-    local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-    if int(os.environ.get("LOCAL_WORLD_SIZE") or 1) > gpus:
-        raise ValueError(
-            f"a rank needs a GPU, but torchrun has started {os.environ['LOCAL_WORLD_SIZE']} processes on a machine "
-            f"with {gpus}: start fewer, or use --device cpu"
-        )
+    return take_own_gpu("a rank needs a GPU", ": start fewer, or use --device cpu")
+
+
+def take_own_gpu(what: str, advice: str = "") -> torch.device:
+    """Make the GPU with this rank's number on its machine the current one, and return it.
+
+    Args:
+        what: who needs a GPU for each rank: the beginning of the error's message.
+        advice: what to do where they are too few: its end.
+
+    Raises:
+        ValueError: torchrun has started more ranks on a machine than it has GPUs.
+    """
+    started, gpus = int(os.environ.get("LOCAL_WORLD_SIZE") or 1), torch.cuda.device_count()
+    if started > gpus:
+        raise ValueError(f"{what}, but torchrun has started {started} processes on a machine with {gpus}{advice}")
+    local = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(local)
     return torch.device("cuda", local)

@@ -15,6 +15,7 @@ import torch
 from octile.bench import goals
 from octile.bench.rows import Row, table
 from octile.bench.serve import endpoint, engine, ranks
+from octile.parallel.device import take_own_gpu
 
 LEGEND = "ratio: ours / theirs, the peer's. Higher is better for speeds, lower is better for times."
 
@@ -30,7 +31,8 @@ def rows(run: Path | None) -> Iterator[Row]:
         ValueError: the ranks do not divide the experts, or a machine has fewer GPUs than ranks.
     """
     if run is None:
-        yield from ranks.rows(ranks.V2_LITE, ranks.own_device())
+        device = take_own_gpu("serve on several ranks is measured with a GPU for each")
+        yield from ranks.rows(ranks.V2_LITE, device)
         return
     yield from endpoint.rows(run)
     if torch.cuda.is_available():

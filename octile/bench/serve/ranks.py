@@ -8,7 +8,6 @@ all of them together, and divide the heads of attention (`octile.serve.tensor_pa
 
 from __future__ import annotations
 
-import os
 import random
 import sys
 import time
@@ -38,23 +37,6 @@ from octile.tokenizer import MIN_VOCAB_SIZE, Tokenizer
 
 V2_LITE = replace(alone.V2_LITE, batches=(256,))
 TIMEOUT = 60.0  # seconds; a rank that hangs ends the measurement
-
-
-def own_device() -> torch.device:
-    """The GPU of this rank.
-
-    Raises:
-        ValueError: the machine has fewer GPUs than ranks.
-    """
-    started, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
-    if started > gpus:
-        raise ValueError(
-            f"serve on several ranks is measured with a GPU for each, but torchrun has started {started} processes "
-            f"on a machine with {gpus}"
-        )
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    return device
 
 
 def rows(shape: Shape, device: torch.device) -> Iterator[Row]:
