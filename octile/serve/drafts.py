@@ -3,7 +3,7 @@
     draft    the layer reads the hidden state of position t and the token at t + 1, and predicts the token at t + 2; for
              further drafts it reads its own hidden state instead of the model's
     verify   the next forward pass reads the last token and its drafts, and chooses the token after each of them; drafts
-             are accepted as long as they are the chosen tokens, and so is the choice after the last accepted one
+             are accepted before the first that is not the chosen token, and the choice after them is kept, too
 
 A token is chosen from the model's logits with the noise of its position alone (`sampler.py`), so drafts change how many
 passes a text takes, and nothing else: greedy and sampled texts are the same with and without them. A draft is sampled
