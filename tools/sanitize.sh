@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # compute-sanitizer over a short list of GPU tests: memcheck, racecheck and synccheck, of the GEMM kernel ("gemms"), of the
 # CUDA and Triton kernels that quantize ("quantize"), of the kernels of gate, routing, cross-entropy, norms, rotary
-# embeddings and optimizer ("elementwise"), and of decoding's attention, the indexer's logits and the choice of keys
-# ("attention", without racecheck, which cannot follow their barriers). Arguments choose lists, TOOLS the tools, LIMIT the
+# embeddings and optimizer ("elementwise"), of decoding's attention, the indexer's logits and the choice of keys
+# ("attention", without racecheck, which cannot follow their barriers), and of decode steps of at most 8 rows ("few_rows").
+# Arguments choose lists, TOOLS the tools, LIMIT the
 # seconds of each. All run at the same time, for at most seven minutes. racecheck is the slowest and gets fewer GEMMs, and
 # the variant of the kernel in which it can follow the order of accesses (racecheck_all_lanes.py, which also compares the
 # machine code of both). Exit code 1 where one of them is not clean. Needs a Hopper GPU. The output is in
@@ -40,6 +41,10 @@ or test_positions_outside or test_pages_outside or (test_logits_of_any_shape and
 or (test_logits_of_pages and float32 and 128 and 3) or (test_logits_of_any_distribution and 3000) \
 or (test_rows_of_any_length and (5-9000 or 1-131072))"
 
+FEW_ROWS="(test_products and (1-2048 or 3-1408 or 7-16 or 8-10944)) or (test_attention and (lengths0 or lengths2)) \
+or test_rows_of_one_text_attend or (test_numbers_of_rows and (1 or 3 or 8)) \
+or (test_shapes_and_choices and not 7168) or (test_extreme_values_stay and nan)"
+
 NO_GEMM="not test_the_choice_and and not test_the_experts_with" # of the elementwise tests
 
 sanitize() { # tool list tests; pytest's options. Exit code 7: errors were found
@@ -52,10 +57,10 @@ sanitize() { # tool list tests; pytest's options. Exit code 7: errors were found
         >"$OUT/sanitizer_$1_$2.txt" 2>&1
 }
 
-read -ra lists <<<"${*:-gemms quantize elementwise attention}"
+read -ra lists <<<"${*:-gemms quantize elementwise attention few_rows}"
 read -ra tools <<<"${TOOLS:-memcheck racecheck synccheck}"
 for list in "${lists[@]}"; do
-    [[ $list =~ ^(gemms|quantize|elementwise|attention)$ ]] || { echo "no list $list: gemms, quantize, elementwise, attention" >&2; exit 2; }
+    [[ $list =~ ^(gemms|quantize|elementwise|attention|few_rows)$ ]] || { echo "no list $list: gemms, quantize, elementwise, attention, few_rows" >&2; exit 2; }
 done
 declare -A jobs
 for tool in "${tools[@]}"; do
@@ -67,6 +72,7 @@ for tool in "${tools[@]}"; do
         racecheck,attention) continue ;;
         # shellcheck disable=SC2086  (a file each)
         *,attention) sanitize "$tool" attention "$ATTENTION" $(printf 'tests/gpu/cuda/test_%s.py ' $ATTENTION_FILES) & ;;
+        *,few_rows) sanitize "$tool" few_rows "$FEW_ROWS" tests/gpu/cuda/test_few_rows.py tests/gpu/cuda/test_few_rows_mixture.py & ;;
         *,elementwise)
             selected=$ELEMENTWISE # racecheck and initcheck find errors in cuBLAS's kernels that split K
             [[ $tool =~ ^(racecheck|initcheck)$ ]] && selected="($ELEMENTWISE) and $NO_GEMM"
