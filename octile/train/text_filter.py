@@ -55,12 +55,21 @@ class DuplicateFilter:
 
     def has_seen(self, text: str) -> bool:
         """Whether most lines were seen before; if not, add them to the lines seen."""
-        lines = {_hash(line) for line in map(str.strip, text.splitlines()) if len(line) >= 20}
-        sample = {h for h in lines if h % 8 == 0} if len(lines) > 64 else lines
+        sample = _sample(text)
         if sample and len(sample & self.seen) > MAX_DUPLICATE_SHARE * len(sample):
             return True
-        self.seen |= {h for h in lines if h % 8 == 0} if len(lines) > 64 else sample
+        self.seen |= sample
         return False
+
+    def add(self, text: str) -> None:
+        """Add the lines of a text to the lines seen."""
+        self.seen |= _sample(text)
+
+
+def _sample(text: str) -> set[int]:
+    """The hashes of a text's longer lines: of an eighth of them, or of all if they are few."""
+    lines = {_hash(line) for line in map(str.strip, text.splitlines()) if len(line) >= 20}
+    return {h for h in lines if h % 8 == 0} if len(lines) > 64 else lines
 
 
 def _hash(line: str) -> int:
