@@ -55,7 +55,7 @@ class Result:
 
     job: dict[str, Any]
     state: str = "running"
-    facts: dict[str, Any] = field(default_factory=dict)  # machine, commit, configuration, sizes, costs
+    facts: dict[str, Any] = field(default_factory=dict)  # machine, commit, text_tokens, configuration, sizes, costs
     steps: list[int] = field(default_factory=list)
     loss: list[float] = field(default_factory=list)
     grad_norm: list[float] = field(default_factory=list)
@@ -85,7 +85,7 @@ def run(store: TokenStore, job: Job, out: Path) -> Result:
     """Train the job and write its result to `out`."""
     device = pick_device("auto")
     config = job.config()
-    result = Result(job.to_json(), facts={"machine": machine(device)})
+    result = Result(job.to_json(), facts={"machine": machine(device), "text_tokens": store.manifest.tokens["train"]})
     result.write(out)
     begin = time.perf_counter()
     trainer = Trainer(config, store, device, recipe(job.recipe))

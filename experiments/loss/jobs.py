@@ -13,7 +13,7 @@ branch       the rest of that run under each recipe, from the same weights and m
              seed 2 also the control
 long-trunk,  the same for runs over 300M tokens: they measure the cost of the last 180M tokens
 long-branch
-billion      the smallest size over 1B tokens
+billion      the smallest size over 1B tokens of the longer text (`experiments.loss.text`)
 ablation     recipes and variations at the smallest size, all from the same weights and the same batches
 rate         learning rates up to divergence
 balance      variations of the expert balance, and multi-token prediction

@@ -24,9 +24,10 @@ import numpy.typing as npt
 
 from experiments.loss.figures import COLORS, Line, save_lines, save_loads
 from experiments.loss.job import DIVERGED_LOSS, STEPS_PER_LINE
-from experiments.loss.jobs import BALANCE_TOKENS, BALANCES, CORE, LONG, RATE_RECIPES, RATES, Job, all_jobs, job
+from experiments.loss.jobs import BALANCE_TOKENS, BALANCES, CORE, RATE_RECIPES, RATES, Job, all_jobs, job
 from experiments.loss.sizes import MODELS, SEQUENCE, TOKENS_A_STEP, VOCABULARY, operations, share_in_8_bits
 from experiments.loss.sizes import RATES as USUAL_RATE
+from experiments.loss.text import FACTS, LONG_FACTS
 from octile.report.compare.intervals import TEXT_BLOCKS, block_means, bootstrap_interval, student_interval
 from octile.report.compare.page import save_compare_figure, write_compare_report
 from octile.report.compare.result import CompareResult, Curve
@@ -42,7 +43,9 @@ SCRATCH = {
     "core": "",
     "slow": ", half the rate",
     "long": "",
+    "billion": "",
 }  # groups of runs from scratch, and what their sizes are called
+LENGTHS = ("core", "long", "billion")  # groups of runs from scratch at the usual rate, the shortest runs first
 NOTE = "note.md"  # what is to be said of these runs before all else
 AFTER_WARM_UP = 0.2  # share of the steps after which the expert load counts
 COUNTERPART = {"no_promotion": "per_tensor"}  # the recipe that it changes in one thing; others change `deepseek_v3`
@@ -52,7 +55,10 @@ STEEP = 3.2  # nats a token; where the loss falls most steeply
 METHOD = f"""| step | command |
 | --- | --- |
 | text | `python -m experiments.loss.text fetch .data`, then `… build .data` |
+| longer text | `python -m experiments.loss.text fetch .data --long`, then `… extend .data STORE .data/long`, where \
+STORE has the checksums of `text.json`: commit d7c74e3 builds it |
 | runs | `python -m experiments.loss.run .data/tokens OUT --seconds N --gpus 0,1,…` |
+| runs over 1B tokens | `python -m experiments.loss.run .data/long OUT --seconds N --groups billion` |
 | this page | `python -m experiments.loss.report results.json FOLDER` |
 
 `sizes.py` and `jobs.py` configure the runs. `recipes.py` lists what a variation changes, `docs/recipes.md` the
@@ -184,7 +190,7 @@ class Results:
     def tokens(self, group: str, size: str) -> str:
         """Return the tokens of each run of a group and size, which must have one."""
         jobs = (r["job"] for r in self.all.values())
-        return next(f"{job['tokens'] / 1e6:.0f}M" for job in jobs if (job["group"], job["size"]) == (group, size))
+        return next(f"{job['tokens'] / 1e6:,.0f}M" for job in jobs if (job["group"], job["size"]) == (group, size))
 
     def bf16(self, group: str, size: str) -> list[Result]:
         """Return the BF16 runs, sorted by seed."""
@@ -237,7 +243,8 @@ def answer_table(r: Results) -> str:
             "`control` from scratch",
         )
     ]
-    for group, branches in BRANCHES_OF.items():
+    for group in LENGTHS:
+        branches = BRANCHES_OF.get(group, "")
         for size in r.sizes(group, branches):
             tokens = r.tokens(group if size in r.sizes(group) else branches, size)
             base = r.get(group, size, "bf16")
@@ -268,7 +275,7 @@ def core_table(r: Results) -> str:
         ("size", "recipe, seed", "tokens", LOSS_COLUMN, "gap to BF16", TEXT_COLUMN, f"below {STEEP} at step",
          "tokens/s", "GiB", "")
     ]  # fmt: skip
-    for group in ("core", "again", "slow", "long"):
+    for group in ("core", "again", "slow", "long", "billion"):
         for size in r.sizes(group):
             for result in sorted(r.of(group, size), key=lambda x: (x["job"]["recipe"], x["job"]["seed"])):
                 job = result["job"]
@@ -278,7 +285,7 @@ def core_table(r: Results) -> str:
                 rows.append((
                     f"{size}{SCRATCH.get(group, '')}",
                     f"`{job['recipe']}`, {job['seed']}{', again' if group == 'again' else ''}",
-                    f"{result['facts']['tokens'] / 1e6:.0f}M" if "tokens" in result["facts"] else "",
+                    f"{result['facts']['tokens'] / 1e6:,.0f}M" if "tokens" in result["facts"] else "",
                     _loss(result),
                     _percent(gap(result, base)[0]) + (" (the noise)" if is_base else "") if base else "",
                     interval(result, base) if base else "",
@@ -541,7 +548,7 @@ def _balance_of_other_runs(r: Results) -> str:
     rows: Rows = [
         ("size", "recipe, seeds", "tokens", "max load / mean, mean over layers", "worst layer", f"aim ≤ {AIM}")
     ]
-    for group in ("core", "long"):
+    for group in LENGTHS:
         for size in r.sizes(group):
             runs = defaultdict(list)
             for result in sorted(r.of(group, size), key=lambda x: (x["job"]["recipe"], x["job"]["seed"])):
@@ -648,17 +655,33 @@ def _usual(r: Results) -> Iterable[Result]:
     return (x for x in found if x)
 
 
-def text_table() -> str:
-    facts = json.loads(Path(__file__).with_name("text.json").read_text())
-    rows: Rows = [("source", "MB"), *((name, f"{n / 1e6:.1f}") for name, n in facts["bytes"].items())]
-    kinds = ", ".join(f"{n / 1e6:.0f} MB of {kind}" for kind, n in facts["kinds"].items())
-    tokens = f"{facts['tokens']['train']:,} tokens to train on, {facts['tokens']['val']:,} held out"
-    passes = [tokens / facts["tokens"]["train"] for tokens in (CORE, LONG)]
-    return (
-        f"{kinds}; {tokens}, with a vocabulary of {VOCABULARY:,}. A run over {CORE / 1e6:.0f}M tokens reads"
-        f" {passes[0]:.0%} of the text once; one over {LONG / 1e6:.0f}M makes {passes[1]:.1f} passes over it.\n\n"
-        f"{_table(rows)}"
+def text_table(r: Results) -> str:
+    """Return what the text and the longer text consist of, and how often the runs read them."""
+    text, more = (json.loads(file.read_text()) for file in (FACTS, LONG_FACTS))
+    kinds, more_kinds = (
+        " and ".join(f"{n / 1e6:.0f} MB of {kind}" for kind, n in of["kinds"].items()) for of in (text, more)
     )
+    rows: Rows = [("source", "MB", "MB that the longer text adds")]
+    for name in text["bytes"] | more["bytes"]:
+        rows.append((name, *(f"{of['bytes'][name] / 1e6:.1f}" if name in of["bytes"] else "" for of in (text, more))))
+    return (
+        f"The text has {kinds}: {text['tokens']['train']:,} tokens to train on and {text['tokens']['val']:,} held out,"
+        f" with a vocabulary of {VOCABULARY:,}. The longer text, for runs over 1B tokens, begins with the text, adds"
+        f" {more_kinds}, and has {more['tokens']['train']:,} tokens to train on. Both have the same held-out tokens."
+        f"\n\n{_passes_table(r, text['tokens']['train'])}\n\n{_table(rows)}"
+    )
+
+
+def _passes_table(r: Results, unrecorded: int) -> str:
+    """Return how often runs over at least CORE tokens read their text, which has `unrecorded` tokens in old results."""
+    found = {
+        (x["job"]["tokens"], x.get("facts", {}).get("text_tokens", unrecorded))
+        for x in r.all.values()
+        if x["job"]["tokens"] >= CORE
+    }
+    rows: Rows = [("tokens of a run", "tokens of its text", "passes over it")]
+    rows += [(f"{run / 1e6:,.0f}M", f"{text / 1e6:,.1f}M", f"{run / text:.2f}") for run, text in sorted(found)]
+    return _table(rows) if found else f"No run is over {CORE / 1e6:.0f}M tokens or more."
 
 
 def size_table() -> str:
@@ -740,7 +763,7 @@ def write(files: Sequence[Path], folder: Path) -> Path:
         "The loss of FP8 compared with BF16": "",
         "Summary": answer_table(r) + "\n\n" + TERMS,
         "Method": METHOD + "\n\n" + machines(r),
-        "Text": text_table(),
+        "Text": text_table(r),
         "Models": size_table(),
         "The loss": core_table(r),
         "From scratch, all runs": scratch_table(r) or "No recipe was run twice.",

@@ -56,6 +56,7 @@ def test_a_run_stores_its_curves_and_its_cost(store, tmp_path):
     assert result["steps"] == [2, 4, 6, 8]
     assert len(result["loss"]) == len(result["speed"]) == len(result["imbalance"]) == 4
     assert result["loads"] == []  # of `balance` alone
+    assert result["facts"]["text_tokens"] == len(store.train)
     assert result["val_steps"] == [4, 8]
     assert result["val_loss"][-1] == pytest.approx(sum(result["window_loss"]) / len(result["window_loss"]), rel=1e-5)
     assert result["facts"]["bytes_a_parameter"]["exp_avg"] == 2.0

@@ -1,9 +1,12 @@
-"""Tests of the report of the loss experiment: what it says of the runs that are missing."""
+"""Tests of the report of the loss experiment: what it says of missing runs, of the text, and of runs over 1B tokens."""
 
+import json
 from dataclasses import replace
 
-from experiments.loss.jobs import CORE, RATE, Job, all_jobs, job
-from experiments.loss.report import not_run
+import pytest
+
+from experiments.loss.jobs import BILLION, CORE, LONG, RATE, SHORT, Job, all_jobs, job
+from experiments.loss.report import LONG_FACTS, Results, answer_table, core_table, not_run, scratch_table, text_table
 
 
 def rows_of(jobs: list[Job]) -> list[str]:
@@ -36,3 +39,47 @@ def test_without_missing_runs_that_is_said():
 
 def test_no_line_is_long():
     assert max(map(len, not_run(all_jobs()).splitlines())) < 500
+
+
+def result(one: Job, **facts: object) -> dict[str, object]:
+    """A result of a run that ended with a held-out loss of 2, or of 2.01 with FP8."""
+    loss = 2.0 if one.recipe == "bf16" else 2.01
+    return {
+        "job": one.to_json(), "state": "done", "facts": facts, "steps": [8], "loss": [loss], "speed": [100],
+        "val_steps": [8], "val_loss": [loss], "imbalance": [[1.5]],
+    }  # fmt: skip
+
+
+def test_passes_are_over_the_text_that_a_run_read():
+    long = json.loads(LONG_FACTS.read_text())["tokens"]["train"]
+    runs = [result(job("core", "30m", "bf16", seed, CORE)) for seed in (0, 1)]
+    runs += [result(job("ablation", "30m", "bf16", 0, SHORT)), result(job("long", "30m", "bf16", 0, LONG))]
+    runs += [result(job("billion", "30m", recipe, 0, BILLION), text_tokens=long) for recipe in ("bf16", "deepseek_v3")]
+    text = text_table(Results(runs))
+    assert text.split("\n\n")[1].splitlines()[2:] == [
+        "| 100M | 106.9M | 0.94 |",
+        "| 300M | 106.9M | 2.81 |",
+        f"| 1,000M | {long / 1e6:.1f}M | {BILLION / long:.2f} |",
+    ]
+    assert f"has {long:,} tokens to train on" in text
+
+
+def test_the_longer_text_is_long_enough_for_four_passes():
+    assert json.loads(LONG_FACTS.read_text())["tokens"]["train"] >= BILLION / 4
+
+
+def test_without_long_runs_no_passes_are_listed():
+    text = text_table(Results([result(job("ablation", "30m", "bf16", 0, SHORT))]))
+    assert "No run is over 100M tokens or more." in text
+
+
+@pytest.mark.parametrize("table", [answer_table, core_table, scratch_table])
+def test_tables_of_runs_from_scratch_have_those_over_a_billion_tokens(table):
+    runs = [job("core", "30m", recipe, seed, CORE) for recipe in ("bf16", "deepseek_v3") for seed in (0, 1)]
+    again = replace(job("again", "30m", "deepseek_v3", 0, CORE), name="again-30m-deepseek_v3-0-1")
+    runs += [again, *(job("billion", "30m", recipe, 0, BILLION) for recipe in ("bf16", "deepseek_v3"))]
+    rows = [
+        row for row in table(Results(result(one, tokens=one.tokens) for one in runs)).splitlines() if "1,000M" in row
+    ]
+    assert rows
+    assert "| +0.50% |" in rows[-1]
