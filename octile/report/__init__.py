@@ -16,12 +16,16 @@ dark setting. Every figure has a caption that is written from the data.
     schedule.py     the figure of a pipeline schedule
 """
 
-from octile.report.compare.file import read_result
-from octile.report.compare.page import save_compare_figure, write_compare_report
-from octile.report.compare.result import CompareResult, Curve
-from octile.report.compare.summary import verdict_sentence
-from octile.report.compare.tables import format_compare_table, format_details_table
-from octile.report.run.page import save_figure, write_run_report
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from octile.report.compare.file import read_result
+    from octile.report.compare.page import save_compare_figure, write_compare_report
+    from octile.report.compare.result import CompareResult, Curve
+    from octile.report.compare.summary import verdict_sentence
+    from octile.report.compare.tables import format_compare_table, format_details_table
+    from octile.report.run.page import save_figure, write_run_report
 
 __all__ = [
     "CompareResult",
@@ -35,3 +39,11 @@ __all__ = [
     "write_compare_report",
     "write_run_report",
 ]
+_MODULES = "compare.file", "compare.page", "compare.result", "compare.summary", "compare.tables", "run.page"
+
+
+def __getattr__(name: str) -> object:
+    if name in __all__:  # late: `octile.report.page` formats numbers without torch
+        modules = (import_module(f"octile.report.{module}") for module in _MODULES)
+        return next(getattr(module, name) for module in modules if hasattr(module, name))
+    raise AttributeError(f"module 'octile.report' has no attribute {name!r}")
