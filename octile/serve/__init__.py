@@ -59,7 +59,11 @@ Ranks
 
 Processes
     async_engine.py           an engine in a thread of its own, whose outputs an event loop reads
-    http/                     `octile serve`: OpenAI's protocol over HTTP
+    commands.py               commands of other threads for the thread that steps an engine
+    engine_end.py             the end of a pipe at which an engine is stepped
+    pipe_engine.py            the other end, which is an engine for another process
+    messages.py               what the two ends send
+    http/                     `octile serve`: OpenAI's protocol over HTTP, in a process of its own
     disaggregated/            prefill and decoding in processes of their own
     generate.py               `octile generate`
     load_test.py              many clients that stream completions and time them

@@ -10,12 +10,11 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
-from octile.parallel.ranks import explain
+from octile.serve.commands import Commands
 from octile.serve.request import FinishReason, Output, Request, Sampling
 from octile.serve.stats import Stats
 
@@ -159,9 +158,7 @@ class AsyncEngine:
         self.failure: Exception | None = None
         self.on_failure: Callable[[], object] = lambda: None
         self._engine, self._observer = engine, observer or Observer()
-        self._wake = threading.Condition()
-        self._commands: deque[Callable[[], object]] = deque()
-        self._is_stopping = False
+        self._commands = Commands(engine.idle_seconds, engine.wake)
         self._running: dict[int, _Choice] = {}  # only the engine's thread uses it
         self._streams: set[Stream] = set()  # only the event loop uses it
         self._closed: str | None = None  # why nothing can be submitted
@@ -188,7 +185,7 @@ class AsyncEngine:
         stream = Stream(self, asked)
         self._streams.add(stream)
         for choice in stream.choices:
-            self._command(partial(self._add, choice))
+            self._commands.add(partial(self._add, choice))
         return stream
 
     def forget(self, stream: Stream) -> None:
@@ -198,7 +195,7 @@ class AsyncEngine:
             if not choice.is_finished:
                 choice.is_finished = True
                 self._observer.ended(time.perf_counter() - choice.submitted, FinishReason.CANCELED)
-                self._command(partial(self._cancel, choice))
+                self._commands.add(partial(self._cancel, choice))
 
     def abort(self, reason: str) -> None:
         """Have the readers of all streams raise an EngineError, and every later `submit` too."""
@@ -210,24 +207,15 @@ class AsyncEngine:
     async def stop(self) -> None:
         """Abort what is left and end the thread."""
         self.abort("the server has stopped")
-        with self._wake:
-            self._is_stopping = True
-            self._wake.notify()
-        self._engine.wake()
+        self._commands.stop()
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join, STOP_SECONDS)
-
-    def _command(self, command: Callable[[], object]) -> None:
-        with self._wake:
-            self._commands.append(command)
-            self._wake.notify()
-        self._engine.wake()
 
     # the engine's thread
 
     def _work(self) -> None:
         try:
-            while self._carry_out_commands():
+            while self._commands.carry_out(lambda: self._running, self._show_stats):
                 outputs, now = self._engine.step(), time.perf_counter()
                 pairs = [(self._running[o.request_id], o) for o in outputs if o.request_id in self._running]
                 for choice, output in pairs:
@@ -236,24 +224,10 @@ class AsyncEngine:
                         choice.request_id = None
                 self._call(self._deliver, pairs, now, self._engine.stats())
         except Exception as error:
-            self._call(self._fail, explain(error))
+            self._call(self._fail, error)
 
-    def _carry_out_commands(self) -> bool:
-        """Carry out commands until there is something to step; return whether there is, or the thread is to end."""
-        while True:
-            with self._wake:
-                has_waited = not self._wake.wait_for(
-                    lambda: self._commands or self._running or self._is_stopping, self._engine.idle_seconds
-                )
-                commands = [self._commands.popleft() for _ in range(len(self._commands))]
-                is_stopping = self._is_stopping
-            for command in commands:
-                command()
-            if is_stopping:
-                return False
-            if self._running or has_waited:
-                return True
-            self._call(self._deliver, [], 0.0, self._engine.stats())  # a canceled request has freed its pages
+    def _show_stats(self) -> None:
+        self._call(self._deliver, [], 0.0, self._engine.stats())  # a canceled request has freed its pages
 
     def _add(self, choice: _Choice) -> None:
         request = self._engine.add(choice.prompt, choice.sampling)

@@ -24,20 +24,17 @@ import torch
 from octile.serve.config import CacheConfig, EngineConfig, ParallelConfig, ProcessesConfig
 from octile.serve.disaggregated import worker
 from octile.serve.disaggregated.worker import (
-    Add,
     Adopt,
-    Cancel,
     Copied,
-    Failed,
     Free,
     OpenPools,
     Ping,
     Pong,
     Read,
     Ready,
-    Stepped,
     WorkerOptions,
 )
+from octile.serve.messages import Add, Cancel, Failed, ProcessEndedError, Stepped
 from octile.serve.request import Output, Request, Sampling, check_prompt, make_request
 from octile.serve.signals import interrupts_blocked
 from octile.serve.stats import Stats
@@ -47,12 +44,6 @@ SEND_SECONDS = 1.0  # for commands that wait when a process is closed
 PING_SECONDS = 1.0  # after which a process that has sent nothing is asked whether it hangs
 LATE_SECONDS = 1.0  # after which a step that begins late shows that this process was stopped
 CLOSE = None  # what ends the thread that sends commands
-
-
-class ProcessEndedError(RuntimeError):
-    """A process has ended, or was killed because it hangs, with its requests."""
-
-    exit_code = 1
 
 
 class _Process:

@@ -24,10 +24,11 @@ from octile.serve.disaggregated.page_pool import FilledPages, PagePool, open_poo
 from octile.serve.engine import Engine, FirstToken
 from octile.serve.garbage import freeze_loaded
 from octile.serve.load import Folder, Phase
+from octile.serve.messages import Add, Cancel, Failed, Stepped
 from octile.serve.model_runner import ModelRunner
 from octile.serve.request import Output, Request, Sampling
 from octile.serve.signals import signals_ignored
-from octile.serve.stats import ChangedStats, Stats
+from octile.serve.stats import ChangedStats
 
 
 class WorkerOptions(NamedTuple):
@@ -47,15 +48,7 @@ class WorkerOptions(NamedTuple):
     cache: CacheConfig
 
 
-# from the router; requests have the router's numbers
-
-
-class Add(NamedTuple):
-    """Read a prompt."""
-
-    request_id: int
-    prompt: Sequence[int]
-    sampling: Sampling
+# from the router, besides `Add` and `Cancel`; requests have the router's numbers
 
 
 class Adopt(NamedTuple):
@@ -67,12 +60,6 @@ class Adopt(NamedTuple):
     first: FirstToken
     process: int
     pages: Sequence[int]
-
-
-class Cancel(NamedTuple):
-    """End a request; it may have ended."""
-
-    request_id: int
 
 
 class Free(NamedTuple):
@@ -91,7 +78,7 @@ class OpenPools(NamedTuple):
     shared: Sequence[bytes]
 
 
-# to the router
+# to the router, besides `Stepped` and `Failed`
 
 
 class Ready(NamedTuple):
@@ -107,12 +94,6 @@ class Ready(NamedTuple):
     n_pages: int
     bytes_per_page: int
     shared: Sequence[bytes]
-
-
-class Failed(NamedTuple):
-    """The process ends because of an exception."""
-
-    error: Exception
 
 
 class Read(NamedTuple):
@@ -132,13 +113,6 @@ class Copied(NamedTuple):
 
 class Pong(NamedTuple):
     """This process carries out commands."""
-
-
-class Stepped(NamedTuple):
-    """What a step has added to requests, and `ChangedStats` after it."""
-
-    outputs: Sequence[Output]
-    stats: Stats
 
 
 def prefill(connection: Connection, options: WorkerOptions, n_decode: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import sys
 from contextlib import ExitStack
 from ipaddress import ip_address
@@ -23,8 +22,9 @@ from octile.serve.front_engine import FrontEngine, follow
 from octile.serve.garbage import freeze_loaded
 from octile.serve.http.chat import ChatTemplate
 from octile.serve.http.config import Limits
-from octile.serve.http.server import Server, bind, url_of
-from octile.serve.http.service import Service
+from octile.serve.http.process import HttpProcess
+from octile.serve.http.server import bind, url_of
+from octile.serve.http.worker import Start
 from octile.serve.load import Folder
 from octile.serve.model_runner import ModelRunner
 from octile.serve.signals import signals_ignored
@@ -62,14 +62,14 @@ def serve(
         folder.check_parallel(parallel, engine.batch_invariant)
         chat = ChatTemplate.load(folder.path, folder.tokenizer)
         with ExitStack() as stack:
-            bound = ranks.from_first_only(lambda: stack.enter_context(bind(host, port)))
+            place = ranks.from_first_only(lambda: _Place.bind(host, port, stack))
             if processes.prefill:
                 where = f"{device} by processes, {processes.prefill} for prefill and {processes.decode} for decoding"
             else:
                 where = f"{device}" if ranks.size == 1 else f"{ranks.size} ranks ({device.type})"
                 if parallel.tp > 1:
                     where += f" in groups of {parallel.tp}"
-            if bound is not None:  # on rank 0
+            if place is not None:  # on rank 0
                 print(f"loading {name} on {where}", file=sys.stderr, flush=True)
             if processes.prefill:
                 vocab_size = folder.model.vocab_size
@@ -84,19 +84,36 @@ def serve(
                 if device.type == "cuda":
                     ranks.at("the compilation of kernels")
                     spread.warm_up()
-                if bound is None:
+                if place is None:
                     freeze_loaded()
                     with signals_ignored():  # rank 0 has them, too, and ends this rank when it has drained
                         follow(spread, ranks, control)
                     return leave()
                 loaded = _Loaded.of(FrontEngine(spread, ranks, control), runner)
                 where += f", each {'group ' if parallel.tp > 1 else ''}with this cache"
-            assert bound is not None  # on rank 0
-            _answer(bound, folder, name, host, api_keys, limits, loaded, where, chat)
+            assert place is not None  # on rank 0
+            _answer(place, folder, name, host, api_keys, limits, loaded, where, chat)
     except Exception as error:
         if (explained := explain(error)) is not error:
             raise explained from error
         raise
+
+
+class _Place(NamedTuple):
+    """A bound address, and the process that answers requests there."""
+
+    url: str
+    is_local: bool
+    http: HttpProcess
+
+    @classmethod
+    def bind(cls, host: str, port: int, stack: ExitStack) -> _Place:
+        """Bind an address and start the process, which the stack ends."""
+        with bind(host, port) as bound:
+            url, is_local = url_of(bound), ip_address(bound.getsockname()[0].partition("%")[0]).is_loopback
+            http = HttpProcess(bound)
+        stack.callback(http.close)
+        return cls(url, is_local, http)
 
 
 class _Loaded(NamedTuple):
@@ -114,7 +131,7 @@ class _Loaded(NamedTuple):
 
 
 def _answer(
-    bound: socket.socket,
+    place: _Place,
     folder: Folder,
     name: str,
     host: str,
@@ -124,38 +141,38 @@ def _answer(
     where: str,
     chat: ChatTemplate,
 ) -> None:
-    """Answer requests at a bound address until a signal comes, and end the other ranks and processes."""
-    url = url_of(bound)
-    service = Service(loaded.engine, folder.tokenizer, loaded.context, chat, limits, name)
+    """Answer requests until a signal comes, and end the other ranks and processes."""
+    url = place.url
     pages = f"{format_count(loaded.n_pages, 'page')} of {PAGE} tokens, {_binary(loaded.cache_bytes)}"
     limit = folder.model.max_position_embeddings
     fewer = f" (the cache has no place for the model's {limit})" if loaded.context < limit else ""
     print(f"serving {name} on {where}: context {loaded.context} tokens{fewer}, cache {pages}")
     if chat.is_plain:
         print("its tokenizer has no chat template, like a base model's: chats use a plain one (User: … Assistant:)")
-    is_local = _is_local(bound.getsockname()[0])
-    if not api_keys and not is_local:
+    if not api_keys and not place.is_local:
         print(f"octile: anyone who reaches {url} can use the model: --api-key restricts it", file=sys.stderr)
+    sys.stdout.flush()  # before the HTTP process prints
     announcement = f"try it at {url}, or with OpenAI's client: base_url {url}/v1, model {name}"
-    server = Server(service, api_keys, announcement, (host,) if is_local and not api_keys else None)
+    engine, hosts = loaded.engine, (host,) if place.is_local and not api_keys else None
+    vocab_size, stats = folder.model.vocab_size, engine.stats()
     freeze_loaded()
     try:
-        server.run([bound])
+        signals = place.http.serve(
+            engine,
+            Start(folder.path, vocab_size, loaded.context, stats, name, limits, api_keys, announcement, hosts),
+        )
     finally:
-        has_failed = service.engine.failure is not None
-        if not has_failed or isinstance(loaded.engine, Router):  # whose other processes must end; ranks end themselves
-            loaded.engine.close()
+        has_failed = place.http.engine_failure is not None
+        if not has_failed or isinstance(engine, Router):  # whose other processes must end; ranks end themselves
+            engine.close()
         if not has_failed:
             leave()
-    if signal.SIGINT in server.signals:  # ignored after the run where a shell began the process in the background
+    if signal.SIGINT in signals:  # also where a shell began the process in the background, which then ignores it
         raise KeyboardInterrupt
+    signal.raise_signal(signal.SIGTERM)
 
 
 def _binary(size: int) -> str:
     """Bytes in the largest binary unit of which there is one: "1.5 GiB", "320 KiB"."""
     unit, name = next((u for u in ((2**30, "GiB"), (2**20, "MiB")) if size >= u[0]), (2**10, "KiB"))
     return f"{size / unit:.3g} {name}"
-
-
-def _is_local(address: str) -> bool:
-    return ip_address(address.partition("%")[0]).is_loopback

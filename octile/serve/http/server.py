@@ -1,4 +1,4 @@
-"""The server: it binds its address before the model is loaded, and drains after SIGTERM or Ctrl-C."""
+"""The server: its address is bound before the model is loaded, and it drains before it ends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import math
 import resource
 import socket
 import sys
-from types import FrameType
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import uvicorn
 
@@ -89,25 +90,22 @@ class Server(uvicorn.Server):
         service.engine.on_failure = self._end
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve on bound sockets until a signal comes or the engine fails."""
+        """Serve on bound sockets until `drain` is called or the engine fails."""
         allow_files()
-        try:
-            super().run(sockets)
-        finally:  # a signal may have come, too: torchrun sends one when another rank has ended
-            if self.service.engine.failure is not None:
-                raise self.service.engine.failure
+        super().run(sockets)
+        if self.service.engine.failure is not None:
+            raise self.service.engine.failure
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """End the server when it has drained; after a second signal, at once."""
+    def drain(self) -> None:
+        """End the server when it has drained; called again, at once. Any thread may call it."""
         if self.should_exit and self._loop is not None:
             self._loop.call_soon_threadsafe(self._cut_off)
-        self._captured_signals.append(sig)
         self.should_exit = True
 
-    @property
-    def signals(self) -> list[int]:
-        """The numbers of the signals that were received."""
-        return self._captured_signals
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle no signals: the process of the engine does, and has `drain` called."""
+        yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept connections."""

@@ -1,7 +1,6 @@
 """The server: it binds one address, and drains when it is to end."""
 
 import json
-import signal
 import socket
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -107,9 +106,9 @@ def test_a_second_signal_ends_what_is_in_flight_with_an_error(serve, capfd, stre
     body = {**COMPLETION, "max_tokens": 4000, "stream": stream}
     asking = ask(served, body)
     wait_until(lambda: served.engine.steps > 3)
-    served.server.handle_exit(signal.SIGINT, None)
+    served.server.drain()
     wait_until(lambda: served.service.is_draining)
-    served.server.handle_exit(signal.SIGINT, None)
+    served.server.drain()
     served.thread.join(30)
     answer = asking.result()
     assert "the server has ended before the request was finished" in answer.text
@@ -128,7 +127,7 @@ def test_a_third_signal_ends_connections_that_are_not_read(serve, monkeypatch):
     state = served.server.server_state
     wait_until(lambda: any(connection.flow.write_paused for connection in list(state.connections)))
     for _ in range(3):
-        served.server.handle_exit(signal.SIGINT, None)
+        served.server.drain()
     served.thread.join(30)
     assert not served.thread.is_alive()
     client.close()

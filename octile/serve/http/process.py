@@ -1,0 +1,103 @@
+"""The HTTP server in a process of its own: the engine's steps and the event loop share no interpreter lock."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+
+from octile.serve.async_engine import STOP_SECONDS, StepEngine
+from octile.serve.engine_end import EngineEnd
+from octile.serve.http import worker
+from octile.serve.http.worker import Start
+from octile.serve.messages import Drain, ProcessEndedError
+from octile.serve.signals import interrupts_blocked
+
+SIGNALS = signal.SIGINT, signal.SIGTERM
+
+
+class HttpProcess:
+    """The process of the HTTP server, which imports its packages while the engine is loaded.
+
+    Args:
+        bound: the socket.
+
+    Attributes:
+        pid: of the process.
+        engine_failure: the exception that has ended the engine, None while it works.
+    """
+
+    def __init__(self, bound: socket.socket):
+        self.engine_failure: Exception | None = None
+        context = multiprocessing.get_context("spawn")  # a forked one would have this one's threads and GPU
+        self._connection, other = context.Pipe()
+        self._process: BaseProcess = context.Process(
+            target=worker.answer, args=(other, bound), name="HTTP process", daemon=True
+        )
+        resource_tracker.ensure_running()  # it would unblock the signal, if `start` had to begin it
+        with interrupts_blocked():  # in the process, too, which `serve` has drain
+            self._process.start()
+        other.close()
+        assert self._process.pid is not None  # it has started
+        self.pid = self._process.pid
+
+    def serve(self, engine: StepEngine, start: Start) -> list[int]:
+        """Step an engine for the requests of the process, until Ctrl-C or SIGTERM, and return these signals.
+
+        Args:
+            engine: from now on, only this object may use it.
+            start: what is served.
+
+        Raises:
+            Exception: what has ended the engine.
+            ProcessEndedError: the process has ended without being asked to.
+        """
+        end = EngineEnd(engine, self._connection)
+        end.send(start)
+        stepping = threading.Thread(target=end.run, name="engine", daemon=True)
+        received: list[int] = []
+        with _signals() as woken:
+            stepping.start()
+            while self._process.sentinel not in wait([self._process.sentinel, woken]):
+                for number in woken.recv(64):
+                    if number in SIGNALS:
+                        received.append(number)
+                        end.send(Drain())
+        self._process.join()
+        end.stop()
+        stepping.join(STOP_SECONDS)
+        if end.failure is not None:
+            self.engine_failure = end.failure
+            raise end.failure
+        if self._process.exitcode or not received:
+            raise ProcessEndedError(f"the HTTP process has ended with exit status {self._process.exitcode}")
+        return received
+
+    def close(self) -> None:
+        """End the process, unless it has ended."""
+        self._connection.close()
+        self._process.kill()
+        self._process.join()
+
+
+@contextmanager
+def _signals() -> Iterator[socket.socket]:
+    """Context manager in which the numbers of signals that come can be read from a socket, and nothing else happens."""
+    woken, waker = socket.socketpair()
+    waker.setblocking(False)
+    before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+    fd = signal.set_wakeup_fd(waker.fileno())
+    try:
+        yield woken
+    finally:
+        signal.set_wakeup_fd(fd)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        woken.close()
+        waker.close()

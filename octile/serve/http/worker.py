@@ -1,0 +1,65 @@
+"""What the HTTP process runs. It imports no torch, and reads what it serves when the engine has been loaded."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
+
+from octile.serve.garbage import freeze_loaded
+from octile.serve.http.chat import ChatTemplate
+from octile.serve.http.config import Limits
+from octile.serve.http.server import Server
+from octile.serve.http.service import Service
+from octile.serve.messages import ProcessEndedError
+from octile.serve.pipe_engine import PipeEngine
+from octile.serve.signals import signals_ignored
+from octile.serve.stats import Stats
+from octile.tokenizer import Tokenizer
+
+
+class Start(NamedTuple):
+    """What is served, once the engine is loaded.
+
+    Attributes:
+        folder: the Hugging Face folder, with the tokenizer.
+        vocab_size, context: of the model, and the positions that a prompt and its new tokens may have together.
+        stats: of the engine.
+        name, limits: as of `Service`.
+        api_keys, announcement, hosts: as of `Server`.
+    """
+
+    folder: Path
+    vocab_size: int
+    context: int
+    stats: Stats
+    name: str
+    limits: Limits
+    api_keys: tuple[str, ...]
+    announcement: str
+    hosts: tuple[str, ...] | None
+
+
+@signals_ignored()  # the process of the engine has them, too, and asks this one to end
+def answer(connection: Connection, bound: socket.socket) -> None:
+    """Answer requests at a bound address until the process of the engine asks for the end, or has ended."""
+    try:
+        start: Start = connection.recv()
+    except EOFError:  # the engine cannot be loaded
+        return
+    tokenizer = Tokenizer.load(start.folder)
+    engine = PipeEngine(connection, start.vocab_size, start.context, start.stats)
+    chat = ChatTemplate.load(start.folder, tokenizer)
+    service = Service(engine, tokenizer, start.context, chat, start.limits, start.name)
+    server = Server(service, start.api_keys, start.announcement, start.hosts)
+    engine.on_drain = server.drain
+    freeze_loaded()
+    try:
+        server.run([bound])
+    except Exception as error:
+        if service.engine.failure is None:
+            raise
+        if isinstance(error, ProcessEndedError):  # otherwise the process of the engine reports it
+            sys.exit(f"octile: {error}")

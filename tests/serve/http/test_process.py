@@ -1,0 +1,147 @@
+"""The process of the HTTP server, with an engine in this one."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import httpx
+import psutil
+import pytest
+
+from octile.serve.http.config import Limits
+from octile.serve.http.process import HttpProcess
+from octile.serve.http.server import bind, url_of
+from octile.serve.http.worker import Start
+from octile.serve.messages import ProcessEndedError
+from tests.serve.fake_engine import FakeEngine
+
+COMPLETION = {"model": "micro", "prompt": "a", "max_tokens": 5}
+
+
+@pytest.fixture(scope="module")
+def saved(tokenizer, tmp_path_factory):
+    """A folder with the tokenizer and nothing else."""
+    folder = tmp_path_factory.mktemp("http")
+    tokenizer.save(folder)
+    return folder
+
+
+@contextmanager
+def serving(saved, engine: FakeEngine, client: Callable[[str, int], object]) -> Iterator[tuple[HttpProcess, Start]]:
+    """An HTTP process, and what it serves; a thread calls the client with its URL and its number when it answers."""
+    with bind("127.0.0.1", 0) as bound:
+        url, http = url_of(bound), HttpProcess(bound)
+
+    def run() -> None:
+        while True:
+            try:
+                httpx.get(f"{url}/health")
+                break
+            except httpx.TransportError:
+                time.sleep(0.02)
+        client(url, http.pid)
+
+    start = Start(saved, engine.tokenizer.vocab_size, 4096, engine.stats(), "micro", Limits(), (), "ready", None)
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield http, start
+    finally:
+        http.close()
+        thread.join(30)
+
+
+def end(number: signal.Signals = signal.SIGTERM) -> None:
+    os.kill(os.getpid(), number)
+
+
+def test_it_imports_no_torch():
+    program = "import sys, octile.serve.http.worker; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_requests_in_flight_are_answered_after_a_signal(tokenizer, saved, number):
+    engine, answers = FakeEngine(tokenizer, step_seconds=0.01), []
+
+    def client(url: str, _: int) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            asking = pool.submit(httpx.post, f"{url}/v1/completions", json={**COMPLETION, "max_tokens": 50})
+            while engine.steps < 3:
+                time.sleep(0.005)
+            end(number)
+            answers.append(asking.result().json()["usage"]["completion_tokens"])
+
+    with serving(saved, engine, client) as (http, start):
+        assert http.serve(engine, start) == [number]
+    assert answers == [50]
+
+
+def test_a_second_signal_ends_what_is_in_flight(tokenizer, saved, capfd):
+    engine, answers = FakeEngine(tokenizer, step_seconds=0.01), []
+
+    def client(url: str, _: int) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            asking = pool.submit(httpx.post, f"{url}/v1/completions", json={**COMPLETION, "max_tokens": 4000})
+            while engine.steps < 3:
+                time.sleep(0.005)
+            end()
+            while "answering 1 choice in flight" not in capfd.readouterr().err:
+                time.sleep(0.01)
+            end()
+            answers.append(asking.result())
+
+    with serving(saved, engine, client) as (http, start):
+        assert http.serve(engine, start) == [signal.SIGTERM] * 2
+    assert answers[0].status_code == 503
+    assert "the server has ended before the request was finished" in answers[0].text
+
+
+def test_signals_of_the_whole_group_count_once(tokenizer, saved):
+    engine, answers = FakeEngine(tokenizer), []
+
+    def client(url: str, pid: int) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(pid, number)
+        answers.append(httpx.post(f"{url}/v1/completions", json=COMPLETION).status_code)
+        end()
+
+    with serving(saved, engine, client) as (http, start):
+        assert http.serve(engine, start) == [signal.SIGTERM]
+    assert answers == [200]
+
+
+def test_what_ends_the_engine_is_raised_and_answered(tokenizer, saved):
+    engine, answers = FakeEngine(tokenizer, fails_after=2), []
+
+    def client(url: str, _: int) -> None:
+        answers.append(httpx.post(f"{url}/v1/completions", json=COMPLETION))
+
+    with serving(saved, engine, client) as (http, start), pytest.raises(RuntimeError, match="a kernel has failed"):
+        http.serve(engine, start)
+    assert answers[0].status_code == 500
+    assert "the engine has failed: RuntimeError: a kernel has failed" in answers[0].text
+    assert str(http.engine_failure) == "a kernel has failed"
+
+
+def test_a_process_that_dies_ends_the_engine(tokenizer, saved):
+    engine = FakeEngine(tokenizer)
+    with (
+        serving(saved, engine, lambda _, pid: os.kill(pid, signal.SIGKILL)) as (http, start),
+        pytest.raises(ProcessEndedError, match="the HTTP process has ended with exit status -9"),
+    ):
+        http.serve(engine, start)
+    assert http.engine_failure is None
+
+
+def test_it_ends_at_once_if_nothing_is_served(saved):
+    with bind("127.0.0.1", 0) as bound:
+        http = HttpProcess(bound)
+    http.close()
+    assert not psutil.pid_exists(http.pid)
