@@ -12,7 +12,7 @@ from octile.serve.messages import Add, Cancel, Drain, Failed, ProcessEndedError,
 from octile.serve.request import Output, Request, Sampling, check_prompt, make_request
 from octile.serve.stats import Stats
 
-MOST_STEPS = 16  # whose outputs a step returns together, if they have come meanwhile
+MAX_STEPS = 16  # whose outputs a step returns together, if they have come meanwhile
 
 
 class PipeEngine:
@@ -70,7 +70,7 @@ class PipeEngine:
         ready = [file for file, _ in self._anything.poll()]
         if self._woken.fileno() in ready:
             self._woken.recv(4096)
-        for _ in range(MOST_STEPS):
+        for _ in range(MAX_STEPS):
             if not self._messages.poll(0):
                 break
             self._take(self._receive(), outputs)
