@@ -58,8 +58,8 @@ def run(what: str, json: Path | None = None, folder: Path | None = None) -> None
     Raises:
         FileNotFoundError: the folder for the file does not exist, or the one to serve has no model.
         IsADirectoryError, PermissionError: the file cannot be written.
-        ValueError: what is "train" and there is no GPU, "dispatch" and torchrun has not started ranks on several, or
-            "serve" and it has started more ranks than there are GPUs.
+        ValueError: the file is a device; what is "train" and there is no GPU, "dispatch" and torchrun has not started
+            ranks on several, or "serve" and it has started more ranks than there are GPUs.
 
     These are raised before anything is measured.
     """

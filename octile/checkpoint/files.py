@@ -20,6 +20,7 @@ from octile.validation import read_json
 
 RECORD = "octile.json"
 STAGING = ".octile-partial"
+DEVICES = Path("/dev")  # also has links such as stdout, which may lead to a file
 WEIGHT_FILE = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
 Checksums = dict[str, dict[str, Any]]  # file name → {"bytes": int, "sha256": str}
@@ -59,9 +60,12 @@ def check_output_file(name: str, path: Path) -> None:
         IsADirectoryError: it is a folder.
         NotADirectoryError: it is below a file.
         PermissionError: its folder, or the first above it that exists, is not writable.
+        ValueError: it is a device or a pipe. A renamed file would replace it, for all processes of the machine.
     """
     if path.is_dir():
         raise IsADirectoryError(f"{name} {str(path)!r} is a folder: name a file")
+    if path.absolute().parent == DEVICES or (path.exists() and not path.is_file()):
+        raise ValueError(f"{name} {str(path)!r} is a device or a pipe: name a file")
     folder = next(folder for folder in path.parents if folder.exists())
     if not folder.is_dir():
         raise NotADirectoryError(f"{name} {str(path)!r} cannot be written: {str(folder)!r} is not a folder")

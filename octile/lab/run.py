@@ -185,7 +185,8 @@ def capture_run(
     Raises:
         FileNotFoundError: the run or its tokens do not exist.
         IsADirectoryError, NotADirectoryError, PermissionError: the file cannot be written.
-        ValueError: the run has no such step; a checkpoint or a file is damaged; a pattern matches no layer.
+        ValueError: the file is a device; the run has no such step; a checkpoint or a file is damaged; a pattern matches
+            no layer.
     """
     run = RunFolder.open(path)
     config = run.read_config()

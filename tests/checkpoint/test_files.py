@@ -1,5 +1,6 @@
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -7,6 +8,7 @@ from octile.checkpoint import files
 from octile.checkpoint.files import (
     RECORD,
     STAGING,
+    check_output_file,
     finish_interrupted,
     read_json,
     read_record,
@@ -49,6 +51,18 @@ def test_a_full_disk_leaves_the_old_file_and_no_part_of_the_new(tmp_path, full_d
         write_json(tmp_path / "a", {"new": 1})
     assert read_json(tmp_path / "a") == {"old": 1}
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("path", ["/dev/null", "/dev/stdout", "/dev/new"])
+def test_a_device_is_no_output_file(path):
+    with pytest.raises(ValueError, match=f"json '{path}' is a device or a pipe: name a file"):
+        check_output_file("json", Path(path))
+
+
+def test_a_pipe_is_no_output_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="is a device or a pipe: name a file"):
+        check_output_file("out", tmp_path / "pipe")
 
 
 def test_json_that_is_cut_off_is_damage(tmp_path):
