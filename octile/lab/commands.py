@@ -73,19 +73,19 @@ def _check(options: Any) -> None:
     """Check the options that commands share, before any work.
 
     Raises:
-        ValueError: the seed is out of range, or an output file is another option's file too.
+        ValueError: the seed is out of range, or an output file is a device or another option's file too.
         IsADirectoryError, NotADirectoryError, PermissionError: an output file cannot be written.
     """
     seed = getattr(options, "seed", 0)
     if not 0 <= seed <= MAX_SEED:
         raise ValueError(f"seed must be from 0 to 2**63 - 1, not {seed}")
-    for name in (
-        ("write",) if getattr(options, "json", False) else ("out", "write")
-    ):  # JSON is printed instead of a page
+    prints_json = getattr(options, "json", False)  # instead of a page
+    for name in ("write",) if prints_json else ("out", "write", "trace"):
         path = getattr(options, name, None)
         if path is None:
             continue
         check_output_file(name, path)
         for other, value in vars(options).items():
-            if other != name and isinstance(value, str | Path) and Path(value).absolute() == path.absolute():
+            files = value if isinstance(value, tuple) else (value,)
+            if other != name and any(isinstance(f, str | Path) and Path(f).resolve() == path.resolve() for f in files):
                 raise ValueError(f"{name} {str(path)!r} is also {other}, which it would overwrite: name another file")

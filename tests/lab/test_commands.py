@@ -1,6 +1,7 @@
 """Tests of `octile lab …` on the command line."""
 
 import json
+from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
@@ -143,6 +144,17 @@ def test_the_k_that_the_message_advises_is_not_refused(monkeypatch):
 def test_an_output_that_is_another_file_of_the_command_is_refused(capsys, folder, options, message):
     assert message in refused(capsys, "lab", "preflight", "run", *options)
     assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("out", ["b", "./b", "x/../b"])
+def test_what_if_does_not_write_its_page_over_one_of_its_captures(capsys, folder, out):
+    message = f"out {str(Path(out))!r} is also captures, which it would overwrite: name another file"
+    assert message in refused(capsys, "lab", "what-if", "a", "b", "--out", out)
+
+
+def test_plan_does_not_write_its_trace_over_the_cluster(capsys, folder):
+    line = refused(capsys, "plan", "cluster", "--cluster", "c.toml", "--trace", "c.toml")
+    assert "trace 'c.toml' is also cluster, which it would overwrite" in line
 
 
 def test_capture_refuses_unknown_gemms(capsys, folder):
