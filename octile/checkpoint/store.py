@@ -31,13 +31,15 @@ class Store:
         url: the folder, without a slash at its end.
 
     Raises:
-        ValueError: fsspec knows no such protocol.
+        ValueError: fsspec knows no such protocol, or the URL has nothing after it.
         ImportError: the package for it is not installed.
     """
 
     def __init__(self, url: str | Path):
         self.url = str(url).rstrip("/") or "/"
-        if "://" in self.url:
+        if "://" in str(url):
+            if "://" not in self.url:
+                raise ValueError(f"{url} has nothing after the protocol: name a bucket or a folder")
             self._fs, self._root = url_to_fs(self.url)
         else:  # fsspec would expand ~ and split the path at ::
             self._fs, self._root = LocalFileSystem(), os.path.abspath(self.url)

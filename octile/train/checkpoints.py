@@ -104,7 +104,7 @@ def check_place(place: str, resume: bool, ranks: Ranks) -> None:
     """Check that checkpoints can go to a folder or URL: all ranks write a file there, read another's, remove their own.
 
     Raises:
-        ValueError: fsspec knows no such protocol, or ranks do not see the same folder.
+        ValueError: fsspec knows no such protocol or cannot write by it, or ranks do not see the same folder.
         ImportError: the package for the protocol is not installed.
         FileExistsError: there are checkpoints, and the run is new.
         OSError: a rank cannot reach, write, read or remove there; PermissionError, FileNotFoundError, … if that fits.
@@ -119,6 +119,8 @@ def check_place(place: str, resume: bool, ranks: Ranks) -> None:
         def explained() -> T:
             try:
                 return access()
+            except NotImplementedError:
+                raise ValueError(f"{named} cannot be used: nothing can be written by this protocol") from None
             except Exception as error:
                 raise as_os_error(error, f"{named} cannot be used") from None
 

@@ -310,6 +310,9 @@ def deny(server: ObjectStore, bucket: str) -> None:
     [
         ("nowhere://run", "cannot be used: Protocol not known: nowhere"),
         ("", "is empty: name a folder or a URL"),
+        ("s3://", "cannot be used: s3:// has nothing after the protocol: name a bucket or a folder"),
+        ("file:///", "cannot be used: file:/// has nothing after the protocol"),
+        ("http://127.0.0.1:1/run", "cannot be used: nothing can be written by this protocol"),
         ("s3://denied/run", "cannot be written: Forbidden"),
         ("s3://no-such-bucket/run", "cannot be written: The specified bucket does not exist"),
         ("/dev/null/run", "cannot be used: Not a directory"),
