@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -39,8 +39,10 @@ from octile.train.run_folder import COMPARISON, DATA, check_unused, lock_folder,
 from octile.train.signals import Stopped, stop_requests
 from octile.train.token_losses import visible_token
 from octile.train.token_store import TokenStore
+from octile.validation import MAX_SEED, Range, check, check_fields, from_json, quoted
 
 RUNS = "runs"  # the folder in which the runs of a comparison save their states and results
+MAX_SEEDS = 1000  # far beyond what a narrow interval needs
 FREQUENCY_TOKENS = 10_000_000  # tokens of the training text in which the frequencies of tokens are counted
 
 
@@ -52,7 +54,8 @@ def parse_seeds(text: str, first: int = 0) -> tuple[int, ...]:
         first: the first seed of a count.
 
     Raises:
-        ValueError: text is neither, a seed occurs twice, or both seeds and `first` are given.
+        ValueError: text is neither, the number is above MAX_SEEDS, a seed occurs twice, or both seeds and `first` are
+            given.
     """
     parts = [part.strip() for part in text.removesuffix(",").split(",")]
     if not all(part.isdecimal() for part in parts):
@@ -66,6 +69,10 @@ def parse_seeds(text: str, first: int = 0) -> tuple[int, ...]:
         return numbers
     if numbers[0] < 1:
         raise ValueError("seeds must be at least one, not 0; leave it out to train with the seed 0 alone")
+    if numbers[0] > MAX_SEEDS:
+        raise ValueError(
+            f"seeds must be at most {MAX_SEEDS:,}, not {quoted(numbers[0])}: name one seed with a comma after it"
+        )
     return tuple(range(first, first + numbers[0]))
 
 
@@ -89,13 +96,21 @@ class Comparison:
         seeds: of every recipe.
         gradient_steps: in the form that `parse_steps` reads.
         recipe_texts: the contents of the recipes' files.
+
+    Raises:
+        TypeError, ValueError: a field has another type, or a seed is out of range.
     """
 
     config: TrainConfig
     recipes: tuple[str, ...]
-    seeds: tuple[int, ...]
+    seeds: tuple[Annotated[int, Range(at_least=0, at_most=MAX_SEED)], ...]
     gradient_steps: str
     recipe_texts: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name, text in self.recipe_texts.items():
+            check(f"recipe_texts.{name}", text, str)
 
     @classmethod
     def read(cls, folder: Path) -> Comparison:
@@ -111,11 +126,8 @@ class Comparison:
                 f"{str(folder)!r} holds no comparison to resume: there is no {path}{why_empty(folder)}"
             )
         try:
-            found = read_json(path)
-            config = TrainConfig.from_json(json.dumps(found["config"]))
-            recipes, seeds = tuple(found["recipes"]), tuple(found["seeds"])
-            return cls(config, recipes, seeds, found["gradient_steps"], found["recipe_texts"])
-        except (ValueError, KeyError, TypeError) as error:
+            return from_json(cls, read_json(path))
+        except ValueError as error:
             raise ValueError(f"{path} is damaged: {error}") from None
 
     def write(self, folder: Path) -> None:

@@ -260,6 +260,31 @@ def test_a_folder_without_a_comparison_cannot_be_resumed(tmp_path):
         compare(micro(), ("deepseek_v3",), tmp_path, silent_console(), resume=True)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"recipes": "deepseek_v3"}, "recipes must be a list, each text, not 'deepseek_v3'"),
+        ({"seeds": ["0"]}, "seeds must be a whole number, not '0'"),
+        ({"seeds": [-1]}, "seeds must be at least 0, not -1"),
+        ({"gradient_steps": None}, "gradient_steps must be text, not None"),
+        ({"recipe_texts": []}, r"recipe_texts must be an object, not \[\]"),
+        ({"recipe_texts": {"own.toml": 1}}, r"recipe_texts\.own\.toml must be text, not 1"),
+    ],
+)
+def test_a_comparison_with_a_wrong_value_is_damaged(tmp_path, changes, message):
+    Comparison(micro(), ("deepseek_v3",), (0,), "none", {}).write(tmp_path)
+    file = tmp_path / "comparison.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(ValueError, match=f"comparison.json is damaged: {message}"):
+        Comparison.read(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["2024", "9" * 40])
+def test_a_seed_that_is_taken_for_a_number_of_seeds_is_refused(text):
+    with pytest.raises(ValueError, match=f"seeds must be at most 1,000, not {text}: name one seed with a comma"):
+        parse_seeds(text)
+
+
 @pytest.mark.parametrize(("seeds", "first"), [((0,), 0), ((3, 4, 5), 3), ((0, 7), 0), ((9,), 0), ((5, 0), 0)])
 def test_the_text_of_seeds_is_read_as_these_seeds(seeds, first):
     assert parse_seeds(seeds_text(seeds, first), first) == seeds
