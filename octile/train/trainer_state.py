@@ -8,26 +8,28 @@ from typing import Annotated, Any
 
 from octile.validation import Range, check_fields, from_json
 
+Number = Annotated[int, Range(at_least=0, at_most=2**53)]  # exact as a float, too
+
 
 @dataclass(frozen=True)
 class LossScaleState:
     """What state.json holds of a dynamic loss scale."""
 
     value: Annotated[float, Range(above=0)]
-    good_steps: Annotated[int, Range(at_least=0)]
+    good_steps: Number
 
 
 @dataclass(frozen=True)
 class TrainerState:
     """What a checkpoint's state.json holds. Fields with defaults are absent in checkpoints of earlier versions."""
 
-    steps_done: Annotated[int, Range(at_least=0)]
-    tokens: Annotated[int, Range(at_least=0)]
+    steps_done: Number
+    tokens: Number
     seconds: Annotated[float, Range(at_least=0)]
     data: str | None = None
     loss_scale: LossScaleState | None = None
-    skipped: Annotated[int, Range(at_least=0)] = 0
-    skipped_in_a_row: Annotated[int, Range(at_least=0)] = 0
+    skipped: Number = 0
+    skipped_in_a_row: Number = 0
     keeps_activations: bool | None = None
 
     def __post_init__(self) -> None:

@@ -195,6 +195,8 @@ def test_a_state_of_another_shape_is_refused(new_trainer):
         ({"steps_done": "2"}, "state.steps_done must be a whole number, not '2'"),
         ({"steps_done": True}, "state.steps_done must be a whole number, not True"),
         ({"steps_done": -1}, "state.steps_done must be at least 0, not -1"),
+        ({"tokens": 10**400}, "state.tokens must be at most 9,007,199,254,740,992, not 10\\^60 or more"),
+        ({"skipped_in_a_row": 2**63}, "state.skipped_in_a_row must be at most"),
         ({"tokens": 1.5}, "state.tokens must be a whole number, not 1.5"),
         ({"seconds": float("nan")}, "state.seconds must be finite, not nan"),
         ({"skipped": None}, "state.skipped must be a whole number, not None"),
