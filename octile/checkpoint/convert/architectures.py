@@ -12,13 +12,13 @@ from typing import Annotated, Any, Literal, get_args
 
 from octile.models.config import ModelConfig, RopeScaling
 from octile.models.hf_config import ALIASES as DEEPSEEK_ALIASES
+from octile.models.hf_config import MODEL_TYPES as DEEPSEEK
 from octile.validation import Range, check_fields, check_given, from_json
 
 Size = Annotated[int, Range(at_least=1, at_most=2**24)]
 Count = Annotated[int, Range(at_least=1, at_most=4096)]
 TokenId = Annotated[int, Range(at_least=0)]
 ModelType = Literal["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"]
-DEEPSEEK = ("deepseek_v2", "deepseek_v3")
 ALIASES = {"num_local_experts": "num_experts"}  # as Mixtral calls it
 Shape = tuple[int, ...]
 

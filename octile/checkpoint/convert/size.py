@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import torch
 
-from octile.checkpoint.convert.architectures import DEEPSEEK, Architecture, ModelType
+from octile.checkpoint.convert.architectures import Architecture, ModelType
 from octile.checkpoint.convert.engines import engine_warnings
 from octile.checkpoint.convert.plan import choose_actions
 from octile.checkpoint.convert.share import Share, share_of
@@ -17,6 +17,7 @@ from octile.checkpoint.hugging_face import CONFIG, storage_specs
 from octile.checkpoint.shards import INDEX, SINGLE, Shards
 from octile.checkpoint.tensor_file import TensorSpec
 from octile.models.config import ModelConfig
+from octile.models.hf_config import MODEL_TYPES as DEEPSEEK
 from octile.models.meta import meta_model
 from octile.models.names import to_hf
 from octile.validation import quoted, read_json

@@ -1,5 +1,6 @@
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from octile.checkpoint.shards import Shards
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 
+SPARSE = replace(ModelConfig.tiny(), index_n_heads=4, index_head_dim=64, index_topk=64)
+
 
 def test_deepseek_v3_has_about_700_gb_in_fp8():
     prediction = predict_size(ModelConfig.v3_671b(), "fp8")
@@ -26,16 +29,17 @@ def test_deepseek_v3_has_about_700_gb_in_fp8():
     assert prediction.share.of_parameters > 0.99
 
 
+@pytest.mark.parametrize("config", [ModelConfig.tiny(), SPARSE], ids=["dense", "sparse"])
 @pytest.mark.parametrize("to", ["fp8", "bf16"])
-def test_the_prediction_is_what_save_writes(tmp_path, to):
-    config = ModelConfig.tiny()
+def test_the_prediction_is_what_save_writes(tmp_path, to, config):
     save(DeepseekV3(config), tmp_path / "model", weights=to)
     assert predict_size(config, to).nbytes == Shards(tmp_path / "model").nbytes
 
 
-def test_a_bare_configuration_is_enough(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(ModelConfig.tiny().to_hf()))
-    predictions = {predict_size(path).nbytes for path in (tmp_path, tmp_path / "config.json", ModelConfig.tiny())}
+@pytest.mark.parametrize("config", [ModelConfig.tiny(), SPARSE], ids=["dense", "sparse"])
+def test_a_bare_configuration_is_enough(tmp_path, config):
+    (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
+    predictions = {predict_size(path).nbytes for path in (tmp_path, tmp_path / "config.json", config)}
     assert len(predictions) == 1
 
 
@@ -129,6 +133,7 @@ WRONG_KEYS = [
         {"rope_scaling": {"type": "yarn", "factor": "40"}},
         "rope_scaling.factor must be a number, not '40'",
     ),
+    ("deepseek_v32", {"index_topk": "2048"}, "index_topk must be a whole number or null, not '2048'"),
     ("deepseek_v2", {"use_cache": 1}, "use_cache must be true or false or null, not 1"),
 ]
 
