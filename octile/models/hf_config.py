@@ -95,7 +95,8 @@ def _check_computed(config: Mapping[str, Any]) -> None:
     heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if kv_heads is not None and not _same(kv_heads, heads):
         raise ValueError(
-            f"num_key_value_heads is {quoted(kv_heads)}, but latent attention has as many as heads: {quoted(heads)}"
+            f"num_key_value_heads is {quoted(kv_heads)} and num_attention_heads {quoted(heads)}, but latent attention "
+            "has as many of both"
         )
 
 
