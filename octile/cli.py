@@ -66,6 +66,12 @@ ANSI_STYLE = re.compile(r"\x1b\[[0-9;]*m")
 # torch's warning of an autograd thread whose first kernel is a GEMM, as in a stage's backward pass; it sets the context
 NO_CONTEXT = "Attempting to run cuBLAS, but there was no current CUDA context"
 
+OF_RANKS = {  # fields of `parallel` without effect where another one is 1, and what is missing then
+    "schedule": ("pp", "a pipeline"),
+    "exchange": ("ep", "spread experts"),
+    "reduce": ("dp", "data-parallel ranks"),
+}
+
 RunForm = TypeVar("RunForm", "Train", "Compare")
 
 USER_ERROR, FAILURE, INTERRUPTED, TERMINATED = 2, 1, 130, 143
@@ -120,10 +126,9 @@ def train(arguments: list[str]) -> None:
     from octile.train.loop import train as run
 
     config = TrainConfig(**{name: getattr(options, name) for name in names})
-    if (
-        config.parallel.pp == 1 and _value_of("--parallel.schedule", arguments) is not None
-    ):  # a resumed run may have one
-        raise ValueError("parallel.schedule has no effect without a pipeline: add --parallel.pp N")
+    for name, (ranks, without) in OF_RANKS.items():  # a resumed run may have them from more ranks
+        if getattr(config.parallel, ranks) == 1 and _value_of(f"--parallel.{name}", arguments) is not None:
+            raise ValueError(f"parallel.{name} has no effect without {without}: add --parallel.{ranks} N")
     is_first = _rank() == 0
     console, hook = RunConsole() if is_first else RunConsole.silent(), observer(config)
     if options.profile and is_first:
