@@ -21,7 +21,7 @@ from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_st
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from difflib import get_close_matches
 from io import StringIO, TextIOWrapper
-from itertools import dropwhile, takewhile, zip_longest
+from itertools import accumulate, dropwhile, takewhile, zip_longest
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TextIO, TypeVar, Union, get_args
@@ -653,7 +653,7 @@ def _error_line(box: str, form: type[Dataclass], arguments: list[str]) -> str:
     if none_of := UNION_ERROR.match(what):
         kind, given = none_of.groups()
         return f"{where} must be {'a whole number' if kind == 'INT' else 'a number'}, not {given}"
-    text, named = _with_options(what, form, f"{where}.")
+    text, named = _with_options(what, form, where.replace("-", "_"))
     return text + _of_run(named, arguments)
 
 
@@ -672,7 +672,7 @@ def _named_as_options(form: type[Dataclass], arguments: list[str]) -> Iterator[N
         raise
 
 
-def _with_options(message: str, form: type[Dataclass], prefix: str = "") -> tuple[str, dict[str, str]]:
+def _with_options(message: str, form: type[Dataclass], where: str = "") -> tuple[str, dict[str, str]]:
     """Write the fields that a message names as options; return it, and the options by their fields.
 
     A word that could be prose, such as "out", is a field where the message begins with it.
@@ -680,10 +680,11 @@ def _with_options(message: str, form: type[Dataclass], prefix: str = "") -> tupl
     Args:
         message: of an exception.
         form: the options of a command.
-        prefix: of fields that the message names without it, such as "model.".
+        where: the field that the message is about, such as "model", whose fields it may name without those above.
     """
     options = dict(_options(form))
-    names = {path.removeprefix(prefix): path for path in options} | {path: path for path in options}
+    above = accumulate(f"{part}." for part in where.split("."))
+    names = {path.removeprefix(prefix): path for prefix in above for path in options} | {path: path for path in options}
     any_name = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
     found: dict[str, str] = {}
 

@@ -170,10 +170,10 @@ def check_text(name: str, text: str) -> None:
         ) from None
 
 
-def check_vocab_size(vocab_size: int) -> None:
-    """Raise ValueError if a vocabulary is too small for the bytes and the special tokens."""
+def check_vocab_size(vocab_size: int, name: str = "vocab_size") -> None:
+    """Raise ValueError if a vocabulary is too small for the bytes and the special tokens; `name` is the argument's."""
     if vocab_size < MIN_VOCAB_SIZE:
-        raise ValueError(f"vocab_size must be at least {MIN_VOCAB_SIZE} (256 bytes + 2), not {vocab_size}")
+        raise ValueError(f"{name} must be at least {MIN_VOCAB_SIZE} (256 bytes + 2), not {vocab_size}")
 
 
 def _byte_of_character() -> dict[str, int]:

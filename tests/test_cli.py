@@ -215,7 +215,7 @@ def test_a_vocabulary_too_small_for_the_bytes_is_refused_before_any_work(capsys,
     options = ("--data", str(text), *MICRO_RUN, "--model.vocab-size", "3")
     code, out, err = call(capsys, "train", "--out", str(tmp_path / "run"), *options)
     assert (code, out) == (2, "")
-    assert "vocab_size must be at least 258 (256 bytes + 2), not 3" in err
+    assert "--model.vocab-size must be at least 258 (256 bytes + 2), not 3" in err
 
 
 def test_unknown_recipe(capsys, text, tmp_path):
@@ -907,7 +907,7 @@ def test_numbers_out_of_range_are_refused_before_anything_is_made(capsys, tmp_pa
     for value in EXTREMES:
         if value not in ACCEPTED.get(option, ()):
             line = refused(capsys, "train", f"--{option}={value}", "--out", str(run))
-            assert option.rpartition(".")[2].replace("-", "_") in line.replace("-", "_"), value
+            assert f"--{option}" in line, value
             assert "at least 0, not inf" not in line
     assert not run.exists()
 

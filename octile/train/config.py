@@ -211,7 +211,7 @@ class TrainConfig:
         for name in ("prompt", "data", "recipe", "init_from", "out", "checkpoints", "telemetry_layers", "guards"):
             check_text(name, str(getattr(self, name)))  # config.json is UTF-8
         if self.init_from is None:  # a tokenizer is trained
-            check_vocab_size(self.model.vocab_size)
+            check_vocab_size(self.model.vocab_size, "model.vocab_size")
         if self.sequence_length < self.min_sequence_length:
             raise ValueError(
                 f"sequence_length must be at least {self.min_sequence_length} for this model, "
