@@ -100,13 +100,13 @@ def measure_operand(before: Tensor, q: ScaledTensor, tiles: Tensor | None = None
     unit = tile_amax.amax().clamp(min=2.0**-100)  # scaled by it, fourth powers and squared errors stay within FP32
     u, e, unit = (x / unit).flatten(), ((decoded * scale - x) / unit).flatten(), unit.double()
     u2 = u * u
-    nonzero, after_nonzero = x.count_nonzero(), decoded.count_nonzero()
+    zeros = decoded == 0
     sums = {
         "values": n,
-        "nonzero": nonzero,
-        "underflows": nonzero - after_nonzero,
+        "nonzero": x.count_nonzero(),
+        "underflows": ((x != 0) & zeros).sum(),
         "overflows": (size > scale * _clamp_threshold(q.fmt)).sum(),
-        "subnormals": (decoded.abs() < _smallest_normal(q.fmt)).sum().sub(decoded.numel() - after_nonzero).clamp(min=0),
+        "subnormals": ((decoded.abs() < _smallest_normal(q.fmt)) & ~zeros).sum(),
         "x": u.sum() * unit,
         "x2": u2.sum() * unit**2,
         "x3": u2.dot(u) * unit**3,

@@ -214,3 +214,12 @@ def test_zeros_and_broken_values_give_a_row_that_json_can_hold(value):
     x = torch.full((3, 130), value)
     row = row_of(x, quantize(x))
     assert all(v is None or not isinstance(v, float) or math.isfinite(v) for v in row.values())
+
+
+def test_values_that_became_zero_are_counted_though_others_became_nonzero():
+    """wgrad's h is quantized from SwiGLU's output and compared with fprop's h, some of whose values are flushed."""
+    x = torch.zeros(1, 128)
+    x[0, :3] = torch.tensor([1.0, 2.0**-30, 0.0])  # flushed: the second
+    after = torch.ones(1, 128)
+    after[0, 1] = 0
+    assert row_of(x, quantize(after))["underflows%"] == 50.0
