@@ -19,9 +19,10 @@ A row is a flat dictionary of JSON values, for one operand or for one GEMM:
     {"step", "layer", "product": "fprop" | "dgrad" | "wgrad", "operand": "x" | "w" | "dy", …}    operand_stats.py
     {"step", "layer", "product", "quantization_snr_db", "accumulation_snr_db", …}                gemm_stats.py
 
-dgrad's w is the w of fprop and has no row of its own. wgrad's x is compared with fprop's quantized x: the error is that of
-requantization, or, where x is computed again from what SwiGLU or attention has saved, the distance of the two. Where wgrad uses the same tensors as fprop and dgrad, as with per-tensor scaling, it has no operand
-rows. The rows of GEMMs compare with the values before any quantization.
+dgrad's w is the w of fprop and has no row of its own. wgrad's x is compared with fprop's quantized x: the error is that
+of requantization, or, where x is computed again from what SwiGLU or attention has saved, the distance of the two. Where
+wgrad uses the same tensors as fprop and dgrad, as with per-tensor scaling, it has no operand rows. The rows of GEMMs
+compare with the values before any quantization.
 """
 
 from __future__ import annotations
