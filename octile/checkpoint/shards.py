@@ -34,7 +34,7 @@ class Shards:
 
     Raises:
         FileNotFoundError: the folder, its weights, or a file that the index names is missing.
-        ValueError: a file is damaged, the index does not fit the files, or two files hold one tensor.
+        ValueError: a file is damaged, the index does not fit the files, two files hold one tensor, or there is none.
     """
 
     def __init__(self, folder: Path):
@@ -50,6 +50,8 @@ class Shards:
                 if tensor in self.specs:
                     raise ValueError(f"{tensor} is in two files of {folder}: {self._file_of[tensor]} and {name}")
                 self._file_of[tensor], self.specs[tensor] = name, spec
+        if not self.specs:
+            raise ValueError(f"{folder} holds no tensors in {', '.join(self.files)}")
         for tensor, name in (weight_map or {}).items():
             if self._file_of.get(tensor) != name:
                 raise ValueError(f"{folder / name} is damaged or of another checkpoint: {INDEX} expects {tensor} in it")
@@ -127,7 +129,7 @@ def _weight_files(folder: Path, weight_map: Mapping[str, str] | None) -> list[st
         return [SINGLE]
     names = sorted(set(weight_map.values()))
     for name in names:
-        if Path(name).name != name:
+        if not name or Path(name).name != name or (folder / name).is_dir():
             raise ValueError(f"{folder / INDEX} is damaged: {name!r} is not a file in its folder")
         if not (folder / name).exists():
             raise FileNotFoundError(f"{folder / name} is missing, but {INDEX} names it")

@@ -36,6 +36,11 @@ def test_a_folder_without_weights_is_named(tmp_path):
         Shards(tmp_path)
 
 
+def test_a_file_without_tensors_is_refused(tmp_path, hf_folder):
+    with pytest.raises(ValueError, match=f"{tmp_path} holds no tensors in {SINGLE}"):
+        Shards(hf_folder(tmp_path, {}, [{}]))
+
+
 def test_a_missing_shard_is_named(folder):
     (folder / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"model-00002-of-00002\.safetensors is missing"):
@@ -66,9 +71,11 @@ def test_an_index_of_other_tensors_is_refused(folder):
         Shards(folder)
 
 
-def test_an_index_that_leads_out_of_the_folder_is_refused(folder):
-    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": "../a.safetensors"}}))
-    with pytest.raises(ValueError, match=r"'\.\./a\.safetensors' is not a file in its folder"):
+@pytest.mark.parametrize("file", ["../a.safetensors", "", ".", "below"])
+def test_an_index_that_names_no_file_of_its_folder_is_refused(folder, file):
+    (folder / "below").mkdir()
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": file}}))
+    with pytest.raises(ValueError, match=f"{INDEX} is damaged: {file!r} is not a file in its folder"):
         Shards(folder)
 
 

@@ -81,7 +81,7 @@ def convert_checkpoint(
 
     Args:
         src: a folder with config.json, weights as safetensors (one file, or shards with an index), and other files.
-        dst: absent, empty, or left by an interrupted conversion of src.
+        dst: absent, empty, or left by an interrupted conversion of src, or of another one that had finished no file.
         to: "fp8" (from BF16, FP16 or FP32), or "bf16" or "float32" (from FP8 in 128×128 blocks).
         progress: called after each tensor with the bytes done, the bytes in total, and the file's name. Both count
             bytes of src, once for conversion and once for comparison.
@@ -147,10 +147,10 @@ def _resume_or_begin(dst: Path, plan: ConversionPlan) -> dict[str, Any]:
         started = read_json(dst / RECORD).get(UNFINISHED) if (dst / RECORD).exists() else None
         if started is None:
             raise FileExistsError(f"dst must be empty or an interrupted conversion, but {dst} holds other files")
-        if started != job:
+        if started != job and [path.name for path in dst.iterdir()] != [RECORD]:
             raise ValueError(
                 f"dst {dst} holds the start of another conversion (of other files than now in src, or with another "
-                "target or keep)"
+                "target or keep): remove it, or name another folder"
             )
         finished = {name: entry for name, entry in read_record(dst).items() if _is_whole(dst / name, entry)}
     else:

@@ -200,6 +200,16 @@ def test_a_finished_file_that_was_damaged_since_is_converted_again(src, dst, mon
     assert Shards(dst).read("model.embed_tokens.weight").shape == (50, 192)
 
 
+def test_another_conversion_that_finished_no_file_does_not_stand_in_the_way(tmp_path, hf_folder, dst):
+    src, weight = tmp_path / "src", torch.ones(4, 4)
+    hf_folder(src, {}, [{"a_proj.weight": torch.full_like(weight, torch.nan)}])
+    with pytest.raises(ValueError, match="holds NaN or Inf"):
+        convert_checkpoint(src, dst, "fp8")
+    shutil.rmtree(src)
+    hf_folder(src, {}, [{"a_proj.weight": weight}])
+    assert convert_checkpoint(src, dst, "fp8").resumed_files == 0
+
+
 def test_it_does_not_continue_from_another_source(src, dst, monkeypatch):
     interrupted(src, dst, monkeypatch)
     os.utime(src / FIRST)
