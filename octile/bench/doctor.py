@@ -153,10 +153,10 @@ def show(found: dict[str, Any], as_json: bool) -> None:
         table.add_row(row["operator"], row["kernel"], str(number))
     console.print(table)
     for (kernel, why), number in numbers.items():
-        console.print(f"{number}. {kernel}: {why}", highlight=False)
+        console.print_line(f"{number}. {kernel}: {why}")
     _show_links(console, found)
     for line in found["advice"]:
-        console.print(line, highlight=False)
+        console.print_line(line)
     if "kernels" in found:
         _show_kernels(console, found["kernels"])
 
@@ -171,8 +171,8 @@ def _show_links(console: Console, found: dict[str, Any]) -> None:
         for row in found["links"]:
             table.add_row(f"{row['first']} and {row['second']}", row["link"], "yes" if row["can_access"] else "no")
         console.print(table)
-    console.print(f"dispatch to experts on other ranks: {found['dispatch']}", highlight=False)
-    console.print(f"dispatch across nodes: {found['dispatch_across']}", highlight=False)
+    console.print_line(f"dispatch to experts on other ranks: {found['dispatch']}")
+    console.print_line(f"dispatch across nodes: {found['dispatch_across']}")
 
 
 def _show_kernels(console: Console, kernels: dict[str, Any]) -> None:
@@ -187,8 +187,8 @@ def _show_kernels(console: Console, kernels: dict[str, Any]) -> None:
         cells = (row.get(name, "") for name in columns)
         table.add_row(*(f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in cells))
     console.print(table)
-    console.print(f"by {', '.join(kernels['compilers'])}", highlight=False)
-    console.print(STACK, highlight=False)
+    console.print_line(f"by {', '.join(kernels['compilers'])}")
+    console.print_line(STACK)
 
 
 def _advice() -> list[str]:

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
@@ -28,6 +27,7 @@ from octile.nn.conversion import apply_recipe
 from octile.nn.conversion_summary import log
 from octile.parallel.device import pick_device
 from octile.recipe import GEMMS, GemmName
+from octile.report.console import Console
 from octile.train.config import TrainConfig
 from octile.train.deterministic import deterministic
 from octile.train.loop import RunHook, StepContext

@@ -12,8 +12,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from rich.console import Console
-
 from octile.checkpoint.files import check_output_file
 from octile.lab.pages.page import Table, screen_table
 from octile.models.config import PRESETS
@@ -27,6 +25,7 @@ from octile.plan.schedule import compare_schedules
 from octile.plan.search import Search, search
 from octile.plan.step import StepPlan, plan_step
 from octile.plan.trace import write_trace
+from octile.report.console import Console
 from octile.report.plan import save_plan
 from octile.report.schedule import describe_costs
 from octile.validation import Range, check_fields
@@ -129,7 +128,7 @@ def run(options: Options) -> None:
     write_trace(options.trace, plan)
     _print(title, result)
     console = Console()
-    console.print(f"picture: {options.out}\ntrace: {options.trace}", highlight=False, soft_wrap=True)
+    console.print_line(f"picture: {options.out}\ntrace: {options.trace}")
 
 
 def make_plan(options: Options) -> Result:
@@ -218,7 +217,7 @@ def _print(title: str, result: Result) -> None:
     plan, console = result.plan, Console()
 
     def line(text: str) -> None:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        console.print_line(text)
 
     cluster, layout = plan.cluster, plan.layout
     line(title)

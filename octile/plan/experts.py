@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from octile.checkpoint.files import check_output_file
 from octile.lab.pages.page import Table, screen_table
+from octile.report.console import Console
 from octile.report.experts import GpuLoads, save_gpu_loads
 from octile.serve.expert_balance import rebalance_experts
 from octile.validation import MAX_SEED, Range, check_fields, parse_json, quoted
@@ -75,12 +75,12 @@ def run(options: Options) -> None:
         f"layers: {layers}, experts: {experts}, slots: {options.num_replicas}, GPUs: {options.num_gpus}, "
         f"nodes: {options.num_nodes}; the busiest GPU's load / the mean, and the share of time that GPUs wait for it"
     )
-    console.print(text, highlight=False, soft_wrap=True)
+    console.print_line(text)
     console.print(screen_table(compare_loads(before, after)))
     if experts < options.num_gpus:
         text = f"with one copy of each, {options.num_gpus - experts} of {options.num_gpus} GPUs have no expert"
-        console.print(text, highlight=False, soft_wrap=True)
-    console.print(f"picture: {options.out}", highlight=False, soft_wrap=True)
+        console.print_line(text)
+    console.print_line(f"picture: {options.out}")
 
 
 def compare_loads(before: GpuLoads, after: GpuLoads) -> Table:

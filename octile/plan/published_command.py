@@ -6,10 +6,9 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from rich.console import Console
-
 from octile.lab.pages.page import Table, screen_table
 from octile.plan.published import Comparison, compare_measured, compare_published, compare_serving
+from octile.report.console import Console
 
 
 @dataclass(frozen=True)

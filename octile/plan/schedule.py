@@ -6,11 +6,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from rich.console import Console
-
 from octile.checkpoint.files import check_output_file
 from octile.lab.pages.page import Table, screen_table
 from octile.parallel.schedules import SCHEDULES, Costs, Simulation, make_schedule, simulate
+from octile.report.console import Console
 from octile.report.schedule import compare_activations, compare_bubble, describe_costs, save_schedule
 from octile.validation import Range, check_fields
 
@@ -66,12 +65,12 @@ def run(options: Options) -> None:
     save_schedule(options.out, chosen)
     console = Console()
     sizes = f"{options.stages} stages (PP), {options.micro_batches} micro-batches (M)"
-    console.print(f"{sizes}; {describe_costs(options.costs)}", highlight=False, soft_wrap=True)
+    console.print_line(f"{sizes}; {describe_costs(options.costs)}")
     table, notes = compare_schedules(options.stages, options.micro_batches, options.costs)
     console.print(screen_table(table))
     for note in notes:
-        console.print(note, highlight=False, markup=False, soft_wrap=True)
-    console.print(f"picture: {options.out}", highlight=False, soft_wrap=True)
+        console.print_line(note)
+    console.print_line(f"picture: {options.out}")
 
 
 def compare_schedules(stages: int, micro_batches: int, costs: Costs) -> tuple[Table, list[str]]:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 from octile.extras import require
 
@@ -10,13 +11,25 @@ import rich.console  # noqa: E402  a missing package is reported above
 
 
 class Console(rich.console.Console):
-    """rich's console, which raises BrokenPipeError if its reader stops reading, as in `octile doctor | head`.
+    """rich's console without markup, which raises BrokenPipeError if its reader stops, as in `octile doctor | head`.
+
+    Texts are printed as given: with rich's markup a path such as "runs/[old]" would lose its brackets.
+
+    Args:
+        options: of rich's console.
 
     Attributes:
-        reader_left: called instead, if it is not None; what is printed later is discarded.
+        reader_left: called instead of raising, if it is not None; what is printed later is discarded.
     """
 
     reader_left: Callable[[], object] | None = None
+
+    def __init__(self, **options: Any):
+        super().__init__(markup=False, highlight=False, **options)
+
+    def print_line(self, text: str) -> None:
+        """Print a text, wrapped between words on a terminal only. In a file a path or a figure stays on its line."""
+        self.print(text, soft_wrap=not self.is_terminal)
 
     def on_broken_pipe(self) -> None:
         """Call `reader_left`, or raise BrokenPipeError, instead of exiting silently."""

@@ -49,14 +49,14 @@ def run_conversion(src: Path, dst: Path | None, to: Target, keep: Sequence[str] 
 
         report = convert_checkpoint(src, dst, to, show, keep)
     _show_report(console, report)
-    console.print(f"written to {dst}", highlight=False)
+    console.print_line(f"written to {dst}")
 
 
 def _show_prediction(console: Console, size: SizePrediction) -> None:
     stored = f"{_amount(size.share.parameters)} parameters stored, {format_bytes(size.nbytes)} as {size.to}"
     why = " (a multi-token prediction layer repeats the embedding and the head)" if size.repeats else ""
-    console.print(stored + why)
-    console.print(_share(size.share))
+    console.print_line(stored + why)
+    console.print_line(_share(size.share))
     _show_warnings(console, size.warnings)
 
 
@@ -74,16 +74,16 @@ def _show_report(console: Console, report: ConversionReport) -> None:
     console.print(table)
     before, after = format_bytes(report.bytes_before), format_bytes(report.bytes_after)
     was = "" if report.to == "fp8" else "was "
-    console.print(f"{before} → {after}; {was}{_share(report.share)}", highlight=False)
-    console.print(f"checked: every value lies within {report.max_error:.2%} of its block's range", highlight=False)
+    console.print_line(f"{before} → {after}; {was}{_share(report.share)}")
+    console.print_line(f"checked: every value lies within {report.max_error:.2%} of its block's range")
     if report.resumed_files:
-        console.print(f"{report.resumed_files} of {report.files} files were finished before", highlight=False)
+        console.print_line(f"{report.resumed_files} of {report.files} files were finished before")
     _show_warnings(console, report.warnings)
 
 
 def _show_warnings(console: Console, warnings: Sequence[str]) -> None:
     for warning in warnings:
-        console.print(f"warning: {warning}", highlight=False, markup=False)
+        console.print_line(f"warning: {warning}")
 
 
 def _amount(parameters: int) -> str:

@@ -35,6 +35,12 @@ def test_every_schedule_is_drawn(capsys, folder, name):
     assert SCHEDULES[name].title in (folder / f"{name}.svg").read_text(encoding="utf-8")
 
 
+def test_a_path_with_brackets_is_printed_in_full(capsys, folder):
+    code, out, err = call(capsys, "plan", "schedule", "--out", "new [/old].svg")
+    assert (code, err) == (0, "")
+    assert "picture: new [/old].svg" in out
+
+
 def test_without_options_dualpipe_is_compared_with_the_others_in_80_columns(capsys, folder, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     code, out, _ = call(capsys, "plan", "schedule")

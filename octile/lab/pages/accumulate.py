@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from rich.console import Console
 from rich.progress import track
 
 from octile.formats import FloatFormat, by_name
@@ -24,6 +23,7 @@ from octile.lab.pages.page import (
     write_lab_page,
 )
 from octile.lab.tensor_core.architectures import EVIDENCE, find_instruction
+from octile.report.console import Console
 from octile.report.page import format_bytes, format_signed
 from octile.report.style import COLOR, PHONE, WIDE, label_ends, style_axes
 from octile.report.svg import make_chart
@@ -110,8 +110,8 @@ def run(options: Options) -> None:
     page = write_lab_page(options.out, "Accumulation", lead, sections)
     screen = Console()
     screen.print(screen_table(short_table(rows)))
-    screen.print(caption, highlight=False)
-    screen.print(f"picture: {page}", highlight=False, soft_wrap=True)
+    screen.print_line(caption)
+    screen.print_line(f"picture: {page}")
 
 
 def _check_memory(k: int) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import tyro
-from rich.console import Console
 
 from octile.formats import BF16, E2M1, E4M3, E5M2, E5M6, FP16, FP32, INT8, UE8M0
 from octile.lab.formats import (
@@ -31,6 +30,7 @@ from octile.lab.pages import real_tensors_figures as real
 from octile.lab.pages.figures import SNR_MEANING
 from octile.lab.pages.page import Section, Table, power, screen_table, write_lab_page
 from octile.lab.real_tensors import RealTensors, real_tensors
+from octile.report.console import Console
 from octile.report.page import format_quantity
 from octile.report.style import PHONE, WIDE
 from octile.report.svg import Chart, make_chart
@@ -68,7 +68,7 @@ def run(options: Options) -> None:
     console = Console()
     tensors = real_tensors(options.run)  # raises an error for a bad run before anything is printed
     console.print(screen_table(formats_table()))
-    console.print(f"pictures: {write_formats_page(options.out, tensors)}", highlight=False, soft_wrap=True)
+    console.print_line(f"pictures: {write_formats_page(options.out, tensors)}")
 
 
 def formats_table() -> Table:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import tyro
-from rich.console import Console
 
 from octile.lab.capture import CapturedGemm, load, parse_gemm_names
 from octile.lab.hardware import HBM, MX, Hardware, Suggestion, hardware
@@ -19,6 +18,7 @@ from octile.lab.pages.figures import TERMS
 from octile.lab.pages.page import Section, Table, screen_table, write_lab_page
 from octile.lab.tensor_core.architectures import EVIDENCE, find_instruction
 from octile.lab.what_if import noise_to_db, select_gemms
+from octile.report.console import Console
 from octile.report.page import format_bytes, format_count, format_signed
 from octile.report.style import PHONE, WIDE
 from octile.report.svg import Chart, make_chart
@@ -86,8 +86,8 @@ def run(options: Options) -> None:
     page = write_lab_page(options.out, "Hardware", lead, sections)
     console = Console()
     console.print(screen_table(short_table(found)))
-    console.print(draw.describe_bits(curve), highlight=False)
-    console.print(f"pictures: {page}", highlight=False, soft_wrap=True)
+    console.print_line(draw.describe_bits(curve))
+    console.print_line(f"pictures: {page}")
 
 
 def _weight(g: CapturedGemm) -> str:

@@ -8,9 +8,9 @@ from math import frexp
 from pathlib import Path
 
 from rich.cells import cell_len
-from rich.console import Console
 
 from octile.checkpoint.files import write_text
+from octile.report.console import Console
 from octile.report.page import render, superscript
 from octile.report.svg import Chart
 from octile.report.table import ScreenTable

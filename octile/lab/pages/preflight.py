@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import torch
 import tyro
-from rich.console import Console
 from torch import Tensor
 
 from octile.lab.pages.figures import GEMM_COLOR, TERMS, Heat, draw_heat, is_wide, legend, short_names
@@ -21,6 +20,7 @@ from octile.lab.preflight import GemmKey, Preflight, preflight
 from octile.lab.preflight_check import observe_batch
 from octile.lab.what_if import Error
 from octile.recipe import Recipe
+from octile.report.console import Console
 from octile.report.page import format_count
 from octile.report.style import COLOR, PHONE, WIDE, style_axes
 from octile.report.svg import make_chart
@@ -108,11 +108,11 @@ def run(options: Options) -> None:
     page = _write_page(options, rows, caption)
     console = Console()
     console.print(screen_table(table(rows[:MAX_ROWS])))
-    console.print(caption, highlight=False)
+    console.print_line(caption)
     if any(row.measured_db is not None for row in rows):
-        console.print(describe_check(rows, options.least_snr), highlight=False)
-    console.print(f"recipe:   {options.write}", highlight=False, soft_wrap=True)
-    console.print(f"pictures: {page}", highlight=False, soft_wrap=True)
+        console.print_line(describe_check(rows, options.least_snr))
+    console.print_line(f"recipe:   {options.write}")
+    console.print_line(f"pictures: {page}")
 
 
 @dataclass(frozen=True)

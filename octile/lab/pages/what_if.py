@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import tyro
-from rich.console import Console
 from rich.progress import track
 
 from octile.lab.capture import Capture, CapturedGemm, load, parse_gemm_names
@@ -24,6 +23,7 @@ from octile.lab.tensor_core.architectures import ARCHITECTURES, EVIDENCE
 from octile.lab.variants import PUBLISHED, REFERENCES, SearchSpace, Variant
 from octile.lab.what_if import Rank, WhatIf, noise_to_db, select_gemms, what_if
 from octile.recipe import GemmName
+from octile.report.console import Console
 from octile.report.page import format_count, format_signed
 
 COLUMNS = (
@@ -125,8 +125,8 @@ def run(options: Options) -> None:
     screen = Console()
     screen.print(screen_table(short_table(listed)))
     for line in (_describe_sample(found), *refusals(found), *unchecked(found)):
-        screen.print(line, highlight=False, markup=False, soft_wrap=True)
-    screen.print(f"pictures: {page}", highlight=False, soft_wrap=True)
+        screen.print_line(line)
+    screen.print_line(f"pictures: {page}")
 
 
 def token_texts(tokenizer: Path | None, capture: Path) -> Callable[[int], str] | None:
