@@ -135,6 +135,11 @@ def test_fp8_lm_has_powers_of_2_for_scales():
     assert {operand.scale for operand in _operand_formats(Recipe.fp8_lm())} == {"power_of_2"}
 
 
+def test_fp8_lm_takes_the_scale_of_the_tensor_until_its_window_is_full():
+    formats = Recipe.fp8_lm().formats
+    assert {operand.warm_up for operand in (formats.x, formats.dy, formats.wgrad_x, formats.wgrad_dy)} == {"until_full"}
+
+
 def test_fp8_lm_delays_the_scales_of_inputs_and_gradients_and_not_of_weights():
     formats = Recipe.fp8_lm().formats
     assert (formats.x.amax, formats.w.amax, formats.dy.amax) == ("delayed", "current", "delayed")
