@@ -5,6 +5,8 @@ Shapes: N windows, S predicted tokens of each, B windows at a time, V vocabulary
 
 from __future__ import annotations
 
+import re
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,7 +17,8 @@ from octile.ops.cross_entropy import IGNORED
 from octile.tokenizer import Tokenizer
 from octile.train.trainer import Trainer
 
-VISIBLE = {" ": "␣", "\n": "↵", "\r": "␍", "\t": "⇥"}
+VISIBLE = str.maketrans({" ": "␣", "\n": "↵", "\r": "␍", "\t": "⇥"})
+LONG_RUN = re.compile(r"([␣↵␍⇥\s])\1{3,}")  # of visible white space
 
 
 @torch.no_grad()
@@ -50,11 +53,7 @@ def visible_token(tokenizer: Tokenizer, token: int) -> str:
     text = tokenizer.decode([token])
     if "\ufffd" in text:
         return "bytes " + " ".join(f"{_byte(c):02X}" for c in tokenizer.backend.id_to_token(token) or "")
-    blank = text[: len(text) - len(text.lstrip())]
-    if len(blank) > 3 and len(set(blank)) == 1:
-        text = f"{blank[0]}×{len(blank)} {text[len(blank) :]}".rstrip(" ")
-        return VISIBLE.get(text[0], text[0]) + text[1:]
-    return "".join(VISIBLE.get(c, c) for c in text)
+    return LONG_RUN.sub(lambda run: f"{run[1]}×{len(run[0])} ", text.translate(VISIBLE)).rstrip(" ")
 
 
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]

@@ -27,7 +27,10 @@ def test_a_token_loss_is_minus_the_log_probability_of_the_token(new_trainer):
 
 @pytest.mark.parametrize(
     ("text", "shown"),
-    [(" the", "␣the"), ("\n", "↵"), ("a", "a"), ("\t", "⇥"), ("     x", "␣×5 x"), ("    ", "␣×4"), ("  ", "␣␣")],
+    [
+        *((" the", "␣the"), ("\n", "↵"), ("a", "a"), ("\t", "⇥"), ("     x", "␣×5 x"), ("    ", "␣×4"), ("  ", "␣␣")),
+        *(("\n" + 16 * " ", "↵␣×16"), (5 * "\n" + "\t", "↵×5 ⇥"), ("a ", "a␣"), ("\xa0" * 4, "\xa0×4")),
+    ],
 )
 def test_white_space_is_made_visible(text, shown):
     class OneToken:

@@ -34,7 +34,9 @@ def draw_tokens(figure: Figure, found: TokenDifferences) -> None:
     axes, groups = figure.subplots(), rows(found)
     color = recipe_style(found.recipe)["color"]
     at = np.arange(len(groups))
-    style_axes(axes, None, "loss minus BF16's (nats per token), ± 2 standard errors")
+    style_axes(axes, None, "")
+    label = "loss minus BF16's (nats per token), ± 2 standard errors"
+    figure.suptitle(label, x=0, ha="left", fontsize=11, color=COLOR["muted"])  # above long names, too
     axes.grid(axis="y", visible=False)
     axes.grid(axis="x")
     axes.axvline(0, color=COLOR["ink"], linewidth=1.2, zorder=0)

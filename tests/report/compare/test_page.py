@@ -85,6 +85,14 @@ def test_the_texts_of_figures_do_not_touch(tmp_path, monkeypatch, result):
     assert found == []
 
 
+def test_a_wide_name_of_a_token_leaves_room_for_the_axis_label(tmp_path, monkeypatch):
+    found, result = faults_of_pages(monkeypatch), complete_result()
+    wide = replace(result.tokens[0].worst[0], name=30 * "W", count=1_000_000)
+    tokens = replace(result.tokens[0], worst=(wide, *result.tokens[0].worst[1:]))
+    write_compare_report(tmp_path, replace(result, tokens=(tokens,)))
+    assert found == []
+
+
 def test_zeros_have_no_sign(tmp_path):
     equal = curve("deepseek_v3", 2.99999)
     page = read_page(write_compare_report(tmp_path, replace(complete_result(), recipes=(equal,))))
