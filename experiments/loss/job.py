@@ -126,7 +126,7 @@ def run(store: TokenStore, job: Job, out: Path) -> Result:
         if result.state == "running":
             _validate_at_end(result, trainer, validation_windows(store.val, length, FINAL_WINDOWS))
             result.state = "done" if trainer.steps_done == end else "stopped"
-            if job.until < 1 and result.state == "done":
+            if job.is_trunk and result.state == "done":
                 branch.save(trainer, out.with_suffix(".pt"))
     result.facts |= {"seconds": trainer.seconds, "steps_done": trainer.steps_done, "tokens": trainer.tokens}
     if device.type == "cuda":

@@ -6,6 +6,8 @@ again        DeepSeek-V3's recipe at the largest size, repeated twice for each o
              differs from run to run
 slow         the smallest size from scratch at half the peak rate, with a warm-up over a fifth of the steps: pairs of
              `core` deviate by 0.49%, so that some 44 to 78 are needed at this size; nine of these deviated by 0.77%
+start        the first part of runs of `core` at the smallest size, with both recipes: the part of a pair's gap that
+             comes from the step at which a loss falls (`fall.py`)
 long         the smallest size over 300M tokens: at the end of shorter runs the loss still depends on the step at which
              it began to fall steeply, by chance
 trunk        the first part of a BF16 run of `core`; saves its weights and moments
@@ -35,6 +37,7 @@ Group = Literal[
     "core",
     "again",
     "slow",
+    "start",
     "long",
     "long-trunk",
     "long-branch",
@@ -71,6 +74,7 @@ SLOW_WARMUP = 0.2
 WGRAD_BLOCKS = "wgrad_x_blocks"  # at the two smaller sizes, from a checkpoint and from scratch
 BRANCHES = ("bf16", "nudged", "deepseek_v3", "e5m2")  # recipes that continue from every trunk
 CONTROL_SEED = 2  # seed of a trunk from which only BRANCHES and the control continue
+START_SEEDS = range(38, 76)  # none of `core`, which has the complete runs
 LONG_SEEDS = range(1, 18)  # of runs over 300M tokens: as many as `power.py` asks for at a deviation of 0.25%
 LONG_TRUNK_SEEDS = (1, 2)
 RATES = (2, 4, 16, 64, 128, 192, 256, 384)  # times the usual learning rate, which all other jobs have
@@ -102,7 +106,7 @@ class Job:
         name: the stem of its files' names.
         changes: fields of `OptimConfig` and `ModelConfig` that differ from the usual configuration.
         after: the job from whose weights and moments it continues; empty if it starts from scratch.
-        until: the share of the steps after which it ends; below 1 it saves its weights and moments.
+        until: the share of the steps after which it ends; a trunk then saves its weights and moments.
     """
 
     name: str
@@ -114,6 +118,11 @@ class Job:
     changes: dict[str, Any] = field(default_factory=dict)
     after: str = ""
     until: float = 1.0
+
+    @property
+    def is_trunk(self) -> bool:
+        """Whether other jobs continue from it."""
+        return self.group in ("trunk", "long-trunk")
 
     @property
     def own_tokens(self) -> float:
@@ -173,6 +182,11 @@ def all_jobs(small: str = "30m", sizes: tuple[str, ...] = ("150m", "80m", "30m")
     slow = {"lr": run_config(small, CORE).optim.lr / 2, "warmup": SLOW_WARMUP, "decay": 1 - SLOW_WARMUP}
     jobs += [
         job("slow", small, recipe, seed, CORE, **slow) for seed in SLOW_SEEDS for recipe in ("bf16", "deepseek_v3")
+    ]
+    jobs += [
+        replace(job("start", small, recipe, seed, CORE), until=TRUNK)
+        for seed in START_SEEDS
+        for recipe in ("bf16", "deepseek_v3")
     ]
     jobs += [job("long", small, recipe, seed, LONG) for seed in LONG_SEEDS for recipe in ("bf16", "deepseek_v3")]
     for seed in LONG_TRUNK_SEEDS:

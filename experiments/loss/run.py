@@ -134,7 +134,7 @@ class Queue:
 def import_results(known: list[dict[str, Any]], out: Path) -> None:
     """Write earlier sessions' results to OUT, except of runs that did not end and of trunks, whose weights are gone."""
     for result in known:
-        if result["state"] in ("done", "diverged") and result["job"].get("until", 1.0) == 1.0:
+        if result["state"] in ("done", "diverged") and not Job(**result["job"]).is_trunk:
             (out / f"{result['job']['name']}.json").write_text(json.dumps(result))
 
 

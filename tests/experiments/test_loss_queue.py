@@ -105,7 +105,7 @@ def test_a_job_that_would_not_end_in_time_is_passed_over_for_a_shorter_one(queue
 
 
 def test_a_branch_waits_for_the_checkpoint_of_its_trunk(queue):
-    trunk = replace(SMALL, name="trunk", until=0.4)
+    trunk = replace(SMALL, name="trunk", group="trunk", until=0.4)
     q = queue([branch(trunk, "bf16"), trunk], seconds=200.0)
     q.run()
     assert states(q) == {"trunk": "done"}  # no checkpoint to continue from; the queue still ends
@@ -116,7 +116,7 @@ def test_a_branch_waits_for_the_checkpoint_of_its_trunk(queue):
 
 def test_jobs_with_earlier_results_are_not_run_again(tmp_path, monkeypatch, capsys):
     done, failed, trunk, unknown = (replace(SMALL, name=name) for name in ("done", "failed", "trunk", "unknown"))
-    trunk = replace(trunk, until=0.4)
+    trunk = replace(trunk, group="trunk", until=0.4)
     begun = []
     monkeypatch.setattr(module, "all_jobs", lambda *sizes: [done, failed, trunk, unknown])
     monkeypatch.setattr(Queue, "run", lambda queue: begun.extend(job.name for job in queue.waiting))
@@ -132,7 +132,7 @@ def test_jobs_with_earlier_results_are_not_run_again(tmp_path, monkeypatch, caps
     assert "not begun: failed, trunk, unknown" in capsys.readouterr().out
 
 
-TRUNK = replace(SMALL, name="trunk", until=0.4)
+TRUNK = replace(SMALL, name="trunk", group="trunk", until=0.4)
 
 
 @pytest.fixture
