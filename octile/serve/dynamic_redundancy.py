@@ -13,7 +13,7 @@ expert, as long as the busiest GPU has at least two tokens more than the last on
 left, no division has a smaller maximum (Harvey et al.). If all hosted copies may be active, this is the least load that
 the placement allows.
 
-This is the reference, by numpy on the host.
+The host computes it, with Python's lists: an expert has so few copies that arrays would be small.
 
 Sources: DeepSeek-V3 (arXiv 2412.19437) §3.4.1, "dynamic redundancy strategy"; Harvey, Ladner, Lovász, Tamir,
 "Semi-matchings for bipartite graphs and load balancing", Journal of Algorithms 59 (2006).
@@ -22,18 +22,13 @@ Shapes: E experts, P slots, G GPUs of S slots each; T tokens of this rank, K cho
 
 from __future__ import annotations
 
+import heapq
 from typing import Annotated
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from octile.validation import Range, check
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 
 class TooFewActiveError(ValueError):
@@ -64,18 +59,18 @@ def choose_copies(tokens: Tensor, physical_to_logical: Tensor, num_gpus: int, nu
     size = len(physical_to_logical) // num_gpus
     num_active = size if num_active is None else num_active
     check("num_active", num_active, Annotated[int, Range(at_least=1, at_most=size)])
-    tokens_E, physical_P = tokens.cpu().numpy(), physical_to_logical.cpu().numpy()
-    slot_EG = np.full((len(tokens_E), num_gpus), -1)  # the first slot of an expert on a GPU
-    slots = np.arange(len(physical_P))[::-1]
-    slot_EG[physical_P[slots], slots // size] = slots
-
-    active_EG = slot_EG >= 0
+    tokens_E, physical_P = tokens.tolist(), physical_to_logical.tolist()
+    slot_of_EG = [dict[int, int]() for _ in tokens_E]  # the first slot of an expert on a GPU, by the GPU
+    for slot, expert in enumerate(physical_P):
+        slot_of_EG[expert].setdefault(slot // size, slot)
+    active = [list(slots) for slots in slot_of_EG]
     if num_active < size:
-        active_EG = _choose_active(tokens_E, active_EG, num_active)
-    served_EG = _divide(tokens_E, active_EG)
-    served_P = np.zeros(len(physical_P), dtype=np.int64)
-    served_P[slot_EG[active_EG]] = served_EG[active_EG]
-    return torch.from_numpy(served_P)
+        active = _choose_active(tokens_E, active, num_gpus, num_active)
+    served_P = [0] * len(physical_P)
+    for slots, served in zip(slot_of_EG, _divide(tokens_E, active, num_gpus), strict=True):
+        for gpu, count in served.items():
+            served_P[slots[gpu]] = count
+    return torch.tensor(served_P)
 
 
 def assign_copies(experts: Tensor, first: Tensor, served: Tensor, physical_to_logical: Tensor) -> Tensor:
@@ -171,92 +166,154 @@ def _check_experts(name: str, tensor: Tensor, n_experts: int) -> None:
         raise ValueError(f"{name} must have experts from 0 to {n_experts - 1}, not {int(tensor[is_other][0])}")
 
 
-def _choose_active(tokens_E: Ints, hosted_EG: Bools, num_active: int) -> Bools:
-    """Choose the active copies: [E, G], at most num_active of a GPU."""
-    hosted_E, n_slots = hosted_EG.sum(1), num_active * hosted_EG.shape[1]
-    copies_E = (tokens_E > 0).astype(np.int64)
-    per_copy_E = np.where(hosted_E > 1, tokens_E, 0).astype(np.float64)
-    for _ in range(n_slots - copies_E.sum()):
-        expert = int(per_copy_E.argmax())
-        if per_copy_E[expert] <= 0:
+def _choose_active(tokens: list[int], hosted: list[list[int]], num_gpus: int, num_active: int) -> list[list[int]]:
+    """Choose the GPUs with active copies of each expert, in their order, at most num_active copies of a GPU.
+
+    Args:
+        tokens: of each expert.
+        hosted: the GPUs that have each expert, in their order.
+        num_gpus, num_active: as of `choose_copies`.
+    """
+    copies = [int(n > 0) for n in tokens]
+    most = [(-float(n), expert) for expert, n in enumerate(tokens) if n and len(hosted[expert]) > 1]  # per copy
+    heapq.heapify(most)
+    for _ in range(num_gpus * num_active - sum(copies)):
+        if not most:
             break
-        copies_E[expert] += 1
-        per_copy_E[expert] = tokens_E[expert] / copies_E[expert] if copies_E[expert] < hosted_E[expert] else 0
-    load_E = tokens_E / np.maximum(copies_E, 1)
-    active_EG = np.zeros_like(hosted_EG)
-    load_G = np.zeros(hosted_EG.shape[1])
-    order = [int(expert) for expert in np.argsort(-load_E, kind="stable") if tokens_E[expert]]
-    for expert in order:
-        if not _activate(expert, load_E, hosted_EG, active_EG, load_G, num_active):
+        expert = most[0][1]
+        copies[expert] += 1
+        if copies[expert] < len(hosted[expert]):
+            heapq.heapreplace(most, (-tokens[expert] / copies[expert], expert))
+        else:
+            heapq.heappop(most)
+    load = [n / max(number, 1) for n, number in zip(tokens, copies, strict=True)]
+    copies_of_gpus = _ActiveCopies(load, hosted, num_gpus, num_active)
+    order = sorted((expert for expert, n in enumerate(tokens) if n), key=lambda expert: -load[expert])
+    for i, expert in enumerate(order):
+        if not copies_of_gpus.add(expert):
             raise TooFewActiveError(
-                f"num_active must be larger than {num_active}: with so few active slots of a GPU, "
-                f"{1 + int(active_EG.any(1).sum())} experts that have tokens cannot be active together"
+                f"num_active must be larger than {num_active}: with so few active slots of a GPU, {i + 1} experts that "
+                "have tokens cannot be active together"
             )
     for expert in order:
-        for _ in range(copies_E[expert] - 1):
-            _activate(expert, load_E, hosted_EG, active_EG, load_G, num_active)
-    return active_EG
+        for _ in range(copies[expert] - 1):
+            copies_of_gpus.add(expert)
+    return [sorted(gpus) for gpus in copies_of_gpus.gpus]
 
 
-def _activate(expert: int, load_E: Floats, hosted_EG: Bools, active_EG: Bools, load_G: Floats, num_active: int) -> bool:
-    """Activate a further copy of an expert, on the GPU with the least load that has a free slot or can get one.
+class _ActiveCopies:
+    """The active copies so far.
 
-    A full GPU gets one if one of its active experts can be active elsewhere instead: a path in breadth-first order.
+    Args:
+        load: of a copy of each expert.
+        hosted, num_gpus, num_active: as of `_choose_active`.
+
+    Attributes:
+        gpus: with an active copy of each expert.
+    """
+
+    def __init__(self, load: list[float], hosted: list[list[int]], num_gpus: int, num_active: int):
+        self.gpus = [set[int]() for _ in load]
+        self._load, self._hosted, self._num_active = load, hosted, num_active
+        self._experts = [set[int]() for _ in range(num_gpus)]  # that are active on each GPU
+        self._load_of_gpu = [0.0] * num_gpus
+
+    def add(self, expert: int) -> bool:
+        """Activate a further copy of an expert, on the GPU with the least load that has a free slot or can get one.
+
+        A full GPU gets one if one of its active experts can be active elsewhere instead: a path in breadth-first order.
+
+        Returns:
+            whether there is such a path.
+        """
+        free = [gpu for gpu in self._others(expert) if self._is_free(gpu)]
+        if free:
+            self._set(expert, min(free, key=self._load_of_gpu.__getitem__), is_active=True)
+            return True
+        came_from = dict[int, tuple[int, int]]()  # GPU → the expert that would be activated there, and its GPU before
+        reached = [(gpu, expert, -1) for gpu in self._by_load(expert)]
+        for gpu, moved, before in reached:  # grows
+            if gpu in came_from:
+                continue
+            came_from[gpu] = moved, before
+            if self._is_free(gpu):
+                self._move(gpu, came_from)
+                return True
+            for other in sorted(self._experts[gpu]):
+                reached += [(to, other, gpu) for to in self._by_load(other)]
+        return False
+
+    def _is_free(self, gpu: int) -> bool:
+        return len(self._experts[gpu]) < self._num_active
+
+    def _others(self, expert: int) -> list[int]:
+        """The GPUs that have an expert which is not active there."""
+        return [gpu for gpu in self._hosted[expert] if gpu not in self.gpus[expert]]
+
+    def _by_load(self, expert: int) -> list[int]:
+        """The same, those with the least load first."""
+        return sorted(self._others(expert), key=self._load_of_gpu.__getitem__)
+
+    def _move(self, gpu: int, came_from: dict[int, tuple[int, int]]) -> None:
+        """Activate the experts along a path that ends at a GPU with a free slot."""
+        while gpu != -1:
+            moved, before = came_from[gpu]
+            self._set(moved, gpu, is_active=True)
+            if before != -1:
+                self._set(moved, before, is_active=False)
+            gpu = before
+
+    def _set(self, expert: int, gpu: int, is_active: bool) -> None:
+        for copies, copy in ((self.gpus[expert], gpu), (self._experts[gpu], expert)):
+            (copies.add if is_active else copies.remove)(copy)
+        self._load_of_gpu[gpu] += self._load[expert] if is_active else -self._load[expert]
+
+
+def _divide(tokens: list[int], active: list[list[int]], num_gpus: int) -> list[dict[int, int]]:
+    """Divide the tokens of each expert among its active copies, so that the busiest GPU has as few as possible.
+
+    Args:
+        tokens, num_gpus: as of `_choose_active`.
+        active: what it has chosen.
 
     Returns:
-        whether there is such a path.
+        the tokens of each expert by the GPU that serves them.
     """
-    came_from: dict[int, tuple[int, int]] = {}  # GPU → the expert that would be activated there, and its GPU before
-    by_load = np.argsort(load_G, kind="stable").tolist()
-    reached = [(gpu, expert, -1) for gpu in by_load if hosted_EG[expert, gpu] and not active_EG[expert, gpu]]
-    for gpu, moved, before in reached:  # grows
-        if gpu in came_from:
-            continue
-        came_from[gpu] = moved, before
-        if active_EG[:, gpu].sum() < num_active:
-            break
-        for other in np.flatnonzero(active_EG[:, gpu]).tolist():
-            reached += [(to, other, gpu) for to in by_load if hosted_EG[other, to] and not active_EG[other, to]]
-    else:
-        return False
-    while gpu != -1:
-        moved, before = came_from[gpu]
-        active_EG[moved, gpu] = True
-        load_G[gpu] += load_E[moved]
-        if before != -1:
-            active_EG[moved, before] = False
-            load_G[before] -= load_E[moved]
-        gpu = before
-    return True
-
-
-def _divide(tokens_E: Ints, active_EG: Bools) -> Ints:
-    """Divide the tokens of each expert among its active copies, so that the busiest GPU has as few as possible."""
-    copies_E = np.maximum(active_EG.sum(1), 1)
-    number_EG = active_EG.cumsum(1) - 1  # of a copy among those of its expert
-    served_EG = np.where(active_EG, tokens_E[:, None] // copies_E[:, None], 0)
-    served_EG += active_EG & (number_EG < (tokens_E % copies_E)[:, None])
+    served = list[dict[int, int]]()
+    load = [0] * num_gpus
+    shared = [list[int]() for _ in range(num_gpus)]  # the experts of a GPU that have other copies, too
+    for expert, (n, gpus) in enumerate(zip(tokens, active, strict=True)):
+        least, rest = divmod(n, max(len(gpus), 1))
+        served.append({gpu: least + (i < rest) for i, gpu in enumerate(gpus)})
+        for gpu, count in served[expert].items():
+            load[gpu] += count
+            if len(gpus) > 1:
+                shared[gpu].append(expert)
     while True:
-        load_G = served_EG.sum(0)
-        busiest = int(load_G.argmax())
+        busiest = load.index(max(load))
         came_from = {busiest: (-1, -1)}  # GPU → the GPU before it in a path, and the expert whose tokens would move
         queue = [busiest]
         for gpu in queue:  # grows
-            for to in np.flatnonzero(active_EG[served_EG[:, gpu] > 0].any(0)).tolist():
-                if to not in came_from:
-                    movable_E = np.where(active_EG[:, to], served_EG[:, gpu], 0)
-                    came_from[to] = gpu, int(movable_E.argmax())
-                    queue.append(to)
-        idlest = min(queue, key=lambda gpu: (load_G[gpu], gpu))
-        if load_G[busiest] - load_G[idlest] < 2:
-            return served_EG
+            movable = dict[int, int]()  # GPU → the expert of which most tokens can move there
+            for expert in shared[gpu]:
+                count = served[expert][gpu]
+                for to in active[expert] if count else ():
+                    if to not in came_from and (to not in movable or count > served[movable[to]][gpu]):
+                        movable[to] = expert
+            for to in sorted(movable):
+                came_from[to] = gpu, movable[to]
+                queue.append(to)
+        idlest = min(queue, key=lambda gpu: (load[gpu], gpu))
+        if load[busiest] - load[idlest] < 2:
+            return served
         path, gpu = list[tuple[int, int, int]](), idlest
         while gpu != busiest:
             before, expert = came_from[gpu]
             path.append((expert, before, gpu))
             gpu = before
-        most = min(int(served_EG[expert, before]) for expert, before, _ in path)
-        moved = min(most, int(load_G[busiest] - load_G[idlest]) // 2)
+        moved = min(*(served[expert][before] for expert, before, _ in path), (load[busiest] - load[idlest]) // 2)
         for expert, before, to in path:
-            served_EG[expert, before] -= moved
-            served_EG[expert, to] += moved
+            served[expert][before] -= moved
+            served[expert][to] += moved
+        load[busiest] -= moved
+        load[idlest] += moved

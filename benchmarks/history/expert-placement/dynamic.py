@@ -28,7 +28,7 @@ for sigma in (0.0, 0.5, 1.0):
         if active:
             begin = time.perf_counter()
             served = torch.stack([choose_copies(*layer, GPUS, active) for layer in zip(tokens, physical, strict=True)])
-            took = f"{1e3 * (time.perf_counter() - begin) / LAYERS:.0f} ms a layer"
+            took = f"{1e3 * (time.perf_counter() - begin) / LAYERS:.1f} ms a layer"
         else:
             served, took = (tokens / count).gather(1, physical), ""
         load = served.view(LAYERS, GPUS, -1).sum(2)
