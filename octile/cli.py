@@ -31,7 +31,6 @@ from octile.extras import require
 from octile.models.config import PRESETS, ModelConfig, RopeScaling
 from octile.serve.config import CacheConfig, EngineConfig, ParallelConfig, ProcessesConfig, window_of
 from octile.serve.http.config import Limits
-from octile.tokenizer import check_text
 from octile.train.config import RESUMABLE, TrainConfig, preset
 from octile.train.signals import Terminated, quiet_exit, terminable, termination_ignored
 from octile.validation import Dataclass, Range, annotations_of, check_fields
@@ -308,14 +307,14 @@ class Serve:
         if not all(self.api_key) or self.model_name == "":
             raise ValueError(f"{'model_name' if self.model_name == '' else 'api_key'} must not be empty")
         for key in self.api_key:
-            check_text("api_key", key)
+            _check_key("api_key", key)
 
 
 def serve(arguments: list[str]) -> None:
     """Serve a model over HTTP with OpenAI's protocol, and a page to try it."""
     options = _parse(Serve, arguments, "serve")
     _check_ranks(options.parallel.ep)
-    check_text("OCTILE_API_KEY", os.environ.get("OCTILE_API_KEY", ""))
+    _check_key("OCTILE_API_KEY", os.environ.get("OCTILE_API_KEY", ""))
     require("fastapi", "uvicorn", "prometheus_client", extra="serve")
     run = options.run or _newest_run()
     name = options.model_name or run.resolve().name
@@ -328,6 +327,18 @@ def serve(arguments: list[str]) -> None:
         run, name, options.host, options.port, keys, device, options.limits, options.engine, options.cache,
         options.parallel, options.processes,
     )  # fmt: skip
+
+
+def _check_key(name: str, key: str) -> None:
+    """Refuse a key that no client could send in a header, such as one with a newline from a file. It is not shown.
+
+    Raises:
+        ValueError: it is one.
+    """
+    if not (key.isascii() and key.isprintable() and key == key.strip()):
+        raise ValueError(
+            f"{name} must be printable ASCII without blanks at its ends, to be sent in a header"
+        )
 
 
 def _check_ranks(ep: int) -> None:
