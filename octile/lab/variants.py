@@ -102,15 +102,15 @@ class SearchSpace:
 
     def __post_init__(self) -> None:
         known: dict[str, tuple[Sequence[str], Iterable[str]]] = {
-            "format": (self.formats, FORMATS),
-            "block": (self.blocks, [block for block in BLOCKS if block != "1x16"]),
-            "scale": (self.scales, SCALES),
+            "formats": (self.formats, FORMATS),
+            "blocks": (self.blocks, [block for block in BLOCKS if block != "1x16"]),
+            "scales": (self.scales, SCALES),
             "arch": (self.archs, [*ARCHITECTURES, *REFERENCES]),
         }
         for name, (requested, allowed) in known.items():
             for word in requested:
                 if word not in allowed:
-                    raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {word!r}")
+                    raise ValueError(f"{name} must be some of {', '.join(allowed)}, not {word!r}")
         for interval in self.promote:
             if interval is not None and interval < 1:
                 raise ValueError(f"promote must be at least 1 or never, not {interval}")

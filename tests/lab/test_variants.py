@@ -213,10 +213,10 @@ def test_all_combinations_occur_once_and_controls_are_not_promoted():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"formats": ["e3m4"]}, "format must be one of e4m3, e5m2, e5m6, int8, mx, nvfp4, not 'e3m4'"),
-        ({"blocks": ["1x16"]}, "block must be one of tensor, row, 1x128, 128x128, 1x32, not '1x16'"),
-        ({"scales": ["sideways"]}, "scale must be one of float32, up, nearest, down, ocp, not 'sideways'"),
-        ({"archs": ["sm_75"]}, "arch must be one of sm_80"),
+        ({"formats": ["e3m4"]}, "formats must be some of e4m3, e5m2, e5m6, int8, mx, nvfp4, not 'e3m4'"),
+        ({"blocks": ["1x16"]}, "blocks must be some of tensor, row, 1x128, 128x128, 1x32, not '1x16'"),
+        ({"scales": ["sideways"]}, "scales must be some of float32, up, nearest, down, ocp, not 'sideways'"),
+        ({"archs": ["sm_75"]}, "arch must be some of sm_80"),
         ({"promote": [0]}, "promote must be at least 1 or never, not 0"),
     ],
 )
