@@ -336,9 +336,7 @@ def _check_key(name: str, key: str) -> None:
         ValueError: it is one.
     """
     if not (key.isascii() and key.isprintable() and key == key.strip()):
-        raise ValueError(
-            f"{name} must be printable ASCII without blanks at its ends, to be sent in a header"
-        )
+        raise ValueError(f"{name} must be printable ASCII without blanks at its ends, to be sent in a header")
 
 
 def _check_ranks(ep: int) -> None:

@@ -208,6 +208,12 @@ def test_the_chosen_kernel_is_timed_again_with_the_best(candidates, monkeypatch)
     assert set(found.seconds) == {0, 1, 2, 3}
 
 
+@pytest.mark.parametrize(("shape", "minutes"), [(None, float("nan")), (None, 0.0), (None, -1.0), ((0, 128, 128), 1.0)])
+def test_a_search_over_nothing_is_refused(shape, minutes):
+    with pytest.raises(ValueError, match="shape and minutes must be positive, not"):
+        tune.run(shape, minutes)
+
+
 def test_the_search_without_hopper_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="needs a GPU of sm_90"):
