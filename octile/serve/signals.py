@@ -19,13 +19,13 @@ def signals_ignored() -> Iterator[None]:
 
 
 @contextmanager
-def interrupts_blocked() -> Iterator[None]:
-    """Context manager that blocks Ctrl-C in this thread; one that comes meanwhile arrives afterwards.
+def signals_blocked() -> Iterator[None]:
+    """Context manager that blocks Ctrl-C and SIGTERM in this thread; those that come meanwhile arrive afterwards.
 
-    A process that is started inside inherits that for good, so that Ctrl-C cannot end it while it still imports, before
-    it can ignore the signal.
+    A process that is started inside inherits that for good, so that the signals, which a terminal or a service manager
+    sends to all processes, cannot end it while it still imports, before it can ignore them.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield
     finally:

@@ -36,7 +36,7 @@ from octile.serve.disaggregated.worker import (
 )
 from octile.serve.messages import Add, Cancel, Failed, ProcessEndedError, Stepped
 from octile.serve.request import Output, Request, Sampling, check_prompt, make_request
-from octile.serve.signals import interrupts_blocked
+from octile.serve.signals import signals_blocked
 from octile.serve.stats import Stats
 
 END_SECONDS = 10.0  # for a process to end after its pipe was closed
@@ -72,8 +72,8 @@ class _Process:
         self._asked: float | None = None  # when it was then asked whether it hangs
         self._due = math.inf  # when `ping` is called next
         self.process: BaseProcess = context.Process(target=target, args=(other, *arguments), name=name, daemon=True)
-        resource_tracker.ensure_running()  # it would unblock the signal, if `start` had to begin it
-        with interrupts_blocked():  # in the process, too, whose end is the router's
+        resource_tracker.ensure_running()  # it would unblock the signals, if `start` had to begin it
+        with signals_blocked():  # in the process, too, whose end is the router's
             self.process.start()
         other.close()
         self._commands = queue.SimpleQueue[object]()

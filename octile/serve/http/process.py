@@ -11,13 +11,14 @@ from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
 
 from octile.serve.async_engine import STOP_SECONDS, StepEngine
 from octile.serve.engine_end import EngineEnd
 from octile.serve.http import worker
 from octile.serve.http.worker import Start
 from octile.serve.messages import Drain, ProcessEndedError
-from octile.serve.signals import interrupts_blocked
+from octile.serve.signals import signals_blocked
 
 SIGNALS = signal.SIGINT, signal.SIGTERM
 
@@ -40,8 +41,10 @@ class HttpProcess:
         self._process: BaseProcess = context.Process(
             target=worker.answer, args=(other, bound), name="HTTP process", daemon=True
         )
-        resource_tracker.ensure_running()  # it would unblock the signal, if `start` had to begin it
-        with interrupts_blocked():  # in the process, too, which `serve` has drain
+        # a signal that arrives when the process has started is raised here, before anyone could close it
+        self._at_exit = Finalize(None, self._close, exitpriority=10)
+        resource_tracker.ensure_running()  # it would unblock the signals, if `start` had to begin it
+        with signals_blocked():  # in the process, too, which `serve` has drain
             self._process.start()
         other.close()
         assert self._process.pid is not None  # it has started
@@ -81,9 +84,13 @@ class HttpProcess:
 
     def close(self) -> None:
         """End the process, unless it has ended."""
+        self._at_exit()
+
+    def _close(self) -> None:
         self._connection.close()
-        self._process.kill()
-        self._process.join()
+        if self._process.pid is not None:  # it has started
+            self._process.kill()
+            self._process.join()
 
 
 @contextmanager
@@ -91,8 +98,8 @@ def _signals() -> Iterator[socket.socket]:
     """Context manager in which the numbers of signals that come can be read from a socket, and nothing else happens."""
     woken, waker = socket.socketpair()
     waker.setblocking(False)
+    fd = signal.set_wakeup_fd(waker.fileno())  # before the handlers, which lose a signal that is not written there
     before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
-    fd = signal.set_wakeup_fd(waker.fileno())
     try:
         yield woken
     finally:

@@ -1,6 +1,7 @@
 """The process of the HTTP server, with an engine in this one."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 import psutil
@@ -138,6 +140,39 @@ def test_a_process_that_dies_ends_the_engine(tokenizer, saved):
     ):
         http.serve(engine, start)
     assert http.engine_failure is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_signals_of_the_whole_group_do_not_end_it_while_it_imports(saved, number):
+    with bind("127.0.0.1", 0) as bound:
+        http = HttpProcess(bound)
+    os.kill(http.pid, number)
+    status = Path(f"/proc/{http.pid}/status").read_text()
+    http.close()
+    blocked = int(re.search(r"^SigBlk:\t(.+)$", status, re.MULTILINE)[1], 16)
+    assert blocked >> (number - 1) & 1
+
+
+def test_nothing_is_left_if_a_signal_comes_while_it_starts():
+    program = """
+import os, signal
+from multiprocessing.process import BaseProcess
+from octile.serve.http.process import HttpProcess
+from octile.serve.http.server import bind
+
+def interrupted(process, start=BaseProcess.start):
+    start(process)
+    print(process.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGINT)
+
+BaseProcess.start = interrupted
+try:
+    HttpProcess(bind("127.0.0.1", 0))
+except KeyboardInterrupt as error:
+    interrupt = error  # its traceback refers to what was begun
+"""
+    ended = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, timeout=60, check=True)
+    assert not psutil.pid_exists(int(ended.stdout))
 
 
 def test_it_ends_at_once_if_nothing_is_served(saved):
