@@ -27,12 +27,14 @@ class PipeEngine:
     Attributes:
         idle_seconds: after which a step waits though nothing runs, so that it notices when the process has ended.
         on_drain: is called when that process asks this one to end.
+        has_ended: whether that process has ended without giving a reason.
     """
 
     idle_seconds: float | None = 0.0
 
     def __init__(self, connection: Connection, vocab_size: int, max_position: int, stats: Stats):
         self.on_drain: Callable[[], object] = lambda: None
+        self.has_ended = False
         self._connection, self._stats = connection, stats
         self._vocab_size, self._max_position = vocab_size, max_position
         self._n_requests = 0
@@ -104,6 +106,7 @@ class PipeEngine:
         try:
             return self._connection.recv()
         except (EOFError, ConnectionResetError):
+            self.has_ended = True
             raise ProcessEndedError("the process of the engine has ended") from None
 
     def _send(self, command: Add | Cancel) -> None:

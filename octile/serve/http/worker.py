@@ -13,7 +13,6 @@ from octile.serve.http.chat import ChatTemplate
 from octile.serve.http.config import Limits
 from octile.serve.http.server import Server
 from octile.serve.http.service import Service
-from octile.serve.messages import ProcessEndedError
 from octile.serve.pipe_engine import PipeEngine
 from octile.serve.signals import signals_ignored
 from octile.serve.stats import Stats
@@ -61,5 +60,5 @@ def answer(connection: Connection, bound: socket.socket) -> None:
     except Exception as error:
         if service.engine.failure is None:
             raise
-        if isinstance(error, ProcessEndedError):  # otherwise the process of the engine reports it
+        if engine.has_ended:  # otherwise its process reports the error
             sys.exit(f"octile: {error}")

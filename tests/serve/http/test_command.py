@@ -192,7 +192,8 @@ def test_a_process_that_dies_ends_the_server_in_one_line(apart):
         client.completions.create(model="micro", prompt="a", max_tokens=3)
     _, error = server.communicate(timeout=60)
     assert server.returncode == 1
-    assert re.fullmatch(r"octile: the (prefill|decode) process 0 has ended with exit status -9", error.splitlines()[-1])
+    (line,) = error.splitlines()
+    assert re.fullmatch(r"octile: the (prefill|decode) process 0 has ended with exit status -9", line)
 
 
 @pytest.mark.parametrize("apart", [("--parallel.timeout", "2")], ids=["2 s"], indirect=True)
@@ -201,5 +202,5 @@ def test_a_process_that_hangs_ends_the_server_in_one_line(apart):
     os.kill(children(server.pid, "spawn_main")[-1], signal.SIGSTOP)
     _, error = server.communicate(timeout=60)
     assert server.returncode == 1
-    line = error.splitlines()[-1]
+    (line,) = error.splitlines()
     assert re.fullmatch(r"octile: the (prefill|decode) process 0 has not answered for 2 s, and was killed", line)
