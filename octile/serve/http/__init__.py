@@ -1,6 +1,11 @@
 """An HTTP server with OpenAI's protocol, on FastAPI and uvicorn: `octile serve`.
 
-server.py     binds the address, loads the model, serves, and drains after SIGTERM
+command.py    binds the address, loads the model, and serves it until a signal comes
+address.py    the server's address
+process.py    the process of the server, seen from that of the engine
+worker.py     what runs in it
+server.py     the server, which drains before it ends
+service.py    from the body of a request to its response
 connection.py what uvicorn's HTTP/1.1 protocol lacks: a time limit for the head of a request, abort, flow control
 app.py        the paths: completions, chat completions, models, health, metrics and the page
 page.html     the page at /

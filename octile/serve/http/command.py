@@ -20,10 +20,10 @@ from octile.serve.config import CacheConfig, EngineConfig, ParallelConfig, Proce
 from octile.serve.disaggregated.router import Router
 from octile.serve.front_engine import FrontEngine, follow
 from octile.serve.garbage import freeze_loaded
+from octile.serve.http.address import bind, url_of
 from octile.serve.http.chat import ChatTemplate
 from octile.serve.http.config import Limits
 from octile.serve.http.process import HttpProcess
-from octile.serve.http.server import bind, url_of
 from octile.serve.http.worker import Start
 from octile.serve.load import Folder
 from octile.serve.model_runner import ModelRunner
@@ -146,21 +146,18 @@ def _answer(
     pages = f"{format_count(loaded.n_pages, 'page')} of {PAGE} tokens, {_binary(loaded.cache_bytes)}"
     limit = folder.model.max_position_embeddings
     fewer = f" (the cache has no place for the model's {limit})" if loaded.context < limit else ""
-    print(f"serving {name} on {where}: context {loaded.context} tokens{fewer}, cache {pages}")
+    print(f"serving {name} on {where}: context {loaded.context} tokens{fewer}, cache {pages}", flush=True)
     if chat.is_plain:
         print("its tokenizer has no chat template, like a base model's: chats use a plain one (User: … Assistant:)")
     if not api_keys and not place.is_local:
         print(f"octile: anyone who reaches {url} can use the model: --api-key restricts it", file=sys.stderr)
-    sys.stdout.flush()  # before the HTTP process prints
-    announcement = f"try it at {url}, or with OpenAI's client: base_url {url}/v1, model {name}"
     engine, hosts = loaded.engine, (host,) if place.is_local and not api_keys else None
     vocab_size, stats = folder.model.vocab_size, engine.stats()
     freeze_loaded()
     try:
-        signals = place.http.serve(
-            engine,
-            Start(folder.path, vocab_size, loaded.context, stats, name, limits, api_keys, announcement, hosts),
-        )
+        place.http.listen(Start(folder.path, vocab_size, loaded.context, stats, name, limits, api_keys, hosts))
+        print(f"try it at {url}, or with OpenAI's client: base_url {url}/v1, model {name}", flush=True)
+        signals = place.http.serve(engine)
     finally:
         has_failed = place.http.engine_failure is not None
         if not has_failed or isinstance(engine, Router):  # whose other processes must end; ranks end themselves

@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -16,8 +16,8 @@ from multiprocessing.util import Finalize
 from octile.serve.async_engine import STOP_SECONDS, StepEngine
 from octile.serve.engine_end import EngineEnd
 from octile.serve.http import worker
-from octile.serve.http.worker import Start
-from octile.serve.messages import Drain, ProcessEndedError
+from octile.serve.http.worker import Listening, Start
+from octile.serve.messages import Drain, Failed, ProcessEndedError
 from octile.serve.signals import signals_blocked
 
 SIGNALS = signal.SIGINT, signal.SIGTERM
@@ -50,19 +50,37 @@ class HttpProcess:
         assert self._process.pid is not None  # it has started
         self.pid = self._process.pid
 
-    def serve(self, engine: StepEngine, start: Start) -> list[int]:
+    def listen(self, start: Start) -> None:
+        """Have the process listen at its address.
+
+        Args:
+            start: what is served.
+
+        Raises:
+            ValueError: another server listens there.
+            ProcessEndedError: the process has ended.
+        """
+        with suppress(OSError):  # it has ended
+            self._connection.send(start)
+        try:
+            message = self._connection.recv()
+        except (EOFError, ConnectionResetError):
+            raise self._ended() from None
+        if isinstance(message, Failed):
+            raise message.error
+        assert isinstance(message, Listening)
+
+    def serve(self, engine: StepEngine) -> list[int]:
         """Step an engine for the requests of the process, until Ctrl-C or SIGTERM, and return these signals.
 
         Args:
             engine: from now on, only this object may use it.
-            start: what is served.
 
         Raises:
             Exception: what has ended the engine.
             ProcessEndedError: the process has ended without being asked to.
         """
         end = EngineEnd(engine, self._connection)
-        end.send(start)
         stepping = threading.Thread(target=end.run, name="engine", daemon=True)
         received: list[int] = []
         with _signals() as woken:
@@ -79,12 +97,16 @@ class HttpProcess:
             self.engine_failure = end.failure
             raise end.failure
         if self._process.exitcode or not received:
-            raise ProcessEndedError(f"the HTTP process has ended with exit status {self._process.exitcode}")
+            raise self._ended()
         return received
 
     def close(self) -> None:
         """End the process, unless it has ended."""
         self._at_exit()
+
+    def _ended(self) -> ProcessEndedError:
+        self._process.join()
+        return ProcessEndedError(f"the HTTP process has ended with exit status {self._process.exitcode}")
 
     def _close(self) -> None:
         self._connection.close()

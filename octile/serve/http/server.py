@@ -1,9 +1,8 @@
-"""The server: its address is bound before the model is loaded, and it drains before it ends."""
+"""The server, which drains before it ends."""
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import math
 import resource
 import socket
@@ -14,42 +13,14 @@ from contextlib import contextmanager
 import uvicorn
 
 from octile.report.page import format_count
+from octile.serve.http.address import BACKLOG
 from octile.serve.http.app import create_app
 from octile.serve.http.connection import Connection
 from octile.serve.http.limits import WRITE_SECONDS
 from octile.serve.http.service import Service
 
-BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 30
 MAX_FILES = 65536
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Bind an address. Connections are refused until a server listens.
-
-    Raises:
-        ValueError: the host is unknown, or the address is in use or not allowed.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ValueError(f"host {host!r} is not an address of this machine: {error.strerror}") from None
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-    except OSError as error:
-        bound.close()
-        if error.errno == errno.EADDRNOTAVAIL:
-            raise ValueError(f"host {host!r} is not an address of this machine: {error.strerror}") from None
-        raise ValueError(f"port {port} of {host} cannot be used: {error.strerror}") from None
-    return bound
-
-
-def url_of(bound: socket.socket) -> str:
-    """The URL of a bound address."""
-    host, port = bound.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 class Server(uvicorn.Server):
@@ -58,17 +29,15 @@ class Server(uvicorn.Server):
     Args:
         service: the model.
         api_keys, hosts: as in `create_app`.
-        announcement: a line to print as soon as connections are accepted.
     """
 
     def __init__(
         self,
         service: Service,
         api_keys: tuple[str, ...] = (),
-        announcement: str | None = None,
         hosts: tuple[str, ...] | None = None,
     ):
-        self.service, self._announcement = service, announcement
+        self.service = service
         self._loop: asyncio.AbstractEventLoop | None = None
         self._was_cut_off = False
         super().__init__(
@@ -111,8 +80,6 @@ class Server(uvicorn.Server):
         """Accept connections."""
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
-        if self._announcement is not None:
-            print(self._announcement, flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Answer the requests in flight, for as long as the limits say, and end."""

@@ -8,15 +8,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
-from octile.serve.garbage import freeze_loaded
-from octile.serve.http.chat import ChatTemplate
+from octile.serve.http.address import listen
 from octile.serve.http.config import Limits
-from octile.serve.http.server import Server
-from octile.serve.http.service import Service
-from octile.serve.pipe_engine import PipeEngine
+from octile.serve.messages import Failed
 from octile.serve.signals import signals_ignored
 from octile.serve.stats import Stats
-from octile.tokenizer import Tokenizer
 
 
 class Start(NamedTuple):
@@ -27,7 +23,7 @@ class Start(NamedTuple):
         vocab_size, context: of the model, and the positions that a prompt and its new tokens may have together.
         stats: of the engine.
         name, limits: as of `Service`.
-        api_keys, announcement, hosts: as of `Server`.
+        api_keys, hosts: as of `Server`.
     """
 
     folder: Path
@@ -37,13 +33,24 @@ class Start(NamedTuple):
     name: str
     limits: Limits
     api_keys: tuple[str, ...]
-    announcement: str
     hosts: tuple[str, ...] | None
+
+
+class Listening(NamedTuple):
+    """Connections wait for the server, which begins now."""
 
 
 @signals_ignored()  # the process of the engine has them, too, and asks this one to end
 def answer(connection: Connection, bound: socket.socket) -> None:
     """Answer requests at a bound address until the process of the engine asks for the end, or has ended."""
+    # late: the process of the engine imports this module, too, and needs no FastAPI
+    from octile.serve.garbage import freeze_loaded
+    from octile.serve.http.chat import ChatTemplate
+    from octile.serve.http.server import Server
+    from octile.serve.http.service import Service
+    from octile.serve.pipe_engine import PipeEngine
+    from octile.tokenizer import Tokenizer
+
     try:
         start: Start = connection.recv()
     except EOFError:  # the engine cannot be loaded
@@ -52,9 +59,15 @@ def answer(connection: Connection, bound: socket.socket) -> None:
     engine = PipeEngine(connection, start.vocab_size, start.context, start.stats)
     chat = ChatTemplate.load(start.folder, tokenizer)
     service = Service(engine, tokenizer, start.context, chat, start.limits, start.name)
-    server = Server(service, start.api_keys, start.announcement, start.hosts)
+    server = Server(service, start.api_keys, start.hosts)
     engine.on_drain = server.drain
     freeze_loaded()
+    try:
+        listen(bound)
+    except ValueError as error:
+        connection.send(Failed(error))
+        return
+    connection.send(Listening())
     try:
         server.run([bound])
     except Exception as error:

@@ -9,9 +9,10 @@ import pytest
 
 pytest.importorskip("fastapi", reason="octile[serve] is not installed")
 
+from octile.serve.http.address import bind, url_of
 from octile.serve.http.chat import ChatTemplate
 from octile.serve.http.config import Limits
-from octile.serve.http.server import Server, bind, url_of
+from octile.serve.http.server import Server
 from octile.serve.http.service import Service
 from tests.serve.fake_engine import FakeEngine
 

@@ -137,6 +137,14 @@ def test_wrong_options_are_refused_in_one_line(folder, options, message):
     assert message in line
 
 
+def test_it_ends_quietly_when_the_reader_of_its_output_ends(folder):
+    server = start(folder)
+    server.stdout.readline()
+    server.stdout.close()
+    assert server.stderr.read() == "loading micro on cpu\n"
+    assert server.wait(60) == 0
+
+
 def children(pid: int, name: str) -> list[int]:
     """The processes that a server has started whose command has a word, by their numbers."""
     return sorted(child.pid for child in psutil.Process(pid).children() if name in " ".join(child.cmdline()))

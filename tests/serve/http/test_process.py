@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,9 +17,9 @@ import httpx
 import psutil
 import pytest
 
+from octile.serve.http.address import bind, url_of
 from octile.serve.http.config import Limits
 from octile.serve.http.process import HttpProcess
-from octile.serve.http.server import bind, url_of
 from octile.serve.http.worker import Start
 from octile.serve.messages import ProcessEndedError
 from tests.serve.fake_engine import FakeEngine
@@ -35,28 +36,27 @@ def saved(tokenizer, tmp_path_factory):
 
 
 @contextmanager
-def serving(saved, engine: FakeEngine, client: Callable[[str, int], object]) -> Iterator[tuple[HttpProcess, Start]]:
-    """An HTTP process, and what it serves; a thread calls the client with its URL and its number when it answers."""
+def serving(saved, engine: FakeEngine, client: Callable[[str, int], object]) -> Iterator[HttpProcess]:
+    """An HTTP process that listens; when it answers, a thread calls the client with its URL and its number."""
     with bind("127.0.0.1", 0) as bound:
         url, http = url_of(bound), HttpProcess(bound)
 
     def run() -> None:
-        while True:
-            try:
-                httpx.get(f"{url}/health")
-                break
-            except httpx.TransportError:
-                time.sleep(0.02)
+        httpx.get(f"{url}/health", timeout=60)
         client(url, http.pid)
 
-    start = Start(saved, engine.tokenizer.vocab_size, 4096, engine.stats(), "micro", Limits(), (), "ready", None)
     thread = threading.Thread(target=run)
-    thread.start()
     try:
-        yield http, start
+        http.listen(start(saved, engine))
+        thread.start()
+        yield http
     finally:
         http.close()
         thread.join(30)
+
+
+def start(saved, engine: FakeEngine) -> Start:
+    return Start(saved, engine.tokenizer.vocab_size, 4096, engine.stats(), "micro", Limits(), (), None)
 
 
 def end(number: signal.Signals = signal.SIGTERM) -> None:
@@ -64,7 +64,13 @@ def end(number: signal.Signals = signal.SIGTERM) -> None:
 
 
 def test_it_imports_no_torch():
-    program = "import sys, octile.serve.http.worker; sys.exit('torch' in sys.modules)"
+    imports = "octile.serve.http.worker, octile.serve.http.server, octile.serve.pipe_engine, octile.tokenizer"
+    program = f"import sys, {imports}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_the_process_of_the_engine_imports_no_fastapi():
+    program = "import sys, octile.serve.http.command; sys.exit('fastapi' in sys.modules or 'uvicorn' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
@@ -80,8 +86,8 @@ def test_requests_in_flight_are_answered_after_a_signal(tokenizer, saved, number
             end(number)
             answers.append(asking.result().json()["usage"]["completion_tokens"])
 
-    with serving(saved, engine, client) as (http, start):
-        assert http.serve(engine, start) == [number]
+    with serving(saved, engine, client) as http:
+        assert http.serve(engine) == [number]
     assert answers == [50]
 
 
@@ -99,8 +105,8 @@ def test_a_second_signal_ends_what_is_in_flight(tokenizer, saved, capfd):
             end()
             answers.append(asking.result())
 
-    with serving(saved, engine, client) as (http, start):
-        assert http.serve(engine, start) == [signal.SIGTERM] * 2
+    with serving(saved, engine, client) as http:
+        assert http.serve(engine) == [signal.SIGTERM] * 2
     assert answers[0].status_code == 503
     assert "the server has ended before the request was finished" in answers[0].text
 
@@ -114,8 +120,8 @@ def test_signals_of_the_whole_group_count_once(tokenizer, saved):
         answers.append(httpx.post(f"{url}/v1/completions", json=COMPLETION).status_code)
         end()
 
-    with serving(saved, engine, client) as (http, start):
-        assert http.serve(engine, start) == [signal.SIGTERM]
+    with serving(saved, engine, client) as http:
+        assert http.serve(engine) == [signal.SIGTERM]
     assert answers == [200]
 
 
@@ -125,8 +131,8 @@ def test_what_ends_the_engine_is_raised_and_answered(tokenizer, saved):
     def client(url: str, _: int) -> None:
         answers.append(httpx.post(f"{url}/v1/completions", json=COMPLETION))
 
-    with serving(saved, engine, client) as (http, start), pytest.raises(RuntimeError, match="a kernel has failed"):
-        http.serve(engine, start)
+    with serving(saved, engine, client) as http, pytest.raises(RuntimeError, match="a kernel has failed"):
+        http.serve(engine)
     assert answers[0].status_code == 500
     assert "the engine has failed: RuntimeError: a kernel has failed" in answers[0].text
     assert str(http.engine_failure) == "a kernel has failed"
@@ -135,10 +141,10 @@ def test_what_ends_the_engine_is_raised_and_answered(tokenizer, saved):
 def test_a_process_that_dies_ends_the_engine(tokenizer, saved):
     engine = FakeEngine(tokenizer)
     with (
-        serving(saved, engine, lambda _, pid: os.kill(pid, signal.SIGKILL)) as (http, start),
+        serving(saved, engine, lambda _, pid: os.kill(pid, signal.SIGKILL)) as http,
         pytest.raises(ProcessEndedError, match="the HTTP process has ended with exit status -9"),
     ):
-        http.serve(engine, start)
+        http.serve(engine)
     assert http.engine_failure is None
 
 
@@ -158,7 +164,7 @@ def test_nothing_is_left_if_a_signal_comes_while_it_starts():
 import os, signal
 from multiprocessing.process import BaseProcess
 from octile.serve.http.process import HttpProcess
-from octile.serve.http.server import bind
+from octile.serve.http.address import bind
 
 def interrupted(process, start=BaseProcess.start):
     start(process)
@@ -173,6 +179,36 @@ except KeyboardInterrupt as error:
 """
     ended = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, timeout=60, check=True)
     assert not psutil.pid_exists(int(ended.stdout))
+
+
+def test_connections_are_refused_until_it_listens(tokenizer, saved):
+    with bind("127.0.0.1", 0) as bound:
+        address, http = bound.getsockname(), HttpProcess(bound)
+    try:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address)
+        http.listen(start(saved, FakeEngine(tokenizer)))
+        socket.create_connection(address).close()
+    finally:
+        http.close()
+
+
+def test_an_address_at_which_another_server_listens_is_refused(tokenizer, saved):
+    with bind("127.0.0.1", 0) as other, bind("127.0.0.1", port := other.getsockname()[1]) as bound:
+        http = HttpProcess(bound)
+        other.listen()
+        with pytest.raises(ValueError, match=f"port {port} of 127.0.0.1 cannot be used: Address already in use"):
+            http.listen(start(saved, FakeEngine(tokenizer)))
+    http.close()
+
+
+def test_a_process_that_dies_before_it_listens_is_named(tokenizer, saved):
+    with bind("127.0.0.1", 0) as bound:
+        http = HttpProcess(bound)
+    os.kill(http.pid, signal.SIGKILL)
+    with pytest.raises(ProcessEndedError, match="the HTTP process has ended with exit status -9"):
+        http.listen(start(saved, FakeEngine(tokenizer)))
+    http.close()
 
 
 def test_it_ends_at_once_if_nothing_is_served(saved):

@@ -1,4 +1,4 @@
-"""The server: it binds one address, and drains when it is to end."""
+"""The server: it answers, and drains when it is to end."""
 
 import json
 import socket
@@ -9,7 +9,6 @@ import httpx
 import pytest
 
 from octile.serve.http.config import Limits
-from octile.serve.http.server import bind, url_of
 from tests.serve.http.conftest import Served, wait_until
 
 COMPLETION = {"model": "micro", "prompt": "a", "max_tokens": 100}
@@ -18,26 +17,6 @@ COMPLETION = {"model": "micro", "prompt": "a", "max_tokens": 100}
 def ask(served: Served, body: dict, timeout: float = 5) -> Future[httpx.Response]:
     """Ask for a completion in a thread."""
     return ThreadPoolExecutor(1).submit(httpx.post, f"{served.url}/v1/completions", json=body, timeout=timeout)
-
-
-def test_an_address_in_use_is_refused():
-    with bind("127.0.0.1", 0) as first:
-        first.listen()
-        port = first.getsockname()[1]
-        with pytest.raises(ValueError, match=f"port {port} of 127.0.0.1 cannot be used: Address already in use"):
-            bind("127.0.0.1", port)
-
-
-@pytest.mark.parametrize("host", ["nowhere.invalid", "192.0.2.1"])  # one that is reserved for documents
-def test_a_host_that_is_no_address_of_this_machine_is_refused(host):
-    with pytest.raises(ValueError, match=f"host '{host}' is not an address of this machine"):
-        bind(host, 0)
-
-
-@pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6")
-def test_the_url_of_an_ipv6_address():
-    with bind("::1", 0) as bound:
-        assert url_of(bound) == f"http://[::1]:{bound.getsockname()[1]}"
 
 
 def test_health(served):
