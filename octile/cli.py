@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TextIO, Typ
 from octile import __version__
 from octile.extras import require
 from octile.models.config import PRESETS, ModelConfig, RopeScaling
+from octile.report.text import escape_control_characters
 from octile.serve.config import CacheConfig, EngineConfig, ParallelConfig, ProcessesConfig, window_of
 from octile.serve.http.config import Limits
 from octile.train.config import RESUMABLE, TrainConfig, preset
@@ -251,7 +252,6 @@ def generate(arguments: list[str]) -> None:
     """Continue a prompt with a trained model and print the text as it is generated."""
     options = _parse(Generate, arguments, "generate")
     run = options.run or _newest_run()
-    from octile.report.text import escape_control_characters
     from octile.serve.generate import generate_from
     from octile.serve.request import Sampling
 
@@ -812,6 +812,8 @@ def _raised_by_octile(error: BaseException) -> bool:
 
 def _fail(message: str, code: int) -> NoReturn:
     line = " ".join(message.split())
+    if sys.stderr.isatty():  # a message quotes files and their names
+        line = escape_control_characters(line)
     if not _is_one_of_several():
         print(f"octile: {line}", file=sys.stderr)
         sys.exit(code)

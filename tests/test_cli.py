@@ -518,6 +518,12 @@ def test_generate_with_a_prompt_that_is_not_utf_8(capsys, hf_folder, monkeypatch
     assert "prompt must be UTF-8, but character 4 begins with the byte 0xe9" in said
 
 
+@pytest.mark.parametrize(("is_terminal", "shown"), [(True, r"old\x1b[2J"), (False, "old\x1b[2J")])
+def test_control_characters_of_an_error_reach_no_terminal(capsys, monkeypatch, is_terminal, shown):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    assert f"no checkpoint at {shown}: " in refused(capsys, "generate", "old\x1b[2J")
+
+
 @pytest.mark.parametrize("key", ["a\udcff", "naïve", "secret\n", " secret", "two\tparts"])
 def test_api_keys_that_no_client_can_send_are_refused(capsys, hf_folder, monkeypatch, key):
     monkeypatch.setattr("octile.serve.http.command.serve", lambda *_: pytest.fail("the model was loaded"))

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from octile.extras import require
+from octile.report.text import escape_control_characters
 
 require("rich", extra="train")
 import rich.console  # noqa: E402  a missing package is reported above
@@ -28,8 +29,11 @@ class Console(rich.console.Console):
         super().__init__(markup=False, highlight=False, **options)
 
     def print_line(self, text: str) -> None:
-        """Print a text, wrapped between words on a terminal only. In a file a path or a figure stays on its line."""
-        self.print(text, soft_wrap=not self.is_terminal)
+        """Print a text; on a terminal wrapped between words, and with its control characters escaped.
+
+        In a file a path or a figure stays on its line.
+        """
+        self.print(escape_control_characters(text) if self.is_terminal else text, soft_wrap=not self.is_terminal)
 
     def on_broken_pipe(self) -> None:
         """Call `reader_left`, or raise BrokenPipeError, instead of exiting silently."""

@@ -25,3 +25,8 @@ def test_a_terminal_does_not_split_a_number():
 
 def test_a_line_of_a_file_stays_whole():
     assert printed("picture: /a/long/path of/a picture.svg") == "picture: /a/long/path of/a picture.svg\n"
+
+
+def test_control_characters_reach_no_terminal():
+    assert printed("old\x1b[2Jname", force_terminal=True, no_color=True) == "old\\x1b[2Jname\n"
+    assert printed("old\x1b[2Jname") == "old\x1b[2Jname\n"
