@@ -156,8 +156,8 @@ def _answer(
     freeze_loaded()
     try:
         place.http.listen(Start(folder.path, vocab_size, loaded.context, stats, name, limits, api_keys, hosts))
-        print(f"try it at {url}, or with OpenAI's client: base_url {url}/v1, model {name}", flush=True)
-        signals = place.http.serve(engine)
+        announcement = f"try it at {url}, or with OpenAI's client: base_url {url}/v1, model {name}"
+        signals = place.http.serve(engine, announcement)
     finally:
         has_failed = place.http.engine_failure is not None
         if not has_failed or isinstance(engine, Router):  # whose other processes must end; ranks end themselves

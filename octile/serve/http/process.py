@@ -70,11 +70,12 @@ class HttpProcess:
             raise message.error
         assert isinstance(message, Listening)
 
-    def serve(self, engine: StepEngine) -> list[int]:
+    def serve(self, engine: StepEngine, announcement: str) -> list[int]:
         """Step an engine for the requests of the process, until Ctrl-C or SIGTERM, and return these signals.
 
         Args:
             engine: from now on, only this object may use it.
+            announcement: is printed as soon as a signal has the server drain.
 
         Raises:
             Exception: what has ended the engine.
@@ -84,6 +85,7 @@ class HttpProcess:
         stepping = threading.Thread(target=end.run, name="engine", daemon=True)
         received: list[int] = []
         with _signals() as woken:
+            print(announcement, flush=True)
             stepping.start()
             while self._process.sentinel not in wait([self._process.sentinel, woken]):
                 for number in woken.recv(64):

@@ -1,5 +1,6 @@
 """The process of the HTTP server, with an engine in this one."""
 
+import io
 import os
 import re
 import signal
@@ -87,8 +88,19 @@ def test_requests_in_flight_are_answered_after_a_signal(tokenizer, saved, number
             answers.append(asking.result().json()["usage"]["completion_tokens"])
 
     with serving(saved, engine, client) as http:
-        assert http.serve(engine) == [number]
+        assert http.serve(engine, "ready") == [number]
     assert answers == [50]
+
+
+def test_a_signal_counts_as_soon_as_the_address_is_printed(tokenizer, saved, monkeypatch):
+    class Reader(io.StringIO):
+        def flush(self) -> None:
+            end(signal.SIGINT)
+
+    engine = FakeEngine(tokenizer)
+    with serving(saved, engine, lambda *_: None) as http, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", Reader())
+        assert http.serve(engine, "ready") == [signal.SIGINT]
 
 
 def test_a_second_signal_ends_what_is_in_flight(tokenizer, saved, capfd):
@@ -106,7 +118,7 @@ def test_a_second_signal_ends_what_is_in_flight(tokenizer, saved, capfd):
             answers.append(asking.result())
 
     with serving(saved, engine, client) as http:
-        assert http.serve(engine) == [signal.SIGTERM] * 2
+        assert http.serve(engine, "ready") == [signal.SIGTERM] * 2
     assert answers[0].status_code == 503
     assert "the server has ended before the request was finished" in answers[0].text
 
@@ -121,7 +133,7 @@ def test_signals_of_the_whole_group_count_once(tokenizer, saved):
         end()
 
     with serving(saved, engine, client) as http:
-        assert http.serve(engine) == [signal.SIGTERM]
+        assert http.serve(engine, "ready") == [signal.SIGTERM]
     assert answers == [200]
 
 
@@ -132,7 +144,7 @@ def test_what_ends_the_engine_is_raised_and_answered(tokenizer, saved):
         answers.append(httpx.post(f"{url}/v1/completions", json=COMPLETION))
 
     with serving(saved, engine, client) as http, pytest.raises(RuntimeError, match="a kernel has failed"):
-        http.serve(engine)
+        http.serve(engine, "ready")
     assert answers[0].status_code == 500
     assert "the engine has failed: RuntimeError: a kernel has failed" in answers[0].text
     assert str(http.engine_failure) == "a kernel has failed"
@@ -144,7 +156,7 @@ def test_a_process_that_dies_ends_the_engine(tokenizer, saved):
         serving(saved, engine, lambda _, pid: os.kill(pid, signal.SIGKILL)) as http,
         pytest.raises(ProcessEndedError, match="the HTTP process has ended with exit status -9"),
     ):
-        http.serve(engine)
+        http.serve(engine, "ready")
     assert http.engine_failure is None
 
 
