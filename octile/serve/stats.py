@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from operator import is_
+
+ExpertTokens = Mapping[int, tuple[int, ...]]  # tokens of each expert by the number of its layer
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class Stats:
     generated_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
-    expert_tokens: Mapping[int, tuple[int, ...]] | None = None
+    expert_tokens: ExpertTokens | None = None
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -85,32 +88,34 @@ class ChangedStats:
 
     def __init__(self, stats: Callable[[], Stats]):
         self._stats = stats
-        self._sent: Mapping[int, tuple[int, ...]] | None = None
+        self._sent: Sequence[ExpertTokens | None] = [None]
 
     def next(self) -> Stats:
         """Return the counts to send now."""
         stats = self._stats()
-        if stats.expert_tokens is self._sent:
+        tokens = stats.expert_tokens
+        of_ranks = tokens.of_ranks if isinstance(tokens, ExpertTokensOfRanks) else [tokens]
+        if len(of_ranks) == len(self._sent) and all(map(is_, of_ranks, self._sent)):
             return replace(stats, expert_tokens=None)
-        self._sent = stats.expert_tokens
+        self._sent = of_ranks
         return stats
 
 
-class ExpertTokensOfRanks(Mapping[int, tuple[int, ...]]):
+class ExpertTokensOfRanks(ExpertTokens):
     """How many tokens each expert has had on several ranks together, which is computed when it is read.
 
-    Args:
+    Attributes:
         of_ranks: the tokens of each expert by layer, of at least one rank.
     """
 
-    def __init__(self, of_ranks: Sequence[Mapping[int, tuple[int, ...]]]):
-        self._of_ranks = of_ranks
+    def __init__(self, of_ranks: Sequence[ExpertTokens]):
+        self.of_ranks = of_ranks
 
     def __getitem__(self, layer: int) -> tuple[int, ...]:
-        return tuple(map(sum, zip(*(tokens[layer] for tokens in self._of_ranks), strict=True)))
+        return tuple(map(sum, zip(*(tokens[layer] for tokens in self.of_ranks), strict=True)))
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._of_ranks[0])
+        return iter(self.of_ranks[0])
 
     def __len__(self) -> int:
-        return len(self._of_ranks[0])
+        return len(self.of_ranks[0])

@@ -33,5 +33,15 @@ def test_the_tokens_of_experts_are_sent_when_they_have_changed():
     assert [stats.expert_tokens for stats in sent] == [old, None, new, None]
 
 
+def test_the_tokens_of_several_ranks_are_sent_when_those_of_one_have_changed():
+    first, second = Stats(expert_tokens={1: (1, 2)}), Stats(expert_tokens={1: (3, 4)})
+    ranks = [first, first]
+    changed = ChangedStats(lambda: Stats.of_ranks(ranks))
+    sent = [changed.next().expert_tokens, changed.next().expert_tokens]
+    ranks[1] = second
+    sent += [changed.next().expert_tokens, changed.next().expert_tokens]
+    assert sent == [{1: (2, 4)}, None, {1: (4, 6)}, None]
+
+
 def test_experts_that_are_not_counted_have_no_tokens_at_the_receiver():
     assert ChangedStats(Stats).next().after(Stats()).expert_tokens is None
