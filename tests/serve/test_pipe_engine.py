@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import Pipe
@@ -66,7 +67,7 @@ def test_a_seed_that_is_drawn_is_the_engines(tokenizer):
         ends.engine.may_step.clear()
         request = ends.far.add([5], Sampling(seed=None, max_new_tokens=1))
         while not ends.engine.requests:
-            pass
+            time.sleep(0.001)
         assert ends.engine.requests[0].seed == request.seed
         ends.engine.may_step.set()
         ends.read(1)
