@@ -39,7 +39,7 @@ class Commands:
         """Carry out commands until there is something to step.
 
         Args:
-            is_running: whether a request runs; only commands change it.
+            is_running: whether a request runs; only commands and steps of this thread change it.
             rest: is called after commands that leave nothing to step.
 
         Returns:
