@@ -8,7 +8,7 @@ import resource
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import uvicorn
 
@@ -89,7 +89,8 @@ class Server(uvicorn.Server):
             what = (
                 f"{format_count(service.in_flight, 'choice')} in flight, for at most {service.limits.drain:g} seconds"
             )
-            print(f"octile: answering {what}; a second signal ends them now", file=sys.stderr, flush=True)
+            with suppress(OSError):  # nobody reads it
+                print(f"octile: answering {what}; a second signal ends them now", file=sys.stderr, flush=True)
         timer = asyncio.get_running_loop().call_later(service.limits.drain, self._cut_off)
         await super().shutdown(sockets)
         timer.cancel()

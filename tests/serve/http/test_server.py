@@ -1,9 +1,12 @@
 """The server: it answers, and drains when it is to end."""
 
 import json
+import os
 import socket
+import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 
 import httpx
 import pytest
@@ -43,6 +46,22 @@ def test_requests_in_flight_are_answered_before_the_server_ends(serve, stream):
     assert "[DONE]" in answer.text if stream else answer.json()["usage"]["completion_tokens"] == 100
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{served.url}/health")
+
+
+def test_requests_are_answered_though_nobody_reads_standard_error(serve, monkeypatch):
+    served = serve(Limits(drain=30.0), step_seconds=0.01)
+    asking = ask(served, COMPLETION)
+    wait_until(lambda: served.engine.steps > 3)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w", closefd=False) as closed:
+        monkeypatch.setattr(sys, "stderr", closed)
+        served.stop()
+        monkeypatch.undo()
+        assert asking.result().status_code == 200
+        with suppress(OSError):  # what could not be written
+            closed.close()
+    os.close(writer)
 
 
 def test_a_request_whose_prompt_is_encoded_when_the_server_is_to_end_is_answered(serve, monkeypatch):
