@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Traine
 import octile
 from octile.checkpoint import convert_checkpoint
 from octile.cli import run_script
+from octile.validation import read_text
 
 
 def load_in_float32(folder: Path, converted: Path) -> nn.Module:
@@ -50,7 +51,7 @@ def main(arguments: list[str] | None = None) -> Trainer:
         raise FileNotFoundError(f"text {str(args.text)!r} is no file")
 
     tokenizer = AutoTokenizer.from_pretrained(args.folder)
-    tokens = tokenizer(args.text.read_text(encoding="utf-8"))["input_ids"]
+    tokens = tokenizer(read_text(args.text))["input_ids"]
     starts = range(0, len(tokens) - args.length + 1, args.length)
     sequences = [tokens[start : start + args.length] for start in starts]
     if not sequences:

@@ -22,12 +22,13 @@ from octile.checkpoint.hugging_face import read_model_config
 from octile.cli import run_script
 from octile.models.deepseek_v3 import IGNORED, DeepseekV3
 from octile.tokenizer import Tokenizer
+from octile.validation import read_text
 
 
 def read_traces(path: Path, tokenizer: Tokenizer, max_length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Read tokens and labels, int64 [1, S] each, of every trace that has tokens to be predicted."""
     traces = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(read_text(path).splitlines(), start=1):
         try:
             trace = json.loads(line)
         except json.JSONDecodeError as error:

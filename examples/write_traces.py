@@ -21,6 +21,7 @@ from octile.serve.model_runner import ModelRunner
 from octile.serve.request import Sampling
 from octile.serve.weights import ServedWeights
 from octile.tokenizer import Tokenizer
+from octile.validation import read_text
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -37,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise ValueError(f"{name} must be at least 1, not {getattr(args, name)}")
     check_output_file("out", args.out)
     samplings = [Sampling(args.tokens, args.temperature, top_p=0.95, seed=seed) for seed in range(args.samples)]
-    prompts = [line for line in args.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
+    prompts = [line for line in read_text(args.prompts).splitlines() if line.strip()]
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     teacher = ServedWeights.read(args.teacher, torch.bfloat16 if device == "cuda" else torch.float32, device)

@@ -169,6 +169,19 @@ def check_given(cls: type[Dataclass], values: Mapping[str, Any], prefix: str = "
                 raise ValueError(str(error)) from None
 
 
+def read_text(path: Path) -> str:
+    """Read a text.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is not UTF-8; the message names file and byte.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is damaged: byte {error.start} is not UTF-8") from None
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file.
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from octile.models.config import PRESETS
 from octile.plan.layout import Layout
-from octile.validation import Range, check_fields, from_json
+from octile.validation import Range, check_fields, from_json, read_text
 
 CLUSTERS = Path(__file__).parent / "clusters"
 EFFICIENCIES = Path(__file__).parent / "efficiencies.toml"
@@ -214,10 +214,9 @@ def read_efficiencies() -> Efficiencies:
 
 
 def _read(cls: Any, path: Path) -> Any:
+    text = read_text(path)
     try:
-        return from_json(cls, tomllib.loads(path.read_text(encoding="utf-8")))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is damaged: byte {error.start} is not UTF-8") from None
+        return from_json(cls, tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path}: not TOML: {error}") from None
     except ValueError as error:  # of a field

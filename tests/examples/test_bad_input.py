@@ -36,6 +36,16 @@ def test_bad_input_ends_in_one_line(tmp_path, monkeypatch, capsys, example, argu
     check_one_line(capsys.readouterr(), message)
 
 
+def test_a_text_that_is_not_utf_8_is_named(tmp_path, monkeypatch, capsys):
+    (tmp_path / "prompts").write_bytes(b"def f\xff")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["write_traces.py", "nowhere", "--prompts", "prompts"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLES / "write_traces.py"), run_name="__main__")
+    assert ended.value.code == 2
+    check_one_line(capsys.readouterr(), "prompts is damaged: byte 5 is not UTF-8")
+
+
 def test_so_does_the_process_of_a_script(tmp_path):
     command = [sys.executable, str(EXAMPLES / "torchtitan_converter.py"), "--dim", "33"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)

@@ -21,6 +21,7 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from octile.tokenizer import Tokenizer, token_text
+from octile.validation import read_text
 
 PLAIN = """\
 {{ bos_token }}{% for message in messages %}{{ message.role | capitalize }}: {{ message.content }}
@@ -69,10 +70,7 @@ class ChatTemplate:
         file = folder / "chat_template.jinja"
         if not file.is_file():
             return cls(tokenizer, _of(tokenizer.config))
-        try:
-            return cls(tokenizer, file.read_text(encoding="utf-8"))
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{file} is damaged: byte {error.start} is not UTF-8") from None
+        return cls(tokenizer, read_text(file))
 
     def tokens(
         self, messages: Sequence[Mapping[str, str]], check: Callable[[str], object] = lambda text: None
