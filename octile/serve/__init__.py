@@ -63,6 +63,7 @@ Processes
     engine_end.py             the end of a pipe at which an engine is stepped
     pipe_engine.py            the other end, which is an engine for another process
     messages.py               what the two ends send
+    waker.py                  what wakes a thread that waits for files
     http/                     `octile serve`: OpenAI's protocol over HTTP, in a process of its own
     disaggregated/            prefill and decoding in processes of their own
     generate.py               `octile generate`

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import select
-import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -11,6 +10,7 @@ from multiprocessing.connection import Connection
 from octile.serve.messages import Add, Cancel, Drain, Failed, ProcessEndedError, Stepped
 from octile.serve.request import Output, Request, Sampling, check_prompt, make_request
 from octile.serve.stats import Stats
+from octile.serve.waker import Waker
 
 MAX_STEPS = 16  # whose outputs a step returns together, if they have come meanwhile
 
@@ -38,12 +38,11 @@ class PipeEngine:
         self._connection, self._stats = connection, stats
         self._vocab_size, self._max_position = vocab_size, max_position
         self._n_requests = 0
-        self._waker, self._woken = socket.socketpair()
-        self._waker.setblocking(False)
+        self._waker = Waker()
         self._messages, self._anything = select.poll(), select.poll()
         self._messages.register(connection, select.POLLIN)
-        for end in (connection, self._woken):
-            self._anything.register(end, select.POLLIN)
+        for file in (connection, self._waker):
+            self._anything.register(file, select.POLLIN)
 
     def check(self, prompt: Sequence[int], sampling: Sampling) -> None:
         """Raise ValueError if the model cannot continue a request; any thread may call it."""
@@ -70,8 +69,8 @@ class PipeEngine:
         """
         outputs: list[Output] = []
         ready = [file for file, _ in self._anything.poll()]
-        if self._woken.fileno() in ready:
-            self._woken.recv(4096)
+        if self._waker.fileno() in ready:
+            self._waker.clear()
         for _ in range(MAX_STEPS):
             if not self._messages.poll(0):
                 break
@@ -80,8 +79,7 @@ class PipeEngine:
 
     def wake(self) -> None:
         """Have a step that waits return; called by any thread."""
-        with suppress(BlockingIOError):  # it is awake
-            self._waker.send(b"\0")
+        self._waker.wake()
 
     def stats(self) -> Stats:
         """Return the engine's counts after the last step that was received."""
@@ -90,6 +88,7 @@ class PipeEngine:
     def close(self) -> None:
         """Close the pipe, which has the other process end the engine."""
         self._connection.close()
+        self._waker.close()
 
     def _take(self, message: object, outputs: list[Output]) -> None:
         if isinstance(message, Stepped):

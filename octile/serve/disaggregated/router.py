@@ -6,7 +6,6 @@ import math
 import multiprocessing
 import os
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -38,6 +37,7 @@ from octile.serve.messages import Add, Cancel, Failed, ProcessEndedError, Steppe
 from octile.serve.request import Output, Request, Sampling, check_prompt, make_request
 from octile.serve.signals import signals_blocked
 from octile.serve.stats import Stats
+from octile.serve.waker import Waker
 
 END_SECONDS = 10.0  # for a process to end after its pipe was closed
 SEND_SECONDS = 1.0  # for commands that wait when a process is closed
@@ -211,8 +211,7 @@ class Router:
         self._vocab_size = vocab_size
         self._running: dict[int, _Running] = {}
         self._n_requests = self._canceled = self._generated = 0
-        self._waker, self._woken = socket.socketpair()
-        self._waker.setblocking(False)
+        self._waker = Waker()
         # processes that are still there at exit are waited for, and end when their pipes are closed
         self._at_exit = Finalize(None, self._close, exitpriority=10)
         try:
@@ -272,9 +271,9 @@ class Router:
         """
         outputs: list[Output] = []
         seconds = min(process.ping() for process in self._all)
-        ready = wait([*(process.connection for process in self._all), self._woken], seconds)
-        if self._woken in ready:
-            self._woken.recv(4096)
+        ready = wait([*(process.connection for process in self._all), self._waker.fileno()], seconds)
+        if self._waker.fileno() in ready:
+            self._waker.clear()
         for process in self._all:
             if process.connection in ready:
                 self._take(process, process.receive(), outputs)
@@ -282,8 +281,7 @@ class Router:
 
     def wake(self) -> None:
         """Have a step that waits return; called by any thread."""
-        with suppress(BlockingIOError):  # it is awake
-            self._waker.send(b"\0")
+        self._waker.wake()
 
     def stats(self) -> Stats:
         """Return the sums over all processes; prompts are counted where they are read, texts where they are written."""
@@ -310,7 +308,6 @@ class Router:
         for process in self._all:
             process.end()
         self._waker.close()
-        self._woken.close()
 
     def _take(self, process: _Process, message: object, outputs: list[Output]) -> None:
         if isinstance(message, Stepped):
