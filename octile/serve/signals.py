@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
+from multiprocessing.process import BaseProcess
 
 
 @contextmanager
@@ -18,15 +20,15 @@ def signals_ignored() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-@contextmanager
-def signals_blocked() -> Iterator[None]:
-    """Context manager that blocks Ctrl-C and SIGTERM in this thread; those that come meanwhile arrive afterwards.
+def start_without_signals(process: BaseProcess) -> None:
+    """Start a process in which Ctrl-C and SIGTERM are blocked for good; here they arrive when it has started.
 
-    A process that is started inside inherits that for good, so that the signals, which a terminal or a service manager
-    sends to all processes, cannot end it while it still imports, before it can ignore them.
+    The signals, which a terminal or a service manager sends to all processes, cannot end it while it still imports,
+    before it can ignore them.
     """
+    resource_tracker.ensure_running()  # it would unblock the signals, if `start` had to begin it
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
-        yield
+        process.start()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
@@ -35,7 +34,7 @@ from octile.serve.disaggregated.worker import (
 )
 from octile.serve.messages import Add, Cancel, Failed, ProcessEndedError, Stepped
 from octile.serve.request import Output, Request, Sampling, check_prompt, make_request
-from octile.serve.signals import signals_blocked
+from octile.serve.signals import start_without_signals
 from octile.serve.stats import Stats
 from octile.serve.waker import Waker
 
@@ -72,9 +71,7 @@ class _Process:
         self._asked: float | None = None  # when it was then asked whether it hangs
         self._due = math.inf  # when `ping` is called next
         self.process: BaseProcess = context.Process(target=target, args=(other, *arguments), name=name, daemon=True)
-        resource_tracker.ensure_running()  # it would unblock the signals, if `start` had to begin it
-        with signals_blocked():  # in the process, too, whose end is the router's
-            self.process.start()
+        start_without_signals(self.process)  # its end is the router's
         other.close()
         self._commands = queue.SimpleQueue[object]()
         self._sender = threading.Thread(target=self._send_all, name=f"commands of {name}", daemon=True)

@@ -8,7 +8,6 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
@@ -18,7 +17,7 @@ from octile.serve.engine_end import EngineEnd
 from octile.serve.http import worker
 from octile.serve.http.worker import Listening, Start
 from octile.serve.messages import Drain, Failed, ProcessEndedError
-from octile.serve.signals import signals_blocked
+from octile.serve.signals import start_without_signals
 
 SIGNALS = signal.SIGINT, signal.SIGTERM
 
@@ -43,9 +42,7 @@ class HttpProcess:
         )
         # a signal that arrives when the process has started is raised here, before anyone could close it
         self._at_exit = Finalize(None, self._close, exitpriority=10)
-        resource_tracker.ensure_running()  # it would unblock the signals, if `start` had to begin it
-        with signals_blocked():  # in the process, too, which `serve` has drain
-            self._process.start()
+        start_without_signals(self._process)  # `serve` has it drain
         other.close()
         assert self._process.pid is not None  # it has started
         self.pid = self._process.pid
