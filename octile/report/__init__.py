@@ -27,23 +27,20 @@ if TYPE_CHECKING:
     from octile.report.compare.tables import format_compare_table, format_details_table
     from octile.report.run.page import save_figure, write_run_report
 
-__all__ = [
-    "CompareResult",
-    "Curve",
-    "format_compare_table",
-    "format_details_table",
-    "read_result",
-    "save_compare_figure",
-    "save_figure",
-    "verdict_sentence",
-    "write_compare_report",
-    "write_run_report",
-]
-_MODULES = "compare.file", "compare.page", "compare.result", "compare.summary", "compare.tables", "run.page"
+_MODULES = {  # the public names of each module, late: `octile.report.page` formats numbers without torch
+    "compare.file": ("read_result",),
+    "compare.page": ("save_compare_figure", "write_compare_report"),
+    "compare.result": ("CompareResult", "Curve"),
+    "compare.summary": ("verdict_sentence",),
+    "compare.tables": ("format_compare_table", "format_details_table"),
+    "run.page": ("save_figure", "write_run_report"),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = [*sorted(_MODULE_OF)]
 
 
 def __getattr__(name: str) -> object:
-    if name in __all__:  # late: `octile.report.page` formats numbers without torch
-        modules = (import_module(f"octile.report.{module}") for module in _MODULES)
-        return next(getattr(module, name) for module in modules if hasattr(module, name))
+    if name in _MODULE_OF:
+        return getattr(import_module(f"octile.report.{_MODULE_OF[name]}"), name)
     raise AttributeError(f"module 'octile.report' has no attribute {name!r}")
