@@ -228,7 +228,7 @@ class _ActiveCopies:
         """
         free = [gpu for gpu in self._others(expert) if self._is_free(gpu)]
         if free:
-            self._set(expert, min(free, key=self._load_of_gpu.__getitem__), is_active=True)
+            self._activate(expert, min(free, key=self._load_of_gpu.__getitem__))
             return True
         came_from = dict[int, tuple[int, int]]()  # GPU → the expert that would be activated there, and its GPU before
         reached = [(gpu, expert, -1) for gpu in self._by_load(expert)]
@@ -258,15 +258,20 @@ class _ActiveCopies:
         """Activate the experts along a path that ends at a GPU with a free slot."""
         while gpu != -1:
             moved, before = came_from[gpu]
-            self._set(moved, gpu, is_active=True)
+            self._activate(moved, gpu)
             if before != -1:
-                self._set(moved, before, is_active=False)
+                self._deactivate(moved, before)
             gpu = before
 
-    def _set(self, expert: int, gpu: int, is_active: bool) -> None:
-        for copies, copy in ((self.gpus[expert], gpu), (self._experts[gpu], expert)):
-            (copies.add if is_active else copies.remove)(copy)
-        self._load_of_gpu[gpu] += self._load[expert] if is_active else -self._load[expert]
+    def _activate(self, expert: int, gpu: int) -> None:
+        self.gpus[expert].add(gpu)
+        self._experts[gpu].add(expert)
+        self._load_of_gpu[gpu] += self._load[expert]
+
+    def _deactivate(self, expert: int, gpu: int) -> None:
+        self.gpus[expert].remove(gpu)
+        self._experts[gpu].remove(expert)
+        self._load_of_gpu[gpu] -= self._load[expert]
 
 
 def _divide(tokens: list[int], active: list[list[int]], num_gpus: int) -> list[dict[int, int]]:
