@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from experiments.loss.job import VALIDATIONS
 from experiments.loss.jobs import TRUNK
-from experiments.loss.report import Results
+from experiments.loss.report import Results, gap
 from octile.bench.rows import align_columns
 from octile.report.compare.intervals import student_quantile
 
@@ -97,7 +97,7 @@ def gaps(r: Results, group: str, size: str) -> NDArray[np.float64]:
     """Return the early and the final gap of each pair of seeds that has ended, [2, pairs]."""
     pairs = [(r.get(group, size, "deepseek_v3", base["job"]["seed"]), base) for base in r.bf16(group, size)]
     ended = [(run, base) for run, base in pairs if run is not None and run["state"] == base["state"] == "done"]
-    found = [(early_gap(run, base), run["val_loss"][-1] / base["val_loss"][-1] - 1) for run, base in ended]
+    found = [(early_gap(run, base), gap(run, base)[0]) for run, base in ended]
     return np.array(found).reshape(-1, 2).T
 
 
