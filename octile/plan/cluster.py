@@ -215,10 +215,7 @@ def _schedules_as_json(plan: StepPlan) -> list[dict[str, str]]:
 
 def _print(title: str, result: Result) -> None:
     plan, console = result.plan, Console()
-
-    def line(text: str) -> None:
-        console.print_line(text)
-
+    line = console.print_line
     cluster, layout = plan.cluster, plan.layout
     line(title)
     line(
