@@ -1,0 +1,60 @@
+"""Rank 0 learns that another rank has ended, also while a collective of its own waits for that rank.
+
+    rank 0         lost = LostRanks(group, on_lost); in the end lost.close()
+    other ranks    send_farewell(group), before rank 0 closes
+
+A send of gloo to a rank that has just ended can wait for the timeout of its group, minutes: when a connection breaks,
+gloo wakes what waits to receive, and what waits for the other side to receive, but not what it has begun to transmit
+(`Pair::signalException` in its transport/tcp/pair.cc). So rank 0 waits to receive a byte from each other rank.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from octile.parallel.ranks import FOREVER
+
+TAG = 1  # of the bytes; other messages between two ranks have 0
+
+
+class LostRanks:
+    """Waits for the end of each other rank of a group, on rank 0.
+
+    Args:
+        group: of all ranks, by gloo.
+        on_lost: is called by a thread, with gloo's exception, when a rank has ended without a farewell.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, on_lost: Callable[[Exception], object]):
+        self._group, self._on_lost = group, on_lost
+        ranks = range(1, dist.get_world_size(group))
+        self._threads = [threading.Thread(target=self._wait, args=[rank], daemon=True) for rank in ranks]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Wait for the others' farewell, or their end."""
+        for thread in self._threads:
+            thread.join()
+
+    def _wait(self, rank: int) -> None:
+        byte = torch.empty(1, dtype=torch.uint8)
+        try:
+            received = dist.irecv(byte, group=self._group, group_src=rank, tag=TAG)
+            assert received is not None  # this rank is of the group
+            received.wait(FOREVER)  # longer than the timeout of the group
+        except RuntimeError as error:
+            self._on_lost(error)
+
+
+def send_farewell(group: dist.ProcessGroup) -> None:
+    """Have rank 0 expect the end of this rank.
+
+    Args:
+        group: as of `LostRanks`.
+    """
+    dist.send(torch.zeros(1, dtype=torch.uint8), group=group, group_dst=0, tag=TAG)
