@@ -33,7 +33,7 @@ class EngineEnd:
         self._stats = ChangedStats(engine.stats)
         self._requests: dict[int, int] = {}  # the engine's number of a request by that of the other process
         self._numbers: dict[int, int] = {}  # and the other way round
-        self._sending = threading.Lock()
+        self._sending, self._failing = threading.Lock(), threading.Lock()
 
     def run(self) -> None:
         """Step until the other process has ended, or `stop` is called."""
@@ -42,8 +42,14 @@ class EngineEnd:
             while self._commands.carry_out(lambda: self._numbers, lambda: self._send_step([])):
                 self._send_step(self._engine.step())
         except Exception as error:
-            self.failure = explain(error)
-            self.send(Failed(as_sent(self.failure)))
+            self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """End requests with an error, unless one has done so before; called by any thread."""
+        with self._failing:
+            if self.failure is None:
+                self.failure = explain(error)
+                self.send(Failed(as_sent(self.failure)))
 
     def stop(self) -> None:
         """Have `run` return after its step; called by any thread."""

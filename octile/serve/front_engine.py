@@ -6,16 +6,17 @@
 A round sends the commands of rank 0 to all, runs a step of all (`SpreadEngine`), and sends their outputs to rank 0. A
 new request goes to the rank that has the fewest, or to all ranks of the group that has the fewest, if groups of ranks
 share their requests; the first rank of a group then sends its outputs. While nothing runs there is a round every
-second, so that a rank that has ended is noticed, and no rank waits for longer than its timeout.
+second, so that no rank waits for longer than its timeout. A rank that ends before is noticed at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from octile.parallel.lost_ranks import LostRanks, send_farewell
 from octile.parallel.ranks import Ranks
 from octile.serve.request import Output, Request, Sampling, make_request
 from octile.serve.spread_engine import SpreadEngine
@@ -104,9 +105,16 @@ class FrontEngine:
         engine: of this rank; from now on, only this object may use it.
         ranks: all of them; the others call `follow`.
         control: the group of all ranks, by gloo.
+        on_lost: is called by a thread when another rank has ended, also while a step waits for it.
     """
 
-    def __init__(self, engine: SpreadEngine, ranks: Ranks, control: dist.ProcessGroup):
+    def __init__(
+        self,
+        engine: SpreadEngine,
+        ranks: Ranks,
+        control: dist.ProcessGroup,
+        on_lost: Callable[[Exception], object],
+    ):
         # the others wait for a round no longer than their timeout
         self.idle_seconds: float | None = min(1.0, ranks.timeout.total_seconds() / 2)
         self._engine, self._rank = engine.engine, _Rank(engine, ranks, control)
@@ -117,6 +125,7 @@ class FrontEngine:
         self._n_requests = 0
         own = self._engine.stats()  # all ranks have caches of the same size
         self._stats = [own.of_experts_only if rank % engine.group_size else own for rank in range(ranks.size)]
+        self._lost = LostRanks(control, on_lost)
 
     def check(self, prompt: Sequence[int], sampling: Sampling) -> None:
         """Refuse a request that the model cannot continue; any thread may call it.
@@ -171,6 +180,7 @@ class FrontEngine:
     def close(self) -> None:
         """Have the other ranks leave `follow`."""
         self._rank.round(_Commands(stops=True))
+        self._lost.close()
 
 
 def follow(engine: SpreadEngine, ranks: Ranks, control: dist.ProcessGroup) -> None:
@@ -183,3 +193,4 @@ def follow(engine: SpreadEngine, ranks: Ranks, control: dist.ProcessGroup) -> No
     rank = _Rank(engine, ranks, control)
     while rank.round(None) is not None:
         pass
+    send_farewell(control)

@@ -38,11 +38,13 @@ def with_front(rank: int, use: Callable[[FrontEngine], None], runner: ModelRunne
     if rank:
         follow(stepped, ranks, world())
     else:
-        front = FrontEngine(stepped, ranks, world())
+        lost: list[Exception] = []
+        front = FrontEngine(stepped, ranks, world(), lost.append)
         try:
             use(front)
         finally:
             front.close()
+        assert not lost
     return engine
 
 

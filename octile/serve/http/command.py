@@ -89,7 +89,7 @@ def serve(
                     with signals_ignored():  # rank 0 has them, too, and ends this rank when it has drained
                         follow(spread, ranks, control)
                     return leave()
-                loaded = _Loaded.of(FrontEngine(spread, ranks, control), runner)
+                loaded = _Loaded.of(FrontEngine(spread, ranks, control, place.http.fail), runner)
                 where += f", each {'group ' if parallel.tp > 1 else ''}with this cache"
             assert place is not None  # on rank 0
             _answer(place, folder, name, host, api_keys, limits, loaded, where, chat)

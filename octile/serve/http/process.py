@@ -35,6 +35,7 @@ class HttpProcess:
 
     def __init__(self, bound: socket.socket):
         self.engine_failure: Exception | None = None
+        self._end: EngineEnd | None = None
         context = multiprocessing.get_context("spawn")  # a forked one would have this one's threads and GPU
         self._connection, other = context.Pipe()
         self._process: BaseProcess = context.Process(
@@ -78,7 +79,7 @@ class HttpProcess:
             Exception: what has ended the engine.
             ProcessEndedError: the process has ended without being asked to.
         """
-        end = EngineEnd(engine, self._connection)
+        self._end = end = EngineEnd(engine, self._connection)
         stepping = threading.Thread(target=end.run, name="engine", daemon=True)
         received: list[int] = []
         with _signals() as woken:
@@ -91,13 +92,19 @@ class HttpProcess:
                         end.send(Drain())
         self._process.join()
         end.stop()
-        stepping.join(STOP_SECONDS)
+        if end.failure is None:
+            stepping.join(STOP_SECONDS)
         if end.failure is not None:
             self.engine_failure = end.failure
             raise end.failure
         if self._process.exitcode or not received:
             raise self._ended()
         return received
+
+    def fail(self, error: Exception) -> None:
+        """Have `serve` raise an error, also while the engine hangs in a step; called by any thread."""
+        if self._end is not None:
+            self._end.fail(error)
 
     def close(self) -> None:
         """End the process, unless it has ended."""

@@ -150,6 +150,25 @@ def test_what_ends_the_engine_is_raised_and_answered(tokenizer, saved):
     assert str(http.engine_failure) == "a kernel has failed"
 
 
+def test_a_failure_that_another_thread_finds_ends_an_engine_that_hangs_in_a_step(tokenizer, saved):
+    engine, answers = FakeEngine(tokenizer), []
+    engine.may_step.clear()
+
+    def client(url: str, _: int) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            asking = pool.submit(httpx.post, f"{url}/v1/completions", json=COMPLETION)
+            while not engine.requests:
+                time.sleep(0.005)
+            http.fail(RuntimeError("another rank has ended"))
+            http.fail(RuntimeError("a later failure"))
+            answers.append(asking.result())
+
+    with serving(saved, engine, client) as http, pytest.raises(RuntimeError, match="another rank has ended"):
+        http.serve(engine, "ready")
+    engine.may_step.set()
+    assert "the engine has failed: RuntimeError: another rank has ended" in answers[0].text
+
+
 def test_a_process_that_dies_ends_the_engine(tokenizer, saved):
     engine = FakeEngine(tokenizer)
     with (

@@ -30,6 +30,7 @@ from tests.serve.models import save_untrained
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
 INVARIANT = ["--engine.batch-invariant", "--engine.max-batch=2"]
+LOST = "RanksError: rank 0 lost the connection to another rank"
 SPREAD = ["--parallel.ep=2", "--parallel.redundant-experts=2"]
 GROUPS = ["--parallel.ep=4", "--parallel.tp=2", "--parallel.shared-experts=routed", "--parallel.redundant-experts=3"]
 
@@ -58,18 +59,46 @@ Folder.load_spread, ModelRunner._results = warmed_up, failing
 main()
 """
 
+# a server whose rank 0 hangs in the tenth round, as a send of gloo can, when rank 1 ends
+HANGING_SEND = """
+import os
+import time
 
-def command(folder: Path, *options: str, ranks: int = 2) -> list[str]:
-    started = [*TORCHRUN, f"--nproc-per-node={ranks}", "-m", "octile", "serve", str(folder)]
+import torch.distributed as dist
+
+from octile.cli import main
+
+broadcast, rounds = dist.broadcast_object_list, []
+
+def failing(*arguments, **options):
+    rounds.append(arguments)
+    if len(rounds) == 10:
+        if os.environ["RANK"] == "1":
+            os._exit(1)
+        time.sleep(3600)
+    broadcast(*arguments, **options)
+
+dist.broadcast_object_list = failing
+if __name__ == "__main__":  # the HTTP process imports this, too
+    main()
+"""
+
+
+def command(folder: Path, *options: str, ranks: int = 2, program: Sequence[str] = ("-m", "octile")) -> list[str]:
+    started = [*TORCHRUN, f"--nproc-per-node={ranks}", *program, "serve", str(folder)]
     return [*started, "--port=0", "--device=cpu", *options]
 
 
 @contextmanager
 def serving(
-    folder: Path, *options: str, parallel: Sequence[str] = SPREAD, ranks: int = 2
+    folder: Path,
+    *options: str,
+    parallel: Sequence[str] = SPREAD,
+    ranks: int = 2,
+    program: Sequence[str] = ("-m", "octile"),
 ) -> Iterator[tuple[subprocess.Popen, openai.OpenAI]]:
     """Start a server on some ranks."""
-    started = command(folder, *parallel, *options, ranks=ranks)
+    started = command(folder, *parallel, *options, ranks=ranks, program=program)
     with subprocess.Popen(
         started, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as server:
@@ -99,6 +128,15 @@ def ask(client: openai.OpenAI, seed: int) -> str:
     return answer.choices[0].text
 
 
+def begin_stream(client: openai.OpenAI) -> openai.Stream:
+    """Ask for 120 tokens, and wait for the first."""
+    stream = client.completions.create(
+        model="micro", prompt="a", max_tokens=120, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(stream)
+    return stream
+
+
 def text_of_one_process(folder: Path, tokenizer, seed: int) -> str:
     config = EngineConfig(max_batch=2, batch_invariant=True)
     engine, _ = Folder.open(folder).load(torch.device("cpu"), config, CacheConfig())
@@ -125,10 +163,7 @@ def answered(folder) -> Answered:
         texts = list(threads.map(lambda seed: ask(client, seed), range(6)))
         with urlopen(str(client.base_url.join("/metrics"))) as metrics:
             counted = metrics.read().decode()
-        stream = client.completions.create(
-            model="micro", prompt="a", max_tokens=120, stream=True, extra_body={"ignore_eos": True}
-        )
-        next(stream)
+        stream = begin_stream(client)
         server.send_signal(signal.SIGTERM)
         finish_reason = [chunk.choices[0].finish_reason for chunk in stream][-1]
         return Answered(texts, counted, finish_reason, own_lines(server)[-1])
@@ -159,24 +194,35 @@ def test_groups_that_share_requests_and_route_shared_experts_answer_as_one_proce
         assert own_lines(server)[-1] == "octile: terminated"
 
 
+def assert_names_the_lost_rank(server: subprocess.Popen) -> None:
+    """Check the line with which a server ends that has lost rank 1."""
+    lines = own_lines(server)
+    (line,) = [line for line in lines if not line.startswith("octile: answering ")]  # torchrun sends SIGTERM meanwhile
+    assert re.match(r"octile: rank 0 lost the connection to another rank, which has ended, at round \d+; ", line)
+    assert re.search(r"last seen: rank 1 at round \d+$", line)
+    assert server.returncode == 1
+
+
 @pytest.mark.parametrize("is_busy", [False, True])
 def test_a_killed_rank_ends_the_server_with_one_line_that_says_so(folder, is_busy):
     with serving(folder) as (server, client):
         if is_busy:
-            stream = client.completions.create(
-                model="micro", prompt="a", max_tokens=120, stream=True, extra_body={"ignore_eos": True}
-            )
-            next(stream)
+            stream = begin_stream(client)
         else:
             client.completions.create(model="micro", prompt="a", max_tokens=1)  # after which both ranks are in rounds
         ranks_of(server)[1].kill()
         if is_busy:
-            with pytest.raises(openai.APIError, match="RanksError: rank 0 lost the connection to another rank"):
+            with pytest.raises(openai.APIError, match=LOST):
                 list(stream)
-        (line,) = own_lines(server)
-        assert re.match(r"octile: rank 0 lost the connection to another rank, which has ended, at round \d+; ", line)
-        assert re.search(r"last seen: rank 1 at round \d+$", line)
-        assert server.returncode == 1
+        assert_names_the_lost_rank(server)
+
+
+def test_a_rank_that_ends_while_rank_0_hangs_in_a_send_ends_the_server(folder, tmp_path):
+    (script := tmp_path / "serve.py").write_text(HANGING_SEND)
+    with serving(folder, program=(str(script),)) as (server, client):
+        with pytest.raises(openai.APIError, match=LOST):
+            list(begin_stream(client))
+        assert_names_the_lost_rank(server)
 
 
 def test_a_wrong_option_is_refused_in_one_line(folder):
