@@ -42,7 +42,7 @@ class LostRanks:
             thread.join()
 
     def _wait(self, rank: int) -> None:
-        byte = torch.empty(1, dtype=torch.uint8)
+        byte = torch.empty(1, dtype=torch.uint8, device="cpu")
         try:
             received = dist.irecv(byte, group=self._group, group_src=rank, tag=TAG)
             assert received is not None  # this rank is of the group
@@ -57,4 +57,4 @@ def send_farewell(group: dist.ProcessGroup) -> None:
     Args:
         group: as of `LostRanks`.
     """
-    dist.send(torch.zeros(1, dtype=torch.uint8), group=group, group_dst=0, tag=TAG)
+    dist.send(torch.zeros(1, dtype=torch.uint8, device="cpu"), group=group, group_dst=0, tag=TAG)
