@@ -59,6 +59,7 @@ Ranks
 
 Processes
     async_engine.py           an engine in a thread of its own, whose outputs an event loop reads
+    sent_requests.py          the requests that another process has sent, by its numbers
     commands.py               commands of other threads for the thread that steps an engine
     engine_end.py             the end of a pipe at which an engine is stepped
     pipe_engine.py            the other end, which is an engine for another process

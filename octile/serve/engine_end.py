@@ -12,6 +12,7 @@ from octile.serve.async_engine import StepEngine
 from octile.serve.commands import Commands
 from octile.serve.messages import Add, Cancel, Failed, Stepped
 from octile.serve.request import Output
+from octile.serve.sent_requests import SentRequests
 from octile.serve.stats import ChangedStats
 
 
@@ -31,15 +32,14 @@ class EngineEnd:
         self._engine, self._connection = engine, connection
         self._commands = Commands(engine.idle_seconds, engine.wake)
         self._stats = ChangedStats(engine.stats)
-        self._requests: dict[int, int] = {}  # the engine's number of a request by that of the other process
-        self._numbers: dict[int, int] = {}  # and the other way round
+        self._requests = SentRequests()
         self._sending, self._failing = threading.Lock(), threading.Lock()
 
     def run(self) -> None:
         """Step until the other process has ended, or `stop` is called."""
         threading.Thread(target=self._receive, name="commands", daemon=True).start()
         try:
-            while self._commands.carry_out(lambda: self._numbers, lambda: self._send_step([])):
+            while self._commands.carry_out(lambda: self._requests, lambda: self._send_step([])):
                 self._send_step(self._engine.step())
         except Exception as error:
             self.fail(error)
@@ -68,20 +68,9 @@ class EngineEnd:
 
     def _carry_out(self, command: Add | Cancel) -> None:
         if isinstance(command, Add):
-            own = self._engine.add(command.prompt, command.sampling).id
-            self._requests[command.request_id], self._numbers[own] = own, command.request_id
-        elif command.request_id in self._requests:  # it has not ended
-            own = self._requests.pop(command.request_id)
-            del self._numbers[own]
-            self._engine.cancel(own)
+            self._requests.add(command.request_id, self._engine.add(command.prompt, command.sampling))
+        elif (request := self._requests.pop(command.request_id)) is not None:  # it has not ended
+            self._engine.cancel(request.id)
 
     def _send_step(self, outputs: list[Output]) -> None:
-        own = [output for output in outputs if output.request_id in self._numbers]
-        self.send(Stepped([self._renumbered(output) for output in own], self._stats.next()))
-
-    def _renumbered(self, output: Output) -> Output:
-        """Return an output with the other process's number; a request that has ended is forgotten."""
-        request_id = self._numbers[output.request_id]
-        if output.finish_reason is not None:
-            del self._numbers[output.request_id], self._requests[request_id]
-        return output._replace(request_id=request_id)
+        self.send(Stepped(self._requests.renumber(outputs), self._stats.next()))

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from octile.parallel.lost_ranks import LostRanks, send_farewell
 from octile.parallel.ranks import Ranks
 from octile.serve.request import Output, Request, Sampling, make_request
+from octile.serve.sent_requests import SentRequests
 from octile.serve.spread_engine import SpreadEngine
 from octile.serve.stats import ChangedStats, Stats
 
@@ -62,7 +63,7 @@ class _Rank:
         self._is_first = place == 0  # of its group
         stats = engine.engine.stats
         self._stats = ChangedStats(stats if self._is_first else lambda: stats().of_experts_only)
-        self._numbers: dict[int, int] = {}  # at rank 0, by the number in this rank's engine
+        self._requests = SentRequests()
         self._rounds = 0
 
     def round(self, commands: _Commands | None) -> list[_Report] | None:
@@ -76,26 +77,21 @@ class _Rank:
             self._engine.close()
             return None
         self._carry_out(received)
-        outputs = [self._at_front(output) for output in self._engine.step() or ()]
+        outputs = self._requests.renumber(self._engine.step() or ())
         report = _Report(outputs if self._is_first else [], self._stats.next())
         reports: list[Any] | None = [None] * self._ranks.size if self._ranks.is_first else None
         dist.gather_object(report, reports, dst=0, group=self._control)
         return reports or []
 
     def _carry_out(self, commands: _Commands) -> None:
-        engine, canceled = self._engine.engine, set(commands.canceled)
-        for own in [own for own, number in self._numbers.items() if number in canceled]:
-            engine.cancel(own)
-            del self._numbers[own]
+        engine = self._engine.engine
+        for number in commands.canceled:
+            request = self._requests.pop(number)
+            if request is not None:
+                engine.cancel(request.id)
         for added in commands.added:
-            if added.group == self._group and added.number not in canceled:
-                self._numbers[engine.add(added.prompt, added.sampling).id] = added.number
-
-    def _at_front(self, output: Output) -> Output:
-        number = self._numbers[output.request_id]
-        if output.finish_reason is not None:
-            del self._numbers[output.request_id]
-        return output._replace(request_id=number)
+            if added.group == self._group and added.number not in commands.canceled:
+                self._requests.add(added.number, engine.add(added.prompt, added.sampling))
 
 
 class FrontEngine:

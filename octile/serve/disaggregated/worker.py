@@ -26,7 +26,8 @@ from octile.serve.garbage import freeze_loaded
 from octile.serve.load import Folder, Phase
 from octile.serve.messages import Add, Cancel, Failed, Stepped
 from octile.serve.model_runner import ModelRunner
-from octile.serve.request import Output, Request, Sampling
+from octile.serve.request import Output, Sampling
+from octile.serve.sent_requests import SentRequests
 from octile.serve.signals import signals_ignored
 from octile.serve.stats import ChangedStats
 
@@ -157,8 +158,7 @@ class _Worker(ABC):
     def __init__(self, connection: Connection, engine: Engine, runner: ModelRunner):
         self.connection, self.engine, self.runner = connection, engine, runner
         self.stats = ChangedStats(engine.stats)
-        self.requests: dict[int, Request] = {}  # by the router's number
-        self.numbers: dict[int, int] = {}  # router's number by engine's
+        self.requests = SentRequests()
 
     def run(self) -> None:
         """Carry out commands and steps. It ends with the EOFError of a closed pipe."""
@@ -172,7 +172,7 @@ class _Worker(ABC):
         """Wait for a command and carry it out."""
         command = self.connection.recv()
         if isinstance(command, Cancel):
-            request = self.forget(command.request_id)
+            request = self.requests.pop(command.request_id)
             if request is not None:
                 self.engine.cancel(request.id)
                 self.connection.send(Stepped((), self.stats.next()))
@@ -188,24 +188,6 @@ class _Worker(ABC):
     @abstractmethod
     def send(self, outputs: list[Output]) -> None:
         """Send what a step has added."""
-
-    def start(self, request_id: int, request: Request) -> None:
-        """Note the number of a request that the engine has."""
-        self.requests[request_id], self.numbers[request.id] = request, request_id
-
-    def forget(self, request_id: int) -> Request | None:
-        """Remove a request; None if it has ended."""
-        request = self.requests.pop(request_id, None)
-        if request is not None:
-            del self.numbers[request.id]
-        return request
-
-    def renumbered(self, output: Output) -> Output:
-        """Return an output with the router's number. A request that has ended is forgotten."""
-        request_id = self.numbers[output.request_id]
-        if output.finish_reason is not None:
-            self.forget(request_id)
-        return output._replace(request_id=request_id)
 
 
 class PrefillWorker(_Worker):
@@ -225,7 +207,7 @@ class PrefillWorker(_Worker):
     def carry_out(self, command: object) -> None:
         """Add a request, or take pages back."""
         if isinstance(command, Add):
-            self.start(command.request_id, self.engine.add(command.prompt, command.sampling))
+            self.requests.add(command.request_id, self.engine.add(command.prompt, command.sampling))
         elif isinstance(command, Free):
             self.pool.free(command.pages)
         else:
@@ -233,21 +215,22 @@ class PrefillWorker(_Worker):
 
     def send(self, outputs: list[Output]) -> None:
         """Send what has ended, and hand over what goes on."""
-        ended = [self.renumbered(output) for output in outputs if output.finish_reason is not None]
-        read = [(self.numbers[o.request_id], o) for o in outputs if o.finish_reason is None]
-        for request_id, output in read:
-            self._hand_over(request_id, output)
+        renumbered = self.requests.renumber(outputs)
+        for output in renumbered:
+            if output.finish_reason is None:
+                self._hand_over(output)
+        ended = [output for output in renumbered if output.finish_reason is not None]
         self.connection.send(Stepped(ended, self.stats.next()))
 
-    def _hand_over(self, request_id: int, output: Output) -> None:
+    def _hand_over(self, output: Output) -> None:
         """Fill pages of the pool, as soon as there are enough, unless the request is canceled before."""
-        while request := self.requests.get(request_id):
+        while request := self.requests.get(output.request_id):
             n_pages = -(-len(request.prompt) // PAGE)
             if n_pages <= self.pool.n_free:
                 pages = self.pool.fill(request.pages[:n_pages])
                 first = FirstToken(output.tokens[0], output.logprobs[0] if output.logprobs else None)
-                self.connection.send(Read(request_id, first, pages))
-                self.forget(request_id)
+                self.connection.send(Read(output.request_id, first, pages))
+                self.requests.pop(output.request_id)
                 self.engine.cancel(request.id)
             else:
                 self.receive()
@@ -274,7 +257,7 @@ class DecodeWorker(_Worker):
         elif isinstance(command, Adopt):
             latents = FilledPages(self._pools[command.process], command.pages, self.runner.pages)
             request = self.engine.adopt(command.prompt, command.sampling, command.first, latents)
-            self.start(command.request_id, request)
+            self.requests.add(command.request_id, request)
             self._held.append((latents, Copied(command.process, command.pages)))
         else:
             raise TypeError(f"a decode process has no command {command!r}")
@@ -286,7 +269,7 @@ class DecodeWorker(_Worker):
 
     def send(self, outputs: list[Output]) -> None:
         """Send all outputs, and return the pages that are copied."""
-        self.connection.send(Stepped([self.renumbered(output) for output in outputs], self.stats.next()))
+        self.connection.send(Stepped(self.requests.renumber(outputs), self.stats.next()))
         self._return_pages()
 
     def _return_pages(self) -> None:
