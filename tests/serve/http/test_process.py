@@ -37,14 +37,15 @@ def saved(tokenizer, tmp_path_factory):
 
 
 @contextmanager
-def serving(saved, engine: FakeEngine, client: Callable[[str, int], object]) -> Iterator[HttpProcess]:
-    """An HTTP process that listens; when it answers, a thread calls the client with its URL and its number."""
+def serving(saved, engine: FakeEngine, client: Callable[[str, int], object] | None) -> Iterator[HttpProcess]:
+    """An HTTP process that listens; when it answers, a thread calls the client, if any, with its URL and its number."""
     with bind("127.0.0.1", 0) as bound:
         url, http = url_of(bound), HttpProcess(bound)
 
     def run() -> None:
-        httpx.get(f"{url}/health", timeout=60)
-        client(url, http.pid)
+        if client is not None:
+            httpx.get(f"{url}/health", timeout=60)
+            client(url, http.pid)
 
     thread = threading.Thread(target=run)
     try:
@@ -98,7 +99,7 @@ def test_a_signal_counts_as_soon_as_the_address_is_printed(tokenizer, saved, mon
             end(signal.SIGINT)
 
     engine = FakeEngine(tokenizer)
-    with serving(saved, engine, lambda *_: None) as http, monkeypatch.context() as patch:
+    with serving(saved, engine, None) as http, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", Reader())
         assert http.serve(engine, "ready") == [signal.SIGINT]
 
