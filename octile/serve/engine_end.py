@@ -34,6 +34,7 @@ class EngineEnd:
         self._stats = ChangedStats(engine.stats)
         self._requests = SentRequests()
         self._sending, self._failing = threading.Lock(), threading.Lock()
+        self._has_ended = threading.Event()
 
     def run(self) -> None:
         """Step until the other process has ended, or `stop` is called."""
@@ -43,6 +44,7 @@ class EngineEnd:
                 self._send_step(self._engine.step())
         except Exception as error:
             self.fail(error)
+        self._has_ended.set()
 
     def fail(self, error: Exception) -> None:
         """End requests with an error, unless one has done so before; called by any thread."""
@@ -50,6 +52,11 @@ class EngineEnd:
             if self.failure is None:
                 self.failure = explain(error)
                 self.send(Failed(as_sent(self.failure)))
+        self._has_ended.set()
+
+    def wait(self, seconds: float) -> None:
+        """Wait, for so long at most, until `run` has ended or `fail` was called."""
+        self._has_ended.wait(seconds)
 
     def stop(self) -> None:
         """Have `run` return after its step; called by any thread."""

@@ -6,7 +6,7 @@
 A round sends the commands of rank 0 to all, runs a step of all (`SpreadEngine`), and sends their outputs to rank 0. A
 new request goes to the rank that has the fewest, or to all ranks of the group that has the fewest, if groups of ranks
 share their requests; the first rank of a group then sends its outputs. While nothing runs there is a round every
-second, so that no rank waits for longer than its timeout. A rank that ends before is noticed at once.
+second, so that no rank waits for longer than its timeout. A rank that ends before is noticed within a second or two.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class FrontEngine:
         engine: of this rank; from now on, only this object may use it.
         ranks: all of them; the others call `follow`.
         control: the group of all ranks, by gloo.
-        on_lost: is called by a thread when another rank has ended, also while a step waits for it.
+        on_lost: as of `LostRanks`; is called also while a step waits for the rank.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class FrontEngine:
     ):
         # the others wait for a round no longer than their timeout
         self.idle_seconds: float | None = min(1.0, ranks.timeout.total_seconds() / 2)
-        self._engine, self._rank = engine.engine, _Rank(engine, ranks, control)
+        self._engine, self._rank, self._timeout = engine.engine, _Rank(engine, ranks, control), ranks.timeout
         self._group_of: dict[int, int] = {}  # of the requests that have not ended
         self._load = [0] * (ranks.size // engine.group_size)  # how many of them each group of ranks has
         self._added: list[_Added] = []
@@ -174,9 +174,13 @@ class FrontEngine:
         """Do nothing: a step waits for other ranks only as long as they need for theirs."""
 
     def close(self) -> None:
-        """Have the other ranks leave `follow`."""
+        """Have the other ranks leave `follow`, and wait until they have.
+
+        Raises:
+            TimeoutError: one has not done so within the timeout of the ranks.
+        """
         self._rank.round(_Commands(stops=True))
-        self._lost.close()
+        self._lost.close(self._timeout)
 
 
 def follow(engine: SpreadEngine, ranks: Ranks, control: dist.ProcessGroup) -> None:

@@ -15,26 +15,39 @@ GROUP_TIMEOUT = timedelta(seconds=1)
 
 
 def wait(rank: int, folder: str, endings: str) -> None:
-    """Let rank 0 write how many others were lost; the others end after the group's timeout, by their letters."""
-    dist.init_process_group("gloo", f"file://{folder}/meeting", GROUP_TIMEOUT, 1 + len(endings), rank)
-    group = dist.group.WORLD
+    """Let rank 0 write what it notices; the others end after the group's timeout, by their letters, or hang."""
+    dist.init_process_group("gloo", f"file://{folder}/meeting", timedelta(seconds=60), 1 + len(endings), rank)
+    dist.barrier()
+    group, noticed = dist.new_group(timeout=GROUP_TIMEOUT), Path(folder, "noticed")
     if rank == 0:
         lost: list[Exception] = []
-        LostRanks(group, lost.append).close()
-        Path(folder, "lost").write_text(str(len(lost)))
+        ranks = LostRanks(group, lost.append)
+        try:
+            ranks.close(timedelta(seconds=5 if "h" in endings else 60))
+            noticed.write_text(f"{len(lost)} lost")
+        except TimeoutError as error:
+            noticed.write_text(str(error))
     else:
         time.sleep(1.5 * GROUP_TIMEOUT.total_seconds())
         if endings[rank - 1] == "f":
             send_farewell(group)
+        while endings[rank - 1] == "h" and not noticed.exists():
+            time.sleep(0.1)
     os._exit(0)  # no barrier, which another rank might miss
 
 
 @pytest.mark.parametrize(
-    ("endings", "n_lost"),
-    [("ff", 0), ("fe", 1), ("ef", 1), ("ee", 2)],
-    ids=["two farewells", "the last without", "the first without", "both without"],
+    ("endings", "expected"),
+    [
+        ("ff", "0 lost"),
+        ("fe", "1 lost"),
+        ("ef", "1 lost"),
+        ("ee", "2 lost"),
+        ("fh", "timed out: a rank has sent no farewell"),
+    ],
+    ids=["two farewells", "the last without", "the first without", "both without", "the last hangs"],
 )
-def test_a_rank_that_ends_without_a_farewell_is_lost(endings, n_lost, tmp_path):
+def test_rank_0_notices_how_the_others_end(endings, expected, tmp_path):
     for process in begin_ranks(wait, (str(tmp_path), endings), 3):
         process.join(60)
-    assert (tmp_path / "lost").read_text() == str(n_lost)
+    assert (tmp_path / "noticed").read_text() == expected

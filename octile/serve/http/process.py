@@ -36,6 +36,8 @@ class HttpProcess:
     def __init__(self, bound: socket.socket):
         self.engine_failure: Exception | None = None
         self._end: EngineEnd | None = None
+        self._error: Exception | None = None  # of `fail`
+        self._failing = threading.Lock()
         context = multiprocessing.get_context("spawn")  # a forked one would have this one's threads and GPU
         self._connection, other = context.Pipe()
         self._process: BaseProcess = context.Process(
@@ -79,7 +81,11 @@ class HttpProcess:
             Exception: what has ended the engine.
             ProcessEndedError: the process has ended without being asked to.
         """
-        self._end = end = EngineEnd(engine, self._connection)
+        end = EngineEnd(engine, self._connection)
+        with self._failing:
+            self._end, error = end, self._error
+        if error is not None:
+            end.fail(error)
         stepping = threading.Thread(target=end.run, name="engine", daemon=True)
         received: list[int] = []
         with _signals() as woken:
@@ -92,8 +98,7 @@ class HttpProcess:
                         end.send(Drain())
         self._process.join()
         end.stop()
-        if end.failure is None:
-            stepping.join(STOP_SECONDS)
+        end.wait(STOP_SECONDS)
         if end.failure is not None:
             self.engine_failure = end.failure
             raise end.failure
@@ -102,9 +107,11 @@ class HttpProcess:
         return received
 
     def fail(self, error: Exception) -> None:
-        """Have `serve` raise an error, also while the engine hangs in a step; called by any thread."""
-        if self._end is not None:
-            self._end.fail(error)
+        """Have `serve` raise an error, also while the engine hangs in a step; called by any thread, also before it."""
+        with self._failing:
+            self._error, end = self._error or error, self._end
+        if end is not None:
+            end.fail(error)
 
     def close(self) -> None:
         """End the process, unless it has ended."""

@@ -170,6 +170,38 @@ def test_a_failure_that_another_thread_finds_ends_an_engine_that_hangs_in_a_step
     assert "the engine has failed: RuntimeError: another rank has ended" in answers[0].text
 
 
+def test_a_failure_before_it_serves_is_raised(tokenizer, saved):
+    engine = FakeEngine(tokenizer)
+    with serving(saved, engine, None) as http:
+        http.fail(RuntimeError("another rank has ended"))
+        with pytest.raises(RuntimeError, match="another rank has ended"):
+            http.serve(engine, "ready")
+
+
+def test_a_failure_ends_the_wait_for_the_last_step(tokenizer, saved, monkeypatch, capfd):
+    monkeypatch.setattr("octile.serve.http.process.STOP_SECONDS", 3600.0)
+    engine = FakeEngine(tokenizer)
+    engine.may_step.clear()
+
+    def client(url: str, pid: int) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            asking = pool.submit(httpx.post, f"{url}/v1/completions", json=COMPLETION)
+            while not engine.requests:
+                time.sleep(0.005)
+            end()
+            while "answering 1 choice in flight" not in capfd.readouterr().err:
+                time.sleep(0.01)
+            end()
+            asking.result()
+        while psutil.pid_exists(pid):  # afterwards `serve` waits for the engine
+            time.sleep(0.01)
+        http.fail(RuntimeError("another rank has ended"))
+
+    with serving(saved, engine, client) as http, pytest.raises(RuntimeError, match="another rank has ended"):
+        http.serve(engine, "ready")
+    engine.may_step.set()
+
+
 def test_a_process_that_dies_ends_the_engine(tokenizer, saved):
     engine = FakeEngine(tokenizer)
     with (
