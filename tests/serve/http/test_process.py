@@ -8,9 +8,8 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from octile.serve.http.process import HttpProcess
 from octile.serve.http.worker import Start
 from octile.serve.messages import ProcessEndedError
 from tests.serve.fake_engine import FakeEngine
+from tests.serve.http.conftest import wait_until
 
 COMPLETION = {"model": "micro", "prompt": "a", "max_tokens": 5}
 
@@ -65,6 +65,23 @@ def end(number: signal.Signals = signal.SIGTERM) -> None:
     os.kill(os.getpid(), number)
 
 
+@contextmanager
+def asked(url: str, is_there: Callable[[], object], max_tokens: int = 5) -> Iterator[Future[httpx.Response]]:
+    """The answer to a completion, asked for by another thread, once a condition holds."""
+    with ThreadPoolExecutor(1) as pool:
+        body = {**COMPLETION, "max_tokens": max_tokens}
+        answer = pool.submit(httpx.post, f"{url}/v1/completions", json=body)
+        wait_until(is_there)
+        yield answer
+
+
+def end_twice(capfd) -> None:
+    """Send two signals, the second when the server drains."""
+    end()
+    wait_until(lambda: "answering 1 choice in flight" in capfd.readouterr().err)
+    end()
+
+
 def test_it_imports_no_torch():
     imports = "octile.serve.http.worker, octile.serve.http.server, octile.serve.pipe_engine, octile.tokenizer"
     program = f"import sys, {imports}; sys.exit('torch' in sys.modules)"
@@ -81,12 +98,9 @@ def test_requests_in_flight_are_answered_after_a_signal(tokenizer, saved, number
     engine, answers = FakeEngine(tokenizer, step_seconds=0.01), []
 
     def client(url: str, _: int) -> None:
-        with ThreadPoolExecutor(1) as pool:
-            asking = pool.submit(httpx.post, f"{url}/v1/completions", json={**COMPLETION, "max_tokens": 50})
-            while engine.steps < 3:
-                time.sleep(0.005)
+        with asked(url, lambda: engine.steps >= 3, max_tokens=50) as answer:
             end(number)
-            answers.append(asking.result().json()["usage"]["completion_tokens"])
+            answers.append(answer.result().json()["usage"]["completion_tokens"])
 
     with serving(saved, engine, client) as http:
         assert http.serve(engine, "ready") == [number]
@@ -108,15 +122,9 @@ def test_a_second_signal_ends_what_is_in_flight(tokenizer, saved, capfd):
     engine, answers = FakeEngine(tokenizer, step_seconds=0.01), []
 
     def client(url: str, _: int) -> None:
-        with ThreadPoolExecutor(1) as pool:
-            asking = pool.submit(httpx.post, f"{url}/v1/completions", json={**COMPLETION, "max_tokens": 4000})
-            while engine.steps < 3:
-                time.sleep(0.005)
-            end()
-            while "answering 1 choice in flight" not in capfd.readouterr().err:
-                time.sleep(0.01)
-            end()
-            answers.append(asking.result())
+        with asked(url, lambda: engine.steps >= 3, max_tokens=4000) as answer:
+            end_twice(capfd)
+            answers.append(answer.result())
 
     with serving(saved, engine, client) as http:
         assert http.serve(engine, "ready") == [signal.SIGTERM] * 2
@@ -156,13 +164,10 @@ def test_a_failure_that_another_thread_finds_ends_an_engine_that_hangs_in_a_step
     engine.may_step.clear()
 
     def client(url: str, _: int) -> None:
-        with ThreadPoolExecutor(1) as pool:
-            asking = pool.submit(httpx.post, f"{url}/v1/completions", json=COMPLETION)
-            while not engine.requests:
-                time.sleep(0.005)
+        with asked(url, lambda: engine.requests) as answer:
             http.fail(RuntimeError("another rank has ended"))
             http.fail(RuntimeError("a later failure"))
-            answers.append(asking.result())
+            answers.append(answer.result())
 
     with serving(saved, engine, client) as http, pytest.raises(RuntimeError, match="another rank has ended"):
         http.serve(engine, "ready")
@@ -184,17 +189,9 @@ def test_a_failure_ends_the_wait_for_the_last_step(tokenizer, saved, monkeypatch
     engine.may_step.clear()
 
     def client(url: str, pid: int) -> None:
-        with ThreadPoolExecutor(1) as pool:
-            asking = pool.submit(httpx.post, f"{url}/v1/completions", json=COMPLETION)
-            while not engine.requests:
-                time.sleep(0.005)
-            end()
-            while "answering 1 choice in flight" not in capfd.readouterr().err:
-                time.sleep(0.01)
-            end()
-            asking.result()
-        while psutil.pid_exists(pid):  # afterwards `serve` waits for the engine
-            time.sleep(0.01)
+        with asked(url, lambda: engine.requests):
+            end_twice(capfd)
+        wait_until(lambda: not psutil.pid_exists(pid))  # from now on `serve` waits for the engine
         http.fail(RuntimeError("another rank has ended"))
 
     with serving(saved, engine, client) as http, pytest.raises(RuntimeError, match="another rank has ended"):
