@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from experiments.loss.job import VALIDATIONS
 from experiments.loss.jobs import TRUNK
-from experiments.loss.report import Results, gap
+from experiments.loss.report import SCRATCH, Results, gap
 from octile.bench.rows import align_columns
 from octile.report.compare.intervals import student_quantile
 
@@ -104,7 +104,7 @@ def gaps(r: Results, group: str, size: str) -> NDArray[np.float64]:
 def table(r: Results) -> str:
     """Format the estimates of all groups of runs from scratch; those of `core` include `start`."""
     rows = [["from scratch", "complete pairs", "others", "correlation", "slope", "cost ± 95%", "mean gap ± 95%"]]
-    for group in ("core", "slow", "long"):
+    for group in SCRATCH:
         for size in r.sizes(group):
             early, final = gaps(r, group, size)
             more = gaps(r, "start", size)[0] if group == "core" else np.empty(0)

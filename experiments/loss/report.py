@@ -42,6 +42,7 @@ BRANCHES_OF = {"core": "branch", "long": "long-branch"}  # group of runs from sc
 SCRATCH = {
     "core": "",
     "slow": ", half the rate",
+    "small-batch": ", a quarter of the batch",
     "long": "",
     "billion": "",
 }  # groups of runs from scratch, and what their sizes are called
@@ -69,6 +70,7 @@ library's recipes.
 | batch | {TOKENS_A_STEP:,} tokens in sequences of {SEQUENCE:,} |
 | learning rate | warm-up over 5% of the steps, then a cosine to a tenth of the peak |
 | "half the rate" | half the peak, with a warm-up over 20% of the steps |
+| "a quarter of the batch" | {TOKENS_A_STEP // 4:,} tokens, in four times as many steps |
 | optimizer | AdamW: betas 0.9 and 0.95, weight decay 0.1, gradients clipped at norm 1 |
 | held-out windows | 1,536 at the end, 256 before; the same for every run |
 
@@ -275,7 +277,7 @@ def core_table(r: Results) -> str:
         ("size", "recipe, seed", "tokens", LOSS_COLUMN, "gap to BF16", TEXT_COLUMN, f"below {STEEP} at step",
          "tokens/s", "GiB", "")
     ]  # fmt: skip
-    for group in ("core", "again", "slow", "long", "billion"):
+    for group in ("core", "again", *(group for group in SCRATCH if group != "core")):
         for size in r.sizes(group):
             for result in sorted(r.of(group, size), key=lambda x: (x["job"]["recipe"], x["job"]["seed"])):
                 job = result["job"]
@@ -747,7 +749,7 @@ def write(files: Sequence[Path], folder: Path) -> Path:
     r = Results(result for file in files for result in json.loads(file.read_text())["results"])
     folder.mkdir(parents=True, exist_ok=True)
     figures = []
-    for group in ("branch", "long-branch", "core", "slow", "long", "ablation"):
+    for group in ("branch", "long-branch", *SCRATCH, "ablation"):
         for size in r.sizes(group):
             comparison = r.comparison(group, size)
             if comparison is None:
