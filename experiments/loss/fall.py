@@ -1,26 +1,19 @@
 """How much of a gap from scratch is there after 40% of the steps: `python -m experiments.loss.fall RESULTS.json …`.
 
-Two runs from scratch end apart mostly because the loss of one falls steeply a few steps sooner, by chance. That is over
-after some 40% of the steps, and the gap there, the early gap, predicts the final one. So a gap has two parts:
+Two runs from scratch end apart partly because the loss of one falls steeply a few steps sooner, by chance. That is over
+after some 40% of the steps, and the gap there, the early gap, predicts the final one:
 
     final gap = cost + slope · early gap
 
-cost is what is left where both runs fall at the same step, the intercept of the regression over pairs of seeds. The
-mean of the early gap takes most pairs to estimate, but runs of the first 40% of the steps suffice for it (group
-`start`). With n complete pairs and N in all the mean final gap and its variance are estimated by
-
-    ȳ + b · (x̄_N − x̄)        s² · (1/n + (x̄_N − x̄)² / S_xx) + b² · s_x² / N
-
-where x is the early gap, y the final one, b the slope, s² the variance of the residuals and s_x² that of x over all N.
-Without runs of `start` this is the mean of y. The 95% interval is Student's with n − 2 degrees of freedom.
-
-Source: double sampling with regression, Cochran, Sampling Techniques (3rd edition, 1977), §12.7.
+cost is what is left where both runs fall at the same step: the intercept of the regression over pairs of seeds, with
+Student's 95% interval of n − 2 degrees of freedom. The mean final gap has Student's interval over the seeds.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import statistics
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,59 +23,46 @@ from numpy.typing import NDArray
 
 from experiments.loss.job import VALIDATIONS
 from experiments.loss.jobs import TRUNK
-from experiments.loss.report import SCRATCH, Results, gap
+from experiments.loss.report import Results, gap
 from octile.bench.rows import align_columns
 from octile.report.compare.intervals import student_quantile
 
 EARLY = round(TRUNK * VALIDATIONS)  # the number of the measurement after 40% of the steps
-MIN_PAIRS = 4  # complete ones; fewer leave less than two degrees of freedom
+MIN_PAIRS = 4  # fewer leave less than two degrees of freedom
 
 
-class Estimate(NamedTuple):
-    """The final gap and its parts, each with half of its 95% interval.
+class Cost(NamedTuple):
+    """What is left of the final gap where there is no early one.
 
     Attributes:
-        mean, mean_half: of the final gap.
-        cost, cost_half: the final gap where there is no early one.
+        cost, half: the intercept, and half of its 95% interval.
         slope: of the final gap by the early one.
         correlation: of the two.
     """
 
-    mean: float
-    mean_half: float
     cost: float
-    cost_half: float
+    half: float
     slope: float
     correlation: float
 
 
-def estimate(early: NDArray[np.float64], final: NDArray[np.float64], more: NDArray[np.float64]) -> Estimate:
-    """Estimate the final gap.
-
-    Args:
-        early, final: [n] of complete pairs.
-        more: [N − n] early gaps of pairs that ended there.
+def estimate(early: NDArray[np.float64], final: NDArray[np.float64]) -> Cost:
+    """Estimate the cost from the early and the final gap of each pair, [n] both.
 
     Raises:
-        ValueError: there are fewer than MIN_PAIRS complete pairs.
+        ValueError: there are fewer than MIN_PAIRS pairs.
     """
-    n, every = len(early), np.concatenate([early, more])
+    n = len(early)
     if n < MIN_PAIRS:
         raise ValueError(f"early must have at least {MIN_PAIRS} gaps, not {n}")
     centered = early - early.mean()
     s_xx = float(centered @ centered)
     slope = float(centered @ final) / s_xx
     residuals = final - final.mean() - slope * centered
-    variance = float(residuals @ residuals) / (n - 2)
-    shift = float(every.mean() - early.mean())
-    of_mean = variance * (1 / n + shift**2 / s_xx) + slope**2 * float(every.var(ddof=1)) / len(every)
-    of_cost = variance * (1 / n + float(early.mean()) ** 2 / s_xx)
-    t = student_quantile(n - 2)
-    return Estimate(
-        float(final.mean()) + slope * shift,
-        t * math.sqrt(of_mean),
+    variance = float(residuals @ residuals) / (n - 2) * (1 / n + float(early.mean()) ** 2 / s_xx)
+    return Cost(
         float(final.mean() - slope * early.mean()),
-        t * math.sqrt(of_cost),
+        student_quantile(n - 2) * math.sqrt(variance),
         slope,
         float(np.corrcoef(early, final)[0, 1]),
     )
@@ -102,19 +82,19 @@ def gaps(r: Results, group: str, size: str) -> NDArray[np.float64]:
 
 
 def table(r: Results) -> str:
-    """Format the estimates of all groups of runs from scratch; those of `core` include `start`."""
-    rows = [["from scratch", "complete pairs", "others", "correlation", "slope", "cost ± 95%", "mean gap ± 95%"]]
-    for group in SCRATCH:
+    """Format the estimates of all groups of runs from scratch."""
+    rows = [["from scratch", "pairs", "correlation", "slope", "cost ± 95%", "mean gap ± 95%"]]
+    for group in ("core", "slow", "long"):
         for size in r.sizes(group):
             early, final = gaps(r, group, size)
-            more = gaps(r, "start", size)[0] if group == "core" else np.empty(0)
-            if len(early) < MIN_PAIRS:
+            n = len(early)
+            if n < MIN_PAIRS:
                 continue
-            e = estimate(early, final, more)
-            cost, mean = (f"{x:+.2%} ± {half:.2%}" for x, half in ((e.cost, e.cost_half), (e.mean, e.mean_half)))
+            e = estimate(early, final)
+            half = student_quantile(n - 1) * statistics.stdev(final) / math.sqrt(n)
             name = f"{group}, {size}, {r.tokens(group, size)} tokens"
-            counts = [str(len(early)), str(len(more))]
-            rows.append([name, *counts, f"{e.correlation:.2f}", f"{e.slope:.2f}", cost, mean])
+            found = (f"{x:+.2%} ± {of:.2%}" for x, of in ((e.cost, e.half), (float(final.mean()), half)))
+            rows.append([name, str(n), f"{e.correlation:.2f}", f"{e.slope:.2f}", *found])
     return align_columns(rows, right=set(rows[0][1:]))
 
 

@@ -4,12 +4,8 @@ group        runs
 core         three sizes with BF16 and DeepSeek-V3's recipe, several seeds each, and a control that has to fail
 again        DeepSeek-V3's recipe at the largest size, repeated twice for each of two seeds: a GPU's order of additions
              differs from run to run
-slow         the smallest size from scratch at half the peak rate, with a warm-up over a fifth of the steps: pairs of
-             `core` deviate by 0.49%, so that some 44 to 78 are needed at this size; nine of these deviated by 0.77%
-small-batch  the smallest size from scratch with batches of a quarter of the sequences, in four times as many steps:
-             more of them are left after the one at which the loss falls, whose chance should then matter less
-start        the first part of runs of `core` at the smallest size, with both recipes: the part of a pair's gap that
-             comes from the step at which a loss falls (`fall.py`)
+slow         the smallest size from scratch at half the peak rate, with a warm-up over a fifth of the steps: pairs
+             were to deviate less than those of `core`, 0.37%; nine deviated by 0.77%
 long         the smallest size over 300M tokens: at the end of shorter runs the loss still depends on the step at which
              it began to fall steeply, by chance
 trunk        the first part of a BF16 run of `core`; saves its weights and moments
@@ -39,8 +35,6 @@ Group = Literal[
     "core",
     "again",
     "slow",
-    "small-batch",
-    "start",
     "long",
     "long-trunk",
     "long-branch",
@@ -74,11 +68,9 @@ ABLATIONS = (  # the slowest first
 MORE_SEEDS = {"150m": range(2, 6), "80m": range(2, 28), "30m": range(2, 38)}  # as many as `power.py` asks for, or fit
 SLOW_SEEDS = range(9)  # after which they were given up
 SLOW_WARMUP = 0.2
-SMALL_BATCH_SEEDS = range(17)  # as many as `power.py` asks for at a deviation of 0.2% and a true gap of 0.1%
 WGRAD_BLOCKS = "wgrad_x_blocks"  # at the two smaller sizes, from a checkpoint and from scratch
 BRANCHES = ("bf16", "nudged", "deepseek_v3", "e5m2")  # recipes that continue from every trunk
 CONTROL_SEED = 2  # seed of a trunk from which only BRANCHES and the control continue
-START_SEEDS = range(38, 76)  # none of `core`, which has the complete runs
 LONG_SEEDS = range(1, 18)  # of runs over 300M tokens: as many as `power.py` asks for at a deviation of 0.25%
 LONG_TRUNK_SEEDS = (1, 2)
 RATES = (2, 4, 16, 64, 128, 192, 256, 384)  # times the usual learning rate, which all other jobs have
@@ -108,7 +100,7 @@ class Job:
 
     Attributes:
         name: the stem of its files' names.
-        changes: `batch_size` and fields of `OptimConfig` and `ModelConfig` that differ from the usual configuration.
+        changes: fields of `OptimConfig` and `ModelConfig` that differ from the usual configuration.
         after: the job from whose weights and moments it continues; empty if it starts from scratch.
         until: the share of the steps after which it ends; a trunk then saves its weights and moments.
     """
@@ -135,10 +127,9 @@ class Job:
 
     def config(self) -> TrainConfig:
         """Return the configuration without the recipe, which may be none of the library's."""
-        shape = dict(self.changes)
-        batch = {"batch_size": shape.pop("batch_size")} if "batch_size" in shape else {}
-        config = run_config(self.size, self.tokens, seed=self.seed, **batch)
-        own = {name: shape.pop(name) for name in self.changes if hasattr(config.optim, name)}
+        config = run_config(self.size, self.tokens, seed=self.seed)
+        own = {name: self.changes[name] for name in self.changes if hasattr(config.optim, name)}
+        shape = {name: value for name, value in self.changes.items() if name not in own}
         return replace(config, optim=replace(config.optim, **own), model=replace(config.model, **shape))
 
     def to_json(self) -> dict[str, Any]:
@@ -187,17 +178,6 @@ def all_jobs(small: str = "30m", sizes: tuple[str, ...] = ("150m", "80m", "30m")
     slow = {"lr": run_config(small, CORE).optim.lr / 2, "warmup": SLOW_WARMUP, "decay": 1 - SLOW_WARMUP}
     jobs += [
         job("slow", small, recipe, seed, CORE, **slow) for seed in SLOW_SEEDS for recipe in ("bf16", "deepseek_v3")
-    ]
-    quarter = run_config(small, CORE).batch_size // 4
-    jobs += [
-        job("small-batch", small, recipe, seed, CORE, batch_size=quarter)
-        for seed in SMALL_BATCH_SEEDS
-        for recipe in ("bf16", "deepseek_v3")
-    ]
-    jobs += [
-        replace(job("start", small, recipe, seed, CORE), until=TRUNK)
-        for seed in START_SEEDS
-        for recipe in ("bf16", "deepseek_v3")
     ]
     jobs += [job("long", small, recipe, seed, LONG) for seed in LONG_SEEDS for recipe in ("bf16", "deepseek_v3")]
     for seed in LONG_TRUNK_SEEDS:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.loss.report import BAR, SCRATCH, Results
+from experiments.loss.report import BAR, Results
 from octile.bench.rows import align_columns
 from octile.report.compare.intervals import student_quantile
 
@@ -52,7 +52,7 @@ def table() -> str:
 def measured(r: Results) -> str:
     """Format the mean and the standard deviation of the gaps that were measured from scratch."""
     rows = [["from scratch", "pairs", "mean gap", "deviation of a pair's gap"]]
-    for group in SCRATCH:
+    for group in ("core", "slow", "long"):
         for size in r.sizes(group):
             gaps = r.gaps(group, size, "deepseek_v3")
             if len(gaps) > 1:

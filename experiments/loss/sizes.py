@@ -96,7 +96,7 @@ def run_config(size: str, tokens: float, **changes: object) -> TrainConfig:
     Args:
         size: a key of MODELS, or "toy" for a CPU, with batches of 8 × 64 tokens.
         tokens: the tokens to train on, rounded to whole steps.
-        changes: fields of `TrainConfig` to replace; with another batch or length there are as many more or fewer steps.
+        changes: fields of `TrainConfig` to replace.
 
     Raises:
         ValueError: there is no such size.
@@ -108,6 +108,7 @@ def run_config(size: str, tokens: float, **changes: object) -> TrainConfig:
     optim = OptimConfig(lr=2e-3 if toy else RATES[size], warmup=0.05, decay=0.95, final_lr=0.1, balance_speed=0.005)
     config = TrainConfig(
         preset=f"loss-{size}",
+        steps=max(1, round(tokens / (batch * length))),
         checkpoint_every=0,
         validate_every=50,
         batch_size=batch,
@@ -115,8 +116,7 @@ def run_config(size: str, tokens: float, **changes: object) -> TrainConfig:
         model=TOY if toy else MODELS[size],
         optim=optim,
     )
-    config = replace(config, **changes)  # type: ignore[arg-type]
-    return replace(config, steps=max(1, round(tokens / (config.batch_size * config.sequence_length))))
+    return replace(config, **changes)  # type: ignore[arg-type]
 
 
 def operations(c: ModelConfig) -> dict[str, float]:

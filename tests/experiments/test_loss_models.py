@@ -58,13 +58,6 @@ def test_a_jobs_changes_reach_the_optimizer_and_the_model():
     assert jobs["rate-bf16-4"].optim.lr == 4 * jobs["rate-bf16-1"].optim.lr
 
 
-def test_a_quarter_of_the_batch_changes_nothing_else():
-    jobs = {job.name: job.config() for job in all_jobs()}
-    small, core = jobs["small-batch-30m-bf16-0"], jobs["core-30m-bf16-0"]
-    assert (small.batch_size, small.steps) == (core.batch_size // 4, round(4 * 1e8 / 2**16))
-    assert replace(small, batch_size=core.batch_size, steps=core.steps) == core
-
-
 @pytest.mark.parametrize("name", [name for name in ABLATIONS if name not in VARIATIONS])
 def test_the_other_recipes_are_built_in(name):
     assert recipe(name) == replace(Recipe.named(name), transposed_weights="cached")
