@@ -42,7 +42,6 @@ BRANCHES_OF = {"core": "branch", "long": "long-branch"}  # group of runs from sc
 SCRATCH = {
     "core": "",
     "slow": ", half the rate",
-    "small-batch": ", a quarter of the batch",
     "long": "",
     "billion": "",
 }  # groups of runs from scratch, and what their sizes are called
@@ -60,6 +59,7 @@ METHOD = f"""| step | command |
 STORE has the checksums of `text.json`: commit d7c74e3 builds it |
 | runs | `python -m experiments.loss.run .data/tokens OUT --seconds N --gpus 0,1,…` |
 | runs over 1B tokens | `python -m experiments.loss.run .data/long OUT --seconds N --groups billion` |
+| two runs on a GPU | `… --together core`; some 13% faster with CUDA's MPS, `nvidia-cuda-mps-control -d` before |
 | this page | `python -m experiments.loss.report results.json FOLDER` |
 
 `sizes.py` and `jobs.py` configure the runs. `recipes.py` lists what a variation changes, `docs/recipes.md` the
@@ -70,7 +70,6 @@ library's recipes.
 | batch | {TOKENS_A_STEP:,} tokens in sequences of {SEQUENCE:,} |
 | learning rate | warm-up over 5% of the steps, then a cosine to a tenth of the peak |
 | "half the rate" | half the peak, with a warm-up over 20% of the steps |
-| "a quarter of the batch" | {TOKENS_A_STEP // 4:,} tokens, in four times as many steps |
 | optimizer | AdamW: betas 0.9 and 0.95, weight decay 0.1, gradients clipped at norm 1 |
 | held-out windows | 1,536 at the end, 256 before; the same for every run |
 
@@ -277,12 +276,13 @@ def core_table(r: Results) -> str:
         ("size", "recipe, seed", "tokens", LOSS_COLUMN, "gap to BF16", TEXT_COLUMN, f"below {STEEP} at step",
          "tokens/s", "GiB", "")
     ]  # fmt: skip
-    for group in ("core", "again", *(group for group in SCRATCH if group != "core")):
+    for group in ("core", "again", "slow", "long", "billion"):
         for size in r.sizes(group):
             for result in sorted(r.of(group, size), key=lambda x: (x["job"]["recipe"], x["job"]["seed"])):
                 job = result["job"]
                 is_base = job["recipe"] == "bf16"
-                base = r.get("core" if group == "again" else group, size, "bf16", 0 if is_base else job["seed"])
+                usual = "core" if group == "again" else group
+                base = r.get(usual, size, "bf16", 0 if is_base and group == usual else job["seed"])
                 base = None if base is result else base
                 rows.append((
                     f"{size}{SCRATCH.get(group, '')}",
@@ -379,10 +379,10 @@ def _repeated(r: Results, group: str, size: str) -> list[tuple[list[float], list
 
     pairs = []
     for seed in sorted({base["job"]["seed"] for of in groups for base in r.bf16(of, size)}):
-        of_v3 = f"{size}-deepseek_v3-{seed}"
-        again = [f"again-{of_v3}-{number}" for number in (1, 2)] if group == "core" else []
-        bf16 = ends(*(f"{of}-{size}-bf16-{seed}" for of in groups))
-        found = ends(f"{group}-{of_v3}", *again)
+        of_bf16, of_v3 = (f"{size}-{recipe}-{seed}" for recipe in ("bf16", "deepseek_v3"))
+        again = ("again-{}-1", "again-{}-2") if group == "core" else ()
+        bf16 = ends(*(f"{of}-{of_bf16}" for of in groups), *(name.format(of_bf16) for name in again))
+        found = ends(f"{group}-{of_v3}", *(name.format(of_v3) for name in again))
         if bf16 and found:
             pairs.append((bf16, found))
     return pairs
@@ -749,7 +749,7 @@ def write(files: Sequence[Path], folder: Path) -> Path:
     r = Results(result for file in files for result in json.loads(file.read_text())["results"])
     folder.mkdir(parents=True, exist_ok=True)
     figures = []
-    for group in ("branch", "long-branch", *SCRATCH, "ablation"):
+    for group in ("branch", "long-branch", "core", "slow", "long", "ablation"):
         for size in r.sizes(group):
             comparison = r.comparison(group, size)
             if comparison is None:

@@ -83,3 +83,19 @@ def test_tables_of_runs_from_scratch_have_those_over_a_billion_tokens(table):
     ]
     assert rows
     assert "| +0.50% |" in rows[-1]
+
+
+def test_runs_of_a_seed_again_count_as_its_repetitions():
+    runs = [result(job("core", "30m", recipe, seed, CORE)) for recipe in ("bf16", "deepseek_v3") for seed in (0, 1)]
+    for recipe in ("bf16", "deepseek_v3"):
+        again = job("again", "30m", recipe, 0, CORE)
+        runs.append(result(replace(again, name=f"{again.name}-1")))
+    assert "| 30m | 100M | 3 | 3 |" in scratch_table(Results(runs))
+
+
+def test_bf16_again_is_compared_with_its_own_seed():
+    runs = [result(job("core", "30m", "bf16", seed, CORE)) | {"val_loss": [4.0 + seed]} for seed in (0, 1)]
+    again = job("again", "30m", "bf16", 1, CORE)
+    runs.append(result(replace(again, name=f"{again.name}-1")) | {"val_loss": [5.05]})
+    (row,) = (row for row in core_table(Results(runs)).splitlines() if "again" in row)
+    assert "| +1.00% (the noise) |" in row
