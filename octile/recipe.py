@@ -42,6 +42,7 @@ from octile.formats import (
     FloatFormat,
     IntFormat,
 )
+from octile.validation import read_text
 
 Extent = int | None  # the size of a block along one dimension of a matrix; None: the whole dimension
 ScaleRule = Literal["float32", "power_of_2"]
@@ -298,11 +299,7 @@ class Recipe:
         """
         if not path.is_file():
             raise FileNotFoundError(f"there is no recipe file {str(path)!r}")
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: {error}") from None
-        return cls.parse(text, str(path))
+        return cls.parse(read_text(path), str(path))
 
     @classmethod
     def parse(cls, text: str, where: str) -> Recipe:

@@ -304,3 +304,9 @@ def test_blocks_along_other_sides_are_no_tiles():
 def test_a_file_that_does_not_exist_is_refused():
     with pytest.raises(FileNotFoundError, match=r"there is no recipe file .nowhere\.toml"):
         Recipe.named("nowhere.toml")
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path):
+    (tmp_path / "recipe.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"recipe\.toml is damaged: byte 0 is not UTF-8"):
+        Recipe.read(tmp_path / "recipe.toml")

@@ -16,7 +16,7 @@ from octile.launch import train_command
 from octile.models.config import PRESETS as MODELS
 from octile.models.config import ModelConfig
 from octile.tokenizer import check_text, check_vocab_size
-from octile.validation import MAX_SEED, Range, check_fields, from_json, parse_json
+from octile.validation import MAX_SEED, Range, check_fields, from_json, parse_json, read_text
 
 if TYPE_CHECKING:
     from octile.recipe import Recipe
@@ -580,7 +580,4 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 def _read_rules(path: Path) -> str:
     if not path.is_file():
         raise FileNotFoundError(f"the file of rules {str(path)!r} does not exist")
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} must be TOML: {error}") from None
+    return read_text(path)

@@ -295,7 +295,7 @@ def test_a_missing_file_of_guards_is_refused(tmp_path):
 
 def test_a_file_of_guards_that_is_no_text_is_refused(tmp_path):
     (tmp_path / "rules.toml").write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match=r"rules\.toml must be TOML: 'utf-8' codec"):
+    with pytest.raises(ValueError, match=r"rules\.toml is damaged: byte 0 is not UTF-8"):
         observer(micro(telemetry_every=1, guards=tmp_path / "rules.toml"))
 
 
