@@ -358,7 +358,7 @@ class TrainConfig:
         recipe_text, guards_text = self.recipe_text, self.guards_text
         if recipe_text is None and self.recipe.endswith(".toml"):
             self.load_recipe()  # checks the file
-            recipe_text = Path(self.recipe).read_text(encoding="utf-8")
+            recipe_text = read_text(Path(self.recipe))
         if guards_text is None and self.guards is not None:
             guards_text = _read_rules(self.guards)
         return replace(self, recipe_text=recipe_text, guards_text=guards_text)

@@ -66,6 +66,7 @@ def test_operands_and_result_may_be_parts_of_others():
     out = torch.zeros(len(wide[0]), HEADS * VALUES + 3)
     ragged_attention(out[:, : HEADS * VALUES].unflatten(1, (HEADS, -1)), *parts, *starts, *most, SCALE)
     found = out[:, : HEADS * VALUES].unflatten(1, (HEADS, -1))
+    assert torch.equal(found, attend(parts, starts, most))
     torch.testing.assert_close(found.double(), torchs(qkv, starts), rtol=1e-5, atol=1e-5)
     assert not out[:, HEADS * VALUES :].any()
 
