@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ from experiments.loss.job import VALIDATIONS
 from experiments.loss.jobs import TRUNK
 from experiments.loss.report import Results, gap
 from octile.bench.rows import align_columns
-from octile.report.compare.intervals import student_quantile
+from octile.report.compare.intervals import student_interval, student_quantile
 
 EARLY = round(TRUNK * VALIDATIONS)  # the number of the measurement after 40% of the steps
 MIN_PAIRS = 4  # fewer leave less than two degrees of freedom
@@ -87,14 +86,14 @@ def table(r: Results) -> str:
     for group in ("core", "slow", "long"):
         for size in r.sizes(group):
             early, final = gaps(r, group, size)
-            n = len(early)
-            if n < MIN_PAIRS:
+            mean = student_interval(final)
+            if mean is None or len(early) < MIN_PAIRS:
                 continue
             e = estimate(early, final)
-            half = student_quantile(n - 1) * statistics.stdev(final) / math.sqrt(n)
             name = f"{group}, {size}, {r.tokens(group, size)} tokens"
-            found = (f"{x:+.2%} ± {of:.2%}" for x, of in ((e.cost, e.half), (float(final.mean()), half)))
-            rows.append([name, str(n), f"{e.correlation:.2f}", f"{e.slope:.2f}", *found])
+            values = (e.cost, e.half), (final.mean(), (mean.high - mean.low) / 2)
+            found = (f"{value:+.2%} ± {half:.2%}" for value, half in values)
+            rows.append([name, str(len(early)), f"{e.correlation:.2f}", f"{e.slope:.2f}", *found])
     return align_columns(rows, right=set(rows[0][1:]))
 
 

@@ -3,7 +3,7 @@
 group        runs
 core         three sizes with BF16 and DeepSeek-V3's recipe, several seeds each, and a control that has to fail
 again        DeepSeek-V3's recipe at the largest size, repeated twice for each of two seeds: a GPU's order of additions
-             differs from run to run
+             differs from run to run. The results have a pair of the smallest size, too
 slow         the smallest size from scratch at half the peak rate, with a warm-up over a fifth of the steps: pairs
              were to deviate less than those of `core`, 0.37%; nine deviated by 0.77%
 long         the smallest size over 300M tokens: at the end of shorter runs the loss still depends on the step at which

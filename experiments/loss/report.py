@@ -59,7 +59,7 @@ METHOD = f"""| step | command |
 STORE has the checksums of `text.json`: commit d7c74e3 builds it |
 | runs | `python -m experiments.loss.run .data/tokens OUT --seconds N --gpus 0,1,…` |
 | runs over 1B tokens | `python -m experiments.loss.run .data/long OUT --seconds N --groups billion` |
-| two runs on a GPU | `… --together core`; some 13% faster with CUDA's MPS, `nvidia-cuda-mps-control -d` before |
+| two runs on a GPU | `… --together core`; with CUDA's MPS (`nvidia-cuda-mps-control -d` before) 6% more tokens/s |
 | this page | `python -m experiments.loss.report results.json FOLDER` |
 
 `sizes.py` and `jobs.py` configure the runs. `recipes.py` lists what a variation changes, `docs/recipes.md` the
@@ -374,15 +374,15 @@ def _repeated(r: Results, group: str, size: str) -> list[tuple[list[float], list
     """Return the held-out losses of BF16 and of DeepSeek-V3's recipe from scratch, for each seed that both have."""
     groups = [group, BRANCHES_OF[group]] if group in BRANCHES_OF else [group]  # a branch and its trunk are one run, too
 
-    def ends(*names: str) -> list[float]:
-        return [r.all[name]["val_loss"][-1] for name in names if name in r.all and r.all[name]["state"] == "done"]
+    def ends(run: str, *of: str) -> list[float]:
+        again = (f"again-{run}-1", f"again-{run}-2") if group == "core" else ()
+        found = (r.all.get(name) for name in (*(f"{each}-{run}" for each in of), *again))
+        return [x["val_loss"][-1] for x in found if x and x["state"] == "done"]
 
     pairs = []
     for seed in sorted({base["job"]["seed"] for of in groups for base in r.bf16(of, size)}):
-        of_bf16, of_v3 = (f"{size}-{recipe}-{seed}" for recipe in ("bf16", "deepseek_v3"))
-        again = ("again-{}-1", "again-{}-2") if group == "core" else ()
-        bf16 = ends(*(f"{of}-{of_bf16}" for of in groups), *(name.format(of_bf16) for name in again))
-        found = ends(f"{group}-{of_v3}", *(name.format(of_v3) for name in again))
+        bf16 = ends(f"{size}-bf16-{seed}", *groups)
+        found = ends(f"{size}-deepseek_v3-{seed}", group)
         if bf16 and found:
             pairs.append((bf16, found))
     return pairs

@@ -50,6 +50,12 @@ def result(one: Job, **facts: object) -> dict[str, object]:
     }  # fmt: skip
 
 
+def again(recipe: str, seed: int) -> Job:
+    """A run from scratch that is repeated."""
+    one = job("again", "30m", recipe, seed, CORE)
+    return replace(one, name=f"{one.name}-1")
+
+
 def test_passes_are_over_the_text_that_a_run_read():
     long = json.loads(LONG_FACTS.read_text())["tokens"]["train"]
     runs = [result(job("core", "30m", "bf16", seed, CORE)) for seed in (0, 1)]
@@ -76,8 +82,8 @@ def test_without_long_runs_no_passes_are_listed():
 @pytest.mark.parametrize("table", [answer_table, core_table, scratch_table])
 def test_tables_of_runs_from_scratch_have_those_over_a_billion_tokens(table):
     runs = [job("core", "30m", recipe, seed, CORE) for recipe in ("bf16", "deepseek_v3") for seed in (0, 1)]
-    again = replace(job("again", "30m", "deepseek_v3", 0, CORE), name="again-30m-deepseek_v3-0-1")
-    runs += [again, *(job("billion", "30m", recipe, 0, BILLION) for recipe in ("bf16", "deepseek_v3"))]
+    runs += [job("billion", "30m", recipe, 0, BILLION) for recipe in ("bf16", "deepseek_v3")]
+    runs.append(again("deepseek_v3", 0))
     rows = [
         row for row in table(Results(result(one, tokens=one.tokens) for one in runs)).splitlines() if "1,000M" in row
     ]
@@ -87,15 +93,12 @@ def test_tables_of_runs_from_scratch_have_those_over_a_billion_tokens(table):
 
 def test_runs_of_a_seed_again_count_as_its_repetitions():
     runs = [result(job("core", "30m", recipe, seed, CORE)) for recipe in ("bf16", "deepseek_v3") for seed in (0, 1)]
-    for recipe in ("bf16", "deepseek_v3"):
-        again = job("again", "30m", recipe, 0, CORE)
-        runs.append(result(replace(again, name=f"{again.name}-1")))
+    runs += [result(again(recipe, 0)) for recipe in ("bf16", "deepseek_v3")]
     assert "| 30m | 100M | 3 | 3 |" in scratch_table(Results(runs))
 
 
 def test_bf16_again_is_compared_with_its_own_seed():
     runs = [result(job("core", "30m", "bf16", seed, CORE)) | {"val_loss": [4.0 + seed]} for seed in (0, 1)]
-    again = job("again", "30m", "bf16", 1, CORE)
-    runs.append(result(replace(again, name=f"{again.name}-1")) | {"val_loss": [5.05]})
+    runs.append(result(again("bf16", 1)) | {"val_loss": [5.05]})
     (row,) = (row for row in core_table(Results(runs)).splitlines() if "again" in row)
     assert "| +1.00% (the noise) |" in row
