@@ -3,10 +3,10 @@
 # CUDA and Triton kernels that quantize ("quantize"), of the kernels of gate, routing, cross-entropy, norms, rotary
 # embeddings and optimizer ("elementwise"), of decoding's attention, the indexer's logits and the choice of keys
 # ("attention", without racecheck, which cannot follow their barriers), and of decode steps of at most 8 rows ("few_rows",
-# without the attention with which their tests compare). Arguments choose lists, TOOLS the tools, LIMIT the seconds of each.
-# All run at the same time, for at most seven minutes. racecheck is the slowest and gets fewer GEMMs, and
-# the variant of the kernel in which it can follow the order of accesses (racecheck_all_lanes.py, which also compares the
-# machine code of both). Exit code 1 where one of them is not clean. Needs a Hopper GPU. The output is in
+# without the attention and the GEMMs, octile's and cuBLAS's, with which their tests compare). Arguments choose lists, TOOLS
+# the tools, LIMIT the seconds of each. All run at the same time, for at most seven minutes. racecheck is the slowest and
+# gets fewer GEMMs, and the variant of the kernel in which it can follow the order of accesses (racecheck_all_lanes.py, which
+# also compares the machine code of both). Exit code 1 where one of them is not clean. Needs a Hopper GPU. The output is in
 # $OUT/sanitizer_TOOL_LIST.txt.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -51,7 +51,7 @@ sanitize() { # tool list tests; pytest's options. Exit code 7: errors were found
     # cuda-bindings asks the driver for functions that it may not have, which memcheck would count as errors
     local quiet others
     quiet=$([[ $1 == memcheck ]] && echo --report-api-errors no)
-    others=$([[ $2 == few_rows ]] && echo --kernel-name-exclude kns=mla_decode)
+    others=$([[ $2 == few_rows ]] && printf -- '--kernel-name-exclude %s ' kns=mla_decode kne=gemm kns=nvjet)
     timeout --kill-after=15 "${LIMIT:-420}" compute-sanitizer --tool "$1" $quiet $others --error-exitcode 7 \
         --target-processes all --print-limit 20 \
         "$PYTHON" -m pytest -p no:cacheprovider -o addopts=--import-mode=importlib -q -k "$3" "${@:4}" \
