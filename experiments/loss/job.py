@@ -8,8 +8,10 @@ stopped   Ctrl-C or SIGTERM ended the run after the current step; the held-out l
 diverged  a result of its own: the mean loss over STEPS_PER_LINE steps is NaN, infinite or at least DIVERGED_LOSS nats,
           or more consecutive steps than the trainer allows had gradients that are not finite
 
-Other failures are recorded by the caller, from the exit status and the log. The weights and moments from which other
-jobs continue are written next to OUT.json, as JOB.pt.
+A run that is done is then evaluated under another recipe, too: BF16 under `deepseek_v3`, others under BF16. The
+difference is what evaluation in FP8 costs, whatever the weights were trained in. Other failures are recorded by the
+caller, from the exit status and the log. The weights and moments from which other jobs continue are written next to
+OUT.json, as JOB.pt.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from experiments.loss import branch
 from experiments.loss.jobs import Job
 from experiments.loss.recipes import accumulator_context, nudge, recipe
 from octile.models.counts import count_parameters
+from octile.nn.conversion import apply_recipe
 from octile.nn.fused.quantize import quantize_weight
 from octile.nn.linear import Linear
 from octile.nn.moe import Experts
@@ -70,6 +73,7 @@ class Result:
     val_loss: list[float] = field(default_factory=list)
     val_error: list[float] = field(default_factory=list)  # standard error over the held-out windows
     window_loss: list[float] = field(default_factory=list)  # of each held-out window at the end
+    other_window_loss: dict[str, list[float]] = field(default_factory=dict)  # of the same weights under another recipe
     last_load: dict[str, list[int]] = field(default_factory=dict)
     drafts: dict[str, float] = field(default_factory=dict)
     why: str = ""
@@ -95,7 +99,7 @@ def run(store: TokenStore, job: Job, out: Path) -> Result:
     nudge(job.recipe, trainer.model)
     first, end = trainer.steps_done, round(config.steps * job.until)
     length = config.sequence_length - 1
-    windows = validation_windows(store.val, length, VALIDATION_WINDOWS)
+    windows, final_windows = (validation_windows(store.val, length, n) for n in (VALIDATION_WINDOWS, FINAL_WINDOWS))
     validation_interval = max(1, config.steps // VALIDATIONS)
     lines: list[dict[str, Any]] = []
     written = time.monotonic()
@@ -124,7 +128,7 @@ def run(store: TokenStore, job: Job, out: Path) -> Result:
                 result.write(out)
                 written = time.monotonic()
         if result.state == "running":
-            _validate_at_end(result, trainer, validation_windows(store.val, length, FINAL_WINDOWS))
+            _validate_at_end(result, trainer, final_windows)
             result.state = "done" if trainer.steps_done == end else "stopped"
             if job.is_trunk and result.state == "done":
                 branch.save(trainer, out.with_suffix(".pt"))
@@ -132,6 +136,11 @@ def run(store: TokenStore, job: Job, out: Path) -> Result:
     if device.type == "cuda":
         result.facts["peak_GiB"] = torch.cuda.max_memory_allocated() / 2**30
     result.write(out)
+    if result.state == "done" and not job.is_trunk:
+        other = "deepseek_v3" if trainer.recipe.formats is None else "bf16"
+        losses_N = losses_under(other, trainer, final_windows)
+        result.other_window_loss[other] = [_rounded(loss, 6) for loss in losses_N.tolist()]
+        result.write(out)
     return result
 
 
@@ -159,6 +168,13 @@ def _validate_at_end(result: Result, trainer: Trainer, windows: torch.Tensor) ->
     result.last_load = trainer.expert_load()
     if trainer.config.model.num_nextn_predict_layers:
         result.drafts = draft_acceptance(trainer, windows[:VALIDATION_WINDOWS]).__dict__
+
+
+def losses_under(name: str, trainer: Trainer, windows: torch.Tensor) -> torch.Tensor:
+    """Return the loss of each window, float64 [N], of the trainer's weights under another recipe, which it then has."""
+    trainer.recipe = recipe(name)
+    apply_recipe(trainer.model, trainer.recipe)
+    return token_losses(trainer, windows).double().mean(1)
 
 
 def _first_facts(trainer: Trainer, ready: float) -> dict[str, Any]:

@@ -102,6 +102,10 @@ matter at this size.
 
 """
 GUESSING = math.log(VOCABULARY)  # nats; the loss of a model for which all tokens are equally likely
+EVALUATION_NOTE = """The weights at the end of each run, evaluated in the formats in which they were trained and in the
+others: BF16, or `deepseek_v3`. Gaps are to BF16 of the same seed, evaluated in BF16.
+
+"""
 DIVERGED_NOTE = f"""A run has diverged if its mean loss over {STEPS_PER_LINE} steps was above {GUESSING:.2f} nats, the
 loss of guessing among {VOCABULARY:,} tokens, or not finite. It was stopped at {DIVERGED_LOSS:g} nats. For a run that
 diverged and was not stopped, the loss at its end follows: none came back to what the usual rate reaches.
@@ -419,6 +423,41 @@ def _branch_rows(r: Results, group: str) -> Rows:
                     _ending(result) and f"{_ending(result)}; gap at step {at:,}",
                 ))  # fmt: skip
     return rows
+
+
+def evaluation_table(r: Results) -> str:
+    """Return the gaps of weights that were trained in BF16 or FP8 and evaluated in either; nothing without any."""
+    rows: Rows = [
+        ("size", "tokens", "seeds", "trained in BF16, evaluated in FP8", "trained in FP8, evaluated in FP8",
+         "trained in FP8, evaluated in BF16")
+    ]  # fmt: skip
+    for group in (*BRANCHES_OF.values(), *SCRATCH):
+        for size in r.sizes(group):
+            pairs = [(base, r.get(group, size, "deepseek_v3", base["job"]["seed"])) for base in r.bf16(group, size)]
+            gaps = [_gaps_by_evaluation(base, fp8) for base, fp8 in pairs if fp8 and _evaluated_twice(base, fp8)]
+            if gaps:
+                start = ", from a checkpoint" if group in BRANCHES_OF.values() else SCRATCH[group]
+                cells = map(_mean_and_each, zip(*gaps, strict=True))
+                rows.append((f"{size}{start}", r.tokens(group, size), str(len(gaps)), *cells))
+    return EVALUATION_NOTE + _table(rows) if len(rows) > 1 else ""
+
+
+def _evaluated_twice(*runs: Result) -> bool:
+    return all(run.get("other_window_loss") for run in runs)
+
+
+def _gaps_by_evaluation(base: Result, fp8: Result) -> tuple[float, float, float]:
+    """Return the gaps to BF16 of BF16 evaluated in FP8, and of FP8 evaluated in FP8 and in BF16."""
+    losses = base["other_window_loss"]["deepseek_v3"], fp8["window_loss"], fp8["other_window_loss"]["bf16"]
+    bf16, *others = (statistics.fmean(of) for of in (base["window_loss"], *losses))
+    a, b, c = (loss / bf16 - 1 for loss in others)
+    return a, b, c
+
+
+def _mean_and_each(gaps: Sequence[float]) -> str:
+    """Return a mean and what it is of, or the only gap."""
+    each = ", ".join(map(_percent, gaps))
+    return f"{_percent(statistics.fmean(gaps))} ({each})" if len(gaps) > 1 else each
 
 
 def _noise(r: Results, group: str) -> float:
@@ -761,6 +800,7 @@ def write(files: Sequence[Path], folder: Path) -> Path:
             figures.append(f"![{name}]({name}.svg)\n\n{verdict_sentence(comparison)} [The page]({name}/report.html)")
     failed = [f"- {n}: {x['why']}; `{(x.get('log') or [''])[-1]}`" for n, x in r.all.items() if x["state"] == "failed"]
     missing = [job for job in all_jobs() if job.name not in r.all]
+    evaluated = evaluation_table(r)
     parts = {
         "The loss of FP8 compared with BF16": "",
         "Summary": answer_table(r) + "\n\n" + TERMS,
@@ -770,6 +810,7 @@ def write(files: Sequence[Path], folder: Path) -> Path:
         "The loss": core_table(r),
         "From scratch, all runs": scratch_table(r) or "No recipe was run twice.",
         "From a checkpoint": branch_table(r),
+        **({"Trained in one precision, evaluated in another": evaluated} if evaluated else {}),
         "Curves": "\n\n".join(figures) or NO_FIGURES,
         "Ablations": ablation_table(r),
         "Learning rates": rate_table(r) + rate_figure(r, folder),

@@ -9,7 +9,7 @@ import torch
 
 from experiments.loss import job as module
 from experiments.loss.jobs import BALANCE_TOKENS, BALANCES, CORE, LONG, branch, job
-from experiments.loss.recipes import nudge
+from experiments.loss.recipes import nudge, recipe
 from experiments.loss.report import (
     Results,
     answer_table,
@@ -21,8 +21,11 @@ from experiments.loss.report import (
     scratch_table,
     write,
 )
+from octile.train.batches import validation_windows
 from octile.train.config import TrainConfig
 from octile.train.data import prepare
+from octile.train.token_losses import token_losses
+from octile.train.trainer import Trainer
 
 TOKENS = 8 * 8 * 64  # eight steps of the model for a CPU
 
@@ -77,6 +80,28 @@ def test_a_branch_continues_where_the_trunk_ended(store, tmp_path, recipe):
     else:
         assert result["val_loss"][-1] == pytest.approx(whole["val_loss"][-1], rel=0.01)
         assert result["val_loss"][-1] != whole["val_loss"][-1]
+
+
+@pytest.mark.parametrize(("trained", "other"), [("bf16", "deepseek_v3"), ("deepseek_v3", "bf16")])
+def test_weights_under_another_recipe_lose_what_a_model_of_that_recipe_loses(store, trained, other):
+    config = job("core", "toy", trained, 0, TOKENS).config()
+    windows = validation_windows(store.val, config.sequence_length - 1, 8)
+    own, model = (Trainer(config, store, torch.device("cpu"), recipe(name)) for name in (trained, other))
+    for _ in range(3):
+        own.step()
+    before = token_losses(own, windows).double().mean(1)
+    model.model.load_state_dict(own.model.state_dict())
+    found = module.losses_under(other, own, windows)
+    assert torch.equal(found, token_losses(model, windows).double().mean(1))
+    assert not torch.equal(found, before)
+
+
+@pytest.mark.parametrize(("trained", "other"), [("nudged", "deepseek_v3"), ("fp8_lm", "bf16")])
+def test_a_run_stores_what_its_weights_lose_under_another_recipe(store, tmp_path, trained, other):
+    result = run(store, tmp_path, job("core", "toy", trained, 0, TOKENS))
+    assert list(result["other_window_loss"]) == [other]
+    assert len(result["other_window_loss"][other]) == len(result["window_loss"])
+    assert result["other_window_loss"][other] != result["window_loss"]
 
 
 def test_a_result_names_its_commit_and_configuration(store, tmp_path, monkeypatch):

@@ -5,8 +5,17 @@ from dataclasses import replace
 
 import pytest
 
-from experiments.loss.jobs import BILLION, CORE, LONG, RATE, SHORT, Job, all_jobs, job
-from experiments.loss.report import LONG_FACTS, Results, answer_table, core_table, not_run, scratch_table, text_table
+from experiments.loss.jobs import BILLION, CORE, LONG, RATE, SHORT, Job, all_jobs, branch, job
+from experiments.loss.report import (
+    LONG_FACTS,
+    Results,
+    answer_table,
+    core_table,
+    evaluation_table,
+    not_run,
+    scratch_table,
+    text_table,
+)
 
 
 def rows_of(jobs: list[Job]) -> list[str]:
@@ -89,6 +98,31 @@ def test_tables_of_runs_from_scratch_have_those_over_a_billion_tokens(table):
     ]
     assert rows
     assert "| +0.50% |" in rows[-1]
+
+
+def evaluated(one: Job, own: float, other: float) -> dict[str, object]:
+    """A result with the held-out loss of its weights in its own precision and in the other one."""
+    name = "deepseek_v3" if one.recipe == "bf16" else "bf16"
+    return result(one) | {
+        "window_loss": [own - 0.1, own + 0.1],
+        "other_window_loss": {name: [other - 0.2, other + 0.2]},
+    }
+
+
+def test_weights_of_either_precision_are_compared_in_both():
+    pairs = (("bf16", 2.0, 2.004), ("deepseek_v3", 2.006, 2.001))
+    runs = [evaluated(job("core", "30m", recipe, 0, CORE), *losses) for recipe, *losses in pairs]
+    assert evaluation_table(Results(runs)).splitlines()[-1] == "| 30m | 100M | 1 | +0.20% | +0.30% | +0.05% |"
+    trunks = [job("trunk", "80m", "bf16", seed, CORE) for seed in (0, 1)]
+    runs = [evaluated(branch(trunk, recipe), *losses) for trunk in trunks for recipe, *losses in pairs]
+    cells = " | ".join(f"{gap} ({gap}, {gap})" for gap in ("+0.20%", "+0.30%", "+0.05%"))
+    assert evaluation_table(Results(runs)).splitlines()[-1] == f"| 80m, from a checkpoint | 100M | 2 | {cells} |"
+
+
+def test_without_a_pair_that_was_evaluated_twice_there_is_no_table():
+    jobs = [job("core", "30m", recipe, 0, CORE) for recipe in ("bf16", "deepseek_v3")]
+    assert evaluation_table(Results(map(result, jobs))) == ""
+    assert evaluation_table(Results([evaluated(jobs[0], 2.0, 2.0)])) == ""
 
 
 def test_runs_of_a_seed_again_count_as_its_repetitions():
