@@ -69,6 +69,7 @@ MORE_SEEDS = {"150m": range(2, 6), "80m": range(2, 28), "30m": range(2, 38)}  # 
 SLOW_SEEDS = range(9)  # after which they were given up
 SLOW_WARMUP = 0.2
 WGRAD_BLOCKS = "wgrad_x_blocks"  # at the two smaller sizes, from a checkpoint and from scratch
+WGRAD_SEEDS = {"80m": (0, 1), "30m": (3, 4)}  # from scratch; one-rounding/results.json has their runs of other recipes
 BRANCHES = ("bf16", "nudged", "deepseek_v3", "e5m2")  # recipes that continue from every trunk
 CONTROL_SEED = 2  # seed of a trunk from which only BRANCHES and the control continue
 LONG_SEEDS = range(1, 18)  # of runs over 300M tokens: as many as `power.py` asks for at a deviation of 0.25%
@@ -154,7 +155,7 @@ def all_jobs(small: str = "30m", sizes: tuple[str, ...] = ("150m", "80m", "30m")
     jobs += [job("ablation", small, *run, SHORT) for run in (("bf16", 0), ("deepseek_v3", 0), ("bf16", 1))]
     jobs += [job("ablation", small, recipe, 0, SHORT) for recipe in ABLATIONS]
     jobs += [job("core", size, "deepseek_v3", 1, CORE) for size in sizes]
-    jobs += [job("core", size, WGRAD_BLOCKS, seed, CORE) for seed, size in product((0, 1), sizes[-2:])]
+    jobs += [job("core", size, WGRAD_BLOCKS, seed, CORE) for size in sizes for seed in WGRAD_SEEDS.get(size, ())]
     usual = run_config(small, RATE).optim.lr
     jobs += [
         replace(job("rate", small, recipe, 0, RATE, lr=times * usual), name=f"rate-{recipe}-{times}")
