@@ -189,7 +189,7 @@ def all_jobs(small: str = "30m", sizes: tuple[str, ...] = ("150m", "80m", "30m")
 
 
 def named(jobs: list[Job], names: list[str]) -> list[Job]:
-    """Return the jobs of these names and those from which they continue, in the order of the list.
+    """Return the jobs of these names in their order, each after the one from which it continues.
 
     Raises:
         ValueError: a name is that of no job.
@@ -197,8 +197,8 @@ def named(jobs: list[Job], names: list[str]) -> list[Job]:
     known = {job.name: job for job in jobs}
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"no job is named {', '.join(unknown)}")
-    wanted = {*names, *(known[name].after for name in names)}
-    return [job for job in jobs if job.name in wanted]
+    wanted = dict.fromkeys(one for name in names for one in (known[name].after, name) if one)
+    return [known[name] for name in wanted]
 
 
 def branch(trunk: Job, recipe: str) -> Job:

@@ -5,12 +5,12 @@
     python -m experiments.loss.run STORE OUT --known RESULTS.json …    skips jobs that these results have
     python -m experiments.loss.run STORE OUT --jobs rate-bf16-2 …      runs only these and those that they continue from
 
-Each run has its own process. A GPU has one run, or two if both are of the groups or sizes that `--together` names. Jobs
-start in the order of the list. A job that would not end in time, judged by the speed of similar runs, is skipped for a
-shorter one. A job that continues from another waits for the weights and moments that it saves. At the deadline no job
-starts any more, and running ones are asked to stop and write what they have. A job that fails does not affect the
-others: the end of its log is recorded. OUT/JOB.json is a run's result (`experiments.loss.job`), OUT/JOB.log its output.
-A job that both `--known` and `--jobs` name is run again.
+Each run has its own process. A GPU has one run, or `--share` runs if all are of the groups or sizes that `--together`
+names. Jobs start in the order of the list, or of `--jobs`. A job that would not end in time, judged by the speed of
+similar runs, is skipped for a shorter one. A job that continues from another waits for the weights and moments that it
+saves. At the deadline no job starts any more, and running ones are asked to stop and write what they have. A job that
+fails does not affect the others: the end of its log is recorded. OUT/JOB.json is a run's result
+(`experiments.loss.job`), OUT/JOB.log its output. A job that both `--known` and `--jobs` name is run again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from typing import Any, get_args
 
 from experiments.loss.jobs import Group, Job, all_jobs, named
 
-SLOTS_PER_GPU = 2  # a run takes both, or one if it shares the GPU
 OVERHEAD_SECONDS = 45.0  # estimated time before the first step and after the last
 STOP_SECONDS = 60.0  # how long a stopped run may take to write its result
 LOG_LINES = 30  # of a failed run, in its result
@@ -47,8 +46,11 @@ class Running:
 class Queue:
     """Waiting and running jobs, and the GPUs that they run on."""
 
-    def __init__(self, store: Path, out: Path, jobs: list[Job], gpus: list[int], together: set[str], deadline: float):
-        self.store, self.out, self.gpus, self.together, self.deadline = store, out, gpus, together, deadline
+    def __init__(
+        self, store: Path, out: Path, jobs: list[Job], gpus: list[int], together: set[str], share: int, deadline: float
+    ):
+        self.store, self.out, self.gpus, self.deadline = store, out, gpus, deadline
+        self.together, self.slots = together, share  # of a GPU; a run takes all, or one if it shares the GPU
         self.waiting = [job for job in jobs if not (out / f"{job.name}.json").exists()]
         self.running: list[Running] = []
         self.passed_over: set[str] = set()
@@ -106,15 +108,13 @@ class Queue:
             self.running.remove(running)
             if running.process.returncode:
                 record_failure(self.out, running.job, running.process.returncode)
-            update_result(
-                self.out, running.job, {"shared": running.slots < SLOTS_PER_GPU}
-            )  # a shared GPU: no valid speed
+            update_result(self.out, running.job, {"shared": running.slots < self.slots})  # a shared GPU: no valid speed
 
     def _slots_needed(self, job: Job) -> int:
-        return 1 if {job.size, job.group} & self.together else SLOTS_PER_GPU
+        return 1 if {job.size, job.group} & self.together else self.slots
 
     def _free_slots(self, gpu: int) -> int:
-        return SLOTS_PER_GPU - sum(running.slots for running in self.running if running.gpu == gpu)
+        return self.slots - sum(running.slots for running in self.running if running.gpu == gpu)
 
     def _gpu_for(self, job: Job) -> int | None:
         """Return the GPU with the most free slots, or None if they are too few for the job."""
@@ -202,9 +202,8 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, help="time until the deadline")
     parser.add_argument("--gpus", default="0", help="indices, such as 0,1,2")
-    parser.add_argument(
-        "--together", default="", help="groups or sizes whose runs share a GPU in twos, such as ablation,30m"
-    )
+    parser.add_argument("--together", default="", help="groups or sizes whose runs share a GPU, such as ablation,30m")
+    parser.add_argument("--share", type=int, default=2, help="how many runs of --together a GPU has at once")
     parser.add_argument("--groups", default="", help=f"run only these groups, of {','.join(get_args(Group))}")
     parser.add_argument("--jobs", default="", help="run only the jobs of these names and those that they continue from")
     parser.add_argument("--tokens", type=float, default=1.0, help="factor by which every job's tokens are multiplied")
@@ -217,6 +216,8 @@ def main() -> None:
         return
     if asked.seconds is None:
         parser.error("--seconds is needed: the time until the deadline")
+    if asked.share < 1:
+        parser.error(f"--share must be at least 1, not {asked.share}")
     deadline = time.time() + asked.seconds
     jobs = all_jobs("toy", ("toy",)) if asked.toy else all_jobs()
     jobs = [replace(job, tokens=job.tokens * asked.tokens) for job in jobs]
@@ -233,7 +234,7 @@ def main() -> None:
         known = json.loads(asked.known.read_text())["results"]
         import_results([result for result in known if result["job"]["name"] not in only], asked.out)
     gpus = [int(gpu) for gpu in asked.gpus.split(",")]
-    queue = Queue(asked.store, asked.out, jobs, gpus, set(asked.together.split(",")), deadline)
+    queue = Queue(asked.store, asked.out, jobs, gpus, set(asked.together.split(",")), asked.share, deadline)
     queue.run()
     left = {job.name for job in queue.waiting}
     print(f"left out for lack of time: {', '.join(sorted(left & queue.passed_over)) or 'none'}")

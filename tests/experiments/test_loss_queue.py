@@ -43,8 +43,8 @@ def queue(tmp_path, monkeypatch):
     out = tmp_path / "out"
     out.mkdir()
 
-    def make(jobs, gpus=(0,), together=(), seconds=20.0, store="quick"):
-        return Queue(Path(store), out, list(jobs), list(gpus), set(together), time.time() + seconds)
+    def make(jobs, gpus=(0,), together=(), share=2, seconds=20.0, store="quick"):
+        return Queue(Path(store), out, list(jobs), list(gpus), set(together), share, time.time() + seconds)
 
     return make
 
@@ -72,17 +72,17 @@ def test_at_the_deadline_running_jobs_are_stopped_and_write_partial_results(queu
     assert q.waiting == [LARGE]
 
 
-def test_two_jobs_share_a_gpu_where_it_is_allowed(queue):
-    other = job("rate", "30m", "deepseek_v3", 0, 1e6)
-    alone, shared = queue([SMALL, other], store="slow"), queue([SMALL, other], together=["rate"], store="slow")
-    for q, expected in ((alone, 1), (shared, 2)):
+@pytest.mark.parametrize(("options", "expected"), [({}, 1), ({"share": 2}, 2), ({"share": 3}, 3)])
+def test_as_many_jobs_share_a_gpu_as_are_allowed(queue, options, expected):
+    jobs = [job("rate", "30m", "bf16", seed, 1e6) for seed in range(4)]
+    q = queue(jobs, together=["rate"] if options else [], store="slow", **options)
+    try:
         q._start_ready_jobs()
         assert len(q.running) == expected
+    finally:
         for running in q.running:
             running.process.kill()
             running.process.wait()
-        for file in q.out.glob("*.json"):
-            file.unlink()
 
 
 def test_a_run_that_shared_its_gpu_is_marked(queue):
@@ -151,8 +151,8 @@ def begun(tmp_path, monkeypatch):
     return run
 
 
-def test_named_jobs_run_only_with_the_trunks_that_they_need(begun):
-    assert begun("--jobs", f"{LARGE.name},branch-30m-bf16-0") == ["trunk", "branch-30m-bf16-0", LARGE.name]
+def test_named_jobs_run_in_their_order_with_the_trunks_that_they_need(begun):
+    assert begun("--jobs", f"{LARGE.name},branch-30m-bf16-0") == [LARGE.name, "trunk", "branch-30m-bf16-0"]
 
 
 def test_a_named_job_is_run_again_despite_an_earlier_result(begun, tmp_path):
