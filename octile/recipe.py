@@ -7,7 +7,8 @@ A linear layer has three GEMMs:
     wgrad   dw = dyᵀ · x         sums over the tokens T
 
 Each operand is described by an `OperandFormat`; a recipe without formats runs its GEMMs in its `compute` dtype.
-`deepseek_v3` is the recipe that this library exists for. The others are published recipes that it is compared with.
+`deepseek_v3` is the recipe that this library exists for, `wgrad_x_blocks` a variation of it with a cheaper wgrad. The
+others are published recipes that it is compared with.
 
 A recipe also says what a block saves for backward besides the inputs of its linear layers, which are saved in their
 quantized form (`docs/data_flow.md`).
@@ -288,7 +289,7 @@ class Recipe:
             recipe = "deepseek_v3"
             swiglu_inputs = "recomputed"                # if the recipe saves them ("kept")
             transposed_weights = "recomputed"           # if the recipe has weights in blocks; or "cached"
-            wgrad_x_block = [128, 128]                  # wgrad's x in blocks, if the recipe has tiles ([128, 1])
+            wgrad_x_block = [128, 128]                  # wgrad's x in blocks or in tiles ([128, 1])
             [[keep]]                                    # these GEMMs run in `compute` instead of 8 bits
             layers = "model.layers.1.mlp.down_proj"     # a pattern of layer names, as of file names
             products = ["fprop", "wgrad"]
@@ -339,7 +340,9 @@ class Recipe:
         lines = [f'recipe = "{self.name}"']
         lines += ['swiglu_inputs = "recomputed"'] if self.swiglu_inputs == "recomputed" else []
         lines += [f'transposed_weights = "{self.transposed_weights}"'] if self.transposed_weights else []
-        lines += ["wgrad_x_block = [128, 128]"] if self.formats and self.formats.wgrad_x.block == BLOCK else []
+        usual = Recipe.named(self.name).formats
+        if self.formats and usual and self.formats.wgrad_x.block != usual.wgrad_x.block:
+            lines.append(f"wgrad_x_block = {list(self.formats.wgrad_x.block)}")
         for layers, gemms in self.exceptions:
             named = ", ".join(f'"{gemm}"' for gemm in GEMMS if gemm in gemms)
             lines += ["", "[[keep]]", f"layers = {json.dumps(layers)}", f"products = [{named}]"]
@@ -448,6 +451,17 @@ class Recipe:
         return cls("int8_tiles", _fine_grained(INT8, INT8), **_saved(INT8))
 
     @classmethod
+    def wgrad_x_blocks(cls) -> Recipe:
+        """`deepseek_v3` with wgrad's x in 128×128 blocks instead of 128×1 tiles, a deviation from the paper.
+
+        One operand of wgrad has a scale for 128 of its rows, as weights in fprop, and Hopper's GEMM has fewer scales to
+        multiply by. x is requantized from its saved 1×128 tiles, in which it was rounded, to powers of two: its values
+        are shifted, and only those that fall below the normal range of their block are rounded again.
+        `experiments/wgrad_blocks` measures the loss.
+        """
+        return cls("wgrad_x_blocks", _fine_grained(wgrad_x_block=BLOCK), **_saved())
+
+    @classmethod
     def names(cls) -> tuple[str, ...]:
         """Return the names that `named` accepts, the library's own recipe first."""
         return (
@@ -464,6 +478,7 @@ class Recipe:
             "smooth_swiglu",
             "mxfp8",
             "int8_tiles",
+            "wgrad_x_blocks",
         )
 
     @classmethod
@@ -481,12 +496,16 @@ class Recipe:
         return getattr(cls, name)()
 
 
-def _fine_grained(fmt: FloatFormat | IntFormat = E4M3, gradient: FloatFormat | IntFormat = E4M3) -> GemmFormats:
+def _fine_grained(
+    fmt: FloatFormat | IntFormat = E4M3,
+    gradient: FloatFormat | IntFormat = E4M3,
+    wgrad_x_block: tuple[Extent, Extent] = COLUMN_TILE,
+) -> GemmFormats:
     return GemmFormats(
         x=OperandFormat(fmt, TILE, "power_of_2"),
         w=OperandFormat(fmt, BLOCK),
         dy=OperandFormat(gradient, TILE),
-        wgrad_x=OperandFormat(fmt, COLUMN_TILE, "power_of_2"),
+        wgrad_x=OperandFormat(fmt, wgrad_x_block, "power_of_2"),
         wgrad_dy=OperandFormat(gradient, COLUMN_TILE),
     )
 

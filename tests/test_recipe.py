@@ -121,6 +121,12 @@ def test_int8_tiles_are_those_of_deepseek_v3():
         assert replace(ours, fmt=E4M3) == theirs
 
 
+def test_wgrad_x_blocks_differ_from_deepseek_v3_in_one_block():
+    ours, theirs = Recipe.wgrad_x_blocks(), Recipe.deepseek_v3()
+    wgrad_x = replace(theirs.formats.wgrad_x, block=BLOCK)
+    assert ours == replace(theirs, name="wgrad_x_blocks", formats=replace(theirs.formats, wgrad_x=wgrad_x))
+
+
 WINDOWS = {"delayed": 16, "smooth_swiglu": 16, "fp8_lm": 16, "hybrid_delayed": 1024}
 
 
@@ -269,22 +275,21 @@ def test_transposed_weights_without_blocks_are_not_recomputed():
     assert not Recipe.bf16().recomputes_transposed_weights
 
 
-def test_a_file_says_that_wgrads_x_has_blocks(tmp_path):
-    formats = Recipe.deepseek_v3().formats
-    in_blocks = replace(formats, wgrad_x=replace(formats.wgrad_x, block=BLOCK))
-    recipe = replace(Recipe.deepseek_v3(), formats=in_blocks)
+@pytest.mark.parametrize("name", ["deepseek_v3", "hybrid_e5m2", "wgrad_x_blocks"])
+@pytest.mark.parametrize("block", [COLUMN_TILE, BLOCK])
+def test_a_file_says_which_blocks_wgrads_x_has(name, block, tmp_path):
+    recipe = Recipe.named(name)
+    recipe = replace(recipe, formats=replace(recipe.formats, wgrad_x=replace(recipe.formats.wgrad_x, block=block)))
     path = recipe.write(tmp_path / "r.toml")
     assert Recipe.read(path) == recipe
-    assert recipe.can_fuse_attention
-    assert recipe.can_fuse_swiglu
-    path.write_text('recipe = "deepseek_v3"\nwgrad_x_block = [128, 1]')
-    assert Recipe.read(path) == Recipe.deepseek_v3()
+    path.write_text(f'recipe = "{name}"\nwgrad_x_block = {list(block)}')
+    assert Recipe.read(path) == recipe
 
 
 @pytest.mark.parametrize("name", Recipe.names())
 def test_only_recipes_in_tiles_take_the_data_flow_of_deepseek_v3(name):
     recipe = Recipe.named(name)
-    fused = name in ("deepseek_v3", "hybrid_e5m2", "int8_tiles")
+    fused = name in ("deepseek_v3", "hybrid_e5m2", "int8_tiles", "wgrad_x_blocks")
     assert (recipe.can_fuse_attention, recipe.can_fuse_swiglu) == (fused, fused)
 
 

@@ -13,7 +13,6 @@ no_e5m6              attention saves its output for backward in BF16
 float32_scales       input scales are not rounded to powers of two, so what wgrad reads is rounded twice
 weights_1x128        weights in 1×128 tiles like activations, along K of each GEMM
 blockwise_gradients  gradients in 128×128 blocks, which diverged for DeepSeek-V3 (arXiv 2412.19437, §B.2)
-wgrad_x_blocks       wgrad's x in 128×128 blocks, so that its GEMM is 1D2D (experiments/wgrad_blocks)
 fp32_moments         AdamW's moments in FP32
 """
 
@@ -54,7 +53,6 @@ def _variations() -> dict[str, Recipe]:
         ),
         "weights_1x128": replace(v3, formats=replace(formats, w=OperandFormat(block=TILE))),
         "blockwise_gradients": replace(v3, formats=replace(formats, dy=block, wgrad_dy=block)),
-        "wgrad_x_blocks": replace(v3, formats=replace(formats, wgrad_x=replace(formats.wgrad_x, block=BLOCK))),
         "fp32_moments": replace(v3, optimizer=OptimizerFormats(exp_avg="float32", exp_avg_sq="float32")),
     }
 

@@ -54,6 +54,7 @@ _RECIPE_STYLES = {
     "smooth_swiglu": ("olive", "-."),
     "mxfp8": ("green", "--"),
     "int8_tiles": ("brown", "-."),
+    "wgrad_x_blocks": ("blue", "--"),
 }
 
 _OTHER_STYLES = tuple(

@@ -163,7 +163,7 @@ def test_rotated_halves_equal_their_reference(shape: tuple[int, ...], transposed
 
 
 @both_kinds
-@pytest.mark.parametrize("name", ["deepseek_v3", "hybrid_e5m2", "int8_tiles"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "hybrid_e5m2", "int8_tiles", "wgrad_x_blocks"])
 @pytest.mark.usefixtures("kernels")
 def test_a_block_agrees_with_the_cpu(layer: int, name: str):
     """The result is nearer to the CPU's, whose rounding it mostly shares, than that is to BF16, and as near to BF16.

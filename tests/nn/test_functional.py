@@ -27,7 +27,9 @@ HIGH_PRECISION_RECIPES = [name for name in Recipe.names() if Recipe.named(name).
 
 every_recipe = pytest.mark.parametrize("name", Recipe.names())
 every_quantized_recipe = pytest.mark.parametrize("name", QUANTIZED_RECIPES)
-every_tiled_recipe = pytest.mark.parametrize("name", ["deepseek_v3", "hybrid_e5m2", "int8_tiles", "mxfp8"])
+every_tiled_recipe = pytest.mark.parametrize(
+    "name", ["deepseek_v3", "hybrid_e5m2", "int8_tiles", "wgrad_x_blocks", "mxfp8"]
+)
 every_dtype = pytest.mark.parametrize("name", HIGH_PRECISION_RECIPES)
 
 some_counts = st.lists(st.integers(0, 150), min_size=1, max_size=5).filter(any)  # rows of experts
@@ -68,7 +70,9 @@ def offs() -> Tensor:
 # The slow definition
 
 
-def tiles(forward: Format, backward: Format) -> Callable[[Tensor, Tensor, Tensor], Operands]:
+def tiles(
+    forward: Format, backward: Format, wgrad_x_block: tuple[int, int] = (128, 1)
+) -> Callable[[Tensor, Tensor, Tensor], Operands]:
     """mission.md §4: 1×128 tiles of x and dy, 128×128 blocks of w; wgrad's operands in tiles along the tokens."""
 
     def operands(x: Tensor, w: Tensor, dy: Tensor) -> Operands:
@@ -79,7 +83,7 @@ def tiles(forward: Format, backward: Format) -> Callable[[Tensor, Tensor, Tensor
             w,
             w,
             quantize(dy, (1, 128), backward).dequantize(),
-            quantize(kept_x, (128, 1), forward, "power_of_2").dequantize(),
+            quantize(kept_x, wgrad_x_block, forward, "power_of_2").dequantize(),
             quantize(dy, (128, 1), backward).dequantize(),
         )
 
@@ -128,6 +132,7 @@ SLOW = {
     "deepseek_v3": tiles(E4M3, E4M3),
     "hybrid_e5m2": tiles(E4M3, E5M2),
     "int8_tiles": tiles(INT8, INT8),
+    "wgrad_x_blocks": tiles(E4M3, E4M3, (128, 128)),
     "per_tensor": tensors(E4M3, E4M3),
     "fp8_lm": tensors(E4M3, E5M2, "power_of_2"),
     "global_scale": quantize_unscaled,

@@ -36,12 +36,11 @@ from octile.scaled import ScaledTensor, grouped_matmul_nt, grouped_wgrad, matmul
 T, D, I, E, K = 70, 200, 256, 6, 3
 SAVED = Recipe.deepseek_v3()
 RECOMPUTED = replace(SAVED, swiglu_inputs="recomputed")
-IN_BLOCKS = Recipe.parse('recipe = "deepseek_v3"\nwgrad_x_block = [128, 128]', "a test")
 
 both_settings = pytest.mark.parametrize("recipe", [SAVED, RECOMPUTED], ids=["saved", "recomputed"])
 every_fused = pytest.mark.parametrize(
     "recipe",
-    [SAVED, RECOMPUTED, Recipe.hybrid_e5m2(), Recipe.int8_tiles(), IN_BLOCKS],
+    [SAVED, RECOMPUTED, Recipe.hybrid_e5m2(), Recipe.int8_tiles(), Recipe.wgrad_x_blocks()],
     ids=["saved", "recomputed", "e5m2", "int8", "blocks"],
 )
 

@@ -29,7 +29,7 @@ RECIPE = Recipe.deepseek_v3()
 COS_SIN = Rope(16).cos_sin(torch.arange(S))
 
 both_forms = pytest.mark.parametrize("q_lora_rank", [96, None], ids=["compressed", "direct"])
-every_fused = pytest.mark.parametrize("name", ["deepseek_v3", "hybrid_e5m2", "int8_tiles"])
+every_fused = pytest.mark.parametrize("name", ["deepseek_v3", "hybrid_e5m2", "int8_tiles", "wgrad_x_blocks"])
 
 
 def mla(q_lora_rank: int | None = 96, recipe: Recipe | None = RECIPE) -> MLA:
