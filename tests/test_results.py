@@ -10,8 +10,9 @@ from statistics import fmean, geometric_mean
 import numpy as np
 import pytest
 
-from experiments.loss.report import Results, scratch_table
+from experiments.loss.report import Results, gaps_by_evaluation, scratch_table
 from octile.report.compare.intervals import student_interval
+from octile.report.page import format_percent
 
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "benchmarks" / "results"
@@ -232,6 +233,42 @@ def test_gaps_from_scratch_since_the_corrections(group, size, row):
     gaps = loss("one-rounding/results.json").gaps(group, size, "deepseek_v3")
     row += f" | {len(gaps)} | mean {percent(fmean(gaps))} | {span(gaps)} |"
     assert f"| {row}" in page("docs/results.md")
+
+
+def test_gaps_from_other_checkpoints():
+    gaps = loss("../wgrad_blocks/loss/results.json").gaps("branch", "30m", "deepseek_v3")
+    row = "35M | 100M | the last 60%, from two [other checkpoints](../experiments/wgrad_blocks/loss/README.md)"
+    assert f"| {row} | {len(gaps)} | {', '.join(map(percent, gaps))} | {span(gaps)} |" in page("docs/results.md")
+
+
+@pytest.mark.parametrize(("size", "name"), [("30m", "35M, two"), ("80m", "81M, one")])
+def test_gaps_of_one_precision_evaluated_in_another(size, name):
+    r = loss("../wgrad_blocks/loss/results.json")
+    pairs = [(base, r.get("branch", size, "deepseek_v3", base["job"]["seed"])) for base in r.bf16("branch", size)]
+    columns = zip(*(gaps_by_evaluation(base, fp8) for base, fp8 in pairs), strict=True)
+    cells = " | ".join(", ".join(map(percent, gaps)) for gaps in columns)
+    assert f"| {name} | {cells} |" in page("docs/results.md")
+
+
+@pytest.mark.parametrize(
+    ("file", "group", "size", "seed"),
+    [
+        ("../wgrad_blocks/loss/results.json", "branch", "30m", 0),
+        ("../wgrad_blocks/loss/results.json", "branch", "30m", 1),
+        ("one-rounding/results.json", "branch", "80m", 0),
+        ("../wgrad_blocks/loss/results.json", "branch", "80m", 1),
+        ("one-rounding/results.json", "core", "30m", 3),
+        ("one-rounding/results.json", "core", "30m", 4),
+        ("one-rounding/results.json", "core", "80m", 0),
+        ("one-rounding/results.json", "core", "80m", 1),
+    ],
+)
+def test_wgrad_in_blocks_is_compared_with_tiles(file, group, size, seed):
+    runs = [loss(file).get(group, size, recipe, seed) for recipe in ("bf16", "deepseek_v3", "wgrad_x_blocks")]
+    bf16, tiles, blocks = (run["val_loss"][-1] for run in runs if run)
+    difference = format_percent((blocks - tiles) / bf16).removesuffix("%")
+    row = f"| {seed} | {percent(tiles / bf16 - 1)} | {percent(blocks / bf16 - 1)} | {difference} |"
+    assert row in page("experiments/wgrad_blocks/README.md")
 
 
 def test_the_pairs_from_scratch_of_the_smallest_size_whose_files_are_kept():

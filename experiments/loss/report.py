@@ -434,7 +434,7 @@ def evaluation_table(r: Results) -> str:
     for group in (*BRANCHES_OF.values(), *SCRATCH):
         for size in r.sizes(group):
             pairs = [(base, r.get(group, size, "deepseek_v3", base["job"]["seed"])) for base in r.bf16(group, size)]
-            gaps = [_gaps_by_evaluation(base, fp8) for base, fp8 in pairs if fp8 and _evaluated_twice(base, fp8)]
+            gaps = [gaps_by_evaluation(base, fp8) for base, fp8 in pairs if fp8 and _evaluated_twice(base, fp8)]
             if gaps:
                 start = ", from a checkpoint" if group in BRANCHES_OF.values() else SCRATCH[group]
                 cells = map(_mean_and_each, zip(*gaps, strict=True))
@@ -446,7 +446,7 @@ def _evaluated_twice(*runs: Result) -> bool:
     return all(run.get("other_window_loss") for run in runs)
 
 
-def _gaps_by_evaluation(base: Result, fp8: Result) -> tuple[float, float, float]:
+def gaps_by_evaluation(base: Result, fp8: Result) -> tuple[float, float, float]:
     """Return the gaps to BF16 of BF16 evaluated in FP8, and of FP8 evaluated in FP8 and in BF16."""
     losses = base["other_window_loss"]["deepseek_v3"], fp8["window_loss"], fp8["other_window_loss"]["bf16"]
     bf16, *others = (statistics.fmean(of) for of in (base["window_loss"], *losses))
