@@ -1,9 +1,11 @@
 """Double backward: a clear error where a function has no second derivative, and that of a formula where it has one.
 
 The backward pass of a fused function quantizes, or calls operators that have no gradient, so autograd cannot
-differentiate it.  Without an error its first derivative would count as a constant in a second backward pass, and a
-gradient penalty or a Hessian would silently lose that part.  `torch.autograd.function.once_differentiable` raises only
-if the incoming gradient itself requires a gradient, which that of a plain loss does not.
+differentiate it. Without an error its first derivative would count as a constant in a second backward pass, and a
+gradient penalty or a Hessian would silently lose that part. An error in the second pass would come too late: with
+`torch.autograd.grad(loss, inputs)` autograd runs only what leads to the inputs, and a constant does not.
+`torch.autograd.function.once_differentiable` raises there, and only if the incoming gradient itself requires a
+gradient, which that of a plain loss does not.
 """
 
 import functools
@@ -19,27 +21,27 @@ Gradients = Tensor | None | tuple[Tensor | None, ...]
 def first_derivative_only(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
     """Decorate the backward of a `torch.autograd.Function` that has no second derivative.
 
-    With `create_graph=True` the gradients are the same; differentiating them raises RuntimeError.
+    With `create_graph=True` it raises RuntimeError instead of computing a gradient.
     """
 
     @functools.wraps(backward)
     def wrapper(ctx: Any, *dys: Tensor | None) -> Gradients:
-        if not creates_graph():
-            return backward(ctx, *dys)
-        with torch.no_grad():
-            gradients = backward(ctx, *dys)
-        every = gradients if isinstance(gradients, tuple) else (gradients,)
-        tensors = [g for g in every if g is not None]
-        leaf = tensors[0].new_empty(()).requires_grad_() if tensors else None
-        raising = iter(_Raise.apply(type(ctx).__name__.removesuffix("Backward"), leaf, *tensors) if tensors else ())
-        every = tuple(None if g is None else next(raising) for g in every)
-        return every if isinstance(gradients, tuple) else every[0]
+        if creates_graph():
+            raise RuntimeError(
+                f"{type(ctx).__name__.removesuffix('Backward')} has no second derivative: its backward pass computes "
+                "in a recipe's formats. Leave out create_graph=True, or differentiate twice through a model that was "
+                "not converted"
+            )
+        return backward(ctx, *dys)
 
     return wrapper
 
 
 def creates_graph() -> bool:
-    """Whether the backward pass that runs now is to be differentiated itself (`create_graph=True`)."""
+    """Whether the backward pass that runs now is to be differentiated itself (`create_graph=True`).
+
+    False while torch.compile traces it: AOTAutograd raises an error of its own, the debugging backend "eager" does not.
+    """
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
@@ -59,19 +61,3 @@ def differentiable_gradients(
     wanted = [t for t in own if t.requires_grad]
     found = iter(torch.autograd.grad([y for y, _ in used], wanted, [dy for _, dy in used], create_graph=True))
     return tuple(next(found) if t.requires_grad else None for t in own)
-
-
-class _Raise(torch.autograd.Function):
-    """Return tensors unchanged, as if computed from a leaf; its backward raises."""
-
-    @staticmethod
-    def forward(ctx: Any, name: str, leaf: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.name = name
-        return tuple(t.view_as(t) for t in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[None, ...]:
-        raise RuntimeError(
-            f"{ctx.name} has no second derivative: its backward pass computes in a recipe's formats. Differentiate "
-            "twice through a model that was not converted, or leave out create_graph=True"
-        )
