@@ -57,6 +57,30 @@ def leave_behind(layer: object, attribute: str, loss: Tensor, activation: Tensor
     return _PassOn.apply(activation, loss, leaves[0]) if leaves else activation
 
 
+def pop_loss(layer: object, attribute: str, weight: Tensor) -> Tensor | float:
+    """Return a layer's loss and forget it; 0 if there is none.
+
+    Args:
+        layer, attribute: as in `leave_behind`.
+        weight: one on which the loss depends.
+
+    Raises:
+        RuntimeError: the loss has no gradient although the weight has, because compiled code ran without gradients. A
+            reentrant checkpoint runs it so, and compiled code leaves no leaf behind.
+    """
+    loss = getattr(layer, attribute)
+    setattr(layer, attribute, None)
+    if loss is None:
+        return 0.0
+    lost = weight.requires_grad and not (loss.requires_grad or loss.is_inference())
+    if lost and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{attribute} of a compiled {type(layer).__name__} was computed without gradients and would train nothing: "
+            "if the layer is checkpointed, use checkpoint(…, use_reentrant=False)"
+        )
+    return loss
+
+
 def _restore_after_backward(layer: object, attribute: str) -> None:
     """Give an attribute its present value again when the backward pass that runs now has ended."""
     key, before = (id(layer), attribute), getattr(layer, attribute)

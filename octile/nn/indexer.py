@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octile.formats import TILE
-from octile.nn.checkpointed_loss import leave_behind
+from octile.nn.checkpointed_loss import leave_behind, pop_loss
 from octile.nn.double_backward import first_derivative_only
 from octile.nn.fused.index_alignment import alignment_loss
 from octile.nn.norm import LayerNorm
@@ -136,9 +136,12 @@ class Indexer(nn.Module):
         return leave_behind(self, "alignment_loss", loss, q_BSHX)
 
     def pop_alignment_loss(self) -> Tensor | float:
-        """Return the alignment loss of the last forward pass in training mode, once; 0 if there was none."""
-        loss, self.alignment_loss = self.alignment_loss, None
-        return 0.0 if loss is None else loss
+        """Return the alignment loss of the last forward pass in training mode, once; 0 if there was none.
+
+        Raises:
+            RuntimeError: compiled code computed it without gradients, as in a reentrant checkpoint.
+        """
+        return pop_loss(self, "alignment_loss", self.wk.weight)
 
 
 def weight_factor(n_heads: int, head_dim: int) -> float:

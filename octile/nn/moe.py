@@ -16,7 +16,7 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor, nn
 
-from octile.nn.checkpointed_loss import leave_behind
+from octile.nn.checkpointed_loss import leave_behind, pop_loss
 from octile.nn.delayed_scaling import AmaxHistory
 from octile.nn.dispatcher import LocalDispatcher, RoutingPlan
 from octile.nn.functional import grouped_linear, result_dtype
@@ -259,6 +259,9 @@ class MoE(FusableModule):
         return routing, plan
 
     def pop_balance_loss(self) -> Tensor | float:
-        """Return the balance loss of the last forward pass in training mode, once; 0 if there was none."""
-        loss, self.balance_loss = self.balance_loss, None
-        return 0.0 if loss is None else loss
+        """Return the balance loss of the last forward pass in training mode, once; 0 if there was none.
+
+        Raises:
+            RuntimeError: compiled code computed it without gradients, as in a reentrant checkpoint.
+        """
+        return pop_loss(self, "balance_loss", self.gate.weight)

@@ -91,6 +91,26 @@ def test_two_reentrant_runs_before_one_backward_are_refused():
         total.backward()
 
 
+@pytest.mark.parametrize("recipe", [None, "deepseek_v3"])
+def test_a_compiled_layer_keeps_its_gradients_or_says_that_it_does_not(recipe):
+    half = Half() if recipe is None else apply_recipe(Half(), Recipe.named(recipe))
+    compiled = torch.compile(half, backend="aot_eager")
+    found = gradients(half, lambda _, x: checkpoint(compiled, x, use_reentrant=False))
+    assert_same(found, gradients(half, lambda m, x: m(x)))
+    with pytest.raises(
+        RuntimeError, match=r"balance_loss of a compiled MoE .* use checkpoint\(…, use_reentrant=False\)"
+    ):
+        gradients(half, lambda _, x: checkpoint(compiled, x, use_reentrant=True))
+
+
+def test_a_compiled_layer_may_run_without_gradients():
+    half = Half()
+    compiled = torch.compile(half, backend="aot_eager")
+    with torch.no_grad():
+        compiled(torch.randn(B, S, D))
+        assert half.moe.pop_balance_loss() > 0
+
+
 def test_a_forward_pass_without_gradients_in_between_changes_nothing():
     half, expected = Half(), Half()
     with torch.no_grad():
