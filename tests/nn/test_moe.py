@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
+from octile.nn.conversion import apply_recipe
 from octile.nn.delayed_scaling import OPERANDS
 from octile.nn.dispatcher import LocalDispatcher
 from octile.nn.functional import grouped_linear
@@ -165,6 +166,30 @@ def test_past_steps_do_not_matter_to_the_scale_of_smoothed_experts():
 
 
 # combination
+
+
+class Observed(LocalDispatcher):
+    """A dispatcher that notes the weights with which it combines."""
+
+    weights_TK: torch.Tensor
+
+    def combine(self, y_RD, weights_TK, *arguments):
+        self.weights_TK = weights_TK
+        return super().combine(y_RD, weights_TK, *arguments)
+
+
+@pytest.mark.parametrize("recipe", [None, "bf16", "deepseek_v3"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_weights_of_experts_results_are_not_rounded_to_bf16(recipe, autocast):
+    m = moe() if recipe is None else apply_recipe(moe(), Recipe.named(recipe))
+    m.dispatcher, x = Observed(), torch.randn(2, 5, 32)
+    if not autocast:
+        m, x = m.bfloat16(), x.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        m(x)
+        expected = m.gate(x.flatten(0, 1)).weights_TK
+    assert expected.dtype == torch.float32
+    assert torch.equal(m.dispatcher.weights_TK, expected)
 
 
 @pytest.mark.parametrize("added", [False, True])

@@ -1,5 +1,6 @@
 """Tests of the weights that serving reads: of a model, and of a checkpoint in FP8, which is used as it is stored."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +32,22 @@ def test_a_checkpoints_fp8_weights_are_used_as_they_are_stored(checkpoint: Path)
     assert isinstance(o, ScaledTensor)
     assert torch.equal(o.data.view(torch.uint8), stored[name].view(torch.uint8))
     assert torch.equal(o.scale, stored[f"{name}_scale_inv"])
+
+
+def test_scales_larger_than_needed_are_those_of_the_checkpoint(checkpoint: Path, tmp_path: Path):
+    from safetensors.torch import load_file, save_file
+
+    stored = load_file(checkpoint / "model.safetensors")
+    for name in [name for name in stored if f"{name}_scale_inv" in stored]:
+        stored[name] = (stored[name].float() / 4).to(stored[name].dtype)
+    save_file(stored, tmp_path / "model.safetensors")
+    shutil.copy(checkpoint / "config.json", tmp_path)
+    name = "model.layers.0.self_attn.o_proj.weight"
+    for weights in (ServedWeights.read(tmp_path, torch.float32), ServedWeights.of_model(load(tmp_path))):
+        o = weights.blocks[0].attention.o
+        assert isinstance(o, ScaledTensor)
+        assert torch.equal(o.data.view(torch.uint8), stored[name].view(torch.uint8))
+        assert torch.equal(o.scale, stored[f"{name}_scale_inv"])
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])

@@ -192,6 +192,20 @@ def check_initial_weights(store: TokenStore, ranks: Ranks) -> None:
     ranks.from_first(lambda: shutil.rmtree(folder))
 
 
+def check_stored_scales(store: TokenStore, ranks: Ranks) -> None:
+    """The whole model has the scales of all layers in the folder that it began with, to store what has not changed."""
+    folder = Path(ranks.from_first(tempfile.mkdtemp))
+    begun, _ = trainers(store, ranks)
+    ranks.from_first(lambda: save(begun.model, folder, "fp8"))
+    alone, own = trainers(store, ranks, init_from=folder)
+    expected, found = alone.model.stored_scales, own.whole_model().stored_scales
+    if ranks.is_first:
+        assert found.keys() == expected.keys() != set()
+        assert all(torch.equal(scale, expected[name]) for name, scale in found.items())
+    dist.barrier()
+    ranks.from_first(lambda: shutil.rmtree(folder))
+
+
 def check_exceptions(store: TokenStore, ranks: Ranks) -> None:
     """A recipe's exception for a layer that only one rank has is none for the others."""
     recipe = Recipe.deepseek_v3()
@@ -287,6 +301,7 @@ def cases(world: int) -> dict[str, object]:
         "whole_model-dualpipev": lambda s, r: check_whole_model(s, r, "dualpipev"),
         "memory_of_whole_model": check_memory_of_whole_model,
         "initial_weights": check_initial_weights,
+        "stored_scales": check_stored_scales,
         "exceptions": check_exceptions,
         "kept_activations": check_kept_activations,
         "ramp": check_ramp,
