@@ -23,10 +23,12 @@ from typing import Any
 from octile.checkpoint.files import write_text
 from octile.extras import require
 from octile.report.compare.file import COMPARE_FILE
+from octile.report.run.lines import parse_line
 from octile.train.config import TrainConfig
 
 LOCK = ".lock"
 DATA = "data"
+TELEMETRY = "telemetry.jsonl"
 COMPARISON = "comparison.json"  # what a comparison was begun with
 
 Metrics = dict[str, Any]
@@ -39,7 +41,7 @@ class RunFolder:
         self.path = path
         self.config_file = path / "config.json"
         self.metrics_file = path / "metrics.jsonl"
-        self.telemetry_file = path / "telemetry.jsonl"
+        self.telemetry_file = path / TELEMETRY
         self.summary_file = path / "summary.json"
         self.sample_file = path / "sample.txt"
         self.data = path / DATA
@@ -262,14 +264,11 @@ def _parse_lines(file: Path) -> tuple[list[Metrics], list[int]]:
     for number, text in enumerate(file.read_bytes().split(b"\n"), start=1):
         if not text.strip():
             continue
-        try:
-            line = json.loads(text.decode("utf-8"))
-        except ValueError:  # not UTF-8, or not JSON
-            line = None
-        if isinstance(line, dict) and isinstance(line.get("step"), int):
-            lines.append(line)
-        else:
+        line = parse_line(text, is_telemetry=file.name == TELEMETRY)
+        if line is None:
             damaged.append(number)
+        else:
+            lines.append(line)
     return lines, damaged
 
 

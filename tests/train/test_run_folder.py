@@ -148,9 +148,20 @@ def test_tensorboard_shows_only_the_later_of_repeated_steps(tmp_path):
 
 def test_telemetry_after_the_checkpoint_is_removed(tmp_path):
     run = RunFolder(tmp_path)
-    run.telemetry_file.write_text('{"step": 1, "layer": "a"}\n{"step": 2, "layer": "a"}\n{"step": 2, "lay')
+    first, second = ({"step": step, "layer": "a", "product": "fprop"} for step in (1, 2))
+    run.telemetry_file.write_text(f'{json.dumps(first)}\n{json.dumps(second)}\n{{"step": 2, "lay')
     run.truncate_after(1)
-    assert read_lines(run.telemetry_file) == [{"step": 1, "layer": "a"}]
+    assert read_lines(run.telemetry_file) == [first]
+
+
+def test_telemetry_of_no_layer_is_left_out_and_said(tmp_path):
+    """One changed letter leaves JSON, of which a guard could not tell the layer."""
+    run = RunFolder(tmp_path)
+    first, second = ({"step": 1, "layer": layer, "product": "fprop"} for layer in "ab")
+    damaged = json.dumps(first).replace("layer", "laxer")
+    run.telemetry_file.write_text(f"{damaged}\n{json.dumps(second)}\n")
+    assert run.truncate_after(1) == ["line 1 was damaged in telemetry.jsonl: left out"]
+    assert read_lines(run.telemetry_file) == [second]
 
 
 @pytest.mark.parametrize("text", ["", "no JSON\n", "[1]\n", '{"loss": 1}\n', '{"step": "1"}\n'])

@@ -9,8 +9,8 @@ metrics.jsonl has one JSON object a line; a line's keys tell its kind:
     tile scales   {"step", "tile_scales": {operand: {"log2": […], "count": […]}}}
 
 A run that was stopped and resumed writes some steps twice. A training line at step s discards all earlier lines about
-later steps, and of two lines about one step the later one counts. A line that cannot be read, such as the last one of a
-killed run, is counted and left out.
+later steps, and of two lines about one step the later one counts. A damaged line (`octile.report.run.lines`), such as
+the last one of a killed run, is counted and left out.
 """
 
 import json
@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Record = dict[str, Any]
+from octile.report.run.lines import Record, parse_line
+
 Floats = NDArray[np.float64]
 
 KINDS = {"training": "loss", "validation": "val_loss", "experts": "expert_load", "tile_scales": "tile_scales"}
@@ -106,7 +107,7 @@ def _replay(text: str) -> tuple[dict[str, tuple[Record, ...]], int]:
     history: dict[str, dict[int, Record]] = {kind: {} for kind in KINDS}
     latest, unreadable = -1, 0
     for line in filter(str.strip, text.splitlines()):
-        record = _parse(line)
+        record = parse_line(line)
         if record is None:
             unreadable += 1
             continue
@@ -119,14 +120,6 @@ def _replay(text: str) -> tuple[dict[str, tuple[Record, ...]], int]:
             if record.get(key, {}) != {}:
                 history[kind][step] = record
     return {kind: tuple(by_step[s] for s in sorted(by_step)) for kind, by_step in history.items()}, unreadable
-
-
-def _parse(line: str) -> Record | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
 
 def _read_object(path: Path) -> Record:
