@@ -20,6 +20,8 @@ from octile.checkpoint.shards import Shards
 from octile.checkpoint.tensor_file import TORCH_DTYPES, TensorSpec
 from octile.layer_roles import CONV1D, MODELS_WITH_CONV1D, check_keep, why_high_precision
 
+WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3")  # of the matrices of a model
+
 
 @dataclass(frozen=True)
 class ConversionPlan:
@@ -63,6 +65,11 @@ class ConversionPlan:
         for name, spec in source.specs.items():
             if spec.dtype not in TORCH_DTYPES:
                 raise ValueError(f"{source.path_of(name)}: {name} is of type {spec.dtype}, which torch does not have")
+            if name.endswith(".weight") and len(spec.shape) == 2 and spec.dtype not in WEIGHT_DTYPES:
+                raise ValueError(
+                    f"{source.path_of(name)}: {name} is of type {spec.dtype}; weights must be of one of "
+                    f"{', '.join(WEIGHT_DTYPES)}"
+                )
         check_scales(source)
         check_scale_values(source)
         actions = choose_actions(source.specs, config, to, keep)

@@ -14,6 +14,7 @@ from octile.checkpoint.convert import convert_checkpoint
 from octile.checkpoint.convert import folder as convert_module
 from octile.checkpoint.fp8_layout import QUANTIZATION_CONFIG, dequantize_weight, quantize_weight
 from octile.checkpoint.shards import Shards
+from octile.checkpoint.tensor_file import DTYPE_NAMES
 from octile.scaled import ScaledTensor, quantize
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -373,6 +374,14 @@ def test_a_type_that_torch_does_not_have_is_refused(src, dst):
         path.unlink()
     (src / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(2))
     with pytest.raises(ValueError, match=r"model\.safetensors: x is of type F4, which torch does not have"):
+        convert_checkpoint(src, dst, "fp8")
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.int16, torch.complex64])
+def test_weights_of_another_type_are_refused(src, dst, dtype):
+    rewrite(src / SECOND, lambda tensors: tensors.update({"odd.weight": torch.ones(4, 4).to(dtype)}))
+    expected = f"{SECOND}: odd.weight is of type {DTYPE_NAMES[dtype]}; weights must be of one of F64, F32, F16, BF16"
+    with pytest.raises(ValueError, match=expected):
         convert_checkpoint(src, dst, "fp8")
 
 
