@@ -186,13 +186,13 @@ def compare(
     configs = {short: replace(named[name], recipe=short) for name, short in _short_names(recipes).items()}
     for each in configs.values():
         each.load_recipe()  # refuses an unknown recipe before any work
-    steps = parse_steps(gradient_steps, config.steps)
     seeds = seeds or (config.seed,)
     baselines = [replace(config, recipe="bf16", seed=seed) for seed in baseline_seeds(seeds)]
     texts = {name: each.recipe_text for name, each in named.items() if each.recipe_text is not None}
     comparison = Comparison(config, recipes, seeds, gradient_steps, texts)
     if stored is not None and (changes := stored.changes(comparison)):
         raise ValueError(f"a resumed comparison keeps its settings: {describe_changes(changes)} in {out}")
+    steps = parse_steps(gradient_steps, config.steps)
     if stored is not None and out is not None:
         console.print(
             f"settings from {out / COMPARISON}: recipes {', '.join(recipes)}, seeds {', '.join(map(str, seeds))}, "

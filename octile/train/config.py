@@ -551,13 +551,18 @@ def changed_settings(saved: TrainConfig, requested: TrainConfig) -> dict[str, tu
 def describe_changes(changes: Mapping[str, tuple[Any, Any]]) -> str:
     """Changed settings in words: "seed is 1 instead of 0". Contents of files are not quoted."""
     words = [
-        f"{name} is {new} instead of {old}"
+        f"{name} is {_shown(new)} instead of {_shown(old)}"
         if name not in FILE_TEXTS
         else f"the file of {FILE_TEXTS[name]} has other contents"
         for name, (old, new) in changes.items()
         if FILE_TEXTS.get(name) not in changes
     ]
     return ", ".join(words)
+
+
+def _shown(value: Any) -> Any:
+    """What a message says of a setting's value."""
+    return (", ".join(map(str, value)) or "none") if isinstance(value, tuple) else value
 
 
 def describe_settings(config: TrainConfig, first: tuple[str, ...] = ("preset", "recipe", "seed")) -> str:

@@ -236,7 +236,9 @@ def test_a_killed_comparison_continues_at_its_last_checkpoint(compared, text, tm
     [
         ({"steps": 5}, {}, "steps is 5 instead of 4"),
         ({}, {"recipes": ("per_tensor",)}, "recipes is .*per_tensor.* instead of .*deepseek_v3"),
-        ({}, {"seeds": (0, 1)}, r"seeds is \(0, 1\) instead of \(0,\)"),
+        ({}, {"recipes": ()}, "recipes is none instead of deepseek_v3"),
+        ({}, {"seeds": (0, 1)}, "seeds is 0, 1 instead of 0"),
+        ({"steps": 2}, {"gradient_steps": "1,3"}, "steps is 2 instead of 4, gradient_steps is 1,3 instead of start"),
         ({}, {"gradient_steps": "none"}, "gradient_steps is none instead of start,middle,end"),
     ],
 )
