@@ -9,6 +9,7 @@ use the command `octile train --init-from FOLDER`.
 """
 
 import argparse
+import math
 from pathlib import Path
 
 import torch
@@ -45,6 +46,8 @@ def main(arguments: list[str] | None = None) -> Trainer:
     for name in ("steps", "length"):
         if getattr(args, name) < 1:
             raise ValueError(f"{name} must be at least 1, not {getattr(args, name)}")
+    if not 0 < args.lr < math.inf:
+        raise ValueError(f"lr must be above 0 and finite, not {args.lr}")
     if not (args.folder / "config.json").is_file():
         raise FileNotFoundError(f"folder {str(args.folder)!r} has no config.json")
     if not args.text.is_file():
@@ -56,6 +59,9 @@ def main(arguments: list[str] | None = None) -> Trainer:
     sequences = [tokens[start : start + args.length] for start in starts]
     if not sequences:
         raise ValueError(f"{args.text} has {len(tokens)} tokens, and a sequence has {args.length}")
+    args.out.mkdir(parents=True, exist_ok=True)  # before the work: a result that cannot be stored would be lost
+    if any(args.out.iterdir()):
+        raise FileExistsError(f"out {str(args.out)!r} holds other files: name a folder that is empty or does not exist")
     model = octile.convert(load_in_float32(args.folder, args.out / "start"))  # prints what it converted
 
     trainer = Trainer(

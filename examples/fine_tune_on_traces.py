@@ -13,6 +13,7 @@ Traces are text, so teacher and student may have different tokenizers.
 
 import argparse
 import json
+import math
 from pathlib import Path
 
 import torch
@@ -65,12 +66,17 @@ def main(arguments: list[str] | None = None) -> tuple[float, float]:
     for name in ("epochs", "batch"):
         if getattr(args, name) < 1:
             raise ValueError(f"{name} must be at least 1, not {getattr(args, name)}")
+    if not 0 < args.lr < math.inf:
+        raise ValueError(f"lr must be above 0 and finite, not {args.lr}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
     torch.manual_seed(0)
     folder = args.student / "model" if (args.student / "model").is_dir() else args.student
     context = read_model_config(args.student).max_position_embeddings
     traces = read_traces(args.traces, Tokenizer.load(folder), context)
+    args.out.mkdir(parents=True, exist_ok=True)  # before the work: a result that cannot be stored would be lost
+    if any(args.out.iterdir()):
+        raise FileExistsError(f"out {str(args.out)!r} holds other files: name a folder that is empty or does not exist")
     model = octile.convert(octile.load(args.student)).to(device)
     held_out, trained = traces[::8], [trace for number, trace in enumerate(traces) if number % 8]
 

@@ -72,12 +72,15 @@ def save(model: DeepseekV3, folder: str | Path, weights: Weights = "fp8", files:
 
     Raises:
         TypeError: model is of another class, whose names in Hugging Face's layout are unknown.
+        FileExistsError: folder is that of a run, whose config.json would be replaced.
         ValueError: weights is none of the three, or a weight holds NaN or Inf and cannot be quantized.
         FileNotFoundError: one of files is missing.
         OSError: the disk is full. An earlier checkpoint in the folder is unchanged.
     """
     if not isinstance(model, DeepseekV3):
         raise TypeError(f"model must be a DeepseekV3, not {type(model).__name__}")
+    if (Path(folder) / "metrics.jsonl").exists():
+        raise FileExistsError(f"folder {str(folder)!r} holds a run, whose config.json would be replaced: name another")
     tensors = to_hf(model.state_dict(), model.config)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     write_folder(

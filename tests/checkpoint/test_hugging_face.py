@@ -53,6 +53,13 @@ def test_float32_comes_back_bit_for_bit(folder, model, same):
     assert all(same(found[name], tensor) for name, tensor in model.state_dict().items())
 
 
+def test_a_model_is_not_saved_over_a_run(tmp_path, model):
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(FileExistsError, match=r"holds a run, whose config\.json would be replaced"):
+        save(model, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
 def test_bf16_comes_back_rounded(tmp_path, model):
     save(model, tmp_path, weights="bf16")
     found = load(tmp_path)

@@ -24,7 +24,9 @@ def check_one_line(printed: tuple[str, str], message: str) -> None:
         ("train_with_trainer", ["--steps", "0"], "steps must be at least 1, not 0"),
         ("write_traces", ["nowhere"], "no checkpoint at nowhere"),
         ("fine_tune_on_traces", ["nowhere", "traces"], "no checkpoint at nowhere"),
+        ("fine_tune_on_traces", ["nowhere", "traces", "--lr", "nan"], "lr must be above 0 and finite, not nan"),
         ("fine_tune_from_fp8", ["nowhere", "--text", "text"], "folder 'nowhere' has no config.json"),
+        ("fine_tune_from_fp8", ["nowhere", "--text", "text", "--lr", "-1"], "lr must be above 0 and finite, not -1.0"),
     ],
 )
 def test_bad_input_ends_in_one_line(tmp_path, monkeypatch, capsys, example, arguments, message):
