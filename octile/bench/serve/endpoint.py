@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -75,7 +76,7 @@ def _drafted(run: Path, undrafted: float) -> Iterator[Row]:
 @contextmanager
 def _announced_server(run: Path, *options: str) -> Iterator[str]:
     """Start a server, say so on stderr, and warm it up."""
-    print(f"starting octile serve {' '.join((str(run), *options))}", file=sys.stderr, flush=True)
+    print(f"starting octile serve {shlex.join((str(run), *options))}", file=sys.stderr, flush=True)
     with serving(run, *options) as url:
         _run(url, WARM_UP)
         yield url
