@@ -275,7 +275,8 @@ def test_the_pairs_from_scratch_of_the_smallest_size_whose_files_are_kept():
     gaps = loss("one-rounding/results.json").gaps("core", "30m", "deepseek_v3")
     assert min(gaps) > 0
     assert len(gaps) == 7
-    text = f"FP8 ended higher in each of the last seven of ten pairs ({percent(fmean(gaps))}, {span(gaps)})"
+    interval = f"95% interval over the seeds {span(gaps)}"
+    text = f"FP8 ended higher in each of the last seven of ten pairs ({percent(fmean(gaps))}, {interval})"
     assert text in page("docs/results.md")
 
 
