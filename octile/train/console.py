@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from octile.models.counts import count_parameters
 from octile.report.console import Console
-from octile.report.page import format_duration, format_flops
+from octile.report.page import format_count, format_duration, format_flops
 from octile.report.text import escape_control_characters
 from octile.train.run_folder import Metrics, RunFolder
 from octile.train.shared_spans import SPAN
@@ -65,7 +65,7 @@ class RunConsole:
         )
 
     def print(self, text: str) -> None:
-        """Print a text without rich's markup; on a terminal with its control characters escaped.
+        """Print a text without rich's markup and with its control characters escaped, as a pipe may lead to a terminal.
 
         Lines are wrapped on a terminal only. In a file, a path or a figure stays on the line that names it.
         """
@@ -74,7 +74,7 @@ class RunConsole:
     def _text(self, text: str) -> Text:
         from rich.text import Text
 
-        return Text(escape_control_characters(text) if self.console.is_terminal else text)
+        return Text(escape_control_characters(text))
 
     def print_model(self, trainer: Trainer) -> None:
         """Print the size of the model and how many layers were converted to its recipe."""
@@ -92,7 +92,8 @@ class RunConsole:
         """Print the amount of training and held-out text, and what was left out."""
         m = store.manifest
         self.print(
-            f"data: {m.source}, {m.tokens['train']:,} tokens of {m.documents['train']:,} {m.unit} to train on, "
+            f"data: {m.source}, {m.tokens['train']:,} tokens of "
+            f"{format_count(m.documents['train'], m.unit.removesuffix('s'))} to train on, "
             f"{m.tokens['val']:,} held out ({m.held_out_share:.1%} of the text, "
             f"{m.bytes_per_token:.2f} bytes per token)"
         )

@@ -35,6 +35,7 @@ from octile.parallel.device import pick_own_device
 from octile.parallel.ranks import Ranks, RanksError, count_ranks, explain, join, leave, will_restart
 from octile.recipe import BLOCK, OperandFormat
 from octile.report.machine import describe_machine, machine
+from octile.report.page import format_count
 from octile.report.run.memorization import find_memorization
 from octile.report.run.metrics import read_run
 from octile.report.run.page import write_run_report
@@ -610,7 +611,7 @@ def _write_summary(trainer: Trainer, best: BestModel, run: RunFolder, store: Tok
         "active_parameters": counts.active,
         "bytes_per_token": m.bytes_per_token,
         "held_out_share": m.held_out_share,
-        "held_out_text": f"{m.tokens['val']:,} tokens in {m.documents['val']:,} {m.unit}",
+        "held_out_text": f"{m.tokens['val']:,} tokens in {format_count(m.documents['val'], m.unit.removesuffix('s'))}",
         "machine": describe_machine(measured_on),
         "measured_on": measured_on,
         "prompt": trainer.config.prompt,

@@ -41,6 +41,15 @@ def test_the_held_out_share_is_printed(source, tmp_path):
     assert " held out (9." in line
 
 
+@pytest.mark.parametrize(("span", "unit"), [(None, "document"), (1000, "span")])
+@pytest.mark.parametrize(("documents", "count"), [(1, "1 {}"), (1200, "1,200 {}s")])
+def test_a_single_document_is_in_the_singular(source, tmp_path, span, unit, documents, count):
+    store, console = prepare(source, 300, tmp_path / "data", 16), silent_console()
+    manifest = replace(store.manifest, documents={"train": documents, "val": 3}, span=span)
+    console.print_data(replace(store, manifest=manifest))
+    assert f" tokens of {count.format(unit)} to train on, " in console.console.file.getvalue()
+
+
 def test_what_is_cut_out_because_it_is_held_out_is_counted(source, tmp_path):
     for file in source.glob("*.txt"):
         repeated = "".join(f"line {n} of a license that every part of the text has\n" for n in range(8))
@@ -151,8 +160,9 @@ def test_the_time_left_of_a_long_run_is_in_days():
     assert ", 4 d 3 h left" in console.console.file.getvalue()
 
 
-def test_a_terminal_gets_texts_with_escaped_control_characters():
-    console = RunConsole(Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None))
+@pytest.mark.parametrize("terminal", [True, False])
+def test_control_characters_are_escaped_also_for_a_pipe_to_a_terminal(terminal):
+    console = RunConsole(Console(file=io.StringIO(), width=80, force_terminal=terminal, color_system=None))
     console.print("sample \x1b[31m\x07")
     assert console.console.file.getvalue() == "sample \\x1b[31m\\x07\n"
 

@@ -277,6 +277,17 @@ def test_too_little_held_out_text_is_reported(text, tmp_path):
     assert "val_sequences is 100,000, but so little text is held out" in shown
 
 
+def test_a_single_held_out_document_is_in_the_singular(text, tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    whole = (text / "argparse.txt").read_text()
+    (source / "most.txt").write_text(whole[9000:])
+    (source / "part.txt").write_text(whole[:9000])
+    run = RunFolder(train(micro(data=str(source), out=tmp_path / "run", steps=1), False, silent_console()))
+    held_out = json.loads(run.summary_file.read_text())["held_out_text"]
+    assert re.fullmatch(r"[\d,]+ tokens in 1 document", held_out)
+
+
 def test_an_observer_is_entered_around_training_steps_only(text, tmp_path):
     validated, observed = [], []
 
