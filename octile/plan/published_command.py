@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from octile.lab.pages.page import Table, screen_table
 from octile.plan.published import Comparison, compare_measured, compare_published, compare_serving
 from octile.report.console import Console
+from octile.report.page import format_percent
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ def run(options: Options) -> None:
     console = Console()
     for case in dict.fromkeys(c.case for c in found):
         rows = [
-            (f"{c.what}, {c.unit}", _number(c.value), _number(c.predicted), f"{c.error:+.1%}")
+            (f"{c.what}, {c.unit}", _number(c.value), _number(c.predicted), format_percent(c.error, 1))
             for c in found
             if c.case == case
         ]

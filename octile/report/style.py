@@ -197,18 +197,19 @@ def thin_labels(figure: "Figure", axes: "Axes", gap: float = 4) -> None:
 def label_ends(figure: "Figure", axes: "Axes", labels: Sequence[tuple[float, str, str]], size: float = 11) -> None:
     """Write labels (y, text, color) to the right of the axes at the height of y, moved apart if they would overlap.
 
-    The limits of the axes must be final. A label whose y lies outside the limits is written at the edge.
+    The limits of the axes must be final. A label whose y lies outside the limits is written at the edge. All labels
+    stay next to the axes: if they are too many, they are smaller than `size`.
     """
     figure.draw_without_rendering()  # computes the layout, so that heights are known
+    size = min(size, axes.bbox.height / (1.3 * max(len(labels) - 1, 1)))
     gap = 1.3 * size / axes.bbox.height
     to_fraction = axes.transData + axes.transAxes.inverted()
     wanted = sorted((float(np.clip(to_fraction.transform((0, y))[1], 0, 1)), text, color) for y, text, color in labels)
     heights = [height for height, _, _ in wanted]
     for i in range(1, len(heights)):
         heights[i] = max(heights[i], heights[i - 1] + gap)
-    overflow = heights[-1] - max(1.0, wanted[-1][0]) if heights else 0.0
-    if overflow > 0:
-        heights = [height - overflow for height in heights]
+    for i in reversed(range(len(heights))):
+        heights[i] = min(heights[i], 1 - gap * (len(heights) - 1 - i))
     for height, (_, text, color) in zip(heights, wanted, strict=True):
         axes.annotate(text, (1, height), (6, 0), xycoords="axes fraction", textcoords="offset points",
                       color=color, fontsize=size, va="center")  # fmt: skip

@@ -2,7 +2,8 @@
 
 import pytest
 
-from octile.plan.published import compare_measured, compare_published, compare_serving, published_run
+from octile.plan import published_command
+from octile.plan.published import Comparison, compare_measured, compare_published, compare_serving, published_run
 from octile.plan.serving import Prefill
 
 
@@ -39,3 +40,11 @@ def test_the_memory_of_the_published_run_fits():
 
     plan = published_run()
     assert why_not_fitting(plan.memory, plan.cluster) is None
+
+
+def test_the_errors_that_are_printed_have_a_typographic_sign_unless_they_round_to_zero(capsys, monkeypatch):
+    found = [Comparison("a model", "a step", "ms", 1000.0, plan, "") for plan in (999.9, 1000.0, 1000.1, 935.0, 1010.0)]
+    monkeypatch.setattr(published_command, "comparisons", lambda: iter(found))
+    published_command.run(published_command.Options())
+    errors = [line.split()[-1] for line in capsys.readouterr().out.splitlines() if line.startswith("a step")]
+    assert errors == ["0.0%", "0.0%", "0.0%", "−6.5%", "+1.0%"]

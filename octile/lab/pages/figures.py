@@ -98,7 +98,7 @@ def _draw_key(axes: Axes) -> None:
         snr = SNR_DEEPEST + number * SNR_STEP
         _shade(axes, (snr - 0.96 * half, 0), 0.96 * SNR_STEP, 1.0, snr)
     axes.set_xlim(SNR_DEEPEST - half, SNR_PALEST + half)
-    ticks = {SNR_DEEPEST: f"{SNR_DEEPEST:g} dB or less", SNR_PALEST: f"{SNR_PALEST:g} dB or more"}
+    ticks = {SNR_DEEPEST: f"≤ {SNR_DEEPEST:g} dB", SNR_PALEST: f"≥ {SNR_PALEST:g} dB"}
     middle = (SNR_DEEPEST + SNR_PALEST) / 2
     axes.set_xticks([*ticks, middle], [*ticks.values(), f"{middle:g} dB"], fontsize=10)
     left, right, _ = axes.get_xticklabels()

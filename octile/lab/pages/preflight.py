@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 MAX_ROWS = 12  # of the table in the terminal
 MIN_BATCHES = 2  # with one, nothing tells how sure the advice is
+MIN_BAND = 0.05  # of the scatter's height, the band of what stays in BF16, which is wide enough for its label
 MIN_TOKENS = 128  # of a batch, for an expert on average: wgrad quantizes tiles of 128 tokens
 
 
@@ -303,10 +304,10 @@ def draw_check(figure: Figure, rows: Sequence[Predicted], least_db: float) -> No
     style_axes(axes, "predicted (dB)", "measured in a real step in 8 bits (dB)")
     known = [row for row in rows if row.measured_db is not None]
     ends = [v for row in known for v in (row.snr_db, row.measured_db) if v is not None]
-    low, high = min([*ends, least_db]) - 1, max(ends) + 1
+    high = max(ends) + 1
+    low = min([*ends, least_db - MIN_BAND * (high - least_db)]) - 1
     axes.plot([low, high], [low, high], color=COLOR["muted"], linewidth=1, linestyle=":")
     axes.axvspan(low, least_db, color=COLOR["vermilion"], alpha=0.1, linewidth=0)
-    axes.annotate(" stays in BF16", (low, low), (0, 4), textcoords="offset points", color=COLOR["muted"])
     for gemm, color in GEMM_COLOR.items():
         own = [row for row in known if row.product == gemm]
         x, y = [row.snr_db for row in own], [row.measured_db or 0.0 for row in own]
@@ -316,6 +317,11 @@ def draw_check(figure: Figure, rows: Sequence[Predicted], least_db: float) -> No
     axes.grid(axis="x")
     legend(figure, {g: c for g, c in GEMM_COLOR.items() if any(row.product == g for row in known)},
            is_wide(figure))  # fmt: skip
+    label = axes.annotate("stays in BF16", (low, high), (3, -3), textcoords="offset points", color=COLOR["muted"],
+                          va="top")  # fmt: skip
+    figure.draw_without_rendering()  # computes the layout, so that widths are known
+    if label.get_window_extent().x1 > axes.transData.transform((least_db, high))[0]:
+        label.set_rotation(90)
 
 
 def describe_check(rows: Sequence[Predicted], least_db: float) -> str:

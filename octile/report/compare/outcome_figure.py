@@ -78,4 +78,5 @@ def _row(axes, at, gaps, name, color, text):  # type: ignore[no-untyped-def]
     known = [100 * gap for gap in gaps if math.isfinite(gap)]
     axes.plot(known, [at] * len(known), "o", color=color, markersize=5.5, alpha=0.85)
     axes.annotate(f"{name} {text}" if text else name, (0, at), (0, 20), xycoords=("axes fraction", "data"),
-                  textcoords="offset points", color=color, va="center")  # fmt: skip
+                  textcoords="offset points", color=color, va="center",
+                  bbox={"facecolor": COLOR["paper"], "edgecolor": "none", "pad": 2})  # fmt: skip

@@ -38,9 +38,11 @@ def verdict_sentence(result: CompareResult) -> str:
 
 
 def _end(outcome: Outcome, after: str) -> str:
-    side = "above" if outcome.gap > 0 else "below"
+    gap = format_percent(outcome.gap)
+    side = {"+": "above", "−": "below"}.get(gap[0])
+    where = f"{gap[1:]} {side} BF16" if side else "at BF16's loss"
     mean = f", the mean of {len(outcome.gaps)} seeds" if len(outcome.gaps) > 1 else ""
-    return f"{outcome.recipe} ends {abs(outcome.gap):.2%} {side} BF16{after}{mean}, {_at_the_bar(outcome)}"
+    return f"{outcome.recipe} ends {where}{after}{mean}, {_at_the_bar(outcome)}"
 
 
 def _at_the_bar(outcome: Outcome) -> str:

@@ -12,7 +12,8 @@ from octile.lab.pages.hardware_figures import Change, SnrCurve
 from octile.lab.pages.outliers_figures import Map
 from octile.lab.pages.preflight import Predicted
 from octile.lab.pages.what_if_figures import QuantizationLoss, SumLoss
-from octile.report.style import drawing
+from octile.report.style import PHONE, WIDE, drawing
+from tests.report.layout import faults
 
 LOSSES = [
     QuantizationLoss("e4m3", "1x128", "up", 32.0, 8.25),
@@ -121,8 +122,15 @@ def test_a_color_means_the_same_snr_in_every_heat_map():
 
 def test_a_heat_map_has_a_legend_with_the_ends_of_its_scale():
     colors, legend = shades(Heat(["a"], ["1", "2", "3", "4"], [[-3.0, 10.0, 40.0, 60.0]]))
-    assert legend == ["10 dB or less", "40 dB or more", "25 dB"]
+    assert legend == ["≤ 10 dB", "≥ 40 dB", "25 dB"]
     assert colors["-3.0"] == colors["10.0"] > colors["40.0"] == colors["60.0"]
+
+
+def test_the_texts_of_a_heat_map_do_not_touch_on_a_telephone():
+    heat = Heat(["model.layers.10.mlp.shared_experts.down_proj"], ["fprop", "dgrad", "wgrad"], [[30.0, 25.0, 28.0]])
+    with drawing(PHONE, heat.height) as figure:
+        draw_heat(figure, heat, "SNR")
+        assert faults(figure) == []
 
 
 SIZE = np.ones((4, 6))
@@ -240,3 +248,18 @@ def test_no_gemm_below_the_bound_is_said_in_words():
 
 def test_the_risk_of_an_expert_is_in_the_row_of_its_layer():
     assert preflight.heat_of([predicted()]) == Heat(["model.layers.0.e"], ["wgrad"], [[10.0]])
+
+
+@pytest.mark.parametrize("width", [PHONE, WIDE])
+@pytest.mark.parametrize("lowest", [19.5, 5.0, -60.0, 30.0])
+def test_the_label_of_the_band_is_within_it_and_off_the_dotted_line(width, lowest):
+    with drawing(width, 440) as figure:
+        preflight.draw_check(figure, [predicted(lowest, lowest), predicted(45.0, 45.0)], 20.0)
+        figure.draw_without_rendering()
+        (axes,) = figure.axes
+        (label,) = (text.get_window_extent() for text in axes.texts)
+        (band,) = (patch.get_window_extent() for patch in axes.patches)
+        corners = axes.transData.inverted().transform([(label.x0, label.y0), (label.x1, label.y0)])
+    assert band.x0 < label.x0 < label.x1 < band.x1
+    assert band.y0 < label.y0 < label.y1 < band.y1
+    assert all(y > x for x, y in corners)  # the line is y = x

@@ -94,6 +94,15 @@ def test_the_sentence_gives_gap_bar_and_noise():
     )
 
 
+@pytest.mark.parametrize("final", [3.0, 2.99999, 3.00001])
+def test_the_sentence_names_no_side_of_a_gap_that_rounds_to_zero(final):
+    sentence = verdict_sentence(compared(curve("deepseek_v3", final), curve("per_tensor", 2.997)))
+    assert sentence.startswith(
+        "On held-out text deepseek_v3 ends at BF16's loss after 40 steps, within the bar of 0.25%; "
+        "per_tensor ends 0.10% below BF16, within"
+    )
+
+
 def test_the_sentence_says_by_how_much_the_bar_is_missed():
     sentence = verdict_sentence(compared(curve("per_tensor", 3.012)))
     assert "0.40% above BF16 after 40 steps, which misses the bar of 0.25% by 0.15 points" in sentence

@@ -8,13 +8,15 @@ import pytest
 
 from octile.report import read_result, write_compare_report
 from octile.report.compare import outcome_figure
+from octile.report.compare.curves_figure import draw_compare
 from octile.report.compare.gradients import GradientCheck, WeightGradient
 from octile.report.compare.outcome_figure import caption_outcomes
 from octile.report.style import PHONE, WIDE, drawing
+from octile.report.svg import to_svg
 from tests.report.compare.test_compare import compared, curve
 from tests.report.compare.test_file import complete_result
 from tests.report.conftest import read_page
-from tests.report.layout import faults_of_pages, signed_zeros
+from tests.report.layout import faults, faults_of_pages, signed_zeros
 
 
 @pytest.fixture(scope="module")
@@ -129,3 +131,40 @@ def test_names_of_outcomes_do_not_touch_dots_and_ticks(width):
         drawn = [line.get_window_extent() for line in axes.lines if line.get_zorder() > 0]  # but the bars and zero
     assert len(drawn) >= 4
     assert not any(name.overlaps(box) for name in names for box in drawn)
+
+
+@pytest.mark.parametrize("width", [PHONE, WIDE])
+def test_lines_do_not_run_through_the_names_of_outcomes(width):
+    result = compared(curve("a_recipe_with_a_long_name", 3.003))
+    with drawing(width, outcome_figure.height(result)) as figure:
+        outcome_figure.draw_outcomes(figure, result)
+        svg = to_svg(figure, "outcomes", "")
+        (axes,) = figure.axes
+        behind = [line.get_zorder() for line in axes.lines if len(set(line.get_xdata())) == 1]
+    assert svg.count("fill: var(--paper)") == len(axes.texts) == 2  # the page's color, also in the dark
+    assert min(text.get_zorder() for text in axes.texts) > max(behind)
+
+
+@pytest.mark.parametrize("width", [PHONE, WIDE])
+@pytest.mark.parametrize("recipes", [1, 15, 40])
+def test_the_labels_of_many_curves_stay_beside_the_axes(width, recipes):
+    result = compared(*(curve(f"recipe{n}", 3.002 + n / 10_000) for n in range(recipes)))
+    with drawing(width, 560) as figure:
+        draw_compare(figure, result)
+        assert faults(figure) == []
+        for axes in figure.axes:
+            boxes = [text.get_window_extent() for text in axes.texts]
+            half = max(box.height for box in boxes) / 2 + 1
+            assert all(axes.bbox.y0 - half <= box.y0 and box.y1 <= axes.bbox.y1 + half for box in boxes)
+    assert len(boxes) == recipes + 3
+
+
+def test_a_label_that_has_room_stays_at_its_line():
+    result = compared(*(curve(f"recipe{n}", 3.002 + n / 10_000) for n in range(12)))
+    with drawing(WIDE, 560) as figure:
+        draw_compare(figure, result)
+        figure.draw_without_rendering()
+        axes = figure.axes[1]
+        (label,) = (text.get_window_extent() for text in axes.texts if text.get_text() == "bar −0.25%")
+        line = axes.transData.transform((0, -0.25))[1]
+    assert (label.y0 + label.y1) / 2 == pytest.approx(line, abs=2)
