@@ -84,7 +84,8 @@ def values_of_all_recipes() -> dict[str, list[Tensor]]:
 @pytest.mark.parametrize("pair", list(combinations(Recipe.names(), 2)), ids="-".join)
 def test_two_recipes_compute_different_gradients(values_of_all_recipes, pair):
     one, other = (values_of_all_recipes[name] for name in pair)
-    assert not torch.equal(one[1], other[1])
+    first = 2 if set(pair) == {"deepseek_v3", "wgrad_x_blocks"} else 1  # these differ in the weights' gradients alone
+    assert not torch.equal(one[first], other[first])
 
 
 @every_recipe
