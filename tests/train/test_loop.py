@@ -232,7 +232,8 @@ def test_the_same_machine_is_not_warned_of(half, recwarn):
 @pytest.mark.parametrize("damage", [b'{"step": 2, "lo', b"\xff\xfe\n", b"\0" * 100, b"[1]\n"], ids=repr)
 def test_a_damaged_end_of_the_measurements_is_cut_and_reported(half, name, damage):
     file = half / name
-    whole = b'{"step": 1, "layer": "a"}\n' if name.startswith("telemetry") else file.read_bytes()
+    row = b'{"step": 1, "layer": "a", "product": "fprop"}\n'
+    whole = row if name.startswith("telemetry") else file.read_bytes()
     file.write_bytes(whole + damage)
     n = whole.count(b"\n")
     assert f"{name} was damaged after line {n}: it is cut there" in " ".join(resume(half, steps=3).split())
