@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from operator import ge, gt, le, lt
@@ -137,6 +137,17 @@ class Guards:
                     layer, product, operand = key[1:]
                     events.append(Event(rule, row["step"], since, layer, product, operand, row[rule.statistic]))
         return events
+
+    def replay(self, rows: Iterable[TelemetryRow], recorded: Iterable[Mapping[str, Any]]) -> None:
+        """Continue from the rows of a run and the events that it recorded, as `Event.record` returns them.
+
+        A rule that was added since has recorded nothing: it fires at the next measured step if its condition holds.
+        """
+        self.check(rows)
+        fields = "when", "then", "since", "layer", "product", "operand"
+        known = {tuple(event.get(name) for name in fields) for event in recorded}
+        rules = ((key, self.rules[key[0]]) for key in self._fired)
+        self._fired = {key for key, rule in rules if (rule.when, rule.then, self._since[key], *key[1:]) in known}
 
 
 def parse_rules(text: str, path: Path) -> tuple[Rule, ...]:

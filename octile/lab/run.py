@@ -83,11 +83,14 @@ class _RunObserver:
         self.trainer, self.run, self.metrics = trainer, run, metrics
         self.every, self.layers = trainer.config.telemetry_every, trainer.config.telemetry_layers
         self.guards = Guards(_rules(trainer.config))
-        due = _guards(run, "capture", trainer.steps_done - 1, trainer.steps_done)
-        self.to_capture: set[tuple[str, GemmName]] = {(guard["layer"], guard["product"]) for guard in due}
+        due = _guards(run, trainer.steps_done - 1, trainer.steps_done)
+        self.to_capture: set[tuple[str, GemmName]] = {
+            (guard["layer"], guard["product"]) for then, guard in due if then == "capture"
+        }
         restore_switches(trainer, run, 0, trainer.steps_done)
         if run.telemetry_file.exists():
-            self.guards.check(read_lines(run.telemetry_file))
+            recorded = [event for _, event in _guards(run, 0, trainer.steps_done)]
+            self.guards.replay(read_lines(run.telemetry_file), recorded)
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
@@ -147,16 +150,17 @@ def switch(trainer: Trainer, layer: str, product: GemmName) -> str:
 
 def restore_switches(trainer: Trainer, run: RunFolder, after: int, up_to: int) -> None:
     """Repeat the switches that guards made after one step and up to another."""
-    for guard in _guards(run, "bf16", after, up_to):
-        switch(trainer, guard["layer"], guard["product"])
+    for then, guard in _guards(run, after, up_to):
+        if then == "bf16":
+            switch(trainer, guard["layer"], guard["product"])
 
 
-def _guards(run: RunFolder, then: Action, after: int, up_to: int) -> Iterator[dict[str, Any]]:
-    """Yield the events of guards in metrics.jsonl after one step and up to another."""
+def _guards(run: RunFolder, after: int, up_to: int) -> Iterator[tuple[Action, dict[str, Any]]]:
+    """Yield the events of guards in metrics.jsonl after one step and up to another, each with what it did."""
     for line in read_lines(run.metrics_file) if run.metrics_file.exists() else []:
         guard = line.get("guard")
-        if guard and guard["then"] == then and after < line["step"] <= up_to:
-            yield guard
+        if guard and after < line["step"] <= up_to:
+            yield guard["then"], guard
 
 
 def capture_run(

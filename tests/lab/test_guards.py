@@ -55,6 +55,15 @@ def test_a_rule_fires_once_and_again_after_it_ceased_to_hold():
     assert fired(Rule("flushed > 5%", "warn"), *(row(n, v) for n, v in enumerate(values, 1))) == [1, 5]
 
 
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_rule_of_a_resumed_run_fires_again_only_if_it_has_not_been_recorded(recorded):
+    rule, rows = Rule("flushed > 5%", "warn", for_steps=2), [row(n, 6) for n in (1, 2, 3)]
+    events = [event.record() for event in Guards([rule]).check(rows)]
+    guards = Guards([rule])
+    guards.replay(rows, events if recorded else [])
+    assert [event.step for event in guards.check([row(4, 6)])] == ([] if recorded else [4])
+
+
 def test_for_steps_counts_steps_and_not_measurements():
     rule = Rule("flushed > 5%", "warn", for_steps=50)
     assert fired(rule, *(row(step, 6) for step in range(10, 101, 10))) == [60]

@@ -212,6 +212,12 @@ def test_guards_can_be_added_to_a_run_without(run_with):
     assert {line["step"] for line in guards_of(out)} == {3}
 
 
+def test_guards_that_are_added_fire_where_the_telemetry_so_far_meets_them(run_with):
+    out = run_with(1, LAYER, steps=2)
+    resume(out, steps=4, guards=Path("rules.toml"), guards_text=SWITCH)
+    assert {line["step"] for line in guards_of(out)} == {3}
+
+
 def test_a_capture_into_a_folder_is_refused_before_a_step_is_repeated(unmeasured, tmp_path, monkeypatch):
     monkeypatch.setattr("octile.lab.run.Trainer", lambda *_: pytest.fail("the run was loaded"))
     with pytest.raises(IsADirectoryError, match="is a folder: name a file"):
