@@ -46,8 +46,8 @@ class RopeScaling:
 
     factor: Annotated[float, Range(at_least=1, at_most=1_000_000)] = 40.0
     original_max_position_embeddings: Tokens = 4096
-    beta_fast: Annotated[float, Range(above=0, at_most=1_000_000)] = 32.0
-    beta_slow: Annotated[float, Range(above=0, at_most=1_000_000)] = 1.0
+    beta_fast: Annotated[float, Range(at_least=1e-6, at_most=1_000_000)] = 32.0
+    beta_slow: Annotated[float, Range(at_least=1e-6, at_most=1_000_000)] = 1.0
     mscale: Weight = 1.0
     mscale_all_dim: Weight = 1.0
 

@@ -334,6 +334,10 @@ def refusal(published) -> str | None:
         ({"rope_scaling": {**YARN_V2, "factor": -1}}, "rope_scaling.factor must be at least 1, not -1"),
         ({"rope_scaling": {**YARN_V2, "factor": float("nan")}}, "rope_scaling.factor must be finite, not nan"),
         ({"rope_scaling": {**YARN_V2, "beta_fast": 0.5}}, "rope_scaling.beta_fast must be at least beta_slow, 1, not"),
+        (
+            {"rope_scaling": {**YARN_V2, "beta_slow": 1e-320}},
+            "rope_scaling.beta_slow must be at least 1e-06",
+        ),
         ({"rope_scaling": {**YARN_V2, "sharp": 1}}, "rope_scaling.sharp is unknown: there are factor, "),
         ({"num_mtp_layers": 0}, "num_mtp_layers is 0, but num_nextn_predict_layers is 1: they are one"),
         ({"note": nested(65)}, "extra must be nested at most 64 levels deep"),

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from octile.models.config import ModelConfig
 
 MAX_ROWS = 12  # of the table in the terminal
+MAX_SNR = 200  # dB, of the least SNR that is asked for, in either direction; FP32 has 150
 MIN_BATCHES = 2  # with one, nothing tells how sure the advice is
 MIN_BAND = 0.05  # of the scatter's height, the band of what stays in BF16, which is wide enough for its label
 MIN_TOKENS = 128  # of a batch, for an expert on average: wgrad quantizes tiles of 128 tokens
@@ -79,8 +80,8 @@ def run(options: Options) -> None:
     for name in ("batches", "batch_size", "sequence_length", "sample"):
         if getattr(options, name) < 1:
             raise ValueError(f"{name} must be at least 1, not {getattr(options, name)}")
-    if not math.isfinite(options.least_snr):
-        raise ValueError(f"least_snr must be a number of dB, not {options.least_snr}")
+    if not abs(options.least_snr) <= MAX_SNR:
+        raise ValueError(f"least_snr must be from -{MAX_SNR} to {MAX_SNR} dB, not {options.least_snr}")
     from octile.checkpoint.hugging_face import load, read_model_config
 
     recipe = Recipe.named(options.recipe)
