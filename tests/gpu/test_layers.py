@@ -48,6 +48,11 @@ def test_linear(name: str):
     assert_same_on_gpu(Linear(K, N, recipe=Recipe.named(name)), torch.randn(T, K))
 
 
+def test_wgrad_of_x_in_blocks():
+    torch.manual_seed(0)
+    assert_same_on_gpu(apply_recipe(MLP(K, 256), Recipe.wgrad_x_blocks()), torch.randn(2, T, K))
+
+
 @every_recipe
 def test_mlp(name: str):
     torch.manual_seed(0)
