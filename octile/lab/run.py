@@ -17,7 +17,7 @@ from octile.checkpoint.files import check_output_file
 from octile.checkpoint.store import Store
 from octile.checkpoint.training import find_latest, load_checkpoint
 from octile.lab.capture import capturing
-from octile.lab.guards import Action, Event, Guards, Rule, parse_rules
+from octile.lab.guards import Event, Guards, Rule, parse_rules
 from octile.lab.layers import layer_weights, match_layers
 from octile.lab.operand_stats import TelemetryRow
 from octile.lab.telemetry import telemetry
@@ -85,12 +85,11 @@ class _RunObserver:
         self.guards = Guards(_rules(trainer.config))
         due = _guards(run, trainer.steps_done - 1, trainer.steps_done)
         self.to_capture: set[tuple[str, GemmName]] = {
-            (guard["layer"], guard["product"]) for then, guard in due if then == "capture"
+            (guard["layer"], guard["product"]) for guard in due if guard["then"] == "capture"
         }
         restore_switches(trainer, run, 0, trainer.steps_done)
         if run.telemetry_file.exists():
-            recorded = [event for _, event in _guards(run, 0, trainer.steps_done)]
-            self.guards.replay(read_lines(run.telemetry_file), recorded)
+            self.guards.replay(read_lines(run.telemetry_file), _guards(run, 0, trainer.steps_done))
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
@@ -150,17 +149,17 @@ def switch(trainer: Trainer, layer: str, product: GemmName) -> str:
 
 def restore_switches(trainer: Trainer, run: RunFolder, after: int, up_to: int) -> None:
     """Repeat the switches that guards made after one step and up to another."""
-    for then, guard in _guards(run, after, up_to):
-        if then == "bf16":
+    for guard in _guards(run, after, up_to):
+        if guard["then"] == "bf16":
             switch(trainer, guard["layer"], guard["product"])
 
 
-def _guards(run: RunFolder, after: int, up_to: int) -> Iterator[tuple[Action, dict[str, Any]]]:
-    """Yield the events of guards in metrics.jsonl after one step and up to another, each with what it did."""
+def _guards(run: RunFolder, after: int, up_to: int) -> Iterator[dict[str, Any]]:
+    """Yield the events of guards in metrics.jsonl after one step and up to another."""
     for line in read_lines(run.metrics_file) if run.metrics_file.exists() else []:
         guard = line.get("guard")
         if guard and after < line["step"] <= up_to:
-            yield guard["then"], guard
+            yield guard
 
 
 def capture_run(

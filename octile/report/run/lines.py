@@ -30,8 +30,8 @@ def _is_metrics(line: Record) -> bool:
 
 
 def _is_telemetry(line: Record) -> bool:
-    named = all(isinstance(line.get(key), str) for key in ("layer", "product"))
-    return named and all(_TELEMETRY.get(key, _is_number)(value) for key, value in line.items())
+    has_names = line.keys() >= {"layer", "product"}
+    return has_names and all(_TELEMETRY.get(key, _is_number)(value) for key, value in line.items())
 
 
 def _is_int(value: Any) -> bool:
