@@ -331,7 +331,7 @@ def scratch_table(r: Results) -> str:
         mean = statistics.fmean(gaps)
         by_runs = (variance * sum(1 / len(base) + 1 / len(found) for base, found in pairs)) ** 0.5 / len(pairs)
         by_seeds = statistics.stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else math.nan
-        if group == "core":
+        if group == "core" and len(gaps) > 1:
             of_core.append((mean, by_runs, by_seeds))
         runs = (str(sum(len(ends[i]) for ends in pairs)) for i in (0, 1))
         rows.append((f"{size}{SCRATCH[group]}", r.tokens(group, size), *runs, ", ".join(map(_percent, gaps)),
@@ -348,15 +348,14 @@ def scratch_table(r: Results) -> str:
 
 
 def _over_the_sizes(found: Sequence[tuple[float, float, float]]) -> str:
-    """Return a sentence on the mean over sizes, from each size's mean and two standard errors."""
+    """Return a sentence on the mean over sizes of several seeds, from each size's mean and two standard errors."""
     if not found:
         return ""
     means, *errors = zip(*found, strict=True)
     by_runs, by_seeds = (sum(error**2 for error in each) ** 0.5 / len(each) for each in errors)
-    also = "" if math.isnan(by_seeds) else f" or {by_seeds:.2%}"
     return (
-        f" The mean over sizes of the runs over {CORE / 1e6:.0f}M tokens is {_percent(statistics.fmean(means))}, with a"
-        f" standard error of {by_runs:.2%}{also}."
+        f" The mean over sizes of the runs over {CORE / 1e6:.0f}M tokens, of sizes with several seeds, is"
+        f" {_percent(statistics.fmean(means))}, with a standard error of {by_runs:.2%} over runs or {by_seeds:.2%} over seeds."
     )
 
 

@@ -131,6 +131,16 @@ def test_runs_of_a_seed_again_count_as_its_repetitions():
     assert "| 30m | 100M | 3 | 3 |" in scratch_table(Results(runs))
 
 
+def test_the_mean_over_sizes_leaves_out_sizes_of_one_seed():
+    runs = [result(job("core", "30m", recipe, seed, CORE)) for recipe in ("bf16", "deepseek_v3") for seed in (0, 1)]
+    runs += [result(again(recipe, 0)) for recipe in ("bf16", "deepseek_v3")]
+    before = scratch_table(Results(runs)).splitlines()[0]
+    runs.append(result(job("core", "150m", "bf16", 0, CORE)))
+    runs.append(result(job("core", "150m", "deepseek_v3", 0, CORE)) | {"val_loss": [9.0]})
+    assert scratch_table(Results(runs)).splitlines()[0] == before
+    assert "of sizes with several seeds, is +0.50%" in before
+
+
 def test_bf16_again_is_compared_with_its_own_seed():
     runs = [result(job("core", "30m", "bf16", seed, CORE)) | {"val_loss": [4.0 + seed]} for seed in (0, 1)]
     runs.append(result(again("bf16", 1)) | {"val_loss": [5.05]})
