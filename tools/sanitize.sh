@@ -2,12 +2,13 @@
 # compute-sanitizer over a short list of GPU tests: memcheck, racecheck and synccheck, of the GEMM kernel ("gemms"), of the
 # CUDA and Triton kernels that quantize ("quantize"), of the kernels of gate, routing, cross-entropy, norms, rotary
 # embeddings and optimizer ("elementwise"), of decoding's attention, the indexer's logits and the choice of keys
-# ("attention", without racecheck, which cannot follow their barriers), and of decode steps of at most 8 rows ("few_rows",
-# without the attention and the GEMMs, octile's and cuBLAS's, with which their tests compare). Arguments choose lists, TOOLS
+# ("attention", without racecheck, which cannot follow their barriers), and of decode steps of at most 8 rows ("few_rows":
+# memcheck and synccheck without decoding's attention and the GEMMs, octile's and cuBLAS's, which their tests run, too;
+# racecheck, which breaks off where kernels are left out, without the tests of attention). Arguments choose lists, TOOLS
 # the tools, LIMIT the seconds of each. All run at the same time, for at most seven minutes. racecheck is the slowest and
-# gets fewer GEMMs, and the variant of the kernel in which it can follow the order of accesses (racecheck_all_lanes.py, which
-# also compares the machine code of both). Exit code 1 where one of them is not clean. Needs a Hopper GPU. The output is in
-# $OUT/sanitizer_TOOL_LIST.txt.
+# gets fewer GEMMs, and the variant of their kernel in which it can follow the order of accesses (racecheck_all_lanes.py,
+# which also compares the machine code of both). Exit code 1 where one of them is not clean. Needs a Hopper GPU. The output
+# is in $OUT/sanitizer_TOOL_LIST.txt.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -41,9 +42,12 @@ or test_positions_outside or test_pages_outside or (test_logits_of_any_shape and
 or (test_logits_of_pages and float32 and 128 and 3) or (test_logits_of_any_distribution and 3000) \
 or (test_rows_of_any_length and (5-9000 or 1-131072))"
 
+FEW_ROWS_FILES="tests/gpu/cuda/test_few_rows.py tests/gpu/cuda/test_few_rows_mixture.py"
 FEW_ROWS="(test_products and (1-2048 or 3-1408 or 7-16 or 8-10944)) or (test_attention and (lengths0 or lengths2)) \
 or test_rows_of_one_text_attend or (test_numbers_of_rows and (1 or 3 or 8)) \
 or (test_shapes_and_choices and not 7168) or (test_extreme_values_stay and nan)"
+
+FEW_ROWS_RACES="($FEW_ROWS) and not test_attention and not test_rows_of_one_text_attend"
 
 NO_GEMM="not test_the_choice_and and not test_the_experts_with" # of the elementwise tests
 
@@ -51,7 +55,7 @@ sanitize() { # tool list tests; pytest's options. Exit code 7: errors were found
     # cuda-bindings asks the driver for functions that it may not have, which memcheck would count as errors
     local quiet others
     quiet=$([[ $1 == memcheck ]] && echo --report-api-errors no)
-    others=$([[ $2 == few_rows ]] && printf -- '--kernel-name-exclude %s ' kns=mla_decode kne=gemm kns=nvjet)
+    others=$([[ $2 == few_rows && $1 != racecheck ]] && printf -- '--kernel-name-exclude %s ' kns=mla_decode kne=gemm kns=nvjet)
     timeout --kill-after=15 "${LIMIT:-420}" compute-sanitizer --tool "$1" $quiet $others --error-exitcode 7 \
         --target-processes all --print-limit 20 \
         "$PYTHON" -m pytest -p no:cacheprovider -o addopts=--import-mode=importlib -q -k "$3" "${@:4}" \
@@ -73,7 +77,10 @@ for tool in "${tools[@]}"; do
         racecheck,attention) continue ;;
         # shellcheck disable=SC2086  (a file each)
         *,attention) sanitize "$tool" attention "$ATTENTION" $(printf 'tests/gpu/cuda/test_%s.py ' $ATTENTION_FILES) & ;;
-        *,few_rows) sanitize "$tool" few_rows "$FEW_ROWS" tests/gpu/cuda/test_few_rows.py tests/gpu/cuda/test_few_rows_mixture.py & ;;
+        # shellcheck disable=SC2086  (a file each)
+        racecheck,few_rows) sanitize "$tool" few_rows "$FEW_ROWS_RACES" $FEW_ROWS_FILES -p tools.racecheck_all_lanes & ;;
+        # shellcheck disable=SC2086  (a file each)
+        *,few_rows) sanitize "$tool" few_rows "$FEW_ROWS" $FEW_ROWS_FILES & ;;
         *,elementwise)
             selected=$ELEMENTWISE # racecheck and initcheck find errors in cuBLAS's kernels that split K
             [[ $tool =~ ^(racecheck|initcheck)$ ]] && selected="($ELEMENTWISE) and $NO_GEMM"
