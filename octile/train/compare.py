@@ -20,6 +20,7 @@ import numpy as np
 from octile.checkpoint.files import read_json, write_json
 from octile.extras import require
 from octile.parallel.device import pick_device
+from octile.recipe import Recipe
 from octile.report.compare.file import COMPARE_FILE, write_result
 from octile.report.compare.page import write_compare_report
 from octile.report.compare.result import CompareResult
@@ -98,7 +99,7 @@ class Comparison:
         recipe_texts: the contents of the recipes' files.
 
     Raises:
-        TypeError, ValueError: a field has another type, or a seed is out of range.
+        TypeError, ValueError: a field has another type, a seed is out of range, or a text is not a recipe.
     """
 
     config: TrainConfig
@@ -111,6 +112,7 @@ class Comparison:
         check_fields(self)
         for name, text in self.recipe_texts.items():
             check(f"recipe_texts.{name}", text, str)
+            Recipe.parse(text, f"recipe_texts.{name}")
 
     @classmethod
     def read(cls, folder: Path) -> Comparison:

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from octile.checkpoint.step_folders import STATE
 from octile.checkpoint.training import latest_checkpoint, load_checkpoint, save_checkpoint
 from octile.parallel.device import pick_device
 from octile.report.compare.file import read_curve, read_gradient_check
@@ -91,7 +92,7 @@ def train_compared_run(
     checkpoint = None if folder is None else latest_checkpoint(folder / CHECKPOINTS)
     if checkpoint is not None:
         tensors, state = load_checkpoint(checkpoint, check=False)
-        _check_config(state, config)
+        _check_config(state, config, checkpoint)
         warn_of_another_machine(f"{title}, {checkpoint.name}", state, device)
         trainer.load(tensors, state)
         checks = [read_gradient_check(found) for found in state["measured"]["gradients"]]
@@ -150,9 +151,9 @@ def train_compared_run(
     return run
 
 
-def _check_config(state: Mapping[str, Any], config: TrainConfig) -> None:
+def _check_config(state: Mapping[str, Any], config: TrainConfig, checkpoint: Path) -> None:
     """Refuse the state of a run that was trained with other settings, because comparison.json was edited."""
-    changes = differences(TrainConfig.from_json(json.dumps(state["config"])), config)
+    changes = differences(TrainConfig.from_state(state, str(checkpoint / STATE)), config)
     if changes := {name: change for name, change in changes.items() if name not in ("device", "out")}:
         raise ValueError(
             f"comparison.json was changed after {config.recipe}, seed {config.seed}, began: "
@@ -181,7 +182,7 @@ def _save_finished(run: ComparedRun, step: int, config: TrainConfig, folder: Pat
 
 def _read_finished(checkpoint: Path, config: TrainConfig) -> ComparedRun:
     tensors, state = load_checkpoint(checkpoint, check=False)
-    _check_config(state, config)
+    _check_config(state, config, checkpoint)
     gradients = tuple(map(read_gradient_check, state["gradients"]))
     return ComparedRun(read_curve(state["curve"]), tensors.get("token_losses"), gradients)
 

@@ -341,7 +341,7 @@ class TrainConfig:
         from octile.recipe import Recipe
 
         if self.recipe_text is not None:
-            recipe = Recipe.parse(self.recipe_text, self.recipe)
+            recipe = Recipe.parse(self.recipe_text, "recipe_text")
         else:
             recipe = Recipe.named(self.recipe)
         return replace(recipe, transposed_weights=recipe.transposed_weights or "cached")
@@ -386,7 +386,26 @@ class TrainConfig:
         values = parse_json(text.encode(), "the configuration")
         if missing := [name for name in ("model", "optim") if name not in values]:
             raise ValueError(f"not a run's configuration: it lacks {missing[0]}")
-        return from_json(cls, values)
+        config = from_json(cls, values)
+        if config.recipe_text is not None:
+            config.load_recipe()  # checks the text
+        return config
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], file: str) -> TrainConfig:
+        """Read the configuration in a checkpoint's state.json.
+
+        Args:
+            state: its content.
+            file: its path or URL, for messages.
+
+        Raises:
+            ValueError: it is not the configuration of a run.
+        """
+        try:
+            return cls.from_json(json.dumps(state["config"]))
+        except ValueError as error:
+            raise ValueError(f"{file} is damaged: config: {error}") from None
 
 
 def tiny() -> TrainConfig:

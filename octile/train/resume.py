@@ -7,7 +7,6 @@ another machine causes a warning.
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -73,7 +72,8 @@ def open_run(out: Path, checkpoints: str | None) -> SavedRun:
         raise type(error)(f"checkpoints {checkpoints!r} cannot be used: {error}") from None
     if name is None:
         raise FileNotFoundError(f"{str(out)!r} holds no run, and checkpoints {checkpoints!r} holds none of one")
-    config = TrainConfig.from_json(json.dumps(store.folder(name).read_json(STATE)["config"]))
+    checkpoint = store.folder(name)
+    config = TrainConfig.from_state(checkpoint.read_json(STATE), checkpoint.path_of(STATE))
     return SavedRun(run, config, store.path_of(name))
 
 
@@ -141,7 +141,7 @@ def check_settings(config: TrainConfig, checkpoint: Store, device: torch.device,
     """
     state = checkpoint.read_json(STATE)
     if "config" in state:
-        trained = TrainConfig.from_json(json.dumps(state["config"]))
+        trained = TrainConfig.from_state(state, checkpoint.path_of(STATE))
         if changes := changed_settings(trained, config):
             raise ValueError(
                 f"config.json was changed after the run began: {describe_changes(changes)} in {checkpoint.name}; "

@@ -271,6 +271,7 @@ def test_a_folder_without_a_comparison_cannot_be_resumed(tmp_path):
         ({"gradient_steps": None}, "gradient_steps must be text, not None"),
         ({"recipe_texts": []}, r"recipe_texts must be an object, not \[\]"),
         ({"recipe_texts": {"own.toml": 1}}, r"recipe_texts\.own\.toml must be text, not 1"),
+        ({"recipe_texts": {"own.toml": "recipe = 1"}}, r"recipe_texts\.own\.toml must say recipe"),
     ],
 )
 def test_a_comparison_with_a_wrong_value_is_damaged(tmp_path, changes, message):

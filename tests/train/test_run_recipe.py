@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from octile.checkpoint.files import checksum
 from octile.checkpoint.training import latest_checkpoint, load_checkpoint
 from octile.lab.capture import load
 from octile.lab.run import capture_run
@@ -17,6 +19,7 @@ from octile.train.compare import compare
 from octile.train.config import TrainConfig
 from octile.train.console import RunConsole
 from octile.train.loop import train
+from octile.train.resume import open_run
 from octile.train.run_folder import RunFolder
 from tests.train.conftest import micro, silent_console
 
@@ -116,6 +119,35 @@ def test_a_run_of_an_earlier_version_needs_its_file(finished, file):
     file.unlink()
     with pytest.raises(FileNotFoundError, match=r"mine\.toml"):
         train(with_4_steps(finished), True, silent_console())
+
+
+WRONG_TEXTS = [
+    (3, "recipe_text must be text or null, not 3"),
+    ("recipe =", "recipe_text: Invalid value"),
+    ('recipe = "fp4"', "recipe_text: unknown recipe 'fp4'"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), WRONG_TEXTS)
+def test_a_wrong_text_is_named_with_its_file(finished, wrong, message):
+    path = RunFolder.open(finished).config_file
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"recipe_text": wrong}))
+    with pytest.raises(ValueError, match=f"{re.escape(str(path))} is damaged: {message}"):
+        open_run(finished, None)
+
+
+@pytest.mark.parametrize(("wrong", "message"), WRONG_TEXTS)
+def test_a_wrong_text_in_a_checkpoint_is_named_with_its_file(finished, tmp_path, wrong, message):
+    path = latest_checkpoint(finished / "checkpoints") / "state.json"
+    state = json.loads(path.read_text())
+    state["config"]["recipe_text"] = wrong
+    path.write_text(json.dumps(state))
+    record = path.with_name("octile.json")
+    entries = json.loads(record.read_text())
+    entries["files"][path.name] = checksum(path)
+    record.write_text(json.dumps(entries))
+    with pytest.raises(ValueError, match=f"{re.escape(str(path))} is damaged: config: {message}"):
+        open_run(tmp_path / "lost", str(finished / "checkpoints"))
 
 
 @pytest.mark.parametrize("recipe", ["deepseek_v3", "bf16"])
