@@ -56,6 +56,7 @@ V2_DEFAULTS: dict[str, Any] = {
     "n_group": 1,
     "topk_group": 1,
 }
+ROPES = ("rope_scaling", "rope_parameters")  # the two spellings
 YARN_NEEDED = ("factor", "original_max_position_embeddings")
 
 
@@ -67,23 +68,54 @@ def parse(config: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
     Raises:
         ValueError: a needed key is missing, or a key asks for what this model does not compute.
     """
-    for alias, name in ALIASES.items():
-        if alias in config and not _same(config.get(name, config[alias]), config[alias]):
-            raise ValueError(f"{alias} is {quoted(config[alias])}, but {name} is {quoted(config[name])}: they are one")
-    config = {ALIASES.get(name, name): value for name, value in config.items()}
+    config = own_names(config, ALIASES)
     _check_computed(config)
     given = {k: v for k, v in config.items() if k in known and (v is not None or k in NULLABLE)}
     is_sparse = config.get("model_type") == SPARSE
     if not is_sparse and (unfit := [name for name in INDEXER if name in given]):
         raise ValueError(f"{unfit[0]} needs model_type {SPARSE!r}, not {quoted(config.get('model_type'))}")
-    missing = [name for name in (*NEEDED, *(INDEXER if is_sparse else ())) if name not in given]
-    if missing:
+    if missing := missing_keys(config):
         raise ValueError(f"the configuration lacks {', '.join(missing)}")
 
     defaults = V2_DEFAULTS if config.get("model_type") == "deepseek_v2" else {}
     found = {"num_nextn_predict_layers": 0, **defaults, **given, **_rope(config)}
     implied = {*known, *COMPUTED, "num_key_value_heads", "rope_parameters"}
     return {**found, "extra": {k: v for k, v in config.items() if k not in implied}}
+
+
+def own_names(config: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:
+    """Return a configuration with every setting under its own name. Where a setting has two names, null is unset.
+
+    Raises:
+        ValueError: two names of one setting have different values.
+    """
+    for alias, name in aliases.items():
+        one, other = config.get(alias), config.get(name)
+        if one is not None and other is not None and not _same(one, other):
+            raise ValueError(f"{alias} is {quoted(one)}, but {name} is {quoted(other)}: they are one")
+    named: dict[str, Any] = {}
+    for key, value in config.items():
+        name = aliases.get(key, key)
+        if value is not None or name not in named:
+            named[name] = value
+    return named
+
+
+def missing_keys(config: Mapping[str, Any]) -> list[str]:
+    """Return the keys that a configuration needs and lacks, or has as null where null means unset.
+
+    Raises:
+        ValueError: two names of one setting have different values.
+    """
+    named = own_names(config, ALIASES)
+    needed = (*NEEDED, *(INDEXER if named.get("model_type") == SPARSE else ()))
+    return [name for name in needed if named.get(name) is None and not (name in NULLABLE and name in named)]
+
+
+def without_computed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration without the keys of which this model computes one value, and without rope scaling."""
+    dropped = (*COMPUTED, "num_key_value_heads", *ROPES)
+    return {key: value for key, value in config.items() if key not in dropped}
 
 
 def _check_computed(config: Mapping[str, Any]) -> None:
