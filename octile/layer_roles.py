@@ -9,8 +9,10 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import lru_cache
 
 KEPT = "left out by keep"
+NUMBER = re.compile(r"\d+")  # of a layer or an expert, in a name; no role depends on it
 HEAD = "output head"
 # A module of transformers that is a linear layer with the weight [K, N], and the models that have it.
 CONV1D = "Conv1D (a weight that is stored transposed)"
@@ -74,6 +76,12 @@ def role_of(layer: str, is_linear: bool = False) -> Role | None:
     """
     if layer == "output":
         return ROLES[0]
+    return _role_of_pattern(NUMBER.sub("0", layer), is_linear)
+
+
+@lru_cache(maxsize=4096)
+def _role_of_pattern(layer: str, is_linear: bool) -> Role | None:
+    """Return the role of the layers whose names differ in numbers only: a model has few such patterns."""
     return next((role for role in ROLES if role.includes(layer) and not (is_linear and role.is_lookup)), None)
 
 
@@ -98,7 +106,7 @@ def why_high_precision(layer: str, keep: Sequence[str] = (), is_linear: bool = F
     """
     if role := role_of(layer, is_linear):
         return role.name
-    return KEPT if is_kept(layer, keep) else None
+    return KEPT if keep and is_kept(layer, keep) else None
 
 
 def check_keep(keep: Sequence[str], layers: Iterable[str]) -> None:
