@@ -149,22 +149,26 @@ def from_json(cls: type[C], value: object, name: str = "") -> C:
         raise ValueError(str(error)) from None
 
 
-def check_given(cls: type[Dataclass], values: Mapping[str, Any], prefix: str = "") -> None:
+def check_given(
+    cls: type[Dataclass], values: Mapping[str, Any], prefix: str = "", aliases: Mapping[str, str] | None = None
+) -> None:
     """Compare the values of a JSON object with the fields of a dataclass, where fields may be missing.
 
     Args:
         cls: the dataclass.
         values: the object. Keys that are no field are not checked, and null counts as missing.
         prefix: what precedes a key in messages, such as "optim.".
+        aliases: other names of fields that the object may have as keys → the names of the fields.
 
     Raises:
         ValueError: a value is not what the annotation of its field says.
     """
     known = annotations_of(cls)
-    for name, value in values.items():
-        if name in known and value is not None:
+    for key, value in values.items():
+        annotation = known.get((aliases or {}).get(key, key))
+        if annotation is not None and value is not None:
             try:
-                check(prefix + name, _converted(value, known[name], prefix + name), known[name])
+                check(prefix + key, _converted(value, annotation, prefix + key), annotation)
             except TypeError as error:
                 raise ValueError(str(error)) from None
 

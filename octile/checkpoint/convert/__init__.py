@@ -4,7 +4,8 @@ folder.py    `convert_checkpoint`: a folder, file by file, with checksums and re
 plan.py      `ConversionPlan`: what happens to each tensor, decided from the headers
 tensor.py    the conversion of one tensor, and the comparison of the result with its source
 share.py     `Share`: how much of a model's parameters and FLOPs some weights are
-architectures.py   the tensors of Llama, Mistral, Mixtral and Qwen models, from a configuration alone; its checks
+config_check.py    the check of a config.json, before anything is written
+architectures.py   the tensors of Llama, Mistral, Mixtral and Qwen models, from a configuration alone
 size.py      `predict_size`: how large a checkpoint will be
 """
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from octile.checkpoint.convert.architectures import check_config
+from octile.checkpoint.convert.config_check import check_config
 from octile.checkpoint.convert.engines import engine_warnings
 from octile.checkpoint.convert.tensor import Action, Target, choose_action, specs_after
 from octile.checkpoint.fp8_layout import (
@@ -128,10 +128,10 @@ def choose_actions(
 
     Raises:
         TypeError: keep is not a list of patterns.
-        ValueError: a key of the configuration has another type or is out of range; no weight would become FP8; keep has
-            a pattern that matches none, or is given for another target.
+        ValueError: a key of the configuration has another type, is out of range, or does not fit the others or the
+            tensors; no weight would become FP8; keep has a pattern that matches none, or is given for another target.
     """
-    check_config(config)
+    check_config(config, specs)
     if keep and to != "fp8":
         raise ValueError(f"keep must be left out where to is {to!r}: it names layers that do not become FP8")
     if to == "fp8" and config.get("model_type") in MODELS_WITH_CONV1D:

@@ -8,6 +8,7 @@ from typing import Any, get_args
 import torch
 
 from octile.checkpoint.convert.architectures import Architecture, ModelType
+from octile.checkpoint.convert.config_check import check_config
 from octile.checkpoint.convert.engines import engine_warnings
 from octile.checkpoint.convert.plan import choose_actions
 from octile.checkpoint.convert.share import Share, share_of
@@ -70,6 +71,7 @@ def predict_size(config: str | Path | ModelConfig, to: Target = "fp8", keep: Seq
     if not file.exists():
         raise FileNotFoundError(f"config must be a config.json or a folder with one: {file} does not exist")
     content = read_json(file)
+    check_config(content)
     kind = content.get("model_type", "deepseek_v3")
     if kind in get_args(ModelType):
         return _from_shapes(Architecture.from_hf(content).shapes(), content, to, keep)

@@ -76,7 +76,9 @@ MODELS = {
     "qwen2": Qwen2Config(**TINY),
     "qwen3": Qwen3Config(**TINY, head_dim=24),
     "mixtral": MixtralConfig(**TINY, num_local_experts=4),
-    "qwen3_moe": Qwen3MoeConfig(**TINY, num_experts=4, moe_intermediate_size=48, mlp_only_layers=[1]),
+    "qwen3_moe": Qwen3MoeConfig(
+        **TINY, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, mlp_only_layers=[1]
+    ),
 }
 
 
@@ -98,8 +100,9 @@ def test_a_configuration_of_another_architecture_has_the_size_of_its_weights(tmp
         ),
         ({"hidden_size": "64"}, "hidden_size must be a whole number, not '64'"),
         ({"num_hidden_layers": 10**6}, "num_hidden_layers must be at most 1,000, not 1000000"),
-        ({"vocab_size": None}, "vocab_size is missing"),
-        ({"model_type": "mixtral"}, "lacks num_experts"),
+        ({"vocab_size": None}, "lacks vocab_size, which llama needs"),
+        ({"model_type": "mixtral"}, "lacks num_local_experts, which mixtral needs"),
+        ({"model_type": "qwen3_moe"}, "lacks num_experts, moe_intermediate_size, which qwen3_moe needs"),
         ({"text_config": [1]}, r"text_config must be an object or null, not \[1\]"),
         ({**MIXTRAL, "num_experts_per_tok": "2"}, "num_experts_per_tok must be a whole number or null, not '2'"),
         ({"rope_scaling": [1]}, r"rope_scaling must be an object or null, not \[1\]"),
@@ -124,8 +127,32 @@ def test_a_configuration_that_gives_no_size_is_refused(tmp_path, changes, messag
 WRONG_KEYS = [
     ("llama", {"hidden_size": "64"}, "hidden_size must be a whole number, not '64'"),
     ("llama", {"rms_norm_eps": 0}, "rms_norm_eps must be above 0, not 0"),
-    ("mixtral", {"num_local_experts": 4.5}, "num_experts must be a whole number or null, not 4.5"),
+    ("mixtral", {"num_local_experts": 4.5}, "num_local_experts must be a whole number or null, not 4.5"),
+    ("mixtral", {"num_local_experts": 5000}, "num_local_experts must be at most 4,096, not 5000"),
+    ("qwen3_moe", {"num_local_experts": 5000}, "num_local_experts must be at most 4,096, not 5000"),
+    ("qwen3_moe", {"num_experts": 5000}, "num_experts must be at most 4,096, not 5000"),
+    (
+        "mixtral",
+        {"num_local_experts": 4, "num_experts": 8},
+        "num_local_experts is 4, but num_experts is 8: they are one",
+    ),
     ("qwen3_moe", {"rope_scaling": [1]}, r"rope_scaling must be an object or null, not \[1\]"),
+    ("llama", {"rope_parameters": {"rope_type": 5}}, "rope_parameters.rope_type must be text or null, not 5"),
+    ("llama", {"rope_scaling": {"type": [1]}}, r"rope_scaling.type must be text or null, not \[1\]"),
+    (
+        "llama",
+        {"rope_scaling": {"rope_type": "llama3", "low_freq_factor": "1"}},
+        "rope_scaling.low_freq_factor must be a number or null, not '1'",
+    ),
+    ("qwen3", {"rope_parameters": {"rope_theta": "1e6"}}, "rope_parameters.rope_theta must be a number or null"),
+    ("deepseek_v3", {"rope_parameters": {"rope_theta": 0.5}}, "rope_parameters.rope_theta must be above 1, not 0.5"),
+    ("deepseek_v3", {"num_key_value_heads": True}, "num_key_value_heads must be a whole number or null, not True"),
+    ("deepseek_v3", {"tie_word_embeddings": "abc"}, "tie_word_embeddings must be true or false or null, not 'abc'"),
+    ("deepseek_v3", {"attention_bias": 1}, "attention_bias must be true or false or null, not 1"),
+    ("deepseek_v3", {"num_experts_per_tok": 5}, "num_experts_per_tok must be at most n_routed_experts, 4, not 5"),
+    ("deepseek_v3", {"num_local_experts": 8}, "num_local_experts is 8, but n_routed_experts is 4: they are one"),
+    ("deepseek_v3", {"hidden_size": 1000}, r"hidden_size must be the width of .*, which is \[50, 192\], not 1000"),
+    ("llama", {"hidden_size": 1000}, r"hidden_size must be the width of .*, which is \[50, 192\], not 1000"),
     ("deepseek_v3", {"qk_rope_head_dim": True}, "qk_rope_head_dim must be a whole number, not True"),
     ("deepseek_v3", {"scoring_func": 3}, "scoring_func must be sigmoid or softmax, not 3"),
     (
@@ -138,6 +165,27 @@ WRONG_KEYS = [
 ]
 
 
+WRONG_KEYS_OF_ANY_MODEL = [
+    ({"model_type": [1]}, r"model_type must be text or null, not \[1\]"),
+    ({"architectures": 5}, "architectures must be .* or null, not 5"),
+    ({"architectures": ["A", 5]}, "architectures must be text, not 5"),
+    ({"tie_word_embeddings": "abc"}, "tie_word_embeddings must be true or false or null, not 'abc'"),
+    ({"num_experts": "8"}, "num_experts must be a whole number or null, not '8'"),
+    ({"num_experts": -1}, "num_experts must be at least 0, not -1"),
+    (
+        {"num_experts_per_tok": 10**400},
+        r"num_experts_per_tok must be at most n_routed_experts, 4, not 10\^60 or more",
+    ),
+    ({"text_config": [1]}, r"text_config must be an object or null, not \[1\]"),
+    ({"text_config": {"num_experts": "8"}}, "text_config.num_experts must be a whole number or null, not '8'"),
+    (
+        {"n_routed_experts": None, "text_config": {"num_experts": 4}, "num_experts_per_tok": 5},
+        "num_experts_per_tok must be at most text_config.num_experts, 4, not 5",
+    ),
+]
+WRONG_KEYS += [("other", changes, message) for changes, message in WRONG_KEYS_OF_ANY_MODEL]
+
+
 @pytest.mark.parametrize(("kind", "changes", "message"), WRONG_KEYS)
 @pytest.mark.parametrize("work", ["predict", "convert"])
 def test_a_wrong_key_is_refused_where_there_are_weights(
@@ -147,6 +195,23 @@ def test_a_wrong_key_is_refused_where_there_are_weights(
     with pytest.raises(ValueError, match=message):
         predict_size(folder) if work == "predict" else convert_checkpoint(folder, tmp_path / "dst", "fp8")
     assert not (tmp_path / "dst").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        (ModelConfig.tiny().to_hf(), {"n_group": 3}, "n_group must divide the 16 n_routed_experts, not be 3"),
+        (ModelConfig.tiny().to_hf(), {"index_topk": 8}, "index_topk needs model_type 'deepseek_v32'"),
+    ],
+    ids=["n_group", "index_topk"],
+)
+def test_keys_that_do_not_fit_together_are_refused_with_and_without_weights(
+    tmp_path, hf_folder, moe_tensors, config, changes, message
+):
+    folder = hf_folder(tmp_path, config | changes, moe_tensors)
+    for path in (folder, folder / "config.json"):
+        with pytest.raises(ValueError, match=message):
+            predict_size(path)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,156 @@
+"""The check of a `config.json` before a size is predicted or anything is written.
+
+Of any model the keys are checked that a conversion reads, and of DeepSeek's and the other known architectures all keys.
+Keys may be missing where there are weights, which give the shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, get_args
+
+from octile.checkpoint.convert.architectures import ALIASES, Architecture, Count, ModelType, TokenId
+from octile.checkpoint.convert.share import EXPERT_COUNTS
+from octile.checkpoint.tensor_file import TensorSpec
+from octile.models import hf_config
+from octile.models.config import ModelConfig, RopeScaling
+from octile.validation import Range, check_given, quoted
+
+EMBEDDING = "model.embed_tokens.weight"  # of every known architecture: [vocabulary, hidden_size]
+Experts = Annotated[int, Range(at_least=0)]  # a model without experts may say 0
+Positive = Annotated[float, Range(above=0)]
+
+
+@dataclass(frozen=True)
+class KeysOfAnyModel:
+    """The keys that a conversion reads, whatever the model."""
+
+    architectures: tuple[str, ...] | None = None
+    model_type: str | None = None
+    n_routed_experts: Experts | None = None
+    num_experts: Experts | None = None
+    num_experts_per_tok: Experts | None = None
+    num_local_experts: Experts | None = None
+    text_config: dict[str, Any] | None = None
+    tie_word_embeddings: bool | None = None
+
+
+@dataclass(frozen=True)
+class OtherKeys:
+    """The keys of known architectures that change no shape; a file with a wrong one is damaged."""
+
+    attention_dropout: Annotated[float, Range(at_least=0, at_most=1)] | None = None
+    bos_token_id: TokenId | None = None
+    dtype: str | None = None
+    eos_token_id: TokenId | tuple[TokenId, ...] | None = None
+    hidden_act: str | None = None
+    initializer_range: Annotated[float, Range(at_least=0)] | None = None
+    layer_types: tuple[str, ...] | None = None
+    max_position_embeddings: Annotated[int, Range(at_least=1)] | None = None
+    max_window_layers: Annotated[int, Range(at_least=0)] | None = None
+    norm_topk_prob: bool | None = None
+    num_experts_per_tok: Annotated[int, Range(at_least=1)] | None = None
+    output_router_logits: bool | None = None
+    pad_token_id: Annotated[int, Range(at_least=-1)] | None = None
+    pretraining_tp: Annotated[int, Range(at_least=1)] | None = None
+    quantization_config: dict[str, Any] | None = None
+    rms_norm_eps: Positive | None = None
+    rope_parameters: dict[str, Any] | None = None
+    rope_scaling: dict[str, Any] | None = None
+    rope_theta: Positive | None = None
+    router_aux_loss_coef: Annotated[float, Range(at_least=0)] | None = None
+    router_jitter_noise: Annotated[float, Range(at_least=0)] | None = None
+    sliding_window: Annotated[int, Range(at_least=1)] | None = None
+    torch_dtype: str | None = None
+    use_cache: bool | None = None
+    use_sliding_window: bool | None = None
+
+
+@dataclass(frozen=True)
+class DeepseekKeys:
+    """The keys of DeepSeek models that `ModelConfig` has no field for."""
+
+    attention_bias: bool | None = None
+    mlp_bias: bool | None = None
+    moe_layer_freq: Count | None = None
+    num_key_value_heads: Count | None = None
+    rope_interleave: bool | None = None
+    seq_aux: bool | None = None
+
+
+@dataclass(frozen=True)
+class RopeKeys:
+    """The keys of `rope_scaling` and `rope_parameters` besides YaRN's. Source: transformers' `RopeParameters`."""
+
+    attention_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
+    long_factor: tuple[float, ...] | None = None
+    low_freq_factor: Positive | None = None
+    partial_rotary_factor: Annotated[float, Range(above=0, at_most=1)] | None = None
+    rope_theta: Positive | None = None
+    rope_type: str | None = None
+    short_factor: tuple[float, ...] | None = None
+    truncate: bool | None = None
+    type: str | None = None
+
+
+def check_config(config: Mapping[str, Any], specs: Mapping[str, TensorSpec] | None = None) -> None:
+    """Check a `config.json`.
+
+    Args:
+        config: its content.
+        specs: name → spec of the tensors that come with it.
+
+    Raises:
+        ValueError: a key has another type or is out of range, or keys do not fit together or to the tensors.
+    """
+    check_given(KeysOfAnyModel, config)
+    text_config = config.get("text_config") or {}  # of multimodal models
+    check_given(KeysOfAnyModel, text_config, "text_config.")
+    _check_chosen_experts(config, text_config)
+    kind = config.get("model_type")
+    is_deepseek = kind in hf_config.MODEL_TYPES
+    if not is_deepseek and kind not in get_args(ModelType):
+        return
+    check_given(OtherKeys, config)
+    for key in hf_config.ROPES:
+        for keys in (RopeKeys, RopeScaling):
+            check_given(keys, config.get(key) or {}, f"{key}.")
+    if is_deepseek:
+        _check_deepseek(config)
+    else:
+        _check_architecture(config)
+    width = config.get("hidden_size")
+    if width is not None and specs and EMBEDDING in specs and specs[EMBEDDING].shape[1:] != (width,):
+        shape = list(specs[EMBEDDING].shape)
+        raise ValueError(f"hidden_size must be the width of {EMBEDDING}, which is {shape}, not {width}")
+
+
+def _check_chosen_experts(config: Mapping[str, Any], text_config: Mapping[str, Any]) -> None:
+    key_in_file = {key: f"text_config.{key}" for key in text_config} | {key: key for key in config}
+    merged = {**text_config, **config}
+    chosen = merged.get("num_experts_per_tok") or 0
+    key = next((key for key in EXPERT_COUNTS if merged.get(key)), None)
+    if key is not None and chosen > merged[key]:
+        raise ValueError(
+            f"{key_in_file['num_experts_per_tok']} must be at most {key_in_file[key]}, {quoted(merged[key])}, "
+            f"not {quoted(chosen)}"
+        )
+
+
+def _check_deepseek(config: Mapping[str, Any]) -> None:
+    """Check the keys of `ModelConfig` and the others; whether the model is computed here does not matter."""
+    check_given(DeepseekKeys, config)
+    fields = {key: value for key, value in config.items() if key not in hf_config.ROPES}
+    check_given(ModelConfig, fields, aliases=hf_config.ALIASES)
+    for key in hf_config.ROPES:
+        check_given(ModelConfig, {"rope_theta": (config.get(key) or {}).get("rope_theta")}, f"{key}.")
+    if not hf_config.missing_keys(config):
+        ModelConfig.from_hf(hf_config.without_computed(config))
+
+
+def _check_architecture(config: Mapping[str, Any]) -> None:
+    check_given(Architecture, config, aliases=ALIASES)
+    if not Architecture.missing_keys(config):
+        Architecture.from_hf(config)
