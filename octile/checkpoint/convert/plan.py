@@ -136,10 +136,10 @@ def choose_actions(
         raise ValueError(f"keep must be left out where to is {to!r}: it names layers that do not become FP8")
     if to == "fp8" and config.get("model_type") in MODELS_WITH_CONV1D:
         raise ValueError(f"no weight of a {config['model_type']} model can become FP8: its layers are {CONV1D}")
-    if to == "fp8":
-        actions = {name: choose_action(name, specs, to) for name in specs}
-        check_keep(keep, [name.rpartition(".")[0] for name, action in actions.items() if action is Action.QUANTIZE])
-    actions = {name: choose_action(name, specs, to, keep) for name in specs}
+    actions = {name: choose_action(name, specs, to) for name in specs}
+    check_keep(keep, [name.rpartition(".")[0] for name, action in actions.items() if action is Action.QUANTIZE])
+    if keep:
+        actions = {name: choose_action(name, specs, to, keep) for name in specs}
     is_nothing = Action.QUANTIZE not in actions.values() and not any(map(is_fp8, specs.values()))
     if to == "fp8" and is_nothing:
         raise ValueError(f"no weight would become FP8: {_why_nothing(specs, keep)}")

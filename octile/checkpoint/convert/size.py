@@ -23,6 +23,8 @@ from octile.models.meta import meta_model
 from octile.models.names import to_hf
 from octile.validation import quoted, read_json
 
+MAX_EXPERTS = 65_536  # in all layers, each of three tensors that are named one by one; DeepSeek-V3 has 15,104
+
 
 @dataclass(frozen=True)
 class SizePrediction:
@@ -57,8 +59,9 @@ def predict_size(config: str | Path | ModelConfig, to: Target = "fp8", keep: Seq
     Raises:
         FileNotFoundError: there is no such file.
         TypeError: keep is not a list of patterns.
-        ValueError: to is none of the three; the configuration is of another model, or wrong; a weight file is damaged;
-            no weight would become FP8; keep has a pattern that matches none, or is given for another target.
+        ValueError: to is none of the three; the configuration is of another model, wrong, or of more than MAX_EXPERTS
+            experts; a weight file is damaged; no weight would become FP8; keep has a pattern that matches none, or is
+            given for another target.
     """
     if to not in get_args(Target):
         raise ValueError(f"to must be 'fp8', 'bf16' or 'float32', not {to!r}")
@@ -74,7 +77,11 @@ def predict_size(config: str | Path | ModelConfig, to: Target = "fp8", keep: Seq
     check_config(content)
     kind = content.get("model_type", "deepseek_v3")
     if kind in get_args(ModelType):
-        return _from_shapes(Architecture.from_hf(content).shapes(), content, to, keep)
+        architecture = Architecture.from_hf(content)
+        moe_layers = sum(map(architecture.is_moe, range(architecture.num_hidden_layers)))
+        key = "num_local_experts" if "num_local_experts" in content else "num_experts"
+        _check_experts(moe_layers, architecture.num_experts or 0, key)
+        return _from_shapes(architecture.shapes(), content, to, keep)
     if kind not in DEEPSEEK:
         known = ", ".join((*DEEPSEEK, *get_args(ModelType)))
         raise ValueError(
@@ -84,7 +91,17 @@ def predict_size(config: str | Path | ModelConfig, to: Target = "fp8", keep: Seq
     return _from_config(ModelConfig.from_hf(content), to, keep)
 
 
+def _check_experts(moe_layers: int, experts: int, key: str) -> None:
+    if moe_layers * experts > MAX_EXPERTS:
+        raise ValueError(
+            f"num_hidden_layers, {key}: a size is predicted for at most {MAX_EXPERTS:,} experts in all layers, "
+            f"not for {moe_layers:,} layers of {experts:,}"
+        )
+
+
 def _from_config(config: ModelConfig, to: Target, keep: Sequence[str]) -> SizePrediction:
+    layers = config.num_hidden_layers + config.num_nextn_predict_layers
+    _check_experts(layers - config.first_k_dense_replace, config.n_routed_experts, "n_routed_experts")
     shapes = {name: tuple(t.shape) for name, t in to_hf(meta_model(config).state_dict(), config).items()}
     return _from_shapes(shapes, config.to_hf(), to, keep)
 

@@ -215,6 +215,40 @@ def test_keys_that_do_not_fit_together_are_refused_with_and_without_weights(
 
 
 @pytest.mark.parametrize(
+    ("config", "key", "counts"),
+    [
+        (replace(ModelConfig.v3_671b(), num_hidden_layers=1000).to_hf(), "n_routed_experts", "998 layers of 256"),
+        (replace(ModelConfig.v3_671b(), n_routed_experts=4096).to_hf(), "n_routed_experts", "59 layers of 4,096"),
+        (
+            {**TINY, **MIXTRAL, "num_hidden_layers": 1000, "num_local_experts": 66},
+            "num_local_experts",
+            "1,000 layers of 66",
+        ),
+        (
+            {
+                **TINY,
+                "model_type": "qwen3_moe",
+                "num_hidden_layers": 1000,
+                "num_experts": 132,
+                "moe_intermediate_size": 8,
+                "decoder_sparse_step": 2,
+            },
+            "num_experts",
+            "500 layers of 132",
+        ),
+    ],
+    ids=["layers", "experts", "mixtral", "qwen3_moe"],
+)
+def test_more_experts_than_a_size_is_predicted_for_are_refused(tmp_path, config, key, counts):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    message = (
+        f"num_hidden_layers, {key}: a size is predicted for at most 65,536 experts in all layers, not for {counts}"
+    )
+    with pytest.raises(ValueError, match=message):
+        predict_size(tmp_path)
+
+
+@pytest.mark.parametrize(
     "config",
     [
         {"model_type": "other", "hidden_size": [64, 128], "rope_scaling": [1]},
