@@ -19,6 +19,13 @@ TokenId = Annotated[int, Range(at_least=0)]
 ModelType = Literal["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"]
 ALIASES = {"num_local_experts": "num_experts"}  # as Mixtral calls it
 EXPERTS_NEEDED = {"mixtral": ("num_local_experts",), "qwen3_moe": ("num_experts", "moe_intermediate_size")}
+DEFAULTS: Mapping[str, Mapping[str, int]] = {  # of transformers, where a key is absent
+    "mistral": {"num_key_value_heads": 8},
+    "qwen2": {"num_key_value_heads": 32},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+    "mixtral": {"num_key_value_heads": 8},
+    "qwen3_moe": {"num_key_value_heads": 4},
+}
 Shape = tuple[int, ...]
 
 
@@ -32,7 +39,7 @@ class Architecture:
 
     Raises:
         TypeError: a key has another type.
-        ValueError: a key is out of range.
+        ValueError: a key is out of range, or the heads do not fit together or into hidden_size.
     """
 
     model_type: ModelType
@@ -53,6 +60,15 @@ class Architecture:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        heads, kv_heads, d = self.num_attention_heads, self.num_key_value_heads, self.hidden_size
+        if kv_heads is not None and heads % kv_heads:
+            default = DEFAULTS.get(self.model_type, {}).get("num_key_value_heads")
+            note = f" ({self.model_type}'s default is {default})" if kv_heads == default else ""
+            raise ValueError(f"num_key_value_heads must divide num_attention_heads, {heads}, not be {kv_heads}{note}")
+        if self.model_type == "llama" and d % heads:
+            raise ValueError(f"hidden_size must be a multiple of num_attention_heads, {heads}, not {d}")
+        if self.head_dim is None and d < heads:
+            raise ValueError(f"hidden_size must be at least num_attention_heads, {heads}, without head_dim, not {d}")
 
     @staticmethod
     def missing_keys(config: Mapping[str, Any]) -> list[str]:
@@ -68,17 +84,21 @@ class Architecture:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Architecture:
-        """Read a Hugging Face `config.json`.
+        """Read a Hugging Face `config.json`. Absent keys have the defaults of transformers.
 
         Raises:
-            ValueError: a key is missing, has another type, or is out of range.
+            ValueError: a key is missing, has another type, or is out of range, or keys do not fit together.
         """
         check_given(cls, config, aliases=ALIASES)
         if missing := cls.missing_keys(config):
             raise ValueError(f"the configuration lacks {', '.join(missing)}, which {config['model_type']} needs")
         names = {field.name for field in fields(cls)}
-        given = {key: value for key, value in own_names(config, ALIASES).items() if key in names and value is not None}
-        return from_json(cls, given)
+        given = {
+            key: value
+            for key, value in own_names(config, ALIASES).items()
+            if key in names and (value is not None or key == "num_key_value_heads")
+        }
+        return from_json(cls, {**DEFAULTS.get(config["model_type"], {}), **given})
 
     def is_moe(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has experts."""
@@ -107,7 +127,8 @@ class Architecture:
         heads, d = self.num_attention_heads, self.hidden_size
         kv_heads = self.num_key_value_heads or heads
         head_dim = self.head_dim or d // heads
-        biased = "qkv" if self.model_type == "qwen2" else "qkvo" if self.attention_bias else ""
+        may_be_biased = self.model_type in ("llama", "qwen3", "qwen3_moe")
+        biased = "qkv" if self.model_type == "qwen2" else "qkvo" if self.attention_bias and may_be_biased else ""
         for name, out in (("q", heads), ("k", kv_heads), ("v", kv_heads), ("o", None)):
             shape = (d, heads * head_dim) if out is None else (out * head_dim, d)
             yield f"{prefix}.{name}_proj.weight", shape

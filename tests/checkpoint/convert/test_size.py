@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
@@ -68,6 +69,7 @@ TINY = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+ABSENT = object()
 MIXTRAL = {"model_type": "mixtral", "num_local_experts": 4}
 MODELS = {
     "llama": LlamaConfig(**TINY, attention_bias=True, mlp_bias=True),
@@ -91,6 +93,35 @@ def test_a_configuration_of_another_architecture_has_the_size_of_its_weights(tmp
         assert predict_size(tmp_path / "bare", to) == predict_size(tmp_path / "whole", to)
 
 
+HEADS_32 = {**TINY, "num_attention_heads": 32, "num_hidden_layers": 2}
+DEFAULTS = [
+    ("llama", {}),
+    ("llama", {"num_key_value_heads": None}),
+    ("mistral", {}),
+    ("mistral", {"hidden_size": 100}),
+    ("mistral", {"attention_bias": True}),
+    ("qwen2", {}),
+    ("qwen2", {"num_attention_heads": 16, "num_key_value_heads": None}),
+    ("qwen3", {}),
+    ("qwen3", {"num_attention_heads": 16, "num_key_value_heads": None}),
+    ("qwen3", {"num_key_value_heads": 2}),
+    ("qwen3", {"head_dim": 16}),
+    ("mixtral", {"num_local_experts": 2}),
+    ("mixtral", {"num_local_experts": 2, "hidden_size": 100}),
+    ("qwen3_moe", {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 48}),
+    ("qwen3_moe", {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 48, "hidden_size": 100}),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes"), DEFAULTS)
+def test_absent_keys_have_the_defaults_of_transformers(tmp_path, kind, changes):
+    config = {key: value for key, value in HEADS_32.items() if key != "num_key_value_heads"}
+    (tmp_path / "config.json").write_text(json.dumps(config | changes | {"model_type": kind}))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    assert predict_size(tmp_path).share.parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -103,6 +134,16 @@ def test_a_configuration_of_another_architecture_has_the_size_of_its_weights(tmp
         ({"vocab_size": None}, "lacks vocab_size, which llama needs"),
         ({"model_type": "mixtral"}, "lacks num_local_experts, which mixtral needs"),
         ({"model_type": "qwen3_moe"}, "lacks num_experts, moe_intermediate_size, which qwen3_moe needs"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads must divide num_attention_heads, 4, not be 3"),
+        (
+            {"model_type": "mistral", "num_key_value_heads": ABSENT},
+            r"num_key_value_heads must divide num_attention_heads, 4, not be 8 \(mistral's default is 8\)",
+        ),
+        ({"hidden_size": 66}, "hidden_size must be a multiple of num_attention_heads, 4, not 66"),
+        (
+            {"model_type": "mistral", "hidden_size": 2},
+            "hidden_size must be at least num_attention_heads, 4, without head_dim, not 2",
+        ),
         ({"text_config": [1]}, r"text_config must be an object or null, not \[1\]"),
         ({**MIXTRAL, "num_experts_per_tok": "2"}, "num_experts_per_tok must be a whole number or null, not '2'"),
         ({"rope_scaling": [1]}, r"rope_scaling must be an object or null, not \[1\]"),
@@ -119,7 +160,8 @@ def test_a_configuration_of_another_architecture_has_the_size_of_its_weights(tmp
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_a_configuration_that_gives_no_size_is_refused(tmp_path, changes, message):
-    (tmp_path / "config.json").write_text(json.dumps({**TINY, "model_type": "llama", **changes}))
+    config = {**TINY, "model_type": "llama", **changes}
+    (tmp_path / "config.json").write_text(json.dumps({key: v for key, v in config.items() if v is not ABSENT}))
     with pytest.raises(ValueError, match=message):
         predict_size(tmp_path)
 
@@ -202,8 +244,9 @@ def test_a_wrong_key_is_refused_where_there_are_weights(
     [
         (ModelConfig.tiny().to_hf(), {"n_group": 3}, "n_group must divide the 16 n_routed_experts, not be 3"),
         (ModelConfig.tiny().to_hf(), {"index_topk": 8}, "index_topk needs model_type 'deepseek_v32'"),
+        ({**TINY, "model_type": "llama"}, {"num_key_value_heads": 3}, "num_key_value_heads must divide"),
     ],
-    ids=["n_group", "index_topk"],
+    ids=["n_group", "index_topk", "num_key_value_heads"],
 )
 def test_keys_that_do_not_fit_together_are_refused_with_and_without_weights(
     tmp_path, hf_folder, moe_tensors, config, changes, message
