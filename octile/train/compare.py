@@ -36,6 +36,7 @@ from octile.train.console import RunConsole
 from octile.train.gradient_check import parse_steps
 from octile.train.loop import prepare_tokens, print_passes
 from octile.train.memory import check_memory
+from octile.train.recipe_check import check_recipe
 from octile.train.run_folder import COMPARISON, DATA, check_unused, lock_folder, new_folder, why_empty
 from octile.train.signals import Stopped, stop_requests
 from octile.train.token_losses import visible_token
@@ -175,8 +176,8 @@ def compare(
         ImportError: a package of the extras `train` or `report` is missing.
         FileExistsError: out holds a comparison or a run already, or another process works there.
         FileNotFoundError: there is no comparison to resume.
-        ValueError: a recipe is unknown, a seed or a step is impossible, the data cannot be used, or the comparison to
-            resume has other arguments.
+        ValueError: a recipe is unknown or does not take a size of the model, a seed or a step is impossible, the data
+            cannot be used, or the comparison to resume has other arguments.
         Stopped: Ctrl-C or SIGTERM ended the comparison early.
     """
     require("tokenizers", "filelock", extra="train")
@@ -187,7 +188,7 @@ def compare(
     named = {name: replace(config, recipe=name, recipe_text=texts.get(name)).with_file_texts() for name in recipes}
     configs = {short: replace(named[name], recipe=short) for name, short in _short_names(recipes).items()}
     for each in configs.values():
-        each.load_recipe()  # refuses an unknown recipe before any work
+        check_recipe(each)
     seeds = seeds or (config.seed,)
     baselines = [replace(config, recipe="bf16", seed=seed) for seed in baseline_seeds(seeds)]
     texts = {name: each.recipe_text for name, each in named.items() if each.recipe_text is not None}

@@ -54,13 +54,14 @@ from octile.train.deterministic import deterministic
 from octile.train.duration import describe_duration
 from octile.train.memory import check_memory, explain_out_of_memory, is_out_of_memory
 from octile.train.pipelined import describe_pipeline, make_pipeline_schedule
+from octile.train.recipe_check import check_recipe
 from octile.train.resume import check_goal, check_settings, continued, open_run, print_settings
 from octile.train.run_folder import Metrics, MetricsWriter, NoMetrics, RunFolder, lock_folder, read_lines
 from octile.train.signals import Stopped, stop_requests
 from octile.train.source_digest import source_digest
 from octile.train.token_losses import token_losses
 from octile.train.token_store import MANIFEST, TokenStore
-from octile.train.trainer import Trainer, batch_ramp, check_recipe
+from octile.train.trainer import Trainer, batch_ramp
 
 SAMPLE_TOKENS = 128
 MAX_PASSES = 4  # that are nearly as good as new text (Muennighoff et al., arXiv 2305.16264)
@@ -103,7 +104,8 @@ def train(config: TrainConfig, resume: bool, console: RunConsole, hook: RunHook 
     make_pipeline_schedule(config)  # refuses what does not fit, whatever the ranks
     check_world(config)
     device = pick_own_device(config.device)
-    check_recipe(config)
+    if not resume:  # the recipe of a resumed run is in its folder
+        check_recipe(config)
     if config.checkpoints is not None and "://" not in config.checkpoints:  # a resumed run may begin elsewhere
         config = replace(config, checkpoints=os.path.abspath(config.checkpoints))
     ranks = join(device, config.parallel.timeout)
@@ -125,7 +127,7 @@ def _train_joined(
         raise ValueError("out is not given: --resume needs --out RUN, the run to continue")
     begun = open_run(config.out, config.checkpoints) if resume and config.out is not None else None
     config = continued(begun, config) if begun is not None else config.with_file_texts()
-    config.load_recipe()  # refuses an unknown recipe before anything is written
+    check_recipe(config)
     if config.init_from is not None and not resume:
         fine_tune.check_shape(config, config.init_from)
     if begun is None or not (begun.run.data / MANIFEST).exists():

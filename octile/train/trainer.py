@@ -57,7 +57,6 @@ from octile.nn.weight_cache import frozen_weights
 from octile.ops.high_precision import without_reduced_precision_reduction
 from octile.optim import EMA, AdamW, BatchRamp, DynamicLossScale, WarmupConstantCosine, clip_factor, param_groups
 from octile.optim.gradient import gradient_norm
-from octile.optim.state import has_scales
 from octile.parallel.experts import ExpertShare
 from octile.parallel.ranks import Ranks
 from octile.parallel.schedules import Schedule
@@ -921,19 +920,6 @@ class Trainer:
         self.steps_done, self.tokens, self.seconds = found.steps_done, found.tokens, found.seconds
         self.skipped, self.skipped_in_a_row = found.skipped, found.skipped_in_a_row
         self._set_skips()
-
-
-def check_recipe(config: TrainConfig) -> None:
-    """Refuse a recipe that several ranks cannot train.
-
-    Raises:
-        ValueError: there are several ranks, and the optimizer's state has one scale for a whole tensor.
-    """
-    if config.parallel.ranks > 1 and has_scales(config.load_recipe().optimizer):
-        raise ValueError(
-            f"recipe {config.recipe} needs one rank, not {config.parallel.describe()}: its gradients and moments have "
-            "one scale for a whole tensor, of which a rank has a part"
-        )
 
 
 def schedule(config: TrainConfig) -> WarmupConstantCosine:
