@@ -57,7 +57,7 @@ UNION_ERROR = re.compile(r"no type matching (INT|FLOAT)\|.* could be instantiate
 WRAPPED_NUMBER = re.compile(r"(?<=\d,)\n(?=\d{3}(?!\d))")  # tyro breaks lines within 128,000
 INVALID_CHOICE = re.compile(r"invalid choice '(.*)' for argument '(.*)'\. Expected one of \((.*)\)\.")
 
-CONFIG_FILE = "config.json"
+SETTINGS_FILES = ("config.json", "comparison.json", "state.json")  # of runs, comparisons and their checkpoints
 WORD_MARKS = frozenset("._")  # of a field's name that is no word of prose
 HELP = frozenset({"-h", "--help"})
 HELP_HEAD = re.compile(r"usage: | *\S+ {2,}")  # the start of a line of help, after which its text begins
@@ -668,12 +668,12 @@ def _error_line(box: str, form: type[Dataclass], arguments: list[str]) -> str:
 
 @contextmanager
 def _named_as_options(form: type[Dataclass], arguments: list[str]) -> Iterator[None]:
-    """Let an exception inside the context name options instead of fields, but where it speaks of a config.json."""
+    """Let an exception inside the context name options instead of fields, but where it speaks of a file of settings."""
     try:
         yield
     except Exception as error:
         message = error.args[0] if len(error.args) == 1 else None
-        if isinstance(message, str) and CONFIG_FILE not in message:
+        if isinstance(message, str) and not any(file in message for file in SETTINGS_FILES):
             text, named = _with_options(message, form)
             error.args = (text + _of_run(named, arguments) if isinstance(error, ValueError) else text,)
             if isinstance(error, ImportError):

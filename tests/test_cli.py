@@ -16,6 +16,7 @@ import torch
 
 import octile.cli
 from octile.checkpoint.hugging_face import save
+from octile.checkpoint.training import save_checkpoint
 from octile.cli import COMMANDS, main, wrap_help
 from octile.models.config import ModelConfig, RopeScaling
 from octile.models.deepseek_v3 import DeepseekV3
@@ -52,7 +53,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert code == 2
     assert err.startswith("octile: ")
     assert err.count("\n") == 1
-    if (form := octile.cli.FORMS.get(arguments[0])) and "config.json" not in err:
+    if (form := octile.cli.FORMS.get(arguments[0])) and not any(file in err for file in octile.cli.SETTINGS_FILES):
         assert octile.cli._with_options(err.removeprefix("octile: "), form)[0] == err.removeprefix("octile: ")
     return err
 
@@ -322,6 +323,14 @@ def test_values_of_a_run_to_resume_are_said_to_be_its_own(capsys, monkeypatch, t
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert message in refused(capsys, "train", "--resume", "--out", str(tmp_path), *options)
+
+
+def test_a_damaged_configuration_of_a_checkpoint_is_not_said_to_be_that_of_options(capsys, tmp_path):
+    config = {**json.loads(preset("tiny").to_json()), "micro_batches": 3}
+    folder = save_checkpoint(tmp_path / "checkpoints", 2, {}, {"config": config})
+    arguments = ("--resume", "--out", str(tmp_path / "lost"), "--checkpoints", str(tmp_path / "checkpoints"))
+    message = f"octile: {folder}/state.json is damaged: config: batch_size 4 must be divisible by micro_batches 3: "
+    assert refused(capsys, "train", *arguments).startswith(message)
 
 
 @pytest.mark.parametrize(

@@ -400,10 +400,10 @@ class TrainConfig:
             file: its path or URL, for messages.
 
         Raises:
-            ValueError: it is not the configuration of a run.
+            ValueError: it has none, or one that is damaged.
         """
         try:
-            return cls.from_json(json.dumps(state["config"]))
+            return cls.from_json(json.dumps(state.get("config")))
         except ValueError as error:
             raise ValueError(f"{file} is damaged: config: {error}") from None
 

@@ -137,7 +137,7 @@ def check_settings(config: TrainConfig, checkpoint: Store, device: torch.device,
     Changes that a resumed run may have are printed. A machine that computes other bits causes a warning.
 
     Raises:
-        ValueError: a setting differs that may not, because config.json was edited.
+        ValueError: a setting differs that may not, because config.json was edited; or state.json is damaged.
     """
     state = checkpoint.read_json(STATE)
     if "config" in state:

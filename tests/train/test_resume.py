@@ -1,0 +1,50 @@
+"""Tests of what a resumed run takes from its folder and its checkpoint, without a step of training."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from octile.checkpoint.store import Store
+from octile.checkpoint.training import save_checkpoint
+from octile.train.compared_run import FINISHED, train_compared_run
+from octile.train.resume import check_settings, computed_on, open_run
+from tests.train.conftest import micro, silent_console
+
+CPU = torch.device("cpu")
+DAMAGED = {  # what is written into the configuration of state.json: the message
+    "a field of another type": ({"sequence_length": "x"}, "config: sequence_length must be a whole number, not 'x'"),
+    "an unknown field": ({"color": 1}, "config: color is unknown: there are preset, "),
+    "fields that do not fit": ({"micro_batches": 3}, "config: batch_size 4 must be divisible by micro_batches 3: "),
+    "no model": ({"model": None}, "config: model must be an object, not None"),
+}
+
+
+def checkpoint(tmp_path: Path, name: str = "checkpoints", **changes) -> Path:
+    """Write the checkpoint of a run's second step, with changes of the configuration in its state.json."""
+    config = {**json.loads(micro().to_json()), **changes}
+    state = {"steps_done": 2, "tokens": 256, "seconds": 1.0, "config": config, "computed_on": computed_on(CPU)}
+    return save_checkpoint(tmp_path / name, 2, {}, state)
+
+
+@pytest.mark.parametrize(("changes", "message"), DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_configuration_of_a_checkpoint_is_said_to_be_in_its_state(tmp_path, changes, message):
+    folder = checkpoint(tmp_path, **changes)
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{folder}/state.json is damaged: {message}')}"):
+        check_settings(micro(), Store(str(folder)), CPU, silent_console())
+
+
+@pytest.mark.parametrize(("changes", "message"), DAMAGED.values(), ids=DAMAGED)
+def test_a_run_without_its_folder_says_where_its_damaged_configuration_is(tmp_path, changes, message):
+    folder = checkpoint(tmp_path, **changes)
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{folder}/state.json is damaged: {message}')}"):
+        open_run(tmp_path / "lost", str(tmp_path / "checkpoints"))
+
+
+@pytest.mark.parametrize(("changes", "message"), DAMAGED.values(), ids=DAMAGED)
+def test_a_comparison_says_where_its_damaged_configuration_is(store, tmp_path, changes, message):
+    folder = checkpoint(tmp_path, FINISHED, **changes)
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{folder}/state.json is damaged: {message}')}"):
+        train_compared_run(micro(), store, silent_console(), folder=tmp_path)
