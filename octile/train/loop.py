@@ -155,7 +155,7 @@ def _train_joined(
                 )
             done = 0 if checkpoint is None else check_goal(config, checkpoint)
             if begun is not None:
-                print_settings(begun, console)
+                print_settings(begun, done, console)
             console.print(f"run folder: {run.path}")
             if config.checkpoints is not None:
                 console.print(f"checkpoints go to {config.checkpoints}")
@@ -194,7 +194,7 @@ def _train(
     print_passes(config, store, console)
     _check_prompt(config, store)
     if checkpoint is not None:
-        check_settings(config, checkpoint, device, console)
+        check_settings(config, checkpoint, device, console.print)
     with explain_out_of_memory(config, device):
         # a checkpoint holds the weights, and the folder that the run began with may be gone
         trainer = build(config if checkpoint is None else replace(config, init_from=None), store, device, ranks)

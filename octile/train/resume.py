@@ -8,7 +8,7 @@ another machine causes a warning.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,13 +16,20 @@ import torch
 
 from octile.checkpoint.step_folders import STATE, checksums, finished_steps, newest_intact, why_unusable
 from octile.checkpoint.store import Store
-from octile.train.config import TrainConfig, changed_settings, describe_changes, describe_settings, differences
+from octile.train.config import (
+    FILE_TEXTS,
+    TrainConfig,
+    changed_settings,
+    describe_changes,
+    describe_settings,
+    differences,
+)
 from octile.train.console import RunConsole
 from octile.train.run_folder import RunFolder, check_unused
 from octile.train.trainer_state import TrainerState
 
 OTHER_ORDER = "gradients are summed in another order, so the run is not bit-identical to an uninterrupted one"
-CHANGE_NOTES = {  # settings that may change when a run is resumed: what follows
+CHANGE_NOTES = {  # settings that may change when a run is resumed: what follows, where it is more than the new value
     "steps": "the schedules of learning rate, batch and weights follow the new number",
     "micro_batches": OTHER_ORDER,
     "parallel.dp": OTHER_ORDER,
@@ -30,7 +37,9 @@ CHANGE_NOTES = {  # settings that may change when a run is resumed: what follows
     "parallel.pp": OTHER_ORDER,
     "parallel.schedule": OTHER_ORDER,
     "parallel.reduce": "gradients are rounded otherwise, so the run is not bit-identical to an uninterrupted one",
+    "guards": "they were added after the run began",
 }
+SAID_OTHERWISE = {"out", *FILE_TEXTS}  # the folder is printed in any case, and the file of a text is named
 BITS_ADVICE = {"threads": "; OMP_NUM_THREADS sets the number of threads"}
 
 
@@ -99,8 +108,8 @@ def continued(saved: SavedRun, config: TrainConfig) -> TrainConfig:
     return config.with_file_texts()  # a run of an earlier version saved only the file's name
 
 
-def print_settings(begun: SavedRun, console: RunConsole) -> None:
-    """Print the settings of a run to resume, and which files have changed since it began."""
+def print_settings(begun: SavedRun, steps_done: int, console: RunConsole) -> None:
+    """Print the settings of a run to resume, which files have changed since it began, and what is lost with others."""
     saved = begun.config
     console.print(f"settings from {begun.source}: {describe_settings(saved)}")
     for what, file, text in (
@@ -113,6 +122,12 @@ def print_settings(begun: SavedRun, console: RunConsole) -> None:
         console.print(
             f"{begun.run.metrics_file} is gone, and with it which GEMMs the run's guards have switched: they are "
             "computed as at its begin, so the run is not bit-identical to an uninterrupted one"
+        )
+    telemetry_file = begun.run.telemetry_file
+    if saved.guards_text is not None and steps_done >= saved.telemetry_every and not telemetry_file.exists():
+        console.print(
+            f"there is no {telemetry_file}, which would say since when the conditions of the run's guards have held: "
+            "they count from the next measured step, so a guard may fire later than in an uninterrupted run"
         )
 
 
@@ -131,10 +146,10 @@ def check_goal(config: TrainConfig, checkpoint: Store) -> int:
     return state.steps_done
 
 
-def check_settings(config: TrainConfig, checkpoint: Store, device: torch.device, console: RunConsole) -> None:
-    """Compare the settings of a resumed run with those that its checkpoint was trained with.
+def check_settings(config: TrainConfig, checkpoint: Store, device: torch.device, say: Callable[[str], None]) -> None:
+    """Compare the settings of a run with those that its checkpoint was trained with.
 
-    Changes that a resumed run may have are printed. A machine that computes other bits causes a warning.
+    Changes that a resumed run may have are said, one a line. A machine that computes other bits causes a warning.
 
     Raises:
         ValueError: a setting differs that may not, because config.json was edited; or state.json is damaged.
@@ -148,10 +163,9 @@ def check_settings(config: TrainConfig, checkpoint: Store, device: torch.device,
                 "change it back, or begin a new run"
             )
         for name, (before, now) in differences(trained, config).items():
-            if name in CHANGE_NOTES:
-                console.print(f"{name}: {before} before, {now} now: {CHANGE_NOTES[name]}")
-        if trained.guards is None and config.guards is not None:
-            console.print(f"the guards of {config.guards} were added after the run began")
+            if name not in SAID_OTHERWISE:
+                note = f": {CHANGE_NOTES[name]}" if name in CHANGE_NOTES else ""
+                say(f"{name}: {before} before, {now} now{note}")
     warn_of_another_machine(checkpoint.name, state, device)
 
 

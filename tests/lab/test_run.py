@@ -159,13 +159,28 @@ def test_a_resumed_run_continues_as_the_uninterrupted_one(switched, interrupted)
         assert new == old, file
 
 
-@pytest.mark.parametrize("is_lost", [True, False])
-def test_lost_switches_of_guards_are_said(interrupted, is_lost):
-    if is_lost:
-        (interrupted / "metrics.jsonl").unlink()
+LOST = {
+    "metrics.jsonl": "metrics.jsonl is gone, and with it which GEMMs the run's guards have switched",
+    "telemetry.jsonl": "telemetry.jsonl, which would say since when the conditions of the run's guards have held",
+}
+
+
+@pytest.mark.parametrize("lost", [*LOST, None])
+def test_what_guards_lack_is_said(interrupted, lost):
+    if lost:
+        (interrupted / lost).unlink()
     config, screen = RunFolder(interrupted).read_config(), io.StringIO()
     train(replace(config, out=interrupted), True, RunConsole(Console(file=screen, width=400)), observer(config))
-    assert ("metrics.jsonl is gone, and with it which GEMMs" in screen.getvalue()) == is_lost
+    assert [file for file, message in LOST.items() if message in screen.getvalue()] == ([lost] if lost else [])
+
+
+def test_a_run_without_a_measured_step_has_lost_no_telemetry(run_with):
+    out, screen = run_with(4, LAYER, SWITCH, steps=4, checkpoint_every=2), io.StringIO()
+    shutil.rmtree(out / "checkpoints" / "step_00000004")
+    (out / "telemetry.jsonl").unlink()
+    config = RunFolder(out).read_config()
+    train(config, True, RunConsole(Console(file=screen, width=400)), observer(config))
+    assert LOST["telemetry.jsonl"] not in screen.getvalue()
 
 
 def test_a_resumed_run_makes_the_capture_that_was_due(interrupted):
