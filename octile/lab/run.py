@@ -14,6 +14,7 @@ from rich.progress import track
 from torch import Tensor
 
 from octile.checkpoint.files import check_output_file
+from octile.checkpoint.step_folders import finished_steps
 from octile.checkpoint.store import Store
 from octile.checkpoint.training import find_latest, load_checkpoint
 from octile.lab.capture import capturing
@@ -31,6 +32,7 @@ from octile.report.console import Console
 from octile.train.config import TrainConfig
 from octile.train.deterministic import deterministic
 from octile.train.loop import RunHook, StepContext
+from octile.train.resume import check_settings
 from octile.train.run_folder import MetricsWriter, RunFolder, read_lines
 from octile.train.token_store import TokenStore
 from octile.train.trainer import Trainer
@@ -173,7 +175,8 @@ def capture_run(
     """Capture the operands of a step of a run by repeating the step.
 
     The steps are repeated from the newest checkpoint before that step, or from the beginning if there is none. The
-    run's folder stays as it is, except for its captures.
+    run's folder stays as it is, except for its captures. Changed settings are said, and a machine that computes other
+    bits causes a warning, as where a run is resumed.
 
     Args:
         path: the run's folder.
@@ -188,19 +191,23 @@ def capture_run(
     Raises:
         FileNotFoundError: the run or its tokens do not exist.
         IsADirectoryError, NotADirectoryError, PermissionError: the file cannot be written.
-        ValueError: the file is a device; the run has no such step; a checkpoint or a file is damaged; a pattern matches
-            no layer.
+        ValueError: the file is a device; the run has no such step; a checkpoint or a file is damaged; config.json was
+            edited; a pattern matches no layer.
     """
     run = RunFolder.open(path)
     config = run.read_config()
     if step is not None and not 1 <= step <= config.steps + 1:
         raise ValueError(f"step must be from 1 to {config.steps + 1} (the step after the last), not {step}")
     check_output_file("out", out or run.captures / "step.safetensors")
-    checkpoint = find_latest(Store(run.checkpoints_of(config)), None if step is None else step - 1)
+    store, device = Store(run.checkpoints_of(config)), pick_device(config.device)
+    checkpoint = find_latest(store, None if step is None else step - 1)
+    later = (store.folder(name) for name in finished_steps(store).values())
+    if (compared := checkpoint or next(later, None)) is not None:  # says what the run was computed with
+        check_settings(config, compared, device, say)
     config = replace(config, skip_limit=config.steps)  # a step with broken gradients can be captured too
     if checkpoint is not None:
         config = replace(config, init_from=None)  # the checkpoint holds the weights
-    trainer = Trainer(config, TokenStore.open(run.data), pick_device(config.device))
+    trainer = Trainer(config, TokenStore.open(run.data), device)
     layer_weights(trainer.model, layers)
     if checkpoint is not None:
         trainer.load(*load_checkpoint(checkpoint.url, check=False))

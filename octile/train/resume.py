@@ -182,7 +182,8 @@ def warn_of_another_machine(checkpoint: str, state: Mapping[str, Any], device: t
         if before.get(name, value) != value:
             warnings.warn(
                 f"{checkpoint} was computed with {name} {before[name]}, this machine has {value}: "
-                "the run is not bit-identical to an uninterrupted one" + BITS_ADVICE.get(name, ""),
+                "steps that it computes are not bit-identical to those of an uninterrupted run"
+                + BITS_ADVICE.get(name, ""),
                 stacklevel=2,
             )
 

@@ -258,9 +258,50 @@ def test_a_capture_begins_at_a_checkpoint_in_a_store(unmeasured, tmp_path):
     shutil.rmtree(run / "checkpoints")
     RunFolder(run).write_config(replace(RunFolder(run).read_config(), checkpoints=place))
     path = capture_run(run, 4, LAYER, ("fprop",), tmp_path / "c.safetensors", say=messages.append)
-    assert messages == ["step 4: from step_00000002, 1 steps before it are repeated"]
+    assert messages == [
+        f"checkpoints: None before, {place} now",
+        "step 4: from step_00000002, 1 steps before it are repeated",
+    ]
     whole = capture_run(unmeasured, 4, LAYER, ("fprop",), tmp_path / "d.safetensors", say=messages.append)
     assert torch.equal(load(path).gemms[0].a, load(whole).gemms[0].a)
+
+
+@pytest.fixture
+def copied(unmeasured, tmp_path):
+    """A run whose files one test may change."""
+    return shutil.copytree(unmeasured, tmp_path / "run")
+
+
+@pytest.mark.parametrize("step", [1, 4])  # from the beginning, and from a checkpoint
+def test_a_capture_of_a_run_whose_configuration_was_edited_is_refused(copied, step, monkeypatch):
+    monkeypatch.setattr("octile.lab.run.Trainer", lambda *_: pytest.fail("the run was loaded"))
+    file = copied / "config.json"
+    file.write_text(file.read_text().replace('"lr": 0.003', '"lr": 0.03'))
+    message = r"config\.json was changed after the run began: optim\.lr is 0\.03 instead of 0\.003 in step_00000002"
+    with pytest.raises(ValueError, match=message):
+        capture_run(copied, step, LAYER)
+
+
+@pytest.mark.parametrize("step", [1, 4])
+def test_a_capture_says_which_settings_have_changed(copied, step):
+    file, messages = copied / "config.json", []
+    file.write_text(file.read_text().replace('"micro_batches": 1', '"micro_batches": 2'))
+    capture_run(copied, step, LAYER, ("fprop",), say=messages.append)
+    assert messages[0].startswith("micro_batches: 1 before, 2 now: gradients are summed in another order")
+
+
+@pytest.mark.parametrize("step", [1, 4])
+def test_a_capture_warns_of_another_number_of_threads(copied, step, monkeypatch):
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
+    message = f"step_00000002 was computed with threads {threads}, this machine has {threads + 1}: steps that it comp"
+    with pytest.warns(UserWarning, match=message):
+        capture_run(copied, step, LAYER, ("fprop",), say=lambda line: None)
+
+
+def test_a_capture_on_the_same_machine_warns_of_nothing(copied, recwarn):
+    capture_run(copied, 4, LAYER, ("fprop",), say=lambda line: None)
+    assert not [warning for warning in recwarn if "computed with" in str(warning.message)]
 
 
 def test_a_capture_without_a_named_step_is_of_the_next_step_and_in_the_run_folder(unmeasured):

@@ -218,7 +218,7 @@ def test_an_edited_number_of_steps_is_printed(half):
 def test_another_number_of_threads_is_warned_of(half, monkeypatch):
     threads = torch.get_num_threads()
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
-    message = f"step_00000002 was computed with threads {threads}, this machine has {threads + 1}: the run is not bit-"
+    message = f"step_00000002 was computed with threads {threads}, this machine has {threads + 1}: steps that it com"
     with pytest.warns(UserWarning, match=message):
         resume(half, steps=3)
 
