@@ -203,11 +203,12 @@ def compare(
         )
     for each in (baselines[0], *configs.values()):
         check_memory(each, pick_device(config.device))
+    is_new = out is None
     if stored is None:
         out = out or new_folder(Path("runs"), f"compare-{config.preset}")
         check_unused(out)
     assert out is not None
-    with lock_folder(out):
+    with lock_folder(out, is_new):
         try:
             store = prepare_tokens(config, out / DATA, console)
         except KeyboardInterrupt as interrupt:

@@ -137,9 +137,9 @@ def _train_joined(
     if config.checkpoints is not None:
         check_place(config.checkpoints, resume, ranks)
     run = begun.run if begun is not None else RunFolder(ranks.from_first(lambda: RunFolder.create(config).path))
-    config = replace(config, out=run.path)
+    is_new, config = config.out is None, replace(config, out=run.path)
     with ExitStack() as stack:
-        ranks.from_first(lambda: stack.enter_context(lock_folder(run.path)))
+        ranks.from_first(lambda: stack.enter_context(lock_folder(run.path, is_new)))
         checkpoints = RunCheckpoints(run.checkpoints_of(config), ranks)
         try:
             checkpoint = checkpoints.latest() if resume else None

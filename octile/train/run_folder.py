@@ -175,10 +175,15 @@ def _is_locked(folder: Path) -> bool:
 
 
 @contextmanager
-def lock_folder(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path, is_new: bool = False) -> Iterator[None]:
     """Hold the lock of a folder inside the context, or until the process dies. Makes the folder if necessary.
 
-    Removes the folder at the end if it holds nothing but the lock and empty folders.
+    At the end, if nothing was written but the lock and empty folders, these are removed: what was there before stays,
+    and so does the folder itself unless it is octile's own, made here or by `new_folder`, or with a lock from before.
+
+    Args:
+        folder: of a run or a comparison.
+        is_new: whether `new_folder` has made it.
 
     Raises:
         FileExistsError: another process holds the lock.
@@ -187,10 +192,12 @@ def lock_folder(folder: Path) -> Iterator[None]:
     require("filelock", extra="train")
     from filelock import FileLock, Timeout
 
+    is_own = is_new or not folder.exists() or (folder / LOCK).exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (NotADirectoryError, PermissionError, FileNotFoundError) as error:
         raise type(error)(f"out {str(folder)!r} cannot be made: {error.strerror}") from None
+    before = set() if is_own else set(folder.iterdir())
     lock = FileLock(folder / LOCK, timeout=0)
     try:
         lock.acquire()
@@ -200,12 +207,13 @@ def lock_folder(folder: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
-        content = [path for path in folder.iterdir() if path.name != LOCK]
-        if all(path.is_dir() and not any(path.iterdir()) for path in content):
-            for path in content:
+        made = [path for path in folder.iterdir() if path.name != LOCK and path not in before]
+        if all(path.is_dir() and not any(path.iterdir()) for path in made):
+            for path in made:
                 path.rmdir()
             (folder / LOCK).unlink(missing_ok=True)
-            folder.rmdir()
+            if is_own:
+                folder.rmdir()
 
 
 class MetricsWriter:

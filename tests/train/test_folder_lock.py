@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from octile.train.run_folder import lock_folder
+from octile.train.run_folder import lock_folder, new_folder
 
 HOLD = """
 import sys, time
@@ -48,6 +48,42 @@ def test_an_empty_folder_is_removed(tmp_path):
 def test_a_folder_of_empty_folders_is_removed(tmp_path):
     with lock_folder(tmp_path / "run"):
         (tmp_path / "run" / "data").mkdir()
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("names", [[], ["notes.txt"], ["empty/"], ["notes.txt", "data/"]], ids=str)
+def test_a_folder_of_somebody_else_is_left_as_it_was(tmp_path, names):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name in names:
+        (folder / name).mkdir() if name.endswith("/") else (folder / name).touch()
+    before = sorted(folder.rglob("*"))
+    with lock_folder(folder):
+        (folder / "data").mkdir(exist_ok=True)
+    assert folder.exists()
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_data_that_were_prepared_in_a_folder_of_somebody_else_stay_with_the_lock(tmp_path):
+    (tmp_path / "notes.txt").touch()
+    with lock_folder(tmp_path):
+        (tmp_path / "data").mkdir()
+        (tmp_path / "data" / "train.npy").touch()
+    assert {path.name for path in tmp_path.iterdir()} == {".lock", "data", "notes.txt"}
+
+
+def test_a_folder_that_was_made_under_a_free_name_is_removed(tmp_path):
+    folder = new_folder(tmp_path, "run")
+    with lock_folder(folder, is_new=True):
+        pass
+    assert not folder.exists()
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path):
+    (tmp_path / "run" / "data").mkdir(parents=True)
+    (tmp_path / "run" / ".lock").touch()
+    with lock_folder(tmp_path / "run"):
+        pass
     assert not (tmp_path / "run").exists()
 
 
