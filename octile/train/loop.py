@@ -469,7 +469,10 @@ class _Recorder:
 
     @contextmanager
     def saved_on_failure(self) -> Iterator[None]:
-        """Record the steps that are not read yet if an exception leaves the context, as far as that is possible."""
+        """Record the steps that are not read yet if an exception leaves the context, as far as that is possible.
+
+        A loss or gradients that are not finite are recorded as the reason why the run stopped, for its report.
+        """
         try:
             yield
         except Exception as error:
@@ -478,6 +481,8 @@ class _Recorder:
                 raise
             with suppress(Exception):  # the disk may be full, or the GPU may have failed
                 self.record(self.trainer.read())
+                if isinstance(error, FloatingPointError):
+                    self.metrics.write({"step": self.trainer.steps_done + 1, "stopped": str(error)})
             raise
 
 

@@ -372,8 +372,9 @@ def test_a_later_step_that_fails_leaves_the_run(text, tmp_path, monkeypatch):
     assert RunFolder.open(out).read_config().steps == 6
 
 
-def test_a_nan_loss_leaves_the_last_checkpoint(text, tmp_path, monkeypatch):
-    out = tmp_path / "run"
+@pytest.fixture
+def broken_after_3(monkeypatch):
+    """Have a weight be NaN from the fourth step on."""
     launch = Trainer.launch
 
     def break_after_3(self):
@@ -382,10 +383,35 @@ def test_a_nan_loss_leaves_the_last_checkpoint(text, tmp_path, monkeypatch):
                 self.model.model.norm.weight.fill_(float("nan"))
         return launch(self)
 
-    monkeypatch.setattr(Trainer, "launch", break_after_3)
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "launch", break_after_3)
+        yield patch
+
+
+@pytest.fixture
+def stopped(text, tmp_path, no_report, broken_after_3):
+    """A run that a NaN has stopped in its fourth step, with its report."""
+    no_report.undo()
     with pytest.raises(FloatingPointError, match=r"loss is nan at step 4.*model\.norm\.weight"):
-        train(micro(data=str(text), out=out), False, silent_console())
-    assert latest_checkpoint(out / "checkpoints").name == "step_00000002"
+        train(micro(data=str(text), out=tmp_path / "run"), False, silent_console())
+    broken_after_3.undo()
+    return tmp_path / "run"
+
+
+def test_a_nan_loss_leaves_the_last_checkpoint(stopped):
+    assert latest_checkpoint(stopped / "checkpoints").name == "step_00000002"
+
+
+def test_the_report_of_a_run_that_a_nan_stopped_says_so(stopped):
+    notice = (
+        "Training stopped: the loss is nan at step 4; the first non-finite value is in parameter model.norm.weight."
+    )
+    assert notice in (stopped / "report.html").read_text()
+
+
+def test_the_report_of_a_run_that_went_on_after_a_nan_does_not_say_that_it_stopped(stopped):
+    resume(stopped)
+    assert "Training stopped" not in (stopped / "report.html").read_text()
 
 
 def options(text: Path, out: Path, **changes) -> list[str]:

@@ -77,6 +77,7 @@ _METRICS: dict[str, IsWhole] = {  # of the keys whose values are no numbers
     "expert_load": _is_of(_is_numbers),
     "tile_scales": _is_of(_is_histogram),
     "spike": lambda value: isinstance(value, dict),
+    "stopped": lambda value: isinstance(value, str),
 }
 _TELEMETRY: dict[str, IsWhole] = {
     "layer": lambda value: isinstance(value, str),

@@ -7,6 +7,7 @@ metrics.jsonl has one JSON object a line; a line's keys tell its kind:
     validation    {"step", "val_loss", "val_tokens"}
     experts       {"step", "expert_load": {layer: [tokens of each expert]}}
     tile scales   {"step", "tile_scales": {operand: {"log2": […], "count": […]}}}
+    stops         {"step", "stopped": why this step ended the run}
 
 A run that was stopped and resumed writes some steps twice. A training line at step s discards all earlier lines about
 later steps, and of two lines about one step the later one counts. A damaged line (`octile.report.run.lines`), such as
@@ -27,7 +28,13 @@ from octile.report.run.lines import Record, parse_line
 
 Floats = NDArray[np.float64]
 
-KINDS = {"training": "loss", "validation": "val_loss", "experts": "expert_load", "tile_scales": "tile_scales"}
+KINDS = {
+    "training": "loss",
+    "validation": "val_loss",
+    "experts": "expert_load",
+    "tile_scales": "tile_scales",
+    "stops": "stopped",
+}
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,8 @@ class Run:
             and `model_val_loss` (after which step model/ was, and its held-out loss), `stopped_after_validations` (the
             patience that ended the run early).
         sample: sample.txt, or None.
-        training, validation, experts, tile_scales: the records of each kind in order of their steps, each step once.
+        training, validation, experts, tile_scales, stops: the records of each kind in order of their steps, each step
+            once.
         unreadable_lines: lines of metrics.jsonl that could not be read.
     """
 
@@ -53,6 +61,7 @@ class Run:
     validation: tuple[Record, ...]
     experts: tuple[Record, ...]
     tile_scales: tuple[Record, ...]
+    stops: tuple[Record, ...]
     unreadable_lines: int
 
     def series(self, key: str) -> tuple[Floats, Floats]:

@@ -211,8 +211,8 @@ def _facts(run: Run) -> list[tuple[str, str, str]]:
 
 
 def _notices(run: Run) -> list[str]:
-    """Warnings: non-finite losses, skipped steps, loss spikes, memorization, unreadable lines."""
-    notices = []
+    """Warnings: why the run stopped, non-finite losses, skipped steps, spikes, memorization, unreadable lines."""
+    notices = [f"Training stopped: {stop['stopped']}." for stop in run.stops if stop["step"] > run.last_step]
     if run.broken_steps:
         first, others = run.broken_steps[0], len(run.broken_steps) - 1
         more = f" and at {others:,} other step{'s' * (others > 1)}" if others else ""

@@ -14,6 +14,7 @@ METRICS = [
     {"step": 3, "expert_load": {"a": [1, 2, 3]}},
     {"step": 3, "tile_scales": {"x": {"log2": [-3, -2], "count": [1, 5]}}},
     {"step": 3, "spike": {"loss": 9.0, "sequence_losses": [9.0]}},
+    {"step": 3, "stopped": "the loss is nan at step 3"},
 ]
 TELEMETRY = {
     "step": 3,
@@ -56,6 +57,7 @@ def test_what_is_no_object_with_a_step_is_damaged(text):
         ("tile_scales", {"x": {"log2": [1, 2], "count": [1]}}),
         ("tile_scales", {"x": {"log2": ["1"], "count": [1]}}),
         ("spike", None),
+        ("stopped", 3),
         ("loss", {"a": 1}),
     ],
 )

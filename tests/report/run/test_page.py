@@ -187,6 +187,21 @@ def test_a_broken_loss_is_reported(make_run):
     assert "not finite at step 2 and at 1 other step." in page.words
 
 
+STOP = {"step": 3, "stopped": "the loss is nan at step 3; the first non-finite value is in lm_head"}
+
+
+def test_why_a_run_stopped_is_reported_first(make_run):
+    lines = [training(1), training(2, skipped_for="a gradient is not finite"), STOP]
+    page = read_page(write_run_report(make_run(lines)))
+    assert f"Training stopped: {STOP['stopped']}. 1 step were skipped" in page.words
+
+
+@pytest.mark.parametrize("after", [[training(3)], [training(2), training(3), training(4)]], ids=len)
+def test_a_stop_after_which_a_run_went_on_is_not_reported(make_run, after):
+    page = read_page(write_run_report(make_run([training(1), training(2), STOP, *after])))
+    assert "Training stopped" not in page.words
+
+
 def test_unreadable_lines_are_reported(make_run):
     assert "1 line of metrics.jsonl could not be read" in read_page(write_run_report(make_run('{"st'))).words
 
