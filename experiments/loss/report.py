@@ -355,7 +355,8 @@ def _over_the_sizes(found: Sequence[tuple[float, float, float]]) -> str:
     by_runs, by_seeds = (sum(error**2 for error in each) ** 0.5 / len(each) for each in errors)
     return (
         f" The mean over sizes of the runs over {CORE / 1e6:.0f}M tokens, of sizes with several seeds, is"
-        f" {_percent(statistics.fmean(means))}, with a standard error of {by_runs:.2%} over runs or {by_seeds:.2%} over seeds."
+        f" {_percent(statistics.fmean(means))}, with a standard error of {by_runs:.2%} over runs or {by_seeds:.2%} over"
+        " seeds."
     )
 
 
