@@ -1,6 +1,19 @@
-"""How `octile train` is started, for messages that say how to continue a run."""
+"""Parts of commands, for messages that say what to type."""
+
+import shlex
+from pathlib import Path
 
 
 def train_command(n_ranks: int) -> str:
     """What starts a run on so many processes, before its options."""
     return "octile train" if n_ranks == 1 else f"torchrun --nproc-per-node {n_ranks} -m octile train"
+
+
+def path_argument(path: Path) -> str:
+    """A path as an argument of a command: with ./ if it begins with a dash, which would make it an option."""
+    return f"./{path}" if str(path).startswith("-") else str(path)
+
+
+def quoted_path(path: Path) -> str:
+    """A path as it is typed in a shell's command."""
+    return shlex.quote(path_argument(path))

@@ -12,7 +12,6 @@ and a model loaded from such a folder has none.
 The norm of the keys of DeepSeek-V3.2's indexer is FP32, too.
 """
 
-import shlex
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -41,7 +40,7 @@ from octile.checkpoint.fp8_layout import (
 )
 from octile.checkpoint.shards import Shards, plan_shards, write_index
 from octile.checkpoint.tensor_file import TORCH_DTYPES, TensorFileWriter, TensorSpec, writing
-from octile.launch import train_command
+from octile.launch import quoted_path, train_command
 from octile.models import hf_config
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
@@ -264,7 +263,7 @@ def checkpoint_folder(path: str | Path) -> Path:
         if (folder / CONFIG).exists() and not (folder / "metrics.jsonl").exists():  # else it configures a run
             return folder
     if (path / "metrics.jsonl").exists():
-        command = f"{train_command(_count_ranks(path))} --resume --out {shlex.quote(str(path))}"
+        command = f"{train_command(_count_ranks(path))} --resume --out {quoted_path(path)}"
         raise FileNotFoundError(f"the run at {path} has no model yet: {command} finishes it")
     raise FileNotFoundError(f"no checkpoint at {path}: neither {CONFIG} nor model/{CONFIG} is there")
 

@@ -22,6 +22,7 @@ from octile.lab.guards import Event, Guards, Rule, parse_rules
 from octile.lab.layers import layer_weights, match_layers
 from octile.lab.operand_stats import TelemetryRow
 from octile.lab.telemetry import telemetry
+from octile.launch import quoted_path
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.models.meta import meta_model
 from octile.nn.conversion import apply_recipe
@@ -130,7 +131,7 @@ class _RunObserver:
             self.to_capture.add((event.layer, event.product))
             if event.step == self.trainer.config.steps:
                 options = f"--step {event.step + 1} --layers {shlex.quote(event.layer)} --products {event.product}"
-                command = f"octile lab capture {shlex.quote(str(self.run.path))} {options}"
+                command = f"octile lab capture {quoted_path(self.run.path)} {options}"
                 log.warning("this was the last step; to capture the next one: %s", command)
         elif event.rule.then == "bf16":
             log.warning("from step %d on %s", event.step + 1, switch(self.trainer, event.layer, event.product))

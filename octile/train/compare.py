@@ -8,7 +8,6 @@ nothing. `octile.report.compare.result` defines what is measured and what follow
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -19,6 +18,7 @@ import numpy as np
 
 from octile.checkpoint.files import read_json, write_json
 from octile.extras import require
+from octile.launch import quoted_path
 from octile.parallel.device import pick_device
 from octile.recipe import Recipe
 from octile.report.compare.file import COMPARE_FILE, write_result
@@ -220,7 +220,7 @@ def compare(
             with stop_requests(console.acknowledge_stop) as stop, console.stopped_by_its_reader(stop):
                 return _compare(comparison, baselines, configs, store, out, console, steps, stop)
         except Stopped as stopped:
-            command = f"octile compare --resume --out {shlex.quote(str(out))}"
+            command = f"octile compare --resume --out {quoted_path(out)}"
             raise Stopped(f"{stopped}; to continue: {command}", stopped.number) from None
 
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from octile.launch import train_command
+from octile.launch import quoted_path, train_command
 from octile.models.config import PRESETS as MODELS
 from octile.models.config import ModelConfig
 from octile.tokenizer import check_text, check_vocab_size
@@ -312,6 +312,12 @@ class TrainConfig:
     def command(self) -> str:
         """What starts a run of this configuration, before its options."""
         return train_command(self.parallel.ranks)
+
+    @property
+    def resume_command(self) -> str:
+        """What continues the run in `out`."""
+        assert self.out is not None
+        return f"{self.command} --resume --out {quoted_path(self.out)}"
 
     @property
     def micro_batch_size(self) -> int:

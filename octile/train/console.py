@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from octile.launch import quoted_path
 from octile.models.counts import count_parameters
 from octile.report.console import Console
 from octile.report.page import format_count, format_duration, format_flops
@@ -120,7 +120,7 @@ class RunConsole:
         from rich.panel import Panel
 
         self.console.print(Panel(self._text(sample), title="a sample of generated text", title_align="left"))
-        more = f"octile generate {shlex.quote(str(run.path))} --prompt 'class '"
+        more = f"octile generate {quoted_path(run.path)} --prompt 'class '"
         which = f"{best.step:,}: the lowest held-out loss, {best.val_loss:.4f}" if best else f"{steps:,}: the last"
         self.print(f"model:  {run.model}, after step {which}\nreport: {report}\nmore:   {more}")
 

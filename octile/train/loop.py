@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import shutil
 import signal
 import traceback
@@ -165,16 +164,16 @@ def _train_joined(
         except KeyboardInterrupt as interrupt:  # before the first step, or the second during one
             message = "stopped before the first step: start the same command again, without --resume"
             if run.config_file.exists():
-                message = f"stopped at once, before the first checkpoint; to start again: {_resume_command(config)}"
+                message = f"stopped at once, before the first checkpoint; to start again: {config.resume_command}"
                 if checkpoints.can_continue():
-                    message = f"stopped at once; to continue from the last checkpoint: {_resume_command(config)}"
+                    message = f"stopped at once; to continue from the last checkpoint: {config.resume_command}"
             raise Stopped.by(interrupt, message) from None
         except Exception as error:
             if (explained := explain(error)) is error or will_restart():
                 raise
             then = "nothing is saved before the first checkpoint"
             if checkpoints.can_continue():
-                then = f"to continue: {_resume_command(config)}"
+                then = f"to continue: {config.resume_command}"
             raise RanksError(f"{explained}; {then}") from error
 
 
@@ -261,25 +260,21 @@ def _train(
         if saved_step != trainer.steps_done:
             checkpoints.save(trainer, best, config)
         checkpoints.close()
-        message = f"stopped after step {trainer.steps_done}; to continue: {_resume_command(config)}"
+        message = f"stopped after step {trainer.steps_done}; to continue: {config.resume_command}"
         raise Stopped(message, stop[0] if stop else signal.SIGTERM)
     checkpoints.close()
     if trainer.steps_done < config.steps and best.best is not None:
         console.print(
             f"stopped early at step {trainer.steps_done} of {config.steps}: no held-out loss since step "
-            f"{best.best.step} was lower (--patience {config.patience}); to go on: {_resume_command(config)} "
+            f"{best.best.step} was lower (--patience {config.patience}); to go on: {config.resume_command} "
             "--patience 0"
         )
     try:
         _finish(trainer, best, run, store, console)
     except KeyboardInterrupt as interrupt:
-        message = f"stopped after the last step; to write the model and the report: {_resume_command(config)}"
+        message = f"stopped after the last step; to write the model and the report: {config.resume_command}"
         raise Stopped.by(interrupt, message) from None
     return run.path
-
-
-def _resume_command(config: TrainConfig) -> str:
-    return f"{config.command} --resume --out {shlex.quote(str(config.out))}"
 
 
 def check_world(config: TrainConfig) -> None:

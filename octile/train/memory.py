@@ -14,7 +14,6 @@ the tensors that autograd saves for backward, which is less than the peak.
 from __future__ import annotations
 
 import os
-import shlex
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -180,8 +179,7 @@ def advice(config: TrainConfig, need: MemoryNeed | None, has_begun: bool = True)
         )
         if not has_begun:
             return change
-        out = shlex.quote(str(config.out))
-        return f"{change}; to continue: {config.command} --resume --out {out} --micro-batches {micro_batches}"
+        return f"{change}; to continue: {config.resume_command} --micro-batches {micro_batches}"
     divisions = [_Division(config.micro_batches, at_once, at_once), *finer]
     least = min(divisions, key=lambda division: division.taken)
     length = min(int(config.sequence_length * free / (least.taken * need.sequence)), config.sequence_length // 2)

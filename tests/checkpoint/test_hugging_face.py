@@ -1,6 +1,7 @@
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -343,6 +344,15 @@ def test_a_run_without_a_model_is_told_how_to_finish(tmp_path):
         (tmp_path / name).write_text("{}")
     with pytest.raises(FileNotFoundError, match="has no model yet: octile train --resume --out"):
         load(tmp_path)
+
+
+def test_the_command_that_finishes_a_run_takes_no_folder_for_an_option(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("-dash").mkdir()
+    for name in ("config.json", "metrics.jsonl"):
+        Path("-dash", name).write_text("{}")
+    with pytest.raises(FileNotFoundError, match=r"octile train --resume --out \./-dash finishes it"):
+        load("./-dash")
 
 
 def test_a_run_of_two_ranks_without_a_model_is_told_the_command_of_two(tmp_path):

@@ -22,6 +22,7 @@ from urllib.request import urlopen
 from octile.bench.goals import FASTEST_DRAFTS, LONG_CLIENT, MANY_CLIENTS, ONE_CLIENT, THROUGHPUT
 from octile.bench.rows import Row, compare
 from octile.checkpoint.hugging_face import read_model_config
+from octile.launch import path_argument
 from octile.report.page import format_count
 from octile.serve.load_test import Load, LoadResult, load_test, percentile
 
@@ -76,7 +77,7 @@ def _drafted(run: Path, undrafted: float) -> Iterator[Row]:
 @contextmanager
 def _announced_server(run: Path, *options: str) -> Iterator[str]:
     """Start a server, say so on stderr, and warm it up."""
-    print(f"starting octile serve {shlex.join((str(run), *options))}", file=sys.stderr, flush=True)
+    print(f"starting octile serve {shlex.join((path_argument(run), *options))}", file=sys.stderr, flush=True)
     with serving(run, *options) as url:
         _run(url, WARM_UP)
         yield url
@@ -89,7 +90,7 @@ def serving(run: Path, *options: str) -> Iterator[str]:
     Raises:
         RuntimeError: it ends before it serves.
     """
-    command = [sys.executable, "-m", "octile", "serve", str(run), "--port", "0", *options]
+    command = [sys.executable, "-m", "octile", "serve", path_argument(run), "--port", "0", *options]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert server.stdout is not None
     try:

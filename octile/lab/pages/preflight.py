@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from octile.lab.pages.page import Section, Table, screen_table, write_lab_page
 from octile.lab.preflight import GemmKey, Preflight, preflight
 from octile.lab.preflight_check import observe_batch
 from octile.lab.what_if import Error
+from octile.launch import quoted_path
 from octile.recipe import Recipe
 from octile.report.console import Console
 from octile.report.page import format_count
@@ -216,7 +216,7 @@ def _write_page(options: Options, rows: Sequence[Predicted], caption: str) -> Pa
         f" seed {options.seed}."
     )
     layers = Section("Layer by layer", charts, note="" if charts else caption)
-    command = f"octile train --recipe {shlex.quote(str(options.write))}"
+    command = f"octile train --recipe {quoted_path(options.write)}"
     note = f"The recipe with the advised exceptions is {options.write}: {command}."
     return write_lab_page(
         options.out,
