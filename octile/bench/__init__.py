@@ -65,6 +65,7 @@ def run(what: str, json: Path | None = None, folder: Path | None = None) -> None
     """
     from octile.bench.rows import Row, write
     from octile.checkpoint.files import check_output_file
+    from octile.report.console import Console
     from octile.report.machine import describe_machine, machine
 
     if json:
@@ -77,12 +78,13 @@ def run(what: str, json: Path | None = None, folder: Path | None = None) -> None
             rows.append(row)
     finally:
         if rows:
-            print(f"{TITLES[what]} on {describe_machine(measured_on)}\n\n{bench.show(rows)}")
+            line = Console().print_line
+            line(f"{TITLES[what]} on {describe_machine(measured_on)}\n\n{bench.show(rows)}")
             if json:
                 write(json, rows, measured_on)
-                print(f"\nwritten to {json}")
+                line(f"\nwritten to {json}")
             if json and what == "gemm" and measured_on["gpu"]:
-                print(bench.draw(json))
+                line(bench.draw(json))
 
 
 def search(shape: str | None, minutes: float | None) -> None:

@@ -37,6 +37,18 @@ def test_a_narrow_screen_breaks_no_row(capsys, monkeypatch):
     assert table(ROWS) in capsys.readouterr().out
 
 
+def test_a_narrow_terminal_splits_no_word_below_the_table(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr("octile.report.console.Console.is_terminal", True)
+    monkeypatch.setattr("octile.bench.casts.rows", lambda: ROWS)
+    goal = "quantization that writes once: geometric mean 0.912, floor 0.80 met"
+    monkeypatch.setattr("octile.bench.casts.show", lambda rows: goal)
+    bench.run("casts")
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert all(len(line) <= 40 for line in lines)
+    assert lines[-2:] == ["quantization that writes once: geometric", "mean 0.912, floor 0.80 met"]
+
+
 def test_rows_measured_before_an_interruption_are_written(tmp_path, monkeypatch, capsys):
     def rows():
         yield ROWS[0]
