@@ -270,6 +270,8 @@ def test_preflight_as_json(capsys, folder, model_folder):
         (("--recipe", "nowhere.toml"), "nowhere.toml"),
         (("--batches", "0"), "batches must be at least 1"),
         (("--batches", "1"), "batches must be at least 2, not 1"),
+        (("--sample", "1"), "--sample must be at least 16, not 1: the advice would depend on the rows drawn"),
+        (("--sample", "15"), "--sample must be at least 16, not 15"),
         (("--batch-size", "1"), "a batch has 32 tokens, and 512 are needed, so that each of the 16 experts has 128 on"),
         (("--batches", "999"), "tokens, and 511,488 are needed"),
         (("--text", "nowhere.txt"), "nowhere.txt"),

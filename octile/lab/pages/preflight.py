@@ -34,6 +34,7 @@ MAX_ROWS = 12  # of the table in the terminal
 MAX_SNR = 200  # dB, of the least SNR that is asked for, in either direction; FP32 has 150
 MIN_BATCHES = 2  # with one, nothing tells how sure the advice is
 MIN_BAND = 0.05  # of the scatter's height, the band of what stays in BF16, which is wide enough for its label
+MIN_SAMPLE = 16  # rows; with fewer the SNR of a GEMM differs by more than 2 dB (RMS) from that of all rows
 MIN_TOKENS = 128  # of a batch, for an expert on average: wgrad quantizes tiles of 128 tokens
 
 
@@ -49,7 +50,7 @@ class Options:
         batch_size: the number of sequences in a batch.
         sequence_length: the number of tokens in a sequence.
         least_snr: a GEMM with a lower signal-to-noise ratio, in dB, is advised to stay in BF16.
-        sample: the number of rows of each operand to multiply.
+        sample: the number of rows of each operand to multiply, at least 16.
         seed: the seed with which the rows are drawn.
         write: the recipe to write, for octile train --recipe.
         out: the page to write.
@@ -77,9 +78,13 @@ def run(options: Options) -> None:
         FileNotFoundError, ValueError: the model, its tokenizer, the text or the recipe cannot be read, or an option is
             invalid.
     """
-    for name in ("batches", "batch_size", "sequence_length", "sample"):
+    for name in ("batches", "batch_size", "sequence_length"):
         if getattr(options, name) < 1:
             raise ValueError(f"{name} must be at least 1, not {getattr(options, name)}")
+    if options.sample < MIN_SAMPLE:
+        raise ValueError(
+            f"sample must be at least {MIN_SAMPLE}, not {options.sample}: the advice would depend on the rows drawn"
+        )
     if not abs(options.least_snr) <= MAX_SNR:
         raise ValueError(f"least_snr must be from -{MAX_SNR} to {MAX_SNR} dB, not {options.least_snr}")
     from octile.checkpoint.hugging_face import load, read_model_config
