@@ -35,17 +35,19 @@ def token_losses(trainer: Trainer, windows: Tensor | None = None) -> Tensor:
 
 
 def _token_losses(trainer: Trainer, windows: Tensor | None) -> Tensor:
-    losses = []
-    batches = (trainer.held_out if windows is None else windows).split(trainer.config.micro_batch_size)
+    windows = trainer.held_out if windows is None else windows
+    batches = windows.split(trainer.config.micro_batch_size)
     with frozen_weights(trainer.model), trainer.precision():
         if trainer.pipelined:
             of_batches = trainer.pipelined.token_losses([tokens_BS.to(trainer.device) for tokens_BS in batches])
             return torch.cat(of_batches).cpu()
-        for tokens_BS in batches:
+        # a new small tensor for each batch would split the memory that the next batch's logits need in one piece
+        losses_NS = torch.empty(len(windows), windows.shape[1] - 1)
+        for tokens_BS, losses_BS in zip(batches, losses_NS.split(trainer.config.micro_batch_size), strict=True):
             tokens_BS = tokens_BS.to(trainer.device)
             labels_BS = F.pad(tokens_BS[:, 1:], (0, 1), value=IGNORED)
-            losses.append(cross_entropies(trainer.model(tokens_BS), labels_BS)[:, :-1].cpu())
-    return torch.cat(losses)
+            losses_BS.copy_(cross_entropies(trainer.model(tokens_BS), labels_BS)[:, :-1])
+    return losses_NS
 
 
 def visible_token(tokenizer: Tokenizer, token: int) -> str:

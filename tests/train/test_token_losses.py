@@ -1,8 +1,11 @@
 """Tests of the loss of every held-out token and of how tokens are shown to a reader."""
 
+import weakref
+
 import pytest
 import torch
 
+from octile.nn.fused.cross_entropy import cross_entropies
 from octile.train.token_losses import token_losses, visible_token
 
 
@@ -11,6 +14,20 @@ def test_the_mean_token_loss_is_the_held_out_loss(new_trainer, recipe):
     trainer = new_trainer(recipe=recipe)
     trainer.step()
     assert token_losses(trainer).mean().item() == pytest.approx(trainer.validate()["val_loss"], rel=1e-6)
+
+
+def test_no_tensor_of_a_batch_outlives_it(new_trainer, monkeypatch):
+    storages = []
+
+    def recorded(*arguments):
+        assert [storage for storage in storages[:-1] if storage() is not None] == []
+        losses_BS = cross_entropies(*arguments)
+        storages.append(weakref.ref(losses_BS.untyped_storage()))
+        return losses_BS
+
+    monkeypatch.setattr("octile.train.token_losses.cross_entropies", recorded)
+    token_losses(new_trainer(batch_size=1))
+    assert len(storages) == 4
 
 
 @torch.no_grad()
