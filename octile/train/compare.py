@@ -7,6 +7,7 @@ nothing. `octile.report.compare.result` defines what is measured and what follow
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -264,6 +265,7 @@ def _compare(
         return write_compare_report(out, result)
 
     def run(config: TrainConfig, name: str, at_steps: tuple[int, ...] = ()) -> ComparedRun:
+        gc.collect()  # the trainer of the run before is part of a reference cycle, and holds as much memory as this one
         return train_compared_run(config, store, console, at_steps, out / RUNS / f"{name}-seed{config.seed}", stop)
 
     bf16 = {c.seed: run(c, "bf16") for c in baselines}

@@ -89,14 +89,8 @@ def train_compared_run(
     # no skipped steps: a comparison reports at which step a recipe diverges
     trainer = Trainer(replace(config, skip_limit=0), store, device)
     measured = Measurements()
-    checkpoint = None if folder is None else latest_checkpoint(folder / CHECKPOINTS)
-    if checkpoint is not None:
-        tensors, state = load_checkpoint(checkpoint, check=False)
-        _check_config(state, config, checkpoint)
-        warn_of_another_machine(f"{title}, {checkpoint.name}", state, device)
-        trainer.load(tensors, state)
-        checks = [read_gradient_check(found) for found in state["measured"]["gradients"]]
-        measured = Measurements(**{**state["measured"], "gradients": checks})
+    if folder is not None and (checkpoint := latest_checkpoint(folder / CHECKPOINTS)) is not None:
+        measured = _load(trainer, checkpoint, config)
         console.print(f"resumed at step {trainer.steps_done}")
     measured.reference_times.append(reference_time(device))
     diverged_at: int | None = None
@@ -149,6 +143,16 @@ def train_compared_run(
     if folder is not None:
         _save_finished(run, trainer.steps_done, config, folder)
     return run
+
+
+def _load(trainer: Trainer, checkpoint: Path, config: TrainConfig) -> Measurements:
+    """Continue from a checkpoint, whose tensors are freed again; return what the run has measured until then."""
+    tensors, state = load_checkpoint(checkpoint, check=False)
+    _check_config(state, config, checkpoint)
+    warn_of_another_machine(f"{config.recipe}, seed {config.seed}, {checkpoint.name}", state, trainer.device)
+    trainer.load(tensors, state)
+    checks = [read_gradient_check(found) for found in state["measured"]["gradients"]]
+    return Measurements(**{**state["measured"], "gradients": checks})
 
 
 def _check_config(state: Mapping[str, Any], config: TrainConfig, checkpoint: Path) -> None:

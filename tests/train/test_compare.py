@@ -1,20 +1,25 @@
 """Tests of `octile compare`: recipes and BF16 with two seeds, trained from the same weights on the same batches."""
 
+import gc
 import io
 import json
 import os
 import shlex
 import shutil
 import signal
+import weakref
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
+from octile.checkpoint.training import load_checkpoint
 from octile.report import read_result
+from octile.train import compared_run
 from octile.train.compare import Comparison, compare, parse_seeds, seeds_text
 from octile.train.console import RunConsole
 from octile.train.signals import Stopped, Terminated
+from octile.train.trainer import Trainer
 from tests.train.conftest import micro, silent_console
 
 
@@ -23,6 +28,24 @@ def compared(text, tmp_path_factory):
     out = tmp_path_factory.mktemp("compare")
     screen = RunConsole(Console(file=io.StringIO(), width=120))
     return compare(micro(data=str(text), steps=4, validate_every=2), ("deepseek_v3", "bf16"), out, screen), out, screen
+
+
+def test_the_memory_of_a_run_is_free_before_the_next(text, tmp_path, monkeypatch):
+    models = []
+
+    class Recorded(Trainer):
+        def __init__(self, *arguments):
+            assert [model for model in models if model() is not None] == []
+            super().__init__(*arguments)
+            models.append(weakref.ref(self.model))
+
+    monkeypatch.setattr(compared_run, "Trainer", Recorded)
+    gc.disable()  # a collection by chance must not be needed
+    try:
+        compare(micro(data=str(text), steps=1), ("deepseek_v3",), tmp_path / "out", silent_console())
+    finally:
+        gc.enable()
+    assert len(models) == 3
 
 
 def test_every_run_starts_from_the_same_weights_on_the_same_batch(compared):
@@ -224,9 +247,22 @@ def test_a_killed_comparison_continues_at_its_last_checkpoint(compared, text, tm
     config = micro(data=str(text), steps=4, validate_every=2, checkpoint_every=2)
     with pytest.raises(KeyboardInterrupt):
         compare(config, ("deepseek_v3",), tmp_path, silent_console())
-    monkeypatch.setattr(Trainer, "step", original)
+    read = []
+
+    def load(path, check):
+        tensors, state = load_checkpoint(path, check)
+        read.extend(weakref.ref(t) for name, t in tensors.items() if name.startswith("model."))
+        return tensors, state
+
+    def step(self):
+        assert [tensor for tensor in read if tensor() is not None] == []  # the checkpoint's memory is free again
+        return original(self)
+
+    monkeypatch.setattr(compared_run, "load_checkpoint", load)
+    monkeypatch.setattr(Trainer, "step", step)
     screen = silent_console()
     resumed = compare(config, ("deepseek_v3",), tmp_path, screen, resume=True)
+    assert read
     assert "resumed at step 2" in screen.console.file.getvalue()
     assert losses(resumed) == losses(compared[0])
 
