@@ -405,9 +405,8 @@ def _continue(trainer: Trainer, best: BestModel, run: RunFolder, checkpoint: Sto
         from octile.checkpoint.sharded import ShardedCheckpoint  # it takes a second to import
 
         found = ShardedCheckpoint(checkpoint.url, check=False)  # it was checked when it was chosen
-        tensors = trainer.layout.own_rows(found)
-        trainer.load(tensors, found.state)
-        best.load(tensors, found.state, trainer.steps_done)
+        trainer.load(trainer.layout.own_rows(found), found.state)
+        best.load(trainer.layout.own_rows(found, best=True), found.state, trainer.steps_done)
         console.print(f"resumed at step {trainer.steps_done} from {checkpoint.name}")
         if trainer.steps_done == trainer.config.steps:
             console.print(

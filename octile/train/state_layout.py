@@ -20,6 +20,7 @@ from octile.optim import param_groups
 from octile.parallel.ranks import Ranks
 from octile.parallel.state import Layout, ShardedState, collect
 from octile.recipe import Recipe
+from octile.train.best_model import PREFIX
 
 if TYPE_CHECKING:
     from octile.checkpoint.sharded import Chunk, ShardedCheckpoint
@@ -168,15 +169,19 @@ class StateLayout:
                 found[name] = Chunk.rows(tensor, layout.starts[self._shards.rank], layout.total)
         return found
 
-    def own_rows(self, checkpoint: ShardedCheckpoint) -> dict[str, Tensor]:
-        """Read this rank's rows of all tensors of its layers of a checkpoint, which any number of ranks has written.
+    def own_rows(self, checkpoint: ShardedCheckpoint, best: bool = False) -> dict[str, Tensor]:
+        """Read this rank's rows of the tensors of its layers of a checkpoint, which any number of ranks has written.
+
+        Args:
+            checkpoint: an open one.
+            best: whether to read those of the best model, or all others. Two calls need less memory than all at once.
 
         Raises:
             ValueError: a file is damaged, or a tensor has another number of rows than all ranks together.
         """
         rows: dict[str, slice | None] = {}
         for name, spec in checkpoint.specs.items():
-            if self._is_elsewhere(name):
+            if name.startswith(PREFIX) != best or self._is_elsewhere(name):
                 continue
             layout = self.of(name) if spec.shape else None
             if layout is not None and spec.shape[0] != layout.total:

@@ -45,7 +45,7 @@ def be_rank(rank: int, world: int, folder: Path, port: int) -> None:
         checkpoint = ShardedCheckpoint(found.url, check=False)
         tensors = trainer.layout.own_rows(checkpoint)
         trainer.load(tensors, checkpoint.state)
-        best.load(tensors, checkpoint.state, trainer.steps_done)
+        best.load(trainer.layout.own_rows(checkpoint, best=True), checkpoint.state, trainer.steps_done)
         for name, tensor in trainer.state()[0].items():
             assert tensor.equal(tensors[name]), name  # no bit has changed on the way
     lines = []

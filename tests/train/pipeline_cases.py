@@ -83,9 +83,8 @@ def check_moved_run(store: TokenStore, ranks: Ranks, schedule: str, dp: int = 1,
     best_tensors, best_state = best.state(2)
     single = ranks.from_first(lambda: save_checkpoint(folder / "single", 2, tensors | best_tensors, state | best_state))
     checkpoint = ShardedCheckpoint(single)
-    tensors = own.layout.own_rows(checkpoint)
-    own.load(tensors, checkpoint.state)
-    BestModel(own.model).load(tensors, checkpoint.state, 2)
+    own.load(own.layout.own_rows(checkpoint), checkpoint.state)
+    BestModel(own.model).load(own.layout.own_rows(checkpoint, best=True), checkpoint.state, 2)
     same, of_alone = own.layout.whole(own.state()[0]), alone.state()[0]
     if ranks.is_first:
         assert same.keys() == of_alone.keys()

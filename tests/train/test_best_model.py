@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from octile.checkpoint.hugging_face import load
+from octile.checkpoint.sharded import ShardedCheckpoint
 from octile.checkpoint.training import latest_checkpoint, load_checkpoint
 from octile.nn.delayed_scaling import AmaxHistory
 from octile.train.best_model import Best, BestModel
@@ -185,8 +186,16 @@ def test_a_killed_run_resumes_to_the_same_best_model(text, tmp_path, losses, mon
     monkeypatch.setattr(Trainer, "advance", advance)
     assert not (out / "model").exists()
     best = weights[2].clone()
+    read, read_parts = [], ShardedCheckpoint.read_parts
+
+    def recorded(self, rows):
+        read.append({name.startswith("best.") for name in rows})
+        return read_parts(self, rows)
+
+    monkeypatch.setattr(ShardedCheckpoint, "read_parts", recorded)
     train(RunFolder.open(out).read_config(), True, silent_console())
     assert head_of(out).equal(best)
+    assert read == [{False}, {True}]  # the best model's tensors need no memory while the others are loaded
 
 
 def test_a_run_stops_when_its_patience_runs_out(text, tmp_path, losses, no_report):
