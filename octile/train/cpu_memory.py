@@ -4,14 +4,15 @@ Linux ends a process that takes more memory than there is with SIGKILL, so a run
 `estimate_need` passes a batch through the model on torch's meta device, which allocates nothing, and adds up the
 tensors that would live at the same time: those of a rank's own stages, for as many micro-batches as its schedule has
 in flight. The reference operators' own temporary tensors and the allocator's fragmentation are not seen there; RESERVE
-and TRANSIENT_FACTOR stand for them. They were fitted to measured runs: from 0.8 GB on, the estimate was 1.02 to 1.39
-times the measured peak (benchmarks/history/cpu-memory).
+and the two factors stand for them. They were fitted to measured runs (benchmarks/history/cpu-memory).
+
+A run of `octile compare` has no best model, but for some steps a second set of gradients, which takes as much.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,12 +28,15 @@ from octile.models.stages import ModelStage, split_stages, with_stages
 from octile.nn.conversion import apply_recipe
 from octile.nn.moe import share_of_experts
 from octile.optim import AdamW, param_groups
+from octile.optim.state import has_scales
 from octile.parallel.schedules import held_activations
+from octile.recipe import OptimizerFormats
 from octile.train.config import TrainConfig
 from octile.train.pipelined import make_pipeline_schedule
 
 RESERVE = 400 * 10**6  # bytes of a process: libraries that are loaded later, data preparation, reports
 TRANSIENT_FACTOR = 1.3  # memory of a pass on a CPU, over the tensors that are counted
+STAGES_FACTOR = 2.1  # the same on a rank with several stages, whose tensors of other sizes leave more gaps
 BYTES_PER_TOKEN = 24  # of a step's batch: position, token, and a copy of the micro-batch
 MAX_TOKENS = 2**20  # of the counted batch; a larger one is computed from it
 
@@ -48,10 +52,12 @@ class CpuNeed:
         optimizer: the optimizer's state.
         checkpoint: the copies from which several ranks write a checkpoint while they train on.
         data: the token ids and positions of a whole step.
+        update: what the optimizer's step takes in addition, if it converts whole tensors.
         sequence: what the passes of micro-batches of one sequence take, of as many as are in flight at a time.
         at_once: the sequences of a micro-batch.
         made: the weights that each rank makes at first: all layers, also on the ranks of a pipeline.
         collected: the whole model, if rank 0 has only a part of it and collects it after the last step.
+        read: what a resumed run takes at its start, while the tensors that it has read and their copies live.
     """
 
     ranks: int
@@ -60,10 +66,12 @@ class CpuNeed:
     optimizer: int
     checkpoint: int
     data: int
+    update: int
     sequence: int
     at_once: int
     made: int
     collected: int
+    read: int
 
     @property
     def fixed(self) -> int:
@@ -74,12 +82,13 @@ class CpuNeed:
     @property
     def step(self) -> int:
         """What a step needs."""
-        return self.fixed + self.at_once * self.sequence
+        return self.fixed + max(self.at_once * self.sequence, self.update)
 
     @property
     def total(self) -> int:
-        """What the start, a step or the end needs, whichever is most."""
-        return max(self.ranks * RESERVE + self.made, self.step, self.fixed + self.collected)
+        """What the start, a step or the end needs, whichever is most, so that the run can be resumed, too."""
+        start = self.ranks * RESERVE + max(self.made, self.read)
+        return max(start, self.step, self.fixed + self.collected)
 
 
 def estimate_need(config: TrainConfig, ranks: Sequence[int] = (0,)) -> CpuNeed:
@@ -95,6 +104,7 @@ def estimate_need(config: TrainConfig, ranks: Sequence[int] = (0,)) -> CpuNeed:
         share = meta_model(config.model)
     apply_recipe(whole, recipe)
     optimizer = AdamW(param_groups(whole, 0.0), lr=0.0, formats=recipe.optimizer)
+    optimizer.step()  # without gradients; quantized weights are cached from the first step on
     each = optimizer.bytes_per_parameter()
     moments = each["exp_avg"] + each["exp_avg_sq"] + (0 if recipe.optimizer.master == "float32" else each["master"])
 
@@ -102,7 +112,8 @@ def estimate_need(config: TrainConfig, ranks: Sequence[int] = (0,)) -> CpuNeed:
     tokens_BS = torch.empty(counted, config.sequence_length, dtype=torch.int64, device="meta")
     passes = _count_passes(whole, n_stages, tokens_BS, config.micro_batches)
     held = (passes[0].saved,) if schedule is None else held_activations(schedule, [of.saved for of in passes])
-    weights = gradients = state = checkpoint = in_flight = 0
+    weights = gradients = state = checkpoint = read = 0
+    in_flight = 0.0
     for rank in ranks:
         place = rank // parallel.dp  # in the pipeline
         stages = (0,) if schedule is None else schedule.stages(place)
@@ -112,8 +123,11 @@ def estimate_need(config: TrainConfig, ranks: Sequence[int] = (0,)) -> CpuNeed:
         weights += 2 * own + average
         gradients += sum(passes[stage].stays for stage in stages) * own // _nbytes(model)
         state += own_state
+        # first all but the best model is read and copied, then the best model
+        read += own + own_state + average + max(own + own_state + average, 2 * own)
         checkpoint += 0 if parallel.ranks == 1 else 2 * own // parallel.dp + average + own_state
-        in_flight += held[place] + max(passes[stage].transient for stage in stages)
+        factor = TRANSIENT_FACTOR if len(stages) == 1 else STAGES_FACTOR
+        in_flight += factor * (held[place] + max(passes[stage].transient for stage in stages))
     has_parts = parallel.pp > 1 or parallel.ep > 1
     return CpuNeed(
         ranks=len(ranks),
@@ -121,11 +135,13 @@ def estimate_need(config: TrainConfig, ranks: Sequence[int] = (0,)) -> CpuNeed:
         gradients=gradients,
         optimizer=state,
         checkpoint=checkpoint,
+        update=_count_update(whole, recipe.optimizer),
         data=len(ranks) * config.batch_size // parallel.dp * config.sequence_length * BYTES_PER_TOKEN,
-        sequence=int(TRANSIENT_FACTOR * in_flight / counted),
+        sequence=int(in_flight / counted),
         at_once=config.micro_batch_size,
         made=len(ranks) * _nbytes(share),
         collected=_nbytes(whole) if has_parts and 0 in ranks else 0,
+        read=read,
     )
 
 
@@ -149,7 +165,7 @@ def _count_passes(model: DeepseekV3, n_stages: int, tokens_BS: Tensor, micro_bat
     found = []
     forms: list[_Form] = []  # of what the stage before returns
     for stage in split_stages(model, n_stages):
-        with _LiveTensors() as live:
+        with LiveTensors(model.state_dict().values()) as live:
             for _ in range(min(micro_batches, 2)):  # a second micro-batch begins with the gradients of the first
                 before = live.now
                 edges, returned = _forward(stage, tokens_BS, forms)
@@ -160,6 +176,22 @@ def _count_passes(model: DeepseekV3, n_stages: int, tokens_BS: Tensor, micro_bat
             found.append(_Passes(saved, live.peak - live.now - saved, live.now))
         forms = returned
     return found
+
+
+def _count_update(model: nn.Module, formats: OptimizerFormats) -> int:
+    """Count the bytes that the optimizer's step takes in addition, on the meta device.
+
+    Formats with a scale are converted a whole tensor at a time, so that the largest one decides; others in small parts.
+    """
+    if not has_scales(formats):
+        return 0
+    largest = nn.Parameter(torch.empty_like(max(model.parameters(), key=Tensor.numel)))
+    optimizer = AdamW([largest], lr=0.0, formats=formats)
+    largest.sum().backward()
+    factor, skip = (torch.empty((), dtype=dtype, device="meta") for dtype in (torch.float32, torch.bool))
+    with LiveTensors([largest]) as live:
+        optimizer.step(skip=skip, gradient_scale=factor)
+    return live.peak - live.now
 
 
 class _Form(NamedTuple):
@@ -191,17 +223,22 @@ def _nbytes(model: nn.Module) -> int:
     return sum(p.nbytes for p in model.parameters())
 
 
-class _LiveTensors(TorchDispatchMode):
+class LiveTensors(TorchDispatchMode):
     """Counts the bytes of the tensors that operators inside the context returned and that still live.
 
     Attributes:
         now, peak: the bytes that live now, and the most that lived at a time.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, before: Iterable[Tensor]) -> None:
+        """
+        Args:
+            before: the tensors that lived before, which are not counted.
+        """
         super().__init__()
         self.now = self.peak = 0
         self._storages: dict[int, weakref.ref[Any]] = {}
+        self._before = {id(storage): storage for storage in map(Tensor.untyped_storage, before)}
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -214,7 +251,7 @@ class _LiveTensors(TorchDispatchMode):
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key, nbytes = id(storage), storage.nbytes()
-        if key in self._storages:
+        if key in self._storages or key in self._before:
             return
 
         def forget(_: object) -> None:

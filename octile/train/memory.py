@@ -75,10 +75,16 @@ def check_memory(config: TrainConfig, device: torch.device) -> None:
         if need.total > available:
             if need.data > available / 2:
                 change = f"the token ids of a step take {_gb(need.data)}: use a smaller --batch-size"
+            elif need.update and need.fixed + need.update > available:
+                change = (
+                    f"an update by the optimizer takes {_gb(need.update)} in addition to {_gb(need.fixed)} for "
+                    "weights, gradients, optimizer and what else stays: choose a smaller model"
+                )
             elif need.step <= available:
                 change = (
-                    f"its ranks make {_gb(need.made)} of weights before they take their stages, and rank 0 collects "
-                    f"{_gb(need.collected)} at the end: choose a smaller model"
+                    f"its ranks make {_gb(need.made)} of weights before they take their stages, a resumed run needs "
+                    f"{_gb(need.read)} to read its checkpoint, and rank 0 collects {_gb(need.collected)} at the end: "
+                    "choose a smaller model"
                 )
             else:
                 change = advice(config, MemoryNeed(need.fixed, need.sequence, available), has_begun=False)

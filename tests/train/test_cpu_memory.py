@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from octile.models.counts import count_parameters
+from octile.models.meta import meta_model
 from octile.train import cpu_memory, memory
 from octile.train.config import ParallelConfig, TrainConfig
 from octile.train.cpu_memory import estimate_need
@@ -29,6 +30,29 @@ def test_weights_and_their_best_copy_take_four_bytes_each_and_moments_two_each()
 def test_gradients_and_cached_weights_stay():
     assert estimate_need(micro(recipe="float32")).gradients >= 4 * parameters()
     assert estimate_need(micro()).gradients > estimate_need(micro(recipe="float32")).gradients  # weights in FP8
+
+
+def test_weights_that_operators_view_are_not_counted_as_gradients():
+    assert estimate_need(micro(recipe="float32")).gradients == pytest.approx(4 * parameters(), rel=0.05)
+
+
+def test_an_update_converts_the_largest_tensor_if_moments_have_a_scale():
+    largest = max(p.nbytes for p in meta_model(MICRO).parameters())
+    need = estimate_need(micro(recipe="fp8_lm"))
+    assert need.step - need.fixed >= need.update > 6 * largest
+    assert estimate_need(micro()).update == 0
+
+
+def test_a_resumed_run_reads_the_best_model_after_all_others():
+    weights, moments = 4 * parameters(), 4 * parameters()
+    assert estimate_need(micro()).read == weights + moments + max(weights + moments, 2 * weights)
+
+
+def test_a_run_whose_update_exceeds_the_memory_is_refused(monkeypatch):
+    need = estimate_need(micro(recipe="fp8_lm"))
+    monkeypatch.setattr(memory, "available_memory", lambda device: need.fixed + need.update - 1)
+    with pytest.raises(ValueError, match=r"an update by the optimizer takes .* GB in addition to .*: choose a smaller"):
+        check_memory(micro(recipe="fp8_lm"), CPU)
 
 
 def test_a_moving_average_is_a_copy_of_the_weights():
