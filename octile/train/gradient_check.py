@@ -14,14 +14,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
-from octile.optim.gradient import gradient_of, load
+from octile.optim.gradient import Gradient, gradient_of, load
+from octile.optim.storage import Scaled
 from octile.recipe import Recipe
 from octile.report.compare.gradients import GradientCheck, WeightGradient
 from octile.train.trainer import Trainer
 
 NAMED_STEPS = ("start", "middle", "end")
+PART = 2**20  # elements of a gradient that are converted to FP64 at a time
 
 
 def parse_steps(text: str, steps: int) -> tuple[int, ...]:
@@ -43,32 +46,53 @@ def parse_steps(text: str, steps: int) -> tuple[int, ...]:
 
 
 def check_gradients(trainer: Trainer) -> GradientCheck:
-    """Compare the gradients of the next step's batch, at the current weights."""
+    """Compare the gradients of the next step's batch, at the current weights.
+
+    The recipe's gradients lie on the CPU, as they are stored, while BF16's are computed. Only one gradient
+    at a time is converted to FP32.
+    """
     with trainer.preserved():
-        recipe = _gradients(trainer)
+        recipe = {name: _on_cpu(gradient) for name, gradient in _gradients(trainer)}
         with _in_bf16(trainer.model):
             bf16 = _gradients(trainer)
-    weights = tuple(_compare(name, recipe[name], bf16[name]) for name in recipe if name in bf16)
+            factor = 1 / trainer.loss_scale.value if trainer.loss_scale else 1.0
+            weights = tuple(_compare(name, recipe[name], _on_cpu(b), factor) for name, b in bf16 if name in recipe)
     return GradientCheck(trainer.config.recipe, trainer.config.seed, trainer.steps_done + 1, weights)
 
 
-def _compare(name: str, a: Tensor, b: Tensor) -> WeightGradient:
-    a, b = a.flatten().double(), b.flatten().double()
-    norm, bf16_norm = a.norm().item(), b.norm().item()
-    cosine = (a @ b).item() / (norm * bf16_norm) if norm and bf16_norm else math.nan
-    return WeightGradient(name, cosine, norm, bf16_norm)
-
-
-def _gradients(trainer: Trainer) -> dict[str, Tensor]:
-    """The gradient of every parameter that has one, float32 on the CPU, without the loss scale."""
+def _gradients(trainer: Trainer) -> Iterator[tuple[str, Gradient]]:
+    """Compute the gradients of all parameters, times the loss scale, and yield those that there are, as stored."""
     trainer.model.train()
     trainer.optimizer.zero_grad(set_to_none=True)
     tokens_BS = trainer.batches.batch(trainer.steps_done)
     for micro_batch_BS in tokens_BS.chunk(trainer.config.micro_batches):
         trainer.backward(micro_batch_BS, len(tokens_BS) / len(micro_batch_BS))
-    factor = 1 / trainer.loss_scale.value if trainer.loss_scale else 1.0
-    found = {name: gradient_of(parameter) for name, parameter in trainer.model.named_parameters()}
-    return {name: load(g).detach().float().cpu() * factor for name, g in found.items() if g is not None}
+    for name, parameter in trainer.model.named_parameters():
+        if (gradient := gradient_of(parameter)) is not None:
+            yield name, gradient
+
+
+def _on_cpu(gradient: Gradient) -> Gradient:
+    if isinstance(gradient, Scaled):
+        return Scaled(gradient.data.cpu(), gradient.scale.cpu())
+    return gradient.detach().cpu()
+
+
+def _compare(name: str, of_recipe: Gradient, of_bf16: Gradient, factor: float) -> WeightGradient:
+    """Compare two gradients on the CPU, in FP64, a part at a time.
+
+    Args:
+        name: of the parameter.
+        of_recipe, of_bf16: its gradients.
+        factor: of both; it takes the loss scale out of their norms.
+    """
+    parts = (load(gradient).flatten().split(PART) for gradient in (of_recipe, of_bf16))
+    sums_3 = torch.zeros(3, dtype=torch.float64)
+    for a, b in ((a.double(), b.double()) for a, b in zip(*parts, strict=True)):
+        sums_3 += torch.stack((a @ a, b @ b, a @ b))
+    norm, bf16_norm = sums_3[:2].sqrt().tolist()
+    cosine = sums_3[2].item() / (norm * bf16_norm) if norm and bf16_norm else math.nan
+    return WeightGradient(name, cosine, factor * norm, factor * bf16_norm)
 
 
 @contextmanager

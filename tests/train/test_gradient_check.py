@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from octile.recipe import Recipe
+from octile.train.cpu_memory import LiveTensors
 from octile.train.gradient_check import check_gradients, parse_steps
 
 
@@ -58,6 +59,13 @@ def test_gradients_are_divided_by_the_loss_scale(new_trainer):
 def test_micro_batches_are_summed(new_trainer):
     one, two = (check_gradients(new_trainer(recipe="bf16", micro_batches=n)) for n in (1, 2))
     assert one.whole().norm == pytest.approx(two.whole().norm, rel=0.02)
+
+
+def test_two_sets_of_gradients_live_at_a_time(new_trainer):
+    trainer = new_trainer(recipe="float32", batch_size=1)  # few activations
+    with LiveTensors(trainer.model.state_dict().values()) as live:
+        check_gradients(trainer)
+    assert live.peak < 2.75 * sum(p.nbytes for p in trainer.model.parameters())
 
 
 def test_gradients_that_overflow_have_no_angle(new_trainer):
