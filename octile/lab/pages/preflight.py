@@ -34,7 +34,7 @@ MAX_ROWS = 12  # of the table in the terminal
 MAX_SNR = 200  # dB, of the least SNR that is asked for, in either direction; FP32 has 150
 MIN_BATCHES = 2  # with one, nothing tells how sure the advice is
 MIN_BAND = 0.05  # of the scatter's height, the band of what stays in BF16, which is wide enough for its label
-MIN_SAMPLE = 16  # rows; with fewer the SNR of a GEMM differs by more than 2 dB (RMS) from that of all rows
+MIN_SAMPLE = 16  # rows; with fewer the SNR of a GEMM is off by more than 2 dB (experiments/preflight)
 MIN_TOKENS = 128  # of a batch, for an expert on average: wgrad quantizes tiles of 128 tokens
 
 
