@@ -68,13 +68,13 @@ def parse(config: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
     Raises:
         ValueError: a needed key is missing, or a key asks for what this model does not compute.
     """
-    config = own_names(config, ALIASES)
+    config = canonical_names(config, ALIASES)
     _check_computed(config)
     given = {k: v for k, v in config.items() if k in known and (v is not None or k in NULLABLE)}
     is_sparse = config.get("model_type") == SPARSE
     if not is_sparse and (unfit := [name for name in INDEXER if name in given]):
         raise ValueError(f"{unfit[0]} needs model_type {SPARSE!r}, not {quoted(config.get('model_type'))}")
-    if missing := missing_keys(config):
+    if missing := [name for name in (*NEEDED, *(INDEXER if is_sparse else ())) if name not in given]:
         raise ValueError(f"the configuration lacks {', '.join(missing)}")
 
     defaults = V2_DEFAULTS if config.get("model_type") == "deepseek_v2" else {}
@@ -83,8 +83,8 @@ def parse(config: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
     return {**found, "extra": {k: v for k, v in config.items() if k not in implied}}
 
 
-def own_names(config: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:
-    """Return a configuration with every setting under its own name. Where a setting has two names, null is unset.
+def canonical_names(config: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:
+    """Return a configuration with one name for each setting. Where a setting has two names, null is unset.
 
     Raises:
         ValueError: two names of one setting have different values.
@@ -99,23 +99,6 @@ def own_names(config: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str
         if value is not None or name not in named:
             named[name] = value
     return named
-
-
-def missing_keys(config: Mapping[str, Any]) -> list[str]:
-    """Return the keys that a configuration needs and lacks, or has as null where null means unset.
-
-    Raises:
-        ValueError: two names of one setting have different values.
-    """
-    named = own_names(config, ALIASES)
-    needed = (*NEEDED, *(INDEXER if named.get("model_type") == SPARSE else ()))
-    return [name for name in needed if named.get(name) is None and not (name in NULLABLE and name in named)]
-
-
-def without_computed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration without the keys of which this model computes one value, and without rope scaling."""
-    dropped = (*COMPUTED, "num_key_value_heads", *ROPES)
-    return {key: value for key, value in config.items() if key not in dropped}
 
 
 def _check_computed(config: Mapping[str, Any]) -> None:

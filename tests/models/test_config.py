@@ -271,12 +271,12 @@ CHECKED = [f.name for f in fields(ModelConfig) if f.name != "extra"]
 NAMES = "|".join((*PUBLISHED_V3, *CHECKED, "rope_parameters", "rope scaling", "extra"))
 
 
-@pytest.mark.filterwarnings("ignore:rope_scaling")  # of another context
 @pytest.mark.parametrize("alias", ["num_mtp_layers", "num_local_experts"])
 def test_null_under_another_name_is_unset(alias):
     assert ModelConfig.from_hf({alias: None, **PUBLISHED_V3}) == ModelConfig.from_hf({**PUBLISHED_V3, alias: None})
 
 
+@pytest.mark.filterwarnings("ignore:rope_scaling")  # of another context
 @pytest.mark.parametrize("key", sorted({*PUBLISHED_V3, *CHECKED, *ROPE_KEYS, "rope_parameters", "num_mtp_layers"}))
 @settings(max_examples=30, deadline=None)
 @given(value=JSON_VALUES)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Annotated, Any, Literal
 
-from octile.models.hf_config import own_names
+from octile.models.hf_config import canonical_names
 from octile.validation import Range, check_fields, check_given, from_json
 
 Size = Annotated[int, Range(at_least=1, at_most=2**24)]
@@ -19,7 +19,7 @@ TokenId = Annotated[int, Range(at_least=0)]
 ModelType = Literal["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"]
 ALIASES = {"num_local_experts": "num_experts"}  # as Mixtral calls it
 EXPERTS_NEEDED = {"mixtral": ("num_local_experts",), "qwen3_moe": ("num_experts", "moe_intermediate_size")}
-DEFAULTS: Mapping[str, Mapping[str, int]] = {  # of transformers, where a key is absent
+DEFAULTS: Mapping[str, Mapping[str, int]] = {  # of transformers, where one of these keys is absent; others are needed
     "mistral": {"num_key_value_heads": 8},
     "qwen2": {"num_key_value_heads": 32},
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
@@ -70,35 +70,25 @@ class Architecture:
         if self.head_dim is None and d < heads:
             raise ValueError(f"hidden_size must be at least num_attention_heads, {heads}, without head_dim, not {d}")
 
-    @staticmethod
-    def missing_keys(config: Mapping[str, Any]) -> list[str]:
-        """Return the keys that a `config.json` needs and lacks.
-
-        Raises:
-            ValueError: two names of one setting have different values.
-        """
-        named = own_names(config, ALIASES)
-        required = [field.name for field in fields(Architecture) if field.default is MISSING]
-        needed = (*required, *EXPERTS_NEEDED.get(config["model_type"], ()))
-        return [key for key in needed if named.get(ALIASES.get(key, key)) is None]
-
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Architecture:
-        """Read a Hugging Face `config.json`. Absent keys have the defaults of transformers.
+        """Read a Hugging Face `config.json`.
 
         Raises:
             ValueError: a key is missing, has another type, or is out of range, or keys do not fit together.
         """
         check_given(cls, config, aliases=ALIASES)
-        if missing := cls.missing_keys(config):
-            raise ValueError(f"the configuration lacks {', '.join(missing)}, which {config['model_type']} needs")
+        kind, named = config["model_type"], canonical_names(config, ALIASES)
+        needed = (*(field.name for field in fields(cls) if field.default is MISSING), *EXPERTS_NEEDED.get(kind, ()))
+        if missing := [key for key in needed if named.get(ALIASES.get(key, key)) is None]:
+            raise ValueError(f"the configuration lacks {', '.join(missing)}, which {kind} needs")
         names = {field.name for field in fields(cls)}
         given = {
             key: value
-            for key, value in own_names(config, ALIASES).items()
+            for key, value in named.items()
             if key in names and (value is not None or key == "num_key_value_heads")
         }
-        return from_json(cls, {**DEFAULTS.get(config["model_type"], {}), **given})
+        return from_json(cls, {**DEFAULTS.get(kind, {}), **given})
 
     def is_moe(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has experts."""

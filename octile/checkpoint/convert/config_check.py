@@ -1,7 +1,8 @@
-"""The check of a `config.json` before a size is predicted or anything is written.
+"""The check of a `config.json` before a size is predicted or anything is written: types, ranges, width of weights.
 
 Of any model the keys are checked that a conversion reads, and of DeepSeek's and the other known architectures all keys.
-Keys may be missing where there are weights, which give the shapes.
+Keys may be missing, and need not fit together as octile's own model asks, where there are weights: these are converted
+whatever computes with them later.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from octile.models.config import ModelConfig, RopeScaling
 from octile.validation import Range, check_given, quoted
 
 EMBEDDING = "model.embed_tokens.weight"  # of every known architecture: [vocabulary, hidden_size]
-Experts = Annotated[int, Range(at_least=0)]  # a model without experts may say 0
+Experts = Annotated[int, Range(at_least=0, at_most=2**24)]  # a model without experts may have 0
 Positive = Annotated[float, Range(above=0)]
 
 
@@ -73,7 +74,7 @@ class DeepseekKeys:
 
     attention_bias: bool | None = None
     mlp_bias: bool | None = None
-    moe_layer_freq: Count | None = None
+    moe_layer_freq: Count | tuple[int, ...] | None = None
     num_key_value_heads: Count | None = None
     rope_interleave: bool | None = None
     seq_aux: bool | None = None
@@ -103,12 +104,10 @@ def check_config(config: Mapping[str, Any], specs: Mapping[str, TensorSpec] | No
         specs: name → spec of the tensors that come with it.
 
     Raises:
-        ValueError: a key has another type or is out of range, or keys do not fit together or to the tensors.
+        ValueError: a key has another type, is out of range, or does not fit to the experts or tensors that there are.
     """
     check_given(KeysOfAnyModel, config)
-    text_config = config.get("text_config") or {}  # of multimodal models
-    check_given(KeysOfAnyModel, text_config, "text_config.")
-    _check_chosen_experts(config, text_config)
+    check_given(KeysOfAnyModel, config.get("text_config") or {}, "text_config.")  # of multimodal models
     kind = config.get("model_type")
     is_deepseek = kind in hf_config.MODEL_TYPES
     if not is_deepseek and kind not in get_args(ModelType):
@@ -120,37 +119,24 @@ def check_config(config: Mapping[str, Any], specs: Mapping[str, TensorSpec] | No
     if is_deepseek:
         _check_deepseek(config)
     else:
-        _check_architecture(config)
+        check_given(Architecture, config, aliases=ALIASES)
+    _check_chosen_experts(config)
     width = config.get("hidden_size")
     if width is not None and specs and EMBEDDING in specs and specs[EMBEDDING].shape[1:] != (width,):
         shape = list(specs[EMBEDDING].shape)
         raise ValueError(f"hidden_size must be the width of {EMBEDDING}, which is {shape}, not {width}")
 
 
-def _check_chosen_experts(config: Mapping[str, Any], text_config: Mapping[str, Any]) -> None:
-    key_in_file = {key: f"text_config.{key}" for key in text_config} | {key: key for key in config}
-    merged = {**text_config, **config}
-    chosen = merged.get("num_experts_per_tok") or 0
-    key = next((key for key in EXPERT_COUNTS if merged.get(key)), None)
-    if key is not None and chosen > merged[key]:
-        raise ValueError(
-            f"{key_in_file['num_experts_per_tok']} must be at most {key_in_file[key]}, {quoted(merged[key])}, "
-            f"not {quoted(chosen)}"
-        )
-
-
 def _check_deepseek(config: Mapping[str, Any]) -> None:
-    """Check the keys of `ModelConfig` and the others; whether the model is computed here does not matter."""
     check_given(DeepseekKeys, config)
     fields = {key: value for key, value in config.items() if key not in hf_config.ROPES}
     check_given(ModelConfig, fields, aliases=hf_config.ALIASES)
     for key in hf_config.ROPES:
         check_given(ModelConfig, {"rope_theta": (config.get(key) or {}).get("rope_theta")}, f"{key}.")
-    if not hf_config.missing_keys(config):
-        ModelConfig.from_hf(hf_config.without_computed(config))
 
 
-def _check_architecture(config: Mapping[str, Any]) -> None:
-    check_given(Architecture, config, aliases=ALIASES)
-    if not Architecture.missing_keys(config):
-        Architecture.from_hf(config)
+def _check_chosen_experts(config: Mapping[str, Any]) -> None:
+    chosen = config.get("num_experts_per_tok") or 0
+    key = next((key for key in EXPERT_COUNTS if config.get(key)), None)
+    if key is not None and chosen > config[key] > 1:  # one expert is a dense MLP, which chooses none
+        raise ValueError(f"num_experts_per_tok must be at most {key}, {config[key]}, not {quoted(chosen)}")

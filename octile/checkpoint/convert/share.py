@@ -75,4 +75,4 @@ def _active_experts(config: Mapping[str, Any]) -> float | None:
     """Return the fraction of the routed experts that a token uses, or None if the configuration does not say."""
     experts = next((config[key] for key in EXPERT_COUNTS if config.get(key)), None)
     chosen = config.get("num_experts_per_tok")
-    return chosen / experts if experts and chosen else None
+    return min(chosen, experts) / experts if experts and chosen else None
