@@ -178,8 +178,8 @@ def _is_locked(folder: Path) -> bool:
 def lock_folder(folder: Path, is_new: bool = False) -> Iterator[None]:
     """Hold the lock of a folder inside the context, or until the process dies. Makes the folder if necessary.
 
-    At the end, if nothing was written but the lock and empty folders, these are removed: what was there before stays,
-    and so does the folder itself unless it is octile's own, made here or by `new_folder`, or with a lock from before.
+    If the context has written no file, empty folders that it has made and the lock are removed at the end. The folder
+    itself is removed if it was made here or by `new_folder`, or held nothing but what a killed process leaves.
 
     Args:
         folder: of a run or a comparison.
@@ -192,12 +192,12 @@ def lock_folder(folder: Path, is_new: bool = False) -> Iterator[None]:
     require("filelock", extra="train")
     from filelock import FileLock, Timeout
 
-    is_own = is_new or not folder.exists() or (folder / LOCK).exists()
+    is_removable = is_new or not folder.exists() or ((folder / LOCK).exists() and _is_left(folder))
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (NotADirectoryError, PermissionError, FileNotFoundError) as error:
         raise type(error)(f"out {str(folder)!r} cannot be made: {error.strerror}") from None
-    before = set() if is_own else set(folder.iterdir())
+    before = set() if is_removable else set(folder.rglob("*"))
     lock = FileLock(folder / LOCK, timeout=0)
     try:
         lock.acquire()
@@ -206,14 +206,14 @@ def lock_folder(folder: Path, is_new: bool = False) -> Iterator[None]:
     try:
         yield
     finally:
-        lock.release()
-        made = [path for path in folder.iterdir() if path.name != LOCK and path not in before]
-        if all(path.is_dir() and not any(path.iterdir()) for path in made):
+        made = sorted(set(folder.rglob("*")) - before - {folder / LOCK}, reverse=True)  # inner folders first
+        if all(path.is_dir() for path in made):
             for path in made:
                 path.rmdir()
-            (folder / LOCK).unlink(missing_ok=True)
-            if is_own:
-                folder.rmdir()
+            (folder / LOCK).unlink()  # before the release: who waits for it must not hold a file without a name
+        lock.release()
+        if is_removable and not any(folder.iterdir()):
+            folder.rmdir()
 
 
 class MetricsWriter:

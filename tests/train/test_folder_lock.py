@@ -51,25 +51,37 @@ def test_a_folder_of_empty_folders_is_removed(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("names", [[], ["notes.txt"], ["empty/"], ["notes.txt", "data/"]], ids=str)
+@pytest.mark.parametrize("names", [[], ["notes.txt"], ["empty/"], ["notes.txt", "data/"], ["data/a.txt"]], ids=str)
 def test_a_folder_of_somebody_else_is_left_as_it_was(tmp_path, names):
     folder = tmp_path / "run"
     folder.mkdir()
     for name in names:
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).mkdir() if name.endswith("/") else (folder / name).touch()
     before = sorted(folder.rglob("*"))
     with lock_folder(folder):
-        (folder / "data").mkdir(exist_ok=True)
+        (folder / "data" / "text").mkdir(parents=True, exist_ok=True)
     assert folder.exists()
     assert sorted(folder.rglob("*")) == before
 
 
-def test_data_that_were_prepared_in_a_folder_of_somebody_else_stay_with_the_lock(tmp_path):
+@pytest.mark.parametrize("had_data", [False, True], ids=["no data before", "an empty data before"])
+def test_data_that_were_prepared_in_a_folder_of_somebody_else_stay_with_the_lock(tmp_path, had_data):
     (tmp_path / "notes.txt").touch()
-    with lock_folder(tmp_path):
+    if had_data:
         (tmp_path / "data").mkdir()
+    with lock_folder(tmp_path):
+        (tmp_path / "data").mkdir(exist_ok=True)
         (tmp_path / "data" / "train.npy").touch()
     assert {path.name for path in tmp_path.iterdir()} == {".lock", "data", "notes.txt"}
+
+
+def test_a_folder_with_a_lock_and_other_content_is_left_but_for_the_lock(tmp_path):
+    (tmp_path / "run" / "notes").mkdir(parents=True)
+    (tmp_path / "run" / ".lock").touch()
+    with lock_folder(tmp_path / "run"):
+        (tmp_path / "run" / "data").mkdir()
+    assert list((tmp_path / "run").iterdir()) == [tmp_path / "run" / "notes"]
 
 
 def test_a_folder_that_was_made_under_a_free_name_is_removed(tmp_path):
