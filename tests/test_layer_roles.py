@@ -11,7 +11,7 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 
 from octile.checkpoint.convert.plan import ConversionPlan
 from octile.checkpoint.shards import Shards
-from octile.layer_roles import check_keep, is_kept, role_of, why_high_precision
+from octile.layer_roles import ROLES, check_keep, is_kept, role_of, why_high_precision
 from octile.nn.conversion import convert
 from octile.nn.linear import Linear
 from octile.validation import read_json
@@ -173,3 +173,9 @@ def test_a_pattern_that_matches_nothing_is_refused():
 def test_what_is_no_list_of_patterns_is_refused(keep):
     with pytest.raises(TypeError, match="keep must be a list of patterns, not"):
         check_keep(keep, ["a.down_proj"])
+
+
+def test_no_role_depends_on_a_digit():
+    """Roles are looked up by names without numbers."""
+    names = [name for role in ROLES for name in (*role.parts, *role.ends, role.contains)]
+    assert not any(map(str.isdigit, "".join(names)))

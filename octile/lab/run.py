@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from rich.progress import track
 from torch import Tensor
 
 from octile.checkpoint.files import check_output_file
-from octile.checkpoint.step_folders import finished_steps
+from octile.checkpoint.step_folders import STATE, checksums, finished_steps, why_unusable
 from octile.checkpoint.store import Store
 from octile.checkpoint.training import find_latest, load_checkpoint
 from octile.lab.capture import capturing
@@ -176,8 +177,8 @@ def capture_run(
     """Capture the operands of a step of a run by repeating the step.
 
     The steps are repeated from the newest checkpoint before that step, or from the beginning if there is none. The
-    run's folder stays as it is, except for its captures. Changed settings are said, and a machine that computes other
-    bits causes a warning, as where a run is resumed.
+    run's folder stays as it is, except for its captures. As where a run is resumed, changed settings are printed, and a
+    machine that computes other bits causes a warning.
 
     Args:
         path: the run's folder.
@@ -202,9 +203,8 @@ def capture_run(
     check_output_file("out", out or run.captures / "step.safetensors")
     store, device = Store(run.checkpoints_of(config)), pick_device(config.device)
     checkpoint = find_latest(store, None if step is None else step - 1)
-    later = (store.folder(name) for name in finished_steps(store).values())
-    if (compared := checkpoint or next(later, None)) is not None:  # says what the run was computed with
-        check_settings(config, compared, device, say)
+    if (computed := checkpoint or _oldest_with_state(store)) is not None:
+        check_settings(config, computed, device, say)
     config = replace(config, skip_limit=config.steps)  # a step with broken gradients can be captured too
     if checkpoint is not None:
         config = replace(config, init_from=None)  # the checkpoint holds the weights
@@ -226,6 +226,19 @@ def capture_run(
             trainer.step()
     out = out or run.captures / f"step_{step:08d}.safetensors"
     return recorder.save(out, step, config.recipe, run.path.name, _tokens(trainer, step))
+
+
+def _oldest_with_state(store: Store) -> Store | None:
+    """Return the oldest checkpoint that says what the run was computed with, or None."""
+    for name in finished_steps(store).values():
+        folder = store.folder(name)
+        if why_unusable(folder, partial(_verify_state, folder)) is None:
+            return folder
+    return None
+
+
+def _verify_state(checkpoint: Store) -> None:
+    checkpoint.verify(STATE, checksums(checkpoint)[STATE])
 
 
 def _tokens(trainer: Trainer, step: int) -> Tensor:

@@ -16,7 +16,7 @@ from octile.launch import quoted_path, train_command
 from octile.models.config import PRESETS as MODELS
 from octile.models.config import ModelConfig
 from octile.tokenizer import check_text, check_vocab_size
-from octile.validation import MAX_SEED, Range, check_fields, from_json, parse_json, read_text
+from octile.validation import MAX_SEED, Range, check_fields, from_json, parse_json, quoted, read_text
 
 if TYPE_CHECKING:
     from octile.recipe import Recipe
@@ -576,7 +576,7 @@ def changed_settings(saved: TrainConfig, requested: TrainConfig) -> dict[str, tu
 def describe_changes(changes: Mapping[str, tuple[Any, Any]]) -> str:
     """Changed settings in words: "seed is 1 instead of 0". Contents of files are not quoted."""
     words = [
-        f"{name} is {_shown(new)} instead of {_shown(old)}"
+        f"{name} is {shown(new)} instead of {shown(old)}"
         if name not in FILE_TEXTS
         else f"the file of {FILE_TEXTS[name]} has other contents"
         for name, (old, new) in changes.items()
@@ -585,9 +585,11 @@ def describe_changes(changes: Mapping[str, tuple[Any, Any]]) -> str:
     return ", ".join(words)
 
 
-def _shown(value: Any) -> Any:
-    """What a message says of a setting's value."""
-    return (", ".join(map(str, value)) or "none") if isinstance(value, tuple) else value
+def shown(value: Any) -> str:
+    """A setting's value in a message, on one line."""
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value)) or "none"
+    return quoted(value) if isinstance(value, str) and value.split() != [value] else str(value)
 
 
 def describe_settings(config: TrainConfig, first: tuple[str, ...] = ("preset", "recipe", "seed")) -> str:

@@ -126,7 +126,8 @@ def _train_joined(
         raise ValueError("out is not given: --resume needs --out RUN, the run to continue")
     begun = open_run(config.out, config.checkpoints) if resume and config.out is not None else None
     config = continued(begun, config) if begun is not None else config.with_file_texts()
-    check_recipe(config)
+    if begun is not None:
+        check_recipe(config)
     if config.init_from is not None and not resume:
         fine_tune.check_shape(config, config.init_from)
     if begun is None or not (begun.run.data / MANIFEST).exists():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from octile.formats import E5M6
 from octile.models.deepseek_v3 import Block
 from octile.models.meta import meta_model
@@ -34,7 +36,7 @@ def check_recipe(config: TrainConfig) -> None:
 def _check_sizes(config: TrainConfig, recipe: Recipe) -> None:
     """Refuse sizes that fused layers do not take. Layers that are not fused take any."""
     model, c = meta_model(config.model), config.model
-    apply_recipe(model, recipe)
+    apply_recipe(model, replace(recipe, name=config.recipe))  # messages name the file
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     attention = next(filter(None, (block.self_attn.fusion() for block in blocks)), None)
     feed_forward = next(filter(None, (block.mlp.fusion() for block in blocks)), None)

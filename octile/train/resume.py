@@ -23,6 +23,7 @@ from octile.train.config import (
     describe_changes,
     describe_settings,
     differences,
+    shown,
 )
 from octile.train.console import RunConsole
 from octile.train.run_folder import RunFolder, check_unused
@@ -39,7 +40,7 @@ CHANGE_NOTES = {  # settings that may change when a run is resumed: what follows
     "parallel.reduce": "gradients are rounded otherwise, so the run is not bit-identical to an uninterrupted one",
     "guards": "they were added after the run began",
 }
-SAID_OTHERWISE = {"out", *FILE_TEXTS}  # the folder is printed in any case, and the file of a text is named
+PRINTED_ELSEWHERE = {"out", *FILE_TEXTS}  # the folder in any case, and the file of a text by its name
 BITS_ADVICE = {"threads": "; OMP_NUM_THREADS sets the number of threads"}
 
 
@@ -126,8 +127,8 @@ def print_settings(begun: SavedRun, steps_done: int, console: RunConsole) -> Non
     telemetry_file = begun.run.telemetry_file
     if saved.guards_text is not None and steps_done >= saved.telemetry_every and not telemetry_file.exists():
         console.print(
-            f"there is no {telemetry_file}, which would say since when the conditions of the run's guards have held: "
-            "they count from the next measured step, so a guard may fire later than in an uninterrupted run"
+            f"there is no {telemetry_file}: if the run has measured steps under guards already, the guards' conditions "
+            "count from the next measured step on, so a guard may fire later than in an uninterrupted run"
         )
 
 
@@ -149,7 +150,7 @@ def check_goal(config: TrainConfig, checkpoint: Store) -> int:
 def check_settings(config: TrainConfig, checkpoint: Store, device: torch.device, say: Callable[[str], None]) -> None:
     """Compare the settings of a run with those that its checkpoint was trained with.
 
-    Changes that a resumed run may have are said, one a line. A machine that computes other bits causes a warning.
+    Changes that a resumed run may have are printed, one a line. A machine that computes other bits causes a warning.
 
     Raises:
         ValueError: a setting differs that may not, because config.json was edited; or state.json is damaged.
@@ -163,9 +164,9 @@ def check_settings(config: TrainConfig, checkpoint: Store, device: torch.device,
                 "change it back, or begin a new run"
             )
         for name, (before, now) in differences(trained, config).items():
-            if name not in SAID_OTHERWISE:
+            if name not in PRINTED_ELSEWHERE:
                 note = f": {CHANGE_NOTES[name]}" if name in CHANGE_NOTES else ""
-                say(f"{name}: {before} before, {now} now{note}")
+                say(f"{name}: {shown(before)} before, {shown(now)} now{note}")
     warn_of_another_machine(checkpoint.name, state, device)
 
 

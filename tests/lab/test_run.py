@@ -161,12 +161,12 @@ def test_a_resumed_run_continues_as_the_uninterrupted_one(switched, interrupted)
 
 LOST = {
     "metrics.jsonl": "metrics.jsonl is gone, and with it which GEMMs the run's guards have switched",
-    "telemetry.jsonl": "telemetry.jsonl, which would say since when the conditions of the run's guards have held",
+    "telemetry.jsonl": "telemetry.jsonl: if the run has measured steps under guards already",
 }
 
 
 @pytest.mark.parametrize("lost", [*LOST, None])
-def test_what_guards_lack_is_said(interrupted, lost):
+def test_what_guards_lack_is_printed(interrupted, lost):
     if lost:
         (interrupted / lost).unlink()
     config, screen = RunFolder(interrupted).read_config(), io.StringIO()
@@ -302,6 +302,13 @@ def test_a_capture_warns_of_another_number_of_threads(copied, step, monkeypatch)
 def test_a_capture_on_the_same_machine_warns_of_nothing(copied, recwarn):
     capture_run(copied, 4, LAYER, ("fprop",), say=lambda line: None)
     assert not [warning for warning in recwarn if "computed with" in str(warning.message)]
+
+
+@pytest.mark.parametrize("damage", [lambda state: state.write_text("{broken"), Path.unlink], ids=["damaged", "lost"])
+def test_a_capture_from_the_beginning_needs_no_later_checkpoint(copied, damage):
+    for state in (copied / "checkpoints").glob("*/state.json"):
+        damage(state)
+    assert load(capture_run(copied, 1, LAYER, ("fprop",), say=lambda line: None)).step == 1
 
 
 def test_a_capture_without_a_named_step_is_of_the_next_step_and_in_the_run_folder(unmeasured):

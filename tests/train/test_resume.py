@@ -30,7 +30,7 @@ def checkpoint(tmp_path: Path, name: str = "checkpoints", **changes) -> Path:
 
 
 @pytest.mark.parametrize(("changes", "message"), DAMAGED.values(), ids=DAMAGED)
-def test_a_damaged_configuration_of_a_checkpoint_is_said_to_be_in_its_state(tmp_path, changes, message):
+def test_a_damaged_configuration_of_a_checkpoint_is_named_with_its_file(tmp_path, changes, message):
     folder = checkpoint(tmp_path, **changes)
     with pytest.raises(ValueError, match=f"^{re.escape(f'{folder}/state.json is damaged: {message}')}"):
         check_settings(micro(), Store(str(folder)), CPU, print)
@@ -42,24 +42,24 @@ EDITED = {  # in config.json: the line
     "validate_every": (7, "validate_every: 3 before, 7 now"),
     "checkpoint_every": (0, "checkpoint_every: 2 before, 0 now"),
     "telemetry_every": (2, "telemetry_every: 0 before, 2 now"),
-    "prompt": ("class ", "prompt: def  before, class  now"),
+    "prompt": ("class ", "prompt: 'def ' before, 'class ' now"),
     "steps": (9, "steps: 6 before, 9 now: the schedules of learning rate, batch and weights follow the new number"),
 }
 
 
 @pytest.mark.parametrize(("name", "value", "line"), [(name, *rest) for name, rest in EDITED.items()], ids=EDITED)
 def test_every_changed_setting_is_printed(tmp_path, name, value, line):
-    said: list[str] = []
+    lines: list[str] = []
     folder = Store(str(checkpoint(tmp_path)))
-    check_settings(micro(**{name: value}, out=tmp_path / "moved"), folder, CPU, said.append)
-    assert said == [line]
+    check_settings(micro(**{name: value}, out=tmp_path / "moved"), folder, CPU, lines.append)
+    assert lines == [line]
 
 
 def test_guards_that_were_added_are_printed_without_their_text(tmp_path):
-    said: list[str] = []
+    lines: list[str] = []
     folder = Store(str(checkpoint(tmp_path, telemetry_every=2)))
-    check_settings(micro(telemetry_every=2, guards=Path("rules.toml"), guards_text="…"), folder, CPU, said.append)
-    assert said == ["guards: None before, rules.toml now: they were added after the run began"]
+    check_settings(micro(telemetry_every=2, guards=Path("rules.toml"), guards_text="…"), folder, CPU, lines.append)
+    assert lines == ["guards: None before, rules.toml now: they were added after the run began"]
 
 
 @pytest.mark.parametrize(("changes", "message"), DAMAGED.values(), ids=DAMAGED)
