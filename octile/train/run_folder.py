@@ -178,7 +178,7 @@ def _is_locked(folder: Path) -> bool:
 def lock_folder(folder: Path, is_new: bool = False) -> Iterator[None]:
     """Hold the lock of a folder inside the context, or until the process dies. Makes the folder if necessary.
 
-    If the context has written no file, empty folders that it has made and the lock are removed at the end. The folder
+    If the context has written no file, the folders that it has made and its lock are removed at the end. The folder
     itself is removed if it was made here or by `new_folder`, or held nothing but what a killed process leaves.
 
     Args:
@@ -210,7 +210,8 @@ def lock_folder(folder: Path, is_new: bool = False) -> Iterator[None]:
         if all(path.is_dir() for path in made):
             for path in made:
                 path.rmdir()
-            (folder / LOCK).unlink()  # before the release: who waits for it must not hold a file without a name
+            if folder / LOCK not in before:  # before the release: who waits for it must not hold a file without a name
+                (folder / LOCK).unlink(missing_ok=True)
         lock.release()
         if is_removable and not any(folder.iterdir()):
             folder.rmdir()

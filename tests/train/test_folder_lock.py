@@ -76,12 +76,12 @@ def test_data_that_were_prepared_in_a_folder_of_somebody_else_stay_with_the_lock
     assert {path.name for path in tmp_path.iterdir()} == {".lock", "data", "notes.txt"}
 
 
-def test_a_folder_with_a_lock_and_other_content_is_left_but_for_the_lock(tmp_path):
+def test_a_folder_with_a_lock_and_other_content_is_left_as_it_was(tmp_path):
     (tmp_path / "run" / "notes").mkdir(parents=True)
     (tmp_path / "run" / ".lock").touch()
     with lock_folder(tmp_path / "run"):
         (tmp_path / "run" / "data").mkdir()
-    assert list((tmp_path / "run").iterdir()) == [tmp_path / "run" / "notes"]
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock", "notes"}
 
 
 def test_a_folder_that_was_made_under_a_free_name_is_removed(tmp_path):
