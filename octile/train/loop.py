@@ -264,16 +264,19 @@ def _train(
         message = f"stopped after step {trainer.steps_done}; to continue: {config.resume_command}"
         raise Stopped(message, stop[0] if stop else signal.SIGTERM)
     checkpoints.close()
+    stopped_by = next(filter(None, ranks.gather(stop[0] if stop else 0)), None)  # a signal to one rank stops all
     if trainer.steps_done < config.steps and best.best is not None:
         console.print(
             f"stopped early at step {trainer.steps_done} of {config.steps}: no held-out loss since step "
             f"{best.best.step} was lower (--patience {config.patience}); to go on: {config.resume_command} "
             "--patience 0"
         )
+    message = f"stopped after the last step; to write the model and the report: {config.resume_command}"
+    if stopped_by is not None:
+        raise Stopped(message, stopped_by)
     try:
         _finish(trainer, best, run, store, console)
     except KeyboardInterrupt as interrupt:
-        message = f"stopped after the last step; to write the model and the report: {config.resume_command}"
         raise Stopped.by(interrupt, message) from None
     return run.path
 

@@ -531,6 +531,48 @@ def test_a_stop_after_a_checkpoint_does_not_write_it_again(text, tmp_path, monke
     assert saved == [2]
 
 
+@pytest.mark.parametrize("during", ["launch", "validate"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_a_signal_in_the_last_step_or_validation_stops_before_the_model_is_written(
+    finished, text, tmp_path, monkeypatch, during, number
+):
+    out, original = tmp_path / "run", getattr(Trainer, during)
+    last = {"launch": 5, "validate": 6}[during]
+
+    def interrupted(self):
+        if self.steps_done == last:
+            os.kill(os.getpid(), number)
+        return original(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, during, interrupted)
+        command = f"octile train --resume --out {out}"
+        message = f"^stopped after the last step; to write the model and the report: {command}$"
+        with pytest.raises(Stopped, match=message) as stopped:
+            train(micro(data=str(text), out=out), False, silent_console())
+    assert stopped.value.exit_code == 128 + number
+    assert not (out / "model").exists()
+    assert latest_checkpoint(out / "checkpoints").name == "step_00000006"
+    assert "all its steps are done" in resume(out)
+    for key in ("loss", "val_loss"):
+        assert metrics(out, key) == metrics(finished[0], key)
+    ours, theirs = ((run / "model" / "model.safetensors").read_bytes() for run in (out, finished[0]))
+    assert ours == theirs
+
+
+def test_a_signal_in_the_last_step_stops_a_run_whose_patience_runs_out(text, tmp_path, monkeypatch):
+    def validate_last(self):
+        if self.steps_done == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return {"val_loss": float(self.steps_done)}
+
+    monkeypatch.setattr(Trainer, "validate", validate_last)
+    config = micro(data=str(text), out=tmp_path / "run", steps=9, patience=1)
+    with pytest.raises(Stopped, match="stopped after the last step; to write the model"):
+        train(config, False, silent_console())
+    assert latest_checkpoint(tmp_path / "run" / "checkpoints").name == "step_00000006"
+
+
 def test_ctrl_c_saves_the_current_step_and_prints_how_to_continue(text, tmp_path):
     out = tmp_path / "run"
     process = begin(text, out)
