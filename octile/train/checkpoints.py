@@ -60,6 +60,17 @@ class RunCheckpoints:
             return bool(finished_steps(self.store))
         return False
 
+    def has_completed(self, step: int, every: int) -> bool:
+        """Whether a run that has measured a step had completed a checkpoint before, of those that it writes regularly.
+
+        One process writes a checkpoint before its next step. The others complete it before they begin the next one.
+
+        Args:
+            step: the last step that was measured.
+            every: the number of steps from one checkpoint to the next; 0 if only the last step is saved.
+        """
+        return every > 0 and step > (every if self._sharded is None else 2 * every)
+
     def save(self, trainer: Trainer, best: BestModel, config: TrainConfig) -> None:
         """Write the checkpoint of the last step; several ranks, or one to a URL, begin to, after the one before.
 

@@ -153,6 +153,14 @@ def _train_joined(
                     f"{checkpoints.store.url} holds no checkpoint of this run, which wrote its checkpoints to "
                     f"{run.checkpoints_of(begun.config)}: copy them there first"
                 )
+            if begun is not None and checkpoint is None:
+                measured, every = ranks.from_first(lambda: _last_step(run)), begun.config.checkpoint_every
+                if checkpoints.has_completed(measured, every):
+                    raise FileNotFoundError(
+                        f"{checkpoints.store.url} holds no checkpoint of this run, which has done {measured:,} steps "
+                        f"and saved a checkpoint every {every:,} of them: bring the checkpoints back, give their place "
+                        "with --checkpoints, or begin a new run with another --out"
+                    )
             done = 0 if checkpoint is None else check_goal(config, checkpoint)
             if begun is not None:
                 print_settings(begun, done, console)
@@ -482,6 +490,12 @@ class _Recorder:
                 if isinstance(error, FloatingPointError):
                     self.metrics.write({"step": self.trainer.steps_done + 1, "stopped": str(error)})
             raise
+
+
+def _last_step(run: RunFolder) -> int:
+    """The last step that a run has measured; 0 if it has measured none."""
+    lines = read_lines(run.metrics_file) if run.metrics_file.exists() else []
+    return max((line["step"] for line in lines if "loss" in line), default=0)
 
 
 def spikes_so_far(run: RunFolder) -> SpikeDetector:

@@ -102,9 +102,11 @@ class RunFolder:
         """Delete the measurements of later steps, which a resumed run is going to measure again.
 
         Damaged lines are deleted, too, such as the last line of a killed run. Returns a sentence for each file that
-        had some, and for measurements that lack the last steps.
+        had some, and for measurements that are gone or lack the last steps.
         """
         notes = []
+        if step and not self.metrics_file.exists():
+            notes.append(f"there is no {self.metrics_file}: the measurements of the steps 1 to {step:,} are missing")
         for file in (self.metrics_file, self.telemetry_file):
             if file.exists():
                 lines, damaged = _parse_lines(file)

@@ -191,6 +191,39 @@ def test_a_finished_run_without_its_checkpoints_is_refused(half):
     assert (half / "model" / "model.safetensors").read_bytes() == weights
 
 
+@pytest.fixture
+def killed(text, tmp_path, monkeypatch):
+    """killed(step): a run with checkpoints after the steps 2 and 4 that was killed after this step."""
+
+    def run_until(step):
+        with monkeypatch.context() as patch:
+            launch = Trainer.launch
+            patch.setattr(Trainer, "launch", lambda self: launch(self) if self.steps_done < step else 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                train(micro(data=str(text), out=tmp_path / "run"), False, silent_console())
+        return tmp_path / "run"
+
+    return run_until
+
+
+def test_an_interrupted_run_whose_checkpoints_are_gone_is_refused(killed, tmp_path):
+    run = killed(3)
+    (run / "checkpoints").rename(tmp_path / "elsewhere")
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    message = r"/checkpoints holds no checkpoint of this run, which has done 3 steps and saved .* every 2 .* --checkpoi"
+    with pytest.raises(FileNotFoundError, match=message):
+        resume(run)
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    assert "resumed at step 2" in resume(run, checkpoints=str(tmp_path / "elsewhere"))
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_from_the_beginning(killed, step):
+    run = killed(step)
+    shutil.rmtree(run / "checkpoints", ignore_errors=True)  # it may be killed while it writes one
+    assert "no checkpoint was written yet: starting from the beginning" in resume(run)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -254,10 +287,16 @@ def test_missing_measurements_of_the_last_steps_are_reported(half):
     assert "metrics.jsonl has no measurements of the steps 1 to" in resume(half, steps=3)
 
 
+def test_measurements_that_are_gone_are_reported(half):
+    (half / "metrics.jsonl").unlink()
+    assert "metrics.jsonl: the measurements of the steps 1 to 2 are missing" in resume(half, steps=3)
+
+
 def test_undamaged_measurements_are_not_reported(half):
     said = resume(half, steps=3)
     assert "was damaged" not in said
     assert "has no measurements" not in said
+    assert "are missing" not in said
 
 
 def test_resuming_with_other_tokens_is_refused(text, tmp_path):

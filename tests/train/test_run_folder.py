@@ -160,6 +160,7 @@ def test_telemetry_of_no_layer_is_left_out_and_said(tmp_path):
     first, second = ({"step": 1, "layer": layer, "product": "fprop"} for layer in "ab")
     damaged = json.dumps(first).replace("layer", "laxer")
     run.telemetry_file.write_text(f"{damaged}\n{json.dumps(second)}\n")
+    run.metrics_file.write_text('{"step": 1, "loss": 3.0}\n')
     assert run.truncate_after(1) == ["line 1 was damaged in telemetry.jsonl: left out"]
     assert read_lines(run.telemetry_file) == [second]
 
