@@ -129,8 +129,9 @@ class Comparison:
             raise FileNotFoundError(
                 f"{str(folder)!r} holds no comparison to resume: there is no {path}{why_empty(folder)}"
             )
+        values = read_json(path)
         try:
-            return from_json(cls, read_json(path))
+            return from_json(cls, values)
         except ValueError as error:
             raise ValueError(f"{path} is damaged: {error}") from None
 

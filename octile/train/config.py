@@ -389,7 +389,15 @@ class TrainConfig:
         Raises:
             ValueError: the text is not the configuration of a run.
         """
-        values = parse_json(text.encode(), "the configuration")
+        return cls.from_values(parse_json(text.encode(), "the configuration"))
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> TrainConfig:
+        """Make a configuration from the JSON object that `to_json` wrote.
+
+        Raises:
+            ValueError: it is not the configuration of a run.
+        """
         if missing := [name for name in ("model", "optim") if name not in values]:
             raise ValueError(f"not a run's configuration: it lacks {missing[0]}")
         config = from_json(cls, values)

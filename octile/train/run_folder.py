@@ -25,6 +25,7 @@ from octile.extras import require
 from octile.report.compare.file import COMPARE_FILE
 from octile.report.run.lines import parse_line
 from octile.train.config import TrainConfig
+from octile.validation import read_json
 
 LOCK = ".lock"
 DATA = "data"
@@ -93,8 +94,9 @@ class RunFolder:
         Raises:
             ValueError: the file is damaged.
         """
+        values = read_json(self.config_file)
         try:
-            return TrainConfig.from_json(self.config_file.read_text(encoding="utf-8"))
+            return TrainConfig.from_values(values)
         except ValueError as error:
             raise ValueError(f"{self.config_file} is damaged: {error}") from None
 

@@ -21,6 +21,7 @@ from octile.checkpoint.files import atomic_write, checksum
 from octile.checkpoint.store import Store
 from octile.tokenizer import Tokenizer
 from octile.train.streamed_tokens import StreamedTokens
+from octile.validation import check_fields, from_json, read_json
 
 Tokens = npt.NDArray[np.unsignedinteger] | StreamedTokens
 
@@ -101,18 +102,23 @@ class Manifest:
         if not file.is_file():
             raise FileNotFoundError(f"{folder} is not a finished token store: there is no {file}")
         try:
-            return cls.parse(file.read_text(encoding="utf-8"))
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"token store {folder} is damaged: {file.name}: {error}; {REMEDY}") from error
+            return cls.from_values(read_json(file), str(file))
+        except ValueError as error:
+            raise ValueError(f"{error}; delete the folder {folder} to have it built anew") from None
 
     @classmethod
-    def parse(cls, content: str) -> Self:
-        """Parse the content of a manifest.json.
+    def from_values(cls, values: dict[str, Any], file: str) -> Self:
+        """Make a manifest from the JSON object in a manifest.json, whose path or URL messages name.
 
         Raises:
-            ValueError, TypeError: it is damaged.
+            ValueError: it is damaged.
         """
-        return cls(**json.loads(content))
+        try:
+            manifest = from_json(cls, values)
+            check_fields(manifest)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{file} is damaged: {error}") from None
+        return manifest
 
 
 @dataclass(frozen=True)
@@ -192,12 +198,11 @@ def _parts(folder: Path, manifest: Manifest) -> list[Tokens]:
 
 
 def _manifest_at(url: str) -> Manifest:
+    store = Store(url)
     try:
-        return Manifest.parse(Store(url).read(MANIFEST).decode())
+        return Manifest.from_values(store.read_json(MANIFEST), store.path_of(MANIFEST))
     except FileNotFoundError:
         raise FileNotFoundError(f"{url} is not a finished token store: it has no {MANIFEST}") from None
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"token store {url} is damaged: {MANIFEST}: {error}") from error
 
 
 class TokenWriter:

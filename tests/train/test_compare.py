@@ -4,6 +4,7 @@ import gc
 import io
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -315,6 +316,13 @@ def test_a_comparison_with_a_wrong_value_is_damaged(tmp_path, changes, message):
     file = tmp_path / "comparison.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     with pytest.raises(ValueError, match=f"comparison.json is damaged: {message}"):
+        Comparison.read(tmp_path)
+
+
+def test_a_comparison_that_is_cut_off_is_called_damaged_once(tmp_path):
+    file = tmp_path / "comparison.json"
+    file.write_text('{"seeds": ')
+    with pytest.raises(ValueError, match=f"^{re.escape(str(file))} is damaged: not JSON at byte 10: "):
         Comparison.read(tmp_path)
 
 

@@ -1,6 +1,7 @@
 """Tests of a run's folder: nothing is overwritten, and resuming removes measurements after the checkpoint."""
 
 import json
+import re
 import time
 from pathlib import Path
 
@@ -96,6 +97,23 @@ def test_the_configuration_is_read_back(tmp_path):
     run = RunFolder.create(config)
     run.write_config(config)
     assert run.read_config() == config
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{ ", "is damaged: not JSON at byte 2: "),
+        (b'{"data": "\xbd"}', "is damaged: byte 10 is not UTF-8$"),
+        (b"[]", r"must hold a JSON object, not \[\]$"),
+        (b"{}", "is damaged: not a run's configuration: it lacks model$"),
+    ],
+    ids=["cut", "not-utf-8", "list", "empty"],
+)
+def test_a_damaged_configuration_is_called_so_once_with_the_byte(tmp_path, content, message):
+    run = new_run(tmp_path)
+    run.config_file.write_bytes(content)
+    with pytest.raises(ValueError, match=f"^{re.escape(str(run.config_file))} {message}"):
+        run.read_config()
 
 
 def test_measurements_after_the_checkpoint_and_a_truncated_line_are_removed(tmp_path):

@@ -1,6 +1,7 @@
 """Tests of token stores: they return what was written, and damaged stores are refused."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -72,10 +73,22 @@ def test_a_missing_file_is_refused(store):
         TokenStore.open(store.folder)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", json.dumps({"source": "stdlib"})], ids=["cut", "list", "incomplete"])
-def test_a_damaged_manifest_is_refused(store, content):
-    (store.folder / "manifest.json").write_text(content)
-    with pytest.raises(ValueError, match=r"is damaged: manifest.json"):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is damaged: not JSON at byte 0: Expecting value"),
+        (b'{"source": "\xff"}', "is damaged: byte 12 is not UTF-8"),
+        (b"[]", r"must hold a JSON object, not \[\]"),
+        (b'{"source": "stdlib"}', "is damaged: settings is missing"),
+        (b'{"color": 1}', "is damaged: color is unknown: there are source, "),
+    ],
+    ids=["empty", "not-utf-8", "list", "incomplete", "unknown"],
+)
+def test_a_damaged_manifest_is_refused(store, content, message):
+    file = store.folder / "manifest.json"
+    file.write_bytes(content)
+    remedy = f"; delete the folder {store.folder} to have it built anew"
+    with pytest.raises(ValueError, match=f"^{re.escape(str(file))} {message}.*{re.escape(remedy)}$"):
         TokenStore.open(store.folder)
 
 
