@@ -45,6 +45,7 @@ from octile.train.token_store import TokenStore
 from octile.validation import MAX_SEED, Range, check, check_fields, from_json, quoted
 
 RUNS = "runs"  # the folder in which the runs of a comparison save their states and results
+BASELINE = "bf16"  # the recipe that is always trained
 MAX_SEEDS = 1000  # far beyond what a narrow interval needs
 FREQUENCY_TOKENS = 10_000_000  # tokens of the training text in which the frequencies of tokens are counted
 
@@ -144,6 +145,7 @@ class Comparison:
         settings = differences(self.config, requested.config)
         names = ("recipes", "seeds", "gradient_steps")
         other = {name: (getattr(self, name), getattr(requested, name)) for name in names}
+        other["recipes"] = self.recipes or (BASELINE,), requested.recipes or (BASELINE,)
         return {name: pair for name, pair in settings.items() if name not in ("device", "out")} | {
             name: (old, new) for name, (old, new) in other.items() if old != new
         }
@@ -178,13 +180,16 @@ def compare(
         ImportError: a package of the extras `train` or `report` is missing.
         FileExistsError: out holds a comparison or a run already, or another process works there.
         FileNotFoundError: there is no comparison to resume.
-        ValueError: a recipe is unknown or does not take a size of the model, a seed or a step is impossible, the data
-            cannot be used, or the comparison to resume has other arguments.
+        ValueError: a recipe is unknown, named twice or does not take a size of the model, a seed or a step is
+            impossible, the data cannot be used, or the comparison to resume has other arguments.
         Stopped: Ctrl-C or SIGTERM ended the comparison early.
     """
     require("tokenizers", "filelock", extra="train")
     require("matplotlib", "jinja2", extra="report")  # now, not when the report is written
-    recipes = tuple(name for name in dict.fromkeys(r.strip() for r in recipes) if name not in ("", "bf16"))
+    typed = [name for name in map(str.strip, recipes) if name]
+    if twice := [name for name in typed if typed.count(name) > 1]:
+        raise ValueError(f"recipes must differ, but {','.join(typed)!r} names {twice[0]} twice")
+    recipes = tuple(name for name in typed if name != BASELINE)
     stored = _stored(out) if resume else None
     texts: Mapping[str, str] = {} if stored is None else stored.recipe_texts
     named = {name: replace(config, recipe=name, recipe_text=texts.get(name)).with_file_texts() for name in recipes}
@@ -192,7 +197,7 @@ def compare(
     for each in configs.values():
         check_recipe(each)
     seeds = seeds or (config.seed,)
-    baselines = [replace(config, recipe="bf16", seed=seed) for seed in baseline_seeds(seeds)]
+    baselines = [replace(config, recipe=BASELINE, seed=seed) for seed in baseline_seeds(seeds)]
     texts = {name: each.recipe_text for name, each in named.items() if each.recipe_text is not None}
     comparison = Comparison(config, recipes, seeds, gradient_steps, texts)
     if stored is not None and (changes := stored.changes(comparison)):
@@ -200,8 +205,9 @@ def compare(
     steps = parse_steps(gradient_steps, config.steps)
     if stored is not None and out is not None:
         console.print(
-            f"settings from {out / COMPARISON}: recipes {', '.join(recipes)}, seeds {', '.join(map(str, seeds))}, "
-            f"gradient_steps {gradient_steps}, {describe_settings(config, ('preset',))}"
+            f"settings from {out / COMPARISON}: recipes {', '.join(recipes) or BASELINE}, "
+            f"seeds {', '.join(map(str, seeds))}, gradient_steps {gradient_steps}, "
+            f"{describe_settings(config, ('preset',))}"
         )
     for each in (baselines[0], *configs.values()):
         check_memory(each, pick_device(config.device))
@@ -269,7 +275,7 @@ def _compare(
         gc.collect()  # the trainer of the run before is part of a reference cycle, and holds as much memory as this one
         return train_compared_run(config, store, console, at_steps, out / RUNS / f"{name}-seed{config.seed}", stop)
 
-    bf16 = {c.seed: run(c, "bf16") for c in baselines}
+    bf16 = {c.seed: run(c, BASELINE) for c in baselines}
     first, other, *more = (each.curve for each in bf16.values())
     result = CompareResult(
         config.preset,

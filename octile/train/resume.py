@@ -141,8 +141,8 @@ def check_goal(config: TrainConfig, checkpoint: Store) -> int:
     state = TrainerState.read(checkpoint.read_json(STATE))
     if state.steps_done > config.steps:
         raise ValueError(
-            f"steps is {config.steps:,}, but the run has done {state.steps_done:,} already ({state.tokens:,} tokens): "
-            "give more --steps or --tokens"
+            f"the run has done {state.steps_done:,} steps ({state.tokens:,} tokens) already, and is to do only "
+            f"{config.steps:,} in all: give more --steps or --tokens"
         )
     return state.steps_done
 

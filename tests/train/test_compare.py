@@ -273,7 +273,7 @@ def test_a_killed_comparison_continues_at_its_last_checkpoint(compared, text, tm
     [
         ({"steps": 5}, {}, "steps is 5 instead of 4"),
         ({}, {"recipes": ("per_tensor",)}, "recipes is .*per_tensor.* instead of .*deepseek_v3"),
-        ({}, {"recipes": ()}, "recipes is none instead of deepseek_v3"),
+        ({}, {"recipes": ()}, "recipes is bf16 instead of deepseek_v3"),
         ({}, {"seeds": (0, 1)}, "seeds is 0, 1 instead of 0"),
         ({"steps": 2}, {"gradient_steps": "1,3"}, "steps is 2 instead of 4, gradient_steps is 1,3 instead of start"),
         ({}, {"gradient_steps": "none"}, "gradient_steps is none instead of start,middle,end"),
@@ -324,6 +324,14 @@ def test_a_comparison_that_is_cut_off_is_called_damaged_once(tmp_path):
     file.write_text('{"seeds": ')
     with pytest.raises(ValueError, match=f"^{re.escape(str(file))} is damaged: not JSON at byte 10: "):
         Comparison.read(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "bf16"])
+def test_a_recipe_that_is_named_twice_is_refused(tmp_path, name):
+    message = f"^recipes must differ, but '{name},per_tensor,{name}' names {name} twice$"
+    with pytest.raises(ValueError, match=message):
+        compare(micro(), (name, "", "per_tensor", f" {name}"), tmp_path / "out", silent_console())
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("text", ["2024", "9" * 40])

@@ -134,7 +134,7 @@ def test_a_resumed_run_keeps_its_configuration(finished):
 def test_a_resumed_run_cannot_have_fewer_steps_than_it_has_done(finished):
     before = RunFolder.open(finished[0]).read_config()
     screen = silent_console()
-    message = r"^steps is 1, but the run has done 6 already \(768 tokens\): give more --steps or --tokens$"
+    message = r"^the run has done 6 steps \(768 tokens\) already, and is to do only 1 in all: give more --steps or --to"
     with pytest.raises(ValueError, match=message):
         train(dataclasses.replace(before, steps=1), True, screen)
     assert screen.console.file.getvalue() == ""  # refused before the run is announced
