@@ -33,7 +33,10 @@ def verdict_sentence(result: CompareResult) -> str:
         first, *others = measured
         after = f" after {format_count(result.last_step, 'step')}"
         ends = [_end(first, after), *(_end(outcome, "") for outcome in others)]
-        sentences.insert(0, f"On held-out text {'; '.join(ends)}.")
+        few = any(o.is_significant is not None and len(o.gaps) <= FEW_SEEDS for o in measured)
+        sentences.insert(
+            0, f"On held-out text {'; '.join(ends)}.{' Two seeds can hardly prove anything.' if few else ''}"
+        )
     return " ".join((*sentences, noise))
 
 
@@ -54,7 +57,7 @@ def _at_the_bar(outcome: Outcome) -> str:
         return text
     interval = f"the 95% interval is {span(outcome.over_seeds)}"
     if len(outcome.gaps) <= FEW_SEEDS:
-        return f"{text}; {interval}, but two seeds can hardly prove anything"
+        return f"{text}, and {interval}"
     return f"{text}, {'and' if outcome.is_significant else 'but not'} significantly: {interval}"
 
 
