@@ -91,7 +91,8 @@ def train(config: TrainConfig, resume: bool, console: RunConsole, hook: RunHook 
     Raises:
         ImportError: a package of the extras `train` or `report` is missing.
         FileExistsError: a new run would overwrite another run, or another process trains it.
-        FileNotFoundError: there is no run to resume, or no data.
+        FileNotFoundError: there is no run to resume, or no data; or the checkpoints of the run to resume are gone.
+        NotADirectoryError: a file lies in the run folder where a folder is needed.
         ValueError: the data, the configuration or a checkpoint is invalid.
         FloatingPointError: the loss became NaN or Inf, or gradients did for more than `skip_limit` steps.
         MemoryError: the device has too little memory; the message says what to change.
@@ -137,6 +138,7 @@ def _train_joined(
     if config.checkpoints is not None:
         check_place(config.checkpoints, resume, ranks)
     run = begun.run if begun is not None else RunFolder(ranks.from_first(lambda: RunFolder.create(config).path))
+    ranks.from_first(run.check_folders)
     is_new, config = config.out is None, replace(config, out=run.path)
     with ExitStack() as stack:
         ranks.from_first(lambda: stack.enter_context(lock_folder(run.path, is_new)))

@@ -83,6 +83,19 @@ class RunFolder:
             raise FileNotFoundError(f"{str(path)!r} holds no run: there is no {run.config_file}{why_empty(path)}")
         return run
 
+    def check_folders(self) -> None:
+        """Refuse a file where the run is going to write a folder.
+
+        Raises:
+            NotADirectoryError: there is one.
+        """
+        for folder in (self.data, self.model, self.checkpoints, self.captures, self.tensorboard):
+            if folder.exists() and not folder.is_dir():
+                raise NotADirectoryError(
+                    f"out {str(self.path)!r} has a file {folder.name!r}, where the run needs a folder: move it away, "
+                    "or choose another --out"
+                )
+
     def write_config(self, config: TrainConfig) -> None:
         """Write config.json, which marks the folder as a run."""
         self.path.mkdir(parents=True, exist_ok=True)

@@ -242,6 +242,20 @@ def test_an_edited_configuration_is_refused(half, old, new, message):
     assert {path: path.read_bytes() for path in half.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.parametrize("name", ["tensorboard", "model", "data", "checkpoints"])
+def test_a_file_where_a_run_needs_a_folder_is_refused_before_any_work(text, tmp_path, name):
+    out, screen = tmp_path / "run", silent_console()
+    out.mkdir()
+    (out / name).write_text("mine")
+    message = (
+        f"^out {str(out)!r} has a file {name!r}, where the run needs a folder: move it away, or choose another --out"
+    )
+    with pytest.raises(NotADirectoryError, match=message):
+        train(micro(data=str(text), out=out), False, screen)
+    assert screen.console.file.getvalue() == ""
+    assert [path.name for path in out.iterdir()] == [name]
+
+
 def test_an_edited_number_of_steps_is_printed(half):
     file = half / "config.json"
     file.write_text(file.read_text().replace('"steps": 2', '"steps": 3'))
