@@ -50,8 +50,8 @@ class CommandGroup:
         if name not in self.commands:
             raise ValueError(f"unknown {self.name} command {name!r}; there are {', '.join(self.commands)}")
         module = import_module(f"{self.package}.{self.commands[name].module}")
-        options = parse(module.Options, arguments, f"{self.name} {name}")
         with naming(module.Options, arguments):
+            options = parse(module.Options, arguments, f"{self.name} {name}")
             _check(options)
             module.run(options)
 

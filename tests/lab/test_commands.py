@@ -157,6 +157,21 @@ def test_plan_does_not_write_its_trace_over_the_cluster(capsys, folder):
     assert "trace 'c.toml' is also cluster, which it would overwrite" in line
 
 
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [(("schedule", "--out", "file/s.svg"), "--out"), (("cluster", "--trace", "file/t.json"), "--trace")],
+)
+def test_plan_names_the_option_of_an_output_that_cannot_be_written(capsys, folder, command, option):
+    (folder / "file").touch()
+    assert refused(capsys, "plan", *command).startswith(f"octile: {option} 'file/")
+
+
+def test_the_help_of_what_if_says_that_a_capture_is_required(capsys):
+    shown = call(capsys, "lab", "what-if", "--help")[1]
+    assert "[OPTIONS] CAPTURE [CAPTURE ...]\n" in shown
+    assert "(default: )" not in shown
+
+
 def test_capture_refuses_unknown_gemms(capsys, folder):
     assert "products must be some of fprop, dgrad, wgrad" in refused(capsys, "lab", "capture", "x", "--products", "y")
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
 from rich.progress import track
@@ -54,7 +54,10 @@ class Options:
         json: print JSON and write no page.
     """
 
-    captures: tyro.conf.Positional[tuple[Path, ...]]
+    captures: Annotated[
+        tyro.conf.Positional[tuple[Path, ...]],
+        tyro.conf.arg(metavar="CAPTURE [CAPTURE ...]", help_behavior_hint="(required)"),
+    ]
     layers: str = "*"
     products: str | None = None
     formats: str = "e4m3,e5m2,e5m6,int8,mx,nvfp4"
