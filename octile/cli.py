@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shlex
 import shutil
 import sys
 import textwrap
@@ -54,8 +55,13 @@ NUMBER_ERRORS = {  # Python's message for a word that is not a number: what the 
 # tyro's message for an option that is a number or several
 UNION_ERROR = re.compile(r"no type matching (INT|FLOAT)\|.* could be instantiated from \[(.*)\]")
 
+MISSING_VALUE = re.compile(r"Missing value for argument '(.*)'\. Expected (\d+) values\.")
+NO_VALID_PARSE = "Could not find valid parse for arguments: "  # tyro's message for words that are values of no path
+
 WRAPPED_NUMBER = re.compile(r"(?<=\d,)\n(?=\d{3}(?!\d))")  # tyro breaks lines within 128,000
 INVALID_CHOICE = re.compile(r"invalid choice '(.*)' for argument '(.*)'\. Expected one of \((.*)\)\.")
+
+EMPTY_PATH = "is empty: name a path"
 
 SETTINGS_FILES = ("config.json", "comparison.json", "state.json")  # of runs, comparisons and their checkpoints
 WORD_MARKS = frozenset("._")  # of a field's name that is no word of prose
@@ -587,18 +593,35 @@ def _parse(form: type[Form], arguments: list[str], command: str, default: Form |
             print(wrap_help(shown.getvalue()), flush=True)
             raise
         raise ValueError(f"{_error_line(output.getvalue(), form, arguments)} (see octile {command} --help)") from None
-    for name, annotation in annotations_of(form).items():
-        option = f"--{name.replace('_', '-')}"
-        if Path in (annotation, *get_args(annotation)) and _value_of(option, arguments) == "":
-            raise ValueError(f"{option} is empty: name a path")  # Path("") is the current folder
     return options
 
 
+def _path_of(words: list[str]) -> Path:
+    if not words[0]:
+        raise ValueError(EMPTY_PATH)  # Path("") is the current folder
+    return Path(words[0])
+
+
 def _registry() -> tyro.constructors.ConstructorRegistry:
-    """Registry for tyro in which the help of an optional value names what the value is, and not None, too."""
+    """Registry for tyro with octile's rules for values.
+
+    An empty path is refused. The help of an optional value names what the value is, and not None, too.
+    """
     from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
     registry = ConstructorRegistry()
+
+    @registry.primitive_rule
+    def path(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Path] | None:
+        if info.type is not Path:
+            return None
+        return PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="PATH",
+            instance_from_str=_path_of,
+            is_instance=lambda value: isinstance(value, Path),
+            str_from_instance=lambda value: [str(value)],
+        )
 
     @registry.primitive_rule
     def optional(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
@@ -655,8 +678,14 @@ def _error_line(box: str, form: type[Dataclass], arguments: list[str]) -> str:
             given, option, choices = choice.groups()
             name = option if option.startswith("-") else option.upper()
             return f"{name} must be one of {choices.replace(chr(39), '')}, not {given!r}"
+        if missing := MISSING_VALUE.fullmatch(first):
+            return _missing_value(missing[1], int(missing[2]), form, arguments)
         meant = [line.split()[0] for line in lines if line.startswith("--") and _is_text(line)]
         return f"{first}; perhaps you meant {' or '.join(meant)}" if meant else first
+    if what == EMPTY_PATH or (what.startswith(NO_VALID_PARSE) and "''" in what):
+        names = [name for _, name in _options(form) if not name.startswith("--")]
+        word = where.strip("[]")
+        return f"{word if word.startswith('--') or word in names else names[0]} {EMPTY_PATH}"
     for python, kind in NUMBER_ERRORS.items():
         what = what.replace(python, f"{where} must be {kind}, not ")
     if none_of := UNION_ERROR.match(what):
@@ -664,6 +693,16 @@ def _error_line(box: str, form: type[Dataclass], arguments: list[str]) -> str:
         return f"{where} must be {'a whole number' if kind == 'INT' else 'a number'}, not {given}"
     text, named = _with_options(what, form, where.replace("-", "_"))
     return text + _of_run(named, arguments)
+
+
+def _missing_value(option: str, count: int, form: type[Dataclass], arguments: list[str]) -> str:
+    """Say that an option has no value, and how to write a value that begins with a dash and is taken for an option."""
+    needs = f"{option} needs {'a value' if count == 1 else f'{count} values'}"
+    following = _value_of(option, arguments)
+    known = {*HELP, *(name for _, name in _options(form))}
+    if count != 1 or not following or following.partition("=")[0].replace("_", "-") in known:
+        return needs
+    return f"{needs}: write {option}={shlex.quote(following)} for one that begins with a dash"
 
 
 @contextmanager

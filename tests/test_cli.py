@@ -203,6 +203,11 @@ def test_unknown_preset(capsys):
         ("train", "--init_from", ""),
         ("compare", "--out="),
         ("lab", "formats", "--out="),
+        ("lab", "formats", ""),
+        ("lab", "what-if", "capture", ""),
+        ("plan", "schedule", "--out="),
+        ("generate", ""),
+        ("convert", "model", ""),
     ],
     ids=" ".join,
 )
@@ -210,6 +215,27 @@ def test_an_empty_path_is_refused(capsys, monkeypatch, tmp_path, command):
     monkeypatch.chdir(tmp_path)
     assert "is empty: name a path" in refused(capsys, *command)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [(("convert", "m", ""), "DST"), (("generate", ""), "RUN"), (("lab", "what-if", "a", ""), "CAPTURES")],
+)
+def test_an_empty_path_is_refused_by_its_name(capsys, command, name):
+    assert refused(capsys, *command).startswith(f"octile: {name} is empty: ")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--prompt", "-x"), "--prompt needs a value: write --prompt=-x for one that begins with a dash"),
+        (("--prompt", "-x y"), "--prompt needs a value: write --prompt='-x y' for one that begins with a dash"),
+        (("--prompt", "--seed", "1"), "--prompt needs a value (see"),
+        (("--prompt",), "--prompt needs a value (see"),
+    ],
+)
+def test_a_value_that_begins_with_a_dash(capsys, options, says):
+    assert says in refused(capsys, "generate", "run", *options)
 
 
 def test_a_vocabulary_too_small_for_the_bytes_is_refused_before_any_work(capsys, text, tmp_path):
@@ -403,7 +429,7 @@ def test_an_empty_preset_name_is_refused(capsys, options):
 
 @pytest.mark.usefixtures("begun")
 def test_an_option_whose_value_is_missing_is_refused(capsys):
-    assert "Missing value for argument '--preset'" in refused(capsys, "train", "--preset", "small", "--preset")
+    assert "--preset needs a value (" in refused(capsys, "train", "--preset", "small", "--preset")
 
 
 def test_data_that_was_missing_does_not_block_the_run_folder(capsys, text, tmp_path):
