@@ -81,7 +81,7 @@ class TensorFile:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is damaged: its length or its header is wrong.
+        ValueError: it is no safetensors file, or it is damaged: its length or its header is wrong.
     """
 
     def __init__(self, path: Path):
@@ -89,7 +89,7 @@ class TensorFile:
         try:
             self._file = safe_open(path, "pt", backend="pread")
         except SafetensorError as error:
-            raise ValueError(f"{path} is damaged: {_damage(path, error)}") from None
+            raise ValueError(f"{path} is {_damage(path, error)}") from None
         self.metadata: dict[str, str] = self._file.metadata() or {}
         with open(path, "rb") as file:
             header, data_begin = read_header(file)
@@ -254,13 +254,18 @@ def read_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
 
 
 def _damage(path: Path, error: SafetensorError) -> str:
-    """What is wrong with a file that safetensors refuses: its length, if the header tells it, or the header."""
+    """What a file is that safetensors refuses: no such file, or damaged in its length, if known, or in its header."""
     size = path.stat().st_size
     with open(path, "rb") as file:
-        expected = 8 + max(int.from_bytes(file.read(8), "little"), 2)  # at least {}
+        length, begin = int.from_bytes(file.read(8), "little"), file.read(1)
+    if length > MAX_HEADER:
+        return f"no safetensors file: it would have a header of more than {MAX_HEADER:,} bytes"
+    if begin not in (b"{", b""):
+        return f"no safetensors file: its header begins with the byte {begin[0]:#04x} instead of {{"
+    expected = 8 + max(length, 2)  # at least {}
     if size >= expected:
         with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError), open(path, "rb") as file:
             header, data_begin = read_header(file)
             header.pop("__metadata__", None)
             expected = data_begin + max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
-    return f"{size} bytes found, {expected} expected" if size != expected else str(error)
+    return f"damaged: {f'{size} bytes found, {expected} expected' if size != expected else error}"

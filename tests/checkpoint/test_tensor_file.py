@@ -159,3 +159,18 @@ def test_notes_are_read_back_here_and_by_safetensors(tmp_path):
     assert TensorFile(tmp_path / "t.safetensors").metadata == {"format": "pt", "about": 'é " {'}
     with safe_open(tmp_path / "t.safetensors", "pt") as file:
         assert file.metadata()["about"] == 'é " {'
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b'{"preset": "tiny", "steps": 3}', "a header of more than 100,000,000 bytes"),
+        (b"\x7fELF\x02\x01\x01\0" + bytes(100), "a header of more than 100,000,000 bytes"),
+        (bytes(100), "begins with the byte 0x00 instead of {"),
+    ],
+    ids=["json", "binary", "zeros"],
+)
+def test_another_kind_of_file_is_not_said_to_be_damaged(tmp_path, content, reason):
+    (tmp_path / "a").write_bytes(content)
+    with pytest.raises(ValueError, match=rf"a is no safetensors file: .*{reason}"):
+        TensorFile(tmp_path / "a")
