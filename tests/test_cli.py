@@ -697,6 +697,36 @@ def test_convert_speaks_of_multi_token_prediction_only_where_there_is_some(capsy
     assert ["multi-token" in each for each in said] == [True, False]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("nowhere",), "SRC must be a folder with config.json, or that file: nowhere does not exist"),
+        (("folder",), "SRC must be a folder with config.json, or that file: folder has no config.json"),
+        (("m/model.safetensors",), "SRC must be a folder with config.json, or that file, not the file m/model.safe"),
+        (("run/config.json",), "SRC must be the configuration of a model, not of a run: octile convert run predicts"),
+        (("begun/config.json",), "SRC must be the configuration of a model, not of a run: the run has no model yet"),
+        (("begun",), "SRC must be the configuration of a model, not of a run: the run has no model yet"),
+        (("nowhere", "x"), "SRC must be a folder with config.json and safetensors files: nowhere does not exist"),
+        (("m", "m", "--to", "bf16"), "DST must lie outside of m, which is converted, not at m"),
+        (("m", "--to", "float32", "--keep", "*"), "--keep must be left out of a conversion to float32: it names"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_convert_refuses_by_the_names_of_its_help(capsys, hf_folder, monkeypatch, tmp_path, arguments, says):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(hf_folder, "m")
+    Path("folder").mkdir()
+    for run in (Path("run"), Path("begun")):
+        run.mkdir()
+        (run / "config.json").write_text('{"preset": "tiny"}')
+        (run / "metrics.jsonl").touch()
+    (tmp_path / "run" / "model").mkdir()
+    shutil.copy("m/config.json", "run/model")
+    code, out, err = call(capsys, "convert", *arguments)
+    assert (code, out) == (2, "")  # no empty line, either
+    assert err.startswith(f"octile: {says}")
+
+
 def test_convert_keeps_what_patterns_match(capsys, hf_folder, tmp_path):
     keep = ("--keep", "*.down_proj", "--keep", "*.o_proj")
     code, out, _ = call(capsys, "convert", str(hf_folder), str(tmp_path / "fp8"), *keep)

@@ -9,6 +9,8 @@ from octile.checkpoint.convert import ConversionReport, convert_checkpoint
 from octile.checkpoint.convert.share import Share
 from octile.checkpoint.convert.size import SizePrediction, predict_size
 from octile.checkpoint.convert.tensor import Target
+from octile.checkpoint.hugging_face import CONFIG
+from octile.launch import quoted_path
 from octile.report.console import Console
 from octile.report.page import format_bytes
 
@@ -23,7 +25,8 @@ def run_conversion(src: Path, dst: Path | None, to: Target, keep: Sequence[str] 
         keep: patterns of the layers that stay in high precision, as for `convert_checkpoint`.
 
     Raises:
-        ValueError: src has only a configuration but dst is given.
+        FileNotFoundError: src does not exist, or is a folder without a config.json.
+        ValueError: src is a weight file, or a run's config.json.
         Exception: what `convert_checkpoint` and `predict_size` raise.
     """
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
@@ -32,24 +35,52 @@ def run_conversion(src: Path, dst: Path | None, to: Target, keep: Sequence[str] 
     console = Console()
     src = src / "model" if (src / "model" / "config.json").exists() else src  # src is a run
     if dst is None:
+        _check_configuration(src)
         _show_prediction(console, predict_size(src, to, keep))
         return
     sizes, time = (Column(no_wrap=True, min_width=len(widest)) for widest in ("999.9/999.9 GB", "0:00:00"))
-    with Progress(
+    bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(table_column=sizes),
         TimeRemainingColumn(table_column=time),
         console=console,
-    ) as bar:
-        task = bar.add_task("reading", total=None, visible=False)  # until the first file is read
+    )
+    task = bar.add_task("reading", total=None)
 
-        def show(done: int, total: int, file: str) -> None:
-            bar.update(task, completed=done, total=total, description=file, visible=True)
+    def show(done: int, total: int, file: str) -> None:
+        bar.update(task, completed=done, total=total, description=file)
+        bar.start()  # with the first file, so that nothing is printed before a refusal
 
+    try:
         report = convert_checkpoint(src, dst, to, show, keep)
+    finally:
+        if bar.live.is_started:
+            bar.stop()
     _show_report(console, report)
     console.print_line(f"written to {dst}")
+
+
+def _check_configuration(src: Path) -> None:
+    """Refuse what has no configuration of a model.
+
+    Raises:
+        FileNotFoundError, ValueError: as for `run_conversion`.
+    """
+    needed = f"src must be a folder with {CONFIG}, or that file"
+    if not src.exists():
+        raise FileNotFoundError(f"{needed}: {src} does not exist")
+    if src.is_dir() and not (src / CONFIG).exists():
+        raise FileNotFoundError(f"{needed}: {src} has no {CONFIG}")
+    if src.is_file() and src.suffix != ".json":
+        raise ValueError(f"{needed}, not the file {src}")
+    run = src if src.is_dir() else src.parent
+    if (src == run or src.name == CONFIG) and (run / "metrics.jsonl").exists():
+        if (run / "model" / CONFIG).exists():
+            what = f"octile convert {quoted_path(run)} predicts the size of the run's model"
+        else:
+            what = "the run has no model yet"
+        raise ValueError(f"src must be the configuration of a model, not of a run: {what}")
 
 
 def _show_prediction(console: Console, size: SizePrediction) -> None:

@@ -132,7 +132,7 @@ def _check_arguments(src: Path, dst: Path, to: str) -> None:
     if not (src / CONFIG).is_file():
         raise FileNotFoundError(f"src must be a folder with {CONFIG} and safetensors files: {src} has no {CONFIG}")
     if dst.resolve().is_relative_to(src.resolve()):
-        raise ValueError(f"dst must lie outside of src {src}, not at {dst}")
+        raise ValueError(f"dst must lie outside of {src}, which is converted, not at {dst}")
     if dst.exists() and not dst.is_dir():
         raise FileExistsError(f"dst must be a folder, not the file {dst}")
 
@@ -149,8 +149,8 @@ def _resume_or_begin(dst: Path, plan: ConversionPlan) -> dict[str, Any]:
             raise FileExistsError(f"dst must be empty or an interrupted conversion, but {dst} holds other files")
         if started != job and [path.name for path in dst.iterdir()] != [RECORD]:
             raise ValueError(
-                f"dst {dst} holds the start of another conversion (of other files than now in src, or with another "
-                "target or keep): remove it, or name another folder"
+                f"dst {dst} holds the start of another conversion (of other weight files, or with another target "
+                "or other layers in high precision): remove it, or name another folder"
             )
         finished = {name: entry for name, entry in read_record(dst).items() if _is_whole(dst / name, entry)}
     else:

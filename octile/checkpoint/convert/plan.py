@@ -133,7 +133,7 @@ def choose_actions(
     """
     check_config(config, specs)
     if keep and to != "fp8":
-        raise ValueError(f"keep must be left out where to is {to!r}: it names layers that do not become FP8")
+        raise ValueError(f"keep must be left out of a conversion to {to}: it names layers that do not become FP8")
     if to == "fp8" and config.get("model_type") in MODELS_WITH_CONV1D:
         raise ValueError(f"no weight of a {config['model_type']} model can become FP8: its layers are {CONV1D}")
     actions = {name: choose_action(name, specs, to) for name in specs}

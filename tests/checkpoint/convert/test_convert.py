@@ -299,7 +299,7 @@ def test_an_unknown_format_is_refused(src, dst):
 
 @pytest.mark.parametrize("inside", ["", "fp8"])
 def test_a_destination_within_the_source_is_refused(src, inside):
-    with pytest.raises(ValueError, match="dst must lie outside of src"):
+    with pytest.raises(ValueError, match=f"dst must lie outside of {src}, which is converted, not at {src / inside}$"):
         convert_checkpoint(src, src / inside, "fp8")
 
 
@@ -415,7 +415,7 @@ def test_layers_that_a_pattern_matches_are_copied_and_announced(src, dst, same):
     [
         ("fp8", ["*.o_proj"], r"keep has '\*\.o_proj', which matches no layer that would be converted, such as model"),
         ("fp8", ["*"], "no weight would become FP8: 14 × left out by keep, 4 × no weight of a linear layer"),
-        ("bf16", ["*"], "keep must be left out where to is 'bf16': it names layers that do not become FP8"),
+        ("bf16", ["*"], "keep must be left out of a conversion to bf16: it names layers that do not become FP8"),
     ],
     ids=["no match", "all", "to BF16"],
 )
