@@ -23,7 +23,7 @@ from torch import Tensor
 
 from octile.bench import goals
 from octile.bench.casts import halves
-from octile.bench.rows import LEGEND_OF_SPEEDS, Row, byte_rate, flop_rate, table
+from octile.bench.rows import LEGEND_OF_SPEEDS, Row, byte_rate, flop_rate, table_with
 from octile.bench.timing import seconds
 from octile.ops.latent_cache import PAGE, row_bytes, write_latents
 from octile.ops.paged_attention import paged_attention
@@ -75,7 +75,7 @@ def flops(shape: Shape) -> int:
 def show(rows: Sequence[Row]) -> str:
     """Format the table, and on a GPU the verdicts on the goals."""
     of_gpu = (goals.slow_copies(rows), goals.attention_verdicts(rows)) if torch.cuda.is_available() else ()
-    return "\n\n".join(filter(None, (table(rows), LEGEND_OF_SPEEDS, *of_gpu)))
+    return "\n\n".join(filter(None, (table_with(LEGEND_OF_SPEEDS, rows), *of_gpu)))
 
 
 def _case(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Callable[[], Tensor], int]:

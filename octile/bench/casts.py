@@ -36,7 +36,7 @@ from torch import Tensor
 
 from octile.bench import goals
 from octile.bench.kernel_time import work_seconds
-from octile.bench.rows import LEGEND, Row, compare, table
+from octile.bench.rows import LEGEND, Row, compare, table_with
 from octile.models.config import ModelConfig
 from octile.models.meta import meta_model
 from octile.nn.dispatcher import LocalDispatcher
@@ -169,7 +169,7 @@ def halves(moved: int, device: str) -> tuple[Tensor, Tensor]:
 def show(rows: Sequence[Row]) -> str:
     """Format the table, and on a GPU the verdicts on the goals."""
     verdicts = goals.casts_verdicts(rows) if torch.cuda.is_available() else ""
-    return "\n\n".join(filter(None, (table(rows), LEGEND, verdicts)))
+    return "\n\n".join(filter(None, (table_with(LEGEND, rows), verdicts)))
 
 
 def _cases(m: int, k: int, device: str, dtype: torch.dtype) -> list[Case]:

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from octile.bench import goals
-from octile.bench.rows import LEGEND, Row, compare, table
+from octile.bench.rows import LEGEND, Row, compare, table_with
 from octile.nn.dispatcher import RoutingPlan
 from octile.ops.quantize import quantize
 from octile.parallel.experts import ExpertDispatcher, exchange
@@ -76,7 +76,7 @@ def rows() -> Iterator[Row]:
 
 def show(rows: Sequence[Row]) -> str:
     """Format the table, and the verdicts on the goals."""
-    return "\n\n".join((table(rows), LEGEND, goals.dispatch_verdicts(rows)))
+    return "\n\n".join((table_with(LEGEND, rows), goals.dispatch_verdicts(rows)))
 
 
 def _measure(device: torch.device) -> Iterator[Row]:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from octile.bench import goals
 from octile.bench.kernel_time import work_seconds
-from octile.bench.rows import LEGEND_OF_SPEEDS, Row, byte_rate, flop_rate, table
+from octile.bench.rows import LEGEND_OF_SPEEDS, Row, byte_rate, flop_rate, table_with
 from octile.kernels.cuda.attention.mqa_logits import HEAD_DIMS, HEADS
 from octile.ops.mqa_logits import PAGE, mqa_logits, paged_mqa_logits, paged_mqa_schedule
 from octile.ops.top_keys import top_keys
@@ -67,7 +67,7 @@ def rows() -> Iterator[Row]:
 
 def show(found: Sequence[Row]) -> str:
     """Return the rows as a table, and the verdicts on the goals."""
-    return "\n\n".join(filter(None, (f"{table(found)}\n\n{LEGEND_OF_SPEEDS}", goals.indexer_verdicts(found))))
+    return "\n\n".join(filter(None, (table_with(LEGEND_OF_SPEEDS, found), goals.indexer_verdicts(found))))
 
 
 def _contiguous(heads: int, head_dim: int, size: Size, device: str) -> Iterator[Row]:

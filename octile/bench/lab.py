@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from octile.bench.rows import LEGEND, Row, compare, table
+from octile.bench.rows import LEGEND, Row, compare, table_with
 from octile.bench.timing import seconds
 from octile.lab.telemetry import telemetry
 from octile.lab.tensor_core import native, vectorized
@@ -84,7 +84,7 @@ def _telemetry(config: ModelConfig) -> Iterator[Row]:
 
 def show(found: Sequence[Row]) -> str:
     """Return the rows as a table."""
-    return f"{table(found)}\n\n{LEGEND}"
+    return table_with(LEGEND, found)
 
 
 def _sum(implementation: Implementation, a: Tensor, b: Tensor, start: Tensor, summation: Summation) -> Tensor:

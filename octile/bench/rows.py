@@ -63,6 +63,11 @@ def table(rows: Sequence[Row]) -> str:
     return align_columns([COLUMNS, *map(_cells, rows)], RIGHT)
 
 
+def table_with(legend: str, rows: Sequence[Row]) -> str:
+    """Format rows as a table, and the legend of their ratios below it, if a row has one."""
+    return f"{table(rows)}\n\n{legend}" if any(row.against for row in rows) else table(rows)
+
+
 def align_columns(lines: Sequence[Sequence[str]], right: Set[str]) -> str:
     """Format cells in aligned columns; as a list of rows if the output is a terminal that is too narrow for them.
 

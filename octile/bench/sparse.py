@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from octile.bench.kernel_time import work_seconds
-from octile.bench.rows import LEGEND_OF_SPEEDS, Row, byte_rate, flop_rate, table
+from octile.bench.rows import LEGEND_OF_SPEEDS, Row, byte_rate, flop_rate, table_with
 from octile.ops.latent_cache import PAGE, row_bytes, write_latents
 from octile.ops.sparse_attention import paged_sparse_attention, sparse_attention
 
@@ -73,7 +73,7 @@ def rows() -> Iterator[Row]:
 
 def show(found: Sequence[Row]) -> str:
     """Return the rows as a table."""
-    return f"{table(found)}\n\n{LEGEND_OF_SPEEDS}"
+    return table_with(LEGEND_OF_SPEEDS, found)
 
 
 def flops(queries: int, shape: Shape) -> int:

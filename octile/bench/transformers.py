@@ -39,7 +39,7 @@ from octile.bench.goals import (
     STEP,
     transformers_verdicts,
 )
-from octile.bench.rows import LEGEND, Row, compare, table
+from octile.bench.rows import LEGEND, Row, compare, table_with
 from octile.bench.step.models import torchao
 from octile.bench.timing import seconds
 from octile.nn.conversion import apply_recipe
@@ -140,7 +140,7 @@ def rows() -> Iterator[Row]:
 
 def show(rows: Sequence[Row]) -> str:
     """Format the table, the meaning of its columns, and the verdicts on the goals."""
-    return "\n\n".join(filter(None, (table(rows), LEGEND, transformers_verdicts(rows))))
+    return "\n\n".join(filter(None, (table_with(LEGEND, rows), transformers_verdicts(rows))))
 
 
 def _measure(case: Case) -> Iterator[Row]:

@@ -1,11 +1,12 @@
 """Tests of the rows of a benchmark and their JSON file."""
 
 import json
+from importlib import import_module
 
 import pytest
 
 from octile import bench
-from octile.bench.rows import Row, compare, table, write
+from octile.bench.rows import Row, compare, table, table_with, write
 
 ROWS = [Row("a", "b", 1.0, "s"), compare("a long case", "c", 23456.0, "tokens/s", "p", 4.0)]
 
@@ -28,6 +29,17 @@ def test_a_row_is_one_aligned_line():
         "a            b          1                    s",
         "a long case  c     23,456       4  5864.000  tokens/s  p",
     ]
+
+
+def test_the_legend_of_ratios_stands_below_rows_that_have_one():
+    assert table_with("ratio: …", ROWS) == f"{table(ROWS)}\n\nratio: …"
+    assert table_with("ratio: …", ROWS[:1]) == table(ROWS[:1])
+
+
+@pytest.mark.parametrize("name", ["attention", "sparse"])
+def test_no_legend_explains_a_column_that_is_empty(name, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "ratio:" not in import_module(f"octile.bench.{name}").show(ROWS[:1])
 
 
 def test_a_narrow_screen_breaks_no_row(capsys, monkeypatch):

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from octile.bench import goals
-from octile.bench.rows import Row, table
+from octile.bench.rows import Row, table_with
 from octile.bench.serve import endpoint, engine, ranks
 from octile.parallel.device import take_own_gpu
 
@@ -42,4 +42,4 @@ def rows(run: Path | None) -> Iterator[Row]:
 def show(rows: Sequence[Row]) -> str:
     """Format the table, and the verdicts on the goals."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return "\n\n".join((table(rows), LEGEND, goals.serve_verdicts(rows, gpu)))
+    return "\n\n".join((table_with(LEGEND, rows), goals.serve_verdicts(rows, gpu)))

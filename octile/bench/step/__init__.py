@@ -33,7 +33,7 @@ from octile.bench.goals import (
     STEP,
     step_verdicts,
 )
-from octile.bench.rows import LEGEND, Row, compare, table
+from octile.bench.rows import LEGEND, Row, compare, table_with
 from octile.bench.step import profile as profile
 from octile.bench.step.memory import (
     allocated_by,
@@ -84,7 +84,7 @@ def rows() -> Iterator[Row]:
 
 def show(rows: Sequence[Row]) -> str:
     """Format the table, and on a GPU the verdicts on the goals."""
-    return "\n\n".join(filter(None, (table(rows), LEGEND, step_verdicts(rows))))
+    return "\n\n".join(filter(None, (table_with(LEGEND, rows), step_verdicts(rows))))
 
 
 def dense(sizes: Sizes, device: str, begin: float) -> Iterator[Row]:

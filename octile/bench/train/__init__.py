@@ -36,7 +36,7 @@ from octile.bench.goals import (
     WITHOUT_MTP,
     train_verdicts,
 )
-from octile.bench.rows import LEGEND, Row, compare, table
+from octile.bench.rows import LEGEND, Row, compare, table_with
 from octile.bench.train import octile_trainer, torchtitan_trainer
 from octile.bench.train.worker import Measured, Steps, Worker
 from octile.models.config import PRESETS
@@ -130,7 +130,7 @@ def rows() -> Iterator[Row]:
 
 def show(rows: Sequence[Row]) -> str:
     """Format the table, the meaning of its columns, and the verdicts on the goals."""
-    return "\n\n".join(filter(None, (table(rows), LEGEND, train_verdicts(rows))))
+    return "\n\n".join(filter(None, (table_with(LEGEND, rows), train_verdicts(rows))))
 
 
 def measure_case(case: Case, config: TrainConfig) -> Iterator[Row]:
