@@ -478,8 +478,10 @@ class Doctor:
 def doctor(arguments: list[str]) -> None:
     """Report this machine, which kernel runs each operator, and why."""
     options = _parse(Doctor, arguments, "doctor")
-    from octile.bench.doctor import compile_kernels, examine, show
+    from octile.bench.doctor import check_architecture, compile_kernels, examine, show
 
+    if options.compile is not None:
+        check_architecture("compile", options.compile)
     found = examine()
     if options.kernels or options.compile:
         found["kernels"] = compile_kernels(options.compile)

@@ -674,6 +674,11 @@ def test_ranks_that_cannot_train_are_refused(capsys, monkeypatch, tmp_path, envi
     assert not list(tmp_path.iterdir())
 
 
+def test_doctor_names_the_option_of_an_unknown_architecture(capsys):
+    pytest.importorskip("triton")
+    assert refused(capsys, "doctor", "--compile", "sm_77").startswith("octile: --compile must be one of sm_80, ")
+
+
 def test_convert_there_and_back(capsys, hf_folder, tmp_path):
     fp8, bf16 = str(tmp_path / "fp8"), str(tmp_path / "bf16")
     code, out, _ = call(capsys, "convert", str(hf_folder), fp8, "--to", "fp8")

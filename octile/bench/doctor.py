@@ -66,6 +66,20 @@ def examine() -> dict[str, Any]:
     }
 
 
+def check_architecture(name: str, architecture: str) -> None:
+    """Refuse an architecture that the kernels are not compiled for. The message begins with `name`.
+
+    Raises:
+        ImportError: Triton is not installed.
+        ValueError: it is another one.
+    """
+    require("triton", extra="cuda")
+    from octile.kernels.triton.compile_all import ARCHITECTURES
+
+    if architecture.removesuffix("a") not in ARCHITECTURES:
+        raise ValueError(f"{name} must be one of {', '.join(ARCHITECTURES)}, not {architecture!r}")
+
+
 def compile_kernels(architecture: str | None) -> dict[str, Any]:
     """Compile the kernels and list the resources that they use. Needs no GPU.
 
