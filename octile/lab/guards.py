@@ -36,6 +36,7 @@ STATISTICS = (
     *("quantization_snr_db", "quantization_worst_over_rms", "quantization_bias"),
     *("accumulation_snr_db", "accumulation_worst_over_rms", "accumulation_bias"),
 )
+RATIOS = "worst_over_rms", "bias"  # ends of the names of statistics that are ratios
 CONDITION = re.compile(r"\s*([a-z0-9_%]+)\s*(>=|<=|>|<)\s*([-+]?[0-9.]+(?:e[-+]?[0-9]+)?)\s*(%?)\s*")
 
 
@@ -190,7 +191,8 @@ def _rule(path: Path, number: int, rule: Any) -> Rule:
 def _condition(when: str) -> tuple[str, str, float]:
     """Parse a condition: 'flushed > 5%' → ("underflows%", ">", 5.0).
 
-    A statistic in percent needs a bound with a percent sign; for any other statistic, N% means N / 100.
+    A statistic in percent needs a bound with a percent sign, from 0% to 100%. For a ratio, N% means N / 100. No other
+    statistic has a percentage.
     """
     match = CONDITION.fullmatch(when)
     if match is None:
@@ -209,4 +211,8 @@ def _condition(when: str) -> tuple[str, str, float]:
         raise ValueError(f"when must contain a number, not {when!r}") from None
     if statistic.endswith("%") and not percent:
         raise ValueError(f"when compares {name}, which is in percent: write {number}%")
-    return statistic, comparison, bound if statistic.endswith("%") or not percent else bound / 100
+    if percent and not statistic.endswith(("%", *RATIOS)):
+        raise ValueError(f"when compares {name}, which is not in percent: write a number without %, not {number}%")
+    if statistic.endswith("%") and not 0 <= bound <= 100:
+        raise ValueError(f"when compares {name}, which is from 0% to 100%, with {number}%")
+    return statistic, comparison, bound / 100 if percent and not statistic.endswith("%") else bound

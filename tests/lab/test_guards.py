@@ -161,6 +161,9 @@ BAD = {
         "rule 1: when names the unknown statistic 'vanished'; there are flushed, saturated",
     ),
     "bound": (GOOD.replace("5%", "5.1.2%"), "rule 1: when must contain a number"),
+    "percentage": (GOOD.replace("flushed > 5%", "snr_db < 5%"), "compares snr_db, which is not in percent: write a"),
+    "above all": (GOOD.replace("5%", "500%"), "rule 1: when compares flushed, which is from 0% to 100%, with 500%"),
+    "below none": (GOOD.replace("5%", "-5%"), "rule 1: when compares flushed, which is from 0% to 100%, with -5%"),
     "unit": (GOOD.replace("5%", "5"), "rule 1: when compares flushed, which is in percent: write 5%"),
 }
 
