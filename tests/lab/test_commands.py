@@ -103,6 +103,10 @@ def test_the_json_of_accumulate_equals_the_experiment(capsys, folder):
         (("--k", "0"), "k must be whole numbers of at least 1"),
         (("--data", "negative"), "data must be 'normal' or 'positive', not 'negative'"),
         (("--promote", "33"), "promote_every must be a multiple of the 32 products a step, not 33"),
+        (
+            ("--promote", "128,nevr"),
+            "promote must be never or whole numbers of at least 1, separated by commas, not 'nevr'",
+        ),
         (("--arch", "sm_70"), "sm_70"),
         (("--arch", "sm_80"), "arch 'sm_80' does not support E4M3"),
         (
@@ -164,6 +168,12 @@ def test_plan_does_not_write_its_trace_over_the_cluster(capsys, folder):
 def test_plan_names_the_option_of_an_output_that_cannot_be_written(capsys, folder, command, option):
     (folder / "file").touch()
     assert refused(capsys, "plan", *command).startswith(f"octile: {option} 'file/")
+
+
+def test_the_help_of_preflight_lists_every_kind_of_text(capsys):
+    assert "hf:NAME, stdlib or packages" in " ".join(
+        call(capsys, "lab", "preflight", "--help")[1].replace("│", "").split()
+    )
 
 
 def test_the_help_of_what_if_says_that_a_capture_is_required(capsys):

@@ -148,7 +148,7 @@ def test_kinds_of_tokens_follow_the_tokenizer_of_the_run(capsys, folder):
         (("c.safetensors", "--formats", "fp4"), "--formats must be some of e4m3"),
         (("c.safetensors", "--blocks", "3x3"), "--blocks must be some of tensor"),
         (("c.safetensors", "--scales", "round"), "--scales must be some of float32"),
-        (("c.safetensors", "--promote", "often"), "promote must be whole numbers of at least 1"),
+        (("c.safetensors", "--promote", "often"), "promote must be never or whole numbers of at least 1"),
         (("c.safetensors", "--arch", "sm_70"), "--arch must be some of sm_80"),
         (
             ("c.safetensors", "--formats", "nvfp4", "--arch", "sm_90"),

@@ -74,7 +74,7 @@ def parse_counts(name: str, text: str) -> tuple[int, ...]:
     """
     words = parse_words(text)
     for word in words:
-        if not word.isdecimal() or int(word) < 1:
+        if not _is_count(word):
             raise ValueError(f"{name} must be whole numbers of at least 1, separated by commas, not {word!r}")
     return tuple(int(word) for word in words)
 
@@ -85,4 +85,12 @@ def parse_intervals(text: str) -> tuple[int | None, ...]:
     Raises:
         ValueError: a word is neither "never" nor a whole number of at least 1.
     """
-    return tuple(None if word == "never" else parse_counts("promote", word)[0] for word in parse_words(text))
+    words = parse_words(text)
+    for word in words:
+        if word != "never" and not _is_count(word):
+            raise ValueError(f"promote must be never or whole numbers of at least 1, separated by commas, not {word!r}")
+    return tuple(None if word == "never" else int(word) for word in words)
+
+
+def _is_count(word: str) -> bool:
+    return word.isdecimal() and int(word) >= 1

@@ -45,7 +45,7 @@ class Options:
     Attributes:
         model: a run folder, or the Hugging Face folder of a DeepSeek model.
         recipe: the recipe to check.
-        text: the text that the model reads: a text file, a folder, hf:NAME, or stdlib.
+        text: the text that the model reads: a text file, a folder, hf:NAME, stdlib or packages.
         batches: the number of batches, at least 2, each of which is a prediction of its own.
         batch_size: the number of sequences in a batch.
         sequence_length: the number of tokens in a sequence.
@@ -111,13 +111,12 @@ def run(options: Options) -> None:
     if options.json:
         print(json.dumps([vars(row) for row in rows], indent=1, allow_nan=False))
         return
-    caption = describe_risk(rows, recipe.name, options.least_snr)
-    page = _write_page(options, rows, caption)
+    page = _write_page(options, rows, describe_risk(rows, recipe.name, options.least_snr))
     console = Console()
     console.print(screen_table(table(rows[:MAX_ROWS])))
-    console.print_line(caption)
+    console.print_line(describe_risk(rows, recipe.name, options.least_snr, is_caption=False))
     if any(row.measured_db is not None for row in rows):
-        console.print_line(describe_check(rows, options.least_snr))
+        console.print_line(describe_check(rows, options.least_snr, is_caption=False))
     console.print_line(f"recipe:   {options.write}")
     console.print_line(f"pictures: {page}")
 
@@ -277,8 +276,15 @@ def heat_of(rows: Sequence[Predicted]) -> Heat:
     return Heat(layers, gemms, [[snr.get((layer, g)) for g in gemms] for layer in layers])
 
 
-def describe_risk(rows: Sequence[Predicted], recipe: str, least_db: float) -> str:
-    """Describe how many GEMMs are below the bound, how many are advised to stay in BF16, and the worst one."""
+def describe_risk(rows: Sequence[Predicted], recipe: str, least_db: float, is_caption: bool = True) -> str:
+    """Describe how many GEMMs are below the bound, how many are advised to stay in BF16, and the worst one.
+
+    Args:
+        rows: the predictions, the lowest SNR first.
+        recipe: its name.
+        least_db: the bound.
+        is_caption: whether the text stands below the picture, which it then explains.
+    """
     if not rows:
         return f"Every GEMM is exact under {recipe}, so none needs to stay in BF16."
     worst = rows[0]
@@ -297,10 +303,11 @@ def describe_risk(rows: Sequence[Predicted], recipe: str, least_db: float) -> st
     else:
         sure = f" All {worst.batches} batches agree in every GEMM." if worst.batches > 1 else ""
     flushed = f", where {worst.flushed:.0%} of the values become zero" if worst.flushed >= 0.005 else ""
+    colors = "; a deeper orange is a lower SNR, as in the legend" if is_caption else ""
     return (
-        f"Predicted SNR in dB under {recipe}, with equal weight for every channel; a deeper orange is a lower SNR, as"
-        f" in the legend. {found}{sure} The lowest is in {worst.product} of {short_names([worst.layer])[0]},"
-        f" {worst.snr_db:.1f} dB, caused by the quantization of {worst.blame}{flushed}."
+        f"Predicted SNR in dB under {recipe}, with equal weight for every channel{colors}. {found}{sure} The lowest is"
+        f" in {worst.product} of {short_names([worst.layer])[0]}, {worst.snr_db:.1f} dB, caused by the quantization of"
+        f" {worst.blame}{flushed}."
     )
 
 
@@ -330,8 +337,14 @@ def draw_check(figure: Figure, rows: Sequence[Predicted], least_db: float) -> No
         label.set_rotation(90)
 
 
-def describe_check(rows: Sequence[Predicted], least_db: float) -> str:
-    """Describe which predictions a real step confirmed, and how far they differ, as the RMS difference in dB."""
+def describe_check(rows: Sequence[Predicted], least_db: float, is_caption: bool = True) -> str:
+    """Describe which predictions a real step confirmed, and how far they differ, as the RMS difference in dB.
+
+    Args:
+        rows: the predictions.
+        least_db: the bound.
+        is_caption: whether the text stands below the picture, which it then explains.
+    """
     pairs = [(row.snr_db, row.measured_db) for row in rows if row.measured_db is not None]
     rms = math.sqrt(math.fsum((a - b) ** 2 for a, b in pairs) / len(pairs))
     unmeasured = [row for row in rows if row.measured_db is None]
@@ -351,8 +364,9 @@ def describe_check(rows: Sequence[Predicted], least_db: float) -> str:
         if low or missed
         else f" No GEMM was predicted below {least_db:g} dB, and none was measured below it."
     )
+    line = "On the dotted line both are equal; the" if is_caption else "The"
     return (
         f"Measured SNR of {format_count(len(pairs), 'GEMM')} in real steps in 8 bits on the same batches, against the"
-        f" predicted SNR.{right}{left_out} On the dotted line both are equal; the RMS difference is {rms:.1f} dB. In a"
+        f" predicted SNR.{right}{left_out} {line} RMS difference is {rms:.1f} dB. In a"
         " real step the operands of a layer carry the errors of the layers before it."
     )

@@ -217,6 +217,17 @@ def test_exceptions_for_the_sake_of_another_gemm_are_distinguished():
     assert "1 of 2 GEMMs is below 20 dB; 2 are advised to stay in BF16 (the two weights of experts share" in caption
 
 
+def test_a_terminal_shows_no_caption_of_a_picture():
+    rows = [predicted(10.0, 13.0), predicted(20.0, 16.0)]
+    risk = preflight.describe_risk(rows, "deepseek_v3", 20.0, is_caption=False)
+    check = preflight.describe_check(rows, 20.0, is_caption=False)
+    assert risk.startswith("Predicted SNR in dB under deepseek_v3, with equal weight for every channel. 1 of 2")
+    assert " The RMS difference is " in check
+    assert not [word for word in ("orange", "legend", "dotted") if word in risk + check]
+    captions = preflight.describe_risk(rows, "deepseek_v3", 20.0) + preflight.describe_check(rows, 20.0)
+    assert all(word in captions for word in ("orange", "legend", "dotted"))
+
+
 def test_batches_that_disagree_make_the_advice_unsure():
     rows = [replace(predicted(), batches=4, batches_below=1), replace(predicted(30.0), batches=4)]
     assert "In 1 GEMM the batches disagree" in preflight.describe_risk(rows, "deepseek_v3", 20.0)
