@@ -9,7 +9,7 @@ with another `forward`. It remains the same object with the same parameters, hoo
 can be copied and pickled. Nothing of the other library is changed, and other modules of the class are not.
 
 A rotary embedding is a function that attention's forward pass calls by its global name. The subclass has this forward
-pass with another function under that name.
+pass with another function under that name, and with the same decorators: transformers renames arguments by some.
 
 octile's kernels compute in FP32 and round once. Llama's RMSNorm rounds x / √(mean(x²) + eps) to x's dtype before it is
 multiplied by the weight, and its rotary embedding rounds both products before their sum; in BF16 results differ by such
@@ -18,8 +18,9 @@ weights under autocast) the model's own code runs.
 """
 
 import functools
+import inspect
 from collections.abc import Callable
-from types import FunctionType
+from types import CellType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -114,19 +115,49 @@ def _can_normalize(x: Tensor, weight: Tensor) -> bool:
 @functools.cache
 def _attention_class(cls: type[nn.Module]) -> type[nn.Module] | None:
     """Make the subclass of a module that calls rotary embeddings; None if it calls none that octile computes."""
-    own = cls.forward
-    rotary = rotary_functions(own)
-    if not rotary or not isinstance(own, FunctionType):
+    own, inner = cls.forward, inspect.unwrap(cls.forward)
+    rotary = rotary_functions(inner)
+    if not rotary or not isinstance(inner, FunctionType):
         return None
-    names = _Globals(own.__globals__, {name: _rotate(own.__globals__, name, function) for name, function in rotary})
-    fused = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
-    fused.__kwdefaults__ = own.__kwdefaults__
+    names = inner.__globals__
+    replaced = {name: _rotate(names, name, function) for name, function in rotary}
+    fused = _decorated_as(own, _copy(inner, _Globals(names, replaced), inner.__closure__))
+    if fused is None:
+        return None
 
     @functools.wraps(own)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return (own if torch.compiler.is_compiling() else fused)(self, *args, **kwargs)
 
     return _subclass(cls, forward, _attention_class, cls)
+
+
+def _decorated_as(function: Any, inner: FunctionType) -> FunctionType | None:
+    """Copy the decorators of a function around another; None if one does not hold what it decorates in a closure."""
+    if not isinstance(function, FunctionType):
+        return None
+    decorated = getattr(function, "__wrapped__", None)
+    if decorated is None:
+        return inner
+    copied, cells = _decorated_as(decorated, inner), function.__closure__ or ()
+    holds = [_content(cell) is decorated for cell in cells]
+    if copied is None or not any(holds):
+        return None
+    closure = tuple(CellType(copied) if holds_it else cell for cell, holds_it in zip(cells, holds, strict=True))
+    return _copy(function, function.__globals__, closure)
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # an empty cell
+        return None
+
+
+def _copy(function: FunctionType, names: dict[str, Any], closure: tuple[CellType, ...] | None) -> FunctionType:
+    copied = FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
 
 
 class _Globals(dict[str, Any]):

@@ -1,9 +1,11 @@
 """Tests of fused kernels in other people's models: the same results as the model's own code, in the same objects."""
 
 import copy
+import functools
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -245,6 +247,41 @@ def test_generated_tokens_are_those_of_the_model():
     expected = model.generate(batch(), **settings)
     use_fused_kernels(model)
     assert torch.equal(model.generate(batch(), **settings), expected)
+
+
+def renaming(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator like those by which transformers renames arguments."""
+
+    @functools.wraps(forward)
+    def renamed(self, *args, embeddings=None, **kwargs):
+        return forward(self, *args, **kwargs, **({} if embeddings is None else {"position_embeddings": embeddings}))
+
+    return renamed
+
+
+def test_decorators_of_a_forward_pass_are_kept(monkeypatch: pytest.MonkeyPatch, calls: list[str]):
+    class Attention(modeling_llama.LlamaAttention):
+        forward = renaming(renaming(modeling_llama.LlamaAttention.forward))
+
+    monkeypatch.setattr(modeling_llama, "LlamaAttention", Attention)
+    model = make("llama")
+    assert use_fused_kernels(model) == FusedKernels(5, 2)
+    hidden, angles = torch.randn(1, 4, model.config.hidden_size), torch.randn(2, 1, 4, model.config.head_dim)
+    attention = model.model.layers[0].self_attn
+    found = attention(hidden, embeddings=tuple(angles), attention_mask=None)[0]
+    expected = Attention.forward(attention, hidden, position_embeddings=tuple(angles), attention_mask=None)[0]
+    torch.testing.assert_close(found, expected)
+    assert calls.count("rotate_halves") == 1
+
+
+def test_a_decorator_without_its_function_in_a_closure_leaves_the_models_code(monkeypatch: pytest.MonkeyPatch):
+    class Attention(modeling_llama.LlamaAttention):
+        @functools.wraps(modeling_llama.LlamaAttention.forward)
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    monkeypatch.setattr(modeling_llama, "LlamaAttention", Attention)
+    assert use_fused_kernels(make("llama")) == FusedKernels(5, 0)
 
 
 # Where the model's own code runs
