@@ -15,5 +15,5 @@ def path_argument(path: Path) -> str:
 
 
 def quoted_path(path: Path) -> str:
-    """A path as it is typed in a shell's command."""
+    """A path, quoted for a shell's command."""
     return shlex.quote(path_argument(path))

@@ -137,6 +137,15 @@ def why_unusable(folder: Store, verify: Callable[[], object]) -> str | None:
     return None
 
 
+def why_state_unusable(folder: Store) -> str | None:
+    """Return why the state.json of a checkpoint cannot be used, or None.
+
+    Raises:
+        OSError: as for `why_unusable`.
+    """
+    return why_unusable(folder, lambda: folder.verify(STATE, checksums(folder)[STATE]))
+
+
 def checksums(folder: Store) -> dict[str, dict[str, Any]]:
     """Return the checksum of each file of a checkpoint, the largest files first.
 

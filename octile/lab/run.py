@@ -7,7 +7,6 @@ import shlex
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from rich.progress import track
 from torch import Tensor
 
 from octile.checkpoint.files import check_output_file
-from octile.checkpoint.step_folders import STATE, checksums, finished_steps, why_unusable
+from octile.checkpoint.step_folders import finished_steps, why_state_unusable
 from octile.checkpoint.store import Store
 from octile.checkpoint.training import find_latest, load_checkpoint
 from octile.lab.capture import capturing
@@ -177,7 +176,7 @@ def capture_run(
     """Capture the operands of a step of a run by repeating the step.
 
     The steps are repeated from the newest checkpoint before that step, or from the beginning if there is none. The
-    run's folder stays as it is, except for its captures. As where a run is resumed, changed settings are printed, and a
+    run's folder is not changed, except for its captures. As where a run is resumed, changed settings are printed, and a
     machine that computes other bits causes a warning.
 
     Args:
@@ -232,13 +231,9 @@ def _oldest_with_state(store: Store) -> Store | None:
     """Return the oldest checkpoint that says what the run was computed with, or None."""
     for name in finished_steps(store).values():
         folder = store.folder(name)
-        if why_unusable(folder, partial(_verify_state, folder)) is None:
+        if why_state_unusable(folder) is None:
             return folder
     return None
-
-
-def _verify_state(checkpoint: Store) -> None:
-    checkpoint.verify(STATE, checksums(checkpoint)[STATE])
 
 
 def _tokens(trainer: Trainer, step: int) -> Tensor:

@@ -33,7 +33,7 @@ def run_conversion(src: Path, dst: Path | None, to: Target, keep: Sequence[str] 
     from rich.table import Column
 
     console = Console()
-    src = src / "model" if (src / "model" / "config.json").exists() else src  # src is a run
+    src = src / "model" if (src / "model" / CONFIG).exists() else src  # src is a run
     if dst is None:
         _check_configuration(src)
         _show_prediction(console, predict_size(src, to, keep))

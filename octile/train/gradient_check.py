@@ -48,7 +48,7 @@ def parse_steps(text: str, steps: int) -> tuple[int, ...]:
 def check_gradients(trainer: Trainer) -> GradientCheck:
     """Compare the gradients of the next step's batch, at the current weights.
 
-    The recipe's gradients lie on the CPU, as they are stored, while BF16's are computed. Only one gradient
+    The recipe's gradients are on the CPU, in their stored formats, while BF16's are computed. Only one gradient
     at a time is converted to FP32.
     """
     with trainer.preserved():

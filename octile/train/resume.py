@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from octile.checkpoint.step_folders import STATE, checksums, finished_steps, newest_intact, why_unusable
+from octile.checkpoint.step_folders import STATE, finished_steps, newest_intact, why_state_unusable
 from octile.checkpoint.store import Store
 from octile.train.config import (
     FILE_TEXTS,
@@ -88,7 +88,7 @@ def open_run(out: Path, checkpoints: str | None) -> SavedRun:
 
 
 def _why_no_config(checkpoint: Store) -> str | None:
-    reason = why_unusable(checkpoint, lambda: checkpoint.verify(STATE, checksums(checkpoint)[STATE]))
+    reason = why_state_unusable(checkpoint)
     if reason is not None or "config" in checkpoint.read_json(STATE):
         return reason
     return f"{checkpoint.url} is not that of a run"
