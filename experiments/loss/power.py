@@ -12,9 +12,11 @@ import json
 import math
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from experiments.loss.report import BAR, Results
 from octile.bench.rows import align_columns
@@ -31,6 +33,27 @@ def power(pairs: int, mean: float, deviation: float) -> float:
     """Return the probability that the 95% interval over `pairs` ≥ 2 gaps lies inside ± BAR, by simulation."""
     draw = np.random.default_rng(0)
     gaps = draw.normal(mean, deviation, size=(DRAWS, pairs))
+    return _share_inside(gaps)
+
+
+def power_after(gaps: Sequence[float], more: int) -> float:
+    """Return the probability that the 95% interval over `gaps` and `more` further gaps lies inside ± BAR.
+
+    By simulation: mean and deviation are drawn from what the gaps say about them with the prior 1/deviation, and the
+    further gaps from that normal distribution (predictive probability; Spiegelhalter et al., Control. Clin. Trials 7,
+    1986).
+    """
+    draw, n = np.random.default_rng(0), len(gaps)
+    deviation = statistics.stdev(gaps) * np.sqrt((n - 1) / draw.chisquare(n - 1, DRAWS))
+    mean = statistics.fmean(gaps) + deviation / math.sqrt(n) * draw.standard_normal(DRAWS)
+    further = mean[:, None] + deviation[:, None] * draw.standard_normal((DRAWS, more))
+    every = np.hstack([np.broadcast_to(gaps, (DRAWS, n)), further])
+    return _share_inside(every)
+
+
+def _share_inside(gaps: npt.NDArray[np.float64]) -> float:
+    """Return the share of the rows, gaps [draws, pairs], whose 95% interval lies inside ± BAR."""
+    pairs = gaps.shape[1]
     half = student_quantile(pairs - 1) * gaps.std(axis=1, ddof=1) / math.sqrt(pairs)
     return float(np.mean(np.abs(gaps.mean(axis=1)) + half <= BAR))
 
