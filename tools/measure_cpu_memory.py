@@ -27,6 +27,8 @@ CASES = (
     "--batch-size 128",
     "--batch-size 128 --micro-batches 2",
     "--batch-size 16 --sequence-length 512",
+    "--batch-size 16 --sequence-length 2048",
+    "--batch-size 1 --sequence-length 8192 --model.max-position-embeddings 8192",
     "--batch-size 64 --recipe bf16",
     "--batch-size 64 --recipe float32",
     "--batch-size 64 --recipe int8_tiles",

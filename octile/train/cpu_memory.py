@@ -3,8 +3,8 @@
 Linux ends a process that takes more memory than there is with SIGKILL, so a run must be refused before it begins.
 `estimate_need` passes a batch through the model on torch's meta device, which allocates nothing, and adds up the
 tensors that would live at the same time: those of a rank's own stages, for as many micro-batches as its schedule has
-in flight. The reference operators' own temporary tensors and the allocator's fragmentation are not seen there; RESERVE
-and the two factors stand for them. They were fitted to measured runs (benchmarks/history/cpu-memory).
+in flight. The reference operators' own temporary tensors are seen only of attention, and the allocator's fragmentation
+is not; RESERVE and the two factors stand for them. They were fitted to measured runs (benchmarks/history/cpu-memory).
 
 A run of `octile compare` has no best model, but for some steps a second set of gradients, which takes as much.
 """
@@ -27,6 +27,7 @@ from octile.models.meta import meta_model
 from octile.models.stages import ModelStage, split_stages, with_stages
 from octile.nn.conversion import apply_recipe
 from octile.nn.moe import share_of_experts
+from octile.ops.attention import attention, attention_backward
 from octile.optim import AdamW, param_groups
 from octile.optim.state import has_scales
 from octile.parallel.schedules import held_activations
@@ -39,6 +40,8 @@ TRANSIENT_FACTOR = 1.3  # memory of a pass on a CPU, over the tensors that are c
 STAGES_FACTOR = 2.1  # the same on a rank with several stages, whose tensors of other sizes leave more gaps
 BYTES_PER_TOKEN = 24  # of a step's batch: position, token, and a copy of the micro-batch
 MAX_TOKENS = 2**20  # of the counted batch; a larger one is computed from it
+# operators whose references have a matrix of scores, which grows with the square of the sequence: they are run
+WITH_SCORES = {operator.overload: operator.reference for operator in (attention, attention_backward)}
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,8 @@ def estimate_need(config: TrainConfig, ranks: Sequence[int] = (0,)) -> CpuNeed:
     with share_of_experts(0, parallel.ep):
         share = meta_model(config.model)
     apply_recipe(whole, recipe)
+    if config.indexer_stage == "warm_up":
+        whole.warm_up_indexers(True)
     optimizer = AdamW(param_groups(whole, 0.0), lr=0.0, formats=recipe.optimizer)
     optimizer.step()  # without gradients; quantized weights are cached from the first step on
     each = optimizer.bytes_per_parameter()
@@ -243,7 +248,11 @@ class LiveTensors(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        returned = func(*args, **(kwargs or {}))
+        if func in WITH_SCORES:
+            with self:
+                returned = WITH_SCORES[func](*args, **(kwargs or {}))
+        else:
+            returned = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(returned):
             if isinstance(tensor, Tensor):
                 self._count(tensor.untyped_storage())

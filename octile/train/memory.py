@@ -13,6 +13,7 @@ the tensors that autograd saves for backward, which is less than the peak.
 
 from __future__ import annotations
 
+import math
 import os
 import traceback
 from collections.abc import Iterator
@@ -48,17 +49,36 @@ class MemoryNeed:
         fixed: what every step needs, whatever its batch.
         sequence: what one sequence of the run's length takes in addition.
         available: what this process can allocate on the device.
+        half_sequence: what one sequence of half the length takes; None: half as much.
     """
 
     fixed: int
     sequence: int
     available: int
+    half_sequence: int | None = None
+
+    def share_within(self, budget: float) -> float:
+        """The share of a sequence's length with which it takes at most `budget` bytes.
+
+        Some of its bytes grow with the length, and attention's scores with its square.
+        """
+        if budget <= 0:
+            return 0.0
+        half = self.sequence / 2 if self.half_sequence is None else self.half_sequence
+        square = min(max(2 * self.sequence - 4 * half, 0.0), self.sequence)
+        linear = self.sequence - square
+        return 2 * budget / (linear + math.sqrt(linear**2 + 4 * square * budget))
 
 
-def check_memory(config: TrainConfig, device: torch.device) -> None:
+def check_memory(config: TrainConfig, device: torch.device, is_train: bool = True) -> None:
     """Refuse a run that cannot fit: whose weights, gradients and moments alone exceed the device's memory.
 
     On a CPU the activations count too, because nothing can be explained when the memory is exceeded there.
+
+    Args:
+        config: of the run.
+        device: where it is going to run.
+        is_train: whether its command is `octile train`, which has more options than `octile compare`.
 
     Raises:
         ValueError: it cannot.
@@ -66,19 +86,19 @@ def check_memory(config: TrainConfig, device: torch.device) -> None:
     needed, total = min_memory(config), device_memory(device)
     if needed > total:
         raise ValueError(
-            f"preset {config.preset!r} needs at least {needed / 1e9:,.0f} GB for weights, gradients and optimizer, but "
+            f"the model needs at least {needed / 1e9:,.0f} GB for weights, gradients and optimizer, but "
             f"the {device.type} has {total / 1e9:,.0f} GB: choose a smaller model"
         )
     if device.type == "cpu":
         ranks = _ranks_here()  # which share the memory
         need, available = estimate_need(config, ranks), available_memory(device)
         if need.total > available:
-            if need.data > available / 2:
+            if is_train and need.data > available / 2:
                 change = f"the token ids of a step take {_gb(need.data)}: use a smaller --batch-size"
             elif need.update and need.fixed + need.update > available:
                 change = (
                     f"an update by the optimizer takes {_gb(need.update)} in addition to {_gb(need.fixed)} for "
-                    "weights, gradients, optimizer and what else stays: choose a smaller model"
+                    "weights, gradients, optimizer, token ids and what else stays: choose a smaller model"
                 )
             elif need.step <= available:
                 change = (
@@ -87,7 +107,10 @@ def check_memory(config: TrainConfig, device: torch.device) -> None:
                     "choose a smaller model"
                 )
             else:
-                change = advice(config, MemoryNeed(need.fixed, need.sequence, available), has_begun=False)
+                half = replace(config, sequence_length=max(config.sequence_length // 2, config.min_sequence_length))
+                of_half = estimate_need(half, ranks).sequence
+                measured = MemoryNeed(need.fixed, need.sequence, available, of_half)
+                change = advice(config, measured, has_begun=False, is_train=is_train)
             who = "the run needs" if len(ranks) == 1 else f"the {len(ranks)} ranks here need"
             raise ValueError(f"{who} about {_gb(need.total)}, but {_gb(available)} are available: {change}")
 
@@ -159,23 +182,26 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(message in str(error) for message in OUT_OF_MEMORY)
 
 
-def advice(config: TrainConfig, need: MemoryNeed | None, has_begun: bool = True) -> str:
+def advice(config: TrainConfig, need: MemoryNeed | None, has_begun: bool = True, is_train: bool = True) -> str:
     """What to change in a run that runs out of memory.
 
     Args:
         config: of the run.
         need: what the run needs; None if even the shortest measured sequence did not fit.
         has_begun: whether there is a run to continue.
+        is_train: as in `check_memory`.
     """
     if need is None:
-        return _too_large_model(config)
+        return _too_large_model(config, is_train)
     at_once = config.micro_batch_size
     explanation = (
         f"a sequence of {config.sequence_length} tokens takes {_gb(need.sequence)} in addition to {_gb(need.fixed)} "
-        f"for weights, gradients, optimizer and what else stays, of {_gb(need.available)}"
+        "for weights, gradients, optimizer, token ids and what else stays"
     )
+    if has_begun:  # otherwise the refusal says it
+        explanation += f", of {_gb(need.available)}"
     free = USABLE_SHARE * need.available - need.fixed
-    finer = list(_finer(config))
+    finer = list(_finer(config)) if is_train else []
     fitting = [division for division in finer if division.taken * need.sequence <= free]
     if fitting:
         micro_batches, n, _ = fitting[0]
@@ -188,9 +214,10 @@ def advice(config: TrainConfig, need: MemoryNeed | None, has_begun: bool = True)
         return f"{change}; to continue: {config.resume_command} --micro-batches {micro_batches}"
     divisions = [_Division(config.micro_batches, at_once, at_once), *finer]
     least = min(divisions, key=lambda division: division.taken)
-    length = min(int(config.sequence_length * free / (least.taken * need.sequence)), config.sequence_length // 2)
+    share = need.share_within(free / least.taken)
+    length = min(int(config.sequence_length * share), config.sequence_length // 2)
     if length < config.min_sequence_length:
-        return _too_large_model(config)
+        return _too_large_model(config, is_train)
     finest = f" and --micro-batches {least.micro_batches}" if least.at_once < at_once else ""
     where = " in a new run" if has_begun else ""
     return f"{explanation}: use --sequence-length {length} (now {config.sequence_length}){finest}{where}"
@@ -224,10 +251,12 @@ def _finer(config: TrainConfig) -> Iterator[_Division]:
                 yield _Division(finer.micro_batches, at_once, taken)
 
 
-def _too_large_model(config: TrainConfig) -> str:
-    choices = "a smaller model, a GPU with more memory, or --recipe fp8_lm, which needs half the bytes per parameter"
-    if config.load_recipe().optimizer == Recipe.fp8_lm().optimizer:  # a recipe file may have it too
-        choices = "a smaller model or a GPU with more memory"
+def _too_large_model(config: TrainConfig, is_train: bool) -> str:
+    choices = "a smaller model or a device with more memory"
+    if is_train and config.load_recipe().optimizer != Recipe.fp8_lm().optimizer:  # a recipe file may have it, too
+        choices = (
+            "a smaller model, a device with more memory, or --recipe fp8_lm, which needs half the bytes per parameter"
+        )
     return (
         "weights, gradients and optimizer leave too little memory for a sequence of "
         f"{MIN_MEASURED_TOKENS} tokens: choose {choices}"
@@ -287,4 +316,4 @@ def _missing_moments(trainer: Trainer) -> int:
 
 
 def _gb(n: float) -> str:
-    return f"{n / 1e9:,.2f} GB"
+    return f"{n / 1e9:,.2f} GB" if abs(n) >= 1e8 else f"{n / 1e6:,.1f} MB"

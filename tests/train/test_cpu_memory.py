@@ -8,7 +8,7 @@ import torch
 from octile.models.counts import count_parameters
 from octile.models.meta import meta_model
 from octile.train import cpu_memory, memory
-from octile.train.config import ParallelConfig, TrainConfig
+from octile.train.config import ParallelConfig, TrainConfig, preset
 from octile.train.cpu_memory import estimate_need
 from octile.train.memory import check_memory
 from tests.train.conftest import MICRO, micro
@@ -48,10 +48,61 @@ def test_a_resumed_run_reads_the_best_model_after_all_others():
     assert estimate_need(micro()).read == weights + moments + max(weights + moments, 2 * weights)
 
 
+def of_length(length: int) -> TrainConfig:
+    return micro(batch_size=1, sequence_length=length, model=replace(MICRO, max_position_embeddings=1024))
+
+
+def test_the_scores_of_attention_grow_with_the_square_of_the_sequence():
+    short, long = (estimate_need(of_length(length)).sequence for length in (512, 1024))
+    scores = 2 * 4 * MICRO.num_attention_heads * 1024**2  # two matrices in FP32, here of the longer sequence
+    assert long - 2 * short == pytest.approx(scores / 2, rel=0.4)
+
+
+def test_a_sequence_that_fits_is_advised(monkeypatch):
+    config = replace(of_length(1024), batch_size=32)
+    need = estimate_need(replace(config, sequence_length=300))
+    monkeypatch.setattr(memory, "available_memory", lambda device: int(need.step / memory.USABLE_SHARE))
+    with pytest.raises(ValueError, match=r"use --sequence-length \d+ \(now 1024\)$") as refused:
+        check_memory(config, CPU, is_train=False)
+    assert 270 <= int(str(refused.value).split("--sequence-length ")[1].split()[0]) <= 300
+
+
+@pytest.mark.parametrize(
+    ("is_train", "choices"),
+    [
+        (
+            True,
+            "a smaller model, a device with more memory, or --recipe fp8_lm, which needs half the bytes per parameter",
+        ),
+        (False, "a smaller model or a device with more memory"),
+    ],
+)
+def test_where_no_sequence_fits_the_model_is_too_large(monkeypatch, is_train, choices):
+    config = of_length(1024)
+    monkeypatch.setattr(memory, "available_memory", lambda device: estimate_need(config).fixed + 1)
+    with pytest.raises(ValueError, match=f"leave too little memory for a sequence of 16 tokens: choose {choices}$"):
+        check_memory(config, CPU, is_train=is_train)
+
+
+@pytest.mark.parametrize(
+    ("half", "budget", "share"), [(None, 25, 0.25), (25, 25, 0.5), (5, 25, 0.5), (5, 0, 0), (5, -9, 0)]
+)
+def test_the_share_of_a_sequence_within_a_budget(half, budget, share):
+    assert memory.MemoryNeed(0, 100, 100, half).share_within(budget) == pytest.approx(share)
+
+
+def test_the_dense_attention_of_the_warm_up_of_indexers_is_counted():
+    tiny = preset("tiny")
+    indexer = replace(tiny.model, index_n_heads=4, index_head_dim=64, index_topk=512, max_position_embeddings=4096)
+    config = replace(tiny, batch_size=4, sequence_length=4096, model=indexer, indexer_stage="sparse")
+    sparse, warm_up = (estimate_need(replace(config, indexer_stage=stage)).total for stage in ("sparse", "warm_up"))
+    assert warm_up > 1.5 * sparse
+
+
 def test_a_run_whose_update_exceeds_the_memory_is_refused(monkeypatch):
     need = estimate_need(micro(recipe="fp8_lm"))
     monkeypatch.setattr(memory, "available_memory", lambda device: need.fixed + need.update - 1)
-    with pytest.raises(ValueError, match=r"an update by the optimizer takes .* GB in addition to .*: choose a smaller"):
+    with pytest.raises(ValueError, match=r"an update by the optimizer takes .* MB in addition to .*: choose a smaller"):
         check_memory(micro(recipe="fp8_lm"), CPU)
 
 
