@@ -7,11 +7,12 @@ The annotation of a field says which values it accepts, and stands once, in the 
 
 `check_fields`, called by the class's `__post_init__`, compares every field with its annotation, so that a command line
 option, a Hugging Face `config.json` and a run's `config.json` meet the same check. `from_json` makes a configuration
-from the value of a JSON file.
+from the value of a JSON file. `with_checksum` and `take_checksum` tell whether a file that octile wrote was edited.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import sys
@@ -22,6 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
 
+CHECKSUM = "sha256"  # the key of a JSON object that holds the checksum of the others
 MAX_DEPTH = 64  # of nested lists and objects in a JSON file
 MAX_SEED = 2**63 - 1  # what a checkpoint and torch can hold
 MAX_QUOTED = 60  # characters of a wrong value in a message
@@ -66,6 +68,9 @@ class Range:
         if number >= self.below:
             return f"below {self.below:,}"
         return None
+
+
+Seed = Annotated[int, Range(at_least=0, at_most=MAX_SEED)]
 
 
 def check_fields(config: Dataclass, prefix: str = "") -> None:
@@ -221,6 +226,21 @@ def parse_json(content: bytes, source: str) -> dict[str, Any]:
     return value
 
 
+def json_checksum(value: Any) -> str:
+    """Return the SHA-256 of a JSON value, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def with_checksum(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a JSON object with the checksum of its other keys."""
+    return {**values, CHECKSUM: json_checksum(values)}
+
+
+def take_checksum(values: dict[str, Any]) -> bool:
+    """Remove the checksum from an object, and say whether the rest has changed since; False if there is none."""
+    return CHECKSUM in values and values.pop(CHECKSUM) != json_checksum(values)
+
+
 def quoted(value: object) -> str:
     """A value for a message, shortened."""
     if isinstance(value, int) and not isinstance(value, bool):
@@ -282,7 +302,8 @@ def _needed(annotation: Any) -> str:
         count = "a list" if items[-1] is Ellipsis else f"a list of {len(items)}"
         return f"{count}, each {_needed(items[0])}"
     if len(members := _members(annotation)) > 1:
-        return " or ".join(map(_needed, members))
+        ordered = sorted(members, key=lambda member: get_origin(member) is tuple)  # the items of a list come last
+        return " or ".join(map(_needed, ordered))
     return WORDS.get(origin or annotation, "an object")
 
 

@@ -43,29 +43,34 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     except BaseException as error:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:
+        if isinstance(error, OSError) and error.filename in (None, str(partial)):
             error.filename = str(path)  # a failed write does not name its file
         raise
     sync_folder(path.parent)
 
 
-def check_output_file(name: str, path: Path) -> None:
+def check_output_file(name: str, path: Path, *endings: str) -> None:
     """Refuse a file that cannot be written, before the work whose result it is to hold. Its folder need not exist.
 
     Args:
         name: the argument that names the file.
         path: the file.
+        endings: those that its name may have, such as ".html"; any if there is none. A slip of the pen then replaces
+            no file of another kind.
 
     Raises:
         IsADirectoryError: it is a folder.
         NotADirectoryError: it is below a file.
         PermissionError: its folder, or the first above it that exists, is not writable.
-        ValueError: it is a device or a pipe. A renamed file would replace it, for all processes of the machine.
+        ValueError: it has another ending, or is a device or a pipe, which a renamed file would replace for all
+            processes of the machine.
     """
     if path.is_dir():
         raise IsADirectoryError(f"{name} {str(path)!r} is a folder: name a file")
     if path.absolute().parent == DEVICES or (path.exists() and not path.is_file()):
         raise ValueError(f"{name} {str(path)!r} is a device or a pipe: name a file")
+    if endings and path.suffix not in endings:
+        raise ValueError(f"{name} must end in {' or '.join(endings)}, not {str(path)!r}")
     folder = next(folder for folder in path.parents if folder.exists())
     if not folder.is_dir():
         raise NotADirectoryError(f"{name} {str(path)!r} cannot be written: {str(folder)!r} is not a folder")

@@ -47,9 +47,10 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from octile.checkpoint.files import RECORD
-from octile.checkpoint.step_folders import INDEX, STATE, TENSORS, UNFINISHED, checksums, record_checksum
+from octile.checkpoint.step_folders import INDEX, STATE, TENSORS, UNFINISHED, checksums
 from octile.checkpoint.store import Store
 from octile.checkpoint.tensor_file import TORCH_DTYPES, TensorSpec, encode_header, read_header
+from octile.validation import with_checksum
 
 Sizes = tuple[int, ...]
 
@@ -244,7 +245,7 @@ class ShardWriter(StorageWriter):
             self._folder.write(name, content)
             files[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
         record = {"step": self._step, "files": files}
-        content = json.dumps({**record, "sha256": record_checksum(record)}, indent=2).encode()
+        content = json.dumps(with_checksum(record), indent=2).encode()
         self._folder.write(RECORD, content + b"\n")
         self._folder.remove_file(UNFINISHED)
         self._finished()

@@ -10,15 +10,14 @@ none is not finished and counts as absent. The file `unfinished` is in it from b
 there until octile.json is.
 """
 
-import hashlib
-import json
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from octile.checkpoint.files import RECORD
 from octile.checkpoint.store import Store
+from octile.validation import take_checksum
 
 TENSORS, STATE, INDEX = "tensors.safetensors", "state.json", "index.json"
 UNFINISHED = "unfinished"
@@ -157,19 +156,13 @@ def checksums(folder: Store) -> dict[str, dict[str, Any]]:
         record = folder.read_record()
     except FileNotFoundError:
         raise FileNotFoundError(f"{folder.url} is not a complete checkpoint: it has no {RECORD}") from None
-    own = record.pop("sha256", None)  # of one process, it has none
-    if own is not None and own != record_checksum(record):
+    if take_checksum(record):  # of one process, it has none
         raise ValueError(f"{folder.path_of(RECORD)} is damaged: its content is not that of its own SHA-256")
     files: dict[str, dict[str, Any]] = record["files"]
     for name in (STATE, INDEX if INDEX in files else TENSORS):
         if name not in files:
             raise ValueError(f"{folder.path_of(RECORD)} is damaged: it has no checksum of {name}")
     return dict(sorted(files.items(), key=lambda entry: -entry[1]["bytes"]))
-
-
-def record_checksum(record: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of the content of an octile.json without its own."""
-    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
 def prune(store: Store, written: str, keep: int) -> None:

@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import NamedTuple, Protocol
 
 from octile.report.page import format_count
-from octile.validation import MAX_SEED
+from octile.validation import MAX_SEED, Seed, check
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # normal numbers of FP32
 MAX_TOP_K = 2**31 - 1
@@ -35,7 +35,7 @@ class Sampling:
         ignore_eos: go on after an end-of-text token, for measurements.
 
     Raises:
-        TypeError: stop is not a tuple of strings.
+        TypeError: seed is not a whole number or None, or stop is not a tuple of strings.
         ValueError: a field is outside its range.
     """
 
@@ -57,8 +57,7 @@ class Sampling:
             )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
-        if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
-            raise ValueError(f"seed must be from 0 to below 2**63, not {self.seed}")
+        check("seed", self.seed, Seed | None)
         if not 0 <= self.top_k <= MAX_TOP_K:
             raise ValueError(f"top_k must be from 0 to {MAX_TOP_K}, not {self.top_k}")
         if not isinstance(self.stop, tuple) or not all(isinstance(text, str) for text in self.stop):
@@ -202,5 +201,5 @@ def check_prompt(prompt: Sequence[int], sampling: Sampling, vocab_size: int, con
     if len(prompt) + sampling.max_new_tokens > context:
         raise ValueError(
             f"prompt has {format_count(len(prompt), 'token')} and max_new_tokens is {sampling.max_new_tokens}: "
-            f"together they must not exceed the context of {context}, the model's or what the cache has place for"
+            f"together they must not exceed the context of {context} (the model's, or less if the cache is smaller)"
         )

@@ -5,7 +5,6 @@ Both kinds are read alike, so that a run may go from one number of ranks to anot
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -80,7 +79,7 @@ class RunCheckpoints:
         """
         tensors, state = trainer.state()
         best_tensors, best_state = best.state(trainer.steps_done)
-        settings = {"config": json.loads(config.to_json()), "computed_on": computed_on(trainer.device)}
+        settings = {"config": config.to_values(), "computed_on": computed_on(trainer.device)}
         tensors, state = tensors | best_tensors, {**state, **best_state, **settings}
         if self._sharded is None:
             save_checkpoint(self.store.url, trainer.steps_done, tensors, state)

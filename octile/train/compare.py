@@ -8,19 +8,19 @@ nothing. `octile.report.compare.result` defines what is measured and what follow
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 
-from octile.checkpoint.files import read_json, write_json
+from octile.checkpoint.files import write_json
 from octile.extras import require
 from octile.launch import quoted_path
 from octile.parallel.device import pick_device
+from octile.parallel.ranks import Ranks
 from octile.recipe import Recipe
 from octile.report.compare.file import COMPARE_FILE, write_result
 from octile.report.compare.page import write_compare_report
@@ -35,14 +35,24 @@ from octile.train.compared_run import ComparedRun, train_compared_run
 from octile.train.config import TrainConfig, describe_changes, describe_settings, differences
 from octile.train.console import RunConsole
 from octile.train.gradient_check import parse_steps
-from octile.train.loop import prepare_tokens, print_passes
+from octile.train.loop import open_tokens, print_passes
 from octile.train.memory import check_memory
 from octile.train.recipe_check import check_recipe
 from octile.train.run_folder import COMPARISON, DATA, check_unused, lock_folder, new_folder, why_empty
 from octile.train.signals import Stopped, stop_requests
 from octile.train.token_losses import visible_token
 from octile.train.token_store import TokenStore
-from octile.validation import MAX_SEED, Range, check, check_fields, from_json, quoted
+from octile.validation import (
+    MAX_SEED,
+    Seed,
+    check,
+    check_fields,
+    from_json,
+    quoted,
+    read_json,
+    take_checksum,
+    with_checksum,
+)
 
 RUNS = "runs"  # the folder in which the runs of a comparison save their states and results
 BASELINE = "bf16"  # the recipe that is always trained
@@ -81,8 +91,16 @@ def parse_seeds(text: str, first: int = 0) -> tuple[int, ...]:
 
 
 def baseline_seeds(seeds: tuple[int, ...]) -> tuple[int, ...]:
-    """The seeds of the BF16 runs: the recipes' seeds, and if there is only one, the next one too."""
-    return seeds if len(seeds) > 1 else (seeds[0], seeds[0] + 1)
+    """The seeds of the BF16 runs: the recipes' seeds, and if there is only one, the next one too.
+
+    Raises:
+        ValueError: there is no next one.
+    """
+    if len(seeds) > 1:
+        return seeds
+    if seeds[0] >= MAX_SEED:
+        raise ValueError(f"seed must be below {MAX_SEED:,}, because BF16 is trained with the next seed, too")
+    return seeds[0], seeds[0] + 1
 
 
 def seeds_text(seeds: tuple[int, ...], first: int) -> str:
@@ -107,12 +125,15 @@ class Comparison:
 
     config: TrainConfig
     recipes: tuple[str, ...]
-    seeds: tuple[Annotated[int, Range(at_least=0, at_most=MAX_SEED)], ...]
+    seeds: tuple[Seed, ...]
     gradient_steps: str
     recipe_texts: Mapping[str, str]
 
     def __post_init__(self) -> None:
         check_fields(self)
+        for name in ("recipes", "seeds"):
+            if len(set(getattr(self, name))) < len(getattr(self, name)):
+                raise ValueError(f"{name} must differ, but one is there twice")
         for name, text in self.recipe_texts.items():
             check(f"recipe_texts.{name}", text, str)
             Recipe.parse(text, f"recipe_texts.{name}")
@@ -123,7 +144,7 @@ class Comparison:
 
         Raises:
             FileNotFoundError: it holds none.
-            ValueError: its comparison.json is damaged.
+            ValueError: its comparison.json is damaged, or was changed after the comparison began.
         """
         path = folder / COMPARISON
         if not path.is_file():
@@ -131,14 +152,20 @@ class Comparison:
                 f"{str(folder)!r} holds no comparison to resume: there is no {path}{why_empty(folder)}"
             )
         values = read_json(path)
+        is_edited = take_checksum(values)
         try:
-            return from_json(cls, values)
+            stored = from_json(cls, values)
         except ValueError as error:
             raise ValueError(f"{path} is damaged: {error}") from None
+        if is_edited:
+            raise ValueError(
+                f"{path} was changed after the comparison began: change it back, or begin a new one with another --out"
+            )
+        return stored
 
     def write(self, folder: Path) -> None:
         """Write comparison.json, which marks the folder as a comparison that can be resumed."""
-        write_json(folder / COMPARISON, {**asdict(self), "config": json.loads(self.config.to_json())})
+        write_json(folder / COMPARISON, with_checksum({**asdict(self), "config": self.config.to_values()}))
 
     def changes(self, requested: Comparison) -> dict[str, tuple[Any, Any]]:
         """What differs in a requested comparison; the device and the folder may."""
@@ -186,10 +213,10 @@ def compare(
     """
     require("tokenizers", "filelock", extra="train")
     require("matplotlib", "jinja2", extra="report")  # now, not when the report is written
-    typed = [name for name in map(str.strip, recipes) if name]
-    if twice := [name for name in typed if typed.count(name) > 1]:
-        raise ValueError(f"recipes must differ, but {','.join(typed)!r} names {twice[0]} twice")
-    recipes = tuple(name for name in typed if name != BASELINE)
+    given = [name for name in map(str.strip, recipes) if name]
+    if twice := [name for name in given if given.count(name) > 1]:
+        raise ValueError(f"recipes must differ, but {','.join(given)!r} names {twice[0]} twice")
+    recipes = tuple(name for name in given if name != BASELINE)
     stored = _stored(out) if resume else None
     texts: Mapping[str, str] = {} if stored is None else stored.recipe_texts
     named = {name: replace(config, recipe=name, recipe_text=texts.get(name)).with_file_texts() for name in recipes}
@@ -210,7 +237,7 @@ def compare(
             f"{describe_settings(config, ('preset',))}"
         )
     for each in (baselines[0], *configs.values()):
-        check_memory(each, pick_device(config.device))
+        check_memory(each, pick_device(config.device), is_train=False)
     is_new = out is None
     if stored is None:
         out = out or new_folder(Path("runs"), f"compare-{config.preset}")
@@ -218,7 +245,7 @@ def compare(
     assert out is not None
     with lock_folder(out, is_new):
         try:
-            store = prepare_tokens(config, out / DATA, console)
+            store = open_tokens(config, out / DATA, resume, console, Ranks.alone())
         except KeyboardInterrupt as interrupt:
             how = "" if resume else ", without --resume"
             raise Stopped.by(interrupt, f"stopped before the first run: start the same command again{how}") from None

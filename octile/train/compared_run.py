@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import statistics
 from collections.abc import Mapping, Sequence
@@ -75,7 +74,8 @@ def train_compared_run(
         gradient_steps: the steps at which gradients are compared with BF16's.
         folder: where the run's state is saved every `checkpoint_every` steps, and its result at the end. A run that is
             finished there is read, and one that was interrupted continues. None: nothing is saved.
-        stop: signals that were caught; as soon as there is one, the run is saved and ends after its step.
+        stop: signals that were caught; as soon as there is one, the run is saved and ends after its step, also after
+            the last, whose result the comparison reads when it is resumed.
 
     Raises:
         Stopped: there was a signal.
@@ -83,7 +83,7 @@ def train_compared_run(
     title = f"{config.recipe}, seed {config.seed}"
     if folder is not None and (finished := latest_checkpoint(folder / FINISHED)) is not None:
         console.print(f"{title}: finished before")
-        return _read_finished(finished, config)
+        return _read_finished(finished, config, store)
     console.print(title)
     device = pick_device(config.device)
     # no skipped steps: a comparison reports at which step a recipe diverges
@@ -92,6 +92,8 @@ def train_compared_run(
     if folder is not None and (checkpoint := latest_checkpoint(folder / CHECKPOINTS)) is not None:
         measured = _load(trainer, checkpoint, config)
         console.print(f"resumed at step {trainer.steps_done}")
+    elif folder is not None and folder.is_dir():
+        console.print(f"{folder} holds no complete checkpoint: the run begins again")
     measured.reference_times.append(reference_time(device))
     diverged_at: int | None = None
     losses_NS: Tensor | None = None
@@ -141,7 +143,9 @@ def train_compared_run(
     )
     run = ComparedRun(curve, losses_NS, tuple(measured.gradients))
     if folder is not None:
-        _save_finished(run, trainer.steps_done, config, folder)
+        _save_finished(run, trainer.steps_done, config, store, folder)
+    if stop:
+        raise Stopped(f"stopped after step {trainer.steps_done} of {title}", stop[0])
     return run
 
 
@@ -168,25 +172,34 @@ def _check_config(state: Mapping[str, Any], config: TrainConfig, checkpoint: Pat
 def _save(trainer: Trainer, measured: Measurements, config: TrainConfig, folder: Path) -> None:
     tensors, state = trainer.state()
     more = {
-        "config": json.loads(config.to_json()),
+        "config": config.to_values(),
         "measured": asdict(measured),
         "computed_on": computed_on(trainer.device),
     }
     save_checkpoint(folder / CHECKPOINTS, trainer.steps_done, tensors, {**state, **more}, keep=1)
 
 
-def _save_finished(run: ComparedRun, step: int, config: TrainConfig, folder: Path) -> None:
+def _save_finished(run: ComparedRun, step: int, config: TrainConfig, store: TokenStore, folder: Path) -> None:
     """Save the result of a run, and delete its checkpoints."""
     tensors = {} if run.token_losses_NS is None else {"token_losses": run.token_losses_NS}
-    gradients = [asdict(check) for check in run.gradients]
-    state = {"config": json.loads(config.to_json()), "curve": asdict(run.curve), "gradients": gradients}
+    state = {
+        "config": config.to_values(),
+        "data": store.digest,
+        "curve": asdict(run.curve),
+        "gradients": [asdict(check) for check in run.gradients],
+    }
     save_checkpoint(folder / FINISHED, step, tensors, state)
     shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
 
 
-def _read_finished(checkpoint: Path, config: TrainConfig) -> ComparedRun:
+def _read_finished(checkpoint: Path, config: TrainConfig, store: TokenStore) -> ComparedRun:
     tensors, state = load_checkpoint(checkpoint, check=False)
     _check_config(state, config, checkpoint)
+    if state.get("data", store.digest) != store.digest:
+        raise ValueError(
+            f"the tokens in {store.folder} are not those that {config.recipe}, seed {config.seed}, was trained on: "
+            "bring them back, or begin a new comparison"
+        )
     gradients = tuple(map(read_gradient_check, state["gradients"]))
     return ComparedRun(read_curve(state["curve"]), tensors.get("token_losses"), gradients)
 

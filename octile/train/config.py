@@ -16,7 +16,7 @@ from octile.launch import quoted_path, train_command
 from octile.models.config import PRESETS as MODELS
 from octile.models.config import ModelConfig
 from octile.tokenizer import check_text, check_vocab_size
-from octile.validation import MAX_SEED, Range, check_fields, from_json, parse_json, quoted, read_text
+from octile.validation import Range, Seed, check_fields, from_json, parse_json, quoted, read_text
 
 if TYPE_CHECKING:
     from octile.recipe import Recipe
@@ -36,7 +36,7 @@ class OptimConfig:
     Attributes:
         lr: the peak of the learning rate.
         warmup: share of the steps in which the learning rate rises to its peak.
-        decay: share of the steps in which the learning rate falls along a cosine; at the end, or before the tail.
+        decay: share of the steps in which the learning rate falls along a cosine, at the end or before the tail.
         final_lr: the learning rate after the cosine, as a share of the peak.
         tail: share of the steps after the cosine in which the learning rate stays there.
         last_tail: share of the steps after the tail, at the end, with another learning rate.
@@ -47,7 +47,8 @@ class OptimConfig:
         balance_speed: γ, by how much the bias of an expert changes in a step.
         balance_end: share of the steps after which γ is 0.
         mtp_change: share of the steps after which multi-token prediction's loss has its late weight.
-        late_mtp_loss_weight: that weight; before, it is the model's mtp_loss_weight.
+        late_mtp_loss_weight: weight of multi-token prediction's loss after mtp_change; until then it is the model's
+            mtp_loss_weight.
         ema_decay: the decay of the moving average of the weights on the CPU; 0 computes no average.
     """
 
@@ -146,8 +147,8 @@ class TrainConfig:
         patience: consecutive validations without a lower held-out loss, after which the run stops; 0 never stops it.
         batch_size: sequences per step.
         initial_batch_size: sequences of the first step, if the batch grows to batch_size.
-        batch_ramp: share of the steps in which it grows.
-        micro_batches: micro-batches per step, to save memory; what passes a pipeline.
+        batch_ramp: share of the steps in which the batch grows.
+        micro_batches: parts of a batch that pass the model, or a pipeline, one after another, to save memory.
         sequence_length: tokens per sequence.
         skip_limit: consecutive steps that may be skipped because a gradient is NaN or Inf, before the run stops.
         val_sequences: held-out sequences of a validation.
@@ -174,7 +175,7 @@ class TrainConfig:
     data: str = "stdlib"
     init_from: Path | None = None
     steps: Positive = 1000
-    seed: Annotated[int, Range(at_least=0, at_most=MAX_SEED)] = 0
+    seed: Seed = 0
     out: Path | None = None
     checkpoints: str | None = None
     checkpoint_every: Count = 200
@@ -381,6 +382,11 @@ class TrainConfig:
     def to_json(self) -> str:
         """This configuration as JSON text, as in a run's config.json."""
         return json.dumps(asdict(self), indent=2, default=str) + "\n"
+
+    def to_values(self) -> dict[str, Any]:
+        """This configuration as the JSON object of `to_json`."""
+        values: dict[str, Any] = json.loads(self.to_json())
+        return values
 
     @classmethod
     def from_json(cls, text: str) -> TrainConfig:

@@ -10,7 +10,6 @@ folder; what it does while the others wait goes through `Ranks.from_first`, so t
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -54,7 +53,7 @@ from octile.train.duration import describe_duration
 from octile.train.memory import check_memory, explain_out_of_memory, is_out_of_memory
 from octile.train.pipelined import describe_pipeline, make_pipeline_schedule
 from octile.train.recipe_check import check_recipe
-from octile.train.resume import check_goal, check_settings, continued, open_run, print_settings
+from octile.train.resume import SavedRun, check_goal, check_settings, continued, open_run, print_settings
 from octile.train.run_folder import Metrics, MetricsWriter, NoMetrics, RunFolder, lock_folder, read_lines
 from octile.train.signals import Stopped, stop_requests
 from octile.train.source_digest import source_digest
@@ -145,24 +144,8 @@ def _train_joined(
         checkpoints = RunCheckpoints(run.checkpoints_of(config), ranks)
         try:
             checkpoint = checkpoints.latest() if resume else None
-            if resume and checkpoint is None and ranks.from_first(run.summary_file.exists):
-                raise FileNotFoundError(
-                    f"{str(run.path)!r} holds a finished run, but {checkpoints.store.url} none of its checkpoints: "
-                    "bring them back, or choose another --out"
-                )
-            if begun is not None and checkpoint is None and begun.config.checkpoints != config.checkpoints:
-                raise FileNotFoundError(
-                    f"{checkpoints.store.url} holds no checkpoint of this run, which wrote its checkpoints to "
-                    f"{run.checkpoints_of(begun.config)}: copy them there first"
-                )
             if begun is not None and checkpoint is None:
-                measured, every = ranks.from_first(lambda: _last_step(run)), begun.config.checkpoint_every
-                if checkpoints.has_completed(measured, every):
-                    raise FileNotFoundError(
-                        f"{checkpoints.store.url} holds no checkpoint of this run, which has done {measured:,} steps "
-                        f"and saved a checkpoint every {every:,} of them: bring the checkpoints back, give their place "
-                        "with --checkpoints, or begin a new run with another --out"
-                    )
+                _check_restart(begun, config, checkpoints, ranks)
             done = 0 if checkpoint is None else check_goal(config, checkpoint)
             if begun is not None:
                 print_settings(begun, done, console)
@@ -188,6 +171,38 @@ def _train_joined(
             raise RanksError(f"{explained}; {then}") from error
 
 
+def _check_restart(begun: SavedRun, config: TrainConfig, checkpoints: RunCheckpoints, ranks: Ranks) -> None:
+    """Refuse a run without a checkpoint to resume where it would begin again as another run, or without need.
+
+    Raises:
+        FileNotFoundError: it had checkpoints, which are gone or elsewhere.
+        ValueError: its config.json was edited.
+    """
+    run, place = begun.run, checkpoints.store.url
+    if ranks.from_first(run.summary_file.exists):
+        raise FileNotFoundError(
+            f"{str(run.path)!r} holds a finished run, but {place} holds none of its checkpoints: "
+            "bring them back, or choose another --out"
+        )
+    if begun.config.checkpoints != config.checkpoints:
+        raise FileNotFoundError(
+            f"{place} holds no checkpoint of this run, which wrote its checkpoints to "
+            f"{run.checkpoints_of(begun.config)}: copy them there first"
+        )
+    if ranks.from_first(run.is_config_edited):
+        raise ValueError(
+            f"{run.config_file} was changed after the run began, and no checkpoint was written yet that says "
+            "how: change it back, or begin a new run with another --out"
+        )
+    measured, every = ranks.from_first(lambda: _last_step(run)), begun.config.checkpoint_every
+    if checkpoints.has_completed(measured, every):
+        raise FileNotFoundError(
+            f"{place} holds no checkpoint of this run, which has done {measured:,} steps "
+            f"and saved a checkpoint every {every:,} of them: bring the checkpoints back, give their place "
+            "with --checkpoints, or begin a new run with another --out"
+        )
+
+
 def _train(
     config: TrainConfig,
     run: RunFolder,
@@ -199,7 +214,7 @@ def _train(
     hook: RunHook,
     ranks: Ranks,
 ) -> Path:
-    store = _tokens(config, run, resume, console, ranks)
+    store = open_tokens(config, run.data, resume, console, ranks)
     ranks.agree(f"the training data in {run.data}", store.digest)
     print_passes(config, store, console)
     _check_prompt(config, store)
@@ -329,7 +344,7 @@ def _agree(ranks: Ranks, config: TrainConfig, resume: bool) -> None:
         return
     ranks.agree("octile's code and torch's version", f"octile {source_digest()} and torch {torch.__version__}")
     ranks.agree("--resume", str(resume))
-    settings = dict(flatten(json.loads(config.to_json())))
+    settings = dict(flatten(config.to_values()))
     own = {name: str(value) for name, value in settings.items()}
     for name, values in differing(ranks.gather(own)).items():
         rank = next(rank for rank, value in enumerate(values) if value != values[0])
@@ -400,16 +415,16 @@ def _check_prompt(config: TrainConfig, store: TokenStore) -> None:
         raise ValueError(f"prompt has {length} tokens, which leave no room in the model's context of {context}")
 
 
-def _tokens(config: TrainConfig, run: RunFolder, resume: bool, console: RunConsole, ranks: Ranks) -> TokenStore:
-    """The tokens of a run, which rank 0 prepares, and the others open.
+def open_tokens(config: TrainConfig, folder: Path, resume: bool, console: RunConsole, ranks: Ranks) -> TokenStore:
+    """The tokens of a run or a comparison, which rank 0 prepares, and the others open.
 
-    A resumed run reads the tokens that it began with, even if their source has changed.
+    What is resumed reads the tokens that it began with, even if their source has changed.
     """
-    if not resume or not ranks.from_first((run.data / MANIFEST).exists):
-        prepared = ranks.from_first_only(lambda: prepare_tokens(config, run.data, console))
+    if not resume or not ranks.from_first((folder / MANIFEST).exists):
+        prepared = ranks.from_first_only(lambda: prepare_tokens(config, folder, console))
         if prepared is not None:
             return prepared
-    return TokenStore.open(run.data)
+    return TokenStore.open(folder)
 
 
 def _continue(trainer: Trainer, best: BestModel, run: RunFolder, checkpoint: Store | None, console: RunConsole) -> None:

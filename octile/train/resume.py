@@ -1,8 +1,8 @@
 """What a resumed run takes from its folder, and the checks that it continues with the same bits.
 
 A run's config.json holds everything that decides its bits but the machine. Each checkpoint repeats it, together with
-what the machine adds: the device, torch's version and the number of CPU threads. An edited config.json is refused,
-another machine causes a warning.
+what the machine adds: the device, torch's version and the number of CPU threads. An edited config.json is refused, by
+its checksum before the first checkpoint, and another machine causes a warning.
 """
 
 from __future__ import annotations

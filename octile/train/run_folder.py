@@ -20,12 +20,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from octile.checkpoint.files import write_text
+from octile.checkpoint.files import write_json, write_text
 from octile.extras import require
 from octile.report.compare.file import COMPARE_FILE
 from octile.report.run.lines import parse_line
 from octile.train.config import TrainConfig
-from octile.validation import read_json
+from octile.validation import CHECKSUM, read_json, take_checksum, with_checksum
 
 LOCK = ".lock"
 DATA = "data"
@@ -97,9 +97,9 @@ class RunFolder:
                 )
 
     def write_config(self, config: TrainConfig) -> None:
-        """Write config.json, which marks the folder as a run."""
+        """Write config.json, with its checksum. It marks the folder as a run."""
         self.path.mkdir(parents=True, exist_ok=True)
-        write_text(self.config_file, config.to_json())
+        write_json(self.config_file, with_checksum(config.to_values()))
 
     def read_config(self) -> TrainConfig:
         """Read config.json.
@@ -108,10 +108,18 @@ class RunFolder:
             ValueError: the file is damaged.
         """
         values = read_json(self.config_file)
+        values.pop(CHECKSUM, None)
         try:
-            return TrainConfig.from_values(values)
+            config = TrainConfig.from_values(values)
+            if not config.recipe.endswith(".toml"):
+                config.load_recipe()  # there must be one of that name
+            return config
         except ValueError as error:
             raise ValueError(f"{self.config_file} is damaged: {error}") from None
+
+    def is_config_edited(self) -> bool:
+        """Whether config.json differs from what `write_config` wrote; False if an earlier version wrote it."""
+        return take_checksum(read_json(self.config_file))
 
     def truncate_after(self, step: int) -> list[str]:
         """Delete the measurements of later steps, which a resumed run is going to measure again.

@@ -8,7 +8,6 @@
 The manifest is written last: a folder without one is not finished, and a folder that does not match it is damaged.
 """
 
-import hashlib
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from octile.checkpoint.files import atomic_write, checksum
 from octile.checkpoint.store import Store
 from octile.tokenizer import Tokenizer
 from octile.train.streamed_tokens import StreamedTokens
-from octile.validation import check_fields, from_json, read_json
+from octile.validation import check_fields, from_json, json_checksum, read_json
 
 Tokens = npt.NDArray[np.unsignedinteger] | StreamedTokens
 
@@ -134,7 +133,7 @@ class TokenStore:
     @property
     def digest(self) -> str:
         """The SHA-256 of the files' digests, which identifies all tokens and the tokenizer."""
-        return hashlib.sha256(json.dumps(self.manifest.sha256, sort_keys=True).encode()).hexdigest()
+        return json_checksum(self.manifest.sha256)
 
     def left_out(self, limit: int) -> dict[str, list[str]]:
         """The names of the first `limit` files and texts that were left out for each reason."""

@@ -177,3 +177,10 @@ def test_the_renames_of_a_checkpoint_are_followed_by_forcing_its_folder_to_disk(
     put(tmp_path / "model")
     assert sorted(disk[2:4]) == ["rename config.json", "rename model.safetensors"]
     assert disk[4:] == [f"rename {RECORD}", "sync model"]
+
+
+def test_a_folder_that_cannot_be_written_is_not_named_by_a_temporary_file(tmp_path):
+    path = tmp_path / "missing" / "page.html"
+    with pytest.raises(FileNotFoundError) as caught, files.atomic_write(path):
+        pass
+    assert caught.value.filename == str(path)

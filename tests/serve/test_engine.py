@@ -355,7 +355,9 @@ def test_a_prompt_longer_than_the_context_is_refused(engine_of):
 
 
 def test_a_request_larger_than_the_cache_is_refused(engine_of):
-    with pytest.raises(ValueError, match=r"prompt has 120 tokens and max_new_tokens is 9.* context of 128, "):
+    with pytest.raises(
+        ValueError, match=r"prompt has 120 tokens and max_new_tokens is 9.* context of 128 .the model's"
+    ):
         engine_of(FakeRunner(n_pages=32)).add([1] * 120, Sampling(9))
 
 

@@ -15,7 +15,7 @@ from octile.serve.request import Sampling
         ({"temperature": float("inf")}, "temperature must be 0, or from"),
         ({"temperature": 1e-300}, r"temperature must be 0, or from 1.2e-38 to 3.4e\+38, not"),
         ({"temperature": 1e300}, r"from 1.2e-38 to 3.4e\+38, not 1e\+300"),
-        ({"seed": 2**70}, "seed must be from 0 to below"),
+        ({"seed": 2**70}, "seed must be at most 9,223,372,036,854,775,807"),
         ({"top_p": 0.0}, "top_p must be above 0"),
         ({"top_p": 1.5}, "top_p must be above 0 and at most 1"),
         ({"top_k": -1}, "top_k must be from 0 to 2147483647, not -1"),
@@ -28,6 +28,12 @@ from octile.serve.request import Sampling
 def test_settings_out_of_range_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         Sampling(**settings)
+
+
+@pytest.mark.parametrize("seed", [True, 1.5, "1"])
+def test_a_seed_that_is_no_whole_number_is_refused(seed):
+    with pytest.raises(TypeError, match=f"seed must be a whole number or null, not {seed!r}"):
+        Sampling(seed=seed)
 
 
 def test_a_stop_that_is_one_string_is_refused():

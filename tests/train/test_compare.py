@@ -188,9 +188,13 @@ def stopped_at(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("at", "finished"), [(2, 0), (4, 1), (11, 2)], ids=["first run", "last step of a run", "recipe"]
+    ("at", "finished", "continued"),
+    [(2, 0, 1), (4, 1, 0), (11, 2, 1), (12, 3, 0)],
+    ids=["first run", "last step of a run", "recipe", "last step"],
 )
-def test_a_stopped_comparison_is_resumed_with_the_same_losses(compared, text, tmp_path, stopped_at, at, finished):
+def test_a_stopped_comparison_is_resumed_with_the_same_losses(
+    compared, text, tmp_path, stopped_at, at, finished, continued
+):
     stopped_at(at)
     out, config = tmp_path / "it's here", micro(data=str(text), steps=4, validate_every=2)
     with pytest.raises(Stopped, match=r"stopped after step \d of ") as stopped:
@@ -202,10 +206,47 @@ def test_a_stopped_comparison_is_resumed_with_the_same_losses(compared, text, tm
     shown = screen.console.file.getvalue()
     assert "comparison.json: recipes deepseek_v3, seeds 0, gradient_steps start,middle,end, preset tiny" in shown
     assert shown.count("finished before") == finished
-    assert shown.count("resumed at step") == 1
+    assert shown.count("resumed at step") == continued
     assert losses(resumed) == losses(compared[0])
     assert resumed.gradients == compared[0].gradients
     assert str(resumed.tokens) == str(compared[0].tokens)
+
+
+def test_a_run_whose_checkpoints_are_gone_begins_again_and_says_so(compared, text, tmp_path, stopped_at):
+    stopped_at(2)
+    config = micro(data=str(text), steps=4, validate_every=2)
+    with pytest.raises(Stopped):
+        compare(config, ("deepseek_v3",), tmp_path, silent_console())
+    shutil.rmtree(tmp_path / "runs" / "bf16-seed0" / "checkpoints")
+    screen = silent_console()
+    resumed = compare(config, ("deepseek_v3",), tmp_path, screen, resume=True)
+    assert "bf16-seed0 holds no complete checkpoint: the run begins again" in screen.console.file.getvalue()
+    assert losses(resumed) == losses(compared[0])
+
+
+def test_a_resumed_comparison_needs_its_source_no_more(compared, text, tmp_path, stopped_at):
+    stopped_at(6)
+    source = shutil.copytree(text, tmp_path / "text")
+    config = micro(data=str(source), steps=4, validate_every=2)
+    with pytest.raises(Stopped):
+        compare(config, ("deepseek_v3",), tmp_path / "out", silent_console())
+    shutil.rmtree(source)
+    screen = silent_console()
+    resumed = compare(config, ("deepseek_v3",), tmp_path / "out", screen, resume=True)
+    assert "finished before" in screen.console.file.getvalue()
+    assert losses(resumed) == losses(compared[0])
+
+
+def test_other_tokens_than_those_of_a_finished_run_are_refused(text, tmp_path, stopped_at):
+    stopped_at(6)
+    source = shutil.copytree(text, tmp_path / "text")
+    config = micro(data=str(source), steps=4, validate_every=2)
+    with pytest.raises(Stopped):
+        compare(config, ("deepseek_v3",), tmp_path / "out", silent_console())
+    shutil.rmtree(tmp_path / "out" / "data")
+    (source / "argparse.txt").unlink()
+    with pytest.raises(ValueError, match=r"data are not those that bf16, seed 0, was trained on: bring them back"):
+        compare(config, ("deepseek_v3",), tmp_path / "out", silent_console(), resume=True)
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -213,7 +254,7 @@ def test_a_signal_before_the_first_run_says_to_start_again(compared, text, tmp_p
     def interrupted(*arguments, **options):
         raise Terminated
 
-    monkeypatch.setattr("octile.train.compare.prepare_tokens", interrupted)
+    monkeypatch.setattr("octile.train.compare.open_tokens", interrupted)
     out, config = tmp_path / "new", micro(data=str(text), steps=4, validate_every=2)
     if resume:
         _, out, _ = compared
@@ -286,12 +327,38 @@ def test_a_resumed_comparison_keeps_its_settings(compared, changes, others, mess
         compare(config, **{"recipes": ("deepseek_v3",), **others}, out=out, console=silent_console(), resume=True)
 
 
-def test_an_edited_comparison_is_refused(compared, tmp_path):
+@pytest.mark.parametrize(("name", "value"), [("recipes", ["per_tensor"]), ("seeds", [0, 7]), ("gradient_steps", "end")])
+def test_an_edited_comparison_is_refused(compared, tmp_path, name, value):
     out = shutil.copytree(compared[1], tmp_path / "edited")
     file = out / "comparison.json"
-    file.write_text(file.read_text().replace('"lr": 0.003', '"lr": 0.03'))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {name: value}))
+    with pytest.raises(ValueError, match=r"comparison\.json was changed after the comparison began: change it back"):
+        Comparison.read(out)
+
+
+def test_a_comparison_names_no_seed_twice(compared, tmp_path):
+    out = shutil.copytree(compared[1], tmp_path / "edited")
+    file = out / "comparison.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"seeds": [0, 0]}))
+    with pytest.raises(ValueError, match=r"comparison\.json is damaged: seeds must differ, but one is there twice"):
+        Comparison.read(out)
+
+
+def test_an_edited_comparison_of_an_earlier_version_is_refused(compared, tmp_path):
+    out = shutil.copytree(compared[1], tmp_path / "edited")
+    file = out / "comparison.json"
+    values = json.loads(file.read_text())
+    del values["sha256"]
+    file.write_text(json.dumps(values).replace('"lr": 0.003', '"lr": 0.03'))
     with pytest.raises(ValueError, match=r"changed after bf16, seed 0, began: optim\.lr is 0\.03 instead of 0\.003"):
         compare(Comparison.read(out).config, ("deepseek_v3",), out, silent_console(), resume=True)
+
+
+def test_the_largest_seed_has_no_next_one_for_bf16(tmp_path):
+    message = "seed must be below 9,223,372,036,854,775,807, because BF16 is trained with the next seed, too"
+    with pytest.raises(ValueError, match=message):
+        compare(micro(seed=2**63 - 1), ("deepseek_v3",), tmp_path / "out", silent_console())
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_without_a_comparison_cannot_be_resumed(tmp_path):

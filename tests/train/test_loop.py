@@ -185,7 +185,7 @@ def test_a_finished_run_without_its_checkpoints_is_refused(half):
     shutil.rmtree(half / "checkpoints")
     weights = (half / "model" / "model.safetensors").read_bytes()
     with pytest.raises(
-        FileNotFoundError, match=r"holds a finished run, but .*/checkpoints none of its checkpoints: bring them back"
+        FileNotFoundError, match=r"holds a finished run.*/checkpoints holds none of its checkpoints: bring them back"
     ):
         resume(half, steps=4)
     assert (half / "model" / "model.safetensors").read_bytes() == weights
@@ -222,6 +222,19 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_from_the_begin
     run = killed(step)
     shutil.rmtree(run / "checkpoints", ignore_errors=True)  # it may be killed while it writes one
     assert "no checkpoint was written yet: starting from the beginning" in resume(run)
+
+
+@pytest.mark.parametrize(("old", "new"), [('"lr": 0.003', '"lr": 0.03'), ('"data": "', '"data": "stdlib')])
+def test_an_edited_configuration_is_refused_before_the_first_checkpoint_too(killed, old, new):
+    run = killed(1)
+    file = run / "config.json"
+    file.write_text(file.read_text().replace(old, new))
+    with pytest.raises(
+        ValueError, match=r"config\.json was changed after the run began, and no checkpoint was written"
+    ):
+        resume(run)
+    file.write_text(file.read_text().replace(new, old))
+    assert "starting from the beginning" in resume(run)
 
 
 @pytest.mark.parametrize(

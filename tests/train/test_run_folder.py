@@ -116,6 +116,13 @@ def test_a_damaged_configuration_is_called_so_once_with_the_byte(tmp_path, conte
         run.read_config()
 
 
+def test_an_unknown_recipe_is_named_with_its_file(tmp_path):
+    run = new_run(tmp_path)
+    run.config_file.write_text(json.dumps(json.loads(run.config_file.read_text()) | {"recipe": "nope"}))
+    with pytest.raises(ValueError, match=rf"^{re.escape(str(run.config_file))} is damaged: unknown recipe 'nope'"):
+        run.read_config()
+
+
 def test_measurements_after_the_checkpoint_and_a_truncated_line_are_removed(tmp_path):
     run = new_run(tmp_path)
     run.metrics_file.write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "loss": 2.0}\n{"step": 3, "lo')

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octile.report.run.lines import Record, parse_line
+from octile.validation import CHECKSUM
 
 Floats = NDArray[np.float64]
 
@@ -105,6 +106,7 @@ def read_run(folder: Path) -> Run:
         if not path.exists():
             raise FileNotFoundError(f"run must be a folder with config.json and metrics.jsonl: {path} does not exist")
     config = _read_object(folder / "config.json")
+    config.pop(CHECKSUM, None)  # which is no setting
     summary = _read_object(folder / "summary.json") if (folder / "summary.json").exists() else {}
     sample_path = folder / "sample.txt"
     sample = sample_path.read_text(encoding="utf-8", errors="replace") if sample_path.exists() else None
