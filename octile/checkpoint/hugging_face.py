@@ -14,7 +14,8 @@ The norm of the keys of DeepSeek-V3.2's indexer is FP32, too.
 
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -299,8 +300,13 @@ class OpenFolder:
         return self.config.get("model_type") == hf_config.SPARSE
 
     def model_config(self) -> ModelConfig:
-        """Return the model's configuration, without a multi-token prediction layer that has no weights."""
-        config = ModelConfig.from_hf(self.config)
+        """Return the model's configuration, without a multi-token prediction layer that has no weights.
+
+        Raises:
+            ValueError: a key of config.json is missing, has another type or is outside its range.
+        """
+        with _naming(self.shards.folder / CONFIG):
+            config = ModelConfig.from_hf(self.config)
         layer = f"model.layers.{config.num_hidden_layers}."
         if config.num_nextn_predict_layers == 0 or any(name.startswith(layer) for name in self.shards.specs):
             return config
@@ -325,9 +331,19 @@ def open_folder(path: str | Path) -> OpenFolder:
     """Open the folder that a path names and check its quantization."""
     shards = Shards(checkpoint_folder(path))
     config = read_json(shards.folder / CONFIG)
-    is_fp8_config(config)  # raises where it announces another quantization
+    with _naming(shards.folder / CONFIG):
+        is_fp8_config(config)  # raises where it announces another quantization
     check_scales(shards)
     return OpenFolder(shards, config)
+
+
+@contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """Context manager in which a ValueError names the file that it is about."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
 
 
 def _own_tensors(model: DeepseekV3, folder: OpenFolder) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCa
 from octile.checkpoint import hugging_face as hugging_face_module
 from octile.checkpoint import load, load_weights, save
 from octile.checkpoint.fp8_layout import QUANTIZATION_CONFIG, is_stored_in_fp8
+from octile.checkpoint.hugging_face import read_model_config
 from octile.checkpoint.shards import plan_shards
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
@@ -162,8 +163,16 @@ def test_an_unknown_scale_format_is_refused(ue8m0):
     config = json.loads((ue8m0 / "config.json").read_text())
     config["quantization_config"]["scale_fmt"] = "ue5m3"
     (ue8m0 / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="scale_fmt must be 'ue8m0' or absent, not 'ue5m3'"):
+    with pytest.raises(ValueError, match=r"config\.json: .*scale_fmt must be 'ue8m0' or absent, not 'ue5m3'"):
         load(ue8m0)
+
+
+@pytest.mark.parametrize("read", [load, read_model_config])
+def test_an_error_in_a_key_of_the_config_names_the_file(folder, read):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": True}))
+    with pytest.raises(ValueError, match=rf"{re.escape(str(folder))}/config\.json: vocab_size must be"):
+        read(folder)
 
 
 def test_fp8_survives_a_second_save_bit_for_bit(tmp_path, model):

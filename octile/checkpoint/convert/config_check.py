@@ -1,4 +1,4 @@
-"""The check of a `config.json` before a size is predicted or anything is written: types, ranges, width of weights.
+"""The check of a `config.json` before a size is predicted or anything is written: types, ranges, what weights say.
 
 Of any model the keys are checked that a conversion reads, and of DeepSeek's and the other known architectures all keys.
 Keys may be missing, and need not fit together as octile's own model asks, where there are weights: these are converted
@@ -7,6 +7,7 @@ whatever computes with them later.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args
@@ -18,6 +19,8 @@ from octile.models import hf_config
 from octile.models.config import ModelConfig, RopeScaling
 from octile.validation import Range, check_given, quoted
 
+LAYERS = "model.layers."  # of every known architecture
+LAYER = re.compile(rf"{re.escape(LAYERS)}(\d+)\.")
 EMBEDDING = "model.embed_tokens.weight"  # of every known architecture: [vocabulary, hidden_size]
 Experts = Annotated[int, Range(at_least=0, at_most=2**24)]  # a model without experts may have 0
 Positive = Annotated[float, Range(above=0)]
@@ -104,7 +107,7 @@ def check_config(config: Mapping[str, Any], specs: Mapping[str, TensorSpec] | No
         specs: name → spec of the tensors that come with it.
 
     Raises:
-        ValueError: a key has another type, is out of range, or does not fit to the experts or tensors that there are.
+        ValueError: a key has another type, is out of range, or does not fit to the experts or weights that there are.
     """
     check_given(KeysOfAnyModel, config)
     check_given(KeysOfAnyModel, config.get("text_config") or {}, "text_config.")  # of multimodal models
@@ -121,10 +124,7 @@ def check_config(config: Mapping[str, Any], specs: Mapping[str, TensorSpec] | No
     else:
         check_given(Architecture, config, aliases=ALIASES)
     _check_chosen_experts(config)
-    width = config.get("hidden_size")
-    if width is not None and specs and EMBEDDING in specs and specs[EMBEDDING].shape[1:] != (width,):
-        shape = list(specs[EMBEDDING].shape)
-        raise ValueError(f"hidden_size must be the width of {EMBEDDING}, which is {shape}, not {width}")
+    _check_weights(config, specs or {})
 
 
 def _check_deepseek(config: Mapping[str, Any]) -> None:
@@ -140,3 +140,17 @@ def _check_chosen_experts(config: Mapping[str, Any]) -> None:
     key = next((key for key in EXPERT_COUNTS if config.get(key)), None)
     if key is not None and chosen > config[key] > 1:  # one expert is a dense MLP, which chooses none
         raise ValueError(f"num_experts_per_tok must be at most {key}, {config[key]}, not {quoted(chosen)}")
+
+
+def _check_weights(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> None:
+    for key, what, sizes in (("vocab_size", "number of rows", slice(1)), ("hidden_size", "width", slice(1, None))):
+        given = config.get(key)
+        if given is not None and EMBEDDING in specs and specs[EMBEDDING].shape[sizes] != (given,):
+            shape = list(specs[EMBEDDING].shape)
+            raise ValueError(f"{key} must be the {what} of {EMBEDDING}, which is {shape}, not {given}")
+    n_layers = config.get("num_hidden_layers")
+    layers = {int(found[1]) for name in specs if (found := LAYER.match(name))}
+    missing = sorted(set(range(n_layers or 0)) - layers)  # further ones are DeepSeek's multi-token prediction
+    if layers and missing:
+        which = f"{len(missing)} layers, the first of them " if missing[1:] else ""
+        raise ValueError(f"num_hidden_layers is {n_layers}, but there are no weights of {which}{LAYERS}{missing[0]}")

@@ -102,6 +102,7 @@ def convert_checkpoint(
     src, dst = Path(src), Path(dst)
     _check_arguments(src, dst, to)
     plan = ConversionPlan.make(Shards(src), read_json(src / CONFIG), to, keep)
+    is_new = not dst.exists()
     record = _resume_or_begin(dst, plan)
     resumed = len(record["files"])
     _check_space(dst, plan, record["files"])
@@ -111,7 +112,14 @@ def convert_checkpoint(
         if name in record["files"]:
             tick(2 * sum(spec.nbytes for spec in file.specs.values()), name)
         else:
-            record["files"][name] = _convert_file(file, dst / name, plan, tick)
+            try:
+                record["files"][name] = _convert_file(file, dst / name, plan, tick)
+            except ValueError:  # of a weight that no later call would convert either
+                if not record["files"]:
+                    (dst / RECORD).unlink()
+                    if is_new:
+                        dst.rmdir()
+                raise
             write_json(dst / RECORD, record)
 
     copied = _copy_other_files(dst, plan)

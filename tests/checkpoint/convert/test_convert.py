@@ -335,6 +335,7 @@ def test_a_weight_that_is_no_number_is_not_quantized(tmp_path, dst, hf_folder):
     hf_folder(tmp_path / "src", {}, [{"a_proj.weight": torch.full((4, 4), torch.nan)}])
     with pytest.raises(ValueError, match=r"a_proj\.weight holds NaN or Inf"):
         convert_checkpoint(tmp_path / "src", dst, "fp8")
+    assert not dst.exists()
 
 
 def test_a_weight_that_is_no_number_is_not_dequantized(tmp_path, dst, hf_folder):

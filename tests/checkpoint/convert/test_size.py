@@ -154,7 +154,7 @@ def test_absent_numbers_and_widths_of_heads_are_those_of_transformers(tmp_path, 
         ({"max_position_embeddings": 0}, "max_position_embeddings must be at least 1, not 0"),
         ({"torch_dtype": ["bfloat16"]}, r"torch_dtype must be text or null, not \['bfloat16'\]"),
         ({"eos_token_id": [2, "3"]}, "eos_token_id must be a whole number, not '3'"),
-        ({"architectures": "Llama"}, "architectures must be .* or null, not 'Llama'"),
+        ({"architectures": "Llama"}, "architectures must be null or a list, each text, not 'Llama'"),
         ({"use_cache": 1}, "use_cache must be true or false or null, not 1"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -189,6 +189,9 @@ WRONG_KEYS = [
     ("deepseek_v3", {"num_experts_per_tok": 5}, "num_experts_per_tok must be at most n_routed_experts, 4, not 5"),
     ("deepseek_v3", {"hidden_size": 1000}, r"hidden_size must be the width of .*, which is \[50, 192\], not 1000"),
     ("llama", {"hidden_size": 1000}, r"hidden_size must be the width of .*, which is \[50, 192\], not 1000"),
+    ("qwen2", {"vocab_size": 60}, r"vocab_size must be the number of rows of .*, which is \[50, 192\], not 60"),
+    ("deepseek_v3", {"num_hidden_layers": 3}, "is 3, but there are no weights of model.layers.2$"),
+    ("llama", {"num_hidden_layers": 9}, "there are no weights of 7 layers, the first of them model.layers.2$"),
     ("deepseek_v3", {"qk_rope_head_dim": True}, "qk_rope_head_dim must be a whole number, not True"),
     ("deepseek_v3", {"scoring_func": 3}, "scoring_func must be sigmoid or softmax, not 3"),
     (
@@ -203,7 +206,7 @@ WRONG_KEYS = [
 
 WRONG_KEYS_OF_ANY_MODEL = [
     ({"model_type": [1]}, r"model_type must be text or null, not \[1\]"),
-    ({"architectures": 5}, "architectures must be .* or null, not 5"),
+    ({"architectures": 5}, "architectures must be null or a list, each text, not 5"),
     ({"architectures": ["A", 5]}, "architectures must be text, not 5"),
     ({"tie_word_embeddings": "abc"}, "tie_word_embeddings must be true or false or null, not 'abc'"),
     ({"num_experts": "8"}, "num_experts must be a whole number or null, not '8'"),
