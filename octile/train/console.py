@@ -104,7 +104,8 @@ class RunConsole:
             )
         if m.span is not None:
             self.print(
-                f"the documents are few, so they were cut at line ends into spans of about {m.span:,} characters"
+                "the documents are few, so they were cut into spans: at the first line end after "
+                f"{m.span:,} characters, or after {2 * m.span:,}"
             )
         for reason, names in store.left_out(NAMED).items():
             more = f" and {m.skipped[reason] - len(names):,} more" if m.skipped[reason] > len(names) else ""

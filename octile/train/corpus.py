@@ -14,6 +14,7 @@ documents are few, `Corpus.in_spans` cuts them further, so that a small part of 
 decodes as UTF-8 and contains no NUL; everything else is left out and named.
 """
 
+import errno
 import hashlib
 import io
 import os
@@ -33,6 +34,8 @@ STANDARD_LIBRARY, PACKAGES = "stdlib", "packages"
 HUB = re.compile(
     r"hf:(?P<name>[^/:#]+(/[^/:#]+)?)(/(?P<config>[^/:#]+))?(:(?P<split>[^#]+))?(#(?P<column>.+))?"
 )  # a split may be a slice, train[:1%], colon and all
+
+TOKEN_STORE = ("manifest.json", "train.npy", "val.npy")  # files of `octile.train.token_store`
 
 MAX_WHOLE_FILE = 2**20  # bytes; a longer file is cut into passages
 MIN_SPAN, MAX_SPAN = 2**6, 2**16  # characters
@@ -117,7 +120,9 @@ def check_source(source: str | Path, name: str = "data") -> None:
 
     Raises:
         FileNotFoundError: there is no such file or folder.
-        ValueError: source is empty, or fsspec knows no such protocol.
+        PermissionError: it cannot be read.
+        ValueError: source is empty, neither a file nor a folder, or a run or its tokens; or fsspec knows no such
+            protocol.
         ImportError: a package for the protocol of a URL is not installed.
     """
     path, named = Path(source), f"{name} {str(source)!r}"
@@ -131,10 +136,21 @@ def check_source(source: str | Path, name: str = "data") -> None:
         return
     if not str(source).strip():  # Path("") is the current folder
         raise ValueError(f"{name} is empty: name a file, a folder, 'stdlib', 'packages' or 'hf:OWNER/NAME'")
-    if path.is_symlink() and not path.exists():
+    try:
+        exists = path.exists()
+    except PermissionError as error:  # of a folder on the way
+        raise PermissionError(f"{named} cannot be read: {error.strerror}") from None
+    if not exists and path.is_symlink():
         raise FileNotFoundError(f"{named} is a link to {str(path.readlink())!r}, which does not exist")
-    if not path.exists():
+    if not exists:
         raise FileNotFoundError(f"{named} is no file or folder (nor 'stdlib', nor 'packages', nor 'hf:OWNER/NAME')")
+    if not path.is_file() and not path.is_dir():
+        raise ValueError(f"{named} is neither a file nor a folder")
+    if not os.access(path, os.R_OK):
+        raise PermissionError(f"{named} cannot be read: {os.strerror(errno.EACCES)}")
+    for store in (path, path / "data"):
+        if all((store / file).is_file() for file in TOKEN_STORE):
+            raise ValueError(f"{named} holds the tokens of a run, no text: give them as file://{store.resolve()}")
 
 
 def is_url(source: str | Path) -> bool:

@@ -149,10 +149,12 @@ def _build(
     window = settings["sequence_length"] + 1
     if min(tokens.values()) < window:
         size = f"{format_count(len(index.sizes), 'document')}, {format_count(index.total_bytes, 'byte')}"
+        skipped = (f"{count:,} {reason.replace('_', ' ')}" for reason, count in index.skipped.items())
+        left_out = f"; left out: {', '.join(skipped)}" if index.skipped else ""
         cut = f"; {cut_tokens:,} more are left out because they are held out, too" if cut_tokens else ""
         raise ValueError(
-            f"data {corpus.source!r} has too little text: {size}, {format_count(tokens['train'], 'token')} to train on "
-            f"and {tokens['val']:,} held out, at most a tenth of the text; a window of each needs {window:,}{cut}"
+            f"data {corpus.source!r} has too little text: {size}; {format_count(tokens['train'], 'token')} "
+            f"to train on and {tokens['val']:,} held out, but each of the two needs at least {window:,}{cut}{left_out}"
         )
     digests = {"train": index.sizes.keys() - held_out, "val": held_out}
     Manifest(

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octile.train.corpus import MAX_WHOLE_FILE, open_corpus, span_length
+from octile.train.corpus import MAX_WHOLE_FILE, check_source, open_corpus, span_length
 
 
 def write(root: Path, **texts: str | bytes) -> Path:
@@ -88,6 +88,36 @@ def test_a_link_into_a_folder_that_cannot_be_read_is_left_out_and_named(tmp_path
     (tmp_path / "text" / "link").symlink_to(tmp_path / "locked" / "b.txt")
     refuse(monkeypatch, "stat", tmp_path / "text" / "link")
     assert open_corpus(tmp_path / "text").left_out == [("unreadable", "link")]
+
+
+def test_a_source_below_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    refuse(monkeypatch, "stat", tmp_path / "link")
+    message = f"^data {str(tmp_path / 'link')!r} cannot be read: Permission denied$"
+    with pytest.raises(PermissionError, match=message):
+        check_source(tmp_path / "link")
+
+
+def test_a_source_without_read_permission_is_named(tmp_path, monkeypatch):
+    write(tmp_path, a="text")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    message = f"^data {str(tmp_path / 'a.txt')!r} cannot be read: Permission denied$"
+    with pytest.raises(PermissionError, match=message):
+        check_source(tmp_path / "a.txt")
+
+
+@pytest.mark.parametrize("named", [".", "data"], ids=["run", "tokens"])
+def test_the_tokens_of_a_run_are_no_text(tmp_path, named):
+    (tmp_path / "data").mkdir()
+    for name in ("manifest.json", "train.npy", "val.npy"):
+        (tmp_path / "data" / name).touch()
+    with pytest.raises(ValueError, match=f"holds the tokens of a run, no text: give them as file://{tmp_path}/data$"):
+        check_source(tmp_path / named)
+
+
+def test_a_pipe_is_neither_a_file_nor_a_folder(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match=r"pipe' is neither a file nor a folder$"):
+        check_source(tmp_path / "pipe")
 
 
 def test_a_file_among_others_is_one_document(tmp_path):

@@ -244,9 +244,17 @@ def test_a_store_of_an_earlier_version_is_built_again(source, built, stages):
 
 def test_too_little_text_is_refused_with_the_numbers(tmp_path):
     (tmp_path / "text.txt").write_text("two words")
-    numbers = "1 document, 9 bytes, 9 tokens to train on and 0 held out, at most a tenth of the text"
-    with pytest.raises(ValueError, match=rf"^data '.*' has too little text: {numbers}; a window of each needs 17$"):
+    numbers = "1 document, 9 bytes; 9 tokens to train on and 0 held out, but each of the two needs at least 17"
+    with pytest.raises(ValueError, match=rf"^data '.*' has too little text: {numbers}$"):
         build(tmp_path / "text.txt", tmp_path / "data")
+
+
+def test_too_little_text_says_what_was_left_out(tmp_path):
+    (tmp_path / "texts").mkdir()
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / "texts" / name).write_text("two words")
+    with pytest.raises(ValueError, match=r"needs at least 17; left out: 1 duplicate$"):
+        build(tmp_path / "texts", tmp_path / "data")
 
 
 def test_a_folder_inside_the_source_is_refused(source):
