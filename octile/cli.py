@@ -90,7 +90,7 @@ class Train(TrainConfig):
 
     Attributes:
         resume: continue the run in --out from its newest checkpoint, with the settings that are stored there.
-        tokens: tokens to read, instead of steps.
+        tokens: tokens to read, instead of steps; rounded up to whole steps.
         profile: record a few steps after warm-up with torch's profiler, and write trace.json.gz and profile.txt, the
             ten largest costs, into the run folder.
     """
@@ -806,21 +806,20 @@ def run_script(main: Callable[[], object]) -> None:
 
 def _run(command: Callable[[list[str]], None], arguments: list[str]) -> None:
     """Run a command; an exception becomes one line and an exit code. OCTILE_TRACEBACK=1 shows the traceback."""
+    raised: list[type[KeyboardInterrupt]] = []
     try:
-        with warnings.catch_warnings(), terminable():
+        with warnings.catch_warnings(), terminable() as raised:
             warnings.showwarning = _warn
             warnings.filterwarnings("ignore", NO_CONTEXT)
             command(arguments)
     except BrokenPipeError:  # the reader of the output, such as head, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except Terminated:
-        _fail(_terminated(), TERMINATED)
-    except KeyboardInterrupt:
-        _fail("interrupted", INTERRUPTED)
+    except KeyboardInterrupt as interrupt:
+        _fail(*_explain_interrupt(type(interrupt)))
     except Exception as error:
         if os.environ.get("OCTILE_TRACEBACK"):
             raise
-        _fail(*_explain(error))
+        _fail(*_explain(error, raised))
 
 
 def _warn(
@@ -839,8 +838,8 @@ def _warn(
     sys.stderr.write(text)
 
 
-def _explain(error: Exception) -> tuple[str, int]:
-    """The line and the exit code for an exception."""
+def _explain(error: Exception, raised: Sequence[type[KeyboardInterrupt]] = ()) -> tuple[str, int]:
+    """The line and the exit code for an exception, before which signals were raised."""
     if (code := getattr(error, "exit_code", None)) is not None:  # of Stopped and RanksError
         return str(error), code
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
@@ -851,7 +850,13 @@ def _explain(error: Exception) -> tuple[str, int]:
         return f"{str(error.filename)!r}: {error.strerror}", USER_ERROR
     if isinstance(error, OSError) or (isinstance(error, ValueError | ImportError) and _raised_by_octile(error)):
         return str(error), USER_ERROR
+    if raised:  # a library has taken it for an import that has failed
+        return _explain_interrupt(raised[-1])
     return f"{type(error).__name__}: {error} (OCTILE_TRACEBACK=1 shows where)", FAILURE
+
+
+def _explain_interrupt(kind: type[KeyboardInterrupt]) -> tuple[str, int]:
+    return (_terminated(), TERMINATED) if kind is Terminated else ("interrupted", INTERRUPTED)
 
 
 def _raised_by_octile(error: BaseException) -> bool:

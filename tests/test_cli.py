@@ -856,6 +856,25 @@ def test_sigterm_ends_any_command_with_a_line_and_exit_code_143():
 
 
 @pytest.mark.parametrize(
+    ("number", "line", "status"),
+    [(signal.SIGINT, "octile: interrupted\n", 130), (signal.SIGTERM, "octile: terminated\n", 143)],
+)
+def test_a_signal_that_a_library_takes_for_a_failed_import_ends_a_command(number, line, status):
+    code = (
+        "import json, os, octile.cli\n"
+        "def doctor(arguments):\n"
+        "    try:\n"
+        f"        os.kill(os.getpid(), {number:d})\n"
+        "    except BaseException:\n"
+        "        json.no_such_name\n"
+        "octile.cli.COMMANDS['doctor'] = doctor\n"
+        "octile.cli.main(['doctor'])"
+    )
+    process = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, check=False)
+    assert (process.stderr, process.returncode) == (line, status)
+
+
+@pytest.mark.parametrize(
     ("late", "status"),
     [
         ("atexit.register(wait)", 130),

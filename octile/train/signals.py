@@ -43,20 +43,29 @@ class Terminated(KeyboardInterrupt):
 
 
 @contextmanager
-def terminable() -> Iterator[None]:
-    """Context manager in which SIGTERM raises `Terminated`, so that what is half done is cleaned up."""
+def terminable() -> Iterator[list[type[KeyboardInterrupt]]]:
+    """Context manager in which SIGTERM raises `Terminated`, so that what is half done is cleaned up.
 
-    def terminate(number: int, frame: FrameType | None) -> NoReturn:
-        raise Terminated
+    It yields a list of what was raised, Ctrl-C's KeyboardInterrupt included: a library that is being imported may take
+    that for an import that has failed, and go on to another error.
+    """
+    raised: list[type[KeyboardInterrupt]] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        raised.append(Terminated if number == signal.SIGTERM else KeyboardInterrupt)
+        raise raised[-1]
 
     if threading.current_thread() is not threading.main_thread():  # only the main thread can handle signals
-        yield
+        yield raised
         return
-    before = signal.signal(signal.SIGTERM, terminate)
+    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, interrupt)}
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell has background processes ignore it
+        before[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
     try:
-        yield
+        yield raised
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
