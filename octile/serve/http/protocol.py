@@ -285,6 +285,8 @@ def describe(error: ValidationError) -> tuple[str, str | None]:
     field, context, given = ".".join(where), found.get("ctx", {}), _given(found["input"])
     match found["type"]:
         case "json_invalid":
+            if "hex escape" in context["error"]:  # JSON may have half of a surrogate pair, UTF-8 text may not
+                return f"the body has an escape that is no character: {context['error']}", None
             return f"the body is not JSON: {context['error']}", None
         case "value_error":
             message = ".".join([*where, str(context["error"])])

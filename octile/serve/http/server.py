@@ -85,7 +85,7 @@ class Server(uvicorn.Server):
         """Answer the requests in flight, for as long as the limits say, and end."""
         service = self.service
         service.is_draining = True
-        if service.in_flight:
+        if service.in_flight and service.engine.failure is None:  # otherwise they are answered with that error now
             what = (
                 f"{format_count(service.in_flight, 'choice')} in flight, for at most {service.limits.drain:g} seconds"
             )

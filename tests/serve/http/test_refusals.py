@@ -32,7 +32,7 @@ def post(served, path, body, **options) -> httpx.Response:
         (b'{"model": "micro", "prompt"', "the body is not JSON"),
         (b"\xff\xfe", "the body is not JSON"),
         (b"[" * 100_000, "the body is not JSON"),
-        (b'{"model": "micro", "prompt": "\\ud800"}', "the body is not JSON"),
+        (b'{"model": "micro", "prompt": "\\ud800"}', "the body has an escape that is no character"),
         (b"[]", "the body must be an object"),
         (b"null", "the body must be an object"),
         (b'{"model": "micro", "prompt": "a", "temperature": NaN}', "temperature must be finite, not nan"),

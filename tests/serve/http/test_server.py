@@ -115,6 +115,25 @@ def test_a_second_signal_ends_what_is_in_flight_with_an_error(serve, capfd, stre
     assert line == "octile: answering 1 choice in flight, for at most 600 seconds; a second signal ends them now"
 
 
+def test_an_engine_that_fails_with_requests_in_flight_prints_nothing_of_signals(serve, monkeypatch, capfd):
+    served = serve(Limits(drain=600.0), fails_after=1)
+    is_encoding, may_encode = threading.Event(), threading.Event()
+
+    def wait(text: str) -> list[int]:
+        is_encoding.set()
+        may_encode.wait()
+        return [2]
+
+    monkeypatch.setattr(served.service.tokenizer, "encode", wait)
+    asking = ask(served, COMPLETION, timeout=60)
+    is_encoding.wait()
+    httpx.post(f"{served.url}/v1/completions", json={**COMPLETION, "prompt": [2]})
+    wait_until(lambda: served.service.is_draining)
+    may_encode.set()
+    assert "the engine has failed: RuntimeError: a kernel has failed" in asking.result().text
+    assert capfd.readouterr().err == ""
+
+
 def test_a_third_signal_ends_connections_that_are_not_read(serve, monkeypatch):
     monkeypatch.setattr("octile.serve.http.server.WRITE_SECONDS", 600.0)
     served = serve(Limits(drain=600.0, in_flight=200))
