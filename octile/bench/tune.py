@@ -81,8 +81,10 @@ def run(shape: tuple[int, int, int] | None, minutes: float) -> None:
     Raises:
         ValueError: there is no Hopper GPU; shape or minutes are not positive.
     """
-    if not minutes > 0 or (shape and min(shape) < 1):  # NaN is not above 0
-        raise ValueError(f"shape and minutes must be positive, not {shape} and {minutes:g}")
+    if not minutes > 0:  # as NaN
+        raise ValueError(f"minutes must be above 0, not {minutes:g}")
+    if shape and min(shape) < 1:
+        raise ValueError(f"shape must be three numbers of at least 1, not {','.join(map(str, shape))}")
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         raise ValueError("tune measures Hopper's kernels: it needs a GPU of sm_90")
     end, chip = time.monotonic() + 60 * minutes, num_sms.chip()

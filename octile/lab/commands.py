@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from octile.checkpoint.files import check_output_file
-from octile.validation import MAX_SEED
+from octile.validation import Seed, check
 
 Parse = Callable[..., Any]  # (options class, arguments, command) → options; passed by `octile.cli`
 Naming = Callable[..., AbstractContextManager[None]]  # (options class, arguments): errors inside name options
@@ -67,25 +67,27 @@ COMMANDS = {
 
 
 LAB = CommandGroup("lab", "octile.lab.pages", COMMANDS)
+ENDINGS = (".html", ".toml")  # of pages and recipes, which have no other; `octile.plan` checks its pictures itself
 
 
 def _check(options: Any) -> None:
     """Check the options that commands share, before any work.
 
     Raises:
-        ValueError: the seed is out of range, or an output file is a device or another option's file too.
+        ValueError: the seed is out of range, or an output file is a device, has another ending, or is another
+            option's file, too.
         IsADirectoryError, NotADirectoryError, PermissionError: an output file cannot be written.
     """
-    seed = getattr(options, "seed", 0)
-    if not 0 <= seed <= MAX_SEED:
-        raise ValueError(f"seed must be from 0 to 2**63 - 1, not {seed}")
+    check("seed", getattr(options, "seed", 0), Seed)
     prints_json = getattr(options, "json", False)  # instead of a page
     for name in ("write",) if prints_json else ("out", "write", "trace"):
         path = getattr(options, name, None)
         if path is None:
             continue
-        check_output_file(name, path)
+        default = type(options).__dataclass_fields__[name].default
+        is_fixed = isinstance(default, Path) and default.suffix in ENDINGS
+        check_output_file(name, path, *([default.suffix] if is_fixed else ()))
         for other, value in vars(options).items():
             files = value if isinstance(value, tuple) else (value,)
             if other != name and any(isinstance(f, str | Path) and Path(f).resolve() == path.resolve() for f in files):
-                raise ValueError(f"{name} {str(path)!r} is also {other}, which it would overwrite: name another file")
+                raise ValueError(f"{name} {str(path)!r} and {other} are the same file: name another one")

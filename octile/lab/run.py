@@ -192,14 +192,17 @@ def capture_run(
     Raises:
         FileNotFoundError: the run or its tokens do not exist.
         IsADirectoryError, NotADirectoryError, PermissionError: the file cannot be written.
-        ValueError: the file is a device; the run has no such step; a checkpoint or a file is damaged; config.json was
-            edited; a pattern matches no layer.
+        ValueError: the file is a device, does not end in .safetensors, or lies among the run's own files; the run has
+            no such step; a checkpoint or a file is damaged; config.json was edited; a pattern matches no layer.
     """
     run = RunFolder.open(path)
     config = run.read_config()
     if step is not None and not 1 <= step <= config.steps + 1:
         raise ValueError(f"step must be from 1 to {config.steps + 1} (the step after the last), not {step}")
-    check_output_file("out", out or run.captures / "step.safetensors")
+    out_file = (out or run.captures / "step.safetensors").resolve()
+    check_output_file("out", out or out_file, ".safetensors")
+    if out_file.is_relative_to(run.path.resolve()) and not out_file.is_relative_to(run.captures.resolve()):
+        raise ValueError(f"out must lie in {run.captures} or outside of the run, not among its own files: {out}")
     store, device = Store(run.checkpoints_of(config)), pick_device(config.device)
     checkpoint = find_latest(store, None if step is None else step - 1)
     if (computed := checkpoint or _oldest_with_state(store)) is not None:

@@ -39,9 +39,9 @@ Count = Annotated[int, Range(at_least=1, at_most=2**24)]
 class Options:
     """Plan the training of a model on a cluster: memory, time and cost of a step, and the best layouts.
 
-    Of --pp, --ep, --schedule, --batch-size, --micro-batch-size and --sequence-length each that is given restricts the
-    search, and the fastest layout that has them is planned. Without any of them the published layout is planned if the
-    cluster's file has one for the preset. Its batch and sequence length are the default.
+    The fastest layout with the given --pp, --ep, --schedule, --batch-size, --micro-batch-size and --sequence-length is
+    planned; those that are not given are searched, but for batch and sequence length, which are the published ones if
+    the cluster's file has a layout for the preset. If none of the six is given, that published layout is planned.
 
     Attributes:
         preset: the model: tiny, small, medium, v2_lite_16b, v2_236b or v3_671b.
@@ -77,11 +77,9 @@ class Options:
         check_fields(self)
         if self.preset not in PRESETS:
             raise ValueError(f"unknown preset {self.preset!r}; there are {', '.join(PRESETS)}")
-        if self.out.suffix not in (".svg", ".png"):
-            raise ValueError(f"out must end in .svg or .png, not {str(self.out)!r}")
         if not self.json:
-            check_output_file("out", self.out)
-            check_output_file("trace", self.trace)
+            check_output_file("out", self.out, ".svg", ".png")
+            check_output_file("trace", self.trace, ".json")
 
     def read(self) -> Cluster:
         """The cluster with the number of GPUs that is asked for.
@@ -154,10 +152,11 @@ def make_plan(options: Options) -> Result:
         found = search(model, cluster, replace(default, **given), tuple(given))
     if plan is None:
         if not found.plans:
-            asked = f" with {', '.join(f'{name} {value}' for name, value in given.items())}" if given else ""
+            named = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items())
+            asked = f" with {named}" if given else ""
             of = f"the {cluster.gpus:,}" if cluster.gpus == whole else f"{cluster.gpus:,} of the {whole:,}"
             on = f"{of} GPUs of {cluster.name}"
-            raise ValueError(f"no layout of {options.preset}{asked} fits on {on}; {found.nearest}")
+            raise ValueError(f"no layout of {options.preset}{asked} can run on {on}: {found.nearest}")
         plan = found.plans[0]
     replicas = None
     if options.scatter.is_given:
@@ -257,7 +256,7 @@ def _print(title: str, result: Result) -> None:
     console.print(screen_table(Table(("layout", "GPU hours", "why not"), found)))
     line(f"{len(result.search.plans):,} layouts fit, {len(result.search.ruled_out):,} do not:")
     for reason, count in result.search.reasons.most_common(SHOWN):
-        line(f"  {count:5,} {reason}")
+        line(f"  {count:5,} such as {reason}")
 
 
 def mean_costs(plan: StepPlan) -> Costs:

@@ -14,7 +14,7 @@ from octile.lab.pages.page import Table, screen_table
 from octile.report.console import Console
 from octile.report.experts import GpuLoads, save_gpu_loads
 from octile.serve.expert_balance import rebalance_experts
-from octile.validation import MAX_SEED, Range, check_fields, parse_json, quoted
+from octile.validation import Range, Seed, check_fields, parse_json, quoted
 
 COLUMNS = ("placement", "slots of a GPU", "worst layer", "mean layer", "waiting")
 METRICS = "metrics.jsonl"
@@ -29,8 +29,8 @@ class Options:
     Attributes:
         load: a run folder, or its metrics.jsonl, whose newest record of the experts' tokens is taken. If not given,
             loads are drawn for DeepSeek-V3's 58 layers of 256 experts.
-        skew: of loads that are drawn: σ of their log-normal distribution; 1 if not given.
-        seed: of loads that are drawn.
+        skew: σ of the log-normal distribution from which loads are drawn if no load is given; 1 if not given.
+        seed: seed of the loads that are drawn.
         num_replicas: slots of all GPUs together, at least as many as experts.
         num_groups: groups of experts that the gate chooses among (n_group).
         num_nodes: nodes; groups are divided among them if their number allows it.
@@ -40,7 +40,7 @@ class Options:
 
     load: Path | None = None
     skew: Annotated[float, Range(at_least=0, at_most=10)] | None = None
-    seed: Annotated[int, Range(at_least=0, at_most=MAX_SEED)] = 0
+    seed: Seed = 0
     num_replicas: Annotated[int, Range(at_least=1, at_most=MAX_SLOTS)] = 288
     num_groups: Annotated[int, Range(at_least=1)] = 8
     num_nodes: Annotated[int, Range(at_least=1)] = 4
@@ -49,9 +49,7 @@ class Options:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.out.suffix not in (".svg", ".png"):
-            raise ValueError(f"out must end in .svg or .png, not {str(self.out)!r}")
-        check_output_file("out", self.out)
+        check_output_file("out", self.out, ".svg", ".png")
         if self.load is not None and self.skew is not None:
             raise ValueError("skew has no effect with --load, since no loads are drawn: give one of them")
 

@@ -50,9 +50,7 @@ class Options:
                 f"costs: the longest may be {most:,.0f} times the shortest in a picture of {self.stages:,} stages × "
                 f"{self.micro_batches:,} micro-batches, not {spread:,.4g} times"
             )
-        if self.out.suffix not in (".svg", ".png"):
-            raise ValueError(f"out must end in .svg or .png, not {str(self.out)!r}")
-        check_output_file("out", self.out)
+        check_output_file("out", self.out, ".svg", ".png")
 
 
 def run(options: Options) -> None:

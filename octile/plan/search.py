@@ -55,7 +55,7 @@ class Search:
         counts: Counter[str] = Counter()
         for no in self.ruled_out:
             kind = re.sub(r"[\d,.]+", "#", no.reason)
-            counts[firsts.setdefault(kind, f"such as {no.layout}: {no.reason}")] += 1
+            counts[firsts.setdefault(kind, f"{no.layout}: {no.reason}")] += 1
         return counts
 
     @property
@@ -63,7 +63,7 @@ class Search:
         """The layout that lacks the least memory, and why; if none gets so far, the commonest reason."""
         no = min(self.ruled_out, key=lambda no: no.needed)
         if no.needed == math.inf:
-            return self.reasons.most_common(1)[0][0]
+            return f"for example {self.reasons.most_common(1)[0][0]}"
         return f"the nearest to fitting is {no.layout}: {no.reason}"
 
     def why_not_best(self, plan: StepPlan) -> str:

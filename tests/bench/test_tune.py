@@ -208,9 +208,17 @@ def test_the_chosen_kernel_is_timed_again_with_the_best(candidates, monkeypatch)
     assert set(found.seconds) == {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize(("shape", "minutes"), [(None, float("nan")), (None, 0.0), (None, -1.0), ((0, 128, 128), 1.0)])
-def test_a_search_over_nothing_is_refused(shape, minutes):
-    with pytest.raises(ValueError, match="shape and minutes must be positive, not"):
+@pytest.mark.parametrize(
+    ("shape", "minutes", "message"),
+    [
+        (None, float("nan"), "minutes must be above 0, not nan"),
+        (None, 0.0, "minutes must be above 0, not 0"),
+        (None, -1.0, "minutes must be above 0, not -1"),
+        ((0, 128, 128), 1.0, "shape must be three numbers of at least 1, not 0,128,128"),
+    ],
+)
+def test_a_search_over_nothing_is_refused(shape, minutes, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
         tune.run(shape, minutes)
 
 

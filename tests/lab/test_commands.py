@@ -102,13 +102,13 @@ def test_the_json_of_accumulate_equals_the_experiment(capsys, folder):
         (("--k", "3.5"), "k must be whole numbers of at least 1, separated by commas, not '3.5'"),
         (("--k", "0"), "k must be whole numbers of at least 1"),
         (("--data", "negative"), "data must be 'normal' or 'positive', not 'negative'"),
-        (("--promote", "33"), "promote_every must be a multiple of the 32 products a step, not 33"),
+        (("--promote", "33"), "promote must be multiples of 32, the products of a step, not 33"),
         (
             ("--promote", "128,nevr"),
             "promote must be never or whole numbers of at least 1, separated by commas, not 'nevr'",
         ),
         (("--arch", "sm_70"), "sm_70"),
-        (("--arch", "sm_80"), "arch 'sm_80' does not support E4M3"),
+        (("--arch", "sm_80"), "arch 'sm_80' has no instruction for E4M3: choose another"),
         (
             ("--arch", "sm_90_mma"),
             "promote must be never for sm_90_mma: its mma.sync.m16n8k32 itself adds every 32 products in FP32",
@@ -140,25 +140,38 @@ def test_the_k_that_the_message_advises_is_not_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--write", "x", "--out", "x"), "out 'x' is also write, which it would overwrite: name another file"),
-        (("--out", "run"), "out 'run' is also model, which it would overwrite"),
-        (("--write", "x", "--recipe", "x", "--json"), "write 'x' is also recipe, which it would overwrite"),
+        (("run", "--write", "x.html", "--out", "x.html"), "out 'x.html' and write are the same file: name another one"),
+        (("run.html", "--out", "run.html"), "out 'run.html' and model are the same file"),
+        (("run", "--write", "x.toml", "--recipe", "x.toml", "--json"), "write 'x.toml' and recipe are the same file"),
     ],
 )
 def test_an_output_that_is_another_file_of_the_command_is_refused(capsys, folder, options, message):
-    assert message in refused(capsys, "lab", "preflight", "run", *options)
+    assert message in refused(capsys, "lab", "preflight", *options)
     assert not list(folder.iterdir())
 
 
-@pytest.mark.parametrize("out", ["b", "./b", "x/../b"])
+@pytest.mark.parametrize(
+    ("command", "option", "message"),
+    [
+        ("formats", "--out", "out must end in .html, not 'notes.txt'"),
+        ("preflight", "--write", "write must end in .toml, not 'notes.txt'"),
+    ],
+)
+def test_a_file_of_another_kind_is_not_replaced(capsys, folder, command, option, message):
+    Path("notes.txt").write_text("notes")
+    assert message in refused(capsys, "lab", command, *["run"] * (command == "preflight"), option, "notes.txt")
+    assert Path("notes.txt").read_text() == "notes"
+
+
+@pytest.mark.parametrize("out", ["b.html", "./b.html", "x/../b.html"])
 def test_what_if_does_not_write_its_page_over_one_of_its_captures(capsys, folder, out):
-    message = f"out {str(Path(out))!r} is also captures, which it would overwrite: name another file"
-    assert message in refused(capsys, "lab", "what-if", "a", "b", "--out", out)
+    message = f"out {str(Path(out))!r} and captures are the same file: name another one"
+    assert message in refused(capsys, "lab", "what-if", "a", "b.html", "--out", out)
 
 
 def test_plan_does_not_write_its_trace_over_the_cluster(capsys, folder):
-    line = refused(capsys, "plan", "cluster", "--cluster", "c.toml", "--trace", "c.toml")
-    assert "trace 'c.toml' is also cluster, which it would overwrite" in line
+    line = refused(capsys, "plan", "cluster", "--cluster", "c.json", "--trace", "c.json")
+    assert "trace 'c.json' and cluster are the same file" in line
 
 
 @pytest.mark.parametrize(
@@ -209,9 +222,9 @@ def test_an_unwritable_recipe_is_refused_even_with_json(capsys, folder):
 
 
 @pytest.mark.parametrize("command", ["what-if", "hardware", "preflight"])
-@pytest.mark.parametrize("seed", ["-1", "9" * 30])
-def test_an_invalid_seed_is_refused(capsys, folder, command, seed):
-    assert f"seed must be from 0 to 2**63 - 1, not {seed}" in refused(capsys, "lab", command, "x", "--seed", seed)
+@pytest.mark.parametrize(("seed", "needed"), [("-1", "at least 0"), (str(2**63), "at most 9,223,372,036,854,775,807")])
+def test_an_invalid_seed_is_refused(capsys, folder, command, seed, needed):
+    assert f"seed must be {needed}, not {seed}" in refused(capsys, "lab", command, "x", "--seed", seed)
 
 
 @pytest.mark.parametrize("command", ["what-if", "hardware"])

@@ -239,6 +239,20 @@ def test_a_capture_into_a_folder_is_refused_before_a_step_is_repeated(unmeasured
         capture_run(unmeasured, 1, out=tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ("config.json", r"out must end in \.safetensors, not '.*config\.json'"),
+        ("model/model.safetensors", "captures or outside of the run, not among its own files: .*model.safetensors"),
+    ],
+)
+def test_a_capture_replaces_no_file_of_the_run(unmeasured, out, message):
+    before = (unmeasured / out).read_bytes()
+    with pytest.raises(ValueError, match=message):
+        capture_run(unmeasured, 1, out=unmeasured / out)
+    assert (unmeasured / out).read_bytes() == before
+
+
 def test_a_capture_needs_no_older_checkpoint(unmeasured, tmp_path):
     messages = []
     path = capture_run(unmeasured, 1, LAYER, ("fprop",), tmp_path / "c.safetensors", say=messages.append)

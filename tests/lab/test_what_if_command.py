@@ -272,6 +272,7 @@ def test_preflight_as_json(capsys, folder, model_folder):
         (("--batches", "1"), "batches must be at least 2, not 1"),
         (("--sample", "1"), "--sample must be at least 16, not 1: the advice would depend on the rows drawn"),
         (("--sample", "15"), "--sample must be at least 16, not 15"),
+        (("--sequence-length", "100000"), "--sequence-length must be at most the model's max_position_embeddings, "),
         (("--batch-size", "1"), "a batch has 32 tokens, and 512 are needed, so that each of the 16 experts has 128 on"),
         (("--batches", "999"), "tokens, and 511,488 are needed"),
         (("--text", "nowhere.txt"), "nowhere.txt"),

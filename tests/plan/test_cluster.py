@@ -96,12 +96,14 @@ def test_published_figures_are_listed_with_the_error_of_the_plan(capsys, folder)
         ),
         (
             ("--pp", "16", "--ep", "1"),
-            "no layout of v3_671b with pp 16, ep 1 fits on the 2,048 GPUs of h800_2048; the nearest to fitting is PP16",
+            "with --pp 16, --ep 1 can run on the 2,048 GPUs of h800_2048: the nearest to fitting is PP16",
         ),
+        (("--ep", "7"), "with --ep 7 can run on the 2,048 GPUs of h800_2048: for example PP"),
+        (("--trace", "trace.txt"), "trace must end in .json, not 'trace.txt'"),
         (("--scatter.slow-gpus", "5000"), "--scatter.slow-gpus must be at most the 2,048 GPUs, not 5,000"),
         (("--scatter.slowdown", "1e308"), "slowdown must be at most 1,000, not 1e+308"),
         (("--out", "/dev/null/step.svg"), "cannot be written: '/dev/null' is not a folder"),
-        (("--out", "."), "out must end in .svg or .png, not '.'"),
+        (("--out", "."), "out '.' is a folder: name a file"),
         (("--out", "step.pdf"), "out must end in .svg or .png, not 'step.pdf'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
@@ -124,7 +126,7 @@ def test_published_figures_have_all_their_digits(capsys, folder, monkeypatch):
 
 
 def test_a_model_that_no_layout_fits_is_refused(capsys, folder):
-    message = "no layout of v3_671b fits on 4 of the 8 GPUs of h200_8; the nearest to fitting is PP"
+    message = "no layout of v3_671b can run on 4 of the 8 GPUs of h200_8: the nearest to fitting is PP"
     assert message in refused(capsys, "plan", "cluster", "--cluster", "h200_8", "--gpus", "4")
 
 

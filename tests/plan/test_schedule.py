@@ -72,7 +72,7 @@ def test_the_formulas_are_said_to_leave_out_communication():
         (("--schedule", "zbv"), "--schedule must be one of gpipe, 1f1b"),
         (("--costs.forward", "0"), "--costs.forward must be above 0, not 0.0"),
         (("--out", "schedule.pdf"), "--out must end in .svg or .png, not 'schedule.pdf'"),
-        (("--out", "."), "out must end in .svg or .png, not '.'"),
+        (("--out", "."), "out '.' is a folder: name a file"),
         (("--out", "/dev/null/a.svg"), "cannot be written: '/dev/null' is not a folder"),
         (("--stages", "64", "--micro-batches", "2000"), "must be at most 5,000, not 128,000"),
         (("--costs.forward", "1e-300"), "costs: the longest may be 312 times the shortest"),

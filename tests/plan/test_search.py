@@ -55,4 +55,5 @@ def test_the_layout_nearest_to_fitting_lacks_the_least_memory():
 
 def test_where_no_layout_divides_the_commonest_reason_is_named():
     found = search(LITE, NODE, replace(LIKE, pp=3), ("pp",))
+    assert found.nearest.startswith("for example PP3 × EP")
     assert found.nearest.endswith(": pp must divide the 8 GPUs, not 3")

@@ -81,13 +81,15 @@ def run(options: Options) -> None:
     assert fmt.dtype is not None
     try:
         core = find_instruction(arch, fmt.dtype, fmt.dtype)
-    except TypeError as error:
-        raise ValueError(f"arch {arch!r} does not support {options.fmt.upper()}: {error}") from None
+    except TypeError:
+        raise ValueError(f"arch {arch!r} has no instruction for {options.fmt.upper()}: choose another") from None
     if core.promotes_every and any(intervals):
         raise ValueError(
             f"promote must be never for {arch}: its {core.name} itself adds every {core.promotes_every} products in"
             " FP32"
         )
+    if wrong := [interval for interval in intervals if interval and interval % core.terms]:
+        raise ValueError(f"promote must be multiples of {core.terms}, the products of a step, not {wrong[0]}")
     accumulate([1], kinds, intervals, arch, fmt, rows=1, columns=1)  # raises an error for invalid options
     console = Console(stderr=True)
     cases = [(kind, k) for kind in kinds for k in ks]

@@ -231,13 +231,18 @@ def _write_page(options: Options, rows: Sequence[Predicted], caption: str) -> Pa
 
 
 def check_tokens(options: Options, model: ModelConfig) -> None:
-    """Refuse batches that are too few or too small for an advice.
+    """Refuse batches that are too few or too small for an advice, or too long for the model.
 
     Raises:
-        ValueError: the message says how many tokens a batch needs.
+        ValueError: the message says how many tokens a batch needs; or a sequence is too long for the model.
     """
     if options.batches < MIN_BATCHES:
         raise ValueError(f"batches must be at least {MIN_BATCHES}, not {options.batches}: only several can agree")
+    if options.sequence_length > model.max_position_embeddings:
+        raise ValueError(
+            f"sequence_length must be at most the model's max_position_embeddings, {model.max_position_embeddings}, "
+            f"not {options.sequence_length}"
+        )
     given, shares = options.batch_size * options.sequence_length, max(model.n_routed_experts, 1)
     needed = MIN_TOKENS * math.ceil(shares / max(model.num_experts_per_tok, 1))
     if given < needed:

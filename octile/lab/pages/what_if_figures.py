@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 SCALE_COLOR = {
     "float32": "blue",
     "up": "green",
-    "nearest": "amber",
+    "nearest": "rose",
     "ocp": "purple",
     "down": "vermilion",
     "e4m3": "cyan",
