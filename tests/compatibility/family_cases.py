@@ -111,11 +111,13 @@ def check_two_dimensions(alone: nn.Module, model: nn.Module, loss_of: Loss, divi
     """Two data-parallel ranks of two tensor-parallel ranks.
 
     These sum in another order, so last bits differ, and a last bit decides now and then which FP8 value is the nearest.
+    In one process the loss of torchtitan's mixture differs by up to 4.4e-5 between a processor's instruction sets, and
+    weights in blocks of other sizes or with other scales change that of one rank or the other by 2e-4 to 9e-4.
     """
     tokens, local = batches(2), mesh()["outer"].get_local_rank()
     found = losses(model, loss_of, tokens[:, local : local + 1], divisor)
     expected = losses(unfused(alone), loss_of, tokens, 2)[:, local : local + 1]
-    torch.testing.assert_close(found[0], expected[0], rtol=1e-6, atol=0)
+    torch.testing.assert_close(found[0], expected[0], rtol=5e-5, atol=0)
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=0)
     assert (found[0] - found[1]).min() > 0.01 * found[0].min()  # ten times the tolerance
 
