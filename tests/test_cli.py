@@ -861,7 +861,8 @@ def test_sigterm_ends_any_command_with_a_line_and_exit_code_143():
 )
 def test_a_signal_that_a_library_takes_for_a_failed_import_ends_a_command(number, line, status):
     code = (
-        "import json, os, octile.cli\n"
+        "import json, os, signal, octile.cli\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background process ignores it
         "def doctor(arguments):\n"
         "    try:\n"
         f"        os.kill(os.getpid(), {number:d})\n"
