@@ -3,8 +3,9 @@
 Linux ends a process that takes more memory than there is with SIGKILL, so a run must be refused before it begins.
 `estimate_need` passes a batch through the model on torch's meta device, which allocates nothing, and adds up the
 tensors that would live at the same time: those of a rank's own stages, for as many micro-batches as its schedule has
-in flight. The reference operators' own temporary tensors are seen only of attention, and the allocator's fragmentation
-is not; RESERVE and the two factors stand for them. They were fitted to measured runs (benchmarks/history/cpu-memory).
+in flight. The reference operators' own temporary tensors are seen only of attention and of GEMMs, and the allocator's
+fragmentation is not; RESERVE and the two factors stand for them. They were fitted to measured runs
+(benchmarks/history/cpu-memory).
 
 A run of `octile compare` has no best model, but for some steps a second set of gradients, which takes as much.
 """
@@ -22,12 +23,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from octile.kernels import cpu
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.models.meta import meta_model
 from octile.models.stages import ModelStage, split_stages, with_stages
 from octile.nn.conversion import apply_recipe
 from octile.nn.moe import share_of_experts
 from octile.ops.attention import attention, attention_backward
+from octile.ops.grouped import grouped_matmul_nt, grouped_matmul_nt_out, grouped_wgrad, grouped_wgrad_out
+from octile.ops.matmul import matmul_nt, matmul_nt_out
 from octile.optim import AdamW, param_groups
 from octile.optim.state import has_scales
 from octile.parallel.schedules import held_activations
@@ -42,6 +46,17 @@ BYTES_PER_TOKEN = 24  # of a step's batch: position, token, and a copy of the mi
 MAX_TOKENS = 2**20  # of the counted batch; a larger one is computed from it
 # operators whose references have a matrix of scores, which grows with the square of the sequence: they are run
 WITH_SCORES = {operator.overload: operator.reference for operator in (attention, attention_backward)}
+GEMMS = {
+    operator.overload
+    for operator in (
+        matmul_nt,
+        matmul_nt_out,
+        grouped_matmul_nt,
+        grouped_matmul_nt_out,
+        grouped_wgrad,
+        grouped_wgrad_out,
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -256,6 +271,8 @@ class LiveTensors(TorchDispatchMode):
         for tensor in tree_leaves(returned):
             if isinstance(tensor, Tensor):
                 self._count(tensor.untyped_storage())
+        if func in GEMMS:
+            self.peak = max(self.peak, self.now + _copies_of_gemm(args, returned))
         return returned
 
     def _count(self, storage: torch.UntypedStorage) -> None:
@@ -270,3 +287,17 @@ class LiveTensors(TorchDispatchMode):
         self._storages[key] = weakref.ref(storage, forget)
         self.now += nbytes
         self.peak = max(self.peak, self.now)
+
+
+def _copies_of_gemm(args: Sequence[Any], returned: Tensor | None) -> int:
+    """Count the bytes of the reference's copies in FP32: of the operands, and of the result if it has another dtype.
+
+    `octile.kernels.cpu` makes none, but multiplies only E4M3, and not on all processors.
+    """
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    operands = [t for t in tensors if t.dtype.itemsize == 1]
+    if cpu.can_multiply() and all(t.dtype == torch.float8_e4m3fn for t in operands):
+        return 0
+    result = tensors[0] if returned is None else returned  # the first argument is `out`
+    is_converted = returned is None or result.dtype != torch.float32
+    return 4 * (sum(map(Tensor.numel, operands)) + is_converted * result.numel())

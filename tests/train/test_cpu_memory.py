@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from octile.kernels import cpu
 from octile.models.counts import count_parameters
 from octile.models.meta import meta_model
+from octile.ops.matmul import matmul_nt
 from octile.train import cpu_memory, memory
 from octile.train.config import ParallelConfig, TrainConfig, preset
 from octile.train.cpu_memory import estimate_need
@@ -46,6 +48,26 @@ def test_an_update_converts_the_largest_tensor_if_moments_have_a_scale():
 def test_a_resumed_run_reads_the_best_model_after_all_others():
     weights, moments = 4 * parameters(), 4 * parameters()
     assert estimate_need(micro()).read == weights + moments + max(weights + moments, 2 * weights)
+
+
+@pytest.mark.parametrize(("recipe", "is_copied"), [("deepseek_v3", True), ("float32", False)])
+def test_a_processor_that_does_not_multiply_e4m3_copies_operands_and_result_to_fp32(monkeypatch, recipe, is_copied):
+    needs = {}
+    for can_multiply in (True, False):
+        monkeypatch.setattr(cpu, "can_multiply", lambda can=can_multiply: can)
+        needs[can_multiply] = estimate_need(micro(recipe=recipe, batch_size=1, sequence_length=16)).sequence
+    experts = 4 * MICRO.n_routed_experts * MICRO.moe_intermediate_size * MICRO.hidden_size  # one weight of a layer's
+    assert needs[False] - needs[True] >= (experts if is_copied else 0)
+    assert is_copied or needs[False] == needs[True]
+
+
+@pytest.mark.parametrize(("operand", "copied"), [(torch.float8_e4m3fn, 0), (torch.float8_e5m2, 4 * 128 * (4 + 4))])
+def test_a_processor_copies_what_it_cannot_multiply(monkeypatch, operand, copied):
+    monkeypatch.setattr(cpu, "can_multiply", lambda: True)
+    data, scale = torch.zeros(4, 128, device="meta", dtype=operand), torch.ones(4, 1, device="meta")
+    with cpu_memory.LiveTensors([data, scale]) as live:
+        product = matmul_nt(data, scale, (1, 128), data, scale, (1, 128), torch.float32)
+    assert live.peak - product.nbytes == copied
 
 
 def of_length(length: int) -> TrainConfig:
@@ -174,7 +196,8 @@ def passes(config: TrainConfig) -> int:
     return need.at_once * need.sequence
 
 
-def test_gpipe_holds_all_micro_batches_and_1f1b_one_a_stage():
+def test_gpipe_holds_all_micro_batches_and_1f1b_one_a_stage(monkeypatch):
+    monkeypatch.setattr(cpu, "can_multiply", lambda: True)  # otherwise copies of weights count, too
     assert passes(pipeline("gpipe", 16)) > 0.9 * passes(pipeline("gpipe", 4))
     assert passes(pipeline("1f1b", 16)) < 0.3 * passes(pipeline("1f1b", 4))
     assert passes(pipeline("1f1b", 4)) < 0.7 * passes(pipeline("gpipe", 4))
