@@ -330,6 +330,12 @@ class TrainConfig:
         """The tokens that a loss needs: one, the next one, and with multi-token prediction the one after that."""
         return 3 if self.model.num_nextn_predict_layers else 2
 
+    @property
+    def advisable_length(self) -> int:
+        """The tokens that a sequence of this run needs: in the warm-up of indexers more than they choose keys."""
+        chosen = self.model.index_topk or 0
+        return max(self.min_sequence_length, chosen + 1 if self.indexer_stage == "warm_up" else 0)
+
     def steps_for(self, tokens: int) -> int:
         """The steps that read at least a number of tokens; to within a step if the batch grows."""
         initial = self.batch_size if self.initial_batch_size is None else self.initial_batch_size

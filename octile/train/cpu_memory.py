@@ -46,17 +46,8 @@ BYTES_PER_TOKEN = 24  # of a step's batch: position, token, and a copy of the mi
 MAX_TOKENS = 2**20  # of the counted batch; a larger one is computed from it
 # operators whose references have a matrix of scores, which grows with the square of the sequence: they are run
 WITH_SCORES = {operator.overload: operator.reference for operator in (attention, attention_backward)}
-GEMMS = {
-    operator.overload
-    for operator in (
-        matmul_nt,
-        matmul_nt_out,
-        grouped_matmul_nt,
-        grouped_matmul_nt_out,
-        grouped_wgrad,
-        grouped_wgrad_out,
-    )
-}
+GEMMS_NT = (matmul_nt, matmul_nt_out, grouped_matmul_nt, grouped_matmul_nt_out)
+K_OF_BLOCK = {op.overload: 1 for op in GEMMS_NT} | {op.overload: 0 for op in (grouped_wgrad, grouped_wgrad_out)}
 
 
 @dataclass(frozen=True)
@@ -271,8 +262,8 @@ class LiveTensors(TorchDispatchMode):
         for tensor in tree_leaves(returned):
             if isinstance(tensor, Tensor):
                 self._count(tensor.untyped_storage())
-        if func in GEMMS:
-            self.peak = max(self.peak, self.now + _copies_of_gemm(args, returned))
+        if func in K_OF_BLOCK:
+            self.peak = max(self.peak, self.now + _copies_of_gemm(args, returned, K_OF_BLOCK[func]))
         return returned
 
     def _count(self, storage: torch.UntypedStorage) -> None:
@@ -289,14 +280,16 @@ class LiveTensors(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
 
 
-def _copies_of_gemm(args: Sequence[Any], returned: Tensor | None) -> int:
+def _copies_of_gemm(args: Sequence[Any], returned: Tensor | None, along_k: int) -> int:
     """Count the bytes of the reference's copies in FP32: of the operands, and of the result if it has another dtype.
 
-    `octile.kernels.cpu` makes none, but multiplies only E4M3, and not on all processors.
+    `octile.kernels.cpu` makes none, but multiplies only E4M3 in blocks of 128 along K, and not on all processors.
     """
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     operands = [t for t in tensors if t.dtype.itemsize == 1]
-    if cpu.can_multiply() and all(t.dtype == torch.float8_e4m3fn for t in operands):
+    is_e4m3 = all(t.dtype == torch.float8_e4m3fn for t in operands)
+    blocks = [arg for arg in args if isinstance(arg, tuple | list)]
+    if cpu.can_multiply() and is_e4m3 and all(block[along_k] == 128 for block in blocks):
         return 0
     result = tensors[0] if returned is None else returned  # the first argument is `out`
     is_converted = returned is None or result.dtype != torch.float32

@@ -107,7 +107,7 @@ def check_memory(config: TrainConfig, device: torch.device, is_train: bool = Tru
                     "choose a smaller model"
                 )
             else:
-                half = replace(config, sequence_length=max(config.sequence_length // 2, config.min_sequence_length))
+                half = replace(config, sequence_length=max(config.sequence_length // 2, config.advisable_length))
                 of_half = estimate_need(half, ranks).sequence
                 measured = MemoryNeed(need.fixed, need.sequence, available, of_half)
                 change = advice(config, measured, has_begun=False, is_train=is_train)
@@ -216,7 +216,7 @@ def advice(config: TrainConfig, need: MemoryNeed | None, has_begun: bool = True,
     least = min(divisions, key=lambda division: division.taken)
     share = need.share_within(free / least.taken)
     length = min(int(config.sequence_length * share), config.sequence_length // 2)
-    if length < config.min_sequence_length:
+    if length < config.advisable_length:
         return _too_large_model(config, is_train)
     finest = f" and --micro-batches {least.micro_batches}" if least.at_once < at_once else ""
     where = " in a new run" if has_begun else ""

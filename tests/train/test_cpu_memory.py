@@ -61,13 +61,16 @@ def test_a_processor_that_does_not_multiply_e4m3_copies_operands_and_result_to_f
     assert is_copied or needs[False] == needs[True]
 
 
-@pytest.mark.parametrize(("operand", "copied"), [(torch.float8_e4m3fn, 0), (torch.float8_e5m2, 4 * 128 * (4 + 4))])
-def test_a_processor_copies_what_it_cannot_multiply(monkeypatch, operand, copied):
+@pytest.mark.parametrize(
+    ("operand", "block", "is_copied"),
+    [(torch.float8_e4m3fn, 128, False), (torch.float8_e4m3fn, 256, True), (torch.float8_e5m2, 128, True)],
+)
+def test_a_processor_copies_what_it_cannot_multiply(monkeypatch, operand, block, is_copied):
     monkeypatch.setattr(cpu, "can_multiply", lambda: True)
-    data, scale = torch.zeros(4, 128, device="meta", dtype=operand), torch.ones(4, 1, device="meta")
+    data, scale = torch.zeros(4, 256, device="meta", dtype=operand), torch.ones(4, 256 // block, device="meta")
     with cpu_memory.LiveTensors([data, scale]) as live:
-        product = matmul_nt(data, scale, (1, 128), data, scale, (1, 128), torch.float32)
-    assert live.peak - product.nbytes == copied
+        product = matmul_nt(data, scale, (1, block), data, scale, (1, block), torch.float32)
+    assert live.peak - product.nbytes == (2 * 4 * data.numel() if is_copied else 0)
 
 
 def of_length(length: int) -> TrainConfig:
@@ -111,6 +114,16 @@ def test_where_no_sequence_fits_the_model_is_too_large(monkeypatch, is_train, ch
 )
 def test_the_share_of_a_sequence_within_a_budget(half, budget, share):
     assert memory.MemoryNeed(0, 100, 100, half).share_within(budget) == pytest.approx(share)
+
+
+@pytest.mark.parametrize("length", [600, 1100])
+def test_no_sequence_is_advised_of_which_the_warm_up_of_indexers_would_choose_all_keys(monkeypatch, length):
+    tiny = preset("tiny")
+    indexer = replace(tiny.model, index_n_heads=4, index_head_dim=64, index_topk=512, max_position_embeddings=4096)
+    config = replace(tiny, batch_size=1, sequence_length=length, model=indexer, indexer_stage="warm_up")
+    monkeypatch.setattr(memory, "available_memory", lambda device: estimate_need(config).fixed + 10**7)
+    with pytest.raises(ValueError, match=r"^the run needs about .*: choose a smaller model"):
+        check_memory(config, CPU)
 
 
 def test_the_dense_attention_of_the_warm_up_of_indexers_is_counted():
