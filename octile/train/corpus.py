@@ -35,7 +35,7 @@ HUB = re.compile(
     r"hf:(?P<name>[^/:#]+(/[^/:#]+)?)(/(?P<config>[^/:#]+))?(:(?P<split>[^#]+))?(#(?P<column>.+))?"
 )  # a split may be a slice, train[:1%], colon and all
 
-TOKEN_STORE = ("manifest.json", "train.npy", "val.npy")  # files of `octile.train.token_store`
+TOKEN_STORE = ("manifest.json", "tokenizer.json")  # files of `octile.train.token_store`
 
 MAX_WHOLE_FILE = 2**20  # bytes; a longer file is cut into passages
 MIN_SPAN, MAX_SPAN = 2**6, 2**16  # characters
@@ -149,8 +149,10 @@ def check_source(source: str | Path, name: str = "data") -> None:
     if not os.access(path, os.R_OK):
         raise PermissionError(f"{named} cannot be read: {os.strerror(errno.EACCES)}")
     for store in (path, path / "data"):
-        if all((store / file).is_file() for file in TOKEN_STORE):
-            raise ValueError(f"{named} holds the tokens of a run, no text: give them as file://{store.resolve()}")
+        if all(os.path.isfile(store / file) for file in TOKEN_STORE):
+            is_local = os.path.isfile(store / "train.npy")  # others are read from a URL, batch by batch
+            where = f"file://{store.resolve()}" if is_local else f"the url in {store / 'manifest.json'}"
+            raise ValueError(f"{named} holds the tokens of a run, no text: give them as {where}")
 
 
 def is_url(source: str | Path) -> bool:

@@ -108,10 +108,29 @@ def test_a_source_without_read_permission_is_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize("named", [".", "data"], ids=["run", "tokens"])
 def test_the_tokens_of_a_run_are_no_text(tmp_path, named):
     (tmp_path / "data").mkdir()
-    for name in ("manifest.json", "train.npy", "val.npy"):
+    for name in ("manifest.json", "tokenizer.json", "train.npy", "val.npy"):
         (tmp_path / "data" / name).touch()
     with pytest.raises(ValueError, match=f"holds the tokens of a run, no text: give them as file://{tmp_path}/data$"):
         check_source(tmp_path / named)
+
+
+def test_a_run_whose_tokens_are_read_from_a_url_is_refused(tmp_path):
+    for name in ("manifest.json", "tokenizer.json"):
+        (tmp_path / name).touch()
+    with pytest.raises(ValueError, match=rf"no text: give them as the url in {tmp_path}/manifest\.json$"):
+        check_source(tmp_path)
+
+
+def test_a_folder_named_data_that_cannot_be_entered_is_left_to_the_reader(tmp_path, monkeypatch):
+    def refuse(path: Path) -> bool:
+        if path.parent.name == "data":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return os.path.isfile(path)
+
+    write(tmp_path, a="text")
+    (tmp_path / "data").mkdir()
+    monkeypatch.setattr(Path, "is_file", refuse)  # as it does where a folder has no right x; root may enter all
+    check_source(tmp_path)
 
 
 def test_a_pipe_is_neither_a_file_nor_a_folder(tmp_path):
