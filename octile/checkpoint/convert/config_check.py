@@ -107,7 +107,7 @@ def check_config(config: Mapping[str, Any], specs: Mapping[str, TensorSpec] | No
         specs: name → spec of the tensors that come with it.
 
     Raises:
-        ValueError: a key has another type, is out of range, or does not fit to the experts or weights that there are.
+        ValueError: a key has another type, is out of range, or does not match the experts or weights that there are.
     """
     check_given(KeysOfAnyModel, config)
     check_given(KeysOfAnyModel, config.get("text_config") or {}, "text_config.")  # of multimodal models

@@ -115,7 +115,7 @@ def convert_checkpoint(
             try:
                 record["files"][name] = _convert_file(file, dst / name, plan, tick)
             except ValueError:  # of a weight that no later call would convert either
-                if not record["files"]:
+                if not record["files"] and not (dst / name).exists():
                     (dst / RECORD).unlink()
                     if is_new:
                         dst.rmdir()

@@ -338,6 +338,24 @@ def test_a_weight_that_is_no_number_is_not_quantized(tmp_path, dst, hf_folder):
     assert not dst.exists()
 
 
+def test_an_empty_destination_stays_empty_if_a_weight_is_no_number(tmp_path, dst, hf_folder):
+    hf_folder(tmp_path / "src", {}, [{"a_proj.weight": torch.full((4, 4), torch.nan)}])
+    dst.mkdir()
+    with pytest.raises(ValueError, match="holds NaN or Inf"):
+        convert_checkpoint(tmp_path / "src", dst, "fp8")
+    assert list(dst.iterdir()) == []
+
+
+def test_an_error_of_the_progress_callback_leaves_a_conversion_that_can_be_resumed(src, dst):
+    def fail(done, total, file):
+        if done > total * 0.49:
+            raise ValueError("of the caller")
+
+    with pytest.raises(ValueError, match="of the caller"):
+        convert_checkpoint(src, dst, "fp8", progress=fail)
+    assert convert_checkpoint(src, dst, "fp8").files
+
+
 def test_a_weight_that_is_no_number_is_not_dequantized(tmp_path, dst, hf_folder):
     q = quantize(torch.full((4, 4), torch.nan), (128, 128))
     hf_folder(tmp_path / "src", {}, [{"a_proj.weight": q.data, "a_proj.weight_scale_inv": torch.ones(1, 1)}])
