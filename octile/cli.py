@@ -848,10 +848,10 @@ def _explain(error: Exception, raised: Sequence[type[KeyboardInterrupt]] = ()) -
         return str(error), FAILURE
     if isinstance(error, OSError) and error.filename is not None:  # the system's message without its number
         return f"{str(error.filename)!r}: {error.strerror}", USER_ERROR
-    if isinstance(error, OSError) or (isinstance(error, ValueError | ImportError) and _raised_by_octile(error)):
-        return str(error), USER_ERROR
     if raised:  # a library has taken it for an import that has failed
         return _explain_interrupt(raised[-1])
+    if isinstance(error, OSError) or (isinstance(error, ValueError | ImportError) and _raised_by_octile(error)):
+        return str(error), USER_ERROR
     return f"{type(error).__name__}: {error} (OCTILE_TRACEBACK=1 shows where)", FAILURE
 
 

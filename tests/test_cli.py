@@ -855,19 +855,20 @@ def test_sigterm_ends_any_command_with_a_line_and_exit_code_143():
     assert (process.communicate(timeout=60)[1], process.returncode) == ("octile: terminated\n", 143)
 
 
+@pytest.mark.parametrize("then", ["json.no_such_name", "octile.extras.require('no_such_package', extra='train')"])
 @pytest.mark.parametrize(
     ("number", "line", "status"),
     [(signal.SIGINT, "octile: interrupted\n", 130), (signal.SIGTERM, "octile: terminated\n", 143)],
 )
-def test_a_signal_that_a_library_takes_for_a_failed_import_ends_a_command(number, line, status):
+def test_a_signal_that_a_library_takes_for_a_failed_import_ends_a_command(number, line, status, then):
     code = (
-        "import json, os, signal, octile.cli\n"
+        "import json, os, signal, octile.cli, octile.extras\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background process ignores it
         "def doctor(arguments):\n"
         "    try:\n"
         f"        os.kill(os.getpid(), {number:d})\n"
         "    except BaseException:\n"
-        "        json.no_such_name\n"
+        f"        {then}\n"
         "octile.cli.COMMANDS['doctor'] = doctor\n"
         "octile.cli.main(['doctor'])"
     )
