@@ -201,7 +201,9 @@ def capture_run(
         raise ValueError(f"step must be from 1 to {config.steps + 1} (the step after the last), not {step}")
     out_file = (out or run.captures / "step.safetensors").resolve()
     check_output_file("out", out or out_file, ".safetensors")
-    if out_file.is_relative_to(run.path.resolve()) and not out_file.is_relative_to(run.captures.resolve()):
+    own = (run.path, Path(run.checkpoints_of(config)))  # of a URL no path begins with the second
+    is_own = any(out_file.is_relative_to(folder.resolve()) for folder in own)
+    if is_own and not out_file.is_relative_to(run.captures.resolve()):
         raise ValueError(f"out must lie in {run.captures} or outside of the run, not among its own files: {out}")
     store, device = Store(run.checkpoints_of(config)), pick_device(config.device)
     checkpoint = find_latest(store, None if step is None else step - 1)

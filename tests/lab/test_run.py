@@ -253,6 +253,12 @@ def test_a_capture_replaces_no_file_of_the_run(unmeasured, out, message):
     assert (unmeasured / out).read_bytes() == before
 
 
+def test_a_capture_replaces_no_checkpoint_outside_of_the_runs_folder(unmeasured, tmp_path, monkeypatch):
+    monkeypatch.setattr(RunFolder, "checkpoints_of", lambda run, config: str(tmp_path))
+    with pytest.raises(ValueError, match="not among its own files"):
+        capture_run(unmeasured, 1, out=tmp_path / "step_00000001" / "tensors.safetensors")
+
+
 def test_a_capture_needs_no_older_checkpoint(unmeasured, tmp_path):
     messages = []
     path = capture_run(unmeasured, 1, LAYER, ("fprop",), tmp_path / "c.safetensors", say=messages.append)
