@@ -40,8 +40,9 @@ class Options:
     """Plan the training of a model on a cluster: memory, time and cost of a step, and the best layouts.
 
     The fastest layout with the given --pp, --ep, --schedule, --batch-size, --micro-batch-size and --sequence-length is
-    planned; those that are not given are searched, but for batch and sequence length, which are the published ones if
-    the cluster's file has a layout for the preset. If none of the six is given, that published layout is planned.
+    planned; those that are not given are searched, but for batch and sequence length. If all GPUs are planned and the
+    cluster's file has a published layout for the preset, these are its own, and without any of the six options it is
+    planned itself; otherwise they are 8 sequences per GPU and 4,096 tokens, or fewer if the model takes fewer.
 
     Attributes:
         preset: the model: tiny, small, medium, v2_lite_16b, v2_236b or v3_671b.

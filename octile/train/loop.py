@@ -172,7 +172,7 @@ def _train_joined(
 
 
 def _check_restart(begun: SavedRun, config: TrainConfig, checkpoints: RunCheckpoints, ranks: Ranks) -> None:
-    """Refuse a run without a checkpoint to resume where it would begin again as another run, or without need.
+    """Refuse to begin a run again whose checkpoints are lost or elsewhere, or whose config.json was edited.
 
     Raises:
         FileNotFoundError: it had checkpoints, which are gone or elsewhere.
