@@ -40,9 +40,9 @@ class Options:
     """Plan the training of a model on a cluster: memory, time and cost of a step, and the best layouts.
 
     The fastest layout with the given --pp, --ep, --schedule, --batch-size, --micro-batch-size and --sequence-length is
-    planned; those that are not given are searched, but for batch and sequence length. If all GPUs are planned and the
-    cluster's file has a published layout for the preset, these are its own, and without any of the six options it is
-    planned itself; otherwise they are 8 sequences per GPU and 4,096 tokens, or fewer if the model takes fewer.
+    planned; those that are not given are searched. Batch and sequence length are not: they are those of the published
+    layout if all GPUs are planned and the cluster's file has one for the preset, otherwise 8 sequences per GPU and at
+    most 4,096 tokens. Without any of the six options the published layout itself is planned, where there is one.
 
     Attributes:
         preset: the model: tiny, small, medium, v2_lite_16b, v2_236b or v3_671b.
