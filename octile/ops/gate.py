@@ -16,7 +16,9 @@ the gradients of a softmax gate sum to zero, so what the experts' weights have i
 products alone would be off by up to 2⁻¹⁶ of |dy| · |w|, which is more than BF16's rounding of such a dx.
 
 Sums are in FP32 in unspecified order, and a GPU's exponential differs from the CPU's in its last bits (by less than
-2⁻²⁰ of the result for logits from −10 to 10), so the results are close to the reference but not bit for bit.
+2⁻²⁰ of the result for logits from −10 to 10), so the results are close to the reference but not bit for bit. Hopper's
+kernel and the portable one differ, too. With up to 16 experts both accumulate the products of the first terms in the
+same order, the other products in different orders: two logits are at most (1 + D/2048) · 2⁻²³ of |x| · |w| apart.
 
 After the GEMM one kernel adds the products, and computes scores, choice and weights; before the GEMMs of the backward
 pass one kernel computes the gradient of the logits and splits it. With many tokens kernels also multiply themselves, on
