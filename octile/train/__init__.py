@@ -16,6 +16,7 @@ state_layout.py  which rows of its tensors each rank has
 spread_experts.py    the experts of a run on several ranks
 captured_step.py a step as CUDA graphs
 step_results.py  what the device writes and the host reads later
+step_clock.py    how long each step took on its device
 best_model.py    weights and amax histories at the lowest held-out loss
 run_folder.py    the files of a run, and its lock
 resume.py        what a resumed run takes from its folder

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import signal
+import statistics
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -177,6 +180,8 @@ class StepProgress:
         self.console, self.bar, self.steps, self.stage = console, bar, steps, stage
         self.task = bar.add_task("", total=steps, completed=done)
         self.every = max(1, steps // LOG_LINES)
+        self._seconds: list[float] = []  # of training, after each step until the first line is printed
+        self._first_line: tuple[int, float] | None = None  # its step, and when it was printed
 
     def step(self, line: Metrics) -> None:
         """Show the metrics of a step."""
@@ -190,9 +195,25 @@ class StepProgress:
         text = " · ".join(filter(None, (head, flops, mfu)))
         has_room = self.console.console.width >= MIN_FLOPS_WIDTH
         self.bar.update(self.task, completed=line["step"], description=text if has_room else f"{head} · {mfu or flops}")
-        if not self.console.console.is_terminal and line["step"] % self.every == 0:
-            left = (self.steps - line["step"]) * line["seconds"] / line["step"]
+        if self.console.console.is_terminal:
+            return
+        if self._first_line is None:
+            self._seconds.append(line["seconds"])
+        if line["step"] % self.every == 0:
+            left = (self.steps - line["step"]) * self._seconds_per_step(line)
             self.console.print(f"step {line['step']}/{self.steps}: {text}, {format_duration(left)} left")
+            self._first_line = self._first_line or (line["step"], time.perf_counter())
+
+    def _seconds_per_step(self, line: Metrics) -> float:
+        """Estimate the time that a later step takes, with its share of validations and checkpoints.
+
+        What was measured before the first line contains the compilation of kernels: the median leaves it out.
+        """
+        if self._first_line is not None:
+            step, printed = self._first_line
+            return (time.perf_counter() - printed) / (line["step"] - step)
+        of_steps = [after - before for before, after in pairwise(self._seconds)]
+        return statistics.median(of_steps) if of_steps else line["seconds"] / line["step"]
 
     def validation(self, line: Metrics) -> None:
         """Show a held-out loss."""

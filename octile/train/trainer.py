@@ -29,7 +29,6 @@ even so, and every number that is decided by is a sum that counts what several r
 from __future__ import annotations
 
 import math
-import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -74,6 +73,7 @@ from octile.train.rank_mesh import RankMesh
 from octile.train.run_folder import Metrics
 from octile.train.spread_experts import check_exchange, spread_experts
 from octile.train.state_layout import ModelNames, StateLayout
+from octile.train.step_clock import StepClock
 from octile.train.step_results import StepResults
 from octile.train.token_store import TokenStore
 from octile.train.trainer_state import TrainerState
@@ -210,11 +210,11 @@ class Trainer:
         self.flops_per_token = train_flops_per_token(self.config.model, config.sequence_length)
         self._peak = bf16_peak(torch.cuda.get_device_name(device)) if on_gpu else None
         self._unread: deque[Launched] = deque()
-        self._results = StepResults(2 * READ_EVERY, self._n_losses + 4, device, self.ranks.timeout.total_seconds())
+        timeout = self.ranks.timeout.total_seconds()
+        self._results = StepResults(2 * READ_EVERY, self._n_losses + 4, device, timeout)
+        self._clock = StepClock(device, timeout)  # a mark at the begin of each unread step
         self._reads_late = False  # whether steps may be launched before the last one is read
         self._is_gathered = True  # whether all ranks have the weights that the others have updated
-        self._clock = 0.0  # when the time of the oldest unread step began
-        self._discarded_s = 0.0  # the time of steps that are to be launched again, which then counts as theirs
         self._sequences = 0  # of the launched batch, on all ranks
         self._wants_stop = torch.zeros((), device=device)  # 1 if this rank wants to stop
         self._stop_is_agreed = False
@@ -298,7 +298,8 @@ class Trainer:
         if len(self._unread) == 2 * READ_EVERY:
             raise RuntimeError(f"{len(self._unread)} steps were launched and not read: call read()")
         if not self._unread:
-            self._clock, self._discarded_s = time.perf_counter() - self._discarded_s, 0.0
+            self._clock.reset()
+        self._clock.mark()
         tokens_BS = self._prepared.batch(self.steps_done)
         self._sequences = self.batches.batch_sizes.size(self.steps_done)
         tokens = self._sequences * tokens_BS.shape[1]
@@ -342,8 +343,8 @@ class Trainer:
     def read(self, leave: int = 0) -> Iterator[Metrics]:
         """Wait for launched steps and yield their metrics, the oldest first; `leave` of the newest stay unread.
 
-        The time of steps that are read together is shared out by their tokens. From a step on whose rows there was no
-        place for, all are discarded, and are to be launched again; their time counts as that of the next steps.
+        From a step on whose rows there was no place for, all are discarded, and are to be launched again; their time
+        counts as that of the next step.
 
         Raises:
             FloatingPointError: the loss is NaN or Inf, or a gradient is and the `skip_limit` steps before were skipped.
@@ -357,16 +358,14 @@ class Trainer:
         values = [self._results.pop() for _ in launched]
         if not leave:
             self.gather_weights()
-        now = time.perf_counter()
-        seconds, self._clock = now - self._clock, now
-        tokens = sum(step.tokens for step in launched)
+            self._clock.mark()
         lines: list[Metrics] = []
         failure: FloatingPointError | None = None
         for step, (*losses, grad_norm, last_broken, stopping, too_many_rows) in zip(launched, values, strict=True):
             self._stop_is_agreed |= stopping > 0
             if too_many_rows:
                 self._discard_from(step)
-                self._discarded_s = seconds * (1 - sum(read.tokens for read in launched[: len(lines)]) / tokens)
+                self._clock.rewind()
                 self._make_place(f"step {step.number}")
                 self.gather_weights()
                 break
@@ -375,7 +374,8 @@ class Trainer:
             except FloatingPointError as error:
                 failure = error
                 break
-            self.seconds += seconds * step.tokens / tokens
+            seconds = self._clock.lap()
+            self.seconds += seconds
             lines.append(
                 {
                     "step": step.number,
@@ -384,7 +384,7 @@ class Trainer:
                     "lr": step.learning_rate,
                     "grad_norm": grad_norm,
                     "tokens": step.tokens_so_far,
-                    **self._speed(tokens / seconds),
+                    **self._speed(step.tokens / seconds),
                     "seconds": self.seconds,
                     "skipped": self.skipped,
                     **step.scheduled,

@@ -1,6 +1,7 @@
 """A training step that is captured in CUDA graphs does what the eager step does."""
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +19,7 @@ from octile.train import trainer as module
 from octile.train.captured_step import WARM_UP_STEPS
 from octile.train.config import OptimConfig
 from octile.train.loop import train
+from octile.train.step_clock import StepClock
 from octile.train.token_store import TokenStore
 from octile.train.trainer import READ_EVERY, Trainer
 from tests.train.conftest import micro, silent_console
@@ -32,6 +34,19 @@ def trainer_of(store: TokenStore) -> Callable[..., Trainer]:
         return Trainer(micro(recipe=recipe, **changes), store, torch.device("cuda"))
 
     return new
+
+
+def test_the_time_of_a_step_is_that_of_the_gpu_also_if_the_host_is_late():
+    clock, begin, end = StepClock(torch.device("cuda")), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(1)
+    torch.cuda.synchronize()
+    clock.mark()
+    begin.record()
+    torch.cuda._sleep(10**8)  # some 50 ms
+    end.record()
+    clock.mark()
+    time.sleep(1.0)  # the host comes back when the GPU has finished
+    assert clock.lap() == pytest.approx(begin.elapsed_time(end) / 1e3, rel=0.1)
 
 
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:

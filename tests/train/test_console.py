@@ -160,6 +160,27 @@ def test_the_time_left_of_a_long_run_is_in_days():
     assert ", 4 d 3 h left" in console.console.file.getvalue()
 
 
+def left(lines: list[str]) -> list[str]:
+    return [line.rpartition(", ")[2] for line in lines if line.endswith(" left")]
+
+
+def test_the_time_left_does_not_count_the_compilation_of_kernels_again():
+    console = silent_console()
+    with console.steps(200, 0) as progress:
+        for step in range(1, 11):
+            progress.step({**line(), "step": step, "seconds": 60.0 + 2 * (step - 1)})
+    assert left(console.console.file.getvalue().splitlines()) == ["6 min 20 s left"]
+
+
+def test_the_time_left_counts_validations_between_two_lines(monkeypatch):
+    console, times = silent_console(), iter([1000.0, 1050.0])
+    monkeypatch.setattr("octile.train.console.time.perf_counter", lambda: next(times))
+    with console.steps(200, 0) as progress:
+        for step in range(1, 21):
+            progress.step({**line(), "step": step, "seconds": 2.0 * step})
+    assert left(console.console.file.getvalue().splitlines()) == ["6 min 20 s left", "15 min 0 s left"]
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_control_characters_are_escaped_also_for_a_pipe_to_a_terminal(terminal):
     console = RunConsole(Console(file=io.StringIO(), width=80, force_terminal=terminal, color_system=None))

@@ -15,6 +15,7 @@ from octile.lab.run import observer
 from octile.nn.observer import has_observers
 from octile.recipe import Recipe
 from octile.report.run import spikes
+from octile.train import step_clock as clock
 from octile.train import trainer as module
 from octile.train.compared_run import train_compared_run
 from octile.train.loop import train
@@ -197,17 +198,32 @@ def test_an_eager_step_after_others_reads_them_all(store, monkeypatch):
     assert [[line["step"] for line in trainer.advance()] for _ in range(4)] == [[], [], [1, 2, 3], [4]]
 
 
-def test_the_time_of_steps_that_are_read_together_is_shared_out_by_their_tokens(store, monkeypatch):
+def test_each_of_the_steps_that_are_read_together_has_its_own_time(store, monkeypatch):
     trainer = new(store, initial_batch_size=1, batch_ramp=0.1)
-    times = iter([10.0, 14.0])
-    monkeypatch.setattr(module.time, "perf_counter", lambda: next(times))
+    times = iter([10.0, 14.0, 15.0, 16.0, 18.0])  # when each step begins, and the last one ends
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: next(times))
     lines = read_late(trainer, 4)  # of 1, 1, 2 and 3 sequences of 32 tokens
     assert [line["batch_size"] for line in lines] == [1, 1, 2, 3]
-    assert {line["tokens_per_s"] for line in lines} == {7 * 32 / 4.0}
-    assert [line["seconds"] for line in lines] == pytest.approx([4 / 7, 8 / 7, 16 / 7, 4.0])
+    assert [line["tokens_per_s"] for line in lines] == [32 / 4.0, 32 / 1.0, 64 / 1.0, 96 / 2.0]
+    assert [line["seconds"] for line in lines] == [4.0, 5.0, 6.0, 8.0]
 
 
-def test_the_time_of_discarded_steps_is_that_of_those_that_are_launched_again(store, late, monkeypatch):
+def test_the_speed_of_a_step_does_not_depend_on_when_the_host_reads_it(store, late, monkeypatch):
+    """The device takes a second a step, and the host, which had to wait for data, finds twenty steps finished."""
+    trainer, begins = new(store), itertools.count(100.0)
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: next(begins))
+    lines = [line for _ in range(2 * READ_EVERY) for line in trainer.advance()]
+    lines += trainer.read()
+    assert [line["tokens_per_s"] for line in lines] == [4 * 32.0] * (2 * READ_EVERY)
+
+
+def test_the_time_between_two_reads_is_not_that_of_a_step(store, monkeypatch):
+    trainer, times = new(store), iter([10.0, 12.0, 50.0, 53.0])  # a validation comes between them
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: next(times))
+    assert [line["seconds"] for _ in range(2) for line in read_late(trainer, 1)] == [2.0, 5.0]
+
+
+def test_the_time_of_discarded_steps_is_that_of_the_one_that_is_launched_again(store, late, monkeypatch):
     trainer, backward, given = new(store), Trainer.backward, []
 
     def too_many_once(self, tokens_BS, parts):
@@ -218,11 +234,11 @@ def test_the_time_of_discarded_steps_is_that_of_those_that_are_launched_again(st
 
     monkeypatch.setattr(Trainer, "backward", too_many_once)
     monkeypatch.setattr(Trainer, "_make_place", lambda self, where: None)
-    times = iter([10.0, 14.0, 20.0, 23.0])
-    monkeypatch.setattr(module.time, "perf_counter", lambda: next(times))
+    times = iter([10.0, 11.0, 12.0, 13.0, 14.0, 21.0, 23.0])  # step 3 begins again without a mark of its own
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: next(times))
     lines = [*read_late(trainer, 4), *read_late(trainer, 2)]
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    assert [line["seconds"] for line in lines] == pytest.approx([1.0, 2.0, 4.5, 7.0])
+    assert [line["seconds"] for line in lines] == [1.0, 2.0, 11.0, 13.0]
 
 
 # Whole runs
