@@ -1,13 +1,17 @@
 """Tests of `octile bench transformers`: which models are measured, and what a step computes."""
 
+import sys
 from functools import partialmethod
+from types import ModuleType
 
 import pytest
+import torch
 from torch import nn
 
+from octile.bench import transformers
 from octile.bench.goals import BF16, COMPILED, LLAMA, STEP
 from octile.bench.rows import Row, compare
-from octile.bench.transformers import CPU_CASES, Case, _prepare, rows, show
+from octile.bench.transformers import CPU_CASES, Case, _convert_experts_with_torchao, _prepare, rows, show
 from octile.nn.conversion import apply_recipe
 
 every_case = pytest.mark.parametrize("case", CPU_CASES, ids=lambda case: case.config)
@@ -57,3 +61,44 @@ def test_each_layer_is_compiled_by_itself(monkeypatch):
 def test_the_floors_are_judged():
     row = compare(LLAMA, f"{STEP}, {COMPILED}", 1.4, "tokens/s", BF16, 1.0)
     assert "Llama, compiled, vs. compiled BF16: 1.400: floor ≥ 1.35 met, aim ≥ 1.45 MISSED" in show([row])
+
+
+@pytest.fixture
+def prototype(monkeypatch):
+    """Stands for torchao's prototype, in BF16; the ends of groups that it was given."""
+    ends = []
+
+    def grouped_mm(x, weight, offsets, pad_token_groups_for_grouped_mm):
+        assert not pad_token_groups_for_grouped_mm
+        ends.append(offsets)
+        parts = zip([0, *offsets[:-1]], offsets, weight, strict=True)
+        unused = torch.full((len(x) - int(offsets[-1]), weight.shape[2]), torch.nan, dtype=x.dtype)
+        return torch.cat([*(x[start:end] @ w for start, end, w in parts), unused])
+
+    module = ModuleType("torchao.prototype.moe_training")
+    module._to_fp8_rowwise_then_scaled_grouped_mm = grouped_mm
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(transformers, "_convert_with_torchao", lambda model: model)
+    return ends
+
+
+def test_experts_of_torchao_compute_what_those_of_transformers_do(prototype):
+    plain, converted = (_prepare(CPU_CASES[1], f, compiled=False) for f in (lambda m: m, _convert_experts_with_torchao))
+    plain.step()
+    converted.step()
+    assert prototype
+    torch.testing.assert_close(converted.x.grad, plain.x.grad, rtol=0.05, atol=0.05)
+    for (name, p), q in zip(converted.model.named_parameters(), plain.model.parameters(), strict=True):
+        if name != "embed_tokens.weight":
+            torch.testing.assert_close(p.grad, q.grad, rtol=0.05, atol=0.05 * float(q.grad.abs().max()))
+
+
+def test_experts_of_torchao_get_rows_in_multiples_of_16(prototype):
+    _prepare(CPU_CASES[1], _convert_experts_with_torchao, compiled=False).step()
+    assert all((offsets % 16 == 0).all() for offsets in prototype)
+
+
+def test_a_torchao_without_the_prototype_is_an_error(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao.prototype.moe_training", ModuleType("torchao.prototype.moe_training"))
+    with pytest.raises(ImportError, match="torchao has no grouped FP8 GEMM with a scale for each row"):
+        _convert_experts_with_torchao(nn.Identity())
