@@ -10,7 +10,8 @@ from statistics import fmean, geometric_mean
 import numpy as np
 import pytest
 
-from experiments.loss.report import Results, gaps_by_evaluation, scratch_table
+from experiments.loss.power import LOOKS, interval_after
+from experiments.loss.report import BAR, Results, gaps_by_evaluation, scratch_table
 from octile.report.compare.intervals import student_interval
 from octile.report.page import format_percent
 
@@ -233,6 +234,28 @@ def test_gaps_from_scratch_since_the_corrections(group, size, row):
     gaps = loss("one-rounding/results.json").gaps(group, size, "deepseek_v3")
     row += f" | {len(gaps)} | mean {percent(fmean(gaps))} | {span(gaps)} |"
     assert f"| {row}" in page("docs/results.md")
+
+
+def test_an_interval_that_was_looked_at_before_its_last_pair_allows_for_that():
+    gaps = loss("one-rounding/results.json").gaps("core", "80m", "deepseek_v3")
+    looks = LOOKS["core", "80m", len(gaps)]
+    interval = interval_after(gaps, len(looks))
+    assert interval is not None
+    low, high = percent(interval.low).removesuffix("%"), percent(interval.high)
+    assert interval.high > BAR
+    assert f"reaches from {low} to {high}, over the bar" in page("docs/results.md")
+    assert f"{span(gaps)} after {len(gaps)} of 24 planned pairs, and {low} to {high} if it allows" in page("README.md")
+    assert "not shown yet to be within 0.25%" in page("README.md")
+
+
+def test_the_control_near_the_bar_is_found_by_the_text_alone():
+    r = loss("one-rounding/results.json")
+    over_seeds = student_interval(np.array(r.gaps("branch", "30m", "e5m2")))
+    assert over_seeds is not None
+    assert over_seeds.low < BAR
+    text = "found by the bootstrap over held-out text only, +0.38 to +0.48% and +0.35 to +0.43%"
+    assert text in page("docs/results.md")
+    assert "+0.38% … +0.48%" in page("experiments/loss/one-rounding/README.md")
 
 
 def test_the_pairs_from_scratch_of_the_largest_size():

@@ -18,15 +18,18 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from experiments.loss.report import BAR, Results
+from experiments.loss.report import BAR, SCRATCH, Results
 from octile.bench.rows import align_columns
-from octile.report.compare.intervals import student_quantile
+from octile.report.compare.intervals import LEVEL, Interval, student_interval, student_quantile
+from octile.report.compare.summary import span
 
 MEANS = (0.0, 0.0005, 0.001, 0.0015)  # the true gap
 DEVIATIONS = (0.001, 0.0015, 0.002, 0.0025, 0.003)  # of a pair's gap
 POWER = 0.8
 MAX_PAIRS = 60
 DRAWS = 20_000
+# after how many pairs an interval stands in the history of one-rounding/note.md: group, size, pairs now → looks
+LOOKS = {("core", "80m", 14): (4, 6, 7, 11, 14)}
 
 
 def power(pairs: int, mean: float, deviation: float) -> float:
@@ -73,15 +76,25 @@ def table() -> str:
 
 
 def measured(r: Results) -> str:
-    """Format the mean and the standard deviation of the gaps that were measured from scratch."""
-    rows = [["from scratch", "pairs", "mean gap", "deviation of a pair's gap"]]
+    """Format the gaps from scratch: mean, standard deviation, 95% interval, and one that allows for looks, if any."""
+    names = ["from scratch", "pairs", "mean gap", "deviation of a pair's gap", "95% interval", "looks", "for all looks"]
+    rows = [names]
     for group in ("core", "slow", "long"):
         for size in r.sizes(group):
             gaps = r.gaps(group, size, "deepseek_v3")
             if len(gaps) > 1:
                 row = (str(len(gaps)), f"{statistics.fmean(gaps):+.2%}", f"{statistics.stdev(gaps):.2%}")
-                rows.append([f"{size}, {r.tokens(group, size)} tokens", *row])
-    return align_columns(rows, right=set(rows[0][1:]))
+                rows.append(
+                    [f"{size}, {r.tokens(group, size)} tokens{SCRATCH[group]}", *row, span(interval_after(gaps, 1))]
+                )
+                looks = LOOKS.get((group, size, len(gaps)))
+                rows[-1] += [str(len(looks)), span(interval_after(gaps, len(looks)))] if looks else ["", ""]
+    return align_columns(rows, right=set(names[1:]))
+
+
+def interval_after(gaps: Sequence[float], looks: int) -> Interval | None:
+    """Return the interval of the mean gap over seeds that, together with those of all looks, holds with 95%."""
+    return student_interval(np.array(gaps), 1 - (1 - LEVEL) / looks)
 
 
 def main(files: list[Path]) -> None:

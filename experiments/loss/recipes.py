@@ -6,7 +6,7 @@ control              E4M3 with one scale per tensor for inputs and weights, and 
                      mean over 65,536 tokens, so most gradient values are below 2⁻¹⁰, half of E4M3's smallest, and
                      become zero: FP8 layers hardly learn. It has to fail, and visibly
 e5m2                 E5M2 for all operands, which has 2 bits of mantissa instead of E4M3's 3. The control near the bar:
-                     it should end measurably above BF16, and the statistics have to find it
+                     it should end measurably above BF16. The bootstrap over text finds it; two seeds do not
 no_promotion         `per_tensor`, accumulated in the tensor core alone (octile's Hopper kernel without promotion).
                      Tiles need promotion, because each 128 elements along K have their own scales
 no_e5m6              attention saves its output for backward in BF16

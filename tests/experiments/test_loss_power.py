@@ -1,11 +1,14 @@
 """Tests of the power calculation of the loss experiment."""
 
+import json
 import math
+import re
+from pathlib import Path
 
 import pytest
 
-from experiments.loss.power import pairs_needed, power, power_after
-from experiments.loss.report import BAR
+from experiments.loss.power import LOOKS, interval_after, measured, pairs_needed, power, power_after
+from experiments.loss.report import BAR, Results
 
 
 def test_gaps_without_spread_inside_the_bar_always_show_equality():
@@ -38,3 +41,23 @@ def test_gaps_without_spread_stay_where_they_are():
 def test_many_more_pairs_decide_by_the_side_on_which_the_mean_lies():
     gaps = [0.0015, 0.0035, 0.002, 0.003, 0.0025]  # mean: the bar
     assert power_after(gaps, 2000) == pytest.approx(0.5, abs=0.05)
+
+
+def test_an_interval_that_was_looked_at_once_is_students():
+    interval = interval_after([0.0, 0.002, 0.004], 1)
+    assert interval is not None
+    assert (interval.low, interval.high) == pytest.approx((0.002 - 0.0049683, 0.002 + 0.0049683), abs=1e-6)  # t: 4.3027
+
+
+def test_an_interval_that_was_looked_at_five_times_has_a_level_of_99_percent():
+    interval = interval_after([0.0, 0.002, 0.004], 5)
+    assert interval is not None
+    assert interval.high == pytest.approx(0.002 + 9.9248 * 0.002 / math.sqrt(3), abs=1e-6)  # Student's t at 99.5%
+
+
+def test_looks_are_counted_up_to_the_pairs_of_the_record():
+    file = Path(__file__).parents[2] / "experiments" / "loss" / "one-rounding" / "results.json"
+    r = Results(json.loads(file.read_text())["results"])
+    for (group, size, pairs), looks in LOOKS.items():
+        assert len(r.gaps(group, size, "deepseek_v3")) == pairs == looks[-1]
+    assert re.search(r"^80m, .* −0\.15 … \+0\.21% +5 +−0\.22 … \+0\.28%$", measured(r), re.MULTILINE)

@@ -36,12 +36,12 @@ class Interval:
     high: float
 
 
-def student_interval(samples: Floats) -> Interval | None:
-    """Student's interval of the mean of samples [n], float64; None for fewer than two."""
+def student_interval(samples: Floats, level: float = LEVEL) -> Interval | None:
+    """Student's interval of the mean of samples [n], float64, at a confidence level; None for fewer than two."""
     n = len(samples)
     if n < 2:
         return None
-    half = student_quantile(n - 1) * float(samples.std(ddof=1)) / math.sqrt(n)
+    half = student_quantile(n - 1, level) * float(samples.std(ddof=1)) / math.sqrt(n)
     return Interval(float(samples.mean()) - half, float(samples.mean()) + half)
 
 
@@ -72,12 +72,12 @@ def block_means(samples: Floats) -> Floats:
 
 
 @cache
-def student_quantile(freedom: int) -> float:
-    """The t so that Student's distribution with `freedom` ≥ 1 degrees of freedom lies within ±t with probability LEVEL.
+def student_quantile(freedom: int, level: float = LEVEL) -> float:
+    """The t so that Student's distribution with `freedom` ≥ 1 degrees of freedom lies within ±t with probability level.
 
     Substituting t = √freedom · tan θ makes the density cos θ to the power of freedom − 1, on a bounded interval.
     """
     theta = np.linspace(0, math.pi / 2, 100_001)
     density = np.cos(theta) ** (freedom - 1)
     inside = np.concatenate([[0.0], np.cumsum(density[1:] + density[:-1])])
-    return math.sqrt(freedom) * math.tan(float(np.interp(LEVEL, inside / inside[-1], theta)))
+    return math.sqrt(freedom) * math.tan(float(np.interp(level, inside / inside[-1], theta)))
