@@ -181,6 +181,15 @@ def test_trainers_of_a_preset(case, trainer):
     assert f"| {step:,.1f} ms | {mfu:.1f}% | {idle:.1f}% | {peak:.1f} GiB |" in page("docs/results.md")
 
 
+@pytest.mark.parametrize("name", ["docs/schedules.md", "docs/parallel.md", "docs/tutorials/many_processes.md"])
+def test_the_speed_of_a_pipeline_stands_beside_that_of_one_gpu(name):
+    text = (ROOT / "benchmarks" / "history" / "pipeline" / "train.txt").read_text()
+    pipeline = int(re.findall(r"^pp median tokens/s .*: ([\d,]+) held-out", text, re.MULTILINE)[0].replace(",", ""))
+    rows = {(row["case"], row["what"]): row["value"] for row in record(RECORDS / "h200_train.json")["rows"]}
+    for speed in (pipeline, rows["small", "train FP8"]):
+        assert f"{round(speed, -3):,.0f}" in page(name)
+
+
 def test_the_readme_compares_octile_train_with_its_peers():
     rows = [row for row in record(RECORDS / "h200_train.json")["rows"] if row["case"] == "small"]
     rows = [row for row in rows if row["what"] == "train FP8 without MTP"]

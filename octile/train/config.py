@@ -85,7 +85,8 @@ class ParallelConfig:
     Attributes:
         dp: data-parallel ranks, which share each step's batch; pp × dp are all ranks that torchrun starts.
         ep: ranks over which the experts are spread; divides dp.
-        pp: ranks of a pipeline, which share the layers.
+        pp: ranks of a pipeline, which share the layers; for a model that does not fit one GPU, since its steps are not
+            captured in CUDA graphs, and slow where the kernels are short.
         schedule: the order in which a pipeline's ranks pass micro_batches: gpipe, 1f1b, zb1p, dualpipe, dualpipev (two
             stages on a rank) or chimera.
         exchange: how rows of tokens go to spread experts: all_to_all; symmetric_memory, kernels between GPUs of one
