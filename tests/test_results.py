@@ -74,14 +74,47 @@ def test_serving_on_an_h200():
     rows = {(row["case"], row["what"]): row for row in record(RECORDS / "h200_serve.json")["rows"]}
     decode, prefill = rows["V2-Lite shape, decode, batch 32", "decode"], "V2-Lite shape, prefill, 8 × 1,024 tokens"
     peer = decode["against"]
-    assert f"| {decode['value']:,.0f} | {peer['value']:,.0f} | {peer['ratio']:.1f}× |" in page("docs/results.md")
-    speeds = f"| {decode['value']:,.0f} tokens/s | transformers' `generate`, BF16: {peer['value']:,.0f} tokens/s | "
-    assert f"{speeds}[{peer['ratio']:.1f}×]" in page("README.md")
+    speeds = f"| {decode['value']:,.0f} | `generate`: {peer['value']:,.0f} | {peer['ratio']:.1f}× |"
+    assert speeds in page("docs/results.md")
     overhead = rows["V2-Lite shape, decode, batch 256", "overhead of the engine"]["value"]
     assert f", {overhead:.2f} |".replace("-", "−") in page("docs/results.md")
     assert f"; {rows[prefill, 'share of the FP8 peak']['value']:.1f}% |" in page("docs/results.md")
     drafts = [rows[f"1 client, 256 tokens, {n}", "throughput"]["against"]["ratio"] for n in ("1 draft", "2 drafts")]
     assert all(f" | {ratio:.2f}× |" in page("docs/results.md") for ratio in drafts)
+
+
+def test_decoding_is_compared_with_the_faster_of_vllms_experts():
+    rows = [row for row in record(RECORDS / "h200_vllm.json")["rows"] if row["what"] == "decode"]
+    for batch in (1, 32, 256):
+        of_batch = [row for row in rows if row["case"] == f"V2-Lite shape, decode, batch {batch}"]
+        worst = min(of_batch, key=lambda row: row["against"]["ratio"])
+        peer, ratio = f"{worst['against']['value']:,}", f"{worst['against']['ratio']:.2f}×"
+        cells = re.escape(f"| {batch} | {worst['value']:,} | {peer} | ") + r"[\d,]+" + re.escape(f" | {ratio} |")
+        assert re.search(cells, page("docs/results.md"))
+        if batch == 32:
+            link = f"[{ratio}](benchmarks/results/h200_vllm.txt)"
+            assert f"| {worst['value']:,} tokens/s | vLLM 0.26.0: {peer} | {link} |" in page("README.md")
+
+
+def test_every_floor_that_a_record_misses_stands_in_the_table():
+    table = page("docs/results.md").split("### Floors that are missed")[1].split("###")[0]
+    verdicts = [
+        line
+        for path in sorted(RECORDS.glob("h200_*.txt"))
+        for line in path.read_text().splitlines()
+        if re.search(r"floor [^,]*MISSED", line)
+    ]
+    assert verdicts
+    for line in verdicts:
+        found = re.findall(r"(?:: |smallest |at most )([\d.]+)(?=[×: ])", line.split(": floor")[0] + ":")[-1]
+        assert f"| {found}× |" in table or f"| {found} µs |" in table
+    (row,) = [
+        row
+        for row in record(ROOT / "benchmarks/history/serve-ranks/second.json")["rows"]
+        if row["case"] == "V2-Lite shape, decode, batch 128 on each of 2 ranks" and row["what"] == "decode"
+    ]
+    assert f"| {row['against']['ratio']:.2f}× | 1.5× |" in table
+    assert "0.694  GB/s" in (RECORDS / "h200_dispatch.txt").read_text()
 
 
 def test_whole_decode_steps_and_their_rooflines():
@@ -193,8 +226,12 @@ def test_the_speed_of_a_pipeline_stands_beside_that_of_one_gpu(name):
 def test_the_readme_compares_octile_train_with_its_peers():
     rows = [row for row in record(RECORDS / "h200_train.json")["rows"] if row["case"] == "small"]
     rows = [row for row in rows if row["what"] == "train FP8 without MTP"]
-    ratios = {row["against"]["peer"]: f"{row['against']['ratio']:.2f}×" for row in rows}
-    assert f"[{ratios['torchtitan BF16']}; {ratios['BF16']}](benchmarks/results/h200_train.txt)" in page("README.md")
+    ratios = {row["against"]["peer"]: f"[{row['against']['ratio']:.2f}×]" for row in rows}
+    for peer, name in (("torchtitan BF16", "torchtitan 0.2.2, compiled BF16"), ("BF16", "octile's BF16")):
+        assert re.search(
+            rf"\| {re.escape(name)}: [\d,]+ \| {re.escape(ratios[peer])}\(benchmarks/results/h200_train.txt\) \|",
+            page("README.md"),
+        )
 
 
 @pytest.mark.parametrize(
