@@ -96,6 +96,14 @@ def test_decoding_is_compared_with_the_faster_of_vllms_experts():
             assert f"| {worst['value']:,} tokens/s | vLLM 0.26.0: {peer} | {link} |" in page("README.md")
 
 
+def test_a_row_of_the_readme_has_the_day_of_its_record():
+    text = (ROOT / "README.md").read_text()
+    rows = re.findall(r"\(benchmarks/results/(\w+)\.txt\) \| (\d+) \|$", text, re.MULTILINE)
+    assert {name for name, _ in rows} == set(re.findall(r"benchmarks/results/(\w+)\.txt", text))
+    for name, day in rows:
+        assert record(RECORDS / f"{name}.json")["machine"]["date"] == f"2026-11-{day}"
+
+
 def test_every_floor_that_a_record_misses_stands_in_the_table():
     table = page("docs/results.md").split("### Floors that are missed")[1].split("###")[0]
     verdicts = [
