@@ -12,6 +12,7 @@ import pytest
 
 from experiments.loss.power import LOOKS, interval_after
 from experiments.loss.report import BAR, Results, gaps_by_evaluation, scratch_table
+from octile.bench.transformers import TORCHAO_EXPERTS
 from octile.report.compare.intervals import student_interval
 from octile.report.page import format_percent
 
@@ -220,6 +221,20 @@ def test_trainers_of_a_preset(case, trainer):
     values = {row["what"].split(", compiled")[0]: row["value"] for row in rows}
     step, mfu, idle, peak = (values[f"{what}, {trainer}"] for what in ("step", "MFU", "the GPU idles", "peak memory"))
     assert f"| {step:,.1f} ms | {mfu:.1f}% | {idle:.1f}% | {peak:.1f} GiB |" in page("docs/results.md")
+
+
+def test_torchaos_prototype_for_experts():
+    found = record(RECORDS / "h200_torchao_experts.json")["rows"]
+    rows = {(row["case"], row["what"], (row["against"] or {}).get("peer")): row for row in found}
+    for case, tokens in (("Qwen3 30B-A3B, 4 layers", 8), ("Qwen3 30B-A3B, 4 layers, 2 × 4096 tokens", 2)):
+        cells = []
+        for name in ("compiled BF16", "octile, compiled", TORCHAO_EXPERTS):
+            peer = "compiled BF16" if name == "octile, compiled" else name
+            peak = rows[case, "peak memory, octile, compiled", peer]
+            memory = peak["value"] if name == "octile, compiled" else peak["against"]["value"]
+            cells.append(f"{rows[case, f'forward + backward, {name}', None]['value']:.1f} ms, {memory:.1f} GiB")
+        ratio = rows[case, "forward + backward, octile, compiled", TORCHAO_EXPERTS]["against"]["ratio"]
+        assert f"| {tokens} × 4096 tokens | {' | '.join(cells)} | {ratio:.2f}× |" in page("docs/results.md")
 
 
 @pytest.mark.parametrize("name", ["docs/schedules.md", "docs/parallel.md", "docs/tutorials/many_processes.md"])

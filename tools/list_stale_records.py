@@ -54,6 +54,7 @@ RECORDS: dict[str, tuple[str | None, tuple[str, ...]]] = {  # commit (None: in t
     "h200_tensor_core": ("2e7b109", TENSOR_CORE),
     "h200_tensor_core_40": ("cfa4865b", TENSOR_CORE),  # the commit that added it
     "h200_tests": ("55beaf5", (*LAYERS, "octile/optim", "tests/gpu", "tests/optim")),
+    "h200_torchao_experts": (None, (*LAYERS, "octile/integrations", "octile/bench/transformers.py")),
     "h200_train": (None, (*TRAIN, "octile/bench/train")),
     "h200_transformers": (None, (*LAYERS, "octile/integrations", "octile/bench/transformers.py")),
     "h200_vllm": (None, SERVE),
