@@ -68,7 +68,7 @@ def text_rows(tokens: Tensor, first: Tensor, end: Tensor, pages: Tensor) -> tupl
     """Make the rows of requests: consecutive positions of a text each.
 
     Args:
-        tokens: int64 [B, k], rows contiguous; a negative one, which logits with NaN have chosen, counts as 0.
+        tokens: int64 [B, k], rows contiguous; a negative one, of a row whose logits choose no token, counts as 0.
         first: int64 [B], position of the first token.
         end: int64 [B], of the text. Rows from it on are written nowhere and attend to nothing.
         pages: int32 [B, M], rows contiguous, of the text; each with at least one.
@@ -116,7 +116,7 @@ def accepted_rows(chosen: Tensor, tokens: Tensor, first: Tensor) -> tuple[Tensor
         first: int64 [B], contiguous, position of the first row.
 
     Returns:
-        tokens int64 [T], the choices, where a negative one, of logits with NaN, is 0; positions int64 [B] and indices
+        tokens int64 [T], the choices, where a negative one, which is none, is 0; positions int64 [B] and indices
         among the T rows int64 [B] of the last rows that count.
 
     Raises:

@@ -12,13 +12,16 @@ et al., Parallel Random Numbers: As Easy as 1, 2, 3 (SC 2011); the finalizers of
 Shapes: L rows, V vocabulary.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
 from octile.ops.operator import operator
 from octile.ops.quantize import check_device, check_input_dtype
 
-NOT_A_NUMBER = -1  # the token of logits with NaN
+# instead of the token of a row: its logits have a NaN; they have no NaN but +Inf; all are -Inf
+NOT_A_NUMBER, POSITIVE_INFINITY, ALL_MASKED = NO_TOKEN = -1, -2, -3
 
 
 @operator()
@@ -26,13 +29,15 @@ def sample_tokens(logits: Tensor, seeds: Tensor, positions: Tensor, temperature:
     """Choose the next token of each row.
 
     Args:
-        logits: [L, V] float32, bfloat16 or float16, rows contiguous, V from 1 to below 2**31.
+        logits: [L, V] float32, bfloat16 or float16, rows contiguous, V from 1 to below 2**31. A token of -Inf is
+            masked: it is never chosen.
         seeds: int64 [L].
         positions: int64 [L], of the chosen tokens in their texts.
         temperature: float32 [L]; where it is 0, the most likely token is chosen, the first of equally likely ones.
 
     Returns:
-        int64 [L]; NOT_A_NUMBER where the logits have a NaN.
+        int64 [L]; negative where the logits choose no token: NOT_A_NUMBER if they have a NaN, otherwise
+        POSITIVE_INFINITY if they have +Inf, and ALL_MASKED if all are -Inf.
 
     Raises:
         TypeError: a tensor has another dtype.
@@ -50,7 +55,10 @@ def sample_tokens(logits: Tensor, seeds: Tensor, positions: Tensor, temperature:
         z_LV = (logits - highest_L1) / temperature[:, None].masked_fill(is_greedy_L1, 1.0)
         noise_LV = gumbel(torch.arange(logits.shape[1], device=logits.device), sampling_keys(seeds, positions))
         tokens_L = torch.where(is_greedy_L1[:, 0], most_likely_L, (z_LV + noise_LV).argmax(-1))
-    return tokens_L.masked_fill(highest_L1[:, 0].isnan(), NOT_A_NUMBER)
+    highest_L = highest_L1[:, 0]
+    tokens_L = tokens_L.masked_fill(highest_L.isnan(), NOT_A_NUMBER)
+    tokens_L = tokens_L.masked_fill(highest_L == math.inf, POSITIVE_INFINITY)
+    return tokens_L.masked_fill(highest_L == -math.inf, ALL_MASKED)
 
 
 @sample_tokens.register_fake

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from octile.ops.decode_step import FIELDS, accepted_rows, continued_tokens, record_choices, text_rows
+from octile.ops.sample_tokens import NO_TOKEN
 from octile.parallel.gpu_events import wait_for
 from octile.serve.batch import DecodedTokens, DecodeRequest
 from octile.serve.decode_graphs import graph_sizes
@@ -33,7 +34,7 @@ from octile.serve.graph_memory import GraphMemory
 from octile.serve.step import Step
 from octile.serve.step_inputs import BLOCK_ROWS, PageTable
 
-NO_DRAFT = -2  # no token is chosen that equals it
+NO_DRAFT = min(NO_TOKEN) - 1  # nothing that a row chooses equals it
 
 
 class DecodeLoop:

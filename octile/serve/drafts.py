@@ -24,9 +24,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from octile.ops.sample_tokens import NOT_A_NUMBER
 from octile.serve.batch import Batch, Chunk, Runner
 from octile.serve.request import Request
-from octile.serve.sampler import NOT_A_NUMBER, Row
+from octile.serve.sampler import Row
 from octile.serve.scheduler import Scheduler
 from octile.serve.token_choice import choose_each
 
@@ -62,10 +63,9 @@ def check_can_draft(n_drafts: int, can_draft: bool, name: str = "n_drafts") -> N
 
 
 def usable_drafts(drafts: list[int], request: Request) -> list[int]:
-    """Return the first drafts of a request: those before logits with NaN, and one less than tokens are wanted."""
-    if NOT_A_NUMBER in drafts:
-        drafts = drafts[: drafts.index(NOT_A_NUMBER)]
-    return drafts[: request.n_remaining - 1]
+    """Return a request's first drafts: those before logits without a token, and one less than tokens are wanted."""
+    n_chosen = next((i for i, draft in enumerate(drafts) if draft < 0), len(drafts))
+    return drafts[: min(n_chosen, request.n_remaining - 1)]
 
 
 class Drafter:
@@ -118,7 +118,7 @@ class Drafter:
                 if isinstance(draft, Exception):
                     warnings.warn(f"a draft cannot be chosen: {draft!r}", RuntimeWarning, stacklevel=2)
                     self.lacks_draft, draft = True, NOT_A_NUMBER
-                if draft == NOT_A_NUMBER:
+                if draft < 0:
                     lacking.add(request.id)
                     draft = 0
                 if request.id not in lacking:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from octile.ops.sample_tokens import ALL_MASKED, NOT_A_NUMBER, POSITIVE_INFINITY
 from octile.serve.batch import Batch, Chunk, DecodedTokens, DecodeRequest, Runner
 from octile.serve.config import EngineConfig
 from octile.serve.drafts import Computed, Drafter, check_can_draft, count_accepted, usable_drafts
@@ -32,14 +33,15 @@ from octile.serve.request import (
     check_prompt,
     make_request,
 )
-from octile.serve.sampler import NOT_A_NUMBER, Row
+from octile.serve.sampler import Row
 from octile.serve.scheduler import Scheduled, Scheduler
 from octile.serve.stats import Stats
 from octile.serve.text import TextStream
 from octile.serve.token_choice import choose_tokens
 from octile.tokenizer import Tokenizer
 
-NAN_LOGITS = "the model's logits are NaN: a weight is damaged, or its training diverged"
+NOT_FINITE = "the model's logits are not finite"  # how the errors of such requests begin
+NO_TOKEN_WORDS = {NOT_A_NUMBER: "NaN", POSITIVE_INFINITY: "+Inf", ALL_MASKED: "-Inf for all tokens"}
 
 
 class _InFlight(NamedTuple):
@@ -221,7 +223,7 @@ class Engine:
             if start + n_tokens >= len(request.tokens):
                 n_drafts = len(request.drafts)
                 chosen = tokens[n_rows : n_rows + 1 + n_drafts]
-                why = next((errors[i] for i in range(n_rows, n_rows + 1 + n_drafts) if i in errors), NAN_LOGITS)
+                why = next((errors[i] for i in range(n_rows, n_rows + 1 + n_drafts) if i in errors), None)
                 n_accepted = count_accepted(request.drafts, chosen)
                 n_tokens -= n_drafts - n_accepted
                 output = self._extend(request, n_tokens, chosen[: n_accepted + 1], n_drafts, why)
@@ -357,11 +359,11 @@ class Engine:
             self.cancel(request_id)
 
     def _extend(
-        self, request: Request, n_tokens: int, chosen: list[int], n_drafts: int, why: str = NAN_LOGITS
+        self, request: Request, n_tokens: int, chosen: list[int], n_drafts: int, why: str | None = None
     ) -> Output:
         """Append the chosen tokens of a pass that has computed n_tokens positions, and verified n_drafts drafts.
 
-        `why` says what is wrong where NOT_A_NUMBER was chosen.
+        `why` says what is wrong where no token was chosen, if it is not the logits.
         """
         request.drafts = []
         self._drafted += n_drafts
@@ -371,8 +373,8 @@ class Engine:
         text = ""
         reason = error = None
         for token in chosen:
-            if token == NOT_A_NUMBER:
-                reason, error = FinishReason.ERROR, why
+            if token < 0:
+                reason, error = FinishReason.ERROR, why or _describe_logits(token, request)
                 break
             if token == self._end and not sampling.ignore_eos:
                 reason = FinishReason.STOP
@@ -406,6 +408,14 @@ class Engine:
 def _beyond(n_drafts: int) -> int:
     """The positions after a request's last token that a decode step writes: drafts, and drafts of accepted drafts."""
     return max(n_drafts, 2 * n_drafts - 1)
+
+
+def _describe_logits(no_token: int, request: Request) -> str:
+    """Say why the logits after a request's tokens choose none."""
+    return (
+        f"{NOT_FINITE}: {NO_TOKEN_WORDS[no_token]}, for the token at position {len(request.tokens)} of the text "
+        f"({request.n_generated} generated before): a weight is damaged, or its training diverged"
+    )
 
 
 def _decodes_ahead(request: Request) -> bool:

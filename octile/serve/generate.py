@@ -10,7 +10,7 @@ import torch
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.serve.config import EngineConfig
-from octile.serve.engine import NAN_LOGITS, Engine
+from octile.serve.engine import NOT_FINITE, Engine
 from octile.serve.load import Folder
 from octile.serve.model_runner import ModelRunner
 from octile.serve.request import Sampling, check_prompt
@@ -50,7 +50,7 @@ def generate_text(
     Raises:
         ValueError: the prompt is no Unicode text, prompt and new tokens exceed the model's context, or the tokenizer is
             that of another model.
-        FloatingPointError: a logit is NaN, because a weight is damaged or the training diverged.
+        FloatingPointError: a logit is NaN or +Inf, or all are -Inf: a weight is damaged, or the training diverged.
     """
     return _generate(model, tokenizer, _encode(prompt, tokenizer, model.config, sampling), sampling)
 
@@ -74,6 +74,6 @@ def _generate(
     while engine.has_work:
         for output in engine.step():
             if output.error is not None:
-                raise (FloatingPointError if output.error == NAN_LOGITS else RuntimeError)(output.error)
+                raise (FloatingPointError if output.error.startswith(NOT_FINITE) else RuntimeError)(output.error)
             if output.text:
                 yield output.text

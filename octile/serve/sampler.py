@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from octile.ops.sample_tokens import NOT_A_NUMBER, gumbel, sample_tokens, sampling_keys
+from octile.ops.sample_tokens import gumbel, sample_tokens, sampling_keys
 from octile.serve.request import Sampling, TokenLogprobs
 
 FIXED_POINT = 2.0**32  # weights are summed as integers
@@ -49,7 +49,7 @@ def choose(logits_LV: Tensor, rows: Sequence[Row]) -> Tensor:
         rows: L of them.
 
     Returns:
-        int64 [L] on the same device; NOT_A_NUMBER where the logits have a NaN.
+        int64 [L] on the same device; negative where the logits choose no token, as `sample_tokens` says.
     """
     seeds_L = _on_device([row.seed for row in rows], torch.int64, logits_LV)
     positions_L = _on_device([row.position for row in rows], torch.int64, logits_LV)
@@ -60,7 +60,7 @@ def choose(logits_LV: Tensor, rows: Sequence[Row]) -> Tensor:
         return tokens_L
     i = slice(None) if len(truncated) == len(rows) else _on_device(truncated, torch.int64, logits_LV)
     sampled_L = _truncated(logits_LV[i], [rows[i] for i in truncated], seeds_L[i], positions_L[i], temperature_L[i])
-    tokens_L[i] = sampled_L.masked_fill(tokens_L[i] == NOT_A_NUMBER, NOT_A_NUMBER)
+    tokens_L[i] = torch.where(tokens_L[i] < 0, tokens_L[i], sampled_L)
     return tokens_L
 
 
@@ -89,7 +89,7 @@ def _truncates(row: Row) -> bool:
 def _truncated(
     logits_LV: Tensor, rows: Sequence[Row], seeds_L: Tensor, positions_L: Tensor, temperature_L: Tensor
 ) -> Tensor:
-    """Sample a token per row from its top_k and top_p most likely ones: int64 [L]. Rows with NaN give some token."""
+    """Sample a token per row from its top_k and top_p most likely ones: int64 [L]. Rows with NaN or +Inf give any."""
     vocab_size = logits_LV.shape[1]
     z_LV = (logits_LV - logits_LV.amax(-1, keepdim=True)) / temperature_L[:, None]
     keys_L2 = sampling_keys(seeds_L, positions_L)

@@ -11,8 +11,9 @@ from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
+from octile.ops.sample_tokens import NOT_A_NUMBER
 from octile.serve.request import TokenLogprobs
-from octile.serve.sampler import NOT_A_NUMBER, Row, choose, log_probabilities
+from octile.serve.sampler import Row, choose, log_probabilities
 
 T = TypeVar("T")
 
@@ -21,7 +22,7 @@ class TokenChoice(NamedTuple):
     """The tokens of rows of logits.
 
     Attributes:
-        tokens: of all rows; NOT_A_NUMBER where there is none.
+        tokens: of all rows; negative where there is none: why, as of `sample_tokens`, or NOT_A_NUMBER with an error.
         logprobs: of the rows that ask for them and have a token, by the row's number.
         errors: what the choice of a row has raised, as a sentence, by the row's number.
     """
@@ -43,7 +44,7 @@ def choose_tokens(logits_LV: Tensor, rows: Sequence[Row]) -> TokenChoice:
     found = choose_each(logits_LV, rows)
     errors = {i: _describe(result) for i, result in enumerate(found) if isinstance(result, Exception)}
     tokens = [NOT_A_NUMBER if isinstance(result, Exception) else result for result in found]
-    asked = [i for i, row in enumerate(rows) if row.sampling.logprobs is not None and tokens[i] != NOT_A_NUMBER]
+    asked = [i for i, row in enumerate(rows) if row.sampling.logprobs is not None and tokens[i] >= 0]
     logprobs = dict[int, TokenLogprobs]()
     if asked:
         logits, chosen, of_asked = logits_LV[asked], [tokens[i] for i in asked], [rows[i] for i in asked]

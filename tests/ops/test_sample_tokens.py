@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octile.ops.sample_tokens import NOT_A_NUMBER, sample_tokens, sampling_keys
+from octile.ops.sample_tokens import ALL_MASKED, NOT_A_NUMBER, POSITIVE_INFINITY, sample_tokens, sampling_keys
 from tests.ops.operators import assert_fake_is_true, assert_well_formed
 
 WORD = 2**64 - 1
@@ -65,6 +65,23 @@ def test_logits_with_nan_have_no_token(temperature):
     logits, *numbers = arguments(temperature=temperature)
     logits[1, 7] = float("nan")
     assert (sample_tokens(logits, *numbers) == NOT_A_NUMBER).tolist() == [False, True, False, False, False]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_with_positive_infinity_have_no_token(temperature):
+    logits, *numbers = arguments(temperature=temperature)
+    logits[0, 3], logits[1, 7] = float("inf"), float("inf")
+    logits[1, 9] = float("nan")
+    chosen = sample_tokens(logits, *numbers).tolist()
+    assert chosen[:2] == [POSITIVE_INFINITY, NOT_A_NUMBER]
+    assert min(chosen[2:]) >= 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_masked_logits_are_never_chosen(temperature):
+    logits, *numbers = arguments(temperature=temperature)
+    logits[0] = logits[1, :39] = logits[2, 1:] = float("-inf")
+    assert sample_tokens(logits, *numbers)[:3].tolist() == [ALL_MASKED, 39, 0]
 
 
 def test_no_rows_have_no_tokens():

@@ -260,16 +260,32 @@ def test_log_probabilities_are_those_of_each_new_token(engine_of, n_drafts):
         prefix.append(token)
 
 
-def test_nan_logits_end_only_their_request(engine_of):
-    runner = FakeRunner()
+@pytest.mark.parametrize("max_ahead", [0, 8])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [("nan", "NaN"), ("inf", r"+Inf"), ("-inf", "-Inf for all tokens")],
+    ids=["NaN", "positive infinity", "all masked"],
+)
+def test_logits_that_are_not_finite_end_only_their_request(engine_of, wrong, what, temperature, max_ahead):
+    runner = FakeRunner(max_ahead=max_ahead, n_drafts=1)
     right = runner.logits_after
-    runner.logits_after = lambda tokens: right(tokens) * (float("nan") if tokens[0] == 9 and len(tokens) == 6 else 1.0)
+
+    def logits_after(tokens):
+        logits = right(tokens)
+        if tokens[0] == 9 and len(tokens) == 6:
+            logits[0 if wrong != "-inf" else slice(None)] = float(wrong)
+        return logits
+
+    runner.logits_after = logits_after
     engine = engine_of(runner, n_drafts=1)
-    engine.add([9, 1], Sampling(20, ignore_eos=True))
-    engine.add([8, 1], Sampling(20, ignore_eos=True))
+    engine.add([9, 1], Sampling(20, temperature, ignore_eos=True))
+    engine.add([8, 1], Sampling(20, temperature, ignore_eos=True))
     found = run(engine)
     assert found[0][2].finish_reason == FinishReason.ERROR
-    assert found[0][2].error.startswith("the model's logits are NaN")
+    assert found[0][2].error.startswith(
+        f"the model's logits are not finite: {what}, for the token at position 6 of the text (4 generated before)"
+    )
     assert len(found[0][0]) == 4
     assert found[1][2].finish_reason == FinishReason.LENGTH
     assert engine.stats().failed == 1

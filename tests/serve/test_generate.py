@@ -58,5 +58,5 @@ def test_a_prompt_longer_than_the_context_is_refused_before_the_cache_is_made(to
 def test_nan_logits_are_refused(tokenizer):
     model = new_model()
     model.lm_head.weight.data[3, 3] = float("nan")
-    with pytest.raises(FloatingPointError, match="the model's logits are NaN"):
+    with pytest.raises(FloatingPointError, match="the model's logits are not finite: NaN"):
         next(generate_text(model, tokenizer, "a", Sampling(4)))

@@ -5,9 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from octile.ops.sample_tokens import ALL_MASKED, NOT_A_NUMBER, POSITIVE_INFINITY
 from octile.serve import sampler
 from octile.serve.request import MAX_TOP_K, Sampling
-from octile.serve.sampler import NOT_A_NUMBER, Row, choose, log_probabilities
+from octile.serve.sampler import Row, choose, log_probabilities
 
 LOGITS = torch.tensor([0.0, 2.0, 1.0, -1.0])  # probabilities 0.087, 0.644, 0.237, 0.032
 N = 4000
@@ -126,6 +127,19 @@ def test_only_the_row_with_nan_has_no_token(sampling):
     logits[1, 2] = float("nan")
     tokens = choose(logits, [Row(sampling, 0, i) for i in range(3)]).tolist()
     assert [token == NOT_A_NUMBER for token in tokens] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_k=2, top_p=0.9)]
+)
+def test_rows_with_infinite_logits_have_no_token(sampling):
+    logits = LOGITS.repeat(4, 1)
+    logits[0, 2] = float("inf")
+    logits[1] = float("-inf")
+    logits[2, :3] = float("-inf")
+    tokens = choose(logits, [Row(sampling, 0, i) for i in range(4)]).tolist()
+    assert tokens[:3] == [POSITIVE_INFINITY, ALL_MASKED, 3]
+    assert tokens[3] >= 0
 
 
 def test_log_probabilities_are_those_of_the_model_before_temperature():

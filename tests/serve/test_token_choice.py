@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from octile.ops.sample_tokens import NOT_A_NUMBER
 from octile.serve import token_choice
 from octile.serve.request import Sampling
-from octile.serve.sampler import NOT_A_NUMBER, Row, choose, log_probabilities
+from octile.serve.sampler import Row, choose, log_probabilities
 from octile.serve.token_choice import TokenChoice, choose_each, choose_tokens
 
 LOGITS = 3 * torch.randn(4, 50, generator=torch.Generator().manual_seed(0))

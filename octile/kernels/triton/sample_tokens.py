@@ -59,7 +59,7 @@ def best_of_parts(
     logits, maxima, seeds, positions, temperature, seed_step, position_step, temperature_step, best, tokens,
     vocabulary, row_step, part, parts, BLOCK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Write the largest of logit / temperature + noise of a part, and its token; −1 if the row has a NaN."""
+    """Write the largest of logit / temperature + noise of a part, and its token, or why the row has none."""
     row = tl.program_id(0).to(tl.int64)
     at = row * parts + tl.program_id(1)
     if PARTS == 1:
@@ -88,7 +88,7 @@ def best_of_parts(
             score = logit
         else:
             score = tl.div_rn(logit - highest, heat + tl.zeros_like(logit)) + _gumbel(v, first_key, second_key)
-            score = tl.where(score == score, score, float("inf"))  # infinite logits: torch's argmax takes their NaN
+            score = tl.where(score == score, score, float("inf"))  # NaN: the row has no token, whatever is the largest
         score = tl.where(v < vocabulary, score, float("-inf"))
         value, i = tl.max(score, axis=0, return_indices=True)  # the first of equal ones
         is_larger = value > largest
@@ -96,7 +96,10 @@ def best_of_parts(
         largest = tl.where(is_larger, value, largest)
     if PARTS > 1:
         tl.store(best + at, largest)
-    tl.store(tokens + at, tl.where(highest == highest, token, -1).to(tl.int64))
+    token = tl.where(highest == highest, token, -1)  # NOT_A_NUMBER
+    token = tl.where(highest == float("inf"), -2, token)  # POSITIVE_INFINITY
+    token = tl.where(highest == float("-inf"), -3, token)  # ALL_MASKED
+    tl.store(tokens + at, token.to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["parts"])

@@ -11,6 +11,8 @@ from typing import Any
 from octile.serve.request import Output, TokenLogprobs
 from octile.tokenizer import Tokenizer
 
+IMPOSSIBLE = -9999.0  # OpenAI's log-probability of very unlikely tokens: JSON has no -Inf
+
 
 class Answer(ABC):
     """The response to one request, whole or as the chunks of a stream.
@@ -134,7 +136,7 @@ class Completion(Answer):
             self._offsets[index] += len(text)
         return {
             "tokens": texts,
-            "token_logprobs": [entry.logprob for entry in logprobs],
+            "token_logprobs": [_in_json(entry.logprob) for entry in logprobs],
             "top_logprobs": [self._top(entry) for entry in logprobs],
             "text_offset": offsets,
         }
@@ -146,7 +148,7 @@ class Completion(Answer):
         """
         top: dict[str, float] = {}
         for token, value in (*entry.top, (entry.token, entry.logprob)):
-            top.setdefault(self._token_text(token), value)
+            top.setdefault(self._token_text(token), _in_json(value))
         return top
 
 
@@ -186,7 +188,7 @@ class ChatCompletion(Answer):
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._token_text(token)
-        return {"token": text, "logprob": logprob, "bytes": self._token_bytes(token, text)}
+        return {"token": text, "logprob": _in_json(logprob), "bytes": self._token_bytes(token, text)}
 
     def _token_bytes(self, token: int, text: str) -> list[int] | None:
         """The bytes of a token, which may be a part of a character; None if they are unknown."""
@@ -194,3 +196,8 @@ class ChatCompletion(Answer):
         if table is not None and token < len(table):
             return list(table[token])
         return None if "\ufffd" in text else list(text.encode())
+
+
+def _in_json(logprob: float) -> float:
+    """A log-probability as JSON has it; that of a masked token, whose logit is -Inf, is IMPOSSIBLE."""
+    return max(logprob, IMPOSSIBLE)

@@ -63,7 +63,8 @@ def json_pieces(value: object, levels: int = LEVELS) -> Iterator[str]:
 
 
 def _json_text(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    """Write a JSON value; ValueError if it has NaN or an infinity, which are no JSON."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 async def while_connected(receive: Callable[[], Awaitable[Any]], work: Coroutine[Any, Any, T]) -> T:

@@ -241,9 +241,9 @@ class Service:
                     new = await stream.next()
                 if not new:
                     return
-                for _, output in new:
+                for index, output in new:
                     if output.finish_reason is FinishReason.ERROR:
-                        raise ApiError(500, f"the engine failed: {output.error}", headers=NEVER_RETRY)
+                        raise ApiError(500, f"the engine failed in choice {index}: {output.error}", headers=NEVER_RETRY)
                     if output.finish_reason is FinishReason.CANCELED:
                         raise ApiError(503, "the engine has canceled the request", headers=RETRY)
                 yield new

@@ -5,7 +5,7 @@ import torch
 
 from octile.kernels.triton import sample_tokens as kernel
 from octile.kernels.triton.launch_config import SAMPLE_TOKENS
-from octile.ops.sample_tokens import sample_tokens
+from octile.ops.sample_tokens import ALL_MASKED, NOT_A_NUMBER, POSITIVE_INFINITY, sample_tokens
 from tests.kernels.triton.gpus import any_gpu
 
 pytestmark = [pytest.mark.usefixtures("gpu"), any_gpu]
@@ -32,10 +32,14 @@ def test_tokens_are_the_references(monkeypatch, vocabulary, temperature, parts, 
 @pytest.mark.parametrize("vocabulary", [50, 300])
 def test_extreme_logits(monkeypatch, vocabulary, temperature):
     monkeypatch.setitem(SAMPLE_TOKENS, "BLOCK", 64)
-    logits, *numbers = rows(vocabulary, n=5, temperature=temperature)
+    logits, *numbers = rows(vocabulary, n=7, temperature=temperature)
     logits[0, -1] = float("nan")
     logits[1, 3] = logits[1, 40] = float("inf")
     logits[2] = float("-inf")
     logits[3, 5:] = float("-inf")
     logits[4] = logits[4].sign()  # equal ones
-    assert kernel.launch(logits, *numbers).tolist() == sample_tokens(logits, *numbers).tolist()
+    logits[5, 7], logits[5, -1] = float("inf"), float("nan")
+    logits[6, 2:] = float("-inf")
+    chosen = kernel.launch(logits, *numbers).tolist()
+    assert chosen == sample_tokens(logits, *numbers).tolist()
+    assert chosen[:3] + chosen[5:6] == [NOT_A_NUMBER, POSITIVE_INFINITY, ALL_MASKED, NOT_A_NUMBER]

@@ -32,6 +32,18 @@ def test_a_step_adds_to_an_answer_and_copies_nothing_of_it(tokenizer, form):
     assert max(map(len, after)) == 50
 
 
+@pytest.mark.parametrize("form", [Completion, ChatCompletion])
+def test_the_log_probability_of_a_masked_token_is_a_number(tokenizer, form):
+    masked = Output(0, (70,), "a", (TokenLogprobs(70, -0.5, ((70, -0.5), (71, float("-inf")))),))
+    answer = form("micro", tokenizer, [[5]], 1)
+    answer.add(0, masked)
+    logprobs = answer.whole()["choices"][0]["logprobs"]
+    if form is Completion:
+        assert logprobs["top_logprobs"] == [{tokenizer.decode([70]): -0.5, tokenizer.decode([71]): -9999.0}]
+    else:
+        assert [entry["logprob"] for entry in logprobs["content"][0]["top_logprobs"]] == [-0.5, -9999.0]
+
+
 def test_the_whole_text_and_log_probabilities(tokenizer):
     for form in (Completion, ChatCompletion):
         answer = form("micro", tokenizer, [[5]], 2)

@@ -282,7 +282,7 @@ def test_a_request_that_takes_too_long(serve, stream):
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_a_request_that_fails_alone(served, stream):
     response = post(served, "completions", {**COMPLETION, "prompt": [5, NAN], "stream": stream})
-    message = "the engine failed: the model's logits are NaN"
+    message = "the engine failed in choice 0: the model's logits are NaN"
     if stream:
         assert message in response.text.strip().rpartition("\n\n")[2]
     else:

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="octile[serve] is not installed")
 
-from octile.serve.http.responses import PIECE_BYTES, json_bytes, json_pieces
+from octile.serve.http.responses import PIECE_BYTES, event, json_bytes, json_pieces
 
 
 def answer(n_tokens: int) -> dict:
@@ -23,6 +23,13 @@ def answer(n_tokens: int) -> dict:
 )
 def test_the_pieces_are_one_json_value(value):
     assert "".join(json_pieces(value)) == json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("write", [event, lambda value: asyncio.run(json_bytes(value))], ids=["stream", "whole"])
+def test_numbers_that_are_no_json_are_never_written(write, number):
+    with pytest.raises(ValueError, match="Out of range float values are not JSON compliant"):
+        write({"choices": [{"logprobs": {"content": [[number]]}}]})
 
 
 def test_the_event_loop_goes_on_while_an_answer_is_written():
