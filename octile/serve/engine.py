@@ -420,12 +420,7 @@ def _describe_logits(no_token: int, request: Request) -> str:
 
 def _decodes_ahead(request: Request) -> bool:
     """Whether a request decodes, with tokens that a decode step can choose."""
-    sampling = request.sampling
-    return (
-        request.n_pending == 1
-        and sampling.logprobs is None
-        and (not sampling.temperature or (sampling.top_p == 1 and not sampling.top_k))
-    )
+    return request.n_pending == 1 and request.sampling.can_run_ahead
 
 
 def _chunk(scheduled: Scheduled, rows: list[Row]) -> Chunk:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import secrets
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from octile.report.page import format_count
@@ -16,6 +17,13 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # norma
 MAX_TOP_K = 2**31 - 1
 MAX_LOGPROBS = 20  # alternatives per token
 MAX_STOPS = 32
+
+# Fields of `Sampling` by who honors them. A field that is in none of these sets is honored by nobody: unless it has its
+# default, its requests take no part in decode steps that are launched ahead, and `choose` samples them apart.
+OF_OPERATOR = frozenset({"temperature", "seed"})  # `octile.ops.sample_tokens`, also in steps that are launched ahead
+OF_ENGINE = frozenset({"max_new_tokens", "stop", "ignore_eos"})  # the engine, once a token is chosen
+OF_LOGITS = frozenset({"logprobs"})  # whoever has the logits, once a token is chosen
+OF_SAMPLES = frozenset({"top_k", "top_p"})  # `octile.serve.sampler.choose`; without effect where temperature is 0
 
 
 @dataclass(frozen=True)
@@ -66,6 +74,22 @@ class Sampling:
             raise ValueError(f"stop must have at most {MAX_STOPS} strings, none of them empty, not {self.stop!r}")
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
             raise ValueError(f"logprobs must be from 0 to {MAX_LOGPROBS}, not {self.logprobs}")
+
+    @cached_property
+    def is_of_operator(self) -> bool:
+        """Whether `octile.ops.sample_tokens` alone chooses the tokens: nothing is truncated."""
+        return self._has_defaults_besides(OF_OPERATOR | OF_ENGINE | OF_LOGITS)
+
+    @cached_property
+    def can_run_ahead(self) -> bool:
+        """Whether decode steps that are launched ahead, which return tokens and no logits, honor all fields."""
+        return self._has_defaults_besides(OF_OPERATOR | OF_ENGINE)
+
+    def _has_defaults_besides(self, honored: frozenset[str]) -> bool:
+        """Whether each field has its default, but for those that are honored or without effect."""
+        without_effect = frozenset[str]() if self.temperature else OF_SAMPLES
+        others = (f for f in fields(self) if f.name not in honored | without_effect)
+        return all(getattr(self, f.name) == f.default for f in others)
 
 
 class FinishReason(StrEnum):

@@ -55,7 +55,7 @@ def choose(logits_LV: Tensor, rows: Sequence[Row]) -> Tensor:
     positions_L = _on_device([row.position for row in rows], torch.int64, logits_LV)
     temperature_L = _on_device([row.sampling.temperature for row in rows], torch.float32, logits_LV)
     tokens_L = sample_tokens(logits_LV, seeds_L, positions_L, temperature_L)
-    truncated = [i for i, row in enumerate(rows) if row.sampling.temperature and _truncates(row)]
+    truncated = [i for i, row in enumerate(rows) if not row.sampling.is_of_operator]
     if not truncated:
         return tokens_L
     i = slice(None) if len(truncated) == len(rows) else _on_device(truncated, torch.int64, logits_LV)
@@ -80,10 +80,6 @@ def log_probabilities(logits_LV: Tensor, tokens: Sequence[int], rows: Sequence[R
         TokenLogprobs(token, logprob, tuple(zip(top_tokens[i][:count], top[i][:count], strict=True)))
         for i, (token, logprob, count) in enumerate(zip(tokens, of_tokens, counts, strict=True))
     ]
-
-
-def _truncates(row: Row) -> bool:
-    return row.sampling.top_p < 1 or row.sampling.top_k > 0
 
 
 def _truncated(

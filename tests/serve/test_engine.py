@@ -10,6 +10,7 @@ from octile.serve.config import EngineConfig
 from octile.serve.engine import Engine
 from octile.serve.request import FinishReason, Sampling
 from tests.serve.fake_runner import FakeRunner
+from tests.serve.test_request import WithMinP
 
 
 def run(engine, most_steps=10_000):
@@ -192,6 +193,13 @@ def test_a_request_that_can_join_is_not_kept_waiting_by_steps_ahead(engine_of):
     for _ in range(2):
         engine.step()
     assert len(late.tokens) == 3
+
+
+def test_a_sampling_field_that_no_decode_step_honors_keeps_its_request_from_running_ahead(engine_of):
+    engine = engine_of(FakeRunner(max_ahead=4))
+    engine.add([1, 2], WithMinP(9, temperature=1.0, ignore_eos=True, min_p=0.1))
+    run(engine)
+    assert engine.stats().steps_ahead == 0
 
 
 def test_one_request_that_decode_steps_cannot_sample_keeps_the_batch_from_running_ahead(engine_of):

@@ -1,8 +1,53 @@
 """Tests of what a request may ask for."""
 
+from dataclasses import dataclass, fields
+
 import pytest
 
-from octile.serve.request import Sampling
+from octile.serve.request import OF_ENGINE, OF_LOGITS, OF_OPERATOR, OF_SAMPLES, Sampling
+
+OTHERS = {  # a value of each field that is not its default
+    "max_new_tokens": 7,
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "seed": 3,
+    "top_k": 4,
+    "stop": ("end",),
+    "logprobs": 0,
+    "ignore_eos": True,
+}
+
+
+@dataclass(frozen=True)
+class WithMinP(Sampling):
+    """A sampling with a field that is in no set."""
+
+    min_p: float = 0.0
+
+
+def test_every_field_is_honored_by_one_part():
+    honored = [*OF_OPERATOR, *OF_ENGINE, *OF_LOGITS, *OF_SAMPLES]
+    assert sorted(honored) == sorted(f.name for f in fields(Sampling)) == sorted(OTHERS)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_only_fields_of_operator_and_engine_run_ahead(name):
+    sampling = Sampling(**{"temperature": 1.0, name: OTHERS[name]})
+    assert sampling.can_run_ahead == (name in OF_OPERATOR | OF_ENGINE)
+    assert sampling.is_of_operator == (name in OF_OPERATOR | OF_ENGINE | OF_LOGITS)
+
+
+@pytest.mark.parametrize("name", sorted(OF_SAMPLES))
+def test_truncation_has_no_effect_on_greedy_texts(name):
+    sampling = Sampling(**{name: OTHERS[name]})
+    assert (sampling.can_run_ahead, sampling.is_of_operator) == (True, True)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_field_that_nobody_honors_does_not_run_ahead(temperature):
+    unset, given = WithMinP(temperature=temperature), WithMinP(temperature=temperature, min_p=0.1)
+    assert (unset.can_run_ahead, unset.is_of_operator) == (True, True)
+    assert (given.can_run_ahead, given.is_of_operator) == (False, False)
 
 
 @pytest.mark.parametrize(
