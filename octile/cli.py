@@ -241,16 +241,18 @@ class Generate:
         run: a run folder, or a Hugging Face folder of a DeepSeek-V3 model; the newest under runs/ if not given.
         prompt: the text to continue; an empty one has the model begin a text.
         max_new_tokens: maximum number of tokens to generate.
-        temperature: 0 is greedy, 1 samples from the model's distribution.
-        top_p: sample only from the most likely tokens that together have this probability.
+        temperature: 0 is greedy, 1 samples from the model's distribution. If not given, that of the folder's
+            generation_config.json, or 0 without one.
+        top_p: sample only from the most likely tokens that together have this probability. If not given, that of
+            generation_config.json, or 1.
         seed: seed of the random choices; with temperature 0 there are none.
     """
 
     run: tyro.conf.Positional[Path | None] = None
     prompt: str = "def "
     max_new_tokens: int = 200
-    temperature: float = 0.0
-    top_p: float = 1.0
+    temperature: float | None = None
+    top_p: float | None = None
     seed: int = 0
 
 
@@ -259,10 +261,12 @@ def generate(arguments: list[str]) -> None:
     options = _parse(Generate, arguments, "generate")
     run = options.run or _newest_run()
     from octile.serve.generate import generate_from
-    from octile.serve.request import Sampling
+    from octile.serve.load import Folder
 
-    sampling = Sampling(options.max_new_tokens, options.temperature, options.top_p, options.seed)
-    pieces = generate_from(run, options.prompt, sampling)
+    folder = Folder.open(run)
+    given = {name: value for name in ("temperature", "top_p") if (value := getattr(options, name)) is not None}
+    sampling = folder.sampling(max_new_tokens=options.max_new_tokens, seed=options.seed, **given)
+    pieces = generate_from(folder, options.prompt, sampling)
     show = escape_control_characters if sys.stdout.isatty() else str  # a pipe gets the text itself
     first = next(pieces, "")  # raises before the prompt is printed if it cannot be continued
     print(show(options.prompt + first), end="", flush=True)
@@ -280,6 +284,8 @@ class Serve:
         host: the address to listen at. 127.0.0.1 is reached from this machine only, 0.0.0.0 from its network, too.
         port: the port to listen at; 0 chooses a free one.
         model_name: the name by which clients ask for the model; the folder's name if not given.
+        sampling_defaults: model: requests that give no temperature, top_p or top_k get those of the folder's
+            generation_config.json; openai: they get OpenAI's, temperature 1 and all tokens.
         api_key: a key that clients must send; can be given several times. Other users of this machine can see it, but
             not one in the environment variable OCTILE_API_KEY.
         device: auto uses a GPU if there is one.
@@ -294,6 +300,7 @@ class Serve:
     host: str = "127.0.0.1"
     port: Annotated[int, Range(at_least=0, at_most=65535)] = 8000
     model_name: str | None = None
+    sampling_defaults: Literal["model", "openai"] = "model"
     api_key: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     limits: Limits = field(default_factory=Limits)
@@ -331,7 +338,7 @@ def serve(arguments: list[str]) -> None:
     device = pick_own_device(options.device)
     serve_folder(
         run, name, options.host, options.port, keys, device, options.limits, options.engine, options.cache,
-        options.parallel, options.processes,
+        options.parallel, options.processes, options.sampling_defaults == "model",
     )  # fmt: skip
 
 

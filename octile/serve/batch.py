@@ -123,6 +123,7 @@ class Runner(Protocol):
         n_pages: pages of the cache, numbered from 0.
         max_position: positions of a request at most: the model's context, or what the cache has place for.
         vocab_size: V.
+        end_tokens: that end a text by the model's configuration, besides the tokenizer's.
         can_draft: whether the model has a multi-token prediction layer.
         device: where the logits are.
         n_drafts: drafts of each request of a decode step.
@@ -140,6 +141,9 @@ class Runner(Protocol):
     device: torch.device
     n_drafts: int
     max_ahead: int
+
+    @property
+    def end_tokens(self) -> Sequence[int]: ...  # noqa: D102
 
     @property
     def expert_tokens(self) -> Mapping[int, tuple[int, ...]] | None: ...  # noqa: D102

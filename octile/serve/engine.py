@@ -13,7 +13,7 @@ engine drafts, a pass of the multi-token prediction layer. The engine has no thr
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -63,8 +63,9 @@ class Engine:
 
     Args:
         runner: the model's forward passes over a paged cache.
-        tokenizer: decodes tokens to text, and names the end-of-text token.
+        tokenizer: decodes tokens to text, and names an end-of-text token; the runner names those of the model.
         config: how much is done at once.
+        end_tokens: further end-of-text tokens, those of `generation_config.json`.
 
     Raises:
         ValueError: config asks for drafts, and the model has no multi-token prediction layer.
@@ -72,10 +73,17 @@ class Engine:
 
     idle_seconds: float | None = None  # see `octile.serve.async_engine.StepEngine`
 
-    def __init__(self, runner: Runner, tokenizer: Tokenizer, config: EngineConfig | None = None):
+    def __init__(
+        self,
+        runner: Runner,
+        tokenizer: Tokenizer,
+        config: EngineConfig | None = None,
+        end_tokens: Collection[int] = (),
+    ):
         self.config = config or EngineConfig()
         check_can_draft(self.config.n_drafts, runner.can_draft, "engine.n_drafts")
-        self._runner, self._tokenizer, self._end = runner, tokenizer, tokenizer.end
+        self._runner, self._tokenizer = runner, tokenizer
+        self._end_tokens = frozenset((tokenizer.end, *runner.end_tokens, *end_tokens))
         self._pages = PageAllocator(runner.n_pages)
         self._scheduler = Scheduler(self._pages, runner.page_size, self.config)
         self._drafter = Drafter(runner, self._scheduler, self.config.n_drafts) if self.config.n_drafts else None
@@ -376,7 +384,7 @@ class Engine:
             if token < 0:
                 reason, error = FinishReason.ERROR, why or _describe_logits(token, request)
                 break
-            if token == self._end and not sampling.ignore_eos:
+            if token in self._end_tokens and not sampling.ignore_eos:
                 reason = FinishReason.STOP
                 break
             tokens.append(token)

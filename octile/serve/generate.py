@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -19,14 +19,14 @@ from octile.tokenizer import Tokenizer, check_text
 
 
 def generate_from(
-    folder: Path, prompt: str, sampling: Sampling, device: torch.device | str | None = None
+    folder: Path | Folder, prompt: str, sampling: Sampling, device: torch.device | str | None = None
 ) -> Iterator[str]:
     """Generate text with the model and the tokenizer of a run folder or a Hugging Face folder.
 
     The model reads a begin-of-text token and the prompt. After an empty prompt it begins a text of its own.
 
     Args:
-        folder: of the model.
+        folder: of the model, or the opened one, whose `Folder.sampling` has the model's defaults.
         prompt: the text to continue.
         sampling: how to continue it.
         device: a GPU if there is one and None is given. Activations are BF16 on a GPU and FP32 on a CPU.
@@ -36,10 +36,12 @@ def generate_from(
         ValueError: a file is damaged, the prompt is no Unicode text or too long for the model's context, or the
             tokenizer is that of another model. The last three are raised before weights are read.
     """
-    opened = Folder.open(folder)
+    opened = folder if isinstance(folder, Folder) else Folder.open(folder)
+    opened.warn_of_unused()
     tokens = _encode(prompt, opened.tokenizer, opened.model, sampling)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return _generate(opened.read_weights(device, drafts=False), opened.tokenizer, tokens, sampling)
+    weights, end_tokens = opened.read_weights(device, drafts=False), opened.generation.end_tokens
+    return _generate(weights, opened.tokenizer, tokens, sampling, end_tokens)
 
 
 def generate_text(
@@ -64,12 +66,16 @@ def _encode(prompt: str, tokenizer: Tokenizer, model: ModelConfig, sampling: Sam
 
 
 def _generate(
-    model: DeepseekV3 | ServedWeights, tokenizer: Tokenizer, tokens: list[int], sampling: Sampling
+    model: DeepseekV3 | ServedWeights,
+    tokenizer: Tokenizer,
+    tokens: list[int],
+    sampling: Sampling,
+    end_tokens: Sequence[int] = (),
 ) -> Iterator[str]:
     """Generate the continuation of tokens, as pieces of text when they are complete."""
     n_pages = -(-(len(tokens) + sampling.max_new_tokens) // ModelRunner.page_size)
     runner = ModelRunner(model, n_pages, max_batch=1, max_step_tokens=0)  # one prompt is worth no graphs
-    engine = Engine(runner, tokenizer, EngineConfig(max_batch=1))
+    engine = Engine(runner, tokenizer, EngineConfig(max_batch=1), end_tokens)
     engine.add(tokens, sampling)
     while engine.has_work:
         for output in engine.step():

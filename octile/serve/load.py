@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import warnings
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,10 +23,12 @@ from octile.serve.dynamic_redundancy import TooFewActiveError, choose_copies
 from octile.serve.engine import Engine
 from octile.serve.expert_balance import rebalance_experts
 from octile.serve.few_rows_support import why_not_few_rows
+from octile.serve.generation_config import FILE, GenerationConfig, read_generation_config
 from octile.serve.head_share import check_heads, is_of_heads
 from octile.serve.index_pages import needs_index
 from octile.serve.latent_pages import CacheFormat
 from octile.serve.model_runner import ModelRunner
+from octile.serve.request import Sampling
 from octile.serve.routed_shared_experts import check_batch_invariant, check_shared, with_shared_load
 from octile.serve.spread_engine import SpreadEngine
 from octile.serve.spread_experts import SpreadExperts
@@ -47,11 +50,15 @@ class Folder:
         path: the Hugging Face folder.
         model: its configuration.
         tokenizer: its tokenizer.
+        generation: what its `generation_config.json` gives.
+        unused: fields of that file that would change a text and are not used, with their values.
     """
 
     path: Path
     model: ModelConfig
     tokenizer: Tokenizer
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+    unused: Sequence[str] = ()
 
     @classmethod
     def open(cls, path: Path) -> Folder:
@@ -68,7 +75,21 @@ class Folder:
                 f"{inside} has a tokenizer of {tokenizer.vocab_size} tokens, but the model's vocabulary has "
                 f"{model.vocab_size}: the tokenizer is that of another model"
             )
-        return cls(inside, model, tokenizer)
+        return cls(inside, model, tokenizer, *read_generation_config(inside, model.vocab_size))
+
+    def sampling(self, **given: Any) -> Sampling:
+        """Make a `Sampling` of fields, where those that are not given are as `generation_config.json` says.
+
+        Raises:
+            TypeError, ValueError: as `Sampling`.
+        """
+        return Sampling(**{**self.generation.sampling, **given})
+
+    def warn_of_unused(self) -> None:
+        """Warn of the fields of `generation_config.json` that would change a text and are not used."""
+        if self.unused:
+            what = f"{FILE} of {self.path} has fields that are not used: {', '.join(self.unused)}"
+            warnings.warn(what, RuntimeWarning, stacklevel=2)
 
     def read_weights(self, device: torch.device, drafts: bool) -> ServedWeights:
         """Read the weights. Activations are BF16 on a GPU and FP32 on a CPU.
@@ -102,7 +123,7 @@ class Folder:
         weights, stored = self.read_weights(device, engine.n_drafts > 0), cache.format or _cached(device)
         n_pages = self._n_pages(weights, stored, engine, cache.gib, phase)
         runner = _runner(weights, n_pages, stored, engine, phase=phase)
-        return Engine(runner, self.tokenizer, engine), runner
+        return Engine(runner, self.tokenizer, engine, self.generation.end_tokens), runner
 
     def check_parallel(self, parallel: ParallelConfig, batch_invariant: bool = False) -> None:
         """Check that the model's experts can be spread over the ranks, and its heads over those of a group.
@@ -212,7 +233,7 @@ class Folder:
         n_pages = torch.tensor(self._n_pages(experts.weights, stored, engine, cache.gib))
         dist.all_reduce(n_pages, dist.ReduceOp.MIN, control)
         runner = _runner(experts, int(n_pages), stored, engine, parallel.micro_batches)
-        own = Engine(runner, self.tokenizer, engine)
+        own = Engine(runner, self.tokenizer, engine, self.generation.end_tokens)
         return SpreadEngine(own, runner, seconds, control, parallel.timeout), runner
 
     def _n_pages(

@@ -29,6 +29,7 @@ from octile.serve.decode_loop import DecodeLoop
 from octile.serve.drafts import check_can_draft
 from octile.serve.expert_load import ExpertLoad
 from octile.serve.forward import Forward
+from octile.serve.generation_config import tokens_of
 from octile.serve.graph_memory import GraphMemory
 from octile.serve.index_pages import IndexPages, bytes_per_key, needs_index
 from octile.serve.latent_pages import CacheFormat, LatentPages, bytes_per_row
@@ -109,6 +110,7 @@ class ModelRunner:
         c = weights.config
         cache_format = cache_format or ("float32" if weights.dtype == torch.float32 else "bf16")
         self.n_pages, self.vocab_size, self.can_draft = n_pages, c.vocab_size, weights.mtp is not None
+        self.end_tokens = tokens_of(c.eos_token_id)
         check_can_draft(n_drafts, self.can_draft)
         self.max_position = min(c.max_position_embeddings, n_pages * PAGE)
         self.device, self.batch_invariant = weights.device, batch_invariant

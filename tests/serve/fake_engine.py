@@ -43,6 +43,7 @@ class FakeEngine:
         self.may_step = threading.Event()
         self.may_step.set()
         self.requests: dict[int, Request] = {}
+        self.samplings: list[Sampling] = []  # of all requests
         self.added = self.finished = self.canceled = self.steps = self.generated = self.prompt_tokens = 0
 
     def check(self, prompt: Sequence[int], sampling: Sampling) -> None:
@@ -57,6 +58,7 @@ class FakeEngine:
         self.check(prompt, sampling)
         request = Request(self.added, prompt, sampling, sampling.seed or 0)
         self.requests[request.id] = request
+        self.samplings.append(sampling)
         self.added += 1
         self.prompt_tokens += len(prompt)
         return request

@@ -18,6 +18,7 @@ class FakeRunner:
     can_draft = True
     device = torch.device("cpu")
     expert_tokens = None
+    end_tokens = ()
 
     def __init__(
         self, n_pages=64, page_size=4, vocab_size=320, max_position=10_000, scale=1.0, max_ahead=0, n_drafts=0

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from ipaddress import ip_address
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from octile.serve.config import CacheConfig, EngineConfig, ParallelConfig, Proce
 from octile.serve.disaggregated.router import Router
 from octile.serve.front_engine import FrontEngine, follow
 from octile.serve.garbage import freeze_loaded
+from octile.serve.generation_config import FILE
 from octile.serve.http.address import bind, url_of
 from octile.serve.http.chat import ChatTemplate
 from octile.serve.http.config import Limits
@@ -42,6 +44,7 @@ def serve(
     cache: CacheConfig,
     parallel: ParallelConfig,
     processes: ProcessesConfig,
+    has_model_defaults: bool,
 ) -> None:
     """Serve a folder; see `octile.cli.Serve` for the arguments. The address is bound before the weights are read.
 
@@ -71,6 +74,7 @@ def serve(
                     where += f" in groups of {parallel.tp}"
             if place is not None:  # on rank 0
                 print(f"loading {name} on {where}", file=sys.stderr, flush=True)
+                folder.warn_of_unused()
             if processes.prefill:
                 vocab_size = folder.model.vocab_size
                 router = Router(folder.path, processes, device, engine, cache, vocab_size, parallel.timeout)
@@ -92,7 +96,8 @@ def serve(
                 loaded = _Loaded.of(FrontEngine(spread, ranks, control, place.http.fail), runner)
                 where += f", each {'group ' if parallel.tp > 1 else ''}with this cache"
             assert place is not None  # on rank 0
-            _answer(place, folder, name, host, api_keys, limits, loaded, where, chat)
+            defaults = folder.generation.sampling if has_model_defaults else {}
+            _answer(place, folder, name, host, api_keys, limits, loaded, where, chat, defaults)
     except Exception as error:
         if (explained := explain(error)) is not error:
             raise explained from error
@@ -140,6 +145,7 @@ def _answer(
     loaded: _Loaded,
     where: str,
     chat: ChatTemplate,
+    defaults: Mapping[str, Any],
 ) -> None:
     """Answer requests until a signal comes, and end the other ranks and processes."""
     url = place.url
@@ -149,13 +155,18 @@ def _answer(
     print(f"serving {name} on {where}: context {loaded.context} tokens{fewer}, cache {pages}", flush=True)
     if chat.is_plain:
         print("its tokenizer has no chat template, like a base model's: chats use a plain one (User: … Assistant:)")
+    if defaults:
+        values = ", ".join(f"{field} {value:g}" for field, value in defaults.items())
+        print(f"requests that give none get its {FILE}'s {values} (not with --sampling-defaults openai)")
     if not api_keys and not place.is_local:
         print(f"octile: anyone who reaches {url} can use the model: --api-key restricts it", file=sys.stderr)
     engine, hosts = loaded.engine, (host,) if place.is_local and not api_keys else None
     vocab_size, stats = folder.model.vocab_size, engine.stats()
     freeze_loaded()
     try:
-        place.http.listen(Start(folder.path, vocab_size, loaded.context, stats, name, limits, api_keys, hosts))
+        place.http.listen(
+            Start(folder.path, vocab_size, loaded.context, stats, name, limits, defaults, api_keys, hosts)
+        )
         announcement = f"try it at {url}, or with OpenAI's client: base_url {url}/v1, model {name}"
         signals = place.http.serve(engine, announcement)
     finally:

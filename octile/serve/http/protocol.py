@@ -9,6 +9,7 @@ Source: OpenAI's API reference, completions and chat completions.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -77,9 +78,9 @@ class Generation(Body):
 
     model: str
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
-    top_k: Annotated[int, Field(ge=-1, le=MAX_TOP_K)] | None = 0
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_TOP_K)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = 1
     seed: Annotated[int, Field(ge=-(2**63), le=MAX_SEED)] | None = None
     stop: Annotated[str, Field(min_length=1)] | Stops | None = None
@@ -109,26 +110,35 @@ class Generation(Body):
             raise ValueError("stream_options is only for stream true")
         return self
 
-    def sampling(self, max_new_tokens: int, logprobs: int | None, choice: int, stop: tuple[str, ...] = ()) -> Sampling:
+    def sampling(
+        self,
+        max_new_tokens: int,
+        logprobs: int | None,
+        choice: int,
+        defaults: Mapping[str, Any],
+        stop: tuple[str, ...] = (),
+    ) -> Sampling:
         """The sampling of one choice. With a seed, each choice has its own, the following one.
 
         Args:
             max_new_tokens: limit of this choice's tokens.
             logprobs: as in `Sampling`.
             choice: the number of the choice, from 0.
+            defaults: temperature, top_p and top_k of the model, which count if the request gives none.
             stop: strings that end the text besides the request's own.
 
         Raises:
             ApiError: 400, the engine samples with no such value.
         """
+        top_k = None if self.top_k is None else max(self.top_k, 0)
+        given = {"temperature": self.temperature, "top_p": self.top_p, "top_k": top_k}
+        how = {"temperature": 1.0, **defaults, **{name: value for name, value in given.items() if value is not None}}
         own = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         try:
             return Sampling(
                 max_new_tokens=max_new_tokens,
-                temperature=1.0 if self.temperature is None else self.temperature,
-                top_p=1.0 if self.top_p is None else self.top_p,
+                **how,
                 seed=None if self.seed is None else (self.seed + choice) % (MAX_SEED + 1),
-                top_k=max(self.top_k or 0, 0),
                 stop=tuple(dict.fromkeys((*own, *stop))),
                 logprobs=logprobs,
                 ignore_eos=bool(self.ignore_eos),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from fastapi import Request
 from fastapi.responses import Response
@@ -81,6 +81,7 @@ class Service:
         chat: the chat template.
         limits: what is refused.
         model: the name under which the model is served.
+        defaults: fields of `Sampling` of requests that do not give them; besides them OpenAI's.
 
     Attributes:
         engine: the engine in its thread.
@@ -89,12 +90,20 @@ class Service:
     """
 
     def __init__(
-        self, engine: StepEngine, tokenizer: Tokenizer, context: int, chat: ChatTemplate, limits: Limits, model: str
+        self,
+        engine: StepEngine,
+        tokenizer: Tokenizer,
+        context: int,
+        chat: ChatTemplate,
+        limits: Limits,
+        model: str,
+        defaults: Mapping[str, Any] | None = None,
     ):
         self.metrics = Metrics(model, lambda: self.engine.stats)
         self.engine = AsyncEngine(engine, self.metrics)
         self.chat, self.limits, self.model, self.created = chat, limits, model, int(time.time())
         self.tokenizer, self.context = tokenizer, context
+        self._defaults = defaults or {}
         self.in_flight, self.is_draining = 0, False
 
     def why_closed(self) -> str | None:
@@ -123,8 +132,9 @@ class Service:
                 self._check_length(text, "prompt")
         prompts = [begin + self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in body.prompts]
         asked = [
-            (prompt, body.sampling(self._new_tokens(prompt, body.max_tokens or 16, "max_tokens"), body.logprobs, i))
+            (prompt, body.sampling(new_tokens, body.logprobs, i, self._defaults))
             for prompt in prompts
+            for new_tokens in [self._new_tokens(prompt, body.max_tokens or 16, "max_tokens")]
             for i in range(body.n or 1)
         ]
         self._check(asked[:: body.n or 1])
@@ -139,7 +149,8 @@ class Service:
         name = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
         new_tokens = self._new_tokens(prompt, body.max_completion_tokens or body.max_tokens, name)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        asked = [(prompt, body.sampling(new_tokens, logprobs, i, self.chat.stop)) for i in range(body.n or 1)]
+        choices = range(body.n or 1)
+        asked = [(prompt, body.sampling(new_tokens, logprobs, i, self._defaults, self.chat.stop)) for i in choices]
         self._check(asked[:1])
         return Job(ChatCompletion(self.model, self.tokenizer, [prompt], body.n or 1), asked)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import socket
 import sys
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from octile.serve.http.address import listen
 from octile.serve.http.config import Limits
@@ -22,7 +23,7 @@ class Start(NamedTuple):
         folder: the Hugging Face folder, with the tokenizer.
         vocab_size, context: of the model, and the positions that a prompt and its new tokens may have together.
         stats: of the engine.
-        name, limits: as of `Service`.
+        name, limits, defaults: as of `Service`.
         api_keys, hosts: as of `Server`.
     """
 
@@ -32,6 +33,7 @@ class Start(NamedTuple):
     stats: Stats
     name: str
     limits: Limits
+    defaults: Mapping[str, Any]
     api_keys: tuple[str, ...]
     hosts: tuple[str, ...] | None
 
@@ -58,7 +60,7 @@ def answer(connection: Connection, bound: socket.socket) -> None:
     tokenizer = Tokenizer.load(start.folder)
     engine = PipeEngine(connection, start.vocab_size, start.context, start.stats)
     chat = ChatTemplate.load(start.folder, tokenizer)
-    service = Service(engine, tokenizer, start.context, chat, start.limits, start.name)
+    service = Service(engine, tokenizer, start.context, chat, start.limits, start.name, start.defaults)
     server = Server(service, start.api_keys, start.hosts)
     engine.on_drain = server.drain
     freeze_loaded()

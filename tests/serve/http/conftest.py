@@ -20,11 +20,19 @@ from tests.serve.fake_engine import FakeEngine
 class Served:
     """A running server, its engine and its address."""
 
-    def __init__(self, engine, limits: Limits, api_keys: tuple[str, ...], template: str | None, hosts=None):
+    def __init__(
+        self, engine, limits: Limits, api_keys: tuple[str, ...], template: str | None, hosts=None, defaults=None
+    ):
         self.engine, socket = engine, bind("127.0.0.1", 0)
         self.url = url_of(socket)
         self.service = Service(
-            engine, engine.tokenizer, engine.max_position, ChatTemplate(engine.tokenizer, template), limits, "micro"
+            engine,
+            engine.tokenizer,
+            engine.max_position,
+            ChatTemplate(engine.tokenizer, template),
+            limits,
+            "micro",
+            defaults,
         )
         self.server = Server(self.service, api_keys, hosts=hosts)
         self.error: Exception | None = None
@@ -59,8 +67,8 @@ def serve(tokenizer):
     """Start a server with an engine, limits, keys and a chat template; it is stopped at the end of the test."""
     started: list[Served] = []
 
-    def start(limits=Limits(drain=1.0), api_keys=(), template=None, hosts=None, **engine) -> Served:  # noqa: B008
-        started.append(Served(FakeEngine(tokenizer, **engine), limits, api_keys, template, hosts))
+    def start(limits=Limits(drain=1.0), api_keys=(), template=None, hosts=None, defaults=None, **engine) -> Served:  # noqa: B008
+        started.append(Served(FakeEngine(tokenizer, **engine), limits, api_keys, template, hosts, defaults))
         return started[-1]
 
     yield start

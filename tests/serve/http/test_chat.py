@@ -77,7 +77,7 @@ def test_a_template_has_names_and_ids_of_tools(tokenizer):
 def test_a_chat_with_as_many_stops_as_it_may_have_keeps_those_of_the_template():
     own = [str(i) for i in range(16)]
     body = ChatBody(model="m", messages=[Message(role="user", content="a")], stop=own)
-    assert body.sampling(1, None, 0, PLAIN_STOP).stop == (*own, *PLAIN_STOP)
+    assert body.sampling(1, None, 0, {}, PLAIN_STOP).stop == (*own, *PLAIN_STOP)
 
 
 def test_the_plain_template(tokenizer):

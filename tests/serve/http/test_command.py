@@ -1,7 +1,9 @@
 """`octile serve` in a process of its own, with a real model."""
 
+import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,8 +28,17 @@ def start(folder: Path, *options: str) -> subprocess.Popen:
 
 
 @pytest.fixture(scope="module")
-def process(folder):
-    server = start(folder, "--limits.drain", "20")
+def configured(folder, tmp_path_factory):
+    """The folder of a model with a generation_config.json."""
+    copy = shutil.copytree(folder, tmp_path_factory.mktemp("command") / "micro")
+    values = {"eos_token_id": [1, 70], "do_sample": True, "temperature": 0.5, "top_k": 200, "min_p": 0.1}
+    (copy / "generation_config.json").write_text(json.dumps(values))
+    return copy
+
+
+@pytest.fixture(scope="module")
+def process(configured):
+    server = start(configured, "--limits.drain", "20")
     yield server
     server.kill()
     server.communicate()
@@ -55,21 +66,27 @@ def test_it_says_what_it_serves(printed):
         r"serving micro on cpu: context \d+ tokens, cache [\d,]+ pages of 64 tokens, \S+ [GMK]iB\n", printed[0]
     )
     assert "no chat template" in printed[1]
-    assert re.search(r"^try it at http://127\.0\.0\.1:\d+, ", printed[2])
+    defaults = "temperature 0.5, top_k 200 (not with --sampling-defaults openai)"
+    assert printed[2] == f"requests that give none get its generation_config.json's {defaults}\n"
+    assert re.search(r"^try it at http://127\.0\.0\.1:\d+, ", printed[3])
 
 
 def test_it_says_on_standard_error_that_it_loads_before_it_serves(process, printed):
     assert process.stderr.readline() == "loading micro on cpu\n"
+    assert re.fullmatch(
+        r"octile: generation_config.json of \S+ has fields that are not used: min_p 0.1\n", process.stderr.readline()
+    )
 
 
 def test_another_sites_name_is_refused(client):
     assert httpx.get(str(client.base_url.join("/health")), headers={"host": "evil.example"}).status_code == 403
 
 
-def test_the_text_is_that_of_the_engine(client, folder, tokenizer):
+def test_the_text_is_that_of_the_engine(client, configured, tokenizer):
     answer = client.completions.create(model="micro", prompt="def f", max_tokens=20, seed=3)
-    engine, _ = Folder.open(folder).load(torch.device("cpu"), EngineConfig(), CacheConfig())
-    engine.add([tokenizer.begin, *tokenizer.encode("def f")], Sampling(max_new_tokens=20, temperature=1.0, seed=3))
+    opened = Folder.open(configured)
+    engine, _ = opened.load(torch.device("cpu"), EngineConfig(), CacheConfig())
+    engine.add([tokenizer.begin, *tokenizer.encode("def f")], opened.sampling(max_new_tokens=20, seed=3))
     text = ""
     while engine.has_work:
         text += "".join(output.text for output in engine.step())

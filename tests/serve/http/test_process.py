@@ -58,7 +58,7 @@ def serving(saved, engine: FakeEngine, client: Callable[[str, int], object] | No
 
 
 def start(saved, engine: FakeEngine) -> Start:
-    return Start(saved, engine.tokenizer.vocab_size, 4096, engine.stats(), "micro", Limits(), (), None)
+    return Start(saved, engine.tokenizer.vocab_size, 4096, engine.stats(), "micro", Limits(), {}, (), None)
 
 
 def end(number: signal.Signals = signal.SIGTERM) -> None:

@@ -27,6 +27,25 @@ def test_health(served):
     assert (response.status_code, response.json()) == (200, {"status": "ok"})
 
 
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+@pytest.mark.parametrize(
+    ("defaults", "given", "expected"),
+    [
+        (None, {}, (1.0, 1.0, 0)),
+        ({"temperature": 0.6, "top_p": 0.95, "top_k": 20}, {}, (0.6, 0.95, 20)),
+        ({"temperature": 0.6, "top_p": 0.95, "top_k": 20}, {"temperature": None, "top_k": None}, (0.6, 0.95, 20)),
+        ({"temperature": 0.0, "top_k": 20}, {"temperature": 0.5, "top_p": 0.5, "top_k": -1}, (0.5, 0.5, 0)),
+    ],
+)
+def test_the_models_sampling_values_are_those_of_requests_that_give_none(serve, path, defaults, given, expected):
+    served = serve(defaults=defaults)
+    body = {"model": "micro", "prompt": "a", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1, **given}
+    del body["messages" if path == "completions" else "prompt"]
+    assert httpx.post(f"{served.url}/v1/{path}", json=body).status_code == 200
+    (sampling,) = served.engine.samplings
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == expected
+
+
 @pytest.mark.parametrize("path", ["", "health", "metrics"])
 def test_monitors_may_ask_with_head(served, path):
     response = httpx.head(f"{served.url}/{path}")
