@@ -78,6 +78,18 @@ def test_drafts_take_fewer_steps(engine_of):
     assert steps[1] < 40
 
 
+@pytest.mark.parametrize("max_ahead", [0, 4])
+@pytest.mark.parametrize("max_new_tokens", [1, 2, 3, 12])
+def test_no_draft_is_made_that_the_text_has_no_room_for(engine_of, max_new_tokens, max_ahead):
+    engine = engine_of(FakeRunner(max_ahead=max_ahead, n_drafts=3), n_drafts=3)
+    request = engine.add([1, 2, 3], Sampling(max_new_tokens, ignore_eos=True))
+    while engine.has_work:
+        engine.step()
+        # a pass chooses one token more than it verifies drafts
+        assert len(request.drafts) == (0 if request.finish_reason else min(3, request.n_remaining - 1))
+    assert request.n_generated == max_new_tokens
+
+
 def test_the_acceptance_rate_counts_verified_drafts(engine_of):
     engine = engine_of(n_drafts=1)
     engine.add([1, 2, 3], Sampling(60, ignore_eos=True))

@@ -85,6 +85,18 @@ def test_the_key_of_a_page_depends_on_the_pages_before_it():
     assert page_key(page_key(NO_KEY, [1, 2]), [3, 4]) != page_key(page_key(NO_KEY, [2, 1]), [3, 4])
 
 
+def test_shared_pages_are_not_free_any_more_unless_another_request_holds_them():
+    pages, keys = PageAllocator(5), keys_of([1, 2, 3, 4])
+    held = pages.allocate(2)
+    for page, key in zip(held, keys, strict=True):
+        pages.cache(page, key)
+    assert pages.n_free_without(held) == pages.n_free == 3
+    pages.free(held[1:])
+    assert (pages.n_free_without(held), pages.n_free_without(held[:1]), pages.n_free) == (3, 4, 4)
+    pages.share(held)
+    assert pages.n_free == 3
+
+
 def test_a_prefix_stays_cached_after_its_request():
     pages, keys = PageAllocator(4), keys_of([1, 2, 3, 4])
     held = pages.allocate(2)

@@ -136,6 +136,42 @@ def test_equal_prompts_that_arrive_together_are_computed_once():
     assert (scheduler.prompt_tokens, scheduler.shared_tokens) == (3 * 14 + 5, 2 * 12)
 
 
+def test_requests_that_are_held_back_keep_their_order():
+    scheduler = scheduler_of(max_step_tokens=15)
+    requests = [add(scheduler, 14, first=7) for _ in range(3)] + [add(scheduler, 5)]
+    assert step(scheduler) == {0: 14, 3: 1}
+    assert list(scheduler.waiting) == requests[1:3]
+
+
+def spare_pages(n_running, n_free, n_tokens):
+    """Whether a request of n_tokens joins n_running ones, which decode within their pages, with n_free free pages."""
+    scheduler = scheduler_of(n_pages=n_running + n_free)
+    for _ in range(n_running):
+        add(scheduler, 2, max_new_tokens=2)
+    step(scheduler)
+    assert scheduler.pages.n_free == n_free
+    add(scheduler, n_tokens)
+    assert scheduler.can_admit() == (len(step(scheduler)) > n_running)
+    return n_running in scheduler.running
+
+
+def test_a_page_for_each_running_request_stays_free_when_another_joins():
+    assert [spare_pages(1, n_free, 2 * PAGE) for n_free in (1, 2, 3)] == [False, False, True]
+    assert [spare_pages(3, n_free, 2 * PAGE) for n_free in (3, 4, 5)] == [False, False, True]
+
+
+def test_the_tokens_of_a_request_that_is_preempted_in_a_step_are_left_for_prompts():
+    scheduler = scheduler_of(n_pages=2 + 25 + 2)
+    add(scheduler, 1, max_new_tokens=40, request_id=5)  # as one that was preempted and came back has it: new, but first
+    step(scheduler)
+    add(scheduler, 4, max_new_tokens=40, request_id=0)
+    add(scheduler, 100, request_id=3)
+    while not scheduler.preemptions:
+        read = step(scheduler)
+    assert list(scheduler.running) == [0, 3]
+    assert read == {0: 1, 3: 15}
+
+
 def test_equal_prompts_that_wait_are_not_all_hashed_in_one_step(monkeypatch):
     hashed = []
     monkeypatch.setattr(scheduler_module, "page_key", lambda *page: hashed.append(page) or page_key(*page))

@@ -52,6 +52,12 @@ def test_a_text_ends_before_its_first_stop_string(tokenizer, text, stop):
     assert shown == (text[: min(found)] if found else text)
 
 
+@pytest.mark.parametrize("stop", [("lf", "el"), ("el", "lf")])
+def test_of_two_stop_strings_in_one_token_the_earlier_one_ends_the_text(of_kind, stop):
+    (token,) = of_kind.encode("self")
+    assert pieces(of_kind, [token], stop) == ["s", ""]
+
+
 def test_a_stop_string_across_tokens_is_never_shown(of_kind):
     tokens = [token for c in "one<end>two" for token in of_kind.encode(c)]
     stream = TextStream(of_kind, ["<end>"])
