@@ -20,6 +20,7 @@ positions.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ from octile.models.config import ModelConfig
 from octile.nn.indexer import weight_factor
 from octile.nn.norm import LAYER_NORM_EPS
 from octile.ops.decode_latents import write_and_rotate
-from octile.ops.index_rows import index_rows
+from octile.ops.index_rows import index_rows, rotate_first
 from octile.ops.norm import rms_norm
 from octile.ops.paged_attention import paged_attention
 from octile.ops.rope import rotate_
@@ -38,7 +39,14 @@ from octile.ops.row_invariant import row_invariant_matmul_nt
 from octile.ops.sparse_attention import paged_sparse_attention, sparse_attention
 from octile.scaled import ScaledTensor
 from octile.serve.block_weights import NORM_EPS, AttentionWeights, BlockWeights, IndexerWeights
-from octile.serve.chosen_keys import MAX_LOGITS, IndexQueries, choose_of_pages, choose_of_prefix, schedule
+from octile.serve.chosen_keys import (
+    MAX_LOGITS,
+    IndexQueries,
+    choose_of_pages,
+    choose_of_pages_in_fp32,
+    choose_of_prefix,
+    schedule,
+)
 from octile.serve.gemms import Gemms, Rows
 from octile.serve.index_pages import IndexPages
 from octile.serve.latent_pages import LatentPages
@@ -207,14 +215,22 @@ class Attention:
         assert x.values is not None
         k_TE = F.layer_norm(self.gemms.nt(x, w.k).float(), w.k_norm.shape, w.k_norm, w.k_bias, LAYER_NORM_EPS)
         q_TGE = self.gemms.nt(q, w.q_up).unflatten(-1, (len(w.heads), -1))
-        k, k_scale = index_rows(k_TE[None, :, None], *cos_sin)
+        k, k_scale = self._index_rows(k_TE[None, :, None], cos_sin)
         self.index.write(layer, slots, k[0, :, 0], k_scale[0, :, 0])
         if self.gemms.batch_invariant:
             weights_TG = row_invariant_matmul_nt(x.values.float()[None], w.heads[None], torch.float32)[0]
         else:
             weights_TG = F.linear(x.values.float(), w.heads)
-        index_q, q_scale = index_rows(q_TGE[None], *cos_sin)
+        index_q, q_scale = self._index_rows(q_TGE[None], cos_sin)
         return IndexQueries(index_q[0], weights_TG * weight_factor(*q_TGE.shape[1:]) * q_scale[0])
+
+    def _index_rows(self, x_1THE: Tensor, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Rotate the indexer's queries or keys, and quantize them unless they are in FP32: as `index_rows`."""
+        assert self.index is not None
+        if self.index.dtype != torch.float32:
+            return index_rows(x_1THE, *cos_sin)
+        rotated_1THE = rotate_first(x_1THE, *cos_sin)
+        return rotated_1THE, rotated_1THE.new_ones(rotated_1THE.shape[:3])
 
     def attend(
         self,
@@ -261,10 +277,19 @@ class Attention:
             o_THC = paged_attention(q_THW, cached, step.pages, step.lengths, *last, step.rows_per_text)
         else:
             assert self.index is not None
-            keys, text = self.index.layers[layer], (step.pages, step.lengths, step.schedule)
-            chosen_TK = choose_of_pages(of_index, keys, *text, self._n_chosen)
+            if self.index.dtype == torch.float32:
+                read, text = partial(self._index_keys, layer), (step.pages, step.lengths)
+                chosen_TK = choose_of_pages_in_fp32(of_index, read, *text, self._n_chosen)
+            else:
+                keys, scheduled = self.index.layers[layer], (step.pages, step.lengths, step.schedule)
+                chosen_TK = choose_of_pages(of_index, keys, *scheduled, self._n_chosen)
             o_THC = paged_sparse_attention(q_THW, cached, step.pages, chosen_TK, *last)
         self.gemms.heads_nt(o_THC, w.w_v, out_THV)
+
+    def _index_keys(self, layer: int, slots: Tensor) -> Tensor:
+        """Return the indexer's keys in slots of a layer, which are in FP32."""
+        assert self.index is not None
+        return self.index.read(layer, slots)[0]
 
     def _absorb(self, q_THX: Tensor, w: AttentionWeights) -> Tensor:
         """Multiply queries by W_UK: [T, H, C + R]."""

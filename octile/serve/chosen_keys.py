@@ -1,12 +1,14 @@
 """The choice of the positions that a row attends to: the indexer's logits of all that it sees, and the K highest.
 
 The logits of few rows are in memory at once. On Hopper the logits have kernels for 32 and 64 heads; rows with fewer get
-further heads of zeros, which change nothing.
+further heads of zeros, which change nothing. Queries and keys in FP32 are multiplied by torch, to compare with
+transformers.
 
 Shapes: T rows, G heads and E channels of the indexer, L positions, P pages, M pages of a text at most, K chosen
 positions.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -22,7 +24,7 @@ MAX_LOGITS = 2**26  # that are in memory at the same time
 
 
 class IndexQueries(NamedTuple):
-    """The indexer's queries of rows, [T, G, E] E4M3, and the weights of their heads times their scales, [T, G]."""
+    """The indexer's queries, [T, G, E] E4M3 or FP32, and the weights of their heads times their scales, [T, G]."""
 
     q: Tensor
     weights: Tensor
@@ -78,6 +80,20 @@ def choose_of_pages(
     return top_keys(logits_TL, torch.zeros_like(lengths_T), lengths_T, k)
 
 
+def choose_of_pages_in_fp32(
+    index: IndexQueries, read: Callable[[Tensor], Tensor], pages_TM: Tensor, lengths_T: Tensor, k: int
+) -> Tensor:
+    """Choose as `choose_of_pages`, of queries and keys in FP32, row after row.
+
+    Args:
+        index, pages_TM, lengths_T, k: as of `choose_of_pages`.
+        read: returns the keys [L, E] in slots [L].
+    """
+    slots_TL = (pages_TM.long()[:, :, None] * PAGE + torch.arange(PAGE, device=pages_TM.device)).flatten(1)
+    logits = [_fp32_logits(index.rows(row, 1), read(slots_L)) for row, slots_L in enumerate(slots_TL)]
+    return top_keys(torch.cat(logits), torch.zeros_like(lengths_T), lengths_T, k)
+
+
 def choose_of_prefix(index: IndexQueries, k_LE: Tensor, scale_L: Tensor, slots_L: Tensor, first: int, k: int) -> Tensor:
     """Choose for consecutive rows of a text, of which row i sees first + i + 1 positions.
 
@@ -91,10 +107,21 @@ def choose_of_prefix(index: IndexQueries, k_LE: Tensor, scale_L: Tensor, slots_L
     Returns:
         slots of the cache, int32 [T, K], −1 where there are no more.
     """
-    q, weights = index.padded()
-    ends_T = torch.arange(first + 1, first + 1 + len(q), dtype=torch.int32, device=q.device)
+    ends_T = torch.arange(first + 1, first + 1 + len(index.q), dtype=torch.int32, device=k_LE.device)
     starts_T = torch.zeros_like(ends_T)
-    logits_TL = mqa_logits(q.contiguous(), k_LE, scale_L, weights, starts_T, ends_T, 0, False, torch.float32)
+    if k_LE.dtype == torch.float32:
+        logits_TL = _fp32_logits(index, k_LE)
+    else:
+        q, weights = index.padded()
+        logits_TL = mqa_logits(q.contiguous(), k_LE, scale_L, weights, starts_T, ends_T, 0, False, torch.float32)
     position_TK = top_keys(logits_TL, starts_T, ends_T, k)
     slot_TK = slots_L[position_TK.clamp(min=0).long()].int()
     return slot_TK.masked_fill_(position_TK == ABSENT, ABSENT)
+
+
+def _fp32_logits(index: IndexQueries, k_LE: Tensor) -> Tensor:
+    """Compute the logits [T, L] of queries and keys in FP32, head after head."""
+    logits_TL = k_LE.new_zeros(len(index.q), len(k_LE))
+    for q_TE, weight_T in zip(index.q.unbind(1), index.weights.unbind(1), strict=True):
+        logits_TL += weight_T[:, None] * (q_TE @ k_LE.T).relu_()
+    return logits_TL

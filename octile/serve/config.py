@@ -9,6 +9,7 @@ from octile.validation import Range, check_fields
 
 EXPERT_WINDOW = 4096  # steps, if experts are placed anew
 REBALANCE_SECONDS = 600.0
+IndexFormat = Literal["e4m3", "float32"]
 MAX_DRAFTS = 7  # more would not be verified in CUDA graphs (`octile.serve.step_inputs`)
 
 
@@ -23,24 +24,30 @@ class EngineConfig:
         n_drafts: draft tokens per request and step, by the model's multi-token prediction layer; 0 does not draft.
         batch_invariant: compute each request's logits bit for bit as if it were alone, so that its text never depends
             on what else is in the batch; slower.
+        index_format: of the indexer's queries and keys in a model with sparse attention. e4m3: after a Hadamard
+            rotation, as DeepSeek published; float32: without it, as transformers, to compare texts. It is slower, and
+            steps on a GPU have no CUDA graphs.
         expert_window: count the tokens of each expert over so many steps, for `Stats.expert_tokens` and /metrics; a
             multiple of 8, 0 does not count. If not given, 4096 with redundant experts or a time after which experts are
             placed anew, else 0.
 
     Raises:
-        TypeError, ValueError: a field is not a number or outside its range, or a step has fewer tokens than a batch
-            needs to decode.
+        TypeError, ValueError: a field has another type or is outside its range, a step has fewer tokens than a batch
+            needs to decode, or batch_invariant is wanted with an indexer in FP32.
     """
 
     max_batch: Annotated[int, Range(at_least=1, at_most=4096)] = 64
     max_step_tokens: Annotated[int, Range(at_least=1, at_most=2**20)] = 2048
     n_drafts: Annotated[int, Range(at_least=0, at_most=MAX_DRAFTS)] = 0
     batch_invariant: bool = False
+    index_format: IndexFormat = "e4m3"
     expert_window: Annotated[int, Range(at_least=0, at_most=2**24)] | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, "engine.")
         check_expert_window(self.expert_window or 0, "engine.expert_window")
+        if self.batch_invariant and self.index_format != "e4m3":
+            raise ValueError(f"engine.index_format must be e4m3, not {self.index_format}, with engine.batch_invariant")
         needed = self.max_batch * (1 + self.n_drafts)
         if self.max_step_tokens < needed:
             raise ValueError(

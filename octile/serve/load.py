@@ -25,7 +25,7 @@ from octile.serve.expert_balance import rebalance_experts
 from octile.serve.few_rows_support import why_not_few_rows
 from octile.serve.generation_config import FILE, GenerationConfig, read_generation_config
 from octile.serve.head_share import check_heads, is_of_heads
-from octile.serve.index_pages import needs_index
+from octile.serve.index_pages import check_index_format, needs_index
 from octile.serve.latent_pages import CacheFormat
 from octile.serve.model_runner import ModelRunner
 from octile.serve.request import Sampling
@@ -116,14 +116,20 @@ class Folder:
                 unless `cache` gives its size.
 
         Raises:
-            ValueError: a file is damaged, the cache has no place for a page, or the model cannot draft.
+            ValueError: a file is damaged, the cache has no place for a page, or the model has no layer for drafts or no
+                indexer, and the engine is to use it.
             MemoryError: the weights leave no place for a cache.
         """
-        check_can_draft(engine.n_drafts, self.model.num_nextn_predict_layers > 0, "engine.n_drafts")
+        self._check_engine(engine)
         weights, stored = self.read_weights(device, engine.n_drafts > 0), cache.format or _cached(device)
         n_pages = self._n_pages(weights, stored, engine, cache.gib, phase)
         runner = _runner(weights, n_pages, stored, engine, phase=phase)
         return Engine(runner, self.tokenizer, engine, self.generation.end_tokens), runner
+
+    def _check_engine(self, engine: EngineConfig) -> None:
+        """Raise ValueError if the model has no layer that drafts, or no indexer, and the engine is to use it."""
+        check_can_draft(engine.n_drafts, self.model.num_nextn_predict_layers > 0, "engine.n_drafts")
+        check_index_format(engine.index_format, self.model.has_indexer, "engine.index_format")
 
     def check_parallel(self, parallel: ParallelConfig, batch_invariant: bool = False) -> None:
         """Check that the model's experts can be spread over the ranks, and its heads over those of a group.
@@ -213,7 +219,7 @@ class Folder:
         Raises:
             ValueError, MemoryError: as `load` or `window_of`.
         """
-        check_can_draft(engine.n_drafts, self.model.num_nextn_predict_layers > 0, "engine.n_drafts")
+        self._check_engine(engine)
         engine = replace(engine, expert_window=window_of(engine, parallel))
         seconds = REBALANCE_SECONDS if parallel.rebalance is None else parallel.rebalance
         c, drafts = self.model, engine.n_drafts > 0
@@ -250,7 +256,7 @@ class Folder:
 
         def count(max_position: int) -> int:
             """The pages of a cache for texts of so many positions, of which it may have fewer."""
-            size = ModelRunner.bytes_per_page(weights, stored, max_position)
+            size = ModelRunner.bytes_per_page(weights, stored, max_position, engine.index_format)
             if gib is not None:
                 places = int(gib * 2**30)
             elif weights.device.type == "cuda":
@@ -303,6 +309,7 @@ def _runner(
         engine.expert_window or 0,
         0 if phase == "decode" else engine.max_step_tokens,
         micro_batches,
+        engine.index_format,
     )
     if phase != "prefill" and (why_not := why_not_few_rows(runner.forward, engine.n_drafts > 0)) is not None:
         what = f"decode steps of few rows do not have all of Hopper's kernels: {why_not}"

@@ -23,7 +23,7 @@ from octile.parallel.symmetric_memory import PeerDispatcher
 from octile.serve.batch import Batch, DecodedTokens, DecodeRequest, Results
 from octile.serve.batch_check import BatchCheck
 from octile.serve.chosen_keys import why_not_captured
-from octile.serve.config import check_expert_window
+from octile.serve.config import IndexFormat, check_expert_window
 from octile.serve.decode_graphs import DecodeGraphs
 from octile.serve.decode_loop import DecodeLoop
 from octile.serve.drafts import check_can_draft
@@ -31,7 +31,7 @@ from octile.serve.expert_load import ExpertLoad
 from octile.serve.forward import Forward
 from octile.serve.generation_config import tokens_of
 from octile.serve.graph_memory import GraphMemory
-from octile.serve.index_pages import IndexPages, bytes_per_key, needs_index
+from octile.serve.index_pages import IndexPages, bytes_per_key, check_index_format, needs_index
 from octile.serve.latent_pages import CacheFormat, LatentPages, bytes_per_row
 from octile.serve.page_bytes import PageBytes
 from octile.serve.prefill_graphs import FILL_ROWS, MAX_ROWS, PrefillGraphs, padded_rows
@@ -62,6 +62,7 @@ class ModelRunner:
             run without one. 0: none is captured.
         micro_batches: 1 or 2, into which CUDA graphs of steps with prompts divide the rows that other ranks compute, of
             which one travels while the other is computed.
+        index_format: of the indexer's queries and keys, if the model has an indexer; see `EngineConfig`.
         expert_window: steps over which the tokens of each expert are counted; a multiple of 8. 0: they are not counted.
 
     Attributes:
@@ -73,9 +74,9 @@ class ModelRunner:
 
     Raises:
         TypeError, ValueError: as `ServedWeights.of_model` or `LatentPages`, max_batch or max_step_tokens is negative,
-            the model cannot draft, expert_window is no multiple of 8, two micro-batches are wanted of ranks that share
-            their rows, or shared experts cannot be routed: with batch_invariant several of them, or none on GPUs whose
-            steps are not launched ahead.
+            the model cannot draft or has no indexer to compute in FP32, expert_window is no multiple of 8, two
+            micro-batches are wanted of ranks that share their rows, or shared experts cannot be routed: with
+            batch_invariant several of them, or none on GPUs whose steps are not launched ahead.
     """
 
     page_size = PAGE
@@ -91,6 +92,7 @@ class ModelRunner:
         expert_window: int = 0,
         max_step_tokens: int = 2048,
         micro_batches: int = 1,
+        index_format: IndexFormat = "e4m3",
     ):
         if micro_batches not in (1, 2):
             raise ValueError(f"micro_batches must be 1 or 2, not {micro_batches}")
@@ -112,6 +114,9 @@ class ModelRunner:
         self.n_pages, self.vocab_size, self.can_draft = n_pages, c.vocab_size, weights.mtp is not None
         self.end_tokens = tokens_of(c.eos_token_id)
         check_can_draft(n_drafts, self.can_draft)
+        check_index_format(index_format, c.has_indexer)
+        if batch_invariant and index_format != "e4m3":
+            raise ValueError(f"index_format must be e4m3, not {index_format}, with batch_invariant")
         self.max_position = min(c.max_position_embeddings, n_pages * PAGE)
         self.device, self.batch_invariant = weights.device, batch_invariant
         n_layers = _n_layers(weights)
@@ -119,7 +124,7 @@ class ModelRunner:
         self.index: IndexPages | None = None
         if needs_index(c, self.max_position):
             assert c.index_head_dim is not None
-            self.index = IndexPages(n_layers, n_pages, c.index_head_dim, self.device)
+            self.index = IndexPages(n_layers, n_pages, c.index_head_dim, self.device, index_format)
         self.expert_load: ExpertLoad | None = None
         if expert_window:
             layers = [layer for layer in range(n_layers) if c.is_moe(layer)]
@@ -132,7 +137,8 @@ class ModelRunner:
         self._check = BatchCheck(self.vocab_size, self.max_position, n_pages)
         self.n_drafts, self._max_batch, self._max_step_tokens = n_drafts, max_batch, max_step_tokens
         if self._waits_for_index() and (max_batch or max_step_tokens):
-            why = f"{c.index_n_heads} heads of {c.index_head_dim} channels of the indexer have no kernel"
+            in_fp32 = " in FP32" if index_format == "float32" else ""
+            why = f"{c.index_n_heads} heads of {c.index_head_dim} channels of the indexer{in_fp32} have no kernel"
             warnings.warn(f"steps are computed without CUDA graphs: {why}", RuntimeWarning, stacklevel=2)
             max_batch = max_step_tokens = 0
         captures = self.device.type == "cuda" and self.spread is None  # with spread experts, what kernels can exchange
@@ -163,7 +169,10 @@ class ModelRunner:
         c = self.forward.weights.config
         if self.device.type != "cuda" or self.index is None or not c.index_n_heads or not c.index_head_dim:
             return False
-        return why_not_captured(c.index_n_heads, c.index_head_dim, self.device) is not None
+        return (
+            self.index.dtype == torch.float32
+            or why_not_captured(c.index_n_heads, c.index_head_dim, self.device) is not None
+        )
 
     def _capture(self, memory: GraphMemory, max_step_tokens: int) -> None:
         """Capture the graphs of all steps, so that no step of a running server waits for it."""
@@ -243,16 +252,22 @@ class ModelRunner:
         return DecodeLoop(self._decoding, self._max_batch, max_pages, self.n_drafts, memory)
 
     @staticmethod
-    def bytes_per_page(model: DeepseekV3 | ServedWeights, cache_format: CacheFormat, max_position: int) -> int:
+    def bytes_per_page(
+        model: DeepseekV3 | ServedWeights,
+        cache_format: CacheFormat,
+        max_position: int,
+        index_format: IndexFormat = "e4m3",
+    ) -> int:
         """Return the bytes that a page takes in all layers, by which an engine chooses n_pages.
 
         Args:
             model: its weights.
             cache_format: of the latents.
             max_position: of a text; with few positions there are no indexer's keys (`needs_index`).
+            index_format: of these keys.
         """
         c = model.config
-        of_index = bytes_per_key(c.index_head_dim or 0) if needs_index(c, max_position) else 0
+        of_index = bytes_per_key(c.index_head_dim or 0, index_format) if needs_index(c, max_position) else 0
         return _n_layers(model) * PAGE * (bytes_per_row(c.kv_lora_rank, c.qk_rope_head_dim, cache_format) + of_index)
 
     @staticmethod

@@ -25,6 +25,16 @@ def test_keys_are_read_where_they_were_written():
     assert not pages.layers[0].any()
 
 
+def test_keys_in_fp32_are_read_as_they_were_written():
+    pages, slots = IndexPages(2, N_PAGES, E, CPU, "float32"), torch.tensor([130, 0, 64, 63, 191])
+    k = torch.randn(5, E, generator=torch.Generator().manual_seed(0))
+    pages.write(1, slots, k, torch.ones(5))
+    read, scales = pages.read(1, slots)
+    assert torch.equal(read, k)
+    assert scales.tolist() == [1.0] * 5
+    assert pages.layers[0].shape == (N_PAGES, 64 * bytes_per_key(E, "float32"))
+
+
 def test_rows_without_a_slot_are_written_nowhere():
     pages = IndexPages(1, N_PAGES, E, CPU)
     pages.write(0, torch.tensor([-1, -1]), *keys(2))

@@ -130,6 +130,12 @@ def test_experts_that_cannot_be_spread_are_refused(layers, ep, redundant, messag
         folder.check_parallel(ParallelConfig(ep, redundant_experts=redundant))
 
 
+def test_an_indexer_that_the_model_has_not_is_refused_before_weights_are_read():
+    engine = EngineConfig(index_format="float32")
+    with pytest.raises(ValueError, match=r"engine.index_format must be e4m3, not float32: the model has no indexer"):
+        Folder(Path(), CONFIG, None).load(torch.device("cpu"), engine, CacheConfig())
+
+
 def test_heads_that_a_group_cannot_divide_are_refused(tmp_path):
     save(new_model(fp8=True), tmp_path, weights="fp8")
     folder = Folder(tmp_path, CONFIG, None)

@@ -5,16 +5,18 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM, DeepseekV32ForCausalLM, PreTrainedModel
 
 from octile.checkpoint import load, save
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.serve import attention
-from octile.serve.config import EngineConfig
+from octile.serve.config import EngineConfig, IndexFormat
 from octile.serve.engine import Engine
 from octile.serve.model_runner import ModelRunner
 from octile.serve.prefill_graphs import PrefillGraphs
 from octile.serve.request import Sampling
 from octile.serve.weights import ServedWeights
+from octile.tokenizer import Tokenizer
 from tests.serve.models import CONFIG, Texts, new_model, text
 from tests.train.conftest import MICRO
 
@@ -24,6 +26,9 @@ N_PAGES = 40
 LENGTHS = [150, 64, 66, 9]
 # prompts that are longer than TOPK or not, in one chunk and in several, single tokens and a few at once
 SIZES = [(100, 50, 0, 1), (0, 10, 24, 0), (1, 1, 2, 1), (0, 1, 40, 7), (20, 2, 0, 0), (29, 0, 0, 0)]
+N_PROMPT, GREEDY_TOKENS = [40, 30, 10, 3], 40
+# with few heads many logits are 0, and transformers chooses among equal ones in no fixed order
+OF_V32 = {"index_n_heads": 16, "num_nextn_predict_layers": 0, "eos_token_id": None}
 FP32_ERROR = 1e-5  # of logits, relative to their RMS
 
 
@@ -80,6 +85,64 @@ def test_decode_rows_choose_where_one_attends_to_more_than_is_chosen(model, monk
     assert [sorted(lengths)[-2:] for lengths in chosen_for] == SPARSE.num_hidden_layers * [[8, TOPK + 1]]
     for i, logits in enumerate(texts.logits):
         assert error(logits, whole(model, text(40, i))[: len(logits)]) < FP32_ERROR
+
+
+@pytest.fixture(scope="module")
+def theirs(model, tmp_path_factory) -> tuple[DeepseekV3, PreTrainedModel]:
+    """A model, and the same in transformers, whose indexer has neither Hadamard rotation nor E4M3."""
+    own = new_model(fp8=False, config=replace(SPARSE, **OF_V32))
+    folder = tmp_path_factory.mktemp("v32")
+    save(own, folder, "float32")
+    other = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert isinstance(other, DeepseekV32ForCausalLM)
+    return own, other
+
+
+def greedy_texts(model: DeepseekV3, tokenizer: Tokenizer, index_format: IndexFormat) -> list[list[int]]:
+    """The new tokens of 4 prompts, of which two are longer than the positions that are chosen, in one batch."""
+    engine = Engine(ModelRunner(model, N_PAGES, index_format=index_format), tokenizer)
+    requests = [engine.add(text(n, seed), Sampling(GREEDY_TOKENS, ignore_eos=True)) for seed, n in enumerate(N_PROMPT)]
+    while engine.has_work:
+        engine.step()
+    return [request.tokens for request in requests]
+
+
+def test_an_indexer_in_fp32_writes_the_texts_of_transformers(theirs, tokenizer):
+    model, other = theirs
+    settings = {"max_new_tokens": GREEDY_TOKENS, "do_sample": False, "eos_token_id": None}
+    expected = [
+        other.generate(torch.tensor([text(n, seed)]), **settings)[0].tolist() for seed, n in enumerate(N_PROMPT)
+    ]
+    assert greedy_texts(model, tokenizer, "float32") == expected
+    assert greedy_texts(model, tokenizer, "e4m3") != expected
+
+
+def test_the_default_rounds_the_indexer_as_published(theirs):
+    model, _ = theirs
+    for i, logits in enumerate(read_all(ModelRunner(model, N_PAGES))):
+        assert error(logits, whole(model, text(LENGTHS[i], i))) < FP32_ERROR
+    in_fp32 = read_all(ModelRunner(model, N_PAGES, index_format="float32"))
+    assert error(in_fp32[0], whole(model, text(LENGTHS[0], 0))) > 1e-3
+    assert EngineConfig().index_format == "e4m3"
+
+
+def test_an_indexer_in_fp32_of_a_model_without_one_is_refused():
+    with pytest.raises(ValueError, match="index_format must be e4m3, not float32: the model has no indexer"):
+        ModelRunner(new_model(fp8=False), N_PAGES, index_format="float32")
+
+
+def test_an_indexer_in_fp32_in_batch_invariant_mode_is_refused(model):
+    with pytest.raises(ValueError, match="index_format must be e4m3, not float32, with batch_invariant"):
+        ModelRunner(model, N_PAGES, batch_invariant=True, index_format="float32")
+    with pytest.raises(ValueError, match=r"engine.index_format must be e4m3, not float32, with engine.batch_invariant"):
+        EngineConfig(batch_invariant=True, index_format="float32")
+
+
+def test_a_page_of_keys_in_fp32_has_the_bytes_that_an_engine_counts(model):
+    runner = ModelRunner(model, N_PAGES, index_format="float32")
+    counted = ModelRunner.bytes_per_page(model, "float32", runner.max_position, "float32")
+    assert counted == runner.pages.bytes_per_page
+    assert counted > ModelRunner.bytes_per_page(model, "float32", runner.max_position)
 
 
 def test_rows_are_chosen_for_in_parts(model, monkeypatch):
