@@ -8,42 +8,35 @@
     load_tensors(path, targets, check=False)                        # on 1, 2, 8 … ranks, with other chunks
     ShardedCheckpoint(path).rows("model.norm.weight", 0, 4)         # on one, without a process group
 
-`torch.distributed.checkpoint.async_save` does the work: tensors are copied to host memory, pinned if they are on a GPU,
-and a thread plans, writes and reports errors to all ranks, over a gloo group of its own. A chunk that several ranks
-hold is copied and written by one of them. `sharded.py` has the format.
+Tensors are copied to host memory, pinned if they are on a GPU, and a thread writes them. Errors go to all ranks, by a
+gloo group of its own. A chunk that several ranks hold is copied and written by one of them. `sharded.py` has the
+format. `torch.distributed.checkpoint` does the same, but its ranks pickle what they tell each other.
 
 **A kill at any time loses nothing.** Every save goes to a new folder. Its octile.json, which makes it a checkpoint, is
 written last, by rank 0, when all files of all ranks are on the disk. Only then are older checkpoints removed.
 """
 
 import json
-import warnings
 from collections import defaultdict
-from collections.abc import Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import AsyncStager
 
 from octile.checkpoint.files import RECORD
 from octile.checkpoint.sharded import (
     Chunk,
-    ChunkLoadPlanner,
-    ChunkSavePlanner,
     ShardedCheckpoint,
-    ShardReader,
     ShardWriter,
     Sizes,
-    local_tensors,
+    WrittenChunk,
 )
 from octile.checkpoint.step_folders import (
     check_records,
@@ -56,7 +49,9 @@ from octile.checkpoint.step_folders import (
 )
 from octile.checkpoint.store import Store
 from octile.checkpoint.tensor_file import TensorSpec
-from octile.parallel.ranks import gather_results
+from octile.parallel.ranks import gather_outcomes, gather_results
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -92,7 +87,8 @@ class DistributedCheckpoints:
         self.store, self.keep = Store(folder), keep
         self._group = own_group(timeout)
         self._stager = HostStager()
-        self._pending: tuple[Store, Future[Any]] | None = None
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._pending: Future[None] | None = None
 
     def save(self, step: int, tensors: Mapping[str, Tensor | Chunk], state: Mapping[str, Any]) -> None:
         """Begin to write the checkpoint of a step. The tensors may change when this returns; a thread writes copies.
@@ -128,21 +124,42 @@ class DistributedCheckpoints:
             content = json.dumps(state, indent=2, ensure_ascii=False).encode() + b"\n"
             return next_folder(self.store, step), pieces
 
-        described = gather_results(self._group, describe)
-        target, own = described[0][0], share_out([pieces for _, pieces in described])[rank]
-        chunks = {name: chunks[name] for name in own}
-        folder = self.store.folder(target)
-        writer = ShardWriter(folder, step, content, lambda: prune(self.store, target, self.keep))
-        future = dcp.async_save(
-            local_tensors(chunks),
-            storage_writer=writer,
-            planner=ChunkSavePlanner(chunks),
-            process_group=self._group,
-            async_stager=self._stager,
-            no_dist=self._group is None,
-        )
-        assert isinstance(future, Future)
-        self._pending = folder, future
+        described = gather_results(self._group, describe, tuple[str, list[_Piece]])
+        target, pieces = described[0][0], [pieces for _, pieces in described]
+        own = share_out(pieces)[rank]
+        copies = self._stager.copy({name: chunks[name] for name in own})
+        specs = {piece.name: piece.whole for of_rank in pieces for piece in of_rank}
+        writer = ShardWriter(self.store.folder(target), step, content)
+        self._pending = self._thread.submit(self._write, target, writer, copies, specs)
+
+    def _write(
+        self, target: str, writer: ShardWriter, chunks: Mapping[str, Chunk], specs: Mapping[str, TensorSpec]
+    ) -> None:
+        """Write this rank's part of a checkpoint and, on rank 0, complete it; on a thread of each rank."""
+        rank, n_ranks = rank_of(self._group)
+
+        def complete() -> None:
+            if rank == 0:
+                writer.complete(specs, [chunk for of_rank in written for chunk in of_rank])
+                prune(self.store, target, self.keep)
+
+        written = self._together(writer.folder, lambda: writer.write(chunks, rank, n_ranks), list[WrittenChunk])
+        self._together(writer.folder, complete)
+
+    def _together(self, folder: Store, work: Callable[[], T], kind: Any = None) -> list[T]:
+        """Return the results of all ranks; if one has failed, remove what all have written, and raise its exception.
+
+        What ranks have written that are lost, and may still write, remains: the next save removes it.
+        """
+        outcomes = gather_outcomes(self._group, work, kind)
+        for failed, (_, failure) in enumerate(outcomes):
+            if failure is not None:
+                if rank_of(self._group)[0] == 0 and RECORD not in folder.names():
+                    with suppress(OSError):
+                        folder.remove()
+                failure.add_note(f"on rank {failed}")
+                raise failure
+        return [result for result, _ in outcomes]  # type: ignore[misc]
 
     def wait(self) -> None:
         """Wait until the last save is complete. To be called before the program ends.
@@ -152,14 +169,8 @@ class DistributedCheckpoints:
         """
         if self._pending is None:
             return
-        (folder, future), self._pending = self._pending, None
-        try:
-            future.result()
-        except CheckpointException as error:
-            if rank_of(self._group)[0] == 0 and RECORD not in folder.names():
-                with suppress(OSError):
-                    folder.remove()
-            raise _first_failure(error) from None
+        future, self._pending = self._pending, None
+        future.result()
 
     def latest(self, up_to: int | None = None) -> str | None:
         """Find the newest checkpoint whose checksums are right; ranks share the files out and return the same.
@@ -183,7 +194,7 @@ class DistributedCheckpoints:
             check_records(self.store)
             return finished_steps(self.store)
 
-        found = gather_results(self._group, lambda: find() if rank == 0 else {})[0]
+        found = gather_results(self._group, lambda: find() if rank == 0 else {}, dict[int, str])[0]
         steps = [(step, name) for step, name in found.items() if up_to is None or step <= up_to]
         name = newest_intact(self.store, steps, lambda folder: _problem(folder, self._group), warn=rank == 0)
         return None if name is None else self.store.path_of(name)
@@ -197,40 +208,29 @@ class DistributedCheckpoints:
         try:
             self.wait()
         finally:
+            self._thread.shutdown()
             self._stager.close()
             if self._group is not None:
                 dist.destroy_process_group(self._group)
 
 
-class HostStager(AsyncStager):
-    """Copies tensors to host memory, pinned if they are on a GPU, which the next save uses again.
-
-    torch's `DefaultStager` frees its memory after each save in torch 2.11, and copies the whole tensor of a view.
-    """
+class HostStager:
+    """Copies chunks to host memory, pinned if they are on a GPU, which the next save uses again."""
 
     def __init__(self) -> None:
         self._copies: dict[str, Tensor] = {}
 
-    def stage(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+    def copy(self, chunks: Mapping[str, Chunk]) -> dict[str, Chunk]:
         """Return copies, which are complete; the memory of tensors that are no longer saved is freed."""
         before, self._copies = self._copies, {}
-        for name, tensor in state_dict.items():
-            copy = before.pop(name, None)
+        for name, chunk in chunks.items():
+            tensor, copy = chunk.local.detach(), before.pop(name, None)
             if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
                 copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
             self._copies[name] = copy.copy_(tensor, non_blocking=True)
-        for device in {tensor.device for tensor in state_dict.values() if tensor.is_cuda}:
+        for device in {chunk.local.device for chunk in chunks.values() if chunk.local.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
-        return dict(self._copies)
-
-    @property
-    def should_synchronize_after_execute(self) -> bool:
-        """False: `stage` has waited."""
-        return False
-
-    def synchronize_staging(self) -> None:
-        """Do nothing: `stage` has waited."""
-        return None
+        return {name: replace(chunk, local=self._copies[name]) for name, chunk in chunks.items()}
 
     def close(self) -> None:
         """Free the memory."""
@@ -262,18 +262,10 @@ def load_tensors(path: str | Path, targets: Mapping[str, Tensor | Chunk], check:
         return checkpoint, chunks
 
     opened: list[tuple[ShardedCheckpoint, dict[str, Chunk]]] = []
-    gather_results(group, lambda: opened.append(open_checked()))
-    ((checkpoint, chunks),) = opened
     try:
-        dcp.load(
-            local_tensors(chunks),
-            storage_reader=ShardReader(checkpoint),
-            planner=ChunkLoadPlanner(chunks),
-            process_group=group,
-            no_dist=group is None,
-        )
-    except CheckpointException as error:
-        raise _first_failure(error) from None
+        gather_results(group, lambda: opened.append(open_checked()))
+        ((checkpoint, chunks),) = opened
+        gather_results(group, lambda: checkpoint.fill(chunks))
     finally:
         if group is not None:
             dist.destroy_process_group(group)
@@ -326,7 +318,6 @@ def own_group(timeout: timedelta | None = None) -> dist.ProcessGroup | None:
     """Make a gloo group of all ranks, for the objects that they exchange; None where there is a single process."""
     if dist.is_available() and dist.is_initialized():
         return dist.new_group(backend="gloo", timeout=timeout)
-    warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")  # as intended
     return None
 
 
@@ -342,10 +333,3 @@ def _problem(folder: Store, group: dist.ProcessGroup | None) -> str | None:
 def _piece(name: str, chunk: Chunk) -> _Piece:
     local = chunk.local
     return _Piece(name, TensorSpec.of(local.dtype, chunk.shape), chunk.offset, local.numel(), local.nbytes)
-
-
-def _first_failure(error: CheckpointException) -> BaseException:
-    """The error of the first rank that failed, without the traces of all ranks."""
-    rank, (failure, _) = min(error.failures.items())
-    failure.add_note(f"on rank {rank}")
-    return failure

@@ -5,32 +5,29 @@
     state.json     numbers and text
     octile.json    the checksums of all these files, and of itself; written last
 
-torch.distributed.checkpoint plans which rank reads what, and carries errors from one rank to all. This module is its
-planners, which know `Chunk`, and its storage. A checkpoint of one process, with a single `tensors.safetensors`, is read
-as a sharded one of one file. Nothing is pickled, and nothing in a file is executed.
+torch.distributed.checkpoint plans what a rank reads. What it has for several ranks pickles, and is not used: each reads
+alone what it needs (`ShardedCheckpoint.fill`), and `distributed.py` carries errors from one rank to all. A checkpoint
+of one process, with a single `tensors.safetensors`, is read as a sharded one of one file. Nothing is pickled, and
+nothing in a file is executed.
 """
 
 import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
-    DefaultSavePlanner,
     LoadPlan,
     LoadPlanner,
     ReadItem,
-    SavePlan,
-    SavePlanner,
     StorageReader,
-    StorageWriter,
 )
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -40,9 +37,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
@@ -126,30 +121,19 @@ class StoredChunk:
     shape: Sizes
 
 
-@dataclass(frozen=True)
-class _Written:
-    """What a rank tells the coordinator of a chunk that it wrote: where it lies, and its file's checksum."""
+class WrittenChunk(NamedTuple):
+    """What a rank tells rank 0 of a chunk that it wrote.
 
+    Attributes:
+        name: of the tensor.
+        chunk: where it lies.
+        n_bytes, sha256: of its file.
+    """
+
+    name: str
     chunk: StoredChunk
-    checksum: dict[str, Any]
-
-
-class ChunkSavePlanner(DefaultSavePlanner):
-    """Plans to save chunks. The state_dict has their local tensors, which may be copies in host memory."""
-
-    def __init__(self, chunks: Mapping[str, Chunk]):
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._chunks = chunks
-
-    def create_local_plan(self) -> SavePlan:
-        """Plan one item for each chunk of this rank."""
-        self.plan = SavePlan([_write_item(name, chunk) for name, chunk in self._chunks.items()])
-        return self.plan
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """Return the tensor of an item."""
-        tensor: Tensor = self.state_dict[write_item.index.fqn]
-        return tensor
+    n_bytes: int
+    sha256: str
 
 
 class ChunkLoadPlanner(DefaultLoadPlanner):
@@ -175,85 +159,57 @@ class ChunkLoadPlanner(DefaultLoadPlanner):
         return _narrow(tensor, read_item.dest_offsets, read_item.lengths)
 
 
-class ShardWriter(StorageWriter):
-    """Writes one safetensors file for each rank that has chunks; the coordinator then writes the other files.
+class ShardWriter:
+    """Writes one safetensors file for each rank that has chunks; rank 0 then writes the other files.
 
     Args:
-        folder: the new checkpoint; a name that nothing else has written to.
+        folder: the new checkpoint; a name that nothing else has written to. It appears with its first file.
         step: of the checkpoint.
-        state: the content of state.json.
-        finished: called by the coordinator when the checkpoint is complete.
+        state: the content of state.json, on rank 0.
     """
 
-    def __init__(self, folder: Store, step: int, state: bytes, finished: Callable[[], None]):
-        self._folder, self._step, self._state, self._finished = folder, step, state, finished
+    def __init__(self, folder: Store, step: int, state: bytes):
+        self.folder, self._step, self._state = folder, step, state
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing: a writer writes one checkpoint."""
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the folder appears with its first file."""
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan as it is."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Give the file of each rank its name."""
-        names = [f"tensors-{rank:05d}-of-{len(plans):05d}.safetensors" for rank in range(len(plans))]
-        return [SavePlan(plan.items, name, plan.planner_data) for plan, name in zip(plans, names, strict=True)]
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the file of this rank, whose checksum is computed on the way."""
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(self._write(plan, planner) if plan.items else [])
-        return future
-
-    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        file_name: str = plan.storage_data
-        items = {item.index.fqn: item for item in plan.items}
-        specs = {name: _spec(item) for name, item in items.items()}
+    def write(self, chunks: Mapping[str, Chunk], rank: int, n_ranks: int) -> list[WrittenChunk]:
+        """Write the file of a rank, whose checksum is computed on the way."""
+        if not chunks:
+            return []
+        file_name = f"tensors-{rank:05d}-of-{n_ranks:05d}.safetensors"
+        specs = {name: TensorSpec.of(chunk.local.dtype, tuple(chunk.local.shape)) for name, chunk in chunks.items()}
         header, begins = encode_header(specs, {})
-        with self._folder.writing(file_name) as file:
+        with self.folder.writing(file_name) as file:
             out = _HashedFile(file)
             out.write(header)
             for name in begins:
-                tensor = planner.resolve_data(items[name])
-                assert isinstance(tensor, Tensor)
-                out.write(_bytes(tensor))
-        results = []
-        for name, item in items.items():
-            offset = tuple(item.index.offset or ())
-            chunk = StoredChunk(file_name, begins[name], offset, specs[name].shape)
-            results.append(WriteResult(item.index, specs[name].nbytes, _Written(chunk, out.checksum())))
-        return results
+                out.write(_bytes(chunks[name].local))
+        return [
+            WrittenChunk(name, StoredChunk(file_name, begins[name], chunk.offset, specs[name].shape), *out.checksum())
+            for name, chunk in chunks.items()
+        ]
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write index.json and state.json and, when everything is on the disk, octile.json."""
+    def complete(self, specs: Mapping[str, TensorSpec], written: Iterable[WrittenChunk]) -> None:
+        """Write index.json and state.json and, when everything is on the disk, octile.json.
+
+        Args:
+            specs: name → dtype and shape of the whole tensor.
+            written: the chunks of all ranks.
+        """
         files: dict[str, dict[str, Any]] = {}
-        tensors: dict[str, dict[str, Any]] = {}
-        for name, stored in metadata.state_dict_metadata.items():
-            assert isinstance(stored, TensorStorageMetadata)
-            spec = TensorSpec.of(stored.properties.dtype, tuple(stored.size))
-            tensors[name] = {"dtype": spec.dtype, "shape": spec.shape, "chunks": []}
-        for result in (result for of_rank in results for result in of_rank):
-            written: _Written = result.storage_data
-            tensors[result.index.fqn]["chunks"].append(asdict(written.chunk))
-            files[written.chunk.file] = written.checksum
-        self._folder.write(UNFINISHED, b"")
+        tensors: dict[str, dict[str, Any]] = {
+            name: {"dtype": spec.dtype, "shape": spec.shape, "chunks": []} for name, spec in specs.items()
+        }
+        for name, chunk, n_bytes, sha256 in written:
+            tensors[name]["chunks"].append(asdict(chunk))
+            files[chunk.file] = {"bytes": n_bytes, "sha256": sha256}
+        self.folder.write(UNFINISHED, b"")
         for name, content in ((INDEX, json.dumps({"tensors": tensors}).encode()), (STATE, self._state)):
-            self._folder.write(name, content)
+            self.folder.write(name, content)
             files[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
         record = {"step": self._step, "files": files}
         content = json.dumps(with_checksum(record), indent=2).encode()
-        self._folder.write(RECORD, content + b"\n")
-        self._folder.remove_file(UNFINISHED)
-        self._finished()
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return False: a writer is made for its folder."""
-        return False
+        self.folder.write(RECORD, content + b"\n")
+        self.folder.remove_file(UNFINISHED)
 
 
 class ShardReader(StorageReader):
@@ -460,19 +416,8 @@ def local_tensors(chunks: Mapping[str, Chunk]) -> dict[str, Tensor]:
     return {name: chunk.local.detach() for name, chunk in chunks.items()}
 
 
-def _write_item(name: str, chunk: Chunk) -> WriteItem:
-    properties = TensorProperties(dtype=chunk.local.dtype)
-    data = TensorWriteData(_dcp_chunk(chunk.offset, chunk.local.shape), properties, torch.Size(chunk.shape))
-    return WriteItem(MetadataIndex(name, torch.Size(chunk.offset)), WriteItemType.SHARD, tensor_data=data)
-
-
 def _dcp_chunk(offset: Iterable[int], sizes: Iterable[int]) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(offset), torch.Size(sizes))
-
-
-def _spec(item: WriteItem) -> TensorSpec:
-    assert item.tensor_data is not None
-    return TensorSpec.of(item.tensor_data.properties.dtype, tuple(item.tensor_data.chunk.sizes))
 
 
 def _whole(file: str, begin: int, shape: Sizes) -> dict[str, Any]:
@@ -513,5 +458,6 @@ class _HashedFile:
         self._file.write(data)
         self._size += len(data)
 
-    def checksum(self) -> dict[str, Any]:
-        return {"bytes": self._size, "sha256": self._digest.hexdigest()}
+    def checksum(self) -> tuple[int, str]:
+        """The number of bytes, and their SHA-256."""
+        return self._size, self._digest.hexdigest()

@@ -31,7 +31,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,7 @@ from octile.nn.moe import Experts, MoE
 from octile.ops.permute import unpermute_backward
 from octile.ops.routing_plan import inverse
 from octile.parallel.links import ALL_TO_ALL
+from octile.parallel.messages import all_gather_messages
 from octile.scaled import ScaledTensor
 
 Ranks = dist.ProcessGroup | DeviceMesh | None
@@ -294,10 +295,9 @@ def check_agreement(what: str, own: str, groups: Sequence[dist.ProcessGroup]) ->
     Raises:
         ValueError: two ranks have different ones; all ranks raise it.
     """
-    described: list[Any] = [(dist.get_rank(), own)]
+    described = [(dist.get_rank(), own)]
     for group in groups:
-        gathered: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(gathered, described, group=group)
+        gathered = all_gather_messages(described, list[tuple[int, str]], group)
         described = [item for items in gathered for item in items]
     described.sort()
     (first_rank, first), *others = described

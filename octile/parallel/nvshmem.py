@@ -33,6 +33,7 @@ from octile.kernels.memory_layout import VECTOR
 from octile.nn.dispatcher import InFlight
 from octile.ops.routing_plan import inverse
 from octile.parallel.links import has_nvshmem
+from octile.parallel.messages import all_gather_messages
 from octile.parallel.symmetric_memory import NO_MULTICAST, NVSHMEM, ExchangeMemory
 
 LINE = 128  # bytes; where tensors begin in the memory
@@ -69,8 +70,7 @@ def _gather(own: str | None, groups: Sequence[dist.ProcessGroup]) -> list[str | 
     """Return the reasons of all ranks of all nodes."""
     reasons = [own]
     for group in groups:
-        gathered: list[list[str | None]] = [reasons] * dist.get_world_size(group)
-        dist.all_gather_object(gathered, reasons, group=group)
+        gathered = all_gather_messages(reasons, list[str | None], group)
         reasons = [reason for of_rank in gathered for reason in of_rank]
     return reasons
 
@@ -293,8 +293,7 @@ class NvshmemTransport:
 def _blocks(group: dist.ProcessGroup) -> int:
     """The blocks of an exchange, which torch reads from the environment: they are chosen here if nobody else did."""
     if BLOCKS not in os.environ:
-        hosts: list[str] = [""] * dist.get_world_size(group)
-        dist.all_gather_object(hosts, socket.gethostname(), group=group)
+        hosts = all_gather_messages(socket.gethostname(), str, group)
         on_nvlink = len(set(hosts)) == 1
         os.environ[BLOCKS] = str(BLOCKS_ON_NVLINK * len(hosts) if on_nvlink else max(BLOCKS_ON_NETWORK, len(hosts)))
     return int(os.environ[BLOCKS])

@@ -36,6 +36,8 @@ from octile.nn.deferred_wgrad import DeferrableLinears, DeferredWgrads, defer_wg
 from octile.nn.interleave import run_interleaved
 from octile.ops.matmul import without_autocast
 from octile.optim.gradient import gradient_of
+from octile.parallel.messages import all_gather_messages, receive_message, send_message
+from octile.parallel.ranks import world
 from octile.parallel.schedules.actions import Action, ActionType, describe, parts
 from octile.parallel.schedules.communication import add_communication
 from octile.parallel.schedules.schedule import Schedule
@@ -45,7 +47,7 @@ BUCKET = 2**25  # values that two ranks exchange at a time
 
 Key = tuple[int, int]  # stage, micro-batch
 Form = tuple[
-    tuple[torch.Size, torch.dtype, bool], ...
+    tuple[tuple[int, ...], torch.dtype, bool], ...
 ]  # shape, dtype and whether a gradient comes back, of each tensor
 Loss = Callable[..., Tensor]
 
@@ -89,7 +91,7 @@ class Pipeline:
             raise RuntimeError("torch.distributed must be initialized before a Pipeline is made")
         self.schedule, self.stages, self.loss, self.tied = schedule, dict(sorted(stages.items())), loss, tuple(tied)
         self.on_begin = on_begin
-        self.group = group if group is not None else dist.group.WORLD
+        self.group = group if group is not None else world()
         self.rank, n_ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         if n_ranks != schedule.n_ranks:
             raise ValueError(
@@ -100,7 +102,7 @@ class Pipeline:
         own = _Description(digest, self._problem())
         if own.problem is None:
             own = own._replace(copies={peer: [str(copy) for copy in copies] for peer, copies in self._copies().items()})
-        _check_agreement(self._gather(own))
+        _check_agreement(all_gather_messages(own, _Description, self.group))
         self._tie()
         tensors = (t for stage in self.stages.values() for t in (*stage.parameters(), *stage.buffers()))
         self.device = next((t.device for t in tensors), torch.device("cpu"))
@@ -192,7 +194,7 @@ class Pipeline:
                 for copy, here, there in pairs
                 if self.rank < peer and not _have_same_bits(here, there)
             ]
-        found = [name for names in self._gather(differ) for name in names]
+        found = [name for names in all_gather_messages(differ, list[str], self.group) for name in names]
         if found:
             more = f", and {len(found) - 1} more" if found[1:] else ""
             raise RuntimeError(f"copies of parameters differ between two ranks: {found[0]}{more}")
@@ -288,30 +290,24 @@ class Pipeline:
             for t, part in zip(bucket, theirs.split([t.numel() for t in bucket]), strict=True):
                 yield part.view(t.shape)
 
-    def _gather(self, own: Any) -> list[Any]:
-        gathered: list[Any] = [None] * self.schedule.n_ranks
-        dist.all_gather_object(gathered, own, group=self.group)
-        return gathered
-
     # A step
 
     def _check(self, inputs: Sequence[Any], targets: Sequence[Any] | None, copies: Copies) -> None:
         """Raise on all ranks what is wrong on some rank: the others would wait for it."""
         self.on_begin("agreement on the micro-batches")
-        problem: tuple[type[Exception], str] | None = None
+        problem: Exception | None = None
         try:
             self._check_here(inputs, targets)
             _check_gradients(copies)
         except (RuntimeError, TypeError, ValueError) as error:
-            problem = type(error), str(error)
+            problem = error
         is_wrong = torch.tensor(float(problem is not None), device=self.device)
         dist.all_reduce(is_wrong, dist.ReduceOp.MAX, group=self.group)
         if not is_wrong.item():
             return
-        for rank, found in enumerate(self._gather(problem)):
+        for rank, found in enumerate(all_gather_messages(problem, Exception | None, self.group)):
             if found is not None:
-                kind, message = found
-                raise kind(f"rank {rank}: {message}")
+                raise type(found)(f"rank {rank}: {found}")
 
     def _check_here(self, inputs: Sequence[Any], targets: Sequence[Any] | None) -> None:
         if self.is_last and targets is None:
@@ -440,7 +436,7 @@ class _Step:
         agreed = self.p._forms.get(place)
         if agreed is None:
             self.p._forms[place] = form
-            dist.send_object_list([form], group=self.p.group, group_dst=peer)
+            send_message(form, Form, self.p.group, peer)
         elif agreed != form:
             raise ValueError(
                 f"stage {stage} must return tensors of the same shapes and dtypes for micro-batches of the same shape: "
@@ -462,9 +458,7 @@ class _Step:
     def receive_activations(self, stage: int, micro_batch: int) -> None:
         peer, place = self.p.schedule.rank(stage - 1, micro_batch), self.place(stage - 1, micro_batch)
         if place not in self.p._forms:
-            received: list[Any] = [None]
-            dist.recv_object_list(received, group=self.p.group, group_src=peer)
-            self.p._forms[place] = received[0]
+            self.p._forms[place] = receive_message(Form, self.p.group, peer)
         form = self.p._forms[place]
         tensors = [torch.empty(shape, dtype=dtype, device=self.p.device) for shape, dtype, _ in form]
         message = self.receive(peer, tensors)
@@ -587,7 +581,7 @@ def _tensors(value: Any, of: str = "a micro-batch") -> tuple[Tensor, ...]:
 
 
 def _form(tensors: Sequence[Tensor]) -> Form:
-    return tuple((t.shape, t.dtype, t.requires_grad) for t in tensors)
+    return tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
 
 
 def _describe(form: Form) -> str:

@@ -3,19 +3,20 @@
     join           make the process group; NCCL on GPUs, gloo on a CPU
     from_first     rank 0 works, for any time, and all ranks get the result or the exception
     from_all       all ranks work, and all get the results of all, or the exception of one
+    gather         all ranks get the values of all
     at, begin      tell the others where this rank is, and what it does there, which messages about a lost rank quote
     fail           print a failure, on one of the ranks, and end the process
 
 A host that waits for its GPU, which waits for another rank, raises nothing: a thread ends the process then.
 
-Objects and positions go through torchrun's key-value store, which outlives the ranks, not through the process group.
+Results of rank 0 and positions go through torchrun's key-value store, which outlives the ranks, not through the process
+group. Its port asks nobody who they are: what lies in the store is text or one of `octile.parallel.messages`.
 """
 
 from __future__ import annotations
 
 import gc
 import os
-import pickle
 import sys
 import threading
 import time
@@ -30,6 +31,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from octile.parallel.experts import check_agreement
+from octile.parallel.messages import (
+    MessageError,
+    all_gather_encoded,
+    all_gather_messages,
+    decode,
+    encode,
+    outcome_of,
+    sent_by_name,
+)
+from octile.validation import quoted
 
 T = TypeVar("T")
 
@@ -37,6 +48,7 @@ FOREVER = timedelta(days=365)  # for work of rank 0 whose time nobody knows, suc
 PATIENCE = timedelta(seconds=3)  # for rank 0 to report the failure that another rank has, too
 MAX_PATIENCE = timedelta(seconds=60)  # if it has announced one
 POLL, GRACE = 1.0, 3.0  # seconds between two looks at NCCL, and for the failing rank to report what they find itself
+MAX_POSITION = 300  # bytes that a message quotes
 FAILURE, FAILING, POSITION = "failure", "failing", "position"  # keys of the store
 
 
@@ -85,36 +97,48 @@ class Ranks:
         """Where this rank is, and what it does: "step 3: sum of the gradients"."""
         return f"{self.position}: {self.operation}" if self.operation else self.position
 
-    def from_first(self, work: Callable[[], T]) -> T:
+    def from_first(self, work: Callable[[], T], kind: Any = None) -> T:
         """Let rank 0 work, and return its result on all ranks, or raise its exception. The others wait for any time.
 
-        The result must be one that can be pickled. All ranks must call this in the same order.
+        All ranks must call this in the same order.
+
+        Args:
+            work: what rank 0 does.
+            kind: the type of its result, one of `octile.parallel.messages`; None: it has none.
+
+        Raises:
+            MessageError: what lies in the store is not what rank 0 has sent.
         """
         if self.store is None:
             return work()
-        key, self._exchanges = f"exchange/{self._exchanges}", self._exchanges + 1
+        outcome, key, self._exchanges = outcome_of(kind), f"exchange/{self._exchanges}", self._exchanges + 1
         if not self.is_first:
             self.store.wait([key], FOREVER)
-            result, failure = pickle.loads(self.store.get(key))
+            result, failure = decode(self.store.get(key), outcome, f"key {key} of torchrun's store")
             if failure is not None:
                 raise failure
             return result
         try:
             result = work()
+            message = encode((result, None), outcome)
         except Exception as error:
-            self._send(key, (None, as_sent(error)))
+            self._send(key, encode((None, error), outcome))
             raise
-        self._send(key, (result, None))
+        self._send(key, message)
         return result
 
-    def _send(self, key: str, value: object) -> None:
+    def _send(self, key: str, message: bytes) -> None:
         assert self.store is not None
-        self.store.set(key, pickle.dumps(value))  # type: ignore[arg-type]  # it takes bytes, too
+        if (found := self.store.compare_set(key, "", message.decode())) != message:
+            raise MessageError(
+                f"key {key} of torchrun's store must be set by rank 0, but {quoted(found)} lies there already, which a "
+                "process that is no rank of this run may have sent"
+            )
 
     def from_first_only(self, work: Callable[[], T]) -> T | None:
         """Let rank 0 work, and return its result there and None elsewhere, or raise its exception on all ranks."""
         result: list[T] = []
-        self.from_first(lambda: result.append(work()))
+        self.from_first(lambda: result.append(work()))  # which returns None
         return result[0] if result else None
 
     def agree(self, what: str, own: str) -> None:
@@ -134,17 +158,23 @@ class Ranks:
             dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return tensor
 
-    def gather(self, own: T) -> list[T]:
-        """Return the objects of all ranks, in their order, on all ranks."""
-        if self.store is None:
-            return [own]
-        gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, own)
-        return gathered
+    def gather(self, own: T, kind: Any) -> list[T]:
+        """Return the values of all ranks, in their order, on all ranks.
 
-    def from_all(self, work: Callable[[], T]) -> list[T]:
-        """Let all ranks work, and return all results on all ranks, in their order, or raise the first exception."""
-        return gather_results(None if self.store is None else world(), work)
+        Args:
+            own: the value of this rank.
+            kind: the type of the values, one of `octile.parallel.messages`.
+        """
+        return [own] if self.store is None else all_gather_messages(own, kind, world())
+
+    def from_all(self, work: Callable[[], T], kind: Any = None) -> list[T]:
+        """Let all ranks work, and return all results on all ranks, in their order, or raise the first exception.
+
+        Args:
+            work: what this rank does.
+            kind: the type of its result, one of `octile.parallel.messages`; None: it has none.
+        """
+        return gather_results(None if self.store is None else world(), work, kind)
 
     def announce_failure(self) -> None:
         """Tell the others that this rank ends with a failure, which it reports as soon as its work is saved."""
@@ -158,7 +188,7 @@ class Ranks:
         for rank in range(self.size):
             if rank != self.rank:
                 key = f"{POSITION}/{rank}"
-                where = self.store.get(key).decode() if self.store.check([key]) else "its start"
+                where = _shown(self.store.get(key)) if self.store.check([key]) else "its start"
                 seen.append(f"rank {rank} at {where}")
         return ", ".join(seen)
 
@@ -270,6 +300,7 @@ def where_ranks_are() -> str:
     return "" if _joined is None else f", at {_joined.seen}; last seen: {_joined.positions()}"
 
 
+@sent_by_name
 class RanksError(Exception):
     """Another rank hangs or has ended."""
 
@@ -333,33 +364,45 @@ def _is_of_connection(error: Exception) -> bool:
     )
 
 
-def as_sent(error: Exception) -> Exception:
-    """Return the error itself if it survives pickling, as those of octile do; else one with its text."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
+def gather_results(group: dist.ProcessGroup | None, work: Callable[[], T], kind: Any = None) -> list[T]:
+    """Call a function on all ranks of a group, and return the results of all to all.
 
-
-def gather_results(group: dist.ProcessGroup | None, work: Callable[[], T]) -> list[T]:
-    """Call a function on all ranks of a group, and return the results of all to all; None: of the only process.
+    Args:
+        group: the ranks; None: the only process.
+        work: what this rank does.
+        kind: the type of its result, one of `octile.parallel.messages`; None: it has none.
 
     Raises:
         Exception: what it raised on the first rank on which it raised something; all ranks raise it.
     """
-    try:
-        own: tuple[T | None, Exception | None] = work(), None
-    except Exception as error:
-        own = None, as_sent(error)
-    results = [own]
-    if group is not None:
-        results = [own] * dist.get_world_size(group)
-        dist.all_gather_object(results, own, group)
-    for _, failure in results:
+    outcomes = gather_outcomes(group, work, kind)
+    for _, failure in outcomes:
         if failure is not None:
             raise failure
-    return [result for result, _ in results]  # type: ignore[misc]
+    return [result for result, _ in outcomes]  # type: ignore[misc]
+
+
+def gather_outcomes(
+    group: dist.ProcessGroup | None, work: Callable[[], T], kind: Any = None
+) -> list[tuple[T | None, Exception | None]]:
+    """Do what `gather_results` does, but return the exceptions: of each rank its result or what it raised."""
+    outcome = outcome_of(kind)
+    try:
+        result = work()
+        if group is None:
+            return [(result, None)]
+        own = encode((result, None), outcome)
+    except Exception as error:
+        if group is None:
+            return [(None, error)]
+        own = encode((None, error), outcome)
+    return all_gather_encoded(own, outcome, group)
+
+
+def _shown(position: bytes) -> str:
+    """The position of a rank, from the store, as one line."""
+    text = position[:MAX_POSITION].decode(errors="replace")
+    return "".join(c if c.isprintable() else "�" for c in text)
 
 
 def world() -> dist.ProcessGroup:

@@ -48,6 +48,7 @@ from octile.nn.interleave import is_first
 from octile.ops.routing_plan import count_tokens, routing_plan
 from octile.parallel.experts import ExpertDispatcher, Ranks
 from octile.parallel.links import can_access
+from octile.parallel.messages import all_gather_messages
 from octile.scaled import ScaledTensor
 
 if TYPE_CHECKING:
@@ -448,9 +449,7 @@ def why_not_peers(groups: Sequence[dist.ProcessGroup]) -> str | None:
         return "the mesh of ranks has more than two dimensions"
     why_not = _why_not_peers_of_a_node(groups[-1])
     for across in groups[:-1]:
-        reasons = [why_not] * dist.get_world_size(across)
-        dist.all_gather_object(reasons, why_not, group=across)
-        why_not = next(filter(None, reasons), None)
+        why_not = next(filter(None, all_gather_messages(why_not, str | None, across)), None)
     return why_not
 
 
@@ -459,17 +458,14 @@ def _why_not_peers_of_a_node(group: dist.ProcessGroup) -> str | None:
         return "the ranks are not on GPUs with NCCL"
     device = torch.cuda.current_device()
     own = socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)
-    found: list[tuple[str, str]] = [own] * dist.get_world_size(group)
-    dist.all_gather_object(found, own, group=group)
+    found = all_gather_messages(own, tuple[str, str], group)
     if len({host for host, _ in found}) > 1:
         return "the ranks are on several hosts"
     if len(set(found)) < len(found):
         return "two ranks share a GPU"
     others = [other for other in range(torch.cuda.device_count()) if other != device]
     can = all(can_access(device, other) for other in others)
-    answers = [can] * len(found)
-    dist.all_gather_object(answers, can, group=group)
-    return None if all(answers) else "a GPU cannot access another one's memory"
+    return None if all(all_gather_messages(can, bool, group)) else "a GPU cannot access another one's memory"
 
 
 @cache

@@ -7,13 +7,16 @@ from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
 
-from octile.parallel.ranks import as_sent, explain
+from octile.parallel.messages import as_sent, sent_by_name
+from octile.parallel.ranks import explain
 from octile.serve.async_engine import StepEngine
 from octile.serve.commands import Commands
-from octile.serve.messages import Add, Cancel, Failed, Stepped
+from octile.serve.messages import Add, Cancel, Failed, ProcessEndedError, Stepped
 from octile.serve.request import Output
 from octile.serve.sent_requests import SentRequests
 from octile.serve.stats import ChangedStats
+
+sent_by_name(ProcessEndedError)
 
 
 class EngineEnd:

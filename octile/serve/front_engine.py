@@ -12,11 +12,12 @@ second, so that no rank waits for longer than its timeout. A rank that ends befo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 from octile.parallel.lost_ranks import LostRanks, send_farewell
+from octile.parallel.messages import broadcast_message, gather_messages
 from octile.parallel.ranks import Ranks
 from octile.serve.request import Output, Request, Sampling, make_request
 from octile.serve.sent_requests import SentRequests
@@ -70,18 +71,14 @@ class _Rank:
         """Take part in a round, on rank 0 with its commands; return all reports on rank 0, and None at the end."""
         self._rounds += 1
         self._ranks.at(f"round {self._rounds}")
-        sent: list[Any] = [commands]
-        dist.broadcast_object_list(sent, src=0, group=self._control)
-        received: _Commands = sent[0]
+        received = broadcast_message(commands, _Commands, self._control)
         if received.stops:
             self._engine.close()
             return None
         self._carry_out(received)
         outputs = self._requests.renumber(self._engine.step() or ())
         report = _Report(outputs if self._is_first else [], self._stats.next())
-        reports: list[Any] | None = [None] * self._ranks.size if self._ranks.is_first else None
-        dist.gather_object(report, reports, dst=0, group=self._control)
-        return reports or []
+        return gather_messages(report, _Report, self._control) or []
 
     def _carry_out(self, commands: _Commands) -> None:
         engine = self._engine.engine

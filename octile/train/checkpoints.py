@@ -8,7 +8,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from octile.checkpoint.step_folders import finished_steps
 from octile.checkpoint.store import Store, as_os_error
@@ -122,10 +122,10 @@ def check_place(place: str, resume: bool, ranks: Ranks) -> None:
     named = f"checkpoints {place!r}"
     ranks.from_all(lambda: _check_known(place))
     store = Store(place)
-    names = ranks.gather(f"access-{uuid.uuid4().hex}")
+    names = ranks.gather(f"access-{uuid.uuid4().hex}", str)
     name, other = names[ranks.rank], names[ranks.rank - 1]
 
-    def attempt(access: Callable[[], T]) -> list[T]:
+    def attempt(access: Callable[[], T], kind: Any = None) -> list[T]:
         def explained() -> T:
             try:
                 return access()
@@ -134,11 +134,11 @@ def check_place(place: str, resume: bool, ranks: Ranks) -> None:
             except Exception as error:
                 raise as_os_error(error, f"{named} cannot be used") from None
 
-        return ranks.from_all(explained)
+        return ranks.from_all(explained, kind)
 
     try:
         attempt(lambda: store.write(name, b"octile"))
-        seen = attempt(lambda: other in store.names() and store.read(other) == b"octile")
+        seen = attempt(lambda: other in store.names() and store.read(other) == b"octile", bool)
     except BaseException:
         with suppress(Exception):
             store.remove_file(name)
@@ -150,7 +150,7 @@ def check_place(place: str, resume: bool, ranks: Ranks) -> None:
             f"{named} must be the same for all ranks, but rank {rank} does not see there what rank "
             f"{(rank - 1) % ranks.size} has written: name a folder that all share, or a store"
         )
-    if not resume and (there := ranks.from_first(lambda: list(finished_steps(store).values()))):
+    if not resume and (there := ranks.from_first(lambda: list(finished_steps(store).values()), list[str])):
         raise FileExistsError(f"{named} holds checkpoints already ({there[-1]}): add --resume, or choose another place")
 
 

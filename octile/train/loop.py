@@ -37,7 +37,7 @@ from octile.report.page import format_count
 from octile.report.run.memorization import find_memorization
 from octile.report.run.metrics import read_run
 from octile.report.run.page import write_run_report
-from octile.report.run.spikes import Spike, SpikeDetector
+from octile.report.run.spikes import Spike, SpikeDetector, SpikeState
 from octile.serve.generate import generate_from
 from octile.serve.request import Sampling
 from octile.train import fine_tune
@@ -109,7 +109,7 @@ def train(config: TrainConfig, resume: bool, console: RunConsole, hook: RunHook 
         config = replace(config, checkpoints=os.path.abspath(config.checkpoints))
     ranks = join(device, config.parallel.timeout)
     try:
-        is_restarted = any(ranks.gather(_is_restarted(config)))  # asked on all ranks, of which one may not resume
+        is_restarted = any(ranks.gather(_is_restarted(config), bool))  # asked on all ranks, of which one may not resume
         path = _train_joined(config, resume or is_restarted, device, console, hook, ranks)
     except Exception as error:
         if (explained := explain(error)) is not error:
@@ -136,11 +136,11 @@ def _train_joined(
     _agree(ranks, config, resume)
     if config.checkpoints is not None:
         check_place(config.checkpoints, resume, ranks)
-    run = begun.run if begun is not None else RunFolder(ranks.from_first(lambda: RunFolder.create(config).path))
+    run = begun.run if begun is not None else RunFolder(ranks.from_first(lambda: RunFolder.create(config).path, Path))
     ranks.from_first(run.check_folders)
     is_new, config = config.out is None, replace(config, out=run.path)
     with ExitStack() as stack:
-        ranks.from_first(lambda: stack.enter_context(lock_folder(run.path, is_new)))
+        ranks.from_first_only(lambda: stack.enter_context(lock_folder(run.path, is_new)))
         checkpoints = RunCheckpoints(run.checkpoints_of(config), ranks)
         try:
             checkpoint = checkpoints.latest() if resume else None
@@ -179,7 +179,7 @@ def _check_restart(begun: SavedRun, config: TrainConfig, checkpoints: RunCheckpo
         ValueError: its config.json was edited.
     """
     run, place = begun.run, checkpoints.store.url
-    if ranks.from_first(run.summary_file.exists):
+    if ranks.from_first(run.summary_file.exists, bool):
         raise FileNotFoundError(
             f"{str(run.path)!r} holds a finished run, but {place} holds none of its checkpoints: "
             "bring them back, or choose another --out"
@@ -189,12 +189,12 @@ def _check_restart(begun: SavedRun, config: TrainConfig, checkpoints: RunCheckpo
             f"{place} holds no checkpoint of this run, which wrote its checkpoints to "
             f"{run.checkpoints_of(begun.config)}: copy them there first"
         )
-    if ranks.from_first(run.is_config_edited):
+    if ranks.from_first(run.is_config_edited, bool):
         raise ValueError(
             f"{run.config_file} was changed after the run began, and no checkpoint was written yet that says "
             "how: change it back, or begin a new run with another --out"
         )
-    measured, every = ranks.from_first(lambda: _last_step(run)), begun.config.checkpoint_every
+    measured, every = ranks.from_first(lambda: _last_step(run), int), begun.config.checkpoint_every
     if checkpoints.has_completed(measured, every):
         raise FileNotFoundError(
             f"{place} holds no checkpoint of this run, which has done {measured:,} steps "
@@ -235,7 +235,7 @@ def _train(
         console.print(f"steps are not captured in CUDA graphs, and launch kernel by kernel: {reason}")
     if config.init_from is not None and checkpoint is None:
         console.print(fine_tune.describe_initial_weights(trainer.model, config.init_from))
-    spikes = ranks.from_first(lambda: spikes_so_far(run))
+    spikes = SpikeDetector(ranks.from_first(lambda: spikes_so_far(run).state, SpikeState))
 
     with (
         stop_requests(console.acknowledge_stop) as stop,
@@ -289,7 +289,7 @@ def _train(
         message = f"stopped after step {trainer.steps_done}; to continue: {config.resume_command}"
         raise Stopped(message, stop[0] if stop else signal.SIGTERM)
     checkpoints.close()
-    stopped_by = next(filter(None, ranks.gather(stop[0] if stop else 0)), None)  # a signal to one rank stops all
+    stopped_by = next(filter(None, ranks.gather(stop[0] if stop else 0, int)), None)  # a signal to one rank stops all
     if trainer.steps_done < config.steps and best.best is not None:
         console.print(
             f"stopped early at step {trainer.steps_done} of {config.steps}: no held-out loss since step "
@@ -346,7 +346,7 @@ def _agree(ranks: Ranks, config: TrainConfig, resume: bool) -> None:
     ranks.agree("--resume", str(resume))
     settings = dict(flatten(config.to_values()))
     own = {name: str(value) for name, value in settings.items()}
-    for name, values in differing(ranks.gather(own)).items():
+    for name, values in differing(ranks.gather(own, dict[str, str])).items():
         rank = next(rank for rank, value in enumerate(values) if value != values[0])
         if name in FILE_TEXTS:
             raise ValueError(
@@ -420,7 +420,7 @@ def open_tokens(config: TrainConfig, folder: Path, resume: bool, console: RunCon
 
     What is resumed reads the tokens that it began with, even if their source has changed.
     """
-    if not resume or not ranks.from_first((folder / MANIFEST).exists):
+    if not resume or not ranks.from_first((folder / MANIFEST).exists, bool):
         prepared = ranks.from_first_only(lambda: prepare_tokens(config, folder, console))
         if prepared is not None:
             return prepared
@@ -441,7 +441,7 @@ def _continue(trainer: Trainer, best: BestModel, run: RunFolder, checkpoint: Sto
             console.print(
                 "all its steps are done: only the model, the sample and the report are written; to train on: --steps N"
             )
-    for note in trainer.ranks.from_first(lambda: run.truncate_after(trainer.steps_done)):
+    for note in trainer.ranks.from_first(lambda: run.truncate_after(trainer.steps_done), list[str]):
         console.print(note)
 
 

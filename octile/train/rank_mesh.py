@@ -45,7 +45,7 @@ class RankMesh(NamedTuple):
         data = pipeline = experts = None
         hops: dist.ProcessGroup | DeviceMesh | None = None
         pp, dp, ep, size = config.pp, config.dp, config.ep, ranks.size
-        of_hosts = set(ranks.gather(int(os.environ.get("LOCAL_WORLD_SIZE") or ep)))
+        of_hosts = set(ranks.gather(int(os.environ.get("LOCAL_WORLD_SIZE") or ep), int))
         local = of_hosts.pop() if len(of_hosts) == 1 else ep  # ranks of a host; all ranks must make the same groups
         if pp > 1:
             data = _own_group([range(first, first + dp) for first in range(0, size, dp)], ranks)

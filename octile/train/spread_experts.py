@@ -26,7 +26,7 @@ def check_exchange(config: TrainConfig, hops: dist.ProcessGroup | DeviceMesh, ra
     """
     if config.parallel.exchange != "symmetric_memory":
         return
-    reasons = ranks.gather(symmetric_memory.why_not_peers(groups_of(hops)))
+    reasons = ranks.gather(symmetric_memory.why_not_peers(groups_of(hops)), str | None)
     if reason := next(filter(None, reasons), None):
         raise ValueError(f"parallel.exchange symmetric_memory cannot be used, since {reason}: use auto, or all_to_all")
 

@@ -121,7 +121,7 @@ class StateLayout:
         if self._shards is None:
             return dict(tensors)
         sizes = {name: (self._whole_shape(name, tensor), tensor.dtype) for name, tensor in tensors.items()}
-        of_ranks = self._ranks.gather(sizes)
+        of_ranks = self._ranks.gather(sizes, dict[str, tuple[tuple[int, ...], torch.dtype]])
         first_with = {name: rank for rank, names in reversed([*enumerate(of_ranks)]) for name in names}
         same_layers = dist.get_process_group_ranks(self._shards.group)
         found: dict[str, Tensor] = {}

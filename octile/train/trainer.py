@@ -66,7 +66,7 @@ from octile.train.batches import Batches, PreparedBatches, validation_windows
 from octile.train.captured_step import CapturedStep, why_eager
 from octile.train.config import TrainConfig
 from octile.train.device_memory import available_memory
-from octile.train.diagnostics import add_histograms, first_non_finite, record_tile_scales
+from octile.train.diagnostics import Histogram, add_histograms, first_non_finite, record_tile_scales
 from octile.train.kept_activations import can_keep, keep_activations
 from octile.train.pipelined import PARTS, PipelinedModel, held_share, make_pipeline_schedule
 from octile.train.rank_mesh import RankMesh
@@ -156,7 +156,7 @@ class Trainer:
         groups = RankMesh.of(config.parallel, self.ranks, device.type) if self.ranks.size > 1 else RankMesh()
         stages = make_pipeline_schedule(config) if groups.pipeline else None
         can = device.type == "cuda" and can_keep(self.config, available_memory(device), held_share(stages))
-        self.keeps_activations = all(self.ranks.gather(can))
+        self.keeps_activations = all(self.ranks.gather(can, bool))
         self.recipe = self._recipes[self.keeps_activations]
         self._too_many_rows = torch.zeros((), device=device)  # 1 if the experts of this rank had more rows than place
         if groups.hops is not None:
@@ -254,7 +254,7 @@ class Trainer:
         own = None
         if self.model.moe_layers():
             own = spread_experts(self.model, self.config, hops, self.recipe, self._too_many_rows)
-        return next(share for share in self.ranks.gather(own) if share is not None)
+        return next(share for share in self.ranks.gather(own, ExpertShare | None) if share is not None)
 
     def step(self) -> Metrics:
         """Run one optimizer step and return its metrics. The host waits for the device.
@@ -446,7 +446,7 @@ class Trainer:
         parameters = list(self.updated.parameters())
         overflowed = False
         if self.loss_scale:
-            finite = self.loss_scale.unscale_(parameters, lambda own: all(self.ranks.gather(own)))
+            finite = self.loss_scale.unscale_(parameters, lambda own: all(self.ranks.gather(own, bool)))
             overflowed = not finite and self.loss_scale.value > 1.0
         norm, last_broken = self.shards.gradient_norm() if self.shards else gradient_norm(parameters)
         skip = self._decide(totals[0], norm, overflowed, totals[-1])
@@ -606,7 +606,7 @@ class Trainer:
         dispatchers = [moe.dispatcher for moe in self.moes.values() if isinstance(moe.dispatcher, PeerDispatcher)]
         for dispatcher in dispatchers:
             dispatcher.max_rows = min(2 * dispatcher.max_rows, dispatcher.enough_rows)
-        most = max(self.ranks.gather(max((dispatcher.max_rows for dispatcher in dispatchers), default=0)))
+        most = max(self.ranks.gather(max((dispatcher.max_rows for dispatcher in dispatchers), default=0), int))
         warnings.warn(
             f"{where}: the experts of a rank have more rows than place, which is doubled to {most:,} rows; what was "
             "computed is discarded and computed again",
@@ -652,7 +652,7 @@ class Trainer:
             windows = islice(cycle(self.held_out.to(self.device).split(1)), self.config.micro_batches)
             with self.precision():
                 self.pipelined.train([*windows], lambda _: 1.0, lambda loss: loss, self._no_load())
-        return add_histograms(self.ranks.gather(histograms() if self._place[0] == 0 else {}))
+        return add_histograms(self.ranks.gather(histograms() if self._place[0] == 0 else {}, dict[str, Histogram]))
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
@@ -752,13 +752,17 @@ class Trainer:
     def _first_non_finite(self, micro_batches: Sequence[Tensor]) -> str:
         """The first parameter or module of the model, on any rank, that is not finite in forward passes."""
         if self.pipelined is None:
-            return first_non_finite(self.model, lambda: [self._loss(t) for t in micro_batches], self.ranks.gather)
+            return first_non_finite(
+                self.model,
+                lambda: [self._loss(t) for t in micro_batches],
+                lambda own: self.ranks.gather(own, str),
+            )
         of_rank = self.pipelined
         places = [f"parameter {name}" for name in self.names.parameters] + [n for n, _ in self.whole.named_modules()]
         order = {place: index for index, place in enumerate(places)}
 
         def gather(own: str) -> list[str]:  # in the order of the layers, not of the ranks
-            return sorted(self.ranks.gather(own), key=lambda place: order.get(place, len(order)))
+            return sorted(self.ranks.gather(own, str), key=lambda place: order.get(place, len(order)))
 
         with self.precision():
             return first_non_finite(
@@ -843,7 +847,7 @@ class Trainer:
         tensors = {f"model.{name}": t for name, t in self.model.state_dict().items()}
         tensors |= {f"history.{name}": history.amax_OH for name, history in amax_histories(self.model).items()}
         tensors = {name: t.cpu() for name, t in self.layout.whole(tensors).items()}
-        scales = self.ranks.gather(self.model.stored_scales)
+        scales = self.ranks.gather(self.model.stored_scales, dict[str, Tensor])
         if not self.ranks.is_first:
             return self.model
         model = meta_model(self.config.model)  # which keeps the collected tensors instead of a second copy

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 from octile.checkpoint import DistributedCheckpoints, ShardedCheckpoint, load_tensors
 from octile.checkpoint import store as store_module
-from octile.checkpoint.sharded import ChunkSavePlanner
+from octile.checkpoint.sharded import ShardWriter
 from tests.worlds import start_ranks
 
 
@@ -32,13 +32,13 @@ def held_back(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 def staged(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
     """What the thread that writes is given."""
     found: dict[str, torch.Tensor] = {}
-    set_up = ChunkSavePlanner.set_up_planner
+    write = ShardWriter.write
 
-    def record(self, state_dict, storage_meta=None, is_coordinator=False):
-        found.update(state_dict)
-        set_up(self, state_dict, storage_meta, is_coordinator)
+    def record(self, chunks, rank, n_ranks):
+        found.update({name: chunk.local for name, chunk in chunks.items()})
+        return write(self, chunks, rank, n_ranks)
 
-    monkeypatch.setattr(ChunkSavePlanner, "set_up_planner", record)
+    monkeypatch.setattr(ShardWriter, "write", record)
     return found
 
 

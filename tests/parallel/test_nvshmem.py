@@ -17,8 +17,8 @@ def job(monkeypatch: pytest.MonkeyPatch):
     """job(...): two nodes of two ranks on GPUs, of which the other three have the reasons that are given."""
     others: list[list[str | None]] = []
 
-    def gather(gathered: list, own: object, group: object) -> None:
-        gathered[:] = [own] * 2 if isinstance(own, str) or len(own) == 2 else [own, others.pop(0)]
+    def gather(own: list, kind: object, group: object) -> list:
+        return [own] * 2 if len(own) == 2 else [own, others.pop(0)]
 
     def start(*of_others: str | None, is_in_use: bool = False, ranks: tuple[int, ...] = (0, 2)) -> None:
         def set_backend(name: str) -> None:
@@ -32,7 +32,7 @@ def job(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(nvshmem, "has_nvshmem", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
-    monkeypatch.setattr(dist, "all_gather_object", gather)
+    monkeypatch.setattr(nvshmem, "all_gather_messages", gather)
     return start
 
 
@@ -76,13 +76,10 @@ def test_blocks_divide_rows_and_long_ones_in_vectors(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(("hosts", "blocks"), [(["a", "a"], 128), (["a", "b"], 16), ([*"abcdefghijklmnopqrst"], 20)])
 def test_blocks_are_chosen_by_the_hosts_unless_they_are_set(monkeypatch: pytest.MonkeyPatch, hosts, blocks):
-    def gather(gathered: list[str], own: str, group: object) -> None:
-        gathered[:] = hosts
-
     monkeypatch.setenv(BLOCKS, "")  # so that it is as before afterwards
     monkeypatch.delenv(BLOCKS)
     monkeypatch.setattr(dist, "get_world_size", lambda group: len(hosts))
-    monkeypatch.setattr(dist, "all_gather_object", gather)
+    monkeypatch.setattr(nvshmem, "all_gather_messages", lambda own, kind, group: hosts)
     memory = NvshmemMemory(NODES)
     assert nvshmem._blocks(memory.group) == blocks
     assert memory.blocks == blocks // len(hosts)

@@ -1,17 +1,23 @@
 """Tests of what ranks send through a store, with threads as ranks; tests/train/test_torchrun.py starts processes."""
 
 import gc
+import os
+import pickle
+import re
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from octile.parallel import ranks as module
+from octile.parallel.messages import MessageError, encode, outcome_of
 from octile.parallel.ranks import Ranks, RanksError, explain, join, leave, reports_failure
 from octile.train.signals import Stopped
+from tests.worlds import start_ranks
 
 
 @pytest.fixture
@@ -43,7 +49,7 @@ def become(monkeypatch: pytest.MonkeyPatch, ranks: Ranks) -> None:
 
 def test_rank_0_works_and_all_get_its_results_in_order(two):
     assert (
-        on_both(two, lambda r: [r.from_first(lambda n=n: (r.rank, n)) for n in range(3)])
+        on_both(two, lambda r: [r.from_first(lambda n=n: (r.rank, n), tuple[int, int]) for n in range(3)])
         == [[(0, 0), (0, 1), (0, 2)]] * 2
     )
 
@@ -72,12 +78,90 @@ def test_an_exception_that_cannot_be_sent_is_described(two):
     assert str(other) == "Stopped: stopped after step 3"
 
 
+FOREIGN = {  # what another process has set first, and what rank 1 says of it
+    "a pickle": (pickle.dumps(("here", None)), "must be a message of type .*, but b'"),
+    "another type": (encode((7, None), outcome_of(int)), r"str \| None is needed, not 7"),
+    "an exception that is none": (b'[[null], [[false], [["os.system", ["true"], []]]]]', "'os.system' is no"),
+}
+
+
+@pytest.mark.parametrize(("foreign", "what"), FOREIGN.values(), ids=FOREIGN)
+def test_a_key_that_another_process_has_set_first_ends_both(two, foreign: bytes, what: str):
+    two[0].store.set("exchange/0", foreign)
+    first, other = on_both(two, lambda r: r.from_first(lambda: "here", str))
+    for error in (first, other):
+        assert isinstance(error, MessageError)
+    assert str(first).startswith("key exchange/0 of torchrun's store must be set by rank 0, but ")
+    assert re.search(f"^key exchange/0 of torchrun's store .*{what}", str(other))
+
+
+class Attack:
+    """Writes a file where it is unpickled."""
+
+    def __init__(self, file: Path):
+        self.file = file
+
+    def __reduce__(self):
+        return Path.touch, (self.file,)
+
+
+def be_attacked(process: int, port: int, folder: str) -> None:
+    """Be one of two ranks that torchrun has started or, first, a foreign process that sets a key before rank 0 does."""
+    store, texts = dist.TCPStore("127.0.0.1", port, is_master=False), [Path(folder, str(rank)) for rank in range(2)]
+    if process == 2:
+        attack = pickle.dumps((Attack(Path(folder, "ran")), None))
+        dist.PrefixStore("octile", dist.PrefixStore("start 0", store)).set("exchange/0", attack)
+        return store.set("attacked", "")
+    store.wait(["attacked"])
+    os.environ |= {"RANK": str(process), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    ranks = join(torch.device("cpu"), 60)
+
+    def work() -> str:
+        store.wait(["read"])  # by the other rank
+        return "here"
+
+    try:
+        text = ranks.from_first(work, str)
+    except MessageError as error:
+        text = str(error)
+    texts[process].write_text(text)
+    store.set("read", "")
+    leave()
+
+
+def test_a_pickle_of_a_foreign_process_runs_no_code_and_ends_both_ranks(tmp_path: Path):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    start_ranks(be_attacked, (store.port, str(tmp_path)), 3)
+    assert not (tmp_path / "ran").exists()
+    first, other = ((tmp_path / str(rank)).read_text() for rank in range(2))
+    assert re.search(r"^key exchange/0 of torchrun's store must be set by rank 0, but b'\\x80\\x04.* lies there", first)
+    assert re.search(
+        r"^key exchange/0 of torchrun's store must be a message of type .*, but b'\\x80\\x04.* came", other
+    )
+
+
+def test_a_result_of_another_type_than_is_said_is_an_error_on_both(two):
+    for error in on_both(two, lambda r: r.from_first(lambda: 7, str)):
+        assert isinstance(error, TypeError)
+        assert str(error) == "str | None is needed, not 7"
+
+
+def test_a_position_that_another_process_has_set_is_one_short_line(two, monkeypatch):
+    become(monkeypatch, two[0])
+    two[1].store.set(f"{module.POSITION}/1", b"step 1\n\x1b[2J\xff" + b"x" * 10**6)
+    text = str(explain(TimeoutError("timed out")))
+    assert "last seen: rank 1 at step 1\N{REPLACEMENT CHARACTER}" in text
+    assert text.isprintable()
+    assert len(text) < 500
+
+
 def test_one_process_sends_nothing(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     alone = join(torch.device("cpu"), 1)
     assert (alone.rank, alone.size, alone.is_first) == (0, 1, True)
-    assert alone.from_first(lambda: "own") == "own"
-    assert alone.gather(3) == [3]
+    assert alone.from_first(lambda: "own", str) == "own"
+    assert alone.gather(3, int) == [3]
     alone.agree("anything", "here")
     alone.at("step 1")
 

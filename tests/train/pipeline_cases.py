@@ -74,14 +74,16 @@ def check_equal_run(store: TokenStore, ranks: Ranks, schedule: str, dp: int = 1,
 
 def check_moved_run(store: TokenStore, ranks: Ranks, schedule: str, dp: int = 1, ep: int = 1) -> None:
     """A checkpoint with a best model goes from one process to the pipeline and back, which continue alike."""
-    folder = Path(ranks.from_first(tempfile.mkdtemp))
+    folder = Path(ranks.from_first(tempfile.mkdtemp, str))
     alone, own = trainers(store, ranks, schedule, dp, ep, optim=AVERAGED, recipe="delayed", val_sequences=2)
     steps(alone, 2)
     tensors, state = alone.state()
     best = BestModel(alone.model)
     best.update(1, 1.0)
     best_tensors, best_state = best.state(2)
-    single = ranks.from_first(lambda: save_checkpoint(folder / "single", 2, tensors | best_tensors, state | best_state))
+    single = ranks.from_first(
+        lambda: save_checkpoint(folder / "single", 2, tensors | best_tensors, state | best_state), Path
+    )
     checkpoint = ShardedCheckpoint(single)
     own.load(own.layout.own_rows(checkpoint), checkpoint.state)
     BestModel(own.model).load(own.layout.own_rows(checkpoint, best=True), checkpoint.state, 2)
@@ -104,7 +106,7 @@ def check_moved_run(store: TokenStore, ranks: Ranks, schedule: str, dp: int = 1,
 
 def check_differing_copies(store: TokenStore, ranks: Ranks) -> None:
     """A checkpoint is not written if the copies of a parameter differ, of which it would have one."""
-    folder = Path(ranks.from_first(tempfile.mkdtemp))
+    folder = Path(ranks.from_first(tempfile.mkdtemp, str))
     _, own = trainers(store, ranks, "dualpipe")
     checkpoints, best = RunCheckpoints(str(folder), ranks), BestModel(own.model)
     steps(own, 1)
@@ -130,7 +132,8 @@ def check_fp8(store: TokenStore, ranks: Ranks, recipe: str, schedule: str) -> No
     assert own.validate()["val_loss"] == pytest.approx(alone.validate()["val_loss"], rel=1e-3)
     own.check_copies()
     names = set(amax_histories(own.model))
-    for of_rank in ranks.gather({name: h.amax_OH.tolist() for name, h in amax_histories(own.model).items()}):
+    histories = {name: h.amax_OH.tolist() for name, h in amax_histories(own.model).items()}
+    for of_rank in ranks.gather(histories, dict[str, list[list[float]]]):
         assert all(of_rank[name] == amax_histories(own.model)[name].amax_OH.tolist() for name in names & of_rank.keys())
 
 
@@ -181,7 +184,7 @@ def check_memory_of_whole_model(store: TokenStore, ranks: Ranks) -> None:
 
 def check_initial_weights(store: TokenStore, ranks: Ranks) -> None:
     """A run begins with the weights of a folder, of which each rank has those of its stages."""
-    folder = Path(ranks.from_first(tempfile.mkdtemp))
+    folder = Path(ranks.from_first(tempfile.mkdtemp, str))
     begun, _ = trainers(store, ranks)
     steps(begun, 1)
     ranks.from_first(lambda: save(begun.model, folder, "bf16"))
@@ -193,7 +196,7 @@ def check_initial_weights(store: TokenStore, ranks: Ranks) -> None:
 
 def check_stored_scales(store: TokenStore, ranks: Ranks) -> None:
     """The whole model has the scales of all layers in the folder that it began with, to store what has not changed."""
-    folder = Path(ranks.from_first(tempfile.mkdtemp))
+    folder = Path(ranks.from_first(tempfile.mkdtemp, str))
     begun, _ = trainers(store, ranks)
     ranks.from_first(lambda: save(begun.model, folder, "fp8"))
     alone, own = trainers(store, ranks, init_from=folder)
@@ -245,7 +248,7 @@ def check_skips(store: TokenStore, ranks: Ranks) -> None:
     """A NaN in a stage's gradient skips the step on all ranks, and names the parameter on all."""
     _, own = trainers(store, ranks, "dualpipev", skip_limit=1)
     name, weight = [*own.model.named_parameters()][0 if ranks.is_first else 5]
-    first = ranks.from_first(lambda: name)
+    first = ranks.from_first(lambda: name, str)
     if ranks.is_first:
         weight.register_hook(lambda g: torch.full_like(g, torch.nan) if own.steps_done + 1 in {2, 4, 5} else None)
     lines = steps(own, 3)
@@ -256,7 +259,7 @@ def check_skips(store: TokenStore, ranks: Ranks) -> None:
     assert ["skipped_for" in line for line in lines] == [False, True, False, True]
     assert first in lines[1]["skipped_for"]
     assert all(torch.equal(before[name], t) for name, t in own.model.state_dict().items())
-    assert len(set(ranks.gather(str(stopped.value)))) == 1
+    assert len(set(ranks.gather(str(stopped.value), str))) == 1
 
 
 def check_broken_loss(store: TokenStore, ranks: Ranks) -> None:
@@ -277,7 +280,7 @@ def check_loss_scale(store: TokenStore, ranks: Ranks) -> None:
     if not ranks.is_first:
         next(own.model.parameters()).register_hook(lambda g: torch.full_like(g, torch.inf))
     assert "overflowed" in own.step()["skipped_for"]
-    assert ranks.gather(own.loss_scale.value) == [before / 2] * ranks.size
+    assert ranks.gather(own.loss_scale.value, float) == [before / 2] * ranks.size
 
 
 def cases(world: int) -> dict[str, object]:

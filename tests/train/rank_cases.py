@@ -87,7 +87,7 @@ def check_same_everywhere(trainer: Trainer, lines: list[dict]) -> None:
     biases = [n for n in state if "bias" in n]
     weights = {name: state[name].double().sum().item() for name in (*names, *biases)}
     assert biases
-    of_ranks = trainer.ranks.gather((repr(reported), weights))
+    of_ranks = trainer.ranks.gather((repr(reported), weights), tuple[str, dict[str, float]])
     for of_rank in of_ranks:
         assert of_rank == of_ranks[0]
 
@@ -135,10 +135,10 @@ def check_indexers(store: TokenStore, ranks: Ranks, stage: str) -> None:
 
 def check_moved_run(store: TokenStore, ranks: Ranks, ep: int) -> None:
     """A checkpoint goes from one process to the ranks and back."""
-    folder = Path(ranks.from_first(tempfile.mkdtemp))
+    folder = Path(ranks.from_first(tempfile.mkdtemp, str))
     alone, own = trainers(store, ranks, ep)
     steps(alone, 2)
-    single = ranks.from_first(lambda: save_checkpoint(folder / "single", 2, *alone.state()))
+    single = ranks.from_first(lambda: save_checkpoint(folder / "single", 2, *alone.state()), Path)
     checkpoint = ShardedCheckpoint(single)
     own.load(own.layout.own_rows(checkpoint), checkpoint.state)
     check_close(steps(own, 2), steps(alone, 2), **EXACT)
@@ -218,7 +218,7 @@ def check_own_rows(store: TokenStore, ranks: Ranks) -> None:
 def check_checkpoint_timeout(store: TokenStore, ranks: Ranks) -> None:
     """A rank waits for the parts of a checkpoint no longer than for anything else."""
     hurried = Ranks(ranks.rank, ranks.size, ranks.store, timedelta(seconds=1))
-    checkpoints = RunCheckpoints(ranks.from_first(tempfile.mkdtemp), hurried)
+    checkpoints = RunCheckpoints(ranks.from_first(tempfile.mkdtemp, str), hurried)
 
     def wait_alone() -> None:
         with pytest.raises(RuntimeError, match=r"(?i)timed out"):
@@ -237,7 +237,7 @@ def check_refused_exchange(store: TokenStore, ranks: Ranks) -> None:
 
 def check_too_many_rows(store: TokenStore, ranks: Ranks) -> None:
     """Steps for whose rows there is no place are discarded and run again with more; the bits are those of enough."""
-    folder = Path(ranks.from_first(tempfile.mkdtemp))
+    folder = Path(ranks.from_first(tempfile.mkdtemp, str))
     settings = {"batch_size": 2, "micro_batches": 1, "val_sequences": 2, "sequence_length": 16}
     with pytest.MonkeyPatch.context() as patch, peers_on_cpu(folder), warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -261,7 +261,7 @@ def check_too_many_rows(store: TokenStore, ranks: Ranks) -> None:
 
 def check_place(store: TokenStore, ranks: Ranks) -> None:
     """The place for rows is twice what balanced experts need, unless a step cannot be repeated with the same bits."""
-    folder = Path(ranks.from_first(tempfile.mkdtemp))
+    folder = Path(ranks.from_first(tempfile.mkdtemp, str))
     with peers_on_cpu(folder):
         for recipe, share in (("float32", 0.5), ("delayed", 1.0), ("fp16_loss_scaling", 1.0)):
             _, own = trainers(store, ranks, 4, {"exchange": "symmetric_memory"}, recipe=recipe)
@@ -273,7 +273,7 @@ def check_place(store: TokenStore, ranks: Ranks) -> None:
 
 def check_hosts(store: TokenStore, ranks: Ranks) -> None:
     """Experts over two hosts of two ranks: rows cross once, then go on inside the host; on request no host waits."""
-    folder = Path(ranks.from_first(tempfile.mkdtemp))
+    folder = Path(ranks.from_first(tempfile.mkdtemp, str))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", "2")
         alone, own = trainers(store, ranks, 4)
@@ -319,7 +319,7 @@ def check_fp8(store: TokenStore, ranks: Ranks, recipe: str, ep: int) -> None:
     check_close(lines, steps(alone), rtol=2e-2, atol=0)
     check_same_everywhere(own, lines)
     histories = [history.amax_OH.tolist() for history in amax_histories(own.model).values()]
-    assert all(of_rank == histories for of_rank in ranks.gather(histories))
+    assert all(of_rank == histories for of_rank in ranks.gather(histories, list[list[list[float]]]))
 
 
 @contextmanager
@@ -343,7 +343,7 @@ def check_skips(store: TokenStore, ranks: Ranks) -> None:
     assert ["skipped_for" in line for line in lines] == [False, True, False, True]
     assert "layers.0.self_attn.o_proj.weight" in lines[1]["skipped_for"]
     assert all(torch.equal(before[name], t) for name, t in own.model.state_dict().items())
-    assert len(set(ranks.gather(str(stopped.value)))) == 1
+    assert len(set(ranks.gather(str(stopped.value), str))) == 1
     check_same_everywhere(own, lines)
 
 
@@ -375,7 +375,7 @@ def check_loss_scale(store: TokenStore, ranks: Ranks) -> None:
     with broken(own, {2}, float("inf")):
         lines = steps(own, 3)
     assert "overflowed" in lines[1]["skipped_for"]
-    assert ranks.gather(own.loss_scale.value) == [before / 2] * ranks.size
+    assert ranks.gather(own.loss_scale.value, float) == [before / 2] * ranks.size
     check_same_everywhere(own, lines)
 
 
@@ -389,7 +389,7 @@ def check_late(store: TokenStore, ranks: Ranks, recipe: str = "float32") -> None
             done += [line["step"] for line in own.advance()]
         done += [line["step"] for line in own.read()]
     assert done == list(range(1, own.steps_done + 1))
-    assert ranks.gather(own.steps_done) == [20] * ranks.size
+    assert ranks.gather(own.steps_done, int) == [20] * ranks.size
 
 
 def check_late_weights(store: TokenStore, ranks: Ranks, ep: int, **changes) -> None:
@@ -450,7 +450,7 @@ def check_agreement(ranks: Ranks) -> None:
     ranks.agree("the code", "same")
     with pytest.raises(ValueError, match="the code must be the same on all ranks: rank 0 has 0, but rank 1 has 1"):
         ranks.agree("the code", str(ranks.rank))
-    assert differing(ranks.gather({"seed": "1", "lr": str(ranks.rank)})) == {
+    assert differing(ranks.gather({"seed": "1", "lr": str(ranks.rank)}, dict[str, str])) == {
         "lr": [str(rank) for rank in range(ranks.size)]
     }
 

@@ -1,6 +1,7 @@
 """Bad input and faults of two ranks of `octile train`: one line, and all ranks end."""
 
 import json
+import pickle
 import shutil
 import signal
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from octile.train.token_store import TokenStore
 from tests.train import bad_rank
 from tests.train.conftest import MICRO
 from tests.train.test_torchrun import OPTIONS, PIPELINE
-from tests.worlds import begin_ranks
+from tests.worlds import begin_ranks, start_ranks
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
 
@@ -28,9 +29,20 @@ class Ended(NamedTuple):
     lines: list[list[str]]
 
 
-def train(folder: Path, *arguments: str, fault: str = "", environment: Mapping[str, str] = NOTHING) -> Ended:
-    """Run `octile train` on two ranks, whose store outlives them as torchrun's does; their output is in the folder."""
+def train(
+    folder: Path,
+    *arguments: str,
+    fault: str = "",
+    environment: Mapping[str, str] = NOTHING,
+    foreign: Mapping[str, bytes] | None = None,
+) -> Ended:
+    """Run `octile train` on two ranks, whose store outlives them as torchrun's does; their output is in the folder.
+
+    Another process sets the keys of `foreign` in the store first.
+    """
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    if foreign is not None:
+        start_ranks(set_keys, (store.port, foreign), 1)
     ranks = begin_ranks(bad_rank.run, (store.port, str(folder), fault, arguments, dict(environment)), 2)
     for process in ranks:
         process.join(60)
@@ -39,6 +51,13 @@ def train(folder: Path, *arguments: str, fault: str = "", environment: Mapping[s
     errors = [(folder / f"{rank}.err").read_text().splitlines() for rank in range(2)]
     own = [[line for line in of_rank if line.startswith("octile: ")] for of_rank in errors]
     return Ended([process.exitcode for process in ranks], own)
+
+
+def set_keys(rank: int, port: int, values: Mapping[str, bytes]) -> None:
+    """Set keys of the ranks in a store, as any process can that reaches its port."""
+    store = dist.TCPStore("localhost", port, is_master=False)
+    for key, value in values.items():
+        dist.PrefixStore("octile", dist.PrefixStore("start 0", store)).set(key, value)
 
 
 def check_refused(ended: Ended, message: str) -> None:
@@ -120,6 +139,32 @@ def test_checkpoints_that_ranks_do_not_share_are_refused_by_rank_0(arguments, tm
     ended = train(tmp_path, *arguments, f"--checkpoints={place}", f"--out={tmp_path / 'run'}")
     check_refused(ended, f"checkpoints {place!r} must be the same for all ranks, but rank 0 does not see there what")
     assert not (tmp_path / "run").exists()
+
+
+class Attack:
+    """Writes a file where it is unpickled."""
+
+    def __init__(self, file: Path):
+        self.file = file
+
+    def __reduce__(self):
+        return Path.touch, (self.file,)
+
+
+@pytest.mark.parametrize("key", ["exchange/0", "exchange/1", "position/0", "failure"])
+def test_a_pickle_that_another_process_has_left_in_the_store_runs_no_code(arguments, tmp_path: Path, key: str):
+    """Where rank 0 writes, the run ends with a line that says what lies there."""
+    ran = tmp_path / "ran"
+    attack = pickle.dumps((Attack(ran), None))
+    ended = train(tmp_path, *arguments, f"--out={tmp_path / 'run'}", foreign={key: attack})
+    assert not ran.exists()
+    if key.startswith("exchange"):
+        assert ended.statuses == [1, 1]
+        ((line,), ()) = ended.lines
+        assert line.startswith(f"octile: key {key} of torchrun's store must be set by rank 0, but ")
+        assert f"must be set by rank 0, but {repr(attack[:8])[:-1]}" in line
+    else:
+        assert ended.statuses == [0, 0]
 
 
 def test_an_exception_of_one_rank_ends_all(arguments, tmp_path: Path):

@@ -14,6 +14,7 @@ import statistics
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 WINDOW = 64  # losses of which the median is taken
 MIN_LOSSES = 32  # losses that are needed before a spike can be detected
@@ -46,12 +47,33 @@ class Spike:
         return f"{text}, and was back after {steps:,} step{'s' * (steps != 1)}"
 
 
-class SpikeDetector:
-    """Detects spikes in a series of losses that arrive one by one."""
+class SpikeState(NamedTuple):
+    """What a detector has seen.
 
-    def __init__(self) -> None:
-        self._losses: deque[float] = deque(maxlen=WINDOW)
-        self._current: Spike | None = None
+    Attributes:
+        losses: the last WINDOW, without those inside a spike.
+        current: the spike that lasts.
+    """
+
+    losses: tuple[float, ...]
+    current: Spike | None
+
+
+class SpikeDetector:
+    """Detects spikes in a series of losses that arrive one by one.
+
+    Args:
+        state: of a detector whose series this one continues; None: it begins.
+    """
+
+    def __init__(self, state: SpikeState | None = None):
+        self._losses = deque(state.losses if state else (), maxlen=WINDOW)
+        self._current = state.current if state else None
+
+    @property
+    def state(self) -> SpikeState:
+        """What it has seen."""
+        return SpikeState(tuple(self._losses), self._current)
 
     def update(self, step: int, loss: float) -> Spike | None:
         """Add a loss; return the spike that begins with this step or ends with it. NaN and infinity are ignored."""

@@ -64,11 +64,10 @@ HANGING_SEND = """
 import os
 import time
 
-import torch.distributed as dist
-
 from octile.cli import main
+from octile.parallel import messages
 
-broadcast, rounds = dist.broadcast_object_list, []
+broadcast, rounds = messages.broadcast_message, []
 
 def failing(*arguments, **options):
     rounds.append(arguments)
@@ -76,9 +75,9 @@ def failing(*arguments, **options):
         if os.environ["RANK"] == "1":
             os._exit(1)
         time.sleep(3600)
-    broadcast(*arguments, **options)
+    return broadcast(*arguments, **options)
 
-dist.broadcast_object_list = failing
+messages.broadcast_message = failing
 if __name__ == "__main__":  # the HTTP process imports this, too
     main()
 """
