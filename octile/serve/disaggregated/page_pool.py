@@ -4,7 +4,7 @@ The process that fills them owns the memory, and knows which pages are free. The
 is that process's until it is returned.
 
 What opens the memory in another process is pickled. It travels by pipes that `octile.serve.disaggregated.router` makes
-for its children, which no other process can open; what comes by a socket is never unpickled.
+for its children, which no other user can open; what comes by a socket is never unpickled.
 
 Shapes: S pages of the pool, N pages that are handed over, Q bytes of a page in all layers.
 """
