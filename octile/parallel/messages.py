@@ -39,6 +39,7 @@ T = TypeVar("T")
 E = TypeVar("E", bound=type[Exception])
 
 MAX_BYTES = 2**30  # of a message: the prompts of a full server, or the chunks of a large checkpoint, are a tenth of it
+MAX_SHOWN = 300  # characters that a message about a stranger's bytes quotes
 DTYPES: Mapping[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
 }
@@ -106,8 +107,14 @@ def decode(data: bytes, kind: Any, what: str) -> Any:
     except Exception as error:
         raise MessageError(
             f"{what} must be a message of type {_name(kind)}, but {quoted(data)} came, which a process that is no rank "
-            f"of this run may have sent ({type(error).__name__}: {error})"
+            f"of this run may have sent ({shown(f'{type(error).__name__}: {error}')})"
         ) from None
+
+
+def shown(text: str) -> str:
+    """What a stranger may have sent, as a short line that no terminal takes for a command."""
+    line = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text[:MAX_SHOWN])
+    return line if len(text) <= MAX_SHOWN else f"{line}…"
 
 
 def outcome_of(kind: Any) -> Any:

@@ -39,6 +39,7 @@ from octile.parallel.messages import (
     encode,
     outcome_of,
     sent_by_name,
+    shown,
 )
 from octile.validation import quoted
 
@@ -48,7 +49,6 @@ FOREVER = timedelta(days=365)  # for work of rank 0 whose time nobody knows, suc
 PATIENCE = timedelta(seconds=3)  # for rank 0 to report the failure that another rank has, too
 MAX_PATIENCE = timedelta(seconds=60)  # if it has announced one
 POLL, GRACE = 1.0, 3.0  # seconds between two looks at NCCL, and for the failing rank to report what they find itself
-MAX_POSITION = 300  # bytes that a message quotes
 FAILURE, FAILING, POSITION = "failure", "failing", "position"  # keys of the store
 
 
@@ -188,7 +188,7 @@ class Ranks:
         for rank in range(self.size):
             if rank != self.rank:
                 key = f"{POSITION}/{rank}"
-                where = _shown(self.store.get(key)) if self.store.check([key]) else "its start"
+                where = shown(self.store.get(key).decode(errors="replace")) if self.store.check([key]) else "its start"
                 seen.append(f"rank {rank} at {where}")
         return ", ".join(seen)
 
@@ -397,12 +397,6 @@ def gather_outcomes(
             return [(None, error)]
         own = encode((None, error), outcome)
     return all_gather_encoded(own, outcome, group)
-
-
-def _shown(position: bytes) -> str:
-    """The position of a rank, from the store, as one line."""
-    text = position[:MAX_POSITION].decode(errors="replace")
-    return "".join(c if c.isprintable() else "�" for c in text)
 
 
 def world() -> dist.ProcessGroup:

@@ -184,6 +184,15 @@ def test_what_is_no_message_of_the_type_is_named(data: bytes, kind: object, what
         decode(data, kind, "key k")
 
 
+@pytest.mark.parametrize("data", [b'{"\\u001b[2J": 1}', json.dumps({"x" * 10**6: 1}).encode(), b'["\\u001b[2J"]'])
+@pytest.mark.parametrize("kind", [Shape, Color, int])
+def test_an_error_quotes_little_and_only_what_can_be_printed(data: bytes, kind: object):
+    with pytest.raises(MessageError) as raised:
+        decode(data, kind, "it")
+    assert str(raised.value).isprintable()
+    assert len(str(raised.value)) < 700
+
+
 def test_a_message_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(messages, "MAX_BYTES", 10)
     with pytest.raises(ValueError, match="a message must have at most 10 bytes, but that of str has 14"):
