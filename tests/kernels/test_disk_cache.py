@@ -168,7 +168,7 @@ def test_a_new_folder_is_private(folder, build):
 def test_a_folder_that_others_may_write_to_is_refused(folder, build):
     folder.mkdir()
     folder.chmod(0o777)
-    with pytest.raises(PermissionError, match="others may write to the kernel cache"):
+    with pytest.raises(PermissionError, match="others may write to octile's cache"):
         disk_cache.fetch("product", ["text"], build)
 
 
