@@ -1,11 +1,14 @@
-"""One thread and a fixed hypothesis profile: every run of the suite computes the same thing.
+"""One thread, a cache of the session's own and a fixed hypothesis profile: every run computes the same thing.
 
 Without a GPU Triton's kernels run in its interpreter, which has to be chosen before Triton is imported by anyone.
 """
 
+import atexit
 import errno
 import io
 import os
+import shutil
+import tempfile
 from collections.abc import Callable
 
 import pytest
@@ -16,6 +19,14 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 torch.set_num_threads(1)
+if "OCTILE_CACHE_DIR" not in os.environ:  # workers of pytest-xdist find that of the session
+    from octile.kernels import disk_cache
+
+    cache = tempfile.mkdtemp(prefix="octile-cache-")
+    atexit.register(shutil.rmtree, cache, ignore_errors=True)
+    for kernel in disk_cache.folder().glob("*.compiled"):  # which would take seconds to compile
+        shutil.copy2(kernel, cache)
+    os.environ["OCTILE_CACHE_DIR"] = cache
 settings.register_profile(
     "octile", deadline=None, derandomize=True, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
 )

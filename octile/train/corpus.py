@@ -173,27 +173,82 @@ def open_corpus(source: str | Path, name: str = "data") -> Corpus:
     """
     check_source(source, name)
     named = f"{name} {str(source)!r}"
-    if source == STANDARD_LIBRARY:
-        return _standard_library(named)
-    if source == PACKAGES:
-        return _installed_packages(named)
     if str(source).startswith("hf:"):
         return _hub_dataset(str(source), named)
+    return _from_files(str(source), named, _find_files(source))
+
+
+def content_digest(source: str | Path, name: str = "data") -> str:
+    """The SHA-256 of everything from which `open_corpus` makes a corpus: names and contents, not where they lie.
+
+    Arguments and errors are those of `open_corpus`. The content is not searched for text, so this is much faster.
+    """
+    check_source(source, name)
+    digest = hashlib.sha256()
+
+    def add(*parts: bytes) -> None:
+        for part in parts:
+            digest.update(len(part).to_bytes(8) + part)
+
+    if str(source).startswith("hf:"):
+        for row in open_corpus(source, name).read():
+            add(row.name.encode(), row.text.encode())
+        return digest.hexdigest()
+    files = _find_files(source)
+    add(files.rule.encode(), len(files.left_out).to_bytes(8))
+    for reason, path in files.left_out:
+        add(reason.encode(), os.fsencode(path))
+    for file, path in files.names.items():
+        add(os.fsencode(path), _file_digest(file) or b"unreadable")
+    return digest.hexdigest()
+
+
+def _file_digest(file: Path) -> bytes | None:
+    """The SHA-256 of a file; None if it cannot be read."""
+    try:
+        if not file.is_file():  # a pipe, of which reading would not end
+            return None
+        with file.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").digest()
+    except OSError:
+        return None
+
+
+class _Files(NamedTuple):
+    """The files in which a corpus is searched.
+
+    Attributes:
+        root: their folder, for messages.
+        names: their names, in reading order.
+        left_out: what is not read below the folder.
+        rule: what is left out of the files: `PACKAGES`, where the text filter decides, or "text", all that is not text.
+    """
+
+    root: Path
+    names: Mapping[Path, str]
+    left_out: Sequence[LeftOut] = ()
+    rule: str = "text"
+
+
+def _find_files(source: str | Path) -> _Files:
+    if source == STANDARD_LIBRARY:
+        return _standard_library()
+    if source == PACKAGES:
+        return _installed_packages()
     path = Path(source)
     if not path.is_dir():
-        return _from_files(str(source), named, path.parent, {path: path.name}, [])
+        return _Files(path.parent, {path: path.name})
     files, left_out = _files_below(path)
-    return _from_files(str(source), named, path, {file: file.relative_to(path).as_posix() for file in files}, left_out)
+    return _Files(path, {file: file.relative_to(path).as_posix() for file in files}, left_out)
 
 
-def _standard_library(named: str) -> Corpus:
+def _standard_library() -> _Files:
     root = Path(sysconfig.get_path("stdlib"))
     files, _ = _files_below(root, excluded=EXCLUDED_FOLDERS)
-    names = {file: file.relative_to(root).as_posix() for file in files if file.suffix == ".py"}
-    return _from_files(STANDARD_LIBRARY, named, root, names, [])
+    return _Files(root, {file: file.relative_to(root).as_posix() for file in files if file.suffix == ".py"})
 
 
-def _installed_packages(named: str) -> Corpus:
+def _installed_packages() -> _Files:
     root = Path(sysconfig.get_path("stdlib"))
     folders = dict.fromkeys([root, *(Path(path) for path in sys.path if Path(path).name in PACKAGE_FOLDERS)])
     names = {
@@ -202,6 +257,11 @@ def _installed_packages(named: str) -> Corpus:
         for file in _files_below(folder, excluded=EXCLUDED_FOLDERS if folder == root else frozenset())[0]
         if file.name.endswith((*SOURCE, *PROSE)) or file.name == "METADATA"  # of a package: its description
     }
+    return _Files(root, names, rule=PACKAGES)
+
+
+def _package_filter() -> Callable[[Path, str], str | None]:
+    """A function that returns the reason to leave a file of a package out; it is called in reading order."""
     duplicates = DuplicateFilter()
 
     def why_not(file: Path, name: str) -> str | None:
@@ -213,7 +273,7 @@ def _installed_packages(named: str) -> Corpus:
             return "long"
         return why_left_out(name, content) or ("repeated" if duplicates.has_seen(content.decode()) else None)
 
-    return _from_files(PACKAGES, named, root, names, [], why_not)
+    return why_not
 
 
 def _files_below(root: Path, excluded: frozenset[str] = frozenset()) -> tuple[list[Path], list[LeftOut]]:
@@ -242,38 +302,29 @@ def _files_below(root: Path, excluded: frozenset[str] = frozenset()) -> tuple[li
     return sorted(found, key=lambda file: file.relative_to(root).as_posix()), sorted(left_out)
 
 
-def _from_files(
-    source: str,
-    named: str,
-    root: Path,
-    files: Mapping[Path, str],
-    left_out: list[LeftOut],
-    why_not: Callable[[Path, str], str | None] | None = None,
-) -> Corpus:
+def _from_files(source: str, named: str, files: _Files) -> Corpus:
     """The corpus of the files that are text; the others follow what is left out already.
 
     Args:
         source: its name.
         named: the option that named it, and the name, for messages.
-        root: the folder of the files, for messages.
-        files: their names, in reading order.
-        left_out: what is not read below the folder.
-        why_not: the reason to leave out a file of a name, called in reading order; `_why_not_text` if not given.
+        files: the files.
     """
-    if not files:
-        others = f" ({_list(left_out)})" if left_out else ""
-        raise FileNotFoundError(f"{named}: the folder {root} holds no files to read{others}; name one that does")
-    refusals = {file: (why_not or _why_not_text)(file, name) for file, name in files.items()}
-    refused = [LeftOut(reason, files[file]) for file, reason in refusals.items() if reason]
+    if not files.names:
+        others = f" ({_list(files.left_out)})" if files.left_out else ""
+        raise FileNotFoundError(f"{named}: the folder {files.root} holds no files to read{others}; name one that does")
+    why_not = _package_filter() if files.rule == PACKAGES else _why_not_text
+    refusals = {file: why_not(file, name) for file, name in files.names.items()}
+    refused = [LeftOut(reason, files.names[file]) for file, reason in refusals.items() if reason]
     readable = [file for file, reason in refusals.items() if not reason]
     if not readable:
-        raise ValueError(f"{named} holds no UTF-8 text: {_list(refused)} of {len(files)} files")
+        raise ValueError(f"{named} holds no UTF-8 text: {_list(refused)} of {len(files.names)} files")
 
     def read() -> Iterator[NamedText]:
         for file in readable:
-            yield from _passages(file, files[file])
+            yield from _passages(file, files.names[file])
 
-    return Corpus(source, [*left_out, *refused], read)
+    return Corpus(source, [*files.left_out, *refused], read)
 
 
 def _why_not_text(file: Path, name: str) -> str | None:

@@ -1,17 +1,22 @@
 """Builds a token store from a corpus in four passes, without holding the corpus in memory.
 
-1. `CorpusIndex` computes the digest and size of each document, which decide what is held out and whether an existing
-   store can be reused. Where documents are few, they are cut into spans and read once more.
+1. `CorpusIndex` computes the digest and size of each document, which decide what is held out. Where documents are few,
+   they are cut into spans and read once more.
 2. The tokenizer is trained on a sample of the training documents.
 3. The held-out documents are encoded.
 4. The training documents are encoded, without the spans that held-out documents have, too (`shared_spans`).
+
+Before that, a pass over the files computes their digest. A store of the same text and settings is reused: that in the
+folder, or one in the cache (`token_cache`).
 """
 
 import hashlib
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +24,27 @@ import numpy as np
 import numpy.typing as npt
 
 from octile.checkpoint.files import checksum
+from octile.report.machine import version_of
 from octile.report.page import format_count
 from octile.report.text import escape_control_characters
 from octile.tokenizer import Tokenizer, check_vocab_size
-from octile.train.corpus import Corpus, Document, is_url, open_corpus
+from octile.train import token_cache
+from octile.train.corpus import Corpus, Document, content_digest, is_url, open_corpus
 from octile.train.corpus_index import CorpusIndex
 from octile.train.shared_spans import HeldOutSpans
+from octile.train.source_digest import source_digest
 from octile.train.token_store import FILES, LEFT_OUT, MANIFEST, Manifest, TokenStore, TokenWriter
+from octile.validation import json_checksum
 
-# The version of what this module writes for the same text: 1 held out whole documents of any size, 2 trained on spans
-# that were held out, too
-PREPARATION = 3
+PREPARED_BY = (  # the source on which the tokens of a text depend
+    "tokenizer.py",
+    "train/corpus.py",
+    "train/corpus_index.py",
+    "train/data.py",
+    "train/shared_spans.py",
+    "train/text_filter.py",
+    "train/token_store.py",
+)
 SAMPLE_BYTES = 16 * 2**20  # of text on which the tokenizer is trained
 BUILDING = ".building-"  # begins the name of the folder in which a store is built
 BATCH_CHARACTERS = 4 * 2**20  # that are encoded at a time
@@ -46,8 +61,11 @@ def prepare(
     tokenizer: str | Path | None = None,
     held_out_windows: int = 64,
     progress: Progress = lambda stage, share: None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> TokenStore:
-    """Build the token store of a corpus in a folder, or reuse the existing one if its text and settings are the same.
+    """Build the token store of a corpus in a folder, or reuse one with the same text and settings.
+
+    One in the folder is reused, or else one in the cache (`token_cache`), of which the folder gets a copy.
 
     Args:
         source: "stdlib", a file, a folder or "hf:OWNER/NAME…": see `octile.train.corpus`. Or the URL of a token store
@@ -59,6 +77,7 @@ def prepare(
         tokenizer: a tokenizer.json, or its folder, to use instead of training one.
         held_out_windows: the minimum number of held-out windows, if a tenth of the text suffices for them.
         progress: called with the name of a stage and its progress from 0 to 1.
+        say: called with a line if the store comes from the cache, or another process is waited for.
 
     Raises:
         FileNotFoundError: the source or the tokenizer does not exist, or the source is a folder without files.
@@ -70,6 +89,7 @@ def prepare(
         raise ValueError(
             f"data {str(source)!r} must not hold the folder {folder}: what is written would be read as text"
         )
+    token_cache.check_outside(source)
     _check_positive(sequence_length=sequence_length, held_out_windows=held_out_windows)
     check_vocab_size(vocab_size)
     given = None if tokenizer is None else Tokenizer.load(tokenizer)
@@ -77,28 +97,25 @@ def prepare(
         raise ValueError(f"tokenizer {str(tokenizer)!r} has {given.vocab_size} tokens, vocab_size is only {vocab_size}")
     if is_url(source):
         return _streamed(str(source), folder, vocab_size, given)
+    for unfinished in folder.glob(BUILDING + "*"):  # of a process that was killed
+        shutil.rmtree(unfinished)
+    progress("reading", 0.0)
     settings = {
-        "preparation": PREPARATION,
+        "text": content_digest(source),
+        "preparation": source_digest(PREPARED_BY),
+        "versions": [f"Python {sys.version_info.major}.{sys.version_info.minor}", version_of("tokenizers")],
         "vocab_size": vocab_size,
         "sequence_length": sequence_length,
         "held_out_windows": held_out_windows,
-        "tokenizer": given and given.fingerprint,
+        "tokenizer": given and json_checksum([given.fingerprint, given.config]),
     }
-
-    for unfinished in folder.glob(BUILDING + "*"):  # of a process that was killed
-        shutil.rmtree(unfinished)
-    corpus = open_corpus(source)
-    progress("reading", 0.0)
-    index = CorpusIndex.of(corpus)
-    span = index.span(sequence_length, held_out_windows)
-    if span is not None:
-        corpus = corpus.in_spans(span)
-        index = CorpusIndex.of(corpus)
-    if not _is_built(folder, corpus.source, settings, index.fingerprint):
+    if not _is_built(folder, str(source), settings):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=BUILDING, dir=folder) as building:
-            _build(Path(building), corpus, index, settings, given, span, progress)
-            _publish(Path(building), folder)
+            built = Path(building)
+            manifest = token_cache.fetch(settings, built, lambda: _build(built, source, settings, given, progress), say)
+            replace(manifest, source=str(source)).write(built)
+            _publish(built, folder)
     return TokenStore.open(folder)
 
 
@@ -117,23 +134,24 @@ def _check_positive(**arguments: int) -> None:
             raise ValueError(f"{name} must be at least 1, not {value}")
 
 
-def _is_built(folder: Path, source: str, settings: dict[str, Any], fingerprint: str) -> bool:
+def _is_built(folder: Path, source: str, settings: dict[str, Any]) -> bool:
     if not (folder / MANIFEST).exists():
         return False
     there = Manifest.read(folder)
-    return (there.source, there.settings, there.fingerprint) == (source, settings, fingerprint)
+    return (there.source, there.settings) == (source, settings)
 
 
 def _build(
-    folder: Path,
-    corpus: Corpus,
-    index: CorpusIndex,
-    settings: dict[str, Any],
-    given: Tokenizer | None,
-    span: int | None,
-    progress: Progress,
-) -> None:
-    held_out = index.hold_out(settings["sequence_length"], settings["held_out_windows"])
+    folder: Path, source: str | Path, settings: dict[str, Any], given: Tokenizer | None, progress: Progress
+) -> Manifest:
+    corpus = open_corpus(source)
+    index = CorpusIndex.of(corpus)
+    selection = settings["sequence_length"], settings["held_out_windows"]
+    span = index.span(*selection)
+    if span is not None:
+        corpus = corpus.in_spans(span)
+        index = CorpusIndex.of(corpus)
+    held_out = index.hold_out(*selection)
     if given is None:
         progress("training the tokenizer", 0.0)
         sample = index.sample(held_out, SAMPLE_BYTES)
@@ -145,6 +163,8 @@ def _build(
     lines = (f"{reason}: {_one_line(name)}\n" for reason, name in index.left_out)
     (folder / LEFT_OUT).write_text("".join(lines), encoding="utf-8")
     tokens, cut_tokens = _encode(folder, corpus, index, held_out, tokenizer, progress)
+    if content_digest(source) != settings["text"]:  # documents that change are refused, but others may have changed
+        settings = {**settings, "text": None}
 
     window = settings["sequence_length"] + 1
     if min(tokens.values()) < window:
@@ -157,7 +177,7 @@ def _build(
             f"to train on and {tokens['val']:,} held out, but each of the two needs at least {window:,}{cut}{left_out}"
         )
     digests = {"train": index.sizes.keys() - held_out, "val": held_out}
-    Manifest(
+    manifest = Manifest(
         source=corpus.source,
         settings=settings,
         fingerprint=index.fingerprint,
@@ -169,7 +189,9 @@ def _build(
         span=span,
         cut_tokens=cut_tokens,
         sha256={name: checksum(folder / name)["sha256"] for name in FILES},
-    ).write(folder)
+    )
+    manifest.write(folder)
+    return manifest
 
 
 def _one_line(name: str) -> str:

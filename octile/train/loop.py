@@ -389,6 +389,7 @@ def prepare_tokens(config: TrainConfig, folder: Path, console: RunConsole) -> To
             held_out_windows=config.val_sequences,
             tokenizer=None if config.init_from is None else checkpoint_folder(config.init_from),
             progress=progress,
+            say=console.print,
         )
     console.print_data(store)
     if (windows := count_windows(store.val, config.sequence_length - 1)) < config.val_sequences:

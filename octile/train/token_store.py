@@ -39,7 +39,8 @@ class Manifest:
 
     Attributes:
         source: the name of the corpus.
-        settings: the other settings on which the tokens depend.
+        settings: everything on which the tokens depend: the digest of the text, and how it is prepared. The digest is
+            None if files that are no documents changed meanwhile.
         fingerprint: the SHA-256 of the corpus's documents in order.
         vocab_size: the tokens of the tokenizer.
         documents, bytes, tokens: the numbers of each of the parts "train" and "val".
@@ -155,11 +156,7 @@ class TokenStore:
         """
         folder = Path(folder)
         manifest = Manifest.read(folder)
-        for name in FILES if manifest.url is None else TOKENIZER_FILES:
-            if not (folder / name).is_file():
-                raise ValueError(f"token store {folder} is damaged: {name} is missing; {REMEDY}")
-            if checksum(folder / name)["sha256"] != manifest.sha256.get(name):
-                raise ValueError(f"token store {folder} is damaged: {name} fails its checksum; {REMEDY}")
+        check_files(folder, manifest)
         return cls(folder, manifest, Tokenizer.load(folder), *_parts(folder, manifest))
 
     @classmethod
@@ -184,6 +181,19 @@ class TokenStore:
                 file.write(store.read(name))
         replace(manifest, url=url).write(folder)
         return cls.open(folder)
+
+
+def check_files(folder: Path, manifest: Manifest) -> None:
+    """Compare the files of a store with the checksums in its manifest.
+
+    Raises:
+        ValueError: a file is missing or is not what was written.
+    """
+    for name in FILES if manifest.url is None else TOKENIZER_FILES:
+        if not (folder / name).is_file():
+            raise ValueError(f"token store {folder} is damaged: {name} is missing; {REMEDY}")
+        if checksum(folder / name)["sha256"] != manifest.sha256.get(name):
+            raise ValueError(f"token store {folder} is damaged: {name} fails its checksum; {REMEDY}")
 
 
 def _parts(folder: Path, manifest: Manifest) -> list[Tokens]:

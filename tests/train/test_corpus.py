@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octile.train.corpus import MAX_WHOLE_FILE, check_source, open_corpus, span_length
+from octile.train.corpus import MAX_WHOLE_FILE, check_source, content_digest, open_corpus, span_length
 
 
 def write(root: Path, **texts: str | bytes) -> Path:
@@ -350,3 +350,35 @@ def test_a_folder_without_text_is_named_with_its_option(tmp_path):
 def test_an_empty_name_is_not_the_current_folder():
     with pytest.raises(ValueError, match=r"^data is empty"):
         open_corpus("")
+
+
+def test_the_digest_of_a_source_is_that_of_names_and_contents(tmp_path):
+    first, second, other = (write(tmp_path / name, a__b="text", c=b"\xff") for name in ("first", "second", "other"))
+    (other / "c.txt").write_bytes(b"\xfe")
+    assert content_digest(first) == content_digest(second) != content_digest(other)
+    (second / "c.txt").rename(second / "d.txt")
+    assert content_digest(first) != content_digest(second)
+
+
+def test_a_pipe_in_a_folder_is_not_opened_for_the_digest(tmp_path):
+    write(tmp_path, a="text")
+    before = content_digest(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    assert content_digest(tmp_path) != before
+
+
+def test_the_digest_of_packages_is_not_that_of_their_folder(environment):
+    assert content_digest("packages") != content_digest(environment.parent)
+
+
+def test_the_digest_of_packages_changes_with_a_file_of_a_package(environment):
+    before = content_digest("packages")
+    (environment / "other" / "guide.rst").write_text("Other words that describe how this is to be used.\n" * 8)
+    assert content_digest("packages") != before
+
+
+def test_the_digest_of_a_dataset_is_that_of_its_rows(hub):
+    before = content_digest("hf:org/name")
+    assert content_digest("hf:org/name#text") == before != content_digest("hf:org/name#id")
+    hub.dataset.rows[1]["text"] = "two"
+    assert content_digest("hf:org/name") != before

@@ -1,6 +1,7 @@
 """Tests of `prepare`: a document is in one part, training or held-out, and only valid stores are reused."""
 
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -19,6 +20,13 @@ VOCAB_SIZE, SEQUENCE_LENGTH = 300, 16
 
 def document(n: int) -> str:
     return "".join(f"{n} times {k} is {n * k}\n" for k in range(40))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> Path:
+    """A new cache of tokens."""
+    monkeypatch.setenv("OCTILE_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
 @pytest.fixture
@@ -151,7 +159,8 @@ def test_changed_settings_train_another_tokenizer(source, built):
     assert build(source, built.folder, vocab_size=280).tokenizer.vocab_size == 280
 
 
-def test_an_unfinished_store_is_built_again(source, built, stages):
+def test_an_unfinished_store_is_built_again(source, built, stages, cache):
+    shutil.rmtree(cache)
     (built.folder / "manifest.json").unlink()
     build(source, built.folder, progress=lambda stage, share: stages.append(stage))
     assert "encoding" in stages
@@ -234,7 +243,8 @@ def test_spans_are_held_out_of_both_files(two_files, tmp_path):
     assert {any(span in text for span in held_out) for text in open_corpus(two_files).texts()} == {True}
 
 
-def test_a_store_of_an_earlier_version_is_built_again(source, built, stages):
+def test_a_store_of_an_earlier_version_is_built_again(source, built, stages, cache):
+    shutil.rmtree(cache)
     manifest = json.loads((built.folder / "manifest.json").read_text())
     del manifest["settings"]["preparation"], manifest["span"]
     (built.folder / "manifest.json").write_text(json.dumps(manifest))
@@ -283,5 +293,6 @@ def test_text_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
         yield from (NamedText(f"row {n}", document(100 * reading + n)) for n in range(20))
 
     monkeypatch.setattr(data, "open_corpus", lambda source: Corpus(str(source), (), changing))
+    monkeypatch.setattr(data, "content_digest", lambda source: "")
     with pytest.raises(RuntimeError, match="changed while it was read"):
         build(Path("changing"), tmp_path / "data")

@@ -35,3 +35,11 @@ def test_another_name_has_another_digest(package):
     before = source_digest()
     (package / "ops" / "gemm.py").rename(package / "ops" / "gemms.py")
     assert source_digest() != before
+
+
+def test_the_digest_of_named_files_depends_on_them_alone(package):
+    before = source_digest(["ops/gemm.py"])
+    (package / "kernels" / "gemm.cu").write_text("int y;\n")
+    assert source_digest(["ops/gemm.py"]) == before
+    (package / "ops" / "gemm.py").write_text("y = 2\n")
+    assert source_digest(["ops/gemm.py"]) != before

@@ -51,6 +51,12 @@ def test_ranges_are_those_of_the_local_store(local, streamed):
     assert np.array_equal(streamed.train[-7:], local.train[-7:])
 
 
+def test_streamed_tokens_are_not_cached(tmp_path, monkeypatch):
+    monkeypatch.setenv("OCTILE_CACHE_DIR", str(tmp_path / "cache"))
+    prepare(URL, 300, tmp_path / "data", LENGTH)
+    assert not (tmp_path / "cache").exists()
+
+
 def test_the_digest_is_that_of_the_local_store(local, streamed):
     assert streamed.digest == local.digest
 
