@@ -468,7 +468,7 @@ def bench(arguments: list[str]) -> None:
 
 @dataclass(frozen=True)
 class Doctor:
-    """Report this machine and which kernel runs each operator.
+    """Report this machine, octile's caches on its disk, and which kernel runs each operator.
 
     Attributes:
         kernels: compile the kernels and list their registers, stack and shared memory; needs no GPU.

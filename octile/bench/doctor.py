@@ -1,4 +1,4 @@
-"""`octile doctor`: this machine, its versions, its GPUs' links, and which kernels each operator uses, and why."""
+"""`octile doctor`: this machine, its versions, its GPUs' links, its caches, and which kernels each operator uses."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from octile import __version__
 from octile.extras import require
-from octile.kernels import backends
+from octile.kernels import backends, disk_cache
+from octile.launch import quoted_path
 from octile.parallel.links import describe_dispatch, describe_nodes, find_links
 from octile.report.console import Console
 from octile.report.machine import machine, version_of
+from octile.report.page import format_bytes, format_count
+from octile.train import token_cache
 
 PACKAGES = (
     "torch",
@@ -43,7 +47,8 @@ def examine() -> dict[str, Any]:
     Returns:
         {"octile", "machine", "packages", "operators": [{"operator", "kernel", "why"}], "links": [{"first", "second",
         "link", "can_access"}] of each two GPUs, "dispatch": what sends rows to experts on them, "dispatch_across":
-        what sends them across nodes, "advice": [line]}.
+        what sends them across nodes, "caches": [{"cache", "folder", "entries", "bytes", "to_empty": a command}],
+        "advice": [line]}.
     """
     links = find_links()
     return {
@@ -62,8 +67,38 @@ def examine() -> dict[str, Any]:
         "links": [link._asdict() for link in links],
         "dispatch": describe_dispatch(torch.cuda.device_count() if torch.cuda.is_available() else 0, links),
         "dispatch_across": describe_nodes(),
+        "caches": _caches(),
         "advice": _advice(),
     }
+
+
+def _caches() -> list[dict[str, Any]]:
+    """The caches on disk: of compiled kernels and of tokens; none for a user without a home."""
+    try:
+        kernels, tokens = disk_cache.folder(), token_cache.folder()
+    except RuntimeError:
+        return []
+    caches = (
+        ("compiled kernels", kernels, list(kernels.glob("*.compiled")), f"rm {quoted_path(kernels)}/*.compiled"),
+        ("tokens", tokens, [path for path in tokens.glob("*") if path.is_dir()], f"rm -r {quoted_path(tokens)}"),
+    )
+    return [
+        {
+            "cache": name,
+            "folder": str(folder),
+            "entries": len(entries),
+            "bytes": sum(_size(path) for entry in entries for path in (entry, *entry.glob("*"))),
+            "to_empty": command,
+        }
+        for name, folder, entries, command in caches
+    ]
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size if path.is_file() else 0
+    except OSError:  # another process has removed it meanwhile
+        return 0
 
 
 def check_architecture(name: str, architecture: str) -> None:
@@ -169,6 +204,10 @@ def show(found: dict[str, Any], as_json: bool) -> None:
     for (kernel, why), number in numbers.items():
         console.print_line(f"{number}. {kernel}: {why}")
     _show_links(console, found)
+    for cache in found["caches"]:
+        size = f"{format_bytes(cache['bytes'])} in {format_count(cache['entries'], 'item')}"
+        remedy = f"; to empty it: {cache['to_empty']}" if cache["entries"] else ""
+        console.print_line(f"cache of {cache['cache']}, {cache['folder']}: {size}{remedy}")
     for line in found["advice"]:
         console.print_line(line)
     if "kernels" in found:

@@ -2,7 +2,9 @@
 
 import os
 import pkgutil
+import subprocess
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
@@ -199,6 +201,50 @@ def test_the_links_between_gpus_are_a_table(capsys):
     assert "NVLink" in row
     assert "yes" in row
     assert "dispatch to experts on other ranks: kernels" in shown
+
+
+@pytest.fixture
+def caches(tmp_path, monkeypatch):
+    """A folder of caches with two compiled kernels and one token store."""
+    folder = tmp_path / "all caches"
+    (folder / "tokens" / "0123").mkdir(parents=True)
+    sizes = {"a.compiled": 300, "b.compiled": 700, "tokens/0123/train.npy": 2000, "tokens/0123.lock": 0}
+    for name, size in sizes.items():
+        (folder / name).write_bytes(bytes(size))
+    monkeypatch.setenv("OCTILE_CACHE_DIR", str(folder))
+    return folder
+
+
+def test_the_caches_have_their_place_and_size(caches):
+    found = [(row["cache"], row["folder"], row["entries"], row["bytes"]) for row in examine()["caches"]]
+    assert found == [("compiled kernels", str(caches), 2, 1000), ("tokens", str(caches / "tokens"), 1, 2000)]
+
+
+def test_the_command_that_is_printed_empties_a_cache(caches, capsys):
+    show(examine(), as_json=False)
+    shown = capsys.readouterr().out
+    assert f"cache of compiled kernels, {caches}: 1 kB in 2 items; to empty it: rm '{caches}'/*.compiled\n" in shown
+    assert f"cache of tokens, {caches}/tokens: 2 kB in 1 item; to empty it: rm -r '{caches}/tokens'\n" in shown
+    for cache in examine()["caches"]:
+        subprocess.run(cache["to_empty"], shell=True, check=True)
+    assert [(cache["entries"], cache["bytes"]) for cache in examine()["caches"]] == [(0, 0), (0, 0)]
+
+
+def test_an_empty_cache_needs_no_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("OCTILE_CACHE_DIR", str(tmp_path))
+    show(examine(), as_json=False)
+    assert f"cache of tokens, {tmp_path}/tokens: 0 B in 0 items\n" in capsys.readouterr().out
+
+
+def test_a_user_without_a_home_has_no_caches(monkeypatch):
+    for name in ("OCTILE_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def fail(*_):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", fail)
+    assert examine()["caches"] == []
 
 
 def test_names_are_whole_on_a_narrow_screen(monkeypatch, capsys):
