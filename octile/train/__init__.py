@@ -7,6 +7,7 @@ shared_spans.py  spans of held-out text that are cut out of the training text
 corpus_index.py  a first pass over a corpus: duplicates, and which documents are held out
 data.py          from text to tokens on disk
 token_store.py   a folder of tokens, memory-mapped
+token_cache.py   token stores that runs share
 batches.py       the order of training, a function of seed and step; batches that a thread prepares
 
 loop.py          `octile train`
