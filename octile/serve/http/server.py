@@ -7,13 +7,13 @@ import math
 import resource
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 
 import uvicorn
 
 from octile.report.page import format_count
-from octile.serve.http.address import BACKLOG
+from octile.serve.http.address import listen
 from octile.serve.http.app import create_app
 from octile.serve.http.connection import Connection
 from octile.serve.http.limits import WRITE_SECONDS
@@ -21,6 +21,9 @@ from octile.serve.http.service import Service
 
 KEEP_ALIVE_SECONDS = 30
 MAX_FILES = 65536
+OTHER_FILES = 64  # than connections: the engine's pipe, those of Python and its packages
+FULL_SECONDS = 0.05  # after which a listener that has all its connections looks again
+FAILED_SECONDS = 1.0  # after which one that could not accept a connection tries again
 
 
 class Server(uvicorn.Server):
@@ -51,7 +54,6 @@ class Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
-                backlog=BACKLOG,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=math.ceil(service.limits.drain + 2 * WRITE_SECONDS),
             )
@@ -60,7 +62,6 @@ class Server(uvicorn.Server):
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve on bound sockets until `drain` is called or the engine fails."""
-        allow_files()
         super().run(sockets)
         if self.service.engine.failure is not None:
             raise self.service.engine.failure
@@ -77,9 +78,13 @@ class Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept connections."""
+        """Accept connections at sockets, as many together as open files allow."""
         self._loop = asyncio.get_running_loop()
-        await super().startup(sockets)
+        for bound in sockets or ():
+            listen(bound)
+        await super().startup([])
+        limit, connections = max_connections(allow_files()), self.server_state.connections
+        self.servers = [Listener(bound, self._connect, connections, limit) for bound in sockets or ()]  # type: ignore[misc]
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Answer the requests in flight, for as long as the limits say, and end."""
@@ -94,6 +99,9 @@ class Server(uvicorn.Server):
         timer = asyncio.get_running_loop().call_later(service.limits.drain, self._cut_off)
         await super().shutdown(sockets)
         timer.cancel()
+
+    def _connect(self) -> Connection:
+        return Connection(self.config, self.server_state, self.lifespan.state)
 
     def _cut_off(self) -> None:
         """End what is in flight with an error, and soon after, or if it was cut off before, all connections."""
@@ -110,6 +118,80 @@ class Server(uvicorn.Server):
 
     def _end(self) -> None:
         self.should_exit = True
+
+
+class Listener:
+    """Accepts connections up to a limit; those beyond it wait in the system's queue.
+
+    asyncio's server has no limit, and prints thousands of tracebacks a second while no file can be opened. This one
+    prints at most one line a second.
+
+    Args:
+        listening: the socket.
+        connect: makes the protocol of a connection.
+        connections: those that are open.
+        limit: how many there may be.
+
+    Attributes:
+        sockets: the socket, as `asyncio.Server` has it.
+    """
+
+    def __init__(
+        self, listening: socket.socket, connect: Callable[[], Connection], connections: Collection[object], limit: int
+    ):
+        self.sockets = (listening,)
+        self._listening, self._connect, self._connections, self._limit = listening, connect, connections, limit
+        self._loop = asyncio.get_running_loop()
+        self._later: asyncio.TimerHandle | None = None
+        self._printed = -math.inf
+        self._starting = set[asyncio.Task[None]]()  # connections that are accepted and not open yet
+        listening.setblocking(False)
+        self._begin()
+
+    def close(self) -> None:
+        """Accept no more connections."""
+        if self._later is not None:
+            self._later.cancel()
+        self._loop.remove_reader(self._listening)
+
+    async def wait_closed(self) -> None:
+        """Wait for nothing: a listener has no connections of its own."""
+
+    def _begin(self) -> None:
+        self._loop.add_reader(self._listening, self._accept)
+
+    def _accept(self) -> None:
+        if len(self._connections) + len(self._starting) >= self._limit:
+            return self._wait(FULL_SECONDS, f"{self._limit} are open, the most that this process takes")
+        try:
+            accepted, _ = self._listening.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            return self._wait(FAILED_SECONDS, str(error))
+        accepted.setblocking(False)
+        task = self._loop.create_task(self._start(accepted))
+        self._starting.add(task)
+        task.add_done_callback(self._starting.discard)
+
+    async def _start(self, accepted: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(self._connect, accepted)
+        except OSError:  # the client has reset it
+            accepted.close()
+
+    def _wait(self, seconds: float, why: str) -> None:
+        self._loop.remove_reader(self._listening)
+        self._later = self._loop.call_later(seconds, self._begin)
+        if (now := self._loop.time()) >= self._printed + 1:
+            self._printed = now
+            with suppress(OSError):  # nobody reads it
+                print(f"octile: connections wait to be accepted: {why}", file=sys.stderr, flush=True)
+
+
+def max_connections(n_files: int) -> int:
+    """How many connections a process takes that may have so many open files."""
+    return max(n_files - OTHER_FILES, n_files // 2)
 
 
 def allow_files() -> int:

@@ -1,5 +1,7 @@
 """A real server in a thread, with an engine that repeats the prompt."""
 
+import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,8 +25,8 @@ class Served:
     def __init__(
         self, engine, limits: Limits, api_keys: tuple[str, ...], template: str | None, hosts=None, defaults=None
     ):
-        self.engine, socket = engine, bind("127.0.0.1", 0)
-        self.url = url_of(socket)
+        self.engine, bound = engine, bind("127.0.0.1", 0)
+        self.url = url_of(bound)
         self.service = Service(
             engine,
             engine.tokenizer,
@@ -36,13 +38,13 @@ class Served:
         )
         self.server = Server(self.service, api_keys, hosts=hosts)
         self.error: Exception | None = None
-        self.thread = threading.Thread(target=self._run, args=(socket,))
+        self.thread = threading.Thread(target=self._run, args=(bound,))
         self.thread.start()
         wait_until(lambda: self.server.started)
 
-    def _run(self, socket) -> None:
+    def _run(self, bound) -> None:
         try:
-            self.server.run([socket])
+            self.server.run([bound])
         except Exception as error:
             self.error = error
 
@@ -53,6 +55,24 @@ class Served:
     def is_idle(self) -> bool:
         """Whether nothing of any request is left."""
         return self.service.in_flight == 0 and not self.engine.requests and self.service.engine.stats.used_pages == 0
+
+
+def request_bytes(body: dict) -> bytes:
+    content = json.dumps(body).encode()
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(content)}\r\n\r\n"
+    )
+    return head.encode() + content
+
+
+def connect(served: Served, receive_buffer: int | None = None) -> socket.socket:
+    client = socket.socket()
+    if receive_buffer:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    host, _, port = served.url.removeprefix("http://").rpartition(":")
+    client.connect((host, int(port)))
+    return client
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:

@@ -3,8 +3,10 @@
 import json
 import os
 import socket
+import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
@@ -12,7 +14,8 @@ import httpx
 import pytest
 
 from octile.serve.http.config import Limits
-from tests.serve.http.conftest import Served, wait_until
+from octile.serve.http.server import max_connections
+from tests.serve.http.conftest import Served, connect, wait_until
 
 COMPLETION = {"model": "micro", "prompt": "a", "max_tokens": 100}
 
@@ -178,3 +181,92 @@ def test_a_server_that_is_ending_takes_no_more_requests(served):
         assert httpx.get(f"{served.url}/health").status_code == 503
     finally:
         served.service.is_draining = False
+
+
+class FewFiles:
+    """A server in a process that may have FILES files, of which it can be told to take all that are left."""
+
+    FILES = 128
+    PROGRAM = f"""
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, ({FILES}, {FILES}))
+from octile.serve.http.config import Limits
+from octile.tokenizer import Tokenizer
+from tests.serve.fake_engine import FakeEngine
+from tests.serve.http.conftest import Served
+
+served = Served(FakeEngine(Tokenizer.load(sys.argv[1])), Limits(), (), None)
+print(served.url, flush=True)
+taken = []
+for line in sys.stdin:
+    taken.clear()
+    try:
+        while line == "take\\n":
+            taken.append(open("/dev/null"))
+    except OSError:
+        pass
+    print("done", flush=True)
+served.stop()
+"""
+
+    def __init__(self, folder):
+        self._log = folder / "log"
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", self.PROGRAM, str(folder)],
+                env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+            )  # fmt: skip
+        self.url, self.started = self.process.stdout.readline().strip(), time.monotonic()
+
+    def tell(self, command: str) -> None:
+        self.process.stdin.write(f"{command}\n")
+        self.process.stdin.flush()
+        assert self.process.stdout.readline() == "done\n"
+
+    def lines(self) -> list[str]:
+        """What it has printed, at most a line a second."""
+        lines = self._log.read_text().splitlines()
+        assert len(lines) <= 1 + time.monotonic() - self.started
+        return lines
+
+
+@pytest.fixture(scope="module")
+def few_files(tokenizer, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("few")
+    tokenizer.save(folder)
+    running = FewFiles(folder)
+    yield running
+    running.process.communicate(timeout=30)
+    assert running.process.returncode == 0
+
+
+def test_connections_beyond_the_limit_wait_until_others_end(few_files):
+    limit = max_connections(FewFiles.FILES)
+    others = [connect(few_files) for _ in range(limit)]
+    waiting = [connect(few_files) for _ in range(100)]
+    for client in waiting:
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+    why = f"octile: connections wait to be accepted: {limit} are open, the most that this process takes"
+    wait_until(lambda: why in few_files.lines())
+    for client in others:
+        client.close()
+    for client in waiting:
+        client.settimeout(30)
+        assert client.recv(12) == b"HTTP/1.1 200"
+        client.close()
+    assert set(few_files.lines()) == {why}
+
+
+def test_a_connection_that_the_system_does_not_accept_is_a_line_a_second(few_files):
+    before = len(few_files.lines())
+    few_files.tell("take")
+    client = connect(few_files)
+    client.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+    wait_until(lambda: len(few_files.lines()) >= before + 2)
+    few_files.tell("give")
+    client.settimeout(30)
+    assert client.recv(12) == b"HTTP/1.1 200"
+    client.close()
+    why = "octile: connections wait to be accepted: [Errno 24] Too many open files"
+    assert set(few_files.lines()[before:]) == {why}
