@@ -1,62 +1,179 @@
-"""What uvicorn's HTTP/1.1 protocol lacks: a time limit for the head of a request, abort, and responses without buffers.
+"""What uvicorn's HTTP/1.1 protocol lacks: a time limit for each state, abort, and responses without buffers.
+
+    state of a connection                       it ends
+    the head of a request is not complete       after HEAD_SECONDS, however many bytes come
+    a request is answered                       when the application's time is over (`octile.serve.http.app`)
+    between two requests                        after the server's time to keep it alive
+    answered, the request is not complete       after WRITE_SECONDS; what still comes is discarded
+    closing, the answer is not read             after WRITE_SECONDS
 
 `send` returns at once as long as the system takes what is written; after that it waits until the system has taken all
 of what was written before. A handler finds `abort` in its scope's state. It ends the connection at once and discards
 what the client has not read.
+
+Source: RFC 9112, section 9.6 (closing).
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+from contextlib import suppress
+from typing import Any, cast
 
 import h11
+from starlette.types import Message, Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from octile.serve.http.errors import ApiError
-from octile.serve.http.limits import HEAD_SECONDS
+from octile.serve.http.limits import HEAD_SECONDS, WRITE_SECONDS
+
+PROBE_SECONDS = 0.05, 1.0  # between two probes of a client that sends no more: at first, and at most
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class Connection(H11Protocol):
-    """A connection to a client."""
+    """A connection to a client.
 
-    _head_timer: asyncio.TimerHandle | None = None
+    Attributes:
+        is_closing: whether nothing more is answered.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._inner, self.app = self.app, self._answer
+        self._timer: asyncio.TimerHandle | None = None
+        self.is_closing = False
+        self._has_ended = False  # the client sends no more
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # noqa: D102
-        super().connection_made(transport)
+        self._system = transport
+        super().connection_made(cast("asyncio.Transport", _Transport(transport, self)))
         transport.set_write_buffer_limits(0)
         self.app_state: dict[str, Any] = {**self.app_state, "abort": transport.abort}
         self._time_head()
 
     def data_received(self, data: bytes) -> None:  # noqa: D102
+        if self.is_closing or self.conn.their_state is h11.MUST_CLOSE:  # nothing more is answered
+            return
         super().data_received(data)
         self._time_head()
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Answer the requests that are complete; a client that waits for no answer has closed its connection."""
+        self._has_ended = True
+        if self.is_closing:  # the client has read the answer
+            self._system.close()
+        elif self._is_answering():
+            self._probe()
+        else:
+            self.close()
+        return True
+
+    def on_response_complete(self) -> None:
+        """Go on with the next request, unless the client has sent its last one."""
+        super().on_response_complete()
+        if self._has_ended and not self.is_closing:
+            self.eof_received()
+
     def send_400_response(self, msg: str) -> None:
-        """Answer what is not HTTP, in OpenAI's format."""
-        content = json.dumps(ApiError(400, msg).body()).encode()
-        headers = [("content-type", "application/json"), ("content-length", str(len(content))), ("connection", "close")]
-        for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=content), h11.EndOfMessage()):
-            self.transport.write(self.conn.send(event) or b"")
-        self.transport.close()
+        """Answer what is refused, in OpenAI's format, and close."""
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+            content = json.dumps(ApiError(400, msg).body()).encode()
+            head = (
+                f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
+                f"content-length: {len(content)}\r\nconnection: close\r\n\r\n"
+            )
+            self._system.write(head.encode() + content)
+        self.close()
+
+    def shutdown(self) -> None:
+        """Close when the request that runs is answered."""
+        if not self.is_closing:
+            super().shutdown()
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: D102
+        self.is_closing = True
         self._stop_timer()
         super().connection_lost(exc)
 
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the application, and close the connection after an answer to a request that is not complete."""
+        cycle = self.cycle
+
+        async def send_closing(message: Message) -> None:
+            if message["type"] == "http.response.start" and cycle.more_body:
+                message = {**message, "headers": [*message.get("headers", ()), CLOSE_HEADER]}
+            await send(message)
+
+        await self._inner(scope, receive, send_closing)
+
+    def _is_answering(self) -> bool:
+        """Whether a request is complete and its answer is not."""
+        return self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
+
+    def close(self) -> None:
+        """Close as soon as the client has read what is written, and sends no more; abort if that takes too long.
+
+        The system would discard an answer that is not read when bytes arrive at a closed socket.
+        """
+        if self.is_closing:
+            return
+        self.is_closing = True
+        self._stop_timer()
+        self._timer = self.loop.call_later(WRITE_SECONDS, self._system.abort)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self._has_ended or self.conn.their_state not in {h11.SEND_BODY, h11.ERROR}:
+            self._system.close()
+            return
+        with suppress(OSError):  # the client has closed the connection
+            self._system.write_eof()
+        self._system.resume_reading()
+
+    def _probe(self, seconds: float = PROBE_SECONDS[0]) -> None:
+        """Find out whether a client that sends no more still waits for its answer, until the answer begins.
+
+        One that has closed its connection looks the same, until it resets the connection because bytes arrive, which
+        the next write notices. Clients skip a response 100 that they have not asked for (RFC 9110, section 15.2.1).
+        """
+        self._stop_timer()
+        if self._is_answering() and not self.cycle.response_started and self.scope["http_version"] != "1.0":
+            self._system.write(CONTINUE)
+            self._timer = self.loop.call_later(seconds, self._probe, min(2 * seconds, PROBE_SECONDS[1]))
+
     def _time_head(self) -> None:
         """Have the timer run while the head of a request is not complete."""
+        if self.is_closing:
+            return
         if self.conn.their_state is not h11.IDLE:
             self._stop_timer()
-        elif self._head_timer is None:
-            self._head_timer = self.loop.call_later(HEAD_SECONDS, self._end)
+        elif self._timer is None:
+            self._timer = self.loop.call_later(HEAD_SECONDS, self._end)
 
     def _stop_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _end(self) -> None:
         if self.conn.their_state is h11.IDLE:
-            self.transport.abort()
+            self._system.abort()
+
+
+class _Transport:
+    """A transport for uvicorn, which closes it in the connection's way."""
+
+    def __init__(self, transport: asyncio.Transport, connection: Connection):
+        self._transport, self._connection = transport, connection
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def is_closing(self) -> bool:
+        return self._connection.is_closing or self._transport.is_closing()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)

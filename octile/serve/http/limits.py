@@ -1,4 +1,4 @@
-"""Time limits, and reading a body within its limits."""
+"""Limits of connections and steps, and reading a body within its limits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from octile.serve.http.errors import ApiError
 
 BODY_SECONDS = 30.0  # to send a body
 HEAD_SECONDS = 10.0  # to send the head of a request
-WRITE_SECONDS = 5.0  # to read what was written when a request's time is over
+HEAD_BYTES = 16 * 1024  # of a request
+WRITE_SECONDS = 5.0  # to read what was written when a request's time is over, or its connection closes
 
 
 async def read_body(request: Request, limit: int) -> bytes:

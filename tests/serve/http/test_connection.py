@@ -1,0 +1,210 @@
+"""A connection: each of its states ends in time whatever its client sends; what HTTP forbids is refused."""
+
+import http.client
+import json
+import socket
+import time
+
+import httpx
+import pytest
+
+from octile.serve.http.config import Limits
+from tests.serve.fake_engine import FakeEngine
+from tests.serve.http.conftest import Served, connect, request_bytes, wait_until
+
+COMPLETION = {"model": "micro", "prompt": "a", "max_tokens": 20}
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+GET = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
+SHORT = 0.2
+
+
+@pytest.fixture(scope="module")
+def hurried(tokenizer):
+    """A server whose connections end soon."""
+    limits = ["connection.HEAD_SECONDS", "connection.WRITE_SECONDS", "limits.BODY_SECONDS", "server.KEEP_ALIVE_SECONDS"]
+    with pytest.MonkeyPatch.context() as patch:
+        for limit in limits:
+            patch.setattr(f"octile.serve.http.{limit}", SHORT)
+        served = Served(FakeEngine(tokenizer), Limits(), ("secret",), None)
+        yield served
+        served.stop()
+
+
+def read_to_the_end(client: socket.socket, drip: bytes = b"") -> bytes:
+    """Everything that a server sends until it closes the connection, while a few bytes come now and then."""
+    received, end = bytearray(), time.monotonic() + 10
+    client.settimeout(0.02)
+    while time.monotonic() < end:
+        try:
+            if drip:
+                client.send(drip)
+            new = client.recv(2**16)
+        except TimeoutError:
+            continue
+        except ConnectionError:
+            return bytes(received)
+        if not new and not drip:
+            return bytes(received)
+        received += new
+    pytest.fail(f"the connection is open after 10 seconds; received: {bytes(received)!r}")
+
+
+@pytest.mark.parametrize(
+    ("begin", "drip", "statuses"),
+    [
+        (b"", b"", []),
+        (b"GET /health HTTP/1.1\r\n", b"", []),
+        (b"GET /health HTTP/1.1\r\nX: ", b"a", []),
+        (POST + b"Content-Length: 1000\r\n\r\n{", b"", [401]),
+        (POST + b"Content-Length: 1000\r\n\r\n{", b" ", [401]),
+        (POST + b"Authorization: Bearer secret\r\nContent-Length: 1000\r\n\r\n{", b"", [408]),
+        (POST + b"Authorization: Bearer secret\r\nContent-Length: 1000\r\n\r\n{", b" ", [408]),
+        (POST + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\na\r\n", [401]),
+        (POST + b"Transfer-Encoding: chunked\r\n\r\n", b"", [401]),
+        (b"GET /health HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n", b"", [200]),
+        (POST + b"Expect: 100-continue\r\nContent-Length: 9\r\n\r\n", b"", [401]),
+        (GET, b"", [200]),
+        (GET + b"GET /health HTTP/1.1\r\nX: ", b"", [200]),
+        (GET + b"GET /health HTTP/1.1\r\nX: ", b"a", [200]),
+        (GET * 3, b"", [200, 200, 200]),
+        (GET * 2 + POST + b"Content-Length: 9\r\n\r\n", b"", [200, 200, 401]),
+        (b"\x16\x03\x01\r\n\r\n", b"a", [400]),
+        (POST + b"Transfer-Encoding: chunked\r\n\r\nno chunk\r\n", b"a", [400]),
+        (POST + b"Connection: close\r\nContent-Length: 0\r\n\r\n", b"a", [401]),
+        (b"GET /health HTTP/1.0\r\n\r\n", b"", [200]),
+    ],
+    ids=[
+        "nothing is sent",
+        "head is unfinished",
+        "head comes slowly",
+        "answered, body is unfinished",
+        "answered, body comes slowly",
+        "body is unfinished",
+        "body comes slowly",
+        "answered, chunks come slowly",
+        "answered, no chunk comes",
+        "answered, unfinished body of GET",
+        "answered, 100 is expected",
+        "idle",
+        "next head is unfinished",
+        "next head comes slowly",
+        "pipelined",
+        "pipelined, body is unfinished",
+        "refused",
+        "refused in a body",
+        "bytes after the last request",
+        "HTTP/1.0",
+    ],
+)
+def test_a_connection_ends_in_each_state(hurried, begin, drip, statuses):
+    client = connect(hurried)
+    client.sendall(begin)
+    received = read_to_the_end(client, drip)
+    client.close()
+    assert [int(part[:3]) for part in received.split(b"HTTP/1.1 ")[1:]] == statuses
+    wait_until(lambda: not hurried.server.server_state.connections)
+    assert httpx.get(f"{hurried.url}/health").status_code == 200
+
+
+def test_a_single_byte_after_an_answer_does_not_keep_the_connection(hurried):
+    client = connect(hurried)
+    client.sendall(POST + b"Content-Length: 1000\r\n\r\n")
+    assert client.recv(12) == b"HTTP/1.1 401"
+    client.sendall(b"a")
+    read_to_the_end(client)
+    client.close()
+
+
+@pytest.mark.parametrize("header", [b"", b"Connection: close\r\n"], ids=["keep-alive", "close"])
+def test_a_connection_whose_last_answer_is_not_read_ends(hurried, monkeypatch, header):
+    monkeypatch.setattr(hurried.service.metrics, "text", lambda: b"a" * 10**8)
+    client = connect(hurried, receive_buffer=4096)
+    client.sendall(b"GET /metrics HTTP/1.1\r\nHost: a\r\n" + header + b"\r\n")
+    connections = hurried.server.server_state.connections
+    wait_until(lambda: connections)
+    wait_until(lambda: not connections, seconds=10)
+    client.close()
+
+
+def test_an_answer_to_an_unfinished_request_says_that_the_connection_is_closed(served):
+    client = connect(served)
+    client.sendall(b"POST /none HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n")
+    answer = http.client.HTTPResponse(client)
+    answer.begin()
+    assert (answer.status, answer.getheader("connection")) == (404, "close")
+    answer.close()
+    client.close()
+
+
+def test_a_client_that_sends_on_reads_the_answer(served):
+    client = connect(served)
+    client.sendall(POST + b"Content-Length: 20000000\r\n\r\n")
+    for _ in range(20):  # more than the system's buffers hold
+        client.sendall(b"a" * 10**6)
+    assert client.recv(12) == b"HTTP/1.1 413"
+    client.close()
+
+
+def test_requests_of_one_connection_are_answered_in_turn(served):
+    client = connect(served)
+    client.sendall((request_bytes(COMPLETION) + GET) * 2 + GET.replace(b"Host", b"Connection: close\r\nHost"))
+    answers = read_to_the_end(client).split(b"HTTP/1.1 200 OK\r\n")[1:]
+    client.close()
+    assert [b'"usage"' in answer for answer in answers] == [True, False, True, False, False]
+
+
+def test_a_body_does_not_count_as_a_head(served):
+    client = connect(served)
+    client.sendall(request_bytes({**COMPLETION, "user": "a" * 10**6}) + GET)
+    answer = http.client.HTTPResponse(client)
+    answer.begin()
+    assert answer.status == 200
+    client.close()
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("version", ["1.1", "1.0"])
+def test_a_client_that_ends_its_side_after_the_request_is_answered(serve, stream, version):
+    served = serve(step_seconds=0.02)
+    client = connect(served)
+    content = request_bytes({**COMPLETION, "stream": stream}).replace(b"HTTP/1.1", f"HTTP/{version}".encode())
+    client.sendall(content)
+    client.shutdown(socket.SHUT_WR)
+    answer = http.client.HTTPResponse(client)  # which skips 100 Continue
+    answer.begin()
+    text = answer.read()
+    assert answer.status == 200
+    assert b"[DONE]" in text if stream else json.loads(text)["usage"]["completion_tokens"] == 20
+    assert client.recv(1) == b""
+    client.close()
+
+
+def test_a_client_that_ends_its_side_after_several_requests_is_answered_all(serve):
+    served = serve(step_seconds=0.005)
+    client = connect(served)
+    client.sendall(request_bytes(COMPLETION) * 2 + GET + b"GET /heal")
+    client.shutdown(socket.SHUT_WR)
+    received = read_to_the_end(client)
+    client.close()
+    assert received.count(b"HTTP/1.1 200 ") == 3
+
+
+def test_a_client_that_ends_its_side_within_a_request_is_not_answered(serve):
+    served = serve()
+    client = connect(served)
+    client.sendall(request_bytes(COMPLETION)[:-1])
+    client.shutdown(socket.SHUT_WR)
+    assert read_to_the_end(client) == b""
+    client.close()
+    wait_until(served.is_idle)
+
+
+def test_a_client_that_leaves_after_it_ended_its_side_cancels_its_request(serve):
+    served = serve(step_seconds=0.01)
+    client = connect(served)
+    client.sendall(request_bytes({**COMPLETION, "max_tokens": 4000}))
+    client.shutdown(socket.SHUT_WR)
+    wait_until(lambda: served.engine.requests)
+    client.close()
+    wait_until(served.is_idle)
+    assert served.engine.canceled == 1
