@@ -11,7 +11,7 @@
 of what was written before. A handler finds `abort` in its scope's state. It ends the connection at once and discards
 what the client has not read.
 
-Source: RFC 9112, section 9.6 (closing).
+Source: RFC 9112, sections 2.3 (versions), 6.3 (length of a body) and 9.6 (closing).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import suppress
+from http import HTTPStatus
 from typing import Any, cast
 
 import h11
@@ -27,10 +28,15 @@ from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from octile.serve.http.errors import ApiError
-from octile.serve.http.limits import HEAD_SECONDS, WRITE_SECONDS
+from octile.serve.http.limits import HEAD_BYTES, HEAD_SECONDS, WRITE_SECONDS
 
 PROBE_SECONDS = 0.05, 1.0  # between two probes of a client that sends no more: at first, and at most
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+REFUSALS = {
+    431: f"the head of the request has more than {HEAD_BYTES} bytes, which is the most that this server reads",
+    501: "the transfer coding of the body is not supported: chunked is",
+    505: "the version of HTTP is not supported: 1.1 is",
+}
 
 
 class Connection(H11Protocol):
@@ -42,6 +48,7 @@ class Connection(H11Protocol):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        self.conn: _Parser = _Parser()
         self._inner, self.app = self.app, self._answer
         self._timer: asyncio.TimerHandle | None = None
         self.is_closing = False
@@ -80,9 +87,10 @@ class Connection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Answer what is refused, in OpenAI's format, and close."""
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
-            content = json.dumps(ApiError(400, msg).body()).encode()
+            status = self.conn.refused_with
+            content = json.dumps(ApiError(status, REFUSALS.get(status, msg)).body()).encode()
             head = (
-                f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
+                f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
                 f"content-length: {len(content)}\r\nconnection: close\r\n\r\n"
             )
             self._system.write(head.encode() + content)
@@ -177,3 +185,42 @@ class _Transport:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
+
+
+class _Parser(h11.Connection):
+    """Reads requests, and refuses some that h11 accepts.
+
+    Those are heads of more than HEAD_BYTES that arrive at once, versions of HTTP other than 1, and bodies of two
+    lengths, by which a proxy could take a part of a body for another request.
+
+    Attributes:
+        refused_with: the status of the refusal.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER, HEAD_BYTES)
+        self.refused_with = 400
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        """Return the next event; see `h11.Connection.next_event`."""
+        before = self._n_buffered() if self.their_state is h11.IDLE else 0
+        try:
+            event = super().next_event()
+            if isinstance(event, h11.Request):
+                self._check(event, before - self._n_buffered())
+        except h11.RemoteProtocolError as error:
+            self.refused_with = error.error_status_hint
+            raise
+        return event
+
+    def _n_buffered(self) -> int:
+        return len(self.trailing_data[0])
+
+    @staticmethod
+    def _check(request: h11.Request, head_bytes: int) -> None:
+        if head_bytes > HEAD_BYTES:
+            raise h11.RemoteProtocolError("the head is too large", error_status_hint=431)
+        if not request.http_version.startswith(b"1."):
+            raise h11.RemoteProtocolError("another version of HTTP", error_status_hint=505)
+        if {b"content-length", b"transfer-encoding"} <= {name for name, _ in request.headers}:
+            raise h11.RemoteProtocolError("the body has two lengths")

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from octile.serve.http.config import Limits
+from octile.serve.http.limits import HEAD_BYTES
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.http.conftest import Served, connect, request_bytes, wait_until
 
@@ -151,6 +152,59 @@ def test_requests_of_one_connection_are_answered_in_turn(served):
     answers = read_to_the_end(client).split(b"HTTP/1.1 200 OK\r\n")[1:]
     client.close()
     assert [b'"usage"' in answer for answer in answers] == [True, False, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "message"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: a\r\nX: " + b"a" * 20_000 + b"\r\n\r\n", 431, "more than 16384 bytes"),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nX: " + b"a" * 60_000 + b"\r\n\r\n", 431, "more than 16384 bytes"),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nX: " + b"a" * 500_000, 431, "more than 16384 bytes"),
+        (b"GET / HTTP/1.1\r\nHost: a\r\n" + b"X: abc\r\n" * 3500 + b"\r\n", 431, "more than 16384 bytes"),
+        (b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: a\r\n\r\n", 431, "more than 16384 bytes"),
+        (GET.replace(b"1.1", b"9.9"), 505, "the version of HTTP is not supported"),
+        (GET.replace(b"1.1", b"2.0"), 505, "the version of HTTP is not supported"),
+        (GET.replace(b"GET", b"HEAD").replace(b"1.1", b"0.9"), 505, "the version of HTTP is not supported"),
+        (POST + b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400, "Invalid HTTP request"),
+        (POST + b"Transfer-Encoding: chunked\r\nContent-Length: 0\r\n\r\n0\r\n\r\n" + GET, 400, "Invalid HTTP request"),
+        (POST + b"Transfer-Encoding: gzip\r\n\r\n", 501, "the transfer coding of the body is not supported"),
+    ],
+    ids=[
+        "20 kB header",
+        "60 kB header",
+        "head that does not end",
+        "3,500 headers",
+        "long path",
+        "HTTP/9.9",
+        "HTTP/2.0",
+        "HTTP/0.9",
+        "two lengths",
+        "two lengths, and another request",
+        "transfer coding",
+    ],
+)
+def test_what_http_forbids_is_refused_once_and_the_connection_closed(hurried, capfd, sent, status, message):
+    client = connect(hurried)
+    client.sendall(sent)
+    head, _, body = read_to_the_end(client).partition(b"\r\n\r\n")
+    client.close()
+    assert head.startswith(f"HTTP/1.1 {status} ".encode())
+    assert b"connection: close" in head
+    assert message in json.loads(body)["error"]["message"]
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("head_bytes", "status"), [(HEAD_BYTES, 200), (HEAD_BYTES + 1, 431)])
+@pytest.mark.parametrize("piece", [2**20, 1000], ids=["at once", "in pieces"])
+def test_the_limit_of_a_head_is_exact(served, head_bytes, status, piece):
+    head = GET[:-2] + b"X: "
+    head += b"a" * (head_bytes - len(head) - 4) + b"\r\n\r\n"
+    client = connect(served)
+    for i in range(0, len(head), piece):
+        client.sendall(head[i : i + piece])
+        time.sleep(0.001)
+    assert client.recv(12) == f"HTTP/1.1 {status}".encode()
+    client.close()
 
 
 def test_a_body_does_not_count_as_a_head(served):
