@@ -150,11 +150,14 @@ class AsyncEngine:
 
     Attributes:
         stats: of the engine, after its last step.
+        has_stepped: whether a step has ended.
         failure: the exception that ended the engine, None while it works.
     """
 
     def __init__(self, engine: StepEngine, observer: Observer | None = None):
         self.stats = engine.stats()
+        self.has_stepped = False
+        self._last_step = 0.0  # or when requests came after a rest
         self.failure: Exception | None = None
         self.on_failure: Callable[[], object] = lambda: None
         self._engine, self._observer = engine, observer or Observer()
@@ -163,6 +166,15 @@ class AsyncEngine:
         self._streams: set[Stream] = set()  # only the event loop uses it
         self._closed: str | None = None  # why nothing can be submitted
         self._thread: threading.Thread | None = None
+
+    @property
+    def step_age(self) -> float:
+        """Seconds since the last step ended, or since requests came after a rest; 0 while no request runs."""
+        return time.monotonic() - self._last_step if self._is_busy else 0.0
+
+    @property
+    def _is_busy(self) -> bool:
+        return any(not choice.is_finished for stream in self._streams for choice in stream.choices)
 
     def start(self) -> None:
         """Begin to step, on behalf of the event loop that runs now."""
@@ -183,6 +195,8 @@ class AsyncEngine:
         if self._closed is not None:
             raise EngineError(self._closed)
         stream = Stream(self, asked)
+        if not self._is_busy:
+            self._last_step = time.monotonic()
         self._streams.add(stream)
         for choice in stream.choices:
             self._commands.add(partial(self._add, choice))
@@ -247,6 +261,8 @@ class AsyncEngine:
     # the event loop
 
     def _deliver(self, pairs: Sequence[tuple[_Choice, Output]], now: float, stats: Stats) -> None:
+        if stats.steps != self.stats.steps:
+            self.has_stepped, self._last_step = True, time.monotonic()
         self.stats = stats
         for choice, output in pairs:
             if choice.stream in self._streams:

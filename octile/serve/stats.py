@@ -29,6 +29,7 @@ class Stats:
         expert_tokens: how many tokens each expert has had in the last `EngineConfig.expert_window` steps, by the number
             of its layer; None if they are not counted. `octile.serve.rebalance_experts` reads them as the rows of its
             load.
+        silent_seconds: for which one of several processes has not answered, though it was asked; 0 if all have.
     """
 
     waiting: int = 0
@@ -49,6 +50,7 @@ class Stats:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     expert_tokens: ExpertTokens | None = None
+    silent_seconds: float = 0.0
 
     @property
     def acceptance_rate(self) -> float | None:

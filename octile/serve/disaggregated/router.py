@@ -90,6 +90,13 @@ class _Process:
         self._heard, self._asked = time.monotonic(), None
         return message
 
+    @property
+    def silent_seconds(self) -> float:
+        """Seconds for which it has sent nothing, though it was asked to; 0 in its first step, which may take long."""
+        if self._asked is None or (self.load and not self.stats.steps):
+            return 0.0
+        return time.monotonic() - self._heard
+
     def ping(self) -> float:
         """Ask whether it hangs if it has sent nothing for a while; return the seconds until this is called again.
 
@@ -267,7 +274,7 @@ class Router:
             ProcessEndedError: a process has ended, or hangs.
         """
         outputs: list[Output] = []
-        seconds = min(process.ping() for process in self._all)
+        seconds = min(PING_SECONDS, *(process.ping() for process in self._all))  # `stats` says which are silent
         ready = wait([*(process.connection for process in self._all), self._waker.fileno()], seconds)
         if self._waker.fileno() in ready:
             self._waker.clear()
@@ -293,6 +300,7 @@ class Router:
             generated_tokens=self._generated,  # both processes count the first token
             prompt_tokens=prompts.prompt_tokens,
             shared_tokens=prompts.shared_tokens,
+            silent_seconds=max(process.silent_seconds for process in self._all),
         )
 
     def close(self) -> None:

@@ -67,7 +67,7 @@ def _open_paths(service: Service) -> APIRouter:
 
     @router.api_route("/health", methods=READ)
     async def health() -> Response:
-        why = service.why_closed()
+        why = service.why_closed() or service.why_hung()
         return JSONResponse({"status": why or "ok"}, 503 if why else 200)
 
     @router.api_route("/metrics", methods=READ)

@@ -35,10 +35,11 @@ class Metrics(Observer):
     Args:
         model: the name under which the model is served, the label of everything.
         stats: returns the engine's newest counts.
+        step_age: returns the seconds since its last step; 0 while no request runs.
     """
 
-    def __init__(self, model: str, stats: Callable[[], Stats]):
-        self._model, self._stats = model, stats
+    def __init__(self, model: str, stats: Callable[[], Stats], step_age: Callable[[], float]):
+        self._model, self._stats, self._step_age = model, stats, step_age
         self._registry = CollectorRegistry()
         self._registry.register(self)
         self._first = self._histogram("time_to_first_token_seconds", "Time from a request to its first token.", LONG)
@@ -75,6 +76,10 @@ class Metrics(Observer):
         yield self._gauge("num_requests_running", "Choices that run now.", stats.running)
         yield self._gauge("num_requests_waiting", "Choices that wait for pages or for a place.", stats.waiting)
         yield self._gauge("kv_cache_usage_perc", "Share of the cache's pages that requests hold, from 0 to 1.", used)
+        text = "Seconds since the last step ended; 0 while no request runs."
+        yield self._gauge("engine_step_age_seconds", text, self._step_age())
+        text = "Seconds for which a prefill or decode process has not answered."
+        yield self._gauge("engine_process_silent_seconds", text, stats.silent_seconds)
         for field, (name, text) in COUNTERS.items():
             yield self._counter(name, text, getattr(stats, field))
         yield self._counter("prefix_cache_queries", "Tokens looked up in the cache.", stats.prompt_tokens)

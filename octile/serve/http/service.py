@@ -17,7 +17,7 @@ from octile.serve.http.answers import Answer, ChatCompletion, Completion
 from octile.serve.http.chat import ChatTemplate
 from octile.serve.http.config import Limits
 from octile.serve.http.errors import NEVER_RETRY, ApiError
-from octile.serve.http.limits import read_body
+from octile.serve.http.limits import FIRST_STEP_SECONDS, HUNG_SECONDS, read_body
 from octile.serve.http.metrics import Metrics
 from octile.serve.http.protocol import ChatBody, CompletionBody, Generation, parse
 from octile.serve.http.responses import DONE, PacedResponse, event, json_bytes, while_connected
@@ -99,7 +99,7 @@ class Service:
         model: str,
         defaults: Mapping[str, Any] | None = None,
     ):
-        self.metrics = Metrics(model, lambda: self.engine.stats)
+        self.metrics = Metrics(model, lambda: self.engine.stats, lambda: self.engine.step_age)
         self.engine = AsyncEngine(engine, self.metrics)
         self.chat, self.limits, self.model, self.created = chat, limits, model, int(time.time())
         self.tokenizer, self.context = tokenizer, context
@@ -111,6 +111,16 @@ class Service:
         if self.engine.failure is not None:
             return "the engine has failed, and the server is ending"
         return "the server is ending: it answers the requests that it has, and takes no more" * self.is_draining or None
+
+    def why_hung(self) -> str | None:
+        """Say why the engine hangs; None while it does not."""
+        engine = self.engine
+        if engine.step_age > (HUNG_SECONDS if engine.has_stepped else FIRST_STEP_SECONDS):
+            return f"the engine hangs: requests run, and no step has ended for {engine.step_age:.0f} seconds"
+        if engine.stats.silent_seconds > HUNG_SECONDS:
+            seconds = f"{engine.stats.silent_seconds:.0f} seconds"
+            return f"the engine hangs: a prefill or decode process has not answered for {seconds}"
+        return None
 
     def check_model(self, name: str) -> None:
         """Raise ApiError, 404, if a model is not the one that is served."""

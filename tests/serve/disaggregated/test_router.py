@@ -16,6 +16,7 @@ from octile.serve.disaggregated import router as router_module
 from octile.serve.disaggregated.router import ProcessEndedError, Router
 from octile.serve.load import Folder
 from octile.serve.request import Sampling
+from octile.serve.stats import Stats
 from tests.serve.disaggregated.never_answers import never_answers
 from tests.serve.models import save_untrained
 from tests.train.conftest import MICRO
@@ -86,6 +87,32 @@ def test_canceled_requests_leave_nothing(router, tokenizer):
         router.add([tokenizer.begin], Sampling(2, ignore_eos=True))  # the processes send their counts with each step
         finish(router, 1)
     assert router.stats().canceled == before + 6
+
+
+@pytest.mark.parametrize("kind", ["_prefill", "_decode"])
+def test_a_process_that_is_stopped_makes_the_server_unhealthy_until_it_goes_on(router, tokenizer, monkeypatch, kind):
+    httpx, _ = pytest.importorskip("httpx"), pytest.importorskip("fastapi", reason="octile[serve] is not installed")
+    from tests.serve.http.conftest import Limits, Served, wait_until
+
+    monkeypatch.setattr("octile.serve.http.service.HUNG_SECONDS", 1.5)
+    router.add([tokenizer.begin], Sampling(2, ignore_eos=True))
+    finish(router, 1)  # so that no process is in its first step
+    router.tokenizer = tokenizer
+    served, pid = Served(router, Limits(), (), None), getattr(router, kind)[0].process.pid
+
+    def health() -> tuple[int, str]:
+        response = httpx.get(f"{served.url}/health", timeout=30)
+        return response.status_code, response.json()["status"]
+
+    try:
+        os.kill(pid, signal.SIGSTOP)
+        wait_until(lambda: health()[0] == 503)
+        assert "a prefill or decode process has not answered for" in health()[1]
+        os.kill(pid, signal.SIGCONT)
+        wait_until(lambda: health() == (200, "ok"))
+    finally:
+        os.kill(pid, signal.SIGCONT)
+        served.stop()
 
 
 def test_more_commands_and_messages_than_pipes_hold(router, tokenizer):
@@ -184,6 +211,26 @@ def test_a_process_that_hangs_is_killed_and_named(clock):
         process.close()
         process.end()
     assert process.process.exitcode == -signal.SIGKILL
+
+
+def test_a_process_that_does_not_answer_is_silent_unless_it_computes_its_first_step(clock):
+    process = router_module._Process("decode process 0", never_answers, (), 600)
+    try:
+        clock.now += 0.5
+        process.ping()
+        assert process.silent_seconds == 0  # it was not asked yet
+        clock.now += 0.5
+        process.ping()
+        clock.now += 1
+        assert process.silent_seconds == 2
+        process.load = 5
+        assert process.silent_seconds == 0
+        process.stats = Stats(steps=1)
+        assert process.silent_seconds == 2
+    finally:
+        process.process.kill()
+        process.close()
+        process.end()
 
 
 def test_a_process_is_asked_again_if_the_router_was_stopped(clock):

@@ -68,17 +68,23 @@ def test_what_runs_now(serve):
 
 
 def test_steps_that_are_launched_ahead_are_counted():
-    lines = Metrics("micro", lambda: Stats(steps=5, steps_ahead=3)).text().decode().splitlines()
+    lines = Metrics("micro", lambda: Stats(steps=5, steps_ahead=3), lambda: 0.0).text().decode().splitlines()
     assert 'octile_engine_steps_total{model_name="micro"} 5.0' in lines
     assert 'octile_engine_steps_ahead_total{model_name="micro"} 3.0' in lines
 
 
+def test_the_age_of_a_step_and_the_silence_of_a_process_are_gauges():
+    lines = Metrics("micro", lambda: Stats(silent_seconds=3.5), lambda: 2.5).text().decode().splitlines()
+    assert 'octile_engine_step_age_seconds{model_name="micro"} 2.5' in lines
+    assert 'octile_engine_process_silent_seconds{model_name="micro"} 3.5' in lines
+
+
 def test_the_tokens_of_experts_are_gauges_by_layer_and_expert():
-    metrics = Metrics("micro", lambda: Stats(expert_tokens={3: (7, 0), 4: (1, 2)}))
+    metrics = Metrics("micro", lambda: Stats(expert_tokens={3: (7, 0), 4: (1, 2)}), lambda: 0.0)
     lines = metrics.text().decode().splitlines()
     assert 'octile_expert_tokens{expert="0",layer="3",model_name="micro"} 7.0' in lines
     assert 'octile_expert_tokens{expert="1",layer="4",model_name="micro"} 2.0' in lines
 
 
 def test_experts_that_are_not_counted_have_no_gauge():
-    assert b"expert_tokens" not in Metrics("micro", Stats).text()
+    assert b"expert_tokens" not in Metrics("micro", Stats, lambda: 0.0).text()

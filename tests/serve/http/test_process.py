@@ -277,3 +277,23 @@ def test_it_ends_at_once_if_nothing_is_served(saved):
         http = HttpProcess(bound)
     http.close()
     assert not psutil.pid_exists(http.pid)
+
+
+def test_the_age_of_a_step_that_hangs_is_a_metric(tokenizer, saved):
+    engine = FakeEngine(tokenizer)
+    engine.may_step.clear()
+
+    def client(url: str, _: int) -> None:
+        def age() -> float:
+            return float(
+                re.search(r"^octile_engine_step_age_seconds{.*} (.+)$", httpx.get(f"{url}/metrics").text, re.M)[1]
+            )
+
+        with asked(url, lambda: engine.requests):
+            wait_until(lambda: age() > 0.1)
+            engine.may_step.set()
+            wait_until(lambda: age() == 0)
+        end()
+
+    with serving(saved, engine, client) as http:
+        assert http.serve(engine, "ready") == [signal.SIGTERM]

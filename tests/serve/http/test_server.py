@@ -13,6 +13,7 @@ from contextlib import suppress
 import httpx
 import pytest
 
+from octile.serve.http import service
 from octile.serve.http.config import Limits
 from octile.serve.http.server import max_connections
 from tests.serve.http.conftest import Served, connect, wait_until
@@ -47,6 +48,47 @@ def test_the_models_sampling_values_are_those_of_requests_that_give_none(serve, 
     assert httpx.post(f"{served.url}/v1/{path}", json=body).status_code == 200
     (sampling,) = served.engine.samplings
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == expected
+
+
+def health(served) -> tuple[int, str]:
+    response = httpx.get(f"{served.url}/health", timeout=30)
+    return response.status_code, response.json()["status"]
+
+
+def step_age(served) -> float:
+    lines = httpx.get(f"{served.url}/metrics").text.splitlines()
+    return float(next(line for line in lines if line.startswith("octile_engine_step_age_seconds{")).split()[1])
+
+
+def test_an_engine_that_hangs_is_unhealthy_until_its_step_ends(serve, monkeypatch):
+    monkeypatch.setattr(service, "HUNG_SECONDS", 0.1)
+    served = serve()
+    ask(served, COMPLETION).result()
+    wait_until(served.is_idle)
+    served.engine.may_step.clear()
+    time.sleep(0.2)  # nothing runs
+    assert (step_age(served), health(served)) == (0, (200, "ok"))
+    asking = ask(served, COMPLETION, timeout=60)
+    wait_until(lambda: step_age(served) > 0.1)
+    status, why = health(served)
+    assert status == 503
+    assert why.startswith("the engine hangs: requests run, and no step has ended for ")
+    served.engine.may_step.set()
+    assert asking.result().status_code == 200
+    wait_until(lambda: health(served) == (200, "ok"))
+
+
+def test_the_first_step_may_take_longer(serve, monkeypatch):
+    monkeypatch.setattr(service, "HUNG_SECONDS", 0.0)
+    served = serve()
+    served.engine.may_step.clear()
+    asking = ask(served, COMPLETION, timeout=60)
+    wait_until(lambda: step_age(served) > 0)
+    assert health(served) == (200, "ok")
+    monkeypatch.setattr(service, "FIRST_STEP_SECONDS", 0.0)
+    assert health(served)[0] == 503
+    served.engine.may_step.set()
+    asking.result()
 
 
 @pytest.mark.parametrize("path", ["", "health", "metrics"])
