@@ -151,3 +151,43 @@ def test_the_observer_sees_each_choice_once(tokenizer):
 
     run(tokenizer, body, Recorder())
     assert seen == ["first", 1, 1, "length", "canceled"]
+
+
+class Clock:
+    """The engine's clock, which a test sets."""
+
+    now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    perf_counter = monotonic
+
+
+def test_the_age_of_a_step_counts_from_the_last_step_and_not_while_nothing_runs(tokenizer, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("octile.serve.async_engine.time", clock)
+
+    async def body(engine, fake):
+        fake.may_step.clear()
+        stream = engine.submit([([5], Sampling(max_new_tokens=1))])
+        clock.now += 3
+        ages = [engine.step_age]
+        other = engine.submit([([5], Sampling(max_new_tokens=1))])
+        ages.append(engine.step_age)
+        assert not engine.has_stepped
+        fake.may_step.set()
+        await tokens_of(stream)
+        await tokens_of(other)
+        assert engine.has_stepped
+        clock.now += 1000
+        ages.append(engine.step_age)
+        fake.may_step.clear()
+        last = engine.submit([([5], Sampling(max_new_tokens=1))])
+        clock.now += 4
+        ages.append(engine.step_age)
+        fake.may_step.set()
+        await tokens_of(last)
+        return ages
+
+    assert run(tokenizer, body) == [3, 3, 0, 4]
