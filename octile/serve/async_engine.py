@@ -157,6 +157,7 @@ class AsyncEngine:
     def __init__(self, engine: StepEngine, observer: Observer | None = None):
         self.stats = engine.stats()
         self.has_stepped = False
+        self._is_busy = False  # until the engine has said that nothing runs: canceled requests wait for its step, too
         self._last_step = 0.0  # or when requests came after a rest
         self.failure: Exception | None = None
         self.on_failure: Callable[[], object] = lambda: None
@@ -169,12 +170,8 @@ class AsyncEngine:
 
     @property
     def step_age(self) -> float:
-        """Seconds since the last step ended, or since requests came after a rest; 0 while no request runs."""
+        """Seconds since the last step ended, or since requests came after a rest; 0 while the engine has no request."""
         return time.monotonic() - self._last_step if self._is_busy else 0.0
-
-    @property
-    def _is_busy(self) -> bool:
-        return any(not choice.is_finished for stream in self._streams for choice in stream.choices)
 
     def start(self) -> None:
         """Begin to step, on behalf of the event loop that runs now."""
@@ -196,7 +193,7 @@ class AsyncEngine:
             raise EngineError(self._closed)
         stream = Stream(self, asked)
         if not self._is_busy:
-            self._last_step = time.monotonic()
+            self._is_busy, self._last_step = True, time.monotonic()
         self._streams.add(stream)
         for choice in stream.choices:
             self._commands.add(partial(self._add, choice))
@@ -263,10 +260,12 @@ class AsyncEngine:
     def _deliver(self, pairs: Sequence[tuple[_Choice, Output]], now: float, stats: Stats) -> None:
         if stats.steps != self.stats.steps:
             self.has_stepped, self._last_step = True, time.monotonic()
-        self.stats = stats
+        is_new, self.stats = stats is not self.stats, stats
         for choice, output in pairs:
             if choice.stream in self._streams:
                 choice.receive(output, now, self._observer)
+        if is_new and not stats.running and not stats.waiting:
+            self._is_busy = any(not choice.is_finished for stream in self._streams for choice in stream.choices)
 
     def _fail(self, error: Exception) -> None:
         self.failure = error

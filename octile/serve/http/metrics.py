@@ -35,7 +35,7 @@ class Metrics(Observer):
     Args:
         model: the name under which the model is served, the label of everything.
         stats: returns the engine's newest counts.
-        step_age: returns the seconds since its last step; 0 while no request runs.
+        step_age: returns the seconds since its last step; 0 while it has no request.
     """
 
     def __init__(self, model: str, stats: Callable[[], Stats], step_age: Callable[[], float]):
@@ -76,7 +76,7 @@ class Metrics(Observer):
         yield self._gauge("num_requests_running", "Choices that run now.", stats.running)
         yield self._gauge("num_requests_waiting", "Choices that wait for pages or for a place.", stats.waiting)
         yield self._gauge("kv_cache_usage_perc", "Share of the cache's pages that requests hold, from 0 to 1.", used)
-        text = "Seconds since the last step ended; 0 while no request runs."
+        text = "Seconds since the last step ended; 0 while the engine has no request."
         yield self._gauge("engine_step_age_seconds", text, self._step_age())
         text = "Seconds for which a prefill or decode process has not answered."
         yield self._gauge("engine_process_silent_seconds", text, stats.silent_seconds)

@@ -116,7 +116,7 @@ class Service:
         """Say why the engine hangs; None while it does not."""
         engine = self.engine
         if engine.step_age > (HUNG_SECONDS if engine.has_stepped else FIRST_STEP_SECONDS):
-            return f"the engine hangs: requests run, and no step has ended for {engine.step_age:.0f} seconds"
+            return f"the engine hangs: it has requests, and no step has ended for {engine.step_age:.0f} seconds"
         if engine.stats.silent_seconds > HUNG_SECONDS:
             seconds = f"{engine.stats.silent_seconds:.0f} seconds"
             return f"the engine hangs: a prefill or decode process has not answered for {seconds}"

@@ -279,8 +279,8 @@ def test_it_ends_at_once_if_nothing_is_served(saved):
     assert not psutil.pid_exists(http.pid)
 
 
-def test_the_age_of_a_step_that_hangs_is_a_metric(tokenizer, saved):
-    engine = FakeEngine(tokenizer)
+def test_the_age_of_a_step_that_hangs_is_a_metric_though_its_request_is_canceled(tokenizer, saved):
+    engine, has_worked = FakeEngine(tokenizer), []
     engine.may_step.clear()
 
     def client(url: str, _: int) -> None:
@@ -289,11 +289,16 @@ def test_the_age_of_a_step_that_hangs_is_a_metric(tokenizer, saved):
                 re.search(r"^octile_engine_step_age_seconds{.*} (.+)$", httpx.get(f"{url}/metrics").text, re.M)[1]
             )
 
-        with asked(url, lambda: engine.requests):
-            wait_until(lambda: age() > 0.1)
+        try:
+            with pytest.raises(httpx.ReadTimeout):  # the client leaves, and the step goes on
+                httpx.post(f"{url}/v1/completions", json=COMPLETION, timeout=0.5)
+            wait_until(lambda: age() > 1)
             engine.may_step.set()
             wait_until(lambda: age() == 0)
-        end()
+            has_worked.append(True)
+        finally:
+            end()
 
     with serving(saved, engine, client) as http:
         assert http.serve(engine, "ready") == [signal.SIGTERM]
+    assert has_worked

@@ -72,7 +72,7 @@ def test_an_engine_that_hangs_is_unhealthy_until_its_step_ends(serve, monkeypatc
     wait_until(lambda: step_age(served) > 0.1)
     status, why = health(served)
     assert status == 503
-    assert why.startswith("the engine hangs: requests run, and no step has ended for ")
+    assert why.startswith("the engine hangs: it has requests, and no step has ended for ")
     served.engine.may_step.set()
     assert asking.result().status_code == 200
     wait_until(lambda: health(served) == (200, "ok"))
