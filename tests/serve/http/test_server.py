@@ -230,17 +230,19 @@ class FewFiles:
 
     FILES = 128
     PROGRAM = f"""
-import resource, sys
+import resource, sys, time
 resource.setrlimit(resource.RLIMIT_NOFILE, ({FILES}, {FILES}))
 from octile.serve.http.config import Limits
 from octile.tokenizer import Tokenizer
 from tests.serve.fake_engine import FakeEngine
-from tests.serve.http.conftest import Served
+from tests.serve.http.conftest import Served, wait_until
 
 served = Served(FakeEngine(Tokenizer.load(sys.argv[1])), Limits(), (), None)
 print(served.url, flush=True)
 taken = []
 for line in sys.stdin:
+    wait_until(lambda: not served.server.server_state.connections or line != "take\\n")
+    time.sleep(0.1)  # for the last one to close its file
     taken.clear()
     try:
         while line == "take\\n":
