@@ -316,7 +316,7 @@ def test_on_two_ranks(outcomes: Outcomes, work: Work):
 
 UNPICKLES = re.compile(
     r"\b(pickle|_pickle|cPickle|dill|cloudpickle|marshal|shelve)\b.*\bimport\b|\bimport\b.*\b(pickle|dill|marshal|shelve)\b"
-    r"|\w+_object(_list)?\(|ForkingPickler|torch\.load\(|allow_pickle=True|\bListener\b|AF_INET"
+    r"|\w+_object(_list)?\(|ForkingPickler|torch\.load\(|allow_pickle=True|\bconnection\b.*\bListener\b|AF_INET"
     r"|\bdcp\.|async_save|checkpoint\.state_dict\b"
 )
 PIPES = "serve/disaggregated/page_pool.py"  # a handle of memory, over pipes that a process has made for its children
