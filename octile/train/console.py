@@ -63,7 +63,7 @@ class RunConsole:
         """
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         self.print(
-            f"{name}: stopping after the steps that have begun, and saving the last; a second {name} stops at once, "
+            f"{name}: stopping after the steps that have begun, and saving the last; a second signal stops at once, "
             "and what was saved before stays"
         )
 
@@ -130,10 +130,23 @@ class RunConsole:
 
     @contextmanager
     def stages(self) -> Iterator[Callable[[str, float], None]]:
-        """A progress bar of named stages; the function takes a stage's name and its progress from 0 to 1."""
+        """A progress bar of named stages, or their lines where the output is not a terminal.
+
+        The function takes a stage's name and its progress from 0 to 1. A line is printed when a stage begins, and for
+        each quarter of it.
+        """
+        printed: set[tuple[str, int]] = set()
+
+        def show(stage: str, share: float) -> None:
+            bar.update(task, description=stage, completed=share)
+            quarter = stage, int(4 * share)
+            if not self.console.is_terminal and quarter not in printed:
+                printed.add(quarter)
+                self.print(f"preparing the data: {stage}{f', {share:.0%} done' if share else ''}")
+
         with self._bar("{task.description}", bar_from=MIN_TIME_WIDTH, elapsed_from=MIN_TIME_WIDTH) as bar:
             task = bar.add_task("preparing the data", total=1.0)
-            yield lambda stage, share: bar.update(task, description=stage, completed=share)
+            yield show
             bar.update(task, visible=False)
 
     @contextmanager

@@ -1,8 +1,8 @@
 """Ctrl-C and SIGTERM: end a command cleanly, with the exit code that a shell gives to the signal.
 
-A training run saves its state first (`stop_requests`); any other work is interrupted by an exception (`terminable`).
-A rank that waits to report its failure ignores SIGTERM (`termination_ignored`).
-While the interpreter exits, nobody would catch that exception (`quiet_exit`).
+A process that imports modules ends at once (`end_at_signals`, `importing`). A training run saves its state first
+(`stop_requests`); any other work is interrupted by an exception (`terminable`). A rank that waits to report its failure
+ignores SIGTERM (`termination_ignored`). While the interpreter exits, nobody would catch that exception (`quiet_exit`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn, Self
+
+SIGNALS = signal.SIGINT, signal.SIGTERM
+GRACE = 5.0  # seconds in which a second signal may interrupt the main thread, which a kernel can keep longer
 
 
 class Stopped(Exception):
@@ -42,6 +45,43 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM, raised as Ctrl-C is."""
 
 
+def end_at_signals() -> None:
+    """Have Ctrl-C and SIGTERM end the process at once with a line, until a context of this module handles them."""
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # a shell has background processes ignore Ctrl-C
+            signal.signal(number, _end)
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Context manager in which Ctrl-C and SIGTERM end the process at once with a line.
+
+    Nothing is to be cleaned up while modules are imported. A library may take an exception for an import that has
+    failed and go on, and one in torch's C++ code aborts the process.
+    """
+    if threading.current_thread() is not threading.main_thread():  # only the main thread can handle signals
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    end_at_signals()
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    _end_with_line("terminated" if number == signal.SIGTERM else "interrupted", number)
+
+
+def _end_with_line(line: str, number: int) -> NoReturn:
+    """End the process at once, whatever its threads do."""
+    with suppress(OSError):  # nobody reads it
+        os.write(2, f"octile: {line}\n".encode())
+    os._exit(128 + number)
+
+
 @contextmanager
 def terminable() -> Iterator[list[type[KeyboardInterrupt]]]:
     """Context manager in which SIGTERM raises `Terminated`, so that what is half done is cleaned up.
@@ -59,7 +99,7 @@ def terminable() -> Iterator[list[type[KeyboardInterrupt]]]:
         yield raised
         return
     before = {signal.SIGTERM: signal.signal(signal.SIGTERM, interrupt)}
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell has background processes ignore it
+    if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, _end):  # background processes ignore it
         before[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
     try:
         yield raised
@@ -106,7 +146,10 @@ def quiet_exit() -> Iterator[None]:
 
 @contextmanager
 def stop_requests(acknowledge: Callable[[int], None]) -> Iterator[list[int]]:
-    """Collect Ctrl-C and SIGTERM in a list instead of being ended by them; a second one ends the process.
+    """Collect Ctrl-C and SIGTERM in a list instead of being ended by them; a second one of either ends the process.
+
+    The second is handled in the main thread as before the context, or raised there. Where a kernel keeps that thread
+    for more than GRACE seconds, or a third signal comes, the process ends without it.
 
     Args:
         acknowledge: called once, at once, with the number of the first signal. It runs in a thread of its own, since
@@ -117,11 +160,12 @@ def stop_requests(acknowledge: Callable[[int], None]) -> Iterator[list[int]]:
 
     def note(number: int, frame: FrameType | None) -> None:
         caught.append(number)
-        signal.signal(number, before[signal.Signals(number)])
+        for each, handler in before.items():
+            signal.signal(each, handler if callable(handler) else signal.default_int_handler)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, note) for number in SIGNALS}
     try:
-        with _observed(set(before), acknowledge):
+        with _observed(acknowledge):
             yield caught
     finally:
         for number, handler in before.items():
@@ -129,16 +173,26 @@ def stop_requests(acknowledge: Callable[[int], None]) -> Iterator[list[int]]:
 
 
 @contextmanager
-def _observed(numbers: set[signal.Signals], acknowledge: Callable[[int], None]) -> Iterator[None]:
-    """Call a function in another thread when the first of these signals arrives."""
+def _observed(acknowledge: Callable[[int], None]) -> Iterator[None]:
+    """Call a function in another thread when the first signal arrives, and end the process some time after a second."""
     reader, writer = socket.socketpair()
     writer.setblocking(False)
 
+    def receive() -> int:
+        """Wait for a signal, and return its number; 0 when the context ends."""
+        while (received := reader.recv(1)) and received[0] not in SIGNALS:
+            pass
+        return received[0] if received else 0
+
     def wait() -> None:
-        while received := reader.recv(1):  # the number of a signal; nothing when the context ends
-            if received[0] in numbers:
-                acknowledge(received[0])
-                return
+        if number := receive():
+            acknowledge(number)
+        if number and (second := receive()):
+            reader.settimeout(GRACE)
+            with suppress(TimeoutError):
+                if not receive():
+                    return
+            _end_with_line("stopped at once, within a step; what was saved before stays", second)
 
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()

@@ -497,9 +497,9 @@ def _differences(config, default, path=""):
             yield path + field.name, value
 
 
-def begin(text: Path, out: Path, **changes) -> BaseProcess:
+def begin(text: Path, out: Path, hangs_after: int = -1, **changes) -> BaseProcess:
     """Begin a run of slow steps in another process; what it prints is next to its folder."""
-    (process,) = begin_ranks(own_process.train_slowly, (str(out.parent), options(text, out, **changes)), 1)
+    (process,) = begin_ranks(own_process.train_slowly, (str(out.parent), options(text, out, **changes), hangs_after), 1)
     return process
 
 
@@ -510,6 +510,23 @@ def wait_for_step(run: Path, step: int, process: BaseProcess) -> None:
             return
         time.sleep(0.01)
     raise AssertionError(f"step {step} was not reached: {(run.parent / 'octile.err').read_text()}")
+
+
+@pytest.mark.parametrize("numbers", [(signal.SIGINT, signal.SIGTERM), (signal.SIGTERM, signal.SIGINT)])
+def test_a_second_signal_of_another_kind_ends_a_run_within_a_step(text, tmp_path, numbers):
+    out = tmp_path / "run"
+    process = begin(text, out, hangs_after=1)
+    try:
+        wait_for_step(out, 1, process)
+        os.kill(process.pid, numbers[0])
+        while process.is_alive() and "stopping after the steps" not in (tmp_path / "octile.out").read_text():
+            time.sleep(0.01)
+        os.kill(process.pid, numbers[1])
+        process.join(60)
+        assert process.exitcode in (130, 143)
+    finally:
+        process.kill()
+    assert "octile: stopped at once, before the first checkpoint" in (tmp_path / "octile.err").read_text()
 
 
 def test_a_killed_run_resumes_to_the_same_losses_and_weights(finished, text, tmp_path):
@@ -649,6 +666,6 @@ def test_ctrl_c_saves_the_current_step_and_prints_how_to_continue(text, tmp_path
     done = max(metrics(out, "loss"))
     assert latest_checkpoint(out / "checkpoints").name == f"step_{done:08d}"
     assert process.exitcode == 130
-    acknowledged = "Ctrl-C: stopping after the steps that have begun, and saving the last; a second Ctrl-C stops at"
+    acknowledged = "Ctrl-C: stopping after the steps that have begun, and saving the last; a second signal stops at"
     assert acknowledged in " ".join(stdout.split())
     assert stderr == f"octile: stopped after step {done}; to continue: octile train --resume --out {out}\n"

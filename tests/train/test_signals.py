@@ -3,11 +3,13 @@
 import ctypes
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
 
-from octile.train.signals import stop_requests
+from octile.train.signals import stop_requests, terminable
 
 LIBC = ctypes.CDLL(None)
 
@@ -36,6 +38,42 @@ def test_the_second_signal_interrupts():
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         assert stop == [signal.SIGINT]
+
+
+@pytest.mark.parametrize("numbers", [(signal.SIGINT, signal.SIGTERM), (signal.SIGTERM, signal.SIGINT)])
+def test_the_second_signal_interrupts_if_it_is_of_another_kind(numbers):
+    with terminable(), stop_requests(ignore):
+        signal.raise_signal(numbers[0])
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(numbers[1])
+
+
+def test_a_second_ctrl_c_interrupts_a_process_that_a_shell_has_begun_in_the_background():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with stop_requests(ignore):
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+HANGING_KERNEL = """
+import ctypes, os, signal, threading
+import octile.train.signals
+octile.train.signals.GRACE = 0.1
+with octile.train.signals.stop_requests(lambda _: os.kill(os.getpid(), signal.SIGTERM)):
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})  # another thread receives them
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()  # when the function is called
+    ctypes.CDLL(None).sleep(600)
+"""
+
+
+def test_a_second_signal_ends_the_process_while_a_kernel_runs():
+    """The main thread waits in a C function, as in a kernel, and can raise nothing."""
+    ended = subprocess.run([sys.executable, "-c", HANGING_KERNEL], stderr=subprocess.PIPE, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr.decode()) == (
+        143,
+        "octile: stopped at once, within a step; what was saved before stays\n",
+    )
 
 
 def test_the_handlers_from_before_are_restored():
