@@ -1,5 +1,15 @@
-"""The entry point of `python -m octile`."""
+"""The entry point of the command `octile`, and of `python -m octile`."""
 
-from octile.cli import main
+from octile.train.signals import end_at_signals
 
-main()
+
+def main() -> None:
+    """Run a command, whose imports signals can interrupt, too."""
+    end_at_signals()
+    from octile.cli import main as run
+
+    run()
+
+
+if __name__ == "__main__":
+    main()

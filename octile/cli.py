@@ -33,8 +33,8 @@ from octile.models.config import PRESETS, ModelConfig, RopeScaling
 from octile.report.text import escape_control_characters
 from octile.serve.config import CacheConfig, EngineConfig, ParallelConfig, ProcessesConfig, window_of
 from octile.serve.http.config import Limits
-from octile.train.config import RESUMABLE, TrainConfig, preset
-from octile.train.signals import Terminated, quiet_exit, terminable, termination_ignored
+from octile.train.config import RESUMABLE, TrainConfig, describe_settings, preset
+from octile.train.signals import Terminated, importing, quiet_exit, terminable, termination_ignored
 from octile.validation import Dataclass, Range, annotations_of, check_fields
 
 if TYPE_CHECKING:
@@ -113,7 +113,9 @@ def train(arguments: list[str]) -> None:
     arguments = _for_help(arguments)
     out = _value_of("--out", arguments)
     if "--resume" in arguments and out:
-        from octile.train.resume import open_run
+        _announce(f"resumes {out}")
+        with importing():
+            from octile.train.resume import open_run
 
         default = open_run(Path(out), _value_of("--checkpoints", arguments)).config
     else:
@@ -127,11 +129,14 @@ def train(arguments: list[str]) -> None:
         raise ValueError("--steps and --tokens exclude each other: give one of them")
     names = [f.name for f in fields(TrainConfig)]
     options = _parse_run(Train, arguments, "train", Train(**{name: getattr(default, name) for name in names}))
-    from octile.lab.run import observer
-    from octile.train.console import RunConsole
-    from octile.train.loop import train as run
-
     config = TrainConfig(**{name: getattr(options, name) for name in names})
+    if not options.resume:
+        _announce(f"trains: {describe_settings(config)}")
+    with importing():
+        from octile.lab.run import observer
+        from octile.train.console import RunConsole
+        from octile.train.loop import train as run
+
     for name, (ranks, without) in OF_RANKS.items():  # a resumed run may have them from more ranks
         if getattr(config.parallel, ranks) == 1 and _value_of(f"--parallel.{name}", arguments) is not None:
             raise ValueError(f"parallel.{name} has no effect without {without}: add --parallel.{ranks} N")
@@ -142,6 +147,12 @@ def train(arguments: list[str]) -> None:
 
         hook = profiling(config, hook, console)
     run(config, options.resume, console, hook)
+
+
+def _announce(what: str) -> None:
+    """Say what a command does before it imports torch, which takes half a minute on a busy machine; rank 0 says it."""
+    if not _rank():
+        print(escape_control_characters(f"octile {__version__} {what}"), flush=True)
 
 
 def _for_help(arguments: list[str]) -> list[str]:
@@ -208,7 +219,9 @@ def compare(arguments: list[str]) -> None:
     out, name = _value_of("--out", arguments), _value_of("--preset", arguments)
     begun_with: dict[str, Any] = {}
     if "--resume" in arguments and out:
-        from octile.train.compare import Comparison, seeds_text
+        _announce(f"resumes {out}")
+        with importing():
+            from octile.train.compare import Comparison, seeds_text
 
         stored = Comparison.read(Path(out))
         begun_with = {
@@ -225,9 +238,12 @@ def compare(arguments: list[str]) -> None:
     if not options.recipes.replace(",", "").strip():
         raise ValueError("recipes is empty: name recipes, separated by commas")
     config = replace(config, **{name: getattr(options, name) for name in SHARED})
-    from octile.train.compare import compare as run
-    from octile.train.compare import parse_seeds
-    from octile.train.console import RunConsole
+    if not options.resume:
+        _announce(f"compares bf16 and {options.recipes}: {describe_settings(config, ('preset', 'seed'))}")
+    with importing():
+        from octile.train.compare import compare as run
+        from octile.train.compare import parse_seeds
+        from octile.train.console import RunConsole
 
     seeds, recipes = parse_seeds(options.seeds, options.seed), tuple(options.recipes.split(","))
     run(config, recipes, options.out, RunConsole(), seeds, options.gradient_steps, options.resume)
@@ -260,8 +276,9 @@ def generate(arguments: list[str]) -> None:
     """Continue a prompt with a trained model and print the text as it is generated."""
     options = _parse(Generate, arguments, "generate")
     run = options.run or _newest_run()
-    from octile.serve.generate import generate_from
-    from octile.serve.load import Folder
+    with importing():
+        from octile.serve.generate import generate_from
+        from octile.serve.load import Folder
 
     folder = Folder.open(run)
     given = {name: value for name in ("temperature", "top_p") if (value := getattr(options, name)) is not None}
@@ -332,8 +349,9 @@ def serve(arguments: list[str]) -> None:
     run = options.run or _newest_run()
     name = options.model_name or run.resolve().name
     keys = options.api_key + tuple(filter(None, [os.environ.get("OCTILE_API_KEY")]))
-    from octile.parallel.device import pick_own_device
-    from octile.serve.http.command import serve as serve_folder
+    with importing():
+        from octile.parallel.device import pick_own_device
+        from octile.serve.http.command import serve as serve_folder
 
     device = pick_own_device(options.device)
     serve_folder(
@@ -358,7 +376,8 @@ def _check_ranks(ep: int) -> None:
     Raises:
         ValueError: it is another one.
     """
-    from octile.parallel.ranks import count_ranks
+    with importing():
+        from octile.parallel.ranks import count_ranks
 
     if (started := count_ranks()) == ep:
         return

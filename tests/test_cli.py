@@ -855,6 +855,54 @@ def test_sigterm_ends_any_command_with_a_line_and_exit_code_143():
     assert (process.communicate(timeout=60)[1], process.returncode) == ("octile: terminated\n", 143)
 
 
+def started_as_a_program(tmp_path, module: str, text: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `python -m octile` with another module in the place of one that it imports."""
+    (tmp_path / module).mkdir()
+    (tmp_path / module / "__init__.py").write_text(f"import os, signal\n{text}")
+    code = (
+        "import runpy, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background process ignores it
+        f"sys.path.insert(0, {str(tmp_path)!r})\n"
+        f"sys.argv[1:] = {arguments!r}\n"
+        "runpy.run_module('octile', run_name='__main__')"
+    )
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+
+
+ENDINGS = [(signal.SIGINT, "octile: interrupted\n", 130), (signal.SIGTERM, "octile: terminated\n", 143)]
+
+
+@pytest.mark.parametrize(("number", "line", "status"), ENDINGS)
+def test_a_signal_while_the_command_line_is_imported_ends_with_a_line(tmp_path, number, line, status):
+    ended = started_as_a_program(tmp_path, "tyro", f"os.kill(os.getpid(), {number:d})\n", "train")
+    assert (ended.stdout, ended.stderr, ended.returncode) == ("", line, status)
+
+
+CATCHES = "try:\n    os.kill(os.getpid(), {:d})\nexcept BaseException:\n    os._exit(0)\n"
+
+
+@pytest.mark.parametrize(("number", "line", "status"), ENDINGS)
+@pytest.mark.parametrize("command", ["train", "compare", "generate", "serve"])
+def test_a_signal_that_an_imported_library_catches_ends_a_command(tmp_path, command, number, line, status):
+    run = [str(tmp_path)] if command in ("generate", "serve") else []
+    ended = started_as_a_program(tmp_path, "torch", CATCHES.format(number), command, *run)
+    assert (ended.stderr, ended.returncode) == (line, status)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["train", "--steps", "5"], "trains: preset tiny, recipe deepseek_v3, seed 0, steps 5"),
+        (["train", "--resume", "--out", "runs/one"], "resumes runs/one"),
+        (["compare", "--steps", "5"], "compares bf16 and deepseek_v3: preset tiny, seed 0, steps 5"),
+        (["compare", "--resume", "--out", "runs/two"], "resumes runs/two"),
+    ],
+)
+def test_a_command_says_what_it_does_before_torch_is_imported(tmp_path, arguments, line):
+    ended = started_as_a_program(tmp_path, "torch", "os._exit(5)\n", *arguments)
+    assert (ended.stdout, ended.returncode) == (f"octile {octile.__version__} {line}\n", 5)
+
+
 @pytest.mark.parametrize("then", ["json.no_such_name", "octile.extras.require('no_such_package', extra='train')"])
 @pytest.mark.parametrize(
     ("number", "line", "status"),

@@ -35,6 +35,23 @@ def shown(source: Path, folder: Path) -> list[str]:
     return console.console.file.getvalue().splitlines()
 
 
+def test_the_stages_of_preparing_the_data_are_printed_without_a_terminal(source, tmp_path):
+    console = silent_console()
+    with console.stages() as progress:
+        prepare(source, 300, tmp_path / "data", 16, progress=progress)
+    stages = ("reading", "training the tokenizer", "encoding")
+    assert console.console.file.getvalue() == "".join(f"preparing the data: {stage}\n" for stage in stages)
+
+
+def test_each_quarter_of_a_stage_is_printed_once_without_a_terminal():
+    console = silent_console()
+    with console.stages() as progress:
+        for share in range(0, 100, 5):
+            progress("encoding", share / 100)
+    lines = console.console.file.getvalue().splitlines()
+    assert [line.partition("encoding")[2] for line in lines] == ["", ", 25% done", ", 50% done", ", 75% done"]
+
+
 def test_the_held_out_share_is_printed(source, tmp_path):
     (line,) = (line for line in shown(source, tmp_path / "data") if line.startswith("data: "))
     assert "of 57 spans to train on, " in line
