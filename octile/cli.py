@@ -192,6 +192,7 @@ class Compare:
         gradient_steps: steps at which gradients are compared with BF16's: numbers, start, middle, end, or none.
         out: folder for the report and the curves; chosen under runs/ if not given.
         device: auto uses a GPU if there is one.
+        allow_slow: begin also a comparison that takes more than four hours at least on this CPU.
         resume: continue the comparison in --out, with the settings that are stored there.
         model: the shape of the model.
     """
@@ -206,11 +207,13 @@ class Compare:
     gradient_steps: str = "start,middle,end"
     out: Path | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    allow_slow: bool = False
     resume: bool = False
     model: ModelConfig = field(default_factory=ModelConfig.tiny)
 
 
-SHARED = ("preset", "steps", "sequence_length", "data", "seed", "device", "model")  # settings of train and compare
+# settings of train and compare
+SHARED = ("preset", "steps", "sequence_length", "data", "seed", "device", "allow_slow", "model")
 
 
 def compare(arguments: list[str]) -> None:

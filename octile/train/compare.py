@@ -32,8 +32,9 @@ from octile.report.machine import describe_machine, machine
 from octile.report.run.metrics import Floats
 from octile.train.batches import validation_windows
 from octile.train.compared_run import ComparedRun, train_compared_run
-from octile.train.config import TrainConfig, describe_changes, describe_settings, differences
+from octile.train.config import COMPARE_RESUMABLE, TrainConfig, describe_changes, describe_settings, differences
 from octile.train.console import RunConsole
+from octile.train.duration import check_duration
 from octile.train.gradient_check import parse_steps
 from octile.train.loop import open_tokens, print_passes
 from octile.train.memory import check_memory
@@ -168,12 +169,12 @@ class Comparison:
         write_json(folder / COMPARISON, with_checksum({**asdict(self), "config": self.config.to_values()}))
 
     def changes(self, requested: Comparison) -> dict[str, tuple[Any, Any]]:
-        """What differs in a requested comparison; the device and the folder may."""
+        """What differs in a requested comparison and must not."""
         settings = differences(self.config, requested.config)
         names = ("recipes", "seeds", "gradient_steps")
         other = {name: (getattr(self, name), getattr(requested, name)) for name in names}
         other["recipes"] = self.recipes or (BASELINE,), requested.recipes or (BASELINE,)
-        return {name: pair for name, pair in settings.items() if name not in ("device", "out")} | {
+        return {name: pair for name, pair in settings.items() if name not in COMPARE_RESUMABLE} | {
             name: (old, new) for name, (old, new) in other.items() if old != new
         }
 
@@ -208,7 +209,8 @@ def compare(
         FileExistsError: out holds a comparison or a run already, or another process works there.
         FileNotFoundError: there is no comparison to resume.
         ValueError: a recipe is unknown, named twice or does not take a size of the model, a seed or a step is
-            impossible, the data cannot be used, or the comparison to resume has other arguments.
+            impossible, the data cannot be used, a new comparison takes too long on a CPU, or the one to resume has
+            other arguments.
         Stopped: Ctrl-C or SIGTERM ended the comparison early.
     """
     require("tokenizers", "filelock", extra="train")
@@ -240,6 +242,9 @@ def compare(
         check_memory(each, pick_device(config.device), is_train=False)
     is_new = out is None
     if stored is None:
+        runs = len(baselines) + len(configs) * len(seeds)
+        if duration := check_duration(config, pick_device(config.device), runs=runs):
+            console.print(duration)
         out = out or new_folder(Path("runs"), f"compare-{config.preset}")
         check_unused(out)
     assert out is not None

@@ -17,7 +17,7 @@ from octile.parallel.device import pick_device
 from octile.report.compare.file import read_curve, read_gradient_check
 from octile.report.compare.gradients import GradientCheck
 from octile.report.compare.result import Curve
-from octile.train.config import TrainConfig, describe_changes, differences
+from octile.train.config import COMPARE_RESUMABLE, TrainConfig, describe_changes, differences
 from octile.train.console import RunConsole
 from octile.train.duration import reference_time
 from octile.train.gradient_check import check_gradients
@@ -162,7 +162,7 @@ def _load(trainer: Trainer, checkpoint: Path, config: TrainConfig) -> Measuremen
 def _check_config(state: Mapping[str, Any], config: TrainConfig, checkpoint: Path) -> None:
     """Refuse the state of a run that was trained with other settings, because comparison.json was edited."""
     changes = differences(TrainConfig.from_state(state, str(checkpoint / STATE)), config)
-    if changes := {name: change for name, change in changes.items() if name not in ("device", "out")}:
+    if changes := {name: change for name, change in changes.items() if name not in COMPARE_RESUMABLE}:
         raise ValueError(
             f"comparison.json was changed after {config.recipe}, seed {config.seed}, began: "
             f"{describe_changes(changes)}; change it back, or begin a new comparison"

@@ -154,6 +154,7 @@ class TrainConfig:
         skip_limit: consecutive steps that may be skipped because a gradient is NaN or Inf, before the run stops.
         val_sequences: held-out sequences of a validation.
         device: auto uses a GPU if there is one.
+        allow_slow: begin also a run that takes more than four hours at least on this CPU.
         deterministic: two runs give the same bits on a GPU too, but take longer; on a CPU they always do, with the same
             number of threads.
         prompt: the text that the sample at the end of the run continues; an empty one has the model begin a text.
@@ -190,6 +191,7 @@ class TrainConfig:
     skip_limit: Count = 10
     val_sequences: Positive = 128
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    allow_slow: bool = False
     deterministic: bool = False
     prompt: str = "def "
     telemetry_every: Count = 0
@@ -564,6 +566,7 @@ RESUMABLE = {  # the settings that may differ when a run is resumed
         "validate_every",
         "out",
         "device",
+        "allow_slow",
         "prompt",
         "micro_batches",
         "skip_limit",
@@ -571,6 +574,7 @@ RESUMABLE = {  # the settings that may differ when a run is resumed
         "parallel",
     ),
 }
+COMPARE_RESUMABLE = {"device", "allow_slow", "out"}  # the same for a comparison
 FILE_TEXTS = {"recipe_text": "recipe", "guards_text": "guards"}  # contents of a file: the setting that names it
 OBSERVATION = {"telemetry_every", "telemetry_layers", "guards", "guards_text"}  # may differ if the run has no guards
 

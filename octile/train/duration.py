@@ -1,4 +1,4 @@
-"""How long a run takes at least on a CPU, estimated before it begins.
+"""How long a run takes at least on a CPU, estimated before it begins, and refused if that is too long.
 
 The estimate divides the FLOPs that the model needs by the speed of the CPU's fastest GEMM: in FP32, or in BF16 where
 the processor multiplies it. What lies between the GEMMs, and quantization, come on top.
@@ -20,33 +20,43 @@ from octile.train.trainer import batch_ramp
 REFERENCE_SIZE = 512
 FAST_SIZE = 1024  # of a GEMM that runs at a CPU's full speed
 LONG = 600  # seconds; of a shorter run nothing is said
+TOO_LONG = 4 * 3600  # seconds; a longer run is begun with `allow_slow` only
 SLOW = 5e9  # FLOP/s; every CPU multiplies faster
 
 
-def describe_duration(config: TrainConfig, device: torch.device, done: int) -> str | None:
-    """Say how long the rest of a run takes at least, if it is long; None on a GPU.
+def check_duration(config: TrainConfig, device: torch.device, done: int = 0, runs: int = 1) -> str | None:
+    """Say how long the rest of a run, or of several alike, takes at least, if it is long; None on a GPU.
 
     Args:
         config: of the run.
         device: the device that trains.
         done: the steps that lie behind.
+        runs: the number of runs, one after another.
+
+    Raises:
+        ValueError: it takes more than TOO_LONG, and the configuration does not allow that.
     """
     if device.type != "cpu":
         return None
     ramp = batch_ramp(config)
     tokens = (ramp.before(config.steps) - ramp.before(done)) * config.sequence_length
-    flops = tokens * train_flops_per_token(config.model, config.sequence_length)
+    flops = runs * tokens * train_flops_per_token(config.model, config.sequence_length)
     if flops / SLOW < LONG:  # timing GEMMs takes a short run 0.2 s
         return None
     dtypes = (torch.float32, torch.bfloat16) if cpu.can_multiply() else (torch.float32,)
     speed = 2 * FAST_SIZE**3 / min(min(gemm_seconds(device, FAST_SIZE, dtype)) for dtype in dtypes)
-    if flops / speed < LONG:
+    seconds = flops / (config.parallel.ranks * speed)
+    if seconds < LONG:
         return None
-    return (
-        f"on this CPU the run takes at least {format_duration(flops / speed)}: {config.steps - done:,} steps of "
+    what = "the run takes" if runs == 1 else f"the {runs} runs take"
+    sentence = (
+        f"on this CPU {what} at least {format_duration(seconds)}: {runs * (config.steps - done):,} steps of "
         f"{format_quantity(flops)} FLOPs together, at the {format_flops(speed)} of its GEMMs; a GPU, a smaller "
         "--preset or fewer --steps take less"
     )
+    if seconds > TOO_LONG and not config.allow_slow:
+        raise ValueError(f"allow_slow must be given for more than {format_duration(TOO_LONG)}: {sentence}")
+    return sentence
 
 
 def reference_time(device: torch.device) -> float:

@@ -49,7 +49,7 @@ from octile.train.console import RunConsole, StepProgress
 from octile.train.corpus import check_source
 from octile.train.data import prepare
 from octile.train.deterministic import deterministic
-from octile.train.duration import describe_duration
+from octile.train.duration import check_duration
 from octile.train.memory import check_memory, explain_out_of_memory, is_out_of_memory
 from octile.train.pipelined import describe_pipeline, make_pipeline_schedule
 from octile.train.recipe_check import check_recipe
@@ -92,7 +92,7 @@ def train(config: TrainConfig, resume: bool, console: RunConsole, hook: RunHook 
         FileExistsError: a new run would overwrite another run, or another process trains it.
         FileNotFoundError: there is no run to resume, or no data; or the checkpoints of the run to resume are gone.
         NotADirectoryError: a file lies in the run folder where a folder is needed.
-        ValueError: the data, the configuration or a checkpoint is invalid.
+        ValueError: the data, the configuration or a checkpoint is invalid; or the run takes too long on a CPU.
         FloatingPointError: the loss became NaN or Inf, or gradients did for more than `skip_limit` steps.
         MemoryError: the device has too little memory; the message says what to change.
         RanksError: another rank hangs or has ended.
@@ -147,12 +147,13 @@ def _train_joined(
             if begun is not None and checkpoint is None:
                 _check_restart(begun, config, checkpoints, ranks)
             done = 0 if checkpoint is None else check_goal(config, checkpoint)
+            duration = ranks.from_first(lambda: check_duration(config, device, done))
             if begun is not None:
                 print_settings(begun, done, console)
             console.print(f"run folder: {run.path}")
             if config.checkpoints is not None:
                 console.print(f"checkpoints go to {config.checkpoints}")
-            if duration := describe_duration(config, device, done):
+            if duration:
                 console.print(duration)
             return _train(config, run, device, resume, checkpoints, checkpoint, console, hook, ranks)
         except KeyboardInterrupt as interrupt:  # before the first step, or the second during one

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from octile.models.flops import train_flops_per_token
-from octile.train.config import preset
-from octile.train.duration import FAST_SIZE, describe_duration
+from octile.train.compare import compare
+from octile.train.config import ParallelConfig, TrainConfig, preset
+from octile.train.duration import FAST_SIZE, check_duration
 from octile.train.loop import train
 from tests.train.conftest import micro, silent_console
 
@@ -29,6 +30,11 @@ def gflops(monkeypatch):
     return set_speed
 
 
+def slow(name: str) -> TrainConfig:
+    """A preset that may take any time."""
+    return replace(preset(name), allow_slow=True)
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -38,42 +44,88 @@ def gflops(monkeypatch):
 )
 def test_a_preset_for_a_gpu_takes_days_on_a_cpu(gflops, name, words):
     gflops(100)
-    assert words in describe_duration(preset(name), CPU, 0)
+    assert words in check_duration(slow(name), CPU, 0)
 
 
 def test_where_bf16_is_faster_the_run_takes_at_least_as_long_as_in_bf16(gflops):
     gflops(100, 200)
-    assert "at least 1 d 18 h: 2,000 steps" in describe_duration(preset("small"), CPU, 0)
+    assert "at least 1 d 18 h: 2,000 steps" in check_duration(slow("small"), CPU, 0)
     gflops(100, 50)
-    assert "at least 3 d 12 h: 2,000 steps" in describe_duration(preset("small"), CPU, 0)
+    assert "at least 3 d 12 h: 2,000 steps" in check_duration(slow("small"), CPU, 0)
 
 
 def test_only_the_steps_that_are_left_count(gflops):
     gflops(100)
-    assert "takes at least 1 d 18 h" not in describe_duration(preset("small"), CPU, 0)
-    assert "takes at least 1 d 18 h: 1,000 steps" in describe_duration(preset("small"), CPU, 1000)
+    assert "takes at least 1 d 18 h" not in check_duration(slow("small"), CPU, 0)
+    assert "takes at least 1 d 18 h: 1,000 steps" in check_duration(slow("small"), CPU, 1000)
 
 
 def test_a_growing_batch_counts_as_it_is(gflops):
     gflops(100)
-    config = replace(preset("small"), initial_batch_size=16, batch_ramp=1.0)
+    config = replace(slow("small"), initial_batch_size=16, batch_ramp=1.0)
     tokens = (32 + 16) / 2 * 2000 * 1024
     days = tokens * train_flops_per_token(config.model, 1024) / 100e9 / 86400
-    assert f"takes at least {int(days)} d" in describe_duration(config, CPU, 0)
+    assert f"takes at least {int(days)} d" in check_duration(config, CPU, 0)
 
 
 def test_nothing_is_said_of_a_short_run(gflops):
     gflops(100)
-    assert describe_duration(preset("tiny"), CPU, 0) is None
+    assert check_duration(preset("tiny"), CPU, 0) is None
 
 
 def test_no_gemm_is_timed_for_a_run_that_is_short_on_any_cpu(monkeypatch):
     monkeypatch.setattr("octile.train.duration.gemm_seconds", lambda *_: pytest.fail("a GEMM was timed"))
-    assert describe_duration(replace(preset("tiny"), steps=100), CPU, 0) is None
+    assert check_duration(replace(preset("tiny"), steps=100), CPU, 0) is None
 
 
 def test_nothing_is_said_on_a_gpu():
-    assert describe_duration(preset("medium"), torch.device("cuda"), 0) is None
+    assert check_duration(preset("medium"), torch.device("cuda"), 0) is None
+
+
+@pytest.mark.parametrize("name", ["small", "medium"])
+def test_a_preset_for_a_gpu_is_refused_on_a_cpu(gflops, name):
+    gflops(100)
+    with pytest.raises(ValueError, match=r"^allow_slow must be given for more than 4 h 0 min: on this CPU the run"):
+        check_duration(preset(name), CPU)
+
+
+@pytest.mark.parametrize("runs", [1, 3])
+def test_the_default_run_and_comparison_are_not_refused_on_the_slowest_cpu(gflops, runs):
+    gflops(5)
+    assert f"at least {['', '24 min 2 s', '', '1 h 12 min'][runs]}: " in check_duration(preset("tiny"), CPU, runs=runs)
+
+
+def test_the_last_steps_of_a_long_run_are_not_refused(gflops):
+    gflops(100)
+    assert "the run takes at least 3 h 15 min: 2 steps" in check_duration(preset("medium"), CPU, 798)
+
+
+def test_all_runs_of_a_comparison_count(gflops):
+    gflops(100)
+    one = check_duration(slow("small"), CPU)
+    assert "takes at least 3 d 12 h: 2,000 steps" in one
+    assert "on this CPU the 3 runs take at least 10 d 14 h: 6,000 steps" in check_duration(slow("small"), CPU, runs=3)
+
+
+def test_ranks_share_the_work(gflops):
+    gflops(100)
+    config = replace(slow("small"), parallel=ParallelConfig(dp=2))
+    assert "takes at least 1 d 18 h: 2,000 steps" in check_duration(config, CPU)
+
+
+def test_a_comparison_is_refused_before_its_data_is_prepared(gflops, text, tmp_path):
+    gflops(1e-6)
+    config = micro(data=str(text), steps=10**6)
+    with pytest.raises(ValueError, match="allow_slow must be given for more than"):
+        compare(config, ("per_tensor",), tmp_path / "comparison", silent_console())
+    assert not (tmp_path / "comparison").exists()
+
+
+def test_a_run_is_refused_before_its_data_is_prepared(gflops, text, tmp_path):
+    gflops(1e-6)
+    with pytest.raises(ValueError, match="allow_slow must be given for more than"):
+        train(micro(data=str(text), out=tmp_path / "run", steps=10**9), False, silent_console())
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_says_it_before_its_data_is_prepared(gflops, text, tmp_path, monkeypatch):
@@ -84,5 +136,5 @@ def test_a_run_says_it_before_its_data_is_prepared(gflops, text, tmp_path, monke
     monkeypatch.setattr("octile.train.loop.prepare", prepare)
     screen = silent_console()
     with pytest.raises(KeyError, match="data is prepared"):
-        train(micro(data=str(text), out=tmp_path / "run", steps=10**9), False, screen)
+        train(micro(data=str(text), out=tmp_path / "run", steps=10**9, allow_slow=True), False, screen)
     assert "on this CPU the run takes at least" in screen.console.file.getvalue()
