@@ -22,6 +22,7 @@ RECORD = "octile.json"
 STAGING = ".octile-partial"
 DEVICES = Path("/dev")  # also has links such as stdout, which may lead to a file
 WEIGHT_FILE = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+RECORDED = frozenset({"config.json", "tokenizer.json"})  # a chat template may be added to tokenizer_config.json
 
 Checksums = dict[str, dict[str, Any]]  # file name → {"bytes": int, "sha256": str}
 
@@ -174,7 +175,8 @@ def staged(folder: Path) -> Iterator[Path]:
     staging.mkdir(parents=True)
     try:
         yield staging
-        write_record(staging, sorted(p.name for p in staging.iterdir() if WEIGHT_FILE.fullmatch(p.name)))
+        names = sorted(path.name for path in staging.iterdir())
+        write_record(staging, (name for name in names if WEIGHT_FILE.fullmatch(name) or name in RECORDED))
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         if created:

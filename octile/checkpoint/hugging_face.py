@@ -2,8 +2,8 @@
 
     config.json                  the model's shape, and `quantization_config` where weights are FP8
     model.safetensors            the weights, or several files and model.safetensors.index.json
-    octile.json                  checksums of the weight files
     tokenizer.json, …            files that the caller adds
+    octile.json                  checksums of the weight files, config.json and tokenizer.json
 
 With weights="fp8" the projections take one byte per parameter (`fp8_layout.py`) and everything else is BF16. The gates'
 correction bias, which changes by 0.001 per step, is always FP32. transformers writes no multi-token prediction layer,
@@ -328,8 +328,9 @@ class OpenFolder:
 
 
 def open_folder(path: str | Path) -> OpenFolder:
-    """Open the folder that a path names and check its quantization."""
+    """Open the folder that a path names, and check its quantization and its files without tensors."""
     shards = Shards(checkpoint_folder(path))
+    shards.verify_other_files()
     config = read_json(shards.folder / CONFIG)
     with _naming(shards.folder / CONFIG):
         is_fp8_config(config)  # raises where it announces another quantization

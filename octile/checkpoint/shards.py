@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from octile.checkpoint.files import finish_interrupted, read_record, verify, write_json
+from octile.checkpoint.files import RECORD, finish_interrupted, read_record, verify, write_json
 from octile.checkpoint.tensor_file import TensorFile, TensorSpec
 from octile.validation import read_json
 
@@ -75,6 +75,21 @@ class Shards:
     def read_bytes(self, tensor: str, start: int, stop: int) -> Tensor:
         """Read bytes start … stop − 1 of a tensor of any dtype, uint8."""
         return self._file(tensor).read_bytes(tensor, start, stop)
+
+    def verify_other_files(self) -> None:
+        """Compare the files without tensors, such as config.json and tokenizer.json, with the checksums of octile.json.
+
+        Raises:
+            ValueError: one is damaged or was changed.
+        """
+        for name, expected in self._unverified.items():
+            if name not in self.files and (self.folder / name).exists():
+                try:
+                    verify(self.folder / name, expected)
+                except ValueError as error:
+                    raise ValueError(
+                        f"{error}; if it was changed on purpose, remove its entry from {self.folder / RECORD}"
+                    ) from None
 
     @property
     def nbytes(self) -> int:

@@ -1,8 +1,8 @@
 """What a resumed run takes from its folder, and the checks that it continues with the same bits.
 
 A run's config.json holds everything that decides its bits but the machine. Each checkpoint repeats it, together with
-what the machine adds: the device, torch's version and the number of CPU threads. An edited config.json is refused, by
-its checksum before the first checkpoint, and another machine causes a warning.
+what the machine adds: the device, the versions of octile and torch, and the number of CPU threads. An edited
+config.json is refused, by its checksum before the first checkpoint, and another machine or version causes a warning.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from octile import __version__
 from octile.checkpoint.step_folders import STATE, finished_steps, newest_intact, why_state_unusable
 from octile.checkpoint.store import Store
 from octile.train.config import (
@@ -27,6 +28,7 @@ from octile.train.config import (
 )
 from octile.train.console import RunConsole
 from octile.train.run_folder import RunFolder, check_unused
+from octile.train.source_digest import source_digest
 from octile.train.trainer_state import TrainerState
 
 OTHER_ORDER = "gradients are summed in another order, so the run is not bit-identical to an uninterrupted one"
@@ -41,6 +43,7 @@ CHANGE_NOTES = {  # settings that may change when a run is resumed: what follows
     "guards": "they were added after the run began",
 }
 PRINTED_ELSEWHERE = {"out", *FILE_TEXTS}  # the folder in any case, and the file of a text by its name
+OCTILE = f"{__version__} (source {source_digest()})"  # as it was imported: the files may change during a run
 BITS_ADVICE = {"threads": "; OMP_NUM_THREADS sets the number of threads"}
 
 
@@ -182,17 +185,17 @@ def warn_of_another_machine(checkpoint: str, state: Mapping[str, Any], device: t
     for name, value in computed_on(device).items():
         if before.get(name, value) != value:
             warnings.warn(
-                f"{checkpoint} was computed with {name} {before[name]}, this machine has {value}: "
-                "steps that it computes are not bit-identical to those of an uninterrupted run"
-                + BITS_ADVICE.get(name, ""),
+                f"{checkpoint} was computed with {name} {before[name]}, this machine has {value}: steps that it "
+                f"computes {'may not be' if name == 'octile' else 'are not'} bit-identical to those of an "
+                f"uninterrupted run{BITS_ADVICE.get(name, '')}",
                 stacklevel=2,
             )
 
 
 def computed_on(device: torch.device) -> dict[str, Any]:
-    """What decides the bits of a run besides its configuration: the device, torch, and on a CPU the threads.
+    """What decides the bits of a run besides its configuration: the device, octile, torch, and on a CPU the threads.
 
     Sums on a CPU are split among its threads, so another number adds in another order.
     """
     threads = {"threads": torch.get_num_threads()} if device.type == "cpu" else {}
-    return {"device": device.type, "torch": torch.__version__, **threads}
+    return {"device": device.type, "octile": OCTILE, "torch": torch.__version__, **threads}

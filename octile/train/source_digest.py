@@ -1,4 +1,4 @@
-"""The digest of octile's source, by which ranks find out that they run different code."""
+"""The digest of octile's source, by which ranks and resumed runs find out that they run different code."""
 
 import hashlib
 from collections.abc import Sequence

@@ -94,7 +94,7 @@ def test_one_changed_byte_is_found(folder, flip_byte):
 def test_new_files_replace_the_old_checkpoint_and_nothing_else(folder):
     put(folder)
     assert contents(folder) == {"model.safetensors": "new", "config.json": "new", "notes.txt": "mine"}
-    assert read_record(folder).keys() == {"model.safetensors"}
+    assert read_record(folder).keys() == {"config.json", "model.safetensors"}
 
 
 def test_a_failure_leaves_the_old_checkpoint(folder):

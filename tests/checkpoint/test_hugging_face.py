@@ -167,10 +167,25 @@ def test_an_unknown_scale_format_is_refused(ue8m0):
         load(ue8m0)
 
 
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json"])
+@pytest.mark.parametrize("read", [load, read_model_config])
+def test_a_file_without_tensors_that_has_another_digit_is_refused(tmp_path, model, read, file):
+    (tmp_path / "tokenizer.json").write_text('{"ids": 128}')
+    save(model, tmp_path / "model", files=[tmp_path / "tokenizer.json"])
+    damaged = tmp_path / "model" / file
+    text = damaged.read_text()
+    damaged.write_text(text.replace("128", "138", 1))
+    assert damaged.read_text() != text
+    advice = f"if it was changed on purpose, remove its entry from {tmp_path / 'model' / 'octile.json'}"
+    with pytest.raises(ValueError, match=rf"{re.escape(str(damaged))} is damaged: .*; {re.escape(advice)}$"):
+        read(tmp_path / "model")
+
+
 @pytest.mark.parametrize("read", [load, read_model_config])
 def test_an_error_in_a_key_of_the_config_names_the_file(folder, read):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": True}))
+    (folder / "octile.json").unlink()
     with pytest.raises(ValueError, match=rf"{re.escape(str(folder))}/config\.json: vocab_size must be"):
         read(folder)
 

@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+import octile
 from octile.checkpoint.store import Store
 from octile.checkpoint.training import save_checkpoint
+from octile.train import resume
 from octile.train.compared_run import FINISHED, train_compared_run
 from octile.train.resume import check_settings, computed_on, open_run
+from octile.train.source_digest import source_digest
 from tests.train.conftest import micro, silent_console
 
 CPU = torch.device("cpu")
@@ -53,6 +56,24 @@ def test_every_changed_setting_is_printed(tmp_path, name, value, line):
     folder = Store(str(checkpoint(tmp_path)))
     check_settings(micro(**{name: value}, out=tmp_path / "moved"), folder, CPU, lines.append)
     assert lines == [line]
+
+
+@pytest.mark.parametrize("before", ["0.0.9 (source 0123456789ab)", f"{octile.__version__} (source 0123456789ab)"])
+def test_a_checkpoint_of_another_version_or_source_of_octile_causes_a_warning(tmp_path, monkeypatch, before):
+    now = resume.OCTILE
+    monkeypatch.setattr(resume, "OCTILE", before)
+    folder = Store(str(checkpoint(tmp_path)))
+    monkeypatch.undo()
+    with pytest.warns(UserWarning, match="was computed with octile") as warned:
+        check_settings(micro(), folder, CPU, print)
+    assert [str(warning.message) for warning in warned] == [
+        f"step_00000002 was computed with octile {before}, this machine has {now}: steps that it computes may not be "
+        "bit-identical to those of an uninterrupted run"
+    ]
+
+
+def test_a_checkpoint_names_the_version_and_the_source_of_octile():
+    assert computed_on(CPU)["octile"] == f"{octile.__version__} (source {source_digest()})"
 
 
 def test_guards_that_were_added_are_printed_without_their_text(tmp_path):
