@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -23,7 +24,7 @@ from octile.models.deepseek_v3 import DeepseekV3
 from octile.serve.engine import Engine
 from octile.tokenizer import Tokenizer
 from octile.train.compare import Comparison
-from octile.train.config import ParallelConfig, preset
+from octile.train.config import OptimConfig, ParallelConfig, TrainConfig, preset
 from octile.train.run_folder import RunFolder
 from octile.validation import annotations_of
 from tests.train.conftest import MICRO
@@ -948,6 +949,31 @@ def test_ctrl_c_while_the_interpreter_exits_prints_nothing(late, status):
         pass
     process.send_signal(signal.SIGINT)
     assert (process.communicate(timeout=60)[1], process.returncode) == ("", status)
+
+
+FULL_COMMANDS = {
+    "the default": TrainConfig(),
+    "a run with changes of every type": TrainConfig(
+        steps=300, data="my text's folder", prompt="-x", deterministic=True, checkpoints="s3://bucket/run",
+        out=Path("runs/one two"), initial_batch_size=2, batch_ramp=0.5, telemetry_every=5, guards=Path("rules.toml"),
+        optim=OptimConfig(lr=3e-4, betas=(0.8, 0.95), clip=0.5),
+        model=replace(ModelConfig.tiny(), norm_topk_prob=False, q_lora_rank=None,
+                      rope_scaling=RopeScaling(factor=2.0, original_max_position_embeddings=1024)),
+    ),
+    "another preset": replace(preset("small"), recipe="bf16", checkpoint_every=0, allow_slow=True),
+    "several ranks": TrainConfig(batch_size=8, parallel=ParallelConfig(dp=2, ep=2, reduce="bfloat16")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("config", FULL_COMMANDS.values(), ids=FULL_COMMANDS)
+def test_the_full_command_of_a_run_has_its_configuration(monkeypatch, config):
+    begun = []
+    monkeypatch.setattr("octile.train.loop.train", lambda config, *_: begun.append(config))
+    monkeypatch.setattr("octile.lab.run.observer", lambda config: None)
+    program, arguments = config.full_command.split(" train", 1)
+    assert program == ("octile" if config.parallel.ranks == 1 else "torchrun --nproc-per-node 2 -m octile")
+    main(["train", *shlex.split(arguments)])
+    assert begun == [config]
 
 
 COMPARED = (

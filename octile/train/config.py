@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -324,6 +325,17 @@ class TrainConfig:
         return f"{self.command} --resume --out {quoted_path(self.out)}"
 
     @property
+    def full_command(self) -> str:
+        """The command with which a run of this configuration begins, with every option that its preset does not set."""
+        default = replace(preset(self.preset) if self.preset in MODELS else TrainConfig(), preset=TrainConfig.preset)
+        options = [
+            _as_option(name, new)
+            for name, (_, new) in differences(default, self).items()
+            if name not in FILE_TEXTS and not name.startswith("model.extra")
+        ]
+        return " ".join([self.command, *options])
+
+    @property
     def micro_batch_size(self) -> int:
         """The sequences that a rank passes through the model, or its stages, at a time."""
         return self.batch_size // (self.micro_batches * self.parallel.dp)
@@ -615,6 +627,19 @@ def shown(value: Any) -> str:
     if isinstance(value, tuple):
         return ", ".join(map(str, value)) or "none"
     return quoted(value) if isinstance(value, str) and value.split() != [value] else str(value)
+
+
+def _as_option(name: str, value: Any) -> str:
+    """A setting as an option of a command, such as "--optim.betas 0.9 0.95"."""
+    if value is False:
+        group, _, last = name.rpartition(".")
+        name = f"{group}.no-{last}" if group else f"no-{last}"
+    option = f"--{name.replace('_', '-')}"
+    if isinstance(value, bool):
+        return option
+    if isinstance(value, tuple):
+        return " ".join([option, *map(str, value)])
+    return f"{option}{'=' if str(value).startswith('-') else ' '}{shlex.quote(str(value))}"
 
 
 def describe_settings(config: TrainConfig, first: tuple[str, ...] = ("preset", "recipe", "seed")) -> str:

@@ -653,6 +653,7 @@ def _write_summary(trainer: Trainer, best: BestModel, run: RunFolder, store: Tok
         "machine": describe_machine(measured_on),
         "measured_on": measured_on,
         "prompt": trainer.config.prompt,
+        "command": trainer.config.full_command,
         **({"model_step": best.best.step, "model_val_loss": best.best.val_loss} if best.best else {}),
     }
     if trainer.steps_done < trainer.config.steps:

@@ -1,6 +1,7 @@
 """Tests of whole runs: the files they write, and that nothing is lost when one is killed, stopped or out of space."""
 
 import dataclasses
+import html
 import json
 import os
 import re
@@ -52,6 +53,15 @@ def finished(text, tmp_path_factory):
 FILES = (
     "config.json model/config.json model/tokenizer.json metrics.jsonl report.html sample.txt tensorboard summary.json"
 )
+
+
+def test_the_report_names_the_data_the_date_the_code_and_the_command(finished, text):
+    summary = json.loads((finished[0] / "summary.json").read_text())
+    command, date = RunFolder(finished[0]).read_config().full_command, summary["measured_on"]["date"]
+    assert command.startswith("octile train --data ")
+    report = html.unescape((finished[0] / "report.html").read_text())
+    assert f"Data: {text}. Ended on {date} by octile {octile.__version__}" in report
+    assert f"Command: {command}</p>" in report
 
 
 @pytest.mark.parametrize("name", FILES.split())

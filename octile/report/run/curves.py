@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 MAX_LOSS_FOR_PERPLEXITY = 20.0  # nats per token; far worse than guessing, so that a perplexity is meaningless
 
+MOSTLY_CLIPPED = 0.9  # share of the clipped steps from which clipping is explained
+
 SCHEDULED = {  # values that a configuration can change during a run: label and color
     "batch_size": ("batch", "blue"),
     "mtp_loss_weight": ("MTP weight", "purple"),
@@ -166,7 +168,7 @@ def draw_gradient(figure: "Figure", run: Run) -> None:
 
 
 def caption_gradient(run: Run) -> str:
-    """Return the caption: the largest and the median norm, and the share of clipped steps."""
+    """Return the caption: the largest and the median norm, the share of clipped steps, and what a large one means."""
     steps, values = run.series("grad_norm")
     known = np.isfinite(values)
     peak = np.nanargmax(np.where(known, values, np.nan))
@@ -175,7 +177,13 @@ def caption_gradient(run: Run) -> str:
         caption += f", its maximum, and {np.median(values[known]):.2g} in the median"
     limit = as_float(run.fact("clip"))
     if math.isfinite(limit):
-        caption += f". {np.mean(values[known] > limit):.0%} of the steps were clipped to norm {limit:g}"
+        clipped = np.mean(values[known] > limit)
+        caption += f". {clipped:.0%} of the steps were clipped to norm {limit:g}"
+        if clipped >= MOSTLY_CLIPPED:
+            caption += (
+                ": almost all gradients have this norm then, and the same weight in AdamW's moments. A factor that all "
+                "gradients have in common does not change AdamW's updates, so clipping does not slow the run down"
+            )
     return caption + "."
 
 

@@ -117,6 +117,7 @@ def write_run_report(run: Path) -> Path:
         "run.html.jinja",
         title=f"{records.fact('preset') or 'run'} · {_recipe(records)}",
         lead=_lead(records),
+        origin=_origin(records),
         facts=_facts(records),
         notices=_notices(records),
         charts={name: _chart(name, figure, records) for name, figure in FIGURES.items() if figure.exists(records)},
@@ -171,6 +172,20 @@ def _lead(run: Run) -> str:
         f"A language model with the architecture of DeepSeek-V3{size} trained with the recipe {_recipe(run)}"
         f" for {steps}{machine}."
     )
+
+
+def _origin(run: Run) -> str:
+    """The data, the date, the version and the command, as far as they are known: a run says all when it has ended."""
+    found = run.summary.get("measured_on")
+    by = found if isinstance(found, dict) else {}
+    version = f" by octile {by['octile']}" if by.get("octile") else ""
+    commit = f", commit {by['commit']}" if by.get("commit") else ""
+    sentences = [
+        f"Data: {run.config['data']}." if run.config.get("data") else "",
+        f"Ended on {by['date']}{version}{commit}." if by.get("date") else "",
+        f"Command: {run.summary['command']}" if run.summary.get("command") else "",
+    ]
+    return " ".join(filter(None, sentences))
 
 
 def _facts(run: Run) -> list[tuple[str, str, str]]:

@@ -81,6 +81,44 @@ def test_clipping_is_counted(page):
     assert "8% of the steps were clipped to norm 1." in page.words  # 0.5 + 2 / step > 1 in 3 steps of 40
 
 
+def test_the_clipping_of_almost_all_steps_is_explained(make_run):
+    run = make_run([training(step, grad_norm=1.5 if step > 2 else 0.9) for step in range(1, 41)])
+    words = read_page(write_run_report(run)).words
+    assert (
+        "The gradient norm was 1.5 at step 3, its maximum, and 1.5 in the median. 95% of the steps were clipped"
+        in words
+    )
+    assert (
+        "clipped to norm 1: almost all gradients have this norm then, and the same weight in AdamW's moments." in words
+    )
+
+
+def test_the_clipping_of_few_steps_is_not_explained(page):
+    assert "AdamW" not in page.words
+
+
+ORIGIN = {
+    "measured_on": {"date": "2026-11-25", "octile": "0.1.0", "commit": "0123456789ab"},
+    "command": "octile train --steps 40 --data 'my text'",
+}
+
+
+def test_the_head_names_data_date_commit_and_command(make_run):
+    run = make_run(complete_run(), config={**CONFIG, "data": "my text"}, summary=ORIGIN)
+    words = read_page(write_run_report(run)).words
+    assert (
+        "Data: my text. Ended on 2026-11-25 by octile 0.1.0, commit 0123456789ab. "
+        "Command: octile train --steps 40 --data 'my text'"
+    ) in words
+
+
+def test_the_head_of_a_run_that_has_not_ended_names_its_data(make_run):
+    words = read_page(
+        write_run_report(make_run(complete_run(), config={**CONFIG, "data": "stdlib"}, summary=None))
+    ).words
+    assert "Data: stdlib." in words
+
+
 def test_every_setting_is_in_the_page(page):
     for setting in ("model.vocab_size 4096", "optim.betas [0.9, 0.95]", "model.rope_scaling null"):
         assert setting in page.words
