@@ -6,13 +6,18 @@
     copies in a node   the expert with the largest load per copy gets one more, until all slots are taken
     copies to GPUs     the copy with the largest load goes to the GPU with the least load that has a free slot
 
-If the nodes do not divide the groups, or a GPU has more slots than its node would have experts, the first step is left
-out and all GPUs count as one node.
+If the nodes do not divide the groups, the first step is left out and all GPUs count as one node.
 
-EPLB may put two copies of an expert on one GPU, where the second is of no use. Here no GPU has two if that can be
-avoided, that is, if a GPU has at most as many slots as there are experts: an expert gets at most as many copies as the
-node has GPUs, a copy goes to a GPU without another one of its expert, and copies that still meet are swapped.
-With more slots some GPU has two in any case; then a copy goes to a GPU without one as long as there is one with room.
+EPLB may put two copies of an expert on one GPU, which then has two shares of the expert's load. For a layer in which it
+does, a second placement is computed in which no GPU has two if that can be avoided, that is, if a GPU has at most as
+many slots as there are experts: an expert gets at most as many copies as the node has GPUs, a copy goes to a GPU
+without another one of its expert, and copies that still meet are swapped. All GPUs count as one node there if a GPU has
+more slots than its node would have experts. With more slots than experts some GPU has two in any case; then a copy goes
+to a GPU without one as long as there is one with room.
+
+Of the two placements the one whose busiest GPU has less load is taken, of equal ones the second. Either may be better:
+two shares of a large load are much for one GPU, but the second copy of an expert with a small load fills a slot in
+which a copy of another expert would be more.
 
 Source: EPLB (https://github.com/deepseek-ai/EPLB), DeepSeek-V3 (arXiv 2412.19437) §3.4.
 Shapes: L layers, E experts, P slots, C the most copies of an expert; X = layers × nodes, where a node has N experts, M
@@ -21,7 +26,7 @@ slots and G GPUs of S slots.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,17 +41,25 @@ Ints = NDArray[np.int64]
 INTEGERS = (torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64)
 FORMATS = frozenset((*INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float64))
 MAX_LOAD = torch.finfo(torch.float32).max
+ROUNDING = 1e-9  # of a load: the order in which the loads of a GPU are added
 HAS_COPY = 1e300  # what a copy of an expert adds to the load of a GPU for the next one; above all sums of loads
 
 
 def rebalance_experts(
-    load: Tensor, num_replicas: int, num_groups: int, num_nodes: int, num_gpus: int
+    load: Tensor,
+    num_replicas: int,
+    num_groups: int,
+    num_nodes: int,
+    num_gpus: int,
+    *,
+    distinct_copies: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Choose copies of experts, and place them on GPUs so that these have about equal loads.
 
     Of equal loads the lower number of the expert, copy or GPU comes first, so the result is the same everywhere. A node
     whose experts have no load is treated as if their loads were equal. Otherwise the result is that of EPLB's algorithm
-    in float64 wherever that puts no two copies of an expert on one GPU.
+    in float64 wherever that puts no two copies of an expert on one GPU. The busiest GPU never has more load than in
+    EPLB's placement.
 
     Args:
         load: [L, E], integers, or floating-point numbers of 16, 32 or 64 bits: what each expert has to do, such as its
@@ -55,6 +68,8 @@ def rebalance_experts(
         num_groups: the groups that the experts are divided into, of one size (`n_group`).
         num_nodes: the nodes, inside of which GPUs have fast links.
         num_gpus: the GPUs of all nodes together, a multiple of num_nodes.
+        distinct_copies: whether no GPU gets two copies of an expert, if that can be avoided, even where EPLB's loads
+            are better balanced. Dynamic redundancy needs it: it divides tokens among GPUs, not copies.
 
     Returns:
         physical_to_logical, [L, P]: the expert in each slot. GPU g has the slots from g · P/num_gpus on, and nodes have
@@ -62,16 +77,64 @@ def rebalance_experts(
         copies, then −1. count, [L, E]: how many copies each expert has, at least 1. All are int64, on the CPU.
 
     Raises:
-        TypeError: load is not a tensor of such numbers, or a size is not an int.
+        TypeError: load is not a tensor of such numbers, a size is not an int, or distinct_copies no bool.
         ValueError: load has another shape, is sparse or without values, or has one that is negative, NaN or above the
             largest float32; a size is not positive, there are fewer slots than experts, or a number does not divide
             another one as said above.
     """
     _check(load, num_replicas, num_groups, num_nodes, num_gpus)
+    check("distinct_copies", distinct_copies, bool)
     load_LE = load.detach().to("cpu", torch.float64).numpy()
+    sizes = num_replicas, num_groups, num_nodes, num_gpus
+    placed = _place(load_LE, *sizes, is_distinct=False)
+    meeting = np.flatnonzero(_second_copies(placed, num_gpus))
+    if len(meeting):
+        distinct = _place(load_LE[meeting], *sizes, is_distinct=True)
+        if not distinct_copies:
+            most, other = (_max_load(load_LE[meeting], p, num_gpus) for p in (_rows(placed, meeting), distinct))
+            is_better = most >= other * (1 - ROUNDING)
+            meeting, distinct = meeting[is_better], _rows(distinct, is_better)
+        for part, new in zip(placed, distinct, strict=True):
+            part[meeting] = new
+    physical_LP, copy_LP, count_LE = placed
+    n_layers, n_experts = load_LE.shape
+    logical_LEC = np.full((n_layers, n_experts, count_LE.max()), -1)
+    logical_LEC[np.arange(n_layers)[:, None], physical_LP, copy_LP] = np.arange(num_replicas)
+    return torch.from_numpy(physical_LP), torch.from_numpy(logical_LEC), torch.from_numpy(count_LE)
+
+
+class _Placement(NamedTuple):
+    """The expert in each slot [L, P], the number of the copy there among those of its expert [L, P], and the copies of
+    each expert [L, E]."""
+
+    physical_LP: Ints
+    copy_LP: Ints
+    count_LE: Ints
+
+
+def _rows(placed: _Placement, layers: NDArray[Any]) -> _Placement:
+    return _Placement(*(part[layers] for part in placed))
+
+
+def _second_copies(placed: _Placement, num_gpus: int) -> Ints:
+    """How many slots of each layer have an expert that another slot of the same GPU has, too: [L]."""
+    sorted_LGS = np.sort(placed.physical_LP.reshape(len(placed.physical_LP), num_gpus, -1))
+    return (sorted_LGS[..., 1:] == sorted_LGS[..., :-1]).sum((1, 2))
+
+
+def _max_load(load_LE: Floats, placed: _Placement, num_gpus: int) -> Floats:
+    """The load of the busiest GPU of each layer, if the copies of an expert have as much each: [L]."""
+    load_LP = np.take_along_axis(load_LE / placed.count_LE, placed.physical_LP, 1)
+    return load_LP.reshape(len(load_LE), num_gpus, -1).sum(2).max(1)
+
+
+def _place(
+    load_LE: Floats, num_replicas: int, num_groups: int, num_nodes: int, num_gpus: int, is_distinct: bool
+) -> _Placement:
+    """Place the experts as EPLB does, or without two copies of one on a GPU."""
     n_layers, n_experts = load_LE.shape
     gpu_size = num_replicas // num_gpus
-    if num_groups % num_nodes or n_experts // num_nodes < gpu_size <= n_experts:
+    if num_groups % num_nodes or (is_distinct and n_experts // num_nodes < gpu_size <= n_experts):
         num_groups = num_nodes = 1
     group_size, node_size, n_gpus = n_experts // num_groups, n_experts // num_nodes, num_gpus // num_nodes
 
@@ -80,21 +143,20 @@ def rebalance_experts(
     load_XN = np.take_along_axis(load_LE, logical_LE, 1).reshape(-1, node_size)
     load_XN = np.where(load_XN.any(1, keepdims=True), load_XN, 1)
 
-    most = n_gpus * -(-gpu_size // node_size)
-    expert_XM, copy_XM, count_XN = _replicate(load_XN, n_gpus * gpu_size, most)
+    n_slots = n_gpus * gpu_size
+    most = n_gpus * -(-gpu_size // node_size) if is_distinct else n_slots
+    expert_XM, copy_XM, count_XN = _replicate(load_XN, n_slots, most)
     load_XM = np.take_along_axis(load_XN / count_XN, expert_XM, 1)
-    order_XM = _pack(load_XM, n_gpus, expert_XM)
-    if gpu_size <= node_size:
+    order_XM = _pack(load_XM, n_gpus, expert_XM if is_distinct else None)
+    if is_distinct and gpu_size <= node_size:
         _separate(order_XM.reshape(-1, n_gpus, gpu_size), expert_XM, load_XM)
 
     expert_LP, copy_LP = (np.take_along_axis(t, order_XM, 1).reshape(n_layers, -1) for t in (expert_XM, copy_XM))
-    node_P = np.arange(num_replicas) // (n_gpus * gpu_size)
+    node_P = np.arange(num_replicas) // n_slots
     physical_LP = np.take_along_axis(logical_LE, node_P * node_size + expert_LP, 1)
     count_LE = np.empty_like(logical_LE)
     np.put_along_axis(count_LE, logical_LE, count_XN.reshape(n_layers, -1), 1)
-    logical_LEC = np.full((n_layers, n_experts, count_LE.max()), -1)
-    logical_LEC[np.arange(n_layers)[:, None], physical_LP, copy_LP] = np.arange(num_replicas)
-    return torch.from_numpy(physical_LP), torch.from_numpy(logical_LEC), torch.from_numpy(count_LE)
+    return _Placement(physical_LP, copy_LP, count_LE)
 
 
 def _check(load: Tensor, num_replicas: int, num_groups: int, num_nodes: int, num_gpus: int) -> None:

@@ -199,7 +199,9 @@ class Folder:
         even_LE, groups = torch.ones(n_layers, c.n_routed_experts), c.n_group
         if parallel.routes_shared:  # which are of no group
             even_LE, groups = with_shared_load(even_LE, c.n_shared_experts, c.num_experts_per_tok), 1
-        return rebalance_experts(even_LE, self._n_copies(parallel), groups, _count_nodes(), parallel.ep)[0]
+        n_copies, is_dynamic = self._n_copies(parallel), parallel.active_experts is not None
+        sizes = n_copies, groups, _count_nodes(), parallel.ep
+        return rebalance_experts(even_LE, *sizes, distinct_copies=is_dynamic)[0]
 
     def load_spread(
         self,

@@ -197,7 +197,14 @@ class SpreadEngine:
             groups, nodes = 1 if n_shared else c.n_group, self._spread.num_nodes
             if n_shared:
                 load_LE = with_shared_load(load_LE, n_shared, c.num_experts_per_tok)
-            wanted_LP = rebalance_experts(load_LE, n_slots, groups, nodes, self._spread.dispatcher.n_ranks)[0]
+            wanted_LP = rebalance_experts(
+                load_LE,
+                n_slots,
+                groups,
+                nodes,
+                self._spread.dispatcher.n_ranks,
+                distinct_copies=self._spread.num_active is not None,
+            )[0]
             try:
                 self._spread.move(wanted_LP)
             except TooFewActiveError as error:  # on all ranks alike

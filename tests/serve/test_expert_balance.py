@@ -1,5 +1,6 @@
-"""The placement of experts: EPLB's, without two copies of an expert on a GPU."""
+"""The placement of experts: EPLB's, or one without two copies of an expert on a GPU, whichever has less load."""
 
+import math
 from typing import NamedTuple
 
 import pytest
@@ -32,7 +33,7 @@ class Case(NamedTuple):
 
     @property
     def nodes(self) -> int:
-        """The nodes among which groups are divided."""
+        """The nodes among which groups are divided if no GPU has two copies of an expert."""
         experts, slots = self.load.shape[1], self.num_replicas // self.num_gpus
         is_one = self.num_groups % self.num_nodes or experts // self.num_nodes < slots <= experts
         return 1 if is_one else self.num_nodes
@@ -59,6 +60,13 @@ def second_copies(placed: list[int], n_gpus: int) -> int:
     """How many copies in the slots of a layer share a GPU with an earlier one of their expert."""
     size = len(placed) // n_gpus
     return sum(size - len(set(placed[i : i + size])) for i in range(0, len(placed), size))
+
+
+def max_load(case: Case, layer: int, placed: list[int]) -> float:
+    """The load of the busiest GPU of a layer, if the copies of an expert have as much each."""
+    load, size = case.load[layer].tolist(), case.num_replicas // case.num_gpus
+    loads = [load[expert] / placed.count(expert) for expert in placed]
+    return max(math.fsum(loads[i : i + size]) for i in range(0, len(loads), size))
 
 
 def eplb_packs(load: list[float], n_packs: int) -> list[list[int]]:
@@ -125,8 +133,8 @@ def test_the_maps_are_inverse(case):
 
 
 @given(cases())
-def test_no_gpu_has_two_copies_of_an_expert_where_that_can_be_avoided(case):
-    placed = rebalance_experts(*case)[0].tolist()
+def test_no_gpu_has_two_distinct_copies_of_an_expert_where_that_can_be_avoided(case):
+    placed = rebalance_experts(*case, distinct_copies=True)[0].tolist()
     if case.is_separable:
         assert [second_copies(layer, case.num_gpus) for layer in placed] == [0] * len(placed)
 
@@ -139,6 +147,27 @@ def test_the_placement_is_that_of_eplb_where_that_has_no_two_copies_on_a_gpu(cas
         expected = eplb_layer(case, layer)
         if per_node.any(1).all() and not second_copies(expected, case.num_gpus):
             assert ours == expected
+
+
+@given(cases())
+def test_the_busiest_gpu_never_has_more_load_than_in_eplbs_placement(case):
+    for layer, ours in enumerate(rebalance_experts(*case)[0].tolist()):
+        assert max_load(case, layer, ours) <= max_load(case, layer, eplb_layer(case, layer)) * (1 + 1e-8)
+
+
+@given(cases())
+def test_the_busiest_gpu_never_has_more_load_than_with_distinct_copies(case):
+    distinct = rebalance_experts(*case, distinct_copies=True)[0].tolist()
+    for layer, ours in enumerate(rebalance_experts(*case)[0].tolist()):
+        assert max_load(case, layer, ours) <= max_load(case, layer, distinct[layer]) * (1 + 1e-8)
+
+
+@given(cases())
+def test_a_gpu_has_two_copies_of_an_expert_only_where_that_is_better(case):
+    distinct = rebalance_experts(*case, distinct_copies=True)[0].tolist()
+    for layer, ours in enumerate(rebalance_experts(*case)[0].tolist()):
+        if ours != distinct[layer]:
+            assert max_load(case, layer, ours) < max_load(case, layer, distinct[layer])
 
 
 @given(cases())
@@ -180,32 +209,40 @@ def test_copies_that_meet_on_the_last_free_gpu_are_swapped_away():
     assert rebalance_experts(*case)[0].tolist() == [[1, 2, 1, 0]]
 
 
-def test_a_second_copy_is_avoided_even_where_it_would_balance_better():
+def test_a_gpu_has_two_copies_of_an_expert_where_that_is_better():
     case = Case(torch.tensor([[10.0, 9.0, 1.0]]), 4, 1, 1, 2)
     assert eplb_layer(case, 0) == [1, 2, 0, 0]
-    assert rebalance_experts(*case)[0].tolist() == [[1, 0, 0, 2]]
+    assert rebalance_experts(*case)[0].tolist() == [[1, 2, 0, 0]]  # 10 and 10
+    assert rebalance_experts(*case, distinct_copies=True)[0].tolist() == [[1, 0, 0, 2]]  # 14 and 6
+
+
+def test_each_layer_has_the_better_of_both_placements():
+    case = Case(torch.tensor([[1, 2, 7, 1], [5, 19, 3, 9]]), 6, 1, 1, 2)
+    assert [eplb_layer(case, layer) for layer in (0, 1)] == [[2, 2, 3, 2, 1, 0], [3, 1, 2, 1, 1, 0]]
+    assert rebalance_experts(*case)[0].tolist() == [[2, 1, 3, 2, 1, 0], [3, 1, 2, 1, 1, 0]]
 
 
 def test_an_expert_gets_no_more_copies_than_there_are_gpus():
-    count = rebalance_experts(torch.tensor([[1e9, 1, 1, 1, 1, 1, 1, 1]]), 12, 1, 1, 4)[2]
+    load = torch.tensor([[1e9, 1, 1, 1, 1, 1, 1, 1]])
+    count = rebalance_experts(load, 12, 1, 1, 4, distinct_copies=True)[2]
     assert count.tolist() == [[4, 2, 1, 1, 1, 1, 1, 1]]
 
 
 def test_if_a_gpu_has_more_slots_than_its_node_experts_all_gpus_are_one_node():
     load = torch.tensor([[8, 7, 6, 5, 4, 3, 2, 1]])
-    separate, together = (rebalance_experts(load, 10, *sizes, 2) for sizes in ((2, 2), (1, 1)))
+    separate, together = (rebalance_experts(load, 10, *sizes, 2, distinct_copies=True) for sizes in ((2, 2), (1, 1)))
     assert torch.equal(separate[0], together[0])
     assert second_copies(separate[0][0].tolist(), 2) == 0
 
 
 def test_with_more_slots_than_experts_a_gpu_has_as_few_second_copies_as_it_must():
-    physical = rebalance_experts(torch.tensor([[5, 1, 1]]), 8, 1, 1, 2)[0]
+    physical = rebalance_experts(torch.tensor([[5, 1, 1]]), 8, 1, 1, 2, distinct_copies=True)[0]
     assert second_copies(physical[0].tolist(), 2) == 2
 
 
-def test_deepseek_v3_at_its_size_has_no_two_copies_on_a_gpu():
+def test_deepseek_v3_at_its_size_has_no_two_distinct_copies_on_a_gpu():
     load = torch.randn(58, 256, generator=torch.Generator().manual_seed(0)).mul(2).exp()
-    placed = rebalance_experts(load, 288, 8, 4, 32)[0].tolist()
+    placed = rebalance_experts(load, 288, 8, 4, 32, distinct_copies=True)[0].tolist()
     assert sum(second_copies(layer, 32) for layer in placed) == 0
 
 
@@ -270,6 +307,7 @@ def test_wrong_values_are_refused(name, value, message):
         ),
         ("num_gpus", 8.0, "num_gpus must be a whole number, not 8.0"),
         ("num_nodes", True, "num_nodes must be a whole number, not True"),
+        ("distinct_copies", 1, "distinct_copies must be true or false, not 1"),
     ],
 )
 def test_wrong_types_are_refused(name, value, message):

@@ -145,7 +145,7 @@ def a_placement_with_too_few_active_slots_leaves_experts_where_they_are(rank: in
     _, experts = spread(num_active=4)
     engine = engine_of(experts)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spread_engine, "rebalance_experts", lambda *_: (ALONE,))
+        patch.setattr(spread_engine, "rebalance_experts", lambda *_, **__: (ALONE,))
         with pytest.warns(RuntimeWarning, match="experts stay where they are: num_active must be larger than 4: "):
             engine.step()
     assert torch.equal(experts.physical_to_logical, FIRST)
@@ -155,9 +155,32 @@ def other_errors_of_a_placement_are_raised(rank: int, folder: Path) -> None:
     engine = engine_of(spread()[1])
     for wrong, message in ((FIRST[:1], "a row for each layer with experts"), ((FIRST, SECOND)[rank], "on all ranks")):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(spread_engine, "rebalance_experts", lambda *_, wrong=wrong: (wrong,))
+            patch.setattr(spread_engine, "rebalance_experts", lambda *_, wrong=wrong, **__: (wrong,))
             with pytest.raises(ValueError, match=message):
                 engine.step()
+
+
+def placed_with(num_active: int | None) -> list[int]:
+    """How many different experts the ranks have in each layer, placed anew by a load of which EPLB puts one twice."""
+    _, experts = spread(num_active=num_active)
+    engine, load_LE = engine_of(experts), torch.tensor([[4, 20, 9, 18, 20, 5, 10, 4]] * 2)
+
+    def place(_: Tensor, *sizes: int, **options: bool) -> tuple[Tensor, Tensor, Tensor]:
+        return rebalance_experts(load_LE, *sizes, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spread_engine, "rebalance_experts", place)
+        for _ in range(2):  # a layer moves with each
+            engine.step()
+    return [len(set(of_rank)) for of_rank in experts.physical_to_logical.view(4, 5).tolist()]
+
+
+def a_rank_may_get_two_copies_of_an_expert(rank: int, folder: Path) -> None:
+    assert placed_with(num_active=None) == [5, 4, 5, 4]
+
+
+def with_dynamic_redundancy_no_rank_gets_two_copies_of_an_expert(rank: int, folder: Path) -> None:
+    assert placed_with(num_active=4) == [5, 5, 5, 5]
 
 
 def each_placement_is_reached_before_the_next_one(rank: int, folder: Path) -> None:
@@ -165,7 +188,7 @@ def each_placement_is_reached_before_the_next_one(rank: int, folder: Path) -> No
     engine = engine_of(experts)
     in_turn = iter(range(4))
 
-    def place(*_: object) -> tuple[Tensor]:
+    def place(*_: object, **__: object) -> tuple[Tensor]:
         return (torch.stack((SECOND[0].roll(next(in_turn)), SECOND[1])),)  # the first layer differs each time
 
     with pytest.MonkeyPatch.context() as patch:
@@ -321,6 +344,8 @@ WORKS = [
     placed_anew,
     a_placement_with_too_few_active_slots_leaves_experts_where_they_are,
     other_errors_of_a_placement_are_raised,
+    a_rank_may_get_two_copies_of_an_expert,
+    with_dynamic_redundancy_no_rank_gets_two_copies_of_an_expert,
     each_placement_is_reached_before_the_next_one,
     ranks_that_disagree_are_refused,
     without_a_window_experts_stay,
