@@ -684,7 +684,7 @@ def _parse_run(form: type[RunForm], arguments: list[str], command: str, default:
     model = default.model
     if model.rope_scaling is not None:
         options = _parse(form, arguments, command, default)
-        options.model.warn_of_context()
+        options.model.warn_of_yarn()
         return options
     without = RopeScaling(factor=1.0, original_max_position_embeddings=model.max_position_embeddings)
     shown = replace(default, model=replace(model, rope_scaling=without))
@@ -694,7 +694,7 @@ def _parse_run(form: type[RunForm], arguments: list[str], command: str, default:
         return replace(options, model=replace(options.model, rope_scaling=None))
     if rope is not None and rope.factor == 1:
         raise ValueError("model.rope_scaling.factor must be above 1 for YaRN: its other options have no effect with 1")
-    options.model.warn_of_context()
+    options.model.warn_of_yarn()
     return options
 
 

@@ -39,6 +39,8 @@ class RopeScaling:
     Attributes:
         factor: how many times longer the context is than the original; 1 changes nothing.
         original_max_position_embeddings: tokens of the context before YaRN.
+        attention_factor: what cosines and sines are multiplied by; None: it follows from both mscales.
+        truncate: whether the pairs between which frequencies are interpolated are rounded to whole ones.
 
     Raises:
         TypeError, ValueError: a field is not a number or outside its range.
@@ -50,6 +52,8 @@ class RopeScaling:
     beta_slow: Annotated[float, Range(at_least=1e-6, at_most=1_000_000)] = 1.0
     mscale: Weight = 1.0
     mscale_all_dim: Weight = 1.0
+    attention_factor: Annotated[float, Range(above=0, at_most=1000)] | None = None
+    truncate: bool = True
 
     def __post_init__(self) -> None:
         check_fields(self, "rope_scaling.")
@@ -57,6 +61,15 @@ class RopeScaling:
             raise ValueError(
                 f"rope_scaling.beta_fast must be at least beta_slow, {self.beta_slow}, not {self.beta_fast}"
             )
+
+    @property
+    def is_of_transformers(self) -> bool:
+        """Whether transformers multiplies cosines and sines by the same number.
+
+        Unless both mscales are above 0 it takes 1 and 0 for them; DeepSeek's code takes each as it is.
+        """
+        mscales = self.mscale, self.mscale_all_dim
+        return self.attention_factor is not None or self.factor == 1 or all(mscales) or mscales == (1, 0)
 
 
 @dataclass(frozen=True)
@@ -152,16 +165,25 @@ class ModelConfig:
                 this model does not compute.
         """
         read = from_json(cls, hf_config.parse(config, [f.name for f in fields(cls)]))
-        read.warn_of_context()
+        read.warn_of_yarn()
         return read
 
-    def warn_of_context(self) -> None:
-        """Warn where YaRN extends the context to another length than the model's, as transformers does.
+    def warn_of_yarn(self) -> None:
+        """Warn where YaRN extends the context to another length than the model's, and where transformers differs.
 
-        Silent for a model of the original length, whose context is not extended.
+        The first, which transformers does, too, is left out for a model of the original length, whose context is not
+        extended.
         """
         rope, longest = self.rope_scaling, self.max_position_embeddings
-        if rope is None or longest == rope.original_max_position_embeddings:
+        if rope is None:
+            return
+        if not rope.is_of_transformers:
+            warnings.warn(
+                f"rope_scaling: mscale is {rope.mscale:g} and mscale_all_dim {rope.mscale_all_dim:g}, with which "
+                f"octile computes as DeepSeek's code does; {hf_config.IGNORED_MSCALE}",
+                stacklevel=3,
+            )
+        if longest == rope.original_max_position_embeddings:
             return
         extended = rope.factor * rope.original_max_position_embeddings
         if abs(extended - longest) >= 1:
@@ -183,6 +205,9 @@ class ModelConfig:
         }
         if self.rope_scaling is not None:
             config["rope_scaling"]["type"] = "yarn"
+            for name, unset in (("attention_factor", None), ("truncate", True)):  # which engines may not know
+                if config["rope_scaling"][name] is unset:
+                    del config["rope_scaling"][name]
         del config["extra"]
         if not self.has_indexer:
             for name in hf_config.INDEXER:

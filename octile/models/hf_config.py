@@ -11,6 +11,7 @@ DeepSeek-V3.2 (`deepseek_v32`) is V3 with an indexer that chooses `index_topk` t
 indexer's fields are read for this model type alone.
 """
 
+import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -58,6 +59,7 @@ V2_DEFAULTS: dict[str, Any] = {
 }
 ROPES = ("rope_scaling", "rope_parameters")  # the two spellings
 YARN_NEEDED = ("factor", "original_max_position_embeddings")
+IGNORED_MSCALE = "transformers ignores both unless both are given and above 0, and computes otherwise"
 
 
 def parse(config: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
@@ -137,4 +139,12 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
     if lacking := [key for key in YARN_NEEDED if key not in rope]:
         raise ValueError(f"{name} lacks {', '.join(lacking)}, which yarn needs")
+    if "truncate" in given:
+        rope.setdefault("truncate", False)  # null is false in transformers, too
+    if rope.get("mscale_all_dim") and "mscale" not in rope and "attention_factor" not in rope:
+        warnings.warn(
+            f"{name}: mscale_all_dim is {quoted(rope['mscale_all_dim'])} without mscale, which octile takes as 1, as "
+            f"DeepSeek's code does; {IGNORED_MSCALE}",
+            stacklevel=4,
+        )
     return {"rope_theta": theta, "rope_scaling": {"mscale": 1.0, "mscale_all_dim": 0.0, **rope}}

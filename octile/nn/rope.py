@@ -26,6 +26,8 @@ CosSin = tuple[Tensor, Tensor]  # each [S, R/2] float32
 class Rope:
     """The angles of `dim` rotary channels. A factor of 1 is the rotation without YaRN.
 
+    The fields are those of `octile.models.config.RopeScaling`.
+
     It holds no tensors: its results are computed in FP32 on the device of the positions.
     """
 
@@ -37,11 +39,15 @@ class Rope:
     beta_slow: float = 1.0
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
+    attention_factor: float | None = None
+    truncate: bool = True
 
     def cos_sin(self, position_S: Tensor) -> CosSin:
         """Return cosines and sines [S, dim/2] of each pair's angle at integer positions [S]."""
         angle_SR = position_S.float()[:, None] * self.frequencies(position_S.device)
-        size = self._sharpness(self.mscale) / self._sharpness(self.mscale_all_dim)
+        size = self.attention_factor
+        if size is None:
+            size = self._sharpness(self.mscale) / self._sharpness(self.mscale_all_dim)
         return angle_SR.cos() * size, angle_SR.sin() * size
 
     @property
@@ -53,7 +59,9 @@ class Rope:
         """Return the angle of each pair between adjacent positions, in radians: [dim/2]."""
         pair = torch.arange(0, self.dim, 2, dtype=torch.float32, device=device)
         unscaled = 1.0 / self.theta ** (pair / self.dim)
-        first, last = math.floor(self._pair(self.beta_fast)), math.ceil(self._pair(self.beta_slow))
+        first, last = self._pair(self.beta_fast), self._pair(self.beta_slow)
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, self.dim - 1)
         slowed = ((pair / 2 - first) / max(last - first, 0.001)).clamp(0, 1)
         return unscaled * (1 - slowed) + unscaled / self.factor * slowed

@@ -10,9 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from transformers import DeepseekV3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from octile.models.config import PRESETS, ModelConfig, RopeScaling
-from octile.models.deepseek_v3 import DeepseekV3
+from octile.models.deepseek_v3 import DeepseekV3, rope_of
 
 PUBLISHED_V3 = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -191,6 +193,69 @@ def test_absent_mscales_have_the_defaults_of_transformers():
     assert config.rope_scaling == RopeScaling(mscale=1.0, mscale_all_dim=0.0)
 
 
+SHORT = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
+
+
+def with_rope(**keys: Any) -> dict[str, Any]:
+    return {**PUBLISHED_V3, "rope_scaling": {**SHORT, **keys}}
+
+
+@pytest.mark.parametrize("keys", [{"attention_factor": 1.5}, {"truncate": False}, {"attention_factor": None}])
+def test_attention_factor_and_truncate_are_read_as_written(keys):
+    read = ModelConfig.from_hf(with_rope(**keys)).rope_scaling
+    assert {key: getattr(read, key) for key in keys} == keys
+
+
+def test_truncate_null_is_false_as_in_transformers():
+    ours = ModelConfig.from_hf(with_rope(truncate=None))
+    theirs = DeepseekV3Config(**with_rope(truncate=None))
+    frequencies = rope_of(ours).frequencies()
+    assert ours.rope_scaling == RopeScaling(mscale_all_dim=0.0, truncate=False)
+    torch.testing.assert_close(frequencies, ROPE_INIT_FUNCTIONS["yarn"](theirs, None)[0])
+    assert not torch.equal(frequencies, rope_of(ModelConfig.from_hf(with_rope())).frequencies())
+
+
+def test_settings_of_yarn_that_are_unset_are_not_written():
+    written = ModelConfig.from_hf(with_rope()).to_hf()["rope_scaling"]
+    assert written == {**SHORT, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
+
+
+def test_settings_of_yarn_are_written_and_read_again():
+    config = ModelConfig.from_hf(with_rope(attention_factor=1.5, truncate=False))
+    assert ModelConfig.from_hf(config.to_hf()) == config
+
+
+@pytest.mark.parametrize(
+    ("mscales", "message"),
+    [
+        ({"mscale": 0.707, "mscale_all_dim": 0}, "rope_scaling: mscale is 0.707 and mscale_all_dim 0, .* transformers"),
+        ({"mscale": 0, "mscale_all_dim": 1}, "rope_scaling: mscale is 0 and mscale_all_dim 1, .* transformers ignores"),
+        ({"mscale": 0, "mscale_all_dim": 0}, "rope_scaling: mscale is 0 and mscale_all_dim 0, .* transformers ignores"),
+        ({"mscale": 0.707}, "rope_scaling: mscale is 0.707 and mscale_all_dim 0, .* transformers ignores both"),
+        ({"mscale_all_dim": 0.7}, "mscale_all_dim is 0.7 without mscale, which octile takes as 1, .* transformers"),
+    ],
+)
+def test_mscales_that_transformers_ignores_cause_a_warning(mscales, message):
+    with pytest.warns(UserWarning, match=message):
+        ModelConfig.from_hf(with_rope(**mscales))
+
+
+@pytest.mark.parametrize(
+    "mscales",
+    [
+        {},
+        {"mscale": 1.0},
+        {"mscale": 1, "mscale_all_dim": 0},
+        {"mscale": 0.7, "mscale_all_dim": 0.5},
+        {"mscale": 0.7, "attention_factor": 1.2},
+        {"mscale_all_dim": 0.7, "attention_factor": 1.2},
+    ],
+)
+def test_mscales_that_transformers_takes_alike_are_read_silently(recwarn, mscales):
+    ModelConfig.from_hf(with_rope(**mscales))
+    assert [str(warning.message) for warning in recwarn] == []
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -343,6 +408,11 @@ def refusal(published) -> str | None:
             {"rope_scaling": {**YARN_V2, "beta_slow": 1e-320}},
             "rope_scaling.beta_slow must be at least 1e-06",
         ),
+        (
+            {"rope_scaling": {**YARN_V2, "attention_factor": 0}},
+            "rope_scaling.attention_factor must be above 0",
+        ),
+        ({"rope_scaling": {**YARN_V2, "truncate": "no"}}, "rope_scaling.truncate must be true or false, not 'no'"),
         ({"rope_scaling": {**YARN_V2, "sharp": 1}}, "rope_scaling.sharp is unknown: there are factor, "),
         ({"num_mtp_layers": 0}, "num_mtp_layers is 0, but num_nextn_predict_layers is 1: they are one"),
         ({"note": nested(65)}, "extra must be nested at most 64 levels deep"),

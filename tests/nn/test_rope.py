@@ -57,6 +57,20 @@ def test_equal_mscales_do_not_change_the_magnitude():
     torch.testing.assert_close(cos**2 + sin**2, torch.ones_like(cos))
 
 
+def test_attention_factor_is_the_magnitude_whatever_the_mscales():
+    cos, sin = Rope(64, factor=40.0, mscale=0.5, attention_factor=1.5).cos_sin(torch.arange(100))
+    torch.testing.assert_close(cos**2 + sin**2, torch.full_like(cos, 1.5**2))
+
+
+def test_without_truncation_pairs_are_interpolated_between_exact_numbers_of_rotations():
+    rope = Rope(64, factor=40.0, truncate=False)
+    pair = torch.arange(32, dtype=torch.float64)
+    first, last = (32 * math.log(4096 / (n * 2 * math.pi)) / math.log(10000.0) for n in (32, 1))
+    slowed = ((pair - first) / (last - first)).clamp(0, 1)
+    expected = 10000.0 ** (-pair / 32) * (1 - slowed + slowed / 40)
+    torch.testing.assert_close(rope.frequencies(), expected.float())
+
+
 def test_bfloat16_is_rotated_in_float32():
     x = torch.randn(7, 2, 8).bfloat16()
     assert torch.equal(rotated(x, range(7), Rope(8)), rotated(x.float(), range(7), Rope(8)).bfloat16())

@@ -87,7 +87,6 @@ class DeepseekKeys:
 class RopeKeys:
     """The keys of `rope_scaling` and `rope_parameters` besides YaRN's. Source: transformers' `RopeParameters`."""
 
-    attention_factor: Positive | None = None
     high_freq_factor: Positive | None = None
     long_factor: tuple[float, ...] | None = None
     low_freq_factor: Positive | None = None
@@ -95,7 +94,6 @@ class RopeKeys:
     rope_theta: Positive | None = None
     rope_type: str | None = None
     short_factor: tuple[float, ...] | None = None
-    truncate: bool | None = None
     type: str | None = None
 
 
