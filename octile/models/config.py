@@ -284,7 +284,7 @@ class ModelConfig:
 
     @classmethod
     def medium(cls) -> ModelConfig:
-        """About 2B parameters, 0.5B active, for one GPU of 80 GB or more.
+        """About 2B parameters, 0.5B active with the embedding, for one GPU of 80 GB or more.
 
         Every side of its GEMMs is a multiple of 128, but the 576 of the latent with the rotary key, as in DeepSeek's.
         """

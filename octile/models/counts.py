@@ -51,7 +51,7 @@ class ParameterCount:
 
     @property
     def active(self) -> int:
-        """The parameters that one token uses, without those of multi-token prediction."""
+        """The parameters that one token uses, the whole embedding included, without those of multi-token prediction."""
         return sum(self.main_active.values())
 
 

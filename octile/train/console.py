@@ -86,8 +86,8 @@ class RunConsole:
         of_ranks = f", {trainer.ranks.size} ranks" if trainer.ranks.size > 1 else ""
         of_mtp = f", and {mtp:.1f}M for multi-token prediction" if mtp else ""
         self.print(
-            f"model: {counts.total / 1e6:.1f}M parameters, {counts.active / 1e6:.1f}M active per token{of_mtp}, "
-            f"on {trainer.device.type}{of_ranks}"
+            f"model: {counts.total / 1e6:.1f}M parameters, {counts.active / 1e6:.1f}M active per token with the "
+            f"embedding{of_mtp}, on {trainer.device.type}{of_ranks}"
         )
         self.print(str(trainer.model.conversion_summary))
 

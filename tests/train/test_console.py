@@ -223,4 +223,5 @@ def test_parameters_of_multi_token_prediction_are_named_if_there_are_some(new_tr
     console.print_model(new_trainer(model=replace(MICRO, num_nextn_predict_layers=depth)))
     line = console.console.file.getvalue().splitlines()[0]
     assert (" for multi-token prediction" in line) == (depth == 1)
+    assert "M active per token with the embedding, " in line
     assert line.endswith(", on cpu")

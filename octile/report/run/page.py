@@ -164,7 +164,7 @@ def _recipe(run: Run) -> str:
 def _lead(run: Run) -> str:
     parameters, active = run.fact("parameters"), run.fact("active_parameters")
     size = f" of {format_quantity(parameters)} parameters" if parameters else ""
-    size += f", {format_quantity(active)} of them active per token," if active else ""
+    size += f", {format_quantity(active)} of them active per token with the embedding," if active else ""
     planned, done = as_float(find(run.config, "steps")), run.last_step
     steps = f"{done:,} of {planned:,.0f} steps" if done < planned else f"{done:,} step{'s' * (done != 1)}"
     machine = f" on {run.fact('machine')}" if run.fact("machine") else ""
@@ -205,7 +205,7 @@ def _facts(run: Run) -> list[tuple[str, str, str]]:
         facts.append(("Held-out loss", "–", "not measured yet"))
     if run.fact("parameters"):
         active = run.fact("active_parameters")
-        note = f"{format_quantity(active)} active per token" if active else ""
+        note = f"{format_quantity(active)} active per token with the embedding" if active else ""
         facts.append(("Parameters", format_quantity(run.fact("parameters")), note))
     tokens, speed = last_known(run.series("tokens")[1]), run.series("tokens_per_s")[1]
     if math.isfinite(tokens):

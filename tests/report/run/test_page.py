@@ -47,7 +47,7 @@ def test_the_headline_gives_bits_a_byte(page):
 
 
 FACTS = [
-    "8.13M 3.20M active per token",
+    "8.13M 3.20M active per token with the embedding",
     "81.9k in 40 recorded steps",
     "Held out 9.6% of the text: 2,310 tokens in 6 spans",
     "14.0 s",
