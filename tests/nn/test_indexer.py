@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from octile.nn.indexer import Indexer, quantize_index
+from octile.nn.indexer import Indexer, quantize_index, weight_factor
 from octile.nn.mla import MLA, LatentCache
 from octile.nn.rope import Rope
 from octile.ops.index_rows import hadamard, rotate_first
@@ -84,6 +84,19 @@ def test_chosen_keys_are_those_of_the_published_indexer(seed):
             k = min(TOPK, s + 1)
             best = logits[s, : s + 1].sort(descending=True, stable=True).indices[:k]  # of equal ones the first
             assert sorted(chosen[b, s].tolist()) == [-1] * (TOPK - k) + best.sort().values.tolist()
+
+
+@torch.no_grad()
+def test_logits_are_as_large_as_those_of_the_published_indexer():
+    # the alignment loss compares their softmax with attention's, while the choice of keys is the same at any scale
+    indexer, (x, latent) = make_indexer(), inputs(length=8)
+    q, k, weights = indexer(x[:1], latent[:1], cos_sin(0, 8))
+    logits = torch.einsum("sg,sgt->st", weights[0], torch.einsum("sge,te->sgt", q[0], k[0]).relu())
+    torch.testing.assert_close(logits, published_logits(indexer, x[0], latent[0]).float(), rtol=1e-4, atol=1e-5)
+
+
+def test_the_factor_of_the_weights_of_deepseek_v32_is_the_published_one():
+    assert weight_factor(64, 128) == pytest.approx(64**-0.5 * 128**-0.5, rel=1e-12)
 
 
 @torch.no_grad()

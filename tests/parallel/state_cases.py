@@ -230,6 +230,27 @@ def check_waiting_gradients() -> None:
     assert [name for name, p in own.named_parameters() if p._post_accumulate_grad_hooks] == []
 
 
+def check_uncounted() -> None:
+    """The norm counts a parameter once of which groups of ranks have a copy each, as of the embedding in a pipeline."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    size = world // 2
+    groups = [dist.new_group(range(first, first + size)) for first in (0, size)]
+    own = nn.ParameterDict(
+        {
+            "shared": nn.Parameter(torch.zeros(4, 1)),  # cut on two ranks
+            "small": nn.Parameter(torch.zeros(3, 1)),  # whole on each rank
+            f"of_group_{rank // size}": nn.Parameter(torch.zeros(4, 1)),
+        }
+    )
+    copies = ("shared", "small")
+    state = ShardedState(own, group=groups[rank // size], uncounted=copies if rank >= size else ())
+    for name, p in own.items():
+        p.grad = torch.full_like(p, 2.0 if name in copies else 3.0 + rank // size)
+    state.reduce_gradients()  # sums over the ranks of a group
+    squares = (4 + 3) * 2**2 + 4 * 3**2 + 4 * 4**2
+    torch.testing.assert_close(state.gradient_norm().norm, torch.tensor(size * squares**0.5))
+
+
 def check_refusals() -> None:
     own = model()
     with pytest.raises(ValueError, match=r"stages must have all parameters, but none has scalar"):
@@ -257,6 +278,7 @@ def cases(world: int, device: str = "cpu") -> dict[str, object]:
     return found | {
         "versions": check_versions,
         "missing": check_missing_gradients,
+        "uncounted": check_uncounted,
         "refusals": check_refusals,
         "freed": check_freed,
         "waiting": check_waiting_gradients,
