@@ -66,10 +66,10 @@ class Efficiencies:
 
     attention_keys are keys that a query costs in addition to those that it attends to, expert_deviation is the standard
     deviation of an expert's tokens, of the mean. Latencies are seconds, rates bytes per second. The others are shares:
-    of the FP8 peak (fp8_…), of the BF16 peak (bf16_…, attention_…,
-    latent_attention), of a link (nvlink, nvlink_collective, …network), of
-    the speed without the other (during_exchange, during_gemm), of the speed alone (gemm_in_step), of an overlapped pair
-    (overlap), or of the memory bandwidth.
+    of the FP8 peak (fp8_…), of the BF16 peak (bf16_…, attention_…, latent_attention), of a link (nvlink,
+    nvlink_collective, …network), of the speed without the other (during_exchange, during_gemm), of the speed alone
+    (gemm_in_step), of an overlapped pair (overlap), of the memory that torch reserves (allocated), or of the memory
+    bandwidth.
     """
 
     fp8_gemm: Share
@@ -109,6 +109,7 @@ class Efficiencies:
     during_gemm: Share
     overlap: Share
     expert_deviation: Annotated[float, Range(at_least=0)]
+    allocated: Share
 
     def __post_init__(self) -> None:
         check_fields(self, "efficiencies.")

@@ -81,6 +81,31 @@ def saved_bytes(c: ModelConfig, layout: Layout, is_moe: bool) -> float:
     return saved + swiglu + received + 4 * c.n_routed_experts + 20 * k
 
 
+def saved_bytes_of_heads(c: ModelConfig, heads: int) -> float:
+    """The bytes that so many heads save of each token: the input and the result of the norm, and the loss's sum.
+
+    The second head is that of multi-token prediction, which also saves the pairs that its layer projects: the
+    embeddings and the states, before and after a norm each. Logits are counted as working memory.
+    """
+    d = c.hidden_size
+    return heads * (2 * d + 4 + 2 * d + 4) + (2 * (4 * d + 4) if heads > 1 else 0)
+
+
+def working_bytes(c: ModelConfig, layout: Layout, heads: int) -> float:
+    """The bytes that are in use besides what is saved, at most, on a rank with so many heads.
+
+    When the backward pass begins, these are the logits of all heads and the gradient of one; in a layer with experts,
+    the rows of its experts, and the logits of the heads whose backward pass follows.
+    """
+    tokens, d, f = layout.micro_batch_tokens, c.hidden_size, c.moe_intermediate_size
+    rows = tokens * c.num_experts_per_tok * (1 + layout.spare_rows)
+    of_experts = rows * (2 * d + tiles(d) + 2 * 2 * f + 3 * f)
+    if not heads:
+        return of_experts
+    logits = 2 * tokens * c.vocab_size
+    return max((heads + 1) * logits, (heads - 1) * logits + of_experts)
+
+
 def held_parameters(c: ModelConfig, layout: Layout, stages: Sequence[Stage]) -> tuple[float, float, float]:
     """The parameters of a rank with these stages: of experts, others that are quantized, others that are not."""
     per_layer, dense, experts, table, prediction = _parameters(c)
@@ -104,22 +129,23 @@ def _of_rank(c: ModelConfig, layout: Layout, cluster: Cluster, stages: Sequence[
     parts = [part for stage in stages for part in stage.parts]
     saved = [
         sum(
-            part.mixtures * saved_bytes(c, layout, True) + (part.layers - part.mixtures) * saved_bytes(c, layout, False)
+            part.mixtures * saved_bytes(c, layout, True)
+            + (part.layers - part.mixtures) * saved_bytes(c, layout, False)
+            + saved_bytes_of_heads(c, part.heads)
             for part in stage.parts
         )
         for stage in stages
     ]
-    tokens = layout.micro_batch_tokens
-    logits = 2 * 2 * tokens * c.vocab_size if any(part.heads for part in parts) else 0  # and their gradient
-    d, f, k = c.hidden_size, c.moe_intermediate_size, c.num_experts_per_tok
-    rows = tokens * k * (1 + layout.spare_rows)
     return {
         "weights": everywhere * parameters,
         "FP8 weights": FP8_BYTES * (routed + quantized),
         "gradients": GRADIENT_BYTES * parameters,
         "moments": (MOMENT_BYTES + shared) * sharded,
-        "activations": held * tokens * sum(saved) / len(saved),  # as many micro-batches in each of a rank's stages
-        "working": rows * (2 * d + tiles(d) + 2 * 2 * f + 3 * f) + logits,
+        "activations": held
+        * layout.micro_batch_tokens
+        * sum(saved)
+        / len(saved),  # as many micro-batches in each of a rank's stages
+        "working": working_bytes(c, layout, sum(part.heads for part in parts)),
     }
 
 

@@ -116,7 +116,9 @@ class MeasuredRun:
         ep: ranks over which the experts were spread.
         milliseconds: of a step.
         source: its record.
-        peak: memory in GiB; None: not recorded.
+        peak: memory of its tensors in GiB; None: not recorded.
+        peak_source: the record of `peak`.
+        reserved: memory that torch's allocator had reserved at the end, in GiB; None: not recorded.
     """
 
     name: str
@@ -130,6 +132,8 @@ class MeasuredRun:
     milliseconds: float
     source: str
     peak: float | None = None
+    peak_source: str = "benchmarks/history/ranks"
+    reserved: float | None = None
 
     def plan(self) -> StepPlan:
         """What the model predicts for it.
@@ -165,8 +169,8 @@ SMALL, MEDIUM = PRESETS["small"](), PRESETS["medium"]()
 TRAIN, RANKS, PLAN = "benchmarks/results/h200_train.json", "benchmarks/history/ranks", "benchmarks/history/plan"
 SPREAD = ", experts over both, "
 MEASURED = (
-    MeasuredRun("small", 1, "", SMALL, 32, 32, 1024, 1, 39.40, TRAIN, 8.2),
-    MeasuredRun("medium", 1, "", MEDIUM, 32, 8, 4096, 1, 939.8, TRAIN, 50.6),
+    MeasuredRun("small", 1, "", SMALL, 32, 32, 1024, 1, 39.40, TRAIN, 8.54, PLAN, 9.721),
+    MeasuredRun("medium", 1, "", MEDIUM, 32, 8, 4096, 1, 939.8, TRAIN, 51.72, PLAN, 62.79),
     MeasuredRun("2 layers of DeepSeek-V3 with 16 experts", 1, "", V3_LAYERS, 4, 1, 4096, 1, 209.9, PLAN),
     MeasuredRun("medium", 2, ", the same tokens per GPU", MEDIUM, 64, 8, 4096, 1, 963.5, RANKS, 46.7),
     MeasuredRun("medium", 2, ", the same batch", MEDIUM, 32, 4, 4096, 1, 523.8, RANKS, 35.8),
@@ -213,4 +217,7 @@ def compare_measured() -> Iterator[Comparison]:
         plan, case = run.plan(), f"{run.name} on {run.gpus} H200{run.how}"
         yield Comparison(case, "a step", "ms", run.milliseconds, 1e3 * plan.seconds, run.source)
         if run.peak is not None:
-            yield Comparison(case, "peak memory", "GiB", run.peak, sum(plan.memory.values()) / 2**30, RANKS)
+            predicted = sum(plan.memory.values()) / 2**30
+            yield Comparison(case, "peak memory of tensors", "GiB", run.peak, predicted, run.peak_source)
+        if run.reserved is not None:
+            yield Comparison(case, "memory that torch reserves", "GiB", run.reserved, plan.reserved / 2**30, run.source)

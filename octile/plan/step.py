@@ -52,6 +52,11 @@ class StepPlan:
         return self.simulation.makespan + self.reduction + self.optimizer
 
     @property
+    def reserved(self) -> float:
+        """The bytes that torch's allocator reserves for the rank's tensors where the GPU has so many."""
+        return sum(self.memory.values()) / self.cluster.reached.allocated
+
+    @property
     def tokens(self) -> int:
         """Tokens of a step."""
         return self.layout.batch_size * self.layout.sequence_length

@@ -78,7 +78,7 @@ def test_scatter_makes_the_step_longer(capsys, folder):
 def test_published_figures_are_listed_with_the_error_of_the_plan(capsys, folder):
     code, out, _ = call(capsys, "plan", "published", "--json")
     assert code == 0
-    assert {"GPU hours per 10¹² tokens", "peak memory"} <= {row["what"] for row in json.loads(out)}
+    assert {"GPU hours per 10¹² tokens", "peak memory of tensors"} <= {row["what"] for row in json.loads(out)}
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,15 @@
 """The plan's figures compared with published and measured ones."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from octile.plan import published_command
 from octile.plan.published import Comparison, compare_measured, compare_published, compare_serving, published_run
 from octile.plan.serving import Prefill
+
+RECORD = Path(__file__).parents[2] / "benchmarks/results/h200_train.json"
 
 
 @pytest.mark.parametrize("comparison", list(compare_published()), ids=lambda c: c.what)
@@ -40,6 +45,15 @@ def test_the_memory_of_the_published_run_fits():
 
     plan = published_run()
     assert why_not_fitting(plan.memory, plan.cluster) is None
+
+
+def test_the_memory_that_torch_reserves_is_that_of_the_record_of_octile_train():
+    rows = json.loads(RECORD.read_text(encoding="utf-8"))["rows"]
+    recorded = {row["case"]: row["value"] for row in rows if row["what"] == "peak memory, FP8"}
+    compared = {c.case: c for c in compare_measured() if c.what == "memory that torch reserves"}
+    assert compared.keys() == {"small on 1 H200", "medium on 1 H200"}
+    for name, value in recorded.items():
+        assert compared[f"{name} on 1 H200"].value == pytest.approx(value, rel=1e-3)
 
 
 def test_the_errors_that_are_printed_have_a_typographic_sign_unless_they_round_to_zero(capsys, monkeypatch):
