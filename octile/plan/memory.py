@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
+from typing import NamedTuple
 
 from octile.models.config import ModelConfig
 from octile.models.counts import count_parameters
@@ -94,8 +95,9 @@ def saved_bytes_of_heads(c: ModelConfig, heads: int) -> float:
 def working_bytes(c: ModelConfig, layout: Layout, heads: int) -> float:
     """The bytes that are in use besides what is saved, at most, on a rank with so many heads.
 
-    When the backward pass begins, these are the logits of all heads and the gradient of one; in a layer with experts,
-    the rows of its experts, and the logits of the heads whose backward pass follows.
+    When the backward pass begins, these are the logits of all heads and the gradient of one. In a layer with experts
+    they are the rows of its experts (inputs in FP8, gate and up in BF16, both and their product in FP8, results in
+    BF16), and the logits of the heads whose backward pass follows.
     """
     tokens, d, f = layout.micro_batch_tokens, c.hidden_size, c.moe_intermediate_size
     rows = tokens * c.num_experts_per_tok * (1 + layout.spare_rows)
@@ -108,17 +110,19 @@ def working_bytes(c: ModelConfig, layout: Layout, heads: int) -> float:
 
 def held_parameters(c: ModelConfig, layout: Layout, stages: Sequence[Stage]) -> tuple[float, float, float]:
     """The parameters of a rank with these stages: of experts, others that are quantized, others that are not."""
-    per_layer, dense, experts, table, prediction = _parameters(c)
+    each = _parameters(c)
     routed = quantized = rest = 0.0
     for part in (part for stage in stages for part in stage.parts):
-        quantized += part.layers * per_layer[0] + (part.layers - part.mixtures) * dense
-        rest += part.layers * per_layer[1]
-        routed += part.mixtures * experts / layout.ep
-        quantized += part.mixtures * per_layer[2]
+        dense = part.layers - part.mixtures
+        routed += part.mixtures * each.experts / layout.ep
+        quantized += part.layers * each.attention + dense * each.dense + part.mixtures * each.shared
+        rest += part.layers * each.norms + part.mixtures * each.gate
+        if part.heads:
+            rest += c.hidden_size  # the last norm
         if part.heads > 1:  # multi-token prediction
-            rest += prediction
+            rest += each.prediction
     tables = any(p.has_embedding for s in stages for p in s.parts) + any(p.heads for s in stages for p in s.parts)
-    return routed, quantized, rest + tables * table
+    return routed, quantized, rest + tables * each.table
 
 
 def _of_rank(c: ModelConfig, layout: Layout, cluster: Cluster, stages: Sequence[Stage], held: int) -> dict[str, float]:
@@ -149,24 +153,37 @@ def _of_rank(c: ModelConfig, layout: Layout, cluster: Cluster, stages: Sequence[
     }
 
 
-@cache
-def _parameters_by_kind(c: ModelConfig) -> dict[str, int]:
-    return count_parameters(c).main
+class _Parameters(NamedTuple):
+    """Parameters of parts of a model.
 
-
-def _parameters(c: ModelConfig) -> tuple[tuple[float, float, float], float, float, float, float]:
-    """Parameters of a layer.
-
-    Returns:
-        Of every layer those of attention and norms and, of a layer with experts, the shared ones; of a dense layer; all
-        routed experts of a layer; the embedding or the head; the projection of multi-token prediction.
+    Attributes:
+        attention, norms: of every layer.
+        gate, shared, experts: of a layer with experts; all its routed ones.
+        dense: of a layer without experts, besides attention.
+        table: of the embedding or the head.
+        prediction: of multi-token prediction, besides its layer: the projection and its norms.
     """
-    d, main = c.hidden_size, _parameters_by_kind(c)
-    mixtures = c.num_hidden_layers - c.first_k_dense_replace
-    attention = main["attention projections"] / c.num_hidden_layers
-    shared = main.get("shared experts", 0) / max(mixtures, 1)
-    experts = main.get("routed experts", 0) / max(mixtures, 1)
-    dense = main.get("dense MLP", 0) / max(c.first_k_dense_replace, 1)
-    gate = main.get("gate", 0) / max(mixtures, 1)
-    norms = main["norms"] / c.num_hidden_layers
-    return (attention, norms + gate, shared), dense, experts, main["head"], 2 * d * d
+
+    attention: float
+    norms: float
+    gate: float
+    shared: float
+    experts: float
+    dense: float
+    table: float
+    prediction: float
+
+
+@cache
+def _parameters(c: ModelConfig) -> _Parameters:
+    counts = count_parameters(c)
+    main, layers, dense = counts.main, c.num_hidden_layers, c.first_k_dense_replace
+    norms = (main["norms"] - c.hidden_size) / layers  # without the last one
+    prediction = counts.mtp["MTP projection"] + counts.mtp["norms"] - norms if counts.mtp else 0
+    gate, shared, experts = (
+        main.get(kind, 0) / max(layers - dense, 1) for kind in ("gate", "shared experts", "routed experts")
+    )
+    of_dense = main.get("dense MLP", 0) / max(dense, 1)
+    return _Parameters(
+        main["attention projections"] / layers, norms, gate, shared, experts, of_dense, main["head"], prediction
+    )

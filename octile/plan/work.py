@@ -228,10 +228,9 @@ def mixture_work(
     yield Work("permute", "input_gradient", bytes=tokens * d + passed * d)  # dy
     yield Work("requantize", "input_gradient", bytes=2 * 2 * passed * d, calls=2)  # dy, and x by row, along tokens
     yield Work("unpermute", "input_gradient", bytes=2 * rows * d + 2 * tokens * d)
-    if c.n_shared_experts:
-        yield from _shared(d, c.n_shared_experts * f, tokens)
-        yield Work("copy", "forward", bytes=6 * tokens * d)  # added to the routed experts' result
-        yield Work("copy", "input_gradient", bytes=6 * tokens * d)
+    yield from _shared(d, c.n_shared_experts * f, tokens)
+    yield Work("copy", "forward", bytes=6 * tokens * d)  # added to the routed experts' result
+    yield Work("copy", "input_gradient", bytes=6 * tokens * d)
 
 
 def head_work(c: ModelConfig, tokens: int) -> Iterator[Work]:
