@@ -34,6 +34,55 @@ def test_a_layout_that_does_not_divide_is_refused_with_the_constraint(change, me
         replace(PUBLISHED, **change).check(V3, H800)
 
 
+def test_sizes_of_a_layout_follow_from_its_fields():
+    layout = Layout(pp=4, ep=8, schedule="dualpipev", batch_size=4096, micro_batch_size=2, sequence_length=512)
+    assert (layout.stages, replace(layout, schedule="dualpipe").stages) == (8, 4)
+    assert layout.micro_batch_tokens == 1024
+    assert (layout.dp(H800), layout.micro_batches(H800)) == (512, 4)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"sequence_length": 163_840}, {"pp": 16, "ep": 8}, {"pp": 1, "ep": 256, "batch_size": 2048}, {"ep": 1}, {"ep": 4}],
+)
+def test_the_largest_and_the_smallest_sizes_are_accepted(change):
+    replace(PUBLISHED, **change).check(V3, H800)
+
+
+@pytest.mark.parametrize(
+    ("model", "change", "message"),
+    [
+        (V3, {"sequence_length": 163_841}, "sequence_length must be at most the model's 163,840, not 163,841"),
+        (replace(V3, n_routed_experts=264, n_group=11, topk_group=4), {"ep": 4}, "4 ranks must divide the 11 groups"),
+        (
+            replace(V3, n_routed_experts=240, n_group=5, topk_group=4),
+            {"ep": 16},
+            "ep 16: 2 nodes must divide the 5 groups of experts",
+        ),
+        (
+            replace(V3, n_routed_experts=192, n_group=3, topk_group=3),
+            {"ep": 64},
+            "ep 64: the 3 groups of experts must divide 8 nodes",
+        ),
+        (replace(V3, num_hidden_layers=15), {}, "pp must be at most one stage per layer, 15, not 16 stages"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(model, change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(PUBLISHED, **change).check(model, H800)
+
+
+def test_as_many_stages_as_layers_are_accepted():
+    PUBLISHED.check(replace(V3, num_hidden_layers=16), H800)
+
+
+def test_experts_on_more_than_a_node_are_on_whole_nodes():
+    model = replace(V3, n_routed_experts=252, n_group=1, topk_group=1)
+    cluster = replace(H800, gpus=12 * 16, gpus_per_node=8)
+    with pytest.raises(ValueError, match="ep must be whole nodes of 8 GPUs, not 12"):
+        replace(PUBLISHED, ep=12, batch_size=1440).check(model, cluster)
+
+
 @pytest.mark.parametrize("change", [{"pp": 0}, {"schedule": "zbv"}, {"spare_rows": -1.0}])
 def test_a_field_outside_its_range_is_refused(change):
     with pytest.raises(ValueError, match=f"{next(iter(change))} must be"):

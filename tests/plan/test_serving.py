@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from octile.models.config import ModelConfig
+from octile.plan.exchange import busiest_rank, exchange
 from octile.plan.hardware import read_cluster
 from octile.plan.serving import (
     Decode,
@@ -13,7 +14,8 @@ from octile.plan.serving import (
     decode_tokens_per_second,
     prefill_tokens_per_second,
 )
-from octile.plan.work import expand_latents
+from octile.plan.work import Work, attention_work, dense_work, expand_latents, mixture_work
+from tests.plan.toy import CLUSTER, EFFICIENCIES, TOY, duration
 
 V3, H800 = ModelConfig.v3_671b(), read_cluster("h800_2048")
 
@@ -59,3 +61,91 @@ def test_a_slow_network_limits_decoding():
 def test_a_unit_outside_its_range_is_refused(kind, field):
     with pytest.raises(ValueError, match=f"{next(iter(field))} must be"):
         kind(**field)
+
+
+FORWARD = "forward"
+
+
+def in_forward(work) -> float:
+    """Seconds of a forward pass on the SMs that exchanges leave."""
+    return sum(duration(piece, 0.8) for piece in work if piece.phase == FORWARD)
+
+
+@pytest.mark.parametrize(("is_balanced", "bandwidth"), [(True, 10.0), (False, 10.0), (True, 1e4)])
+def test_a_prefill_unit_computes_what_no_cache_has_while_the_other_micro_batch_is_exchanged(is_balanced, bandwidth):
+    cluster = replace(CLUSTER, network=replace(CLUSTER.network, bandwidth=bandwidth))
+    unit, e = Prefill(ep=8, tokens=128, prompt=100, cached=0.6, is_balanced=is_balanced), EFFICIENCIES
+    load = 1.0 if is_balanced else busiest_rank(TOY, 8, cluster)
+    # 60 of 100 tokens are cached, so 40 attend to 60 to 100 of them: 80 in the mean, as in a causal text of 160
+    attention = in_forward(attention_work(TOY, 64, 160, saved=True))
+    cached = in_forward(expand_latents(TOY, 64 * 1.5, FORWARD))
+    dense, mixture = (in_forward(work) for work in (dense_work(TOY, 64, True), mixture_work(TOY, 64, 8, True, load)))
+    computed = 2 * (5 * (attention + cached) + 2 * dense + 3 * mixture)
+    exchanged = 2 * 3 * exchange(TOY, 64, 8, cluster, is_balanced).total / e["during_gemm"]
+    slowed = (computed + exchanged * (1 - e["during_exchange"])) / e["overlap"]
+    assert (slowed > exchanged) == (bandwidth == 1e4)  # both limits are reached
+    expected = 4 * 128 / 0.4 / max(slowed, exchanged)  # tokens with the cached ones, of four GPUs
+    assert prefill_tokens_per_second(TOY, unit, cluster) == pytest.approx(expected, rel=1e-12)
+
+
+def test_without_a_cache_no_latents_are_expanded():
+    unit = Prefill(ep=1, tokens=128, prompt=100, cached=0.0)
+    layers = 5 * in_forward(attention_work(TOY, 64, 100, saved=True))
+    layers += 2 * in_forward(dense_work(TOY, 64, True)) + 3 * in_forward(mixture_work(TOY, 64, 1, True))
+    expected = 4 * 128 / (2 * layers / EFFICIENCIES["overlap"])
+    assert prefill_tokens_per_second(TOY, unit, CLUSTER) == pytest.approx(expected, rel=1e-12)
+
+
+def fp8(rows: float, n: int, k: int, groups: int = 1) -> Work:
+    return Work("fp8_gemm", FORWARD, 2 * rows * n * k, rows * k + groups * n * k + 2 * rows * n)
+
+
+def bf16(rows: float, n: int, read: int, weights: int) -> Work:
+    """A GEMM with n outputs of a row, which reads so many values of it, and weights."""
+    return Work("bf16_gemm", FORWARD, 2 * rows * weights, 2 * (rows * n + rows * read + weights))
+
+
+def decoded(rows_of_experts: float, experts: int) -> float:
+    """Seconds of all layers for 12 tokens with a context of 50."""
+    t = 12
+    attention = [
+        fp8(t, 96 + 144, 256),
+        fp8(t, 4 * 48, 96),
+        bf16(t, 4 * 128, 4 * 32, 4 * 128 * 32),  # queries to the latent
+        Work("latent_attention", FORWARD, 2 * t * 50 * 4 * (144 + 128), 2 * t * 50 * 144),
+        bf16(t, 4 * 40, 4 * 128, 4 * 40 * 128),  # values from it
+        fp8(t, 256, 4 * 40),
+        Work("norm", FORWARD, bytes=20 * t * 256, calls=8),
+    ]
+    dense = [fp8(t, 2 * 320, 256), fp8(t, 256, 320)]
+    mixture = [
+        fp8(rows_of_experts, 2 * 192, 256, experts),
+        fp8(rows_of_experts, 256, 192, experts),
+        Work("swiglu", FORWARD, bytes=5 * rows_of_experts * 192),
+        fp8(t, 2 * 384, 256),
+        fp8(t, 256, 384),
+        Work("swiglu", FORWARD, bytes=5 * t * 384),
+    ]
+    layers, of_dense, of_mixture = (sum(map(duration, work)) for work in (attention, dense, mixture))
+    return 5 * layers + 2 * of_dense + 3 * of_mixture
+
+
+@pytest.mark.parametrize("bandwidth", [100.0, 1e9])
+def test_a_decode_step_takes_the_longer_of_both_micro_batches_computation_and_exchange_and_the_head(bandwidth):
+    cluster = replace(CLUSTER, network=replace(CLUSTER.network, bandwidth=bandwidth))
+    unit = Decode(ep=8, requests=24, context=50, experts=3)
+    computed = decoded(busiest_rank(TOY, 8, cluster) * 12 * 4, 3)
+    row = (256 + 8) + 2 * 256  # FP8 there, BF16 back
+    exchanged = 3 * 12 * 4 * row / (bandwidth * EFFICIENCIES["decoding_network"])
+    assert (exchanged > computed) == (bandwidth == 100.0)  # both limits are reached
+    expected = 2 * max(computed, exchanged) + duration(bf16(24, 1000, 256, 1000 * 256))
+    assert decode_step_seconds(TOY, unit, cluster) == pytest.approx(expected, rel=1e-12)
+    assert decode_tokens_per_second(TOY, unit, cluster) == pytest.approx(4 * 24 / expected, rel=1e-12)
+
+
+def test_without_a_network_decoding_sends_over_nvlink():
+    node = replace(CLUSTER, gpus=4, network=None, nvlink=replace(CLUSTER.nvlink, bandwidth=1.0))
+    exchanged = 3 * 12 * 4 * (256 + 8 + 512) / EFFICIENCIES["decoding_network"]
+    head = duration(bf16(24, 1000, 256, 1000 * 256))
+    seconds = decode_step_seconds(TOY, Decode(ep=4, requests=24, context=50), node)
+    assert seconds == pytest.approx(2 * exchanged + head, rel=1e-12)

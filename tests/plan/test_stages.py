@@ -9,9 +9,20 @@ from hypothesis import strategies as st
 
 from octile.models.config import ModelConfig
 from octile.models.counts import count_parameters
+from octile.plan.exchange import busiest_rank, exchange
 from octile.plan.hardware import read_cluster
 from octile.plan.layout import Layout
-from octile.plan.stages import divide, make_stages
+from octile.plan.stages import divide, make_parts, make_stages
+from octile.plan.work import (
+    PHASES,
+    attention_work,
+    dense_work,
+    embedding_work,
+    head_work,
+    mixture_work,
+    prediction_work,
+)
+from tests.plan.toy import CLUSTER, EFFICIENCIES, TOY, duration
 
 COSTS = st.lists(st.integers(1, 50), min_size=1, max_size=8)
 
@@ -64,3 +75,82 @@ def test_the_kinds_of_a_stage_add_up_to_its_phases():
     layout = Layout(pp=4, ep=8, schedule="1f1b", batch_size=4096)
     for stage in make_stages(ModelConfig.v2_lite_16b(), layout, read_cluster("h800_2048")):
         assert sum(stage.kinds.values()) == pytest.approx(sum(stage.alone.values()))
+
+
+def seconds_of(*work) -> float:
+    return sum(duration(piece) for pieces in work for piece in pieces)
+
+
+@pytest.mark.parametrize("is_balanced", [True, False])
+def test_the_parts_of_a_model_have_the_work_of_its_layers_and_heads(is_balanced):
+    layout = Layout(ep=4, batch_size=32, micro_batch_size=2, sequence_length=32, is_balanced=is_balanced)
+    load = 1.0 if is_balanced else busiest_rank(TOY, 4, CLUSTER)
+    attention, dense = attention_work(TOY, 64, 32, False), dense_work(TOY, 64, False)
+    mixture, head = list(mixture_work(TOY, 64, 4, False, load)), list(head_work(TOY, 64))
+    attention, embedding = list(attention), list(embedding_work(TOY, 64))
+    of_dense, of_mixture = seconds_of(attention, dense), seconds_of(attention, mixture)
+    parts = make_parts(TOY, layout, CLUSTER)
+    expected = [of_dense + seconds_of(embedding), of_dense, *[of_mixture] * 3]
+    # multi-token prediction: its layer, and the head and the embedding once more
+    expected += [of_mixture + 2 * seconds_of(head) + seconds_of(embedding, prediction_work(TOY, 64))]
+    assert [sum(part.alone.values()) for part in parts] == pytest.approx(expected, rel=1e-12)
+    assert [(p.layers, p.mixtures, p.heads, p.has_embedding) for p in parts] == [
+        (1, 0, 0, True),
+        (1, 0, 0, False),
+        *[(1, 1, 0, False)] * 3,
+        (1, 1, 2, True),
+    ]
+
+
+def test_without_multi_token_prediction_the_end_is_the_head():
+    plain = replace(TOY, num_nextn_predict_layers=0)
+    end = make_parts(plain, Layout(batch_size=32, sequence_length=32), CLUSTER)[-1]
+    assert (end.layers, end.mixtures, end.heads, end.has_embedding) == (0, 0, 1, False)
+    assert sum(end.alone.values()) == pytest.approx(seconds_of(head_work(plain, 32)), rel=1e-12)
+
+
+def test_replicated_masters_add_gradients_of_each_part_over_micro_batches():
+    layout = Layout(batch_size=32 * 4, sequence_length=32, recompute=False)
+    sharded, replicated = (
+        make_parts(TOY, replace(layout, masters=masters), CLUSTER) for masters in ("sharded", "replicated")
+    )
+    for one, other in zip(sharded, replicated, strict=True):
+        weights = [piece.weights for piece in one.work if piece.weights]
+        further = 3 / 4  # of four micro-batches
+        kernels = further * (len(weights) * 0.125 + 12 * sum(weights) / 1e4 / EFFICIENCIES["copy"])
+        assert other.alone["weight_gradient"] - one.alone["weight_gradient"] == pytest.approx(kernels, rel=1e-9)
+
+
+def test_a_part_computes_on_the_sms_that_exchanges_leave():
+    part = make_parts(TOY, Layout(batch_size=32, sequence_length=32), CLUSTER)[2]
+    for phase, seconds in part.during_exchange.items():
+        expected = sum(duration(piece, 0.8) for piece in part.work if piece.phase == phase)
+        assert seconds == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_stage_adds_up_its_parts_and_the_exchanges_of_its_layers_with_experts():
+    layout = Layout(pp=2, ep=4, schedule="dualpipe", batch_size=16 * 8, sequence_length=32)
+    of_layer = exchange(TOY, 32, 4, CLUSTER).total
+    for stage in make_stages(TOY, layout, CLUSTER):
+        assert stage.exchanged == pytest.approx(sum(part.mixtures for part in stage.parts) * of_layer)
+        for phase in PHASES:
+            assert stage.alone[phase] == pytest.approx(sum(part.alone[phase] for part in stage.parts))
+            assert stage.during_exchange[phase] == pytest.approx(sum(p.during_exchange[phase] for p in stage.parts))
+
+
+@pytest.mark.parametrize(("schedule", "counts"), [("1f1b", True), ("zb1p", True), ("dualpipe", False)])
+def test_exchanges_count_in_the_division_unless_computation_hides_them(schedule, counts):
+    slow = replace(CLUSTER, nvlink=replace(CLUSTER.nvlink, bandwidth=1e-3))  # nothing else counts where they do
+    layout = Layout(pp=2, ep=4, schedule=schedule, batch_size=16 * 8, sequence_length=32)
+    mixtures = [stage.mixtures for stage in make_stages(TOY, layout, slow)]
+    alone = [sum(stage.alone.values()) for stage in make_stages(TOY, layout, slow)]
+    parts = make_parts(TOY, layout, slow)
+    costs = [sum(p.alone.values()) for p in parts]
+    if counts:
+        assert mixtures == [2, 2]
+    else:
+        assert max(alone) == pytest.approx(min(max(sum(costs[:i]), sum(costs[i:])) for i in range(1, 6)))
+
+
+def test_of_divisions_with_the_same_longest_part_that_with_the_shortest_others_is_taken():
+    assert divide((1.0, 1.0, 1.0, 1.0, 9.0), 3) == [(0, 2), (2, 4), (4, 5)]
