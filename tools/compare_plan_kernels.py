@@ -18,7 +18,7 @@ from typing import Any
 
 from octile.plan.durations import by_kind
 from octile.plan.hardware import Cluster, read_cluster
-from octile.plan.published import MEASURED, PAIRS, PLAN, work_on_two
+from octile.plan.published import MEASURED, MEDIUM, PAIRS, PLAN, V3_LAYERS, work_on_two
 from octile.plan.work import Work
 from octile.train.kernel_records import is_communication
 
@@ -97,7 +97,8 @@ def _profiles() -> Iterator[Profile]:
         ]
         kernels = _computing((event["name"], event["dur"], event["args"].get("grid")) for event in events)
         yield Profile(f"{name}'s layers on two", kernels, 4 * work_on_two(PAIRS[name][0]), cluster)
-    for run, file in ((MEASURED[1], "medium"), (MEASURED[2], "v3_layers")):
+    for model, file in ((MEDIUM, "medium"), (V3_LAYERS, "v3_layers")):
+        run = next(run for run in MEASURED if run.model == model and run.gpus == 1)
         events = _read(f"{PLAN}/{file}.json.gz")["profile"]
         kernels = _computing((name, time, grid) for _, time, grid, name in events)
         plan = run.plan()
