@@ -42,6 +42,18 @@ def test_sizes_of_a_layout_follow_from_its_fields():
 
 
 @pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({}, "PP16 × EP64, dualpipe"),
+        ({"micro_batch_size": 2}, "PP16 × EP64, dualpipe, 2 sequences at a time"),
+        ({"recompute": False}, "PP16 × EP64, dualpipe, nothing recomputed"),
+    ],
+)
+def test_a_layout_is_printed_with_what_differs(change, text):
+    assert str(replace(PUBLISHED, **change)) == text
+
+
+@pytest.mark.parametrize(
     "change",
     [{"sequence_length": 163_840}, {"pp": 16, "ep": 8}, {"pp": 1, "ep": 256, "batch_size": 2048}, {"ep": 1}, {"ep": 4}],
 )

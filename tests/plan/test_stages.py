@@ -155,3 +155,8 @@ def test_exchanges_count_in_the_division_unless_computation_hides_them(schedule,
 
 def test_of_divisions_with_the_same_longest_part_that_with_the_shortest_others_is_taken():
     assert divide((1.0, 1.0, 1.0, 1.0, 9.0), 3) == [(0, 2), (2, 4), (4, 5)]
+
+
+def test_of_equally_good_divisions_the_one_that_ends_its_first_part_first_is_taken():
+    assert divide((2.0, 1.0, 2.0), 2) == [(0, 1), (1, 3)]
+    assert divide((1.0, 1.0, 1.0), 2) == [(0, 1), (1, 3)]
