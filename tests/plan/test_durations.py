@@ -44,7 +44,7 @@ ROUND = replace(  # 8e6 and 4e6 FLOP/s are reached, and 8,000 B/s
         (Work("attention_forward", "forward", 40e6, keys=8), 50, 16 * 2),
         (Work("attention_backward", "input_gradient", 40e6, keys=32), None, 10 * (1 + 8 / 32)),
         (Work("latent_attention", "forward", 25e6, 10_000), None, 10),
-        (Work("latent_attention", "forward", 2.5e6, 10_000), 50, 2),
+        (Work("latent_attention", "forward", 5e6, 10_000), 50, 4),
         (Work("latent_attention", "forward", 2.5e6, 25_000), None, 5),
         (Work("quantize", "forward", bytes=6_000, calls=4), None, 4 * 0.125 + 3),
         (Work("quantize", "forward", bytes=6_000, calls=4), 50, 4 * 0.125 + 3),
