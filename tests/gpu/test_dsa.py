@@ -126,3 +126,13 @@ def test_an_indexer_without_a_kernel_is_served_without_graphs():
         runner = ModelRunner(model, N_PAGES, max_batch=8)
     assert runner.graphs is None
     read_all(runner)
+
+
+def test_an_indexer_in_fp32_is_served_without_graphs_and_chooses_as_on_a_cpu():
+    config = replace(SERVED, num_hidden_layers=1)  # in a second layer, choices between nearly equal logits may differ
+    with pytest.warns(RuntimeWarning, match="without CUDA graphs"):
+        gpu = ModelRunner(make(False, torch.float32, config).cuda(), N_PAGES, max_batch=8, index_format="float32")
+    assert gpu.graphs is None
+    cpu = ModelRunner(make(False, torch.float32, config), N_PAGES, index_format="float32")
+    for found, expected in zip(read_all(gpu), read_all(cpu), strict=True):
+        assert error(found, expected) < 1e-3
