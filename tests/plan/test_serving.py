@@ -149,3 +149,11 @@ def test_without_a_network_decoding_sends_over_nvlink():
     head = duration(bf16(24, 1000, 256, 1000 * 256))
     seconds = decode_step_seconds(TOY, Decode(ep=4, requests=24, context=50), node)
     assert seconds == pytest.approx(2 * exchanged + head, rel=1e-12)
+
+
+def test_attention_that_computes_longer_than_it_reads_limits_a_decode_step():
+    slow = replace(CLUSTER, gpu=replace(CLUSTER.gpu, bf16_peak=1.0, memory_bandwidth=1e12))
+    units = [Decode(ep=4, requests=24, context=context) for context in (50, 60)]
+    longer = decode_step_seconds(TOY, units[1], slow) - decode_step_seconds(TOY, units[0], slow)
+    flops = 5 * 24 * 10 * 2 * 4 * (144 + 128)  # of all layers and requests, for ten more tokens
+    assert longer == pytest.approx(flops / EFFICIENCIES["latent_attention"], rel=1e-6)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from octile.models.config import ModelConfig
 from octile.models.counts import count_parameters
+from octile.plan import stages
 from octile.plan.exchange import busiest_rank, exchange
 from octile.plan.hardware import read_cluster
 from octile.plan.layout import Layout
@@ -160,3 +161,24 @@ def test_of_divisions_with_the_same_longest_part_that_with_the_shortest_others_i
 def test_of_equally_good_divisions_the_one_that_ends_its_first_part_first_is_taken():
     assert divide((2.0, 1.0, 2.0), 2) == [(0, 1), (1, 3)]
     assert divide((1.0, 1.0, 1.0), 2) == [(0, 1), (1, 3)]
+
+
+@pytest.mark.parametrize(
+    ("costs", "bounds"),
+    [  # the smallest sum of squares among divisions with the same longest part
+        ((7, 8, 2, 5, 6, 5, 4), [(0, 2), (2, 5), (5, 7)]),
+        ((9, 2, 7, 7, 5, 6, 8), [(0, 1), (1, 3), (3, 5), (5, 7)]),
+    ],
+)
+def test_the_other_parts_have_the_smallest_sum_of_squares(costs, bounds):
+    assert divide(tuple(map(float, costs)), len(bounds)) == bounds
+
+
+def test_the_exchanges_of_both_passes_count_in_the_division(monkeypatch):
+    divided = []
+    monkeypatch.setattr(stages, "divide", lambda costs, n: divided.append(costs) or divide(costs, n))
+    layout = Layout(pp=2, ep=4, schedule="1f1b", batch_size=16 * 8, sequence_length=32)
+    make_stages(TOY, layout, CLUSTER)
+    of_layer = exchange(TOY, 32, 4, CLUSTER).total
+    expected = [sum(p.alone.values()) + p.mixtures * 2 * of_layer for p in make_parts(TOY, layout, CLUSTER)]
+    assert divided == [pytest.approx(expected, rel=1e-12)]
