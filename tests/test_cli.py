@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -764,6 +765,34 @@ def test_doctor_names_the_kernel_of_every_operator(capsys):
     assert code == 0
     found = json.loads(out)
     assert {row["operator"] for row in found["operators"]} >= {"octile::quantize", "octile::matmul_nt"}
+
+
+MEASURE = re.compile(
+    r"[-+−]?\d[\d,]*(\.\d+)?(e[-+]?\d+)?\s?(%|×|x|[kMGT]?i?B|[mµ]?s|h|tokens/s|[kMGT]?FLOP/s)?"
+)  # 10.5%, 1×
+
+
+def strings(value):
+    """All strings in a value of JSON; keys are no values."""
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [value] if isinstance(value, str) else [text for item in items for text in strings(item)]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("plan", "cluster", "--preset", "tiny", "--cluster", "h200_8", "--pp", "2"),
+        ("plan", "published"),
+        ("lab", "formats"),
+        ("lab", "accumulate", "--k", "256", "--data", "normal", "--promote", "128"),
+        ("doctor",),
+    ],
+    ids=" ".join,
+)
+def test_json_holds_measures_as_numbers(capsys, command):
+    code, out, _ = call(capsys, *command, "--json")
+    assert code == 0
+    assert [text for text in strings(json.loads(out)) if MEASURE.fullmatch(text)] == []
 
 
 def failing(monkeypatch, error):

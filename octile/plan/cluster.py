@@ -15,13 +15,13 @@ from typing import Annotated, Any
 from octile.checkpoint.files import check_output_file
 from octile.lab.pages.page import Table, screen_table
 from octile.models.config import PRESETS
-from octile.parallel.schedules import Costs, StageCosts
+from octile.parallel.schedules import SCHEDULES, Costs, StageCosts
 from octile.plan.exchange import experts_at_equal_cost
 from octile.plan.hardware import Cluster, read_cluster
 from octile.plan.layout import Layout, ScheduleName
 from octile.plan.memory import why_not_fitting
 from octile.plan.replicas import ReplicaTimes, Scatter, simulate_replicas
-from octile.plan.schedule import compare_schedules
+from octile.plan.schedule import compare_schedules, simulate_all
 from octile.plan.search import Search, search
 from octile.plan.step import StepPlan, plan_step
 from octile.plan.trace import write_trace
@@ -167,7 +167,7 @@ def make_plan(options: Options) -> Result:
 
 
 def as_json(options: Options, result: Result) -> dict[str, Any]:
-    """The result as JSON: times in seconds, memory in bytes."""
+    """The result as JSON: numbers, whose keys have the unit; MFU is a share of 1."""
     plan = result.plan
     content: dict[str, Any] = {
         "preset": options.preset,
@@ -183,7 +183,7 @@ def as_json(options: Options, result: Result) -> dict[str, Any]:
         "bubble_seconds": plan.simulation.bubble,
         "pair_seconds": plan.pair_seconds,
         "seconds": plan.seconds_by_kind,
-        "memory": plan.memory,
+        "memory_bytes": plan.memory,
         "best": [
             {
                 "layout": asdict(other.layout),
@@ -204,13 +204,30 @@ def as_json(options: Options, result: Result) -> dict[str, Any]:
     return content
 
 
-def _schedules_as_json(plan: StepPlan) -> list[dict[str, str]]:
-    """The table of schedules with the step's mean times, in ms."""
+def _schedules_as_json(plan: StepPlan) -> list[dict[str, Any]]:
+    """All schedules with the step's mean times, each with its bubble and activations, simulated and by formula."""
     if plan.layout.pp == 1:
         return []
     micro_batches = _allowed_by_all(plan.layout, plan.cluster)
-    table, _ = compare_schedules(plan.layout.stages, micro_batches, mean_costs(plan))
-    return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+    costs, milliseconds, rows = mean_costs(plan), 1e-3, []
+    for simulation in simulate_all(plan.layout.stages, micro_batches, costs)[0]:
+        schedule, kind = simulation.schedule, SCHEDULES[simulation.schedule.name]
+        rows.append(
+            {
+                "schedule": kind.title,
+                "ranks": schedule.n_ranks,
+                "seconds": simulation.makespan * milliseconds,
+                "bubble_seconds": simulation.bubble * milliseconds,
+                "bubble_fraction": simulation.bubble / simulation.makespan,
+                "bubble_formula": kind.bubble_formula,
+                "bubble_by_formula_seconds": kind.bubble(schedule.n_stages, costs) * milliseconds,
+                "activations": max(simulation.activations),
+                "activations_formula": kind.activations_formula,
+                "activations_by_formula": kind.activations(schedule.n_stages, micro_batches),
+                "parameter_copies": kind.copies,
+            }
+        )
+    return rows
 
 
 def _print(title: str, result: Result) -> None:

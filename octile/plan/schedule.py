@@ -78,19 +78,25 @@ def compare_schedules(stages: int, micro_batches: int, costs: Costs) -> tuple[Ta
         A table with a row for each schedule that allows the size; and notes: why the others do not, and which formulas
         do not hold for these sizes and times.
     """
-    rows, refused, inexact = [], [], []
+    simulations, notes = simulate_all(stages, micro_batches, costs)
+    return Table(COLUMNS, [_row(simulation) for simulation in simulations]), notes
+
+
+def simulate_all(stages: int, micro_batches: int, costs: Costs) -> tuple[list[Simulation], list[str]]:
+    """Simulate all schedules at one size; return those that allow it, and the notes of `compare_schedules`."""
+    simulations, refused, inexact = [], [], []
     for name, kind in SCHEDULES.items():
         try:
             schedule = kind.make(stages, micro_batches)
         except ValueError as error:
             refused.append(f"not at this size: {error}")
             continue
-        rows.append(_row(simulate(schedule, costs)))
+        simulations.append(simulate(schedule, costs))
         if not kind.is_exact(stages, micro_batches, costs):
             inexact.append(f"the bubble of {name} is exactly that of its formula if {kind.condition}")
     if costs.communication:
         inexact.append("formulas leave out communication")
-    return Table(COLUMNS, rows), refused + inexact
+    return simulations, refused + inexact
 
 
 def _row(simulation: Simulation) -> tuple[str, ...]:

@@ -29,6 +29,16 @@ def test_the_published_run_is_planned_within_15_percent_of_its_gpu_hours(capsys,
     assert not list(folder.iterdir())
 
 
+def test_the_schedules_of_the_json_have_their_units_in_their_keys(capsys, folder):
+    options = ("--preset", "tiny", "--cluster", "h200_8", "--pp", "2", "--json")
+    schedules = {row["schedule"]: row for row in json.loads(call(capsys, "plan", "cluster", *options)[1])["schedules"]}
+    row = schedules["1F1B"]
+    assert row["bubble_fraction"] == pytest.approx(row["bubble_seconds"] / row["seconds"])
+    assert row["bubble_seconds"] == pytest.approx(row["bubble_by_formula_seconds"])
+    assert (row["activations"], row["activations_by_formula"], row["activations_formula"]) == (2, 2, "min(PP, M)")
+    assert [schedules[name]["parameter_copies"] for name in ("1F1B", "DualPipe")] == [1, 2]
+
+
 def test_without_a_layout_the_fastest_one_is_planned_with_picture_and_trace(capsys, folder):
     code, out, err = call(capsys, "plan", "cluster", *SMALL)
     assert (code, err) == (0, "")
