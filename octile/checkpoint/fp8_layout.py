@@ -21,6 +21,7 @@ from octile.checkpoint.shards import Shards
 from octile.checkpoint.tensor_file import TensorSpec
 from octile.formats import E4M3
 from octile.layer_roles import HEAD, role_of, why_high_precision
+from octile.models.hf_config import check_extra
 from octile.recipe import ScaleRule
 from octile.scaled import ScaledTensor, dequantize, quantize
 from octile.validation import quoted
@@ -34,6 +35,7 @@ QUANTIZATION_CONFIG = {
     "quant_method": "fp8",
     "weight_block_size": list(BLOCK),
 }
+WORDS = {key: QUANTIZATION_CONFIG[key] for key in ("activation_scheme", "fmt")}  # that have one value in this layout
 
 
 def is_stored_in_fp8(name: str, shape: tuple[int, ...], keep: Sequence[str] = ()) -> bool:
@@ -166,19 +168,21 @@ def is_fp8_config(config: Mapping[str, Any]) -> bool:
     """Whether a config.json announces FP8 weights in 128×128 blocks.
 
     Raises:
-        ValueError: it announces another quantization.
+        ValueError: it announces another quantization, or one of its keys has another type.
     """
+    check_extra(config)
     announced = config.get("quantization_config")
     if announced is None:
         return False
-    if not isinstance(announced, Mapping):
-        raise ValueError(f"quantization_config must be an object or null, not {quoted(announced)}")
     scale_rule(config)  # raises where it is unknown
     method, block = announced.get("quant_method"), announced.get("weight_block_size")
     if method != "fp8" or block != list(BLOCK):
         raise ValueError(
             f"quantization_config must be 'fp8' with weight_block_size {list(BLOCK)}, not {method!r} with {block}"
         )
+    for key, value in WORDS.items():
+        if announced.get(key) not in (None, value):
+            raise ValueError(f"quantization_config.{key} must be {value!r} or absent, not {quoted(announced[key])}")
     return True
 
 

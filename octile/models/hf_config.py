@@ -5,7 +5,8 @@ are read; the first, which every inference engine supports, is written.  There a
 
     a field        of `ModelConfig`: its value is used
     COMPUTED       changes what the model computes: must have the one value that this model computes
-    any other      stored in `extra` unchanged, such as `quantization_config`, and written back
+    any other      stored in `extra` unchanged, such as `quantization_config`, and written back; those that octile or
+                   an inference engine reads have the types of `ExtraKeys` and `QuantizationKeys`
 
 DeepSeek-V3.2 (`deepseek_v32`) is V3 with an indexer that chooses `index_topk` tokens for each token's attention. The
 indexer's fields are read for this model type alone.
@@ -13,9 +14,10 @@ indexer's fields are read for this model type alone.
 
 import warnings
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from octile.validation import quoted
+from octile.validation import check_given, quoted
 
 NEEDED = (
     "vocab_size",
@@ -62,14 +64,48 @@ YARN_NEEDED = ("factor", "original_max_position_embeddings")
 IGNORED_MSCALE = "transformers ignores both unless both are given and above 0, and computes otherwise"
 
 
+@dataclass(frozen=True)
+class ExtraKeys:
+    """The types of keys that no field of `ModelConfig` holds."""
+
+    architectures: tuple[str, ...] | None = None
+    dtype: str | None = None
+    quantization_config: dict[str, Any] | None = None
+    torch_dtype: str | None = None
+
+
+@dataclass(frozen=True)
+class QuantizationKeys:
+    """The types of the keys of `quantization_config`."""
+
+    activation_scheme: str | None = None
+    fmt: str | None = None
+    modules_to_not_convert: tuple[str, ...] | None = None
+    quant_method: str | None = None
+    scale_fmt: str | None = None
+    weight_block_size: tuple[int, ...] | None = None
+
+
+def check_extra(config: Mapping[str, Any]) -> None:
+    """Check the types of the keys that no field of `ModelConfig` holds.
+
+    Raises:
+        ValueError: a key has another type.
+    """
+    check_given(ExtraKeys, config)
+    check_given(QuantizationKeys, config.get("quantization_config") or {}, "quantization_config.")
+
+
 def parse(config: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
     """Return the fields among `known`, `rope_scaling` as a dict or None, and all other keys under "extra".
 
     The values of fields are those of the file: `ModelConfig` checks their types and ranges.
 
     Raises:
-        ValueError: a needed key is missing, or a key asks for what this model does not compute.
+        ValueError: a needed key is missing, a key asks for what this model does not compute, or one that is stored in
+            `extra` has another type.
     """
+    check_extra(config)
     config = canonical_names(config, ALIASES)
     _check_computed(config)
     given = {k: v for k, v in config.items() if k in known and (v is not None or k in NULLABLE)}

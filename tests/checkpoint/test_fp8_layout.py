@@ -109,6 +109,26 @@ def test_another_quantization_is_refused(other):
         is_fp8_config({"quantization_config": other})
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "needed"),
+    [
+        ("fmt", 4, "text or null, not 4"),
+        ("fmt", "e5m2", "'e4m3' or absent, not 'e5m2'"),
+        ("activation_scheme", ["dynamic"], r"text or null, not \['dynamic'\]"),
+        ("activation_scheme", "static", "'dynamic' or absent, not 'static'"),
+        ("modules_to_not_convert", "lm_head", "null or a list, each text, not 'lm_head'"),
+        ("modules_to_not_convert", [1], "text, not 1"),
+        ("scale_fmt", 8, "text or null, not 8"),
+        ("quant_method", 8, "text or null, not 8"),
+        ("weight_block_size", 128, "null or a list, each a whole number, not 128"),
+    ],
+)
+def test_a_key_of_the_quantization_of_another_type_is_refused(key, value, needed):
+    announced = {**QUANTIZATION_CONFIG, key: value}
+    with pytest.raises(ValueError, match=rf"^quantization_config\.{key} must be {needed}$"):
+        is_fp8_config({"quantization_config": announced})
+
+
 FP8 = torch.zeros(200, 130).to(torch.float8_e4m3fn)
 
 

@@ -30,7 +30,6 @@ Positive = Annotated[float, Range(above=0)]
 class KeysOfAnyModel:
     """The keys that a conversion reads, whatever the model."""
 
-    architectures: tuple[str, ...] | None = None
     model_type: str | None = None
     n_routed_experts: Experts | None = None
     num_experts: Experts | None = None
@@ -46,7 +45,6 @@ class OtherKeys:
 
     attention_dropout: Annotated[float, Range(at_least=0, at_most=1)] | None = None
     bos_token_id: TokenId | None = None
-    dtype: str | None = None
     eos_token_id: TokenId | tuple[TokenId, ...] | None = None
     hidden_act: str | None = None
     initializer_range: Annotated[float, Range(at_least=0)] | None = None
@@ -58,7 +56,6 @@ class OtherKeys:
     output_router_logits: bool | None = None
     pad_token_id: Annotated[int, Range(at_least=-1)] | None = None
     pretraining_tp: Annotated[int, Range(at_least=1)] | None = None
-    quantization_config: dict[str, Any] | None = None
     rms_norm_eps: Positive | None = None
     rope_parameters: dict[str, Any] | None = None
     rope_scaling: dict[str, Any] | None = None
@@ -66,7 +63,6 @@ class OtherKeys:
     router_aux_loss_coef: Annotated[float, Range(at_least=0)] | None = None
     router_jitter_noise: Annotated[float, Range(at_least=0)] | None = None
     sliding_window: Annotated[int, Range(at_least=1)] | None = None
-    torch_dtype: str | None = None
     use_cache: bool | None = None
     use_sliding_window: bool | None = None
 
@@ -107,8 +103,11 @@ def check_config(config: Mapping[str, Any], specs: Mapping[str, TensorSpec] | No
     Raises:
         ValueError: a key has another type, is out of range, or does not match the experts or weights that there are.
     """
+    hf_config.check_extra(config)
     check_given(KeysOfAnyModel, config)
-    check_given(KeysOfAnyModel, config.get("text_config") or {}, "text_config.")  # of multimodal models
+    of_text = config.get("text_config") or {}  # of multimodal models
+    check_given(hf_config.ExtraKeys, of_text, "text_config.")
+    check_given(KeysOfAnyModel, of_text, "text_config.")
     kind = config.get("model_type")
     is_deepseek = kind in hf_config.MODEL_TYPES
     if not is_deepseek and kind not in get_args(ModelType):
