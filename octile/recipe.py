@@ -51,7 +51,8 @@ GemmName = Literal["fprop", "dgrad", "wgrad"]
 Amax = Literal["current", "delayed", "unscaled"]
 
 TENSOR: tuple[Extent, Extent] = (None, None)
-FILE_KEYS = {"recipe", "swiglu_inputs", "transposed_weights", "wgrad_x_block", "keep"}  # of a recipe file
+FILE_KEYS = ("recipe", "swiglu_inputs", "transposed_weights", "wgrad_x_block", "keep")  # of a recipe file
+KEEP_KEYS = ("layers", "products")  # of a [[keep]] in it
 
 
 @dataclass(frozen=True)
@@ -313,7 +314,9 @@ class Recipe:
             content = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             raise ValueError(f"{where}: {error}") from None
-        if not isinstance(content.get("recipe"), str) or content.keys() - FILE_KEYS:
+        if unknown := [key for key in content if key not in FILE_KEYS]:
+            raise ValueError(f"{where}: {unknown[0]} is unknown: there are {', '.join(FILE_KEYS)}")
+        if not isinstance(content.get("recipe"), str):
             raise ValueError(f'{where} must say recipe = "deepseek_v3" or another name, and [[keep]] for exceptions')
         if content["recipe"] not in cls.names():
             raise ValueError(f"{where}: unknown recipe {content['recipe']!r}; there are {', '.join(cls.names())}")
@@ -492,7 +495,8 @@ class Recipe:
         if name.endswith(".toml"):
             return cls.read(Path(name))
         if name not in cls.names():
-            raise ValueError(f"unknown recipe {name!r}; there are {', '.join(cls.names())}")
+            known = ", ".join(cls.names())
+            raise ValueError(f"unknown recipe {name!r}; there are {known}, and files, whose names end in .toml")
         return getattr(cls, name)()
 
 
@@ -554,7 +558,11 @@ def _formats(where: str, content: dict[str, Any], recipe: Recipe) -> GemmFormats
 
 def _exception(where: str, keep: Any) -> tuple[str, frozenset[GemmName]]:
     """Read one [[keep]] of a file: a pattern of layer names, and GEMMs."""
-    if not isinstance(keep, dict) or keep.keys() != {"layers", "products"} or not isinstance(keep["layers"], str):
+    if not isinstance(keep, dict):
+        raise ValueError(f"{where} must say layers, a pattern, and products, a list")
+    if unknown := [key for key in keep if key not in KEEP_KEYS]:
+        raise ValueError(f"{where}: {unknown[0]} is unknown: there are {', '.join(KEEP_KEYS)}")
+    if keep.keys() != set(KEEP_KEYS) or not isinstance(keep["layers"], str):
         raise ValueError(f"{where} must say layers, a pattern, and products, a list")
     gemms = keep["products"]
     if not isinstance(gemms, list) or not gemms or any(gemm not in GEMMS for gemm in gemms):

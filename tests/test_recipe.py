@@ -228,7 +228,14 @@ def test_a_recipe_with_exceptions_is_read_as_it_was_written(tmp_path):
         ("", "must say recipe"),
         ('recipe = "fp4"', "unknown recipe 'fp4'"),
         ('recipe = "other.toml"', "unknown recipe 'other.toml'"),
-        ('recipe = "per_tensor"\nstrict = true', "must say recipe"),
+        (
+            'recipe = "per_tensor"\nstrict = true',
+            "strict is unknown: there are recipe, swiglu_inputs, transposed_weights, wgrad_x_block, keep$",
+        ),
+        (
+            'recipe = "per_tensor"\n[[keep]]\nlayer = "*"\nproducts = ["fprop"]',
+            "keep 1: layer is unknown: there are layers, products$",
+        ),
         ("recipe = ", "r.toml: "),
         ('recipe = "deepseek_v3"\nswiglu_inputs = "no"', 'swiglu_inputs must be "kept" or "recomputed", not \'no\''),
         ('recipe = "bf16"\nswiglu_inputs = "recomputed"', "recipe 'bf16' saves SwiGLU's inputs in high precision"),
