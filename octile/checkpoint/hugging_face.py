@@ -265,6 +265,11 @@ def checkpoint_folder(path: str | Path) -> Path:
             return folder
     if (path / "metrics.jsonl").exists():
         command = f"{train_command(_count_ranks(path))} --resume --out {quoted_path(path)}"
+        if (path / "summary.json").exists():  # of a run that has finished
+            file = path / "model" / CONFIG
+            raise FileNotFoundError(
+                f"the run at {path} is damaged: {file} is missing; {command} writes the model again"
+            )
         raise FileNotFoundError(f"the run at {path} has no model yet: {command} finishes it")
     raise FileNotFoundError(f"no checkpoint at {path}: neither {CONFIG} nor model/{CONFIG} is there")
 

@@ -78,6 +78,8 @@ def _check_configuration(src: Path) -> None:
     if (src == run or src.name == CONFIG) and (run / "metrics.jsonl").exists():
         if (run / "model" / CONFIG).exists():
             what = f"octile convert {quoted_path(run)} predicts the size of the run's model"
+        elif (run / "summary.json").exists():  # of a run that has finished
+            what = f"the run is damaged: {run / 'model' / CONFIG} is missing"
         else:
             what = "the run has no model yet"
         raise ValueError(f"src must be the configuration of a model, not of a run: {what}")

@@ -370,6 +370,14 @@ def test_a_run_without_a_model_is_told_how_to_finish(tmp_path):
         load(tmp_path)
 
 
+def test_a_finished_run_without_its_model_is_damaged(tmp_path):
+    for name in ("config.json", "metrics.jsonl", "summary.json"):
+        (tmp_path / name).write_text("{}")
+    message = f"the run at {tmp_path} is damaged: {tmp_path}/model/config.json is missing; octile train --resume --out"
+    with pytest.raises(FileNotFoundError, match=re.escape(message)):
+        load(tmp_path)
+
+
 def test_the_command_that_finishes_a_run_takes_no_folder_for_an_option(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("-dash").mkdir()
