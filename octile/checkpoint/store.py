@@ -12,12 +12,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from fsspec.asyn import AsyncFileSystem, sync
 from fsspec.core import url_to_fs
+from fsspec.exceptions import FSTimeoutError
 from fsspec.implementations.local import LocalFileSystem
 
 from octile.checkpoint.files import RECORD, atomic_write, check_record, compare_checksum
 from octile.validation import parse_json
 
+ANSWER_WITHIN = 12  # seconds that a server has to answer at first
+# seconds and attempts of S3, after which its package names the endpoint
+S3_PATIENCE: dict[str, Any] = {"connect_timeout": 4, "read_timeout": 4, "retries": {"total_max_attempts": 2}}
 BUCKETS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"}  # have no folders: to make one would make a bucket
 
 
@@ -33,6 +38,7 @@ class Store:
     Raises:
         ValueError: fsspec knows no such protocol, or the URL has nothing after it.
         ImportError: the package for it is not installed.
+        OSError: a server to which the file system connects at once cannot be reached.
     """
 
     def __init__(self, url: str | Path):
@@ -40,12 +46,14 @@ class Store:
         if "://" in str(url):
             if "://" not in self.url:
                 raise ValueError(f"{url} has nothing after the protocol: name a bucket or a folder")
-            self._fs, self._root = url_to_fs(self.url)
+            with _named(self.url, "reached"):
+                self._fs, self._root = url_to_fs(self.url)
         else:  # fsspec would expand ~ and split the path at ::
             self._fs, self._root = LocalFileSystem(), os.path.abspath(self.url)
         self.is_local = isinstance(self._fs, LocalFileSystem)
         protocols = self._fs.protocol
-        self._has_folders = BUCKETS.isdisjoint([protocols] if isinstance(protocols, str) else protocols)
+        self._protocols = {protocols} if isinstance(protocols, str) else set(protocols)
+        self._has_folders = BUCKETS.isdisjoint(self._protocols)
 
     @property
     def name(self) -> str:
@@ -60,10 +68,34 @@ class Store:
         """The path or URL of a file, for messages."""
         return f"{self.url}/{name}"
 
+    def check_answers(self) -> None:
+        """Refuse a server that does not answer, within seconds. Later accesses are tried again, for minutes.
+
+        Raises:
+            OSError: it does not answer.
+        """
+        if not isinstance(self._fs, AsyncFileSystem):
+            return
+        with _named(self.url, "reached"):
+            server = self._fs
+            if "s3" in self._protocols:
+                server, _ = url_to_fs(self.url, config_kwargs=S3_PATIENCE)
+                server.retries = 1
+                server.connect()  # reads the package's files, which is not the server's time
+            try:
+                sync(server.loop, server._info, self._root, timeout=ANSWER_WITHIN)
+            except FSTimeoutError:
+                raise TimeoutError(f"no answer within {ANSWER_WITHIN} s") from None
+            except OSError as error:
+                if not _is_builtin(error):  # such as a timeout of S3's package
+                    raise
+                # else an answer, or what the next access raises at once
+
     def names(self) -> list[str]:
         """The names of the files and folders here, sorted; none if the folder does not exist.
 
         Raises:
+            FileNotFoundError: the bucket does not exist.
             OSError: the store cannot be reached or read.
         """
         self._fs.invalidate_cache()
@@ -71,8 +103,24 @@ class Store:
             with _named(self.url):
                 found = self._fs.ls(self._root, detail=False)
         except (FileNotFoundError, NotADirectoryError):
+            self.check_bucket()
             return []
         return sorted({path.rstrip("/").rpartition("/")[2] for path in found})
+
+    def check_bucket(self) -> None:
+        """Refuse a bucket that does not exist, once a file or folder was not found there.
+
+        Raises:
+            FileNotFoundError: it does not exist.
+        """
+        bucket = self._root.partition("/")[0]
+        try:
+            if not self._has_folders:
+                self._fs.info(bucket)
+        except FileNotFoundError:
+            raise FileNotFoundError(f"{self.url} cannot be read: the bucket {bucket!r} does not exist") from None
+        except Exception:  # the user may read files, and not ask for the bucket
+            pass
 
     def open(self, name: str) -> BinaryIO:
         """Open a file to read its bytes.
@@ -128,8 +176,11 @@ class Store:
             FileNotFoundError: there is no such file.
             OSError: the store cannot be reached or read.
         """
-        with _named(self.path_of(name)), self.open(name) as file:
-            return file.read()
+        with _named(self.path_of(name)):
+            if self.is_local:
+                return Path(self._root, name).read_bytes()
+            content: bytes = self._fs.cat_file(f"{self._root}/{name}")  # `open` calls a file of a dead host missing
+            return content
 
     def size(self, name: str) -> int:
         """The bytes of a file.
@@ -211,8 +262,8 @@ class Store:
 
 
 @contextmanager
-def _named(url: str) -> Iterator[None]:
-    """Turn exceptions of a file system that name no file into an OSError that names the URL."""
+def _named(url: str, done: str = "read") -> Iterator[None]:
+    """Turn exceptions of a file system that name no file into an OSError that names the URL, which cannot be `done`."""
     try:
         yield
     except Exception as error:
@@ -220,7 +271,7 @@ def _named(url: str) -> Iterator[None]:
             raise
         if not _is_of_file_system(error):
             raise
-        raise as_os_error(error, f"{url} cannot be read") from error
+        raise as_os_error(error, f"{url} cannot be {done}") from error
 
 
 def _is_of_file_system(error: Exception) -> bool:
@@ -228,8 +279,14 @@ def _is_of_file_system(error: Exception) -> bool:
     return isinstance(error, OSError) or type(error).__module__.partition(".")[0] not in ("builtins", "octile")
 
 
+def _is_builtin(error: Exception) -> bool:
+    return type(error) in vars(builtins).values()
+
+
 def as_os_error(error: Exception, what: str) -> OSError:
     """Return an exception of a file system as one of Python's own kinds of OSError, with `what` in its message."""
-    reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    kind = type(error) if isinstance(error, OSError) and type(error) in vars(builtins).values() else OSError
+    text = str(error)
+    reason = getattr(error, "strerror", None) if text.startswith("[Errno") else text
+    reason = reason or type(error).__name__
+    kind = type(error) if isinstance(error, OSError) and _is_builtin(error) else OSError
     return kind(f"{what}: {reason}")

@@ -155,7 +155,10 @@ def check_place(place: str, resume: bool, ranks: Ranks) -> None:
 
 
 def _check_known(place: str) -> None:
+    named = f"checkpoints {place!r} cannot be used"
     try:
-        Store(place)
+        Store(place).check_answers()
     except (ValueError, ImportError) as error:
-        raise type(error)(f"checkpoints {place!r} cannot be used: {error}") from None
+        raise type(error)(f"{named}: {error}") from None
+    except OSError as error:
+        raise as_os_error(error, named) from None

@@ -27,13 +27,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from octile.checkpoint.store import Store
+from octile.checkpoint.store import as_os_error
 from octile.train.text_filter import MAX_BYTES, PROSE, SOURCE, DuplicateFilter, why_left_out
+from octile.train.token_store import manifest_at
 
 STANDARD_LIBRARY, PACKAGES = "stdlib", "packages"
 HUB = re.compile(
     r"hf:(?P<name>[^/:#]+(/[^/:#]+)?)(/(?P<config>[^/:#]+))?(:(?P<split>[^#]+))?(#(?P<column>.+))?"
 )  # a split may be a slice, train[:1%], colon and all
+
+HUB_WORD = re.compile(r"\w([\w.-]{0,94}\w)?", re.ASCII)  # an owner or a dataset, without -- and ..
 
 TOKEN_STORE = ("manifest.json", "tokenizer.json")  # files of `octile.train.token_store`
 
@@ -116,23 +119,29 @@ class Corpus:
 
 
 def check_source(source: str | Path, name: str = "data") -> None:
-    """Refuse what cannot name a corpus, without reading anything; arguments as in `open_corpus`.
+    """Refuse what cannot name a corpus, without reading a text; arguments as in `open_corpus`.
 
     Raises:
         FileNotFoundError: there is no such file or folder.
         PermissionError: it cannot be read.
-        ValueError: source is empty, neither a file nor a folder, or a run or its tokens; or fsspec knows no such
-            protocol.
+        OSError: the server of a URL does not answer, or refuses to.
+        ValueError: source is empty, neither a file nor a folder, or a run or its tokens; the name of a dataset is
+            malformed; there are damaged tokens under a URL, or fsspec knows no such protocol.
         ImportError: a package for the protocol of a URL is not installed.
     """
     path, named = Path(source), f"{name} {str(source)!r}"
-    if source in (STANDARD_LIBRARY, PACKAGES) or str(source).startswith("hf:"):
+    if source in (STANDARD_LIBRARY, PACKAGES):
+        return
+    if str(source).startswith("hf:"):
+        _parse_hub_name(str(source), named)
         return
     if is_url(source):
         try:
-            Store(str(source))
+            manifest_at(str(source))
         except (ValueError, ImportError) as error:
             raise type(error)(f"{named} cannot be read: {error}") from None
+        except OSError as error:
+            raise as_os_error(error, f"{named} cannot be read") from None
         return
     if not str(source).strip():  # Path("") is the current folder
         raise ValueError(f"{name} is empty: name a file, a folder, 'stdlib', 'packages' or 'hf:OWNER/NAME'")
@@ -365,9 +374,7 @@ def _cut(stream: TextIO, length: int) -> Iterator[str]:
 
 
 def _hub_dataset(source: str, named: str) -> Corpus:
-    name = HUB.fullmatch(source)
-    if name is None:
-        raise ValueError(f"{named} must have the form hf:OWNER/NAME[/CONFIG][:SPLIT][#COLUMN]")
+    name = _parse_hub_name(source, named)
     try:
         from datasets import load_dataset  # late: optional, and slow to import
     except ImportError as error:
@@ -383,6 +390,16 @@ def _hub_dataset(source: str, named: str) -> Corpus:
             yield NamedText(f"row {number}", row[column] or "")
 
     return Corpus(source, (), read)
+
+
+def _parse_hub_name(source: str, named: str) -> re.Match[str]:
+    name = HUB.fullmatch(source)
+    if name is None:
+        raise ValueError(f"{named} must have the form hf:OWNER/NAME[/CONFIG][:SPLIT][#COLUMN]")
+    for part in name["name"].split("/"):
+        if HUB_WORD.fullmatch(part) is None or "--" in part or ".." in part:
+            raise ValueError(f"{named} is malformed: {part!r} is no name of the Hugging Face Hub")
+    return name
 
 
 def _text_column(named: str, features: Mapping[str, Any], requested: str | None) -> str:

@@ -16,7 +16,7 @@ import torch
 
 from octile import __version__
 from octile.checkpoint.step_folders import STATE, finished_steps, newest_intact, why_state_unusable
-from octile.checkpoint.store import Store
+from octile.checkpoint.store import Store, as_os_error
 from octile.train.config import (
     FILE_TEXTS,
     TrainConfig,
@@ -78,11 +78,15 @@ def open_run(out: Path, checkpoints: str | None) -> SavedRun:
         run = RunFolder.open(out)
         return SavedRun(run, run.read_config(), str(run.config_file))
     check_unused(out)
+    named = f"checkpoints {checkpoints!r} cannot be used"
     try:
         store = Store(checkpoints)
+        store.check_answers()
         name = newest_intact(store, finished_steps(store).items(), _why_no_config)
     except (ValueError, ImportError) as error:
-        raise type(error)(f"checkpoints {checkpoints!r} cannot be used: {error}") from None
+        raise type(error)(f"{named}: {error}") from None
+    except OSError as error:
+        raise as_os_error(error, named) from None
     if name is None:
         raise FileNotFoundError(f"{str(out)!r} holds no run, and checkpoints {checkpoints!r} holds none of one")
     checkpoint = store.folder(name)

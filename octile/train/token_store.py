@@ -174,7 +174,7 @@ class TokenStore:
             FileNotFoundError: there is no finished store, or a file of it is missing.
             ValueError: a file is not what was written.
         """
-        store, manifest = Store(url), _manifest_at(url)
+        store, manifest = Store(url), manifest_at(url)
         folder.mkdir(parents=True, exist_ok=True)
         for name in (*TOKENIZER_FILES, LEFT_OUT):
             with atomic_write(folder / name) as file:
@@ -200,17 +200,27 @@ def _parts(folder: Path, manifest: Manifest) -> list[Tokens]:
     """The tokens of each part, memory-mapped or streamed."""
     if manifest.url is None:
         return [np.load(folder / f"{part}.npy", mmap_mode="r", allow_pickle=False) for part in PARTS]
-    if _manifest_at(manifest.url).sha256 != manifest.sha256:
+    if manifest_at(manifest.url).sha256 != manifest.sha256:
         raise ValueError(f"token store {manifest.url} has other tokens than when {folder} was written")
     store = Store(manifest.url)
     return [StreamedTokens(store, f"{part}.npy", manifest.tokens[part], manifest.vocab_size) for part in PARTS]
 
 
-def _manifest_at(url: str) -> Manifest:
+def manifest_at(url: str) -> Manifest:
+    """Read the manifest.json of the store under a URL.
+
+    Raises:
+        FileNotFoundError: there is no finished store.
+        OSError: the server does not answer, or refuses to.
+        ValueError: the manifest is damaged, or fsspec knows no such protocol.
+        ImportError: the package for the protocol is not installed.
+    """
     store = Store(url)
+    store.check_answers()
     try:
         return Manifest.from_values(store.read_json(MANIFEST), store.path_of(MANIFEST))
     except FileNotFoundError:
+        store.check_bucket()
         raise FileNotFoundError(f"{url} is not a finished token store: it has no {MANIFEST}") from None
 
 

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import sys
 import sysconfig
 from pathlib import Path
@@ -327,6 +328,15 @@ def test_a_hub_source_without_the_package_is_refused(monkeypatch):
 def test_a_malformed_hub_source_is_refused():
     with pytest.raises(ValueError, match="must have the form hf:OWNER/NAME"):
         open_corpus("hf:")
+
+
+@pytest.mark.parametrize(
+    "name", ["../..", "org/..", ".hidden/name", "org/name.", "a--b/name", "org/a b", "o/" + "n" * 97]
+)
+def test_a_malformed_name_of_the_hub_is_refused_at_once(monkeypatch, name):
+    monkeypatch.setitem(sys.modules, "datasets", None)  # nothing of it is needed to say so
+    with pytest.raises(ValueError, match=rf"^data 'hf:{re.escape(name)}' is malformed: '.*' is no name of the Hugging"):
+        check_source(f"hf:{name}")
 
 
 @pytest.mark.parametrize("source", ["none", "hf:", ""])

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,11 +15,11 @@ import s3fs
 import torch
 
 from octile.checkpoint import DistributedCheckpoints, load_checkpoint
-from octile.checkpoint.store import Store
+from octile.checkpoint.store import ANSWER_WITHIN, S3_PATIENCE, Store
 from octile.checkpoint.training import find_latest
 from octile.cli import main
 from octile.train.token_store import FILES, LEFT_OUT, MANIFEST
-from tests.object_store import ObjectStore, object_store
+from tests.object_store import ENVIRONMENT, ObjectStore, object_store
 from tests.train.conftest import write_no_report
 from tests.train.test_bad_ranks import train
 from tests.train.test_torchrun import OPTIONS, losses
@@ -293,8 +294,83 @@ def test_a_server_that_does_not_answer_is_said(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("s3fs.core.S3FileSystem.retries", 1)
     s3fs.S3FileSystem.clear_instance_cache()
     line = refused(["--resume", "--checkpoints=s3://octile/run", f"--out={tmp_path / 'run'}"], capsys)
-    assert line.startswith("octile: s3://octile/run cannot be read: Could not connect to the endpoint URL")
+    assert line.startswith(
+        "octile: --checkpoints 's3://octile/run' cannot be used: s3://octile/run cannot be reached: "
+    )
+    assert 'Could not connect to the endpoint URL: "http://127.0.0.1:1/octile' in line
     s3fs.S3FileSystem.clear_instance_cache()
+
+
+@pytest.fixture
+def silent(monkeypatch) -> Iterator[str]:
+    """The address of a server that accepts connections and never answers; clients of S3 use it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        for name, value in {**ENVIRONMENT, "AWS_ENDPOINT_URL": url}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr("octile.checkpoint.store.S3_PATIENCE", {**S3_PATIENCE, "read_timeout": 0.5})
+        s3fs.S3FileSystem.clear_instance_cache()
+        yield url
+        s3fs.S3FileSystem.clear_instance_cache()
+
+
+@pytest.mark.parametrize(
+    ("options", "begins"),
+    [
+        (("--checkpoints=s3://octile/run",), "--checkpoints 's3://octile/run' cannot be used: s3://octile/run cannot "),
+        (("--resume", "--checkpoints=s3://octile/run"), "--checkpoints 's3://octile/run' cannot be used: s3://octile/"),
+        (("--data=s3://octile/data",), "--data 's3://octile/data' cannot be read: s3://octile/data cannot be reached"),
+    ],
+    ids=["checkpoints", "resume", "data"],
+)
+def test_an_endpoint_that_never_answers_is_named_within_seconds(arguments, silent, tmp_path, capsys, options, begins):
+    own = [] if "--resume" in options else arguments
+    line = refused([*own, *options, f"--out={tmp_path / 'run'}"], capsys)
+    assert line.startswith(f"octile: {begins}")
+    assert f'Read timeout on endpoint URL: "{silent}/octile' in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_host_that_never_answers_is_refused_within_seconds(arguments, silent, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("octile.checkpoint.store.ANSWER_WITHIN", 1)
+    line = refused([*arguments, f"--data={silent}/data", f"--out={tmp_path / 'run'}"], capsys)
+    assert (
+        line == f"octile: --data '{silent}/data' cannot be read: {silent}/data cannot be reached: no answer within 1 s"
+    )
+
+
+def test_the_patience_for_a_first_answer_is_below_15_seconds():
+    attempts = S3_PATIENCE["retries"]["total_max_attempts"]
+    assert attempts * S3_PATIENCE["read_timeout"] + 1 < ANSWER_WITHIN < 15  # a pause of a second between two
+    assert S3_PATIENCE["connect_timeout"] <= S3_PATIENCE["read_timeout"]
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        (
+            "http://127.0.0.1:1/x",
+            "http://127.0.0.1:1/x/manifest.json cannot be read: Cannot connect to host 127.0.0.1:1",
+        ),
+        ("ftp://127.0.0.1:1", "ftp://127.0.0.1:1 cannot be reached: Connection refused"),
+        ("s3://no-such-bucket/x", "s3://no-such-bucket/x cannot be read: the bucket 'no-such-bucket' does not exist"),
+        ("s3://octile/x", "s3://octile/x is not a finished token store: it has no manifest.json"),
+        ("nowhere://x", "Protocol not known: nowhere"),
+    ],
+)
+def test_data_that_cannot_be_reached_are_refused_by_their_option(arguments, server, tmp_path, capsys, url, says):
+    line = refused([*arguments, f"--data={url}", f"--out={tmp_path / 'run'}"], capsys)
+    assert line.startswith(f"octile: --data {url!r} cannot be read: {says}")
+    assert not (tmp_path / "run").exists()
+
+
+def test_checkpoints_in_a_bucket_that_does_not_exist_are_said_to_be(server, tmp_path, capsys):
+    place = "s3://no-such-bucket/run"
+    line = refused(["--resume", f"--checkpoints={place}", f"--out={tmp_path / 'run'}"], capsys)
+    assert line == (
+        f"octile: --checkpoints {place!r} cannot be used: {place} cannot be read: the bucket 'no-such-bucket' does not "
+        "exist"
+    )
 
 
 def deny(server: ObjectStore, bucket: str) -> None:
