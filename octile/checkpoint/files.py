@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -63,6 +64,7 @@ def check_output_file(name: str, path: Path, *endings: str) -> None:
         IsADirectoryError: it is a folder.
         NotADirectoryError: it is below a file.
         PermissionError: its folder, or the first above it that exists, is not writable.
+        OSError: no file can be made there.
         ValueError: it has another ending, or is a device or a pipe, which a renamed file would replace for all
             processes of the machine.
     """
@@ -77,6 +79,10 @@ def check_output_file(name: str, path: Path, *endings: str) -> None:
         raise NotADirectoryError(f"{name} {str(path)!r} cannot be written: {str(folder)!r} is not a folder")
     if not os.access(folder, os.W_OK):
         raise PermissionError(f"{name} {str(path)!r} cannot be written: no write permission for {str(folder)!r}")
+    try:  # /proc and a full disk have permissions, and take no file
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise type(error)(f"{name} {str(path)!r} cannot be written: {error.strerror}") from None
 
 
 def write_text(path: Path, text: str) -> None:

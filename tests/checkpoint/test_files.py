@@ -59,6 +59,17 @@ def test_a_device_is_no_output_file(path):
         check_output_file("json", Path(path))
 
 
+@pytest.mark.parametrize("path", ["/proc/step.svg", "/proc/new/step.svg"])
+def test_a_folder_that_takes_no_file_is_refused(path):
+    with pytest.raises(OSError, match=f"^out '{path}' cannot be written: "):
+        check_output_file("out", Path(path))
+
+
+def test_the_check_of_an_output_file_leaves_nothing(tmp_path):
+    check_output_file("out", tmp_path / "new" / "step.svg")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_pipe_is_no_output_file(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ValueError, match="is a device or a pipe: name a file"):
