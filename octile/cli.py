@@ -740,7 +740,7 @@ def _missing_value(option: str, count: int, form: type[Dataclass], arguments: li
 def _named_as_options(form: type[Dataclass], arguments: list[str]) -> Iterator[None]:
     """Let an exception inside the context name options instead of fields.
 
-    Where it speaks of a file of settings, whose fields it may name, only a positional argument that it begins with.
+    Where it speaks of a file of settings, whose fields it may name, only the one that it begins with.
     """
     try:
         yield
@@ -748,7 +748,7 @@ def _named_as_options(form: type[Dataclass], arguments: list[str]) -> Iterator[N
         message = error.args[0] if len(error.args) == 1 else None
         if isinstance(message, str):
             if any(file in message for file in SETTINGS_FILES):
-                text, named = _with_positional(message, form), dict[str, str]()
+                text, named = _with_first(message, form), dict[str, str]()
             else:
                 text, named = _with_options(message, form)
             error.args = (text + _of_run(named, arguments) if isinstance(error, ValueError) else text,)
@@ -757,10 +757,9 @@ def _named_as_options(form: type[Dataclass], arguments: list[str]) -> Iterator[N
         raise
 
 
-def _with_positional(message: str, form: type[Dataclass]) -> str:
+def _with_first(message: str, form: type[Dataclass]) -> str:
     first, blank, rest = message.partition(" ")
-    option = dict(_options(form)).get(first, first)
-    return message if option.startswith("-") else option + blank + rest
+    return dict(_options(form)).get(first, first) + blank + rest
 
 
 def _with_options(message: str, form: type[Dataclass], where: str = "") -> tuple[str, dict[str, str]]:

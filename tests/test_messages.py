@@ -93,6 +93,19 @@ def test_every_field_of_a_command_is_shown_as_its_option(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("out must end in .safetensors, not 'a/config.json'", "--out must end in .safetensors, not 'a/config.json'"),
+        ("run/config.json is damaged: steps must be 1", "run/config.json is damaged: steps must be 1"),
+    ],
+)
+def test_a_message_that_quotes_a_settings_file_begins_with_its_option(message: str, shown: str) -> None:
+    form = forms()["lab capture"]
+    with pytest.raises(ValueError, match=f"^{re.escape(shown)}$"), cli._named_as_options(form, []):
+        raise ValueError(message)
+
+
+@pytest.mark.parametrize(
     ("form", "prefix", "message", "shown"),
     [
         (cli.Serve, "", "parallel.ep 2 and engine.max_batch 3", "--parallel.ep 2 and --engine.max-batch 3"),
