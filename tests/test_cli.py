@@ -1059,6 +1059,12 @@ def test_a_comparison_without_recipes_is_refused(capsys, tmp_path, recipes):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("url", ["ftp://127.0.0.1:1/x", "http://127.0.0.1:1/x"])
+def test_a_comparison_names_the_option_of_data_that_cannot_be_reached(capsys, tmp_path, url):
+    line = refused(capsys, "compare", "--data", url, "--out", str(tmp_path / "out"))
+    assert line.startswith(f"octile: --data {url!r} cannot be read: ")
+
+
 def test_resuming_a_comparison_needs_its_folder(capsys):
     assert "--resume needs --out FOLDER" in refused(capsys, "compare", "--resume")
 

@@ -34,6 +34,7 @@ from octile.train.batches import validation_windows
 from octile.train.compared_run import ComparedRun, train_compared_run
 from octile.train.config import COMPARE_RESUMABLE, TrainConfig, describe_changes, describe_settings, differences
 from octile.train.console import RunConsole
+from octile.train.corpus import check_source
 from octile.train.duration import check_duration
 from octile.train.gradient_check import parse_steps
 from octile.train.loop import open_tokens, print_passes
@@ -242,6 +243,7 @@ def compare(
         check_memory(each, pick_device(config.device), is_train=False)
     is_new = out is None
     if stored is None:
+        check_source(config.data)
         runs = len(baselines) + len(configs) * len(seeds)
         if duration := check_duration(config, pick_device(config.device), runs=runs):
             console.print(duration)
