@@ -2,6 +2,7 @@
 
 Requests and steps
     request.py                what a request asks for and what it gets: `Sampling`, `Request`, `Output`
+    generation_config.py      what a model's `generation_config.json` gives: ends of texts, and defaults of sampling
     config.py                 `EngineConfig`: the limits of an engine
     engine.py                 `Engine`: add a request, cancel it, step
     scheduler.py              which requests take part in the next forward pass, and with how many tokens

@@ -9,7 +9,8 @@ import json
 import math
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -330,10 +331,18 @@ class TrainConfig:
         default = replace(preset(self.preset) if self.preset in MODELS else TrainConfig(), preset=TrainConfig.preset)
         options = [
             _as_option(name, new)
-            for name, (_, new) in differences(default, self).items()
-            if name not in FILE_TEXTS and not name.startswith("model.extra")
+            for name, (old, new) in differences(default, self).items()
+            if name not in FILE_TEXTS
+            and not name.startswith("model.extra")
+            and not (old is None and self._is_default_flag(name, new))  # of a group that the preset does not have
         ]
         return " ".join([self.command, *options])
+
+    def _is_default_flag(self, name: str, value: Any) -> bool:
+        """Whether a setting is true or false, and that is the default of its field, for which there is no option."""
+        *groups, last = name.split(".")
+        owner = reduce(getattr, groups, self)
+        return isinstance(value, bool) and next(f for f in fields(owner) if f.name == last).default is value
 
     @property
     def micro_batch_size(self) -> int:

@@ -81,6 +81,7 @@ def unended(plain):
 @pytest.mark.parametrize("form", [lambda token: token, lambda token: [1, 318, token]], ids=["one", "several"])
 def test_the_tokens_that_end_a_text_are_those_of_transformers(folder, tokenizer, unended, file, form):
     end = next(token for i, token in enumerate(unended) if i >= 5 and token not in unended[:i])
+    (folder / "octile.json").unlink()  # it has the checksum of the config.json before
     values = json.loads((folder / file).read_text()) if (folder / file).exists() else {}
     (folder / file).write_text(json.dumps({**values, "eos_token_id": form(end)}))
     tokens, reason = greedy_tokens(folder)
