@@ -30,4 +30,5 @@ shapes, so every launch can be captured in a CUDA graph.
     grouped           grouped GEMMs of a mixture of experts: contiguous, masked, wgrad
     tensor_core       bit-exact model of a GPU's tensor core
     compile_all       compiles all kernels without a GPU: registers, shared memory, spills
+    compile_cases     sizes and tensors of what the modules have it compile
 """

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octile.kernels.triton import compile_cases as cases
 from octile.kernels.triton.launch_config import ADAMW, EXACT
 from octile.kernels.triton.tensor_table import COLUMNS, TRITON_DTYPES, address, find_tensor, tables
 
@@ -38,6 +39,24 @@ def launch(
                 *(TRITON_DTYPES[dtype] for dtype in table.dtypes[1:]), ALIGNED=table.is_aligned, STEPS=table.steps,
                 **ADAMW, **EXACT,
             )  # fmt: skip
+
+
+def compile_cases() -> cases.CompileCases:
+    """The launches that `compile_all` compiles."""
+
+    def step(gradient: torch.dtype, copies: list[Tensor], *skip_and_scale: Tensor) -> None:
+        dtypes = cases.FP32, gradient, cases.BF16, cases.BF16
+        weights, gradients, m, v = ([cases.empty(cases.N, cases.K, dtype=dtype)] for dtype in dtypes)
+        corrections = cases.empty(1, 3, dtype=cases.FP32)
+        launch(weights, gradients, m, v, copies, corrections, 0.9, 0.95, 1e-8, *skip_and_scale)
+
+    skip, scale = cases.empty(dtype=torch.bool), cases.empty(dtype=cases.FP32)
+    return {
+        "AdamW": lambda: step(cases.FP32, []),
+        "AdamW of BF16 parameters, scaled, skipped": lambda: step(
+            cases.BF16, [cases.empty(cases.N, cases.K)], skip, scale
+        ),
+    }
 
 
 @triton.jit(do_not_specialize=["tensors", "rest1", "beta2", "rest2", "eps"])

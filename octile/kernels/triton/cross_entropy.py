@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octile.kernels.memory_layout import VECTOR
+from octile.kernels.triton import compile_cases as cases
 from octile.kernels.triton.launch_config import CROSS_ENTROPY, EXACT
 from octile.kernels.triton.layout import is_vectorizable
 
@@ -44,6 +45,21 @@ def _columns_of_program(v: int) -> dict[str, int]:
     """The columns that a program takes at a time, and its warps."""
     cols = min(max(triton.next_power_of_2(v), 128), CROSS_ENTROPY["cols"])
     return {"COLS": cols, "num_warps": max(cols // CROSS_ENTROPY["cols_per_warp"], 1)}
+
+
+def compile_cases() -> cases.CompileCases:
+    """The launches that `compile_all` compiles."""
+
+    def losses(logits: Tensor) -> None:
+        labels, lse = cases.empty(cases.T, dtype=torch.int64), cases.empty(cases.T, dtype=cases.FP32)
+        launch(logits, labels, -100)
+        launch_backward(lse, logits, labels, lse, -100)
+
+    return {
+        "cross-entropy": lambda: losses(cases.empty(cases.T, 8 * cases.N)),
+        "cross-entropy of a small vocabulary": lambda: losses(cases.empty(cases.T, 512)),
+        "ragged: cross-entropy": lambda: losses(cases.empty(cases.T, 50257, dtype=cases.FP32)),
+    }
 
 
 @triton.jit

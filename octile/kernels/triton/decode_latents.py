@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octile.kernels.triton import compile_cases as cases
 from octile.kernels.triton.fp8_bits import as_encoded, quantize_constants
 from octile.kernels.triton.latent_cache import store_fp8, store_values
 from octile.kernels.triton.launch_config import DECODE_LATENTS, EXACT
@@ -38,6 +39,23 @@ def launch(
             latent.stride(0), rope.stride(0), weight.stride(0), q.stride(0), q.stride(1), heads, q.shape[2] - r,
             C=c, TILES=tiles, R=r, RS=triton.next_power_of_2(r), FP8=is_fp8, **constants, **DECODE_LATENTS, **EXACT,
         )  # fmt: skip
+
+
+def compile_cases() -> cases.CompileCases:
+    """The launches that `compile_all` compiles."""
+    latents, slots = cases.empty(256, 576), cases.empty(256, dtype=torch.int64)
+    cos = cases.empty(256, 32, dtype=cases.FP32)
+
+    def written(heads: int, cached: torch.dtype) -> None:
+        launch(
+            cases.latent_cache(cached), slots, latents[:, :512], latents[:, 512:], cases.empty(512), 1e-6, cos, cos,
+            cases.empty(256, heads, 192), cases.empty(256, heads, 576),
+        )  # fmt: skip
+
+    return {
+        "latents of a decode step": lambda: written(16, cases.BF16),
+        "latents of a decode step of V3, FP8": lambda: written(128, torch.uint8),
+    }
 
 
 @triton.jit

@@ -23,8 +23,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octile.formats import TILE
+from octile.kernels.triton import compile_cases as cases
 from octile.kernels.triton.launch_config import DECODE_ROWS, EXACT, UNPERMUTE
-from octile.kernels.triton.peer_rows import Peers, pointer, sizes, words
+from octile.kernels.triton.peer_rows import Peers, compiled_peers, pointer, sizes, words
 
 ENTRIES_PER_WARP = 512  # at most, so that they fit into registers
 
@@ -170,6 +172,46 @@ def _row_sizes(x: Tensor, scale: Tensor | None) -> dict[str, int]:
     found = sizes(x, scale, DECODE_ROWS)
     del found["ROWS"]
     return found
+
+
+def compile_cases() -> cases.CompileCases:
+    """The launches that `compile_all` compiles."""
+    ranks, capacity, local = 8, 128, 32
+    every, peers = ranks * capacity, compiled_peers()
+    x, scale, _ = cases.quantized(capacity, cases.K, TILE)
+    weights, counts = cases.empty(every, 8, dtype=cases.FP32), cases.empty(local, dtype=torch.int32)
+    entries = cases.empty(local, 1024, dtype=torch.int32)
+    received = (
+        cases.empty(every, cases.K, dtype=torch.uint8), cases.empty(every, cases.K // 128, dtype=cases.FP32),
+        cases.empty(every, 8, dtype=torch.int32),
+    )  # fmt: skip
+    sent = x.view(torch.uint8), scale, cases.empty(capacity, 8, dtype=torch.int64), local, capacity, 2**23, 2**24, peers
+
+    def placed() -> None:
+        out, out_scale, _ = cases.quantized(every, cases.K, TILE, groups=local)
+        y = cases.empty(local, every, cases.K).view(torch.uint8)
+        launch_send(*sent)
+        launch_place(capacity, peers, *received, 0, out.view(torch.uint8), out_scale, entries, counts)
+        launch_return(y, entries, counts, capacity * 8, 2**25, peers)
+
+    def sorted_by_expert() -> None:
+        out, out_scale, _ = cases.quantized(every * 8, cases.K, TILE)
+        to_sort = *received, weights, 0, out.view(torch.uint8), out_scale
+        y, flat = cases.empty(every * 8, cases.K).view(torch.uint8), entries.view(-1)
+        launch_send(*sent, weights, 2**25)
+        launch_sort(capacity, peers, *to_sort, weights.view(-1), flat, counts)
+        launch_return(y, flat, counts, capacity * 8, 2**25, peers, True)
+
+    def summed(adds_to: bool) -> None:
+        results, token_rows = cases.empty(capacity * 8, cases.K), cases.empty(capacity, cases.K)
+        launch_sum(64, peers, results, 8, token_rows, None, token_rows, adds_to)
+
+    return {
+        "exchange of few rows": placed,
+        "exchange of few rows, sorted by expert": sorted_by_expert,
+        "sums of few rows": lambda: summed(False),
+        "sums of few rows, added": lambda: summed(True),
+    }
 
 
 @triton.jit(do_not_specialize=["T", "rank", "local", "W", "C", "N"])

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octile.kernels.triton import compile_cases as cases
+
 BLOCK = 128  # rows or requests of a program
 
 
@@ -60,6 +62,24 @@ def launch_choices(
             record_choices[(triton.cdiv(b, BLOCK),)](
                 chosen, tokens, drafts, last, advance, results, b, K=k, BLOCK=BLOCK
             )
+
+
+def compile_cases() -> cases.CompileCases:
+    """The launches that `compile_all` compiles."""
+
+    def step(requests: int, drafts: int) -> None:
+        k = 1 + drafts
+        tokens, last, results = (cases.empty(requests, width, dtype=torch.int64) for width in (k, k, 2 * k))
+        rows, pages = cases.empty(requests, dtype=torch.int64), cases.empty(requests, 64, dtype=torch.int32)
+        launch_continued(cases.empty(5 + k, requests, dtype=torch.int64), last, rows)
+        launch_rows(tokens, rows, rows, pages, 64)
+        launch_accepted(tokens, tokens, rows)
+        launch_choices(tokens, tokens, cases.empty(requests, drafts, dtype=torch.int64), last, rows, results)
+
+    return {
+        "numbers of a decode step": lambda: step(256, 0),
+        "numbers of a decode step with drafts": lambda: step(256, 2),
+    }
 
 
 @triton.jit(do_not_specialize=["B"])

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from octile.kernels.hopper import SHARED_BYTES
 from octile.kernels.terms import DY_TERMS, TERMS, WEIGHT_TERMS
+from octile.kernels.triton import compile_cases as cases
 from octile.kernels.triton import launch_config, partial_sums
 from octile.kernels.triton.device import device_properties
 from octile.kernels.triton.launch_config import (
@@ -215,6 +216,33 @@ def launch_terms(t: Tensor, order: Sequence[int]) -> Tensor:
 def _order(order: Sequence[int] | None) -> dict[str, Any]:
     """The order of terms as a number in base 4, the first term in its last digit, since constants are no lists."""
     return {"TERMS": len(order or ()), "ORDER": sum(term << 2 * i for i, term in enumerate(order or ()))}
+
+
+def compile_cases() -> cases.CompileCases:
+    """The launches that `compile_all` compiles."""
+    logits, experts = cases.empty(cases.T, 256, dtype=cases.FP32), cases.empty(cases.T, 8, dtype=torch.int64)
+    products, bias = cases.empty(cases.T, 3 * 256, dtype=cases.FP32), cases.empty(256, dtype=cases.FP32)
+    dweights, few = cases.empty(cases.T, 8, dtype=cases.FP32), logits[:, :16]
+    x, weight, master = cases.empty(cases.T, 768), cases.empty(16, 768), cases.empty(16, 768, dtype=cases.FP32)
+    medium = cases.empty(cases.T, 2048), cases.empty(3 * 16, 2048), bias[:16]
+    small = x, cases.empty(3 * 16, 768), bias[:16]
+    sigmoid, softmax = ("sigmoid", True, 2.5), ("softmax", False, 16.0)
+    return {
+        "gate of V3": lambda: launch(products, bias, 8, 8, 4, 2, *sigmoid, 256),
+        "gate of V2": lambda: launch(products, None, 8, 8, 4, 1, *softmax, 256),
+        "gate in FP32": lambda: launch(logits, None, 8, 1, 1, 1, "sigmoid", True, 1.0, 256),
+        "gate backward": lambda: launch_backward(dweights, logits, logits, experts, *sigmoid, [0, 1, 0, 2]),
+        "gate with its GEMM": lambda: launch_with_gemm(*medium, 6, 1, 1, 1, *sigmoid, 16),
+        "gate of groups with its GEMM": lambda: launch_with_gemm(*small, 4, 4, 2, 2, *sigmoid, 16),
+        "gate backward with its GEMMs": lambda: launch_backward_with_gemms(
+            dweights, few, few, experts, x, master, *sigmoid
+        ),
+        "gate backward with its GEMMs, weight in BF16": lambda: launch_backward_with_gemms(
+            None, few, few, experts, x, weight, "softmax", False, 1.0
+        ),
+        "gate of V2 backward": lambda: launch_backward(dweights, None, logits, experts, *softmax),
+        "BF16 terms": lambda: launch_terms(cases.empty(256, cases.K, dtype=cases.FP32), [1, 0, 0]),
+    }
 
 
 @triton.jit(do_not_specialize=["T"])

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octile.kernels.triton import compile_cases as cases
 from octile.kernels.triton.peer_rows import sizes, words
 
 
@@ -32,6 +33,13 @@ def launch(x: Tensor, index: Tensor | None, counts: Tensor, out: Tensor) -> None
             GROUPS=triton.next_power_of_2(groups), HAS_INDEX=index is not None, WORDS=size["WORDS"], COLS=size["COLS"],
             ROWS=size["ROWS"], num_warps=size["num_warps"],
         )  # fmt: skip
+
+
+def compile_cases() -> cases.CompileCases:
+    """The launches that `compile_all` compiles."""
+    x, out = cases.empty(cases.T, cases.K, dtype=torch.uint8), cases.empty(8 * cases.T + 1, cases.K, dtype=torch.uint8)
+    index, counts = cases.empty(64 * cases.T, dtype=torch.int32), cases.empty(8, dtype=torch.int64)
+    return {"gather rows of other ranks": lambda: launch(x, index, counts, out)}
 
 
 @triton.jit(do_not_specialize=["S", "G"])

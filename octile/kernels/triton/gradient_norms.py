@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octile.kernels.triton import compile_cases as cases
 from octile.kernels.triton.launch_config import EXACT, GRADIENT_NORMS, GRADIENT_NORMS_SUM
 from octile.kernels.triton.tensor_table import COLUMNS, TRITON_DTYPES, address, find_tensor, tables
 
@@ -26,6 +27,11 @@ def launch(gradients: Sequence[Tensor]) -> Tensor:
                 table.words, table.tensors, table.programs, partials, norms, **GRADIENT_NORMS_SUM, **EXACT
             )
     return norms
+
+
+def compile_cases() -> cases.CompileCases:
+    """The launches that `compile_all` compiles."""
+    return {"norms of gradients": lambda: launch([cases.empty(cases.N, cases.K, dtype=cases.FP32)])}
 
 
 @triton.jit(do_not_specialize=["tensors"])

@@ -12,7 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octile.kernels.cuda.gemm.request import GemmRequest
+from octile.formats import BLOCK, COLUMN_TILE, MX_COLUMN_TILE, TILE
+from octile.kernels.cuda.gemm.config import Schedule
+from octile.kernels.cuda.gemm.request import Block, GemmRequest, Operand
+from octile.kernels.triton import compile_cases as cases
 from octile.kernels.triton.device import device_properties
 from octile.kernels.triton.k_loop import choose_tile, operand_arguments, raster_tile, store_tile, sum_over_k
 
@@ -106,6 +109,30 @@ def launch_wgrad(request: GemmRequest) -> Tensor:
             **tile,
         )
     return out
+
+
+def compile_cases() -> cases.CompileCases:
+    """The launches that `compile_all` compiles."""
+    offs = cases.empty(cases.GROUPS, dtype=torch.int32)
+
+    def request(schedule: Schedule, a: cases.Quantized, b: cases.Quantized, out_dtype: torch.dtype) -> GemmRequest:
+        return GemmRequest(schedule, Operand(*a), Operand(*b), out_dtype, None, offs)
+
+    def wgrad(block: Block) -> None:
+        dy, x = cases.quantized(cases.T, cases.N, block), cases.quantized(cases.T, cases.K, block)
+        launch_wgrad(request(Schedule.ALONG_K, dy, x, cases.FP32))
+
+    def weights(k: int) -> cases.Quantized:
+        return cases.quantized(cases.N, k, BLOCK, groups=cases.GROUPS)
+
+    ragged = cases.quantized(cases.T, 10944, TILE), weights(10944), cases.BF16
+    masked = cases.quantized(512, cases.K, TILE, groups=cases.GROUPS), weights(cases.K), cases.BF16
+    return {
+        "grouped, ragged K": lambda: launch(request(Schedule.GROUPED, *ragged)),
+        "masked": lambda: launch_masked(request(Schedule.MASKED, *masked)),
+        "grouped dyᵀ · x": lambda: wgrad(COLUMN_TILE),
+        "grouped dyᵀ · x MXFP8": lambda: wgrad(MX_COLUMN_TILE),
+    }
 
 
 @triton.jit(do_not_specialize=["T", "rest", "max_tiles"])

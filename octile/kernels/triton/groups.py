@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octile.kernels.triton import compile_cases as cases
 from octile.kernels.triton.launch_config import GROUP_TILES
 
 
@@ -23,6 +24,12 @@ def launch(offs: Tensor, rows: int, num_tiles: int) -> tuple[Tensor, Tensor]:
             num_warps=GROUP_TILES["num_warps"],
         )  # fmt: skip
     return tiles, aligned
+
+
+def compile_cases() -> cases.CompileCases:
+    """The launches that `compile_all` compiles."""
+    offs = cases.empty(cases.GROUPS, dtype=torch.int32)
+    return {"tiles of groups": lambda: launch(offs, cases.T, len(cases.group_tiles()))}
 
 
 @triton.jit(do_not_specialize=["T", "num_tiles"])

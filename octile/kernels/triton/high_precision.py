@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octile.kernels.triton import compile_cases as cases
 from octile.kernels.triton.device import DeviceProperties, device_properties
 from octile.kernels.triton.grouped import clamp_offset, group_tile
 from octile.kernels.triton.k_loop import raster_tile, store_tile
@@ -112,6 +113,19 @@ def _covered(n: int, tile_n: int) -> int:
 
 def _stage_bytes(tile_m: int, tile_n: int) -> int:
     return (tile_m + tile_n) * BLOCK_K * BYTES
+
+
+def compile_cases() -> cases.CompileCases:
+    """The launches that `compile_all` compiles."""
+    offs, weights = cases.empty(cases.GROUPS, dtype=torch.int32), cases.empty(cases.GROUPS, cases.N, cases.K)
+    x, dy, few = cases.empty(cases.T, cases.K), cases.empty(cases.T, cases.N), cases.empty(3 * cases.GROUPS, cases.K)
+    return {
+        "grouped x · wᵀ of BF16": lambda: launch_nt(x, weights, offs),
+        "grouped dy · w of BF16": lambda: launch_nt(dy, weights.mT, offs),
+        "grouped x · wᵀ of BF16, few rows": lambda: launch_nt(few, weights, offs, 0, cases.BF16),
+        "rows past the last group": lambda: zero_rest(dy, offs),
+        "grouped dyᵀ · x of BF16": lambda: launch_tn(dy, x, offs),
+    }
 
 
 @triton.jit(do_not_specialize=["T", "max_tiles"])

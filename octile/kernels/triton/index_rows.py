@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octile.kernels.triton import compile_cases as cases
 from octile.kernels.triton.fp8_bits import as_encoded, quantize_constants
 from octile.kernels.triton.launch_config import EXACT, INDEX_ROWS
 from octile.kernels.triton.scaling import divide, magnitude, round_to_format, scale_from_amax
@@ -23,6 +24,12 @@ def launch(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
                 HALF=cos.shape[1], FACTOR=e**-0.5, **quantize_constants(torch.float8_e4m3fn), **INDEX_ROWS, **EXACT,
             )  # fmt: skip
     return data, scale
+
+
+def compile_cases() -> cases.CompileCases:
+    """The launches that `compile_all` compiles."""
+    x, cos = cases.empty(1, 256, 64, 128), cases.empty(256, 32, dtype=cases.FP32)
+    return {"rows of the indexer": lambda: launch(x, cos, cos)}
 
 
 @triton.jit(do_not_specialize=["S", "x_batch"])  # they depend on the rows of a step

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octile.kernels.triton import compile_cases as cases
 from octile.kernels.triton.fp8_bits import as_encoded, quantize_constants
 from octile.kernels.triton.launch_config import EXACT, WRITE_LATENTS
 from octile.kernels.triton.scaling import divide, magnitude, round_to_format, scale_from_amax
@@ -30,6 +31,16 @@ def launch_write(cache: Tensor, slots: Tensor, latent: Tensor, rope: Tensor) -> 
                 cache, slots, latent, rope, rows, slots.stride(0), latent.stride(0), rope.stride(0), **shape,
                 CS=triton.next_power_of_2(c), **WRITE_LATENTS, **EXACT,
             )  # fmt: skip
+
+
+def compile_cases() -> cases.CompileCases:
+    """The launches that `compile_all` compiles."""
+    latents, slots = cases.empty(256, 576), cases.empty(256, dtype=torch.int64)
+    halves = latents[:, :512], latents[:, 512:]
+    return {
+        "write latents": lambda: launch_write(cases.latent_cache(cases.BF16), slots, *halves),
+        "write latents, FP8": lambda: launch_write(cases.latent_cache(torch.uint8), slots, *halves),
+    }
 
 
 @triton.jit

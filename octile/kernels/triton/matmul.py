@@ -6,7 +6,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octile.kernels.cuda.gemm.request import GemmRequest
+from octile.formats import BLOCK, MX_TILE, TILE
+from octile.kernels.cuda.gemm.config import Schedule
+from octile.kernels.cuda.gemm.request import GemmRequest, Operand
+from octile.kernels.triton import compile_cases as cases
 from octile.kernels.triton.device import device_properties
 from octile.kernels.triton.k_loop import choose_tile, operand_arguments, raster_tile, store_tile, sum_over_k
 
@@ -37,6 +40,23 @@ def launch(request: GemmRequest) -> Tensor:
             **tile,
         )
     return out
+
+
+def compile_cases() -> cases.CompileCases:
+    """The launches that `compile_all` compiles."""
+
+    def dense(x: cases.Quantized, w: cases.Quantized, accumulate: bool = False) -> None:
+        out = cases.empty(len(x[0]), len(w[0]), dtype=cases.FP32 if accumulate else cases.BF16)
+        launch(GemmRequest(Schedule.DENSE, Operand(*x), Operand(*w), out.dtype, out, None, accumulate))
+
+    t, n, k, quantized = cases.T, cases.N, cases.K, cases.quantized
+    return {
+        "x · wᵀ": lambda: dense(quantized(t, k, TILE), quantized(n, k, BLOCK)),
+        "x · wᵀ, 64 rows": lambda: dense(quantized(64, k, TILE), quantized(n, k, BLOCK)),
+        "x · wᵀ INT8": lambda: dense(quantized(t, k, TILE, cases.INT8), quantized(n, k, BLOCK, cases.INT8)),
+        "dyᵀ · x": lambda: dense(quantized(t, t, TILE), quantized(n, t, TILE), accumulate=True),
+        "x · wᵀ MXFP8": lambda: dense(quantized(t, k, MX_TILE), quantized(n, k, MX_TILE)),
+    }
 
 
 @triton.jit(do_not_specialize=["M"])

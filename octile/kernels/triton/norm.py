@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octile.kernels.memory_layout import new_scale
+from octile.kernels.triton import compile_cases as cases
 from octile.kernels.triton import launch_config, partial_sums
 from octile.kernels.triton.device import device_properties
 from octile.kernels.triton.fp8_bits import as_encoded, quantize_constants
@@ -75,6 +76,18 @@ def _rows_of_program(k: int, sizes: launch_config.RowSizes) -> dict[str, int]:
     rows = max(sizes.elements // (128 * tiles), 1)
     warps = min(max(rows * tiles * 128 // sizes.elements_per_warp, 4), sizes.max_warps)
     return {"ROWS": rows, "TILES": tiles, "num_warps": warps}
+
+
+def compile_cases() -> cases.CompileCases:
+    """The launches that `compile_all` compiles."""
+    x, weight, ragged = cases.empty(cases.T, cases.K), cases.empty(cases.K), cases.ragged()
+    rstd, master = cases.empty(cases.T, dtype=cases.FP32), cases.empty(cases.K, dtype=cases.FP32)
+    return {
+        "RMSNorm": lambda: launch(x, weight, 1e-6, cases.E4M3, False, True),
+        "RMSNorm in high precision": lambda: launch_high_precision(x, master, 1e-6),
+        "RMSNorm backward": lambda: launch_backward(x, x, weight, rstd),
+        "ragged: RMSNorm": lambda: launch(ragged, cases.empty(ragged.shape[1]), 1e-6, cases.E4M3, False),
+    }
 
 
 @triton.jit(do_not_specialize=["M"])

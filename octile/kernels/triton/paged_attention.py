@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octile.kernels.triton import compile_cases as cases
 from octile.kernels.triton.device import device_properties
 from octile.kernels.triton.fp8_bits import as_encoded, to_float
 from octile.kernels.triton.launch_config import MERGE_SPLITS, PAGED_ATTENTION
@@ -75,6 +76,19 @@ def choose_splits(programs: int, num_sms: int) -> int:
     """Return into how many splits a row's positions are divided: several programs an SM, as texts differ in length."""
     splits = triton.next_power_of_2(PAGED_ATTENTION["PROGRAMS"] * num_sms // max(programs, 1))
     return min(max(splits, 1), PAGED_ATTENTION["MAX_SPLITS"])
+
+
+def compile_cases() -> cases.CompileCases:
+    """The launches that `compile_all` compiles."""
+    pages, lengths = cases.empty(256, 64, dtype=torch.int32), cases.empty(256, dtype=torch.int32)
+
+    def paged(heads: int, cached: torch.dtype) -> None:
+        launch(cases.empty(256, heads, 576), cases.latent_cache(cached), pages, lengths, 512, 0.1, 8)
+
+    return {
+        "paged attention": lambda: paged(16, cases.BF16),
+        "paged attention of V3, FP8": lambda: paged(128, torch.uint8),
+    }
 
 
 @triton.jit(do_not_specialize=["n_splits", "page_row"])  # which depend on the step's rows

@@ -26,7 +26,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octile.formats import TILE
 from octile.kernels.memory_layout import padded
+from octile.kernels.triton import compile_cases as cases
 from octile.kernels.triton.launch_config import PEER_BLOCK, PEER_CHUNK, PEER_ROWS
 
 MAX_CHUNKS = 256  # of rows from a rank
@@ -163,6 +165,31 @@ def sizes(x: Tensor, scale: Tensor | None, rows: Mapping[str, int] = PEER_ROWS) 
         "ALIGNED": width == 16, "TILES": tiles, "SCALES": triton.next_power_of_2(max(tiles, 1)),
         "num_warps": max(rows["num_warps"], cols // WORDS_PER_WARP),
     }  # fmt: skip
+
+
+def compile_cases() -> cases.CompileCases:
+    """The launches that `compile_all` compiles."""
+    offs, experts = cases.empty(cases.GROUPS, dtype=torch.int32), cases.empty(cases.T, 8, dtype=torch.int64)
+    (data, scale, _), peers = cases.quantized(8 * cases.T + 1, cases.K, TILE), compiled_peers()
+    sent, results = data.view(torch.uint8), cases.empty(64 * cases.T, cases.K).view(torch.uint8)
+    numbers, buffer = cases.empty(8 * cases.T, 8, dtype=torch.int32), cases.empty(2**34, dtype=torch.uint8)
+
+    def exchange() -> None:
+        launch_barrier(peers)
+        launch_send_experts(experts, cases.T, peers)
+        launch_local_experts(numbers, 0, 32)
+        launch_exchange(
+            sent[: cases.T], scale[: cases.T], experts, numbers, 32, buffer, sent, scale, cases.T, peers
+        )  # fmt: skip
+        launch_send_back(results, numbers.view(-1), offs, 8 * cases.T, peers)
+
+    return {"exchange with other ranks": exchange}
+
+
+def compiled_peers() -> Peers:
+    """Eight ranks, for compile cases."""
+    buffers, barriers = cases.empty(8, dtype=torch.int64), cases.empty(8, dtype=torch.int64)
+    return Peers(0, buffers, barriers, cases.empty(2, dtype=torch.int32), 32)
 
 
 @triton.jit(do_not_specialize=["rank"])

@@ -6,7 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octile.formats import TILE
 from octile.kernels.memory_layout import new_scale
+from octile.kernels.triton import compile_cases as cases
 from octile.kernels.triton import launch_config
 from octile.kernels.triton.launch_config import EXACT, PERMUTE_SCALES, UNPERMUTE, UNPERMUTE_BACKWARD
 
@@ -65,6 +67,18 @@ def launch_back_backward(dsum: Tensor, y: Tensor, place: Tensor, weight: Tensor)
                 dweight, K=k, ROWS=rows, COLS=cols, num_warps=UNPERMUTE_BACKWARD["num_warps"], **EXACT,
             )  # fmt: skip
     return dy, dweight
+
+
+def compile_cases() -> cases.CompileCases:
+    """The launches that `compile_all` compiles."""
+    place, sums, rows = cases.rows_of_tokens(), cases.empty(cases.T, cases.K), cases.empty(8 * cases.T, cases.K)
+    weight = cases.empty(cases.T, 8, dtype=cases.FP32)
+    return {
+        "permute": lambda: launch(*cases.quantized(cases.T, cases.K, TILE)[:2], place),
+        "unpermute": lambda: launch_back(rows, place, sums),
+        "unpermute with weights": lambda: launch_back(rows, place, sums, weight),
+        "unpermute backward": lambda: launch_back_backward(sums, rows, place, weight),
+    }
 
 
 @triton.jit(do_not_specialize=["R"])

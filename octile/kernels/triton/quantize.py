@@ -9,7 +9,9 @@ import torch
 import triton
 from torch import Tensor
 
+from octile.formats import BLOCK, COLUMN_TILE, TILE
 from octile.kernels.memory_layout import new_scale
+from octile.kernels.triton import compile_cases as cases
 from octile.kernels.triton import launch_config
 from octile.kernels.triton.fp8_bits import FORMAT_OF_DTYPE, as_encoded, format_constants, quantize_constants
 from octile.kernels.triton.launch_config import ELEMENTWISE, EXACT
@@ -124,3 +126,22 @@ def _part(block_rows: int, block_cols: int) -> dict[str, int]:
     cols = min(triton.next_power_of_2(block_cols), 1024)
     rows = min(triton.next_power_of_2(block_rows), PART // cols)
     return {"ROWS": rows, "COLS": cols, "num_warps": max(rows * cols // launch_config.ELEMENTS_PER_WARP, 4)}
+
+
+def compile_cases() -> cases.CompileCases:
+    """The launches that `compile_all` compiles."""
+    x = cases.empty(cases.T, cases.K)
+    e5m6 = cases.empty(cases.T, cases.K * 3 // 2, dtype=torch.uint8)
+    scale = cases.empty(cases.T, cases.K // 128, dtype=cases.FP32)
+    return {
+        "quantize 1×128": lambda: launch(x, *TILE, cases.E4M3, True),
+        "quantize 128×1": lambda: launch(x, *COLUMN_TILE, cases.E4M3, False),
+        "quantize 128×128": lambda: launch(cases.empty(cases.N, cases.K, dtype=cases.FP32), *BLOCK, cases.E4M3, False),
+        "quantize a row": lambda: launch(x, 1, cases.K, cases.E4M3, False),
+        "quantize a tensor": lambda: launch(x, cases.T, cases.K, cases.E4M3, False),
+        "dequantize": lambda: launch_dequantize(*cases.quantized(cases.N, cases.K, BLOCK)[:2], *BLOCK, cases.BF16),
+        "quantize to E5M6": lambda: launch(x, *TILE, torch.uint8, True),
+        "dequantize E5M6": lambda: launch_dequantize(e5m6, scale, *TILE, cases.BF16),
+        "scale given": lambda: launch_with_scale(x, cases.empty(1, dtype=cases.FP32), cases.E4M3),
+        "ragged: quantize to E5M6": lambda: launch(cases.ragged(), *TILE, torch.uint8, True),
+    }

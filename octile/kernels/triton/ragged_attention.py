@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octile.kernels.hopper import SHARED_BYTES
+from octile.kernels.triton import compile_cases as cases
 from octile.kernels.triton.device import device_properties
 from octile.kernels.triton.launch_config import RAGGED_ATTENTION, RAGGED_ATTENTION_SMALL
 
@@ -41,6 +42,13 @@ def launch(
             PRECISION="ieee" if is_float32 else "tf32",
             **settings,
         )  # fmt: skip
+
+
+def compile_cases() -> cases.CompileCases:
+    """The launches that `compile_all` compiles."""
+    out, q = cases.empty(cases.T, 16, 128), cases.empty(4096, 128, 192)[:, :16]
+    v, ends = cases.empty(4096, 16, 256)[..., 128:], cases.empty(cases.GROUPS, dtype=torch.int32)
+    return {"attention of prompts": lambda: launch(out, q, q, v, ends, ends, 1024, 0.1)}
 
 
 @triton.jit

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octile.kernels.triton import compile_cases as cases
 from octile.kernels.triton.launch_config import EXACT, ROPE, ROPE_HALVES, ROTATE
 
 
@@ -81,6 +82,19 @@ def _tile(h: int, columns: int, most: dict[str, int]) -> dict[str, int]:
     heads = min(triton.next_power_of_2(max(h, 1)), most["MAX_HEADS"])
     tokens = max(most["ELEMENTS"] // (heads * columns), 1)
     return {"TOKENS": tokens, "HEADS": heads, "num_warps": most["num_warps"]}
+
+
+def compile_cases() -> cases.CompileCases:
+    """The launches that `compile_all` compiles."""
+    heads, cos = cases.empty(2, 4096, 128, 192), cases.empty(4096, 32, dtype=cases.FP32)
+    q, angles = cases.empty(2, 4096, 32, 128).transpose(1, 2), cases.empty(2, 4096, 128)
+    kv, k_rope, dv = cases.empty(2, 4096, 128, 256), cases.empty(2, 4096, 64), cases.empty(2, 4096, 128, 128)
+    return {
+        "rotate": lambda: launch(heads, cos, cos),
+        "rotate halves": lambda: launch_halves(q, q[:, ::4], angles, angles, False),
+        "latent keys": lambda: launch_keys(kv, k_rope, cos, cos, 128),
+        "latent keys backward": lambda: launch_keys_backward(heads, dv, cos, cos),
+    }
 
 
 @triton.jit(do_not_specialize=["tokens"])

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octile.kernels.triton import compile_cases as cases
 from octile.kernels.triton.launch_config import COUNT_TOKENS, ROUTING_PLAN, ROUTING_PLAN_SCAN
 
 
@@ -53,6 +54,16 @@ def launch(experts: Tensor, load: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _bins(n_experts: int) -> int:
     return max(triton.next_power_of_2(n_experts), 32)
+
+
+def compile_cases() -> cases.CompileCases:
+    """The launches that `compile_all` compiles."""
+    experts = cases.empty(cases.T, 8, dtype=torch.int64)
+    return {
+        "counts of tokens": lambda: launch_count(experts, 256, 2),
+        "routing plan": lambda: launch(experts, cases.empty(256, dtype=torch.int64)),
+        "routing plan of many experts": lambda: launch(experts, cases.empty(4096, dtype=torch.int64)),
+    }
 
 
 @triton.jit(do_not_specialize=["R", "PROGRAMS"])

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octile.kernels.triton import compile_cases as cases
 from octile.kernels.triton.launch_config import ROW_INVARIANT
 
 
@@ -18,6 +19,15 @@ def launch(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
         with torch.cuda.device_of(a):
             matmul_nt[grid](a, b, out, m, n, k, *a.stride(), *b.stride(), FP32=a.dtype != b.dtype, **ROW_INVARIANT)
     return out
+
+
+def compile_cases() -> cases.CompileCases:
+    """The launches that `compile_all` compiles."""
+    x, weight = cases.empty(1, cases.T, cases.K), cases.empty(1, cases.N, cases.K)
+    return {
+        "rows that do not depend on each other": lambda: launch(x, weight, cases.FP32),
+        "the same in FP32": lambda: launch(x, cases.empty(1, 256, cases.K, dtype=cases.FP32), cases.FP32),
+    }
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octile.kernels.triton import compile_cases as cases
 from octile.kernels.triton.device import device_properties
 from octile.kernels.triton.launch_config import EXACT, SAMPLE_TOKENS
 
@@ -43,6 +44,20 @@ def launch(logits: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor
         if parts > 1:
             best_of_rows[(rows,)](best, of_parts, tokens, parts, PARTS=sizes["PARTS"], num_warps=1)
     return tokens
+
+
+def compile_cases() -> cases.CompileCases:
+    """The launches that `compile_all` compiles."""
+
+    def sampled(rows: int, vocabulary: int, dtype: torch.dtype) -> None:
+        seeds, temperature = cases.empty(rows, dtype=torch.int64), cases.empty(rows, dtype=cases.FP32)
+        launch(cases.empty(rows, vocabulary, dtype=dtype), seeds, seeds, temperature)
+
+    return {
+        "sampling": lambda: sampled(256, 102400, cases.BF16),
+        "sampling outside of graphs": lambda: sampled(256, 102400, cases.FP32),
+        "sampling of a small vocabulary": lambda: sampled(1, 4096, cases.BF16),
+    }
 
 
 @triton.jit(do_not_specialize=["part", "parts"])

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octile.kernels.triton import compile_cases as cases
 from octile.kernels.triton.launch_config import (
     EXACT,
     SEQUENCE_BALANCE,
@@ -59,6 +60,17 @@ def launch_backward(dloss: Tensor, logits: Tensor, f: Tensor, scoring_func: str)
             num_warps=SEQUENCE_BALANCE_BACKWARD["num_warps"], **EXACT,
         )  # fmt: skip
     return dlogits
+
+
+def compile_cases() -> cases.CompileCases:
+    """The launches that `compile_all` compiles."""
+    logits, experts = cases.empty(cases.T, 256, dtype=cases.FP32), cases.empty(cases.T, 8, dtype=torch.int64)
+    dloss, f = cases.empty(dtype=cases.FP32), cases.empty(2, 256, dtype=cases.FP32)
+    return {
+        "balance of V3": lambda: launch(logits, None, 8, 2, "sigmoid"),
+        "balance of V2": lambda: launch(logits, experts, 8, 2, "softmax"),
+        "balance backward": lambda: launch_backward(dloss, logits, f, "sigmoid"),
+    }
 
 
 @triton.jit(do_not_specialize=["S", "PROGRAMS", "STEPS"])

@@ -6,7 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octile.formats import TILE
 from octile.kernels.memory_layout import new_quantized_transposed, new_scale
+from octile.kernels.triton import compile_cases as cases
 from octile.kernels.triton.blocks import rows_of_tile, store_tiles, store_tiles_transposed
 from octile.kernels.triton.fp8_bits import as_encoded, quantize_constants
 from octile.kernels.triton.launch_config import BLOCK_WARPS, ELEMENTWISE, EXACT, SWIGLU
@@ -149,6 +151,25 @@ def _elementwise_programs(m: int, n: int) -> int:
 def _prefixed(prefix: str, constants: dict[str, float]) -> dict[str, float]:
     """Constants of a second format in the same kernel."""
     return {f"{prefix}_{name}": value for name, value in constants.items()}
+
+
+def compile_cases() -> cases.CompileCases:
+    """The launches that `compile_all` compiles."""
+    gate, up = cases.empty(cases.T, 2 * cases.N).chunk(2, dim=1)
+    (saved_gate, saved_up), (gate_scale, up_scale), _ = cases.quantized(cases.T, cases.N, TILE, groups=2)
+    weight, dh, tiles = cases.empty(cases.T, dtype=cases.FP32), cases.empty(cases.T, cases.N), cases.group_tiles()
+    inputs, saved = (gate, up, None, None, None), (saved_gate, saved_up, gate_scale, up_scale, weight)
+    formats = cases.E4M3, False, cases.E4M3, True
+    return {
+        "SwiGLU": lambda: launch(gate, up, cases.E4M3, False),
+        "SwiGLU, inputs saved": lambda: launch_and_save(gate, up, cases.E4M3, True, cases.E4M3, False, weight),
+        "SwiGLU backward": lambda: launch_backward(dh, *inputs, *formats),
+        "SwiGLU backward, inputs saved": lambda: launch_backward(dh, *saved, *formats),
+        "SwiGLU backward, h in blocks": lambda: launch_backward(dh, *inputs, *formats, None, True),
+        "SwiGLU backward of groups, inputs saved": lambda: launch_backward(dh, *saved, *formats, tiles),
+        "SwiGLU in high precision": lambda: launch_high_precision(gate, up),
+        "SwiGLU backward in high precision": lambda: launch_high_precision_backward(dh, gate, up),
+    }
 
 
 @triton.jit(do_not_specialize=["M"])

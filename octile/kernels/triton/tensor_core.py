@@ -9,9 +9,12 @@ A program computes a tile of outputs. Operands are given as values and exponents
 either is read in whole vectors.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from octile.kernels.triton import compile_cases as cases
 
 TILE_M, TILE_N = 32, 64
 
@@ -66,6 +69,22 @@ def launch(
         num_warps=4,
         enable_fp_fusion=False,
     )
+
+
+def compile_cases() -> cases.CompileCases:
+    """The launches that `compile_all` compiles."""
+
+    def modeled(dtype: torch.dtype, terms: int, bits: int) -> None:
+        t, n, k = cases.T, cases.N, cases.K
+        a, b = ((cases.empty(side, k, dtype=dtype), cases.empty(side, k, dtype=torch.int16)) for side in (t, n))
+        scales = cases.empty(t, k // 128, dtype=cases.FP32), cases.empty(n, k // 128, dtype=cases.FP32)
+        out = cases.empty(t, n, dtype=cases.FP32)
+        launch(out, a, b, scales, 128, True, terms, bits, min(bits, 23), -133)
+
+    return {
+        "Hopper's tensor core, FP8": lambda: modeled(cases.FP32, 32, 13),
+        "Hopper's tensor core, BF16": lambda: modeled(torch.float64, 16, 25),
+    }
 
 
 @triton.jit

@@ -9,7 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octile.formats import TILE
 from octile.kernels.memory_layout import new_quantized_transposed, new_scale, new_transposed
+from octile.kernels.triton import compile_cases as cases
 from octile.kernels.triton import quantize
 from octile.kernels.triton.blocks import (
     rows_of_tile,
@@ -153,6 +155,30 @@ def _launch(kernel: Any, x: Tensor, power_of_2: bool, data: Tensor, data_t: Tens
     encoded = {"data": as_encoded(data), "data_t": as_encoded(data_t)}
     with torch.cuda.device_of(x):
         kernel[grid](x, m, k, *x.stride(), **encoded, **others, POWER_OF_2=power_of_2, **constants)
+
+
+def compile_cases() -> cases.CompileCases:
+    """The launches that `compile_all` compiles."""
+    x, weight = cases.empty(cases.T, cases.K), cases.empty(cases.N, cases.K, dtype=cases.FP32)
+    data, scale, _ = cases.quantized(cases.T, cases.K, TILE)
+    e5m6, rows = cases.empty(cases.T, cases.K * 3 // 2, dtype=torch.uint8), cases.rows_of_tokens().view(-1)
+    e5m6_scale = cases.empty(cases.T, cases.K // 128, dtype=cases.FP32)
+    tiles, ragged, dtype = cases.group_tiles(), cases.ragged(), cases.E4M3
+    return {
+        "rows and columns": lambda: launch_rows_and_columns(x, dtype, False),
+        "rows and columns of groups": lambda: launch_rows_and_columns(x, dtype, False, tiles),
+        "requantize, transposed": lambda: launch_requantize(data, scale, dtype, True),
+        "requantize E5M6, transposed": lambda: launch_requantize(e5m6, e5m6_scale, dtype, True),
+        "requantize rows, transposed": lambda: launch_requantize(data, scale, dtype, True, rows),
+        "requantize rows of groups, transposed": lambda: launch_requantize(data, scale, dtype, True, rows, tiles),
+        "requantize to blocks, transposed": lambda: launch_requantize(data, scale, dtype, True, in_blocks=True),
+        "weight and its transpose": lambda: launch_block(weight, dtype, False),
+        "ragged: rows and columns": lambda: launch_rows_and_columns(ragged, dtype, False),
+        "ragged: weight and its transpose": lambda: launch_block(ragged, dtype, False),
+        "ragged: requantize, transposed": lambda: launch_requantize(
+            *cases.quantized(700, 1000, TILE)[:2], dtype, False
+        ),
+    }
 
 
 @triton.jit(do_not_specialize=["M", "P"])
