@@ -1,7 +1,8 @@
 """Training on many processes: experts and optimizer state spread over ranks, and weights that FSDP2 gathers in FP8."""
 
 from octile.parallel.balance import balance_gates
-from octile.parallel.experts import ExpertDispatcher, ExpertShare, shard_experts
+from octile.parallel.expert_sharding import ExpertShare, shard_experts
+from octile.parallel.experts import ExpertDispatcher
 from octile.parallel.fsdp import AllGatherSummary, use_fp8_all_gather
 from octile.parallel.state import ShardedState
 

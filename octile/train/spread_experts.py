@@ -9,7 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.delayed_scaling import amax_histories
 from octile.parallel import symmetric_memory
-from octile.parallel.experts import Across, ExpertShare, groups_of, shard_experts
+from octile.parallel.expert_sharding import ExpertShare, shard_experts
+from octile.parallel.experts import Across, groups_of
 from octile.parallel.links import AUTO_RANKS
 from octile.parallel.ranks import Ranks
 from octile.recipe import Recipe

@@ -56,7 +56,7 @@ from octile.nn.weight_cache import frozen_weights
 from octile.ops.high_precision import without_reduced_precision_reduction
 from octile.optim import EMA, AdamW, BatchRamp, DynamicLossScale, WarmupConstantCosine, clip_factor, param_groups
 from octile.optim.gradient import gradient_norm
-from octile.parallel.experts import ExpertShare
+from octile.parallel.expert_sharding import ExpertShare
 from octile.parallel.ranks import Ranks
 from octile.parallel.schedules import Schedule
 from octile.parallel.state import ShardedState
