@@ -51,6 +51,13 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     sync_folder(path.parent)
 
 
+READ_BACK = frozenset({  # files that are written once and read again, which a result must not replace
+    "comparison.json", "config.json", "generation_config.json", "index.json", "manifest.json",
+    "model.safetensors.index.json", "octile.json", "state.json", "summary.json", "tokenizer.json",
+    "tokenizer_config.json",
+})  # fmt: skip
+
+
 def check_output_file(name: str, path: Path, *endings: str) -> None:
     """Refuse a file that cannot be written, before the work whose result it is to hold. Its folder need not exist.
 
@@ -65,13 +72,15 @@ def check_output_file(name: str, path: Path, *endings: str) -> None:
         NotADirectoryError: it is below a file.
         PermissionError: its folder, or the first above it that exists, is not writable.
         OSError: no file can be made there.
-        ValueError: it has another ending, or is a device or a pipe, which a renamed file would replace for all
-            processes of the machine.
+        ValueError: it has another ending; is a file of a run, a model or a checkpoint; or is a device or a pipe, which
+            a renamed file would replace for all processes of the machine.
     """
     if path.is_dir():
         raise IsADirectoryError(f"{name} {str(path)!r} is a folder: name a file")
     if path.absolute().parent == DEVICES or (path.exists() and not path.is_file()):
         raise ValueError(f"{name} {str(path)!r} is a device or a pipe: name a file")
+    if path.name in READ_BACK and path.is_file():
+        raise ValueError(f"{name} {str(path)!r} is a file of a run, a model or a checkpoint, which is not replaced")
     if endings and path.suffix not in endings:
         raise ValueError(f"{name} must end in {' or '.join(endings)}, not {str(path)!r}")
     folder = next(folder for folder in path.parents if folder.exists())

@@ -40,9 +40,13 @@ E = TypeVar("E", bound=type[Exception])
 
 MAX_BYTES = 2**30  # of a message: the prompts of a full server, or the chunks of a large checkpoint, are a tenth of it
 MAX_SHOWN = 300  # characters that a message about a stranger's bytes quotes
-DTYPES: Mapping[str, torch.dtype] = {
-    str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
-}
+DTYPES: Mapping[str, torch.dtype] = {  # quantized ones would need more than their bytes, and crash without it
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
+        torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu,
+    )
+}  # fmt: skip
 ERRORS: dict[str, type[Exception]] = {
     error.__name__: error
     for error in (

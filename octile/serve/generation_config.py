@@ -8,6 +8,7 @@ Source: transformers' `GenerationConfig`. This module imports no torch.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -83,8 +84,10 @@ def read_generation_config(folder: Path, vocab_size: int) -> tuple[GenerationCon
         ValueError: the file is damaged, or a field has another type or is outside its range; the message names both.
     """
     file = folder / FILE
-    if not file.is_file():
+    if not os.path.lexists(file):
         return GenerationConfig(), []
+    if not file.is_file():  # a broken link, say: its values would be lost
+        raise ValueError(f"{file} is no file that can be read: bring it back, or remove it")
     values = {name: value for name, value in read_json(file).items() if value is not None}
     known = {f.name for f in fields(GenerationConfig)}
     try:
@@ -94,7 +97,8 @@ def read_generation_config(folder: Path, vocab_size: int) -> tuple[GenerationCon
     for token in config.end_tokens:
         if token >= vocab_size:
             raise ValueError(f"{file}: eos_token_id must be below vocab_size, {vocab_size}, not {quoted(token)}")
-    return config, [f"{name} {quoted(value)}" for name, value in _unused(config, values, known)]
+    unused = _unused(config, values, known)
+    return config, [f"{name if name.isidentifier() else quoted(name)} {quoted(value)}" for name, value in unused]
 
 
 def tokens_of(eos_token_id: int | tuple[int, ...] | None) -> tuple[int, ...]:

@@ -10,9 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 import signal
-import socket
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -59,7 +57,7 @@ def importing() -> Iterator[None]:
     Nothing is to be cleaned up while modules are imported. A library may take an exception for an import that has
     failed and go on, and one in torch's C++ code aborts the process.
     """
-    if threading.current_thread() is not threading.main_thread():  # only the main thread can handle signals
+    if not _is_main_thread():
         yield
         return
     before = {number: signal.getsignal(number) for number in SIGNALS}
@@ -69,6 +67,13 @@ def importing() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _is_main_thread() -> bool:
+    """Whether this is the main thread, the only one that can handle signals."""
+    import threading  # late: signals are handled before it is imported
+
+    return threading.current_thread() is threading.main_thread()
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
@@ -95,7 +100,7 @@ def terminable() -> Iterator[list[type[KeyboardInterrupt]]]:
         raised.append(Terminated if number == signal.SIGTERM else KeyboardInterrupt)
         raise raised[-1]
 
-    if threading.current_thread() is not threading.main_thread():  # only the main thread can handle signals
+    if not _is_main_thread():
         yield raised
         return
     before = {signal.SIGTERM: signal.signal(signal.SIGTERM, interrupt)}
@@ -111,7 +116,7 @@ def terminable() -> Iterator[list[type[KeyboardInterrupt]]]:
 @contextmanager
 def termination_ignored() -> Iterator[None]:
     """Context manager in which SIGTERM is ignored, for a process that is about to end anyway."""
-    if threading.current_thread() is not threading.main_thread():  # only the main thread can handle signals
+    if not _is_main_thread():
         yield
         return
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -175,6 +180,9 @@ def stop_requests(acknowledge: Callable[[int], None]) -> Iterator[list[int]]:
 @contextmanager
 def _observed(acknowledge: Callable[[int], None]) -> Iterator[None]:
     """Call a function in another thread when the first signal arrives, and end the process some time after a second."""
+    import socket
+    import threading
+
     reader, writer = socket.socketpair()
     writer.setblocking(False)
 

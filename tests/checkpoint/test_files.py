@@ -65,6 +65,14 @@ def test_a_folder_that_takes_no_file_is_refused(path):
         check_output_file("out", Path(path))
 
 
+@pytest.mark.parametrize("name", ["config.json", "octile.json", "summary.json"])
+def test_a_file_that_is_read_again_is_not_replaced_by_a_result(tmp_path, name):
+    check_output_file("json", tmp_path / name)
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(ValueError, match=f"^json '.*{name}' is a file of a run, a model or a checkpoint"):
+        check_output_file("json", tmp_path / name)
+
+
 def test_the_check_of_an_output_file_leaves_nothing(tmp_path):
     check_output_file("out", tmp_path / "new" / "step.svg")
     assert not list(tmp_path.iterdir())

@@ -322,6 +322,12 @@ UNPICKLES = re.compile(
 PIPES = "serve/disaggregated/page_pool.py"  # a handle of memory, over pipes that a process has made for its children
 
 
+@pytest.mark.parametrize("dtype", ["qint8", "quint4x2", "uint4", "complex64"])
+def test_a_tensor_that_needs_more_than_its_bytes_is_refused(dtype: str):
+    with pytest.raises(MessageError, match="is needed, not"):
+        decode(json.dumps([[dtype, [2], "AQE="]]).encode(), Tensor, "the message")
+
+
 def test_no_module_unpickles_what_comes_from_a_socket():
     found = {
         str(file.relative_to(SOURCE))

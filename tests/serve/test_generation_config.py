@@ -153,6 +153,18 @@ def test_a_damaged_field_is_named(folder, values, message):
         write(folder, **values)
 
 
+def test_names_of_fields_are_no_commands_of_a_terminal(folder):
+    opened = write(folder, **{"\x1b[31mred": 2})
+    with pytest.warns(RuntimeWarning, match=r"not used: '\\x1b\[31mred' 2$"):
+        opened.warn_of_unused()
+
+
+def test_a_broken_link_is_refused(folder):
+    (folder / FILE).symlink_to(folder / "nowhere")
+    with pytest.raises(ValueError, match=f"{FILE} is no file that can be read"):
+        Folder.open(folder)
+
+
 def test_a_file_that_is_no_json_is_named(folder):
     (folder / FILE).write_text('{"top_p": ')
     with pytest.raises(ValueError, match=f"{FILE} is damaged: not JSON at byte"):

@@ -81,14 +81,18 @@ class Connection(H11Protocol):
     def on_response_complete(self) -> None:
         """Go on with the next request, unless the client has sent its last one."""
         super().on_response_complete()
-        if self._has_ended and not self.is_closing:
+        if self.is_closing:
+            return
+        if self._has_ended:
             self.eof_received()
+        elif self.conn.has_buffered():  # the begin of a head came with the request before
+            self._time_head()
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is refused, in OpenAI's format, and close."""
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             status = self.conn.refused_with
-            content = json.dumps(ApiError(status, REFUSALS.get(status, msg)).body()).encode()
+            content = json.dumps(ApiError(status, REFUSALS.get(status, self.conn.why or msg)).body()).encode()
             head = (
                 f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
                 f"content-length: {len(content)}\r\nconnection: close\r\n\r\n"
@@ -195,11 +199,12 @@ class _Parser(h11.Connection):
 
     Attributes:
         refused_with: the status of the refusal.
+        why: what is wrong with the request.
     """
 
     def __init__(self) -> None:
         super().__init__(h11.SERVER, HEAD_BYTES)
-        self.refused_with = 400
+        self.refused_with, self.why = 400, ""
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         """Return the next event; see `h11.Connection.next_event`."""
@@ -209,9 +214,13 @@ class _Parser(h11.Connection):
             if isinstance(event, h11.Request):
                 self._check(event, before - self._n_buffered())
         except h11.RemoteProtocolError as error:
-            self.refused_with = error.error_status_hint
+            self.refused_with, self.why = error.error_status_hint, f"the request is not valid HTTP: {error}"
             raise
         return event
+
+    def has_buffered(self) -> bool:
+        """Whether bytes of the next request have come."""
+        return self._n_buffered() > 0
 
     def _n_buffered(self) -> int:
         return len(self.trailing_data[0])
@@ -220,7 +229,7 @@ class _Parser(h11.Connection):
     def _check(request: h11.Request, head_bytes: int) -> None:
         if head_bytes > HEAD_BYTES:
             raise h11.RemoteProtocolError("the head is too large", error_status_hint=431)
-        if not request.http_version.startswith(b"1."):
+        if request.http_version not in (b"1.0", b"1.1"):
             raise h11.RemoteProtocolError("another version of HTTP", error_status_hint=505)
         if {b"content-length", b"transfer-encoding"} <= {name for name, _ in request.headers}:
             raise h11.RemoteProtocolError("the body has two lengths")

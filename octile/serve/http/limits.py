@@ -16,8 +16,13 @@ HEAD_BYTES = 16 * 1024  # of a request
 WRITE_SECONDS = 5.0  # to read what was written when a request's time is over, or its connection closes
 
 
-async def read_body(request: Request, limit: int) -> bytes:
+async def read_body(request: Request, limit: int, deadline: float) -> bytes:
     """Read the body of a request.
+
+    Args:
+        request: the request.
+        limit: bytes of the body.
+        deadline: when the request's time is over, in the event loop's time.
 
     Raises:
         ApiError: 415, it is announced as something else than JSON; 413, it has more bytes than the limit; 408, it does
@@ -31,14 +36,15 @@ async def read_body(request: Request, limit: int) -> bytes:
     if int(announced) > limit:
         raise too_large
     content = bytearray()
+    seconds = min(BODY_SECONDS, deadline - asyncio.get_running_loop().time())
     try:
-        async with asyncio.timeout(BODY_SECONDS):
+        async with asyncio.timeout(seconds):
             async for piece in request.stream():
                 content += piece
                 if len(content) > limit:
                     raise too_large
     except TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:.0f} seconds") from None
+        raise ApiError(408, f"the body did not arrive within {seconds:.3g} seconds") from None
     except ClientDisconnect:
         raise ApiError(499, "the client has closed the connection") from None
     return bytes(content)

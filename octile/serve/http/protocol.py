@@ -19,6 +19,7 @@ from octile.serve.http.errors import ApiError
 from octile.serve.request import MAX_LOGPROBS, MAX_TOP_K, Sampling
 from octile.validation import MAX_SEED, quoted
 
+MAX_NAME = 60  # characters of an unknown field that an error repeats
 MAX_CHOICES = 128  # OpenAI's limit of n
 MAX_PROMPTS = MAX_MESSAGES = MAX_PARTS = 2048
 MAX_STOPS = 16  # fewer than Sampling's, which also has those of the chat template
@@ -304,7 +305,8 @@ def describe(error: ValidationError) -> tuple[str, str | None]:
         case "missing":
             return f"{field} is missing", field
         case "unknown_field":
-            field = ".".join([*where, context["name"]])
+            name = context["name"]
+            field = ".".join([*where, name if name.isidentifier() and len(name) <= MAX_NAME else quoted(name)])
             return f"{field} is unknown, or not supported here", field
         case "model_type" | "model_attributes_type":
             return f"{field or 'the body'} must be an object, not {given}", field or None

@@ -23,6 +23,7 @@ from octile.serve.http.protocol import ChatBody, CompletionBody, Generation, par
 from octile.serve.http.responses import DONE, PacedResponse, event, json_bytes, while_connected
 from octile.serve.request import FinishReason, Output, Sampling
 from octile.tokenizer import Tokenizer
+from octile.validation import quoted
 
 B = TypeVar("B", bound=Generation)
 
@@ -125,7 +126,8 @@ class Service:
     def check_model(self, name: str) -> None:
         """Raise ApiError, 404, if a model is not the one that is served."""
         if name != self.model:
-            raise ApiError(404, f"model {name!r} is not served here; {self.model!r} is", "model", "model_not_found")
+            why = f"model {quoted(name)} is not served here; {self.model!r} is"
+            raise ApiError(404, why, "model", "model_not_found")
 
     async def complete(self, request: Request) -> Response:
         """Answer POST /v1/completions."""
@@ -205,7 +207,7 @@ class Service:
             places = _Places(self)
             held.callback(places.release)
             places.take(1)  # before the body is read, so that there are only so many in memory
-            body = parse(form, await read_body(request, self.limits.body))
+            body = parse(form, await read_body(request, self.limits.body, deadline))
             self.check_model(body.model)
             places.take(count_prompts(body) * (body.n or 1) - 1)
             if not body.stream:

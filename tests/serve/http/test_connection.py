@@ -107,6 +107,23 @@ def test_a_connection_ends_in_each_state(hurried, begin, drip, statuses):
     assert httpx.get(f"{hurried.url}/health").status_code == 200
 
 
+def test_a_head_that_begins_in_the_packet_of_the_request_before_has_as_much_time(hurried, monkeypatch):
+    monkeypatch.setattr("octile.serve.http.server.KEEP_ALIVE_SECONDS", 30)
+    monkeypatch.setattr(hurried.server.config, "timeout_keep_alive", 30)
+    client = connect(hurried)
+    client.sendall(GET + b"GET /health HT")
+    assert read_to_the_end(client).count(b"HTTP/1.1 200") == 1
+    client.close()
+
+
+def test_a_body_has_no_more_time_than_its_request(serve):
+    served = serve(limits=Limits(seconds=SHORT))
+    client = connect(served)
+    client.sendall(POST + b"Content-Length: 1000\r\n\r\n{")
+    assert read_to_the_end(client).startswith(b"HTTP/1.1 408 ")
+    client.close()
+
+
 def test_a_single_byte_after_an_answer_does_not_keep_the_connection(hurried):
     client = connect(hurried)
     client.sendall(POST + b"Content-Length: 1000\r\n\r\n")
@@ -165,8 +182,16 @@ def test_requests_of_one_connection_are_answered_in_turn(served):
         (GET.replace(b"1.1", b"9.9"), 505, "the version of HTTP is not supported"),
         (GET.replace(b"1.1", b"2.0"), 505, "the version of HTTP is not supported"),
         (GET.replace(b"GET", b"HEAD").replace(b"1.1", b"0.9"), 505, "the version of HTTP is not supported"),
-        (POST + b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400, "Invalid HTTP request"),
-        (POST + b"Transfer-Encoding: chunked\r\nContent-Length: 0\r\n\r\n0\r\n\r\n" + GET, 400, "Invalid HTTP request"),
+        (
+            POST + b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+            400,
+            "the body has two lengths",
+        ),
+        (
+            POST + b"Transfer-Encoding: chunked\r\nContent-Length: 0\r\n\r\n0\r\n\r\n" + GET,
+            400,
+            "the body has two lengths",
+        ),
         (POST + b"Transfer-Encoding: gzip\r\n\r\n", 501, "the transfer coding of the body is not supported"),
     ],
     ids=[

@@ -78,6 +78,8 @@ def test_a_body_that_is_no_json_object(served, body, message):
         ("completions", {**COMPLETION, "logit_bias": {"5": 1}}, "logit_bias", "logit_bias must be empty"),
         ("completions", {**COMPLETION, "presence_penalty": 1}, "presence_penalty", "presence_penalty must be 0, not 1"),
         ("completions", {**COMPLETION, "min_p": 0.1}, "min_p", "min_p is unknown, or not supported here"),
+        ("completions", {**COMPLETION, "\x1b[31m": 1}, "'\\x1b[31m'",
+         "'\\x1b[31m' is unknown, or not supported here"),
         ("completions", {**COMPLETION, "stream_options": {}}, "stream_options",
          "stream_options is only for stream true"),
         ("chat/completions", {"model": "micro", "messages": []}, "messages",
