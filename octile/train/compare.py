@@ -239,13 +239,16 @@ def compare(
             f"seeds {', '.join(map(str, seeds))}, gradient_steps {gradient_steps}, "
             f"{describe_settings(config, ('preset',))}"
         )
+    duration = None
+    if stored is None:
+        check_source(config.data)
+        runs = len(baselines) + len(configs) * len(seeds)
+        duration = check_duration(config, pick_device(config.device), runs=runs)
     for each in (baselines[0], *configs.values()):
         check_memory(each, pick_device(config.device), is_train=False)
     is_new = out is None
     if stored is None:
-        check_source(config.data)
-        runs = len(baselines) + len(configs) * len(seeds)
-        if duration := check_duration(config, pick_device(config.device), runs=runs):
+        if duration:
             console.print(duration)
         out = out or new_folder(Path("runs"), f"compare-{config.preset}")
         check_unused(out)

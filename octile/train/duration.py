@@ -51,7 +51,7 @@ def check_duration(config: TrainConfig, device: torch.device, done: int = 0, run
     what = "the run takes" if runs == 1 else f"the {runs} runs take"
     sentence = (
         f"on this CPU {what} at least {format_duration(seconds)}: {runs * (config.steps - done):,} steps of "
-        f"{format_quantity(flops)} FLOPs together, at the {format_flops(speed)} of its GEMMs; a GPU, a smaller "
+        f"{format_quantity(flops)} FLOPs together, at the {format_flops(speed)} of its GEMMs now; a GPU, a smaller "
         "--preset or fewer --steps take less"
     )
     if seconds > TOO_LONG and not config.allow_slow:

@@ -132,6 +132,7 @@ def _train_joined(
         fine_tune.check_shape(config, config.init_from)
     if begun is None or not (begun.run.data / MANIFEST).exists():
         check_source(config.data)
+    duration = ranks.from_first(lambda: None if begun else check_duration(config, device), str | None)
     check_memory(config, device)
     _agree(ranks, config, resume)
     if config.checkpoints is not None:
@@ -147,8 +148,8 @@ def _train_joined(
             if begun is not None and checkpoint is None:
                 _check_restart(begun, config, checkpoints, ranks)
             done = 0 if checkpoint is None else check_goal(config, checkpoint)
-            duration = ranks.from_first(lambda: check_duration(config, device, done))
             if begun is not None:
+                duration = ranks.from_first(lambda: check_duration(config, device, done), str | None)
                 print_settings(begun, done, console)
             console.print(f"run folder: {run.path}")
             if config.checkpoints is not None:

@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from octile.models.flops import train_flops_per_token
+from octile.parallel.ranks import FOREVER, Ranks
 from octile.train.compare import compare
 from octile.train.config import ParallelConfig, TrainConfig, preset
 from octile.train.duration import FAST_SIZE, check_duration
@@ -126,6 +128,28 @@ def test_a_run_is_refused_before_its_data_is_prepared(gflops, text, tmp_path):
     with pytest.raises(ValueError, match="allow_slow must be given for more than"):
         train(micro(data=str(text), out=tmp_path / "run", steps=10**9), False, silent_console())
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_needs_more_memory_as_well_is_told_its_duration(gflops, text, tmp_path, monkeypatch):
+    gflops(1e-6)
+    monkeypatch.setattr("octile.train.loop.check_memory", lambda *_: pytest.fail("it was checked first"))
+    with pytest.raises(ValueError, match="allow_slow must be given for more than"):
+        train(micro(data=str(text), out=tmp_path / "run", steps=10**9), False, silent_console())
+
+
+def test_the_ranks_of_a_run_get_the_sentence_of_the_first(gflops, text, tmp_path, monkeypatch):
+    def prepare(*arguments, **options):
+        raise KeyError("data is prepared")
+
+    gflops(1e-6)
+    ranks, screen = Ranks(0, 1, dist.HashStore(), FOREVER), silent_console()
+    monkeypatch.setattr("octile.train.loop.prepare", prepare)
+    monkeypatch.setattr("octile.train.loop.join", lambda *_: ranks)
+    monkeypatch.setattr(Ranks, "gather", lambda self, own, kind: [own])
+    monkeypatch.setattr("octile.train.loop._agree", lambda *_: None)
+    with pytest.raises(KeyError, match="data is prepared"):
+        train(micro(data=str(text), out=tmp_path / "run", steps=10**9, allow_slow=True), False, screen)
+    assert "on this CPU the run takes at least" in screen.console.file.getvalue()
 
 
 def test_a_run_says_it_before_its_data_is_prepared(gflops, text, tmp_path, monkeypatch):
