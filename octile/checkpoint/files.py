@@ -79,10 +79,10 @@ def check_output_file(name: str, path: Path, *endings: str) -> None:
         raise IsADirectoryError(f"{name} {str(path)!r} is a folder: name a file")
     if path.absolute().parent == DEVICES or (path.exists() and not path.is_file()):
         raise ValueError(f"{name} {str(path)!r} is a device or a pipe: name a file")
-    if path.name in READ_BACK and path.is_file():
-        raise ValueError(f"{name} {str(path)!r} is a file of a run, a model or a checkpoint, which is not replaced")
     if endings and path.suffix not in endings:
         raise ValueError(f"{name} must end in {' or '.join(endings)}, not {str(path)!r}")
+    if path.name in READ_BACK and path.is_file():
+        raise ValueError(f"{name} {str(path)!r} is a file of a run, a model or a checkpoint, which is not replaced")
     folder = next(folder for folder in path.parents if folder.exists())
     if not folder.is_dir():
         raise NotADirectoryError(f"{name} {str(path)!r} cannot be written: {str(folder)!r} is not a folder")
