@@ -24,6 +24,11 @@ STAGING = ".octile-partial"
 DEVICES = Path("/dev")  # also has links such as stdout, which may lead to a file
 WEIGHT_FILE = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 RECORDED = frozenset({"config.json", "tokenizer.json"})  # a chat template may be added to tokenizer_config.json
+READ_BACK = frozenset({  # files that are written once and read again, which a result must not replace
+    "comparison.json", "config.json", "generation_config.json", "index.json", "manifest.json",
+    "model.safetensors.index.json", "octile.json", "state.json", "summary.json", "tokenizer.json",
+    "tokenizer_config.json",
+})  # fmt: skip
 
 Checksums = dict[str, dict[str, Any]]  # file name → {"bytes": int, "sha256": str}
 
@@ -49,13 +54,6 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
             error.filename = str(path)  # a failed write does not name its file
         raise
     sync_folder(path.parent)
-
-
-READ_BACK = frozenset({  # files that are written once and read again, which a result must not replace
-    "comparison.json", "config.json", "generation_config.json", "index.json", "manifest.json",
-    "model.safetensors.index.json", "octile.json", "state.json", "summary.json", "tokenizer.json",
-    "tokenizer_config.json",
-})  # fmt: skip
 
 
 def check_output_file(name: str, path: Path, *endings: str) -> None:
