@@ -49,7 +49,7 @@ from importlib.util import find_spec
 import sys
 import torch
 print("python", sys.version.split()[0], "torch", torch.__version__, torch.cuda.get_device_name())
-needed = {"tests": "pytest pytest_timeout hypothesis", "kernels": "triton cuda.bindings", "roofline": "matplotlib",
+needed = {"tests": "pytest xdist pytest_timeout hypothesis", "kernels": "triton cuda.bindings", "roofline": "matplotlib",
           "train": "rich tokenizers tensorboard jinja2 filelock matplotlib safetensors"}
 for stage, names in needed.items():
     missing = [name for name in names.split() if not (find_spec(name.split(".")[0]) and find_spec(name))]
@@ -59,7 +59,10 @@ PY
     within 200 "$PYTHON" -m tools.smoke_gemm
     ;;
 tests)
-    within 520 "$PYTHON" -m tools.run_gpu_tests "$OUT" "${@:2}"
+    set -- "${@:2}"
+    (($#)) || set -- tests/gpu tests/optim
+    within 520 "$PYTHON" -m pytest "$@" -n 16 --maxschedchunk 1 -q -rfE --durations=20 \
+        -p no:cacheprovider --junitxml="$OUT/tests.xml" 2>&1 | tee "$OUT/tests.txt"
     ;;
 gemm)
     build_deep_gemm

@@ -1,7 +1,15 @@
-"""Tests on a GPU, from the operators up to training.
+"""Tests on a GPU, from the operators up to training. Without a GPU each is skipped, with the reason.
 
-`pytest tests/gpu` runs all of them; without a GPU each is skipped, with the reason.
+    pytest tests/gpu -n 16 --maxschedchunk 1       # on 16 cores; each process takes one test at a time
+
+A test that hangs, or that leaves its process without a usable CUDA context, ends its worker: pytest-xdist reports the
+test and starts another worker for those that follow.
 """
+
+import gc
+import os
+from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,8 +17,58 @@ import torch
 from octile.kernels.cuda.gemm import request as gemm_request
 from tests.train.conftest import store, text  # noqa: F401  (fixtures)
 
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # instead of 16 processes for each of this suite's
+
 if torch.cuda.is_available():
     import triton  # noqa: F401  (before tests/kernels/triton chooses the interpreter for the process)
+
+
+TIMEOUT = 120  # seconds of a test; one that waits for a kernel can only be ended with its process
+CACHED = 2**28  # bytes of torch's cache that a process may keep from the others
+START_FIRST = (  # the longest tests, which compile much or start processes
+    "test_transformers.py",
+    "test_train_bench.py",
+    "test_step.py",
+    "test_out_of_memory.py",
+    "test_both_kernels.py",
+    "test_disaggregated.py",
+    "test_serve.py",
+)
+STARTED_ONCE = ("test_experts.py",)  # one test starts the ranks, while the others would wait for its result
+LARGE = ("cuda/test_shapes.py",)  # up to 6 GiB a test: spread over the session, so that few run at a time
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    folder, counts, ranks = Path(__file__).parent, Counter[str](), dict[pytest.Item, float]()
+    for item in items:
+        name = str(item.path.relative_to(folder)) if item.path.is_relative_to(folder) else ""
+        counts[name] += 1
+        if name:
+            item.add_marker(pytest.mark.timeout(TIMEOUT, method="thread"))
+        is_first = name in START_FIRST or (name in STARTED_ONCE and counts[name] == 1)
+        ranks[item] = 0.0 if is_first else 2.0 if name in STARTED_ONCE else 1.0
+    ordered = sorted(items, key=ranks.__getitem__)
+    large = [item for item in ordered if str(item.path).endswith(LARGE)]
+    step = len(items) / max(len(large), 1)
+    ranks = {item: float(i) for i, item in enumerate(ordered)} | {item: i * step for i, item in enumerate(large)}
+    items.sort(key=ranks.__getitem__)
+
+
+@pytest.fixture(autouse=True)
+def memory_for_others():
+    """Return torch's cached memory to the GPU, which other workers share."""
+    yield
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > CACHED:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def pytest_runtest_logfinish(nodeid: str) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ and torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:  # an error of a kernel stays with the process
+            os._exit(1)
 
 
 @pytest.fixture(autouse=True)

@@ -255,7 +255,7 @@ def test_e5m6_becomes_8_bits_and_rows_are_reordered(shape: tuple[int, int], powe
 
 @formats_and_scales
 @pytest.mark.parametrize(
-    "counts", [(130, 0, 128, 1, 1000), (0, 0, 0), tuple(range(64)), (8192,)], ids=["some", "none", "many", "one"]
+    "counts", [(130, 0, 128, 1, 500), (0, 0, 0), tuple(range(40)), (2500,)], ids=["some", "none", "many", "one"]
 )
 @pytest.mark.parametrize("k", [1024, 1000, 9])
 def test_groups_have_tiles_of_their_own(k: int, counts: tuple[int, ...], fmt: str, power_of_2: bool):

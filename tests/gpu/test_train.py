@@ -15,6 +15,7 @@ from octile.recipe import Recipe
 from octile.serve.generate import generate_from
 from octile.serve.request import Sampling
 from octile.train.best_model import BestModel
+from octile.train.deterministic import deterministic
 from octile.train.loop import no_hook, train
 from octile.train.profile import PROFILED, WARM_UP, profiling
 from octile.train.token_store import TokenStore
@@ -84,8 +85,18 @@ def test_a_resumed_run_keeps_activations_as_it_began_whatever_is_free_then(train
 
 
 @every_recipe
-def test_two_deterministic_runs_have_the_same_bits(text: Path, recipe: str, tmp_path: Path):
-    config = micro(recipe=recipe, data=str(text), deterministic=True, device="cuda")
+def test_two_deterministic_trainers_have_the_same_bits(trainer_of, recipe: str):
+    first, second = (trainer_of(recipe) for _ in range(2))
+    with deterministic(True):
+        for trainer in (first, second):
+            for _ in range(6):  # the last of them are captured
+                trainer.step()
+    ours, theirs = first.state()[0], second.state()[0]
+    assert [name for name, t in ours.items() if not torch.equal(t, theirs[name])] == []
+
+
+def test_two_deterministic_runs_have_the_same_bits(text: Path, tmp_path: Path):
+    config = micro(data=str(text), deterministic=True, device="cuda")
     for name in "ab":
         train(replace(config, out=tmp_path / name), False, silent_console())
     first, second = (load_checkpoint(latest_checkpoint(tmp_path / name / "checkpoints"))[0] for name in "ab")

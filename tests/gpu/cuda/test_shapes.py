@@ -9,7 +9,7 @@ from torch import Tensor
 from octile.bench import shapes
 from octile.bench.gemm_case import PreparedCase, group_slices, prepare_case
 from octile.bench.shapes import Case
-from tests.gpu.cuda.test_gemm import _check, _values
+from tests.gpu.cuda.test_gemm import Quantized, _check, _values
 
 
 @pytest.mark.parametrize("case", shapes.GPU, ids=lambda case: f"{case.name} {case.what}")
@@ -24,20 +24,28 @@ def _check_case(s: PreparedCase) -> None:
         s.out.fill_(torch.nan)
     before = s.out.clone() if s.case.accumulate else torch.zeros_like(s.out)
     s.call()
-    a, b = (_values((q.data, q.scale, q.block)) for q in (s.a, s.b))
-    for of_a, of_b, place in _groups(s, a, b):
-        _check(s.out[place], of_a, of_b, before[place].double())
+    for a, b, index in _groups(s):
+        _check(s.out[index], a, b, before[index].double())
 
 
-def _groups(s: PreparedCase, a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor, tuple[int | slice, ...]]]:
-    """Yield for each group its part of a, of b, and the index of its result."""
+def _groups(s: PreparedCase) -> Iterator[tuple[Tensor, Tensor, tuple[int | slice, ...]]]:
+    """Yield for each group its part of a and b in FP64, and its result's index. All at once would take many GiB."""
+    a, b = ((q.data, q.scale, q.block) for q in (s.a, s.b))
     if s.case.kind == "dense":
-        yield a, b, ()
+        yield _values(a), _values(b), ()
+        return
+    of_a, of_b = (_values(a), _values(b)) if s.case.kind == "wgrad" else (None, None)
     for g, rows in enumerate(group_slices(s.case)):
         if s.case.kind == "grouped":
-            yield a[rows], b[g], (rows,)
+            yield _values(_part(a, rows)), _values(_part(b, g)), (rows,)
         elif s.case.kind == "masked":
             used = slice(s.case.sizes[g])
-            yield a[g, used], b[g], (g, used)
-        elif s.case.kind == "wgrad":
-            yield a[:, rows], b[:, rows], (g,)
+            yield _values(_part(_part(a, g), used)), _values(_part(b, g)), (g, used)
+        elif of_a is not None and of_b is not None:
+            yield of_a[:, rows], of_b[:, rows], (g,)
+
+
+def _part(operand: Quantized, index: int | slice) -> Quantized:
+    """Matrices of a stack, or rows of a matrix that has a scale for each row."""
+    data, scale, block = operand
+    return data[index], scale[index], block
