@@ -15,11 +15,11 @@ import torch
 
 from octile.checkpoint.files import check_output_file
 from octile.cli import run_script
-from octile.serve.config import EngineConfig
-from octile.serve.engine import Engine
-from octile.serve.model_runner import ModelRunner
-from octile.serve.request import Sampling
-from octile.serve.weights import ServedWeights
+from octile.serve.engine.config import EngineConfig
+from octile.serve.engine.engine import Engine
+from octile.serve.engine.request import Sampling
+from octile.serve.runner.model_runner import ModelRunner
+from octile.serve.weights.weights import ServedWeights
 from octile.tokenizer import Tokenizer
 from octile.validation import read_text
 

@@ -31,7 +31,7 @@ from octile import __version__
 from octile.extras import require
 from octile.models.config import PRESETS, ModelConfig, RopeScaling
 from octile.report.text import escape_control_characters
-from octile.serve.config import CacheConfig, EngineConfig, ParallelConfig, ProcessesConfig, window_of
+from octile.serve.engine.config import CacheConfig, EngineConfig, ParallelConfig, ProcessesConfig, window_of
 from octile.serve.http.config import Limits
 from octile.train.config import RESUMABLE, TrainConfig, describe_settings, preset
 from octile.train.signals import Terminated, importing, quiet_exit, terminable, termination_ignored
@@ -281,7 +281,7 @@ def generate(arguments: list[str]) -> None:
     run = options.run or _newest_run()
     with importing():
         from octile.serve.generate import generate_from
-        from octile.serve.load import Folder
+        from octile.serve.weights.load import Folder
 
     folder = Folder.open(run)
     given = {name: value for name in ("temperature", "top_p") if (value := getattr(options, name)) is not None}

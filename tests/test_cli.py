@@ -22,7 +22,7 @@ from octile.checkpoint.training import save_checkpoint
 from octile.cli import COMMANDS, main, wrap_help
 from octile.models.config import ModelConfig, RopeScaling
 from octile.models.deepseek_v3 import DeepseekV3
-from octile.serve.engine import Engine
+from octile.serve.engine.engine import Engine
 from octile.tokenizer import Tokenizer
 from octile.train.compare import Comparison
 from octile.train.config import OptimConfig, ParallelConfig, TrainConfig, preset

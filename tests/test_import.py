@@ -71,7 +71,7 @@ def test_serving_loads_no_training_and_no_compiler(tmp_path):
     folder = save_untrained(replace(ModelConfig.tiny(), vocab_size=320), Tokenizer.train(["one two"], 258), tmp_path)
     loaded = loaded_by(
         "import octile.parallel.device, octile.serve.http.command; from octile.serve.generate import generate_from; "
-        f"list(generate_from({str(folder)!r}, 'one', octile.serve.request.Sampling(2, ignore_eos=True)))"
+        f"list(generate_from({str(folder)!r}, 'one', octile.serve.engine.request.Sampling(2, ignore_eos=True)))"
     )
     assert loaded & {"octile.train", "torch._dynamo", "sympy"} == set()
 

@@ -15,7 +15,7 @@ from PIL import Image
 from playwright.sync_api import sync_playwright
 
 from octile.bench.serve.endpoint import serving
-from octile.serve.load_test import Load, load_test
+from octile.serve.http.stress import Load, load_test
 
 PICTURE = Path(__file__).parent.parent / "docs" / "images" / "serve.png"
 LOAD = Load(clients=8, requests=1000, new_tokens=128, prompt_words=16, seconds=45)

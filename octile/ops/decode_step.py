@@ -1,4 +1,4 @@
-"""What a decode step computes of numbers, before and after the forward pass (`octile.serve.decode_loop`).
+"""What a decode step computes of numbers, before and after the forward pass (`octile.serve.runner.decode_loop`).
 
     continued_tokens   tokens and first positions of the requests, of the step before or as given
     text_rows          a row for each token: its position, where its latent is written, to how many positions it attends

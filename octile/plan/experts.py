@@ -13,7 +13,7 @@ from octile.checkpoint.files import check_output_file
 from octile.lab.pages.page import Table, screen_table
 from octile.report.console import Console
 from octile.report.experts import GpuLoads, save_gpu_loads
-from octile.serve.expert_balance import rebalance_experts
+from octile.serve.ranks.placement import rebalance_experts
 from octile.validation import Range, Seed, check_fields, parse_json, quoted
 
 COLUMNS = ("placement", "slots of a GPU", "worst layer", "mean layer", "waiting")

@@ -9,12 +9,12 @@ import torch
 
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
-from octile.serve.config import EngineConfig
-from octile.serve.engine import NOT_FINITE, Engine
-from octile.serve.load import Folder
-from octile.serve.model_runner import ModelRunner
-from octile.serve.request import Sampling, check_prompt
-from octile.serve.weights import ServedWeights
+from octile.serve.engine.config import EngineConfig
+from octile.serve.engine.engine import NOT_FINITE, Engine
+from octile.serve.engine.request import Sampling, check_prompt
+from octile.serve.runner.model_runner import ModelRunner
+from octile.serve.weights.load import Folder
+from octile.serve.weights.weights import ServedWeights
 from octile.tokenizer import Tokenizer, check_text
 
 

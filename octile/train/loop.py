@@ -38,8 +38,8 @@ from octile.report.run.memorization import find_memorization
 from octile.report.run.metrics import read_run
 from octile.report.run.page import write_run_report
 from octile.report.run.spikes import Spike, SpikeDetector, SpikeState
+from octile.serve.engine.request import Sampling
 from octile.serve.generate import generate_from
-from octile.serve.request import Sampling
 from octile.train import fine_tune
 from octile.train.batches import count_windows
 from octile.train.best_model import BestModel

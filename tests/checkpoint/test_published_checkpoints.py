@@ -23,7 +23,7 @@ from octile.checkpoint.tensor_file import TensorFile
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.models.names import to_hf
-from octile.serve.weights import ServedWeights
+from octile.serve.weights.weights import ServedWeights
 from tests.checkpoint.micro_model import MICRO
 from tests.models.test_config import PUBLISHED_V3
 

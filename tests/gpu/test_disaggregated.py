@@ -8,10 +8,10 @@ import torch
 from octile.checkpoint.hugging_face import save
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
-from octile.serve.config import CacheConfig, EngineConfig, ProcessesConfig
 from octile.serve.disaggregated.router import Router
-from octile.serve.load import Folder
-from octile.serve.request import Sampling
+from octile.serve.engine.config import CacheConfig, EngineConfig, ProcessesConfig
+from octile.serve.engine.request import Sampling
+from octile.serve.weights.load import Folder
 from octile.tokenizer import Tokenizer
 
 MODEL = replace(ModelConfig.tiny(), max_position_embeddings=1024, num_nextn_predict_layers=1)

@@ -12,7 +12,7 @@ from octile.nn.conversion import apply_recipe
 from octile.nn.fused.chosen_attention import chosen_attention
 from octile.nn.fused.index_alignment import alignment_loss
 from octile.nn.indexer import Indexer
-from octile.serve.model_runner import ModelRunner
+from octile.serve.runner.model_runner import ModelRunner
 from octile.train import trainer as module
 from octile.train.captured_step import WARM_UP_STEPS
 from octile.train.trainer import Trainer

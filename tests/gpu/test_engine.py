@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from octile.models.deepseek_v3 import DeepseekV3
-from octile.serve.config import EngineConfig
-from octile.serve.decode_loop import DecodeLoop
-from octile.serve.engine import Engine
-from octile.serve.model_runner import ModelRunner
-from octile.serve.request import Sampling
-from octile.serve.sampler import Row, choose, log_probabilities
+from octile.serve.engine.config import EngineConfig
+from octile.serve.engine.engine import Engine
+from octile.serve.engine.request import Sampling
+from octile.serve.engine.sampler import Row, choose, log_probabilities
+from octile.serve.runner.decode_loop import DecodeLoop
+from octile.serve.runner.model_runner import ModelRunner
 from octile.tokenizer import Tokenizer
 from tests.serve.models import CONFIG, new_model, text
 

@@ -16,8 +16,8 @@ from octile.ops.latent_cache import read_latents, write_latents
 from octile.ops.paged_attention import paged_attention
 from octile.ops.ragged_attention import ragged_attention
 from octile.ops.row_invariant import row_invariant_matmul_nt
-from octile.serve import step_inputs
-from octile.serve.model_runner import ModelRunner
+from octile.serve.runner import step_inputs
+from octile.serve.runner.model_runner import ModelRunner
 from tests.ops.paged_caches import new_cache, random_rows
 from tests.serve.models import Texts, text
 

@@ -10,18 +10,18 @@ import torch.distributed as dist
 import triton
 
 from octile.kernels.cuda.jit import specialize
-from octile.serve.config import EngineConfig
-from octile.serve.engine import Engine
-from octile.serve.model_runner import ModelRunner
-from octile.serve.spread_engine import SpreadEngine
-from octile.serve.spread_experts import SpreadExperts
-from octile.serve.weights import ServedWeights
+from octile.serve.engine.config import EngineConfig
+from octile.serve.engine.engine import Engine
+from octile.serve.ranks.engine import SpreadEngine
+from octile.serve.ranks.experts import SpreadExperts
+from octile.serve.runner.model_runner import ModelRunner
+from octile.serve.weights.weights import ServedWeights
 from tests.serve.models import new_model
-from tests.serve.test_front_engine import TOKENIZER
-from tests.serve.test_routed_shared_experts import OF_ONE
-from tests.serve.test_spread_experts import FIRST, N_PAGES, THREE_LAYERS, read, texts_of
-from tests.serve.test_warm_up import STEP_TOKENS
-from tests.serve.test_warm_up import texts_of as mixed_texts_of
+from tests.serve.ranks.test_experts import FIRST, N_PAGES, THREE_LAYERS, read, texts_of
+from tests.serve.ranks.test_front_engine import TOKENIZER
+from tests.serve.runner.test_warm_up import STEP_TOKENS
+from tests.serve.runner.test_warm_up import texts_of as mixed_texts_of
+from tests.serve.weights.test_routed_shared_experts import OF_ONE
 from tests.worlds import Failures, assert_passed, run_cases, start_once, start_ranks
 
 WHAT = "logits", "moving", "texts", "shared", "drafts", "graphs", "compiled"

@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from octile.serve.model_runner import ModelRunner
-from octile.serve.spread_experts import SpreadExperts
-from octile.serve.tensor_parallel import TensorParallel
-from octile.serve.weights import ServedWeights
+from octile.serve.ranks.experts import SpreadExperts
+from octile.serve.ranks.tensor_parallel import TensorParallel
+from octile.serve.runner.model_runner import ModelRunner
+from octile.serve.weights.weights import ServedWeights
 from tests.serve.models import new_model
-from tests.serve.test_spread_experts import texts_of
-from tests.serve.test_tensor_parallel import MODEL, N_PAGES, TWO_RANKS, read
+from tests.serve.ranks.test_experts import texts_of
+from tests.serve.ranks.test_tensor_parallel import MODEL, N_PAGES, TWO_RANKS, read
 from tests.worlds import Failures, assert_passed, run_cases, start_once, start_ranks
 
 ALL_CHOSEN = replace(MODEL, num_experts_per_tok=8, n_group=1, topk_group=1)  # else rounding chooses other experts

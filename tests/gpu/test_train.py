@@ -12,8 +12,8 @@ import torch
 from octile.checkpoint.hugging_face import load, save
 from octile.checkpoint.training import latest_checkpoint, load_checkpoint, save_checkpoint
 from octile.recipe import Recipe
+from octile.serve.engine.request import Sampling
 from octile.serve.generate import generate_from
-from octile.serve.request import Sampling
 from octile.train.best_model import BestModel
 from octile.train.deterministic import deterministic
 from octile.train.loop import no_hook, train

@@ -32,7 +32,7 @@ from octile.parallel.messages import (
     send_message,
 )
 from octile.parallel.ranks import RanksError, world
-from octile.serve.request import Sampling
+from octile.serve.engine.request import Sampling
 from octile.train.signals import Stopped
 from tests.worlds import Outcomes, Work
 

@@ -5,8 +5,8 @@ import time
 from collections.abc import Sequence
 from math import ceil
 
-from octile.serve.request import FinishReason, Output, Request, Sampling, TokenLogprobs
-from octile.serve.stats import Stats
+from octile.serve.engine.request import FinishReason, Output, Request, Sampling, TokenLogprobs
+from octile.serve.engine.stats import Stats
 from octile.tokenizer import Tokenizer
 
 NAN = 99

@@ -4,10 +4,10 @@ import random
 
 import torch
 
-from octile.serve.batch import Batch, Chunk, DecodedTokens, Results
-from octile.serve.drafts import count_accepted
-from octile.serve.request import Sampling
-from octile.serve.sampler import Row, choose
+from octile.serve.engine.drafts import count_accepted
+from octile.serve.engine.request import Sampling
+from octile.serve.engine.sampler import Row, choose
+from octile.serve.runner.batch import Batch, Chunk, DecodedTokens, Results
 
 EMPTY = -1
 

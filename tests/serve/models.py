@@ -12,9 +12,9 @@ from octile.checkpoint.hugging_face import save
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.conversion import apply_recipe
-from octile.serve import decode_loop
-from octile.serve.batch import Batch, Chunk
-from octile.serve.model_runner import ModelRunner
+from octile.serve.runner import decode_loop
+from octile.serve.runner.batch import Batch, Chunk
+from octile.serve.runner.model_runner import ModelRunner
 from octile.tokenizer import Tokenizer
 from tests.parallel.expert_cases import peers_on_cpu
 

@@ -7,8 +7,8 @@ import torch
 
 from octile.checkpoint.hugging_face import load, save
 from octile.models.deepseek_v3 import DeepseekV3
+from octile.serve.engine.request import Sampling
 from octile.serve.generate import generate_from, generate_text
-from octile.serve.request import Sampling
 from tests.serve.models import CONFIG
 
 SIZES = replace(CONFIG, vocab_size=320)

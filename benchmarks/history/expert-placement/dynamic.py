@@ -8,7 +8,7 @@ import time
 import torch
 
 from octile.serve import rebalance_experts
-from octile.serve.dynamic_redundancy import choose_copies
+from octile.serve.ranks.dynamic_redundancy import choose_copies
 
 LAYERS, EXPERTS, GPUS, TOKENS = 8, 256, 32, 2**20
 CASES = {"9 hosted, equally": (288, 0), "9 hosted": (288, 9), "16 hosted, 9 active": (512, 9)}

@@ -12,8 +12,8 @@ import torch
 
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
-from octile.serve.batch import Batch, Chunk
-from octile.serve.model_runner import ModelRunner
+from octile.serve.runner.batch import Batch, Chunk
+from octile.serve.runner.model_runner import ModelRunner
 
 TEXTS, ROUNDS, WARM_UP = 32, 12, 2
 CONTEXTS = (4096, 32768, 65000)

@@ -43,14 +43,14 @@ from octile.models.flops import bf16_peak, multiply_adds
 from octile.models.meta import meta_model
 from octile.models.names import to_hf
 from octile.scaled import ScaledTensor
-from octile.serve.batch import Batch, Chunk
-from octile.serve.block_weights import Weight
-from octile.serve.config import EngineConfig
-from octile.serve.engine import Engine
-from octile.serve.head_share import HeadShare
-from octile.serve.model_runner import ModelRunner
-from octile.serve.request import Sampling
-from octile.serve.weights import ALL_HEADS, ServedWeights, assemble
+from octile.serve.engine.config import EngineConfig
+from octile.serve.engine.engine import Engine
+from octile.serve.engine.request import Sampling
+from octile.serve.runner.batch import Batch, Chunk
+from octile.serve.runner.model_runner import ModelRunner
+from octile.serve.weights.block_weights import Weight
+from octile.serve.weights.head_share import HeadShare
+from octile.serve.weights.weights import ALL_HEADS, ServedWeights, assemble
 from octile.tokenizer import MIN_VOCAB_SIZE, Tokenizer
 from octile.train.kernel_records import costs
 

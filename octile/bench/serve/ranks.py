@@ -1,9 +1,10 @@
 """Decoding with the experts spread over ranks, started by `torchrun --nproc-per-node 2 -m octile bench serve`.
 
 Each rank first decodes alone with all experts. Then the same number of requests is divided among the ranks, which have
-requests and caches of their own and share the experts (`octile.serve.spread_experts`); and then each rank has as many
+requests and caches of their own and share the experts (`octile.serve.ranks.experts`); and then each rank has as many
 requests as one had alone. The requests are divided again with shared experts that are routed; and then the ranks have
-all of them together, and divide the heads of attention (`octile.serve.tensor_parallel`). A step is one of all ranks.
+all of them together, and divide the heads of attention (`octile.serve.ranks.tensor_parallel`). A step is one of all
+ranks.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from octile.bench.rows import Row, compare
 from octile.bench.serve import engine as alone
 from octile.bench.serve.engine import Shape
 from octile.parallel.ranks import join, leave, world
-from octile.serve.config import EngineConfig
-from octile.serve.engine import Engine
-from octile.serve.expert_balance import rebalance_experts
-from octile.serve.head_share import check_heads
-from octile.serve.model_runner import ModelRunner
-from octile.serve.request import Output, Sampling
-from octile.serve.routed_shared_experts import with_shared_load
-from octile.serve.spread_engine import SpreadEngine
-from octile.serve.spread_experts import SpreadExperts
-from octile.serve.tensor_parallel import TensorParallel
+from octile.serve.engine.config import EngineConfig
+from octile.serve.engine.engine import Engine
+from octile.serve.engine.request import Output, Sampling
+from octile.serve.ranks.engine import SpreadEngine
+from octile.serve.ranks.experts import SpreadExperts
+from octile.serve.ranks.placement import rebalance_experts
+from octile.serve.ranks.tensor_parallel import TensorParallel
+from octile.serve.runner.model_runner import ModelRunner
+from octile.serve.weights.head_share import check_heads
+from octile.serve.weights.routed_shared_experts import with_shared_load
 from octile.tokenizer import MIN_VOCAB_SIZE, Tokenizer
 
 V2_LITE = replace(alone.V2_LITE, batches=(256,))

@@ -18,10 +18,10 @@ from octile.bench.rows import Row, byte_rate
 from octile.bench.timing import seconds
 from octile.models.config import ModelConfig
 from octile.plan.hardware import find_gpu
-from octile.serve.engine import Engine
-from octile.serve.expert_load import PARTS, ExpertLoad
-from octile.serve.model_runner import ModelRunner
-from octile.serve.step_bytes import CACHE, ROUTED, decode_bytes
+from octile.serve.engine.engine import Engine
+from octile.serve.model.expert_load import PARTS, ExpertLoad
+from octile.serve.runner.model_runner import ModelRunner
+from octile.serve.runner.step_bytes import CACHE, ROUTED, decode_bytes
 
 COPIED = 2**32  # bytes that the copy reads and writes
 

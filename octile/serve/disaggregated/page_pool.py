@@ -19,7 +19,7 @@ import torch
 import torch.multiprocessing  # registers tensors with ForkingPickler
 from torch import Tensor
 
-from octile.serve.page_bytes import PageBytes
+from octile.serve.runner.page_bytes import PageBytes
 
 MAX_COPIED = 64  # pages at a time: a copy takes up to twice their memory
 
@@ -80,7 +80,7 @@ def open_pool(shared: bytes) -> Tensor:
 
 
 class FilledPages:
-    """The latents of a prompt in another process's pool, for `octile.serve.engine.Engine.adopt`.
+    """The latents of a prompt in another process's pool, for `octile.serve.engine.engine.Engine.adopt`.
 
     Args:
         pool_SQ: uint8 [S, Q], of `open_pool`.

@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 import torch
 
-from octile.serve.config import CacheConfig, EngineConfig, ParallelConfig, ProcessesConfig
 from octile.serve.disaggregated import worker
 from octile.serve.disaggregated.worker import (
     Adopt,
@@ -32,11 +31,12 @@ from octile.serve.disaggregated.worker import (
     Ready,
     WorkerOptions,
 )
-from octile.serve.messages import Add, Cancel, Failed, ProcessEndedError, Stepped
-from octile.serve.request import Output, Request, Sampling, check_prompt, make_request
-from octile.serve.signals import start_without_signals
-from octile.serve.stats import Stats
-from octile.serve.waker import Waker
+from octile.serve.engine.config import CacheConfig, EngineConfig, ParallelConfig, ProcessesConfig
+from octile.serve.engine.request import Output, Request, Sampling, check_prompt, make_request
+from octile.serve.engine.stats import Stats
+from octile.serve.process.messages import Add, Cancel, Failed, ProcessEndedError, Stepped
+from octile.serve.process.signals import start_without_signals
+from octile.serve.process.waker import Waker
 
 END_SECONDS = 10.0  # for a process to end after its pipe was closed
 SEND_SECONDS = 1.0  # for commands that wait when a process is closed
@@ -171,7 +171,7 @@ class _Running(NamedTuple):
 
 
 class Router:
-    """Sends requests to processes and returns what they generate; an engine for `octile.serve.async_engine`.
+    """Sends requests to processes and returns what they generate; an engine for `octile.serve.process.async_engine`.
 
     Args:
         run: the folder of the model.

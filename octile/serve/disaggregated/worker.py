@@ -19,17 +19,17 @@ import torch
 from torch import Tensor
 
 from octile.ops.latent_cache import PAGE
-from octile.serve.config import CacheConfig, EngineConfig
 from octile.serve.disaggregated.page_pool import FilledPages, PagePool, open_pool
-from octile.serve.engine import Engine, FirstToken
-from octile.serve.garbage import freeze_loaded
-from octile.serve.load import Folder, Phase
-from octile.serve.messages import Add, Cancel, Failed, Stepped
-from octile.serve.model_runner import ModelRunner
-from octile.serve.request import Output, Sampling
-from octile.serve.sent_requests import SentRequests
-from octile.serve.signals import signals_ignored
-from octile.serve.stats import ChangedStats
+from octile.serve.engine.config import CacheConfig, EngineConfig
+from octile.serve.engine.engine import Engine, FirstToken
+from octile.serve.engine.request import Output, Sampling
+from octile.serve.engine.stats import ChangedStats
+from octile.serve.process.garbage import freeze_loaded
+from octile.serve.process.messages import Add, Cancel, Failed, Stepped
+from octile.serve.process.sent_requests import SentRequests
+from octile.serve.process.signals import signals_ignored
+from octile.serve.runner.model_runner import ModelRunner
+from octile.serve.weights.load import Folder, Phase
 
 
 class WorkerOptions(NamedTuple):

@@ -17,4 +17,5 @@ limits.py     time limits, and reading a body
 errors.py     errors in OpenAI's format
 responses.py  responses that are written as fast as their client reads, and end when it is gone
 metrics.py    what Prometheus reads, under vLLM's names
+stress.py     many clients that stream completions and time them
 """

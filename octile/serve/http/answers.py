@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from octile.serve.request import Output, TokenLogprobs
+from octile.serve.engine.request import Output, TokenLogprobs
 from octile.tokenizer import Tokenizer
 
 IMPOSSIBLE = -9999.0  # OpenAI's log-probability of very unlikely tokens: JSON has no -Inf

@@ -16,20 +16,20 @@ import torch.distributed as dist
 from octile.ops.latent_cache import PAGE
 from octile.parallel.ranks import explain, join, leave, world
 from octile.report.page import format_count
-from octile.serve.async_engine import StepEngine
-from octile.serve.config import CacheConfig, EngineConfig, ParallelConfig, ProcessesConfig, check_micro_batches
 from octile.serve.disaggregated.router import Router
-from octile.serve.front_engine import FrontEngine, follow
-from octile.serve.garbage import freeze_loaded
-from octile.serve.generation_config import FILE
+from octile.serve.engine.config import CacheConfig, EngineConfig, ParallelConfig, ProcessesConfig, check_micro_batches
 from octile.serve.http.address import bind, url_of
 from octile.serve.http.chat import ChatTemplate
 from octile.serve.http.config import Limits
 from octile.serve.http.process import HttpProcess
 from octile.serve.http.worker import Start
-from octile.serve.load import Folder
-from octile.serve.model_runner import ModelRunner
-from octile.serve.signals import signals_ignored
+from octile.serve.process.async_engine import StepEngine
+from octile.serve.process.garbage import freeze_loaded
+from octile.serve.process.signals import signals_ignored
+from octile.serve.ranks.front_engine import FrontEngine, follow
+from octile.serve.runner.model_runner import ModelRunner
+from octile.serve.weights.generation_config import FILE
+from octile.serve.weights.load import Folder
 
 
 def serve(

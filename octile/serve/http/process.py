@@ -12,12 +12,12 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 
-from octile.serve.async_engine import STOP_SECONDS, StepEngine
-from octile.serve.engine_end import EngineEnd
 from octile.serve.http import worker
 from octile.serve.http.worker import Listening, Start
-from octile.serve.messages import Drain, Failed, ProcessEndedError
-from octile.serve.signals import start_without_signals
+from octile.serve.process.async_engine import STOP_SECONDS, StepEngine
+from octile.serve.process.engine_end import EngineEnd
+from octile.serve.process.messages import Drain, Failed, ProcessEndedError
+from octile.serve.process.signals import start_without_signals
 
 SIGNALS = signal.SIGINT, signal.SIGTERM
 

@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from octile.serve.engine.request import MAX_LOGPROBS, MAX_TOP_K, Sampling
 from octile.serve.http.errors import ApiError
-from octile.serve.request import MAX_LOGPROBS, MAX_TOP_K, Sampling
 from octile.validation import MAX_SEED, quoted
 
 MAX_NAME = 60  # characters of an unknown field that an error repeats

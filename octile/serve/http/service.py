@@ -12,7 +12,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from octile.report.page import format_count
-from octile.serve.async_engine import AsyncEngine, EngineError, StepEngine, Stream
+from octile.serve.engine.request import FinishReason, Output, Sampling
 from octile.serve.http.answers import Answer, ChatCompletion, Completion
 from octile.serve.http.chat import ChatTemplate
 from octile.serve.http.config import Limits
@@ -21,7 +21,7 @@ from octile.serve.http.limits import FIRST_STEP_SECONDS, HUNG_SECONDS, read_body
 from octile.serve.http.metrics import Metrics
 from octile.serve.http.protocol import ChatBody, CompletionBody, Generation, parse
 from octile.serve.http.responses import DONE, PacedResponse, event, json_bytes, while_connected
-from octile.serve.request import FinishReason, Output, Sampling
+from octile.serve.process.async_engine import AsyncEngine, EngineError, StepEngine, Stream
 from octile.tokenizer import Tokenizer
 from octile.validation import quoted
 

@@ -9,11 +9,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from octile.serve.engine.stats import Stats
 from octile.serve.http.address import listen
 from octile.serve.http.config import Limits
-from octile.serve.messages import Failed
-from octile.serve.signals import signals_ignored
-from octile.serve.stats import Stats
+from octile.serve.process.messages import Failed
+from octile.serve.process.signals import signals_ignored
 
 
 class Start(NamedTuple):
@@ -46,11 +46,11 @@ class Listening(NamedTuple):
 def answer(connection: Connection, bound: socket.socket) -> None:
     """Answer requests at a bound address until the process of the engine asks for the end, or has ended."""
     # late: the process of the engine imports this module, too, and needs no FastAPI
-    from octile.serve.garbage import freeze_loaded
     from octile.serve.http.chat import ChatTemplate
     from octile.serve.http.server import Server
     from octile.serve.http.service import Service
-    from octile.serve.pipe_engine import PipeEngine
+    from octile.serve.process.connection import PipeEngine
+    from octile.serve.process.garbage import freeze_loaded
     from octile.tokenizer import Tokenizer
 
     try:

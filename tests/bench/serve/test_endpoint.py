@@ -13,7 +13,7 @@ from octile.bench.rows import Row, compare
 from octile.bench.serve import endpoint
 from octile.checkpoint.hugging_face import save
 from octile.models.deepseek_v3 import DeepseekV3
-from octile.serve.load_test import Load
+from octile.serve.http.stress import Load
 from octile.tokenizer import Tokenizer
 from tests.train.conftest import MICRO
 

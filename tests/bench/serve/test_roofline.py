@@ -8,12 +8,12 @@ from torch import Tensor
 
 from octile.bench.serve.engine import random_weights
 from octile.bench.serve.roofline import experts_read
-from octile.serve.config import EngineConfig
-from octile.serve.engine import Engine
-from octile.serve.expert_load import ExpertLoad
-from octile.serve.model_runner import ModelRunner
-from octile.serve.prefill_graphs import PrefillGraphs
-from octile.serve.request import Sampling
+from octile.serve.engine.config import EngineConfig
+from octile.serve.engine.engine import Engine
+from octile.serve.engine.request import Sampling
+from octile.serve.model.expert_load import ExpertLoad
+from octile.serve.runner.model_runner import ModelRunner
+from octile.serve.runner.prefill_graphs import PrefillGraphs
 from octile.tokenizer import MIN_VOCAB_SIZE, Tokenizer
 from tests.bench.serve.test_engine import SMALL
 

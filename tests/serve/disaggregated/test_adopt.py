@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from octile.models.deepseek_v3 import DeepseekV3
-from octile.serve.config import EngineConfig
 from octile.serve.disaggregated.page_pool import FilledPages, PagePool
-from octile.serve.engine import Engine, FirstToken
-from octile.serve.model_runner import ModelRunner
-from octile.serve.request import FinishReason, Sampling
+from octile.serve.engine.config import EngineConfig
+from octile.serve.engine.engine import Engine, FirstToken
+from octile.serve.engine.request import FinishReason, Sampling
+from octile.serve.runner.model_runner import ModelRunner
 from tests.train.conftest import MICRO
 
 N_PAGES = 12

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from octile.serve.config import CacheConfig, EngineConfig, ProcessesConfig
 from octile.serve.disaggregated import router as router_module
 from octile.serve.disaggregated.router import ProcessEndedError, Router
-from octile.serve.load import Folder
-from octile.serve.request import Sampling
-from octile.serve.stats import Stats
+from octile.serve.engine.config import CacheConfig, EngineConfig, ProcessesConfig
+from octile.serve.engine.request import Sampling
+from octile.serve.engine.stats import Stats
+from octile.serve.weights.load import Folder
 from tests.serve.disaggregated.never_answers import never_answers
 from tests.serve.models import save_untrained
 from tests.train.conftest import MICRO
@@ -252,7 +252,7 @@ def test_a_router_that_nobody_closes_does_not_hold_the_exit(folder):
 import torch
 from multiprocessing.connection import Connection
 from pathlib import Path
-from octile.serve.config import CacheConfig, EngineConfig, ProcessesConfig
+from octile.serve.engine.config import CacheConfig, EngineConfig, ProcessesConfig
 from octile.serve.disaggregated import router as router_module
 from octile.serve.disaggregated.router import Router
 if __name__ == "__main__":

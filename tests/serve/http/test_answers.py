@@ -4,8 +4,8 @@ import pytest
 
 pytest.importorskip("fastapi", reason="octile[serve] is not installed")
 
+from octile.serve.engine.request import FinishReason, Output, TokenLogprobs
 from octile.serve.http.answers import ChatCompletion, Completion
-from octile.serve.request import FinishReason, Output, TokenLogprobs
 
 
 def lists_of(value) -> list[list]:

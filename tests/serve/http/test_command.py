@@ -17,9 +17,9 @@ import torch
 
 pytest.importorskip("fastapi", reason="octile[serve] is not installed")
 
-from octile.serve.config import CacheConfig, EngineConfig
-from octile.serve.load import Folder
-from octile.serve.request import Sampling
+from octile.serve.engine.config import CacheConfig, EngineConfig
+from octile.serve.engine.request import Sampling
+from octile.serve.weights.load import Folder
 
 
 def start(folder: Path, *options: str) -> subprocess.Popen:

@@ -4,8 +4,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from octile.serve.engine.stats import Stats
 from octile.serve.http.metrics import Metrics
-from octile.serve.stats import Stats
 from tests.serve.http.conftest import wait_until
 
 

@@ -3,8 +3,8 @@
 import openai
 import pytest
 
+from octile.serve.engine.request import Output, TokenLogprobs
 from octile.serve.http.answers import ChatCompletion
-from octile.serve.request import Output, TokenLogprobs
 
 
 @pytest.fixture

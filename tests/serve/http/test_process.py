@@ -21,7 +21,7 @@ from octile.serve.http.address import bind, url_of
 from octile.serve.http.config import Limits
 from octile.serve.http.process import HttpProcess
 from octile.serve.http.worker import Start
-from octile.serve.messages import ProcessEndedError
+from octile.serve.process.messages import ProcessEndedError
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.http.conftest import wait_until
 
@@ -83,7 +83,7 @@ def end_twice(capfd) -> None:
 
 
 def test_it_imports_no_torch():
-    imports = "octile.serve.http.worker, octile.serve.http.server, octile.serve.pipe_engine, octile.tokenizer"
+    imports = "octile.serve.http.worker, octile.serve.http.server, octile.serve.process.connection, octile.tokenizer"
     program = f"import sys, {imports}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 

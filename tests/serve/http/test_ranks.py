@@ -21,9 +21,9 @@ import torch
 pytest.importorskip("fastapi", reason="octile[serve] is not installed")
 
 from octile import cli
-from octile.serve.config import CacheConfig, EngineConfig
-from octile.serve.load import Folder
-from octile.serve.request import Sampling
+from octile.serve.engine.config import CacheConfig, EngineConfig
+from octile.serve.engine.request import Sampling
+from octile.serve.weights.load import Folder
 from tests.serve.conftest import MICRO
 from tests.serve.models import save_untrained
 
@@ -40,8 +40,8 @@ FAILING_WARM_UP = """
 import os
 
 from octile.cli import main
-from octile.serve.load import Folder
-from octile.serve.model_runner import ModelRunner
+from octile.serve.weights.load import Folder
+from octile.serve.runner.model_runner import ModelRunner
 
 load_spread, results = Folder.load_spread, ModelRunner._results
 

@@ -1,0 +1,445 @@
+"""The engine: many requests generate text with one model.
+
+    engine = Engine(runner, tokenizer)
+    request = engine.add(tokenizer.encode("def "), Sampling(max_new_tokens=20))
+    while engine.has_work:
+        for output in engine.step():
+            print(output.text, end="")
+
+A step is one forward pass over the tokens that the scheduler has chosen, the choice of the next tokens, and, if the
+engine drafts, a pass of the multi-token prediction layer. The engine has no threads: who calls it decides when.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from octile.ops.sample_tokens import ALL_MASKED, NOT_A_NUMBER, POSITIVE_INFINITY
+from octile.serve.engine.config import EngineConfig
+from octile.serve.engine.drafts import Computed, Drafter, check_can_draft, count_accepted, usable_drafts
+from octile.serve.engine.pages import PageAllocator
+from octile.serve.engine.request import (
+    FinishReason,
+    Output,
+    PromptLatents,
+    Request,
+    Sampling,
+    TokenLogprobs,
+    check_prompt,
+    make_request,
+)
+from octile.serve.engine.sampler import Row
+from octile.serve.engine.scheduler import Scheduled, Scheduler
+from octile.serve.engine.stats import Stats
+from octile.serve.engine.text import TextStream
+from octile.serve.engine.token_choice import choose_tokens
+from octile.serve.runner.batch import Batch, Chunk, DecodedTokens, DecodeRequest, Runner
+from octile.tokenizer import Tokenizer
+
+NOT_FINITE = "the model's logits are not finite"  # how the errors of such requests begin
+NO_TOKEN_WORDS = {NOT_A_NUMBER: "NaN", POSITIVE_INFINITY: "+Inf", ALL_MASKED: "-Inf for all tokens"}
+
+
+class _InFlight(NamedTuple):
+    """A decode step that is launched, and its requests."""
+
+    requests: list[Request]
+    tokens: DecodedTokens
+
+
+class FirstToken(NamedTuple):
+    """The first token after a prompt, and its log-probabilities if they were asked for."""
+
+    token: int
+    logprobs: TokenLogprobs | None
+
+
+class Engine:
+    """Generates the texts of many requests, a step at a time.
+
+    Args:
+        runner: the model's forward passes over a paged cache.
+        tokenizer: decodes tokens to text, and names an end-of-text token; the runner names those of the model.
+        config: how much is done at once.
+        end_tokens: further end-of-text tokens, those of `generation_config.json`.
+
+    Raises:
+        ValueError: config asks for drafts, and the model has no multi-token prediction layer.
+    """
+
+    idle_seconds: float | None = None  # see `octile.serve.process.async_engine.StepEngine`
+
+    def __init__(
+        self,
+        runner: Runner,
+        tokenizer: Tokenizer,
+        config: EngineConfig | None = None,
+        end_tokens: Collection[int] = (),
+    ):
+        self.config = config or EngineConfig()
+        check_can_draft(self.config.n_drafts, runner.can_draft, "engine.n_drafts")
+        self._runner, self._tokenizer = runner, tokenizer
+        self._end_tokens = frozenset((tokenizer.end, *runner.end_tokens, *end_tokens))
+        self._pages = PageAllocator(runner.n_pages)
+        self._scheduler = Scheduler(self._pages, runner.page_size, self.config)
+        self._drafter = Drafter(runner, self._scheduler, self.config.n_drafts) if self.config.n_drafts else None
+        self._to_draft: tuple[list[Computed], Tensor] | None = None  # after `run`: its requests and hidden states
+        self._in_flight: _InFlight | None = None  # a decode step that is launched and not read
+        self._adopted: list[tuple[Request, FirstToken]] = []  # since the last step
+        self._requests: dict[int, Request] = {}
+        self._texts: dict[int, TextStream] = {}
+        self._n_requests = 0
+        self._ended = Counter[FinishReason]()
+        self._steps = self._steps_ahead = self._generated = self._drafted = self._accepted = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether requests wait or run."""
+        return bool(self._requests)
+
+    def add(self, prompt: Sequence[int], sampling: Sampling) -> Request:
+        """Add a request, which takes part from the next step on.
+
+        Args:
+            prompt: its tokens, the begin-of-text token included.
+            sampling: how to continue it.
+
+        Raises:
+            ValueError: as `check`.
+        """
+        self.check(prompt, sampling)
+        request = make_request(self._n_requests, prompt, sampling)
+        self._n_requests += 1
+        self._requests[request.id] = request
+        self._texts[request.id] = TextStream(self._tokenizer, sampling.stop)
+        self._scheduler.add(request)
+        return request
+
+    def adopt(self, prompt: Sequence[int], sampling: Sampling, first: FirstToken, latents: PromptLatents) -> Request:
+        """Add a request whose prompt another engine of the same model has read.
+
+        The next step's outputs have its first token. If it is put back to wait, this engine reads its prompt anew.
+
+        Args:
+            prompt, sampling: as of `add`; with the seed of the other engine's request.
+            first: what the other engine has chosen.
+            latents: of the prompt, in pages of as many positions.
+
+        Raises:
+            ValueError: as `check`.
+        """
+        request = self.add(prompt, sampling)
+        request.latents = latents
+        self._adopted.append((request, first))
+        return request
+
+    def check(self, prompt: Sequence[int], sampling: Sampling) -> None:
+        """Refuse a request that the model cannot continue, whatever else runs; any thread may call it.
+
+        Raises:
+            ValueError: the prompt is empty, has a token that the model does not know, or does not fit into the model's
+                context or the cache together with the new tokens.
+        """
+        check_prompt(prompt, sampling, self._runner.vocab_size, self._runner.max_position)
+
+    def cancel(self, request_id: int) -> bool:
+        """End a request now and free its pages; no output follows. Say whether it was there: it may have ended."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._remove(request, FinishReason.CANCELED)
+        return request is not None
+
+    def step(self) -> list[Output]:
+        """Run one forward pass, and return what it adds to each request that has new tokens or ends.
+
+        If all requests decode, and the runner can, the next pass is launched before this one's tokens are read.
+        """
+        return self._first_outputs() + self._next_outputs() if self._adopted else self._next_outputs()
+
+    def wake(self) -> None:
+        """Do nothing: no step waits for a command."""
+
+    def _first_outputs(self) -> list[Output]:
+        """What other engines have chosen for the requests that were adopted since the last step."""
+        adopted, self._adopted = self._adopted, []
+        outputs = []
+        for request, first in adopted:
+            if request.finish_reason is None:
+                output = self._extend(request, 0, [first.token], 0)
+                if first.logprobs is not None and output.tokens:
+                    output = output._replace(logprobs=(first.logprobs,))
+                outputs.append(output)
+        return outputs
+
+    def _next_outputs(self) -> list[Output]:
+        launched = self._in_flight
+        if launched is None and self._can_launch(None):
+            launched = self._launch(None)
+        if launched is None:
+            outputs = self.run(self._scheduler.schedule())
+            self.draft()
+            return outputs
+        self._in_flight = self._launch(launched) if self._can_launch(launched) else None
+        outputs = self._read(launched)
+        if not self._requests:
+            self._in_flight = None
+        return outputs
+
+    @property
+    def n_running(self) -> int:
+        """How many requests run: a decode step has no more."""
+        return len(self._scheduler.running)
+
+    @property
+    def can_launch(self) -> bool:
+        """Whether `launch` can be the next step: no request must be read in a pass of any chunks first."""
+        return not self._requests or self._can_launch(self._in_flight)
+
+    def launch(self) -> list[Output]:
+        """Launch a decode step of the running requests, if there are any, and read the one that was launched before."""
+        before = self._in_flight
+        self._in_flight = self._launch(before) if self._requests else None
+        outputs = [] if before is None else self._read(before)
+        if not self._requests:
+            self._in_flight = None
+        return outputs
+
+    def schedule(self) -> tuple[list[Output], list[Scheduled]]:
+        """Read the decode step that was launched, and choose the chunks of the next forward pass, which `run` runs."""
+        before, self._in_flight = self._in_flight, None
+        outputs = [] if before is None else self._read(before)
+        return outputs, self._scheduler.schedule()
+
+    def run(self, scheduled: Sequence[Scheduled]) -> list[Output]:
+        """Run a forward pass of chunks that were just scheduled, and read what it has chosen; `draft` follows."""
+        if not scheduled:
+            return []
+        self._steps += 1
+        rows: list[Row] = []
+        results = self._runner.run(Batch([_chunk(s, rows) for s in scheduled]))
+        tokens, logprobs, errors = choose_tokens(results.logits, rows)
+        outputs: list[Output] = []
+        computed: list[Computed] = []
+        n_rows = first = 0
+        for request, n_tokens in scheduled:
+            start, row = request.n_computed, first
+            first += n_tokens
+            if start + n_tokens >= len(request.tokens):
+                n_drafts = len(request.drafts)
+                chosen = tokens[n_rows : n_rows + 1 + n_drafts]
+                why = next((errors[i] for i in range(n_rows, n_rows + 1 + n_drafts) if i in errors), None)
+                n_accepted = count_accepted(request.drafts, chosen)
+                n_tokens -= n_drafts - n_accepted
+                output = self._extend(request, n_tokens, chosen[: n_accepted + 1], n_drafts, why)
+                if logprobs and output.tokens:
+                    of_rows = range(n_rows, n_rows + len(output.tokens))
+                    output = output._replace(logprobs=tuple(logprobs[i] for i in of_rows if i in logprobs))
+                outputs.append(output)
+                n_rows += 1 + n_drafts
+            else:
+                self._scheduler.advance(request, start + n_tokens)
+            if self._drafter is not None and request.finish_reason is None:
+                computed.append(Computed(request, start, n_tokens, row))
+        if self._drafter is not None:
+            self._to_draft = computed, results.hidden
+        return outputs
+
+    def draft(self) -> None:
+        """Draft the tokens after those of the last `run`, if the engine drafts."""
+        to_draft, self._to_draft = self._to_draft, None
+        if self._drafter is not None and to_draft is not None:
+            self._drafter.draft(*to_draft)
+
+    @property
+    def lacks_draft(self) -> bool:
+        """Whether a draft of this engine could not be chosen since `drop_drafts`; another rank may have chosen it."""
+        return self._drafter is not None and self._drafter.lacks_draft
+
+    def drop_drafts(self) -> None:
+        """Forget the drafts of the last `draft`, before the next step. No decode step is in flight then."""
+        for request in self._scheduler.running.values():
+            request.drafts = []
+        if self._drafter is not None:
+            self._drafter.lacks_draft = False
+
+    def _can_launch(self, before: _InFlight | None) -> bool:
+        """Whether a decode step of all running requests can be launched, and no other can join them.
+
+        Args:
+            before: the step that is launched and not read, if there is one.
+        """
+        scheduler, running = self._scheduler, self._scheduler.running
+        if not 0 < len(running) <= self._runner.max_ahead or self._runner.n_drafts != self.config.n_drafts:
+            return False
+        is_launched = before is not None
+        if not is_launched and not all(_decodes_ahead(request) for request in running.values()):
+            return False
+        missing = sum(scheduler.n_missing(request, self._reach(request, is_launched)) for request in running.values())
+        return missing <= self._pages.n_free and not scheduler.can_admit()
+
+    def _reach(self, request: Request, is_launched: bool) -> int:
+        """The positions of a request's text up to the last that its next decode step can write.
+
+        Args:
+            request: a running one.
+            is_launched: whether the step before is launched and not read.
+        """
+        n_drafts = self.config.n_drafts
+        reached = len(request.tokens) + _beyond(n_drafts) + (1 + n_drafts if is_launched else 0)
+        return min(reached, request.max_length - 1)  # the last token is not read
+
+    def _launch(self, before: _InFlight | None) -> _InFlight | None:
+        """Launch a decode step of the running requests; those that `before` surely ends are left out.
+
+        Args:
+            before: the step that is launched and not read, if there is one.
+        """
+        sources = {} if before is None else {request.id: i for i, request in enumerate(before.requests)}
+        requests: list[Request] = []
+        rows: list[DecodeRequest] = []
+        for request in self._scheduler.running.values():
+            length, sampling = len(request.tokens), request.sampling
+            end = request.max_length - 1
+            source = sources.get(request.id, -1)
+            if before is None:
+                tokens = [request.tokens[-1], *request.drafts]
+            elif source < 0 or length >= end:
+                continue
+            else:
+                tokens = []
+            has_pages = self._scheduler.extend(request, self._reach(request, before is not None))
+            assert has_pages  # `_can_launch` has counted them
+            requests.append(request)
+            rows.append(
+                DecodeRequest(source, length - 1, end, request.seed, sampling.temperature, tokens, request.pages)
+            )
+        if not rows:
+            return None
+        self._steps += 1
+        self._steps_ahead += before is not None
+        return _InFlight(requests, self._runner.decode(rows))
+
+    def _read(self, launched: _InFlight) -> list[Output]:
+        """Read what a decode step has chosen, once it is computed."""
+        outputs: list[Output] = []
+        for request, decoded in zip(launched.requests, launched.tokens.read(), strict=True):
+            if request.finish_reason is not None:
+                continue  # it has ended since the step was launched
+            n_drafts = min(len(request.drafts), request.n_remaining - 1)
+            n_accepted = min(decoded.accepted, n_drafts)
+            outputs.append(self._extend(request, 1 + n_accepted, decoded.chosen[: n_accepted + 1], n_drafts))
+            if request.finish_reason is None:
+                request.drafts = usable_drafts(decoded.drafts, request)
+        return outputs
+
+    def stats(self) -> Stats:
+        """Return the state of the queues and of the cache, and the counts since the engine was made."""
+        scheduler, pages, ended = self._scheduler, self._pages, self._ended
+        return Stats(
+            waiting=len(scheduler.waiting),
+            running=len(scheduler.running),
+            n_pages=pages.n_pages,
+            used_pages=pages.n_pages - pages.n_free,
+            cached_pages=pages.n_cached,
+            steps=self._steps,
+            steps_ahead=self._steps_ahead,
+            requests=self._n_requests,
+            finished=ended[FinishReason.STOP] + ended[FinishReason.LENGTH],
+            canceled=ended[FinishReason.CANCELED],
+            failed=ended[FinishReason.ERROR],
+            preemptions=scheduler.preemptions,
+            prompt_tokens=scheduler.prompt_tokens,
+            shared_tokens=scheduler.shared_tokens,
+            generated_tokens=self._generated,
+            drafted_tokens=self._drafted,
+            accepted_tokens=self._accepted,
+            expert_tokens=self._runner.expert_tokens,
+        )
+
+    def close(self) -> None:
+        """Cancel all requests."""
+        self._in_flight = None
+        for request_id in list(self._requests):
+            self.cancel(request_id)
+
+    def _extend(
+        self, request: Request, n_tokens: int, chosen: list[int], n_drafts: int, why: str | None = None
+    ) -> Output:
+        """Append the chosen tokens of a pass that has computed n_tokens positions, and verified n_drafts drafts.
+
+        `why` says what is wrong where no token was chosen, if it is not the logits.
+        """
+        request.drafts = []
+        self._drafted += n_drafts
+        self._accepted += len(chosen) - 1
+        tokens, stream, sampling = request.tokens, self._texts[request.id], request.sampling
+        length = len(tokens)
+        text = ""
+        reason = error = None
+        for token in chosen:
+            if token < 0:
+                reason, error = FinishReason.ERROR, why or _describe_logits(token, request)
+                break
+            if token in self._end_tokens and not sampling.ignore_eos:
+                reason = FinishReason.STOP
+                break
+            tokens.append(token)
+            text += stream.add(token)
+            if stream.is_stopped:
+                reason = FinishReason.STOP
+                break
+            if len(tokens) == request.max_length:
+                reason = FinishReason.LENGTH
+                break
+        self._generated += len(tokens) - length
+        if error is None:
+            self._scheduler.advance(request, min(request.n_computed + n_tokens, len(tokens)))
+        if reason is not None:
+            text += stream.end()
+            self._remove(request, reason)
+        return Output(request.id, tuple(tokens[length:]), text, (), reason, error)
+
+    def _remove(self, request: Request, reason: FinishReason) -> None:
+        request.finish_reason = reason
+        if request.latents is not None:
+            request.latents.release()
+            request.latents = None
+        self._ended[reason] += 1
+        self._scheduler.remove(request)
+        del self._requests[request.id], self._texts[request.id]
+
+
+def _beyond(n_drafts: int) -> int:
+    """The positions after a request's last token that a decode step writes: drafts, and drafts of accepted drafts."""
+    return max(n_drafts, 2 * n_drafts - 1)
+
+
+def _describe_logits(no_token: int, request: Request) -> str:
+    """Say why the logits after a request's tokens choose none."""
+    return (
+        f"{NOT_FINITE}: {NO_TOKEN_WORDS[no_token]}, for the token at position {len(request.tokens)} of the text "
+        f"({request.n_generated} generated before): a weight is damaged, or its training diverged"
+    )
+
+
+def _decodes_ahead(request: Request) -> bool:
+    """Whether a request decodes, with tokens that a decode step can choose."""
+    return request.n_pending == 1 and request.sampling.can_run_ahead
+
+
+def _chunk(scheduled: Scheduled, rows: list[Row]) -> Chunk:
+    """The chunk of a request; the rows of logits that it asks for are appended."""
+    request, n_tokens = scheduled
+    start, tokens, drafts = request.n_computed, request.tokens, request.drafts
+    length = len(tokens)
+    if start + n_tokens < length:
+        return Chunk(tokens[start : start + n_tokens], start, request.pages, 0)
+    rows.append(Row(request.sampling, request.seed, length))
+    if not drafts:
+        return Chunk(tokens[start:], start, request.pages, 1)
+    rows += [Row(request.sampling, request.seed, length + i) for i in range(1, 1 + len(drafts))]
+    return Chunk(tokens[start:] + drafts, start, request.pages, 1 + len(drafts))

@@ -1,0 +1,231 @@
+"""What a request asks for and what it gets."""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+from octile.report.page import format_count
+from octile.validation import MAX_SEED, Seed, check
+
+MIN_TEMPERATURE, MAX_TEMPERATURE = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # normal numbers of FP32
+MAX_TOP_K = 2**31 - 1
+MAX_LOGPROBS = 20  # alternatives per token
+MAX_STOPS = 32
+
+# Fields of `Sampling` by who honors them. A field that is in none of these sets is honored by nobody: unless it has its
+# default, its requests take no part in decode steps that are launched ahead, and `choose` samples them apart.
+OF_OPERATOR = frozenset({"temperature", "seed"})  # `octile.ops.sample_tokens`, also in steps that are launched ahead
+OF_ENGINE = frozenset({"max_new_tokens", "stop", "ignore_eos"})  # the engine, once a token is chosen
+OF_LOGITS = frozenset({"logprobs"})  # whoever has the logits, once a token is chosen
+OF_SAMPLES = frozenset(
+    {"top_k", "top_p"}
+)  # `octile.serve.engine.sampler.choose`; without effect where temperature is 0
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen, and when a text ends.
+
+    The most likely tokens are chosen among in this order: temperature, top_k, top_p.
+
+    Attributes:
+        max_new_tokens: maximum number of tokens to generate; an end-of-text token ends the text earlier.
+        temperature: 0 is greedy; 1 samples from the model's distribution; above 1 the distribution is flatter.
+        top_p: sample only from the most likely tokens that together have this probability.
+        seed: seed of the sampling; with None each request draws one.
+        top_k: sample only from this many most likely tokens; 0 is all of them.
+        stop: strings that end the text before them.
+        logprobs: report the log-probability of each token and of this many most likely tokens; None reports none.
+        ignore_eos: go on after an end-of-text token, for measurements.
+
+    Raises:
+        TypeError: seed is not a whole number or None, or stop is not a tuple of strings.
+        ValueError: a field is outside its range.
+    """
+
+    max_new_tokens: int = 200
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = 0
+    top_k: int = 0
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
+        if self.temperature and not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:
+            raise ValueError(
+                f"temperature must be 0, or from {MIN_TEMPERATURE:.2g} to {MAX_TEMPERATURE:.2g}, not {self.temperature}"
+            )
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
+        check("seed", self.seed, Seed | None)
+        if not 0 <= self.top_k <= MAX_TOP_K:
+            raise ValueError(f"top_k must be from 0 to {MAX_TOP_K}, not {self.top_k}")
+        if not isinstance(self.stop, tuple) or not all(isinstance(text, str) for text in self.stop):
+            raise TypeError(f"stop must be a tuple of strings, not {self.stop!r}")
+        if len(self.stop) > MAX_STOPS or not all(self.stop):
+            raise ValueError(f"stop must have at most {MAX_STOPS} strings, none of them empty, not {self.stop!r}")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
+            raise ValueError(f"logprobs must be from 0 to {MAX_LOGPROBS}, not {self.logprobs}")
+
+    @cached_property
+    def is_of_operator(self) -> bool:
+        """Whether `octile.ops.sample_tokens` alone chooses the tokens: nothing is truncated."""
+        return self._has_defaults_besides(OF_OPERATOR | OF_ENGINE | OF_LOGITS)
+
+    @cached_property
+    def can_run_ahead(self) -> bool:
+        """Whether decode steps that are launched ahead, which return tokens and no logits, honor all fields."""
+        return self._has_defaults_besides(OF_OPERATOR | OF_ENGINE)
+
+    def _has_defaults_besides(self, honored: frozenset[str]) -> bool:
+        """Whether each field has its default, but for those that are honored or without effect."""
+        without_effect = frozenset[str]() if self.temperature else OF_SAMPLES
+        others = (f for f in fields(self) if f.name not in honored | without_effect)
+        return all(getattr(self, f.name) == f.default for f in others)
+
+
+class FinishReason(StrEnum):
+    """Why a request has ended."""
+
+    STOP = "stop"  # an end-of-text token or a stop string
+    LENGTH = "length"  # max_new_tokens
+    CANCELED = "canceled"
+    ERROR = "error"  # Output.error says which
+
+
+class TokenLogprobs(NamedTuple):
+    """The log-probability of a generated token in the model's own distribution, before temperature, top_k and top_p.
+
+    Attributes:
+        token: the token.
+        logprob: its log-probability in nats.
+        top: (token, log-probability) of the most likely tokens, the most likely first, as many as were asked for.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+class Output(NamedTuple):
+    """What one step adds to one request.
+
+    Attributes:
+        request_id: `Request.id`.
+        tokens: the new tokens, without an end-of-text token.
+        text: the piece of text that is complete now: characters whose bytes are all there, and that no stop string can
+            take back. The pieces of a request concatenate to its text.
+        logprobs: of each new token, if they were asked for.
+        finish_reason: None while the request goes on; the output that has it is the request's last one.
+        error: what went wrong, with FinishReason.ERROR.
+    """
+
+    request_id: int
+    tokens: tuple[int, ...] = ()
+    text: str = ""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+
+class PromptLatents(Protocol):
+    """The latents of a prompt that another process has read; `octile.serve.disaggregated.page_pool` has them."""
+
+    def write(self, pages: Sequence[int], first: int) -> None:
+        """Copy the pages from number `first` on to pages of the cache, and release all."""
+        ...
+
+    def release(self) -> None:
+        """Release the pages unread."""
+        ...
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """A prompt, how to continue it, and how far the engine is with it.
+
+    Attributes:
+        id: unique within an engine; later requests have larger ones.
+        prompt: the tokens of the prompt.
+        sampling: how to continue it.
+        seed: the sampling's seed, or the one that was drawn for this request.
+        tokens: the tokens of the prompt and those generated so far.
+        max_length: tokens at which it ends at the latest.
+        finish_reason: None while the request waits or runs.
+        n_computed: the first tokens, as many, have their latents in the pages.
+        pages: array("i") of the pages that the request holds, in the order of positions.
+        page_keys: keys of its full pages, as far as they were needed.
+        drafts: draft tokens that follow `tokens`, to be verified by the next forward pass.
+        was_admitted: whether it has run before.
+        latents: of its prompt, until it is admitted, if another process has read the prompt.
+    """
+
+    id: int
+    prompt: Sequence[int]
+    sampling: Sampling
+    seed: int
+    tokens: list[int] = field(init=False)
+    max_length: int = field(init=False)
+    finish_reason: FinishReason | None = field(init=False, default=None)
+    n_computed: int = field(init=False, default=0)
+    pages: array[int] = field(init=False, default_factory=lambda: array("i"))
+    page_keys: list[bytes] = field(init=False, default_factory=list)
+    drafts: list[int] = field(init=False, default_factory=list)
+    was_admitted: bool = field(init=False, default=False)
+    latents: PromptLatents | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+        self.max_length = len(self.prompt) + self.sampling.max_new_tokens
+
+    @property
+    def n_generated(self) -> int:
+        """Tokens generated so far."""
+        return len(self.tokens) - len(self.prompt)
+
+    @property
+    def n_remaining(self) -> int:
+        """Tokens that may still be generated."""
+        return self.max_length - len(self.tokens)
+
+    @property
+    def n_pending(self) -> int:
+        """Tokens whose latents are not in the pages: 1 while it decodes, more while its prompt is read."""
+        return len(self.tokens) - self.n_computed
+
+
+def make_request(number: int, prompt: Sequence[int], sampling: Sampling) -> Request:
+    """Make a request with the next number of an engine; if it asks for no seed, one is drawn, also in its sampling."""
+    seed = secrets.randbelow(MAX_SEED) if sampling.seed is None else sampling.seed
+    return Request(number, tuple(prompt), replace(sampling, seed=seed), seed)
+
+
+def check_prompt(prompt: Sequence[int], sampling: Sampling, vocab_size: int, context: int) -> None:
+    """Refuse a prompt that a model cannot continue.
+
+    Raises:
+        ValueError: the prompt is empty, has a token that the model does not know, or exceeds its context together with
+            the new tokens.
+    """
+    if not prompt:
+        raise ValueError("prompt must have at least one token")
+    for token in (min(prompt), max(prompt)):
+        if not 0 <= token < vocab_size:
+            raise ValueError(
+                f"prompt has the token {token}, but the model's vocabulary has {vocab_size}, from 0 to {vocab_size - 1}"
+            )
+    if len(prompt) + sampling.max_new_tokens > context:
+        raise ValueError(
+            f"prompt has {format_count(len(prompt), 'token')} and max_new_tokens is {sampling.max_new_tokens}: "
+            f"together they must not exceed the context of {context} (the model's, or less if the cache is smaller)"
+        )

@@ -1,0 +1,325 @@
+"""Multi-head latent attention in serving: rows of several requests, each one position, over a paged latent cache.
+
+    decode rows      attend in the absorbed form: queries times W_UK, attention over the pages, results times W_UV
+    prefill chunks   attend in the naive form (`octile.serve.model.naive_attention`)
+
+A model with indexers attends to chosen positions where there are more than that: from the decode rows of a step if one
+has more, and from the chunks that have more, both in the absorbed form.
+
+With `batch_invariant` all rows attend in the absorbed form, with a fixed number of splits.
+
+Ranks of a group may share the rows and the heads (`octile.serve.ranks.tensor_parallel`): the block's input is then a
+rank's own rows, and queries are those of all rows and of its own heads.
+
+Source: DeepSeek-V2 (arXiv 2405.04434) §2.1, DeepSeek-V3 (arXiv 2412.19437) §2.1.1.
+Shapes: T rows, D model, H heads of this rank, C latent, R rotary key, N the rest of a head's key, V a head's value,
+X = N + R, W = C + R, K chosen positions; G heads and E channels of the indexer; a chunk has S rows and reads L
+positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octile.models.config import ModelConfig
+from octile.nn.indexer import weight_factor
+from octile.nn.norm import LAYER_NORM_EPS
+from octile.ops.decode_latents import write_and_rotate
+from octile.ops.index_rows import index_rows, rotate_first
+from octile.ops.norm import rms_norm
+from octile.ops.paged_attention import paged_attention
+from octile.ops.rope import rotate_
+from octile.ops.row_invariant import row_invariant_matmul_nt
+from octile.ops.sparse_attention import paged_sparse_attention, sparse_attention
+from octile.scaled import ScaledTensor
+from octile.serve.model.gemms import Gemms, Rows
+from octile.serve.model.naive_attention import NaiveAttention
+from octile.serve.model.top_k_keys import (
+    MAX_LOGITS,
+    IndexQueries,
+    choose_of_pages,
+    choose_of_pages_in_fp32,
+    choose_of_prefix,
+    schedule,
+)
+from octile.serve.ranks.tensor_parallel import TensorParallel
+from octile.serve.runner.index_pages import IndexPages
+from octile.serve.runner.latent_pages import LatentPages
+from octile.serve.runner.step import PrefillPiece, Step
+from octile.serve.weights.block_weights import NORM_EPS, AttentionWeights, BlockWeights, IndexerWeights
+
+INVARIANT_SPLITS = 16  # of a row's positions, in batch-invariant mode
+MAX_QUERIES = 2**26  # numbers of absorbed queries of a chunk that attends to chosen positions, at the same time
+
+
+class Queries(NamedTuple):
+    """What rows attend with: queries [T, H, X], and those of the indexer, if positions are chosen."""
+
+    q: Tensor
+    of_index: IndexQueries | None
+
+    def rows(self, first: int, n: int) -> Queries:
+        """Return n rows."""
+        return Queries(self.q.narrow(0, first, n), self.of_index and self.of_index.rows(first, n))
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The attention of a model's layers.
+
+    Attributes:
+        config: of the model.
+        n_heads: H.
+        gemms: by the model's weights.
+        cache: the layers' pages; that of multi-token prediction is the last.
+        index: the pages of the indexer's keys; None: rows attend to all positions.
+        naive: attention of prefill chunks to all positions.
+        softmax_scale: of attention.
+        tp: the ranks that share the rows of a step and the heads.
+    """
+
+    config: ModelConfig
+    n_heads: int
+    gemms: Gemms
+    cache: LatentPages
+    index: IndexPages | None
+    naive: NaiveAttention
+    softmax_scale: float
+    tp: TensorParallel
+
+    def with_schedule(self, step: Step) -> Step:
+        """Return a step with what all layers need of its lengths to choose positions."""
+        if self.index is None or not step.chooses or not len(step.lengths):
+            return step
+        return step._replace(schedule=schedule(step.lengths))
+
+    def chooses(self, longest: int) -> bool:
+        """Whether decode rows attend to chosen positions, if the longest attends to so many.
+
+        In batch-invariant mode they always do, because rows may not attend in another way for the sake of others.
+        """
+        return self.index is not None and (self.gemms.batch_invariant or longest > self._n_chosen)
+
+    @property
+    def _n_chosen(self) -> int:
+        """How many positions a row attends to at most, if they are chosen."""
+        return self.config.index_topk or 0
+
+    def write_and_attend(
+        self, x_TD: Tensor, layer: int, w: BlockWeights, step: Step, cos_sin: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """Write the latents of a step's rows, and attend from them: [T, H·V].
+
+        Args:
+            x_TD, layer, w: the block's input, which block it is, and its weights.
+            step, cos_sin: the rows, and the cosines and sines of their positions.
+        """
+        if not self.gemms.batch_invariant and self.index is None and step.only_decodes:
+            return self._decode(x_TD, layer, w, step, cos_sin)
+        return self.attend(self.queries(x_TD, layer, w, step.slots, cos_sin), layer, w.attention, step)
+
+    def add_output_(self, x_TD: Tensor, o_TV: Tensor, w: AttentionWeights) -> None:
+        """Add to a rank's own rows what attention has returned for all rows, times the output's projection."""
+        self.tp.add_sums_(x_TD, self.gemms.nt(self.gemms.rows_for(o_TV, w.o), w.o))
+
+    def _decode(self, x_TD: Tensor, layer: int, w: BlockWeights, step: Step, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+        """Write the latents of decode rows, and attend from them: as `attend` of `queries`, in fewer launches.
+
+        One kernel normalizes and writes latents, rotates, and writes the rotary part of absorbed queries.
+        """
+        c = self.config
+        _, _, q_TX, latent_TC, rope_TR = self._projected(x_TD, w)
+        q_THX = q_TX.unflatten(-1, (self.n_heads, -1))
+        q_THW = q_THX.new_empty(*q_THX.shape[:2], c.kv_lora_rank + c.qk_rope_head_dim)
+        of_norm = w.attention.kv_norm, NORM_EPS
+        write_and_rotate(self.cache.layers[layer], step.slots, latent_TC, rope_TR, *of_norm, *cos_sin, q_THX, q_THW)
+        self.gemms.heads_nt(q_THX[..., : c.qk_nope_head_dim], w.attention.w_k, q_THW[..., : c.kv_lora_rank])
+        out_TV = q_THX.new_empty(len(q_THX), self.n_heads * c.v_head_dim)
+        self._attend_to_pages(q_THW, None, layer, w.attention, step, out_TV.unflatten(-1, (self.n_heads, -1)))
+        return out_TV
+
+    def query_width(self, w: AttentionWeights) -> int:
+        """Return the columns of the GEMM that projects queries: theirs, then those of weights that are joined to it."""
+        return sum(w.x.sizes[0]) if w.q_up is None else self.n_heads * self.config.qk_head_dim
+
+    def queries(
+        self,
+        x_TD: Tensor,
+        layer: int,
+        w: BlockWeights,
+        slots: Tensor,
+        cos_sin: tuple[Tensor, Tensor],
+        out_TW: Tensor | None = None,
+    ) -> Queries:
+        """Compute a block's queries, and write the rows' latents, and the keys of the indexer.
+
+        Args:
+            x_TD, layer, w, slots, cos_sin: the block's input, which block it is, where its latents are written.
+            out_TW: memory for the queries, as wide as `query_width`; None: new memory.
+        """
+        x, q, q_TX, latent_TC, rope_TR = self._projected(x_TD, w, out_TW)
+        indexer = None if self.index is None else w.attention.indexer
+        q_THX = q_TX.unflatten(-1, (self.n_heads, -1))
+        rotate_(q_THX[None], *cos_sin)
+        rotate_(rope_TR[None, :, None], *cos_sin)
+        latent_TC, _ = rms_norm(latent_TC, w.attention.kv_norm, NORM_EPS)
+        self.cache.write(layer, slots, latent_TC, rope_TR)
+        if indexer is None:
+            return Queries(q_THX, None)
+        assert q is not None  # the indexer reads compressed queries
+        return Queries(q_THX, self._index(x, q, layer, indexer, slots, cos_sin))
+
+    def _projected(
+        self, x_TD: Tensor, w: BlockWeights, out_TW: Tensor | None = None
+    ) -> tuple[Rows, Rows | None, Tensor, Tensor, Tensor]:
+        """Compute what the projections of a block's input give.
+
+        Returns:
+            the normed input, compressed queries if there are any, queries [T, H·X], latents [T, C] before their norm,
+            and rotary keys [T, R] before they are rotated.
+        """
+        of_x, indexer = w.attention.x, None if self.index is None else w.attention.indexer
+        fp8, values = of_x.has_fp8, of_x.has_values
+        if indexer is not None:  # whose weights of heads are in high precision
+            fp8, values = fp8 or isinstance(indexer.k, ScaledTensor), True
+        x = self._gathered(self.gemms.norm(x_TD, w.input_norm, self.config.rms_norm_eps, fp8, values))
+        out = out_TW if w.attention.q_up is None else None
+        q_TX, latent_TC, rope_TR = self.gemms.projections(x, of_x, out=out)
+        q: Rows | None = None
+        if w.attention.q_up is not None:
+            assert w.attention.q_norm is not None
+            read_by = [w.attention.q_up] if indexer is None else [w.attention.q_up, indexer.q_up]
+            are_fp8 = [isinstance(weight, ScaledTensor) for weight in read_by]
+            q = self.gemms.norm(q_TX, w.attention.q_norm, NORM_EPS, any(are_fp8), not all(are_fp8))
+            q_TX = self.gemms.nt(q, w.attention.q_up, out=out_TW)
+        return x, q, q_TX, latent_TC, rope_TR
+
+    def _gathered(self, x: Rows) -> Rows:
+        """Return the rows of all ranks of a group, of each rank's own ones."""
+        return Rows(
+            None if x.values is None else self.tp.gather(x.values),
+            None if x.q is None else self.tp.gather_quantized(x.q),
+        )
+
+    def _index(
+        self, x: Rows, q: Rows, layer: int, w: IndexerWeights, slots: Tensor, cos_sin: tuple[Tensor, Tensor]
+    ) -> IndexQueries:
+        """Compute the indexer's queries, of the block's input and of compressed queries, and write its keys."""
+        assert self.index is not None
+        assert x.values is not None
+        k_TE = F.layer_norm(self.gemms.nt(x, w.k).float(), w.k_norm.shape, w.k_norm, w.k_bias, LAYER_NORM_EPS)
+        q_TGE = self.gemms.nt(q, w.q_up).unflatten(-1, (len(w.heads), -1))
+        k, k_scale = self._index_rows(k_TE[None, :, None], cos_sin)
+        self.index.write(layer, slots, k[0, :, 0], k_scale[0, :, 0])
+        if self.gemms.batch_invariant:
+            weights_TG = row_invariant_matmul_nt(x.values.float()[None], w.heads[None], torch.float32)[0]
+        else:
+            weights_TG = F.linear(x.values.float(), w.heads)
+        index_q, q_scale = self._index_rows(q_TGE[None], cos_sin)
+        return IndexQueries(index_q[0], weights_TG * weight_factor(*q_TGE.shape[1:]) * q_scale[0])
+
+    def _index_rows(self, x_1THE: Tensor, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Rotate the indexer's queries or keys, and quantize them unless they are in FP32: as `index_rows`."""
+        assert self.index is not None
+        if self.index.dtype != torch.float32:
+            return index_rows(x_1THE, *cos_sin)
+        rotated_1THE = rotate_first(x_1THE, *cos_sin)
+        return rotated_1THE, rotated_1THE.new_ones(rotated_1THE.shape[:3])
+
+    def attend(
+        self,
+        queries: Queries,
+        layer: int,
+        w: AttentionWeights,
+        step: Step,
+        own: tuple[Tensor, Tensor] | None = None,
+        out_TV: Tensor | None = None,
+    ) -> Tensor:
+        """Attend from all rows of a step: [T, H·V].
+
+        Args:
+            queries, layer, w, step: the queries, which block it is, its weights, the rows.
+            own: `NaiveAttention.decompressed` of the rows themselves, if prefill chunks attend to no others.
+            out_TV: memory for the result; None: new memory.
+        """
+        n_decode = len(step.lengths)
+        if out_TV is None:
+            out_TV = queries.q.new_empty(len(queries.q), self.n_heads * self.config.v_head_dim)
+        o_THV = out_TV.unflatten(-1, (self.n_heads, -1))
+        if n_decode:
+            q, of_index = queries.rows(0, n_decode)
+            self._attend_to_pages(self._absorb(q, w), of_index, layer, w, step, o_THV[:n_decode])
+        end = step.prefills[-1].first_row + step.prefills[-1].rows if step.prefills else n_decode
+        out_TV[end:] = 0  # rows that only fill GEMMs
+        for piece in step.prefills:
+            of_piece = queries.rows(piece.first_row, piece.rows)
+            out_SHV = o_THV.narrow(0, piece.first_row, piece.rows)
+            if self._chooses(piece):
+                self._attend_to_chosen(out_SHV, of_piece, layer, w, step, piece)
+            else:
+                self.naive.attend(out_SHV, of_piece.q, layer, w, step, piece, own)
+        return out_TV
+
+    def _attend_to_pages(
+        self, q_THW: Tensor, of_index: IndexQueries | None, layer: int, w: AttentionWeights, step: Step, out_THV: Tensor
+    ) -> None:
+        """Attend from absorbed queries to the rows' pages, and write the result times W_UV to out."""
+        splits = INVARIANT_SPLITS if self.gemms.batch_invariant else 0
+        cached = self.cache.layers[layer]
+        last = self.config.kv_lora_rank, self.softmax_scale, splits
+        if of_index is None or step.schedule is None:
+            o_THC = paged_attention(q_THW, cached, step.pages, step.lengths, *last, step.rows_per_text)
+        else:
+            assert self.index is not None
+            if self.index.dtype == torch.float32:
+                read, text = partial(self._index_keys, layer), (step.pages, step.lengths)
+                chosen_TK = choose_of_pages_in_fp32(of_index, read, *text, self._n_chosen)
+            else:
+                keys, scheduled = self.index.layers[layer], (step.pages, step.lengths, step.schedule)
+                chosen_TK = choose_of_pages(of_index, keys, *scheduled, self._n_chosen)
+            o_THC = paged_sparse_attention(q_THW, cached, step.pages, chosen_TK, *last)
+        self.gemms.heads_nt(o_THC, w.w_v, out_THV)
+
+    def _index_keys(self, layer: int, slots: Tensor) -> Tensor:
+        """Return the indexer's keys in slots of a layer, which are in FP32."""
+        assert self.index is not None
+        return self.index.read(layer, slots)[0]
+
+    def _absorb(self, q_THX: Tensor, w: AttentionWeights) -> Tensor:
+        """Multiply queries by W_UK: [T, H, C + R]."""
+        c = self.config
+        q_THN, q_THR = q_THX.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
+        q_THW = q_THX.new_empty(*q_THX.shape[:2], c.kv_lora_rank + c.qk_rope_head_dim)
+        self.gemms.heads_nt(q_THN, w.w_k, q_THW[..., : c.kv_lora_rank])
+        q_THW[..., c.kv_lora_rank :] = q_THR
+        return q_THW
+
+    def _chooses(self, piece: PrefillPiece) -> bool:
+        """Whether a piece is a chunk that attends to chosen positions: it has more than are chosen."""
+        return self.index is not None and piece.max_positions > self._n_chosen
+
+    def _attend_to_chosen(
+        self, out_SHV: Tensor, queries: Queries, layer: int, w: AttentionWeights, step: Step, chunk: PrefillPiece
+    ) -> None:
+        """Attend from the rows of one chunk to chosen positions, and write what is computed to out."""
+        assert self.index is not None
+        assert step.context is not None
+        c, latents = self.config, self.cache.layers[layer].flatten(0, 1)
+        slots_L = step.context.narrow(0, chunk.first_position, chunk.positions)
+        at_once = max(min(MAX_LOGITS // len(slots_L), MAX_QUERIES // (self.n_heads * c.latent_dim)), 1)
+        k_LE, scale_L = self.index.read(layer, slots_L)
+        n_rows = len(queries.q)
+        for row in range(0, n_rows, at_once):
+            n = min(at_once, n_rows - row)
+            of = queries.rows(row, n)
+            assert of.of_index is not None
+            position = len(slots_L) - n_rows + row
+            slots_TK = choose_of_prefix(of.of_index, k_LE, scale_L, slots_L, position, self._n_chosen)
+            o_THC = sparse_attention(self._absorb(of.q, w), latents, slots_TK, c.kv_lora_rank, self.softmax_scale)
+            self.gemms.heads_nt(o_THC, w.w_v, out_SHV.narrow(0, row, n))

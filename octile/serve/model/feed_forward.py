@@ -1,0 +1,157 @@
+"""The second half of a block in serving: the norm, a SwiGLU layer or a mixture of experts, and the residual.
+
+The rows of a mixture are sorted by expert, and their results are weighted in SwiGLU if the down-projections are in FP8,
+as in training (`octile.nn.fused.feed_forward`). They go to their experts in one of two ways:
+
+    dispatcher    rows of any step, of this GPU alone or of ranks among which the experts are spread
+    exchange      the few rows of decode steps, for which no host waits
+
+Source: DeepSeek-V3 (arXiv 2412.19437) §2.1.2 and §3.4.
+Shapes: T rows, D model, E experts, K chosen ones, I intermediate; R rows sorted by expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from octile.models.config import ModelConfig
+from octile.nn.dispatcher import LocalDispatcher
+from octile.ops.gate import choose_experts, gate
+from octile.ops.permute import unpermute
+from octile.ops.routing_plan import count_tokens
+from octile.ops.row_invariant import row_invariant_matmul_nt
+from octile.parallel.decoding import SortedExchange
+from octile.parallel.symmetric_memory import PeerDispatcher
+from octile.routing import choice_of
+from octile.scaled import ScaledTensor
+from octile.serve.model import shared_experts_stream
+from octile.serve.model.expert_load import ExpertLoad
+from octile.serve.model.gemms import Gemms, Rows
+from octile.serve.ranks.experts import SpreadExperts
+from octile.serve.ranks.tensor_parallel import TensorParallel
+from octile.serve.weights.block_weights import BlockWeights, MLPWeights, MoEWeights
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """The SwiGLU layers and mixtures of a model.
+
+    Attributes:
+        config: of the model.
+        gemms: by its weights.
+        dispatcher: sends rows to experts.
+        tp: the ranks that share the rows of a step.
+        expert_load: counts the tokens of each expert; None: nothing does.
+        spread: the experts of all ranks, if they are spread over several.
+        exchange: of the rows of decode steps, for which the host does not wait; None: by the dispatcher.
+        routes_shared: whether rows choose the shared experts like routed ones (`SpreadExperts.add_shared`).
+    """
+
+    config: ModelConfig
+    gemms: Gemms
+    dispatcher: LocalDispatcher
+    tp: TensorParallel
+    expert_load: ExpertLoad | None
+    spread: SpreadExperts | None
+    exchange: SortedExchange | None = None
+    routes_shared: bool = False
+
+    def of_rows(self, rows: int) -> FeedForward:
+        """Return these for steps of at most so many rows on any rank, or on any group of ranks."""
+        dispatcher, exchange, n_own = self.dispatcher, self.exchange, self.tp.n_own(rows)
+        if isinstance(dispatcher, PeerDispatcher):
+            dispatcher = dispatcher.of_at_most(n_own)
+        if exchange is not None:
+            exchange = exchange.of_at_most(n_own)
+        return replace(self, dispatcher=dispatcher, exchange=exchange)
+
+    def add(self, x_TD: Tensor, layer: int, w: BlockWeights, slots: Tensor) -> Tensor:
+        """Add to rows what a block's SwiGLU layer or mixture computes of them, and return them: [T, D].
+
+        Args:
+            x_TD: a rank's own rows.
+            layer, w: which block it is, and its weights.
+            slots: where the rows of all ranks of a group are cached; negative: nowhere, they are padding.
+        """
+        eps = self.config.rms_norm_eps
+        if isinstance(w.mlp, MLPWeights):
+            x = self.gemms.norm(x_TD, w.post_norm, eps, w.mlp.x.has_fp8, w.mlp.x.has_values)
+            return x_TD.add_(self._mlp(x, w.mlp))
+        x = self.gemms.norm(x_TD, w.post_norm, eps, w.mlp.x.has_fp8 or w.mlp.shared.x.has_fp8, True)
+        if self.exchange is not None:
+            return self._add_exchanged(x_TD, x, layer, w.mlp, self.tp.own(slots), self.exchange)
+        return x_TD.add_(self._mixture(x, layer, w.mlp, self.tp.own(slots)))
+
+    def _mlp(self, x: Rows, w: MLPWeights) -> Tensor:
+        gate_TI, up_TI = self.gemms.projections(x, w.x)
+        return self.gemms.nt(self.gemms.swiglu(gate_TI, up_TI, w.down), w.down)
+
+    def _mixture(self, x: Rows, layer: int, w: MoEWeights, slots: Tensor) -> Tensor:
+        weights_TK, experts_TK = self._choose(x, layer, w, slots)
+        load_E = count_tokens(experts_TK, len(w.gate) if self.spread is None else self.spread.n_experts)[0]
+        dispatcher = self.dispatcher
+        if self.spread is not None:
+            experts_TK = self.spread.slots(layer, experts_TK)
+        if isinstance(dispatcher, PeerDispatcher):
+            experts_TK = experts_TK.masked_fill((slots < 0)[:, None], -1)  # padding goes nowhere
+        plan = dispatcher.plan(experts_TK, load_E)
+        shared_TD = None if self.routes_shared else self._mlp(x, w.shared)
+        if x.q is not None and w.x.has_fp8:
+            rows = Rows(None, dispatcher.dispatch_quantized(dispatcher.send_quantized(x.q, plan), plan))
+        else:
+            assert x.values is not None
+            rows = Rows(dispatcher.send(x.values, plan).index_select(0, plan.token_R), None)
+        if not isinstance(w.down, ScaledTensor):
+            y_RD = self._experts(rows, w, plan.offs_E)
+            return unpermute(dispatcher.send_back(y_RD, plan), plan.place_TK, shared_TD, weights_TK)
+        weight_R = dispatcher.dispatch_weights(dispatcher.begin_send(weights_TK, plan), plan)
+        return dispatcher.combine_unweighted(self._experts(rows, w, plan.offs_E, weight_R), plan, shared_TD)
+
+    def _add_exchanged(
+        self, x_TD: Tensor, x: Rows, layer: int, w: MoEWeights, slots: Tensor, exchange: SortedExchange
+    ) -> Tensor:
+        """Add a mixture of decode rows to x_TD, and return it; rows of padding go nowhere."""
+        assert self.spread is not None
+        shared = None
+        if not self.routes_shared:
+            shared = shared_experts_stream.begin(lambda: self._mlp(x, w.shared), x_TD.device)
+        weights_TK, experts_TK = self._choose(x, layer, w, slots)
+        sent_TD = x.q if w.x.has_fp8 else x.values
+        assert sent_TD is not None
+        sent = exchange.send(sent_TD, experts_TK, weights_TK, self.spread.slots_of_experts(layer), slots)
+        here = exchange.receive(sent, len(experts_TK))
+        rows = Rows(None, here.rows) if isinstance(here.rows, ScaledTensor) else Rows(here.rows, None)
+        is_weighted = isinstance(w.down, ScaledTensor)
+        y_RD = self._experts(rows, w, here.offs, here.weights if is_weighted else None)
+        return exchange.combine(y_RD, here, shared, None if is_weighted else weights_TK, x_TD)
+
+    def _experts(self, rows: Rows, w: MoEWeights, offs_E: Tensor, weight_R: Tensor | None = None) -> Tensor:
+        """Compute the routed experts of rows sorted by expert, times their weights if down-projections are in FP8."""
+        gate_RI, up_RI = self.gemms.projections(rows, w.x, offs_E)
+        return self.gemms.nt(self.gemms.swiglu(gate_RI, up_RI, w.down, weight_R, offs_E), w.down, offs_E)
+
+    def _choose(self, x: Rows, layer: int, w: MoEWeights, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose the experts of each row, and count them; return their weights and numbers, both [T, K].
+
+        Shared experts that are routed are added, and not counted.
+        """
+        assert x.values is not None
+        weights_TK, experts_TK = self._gate(x.values, w)
+        if self.expert_load is not None:
+            self.expert_load.count(layer, experts_TK, slots)
+        if self.routes_shared:
+            assert self.spread is not None
+            return self.spread.add_shared(weights_TK, experts_TK)
+        return weights_TK, experts_TK
+
+    def _gate(self, x_TD: Tensor, w: MoEWeights) -> tuple[Tensor, Tensor]:
+        c = self.config
+        choice = choice_of(c.topk_method, c.num_experts_per_tok, c.n_group, c.topk_group)
+        weighting = c.scoring_func, c.norm_topk_prob, c.routed_scaling_factor
+        if not self.gemms.batch_invariant:
+            return gate(x_TD, w.gate, w.bias, *choice, *weighting)[:2]
+        logits_TE = row_invariant_matmul_nt(x_TD[None], w.gate[None], torch.float32)[0]
+        return choose_experts(logits_TE, w.bias, *choice, *weighting)

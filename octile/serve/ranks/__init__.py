@@ -1,0 +1,10 @@
+"""One model over several ranks: experts and their copies, heads of attention, and steps of all ranks together.
+
+experts.py             experts spread over ranks, with redundant copies that move between steps
+placement.py           `rebalance_experts`: copies of experts and the GPUs that hold them
+expert_moves.py        the move of experts to other slots
+dynamic_redundancy.py  which of an expert's copies serve its tokens in a step
+tensor_parallel.py     ranks that share the rows of a step and the heads of attention
+engine.py              steps of all ranks together
+front_engine.py        the engines of all ranks as one, to which rank 0 hands requests
+"""

@@ -1,0 +1,211 @@
+"""Steps of the engines of all ranks together, whose experts are spread over them (`octile.serve.ranks.experts`).
+
+The ranks agree on each step: whether any has work, whether all can launch a decode step ahead, how many requests or
+rows a rank has at most, and whether the experts are placed anew.
+
+Ranks of a group that share their requests (`octile.serve.ranks.tensor_parallel`) have engines with the same requests.
+They receive the same bits of logits, so that each schedules and chooses what the others do, without a message. That
+they have done so is compared before each forward pass and before the first of a step's passes of drafts, since
+collectives of different sizes would hang. The passes of drafts have the same rows on all of them, also if one cannot
+choose a draft that the others have chosen: then all drop the drafts of that step.
+
+Shapes: L layers with experts, E experts, P slots of all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from array import array
+from collections.abc import Sequence
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+
+from octile.serve.engine.engine import Engine
+from octile.serve.engine.request import Output
+from octile.serve.engine.scheduler import Scheduled
+from octile.serve.ranks.dynamic_redundancy import TooFewActiveError
+from octile.serve.ranks.placement import rebalance_experts
+from octile.serve.runner.model_runner import ModelRunner
+from octile.serve.weights.routed_shared_experts import with_shared_load
+
+
+class SpreadEngine:
+    """Steps of this rank's engine, together with those of the engines of all ranks.
+
+    Args:
+        engine: of this rank.
+        runner: its runner, of `SpreadExperts`.
+        seconds: after which the experts are placed anew, by the tokens that they had on all ranks in the window of
+            `ModelRunner(expert_window=…)`, but not before they have all moved; without a window they stay.
+        control: the same ranks on their hosts, by gloo, through which they agree on each step; None: they agree through
+            the group that has the experts, for which the host waits.
+        timeout: seconds for which the host waits for tokens of its GPU, which may wait for that of another rank.
+
+    Attributes:
+        engine: of this rank; requests are added to it, in a group of ranks to the engines of all, in one order and with
+            a seed.
+
+    Raises:
+        ValueError: the runner's experts are not spread, seconds is negative or NaN, or timeout is not above 0.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        runner: ModelRunner,
+        seconds: float = 600.0,
+        control: dist.ProcessGroup | None = None,
+        timeout: float = math.inf,
+    ):
+        if runner.spread is None:
+            raise ValueError("runner must be of SpreadExperts: its experts are not spread over ranks")
+        self.engine, self._spread, self._runner = engine, runner.spread, runner
+        if not seconds >= 0:
+            raise ValueError(f"seconds must be at least 0, not {seconds}")
+        if not timeout > 0:
+            raise ValueError(f"timeout must be above 0, not {timeout}")
+        runner.timeout = timeout
+        self._seconds, self._placed, self._moves = seconds, time.monotonic(), False
+        self._checksum = 0  # of what all steps have scheduled and chosen
+        self._control = runner.spread.dispatcher.groups[0] if control is None else control
+        self._on_host = torch.device("cpu") if control is not None else runner.device
+
+    def warm_up(self) -> None:
+        """Compute a step of each kind on all ranks, so that none waits in a later step for kernels to be compiled.
+
+        All ranks call it before their first step, and leave it together. The state is that of before it.
+
+        Raises:
+            TimeoutError: as `step`.
+        """
+        self._runner.warm_up()
+        dist.barrier(self._control)
+
+    def step(self) -> list[Output] | None:
+        """Run a step, and move the experts of a layer if they are placed anew. All ranks must call this in turn.
+
+        A rank whose engine has nothing to do takes part with padding. If all ranks can, they launch a decode step
+        before the tokens of the last one are read; its outputs are those of the next step.
+
+        Returns:
+            what the step adds to this rank's requests; None if no rank had any.
+
+        Raises:
+            TimeoutError: the GPU did not compute a step in time, because it waits for the GPU of another rank.
+            RuntimeError: ranks that share their requests have chosen different tokens; all ranks raise it.
+        """
+        can_place = self._runner.expert_tokens is not None and not self._moves
+        wants_place = can_place and time.monotonic() >= self._placed + self._seconds
+        lacks_draft = self.group_size > 1 and self.engine.lacks_draft
+        own = self.engine.has_work, wants_place, not self.engine.can_launch, lacks_draft, self.engine.n_running
+        has_work, is_due, needs_run, drops_drafts, self._runner.min_decode = self._maxima(*own)
+        if drops_drafts:
+            self.engine.drop_drafts()
+        if is_due:
+            self._place()
+        outputs: list[Output] | None = None
+        if has_work:
+            outputs = self._run() if needs_run else self._launch()
+        self._moves = self._spread.move_layer()
+        return outputs
+
+    @property
+    def group_size(self) -> int:
+        """How many consecutive ranks share their requests."""
+        return self._runner.tp.size
+
+    def close(self) -> None:
+        """Free the CUDA graphs; no step follows."""
+        self._runner.close()
+
+    def _maxima(self, *own: int) -> list[int]:
+        """Return the maxima of numbers of all ranks, which compare their checksums; all ranks call it.
+
+        Raises:
+            RuntimeError: as `step`.
+        """
+        numbers = torch.tensor([*own, *self._own_checksums()], dtype=torch.int32, device=self._on_host)
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, self._control)
+        found: list[int] = numbers.tolist()
+        self._compare(found[len(own) :])
+        return found[: len(own)]
+
+    def _count(self, outputs: Sequence[Output], scheduled: Sequence[Scheduled] = ()) -> None:
+        """Count what was chosen, or the chunks that were scheduled, in the checksum of ranks that share requests."""
+        if self.group_size > 1:
+            counted = array("q", [number for s in scheduled for number in (s.request.id, s.n_tokens)])
+            for output in outputs:
+                has_ended = output.finish_reason is not None
+                counted.extend((output.request_id, has_ended, len(output.tokens), *output.tokens))
+            self._checksum = crc32(counted.tobytes(), self._checksum)
+
+    def _own_checksums(self) -> list[int]:
+        """For each group of ranks that share their requests, numbers whose maxima differ in sign alone if all agree."""
+        n_groups, dispatcher = self._spread.dispatcher.n_ranks // self.group_size, self._spread.dispatcher
+        numbers = [-(2**31)] * 2 * n_groups if self.group_size > 1 else []
+        if numbers:
+            own, first = self._checksum >> 1, 2 * (dispatcher.rank // self.group_size)  # 31 bits
+            numbers[first : first + 2] = own, -own
+        return numbers
+
+    def _compare(self, checksums: Sequence[int]) -> None:
+        """Check what `_own_checksums` has given, after all ranks have taken the maxima."""
+        for group, (largest, smallest) in enumerate(zip(checksums[::2], checksums[1::2], strict=True)):
+            if largest != -smallest:
+                first = group * self.group_size
+                ranks = f"ranks {first} to {first + self.group_size - 1}"
+                raise RuntimeError(f"{ranks}, which share their requests, have chosen different tokens")
+
+    def _launch(self) -> list[Output]:
+        n_steps = self._runner.n_steps
+        outputs = self.engine.launch()
+        if self._runner.n_steps == n_steps:
+            self._runner.take_part(decodes=True)
+        self._count(outputs)
+        return outputs
+
+    def _run(self) -> list[Output]:
+        runner, n_steps, n_drafts = self._runner, self._runner.n_steps, self._runner.n_draft_passes
+        outputs, scheduled = self.engine.schedule()
+        self._count(outputs, scheduled)
+        (runner.max_rank_rows,) = self._maxima(sum(s.n_tokens for s in scheduled))
+        chosen = self.engine.run(scheduled)
+        if runner.n_steps == n_steps:
+            runner.take_part()
+        self._count(chosen)
+        if runner.n_drafts and self.group_size > 1:
+            self._maxima()
+        self.engine.draft()
+        runner.take_part_in_drafts(runner.n_drafts - (runner.n_draft_passes - n_drafts))
+        runner.max_rank_rows = 0
+        return outputs + chosen
+
+    def _place(self) -> None:
+        self._placed = time.monotonic()
+        n_layers, n_slots = self._spread.physical_to_logical.shape
+        c, n_shared = self._spread.weights.config, self._spread.n_shared
+        load_LE = torch.zeros(n_layers, c.n_routed_experts, dtype=torch.int64)
+        if self._runner.expert_tokens is not None:
+            load_LE = torch.tensor([self._runner.expert_tokens[layer] for layer in self._spread.layers])
+        load_LE = load_LE.to(self._runner.device)
+        dist.all_reduce(load_LE, group=self._spread.dispatcher.groups[0])
+        if load_LE.any():
+            groups, nodes = 1 if n_shared else c.n_group, self._spread.num_nodes
+            if n_shared:
+                load_LE = with_shared_load(load_LE, n_shared, c.num_experts_per_tok)
+            wanted_LP = rebalance_experts(
+                load_LE,
+                n_slots,
+                groups,
+                nodes,
+                self._spread.dispatcher.n_ranks,
+                distinct_copies=self._spread.num_active is not None,
+            )[0]
+            try:
+                self._spread.move(wanted_LP)
+            except TooFewActiveError as error:  # on all ranks alike
+                warnings.warn(f"the experts stay where they are: {error}", RuntimeWarning, stacklevel=3)

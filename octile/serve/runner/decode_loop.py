@@ -1,0 +1,166 @@
+"""Decode steps that need nothing from the host but which requests take part: each continues the tokens of the last.
+
+A step reads each request's last token and its drafts, chooses the tokens after them, counts the accepted drafts, and
+drafts anew. Tokens, positions and drafts stay on the device, so the next step can be launched before the host has read
+what this one has chosen (asynchronous scheduling): the GPU does not wait for the host. On a GPU a step is one CUDA
+graph, of 1, 2, 4, 8, … requests, padded.
+
+    tokens of the step before → forward pass → sampling → accepted drafts → multi-token prediction → drafts
+
+Rows of drafts that are not accepted write latents at positions that later steps write again, and no row attends to
+positions after its own.
+
+Source: asynchronous scheduling: NanoFlow (arXiv 2408.12757) §4.2.2; drafts: `octile.serve.engine.drafts`.
+Shapes: B requests, n drafts, T = B · (1 + n) rows, M pages of a text at most, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octile.ops.decode_step import FIELDS, accepted_rows, continued_tokens, record_choices, text_rows
+from octile.ops.sample_tokens import NO_TOKEN
+from octile.parallel.gpu_events import wait_for
+from octile.serve.model.forward import Forward
+from octile.serve.runner.batch import DecodedTokens, DecodeRequest
+from octile.serve.runner.decode_graphs import graph_sizes
+from octile.serve.runner.graph_memory import GraphMemory
+from octile.serve.runner.step import Step
+from octile.serve.runner.step_inputs import BLOCK_ROWS, PageTable
+
+NO_DRAFT = min(NO_TOKEN) - 1  # nothing that a row chooses equals it
+
+
+class DecodeLoop:
+    """The buffers and graphs of decode steps.
+
+    Attributes:
+        sizes: numbers of requests; a step is padded to the smallest that is no less than its own.
+
+    Args:
+        forward: the model's forward pass.
+        max_requests: of a step.
+        max_pages: M.
+        n_drafts: n.
+        memory: of the graphs; None on a CPU.
+    """
+
+    def __init__(
+        self, forward: Forward, max_requests: int, max_pages: int, n_drafts: int, memory: GraphMemory | None = None
+    ):
+        self.forward, self.n_drafts = forward, n_drafts
+        device = forward.weights.device
+        self._on_gpu = memory is not None
+        if self._on_gpu:
+            self.sizes = graph_sizes(max_requests)
+        else:
+            block = BLOCK_ROWS * forward.tp.size  # so that each rank of a group has whole blocks
+            max_requests = -(-max_requests // block) * block
+            self.sizes = [*range(block, max_requests + 1, block)]
+        self._host = torch.zeros(FIELDS + 1 + n_drafts, max_requests, dtype=torch.int64, pin_memory=self._on_gpu)
+        self._fields = self._host.numpy()
+        self._table = PageTable(max_requests, max_pages, pinned=self._on_gpu)
+        self._numbers = torch.zeros(self._host.shape, dtype=torch.int64, device=device)
+        self._pages = torch.zeros(max_requests, max_pages, dtype=torch.int32, device=device)
+        # what a step leaves to the next one: the last token and its drafts, and how many positions it has advanced
+        self._tokens = torch.zeros(max_requests, 1 + n_drafts, dtype=torch.int64, device=device)
+        self._advance = torch.zeros(max_requests, dtype=torch.int64, device=device)
+        self._results = torch.zeros(max_requests, 2 + 2 * n_drafts, dtype=torch.int64, device=device)
+        if memory is not None:
+            self._copied = torch.cuda.Event()
+            ways = (False, True) if forward.attention.index is not None else (False,)
+            # the texts have no positions
+            self._graphs = {way: memory.capture_sizes(self.sizes, partial(self._step, way)) for way in ways}
+
+    def run(self, requests: Sequence[DecodeRequest], at_least: int = 0, timeout: float = math.inf) -> DecodedTokens:
+        """Launch a step; see `octile.serve.runner.batch.Runner.decode`.
+
+        Args:
+            requests: of the step.
+            at_least: requests, for which it has room: ranks that exchange rows have steps of one size.
+            timeout: seconds for which the host waits for the GPU, which may wait for that of another rank.
+
+        Raises:
+            TimeoutError: the GPU has not begun the step before in time.
+        """
+        size = next(size for size in self.sizes if size >= max(len(requests), at_least))
+        if self._on_gpu:
+            wait_for(self._copied, timeout)  # the copies of the step before have read the host's buffers
+        first, end = self._fill(requests, size)
+        self._numbers.copy_(self._host, non_blocking=True)
+        if first < end:
+            self._pages[first:end].copy_(self._table.host[first:end], non_blocking=True)
+        chooses = self.forward.attention.chooses(max(map(self._reach, requests), default=0))
+        if not self._on_gpu:
+            self._step(chooses, size)
+            return DecodedTokens(self._results[: len(requests)].clone(), None, self.n_drafts)
+        stream = torch.cuda.current_stream(self._numbers.device)  # of the model's GPU
+        self._copied.record(stream)
+        replay, _ = self._graphs[chooses][size]
+        replay()
+        results = torch.empty(len(requests), self._results.shape[1], dtype=torch.int64, pin_memory=True)
+        results.copy_(self._results[: len(requests)], non_blocking=True)
+        ready = torch.cuda.Event()
+        ready.record(stream)
+        return DecodedTokens(results, ready, self.n_drafts, timeout)
+
+    def _fill(self, requests: Sequence[DecodeRequest], size: int) -> tuple[int, int]:
+        """Write the host's buffers, and return the first and the end of the requests whose pages have changed."""
+        fields, n = self._fields, len(requests)
+        columns = tuple(zip(*requests, strict=True)) or 7 * ((),)
+        for row, column in enumerate(columns[:4]):
+            fields[row, :n] = column
+        fields[4, :n] = np.array(columns[4], dtype=np.float64).view(np.int64)
+        fields[FIELDS:, :n] = NO_DRAFT
+        for i, tokens in enumerate(columns[5]):
+            if tokens:
+                fields[FIELDS : FIELDS + len(tokens), i] = tokens
+        fields[:, n:size] = ((-1,), *(FIELDS + self.n_drafts) * ((0,),))  # padding: its text has no positions
+        first, end = size, 0
+        for i, pages in enumerate(columns[6]):
+            if self._table.write(i, pages):
+                first, end = min(first, i), i + 1
+        return first, end
+
+    def _reach(self, request: DecodeRequest) -> int:
+        """Return the positions that a row of a request attends to at most, with its drafts and theirs."""
+        rows = 1 + self.n_drafts
+        first = request.position + (rows if request.source >= 0 else 0)
+        return min(request.end, first + rows + max(self.n_drafts - 1, 0))
+
+    def _step(self, chooses: bool, size: int) -> None:
+        """Compute a step of the requests that the buffers describe; chooses as of `Step`."""
+        n, forward = self.n_drafts, self.forward.of_rows(size * (1 + self.n_drafts))
+        numbers = self._numbers[:, :size]
+        end_B, seed_B = numbers[2], numbers[3]
+        tokens_Bn, first_B, temperature_B = continued_tokens(numbers, self._tokens, self._advance)
+        step = self._rows(tokens_Bn, first_B, end_B, chooses)
+        h_TD = forward.hidden(step)
+        seed_T, temperature_T = (t[:, None].expand(-1, 1 + n).flatten() for t in (seed_B, temperature_B))
+        chosen_Bn = forward.sample(h_TD, seed_T, step.positions + 1, temperature_T).view(size, 1 + n)
+        drafts: list[Tensor] = []
+        if n:
+            chosen_T, last_B, rows_B = accepted_rows(chosen_Bn, tokens_Bn, first_B)
+            h_TD = forward.draft(step._replace(tokens=chosen_T), h_TD).index_select(0, rows_B)
+            drafts = [forward.sample(h_TD, seed_B, last_B + 2, temperature_B)]
+            for i in range(1, n):
+                h_TD = forward.draft(self._rows(drafts[-1][:, None], last_B + i, end_B, chooses), h_TD)
+                drafts.append(forward.sample(h_TD, seed_B, last_B + i + 2, temperature_B))
+        new_Bn = torch.stack(drafts, dim=1) if n else tokens_Bn[:, :0]
+        left = self._tokens[:size], self._advance[:size], self._results[:size]
+        record_choices(chosen_Bn, tokens_Bn, new_Bn, *left)
+
+    def _rows(self, tokens_Bk: Tensor, first_B: Tensor, end_B: Tensor, chooses: bool) -> Step:
+        """Make a step of k rows per request, from a first position on."""
+        size, k = tokens_Bk.shape
+        pages_BM = self._pages[:size]
+        tokens_T, positions_T, slots_T, lengths_T = text_rows(tokens_Bk, first_B, end_B, pages_BM)
+        pages_TM = pages_BM if k == 1 else pages_BM[:, None].expand(-1, k, -1).flatten(0, 1)
+        rows = tokens_T, positions_T, slots_T, pages_TM, lengths_T
+        return Step(*rows, None, (), chooses=chooses, rows_per_text=k)

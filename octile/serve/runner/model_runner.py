@@ -1,0 +1,463 @@
+"""The model runner: forward passes over batches of chunks of several requests, with a paged latent cache.
+
+A chunk of up to 8 tokens is decoded: its rows attend in the absorbed form. A longer one is prefill and attends in the
+naive form, over what the pages hold. On a GPU a batch of decode rows alone replays a CUDA graph of a padded size
+(`octile.serve.runner.decode_graphs`), and the host waits for nothing.
+
+Shapes: T rows, L logits, V vocabulary, D model.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from octile.models.deepseek_v3 import DeepseekV3
+from octile.ops.latent_cache import PAGE
+from octile.parallel.gpu_events import wait_for
+from octile.parallel.symmetric_memory import PeerDispatcher
+from octile.serve.engine.config import IndexFormat, check_expert_window
+from octile.serve.engine.drafts import check_can_draft
+from octile.serve.engine.sampler import choose
+from octile.serve.model.expert_load import ExpertLoad
+from octile.serve.model.forward import Forward
+from octile.serve.model.top_k_keys import why_not_captured
+from octile.serve.ranks.experts import SpreadExperts
+from octile.serve.ranks.tensor_parallel import ALONE
+from octile.serve.runner.batch import Batch, DecodedTokens, DecodeRequest, Results
+from octile.serve.runner.batch_check import BatchCheck
+from octile.serve.runner.decode_graphs import DecodeGraphs
+from octile.serve.runner.decode_loop import DecodeLoop
+from octile.serve.runner.graph_memory import GraphMemory
+from octile.serve.runner.index_pages import IndexPages, bytes_per_key, check_index_format, needs_index
+from octile.serve.runner.latent_pages import CacheFormat, LatentPages, bytes_per_row
+from octile.serve.runner.page_bytes import PageBytes
+from octile.serve.runner.prefill_graphs import FILL_ROWS, MAX_ROWS, PrefillGraphs, padded_rows
+from octile.serve.runner.step import Step
+from octile.serve.runner.step_inputs import BLOCK_ROWS, MAX_DECODE_TOKENS, Layout, mixed_step, padded_size, send
+from octile.serve.runner.warm_up import SAMPLED, warm_up_batches
+from octile.serve.weights.generation_config import tokens_of
+from octile.serve.weights.routed_shared_experts import check_batch_invariant
+from octile.serve.weights.weights import ServedWeights
+
+
+class ModelRunner:
+    """Runs a model over a paged cache; implements `octile.serve.runner.batch.Runner`.
+
+    Args:
+        model: a model, weights that `ServedWeights.read` has read, or weights whose experts are spread over ranks; then
+            all ranks run as many steps (`octile.serve.ranks.experts`), and have the same CUDA graphs.
+        n_pages: pages of 64 positions.
+        cache_format: of the cache: "fp8", "bf16" or "float32"; None: the dtype of the activations.
+        max_batch: requests of the largest CUDA graphs of decoding, on a GPU; larger batches run without one. 0: none is
+            captured, and steps that only decode replay the graphs of steps with prompts, if there are any.
+        batch_invariant: whether a request's logits have the same bits whatever else is in the batch and however its
+            prompt is divided into chunks. Slower: every row attends in the absorbed form.
+        n_drafts: drafts of each request that decodes.
+        max_step_tokens: tokens of the largest CUDA graphs of steps with prompts, on a GPU, at most 8192; larger steps
+            run without one. 0: none is captured.
+        micro_batches: 1 or 2, into which CUDA graphs of steps with prompts divide the rows that other ranks compute, of
+            which one travels while the other is computed.
+        index_format: of the indexer's queries and keys, if the model has an indexer; see `EngineConfig`.
+        expert_window: steps over which the tokens of each expert are counted; a multiple of 8. 0: they are not counted.
+
+    Attributes:
+        n_steps, n_draft_passes: passes of the main model, and of the multi-token prediction layer, so far.
+        min_decode: with spread experts, requests for which the graph of a decode step has room at least, and
+        max_rank_rows: rows that a step has on any rank at most, or any group of ranks, 0: not known, and
+        timeout: seconds for which the host waits for its GPU, which may wait for that of another rank; `SpreadEngine`
+            sets these.
+
+    Raises:
+        TypeError, ValueError: as `ServedWeights.of_model` or `LatentPages`, max_batch or max_step_tokens is negative,
+            the model cannot draft or has no indexer to compute in FP32, expert_window is no multiple of 8, two
+            micro-batches are wanted of ranks that share their rows, or shared experts cannot be routed: with
+            batch_invariant several of them, or none on GPUs whose steps are not launched ahead.
+    """
+
+    page_size = PAGE
+
+    def __init__(
+        self,
+        model: DeepseekV3 | ServedWeights | SpreadExperts,
+        n_pages: int,
+        cache_format: CacheFormat | None = None,
+        max_batch: int = 256,
+        batch_invariant: bool = False,
+        n_drafts: int = 0,
+        expert_window: int = 0,
+        max_step_tokens: int = 2048,
+        micro_batches: int = 1,
+        index_format: IndexFormat = "e4m3",
+    ):
+        if micro_batches not in (1, 2):
+            raise ValueError(f"micro_batches must be 1 or 2, not {micro_batches}")
+        for name, value in (("max_batch", max_batch), ("max_step_tokens", max_step_tokens)):
+            if value < 0:
+                raise ValueError(f"{name} must be at least 0, not {value}")
+        if batch_invariant and isinstance(model, SpreadExperts) and model.n_shared:
+            check_batch_invariant(model.weights.config, "batch_invariant")
+        check_expert_window(expert_window)
+        self.spread = model if isinstance(model, SpreadExperts) else None
+        self.tp = ALONE if self.spread is None else self.spread.tp
+        if self.tp.size > 1 and micro_batches > 1:
+            raise ValueError("micro_batches must be 1, not 2, if ranks share the rows of a step (tensor parallelism)")
+        if isinstance(model, SpreadExperts):
+            model = model.weights
+        weights = model if isinstance(model, ServedWeights) else ServedWeights.of_model(model)
+        c = weights.config
+        cache_format = cache_format or ("float32" if weights.dtype == torch.float32 else "bf16")
+        self.n_pages, self.vocab_size, self.can_draft = n_pages, c.vocab_size, weights.mtp is not None
+        self.end_tokens = tokens_of(c.eos_token_id)
+        check_can_draft(n_drafts, self.can_draft)
+        check_index_format(index_format, c.has_indexer)
+        if batch_invariant and index_format != "e4m3":
+            raise ValueError(f"index_format must be e4m3, not {index_format}, with batch_invariant")
+        self.max_position = min(c.max_position_embeddings, n_pages * PAGE)
+        self.device, self.batch_invariant = weights.device, batch_invariant
+        n_layers = _n_layers(weights)
+        self.cache = LatentPages(n_layers, n_pages, c.kv_lora_rank, c.qk_rope_head_dim, cache_format, self.device)
+        self.index: IndexPages | None = None
+        if needs_index(c, self.max_position):
+            assert c.index_head_dim is not None
+            self.index = IndexPages(n_layers, n_pages, c.index_head_dim, self.device, index_format)
+        self.expert_load: ExpertLoad | None = None
+        if expert_window:
+            layers = [layer for layer in range(n_layers) if c.is_moe(layer)]
+            self.expert_load = ExpertLoad(layers, c.n_routed_experts, expert_window, self.device)
+        self.n_steps = self.n_draft_passes = self.min_decode = self.max_rank_rows = 0
+        self.timeout = math.inf
+        self.forward = Forward.make(
+            weights, self.cache, self.max_position, batch_invariant, self.expert_load, self.spread, self.index
+        )
+        self._check = BatchCheck(self.vocab_size, self.max_position, n_pages)
+        self.n_drafts, self._max_batch, self._max_step_tokens = n_drafts, max_batch, max_step_tokens
+        if self._waits_for_index() and (max_batch or max_step_tokens):
+            in_fp32 = " in FP32" if index_format == "float32" else ""
+            why = f"{c.index_n_heads} heads of {c.index_head_dim} channels of the indexer{in_fp32} have no kernel"
+            warnings.warn(f"steps are computed without CUDA graphs: {why}", RuntimeWarning, stacklevel=2)
+            max_batch = max_step_tokens = 0
+        captures = self.device.type == "cuda" and self.spread is None  # with spread experts, what kernels can exchange
+        self._max_rows = max_batch * (1 + n_drafts) if captures else 0
+        self.max_ahead = max_batch if self._max_rows else 0
+        self.graphs: DecodeGraphs | None = None
+        self.draft_graphs: DecodeGraphs | None = None
+        self.prefill_graphs: PrefillGraphs | None = None
+        self.loop: DecodeLoop | None = None
+        self._with_peers = self.forward
+        routes_shared = self.spread is not None and self.spread.n_shared > 0
+        self._decoding = self.forward.with_feed_forward(routes_shared=routes_shared)
+        if routes_shared and self.device.type == "cpu":  # in steps that are launched ahead
+            self.max_ahead = self._max_batch
+        if self.device.type == "cuda" and (max_batch or max_step_tokens):
+            if self.spread is None:
+                self._capture(GraphMemory(self.device), max_step_tokens)
+            else:
+                memory = GraphMemory(self.device, priority=-1)  # other GPUs wait for what shared experts overlap with
+                self._capture_spread(self.spread, memory, max_step_tokens, micro_batches)
+        if routes_shared and self._max_batch > 0 == self.max_ahead:
+            raise ValueError(
+                "parallel.shared_experts must be replicated, not routed: these GPUs launch no decode step ahead"
+            )
+
+    def _waits_for_index(self) -> bool:
+        """Whether the host waits for the indexer's logits in each step, on a GPU."""
+        c = self.forward.weights.config
+        if self.device.type != "cuda" or self.index is None or not c.index_n_heads or not c.index_head_dim:
+            return False
+        return (
+            self.index.dtype == torch.float32
+            or why_not_captured(c.index_n_heads, c.index_head_dim, self.device) is not None
+        )
+
+    def _capture(self, memory: GraphMemory, max_step_tokens: int) -> None:
+        """Capture the graphs of all steps, so that no step of a running server waits for it."""
+        max_pages = -(-self.max_position // PAGE)
+        if max_step_tokens and not self.batch_invariant:
+            self.prefill_graphs = PrefillGraphs(self.forward, memory, max_step_tokens)
+        if self._max_rows:
+            self.graphs = DecodeGraphs(self.forward, memory, self._max_rows, max_pages)
+            if self.n_drafts:
+                self.draft_graphs = DecodeGraphs(self.forward, memory, self._max_rows, max_pages, drafts=True)
+            self.loop = self._new_loop(memory)
+        if max_step_tokens:
+            self.warm_up()
+        torch.cuda.empty_cache()  # what was computed before each capture
+
+    @torch.no_grad()
+    def warm_up(self) -> None:
+        """Compute a step of each kind that a server computes, so that none of its own waits for a kernel's compilation.
+
+        No row is written to the cache, and no step and no token is counted. With spread experts all ranks call it.
+
+        Raises:
+            TimeoutError: as in `run`.
+        """
+        short_prompt = min(self._max_step_tokens, MAX_DECODE_TOKENS)  # whose rows attend as those that decode
+        rows = max(self._max_batch * (1 + self.n_drafts), short_prompt)
+        n_chosen = None if self.index is None else self.forward.weights.config.index_topk
+        for batch in warm_up_batches(self._max_step_tokens, rows, self.max_position, self.vocab_size, n_chosen):
+            layout = self._layout(batch)
+            if self.graphs is None or not self._has_graph(layout):
+                self._compute_unwritten(layout)
+        if self.spread is not None and self.max_ahead:
+            self.loop = self.loop or self._new_loop()
+            for size in self.loop.sizes:
+                self.loop.run((), size, self.timeout).read()
+
+    def _compute_unwritten(self, layout: Layout) -> None:
+        """Compute a step and the drafts after it, as of a request that samples, and write nothing to the cache."""
+        self.max_rank_rows = sum(len(chunk.tokens) for chunk in layout.chunks)  # of each rank
+        step = self._step(layout)
+        step = step._replace(slots=torch.full_like(step.slots, -1))
+        h_TD = self._hidden(step)
+        passes = [self._in_order(h_TD, layout)]
+        if self.n_drafts:
+            passes.append(self._in_order(self._of_rows().draft(step, h_TD), layout))
+        results = [self._results(of_pass, layout) for of_pass in passes]
+        self._wait_for(results[-1])  # `choose` waits without a timeout
+        for logits, _ in results:
+            choose(logits, [SAMPLED] * len(logits))
+        self.max_rank_rows = 0
+
+    def _capture_spread(
+        self, spread: SpreadExperts, memory: GraphMemory, max_step_tokens: int, micro_batches: int
+    ) -> None:
+        """Capture the steps of experts over ranks, if kernels can exchange their rows."""
+        if (why_not := spread.why_not_peers()) is not None:
+            what = f"steps are computed without CUDA graphs, and the host waits in each layer: {why_not}"
+            warnings.warn(what, RuntimeWarning, stacklevel=3)
+            return
+        if max_step_tokens:
+            self.use_peers(spread.peer_dispatcher(self.tp.n_own(padded_rows(min(max_step_tokens, MAX_ROWS)))))
+            if not self.batch_invariant:
+                self.prefill_graphs = PrefillGraphs(self._with_peers, memory, max_step_tokens, micro_batches)
+        rows = self._max_batch * (1 + self.n_drafts)
+        exchange = spread.decoding_exchange(self.tp.n_own(rows)) if rows else None
+        if exchange is not None:
+            self._decoding, self.max_ahead = self._decoding.with_feed_forward(exchange=exchange), self._max_batch
+            self.loop = self._new_loop(memory)
+            torch.cuda.empty_cache()
+
+    def use_peers(self, dispatcher: PeerDispatcher) -> None:
+        """Exchange the rows of steps that are not launched ahead by kernels, if they fit."""
+        self._with_peers = self.forward.with_feed_forward(dispatcher=dispatcher)
+
+    def _new_loop(self, memory: GraphMemory | None = None) -> DecodeLoop:
+        max_pages = -(-self.max_position // PAGE)
+        return DecodeLoop(self._decoding, self._max_batch, max_pages, self.n_drafts, memory)
+
+    @staticmethod
+    def bytes_per_page(
+        model: DeepseekV3 | ServedWeights,
+        cache_format: CacheFormat,
+        max_position: int,
+        index_format: IndexFormat = "e4m3",
+    ) -> int:
+        """Return the bytes that a page takes in all layers, by which an engine chooses n_pages.
+
+        Args:
+            model: its weights.
+            cache_format: of the latents.
+            max_position: of a text; with few positions there are no indexer's keys (`needs_index`).
+            index_format: of these keys.
+        """
+        c = model.config
+        of_index = bytes_per_key(c.index_head_dim or 0, index_format) if needs_index(c, max_position) else 0
+        return _n_layers(model) * PAGE * (bytes_per_row(c.kv_lora_rank, c.qk_rope_head_dim, cache_format) + of_index)
+
+    @staticmethod
+    def bytes_of_graphs(model: DeepseekV3 | ServedWeights, max_batch: int, n_drafts: int, max_position: int) -> int:
+        """Return the bytes of the logits in the CUDA graphs of decoding, their largest memory.
+
+        Those of steps that are not launched ahead hold logits in FP32 of all their sizes, which halve from one to the
+        next, and so do those of multi-token prediction. What all graphs share has one step's in BF16. If
+        texts of up to max_position positions need an indexer's keys, there are graphs of both kinds of attention, and
+        what they share has the indexer's logits in FP32.
+        """
+        c, rows, held = model.config, max_batch * (1 + n_drafts), 2 if n_drafts else 1
+        if not needs_index(c, max_position):
+            return rows * c.vocab_size * (held * 2 * 4 + 2)
+        return rows * (c.vocab_size * (2 * held * 2 * 4 + 2) + 4 * max_position)
+
+    def close(self) -> None:
+        """Free the CUDA graphs; no step follows. NCCL ends no communicator whose collectives a graph has."""
+        self.loop = self.prefill_graphs = self.graphs = self.draft_graphs = None
+
+    @property
+    def pages(self) -> PageBytes:
+        """All that a page holds, to copy it to the cache of another runner of this model."""
+        return PageBytes([store.bytes_LPQ for store in (self.cache, self.index) if store is not None])
+
+    @property
+    def expert_tokens(self) -> Mapping[int, tuple[int, ...]] | None:
+        """The tokens of each expert in the window, by layer; see `octile.serve.runner.batch.Runner`."""
+        return None if self.expert_load is None else self.expert_load.in_window
+
+    @torch.no_grad()
+    def run(self, batch: Batch) -> Results:
+        """Run the main model over a batch; see `octile.serve.runner.batch.Runner`.
+
+        Raises:
+            ValueError: the batch is empty, a chunk has no tokens or too many logits, a token is not in the vocabulary,
+                a position is not below max_position, or a page is missing or not in the cache.
+            TimeoutError: the GPU did not compute logits in time, because it waits for the GPU of another rank.
+        """
+        layout = self._layout(batch)
+        if self.graphs is not None and self._has_graph(layout):
+            results = self._replay(self.graphs, layout)
+        else:
+            h_TD = self._in_order(self._hidden(self._step(layout)), layout)
+            results = self._results(h_TD, layout)
+        self._end_step()
+        self._wait_for(results)
+        return results
+
+    @torch.no_grad()
+    def draft(self, batch: Batch, hidden_TD: Tensor) -> Results:
+        """Run the multi-token prediction layer over a batch; see `octile.serve.runner.batch.Runner`.
+
+        Raises:
+            ValueError: as in `run`; the model has no such layer, or hidden_TD has another shape.
+            TimeoutError: as in `run`.
+        """
+        if not self.can_draft:
+            raise ValueError("the model has no multi-token prediction layer, so it drafts nothing")
+        layout = self._layout(batch)
+        self.n_draft_passes += 1
+        n_rows = sum(len(chunk.tokens) for chunk in layout.chunks)
+        if hidden_TD.shape != (n_rows, self.forward.weights.config.hidden_size):
+            width = self.forward.weights.config.hidden_size
+            raise ValueError(f"hidden must be {(n_rows, width)}, a row for each token, not {tuple(hidden_TD.shape)}")
+        if self.draft_graphs is not None and self._has_graph(layout):
+            return self._replay(self.draft_graphs, layout, hidden_TD)
+        step, rows = self._step(layout), layout.rows()
+        if rows is not None:
+            hidden_TD = torch.empty_like(hidden_TD).index_copy_(0, self._index(rows), hidden_TD)
+        padding = len(step.tokens) - n_rows
+        if padding:
+            hidden_TD = torch.cat((hidden_TD, hidden_TD.new_zeros(padding, hidden_TD.shape[1])))
+        results = self._results(self._in_order(self._of_rows().draft(step, hidden_TD), layout), layout)
+        self._wait_for(results)
+        return results
+
+    @torch.no_grad()
+    def decode(self, requests: Sequence[DecodeRequest]) -> DecodedTokens:
+        """Launch a decode step; see `octile.serve.runner.batch.Runner`."""
+        if self.loop is None:  # on a CPU
+            self.loop = self._new_loop()
+        decoded = self.loop.run(requests, self.min_decode, self.timeout)
+        self._end_step()
+        return decoded
+
+    @torch.no_grad()
+    def take_part(self, decodes: bool = False) -> None:
+        """Run a step of padding alone, in which the experts of this rank compute the rows of others.
+
+        Args:
+            decodes: whether the others launch a decode step.
+        """
+        if decodes:
+            self.decode(())
+            return
+        self._hidden(self._padding())
+        self._end_step()
+
+    @torch.no_grad()
+    def take_part_in_drafts(self, passes: int) -> None:
+        """Run so many passes of the multi-token prediction layer, as `take_part` runs a step."""
+        width = self.forward.weights.config.hidden_size
+        for _ in range(passes):
+            step = self._padding()
+            self._of_rows().draft(step, self.forward.weights.head.new_zeros(len(step.tokens), width))
+            self.n_draft_passes += 1
+
+    def _padding(self) -> Step:
+        return self._step(Layout((), (), (), 1))
+
+    def _wait_for(self, results: Results) -> None:
+        """Wait for logits, from which the host reads tokens next, no longer than the timeout if there is one."""
+        if self.timeout < math.inf and self.device.type == "cuda" and len(results.logits):
+            computed = torch.cuda.Event()
+            computed.record(torch.cuda.current_stream(self.device))
+            wait_for(computed, self.timeout)
+
+    def _end_step(self) -> None:
+        self.n_steps += 1
+        if self.expert_load is not None:
+            self.expert_load.end_step()
+
+    def _hidden(self, step: Step) -> Tensor:
+        graphs = self.prefill_graphs
+        has_graph = bool(step.prefills) or self.graphs is None if self.spread is None else self._has_peers
+        if graphs is None or not has_graph:
+            return self._of_rows().hidden(step)
+        return graphs.hidden(step, self.max_rank_rows)
+
+    def _of_rows(self) -> Forward:
+        """The pass of a step whose rows fit into graphs, or of one without."""
+        return self._with_peers.of_rows(padded_rows(self.max_rank_rows)) if self._has_peers else self.forward
+
+    @property
+    def _has_peers(self) -> bool:
+        """Whether kernels exchange the rows of a step, the same on all ranks."""
+        dispatcher = self._with_peers.feed_forward.dispatcher
+        return isinstance(dispatcher, PeerDispatcher) and 0 < self.tp.n_own(self.max_rank_rows) <= dispatcher.max_tokens
+
+    def _has_graph(self, layout: Layout) -> bool:
+        return layout.n_decode <= self._max_rows and not layout.prefill
+
+    def _replay(self, graphs: DecodeGraphs, layout: Layout, hidden_TD: Tensor | None = None) -> Results:
+        h_TD, logits = graphs.run(layout, hidden_TD)
+        wanted = layout.logit_rows()
+        return Results(logits if wanted is None else self._take(logits, wanted), h_TD)
+
+    def _layout(self, batch: Batch) -> Layout:
+        self._check(batch)
+        return Layout.of(batch.chunks, self.batch_invariant)
+
+    def _step(self, layout: Layout) -> Step:
+        pads = self.batch_invariant and self.device.type == "cpu"
+        chosen = None if self.index is None else self.forward.weights.config.index_topk
+        chooses = self.forward.attention.chooses(layout.longest)
+        block = BLOCK_ROWS * self.tp.size if pads else 1  # each rank of a group has whole blocks
+        return mixed_step(layout, block, self.device, chosen, chooses, FILL_ROWS if self._fills else 1)
+
+    @property
+    def _fills(self) -> bool:
+        """Whether rows are padded so that GEMMs have few sizes: not if their padding would travel to experts."""
+        pads = self.spread is None or (self.prefill_graphs is not None and self._has_peers)
+        return self.device.type == "cuda" and not self.batch_invariant and pads
+
+    def _in_order(self, h_TD: Tensor, layout: Layout) -> Tensor:
+        """Return rows in the batch's order, without padding."""
+        rows = layout.rows()
+        if rows is not None:
+            return self._take(h_TD, rows)
+        return h_TD[: sum(len(chunk.tokens) for chunk in layout.chunks)]
+
+    def _results(self, h_TD: Tensor, layout: Layout) -> Results:
+        wanted = layout.logit_rows()
+        if wanted is None:
+            return Results(self.forward.logits(h_TD), h_TD)
+        n = len(wanted)
+        if self._fills:
+            wanted += [0] * (padded_size(n) - n)
+        return Results(self.forward.logits(self._take(h_TD, wanted))[:n], h_TD)
+
+    def _take(self, t: Tensor, rows: list[int]) -> Tensor:
+        return t.index_select(0, self._index(rows))
+
+    def _index(self, rows: list[int]) -> Tensor:
+        return send(torch.tensor(rows, dtype=torch.int64), self.device)
+
+
+def _n_layers(model: DeepseekV3 | ServedWeights) -> int:
+    """The layers that are served, each with a cache: those of the model, and of multi-token prediction if it has it."""
+    c = model.config
+    has_mtp = model.mtp is not None if isinstance(model, ServedWeights) else c.num_nextn_predict_layers > 0
+    return c.num_hidden_layers + has_mtp

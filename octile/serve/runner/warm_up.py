@@ -1,0 +1,59 @@
+"""Batches of each kind, for a server to compute before its first request: a new kind of step may need new kernels.
+
+    prompts      of all numbers of rows that graphs have, next to a row that decodes: they begin, or continue
+    rows         that decode alone, of powers of two
+    long texts   of both, with more positions than an indexer chooses
+
+All chunks name page 0 for all their positions: what computes them writes nothing to it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from itertools import cycle, islice
+
+from octile.ops.latent_cache import PAGE
+from octile.serve.engine.request import Sampling
+from octile.serve.engine.sampler import Row
+from octile.serve.runner.batch import Batch, Chunk
+from octile.serve.runner.decode_graphs import graph_sizes
+from octile.serve.runner.prefill_graphs import MAX_ROWS, graph_rows
+
+SAMPLED = Row(Sampling(temperature=1.0, top_p=0.9, top_k=50), 0, 0)  # which takes the most kernels
+
+
+def warm_up_batches(
+    max_step_tokens: int, max_decode_rows: int, max_position: int, vocab_size: int, n_chosen: int | None
+) -> Iterator[Batch]:
+    """Yield the batches.
+
+    Args:
+        max_step_tokens: tokens of a step with prompts at most; 0: no prompt is read.
+        max_decode_rows: rows of a step that only decodes, at most; 0: none does.
+        max_position: positions of a text.
+        vocab_size: of the model. Tokens differ, and so the experts that they choose.
+        n_chosen: positions to which a row attends at most, if an indexer chooses them; None: to all.
+    """
+    n = min(PAGE, max_position) // 2  # tokens of a chunk
+    if not n:
+        return  # a text of one position has no prompt to which a token is added
+
+    tokens = cycle(range(vocab_size))
+
+    def chunk(start: int, size: int, n_logits: int) -> Chunk:
+        pages = array("i", [0] * -(-(start + size) // PAGE))
+        return Chunk([*islice(tokens, size)], start, pages, n_logits)
+
+    def prompts(start: int, rows: int) -> Batch:
+        whole, rest = divmod(rows - 1, n)
+        return Batch([chunk(start, 1, 1), *(chunk(start, size, 1) for size in [n] * whole + [rest] if size)])
+
+    sizes = sorted({min(rows, max_step_tokens) for rows in (*graph_rows(MAX_ROWS), max_step_tokens)} - {0})
+    decoding = graph_sizes(max_decode_rows) if max_decode_rows else []
+    for start in (0, n):
+        yield from (prompts(start, rows) for rows in sizes)
+    yield from (Batch([chunk(n, 1, 1)] * rows) for rows in decoding)
+    if n_chosen is not None and n_chosen + n <= max_position:
+        yield from (prompts(n_chosen, min(1 + n, max_step_tokens)) for _ in sizes[:1])
+        yield from (Batch([chunk(n_chosen, 1, 1)] * rows) for rows in decoding)

@@ -1,0 +1,352 @@
+"""The weights of a model as serving reads them: FP8 weights as stored, and attention's matrices for decoding.
+
+    FP8 weight              E4M3 and one scale per 128×128 block, as in the checkpoint; never dequantized,
+    but kv_b_proj           also dequantized once: W_UK and W_UV, which the absorbed form of attention multiplies by
+    other weights           in the dtype of the activations; norms, gates and their biases as stored
+
+Source: DeepSeek-V2 (arXiv 2405.04434) §2.1.2, DeepSeek-V3 (arXiv 2412.19437) §3.3.2.
+Shapes: D model, H heads of this rank, C latent, R rotary key, N the rest of a head's key, V a head's value, E experts,
+I intermediate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from octile.checkpoint.fp8_layout import SCALE_SUFFIX, is_fp8, quantize_weight
+from octile.checkpoint.hugging_face import open_folder
+from octile.checkpoint.shards import Shards
+from octile.checkpoint.tensor_file import TensorSpec
+from octile.formats import BLOCK, E4M3, TILE
+from octile.models.config import ModelConfig
+from octile.models.deepseek_v3 import DeepseekV3
+from octile.models.names import to_hf
+from octile.nn.linear import Linear
+from octile.nn.moe import Experts
+from octile.recipe import OperandFormat, Recipe
+from octile.scaled import ScaledTensor
+from octile.serve.weights.block_weights import (
+    AttentionWeights,
+    BlockWeights,
+    IndexerWeights,
+    MLPWeights,
+    MoEWeights,
+    MTPWeights,
+    Weight,
+    join,
+    stack,
+)
+from octile.serve.weights.head_share import HeadShare, check_heads, is_of_heads
+from octile.serve.weights.routed_shared_experts import divide_shared
+from octile.serve.weights.weight_part import Part
+
+ReadWeight = Callable[[str], Weight]
+ALL_HEADS = HeadShare()
+ACTIVATION_DTYPES = (torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True)
+class ServedWeights:
+    """All weights of a model.
+
+    Attributes:
+        config: of the model.
+        dtype: of activations, bfloat16 or float32.
+        power_of_2: whether the scales of activations are powers of two.
+        mtp: None where the model has no multi-token prediction, or does not draft.
+        heads: which heads of attention are here.
+    """
+
+    config: ModelConfig
+    dtype: torch.dtype
+    power_of_2: bool
+    embedding: Tensor
+    blocks: tuple[BlockWeights, ...]
+    norm: Tensor
+    head: Tensor
+    mtp: MTPWeights | None
+    heads: HeadShare = ALL_HEADS
+
+    @property
+    def n_heads(self) -> int:
+        """How many heads of attention are here."""
+        return self.heads.n_heads(self.config)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of all weights."""
+        return self.head.device
+
+    @classmethod
+    def of_model(cls, model: DeepseekV3, heads: HeadShare = ALL_HEADS) -> ServedWeights:
+        """Take the weights of a model, on its device. FP8 layers' weights are quantized once, as the model does it.
+
+        Blocks that have not changed since they were read from a checkpoint keep their encoded values and scales. The
+        activations have the dtype of the model's head.
+
+        Args:
+            model: the model.
+            heads: which heads of attention to take.
+
+        Raises:
+            TypeError: model is not a DeepseekV3, or its parameters are float16.
+            ValueError: a layer has another recipe than those of DeepSeek-V3's formats, or a weight is NaN or Inf; or as
+                `check_heads`.
+        """
+        if not isinstance(model, DeepseekV3):
+            raise TypeError(f"model must be a DeepseekV3, not {type(model).__name__}")
+        tensors = to_hf(model.state_dict(), model.config)
+        recipes = _recipes(model)
+        of_x = {recipe.formats.x.scale for recipe in recipes.values() if recipe is not None and recipe.formats}
+        if len(of_x) > 1:
+            raise ValueError("model must have one rule for the scales of its FP8 layers' inputs, but has two")
+        of_heads = [recipe for name, recipe in recipes.items() if is_of_heads(name)]
+        check_heads(model.config, heads.size, any(recipe is not None and recipe.formats for recipe in of_heads))
+
+        def read(name: str) -> Weight:
+            tensor = tensors[name].detach()
+            recipe = recipes.get(name.removesuffix(".weight"))
+            if recipe is None or recipe.formats is None:
+                return heads.take(name, tensor)
+            scale, stored = recipe.formats.w.scale, model.stored_scales.get(name)
+            return heads.take(name, quantize_weight(name, tensor, scale, stored))
+
+        return assemble(model.config, model.lm_head.weight.dtype, of_x == {"power_of_2"}, read, heads=heads)
+
+    @classmethod
+    def read(
+        cls,
+        path: str | Path,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cpu",
+        experts: Mapping[int, Sequence[int]] | None = None,
+        heads: HeadShare = ALL_HEADS,
+        drafts: bool = True,
+    ) -> ServedWeights:
+        """Read the weights of a folder that `octile.load` reads, one tensor at a time: FP8 weights as stored.
+
+        Args:
+            path: a Hugging Face folder or a run.
+            dtype: of the activations and of other weights: bfloat16 or float32.
+            device: of the weights.
+            experts: the routed experts to read, in this order, of each layer that has some; shared experts, which are
+                read in any case, have the numbers after those of the last routed one, to be among them, too. The
+                multi-token prediction layer has the number after the last layer's. None: all routed experts.
+            heads: which heads of attention to read.
+            drafts: whether to read the multi-token prediction layer, if the model has one.
+
+        Raises:
+            TypeError: dtype is another one.
+            FileNotFoundError, ValueError: as in `octile.load`, or `check_heads`.
+        """
+        folder = open_folder(path)
+        shards, specs = folder.shards, folder.shards.specs
+        model = folder.meta_model()
+        formats = Recipe.deepseek_v3().formats
+        assert formats is not None
+        check_heads(model.config, heads.size, has_fp8(specs, is_of_heads))
+
+        def read(name: str) -> Weight:
+            part = heads.part_of(name, specs[name].shape)
+            tensor = _read_part(shards, name, part).to(device)
+            if not is_fp8(specs[name]):
+                return tensor
+            scale = _read_part(shards, name + SCALE_SUFFIX, part and part.of_blocks())
+            return ScaledTensor(tensor, scale.float().to(device), BLOCK)
+
+        return assemble(model.config, dtype, formats.x.scale == "power_of_2", read, experts, heads, drafts)
+
+
+def has_fp8(specs: Mapping[str, TensorSpec], is_one: Callable[[str], bool]) -> bool:
+    """Whether one of some weights is stored in FP8, by the specs of a folder's tensors; is_one says which, by name."""
+    return any(is_one(name) and is_fp8(spec) for name, spec in specs.items())
+
+
+def is_of_shared(name: str) -> bool:
+    """Whether a weight is one of shared experts, by its name in a checkpoint."""
+    return ".mlp.shared_experts." in name
+
+
+def is_of_routed(name: str) -> bool:
+    """Whether a weight is one of routed experts, by its name in a checkpoint."""
+    return ".mlp.experts." in name
+
+
+def _read_part(shards: Shards, name: str, part: Part | None) -> Tensor:
+    if part is None:
+        return shards.read(name)
+    return (shards.columns if part.dim else shards.rows)(name, part.start, part.stop)
+
+
+def _recipes(model: DeepseekV3) -> dict[str, Recipe | None]:
+    """Return the recipe of each linear layer, and of each expert's layers, by the layer's name in a checkpoint."""
+    recipes: dict[str, Recipe | None] = {}
+    for name, module in model.named_modules():
+        recipe = module.recipe if isinstance(module, Linear | Experts) else None
+        if recipe is not None and (why := _why_not_serve(recipe)):
+            raise ValueError(f"{name} has the recipe {recipe.name!r}, which serving does not compute: {why}")
+        if isinstance(module, Experts):
+            layers = ("gate_proj", "up_proj", "down_proj")
+            recipes |= {f"{name}.{e}.{layer}": recipe for e in range(module.n_experts) for layer in layers}
+        elif isinstance(module, nn.Linear):
+            recipes[name] = recipe
+    return recipes
+
+
+def _why_not_serve(recipe: Recipe) -> str | None:
+    """Return why a recipe's products are not computed here; None: they are."""
+    if recipe.formats is None or "fprop" in recipe.high_precision:
+        return None if recipe.formats is None else "its fprop is in high precision"
+    if recipe.formats.w not in (OperandFormat(E4M3, BLOCK), OperandFormat(E4M3, BLOCK, "power_of_2")):
+        return "its weights are not E4M3 in 128×128 blocks"
+    x = recipe.formats.x
+    return None if (x.fmt, x.block, x.amax) == (E4M3, TILE, "current") else "its inputs are not E4M3 in 1×128 tiles"
+
+
+def assemble(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    power_of_2: bool,
+    read: ReadWeight,
+    experts: Mapping[int, Sequence[int]] | None = None,
+    heads: HeadShare = ALL_HEADS,
+    drafts: bool = True,
+) -> ServedWeights:
+    """Read all weights of a model.
+
+    Args:
+        config: of the model.
+        dtype: of the activations.
+        power_of_2: whether the scales of activations are powers of two.
+        read: returns a weight by its name in a checkpoint.
+        experts, drafts: as of `ServedWeights.read`.
+        heads: of attention, whose parts of weights `read` returns.
+
+    Raises:
+        TypeError: dtype is neither bfloat16 nor float32.
+        ValueError: a norm, a gate, the embedding or the head is in FP8, or some experts of a layer are and others not.
+    """
+    if dtype not in ACTIVATION_DTYPES:
+        raise TypeError(f"activations must be bfloat16 or float32, not {dtype}")
+    of = _Reader(config, dtype, read, experts or {}, heads)
+    n, mtp = config.num_hidden_layers, None
+    if config.num_nextn_predict_layers and drafts:
+        layer = f"model.layers.{n}"
+        mtp = MTPWeights(
+            of.tensor(f"{layer}.enorm.weight"),
+            of.tensor(f"{layer}.hnorm.weight"),
+            of.linear(f"{layer}.eh_proj"),
+            of.tensor(f"{layer}.shared_head.norm.weight"),
+            of.block(n),
+        )
+    return ServedWeights(
+        config,
+        dtype,
+        power_of_2,
+        of.values("model.embed_tokens.weight"),
+        tuple(of.block(i) for i in range(n)),
+        of.tensor("model.norm.weight"),
+        of.values("lm_head.weight"),
+        mtp,
+        heads,
+    )
+
+
+class _Reader:
+    """Reads the weights of blocks by name."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        read: ReadWeight,
+        experts: Mapping[int, Sequence[int]],
+        heads: HeadShare,
+    ):
+        self.config, self.dtype, self.read, self.experts, self.heads = config, dtype, read, experts, heads
+
+    def tensor(self, name: str) -> Tensor:
+        """Read a tensor that is never in FP8, as stored."""
+        tensor = self.read(name)
+        if isinstance(tensor, ScaledTensor):
+            raise ValueError(f"{name} must not be in FP8")
+        return tensor
+
+    def values(self, name: str) -> Tensor:
+        """Read a tensor that is never in FP8, in the activations' dtype."""
+        return self.tensor(name).to(self.dtype)
+
+    def linear(self, name: str) -> Weight:
+        """Read a layer's weight: in FP8 as stored, else in the activations' dtype."""
+        weight = self.read(f"{name}.weight")
+        return weight if isinstance(weight, ScaledTensor) else weight.to(self.dtype)
+
+    def block(self, layer: int) -> BlockWeights:
+        name = f"model.layers.{layer}"
+        return BlockWeights(
+            self.tensor(f"{name}.input_layernorm.weight"),
+            self._attention(f"{name}.self_attn"),
+            self.tensor(f"{name}.post_attention_layernorm.weight"),
+            self._mixture(f"{name}.mlp", layer) if self.config.is_moe(layer) else self._mlp(f"{name}.mlp"),
+        )
+
+    def _attention(self, name: str) -> AttentionWeights:
+        c = self.config
+        compressed = c.q_lora_rank is not None
+        first = self.linear(f"{name}.{'q_a_proj' if compressed else 'q_proj'}")
+        latent = self.linear(f"{name}.kv_a_proj_with_mqa")
+        kv_up = self.linear(f"{name}.kv_b_proj")
+        values = kv_up.dequantize(self.dtype) if isinstance(kv_up, ScaledTensor) else kv_up
+        kv_HXC = values.unflatten(0, (self.heads.n_heads(c), -1))
+        w_k_HNC, w_v_HVC = kv_HXC.split([c.qk_nope_head_dim, c.v_head_dim], dim=1)
+        return AttentionWeights(
+            join([first, latent], [[first.shape[0]], [c.kv_lora_rank, c.qk_rope_head_dim]]),
+            self.tensor(f"{name}.q_a_layernorm.weight") if compressed else None,
+            self.linear(f"{name}.q_b_proj") if compressed else None,
+            self.tensor(f"{name}.kv_a_layernorm.weight"),
+            kv_up,
+            w_k_HNC.mT.contiguous(),
+            w_v_HVC.contiguous(),
+            self.linear(f"{name}.o_proj"),
+            self._indexer(f"{name}.indexer") if c.has_indexer else None,
+        )
+
+    def _indexer(self, name: str) -> IndexerWeights:
+        return IndexerWeights(
+            self.linear(f"{name}.wq_b"),
+            self.linear(f"{name}.wk"),
+            self.tensor(f"{name}.k_norm.weight").float(),
+            self.tensor(f"{name}.k_norm.bias").float(),
+            self.tensor(f"{name}.weights_proj.weight").float(),
+        )
+
+    def _mlp(self, name: str) -> MLPWeights:
+        gate, up = self.linear(f"{name}.gate_proj"), self.linear(f"{name}.up_proj")
+        return MLPWeights(join([gate, up], [[gate.shape[0]], [up.shape[0]]]), self.linear(f"{name}.down_proj"))
+
+    def _mixture(self, name: str, layer: int) -> MoEWeights:
+        n_routed, n_shared = self.config.n_routed_experts, self.config.n_shared_experts
+        shared = self._mlp(f"{name}.shared_experts")
+        numbers = self.experts.get(layer, range(n_routed))
+        among_routed = divide_shared(shared, n_shared) if max(numbers) >= n_routed else []
+
+        def read(expert: int) -> tuple[Weight, Weight, Weight]:
+            if expert >= n_routed:
+                return among_routed[expert - n_routed]
+            gate, up, down = (self.linear(f"{name}.experts.{expert}.{part}_proj") for part in ("gate", "up", "down"))
+            return gate, up, down
+
+        gate, up, down = (stack(weights) for weights in zip(*map(read, numbers), strict=True))
+        has_bias = self.config.topk_method == "noaux_tc"
+        return MoEWeights(
+            self.tensor(f"{name}.gate.weight"),
+            self.tensor(f"{name}.gate.e_score_correction_bias") if has_bias else None,
+            join([gate, up], [[gate.shape[1]], [up.shape[1]]]),
+            down,
+            shared,
+        )

@@ -1,0 +1,71 @@
+"""Tests of the engine over a model: in batch-invariant mode a text depends on its own request alone."""
+
+import random
+
+import pytest
+
+from octile.models.deepseek_v3 import DeepseekV3
+from octile.nn.conversion import apply_recipe
+from octile.serve.engine.config import EngineConfig
+from octile.serve.engine.engine import Engine
+from octile.serve.engine.request import Sampling
+from octile.serve.runner.model_runner import ModelRunner
+from tests.serve.models import new_model, text
+from tests.train.conftest import MICRO
+
+PROMPTS = [text(n, seed=n) for n in (5, 70, 33)]
+SAMPLINGS = [Sampling(12, t, p, seed=3, ignore_eos=True) for t, p in ((0.0, 1.0), (1.0, 1.0), (0.8, 0.9))]
+N_TEXTS, NEW_TOKENS = 5, 60
+
+
+def texts_of(tokenizer, fp8, requests, n_drafts=0, max_ahead=0):
+    """The tokens of some requests, which run together, and the engine's counts."""
+    runner = ModelRunner(new_model(fp8), 16, batch_invariant=True, n_drafts=n_drafts)
+    runner.max_ahead = max_ahead
+    engine = Engine(runner, tokenizer, EngineConfig(max_batch=4, max_step_tokens=32, n_drafts=n_drafts))
+    added = [engine.add(PROMPTS[i], SAMPLINGS[i]) for i in requests]
+    while engine.has_work:
+        engine.step()
+    return [request.tokens for request in added], engine.stats()
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_text_is_the_same_alone_in_a_batch_and_with_drafts(tokenizer, fp8):
+    alone = [texts_of(tokenizer, fp8, [i])[0][0] for i in range(3)]
+    assert texts_of(tokenizer, fp8, range(3))[0] == alone
+    with_drafts, stats = texts_of(tokenizer, fp8, range(3), n_drafts=2)
+    assert with_drafts == alone
+    assert stats.drafted_tokens > 0
+
+
+@pytest.mark.parametrize("n_drafts", [0, 1, 3])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_text_is_the_same_where_steps_are_launched_ahead(tokenizer, fp8, n_drafts):
+    plain = range(2)  # the third one samples from the most likely tokens
+    expected, stats = texts_of(tokenizer, fp8, plain, n_drafts)
+    ahead, stats_ahead = texts_of(tokenizer, fp8, plain, n_drafts, max_ahead=4)
+    assert ahead == expected
+    assert stats_ahead.drafted_tokens == stats.drafted_tokens
+    assert stats_ahead.accepted_tokens == stats.accepted_tokens
+
+
+def micro_texts(tokenizer, model: DeepseekV3, n_pages: int, together: bool, n_drafts: int = 0) -> list[tuple[int, ...]]:
+    """The tokens that requests of different lengths get, all together or one after another."""
+    runner = ModelRunner(model, n_pages, batch_invariant=True)
+    engine = Engine(runner, tokenizer, EngineConfig(max_batch=4, max_step_tokens=24, n_drafts=n_drafts))
+    draw, found = random.Random(0), dict[int, tuple[int, ...]]()
+    for seed in range(N_TEXTS):
+        prompt = [draw.randrange(MICRO.vocab_size) for _ in range(30 + 5 * seed)]
+        engine.add(prompt, Sampling(max_new_tokens=NEW_TOKENS, temperature=1.0, seed=seed, ignore_eos=True))
+        while engine.has_work and (not together or seed == N_TEXTS - 1):
+            for output in engine.step():
+                found[output.request_id] = found.get(output.request_id, ()) + output.tokens
+    assert not together or engine.stats().preemptions > 0
+    return [found[i] for i in range(N_TEXTS)]
+
+
+@pytest.mark.parametrize("n_drafts", [0, 2])
+def test_a_sampled_text_is_the_same_next_to_others_cut_into_chunks_and_preempted(tokenizer, n_drafts: int):
+    model = apply_recipe(DeepseekV3(MICRO))
+    alone = micro_texts(tokenizer, model, 64, together=False)  # without drafts, which change no text
+    assert micro_texts(tokenizer, model, 3, together=True, n_drafts=n_drafts) == alone

@@ -1,0 +1,86 @@
+"""Tests of what a request may ask for."""
+
+from dataclasses import dataclass, fields
+
+import pytest
+
+from octile.serve.engine.request import OF_ENGINE, OF_LOGITS, OF_OPERATOR, OF_SAMPLES, Sampling
+
+OTHERS = {  # a value of each field that is not its default
+    "max_new_tokens": 7,
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "seed": 3,
+    "top_k": 4,
+    "stop": ("end",),
+    "logprobs": 0,
+    "ignore_eos": True,
+}
+
+
+@dataclass(frozen=True)
+class WithMinP(Sampling):
+    """A sampling with a field that is in no set."""
+
+    min_p: float = 0.0
+
+
+def test_every_field_is_honored_by_one_part():
+    honored = [*OF_OPERATOR, *OF_ENGINE, *OF_LOGITS, *OF_SAMPLES]
+    assert sorted(honored) == sorted(f.name for f in fields(Sampling)) == sorted(OTHERS)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_only_fields_of_operator_and_engine_run_ahead(name):
+    sampling = Sampling(**{"temperature": 1.0, name: OTHERS[name]})
+    assert sampling.can_run_ahead == (name in OF_OPERATOR | OF_ENGINE)
+    assert sampling.is_of_operator == (name in OF_OPERATOR | OF_ENGINE | OF_LOGITS)
+
+
+@pytest.mark.parametrize("name", sorted(OF_SAMPLES))
+def test_truncation_has_no_effect_on_greedy_texts(name):
+    sampling = Sampling(**{name: OTHERS[name]})
+    assert (sampling.can_run_ahead, sampling.is_of_operator) == (True, True)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_field_that_nobody_honors_does_not_run_ahead(temperature):
+    unset, given = WithMinP(temperature=temperature), WithMinP(temperature=temperature, min_p=0.1)
+    assert (unset.can_run_ahead, unset.is_of_operator) == (True, True)
+    assert (given.can_run_ahead, given.is_of_operator) == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_new_tokens": -1}, "max_new_tokens must be at least 1, not -1"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, not 0"),
+        ({"temperature": -0.5}, "temperature must be 0, or from"),
+        ({"temperature": float("nan")}, "temperature must be 0, or from"),
+        ({"temperature": float("inf")}, "temperature must be 0, or from"),
+        ({"temperature": 1e-300}, r"temperature must be 0, or from 1.2e-38 to 3.4e\+38, not"),
+        ({"temperature": 1e300}, r"from 1.2e-38 to 3.4e\+38, not 1e\+300"),
+        ({"seed": 2**70}, "seed must be at most 9,223,372,036,854,775,807"),
+        ({"top_p": 0.0}, "top_p must be above 0"),
+        ({"top_p": 1.5}, "top_p must be above 0 and at most 1"),
+        ({"top_k": -1}, "top_k must be from 0 to 2147483647, not -1"),
+        ({"top_k": 10**30}, "top_k must be from 0 to 2147483647, not 10"),
+        ({"stop": ("",)}, "none of them empty"),
+        ({"stop": ("a",) * 33}, "stop must have at most 32 strings"),
+        ({"logprobs": 21}, "logprobs must be from 0 to 20, not 21"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Sampling(**settings)
+
+
+@pytest.mark.parametrize("seed", [True, 1.5, "1"])
+def test_a_seed_that_is_no_whole_number_is_refused(seed):
+    with pytest.raises(TypeError, match=f"seed must be a whole number or null, not {seed!r}"):
+        Sampling(seed=seed)
+
+
+def test_a_stop_that_is_one_string_is_refused():
+    with pytest.raises(TypeError, match="stop must be a tuple of strings, not 'end'"):
+        Sampling(stop="end")

@@ -1,0 +1,157 @@
+"""Tests of the sampler: distributions, truncation, independence of the batch."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from octile.ops.sample_tokens import ALL_MASKED, NOT_A_NUMBER, POSITIVE_INFINITY
+from octile.serve.engine import sampler
+from octile.serve.engine.request import MAX_TOP_K, Sampling
+from octile.serve.engine.sampler import Row, choose, log_probabilities
+
+LOGITS = torch.tensor([0.0, 2.0, 1.0, -1.0])  # probabilities 0.087, 0.644, 0.237, 0.032
+N = 4000
+
+
+def draws(sampling, logits=LOGITS, n=N, seed=0):
+    return choose(logits.repeat(n, 1), [Row(sampling, seed, position) for position in range(n)])
+
+
+def chi_square(tokens, probabilities):
+    """Pearson's statistic of tokens [N] under probabilities [V]."""
+    expected = probabilities * len(tokens)
+    found = tokens.bincount(minlength=len(probabilities))
+    return ((found - expected) ** 2 / expected).sum().item()
+
+
+def test_temperature_zero_takes_the_most_likely_token():
+    assert set(draws(Sampling(temperature=0.0)).tolist()) == {1}
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_tokens_have_the_distribution_of_the_model(temperature):
+    tokens = draws(Sampling(temperature=temperature))
+    assert chi_square(tokens, (LOGITS / temperature).softmax(-1)) < 16.3  # 99.9% of 3 degrees of freedom
+
+
+def test_seeds_sample_independently():
+    rows = [Row(Sampling(temperature=1.0), seed, 5) for seed in range(N)]
+    assert chi_square(choose(LOGITS.repeat(N, 1), rows), LOGITS.softmax(-1)) < 16.3
+
+
+def test_tokens_of_a_large_vocabulary_are_equally_likely():
+    tokens = draws(Sampling(temperature=1.0), torch.zeros(1000), n=20_000)
+    assert 857 < chi_square(tokens, torch.full((1000,), 1e-3)) < 1143  # 99.9% of 999 degrees of freedom
+
+
+def test_successive_tokens_are_independent():
+    tokens = draws(Sampling(temperature=1.0))
+    pairs = tokens[:-1] * 4 + tokens[1:]
+    p = LOGITS.softmax(-1)
+    assert chi_square(pairs, (p[:, None] * p).flatten()) < 37.7  # 99.9% of 15 degrees of freedom
+
+
+def test_top_p_samples_from_the_fewest_tokens_that_reach_it():
+    tokens = draws(Sampling(temperature=1.0, top_p=0.7))
+    assert set(tokens.tolist()) == {1, 2}
+    assert chi_square(tokens - 1, LOGITS[1:3].softmax(-1)) < 10.8
+
+
+def test_top_p_never_excludes_the_most_likely_token():
+    assert set(draws(Sampling(temperature=1.0, top_p=0.01)).tolist()) == {1}
+
+
+def test_top_k_samples_from_the_most_likely_tokens():
+    tokens = draws(Sampling(temperature=1.0, top_k=3))
+    assert set(tokens.tolist()) == {0, 1, 2}
+    assert chi_square(tokens, LOGITS[:3].softmax(-1)) < 13.8
+
+
+def test_top_p_counts_from_the_tokens_that_top_k_leaves():
+    tokens = draws(Sampling(temperature=1.0, top_k=2, top_p=0.73))  # 1 has 0.731 of the two
+    assert set(tokens.tolist()) == {1}
+
+
+def test_the_largest_top_k_leaves_all_tokens():
+    largest = draws(Sampling(temperature=1.0, top_k=MAX_TOP_K))
+    assert largest.tolist() == draws(Sampling(temperature=1.0)).tolist()
+
+
+def test_of_equal_logits_top_k_leaves_the_first():
+    assert set(draws(Sampling(temperature=1.0, top_k=2), torch.zeros(600)).tolist()) == {0, 1}
+
+
+@given(
+    st.integers(0, 2**31),
+    st.sampled_from([2.0, 8.0]),
+    st.sampled_from([0, 3, 9, 20]),
+    st.sampled_from([0.3, 0.9, 0.999, 1.0]),
+)
+def test_few_candidates_give_the_same_tokens_as_all(seed, scale, top_k, top_p):
+    logits = scale * torch.randn(6, 40, generator=torch.Generator().manual_seed(seed))
+    rows = [Row(Sampling(temperature=1.0, top_k=top_k, top_p=top_p), seed, i) for i in range(6)]
+    all_of_them = choose(logits, rows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler, "CANDIDATES", 4)
+        assert choose(logits, rows).tolist() == all_of_them.tolist()
+
+
+SAMPLINGS = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.3, 1.0]),
+    top_p=st.sampled_from([0.5, 1.0]),
+    top_k=st.sampled_from([0, 7]),
+)
+
+
+@given(st.lists(SAMPLINGS, min_size=1, max_size=6), st.integers(0, 2**63 - 1))
+def test_a_row_chooses_the_same_token_in_any_batch(samplings, seed):
+    rows = [Row(sampling, seed, i) for i, sampling in enumerate(samplings)]
+    logits = 3 * torch.randn(len(rows), 300, generator=torch.Generator().manual_seed(seed))
+    alone = [choose(logits[i : i + 1], rows[i : i + 1]).item() for i in range(len(rows))]
+    assert choose(logits, rows).tolist() == alone
+
+
+@pytest.mark.parametrize("temperature", [1.2e-38, 3.4e38])
+def test_the_extreme_temperatures_sample_tokens(temperature):
+    for sampling in (Sampling(temperature=temperature), Sampling(temperature=temperature, top_p=0.9)):
+        assert set(draws(sampling, n=200).tolist()) <= {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_k=2, top_p=0.9)]
+)
+def test_only_the_row_with_nan_has_no_token(sampling):
+    logits = LOGITS.repeat(3, 1)
+    logits[1, 2] = float("nan")
+    tokens = choose(logits, [Row(sampling, 0, i) for i in range(3)]).tolist()
+    assert [token == NOT_A_NUMBER for token in tokens] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_k=2, top_p=0.9)]
+)
+def test_rows_with_infinite_logits_have_no_token(sampling):
+    logits = LOGITS.repeat(4, 1)
+    logits[0, 2] = float("inf")
+    logits[1] = float("-inf")
+    logits[2, :3] = float("-inf")
+    tokens = choose(logits, [Row(sampling, 0, i) for i in range(4)]).tolist()
+    assert tokens[:3] == [POSITIVE_INFINITY, ALL_MASKED, 3]
+    assert tokens[3] >= 0
+
+
+def test_log_probabilities_are_those_of_the_model_before_temperature():
+    rows = [Row(Sampling(temperature=0.5, logprobs=n), 0, 0) for n in (0, 2)]
+    found = log_probabilities(LOGITS.repeat(2, 1), [2, 0], rows)
+    expected = LOGITS.log_softmax(-1).tolist()
+    assert (found[0].token, found[0].logprob, found[0].top) == (2, pytest.approx(expected[2]), ())
+    assert found[1].top == ((1, pytest.approx(expected[1])), (2, pytest.approx(expected[2])))
+
+
+def test_a_draft_of_a_similar_distribution_is_mostly_the_token_itself():
+    similar = LOGITS + torch.tensor([0.1, -0.1, 0.05, 0.1])
+    overlap = torch.minimum(LOGITS.softmax(-1), similar.softmax(-1)).sum()
+    agree = (draws(Sampling(temperature=1.0)) == draws(Sampling(temperature=1.0), similar)).float().mean()
+    assert agree >= overlap / (2 - overlap) - 0.01  # Daliri et al., theorem 2

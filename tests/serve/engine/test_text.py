@@ -1,0 +1,75 @@
+"""Tests of the text of growing tokens: characters and stop strings across the boundaries of tokens."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import decoders
+
+from octile.serve.engine.text import TextStream
+from octile.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module", params=["bytes", "decoder"])
+def of_kind(request, tokenizer):
+    """The tokenizer, and the same with a decoder that does more than concatenate bytes."""
+    if request.param == "bytes":
+        return tokenizer
+    other = Tokenizer(type(tokenizer.backend).from_str(tokenizer.backend.to_str()), tokenizer.config)
+    other.backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace("\u0000", "")])
+    assert other.token_bytes is None
+    return other
+
+
+def pieces(tokenizer, tokens, stop=()):
+    stream = TextStream(tokenizer, stop)
+    return [stream.add(token) for token in tokens] + [stream.end()]
+
+
+@given(tokens=st.lists(st.integers(0, 330), max_size=30))
+def test_the_pieces_concatenate_to_the_decoded_tokens(tokenizer, tokens):
+    """Tokens from 320 on are those of a model whose vocabulary is larger than the tokenizer's."""
+    assert "".join(pieces(tokenizer, tokens)) == tokenizer.decode(tokens)
+
+
+def test_a_character_appears_when_its_last_byte_does(of_kind):
+    tokens = of_kind.encode("\N{GRINNING FACE}!")
+    assert len(tokens) == 5
+    assert pieces(of_kind, tokens) == ["", "", "", "\N{GRINNING FACE}", "!", ""]
+
+
+def test_bytes_that_are_no_character_appear_at_the_end(of_kind):
+    tokens = of_kind.encode("a\N{GRINNING FACE}")[:-1]
+    assert "".join(pieces(of_kind, tokens)) == "a\N{REPLACEMENT CHARACTER}"
+
+
+@given(text=st.text("abc", max_size=20), stop=st.lists(st.text("abc", min_size=1, max_size=4), max_size=3))
+def test_a_text_ends_before_its_first_stop_string(tokenizer, text, stop):
+    shown = "".join(pieces(tokenizer, [token for c in text for token in tokenizer.encode(c)], stop))
+    # of two stop strings the one that is complete first ends the text, as tokens are single characters here
+    ends = [text.index(s) + len(s) for s in stop if s in text]
+    before = text[: min(ends)] if ends else text
+    found = [before.index(s) for s in stop if s in before]
+    assert shown == (text[: min(found)] if found else text)
+
+
+@pytest.mark.parametrize("stop", [("lf", "el"), ("el", "lf")])
+def test_of_two_stop_strings_in_one_token_the_earlier_one_ends_the_text(of_kind, stop):
+    (token,) = of_kind.encode("self")
+    assert pieces(of_kind, [token], stop) == ["s", ""]
+
+
+def test_a_stop_string_across_tokens_is_never_shown(of_kind):
+    tokens = [token for c in "one<end>two" for token in of_kind.encode(c)]
+    stream = TextStream(of_kind, ["<end>"])
+    shown = [stream.add(token) for token in tokens[:8]]
+    assert (shown, stream.is_stopped) == (["o", "n", "e", "", "", "", "", ""], True)
+
+
+def test_what_only_began_like_a_stop_string_is_shown(of_kind):
+    tokens = [token for c in "a<en>" for token in of_kind.encode(c)]
+    assert pieces(of_kind, tokens, ["<end>"]) == ["a", "", "", "", "<en>", ""]
+
+
+def test_a_text_that_ends_like_a_stop_string_is_shown(of_kind):
+    tokens = [token for c in "a<en" for token in of_kind.encode(c)]
+    assert pieces(of_kind, tokens, ["<end>"])[-1] == "<en"

@@ -1,0 +1,24 @@
+"""Tests of what garbage collections of a server leave out."""
+
+import gc
+
+from octile.serve.process.garbage import freeze_loaded
+
+
+class Node:
+    """Refers to itself, so that only the garbage collector ends it."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_collections_leave_out_what_was_loaded_and_find_what_came_after():
+    loaded = Node()
+    try:
+        freeze_loaded()
+        later = Node()
+        visited = {id(found) for found in gc.get_objects()}
+        assert id(loaded) not in visited
+        assert id(later) in visited
+    finally:
+        gc.unfreeze()

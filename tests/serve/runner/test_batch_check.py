@@ -1,0 +1,54 @@
+"""Tests of the check of a batch before a step."""
+
+from array import array
+
+import pytest
+
+from octile.serve.runner.batch import Batch, Chunk
+from octile.serve.runner.batch_check import BatchCheck
+
+N_PAGES = 40
+
+
+@pytest.fixture
+def check() -> BatchCheck:
+    return BatchCheck(vocab_size=200, max_position=512, n_pages=N_PAGES)
+
+
+def chunk(**changes) -> Chunk:
+    return Chunk([1, 2], 63, array("i", [0, 1]), 1)._replace(**changes)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"tokens": []}, "chunk 0 must have tokens"),
+        ({"n_logits": 3}, "at most as many logits, not 2 tokens and n_logits 3"),
+        ({"start": -1}, "positions -1 to 0"),
+        ({"start": 511}, "must be from 0 to 511"),
+        ({"pages": array("i", [0])}, "has 1 pages, but 65 positions need 2"),
+        ({"pages": array("i", [0, N_PAGES])}, "must have pages from 0 to 39"),
+        ({"tokens": [1, 200]}, "must have tokens from 0 to 199"),
+    ],
+)
+def test_a_wrong_chunk_is_refused(check: BatchCheck, wrong: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        check(Batch([chunk(**wrong)]))
+
+
+def test_an_empty_batch_is_refused(check: BatchCheck):
+    with pytest.raises(ValueError, match="at least one chunk"):
+        check(Batch([]))
+
+
+def test_the_chunk_that_is_wrong_is_named(check: BatchCheck):
+    with pytest.raises(ValueError, match="chunk 1 must have tokens from 0 to 199, not -1 to 3"):
+        check(Batch([chunk(), chunk(tokens=[3, -1])]))
+
+
+def test_pages_that_change_between_steps_are_checked_again(check: BatchCheck):
+    pages = array("i", [0, 1])
+    check(Batch([chunk(pages=pages)]))
+    pages[1] = N_PAGES
+    with pytest.raises(ValueError, match=r"chunk 0 must have pages from 0 to 39, not \[0, 40\]"):
+        check(Batch([chunk(pages=pages)]))

@@ -1,0 +1,124 @@
+"""Tests of decode steps that continue each other: what they choose is what passes read by the host choose."""
+
+from array import array
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from octile.serve.engine.drafts import count_accepted
+from octile.serve.engine.request import Sampling
+from octile.serve.engine.sampler import Row, choose
+from octile.serve.runner.batch import Batch, Chunk, DecodedTokens, DecodeRequest
+from octile.serve.runner.decode_loop import DecodeLoop
+from octile.serve.runner.model_runner import ModelRunner
+from tests.serve.models import CONFIG, new_model, text
+
+N_PAGES, LENGTHS, END = 12, (70, 5, 33), 200
+PAGES = [array("i", range(4 * i, 4 * i + 4)) for i in range(3)]
+HEATS = (0.0, 1.0, 0.7)
+
+
+def new_runner(n_drafts=0):
+    """A runner that has read the prompts but for their last tokens, and the prompts."""
+    runner = ModelRunner(new_model(fp8=False), N_PAGES, batch_invariant=True, n_drafts=n_drafts)
+    prompts = [text(n, seed=n) for n in LENGTHS]
+    runner.run(Batch([Chunk(tokens[:-1], 0, pages, 0) for tokens, pages in zip(prompts, PAGES, strict=True)]))
+    return runner, prompts
+
+
+def request(i, tokens, source=-1, end=END, position=None):
+    position = LENGTHS[i] - 1 if position is None else position
+    return DecodeRequest(source, position, end, i, HEATS[i], tokens, PAGES[i])
+
+
+def chosen_by_host(runner, prompts, steps):
+    """The tokens that `run` and the sampler choose, one after the other."""
+    texts = [list(tokens) for tokens in prompts]
+    for _ in range(steps):
+        for i, tokens in enumerate(texts):
+            logits = runner.run(Batch([Chunk(tokens[-1:], len(tokens) - 1, PAGES[i], 1)])).logits
+            tokens += choose(logits, [Row(Sampling(temperature=HEATS[i]), i, len(tokens))]).tolist()
+    return [tokens[len(prompt) :] for tokens, prompt in zip(texts, prompts, strict=True)]
+
+
+def test_steps_choose_what_the_host_chooses():
+    runner, prompts = new_runner()
+    steps = [runner.decode([request(i, tokens[-1:]) for i, tokens in enumerate(prompts)])]
+    for n in range(3):
+        continued = [request(i, [], source=i, position=LENGTHS[i] - 1 + n) for i in range(3)]
+        steps.append(runner.decode(continued))
+    found = [[step.read()[i].chosen[0] for step in steps] for i in range(3)]
+    assert found == chosen_by_host(*new_runner(), 4)
+
+
+def test_a_request_continues_its_own_tokens_at_another_place():
+    runner, prompts = new_runner()
+    runner.decode([request(i, tokens[-1:]) for i, tokens in enumerate(prompts)])
+    moved = runner.decode([request(2, [], source=2), request(0, [], source=0)]).read()
+    expected = chosen_by_host(*new_runner(), 2)
+    assert [row.chosen[0] for row in moved] == [expected[2][1], expected[0][1]]
+
+
+@pytest.mark.parametrize("n_accepted", [0, 1, 2])
+def test_drafts_are_accepted_up_to_the_first_that_is_not_chosen(n_accepted):
+    expected = chosen_by_host(*new_runner(), 5)[1]
+    runner, prompts = new_runner(n_drafts=2)
+    drafts = [*expected[:n_accepted], *[(expected[i] + 1) % CONFIG.vocab_size for i in range(n_accepted, 2)]]
+    first = runner.decode([request(1, [prompts[1][-1], *drafts])]).read()[0]
+    assert (first.accepted, first.chosen[: n_accepted + 1]) == (n_accepted, expected[: n_accepted + 1])
+    second = runner.decode([request(1, [], source=0)]).read()[0]
+    assert second.chosen[0] == expected[n_accepted + 1]
+    assert second.accepted == count_accepted(first.drafts, expected[n_accepted + 1 :])
+
+
+def test_a_missing_draft_is_not_accepted():
+    runner, prompts = new_runner(n_drafts=2)
+    assert runner.decode([request(1, prompts[1][-1:])]).read()[0].accepted == 0
+
+
+@pytest.mark.parametrize("n_drafts", [0, 2])
+def test_nothing_is_written_from_the_end_of_a_text_on(n_drafts):
+    runner, prompts = new_runner(n_drafts)
+    before = torch.stack(runner.cache.layers).flatten(1, 2)
+    end = LENGTHS[1]  # the last token is read, and no draft
+    runner.decode([request(1, [prompts[1][-1], *[0] * n_drafts], end=end)])
+    runner.decode([request(1, [], source=0, end=end)])
+    after = torch.stack(runner.cache.layers).flatten(1, 2)
+    changed = (before != after).any(-1).any(0).nonzero()[:, 0].tolist()
+    assert changed == [64 * PAGES[1][0] + end - 1]
+
+
+def test_logits_with_nan_choose_no_token():
+    runner, prompts = new_runner()
+    runner.forward.weights.head[0] = float("nan")
+    runner.decode([request(1, prompts[1][-1:])])
+    assert runner.decode([request(1, [], source=0)]).read()[0].chosen == [-1]
+
+
+@pytest.mark.parametrize("n_drafts", [0, 1, 3])
+def test_no_row_is_longer_than_the_reach_of_its_request(monkeypatch, n_drafts):
+    longest, rows = [], DecodeLoop._rows
+
+    def counted(self, *arguments):
+        step = rows(self, *arguments)
+        longest.append(int(step.lengths.max()))
+        return step
+
+    monkeypatch.setattr(DecodeLoop, "_rows", counted)
+    runner, prompts = new_runner(n_drafts)
+    first = request(1, [prompts[1][-1], *range(n_drafts)])
+    runner.decode([first])
+    reach = runner.loop._reach(first)
+    assert LENGTHS[1] + n_drafts <= max(longest) <= reach
+    longest.clear()
+    continued = request(1, [], source=0)
+    runner.decode([continued])
+    assert max(longest) <= runner.loop._reach(continued) == reach + 1 + n_drafts
+    assert runner.loop._reach(continued._replace(end=LENGTHS[1])) == LENGTHS[1]
+
+
+def test_a_gpu_that_waits_for_another_rank_is_not_waited_for_forever():
+    decoded = DecodedTokens(torch.zeros(1, 2), SimpleNamespace(query=lambda: False), 0, timeout=0.01)
+    with pytest.raises(TimeoutError, match=r"timed out after 0\.01 s"):
+        decoded.read()

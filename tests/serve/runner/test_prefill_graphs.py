@@ -1,0 +1,121 @@
+"""Tests of the parts of a step with prompts that a GPU captures; on a CPU they are computed without a graph."""
+
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from octile.serve.runner.model_runner import ModelRunner
+from octile.serve.runner.prefill_graphs import PrefillGraphs, graph_rows, padded_rows
+from octile.serve.runner.step import Step
+from tests.serve.models import Texts, new_model, text
+
+
+@pytest.mark.parametrize(("n", "rows"), [(1, 256), (256, 256), (257, 512), (2048, 2048), (2049, 3072), (8192, 8192)])
+def test_rows_are_padded(n, rows):
+    assert padded_rows(n) == rows
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "rows"), [(1, [256]), (300, [256, 512]), (2048, [*range(256, 2049, 256)])], ids=str
+)
+def test_all_numbers_of_padded_rows_have_graphs(max_rows, rows):
+    assert graph_rows(max_rows) == rows
+    assert graph_rows(8192) == [*range(256, 2049, 256), *range(3072, 8193, 1024)]
+    assert graph_rows(max_rows) == sorted({padded_rows(n) for n in range(1, max_rows + 1)})
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_logits_are_those_of_the_forward_pass(fp8):
+    found = []
+    for captured in (False, True):
+        runner = ModelRunner(new_model(fp8), 32)
+        if captured:
+            runner.prefill_graphs = PrefillGraphs(runner.forward, None, 2048)
+        texts = Texts(runner, [text(200, seed=i) for i in range(3)])
+        for sizes in ((90, 30, 0), (1, 100, 90), (40, 1, 40)):  # prompts alone, and next to a token that is decoded
+            texts.run(*sizes)
+        found.append(torch.cat(texts.logits))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-3)
+
+
+def logits(*sizes: tuple[int, ...], graphs: type[PrefillGraphs] | None) -> tuple[Tensor, ModelRunner]:
+    runner = ModelRunner(new_model(False), 64)
+    if graphs is not None:
+        runner.prefill_graphs = graphs(runner.forward, None, 768)
+    texts = Texts(runner, [text(500, seed=i) for i in range(3)])
+    for step in sizes:
+        texts.run(*step)
+    return torch.cat(texts.logits), runner
+
+
+class WarmedUp(PrefillGraphs):
+    """Computes what it captures once, as on a GPU."""
+
+    def _record(self, compute: Callable[[], None]) -> Callable[[], None]:
+        compute()
+        return compute
+
+
+SIZES = (90, 30, 20), (300, 0, 90), (40, 1, 40), (30, 400, 200)  # 256, 512, 256 and 768 rows
+
+
+def test_graphs_of_all_numbers_of_rows_share_buffers_and_write_nothing_when_captured():
+    found, runner = logits(*SIZES, graphs=WarmedUp)
+    torch.testing.assert_close(found, logits(*SIZES, graphs=None)[0], rtol=1e-3, atol=1e-3)
+    graphs = runner.prefill_graphs._of_size
+    assert [*graphs] == [768, 512, 256]  # the largest is captured first
+    assert len({of_size._buffers.q.data_ptr() for of_size in graphs.values()}) == 1
+
+
+def test_a_step_that_no_graph_has_room_for_is_computed_without_one():
+    found, runner = logits((500, 450, 0), graphs=WarmedUp)
+    assert 1024 not in runner.prefill_graphs._of_size
+    assert torch.equal(found, logits((500, 450, 0), graphs=None)[0])
+
+
+def test_steps_that_only_decode_have_graphs_of_prompts_if_decoding_has_none():
+    decoded = []
+
+    class Counting(WarmedUp):
+        def hidden(self, step: Step, at_least: int = 0) -> Tensor:
+            decoded.append(len(step.lengths))
+            return super().hidden(step, at_least)
+
+    steps = (90, 30, 0), (1, 5, 3)
+    found, _ = logits(*steps, graphs=Counting)
+    assert decoded == [0, 9]
+    torch.testing.assert_close(found, logits(*steps, graphs=None)[0], rtol=1e-3, atol=1e-3)
+
+
+def failing(tried: list[Callable[[], None]]) -> type[PrefillGraphs]:
+    """Graphs that have no memory; what was to be captured is appended."""
+
+    class Failing(PrefillGraphs):
+        def _record(self, compute: Callable[[], None]) -> Callable[[], None]:
+            tried.append(compute)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    return Failing
+
+
+def test_a_failed_capture_is_said_once_and_not_tried_again():
+    tried = []
+    with pytest.warns(RuntimeWarning, match="rows are computed without .* captured: CUDA out of memory") as said:
+        found, runner = logits(*SIZES[:1], graphs=failing(tried))
+    assert len(said) == len(tried) == 3  # of 768, 512 and 256 rows
+    assert torch.equal(found, logits(*SIZES[:1], graphs=None)[0])
+    with warnings.catch_warnings(action="error"):
+        Texts(runner, [text(200)]).run(90)
+    assert len(tried) == 3
+
+
+def test_a_failed_capture_ends_the_start_of_a_rank_that_exchanges_rows():
+    forward, tried = ModelRunner(new_model(False), 64).forward, []
+    exchanging = forward.with_feed_forward(dispatcher=SimpleNamespace(exchanges=True))
+    with pytest.raises(RuntimeError, match=r"of 768 rows could not be .* on this rank.*: CUDA out of memory"):
+        failing(tried)(exchanging, None, 768)
+    assert len(tried) == 1
