@@ -34,7 +34,7 @@ from octile.report.text import escape_control_characters
 from octile.serve.engine.config import CacheConfig, EngineConfig, ParallelConfig, ProcessesConfig, window_of
 from octile.serve.http.config import Limits
 from octile.train.config import RESUMABLE, TrainConfig, describe_settings, preset
-from octile.train.signals import Terminated, importing, quiet_exit, terminable, termination_ignored
+from octile.train.run.signals import Terminated, importing, quiet_exit, terminable, termination_ignored
 from octile.validation import Dataclass, Range, annotations_of, check_fields
 
 if TYPE_CHECKING:
@@ -115,14 +115,14 @@ def train(arguments: list[str]) -> None:
     if "--resume" in arguments and out:
         _announce(f"resumes {out}")
         with importing():
-            from octile.train.resume import open_run
+            from octile.train.run.resume import open_run
 
         default = open_run(Path(out), _value_of("--checkpoints", arguments)).config
     else:
         name, begin = _value_of("--preset", arguments), _value_of("--init-from", arguments)
         default = preset("tiny" if name is None else name)
         if begin:
-            from octile.train.fine_tune import fine_tuning
+            from octile.train.run.fine_tune import fine_tuning
 
             default = fine_tuning(default, Path(begin))
     if _value_of("--steps", arguments) is not None and _value_of("--tokens", arguments) is not None:
@@ -134,8 +134,8 @@ def train(arguments: list[str]) -> None:
         _announce(f"trains: {describe_settings(config)}")
     with importing():
         from octile.lab.run import observer
-        from octile.train.console import RunConsole
         from octile.train.loop import train as run
+        from octile.train.run.console import RunConsole
 
     for name, (ranks, without) in OF_RANKS.items():  # a resumed run may have them from more ranks
         if getattr(config.parallel, ranks) == 1 and _value_of(f"--parallel.{name}", arguments) is not None:
@@ -143,7 +143,7 @@ def train(arguments: list[str]) -> None:
     is_first = _rank() == 0
     console, hook = RunConsole() if is_first else RunConsole.silent(), observer(config)
     if options.profile and is_first:
-        from octile.train.profile import profiling
+        from octile.train.step.profile import profiling
 
         hook = profiling(config, hook, console)
     run(config, options.resume, console, hook)
@@ -224,7 +224,7 @@ def compare(arguments: list[str]) -> None:
     if "--resume" in arguments and out:
         _announce(f"resumes {out}")
         with importing():
-            from octile.train.compare import Comparison, seeds_text
+            from octile.train.compare.compare import Comparison, seeds_text
 
         stored = Comparison.read(Path(out))
         begun_with = {
@@ -244,9 +244,9 @@ def compare(arguments: list[str]) -> None:
     if not options.resume:
         _announce(f"compares bf16 and {options.recipes}: {describe_settings(config, ('preset', 'seed'))}")
     with importing():
-        from octile.train.compare import compare as run
-        from octile.train.compare import parse_seeds
-        from octile.train.console import RunConsole
+        from octile.train.compare.compare import compare as run
+        from octile.train.compare.compare import parse_seeds
+        from octile.train.run.console import RunConsole
 
     seeds, recipes = parse_seeds(options.seeds, options.seed), tuple(options.recipes.split(","))
     run(config, recipes, options.out, RunConsole(), seeds, options.gradient_steps, options.resume)

@@ -24,9 +24,9 @@ from octile.models.config import ModelConfig, RopeScaling
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.serve.engine.engine import Engine
 from octile.tokenizer import Tokenizer
-from octile.train.compare import Comparison
+from octile.train.compare.compare import Comparison
 from octile.train.config import OptimConfig, ParallelConfig, TrainConfig, preset
-from octile.train.run_folder import RunFolder
+from octile.train.run.folder import RunFolder
 from octile.validation import annotations_of
 from tests.train.conftest import MICRO
 

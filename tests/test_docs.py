@@ -21,7 +21,7 @@ from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.train.config import TrainConfig
 from octile.train.loop import check_world
-from octile.train.pipelined import make_pipeline_schedule
+from octile.train.strategy.pipelined_model import make_pipeline_schedule
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

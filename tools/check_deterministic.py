@@ -21,10 +21,10 @@ from typing import NamedTuple
 from octile.parallel.device import pick_device
 from octile.report.machine import describe_machine, machine
 from octile.train.config import TrainConfig, preset
-from octile.train.console import RunConsole
-from octile.train.deterministic import deterministic
+from octile.train.data.token_store import TokenStore
 from octile.train.loop import prepare_tokens
-from octile.train.token_store import TokenStore
+from octile.train.run.console import RunConsole
+from octile.train.run.deterministic import deterministic
 from octile.train.trainer import Trainer
 
 RECIPES = ("deepseek_v3", "bf16")
@@ -76,9 +76,9 @@ def measurements(config: TrainConfig, store: TokenStore) -> Iterator[str]:
         f"Trainer.step, batch {config.batch_size} × {config.sequence_length} tokens."
     )
     yield (
-        f"Two runs of {STEPS} steps each, usual and within octile.train.deterministic: (digest of the weights, loss of "
-        f"the last step,\ntokens a second, the median after the first {WARM_UP} steps). Then {EMA_STEPS} steps without "
-        "and with optim.ema_decay: tokens a second.\n"
+        f"Two runs of {STEPS} steps each, usual and within octile.train.run.deterministic: (digest of the weights, "
+        f"loss of the last step,\ntokens a second, the median after the first {WARM_UP} steps). Then {EMA_STEPS} steps "
+        "without and with optim.ema_decay: tokens a second.\n"
     )
     for recipe in RECIPES:
         for same_bits in (False, True):

@@ -20,7 +20,7 @@ from octile.plan.durations import by_kind
 from octile.plan.hardware import Cluster, read_cluster
 from octile.plan.published import MEASURED, MEDIUM, PAIRS, PLAN, V3_LAYERS, work_on_two
 from octile.plan.work import Work
-from octile.train.kernel_records import is_communication
+from octile.train.step.kernel_records import is_communication
 
 ROOT = Path(__file__).parents[1]
 KINDS = {  # of a kernel by its name; the first that matches counts

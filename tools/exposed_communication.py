@@ -2,7 +2,7 @@
 
     python -m tools.exposed_communication TRACE.json.gz [TRACE.json.gz …]
 
-Communication is exposed while no kernel that computes runs on the GPU (`octile.train.kernel_records`).
+Communication is exposed while no kernel that computes runs on the GPU (`octile.train.step.kernel_records`).
 """
 
 import gzip
@@ -12,7 +12,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from octile.train.kernel_records import KernelRecord, busy, communication, is_communication, span
+from octile.train.step.kernel_records import KernelRecord, busy, communication, is_communication, span
 
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of the profiler's events
 

@@ -44,7 +44,7 @@ RESUMED = tuple(f"--batch-size 8 {LARGE}{more}" for more in ("", " --recipe fp8_
 COMPARED = ("--sequence-length 256", f"{WIDE} --sequence-length 512", LARGE, f"{LARGE} --recipes fp8_lm")
 CHILD = """
 import atexit, json, os, resource, sys
-from octile.train import memory
+from octile.train.memory import check as memory
 estimate, rank = memory.estimate_need, int(os.environ.get("RANK") or 0)
 needs, before = [], []
 def record(config, ranks, **more):

@@ -39,7 +39,7 @@ from octile.nn.moe import MoE, share_of_experts
 from octile.nn.weight_cache import quantized_once_in_capture, recorded_requests
 from octile.parallel import shard_experts
 from octile.recipe import Recipe
-from octile.train.kernel_records import is_communication
+from octile.train.step.kernel_records import is_communication
 from tools.exposed_communication import describe, events_of, kernels_of
 
 TOKENS, LAYERS, ROUNDS, REPLAYS = 4096, 4, 4, 4

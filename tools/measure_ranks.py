@@ -6,8 +6,8 @@ Each phase is a run of octile's trainer: `alone` on one GPU (each rank on its ow
 parallel, `ep2` with the experts spread, by all-to-all or (`symm`) on symmetric memory. `weak` has the same tokens per
 GPU, and so twice the batch; the others have the same batch. `:RECIPE` after a phase chooses a recipe. A line has the
 mean of the steps after warm-up and capture, which the host launches before it reads one, the losses of all, how much of
-rank 0's communication is exposed in further steps that the profiler records (`octile.train.kernel_records`), and how
-much memory stays allocated when the trainer is gone.
+rank 0's communication is exposed in further steps that the profiler records (`octile.train.step.kernel_records`), and
+how much memory stays allocated when the trainer is gone.
 """
 
 import gc
@@ -24,8 +24,8 @@ from octile.parallel.ranks import Ranks, join, leave
 from octile.tokenizer import Tokenizer
 from octile.train import trainer as module
 from octile.train.config import ParallelConfig, TrainConfig, preset
-from octile.train.kernel_records import communication, costs, is_communication, kernels_of
-from octile.train.token_store import Manifest, TokenStore
+from octile.train.data.token_store import Manifest, TokenStore
+from octile.train.step.kernel_records import communication, costs, is_communication, kernels_of
 
 WARM_UP, STEPS, PROFILED = 5, 5, 3
 PHASES = {  # how many times the preset's batch, and the ranks

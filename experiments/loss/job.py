@@ -39,10 +39,10 @@ from octile.nn.linear import Linear
 from octile.nn.moe import Experts
 from octile.parallel.device import pick_device
 from octile.report.machine import machine
-from octile.train.batches import validation_windows
-from octile.train.draft_acceptance import draft_acceptance
-from octile.train.token_losses import token_losses
-from octile.train.token_store import TokenStore
+from octile.train.data.batches import validation_windows
+from octile.train.data.token_store import TokenStore
+from octile.train.evaluation.draft_acceptance import draft_acceptance
+from octile.train.evaluation.token_losses import token_losses
 from octile.train.trainer import Trainer
 
 STEPS_PER_LINE = 20  # steps between lines

@@ -32,8 +32,8 @@ from octile.bench.kernel_time import record_kernels
 from octile.parallel.device import pick_device
 from octile.report.machine import machine
 from octile.tokenizer import Tokenizer
-from octile.train.kernel_records import KernelRecord, costs, idle_share, span
-from octile.train.token_store import Manifest, TokenStore
+from octile.train.data.token_store import Manifest, TokenStore
+from octile.train.step.kernel_records import KernelRecord, costs, idle_share, span
 from octile.train.trainer import Trainer
 
 RECIPES = ("bf16", "deepseek_v3")

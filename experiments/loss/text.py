@@ -8,8 +8,8 @@
 
 Two fifths are prose: books in the public domain and documentation. The rest is source code. A file is left out if it is
 not written by a person (long lines, few words, generated, translated, tables), or if most of its longer lines occurred
-in earlier files, in the order of the sources below. 2% of the documents are held out; `octile.train.data` does that and
-trains the tokenizer.
+in earlier files, in the order of the sources below. 2% of the documents are held out; `octile.train.data.prepare` does
+that and trains the tokenizer.
 
 The longer text is for runs over 1B tokens. It has the tokenizer and the held-out tokens of the text, so that losses
 compare. Its training tokens are those of the text, followed by those of the files that `fetch --long` downloads.
@@ -37,9 +37,9 @@ from experiments.loss.sizes import SEQUENCE, VOCABULARY
 from experiments.loss.text_sources import BOOKS, LONG, TEXT, Sources, fetch, files
 from octile.checkpoint.files import checksum
 from octile.tokenizer import Tokenizer
-from octile.train.shared_spans import HeldOutSpans
-from octile.train.text_filter import PROSE, DuplicateFilter, why_left_out
-from octile.train.token_store import FILES, LEFT_OUT, MANIFEST, TOKENIZER_FILES, Tokens, TokenStore, TokenWriter
+from octile.train.data.filter import PROSE, DuplicateFilter, why_left_out
+from octile.train.data.spans import HeldOutSpans
+from octile.train.data.token_store import FILES, LEFT_OUT, MANIFEST, TOKENIZER_FILES, Tokens, TokenStore, TokenWriter
 
 FACTS = Path(__file__).with_name("text.json")  # what `build` wrote of the text of the runs
 LONG_FACTS = Path(__file__).with_name("text_long.json")  # what `extend` wrote of the longer text
@@ -85,7 +85,7 @@ def build(folder: Path) -> None:
     Raises:
         FileExistsError: folder/text exists.
     """
-    from octile.train.data import prepare
+    from octile.train.data.prepare import prepare
 
     if (folder / "text").exists():
         raise FileExistsError(f"{folder / 'text'} exists: delete it to build it again")

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from octile.train.text_filter import MAX_BYTES, PROSE, SOURCE
+from octile.train.data.filter import MAX_BYTES, PROSE, SOURCE
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from run import load_checkpoint, load_trainer, measured_db, observe_step, predic
 
 from octile.checkpoint.training import latest_checkpoint
 from octile.recipe import Recipe
-from octile.train.token_store import TokenStore
+from octile.train.data.token_store import TokenStore
 
 folder = Path(sys.argv[1])
 checkpoint = latest_checkpoint(folder / "checkpoints")

@@ -21,8 +21,8 @@ from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.fused.chosen_attention import is_chosen
 from octile.nn.fused.index_alignment import attention_distribution
 from octile.nn.indexer import Indexer, IndexInput
-from octile.train.batches import validation_windows
-from octile.train.token_store import TokenStore
+from octile.train.data.batches import validation_windows
+from octile.train.data.token_store import TokenStore
 
 LENGTH, WINDOWS, AT_ONCE = 256, 32, 4
 RUNS = ("dense", "dense_continued", "untrained", "warm_up", "sparse")

@@ -23,7 +23,7 @@ from octile.parallel.links import describe_dispatch, describe_nodes, find_links
 from octile.report.console import Console
 from octile.report.machine import machine, version_of
 from octile.report.page import format_bytes, format_count
-from octile.train import token_cache
+from octile.train.data import token_cache
 
 PACKAGES = (
     "torch",

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 import torch
 
 from octile.bench.timing import FLUSH_BYTES, seconds
-from octile.train.kernel_records import KernelRecord, kernels_of
+from octile.train.step.kernel_records import KernelRecord, kernels_of
 
 Calls = Mapping[str, Callable[[], object]]
 

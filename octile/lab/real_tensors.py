@@ -45,9 +45,9 @@ def real_tensors(run: Path | None) -> RealTensors:
         tokens_BS = torch.randint(model.config.vocab_size, (SEQUENCES, LENGTH))
         return _collect(model, tokens_BS, "an untrained model of the preset tiny, on random tokens")
     from octile.checkpoint.hugging_face import load
-    from octile.train.batches import validation_windows
-    from octile.train.run_folder import RunFolder
-    from octile.train.token_store import TokenStore
+    from octile.train.data.batches import validation_windows
+    from octile.train.data.token_store import TokenStore
+    from octile.train.run.folder import RunFolder
 
     folder = RunFolder.open(run)
     length = folder.read_config().sequence_length - 1

@@ -31,11 +31,11 @@ from octile.parallel.device import pick_device
 from octile.recipe import GEMMS, GemmName
 from octile.report.console import Console
 from octile.train.config import TrainConfig
-from octile.train.deterministic import deterministic
+from octile.train.data.token_store import TokenStore
 from octile.train.loop import RunHook, StepContext
-from octile.train.resume import check_settings
-from octile.train.run_folder import MetricsWriter, RunFolder, read_lines
-from octile.train.token_store import TokenStore
+from octile.train.run.deterministic import deterministic
+from octile.train.run.folder import MetricsWriter, RunFolder, read_lines
+from octile.train.run.resume import check_settings
 from octile.train.trainer import Trainer
 
 

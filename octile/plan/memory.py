@@ -14,7 +14,7 @@ from octile.plan.hardware import Cluster
 from octile.plan.layout import Layout
 from octile.plan.stages import Stage
 from octile.plan.work import tiles
-from octile.train.kept_activations import kept_bytes
+from octile.train.memory.saved_activations import kept_bytes
 
 GRADIENT_BYTES = 4  # FP32
 MASTER_BYTES = {"replicated": (4, 0), "sharded": (2, 4)}  # on every rank, and shared by the data-parallel ranks

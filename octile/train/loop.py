@@ -40,25 +40,25 @@ from octile.report.run.page import write_run_report
 from octile.report.run.spikes import Spike, SpikeDetector, SpikeState
 from octile.serve.engine.request import Sampling
 from octile.serve.generate import generate_from
-from octile.train import fine_tune
-from octile.train.batches import count_windows
-from octile.train.best_model import BestModel
-from octile.train.checkpoints import RunCheckpoints, check_place
 from octile.train.config import FILE_TEXTS, TrainConfig, flatten
-from octile.train.console import RunConsole, StepProgress
-from octile.train.corpus import check_source
-from octile.train.data import prepare
-from octile.train.deterministic import deterministic
-from octile.train.duration import check_duration
-from octile.train.memory import check_memory, explain_out_of_memory, is_out_of_memory
-from octile.train.pipelined import describe_pipeline, make_pipeline_schedule
-from octile.train.recipe_check import check_recipe
-from octile.train.resume import SavedRun, check_goal, check_settings, continued, open_run, print_settings
-from octile.train.run_folder import Metrics, MetricsWriter, NoMetrics, RunFolder, lock_folder, read_lines
-from octile.train.signals import Stopped, stop_requests
-from octile.train.source_digest import source_digest
-from octile.train.token_losses import token_losses
-from octile.train.token_store import MANIFEST, TokenStore
+from octile.train.data.batches import count_windows
+from octile.train.data.corpus import check_source
+from octile.train.data.prepare import prepare
+from octile.train.data.token_store import MANIFEST, TokenStore
+from octile.train.evaluation.token_losses import token_losses
+from octile.train.memory.check import check_memory, explain_out_of_memory, is_out_of_memory
+from octile.train.run import fine_tune
+from octile.train.run.best_model import BestModel
+from octile.train.run.checkpoints import RunCheckpoints, check_place
+from octile.train.run.console import RunConsole, StepProgress
+from octile.train.run.deterministic import deterministic
+from octile.train.run.duration import check_duration
+from octile.train.run.folder import Metrics, MetricsWriter, NoMetrics, RunFolder, lock_folder, read_lines
+from octile.train.run.recipe_check import check_recipe
+from octile.train.run.resume import SavedRun, check_goal, check_settings, continued, open_run, print_settings
+from octile.train.run.signals import Stopped, stop_requests
+from octile.train.run.source_digest import source_digest
+from octile.train.strategy.pipelined_model import describe_pipeline, make_pipeline_schedule
 from octile.train.trainer import Trainer, batch_ramp
 
 SAMPLE_TOKENS = 128

@@ -22,8 +22,8 @@ over all ranks, so that all ranks launch, skip and stop the same steps (`octile.
 the last micro-batch's backward pass. If steps are read late, the updated weights are gathered during the next forward
 pass: while a step is unread, a rank may have old values of the weights that others update.
 
-A rank of a pipeline has the layers of its stages (`octile.train.pipelined`). Losses and loads are those of all ranks
-even so, and every number that is decided by is a sum that counts what several ranks have once.
+A rank of a pipeline has the layers of its stages (`octile.train.strategy.pipelined_model`). Losses and loads are those
+of all ranks even so, and every number that is decided by is a sum that counts what several ranks have once.
 """
 
 from __future__ import annotations
@@ -62,21 +62,21 @@ from octile.parallel.schedules import Schedule
 from octile.parallel.state import ShardedState
 from octile.parallel.symmetric_memory import PeerDispatcher
 from octile.recipe import Recipe
-from octile.train.batches import Batches, PreparedBatches, validation_windows
-from octile.train.captured_step import CapturedStep, why_eager
 from octile.train.config import TrainConfig
-from octile.train.device_memory import available_memory
-from octile.train.diagnostics import Histogram, add_histograms, first_non_finite, record_tile_scales
-from octile.train.kept_activations import can_keep, keep_activations
-from octile.train.pipelined import PARTS, PipelinedModel, held_share, make_pipeline_schedule
-from octile.train.rank_mesh import RankMesh
-from octile.train.run_folder import Metrics
-from octile.train.spread_experts import check_exchange, spread_experts
-from octile.train.state_layout import ModelNames, StateLayout
-from octile.train.step_clock import StepClock
-from octile.train.step_results import StepResults
-from octile.train.token_store import TokenStore
-from octile.train.trainer_state import TrainerState
+from octile.train.data.batches import Batches, PreparedBatches, validation_windows
+from octile.train.data.token_store import TokenStore
+from octile.train.evaluation.diagnostics import Histogram, add_histograms, first_non_finite, record_tile_scales
+from octile.train.memory.device import available_memory
+from octile.train.memory.saved_activations import can_keep, keep_activations
+from octile.train.run.folder import Metrics
+from octile.train.run.state import TrainerState
+from octile.train.step.captured import CapturedStep, why_eager
+from octile.train.step.clock import StepClock
+from octile.train.step.results import StepResults
+from octile.train.strategy.expert_parallel import check_exchange, spread_experts
+from octile.train.strategy.pipelined_model import PARTS, PipelinedModel, held_share, make_pipeline_schedule
+from octile.train.strategy.rank_mesh import RankMesh
+from octile.train.strategy.state_layout import ModelNames, StateLayout
 
 T = TypeVar("T")
 

@@ -3,7 +3,7 @@
 import pytest
 
 from octile.bench.kernel_time import seconds_between
-from octile.train.kernel_records import KernelRecord
+from octile.train.step.kernel_records import KernelRecord
 
 MARK = "flush"
 

@@ -15,7 +15,7 @@ from octile.nn.conversion import apply_recipe
 from octile.nn.linear import Linear
 from octile.nn.observer import observe_quantization
 from octile.recipe import Recipe
-from octile.train.data import prepare
+from octile.train.data.prepare import prepare
 from tests.examples.conftest import FOLDER
 from tests.train.conftest import MICRO
 

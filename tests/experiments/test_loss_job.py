@@ -21,10 +21,10 @@ from experiments.loss.report import (
     scratch_table,
     write,
 )
-from octile.train.batches import validation_windows
 from octile.train.config import TrainConfig
-from octile.train.data import prepare
-from octile.train.token_losses import token_losses
+from octile.train.data.batches import validation_windows
+from octile.train.data.prepare import prepare
+from octile.train.evaluation.token_losses import token_losses
 from octile.train.trainer import Trainer
 
 TOKENS = 8 * 8 * 64  # eight steps of the model for a CPU

@@ -3,7 +3,7 @@
 import pytest
 
 from experiments.loss.probe import kind, summary
-from octile.train.kernel_records import KernelRecord
+from octile.train.step.kernel_records import KernelRecord
 
 
 def test_idle_is_what_is_left_between_the_first_and_the_last():

@@ -10,8 +10,8 @@ import pytest
 from experiments.loss import text as module
 from experiments.loss.text import DuplicateFilter, extend, pack, unpack, why_left_out
 from experiments.loss.text_sources import Repository, Sources
-from octile.train.data import prepare
-from octile.train.token_store import TokenStore
+from octile.train.data.prepare import prepare
+from octile.train.data.token_store import TokenStore
 
 LINE = b"A sentence of some length that a person may have written down.\n"
 WORDS = LINE.decode().split()

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.train.test_bad_ranks import train
-from tests.train.test_torchrun import OPTIONS, PIPELINE
+from tests.train.strategy.test_bad_ranks import train
+from tests.train.strategy.test_torchrun import OPTIONS, PIPELINE
 
 HANGS = {  # options, how rank 1 hangs, where it was last seen, and where rank 0 waits
     "capture of a data-parallel step": ([], "hang", "step 3: passes of micro-batch 0", r"step \d+.*"),

@@ -16,11 +16,11 @@ from octile.nn.delayed_scaling import amax_histories
 from octile.nn.observer import Observer, observe
 from octile.recipe import Recipe
 from octile.train import trainer as module
-from octile.train.captured_step import WARM_UP_STEPS
 from octile.train.config import OptimConfig
+from octile.train.data.token_store import TokenStore
 from octile.train.loop import train
-from octile.train.step_clock import StepClock
-from octile.train.token_store import TokenStore
+from octile.train.step.captured import WARM_UP_STEPS
+from octile.train.step.clock import StepClock
 from octile.train.trainer import READ_EVERY, Trainer
 from tests.train.conftest import micro, silent_console
 

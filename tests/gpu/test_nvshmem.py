@@ -11,8 +11,8 @@ import torch
 
 from tests.parallel import expert_cases
 from tests.parallel.expert_cases import E, K, Tokens
-from tests.train import rank_cases
-from tests.train.test_ranks import free_port
+from tests.train.strategy import rank_cases
+from tests.train.strategy.test_ranks import free_port
 from tests.worlds import Failures, assert_passed, start_once, start_ranks
 
 WORLD = 2

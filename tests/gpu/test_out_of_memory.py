@@ -9,9 +9,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from octile.train.console import RunConsole
 from octile.train.loop import train
-from octile.train.run_folder import RunFolder
+from octile.train.run.console import RunConsole
+from octile.train.run.folder import RunFolder
 from tests.train.conftest import micro
 
 LIMIT = 2**30  # bytes

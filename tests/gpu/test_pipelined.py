@@ -1,12 +1,12 @@
-"""`octile train` on a pipeline of two GPUs, over NCCL, compared with one; see tests/train/pipeline_cases.py."""
+"""`octile train` on a pipeline of two GPUs, over NCCL, compared with one: tests/train/strategy/pipeline_cases.py."""
 
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from tests.train import pipeline_cases
-from tests.train.test_ranks import free_port
+from tests.train.strategy import pipeline_cases
+from tests.train.strategy.test_ranks import free_port
 from tests.worlds import Failures, assert_passed, start_once, start_ranks
 
 

@@ -1,4 +1,4 @@
-"""Runs and sharded state on two GPUs, over NCCL; see tests/train/rank_cases.py and tests/parallel/state_cases.py."""
+"""Runs and sharded state on two GPUs, over NCCL: train/strategy/rank_cases.py and parallel/state_cases.py."""
 
 from collections.abc import Callable
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.parallel import state_cases
-from tests.train import rank_cases
-from tests.train.test_ranks import free_port
+from tests.train.strategy import rank_cases
+from tests.train.strategy.test_ranks import free_port
 from tests.worlds import Failures, assert_passed, start_once, start_ranks
 
 

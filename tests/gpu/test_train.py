@@ -14,11 +14,10 @@ from octile.checkpoint.training import latest_checkpoint, load_checkpoint, save_
 from octile.recipe import Recipe
 from octile.serve.engine.request import Sampling
 from octile.serve.generate import generate_from
-from octile.train.best_model import BestModel
-from octile.train.deterministic import deterministic
+from octile.train.data.token_store import TokenStore
 from octile.train.loop import no_hook, train
-from octile.train.profile import PROFILED, WARM_UP, profiling
-from octile.train.token_store import TokenStore
+from octile.train.run.best_model import BestModel
+from octile.train.step.profile import PROFILED, WARM_UP, profiling
 from octile.train.trainer import Trainer
 from tests.train.conftest import MICRO, micro, silent_console
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from octile.lab.promotion import accumulators, run
-from octile.train.data import prepare
+from octile.train.data.prepare import prepare
 from octile.train.trainer import Trainer
 from tests.train.conftest import MICRO, micro
 

@@ -15,9 +15,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from octile.checkpoint.training import latest_checkpoint, load_checkpoint
 from octile.lab.capture import load
 from octile.lab.run import capture_run, observer
-from octile.train.console import RunConsole
 from octile.train.loop import train
-from octile.train.run_folder import RunFolder
+from octile.train.run.console import RunConsole
+from octile.train.run.folder import RunFolder
 from tests.train.conftest import micro, text  # noqa: F401  text is a fixture
 
 LAYER = "model.layers.0.mlp.down_proj"

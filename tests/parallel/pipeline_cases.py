@@ -26,7 +26,7 @@ from octile.parallel.pipeline import Pipeline
 from octile.parallel.schedules import SCHEDULES, Schedule, make_schedule, simulate
 from octile.parallel.schedules.actions import parts
 from octile.recipe import Recipe
-from octile.train.deterministic import FIXED_WORKSPACE, WORKSPACE_VARIABLE
+from octile.train.run.deterministic import FIXED_WORKSPACE, WORKSPACE_VARIABLE
 from tests.models.conftest import MINI_V3, build
 from tests.worlds import run_cases
 

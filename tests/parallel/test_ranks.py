@@ -1,4 +1,4 @@
-"""Tests of what ranks send through a store, with threads as ranks; tests/train/test_torchrun.py starts processes."""
+"""Tests of what ranks send through a store, with threads as ranks; train/strategy/test_torchrun.py starts processes."""
 
 import gc
 import os
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from octile.parallel import ranks as module
 from octile.parallel.messages import MessageError, encode, outcome_of
 from octile.parallel.ranks import Ranks, RanksError, explain, join, leave, reports_failure
-from octile.train.signals import Stopped
+from octile.train.run.signals import Stopped
 from tests.worlds import start_ranks
 
 

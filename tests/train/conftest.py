@@ -11,11 +11,12 @@ import torch
 from rich.console import Console
 
 from octile.models.config import ModelConfig
-from octile.train import compare, loop
+from octile.train import loop
+from octile.train.compare import compare
 from octile.train.config import OptimConfig, TrainConfig
-from octile.train.console import RunConsole
-from octile.train.data import prepare
-from octile.train.token_store import TokenStore
+from octile.train.data.prepare import prepare
+from octile.train.data.token_store import TokenStore
+from octile.train.run.console import RunConsole
 from octile.train.trainer import Trainer
 
 MICRO = ModelConfig(

@@ -22,14 +22,14 @@ from octile.checkpoint.hugging_face import load, load_weights, read_model_config
 from octile.checkpoint.training import latest_checkpoint, load_checkpoint
 from octile.cli import main
 from octile.models.deepseek_v3 import DeepseekV3
-from octile.train.checkpoints import RunCheckpoints
 from octile.train.config import TrainConfig
 from octile.train.loop import train
-from octile.train.run_folder import RunFolder
-from octile.train.signals import Stopped, Terminated
+from octile.train.run.checkpoints import RunCheckpoints
+from octile.train.run.folder import RunFolder
+from octile.train.run.signals import Stopped, Terminated
 from octile.train.trainer import Trainer
-from tests.train import own_process
 from tests.train.conftest import MICRO, micro, silent_console, write_no_report
+from tests.train.run import own_process
 from tests.worlds import begin_ranks
 
 
@@ -106,8 +106,8 @@ def test_the_loaded_model_has_the_held_out_loss_of_the_run(finished, store):
     out, _ = finished
     model = load(out)
     trained = metrics(out, "val_loss")[6]
-    from octile.train.batches import validation_windows
-    from octile.train.token_store import TokenStore
+    from octile.train.data.batches import validation_windows
+    from octile.train.data.token_store import TokenStore
 
     held_out = validation_windows(TokenStore.open(out / "data").val, 31, 4)
     with torch.no_grad():

@@ -12,7 +12,7 @@ from octile.ops.high_precision import REDUCED_PRECISION
 from octile.optim.state import load
 from octile.recipe import Recipe
 from octile.train.config import OptimConfig
-from octile.train.token_losses import token_losses
+from octile.train.evaluation.token_losses import token_losses
 from octile.train.trainer import Trainer, schedule
 from tests.train.conftest import micro
 

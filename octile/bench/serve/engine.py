@@ -52,7 +52,7 @@ from octile.serve.weights.block_weights import Weight
 from octile.serve.weights.head_share import HeadShare
 from octile.serve.weights.weights import ALL_HEADS, ServedWeights, assemble
 from octile.tokenizer import MIN_VOCAB_SIZE, Tokenizer
-from octile.train.kernel_records import costs
+from octile.train.step.kernel_records import costs
 
 PEER = "transformers, BF16"
 PROFILED = 4  # calls whose kernels are recorded

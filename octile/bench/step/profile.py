@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from octile.bench.kernel_time import record_kernels
 from octile.bench.rows import Against, Row
 from octile.bench.timing import seconds
-from octile.train.kernel_records import KernelRecord, busy_times, idle_share
+from octile.train.step.kernel_records import KernelRecord, busy_times, idle_share
 
 SLEEP = 1_000_000_000  # cycles, in which the host gets ahead
 STEPS = 4  # in sequence; only the last counts, since a GPU that has rested is faster

@@ -6,9 +6,9 @@ from contextlib import AbstractContextManager, nullcontext
 
 from octile.bench.train.worker import Requests
 from octile.train.config import TrainConfig
-from octile.train.console import RunConsole
 from octile.train.loop import train
-from octile.train.run_folder import MetricsWriter, RunFolder
+from octile.train.run.console import RunConsole
+from octile.train.run.folder import MetricsWriter, RunFolder
 from octile.train.trainer import Trainer
 
 

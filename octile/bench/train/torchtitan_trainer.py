@@ -25,10 +25,10 @@ from torch import Tensor
 
 from octile.bench.train.worker import Requests, Stopped
 from octile.models.config import ModelConfig
-from octile.train.batches import Batches
 from octile.train.config import TrainConfig
-from octile.train.run_folder import DATA
-from octile.train.token_store import TokenStore
+from octile.train.data.batches import Batches
+from octile.train.data.token_store import TokenStore
+from octile.train.run.folder import DATA
 
 NAME = "octile_bench"  # of the model among torchtitan's
 IGNORED = -100  # the label of a position that has no next token

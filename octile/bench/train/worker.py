@@ -18,7 +18,7 @@ from types import TracebackType
 import torch
 
 from octile.bench.kernel_time import recorded_kernels
-from octile.train.kernel_records import KernelRecord, idle_share
+from octile.train.step.kernel_records import KernelRecord, idle_share
 
 STOP_SECONDS = 5.0  # for a process to end; then it is killed
 

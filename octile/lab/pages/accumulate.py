@@ -27,7 +27,7 @@ from octile.report.console import Console
 from octile.report.page import format_bytes, format_signed
 from octile.report.style import COLOR, PHONE, WIDE, label_ends, style_axes
 from octile.report.svg import make_chart
-from octile.train.device_memory import device_memory
+from octile.train.memory.device import device_memory
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -260,7 +260,7 @@ def read_tokens(model: Path, text: str, needed: int) -> Tensor:
     """
     from octile.checkpoint.hugging_face import checkpoint_folder
     from octile.tokenizer import Tokenizer
-    from octile.train.corpus import open_corpus
+    from octile.train.data.corpus import open_corpus
 
     tokenizer = Tokenizer.load(checkpoint_folder(model))
     ids: list[int] = []

@@ -12,7 +12,7 @@ from octile.bench.serve import engine, roofline
 from octile.bench.serve.engine import PEER, V2_LITE, Shape, decode_case, random_weights, rows
 from octile.models.config import ModelConfig
 from octile.scaled import ScaledTensor
-from octile.train.kernel_records import KernelRecord
+from octile.train.step.kernel_records import KernelRecord
 
 SMALL = Shape(
     "miniature",

@@ -11,7 +11,7 @@ from octile.ops.grouped import grouped_matmul_nt, grouped_wgrad
 from octile.ops.rope import rotate_
 from octile.recipe import Recipe
 from octile.scaled import quantize
-from octile.train.kernel_records import KernelRecord
+from octile.train.step.kernel_records import KernelRecord
 
 SIZES = Sizes(layers=1, hidden=256, intermediate=384, heads=2, batch=1, sequence=128)
 PEAK = Peak(fp8=4.0, bf16=2.0, copy=1.0)

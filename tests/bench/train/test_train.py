@@ -11,8 +11,8 @@ from octile.bench import goals, train
 from octile.bench.train import Candidate, Case, Results, octile_trainer, torchtitan_trainer
 from octile.bench.train.worker import Measured
 from octile.train.config import TrainConfig
-from octile.train.data import prepare
-from octile.train.run_folder import DATA
+from octile.train.data.prepare import prepare
+from octile.train.run.folder import DATA
 from tests.bench.train.test_worker import broken, sleeper
 from tests.train.conftest import micro
 

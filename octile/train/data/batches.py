@@ -1,0 +1,170 @@
+"""Shuffled batches: batch n depends only on (seed, n), so that a run can be resumed at any step.
+
+A text of T tokens has ⌊(T − 1)/S⌋ windows of S + 1 tokens. Neighboring windows share one token, so that every token but
+the first is predicted exactly once per epoch. Each epoch visits all windows in another order.
+
+The order is computed, not stored. A Feistel network maps (left, right) → (right, left ⊕ f(right)). This is invertible
+for any f, so it permutes all numbers of 2h bits. A result that is not a window is permuted again until it is one
+("cycle walking"), which gives a permutation of the windows. Sources: Luby and Rackoff, "How to construct pseudorandom
+permutations" (1988); Black and Rogaway, "Ciphers with arbitrary finite domains" (2002) §3.
+
+Shapes: B batch, S sequence, T tokens.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from octile.optim.schedule import BatchRamp
+from octile.train.data.streamed_tokens import StreamedTokens
+from octile.train.data.token_store import Tokens
+
+ROUNDS = 6
+
+
+class Batches:
+    """Shuffled windows of a token array, which may be memory-mapped or streamed; a batch reads only its own tokens."""
+
+    def __init__(self, tokens: Tokens, batch_size: int | BatchRamp, sequence_length: int, seed: int):
+        """
+        Args:
+            tokens: [T] of any integer dtype, T > sequence_length.
+            batch_size, sequence_length: B and S, at least 1; or B as a function of the step.
+            seed: at least 0.
+        """
+        self.n_windows = count_windows(tokens, sequence_length)
+        if isinstance(batch_size, int):
+            if batch_size < 1:
+                raise ValueError(f"batch_size must be at least 1, not {batch_size}")
+            batch_size = BatchRamp(batch_size, batch_size)
+        if seed < 0:
+            raise ValueError(f"seed must be at least 0, not {seed}")
+        self.tokens, self.batch_sizes, self.sequence_length, self.seed = tokens, batch_size, sequence_length, seed
+
+    def batch(self, step: int, rank: int = 0, n_ranks: int = 1) -> Tensor:
+        """The batch of one step, int64 [B, S + 1]: inputs are all columns but the last, targets all but the first.
+
+        If an epoch ends within a batch, the rest of the batch belongs to the next epoch.
+
+        Args:
+            step: from 0.
+            rank, n_ranks: which of so many parts of the batch, as even as they can be; the others are not read.
+        """
+        if step < 0:
+            raise ValueError(f"step must be at least 0, not {step}")
+        sequences_B = np.array_split(np.arange(self.batch_sizes.size(step)), n_ranks)[rank]
+        sequences_B = self.batch_sizes.before(step) + sequences_B
+        epoch_B, position_B = np.divmod(sequences_B, self.n_windows)
+        window_B = np.empty_like(position_B)
+        for epoch in np.unique(epoch_B):
+            in_epoch_B = epoch_B == epoch
+            window_B[in_epoch_B] = permute(position_B[in_epoch_B], self.n_windows, (self.seed, int(epoch)))
+        return _windows(self.tokens, window_B, self.sequence_length)
+
+
+class PreparedBatches:
+    """Batches that a thread prepares before they are asked for, one after the other.
+
+    A step that does not follow the last one is prepared when it is asked for, and the thread continues from there. The
+    thread never waits, so that a process can end at any time.
+    """
+
+    def __init__(self, batch: Callable[[int], Tensor], ahead: int, pin: bool = False):
+        """
+        Args:
+            batch: batch(step), such as `Batches.batch`.
+            ahead: how many are prepared; 0: there is no thread.
+            pin: whether they lie in pinned memory, from which a GPU copies while the host works.
+        """
+        if ahead < 0:
+            raise ValueError(f"ahead must be at least 0, not {ahead}")
+        self._batch, self._ahead, self._pin = batch, ahead, pin
+        self._thread: ThreadPoolExecutor | None = None
+        self._next = 0  # the step of the first of the prepared batches
+        self._prepared: deque[Future[Tensor]] = deque()
+
+    def batch(self, step: int) -> Tensor:
+        """The batch of one step. Raises what preparing it raised."""
+        if not self._ahead:
+            return self._prepare(step)
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="octile-batches")
+        if step != self._next:
+            self._drop()
+            self._next = step
+        while len(self._prepared) <= self._ahead:
+            self._prepared.append(self._thread.submit(self._prepare, self._next + len(self._prepared)))
+        self._next += 1
+        return self._prepared.popleft().result()
+
+    def close(self) -> None:
+        """Drop the prepared batches, and end the thread; a later call of `batch` starts another."""
+        self._drop()
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
+
+    def _drop(self) -> None:
+        for future in self._prepared:
+            future.cancel()
+        self._prepared.clear()
+
+    def _prepare(self, step: int) -> Tensor:
+        tokens_BS = self._batch(step)
+        return tokens_BS.pin_memory() if self._pin else tokens_BS
+
+
+def validation_windows(tokens: Tokens, sequence_length: int, n: int) -> Tensor:
+    """The same `n` evenly spaced windows of held-out tokens, or all if there are fewer: int64 [n, S + 1]."""
+    if n < 1:
+        raise ValueError(f"n must be at least 1, not {n}")
+    n_windows = count_windows(tokens, sequence_length)
+    n = min(n, n_windows)
+    return _windows(tokens, np.arange(n) * n_windows // n, sequence_length)
+
+
+def count_windows(tokens: Tokens, sequence_length: int) -> int:
+    """The number of windows of a token array [T]. Raises ValueError if there is none."""
+    if sequence_length < 1:
+        raise ValueError(f"sequence_length must be at least 1, not {sequence_length}")
+    if tokens.ndim != 1 or len(tokens) <= sequence_length:
+        raise ValueError(f"tokens must be [T] with T > sequence_length = {sequence_length}, not {list(tokens.shape)}")
+    return (len(tokens) - 1) // sequence_length
+
+
+def _windows(tokens: Tokens, window_B: npt.NDArray[np.int64], sequence_length: int) -> Tensor:
+    begin_B = window_B * sequence_length
+    if isinstance(tokens, StreamedTokens):
+        return torch.from_numpy(tokens.windows(begin_B, sequence_length + 1).astype(np.int64))
+    position_BS = begin_B[:, None] + np.arange(sequence_length + 1)
+    return torch.from_numpy(tokens[position_BS].astype(np.int64))
+
+
+def permute(index: npt.NDArray[np.int64], n: int, seed: tuple[int, ...]) -> npt.NDArray[np.int64]:
+    """Apply a pseudo-random permutation of range(n) to each index. Memory and time do not depend on n."""
+    half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    keys = np.random.SeedSequence(seed).generate_state(ROUNDS, np.uint64)
+
+    def network(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        left, right = x >> half, x & mask
+        for key in keys:
+            left, right = right, left ^ (mix(right ^ key) & mask)
+        return left << half | right
+
+    x = network(index.astype(np.uint64))
+    while (outside := x >= n).any():
+        x[outside] = network(x[outside])
+    return x.astype(np.int64)
+
+
+def mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Mix the bits of a word (the finalizer of SplitMix64, Steele et al. 2014)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -1,0 +1,251 @@
+"""Builds a token store from a corpus in four passes, without holding the corpus in memory.
+
+1. `CorpusIndex` computes the digest and size of each document, which decide what is held out. Where documents are few,
+   they are cut into spans and read once more.
+2. The tokenizer is trained on a sample of the training documents.
+3. The held-out documents are encoded.
+4. The training documents are encoded, without the spans that held-out documents have, too (`shared_spans`).
+
+Before that, a pass over the files computes their digest. A store of the same text and settings is reused: that in the
+folder, or one in the cache (`token_cache`).
+"""
+
+import hashlib
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from octile.checkpoint.files import checksum
+from octile.report.machine import version_of
+from octile.report.page import format_count
+from octile.report.text import escape_control_characters
+from octile.tokenizer import Tokenizer, check_vocab_size
+from octile.train.data import token_cache
+from octile.train.data.corpus import Corpus, Document, content_digest, is_url, open_corpus
+from octile.train.data.corpus_index import CorpusIndex
+from octile.train.data.spans import HeldOutSpans
+from octile.train.data.token_store import FILES, LEFT_OUT, MANIFEST, Manifest, TokenStore, TokenWriter
+from octile.train.run.source_digest import source_digest
+from octile.validation import json_checksum
+
+PREPARED_BY = (  # the source on which the tokens of a text depend
+    "tokenizer.py",
+    "train/data/corpus.py",
+    "train/data/corpus_index.py",
+    "train/data/filter.py",
+    "train/data/prepare.py",
+    "train/data/spans.py",
+    "train/data/token_store.py",
+)
+SAMPLE_BYTES = 16 * 2**20  # of text on which the tokenizer is trained
+BUILDING = ".building-"  # begins the name of the folder in which a store is built
+BATCH_CHARACTERS = 4 * 2**20  # that are encoded at a time
+
+Progress = Callable[[str, float], None]
+
+
+def prepare(
+    source: str | Path,
+    vocab_size: int,
+    folder: str | Path,
+    sequence_length: int,
+    *,
+    tokenizer: str | Path | None = None,
+    held_out_windows: int = 64,
+    progress: Progress = lambda stage, share: None,
+    say: Callable[[str], None] = lambda line: None,
+) -> TokenStore:
+    """Build the token store of a corpus in a folder, or reuse one with the same text and settings.
+
+    One in the folder is reused, or else one in the cache (`token_cache`), of which the folder gets a copy.
+
+    Args:
+        source: "stdlib", a file, a folder or "hf:OWNER/NAME…": see `octile.train.data.corpus`. Or the URL of a token
+            store that was prepared before, such as "s3://bucket/store": its tokens are streamed, not copied.
+        vocab_size: the maximum number of tokens of the tokenizer.
+        folder: the folder of the store, or of the copy of a streamed store's tokenizer; other files in it are not
+            changed. What a killed process left half-built is removed.
+        sequence_length: S; a window is S + 1 tokens.
+        tokenizer: a tokenizer.json, or its folder, to use instead of training one.
+        held_out_windows: the minimum number of held-out windows, if a tenth of the text suffices for them.
+        progress: called with the name of a stage and its progress from 0 to 1.
+        say: called with a line if the store comes from the cache, or another process is waited for.
+
+    Raises:
+        FileNotFoundError: the source or the tokenizer does not exist, or the source is a folder without files.
+        ValueError: there is no text or too little, the vocabulary is too small, or the existing store is damaged.
+        RuntimeError: the text changed while it was read.
+    """
+    folder = Path(folder)
+    if Path(source).is_dir() and folder.resolve().is_relative_to(Path(source).resolve()):
+        raise ValueError(
+            f"data {str(source)!r} must not hold the folder {folder}: what is written would be read as text"
+        )
+    token_cache.check_outside(source)
+    _check_positive(sequence_length=sequence_length, held_out_windows=held_out_windows)
+    check_vocab_size(vocab_size)
+    given = None if tokenizer is None else Tokenizer.load(tokenizer)
+    if given is not None and given.vocab_size > vocab_size:
+        raise ValueError(f"tokenizer {str(tokenizer)!r} has {given.vocab_size} tokens, vocab_size is only {vocab_size}")
+    if is_url(source):
+        return _streamed(str(source), folder, vocab_size, given)
+    for unfinished in folder.glob(BUILDING + "*"):  # of a process that was killed
+        shutil.rmtree(unfinished)
+    progress("reading", 0.0)
+    settings = {
+        "text": content_digest(source),
+        "preparation": source_digest(PREPARED_BY),
+        "versions": [f"Python {sys.version_info.major}.{sys.version_info.minor}", version_of("tokenizers")],
+        "vocab_size": vocab_size,
+        "sequence_length": sequence_length,
+        "held_out_windows": held_out_windows,
+        "tokenizer": given and json_checksum([given.fingerprint, given.config]),
+    }
+    if not _is_built(folder, str(source), settings):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=BUILDING, dir=folder) as building:
+            built = Path(building)
+            manifest = token_cache.fetch(settings, built, lambda: _build(built, source, settings, given, progress), say)
+            replace(manifest, source=str(source)).write(built)
+            _publish(built, folder)
+    return TokenStore.open(folder)
+
+
+def _streamed(url: str, folder: Path, vocab_size: int, tokenizer: Tokenizer | None) -> TokenStore:
+    store = TokenStore.stream(url, folder)
+    if store.manifest.vocab_size > vocab_size:
+        raise ValueError(f"data {url!r} has {store.manifest.vocab_size} tokens, vocab_size is only {vocab_size}")
+    if tokenizer is not None and tokenizer.fingerprint != store.tokenizer.fingerprint:
+        raise ValueError(f"data {url!r} was tokenized with another tokenizer than that of the model")
+    return store
+
+
+def _check_positive(**arguments: int) -> None:
+    for name, value in arguments.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, not {value}")
+
+
+def _is_built(folder: Path, source: str, settings: dict[str, Any]) -> bool:
+    if not (folder / MANIFEST).exists():
+        return False
+    there = Manifest.read(folder)
+    return (there.source, there.settings) == (source, settings)
+
+
+def _build(
+    folder: Path, source: str | Path, settings: dict[str, Any], given: Tokenizer | None, progress: Progress
+) -> Manifest:
+    corpus = open_corpus(source)
+    index = CorpusIndex.of(corpus)
+    selection = settings["sequence_length"], settings["held_out_windows"]
+    span = index.span(*selection)
+    if span is not None:
+        corpus = corpus.in_spans(span)
+        index = CorpusIndex.of(corpus)
+    held_out = index.hold_out(*selection)
+    if given is None:
+        progress("training the tokenizer", 0.0)
+        sample = index.sample(held_out, SAMPLE_BYTES)
+        texts = (document.text for document in corpus.documents() if document.digest in sample)
+        tokenizer = Tokenizer.train(texts, settings["vocab_size"])
+    else:
+        tokenizer = given
+    tokenizer.save(folder)
+    lines = (f"{reason}: {_one_line(name)}\n" for reason, name in index.left_out)
+    (folder / LEFT_OUT).write_text("".join(lines), encoding="utf-8")
+    tokens, cut_tokens = _encode(folder, corpus, index, held_out, tokenizer, progress)
+    if content_digest(source) != settings["text"]:  # documents that change are refused, but others may have changed
+        settings = {**settings, "text": None}
+
+    window = settings["sequence_length"] + 1
+    if min(tokens.values()) < window:
+        size = f"{format_count(len(index.sizes), 'document')}, {format_count(index.total_bytes, 'byte')}"
+        skipped = (f"{count:,} {reason.replace('_', ' ')}" for reason, count in index.skipped.items())
+        left_out = f"; left out: {', '.join(skipped)}" if index.skipped else ""
+        cut = f"; {cut_tokens:,} more are left out because they are held out, too" if cut_tokens else ""
+        raise ValueError(
+            f"data {corpus.source!r} has too little text: {size}; {format_count(tokens['train'], 'token')} "
+            f"to train on and {tokens['val']:,} held out, but each of the two needs at least {window:,}{cut}{left_out}"
+        )
+    digests = {"train": index.sizes.keys() - held_out, "val": held_out}
+    manifest = Manifest(
+        source=corpus.source,
+        settings=settings,
+        fingerprint=index.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        documents={part: len(digests[part]) for part in digests},
+        bytes={part: sum(index.sizes[digest] for digest in digests[part]) for part in digests},
+        tokens=tokens,
+        skipped=index.skipped,
+        span=span,
+        cut_tokens=cut_tokens,
+        sha256={name: checksum(folder / name)["sha256"] for name in FILES},
+    )
+    manifest.write(folder)
+    return manifest
+
+
+def _one_line(name: str) -> str:
+    return escape_control_characters(name).replace("\n", r"\n")
+
+
+def _encode(
+    folder: Path, corpus: Corpus, index: CorpusIndex, held_out: set[bytes], tokenizer: Tokenizer, progress: Progress
+) -> tuple[dict[str, int], int]:
+    """Write train.npy and val.npy; return the number of tokens of each, and of those cut out of the training part."""
+    read = hashlib.sha256()
+    done = 0
+    spans = HeldOutSpans((tokenizer.begin, tokenizer.end))
+
+    def encoded(batch: list[Document]) -> list[npt.NDArray[np.integer]]:
+        ids = tokenizer.encode_batch([document.text for document in batch])
+        return [np.array([tokenizer.begin, *tokens, tokenizer.end]) for tokens in ids]
+
+    with TokenWriter(folder / "val.npy", tokenizer.vocab_size) as val:
+        progress("encoding", 0.0)
+        for batch in _batches_of_text(document for document in corpus.documents() if document.digest in held_out):
+            documents = encoded(batch)
+            spans.add(documents)
+            for tokens in documents:
+                val.append(tokens)
+    with TokenWriter(folder / "train.npy", tokenizer.vocab_size) as train:
+        for batch in _batches_of_text(corpus.documents()):
+            progress("encoding", done / index.total_bytes)
+            for document in batch:
+                read.update(document.digest)
+                done += index.sizes.get(document.digest, 0)
+            training = [document for document in batch if document.digest not in held_out]
+            for tokens in spans.cut(encoded(training)):
+                train.append(tokens)
+    if read.hexdigest() != index.fingerprint:
+        raise RuntimeError(f"data {corpus.source!r} changed while it was read; start again when it no longer changes")
+    return {"train": train.length, "val": val.length}, spans.cut_tokens
+
+
+def _batches_of_text(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    characters = 0
+    for document in documents:
+        batch.append(document)
+        characters += len(document.text)
+        if characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _publish(building: Path, folder: Path) -> None:
+    """Move a built store to its folder, the manifest last, so that it never describes files of another build."""
+    (folder / MANIFEST).unlink(missing_ok=True)
+    for name in (*FILES, LEFT_OUT, MANIFEST):
+        os.replace(building / name, folder / name)

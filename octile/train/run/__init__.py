@@ -1,0 +1,15 @@
+"""A run around its steps: its folder, what is checked before it begins, and what is stored, printed and resumed.
+
+folder.py         the files of a run, its lock, and how metrics are written so that a crash loses nothing
+console.py        the terminal output of a run
+signals.py        Ctrl-C and SIGTERM
+recipe_check.py   whether ranks and model can be trained with the recipe
+duration.py       how long a run takes at least on a CPU
+deterministic.py  runs that give the same bits again
+fine_tune.py      a run that starts from a checkpoint's weights
+state.py          what a checkpoint's state.json holds
+checkpoints.py    how checkpoints are written and found
+best_model.py     weights and amax histories at the lowest held-out loss
+resume.py         what a resumed run takes from its folder
+source_digest.py  by which ranks and resumed runs find out that they run different code
+"""

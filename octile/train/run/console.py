@@ -1,0 +1,233 @@
+"""What `octile train` and `octile compare` print: the model, the data, progress, and where the results are."""
+
+from __future__ import annotations
+
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from octile.launch import quoted_path
+from octile.models.counts import count_parameters
+from octile.report.console import Console
+from octile.report.page import format_count, format_duration, format_flops
+from octile.report.text import escape_control_characters
+from octile.train.data.spans import SPAN
+from octile.train.data.token_store import LEFT_OUT, TokenStore
+from octile.train.run.folder import Metrics, RunFolder
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+    from rich.text import Text
+
+    from octile.train.run.best_model import Best
+    from octile.train.trainer import Trainer
+
+NAMED = 3  # files left out that are named, of each reason
+MIN_TIME_WIDTH = 80  # characters of a terminal; a narrower one has room for a text of progress and nothing else
+MIN_FLOPS_WIDTH = 100  # the same for FLOP/s and MFU; a narrower one shows MFU, their share of the GPU's peak
+MIN_BAR_WIDTH = 120  # for the bar next to the metrics of a step
+MIN_ELAPSED_WIDTH = 140  # and for the time elapsed
+LOG_LINES = 20  # lines of progress in a log file
+SIGPIPE = 13  # also where Python's `signal` does not have it
+
+
+class RunConsole:
+    """Prints a run to a terminal, with a progress bar, or to a file, with a line now and then."""
+
+    def __init__(self, console: Console | None = None):
+        self.console = console or Console()
+
+    @classmethod
+    def silent(cls) -> RunConsole:
+        """A console that prints nothing, of a rank that is not the first."""
+        return cls(Console(quiet=True))
+
+    @contextmanager
+    def stopped_by_its_reader(self, stop: list[int]) -> Iterator[None]:
+        """Add SIGPIPE to `stop` if the reader of the output ends, as in `octile train | head`; nothing is lost then."""
+        self.console.reader_left = lambda: stop.append(SIGPIPE)
+        try:
+            yield
+        finally:
+            self.console.reader_left = None
+
+    def acknowledge_stop(self, number: int) -> None:
+        """Say what a signal does: the steps that were launched are finished first, on a CPU one, on a GPU at most 20.
+
+        A step takes minutes where a CPU trains a large model.
+        """
+        name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        self.print(
+            f"{name}: stopping after the steps that have begun, and saving the last; a second signal stops at once, "
+            "and what was saved before stays"
+        )
+
+    def print(self, text: str) -> None:
+        """Print a text without rich's markup and with its control characters escaped, as a pipe may lead to a terminal.
+
+        Lines are wrapped on a terminal only. In a file, a path or a figure stays on the line that names it.
+        """
+        self.console.print(self._text(text), soft_wrap=not self.console.is_terminal)
+
+    def _text(self, text: str) -> Text:
+        from rich.text import Text
+
+        return Text(escape_control_characters(text))
+
+    def print_model(self, trainer: Trainer) -> None:
+        """Print the size of the model and how many layers were converted to its recipe."""
+        counts = count_parameters(trainer.config.model)
+        mtp = sum(counts.mtp.values()) / 1e6
+        of_ranks = f", {trainer.ranks.size} ranks" if trainer.ranks.size > 1 else ""
+        of_mtp = f", and {mtp:.1f}M for multi-token prediction" if mtp else ""
+        self.print(
+            f"model: {counts.total / 1e6:.1f}M parameters, {counts.active / 1e6:.1f}M active per token with the "
+            f"embedding{of_mtp}, on {trainer.device.type}{of_ranks}"
+        )
+        self.print(str(trainer.model.conversion_summary))
+
+    def print_data(self, store: TokenStore) -> None:
+        """Print the amount of training and held-out text, and what was left out."""
+        m = store.manifest
+        self.print(
+            f"data: {m.source}, {m.tokens['train']:,} tokens of "
+            f"{format_count(m.documents['train'], m.unit.removesuffix('s'))} to train on, "
+            f"{m.tokens['val']:,} held out ({m.held_out_share:.1%} of the text, "
+            f"{m.bytes_per_token:.2f} bytes per token)"
+        )
+        if m.cut_tokens:
+            self.print(
+                f"cut out of the training text: {m.cut_tokens:,} tokens ({m.cut_share:.1%}), in spans of {SPAN} or "
+                "more that are held out, too"
+            )
+        if m.span is not None:
+            self.print(
+                "the documents are few, so they were cut into spans: at the first line end after "
+                f"{m.span:,} characters, or after {2 * m.span:,}"
+            )
+        for reason, names in store.left_out(NAMED).items():
+            more = f" and {m.skipped[reason] - len(names):,} more" if m.skipped[reason] > len(names) else ""
+            self.print(f"left out: {m.skipped[reason]:,} {reason.replace('_', ' ')}: {', '.join(names)}{more}")
+        if any(count > NAMED for count in m.skipped.values()):
+            self.print(f"all that is left out is named in {store.folder / LEFT_OUT}")
+
+    def print_results(self, run: RunFolder, sample: str, report: Path, best: Best | None, steps: int) -> None:
+        """Print a sample of generated text, where the results are, and of which step the model is.
+
+        Without a best validation, as in a warm-up of indexers, it is that of the last of the `steps` steps.
+        """
+        from rich.panel import Panel
+
+        self.console.print(Panel(self._text(sample), title="a sample of generated text", title_align="left"))
+        more = f"octile generate {quoted_path(run.path)} --prompt 'class '"
+        which = f"{best.step:,}: the lowest held-out loss, {best.val_loss:.4f}" if best else f"{steps:,}: the last"
+        self.print(f"model:  {run.model}, after step {which}\nreport: {report}\nmore:   {more}")
+
+    @contextmanager
+    def stages(self) -> Iterator[Callable[[str, float], None]]:
+        """A progress bar of named stages, or their lines where the output is not a terminal.
+
+        The function takes a stage's name and its progress from 0 to 1. A line is printed when a stage begins, and for
+        each quarter of it.
+        """
+        printed: set[tuple[str, int]] = set()
+
+        def show(stage: str, share: float) -> None:
+            bar.update(task, description=stage, completed=share)
+            quarter = stage, int(4 * share)
+            if not self.console.is_terminal and quarter not in printed:
+                printed.add(quarter)
+                self.print(f"preparing the data: {stage}{f', {share:.0%} done' if share else ''}")
+
+        with self._bar("{task.description}", bar_from=MIN_TIME_WIDTH, elapsed_from=MIN_TIME_WIDTH) as bar:
+            task = bar.add_task("preparing the data", total=1.0)
+            yield show
+            bar.update(task, visible=False)
+
+    @contextmanager
+    def steps(self, steps: int, done: int, stage: str | None = None) -> Iterator[StepProgress]:
+        """The progress bar of a training run of `steps` steps, `done` of which lie behind it.
+
+        With a stage of training indexers it shows the stage and the loss of the indexers before the other loss.
+        """
+        with self._bar("step {task.completed}/{task.total}", "{task.description}") as bar:
+            yield StepProgress(self, bar, steps, done, stage)
+
+    def _bar(self, *texts: str, bar_from: int = MIN_BAR_WIDTH, elapsed_from: int = MIN_ELAPSED_WIDTH) -> Progress:
+        from rich.progress import (
+            BarColumn,
+            Progress,
+            ProgressColumn,
+            SpinnerColumn,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+        from rich.table import Column
+
+        wrapping = Column()  # between words, where a terminal is too narrow
+        columns: list[ProgressColumn] = [SpinnerColumn(), *map(TextColumn, texts[:-1])]
+        columns.append(TextColumn(texts[-1], table_column=wrapping))
+        if self.console.width >= bar_from:
+            columns.append(BarColumn(bar_width=24))
+        if self.console.width >= elapsed_from:
+            columns += [TimeElapsedColumn(), TextColumn("elapsed,")]
+        if self.console.width >= MIN_TIME_WIDTH:
+            columns += [TimeRemainingColumn(), TextColumn("left")]
+        return Progress(
+            *columns,
+            console=self.console,
+            disable=not self.console.is_terminal,
+        )
+
+
+class StepProgress:
+    """The progress bar of a run, or its lines where the output is not a terminal."""
+
+    def __init__(self, console: RunConsole, bar: Progress, steps: int, done: int, stage: str | None):
+        self.console, self.bar, self.steps, self.stage = console, bar, steps, stage
+        self.task = bar.add_task("", total=steps, completed=done)
+        self.every = max(1, steps // LOG_LINES)
+        self._seconds: list[float] = []  # of training, after each step until the first line is printed
+        self._first_line: tuple[int, float] | None = None  # its step, and when it was printed
+
+    def step(self, line: Metrics) -> None:
+        """Show the metrics of a step."""
+        if "skipped_for" in line:
+            total = f"{line['skipped']:,} step{'s' * (line['skipped'] != 1)} skipped so far"
+            self.console.print(f"step {line['step']} was skipped: {line['skipped_for']}; {total}")
+        flops, mfu = format_flops(line["flops_per_s"]), f"{line['mfu']:.1%} MFU" if "mfu" in line else None
+        head = f"loss {line['main_loss']:.3f} · {line['tokens_per_s']:,.0f} tokens/s"
+        if self.stage is not None:
+            head = f"{self.stage} · indexer loss {line['indexer_loss']:.4f} · {head}"
+        text = " · ".join(filter(None, (head, flops, mfu)))
+        has_room = self.console.console.width >= MIN_FLOPS_WIDTH
+        self.bar.update(self.task, completed=line["step"], description=text if has_room else f"{head} · {mfu or flops}")
+        if self.console.console.is_terminal:
+            return
+        if self._first_line is None:
+            self._seconds.append(line["seconds"])
+        if line["step"] % self.every == 0:
+            left = (self.steps - line["step"]) * self._seconds_per_step(line)
+            self.console.print(f"step {line['step']}/{self.steps}: {text}, {format_duration(left)} left")
+            self._first_line = self._first_line or (line["step"], time.perf_counter())
+
+    def _seconds_per_step(self, line: Metrics) -> float:
+        """Estimate the time that a later step takes, with its share of validations and checkpoints.
+
+        What was measured before the first line contains the compilation of kernels: the median leaves it out.
+        """
+        if self._first_line is not None:
+            step, printed = self._first_line
+            return (time.perf_counter() - printed) / (line["step"] - step)
+        of_steps = [after - before for before, after in pairwise(self._seconds)]
+        return statistics.median(of_steps) if of_steps else line["seconds"] / line["step"]
+
+    def validation(self, line: Metrics) -> None:
+        """Show a held-out loss."""
+        self.console.print(f"step {line['step']}: held-out loss {line['val_loss']:.4f} nats per token")

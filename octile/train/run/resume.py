@@ -1,0 +1,205 @@
+"""What a resumed run takes from its folder, and the checks that it continues with the same bits.
+
+A run's config.json holds everything that decides its bits but the machine. Each checkpoint repeats it, together with
+what the machine adds: the device, the versions of octile and torch, and the number of CPU threads. An edited
+config.json is refused, by its checksum before the first checkpoint, and another machine or version causes a warning.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from octile import __version__
+from octile.checkpoint.step_folders import STATE, finished_steps, newest_intact, why_state_unusable
+from octile.checkpoint.store import Store, as_os_error
+from octile.train.config import (
+    FILE_TEXTS,
+    TrainConfig,
+    changed_settings,
+    describe_changes,
+    describe_settings,
+    differences,
+    shown,
+)
+from octile.train.run.console import RunConsole
+from octile.train.run.folder import RunFolder, check_unused
+from octile.train.run.source_digest import source_digest
+from octile.train.run.state import TrainerState
+
+OTHER_ORDER = "gradients are summed in another order, so the run is not bit-identical to an uninterrupted one"
+CHANGE_NOTES = {  # settings that may change when a run is resumed: what follows, where it is more than the new value
+    "steps": "the schedules of learning rate, batch and weights follow the new number",
+    "micro_batches": OTHER_ORDER,
+    "parallel.dp": OTHER_ORDER,
+    "parallel.ep": OTHER_ORDER,
+    "parallel.pp": OTHER_ORDER,
+    "parallel.schedule": OTHER_ORDER,
+    "parallel.reduce": "gradients are rounded otherwise, so the run is not bit-identical to an uninterrupted one",
+    "guards": "they were added after the run began",
+}
+PRINTED_ELSEWHERE = {"out", *FILE_TEXTS}  # the folder in any case, and the file of a text by its name
+OCTILE = f"{__version__} (source {source_digest()})"  # as it was imported: the files may change during a run
+BITS_ADVICE = {"threads": "; OMP_NUM_THREADS sets the number of threads"}
+
+
+class SavedRun(NamedTuple):
+    """What a run was begun with.
+
+    Attributes:
+        run: its folder.
+        config: its configuration.
+        source: where the configuration was found: a file, or a checkpoint.
+    """
+
+    run: RunFolder
+    config: TrainConfig
+    source: str
+
+
+def open_run(out: Path, checkpoints: str | None) -> SavedRun:
+    """Open a run to resume; if its folder was lost, its configuration is that of its newest checkpoint.
+
+    Args:
+        out: the run's folder, or a new one.
+        checkpoints: where the run's checkpoints are, if that is given.
+
+    Raises:
+        FileNotFoundError: the folder holds no run, and there are no checkpoints.
+        FileExistsError: the folder holds a comparison.
+        ValueError: config.json, or each checkpoint's state.json, is damaged.
+    """
+    run = RunFolder(out)
+    if checkpoints is None or run.config_file.exists():
+        run = RunFolder.open(out)
+        return SavedRun(run, run.read_config(), str(run.config_file))
+    check_unused(out)
+    named = f"checkpoints {checkpoints!r} cannot be used"
+    try:
+        store = Store(checkpoints)
+        store.check_answers()
+        name = newest_intact(store, finished_steps(store).items(), _why_no_config)
+    except (ValueError, ImportError) as error:
+        raise type(error)(f"{named}: {error}") from None
+    except OSError as error:
+        raise as_os_error(error, named) from None
+    if name is None:
+        raise FileNotFoundError(f"{str(out)!r} holds no run, and checkpoints {checkpoints!r} holds none of one")
+    checkpoint = store.folder(name)
+    config = TrainConfig.from_state(checkpoint.read_json(STATE), checkpoint.path_of(STATE))
+    return SavedRun(run, config, store.path_of(name))
+
+
+def _why_no_config(checkpoint: Store) -> str | None:
+    reason = why_state_unusable(checkpoint)
+    if reason is not None or "config" in checkpoint.read_json(STATE):
+        return reason
+    return f"{checkpoint.url} is not that of a run"
+
+
+def continued(saved: SavedRun, config: TrainConfig) -> TrainConfig:
+    """The configuration of a resumed run: as requested, with the recipe that the run began with.
+
+    Raises:
+        ValueError: a setting is requested that a resumed run keeps.
+    """
+    config = config.with_texts_of(saved.config)
+    if changes := changed_settings(saved.config, config):
+        raise ValueError(
+            f"a resumed run keeps its configuration: {describe_changes(changes)} in {saved.source}; "
+            "leave the option out, or begin a new run"
+        )
+    return config.with_file_texts()  # a run of an earlier version saved only the file's name
+
+
+def print_settings(begun: SavedRun, steps_done: int, console: RunConsole) -> None:
+    """Print the settings of a run to resume, which files have changed since it began, and what is lost with others."""
+    saved = begun.config
+    console.print(f"settings from {begun.source}: {describe_settings(saved)}")
+    for what, file, text in (
+        ("recipe", Path(saved.recipe), saved.recipe_text),
+        ("guards", saved.guards, saved.guards_text),
+    ):
+        if text is not None and file and file.is_file() and file.read_text("utf-8", errors="replace") != text:
+            console.print(f"{file} has changed since the run began: the run keeps the {what} that it began with")
+    if saved.guards_text is not None and not begun.run.metrics_file.exists():
+        console.print(
+            f"{begun.run.metrics_file} is gone, and with it which GEMMs the run's guards have switched: they are "
+            "computed as at its begin, so the run is not bit-identical to an uninterrupted one"
+        )
+    telemetry_file = begun.run.telemetry_file
+    if saved.guards_text is not None and steps_done >= saved.telemetry_every and not telemetry_file.exists():
+        console.print(
+            f"there is no {telemetry_file}: if the run has measured steps under guards already, the guards' conditions "
+            "count from the next measured step on, so a guard may fire later than in an uninterrupted run"
+        )
+
+
+def check_goal(config: TrainConfig, checkpoint: Store) -> int:
+    """Return the steps that a run has done; refuse to resume it if it is to do fewer.
+
+    Raises:
+        ValueError: the run has done more steps, or the checkpoint's state.json is damaged.
+    """
+    state = TrainerState.read(checkpoint.read_json(STATE))
+    if state.steps_done > config.steps:
+        raise ValueError(
+            f"the run has done {state.steps_done:,} steps ({state.tokens:,} tokens) already, and is to do only "
+            f"{config.steps:,} in all: give more --steps or --tokens"
+        )
+    return state.steps_done
+
+
+def check_settings(config: TrainConfig, checkpoint: Store, device: torch.device, say: Callable[[str], None]) -> None:
+    """Compare the settings of a run with those that its checkpoint was trained with.
+
+    Changes that a resumed run may have are printed, one a line. A machine that computes other bits causes a warning.
+
+    Raises:
+        ValueError: a setting differs that may not, because config.json was edited; or state.json is damaged.
+    """
+    state = checkpoint.read_json(STATE)
+    if "config" in state:
+        trained = TrainConfig.from_state(state, checkpoint.path_of(STATE))
+        if changes := changed_settings(trained, config):
+            raise ValueError(
+                f"config.json was changed after the run began: {describe_changes(changes)} in {checkpoint.name}; "
+                "change it back, or begin a new run"
+            )
+        for name, (before, now) in differences(trained, config).items():
+            if name not in PRINTED_ELSEWHERE:
+                note = f": {CHANGE_NOTES[name]}" if name in CHANGE_NOTES else ""
+                say(f"{name}: {shown(before)} before, {shown(now)} now{note}")
+    warn_of_another_machine(checkpoint.name, state, device)
+
+
+def warn_of_another_machine(checkpoint: str, state: Mapping[str, Any], device: torch.device) -> None:
+    """Warn if the state of a checkpoint was computed where the bits differ from those of this machine.
+
+    Raises:
+        ValueError: the state does not say it as an object.
+    """
+    before = state.get("computed_on", {})
+    if not isinstance(before, dict):
+        raise ValueError(f"state.computed_on of {checkpoint} must be an object, not {before!r}")
+    for name, value in computed_on(device).items():
+        if before.get(name, value) != value:
+            warnings.warn(
+                f"{checkpoint} was computed with {name} {before[name]}, this machine has {value}: steps that it "
+                f"computes {'may not be' if name == 'octile' else 'are not'} bit-identical to those of an "
+                f"uninterrupted run{BITS_ADVICE.get(name, '')}",
+                stacklevel=2,
+            )
+
+
+def computed_on(device: torch.device) -> dict[str, Any]:
+    """What decides the bits of a run besides its configuration: the device, octile, torch, and on a CPU the threads.
+
+    Sums on a CPU are split among its threads, so another number adds in another order.
+    """
+    threads = {"threads": torch.get_num_threads()} if device.type == "cpu" else {}
+    return {"device": device.type, "octile": OCTILE, "torch": torch.__version__, **threads}

@@ -1,0 +1,66 @@
+"""Tests of the loss of every held-out token and of how tokens are shown to a reader."""
+
+import weakref
+
+import pytest
+import torch
+
+from octile.nn.fused.cross_entropy import cross_entropies
+from octile.train.evaluation.token_losses import token_losses, visible_token
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "deepseek_v3"])
+def test_the_mean_token_loss_is_the_held_out_loss(new_trainer, recipe):
+    trainer = new_trainer(recipe=recipe)
+    trainer.step()
+    assert token_losses(trainer).mean().item() == pytest.approx(trainer.validate()["val_loss"], rel=1e-6)
+
+
+def test_no_tensor_of_a_batch_outlives_it(new_trainer, monkeypatch):
+    storages = []
+
+    def recorded(*arguments):
+        assert [storage for storage in storages[:-1] if storage() is not None] == []
+        losses_BS = cross_entropies(*arguments)
+        storages.append(weakref.ref(losses_BS.untyped_storage()))
+        return losses_BS
+
+    monkeypatch.setattr("octile.train.evaluation.token_losses.cross_entropies", recorded)
+    token_losses(new_trainer(batch_size=1))
+    assert len(storages) == 4
+
+
+@torch.no_grad()
+def test_a_token_loss_is_minus_the_log_probability_of_the_token(new_trainer):
+    trainer = new_trainer(recipe="float32")
+    losses = token_losses(trainer)
+    for window, position in [(0, 0), (2, 5), (3, losses.shape[1] - 1)]:
+        tokens = trainer.held_out[window]
+        probability = torch.softmax(trainer.model.eval()(tokens[None, : position + 1])[0, -1].double(), dim=-1)
+        assert losses[window, position].item() == pytest.approx(
+            -probability[tokens[position + 1]].log().item(), rel=1e-4
+        )
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        *((" the", "␣the"), ("\n", "↵"), ("a", "a"), ("\t", "⇥"), ("     x", "␣×5 x"), ("    ", "␣×4"), ("  ", "␣␣")),
+        *(("\n" + 16 * " ", "↵␣×16"), (5 * "\n" + "\t", "↵×5 ⇥"), ("a ", "a␣"), ("\xa0" * 4, "\xa0×4")),
+    ],
+)
+def test_white_space_is_made_visible(text, shown):
+    class OneToken:
+        def decode(self, tokens):
+            return text
+
+    assert visible_token(OneToken(), 0) == shown
+
+
+def test_a_token_that_is_part_of_a_character_is_shown_as_bytes(store):
+    first, second = store.tokenizer.encode("é")
+    assert (visible_token(store.tokenizer, first), visible_token(store.tokenizer, second)) == ("bytes C3", "bytes A9")
+
+
+def test_the_end_token_is_shown_by_name(store):
+    assert visible_token(store.tokenizer, store.tokenizer.end) == "<|end|>"

@@ -1,0 +1,297 @@
+"""Tests of runs that start from a checkpoint: FP8 weights bit for bit, BF16 weights, folders of transformers."""
+
+import json
+import shutil
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from octile.checkpoint.hugging_face import load, load_weights, save
+from octile.cli import main
+from octile.models.config import ModelConfig
+from octile.models.deepseek_v3 import DeepseekV3
+from octile.models.names import to_hf
+from octile.nn.observer import observe_quantization
+from octile.recipe import Recipe
+from octile.scaled import ScaledTensor, quantize
+from octile.train.config import TrainConfig, preset
+from octile.train.loop import train
+from octile.train.run.fine_tune import (
+    INDEXER_SHAPE,
+    OPTIM,
+    SHAPE,
+    check_shape,
+    count_unchanged_weights,
+    describe_initial_weights,
+    fine_tuning,
+)
+from octile.train.run.folder import RunFolder
+from octile.train.trainer import Trainer
+from tests.train.conftest import MICRO, micro, silent_console
+
+CPU = torch.device("cpu")
+WIDE = replace(MICRO, moe_intermediate_size=128)  # an expert's gate and up projections share no block
+
+
+@pytest.fixture
+def saved(store, tmp_path):
+    """Return saved(weights, model): write a model folder with weights other than those of the run's seed."""
+
+    def make(weights="fp8", model=WIDE) -> Path:
+        config = replace(model, bos_token_id=store.tokenizer.begin, eos_token_id=store.tokenizer.end)
+        torch.manual_seed(7)
+        files = [store.folder / name for name in ("tokenizer.json", "tokenizer_config.json")]
+        save(DeepseekV3(config), tmp_path / weights, weights, files)
+        return tmp_path / weights
+
+    return make
+
+
+def test_a_model_of_another_shape_is_refused_before_anything_is_written(saved, tmp_path):
+    folder = saved()
+    config = fine_tuning(micro(out=tmp_path / "run"), folder)
+    config = replace(config, model=replace(config.model, num_hidden_layers=3, max_position_embeddings=64))
+    with pytest.raises(ValueError, match=r"weights in .*fp8: num_hidden_layers is 3, there 2$"):
+        train(config, False, silent_console())
+    assert not (tmp_path / "run").exists()
+
+
+INDEXER = {"index_n_heads": 4, "index_head_dim": 32, "index_topk": 64}
+ANOTHER = {  # settings that cannot be doubled, and another value
+    "num_nextn_predict_layers": 0,
+    "topk_group": 1,
+    "topk_method": "group_limited_greedy",
+    "scoring_func": "softmax",
+    "norm_topk_prob": False,
+    "rope_scaling": None,
+    "bos_token_id": 5,
+    "eos_token_id": 6,
+    "extra": {"a": 1},
+}
+
+
+def test_compared_settings_are_all_that_decide_the_shapes_of_weights():
+    def shapes(config):
+        with torch.device("meta"):
+            return {name: tensor.shape for name, tensor in DeepseekV3(config).state_dict().items()}
+
+    usual = replace(ModelConfig.tiny(), num_nextn_predict_layers=1)
+    names = [f.name for f in fields(usual) if f.name not in (*ANOTHER, *INDEXER)]
+    changed = {name: replace(usual, **{name: 2 * getattr(usual, name)}) for name in names}
+    changed |= {name: replace(usual, **{name: value}) for name, value in ANOTHER.items()}
+    assert {name for name, other in changed.items() if shapes(other) != shapes(usual)} == set(SHAPE)
+    sparse = replace(usual, **INDEXER)
+    changed = {name: replace(sparse, **{name: 2 * value}) for name, value in INDEXER.items()}
+    assert {name for name, other in changed.items() if shapes(other) != shapes(sparse)} == set(INDEXER_SHAPE)
+
+
+def test_a_model_with_indexers_begins_with_weights_of_dense_attention(saved, store):
+    folder = saved()
+    config = fine_tuning(micro(), folder)
+    model = replace(config.model, index_n_heads=4, index_head_dim=16, index_topk=8)
+    trainer = Trainer(replace(config, model=model, indexer_stage="sparse"), store, torch.device("cpu"))
+    dense = Trainer(config, store, torch.device("cpu")).model.state_dict()
+    assert all(torch.equal(trainer.model.state_dict()[name], tensor) for name, tensor in dense.items())
+
+
+def test_new_indexers_are_named_and_not_counted_among_the_weights_of_the_folder(saved, store):
+    folder = saved("fp8")
+    model = replace(WIDE, index_n_heads=4, index_head_dim=16, index_topk=8)
+    sparse = Trainer(micro(model=model, init_from=folder, indexer_stage="warm_up"), store, CPU).model
+    dense = Trainer(micro(model=WIDE, init_from=folder), store, CPU).model
+    expected = describe_initial_weights(dense, folder) + "; the indexers are new"
+    assert describe_initial_weights(sparse, folder) == expected
+
+
+def test_a_model_with_other_indexers_than_its_weights_is_refused(saved, tmp_path):
+    model = replace(MICRO, index_n_heads=4, index_head_dim=16, index_topk=8)
+    save(DeepseekV3(model), tmp_path / "sparse")
+    config = replace(micro(), model=replace(model, index_n_heads=8), indexer_stage="sparse")
+    with pytest.raises(ValueError, match=r"index_n_heads is 8, there 4$"):
+        check_shape(config, tmp_path / "sparse")
+
+
+def test_fine_tuning_of_sparse_attention_trains_it(tmp_path):
+    save(DeepseekV3(replace(MICRO, index_n_heads=4, index_head_dim=16, index_topk=8)), tmp_path / "sparse")
+    assert fine_tuning(micro(), tmp_path / "sparse").indexer_stage == "sparse"
+
+
+def stored(folder: Path) -> set[bytes]:
+    """Read every FP8 matrix of a folder, its data and scales, as bytes."""
+    tensors = load_file(folder / "model.safetensors")
+    names = [name for name in tensors if f"{name}_scale_inv" in tensors]
+    return {matrix(tensors[name], tensors[f"{name}_scale_inv"]) for name in names}
+
+
+def matrix(data: torch.Tensor, scale: torch.Tensor) -> bytes:
+    return data.contiguous().view(torch.uint8).numpy().tobytes() + b"|" + scale.contiguous().numpy().tobytes()
+
+
+def matrices(q: ScaledTensor) -> list[bytes]:
+    """Split a quantized weight into the matrices that a folder stores: one per expert, gate and up separately."""
+    if q.data.dim() == 2:
+        return [matrix(q.data, q.scale)]
+    found = []
+    for data, scale in zip(q.data, q.scale, strict=True):
+        parts = 2 if len(data) == 2 * WIDE.moe_intermediate_size else 1
+        found += [matrix(d, s) for d, s in zip(data.chunk(parts), scale.chunk(parts), strict=True)]
+    return found
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_the_first_step_multiplies_the_fp8_values_of_the_folder(saved, store, micro_batches):
+    folder = saved("fp8")
+    config = micro(model=WIDE, init_from=folder, micro_batches=micro_batches)
+    trainer, quantized = Trainer(config, store, CPU), []
+    with observe_quantization(lambda operand, q: quantized.append(q) if operand == "w" else None):
+        trainer.step()
+    assert {m for q in quantized for m in matrices(q)} == stored(folder)
+    assert count_unchanged_weights(Trainer(config, store, CPU).model)[0] == len(quantized) // micro_batches
+
+
+def test_master_weights_are_the_dequantized_weights_in_float32(saved, store):
+    folder = saved("fp8")
+    trainer, expected = Trainer(micro(model=WIDE, init_from=folder), store, CPU), load(folder).state_dict()
+    for name, t in trainer.model.state_dict().items():
+        assert t.dtype == torch.float32
+        assert t.equal(expected[name]), name
+
+
+def test_a_run_can_start_from_bf16_weights(saved, store):
+    folder = saved("bf16")
+    trainer = Trainer(micro(model=WIDE, init_from=folder), store, CPU)
+    found = to_hf(trainer.model.state_dict(), trainer.model.config)
+    assert all(t.equal(found[name].to(t.dtype)) for name, t in load_file(folder / "model.safetensors").items())
+    assert describe_initial_weights(trainer.model, folder) == f"weights: {folder}, not quantized"
+
+
+@pytest.mark.parametrize("recipe", Recipe.names())
+def test_any_recipe_trains_from_fp8_weights(saved, store, recipe):
+    trainer = Trainer(micro(model=WIDE, init_from=saved("fp8"), recipe=recipe, steps=12), store, CPU)
+    losses = [trainer.step()["loss"] for _ in range(12)]
+    assert sum(losses[-3:]) < sum(losses[:3])
+
+
+def test_weights_that_are_not_bit_identical_are_reported(saved, store):
+    def description(folder, model, recipe="deepseek_v3"):
+        return describe_initial_weights(
+            Trainer(micro(model=model, init_from=folder, recipe=recipe), store, CPU).model, folder
+        )
+
+    folder = saved("fp8")
+    total = count_unchanged_weights(Trainer(micro(model=WIDE), store, CPU).model)[1]
+    assert f"{total} of {total} quantized weights have the folder's FP8 values" in description(folder, WIDE)
+    assert description(folder, WIDE, "bf16").endswith("FP8, dequantized")
+
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if f"{name}_scale_inv" in tensors]:  # as UE8M0 checkpoints have them
+        q = quantize(torch.randn(tensors[name].shape), (128, 128), scale="power_of_2")
+        tensors[name], tensors[f"{name}_scale_inv"] = q.data, q.scale
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "octile.json").unlink()
+    unchanged = count_unchanged_weights(Trainer(micro(model=WIDE, init_from=folder), store, CPU).model)[0]
+    assert unchanged < total // 2  # those whose largest value in every block is 448 by chance
+    assert f"; {unchanged} of {total} quantized" in description(folder, WIDE)
+    announced = replace(WIDE, extra={"quantization_config": {"scale_fmt": "ue8m0"}})
+    assert f"; {total} of {total} quantized" in description(folder, announced)
+
+    shutil.rmtree(folder)
+    shared = 2  # weights of experts: gate and up share a block of 128 rows, as each has 32
+    assert f"{total - shared} of {total} quantized weights" in description(saved("fp8", MICRO), MICRO)
+
+
+def test_a_run_starts_where_the_other_ended(text, tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    train(micro(data=str(text), out=first, steps=12), False, silent_console())
+    config = fine_tuning(micro(data=str(text), out=second, steps=2, batch_size=2), first)
+    screen = silent_console()
+    train(config, False, screen)
+    assert f"weights: {first}, FP8" in screen.console.file.getvalue()
+    assert (second / "model" / "tokenizer.json").read_bytes() == (first / "model" / "tokenizer.json").read_bytes()
+
+    def first_loss(run):
+        return json.loads((run / "metrics.jsonl").read_text().splitlines()[0])["main_loss"]
+
+    def val_loss(run):
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        return [line["val_loss"] for line in lines if "val_loss" in line][-1]
+
+    assert val_loss(second) == pytest.approx(val_loss(first), rel=5e-3)
+    assert first_loss(second) < first_loss(first) - 0.3
+
+
+def test_fine_tuning_uses_the_shape_of_the_folder_and_a_small_learning_rate(saved):
+    config = fine_tuning(preset("tiny"), saved("fp8"))
+    assert (config.model.hidden_size, config.model.moe_intermediate_size) == (64, 128)
+    assert (config.optim, config.batch_size) == (OPTIM, preset("tiny").batch_size)
+    assert TrainConfig.from_json(config.to_json()) == config
+
+
+def test_a_resumed_run_does_not_need_the_folder_and_is_bit_identical(saved, text, tmp_path):
+    def losses(run):
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+    folder, straight, resumed = saved("fp8"), tmp_path / "straight", tmp_path / "resumed"
+    config = micro(data=str(text), model=WIDE, init_from=folder, steps=4)
+    train(replace(config, out=straight), False, silent_console())
+    train(replace(config, out=resumed), False, silent_console())
+    for step in (3, 4):  # as if it had been killed after the second step
+        shutil.rmtree(resumed / "checkpoints" / f"step_{step:08d}", ignore_errors=True)
+    shutil.rmtree(folder)
+    train(RunFolder.open(resumed).read_config(), True, silent_console())
+    assert losses(resumed) == losses(straight)
+
+
+def test_the_moving_average_starts_from_the_weights_of_the_folder(saved, store):
+    config = micro(model=WIDE, init_from=saved("fp8"))
+    trainer = Trainer(replace(config, optim=replace(config.optim, ema_decay=0.9)), store, CPU)
+    assert trainer.ema.average["lm_head.weight"].equal(trainer.model.lm_head.weight)
+
+
+def test_fine_tuning_from_the_command_line(saved, text, tmp_path, capsys):
+    folder, out = saved("fp8"), tmp_path / "run"
+    options = {"data": text, "out": out, "init-from": folder, "steps": 2, "batch-size": 2, "sequence-length": 32}
+    main(["train", "--val-sequences", "2", *(str(x) for n, v in options.items() for x in (f"--{n}", v))])
+    output = " ".join(capsys.readouterr().out.split())
+    assert "quantized weights have the folder's FP8 values in the first step" in output
+    saved_config = RunFolder.open(out).read_config()
+    assert (saved_config.init_from, saved_config.model.hidden_size, saved_config.optim) == (folder, 64, OPTIM)
+
+
+def test_a_transformers_model_without_a_prediction_layer_can_be_trained(store, tmp_path):
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    torch.manual_seed(0)
+    without = replace(WIDE, num_nextn_predict_layers=0)
+    DeepseekV3ForCausalLM(DeepseekV3Config(**without.to_hf())).save_pretrained(tmp_path)
+    config = fine_tuning(micro(), tmp_path)
+    trainer = Trainer(replace(config, optim=micro().optim, steps=12), store, CPU)
+    losses = [trainer.step()["loss"] for _ in range(12)]
+    assert sum(losses[-3:]) < sum(losses[:3])
+
+
+def test_loading_weights_of_another_shape_changes_nothing(saved):
+    folder, model = saved("fp8"), DeepseekV3(MICRO)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    with pytest.raises(ValueError, match=r"gate_proj\.weight in .* is \[128, 64\], but \[32, 64\] in the model"):
+        load_weights(model, folder)
+    assert all(t.equal(before[name]) for name, t in model.state_dict().items())
+
+
+def test_a_folder_without_a_tokenizer_is_refused_before_training(saved, text, tmp_path):
+    folder = saved("fp8")
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"tokenizer .* there is no file"):
+        train(micro(data=str(text), model=WIDE, init_from=folder, out=tmp_path / "run"), False, silent_console())
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_a_missing_checkpoint_is_reported_in_one_line(capsys, tmp_path):
+    with pytest.raises(SystemExit) as end:
+        main(["train", "--init-from", str(tmp_path / "nothing")])
+    assert end.value.code == 2
+    assert "no checkpoint at" in capsys.readouterr().err

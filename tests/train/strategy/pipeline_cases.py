@@ -1,0 +1,349 @@
+"""Trainers on the ranks of a pipeline compared with one process, for test_pipelined.py."""
+
+import os
+import shutil
+import tempfile
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from octile.checkpoint import DistributedCheckpoints, ShardedCheckpoint, load_checkpoint, save_checkpoint
+from octile.checkpoint.hugging_face import save
+from octile.nn.delayed_scaling import amax_histories
+from octile.parallel.ranks import Ranks, join, leave
+from octile.recipe import Recipe
+from octile.train.config import ParallelConfig, TrainConfig
+from octile.train.data.token_store import TokenStore
+from octile.train.evaluation.token_losses import token_losses
+from octile.train.memory.saved_activations import keep_activations
+from octile.train.run.best_model import BestModel
+from octile.train.run.checkpoints import RunCheckpoints
+from octile.train.step.captured import WARM_UP_STEPS
+from octile.train.trainer import Trainer
+from tests.train.conftest import MICRO, micro
+from tests.train.strategy.rank_cases import EXACT, check_close, check_same_state, steps
+from tests.worlds import run_cases
+
+MODEL = replace(MICRO, num_hidden_layers=4, num_nextn_predict_layers=1)  # a dense layer, then mixtures
+SETTINGS = {"recipe": "float32", "steps": 40, "batch_size": 8, "micro_batches": 4, "val_sequences": 3, "model": MODEL}
+AVERAGED = replace(micro().optim, ema_decay=0.9)
+SCHEDULES = ("gpipe", "1f1b", "zb1p", "dualpipe", "dualpipev", "chimera")
+
+
+def trainers(store: TokenStore, ranks: Ranks, schedule: str = "1f1b", dp: int = 1, ep: int = 1, **changes):
+    """The same run on this rank alone, and on all ranks."""
+    return Trainer(settings(**changes), store, device_of(ranks)), of_ranks(store, ranks, schedule, dp, ep, **changes)
+
+
+def of_ranks(store: TokenStore, ranks: Ranks, schedule: str, dp: int, ep: int, **changes) -> Trainer:
+    """A run on all ranks."""
+    config = replace(settings(**changes), parallel=ParallelConfig(dp, ep, ranks.size // dp, schedule))
+    return Trainer(config, store, device_of(ranks), ranks=ranks)
+
+
+def settings(**changes) -> TrainConfig:
+    return micro(**{**SETTINGS, **changes})
+
+
+def device_of(ranks: Ranks) -> torch.device:
+    return torch.device("cuda", ranks.rank) if torch.cuda.is_initialized() else torch.device("cpu")
+
+
+@cache
+def run_of_one_process(folder: Path) -> tuple[Trainer, list[dict]]:
+    """What every schedule must equal: a trainer on a CPU after a few steps, and their measurements."""
+    alone = Trainer(settings(optim=AVERAGED), TokenStore.open(folder), torch.device("cpu"))
+    return alone, steps(alone)
+
+
+def check_equal_run(store: TokenStore, ranks: Ranks, schedule: str, dp: int = 1, ep: int = 1) -> None:
+    """Losses, norms, loads, held-out losses and the state are those of one process."""
+    alone, expected = run_of_one_process(store.folder)
+    own = of_ranks(store, ranks, schedule, dp, ep, optim=AVERAGED)
+    lines = steps(own)
+    if dp == 1:
+        assert lines[0]["loss"] == expected[0]["loss"]
+        assert lines[0]["mtp_loss"] == expected[0]["mtp_loss"]
+    check_close(lines, expected, **EXACT)
+    check_same_state(own, alone)
+
+
+def check_moved_run(store: TokenStore, ranks: Ranks, schedule: str, dp: int = 1, ep: int = 1) -> None:
+    """A checkpoint with a best model goes from one process to the pipeline and back, which continue alike."""
+    folder = Path(ranks.from_first(tempfile.mkdtemp, str))
+    alone, own = trainers(store, ranks, schedule, dp, ep, optim=AVERAGED, recipe="delayed", val_sequences=2)
+    steps(alone, 2)
+    tensors, state = alone.state()
+    best = BestModel(alone.model)
+    best.update(1, 1.0)
+    best_tensors, best_state = best.state(2)
+    single = ranks.from_first(
+        lambda: save_checkpoint(folder / "single", 2, tensors | best_tensors, state | best_state), Path
+    )
+    checkpoint = ShardedCheckpoint(single)
+    own.load(own.layout.own_rows(checkpoint), checkpoint.state)
+    BestModel(own.model).load(own.layout.own_rows(checkpoint, best=True), checkpoint.state, 2)
+    same, of_alone = own.layout.whole(own.state()[0]), alone.state()[0]
+    if ranks.is_first:
+        assert same.keys() == of_alone.keys()
+        assert [name for name, tensor in of_alone.items() if not torch.equal(same[name], tensor)] == []
+    check_close(steps(own, 2), steps(alone, 2), rtol=2e-2, atol=0.0)
+    checkpoints = DistributedCheckpoints(folder / "sharded")
+    tensors, state = own.state()
+    checkpoints.save(4, own.layout.chunks(tensors), state)
+    after = steps(own, 1)  # while it is written
+    again, _ = trainers(store, ranks, schedule, dp, ep, optim=AVERAGED, recipe="delayed")
+    again.load(*load_checkpoint(checkpoints.latest()))
+    check_close(after, steps(again, 1), rtol=2e-2, atol=0.0)
+    checkpoints.close()
+    dist.barrier()
+    ranks.from_first(lambda: shutil.rmtree(folder))
+
+
+def check_differing_copies(store: TokenStore, ranks: Ranks) -> None:
+    """A checkpoint is not written if the copies of a parameter differ, of which it would have one."""
+    folder = Path(ranks.from_first(tempfile.mkdtemp, str))
+    _, own = trainers(store, ranks, "dualpipe")
+    checkpoints, best = RunCheckpoints(str(folder), ranks), BestModel(own.model)
+    steps(own, 1)
+    checkpoints.save(own, best, own.config)
+    steps(own, 1)
+    if not ranks.is_first:
+        with torch.no_grad():
+            own.model.model.norm.weight[3] += 1e-6
+    with pytest.raises(RuntimeError, match=r"model\.norm\.weight of stage 1, on ranks 0 and 1 of the pipeline$"):
+        checkpoints.save(own, best, own.config)
+    checkpoints.close()
+    assert [path.name for path in folder.iterdir()] == ["step_00000001"]
+    dist.barrier()
+    ranks.from_first(lambda: shutil.rmtree(folder))
+
+
+def check_fp8(store: TokenStore, ranks: Ranks, recipe: str, schedule: str) -> None:
+    """Without data parallelism the tiles are those of one process, and so are the first losses, bit for bit."""
+    alone, own = trainers(store, ranks, schedule, recipe=recipe)
+    lines, expected = steps(own, 3), steps(alone, 3)
+    assert lines[0]["loss"] == expected[0]["loss"]
+    check_close(lines, expected, rtol=2e-2, atol=0.0)
+    assert own.validate()["val_loss"] == pytest.approx(alone.validate()["val_loss"], rel=1e-3)
+    own.check_copies()
+    names = set(amax_histories(own.model))
+    histories = {name: h.amax_OH.tolist() for name, h in amax_histories(own.model).items()}
+    for of_rank in ranks.gather(histories, dict[str, list[list[float]]]):
+        assert all(of_rank[name] == amax_histories(own.model)[name].amax_OH.tolist() for name in names & of_rank.keys())
+
+
+def check_measurements(store: TokenStore, ranks: Ranks) -> None:
+    """Losses of tokens are those of one process bit for bit; scales are counted on all stages."""
+    alone, own = trainers(store, ranks, "dualpipe", recipe="deepseek_v3")
+    windows = alone.batches.batch(0)
+    for of_windows in (None, windows[:5]):
+        assert torch.equal(token_losses(own, of_windows), token_losses(alone, of_windows))
+    assert own.validate() == alone.validate()
+    found, expected = own.tile_scales(), alone.tile_scales()
+    assert {operand: set(h) for operand, h in found.items()} == {operand: set(h) for operand, h in expected.items()}
+    assert sum(found["x"]["count"]) > 3 * sum(expected["x"]["count"])  # of four windows
+    assert all(p.grad is None for p in own.model.parameters())
+
+
+def check_whole_model(store: TokenStore, ranks: Ranks, schedule: str) -> None:
+    """Rank 0 collects the layers of all ranks."""
+    alone, own = trainers(store, ranks, schedule, recipe="delayed")
+    alone.model.load_state_dict(alone.whole_model().state_dict())
+    model = own.whole_model()
+    if not ranks.is_first:
+        assert model is own.model
+        return
+    expected = alone.model.state_dict()
+    assert model.state_dict().keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+    assert amax_histories(model).keys() == amax_histories(alone.model).keys()
+    assert {t.device.type for t in [*model.parameters(), *model.buffers()]} == {"cpu"}  # a GPU may have no room
+
+
+def check_memory_of_whole_model(store: TokenStore, ranks: Ranks) -> None:
+    """Rank 0 collects the whole model without a second copy of it, and without its random initial weights."""
+    _, own = trainers(store, ranks)
+    allocated = []
+    seen = own.layout.whole
+
+    def whole(tensors):
+        found = seen(tensors)
+        allocated.extend(t.data_ptr() for t in found.values())
+        return found
+
+    own.layout.whole = whole
+    model = own.whole_model()
+    if ranks.is_first:
+        assert {p.data_ptr() for p in model.parameters()} <= {*allocated}
+
+
+def check_initial_weights(store: TokenStore, ranks: Ranks) -> None:
+    """A run begins with the weights of a folder, of which each rank has those of its stages."""
+    folder = Path(ranks.from_first(tempfile.mkdtemp, str))
+    begun, _ = trainers(store, ranks)
+    steps(begun, 1)
+    ranks.from_first(lambda: save(begun.model, folder, "bf16"))
+    alone, own = trainers(store, ranks, init_from=folder)
+    assert steps(own, 1)[0]["loss"] == steps(alone, 1)[0]["loss"]
+    dist.barrier()
+    ranks.from_first(lambda: shutil.rmtree(folder))
+
+
+def check_stored_scales(store: TokenStore, ranks: Ranks) -> None:
+    """The whole model has the scales of all layers in the folder that it began with, to store what has not changed."""
+    folder = Path(ranks.from_first(tempfile.mkdtemp, str))
+    begun, _ = trainers(store, ranks)
+    ranks.from_first(lambda: save(begun.model, folder, "fp8"))
+    alone, own = trainers(store, ranks, init_from=folder)
+    expected, found = alone.model.stored_scales, own.whole_model().stored_scales
+    if ranks.is_first:
+        assert found.keys() == expected.keys() != set()
+        assert all(torch.equal(scale, expected[name]) for name, scale in found.items())
+    dist.barrier()
+    ranks.from_first(lambda: shutil.rmtree(folder))
+
+
+def check_exceptions(store: TokenStore, ranks: Ranks) -> None:
+    """A recipe's exception for a layer that only one rank has is none for the others."""
+    recipe = Recipe.deepseek_v3()
+    recipe = replace(recipe, exceptions=(("model.layers.0.*", frozenset({"fprop"})),))
+    config = micro(**SETTINGS)
+    parallel = ParallelConfig(1, 1, ranks.size)
+    alone = Trainer(config, store, torch.device("cpu"), recipe)
+    own = Trainer(replace(config, parallel=parallel), store, torch.device("cpu"), recipe, ranks)
+    assert steps(own, 1)[0]["loss"] == steps(alone, 1)[0]["loss"]
+    assert str(own.model.conversion_summary) == str(alone.model.conversion_summary)
+
+
+def check_kept_activations(store: TokenStore, ranks: Ranks) -> None:
+    """A resumed run keeps the activations that its checkpoint says, in all stages, with the same bits."""
+    recipe = replace(Recipe.deepseek_v3(), exceptions=(("model.layers.0.*", frozenset({"fprop"})),))
+    config = replace(micro(**SETTINGS), parallel=ParallelConfig(1, 1, ranks.size, "dualpipe"))
+    found, expected = (Trainer(config, store, torch.device("cpu"), recipe, ranks) for _ in range(2))
+    expected.step()
+    tensors, state = expected.state()
+    found.load(tensors, {**state, "keeps_activations": True})
+    assert found.recipe == keep_activations(recipe)
+    for stage in found.pipelined.stages.values():
+        recipes = [m.recipe for m in stage.modules() if getattr(m, "recipe", None) is not None]
+        assert {recipe.norms for recipe in recipes} == {"kept"}
+    assert [found.step()["loss"] for _ in range(2)] == [expected.step()["loss"] for _ in range(2)]
+
+
+def check_ramp(store: TokenStore, ranks: Ranks) -> None:
+    """Micro-batches may have other sizes in each step."""
+    alone, own = trainers(store, ranks, "zb1p", steps=8, initial_batch_size=4, batch_ramp=0.5)
+    expected, lines = steps(alone, 5), steps(own, 5)
+    assert lines[0]["loss"] == expected[0]["loss"]
+    check_close(lines, expected, **EXACT)
+    assert [line["batch_size"] for line in lines] == [4, 5, 6, 7, 8]
+
+
+def check_skips(store: TokenStore, ranks: Ranks) -> None:
+    """A NaN in a stage's gradient skips the step on all ranks, and names the parameter on all."""
+    _, own = trainers(store, ranks, "dualpipev", skip_limit=1)
+    name, weight = [*own.model.named_parameters()][0 if ranks.is_first else 5]
+    first = ranks.from_first(lambda: name, str)
+    if ranks.is_first:
+        weight.register_hook(lambda g: torch.full_like(g, torch.nan) if own.steps_done + 1 in {2, 4, 5} else None)
+    lines = steps(own, 3)
+    before = {name: t.clone() for name, t in own.model.state_dict().items()}
+    lines += steps(own, 1)
+    with pytest.raises(FloatingPointError, match="a gradient is not finite at step 5") as stopped:
+        own.step()
+    assert ["skipped_for" in line for line in lines] == [False, True, False, True]
+    assert first in lines[1]["skipped_for"]
+    assert all(torch.equal(before[name], t) for name, t in own.model.state_dict().items())
+    assert len(set(ranks.gather(str(stopped.value), str))) == 1
+
+
+def check_broken_loss(store: TokenStore, ranks: Ranks) -> None:
+    """A loss that is NaN ends the run on all ranks, with the first module where it is not finite."""
+    _, own = trainers(store, ranks, "dualpipe")
+    steps(own, 1)
+    layer = own.model.model.layers[1]  # of the first stage; the other copy is on the other rank
+    layer.register_forward_hook(lambda module, inputs, y: y * float("nan"))
+    with pytest.raises(FloatingPointError, match=r"loss is nan at step 2; .* is in model\.layers\.1$"):
+        own.step()
+
+
+def check_loss_scale(store: TokenStore, ranks: Ranks) -> None:
+    """An overflow in one stage halves the loss scale of all."""
+    alone, own = trainers(store, ranks, recipe="fp16_loss_scaling")
+    before = own.loss_scale.value
+    assert own.step()["loss"] == alone.step()["loss"]
+    if not ranks.is_first:
+        next(own.model.parameters()).register_hook(lambda g: torch.full_like(g, torch.inf))
+    assert "overflowed" in own.step()["skipped_for"]
+    assert ranks.gather(own.loss_scale.value, float) == [before / 2] * ranks.size
+
+
+def cases(world: int) -> dict[str, object]:
+    """The cases of a world."""
+    if world == 4:
+        return {
+            "equal_run-1f1b-2x2": lambda s, r: check_equal_run(s, r, "1f1b", 2, 2),
+            "equal_run-dualpipe-2x2": lambda s, r: check_equal_run(s, r, "dualpipe", 2, 2),
+            "equal_run-zb1p-4": lambda s, r: check_equal_run(s, r, "zb1p"),
+            "moved-chimera-2x2": lambda s, r: check_moved_run(s, r, "chimera", 2, 2),
+        }
+    return {
+        **{f"equal_run-{name}": partial(check_equal_run, schedule=name) for name in SCHEDULES},
+        "differing_copies": check_differing_copies,
+        "moved-1f1b": lambda s, r: check_moved_run(s, r, "1f1b"),
+        "deepseek_v3-zb1p": lambda s, r: check_fp8(s, r, "deepseek_v3", "zb1p"),
+        "delayed-dualpipe": lambda s, r: check_fp8(s, r, "delayed", "dualpipe"),
+        "measurements": check_measurements,
+        "whole_model-1f1b": lambda s, r: check_whole_model(s, r, "1f1b"),
+        "whole_model-dualpipev": lambda s, r: check_whole_model(s, r, "dualpipev"),
+        "memory_of_whole_model": check_memory_of_whole_model,
+        "initial_weights": check_initial_weights,
+        "stored_scales": check_stored_scales,
+        "exceptions": check_exceptions,
+        "kept_activations": check_kept_activations,
+        "ramp": check_ramp,
+        "skips": check_skips,
+        "broken_loss": check_broken_loss,
+        "loss_scale": check_loss_scale,
+    }
+
+
+def check_on_gpus(store: TokenStore, ranks: Ranks, schedule: str, recipe: str = "deepseek_v3") -> None:
+    """Steps that launch kernel by kernel have the losses of captured ones, up to the order of sums."""
+    alone, own = trainers(store, ranks, schedule, recipe=recipe)
+    lines, expected = steps(own, WARM_UP_STEPS + 3), steps(alone, WARM_UP_STEPS + 3)
+    assert lines[0]["loss"] == pytest.approx(expected[0]["loss"], rel=1e-4)
+    check_close(lines, expected, rtol=2e-2, atol=1e-3)
+    assert own.why_eager()
+    assert own.validate()["val_loss"] == pytest.approx(alone.validate()["val_loss"], rel=1e-2)
+    own.check_copies()
+
+
+def gpu_cases() -> dict[str, object]:
+    """The cases of two GPUs."""
+    return {
+        **{f"deepseek_v3-{name}": partial(check_on_gpus, schedule=name) for name in SCHEDULES},
+        "bf16-dualpipe": lambda s, r: check_on_gpus(s, r, "dualpipe", "bf16"),
+        "moved-dualpipe": lambda s, r: check_moved_run(s, r, "dualpipe"),
+        "whole_model-dualpipev": lambda s, r: check_whole_model(s, r, "dualpipev"),
+        "skips": check_skips,
+    }
+
+
+def run(rank: int, world: int, folder: str, store: str, port: int, device: str = "cpu") -> None:
+    """Run all cases as one rank, on a CPU or each rank on its GPU, and write what went wrong in each."""
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        torch.cuda.init()
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    ranks, tokens = join(torch.device(device, rank if device == "cuda" else None), 60), TokenStore.open(Path(store))
+    own = gpu_cases() if device == "cuda" else cases(world)
+    run_cases({name: partial(case, tokens, ranks) for name, case in own.items()}, folder, rank)
+    dist.barrier()
+    leave()
