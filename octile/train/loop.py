@@ -53,7 +53,8 @@ from octile.train.run.checkpoints import RunCheckpoints, check_place
 from octile.train.run.console import RunConsole, StepProgress
 from octile.train.run.deterministic import deterministic
 from octile.train.run.duration import check_duration
-from octile.train.run.folder import Metrics, MetricsWriter, NoMetrics, RunFolder, lock_folder, read_lines
+from octile.train.run.folder import RunFolder, lock_folder
+from octile.train.run.metrics import Metrics, MetricsWriter, NoMetrics, read_lines, truncate_after
 from octile.train.run.recipe_check import check_recipe
 from octile.train.run.resume import SavedRun, check_goal, check_settings, continued, open_run, print_settings
 from octile.train.run.signals import Stopped, stop_requests
@@ -444,7 +445,7 @@ def _continue(trainer: Trainer, best: BestModel, run: RunFolder, checkpoint: Sto
             console.print(
                 "all its steps are done: only the model, the sample and the report are written; to train on: --steps N"
             )
-    for note in trainer.ranks.from_first(lambda: run.truncate_after(trainer.steps_done), list[str]):
+    for note in trainer.ranks.from_first(lambda: truncate_after(run, trainer.steps_done), list[str]):
         console.print(note)
 
 

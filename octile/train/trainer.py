@@ -68,7 +68,7 @@ from octile.train.data.token_store import TokenStore
 from octile.train.evaluation.diagnostics import Histogram, add_histograms, first_non_finite, record_tile_scales
 from octile.train.memory.device import available_memory
 from octile.train.memory.saved_activations import can_keep, keep_activations
-from octile.train.run.folder import Metrics
+from octile.train.run.metrics import Metrics
 from octile.train.run.state import TrainerState
 from octile.train.step.captured import CapturedStep, why_eager
 from octile.train.step.clock import StepClock

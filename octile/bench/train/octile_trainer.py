@@ -8,7 +8,8 @@ from octile.bench.train.worker import Requests
 from octile.train.config import TrainConfig
 from octile.train.loop import train
 from octile.train.run.console import RunConsole
-from octile.train.run.folder import MetricsWriter, RunFolder
+from octile.train.run.folder import RunFolder
+from octile.train.run.metrics import MetricsWriter
 from octile.train.trainer import Trainer
 
 

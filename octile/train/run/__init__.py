@@ -1,6 +1,7 @@
 """A run around its steps: its folder, what is checked before it begins, and what is stored, printed and resumed.
 
-folder.py         the files of a run, its lock, and how metrics are written so that a crash loses nothing
+folder.py         the files of a run, and its lock
+metrics.py        measurements of steps, written so that a crash loses none
 console.py        the terminal output of a run
 signals.py        Ctrl-C and SIGTERM
 recipe_check.py   whether ranks and model can be trained with the recipe

@@ -18,7 +18,8 @@ from octile.report.page import format_count, format_duration, format_flops
 from octile.report.text import escape_control_characters
 from octile.train.data.spans import SPAN
 from octile.train.data.token_store import LEFT_OUT, TokenStore
-from octile.train.run.folder import Metrics, RunFolder
+from octile.train.run.folder import RunFolder
+from octile.train.run.metrics import Metrics
 
 if TYPE_CHECKING:
     from rich.progress import Progress

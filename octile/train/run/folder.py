@@ -1,4 +1,4 @@
-"""The folder of a run or a comparison: its files, its lock, and how metrics are written so that a crash loses nothing.
+"""The folder of a run or a comparison: its files and its lock.
 
     config.json      the whole configuration          model/         the best model in Hugging Face's layout
     data/            tokens and tokenizer             checkpoints/   what `--resume` continues from
@@ -13,17 +13,13 @@ the process dies.
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from octile.checkpoint.files import write_json, write_text
+from octile.checkpoint.files import write_json
 from octile.extras import require
 from octile.report.compare.file import COMPARE_FILE
-from octile.report.run.lines import parse_line
 from octile.train.config import TrainConfig
 from octile.validation import CHECKSUM, read_json, take_checksum, with_checksum
 
@@ -31,8 +27,6 @@ LOCK = ".lock"
 DATA = "data"
 TELEMETRY = "telemetry.jsonl"
 COMPARISON = "comparison.json"  # what a comparison was begun with
-
-Metrics = dict[str, Any]
 
 
 class RunFolder:
@@ -120,26 +114,6 @@ class RunFolder:
     def is_config_edited(self) -> bool:
         """Whether config.json differs from what `write_config` wrote; False if an earlier version wrote it."""
         return take_checksum(read_json(self.config_file))
-
-    def truncate_after(self, step: int) -> list[str]:
-        """Delete the measurements of later steps, which a resumed run is going to measure again.
-
-        Damaged lines are deleted, too, such as the last line of a killed run. Returns a sentence for each file that
-        had some, and for measurements that are gone or lack the last steps.
-        """
-        notes = []
-        if step and not self.metrics_file.exists():
-            notes.append(f"there is no {self.metrics_file}: the measurements of the steps 1 to {step:,} are missing")
-        for file in (self.metrics_file, self.telemetry_file):
-            if file.exists():
-                lines, damaged = _parse_lines(file)
-                write_text(file, "".join(json.dumps(line) + "\n" for line in lines if line["step"] <= step))
-                if damaged:
-                    notes.append(_describe_damage(file, len(lines), damaged))
-                last = max((line["step"] for line in lines), default=0)
-                if file == self.metrics_file and last < step:
-                    notes.append(f"{file} has no measurements of the steps {last + 1:,} to {step:,}")
-        return notes
 
 
 def check_unused(path: Path) -> None:
@@ -240,78 +214,3 @@ def lock_folder(folder: Path, is_new: bool = False) -> Iterator[None]:
         lock.release()
         if is_removable and not any(folder.iterdir()):
             folder.rmdir()
-
-
-class MetricsWriter:
-    """Appends measurements to metrics.jsonl and to TensorBoard; a line is in the file when `write` returns."""
-
-    def __init__(self, run: RunFolder, steps_done: int):
-        require("tensorboard", extra="train")
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._file = run.metrics_file.open("a", encoding="utf-8")
-        self._tensorboard = SummaryWriter(str(run.tensorboard), purge_step=steps_done + 1)
-
-    def write(self, metrics: Metrics) -> None:
-        """Append a line, which must have a `step`; NaN and infinity become null. Its numbers go to TensorBoard too."""
-        line = {name: None if _is_not_finite(value) else value for name, value in metrics.items()}
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
-        for name, value in metrics.items():
-            if name != "step" and isinstance(value, int | float):
-                self.draw(name, value, metrics["step"])
-
-    def draw(self, name: str, value: float, step: int) -> None:
-        """Add a number to TensorBoard only."""
-        self._tensorboard.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        """Close both files."""
-        self._file.close()
-        self._tensorboard.close()
-
-
-class NoMetrics(MetricsWriter):
-    """Writes nothing, on the ranks of a run that have nothing to write."""
-
-    def __init__(self, run: RunFolder, steps_done: int):
-        pass
-
-    def write(self, metrics: Metrics) -> None:
-        """Do nothing."""
-
-    def draw(self, name: str, value: float, step: int) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-def read_lines(file: Path) -> list[Metrics]:
-    """The lines of metrics.jsonl or telemetry.jsonl, without damaged ones, such as one that a crash cut short."""
-    return _parse_lines(file)[0]
-
-
-def _parse_lines(file: Path) -> tuple[list[Metrics], list[int]]:
-    """The whole lines of a file, and the numbers of the damaged ones, counted from 1."""
-    lines, damaged = [], []
-    for number, text in enumerate(file.read_bytes().split(b"\n"), start=1):
-        if not text.strip():
-            continue
-        line = parse_line(text, is_telemetry=file.name == TELEMETRY)
-        if line is None:
-            damaged.append(number)
-        else:
-            lines.append(line)
-    return lines, damaged
-
-
-def _describe_damage(file: Path, whole: int, damaged: list[int]) -> str:
-    if damaged[0] > whole:
-        return f"{file.name} was damaged after line {whole}: it is cut there"
-    places = f"line {damaged[0]} was" if len(damaged) == 1 else f"{len(damaged)} lines from line {damaged[0]} on were"
-    return f"{places} damaged in {file.name}: left out"
-
-
-def _is_not_finite(value: object) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)

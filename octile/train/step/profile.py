@@ -22,7 +22,8 @@ from octile.checkpoint.files import write_text
 from octile.train.config import TrainConfig
 from octile.train.loop import RunHook, StepContext
 from octile.train.run.console import RunConsole
-from octile.train.run.folder import MetricsWriter, RunFolder
+from octile.train.run.folder import RunFolder
+from octile.train.run.metrics import MetricsWriter
 from octile.train.step.kernel_records import (
     Communication,
     Cost,
