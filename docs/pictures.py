@@ -11,8 +11,10 @@ experts of `small` are drawn from experiments/. A picture that needs the output 
 output is missing.
 """
 
+import gzip
 import json
 import re
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -66,7 +68,10 @@ def main() -> None:
     draw_plans()
     write("ranks", drawn("ranks", 560, draw_ranks))
     draw_experts("experts_skewed", skewed_load(1.0, 0), 288, 8, 4, 32)
-    draw_experts("experts_small", read_load(EXPERIMENTS / "small" / "train_deepseek_v3.jsonl"), 24, 1, 1, 8)
+    with tempfile.NamedTemporaryFile(suffix=".jsonl") as metrics:
+        metrics.write(gzip.decompress((EXPERIMENTS / "small" / "train_deepseek_v3.jsonl.gz").read_bytes()))
+        metrics.flush()
+        draw_experts("experts_small", read_load(Path(metrics.name)), 24, 1, 1, 8)
     telemetry, promotion = Path("runs/inside/telemetry.jsonl"), Path("runs/lab-promotion/promotion.json")
     if telemetry.exists():
         rows = [json.loads(line) for line in telemetry.read_text(encoding="utf-8").splitlines()]
@@ -296,7 +301,7 @@ def draw_promotion(figure: Figure, runs: Iterable[Mapping[str, Any]]) -> None:
 
 def losses(run: str) -> np.ndarray:
     """The training loss of each step of a run in experiments/ranks/."""
-    lines = (json.loads(line) for line in (RANKS / f"{run}.jsonl").read_text(encoding="utf-8").splitlines())
+    lines = (json.loads(line) for line in gzip.decompress((RANKS / f"{run}.jsonl.gz").read_bytes()).splitlines())
     return np.array([line["loss"] for line in lines if "loss" in line])
 
 

@@ -1,10 +1,12 @@
 """The Python in README.md and docs/ does what the text beside it says, and their links lead somewhere."""
 
 import doctest
+import gzip
 import importlib.util
 import re
 import subprocess
 import sys
+import tarfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,14 +49,13 @@ def assumptions(page: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     if page.name == "train_on_a_laptop.md":
         save(DeepseekV3(ModelConfig.tiny()), "runs/tiny-deepseek_v3")
     if page.name == "look_inside_a_run.md":
-        Path("runs/inside").mkdir(parents=True)
-        recorded = (ROOT / "experiments" / "inside" / "telemetry.jsonl").read_text(encoding="utf-8")
-        Path("runs/inside/telemetry.jsonl").write_text(recorded, encoding="utf-8")
+        with tarfile.open(ROOT / "experiments" / "inside" / "run.tar.gz") as recorded:
+            recorded.extractall("runs", filter="data")
     if page.name == "many_processes.md":
         for run in ("one", "two", "eight"):
             Path("runs", run).mkdir(parents=True)
-            recorded = (ROOT / "experiments" / "ranks" / f"{run}.jsonl").read_text(encoding="utf-8")
-            Path("runs", run, "metrics.jsonl").write_text(recorded, encoding="utf-8")
+            metrics = gzip.decompress((ROOT / "experiments" / "ranks" / f"{run}.jsonl.gz").read_bytes())
+            Path("runs", run, "metrics.jsonl").write_bytes(metrics)
     if page.name == "telemetry.md":
         model = octile.convert(DeepseekV3(ModelConfig.tiny()), octile.Recipe.deepseek_v3())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

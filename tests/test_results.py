@@ -1,7 +1,9 @@
 """Tests that the figures of the documents are those of the records that they cite."""
 
+import gzip
 import json
 import re
+import tarfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -34,8 +36,8 @@ CHECKPOINT = "the last 60%, from a BF16 checkpoint"
 
 
 @cache
-def loss(file: str) -> Results:
-    return Results(record(ROOT / "experiments" / "loss" / file)["results"])
+def loss(folder: str) -> Results:
+    return Results.read(ROOT / "experiments" / "loss" / folder)
 
 
 def percent(gap: float) -> str:
@@ -140,7 +142,8 @@ def test_whole_decode_steps_and_their_rooflines():
 
 
 def test_the_default_run():
-    lines = [json.loads(line) for line in (ROOT / "experiments/tiny/run/metrics.jsonl").read_text().splitlines()]
+    with tarfile.open(ROOT / "experiments/tiny/run.tar.gz") as run:
+        lines = [json.loads(line) for line in run.extractfile("tiny/metrics.jsonl")]
     first = next(line["main_loss"] for line in lines if "loss" in line)
     last = [line["val_loss"] for line in lines if "val_loss" in line][-1]
     text = f"The loss falls from {first:.2f} nats per token. On held-out text it ends at {last:.2f} "
@@ -151,7 +154,7 @@ def test_the_default_run():
 def test_the_runs_on_one_two_and_eight_processes():
     folder, found = ROOT / "experiments" / "ranks", {}
     for run in ("one", "two", "eight", "two_again", "one_fp32", "two_fp32", "eight_fp32"):
-        lines = [json.loads(line) for line in (folder / f"{run}.jsonl").read_text().splitlines()]
+        lines = [json.loads(line) for line in gzip.decompress((folder / f"{run}.jsonl.gz").read_bytes()).splitlines()]
         train = [line["loss"] for line in lines if "loss" in line]
         found[run] = train, [line["val_loss"] for line in lines if "val_loss" in line]
     assert found["two"] == found["two_again"]
@@ -258,13 +261,13 @@ def test_the_readme_compares_octile_train_with_its_peers():
 
 
 @pytest.mark.parametrize(
-    ("files", "bound"),
-    [(("results.json",), "0.025%"), (("one-rounding/results.json", "one-rounding/branches-ab04a43.json"), "0.03%")],
+    ("folders", "bound"),
+    [(("runs",), "0.025%"), (("one-rounding/runs", "one-rounding/branches-ab04a43"), "0.03%")],
 )
-def test_weights_rounded_once_stay_within_the_bound(files, bound):
+def test_weights_rounded_once_stay_within_the_bound(folders, bound):
     ends = []
-    for file in files:
-        runs = loss(file).all
+    for folder in folders:
+        runs = loss(folder).all
         nudged = [run for run in runs.values() if run["job"]["recipe"] == "nudged"]
         ends += [(run, runs[run["job"]["name"].replace("nudged", "bf16")]) for run in nudged]
     gap = max(abs(run["val_loss"][-1] / base["val_loss"][-1] - 1) for run, base in ends)
@@ -274,7 +277,7 @@ def test_weights_rounded_once_stay_within_the_bound(files, bound):
 
 @pytest.mark.parametrize(("size", "name"), [("30m", "35M"), ("80m", "81M"), ("150m", "143M")])
 def test_gaps_from_a_checkpoint_have_their_interval(size, name):
-    comparison = loss("results.json").comparison("branch", size)
+    comparison = loss("runs").comparison("branch", size)
     assert comparison is not None
     outcome = comparison.outcome("deepseek_v3")
     row = f"{CHECKPOINT} | {len(outcome.gaps)} | {percent(outcome.gap)} | | | {span(outcome.gaps)} |"
@@ -290,7 +293,7 @@ def test_gaps_from_a_checkpoint_have_their_interval(size, name):
     ],
 )
 def test_gaps_from_a_checkpoint_since_the_corrections(size, recipe, row):
-    gaps = loss("one-rounding/results.json").gaps("branch", size, recipe)
+    gaps = loss("one-rounding/runs").gaps("branch", size, recipe)
     each = ", ".join(map(percent, gaps))
     assert f"| {row} | {len(gaps)} | {each} | {span(gaps)} |" in page("docs/results.md")
 
@@ -300,13 +303,13 @@ def test_gaps_from_a_checkpoint_since_the_corrections(size, recipe, row):
     [("core", "80m", "81M | 100M | from scratch"), ("slow", "30m", "35M | 100M | from scratch, at half the rate")],
 )
 def test_gaps_from_scratch_since_the_corrections(group, size, row):
-    gaps = loss("one-rounding/results.json").gaps(group, size, "deepseek_v3")
+    gaps = loss("one-rounding/runs").gaps(group, size, "deepseek_v3")
     row += f" | {len(gaps)} | mean {percent(fmean(gaps))} | {span(gaps)} |"
     assert f"| {row}" in page("docs/results.md")
 
 
 def test_an_interval_that_was_looked_at_before_its_last_pair_allows_for_that():
-    gaps = loss("one-rounding/results.json").gaps("core", "80m", "deepseek_v3")
+    gaps = loss("one-rounding/runs").gaps("core", "80m", "deepseek_v3")
     looks = LOOKS["core", "80m", len(gaps)]
     interval = interval_after(gaps, len(looks))
     assert interval is not None
@@ -318,7 +321,7 @@ def test_an_interval_that_was_looked_at_before_its_last_pair_allows_for_that():
 
 
 def test_the_control_near_the_bar_is_found_by_the_text_alone():
-    r = loss("one-rounding/results.json")
+    r = loss("one-rounding/runs")
     over_seeds = student_interval(np.array(r.gaps("branch", "30m", "e5m2")))
     assert over_seeds is not None
     assert over_seeds.low < BAR
@@ -328,7 +331,7 @@ def test_the_control_near_the_bar_is_found_by_the_text_alone():
 
 
 def test_the_pairs_from_scratch_of_the_largest_size():
-    gaps = loss("one-rounding/results.json").gaps("core", "150m", "deepseek_v3")
+    gaps = loss("one-rounding/runs").gaps("core", "150m", "deepseek_v3")
     first, second = map(percent, gaps)
     row = f"143M | 100M | from scratch | 2 | {first}, {second} | {span(gaps)} | not shown"
     assert f"| {row} |" in page("docs/results.md")
@@ -336,14 +339,14 @@ def test_the_pairs_from_scratch_of_the_largest_size():
 
 
 def test_gaps_from_other_checkpoints():
-    gaps = loss("../wgrad_blocks/loss/results.json").gaps("branch", "30m", "deepseek_v3")
+    gaps = loss("../wgrad_blocks/loss/runs").gaps("branch", "30m", "deepseek_v3")
     row = "35M | 100M | the last 60%, from two [other checkpoints](../experiments/wgrad_blocks/loss/README.md)"
     assert f"| {row} | {len(gaps)} | {', '.join(map(percent, gaps))} | {span(gaps)} |" in page("docs/results.md")
 
 
 @pytest.mark.parametrize(("size", "name"), [("30m", "35M, two"), ("80m", "81M, one")])
 def test_gaps_of_one_precision_evaluated_in_another(size, name):
-    r = loss("../wgrad_blocks/loss/results.json")
+    r = loss("../wgrad_blocks/loss/runs")
     pairs = [(base, r.get("branch", size, "deepseek_v3", base["job"]["seed"])) for base in r.bf16("branch", size)]
     columns = zip(*(gaps_by_evaluation(base, fp8) for base, fp8 in pairs), strict=True)
     cells = " | ".join(", ".join(map(percent, gaps)) for gaps in columns)
@@ -351,20 +354,20 @@ def test_gaps_of_one_precision_evaluated_in_another(size, name):
 
 
 @pytest.mark.parametrize(
-    ("file", "group", "size", "seed"),
+    ("folder", "group", "size", "seed"),
     [
-        ("../wgrad_blocks/loss/results.json", "branch", "30m", 0),
-        ("../wgrad_blocks/loss/results.json", "branch", "30m", 1),
-        ("one-rounding/results.json", "branch", "80m", 0),
-        ("../wgrad_blocks/loss/results.json", "branch", "80m", 1),
-        ("one-rounding/results.json", "core", "30m", 3),
-        ("one-rounding/results.json", "core", "30m", 4),
-        ("one-rounding/results.json", "core", "80m", 0),
-        ("one-rounding/results.json", "core", "80m", 1),
+        ("../wgrad_blocks/loss/runs", "branch", "30m", 0),
+        ("../wgrad_blocks/loss/runs", "branch", "30m", 1),
+        ("one-rounding/runs", "branch", "80m", 0),
+        ("../wgrad_blocks/loss/runs", "branch", "80m", 1),
+        ("one-rounding/runs", "core", "30m", 3),
+        ("one-rounding/runs", "core", "30m", 4),
+        ("one-rounding/runs", "core", "80m", 0),
+        ("one-rounding/runs", "core", "80m", 1),
     ],
 )
-def test_wgrad_in_blocks_is_compared_with_tiles(file, group, size, seed):
-    runs = [loss(file).get(group, size, recipe, seed) for recipe in ("bf16", "deepseek_v3", "wgrad_x_blocks")]
+def test_wgrad_in_blocks_is_compared_with_tiles(folder, group, size, seed):
+    runs = [loss(folder).get(group, size, recipe, seed) for recipe in ("bf16", "deepseek_v3", "wgrad_x_blocks")]
     bf16, tiles, blocks = (run["val_loss"][-1] for run in runs if run)
     difference = format_percent((blocks - tiles) / bf16).removesuffix("%")
     row = f"| {seed} | {percent(tiles / bf16 - 1)} | {percent(blocks / bf16 - 1)} | {difference} |"
@@ -372,7 +375,7 @@ def test_wgrad_in_blocks_is_compared_with_tiles(file, group, size, seed):
 
 
 def test_the_pairs_from_scratch_of_the_smallest_size_whose_files_are_kept():
-    gaps = loss("one-rounding/results.json").gaps("core", "30m", "deepseek_v3")
+    gaps = loss("one-rounding/runs").gaps("core", "30m", "deepseek_v3")
     assert min(gaps) > 0
     assert len(gaps) == 7
     interval = f"95% interval over the seeds {span(gaps)}"
@@ -381,16 +384,14 @@ def test_the_pairs_from_scratch_of_the_smallest_size_whose_files_are_kept():
 
 
 def test_the_gap_over_a_billion_tokens():
-    (gap,) = loss("one-rounding/results.json").gaps("billion", "30m", "deepseek_v3")
+    (gap,) = loss("one-rounding/runs").gaps("billion", "30m", "deepseek_v3")
     assert f"| 35M | 1B | from scratch, a longer text | 1 | {percent(gap)} | |" in page("docs/results.md")
     assert f"one run over 1B tokens ends at {percent(gap)}" in page("README.md")
 
 
 def test_gaps_from_scratch_have_both_errors_and_their_interval():
     rows = [
-        line.split(" | ")
-        for line in scratch_table(loss("results.json")).splitlines()
-        if line.startswith("| ") and "0M" in line
+        line.split(" | ") for line in scratch_table(loss("runs")).splitlines() if line.startswith("| ") and "0M" in line
     ]
     assert len(rows) == 4
     for *_, mean, by_runs, by_seeds, interval, _ in rows:

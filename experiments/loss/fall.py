@@ -1,4 +1,4 @@
-"""How much of a gap from scratch is there after 40% of the steps: `python -m experiments.loss.fall RESULTS.json …`.
+"""How much of a gap from scratch is there after 40% of the steps: `python -m experiments.loss.fall RUNS …`.
 
 Two runs from scratch end apart partly because the loss of one falls steeply a few steps sooner, by chance. That is over
 after some 40% of the steps, and the gap there, the early gap, predicts the final one:
@@ -11,7 +11,6 @@ Student's 95% interval of n − 2 degrees of freedom. The mean final gap has Stu
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from pathlib import Path
@@ -98,4 +97,4 @@ def table(r: Results) -> str:
 
 
 if __name__ == "__main__":
-    print(table(Results(result for file in sys.argv[1:] for result in json.loads(Path(file).read_text())["results"])))
+    print(table(Results.read(*map(Path, sys.argv[1:]))))

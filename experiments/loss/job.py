@@ -1,6 +1,6 @@
-"""Run one training run of the experiment in its own process: `python -m experiments.loss.job STORE JOB OUT.json`.
+"""Run one training run of the experiment in its own process: `python -m experiments.loss.job STORE JOB OUT`.
 
-OUT.json is rewritten every few seconds with all measurements so far. Its "state" is
+OUT, JOB.json.gz, is rewritten every few seconds with all measurements so far. Its "state" is
 
 running   until the end
 done      all steps were run
@@ -11,7 +11,7 @@ diverged  a result of its own: the mean loss over STEPS_PER_LINE steps is NaN, i
 A run that is done is then evaluated under another recipe, too: BF16 under `deepseek_v3`, others under BF16. The
 difference is what evaluation in FP8 costs, whatever the weights were trained in. Other failures are recorded by the
 caller, from the exit status and the log. The weights and moments from which other jobs continue are written next to
-OUT.json, as JOB.pt.
+OUT, as JOB.pt.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ import torch
 from experiments.loss import branch
 from experiments.loss.jobs import Job
 from experiments.loss.recipes import accumulator_context, nudge, recipe
+from experiments.loss.runs import write_result
 from octile.models.counts import count_parameters
 from octile.nn.conversion import apply_recipe
 from octile.nn.fused.quantize import quantize_weight
@@ -79,10 +80,8 @@ class Result:
     why: str = ""
 
     def write(self, out: Path) -> None:
-        """Replace the file in one step, so that readers never see half of it."""
-        partial = out.with_suffix(".part")
-        partial.write_text(json.dumps(self.__dict__))
-        partial.replace(out)
+        """Replace the file."""
+        write_result(out, self.__dict__)
 
 
 def run(store: TokenStore, job: Job, out: Path) -> Result:
@@ -131,7 +130,7 @@ def run(store: TokenStore, job: Job, out: Path) -> Result:
             _validate_at_end(result, trainer, final_windows)
             result.state = "done" if trainer.steps_done == end else "stopped"
             if job.is_trunk and result.state == "done":
-                branch.save(trainer, out.with_suffix(".pt"))
+                branch.save(trainer, out.with_name(f"{job.name}.pt"))
     result.facts |= {"seconds": trainer.seconds, "steps_done": trainer.steps_done, "tokens": trainer.tokens}
     if device.type == "cuda":
         result.facts["peak_GiB"] = torch.cuda.max_memory_allocated() / 2**30

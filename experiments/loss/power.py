@@ -1,14 +1,13 @@
-"""Calculate how many pairs of seeds show that two recipes are equal: `python -m experiments.loss.power RESULTS.json`.
+"""Calculate how many pairs of seeds show that two recipes are equal: `python -m experiments.loss.power RUNS …`.
 
 Equal means that Student's 95% interval of the mean gap over seeds lies inside ± the bar (two one-sided tests of level
 2.5%; Schuirmann, J. Pharmacokinet. Biopharm. 15, 1987). The power is the probability that this happens, for gaps that
-are normally distributed with a given mean and standard deviation. RESULTS.json gives the deviations of the gaps that
-were measured.
+are normally distributed with a given mean and standard deviation. The runs in the folders RUNS give the deviations of
+the gaps that were measured.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import sys
@@ -97,11 +96,11 @@ def interval_after(gaps: Sequence[float], looks: int) -> Interval | None:
     return student_interval(np.array(gaps), 1 - (1 - LEVEL) / looks)
 
 
-def main(files: list[Path]) -> None:
-    found = Results(result for file in files for result in json.loads(file.read_text())["results"])
+def main(folders: list[Path]) -> None:
+    found = Results.read(*folders)
     print(f"Pairs of seeds so that the 95% interval lies inside ±{BAR:.2%} with a probability of {POWER:.0%}:\n")
     print(f"{table()}\n\n{measured(found)}")
 
 
 if __name__ == "__main__":
-    main([Path(file) for file in sys.argv[1:]])
+    main([Path(folder) for folder in sys.argv[1:]])

@@ -1,8 +1,8 @@
-"""Write the report of the experiment: `python -m experiments.loss.report RESULTS.json … FOLDER`.
+"""Write the report of the experiment: `python -m experiments.loss.report RUNS … FOLDER`.
 
+RUNS are folders with a file for each run, JOB.json.gz; of a job that several have, the last one counts.
 FOLDER/README.md has the tables and names the jobs that were not run. FOLDER/NAME.svg and FOLDER/NAME/report.html, which
-`octile compare` draws too, show each group of runs that has BF16 with two seeds. FOLDER/results.json has the results of
-all files; of a job that several files have, the last one counts.
+`octile compare` draws too, show each group of runs that has BF16 with two seeds.
 
 A gap is (L − L_s) / L_s, where L_s is the held-out loss of BF16 with the same seed on the same windows; its 95%
 interval is over blocks of these. A run that was stopped early is compared at the last step at which both were measured.
@@ -25,6 +25,7 @@ import numpy.typing as npt
 from experiments.loss.figures import COLORS, Line, save_lines, save_loads
 from experiments.loss.job import DIVERGED_LOSS, STEPS_PER_LINE
 from experiments.loss.jobs import BALANCE_TOKENS, BALANCES, CORE, RATE_RECIPES, RATES, Job, all_jobs, job
+from experiments.loss.runs import SUFFIX, read_runs
 from experiments.loss.sizes import MODELS, SEQUENCE, TOKENS_A_STEP, VOCABULARY, operations, share_in_8_bits
 from experiments.loss.sizes import RATES as USUAL_RATE
 from experiments.loss.text import FACTS, LONG_FACTS
@@ -37,6 +38,7 @@ from octile.report.page import format_percent
 Result = dict[str, Any]
 Rows = list[tuple[str, ...]]
 KINDS = ("master", "gradient", "exp_avg", "exp_avg_sq", "copies")
+FIGURES = "The command draws the curves of each comparison, `NAME.svg`, and its page, `NAME/report.html`."
 NO_FIGURES = "None: a comparison needs BF16 with two seeds and another recipe at one size."
 BRANCHES_OF = {"core": "branch", "long": "long-branch"}  # group of runs from scratch → group of their branches
 SCRATCH = {
@@ -60,7 +62,7 @@ STORE has the checksums of `text.json`: commit d7c74e3 builds it |
 | runs | `python -m experiments.loss.run .data/tokens OUT --seconds N --gpus 0,1,…` |
 | runs over 1B tokens | `python -m experiments.loss.run .data/long OUT --seconds N --groups billion` |
 | two runs on a GPU | `… --together core`; with CUDA's MPS (`nvidia-cuda-mps-control -d` before) 6% more tokens/s |
-| this page | `python -m experiments.loss.report results.json FOLDER` |
+| this page, its figures and the pages of its comparisons | `python -m experiments.loss.report FOLDER/runs FOLDER` |
 
 `sizes.py` and `jobs.py` configure the runs. `recipes.py` lists what a variation changes, `docs/recipes.md` the
 library's recipes.
@@ -179,6 +181,19 @@ class Results:
 
     def __init__(self, found: Iterable[Result]):
         self.all = {result["job"]["name"]: result for result in found}
+
+    @classmethod
+    def read(cls, *folders: Path) -> Results:
+        """Read the runs of folders; of a job that several have, the last one counts.
+
+        Raises:
+            FileNotFoundError: a folder has no runs.
+        """
+        found = {folder: read_runs(folder) for folder in folders}
+        for folder, runs in found.items():
+            if not runs:
+                raise FileNotFoundError(f"RUNS must be folders with files JOB{SUFFIX}; {folder} has none")
+        return cls(result for runs in found.values() for result in runs)
 
     def get(self, group: str, size: str, recipe: str, seed: int = 0) -> Result | None:
         return self.all.get(f"{group}-{size}-{recipe}-{seed}")
@@ -657,15 +672,12 @@ def balance_figure(r: Results, folder: Path) -> str:
     shared = [lines[i :: len(COLORS)] for i in range(len(COLORS))]  # with more lines than colors, two share one
     what = "maximum expert load / mean, averaged over layers"
     save_lines(folder / "balance.svg", what, shared, (1.0, 8.0), (AIM, f"aim {AIM}"))
-    text = "\n\n![load](balance.svg)\n\n"
+    text = "\n\n`balance.svg`, which the command draws, has the load by step."
     if whole := {name: (x["steps"], x["loads"]) for name, x in found.items() if x.get("loads")}:
         save_loads(folder / "experts.svg", whole)
-        text += (
-            "The load of each expert over the mean of its layer: a row is an expert, a column a step.\n\n"
-            "![load of each expert](experts.svg)\n\n"
-        )
+        text += " `experts.svg` has the load of each expert over the mean of its layer."
     missing = [name for name in found if name not in whole]
-    return text + (f"The load of each expert was not recorded for: {'; '.join(missing)}." if missing else "")
+    return text + (f" The load of each expert was not recorded for: {'; '.join(missing)}." if missing else "")
 
 
 def rate_figure(r: Results, folder: Path) -> str:
@@ -678,9 +690,8 @@ def rate_figure(r: Results, folder: Path) -> str:
     what = "training loss (nats a token), by learning rate"
     save_lines(folder / "rates.svg", what, [x for x in runs if x], (4, DIVERGED_LOSS))
     return (
-        "\n\nBF16 is solid, `deepseek_v3` dashed, `per_tensor` dotted; a cross at the top marks where a run was"
-        " stopped."
-        "\n\n![learning rates](rates.svg)"
+        "\n\nThe command draws the curves, `rates.svg`: BF16 is solid, `deepseek_v3` dashed, `per_tensor` dotted; a"
+        " cross at the top marks where a run was stopped."
     )
 
 
@@ -746,7 +757,7 @@ def machines(r: Results) -> str:
     commits = [machine["commit"] for machine in machines if machine.get("commit")]
     return (
         "Ran on: " + "; ".join(sorted({f"{x['device']}, torch {x['torch']}" for x in facts})) + ". "
-        "`results.json` has the job of each run, from which `sizes.py` and `jobs.py` build its configuration. For "
+        "`runs/` has each run and its job, from which `sizes.py` and `jobs.py` build its configuration. For "
         f"{len(commits)} of {len(r.all)} runs it also has the configuration and the commit"
         + (f" ({', '.join(sorted(set(commits)))})." if commits else ".")
     )
@@ -780,12 +791,12 @@ def _ranges(numbers: Iterable[int]) -> list[str]:
     return [text for row in rows for text in ([f"{row[0]}–{row[-1]}"] if len(row) > 2 else map(str, row))]
 
 
-def write(files: Sequence[Path], folder: Path) -> Path:
+def write(runs: Sequence[Path], folder: Path) -> Path:
     """Write FOLDER/README.md, and a figure and page of each comparison; return the README's path.
 
     The text of FOLDER/note.md, if there is one, comes first.
     """
-    r = Results(result for file in files for result in json.loads(file.read_text())["results"])
+    r = Results.read(*runs)
     folder.mkdir(parents=True, exist_ok=True)
     figures = []
     for group in ("branch", "long-branch", "core", "slow", "long", "ablation"):
@@ -797,7 +808,7 @@ def write(files: Sequence[Path], folder: Path) -> Path:
             save_compare_figure(comparison, folder / f"{name}.svg")
             (folder / name).mkdir(exist_ok=True)
             write_compare_report(folder / name, comparison)
-            figures.append(f"![{name}]({name}.svg)\n\n{verdict_sentence(comparison)} [The page]({name}/report.html)")
+            figures.append(f"- `{name}`: {verdict_sentence(comparison)}")
     failed = [f"- {n}: {x['why']}; `{(x.get('log') or [''])[-1]}`" for n, x in r.all.items() if x["state"] == "failed"]
     missing = [job for job in all_jobs() if job.name not in r.all]
     evaluated = evaluation_table(r)
@@ -811,7 +822,7 @@ def write(files: Sequence[Path], folder: Path) -> Path:
         "From scratch, all runs": scratch_table(r) or "No recipe was run twice.",
         "From a checkpoint": branch_table(r),
         **({"Trained in one precision, evaluated in another": evaluated} if evaluated else {}),
-        "Curves": "\n\n".join(figures) or NO_FIGURES,
+        "Curves": f"{FIGURES}\n\n" + "\n".join(figures) if figures else NO_FIGURES,
         "Ablations": ablation_table(r),
         "Learning rates": rate_table(r) + rate_figure(r, folder),
         "Balance and multi-token prediction": balance_table(r) + balance_figure(r, folder),
@@ -822,7 +833,6 @@ def write(files: Sequence[Path], folder: Path) -> Path:
     note = (folder / NOTE).read_text() + "\n" if (folder / NOTE).exists() else ""
     text = f"# {title}\n\n{note}" + "\n\n".join(f"## {name}\n\n{parts[name]}" for name in rest) + "\n"
     (folder / "README.md").write_text(text)
-    (folder / "results.json").write_text(json.dumps({"results": list(r.all.values())}) + "\n")
     return folder / "README.md"
 
 
@@ -856,7 +866,7 @@ def _table(rows: Rows) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, nargs="+", help="files of results")
+    parser.add_argument("runs", type=Path, nargs="+", help="folders of runs")
     parser.add_argument("folder", type=Path)
     asked = parser.parse_args()
-    print(write(asked.results, asked.folder))
+    print(write(asked.runs, asked.folder))

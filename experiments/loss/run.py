@@ -1,15 +1,15 @@
 """Run the jobs of the experiment as a queue over the GPUs of a machine.
 
     python -m experiments.loss.run STORE OUT --seconds 1080            runs experiments.loss.jobs until the deadline
-    python -m experiments.loss.run STORE OUT --state [RESULTS]         prints the state of the jobs, gathers results
-    python -m experiments.loss.run STORE OUT --known RESULTS.json …    skips jobs that these results have
+    python -m experiments.loss.run STORE OUT --state                   prints the state of the jobs
+    python -m experiments.loss.run STORE OUT --known FOLDER …          skips jobs whose results the folder has
     python -m experiments.loss.run STORE OUT --jobs rate-bf16-2 …      runs only these and those that they continue from
 
 Each run has its own process. A GPU has one run, or `--share` runs if all are of the groups or sizes that `--together`
 names. Jobs start in the order of the list, or of `--jobs`. A job that would not end in time, judged by the speed of
 similar runs, is skipped for a shorter one. A job that continues from another waits for the weights and moments that it
 saves. At the deadline no job starts any more, and running ones are asked to stop and write what they have. A job that
-fails does not affect the others: the end of its log is recorded. OUT/JOB.json is a run's result
+fails does not affect the others: the end of its log is recorded. OUT/JOB.json.gz is a run's result
 (`experiments.loss.job`), OUT/JOB.log its output. A job that both `--known` and `--jobs` name is run again.
 """
 
@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from experiments.loss.jobs import Group, Job, all_jobs, named
+from experiments.loss.runs import read_result, read_runs, result_file, write_result
 
 OVERHEAD_SECONDS = 45.0  # estimated time before the first step and after the last
 STOP_SECONDS = 60.0  # how long a stopped run may take to write its result
@@ -51,7 +52,7 @@ class Queue:
     ):
         self.store, self.out, self.gpus, self.deadline = store, out, gpus, deadline
         self.together, self.slots = together, share  # of a GPU; a run takes all, or one if it shares the GPU
-        self.waiting = [job for job in jobs if not (out / f"{job.name}.json").exists()]
+        self.waiting = [job for job in jobs if not result_file(out, job.name).exists()]
         self.running: list[Running] = []
         self.passed_over: set[str] = set()
 
@@ -91,7 +92,7 @@ class Queue:
             self.running.append(self._start(job, gpu))
 
     def _start(self, job: Job, gpu: int) -> Running:
-        asked, result = self.out / f"{job.name}.job", self.out / f"{job.name}.json"
+        asked, result = self.out / f"{job.name}.job", result_file(self.out, job.name)
         asked.write_text(json.dumps(job.to_json()))
         environment = {"OMP_NUM_THREADS": "4", "PYTHONUNBUFFERED": "1", **os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}
         with (self.out / f"{job.name}.log").open("wb") as log:
@@ -123,7 +124,7 @@ class Queue:
 
     def _estimated_seconds(self, job: Job) -> float:
         """Estimate the run time from the slowest known run of its size and recipe, or of its size; 0 without one."""
-        known = [result for result in results(self.out) if result["job"]["size"] == job.size and result["speed"]]
+        known = [result for result in read_runs(self.out) if result["job"]["size"] == job.size and result["speed"]]
         alike = [result for result in known if result["job"]["recipe"] == job.recipe] or known
         if not alike:
             return 0.0
@@ -135,7 +136,7 @@ def import_results(known: list[dict[str, Any]], out: Path) -> None:
     """Write earlier sessions' results to OUT, except of runs that did not end and of trunks, whose weights are gone."""
     for result in known:
         if result["state"] in ("done", "diverged") and not Job(**result["job"]).is_trunk:
-            (out / f"{result['job']['name']}.json").write_text(json.dumps(result))
+            write_result(result_file(out, result["job"]["name"]), result)
 
 
 def record_failure(out: Path, job: Job, status: int) -> None:
@@ -146,16 +147,9 @@ def record_failure(out: Path, job: Job, status: int) -> None:
 
 def update_result(out: Path, job: Job, more: dict[str, Any]) -> None:
     """Add entries to a job's result, which is created if it is missing."""
-    file = out / f"{job.name}.json"
-    result = json.loads(file.read_text()) if file.exists() else {"job": job.to_json(), "speed": []}
-    partial = file.with_suffix(".part")  # so that readers see the old or the new result, never half of one
-    partial.write_text(json.dumps(result | more))
-    partial.replace(file)
-
-
-def results(out: Path) -> list[dict[str, Any]]:
-    """Return the result, so far, of every job that was started."""
-    return [json.loads(file.read_text()) for file in sorted(out.glob("*.json"))]
+    file = result_file(out, job.name)
+    result = read_result(file) if file.exists() else {"job": job.to_json(), "speed": []}
+    write_result(file, result | more)
 
 
 def table(found: list[dict[str, Any]]) -> str:
@@ -181,9 +175,9 @@ def table(found: list[dict[str, Any]]) -> str:
     return align_columns(rows, right={"steps", "tokens/s", "loss", "held out", "±", "max/mean load"})
 
 
-def print_state(out: Path, gathered: Path | None) -> None:
-    """Print a line per job, and write all results into one file."""
-    found = results(out)
+def print_state(out: Path) -> None:
+    """Print a line per job."""
+    found = read_runs(out)
     counts = {name: sum(result["state"] == name for result in found) for name in ("running", "done", "stopped")}
     others = [result for result in found if result["state"] not in counts]
     print(table(found))
@@ -191,9 +185,6 @@ def print_state(out: Path, gathered: Path | None) -> None:
     for result in others:
         if result["state"] == "failed":
             print(f"\n{result['job']['name']}: " + "\n    ".join(result["log"][-6:]))
-    if gathered is not None:
-        gathered.parent.mkdir(parents=True, exist_ok=True)
-        gathered.write_text(json.dumps({"results": found}))
 
 
 def main() -> None:
@@ -207,12 +198,12 @@ def main() -> None:
     parser.add_argument("--groups", default="", help=f"run only these groups, of {','.join(get_args(Group))}")
     parser.add_argument("--jobs", default="", help="run only the jobs of these names and those that they continue from")
     parser.add_argument("--tokens", type=float, default=1.0, help="factor by which every job's tokens are multiplied")
-    parser.add_argument("--known", type=Path, help="results of earlier sessions; jobs that ended are skipped")
+    parser.add_argument("--known", type=Path, help="folder of earlier results; jobs that ended are skipped")
     parser.add_argument("--toy", action="store_true", help="run every job with a model small enough for a CPU")
-    parser.add_argument("--state", nargs="?", type=Path, const=Path(), help="only print the state of the jobs")
+    parser.add_argument("--state", action="store_true", help="only print the state of the jobs")
     asked = parser.parse_args()
-    if asked.state is not None:
-        print_state(asked.out, asked.state if asked.state.name else None)
+    if asked.state:
+        print_state(asked.out)
         return
     if asked.seconds is None:
         parser.error("--seconds is needed: the time until the deadline")
@@ -231,15 +222,15 @@ def main() -> None:
             parser.error(str(error))
     asked.out.mkdir(parents=True, exist_ok=True)
     if asked.known:
-        known = json.loads(asked.known.read_text())["results"]
-        import_results([result for result in known if result["job"]["name"] not in only], asked.out)
+        known = [result for result in read_runs(asked.known) if result["job"]["name"] not in only]
+        import_results(known, asked.out)
     gpus = [int(gpu) for gpu in asked.gpus.split(",")]
     queue = Queue(asked.store, asked.out, jobs, gpus, set(asked.together.split(",")), asked.share, deadline)
     queue.run()
     left = {job.name for job in queue.waiting}
     print(f"left out for lack of time: {', '.join(sorted(left & queue.passed_over)) or 'none'}")
     print(f"not begun: {', '.join(sorted(left - queue.passed_over)) or 'none'}")
-    print_state(asked.out, None)
+    print_state(asked.out)
 
 
 if __name__ == "__main__":

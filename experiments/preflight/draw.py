@@ -1,10 +1,11 @@
-"""Draw preflight.svg from preflight.json, and print the README's table of predicted and measured errors.
+"""Draw preflight.svg from preflight.json.gz, and print the README's table of predicted and measured errors.
 
     python experiments/preflight/draw.py experiments/preflight
 
-The folder contains preflight.json; preflight.svg is written to it.
+The folder contains preflight.json.gz; preflight.svg is written to it.
 """
 
+import gzip
 import json
 import sys
 from pathlib import Path
@@ -69,7 +70,7 @@ def lines(runs: list[Run]) -> list[str]:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    result = json.loads((folder / "preflight.json").read_text(encoding="utf-8"))
+    result = json.loads(gzip.decompress((folder / "preflight.json.gz").read_bytes()))
     runs = [run for run in result["runs"] if run["measured"]]
     save_drawing(folder / "preflight.svg", WIDE, 940, lambda figure: draw(figure, runs, result["least_snr_db"]))
     print("\n".join(lines(runs)))

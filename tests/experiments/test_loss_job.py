@@ -21,6 +21,7 @@ from experiments.loss.report import (
     scratch_table,
     write,
 )
+from experiments.loss.runs import read_result, result_file, write_result
 from octile.train.config import TrainConfig
 from octile.train.data.batches import validation_windows
 from octile.train.data.prepare import prepare
@@ -49,8 +50,8 @@ def often(monkeypatch):
 
 
 def run(store, out, one):
-    module.run(store, one, out / f"{one.name}.json")
-    return json.loads((out / f"{one.name}.json").read_text())
+    module.run(store, one, result_file(out, one.name))
+    return read_result(result_file(out, one.name))
 
 
 def test_a_run_stores_its_curves_and_its_cost(store, tmp_path):
@@ -232,8 +233,9 @@ def test_the_report_has_every_table_and_names_what_is_missing(tmp_path):
         for seed in (1, 2)
         for recipe, loss in (("bf16", 3.0), ("nudged", 3.006), ("deepseek_v3", 3.0))
     ]
-    (tmp_path / "results.json").write_text(json.dumps({"results": runs}))
-    text = write([tmp_path / "results.json"], tmp_path / "report").read_text()
+    for result in runs:
+        write_result(result_file(tmp_path, result["job"]["name"]), result)
+    text = write([tmp_path], tmp_path / "report").read_text()
     for part in (
         "+0.05%",
         "+0.50% (the noise)",
@@ -252,7 +254,7 @@ def test_the_report_has_every_table_and_names_what_is_missing(tmp_path):
         assert part in text
     assert "| core | 150m | `bf16` | 0–5 |" in text.split("## Not run")[1]
     for figure in ("core-30m", "long-30m", "long-branch-30m", "balance", "rates"):
-        assert f"]({figure}.svg)" in text
+        assert f"`{figure}" in text
         assert (tmp_path / f"report/{figure}.svg").exists()
     assert (tmp_path / "report/core-30m/report.html").exists()
 

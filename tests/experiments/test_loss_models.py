@@ -9,6 +9,7 @@ import torch
 
 from experiments.loss.jobs import ABLATIONS, all_jobs
 from experiments.loss.recipes import ALIGNMENT, VARIATIONS, accumulator_context, raw_accumulator, recipe
+from experiments.loss.runs import read_runs
 from experiments.loss.sizes import MODELS, run_config, share_in_8_bits
 from octile.formats import E4M3
 from octile.ops.matmul import matmul_nt
@@ -87,7 +88,7 @@ def test_gemms_without_promotion_of_no_rows_are_empty():
 
 @pytest.mark.parametrize("size", ["30m", "80m"])
 def test_a_run_is_configured_as_the_recorded_ones(size):
-    results = json.loads((RUNS / "one-rounding/results.json").read_text())["results"]
+    results = read_runs(RUNS / "one-rounding/runs")
     config = next(c for one in results if (c := one["facts"]["config"])["preset"] == f"loss-{size}")
     asked = run_config(size, config["steps"] * config["batch_size"] * config["sequence_length"])
     recorded = TrainConfig.from_json(json.dumps(config))

@@ -1,6 +1,5 @@
 """Tests of the power calculation of the loss experiment."""
 
-import json
 import math
 import re
 from pathlib import Path
@@ -56,8 +55,7 @@ def test_an_interval_that_was_looked_at_five_times_has_a_level_of_99_percent():
 
 
 def test_looks_are_counted_up_to_the_pairs_of_the_record():
-    file = Path(__file__).parents[2] / "experiments" / "loss" / "one-rounding" / "results.json"
-    r = Results(json.loads(file.read_text())["results"])
+    r = Results.read(Path(__file__).parents[2] / "experiments" / "loss" / "one-rounding" / "runs")
     for (group, size, pairs), looks in LOOKS.items():
         assert len(r.gaps(group, size, "deepseek_v3")) == pairs == looks[-1]
     assert re.search(r"^80m, .* −0\.15 … \+0\.21% +5 +−0\.22 … \+0\.28%$", measured(r), re.MULTILINE)

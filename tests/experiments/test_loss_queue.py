@@ -1,6 +1,5 @@
 """Tests of the job queue: which GPU a job gets, failed jobs, and the deadline."""
 
-import json
 import sys
 import time
 from dataclasses import replace
@@ -10,13 +9,18 @@ import pytest
 
 from experiments.loss import run as module
 from experiments.loss.jobs import branch, job
-from experiments.loss.run import Queue, main, print_state, results
+from experiments.loss.run import Queue, main, print_state
+from experiments.loss.runs import read_runs, result_file, write_result
 
 SMALL, LARGE = (job("rate", size, "bf16", 0, 1e6) for size in ("30m", "150m"))
 FAILS = job("rate", "30m", "int8_tiles", 0, 1e6)
 # Replaces the process of a job: it writes its result, waits, and ends as requested.
 SCRIPT = """
-import json, signal, sys, time
+import gzip, json, os, signal, sys, time
+def write(result):
+    with gzip.open(out + ".part", "wt") as file:
+        json.dump(result, file)
+    os.replace(out + ".part", out)
 store, asked, out = sys.argv[-3:]
 job = json.load(open(asked))
 stop = []
@@ -25,11 +29,11 @@ result = {"job": job, "state": "running", "speed": [1e5], "steps": [1], "loss": 
           "val_loss": [], "val_error": []}
 if job["recipe"] == "int8_tiles":
     sys.exit("no tensor core for this")
-json.dump(result, open(out, "w"))
+write(result)
 limit = time.time() + (30 if store == "slow" else 0.2)
 while time.time() < limit and not stop:
     time.sleep(0.02)
-json.dump(result | {"state": "stopped" if stop else "done"}, open(out, "w"))
+write(result | {"state": "stopped" if stop else "done"})
 """
 
 
@@ -50,19 +54,18 @@ def queue(tmp_path, monkeypatch):
 
 
 def states(queue):
-    return {result["job"]["name"]: result["state"] for result in results(queue.out)}
+    return {result["job"]["name"]: result["state"] for result in read_runs(queue.out)}
 
 
 def test_a_job_that_fails_costs_only_itself_and_leaves_its_log(queue, capsys):
     q = queue([FAILS, SMALL])
     q.run()
     assert states(q) == {FAILS.name: "failed", SMALL.name: "done"}
-    (failed,) = (result for result in results(q.out) if result["state"] == "failed")
+    (failed,) = (result for result in read_runs(q.out) if result["state"] == "failed")
     assert failed["log"] == ["no tensor core for this"]
-    assert not any(result["shared"] for result in results(q.out))
-    print_state(q.out, q.out / "all" / "results.json")
+    assert not any(result["shared"] for result in read_runs(q.out))
+    print_state(q.out)
     assert "no tensor core for this" in capsys.readouterr().out
-    assert len(json.loads((q.out / "all" / "results.json").read_text())["results"]) == 2
 
 
 def test_at_the_deadline_running_jobs_are_stopped_and_write_partial_results(queue):
@@ -88,14 +91,14 @@ def test_as_many_jobs_share_a_gpu_as_are_allowed(queue, options, expected):
 def test_a_run_that_shared_its_gpu_is_marked(queue):
     q = queue([SMALL, FAILS, LARGE], together=["30m"])
     q.run()
-    shared = {result["job"]["name"]: result["shared"] for result in results(q.out)}
+    shared = {result["job"]["name"]: result["shared"] for result in read_runs(q.out)}
     assert shared == {SMALL.name: True, FAILS.name: True, LARGE.name: False}
 
 
 def test_a_job_that_would_not_end_in_time_is_passed_over_for_a_shorter_one(queue):
     known = {"job": LARGE.to_json(), "state": "done", "speed": [1e3]}
     q = queue([], seconds=200.0)
-    (q.out / "known.json").write_text(json.dumps(known | {"job": known["job"] | {"name": "known"}}))
+    write_result(result_file(q.out, "known"), known | {"job": known["job"] | {"name": "known"}})
     q.waiting = [LARGE, SMALL]
     q._start_ready_jobs()
     assert [running.job for running in q.running] == [SMALL]
@@ -120,12 +123,11 @@ def test_jobs_with_earlier_results_are_not_run_again(tmp_path, monkeypatch, caps
     begun = []
     monkeypatch.setattr(module, "all_jobs", lambda *sizes: [done, failed, trunk, unknown])
     monkeypatch.setattr(Queue, "run", lambda queue: begun.extend(job.name for job in queue.waiting))
-    known = [
-        {"job": job.to_json(), "state": state, "speed": []}
-        for job, state in ((done, "done"), (failed, "failed"), (trunk, "done"))
-    ]
-    (tmp_path / "known.json").write_text(json.dumps({"results": known}))
-    options = ["store", str(tmp_path / "out"), "--seconds", "9", "--known", str(tmp_path / "known.json")]
+    (tmp_path / "known").mkdir()
+    for one, state in ((done, "done"), (failed, "failed"), (trunk, "done")):
+        result = {"job": one.to_json(), "state": state, "speed": []}
+        write_result(result_file(tmp_path / "known", one.name), result)
+    options = ["store", str(tmp_path / "out"), "--seconds", "9", "--known", str(tmp_path / "known")]
     monkeypatch.setattr(sys, "argv", ["run", *options])
     main()
     assert begun == ["failed", "trunk", "unknown"]  # the checkpoint of the trunk was on another machine
@@ -156,10 +158,11 @@ def test_named_jobs_run_in_their_order_with_the_trunks_that_they_need(begun):
 
 
 def test_a_named_job_is_run_again_despite_an_earlier_result(begun, tmp_path):
-    known = [{"job": job.to_json(), "state": "done", "speed": []} for job in (SMALL, LARGE)]
-    (tmp_path / "known.json").write_text(json.dumps({"results": known}))
-    assert begun("--jobs", SMALL.name, "--known", str(tmp_path / "known.json")) == [SMALL.name]
-    assert [result["job"]["name"] for result in results(tmp_path / "out")] == [LARGE.name]
+    (tmp_path / "known").mkdir()
+    for one in (SMALL, LARGE):
+        write_result(result_file(tmp_path / "known", one.name), {"job": one.to_json(), "state": "done", "speed": []})
+    assert begun("--jobs", SMALL.name, "--known", str(tmp_path / "known")) == [SMALL.name]
+    assert [result["job"]["name"] for result in read_runs(tmp_path / "out")] == [LARGE.name]
 
 
 def test_a_name_that_no_job_has_is_refused(begun, tmp_path, capsys):

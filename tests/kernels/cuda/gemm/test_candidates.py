@@ -1,5 +1,6 @@
 """Tests of the choice of a GEMM kernel, which depends only on shape and GPU and always finds one."""
 
+import gzip
 import json
 import math
 from dataclasses import replace
@@ -18,7 +19,7 @@ from octile.kernels.cuda.gemm.config import GemmConfig, Scales, Schedule, Store
 from octile.kernels.cuda.gemm.cost_model import Chip, Problem, cycles, rounded
 
 H200 = Chip(132)
-SWEEP = Path(__file__).parents[4] / "benchmarks" / "history" / "cost-model" / "sweep.json"
+SWEEP = Path(__file__).parents[4] / "benchmarks" / "history" / "cost-model" / "sweep.json.gz"
 
 
 @pytest.fixture(autouse=True)
@@ -157,7 +158,7 @@ def test_the_choice_follows_what_was_measured():
     """Choices that differ from recorded timings are listed here, so that a change of the cost model is noticed."""
     problems = {(case.name, case.what): rounded(problem(case)) for case in (*shapes.GPU, *shapes.MIDDLE)}
     slower, not_measured = {}, []
-    for row in json.loads(SWEEP.read_text())["products"]:
+    for row in json.loads(gzip.decompress(SWEEP.read_bytes()))["products"]:
         gemm = (row["case"], row["what"])
         config = choose(problems[gemm], H200)
         name = _named(config)

@@ -1,0 +1,18 @@
+"""Tests of what is tracked, and of what is packed into the sdist."""
+
+import subprocess
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_nothing_that_a_command_writes_again_is_tracked():
+    command = ["git", "ls-files", "--cached", "--ignored", "--exclude-standard"]
+    tracked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert not tracked, "git rm --cached them, or write in .gitignore that they are no command's output"
+
+
+def test_the_sdist_holds_the_package_its_readme_and_its_license():
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"]["targets"]
+    assert sorted(build["sdist"]["only-include"]) == ["LICENSE", "README.md", *build["wheel"]["packages"]]
