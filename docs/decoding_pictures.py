@@ -18,8 +18,8 @@ from matplotlib.patches import Patch
 from matplotlib.transforms import offset_copy
 from pictures import drawn, write
 
-from octile.report.page import format_count
 from octile.report.style import COLOR, style_axes
+from octile.text import format_count
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 RECORD = BENCHMARKS / "results" / "h200_attention.json"

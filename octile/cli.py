@@ -30,9 +30,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TextIO, Typ
 from octile import __version__
 from octile.extras import require
 from octile.models.config import PRESETS, ModelConfig, RopeScaling
-from octile.report.text import escape_control_characters
 from octile.serve.engine.config import CacheConfig, EngineConfig, ParallelConfig, ProcessesConfig, window_of
 from octile.serve.http.config import Limits
+from octile.text import escape_control_characters
 from octile.train.config import RESUMABLE, TrainConfig, describe_settings, preset
 from octile.train.run.signals import Terminated, importing, quiet_exit, terminable, termination_ignored
 from octile.validation import Dataclass, Range, annotations_of, check_fields

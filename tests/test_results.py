@@ -16,7 +16,7 @@ from experiments.loss.power import LOOKS, interval_after
 from experiments.loss.report import BAR, Results, gaps_by_evaluation, scratch_table
 from octile.bench.transformers import TORCHAO_EXPERTS
 from octile.report.compare.intervals import student_interval
-from octile.report.page import format_percent
+from octile.text import format_percent
 
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "benchmarks" / "results"

@@ -33,7 +33,7 @@ from octile.report.compare.intervals import TEXT_BLOCKS, block_means, bootstrap_
 from octile.report.compare.page import save_compare_figure, write_compare_report
 from octile.report.compare.result import CompareResult, Curve
 from octile.report.compare.summary import verdict_sentence
-from octile.report.page import format_percent
+from octile.text import format_percent
 
 Result = dict[str, Any]
 Rows = list[tuple[str, ...]]

@@ -16,13 +16,14 @@ from typing import Any
 import torch
 
 from octile import __version__
+from octile.command_text import quoted_path
 from octile.extras import require
 from octile.kernels import backends, disk_cache
-from octile.launch import quoted_path
 from octile.parallel.links import describe_dispatch, describe_nodes, find_links
 from octile.report.console import Console
 from octile.report.machine import machine, version_of
 from octile.report.page import format_bytes, format_count
+from octile.text import format_bytes, format_count
 from octile.train.data import token_cache
 
 PACKAGES = (

@@ -41,7 +41,7 @@ from octile.checkpoint.fp8_layout import (
 )
 from octile.checkpoint.shards import Shards, plan_shards, write_index
 from octile.checkpoint.tensor_file import TORCH_DTYPES, TensorFileWriter, TensorSpec, writing
-from octile.launch import quoted_path, train_command
+from octile.command_text import quoted_path, train_command
 from octile.models import hf_config
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3

@@ -17,12 +17,12 @@ from octile.checkpoint.files import check_output_file
 from octile.checkpoint.step_folders import finished_steps, why_state_unusable
 from octile.checkpoint.store import Store
 from octile.checkpoint.training import find_latest, load_checkpoint
+from octile.command_text import quoted_path
 from octile.lab.capture import capturing
 from octile.lab.guards import Event, Guards, Rule, parse_rules
 from octile.lab.layers import layer_weights, match_layers
 from octile.lab.operand_stats import TelemetryRow
 from octile.lab.telemetry import telemetry
-from octile.launch import quoted_path
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.models.meta import meta_model
 from octile.nn.conversion import apply_recipe

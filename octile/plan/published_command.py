@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from octile.lab.pages.page import Table, screen_table
 from octile.plan.published import Comparison, compare_measured, compare_published, compare_serving
 from octile.report.console import Console
-from octile.report.page import format_percent
+from octile.text import format_percent
 
 
 @dataclass(frozen=True)

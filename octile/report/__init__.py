@@ -5,10 +5,9 @@ dark setting. Every figure has a caption that is written from the data.
 
     run/            the page of one training run
     compare/        the page of a comparison of recipes with BF16
-    page.py         templates, and numbers formatted for a page
+    page.py         templates of pages
     style.py        the style of figures: palette, axes, labels
     svg.py          figures as inline SVG
-    text.py         text from elsewhere with its control characters escaped
     console.py      the console on which commands print
     machine.py      the machine, versions and commit of a measurement
     conversion.py   the terminal output of `octile convert`
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from octile.report.compare.tables import format_compare_table, format_details_table
     from octile.report.run.page import save_figure, write_run_report
 
-_MODULES = {  # the public names of each module, late: `octile.report.page` formats numbers without torch
+_MODULES = {  # the public names of each module, late: `octile.report.page` needs no torch
     "compare.file": ("read_result",),
     "compare.page": ("save_compare_figure", "write_compare_report"),
     "compare.result": ("CompareResult", "Curve"),

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from octile.extras import require
-from octile.report.text import escape_control_characters
+from octile.text import escape_control_characters
 
 require("rich", extra="train")
 import rich.console  # noqa: E402  a missing package is reported above

@@ -10,9 +10,9 @@ from octile.checkpoint.convert.share import Share
 from octile.checkpoint.convert.size import SizePrediction, predict_size
 from octile.checkpoint.convert.tensor import Target
 from octile.checkpoint.hugging_face import CONFIG
-from octile.launch import quoted_path
+from octile.command_text import quoted_path
 from octile.report.console import Console
-from octile.report.page import format_bytes
+from octile.text import format_bytes
 
 
 def run_conversion(src: Path, dst: Path | None, to: Target, keep: Sequence[str] = ()) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from octile import __version__
-from octile.report.page import format_count
+from octile.text import format_count
 
 SOURCE = Path(__file__).parents[2]  # the repository, if octile runs from its source tree
 

@@ -14,7 +14,7 @@ from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from octile.launch import quoted_path, train_command
+from octile.command_text import quoted_path, train_command
 from octile.models.config import PRESETS as MODELS
 from octile.models.config import ModelConfig
 from octile.tokenizer import check_text, check_vocab_size

@@ -25,21 +25,21 @@ import torch
 from octile.checkpoint.files import write_json, write_text
 from octile.checkpoint.hugging_face import checkpoint_folder, save
 from octile.checkpoint.store import Store
+from octile.command_text import train_command
 from octile.extras import require
 from octile.formats import E4M3
-from octile.launch import train_command
 from octile.models.counts import count_parameters
 from octile.parallel.device import pick_own_device
 from octile.parallel.ranks import Ranks, RanksError, count_ranks, explain, join, leave, will_restart
 from octile.recipe import BLOCK, OperandFormat
 from octile.report.machine import describe_machine, machine
-from octile.report.page import format_count
 from octile.report.run.memorization import find_memorization
 from octile.report.run.metrics import read_run
 from octile.report.run.page import write_run_report
 from octile.report.run.spikes import Spike, SpikeDetector, SpikeState
 from octile.serve.engine.request import Sampling
 from octile.serve.generate import generate_from
+from octile.text import format_count
 from octile.train.config import FILE_TEXTS, TrainConfig, flatten
 from octile.train.data.batches import count_windows
 from octile.train.data.corpus import check_source

@@ -22,9 +22,10 @@ from urllib.request import urlopen
 from octile.bench.goals import FASTEST_DRAFTS, LONG_CLIENT, MANY_CLIENTS, ONE_CLIENT, THROUGHPUT
 from octile.bench.rows import Row, compare
 from octile.checkpoint.hugging_face import read_model_config
-from octile.launch import path_argument
+from octile.command_text import path_argument
 from octile.report.page import format_count
 from octile.serve.http.stress import Load, LoadResult, load_test, percentile
+from octile.text import format_count
 
 WARM_UP = Load(clients=64, requests=64, new_tokens=8)
 ONE = Load(clients=1, requests=8, new_tokens=64)

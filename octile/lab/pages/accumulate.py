@@ -24,9 +24,9 @@ from octile.lab.pages.page import (
 )
 from octile.lab.tensor_core.architectures import EVIDENCE, find_instruction
 from octile.report.console import Console
-from octile.report.page import format_bytes, format_signed
 from octile.report.style import COLOR, PHONE, WIDE, label_ends, style_axes
 from octile.report.svg import make_chart
+from octile.text import format_bytes, format_signed
 from octile.train.memory.device import device_memory
 
 if TYPE_CHECKING:

@@ -31,9 +31,9 @@ from octile.lab.pages.figures import SNR_MEANING
 from octile.lab.pages.page import Section, Table, power, screen_table, write_lab_page
 from octile.lab.real_tensors import RealTensors, real_tensors
 from octile.report.console import Console
-from octile.report.page import format_quantity
 from octile.report.style import PHONE, WIDE
 from octile.report.svg import Chart, make_chart
+from octile.text import format_quantity
 
 OCTAVES = list(range(-20, 18))
 UPDATE, TIMES = 1e-3, 1000

@@ -19,9 +19,9 @@ from octile.lab.pages.page import Section, Table, screen_table, write_lab_page
 from octile.lab.tensor_core.architectures import EVIDENCE, find_instruction
 from octile.lab.what_if import noise_to_db, select_gemms
 from octile.report.console import Console
-from octile.report.page import format_bytes, format_count, format_signed
 from octile.report.style import PHONE, WIDE
 from octile.report.svg import Chart, make_chart
+from octile.text import format_bytes, format_count, format_signed
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from octile.lab.pages.figures import is_wide
-from octile.report.page import format_bytes, format_signed
 from octile.report.style import COLOR, label_ends, style_axes
+from octile.text import format_bytes, format_signed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

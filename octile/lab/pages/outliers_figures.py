@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from octile.lab.outliers import MASSIVE, Outliers, Removal
 from octile.lab.pages.figures import is_wide, legend
 from octile.lab.pages.page import Section
-from octile.report.page import format_count
 from octile.report.run.metrics import Floats
 from octile.report.style import COLOR, PHONE, WIDE, style_axes
 from octile.report.svg import make_chart
+from octile.text import format_count
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -11,9 +11,10 @@ from rich.cells import cell_len
 
 from octile.checkpoint.files import write_text
 from octile.report.console import Console
-from octile.report.page import render, superscript
+from octile.report.page import render
 from octile.report.svg import Chart
 from octile.report.table import ScreenTable
+from octile.text import superscript
 
 
 @dataclass(frozen=True)

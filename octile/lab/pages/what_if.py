@@ -24,7 +24,7 @@ from octile.lab.variants import PUBLISHED, REFERENCES, SearchSpace, Variant
 from octile.lab.what_if import Rank, WhatIf, noise_to_db, select_gemms, what_if
 from octile.recipe import GemmName
 from octile.report.console import Console
-from octile.report.page import format_count, format_signed
+from octile.text import format_count, format_signed
 
 COLUMNS = (
     *("format", "block", "scale", "promoted", "sums", "bits"),

@@ -13,9 +13,9 @@ from octile.lab.pages.page import Section
 from octile.lab.variants import REFERENCES, Variant
 from octile.lab.what_if import GemmErrors, WhatIf, noise_to_db
 from octile.recipe import GEMMS, GemmName
-from octile.report.page import format_count, format_signed
 from octile.report.style import COLOR, PHONE, WIDE, style_axes
 from octile.report.svg import Chart, make_chart
+from octile.text import format_count, format_signed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

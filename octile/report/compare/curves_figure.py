@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from octile.report.page import format_percent
 from octile.report.run.metrics import Floats, last_known, smooth
 from octile.report.style import COLOR, label_ends, line, recipe_style, step_axis, style_axes
+from octile.text import format_percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

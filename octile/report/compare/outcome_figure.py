@@ -6,8 +6,8 @@ import math
 from typing import TYPE_CHECKING
 
 from octile.report.compare.summary import FEW_SEEDS
-from octile.report.page import format_percent
 from octile.report.style import COLOR, recipe_style, style_axes
+from octile.text import format_percent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

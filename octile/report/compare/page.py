@@ -16,11 +16,11 @@ from octile.report.compare.result import MIN_STEPS, CompareResult
 from octile.report.compare.summary import notes, seeds_note, verdict_sentence
 from octile.report.compare.tables import detail_rows, outcome_rows
 from octile.report.compare.token_differences import TokenDifferences
-from octile.report.page import format_signed, render
+from octile.report.page import render
 from octile.report.run.metrics import flatten
 from octile.report.style import HALF, PHONE, WIDE, palette_name, save_drawing
 from octile.report.svg import Chart, make_chart
-from octile.report.text import escape_control_characters
+from octile.text import escape_control_characters, format_signed
 
 
 def write_compare_report(folder: Path, result: CompareResult) -> Path:

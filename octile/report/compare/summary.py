@@ -6,7 +6,7 @@ import math
 
 from octile.report.compare.intervals import MIN_BOOTSTRAP_SAMPLES, Interval
 from octile.report.compare.result import MIN_STEPS, CompareResult, Curve, Outcome
-from octile.report.page import format_count, format_percent
+from octile.text import format_count, format_percent
 
 FEW_SEEDS = 2  # a confidence interval of so few seeds proves hardly anything
 MAX_SPEED_SPREAD = 2.0  # upper over lower quartile of the steps' speeds within a run

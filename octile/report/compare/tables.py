@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from octile.report.compare.result import CompareResult, Curve
 from octile.report.compare.summary import span
-from octile.report.page import format_bytes, format_percent
 from octile.report.style import palette_name
+from octile.text import format_bytes, format_percent
 
 if TYPE_CHECKING:
     from octile.report.table import ScreenTable

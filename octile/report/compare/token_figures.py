@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from octile.report.compare.token_differences import MIN_OCCURRENCES, Group, TokenDifferences
-from octile.report.page import format_signed
 from octile.report.style import COLOR, label_ends, recipe_style, style_axes
+from octile.text import format_signed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from octile.report.page import format_quantity
 from octile.report.run.metrics import Floats, Run, as_float, last_known, smooth
 from octile.report.style import COLOR, label_ends, line, noisy_line, step_axis, style_axes
+from octile.text import format_quantity
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

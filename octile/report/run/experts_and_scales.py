@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from octile.report.page import format_quantity, superscript
 from octile.report.run.metrics import Floats, Record, Run, last_known, smooth
 from octile.report.style import COLOR, label_ends, line, step_axis, style_axes
+from octile.text import format_quantity, superscript
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from octile.checkpoint.files import write_text
-from octile.report.page import format_duration, format_flops, format_quantity, render
+from octile.report.page import render
 from octile.report.run import curves, experts_and_scales
 from octile.report.run.memorization import find_memorization
 from octile.report.run.metrics import Run, as_float, find, flatten, last_known, read_run
 from octile.report.run.spikes import find_spikes
 from octile.report.style import HALF, PHONE, THIRD, WIDE, save_drawing
 from octile.report.svg import Chart, make_chart
-from octile.report.text import escape_control_characters
+from octile.text import escape_control_characters, format_duration, format_flops, format_quantity
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

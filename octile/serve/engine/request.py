@@ -10,7 +10,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
-from octile.report.page import format_count
+from octile.text import format_count
 from octile.validation import MAX_SEED, Seed, check
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # normal numbers of FP32

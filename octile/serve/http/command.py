@@ -30,6 +30,7 @@ from octile.serve.ranks.front_engine import FrontEngine, follow
 from octile.serve.runner.model_runner import ModelRunner
 from octile.serve.weights.generation_config import FILE
 from octile.serve.weights.load import Folder
+from octile.text import format_count
 
 
 def serve(

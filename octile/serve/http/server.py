@@ -12,12 +12,12 @@ from contextlib import contextmanager, suppress
 
 import uvicorn
 
-from octile.report.page import format_count
 from octile.serve.http.address import listen
 from octile.serve.http.app import create_app
 from octile.serve.http.connection import Connection
 from octile.serve.http.limits import WRITE_SECONDS
 from octile.serve.http.service import Service
+from octile.text import format_count
 
 KEEP_ALIVE_SECONDS = 30
 MAX_FILES = 65536

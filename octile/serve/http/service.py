@@ -22,6 +22,7 @@ from octile.serve.http.metrics import Metrics
 from octile.serve.http.protocol import ChatBody, CompletionBody, Generation, parse
 from octile.serve.http.responses import DONE, PacedResponse, event, json_bytes, while_connected
 from octile.serve.process.async_engine import AsyncEngine, EngineError, StepEngine, Stream
+from octile.text import format_count
 from octile.tokenizer import Tokenizer
 from octile.validation import quoted
 

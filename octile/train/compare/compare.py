@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from octile.checkpoint.files import write_json
+from octile.command_text import quoted_path
 from octile.extras import require
-from octile.launch import quoted_path
 from octile.parallel.device import pick_device
 from octile.parallel.ranks import Ranks
 from octile.recipe import Recipe

@@ -25,8 +25,7 @@ import numpy.typing as npt
 
 from octile.checkpoint.files import checksum
 from octile.report.machine import version_of
-from octile.report.page import format_count
-from octile.report.text import escape_control_characters
+from octile.text import escape_control_characters, format_count
 from octile.tokenizer import Tokenizer, check_vocab_size
 from octile.train.data import token_cache
 from octile.train.data.corpus import Corpus, Document, content_digest, is_url, open_corpus

@@ -11,11 +11,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from octile.launch import quoted_path
+from octile.command_text import quoted_path
 from octile.models.counts import count_parameters
 from octile.report.console import Console
 from octile.report.page import format_count, format_duration, format_flops
-from octile.report.text import escape_control_characters
+from octile.text import escape_control_characters, format_count, format_duration, format_flops
 from octile.train.data.spans import SPAN
 from octile.train.data.token_store import LEFT_OUT, TokenStore
 from octile.train.run.folder import RunFolder

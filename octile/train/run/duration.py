@@ -13,7 +13,7 @@ import torch
 
 from octile.kernels import cpu
 from octile.models.flops import train_flops_per_token
-from octile.report.page import format_duration, format_flops, format_quantity
+from octile.text import format_duration, format_flops, format_quantity
 from octile.train.config import TrainConfig
 from octile.train.trainer import batch_ramp
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from octile.launch import quoted_path
+from octile.command_text import quoted_path
 
 
 @pytest.mark.parametrize("path", ["run", "a run's", "-dash", "-a run", "--out"])
