@@ -1,9 +1,12 @@
 """Tests of `import octile`: it is cheap, needs no optional package, and every public name exists and is documented."""
 
+import ast
 import subprocess
 import sys
 from dataclasses import replace
+from graphlib import TopologicalSorter
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
 
@@ -180,3 +183,25 @@ def test_an_unknown_name_is_an_attribute_error():
 
 def test_the_package_says_that_it_is_typed():
     assert files("octile").joinpath("py.typed").is_file()
+
+
+def imports_of_modules() -> dict[str, set[str]]:
+    """The modules of octile that each module of octile imports: at once, in a function, or for its annotations."""
+    package = Path(octile.__file__).parent
+    names = {p: ".".join(p.relative_to(package.parent).with_suffix("").parts) for p in package.rglob("*.py")}
+    trees = {name.removesuffix(".__init__"): ast.parse(path.read_text("utf-8")) for path, name in names.items()}
+    imported: dict[str, set[str]] = {name: set() for name in trees}
+    for name, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                imported[name] |= {alias.name for alias in node.names} & trees.keys()
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                modules = {f"{node.module}.{alias.name}" for alias in node.names}
+                imported[name] |= {module if module in trees else node.module for module in modules} & trees.keys()
+    return imported
+
+
+def test_no_module_imports_itself_through_others():
+    imported = imports_of_modules()
+    assert sum(map(len, imported.values())) > 1000
+    TopologicalSorter(imported).prepare()  # raises CycleError, which names the modules

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal, Protocol
 
 from octile.models.config import ModelConfig
 from octile.parallel.schedules import Schedule, make_schedule
 from octile.validation import Range, check_fields
 
-if TYPE_CHECKING:
-    from octile.plan.hardware import Cluster
-
 Count = Annotated[int, Range(at_least=1, at_most=2**24)]
 ScheduleName = Literal["gpipe", "1f1b", "zb1p", "dualpipe", "dualpipev", "chimera"]
 
 _make_schedule = lru_cache(make_schedule)  # a search asks for the same ones again and again
+
+
+class Nodes(Protocol):
+    """What a layout divides: the GPUs of a cluster, in nodes of equal size."""
+
+    @property
+    def gpus(self) -> int:
+        """All GPUs."""
+
+    @property
+    def gpus_per_node(self) -> int:
+        """GPUs that NVLink connects."""
 
 
 @dataclass(frozen=True)
@@ -64,15 +73,15 @@ class Layout:
         """Tokens of a micro-batch on one rank."""
         return self.micro_batch_size * self.sequence_length
 
-    def dp(self, cluster: Cluster) -> int:
+    def dp(self, cluster: Nodes) -> int:
         """Data-parallel ranks."""
         return cluster.gpus // self.pp
 
-    def micro_batches(self, cluster: Cluster) -> int:
+    def micro_batches(self, cluster: Nodes) -> int:
         """Micro-batches of a step on one rank."""
         return self.batch_size // (self.dp(cluster) * self.micro_batch_size)
 
-    def check(self, c: ModelConfig, cluster: Cluster) -> None:
+    def check(self, c: ModelConfig, cluster: Nodes) -> None:
         """Refuse a layout that does not divide the GPUs, the experts, the layers or the batch.
 
         Raises:
@@ -105,7 +114,7 @@ class Layout:
             longest = c.max_position_embeddings
             raise ValueError(f"sequence_length must be at most the model's {longest:,}, not {self.sequence_length:,}")
 
-    def make_schedule(self, cluster: Cluster) -> Schedule:
+    def make_schedule(self, cluster: Nodes) -> Schedule:
         """The pipeline's schedule.
 
         Raises:
