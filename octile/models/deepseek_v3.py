@@ -23,7 +23,7 @@ from octile.nn.fused.cross_entropy import cross_entropy
 from octile.nn.fused.pre_norm import pre_norm
 from octile.nn.gate import Gate
 from octile.nn.indexer import Indexer
-from octile.nn.mla import MLA, LatentCache, LayerCache
+from octile.nn.mla import MLA
 from octile.nn.mlp import MLP
 from octile.nn.moe import Experts, MoE
 from octile.nn.norm import RMSNorm
@@ -41,16 +41,15 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.mlp = _mixture(c) if c.is_moe(layer) else MLP(c.hidden_size, c.intermediate_size)
 
-    def forward(self, x_BSD: Tensor, cos_sin: CosSin, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, x_BSD: Tensor, cos_sin: CosSin) -> Tensor:
         """Return the block's output, [B, S, D].
 
         Args:
             x_BSD: the input.
             cos_sin: cosines and sines of the positions.
-            cache: the layer's latent cache, for generation; with it nothing is fused.
         """
-        x_BSD, normed = pre_norm(x_BSD, self.input_layernorm, self.self_attn, fuse=cache is None)
-        x_BSD = x_BSD + self.self_attn(normed, cos_sin, cache)
+        x_BSD, normed = pre_norm(x_BSD, self.input_layernorm, self.self_attn)
+        x_BSD = x_BSD + self.self_attn(normed, cos_sin)
         x_BSD, normed = pre_norm(x_BSD, self.post_attention_layernorm, self.mlp)
         return x_BSD + self.mlp(normed)
 
@@ -65,17 +64,16 @@ class MTPBlock(Block):
         self.eh_proj = nn.Linear(2 * c.hidden_size, c.hidden_size, bias=False)
         self.shared_head = nn.ModuleDict({"norm": RMSNorm(c.hidden_size, c.rms_norm_eps)})
 
-    def forward(self, x_BSD: Tensor, cos_sin: CosSin, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, x_BSD: Tensor, cos_sin: CosSin) -> Tensor:
         """Return the normed state for the token after the next, [B, S, D].
 
         Args:
             x_BSD: the embedding of the next token and the main model's state, side by side, [B, S, 2·D].
             cos_sin: cosines and sines of the positions.
-            cache: the layer's latent cache, for generation.
         """
         emb_BSD, h_BSD = x_BSD.chunk(2, dim=-1)
         x_BSD = self.eh_proj(torch.cat((self.enorm(emb_BSD), self.hnorm(h_BSD)), dim=-1))
-        return self.shared_head["norm"](super().forward(x_BSD, cos_sin, cache))
+        return self.shared_head["norm"](super().forward(x_BSD, cos_sin))
 
 
 class Trunk(nn.Module):
@@ -120,15 +118,12 @@ class DeepseekV3(nn.Module):
                 elif parameter.dim() > 1:
                     nn.init.normal_(parameter, std=config.initializer_range)
 
-    def forward(
-        self, tokens_BS: Tensor, labels_BS: Tensor | None = None, *, cache: LatentCache | None = None
-    ) -> Tensor:
+    def forward(self, tokens_BS: Tensor, labels_BS: Tensor | None = None) -> Tensor:
         """Compute logits, or the loss if there are labels.
 
         Args:
             tokens_BS: int64 [B, S].
             labels_BS: int64 [B, S], usually the tokens themselves: the model shifts them. The loss ignores −100.
-            cache: made by `new_cache`, holds what former calls have read; these tokens are appended.
 
         Returns:
             logits [B, S, V]; or the mean loss in nats, a scalar: the next token's cross-entropy, in training mode
@@ -136,10 +131,10 @@ class DeepseekV3(nn.Module):
             indexers' alignment losses.
 
         Raises:
-            ValueError: wrong shapes, labels together with a cache, or more tokens than the model or the cache can hold.
+            ValueError: wrong shapes, or more tokens than the model's `max_position_embeddings`.
         """
-        self._check(tokens_BS, labels_BS, cache)
-        h_BSD, cos_sin = self._main(tokens_BS, cache)
+        self._check(tokens_BS, labels_BS)
+        h_BSD, cos_sin = self._main(tokens_BS)
         if labels_BS is None:
             self._pop_losses()
             return self.lm_head(h_BSD)
@@ -162,17 +157,11 @@ class DeepseekV3(nn.Module):
             raise ValueError("the model has no multi-token prediction, so it drafts nothing")
         if tokens_BS.dim() != 2 or tokens_BS.shape[1] < 2:
             raise ValueError(f"tokens must be [batch, sequence] of two tokens or more, not {list(tokens_BS.shape)}")
-        self._check(tokens_BS, None, None)
+        self._check(tokens_BS, None)
         h_BSD, cos_sin = self._main(tokens_BS)
         drafts_BSD = self._drafts(tokens_BS, h_BSD, cos_sin)
         self._pop_losses()
         return self.lm_head(h_BSD), self.lm_head(drafts_BSD)
-
-    def new_cache(self, batch: int, max_length: int, dtype: torch.dtype | None = None) -> LatentCache:
-        """Make an empty cache for `batch` texts of up to `max_length` tokens, on the model's device."""
-        layers, device = self.config.num_hidden_layers, self.lm_head.weight.device
-        width = self.config.latent_dim + (self.config.index_head_dim or 0)
-        return LatentCache(layers, batch, max_length, width, device, dtype or self.lm_head.weight.dtype)
 
     def moe_layers(self) -> dict[str, MoE]:
         """Return the mixtures of experts by their names, such as "model.layers.3.mlp"."""
@@ -205,16 +194,12 @@ class DeepseekV3(nn.Module):
         trunk, n = self.model, self.config.num_hidden_layers
         return [trunk.embed_tokens, *trunk.layers[:n], trunk.norm, self.lm_head, *trunk.layers[n:]]
 
-    def _main(self, tokens_BS: Tensor, cache: LatentCache | None = None) -> tuple[Tensor, CosSin]:
-        """Return what the head reads, normalized [B, S, D], and the cosines and sines of these positions."""
-        start = cache.length if cache is not None else 0
-        s = tokens_BS.shape[1]
-        cos_sin = self.rope.cos_sin(torch.arange(start, start + s, device=tokens_BS.device))
+    def _main(self, tokens_BS: Tensor) -> tuple[Tensor, CosSin]:
+        """Return what the head reads, normalized [B, S, D], and the cosines and sines of the positions."""
+        cos_sin = self.rope.cos_sin(torch.arange(tokens_BS.shape[1], device=tokens_BS.device))
         x_BSD = self._embedded(tokens_BS)
-        for i, layer in enumerate(self.model.layers[: self.config.num_hidden_layers]):
-            x_BSD = layer(x_BSD, cos_sin, cache[i] if cache is not None else None)
-        if cache is not None:
-            cache.length += s
+        for layer in self.model.layers[: self.config.num_hidden_layers]:
+            x_BSD = layer(x_BSD, cos_sin)
         return self.model.norm(x_BSD), cos_sin
 
     def _loss(
@@ -275,23 +260,17 @@ class DeepseekV3(nn.Module):
             h_BSD = h_BSD[:, :n]
         return cross_entropy(self.lm_head(h_BSD), labels_BS)
 
-    def _check(self, tokens_BS: Tensor, labels_BS: Tensor | None, cache: LatentCache | None) -> None:
+    def _check(self, tokens_BS: Tensor, labels_BS: Tensor | None) -> None:
         if tokens_BS.dim() != 2 or tokens_BS.numel() == 0:
             raise ValueError(f"tokens must be [batch, sequence] with at least one token, not {list(tokens_BS.shape)}")
-        length = tokens_BS.shape[1] + (cache.length if cache is not None else 0)
-        if length > self.config.max_position_embeddings:
-            limit = self.config.max_position_embeddings
+        length, limit = tokens_BS.shape[1], self.config.max_position_embeddings
+        if length > limit:
             raise ValueError(f"{length} tokens are more than the model's max_position_embeddings, {limit}")
-        if labels_BS is not None and (labels_BS.shape != tokens_BS.shape or cache is not None):
-            raise ValueError(
-                f"labels must have the tokens' shape {list(tokens_BS.shape)} and come without a cache, "
-                f"not {list(labels_BS.shape)}{' with a cache' if cache is not None else ''}"
-            )
+        if labels_BS is not None and labels_BS.shape != tokens_BS.shape:
+            raise ValueError(f"labels must have the tokens' shape {list(tokens_BS.shape)}, not {list(labels_BS.shape)}")
         shortest = 3 if self.training and self.config.num_nextn_predict_layers else 2
         if labels_BS is not None and tokens_BS.shape[1] < shortest:
             raise ValueError(f"a loss needs sequences of at least {shortest} tokens, not {tokens_BS.shape[1]}")
-        if cache is not None:
-            cache.check(tokens_BS)
 
 
 def rope_of(c: ModelConfig) -> Rope:

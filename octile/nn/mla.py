@@ -3,26 +3,20 @@
     latent = RMSNorm(W_kva · x)     512 channels, and 64 more of a rotary key that all heads share
     k, v   = W_kvb · latent         128 + 128 channels a head, recomputed wherever they are needed
 
-Only the latent is cached.  With an indexer each query attends to the keys that it chooses (`octile.nn.indexer`), whose
-keys are cached, too; nothing is fused then.  The same attention has two forms:
-
-    naive      computes k and v and attends as usual: the fewest operations where many queries share the keys, as in
-               training and in reading a prompt
-    absorbed   multiplies the queries by W_k and the result by W_v, (q · W_k) · latent instead of q · (W_k · latent),
-               and attends to the latents themselves: for decoding, whose time goes into reading the cache
+With an indexer each query attends to the keys that it chooses (`octile.nn.indexer`); nothing is fused then. This module
+is for training: it computes keys and values, and attends as usual. `octile.serve` caches the latents of former tokens.
 
 Source: DeepSeek-V2 (arXiv 2405.04434) §2.1, DeepSeek-V3 (arXiv 2412.19437) §2.1.1.
-Shapes: B batch, S new tokens, T tokens so far, D model, H heads, C latent, R rotary key, N the rest of a head's key,
-V a head's value, W = C + R, K keys that an indexer chooses, E channels of its keys.
+Shapes: B batch, S tokens, D model, H heads, C latent, R rotary key, N the rest of a head's key, V a head's value,
+W = C + R, K keys that an indexer chooses.
 """
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octile.nn.functional import result_dtype
 from octile.nn.fused.block_input import BlockInput
-from octile.nn.fused.chosen_attention import chosen_attention, is_chosen
+from octile.nn.fused.chosen_attention import chosen_attention
 from octile.nn.fused.fusion import FusableModule, Fusion, fuse_linear
 from octile.nn.fused.mla import Heads, latent_attention
 from octile.nn.fused.pre_norm import norm_block_input
@@ -34,63 +28,12 @@ from octile.nn.norm import RMSNorm
 from octile.nn.rope import CosSin
 
 
-class LatentCache:
-    """Latents and rotary keys of all layers in one tensor: data [layers, B, T_max, W], `length` tokens in use.
-
-    With an indexer its keys follow: W + E channels.
-
-    A model hands each layer `cache[layer]`, and increases `length` when all layers have written.
-    """
-
-    def __init__(
-        self,
-        n_layers: int,
-        batch: int,
-        max_length: int,
-        latent_dim: int,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ):
-        self.data = torch.zeros(n_layers, batch, max_length, latent_dim, device=device, dtype=dtype)
-        self.length = 0
-
-    def __getitem__(self, layer: int) -> "LayerCache":
-        return LayerCache(self.data[layer], self.length)
-
-    def check(self, tokens_BS: Tensor) -> None:
-        """Check that tokens [B, S] can be appended.
-
-        Raises:
-            ValueError: another batch size, or more tokens than the cache has room for.
-        """
-        _, batch, max_length, _ = self.data.shape
-        if tokens_BS.shape[0] != batch:
-            raise ValueError(f"tokens have batch {tokens_BS.shape[0]}, but the cache was made for {batch}")
-        if self.length + tokens_BS.shape[1] > max_length:
-            raise ValueError(
-                f"{tokens_BS.shape[1]} tokens do not fit into the cache: {self.length} of {max_length} are in use"
-            )
-
-
-class LayerCache:
-    """One layer's part of a cache: data [B, T_max, W], of which the first `length` tokens are in use."""
-
-    def __init__(self, data_BTW: Tensor, length: int):
-        self.data_BTW, self.length = data_BTW, length
-
-    def append(self, new_BSW: Tensor) -> Tensor:
-        """Append new tokens [B, S, W], and return all of them [B, T, W]."""
-        end = self.length + new_BSW.shape[1]
-        self.data_BTW[:, self.length : end] = new_BSW
-        return self.data_BTW[:, :end]
-
-
 class MLA(FusableModule):
     """Causal multi-head latent attention; parameters are named as in the published checkpoints.
 
-    Under a recipe that says how attention's output is saved, and without a cache, its up-projections, attention and
-    output projection are one function (`octile.nn.fused.mla`), and so are its down-projections. Otherwise, and where a
-    layer has hooks or was replaced, they are called one after the other.
+    Under a recipe that says how attention's output is saved, its up-projections, attention and output projection are
+    one function (`octile.nn.fused.mla`), and so are its down-projections. Otherwise, and where a layer has hooks or was
+    replaced, they are called one after the other.
 
     Args:
         hidden_size: D.
@@ -143,33 +86,24 @@ class MLA(FusableModule):
         self.indexer = indexer
         self.fusable_layers = (*of_q, "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
 
-    def forward(self, x_BSD: Tensor | BlockInput, cos_sin: CosSin, cache: LayerCache | None = None) -> Tensor:
-        """Attend from S new tokens to themselves and, with a cache, to the tokens before them: [B, S, D].
+    def forward(self, x_BSD: Tensor | BlockInput, cos_sin: CosSin) -> Tensor:
+        """Attend from each token to itself and to the tokens before it: [B, S, D].
 
         Args:
-            x_BSD: the input, or, without a cache, the second result of `octile.nn.pre_norm`.
-            cos_sin: of the S positions, each [S, R / 2].
+            x_BSD: the input, or the second result of `octile.nn.pre_norm`.
+            cos_sin: cosines and sines of the positions, each [S, R / 2].
         """
-        x = self.fused_input(x_BSD) if cache is None else x_BSD
+        x = self.fused_input(x_BSD)
         if isinstance(x, BlockInput):
             return self._fused(x, cos_sin)
 
         q_BSHX, latent_BSW, q_latent_BSL = self._projections(x)
         q_BSHX = rotate(q_BSHX, cos_sin)
         latent_BSC, k_rope_BSR = latent_BSW.split(self.latent_split, dim=-1)
-        latent_BSC = self.kv_a_layernorm(latent_BSC)
         index = None
         if self.indexer is not None and q_latent_BSL is not None:
             index = self.indexer(x, q_latent_BSL, cos_sin)
-
-        if cache is not None:
-            rotated_BSR = rotate(k_rope_BSR[:, :, None], cos_sin)[:, :, 0]
-            parts = (latent_BSC, rotated_BSR) if index is None else (latent_BSC, rotated_BSR, index.k)
-            cached_BTW = cache.append(torch.cat(parts, dim=-1))
-        if cache is None or cache.length == 0:
-            o_BSHV = self._naive(q_BSHX, latent_BSC, k_rope_BSR, cos_sin, index)
-        else:
-            o_BSHV = self._absorbed(q_BSHX, cached_BTW, index)
+        o_BSHV = self._attend(q_BSHX, self.kv_a_layernorm(latent_BSC), k_rope_BSR, cos_sin, index)
         return self.o_proj(o_BSHV.flatten(-2))
 
     def decide_fusion(self) -> Fusion | None:
@@ -210,7 +144,7 @@ class MLA(FusableModule):
             q = self.q_b_proj(compressed)
         return q.unflatten(-1, (self.num_heads, -1)), latent_BSW, compressed
 
-    def _naive(
+    def _attend(
         self, q_BSHX: Tensor, latent_BSC: Tensor, k_rope_BSR: Tensor, cos_sin: CosSin, index: IndexInput | None
     ) -> Tensor:
         kv_BSHY = self.kv_b_proj(latent_BSC).unflatten(-1, (self.num_heads, -1))
@@ -225,26 +159,3 @@ class MLA(FusableModule):
         q_BHSX, k_BHSX, v_BHSV = (t.transpose(1, 2) for t in (q_BSHX, k_BSHX, v_BSHV))
         o_BHSV = F.scaled_dot_product_attention(q_BHSX, k_BHSX, v_BHSV, is_causal=True, scale=self.softmax_scale)
         return o_BHSV.transpose(1, 2)
-
-    def _absorbed(self, q_BSHX: Tensor, cached_BTW: Tensor, index: IndexInput | None) -> Tensor:
-        q_nope_BSHN, q_rope_BSHR = q_BSHX.split(self.q_split, dim=-1)
-        # the weight of kv_b_proj in high precision: the GEMM that the recipe quantizes is not run in this form
-        w_HXC = self.kv_b_proj.weight.to(q_nope_BSHN.dtype).unflatten(0, (self.num_heads, -1))
-        w_k_HNC, w_v_HVC = w_HXC.split(self.kv_split, dim=1)
-        chosen_BSK = None
-        if self.indexer is not None and index is not None:
-            cached_BTW, index_k_BTE = cached_BTW.split([sum(self.latent_split), self.indexer.head_dim], dim=-1)
-            chosen_BSK = self.indexer.choose(index.q, index_k_BTE.float(), index.weights)
-        cached_BTW = cached_BTW.to(q_nope_BSHN.dtype)
-        latent_BTC = cached_BTW[..., : w_HXC.shape[-1]]
-
-        q_BSHW = torch.cat((torch.einsum("bshn,hnc->bshc", q_nope_BSHN, w_k_HNC), q_rope_BSHR), dim=-1)
-        score_BHST = torch.einsum("bshw,btw->bhst", q_BSHW, cached_BTW).float() * self.softmax_scale
-        s, t = score_BHST.shape[-2:]
-        future_ST = torch.ones(s, t, dtype=torch.bool, device=score_BHST.device).triu(t - s + 1)
-        score_BHST = score_BHST.masked_fill(future_ST, float("-inf"))
-        if chosen_BSK is not None:
-            score_BHST = score_BHST.masked_fill(~is_chosen(chosen_BSK, t)[:, None], float("-inf"))
-        weight_BHST = score_BHST.softmax(-1).to(latent_BTC.dtype)
-        o_BSHC = torch.einsum("bhst,btc->bshc", weight_BHST, latent_BTC)
-        return torch.einsum("bshc,hvc->bshv", o_BSHC, w_v_HVC)

@@ -172,29 +172,6 @@ def test_drafts_need_two_tokens(mini):
         mini.with_drafts(tokens(length=1))
 
 
-# decoding
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("config", [MINI_V3, MINI_V2], ids=["V3", "V2"])
-def test_decoding_through_the_cache_equals_one_forward_pass(config):
-    model, t = build(config).eval(), tokens()
-    cache = model.new_cache(2, 24)
-    pieces = [model(t[:, :5], cache=cache)]
-    pieces += [model(t[:, i : i + 1], cache=cache) for i in range(5, 24)]
-    expected = model(t)
-    torch.testing.assert_close(torch.cat(pieces, dim=1), expected, rtol=0, atol=1e-5 * expected.abs().max().item())
-
-
-@torch.no_grad()
-def test_the_cache_stores_one_latent_per_token_and_layer(mini):
-    cache = mini.eval().new_cache(2, 24)
-    mini(tokens(length=6), cache=cache)
-    assert cache.data.shape == (3, 2, 24, 32 + 8)
-    assert cache.length == 6
-    assert (cache.data[:, :, 6:] == 0).all()
-
-
 # refusals
 
 
@@ -207,17 +184,6 @@ def test_tokens_must_be_a_batch_of_sequences(mini, shape):
 def test_more_tokens_than_the_context_are_refused(mini):
     with pytest.raises(ValueError, match="65 tokens are more than the model's max_position_embeddings, 64"):
         mini(tokens(length=65))
-
-
-@torch.no_grad()
-def test_a_full_cache_is_not_changed(mini):
-    cache = mini.eval().new_cache(2, 8)
-    mini(tokens(length=8), cache=cache)
-    before = cache.data.clone()
-    with pytest.raises(ValueError, match="1 tokens do not fit into the cache: 8 of 8 are in use"):
-        mini(tokens(length=1), cache=cache)
-    assert torch.equal(cache.data, before)
-    assert cache.length == 8
 
 
 def test_labels_of_another_shape_are_refused(mini):
@@ -322,14 +288,6 @@ def test_an_indexer_that_chooses_few_tokens_changes_the_later_logits_alone():
     dense = model(tokens())
     torch.testing.assert_close(sparse[:, :6], dense[:, :6])
     assert (sparse[:, 12:] - dense[:, 12:]).abs().amax() > 0.1
-
-
-@torch.no_grad()
-def test_generation_with_a_cache_chooses_the_same_keys():
-    model = build(SPARSE).eval()
-    cache = model.new_cache(2, 24)
-    parts = [model(tokens()[:, i:j], cache=cache) for i, j in ((0, 10), (10, 17), *((t, t + 1) for t in range(17, 24)))]
-    torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens()), rtol=1e-4, atol=1e-4)
 
 
 def test_the_indexers_loss_is_part_of_the_loss_in_training():

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from octile.nn.indexer import Indexer, quantize_index, weight_factor
-from octile.nn.mla import MLA, LatentCache
+from octile.nn.mla import MLA
 from octile.nn.rope import Rope
 from octile.ops.index_rows import hadamard, rotate_first
 
@@ -178,18 +178,6 @@ def test_attention_reads_the_chosen_keys_alone():
     changed = x.clone()
     changed[0, unseen] = 100.0
     assert torch.equal(mla(changed, cos_sin(0, 20))[0, 19], before)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("ends", [range(1, 21), (4, 9, 10, 20)], ids=["token by token", "chunks"])
-def test_a_cache_changes_no_result(ends):
-    mla, (x, _) = make_mla().eval(), inputs()
-    cache, parts = LatentCache(1, 2, 20, 32 + R + E), []
-    for end in ends:
-        start = cache.length
-        parts.append(mla(x[:, start:end], cos_sin(start, end), cache[0]))
-        cache.length = end
-    torch.testing.assert_close(torch.cat(parts, dim=1), mla(x, cos_sin(0, 20)), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("warm_up", [False, True])

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from octile.nn.mla import MLA, LatentCache
+from octile.nn.mla import MLA
 from octile.nn.rope import Rope
 
 ROPE = Rope(8, factor=4.0, original_max_position_embeddings=16, mscale_all_dim=1.0)
@@ -31,16 +31,6 @@ def cos_sin(start, end):
     return ROPE.cos_sin(torch.arange(start, end))
 
 
-def in_chunks(mla, x_BSD, ends):
-    """The outputs of reading x in chunks through a cache; every chunk but the first uses absorbed attention."""
-    cache, chunks = LatentCache(1, len(x_BSD), x_BSD.shape[1], 40, dtype=x_BSD.dtype), []
-    for end in ends:
-        start = cache.length
-        chunks.append(mla(x_BSD[:, start:end], cos_sin(start, end), cache[0]))
-        cache.length = end
-    return torch.cat(chunks, dim=1)
-
-
 def slow(mla, x_BSD):
     """The definition: one query, one head, one key at a time."""
     b, s, _ = x_BSD.shape
@@ -66,24 +56,9 @@ def slow(mla, x_BSD):
 
 @torch.no_grad()
 @pytest.mark.parametrize("q_lora_rank", [24, None])
-def test_unabsorbed_attention_equals_the_definition(q_lora_rank):
+def test_attention_equals_the_definition(q_lora_rank):
     mla, x = attention(q_lora_rank), torch.randn(2, 7, 64)
     torch.testing.assert_close(mla(x, cos_sin(0, 7)), slow(mla, x), rtol=1e-5, atol=1e-5)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("q_lora_rank", [24, None])
-@pytest.mark.parametrize("seed", range(3))
-def test_absorbed_attention_equals_unabsorbed_token_by_token(q_lora_rank, seed):
-    mla, x = attention(q_lora_rank, seed), torch.randn(2, 20, 64)
-    unabsorbed = mla(x, cos_sin(0, 20))
-    torch.testing.assert_close(in_chunks(mla, x, range(1, 21)), unabsorbed, rtol=1e-5, atol=1e-5)
-
-
-@torch.no_grad()
-def test_absorbed_attention_equals_unabsorbed_in_chunks_of_tokens():
-    mla, x = attention(), torch.randn(2, 20, 64)
-    torch.testing.assert_close(in_chunks(mla, x, (9, 10, 14, 20)), mla(x, cos_sin(0, 20)), rtol=1e-5, atol=1e-5)
 
 
 @torch.no_grad()
@@ -93,41 +68,7 @@ def test_a_token_does_not_see_the_future():
     assert torch.equal(mla(x, cos_sin(0, 10))[:, :6], mla(changed, cos_sin(0, 10))[:, :6])
 
 
-@torch.no_grad()
-def test_the_cache_holds_only_the_normalized_latent_and_the_rotated_key():
-    mla, x = attention(), torch.randn(1, 5, 64)
-    cache = LatentCache(1, 1, 8, 40)
-    mla(x, cos_sin(0, 5), cache[0])
-    latent, key = cache.data[0, :, :5].split([32, 8], dim=-1)
-    raw_latent, raw_key = mla.kv_a_proj_with_mqa(x).split([32, 8], dim=-1)
-    torch.testing.assert_close(latent, mla.kv_a_layernorm(raw_latent))
-    torch.testing.assert_close(key[:, 0], raw_key[:, 0] * cos_sin(0, 1)[0].max())  # position 0 is not rotated
-    assert not torch.allclose(key[:, 4], raw_key[:, 4])
-
-
-@torch.no_grad()
-def test_a_float32_layer_can_use_a_bfloat16_cache():
-    mla, x = attention(), torch.randn(1, 12, 64)
-    cache = LatentCache(1, 1, 12, 40, dtype=torch.bfloat16)
-    mla(x[:, :11], cos_sin(0, 11), cache[0])
-    cache.length = 11
-    last = mla(x[:, 11:], cos_sin(11, 12), cache[0])
-    torch.testing.assert_close(last, mla(x, cos_sin(0, 12))[:, 11:], rtol=0, atol=3e-2)
-
-
 def test_gradients_reach_every_parameter():
     mla = attention()
     mla(torch.randn(2, 6, 64), cos_sin(0, 6)).square().sum().backward()
     assert all(p.grad.abs().sum() > 0 for p in mla.parameters())
-
-
-def test_a_full_cache_refuses_more_tokens():
-    cache = LatentCache(1, 1, 8, 40)
-    cache.length = 6
-    with pytest.raises(ValueError, match=r"3 tokens do not fit into the cache: 6 of 8 are in use"):
-        cache.check(torch.zeros(1, 3, dtype=torch.int64))
-
-
-def test_a_cache_refuses_another_batch():
-    with pytest.raises(ValueError, match="tokens have batch 2, but the cache was made for 1"):
-        LatentCache(1, 1, 8, 40).check(torch.zeros(2, 3, dtype=torch.int64))

@@ -35,7 +35,7 @@ from octile.recipe import OperandFormat, Recipe
 from octile.scaled import ScaledTensor
 
 
-def pre_norm(x: Tensor, norm: nn.Module, layer: nn.Module, fuse: bool = True) -> tuple[Tensor, Tensor | BlockInput]:
+def pre_norm(x: Tensor, norm: nn.Module, layer: nn.Module) -> tuple[Tensor, Tensor | BlockInput]:
     """Return x for the residual addition, and norm(x) as the layer reads it.
 
     Args:
@@ -43,12 +43,11 @@ def pre_norm(x: Tensor, norm: nn.Module, layer: nn.Module, fuse: bool = True) ->
         norm: fused if it is an `octile.nn.RMSNorm` without hooks.
         layer: the module that is called with the second result, and with nothing else in between. The norm is fused
             into an `MLA`, `MHA`, `MLP` or `MoE` whose layers are fused, unless it has hooks itself, which see tensors.
-        fuse: False where the layer needs a tensor, as attention with a cache does.
     """
     if not is_fusable_norm(norm):
         return x, norm(x)
     assert isinstance(norm, RMSNorm)
-    fusion = layer.fusion() if fuse and isinstance(layer, FusableModule) and not has_hooks(layer) else None
+    fusion = layer.fusion() if isinstance(layer, FusableModule) and not has_hooks(layer) else None
     if fusion is None:
         y, residual = rms_norm(x, norm.weight, norm.eps)
         return residual, y
