@@ -17,7 +17,6 @@ from octile.nn.conversion import apply_recipe
 from octile.nn.deferred_wgrad import DeferrableLinears
 from octile.nn.dispatcher import LocalDispatcher
 from octile.nn.double_backward import first_derivative_only
-from octile.nn.fused.attention_output import attention_linear
 from octile.nn.fused.block_input import quantize_block_input
 from octile.nn.fused.chosen_attention import chosen_attention
 from octile.nn.fused.index_alignment import alignment_loss
@@ -40,11 +39,6 @@ def mla() -> MLA:
 def norm_before_mlp(x: Tensor) -> Tensor:
     norm, mlp = RMSNorm(D), apply_recipe(MLP(D, D), RECIPE)
     return mlp(pre_norm(x, norm, mlp)[1])
-
-
-def attention_and_linear(x: Tensor) -> Tensor:
-    q = x.unflatten(-1, (2, 64))
-    return attention_linear(q, q, q, torch.randn(8, D), 0.1, RECIPE, torch.float32)
 
 
 def attention_to_chosen_keys(x: Tensor) -> Tensor:
@@ -78,7 +72,6 @@ RAISING: dict[str, Callable[[Tensor], Tensor]] = {  # functions of x [1, S, D]
     "HighPrecisionLinear": lambda x: functional.linear(x, torch.randn(8, D), None, Recipe.bf16()),
     "QuantizedLinear": Linear(D, 8),
     "_AlignmentLoss": alignment,
-    "_AttentionLinear": attention_and_linear,
     "_ChosenAttention": attention_to_chosen_keys,
     "_FeedForward": lambda x: apply_recipe(MLP(D, D), RECIPE)(x),
     "_IndexValues": lambda x: _IndexValues.apply(x.unflatten(-1, (2, 64)), *COS_SIN),

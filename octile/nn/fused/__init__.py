@@ -5,7 +5,7 @@ high_precision.py        the same in BF16, FP16 or FP32
 projections.py           linear layers that read one input
 feed_forward.py          SwiGLU, dense or of experts: behind `MLP` and `MoE`
 mla.py, mha.py           attention with its projections: behind `MLA` and `MHA`
-attention_output.py      attention with its output projection; q, k and v are saved
+attention_output.py      the projection of attention's output, which is saved once, in E5M6
 pre_norm.py              the norm before a layer, with the residual addition
 elementwise.py           SwiGLU and RMSNorm in high precision
 rotary.py                rotary positions in high precision
