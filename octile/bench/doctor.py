@@ -22,7 +22,6 @@ from octile.kernels import backends, disk_cache
 from octile.parallel.links import describe_dispatch, describe_nodes, find_links
 from octile.report.console import Console
 from octile.report.machine import machine, version_of
-from octile.report.page import format_bytes, format_count
 from octile.text import format_bytes, format_count
 from octile.train.data import token_cache
 

@@ -60,7 +60,7 @@ class ModelStage(DeepseekV3):
             ValueError: the tokens have a wrong shape, or are more than the model can hold.
         """
         if self.is_first:
-            self._check(x, None, None)
+            self._check(x, None)
             x = self._embedded(x)
         cos_sin = self._cos_sin(x)
         for i in self.layers:
@@ -79,7 +79,7 @@ class ModelStage(DeepseekV3):
         Raises:
             ValueError: the tokens have a wrong shape, or are too few for a loss.
         """
-        self._check(tokens_BS, tokens_BS, None)
+        self._check(tokens_BS, tokens_BS)
         return self._loss(tokens_BS, tokens_BS, h_BSD, self._cos_sin(h_BSD), balance)
 
     def _cos_sin(self, x_BSD: Tensor) -> CosSin:

@@ -17,6 +17,7 @@ from octile.serve.generate import generate_from
 from octile.train.data.token_store import TokenStore
 from octile.train.loop import no_hook, train
 from octile.train.run.best_model import BestModel
+from octile.train.run.deterministic import deterministic
 from octile.train.step.profile import PROFILED, WARM_UP, profiling
 from octile.train.trainer import Trainer
 from tests.train.conftest import MICRO, micro, silent_console

@@ -23,7 +23,6 @@ from octile.bench.goals import FASTEST_DRAFTS, LONG_CLIENT, MANY_CLIENTS, ONE_CL
 from octile.bench.rows import Row, compare
 from octile.checkpoint.hugging_face import read_model_config
 from octile.command_text import path_argument
-from octile.report.page import format_count
 from octile.serve.http.stress import Load, LoadResult, load_test, percentile
 from octile.text import format_count
 

@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from octile.ops.latent_cache import PAGE
 from octile.parallel.ranks import explain, join, leave, world
-from octile.report.page import format_count
 from octile.serve.disaggregated.router import Router
 from octile.serve.engine.config import CacheConfig, EngineConfig, ParallelConfig, ProcessesConfig, check_micro_batches
 from octile.serve.http.address import bind, url_of

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, TypeVar
 from fastapi import Request
 from fastapi.responses import Response
 
-from octile.report.page import format_count
 from octile.serve.engine.request import FinishReason, Output, Sampling
 from octile.serve.http.answers import Answer, ChatCompletion, Completion
 from octile.serve.http.chat import ChatTemplate

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from octile.command_text import quoted_path
 from octile.models.counts import count_parameters
 from octile.report.console import Console
-from octile.report.page import format_count, format_duration, format_flops
 from octile.text import escape_control_characters, format_count, format_duration, format_flops
 from octile.train.data.spans import SPAN
 from octile.train.data.token_store import LEFT_OUT, TokenStore
