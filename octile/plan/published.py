@@ -170,7 +170,6 @@ SMALL_WITHOUT_MTP, MEDIUM_WITHOUT_MTP = (
     replace(model, num_nextn_predict_layers=0, aux_loss_alpha=0.0) for model in (SMALL, MEDIUM)
 )
 TRAIN, RANKS, PLAN = "benchmarks/results/h200_train.json", "benchmarks/history/ranks", "benchmarks/history/plan"
-SPREAD = ", experts over both, "
 MEASURED = (
     MeasuredRun("small", 1, "", SMALL, 32, 32, 1024, 1, 39.40, TRAIN, 8.54, PLAN, 9.721),
     MeasuredRun("medium", 1, "", MEDIUM, 32, 8, 4096, 1, 939.8, TRAIN, 51.72, PLAN, 62.79),

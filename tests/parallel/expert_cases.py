@@ -30,7 +30,7 @@ from octile.nn.moe import share_of_experts
 from octile.nn.observer import ObservedGemm, observe_gemms
 from octile.ops.routing_plan import count_tokens
 from octile.parallel import ExpertDispatcher, ExpertShare, nvshmem, shard_experts, symmetric_memory
-from octile.parallel.decoding import DecodingExchange, SortedExchange
+from octile.parallel.decoding import SortedExchange
 from octile.parallel.experts import Across
 from octile.parallel.links import NVSHMEM_EXCHANGE
 from octile.scaled import ScaledTensor
@@ -463,43 +463,6 @@ def check_refusals() -> None:
 
 
 def check_decoding() -> None:
-    """Rows of a few tokens come to their experts, and results to their tokens, as in one process."""
-    world, rank, tokens = dist.get_world_size(), dist.get_rank(), [5, 0, 7, 1][: dist.get_world_size()]
-    memory = symmetric_memory.PeerMemory(dist.distributed_c10d._get_default_group(), 2)
-    own, local = DecodingExchange(E, K, D, memory, 7), E // world
-    torch.manual_seed(0)
-    for _ in range(50 if torch.get_default_device().type == "cuda" else 4):
-        experts = [torch.rand(t, E).topk(K).indices for t in tokens]
-        x = [octile.quantize(torch.randn(t, D), (1, 128)) for t in tokens]
-        weights, add = ([torch.rand(t, width) for t in tokens][rank] for width in (K, D))
-        dispatched = own.dispatch(x[rank], experts[rank])
-        expected = [
-            [values for q, of in zip(x, experts, strict=True) for values in q.dequantize()[(of == e).any(1)]]
-            for e in range(rank * local, (rank + 1) * local)
-        ]
-        assert dispatched.counts.tolist() == [len(of_expert) for of_expert in expected]
-        values = dispatched.rows.dequantize()
-        for found, of_expert in zip(values, expected, strict=True):
-            assert torch.equal(found[: len(of_expert)], torch.stack(of_expert) if of_expert else found[:0])
-        y = values * (rank * local + torch.arange(local) + 1)[:, None, None]
-        total = add.clone()
-        for k in range(K):
-            total += x[rank].dequantize() * (experts[rank][:, k, None] + 1) * weights[:, k, None]
-        assert torch.equal(own.combine(y, dispatched, weights, add), total)
-    refuses(ValueError, "max_tokens must be from 1 to 128 of", lambda: DecodingExchange(E, K, D, memory, 129))
-    refuses(ValueError, f"from 1 to {128 // world} of", lambda: DecodingExchange(128, 128, D, memory, 128))
-    x = octile.quantize(torch.randn(8, D), (1, 128))
-    experts_TK = torch.zeros(8, K, dtype=torch.int64)
-    refuses(ValueError, "at most max_tokens = 7 tokens, not 8", lambda: own.dispatch(x, experts_TK))
-    refuses(ValueError, r"\(8, 160\) and \(8, 3\), not", lambda: own.dispatch(x, experts_TK[:, :2]))
-    combined, t = partial(own.combine, y, dispatched), tokens[rank]
-    refuses(ValueError, rf"weights_TK must be \({t}, 3\), not \({t}, 2\)", lambda: combined(torch.ones(t, 2)))
-    refuses(ValueError, rf"weights_TK must be \({t}, 3\), not \({t + 1}, 3\)", lambda: combined(torch.ones(t + 1, K)))
-    refuses(ValueError, rf"add must be \({t}, 160\), not \({t + 1}", lambda: combined(None, torch.ones(t + 1, D)))
-    refuses(ValueError, r"y_GMD must be \(.*\), not", lambda: own.combine(y[:, 1:], dispatched, torch.ones(t, K)))
-
-
-def check_sorted_decoding() -> None:
     """Rows come sorted by expert with the weights of their experts, quantized or not, and results to their tokens."""
     world, rank, tokens = dist.get_world_size(), dist.get_rank(), [5, 0, 7, 1][: dist.get_world_size()]
     local = E // world
@@ -591,7 +554,7 @@ def check_max_rows() -> None:
 def check_replay_after_growth() -> None:
     """A captured exchange has the same results after a larger one, whose buffer is another."""
     memory = symmetric_memory.PeerMemory(dist.distributed_c10d._get_default_group(), 2)
-    own = DecodingExchange(E, K, D, memory, 7)
+    own = SortedExchange(E, K, D, torch.float8_e4m3fn, memory, 7)
     torch.manual_seed(dist.get_rank())
     x, experts_TK, weights_TK = (
         octile.quantize(torch.randn(5, D), (1, 128)),
@@ -600,8 +563,8 @@ def check_replay_after_growth() -> None:
     )
 
     def run() -> Tensor:
-        dispatched = own.dispatch(x, experts_TK)
-        return own.combine(dispatched.rows.dequantize(), dispatched, weights_TK)
+        at_experts = own.receive(own.send(x, experts_TK, weights_TK), 5)
+        return own.combine(at_experts.rows.dequantize(), at_experts, weights_TK=weights_TK)
 
     for _ in range(2):
         expected = run()
@@ -784,7 +747,6 @@ def cases(world: int, drawn: list[Tokens], meshes: dict[str, object]) -> dict[st
         found["in_flight-peers"] = check_in_flight
         found["max_rows-peers"] = check_max_rows
         found["decoding-peers"] = check_decoding
-        found["sorted_decoding-peers"] = check_sorted_decoding
         found["too_many_tokens-peers"] = check_too_many_tokens
     found["sent_once"] = check_sent_once
     if "nodes" in meshes:
@@ -849,7 +811,7 @@ def peers_on_cpu(folder: Path) -> Iterator[None]:
             patch.setattr(launch_config, name, 2)
         patch.setattr(symmetric_memory.PeerMemory, "allocate", partialmethod(allocate_files, folder))
         patch.setattr(symmetric_memory.PeerMemory, "barrier", barrier_without_spinning)
-        for name in ("launch_place", "launch_sort", "launch_sum"):
+        for name in ("launch_sort", "launch_sum"):
             patch.setattr(decode_rows, name, without_spinning(getattr(decode_rows, name)))
         patch.setattr(symmetric_memory, "why_not_peers", lambda groups: None)
         patch.setattr(nvshmem.NvshmemMemory, "allocate", allocate_garbage)

@@ -1,18 +1,18 @@
 # mypy: allow-untyped-defs
 """Few rows of tokens to their experts on other GPUs and back, with few launches, for decoding.
 
-As in `octile.kernels.triton.peer_rows` every row has a fixed place in the buffer of each rank, but there is no barrier
+As in `octile.kernels.triton.peer_rows` every row has a fixed slot in the buffer of each rank, but there is no barrier
 before the stores: each program adds 1 to a counter of each rank when it has stored, and the programs that read wait
 until those of all ranks have. Dispatch and combine alternate and have parts of the buffer of their own, so what a rank
 still reads of one exchange is not overwritten by the next one of its kind: that begins when all ranks have begun the
 one between them.
 
     experts    [W, C, K]    int32, the chosen experts of all tokens, −1 for none
-    weights    [W, C, K]    float32, those of the experts, if they are sent
+    weights    [W, C, K]    float32, those of the experts
     rows       [W, C, D]    row t of rank w with its scales, if this rank has one of its experts
     results    [C, K, D]    what expert k of token t has computed
 
-At its experts a row has a place in [G, M, D], or in [R, D] sorted by expert.
+At its experts the rows are sorted by expert, [R, D].
 
 Shapes: W ranks, T tokens of this rank, C the most tokens of a rank, M = W · C, K experts per token, R = M · K,
 G experts of a rank, D bytes of a row, S scales of a row.
@@ -33,7 +33,7 @@ ENTRIES_PER_WARP = 512  # at most, so that they fit into registers
 
 def launch_send(
     x: Tensor, scale: Tensor | None, experts: Tensor, local: int, capacity: int, scales_at: int, experts_at: int,
-    peers: Peers, weights: Tensor | None = None, weights_at: int = 0, slots: tuple[Tensor, Tensor] | None = None,
+    peers: Peers, weights: Tensor, weights_at: int, slots: tuple[Tensor, Tensor] | None = None,
     positions: Tensor | None = None,
 ) -> int:  # fmt: skip
     """Write rows x [T, D] uint8, contiguous, their scales [T, S] of any strides and experts [T, K], contiguous.
@@ -42,7 +42,7 @@ def launch_send(
         local: G.
         capacity: C.
         scales_at, experts_at, weights_at: where scales, experts and weights are in a buffer, in bytes.
-        weights: float32 [T, K], contiguous, which are sent, too; None: none.
+        weights: float32 [T, K], contiguous, which are sent, too.
         slots: int64 [E, N] and [E], contiguous: the slots of each expert, and how many it has, to which the tokens of
             all ranks go round-robin; `local` then counts slots. None: experts are slots.
         positions: int64 [T], contiguous; tokens that have a negative one go nowhere. None: all go to their experts.
@@ -61,29 +61,6 @@ def launch_send(
     return capacity
 
 
-def launch_place(
-    sent: int, peers: Peers, rows: Tensor, scales: Tensor, experts: Tensor, first: int, out: Tensor,
-    out_scale: Tensor, entries: Tensor, counts: Tensor,
-) -> None:  # fmt: skip
-    """Wait for the rows of all ranks, and copy them to their experts, sorted by rank and token.
-
-    Args:
-        sent: what `launch_send` has returned, here as on all ranks.
-        rows, scales, experts: uint8 [M, D], float32 [M, S] and int32 [M, K], contiguous, in this rank's buffer.
-        first: the first expert of this rank.
-        out, out_scale: uint8 [G, M, D], contiguous, and float32 [G, M, S], which are written up to `counts`.
-        entries: int32 [G, M], of which entry of experts each row is.
-        counts: int32 [G], how many rows each expert has.
-    """
-    count = experts.numel()
-    with torch.cuda.device_of(out):
-        place_tokens[(len(out), DECODE_ROWS["splits"])](
-            words(rows), scales, experts, None, count, first, words(out.view(-1, out.shape[2])), out_scale,
-            *out_scale.stride(), None, entries, counts, out.shape[1], *_counters(peers), sent,
-            **_place_sizes(rows, scales, count), K=experts.shape[1], SORTED=False,
-        )  # fmt: skip
-
-
 def launch_sort(
     sent: int, peers: Peers, rows: Tensor, scales: Tensor | None, experts: Tensor, weights: Tensor, first: int,
     out: Tensor, out_scale: Tensor | None, out_weights: Tensor, entries: Tensor, offs: Tensor,
@@ -91,8 +68,10 @@ def launch_sort(
     """Wait for the rows of all ranks, and copy them, sorted by expert, rank and token.
 
     Args:
-        sent, rows, scales, experts, weights, first: as in `launch_place`, and float32 [M, K], contiguous; without
-            scales the rows are not quantized.
+        sent: what `launch_send` has returned, here as on all ranks.
+        rows, experts, weights: uint8 [M, D], int32 [M, K] and float32 [M, K], contiguous, in this rank's buffer.
+        scales: float32 [M, S], contiguous, in this rank's buffer; None: the rows are not quantized.
+        first: the first expert of this rank.
         out, out_scale, out_weights: uint8 [R, D], contiguous, float32 [R, S] and [R], which are written up to the last
             of `offs`.
         entries: int32 [R], of which entry of experts each row is.
@@ -100,35 +79,31 @@ def launch_sort(
     """
     count = experts.numel()
     with torch.cuda.device_of(out):
-        place_tokens[(len(offs), DECODE_ROWS["splits"])](
+        sort_tokens[(len(offs), DECODE_ROWS["splits"])](
             words(rows), scales, experts, weights, count, first, words(out), out_scale, 0,
             *((0, 0) if out_scale is None else out_scale.stride()), out_weights, entries, offs, count,
-            *_counters(peers), sent, **_place_sizes(rows, scales, count), K=experts.shape[1], SORTED=True,
+            *_counters(peers), sent, **_sort_sizes(rows, scales, count), K=experts.shape[1],
         )  # fmt: skip
 
 
-def launch_return(
-    y: Tensor, entries: Tensor, ends: Tensor, results: int, results_at: int, peers: Peers, is_sorted: bool = False
-) -> int:
-    """Write the first counts[g] rows of y [G, M, D] uint8, contiguous, to the ranks of their tokens; or of y [R, D].
+def launch_return(y: Tensor, entries: Tensor, offs: Tensor, results: int, results_at: int, peers: Peers) -> int:
+    """Write the rows of y [R, D] uint8, contiguous, up to the last of offs, to the ranks of their tokens.
 
     Args:
-        entries: as in `launch_place`, or `launch_sort`.
-        ends: the counts of `launch_place`, or the offs of `launch_sort`.
+        entries, offs: what `launch_sort` has written.
         results: C · K.
         results_at: where results are in a buffer, in bytes.
-        is_sorted: whether it is y [R, D].
 
     Returns:
         how much is added to the counters of all ranks.
     """
-    splits, rows = DECODE_ROWS["splits"], y.view(-1, y.shape[-1])
+    splits = DECODE_ROWS["splits"]
     with torch.cuda.device_of(y):
-        return_results[(len(ends), splits)](
-            words(rows), entries, ends, y.shape[-2], peers.buffers, results, results_at, peers.flags, peers.rank,
-            len(peers.buffers), **sizes(rows, None, DECODE_ROWS), SORTED=is_sorted,
+        return_results[(len(offs), splits)](
+            words(y), entries, offs, len(y), peers.buffers, results, results_at, peers.flags, peers.rank,
+            len(peers.buffers), **sizes(y, None, DECODE_ROWS),
         )  # fmt: skip
-    return len(ends) * splits
+    return len(offs) * splits
 
 
 def launch_sum(
@@ -161,7 +136,7 @@ def _counters(peers: Peers) -> tuple[Tensor, Tensor, int, int]:
     return peers.flags, peers.barriers, peers.rank, len(peers.flags)
 
 
-def _place_sizes(rows: Tensor, scales: Tensor | None, count: int) -> dict[str, int]:
+def _sort_sizes(rows: Tensor, scales: Tensor | None, count: int) -> dict[str, int]:
     """Return what programs have in common that find an expert's among `count` entries."""
     found, entries = sizes(rows, scales, DECODE_ROWS), triton.next_power_of_2(count)
     return found | {"ENTRIES": entries, "num_warps": max(found["num_warps"], entries // ENTRIES_PER_WARP)}
@@ -179,36 +154,28 @@ def compile_cases() -> cases.CompileCases:
     ranks, capacity, local = 8, 128, 32
     every, peers = ranks * capacity, compiled_peers()
     x, scale, _ = cases.quantized(capacity, cases.K, TILE)
-    weights, counts = cases.empty(every, 8, dtype=cases.FP32), cases.empty(local, dtype=torch.int32)
-    entries = cases.empty(local, 1024, dtype=torch.int32)
+    weights, offs = cases.empty(every, 8, dtype=cases.FP32), cases.empty(local, dtype=torch.int32)
+    entries = cases.empty(every * 8, dtype=torch.int32)
     received = (
         cases.empty(every, cases.K, dtype=torch.uint8), cases.empty(every, cases.K // 128, dtype=cases.FP32),
         cases.empty(every, 8, dtype=torch.int32),
     )  # fmt: skip
     sent = x.view(torch.uint8), scale, cases.empty(capacity, 8, dtype=torch.int64), local, capacity, 2**23, 2**24, peers
 
-    def placed() -> None:
-        out, out_scale, _ = cases.quantized(every, cases.K, TILE, groups=local)
-        y = cases.empty(local, every, cases.K).view(torch.uint8)
-        launch_send(*sent)
-        launch_place(capacity, peers, *received, 0, out.view(torch.uint8), out_scale, entries, counts)
-        launch_return(y, entries, counts, capacity * 8, 2**25, peers)
-
-    def sorted_by_expert() -> None:
+    def exchanged() -> None:
         out, out_scale, _ = cases.quantized(every * 8, cases.K, TILE)
         to_sort = *received, weights, 0, out.view(torch.uint8), out_scale
-        y, flat = cases.empty(every * 8, cases.K).view(torch.uint8), entries.view(-1)
+        y = cases.empty(every * 8, cases.K).view(torch.uint8)
         launch_send(*sent, weights, 2**25)
-        launch_sort(capacity, peers, *to_sort, weights.view(-1), flat, counts)
-        launch_return(y, flat, counts, capacity * 8, 2**25, peers, True)
+        launch_sort(capacity, peers, *to_sort, weights.view(-1), entries, offs)
+        launch_return(y, entries, offs, capacity * 8, 2**25, peers)
 
     def summed(adds_to: bool) -> None:
         results, token_rows = cases.empty(capacity * 8, cases.K), cases.empty(capacity, cases.K)
         launch_sum(64, peers, results, 8, token_rows, None, token_rows, adds_to)
 
     return {
-        "exchange of few rows": placed,
-        "exchange of few rows, sorted by expert": sorted_by_expert,
+        "exchange of few rows": exchanged,
         "sums of few rows": lambda: summed(False),
         "sums of few rows, added": lambda: summed(True),
     }
@@ -233,8 +200,7 @@ def send_tokens(
     values = tl.load(x + token * WORDS + col, mask=col < tl.where(is_token, WORDS, 0))
     if TILES > 0:
         factors = tl.load(scale + token * scale_row + tile * scale_col, mask=tile < tl.where(is_token, TILES, 0))
-    if weights is not None:
-        shares = tl.load(weights + token * K + k, mask=is_chosen)
+    shares = tl.load(weights + token * K + k, mask=is_chosen)
     if positions is not None:
         is_chosen = k < tl.where(is_token & (tl.load(positions + token, mask=is_token, other=-1) >= 0), K, 0)
         of = tl.where(is_chosen, of, -1)
@@ -252,18 +218,17 @@ def send_tokens(
         if TILES > 0:
             scale_at = (to + scales_at).to(tl.pointer_type(tl.float32)) + slot * TILES + tile
             tl.store(scale_at, factors, mask=tile < tl.where(is_sent, TILES, 0))
-        if weights is not None:
-            weight_at = (to + weights_at).to(tl.pointer_type(tl.float32)) + slot * K + k
-            tl.store(weight_at, shares, mask=k < tl.where(is_sent, K, 0))
+        weight_at = (to + weights_at).to(tl.pointer_type(tl.float32)) + slot * K + k
+        tl.store(weight_at, shares, mask=k < tl.where(is_sent, K, 0))
     _arrive(flags, rank, W)
 
 
 @triton.jit(do_not_specialize=["COUNT", "first_expert", "M", "rank", "W", "sent"])
-def place_tokens(
+def sort_tokens(
     rows, scales, experts, weights, COUNT, first_expert, out, out_scale, out_scale_group, out_scale_row, out_scale_col,
-    out_weights, entries, ends, M, flags, barriers, rank, W, sent,
+    out_weights, entries, offs, M, flags, barriers, rank, W, sent,
     WORDS: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr, TILES: tl.constexpr,
-    SCALES: tl.constexpr, K: tl.constexpr, ENTRIES: tl.constexpr, SORTED: tl.constexpr,
+    SCALES: tl.constexpr, K: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """A program finds the tokens of an expert, and copies a part of their rows."""
     passed = _wait(flags, barriers, rank, W, sent)
@@ -271,19 +236,14 @@ def place_tokens(
     index, col, tile = tl.arange(0, ENTRIES), tl.arange(0, COLS), tl.arange(0, SCALES)
     of = tl.load(experts + index, mask=index < COUNT, other=-1) - first_expert
     is_ours = (of == group).to(tl.int32)
-    place = tl.cumsum(is_ours, axis=0) - is_ours
+    position = tl.cumsum(is_ours, axis=0) - is_ours
     count = tl.minimum(tl.sum(is_ours, axis=0), M)
-    begin = group * M
-    if SORTED:
-        begin = tl.sum(((of >= 0) & (of < group)).to(tl.int32), axis=0).to(tl.int64)
-    is_placed = (is_ours > 0) & (place < M)
-    tl.store(entries + begin + place, index, mask=is_placed)
-    if SORTED:
-        tl.store(ends + group, (begin + count).to(tl.int32))
-        shares = tl.load(weights + index, mask=is_placed)
-        tl.store(out_weights + begin + place, shares, mask=is_placed)
-    else:
-        tl.store(ends + group, count)
+    begin = tl.sum(((of >= 0) & (of < group)).to(tl.int32), axis=0).to(tl.int64)
+    is_stored = (is_ours > 0) & (position < M)
+    tl.store(entries + begin + position, index, mask=is_stored)
+    tl.store(offs + group, (begin + count).to(tl.int32))
+    shares = tl.load(weights + index, mask=is_stored)
+    tl.store(out_weights + begin + position, shares, mask=is_stored)
     tl.debug_barrier()  # other threads read the entries
     for first in range(tl.program_id(1) * ROWS, count, tl.num_programs(1) * ROWS):
         row = (first + tl.arange(0, ROWS)).to(tl.int64)
@@ -294,25 +254,22 @@ def place_tokens(
         if TILES > 0:
             inside = (row < count)[:, None] & (tile < TILES)[None, :]
             factors = tl.load(scales + token[:, None] * TILES + tile[None, :], mask=inside)
-            scale_row = begin + row if SORTED else row
-            at = group * out_scale_group + scale_row[:, None] * out_scale_row
+            at = group * out_scale_group + (begin + row)[:, None] * out_scale_row
             tl.store(out_scale + at + tile.to(tl.int64)[None, :] * out_scale_col, factors, mask=inside)
     _pass(barriers, passed)
 
 
 @triton.jit(do_not_specialize=["M", "results", "rank", "W"])
 def return_results(
-    y, entries, ends, M, buffers, results, results_at, flags, rank, W,
+    y, entries, offs, M, buffers, results, results_at, flags, rank, W,
     WORDS: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr, TILES: tl.constexpr,
-    SCALES: tl.constexpr, SORTED: tl.constexpr,
+    SCALES: tl.constexpr,
 ):  # fmt: skip
     """A program sends a part of the results of an expert."""
     group = tl.program_id(0).to(tl.int64)
-    begin = group * M
-    count = tl.minimum(tl.load(ends + group), M)
-    if SORTED:
-        begin = tl.load(ends + group - 1, mask=group > 0, other=0).to(tl.int64)
-        count = count - begin.to(tl.int32)
+    end = tl.minimum(tl.load(offs + group), M)
+    begin = tl.load(offs + group - 1, mask=group > 0, other=0).to(tl.int64)
+    count = end - begin.to(tl.int32)
     col = tl.arange(0, COLS)
     for first in range(tl.program_id(1) * ROWS, count, tl.num_programs(1) * ROWS):
         row = (first + tl.arange(0, ROWS)).to(tl.int64)

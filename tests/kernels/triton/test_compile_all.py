@@ -42,7 +42,7 @@ def test_all_kernels_are_compiled(compiled: dict[str, list[CompiledTritonKernel]
         "send_results",
         "gather_rows",
         "send_tokens",
-        "place_tokens",
+        "sort_tokens",
         "return_results",
         "sum_results",
         "block_amax",
