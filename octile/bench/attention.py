@@ -15,6 +15,7 @@ that is slow all the same is named below the table, and the fastest of the run i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ from octile.ops.paged_attention import paged_attention
 
 LATENT, ROTARY = 512, 64  # channels
 CALLS, ROUNDS = 8, 8  # of a graph, and replays
-FORMS = {"BF16": torch.bfloat16, "FP8": torch.uint8}
+CACHE_DTYPES = dict(zip(goals.CACHE_FORMATS, (torch.bfloat16, torch.uint8), strict=True))
 
 
 class Shape(NamedTuple):
@@ -50,15 +51,16 @@ def rows() -> Iterator[Row]:
     gpu = torch.cuda.is_available()
     device = torch.device("cuda" if gpu else "cpu")
     for shape in GPU_SHAPES if gpu else CPU_SHAPES:
-        for form, dtype in FORMS.items():
+        for cache_format, dtype in CACHE_DTYPES.items():
             attend, moved = _case(shape, dtype, device)
             source, target = halves(moved, device.type)
             record = _graph if gpu else _repeated
             times = seconds({"attend": record(attend), "copy": record(copying(source, target))}, ROUNDS)
             speed, copy = (n / (times[name] / CALLS) for name, n in (("attend", moved), ("copy", 2 * source.nbytes)))
-            case = f"{shape.texts} texts of {shape.context}, {shape.heads} heads, {form}"
-            yield byte_rate(case, goals.BANDWIDTH, speed, gpu, ("copy", copy))
-            yield flop_rate(case, goals.FLOPS, flops(shape) / moved * speed, gpu)
+            goal = goals.attention_goal(shape.heads, cache_format)
+            case = f"{shape.texts} texts of {shape.context}, {goal}"
+            yield replace(byte_rate(case, goals.BANDWIDTH, speed, gpu, ("copy", copy)), goal=goal)
+            yield replace(flop_rate(case, goals.FLOPS, flops(shape) / moved * speed, gpu), goal=goal)
 
 
 def copying(source: Tensor, target: Tensor) -> Callable[[], object]:

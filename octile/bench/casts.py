@@ -77,8 +77,31 @@ TWO_PASSES = {
     "routing plan", "quantize all×all",
 }  # fmt: skip
 READ_TWICE = {"quantize all×all"}
+GATE_GEMMS = {"gate": 3, "gate backward": 9}  # GEMMs of BF16 terms
 
-Case = tuple[str, Callable[..., Tensor | Sequence[Tensor]], tuple[Tensor, ...]]
+BETWEEN_GEMMS = {  # operators of a layer
+    "quantize 1×128", "1×128 and transposed", "requantize 1×128, transposed", "128×128 and transposed", "SwiGLU, 1×128",
+    "SwiGLU, 1×128, inputs saved", "SwiGLU backward, 1×128 and transposed", "RMSNorm, 1×128",
+    "RMSNorm, 1×128 and high precision", "RMSNorm backward", "permute to 8 places", "unpermute, sums of 8", "SwiGLU",
+    "SwiGLU backward", "RMSNorm", "weighted sums of 8", "weighted sums of 8, backward",
+}  # fmt: skip
+NARROW_COLUMNS = (128, 256, 512, 1024)
+
+
+class Operator(NamedTuple):
+    """An operator with its inputs.
+
+    Attributes:
+        what: its name, as committed results have it.
+        call: the operator.
+        inputs: its tensors.
+        goal: id of the goal in `octile.bench.goals` that judges its rows; None: none does.
+    """
+
+    what: str
+    call: Callable[..., Tensor | Sequence[Tensor]]
+    inputs: tuple[Tensor, ...]
+    goal: str | None = None
 
 
 class Peak(NamedTuple):
@@ -93,7 +116,7 @@ def rows() -> Iterator[Row]:
     gpu = torch.cuda.is_available()
     device, dtype, shapes = ("cuda", torch.bfloat16, GPU_SHAPES) if gpu else ("cpu", torch.float32, CPU_SHAPES)
     cases = {f"{m}×{k}": partial(_cases, m, k) for m, k in shapes}
-    for k in goals.NARROW_COLUMNS:
+    for k in NARROW_COLUMNS:
         cases[f"{NARROW_ROWS[device] // k}×{k}"] = partial(_narrow_cases, NARROW_ROWS[device] // k, k)
     for m, v in HEADS[device]:
         cases[f"{m}×{v}"] = partial(_loss_cases, m, v)
@@ -105,16 +128,16 @@ def rows() -> Iterator[Row]:
     peak = _measured_peak() if gpu else None
     for case, make in cases.items():
         torch.manual_seed(0)
-        for what, operator, inputs in make(device, dtype):
+        for what, operator, inputs, goal in make(device, dtype):
             outputs = operator(*inputs)
             moved = sum(t.nbytes for t in (*inputs, *([outputs] if isinstance(outputs, Tensor) else outputs)))
             source, target = halves(moved, device)
             copy = partial(target.copy_, source)
             times = work_seconds({"operator": partial(operator, *inputs), "copy": copy}, rounds=20)
             speed, peer = (n / times[name] / 1e9 for name, n in (("operator", moved), ("copy", 2 * source.nbytes)))
-            yield compare(case, what, speed, "GB/s", "copy", peer)
+            yield compare(case, what, speed, "GB/s", "copy", peer, goal)
             if peak and (bound := bound_of(what, inputs, moved, moved / peer / 1e9, peak)):
-                yield compare(case, what, speed, "GB/s", bound[0], moved / bound[1] / 1e9)
+                yield compare(case, what, speed, "GB/s", bound[0], moved / bound[1] / 1e9, goal)
 
 
 def bound_of(what: str, inputs: Sequence[Tensor], moved: int, copy: float, peak: Peak) -> tuple[str, float] | None:
@@ -137,10 +160,10 @@ def bound_of(what: str, inputs: Sequence[Tensor], moved: int, copy: float, peak:
 
 def _flops(what: str, inputs: Sequence[Tensor]) -> int:
     """Count the FLOPs of the operator's GEMMs of BF16 terms."""
-    if what not in goals.GATE:
+    if what not in GATE_GEMMS:
         return 0
-    (x, weight), products = (inputs[:2], 3) if what == "gate" else (inputs[4:6], 9)
-    return 2 * x.numel() * len(weight) * products
+    x, weight = inputs[:2] if what == "gate" else inputs[4:6]
+    return 2 * x.numel() * len(weight) * GATE_GEMMS[what]
 
 
 def _measured_peak(side: int = 8192) -> Peak:
@@ -172,13 +195,14 @@ def show(rows: Sequence[Row]) -> str:
     return "\n\n".join(filter(None, (table_with(LEGEND, rows), verdicts)))
 
 
-def _cases(m: int, k: int, device: str, dtype: torch.dtype) -> list[Case]:
+def _cases(m: int, k: int, device: str, dtype: torch.dtype) -> list[Operator]:
     """Return the operators with their inputs, by the names that committed results have in `what`."""
     x = torch.randn(m, k, device=device, dtype=dtype)
-    cases: list[Case] = []
+    cases: list[Operator] = []
     for name, block in {**BLOCKS, "all×all": tuple(x.shape)}.items():
-        cases += _both_ways(name, x, block, "e4m3")
-    cases += _both_ways("1×128 E5M6", x, BLOCKS["1×128"], "e5m6")
+        goal = goals.WRITE_ONCE if name in ("1×128", "128×128") else None  # the others are of other recipes
+        cases += _both_ways(name, x, block, "e4m3", goal, None)
+    cases += _both_ways("1×128 E5M6", x, BLOCKS["1×128"], "e5m6", goals.WRITE_ONCE, goals.WRITE_ONCE)
     tiles = quantize(x, 1, 128, "e4m3", False)
     scale = torch.ones(1, device=x.device)
     gate, up, dh = torch.randn_like(x), torch.randn_like(x), torch.randn_like(x)
@@ -188,64 +212,81 @@ def _cases(m: int, k: int, device: str, dtype: torch.dtype) -> list[Case]:
     tokens, shares = quantize(x[: len(place)], 1, 128, "e4m3", True), torch.rand(place.shape, device=x.device)
     return [
         *cases,
-        ("quantize, scale given", lambda x, s: quantize_with_scale(x, s, "e4m3"), (x, scale)),
-        ("1×128 and transposed", lambda x: quantize_rows_and_columns(x, "e4m3", False), (x,)),
-        ("requantize 1×128, transposed", lambda *q: requantize_transposed(*q, False), tiles),
-        ("128×128 and transposed", lambda x: quantize_and_transpose(x, "e4m3", False), (x,)),
-        ("SwiGLU, 1×128", lambda g, u: swiglu_quantize(g, u, "e4m3", False), (gate, up)),
-        (
+        Operator("quantize, scale given", lambda x, s: quantize_with_scale(x, s, "e4m3"), (x, scale)),
+        Operator(
+            "1×128 and transposed", lambda x: quantize_rows_and_columns(x, "e4m3", False), (x,), goals.WRITE_TWICE
+        ),
+        Operator("requantize 1×128, transposed", lambda *q: requantize_transposed(*q, False), tiles, goals.WRITE_TWICE),
+        Operator("128×128 and transposed", lambda x: quantize_and_transpose(x, "e4m3", False), (x,), goals.WRITE_TWICE),
+        Operator("SwiGLU, 1×128", lambda g, u: swiglu_quantize(g, u, "e4m3", False), (gate, up), goals.WRITE_ONCE),
+        Operator(
             "SwiGLU, 1×128, inputs saved",
             lambda g, u: swiglu_quantize_and_save(g, u, "e4m3", False, "e4m3", False),
             (gate, up),
+            goals.WRITE_TWICE,
         ),
-        (
+        Operator(
             "SwiGLU backward, 1×128 and transposed",
             lambda d, k, s: swiglu_backward_quantize(d, *k, *s, None, "e4m3", False, "e4m3", True),
             (dh, *saved),
+            goals.WRITE_TWICE,
         ),
-        ("RMSNorm, 1×128", lambda x, w: rms_norm_quantize(x, w, 1e-6, "e4m3", False), (x, weight)),
-        (
+        Operator(
+            "RMSNorm, 1×128", lambda x, w: rms_norm_quantize(x, w, 1e-6, "e4m3", False), (x, weight), goals.WRITE_ONCE
+        ),
+        Operator(
             "RMSNorm, 1×128 and high precision",
             lambda x, w: rms_norm_quantize(x, w, 1e-6, "e4m3", False, True),
             (x, weight),
+            goals.WRITE_TWICE,
         ),
-        ("RMSNorm backward", rms_norm_backward, (dh, x, weight, rstd)),
-        ("SwiGLU", swiglu, (gate, up)),
-        ("SwiGLU backward", swiglu_backward, (dh, gate, up)),
-        ("RMSNorm", lambda x, w: rms_norm(x, w, 1e-6), (x, weight)),
-        (f"permute to {CHOSEN} places", permute, (*tokens, place)),
-        (f"unpermute, sums of {CHOSEN}", unpermute, (x, place)),
-        (f"weighted sums of {CHOSEN}", lambda x, p, w: unpermute(x, p, None, w), (x, place, shares)),
-        (f"weighted sums of {CHOSEN}, backward", unpermute_backward, (dh[: len(place)], x, place, shares)),
+        Operator("RMSNorm backward", rms_norm_backward, (dh, x, weight, rstd), goals.HIGH_PRECISION),
+        Operator("SwiGLU", swiglu, (gate, up), goals.HIGH_PRECISION),
+        Operator("SwiGLU backward", swiglu_backward, (dh, gate, up), goals.HIGH_PRECISION),
+        Operator("RMSNorm", lambda x, w: rms_norm(x, w, 1e-6), (x, weight), goals.HIGH_PRECISION),
+        Operator(f"permute to {CHOSEN} places", permute, (*tokens, place), goals.MOVES),
+        Operator(f"unpermute, sums of {CHOSEN}", unpermute, (x, place), goals.MOVES),
+        Operator(
+            f"weighted sums of {CHOSEN}",
+            lambda x, p, w: unpermute(x, p, None, w),
+            (x, place, shares),
+            goals.HIGH_PRECISION,
+        ),
+        Operator(
+            f"weighted sums of {CHOSEN}, backward",
+            unpermute_backward,
+            (dh[: len(place)], x, place, shares),
+            goals.HIGH_PRECISION,
+        ),
         *_optimizer_cases([x.shape], device),
     ]
 
 
-def _narrow_cases(m: int, k: int, device: str, dtype: torch.dtype) -> list[Case]:
+def _narrow_cases(m: int, k: int, device: str, dtype: torch.dtype) -> list[Operator]:
     """Return the operators between GEMMs for narrow rows, and the rotary embedding of heads of 128 channels."""
-    of_rows = [case for case in _cases(m, k, device, dtype) if case[0] in goals.NARROW]
+    between = [case._replace(goal=goals.NARROW) for case in _cases(m, k, device, dtype) if case.what in BETWEEN_GEMMS]
     heads, n = k // 128, 96  # of 128 channels 32 are rotary
     q, kv, dv = (torch.randn(1, m, heads, width, device=device, dtype=dtype) for width in (128, n, 128))
     k_rope, angles = (torch.randn(1, m, 32, device=device, dtype=dtype), torch.rand(m, 16, device=device))
     return [
-        *of_rows,
-        ("rotate in place", _rotate, (q[..., n:], angles, angles)),
-        ("latent keys", lambda *tensors: latent_keys(*tensors, n), (kv, k_rope, angles, angles)),
-        ("latent keys backward", latent_keys_backward, (q, dv, angles, angles)),
+        *between,
+        Operator("rotate in place", _rotate, (q[..., n:], angles, angles), goals.NARROW),
+        Operator("latent keys", lambda *tensors: latent_keys(*tensors, n), (kv, k_rope, angles, angles), goals.NARROW),
+        Operator("latent keys backward", latent_keys_backward, (q, dv, angles, angles), goals.NARROW),
     ]
 
 
-def _loss_cases(m: int, v: int, device: str, dtype: torch.dtype) -> list[Case]:
+def _loss_cases(m: int, v: int, device: str, dtype: torch.dtype) -> list[Operator]:
     """Return what is done with the logits of a head."""
     logits, labels = torch.randn(m, v, device=device, dtype=dtype), torch.randint(v, (m,), device=device)
     dlosses, lse = torch.rand(m, device=device), cross_entropy(logits, labels)[1]
     return [
-        ("cross-entropy", cross_entropy, (logits, labels)),
-        ("cross-entropy backward", cross_entropy_backward, (dlosses, logits, labels, lse)),
+        Operator("cross-entropy", cross_entropy, (logits, labels), goals.LOSS),
+        Operator("cross-entropy backward", cross_entropy_backward, (dlosses, logits, labels, lse), goals.LOSS),
     ]
 
 
-def _gate_cases(t: int, model: ModelConfig, device: str, dtype: torch.dtype) -> list[Case]:
+def _gate_cases(t: int, model: ModelConfig, device: str, dtype: torch.dtype) -> list[Operator]:
     """Return what a gate does, its GEMMs among it, and the plan of where the tokens' rows go."""
     e, k, batch = model.n_routed_experts, model.num_experts_per_tok, max(t // 4096, 1)
     x = torch.randn(t, model.hidden_size, device=device, dtype=dtype)
@@ -257,31 +298,42 @@ def _gate_cases(t: int, model: ModelConfig, device: str, dtype: torch.dtype) -> 
     load, f = count_tokens(experts, e)[0], sequence_balance(logits, None, k, batch, "sigmoid")[1]
     dweights, dlogits, dloss = torch.randn(t, k, device=device), torch.randn_like(logits), torch.ones((), device=device)
     return [
-        ("gate", lambda *tensors: gate(*tensors, *choice, *weighting), (x, weight, bias)),
-        (
+        Operator("gate", lambda *tensors: gate(*tensors, *choice, *weighting), (x, weight, bias), goals.GATE),
+        Operator(
             "gate backward",
             lambda *tensors: gate_backward(*tensors, *weighting),
             (dweights, dlogits, logits, experts, x, weight),
+            goals.GATE,
         ),
-        ("balance of sequences", lambda x: sequence_balance(x, None, k, batch, "sigmoid"), (logits,)),
-        (
+        Operator(
+            "balance of sequences", lambda x: sequence_balance(x, None, k, batch, "sigmoid"), (logits,), goals.ROUTING
+        ),
+        Operator(
             "balance of sequences, backward",
             lambda *tensors: sequence_balance_backward(*tensors, "sigmoid"),
             (dloss, logits, f),
+            goals.ROUTING,
         ),
-        ("counts of tokens", lambda experts: count_tokens(experts, e), (experts,)),
-        ("routing plan", routing_plan, (experts, load)),
+        Operator("counts of tokens", lambda experts: count_tokens(experts, e), (experts,), goals.ROUTING),
+        Operator("routing plan", routing_plan, (experts, load), goals.ROUTING),
     ]
 
 
-def _optimizer_cases(shapes: Sequence[Sequence[int]], device: str, _: torch.dtype | None = None) -> list[Case]:
+def _optimizer_cases(shapes: Sequence[Sequence[int]], device: str, _: torch.dtype | None = None) -> list[Operator]:
     """Return what the optimizer does in a step, with BF16 moments, for parameters of these shapes."""
     weights, gradients, m, v = ([torch.randn(*shape, device=device) * 1e-2 for shape in shapes] for _ in range(4))
     moments = [t.bfloat16() for t in m], [t.square_().bfloat16() for t in v]
     corrections = torch.tensor([[3e-3, 0.5, 0.9997]] * len(shapes), device=device)
     return [
-        ("AdamW, BF16 moments", _adamw_step, (*weights, *gradients, *moments[0], *moments[1], corrections)),
-        ("norms of gradients", lambda *gradients: gradient_norms(list(gradients)), tuple(gradients)),
+        Operator(
+            "AdamW, BF16 moments",
+            _adamw_step,
+            (*weights, *gradients, *moments[0], *moments[1], corrections),
+            goals.MOVES,
+        ),
+        Operator(
+            "norms of gradients", lambda *gradients: gradient_norms(list(gradients)), tuple(gradients), goals.MOVES
+        ),
     ]
 
 
@@ -309,9 +361,16 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x
 
 
-def _both_ways(name: str, x: Tensor, block: Sequence[int], fmt: str) -> list[Case]:
+def _both_ways(
+    name: str, x: Tensor, block: Sequence[int], fmt: str, goal: str | None, dequantize_goal: str | None
+) -> list[Operator]:
     power_of_2 = fmt == "e5m6"  # as in the recipe
     return [
-        (f"quantize {name}", lambda x: quantize(x, *block, fmt, power_of_2), (x,)),
-        (f"dequantize {name}", lambda *q: dequantize(*q, *block, x.dtype), quantize(x, *block, fmt, power_of_2)),
+        Operator(f"quantize {name}", lambda x: quantize(x, *block, fmt, power_of_2), (x,), goal),
+        Operator(
+            f"dequantize {name}",
+            lambda *q: dequantize(*q, *block, x.dtype),
+            quantize(x, *block, fmt, power_of_2),
+            dequantize_goal,
+        ),
     ]

@@ -14,68 +14,47 @@ from octile.bench.gemm_table import HOST
 from octile.bench.rows import Row
 from octile.bench.shapes import Case
 
-# octile bench casts: the operators of training and serving, by their names in committed results
+# octile bench casts: ids of goals, which `octile.bench.casts` gives to its operators
 
-WRITE_ONCE = {
-    "quantize 1×128",
-    "quantize 128×128",
-    "quantize 1×128 E5M6",
-    "dequantize 1×128 E5M6",
-    "SwiGLU, 1×128",
-    "RMSNorm, 1×128",
-}
-WRITE_TWICE = {  # or transpose
-    "1×128 and transposed",
-    "requantize 1×128, transposed",
-    "128×128 and transposed",
-    "SwiGLU, 1×128, inputs saved",
-    "SwiGLU backward, 1×128 and transposed",
-    "RMSNorm, 1×128 and high precision",
-}
-MOVES = {"permute to 8 places", "unpermute, sums of 8", "AdamW, BF16 moments", "norms of gradients"}
-LOSS = {"cross-entropy", "cross-entropy backward"}
-HIGH_PRECISION = {
-    "RMSNorm", "RMSNorm backward", "SwiGLU", "SwiGLU backward", "weighted sums of 8", "weighted sums of 8, backward",
-}  # fmt: skip
+WRITE_ONCE, WRITE_TWICE, MOVES, LOSS = "write once", "write twice", "moves", "loss"
+HIGH_PRECISION, GATE, ROUTING, NARROW = "high precision", "gate", "routing", "narrow rows"
 BOUND_OF_BYTES, BOUND_OF_FLOPS = "bound: bytes", "bound: FLOPs"  # peers of operators that no copy can be compared with
-GATE = {"gate", "gate backward"}
-ROUTING = {"balance of sequences", "balance of sequences, backward", "counts of tokens", "routing plan"}
-NARROW = {  # between the GEMMs of a layer
-    "quantize 1×128", "1×128 and transposed", "requantize 1×128, transposed", "128×128 and transposed", "SwiGLU, 1×128",
-    "SwiGLU, 1×128, inputs saved", "SwiGLU backward, 1×128 and transposed", "RMSNorm, 1×128",
-    "RMSNorm, 1×128 and high precision", "RMSNorm backward", "permute to 8 places", "unpermute, sums of 8",
-    "rotate in place", "latent keys", "latent keys backward", "SwiGLU", "SwiGLU backward", "RMSNorm",
-    "weighted sums of 8", "weighted sums of 8, backward",
-}  # fmt: skip
-NARROW_COLUMNS = (128, 256, 512, 1024)
-CASTS = (  # title, operators, floor and aim of each one's speed vs. a copy
-    ("quantization that writes once", WRITE_ONCE, 0.80, 0.92),
-    ("quantization that transposes or writes twice", WRITE_TWICE, 0.70, 0.85),
-    ("permutation and optimizer", MOVES, 0.80, None),
-    ("cross-entropy of logits", LOSS, 0.80, None),
-    ("norms, SwiGLU and sums in high precision", HIGH_PRECISION, 0.70, None),
-    ("expert gates, with their GEMMs", GATE, 0.70, None),
-    ("balance and routing of experts", ROUTING, 0.70, None),
+CASTS = {  # id: title, floor and aim of each one's speed vs. a copy
+    WRITE_ONCE: ("quantization that writes once", 0.80, 0.92),
+    WRITE_TWICE: ("quantization that transposes or writes twice", 0.70, 0.85),
+    MOVES: ("permutation and optimizer", 0.80, None),
+    LOSS: ("cross-entropy of logits", 0.80, None),
+    HIGH_PRECISION: ("norms, SwiGLU and sums in high precision", 0.70, None),
+    GATE: ("expert gates, with their GEMMs", 0.70, None),
+    ROUTING: ("balance and routing of experts", 0.70, None),
+    NARROW: ("rows of 128 to 1024", 0.70, None),
+}
+
+# octile bench dispatch: ids of goals, which rows of the default number of SMs have
+
+DISPATCH_FP8, COMBINE_BF16, BOTH_WAYS = "dispatch FP8", "combine BF16", "dispatch and combine"
+DISPATCH = (  # id, its peer, floor and aim of the ratio
+    (DISPATCH_FP8, "copy", 0.70, 0.85),
+    (COMBINE_BF16, "copy", 0.70, 0.85),
+    (BOTH_WAYS, "plain", 2.0, None),
+    (BOTH_WAYS, "plain, permuted", 2.0, None),
 )
 
-# octile bench dispatch
-
-DEFAULT_SMS = " (default)"  # at the end of a case
-DISPATCH = (  # what, its peer, floor and aim of the ratio
-    ("dispatch FP8", "copy", 0.70, 0.85),
-    ("combine BF16", "copy", 0.70, 0.85),
-    ("dispatch and combine", "plain", 2.0, None),
-    ("dispatch and combine", "plain, permuted", 2.0, None),
-)
-
-# octile bench attention
+# octile bench attention: ids of goals are heads and the format of the cache
 
 BANDWIDTH, FLOPS = "bandwidth", "FLOPs"
 ATTENTION = (  # heads, what, floor and aim: of the ratio to a copy, or of TFLOP/s
-    ("16 heads", BANDWIDTH, 0.75, 0.90),
-    ("128 heads", FLOPS, 300, 600),
+    (16, BANDWIDTH, 0.75, 0.90),
+    (128, FLOPS, 300, 600),
 )
+CACHE_FORMATS = ("BF16", "FP8")
 SLOW_COPY = 0.9  # of the fastest of a run: a copy below it says nothing of the memory
+
+
+def attention_goal(heads: int, cache_format: str) -> str:
+    """Return the id of the goal of so many heads with such a cache."""
+    return f"{heads} heads, {cache_format}"
+
 
 # octile bench gemm
 
@@ -169,12 +148,9 @@ def casts_verdicts(rows: Sequence[Row]) -> str:
     lines = []
     compared = [(row, row.against) for row in rows if row.against]
     by_bound = {(row.what, row.case) for row, peer in compared if peer.peer in (BOUND_OF_BYTES, BOUND_OF_FLOPS)}
-    rows = [row for row, peer in compared if peer.peer != "copy" or (row.what, row.case) not in by_bound]
-    narrow = [row for row in rows if row.case.endswith(tuple(f"×{k}" for k in NARROW_COLUMNS))]
-    wide = [row for row in rows if row not in narrow]
-    goals = [(wide, *goal) for goal in CASTS]
-    for judged, title, operators, floor, aim in [*goals, (narrow, "rows of 128 to 1024", NARROW, 0.70, None)]:
-        ratios = {(row.what, row.case): row.against.ratio for row in judged if row.against and row.what in operators}
+    judged = [(row, peer) for row, peer in compared if peer.peer != "copy" or (row.what, row.case) not in by_bound]
+    for goal, (title, floor, aim) in CASTS.items():
+        ratios = {(row.what, row.case): peer.ratio for row, peer in judged if row.goal == goal}
         if ratios:
             worst = min(ratios, key=ratios.__getitem__)
             bounds = [
@@ -190,13 +166,12 @@ def casts_verdicts(rows: Sequence[Row]) -> str:
 def dispatch_verdicts(rows: Sequence[Row]) -> str:
     """Describe each goal of `octile bench dispatch` in a line, for the default number of SMs."""
     lines = []
-    for what, peer, floor, aim in DISPATCH:
-        compared = [(row, row.against) for row in rows if row.against and row.against.peer == peer]
-        found = {row.case: against.ratio for row, against in compared if row.what.startswith(what)}
-        for case, ratio in found.items():
-            if case.endswith(DEFAULT_SMS):
+    for goal, peer, floor, aim in DISPATCH:
+        for row in rows:
+            if row.goal == goal and row.against and row.against.peer == peer:
+                ratio = row.against.ratio
                 bounds = [f"{n} ≥ {b:.2f}× {_met(ratio >= b)}" for n, b in (("floor", floor), ("aim", aim)) if b]
-                lines.append(f"{what}, vs. {peer}: {ratio:.3f}× ({case}): {', '.join(bounds)}")
+                lines.append(f"{goal}, vs. {peer}: {ratio:.3f}× ({row.case}): {', '.join(bounds)}")
     return "\n".join(lines)
 
 
@@ -216,21 +191,19 @@ def _fastest_copy(rows: Sequence[Row]) -> float:
 
 
 def attention_verdicts(rows: Sequence[Row]) -> str:
-    """Describe each goal of `octile bench attention` in a line, for each form of the cache.
+    """Describe each goal of `octile bench attention` in a line, for each format of the cache.
 
     Where a copy is slow, the ratio to the fastest copy is judged.
     """
     lines, best = [], _fastest_copy(rows)
     for heads, what, floor, aim in ATTENTION:
-        found = {row.case: row for row in rows if row.what == what and f", {heads}, " in row.case}
-        for form in dict.fromkeys(case.rsplit(", ", 1)[1] for case in found):
-            values = {case.split(",")[0]: _judged(row, best) for case, row in found.items() if case.endswith(form)}
-            worst = min(values, key=values.__getitem__)
-            unit = "× of a copy" if what == BANDWIDTH else " TFLOP/s"
-            bounds = [
-                f"{name} ≥ {bound:g} {_met(values[worst] >= bound)}" for name, bound in (("floor", floor), ("aim", aim))
-            ]
-            lines.append(f"{heads}, {form}: smallest {values[worst]:.3g}{unit} ({worst}): {', '.join(bounds)}")
+        for goal in (attention_goal(heads, cache_format) for cache_format in CACHE_FORMATS):
+            values = {row.case: _judged(row, best) for row in rows if (row.goal, row.what) == (goal, what)}
+            if values:
+                worst = min(values, key=values.__getitem__)
+                unit = "× of a copy" if what == BANDWIDTH else " TFLOP/s"
+                bounds = [f"{n} ≥ {b:g} {_met(values[worst] >= b)}" for n, b in (("floor", floor), ("aim", aim))]
+                lines.append(f"{goal}: smallest {values[worst]:.3g}{unit} ({worst}): {', '.join(bounds)}")
     return "\n".join(lines)
 
 
@@ -270,7 +243,7 @@ STEP, OPTIMIZED = "forward + backward", "forward + backward + AdamW"
 BF16, EAGER = "compiled BF16", "BF16"
 OUTSIDE, OUTSIDE_LAYERS = "outside the products, attention's among them", "outside the products of layers"
 SAVED, SAVED_LESS = "saved, octile", "saved, octile, q k v recomputed"
-OF_A_PARAMETER = "of a parameter"
+OF_A_PARAMETER = "bytes of a parameter"  # id of the goal of their sum, without cached FP8 weights
 
 
 @dataclass(frozen=True)
@@ -313,9 +286,8 @@ BOUNDS = (
 def step_verdicts(rows: Sequence[Row]) -> str:
     """Describe each goal of `octile bench step` that has a result in a line, and the bytes per parameter."""
     lines = [line for bound in BOUNDS if (line := _step_line(bound, rows))]
-    sizes = {row.what: row.value for row in rows if row.what.endswith(OF_A_PARAMETER) and "cached" not in row.what}
-    if sizes:
-        total = sum(sizes.values())
+    if sizes := [row.value for row in rows if row.goal == OF_A_PARAMETER]:
+        total = sum(sizes)
         lines.append(f"bytes per parameter, without cached FP8 weights: {total:.2f}: floor ≤ 12 {_met(total <= 12.01)}")
     return "\n".join(lines)
 

@@ -27,18 +27,26 @@ class Against:
 
 @dataclass(frozen=True)
 class Row:
-    """One result: in `case`, `what` has this `value` in `unit`."""
+    """One result: in `case`, `what` has this `value` in `unit`.
+
+    Attributes:
+        goal: id of the goal in `octile.bench.goals` that judges it, where that is not found by case and what. It is not
+            written to a file.
+    """
 
     case: str
     what: str
     value: float
     unit: str
     against: Against | None = None
+    goal: str | None = None
 
 
-def compare(case: str, what: str, value: float, unit: str, peer: str, peer_value: float) -> Row:
+def compare(
+    case: str, what: str, value: float, unit: str, peer: str, peer_value: float, goal: str | None = None
+) -> Row:
     """Make a row with the value of a peer and the ratio ours / theirs."""
-    return Row(case, what, value, unit, Against(peer, peer_value, value / peer_value))
+    return Row(case, what, value, unit, Against(peer, peer_value, value / peer_value), goal)
 
 
 def flop_rate(case: str, what: str, speed: float, of_gpu: bool, peer: tuple[str, float] | None = None) -> Row:
@@ -88,7 +96,8 @@ def align_columns(lines: Sequence[Sequence[str]], right: Set[str]) -> str:
 
 def write(path: Path, rows: Sequence[Row], machine: Mapping[str, Any]) -> None:
     """Write rows, and the machine that they were measured on, as JSON."""
-    write_json(path, {"machine": machine, "rows": [asdict(row) for row in rows]})
+    fields = [asdict(row) for row in rows]
+    write_json(path, {"machine": machine, "rows": [{k: v for k, v in row.items() if k != "goal"} for row in fields]})
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from octile.bench.casts import (
     ALIGNMENT,
     GATES,
     HEADS,
+    NARROW_COLUMNS,
     SMALL_PART,
     Peak,
     _cases,
@@ -22,7 +23,7 @@ from octile.bench.casts import (
     bound_of,
     halves,
 )
-from octile.bench.goals import BOUND_OF_BYTES, BOUND_OF_FLOPS, NARROW_COLUMNS
+from octile.bench.goals import BOUND_OF_BYTES, BOUND_OF_FLOPS
 from octile.train.config import preset
 
 
@@ -37,7 +38,7 @@ def test_a_copy_moves_as_much_between_aligned_buffers(moved: int):
 
 def test_the_optimizer_updates_each_parameter_of_a_preset():
     shapes = _parameter_shapes("tiny")
-    (_, adamw, tensors), (_, norms, gradients) = _optimizer_cases(shapes, "cpu")
+    (_, adamw, tensors, _), (_, norms, gradients, _) = _optimizer_cases(shapes, "cpu")
     before = [t.clone() for t in tensors]
     assert len(adamw(*tensors)) == 3 * len(shapes)
     changed = [not bool((t == old).all()) for t, old in zip(tensors, before, strict=True)]
@@ -87,6 +88,6 @@ GPU_CASES = {  # with fewer rows than a GPU's, and narrower gates
 
 @pytest.mark.parametrize("case", GPU_CASES)
 def test_operators_take_the_arguments_that_they_are_measured_with(case):
-    for what, operator, inputs in GPU_CASES[case]("cpu", torch.bfloat16):
+    for what, operator, inputs, _ in GPU_CASES[case]("cpu", torch.bfloat16):
         outputs = operator(*inputs)
         assert sum(t.nbytes for t in ([outputs] if isinstance(outputs, Tensor) else outputs)), what

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from octile.bench.dispatch import CHOSEN, EXPERTS, GROUPS, LIMIT, TOKENS, _choose, rows
-from octile.bench.goals import dispatch_verdicts
+from octile.bench.goals import BOTH_WAYS, DISPATCH_FP8, dispatch_verdicts
 from octile.bench.rows import compare
 
 
@@ -27,9 +27,9 @@ def test_one_process_is_refused(monkeypatch: pytest.MonkeyPatch):
 def test_the_default_number_of_sms_is_judged():
     measured = [
         compare("all_to_all_single", "dispatch FP8, 29 MB", 390, "GB/s", "copy", 390),
-        compare("symmetric memory, 64 SMs (default)", "dispatch FP8, 29 MB", 312, "GB/s", "copy", 390),
+        compare("symmetric memory, 64 SMs (default)", "dispatch FP8, 29 MB", 312, "GB/s", "copy", 390, DISPATCH_FP8),
         compare("symmetric memory, 128 SMs", "dispatch FP8, 29 MB", 351, "GB/s", "copy", 390),
-        compare("symmetric memory, 64 SMs (default)", "dispatch and combine", 3, "Mtokens/s", "plain", 2),
+        compare("symmetric memory, 64 SMs (default)", BOTH_WAYS, 3, "Mtokens/s", "plain", 2, BOTH_WAYS),
     ]
     assert dispatch_verdicts(measured).splitlines() == [
         "dispatch FP8, vs. copy: 0.800× (symmetric memory, 64 SMs (default)): floor ≥ 0.70× met, aim ≥ 0.85× MISSED",

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from octile.bench import goals, shapes
-from octile.bench.casts import READ_TWICE, TWO_PASSES, _cases, _gate_cases, _loss_cases, _narrow_cases
+from octile.bench.casts import BETWEEN_GEMMS, READ_TWICE, TWO_PASSES, _cases, _gate_cases, _loss_cases, _narrow_cases
 from octile.bench.rows import Row, compare
 from octile.models.config import ModelConfig
 
@@ -66,34 +66,42 @@ def test_the_slowest_call_of_the_host_is_judged():
     assert goals.gemm_verdicts(measured).endswith("at most 12.0 µs (b FP8): floor ≤ 25 met, aim ≤ 10 MISSED")
 
 
-def operators(**ratios):
-    return [compare("m", what, ratio, "GB/s", "copy", 1.0) for what, ratio in ratios.items()]
+def operator(what, ratio, goal, case="m", peer="copy"):
+    return compare(case, what, ratio, "GB/s", peer, 1.0, goal)
 
 
 def test_operators_that_transpose_have_bounds_of_their_own():
-    measured = operators(**{"quantize 1×128": 0.9, "1×128 and transposed": 0.86})
+    measured = [
+        operator("quantize 1×128", 0.9, goals.WRITE_ONCE),
+        operator("1×128 and transposed", 0.86, goals.WRITE_TWICE),
+    ]
     once, twice = goals.casts_verdicts(measured).splitlines()
     assert once.endswith("floor each ≥ 0.80× met, aim each ≥ 0.92× MISSED")
     assert twice.endswith("floor each ≥ 0.70× met, aim each ≥ 0.85× met")
 
 
 def test_permutation_and_optimizer_have_only_a_floor():
-    assert goals.casts_verdicts(operators(**{"AdamW, BF16 moments": 0.9})).endswith("floor each ≥ 0.80× met")
+    (line,) = goals.casts_verdicts([operator("AdamW, BF16 moments", 0.9, goals.MOVES)]).splitlines()
+    assert line.endswith("floor each ≥ 0.80× met")
 
 
 def test_the_cross_entropy_has_a_floor_of_its_own():
-    (line,) = goals.casts_verdicts(operators(**{"cross-entropy": 0.79})).splitlines()
+    (line,) = goals.casts_verdicts([operator("cross-entropy", 0.79, goals.LOSS)]).splitlines()
     assert line.startswith("cross-entropy of logits, vs. a copy: smallest 0.790×")
     assert line.endswith("floor each ≥ 0.80× MISSED")
 
 
 def test_the_slowest_operator_of_all_shapes_is_judged():
-    measured = [*operators(**{"RMSNorm, 1×128": 0.7}), compare("larger", "RMSNorm, 1×128", 0.9, "GB/s", "copy", 1.0)]
+    ratios = {"m": 0.7, "larger": 0.9}
+    measured = [operator("RMSNorm, 1×128", ratio, goals.WRITE_ONCE, case) for case, ratio in ratios.items()]
     assert "smallest 0.700× (RMSNorm, 1×128, m)" in goals.casts_verdicts(measured)
 
 
 def test_narrow_rows_have_a_floor_of_their_own():
-    measured = [*operators(**{"RMSNorm, 1×128": 0.9}), compare("64×512", "RMSNorm, 1×128", 0.75, "GB/s", "copy", 1.0)]
+    measured = [
+        operator("RMSNorm, 1×128", 0.9, goals.WRITE_ONCE),
+        operator("RMSNorm, 1×128", 0.75, goals.NARROW, "64×512"),
+    ]
     wide, narrow = goals.casts_verdicts(measured).splitlines()
     assert "smallest 0.900× (RMSNorm, 1×128, m): floor each ≥ 0.80× met" in wide
     assert narrow.startswith("rows of 128 to 1024, vs. a copy: smallest 0.750×")
@@ -101,29 +109,36 @@ def test_narrow_rows_have_a_floor_of_their_own():
 
 
 def test_an_operator_with_a_bound_is_judged_by_it():
-    measured = [*operators(gate=0.2), compare("m", "gate", 0.75, "GB/s", goals.BOUND_OF_FLOPS, 1.0)]
+    measured = [operator("gate", 0.2, goals.GATE), operator("gate", 0.75, goals.GATE, peer=goals.BOUND_OF_FLOPS)]
     (line,) = goals.casts_verdicts(measured).splitlines()
     assert line == "expert gates, with their GEMMs, vs. their bound: smallest 0.750× (gate, m): floor each ≥ 0.70× met"
 
 
+def test_a_row_without_a_goal_is_not_judged():
+    assert goals.casts_verdicts([operator("quantize 1×128", 0.1, None)]) == ""
+
+
 def test_every_operator_with_several_passes_is_measured():
     wide, gates = _cases(128, 256, "cpu", torch.float32), _gate_cases(128, ModelConfig.tiny(), "cpu", torch.float32)
-    assert {name for name, _, _ in (*wide, *gates)} >= TWO_PASSES | READ_TWICE
+    assert {case.what for case in (*wide, *gates)} >= TWO_PASSES | READ_TWICE
 
 
-def test_every_operator_that_is_judged_is_measured():
-    what = {name for name, _, _ in _cases(128, 256, "cpu", torch.float32)}
-    assert what >= goals.WRITE_ONCE | goals.WRITE_TWICE | goals.MOVES | goals.HIGH_PRECISION
-    assert {name for name, _, _ in _narrow_cases(128, 256, "cpu", torch.float32)} == goals.NARROW
-    assert {name for name, _, _ in _loss_cases(128, 256, "cpu", torch.float32)} == goals.LOSS
-    gate = {name for name, _, _ in _gate_cases(128, ModelConfig.tiny(), "cpu", torch.float32)}
-    assert gate == goals.GATE | goals.ROUTING
+def test_every_operator_between_gemms_is_measured_for_narrow_rows():
+    narrow = _narrow_cases(128, 256, "cpu", torch.float32)
+    assert {case.what for case in narrow} >= BETWEEN_GEMMS
+    assert {case.goal for case in narrow} == {goals.NARROW}
+
+
+def test_every_goal_judges_an_operator():
+    cases = [*_cases(128, 256, "cpu", torch.float32), *_narrow_cases(128, 256, "cpu", torch.float32)]
+    cases += _loss_cases(128, 256, "cpu", torch.float32)
+    cases += _gate_cases(128, ModelConfig.tiny(), "cpu", torch.float32)
+    assert {case.goal for case in cases} - {None} == set(goals.CASTS)
 
 
 def test_every_operator_of_a_training_step_has_a_goal():
-    judged = set().union(*(operators for _, operators, _, _ in goals.CASTS))
-    unjudged = {name for name, _, _ in _cases(128, 256, "cpu", torch.float32)} - judged
-    assert {name for name in unjudged if not name.startswith("dequantize")} == {
+    unjudged = {case.what for case in _cases(128, 256, "cpu", torch.float32) if case.goal is None}
+    assert {what for what in unjudged if not what.startswith("dequantize")} == {
         "quantize 128×1", "quantize all×all", "quantize, scale given"  # of other recipes
     }  # fmt: skip
 
@@ -159,3 +174,9 @@ def test_a_share_is_judged_without_a_peer():
     share = Row(goals.SLICE, goals.OUTSIDE, 30.0, "% of a step")
     assert verdicts(share)[0].endswith("30.000: floor ≤ 35 met, aim ≤ 25 MISSED")
     assert verdicts(replace(share, value=36.0))[0].endswith("floor ≤ 35 MISSED, aim ≤ 25 MISSED")
+
+
+def test_bytes_per_parameter_are_summed():
+    rows = [Row(goals.DENSE, f"{what}, of a parameter", 6.0, "bytes", goal=goals.OF_A_PARAMETER) for what in "ab"]
+    cached = Row(goals.DENSE, "cached FP8, of a parameter", 2.0, "bytes")
+    assert verdicts(*rows, cached) == ["bytes per parameter, without cached FP8 weights: 12.00: floor ≤ 12 met"]

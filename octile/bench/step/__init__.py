@@ -26,6 +26,7 @@ from octile.bench.goals import (
     BF16,
     DENSE,
     EAGER,
+    OF_A_PARAMETER,
     OPTIMIZED,
     OUTSIDE,
     OUTSIDE_LAYERS,
@@ -36,6 +37,7 @@ from octile.bench.goals import (
 from octile.bench.rows import LEGEND, Row, compare, table_with
 from octile.bench.step import profile as profile
 from octile.bench.step.memory import (
+    CACHED_WEIGHTS,
     allocated_by,
     bytes_per_parameter,
     bytes_saved_for_backward,
@@ -124,7 +126,8 @@ def dense(sizes: Sizes, device: str, begin: float) -> Iterator[Row]:
         yield from _times(case, f"{OPTIMIZED}, the peer's all in BF16", both, tokens, graphs=both)
     if MAIN_GRAD in works:
         for what, size in bytes_per_parameter(works[MAIN_GRAD]).items():
-            yield Row(case, f"{what}, of a parameter", size, "bytes")
+            goal = None if what == CACHED_WEIGHTS else OF_A_PARAMETER
+            yield Row(case, f"{what}, of a parameter", size, "bytes", goal=goal)
     del works
     _clean()
 

@@ -20,6 +20,8 @@ from octile.models.deepseek_v3 import DeepseekV3
 from octile.optim import AdamW
 from octile.train.config import preset
 
+CACHED_WEIGHTS = "cached FP8"  # a use of bytes per parameter
+
 
 def bytes_saved_for_backward(model: nn.Module, forward: Callable[[], Tensor]) -> int:
     """Count the bytes that autograd saves from forward to backward, without the parameters."""
@@ -72,7 +74,7 @@ def bytes_per_parameter(work: Work) -> dict[str, float]:
         "optimizer": sum(t.nbytes for t in states),
     }
     if work.x.is_cuda:
-        found["cached FP8"] = allocated_by(work.forward) - allocated_by(work.forward)
+        found[CACHED_WEIGHTS] = allocated_by(work.forward) - allocated_by(work.forward)
     return {name: size / count for name, size in found.items()}
 
 
