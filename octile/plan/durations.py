@@ -40,9 +40,9 @@ def seconds(work: Work, cluster: Cluster, multiprocessors: int | None = None) ->
     return work.calls * e.gemm_latency + max(compute, copy) + unhidden * min(compute, copy)
 
 
-def by_kind(work: Iterable[Work], cluster: Cluster, multiprocessors: int | None = None) -> Counter[str]:
+def by_kind(work: Iterable[Work], cluster: Cluster) -> Counter[str]:
     """Seconds by the kind under which a report counts them."""
     total: Counter[str] = Counter()
     for piece in work:
-        total[piece.kind] += seconds(piece, cluster, multiprocessors)  # type: ignore[assignment]
+        total[piece.kind] += seconds(piece, cluster)  # type: ignore[assignment]
     return total

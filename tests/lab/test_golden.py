@@ -5,10 +5,10 @@ from pathlib import Path
 import torch
 
 from octile.lab.probe.compare import bits, cases, modeled
-from octile.lab.probe.golden import replay
 from octile.lab.tensor_core import vectorized
 from octile.lab.tensor_core.operand import decode
 from octile.lab.tensor_core.vectorized import Summation
+from tests.lab.recorded_results import replay
 
 FILE = Path(__file__).parent / "golden" / "sm_90.safetensors"  # of an H200: what `tools/hopper.sh probe` left
 

@@ -9,12 +9,13 @@ from torch import nn
 
 from octile.lab.capture import CapturedGemm
 from octile.lab.preflight import error_by_channel, model_loss, preflight, quantize_as_recipe
-from octile.lab.preflight_check import measure_step, observe_batch, observe_step
+from octile.lab.preflight_check import observe_batch, observe_step
 from octile.lab.tensor_core import tensor_core, tensor_core_scaled_matmul
 from octile.nn.conversion import apply_recipe
 from octile.nn.moe import Experts
 from octile.recipe import GEMMS, Recipe
 from octile.scaled import quantize
+from tests.lab.measured_step import measure_step
 
 PREDICTABLE = [
     name

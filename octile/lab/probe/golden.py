@@ -5,11 +5,9 @@ metadata the GPU that computed them.
 """
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -47,15 +45,6 @@ def _operand(dtype: torch.dtype, finite: int, k: int, generator: torch.Generator
     """Draw an operand [SIDE, k] whose rows from `finite` on hold NaN and Inf."""
     plain, special = (operand(dtype, SIDE, k, generator, opposite, special) for special in (False, True))
     return torch.cat((plain[:finite], special[finite:]))
-
-
-def replay(path: Path) -> Iterator[tuple[InstructionChain, Tensor, Tensor, Tensor, Tensor]]:
-    """Yield each case with a, b, c, and the d that the hardware computed."""
-    with safe_open(path, "pt") as file:
-        for key in sorted({name.rpartition(".")[0] for name in file.keys()}):  # noqa: SIM118, it is not a mapping
-            name, a, b, steps, *suffix = key.split(" ")
-            case = InstructionChain(name, DTYPES[a], DTYPES[b], int(steps), bool(suffix))
-            yield case, *(file.get_tensor(f"{key}.{x}") for x in "abcd")
 
 
 def _key(case: InstructionChain) -> str:

@@ -22,49 +22,46 @@ from torch import Tensor
 from octile.nn.double_backward import first_derivative_only
 from octile.ops.matmul import without_autocast
 
-MAX_SCORES = 2**26  # of attention or of the indexer that are in memory at the same time
+MAX_SCORES = 2**26  # of attention or of the indexer in memory at once, at least those of one query of each sequence
 
 
-def chosen_attention(
-    q_BSHX: Tensor, k_BSHX: Tensor, v_BSHV: Tensor, chosen_BSK: Tensor, scale: float, max_scores: int = MAX_SCORES
-) -> Tensor:
+def chosen_attention(q_BSHX: Tensor, k_BSHX: Tensor, v_BSHV: Tensor, chosen_BSK: Tensor, scale: float) -> Tensor:
     """Attend from each query to its chosen keys: [B, S, H, V]; differentiable in q, k and v.
 
     Args:
         q_BSHX, k_BSHX, v_BSHV: in one dtype.
         chosen_BSK: int32, positions up to the query's own, each at most once; −1 stands for none, at least one is not.
         scale: the factor of the scores.
-        max_scores: that are in memory at once, at least those of one query of each sequence.
     """
-    return _ChosenAttention.apply(q_BSHX, k_BSHX, v_BSHV, chosen_BSK, scale, max_scores)
+    return _ChosenAttention.apply(q_BSHX, k_BSHX, v_BSHV, chosen_BSK, scale)
 
 
 class _ChosenAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, chosen_BSK: Tensor, scale: float, max_scores: int) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, chosen_BSK: Tensor, scale: float) -> Tensor:
         ctx.save_for_backward(q, k, v, chosen_BSK)
-        ctx.settings = scale, max_scores
+        ctx.scale = scale
         b, s, h, _ = q.shape
-        blocks = query_blocks(b * h, s, max_scores)
-        parts = [_attend(q[:, of], k[:, : of.stop], v[:, : of.stop], chosen_BSK[:, of], scale) for of in blocks]
+        blocks = query_blocks(b * h, s, MAX_SCORES)
+        parts = [_attend(q[:, i], k[:, : i.stop], v[:, : i.stop], chosen_BSK[:, i], scale) for i in blocks]
         return torch.cat(parts, dim=1)
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, do_BSHV: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, chosen_BSK = ctx.saved_tensors
-        scale, max_scores = ctx.settings
         b, s, h, _ = q.shape
         dq = torch.empty_like(q)
         dk, dv = (torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in (k, v))
-        for of in query_blocks(b * h, s, max_scores):
+        for block in query_blocks(b * h, s, MAX_SCORES):
             with torch.enable_grad():
-                of_q, of_k, of_v = (t.detach().requires_grad_() for t in (q[:, of], k[:, : of.stop], v[:, : of.stop]))
-                o = _attend(of_q, of_k, of_v, chosen_BSK[:, of], scale)
-            dq[:, of], of_keys, of_values = torch.autograd.grad(o, (of_q, of_k, of_v), do_BSHV[:, of])
-            dk[:, : of.stop] += of_keys
-            dv[:, : of.stop] += of_values
-        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None, None
+                inputs = q[:, block], k[:, : block.stop], v[:, : block.stop]
+                inputs = tuple(t.detach().requires_grad_() for t in inputs)
+                o = _attend(*inputs, chosen_BSK[:, block], ctx.scale)
+            dq[:, block], dk_block, dv_block = torch.autograd.grad(o, inputs, do_BSHV[:, block])
+            dk[:, : block.stop] += dk_block
+            dv[:, : block.stop] += dv_block
+        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, chosen_BCK: Tensor, scale: float) -> Tensor:

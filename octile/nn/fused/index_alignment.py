@@ -31,7 +31,6 @@ def alignment_loss(
     k_BSHX: Tensor,
     chosen_BSK: Tensor | None,
     scale: float,
-    max_scores: int = MAX_SCORES,
 ) -> Tensor:
     """Compute the loss in nats, float32 []; differentiable in the first three arguments.
 
@@ -40,9 +39,8 @@ def alignment_loss(
         q_BSHX, k_BSHX: attention's queries and keys, which get no gradient.
         chosen_BSK: as of `octile.nn.fused.chosen_attention`; None: each query sees all keys up to its own.
         scale: of attention's scores.
-        max_scores: that are in memory at once, at least those of one query of each sequence.
     """
-    return _AlignmentLoss.apply(index_q_BSGE, index_k_BSE, weights_BSG, q_BSHX, k_BSHX, chosen_BSK, scale, max_scores)
+    return _AlignmentLoss.apply(index_q_BSGE, index_k_BSE, weights_BSG, q_BSHX, k_BSHX, chosen_BSK, scale)
 
 
 class _AlignmentLoss(torch.autograd.Function):
@@ -56,31 +54,30 @@ class _AlignmentLoss(torch.autograd.Function):
         k: Tensor,
         chosen_BSK: Tensor | None,
         scale: float,
-        max_scores: int,
     ) -> Tensor:
         (b, s, h, _), g = q.shape, index_q.shape[2]
         total = index_q.new_zeros(())
         gradients = [torch.zeros_like(t) for t in (index_q, index_k, weights)] if any(ctx.needs_input_grad) else []
         with without_autocast(q.device):
-            for of in query_blocks(b * (h + 2 * g), s, max_scores):
-                seen_BCT = _seen(of, chosen_BSK, q.device)
-                p_BCT = attention_distribution(q[:, of], k[:, : of.stop], seen_BCT, scale)
-                inputs = [index_q[:, of], index_k[:, : of.stop], weights[:, of]]
+            for block in query_blocks(b * (h + 2 * g), s, MAX_SCORES):
+                seen_BCT = _seen(block, chosen_BSK, q.device)
+                p_BCT = attention_distribution(q[:, block], k[:, : block.stop], seen_BCT, scale)
+                inputs = [index_q[:, block], index_k[:, : block.stop], weights[:, block]]
                 with torch.set_grad_enabled(bool(gradients)):
                     inputs = [t.detach().requires_grad_(bool(gradients)) for t in inputs]
                     loss = _divergence(p_BCT, index_logits(*inputs), seen_BCT) / (b * s)
                 total += loss.detach()
                 if gradients:
-                    places = gradients[0][:, of], gradients[1][:, : of.stop], gradients[2][:, of]
-                    for place, gradient in zip(places, torch.autograd.grad(loss, inputs), strict=True):
-                        place += gradient
+                    sums = gradients[0][:, block], gradients[1][:, : block.stop], gradients[2][:, block]
+                    for total_gradient, gradient in zip(sums, torch.autograd.grad(loss, inputs), strict=True):
+                        total_gradient += gradient
         ctx.save_for_backward(*gradients)
         return total
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        return *(dloss * gradient for gradient in ctx.saved_tensors), None, None, None, None, None
+        return *(dloss * gradient for gradient in ctx.saved_tensors), None, None, None, None
 
 
 def attention_distribution(q_BCHX: Tensor, k_BTHX: Tensor, seen_BCT: Tensor, scale: float) -> Tensor:

@@ -12,6 +12,7 @@ from octile.lab.probe.__main__ import main
 from octile.lab.probe.compare import SIDE, InstructionChain, bits, cases, compare, modeled
 from octile.lab.tensor_core.operand import decode
 from tests.lab.matrices import same_bits
+from tests.lab.recorded_results import replay
 from tools import emulator
 from tools.emulator import build
 
@@ -115,7 +116,7 @@ def test_pairs_cancel():
 def test_golden_results_survive_their_file(tmp_path):
     path = tmp_path / "results.safetensors"
     count = golden.record(path, SHORT, TRUE, CPU, {"gpu": "none"}, seed=0)
-    read = list(golden.replay(path))
+    read = list(replay(path))
     assert count == len(SHORT) * 768
     assert {case for case, *_ in read} == set(SHORT)
     for case, a, b, c, d in read:
@@ -125,7 +126,7 @@ def test_golden_results_survive_their_file(tmp_path):
 def test_most_golden_results_are_finite(tmp_path):
     path = tmp_path / "results.safetensors"
     golden.record(path, SHORT, TRUE, CPU, {"gpu": "none"}, seed=0)
-    results = torch.cat([d.flatten() for *_, d in golden.replay(path)])
+    results = torch.cat([d.flatten() for *_, d in replay(path)])
     assert results.isfinite().float().mean() > 0.6
     assert results.isnan().any()
     assert results.isinf().any()

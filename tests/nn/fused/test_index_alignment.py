@@ -38,9 +38,10 @@ def definition(index_q, index_k, weights, q, k, chosen) -> Tensor:
 
 @pytest.mark.parametrize("chosen", [None, chosen_keys()], ids=["all keys", "chosen keys"])
 @pytest.mark.parametrize("max_scores", [1, 500, 2**20], ids=["queries", "blocks", "all"])
-def test_loss_and_gradients_equal_the_definition(chosen, max_scores):
+def test_loss_and_gradients_equal_the_definition(chosen, max_scores, monkeypatch):
+    monkeypatch.setattr("octile.nn.fused.index_alignment.MAX_SCORES", max_scores)
     inputs = operands()
-    found = alignment_loss(*inputs, chosen, SCALE, max_scores)
+    found = alignment_loss(*inputs, chosen, SCALE)
     expected = definition(*inputs, chosen)
     # attention's distribution is computed in FP32
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
@@ -71,5 +72,6 @@ def test_scores_in_memory_are_bounded(monkeypatch):
         return logits(q, k, weights)
 
     monkeypatch.setattr(index_alignment, "index_logits", counted)
-    alignment_loss(*operands(torch.float32), None, SCALE, 900)
+    monkeypatch.setattr(index_alignment, "MAX_SCORES", 900)
+    alignment_loss(*operands(torch.float32), None, SCALE)
     assert (len(sizes) > 1, max(sizes) <= 900) == (True, True)

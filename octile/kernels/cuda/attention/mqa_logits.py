@@ -19,7 +19,6 @@ from octile.kernels.cuda.jit.tensor_map import TensorMap
 from octile.kernels.memory_layout import VECTOR
 
 KEYS = 64  # of a tile, and of a page
-SPLIT = 256  # keys of an entry of the paged schedule
 HEADS, HEAD_DIMS = (32, 64), (32, 64, 128)
 MAX_COLUMNS = 256  # of a wgmma: the heads of the queries of a tile
 Q_STAGES = 2

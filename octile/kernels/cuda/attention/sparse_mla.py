@@ -22,7 +22,6 @@ from octile.kernels.memory_layout import VECTOR
 
 LATENT, ROTARY, PAGE = 512, 64, 64  # channels, and positions of a page
 WIDTH = LATENT + ROTARY
-ROW_BYTES = LATENT + 4 * (LATENT // 128) + 2 * ROTARY  # of a row in FP8
 HEADS, STEP_KEYS = 64, 128  # of a thread block, and entries of a list that it attends to together
 TILES, TILE = WIDTH // 64, 64 * 64 * 2  # of 64 rows in BF16: 64 channels each, and its bytes
 # of a thread block, as sparse_mla.cu divides it
