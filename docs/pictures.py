@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/hopper_product.md, schedules.md, serving.md, tour.md and the tutorial on many processes.
+"""Draw the pictures of docs/hopper_product.md, parallel.md, schedules.md, serving_ranks.md and tour.md.
 
     octile lab formats
     octile lab accumulate

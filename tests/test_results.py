@@ -160,7 +160,7 @@ def test_the_runs_on_one_two_and_eight_processes():
             assert row in page("experiments/ranks/README.md")
             if not suffix:
                 row = f"| {ranks} | {train[0]:.6f} | {after[-1]:.4f} | {gap} |"
-                assert row in page("docs/tutorials/many_processes.md")
+                assert row in page("docs/parallel.md")
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_the_small_preset_is_compared_with_bf16_of_the_same_record(path, run):
     assert row in page("benchmarks/history/training-step/README.md")
 
 
-@pytest.mark.parametrize("name", ["docs/schedules.md", "docs/parallel.md", "docs/tutorials/many_processes.md"])
+@pytest.mark.parametrize("name", ["docs/schedules.md", "docs/parallel.md"])
 def test_the_speed_of_a_pipeline_stands_beside_that_of_one_gpu(name):
     text = (ROOT / "benchmarks" / "history" / "pipeline" / "train.txt").read_text()
     pipeline = int(re.findall(r"^pp median tokens/s .*: ([\d,]+) held-out", text, re.MULTILINE)[0].replace(",", ""))
