@@ -6,7 +6,9 @@ those that are timed. A copy's speed is measured in the same run, since no kerne
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -16,12 +18,16 @@ from octile.bench.casts import halves
 from octile.bench.goals import ROOFLINE
 from octile.bench.rows import Row, byte_rate
 from octile.bench.timing import seconds
+from octile.checkpoint.fp8_layout import fp8_specs, is_stored_in_fp8
 from octile.models.config import ModelConfig
+from octile.models.counts import kind_of
+from octile.models.meta import meta_model
+from octile.models.names import to_hf
 from octile.plan.hardware import find_gpu
 from octile.serve.engine.engine import Engine
-from octile.serve.model.expert_load import PARTS, ExpertLoad
+from octile.serve.model.feed_forward import PARTS, ExpertLoad
+from octile.serve.runner.kv_cache import CacheFormat, bytes_per_row
 from octile.serve.runner.model_runner import ModelRunner
-from octile.serve.runner.step_bytes import CACHE, ROUTED, decode_bytes
 
 COPIED = 2**32  # bytes that the copy reads and writes
 
@@ -101,3 +107,59 @@ def roofline_rows(
         yield Row(case, "roofline", 1e3 * total / bandwidths.published, "ms")
         yield Row(case, ROOFLINE, 100 * total / bandwidths.published / step.seconds, "%")
     yield Row(case, "share of a copy's speed", 100 * total / bandwidths.copy / step.seconds, "%")
+
+
+BF16_BYTES, FP32_BYTES = 2, 4
+ROUTED, EMBEDDING, CACHE = "routed experts", "embedding", "cache"
+
+
+def decode_bytes(
+    config: ModelConfig, lengths: Sequence[int], experts_read: int, fp8: bool = True, cache_format: CacheFormat = "bf16"
+) -> dict[str, int]:
+    """Count the bytes of a decode step without drafts, by kind.
+
+    Args:
+        config: of the model, whose activations are BF16.
+        lengths: for each request the positions that its row attends to, its own among them.
+        experts_read: routed experts that some row has chosen, summed over the layers.
+        fp8: whether the weights of linear layers are in FP8, as in published checkpoints; otherwise in BF16.
+        cache_format: of the cache.
+
+    Returns:
+        Bytes of each kind of weights, by the names of `octile.models.counts`, and of "cache".
+
+    Raises:
+        ValueError: the model has indexers, which read keys of their own, cache_format is unknown, lengths is empty or
+            one is below 1, or there are not so many experts.
+    """
+    c = config
+    if c.has_indexer:
+        raise ValueError("config must have no indexer (index_topk): the bytes of sparse attention are not counted")
+    if not lengths or min(lengths) < 1:
+        raise ValueError(f"lengths must have a positive number for each request, not {list(lengths)}")
+    mixtures = sum(c.is_moe(layer) for layer in range(c.num_hidden_layers))
+    if not 0 <= experts_read <= mixtures * c.n_routed_experts:
+        raise ValueError(
+            f"experts_read must be from 0 to {mixtures * c.n_routed_experts}, the routed experts of {mixtures} layers, "
+            f"not {experts_read}"
+        )
+    found = Counter[str]()
+    tensors = to_hf(meta_model(c).state_dict(), c)
+    prediction = f"model.layers.{c.num_hidden_layers}."
+    for name, tensor in tensors.items():
+        if not name.startswith(prediction):
+            found[kind_of(name)] += _weight_bytes(name, tuple(tensor.shape), fp8)
+    if found[ROUTED]:  # experts of one size
+        found[ROUTED] = found[ROUTED] // (mixtures * c.n_routed_experts) * experts_read
+    found[EMBEDDING] = len(lengths) * c.hidden_size * BF16_BYTES
+    found[CACHE] = sum(lengths) * c.num_hidden_layers * bytes_per_row(c.kv_lora_rank, c.qk_rope_head_dim, cache_format)
+    return dict(found)
+
+
+def _weight_bytes(name: str, shape: tuple[int, ...], fp8: bool) -> int:
+    """The bytes of a weight as serving holds it, by its name in a checkpoint."""
+    if name.endswith("bias"):
+        return prod(shape) * FP32_BYTES
+    if fp8 and is_stored_in_fp8(name, shape) and ".kv_b_proj." not in name:  # W_UK and W_UV are dequantized
+        return sum(spec.nbytes for spec in fp8_specs(name, shape).values())
+    return prod(shape) * BF16_BYTES

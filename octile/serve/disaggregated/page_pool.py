@@ -19,7 +19,7 @@ import torch
 import torch.multiprocessing  # registers tensors with ForkingPickler
 from torch import Tensor
 
-from octile.serve.runner.page_bytes import PageBytes
+from octile.serve.runner.kv_cache import PageBytes
 
 MAX_COPIED = 64  # pages at a time: a copy takes up to twice their memory
 

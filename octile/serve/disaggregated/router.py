@@ -34,9 +34,9 @@ from octile.serve.disaggregated.worker import (
 from octile.serve.engine.config import CacheConfig, EngineConfig, ParallelConfig, ProcessesConfig
 from octile.serve.engine.request import Output, Request, Sampling, check_prompt, make_request
 from octile.serve.engine.stats import Stats
+from octile.serve.process.commands import Waker
 from octile.serve.process.messages import Add, Cancel, Failed, ProcessEndedError, Stepped
 from octile.serve.process.signals import start_without_signals
-from octile.serve.process.waker import Waker
 
 END_SECONDS = 10.0  # for a process to end after its pipe was closed
 SEND_SECONDS = 1.0  # for commands that wait when a process is closed

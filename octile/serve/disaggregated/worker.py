@@ -24,10 +24,9 @@ from octile.serve.engine.config import CacheConfig, EngineConfig
 from octile.serve.engine.engine import Engine, FirstToken
 from octile.serve.engine.request import Output, Sampling
 from octile.serve.engine.stats import ChangedStats
-from octile.serve.process.garbage import freeze_loaded
 from octile.serve.process.messages import Add, Cancel, Failed, Stepped
 from octile.serve.process.sent_requests import SentRequests
-from octile.serve.process.signals import signals_ignored
+from octile.serve.process.signals import freeze_loaded, signals_ignored
 from octile.serve.runner.model_runner import ModelRunner
 from octile.serve.weights.load import Folder, Phase
 

@@ -1,13 +1,12 @@
 """The engine, which knows requests and no tensors: what takes part in a step, and what becomes of its tokens.
 
-request.py       what a request asks for and what it gets: `Sampling`, `Request`, `Output`
-config.py        `EngineConfig`: the limits of an engine
-engine.py        `Engine`: add a request, cancel it, step
-scheduler.py     which requests take part in the next forward pass, and with how many tokens
-pages.py         which pages of the cache are free, and which hold a prefix that requests share
-sampler.py       the next tokens of a batch
-token_choice.py  the choice of the tokens of several requests, and what an exception ends
-drafts.py        speculative decoding with the multi-token prediction layer
-text.py          from tokens to pieces of text, and stop strings
-stats.py         `Stats`: what an engine counts
+request.py    what a request asks for and what it gets: `Sampling`, `Request`, `Output`
+config.py     `EngineConfig`: the limits of an engine
+engine.py     `Engine`: add a request, cancel it, step
+scheduler.py  which requests take part in the next forward pass, and with how many tokens
+pages.py      which pages of the cache are free, and which hold a prefix that requests share
+sampler.py    the next tokens of a batch, and what an exception ends
+drafts.py     speculative decoding with the multi-token prediction layer
+text.py       from tokens to pieces of text, and stop strings
+stats.py      `Stats`: what an engine counts
 """

@@ -26,9 +26,8 @@ from torch import Tensor
 
 from octile.ops.sample_tokens import NOT_A_NUMBER
 from octile.serve.engine.request import Request
-from octile.serve.engine.sampler import Row
+from octile.serve.engine.sampler import Row, choose_each
 from octile.serve.engine.scheduler import Scheduler
-from octile.serve.engine.token_choice import choose_each
 from octile.serve.runner.batch import Batch, Chunk, Runner
 
 

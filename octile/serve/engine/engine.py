@@ -32,11 +32,10 @@ from octile.serve.engine.request import (
     check_prompt,
     make_request,
 )
-from octile.serve.engine.sampler import Row
+from octile.serve.engine.sampler import Row, choose_tokens
 from octile.serve.engine.scheduler import Scheduled, Scheduler
 from octile.serve.engine.stats import Stats
 from octile.serve.engine.text import TextStream
-from octile.serve.engine.token_choice import choose_tokens
 from octile.serve.runner.batch import Batch, Chunk, DecodedTokens, DecodeRequest, Runner
 from octile.tokenizer import Tokenizer
 

@@ -23,8 +23,7 @@ from octile.serve.http.config import Limits
 from octile.serve.http.process import HttpProcess
 from octile.serve.http.worker import Start
 from octile.serve.process.async_engine import StepEngine
-from octile.serve.process.garbage import freeze_loaded
-from octile.serve.process.signals import signals_ignored
+from octile.serve.process.signals import freeze_loaded, signals_ignored
 from octile.serve.ranks.front_engine import FrontEngine, follow
 from octile.serve.runner.model_runner import ModelRunner
 from octile.serve.weights.generation_config import FILE

@@ -50,7 +50,7 @@ def answer(connection: Connection, bound: socket.socket) -> None:
     from octile.serve.http.server import Server
     from octile.serve.http.service import Service
     from octile.serve.process.connection import PipeEngine
-    from octile.serve.process.garbage import freeze_loaded
+    from octile.serve.process.signals import freeze_loaded
     from octile.tokenizer import Tokenizer
 
     try:

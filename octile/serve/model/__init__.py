@@ -1,13 +1,10 @@
 """The forward pass of the served model over the rows of a step.
 
-forward.py                `Forward`: embedding, blocks and head
-attention.py              attention: queries, latents, and the absorbed form
-naive_attention.py        attention of prefill chunks in the naive form
-top_k_keys.py             the positions that a row attends to, chosen by an indexer
-feed_forward.py           SwiGLU layers and mixtures of experts
-shared_experts_stream.py  the stream of shared experts, while rows travel between GPUs
-expert_load.py            live statistics: the tokens of each expert in the last steps
-gemms.py                  GEMMs by the formats of weights
-small_batch.py            the forward pass of decode steps of few rows
-small_batch_support.py    why such steps lack kernels on Hopper
+forward.py          `Forward`: embedding, blocks and head
+attention.py        attention: queries, latents, and the absorbed form
+naive_attention.py  attention of prefill chunks in the naive form
+top_k_keys.py       the positions that a row attends to, chosen by an indexer
+feed_forward.py     SwiGLU layers and mixtures of experts, whose tokens are counted
+gemms.py            GEMMs by the formats of weights
+small_batch.py      the forward pass of decode steps of few rows, and why it may lack kernels
 """

@@ -49,8 +49,7 @@ from octile.serve.model.top_k_keys import (
     schedule,
 )
 from octile.serve.ranks.tensor_parallel import TensorParallel
-from octile.serve.runner.index_pages import IndexPages
-from octile.serve.runner.latent_pages import LatentPages
+from octile.serve.runner.kv_cache import IndexPages, LatentPages
 from octile.serve.runner.step import PrefillPiece, Step
 from octile.serve.weights.block_weights import NORM_EPS, AttentionWeights, BlockWeights, IndexerWeights
 

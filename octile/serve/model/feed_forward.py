@@ -12,13 +12,18 @@ Shapes: T rows, D model, E experts, K chosen ones, I intermediate; R rows sorted
 
 from __future__ import annotations
 
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
 
+from octile.kernels.cuda.gemm import num_sms
 from octile.models.config import ModelConfig
-from octile.nn.dispatcher import LocalDispatcher
+from octile.nn.dispatcher import InFlight, LocalDispatcher
 from octile.ops.gate import choose_experts, gate
 from octile.ops.permute import unpermute
 from octile.ops.routing_plan import count_tokens
@@ -27,12 +32,12 @@ from octile.parallel.decoding import SortedExchange
 from octile.parallel.symmetric_memory import PeerDispatcher
 from octile.routing import choice_of
 from octile.scaled import ScaledTensor
-from octile.serve.model import shared_experts_stream
-from octile.serve.model.expert_load import ExpertLoad
 from octile.serve.model.gemms import Gemms, Rows
 from octile.serve.ranks.experts import SpreadExperts
 from octile.serve.ranks.tensor_parallel import TensorParallel
 from octile.serve.weights.block_weights import BlockWeights, MLPWeights, MoEWeights
+
+PARTS = 8  # of a window of `ExpertLoad`
 
 
 @dataclass(frozen=True)
@@ -117,7 +122,7 @@ class FeedForward:
         assert self.spread is not None
         shared = None
         if not self.routes_shared:
-            shared = shared_experts_stream.begin(lambda: self._mlp(x, w.shared), x_TD.device)
+            shared = begin_shared_experts(lambda: self._mlp(x, w.shared), x_TD.device)
         weights_TK, experts_TK = self._choose(x, layer, w, slots)
         sent_TD = x.q if w.x.has_fp8 else x.values
         assert sent_TD is not None
@@ -155,3 +160,89 @@ class FeedForward:
             return gate(x_TD, w.gate, w.bias, *choice, *weighting)[:2]
         logits_TE = row_invariant_matmul_nt(x_TD[None], w.gate[None], torch.float32)[0]
         return choose_experts(logits_TE, w.bias, *choice, *weighting)
+
+
+def begin_shared_experts(compute: Callable[[], Tensor], device: torch.device) -> InFlight[Tensor]:
+    """Begin to compute the shared experts of a decode step on a stream of their own, while its rows are exchanged.
+
+    Few rows leave most of a GPU idle while they travel. The stream begins after what the current one was asked to do
+    before. It is one of a GPU, made when it is first needed.
+
+    What they read must stay until the result is waited for. Memory of their stream is used again by later work of that
+    stream alone, which waits for what has read it.
+
+    Args:
+        compute: launches the kernels, whose GEMMs leave half of the SMs to the exchange.
+        device: of the rows. On a CPU the result is computed at once.
+    """
+    if device.type != "cuda":
+        return InFlight(compute())
+    current, stream = torch.cuda.current_stream(device), _stream(device)
+    stream.wait_stream(current)
+    restore = num_sms.leave_free(num_sms.multiprocessors(device) // 2, math.inf)
+    try:
+        with torch.cuda.stream(stream):
+            result = compute()
+    finally:
+        restore()
+    return InFlight(result, lambda: current.wait_stream(stream))
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+class ExpertLoad:
+    """The tokens of each expert, counted over a window of steps that moves; by these its copies are placed anew.
+
+    The forward passes add to counts on their device, in CUDA graphs, too. Eight times in a window the totals are copied
+    to the host, which does not wait for them: on a GPU a copy is read when the next one is made.
+
+    Args:
+        layers: the numbers of the layers that have experts.
+        n_experts: E of each.
+        window: how many steps; a multiple of 8.
+        device: of the model.
+
+    Attributes:
+        in_window: the tokens of each expert of each layer, by the layer's number, in the last `window` steps; up to a
+            quarter of the window is newer than these.
+    """
+
+    def __init__(self, layers: Sequence[int], n_experts: int, window: int, device: torch.device):
+        self._layers, self._every, self._steps = list(layers), window // PARTS, 0
+        self._total = torch.zeros(len(self._layers), n_experts, dtype=torch.int64, device=device)
+        self._of_layer = dict(zip(self._layers, self._total, strict=True))
+        self._totals = deque([torch.zeros_like(self._total, device="cpu")], maxlen=PARTS + 1)
+        self._copied: tuple[Tensor, torch.cuda.Event] | None = None
+        self.in_window: Mapping[int, tuple[int, ...]] = {}
+        self._read(self._totals[0])
+
+    def count(self, layer: int, experts_TK: Tensor, slots_T: Tensor) -> None:
+        """Count the chosen experts, int64, of a layer's rows, but for those that are written to no slot: padding."""
+        is_row = (slots_T >= 0).to(torch.int64)[:, None].expand(experts_TK.shape)
+        self._of_layer[layer].scatter_add_(0, experts_TK.flatten(), is_row.flatten())
+
+    def end_step(self) -> None:
+        """Move the window by a step."""
+        self._steps += 1
+        if self._steps % self._every:
+            return
+        if self._total.device.type == "cpu":
+            self._read(self._total.clone())
+            return
+        if self._copied is not None:
+            total, event = self._copied
+            event.synchronize()  # of an eighth of a window ago
+            self._read(total)
+        total = torch.empty_like(self._total, device="cpu", pin_memory=True)
+        total.copy_(self._total, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._total.device))  # of the model's GPU
+        self._copied = total, event
+
+    def _read(self, total: Tensor) -> None:
+        self._totals.append(total)
+        rows = (total - self._totals[0]).tolist()
+        self.in_window = {layer: tuple(row) for layer, row in zip(self._layers, rows, strict=True)}

@@ -33,14 +33,12 @@ from octile.ops.row_invariant import row_invariant_matmul_nt
 from octile.ops.sample_tokens import sample_tokens
 from octile.serve.model import small_batch
 from octile.serve.model.attention import Attention
-from octile.serve.model.expert_load import ExpertLoad
-from octile.serve.model.feed_forward import FeedForward
+from octile.serve.model.feed_forward import ExpertLoad, FeedForward
 from octile.serve.model.gemms import Gemms
 from octile.serve.model.naive_attention import NaiveAttention
 from octile.serve.ranks.experts import SpreadExperts
 from octile.serve.ranks.tensor_parallel import ALONE, TensorParallel
-from octile.serve.runner.index_pages import IndexPages
-from octile.serve.runner.latent_pages import LatentPages
+from octile.serve.runner.kv_cache import IndexPages, LatentPages
 from octile.serve.runner.step import Step
 from octile.serve.weights.block_weights import BlockWeights
 from octile.serve.weights.weights import ServedWeights

@@ -21,7 +21,7 @@ from octile.ops.attention import attention
 from octile.ops.ragged_attention import ragged_attention
 from octile.ops.rope import latent_keys
 from octile.serve.model.gemms import Gemms
-from octile.serve.runner.latent_pages import LatentPages
+from octile.serve.runner.kv_cache import LatentPages
 from octile.serve.runner.step import PrefillPiece, Step
 from octile.serve.weights.block_weights import AttentionWeights
 

@@ -14,16 +14,24 @@ Of a dense SwiGLU layer, few_rows_nt computes the norm and the projections to ga
 is the same, with GEMMs in the place of few_rows_nt; dense layers and mixtures take the other pass.
 
 The formulas are those of the other pass, with sums in another order.
+
+An operator computes a call without a kernel by the operators of many rows, which takes longer. Its result does not show
+it, so a server says at its start what `why_not_few_rows` returns.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from octile.formats import TILE
+from octile.kernels.cuda.few_rows import attention as attention_kernels
+from octile.kernels.cuda.few_rows import launcher, mixture
 from octile.kernels.cuda.few_rows.launcher import MAX_ROWS
+from octile.kernels.cuda.gemm import request
 from octile.ops.few_rows import few_rows_nt, latent_attention
 from octile.ops.few_rows_mixture import few_rows_mixture
 from octile.ops.matmul import matmul_nt
@@ -35,6 +43,7 @@ from octile.serve.model.attention import Attention
 from octile.serve.model.feed_forward import FeedForward
 from octile.serve.runner.step import Step
 from octile.serve.weights.block_weights import NORM_EPS, AttentionWeights, BlockWeights, MLPWeights, MoEWeights, Weight
+from octile.serve.weights.weights import ServedWeights
 
 
 def is_step_of_few_rows(attention: Attention, step: Step) -> bool:
@@ -130,3 +139,80 @@ def fp8_tensors(w: MLPWeights | MoEWeights) -> tuple[Tensor, Tensor, Tensor, Ten
     assert isinstance(up, ScaledTensor)  # `has_feed_forward_of_few_rows`
     assert isinstance(down, ScaledTensor)
     return up.data, up.scale, down.data, down.scale
+
+
+def why_not_few_rows(
+    weights: ServedWeights, attention: Attention, feed_forward: FeedForward, drafts: bool
+) -> str | None:
+    """Return why decode steps of up to 8 rows lack some of Hopper's kernels; None: they lack none, or it is no Hopper.
+
+    Args:
+        weights, attention, feed_forward: the parts of a forward pass.
+        drafts: whether the multi-token prediction layer takes part.
+
+    Returns:
+        each reason once, with the first layer that it concerns.
+    """
+    if request.why_not_on(weights.device) is not None:
+        return None
+    if (why := why_no_step_of_few_rows(attention)) is not None:
+        return why
+    blocks, first = list(weights.blocks), dict[str, int]()
+    if drafts and weights.mtp is not None:
+        blocks.append(weights.mtp.block)
+    for layer, block in enumerate(blocks):
+        lacking = (
+            *_attention_lacks(weights, attention.cache.layers[layer], block),
+            *_feed_forward_lacks(weights, feed_forward, block),
+        )
+        for why in lacking:
+            first.setdefault(why, layer)
+    return "; ".join(f"layer {layer}: {why}" for why, layer in first.items()) or None
+
+
+def _attention_lacks(weights: ServedWeights, cache: Tensor, w: BlockWeights) -> Iterator[str]:
+    """Ask each kernel about a call like that of `add_attention` with 8 rows, which need the most memory."""
+    of, c = w.attention, weights.config
+    if not has_products_of_few_rows(of):
+        yield "the projections of attention's input are not joined, or only some projections are in FP8"
+        return
+    (sizes,), width = of.x.sizes, c.kv_lora_rank + c.qk_rope_head_dim
+    x = w.input_norm.new_empty(MAX_ROWS, c.hidden_size, dtype=weights.dtype)
+    q, kv = x.new_empty(MAX_ROWS, sizes[0] + width).split([sizes[0], width], dim=-1)
+    products: list[tuple[Tensor, Tensor | None, Weight, Tensor | None]] = [(x, w.input_norm, of.x.weights[0], None)]
+    if of.q_up is not None:
+        products.append((q, of.q_norm, of.q_up, None))
+        q = x.new_empty(MAX_ROWS, len(of.w_k) * c.qk_head_dim)
+    products.append((x.new_empty(MAX_ROWS, len(of.w_v) * c.v_head_dim), None, of.o, x))
+    for rows, norm, weight, add in products:
+        if not isinstance(weight, ScaledTensor):
+            yield "the projections of attention are not in FP8"
+        elif (why := launcher.why_unsupported(rows, norm, weight.data, weight.scale, add)) is not None:
+            yield f"projections of attention: {why}"
+    cos, sin = x.new_empty(2, MAX_ROWS, c.qk_rope_head_dim // 2, dtype=torch.float32)
+    slots = x.new_empty(MAX_ROWS, dtype=torch.int64)
+    if (why := attention_kernels.why_no_queries(q, kv, of.w_k, of.kv_norm, cos, sin, slots, cache)) is not None:
+        yield f"queries and latents: {why}"
+    pages = slots.new_empty(MAX_ROWS, 1, dtype=torch.int32)
+    queries = x.new_empty(MAX_ROWS, len(of.w_k), width)
+    if (why := attention_kernels.why_no_values(queries, cache, pages, of.w_v)) is not None:
+        yield f"attention to cached positions: {why}"
+
+
+def _feed_forward_lacks(weights: ServedWeights, feed_forward: FeedForward, w: BlockWeights) -> Iterator[str]:
+    c, mlp = weights.config, w.mlp
+    if not has_feed_forward_of_few_rows(feed_forward, mlp):
+        yield "the projections of the SwiGLU layer or of the experts are not in FP8, not joined, or on several ranks"
+        return
+    x = w.post_norm.new_empty(MAX_ROWS, c.hidden_size, dtype=weights.dtype)
+    if isinstance(mlp, MLPWeights):
+        for weight in mlp.x.weights:
+            assert isinstance(weight, ScaledTensor)  # `has_feed_forward_of_few_rows`
+            if (why := launcher.why_unsupported(x, w.post_norm, weight.data, weight.scale, None)) is not None:
+                yield f"the SwiGLU layer: {why}"
+        return
+    choice = choice_of(c.topk_method, c.num_experts_per_tok, c.n_group, c.topk_group)
+    choose = *choice, c.scoring_func, c.norm_topk_prob, c.routed_scaling_factor
+    operands = x, w.post_norm, c.rms_norm_eps, mlp.gate, mlp.bias, choose, fp8_tensors(mlp), fp8_tensors(mlp.shared)
+    if (why := mixture.why_unsupported(*operands, weights.power_of_2)) is not None:
+        yield f"the mixture of experts: {why}"

@@ -66,7 +66,7 @@ def choose_of_pages(
 
     Args:
         index: of the rows.
-        cache: a layer of `octile.serve.runner.index_pages.IndexPages`.
+        cache: a layer of `octile.serve.runner.kv_cache.IndexPages`.
         pages_TM, lengths_T: as of `octile.ops.paged_attention.paged_attention`.
         schedule: of these lengths.
         k: K.

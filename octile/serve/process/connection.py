@@ -9,8 +9,8 @@ from multiprocessing.connection import Connection
 
 from octile.serve.engine.request import Output, Request, Sampling, check_prompt, make_request
 from octile.serve.engine.stats import Stats
+from octile.serve.process.commands import Waker
 from octile.serve.process.messages import Add, Cancel, Drain, Failed, ProcessEndedError, Stepped
-from octile.serve.process.waker import Waker
 
 MAX_STEPS = 16  # whose outputs a step returns together, if they have come meanwhile
 

@@ -42,7 +42,7 @@ from octile.parallel.symmetric_memory import PeerDispatcher
 from octile.scaled import ScaledTensor
 from octile.serve.engine.drafts import check_can_draft
 from octile.serve.ranks.dynamic_redundancy import assign_copies, choose_copies
-from octile.serve.ranks.expert_moves import move_experts
+from octile.serve.ranks.placement import move_experts
 from octile.serve.ranks.tensor_parallel import ALONE, TensorParallel
 from octile.serve.weights.block_weights import BlockWeights, MoEWeights, Projections, Weight
 from octile.serve.weights.routed_shared_experts import with_shared

@@ -29,8 +29,7 @@ from octile.ops.sample_tokens import NO_TOKEN
 from octile.parallel.gpu_events import wait_for
 from octile.serve.model.forward import Forward
 from octile.serve.runner.batch import DecodedTokens, DecodeRequest
-from octile.serve.runner.decode_graphs import graph_sizes
-from octile.serve.runner.graph_memory import GraphMemory
+from octile.serve.runner.graphs import GraphMemory, graph_sizes
 from octile.serve.runner.step import Step
 from octile.serve.runner.step_inputs import BLOCK_ROWS, PageTable
 

@@ -2,7 +2,7 @@
 
 A chunk of up to 8 tokens is decoded: its rows attend in the absorbed form. A longer one is prefill and attends in the
 naive form, over what the pages hold. On a GPU a batch of decode rows alone replays a CUDA graph of a padded size
-(`octile.serve.runner.decode_graphs`), and the host waits for nothing.
+(`octile.serve.runner.graphs`), and the host waits for nothing.
 
 Shapes: T rows, L logits, V vocabulary, D model.
 """
@@ -23,20 +23,24 @@ from octile.parallel.symmetric_memory import PeerDispatcher
 from octile.serve.engine.config import IndexFormat, check_expert_window
 from octile.serve.engine.drafts import check_can_draft
 from octile.serve.engine.sampler import choose
-from octile.serve.model.expert_load import ExpertLoad
+from octile.serve.model.feed_forward import ExpertLoad
 from octile.serve.model.forward import Forward
 from octile.serve.model.top_k_keys import why_not_captured
 from octile.serve.ranks.experts import SpreadExperts
 from octile.serve.ranks.tensor_parallel import ALONE
-from octile.serve.runner.batch import Batch, DecodedTokens, DecodeRequest, Results
-from octile.serve.runner.batch_check import BatchCheck
-from octile.serve.runner.decode_graphs import DecodeGraphs
+from octile.serve.runner.batch import Batch, BatchCheck, DecodedTokens, DecodeRequest, Results
 from octile.serve.runner.decode_loop import DecodeLoop
-from octile.serve.runner.graph_memory import GraphMemory
-from octile.serve.runner.index_pages import IndexPages, bytes_per_key, check_index_format, needs_index
-from octile.serve.runner.latent_pages import CacheFormat, LatentPages, bytes_per_row
-from octile.serve.runner.page_bytes import PageBytes
-from octile.serve.runner.prefill_graphs import FILL_ROWS, MAX_ROWS, PrefillGraphs, padded_rows
+from octile.serve.runner.graphs import FILL_ROWS, MAX_ROWS, DecodeGraphs, GraphMemory, PrefillGraphs, padded_rows
+from octile.serve.runner.kv_cache import (
+    CacheFormat,
+    IndexPages,
+    LatentPages,
+    PageBytes,
+    bytes_per_key,
+    bytes_per_row,
+    check_index_format,
+    needs_index,
+)
 from octile.serve.runner.step import Step
 from octile.serve.runner.step_inputs import BLOCK_ROWS, MAX_DECODE_TOKENS, Layout, mixed_step, padded_size, send
 from octile.serve.runner.warm_up import SAMPLED, warm_up_batches

@@ -17,8 +17,7 @@ from octile.ops.latent_cache import PAGE
 from octile.serve.engine.request import Sampling
 from octile.serve.engine.sampler import Row
 from octile.serve.runner.batch import Batch, Chunk
-from octile.serve.runner.decode_graphs import graph_sizes
-from octile.serve.runner.prefill_graphs import MAX_ROWS, graph_rows
+from octile.serve.runner.graphs import MAX_ROWS, graph_rows, graph_sizes
 
 SAMPLED = Row(Sampling(temperature=1.0, top_p=0.9, top_k=50), 0, 0)  # which takes the most kernels
 

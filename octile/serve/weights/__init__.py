@@ -3,8 +3,7 @@
 load.py                   a folder to serve: its weights, its tokenizer, and a cache of a size that fits
 generation_config.py      what a model's `generation_config.json` gives: ends of texts, and defaults of sampling
 weights.py                `ServedWeights`: all weights of a model, and how they are read
-block_weights.py          the weights of a block, as GEMMs read them
-weight_part.py            a range of rows or columns of a weight
+block_weights.py          the weights of a block, as GEMMs read them, and parts of weights
 head_share.py             the weights of some heads of attention
 routed_shared_experts.py  shared experts that are routed like others
 """

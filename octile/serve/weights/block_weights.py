@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -150,3 +151,25 @@ def stack(weights: Sequence[Weight]) -> Weight:
     if len(fp8) < len(weights):
         raise ValueError(f"the experts of a layer must all be in FP8 or none, but {len(fp8)} of {len(weights)} are")
     return ScaledTensor(torch.stack([w.data for w in fp8]), torch.stack([w.scale for w in fp8]), BLOCK)
+
+
+class Part(NamedTuple):
+    """A range of a weight [N, K] along a dimension, 0 or 1. Of an FP8 weight it begins at a multiple of 128."""
+
+    dim: int
+    start: int
+    stop: int
+
+    def of(self, weight: ScaledTensor | Tensor) -> ScaledTensor | Tensor:
+        """Return this part of a weight."""
+        if isinstance(weight, ScaledTensor):
+            return ScaledTensor(self._of(weight.data), self.of_blocks()._of(weight.scale), BLOCK)
+        return self._of(weight)
+
+    def of_blocks(self) -> Part:
+        """Return the part of a matrix of scales, one for each block of 128×128, that this part has."""
+        side = BLOCK[self.dim]
+        return Part(self.dim, self.start // side, -(-self.stop // side))
+
+    def _of(self, t: Tensor) -> Tensor:
+        return t.narrow(self.dim, self.start, self.stop - self.start).contiguous()

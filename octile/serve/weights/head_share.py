@@ -18,7 +18,7 @@ from torch import Tensor
 from octile.formats import BLOCK
 from octile.models.config import ModelConfig
 from octile.scaled import ScaledTensor
-from octile.serve.weights.weight_part import Part
+from octile.serve.weights.block_weights import Part
 from octile.text import format_count
 
 _DIMENSIONS = {"q_proj": 0, "q_b_proj": 0, "kv_b_proj": 0, "o_proj": 1}  # of the heads, by the layer's name

@@ -21,14 +21,13 @@ from octile.serve.engine.config import REBALANCE_SECONDS, CacheConfig, EngineCon
 from octile.serve.engine.drafts import check_can_draft
 from octile.serve.engine.engine import Engine
 from octile.serve.engine.request import Sampling
-from octile.serve.model.small_batch_support import why_not_few_rows
+from octile.serve.model.small_batch import why_not_few_rows
 from octile.serve.ranks.dynamic_redundancy import TooFewActiveError, choose_copies
 from octile.serve.ranks.engine import SpreadEngine
 from octile.serve.ranks.experts import SpreadExperts
 from octile.serve.ranks.placement import rebalance_experts
 from octile.serve.ranks.tensor_parallel import TensorParallel
-from octile.serve.runner.index_pages import check_index_format, needs_index
-from octile.serve.runner.latent_pages import CacheFormat
+from octile.serve.runner.kv_cache import CacheFormat, check_index_format, needs_index
 from octile.serve.runner.model_runner import ModelRunner
 from octile.serve.weights.generation_config import FILE, GenerationConfig, read_generation_config
 from octile.serve.weights.head_share import check_heads, is_of_heads
@@ -313,7 +312,9 @@ def _runner(
         micro_batches,
         engine.index_format,
     )
-    if phase != "prefill" and (why_not := why_not_few_rows(runner.forward, engine.n_drafts > 0)) is not None:
+    forward = runner.forward
+    parts = forward.weights, forward.attention, forward.feed_forward
+    if phase != "prefill" and (why_not := why_not_few_rows(*parts, engine.n_drafts > 0)) is not None:
         what = f"decode steps of few rows do not have all of Hopper's kernels: {why_not}"
         warnings.warn(what, RuntimeWarning, stacklevel=2)
     return runner

@@ -15,8 +15,7 @@ from torch import Tensor
 from octile.formats import BLOCK
 from octile.models.config import ModelConfig
 from octile.scaled import ScaledTensor
-from octile.serve.weights.block_weights import MLPWeights, MoEWeights, Projections, Weight, join, stack
-from octile.serve.weights.weight_part import Part
+from octile.serve.weights.block_weights import MLPWeights, MoEWeights, Part, Projections, Weight, join, stack
 
 
 def check_shared(c: ModelConfig, is_fp8: bool, experts_are_fp8: bool) -> None:

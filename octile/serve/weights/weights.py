@@ -37,13 +37,13 @@ from octile.serve.weights.block_weights import (
     MLPWeights,
     MoEWeights,
     MTPWeights,
+    Part,
     Weight,
     join,
     stack,
 )
 from octile.serve.weights.head_share import HeadShare, check_heads, is_of_heads
 from octile.serve.weights.routed_shared_experts import divide_shared
-from octile.serve.weights.weight_part import Part
 
 ReadWeight = Callable[[str], Weight]
 ALL_HEADS = HeadShare()

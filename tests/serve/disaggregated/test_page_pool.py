@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from octile.serve.disaggregated.page_pool import FilledPages, PagePool, open_pool
-from octile.serve.runner.latent_pages import LatentPages
-from octile.serve.runner.page_bytes import PageBytes
+from octile.serve.runner.kv_cache import LatentPages, PageBytes
 
 
 def cache(cache_format: str = "bf16", n_pages: int = 7) -> LatentPages:

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from octile.serve.engine import drafts, token_choice
+from octile.serve.engine import drafts, sampler
 from octile.serve.engine.config import EngineConfig
 from octile.serve.engine.engine import Engine
 from octile.serve.engine.request import FinishReason, Sampling
@@ -315,7 +315,7 @@ def test_logits_that_are_not_finite_end_only_their_request(engine_of, wrong, wha
 @pytest.mark.parametrize("n_drafts", [0, 2])
 @pytest.mark.parametrize("raising", ["choose", "log_probabilities"])
 def test_an_exception_while_a_token_is_chosen_ends_only_its_request(engine_of, monkeypatch, raising, n_drafts):
-    right = getattr(token_choice, raising)
+    right = getattr(sampler, raising)
 
     def wrong(*arguments):
         if any(row.seed == 13 and row.position == 5 for row in arguments[-1]):
@@ -328,7 +328,7 @@ def test_an_exception_while_a_token_is_chosen_ends_only_its_request(engine_of, m
         return run(engine)
 
     alone = add_all(engine_of(n_drafts=n_drafts))
-    monkeypatch.setattr(token_choice, raising, wrong)
+    monkeypatch.setattr(sampler, raising, wrong)
     engine = engine_of(n_drafts=n_drafts)
     found = add_all(engine)
     tokens, _, last = found[1]
@@ -340,14 +340,14 @@ def test_an_exception_while_a_token_is_chosen_ends_only_its_request(engine_of, m
 
 
 def test_an_exception_that_no_row_raises_alone_is_a_warning(engine_of, monkeypatch):
-    right = token_choice.choose
+    right = sampler.choose
 
     def wrong(logits, rows):
         if len(rows) > 1:
             raise MemoryError("too many rows")
         return right(logits, rows)
 
-    monkeypatch.setattr(token_choice, "choose", wrong)
+    monkeypatch.setattr(sampler, "choose", wrong)
     engine = engine_of(FakeRunner())
     for seed in range(2):
         engine.add([seed, 1], Sampling(3, ignore_eos=True, logprobs=0))

@@ -1,14 +1,17 @@
 """Tests of the sampler: distributions, truncation, independence of the batch."""
 
+from collections.abc import Callable, Sequence
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from octile.ops.sample_tokens import ALL_MASKED, NOT_A_NUMBER, POSITIVE_INFINITY
 from octile.serve.engine import sampler
 from octile.serve.engine.request import MAX_TOP_K, Sampling
-from octile.serve.engine.sampler import Row, choose, log_probabilities
+from octile.serve.engine.sampler import Row, TokenChoice, choose, choose_each, choose_tokens, log_probabilities
 
 LOGITS = torch.tensor([0.0, 2.0, 1.0, -1.0])  # probabilities 0.087, 0.644, 0.237, 0.032
 N = 4000
@@ -155,3 +158,70 @@ def test_a_draft_of_a_similar_distribution_is_mostly_the_token_itself():
     overlap = torch.minimum(LOGITS.softmax(-1), similar.softmax(-1)).sum()
     agree = (draws(Sampling(temperature=1.0)) == draws(Sampling(temperature=1.0), similar)).float().mean()
     assert agree >= overlap / (2 - overlap) - 0.01  # Daliri et al., theorem 2
+
+
+RANDOM = 3 * torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
+ROWS = [Row(Sampling(8, 1.0, seed=seed, logprobs=logprobs), seed, 7) for seed, logprobs in enumerate((2, None, 0, 1))]
+
+
+def raising_for(seed: int, right: Callable[..., object]) -> Callable[..., object]:
+    """Return a function as `right`, which raises an exception if one of the rows has a seed."""
+
+    def wrong(*arguments: Sequence[Row]) -> object:
+        if any(row.seed == seed for row in arguments[-1]):
+            raise ArithmeticError(f"seed {seed}")
+        return right(*arguments)
+
+    return wrong
+
+
+def test_all_rows_have_their_tokens_and_what_they_ask_for():
+    found = choose_tokens(RANDOM, ROWS)
+    assert found.tokens == choose(RANDOM, ROWS).tolist()
+    asked = [0, 2, 3]
+    expected = log_probabilities(RANDOM[asked], [found.tokens[i] for i in asked], [ROWS[i] for i in asked])
+    assert found.logprobs == dict(zip(asked, expected, strict=True))
+    assert not found.errors
+
+
+def test_no_rows_have_no_tokens():
+    assert choose_tokens(RANDOM[:0], []) == TokenChoice([], {}, {})
+
+
+def test_a_row_without_a_token_has_no_log_probabilities():
+    logits = RANDOM.clone()
+    logits[2, 5] = torch.nan
+    found, whole = choose_tokens(logits, ROWS), choose_tokens(RANDOM, ROWS)
+    assert found.tokens == [*whole.tokens[:2], NOT_A_NUMBER, whole.tokens[3]]
+    assert found.logprobs == {i: whole.logprobs[i] for i in (0, 3)}
+    assert not found.errors
+
+
+@pytest.mark.parametrize("function", ["choose", "log_probabilities"])
+def test_only_the_row_that_raises_an_exception_has_no_token(monkeypatch: pytest.MonkeyPatch, function: str):
+    whole = choose_tokens(RANDOM, ROWS)
+    monkeypatch.setattr(sampler, function, raising_for(2, getattr(sampler, function)))
+    found = choose_tokens(RANDOM, ROWS)
+    assert found.tokens == [*whole.tokens[:2], NOT_A_NUMBER, whole.tokens[3]]
+    assert found.logprobs == {i: whole.logprobs[i] for i in (0, 3)}
+    assert found.errors == {2: "ArithmeticError when its next token was chosen: seed 2"}
+
+
+def test_an_exception_takes_the_place_of_a_token(monkeypatch: pytest.MonkeyPatch):
+    expected = choose_each(RANDOM, ROWS)
+    monkeypatch.setattr(sampler, "choose", raising_for(1, choose))
+    found = choose_each(RANDOM, ROWS)
+    assert isinstance(found[1], ArithmeticError)
+    assert [found[i] for i in (0, 2, 3)] == [expected[i] for i in (0, 2, 3)]
+
+
+def test_an_exception_that_no_row_raises_alone_is_a_warning(monkeypatch: pytest.MonkeyPatch):
+    def too_many(logits_LV: Tensor, rows: Sequence[Row]) -> Tensor:
+        if len(rows) > 1:
+            raise MemoryError("too many rows")
+        return choose(logits_LV, rows)
+
+    expected = choose_each(RANDOM, ROWS)
+    monkeypatch.setattr(sampler, "choose", too_many)
+    with pytest.warns(RuntimeWarning, match="one by one, which is slower: MemoryError: too many rows"):
+        assert choose_each(RANDOM, ROWS) == expected

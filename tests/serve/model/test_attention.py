@@ -11,8 +11,7 @@ from octile.models.config import ModelConfig
 from octile.serve.model.attention import Attention
 from octile.serve.model.forward import Forward
 from octile.serve.runner.batch import Chunk
-from octile.serve.runner.index_pages import IndexPages
-from octile.serve.runner.latent_pages import LatentPages
+from octile.serve.runner.kv_cache import IndexPages, LatentPages
 from octile.serve.runner.step import Step
 from octile.serve.runner.step_inputs import Layout, mixed_step
 from octile.serve.weights.weights import ServedWeights

@@ -11,7 +11,7 @@ from torch import Tensor
 from octile.serve.model.gemms import Gemms
 from octile.serve.model.naive_attention import NaiveAttention
 from octile.serve.runner.batch import Chunk
-from octile.serve.runner.latent_pages import LatentPages
+from octile.serve.runner.kv_cache import LatentPages
 from octile.serve.runner.step import Step
 from octile.serve.runner.step_inputs import Layout, mixed_step
 from octile.serve.weights.weights import ServedWeights

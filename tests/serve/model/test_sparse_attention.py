@@ -13,8 +13,8 @@ from octile.serve.engine.config import EngineConfig, IndexFormat
 from octile.serve.engine.engine import Engine
 from octile.serve.engine.request import Sampling
 from octile.serve.model import attention
+from octile.serve.runner.graphs import PrefillGraphs
 from octile.serve.runner.model_runner import ModelRunner
-from octile.serve.runner.prefill_graphs import PrefillGraphs
 from octile.serve.weights.weights import ServedWeights
 from octile.tokenizer import Tokenizer
 from tests.serve.models import CONFIG, Texts, new_model, text

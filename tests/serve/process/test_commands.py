@@ -1,8 +1,11 @@
 """Commands of other threads for the thread that steps an engine."""
 
 import threading
+from multiprocessing.connection import wait
 
-from octile.serve.process.commands import Commands
+import pytest
+
+from octile.serve.process.commands import Commands, Waker
 
 
 def never() -> None:
@@ -43,3 +46,33 @@ def test_a_command_wakes_a_step_that_waits():
     commands.add(lambda: None)
     commands.stop()
     assert woken == [True, True]
+
+
+@pytest.fixture
+def waker():
+    made = Waker()
+    yield made
+    made.close()
+
+
+def test_it_is_not_ready_at_first(waker):
+    assert wait([waker.fileno()], 0) == []
+
+
+def test_any_thread_wakes_one_that_waits(waker):
+    threading.Timer(0.05, waker.wake).start()
+    assert wait([waker.fileno()], 30) == [waker.fileno()]
+
+
+def test_it_stays_ready_until_it_is_cleared(waker):
+    waker.wake()
+    waker.wake()
+    assert wait([waker.fileno()], 0) == [waker.fileno()]
+    waker.clear()
+    assert wait([waker.fileno()], 0) == []
+
+
+def test_waking_never_waits(waker):
+    for _ in range(10_000):  # more bytes than the system buffers
+        waker.wake()
+    assert wait([waker.fileno()], 0) == [waker.fileno()]

@@ -18,8 +18,8 @@ from octile.serve.engine.request import Sampling
 from octile.serve.ranks import engine as engine_of_ranks
 from octile.serve.ranks.engine import SpreadEngine
 from octile.serve.ranks.experts import SpreadExperts
+from octile.serve.runner.graphs import PrefillGraphs
 from octile.serve.runner.model_runner import ModelRunner
-from octile.serve.runner.prefill_graphs import PrefillGraphs
 from octile.serve.weights.block_weights import MoEWeights
 from octile.serve.weights.weights import ServedWeights
 from octile.tokenizer import Tokenizer

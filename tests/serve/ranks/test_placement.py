@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import octile.serve
-from octile.serve.ranks.placement import rebalance_experts
+from octile.serve.ranks.placement import find_copy, rebalance_experts
 
 PUBLISHED_LOAD = [  # of the README of https://github.com/deepseek-ai/EPLB
     [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],
@@ -313,3 +313,16 @@ def test_wrong_values_are_refused(name, value, message):
 def test_wrong_types_are_refused(name, value, message):
     with pytest.raises(TypeError, match=message):
         rebalance_experts(**{**GOOD, name: value})
+
+
+@pytest.mark.parametrize(
+    ("n_nodes", "expert", "rank", "slot"),
+    [
+        (1, 0, 2, 3),  # rank 1 is as near as rank 3, and has the lower number
+        (2, 0, 2, 6),  # rank 3 is of the same node
+        (2, 1, 3, 7),  # its own
+        (2, 2, 3, 2),  # no rank of its node has it
+    ],
+)
+def test_an_expert_comes_from_the_own_rank_or_node_if_it_is_there(n_nodes, expert, rank, slot):
+    assert find_copy([3, 1, 2, 0, 3, 4, 0, 1], expert, rank, 4, n_nodes) == slot

@@ -24,8 +24,8 @@ from octile.serve.ranks.engine import SpreadEngine
 from octile.serve.ranks.experts import SpreadExperts
 from octile.serve.ranks.front_engine import FrontEngine
 from octile.serve.ranks.tensor_parallel import ALONE, TensorParallel
+from octile.serve.runner.graphs import PrefillGraphs
 from octile.serve.runner.model_runner import ModelRunner
-from octile.serve.runner.prefill_graphs import PrefillGraphs
 from octile.serve.weights.head_share import HeadShare
 from octile.serve.weights.weights import ServedWeights
 from tests.parallel.expert_cases import peers_on_cpu

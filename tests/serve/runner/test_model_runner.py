@@ -14,7 +14,7 @@ from octile.recipe import Recipe
 from octile.serve.engine.config import MAX_DRAFTS
 from octile.serve.runner import model_runner, step_inputs
 from octile.serve.runner.batch import Batch, Chunk, Results
-from octile.serve.runner.latent_pages import LatentPages
+from octile.serve.runner.kv_cache import LatentPages
 from octile.serve.runner.model_runner import ModelRunner
 from octile.serve.runner.step_inputs import CONTEXT_POSITIONS, Layout, mixed_step
 from tests.serve.models import CONFIG, Texts, new_model, text

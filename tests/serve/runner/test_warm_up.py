@@ -23,8 +23,8 @@ from octile.serve.ranks.engine import SpreadEngine
 from octile.serve.ranks.experts import SpreadExperts
 from octile.serve.ranks.tensor_parallel import ALONE, TensorParallel
 from octile.serve.runner import model_runner, prefill_graphs
+from octile.serve.runner.graphs import PrefillGraphs
 from octile.serve.runner.model_runner import ModelRunner
-from octile.serve.runner.prefill_graphs import PrefillGraphs
 from octile.serve.runner.step_inputs import Layout
 from octile.serve.runner.warm_up import warm_up_batches
 from octile.serve.weights.weights import ServedWeights

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from octile.scaled import ScaledTensor, quantize
+from octile.serve.weights.block_weights import Part
 from octile.serve.weights.head_share import HeadShare, check_heads, is_of_heads
-from octile.serve.weights.weight_part import Part
 from tests.serve.models import CONFIG
 
 LAYER = "model.layers.0.self_attn"

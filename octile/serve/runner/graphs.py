@@ -1,22 +1,4 @@
-"""CUDA graphs of steps with prompts: all of a layer but attention, which depends on how the rows are divided.
-
-    embedding
-    graph 0      queries and latents of layer 0, and what keys and values of the rows consist of
-    attention    of layer 0, launched kernel by kernel
-    graph 1      the rest of layer 0, then the same of layer 1
-    …
-    graph L      the rest of the last layer
-
-Chunks that begin their texts attend to the keys and values that the graphs have computed; for others they are computed
-anew, of all positions that they attend to.
-
-Some 30 kernels of a layer take the host longer than a GPU needs for 2,048 rows. Rows are padded to a multiple of 256,
-or of 1,024; what fills them is written nowhere. The graphs of all numbers of rows are captured at the start and share
-buffers, since they run one after the other. Where there is no memory for them, steps of that number of rows are
-computed without a graph; ranks that exchange rows need the same graphs, and do not start without them.
-
-If the experts are spread over ranks, rows that are exchanged may be two micro-batches: while those of one are on their
-way, the other's are computed (`octile.nn.interleave`). Attention is not divided.
+"""CUDA graphs of a model runner: those of decode steps, those of steps with prompts, and the memory that they share.
 
 Shapes: T rows, D model, H heads, X channels of a query, R of a rotary key, V of a value, Y of all heads' keys but their
 rotary part, and values.
@@ -24,10 +6,12 @@ rotary part, and values.
 
 from __future__ import annotations
 
+import gc
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,17 +20,162 @@ from octile.nn.interleave import run_interleaved
 from octile.serve.model.attention import Queries
 from octile.serve.model.forward import Forward
 from octile.serve.model.top_k_keys import IndexQueries
-from octile.serve.runner.graph_memory import GraphMemory
 from octile.serve.runner.step import Step
+from octile.serve.runner.step_inputs import DecodeRows, Layout, decode_step
 from octile.serve.weights.block_weights import MLPWeights
 
-FEW_ROWS, MAX_ROWS = 2048, 8192
+T = TypeVar("T")
+
+FEW_ROWS, MAX_ROWS = 2048, 8192  # of steps with prompts
 FILL_ROWS = 256  # to a multiple of which other steps with prompts are padded
 ROWS = FILL_ROWS, 1024  # to multiples of which steps are padded: up to FEW_ROWS, and beyond
 
 
+class GraphMemory:
+    """A memory pool and a stream that all graphs of a runner share.
+
+    Graphs run one after the other, so what one computes on its way lies where another's does. A result that is held
+    after the capture has memory of its own among the results, but a later replay of another graph may overwrite it:
+    it is read, or copied, before.
+
+    Args:
+        device: the model's GPU.
+        priority: of the stream, lower numbers first: where graphs have branches, and some must not wait for others.
+    """
+
+    def __init__(self, device: torch.device, priority: int = 0):
+        gc.collect()  # a graph of another runner that ended while one is captured would end the capture
+        torch.cuda.empty_cache()
+        self.device = device
+        self._stream, self._pool = torch.cuda.Stream(device, priority), torch.cuda.graph_pool_handle()
+
+    def capture(self, compute: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        """Compute once, to compile and choose kernels, then capture it; return what replays it, and its result.
+
+        A graph runs on the current stream. Other threads may use the GPU meanwhile.
+
+        Raises:
+            RuntimeError: it cannot be captured, or there is no memory for it.
+        """
+        with torch.no_grad(), torch.cuda.device(self.device), self._on_stream():
+            compute()
+            graph = torch.cuda.CUDAGraph()
+            try:
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    result = compute()
+                finally:
+                    graph.capture_end()
+            except BaseException:
+                # torch refuses further captures in the pool of one that has failed
+                self._pool = torch.cuda.graph_pool_handle()
+                raise
+        return graph.replay, result
+
+    def capture_sizes(self, sizes: Sequence[int], step: Callable[[int], T]) -> dict[int, tuple[Callable[[], None], T]]:
+        """Capture a step of each size, the largest first, whose memory the others use, too."""
+        return {size: self.capture(partial(step, size)) for size in sorted(sizes, reverse=True)}
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """Make the stream current; it and the stream that was wait for each other, also after an error."""
+        current = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            current.wait_stream(self._stream)
+
+
+class DecodeGraphs:
+    """The graphs of decode steps, of one pass: of the main model or of its multi-token prediction layer.
+
+    There is one for 1, 2, 4, 8, … rows: a step replays the smallest that has room for its rows. It reads them from
+    buffers on the device, which one copy fills, and a second one where pages have changed. Rows beyond a step's are
+    padding: they are written nowhere and attend to nothing. A model with indexers has two graphs of each size: rows
+    attend to chosen positions, or, where none has more than that, to all.
+
+    Args:
+        forward: the model's forward pass, on a GPU.
+        memory: of the graphs.
+        max_rows: rows of the largest graph.
+        max_pages: pages of a text at most.
+        drafts: whether the pass is that of multi-token prediction, which reads hidden states.
+    """
+
+    def __init__(self, forward: Forward, memory: GraphMemory, max_rows: int, max_pages: int, drafts: bool = False):
+        self.forward, self.max_rows = forward, max_rows
+        self.sizes = graph_sizes(max_rows)
+        self.host = DecodeRows(max_rows, max_pages, pinned=True)
+        weights = forward.weights
+        self.numbers = torch.zeros(4, max_rows, dtype=torch.int64, device=weights.device)
+        self.numbers[2].fill_(-1)  # while graphs are captured, nothing is written to the cache
+        self.pages = torch.zeros(max_rows, max_pages, dtype=torch.int32, device=weights.device)
+        self.hidden: Tensor | None = None
+        if drafts:
+            self.hidden = weights.head.new_zeros(max_rows, weights.config.hidden_size)
+        self.copied = torch.cuda.Event()
+        ways = (False, True) if forward.attention.index is not None else (False,)
+        self.captured = {way: memory.capture_sizes(self.sizes, partial(self._forward, way)) for way in ways}
+
+    def run(self, layout: Layout, hidden_TD: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Replay the graph of a batch of decode rows alone: what the head reads [T, D], and logits [T, V].
+
+        The results are valid until the next graph of the runner is replayed.
+
+        Args:
+            layout: of the batch.
+            hidden_TD: the hidden states that multi-token prediction reads.
+        """
+        size = next(size for size in self.sizes if size >= layout.n_decode)
+        self.copied.synchronize()  # returns at once unless the step before has not begun: its copies read the buffers
+        first, end = self.host.fill(layout.chunks, size)
+        self.numbers.copy_(self.host.numbers, non_blocking=True)
+        if first < end:
+            self.pages[first:end].copy_(self.host.pages[first:end], non_blocking=True)
+        self.copied.record(torch.cuda.current_stream(self.numbers.device))  # of the model's GPU
+        if self.hidden is not None and hidden_TD is not None:
+            self.hidden[: layout.n_decode].copy_(hidden_TD)
+        replay, (h_TD, logits) = self.captured[self.forward.attention.chooses(layout.longest)][size]
+        replay()
+        return h_TD[: layout.n_decode], logits[: layout.n_decode]
+
+    def _forward(self, chooses: bool, size: int) -> tuple[Tensor, Tensor]:
+        step = decode_step(self.numbers[:, :size], self.pages[:size], chooses)
+        h_TD = self.forward.hidden(step) if self.hidden is None else self.forward.draft(step, self.hidden[:size])
+        return h_TD, self.forward.logits(h_TD)
+
+
+def graph_sizes(max_rows: int) -> list[int]:
+    """Return the sizes of the graphs: powers of two below max_rows, and max_rows."""
+    sizes = [1]
+    while sizes[-1] * 2 < max_rows:
+        sizes.append(sizes[-1] * 2)
+    return sizes if sizes[-1] == max_rows else [*sizes, max_rows]
+
+
 class PrefillGraphs:
-    """The graphs of a model's forward pass. On a CPU they are what would be captured, for tests.
+    """The graphs of steps with prompts: all of a layer but attention, which depends on how the rows are divided.
+
+        embedding
+        graph 0      queries and latents of layer 0, and what keys and values of the rows consist of
+        attention    of layer 0, launched kernel by kernel
+        graph 1      the rest of layer 0, then the same of layer 1
+        …
+        graph L      the rest of the last layer
+
+    Chunks that begin their texts attend to the keys and values that the graphs have computed; for others they are
+    computed anew, of all positions that they attend to.
+
+    Some 30 kernels of a layer take the host longer than a GPU needs for 2,048 rows. Rows are padded to a multiple of
+    256, or of 1,024; what fills them is written nowhere. The graphs of all numbers of rows are captured at the start
+    and share buffers, since they run one after the other. Where there is no memory for them, steps of that number of
+    rows are computed without a graph; ranks that exchange rows need the same graphs, and do not start without them.
+
+    If the experts are spread over ranks, rows that are exchanged may be two micro-batches: while those of one are on
+    their way, the other's are computed (`octile.nn.interleave`). Attention is not divided. On a CPU the graphs are what
+    would be captured, for tests.
 
     Args:
         forward: the forward pass.

@@ -2,7 +2,7 @@
 
 import gc
 
-from octile.serve.process.garbage import freeze_loaded
+from octile.serve.process.signals import freeze_loaded
 
 
 class Node:

@@ -4,8 +4,7 @@ from array import array
 
 import pytest
 
-from octile.serve.runner.batch import Batch, Chunk
-from octile.serve.runner.batch_check import BatchCheck
+from octile.serve.runner.batch import Batch, BatchCheck, Chunk
 
 N_PAGES = 40
 
