@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-WORDS = ROOT / "docs" / "private_words.txt"
+WORDS = ROOT / "tests" / "private_words.txt"
 SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".jinja", ".md"}
 
 
