@@ -25,7 +25,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
         if path.startswith("docs/"):
             return found[1]
         kind = "tree" if (ROOT / path).is_dir() else "blob"
-        return f"{config['extra']['source']}/{kind}/main/{path}"
+        return f"{config['repo_url']}/{kind}/main/{path}"
 
     return FENCE.sub("```pycon\n", LINK.sub(absolute, markdown))
 

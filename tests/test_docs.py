@@ -42,7 +42,7 @@ def python_of(page: Path) -> list[tuple[int, str]]:
 
 def assumptions(page: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Make what the text around a page's Python assumes: files and variables; return the names that it assumes."""
-    if page.name in ("expert_parallel.md", "schedules.md", "serving.md", "serving_ranks.md"):  # torchrun, one process
+    if page.name in ("expert_parallel.md", "schedules.md", "serving_ranks.md"):  # torchrun with one process
         of_torchrun = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "localhost", "MASTER_PORT": 0}
         for variable, value in of_torchrun.items():
             monkeypatch.setenv(variable, str(value))

@@ -38,7 +38,7 @@ def write(text: str) -> str:
 def format_table(rows: Rows) -> str:
     """Format a table in Markdown. Columns whose cells are numbers stand to the right."""
     head, *rest = rows
-    numeric = [all(re.fullmatch(r"[\d,.+−×%]*", row[i]) for row in rest) for i in range(len(head))]
+    numeric = [all(re.fullmatch(r"[\d,.+−×%]*[MB]?", row[i]) for row in rest) for i in range(len(head))]
     lines = [head, ["---:" if right else "---" for right in numeric], *rest]
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
