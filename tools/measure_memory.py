@@ -24,8 +24,9 @@ import torch
 
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
-from octile.train import trainer as module
 from octile.train.config import TrainConfig, preset
+from octile.train.strategy import single as module
+from octile.train.trainer import Trainer
 from tools.measure_ranks import random_store
 
 GIB = 2**30
@@ -33,7 +34,7 @@ EAGER, REPLAYS = 3, 3  # steps before the capture, and after it
 SHOWN = 25  # lines of a peak
 
 
-def make_trainer(config: TrainConfig) -> module.Trainer:
+def make_trainer(config: TrainConfig) -> Trainer:
     """The trainer of a run with random tokens, whose initial weights are drawn on the GPU, which takes less time."""
 
     def made_on_gpu(c: ModelConfig) -> DeepseekV3:
@@ -42,16 +43,16 @@ def make_trainer(config: TrainConfig) -> module.Trainer:
 
     module.DeepseekV3 = made_on_gpu  # type: ignore[assignment, misc]
     store = random_store(config.model.vocab_size, 4 * config.batch_size * config.sequence_length)
-    return module.Trainer(config, store, torch.device("cuda", torch.cuda.current_device()))
+    return Trainer(config, store, torch.device("cuda", torch.cuda.current_device()))
 
 
 def measure(config: TrainConfig, has_lines: bool) -> None:
-    trainers: list[module.Trainer] = []
+    trainers: list[Trainer] = []
     phases: list[tuple[str, Callable[[], object]]] = [("build", lambda: trainers.append(make_trainer(config)))]
     phases += [(f"step {number}, eager", lambda: trainers[0].step()) for number in range(1, EAGER + 1)]
     phases += [(f"step {EAGER + 1}, captured and replayed", lambda: trainers[0].step())]
     phases += [(f"step {EAGER + 1 + number}, replayed", lambda: trainers[0].step()) for number in range(1, REPLAYS + 1)]
-    phases += [("validation", lambda: trainers[0].validate())]
+    phases += [("validation", lambda: trainers[0].evaluator.validate())]
     print(f"{'':36}  after: tensors  reserved  largest: tensors  reserved")
     for phase, run in phases:
         torch.cuda.reset_peak_memory_stats()
@@ -77,7 +78,7 @@ def measure(config: TrainConfig, has_lines: bool) -> None:
         "gradients": sum(p.grad.nbytes for p in parameters if p.grad is not None),
         "moments": sum(t.nbytes for state in trainer.optimizer.state.values() for t in state.values()),
     }
-    print(f"captured {trainer.captured.is_captured}, keeps activations {trainer.keeps_activations}; ", end="")
+    print(f"captured {trainer.captured.is_captured}, keeps activations {trainer.strategy.saves_activations}; ", end="")
     print(", ".join(f"{what} {size / GIB:.2f}" for what, size in sizes.items()))
     print("\n".join(pools(torch.cuda.memory_snapshot())), flush=True)
     trainer.close()

@@ -5,9 +5,9 @@
 Each phase is a run of octile's trainer: `alone` on one GPU (each rank on its own, at the same time), `dp2` data
 parallel, `ep2` with the experts spread, by all-to-all or (`symm`) on symmetric memory. `weak` has the same tokens per
 GPU, and so twice the batch; the others have the same batch. `:RECIPE` after a phase chooses a recipe. A line has the
-mean of the steps after warm-up and capture, which the host launches before it reads one, the losses of all, how much of
-rank 0's communication is exposed in further steps that the profiler records (`octile.train.step.kernel_records`), and
-how much memory stays allocated when the trainer is gone.
+mean of the steps after warm-up and capture, which the host launches before it collects one, the losses of all, how much
+of rank 0's communication is exposed in further steps that the profiler records (`octile.train.step.kernel_records`),
+and how much memory stays allocated when the trainer is gone.
 """
 
 import gc
@@ -22,10 +22,11 @@ import torch
 
 from octile.parallel.ranks import Ranks, join, leave
 from octile.tokenizer import Tokenizer
-from octile.train import trainer as module
 from octile.train.config import ParallelConfig, TrainConfig, preset
 from octile.train.data.token_store import Manifest, TokenStore
 from octile.train.step.kernel_records import communication, costs, is_communication, kernels_of
+from octile.train.strategy import single as module
+from octile.train.trainer import Trainer
 
 WARM_UP, STEPS, PROFILED = 5, 5, 3
 PHASES = {  # how many times the preset's batch, and the ranks
@@ -49,16 +50,16 @@ def random_store(vocabulary: int, tokens: int) -> TokenStore:
     return TokenStore(Path(), manifest, Tokenizer.train(["probe"], 258), train, val)
 
 
-def launch_and_read(trainer: module.Trainer, steps: int) -> list[float]:
+def launch_and_collect(trainer: Trainer, steps: int) -> list[float]:
     for _ in range(steps):
         trainer.launch()
-    return [line["loss"] for line in trainer.read()]
+    return [line["loss"] for line in trainer.collect()]
 
 
-def exposed(trainer: module.Trainer) -> str:
+def exposed(trainer: Trainer) -> str:
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities if trainer.ranks.is_first else activities[:1]) as record:
-        launch_and_read(trainer, PROFILED)
+        launch_and_collect(trainer, PROFILED)
         torch.cuda.synchronize()
     if not trainer.ranks.is_first:
         return ""
@@ -74,17 +75,18 @@ def exposed(trainer: module.Trainer) -> str:
 def run(name: str, config: TrainConfig, ranks: Ranks, device: torch.device) -> tuple[str, float, list[float]]:
     torch.cuda.reset_peak_memory_stats()
     store = random_store(config.model.vocab_size, 4 * config.batch_size * config.sequence_length)
-    trainer = module.Trainer(replace(config, val_sequences=8), store, device, ranks=ranks)
+    trainer = Trainer(replace(config, val_sequences=8), store, device, ranks=ranks)
     losses = [trainer.step()["loss"] for _ in range(WARM_UP)]
-    before = trainer.seconds
-    losses += launch_and_read(trainer, STEPS)
-    step = (trainer.seconds - before) / STEPS
+    before = trainer.progress.seconds
+    losses += launch_and_collect(trainer, STEPS)
+    step = (trainer.progress.seconds - before) / STEPS
     tokens = config.batch_size * config.sequence_length
     state = sum(t.nbytes for moments in trainer.optimizer.state.values() for t in moments.values())
     line = (
         f"{name}: {tokens / step:,.0f} tokens/s, {1e3 * step:.1f} ms a step of {tokens:,} tokens, "
         f"captured {trainer.captured.is_captured}, moments {state / 2**30:.2f} GiB, peak "
-        f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB, held-out loss {trainer.validate()['val_loss']:.5f}, "
+        f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB, "
+        f"held-out loss {trainer.evaluator.validate()['val_loss']:.5f}, "
         f"losses {[round(loss, 5) for loss in losses]}"
     )
     if ranks.size > 1:

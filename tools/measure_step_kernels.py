@@ -33,10 +33,11 @@ from octile.ops.attention import attention, attention_backward
 from octile.parallel.ranks import Ranks
 from octile.plan.published import V3_LAYERS
 from octile.scaled import quantize
-from octile.train import trainer as module
 from octile.train.config import TrainConfig, preset
+from octile.train.strategy import single as module
+from octile.train.trainer import Trainer
 from tools.exposed_communication import events_of
-from tools.measure_ranks import launch_and_read, random_store
+from tools.measure_ranks import launch_and_collect, random_store
 
 FIELDS = "timestamp,clocks.sm,power.draw,clocks_throttle_reasons.sw_power_cap"
 REPEATED, WARM_UP, ROUNDS = 0.5, 4, 3  # seconds, steps, rows of two steps
@@ -164,19 +165,19 @@ def measure_step(name: str, config: TrainConfig, folder: Path, sensors: Sensors)
 
     module.DeepseekV3 = made_on_gpu
     store = random_store(config.model.vocab_size, 4 * config.batch_size * config.sequence_length)
-    trainer = module.Trainer(replace(config, val_sequences=config.batch_size), store, device, ranks=Ranks.alone())
+    trainer = Trainer(replace(config, val_sequences=config.batch_size), store, device, ranks=Ranks.alone())
     module.DeepseekV3 = make
     for _ in range(WARM_UP):
         trainer.step()
     times, begin = [], time.time()
     for _ in range(ROUNDS):
-        before = trainer.seconds
-        launch_and_read(trainer, 2)
-        times.append((trainer.seconds - before) / 2)
+        before = trainer.progress.seconds
+        launch_and_collect(trainer, 2)
+        times.append((trainer.progress.seconds - before) / 2)
     found: dict[str, object] = {"ms": 1e3 * median(times), "all": [round(1e3 * t, 2) for t in times]}
     found |= sensors.between(begin + 1, time.time())
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as record:
-        launch_and_read(trainer, 3)
+        launch_and_collect(trainer, 3)
         torch.cuda.synchronize()
     whole = folder / f"whole_{name}.json"
     record.export_chrome_trace(str(whole))

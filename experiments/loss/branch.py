@@ -19,7 +19,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def save(trainer: Trainer, file: Path) -> None:
     """Write the file that `continue_from` reads; it appears only when it is complete."""
     partial = file.with_suffix(".part")
-    state = {"steps_done": trainer.steps_done, "tokens": trainer.tokens, "model": trainer.model.state_dict()}
+    state = {"steps_done": trainer.steps_done, "tokens": trainer.progress.tokens, "model": trainer.model.state_dict()}
     torch.save(state | {"moments": trainer.optimizer.state_dict()["state"]}, partial)
     partial.replace(file)
 
@@ -42,4 +42,4 @@ def continue_from(trainer: Trainer, file: Path) -> None:
         for kind in MOMENTS:
             store_(states[i], kind, load(saved["moments"][i], kind).float())
     optimizer.load_state_dict({**optimizer.state_dict(), "state": states})
-    trainer.steps_done, trainer.tokens = saved["steps_done"], saved["tokens"]
+    trainer.progress.steps_done, trainer.progress.tokens = saved["steps_done"], saved["tokens"]

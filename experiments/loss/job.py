@@ -34,7 +34,6 @@ from experiments.loss.jobs import Job
 from experiments.loss.recipes import accumulator_context, nudge, recipe
 from experiments.loss.runs import write_result
 from octile.models.counts import count_parameters
-from octile.nn.conversion import apply_recipe
 from octile.nn.fused.quantize import quantize_weight
 from octile.nn.linear import Linear
 from octile.nn.moe import Experts
@@ -43,7 +42,6 @@ from octile.report.machine import machine
 from octile.train.data.batches import validation_windows
 from octile.train.data.token_store import TokenStore
 from octile.train.evaluation.draft_acceptance import draft_acceptance
-from octile.train.evaluation.token_losses import token_losses
 from octile.train.trainer import Trainer
 
 STEPS_PER_LINE = 20  # steps between lines
@@ -123,7 +121,7 @@ def run(store: TokenStore, job: Job, out: Path) -> Result:
             if trainer.steps_done % validation_interval == 0 and not last:
                 _validate(result, trainer, windows)
             if time.monotonic() - written > WRITE_INTERVAL:
-                result.facts["seconds"] = trainer.seconds
+                result.facts["seconds"] = trainer.progress.seconds
                 result.write(out)
                 written = time.monotonic()
         if result.state == "running":
@@ -131,12 +129,16 @@ def run(store: TokenStore, job: Job, out: Path) -> Result:
             result.state = "done" if trainer.steps_done == end else "stopped"
             if job.is_trunk and result.state == "done":
                 branch.save(trainer, out.with_name(f"{job.name}.pt"))
-    result.facts |= {"seconds": trainer.seconds, "steps_done": trainer.steps_done, "tokens": trainer.tokens}
+    result.facts |= {
+        "seconds": trainer.progress.seconds,
+        "steps_done": trainer.steps_done,
+        "tokens": trainer.progress.tokens,
+    }
     if device.type == "cuda":
         result.facts["peak_GiB"] = torch.cuda.max_memory_allocated() / 2**30
     result.write(out)
     if result.state == "done" and not job.is_trunk:
-        other = "deepseek_v3" if trainer.recipe.formats is None else "bf16"
+        other = "deepseek_v3" if trainer.strategy.recipe.formats is None else "bf16"
         losses_N = losses_under(other, trainer, final_windows)
         result.other_window_loss[other] = [_rounded(loss, 6) for loss in losses_N.tolist()]
         result.write(out)
@@ -155,7 +157,7 @@ def _record(result: Result, lines: list[dict[str, Any]], trainer: Trainer) -> No
 
 
 def _validate(result: Result, trainer: Trainer, windows: torch.Tensor) -> list[float]:
-    losses_N = token_losses(trainer, windows).double().mean(1)
+    losses_N = trainer.evaluator.token_losses(windows).double().mean(1)
     result.val_steps.append(trainer.steps_done)
     result.val_loss.append(losses_N.mean().item())
     result.val_error.append(_rounded(losses_N.std().item() / len(losses_N) ** 0.5))
@@ -171,9 +173,8 @@ def _validate_at_end(result: Result, trainer: Trainer, windows: torch.Tensor) ->
 
 def losses_under(name: str, trainer: Trainer, windows: torch.Tensor) -> torch.Tensor:
     """Return the loss of each window, float64 [N], of the trainer's weights under another recipe, which it then has."""
-    trainer.recipe = recipe(name)
-    apply_recipe(trainer.model, trainer.recipe)
-    return token_losses(trainer, windows).double().mean(1)
+    trainer.strategy.use_recipe(recipe(name))
+    return trainer.evaluator.token_losses(windows).double().mean(1)
 
 
 def _first_facts(trainer: Trainer, ready: float) -> dict[str, Any]:

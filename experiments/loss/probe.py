@@ -83,7 +83,7 @@ def profiled(trainer: Trainer, steps: int) -> dict[str, Any]:
         for _ in range(steps):
             for _ in trainer.advance():
                 pass
-        for _ in trainer.read():
+        for _ in trainer.collect():
             pass
 
     return summary(list(record_kernels(train)), steps)
@@ -123,9 +123,9 @@ def measure(size: str, name: str, device: torch.device, quick: bool) -> dict[str
     seconds: list[float] = []
     begin = time.perf_counter()
     while len(seconds) < (QUICK if quick else STEPS) and time.perf_counter() - begin < MAX_SECONDS:
-        before = trainer.seconds
+        before = trainer.progress.seconds
         trainer.step()
-        seconds.append(trainer.seconds - before)
+        seconds.append(trainer.progress.seconds - before)
     tokens = config.batch_size * config.sequence_length
     found = {
         "ready_s": ready,
@@ -134,7 +134,7 @@ def measure(size: str, name: str, device: torch.device, quick: bool) -> dict[str
         "tokens_per_s": tokens / statistics.median(seconds),
         "peak_GiB": torch.cuda.max_memory_allocated() / 2**30 if gpu else None,  # of the eager steps
         "share_in_8_bits": share_in_8_bits(config.model),
-        "loss": trainer.validate()["val_loss"],
+        "loss": trainer.evaluator.validate()["val_loss"],
     }
     if not quick:
         found |= profiled(trainer, PROFILED) if gpu else {}

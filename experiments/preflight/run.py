@@ -110,7 +110,12 @@ def continue_in(recipe: Recipe, trainer: Trainer, found: Preflight | None) -> di
         for name, values in gemms.items():
             values["found"].append(real.get(name))
             values["anew"].append(again.get(name))
-    return {"val_loss": trainer.validate()["val_loss"], "loss": losses, "measured": steps, "products_db": gemms}
+    return {
+        "val_loss": trainer.evaluator.validate()["val_loss"],
+        "loss": losses,
+        "measured": steps,
+        "products_db": gemms,
+    }
 
 
 def rounded(value: Any) -> Any:
@@ -139,7 +144,7 @@ def main() -> None:
     while trainer.steps_done < asked.before:
         trainer.step()
     checkpoint = save_checkpoint(asked.out / "checkpoints", trainer.steps_done, *trainer.state())
-    console.print(f"BF16, {asked.before} steps: held-out loss {trainer.validate()['val_loss']:.4f}")
+    console.print(f"BF16, {asked.before} steps: held-out loss {trainer.evaluator.validate()['val_loss']:.4f}")
     result: dict[str, Any] = {"machine": machine(), "before": asked.before, "least_snr_db": asked.least_snr, "runs": []}
 
     def run_recipe(name: str, recipe: Recipe, found: Preflight | None) -> None:

@@ -64,7 +64,7 @@ def run(config: TrainConfig, sums: str, context: AbstractContextManager[object],
             trainer.step()
             if trainer.steps_done % config.validate_every == 0 or trainer.steps_done == config.steps:
                 steps.append(trainer.steps_done)
-                losses.append(trainer.validate()["val_loss"])
+                losses.append(trainer.evaluator.validate()["val_loss"])
     return Trained(sums, config.seed, tuple(steps), tuple(losses), time.perf_counter() - start)
 
 

@@ -3,7 +3,7 @@
 config.py    `TrainConfig` and the presets, without torch
 data/        from text to batches of tokens
 loop.py      `octile train`: the loop over steps, validations and checkpoints
-trainer.py   model, optimizer and data of a run, and one step
+trainer.py   model, optimizer and data of a run: launches and collects its steps
 step/        a step on its device: launched, captured in CUDA graphs, and timed
 strategy/    how the ranks of a run share model, batch and state
 evaluation/  what is measured of a model during a run

@@ -45,7 +45,6 @@ from octile.train.data.batches import count_windows
 from octile.train.data.corpus import check_source
 from octile.train.data.prepare import prepare
 from octile.train.data.token_store import MANIFEST, TokenStore
-from octile.train.evaluation.token_losses import token_losses
 from octile.train.memory.check import check_memory, explain_out_of_memory, is_out_of_memory
 from octile.train.run import fine_tune
 from octile.train.run.best_model import BestModel
@@ -59,8 +58,9 @@ from octile.train.run.recipe_check import check_recipe
 from octile.train.run.resume import SavedRun, check_goal, check_settings, continued, open_run, print_settings
 from octile.train.run.signals import Stopped, stop_requests
 from octile.train.run.source_digest import source_digest
-from octile.train.strategy.pipelined_model import describe_pipeline, make_pipeline_schedule
-from octile.train.trainer import Trainer, batch_ramp
+from octile.train.step.progress import batch_ramp
+from octile.train.strategy.pipelined_model import make_pipeline_schedule
+from octile.train.trainer import Trainer
 
 SAMPLE_TOKENS = 128
 MAX_PASSES = 4  # that are nearly as good as new text (Muennighoff et al., arXiv 2305.16264)
@@ -230,11 +230,9 @@ def _train(
     if resume:
         _continue(trainer, best, run, checkpoint, console)
     console.print_model(trainer)
-    if trainer.expert_share is not None:
-        console.print(str(trainer.expert_share))
-    if trainer.pipelined is not None:
-        console.print(describe_pipeline(trainer.pipelined.schedule, config.model.num_hidden_layers))
-    if device.type == "cuda" and (reason := trainer.why_eager()):
+    for description in trainer.strategy.descriptions():
+        console.print(description)
+    if device.type == "cuda" and (reason := trainer.strategy.why_eager()):
         console.print(f"steps are not captured in CUDA graphs, and launch kernel by kernel: {reason}")
     if config.init_from is not None and checkpoint is None:
         console.print(fine_tune.describe_initial_weights(trainer.model, config.init_from))
@@ -259,7 +257,7 @@ def _train(
         with recorder.saved_on_failure():
             while (
                 trainer.steps_done < config.steps
-                and not trainer.must_stop(bool(stop))
+                and not trainer.strategy.must_stop(bool(stop))
                 and not best.has_run_out(config.patience)
             ):
                 number = trainer.steps_done + 1
@@ -269,7 +267,7 @@ def _train(
                 validates = last or trainer.steps_done % config.validate_every == 0
                 saves = last or (config.checkpoint_every and trainer.steps_done % config.checkpoint_every == 0)
                 if validates or saves:
-                    recorder.record(trainer.read())
+                    recorder.record(trainer.collect())
                 recorder.report_spikes()
                 if trainer.steps_done < number:  # steps were discarded, and are launched again
                     continue
@@ -281,10 +279,9 @@ def _train(
                 if saves or (validates and best.has_run_out(config.patience)):
                     checkpoints.save(trainer, best, config)
                     saved_step = trainer.steps_done
-            recorder.record(trainer.read())  # a signal ended the loop between two reads
+            recorder.record(trainer.collect())  # a signal ended the loop between two collections
             recorder.report_spikes()
-    if trainer.captured is not None:  # NCCL destroys no communicator whose collectives a graph has
-        trainer.captured.release()
+    trainer.release_captured()  # NCCL destroys no communicator whose collectives a graph has
     if trainer.steps_done < config.steps and not best.has_run_out(config.patience):
         if saved_step != trainer.steps_done:
             checkpoints.save(trainer, best, config)
@@ -438,8 +435,8 @@ def _continue(trainer: Trainer, best: BestModel, run: RunFolder, checkpoint: Sto
         from octile.checkpoint.sharded import ShardedCheckpoint  # it takes a second to import
 
         found = ShardedCheckpoint(checkpoint.url, check=False)  # it was checked when it was chosen
-        trainer.load(trainer.layout.own_rows(found), found.state)
-        best.load(trainer.layout.own_rows(found, best=True), found.state, trainer.steps_done)
+        trainer.load(trainer.strategy.layout.own_rows(found), found.state)
+        best.load(trainer.strategy.layout.own_rows(found, best=True), found.state, trainer.steps_done)
         console.print(f"resumed at step {trainer.steps_done} from {checkpoint.name}")
         if trainer.steps_done == trainer.config.steps:
             console.print(
@@ -452,10 +449,10 @@ def _continue(trainer: Trainer, best: BestModel, run: RunFolder, checkpoint: Sto
 def _validate(trainer: Trainer, metrics: MetricsWriter) -> dict[str, Any]:
     """Write the held-out loss, the load of the experts and the scales of the tiles; return the line of the first."""
     step = trainer.steps_done
-    line = {"step": step, **trainer.validate()}
+    line = {"step": step, **trainer.evaluator.validate()}
     metrics.write({"step": step, "expert_load": trainer.expert_load()})
     metrics.write(line)
-    scales = trainer.tile_scales()
+    scales = trainer.evaluator.tile_scales()
     if scales:
         metrics.write({"step": step, "tile_scales": scales})
     return line
@@ -507,7 +504,7 @@ class _Recorder:
             if isinstance(error, TimeoutError):  # of a rank that waited for another one long enough
                 raise
             with suppress(Exception):  # the disk may be full, or the GPU may have failed
-                self.record(self.trainer.read())
+                self.record(self.trainer.collect())
                 if isinstance(error, FloatingPointError):
                     self.metrics.write({"step": self.trainer.steps_done + 1, "stopped": str(error)})
             raise
@@ -533,8 +530,8 @@ def write_spike(spike: Spike, trainer: Trainer, store: TokenStore, metrics: Metr
 
     The record in metrics.jsonl is {"step", "spike": {"loss", "usual", "scatter", "grad_norm", "sequence_losses",
     "worst_text", "measured_after"}}. The losses of the sequences are measured with the weights after the step
-    `measured_after`. On a CPU that is the spike's first step. On a GPU up to 2 · READ_EVERY − 1 steps follow it before
-    its loss is read. Measuring changes nothing that a later step depends on.
+    `measured_after`. On a CPU that is the spike's first step. On a GPU up to 2 · COLLECT_EVERY − 1 steps follow it
+    before its loss is collected. Measuring changes nothing that a later step depends on.
 
     Args:
         spike: the spike, which has just begun.
@@ -544,7 +541,7 @@ def write_spike(spike: Spike, trainer: Trainer, store: TokenStore, metrics: Metr
         line: the metrics of the step.
     """
     tokens_BS = trainer.batches.batch(spike.step - 1)
-    losses_B = token_losses(trainer, tokens_BS).mean(1)
+    losses_B = trainer.evaluator.token_losses(tokens_BS).mean(1)
     worst = int(losses_B.argmax())
     text = " ".join(store.tokenizer.decode(tokens_BS[worst].tolist()).split())[:MAX_SPIKE_TEXT]
     record = {
@@ -565,23 +562,30 @@ def write_spike(spike: Spike, trainer: Trainer, store: TokenStore, metrics: Metr
 
 def _finish(trainer: Trainer, best: BestModel, run: RunFolder, store: TokenStore, console: RunConsole) -> None:
     """Write the model with the lowest held-out loss, its sample and the report, and the average after the last step."""
-    formats = trainer.recipe.formats
+    formats = trainer.strategy.recipe.formats
     stored = formats and OperandFormat(E4M3, BLOCK, formats.w.scale)
     as_trained: Literal["fp8", "bf16"] = "fp8" if formats and formats.w == stored else "bf16"
     tokenizer = [store.folder / name for name in ("tokenizer.json", "tokenizer_config.json")]
     ranks = trainer.ranks
     ranks.at("the results")
     if trainer.ema:
-        with trainer.averaged():
+        with trainer.evaluator.averaged():
             _save_whole(trainer, run.path / "model_ema", as_trained, tokenizer)
     best.restore()
     _save_whole(trainer, run.model, as_trained, tokenizer)
-    trainer.free_all_but_weights()  # the sample reads the model once more
+    _free_all_but_weights(trainer)  # the sample reads the model once more
     ranks.from_first(lambda: _write_results(trainer, best, run, store, console))
 
 
+def _free_all_but_weights(trainer: Trainer) -> None:
+    """Free captured steps, gradients and moments, after the last step: no other may follow, and no checkpoint."""
+    trainer.release_captured()
+    trainer.strategy.zero_gradients(trainer.optimizer)
+    trainer.optimizer.state.clear()
+
+
 def _save_whole(trainer: Trainer, folder: Path, weights: Literal["fp8", "bf16"], files: list[Path]) -> None:
-    model = trainer.whole_model()
+    model = trainer.strategy.whole_model()
     trainer.ranks.from_first(lambda: save(model, folder, weights, files))
 
 

@@ -25,7 +25,6 @@ from experiments.loss.runs import read_result, result_file, write_result
 from octile.train.config import TrainConfig
 from octile.train.data.batches import validation_windows
 from octile.train.data.prepare import prepare
-from octile.train.evaluation.token_losses import token_losses
 from octile.train.trainer import Trainer
 
 TOKENS = 8 * 8 * 64  # eight steps of the model for a CPU
@@ -90,10 +89,10 @@ def test_weights_under_another_recipe_lose_what_a_model_of_that_recipe_loses(sto
     own, model = (Trainer(config, store, torch.device("cpu"), recipe(name)) for name in (trained, other))
     for _ in range(3):
         own.step()
-    before = token_losses(own, windows).double().mean(1)
+    before = own.evaluator.token_losses(windows).double().mean(1)
     model.model.load_state_dict(own.model.state_dict())
     found = module.losses_under(other, own, windows)
-    assert torch.equal(found, token_losses(model, windows).double().mean(1))
+    assert torch.equal(found, model.evaluator.token_losses(windows).double().mean(1))
     assert not torch.equal(found, before)
 
 

@@ -15,13 +15,14 @@ from octile.kernels.cuda.quantize.launcher import Form
 from octile.nn.delayed_scaling import amax_histories
 from octile.nn.observer import Observer, observe
 from octile.recipe import Recipe
-from octile.train import trainer as module
 from octile.train.config import OptimConfig
 from octile.train.data.token_store import TokenStore
 from octile.train.loop import train
 from octile.train.step.captured import WARM_UP_STEPS
 from octile.train.step.clock import StepClock
-from octile.train.trainer import READ_EVERY, Trainer
+from octile.train.step.launched import COLLECT_EVERY
+from octile.train.strategy import single as module
+from octile.train.trainer import Trainer
 from tests.train.conftest import micro, silent_console
 
 STEPS = WARM_UP_STEPS + 5
@@ -77,7 +78,7 @@ def test_the_weights_follow_the_learning_rate_of_each_step(trainer_of):
     for _ in range(STEPS):
         trainer.step()
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    trainer.schedule = lambda step: 0.0
+    trainer.progress.learning_rate = lambda: 0.0
     trainer.step()
     assert [name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])] == []
 
@@ -86,7 +87,7 @@ def test_the_gate_is_balanced_by_the_load_of_the_step(trainer_of):
     trainer = trainer_of()
     for _ in range(STEPS):
         trainer.step()
-    (name, moe), *_ = trainer.moes.items()
+    (name, moe), *_ = trainer.strategy.moes.items()
     before = moe.gate.e_score_correction_bias.clone()
     trainer.step()
     load_E = trainer.last_load[name].float()
@@ -192,7 +193,7 @@ def test_a_growing_batch_is_trained_eagerly_until_it_has_its_size(trainer_of):
     assert is_captured(trainer)
 
 
-# Steps that are launched before the steps before them are read
+# Steps that are launched before the steps before them are collected
 
 
 @pytest.fixture
@@ -254,15 +255,15 @@ def test_the_host_waits_for_nothing_when_it_launches_captured_steps(captured_of,
     with no_waiting():
         for _ in range(5):
             trainer.launch()
-    assert [line["step"] for line in trainer.read()] == list(range(STEPS + 1, STEPS + 6))
+    assert [line["step"] for line in trainer.collect()] == list(range(STEPS + 1, STEPS + 6))
 
 
 @pytest.mark.parametrize("recipe", CAPTURED)
-def test_steps_that_are_read_late_have_the_losses_of_eager_steps(trainer_of, recipe: str, monkeypatch):
-    late, steps = trainer_of(recipe), 2 * READ_EVERY
+def test_steps_that_are_collected_late_have_the_losses_of_eager_steps(trainer_of, recipe: str, monkeypatch):
+    late, steps = trainer_of(recipe), 2 * COLLECT_EVERY
     for _ in range(steps):
         late.launch()
-    ours = list(late.read())
+    ours = list(late.collect())
     assert is_captured(late)
     eager(monkeypatch)
     uncaptured = trainer_of(recipe)
@@ -279,7 +280,7 @@ def test_a_step_is_skipped_on_the_device(captured_of, factor, recipe: str):
         factor.fill_(value)
         trainer.launch()
     states.append(state_of(trainer))
-    lines = list(trainer.read())
+    lines = list(trainer.collect())
     assert [line["skipped"] for line in lines] == [1, 2, 2]
     reason = "a gradient is not finite; the nearest to the loss is lm_head.weight"
     assert [line.get("skipped_for") for line in lines] == [reason, reason, None]
@@ -295,7 +296,7 @@ def test_a_loss_that_is_nan_leaves_the_weights_before_its_step(captured_of, fact
     factor.fill_(float("nan"))
     for _ in range(4):
         trainer.launch()
-    lines = trainer.read()
+    lines = trainer.collect()
     assert next(lines)["step"] == STEPS + 1
     message = f"the loss is nan at step {STEPS + 2}; the first non-finite value is in lm_head"
     with pytest.raises(FloatingPointError, match=message):
@@ -313,7 +314,7 @@ def test_too_many_skipped_steps_leave_the_weights_before_the_first(captured_of, 
     for value in (float("nan"),) * 3 + (1.0,) * 3:
         factor.fill_(value)
         trainer.launch()
-    lines = trainer.read()
+    lines = trainer.collect()
     assert [next(lines)["skipped"] for _ in range(2)] == [1, 2]
     with pytest.raises(FloatingPointError, match=f"not finite at step {STEPS + 3}; .* after 2 in a row that were"):
         next(lines)
@@ -324,12 +325,12 @@ def test_a_resumed_trainer_has_the_bits_of_the_one_that_skipped_a_step(captured_
     trainer = captured_of(prepare=scale_gradient(factor))
     factor.fill_(float("inf"))
     trainer.launch()
-    list(trainer.read())
+    list(trainer.collect())
     tensors, state = trainer.state()
     resumed = trainer_of()
     resumed.load(tensors, state)
     assert differing(tensors, resumed.state()[0]) == []
-    assert (resumed.skipped, resumed.skipped_in_a_row) == (1, 1)
+    assert (resumed.skips.total, resumed.skips.in_a_row) == (1, 1)
     factor.fill_(1.0)
     assert resumed.step()["loss"] == pytest.approx(trainer.step()["loss"], rel=1e-3)
 
@@ -343,13 +344,13 @@ def test_a_moving_average_follows_captured_steps_and_leaves_out_a_skipped_one(ca
         if value == 1.0:
             for name, p in trainer.model.named_parameters():
                 expected[name] = expected[name].lerp(p.detach().cpu(), 1 - 0.9)
-    assert [line["skipped"] for line in trainer.read()] == [0, 1, 1, 1]
+    assert [line["skipped"] for line in trainer.collect()] == [0, 1, 1, 1]
     for name, average in trainer.ema.state_dict().items():
         torch.testing.assert_close(average, expected[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
 def test_a_run_writes_every_step_in_order(text, tmp_path):
-    out, steps = tmp_path / "run", 3 * READ_EVERY + 5
+    out, steps = tmp_path / "run", 3 * COLLECT_EVERY + 5
     config = micro(data=str(text), out=out, device="cuda", steps=steps, validate_every=12, checkpoint_every=15)
     train(config, False, silent_console())
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

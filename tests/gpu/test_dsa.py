@@ -13,8 +13,8 @@ from octile.nn.fused.chosen_attention import chosen_attention
 from octile.nn.fused.index_alignment import alignment_loss
 from octile.nn.indexer import Indexer
 from octile.serve.runner.model_runner import ModelRunner
-from octile.train import trainer as module
 from octile.train.step.captured import WARM_UP_STEPS
+from octile.train.strategy import single as module
 from octile.train.trainer import Trainer
 from tests.serve.models import Texts, text
 from tests.train.conftest import MICRO, micro

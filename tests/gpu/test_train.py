@@ -75,11 +75,11 @@ def test_a_run_continues_from_its_checkpoint(trainer_of, recipe: str, tmp_path):
 def test_a_resumed_run_keeps_activations_as_it_began_whatever_is_free_then(trainer_of, monkeypatch):
     straight = trainer_of()
     straight.step()
-    monkeypatch.setattr("octile.train.trainer.available_memory", lambda device: 0)
+    monkeypatch.setattr("octile.train.strategy.single.available_memory", lambda device: 0)
     resumed = trainer_of()
-    assert (straight.keeps_activations, resumed.keeps_activations) == (True, False)
+    assert (straight.strategy.saves_activations, resumed.strategy.saves_activations) == (True, False)
     resumed.load(*straight.state())
-    assert resumed.recipe == straight.recipe
+    assert resumed.strategy.recipe == straight.strategy.recipe
     for _ in range(5):  # the last of them are captured
         assert resumed.step()["loss"] == pytest.approx(straight.step()["loss"], rel=1e-3)
 
@@ -117,8 +117,8 @@ def test_checkpoints_that_are_uploaded_while_the_run_trains_on_have_the_bits_of_
 def test_evaluating_held_out_text_gives_a_loss_and_scales(trainer_of, recipe: str):
     trainer = trainer_of(recipe)
     trainer.step()
-    assert trainer.validate()["val_loss"] == pytest.approx(math.log(MICRO.vocab_size), rel=0.05)
-    assert set(trainer.tile_scales()) == {"x", "w", "dy"}
+    assert trainer.evaluator.validate()["val_loss"] == pytest.approx(math.log(MICRO.vocab_size), rel=0.05)
+    assert set(trainer.evaluator.tile_scales()) == {"x", "w", "dy"}
 
 
 @pytest.mark.parametrize("recipe", ["deepseek_v3", "bf16", "fp8_lm"])
@@ -127,7 +127,7 @@ def test_the_best_model_is_kept_while_captured_steps_change_the_weights(trainer_
     best = BestModel(trainer.model)
     for step in (1, 2, 3):
         list(trainer.advance())
-        list(trainer.read())
+        list(trainer.collect())
         best.update(step, 3.0 if step == 2 else 4.0)
         if step == 2:
             weights = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}

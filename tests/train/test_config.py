@@ -11,7 +11,7 @@ import pytest
 
 from octile.models.config import PRESETS
 from octile.train.config import OptimConfig, ParallelConfig, TrainConfig, changed_settings, preset, published_schedule
-from octile.train.trainer import batch_ramp, schedule
+from octile.train.step.progress import batch_ramp, schedule
 from tests.train.conftest import MICRO
 
 WITH_MTP = replace(PRESETS["tiny"](), num_nextn_predict_layers=1)

@@ -63,5 +63,8 @@ def test_micro_batches_have_the_loss_of_the_batch(new_trainer):
 
 
 def test_the_held_out_loss_of_the_warm_up_is_that_of_sparse_attention(new_trainer):
-    losses = [new_trainer(model=SPARSE, indexer_stage=stage).validate()["val_loss"] for stage in ("warm_up", "sparse")]
+    losses = [
+        new_trainer(model=SPARSE, indexer_stage=stage).evaluator.validate()["val_loss"]
+        for stage in ("warm_up", "sparse")
+    ]
     assert losses[0] == losses[1]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import html
+import itertools
 import json
 import os
 import re
@@ -23,10 +24,12 @@ from octile.checkpoint.training import latest_checkpoint, load_checkpoint
 from octile.cli import main
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.train.config import TrainConfig
+from octile.train.evaluation.evaluator import Evaluator
 from octile.train.loop import train
 from octile.train.run.checkpoints import RunCheckpoints
 from octile.train.run.folder import RunFolder
 from octile.train.run.signals import Stopped, Terminated
+from octile.train.strategy.single import Strategy
 from octile.train.trainer import Trainer
 from tests.train.conftest import MICRO, micro, silent_console, write_no_report
 from tests.train.run import own_process
@@ -618,7 +621,8 @@ def test_a_stop_after_a_checkpoint_does_not_write_it_again(text, tmp_path, monke
         save(self, trainer, best, config)
 
     monkeypatch.setattr(RunCheckpoints, "save", recorded)
-    monkeypatch.setattr(Trainer, "must_stop", lambda self, own: self.steps_done == 2)
+    asked = itertools.count()  # before each step
+    monkeypatch.setattr(Strategy, "must_stop", lambda self, own: next(asked) == 2)
     with pytest.raises(Stopped, match="stopped after step 2"):
         train(micro(data=str(text), out=tmp_path / "run", checkpoint_every=2), False, silent_console())
     assert saved == [2]
@@ -629,16 +633,16 @@ def test_a_stop_after_a_checkpoint_does_not_write_it_again(text, tmp_path, monke
 def test_a_signal_in_the_last_step_or_validation_stops_before_the_model_is_written(
     finished, text, tmp_path, monkeypatch, during, number
 ):
-    out, original = tmp_path / "run", getattr(Trainer, during)
-    last = {"launch": 5, "validate": 6}[during]
+    owner, last = {"launch": (Trainer, 5), "validate": (Evaluator, 6)}[during]
+    out, original = tmp_path / "run", getattr(owner, during)
 
     def interrupted(self):
-        if self.steps_done == last:
+        if self.progress.steps_done == last:
             os.kill(os.getpid(), number)
         return original(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, during, interrupted)
+        patch.setattr(owner, during, interrupted)
         command = f"octile train --resume --out {out}"
         message = f"^stopped after the last step; to write the model and the report: {command}$"
         with pytest.raises(Stopped, match=message) as stopped:
@@ -655,11 +659,11 @@ def test_a_signal_in_the_last_step_or_validation_stops_before_the_model_is_writt
 
 def test_a_signal_in_the_last_step_stops_a_run_whose_patience_runs_out(text, tmp_path, monkeypatch):
     def validate_last(self):
-        if self.steps_done == 6:
+        if self.progress.steps_done == 6:
             os.kill(os.getpid(), signal.SIGTERM)
-        return {"val_loss": float(self.steps_done)}
+        return {"val_loss": float(self.progress.steps_done)}
 
-    monkeypatch.setattr(Trainer, "validate", validate_last)
+    monkeypatch.setattr(Evaluator, "validate", validate_last)
     config = micro(data=str(text), out=tmp_path / "run", steps=9, patience=1)
     with pytest.raises(Stopped, match="stopped after the last step; to write the model"):
         train(config, False, silent_console())

@@ -12,8 +12,8 @@ from octile.ops.high_precision import REDUCED_PRECISION
 from octile.optim.state import load
 from octile.recipe import Recipe
 from octile.train.config import OptimConfig
-from octile.train.evaluation.token_losses import token_losses
-from octile.train.trainer import Trainer, schedule
+from octile.train.step.progress import schedule
+from octile.train.trainer import Trainer
 from tests.train.conftest import micro
 
 
@@ -41,7 +41,12 @@ def test_gemms_add_their_partial_sums_in_float32_in_training_and_validation(new_
 
     trainer.model.lm_head.register_forward_hook(look)
     trainer.model.lm_head.weight.register_hook(look)
-    for work in (trainer.step, trainer.validate, trainer.tile_scales, lambda: token_losses(trainer)):
+    for work in (
+        trainer.step,
+        trainer.evaluator.validate,
+        trainer.evaluator.tile_scales,
+        lambda: trainer.evaluator.token_losses(),
+    ):
         seen.clear()
         work()
         assert seen
@@ -58,11 +63,11 @@ def test_two_runs_of_one_seed_are_bit_identical(new_trainer):
 def test_forward_passes_on_a_gpu_are_in_the_recipes_dtype(new_trainer, recipe):
     trainer = new_trainer(recipe=recipe)
     trainer.device = torch.device("cuda")
-    assert trainer.autocast().fast_dtype == Recipe.named(recipe).compute
+    assert trainer.passes.autocast().fast_dtype == Recipe.named(recipe).compute
 
 
 def test_forward_passes_on_a_cpu_are_in_float32(new_trainer):
-    with new_trainer().autocast():
+    with new_trainer().passes.autocast():
         assert not torch.is_autocast_enabled("cpu")
 
 
@@ -162,7 +167,7 @@ def test_the_moving_average_is_part_of_the_state(new_trainer, store, tmp_path):
     path = save_checkpoint(tmp_path, 2, *first.state())
     second = Trainer(config, store, torch.device("cpu"))
     second.load(*load_checkpoint(path))
-    assert "ema_val_loss" in first.validate()
+    assert "ema_val_loss" in first.evaluator.validate()
     ours, theirs = first.ema.state_dict(), second.ema.state_dict()
     assert all(torch.equal(t, theirs[name]) for name, t in ours.items())
 
@@ -277,13 +282,13 @@ def test_validation_and_diagnostics_change_nothing(new_trainer, recipe):
     observed, unobserved = new_trainer(recipe=recipe), new_trainer(recipe=recipe)
     observed.step()
     unobserved.step()
-    observed.validate()
-    observed.tile_scales()
+    observed.evaluator.validate()
+    observed.evaluator.tile_scales()
     assert observed.step()["loss"] == unobserved.step()["loss"]
 
 
 def test_tile_scales_are_counted_for_all_three_operands(new_trainer):
-    assert set(new_trainer().tile_scales()) == {"x", "w", "dy"}
+    assert set(new_trainer().evaluator.tile_scales()) == {"x", "w", "dy"}
 
 
 def test_every_token_is_counted_in_the_expert_load(new_trainer):
@@ -301,13 +306,13 @@ def test_the_expert_load_counts_all_micro_batches_of_a_step(new_trainer):
 def test_a_recipe_without_a_name_can_be_trained(store):
     changed = replace(Recipe.deepseek_v3(), attention_output=None)
     trainer = Trainer(micro(), store, torch.device("cpu"), changed)
-    assert trainer.recipe == trainer.model.model.layers[0].self_attn.o_proj.recipe == changed
+    assert trainer.strategy.recipe == trainer.model.model.layers[0].self_attn.o_proj.recipe == changed
 
 
 def test_the_balance_bias_changes_by_its_speed(new_trainer):
     trainer = new_trainer()
     trainer.step()
-    for moe in trainer.moes.values():
+    for moe in trainer.strategy.moes.values():
         load = moe.last_load_E.float()
         assert torch.equal(moe.gate.e_score_correction_bias, 0.001 * torch.sign(load.mean() - load))
 

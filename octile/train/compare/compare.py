@@ -36,7 +36,7 @@ from octile.train.config import COMPARE_RESUMABLE, TrainConfig, describe_changes
 from octile.train.data.batches import validation_windows
 from octile.train.data.corpus import check_source
 from octile.train.data.token_store import TokenStore
-from octile.train.evaluation.token_losses import visible_token
+from octile.train.evaluation.visible_tokens import visible_token
 from octile.train.loop import open_tokens, print_passes
 from octile.train.memory.check import check_memory
 from octile.train.run.console import RunConsole

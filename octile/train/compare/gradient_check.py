@@ -51,7 +51,7 @@ def check_gradients(trainer: Trainer) -> GradientCheck:
     The recipe's gradients are on the CPU, in their stored formats, while BF16's are computed. Only one gradient
     at a time is converted to FP32.
     """
-    with trainer.preserved():
+    with trainer.evaluator.preserved():
         recipe = {name: _on_cpu(gradient) for name, gradient in _gradients(trainer)}
         with _in_bf16(trainer.model):
             bf16 = _gradients(trainer)
@@ -66,7 +66,7 @@ def _gradients(trainer: Trainer) -> Iterator[tuple[str, Gradient]]:
     trainer.optimizer.zero_grad(set_to_none=True)
     tokens_BS = trainer.batches.batch(trainer.steps_done)
     for micro_batch_BS in tokens_BS.chunk(trainer.config.micro_batches):
-        trainer.backward(micro_batch_BS, len(tokens_BS) / len(micro_batch_BS))
+        trainer.passes.backward(micro_batch_BS, len(tokens_BS) / len(micro_batch_BS))
     for name, parameter in trainer.model.named_parameters():
         if (gradient := gradient_of(parameter)) is not None:
             yield name, gradient

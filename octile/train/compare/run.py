@@ -20,7 +20,6 @@ from octile.report.compare.result import Curve
 from octile.train.compare.gradient_check import check_gradients
 from octile.train.config import COMPARE_RESUMABLE, TrainConfig, describe_changes, differences
 from octile.train.data.token_store import TokenStore
-from octile.train.evaluation.token_losses import token_losses
 from octile.train.run.console import RunConsole
 from octile.train.run.duration import reference_time
 from octile.train.run.resume import computed_on, warn_of_another_machine
@@ -118,10 +117,10 @@ def train_compared_run(
             if last or trainer.steps_done % config.validate_every == 0:
                 measured.val_steps.append(trainer.steps_done)
                 if last:  # one pass over the held-out text gives the losses of its tokens and their mean
-                    losses_NS = token_losses(trainer)
+                    losses_NS = trainer.evaluator.token_losses()
                     measured.val_loss.append(losses_NS.double().mean().item())
                 else:
-                    measured.val_loss.append(trainer.validate()["val_loss"])
+                    measured.val_loss.append(trainer.evaluator.validate()["val_loss"])
                 measured.reference_times.append(reference_time(device))
                 progress.validation({"step": trainer.steps_done, "val_loss": measured.val_loss[-1]})
             if folder is not None and config.checkpoint_every and trainer.steps_done % config.checkpoint_every == 0:

@@ -39,10 +39,10 @@ def draft_acceptance(trainer: Trainer, windows: Tensor | None = None) -> DraftAc
         ValueError: the model has no multi-token prediction.
     """
     trainer.model.eval()
-    windows = trainer.held_out if windows is None else windows
+    windows = trainer.evaluator.held_out if windows is None else windows
     batch = trainer.config.micro_batch_size
     greedy = drawn = torch.zeros((), dtype=torch.float64, device=trainer.device)
-    with frozen_weights(trainer.model), trainer.precision():
+    with frozen_weights(trainer.model), trainer.passes.precision():
         for tokens_BS in windows.split(batch):
             main_BSV, draft_BSV = trainer.model.with_drafts(tokens_BS.to(trainer.device))
             main_BSV = main_BSV[:, 1:]

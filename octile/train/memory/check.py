@@ -159,10 +159,9 @@ def explain_out_of_memory(config: TrainConfig, device: torch.device, trainer: Tr
                 f"weights, gradients and optimizer, and {_gb(available_memory(device))} are available: choose a "
                 "smaller model"
             ) from error
-        for moe in trainer.moes.values():
+        for moe in trainer.strategy.moes.values():
             moe.pop_balance_loss()  # a failed forward pass leaves a loss behind, whose graph holds tensors too
-        if trainer.captured is not None:
-            trainer.captured.release()
+        trainer.release_captured()
         step = trainer.steps_done + 1
         if config.parallel.ep > 1 or config.parallel.pp > 1:  # a forward pass would need the other ranks
             raise MemoryError(
@@ -287,10 +286,10 @@ def _measure_sequence(trainer: Trainer, tokens_BS: Tensor) -> tuple[int, int]:
     trainer.model.train()
     if trainer.device.type == "cuda":
         torch.cuda.empty_cache()
-        trainer.backward(tokens_BS, parts=1)  # allocates the gradients, which stay
+        trainer.passes.backward(tokens_BS, parts=1)  # allocates the gradients, which stay
         fixed = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        trainer.backward(tokens_BS, parts=1)
+        trainer.passes.backward(tokens_BS, parts=1)
         return fixed, torch.cuda.max_memory_allocated() - fixed
     saved: dict[int, int] = {}  # bytes of each storage, by its address
 
@@ -300,7 +299,7 @@ def _measure_sequence(trainer: Trainer, tokens_BS: Tensor) -> tuple[int, int]:
 
     weights = {p.untyped_storage().data_ptr() for p in trainer.model.parameters()}
     with torch.autograd.graph.saved_tensors_hooks(count, lambda t: t):
-        trainer.backward(tokens_BS, parts=1)
+        trainer.passes.backward(tokens_BS, parts=1)
     state = (t for moments in trainer.optimizer.state.values() for t in moments.values() if isinstance(t, Tensor))
     fixed = sum(2 * p.nbytes for p in trainer.model.parameters()) + sum(t.nbytes for t in state)
     return fixed, sum(size for address, size in saved.items() if address not in weights)

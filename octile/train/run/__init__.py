@@ -8,7 +8,7 @@ recipe_check.py   whether ranks and model can be trained with the recipe
 duration.py       how long a run takes at least on a CPU
 deterministic.py  runs that give the same bits again
 fine_tune.py      a run that starts from a checkpoint's weights
-state.py          what a checkpoint's state.json holds
+state.py          the state of a trainer: what a checkpoint holds, and how it is restored
 checkpoints.py    how checkpoints are written and found
 best_model.py     weights and amax histories at the lowest held-out loss
 resume.py         what a resumed run takes from its folder

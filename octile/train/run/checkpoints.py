@@ -85,8 +85,8 @@ class RunCheckpoints:
             save_checkpoint(self.store.url, trainer.steps_done, tensors, state)
             return
         trainer.ranks.at(f"checkpoint of step {trainer.steps_done}")
-        trainer.check_copies()
-        self._sharded.save(trainer.steps_done, trainer.layout.chunks(tensors), state)
+        trainer.strategy.check_copies()
+        self._sharded.save(trainer.steps_done, trainer.strategy.layout.chunks(tensors), state)
 
     @contextmanager
     def completed(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ from octile.kernels import cpu
 from octile.models.flops import train_flops_per_token
 from octile.text import format_duration, format_flops, format_quantity
 from octile.train.config import TrainConfig
-from octile.train.trainer import batch_ramp
+from octile.train.step.progress import batch_ramp
 
 REFERENCE_SIZE = 512
 FAST_SIZE = 1024  # of a GEMM that runs at a CPU's full speed

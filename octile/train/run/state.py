@@ -1,12 +1,18 @@
-"""What a checkpoint's state.json holds of a trainer."""
+"""The state of a trainer, on which later steps depend: what a checkpoint holds of it, and how it is restored."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
+from torch import Tensor, nn
+
+from octile.nn.delayed_scaling import amax_histories
 from octile.validation import Range, check_fields, from_json
+
+if TYPE_CHECKING:
+    from octile.train.trainer import Trainer
 
 Number = Annotated[int, Range(at_least=0, at_most=2**53)]  # exact as a float, too
 
@@ -47,3 +53,73 @@ class TrainerState:
 
 # What training and comparisons add to the state in a checkpoint, and check themselves.
 OTHER_STATE = frozenset(("config", "computed_on", "measured", "best"))
+
+
+def state_of(trainer: Trainer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors of a trainer's state, of which a rank has its rows, and the values for state.json."""
+    progress, skips, strategy = trainer.progress, trainer.skips, trainer.strategy
+    tensors = {f"model.{name}": t for name, t in trainer.model.state_dict().items()}
+    for index, moments in trainer.optimizer.state_dict()["state"].items():
+        tensors |= {f"optimizer.{strategy.layout.number(index)}.{name}": t for name, t in moments.items()}
+    tensors |= {f"history.{name}": m.amax_OH for name, m in amax_histories(trainer.model).items()}
+    if trainer.ema:
+        tensors |= {f"ema.{name}": t for name, t in trainer.ema.state_dict().items()}
+    state = {  # the fields of `TrainerState`
+        "steps_done": progress.steps_done,
+        "tokens": progress.tokens,
+        "data": trainer.data,
+        "seconds": progress.seconds,
+        "loss_scale": trainer.loss_scale.state_dict() if trainer.loss_scale else None,
+        "skipped": skips.total,
+        "skipped_in_a_row": skips.in_a_row,
+        "keeps_activations": strategy.saves_activations,
+    }
+    return tensors, state
+
+
+def restore_state(trainer: Trainer, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    """Restore the result of `state_of`, or of `StateLayout.own_rows`.
+
+    What a run adds to it, such as its best model, is not read.
+
+    Raises:
+        ValueError: it belongs to a model of another shape, was trained on other tokens, or a value of `state` is
+            missing, of another type, or out of range.
+    """
+    progress, skips, strategy = trainer.progress, trainer.skips, trainer.strategy
+    found = TrainerState.read(state)
+    if trainer.loss_scale and found.loss_scale is None:
+        raise ValueError(f"state.loss_scale is missing, which the recipe {strategy.recipe.name} needs")
+    if found.data not in (None, trainer.data):
+        raise ValueError(f"the tokens in {trainer.data_folder} are not those that the checkpoint was trained on")
+    if found.keeps_activations is not None:
+        strategy.save_activations(found.keeps_activations)
+    parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "history": {}, "ema": {}, "best": {}}
+    for name, tensor in tensors.items():
+        part, _, rest = name.partition(".")
+        parts[part][rest] = tensor
+    _load_exactly(trainer.model, parts["model"])
+    moments: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in parts["optimizer"].items():
+        index, _, key = name.partition(".")
+        moments.setdefault(strategy.layout.own_number(int(index)), {})[key] = tensor
+    trainer.optimizer.load_state_dict({**trainer.optimizer.state_dict(), "state": moments})
+    for name, history in amax_histories(trainer.model).items():
+        history.amax_OH.copy_(parts["history"][name])
+    if trainer.ema:
+        trainer.ema.load_state_dict(parts["ema"])
+    if trainer.loss_scale and found.loss_scale:
+        trainer.loss_scale.load_state_dict(asdict(found.loss_scale))
+    progress.steps_done, progress.tokens, progress.seconds = found.steps_done, found.tokens, found.seconds
+    skips.total, skips.in_a_row = found.skipped, found.skipped_in_a_row
+    skips.reset_device()
+
+
+def _load_exactly(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    own = model.state_dict()
+    for name in sorted(own.keys() ^ tensors.keys()):
+        raise ValueError(f"the checkpoint {'lacks' if name in own else 'has in excess'} the tensor {name}")
+    for name, tensor in tensors.items():
+        if own[name].shape != tensor.shape:
+            raise ValueError(f"{name} is {tuple(tensor.shape)} in the checkpoint but {tuple(own[name].shape)} here")
+    model.load_state_dict(tensors)

@@ -1,7 +1,12 @@
-"""One training step on its device.
+"""One training step: launched by the host, computed on a device, and collected later.
 
+progress.py        how far a run is, and what its next step takes from the configuration
+passes.py          forward and backward passes of this rank's model
+compute.py         gradients, the decision to skip, and the update
+skips.py           which steps are skipped, and when a run must stop
 captured.py        a step as CUDA graphs
-results.py         what the device writes and the host reads later
+launched.py        the steps that are launched and not collected
+results.py         what the device writes and the host collects later
 clock.py           how long each step took on its device
 profile.py         `octile train --profile`: where the time of a step goes
 kernel_records.py  what the profiler records of a GPU

@@ -1,8 +1,8 @@
-"""The time of training steps on the device that runs them, also of steps that the host reads later.
+"""The time of training steps on the device that runs them, also of steps that the host collects later.
 
-The host launches steps ahead of a GPU, and at other times waits for its data while the GPU has finished. What it reads
-off its own clock then says when it looked, not how long a step took. So the device notes when each step begins, and a
-step lasts until the next one begins: the times of all steps add up to that of the loop.
+The host launches steps ahead of a GPU, and at other times waits for its data while the GPU has finished. Its own clock
+then says when it looked, not how long a step took. So the device notes when each step begins, and a step lasts until
+the next one begins: the times of all steps add up to that of the loop.
 """
 
 from __future__ import annotations

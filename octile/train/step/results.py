@@ -1,4 +1,4 @@
-"""The results of training steps, which the device writes into pinned memory and the host reads later."""
+"""The results of training steps, which the device writes into pinned memory and the host collects later."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class StepResults:
         """Copy float32 [width] from the device after all work of the current stream; the host does not wait.
 
         Raises:
-            RuntimeError: all slots hold a vector that was not read.
+            RuntimeError: all slots hold a vector that was not collected.
         """
         if self._count == len(self._host_NW):
-            raise RuntimeError(f"{self._count} steps were launched and not read: call read()")
+            raise RuntimeError(f"{self._count} steps were launched and not collected: call collect()")
         slot = (self._first + self._count) % len(self._host_NW)
         self._host_NW[slot].copy_(values_W, non_blocking=True)
         if self._written:

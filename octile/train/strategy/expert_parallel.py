@@ -1,4 +1,4 @@
-"""How the experts of a run are spread over its ranks, and how much place their rows have."""
+"""How the experts of a run are distributed over its ranks, and the capacity for their rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from octile.parallel.ranks import Ranks
 from octile.recipe import Recipe
 from octile.train.config import TrainConfig
 
-ROOM = 2.0  # place for the rows of a rank's experts on symmetric memory, vs. balanced experts; it grows if needed
+CAPACITY_FACTOR = 2.0  # capacity for rows on symmetric memory, vs. balanced experts; it grows if needed
 
 
 def check_exchange(config: TrainConfig, hops: dist.ProcessGroup | DeviceMesh, ranks: Ranks) -> None:
@@ -32,16 +32,24 @@ def check_exchange(config: TrainConfig, hops: dist.ProcessGroup | DeviceMesh, ra
         raise ValueError(f"parallel.exchange symmetric_memory cannot be used, since {reason}: use auto, or all_to_all")
 
 
-def spread_experts(
+def distribute_experts(
     model: DeepseekV3,
     config: TrainConfig,
     hops: dist.ProcessGroup | DeviceMesh,
     recipe: Recipe,
     too_many_rows: Tensor,
 ) -> ExpertShare:
-    """Spread the experts, with place for ROOM times the rows of balanced ones if a step can be repeated with more.
+    """Distribute the experts over the ranks of a replica, and return the share of this rank.
 
-    A repeated step would begin with another loss scale, or other delayed scales.
+    The capacity is CAPACITY_FACTOR times the rows of balanced experts if a step can be repeated with more. A recipe
+    with a loss scale or delayed scales has capacity for all rows, since a repeated step would begin with other scales.
+
+    Args:
+        model: this rank's model.
+        config: the configuration of the run.
+        hops: the ranks of this rank's replica, see `RankMesh`.
+        recipe: the recipe of the model.
+        too_many_rows: float32 [], set to 1 by passes whose rows are more than the capacity.
     """
     parallel, tokens = config.parallel, config.micro_batch_size * config.sequence_length
     by_kernels = parallel.exchange == "symmetric_memory" or (parallel.exchange == "auto" and parallel.ep <= AUTO_RANKS)
@@ -49,5 +57,5 @@ def spread_experts(
     across: Across = "auto" if parallel.pp == 1 else "all_to_all_single"  # stages allocate differently
     if recipe.loss_scale or amax_histories(model):
         return shard_experts(model, hops, max_tokens, across=across)
-    max_rows = round(ROOM * tokens * config.model.num_experts_per_tok)
+    max_rows = round(CAPACITY_FACTOR * tokens * config.model.num_experts_per_tok)
     return shard_experts(model, hops, max_tokens, max_rows, too_many_rows=too_many_rows, across=across)

@@ -26,8 +26,7 @@ from octile.ops.cross_entropy import IGNORED
 from octile.parallel.pipeline import Pipeline
 from octile.parallel.schedules import SCHEDULES, Schedule, held_activations, make_schedule, simulate
 from octile.train.config import TrainConfig
-
-PARTS = ("main", "mtp", "balance")  # of a loss, in the order of `DeepseekV3.last_losses`
+from octile.train.strategy.single import LOSS_PARTS
 
 OnOutput = Callable[[ModelStage, int, Tensor, Tensor], Tensor]  # last stage, number, activations, balance loss → loss
 
@@ -140,12 +139,12 @@ class PipelinedModel:
         Returns:
             float32 [M, 4]: the loss of each micro-batch, its main, MTP and balance part, all divided by its parts.
         """
-        shares_M4 = torch.zeros(len(micro_batches), 1 + len(PARTS), device=micro_batches[0].device)
+        shares_M4 = torch.zeros(len(micro_batches), 1 + len(LOSS_PARTS), device=micro_batches[0].device)
 
         def add(stage: ModelStage, number: int, h_BSD: Tensor, balance: Tensor) -> Tensor:
             tokens_BS = micro_batches[number]
             share = stage.loss(h_BSD, balance, tokens_BS) / parts(tokens_BS)
-            of_parts = [stage.last_losses[name] / parts(tokens_BS) for name in PARTS]
+            of_parts = [stage.last_losses[name] / parts(tokens_BS) for name in LOSS_PARTS]
             shares_M4[number] = torch.stack([share.detach(), *of_parts])
             add_load(stage, in_loss=True)
             return scaled(share)

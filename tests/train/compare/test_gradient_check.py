@@ -24,7 +24,7 @@ def test_the_check_equals_two_trainers_with_the_same_weights(new_trainer):
     for trainer in (fp8, bf16):
         trainer.model.train()
         trainer.optimizer.zero_grad()
-        trainer.backward(fp8.batches.batch(1), 1.0)
+        trainer.passes.backward(fp8.batches.batch(1), 1.0)
         gradients.append({name: p.grad.double().flatten() for name, p in trainer.model.named_parameters()})
     assert check.step == 2
     assert len(check.weights) == len(gradients[0])

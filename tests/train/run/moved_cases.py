@@ -43,15 +43,15 @@ def be_rank(rank: int, world: int, folder: Path, port: int) -> None:
     assert (found is None) == (world == WORLDS[0])
     if found is not None:
         checkpoint = ShardedCheckpoint(found.url, check=False)
-        tensors = trainer.layout.own_rows(checkpoint)
+        tensors = trainer.strategy.layout.own_rows(checkpoint)
         trainer.load(tensors, checkpoint.state)
-        best.load(trainer.layout.own_rows(checkpoint, best=True), checkpoint.state, trainer.steps_done)
+        best.load(trainer.strategy.layout.own_rows(checkpoint, best=True), checkpoint.state, trainer.steps_done)
         for name, tensor in trainer.state()[0].items():
             assert tensor.equal(tensors[name]), name  # no bit has changed on the way
     lines = []
     for _ in range(STEPS):
         lines.append(trainer.step())
-        best.update(trainer.steps_done, trainer.validate()["val_loss"])
+        best.update(trainer.steps_done, trainer.evaluator.validate()["val_loss"])
     checkpoints.save(trainer, best, config(world))
     checkpoints.close()
     if ranks.is_first:

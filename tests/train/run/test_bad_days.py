@@ -25,6 +25,8 @@ from octile.train.loop import spikes_so_far, train, write_spike
 from octile.train.memory import check as memory
 from octile.train.memory.check import MemoryNeed, advice, explain_out_of_memory
 from octile.train.run.folder import RunFolder
+from octile.train.step.passes import Passes
+from octile.train.step.progress import schedule
 from octile.train.trainer import Trainer
 from tests.train.conftest import MICRO, micro, silent_console
 
@@ -121,7 +123,7 @@ def test_a_run_with_skipped_steps_resumes_to_the_bit(new_trainer, tmp_path, reci
     found += [second.step()["loss"] for _ in range(6 - after)]
     assert found == expected
     assert have_same_bits(copy_state(straight), copy_state(second))
-    assert (straight.skipped, straight.skipped_in_a_row) == (second.skipped, second.skipped_in_a_row) == (3, 0)
+    assert (straight.skips.total, straight.skips.in_a_row) == (second.skips.total, second.skips.in_a_row) == (3, 0)
 
 
 def test_skipped_steps_are_printed_and_reported(text, tmp_path, monkeypatch, no_report):
@@ -174,13 +176,13 @@ def test_a_comparison_calls_a_recipe_broken_whose_gradients_break(store, monkeyp
 
 def test_a_spike_is_reported_with_the_text_of_the_sequence_of_largest_loss(text, tmp_path, monkeypatch, no_report):
     no_report.undo()
-    read = Trainer.read
+    collect = Trainer.collect
 
     def jump(self, leave=0):
-        for line in read(self, leave):
+        for line in collect(self, leave):
             yield {**line, "main_loss": 50.0} if line["step"] == 6 else line
 
-    monkeypatch.setattr(Trainer, "read", jump)
+    monkeypatch.setattr(Trainer, "collect", jump)
     monkeypatch.setattr(spikes, "MIN_LOSSES", 4)
     screen, out = silent_console(), tmp_path / "run"
     train(micro(data=str(text), out=out, steps=7, validate_every=100, checkpoint_every=0), False, screen)
@@ -220,14 +222,14 @@ ALLOCATOR = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: 
 @pytest.mark.parametrize("error", [RuntimeError(ALLOCATOR), torch.OutOfMemoryError("CUDA out of memory. Tried to …")])
 def test_running_out_of_memory_names_what_to_change_and_how_to_continue(text, tmp_path, monkeypatch, error, no_report):
     no_report.undo()
-    backward = Trainer.backward
+    backward = Passes.backward
 
     def fail(self, batch_BS, parts):
-        if self.steps_done == 2 and len(batch_BS) > 2:
+        if self.progress.steps_done == 2 and len(batch_BS) > 2:
             raise error
         return backward(self, batch_BS, parts)
 
-    monkeypatch.setattr(Trainer, "backward", fail)
+    monkeypatch.setattr(Passes, "backward", fail)
     monkeypatch.setattr(memory, "device_memory", lambda device: 10**9)
     out = tmp_path / "run"
     config = micro(data=str(text), out=out)
@@ -355,7 +357,7 @@ def test_where_not_even_a_short_sequence_fits_the_model_is_too_large(new_trainer
     def fail(self, batch_BS, parts):
         raise RuntimeError(ALLOCATOR)
 
-    monkeypatch.setattr(Trainer, "backward", fail)
+    monkeypatch.setattr(Passes, "backward", fail)
     trainer = new_trainer()
     with (
         pytest.raises(MemoryError, match="leave too little memory for a sequence of 16 tokens: choose a smaller model"),
@@ -396,7 +398,7 @@ def test_training_works_with_tiles_of_zeros(new_trainer, recipe):
 
 
 def route_to_two_experts(trainer: Trainer) -> None:
-    for moe in trainer.moes.values():
+    for moe in trainer.strategy.moes.values():
         bias = moe.gate.e_score_correction_bias
         bias.copy_(torch.tensor([1e4, 1e4 - 1, -1e4, -1e4]))
 
@@ -405,7 +407,7 @@ def route_to_two_experts(trainer: Trainer) -> None:
 def test_all_tokens_may_be_routed_to_the_same_experts(new_trainer, recipe):
     trainer = new_trainer(recipe=recipe)
     route_to_two_experts(trainer)
-    name, moe = next(iter(trainer.moes.items()))
+    name, moe = next(iter(trainer.strategy.moes.items()))
     idle = moe.experts.gate_up[2:].clone()
     for _ in range(3):
         line = trainer.step()
@@ -414,7 +416,7 @@ def test_all_tokens_may_be_routed_to_the_same_experts(new_trainer, recipe):
     assert load[0] == load[1] > 0
     assert load[2:] == [0, 0]  # no token is dropped: each went to both
     assert load[0] == 4 * 32
-    decayed = idle * (1 - torch.tensor([trainer.schedule(n) * 0.1 for n in range(3)])).prod()
+    decayed = idle * (1 - torch.tensor([schedule(trainer.config)(n) * 0.1 for n in range(3)])).prod()
     assert torch.allclose(moe.experts.gate_up[2:], decayed, rtol=1e-5, atol=0)  # their gradient is zero
 
 
@@ -448,4 +450,4 @@ def test_a_batch_must_be_divisible_by_micro_batches_but_tokens_may_be_any_number
 def test_held_out_windows_need_not_divide_into_batches(store):
     odd = Trainer(micro(batch_size=3, val_sequences=4), store, CPU)
     even = Trainer(micro(batch_size=2, val_sequences=4), store, CPU)
-    assert odd.validate()["val_loss"] == pytest.approx(even.validate()["val_loss"], rel=1e-6)
+    assert odd.evaluator.validate()["val_loss"] == pytest.approx(even.evaluator.validate()["val_loss"], rel=1e-6)

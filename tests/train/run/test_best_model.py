@@ -12,6 +12,7 @@ from octile.checkpoint.hugging_face import load
 from octile.checkpoint.sharded import ShardedCheckpoint
 from octile.checkpoint.training import latest_checkpoint, load_checkpoint
 from octile.nn.delayed_scaling import AmaxHistory
+from octile.train.evaluation.evaluator import Evaluator
 from octile.train.loop import train
 from octile.train.run.best_model import Best, BestModel
 from octile.train.run.folder import RunFolder
@@ -143,10 +144,11 @@ def losses(monkeypatch):
 
     def use(by_step: dict[int, float]) -> dict[int, torch.Tensor]:
         def validate(self):
-            weights[self.steps_done] = self.model.lm_head.weight.detach().bfloat16()
-            return {"val_loss": by_step[self.steps_done], "val_tokens": 1}
+            step = self.progress.steps_done
+            weights[step] = self.strategy.model.lm_head.weight.detach().bfloat16()
+            return {"val_loss": by_step[step], "val_tokens": 1}
 
-        monkeypatch.setattr(Trainer, "validate", validate)
+        monkeypatch.setattr(Evaluator, "validate", validate)
         return weights
 
     return use

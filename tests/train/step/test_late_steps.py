@@ -1,4 +1,4 @@
-"""Tests of steps that are launched before the steps before them are read, as on a GPU with a captured step.
+"""Tests of steps that are launched before the steps before them are collected, as on a GPU with a captured step.
 
 The device is a CPU here: it finishes a step when it is launched, but the host looks at the result as late as on a GPU.
 """
@@ -15,13 +15,16 @@ from octile.lab.run import observer
 from octile.nn.observer import has_observers
 from octile.recipe import Recipe
 from octile.report.run import spikes
-from octile.train import trainer as module
 from octile.train.compare.run import train_compared_run
 from octile.train.loop import train
 from octile.train.run.folder import RunFolder
 from octile.train.run.signals import Stopped
-from octile.train.step import clock
-from octile.train.trainer import READ_EVERY, Trainer
+from octile.train.step import clock, launched
+from octile.train.step.launched import COLLECT_EVERY
+from octile.train.step.passes import Passes
+from octile.train.strategy import single as module
+from octile.train.strategy.single import Strategy
+from octile.train.trainer import Trainer
 from tests.train.conftest import micro, silent_console, write_no_report
 from tests.train.run.test_bad_days import break_gradients, copy_state, have_same_bits
 from tests.train.test_loop import RULES
@@ -46,11 +49,11 @@ def measured(lines) -> list[str]:
     return [repr([line.get(key) for key in COMPARED]) for line in lines]  # NaN is not equal to itself
 
 
-def read_late(trainer: Trainer, steps: int) -> list[dict]:
-    """Launch all steps before the first one is read."""
+def collect_late(trainer: Trainer, steps: int) -> list[dict]:
+    """Launch all steps before the first one is collected."""
     for _ in range(steps):
         trainer.launch()
-    return list(trainer.read())
+    return list(trainer.collect())
 
 
 def break_loss(trainer: Trainer, step: int) -> None:
@@ -61,14 +64,14 @@ def break_loss(trainer: Trainer, step: int) -> None:
 
 
 @pytest.mark.parametrize("recipe", LATE)
-def test_steps_that_are_read_late_are_those_that_are_read_at_once(store, recipe):
+def test_steps_that_are_collected_late_are_those_that_are_collected_at_once(store, recipe):
     at_once, late = new(store, recipe=recipe), new(store, recipe=recipe)
     for trainer in (at_once, late):
         break_gradients(trainer, {2, 3})
     expected = [at_once.step() for _ in range(5)]
-    assert measured(read_late(late, 5)) == measured(expected)
+    assert measured(collect_late(late, 5)) == measured(expected)
     assert have_same_bits(copy_state(late), copy_state(at_once))
-    assert (late.skipped, late.skipped_in_a_row) == (at_once.skipped, at_once.skipped_in_a_row) == (2, 0)
+    assert (late.skips.total, late.skips.in_a_row) == (at_once.skips.total, at_once.skips.in_a_row) == (2, 0)
 
 
 def test_a_moving_average_leaves_out_a_step_that_is_skipped(store):
@@ -78,7 +81,7 @@ def test_a_moving_average_leaves_out_a_step_that_is_skipped(store):
         break_gradients(trainer, {2})
     for _ in range(4):
         at_once.step()
-    read_late(late, 4)
+    collect_late(late, 4)
     assert have_same_bits(late.ema.state_dict(), at_once.ema.state_dict())
 
 
@@ -89,8 +92,8 @@ def test_a_loss_that_is_nan_leaves_the_weights_before_its_step(store, recipe):
     for _ in range(2):
         before.step()
     with pytest.raises(FloatingPointError, match="the loss is nan at step 3; the first non-finite value is in lm_head"):
-        read_late(broken, 6)
-    assert (broken.steps_done, broken.tokens) == (2, before.tokens)
+        collect_late(broken, 6)
+    assert (broken.steps_done, broken.progress.tokens) == (2, before.progress.tokens)
     ours, theirs = (
         {name: t for name, t in copy_state(trainer).items() if not name.startswith("history.")}
         for trainer in (broken, before)
@@ -98,12 +101,12 @@ def test_a_loss_that_is_nan_leaves_the_weights_before_its_step(store, recipe):
     assert have_same_bits(ours, theirs)
 
 
-def test_the_steps_before_a_loss_that_is_nan_are_read(store):
+def test_the_steps_before_a_loss_that_is_nan_are_collected(store):
     trainer = new(store)
     break_loss(trainer, 3)
     for _ in range(6):
         trainer.launch()
-    lines = trainer.read()
+    lines = trainer.collect()
     assert [next(lines)["step"] for _ in range(2)] == [1, 2]
     with pytest.raises(FloatingPointError, match="at step 3"):
         next(lines)
@@ -115,7 +118,7 @@ def test_too_many_steps_without_finite_gradients_leave_the_weights_before_the_fi
     before.step()
     message = r"not finite at step 4; the nearest to the loss is lm_head\.weight, after 2 in a row that were skipped"
     with pytest.raises(FloatingPointError, match=message):
-        read_late(broken, 6)
+        collect_late(broken, 6)
     assert broken.steps_done == 3
     assert have_same_bits(copy_state(broken), copy_state(before))
 
@@ -126,7 +129,7 @@ def test_after_a_stop_the_step_can_be_tried_again(store):
         lambda g: g * (float("nan") if trainer.steps_done + 1 == 2 else 1.0)
     )
     with pytest.raises(FloatingPointError, match="at step 2"):
-        read_late(trainer, 4)
+        collect_late(trainer, 4)
     handle.remove()
     expected = [straight.step()["loss"] for _ in range(3)]
     assert [trainer.step()["loss"] for _ in range(2)] == expected[1:]
@@ -140,9 +143,9 @@ def test_a_run_with_skipped_steps_resumes_to_the_bit(store, tmp_path, recipe, af
     for trainer in (straight, first, second):
         break_gradients(trainer, {2, 3, 5})
     expected = measured(straight.step() for _ in range(6))
-    found = measured(read_late(first, after))
+    found = measured(collect_late(first, after))
     second.load(*load_checkpoint(save_checkpoint(tmp_path, after, *first.state())))
-    found += measured(read_late(second, 6 - after))
+    found += measured(collect_late(second, 6 - after))
     assert found == expected
     assert have_same_bits(copy_state(straight), copy_state(second))
 
@@ -151,92 +154,91 @@ def test_a_resumed_run_counts_the_steps_that_were_skipped_before(store, tmp_path
     first, second = new(store, skip_limit=2), new(store, skip_limit=2)
     for trainer in (first, second):
         break_gradients(trainer, {2, 3, 4})
-    read_late(first, 3)
+    collect_late(first, 3)
     second.load(*load_checkpoint(save_checkpoint(tmp_path, 3, *first.state())))
     before = copy_state(second)
     with pytest.raises(FloatingPointError, match=r"at step 4; .* after 2 in a row"):
-        read_late(second, 3)  # steps 5 and 6 are finite
+        collect_late(second, 3)  # steps 5 and 6 are finite
     assert have_same_bits(copy_state(second), before)
 
 
-def test_a_state_cannot_be_taken_while_steps_are_unread(store):
+def test_a_state_cannot_be_taken_while_steps_are_uncollected(store):
     trainer = new(store)
     trainer.launch()
     for work in (trainer.state, trainer.step, lambda: trainer.load({}, {})):
-        with pytest.raises(RuntimeError, match=r"needs every launched step read, but 1 are not: call read\(\)"):
+        with pytest.raises(RuntimeError, match=r"needs every launched step collected, but 1 are not: call collect\(\)"):
             work()
 
 
 def test_more_steps_than_the_buffer_holds_are_refused_before_they_change_anything(store, monkeypatch):
-    monkeypatch.setattr(module, "READ_EVERY", 1)
+    monkeypatch.setattr(launched, "COLLECT_EVERY", 1)
     trainer = new(store)
     trainer.launch()
     trainer.launch()
     before = {name: t.clone() for name, t in trainer.model.state_dict().items()}
-    with pytest.raises(RuntimeError, match=r"2 steps were launched and not read: call read\(\)"):
+    with pytest.raises(RuntimeError, match=r"2 steps were launched and not collected: call collect\(\)"):
         trainer.launch()
     assert have_same_bits(trainer.model.state_dict(), before)
     assert trainer.steps_done == 2
 
 
-def test_the_host_reads_ten_steps_while_ten_are_in_flight(store, late):
+def test_the_host_collects_ten_steps_while_ten_are_in_flight(store, late):
     trainer = new(store)
-    counts = [len(list(trainer.advance())) for _ in range(3 * READ_EVERY)]
-    assert [number for number, count in enumerate(counts, 1) if count] == [2 * READ_EVERY, 3 * READ_EVERY]
-    assert set(counts) == {0, READ_EVERY}
-    assert [line["step"] for line in trainer.read()] == list(range(2 * READ_EVERY + 1, 3 * READ_EVERY + 1))
+    counts = [len(list(trainer.advance())) for _ in range(3 * COLLECT_EVERY)]
+    assert [number for number, count in enumerate(counts, 1) if count] == [2 * COLLECT_EVERY, 3 * COLLECT_EVERY]
+    assert set(counts) == {0, COLLECT_EVERY}
+    assert [line["step"] for line in trainer.collect()] == list(range(2 * COLLECT_EVERY + 1, 3 * COLLECT_EVERY + 1))
 
 
-def test_an_eager_step_is_read_at_once(store):
+def test_an_eager_step_is_collected_at_once(store):
     trainer = new(store)
     assert [[line["step"] for line in trainer.advance()] for _ in range(3)] == [[1], [2], [3]]
 
 
-def test_an_eager_step_after_others_reads_them_all(store, monkeypatch):
+def test_an_eager_step_after_others_collects_them_all(store, monkeypatch):
     trainer, reasons = new(store), itertools.chain([None, None], itertools.repeat("it is observed"))
     monkeypatch.setattr(module, "why_eager", lambda *_: next(reasons))
     assert [[line["step"] for line in trainer.advance()] for _ in range(4)] == [[], [], [1, 2, 3], [4]]
 
 
-def test_each_of_the_steps_that_are_read_together_has_its_own_time(store, monkeypatch):
+def test_each_of_the_steps_that_are_collected_together_has_its_own_time(store, monkeypatch):
     trainer = new(store, initial_batch_size=1, batch_ramp=0.1)
     times = iter([10.0, 14.0, 15.0, 16.0, 18.0])  # when each step begins, and the last one ends
     monkeypatch.setattr(clock.time, "perf_counter", lambda: next(times))
-    lines = read_late(trainer, 4)  # of 1, 1, 2 and 3 sequences of 32 tokens
+    lines = collect_late(trainer, 4)  # of 1, 1, 2 and 3 sequences of 32 tokens
     assert [line["batch_size"] for line in lines] == [1, 1, 2, 3]
     assert [line["tokens_per_s"] for line in lines] == [32 / 4.0, 32 / 1.0, 64 / 1.0, 96 / 2.0]
     assert [line["seconds"] for line in lines] == [4.0, 5.0, 6.0, 8.0]
 
 
-def test_the_speed_of_a_step_does_not_depend_on_when_the_host_reads_it(store, late, monkeypatch):
+def test_the_speed_of_a_step_does_not_depend_on_when_the_host_collects_it(store, late, monkeypatch):
     """The device takes a second a step, and the host, which had to wait for data, finds twenty steps finished."""
     trainer, begins = new(store), itertools.count(100.0)
     monkeypatch.setattr(clock.time, "perf_counter", lambda: next(begins))
-    lines = [line for _ in range(2 * READ_EVERY) for line in trainer.advance()]
-    lines += trainer.read()
-    assert [line["tokens_per_s"] for line in lines] == [4 * 32.0] * (2 * READ_EVERY)
+    lines = [line for _ in range(2 * COLLECT_EVERY) for line in trainer.advance()]
+    lines += trainer.collect()
+    assert [line["tokens_per_s"] for line in lines] == [4 * 32.0] * (2 * COLLECT_EVERY)
 
 
-def test_the_time_between_two_reads_is_not_that_of_a_step(store, monkeypatch):
+def test_the_time_between_two_collections_is_not_that_of_a_step(store, monkeypatch):
     trainer, times = new(store), iter([10.0, 12.0, 50.0, 53.0])  # a validation comes between them
     monkeypatch.setattr(clock.time, "perf_counter", lambda: next(times))
-    assert [line["seconds"] for _ in range(2) for line in read_late(trainer, 1)] == [2.0, 5.0]
+    assert [line["seconds"] for _ in range(2) for line in collect_late(trainer, 1)] == [2.0, 5.0]
 
 
 def test_the_time_of_discarded_steps_is_that_of_the_one_that_is_launched_again(store, late, monkeypatch):
-    trainer, backward, given = new(store), Trainer.backward, []
+    trainer, backward, given = new(store), Passes.backward, []
 
     def too_many_once(self, tokens_BS, parts):
-        if self.steps_done == 2 and not given:
+        if self.progress.steps_done == 2 and not given:
             given.append("step 3")
-            self._too_many_rows.fill_(1)
+            self.strategy.too_many_rows.fill_(1)
         return backward(self, tokens_BS, parts)
 
-    monkeypatch.setattr(Trainer, "backward", too_many_once)
-    monkeypatch.setattr(Trainer, "_make_place", lambda self, where: None)
+    monkeypatch.setattr(Passes, "backward", too_many_once)
     times = iter([10.0, 11.0, 12.0, 13.0, 14.0, 21.0, 23.0])  # step 3 begins again without a mark of its own
     monkeypatch.setattr(clock.time, "perf_counter", lambda: next(times))
-    lines = [*read_late(trainer, 4), *read_late(trainer, 2)]
+    lines = [*collect_late(trainer, 4), *collect_late(trainer, 2)]
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert [line["seconds"] for line in lines] == [1.0, 2.0, 11.0, 13.0]
 
@@ -258,7 +260,7 @@ RUN = {"steps": 23, "validate_every": 7, "checkpoint_every": 9}
 
 @pytest.fixture(scope="module")
 def straight(text, tmp_path_factory):
-    """A run whose steps are read at once, as on a CPU."""
+    """A run whose steps are collected at once, as on a CPU."""
     out = tmp_path_factory.mktemp("straight") / "run"
     with pytest.MonkeyPatch.context() as patch:
         write_no_report(patch)
@@ -266,7 +268,7 @@ def straight(text, tmp_path_factory):
     return out
 
 
-def test_a_run_writes_what_one_writes_that_reads_at_once(straight, text, tmp_path, late):
+def test_a_run_writes_what_one_writes_that_collects_at_once(straight, text, tmp_path, late):
     out = tmp_path / "late"
     train(micro(data=str(text), out=out, **RUN), False, silent_console())
     for key in ("loss", "val_loss", "expert_load"):
@@ -278,19 +280,19 @@ def test_a_run_writes_what_one_writes_that_reads_at_once(straight, text, tmp_pat
 
 @pytest.mark.parametrize("at", [3, 7, 23])
 def test_a_run_goes_on_after_steps_that_were_discarded(straight, text, tmp_path, late, monkeypatch, at):
-    """Too many rows for the place, which one process has always, are found when the step is read."""
-    backward, places = Trainer.backward, []
+    """More rows than the capacity, which one process never has, are found when the step is collected."""
+    backward, grown = Passes.backward, []
 
     def too_many_once(self, tokens_BS, parts):
-        if self.steps_done + 1 == at and not places:
-            self._too_many_rows.fill_(1)
+        if self.progress.steps_done + 1 == at and not grown:
+            self.strategy.too_many_rows.fill_(1)
         return backward(self, tokens_BS, parts)
 
-    monkeypatch.setattr(Trainer, "backward", too_many_once)
-    monkeypatch.setattr(Trainer, "_make_place", lambda self, where: places.append(where))
+    monkeypatch.setattr(Passes, "backward", too_many_once)
+    monkeypatch.setattr(Strategy, "grow_capacity", lambda self, where: grown.append(where))
     out = tmp_path / "run"
     train(micro(data=str(text), out=out, **RUN), False, silent_console())
-    assert places == [f"step {at}"]
+    assert grown == [f"step {at}"]
     for key in ("loss", "val_loss"):
         ours, theirs = ([(line["step"], line[key]) for line in metrics(run) if key in line] for run in (out, straight))
         assert ours == theirs
@@ -350,19 +352,19 @@ def test_a_nan_loss_stops_a_run_after_the_lines_before_it(text, tmp_path, late, 
 
 
 def test_a_spike_has_the_number_of_its_step(text, tmp_path, late, monkeypatch):
-    read = Trainer.read
+    collect = Trainer.collect
 
     def jump(self, leave=0):
-        for line in read(self, leave):
+        for line in collect(self, leave):
             yield {**line, "main_loss": 50.0} if line["step"] == 6 else line
 
-    monkeypatch.setattr(Trainer, "read", jump)
+    monkeypatch.setattr(Trainer, "collect", jump)
     monkeypatch.setattr(spikes, "MIN_LOSSES", 4)
     screen, out = silent_console(), tmp_path / "run"
     train(micro(data=str(text), out=out, steps=30, validate_every=100, checkpoint_every=0), False, screen)
     assert "the loss jumped at step 6 to 50.000, where" in screen.console.file.getvalue()
     (line,) = [line for line in metrics(out) if "spike" in line]
-    assert (line["step"], line["spike"]["measured_after"]) == (6, 2 * READ_EVERY)
+    assert (line["step"], line["spike"]["measured_after"]) == (6, 2 * COLLECT_EVERY)
 
 
 def test_a_comparison_names_the_step_at_which_a_recipe_diverged(store, late, monkeypatch):
@@ -376,7 +378,7 @@ def test_a_comparison_names_the_step_at_which_a_recipe_diverged(store, late, mon
     assert train_compared_run(micro(), store, silent_console()).curve.diverged_at == 2
 
 
-def test_guards_and_telemetry_are_those_of_steps_that_are_read_at_once(text, tmp_path, monkeypatch):
+def test_guards_and_telemetry_are_those_of_steps_that_are_collected_at_once(text, tmp_path, monkeypatch):
     rules = tmp_path / "rules.toml"
     rules.write_text(RULES, encoding="utf-8")  # fires at step 4, and changes later steps
     observed = {"telemetry_every": 2, "telemetry_layers": "*.down_proj", "guards": rules}

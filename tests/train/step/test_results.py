@@ -1,4 +1,4 @@
-"""Tests of the ring buffer through which the host reads the results of steps."""
+"""Tests of the ring buffer through which the host collects the results of steps."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ def new() -> StepResults:
     return StepResults(3, 2, torch.device("cpu"))
 
 
-def test_results_are_read_in_the_order_of_their_steps_also_past_the_end_of_the_buffer():
+def test_results_are_collected_in_the_order_of_their_steps_also_past_the_end_of_the_buffer():
     results, seen = new(), []
     for number in range(7):
         results.append(torch.tensor([number, -number], dtype=torch.float32))
@@ -26,7 +26,7 @@ def test_a_full_buffer_is_refused():
     results = new()
     for _ in range(3):
         results.append(torch.zeros(2))
-    with pytest.raises(RuntimeError, match=r"3 steps were launched and not read: call read\(\)"):
+    with pytest.raises(RuntimeError, match=r"3 steps were launched and not collected: call collect\(\)"):
         results.append(torch.zeros(2))
 
 
@@ -35,7 +35,7 @@ def test_an_empty_buffer_has_nothing_to_read():
         new().pop()
 
 
-def test_cleared_results_are_not_read():
+def test_cleared_results_are_not_collected():
     results = new()
     results.append(torch.ones(2))
     results.append(torch.ones(2))

@@ -14,6 +14,7 @@ import torch
 from octile.cli import main
 from octile.train import loop
 from octile.train.data.token_store import TokenStore
+from octile.train.step.compute import StepComputation
 from octile.train.trainer import Trainer
 from tests.train.conftest import write_no_report
 from tests.train.run.own_process import write_output_to
@@ -38,7 +39,7 @@ def have_other_recipe() -> None:
 
 def fail_at(step: int, fail: Callable[[], None]) -> None:
     """Let this rank fail in the first backward pass of a step."""
-    compute, backward = Trainer._compute, torch.autograd.backward
+    compute, backward = StepComputation.compute, torch.autograd.backward
 
     def failing(*args, **kwargs):
         torch.autograd.backward = backward
@@ -46,11 +47,11 @@ def fail_at(step: int, fail: Callable[[], None]) -> None:
         backward(*args, **kwargs)
 
     def compute_and_fail(self, tokens_BS):
-        if self.steps_done + 1 == step:
+        if self._progress.steps_done + 1 == step:
             torch.autograd.backward = failing
         return compute(self, tokens_BS)
 
-    Trainer._compute = compute_and_fail
+    StepComputation.compute = compute_and_fail
 
 
 def fail_before(step: int, fail: Callable[[], None]) -> None:

@@ -18,7 +18,6 @@ from octile.parallel.ranks import Ranks, join, leave
 from octile.recipe import Recipe
 from octile.train.config import ParallelConfig, TrainConfig
 from octile.train.data.token_store import TokenStore
-from octile.train.evaluation.token_losses import token_losses
 from octile.train.memory.saved_activations import keep_activations
 from octile.train.run.best_model import BestModel
 from octile.train.run.checkpoints import RunCheckpoints
@@ -85,16 +84,16 @@ def check_moved_run(store: TokenStore, ranks: Ranks, schedule: str, dp: int = 1,
         lambda: save_checkpoint(folder / "single", 2, tensors | best_tensors, state | best_state), Path
     )
     checkpoint = ShardedCheckpoint(single)
-    own.load(own.layout.own_rows(checkpoint), checkpoint.state)
-    BestModel(own.model).load(own.layout.own_rows(checkpoint, best=True), checkpoint.state, 2)
-    same, of_alone = own.layout.whole(own.state()[0]), alone.state()[0]
+    own.load(own.strategy.layout.own_rows(checkpoint), checkpoint.state)
+    BestModel(own.model).load(own.strategy.layout.own_rows(checkpoint, best=True), checkpoint.state, 2)
+    same, of_alone = own.strategy.layout.whole(own.state()[0]), alone.state()[0]
     if ranks.is_first:
         assert same.keys() == of_alone.keys()
         assert [name for name, tensor in of_alone.items() if not torch.equal(same[name], tensor)] == []
     check_close(steps(own, 2), steps(alone, 2), rtol=2e-2, atol=0.0)
     checkpoints = DistributedCheckpoints(folder / "sharded")
     tensors, state = own.state()
-    checkpoints.save(4, own.layout.chunks(tensors), state)
+    checkpoints.save(4, own.strategy.layout.chunks(tensors), state)
     after = steps(own, 1)  # while it is written
     again, _ = trainers(store, ranks, schedule, dp, ep, optim=AVERAGED, recipe="delayed")
     again.load(*load_checkpoint(checkpoints.latest()))
@@ -129,8 +128,8 @@ def check_fp8(store: TokenStore, ranks: Ranks, recipe: str, schedule: str) -> No
     lines, expected = steps(own, 3), steps(alone, 3)
     assert lines[0]["loss"] == expected[0]["loss"]
     check_close(lines, expected, rtol=2e-2, atol=0.0)
-    assert own.validate()["val_loss"] == pytest.approx(alone.validate()["val_loss"], rel=1e-3)
-    own.check_copies()
+    assert own.evaluator.validate()["val_loss"] == pytest.approx(alone.evaluator.validate()["val_loss"], rel=1e-3)
+    own.strategy.check_copies()
     names = set(amax_histories(own.model))
     histories = {name: h.amax_OH.tolist() for name, h in amax_histories(own.model).items()}
     for of_rank in ranks.gather(histories, dict[str, list[list[float]]]):
@@ -142,9 +141,9 @@ def check_measurements(store: TokenStore, ranks: Ranks) -> None:
     alone, own = trainers(store, ranks, "dualpipe", recipe="deepseek_v3")
     windows = alone.batches.batch(0)
     for of_windows in (None, windows[:5]):
-        assert torch.equal(token_losses(own, of_windows), token_losses(alone, of_windows))
-    assert own.validate() == alone.validate()
-    found, expected = own.tile_scales(), alone.tile_scales()
+        assert torch.equal(own.evaluator.token_losses(of_windows), alone.evaluator.token_losses(of_windows))
+    assert own.evaluator.validate() == alone.evaluator.validate()
+    found, expected = own.evaluator.tile_scales(), alone.evaluator.tile_scales()
     assert {operand: set(h) for operand, h in found.items()} == {operand: set(h) for operand, h in expected.items()}
     assert sum(found["x"]["count"]) > 3 * sum(expected["x"]["count"])  # of four windows
     assert all(p.grad is None for p in own.model.parameters())
@@ -153,8 +152,8 @@ def check_measurements(store: TokenStore, ranks: Ranks) -> None:
 def check_whole_model(store: TokenStore, ranks: Ranks, schedule: str) -> None:
     """Rank 0 collects the layers of all ranks."""
     alone, own = trainers(store, ranks, schedule, recipe="delayed")
-    alone.model.load_state_dict(alone.whole_model().state_dict())
-    model = own.whole_model()
+    alone.model.load_state_dict(alone.strategy.whole_model().state_dict())
+    model = own.strategy.whole_model()
     if not ranks.is_first:
         assert model is own.model
         return
@@ -169,15 +168,15 @@ def check_memory_of_whole_model(store: TokenStore, ranks: Ranks) -> None:
     """Rank 0 collects the whole model without a second copy of it, and without its random initial weights."""
     _, own = trainers(store, ranks)
     allocated = []
-    seen = own.layout.whole
+    seen = own.strategy.layout.whole
 
     def whole(tensors):
         found = seen(tensors)
         allocated.extend(t.data_ptr() for t in found.values())
         return found
 
-    own.layout.whole = whole
-    model = own.whole_model()
+    own.strategy.layout.whole = whole
+    model = own.strategy.whole_model()
     if ranks.is_first:
         assert {p.data_ptr() for p in model.parameters()} <= {*allocated}
 
@@ -200,7 +199,7 @@ def check_stored_scales(store: TokenStore, ranks: Ranks) -> None:
     begun, _ = trainers(store, ranks)
     ranks.from_first(lambda: save(begun.model, folder, "fp8"))
     alone, own = trainers(store, ranks, init_from=folder)
-    expected, found = alone.model.stored_scales, own.whole_model().stored_scales
+    expected, found = alone.model.stored_scales, own.strategy.whole_model().stored_scales
     if ranks.is_first:
         assert found.keys() == expected.keys() != set()
         assert all(torch.equal(scale, expected[name]) for name, scale in found.items())
@@ -319,9 +318,9 @@ def check_on_gpus(store: TokenStore, ranks: Ranks, schedule: str, recipe: str = 
     lines, expected = steps(own, WARM_UP_STEPS + 3), steps(alone, WARM_UP_STEPS + 3)
     assert lines[0]["loss"] == pytest.approx(expected[0]["loss"], rel=1e-4)
     check_close(lines, expected, rtol=2e-2, atol=1e-3)
-    assert own.why_eager()
-    assert own.validate()["val_loss"] == pytest.approx(alone.validate()["val_loss"], rel=1e-2)
-    own.check_copies()
+    assert own.strategy.why_eager()
+    assert own.evaluator.validate()["val_loss"] == pytest.approx(alone.evaluator.validate()["val_loss"], rel=1e-2)
+    own.strategy.check_copies()
 
 
 def gpu_cases() -> dict[str, object]:

@@ -24,14 +24,14 @@ from octile.nn.delayed_scaling import amax_histories
 from octile.parallel.nodes import NodeDispatcher
 from octile.parallel.nvshmem import NvshmemTransport
 from octile.parallel.ranks import Ranks, join, leave
-from octile.train import trainer as module
 from octile.train.config import ParallelConfig
 from octile.train.data.token_store import TokenStore
 from octile.train.loop import differing
 from octile.train.run.checkpoints import RunCheckpoints
 from octile.train.run.deterministic import FIXED_WORKSPACE, WORKSPACE_VARIABLE, deterministic
 from octile.train.step.captured import WARM_UP_STEPS
-from octile.train.strategy import expert_parallel as spread_experts
+from octile.train.strategy import expert_parallel
+from octile.train.strategy import single as module
 from octile.train.trainer import Trainer
 from tests.parallel.expert_cases import peers_on_cpu
 from tests.train.conftest import MICRO, micro
@@ -82,7 +82,7 @@ def check_same_everywhere(trainer: Trainer, lines: list[dict]) -> None:
     """All ranks report the same numbers, and have the same weights, but for experts that are spread."""
     hidden = ("seconds", "tokens_per_s", "flops_per_s", "mfu")
     reported = [{k: v for k, v in line.items() if k not in hidden} for line in lines]
-    names = [n for n, p in trainer.model.named_parameters() if trainer.layout.of(f"model.{n}").is_whole]
+    names = [n for n, p in trainer.model.named_parameters() if trainer.strategy.layout.of(f"model.{n}").is_whole]
     state = trainer.model.state_dict()
     biases = [n for n in state if "bias" in n]
     weights = {name: state[name].double().sum().item() for name in (*names, *biases)}
@@ -105,12 +105,12 @@ def check_equal_run(store: TokenStore, ranks: Ranks, ep: int, **changes) -> None
 def check_same_state(own: Trainer, alone: Trainer) -> None:
     """Loads, held-out losses and the state that rank 0 collects are those of one process."""
     assert own.expert_load() == alone.expert_load()
-    found, wanted = own.validate(), alone.validate()
+    found, wanted = own.evaluator.validate(), alone.evaluator.validate()
     assert found.keys() == wanted.keys()
     for key in wanted:
         assert found[key] == pytest.approx(wanted[key], rel=1e-5)
     tensors, state = own.state()
-    tensors = own.layout.whole(tensors)
+    tensors = own.strategy.layout.whole(tensors)
     whole, of_alone = alone.state()
     assert {**state, "seconds": 0} == {**of_alone, "seconds": 0}
     if not own.ranks.is_first:
@@ -130,7 +130,7 @@ def check_indexers(store: TokenStore, ranks: Ranks, stage: str) -> None:
     of_both = ([line["indexer_loss"] for line in of_run] for of_run in (lines, expected))
     assert next(of_both) == pytest.approx(next(of_both), rel=1e-2)
     check_same_everywhere(own, lines)
-    assert own.layout.whole(own.state()[0]).keys() == (alone.state()[0].keys() if ranks.is_first else set())
+    assert own.strategy.layout.whole(own.state()[0]).keys() == (alone.state()[0].keys() if ranks.is_first else set())
 
 
 def check_moved_run(store: TokenStore, ranks: Ranks, ep: int) -> None:
@@ -140,11 +140,11 @@ def check_moved_run(store: TokenStore, ranks: Ranks, ep: int) -> None:
     steps(alone, 2)
     single = ranks.from_first(lambda: save_checkpoint(folder / "single", 2, *alone.state()), Path)
     checkpoint = ShardedCheckpoint(single)
-    own.load(own.layout.own_rows(checkpoint), checkpoint.state)
+    own.load(own.strategy.layout.own_rows(checkpoint), checkpoint.state)
     check_close(steps(own, 2), steps(alone, 2), **EXACT)
     checkpoints = DistributedCheckpoints(folder / "sharded")
     tensors, state = own.state()
-    checkpoints.save(4, own.layout.chunks(tensors), state)
+    checkpoints.save(4, own.strategy.layout.chunks(tensors), state)
     steps_after = steps(own, 2)  # while it is written
     again, _ = trainers(store, ranks, ep)
     again.load(*load_checkpoint(checkpoints.latest()))
@@ -165,9 +165,9 @@ def check_collected(store: TokenStore, ranks: Ranks, ep: int, exchange: str = "a
     def train() -> list[tuple[str, weakref.ref]]:
         own = trainers(store, ranks, ep, {"exchange": exchange}, optim=optim, **changes)[1]
         steps(own, warm_up_steps() + 2)
-        own.validate()
-        parts = [own, own.model, own.optimizer, own.shards, own.ema, *own.moes.values()]
-        parts += [moe.dispatcher for moe in own.moes.values()]
+        own.evaluator.validate()
+        parts = [own, own.model, own.optimizer, own.strategy.shards, own.ema, *own.strategy.moes.values()]
+        parts += [moe.dispatcher for moe in own.strategy.moes.values()]
         parts += [weight.untyped_storage() for weight in own.model.parameters()]
         parts += [t.untyped_storage() for moments in own.optimizer.state.values() for t in moments.values() if t.dim()]
         own.close()
@@ -236,36 +236,36 @@ def check_refused_exchange(store: TokenStore, ranks: Ranks) -> None:
 
 
 def check_too_many_rows(store: TokenStore, ranks: Ranks) -> None:
-    """Steps for whose rows there is no place are discarded and run again with more; the bits are those of enough."""
+    """Steps whose rows are more than the capacity are discarded and run again with more; the bits are the same."""
     folder = Path(ranks.from_first(tempfile.mkdtemp, str))
     settings = {"batch_size": 2, "micro_batches": 1, "val_sequences": 2, "sequence_length": 16}
     with pytest.MonkeyPatch.context() as patch, peers_on_cpu(folder), warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         patch.setattr(module, "why_eager", lambda *_: None)  # so that a later step is launched before it is known
-        patch.setattr(spread_experts, "ROOM", 0.6)
+        patch.setattr(expert_parallel, "CAPACITY_FACTOR", 0.6)
         lines = []
         for exchange in ("symmetric_memory", "all_to_all"):
             _, trainer = trainers(store, ranks, 2, {"exchange": exchange}, **settings)
             found = []
-            while trainer.steps_done < 2 or trainer._unread:
-                found += trainer.advance() if trainer.steps_done < 2 else trainer.read()
+            while trainer.steps_done < 2 or trainer._launched:
+                found += trainer.advance() if trainer.steps_done < 2 else trainer.collect()
             lines.append([{name: line[name] for name in ("step", "loss", "grad_norm", "tokens")} for line in found])
-            lines[-1].append(trainer.validate())
+            lines[-1].append(trainer.evaluator.validate())
     assert lines[0] == lines[1]
     assert [line["step"] for line in lines[0][:-1]] == [1, 2]
-    message = next(str(warning.message) for warning in warned if "more rows than place" in str(warning.message))
-    assert message.startswith("step 1: the experts of a rank have more rows than place, which is doubled to 38 rows")
+    message = next(str(warning.message) for warning in warned if "more rows than capacity" in str(warning.message))
+    assert message.startswith("step 1: the experts of a rank have more rows than capacity, which is doubled to 38 rows")
     dist.barrier()
     ranks.from_first(lambda: shutil.rmtree(folder))
 
 
-def check_place(store: TokenStore, ranks: Ranks) -> None:
-    """The place for rows is twice what balanced experts need, unless a step cannot be repeated with the same bits."""
+def check_capacity(store: TokenStore, ranks: Ranks) -> None:
+    """The capacity is twice the rows of balanced experts, unless a step cannot be repeated with the same bits."""
     folder = Path(ranks.from_first(tempfile.mkdtemp, str))
     with peers_on_cpu(folder):
         for recipe, share in (("float32", 0.5), ("delayed", 1.0), ("fp16_loss_scaling", 1.0)):
             _, own = trainers(store, ranks, 4, {"exchange": "symmetric_memory"}, recipe=recipe)
-            for moe in own.moes.values():
+            for moe in own.strategy.moes.values():
                 assert moe.dispatcher.max_rows == share * moe.dispatcher.enough_rows, recipe
     dist.barrier()
     ranks.from_first(lambda: shutil.rmtree(folder))
@@ -277,12 +277,12 @@ def check_hosts(store: TokenStore, ranks: Ranks) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", "2")
         alone, own = trainers(store, ranks, 4)
-        assert {len(moe.dispatcher.groups) for moe in own.moes.values()} == {2}
+        assert {len(moe.dispatcher.groups) for moe in own.strategy.moes.values()} == {2}
         check_close(steps(own, 2), steps(alone, 2), **EXACT)
         with peers_on_cpu(folder):
             alone, own = trainers(store, ranks, 4, {"exchange": "symmetric_memory"})
             check_close(steps(own, 2), steps(alone, 2), **EXACT)
-    dispatchers = [moe.dispatcher for moe in own.moes.values()]
+    dispatchers = [moe.dispatcher for moe in own.strategy.moes.values()]
     assert {(type(own), type(own.transport)) for own in dispatchers} == {(NodeDispatcher, NvshmemTransport)}
     dist.barrier()
     ranks.from_first(lambda: shutil.rmtree(folder))
@@ -293,7 +293,7 @@ def check_unequal_hosts(store: TokenStore, ranks: Ranks) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", "2" if ranks.rank < 2 else "1")
         alone, own = trainers(store, ranks, 4)
-    assert {len(moe.dispatcher.groups) for moe in own.moes.values()} == {1}
+    assert {len(moe.dispatcher.groups) for moe in own.strategy.moes.values()} == {1}
     check_close(steps(own, 1), steps(alone, 1), **EXACT)
 
 
@@ -385,9 +385,9 @@ def check_late(store: TokenStore, ranks: Ranks, recipe: str = "float32") -> None
         patch.setattr(module, "why_eager", lambda *_: None)
         _, own = trainers(store, ranks, recipe=recipe)
         done = []
-        while not own.must_stop(own.ranks.rank == 1 and own.steps_done >= 3):
+        while not own.strategy.must_stop(own.ranks.rank == 1 and own.steps_done >= 3):
             done += [line["step"] for line in own.advance()]
-        done += [line["step"] for line in own.read()]
+        done += [line["step"] for line in own.collect()]
     assert done == list(range(1, own.steps_done + 1))
     assert ranks.gather(own.steps_done, int) == [20] * ranks.size
 
@@ -404,7 +404,7 @@ def check_late_weights(store: TokenStore, ranks: Ranks, ep: int, **changes) -> N
         for _ in range(STEPS):
             late.launch()
         assert not late._is_gathered
-        lines = list(late.read())
+        lines = list(late.collect())
     check_same_run(late, lines, at_once, expected)
 
 
@@ -416,7 +416,7 @@ def check_same_run(own: Trainer, lines: list[dict], other: Trainer, expected: li
 
 
 def check_captured_late(store: TokenStore, ranks: Ranks, ep: int = 1, exchange: str = "all_to_all") -> None:
-    """Captured steps of which several are in flight have the bits of those that are read one by one."""
+    """Captured steps of which several are in flight have the bits of those that are collected one by one."""
     with deterministic(True):
         one_by_one, late = (
             trainers(store, ranks, ep, {"exchange": exchange}, recipe="deepseek_v3")[1] for _ in range(2)
@@ -424,7 +424,7 @@ def check_captured_late(store: TokenStore, ranks: Ranks, ep: int = 1, exchange: 
         expected, lines = steps(one_by_one, warm_up_steps() + 6), steps(late, warm_up_steps() + 2)
         for _ in range(4):
             late.launch()
-        lines += late.read()
+        lines += late.collect()
     if late.captured is not None:  # on a GPU
         assert late.captured.is_captured
         assert one_by_one.captured.is_captured
@@ -432,7 +432,7 @@ def check_captured_late(store: TokenStore, ranks: Ranks, ep: int = 1, exchange: 
 
 
 def check_becoming_eager(store: TokenStore, ranks: Ranks, ep: int, **changes) -> None:
-    """A step that cannot be launched early, after others that are not read, computes with the updated weights."""
+    """A step that cannot be launched early, after others that are not collected, computes with the updated weights."""
     at_once, late = (trainers(store, ranks, ep, **changes)[1] for _ in range(2))
     at_once.captured = late.captured = None
     with deterministic(True), pytest.MonkeyPatch.context() as patch:
@@ -442,7 +442,7 @@ def check_becoming_eager(store: TokenStore, ranks: Ranks, ep: int, **changes) ->
             patch.setattr(module, "why_eager", lambda *_, reason=reason: reason)
             for _ in range(2):
                 late.launch()
-        lines = list(late.read())
+        lines = list(late.collect())
     check_same_run(late, lines, at_once, expected)
 
 
@@ -463,25 +463,25 @@ def check_captured(
     lines = steps(own, WARM_UP_STEPS + 2)
     for _ in range(4):  # each gathers the weights of the one before
         own.launch()
-    lines += own.read()
+    lines += own.collect()
     check_close_losses(lines, steps(alone, len(lines)))
     check_same_everywhere(own, lines)
     assert own.captured.is_captured == (ep == 1 or exchange == "symmetric_memory")
-    assert own.validate()["val_loss"] == pytest.approx(alone.validate()["val_loss"], rel=1e-2)
+    assert own.evaluator.validate()["val_loss"] == pytest.approx(alone.evaluator.validate()["val_loss"], rel=1e-2)
 
 
 def check_captured_too_many_rows(store: TokenStore, ranks: Ranks) -> None:
-    """A captured step for whose rows there is no place is found when it is read, and runs again with more."""
+    """A captured step whose rows are more than the capacity is found when it is collected, and runs again with more."""
     settings = {"recipe": "deepseek_v3", "optim": SLOW}
     alone, own = trainers(store, ranks, 2, {"exchange": "symmetric_memory"}, **settings)
     lines = steps(own, WARM_UP_STEPS)
-    for moe in own.moes.values():
+    for moe in own.strategy.moes.values():
         moe.dispatcher.max_rows //= 4
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        while own.steps_done < WARM_UP_STEPS + 20 or own._unread:
-            lines += own.advance() if own.steps_done < WARM_UP_STEPS + 20 else own.read()
-    assert any("more rows than place" in str(warning.message) for warning in warned)
+        while own.steps_done < WARM_UP_STEPS + 20 or own._launched:
+            lines += own.advance() if own.steps_done < WARM_UP_STEPS + 20 else own.collect()
+    assert any("more rows than capacity" in str(warning.message) for warning in warned)
     assert [line["step"] for line in lines] == list(range(1, WARM_UP_STEPS + 21))
     check_close(lines, steps(alone, len(lines)), rtol=2e-2, atol=1e-3)
     assert own.captured.is_captured
@@ -535,7 +535,7 @@ def cases(world: int) -> dict[str, object]:
         return {
             "equal_run-4-2": lambda s, r: check_equal_run(s, r, 2),
             "moved-4-2": lambda s, r: check_moved_run(s, r, 2),
-            "place": check_place,
+            "place": check_capacity,
             "hosts": check_hosts,
             "unequal_hosts": check_unequal_hosts,
         }

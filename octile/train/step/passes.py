@@ -1,0 +1,72 @@
+"""Forward and backward passes of this rank's model, in the precision of its recipe.
+
+Shapes: B sequences of a micro-batch, S tokens of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from octile.ops.high_precision import without_reduced_precision_reduction
+from octile.optim import DynamicLossScale
+from octile.train.step.progress import Progress
+from octile.train.strategy.single import Strategy
+
+
+class Passes:
+    """The passes of a training step, of a validation and of measurements.
+
+    Args:
+        strategy: the strategy that has the model and its recipe.
+        progress: the run's progress, of which a loss takes the weight of multi-token prediction.
+        loss_scale: the scale of the loss in backward passes; None for recipes without one.
+    """
+
+    def __init__(self, strategy: Strategy, progress: Progress, loss_scale: DynamicLossScale | None):
+        self.strategy, self.progress, self._loss_scale = strategy, progress, loss_scale
+        self.device = strategy.device
+
+    def autocast(self) -> torch.autocast:
+        """Autocast of a forward pass: on a GPU, what is not quantized is in the recipe's `compute` dtype.
+
+        On a CPU, and under a recipe that computes in FP32, it is in FP32.
+        """
+        dtype = self.strategy.recipe.compute
+        return torch.autocast(self.device.type, dtype, self.device.type == "cuda" and dtype != torch.float32)
+
+    @contextmanager
+    def precision(self) -> Iterator[None]:
+        """The context of a forward pass: autocast, and GEMMs that sum in FP32 under every recipe."""
+        with self.autocast(), without_reduced_precision_reduction():
+            yield
+
+    def prepare(self) -> None:
+        """Give the model the values of the next step that its loss takes."""
+        self.strategy.model.mtp_loss_weight = self.progress.mtp_loss_weight()
+
+    def loss(self, tokens_BS: Tensor) -> Tensor:
+        """The loss of a micro-batch, int64 [B, S] on the host or the device."""
+        self.prepare()
+        tokens_BS = tokens_BS.to(self.device, non_blocking=True)
+        with self.precision():
+            return self.strategy.model(tokens_BS, tokens_BS)
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """A loss times the loss scale, if there is one."""
+        return self._loss_scale.scale(loss) if self._loss_scale else loss
+
+    def backward(self, tokens_BS: Tensor, parts: float) -> Tensor:
+        """Add the gradients of a micro-batch [B, S], times the loss scale if any; return its share of the loss.
+
+        Args:
+            tokens_BS: the micro-batch.
+            parts: sequences of the batch over sequences of the micro-batch.
+        """
+        loss = self.loss(tokens_BS) / parts
+        with without_reduced_precision_reduction():
+            self.scaled(loss).backward()
+        return loss.detach()
