@@ -5,7 +5,7 @@ runner/         batches as rows, caches, and the forward passes over them, in CU
 model/          the forward pass: attention, experts, GEMMs
 weights/        the folder that is served, and its weights as GEMMs read them
 ranks/          one model over several ranks
-process/        engines in threads and processes of their own
+process/        an engine and those who use it, in processes of their own
 http/           `octile serve`: OpenAI's protocol over HTTP, in a process of its own
 disaggregated/  prefill and decoding in processes of their own
 generate.py     `octile generate`, and the sample of a training run
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from octile.serve.generate import generate_from, generate_text
     from octile.serve.http.stress import Load, load_test
     from octile.serve.ranks.dynamic_redundancy import TooFewActiveError, assign_copies, choose_copies
-    from octile.serve.ranks.engine import SpreadEngine
+    from octile.serve.ranks.engine import ExpertParallelEngine
     from octile.serve.ranks.experts import SpreadExperts
     from octile.serve.ranks.placement import rebalance_experts
     from octile.serve.ranks.tensor_parallel import TensorParallel
@@ -39,7 +39,7 @@ _MODULES = {  # the public names of each module, late: the configurations in thi
     "octile.serve.generate": ("generate_from", "generate_text"),
     "octile.serve.http.stress": ("Load", "load_test"),
     "octile.serve.ranks.dynamic_redundancy": ("TooFewActiveError", "assign_copies", "choose_copies"),
-    "octile.serve.ranks.engine": ("SpreadEngine",),
+    "octile.serve.ranks.engine": ("ExpertParallelEngine",),
     "octile.serve.ranks.experts": ("SpreadExperts",),
     "octile.serve.ranks.placement": ("rebalance_experts",),
     "octile.serve.ranks.tensor_parallel": ("TensorParallel",),
@@ -50,10 +50,13 @@ _MODULES = {  # the public names of each module, late: the configurations in thi
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
+_FORMER = {"SpreadEngine": "ExpertParallelEngine"}  # names that scripts may still have
+
 __all__ = [*sorted(_MODULE_OF)]
 
 
 def __getattr__(name: str) -> object:
+    name = _FORMER.get(name, name)
     if name in _MODULE_OF:
         return getattr(import_module(_MODULE_OF[name]), name)
     raise AttributeError(f"module 'octile.serve' has no attribute {name!r}")

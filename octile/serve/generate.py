@@ -11,7 +11,7 @@ from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.serve.engine.config import EngineConfig
 from octile.serve.engine.engine import NOT_FINITE, Engine
-from octile.serve.engine.request import Sampling, check_prompt
+from octile.serve.engine.request import Request, RequestFactory, Sampling
 from octile.serve.runner.model_runner import ModelRunner
 from octile.serve.weights.load import Folder
 from octile.serve.weights.weights import ServedWeights
@@ -38,10 +38,10 @@ def generate_from(
     """
     opened = folder if isinstance(folder, Folder) else Folder.open(folder)
     opened.warn_of_unused()
-    tokens = _encode(prompt, opened.tokenizer, opened.model, sampling)
+    request = _request(prompt, opened.tokenizer, opened.model, sampling)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     weights, end_tokens = opened.read_weights(device, drafts=False), opened.generation.end_tokens
-    return _generate(weights, opened.tokenizer, tokens, sampling, end_tokens)
+    return _generate(weights, opened.tokenizer, request, end_tokens)
 
 
 def generate_text(
@@ -54,29 +54,28 @@ def generate_text(
             that of another model.
         FloatingPointError: a logit is NaN or +Inf, or all are -Inf: a weight is damaged, or the training diverged.
     """
-    return _generate(model, tokenizer, _encode(prompt, tokenizer, model.config, sampling), sampling)
+    return _generate(model, tokenizer, _request(prompt, tokenizer, model.config, sampling))
 
 
-def _encode(prompt: str, tokenizer: Tokenizer, model: ModelConfig, sampling: Sampling) -> list[int]:
-    """Return the tokens of a prompt that the model can continue, the begin-of-text token first."""
+def _request(prompt: str, tokenizer: Tokenizer, model: ModelConfig, sampling: Sampling) -> Request:
+    """Return a request that the model can continue: the begin-of-text token and a prompt."""
     check_text("prompt", prompt)
-    tokens = [tokenizer.begin, *tokenizer.encode(prompt)]
-    check_prompt(tokens, sampling, model.vocab_size, model.max_position_embeddings)
-    return tokens
+    factory = RequestFactory(model.vocab_size, model.max_position_embeddings)
+    (request,) = factory.make([tokenizer.begin, *tokenizer.encode(prompt)], sampling)
+    return request
 
 
 def _generate(
     model: DeepseekV3 | ServedWeights,
     tokenizer: Tokenizer,
-    tokens: list[int],
-    sampling: Sampling,
+    request: Request,
     end_tokens: Sequence[int] = (),
 ) -> Iterator[str]:
-    """Generate the continuation of tokens, as pieces of text when they are complete."""
-    n_pages = -(-(len(tokens) + sampling.max_new_tokens) // ModelRunner.page_size)
+    """Generate the continuation of a prompt, as pieces of text when they are complete."""
+    n_pages = -(-request.max_length // ModelRunner.page_size)
     runner = ModelRunner(model, n_pages, max_batch=1, max_step_tokens=0)  # one prompt is worth no graphs
     engine = Engine(runner, tokenizer, EngineConfig(max_batch=1), end_tokens)
-    engine.add(tokens, sampling)
+    engine.submit(request)
     while engine.has_work:
         for output in engine.step():
             if output.error is not None:

@@ -12,13 +12,13 @@ import triton
 from octile.kernels.cuda.jit import specialize
 from octile.serve.engine.config import EngineConfig
 from octile.serve.engine.engine import Engine
-from octile.serve.ranks.engine import SpreadEngine
+from octile.serve.ranks.engine import ExpertParallelEngine
 from octile.serve.ranks.experts import SpreadExperts
 from octile.serve.runner.model_runner import ModelRunner
 from octile.serve.weights.weights import ServedWeights
 from tests.serve.models import new_model
+from tests.serve.ranks.test_engine import TOKENIZER
 from tests.serve.ranks.test_experts import FIRST, N_PAGES, THREE_LAYERS, read, texts_of
-from tests.serve.ranks.test_front_engine import TOKENIZER
 from tests.serve.runner.test_warm_up import STEP_TOKENS
 from tests.serve.runner.test_warm_up import texts_of as mixed_texts_of
 from tests.serve.weights.test_routed_shared_experts import OF_ONE
@@ -64,7 +64,7 @@ def check_compiled(weights: ServedWeights, rank: int) -> None:
     experts = SpreadExperts(weights, torch.cat((FIRST, FIRST[:1])), drafts=True)
     runner = ModelRunner(experts, N_PAGES, max_batch=2, n_drafts=2, max_step_tokens=STEP_TOKENS)
     limits = EngineConfig(max_batch=2, max_step_tokens=STEP_TOKENS, n_drafts=2)
-    engine = SpreadEngine(Engine(runner, TOKENIZER, limits), runner)
+    engine = ExpertParallelEngine(Engine(runner, TOKENIZER, limits), runner)
     engine.warm_up()
     loaded, compiled = [*specialize._loaded], []
     with pytest.MonkeyPatch.context() as patch:

@@ -2,11 +2,13 @@
 
 import threading
 import time
-from collections.abc import Sequence
 from math import ceil
+from multiprocessing import Pipe
 
 from octile.serve.engine.request import FinishReason, Output, Request, Sampling, TokenLogprobs
 from octile.serve.engine.stats import Stats
+from octile.serve.process.client import EngineClient
+from octile.serve.process.server import EngineServer, StepEngine
 from octile.tokenizer import Tokenizer
 
 NAN = 99
@@ -46,22 +48,15 @@ class FakeEngine:
         self.samplings: list[Sampling] = []  # of all requests
         self.added = self.finished = self.canceled = self.steps = self.generated = self.prompt_tokens = 0
 
-    def check(self, prompt: Sequence[int], sampling: Sampling) -> None:
-        if not prompt:
-            raise ValueError("prompt must have at least one token")
-        if max(prompt) >= self.tokenizer.vocab_size:
-            raise ValueError(f"prompt has the token {max(prompt)}, which is not in the vocabulary")
-        if self.pages_of(len(prompt) + sampling.max_new_tokens) > self.n_pages:
-            raise ValueError("prompt needs more pages than the cache has")
+    @property
+    def has_work(self) -> bool:
+        return bool(self.requests)
 
-    def add(self, prompt: Sequence[int], sampling: Sampling) -> Request:
-        self.check(prompt, sampling)
-        request = Request(self.added, prompt, sampling, sampling.seed or 0)
+    def submit(self, request: Request) -> None:
         self.requests[request.id] = request
-        self.samplings.append(sampling)
+        self.samplings.append(request.sampling)
         self.added += 1
-        self.prompt_tokens += len(prompt)
-        return request
+        self.prompt_tokens += len(request.prompt)
 
     def cancel(self, request_id: int) -> bool:
         was_there = self.requests.pop(request_id, None) is not None
@@ -120,3 +115,19 @@ class FakeEngine:
         if any(stop in text for stop in sampling.stop):
             text, reason = "", FinishReason.STOP
         return Output(request.id, (token,), text, logprobs, reason)
+
+
+class Pair:
+    """An engine that a server steps in a thread, and its client, which an event loop of this process may start."""
+
+    def __init__(self, engine: StepEngine):
+        self.engine = engine
+        connection, other = Pipe()
+        self.server, self.client = EngineServer(engine, connection), EngineClient(other, engine.stats())
+        self.thread = threading.Thread(target=self.server.run, daemon=True)
+        self.thread.start()
+
+    def join(self) -> None:
+        """Wait for the server's end, which the client's brings about."""
+        self.thread.join(30)
+        assert not self.thread.is_alive()

@@ -1,7 +1,7 @@
 """Small models for tests of serving, and batches of their chunks."""
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,6 +12,8 @@ from octile.checkpoint.hugging_face import save
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.conversion import apply_recipe
+from octile.serve.engine.request import Request, RequestFactory, Sampling
+from octile.serve.process.server import StepEngine
 from octile.serve.runner import decode_loop
 from octile.serve.runner.batch import Batch, Chunk
 from octile.serve.runner.model_runner import ModelRunner
@@ -111,3 +113,15 @@ def save_untrained(config: ModelConfig, tokenizer: Tokenizer, folder: Path) -> P
     save(DeepseekV3(config), folder, weights="fp8")
     tokenizer.save(folder)
     return folder
+
+
+def adding(engine: StepEngine) -> Callable[[Sequence[int], Sampling], Request]:
+    """A function that adds a request to an engine; the first one has the id 0."""
+    factory = RequestFactory(vocab_size=10**6, max_position=10**6)
+
+    def add(prompt: Sequence[int], sampling: Sampling) -> Request:
+        (request,) = factory.make(prompt, sampling)
+        engine.submit(request)
+        return request
+
+    return add

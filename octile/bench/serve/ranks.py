@@ -27,7 +27,7 @@ from octile.parallel.ranks import join, leave, world
 from octile.serve.engine.config import EngineConfig
 from octile.serve.engine.engine import Engine
 from octile.serve.engine.request import Output, Sampling
-from octile.serve.ranks.engine import SpreadEngine
+from octile.serve.ranks.engine import ExpertParallelEngine
 from octile.serve.ranks.experts import SpreadExperts
 from octile.serve.ranks.placement import rebalance_experts
 from octile.serve.ranks.tensor_parallel import TensorParallel
@@ -84,7 +84,7 @@ def _measure(shape: Shape, device: torch.device, n_ranks: int) -> Iterator[Row]:
         _say(f"measuring {case}")
         group, n_groups = dist.get_rank() // runner.tp.size, n_ranks // runner.tp.size
         engine = _engine(runner, shape, own, group)
-        together = SpreadEngine(engine, runner, control=control)
+        together = ExpertParallelEngine(engine, runner, control=control)
 
         def step() -> list[Output]:
             return together.step() or []

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
-import queue
-import threading
+import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import wait
@@ -32,24 +31,44 @@ from octile.serve.disaggregated.worker import (
     WorkerOptions,
 )
 from octile.serve.engine.config import CacheConfig, EngineConfig, ParallelConfig, ProcessesConfig
-from octile.serve.engine.request import Output, Request, Sampling, check_prompt, make_request
+from octile.serve.engine.request import Output, Request
 from octile.serve.engine.stats import Stats
-from octile.serve.process.commands import Waker
-from octile.serve.process.messages import Add, Cancel, Failed, ProcessEndedError, Stepped
+from octile.serve.process.messages import Cancel, Failed, ProcessEndedError, Sender, Stepped
 from octile.serve.process.signals import start_without_signals
 
 END_SECONDS = 10.0  # for a process to end after its pipe was closed
-SEND_SECONDS = 1.0  # for commands that wait when a process is closed
 PING_SECONDS = 1.0  # after which a process that has sent nothing is asked whether it hangs
 LATE_SECONDS = 1.0  # after which a step that begins late shows that this process was stopped
-CLOSE = None  # what ends the thread that sends commands
+
+
+class Waker:
+    """A file that is ready to be read since `wake` was called, until `clear`."""
+
+    def __init__(self) -> None:
+        self._writer, self._reader = socket.socketpair()
+        self._writer.setblocking(False)
+
+    def fileno(self) -> int:
+        """The file's descriptor."""
+        return self._reader.fileno()
+
+    def wake(self) -> None:
+        """Make the file ready; called by any thread."""
+        with suppress(BlockingIOError):  # it is ready
+            self._writer.send(b"\0")
+
+    def clear(self) -> None:
+        """Make the file not ready, which it must be."""
+        self._reader.recv(4096)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._writer.close()
+        self._reader.close()
 
 
 class _Process:
     """A prefill or decode process.
-
-    A thread sends it commands, so that its messages are read however many commands wait: if both sides sent while both
-    pipes are full, neither would go on.
 
     Args:
         name: for messages.
@@ -73,9 +92,7 @@ class _Process:
         self.process: BaseProcess = context.Process(target=target, args=(other, *arguments), name=name, daemon=True)
         start_without_signals(self.process)  # its end is the router's
         other.close()
-        self._commands = queue.SimpleQueue[object]()
-        self._sender = threading.Thread(target=self._send_all, name=f"commands of {name}", daemon=True)
-        self._sender.start()
+        self._sender = Sender(self.connection, f"commands of {name}")
 
     def receive(self) -> object:
         """Wait for a message.
@@ -125,12 +142,7 @@ class _Process:
 
     def send(self, command: object) -> None:
         """Send a command after those before it. If the process has ended, the next `receive` says so."""
-        self._commands.put(command)
-
-    def _send_all(self) -> None:
-        with suppress(OSError):  # the process has ended
-            while (command := self._commands.get()) is not CLOSE:
-                self.connection.send(command)
+        self._sender.send(command)
 
     def loaded(self) -> Ready:
         """Wait until the model is loaded.
@@ -146,8 +158,7 @@ class _Process:
 
     def close(self) -> None:
         """Have the process end, and send it nothing more."""
-        self._commands.put(CLOSE)
-        self._sender.join(SEND_SECONDS)
+        self._sender.close()
         self.connection.close()
 
     def end(self) -> None:
@@ -171,14 +182,13 @@ class _Running(NamedTuple):
 
 
 class Router:
-    """Sends requests to processes and returns what they generate; an engine for `octile.serve.process.async_engine`.
+    """Sends requests to processes and returns what they generate; an engine for `EngineServer`.
 
     Args:
         run: the folder of the model.
         processes: how many there are.
         device: of all processes; on "cuda" they take the GPUs in turn, the prefill processes first.
         engine, cache: of each process.
-        vocab_size: of the model.
         timeout: seconds after which a process that has loaded the model and does not answer, as it does between two
             steps, hangs.
 
@@ -203,7 +213,6 @@ class Router:
         device: torch.device,
         engine: EngineConfig,
         cache: CacheConfig,
-        vocab_size: int,
         timeout: float = ParallelConfig.timeout,
     ):
         n_prefill, n_decode = processes.prefill, processes.decode
@@ -212,7 +221,6 @@ class Router:
         options = [WorkerOptions(run, of_process, threads, engine, cache) for of_process in devices]
         self._prefill: list[_Process] = []
         self._decode: list[_Process] = []
-        self._vocab_size = vocab_size
         self._running: dict[int, _Running] = {}
         self._n_requests = self._canceled = self._generated = 0
         self._waker = Waker()
@@ -242,22 +250,16 @@ class Router:
     def _all(self) -> list[_Process]:
         return self._prefill + self._decode
 
-    def check(self, prompt: Sequence[int], sampling: Sampling) -> None:
-        """Raise ValueError if the model cannot continue a request; any thread may call it."""
-        check_prompt(prompt, sampling, self._vocab_size, self.max_position)
+    @property
+    def has_work(self) -> bool:
+        """Whether requests wait or run."""
+        return bool(self._running)
 
-    def add(self, prompt: Sequence[int], sampling: Sampling) -> Request:
-        """Send a request to the prefill process with the fewest tokens to read.
-
-        Raises:
-            ValueError: as `check`.
-        """
-        self.check(prompt, sampling)
-        request = make_request(self._n_requests, prompt, sampling)
+    def submit(self, request: Request) -> None:
+        """Send a request to the prefill process with the fewest tokens to read."""
         self._n_requests += 1
         process = min(self._prefill, key=lambda process: process.load)
-        self._start(request, process, len(prompt), Add(request.id, request.prompt, request.sampling))
-        return request
+        self._start(request, process, len(request.prompt), request)
 
     def cancel(self, request_id: int) -> bool:
         """End a request; say whether it was there."""
@@ -338,7 +340,7 @@ class Router:
             return
         request = running.request
         number = self._prefill.index(process)
-        adopt = Adopt(request.id, request.prompt, request.sampling, read.first, number, read.pages)
+        adopt = Adopt(request, read.first, number, read.pages)
         self._start(request, min(self._decode, key=lambda process: process.load), request.max_length, adopt)
 
     def _start(self, request: Request, process: _Process, load: int, command: object) -> None:

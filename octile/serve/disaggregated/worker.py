@@ -22,10 +22,9 @@ from octile.ops.latent_cache import PAGE
 from octile.serve.disaggregated.page_pool import FilledPages, PagePool, open_pool
 from octile.serve.engine.config import CacheConfig, EngineConfig
 from octile.serve.engine.engine import Engine, FirstToken
-from octile.serve.engine.request import Output, Sampling
+from octile.serve.engine.request import Output, Request
 from octile.serve.engine.stats import ChangedStats
-from octile.serve.process.messages import Add, Cancel, Failed, Stepped
-from octile.serve.process.sent_requests import SentRequests
+from octile.serve.process.messages import Cancel, Failed, Stepped
 from octile.serve.process.signals import freeze_loaded, signals_ignored
 from octile.serve.runner.model_runner import ModelRunner
 from octile.serve.weights.load import Folder, Phase
@@ -48,15 +47,13 @@ class WorkerOptions(NamedTuple):
     cache: CacheConfig
 
 
-# from the router, besides `Add` and `Cancel`; requests have the router's numbers
+# from the router, besides requests and `Cancel`
 
 
 class Adopt(NamedTuple):
     """Continue a prompt that the prefill process of a number has read to pages of its pool."""
 
-    request_id: int
-    prompt: Sequence[int]
-    sampling: Sampling
+    request: Request
     first: FirstToken
     process: int
     pages: Sequence[int]
@@ -152,12 +149,11 @@ def _run(
 
 
 class _Worker(ABC):
-    """An engine whose requests have the router's numbers."""
+    """An engine that the router commands."""
 
     def __init__(self, connection: Connection, engine: Engine, runner: ModelRunner):
         self.connection, self.engine, self.runner = connection, engine, runner
         self.stats = ChangedStats(engine.stats)
-        self.requests = SentRequests()
 
     def run(self) -> None:
         """Carry out commands and steps. It ends with the EOFError of a closed pipe."""
@@ -171,9 +167,7 @@ class _Worker(ABC):
         """Wait for a command and carry it out."""
         command = self.connection.recv()
         if isinstance(command, Cancel):
-            request = self.requests.pop(command.request_id)
-            if request is not None:
-                self.engine.cancel(request.id)
+            if self.engine.cancel(command.request_id):
                 self.connection.send(Stepped((), self.stats.next()))
         elif isinstance(command, Ping):
             self.connection.send(Pong())
@@ -205,8 +199,8 @@ class PrefillWorker(_Worker):
 
     def carry_out(self, command: object) -> None:
         """Add a request, or take pages back."""
-        if isinstance(command, Add):
-            self.requests.add(command.request_id, self.engine.add(command.prompt, command.sampling))
+        if isinstance(command, Request):
+            self.engine.submit(command)
         elif isinstance(command, Free):
             self.pool.free(command.pages)
         else:
@@ -214,22 +208,20 @@ class PrefillWorker(_Worker):
 
     def send(self, outputs: list[Output]) -> None:
         """Send what has ended, and hand over what goes on."""
-        renumbered = self.requests.renumber(outputs)
-        for output in renumbered:
+        for output in outputs:
             if output.finish_reason is None:
                 self._hand_over(output)
-        ended = [output for output in renumbered if output.finish_reason is not None]
+        ended = [output for output in outputs if output.finish_reason is not None]
         self.connection.send(Stepped(ended, self.stats.next()))
 
     def _hand_over(self, output: Output) -> None:
         """Fill pages of the pool, as soon as there are enough, unless the request is canceled before."""
-        while request := self.requests.get(output.request_id):
+        while request := self.engine.get(output.request_id):
             n_pages = -(-len(request.prompt) // PAGE)
             if n_pages <= self.pool.n_free:
                 pages = self.pool.fill(request.pages[:n_pages])
                 first = FirstToken(output.tokens[0], output.logprobs[0] if output.logprobs else None)
                 self.connection.send(Read(output.request_id, first, pages))
-                self.requests.pop(output.request_id)
                 self.engine.cancel(request.id)
             else:
                 self.receive()
@@ -255,8 +247,7 @@ class DecodeWorker(_Worker):
             self._pools = [open_pool(shared) for shared in command.shared]
         elif isinstance(command, Adopt):
             latents = FilledPages(self._pools[command.process], command.pages, self.runner.pages)
-            request = self.engine.adopt(command.prompt, command.sampling, command.first, latents)
-            self.requests.add(command.request_id, request)
+            self.engine.adopt(command.request, command.first, latents)
             self._held.append((latents, Copied(command.process, command.pages)))
         else:
             raise TypeError(f"a decode process has no command {command!r}")
@@ -268,7 +259,7 @@ class DecodeWorker(_Worker):
 
     def send(self, outputs: list[Output]) -> None:
         """Send all outputs, and return the pages that are copied."""
-        self.connection.send(Stepped(self.requests.renumber(outputs), self.stats.next()))
+        self.connection.send(Stepped(outputs, self.stats.next()))
         self._return_pages()
 
     def _return_pages(self) -> None:

@@ -27,10 +27,9 @@ from octile.serve.engine.request import (
     Output,
     PromptLatents,
     Request,
+    RequestFactory,
     Sampling,
     TokenLogprobs,
-    check_prompt,
-    make_request,
 )
 from octile.serve.engine.sampler import Row, choose_tokens
 from octile.serve.engine.scheduler import Scheduled, Scheduler
@@ -70,7 +69,7 @@ class Engine:
         ValueError: config asks for drafts, and the model has no multi-token prediction layer.
     """
 
-    idle_seconds: float | None = None  # see `octile.serve.process.async_engine.StepEngine`
+    idle_seconds: float | None = None  # see `octile.serve.process.server.StepEngine`
 
     def __init__(
         self,
@@ -91,6 +90,7 @@ class Engine:
         self._adopted: list[tuple[Request, FirstToken]] = []  # since the last step
         self._requests: dict[int, Request] = {}
         self._texts: dict[int, TextStream] = {}
+        self._factory = RequestFactory(runner.vocab_size, runner.max_position)
         self._n_requests = 0
         self._ended = Counter[FinishReason]()
         self._steps = self._steps_ahead = self._generated = self._drafted = self._accepted = 0
@@ -101,49 +101,44 @@ class Engine:
         return bool(self._requests)
 
     def add(self, prompt: Sequence[int], sampling: Sampling) -> Request:
-        """Add a request, which takes part from the next step on.
+        """Take in a request, which takes part from the next step on, and return it.
 
         Args:
             prompt: its tokens, the begin-of-text token included.
             sampling: how to continue it.
 
         Raises:
-            ValueError: as `check`.
+            ValueError: the prompt is empty, has a token that the model does not know, or does not fit into the model's
+                context or the cache together with the new tokens.
         """
-        self.check(prompt, sampling)
-        request = make_request(self._n_requests, prompt, sampling)
-        self._n_requests += 1
-        self._requests[request.id] = request
-        self._texts[request.id] = TextStream(self._tokenizer, sampling.stop)
-        self._scheduler.add(request)
+        (request,) = self._factory.make(prompt, sampling)
+        self.submit(request)
         return request
 
-    def adopt(self, prompt: Sequence[int], sampling: Sampling, first: FirstToken, latents: PromptLatents) -> Request:
+    def submit(self, request: Request) -> None:
+        """Add a request that a `RequestFactory` has made of this model, here or in another process."""
+        self._n_requests += 1
+        self._requests[request.id] = request
+        self._texts[request.id] = TextStream(self._tokenizer, request.sampling.stop)
+        self._scheduler.add(request)
+
+    def adopt(self, request: Request, first: FirstToken, latents: PromptLatents) -> None:
         """Add a request whose prompt another engine of the same model has read.
 
         The next step's outputs have its first token. If it is put back to wait, this engine reads its prompt anew.
 
         Args:
-            prompt, sampling: as of `add`; with the seed of the other engine's request.
+            request: as the other engine has had it.
             first: what the other engine has chosen.
-            latents: of the prompt, in pages of as many positions.
-
-        Raises:
-            ValueError: as `check`.
+            latents: the latents of the prompt, in pages of as many positions.
         """
-        request = self.add(prompt, sampling)
+        self.submit(request)
         request.latents = latents
         self._adopted.append((request, first))
-        return request
 
-    def check(self, prompt: Sequence[int], sampling: Sampling) -> None:
-        """Refuse a request that the model cannot continue, whatever else runs; any thread may call it.
-
-        Raises:
-            ValueError: the prompt is empty, has a token that the model does not know, or does not fit into the model's
-                context or the cache together with the new tokens.
-        """
-        check_prompt(prompt, sampling, self._runner.vocab_size, self._runner.max_position)
+    def get(self, request_id: int) -> Request | None:
+        """Return a request that waits or runs; None if it has ended."""
+        return self._requests.get(request_id)
 
     def cancel(self, request_id: int) -> bool:
         """End a request now and free its pages; no output follows. Say whether it was there: it may have ended."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import secrets
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from functools import cached_property
+from itertools import count
 from typing import NamedTuple, Protocol
 
 from octile.text import format_count
@@ -23,9 +24,7 @@ MAX_STOPS = 32
 OF_OPERATOR = frozenset({"temperature", "seed"})  # `octile.ops.sample_tokens`, also in steps that are launched ahead
 OF_ENGINE = frozenset({"max_new_tokens", "stop", "ignore_eos"})  # the engine, once a token is chosen
 OF_LOGITS = frozenset({"logprobs"})  # whoever has the logits, once a token is chosen
-OF_SAMPLES = frozenset(
-    {"top_k", "top_p"}
-)  # `octile.serve.engine.sampler.choose`; without effect where temperature is 0
+OF_SAMPLES = frozenset({"top_k", "top_p"})  # `sampler.choose`; without effect where temperature is 0
 
 
 @dataclass(frozen=True)
@@ -154,8 +153,11 @@ class PromptLatents(Protocol):
 class Request:
     """A prompt, how to continue it, and how far the engine is with it.
 
+    `RequestFactory` makes it where it is taken in; engines behind take it as it is. Another process gets it as it was
+    made: how far an engine is with it stays there.
+
     Attributes:
-        id: unique within an engine; later requests have larger ones.
+        id: unique among the requests of its factory; later requests have larger ones.
         prompt: the tokens of the prompt.
         sampling: how to continue it.
         seed: the sampling's seed, or the one that was drawn for this request.
@@ -188,6 +190,9 @@ class Request:
         self.tokens = list(self.prompt)
         self.max_length = len(self.prompt) + self.sampling.max_new_tokens
 
+    def __reduce__(self) -> tuple[type[Request], tuple[int, Sequence[int], Sampling, int]]:
+        return Request, (self.id, self.prompt, self.sampling, self.seed)
+
     @property
     def n_generated(self) -> int:
         """Tokens generated so far."""
@@ -204,13 +209,36 @@ class Request:
         return len(self.tokens) - self.n_computed
 
 
-def make_request(number: int, prompt: Sequence[int], sampling: Sampling) -> Request:
-    """Make a request with the next number of an engine; if it asks for no seed, one is drawn, also in its sampling."""
-    seed = secrets.randbelow(MAX_SEED) if sampling.seed is None else sampling.seed
-    return Request(number, tuple(prompt), replace(sampling, seed=seed), seed)
+class RequestFactory:
+    """Makes the requests of a model where they are taken in: checks them, and gives each an id and a seed.
+
+    Any thread may use it.
+
+    Args:
+        vocab_size: tokens of the model.
+        max_position: positions of a request at most.
+    """
+
+    def __init__(self, vocab_size: int, max_position: int):
+        self._vocab_size, self._max_position, self._ids = vocab_size, max_position, count()
+
+    def make(self, prompt: Sequence[int], *samplings: Sampling) -> list[Request]:
+        """Make requests that continue one prompt, the begin-of-text token included; a seed is drawn if none is given.
+
+        Raises:
+            ValueError: as `check_prompt`.
+        """
+        most = max(sampling.max_new_tokens for sampling in samplings)
+        check_prompt(prompt, most, self._vocab_size, self._max_position)
+        tokens = tuple(prompt)
+        return [Request(next(self._ids), tokens, sampling, _seed_of(sampling)) for sampling in samplings]
 
 
-def check_prompt(prompt: Sequence[int], sampling: Sampling, vocab_size: int, context: int) -> None:
+def _seed_of(sampling: Sampling) -> int:
+    return secrets.randbelow(MAX_SEED) if sampling.seed is None else sampling.seed
+
+
+def check_prompt(prompt: Sequence[int], max_new_tokens: int, vocab_size: int, context: int) -> None:
     """Refuse a prompt that a model cannot continue.
 
     Raises:
@@ -224,8 +252,8 @@ def check_prompt(prompt: Sequence[int], sampling: Sampling, vocab_size: int, con
             raise ValueError(
                 f"prompt has the token {token}, but the model's vocabulary has {vocab_size}, from 0 to {vocab_size - 1}"
             )
-    if len(prompt) + sampling.max_new_tokens > context:
+    if len(prompt) + max_new_tokens > context:
         raise ValueError(
-            f"prompt has {format_count(len(prompt), 'token')} and max_new_tokens is {sampling.max_new_tokens}: "
+            f"prompt has {format_count(len(prompt), 'token')} and max_new_tokens is {max_new_tokens}: "
             f"together they must not exceed the context of {context} (the model's, or less if the cache is smaller)"
         )

@@ -22,9 +22,9 @@ from octile.serve.http.chat import ChatTemplate
 from octile.serve.http.config import Limits
 from octile.serve.http.process import HttpProcess
 from octile.serve.http.worker import Start
-from octile.serve.process.async_engine import StepEngine
+from octile.serve.process.server import StepEngine
 from octile.serve.process.signals import freeze_loaded, signals_ignored
-from octile.serve.ranks.front_engine import FrontEngine, follow
+from octile.serve.ranks.engine import LockstepEngine, follow
 from octile.serve.runner.model_runner import ModelRunner
 from octile.serve.weights.generation_config import FILE
 from octile.serve.weights.load import Folder
@@ -75,8 +75,7 @@ def serve(
                 print(f"loading {name} on {where}", file=sys.stderr, flush=True)
                 folder.warn_of_unused()
             if processes.prefill:
-                vocab_size = folder.model.vocab_size
-                router = Router(folder.path, processes, device, engine, cache, vocab_size, parallel.timeout)
+                router = Router(folder.path, processes, device, engine, cache, parallel.timeout)
                 loaded = _Loaded(router, router.max_position, router.n_pages, router.cache_bytes)
                 where += ", each with this cache or a larger one"
             elif ranks.size == 1:
@@ -92,7 +91,7 @@ def serve(
                     with signals_ignored():  # rank 0 has them, too, and ends this rank when it has drained
                         follow(spread, ranks, control)
                     return leave()
-                loaded = _Loaded.of(FrontEngine(spread, ranks, control, place.http.fail), runner)
+                loaded = _Loaded.of(LockstepEngine(spread, ranks, control, place.http.fail), runner)
                 where += f", each {'group ' if parallel.tp > 1 else ''}with this cache"
             assert place is not None  # on rank 0
             defaults = folder.generation.sampling if has_model_defaults else {}

@@ -14,9 +14,8 @@ from multiprocessing.util import Finalize
 
 from octile.serve.http import worker
 from octile.serve.http.worker import Listening, Start
-from octile.serve.process.async_engine import STOP_SECONDS, StepEngine
-from octile.serve.process.engine_end import EngineEnd
 from octile.serve.process.messages import Drain, Failed, ProcessEndedError
+from octile.serve.process.server import STOP_SECONDS, EngineServer, StepEngine
 from octile.serve.process.signals import start_without_signals
 
 SIGNALS = signal.SIGINT, signal.SIGTERM
@@ -35,7 +34,7 @@ class HttpProcess:
 
     def __init__(self, bound: socket.socket):
         self.engine_failure: Exception | None = None
-        self._end: EngineEnd | None = None
+        self._server: EngineServer | None = None
         self._error: Exception | None = None  # of `fail`
         self._failing = threading.Lock()
         context = multiprocessing.get_context("spawn")  # a forked one would have this one's threads and GPU
@@ -81,12 +80,12 @@ class HttpProcess:
             Exception: what has ended the engine.
             ProcessEndedError: the process has ended without being asked to.
         """
-        end = EngineEnd(engine, self._connection)
+        server = EngineServer(engine, self._connection)
         with self._failing:
-            self._end, error = end, self._error
+            self._server, error = server, self._error
         if error is not None:
-            end.fail(error)
-        stepping = threading.Thread(target=end.run, name="engine", daemon=True)
+            server.fail(error)
+        stepping = threading.Thread(target=server.run, name="engine", daemon=True)
         received: list[int] = []
         with _signals() as woken:
             print(announcement, flush=True)
@@ -95,13 +94,13 @@ class HttpProcess:
                 for number in woken.recv(64):
                     if number in SIGNALS:
                         received.append(number)
-                        end.send(Drain())
+                        server.send(Drain())
         self._process.join()
-        end.stop()
-        end.wait(STOP_SECONDS)
-        if end.failure is not None:
-            self.engine_failure = end.failure
-            raise end.failure
+        server.stop()
+        server.wait(STOP_SECONDS)
+        if server.failure is not None:
+            self.engine_failure = server.failure
+            raise server.failure
         if self._process.exitcode or not received:
             raise self._ended()
         return received
@@ -109,9 +108,9 @@ class HttpProcess:
     def fail(self, error: Exception) -> None:
         """Have `serve` raise an error, also while the engine hangs in a step; called by any thread, also before it."""
         with self._failing:
-            self._error, end = self._error or error, self._end
-        if end is not None:
-            end.fail(error)
+            self._error, server = self._error or error, self._server
+        if server is not None:
+            server.fail(error)
 
     def close(self) -> None:
         """End the process, unless it has ended."""

@@ -8,10 +8,10 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from contextlib import AsyncExitStack, aclosing
 from typing import Any, NamedTuple, TypeVar
 
-from fastapi import Request
+from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
-from octile.serve.engine.request import FinishReason, Output, Sampling
+from octile.serve.engine.request import FinishReason, Output, Request, RequestFactory, Sampling
 from octile.serve.http.answers import Answer, ChatCompletion, Completion
 from octile.serve.http.chat import ChatTemplate
 from octile.serve.http.config import Limits
@@ -20,7 +20,7 @@ from octile.serve.http.limits import FIRST_STEP_SECONDS, HUNG_SECONDS, read_body
 from octile.serve.http.metrics import Metrics
 from octile.serve.http.protocol import ChatBody, CompletionBody, Generation, parse
 from octile.serve.http.responses import DONE, PacedResponse, event, json_bytes, while_connected
-from octile.serve.process.async_engine import AsyncEngine, EngineError, StepEngine, Stream
+from octile.serve.process.client import EngineClient, EngineError, Stream
 from octile.text import format_count
 from octile.tokenizer import Tokenizer
 from octile.validation import quoted
@@ -36,11 +36,11 @@ class Job(NamedTuple):
 
     Attributes:
         answer: the response to fill.
-        asked: prompt and sampling of each choice.
+        requests: one for each choice.
     """
 
     answer: Answer
-    asked: Sequence[tuple[Sequence[int], Sampling]]
+    requests: Sequence[Request]
 
 
 class _Places:
@@ -76,8 +76,9 @@ class Service:
     """One model that answers requests.
 
     Args:
-        engine: of the model; from now on only this object may use it.
-        tokenizer: of the model.
+        engine: the engine of the model; from now on only this object may use it.
+        tokenizer: the tokenizer of the model.
+        vocab_size: tokens of the model.
         context: positions that a prompt and its new tokens may have together.
         chat: the chat template.
         limits: what is refused.
@@ -85,15 +86,16 @@ class Service:
         defaults: fields of `Sampling` of requests that do not give them; besides them OpenAI's.
 
     Attributes:
-        engine: the engine in its thread.
+        engine: the engine.
         in_flight: choices that wait or run, and those whose response is not read yet.
         is_draining: whether the server is ending and takes no more requests.
     """
 
     def __init__(
         self,
-        engine: StepEngine,
+        engine: EngineClient,
         tokenizer: Tokenizer,
+        vocab_size: int,
         context: int,
         chat: ChatTemplate,
         limits: Limits,
@@ -101,10 +103,10 @@ class Service:
         defaults: Mapping[str, Any] | None = None,
     ):
         self.metrics = Metrics(model, lambda: self.engine.stats, lambda: self.engine.step_age)
-        self.engine = AsyncEngine(engine, self.metrics)
+        self.engine, engine.observer = engine, self.metrics
         self.chat, self.limits, self.model, self.created = chat, limits, model, int(time.time())
         self.tokenizer, self.context = tokenizer, context
-        self._defaults = defaults or {}
+        self._defaults, self._factory = defaults or {}, RequestFactory(vocab_size, context)
         self.in_flight, self.is_draining = 0, False
 
     def why_closed(self) -> str | None:
@@ -129,11 +131,11 @@ class Service:
             why = f"model {quoted(name)} is not served here; {self.model!r} is"
             raise ApiError(404, why, "model", "model_not_found")
 
-    async def complete(self, request: Request) -> Response:
+    async def complete(self, request: HttpRequest) -> Response:
         """Answer POST /v1/completions."""
         return await self._respond(request, CompletionBody, self._completion, lambda body: len(body.prompts))
 
-    async def chat_complete(self, request: Request) -> Response:
+    async def chat_complete(self, request: HttpRequest) -> Response:
         """Answer POST /v1/chat/completions."""
         return await self._respond(request, ChatBody, self._chat_completion, lambda body: 1)
 
@@ -143,14 +145,12 @@ class Service:
             if isinstance(text, str):
                 self._check_length(text, "prompt")
         prompts = [begin + self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in body.prompts]
-        asked = [
-            (prompt, body.sampling(new_tokens, body.logprobs, i, self._defaults))
-            for prompt in prompts
-            for new_tokens in [self._new_tokens(prompt, body.max_tokens or 16, "max_tokens")]
-            for i in range(body.n or 1)
-        ]
-        self._check(asked[:: body.n or 1])
-        return Job(Completion(self.model, self.tokenizer, prompts, body.n or 1), asked)
+        requests = list[Request]()
+        for prompt in prompts:
+            new_tokens = self._new_tokens(prompt, body.max_tokens or 16, "max_tokens")
+            choices = [body.sampling(new_tokens, body.logprobs, i, self._defaults) for i in range(body.n or 1)]
+            requests += self._requests(prompt, choices)
+        return Job(Completion(self.model, self.tokenizer, prompts, body.n or 1), requests)
 
     def _chat_completion(self, body: ChatBody) -> Job:
         try:
@@ -161,18 +161,17 @@ class Service:
         name = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
         new_tokens = self._new_tokens(prompt, body.max_completion_tokens or body.max_tokens, name)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        choices = range(body.n or 1)
-        asked = [(prompt, body.sampling(new_tokens, logprobs, i, self._defaults, self.chat.stop)) for i in choices]
-        self._check(asked[:1])
-        return Job(ChatCompletion(self.model, self.tokenizer, [prompt], body.n or 1), asked)
+        given = self._defaults, self.chat.stop
+        choices = [body.sampling(new_tokens, logprobs, i, *given) for i in range(body.n or 1)]
+        requests = self._requests(prompt, choices)
+        return Job(ChatCompletion(self.model, self.tokenizer, [prompt], body.n or 1), requests)
 
-    def _check(self, asked: Sequence[tuple[Sequence[int], Sampling]]) -> None:
-        """Raise ApiError, 400, if the engine cannot continue one of the prompts."""
-        for prompt, sampling in asked:
-            try:
-                self.engine.check(prompt, sampling)
-            except ValueError as error:
-                raise ApiError(400, str(error), str(error).split()[0]) from None
+    def _requests(self, prompt: Sequence[int], choices: Sequence[Sampling]) -> list[Request]:
+        """Make the requests of a prompt's choices; raise ApiError, 400, if the model cannot continue it."""
+        try:
+            return self._factory.make(prompt, *choices)
+        except ValueError as error:
+            raise ApiError(400, str(error), str(error).split()[0]) from None
 
     def _check_length(self, text: str, name: str) -> None:
         """Raise ApiError, 400, if a text is too long for the context whatever its tokens are."""
@@ -199,7 +198,7 @@ class Service:
         return ApiError(400, f"the prompt has {what}: {limit}", name, INVALID_LENGTH)
 
     async def _respond(
-        self, request: Request, form: type[B], read: Callable[[B], Job], count_prompts: Callable[[B], int]
+        self, request: HttpRequest, form: type[B], read: Callable[[B], Job], count_prompts: Callable[[B], int]
     ) -> Response:
         deadline = asyncio.get_running_loop().time() + self.limits.seconds
         self._check_open()
@@ -258,7 +257,7 @@ class Service:
         """
         stream: Stream | None = None
         try:
-            stream = self.engine.submit(job.asked)
+            stream = self.engine.submit(job.requests)
             while True:
                 async with asyncio.timeout_at(deadline):
                     new = await stream.next()

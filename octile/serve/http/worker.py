@@ -49,7 +49,7 @@ def answer(connection: Connection, bound: socket.socket) -> None:
     from octile.serve.http.chat import ChatTemplate
     from octile.serve.http.server import Server
     from octile.serve.http.service import Service
-    from octile.serve.process.connection import PipeEngine
+    from octile.serve.process.client import EngineClient
     from octile.serve.process.signals import freeze_loaded
     from octile.tokenizer import Tokenizer
 
@@ -58,9 +58,11 @@ def answer(connection: Connection, bound: socket.socket) -> None:
     except EOFError:  # the engine cannot be loaded
         return
     tokenizer = Tokenizer.load(start.folder)
-    engine = PipeEngine(connection, start.vocab_size, start.context, start.stats)
+    engine = EngineClient(connection, start.stats)
     chat = ChatTemplate.load(start.folder, tokenizer)
-    service = Service(engine, tokenizer, start.context, chat, start.limits, start.name, start.defaults)
+    service = Service(
+        engine, tokenizer, start.vocab_size, start.context, chat, start.limits, start.name, start.defaults
+    )
     server = Server(service, start.api_keys, start.hosts)
     engine.on_drain = server.drain
     freeze_loaded()
@@ -73,7 +75,7 @@ def answer(connection: Connection, bound: socket.socket) -> None:
     try:
         server.run([bound])
     except Exception as error:
-        if service.engine.failure is None:
+        if engine.failure is None:
             raise
         if engine.has_ended:  # otherwise its process reports the error
             sys.exit(f"octile: {error}")

@@ -1,4 +1,8 @@
-"""Steps of the engines of all ranks together, whose experts are spread over them (`octile.serve.ranks.experts`).
+"""The engines of all ranks in lockstep: their experts are spread over the ranks (`octile.serve.ranks.experts`).
+
+    ExpertParallelEngine   the steps of this rank's engine, together with those of the others; requests are added to it
+    LockstepEngine         on rank 0: the engines of all ranks as one, for a server; its steps are rounds
+    follow                 on the other ranks, until rank 0 closes its engine
 
 The ranks agree on each step: whether any has work, whether all can launch a decode step ahead, how many requests or
 rows a rank has at most, and whether the experts are placed anew.
@@ -9,6 +13,11 @@ they have done so is compared before each forward pass and before the first of a
 collectives of different sizes would hang. The passes of drafts have the same rows on all of them, also if one cannot
 choose a draft that the others have chosen: then all drop the drafts of that step.
 
+A round sends the commands of rank 0 to all, runs a step of all, and sends their outputs to rank 0. A new request goes
+to the rank that has the fewest, or to all ranks of the group that has the fewest, if groups of ranks share their
+requests; the first rank of a group then sends its outputs. While nothing runs there is a round every second, so that no
+rank waits for longer than its timeout. A rank that ends before is noticed within a second or two.
+
 Shapes: L layers with experts, E experts, P slots of all ranks.
 """
 
@@ -18,22 +27,27 @@ import math
 import time
 import warnings
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
 
+from octile.parallel.lost_ranks import LostRanks, send_farewell
+from octile.parallel.messages import broadcast_message, gather_messages
+from octile.parallel.ranks import Ranks
 from octile.serve.engine.engine import Engine
-from octile.serve.engine.request import Output
+from octile.serve.engine.request import Output, Request, Sampling
 from octile.serve.engine.scheduler import Scheduled
+from octile.serve.engine.stats import ChangedStats, Stats
 from octile.serve.ranks.dynamic_redundancy import TooFewActiveError
 from octile.serve.ranks.placement import rebalance_experts
 from octile.serve.runner.model_runner import ModelRunner
 from octile.serve.weights.routed_shared_experts import with_shared_load
 
 
-class SpreadEngine:
+class ExpertParallelEngine:
     """Steps of this rank's engine, together with those of the engines of all ranks.
 
     Args:
@@ -209,3 +223,161 @@ class SpreadEngine:
                 self._spread.move(wanted_LP)
             except TooFewActiveError as error:  # on all ranks alike
                 warnings.warn(f"the experts stay where they are: {error}", RuntimeWarning, stacklevel=3)
+
+
+class _Added(NamedTuple):
+    """A request of rank 0, for the engines of a group of ranks."""
+
+    group: int
+    request_id: int
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    seed: int
+
+    def request(self) -> Request:
+        """Return the request."""
+        return Request(self.request_id, self.prompt, self.sampling, self.seed)
+
+
+class _Commands(NamedTuple):
+    """What rank 0 asks of all ranks in a round: requests to add, and the ids of those to cancel."""
+
+    added: Sequence[_Added] = ()
+    canceled: Sequence[int] = ()
+    stops: bool = False
+
+
+class _Report(NamedTuple):
+    """What a step has added to the requests of a rank, and `ChangedStats` after it."""
+
+    outputs: Sequence[Output]
+    stats: Stats
+
+
+class _Rank:
+    """The part of one rank in the rounds.
+
+    Args:
+        engine: of this rank.
+        ranks: all of them.
+        control: the group of all ranks, by gloo.
+    """
+
+    def __init__(self, engine: ExpertParallelEngine, ranks: Ranks, control: dist.ProcessGroup):
+        self._engine, self._ranks, self._control = engine, ranks, control
+        self._group, place = divmod(ranks.rank, engine.group_size)
+        self._is_first = place == 0  # of its group
+        stats = engine.engine.stats
+        self._stats = ChangedStats(stats if self._is_first else lambda: stats().of_experts_only)
+        self._rounds = 0
+
+    def round(self, commands: _Commands | None) -> list[_Report] | None:
+        """Take part in a round, on rank 0 with its commands; return all reports on rank 0, and None at the end."""
+        self._rounds += 1
+        self._ranks.at(f"round {self._rounds}")
+        received = broadcast_message(commands, _Commands, self._control)
+        if received.stops:
+            self._engine.close()
+            return None
+        self._carry_out(received)
+        outputs = self._engine.step() or []
+        report = _Report(outputs if self._is_first else [], self._stats.next())
+        return gather_messages(report, _Report, self._control) or []
+
+    def _carry_out(self, commands: _Commands) -> None:
+        engine = self._engine.engine
+        for request_id in commands.canceled:
+            engine.cancel(request_id)
+        for added in commands.added:
+            if added.group == self._group and added.request_id not in commands.canceled:
+                engine.submit(added.request())
+
+
+class LockstepEngine:
+    """The engines of all ranks, on rank 0; implements `octile.serve.process.server.StepEngine`.
+
+    Args:
+        engine: of this rank; from now on, only this object may use it.
+        ranks: all of them; the others call `follow`.
+        control: the group of all ranks, by gloo.
+        on_lost: as of `LostRanks`; is called also while a step waits for the rank.
+    """
+
+    def __init__(
+        self,
+        engine: ExpertParallelEngine,
+        ranks: Ranks,
+        control: dist.ProcessGroup,
+        on_lost: Callable[[Exception], object],
+    ):
+        # the others wait for a round no longer than their timeout
+        self.idle_seconds: float | None = min(1.0, ranks.timeout.total_seconds() / 2)
+        self._engine, self._rank, self._timeout = engine.engine, _Rank(engine, ranks, control), ranks.timeout
+        self._group_of: dict[int, int] = {}  # of the requests that have not ended
+        self._load = [0] * (ranks.size // engine.group_size)  # how many of them each group of ranks has
+        self._added: list[_Added] = []
+        self._canceled: list[int] = []
+        own = self._engine.stats()  # all ranks have caches of the same size
+        self._stats = [own.of_experts_only if rank % engine.group_size else own for rank in range(ranks.size)]
+        self._lost = LostRanks(control, on_lost)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether requests wait or run."""
+        return bool(self._group_of)
+
+    def submit(self, request: Request) -> None:
+        """Add a request to the rank, or the group of ranks, that has the fewest, of several to the first one."""
+        group = self._load.index(min(self._load))
+        self._load[group] += 1
+        self._group_of[request.id] = group
+        self._added.append(_Added(group, request.id, tuple(request.prompt), request.sampling, request.seed))
+
+    def cancel(self, request_id: int) -> bool:
+        """End a request in the next step; no output follows. Say whether it was there: it may have ended."""
+        group = self._group_of.pop(request_id, None)
+        if group is not None:
+            self._load[group] -= 1
+            self._canceled.append(request_id)
+        return group is not None
+
+    def step(self) -> list[Output]:
+        """Run a step of all ranks."""
+        commands, self._added, self._canceled = _Commands(self._added, self._canceled), [], []
+        reports = self._rank.round(commands)
+        assert reports is not None  # it does not stop
+        self._stats = [report.stats.after(before) for report, before in zip(reports, self._stats, strict=True)]
+        outputs = [output for report in reports for output in report.outputs if output.request_id in self._group_of]
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._load[self._group_of.pop(output.request_id)] -= 1
+        return outputs
+
+    def stats(self) -> Stats:
+        """Return the state and the counts of all ranks together, after the last step."""
+        return Stats.of_ranks(self._stats)
+
+    def wake(self) -> None:
+        """Do nothing: a step waits for other ranks only as long as they need for theirs."""
+
+    def close(self) -> None:
+        """Have the other ranks leave `follow`, and wait until they have.
+
+        Raises:
+            TimeoutError: one has not done so within the timeout of the ranks.
+        """
+        self._rank.round(_Commands(stops=True))
+        self._lost.close(self._timeout)
+
+
+def follow(engine: ExpertParallelEngine, ranks: Ranks, control: dist.ProcessGroup) -> None:
+    """Run this rank's part of each step of rank 0's `LockstepEngine`, until that is closed.
+
+    Args:
+        engine: of this rank.
+        ranks, control: as of `LockstepEngine`.
+    """
+    rank = _Rank(engine, ranks, control)
+    while rank.round(None) is not None:
+        pass
+    send_farewell(control)

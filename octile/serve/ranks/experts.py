@@ -2,7 +2,7 @@
 
     spread = SpreadExperts(weights, rebalance_experts(load, …)[0])
     runner = ModelRunner(spread, n_pages, expert_window=4096)
-    engine = SpreadEngine(Engine(runner, tokenizer), runner)
+    engine = ExpertParallelEngine(Engine(runner, tokenizer), runner)
     while (outputs := engine.step()) is not None: …
 
 All ranks call `step` in turn, also those without requests: the rows of a step are sent to the ranks that have their

@@ -73,8 +73,8 @@ class ModelRunner:
         n_steps, n_draft_passes: passes of the main model, and of the multi-token prediction layer, so far.
         min_decode: with spread experts, requests for which the graph of a decode step has room at least, and
         max_rank_rows: rows that a step has on any rank at most, or any group of ranks, 0: not known, and
-        timeout: seconds for which the host waits for its GPU, which may wait for that of another rank; `SpreadEngine`
-            sets these.
+        timeout: seconds for which the host waits for its GPU, which may wait for that of another rank;
+            `ExpertParallelEngine` sets these.
 
     Raises:
         TypeError, ValueError: as `ServedWeights.of_model` or `LatentPages`, max_batch or max_step_tokens is negative,

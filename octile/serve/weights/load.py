@@ -23,7 +23,7 @@ from octile.serve.engine.engine import Engine
 from octile.serve.engine.request import Sampling
 from octile.serve.model.small_batch import why_not_few_rows
 from octile.serve.ranks.dynamic_redundancy import TooFewActiveError, choose_copies
-from octile.serve.ranks.engine import SpreadEngine
+from octile.serve.ranks.engine import ExpertParallelEngine
 from octile.serve.ranks.experts import SpreadExperts
 from octile.serve.ranks.placement import rebalance_experts
 from octile.serve.ranks.tensor_parallel import TensorParallel
@@ -209,7 +209,7 @@ class Folder:
         cache: CacheConfig,
         parallel: ParallelConfig,
         control: dist.ProcessGroup,
-    ) -> tuple[SpreadEngine, ModelRunner]:
+    ) -> tuple[ExpertParallelEngine, ModelRunner]:
         """Read the weights of this rank and allocate its cache; all ranks call it. The caches have the same size.
 
         Args:
@@ -241,7 +241,7 @@ class Folder:
         dist.all_reduce(n_pages, dist.ReduceOp.MIN, control)
         runner = _runner(experts, int(n_pages), stored, engine, parallel.micro_batches)
         own = Engine(runner, self.tokenizer, engine, self.generation.end_tokens)
-        return SpreadEngine(own, runner, seconds, control, parallel.timeout), runner
+        return ExpertParallelEngine(own, runner, seconds, control, parallel.timeout), runner
 
     def _n_pages(
         self,

@@ -4,21 +4,22 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from dataclasses import replace
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 import pytest
 import torch
 
 from octile.serve.disaggregated import router as router_module
-from octile.serve.disaggregated.router import ProcessEndedError, Router
+from octile.serve.disaggregated.router import ProcessEndedError, Router, Waker
 from octile.serve.engine.config import CacheConfig, EngineConfig, ProcessesConfig
 from octile.serve.engine.request import Sampling
 from octile.serve.engine.stats import Stats
 from octile.serve.weights.load import Folder
 from tests.serve.disaggregated.never_answers import never_answers
-from tests.serve.models import save_untrained
+from tests.serve.models import adding, save_untrained
 from tests.train.conftest import MICRO
 
 ENGINE = EngineConfig(batch_invariant=True)
@@ -38,7 +39,7 @@ def start(
     gib: float | None = None,
     timeout: float = 600.0,
 ) -> Router:
-    return Router(folder, processes, CPU, engine, CacheConfig(gib=gib), MICRO.vocab_size, timeout)
+    return Router(folder, processes, CPU, engine, CacheConfig(gib=gib), timeout)
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +66,10 @@ def test_texts_are_those_of_one_process(router, folder, tokenizer):
         for text, n, t in zip(texts, (30, 1, 20, 70), (0.0, 1.0, 0.8, 0.0), strict=True)
     ]
     single, _ = Folder.open(folder).load(CPU, ENGINE, CacheConfig())
+    add = adding(router)
     for prompt, sampling in asked:
         single.add(prompt, sampling)
-        router.add(prompt, sampling)
+        add(prompt, sampling)
     assert finish(router, len(asked)) == finish(single, len(asked))
     stats = router.stats()
     assert (stats.requests, stats.finished, stats.canceled, stats.failed) == (4, 4, 0, 0)
@@ -77,14 +79,15 @@ def test_texts_are_those_of_one_process(router, folder, tokenizer):
 
 def test_canceled_requests_leave_nothing(router, tokenizer):
     before = router.stats().canceled
-    requests = [router.add([tokenizer.begin, 5, i], Sampling(100, ignore_eos=True)) for i in range(3, 9)]
+    add = adding(router)
+    requests = [add([tokenizer.begin, 5, i], Sampling(100, ignore_eos=True)) for i in range(3, 9)]
     router.step()
     assert all(router.cancel(request.id) for request in requests)
     assert not router.cancel(requests[0].id)
-    router.add([tokenizer.begin], Sampling(2, ignore_eos=True))
+    add([tokenizer.begin], Sampling(2, ignore_eos=True))
     finish(router, 1)
     while router.stats().used_pages:
-        router.add([tokenizer.begin], Sampling(2, ignore_eos=True))  # the processes send their counts with each step
+        add([tokenizer.begin], Sampling(2, ignore_eos=True))  # the processes send their counts with each step
         finish(router, 1)
     assert router.stats().canceled == before + 6
 
@@ -95,7 +98,7 @@ def test_a_process_that_is_stopped_makes_the_server_unhealthy_until_it_goes_on(r
     from tests.serve.http.conftest import Limits, Served, wait_until
 
     monkeypatch.setattr("octile.serve.http.service.HUNG_SECONDS", 1.5)
-    router.add([tokenizer.begin], Sampling(2, ignore_eos=True))
+    adding(router)([tokenizer.begin], Sampling(2, ignore_eos=True))
     finish(router, 1)  # so that no process is in its first step
     router.tokenizer = tokenizer
     served, pid = Served(router, Limits(), (), None), getattr(router, kind)[0].process.pid
@@ -117,9 +120,9 @@ def test_a_process_that_is_stopped_makes_the_server_unhealthy_until_it_goes_on(r
 
 def test_more_commands_and_messages_than_pipes_hold(router, tokenizer):
     n = 3000
-    ended = 0
+    ended, add = 0, adding(router)
     for _ in range(n):
-        router.add([tokenizer.begin, 5, 6], Sampling(1, logprobs=20, ignore_eos=True))
+        add([tokenizer.begin, 5, 6], Sampling(1, logprobs=20, ignore_eos=True))
     while ended < n:
         ended += sum(output.finish_reason is not None for output in router.step())
 
@@ -133,8 +136,9 @@ def test_a_pool_that_is_full_holds_prompts_back_and_loses_none(folder, tokenizer
     page = 4 * MODEL.num_hidden_layers * 64 * (MODEL.kv_lora_rank + MODEL.qk_rope_head_dim)
     router = start(folder, ProcessesConfig(prefill=1, decode=1), EngineConfig(max_batch=2), gib=4 * page / 2**30)
     try:
+        add = adding(router)
         for i in range(10):
-            router.add([tokenizer.begin, *[3 + i] * 100], Sampling(20, seed=0, ignore_eos=True))
+            add([tokenizer.begin, *[3 + i] * 100], Sampling(20, seed=0, ignore_eos=True))
         assert len(finish(router, 10)) == 10
     finally:
         router.close()
@@ -144,7 +148,7 @@ def test_a_pool_that_is_full_holds_prompts_back_and_loses_none(folder, tokenizer
 def test_a_process_that_dies_is_named(folder, tokenizer, kind, name):
     router = start(folder, ProcessesConfig(prefill=1, decode=1))
     try:
-        router.add([tokenizer.begin], Sampling(500 if kind == "_decode" else 1, ignore_eos=True))
+        adding(router)([tokenizer.begin], Sampling(500 if kind == "_decode" else 1, ignore_eos=True))
         os.kill(getattr(router, kind)[0].process.pid, signal.SIGKILL)
         with pytest.raises(ProcessEndedError, match=f"the {name} has ended with exit status -9"):
             finish(router, 2)
@@ -178,7 +182,7 @@ def test_answers_that_were_not_received_are_answers(clock, folder, tokenizer):
             assert all(process.connection.poll(60) for process in router._all)
             clock.now += 1000
             assert router.step() == []
-        router.add([tokenizer.begin], Sampling(2, ignore_eos=True))
+        adding(router)([tokenizer.begin], Sampling(2, ignore_eos=True))
         assert len(finish(router, 1)) == 1
     finally:
         router.close()
@@ -257,7 +261,7 @@ from octile.serve.disaggregated import router as router_module
 from octile.serve.disaggregated.router import Router
 if __name__ == "__main__":
     cpu, path = torch.device("cpu"), Path({str(folder)!r})
-    Router(path, ProcessesConfig(1, 1), cpu, EngineConfig(), CacheConfig(), {MODEL.vocab_size})
+    Router(path, ProcessesConfig(1, 1), cpu, EngineConfig(), CacheConfig())
     raise SystemExit(7)
 """
     file = folder.parent / "nobody_closes.py"
@@ -274,10 +278,40 @@ def test_what_a_process_cannot_load_is_refused_here(folder):
 def test_processes_that_share_a_gpu_need_a_share_of_its_memory(folder, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match=r"cache\.gib must be given for 2 processes on 1 GPU:"):
-        Router(folder, ProcessesConfig(1, 1), torch.device("cuda"), ENGINE, CacheConfig(), MICRO.vocab_size)
+        Router(folder, ProcessesConfig(1, 1), torch.device("cuda"), ENGINE, CacheConfig())
 
 
 @pytest.mark.parametrize("counts", [(1, 0), (0, 1)])
 def test_both_kinds_of_processes_are_needed(counts):
     with pytest.raises(ValueError, match="must both be 0 or both be at least 1, not"):
         ProcessesConfig(*counts)
+
+
+@pytest.fixture
+def waker():
+    made = Waker()
+    yield made
+    made.close()
+
+
+def test_it_is_not_ready_at_first(waker):
+    assert wait([waker.fileno()], 0) == []
+
+
+def test_any_thread_wakes_one_that_waits(waker):
+    threading.Timer(0.05, waker.wake).start()
+    assert wait([waker.fileno()], 30) == [waker.fileno()]
+
+
+def test_it_stays_ready_until_it_is_cleared(waker):
+    waker.wake()
+    waker.wake()
+    assert wait([waker.fileno()], 0) == [waker.fileno()]
+    waker.clear()
+    assert wait([waker.fileno()], 0) == []
+
+
+def test_waking_never_waits(waker):
+    for _ in range(10_000):  # more bytes than the system buffers
+        waker.wake()
+    assert wait([waker.fileno()], 0) == [waker.fileno()]

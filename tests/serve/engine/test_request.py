@@ -1,10 +1,11 @@
 """Tests of what a request may ask for."""
 
+import pickle
 from dataclasses import dataclass, fields
 
 import pytest
 
-from octile.serve.engine.request import OF_ENGINE, OF_LOGITS, OF_OPERATOR, OF_SAMPLES, Sampling
+from octile.serve.engine.request import OF_ENGINE, OF_LOGITS, OF_OPERATOR, OF_SAMPLES, RequestFactory, Sampling
 
 OTHERS = {  # a value of each field that is not its default
     "max_new_tokens": 7,
@@ -84,3 +85,40 @@ def test_a_seed_that_is_no_whole_number_is_refused(seed):
 def test_a_stop_that_is_one_string_is_refused():
     with pytest.raises(TypeError, match="stop must be a tuple of strings, not 'end'"):
         Sampling(stop="end")
+
+
+def test_later_requests_have_larger_ids():
+    factory = RequestFactory(10, 1000)
+    requests = [*factory.make([1], Sampling(), Sampling()), *factory.make([2], Sampling())]
+    assert [request.id for request in requests] == [0, 1, 2]
+
+
+def test_a_seed_is_drawn_if_none_is_given():
+    requests = RequestFactory(10, 100).make([1], *[Sampling(1, seed=None)] * 4, Sampling(1, seed=7))
+    assert len({request.seed for request in requests}) == 5
+    assert requests[-1].seed == 7
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "prompt must have at least one token"),
+        ([1, 10], "prompt has the token 10, but the model's vocabulary has 10, from 0 to 9"),
+        ([-1], "prompt has the token -1"),
+        ([1] * 92, r"prompt has 92 tokens and max_new_tokens is 9: together they must not exceed the context of 100"),
+    ],
+)
+def test_what_a_model_cannot_continue_is_refused(prompt, message):
+    with pytest.raises(ValueError, match=message):
+        RequestFactory(10, 100).make(prompt, Sampling(8), Sampling(9))
+
+
+def test_another_process_gets_a_request_as_it_was_made():
+    (request,) = RequestFactory(10, 100).make([1, 2], Sampling(8, seed=None))
+    request.tokens.append(3)
+    request.n_computed = 2
+    received = pickle.loads(pickle.dumps(request))
+    assert (received.id, received.prompt, received.sampling, received.seed) == (
+        request.id, (1, 2), request.sampling, request.seed
+    )  # fmt: skip
+    assert (received.tokens, received.n_computed) == ([1, 2], 0)

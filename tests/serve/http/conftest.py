@@ -16,7 +16,7 @@ from octile.serve.http.chat import ChatTemplate
 from octile.serve.http.config import Limits
 from octile.serve.http.server import Server
 from octile.serve.http.service import Service
-from tests.serve.fake_engine import FakeEngine
+from tests.serve.fake_engine import FakeEngine, Pair
 
 
 class Served:
@@ -27,9 +27,11 @@ class Served:
     ):
         self.engine, bound = engine, bind("127.0.0.1", 0)
         self.url = url_of(bound)
+        self.pair = Pair(engine)
         self.service = Service(
-            engine,
+            self.pair.client,
             engine.tokenizer,
+            engine.tokenizer.vocab_size,
             engine.max_position,
             ChatTemplate(engine.tokenizer, template),
             limits,
@@ -51,6 +53,7 @@ class Served:
     def stop(self) -> None:
         self.server.should_exit = True
         self.thread.join()
+        self.pair.join()
 
     def is_idle(self) -> bool:
         """Whether nothing of any request is left."""

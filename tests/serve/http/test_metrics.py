@@ -44,7 +44,7 @@ def test_counts_and_times_of_requests(serve):
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_a_request_that_the_engine_refuses_is_counted_as_a_response_alone(serve, stream):
+def test_a_prompt_that_the_model_does_not_know_is_counted_as_a_response_alone(serve, stream):
     served = serve()
     body = {"model": "micro", "prompt": [[5, 6], [10**6]], "max_tokens": 10, "stream": stream}
     assert httpx.post(f"{served.url}/v1/completions", json=body).status_code == 400

@@ -83,7 +83,7 @@ def end_twice(capfd) -> None:
 
 
 def test_it_imports_no_torch():
-    imports = "octile.serve.http.worker, octile.serve.http.server, octile.serve.process.connection, octile.tokenizer"
+    imports = "octile.serve.http.worker, octile.serve.http.server, octile.serve.process.client, octile.tokenizer"
     program = f"import sys, {imports}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 

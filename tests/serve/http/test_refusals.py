@@ -180,10 +180,10 @@ def test_a_text_that_never_fits_is_not_encoded(serve, monkeypatch, path):
     assert "the prompt has at least 10" in error["message"]
 
 
-def test_a_request_that_the_engine_refuses(serve):
-    served = serve(n_pages=1)
-    error = error_of(post(served, "completions", {**COMPLETION, "max_tokens": 100}), 400)
-    assert error["message"] == "prompt needs more pages than the cache has"
+def test_a_prompt_that_the_model_does_not_know(serve):
+    served = serve()
+    error = error_of(post(served, "completions", {**COMPLETION, "prompt": [[5], [10**6]]}), 400)
+    assert error["message"].startswith("prompt has the token 1000000, but the model's vocabulary has ")
     assert served.service.in_flight == 0
 
 

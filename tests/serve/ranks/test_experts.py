@@ -16,7 +16,7 @@ from octile.serve.engine.config import EngineConfig
 from octile.serve.engine.engine import Engine
 from octile.serve.engine.request import Sampling
 from octile.serve.ranks import engine as engine_of_ranks
-from octile.serve.ranks.engine import SpreadEngine
+from octile.serve.ranks.engine import ExpertParallelEngine
 from octile.serve.ranks.experts import SpreadExperts
 from octile.serve.runner.graphs import PrefillGraphs
 from octile.serve.runner.model_runner import ModelRunner
@@ -103,7 +103,7 @@ def texts_of(runner: ModelRunner, rank: int, seconds: float = 600) -> dict[int, 
     engine = Engine(runner, Tokenizer.train(["one two three"], 258), config)
     for i, sampling in enumerate(SAMPLINGS[rank:]):
         engine.add(text(20 + 30 * i, 7 * rank + i), sampling)
-    together = None if runner.spread is None else SpreadEngine(engine, runner, seconds)
+    together = None if runner.spread is None else ExpertParallelEngine(engine, runner, seconds)
     found: dict[int, list[int]] = {}
     while True:
         outputs = together.step() if together else engine.step() if engine.has_work else None
@@ -128,18 +128,18 @@ def placed_anew(rank: int, folder: Path) -> None:
     assert not torch.equal(experts.physical_to_logical, FIRST)
     load = torch.tensor([*runner.expert_tokens.values()])
     dist.all_reduce(load)
-    engine = SpreadEngine(Engine(runner, Tokenizer.train(["one two three"], 258)), runner, seconds=0)
+    engine = ExpertParallelEngine(Engine(runner, Tokenizer.train(["one two three"], 258)), runner, seconds=0)
     for _ in range(3):
         assert engine.step() is None  # no rank has a request; a layer moves with each
     assert torch.equal(experts.physical_to_logical, rebalance_experts(load, 10, CONFIG.n_group, 1, 2)[0])
 
 
-def engine_of(experts: SpreadExperts, seconds: float = 0) -> SpreadEngine:
+def engine_of(experts: SpreadExperts, seconds: float = 0) -> ExpertParallelEngine:
     """An engine whose ranks have counted some tokens."""
     runner = ModelRunner(experts, N_PAGES, expert_window=8)
     for _ in range(8):
         Texts(runner, [text(9)]).run(9)
-    return SpreadEngine(Engine(runner, Tokenizer.train(["one two three"], 258)), runner, seconds)
+    return ExpertParallelEngine(Engine(runner, Tokenizer.train(["one two three"], 258)), runner, seconds)
 
 
 def a_placement_with_too_few_active_slots_leaves_experts_where_they_are(rank: int, folder: Path) -> None:
@@ -316,7 +316,7 @@ def wrong_engines_are_refused(rank: int, folder: Path) -> None:
     runner = ModelRunner(experts, N_PAGES)
     engine = Engine(runner, Tokenizer.train(["one two three"], 258))
     with pytest.raises(ValueError, match="runner must be of SpreadExperts: its experts are not spread over ranks"):
-        SpreadEngine(engine, ModelRunner(weights, N_PAGES))
+        ExpertParallelEngine(engine, ModelRunner(weights, N_PAGES))
     for wrong, message in (
         (3, "num_nodes must divide the 2 ranks, but is 3"),
         (0, "num_nodes must be at least 1, not 0"),
@@ -327,9 +327,9 @@ def wrong_engines_are_refused(rank: int, folder: Path) -> None:
     with pytest.raises(TypeError, match="ranks must be a process group, not DeviceMesh"):
         SpreadExperts(weights, FIRST, ranks=init_device_mesh("cpu", (1, 2)))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="seconds must be at least 0, not nan"):
-        SpreadEngine(engine, runner, seconds=float("nan"))
+        ExpertParallelEngine(engine, runner, seconds=float("nan"))
     with pytest.raises(ValueError, match="timeout must be above 0, not 0"):
-        SpreadEngine(engine, runner, timeout=0)
+        ExpertParallelEngine(engine, runner, timeout=0)
     with pytest.raises(ValueError, match=r"engine.n_drafts must be 0, not 1"):
         Engine(runner, Tokenizer.train(["one two three"], 258), EngineConfig(n_drafts=1))
 

@@ -20,17 +20,16 @@ from octile.serve.engine import drafts
 from octile.serve.engine.config import EngineConfig
 from octile.serve.engine.engine import Engine
 from octile.serve.engine.request import Sampling
-from octile.serve.ranks.engine import SpreadEngine
+from octile.serve.ranks.engine import ExpertParallelEngine, LockstepEngine
 from octile.serve.ranks.experts import SpreadExperts
-from octile.serve.ranks.front_engine import FrontEngine
 from octile.serve.ranks.tensor_parallel import ALONE, TensorParallel
 from octile.serve.runner.graphs import PrefillGraphs
 from octile.serve.runner.model_runner import ModelRunner
 from octile.serve.weights.head_share import HeadShare
 from octile.serve.weights.weights import ServedWeights
 from tests.parallel.expert_cases import peers_on_cpu
-from tests.serve.models import CONFIG, EXCHANGED_ROWS, Texts, exchanges_on_cpu, new_model, text
-from tests.serve.ranks.test_front_engine import TOKENIZER, texts_of, with_front
+from tests.serve.models import CONFIG, EXCHANGED_ROWS, Texts, adding, exchanges_on_cpu, new_model, text
+from tests.serve.ranks.test_engine import TOKENIZER, texts_of, with_front
 from tests.worlds import Outcomes
 
 N_PAGES = 20
@@ -165,10 +164,11 @@ def prompts_share_a_beginning_and_pages_run_out(rank: int, folder: Path) -> None
     """Two long texts of one beginning do not fit together: one is put back to wait, on both ranks alike."""
     prompts = [text(64) + text(56 + i, 7 + i) for i in range(3)]
 
-    def tokens_of(engine: FrontEngine | Engine) -> list[list[int]]:
+    def tokens_of(engine: LockstepEngine | Engine) -> list[list[int]]:
         found: dict[int, list[int]] = {}
+        add = adding(engine)
         for i, prompt in enumerate(prompts):
-            found[engine.add(prompt, Sampling(20, seed=i, temperature=0.5, ignore_eos=True)).id] = []
+            found[add(prompt, Sampling(20, seed=i, temperature=0.5, ignore_eos=True)).id] = []
         while engine.stats().finished < len(prompts):
             for output in engine.step():
                 found[output.request_id] += output.tokens
@@ -185,11 +185,12 @@ def prompts_share_a_beginning_and_pages_run_out(rank: int, folder: Path) -> None
 
 
 def requests_go_to_the_group_that_has_the_fewest(rank: int, folder: Path) -> None:
-    def use(front: FrontEngine) -> None:
-        requests = [front.add(text(5, i), Sampling(20, seed=0, ignore_eos=True)) for i in range(3)]  # groups 0, 1, 0
+    def use(front: LockstepEngine) -> None:
+        add = adding(front)
+        requests = [add(text(5, i), Sampling(20, seed=0, ignore_eos=True)) for i in range(3)]  # groups 0, 1, 0
         front.step()
         assert [front.cancel(requests[i].id) for i in (0, 2, 2)] == [True, True, False]
-        front.add(text(5, 3), Sampling(1, seed=0, ignore_eos=True))  # group 0, which has none
+        add(text(5, 3), Sampling(1, seed=0, ignore_eos=True))  # group 0, which has none
         assert [output.request_id for output in front.step()] == [3, 1]  # group 0 first
 
     runner = ModelRunner(spread(), N_PAGES, batch_invariant=True, max_batch=2)
@@ -201,7 +202,7 @@ def counts_are_those_of_groups(rank: int, folder: Path) -> None:
     runner = ModelRunner(spread(), N_PAGES, batch_invariant=True, max_batch=2, expert_window=8)
     found = []
 
-    def use(front: FrontEngine) -> None:
+    def use(front: LockstepEngine) -> None:
         texts_of(front)
         found.append(front.stats())
 
@@ -235,7 +236,7 @@ def check_that_a_difference_is_found(rank: int, n_drafts: int, ahead: bool) -> N
     runner.max_ahead = 2 if ahead else 0
     config = EngineConfig(max_batch=2, max_step_tokens=24, batch_invariant=False, n_drafts=n_drafts)
     engine = Engine(runner, TOKENIZER, config)
-    ranks = SpreadEngine(engine, runner)
+    ranks = ExpertParallelEngine(engine, runner)
     for i in range(3):
         engine.add(text(9, i), Sampling(40, seed=i, ignore_eos=True))
     for _ in range(6):
@@ -306,7 +307,7 @@ def another_token_is_found_before_the_next_step(rank: int, folder: Path) -> None
     runner = ModelRunner(spread(), N_PAGES, batch_invariant=True, max_batch=2)
     engine = Engine(runner, TOKENIZER, EngineConfig(max_batch=2, max_step_tokens=24, batch_invariant=True))
     engine.add(text(9), Sampling(40, seed=0, ignore_eos=True))
-    ranks, extend = SpreadEngine(engine, runner), engine._extend
+    ranks, extend = ExpertParallelEngine(engine, runner), engine._extend
     engine._extend = lambda request, n, chosen, *others: extend(request, n, [chosen[0] ^ rank], *others)
     ranks.step()
     with pytest.raises(RuntimeError, match="ranks 0 to 1, which share their requests, have chosen different tokens"):

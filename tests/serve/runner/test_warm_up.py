@@ -19,7 +19,7 @@ from octile.serve.engine.config import EngineConfig
 from octile.serve.engine.engine import Engine
 from octile.serve.engine.request import Sampling
 from octile.serve.model import attention, feed_forward, forward, gemms, top_k_keys
-from octile.serve.ranks.engine import SpreadEngine
+from octile.serve.ranks.engine import ExpertParallelEngine
 from octile.serve.ranks.experts import SpreadExperts
 from octile.serve.ranks.tensor_parallel import ALONE, TensorParallel
 from octile.serve.runner import model_runner, prefill_graphs
@@ -30,8 +30,8 @@ from octile.serve.runner.warm_up import warm_up_batches
 from octile.serve.weights.weights import ServedWeights
 from tests.parallel.expert_cases import peers_on_cpu
 from tests.serve.models import new_model, text
+from tests.serve.ranks.test_engine import TOKENIZER
 from tests.serve.ranks.test_experts import THREE_LAYERS
-from tests.serve.ranks.test_front_engine import TOKENIZER
 from tests.serve.ranks.test_tensor_parallel import CHOOSING, MODEL, N_PAGES, TWO_RANKS
 from tests.serve.weights.test_routed_shared_experts import OF_ONE
 from tests.worlds import Outcomes
@@ -138,7 +138,7 @@ def _form(value: Any, has_positions: bool) -> Any:
 
 def engine_of(
     tp: TensorParallel, n_drafts: int = 0, fp8: bool = True, routed: bool = False, config=MODEL, **how
-) -> SpreadEngine:
+) -> ExpertParallelEngine:
     weights = ServedWeights.of_model(new_model(fp8, config=config), tp.share)
     placement = OF_ONE if routed else TWO_RANKS
     placement = torch.cat((placement, placement[:1])) if n_drafts else placement
@@ -147,10 +147,10 @@ def engine_of(
         experts, N_PAGES, None, 2, n_drafts=n_drafts, expert_window=8, max_step_tokens=STEP_TOKENS, **how
     )
     limits = EngineConfig(max_batch=2, max_step_tokens=STEP_TOKENS, n_drafts=n_drafts)
-    return SpreadEngine(Engine(runner, TOKENIZER, limits), runner, control=world())
+    return ExpertParallelEngine(Engine(runner, TOKENIZER, limits), runner, control=world())
 
 
-def texts_of(engine: SpreadEngine, rank: int) -> dict[int, list[int]]:
+def texts_of(engine: ExpertParallelEngine, rank: int) -> dict[int, list[int]]:
     """Texts of requests of all kinds; each rank, or group, has other ones, and none in some steps."""
     asked = (
         (70, Sampling(4, temperature=0.7, seed=1, ignore_eos=True)),
@@ -166,7 +166,7 @@ def texts_of(engine: SpreadEngine, rank: int) -> dict[int, list[int]]:
     return found
 
 
-def check(rank: int, make: Callable[[], SpreadEngine], engine: SpreadEngine | None = None) -> None:
+def check(rank: int, make: Callable[[], ExpertParallelEngine], engine: ExpertParallelEngine | None = None) -> None:
     """Compare an engine after its warm-up with one that has none, which `make` makes."""
     expected = texts_of(make(), rank)
     engine = engine or make()

@@ -19,7 +19,7 @@ from octile.serve.weights.block_weights import MoEWeights
 from octile.serve.weights.routed_shared_experts import check_shared, divide_shared, with_shared, with_shared_load
 from octile.serve.weights.weights import ServedWeights
 from tests.serve.models import CONFIG, EXCHANGED_ROWS, exchanges_on_cpu, new_model
-from tests.serve.ranks.test_front_engine import TOKENIZER, texts_of, with_front
+from tests.serve.ranks.test_engine import TOKENIZER, texts_of, with_front
 from tests.serve.ranks.test_tensor_parallel import MODEL
 from tests.worlds import Outcomes
 

@@ -12,15 +12,14 @@ import torch.distributed as dist
 from octile.parallel.ranks import FOREVER, Ranks, world
 from octile.serve.engine.config import EngineConfig
 from octile.serve.engine.engine import Engine
-from octile.serve.engine.request import FinishReason, Sampling
-from octile.serve.ranks.engine import SpreadEngine
+from octile.serve.engine.request import FinishReason, Request, RequestFactory, Sampling
+from octile.serve.ranks.engine import ExpertParallelEngine, LockstepEngine, follow
 from octile.serve.ranks.experts import SpreadExperts
-from octile.serve.ranks.front_engine import FrontEngine, follow
 from octile.serve.runner.model_runner import ModelRunner
 from octile.serve.weights.weights import ServedWeights
 from octile.tokenizer import Tokenizer
 from tests.serve import models
-from tests.serve.models import EXCHANGED_ROWS, exchanges_on_cpu, new_model, text
+from tests.serve.models import EXCHANGED_ROWS, adding, exchanges_on_cpu, new_model, text
 from tests.serve.ranks.test_experts import FIRST, N_PAGES, THREE_LAYERS, spread
 from tests.worlds import Outcomes
 
@@ -29,17 +28,17 @@ CONFIG = EngineConfig(max_batch=2, max_step_tokens=24, batch_invariant=True)
 TOKENIZER = Tokenizer.train(["one two three"], 258)
 
 
-def with_front(rank: int, use: Callable[[FrontEngine], None], runner: ModelRunner | None = None) -> Engine:
+def with_front(rank: int, use: Callable[[LockstepEngine], None], runner: ModelRunner | None = None) -> Engine:
     """Use the engine of rank 0, which the other ranks follow; return this rank's own one."""
     runner = runner or ModelRunner(spread()[1], N_PAGES, batch_invariant=True, max_batch=2)
     config = replace(CONFIG, n_drafts=runner.n_drafts)
     engine, ranks = Engine(runner, TOKENIZER, config), Ranks(rank, dist.get_world_size(), None, FOREVER)
-    stepped = SpreadEngine(engine, runner, control=world())
+    stepped = ExpertParallelEngine(engine, runner, control=world())
     if rank:
         follow(stepped, ranks, world())
     else:
         lost: list[Exception] = []
-        front = FrontEngine(stepped, ranks, world(), lost.append)
+        front = LockstepEngine(stepped, ranks, world(), lost.append)
         try:
             use(front)
         finally:
@@ -48,16 +47,17 @@ def with_front(rank: int, use: Callable[[FrontEngine], None], runner: ModelRunne
     return engine
 
 
-def texts_of(engine: FrontEngine | Engine, first: int = 3, later: int = 2) -> list[tuple[int, ...]]:
+def texts_of(engine: LockstepEngine | Engine, first: int = 3, later: int = 2) -> list[tuple[int, ...]]:
     """The tokens of some requests, the last of which are added later."""
-    found = {engine.add(text(30, i), SAMPLINGS[i]).id: () for i in range(first)}
+    add = adding(engine)
+    found = {add(text(30, i), SAMPLINGS[i]).id: () for i in range(first)}
     ended, steps = 0, 0
     while ended < first + later:
         for output in engine.step():
             found[output.request_id] += output.tokens
             ended += output.finish_reason is not None
         if steps == 3:
-            found |= {engine.add(text(30, i), SAMPLINGS[i]).id: () for i in range(first, first + later)}
+            found |= {add(text(30, i), SAMPLINGS[i]).id: () for i in range(first, first + later)}
         steps += 1
     return [found[i] for i in sorted(found)]
 
@@ -110,16 +110,17 @@ def texts_with_drafts_and_the_exchanges_of_gpus_in_fp8(rank: int, folder: Path) 
 
 
 def a_request_goes_to_the_rank_that_has_the_fewest(rank: int, folder: Path) -> None:
-    def use(front: FrontEngine) -> None:
-        requests = [front.add(text(5, i), Sampling(20, seed=0, ignore_eos=True)) for i in range(3)]  # ranks 0, 1, 0
+    def use(front: LockstepEngine) -> None:
+        add = adding(front)
+        requests = [add(text(5, i), Sampling(20, seed=0, ignore_eos=True)) for i in range(3)]  # ranks 0, 1, 0
         front.step()
         assert front.cancel(requests[0].id)
         assert front.cancel(requests[2].id)
         assert not front.cancel(requests[2].id)
-        front.add(text(5, 3), Sampling(1, seed=0, ignore_eos=True))  # rank 0
+        add(text(5, 3), Sampling(1, seed=0, ignore_eos=True))  # rank 0
         outputs = front.step()
         assert {o.request_id: o.finish_reason for o in outputs} == {1: None, 3: FinishReason.LENGTH}
-        front.add(text(5, 4), Sampling(1, seed=0, ignore_eos=True))  # rank 0 again, which has none
+        add(text(5, 4), Sampling(1, seed=0, ignore_eos=True))  # rank 0 again, which has none
         front.step()
 
     stats = with_front(rank, use).stats()
@@ -127,15 +128,15 @@ def a_request_goes_to_the_rank_that_has_the_fewest(rank: int, folder: Path) -> N
 
 
 def a_request_that_is_canceled_before_a_step_is_not_added(rank: int, folder: Path) -> None:
-    def use(front: FrontEngine) -> None:
-        assert front.cancel(front.add(text(5), SAMPLINGS[0]).id)
+    def use(front: LockstepEngine) -> None:
+        assert front.cancel(adding(front)(text(5), SAMPLINGS[0]).id)
         assert front.step() == []
 
     assert with_front(rank, use).stats().requests == 0
 
 
 def counts_are_those_of_both_ranks(rank: int, folder: Path) -> None:
-    def use(front: FrontEngine) -> None:
+    def use(front: LockstepEngine) -> None:
         texts_of(front)
         stats = front.stats()
         assert (stats.requests, stats.finished, stats.n_pages) == (5, 5, 2 * N_PAGES)
@@ -149,7 +150,7 @@ def tokens_of_experts_travel_when_they_have_changed(rank: int, folder: Path) -> 
     runner = ModelRunner(spread()[1], N_PAGES, batch_invariant=True, max_batch=2, expert_window=32)
     steps, found = [], []
 
-    def use(front: FrontEngine) -> None:
+    def use(front: LockstepEngine) -> None:
         take_part = front._rank.round
 
         def counted(commands):
@@ -174,21 +175,32 @@ def tokens_of_experts_travel_when_they_have_changed(rank: int, folder: Path) -> 
         assert steps == [2 * [i in (0, 3, 7, 11, 15)] for i in range(len(steps))]  # at first, and after 4 steps each
 
 
-def a_request_that_does_not_fit_is_refused(rank: int, folder: Path) -> None:
-    def use(front: FrontEngine) -> None:
-        for call in (front.check, front.add):
-            with pytest.raises(ValueError, match="prompt must have at least one token"):
-                call([], SAMPLINGS[0])
+def a_request_keeps_its_id_and_its_seed_on_its_rank(rank: int, folder: Path) -> None:
+    seeds: list[int] = []
+    runner = ModelRunner(spread()[1], N_PAGES, batch_invariant=True, max_batch=2)
+    taken: list[tuple[int, int]] = []
 
-    with_front(rank, use)
+    def use(front: LockstepEngine) -> None:
+        factory = RequestFactory(200, 10_000)
+        factory.make(text(5), *[Sampling()] * 7)  # so that ids do not begin at 0
+        for request in factory.make(text(5), *[Sampling(1, seed=None)] * 2):
+            front.submit(request)
+            seeds.append(request.seed)
+        front.step()
 
+    submit = Engine.submit
 
-def a_seed_is_drawn_if_none_is_given(rank: int, folder: Path) -> None:
-    def use(front: FrontEngine) -> None:
-        seeds = {front.add(text(5), Sampling(1, seed=None)).seed for _ in range(4)}
-        assert len(seeds) == 4
+    def recorded(engine: Engine, request: Request) -> None:
+        taken.append((request.id, request.seed))
+        submit(engine, request)
 
-    with_front(rank, use)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "submit", recorded)
+        with_front(rank, use, runner)
+    of_both: list = [None, None]
+    dist.all_gather_object(of_both, taken)
+    if not rank:
+        assert of_both == [[(7, seeds[0])], [(8, seeds[1])]]
 
 
 WORKS = [
@@ -201,8 +213,7 @@ WORKS = [
     a_request_that_is_canceled_before_a_step_is_not_added,
     counts_are_those_of_both_ranks,
     tokens_of_experts_travel_when_they_have_changed,
-    a_request_that_does_not_fit_is_refused,
-    a_seed_is_drawn_if_none_is_given,
+    a_request_keeps_its_id_and_its_seed_on_its_rank,
 ]
 
 

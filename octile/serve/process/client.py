@@ -1,0 +1,241 @@
+"""The engine for the event loop of another process, at the other end of a pipe, where `EngineServer` steps it.
+
+What a step has added to requests reaches the streams of their readers in one call. A reader that is slow never holds
+back the engine; it finds the outputs that it has missed joined to one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import time
+from collections.abc import Callable, Iterable, Sequence
+from multiprocessing.connection import Connection
+
+from octile.serve.engine.request import FinishReason, Output, Request
+from octile.serve.engine.stats import Stats
+from octile.serve.process.messages import Cancel, Drain, Failed, ProcessEndedError, Sender, Stepped
+
+MAX_STEPS = 16  # whose messages are read before others of the event loop have their turn
+
+
+class Observer:
+    """What happens to choices, for whoever counts it. This one counts nothing."""
+
+    def first_token(self, seconds: float) -> None:
+        """A choice has its first token, so many seconds after it was submitted."""
+
+    def next_tokens(self, seconds: float, count: int) -> None:
+        """A choice has `count` further tokens, so many seconds after the last one."""
+
+    def ended(self, seconds: float, reason: FinishReason) -> None:
+        """A choice has ended."""
+
+
+class EngineError(Exception):
+    """The engine has failed or is stopped, and the choice will not be continued."""
+
+
+class _Choice:
+    """One request of the engine, and where its outputs go."""
+
+    def __init__(self, stream: Stream, index: int, request: Request):
+        self.stream, self.index, self.request_id = stream, index, request.id
+        self.submitted = time.perf_counter()
+        self.last_token: float | None = None
+        self.outputs: list[Output] = []  # that the reader has not seen yet
+        self.is_finished = False
+
+    def receive(self, output: Output, now: float, observer: Observer) -> None:
+        """Record an output."""
+        self.outputs.append(output)
+        if output.tokens:
+            if self.last_token is None:
+                observer.first_token(now - self.submitted)
+            else:
+                observer.next_tokens(now - self.last_token, len(output.tokens))
+            self.last_token = now
+        if output.finish_reason is not None:
+            self.is_finished = True
+            observer.ended(now - self.submitted, output.finish_reason)
+        self.stream.is_ready.set()
+
+
+class Stream:
+    """The outputs of some choices, as they come. Close it to cancel what has not finished."""
+
+    def __init__(self, engine: EngineClient, requests: Iterable[Request]):
+        self.is_ready = asyncio.Event()
+        self.error: Exception | None = None
+        self._engine = engine
+        self.choices = [_Choice(self, i, request) for i, request in enumerate(requests)]
+
+    async def next(self) -> list[tuple[int, Output]]:
+        """Wait for outputs.
+
+        Returns:
+            (index of the choice, everything that is new about it), at most once for each choice. An empty list after
+            all choices have finished.
+
+        Raises:
+            EngineError: the engine has failed or is stopped.
+        """
+        while True:
+            self.is_ready.clear()
+            if self.error is not None:
+                raise self.error
+            new = [choice for choice in self.choices if choice.outputs]
+            if new or all(choice.is_finished for choice in self.choices):
+                return [(choice.index, _join(choice)) for choice in new]
+            await self.is_ready.wait()
+
+    def fail(self, error: Exception) -> None:
+        """Have the reader raise an error."""
+        self.error = self.error or error
+        self.is_ready.set()
+
+    def close(self) -> None:
+        """Cancel the choices that have not finished; their pages are free before the engine's next step."""
+        self._engine.forget(self)
+
+
+class EngineClient:
+    """An engine in another process. All is called by the event loop that has called `start`.
+
+    Args:
+        connection: to the process of the engine.
+        stats: counts of the engine before its first step.
+
+    Attributes:
+        stats: counts of the engine after the last step that was received.
+        has_stepped: whether a step has ended.
+        failure: the exception that ended the engine, None while it works.
+        has_ended: whether the process of the engine has ended without giving a reason.
+        observer: sees what happens to choices.
+        on_failure: is called when the engine has failed.
+        on_drain: is called when the process of the engine asks this one to end.
+    """
+
+    def __init__(self, connection: Connection, stats: Stats):
+        self.stats, self.observer = stats, Observer()
+        self.has_stepped = self.has_ended = False
+        self.failure: Exception | None = None
+        self.on_failure: Callable[[], object] = lambda: None
+        self.on_drain: Callable[[], object] = lambda: None
+        self._connection, self._sender = connection, Sender(connection, "commands")
+        self._readable = select.poll()
+        self._readable.register(connection, select.POLLIN)
+        self._is_busy = False  # until the engine has said that nothing runs: canceled requests wait for its step, too
+        self._last_step = 0.0  # or when requests came after a rest
+        self._choices: dict[int, _Choice] = {}  # that have not finished, by the ids of their requests
+        self._streams: set[Stream] = set()
+        self._closed: str | None = None  # why nothing can be submitted
+
+    @property
+    def step_age(self) -> float:
+        """Seconds since the last step ended, or since requests came after a rest; 0 while the engine has no request."""
+        return time.monotonic() - self._last_step if self._is_busy else 0.0
+
+    def start(self) -> None:
+        """Begin to read what the engine sends."""
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._connection, self._read)
+
+    def submit(self, requests: Sequence[Request]) -> Stream:
+        """Send requests to the engine.
+
+        Raises:
+            EngineError: the engine has failed or is stopped.
+        """
+        if self._closed is not None:
+            raise EngineError(self._closed)
+        stream = Stream(self, requests)
+        if not self._is_busy:
+            self._is_busy, self._last_step = True, time.monotonic()
+        self._streams.add(stream)
+        for choice, request in zip(stream.choices, requests, strict=True):
+            self._choices[request.id] = choice
+            self._sender.send(request)
+        return stream
+
+    def forget(self, stream: Stream) -> None:
+        """Cancel what has not finished of a stream; see `Stream.close`."""
+        self._streams.discard(stream)
+        for choice in stream.choices:
+            if not choice.is_finished:
+                choice.is_finished = True
+                self.observer.ended(time.perf_counter() - choice.submitted, FinishReason.CANCELED)
+                del self._choices[choice.request_id]
+                self._sender.send(Cancel(choice.request_id))
+
+    def abort(self, reason: str) -> None:
+        """Have the readers of all streams raise an EngineError, and every later `submit` too."""
+        self._closed = reason
+        for stream in list(self._streams):
+            stream.fail(EngineError(reason))
+            self.forget(stream)
+
+    async def stop(self) -> None:
+        """Abort what is left and close the pipe, which has the other process end the engine."""
+        self.abort("the server has stopped")
+        self._loop.remove_reader(self._connection)
+        await asyncio.to_thread(self._sender.close)
+        self._connection.close()
+
+    def _read(self) -> None:
+        """Read what has come, of a few steps at most."""
+        try:
+            for _ in range(MAX_STEPS):
+                self._take(self._connection.recv())
+                if not self._readable.poll(0):
+                    break
+        except (EOFError, ConnectionResetError):
+            self.has_ended = True
+            self._fail(ProcessEndedError("the process of the engine has ended"))
+        except Exception as error:
+            self._fail(error)
+
+    def _take(self, message: object) -> None:
+        if isinstance(message, Stepped):
+            self._deliver(message.outputs, message.stats.after(self.stats))
+        elif isinstance(message, Failed):
+            raise message.error
+        elif isinstance(message, Drain):
+            self.on_drain()
+        else:
+            raise TypeError(f"the process of the engine has sent {message!r}")
+
+    def _deliver(self, outputs: Sequence[Output], stats: Stats) -> None:
+        if stats.steps != self.stats.steps:
+            self.has_stepped, self._last_step = True, time.monotonic()
+        self.stats, now = stats, time.perf_counter()
+        for output in outputs:
+            choice = self._choices.get(output.request_id)
+            if choice is not None:  # otherwise it was canceled
+                choice.receive(output, now, self.observer)
+                if choice.is_finished:
+                    del self._choices[output.request_id]
+        if not stats.running and not stats.waiting:
+            self._is_busy = bool(self._choices)
+
+    def _fail(self, error: Exception) -> None:
+        self._loop.remove_reader(self._connection)
+        self.failure = error
+        self.abort(f"the engine has failed: {type(error).__name__}: {error}")
+        self.on_failure()
+
+
+def _join(choice: _Choice) -> Output:
+    """Take the outputs that a reader has not seen, joined to one."""
+    outputs, choice.outputs = choice.outputs, []
+    last = outputs[-1]
+    if len(outputs) == 1:
+        return last
+    return Output(
+        last.request_id,
+        tuple(token for output in outputs for token in output.tokens),
+        "".join(output.text for output in outputs),
+        tuple(logprob for output in outputs for logprob in output.logprobs),
+        last.finish_reason,
+        last.error,
+    )
