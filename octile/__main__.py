@@ -1,6 +1,6 @@
 """The entry point of the command `octile`, and of `python -m octile`."""
 
-from octile.train.run.signals import end_at_signals
+from octile.signals import end_at_signals
 
 
 def main() -> None:

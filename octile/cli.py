@@ -32,9 +32,9 @@ from octile.extras import require
 from octile.models.config import PRESETS, ModelConfig, RopeScaling
 from octile.serve.engine.config import CacheConfig, EngineConfig, ParallelConfig, ProcessesConfig, window_of
 from octile.serve.http.config import Limits
+from octile.signals import Terminated, importing, quiet_exit, terminable, termination_ignored
 from octile.text import escape_control_characters
 from octile.train.config import RESUMABLE, TrainConfig, describe_settings, preset
-from octile.train.run.signals import Terminated, importing, quiet_exit, terminable, termination_ignored
 from octile.validation import Dataclass, Range, annotations_of, check_fields
 
 if TYPE_CHECKING:
@@ -380,7 +380,7 @@ def _check_ranks(ep: int) -> None:
         ValueError: it is another one.
     """
     with importing():
-        from octile.parallel.ranks import count_ranks
+        from octile.torchrun import count_ranks
 
     if (started := count_ranks()) == ep:
         return

@@ -34,9 +34,10 @@ from octile.bench.rows import LEGEND, Row, compare, table_with
 from octile.nn.dispatcher import RoutingPlan
 from octile.ops.quantize import quantize
 from octile.parallel.experts import ExpertDispatcher, exchange
-from octile.parallel.ranks import count_ranks, world
+from octile.parallel.ranks import world
 from octile.parallel.symmetric_memory import PeerDispatcher, PeerMemory, why_not_peers
 from octile.scaled import ScaledTensor
+from octile.torchrun import count_ranks
 
 TOKENS, HIDDEN, CHOSEN, EXPERTS, GROUPS, LIMIT = 4096, 7168, 8, 256, 8, 4
 SMS = (8, 16, 24, 32, 48, 64, 96, 128)

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from octile.parallel.ranks import count_ranks
+from octile.torchrun import count_ranks
 
 
 def pick_device(name: str) -> torch.device:

@@ -41,6 +41,7 @@ from octile.parallel.messages import (
     sent_by_name,
     shown,
 )
+from octile.torchrun import count_ranks, own_rank
 from octile.validation import quoted
 
 T = TypeVar("T")
@@ -197,11 +198,6 @@ _joined: Ranks | None = None
 _is_failing = False  # whether this rank reports a failure
 
 
-def count_ranks() -> int:
-    """The number of processes that torchrun started, 1 without it."""
-    return int(os.environ.get("WORLD_SIZE") or 1)
-
-
 def will_restart() -> bool:
     """Whether torchrun starts the ranks again if one of them fails now."""
     most, so_far = (int(os.environ.get(f"TORCHELASTIC_{what}") or 0) for what in ("MAX_RESTARTS", "RESTART_COUNT"))
@@ -310,8 +306,8 @@ class RanksError(Exception):
 def fail(message: str, code: int) -> NoReturn:
     """Print the failure that ends this rank, if no other rank prints one, and end the process."""
     if reports_failure(message):
-        own = f"rank {_own_rank()}"
-        names = not _own_rank() or message.startswith(f"{own} ")
+        own = f"rank {own_rank()}"
+        names = not own_rank() or message.startswith(f"{own} ")
         sys.stderr.write(f"octile: {'' if names else f'{own}: '}{message}\n")  # in one: others write, too
     end(code)
 
@@ -322,7 +318,7 @@ def reports_failure(message: str) -> bool:
     The same failure on all ranks is printed by rank 0. A rank that fails because another one has failed is silent.
     """
     global _is_failing
-    _is_failing, rank = True, _own_rank()
+    _is_failing, rank = True, own_rank()
     try:
         store = _joined.store if _joined is not None else dist.PrefixStore("octile", _rendezvous(PATIENCE)[0])
         assert store is not None
@@ -333,10 +329,6 @@ def reports_failure(message: str) -> bool:
         return store.compare_set(FAILURE, "", own).decode() == own
     except Exception:  # without torchrun's store nobody knows what the others have printed
         return True
-
-
-def _own_rank() -> int:
-    return int(os.environ.get("RANK") or 0)
 
 
 def end(code: int) -> NoReturn:

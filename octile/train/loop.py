@@ -30,7 +30,7 @@ from octile.extras import require
 from octile.formats import E4M3
 from octile.models.counts import count_parameters
 from octile.parallel.device import pick_own_device
-from octile.parallel.ranks import Ranks, RanksError, count_ranks, explain, join, leave, will_restart
+from octile.parallel.ranks import Ranks, RanksError, explain, join, leave, will_restart
 from octile.recipe import BLOCK, OperandFormat
 from octile.report.machine import describe_machine, machine
 from octile.report.run.memorization import find_memorization
@@ -39,7 +39,9 @@ from octile.report.run.page import write_run_report
 from octile.report.run.spikes import Spike, SpikeDetector, SpikeState
 from octile.serve.engine.request import Sampling
 from octile.serve.generate import generate_from
+from octile.signals import Stopped, stop_requests
 from octile.text import format_count
+from octile.torchrun import count_ranks
 from octile.train.config import FILE_TEXTS, TrainConfig, flatten
 from octile.train.data.batches import count_windows
 from octile.train.data.corpus import check_source
@@ -56,7 +58,6 @@ from octile.train.run.folder import RunFolder, lock_folder
 from octile.train.run.metrics import Metrics, MetricsWriter, NoMetrics, read_lines, truncate_after
 from octile.train.run.recipe_check import check_recipe
 from octile.train.run.resume import SavedRun, check_goal, check_settings, continued, open_run, print_settings
-from octile.train.run.signals import Stopped, stop_requests
 from octile.train.run.source_digest import source_digest
 from octile.train.step.progress import batch_ramp
 from octile.train.strategy.pipelined_model import make_pipeline_schedule

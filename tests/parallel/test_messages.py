@@ -33,7 +33,7 @@ from octile.parallel.messages import (
 )
 from octile.parallel.ranks import RanksError, world
 from octile.serve.engine.request import Sampling
-from octile.train.run.signals import Stopped
+from octile.signals import Stopped
 from tests.worlds import Outcomes, Work
 
 SOURCE = Path(messages.__file__).parents[1]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from octile.parallel import ranks as module
 from octile.parallel.messages import MessageError, encode, outcome_of
 from octile.parallel.ranks import Ranks, RanksError, explain, join, leave, reports_failure
-from octile.train.run.signals import Stopped
+from octile.signals import Stopped
 from tests.worlds import start_ranks
 
 

@@ -23,12 +23,12 @@ from octile.checkpoint.hugging_face import load, load_weights, read_model_config
 from octile.checkpoint.training import latest_checkpoint, load_checkpoint
 from octile.cli import main
 from octile.models.deepseek_v3 import DeepseekV3
+from octile.signals import Stopped, Terminated
 from octile.train.config import TrainConfig
 from octile.train.evaluation.evaluator import Evaluator
 from octile.train.loop import train
 from octile.train.run.checkpoints import RunCheckpoints
 from octile.train.run.folder import RunFolder
-from octile.train.run.signals import Stopped, Terminated
 from octile.train.strategy.single import Strategy
 from octile.train.trainer import Trainer
 from tests.train.conftest import MICRO, micro, silent_console, write_no_report

@@ -30,6 +30,7 @@ from octile.report.compare.tables import format_compare_table, format_details_ta
 from octile.report.compare.token_differences import TokenDifferences, token_differences
 from octile.report.machine import describe_machine, machine
 from octile.report.run.metrics import Floats
+from octile.signals import Stopped, stop_requests
 from octile.train.compare.gradient_check import parse_steps
 from octile.train.compare.run import ComparedRun, train_compared_run
 from octile.train.config import COMPARE_RESUMABLE, TrainConfig, describe_changes, describe_settings, differences
@@ -43,7 +44,6 @@ from octile.train.run.console import RunConsole
 from octile.train.run.duration import check_duration
 from octile.train.run.folder import COMPARISON, DATA, check_unused, lock_folder, new_folder, why_empty
 from octile.train.run.recipe_check import check_recipe
-from octile.train.run.signals import Stopped, stop_requests
 from octile.validation import (
     MAX_SEED,
     Seed,

@@ -17,13 +17,13 @@ from octile.parallel.device import pick_device
 from octile.report.compare.file import read_curve, read_gradient_check
 from octile.report.compare.gradients import GradientCheck
 from octile.report.compare.result import Curve
+from octile.signals import Stopped
 from octile.train.compare.gradient_check import check_gradients
 from octile.train.config import COMPARE_RESUMABLE, TrainConfig, describe_changes, differences
 from octile.train.data.token_store import TokenStore
 from octile.train.run.console import RunConsole
 from octile.train.run.duration import reference_time
 from octile.train.run.resume import computed_on, warn_of_another_machine
-from octile.train.run.signals import Stopped
 from octile.train.trainer import Trainer
 
 CHECKPOINTS, FINISHED = "checkpoints", "finished"

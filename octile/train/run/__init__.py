@@ -3,7 +3,6 @@
 folder.py         the files of a run, and its lock
 metrics.py        measurements of steps, written so that a crash loses none
 console.py        the terminal output of a run
-signals.py        Ctrl-C and SIGTERM
 recipe_check.py   whether ranks and model can be trained with the recipe
 duration.py       how long a run takes at least on a CPU
 deterministic.py  runs that give the same bits again

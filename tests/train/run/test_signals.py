@@ -8,7 +8,6 @@ import sys
 import threading
 
 import pytest
-
 from octile.train.run.signals import stop_requests, terminable
 
 LIBC = ctypes.CDLL(None)

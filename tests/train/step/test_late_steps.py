@@ -15,10 +15,11 @@ from octile.lab.run import observer
 from octile.nn.observer import has_observers
 from octile.recipe import Recipe
 from octile.report.run import spikes
+from octile.signals import Stopped
+from octile.train import trainer as module
 from octile.train.compare.run import train_compared_run
 from octile.train.loop import train
 from octile.train.run.folder import RunFolder
-from octile.train.run.signals import Stopped
 from octile.train.step import clock, launched
 from octile.train.step.launched import COLLECT_EVERY
 from octile.train.step.passes import Passes

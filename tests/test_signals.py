@@ -1,0 +1,131 @@
+"""Tests of Ctrl-C and SIGTERM during a run: the first is acknowledged at once and collected, the second ends it."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from octile.signals import stop_requests, terminable
+
+LIBC = ctypes.CDLL(None)
+
+
+@pytest.fixture(autouse=True)
+def interruptible():
+    """Ctrl-C interrupts before the test's context, also where the tests run in the background of a shell."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def ignore(number: int) -> None:
+    """The acknowledgment that says nothing."""
+
+
+def test_the_first_signal_is_collected():
+    with stop_requests(ignore) as stop:
+        signal.raise_signal(signal.SIGTERM)
+        assert stop == [signal.SIGTERM]
+
+
+def test_the_second_signal_interrupts():
+    with stop_requests(ignore) as stop:
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        assert stop == [signal.SIGINT]
+
+
+@pytest.mark.parametrize("numbers", [(signal.SIGINT, signal.SIGTERM), (signal.SIGTERM, signal.SIGINT)])
+def test_the_second_signal_interrupts_if_it_is_of_another_kind(numbers):
+    with terminable(), stop_requests(ignore):
+        signal.raise_signal(numbers[0])
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(numbers[1])
+
+
+def test_a_second_ctrl_c_interrupts_a_process_that_a_shell_has_begun_in_the_background():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with stop_requests(ignore):
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+HANGING_KERNEL = """
+import ctypes, os, signal, threading
+import octile.signals
+octile.signals.GRACE = 0.1
+with octile.signals.stop_requests(lambda _: os.kill(os.getpid(), signal.SIGTERM)):
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})  # another thread receives them
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()  # when the function is called
+    ctypes.CDLL(None).sleep(600)
+"""
+
+
+def test_a_second_signal_ends_the_process_while_a_kernel_runs():
+    """The main thread waits in a C function, as in a kernel, and can raise nothing."""
+    ended = subprocess.run([sys.executable, "-c", HANGING_KERNEL], stderr=subprocess.PIPE, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr.decode()) == (
+        143,
+        "octile: stopped at once, within a step; what was saved before stays\n",
+    )
+
+
+def test_the_handlers_from_before_are_restored():
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with stop_requests(ignore):
+        assert signal.getsignal(signal.SIGINT) is not before[0]
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_the_context_ends_although_a_forked_process_holds_its_socket():
+    with stop_requests(ignore):
+        number = signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(number)
+        copy = os.dup(number)  # a forked process has such a copy
+        gives_up = threading.Timer(20, os.close, (copy,))
+        gives_up.start()
+    is_open = gives_up.is_alive()
+    gives_up.cancel()
+    assert is_open
+    os.close(copy)
+
+
+def test_a_signal_is_acknowledged_while_a_kernel_runs():
+    """The main thread waits in a C function, as in a kernel, for what the acknowledgment writes."""
+    read_end, write_end = os.pipe()
+    acknowledged = []
+
+    def acknowledge(number: int) -> None:
+        acknowledged.append(number)
+        os.write(write_end, b"a")
+
+    gives_up = threading.Timer(20, os.write, (write_end, b"-"))
+    byte = ctypes.create_string_buffer(1)
+    with stop_requests(acknowledge) as stop:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # another thread of the process receives it
+        try:
+            gives_up.start()
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+            LIBC.read(read_end, byte, 1)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            gives_up.cancel()
+    os.close(read_end)
+    os.close(write_end)
+    assert (byte.raw, acknowledged, stop) == (b"a", [signal.SIGINT], [signal.SIGINT])
+
+
+def test_only_the_first_signal_is_acknowledged():
+    acknowledged = []
+    with stop_requests(acknowledged.append):
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert acknowledged == [signal.SIGINT]
