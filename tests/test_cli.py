@@ -12,6 +12,7 @@ import sys
 import warnings
 from dataclasses import is_dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,10 +20,13 @@ import torch
 import octile.cli
 from octile.checkpoint.hugging_face import save
 from octile.checkpoint.training import save_checkpoint
-from octile.cli import COMMANDS, main, wrap_help
+from octile.cli import COMMANDS, main
 from octile.models.config import ModelConfig, RopeScaling
 from octile.models.deepseek_v3 import DeepseekV3
+from octile.options import Command
+from octile.options.names import SETTINGS_FILES, with_options
 from octile.serve.engine.engine import Engine
+from octile.serve.newest_run import newest_run
 from octile.tokenizer import Tokenizer
 from octile.train.compare.compare import Comparison
 from octile.train.config import OptimConfig, ParallelConfig, TrainConfig, preset
@@ -55,8 +59,9 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert code == 2
     assert err.startswith("octile: ")
     assert err.count("\n") == 1
-    if (form := octile.cli.FORMS.get(arguments[0])) and not any(file in err for file in octile.cli.SETTINGS_FILES):
-        assert octile.cli._with_options(err.removeprefix("octile: "), form)[0] == err.removeprefix("octile: ")
+    if isinstance(command := COMMANDS.get(arguments[0]), Command) and not any(file in err for file in SETTINGS_FILES):
+        line = err.removeprefix("octile: ")
+        assert with_options(line, command.load().Options)[0] == line
     return err
 
 
@@ -113,23 +118,6 @@ def test_help_fits_the_terminal(capsys, monkeypatch, command, width):
 )
 def test_help_names_what_an_option_takes_not_that_it_may_be_left_out(capsys, command):
     assert "{None}" not in call(capsys, *command, "--help")[1]
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("twenty-two characters.", "twenty-two characters."),
-        ("usage: octile train [-h] --all", "usage: octile train\n       [-h] --all"),
-        ("  lab  Study FP8 numerics", "  lab  Study FP8\n       numerics"),
-        ("One longer line of text", "One longer line of\ntext"),
-        ("\x1b[2m-h   twenty characters\x1b[0m", "\x1b[2m-h   twenty characters\x1b[0m"),
-        ("first\n\nlast", "first\n\nlast"),
-    ],
-    ids=["fits", "usage", "name", "sentence", "styled", "empty line"],
-)
-def test_help_is_wrapped_to_the_terminal(monkeypatch, text, shown):
-    monkeypatch.setenv("COLUMNS", "22")
-    assert wrap_help(text) == shown
 
 
 @pytest.mark.parametrize(
@@ -256,7 +244,7 @@ def test_unknown_recipe(capsys, text, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--stepz", "4"], "Unrecognized options: --stepz, 4; perhaps you meant --steps"),
+        (["--stepz", "4"], "--stepz is unknown; perhaps you meant --steps"),
         (["--device", "gpu"], "--device must be one of auto, cpu, cuda, not 'gpu'"),
         (["--steps", "abc"], "--steps must be a whole number, not 'abc'"),
         (["--optim.lr", "x"], "--optim.lr must be a number, not 'x'"),
@@ -265,9 +253,7 @@ def test_unknown_recipe(capsys, text, tmp_path):
     ],
 )
 def test_options_that_are_wrong(capsys, options, message):
-    line = refused(capsys, "train", *options)
-    assert message in line
-    assert "Error parsing" not in line  # what the parser calls its form is nobody's business
+    assert message in refused(capsys, "train", *options)
 
 
 @pytest.fixture
@@ -516,7 +502,7 @@ def test_only_the_first_rank_names_the_run(capsys, hf_folder, tmp_path, monkeypa
     shutil.copytree(hf_folder, tmp_path / "runs" / "mine" / "model")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RANK", "1")
-    assert octile.cli._newest_run() == Path("runs/mine")
+    assert newest_run() == Path("runs/mine")
     assert capsys.readouterr().err == ""
 
 
@@ -563,7 +549,7 @@ def test_control_characters_of_an_error_reach_no_terminal(capsys, monkeypatch, i
 
 @pytest.mark.parametrize("key", ["a\udcff", "naïve", "secret\n", " secret", "two\tparts"])
 def test_api_keys_that_no_client_can_send_are_refused(capsys, hf_folder, monkeypatch, key):
-    monkeypatch.setattr("octile.serve.http.command.serve", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("octile.serve.http.serve_folder.serve", lambda *_: pytest.fail("the model was loaded"))
     line = "must be printable ASCII without blanks at its ends, to be sent in a header"
     assert f"--api-key {line}" in refused(capsys, "serve", str(hf_folder), f"--api-key={key}")
     monkeypatch.setenv("OCTILE_API_KEY", key)
@@ -796,11 +782,16 @@ def test_json_holds_measures_as_numbers(capsys, command):
     assert [text for text in strings(json.loads(out)) if MEASURE.fullmatch(text)] == []
 
 
+def in_the_place_of_train(monkeypatch, run):
+    """Have `octile train` call a function."""
+    monkeypatch.setitem(octile.cli.COMMANDS, "train", SimpleNamespace(run=lambda *_: run()))
+
+
 def failing(monkeypatch, error):
-    def fail(arguments):
+    def fail():
         raise error
 
-    monkeypatch.setitem(octile.cli.COMMANDS, "train", fail)
+    in_the_place_of_train(monkeypatch, fail)
 
 
 def test_a_full_disk_is_one_line_and_exit_code_1(capsys, monkeypatch):
@@ -826,10 +817,10 @@ def test_a_warning_of_ours_is_a_line(capsys, text, tmp_path):
 
 
 def test_a_warning_of_torch_about_its_own_context_is_not_shown(capsys, monkeypatch):
-    def warn(_) -> None:
+    def warn() -> None:
         warnings.warn("Attempting to run cuBLAS, but there was no current CUDA context! Attempting…", stacklevel=1)
 
-    monkeypatch.setitem(octile.cli.COMMANDS, "train", warn)
+    in_the_place_of_train(monkeypatch, warn)
     assert call(capsys, "train") == (0, "", "")
 
 
@@ -847,7 +838,7 @@ def test_an_internal_error_is_one_line_and_exit_code_1(capsys, monkeypatch):
 
 
 def test_a_value_error_that_is_not_one_of_our_checks_is_not_the_users_fault(capsys, monkeypatch):
-    monkeypatch.setitem(octile.cli.COMMANDS, "train", lambda arguments: torch.zeros(2).reshape(3) and int("x"))
+    in_the_place_of_train(monkeypatch, lambda: torch.zeros(2).reshape(3) and int("x"))
     assert call(capsys, "train")[0] == 1
 
 
@@ -876,8 +867,9 @@ def test_a_comparison_that_cannot_be_made_is_refused(capsys, tmp_path, options, 
 
 def test_sigterm_ends_any_command_with_a_line_and_exit_code_143():
     code = (
-        "import sys, time, octile.cli\n"
-        "octile.cli.COMMANDS['doctor'] = lambda arguments: (print('ready', flush=True), time.sleep(60))\n"
+        "import sys, time, types, octile.cli\n"
+        "run = lambda *_: (print('ready', flush=True), time.sleep(60))\n"
+        "octile.cli.COMMANDS['doctor'] = types.SimpleNamespace(run=run)\n"
         "octile.cli.main(['doctor'])"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -905,7 +897,7 @@ ENDINGS = [(signal.SIGINT, "octile: interrupted\n", 130), (signal.SIGTERM, "octi
 
 @pytest.mark.parametrize(("number", "line", "status"), ENDINGS)
 def test_a_signal_while_the_command_line_is_imported_ends_with_a_line(tmp_path, number, line, status):
-    ended = started_as_a_program(tmp_path, "tyro", f"os.kill(os.getpid(), {number:d})\n", "train")
+    ended = started_as_a_program(tmp_path, "difflib", f"os.kill(os.getpid(), {number:d})\n", "train")
     assert (ended.stdout, ended.stderr, ended.returncode) == ("", line, status)
 
 
@@ -941,14 +933,14 @@ def test_a_command_says_what_it_does_before_torch_is_imported(tmp_path, argument
 )
 def test_a_signal_that_a_library_takes_for_a_failed_import_ends_a_command(number, line, status, then):
     code = (
-        "import json, os, signal, octile.cli, octile.extras\n"
+        "import json, os, signal, types, octile.cli, octile.extras\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background process ignores it
-        "def doctor(arguments):\n"
+        "def doctor(*_):\n"
         "    try:\n"
         f"        os.kill(os.getpid(), {number:d})\n"
         "    except BaseException:\n"
         f"        {then}\n"
-        "octile.cli.COMMANDS['doctor'] = doctor\n"
+        "octile.cli.COMMANDS['doctor'] = types.SimpleNamespace(run=doctor)\n"
         "octile.cli.main(['doctor'])"
     )
     process = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, check=False)
@@ -966,11 +958,11 @@ def test_a_signal_that_a_library_takes_for_a_failed_import_ends_a_command(number
 )
 def test_ctrl_c_while_the_interpreter_exits_prints_nothing(late, status):
     code = (
-        "import atexit, signal, sys, threading, time, octile.cli\n"
+        "import atexit, signal, sys, threading, time, types, octile.cli\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background process ignores it
         "def wait(*_, write=sys.stdout.write, flush=sys.stdout.flush, sleep=time.sleep):\n"
         "    write('exits\\n'), flush(), sleep(1)\n"
-        f"octile.cli.COMMANDS['doctor'] = lambda arguments: {late}\n"
+        f"octile.cli.COMMANDS['doctor'] = types.SimpleNamespace(run=lambda *_: {late})\n"
         "sys.argv[1:] = ['doctor']\n"
         "octile.cli.main()"
     )
@@ -1022,7 +1014,7 @@ COMPARED = (
 def compared(monkeypatch):
     """compared(options): the arguments with which these options begin a comparison."""
     calls = []
-    monkeypatch.setattr("octile.train.compare.compare", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr("octile.train.compare.compare.compare", lambda *arguments: calls.append(arguments))
 
     def begin(*options: str):
         main(["compare", *options])

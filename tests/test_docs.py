@@ -114,7 +114,7 @@ def test_the_ranks_of_a_page_s_commands_can_train(page: Path, monkeypatch: pytes
         configs: list[TrainConfig] = []
         monkeypatch.setenv("WORLD_SIZE", str(n_ranks))
         monkeypatch.setattr("octile.train.loop.train", lambda config, *_, into=configs: into.append(config))
-        cli.train(arguments)
+        cli.main(["train", *arguments])
         check_world(configs[0])
         make_pipeline_schedule(configs[0])
 

@@ -25,12 +25,11 @@ HEAVY = (
     "triton",
     "transformers",
     "tokenizers",
-    "tyro",
     "rich",
 )
 
 OPTIONAL = (
-    *("matplotlib", "jinja2", "tensorboard", "tokenizers", "tyro", "rich", "filelock"),
+    *("matplotlib", "jinja2", "tensorboard", "tokenizers", "rich", "filelock"),
     *("fastapi", "uvicorn", "prometheus_client", "openai", "httpx", "playwright"),
     *("transformers", "triton", "cuda", "datasets"),
 )
@@ -73,7 +72,8 @@ def test_quantizing_loads_no_drawing_and_no_training():
 def test_serving_loads_no_training_and_no_compiler(tmp_path):
     folder = save_untrained(replace(ModelConfig.tiny(), vocab_size=320), Tokenizer.train(["one two"], 258), tmp_path)
     loaded = loaded_by(
-        "import octile.parallel.device, octile.serve.http.command; from octile.serve.generate import generate_from; "
+        "import octile.parallel.device, octile.serve.http.serve_folder\n"
+        "from octile.serve.generate import generate_from\n"
         f"list(generate_from({str(folder)!r}, 'one', octile.serve.engine.request.Sampling(2, ignore_eos=True)))"
     )
     assert loaded & {"octile.train", "torch._dynamo", "sympy"} == set()
@@ -134,13 +134,13 @@ def test_a_missing_package_is_reported_with_its_extra(program, line):
 @pytest.mark.parametrize("command", ["train", "compare", "generate", "convert", "bench", "doctor"])
 def test_a_command_without_its_packages_ends_with_one_line(command):
     ended = without_optional("from octile.cli import main; main(sys.argv[1:])", command)
-    line = 'octile: octile\'s training and command line need tyro, rich: pip install "octile[train]"\n'
+    line = 'octile: octile\'s training and command line need rich: pip install "octile[train]"\n'
     assert (ended.stdout, ended.stderr, ended.returncode) == ("", line, 2)
 
 
 def test_the_lab_without_its_packages_ends_with_one_line():
     ended = without_optional("from octile.cli import main; main(sys.argv[1:])", "lab")
-    assert ended.stderr == 'octile: octile\'s numerics lab needs tyro, rich: pip install "octile[lab]"\n'
+    assert ended.stderr == 'octile: octile\'s numerics lab needs rich: pip install "octile[lab]"\n'
     assert ended.returncode == 2
 
 

@@ -4,38 +4,36 @@ import ast
 import re
 from collections.abc import Iterator
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+import octile
 from octile import cli
-from octile.lab.commands import LAB
-from octile.plan.commands import PLAN
-from octile.validation import Dataclass
+from octile.options import CommandGroup, Given
+from octile.options.names import option_names, with_options
 
-PACKAGE = Path(cli.__file__).parent
-OTHERS = {"--nproc-per-node", "--max-restarts", "--help", "--version"}  # the first two are torchrun's
+PACKAGE = Path(octile.__file__).parent
+OTHERS = {"--nproc-per-node", "--max-restarts", "--help", "--help-all", "--version"}  # the first two are torchrun's
 OWN_OPTIONS = ("kernels", "lab/probe", "lab/promotion.py", "report/machine.py", "report/svg.py")  # NVRTC's, git's, …
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w.-]*\w(?!\w|\.\{)")
 CONFIGS = ("engine", "cache", "parallel", "processes", "limits", "optim")
 FIELD = re.compile(rf"(?<![\w./-])(?:{'|'.join(CONFIGS)})\.[a-z][\w-]*")
 
 
-def forms() -> dict[str, type[Dataclass]]:
+@cache
+def forms() -> dict[str, type]:
     """The options of each command."""
-    groups = {
-        f"{group.name} {name}": import_module(f"{group.package}.{command.module}").Options
-        for group in (LAB, PLAN)
-        for name, command in group.commands.items()
-    }
-    return {**cli.FORMS, **groups}
+    groups = {name: group for name, group in cli.COMMANDS.items() if isinstance(group, CommandGroup)}
+    commands = {f"{name} {each}": command for name, group in groups.items() for each, command in group.commands.items()}
+    commands |= {name: command for name, command in cli.COMMANDS.items() if name not in groups}
+    return {name: command.load().Options for name, command in commands.items()}
 
 
 @cache
 def known() -> tuple[set[str], set[str]]:
     """The options, and the fields, of all commands."""
-    pairs = [pair for form in forms().values() for pair in cli._options(form)]
+    pairs = [pair for form in forms().values() for pair in option_names(form).items()]
     return {option for _, option in pairs}, {field for field, _ in pairs}
 
 
@@ -76,7 +74,6 @@ def test_no_message_of_the_library_begins_with_an_option() -> None:
     raised = [
         (f"{path.relative_to(PACKAGE)}:{node.lineno}", text)
         for path in PACKAGE.rglob("*.py")
-        if path.name != "cli.py"
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args
         for text in [ast.unparse(node.exc.args[0]).lstrip("f'\"")]
@@ -88,8 +85,8 @@ def test_no_message_of_the_library_begins_with_an_option() -> None:
 @pytest.mark.parametrize("name", forms())
 def test_every_field_of_a_command_is_shown_as_its_option(name: str) -> None:
     form = forms()[name]
-    for field, option in cli._options(form):
-        assert cli._with_options(f"{field} must be 1, not 2", form)[0] == f"{option} must be 1, not 2"
+    for field, option in option_names(form).items():
+        assert with_options(f"{field} must be 1, not 2", form)[0] == f"{option} must be 1, not 2"
 
 
 @pytest.mark.parametrize(
@@ -101,22 +98,22 @@ def test_every_field_of_a_command_is_shown_as_its_option(name: str) -> None:
 )
 def test_a_message_that_quotes_a_settings_file_begins_with_its_option(message: str, shown: str) -> None:
     form = forms()["lab capture"]
-    with pytest.raises(ValueError, match=f"^{re.escape(shown)}$"), cli._named_as_options(form, []):
+    with pytest.raises(ValueError, match=f"^{re.escape(shown)}$"), Given(form, "", {}).naming_options():
         raise ValueError(message)
 
 
 @pytest.mark.parametrize(
-    ("form", "prefix", "message", "shown"),
+    ("command", "prefix", "message", "shown"),
     [
-        (cli.Serve, "", "parallel.ep 2 and engine.max_batch 3", "--parallel.ep 2 and --engine.max-batch 3"),
-        (cli.Train, "model.", "index_topk needs q_lora_rank", "--model.index-topk needs --model.q-lora-rank"),
-        (cli.Train, "", "out 'run' is a file: choose another --out", "--out 'run' is a file: choose another --out"),
-        (cli.Train, "", "out of memory at step 3: the data ended", "out of memory at step 3: the data ended"),
-        (cli.Train, "", "a run of seed 3 and --batch-size 4", "a run of seed 3 and --batch-size 4"),
-        (cli.Bench, "", "shape and minutes are options of tune", "--shape and --minutes are options of tune"),
-        (cli.Convert, "", "src must be a folder with safetensors", "SRC must be a folder with safetensors"),
-        (cli.Train, "", "runs/batch_size/x has no parallel.epilogue", "runs/batch_size/x has no parallel.epilogue"),
+        ("serve", "", "parallel.ep 2 and engine.max_batch 3", "--parallel.ep 2 and --engine.max-batch 3"),
+        ("train", "model.", "index_topk needs q_lora_rank", "--model.index-topk needs --model.q-lora-rank"),
+        ("train", "", "out 'run' is a file: choose another --out", "--out 'run' is a file: choose another --out"),
+        ("train", "", "out of memory at step 3: the data ended", "out of memory at step 3: the data ended"),
+        ("train", "", "a run of seed 3 and --batch-size 4", "a run of seed 3 and --batch-size 4"),
+        ("bench", "", "shape and minutes are options of tune", "--shape and --minutes are options of tune"),
+        ("convert", "", "src must be a folder with safetensors", "SRC must be a folder with safetensors"),
+        ("train", "", "runs/batch_size/x has no parallel.epilogue", "runs/batch_size/x has no parallel.epilogue"),
     ],
 )
-def test_what_a_command_shows(form: type[Dataclass], prefix: str, message: str, shown: str) -> None:
-    assert cli._with_options(message, form, prefix)[0] == shown
+def test_what_a_command_shows(command: str, prefix: str, message: str, shown: str) -> None:
+    assert with_options(message, forms()[command], prefix)[0] == shown

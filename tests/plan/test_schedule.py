@@ -3,7 +3,7 @@
 import pytest
 
 from octile.parallel.schedules import SCHEDULES, Costs
-from octile.plan.commands import PLAN
+from octile.plan.commands import COMMANDS
 from octile.plan.schedule import compare_schedules
 from tests.test_cli import call, refused
 
@@ -17,7 +17,7 @@ def folder(tmp_path, monkeypatch):
 def test_without_a_command_the_commands_are_listed(capsys):
     code, out, _ = call(capsys, "plan")
     assert code == 0
-    assert all(name in out for name in PLAN.commands)
+    assert all(name in out for name in COMMANDS)
 
 
 def test_an_unknown_command_is_refused(capsys):

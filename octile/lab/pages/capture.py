@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
 from octile.lab.capture import parse_gemm_names
 from octile.lab.run import capture_run
+from octile.options import Positional
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,7 @@ class Options:
         out: the file to write; by default captures/step_N.safetensors in the run's folder.
     """
 
-    run: tyro.conf.Positional[Path]
+    run: Positional[Path]
     step: int | None = None
     layers: str = "*"
     products: str = "fprop,dgrad,wgrad"

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import tyro
 
 from octile.formats import BF16, E2M1, E4M3, E5M2, E5M6, FP16, FP32, INT8, UE8M0
 from octile.lab.formats import (
@@ -30,6 +29,7 @@ from octile.lab.pages import real_tensors_figures as real
 from octile.lab.pages.figures import SNR_MEANING
 from octile.lab.pages.page import Section, Table, power, screen_table, write_lab_page
 from octile.lab.real_tensors import RealTensors, real_tensors
+from octile.options import Positional
 from octile.report.console import Console
 from octile.report.style import PHONE, WIDE
 from octile.report.svg import Chart, make_chart
@@ -51,7 +51,7 @@ class Options:
         json: print JSON and write no page.
     """
 
-    run: tyro.conf.Positional[Path | None] = None
+    run: Positional[Path | None] = None
     out: Path = Path("lab/formats.html")
     json: bool = False
 

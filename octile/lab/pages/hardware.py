@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import tyro
 
 from octile.lab.capture import CapturedGemm, load, parse_gemm_names
 from octile.lab.hardware import HBM, MX, Hardware, Suggestion, hardware
@@ -18,6 +17,7 @@ from octile.lab.pages.figures import TERMS
 from octile.lab.pages.page import Section, Table, screen_table, write_lab_page
 from octile.lab.tensor_core.architectures import EVIDENCE, find_instruction
 from octile.lab.what_if import noise_to_db, select_gemms
+from octile.options import Positional
 from octile.report.console import Console
 from octile.report.style import PHONE, WIDE
 from octile.report.svg import Chart, make_chart
@@ -38,7 +38,7 @@ class Options:
         json: print JSON and write no page.
     """
 
-    capture: tyro.conf.Positional[Path]
+    capture: Positional[Path]
     layers: str = "*"
     products: str | None = None
     sample: int = 32

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import tyro
 from torch import Tensor
 
 from octile.command_text import quoted_path
@@ -19,6 +18,7 @@ from octile.lab.pages.page import Section, Table, screen_table, write_lab_page
 from octile.lab.preflight import GemmKey, Preflight, preflight
 from octile.lab.preflight_check import observe_batch
 from octile.lab.what_if import Error
+from octile.options import Positional
 from octile.recipe import Recipe
 from octile.report.console import Console
 from octile.report.style import COLOR, PHONE, WIDE, style_axes
@@ -57,7 +57,7 @@ class Options:
         json: print JSON and write no page.
     """
 
-    model: tyro.conf.Positional[Path]
+    model: Positional[Path]
     recipe: str = "deepseek_v3"
     text: str = "stdlib"
     batches: int = 4

@@ -8,9 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
 from rich.progress import track
 
 from octile.lab.capture import Capture, CapturedGemm, load, parse_gemm_names
@@ -22,6 +21,7 @@ from octile.lab.pages.page import Section, Table, parse_intervals, parse_words, 
 from octile.lab.tensor_core.architectures import ARCHITECTURES, EVIDENCE
 from octile.lab.variants import PUBLISHED, REFERENCES, SearchSpace, Variant
 from octile.lab.what_if import Rank, WhatIf, noise_to_db, select_gemms, what_if
+from octile.options import Positional
 from octile.recipe import GemmName
 from octile.report.console import Console
 from octile.text import format_count, format_signed
@@ -54,10 +54,7 @@ class Options:
         json: print JSON and write no page.
     """
 
-    captures: Annotated[
-        tyro.conf.Positional[tuple[Path, ...]],
-        tyro.conf.arg(metavar="CAPTURE [CAPTURE ...]", help_behavior_hint="(required)"),
-    ]
+    captures: Positional[tuple[Path, ...]]
     layers: str = "*"
     products: str | None = None
     formats: str = "e4m3,e5m2,e5m6,int8,mx,nvfp4"

@@ -1,184 +1,127 @@
-"""`octile serve`: load a model and serve it until a signal comes."""
+"""`octile serve`: serve a model over HTTP."""
 
 from __future__ import annotations
 
-import signal
-import sys
-from collections.abc import Mapping
-from contextlib import ExitStack
-from ipaddress import ip_address
+import os
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Literal
 
-import torch
-import torch.distributed as dist
-
-from octile.ops.latent_cache import PAGE
-from octile.parallel.ranks import explain, join, leave, world
-from octile.serve.disaggregated.router import Router
-from octile.serve.engine.config import CacheConfig, EngineConfig, ParallelConfig, ProcessesConfig, check_micro_batches
-from octile.serve.http.address import bind, url_of
-from octile.serve.http.chat import ChatTemplate
+from octile.extras import require
+from octile.options import Positional, Section
+from octile.serve.engine.config import CacheConfig, EngineConfig, ParallelConfig, ProcessesConfig, window_of
 from octile.serve.http.config import Limits
-from octile.serve.http.process import HttpProcess
-from octile.serve.http.worker import Start
-from octile.serve.process.server import StepEngine
-from octile.serve.process.signals import freeze_loaded, signals_ignored
-from octile.serve.ranks.engine import LockstepEngine, follow
-from octile.serve.runner.model_runner import ModelRunner
-from octile.serve.weights.generation_config import FILE
-from octile.serve.weights.load import Folder
-from octile.text import format_count
+from octile.serve.newest_run import newest_run
+from octile.signals import importing
+from octile.torchrun import count_ranks
+from octile.validation import Range, check_fields
 
 
-def serve(
-    run: Path,
-    name: str,
-    host: str,
-    port: int,
-    api_keys: tuple[str, ...],
-    device: torch.device,
-    limits: Limits,
-    engine: EngineConfig,
-    cache: CacheConfig,
-    parallel: ParallelConfig,
-    processes: ProcessesConfig,
-    has_model_defaults: bool,
-) -> None:
-    """Serve a folder; see `octile.cli.Serve` for the arguments. The address is bound before the weights are read.
+@dataclass(frozen=True)
+class Options:
+    """Serve a model over HTTP with OpenAI's protocol, and a page to try it.
 
-    Of several ranks that torchrun has started all call this, and rank 0 answers the requests.
+    Attributes:
+        run: a run folder, or a Hugging Face folder of a DeepSeek-V3 model; the newest under runs/ if not given.
+        host: the address to listen at. 127.0.0.1 is reached from this machine only, 0.0.0.0 from its network, too.
+        port: the port to listen at; 0 chooses a free one.
+        model_name: the name by which clients ask for the model; the folder's name if not given.
+        sampling_defaults: model: requests that give no temperature, top_p or top_k get those of the folder's
+            generation_config.json; openai: they get OpenAI's, temperature 1 and all tokens.
+        api_key: a key that clients must send; can be given several times. Other users of this machine can see it, but
+            not one in the environment variable OCTILE_API_KEY.
+        device: auto uses a GPU if there is one.
+        limits: what the server takes at most.
+        engine: how much is computed at once.
+        cache: the paged latent cache, of each rank or process.
+        parallel: the ranks that torchrun starts.
+        processes: prefill and decoding in processes of their own.
+    """
+
+    run: Positional[Path | None] = None
+    host: str = "127.0.0.1"
+    port: Annotated[int, Range(at_least=0, at_most=65535)] = 8000
+    model_name: str | None = None
+    sampling_defaults: Literal["model", "openai"] = "model"
+    api_key: tuple[str, ...] = ()
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    limits: Limits = field(default_factory=Limits)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    processes: ProcessesConfig = field(default_factory=ProcessesConfig)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.processes.prefill and self.parallel.ep > 1:
+            raise ValueError(
+                f"processes.prefill must be 0, not {self.processes.prefill}, if parallel.ep is {self.parallel.ep}: the "
+                "ranks read prompts and generate"
+            )
+        window_of(self.engine, self.parallel)  # refuses what would have no effect
+        if not all(self.api_key) or self.model_name == "":
+            raise ValueError(f"{'model_name' if self.model_name == '' else 'api_key'} must not be empty")
+        for key in self.api_key:
+            _check_key("api_key", key)
+
+
+SECTIONS = (
+    Section("model", ("run", "device", "model_name", "sampling_defaults")),
+    Section("address and clients", ("host", "port", "api_key")),
+    Section("limits of the server", ("limits.in_flight", "limits.new_tokens"), ("limits",)),
+    Section("steps", ("engine.max_batch", "engine.max_step_tokens", "engine.n_drafts"), ("engine",)),
+    Section("cache of keys and values", ("cache.format", "cache.gib")),
+    Section("GPUs", ("parallel.ep", "parallel.tp", "processes.prefill", "processes.decode"), ("parallel",)),
+)
+
+
+def run(options: Options) -> None:
+    """Serve until a signal comes.
 
     Raises:
-        FileNotFoundError: there is no model or no tokenizer.
-        ValueError: a file is damaged, the address cannot be used, or the model does not fit the options.
-        MemoryError: the weights leave no place for a cache.
-        ProcessEndedError: a prefill or decode process has ended or hangs.
-        RanksError: another rank hangs or has ended.
+        ImportError: a package of the extra `serve` is missing.
+        ValueError: torchrun has started another number of ranks; or as for `octile.serve.http.serve_folder.serve`,
+            which raises the other exceptions, too.
     """
-    check_micro_batches(engine, parallel, device.type)
-    ranks = join(device, parallel.timeout)
-    try:
-        folder = Folder.open(run)
-        ranks.agree("parallel", str(parallel))
-        folder.check_parallel(parallel, engine.batch_invariant)
-        chat = ChatTemplate.load(folder.path, folder.tokenizer)
-        with ExitStack() as stack:
-            place = ranks.from_first_only(lambda: _Place.bind(host, port, stack))
-            if processes.prefill:
-                where = f"{device} by processes, {processes.prefill} for prefill and {processes.decode} for decoding"
-            else:
-                where = f"{device}" if ranks.size == 1 else f"{ranks.size} ranks ({device.type})"
-                if parallel.tp > 1:
-                    where += f" in groups of {parallel.tp}"
-            if place is not None:  # on rank 0
-                print(f"loading {name} on {where}", file=sys.stderr, flush=True)
-                folder.warn_of_unused()
-            if processes.prefill:
-                router = Router(folder.path, processes, device, engine, cache, parallel.timeout)
-                loaded = _Loaded(router, router.max_position, router.n_pages, router.cache_bytes)
-                where += ", each with this cache or a larger one"
-            elif ranks.size == 1:
-                loaded = _Loaded.of(*folder.load(device, engine, cache))
-            else:
-                control = world() if device.type == "cpu" else dist.new_group(backend="gloo", timeout=ranks.timeout)
-                spread, runner = folder.load_spread(device, engine, cache, parallel, control)
-                if device.type == "cuda":
-                    ranks.at("the compilation of kernels")
-                    spread.warm_up()
-                if place is None:
-                    freeze_loaded()
-                    with signals_ignored():  # rank 0 has them, too, and ends this rank when it has drained
-                        follow(spread, ranks, control)
-                    return leave()
-                loaded = _Loaded.of(LockstepEngine(spread, ranks, control, place.http.fail), runner)
-                where += f", each {'group ' if parallel.tp > 1 else ''}with this cache"
-            assert place is not None  # on rank 0
-            defaults = folder.generation.sampling if has_model_defaults else {}
-            _answer(place, folder, name, host, api_keys, limits, loaded, where, chat, defaults)
-    except Exception as error:
-        if (explained := explain(error)) is not error:
-            raise explained from error
-        raise
+    _check_ranks(options.parallel.ep)
+    _check_key("OCTILE_API_KEY", os.environ.get("OCTILE_API_KEY", ""))
+    require("fastapi", "uvicorn", "prometheus_client", extra="serve")
+    path = options.run or newest_run()
+    name = options.model_name or path.resolve().name
+    keys = options.api_key + tuple(filter(None, [os.environ.get("OCTILE_API_KEY")]))
+    with importing():
+        from octile.parallel.device import pick_own_device
+        from octile.serve.http.serve_folder import serve
+
+    device = pick_own_device(options.device)
+    serve(
+        path, name, options.host, options.port, keys, device, options.limits, options.engine, options.cache,
+        options.parallel, options.processes, options.sampling_defaults == "model",
+    )  # fmt: skip
 
 
-class _Place(NamedTuple):
-    """A bound address, and the process that answers requests there."""
+def _check_key(name: str, key: str) -> None:
+    """Refuse a key that no client could send in a header, such as one with a newline from a file. It is not shown.
 
-    url: str
-    is_local: bool
-    http: HttpProcess
-
-    @classmethod
-    def bind(cls, host: str, port: int, stack: ExitStack) -> _Place:
-        """Bind an address and start the process, which the stack ends."""
-        with bind(host, port) as bound:
-            url, is_local = url_of(bound), ip_address(bound.getsockname()[0].partition("%")[0]).is_loopback
-            http = HttpProcess(bound)
-        stack.callback(http.close)
-        return cls(url, is_local, http)
+    Raises:
+        ValueError: it is one.
+    """
+    if not (key.isascii() and key.isprintable() and key == key.strip()):
+        raise ValueError(f"{name} must be printable ASCII without blanks at its ends, to be sent in a header")
 
 
-class _Loaded(NamedTuple):
-    """An engine, the positions of a request at most, and the engine's cache."""
+def _check_ranks(ep: int) -> None:
+    """Refuse another number of ranks than torchrun has started.
 
-    engine: StepEngine
-    context: int
-    n_pages: int
-    cache_bytes: int
-
-    @classmethod
-    def of(cls, engine: StepEngine, runner: ModelRunner) -> _Loaded:
-        """The engine of a runner."""
-        return cls(engine, runner.max_position, runner.n_pages, runner.n_pages * runner.pages.bytes_per_page)
-
-
-def _answer(
-    place: _Place,
-    folder: Folder,
-    name: str,
-    host: str,
-    api_keys: tuple[str, ...],
-    limits: Limits,
-    loaded: _Loaded,
-    where: str,
-    chat: ChatTemplate,
-    defaults: Mapping[str, Any],
-) -> None:
-    """Answer requests until a signal comes, and end the other ranks and processes."""
-    url = place.url
-    pages = f"{format_count(loaded.n_pages, 'page')} of {PAGE} tokens, {_binary(loaded.cache_bytes)}"
-    limit = folder.model.max_position_embeddings
-    fewer = f" (the cache has no place for the model's {limit})" if loaded.context < limit else ""
-    print(f"serving {name} on {where}: context {loaded.context} tokens{fewer}, cache {pages}", flush=True)
-    if chat.is_plain:
-        print("its tokenizer has no chat template, like a base model's: chats use a plain one (User: … Assistant:)")
-    if defaults:
-        values = ", ".join(f"{field} {value:g}" for field, value in defaults.items())
-        print(f"requests that give none get its {FILE}'s {values} (not with --sampling-defaults openai)")
-    if not api_keys and not place.is_local:
-        print(f"octile: anyone who reaches {url} can use the model: --api-key restricts it", file=sys.stderr)
-    engine, hosts = loaded.engine, (host,) if place.is_local and not api_keys else None
-    vocab_size, stats = folder.model.vocab_size, engine.stats()
-    freeze_loaded()
-    try:
-        place.http.listen(
-            Start(folder.path, vocab_size, loaded.context, stats, name, limits, defaults, api_keys, hosts)
+    Raises:
+        ValueError: it is another one.
+    """
+    if (started := count_ranks()) == ep:
+        return
+    if started == 1:
+        raise ValueError(
+            f"parallel.ep {ep} needs as many processes: torchrun --nproc-per-node {ep} -m octile serve … starts them"
         )
-        announcement = f"try it at {url}, or with OpenAI's client: base_url {url}/v1, model {name}"
-        signals = place.http.serve(engine, announcement)
-    finally:
-        has_failed = place.http.engine_failure is not None
-        if not has_failed or isinstance(engine, Router):  # whose other processes must end; ranks end themselves
-            engine.close()
-        if not has_failed:
-            leave()
-    if signal.SIGINT in signals:  # also where a shell began the process in the background, which then ignores it
-        raise KeyboardInterrupt
-    signal.raise_signal(signal.SIGTERM)
-
-
-def _binary(size: int) -> str:
-    """Bytes in the largest binary unit of which there is one: "1.5 GiB", "320 KiB"."""
-    unit, name = next((u for u in ((2**30, "GiB"), (2**20, "MiB")) if size >= u[0]), (2**10, "KiB"))
-    return f"{size / unit:.3g} {name}"
+    raise ValueError(
+        f"torchrun has started {started} processes (WORLD_SIZE), so parallel.ep must be {started}, not {ep}"
+    )

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from octile.checkpoint.training import load_checkpoint, save_checkpoint
-from octile.cli import _explain
+from octile.exit_codes import explain
 from octile.lab.run import capture_run
 from octile.nn import MoE
 from octile.nn.gate import Gate
@@ -237,7 +237,7 @@ def test_running_out_of_memory_names_what_to_change_and_how_to_continue(text, tm
         MemoryError, match=r"out of memory at step 3 on the cpu: a sequence of 32 tokens takes"
     ) as caught:
         train(config, False, silent_console())
-    assert _explain(caught.value)[1] == 1
+    assert explain(caught.value)[1] == 1
     assert (out / "report.html").exists()
     advised = re.search(rf"octile train --resume --out {out} --micro-batches (\d)", str(caught.value))
     assert "use --micro-batches 2 (now 1), 2 at a time instead of 4" in str(caught.value)

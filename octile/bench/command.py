@@ -1,0 +1,70 @@
+"""`octile bench`: measure this machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from octile.bench import run as run_benchmark
+from octile.bench import search, search_casts
+from octile.options import Positional
+from octile.serve.newest_run import newest_run
+from octile.torchrun import count_ranks
+
+What = Literal[
+    "gemm", "casts", "step", "train", "transformers", "attention", "serve", "indexer", "sparse", "dispatch", "lab",
+    "tune", "tune-casts",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Options:
+    """Measure this machine.
+
+    Attributes:
+        what: gemm, casts (quantization), step (a model's training step: speed, memory, checkpoint size), train
+            (`octile train` on a GPU, vs. torchtitan), transformers (converted models of that library: speed, memory),
+            attention (of decoding, over the latent cache), serve (`octile serve`: throughput, time to the first token
+            and between tokens, what is refused), indexer (logits of sparse attention's lightning indexer, and its
+            choice of keys), sparse (attention over the chosen keys), dispatch (of tokens to experts on other GPUs; by
+            torchrun), lab (the tensor core model); tune, which searches the fastest GEMM configurations on a Hopper GPU
+            and stores them; or tune-casts, which shows the fastest settings of quantization kernels there.
+        json: also write the rows to this file.
+        run: a run folder or a Hugging Face folder to serve; the newest under runs/ if not given.
+        shape: M,N,K of one GEMM to tune; every shape of gemm if not given.
+        minutes: after so many minutes, tune starts no further shape.
+    """
+
+    what: Positional[What] = "step"
+    json: Path | None = None
+    run: Path | None = None
+    shape: str | None = None
+    minutes: float | None = None
+
+
+def run(options: Options) -> None:
+    """Measure, or search the fastest kernels.
+
+    Raises:
+        ValueError: an option has no effect; or as for `octile.bench.run` and `octile.bench.search`, which raise the
+            other exceptions, too.
+    """
+    if options.what != "tune" and (options.shape is not None or options.minutes is not None):
+        raise ValueError(f"shape and minutes are options of tune, not of {options.what}")
+    if options.what.startswith("tune") and options.json is not None:
+        raise ValueError(
+            "json is an option of gemm, casts, step, train, transformers, attention, serve, indexer, sparse, dispatch "
+            f"and lab, not of {options.what}, which writes no rows"
+        )
+    if options.what != "serve" and options.run is not None:
+        raise ValueError(f"run is an option of serve, not of {options.what}")
+    if count_ranks() > 1 and options.run is not None:
+        raise ValueError("run is an option of one process: serve on several ranks measures a model of its own")
+    if options.what == "tune-casts":
+        search_casts()
+    elif options.what == "tune":
+        search(options.shape, options.minutes)
+    else:
+        is_run = options.what == "serve" and count_ranks() == 1
+        run_benchmark(options.what, options.json, (options.run or newest_run()) if is_run else None)

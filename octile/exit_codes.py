@@ -1,0 +1,115 @@
+"""How a command ends: an exception becomes one line and an exit code.
+
+0      success
+2      an error that the user can correct, with one line that says how
+1      any other failure
+130    ended by Ctrl-C
+143    ended by SIGTERM
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn, TextIO
+
+from octile.signals import Terminated, terminable, termination_ignored
+from octile.text import escape_control_characters
+from octile.torchrun import count_ranks, own_rank
+
+USER_ERROR, FAILURE, INTERRUPTED, TERMINATED = 2, 1, 130, 143
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+
+# torch's warning of an autograd thread whose first kernel is a GEMM, as in a stage's backward pass; it sets the context
+NO_CONTEXT = "Attempting to run cuBLAS, but there was no current CUDA context"
+
+
+def run_and_exit(command: Callable[[], object]) -> None:
+    """Run a command; an exception becomes one line, and the process exits. OCTILE_TRACEBACK=1 shows the traceback."""
+    raised: list[type[KeyboardInterrupt]] = []
+    try:
+        with warnings.catch_warnings(), terminable() as raised:
+            warnings.showwarning = _warn
+            warnings.filterwarnings("ignore", NO_CONTEXT)
+            command()
+    except BrokenPipeError:  # the reader of the output, such as head, has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt as interrupt:
+        _fail(*_explain_interrupt(type(interrupt)))
+    except Exception as error:
+        if os.environ.get("OCTILE_TRACEBACK"):
+            raise
+        _fail(*explain(error, raised))
+
+
+def _warn(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Print a warning: one of octile as a line like an error, any other in Python's form."""
+    is_octile = Path(filename).is_relative_to(Path(__file__).parent)
+    if is_octile and own_rank():  # rank 0 says the same
+        return
+    text = f"octile: {message}\n" if is_octile else warnings.formatwarning(message, category, filename, lineno, line)
+    sys.stderr.write(text)
+
+
+def explain(error: Exception, raised: Sequence[type[KeyboardInterrupt]] = ()) -> tuple[str, int]:
+    """The line and the exit code for an exception, before which signals were raised."""
+    if (code := getattr(error, "exit_code", None)) is not None:  # of Stopped and RanksError
+        return str(error), code
+    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+        return f"{error.strerror}: {error.filename or 'while writing'}; what was complete is still there", FAILURE
+    if isinstance(error, FloatingPointError) or (isinstance(error, MemoryError) and _raised_by_octile(error)):
+        return str(error), FAILURE
+    if isinstance(error, OSError) and error.filename is not None:  # the system's message without its number
+        return f"{str(error.filename)!r}: {error.strerror}", USER_ERROR
+    if raised:  # a library has taken it for an import that has failed
+        return _explain_interrupt(raised[-1])
+    if isinstance(error, OSError) or (isinstance(error, ValueError | ImportError) and _raised_by_octile(error)):
+        return str(error), USER_ERROR
+    return f"{type(error).__name__}: {error} (OCTILE_TRACEBACK=1 shows where)", FAILURE
+
+
+def _explain_interrupt(kind: type[KeyboardInterrupt]) -> tuple[str, int]:
+    return (_terminated(), TERMINATED) if kind is Terminated else ("interrupted", INTERRUPTED)
+
+
+def _raised_by_octile(error: BaseException) -> bool:
+    """Whether octile or the script itself raised an exception: a check that tells what to correct, not a defect."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not frames:
+        return False
+    file, script = frames[-1].f_code.co_filename, getattr(sys.modules["__main__"], "__file__", None)
+    return file == script or Path(file).is_relative_to(Path(__file__).parent)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    line = " ".join(message.split())
+    if sys.stderr.isatty():  # a message quotes files and their names
+        line = escape_control_characters(line)
+    if count_ranks() == 1:
+        print(f"octile: {line}", file=sys.stderr)
+        sys.exit(code)
+    from octile.parallel.ranks import fail
+
+    with termination_ignored():  # torchrun sends SIGTERM when another rank has ended, while this one waits to report
+        fail(line, code)
+
+
+def _terminated() -> str:
+    """What to say of SIGTERM, which torchrun sends to the other ranks when one has ended."""
+    if count_ranks() == 1 or "octile.parallel.ranks" not in sys.modules:
+        return "terminated"
+    from octile.parallel.ranks import where_ranks_are
+
+    return f"terminated{where_ranks_are()}"

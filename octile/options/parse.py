@@ -1,0 +1,206 @@
+"""From the words of a command to its options."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import MISSING, dataclass, replace
+from difflib import get_close_matches
+from typing import Any
+
+from octile.options.fields import Option, dataclass_of, default_of, options_of
+from octile.options.names import WORD_MARKS, with_options
+from octile.options.values import OptionError, value_of
+from octile.validation import annotations_of
+
+HELP, HELP_ALL = frozenset({"-h", "--help"}), "--help-all"
+
+
+@dataclass(frozen=True)
+class Given:
+    """What is given for a command.
+
+    Attributes:
+        cls: the dataclass of its options.
+        command: its name, such as "lab formats".
+        words: the words that are given for each field; the last ones, if an option is given several times.
+        resumable: the settings that may change when it resumes what is stored.
+    """
+
+    cls: type
+    command: str
+    words: Mapping[str, Sequence[str]]
+    resumable: Collection[str] = ()
+
+    def __contains__(self, path: str) -> bool:
+        """Whether a field is given."""
+        return path in self.words
+
+    def get(self, path: str) -> str | None:
+        """Return the word that is given for a field, or None."""
+        return self.words[path][-1] if path in self.words else None
+
+    def is_set(self, path: str) -> bool:
+        """Whether a flag is set."""
+        return self.get(path) == "True"
+
+    def check_one_of(self, first: str, second: str) -> None:
+        """Refuse two fields of which only one may be given.
+
+        Raises:
+            ValueError: both are.
+        """
+        if first in self and second in self:
+            raise ValueError(f"{first} and {second} exclude each other: give one of them")
+
+    def build(self, default: Any = None) -> Any:
+        """Make the dataclass.
+
+        Args:
+            default: an instance, whose values are those of the fields that are not given; those of the class if None.
+
+        Raises:
+            ValueError: a value is not what its annotation says, or the dataclass refuses it; the message names options.
+        """
+        with _pointing_to_help(self.command):
+            return self._build(self.cls, default, {option.path: option for option in options_of(self.cls)})
+
+    def _build(self, cls: type, default: Any, options: Mapping[str, Option], where: str = "") -> Any:
+        prefix, values = f"{where}." if where else "", {}
+        for name, annotation in annotations_of(cls).items():
+            path, inner = prefix + name, dataclass_of(annotation)
+            if inner is not None and any(given.startswith(f"{path}.") for given in self.words):
+                values[name] = self._build(inner, default_of(cls, name, default), options, path)
+            elif path in options and path in self.words:
+                values[name] = value_of(options[path], self.words[path])
+        try:
+            return cls(**values) if default is None else replace(default, **values)
+        except (TypeError, ValueError) as error:
+            raise ValueError(self.explained(str(error), where)) from None
+
+    def explained(self, message: str, where: str = "") -> str:
+        """Name options instead of fields, and say which of them are those of what is resumed, and which may change.
+
+        Args:
+            message: text of an exception.
+            where: field that it is about, such as "model".
+        """
+        text, named = with_options(message, self.cls, where)
+        stored = {path: option for path, option in named.items() if set(path) & WORD_MARKS and path not in self}
+        if not self.is_set("resume") or not stored:
+            return text
+        may_change = [option for path, option in stored.items() if path.partition(".")[0] in self.resumable]
+        of_which = "which" if len(may_change) == len(stored) else f"of which only {' and '.join(may_change)}"
+        are = "is that" if len(stored) == 1 else "are those"
+        return (
+            f"{text}; {' and '.join(stored.values())} {are} of the run{f', {of_which} may change' * bool(may_change)}"
+        )
+
+    @contextmanager
+    def naming_options(self) -> Iterator[None]:
+        """Let an exception inside the context name options instead of fields."""
+        try:
+            yield
+        except Exception as error:
+            message = error.args[0] if len(error.args) == 1 else None
+            if isinstance(message, str):
+                is_check = isinstance(error, ValueError)
+                text = self.explained(message) if is_check else with_options(message, self.cls)[0]
+                error.args = (text,)
+                if isinstance(error, ImportError):
+                    error.msg = text  # which is shown instead of args
+            raise
+
+
+def parse(cls: type, words: Sequence[str], command: str, resumable: Collection[str] = ()) -> Given:
+    """Find out for each word which field it is given for. Values are converted by `Given.build`.
+
+    An option is --name VALUE or --name=VALUE, with _ or - in its name; the last one counts. A value that begins with a
+    dash and is no number needs the form with =.
+
+    Raises:
+        OptionError: an option is unknown, has no value, or a positional argument is missing or one too many.
+    """
+    with _pointing_to_help(command):
+        return Given(cls, command, _assign(options_of(cls), list(words)), resumable)
+
+
+def _assign(options: Sequence[Option], words: list[str]) -> dict[str, list[str]]:
+    named = {option.name: option for option in options if not option.is_positional}
+    negations = {option.negation: option for option in options if option.is_flag}
+    found, arguments = dict[str, list[str]](), list[str]()
+    while words:
+        word = words.pop(0)
+        if not _is_option(word):
+            arguments.append(word)
+            continue
+        typed, equals, assigned = word.partition("=")
+        name = f"--{typed.removeprefix('--').replace('_', '-')}"
+        option = named.get(name) or negations.get(name)
+        if option is None or not typed.startswith("--"):
+            raise OptionError(typed, f"is unknown{_suggestion(name, [*named, *negations], options)}")
+        if option.is_flag:
+            if equals:
+                raise OptionError(name, f"takes no value, but {assigned!r} is given")
+            found[option.path] = [str(name == option.name)]
+            continue
+        values = [assigned] if equals else []
+        while words and len(values) != option.count and not _is_option(words[0]):
+            values.append(words.pop(0))
+            if option.is_repeated:
+                break
+        if not values or option.count not in (None, len(values)):
+            raise OptionError(option.name, _needs_value(option, words[0] if words else "", {*named, *negations}))
+        found[option.path] = [*found.get(option.path, []), *values] if option.is_repeated else values
+    return found | _assign_arguments([option for option in options if option.is_positional], arguments)
+
+
+def _assign_arguments(options: Sequence[Option], words: list[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for option in options:
+        count = len(words) if option.count is None else 1
+        if words or option.count is None:
+            found[option.path], words = words[:count], words[count:]
+        elif option.default is MISSING:
+            raise OptionError(option.name, f"is missing: {option.help.rstrip('.')}")
+    if words:
+        raise OptionError(repr(words[0]), f"is one argument too many{'' if options else ': there are only options'}")
+    return found
+
+
+def _is_option(word: str) -> bool:
+    """Whether a word is an option: it begins with a dash, and is no number and no dash alone."""
+    if len(word) < 2 or not word.startswith("-"):
+        return False
+    try:
+        float(word)
+    except ValueError:
+        return True
+    return False
+
+
+def _needs_value(option: Option, following: str, known: Collection[str]) -> str:
+    """Say that an option lacks values, and how to write one that begins with a dash and is taken for an option."""
+    needs = f"needs {'a value' if option.count in (None, 1) else f'{option.count} values'}"
+    if option.count != 1 or not following or following.partition("=")[0].replace("_", "-") in {*known, *HELP}:
+        return needs
+    return f"{needs}: write {option.name}={shlex.quote(following)} for one that begins with a dash"
+
+
+def _suggestion(name: str, known: Sequence[str], options: Sequence[Option]) -> str:
+    """Name the options that could be meant: those of the same last word, or those that are written alike."""
+    last = name.removeprefix("--").rpartition(".")[2]
+    alike = [each for each in known if each.rpartition(".")[2] == last] or get_close_matches(
+        name, known, n=3, cutoff=0.8
+    )
+    return f"; perhaps you meant {' or '.join(alike)}" if alike else ""
+
+
+@contextmanager
+def _pointing_to_help(command: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        error.args = (f"{error} (see octile {command} --help)",)
+        raise

@@ -1,0 +1,184 @@
+"""`octile serve`: load a model and serve it until a signal comes."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from octile.ops.latent_cache import PAGE
+from octile.parallel.ranks import explain, join, leave, world
+from octile.serve.disaggregated.router import Router
+from octile.serve.engine.config import CacheConfig, EngineConfig, ParallelConfig, ProcessesConfig, check_micro_batches
+from octile.serve.http.address import bind, url_of
+from octile.serve.http.chat import ChatTemplate
+from octile.serve.http.config import Limits
+from octile.serve.http.process import HttpProcess
+from octile.serve.http.worker import Start
+from octile.serve.process.server import StepEngine
+from octile.serve.process.signals import freeze_loaded, signals_ignored
+from octile.serve.ranks.engine import LockstepEngine, follow
+from octile.serve.runner.model_runner import ModelRunner
+from octile.serve.weights.generation_config import FILE
+from octile.serve.weights.load import Folder
+from octile.text import format_count
+
+
+def serve(
+    run: Path,
+    name: str,
+    host: str,
+    port: int,
+    api_keys: tuple[str, ...],
+    device: torch.device,
+    limits: Limits,
+    engine: EngineConfig,
+    cache: CacheConfig,
+    parallel: ParallelConfig,
+    processes: ProcessesConfig,
+    has_model_defaults: bool,
+) -> None:
+    """Serve a folder; see `octile.cli.Serve` for the arguments. The address is bound before the weights are read.
+
+    Of several ranks that torchrun has started all call this, and rank 0 answers the requests.
+
+    Raises:
+        FileNotFoundError: there is no model or no tokenizer.
+        ValueError: a file is damaged, the address cannot be used, or the model does not fit the options.
+        MemoryError: the weights leave no place for a cache.
+        ProcessEndedError: a prefill or decode process has ended or hangs.
+        RanksError: another rank hangs or has ended.
+    """
+    check_micro_batches(engine, parallel, device.type)
+    ranks = join(device, parallel.timeout)
+    try:
+        folder = Folder.open(run)
+        ranks.agree("parallel", str(parallel))
+        folder.check_parallel(parallel, engine.batch_invariant)
+        chat = ChatTemplate.load(folder.path, folder.tokenizer)
+        with ExitStack() as stack:
+            place = ranks.from_first_only(lambda: _Place.bind(host, port, stack))
+            if processes.prefill:
+                where = f"{device} by processes, {processes.prefill} for prefill and {processes.decode} for decoding"
+            else:
+                where = f"{device}" if ranks.size == 1 else f"{ranks.size} ranks ({device.type})"
+                if parallel.tp > 1:
+                    where += f" in groups of {parallel.tp}"
+            if place is not None:  # on rank 0
+                print(f"loading {name} on {where}", file=sys.stderr, flush=True)
+                folder.warn_of_unused()
+            if processes.prefill:
+                router = Router(folder.path, processes, device, engine, cache, parallel.timeout)
+                loaded = _Loaded(router, router.max_position, router.n_pages, router.cache_bytes)
+                where += ", each with this cache or a larger one"
+            elif ranks.size == 1:
+                loaded = _Loaded.of(*folder.load(device, engine, cache))
+            else:
+                control = world() if device.type == "cpu" else dist.new_group(backend="gloo", timeout=ranks.timeout)
+                spread, runner = folder.load_spread(device, engine, cache, parallel, control)
+                if device.type == "cuda":
+                    ranks.at("the compilation of kernels")
+                    spread.warm_up()
+                if place is None:
+                    freeze_loaded()
+                    with signals_ignored():  # rank 0 has them, too, and ends this rank when it has drained
+                        follow(spread, ranks, control)
+                    return leave()
+                loaded = _Loaded.of(LockstepEngine(spread, ranks, control, place.http.fail), runner)
+                where += f", each {'group ' if parallel.tp > 1 else ''}with this cache"
+            assert place is not None  # on rank 0
+            defaults = folder.generation.sampling if has_model_defaults else {}
+            _answer(place, folder, name, host, api_keys, limits, loaded, where, chat, defaults)
+    except Exception as error:
+        if (explained := explain(error)) is not error:
+            raise explained from error
+        raise
+
+
+class _Place(NamedTuple):
+    """A bound address, and the process that answers requests there."""
+
+    url: str
+    is_local: bool
+    http: HttpProcess
+
+    @classmethod
+    def bind(cls, host: str, port: int, stack: ExitStack) -> _Place:
+        """Bind an address and start the process, which the stack ends."""
+        with bind(host, port) as bound:
+            url, is_local = url_of(bound), ip_address(bound.getsockname()[0].partition("%")[0]).is_loopback
+            http = HttpProcess(bound)
+        stack.callback(http.close)
+        return cls(url, is_local, http)
+
+
+class _Loaded(NamedTuple):
+    """An engine, the positions of a request at most, and the engine's cache."""
+
+    engine: StepEngine
+    context: int
+    n_pages: int
+    cache_bytes: int
+
+    @classmethod
+    def of(cls, engine: StepEngine, runner: ModelRunner) -> _Loaded:
+        """The engine of a runner."""
+        return cls(engine, runner.max_position, runner.n_pages, runner.n_pages * runner.pages.bytes_per_page)
+
+
+def _answer(
+    place: _Place,
+    folder: Folder,
+    name: str,
+    host: str,
+    api_keys: tuple[str, ...],
+    limits: Limits,
+    loaded: _Loaded,
+    where: str,
+    chat: ChatTemplate,
+    defaults: Mapping[str, Any],
+) -> None:
+    """Answer requests until a signal comes, and end the other ranks and processes."""
+    url = place.url
+    pages = f"{format_count(loaded.n_pages, 'page')} of {PAGE} tokens, {_binary(loaded.cache_bytes)}"
+    limit = folder.model.max_position_embeddings
+    fewer = f" (the cache has no place for the model's {limit})" if loaded.context < limit else ""
+    print(f"serving {name} on {where}: context {loaded.context} tokens{fewer}, cache {pages}", flush=True)
+    if chat.is_plain:
+        print("its tokenizer has no chat template, like a base model's: chats use a plain one (User: … Assistant:)")
+    if defaults:
+        values = ", ".join(f"{field} {value:g}" for field, value in defaults.items())
+        print(f"requests that give none get its {FILE}'s {values} (not with --sampling-defaults openai)")
+    if not api_keys and not place.is_local:
+        print(f"octile: anyone who reaches {url} can use the model: --api-key restricts it", file=sys.stderr)
+    engine, hosts = loaded.engine, (host,) if place.is_local and not api_keys else None
+    vocab_size, stats = folder.model.vocab_size, engine.stats()
+    freeze_loaded()
+    try:
+        place.http.listen(
+            Start(folder.path, vocab_size, loaded.context, stats, name, limits, defaults, api_keys, hosts)
+        )
+        announcement = f"try it at {url}, or with OpenAI's client: base_url {url}/v1, model {name}"
+        signals = place.http.serve(engine, announcement)
+    finally:
+        has_failed = place.http.engine_failure is not None
+        if not has_failed or isinstance(engine, Router):  # whose other processes must end; ranks end themselves
+            engine.close()
+        if not has_failed:
+            leave()
+    if signal.SIGINT in signals:  # also where a shell began the process in the background, which then ignores it
+        raise KeyboardInterrupt
+    signal.raise_signal(signal.SIGTERM)
+
+
+def _binary(size: int) -> str:
+    """Bytes in the largest binary unit of which there is one: "1.5 GiB", "320 KiB"."""
+    unit, name = next((u for u in ((2**30, "GiB"), (2**20, "MiB")) if size >= u[0]), (2**10, "KiB"))
+    return f"{size / unit:.3g} {name}"

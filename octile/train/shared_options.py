@@ -1,0 +1,74 @@
+"""What `octile train` and `octile compare` read in the same way: the preset, the model's shape, and YaRN."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from octile import __version__
+from octile.models.config import ModelConfig, RopeScaling
+from octile.options import Given, Named
+from octile.text import escape_control_characters
+from octile.torchrun import own_rank
+from octile.train.config import TrainConfig, preset
+from octile.validation import read_json
+
+ModelFile = Annotated[Path | None, Named("--model", "FILE")]
+
+
+def begin_config(given: Given) -> TrainConfig:
+    """Return the configuration that a run begins with: that of its preset, or the default one with a given shape.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the preset is unknown, a shape is given, too, or the file is not the configuration of a model.
+    """
+    given.check_one_of("preset", "model_file")
+    name, file = given.get("preset"), given.get("model_file")
+    config = preset("tiny" if name is None else name)
+    return replace(config, model=_read_shape(file)) if file else config
+
+
+def _read_shape(file: str) -> ModelConfig:
+    values = read_json(Path(file))
+    try:
+        return ModelConfig.from_hf(values)
+    except ValueError as error:
+        raise ValueError(f"model_file {file!r} is no shape that octile trains: {error}") from None
+
+
+def with_yarn(model: ModelConfig) -> ModelConfig:
+    """Return a model with YaRN, so that there are options for it; if it has none, with the factor 1, which is none."""
+    if model.rope_scaling is not None:
+        return model
+    return replace(
+        model, rope_scaling=RopeScaling(factor=1.0, original_max_position_embeddings=model.max_position_embeddings)
+    )
+
+
+def build(given: Given, default: Any) -> Any:
+    """Make options that contain a model.
+
+    Args:
+        given: what is given.
+        default: an instance of the options.
+
+    Raises:
+        ValueError: as for `Given.build`, or an option of YaRN has no effect.
+    """
+    begun_with = with_yarn(default.model)
+    options = given.build(replace(default, model=begun_with))
+    rope = options.model.rope_scaling
+    if default.model.rope_scaling is None and rope == begun_with.rope_scaling:
+        return replace(options, model=replace(options.model, rope_scaling=None))
+    if default.model.rope_scaling is None and rope.factor == 1:
+        raise ValueError("model.rope_scaling.factor must be above 1 for YaRN: its other options have no effect with 1")
+    options.model.warn_of_yarn()
+    return options
+
+
+def announce(what: str) -> None:
+    """Say what a command does before it imports torch, which takes half a minute on a busy machine; rank 0 says it."""
+    if not own_rank():
+        print(escape_control_characters(f"octile {__version__} {what}"), flush=True)
