@@ -16,7 +16,6 @@ from octile.nn.observer import has_observers
 from octile.recipe import Recipe
 from octile.report.run import spikes
 from octile.signals import Stopped
-from octile.train import trainer as module
 from octile.train.compare.run import train_compared_run
 from octile.train.loop import train
 from octile.train.run.folder import RunFolder
