@@ -529,10 +529,10 @@ def test_generate_no_token(capsys, hf_folder):
 
 def test_generate_with_an_empty_prompt_begins_a_text(capsys, hf_folder, monkeypatch):
     prompts = []
-    monkeypatch.setattr(Engine, "add", lambda engine, prompt, sampling: prompts.append(prompt))
+    monkeypatch.setattr(Engine, "submit", lambda engine, request: prompts.append(request.prompt))
     options = ("--prompt", "", "--max-new-tokens", "4")
     assert call(capsys, "generate", str(hf_folder), *options)[:2] == (0, "\n")
-    assert prompts == [[Tokenizer.load(hf_folder).begin]]
+    assert prompts == [(Tokenizer.load(hf_folder).begin,)]
 
 
 def test_generate_with_a_prompt_that_is_not_utf_8(capsys, hf_folder, monkeypatch):

@@ -22,7 +22,7 @@ from octile.serve.model import attention, feed_forward, forward, gemms, top_k_ke
 from octile.serve.ranks.engine import ExpertParallelEngine
 from octile.serve.ranks.experts import SpreadExperts
 from octile.serve.ranks.tensor_parallel import ALONE, TensorParallel
-from octile.serve.runner import model_runner, prefill_graphs
+from octile.serve.runner import graphs, model_runner
 from octile.serve.runner.graphs import PrefillGraphs
 from octile.serve.runner.model_runner import ModelRunner
 from octile.serve.runner.step_inputs import Layout
@@ -36,7 +36,7 @@ from tests.serve.ranks.test_tensor_parallel import CHOOSING, MODEL, N_PAGES, TWO
 from tests.serve.weights.test_routed_shared_experts import OF_ONE
 from tests.worlds import Outcomes
 
-OF_PASSES = attention, top_k_keys, decoding, experts, feed_forward, forward, gemms, prefill_graphs, symmetric_memory
+OF_PASSES = attention, top_k_keys, decoding, experts, feed_forward, forward, gemms, graphs, symmetric_memory
 PASSES = {module.__file__ for module in OF_PASSES}
 STEP_TOKENS = 40  # of a step at most: a prompt of 30 or more begins in one step and continues in another
 
