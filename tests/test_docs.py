@@ -22,7 +22,7 @@ from octile.checkpoint.hugging_face import save
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.train.config import TrainConfig
-from octile.train.loop import check_world
+from octile.train.run.rank_checks import check_world
 from octile.train.strategy.pipelined_model import make_pipeline_schedule
 
 ROOT = Path(__file__).parent.parent

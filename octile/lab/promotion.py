@@ -21,8 +21,8 @@ from octile.checkpoint.files import write_text
 from octile.lab.tensor_core import tensor_core
 from octile.parallel.device import pick_device
 from octile.train.config import TrainConfig, tiny
+from octile.train.data.open import prepare_tokens
 from octile.train.data.token_store import TokenStore
-from octile.train.loop import prepare_tokens
 from octile.train.run.console import RunConsole
 from octile.train.trainer import Trainer
 

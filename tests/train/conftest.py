@@ -11,11 +11,11 @@ import torch
 from rich.console import Console
 
 from octile.models.config import ModelConfig
-from octile.train import loop
 from octile.train.compare import compare
 from octile.train.config import OptimConfig, TrainConfig
 from octile.train.data.prepare import prepare
 from octile.train.data.token_store import TokenStore
+from octile.train.run import results
 from octile.train.run.console import RunConsole
 from octile.train.trainer import Trainer
 
@@ -44,8 +44,8 @@ MICRO = ModelConfig(
 
 def write_no_report(patch: pytest.MonkeyPatch) -> None:
     """Have runs and comparisons write no pictures and no sample, which take longer than their steps."""
-    patch.setattr(loop, "write_run_report", lambda folder: folder / "report.html")
-    patch.setattr(loop, "sample_text", lambda *_: "")
+    patch.setattr(results, "write_run_report", lambda folder: folder / "report.html")
+    patch.setattr(results, "sample_text", lambda *_: "")
     patch.setattr(compare, "write_compare_report", lambda folder, result: folder / "report.html")
 
 

@@ -18,15 +18,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
-import octile.train.loop
+import octile
 from octile.checkpoint.hugging_face import load, load_weights, read_model_config
 from octile.checkpoint.training import latest_checkpoint, load_checkpoint
 from octile.cli import main
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.signals import Stopped, Terminated
 from octile.train.config import TrainConfig
+from octile.train.data.open import prepare_tokens, print_passes
 from octile.train.evaluation.evaluator import Evaluator
-from octile.train.loop import train
+from octile.train.loop import build, train
 from octile.train.run.checkpoints import RunCheckpoints
 from octile.train.run.folder import RunFolder
 from octile.train.strategy.single import Strategy
@@ -82,8 +83,8 @@ def test_the_last_step_is_saved_when_it_is_no_multiple_of_the_interval(text, tmp
 def test_a_run_that_reads_its_text_often_says_so_before_it_starts(text, tmp_path, steps, is_said):
     screen = silent_console()
     config = micro(data=str(text), steps=steps)
-    store = octile.train.loop.prepare_tokens(config, tmp_path, silent_console())
-    octile.train.loop.print_passes(config, store, screen)
+    store = prepare_tokens(config, tmp_path, silent_console())
+    print_passes(config, store, screen)
     said = re.findall(r"tokens of text ([\d.]+) times.* \((--tokens \d+)\)", screen.console.file.getvalue())
     tokens = len(store.train)
     assert said == ([(f"{4 * steps * 31 / tokens:.1f}", f"--tokens {4 * tokens}")] if is_said else [])
@@ -395,10 +396,10 @@ def test_resuming_without_a_run_is_refused(tmp_path):
 
 def test_a_vocabulary_larger_than_the_models_is_refused(text, tmp_path, monkeypatch):
     config = micro(data=str(text), out=tmp_path / "run")
-    store = octile.train.loop.prepare_tokens(config, tmp_path / "data", silent_console())
+    store = prepare_tokens(config, tmp_path / "data", silent_console())
     small = dataclasses.replace(config, model=dataclasses.replace(MICRO, vocab_size=300))
     with pytest.raises(ValueError, match="the data has 320 tokens, the model's vocab_size is 300"):
-        octile.train.loop.build(small, store, torch.device("cpu"))
+        build(small, store, torch.device("cpu"))
 
 
 def test_a_full_disk_leaves_the_last_checkpoint(text, tmp_path, monkeypatch, full_disk):
@@ -585,7 +586,7 @@ def test_a_signal_before_the_first_step_says_to_start_again(text, tmp_path, monk
     def interrupted(*arguments, **options):
         raise interrupt
 
-    monkeypatch.setattr(octile.train.loop, "prepare", interrupted)
+    monkeypatch.setattr("octile.train.data.open.prepare", interrupted)
     with pytest.raises(Stopped, match="start the same command again, without --resume") as stopped:
         train(micro(data=str(text), out=tmp_path / "run"), False, silent_console())
     assert stopped.value.exit_code == code

@@ -43,7 +43,7 @@ from octile.models.config import PRESETS
 from octile.models.flops import bf16_peak, train_flops_per_token
 from octile.report.console import Console
 from octile.train.config import TrainConfig, preset
-from octile.train.loop import prepare_tokens
+from octile.train.data.open import prepare_tokens
 from octile.train.run.console import RunConsole
 from octile.train.run.folder import DATA
 

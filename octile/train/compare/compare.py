@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from octile.checkpoint.files import write_json
 from octile.command_text import quoted_path
@@ -36,9 +37,9 @@ from octile.train.compare.run import ComparedRun, train_compared_run
 from octile.train.config import COMPARE_RESUMABLE, TrainConfig, describe_changes, describe_settings, differences
 from octile.train.data.batches import validation_windows
 from octile.train.data.corpus import check_source
+from octile.train.data.open import open_tokens, print_passes
 from octile.train.data.token_store import TokenStore
 from octile.train.evaluation.visible_tokens import visible_token
-from octile.train.loop import open_tokens, print_passes
 from octile.train.memory.check import check_memory
 from octile.train.run.console import RunConsole
 from octile.train.run.duration import check_duration
@@ -239,20 +240,16 @@ def compare(
             f"seeds {', '.join(map(str, seeds))}, gradient_steps {gradient_steps}, "
             f"{describe_settings(config, ('preset',))}"
         )
-    duration = None
-    if stored is None:
-        check_source(config.data)
-        runs = len(baselines) + len(configs) * len(seeds)
-        duration = check_duration(config, pick_device(config.device), runs=runs)
+    device = pick_device(config.device)
+    duration = _check_new(config, device, len(baselines) + len(configs) * len(seeds)) if stored is None else None
     for each in (baselines[0], *configs.values()):
-        check_memory(each, pick_device(config.device), is_train=False)
+        check_memory(each, device, is_train=False)
+    if duration:
+        console.print(duration)
     is_new = out is None
+    out = out or new_folder(Path("runs"), f"compare-{config.preset}")
     if stored is None:
-        if duration:
-            console.print(duration)
-        out = out or new_folder(Path("runs"), f"compare-{config.preset}")
         check_unused(out)
-    assert out is not None
     with lock_folder(out, is_new):
         try:
             store = open_tokens(config, out / DATA, resume, console, Ranks.alone())
@@ -267,6 +264,16 @@ def compare(
         except Stopped as stopped:
             command = f"octile compare --resume --out {quoted_path(out)}"
             raise Stopped(f"{stopped}; to continue: {command}", stopped.number) from None
+
+
+def _check_new(config: TrainConfig, device: torch.device, runs: int) -> str | None:
+    """Check the data and the time of a new comparison; return what to say about its duration.
+
+    Raises:
+        ValueError: the data cannot be used, or the comparison takes too long on a CPU.
+    """
+    check_source(config.data)
+    return check_duration(config, device, runs=runs)
 
 
 def _stored(out: Path | None) -> Comparison:

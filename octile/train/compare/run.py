@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,10 @@ from octile.signals import Stopped
 from octile.train.compare.gradient_check import check_gradients
 from octile.train.config import COMPARE_RESUMABLE, TrainConfig, describe_changes, differences
 from octile.train.data.token_store import TokenStore
-from octile.train.run.console import RunConsole
+from octile.train.loop import run_steps
+from octile.train.run.console import RunConsole, StepProgress
 from octile.train.run.duration import reference_time
+from octile.train.run.metrics import Metrics
 from octile.train.run.resume import computed_on, warn_of_another_machine
 from octile.train.trainer import Trainer
 
@@ -56,6 +59,70 @@ class Measurements:
     gradients: list[GradientCheck] = field(default_factory=list)
 
 
+class _Measuring:
+    """The `LoopHooks` of a run of a comparison, which measure it and save its state.
+
+    Args:
+        config: the configuration of the run.
+        trainer: the trainer of the run.
+        measured: what the run has measured before.
+        progress: where metrics are shown.
+        gradient_steps: the steps at which gradients are compared with BF16's.
+        folder: where the state is saved; None: nowhere.
+
+    Attributes:
+        token_losses_NS: the loss of each held-out token after the last step, float32 [N, S]; None before it.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        trainer: Trainer,
+        measured: Measurements,
+        progress: StepProgress,
+        gradient_steps: tuple[int, ...],
+        folder: Path | None,
+    ):
+        self.config, self.trainer, self.measured, self.progress = config, trainer, measured, progress
+        self.gradient_steps, self.folder = gradient_steps, folder
+        self.token_losses_NS: Tensor | None = None
+
+    @contextmanager
+    def around(self, step: int) -> Iterator[None]:
+        if step in self.gradient_steps:
+            self.record(self.trainer.collect())  # a run that diverged before measures no gradients
+            self.measured.gradients.append(check_gradients(self.trainer))
+        yield
+
+    def record(self, lines: Iterable[Metrics]) -> None:
+        for line in lines:
+            self.progress.step(line)
+            self.measured.train_loss.append(line["main_loss"])
+            self.measured.speeds.append(line["tokens_per_s"])
+
+    def between_steps(self) -> None:
+        pass
+
+    def validate(self) -> None:
+        step, measured, evaluator = self.trainer.steps_done, self.measured, self.trainer.evaluator
+        if step == self.config.steps:  # one pass over the held-out text gives the losses of its tokens and their mean
+            self.token_losses_NS = evaluator.token_losses()
+            val_loss = self.token_losses_NS.double().mean().item()
+        else:
+            val_loss = evaluator.validate()["val_loss"]
+        measured.val_steps.append(step)
+        measured.val_loss.append(val_loss)
+        measured.reference_times.append(reference_time(self.trainer.device))
+        self.progress.validation({"step": step, "val_loss": val_loss})
+
+    def save(self) -> None:
+        if self.folder is not None and self.trainer.steps_done < self.config.steps:  # then the result is saved
+            _save(self.trainer, self.measured, self.config, self.folder)
+
+    def is_finished(self) -> bool:
+        return False
+
+
 def train_compared_run(
     config: TrainConfig,
     store: TokenStore,
@@ -67,14 +134,14 @@ def train_compared_run(
     """Train one model and measure it. A run that diverges ends early, and prints at which step.
 
     Args:
-        config: of the run.
+        config: the configuration of the run.
         store: the tokens.
         console: where progress is printed.
         gradient_steps: the steps at which gradients are compared with BF16's.
         folder: where the run's state is saved every `checkpoint_every` steps, and its result at the end. A run that is
             finished there is read, and one that was interrupted continues. None: nothing is saved.
-        stop: signals that were caught; as soon as there is one, the run is saved and ends after its step, also after
-            the last, whose result the comparison reads when it is resumed.
+        stop: signals that were caught; as soon as there is one, the run is saved and ends after the steps that were
+            launched. After the last step its result is saved, which the comparison reads when it is resumed.
 
     Raises:
         Stopped: there was a signal.
@@ -95,36 +162,17 @@ def train_compared_run(
         console.print(f"{folder} holds no complete checkpoint: the run begins again")
     measured.reference_times.append(reference_time(device))
     diverged_at: int | None = None
-    losses_NS: Tensor | None = None
-    with console.steps(config.steps, trainer.steps_done, config.indexer_stage) as progress:
-        while trainer.steps_done < config.steps:
-            if stop:
-                if folder is not None:
-                    _save(trainer, measured, config, folder)
-                raise Stopped(f"stopped after step {trainer.steps_done} of {title}", stop[0])
-            if trainer.steps_done + 1 in gradient_steps:
-                measured.gradients.append(check_gradients(trainer))
-            try:
-                line = trainer.step()
-            except FloatingPointError as error:
-                console.print(str(error))
-                diverged_at = trainer.steps_done + 1
-                break
-            progress.step(line)
-            measured.train_loss.append(line["main_loss"])
-            measured.speeds.append(line["tokens_per_s"])
-            last = trainer.steps_done == config.steps
-            if last or trainer.steps_done % config.validate_every == 0:
-                measured.val_steps.append(trainer.steps_done)
-                if last:  # one pass over the held-out text gives the losses of its tokens and their mean
-                    losses_NS = trainer.evaluator.token_losses()
-                    measured.val_loss.append(losses_NS.double().mean().item())
-                else:
-                    measured.val_loss.append(trainer.evaluator.validate()["val_loss"])
-                measured.reference_times.append(reference_time(device))
-                progress.validation({"step": trainer.steps_done, "val_loss": measured.val_loss[-1]})
-            if folder is not None and config.checkpoint_every and trainer.steps_done % config.checkpoint_every == 0:
-                _save(trainer, measured, config, folder)
+    with closing(trainer), console.steps(config.steps, trainer.steps_done, config.indexer_stage) as progress:
+        hooks = _Measuring(config, trainer, measured, progress, gradient_steps, folder)
+        try:
+            run_steps(trainer, hooks, stop)
+        except FloatingPointError as error:
+            console.print(str(error))
+            diverged_at = trainer.steps_done + 1
+        if trainer.steps_done < config.steps and diverged_at is None:
+            hooks.save()
+            raise Stopped(f"stopped after step {trainer.steps_done} of {title}", stop[0])
+    losses_NS = hooks.token_losses_NS
     tensors, _ = trainer.state()
     curve = Curve(
         recipe=config.recipe,

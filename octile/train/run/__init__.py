@@ -3,13 +3,17 @@
 folder.py         the files of a run, and its lock
 metrics.py        measurements of steps, written so that a crash loses none
 console.py        the terminal output of a run
+rank_checks.py    whether the ranks are as many as configured, and have the same settings and code
 recipe_check.py   whether ranks and model can be trained with the recipe
 duration.py       how long a run takes at least on a CPU
 deterministic.py  runs that give the same bits again
 fine_tune.py      a run that starts from a checkpoint's weights
 state.py          the state of a trainer: what a checkpoint holds, and how it is restored
-checkpoints.py    how checkpoints are written and found
 best_model.py     weights and amax histories at the lowest held-out loss
-resume.py         what a resumed run takes from its folder
+checkpoints.py    how checkpoints are written and found
+resume.py         what a resumed run takes from its folder and its checkpoint
 source_digest.py  by which ranks and resumed runs find out that they run different code
+recorder.py       what `octile train` does between its steps
+spikes.py         spikes of the loss, with the sequence that has the largest loss
+results.py        what a run leaves behind: model, sample, summary and report
 """

@@ -10,13 +10,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from octile import __version__
 from octile.checkpoint.step_folders import STATE, finished_steps, newest_intact, why_state_unusable
 from octile.checkpoint.store import Store, as_os_error
+from octile.parallel.ranks import Ranks
 from octile.train.config import (
     FILE_TEXTS,
     TrainConfig,
@@ -28,8 +29,14 @@ from octile.train.config import (
 )
 from octile.train.run.console import RunConsole
 from octile.train.run.folder import RunFolder, check_unused
+from octile.train.run.metrics import read_lines, truncate_after
 from octile.train.run.source_digest import source_digest
 from octile.train.run.state import TrainerState
+
+if TYPE_CHECKING:
+    from octile.train.run.best_model import BestModel
+    from octile.train.run.checkpoints import RunCheckpoints
+    from octile.train.trainer import Trainer
 
 OTHER_ORDER = "gradients are summed in another order, so the run is not bit-identical to an uninterrupted one"
 CHANGE_NOTES = {  # settings that may change when a run is resumed: what follows, where it is more than the new value
@@ -203,3 +210,62 @@ def computed_on(device: torch.device) -> dict[str, Any]:
     """
     threads = {"threads": torch.get_num_threads()} if device.type == "cpu" else {}
     return {"device": device.type, "octile": OCTILE, "torch": torch.__version__, **threads}
+
+
+def check_restart(begun: SavedRun, config: TrainConfig, checkpoints: RunCheckpoints, ranks: Ranks) -> None:
+    """Refuse to begin a run again whose checkpoints are lost or elsewhere, or whose config.json was edited.
+
+    Raises:
+        FileNotFoundError: it had checkpoints, which are gone or elsewhere.
+        ValueError: its config.json was edited.
+    """
+    run, place = begun.run, checkpoints.store.url
+    if ranks.from_first(run.summary_file.exists, bool):
+        raise FileNotFoundError(
+            f"{str(run.path)!r} holds a finished run, but {place} holds none of its checkpoints: "
+            "bring them back, or choose another --out"
+        )
+    if begun.config.checkpoints != config.checkpoints:
+        raise FileNotFoundError(
+            f"{place} holds no checkpoint of this run, which wrote its checkpoints to "
+            f"{run.checkpoints_of(begun.config)}: copy them there first"
+        )
+    if ranks.from_first(run.is_config_edited, bool):
+        raise ValueError(
+            f"{run.config_file} was changed after the run began, and no checkpoint was written yet that says "
+            "how: change it back, or begin a new run with another --out"
+        )
+    measured, every = ranks.from_first(lambda: _last_step(run), int), begun.config.checkpoint_every
+    if checkpoints.has_completed(measured, every):
+        raise FileNotFoundError(
+            f"{place} holds no checkpoint of this run, which has done {measured:,} steps "
+            f"and saved a checkpoint every {every:,} of them: bring the checkpoints back, give their place "
+            "with --checkpoints, or begin a new run with another --out"
+        )
+
+
+def _last_step(run: RunFolder) -> int:
+    """The last step that a run has measured; 0 if it has measured none."""
+    lines = read_lines(run.metrics_file) if run.metrics_file.exists() else []
+    return max((line["step"] for line in lines if "loss" in line), default=0)
+
+
+def restore_run(
+    trainer: Trainer, best: BestModel, run: RunFolder, checkpoint: Store | None, console: RunConsole
+) -> None:
+    """Restore a trainer and its best model from a checkpoint, if there is one, and drop later measurements."""
+    if checkpoint is None:
+        console.print("no checkpoint was written yet: starting from the beginning")
+    else:
+        from octile.checkpoint.sharded import ShardedCheckpoint  # it takes a second to import
+
+        found = ShardedCheckpoint(checkpoint.url, check=False)  # it was checked when it was chosen
+        trainer.load(trainer.strategy.layout.own_rows(found), found.state)
+        best.load(trainer.strategy.layout.own_rows(found, best=True), found.state, trainer.steps_done)
+        console.print(f"resumed at step {trainer.steps_done} from {checkpoint.name}")
+        if trainer.steps_done == trainer.config.steps:
+            console.print(
+                "all its steps are done: only the model, the sample and the report are written; to train on: --steps N"
+            )
+    for note in trainer.ranks.from_first(lambda: truncate_after(run, trainer.steps_done), list[str]):
+        console.print(note)

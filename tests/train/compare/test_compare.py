@@ -171,18 +171,18 @@ def stopped_at(monkeypatch):
     """stopped_at(step): a comparison gets SIGTERM in this step, counted over all of its runs."""
     from octile.train.trainer import Trainer
 
-    original = Trainer.step
+    original = Trainer.launch
 
     def stop(at):
-        done = []
+        launched = []
 
-        def step(self):
-            done.append(self)
-            if len(done) == at:
+        def launch(self):
+            launched.append(self)
+            if len(launched) == at:
                 os.kill(os.getpid(), signal.SIGTERM)
-            return original(self)
+            original(self)
 
-        monkeypatch.setattr(Trainer, "step", step)
+        monkeypatch.setattr(Trainer, "launch", launch)
 
     return stop
 
@@ -269,7 +269,7 @@ def test_a_finished_comparison_is_only_written_again(compared, monkeypatch):
     from octile.train.trainer import Trainer
 
     result, out, _ = compared
-    monkeypatch.setattr(Trainer, "step", lambda self: pytest.fail("a step was repeated"))
+    monkeypatch.setattr(Trainer, "launch", lambda self: pytest.fail("a step was repeated"))
     config = Comparison.read(out).config
     assert losses(compare(config, ("deepseek_v3",), out, silent_console(), resume=True)) == losses(result)
     assert not list(out.glob("runs/*/checkpoints"))
@@ -278,14 +278,14 @@ def test_a_finished_comparison_is_only_written_again(compared, monkeypatch):
 def test_a_killed_comparison_continues_at_its_last_checkpoint(compared, text, tmp_path, monkeypatch):
     from octile.train.trainer import Trainer
 
-    original = Trainer.step
+    original = Trainer.launch
 
     def killed(self):
-        if self.recipe.name != "bf16" and self.steps_done == 3:
+        if self.strategy.recipe.name != "bf16" and self.steps_done == 3:
             raise KeyboardInterrupt  # no handler runs: nothing is saved
         return original(self)
 
-    monkeypatch.setattr(Trainer, "step", killed)
+    monkeypatch.setattr(Trainer, "launch", killed)
     config = micro(data=str(text), steps=4, validate_every=2, checkpoint_every=2)
     with pytest.raises(KeyboardInterrupt):
         compare(config, ("deepseek_v3",), tmp_path, silent_console())
@@ -296,12 +296,12 @@ def test_a_killed_comparison_continues_at_its_last_checkpoint(compared, text, tm
         read.extend(weakref.ref(t) for name, t in tensors.items() if name.startswith("model."))
         return tensors, state
 
-    def step(self):
+    def launch(self):
         assert [tensor for tensor in read if tensor() is not None] == []  # the checkpoint's memory is free again
         return original(self)
 
     monkeypatch.setattr(compared_run, "load_checkpoint", load)
-    monkeypatch.setattr(Trainer, "step", step)
+    monkeypatch.setattr(Trainer, "launch", launch)
     screen = silent_console()
     resumed = compare(config, ("deepseek_v3",), tmp_path, screen, resume=True)
     assert read

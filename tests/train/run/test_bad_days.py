@@ -21,10 +21,11 @@ from octile.recipe import Recipe
 from octile.report.run import spikes
 from octile.report.run.spikes import Spike, SpikeDetector
 from octile.train.compare.run import train_compared_run
-from octile.train.loop import spikes_so_far, train, write_spike
+from octile.train.loop import train
 from octile.train.memory import check as memory
 from octile.train.memory.check import MemoryNeed, advice, explain_out_of_memory
 from octile.train.run.folder import RunFolder
+from octile.train.run.spikes import spikes_so_far, write_spike
 from octile.train.step.passes import Passes
 from octile.train.step.progress import schedule
 from octile.train.trainer import Trainer
@@ -35,7 +36,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def short_samples(monkeypatch):
-    monkeypatch.setattr("octile.train.loop.SAMPLE_TOKENS", 4)
+    monkeypatch.setattr("octile.train.run.results.SAMPLE_TOKENS", 4)
 
 
 def break_gradients(trainer: Trainer, steps: set[int], factor: float = float("inf")) -> None:
@@ -262,7 +263,7 @@ def test_a_run_whose_sample_fails_has_a_report_that_says_why(text, tmp_path, mon
     def fail(*args):
         raise error
 
-    monkeypatch.setattr("octile.train.loop.generate_from", fail)
+    monkeypatch.setattr("octile.train.run.results.generate_from", fail)
     screen = silent_console()
     run = RunFolder(train(micro(data=str(text), out=tmp_path / "run", steps=2), False, screen))
     assert run.sample_file.read_text() == f"There is no sample: {reason}"
@@ -283,7 +284,7 @@ def test_the_sample_finds_the_memory_of_training_free(text, tmp_path, monkeypatc
         left.extend(trainers[0].optimizer.state.values())
         return iter([])
 
-    monkeypatch.setattr("octile.train.loop.generate_from", look)
+    monkeypatch.setattr("octile.train.run.results.generate_from", look)
     train(micro(data=str(text), out=tmp_path / "run", steps=2), False, silent_console(), remember)
     assert not left
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from octile.cli import main
-from octile.train import loop
 from octile.train.data.token_store import TokenStore
+from octile.train.run import rank_checks
 from octile.train.step.compute import StepComputation
 from octile.train.trainer import Trainer
 from tests.train.conftest import write_no_report
@@ -22,7 +22,7 @@ from tests.train.run.own_process import write_output_to
 
 def have_other_code() -> None:
     """Let this rank have other source files."""
-    loop.source_digest = lambda: "other"
+    rank_checks.source_digest = lambda: "other"
 
 
 def have_other_data() -> None:

@@ -26,9 +26,9 @@ from octile.parallel.nvshmem import NvshmemTransport
 from octile.parallel.ranks import Ranks, join, leave
 from octile.train.config import ParallelConfig
 from octile.train.data.token_store import TokenStore
-from octile.train.loop import differing
 from octile.train.run.checkpoints import RunCheckpoints
 from octile.train.run.deterministic import FIXED_WORKSPACE, WORKSPACE_VARIABLE, deterministic
+from octile.train.run.rank_checks import differing
 from octile.train.step.captured import WARM_UP_STEPS
 from octile.train.strategy import expert_parallel
 from octile.train.strategy import single as module

@@ -1,0 +1,71 @@
+"""The tokens of a run or a comparison: prepared in its folder, or those that it began with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from octile.checkpoint.hugging_face import checkpoint_folder
+from octile.parallel.ranks import Ranks
+from octile.train.config import TrainConfig
+from octile.train.data.batches import count_windows
+from octile.train.data.prepare import prepare
+from octile.train.data.token_store import MANIFEST, TokenStore
+from octile.train.run.console import RunConsole
+from octile.train.step.progress import batch_ramp
+
+MAX_PASSES = 4  # that are nearly as good as new text (Muennighoff et al., arXiv 2305.16264)
+
+
+def prepare_tokens(config: TrainConfig, folder: Path, console: RunConsole) -> TokenStore:
+    """Tokenize the configuration's data into a folder, or reuse the tokens there."""
+    with console.stages() as progress:
+        store = prepare(
+            config.data,
+            config.model.vocab_size,
+            folder,
+            config.sequence_length - 1,  # a window is one token longer than that
+            held_out_windows=config.val_sequences,
+            tokenizer=None if config.init_from is None else checkpoint_folder(config.init_from),
+            progress=progress,
+            say=console.print,
+        )
+    console.print_data(store)
+    if (windows := count_windows(store.val, config.sequence_length - 1)) < config.val_sequences:
+        console.print(
+            f"val_sequences is {config.val_sequences:,}, but so little text is held out: {windows:,} are measured"
+        )
+    return store
+
+
+def open_tokens(config: TrainConfig, folder: Path, resume: bool, console: RunConsole, ranks: Ranks) -> TokenStore:
+    """The tokens of a run or a comparison, which rank 0 prepares, and the others open.
+
+    What is resumed reads the tokens that it began with, even if their source has changed.
+    """
+    if not resume or not ranks.from_first((folder / MANIFEST).exists, bool):
+        prepared = ranks.from_first_only(lambda: prepare_tokens(config, folder, console))
+        if prepared is not None:
+            return prepared
+    return TokenStore.open(folder)
+
+
+def print_passes(config: TrainConfig, store: TokenStore, console: RunConsole) -> None:
+    """Say how often a run reads its text, if that is so often that it memorizes it."""
+    passes = batch_ramp(config).before(config.steps) / count_windows(store.train, config.sequence_length - 1)
+    if passes > MAX_PASSES:
+        text = len(store.train)
+        console.print(
+            f"the run reads its {text:,} tokens of text {passes:.1f} times and begins to memorize them after about "
+            f"{MAX_PASSES}: use more text (--data packages, --data PATH) or fewer tokens (--tokens {MAX_PASSES * text})"
+        )
+
+
+def check_prompt(config: TrainConfig, store: TokenStore) -> None:
+    """Refuse a prompt for the sample that leaves no token of the model's context.
+
+    Raises:
+        ValueError: it does.
+    """
+    length, context = 1 + len(store.tokenizer.encode(config.prompt)), config.model.max_position_embeddings
+    if length >= context:
+        raise ValueError(f"prompt has {length} tokens, which leave no room in the model's context of {context}")

@@ -1,0 +1,138 @@
+"""What a run leaves behind: its model, a sample, a summary and a report; and what it leaves behind if it fails."""
+
+from __future__ import annotations
+
+import shutil
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+from octile.checkpoint.files import write_json, write_text
+from octile.checkpoint.hugging_face import save
+from octile.formats import E4M3
+from octile.models.counts import count_parameters
+from octile.recipe import BLOCK, OperandFormat
+from octile.report.machine import describe_machine, machine
+from octile.report.run.memorization import find_memorization
+from octile.report.run.metrics import read_run
+from octile.report.run.page import write_run_report
+from octile.serve.engine.request import Sampling
+from octile.serve.generate import generate_from
+from octile.text import format_count
+from octile.train.data.token_store import TokenStore
+from octile.train.memory.check import is_out_of_memory
+from octile.train.run.best_model import BestModel
+from octile.train.run.console import RunConsole
+from octile.train.run.folder import RunFolder
+from octile.train.trainer import Trainer
+
+SAMPLE_TOKENS = 128
+
+
+def finish(trainer: Trainer, best: BestModel, run: RunFolder, store: TokenStore, console: RunConsole) -> None:
+    """Write the model with the lowest held-out loss, its sample and the report, and the average after the last step."""
+    formats = trainer.strategy.recipe.formats
+    stored = formats and OperandFormat(E4M3, BLOCK, formats.w.scale)
+    as_trained: Literal["fp8", "bf16"] = "fp8" if formats and formats.w == stored else "bf16"
+    tokenizer = [store.folder / name for name in ("tokenizer.json", "tokenizer_config.json")]
+    ranks = trainer.ranks
+    ranks.at("the results")
+    if trainer.ema:
+        with trainer.evaluator.averaged():
+            _save_whole(trainer, run.path / "model_ema", as_trained, tokenizer)
+    best.restore()
+    _save_whole(trainer, run.model, as_trained, tokenizer)
+    _free_all_but_weights(trainer)  # the sample reads the model once more
+    ranks.from_first(lambda: _write_results(trainer, best, run, store, console))
+
+
+def _free_all_but_weights(trainer: Trainer) -> None:
+    """Free captured steps, gradients and moments, after the last step: no other may follow, and no checkpoint."""
+    trainer.release_captured()
+    trainer.strategy.zero_gradients(trainer.optimizer)
+    trainer.optimizer.state.clear()
+
+
+def _save_whole(trainer: Trainer, folder: Path, weights: Literal["fp8", "bf16"], files: list[Path]) -> None:
+    model = trainer.strategy.whole_model()
+    trainer.ranks.from_first(lambda: save(model, folder, weights, files))
+
+
+def _write_results(trainer: Trainer, best: BestModel, run: RunFolder, store: TokenStore, console: RunConsole) -> None:
+    _write_summary(trainer, best, run, store)
+    sample = sample_text(trainer, store, run)
+    write_text(run.sample_file, sample)
+    report = write_run_report(run.path)
+    if memorization := find_memorization(read_run(run.path)):
+        console.print(str(memorization))
+    console.print_results(run, sample, report, best.best, trainer.steps_done)
+
+
+def _write_summary(trainer: Trainer, best: BestModel, run: RunFolder, store: TokenStore) -> None:
+    counts, m = count_parameters(trainer.config.model), store.manifest
+    measured_on = machine(trainer.device)
+    summary = {
+        "preset": trainer.config.preset,
+        "recipe": trainer.config.recipe,
+        "parameters": counts.total,
+        "active_parameters": counts.active,
+        "bytes_per_token": m.bytes_per_token,
+        "held_out_share": m.held_out_share,
+        "held_out_text": f"{m.tokens['val']:,} tokens in {format_count(m.documents['val'], m.unit.removesuffix('s'))}",
+        "machine": describe_machine(measured_on),
+        "measured_on": measured_on,
+        "prompt": trainer.config.prompt,
+        "command": trainer.config.full_command,
+        **({"model_step": best.best.step, "model_val_loss": best.best.val_loss} if best.best else {}),
+    }
+    if trainer.steps_done < trainer.config.steps:
+        summary["stopped_after_validations"] = trainer.config.patience
+    write_json(run.summary_file, summary)
+
+
+def sample_text(trainer: Trainer, store: TokenStore, run: RunFolder) -> str:
+    """The prompt and a sampled continuation by the model that the run has written, as `octile generate` continues it.
+
+    Greedy decoding of a model after few steps would repeat itself. If the sample fails, the text says why: the model is
+    written, and the report does not depend on it.
+    """
+    prompt = trainer.config.prompt
+    available = trainer.config.model.max_position_embeddings - 1 - len(store.tokenizer.encode(prompt))
+    sampling = Sampling(min(SAMPLE_TOKENS, available), temperature=0.8, top_p=0.95)
+    try:
+        return prompt + "".join(generate_from(run.path, prompt, sampling, trainer.device))
+    except Exception as error:
+        traceback.clear_frames(error.__traceback__)  # the frames hold the model
+        device = trainer.device.type
+        reason = f"out of memory on the {device}" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
+        return f"There is no sample: {reason}"
+
+
+@contextmanager
+def unmarked_on_failure(run: RunFolder, trainer: Trainer) -> Iterator[None]:
+    """Leave no run behind if its first step fails, so that the corrected command can use the same folder.
+
+    The prepared data stay. A non-finite loss or lack of memory is a result: the run and its report stay.
+    """
+    try:
+        yield
+    except (FloatingPointError, MemoryError):
+        raise
+    except Exception:
+        if trainer.steps_done == 0:
+            run.config_file.unlink(missing_ok=True)
+            run.metrics_file.unlink(missing_ok=True)
+            shutil.rmtree(run.tensorboard, ignore_errors=True)
+        raise
+
+
+@contextmanager
+def report_on_failure(run: RunFolder, console: RunConsole) -> Iterator[None]:
+    """Write the report of the steps so far if a non-finite loss or lack of memory ends the run."""
+    try:
+        yield
+    except (FloatingPointError, MemoryError):
+        console.print(f"report: {write_run_report(run.path)}")
+        raise
