@@ -190,6 +190,7 @@ def test_unknown_preset(capsys):
         ("train", "--out="),
         ("train", "--resume", "--out", ""),
         ("train", "--init-from="),
+        ("train", "--model="),
         ("train", "--init_from", ""),
         ("compare", "--out="),
         ("lab", "formats", "--out="),
@@ -407,6 +408,77 @@ def test_a_run_with_yarn_is_resumed_with_it(begun, tmp_path):
 def test_an_option_of_yarn_without_its_factor_is_refused(capsys):
     line = refused(capsys, "train", "--model.rope-scaling.mscale", "0.7")
     assert "--model.rope-scaling.factor must be above 1 for YaRN: its other options have no effect with 1" in line
+
+
+@pytest.fixture
+def shape(tmp_path) -> Path:
+    """A Hugging Face configuration."""
+    file = tmp_path / "shape.json"
+    MICRO.write(file)
+    return file
+
+
+def test_a_file_gives_the_shape_of_the_model(begun, shape):
+    assert begun("--model", str(shape)) == replace(preset("tiny"), model=MICRO)
+    config = begun("--model", str(shape), "--model.hidden-size", "128", "--steps", "7")
+    assert config == replace(preset("tiny"), model=replace(MICRO, hidden_size=128), steps=7)
+
+
+def test_a_file_with_an_indexer_trains_sparse_attention(begun, shape):
+    indexer = {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 8}
+    replace(MICRO, **indexer).write(shape)
+    config = begun("--model", str(shape))
+    assert (config.model, config.indexer_stage) == (replace(MICRO, **indexer), "sparse")
+
+
+def test_sequences_are_no_longer_than_the_context_of_a_file(begun, shape):
+    replace(MICRO, max_position_embeddings=64).write(shape)
+    assert begun("--model", str(shape)).sequence_length == 64
+
+
+def test_the_quantization_of_a_file_is_not_that_of_the_model(begun, shape):
+    shape.write_text(json.dumps(json.loads(shape.read_text()) | {"quantization_config": {"scale_fmt": "ue8m0"}}))
+    assert begun("--model", str(shape)).model == MICRO
+
+
+def test_yarn_is_turned_on_for_the_shape_of_a_file(begun, shape):
+    rope = begun("--model", str(shape), "--model.rope-scaling.factor", "4").model.rope_scaling
+    assert rope == RopeScaling(factor=4.0, original_max_position_embeddings=MICRO.max_position_embeddings)
+
+
+@pytest.mark.usefixtures("begun")
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--preset=tiny", "octile: --preset and --model exclude each other: give one of them\n"),
+        ("--init-from=x", "octile: --model and --init-from exclude each other: give one of them\n"),
+    ],
+)
+def test_the_shape_comes_from_one_option(capsys, shape, option, message):
+    assert refused(capsys, "train", "--model", str(shape), option) == message
+
+
+@pytest.mark.usefixtures("begun")
+@pytest.mark.parametrize("command", ["train", "compare"])
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', but this model computes only 'silu'"),
+        ({"model_type": "llama"}, "model_type is 'llama', but must be one of 'deepseek_v3', "),
+        ({"hidden_size": None}, "the configuration lacks hidden_size"),
+        ({"hidden_size": "64"}, "hidden_size must be a whole number, not '64'"),
+    ],
+)
+def test_a_file_of_a_model_that_octile_does_not_train_is_refused(capsys, shape, command, change, says):
+    shape.write_text(json.dumps(json.loads(shape.read_text()) | change))
+    line = refused(capsys, command, "--model", str(shape))
+    assert line.startswith(f"octile: --model {str(shape)!r} is no shape that octile trains: {says}")
+
+
+@pytest.mark.usefixtures("begun")
+@pytest.mark.parametrize(("name", "says"), [("none.json", "No such file or directory"), (".", "Is a directory")])
+def test_a_file_of_a_shape_that_cannot_be_read(capsys, tmp_path, name, says):
+    assert refused(capsys, "train", "--model", str(tmp_path / name)) == f"octile: {str(tmp_path / name)!r}: {says}\n"
 
 
 @pytest.mark.usefixtures("begun")
@@ -1030,6 +1102,10 @@ def test_a_comparison_takes_the_shape_of_the_model_and_the_length_of_sequences(c
     assert config == replace(
         preset("tiny"), steps=2, sequence_length=32, model=replace(preset("tiny").model, hidden_size=64)
     )
+
+
+def test_a_comparison_takes_the_shape_of_a_file(compared, shape):
+    assert compared("--model", str(shape))[0] == replace(preset("tiny"), model=MICRO)
 
 
 def test_a_comparison_of_another_preset_has_its_settings(compared):

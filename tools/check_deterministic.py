@@ -4,7 +4,7 @@
 
 With the `small` preset, each recipe runs twice as usual and twice in deterministic mode; the weights of the two runs
 are compared bit for bit. Then the first recipe runs without and with `optim.ema_decay`, interleaved. Writes and prints
-OUT/deterministic.txt. Needs no tyro.
+OUT/deterministic.txt.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ lab.py             `octile bench lab`: the tensor core model and telemetry
 tune.py            `octile bench tune`: a search for the fastest GEMM kernels
 tune_casts.py      `octile bench tune-casts`: a search for the fastest quantization kernels
 doctor.py          `octile doctor`: this machine and which kernels it uses
+command.py         the options of `octile bench`; doctor_command.py has those of `octile doctor`
 
 goals.py           floors and aims for the benchmarks' results
 rows.py            a result and how it is printed and written

@@ -17,6 +17,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
@@ -186,6 +187,7 @@ def metavar_of(annotation: Any) -> str:
     return METAVARS[kinds[0]]
 
 
+@cache
 def attribute_texts(cls: type) -> dict[str, str]:
     """Return what the docstrings of a class and its bases say about each field, in their `Attributes`."""
     texts: dict[str, str] = {}

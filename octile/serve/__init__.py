@@ -8,7 +8,8 @@ ranks/          one model over several ranks
 process/        an engine and those who use it, in processes of their own
 http/           `octile serve`: OpenAI's protocol over HTTP, in a process of its own
 disaggregated/  prefill and decoding in processes of their own
-generate.py     `octile generate`, and the sample of a training run
+generate.py     `octile generate`, and the sample of a training run; generate_command.py has the command's options
+newest_run.py   the run that a command serves where none is named
 """
 
 from importlib import import_module

@@ -2,7 +2,8 @@
 
 config.py    `TrainConfig` and the presets, without torch
 data/        from text to batches of tokens
-loop.py      the loop over steps, validations and checkpoints, and `octile train`, which sets a run up for it
+command.py   `octile train`: its options; shared_options.py: those that `octile compare` has, too
+loop.py      the loop over steps, validations and checkpoints, and `train`, which sets a run up for it
 trainer.py   model, optimizer and data of a run: launches and collects its steps
 step/        a step on its device: launched, captured in CUDA graphs, and timed
 strategy/    how the ranks of a run share model, batch and state

@@ -27,13 +27,24 @@ def begin_config(given: Given) -> TrainConfig:
     given.check_one_of("preset", "model_file")
     name, file = given.get("preset"), given.get("model_file")
     config = preset("tiny" if name is None else name)
-    return replace(config, model=_read_shape(file)) if file else config
+    if file is None:
+        return config
+    model = _read_shape(file)
+    return replace(
+        config,
+        model=model,
+        sequence_length=min(config.sequence_length, model.max_position_embeddings),
+        indexer_stage="sparse" if model.has_indexer else None,
+    )
 
 
 def _read_shape(file: str) -> ModelConfig:
+    """The model of a file, without what the file says about weights that were once stored with it."""
+    if not file:
+        raise ValueError("model_file is empty: name a path")
     values = read_json(Path(file))
     try:
-        return ModelConfig.from_hf(values)
+        return replace(ModelConfig.from_hf(values), extra={})
     except ValueError as error:
         raise ValueError(f"model_file {file!r} is no shape that octile trains: {error}") from None
 
