@@ -9,7 +9,9 @@ import io
 import os
 import shutil
 import tempfile
+from collections import Counter, defaultdict
 from collections.abc import Callable
+from itertools import combinations
 
 import pytest
 import torch
@@ -31,6 +33,31 @@ settings.register_profile(
     "octile", deadline=None, derandomize=True, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("octile")
+
+
+COVERED = {"each_value": 1, "each_pair": 2}  # how many parameters' values are tested in all combinations
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests of further combinations of parameters exhaustive, where a test is marked with a key of `COVERED`."""
+    tests: dict[tuple[str, int], list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            for marker in item.iter_markers():
+                if marker.name in COVERED:
+                    tests[item.nodeid.partition("[")[0], COVERED[marker.name]].append(item)
+    for (_, size), further in tests.items():
+        values = {item: set(combinations(enumerate(item.callspec._idlist), size)) for item in further}
+        missing: set[tuple] = set().union(*values.values())
+        tested: Counter[tuple] = Counter()
+        while missing:  # with what is tested least, so that no value stands next to the same one always
+            best = max(further, key=lambda item: (len(missing & values[item]), -sum(tested[v] for v in values[item])))
+            missing -= values[best]
+            tested.update(values[best])
+            further.remove(best)
+        for item in further:
+            item.add_marker(pytest.mark.exhaustive)
 
 
 @pytest.fixture

@@ -1,9 +1,13 @@
-"""Every CUDA kernel that DeepSeek-V3's shapes need compiles for Hopper without register spills."""
+"""Every CUDA kernel, and exhaustively every plan that DeepSeek-V3's shapes need, compiles for Hopper without spills."""
+
+from collections.abc import Callable
+from threading import Lock
 
 import pytest
 
 from octile.bench.shapes import MIDDLE
 from octile.bench.tune import problem
+from octile.kernels.cuda import compile_all as module
 from octile.kernels.cuda.compile_all import CompiledKernel, compile_all, compile_gemm
 from octile.kernels.cuda.gemm.candidates import choose
 from octile.kernels.cuda.gemm.catalog import configs
@@ -12,12 +16,29 @@ from octile.kernels.cuda.jit import specialize
 from octile.kernels.hopper import SHARED_BYTES
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory) -> list[CompiledKernel]:
+@pytest.fixture(scope="module", params=["each kernel once", pytest.param("every plan", marks=pytest.mark.exhaustive)])
+def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[CompiledKernel]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OCTILE_CACHE_DIR", str(tmp_path_factory.mktemp("cache") / "kernels"))
         patch.delenv("OCTILE_CUDA_COMPILER", raising=False)
+        if request.param == "each kernel once":
+            patch.setattr(module, "_compile", first_plans(module._compile))
         return compile_all("sm_90a")
+
+
+def first_plans(compile_plan: Callable[..., CompiledKernel]) -> Callable[..., CompiledKernel]:
+    """Return a function that compiles the first plan of each kernel, and of each schedule of the GEMMs."""
+    compiled: dict[tuple[str, object], CompiledKernel] = {}
+    lock = Lock()
+
+    def compile_first(case, kernel, constants, *others) -> CompiledKernel:
+        key = kernel, constants.get("schedule")
+        with lock:
+            if key not in compiled:
+                compiled[key] = compile_plan(case, kernel, constants, *others)
+        return compiled[key]
+
+    return compile_first
 
 
 def test_kernels_for_the_rows_of_inference_do_not_spill(tmp_path, monkeypatch):

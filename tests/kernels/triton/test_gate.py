@@ -40,6 +40,7 @@ def _assert_close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=2.0**-19, atol=2.0**-120, equal_nan=True)
 
 
+@pytest.mark.each_pair
 @any_gpu
 @every_setting
 @pytest.mark.parametrize("t", [0, 1, T])
@@ -129,6 +130,7 @@ def test_strides_of_logits_do_not_matter():
     assert_same(kernel.launch(logits, bias, *settings, E)[:2], expected[:2])
 
 
+@pytest.mark.each_pair
 @any_gpu
 @every_setting
 @pytest.mark.parametrize("t", [0, 1, T])
@@ -168,6 +170,7 @@ with_gemm = pytest.mark.parametrize(("t", "d"), [(0, 40), (1, 64), (T, 100)])
 every_weight = pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
+@pytest.mark.each_pair
 @any_gpu
 @every_setting
 @with_gemm
@@ -195,6 +198,7 @@ def _check_gradients(settings: tuple[Any, ...], t: int, d: int, weight_dtype: to
     torch.testing.assert_close(dweight, expected_dweight, rtol=2.0**-15, atol=2.0**-15)
 
 
+@pytest.mark.each_pair
 @hopper
 @every_setting
 @with_gemm

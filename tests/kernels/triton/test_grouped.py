@@ -129,6 +129,7 @@ def test_wgrad_of_no_tokens():
     assert torch.equal(out, torch.zeros(2, N, 50))
 
 
+@pytest.mark.each_pair
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("ends", OFFSETS.values(), ids=OFFSETS.keys())
 def test_grouped_into_a_given_tensor_leaves_the_rows_past_all_groups(ends: list[int]):

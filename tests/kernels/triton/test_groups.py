@@ -10,6 +10,7 @@ from tests.kernels.triton.gpus import any_gpu
 pytestmark = [pytest.mark.usefixtures("gpu"), any_gpu]
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("elements", [4096, 16], ids=["one program", "many"])
 @pytest.mark.parametrize("past", [0, 1, 200])
 @pytest.mark.parametrize("counts", [[], [0], [0, 0, 5], [130, 0, 128, 1, 1, 300], [1] * 40, [700]], ids=str)

@@ -37,6 +37,7 @@ def _assert_close(out: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.each_pair
 @every_dtype
 @every_offset
 def test_nt(ends: list[int], dtype: torch.dtype):
@@ -46,6 +47,7 @@ def test_nt(ends: list[int], dtype: torch.dtype):
     assert not out[ends[-1] :].any(), "rows past the last group must be zero"
 
 
+@pytest.mark.each_pair
 @every_dtype
 @every_offset
 @pytest.mark.parametrize("rows", [T, 7, 1])

@@ -11,6 +11,7 @@ from tests.kernels.triton.comparison import assert_same, finite
 pytestmark = pytest.mark.usefixtures("gpu")
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize(("width", "rotary"), [(2, 2), (16, 0), (32, 8), (64, 64), (128, 64)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_are_those_of_the_reference(width: int, rotary: int, dtype: torch.dtype):

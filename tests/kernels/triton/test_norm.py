@@ -23,6 +23,7 @@ def _check(x: Tensor, weight: Tensor, fmt: str = "e4m3", power_of_2: bool = Fals
     assert nothing.shape == (0, x.shape[1])
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("shape", [(5, 300), (37, 128), (1, 7), (3, 5000), (0, 128)], ids=str)
 @pytest.mark.parametrize("power_of_2", [False, True], ids=["float32", "power_of_2"])
 def test_any_shape(shape: tuple[int, int], power_of_2: bool):

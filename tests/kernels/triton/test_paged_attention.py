@@ -21,6 +21,7 @@ def queries(heads: int, width: int, dtype: torch.dtype = torch.float32) -> Tenso
     return torch.randn(5, heads, width, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("sizes", [(3, 40, 8), (16, 96, 32), (40, 136, 6)], ids=str)
 @every_cache
 @pytest.mark.parametrize("n_splits", [1, 3, 0])
@@ -67,6 +68,7 @@ def put_nan(cache: Tensor, page: int, place: int, c: int) -> None:
         cache[page, place, c - 1] = torch.nan
 
 
+@pytest.mark.each_pair
 @pytest.mark.usefixtures("new_memory_is_nan")
 @every_cache
 @pytest.mark.parametrize(("n_splits", "position"), [(1, 100), (2, 0), (4, 100), (7, 199)])

@@ -37,6 +37,7 @@ def test_unpermute_sums_the_rows_of_a_token(shape: tuple[int, int, int], dtype: 
     assert_same([kernel.launch_back(y, place, add)], [unpermute(y, place, add)])
 
 
+@pytest.mark.each_pair
 @every_shape
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("added", [True, False], ids=["added", ""])

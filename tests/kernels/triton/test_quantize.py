@@ -48,6 +48,7 @@ def test_every_rounding_in_a_block_with_scale_one(fmt: str):
     _assert_same(x[None], (1, x.numel()), fmt)
 
 
+@pytest.mark.each_pair
 @every_format
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("block", [(1, 128), (6, 200)], ids=["one pass", "two passes"])
@@ -82,6 +83,7 @@ def test_empty_tensors(shape: tuple[int, ...]):
     _assert_same(torch.empty(shape), (1, 128), "e4m3")
 
 
+@pytest.mark.each_pair
 @every_format
 @pytest.mark.parametrize("block", [(1, 128), (128, 1), (128, 128), (3, 7)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -113,6 +115,7 @@ def _same_values(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) 
         assert torch.equal(data, expected_data)
 
 
+@pytest.mark.each_pair
 @any_gpu
 @pytest.mark.parametrize("power_of_2", [False, True])
 @pytest.mark.parametrize("k", [200, 130])
@@ -162,6 +165,7 @@ def test_e5m6_in_blocks_of_odd_width_is_refused():
 # A given scale
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("scale", [0.37, 2.0**-10, float("nan"), float("inf")])
 def test_a_given_scale(fmt: str, scale: float):

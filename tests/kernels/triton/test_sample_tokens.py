@@ -17,6 +17,7 @@ def rows(vocabulary, n=6, temperature=1.0):
     return torch.randn(n, vocabulary), *numbers
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("vocabulary", [1, 50, 300])
 @pytest.mark.parametrize(("parts", "dtype"), [(1, torch.float32), (8, torch.float32), (8, torch.bfloat16)])

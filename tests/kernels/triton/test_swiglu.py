@@ -38,6 +38,7 @@ def _sigmoid(gate: Tensor) -> Tensor:
     return 1.0 / (1.0 + torch.from_numpy(np.exp(-gate.numpy())))
 
 
+@pytest.mark.each_pair
 @every_shape
 @both_scales
 def test_forward(shape: tuple[int, ...], power_of_2: bool):
@@ -50,6 +51,7 @@ def test_forward(shape: tuple[int, ...], power_of_2: bool):
         assert_same([part[:ends] for part in few], [part[:ends] for part in found])
 
 
+@pytest.mark.each_pair
 @every_shape
 @both_scales
 def test_forward_that_saves_its_inputs(shape: tuple[int, ...], power_of_2: bool):
@@ -86,6 +88,7 @@ def _assert_close(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> No
     torch.testing.assert_close(found[6], expected[6], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.each_pair
 @every_shape
 @pytest.mark.parametrize("weighted", [False, True], ids=["", "weighted"])
 def test_backward(shape: tuple[int, ...], weighted: bool):
@@ -111,6 +114,7 @@ def test_other_dtypes(fmt: str, dtype: torch.dtype):
     _assert_close(*_backward(dh, gate, up, torch.rand(20), h_fmt=fmt))
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2", "int8"])
 @pytest.mark.parametrize("shape", [(130, 256), (5, 128), (0, 128)], ids=str)
 def test_backward_from_saved_inputs(fmt: str, shape: tuple[int, int]):

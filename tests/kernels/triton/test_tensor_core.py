@@ -46,6 +46,7 @@ def interpreter():
         yield
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize(("arch", "a_dtype", "b_dtype"), ROWS)
 @pytest.mark.parametrize("make", [normal, random_bits])
 def test_a_chain_equals_the_vectorized_form(interpreter, make, arch, a_dtype, b_dtype):

@@ -78,6 +78,7 @@ def test_magnitudes_of_all_of_fp32(operator, fmt: str, power_of_2: bool):
     operator(extreme(20, 160), power_of_2, fmt)
 
 
+@pytest.mark.each_pair
 @every_format
 @every_operator
 @both_scales

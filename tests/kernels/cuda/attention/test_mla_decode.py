@@ -82,6 +82,7 @@ def assert_as_reference(
     assert ((found.float() - expected).abs() <= 2**-8 * largest + 2**-8 * expected.abs()).all()
 
 
+@pytest.mark.each_value
 @emulated
 @FORMS
 @pytest.mark.parametrize("n_splits", [0, 1, 2], ids=lambda n: f"{n} splits")
@@ -95,6 +96,7 @@ def test_results_are_the_references(n_heads: int, n_splits: int, dtype: torch.dt
     assert not found[lengths == 0].any()
 
 
+@pytest.mark.each_value
 @emulated
 @pytest.mark.parametrize("n_pages", [1, 2, 3, 4])
 @pytest.mark.parametrize("rows", [2, 3, 5])
@@ -107,6 +109,7 @@ def test_rows_of_equal_lengths(rows: int, n_pages: int):
     assert_as_reference(attend(q, cache, pages, lengths, 0), q, cache, pages, lengths)
 
 
+@pytest.mark.each_value
 @emulated
 @pytest.mark.parametrize(
     ("n_heads", "dtype"), [(2, torch.bfloat16), (40, torch.bfloat16), (40, torch.uint8), (70, torch.uint8)]
@@ -162,6 +165,7 @@ def test_a_row_of_a_fixed_number_of_splits_has_its_own_bits(dtype: torch.dtype):
     assert torch.equal(alone[0], together[3])
 
 
+@pytest.mark.each_value
 @emulated
 @FORMS
 @pytest.mark.parametrize(("n_heads", "queries"), [(3, 4), (16, 2), (20, 3)], ids=lambda n: str(n))
@@ -190,6 +194,7 @@ def test_rows_of_one_text_are_one_row_unless_bits_depend_on_it(monkeypatch: pyte
     assert shapes == [((2, 6, 576), 2), ((6, 2, 576), 6), ((6, 64, 576), 6)]
 
 
+@pytest.mark.each_value
 @emulated
 @FORMS
 @pytest.mark.parametrize("n_heads", [2, 40, 70])

@@ -74,12 +74,14 @@ def _check(
         assert (others == -math.inf if clean else others.isnan()).all()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("d", mqa_logits.HEAD_DIMS)
 @pytest.mark.parametrize("h", mqa_logits.HEADS)
 def test_shapes(h: int, d: int):
     _check(11, 300, h, d)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
 @pytest.mark.parametrize("seed", range(3))
 def test_tiles(tile: Tile, seed: int):

@@ -82,6 +82,7 @@ def assert_as_reference(found: Tensor, q: Tensor, cache: Tensor, positions: Tens
     assert_close(found, expected, values.abs().amax())
 
 
+@pytest.mark.each_value
 @emulated
 @FORMS
 @pytest.mark.parametrize("n_splits", [0, 1, 2, 3], ids=lambda n: f"{n} splits")
@@ -147,6 +148,7 @@ def test_pages_that_are_not_in_the_cache_are_absent(n_splits: int):
     assert not attend(q, cache, positions, n_splits, pages).any()
 
 
+@pytest.mark.each_value
 @emulated
 @FORMS
 @pytest.mark.parametrize("n_splits", [1, 2], ids=lambda n: f"{n} splits")

@@ -46,6 +46,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.each_value
 @emulated
 @DTYPES
 @pytest.mark.parametrize("k", [1, 7, 128, 200, 301, 500])

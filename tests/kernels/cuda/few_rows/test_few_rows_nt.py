@@ -43,6 +43,7 @@ def multiply(
     return y
 
 
+@pytest.mark.each_value
 @emulated
 @pytest.mark.parametrize("power_of_2", [False, True])
 @pytest.mark.parametrize(

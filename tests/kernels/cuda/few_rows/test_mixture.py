@@ -125,7 +125,7 @@ def assert_close(of: Mixture, x: Tensor) -> None:
     torch.testing.assert_close(found.float(), expected.float(), rtol=2**-6, atol=2**-6, equal_nan=True)
 
 
-@pytest.mark.parametrize("t", [1, 2, 5, 8])
+@pytest.mark.parametrize("t", [1, 5, *(pytest.param(t, marks=pytest.mark.exhaustive) for t in (2, 8))])
 def test_any_number_of_rows(t: int) -> None:
     of = Mixture(seed=t)
     assert_close(of, of.rows(t))
@@ -137,6 +137,7 @@ def test_an_odd_number_of_experts(e: int, t: int) -> None:
     assert_close(of, of.rows(t))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("t", [1, 2])
 @pytest.mark.parametrize(("i", "s"), [(128, 0), (128, 128), (128, 384), (256, 128)])
 def test_shared_experts(i: int, s: int, t: int) -> None:
@@ -144,7 +145,9 @@ def test_shared_experts(i: int, s: int, t: int) -> None:
     assert_close(of, of.rows(t))
 
 
-@pytest.mark.parametrize(("t", "warps"), [(1, 8), (2, 16), (5, 12), (8, 8)])
+@pytest.mark.parametrize(
+    ("t", "warps"), [(1, 8), (2, 16), *(pytest.param(*of, marks=pytest.mark.exhaustive) for of in ((5, 12), (8, 8)))]
+)
 def test_warps_whose_k_blocks_are_of_several_experts(t: int, warps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each warp of `down` multiplies more k-blocks than its pipeline has stages, and not all of them equally many."""
     monkeypatch.setattr(mixture, "DOWN_WARPS_OF_MORE", (warps,))
@@ -154,7 +157,7 @@ def test_warps_whose_k_blocks_are_of_several_experts(t: int, warps: int, monkeyp
     assert_close(of, of.rows(t))
 
 
-@pytest.mark.parametrize("t", [1, 8])
+@pytest.mark.parametrize("t", [1, pytest.param(8, marks=pytest.mark.exhaustive)])
 def test_bits_do_not_depend_on_the_interleaving_of_threads(t: int) -> None:
     of = Mixture(d=128, i=384, s=640)
     x = of.rows(t)

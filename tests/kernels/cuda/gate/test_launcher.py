@@ -66,6 +66,7 @@ def _check(found: list[Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, 
     torch.testing.assert_close(weights, expected_weights, rtol=2.0**-18, atol=0)
 
 
+@pytest.mark.each_value
 @every_setting
 @pytest.mark.parametrize("biases", [None, (-0.3, 0.4), (-1.4, -0.1), (-3.0, -2.0)], ids=str)
 def test_choice_and_weights(settings: tuple[Any, ...], biases: tuple[float, float] | None):

@@ -5,6 +5,7 @@ and with it another order of all operations whose order is undefined on a GPU.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -117,7 +118,35 @@ DENSE = {
 }
 
 
-@pytest.mark.parametrize("case", DENSE)
+FURTHER_DENSE = {  # each pair of values of their fields is in another case
+    "columns of two blocks, at any column",
+    "a cluster shares a",
+    "a cluster shares b",
+    "256 rows, 1D1D, some scales cached",
+    "two accumulators for two waves",
+    "two accumulators for two waves, 1D1D",
+    "two accumulators for two waves, 1D1D, float32, accumulating",
+    "two accumulators for two waves, loading C",
+    "ping-pong of 128 rows",
+    "1D1D",
+    "float32, by TMA",
+    "1D1D, float32, accumulating, by TMA",
+    "256 rows, loading C",
+    "256 rows, loading BF16 C",
+    "narrow store boxes, loading BF16 C",
+    "float32",
+    "float32, accumulating",
+    "accumulating, any strides",
+    "transposed",
+}
+
+
+def _cases(kernels: Iterable[str], further: set[str]) -> list:
+    """The cases of a test, of which the further ones are exhaustive."""
+    return [pytest.param(case, marks=[pytest.mark.exhaustive] if case in further else []) for case in kernels]
+
+
+@pytest.mark.parametrize("case", _cases(DENSE, FURTHER_DENSE))
 def test_dense(case: str):
     kernel = DENSE[case]
     m, n = kernel.tile_m, kernel.tile_n
@@ -222,7 +251,15 @@ ROWS_GROUPED = {
 }
 
 
-@pytest.mark.parametrize("case", ROWS_GROUPED)
+FURTHER_GROUPED = {  # each value of their fields is in another case
+    "raster along N",
+    "float32, by TMA",
+    "256 rows, a buffer for each half",
+    "ping-pong, float32, by TMA",
+}
+
+
+@pytest.mark.parametrize("case", _cases(ROWS_GROUPED, FURTHER_GROUPED))
 def test_grouped(case: str):
     kernel = ROWS_GROUPED[case]
     for seed, ends in enumerate(ENDS.values()):
@@ -270,6 +307,7 @@ def test_wrong_offsets_are_clamped():
         emulate(kernel, poisoned(200, 40, dtype=_dtype(kernel)), a, b, _sizes([-5, 150, 20, 10**9]))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "case",
     [
@@ -329,7 +367,18 @@ WGRAD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", WGRAD)
+FURTHER_WGRAD = {  # each value of their fields is in another case
+    "accumulating",
+    "bfloat16",
+    "float32, by TMA",
+    "three warpgroups",
+    "ping-pong",
+    "accumulating, by TMA",
+    "bfloat16, loading C",
+}
+
+
+@pytest.mark.parametrize("case", _cases(WGRAD, FURTHER_WGRAD))
 def test_wgrad(case: str):
     kernel = WGRAD[case]
     for seed, ends in enumerate(ENDS.values()):

@@ -85,6 +85,7 @@ def _hard(*shape: int) -> Tensor:
 # ---- Matrices ----
 
 
+@pytest.mark.each_value
 @formats_and_scales
 @pytest.mark.parametrize("make", [finite, _bad, _hard], ids=["finite", "all magnitudes", "near few bits"])
 def test_blocks(make, fmt: str, power_of_2: bool):
@@ -93,6 +94,7 @@ def test_blocks(make, fmt: str, power_of_2: bool):
         assert_same(launcher.quantize(x, *block, STORAGE_DTYPES[fmt], power_of_2), quantize(x, *block, fmt, power_of_2))
 
 
+@pytest.mark.each_value
 @formats_and_scales
 @pytest.mark.parametrize("make", [finite, _bad, _hard], ids=["finite", "all magnitudes", "near few bits"])
 def test_transposed(make, fmt: str, power_of_2: bool):
@@ -112,6 +114,7 @@ def test_half_precision(dtype: torch.dtype):
     assert_same(launcher.quantize_and_transpose(x, E4M3, False), quantize_and_transpose(x, "e4m3", False))
 
 
+@pytest.mark.each_value
 @both_scales
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("with_data", "with_transposed"), [(True, True), (True, False), (False, True)])
@@ -121,6 +124,7 @@ def test_joined_weights(with_data: bool, with_transposed: bool, dtype: torch.dty
     assert_same(found, quantize_joined(weights, "e4m3", power_of_2, with_data, with_transposed))
 
 
+@pytest.mark.each_value
 @both_scales
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("with_transposed", [True, False])
@@ -146,6 +150,7 @@ def test_more_matrices_than_a_launch_takes(monkeypatch: pytest.MonkeyPatch):
     assert_same([part for results in found for part in results], expected)
 
 
+@pytest.mark.each_value
 @both_scales
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_and_columns_of_parts(dtype: torch.dtype, power_of_2: bool):
@@ -196,6 +201,7 @@ def tiles() -> Tensor:
     return align_groups(torch.tensor([130, 130, 133, 134], dtype=torch.int32), 140)[0]
 
 
+@pytest.mark.each_value
 @both_scales
 @pytest.mark.parametrize("make", [finite, _bad, _hard], ids=["finite", "all magnitudes", "near few bits"])
 def test_groups(make, power_of_2: bool, tiles: Tensor):
@@ -228,6 +234,7 @@ def _assert_same_packed(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Te
         assert torch.equal(found[0], expected[0])
 
 
+@pytest.mark.each_value
 @both_scales
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_e5m6(dtype: torch.dtype, power_of_2: bool):
@@ -245,6 +252,7 @@ def test_e5m6_becomes_transposed_e4m3():
 # ---- Dequantize ----
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2", "int8", "e5m6"])
 @pytest.mark.parametrize("block", [*BLOCKS, SHAPE], ids=str)
 def test_dequantize(block: tuple[int, int], fmt: str):
@@ -320,6 +328,7 @@ def test_swiglu_backward(saved: str | None, weighted: bool, power_of_2: bool):
     torch.testing.assert_close(found[6], expected[6], rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("h_in_blocks", [False, True], ids=["tiles", "blocks"])
 @pytest.mark.parametrize("saved", [None, "e4m3"])
 def test_swiglu_backward_of_groups(saved: str | None, h_in_blocks: bool, tiles: Tensor):
@@ -352,6 +361,7 @@ def test_silu_of_large_values(gate: float):
 # ---- RMSNorm ----
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("few", [0, launcher.FEW_ROWS], ids=["several rows of a block", "a block each"])
 @pytest.mark.parametrize(
     ("shape", "dtype", "weight_dtype", "values", "power_of_2"),

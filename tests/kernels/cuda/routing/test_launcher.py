@@ -40,6 +40,7 @@ def _experts(t: int, k: int, n_experts: int, dtype: torch.dtype = torch.int64) -
 SHAPES = pytest.mark.parametrize(("t", "k", "n_experts"), [(1, 1, 1), (100, 4, 16), (64, 2, 64), (50, 3, 300)])
 
 
+@pytest.mark.each_value
 @SHAPES
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
 def test_counts(t: int, k: int, n_experts: int, dtype: torch.dtype):
@@ -48,6 +49,7 @@ def test_counts(t: int, k: int, n_experts: int, dtype: torch.dtype):
         assert torch.equal(launcher.count_tokens(experts, n_experts, batch), count_tokens(experts, n_experts, batch))
 
 
+@pytest.mark.each_value
 @SHAPES
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
 def test_the_plan(t: int, k: int, n_experts: int, dtype: torch.dtype):
@@ -73,6 +75,7 @@ def test_nothing_is_written_outside_for_a_wrong_load_and_other_numbers_than_expe
     assert place.max() < 240
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("scoring_func", ["sigmoid", "softmax"])
 @pytest.mark.parametrize(
     ("t", "n_experts", "k", "batch"), [(96, 16, 4, 2), (30, 64, 6, 3), (10, 256, 8, 1), (40, 16, 1, 4)]
