@@ -11,6 +11,10 @@ from typing import Any
 
 import pytest
 
+from octile.report.compare import page as compare_page
+from octile.report.run import page as run_page
+from octile.report.svg import Chart
+
 CONFIG = {
     "preset": "tiny",
     "recipe": "deepseek_v3",
@@ -91,6 +95,13 @@ def write_run(
 def make_run(tmp_path: Path) -> Callable[..., Path]:
     """Return `write_run` with a folder of this test."""
     return partial(write_run, tmp_path / "run")
+
+
+@pytest.fixture
+def without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the figures of pages empty: they take most of the time that a page takes."""
+    for page in (run_page, compare_page):
+        monkeypatch.setattr(page, "make_chart", lambda title, caption, *_, **__: Chart(title, caption, "<svg></svg>"))
 
 
 @dataclass

@@ -35,6 +35,7 @@ def test_a_written_result_is_read(tmp_path):
     assert read_result(tmp_path / "compare.json") == complete_result()
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_the_page_can_be_written_from_the_file(tmp_path):
     page = write_compare_report(tmp_path, complete_result()).read_text()
     write_result(tmp_path / "compare.json", complete_result(), {})

@@ -24,6 +24,13 @@ def page(tmp_path_factory):
     return read_page(write_compare_report(tmp_path_factory.mktemp("page"), complete_result()))
 
 
+@pytest.fixture(scope="module")
+def uneven_page(tmp_path_factory):
+    uneven = curve("deepseek_v3", 3.003, speed_quartiles=(1.0, 3.0))
+    folder = tmp_path_factory.mktemp("uneven")
+    return read_page(write_compare_report(folder, replace(complete_result(), recipes=(uneven,))))
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -36,10 +43,8 @@ def page(tmp_path_factory):
         "upper over lower quartile",
     ],
 )
-def test_the_page_contains_the_measurements(tmp_path, words):
-    uneven = curve("deepseek_v3", 3.003, speed_quartiles=(1.0, 3.0))
-    page = read_page(write_compare_report(tmp_path, replace(complete_result(), recipes=(uneven,))))
-    assert words in page.words
+def test_the_page_contains_the_measurements(uneven_page, words):
+    assert words in uneven_page.words
 
 
 def test_the_passage_is_colored_by_the_loss_of_each_token(page):
@@ -63,6 +68,7 @@ def test_non_finite_gradients_give_a_page(tmp_path):
     assert "No gradient of deepseek_v3 at step 3 was finite" in page.words
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_the_page_shows_the_text_of_recipe_files(tmp_path):
     page = read_page(
         write_compare_report(tmp_path, replace(complete_result(), recipe_files={"mine.toml": 'recipe = "<b>"'}))

@@ -9,11 +9,17 @@ from octile.report import save_figure, write_run_report
 from tests.report.conftest import CONFIG, complete_run, experts, read_page, tile_scales, training, validation, write_run
 from tests.report.layout import faults_of_pages, signed_zeros
 
+SAMPLE = "def total(x):\n    return x\n"
+
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("complete")
-    return read_page(write_run_report(write_run(folder, complete_run(), sample="def total(x):\n    return x\n")))
+def path(tmp_path_factory):
+    return write_run_report(write_run(tmp_path_factory.mktemp("complete"), complete_run(), sample=SAMPLE))
+
+
+@pytest.fixture(scope="module")
+def page(path):
+    return read_page(path)
 
 
 def test_the_page_loads_nothing(page):
@@ -21,8 +27,8 @@ def test_the_page_loads_nothing(page):
     assert not {"script", "link", "iframe", "object", "embed", "img"} & set(page.tags)
 
 
-def test_the_page_holds_no_address(make_run):
-    assert "://" not in write_run_report(make_run(complete_run())).read_text()
+def test_the_page_holds_no_address(path):
+    assert "://" not in path.read_text()
 
 
 def test_references_inside_the_page_have_exactly_one_target(page):
@@ -81,6 +87,7 @@ def test_clipping_is_counted(page):
     assert "8% of the steps were clipped to norm 1." in page.words  # 0.5 + 2 / step > 1 in 3 steps of 40
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_the_clipping_of_almost_all_steps_is_explained(make_run):
     run = make_run([training(step, grad_norm=1.5 if step > 2 else 0.9) for step in range(1, 41)])
     words = read_page(write_run_report(run)).words
@@ -103,6 +110,7 @@ ORIGIN = {
 }
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_the_head_names_data_date_commit_and_command(make_run):
     run = make_run(complete_run(), config={**CONFIG, "data": "my text"}, summary=ORIGIN)
     words = read_page(write_run_report(run)).words
@@ -112,6 +120,7 @@ def test_the_head_names_data_date_commit_and_command(make_run):
     ) in words
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_the_head_of_a_run_that_has_not_ended_names_its_data(make_run):
     words = read_page(
         write_run_report(make_run(complete_run(), config={**CONFIG, "data": "stdlib"}, summary=None))
@@ -138,12 +147,11 @@ def test_html_in_texts_is_escaped(make_run):
     assert not {"\x00", "\x1b"} & set(page.text)
 
 
-def test_the_same_files_give_the_same_page(make_run):
-    run = make_run(complete_run())
-    first = write_run_report(run).read_bytes()
-    assert write_run_report(run).read_bytes() == first
+def test_the_same_files_give_the_same_page(make_run, path):
+    assert write_run_report(make_run(complete_run(), sample=SAMPLE)).read_bytes() == path.read_bytes()
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_a_page_is_written_to_a_temporary_file_and_renamed(make_run):
     run = make_run([training(1)])
     write_run_report(run)
@@ -164,6 +172,7 @@ def test_a_figure_that_fails_leaves_the_old_page(make_run, monkeypatch):
     assert (run / "report.html").read_bytes() == old
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_a_full_disk_leaves_the_old_page_and_is_named(make_run, full_disk):
     run = make_run([training(1)])
     old = write_run_report(run).read_bytes()
@@ -203,14 +212,17 @@ def test_a_partial_run_gets_a_page(make_run, metrics):
     assert "Configuration" in read_page(write_run_report(make_run(metrics, summary=None))).words
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_the_page_of_a_run_without_validation_says_so(make_run):
     assert "has not been measured yet" in read_page(write_run_report(make_run([training(1), training(2)]))).words
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_the_page_of_an_unfinished_run_names_its_last_step(make_run):
     assert "for 2 of 40 steps" in read_page(write_run_report(make_run([training(1), training(2)]))).words
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_the_step_of_the_model_and_memorization_are_reported(make_run):
     lines = [training(step, main_loss=4.0 - step / 10) for step in range(1, 9)]
     lines += [validation(2, 4.0), validation(4, 3.88), validation(6, 4.5), validation(8, 6.5)]
@@ -219,6 +231,7 @@ def test_the_step_of_the_model_and_memorization_are_reported(make_run):
     assert "After step 4 the run memorized its training text: held-out loss rose from 3.880 to 6.500" in page.words
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_a_broken_loss_is_reported(make_run):
     lines = [training(1), training(2, loss=math.nan), training(3, loss=math.nan)]
     page = read_page(write_run_report(make_run(lines)))
@@ -228,18 +241,21 @@ def test_a_broken_loss_is_reported(make_run):
 STOP = {"step": 3, "stopped": "the loss is nan at step 3; the first non-finite value is in lm_head"}
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_why_a_run_stopped_is_reported_first(make_run):
     lines = [training(1), training(2, skipped_for="a gradient is not finite"), STOP]
     page = read_page(write_run_report(make_run(lines)))
     assert f"Training stopped: {STOP['stopped']}. 1 step were skipped" in page.words
 
 
+@pytest.mark.usefixtures("without_figures")
 @pytest.mark.parametrize("after", [[training(3)], [training(2), training(3), training(4)]], ids=len)
 def test_a_stop_after_which_a_run_went_on_is_not_reported(make_run, after):
     page = read_page(write_run_report(make_run([training(1), training(2), STOP, *after])))
     assert "Training stopped" not in page.words
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_unreadable_lines_are_reported(make_run):
     assert "1 line of metrics.jsonl could not be read" in read_page(write_run_report(make_run('{"st'))).words
 
@@ -273,6 +289,7 @@ def test_drawing_does_not_change_the_users_matplotlib_settings(make_run):
         assert matplotlib.rcParams["font.size"] == 17.0
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_values_that_change_during_the_run_are_drawn_and_named(make_run):
     batch, weight, speed = (2, 3, 4, 4), (0.3, 0.3, 0.1, 0.1), (0.001, 0.001, 0.001, 0.0)
     steps = [
@@ -285,6 +302,7 @@ def test_values_that_change_during_the_run_are_drawn_and_named(make_run):
     assert "γ from 0.001 to 0 (last change at step 4)" in words
 
 
+@pytest.mark.usefixtures("without_figures")
 @pytest.mark.parametrize("depth", [0, 1])
 def test_only_a_model_with_multi_token_prediction_has_its_curve(make_run, depth):
     config = {**CONFIG, "model": {"num_nextn_predict_layers": depth}}
