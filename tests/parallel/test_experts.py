@@ -1,6 +1,7 @@
 """Experts on 2 and 4 gloo ranks compared with one process, bit for bit; see expert_cases.py."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -37,19 +38,39 @@ def draw(world: int) -> list[Tokens]:
     return found
 
 
+def is_further(world: int, name: str) -> bool:
+    """Whether other cases show the same: two peers or peers of nodes for four peers, FP8 for other recipes of peers."""
+    if world == 4:
+        return name.endswith(("-peers", "-nvshmem_peers"))
+    return name.endswith(("-fp32-peers", "-fp8_unfused-peers")) and not name.startswith(
+        ("gate", "overlap", "recomputed")
+    )
+
+
 @pytest.fixture(scope="module")
-def failures(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Failures]:
-    """What went wrong in a world, by rank."""
+def failures(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, bool], Failures]:
+    """What went wrong in the further cases of a world or in the others, by rank."""
 
-    def start(world: int, folder: str) -> None:
-        start_ranks(expert_cases.run, (world, folder, draw(world)), world)
+    def start_cases(further: bool, world: int, folder: str) -> None:
+        names = [name for name in NAMES[world] if is_further(world, name) == further]
+        start_ranks(expert_cases.run, (world, folder, draw(world), "cpu", names), world)
 
-    return start_once(tmp_path_factory, "experts", start)
+    worlds = [
+        start_once(tmp_path_factory, f"experts-{further}", partial(start_cases, further)) for further in (False, True)
+    ]
+    return lambda world, further: worlds[further](world)
 
 
-@pytest.mark.parametrize(("world", "name"), [(world, name) for world, names in NAMES.items() for name in names])
-def test_ranks(failures, world: int, name: str):
-    assert_passed(failures(world), name)
+CASES = [(world, name, is_further(world, name)) for world, names in NAMES.items() for name in names]
+
+
+@pytest.mark.parametrize(
+    ("world", "name", "further"),
+    [pytest.param(*case, marks=[pytest.mark.exhaustive] if case[2] else []) for case in CASES],
+    ids=[f"{world}-{name}" for world, name, _ in CASES],
+)
+def test_ranks(failures, world: int, name: str, further: bool):
+    assert_passed(failures(world, further), name)
 
 
 def test_without_a_process_group_the_error_says_so():

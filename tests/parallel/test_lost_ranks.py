@@ -3,6 +3,7 @@
 import os
 import time
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -36,18 +37,29 @@ def wait(rank: int, folder: str, endings: str) -> None:
     os._exit(0)  # no barrier, which another rank might miss
 
 
+EXPECTED = {
+    "ff": "0 lost",
+    "fe": "1 lost",
+    "ef": "1 lost",
+    "ee": "2 lost",
+    "fh": "timed out: a rank has sent no farewell",
+}
+
+
+@pytest.fixture(scope="module")
+def noticed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What rank 0 wrote, by the endings of the others: all groups wait at the same time."""
+    folders = {endings: tmp_path_factory.mktemp(endings) for endings in EXPECTED}
+    groups = [begin_ranks(wait, (str(folder), endings), 3) for endings, folder in folders.items()]
+    for process in chain(*groups):
+        process.join(60)
+    return {endings: (folder / "noticed").read_text() for endings, folder in folders.items()}
+
+
 @pytest.mark.parametrize(
-    ("endings", "expected"),
-    [
-        ("ff", "0 lost"),
-        ("fe", "1 lost"),
-        ("ef", "1 lost"),
-        ("ee", "2 lost"),
-        ("fh", "timed out: a rank has sent no farewell"),
-    ],
+    "endings",
+    EXPECTED,
     ids=["two farewells", "the last without", "the first without", "both without", "the last hangs"],
 )
-def test_rank_0_notices_how_the_others_end(endings, expected, tmp_path):
-    for process in begin_ranks(wait, (str(tmp_path), endings), 3):
-        process.join(60)
-    assert (tmp_path / "noticed").read_text() == expected
+def test_rank_0_notices_how_the_others_end(noticed: dict[str, str], endings: str):
+    assert noticed[endings] == EXPECTED[endings]
