@@ -5,7 +5,7 @@ An encoded value of E exponent bits and M mantissa bits is a sign, an exponent f
     f > 0:  ±(1 + t / 2^M) · 2^(f − bias)              a normal number: M + 1 significant bits, the first one implied
     f = 0:  ±(t / 2^M) · 2^(1 − bias)                  zero and the subnormal numbers, evenly spaced
 
-So the order of the encoded values is the order of the numbers, and one algorithm rounds to all formats: find the
+So the order of the encoded values is the order of the numbers, and one algorithm rounds to all formats. Find the
 spacing of the format's numbers near x, divide |x| by it, round to the nearest even integer, and add this count to the
 encoded value at which this spacing begins. A count that is rounded up to the next power of two carries into the
 exponent field.

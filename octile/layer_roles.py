@@ -24,7 +24,7 @@ class Role:
     """A role of layers that stay in high precision; names are separated by dots into parts.
 
     Attributes:
-        name: of the role.
+        name: name of the role.
         parts: a layer has this role if a part of its name is one of these.
         ends: or if its name, or the end of it from a dot on, is one of these.
         contains: or if the last part of its name contains a match of this regular expression.

@@ -172,7 +172,7 @@ class Recipe:
 
     Attributes:
         name: by which `octile compare --recipes` and a run's configuration name it.
-        formats: of the GEMMs' operands; None: they are in `compute`.
+        formats: formats of the GEMMs' operands; None: they are in `compute`.
         compute: dtype of the GEMMs that are not quantized; in training on a GPU, autocast's dtype.
         high_precision: the GEMMs that run in `compute` although the recipe has formats.
         exceptions: further GEMMs in high precision of single layers: (pattern of layer names as of file names, GEMMs).
@@ -187,11 +187,11 @@ class Recipe:
             given.
         norms: whether the quantized outputs of fused norms are "recomputed", or saved in addition to their inputs
             ("kept").
-        transposed_weights: of weights in 128×128 blocks, the transposed form that dgrad reads is "recomputed" in the
-            backward pass from the weight, so that nothing of it is held in between, or quantized and cached with the
-            weight ("cached"), which takes a byte per weight. None: "recomputed", but "cached" in `octile train`, whose
-            micro-batches read it several times a step. A weight without a gradient that the weight cache holds is
-            quantized once for all steps, in both forms, whatever is set here.
+        transposed_weights: what becomes of the transposed form, which dgrad reads, of weights in 128×128 blocks.
+            "recomputed": it is quantized from the weight in the backward pass, and nothing of it is held in between.
+            "cached": it is quantized and cached with the weight, which takes a byte per weight. None: "recomputed", but
+            "cached" in `octile train`, whose micro-batches read it several times a step. A weight without a gradient
+            that the weight cache holds is quantized once for all steps, in both forms, whatever is set here.
         swiglu_inputs: how SwiGLU's inputs are saved, its output being recomputed; or "recomputed": they are recomputed,
             too. None: autograd saves them in high precision, and the quantized output.
     """
@@ -415,13 +415,14 @@ class Recipe:
         """FP8-LM: per-tensor E4M3 and E5M2 GEMMs, FP8 gradients, FP16 master weights, FP8 and FP16 moments.
 
         All scales are powers of two. Those of inputs and output gradients come from the largest amax of 16 past steps,
-        and from the tensor itself until these 16 steps are over, as in the paper's reference code, MS-AMP; those of
+        and from the tensor itself until these 16 steps are over, as in the paper's reference code, MS-AMP. Those of
         weights and of the optimizer's state come from the tensor itself.
 
-        The paper's methods for several GPUs are not part of it: sums of FP8 gradients over GPUs with a factor μ, which
-        halves when more than 0.001% of a gradient's values reach the largest FP8 value and otherwise doubles within
-        1000 steps; whole tensors instead of shards in ZeRO; activations that tensor parallelism sends in FP8. Without
-        such a sum a factor that is a power of two would change the scale of a stored gradient and none of its bits.
+        The paper's methods for several GPUs are not part of it: sums of FP8 gradients over GPUs with a factor μ, whole
+        tensors instead of shards in ZeRO, and activations that tensor parallelism sends in FP8. The factor halves when
+        more than 0.001% of a gradient's values reach the largest FP8 value, and otherwise doubles within 1000 steps.
+        Without such a sum a factor that is a power of two would change the scale of a stored gradient and none of its
+        bits.
         """
         optimizer = OptimizerFormats("float16", "float8_e4m3fn", "float8_e4m3fn", "float16")
         w = OperandFormat(block=TENSOR, scale="power_of_2")

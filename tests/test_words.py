@@ -1,6 +1,8 @@
-"""Octile's old private words stay out of the package, the documents and the README."""
+"""Octile's old private words stay out of the package, the documents and the README; docstrings are plain sentences."""
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,12 @@ import pytest
 ROOT = Path(__file__).parent.parent
 WORDS = ROOT / "tests" / "private_words.txt"
 SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".jinja", ".md"}
+MAX_SENTENCE = 41  # words
+SECTION = re.compile(r"(Args|Attributes|Returns|Yields|Raises):$")
+ENTRY = re.compile(r"    (\S[^:]*): (.*)$")
+LEGEND = re.compile(r"(Shapes|Sources?):? ")  # of letters, and of papers: lists, and no sentences
+SENTENCE_END = re.compile(r"(?<=[.!?])[)\"]?\s")
+TABLE_ROW = re.compile(r"\||.*\S {3,}\S")
 
 
 def patterns() -> list[tuple[str, str]]:
@@ -31,3 +39,55 @@ def test_a_private_word_is_not_used(pattern: str, term: str) -> None:
         if re.search(pattern, line, re.IGNORECASE)
     ]
     assert not found, f"use {term!r} instead of {pattern!r} in\n" + "\n".join(found)
+
+
+def docstrings() -> Iterator[tuple[str, list[str]]]:
+    """Where each docstring of the package is, and its lines."""
+    for path in sorted((ROOT / "octile").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                name = getattr(node, "name", "")
+                if text := ast.get_docstring(node):
+                    yield f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}: {name}", text.splitlines()
+
+
+def paragraphs(lines: list[str]) -> Iterator[str]:
+    """The paragraphs, list items and entries of a docstring, without its tables and diagrams, which are indented."""
+    found, in_section = [""], False
+    for line in lines:
+        is_section, is_entry = SECTION.match(line) is not None, in_section and ENTRY.match(line) is not None
+        in_section = is_section or (in_section and (not line or line.startswith(" ")))
+        if is_section or is_entry or not line or line.startswith("- "):
+            found.append("")
+        if not is_section and not TABLE_ROW.match(line) and (in_section or not line.startswith("    ")):
+            found[-1] += f" {line.strip()}"
+    return (text.strip() for text in found if text.strip())
+
+
+def test_no_entry_begins_with_a_bare_of() -> None:
+    bare = []
+    for where, lines in docstrings():
+        section = ""
+        for before, line in zip(["", *lines], lines, strict=False):
+            if match := SECTION.match(line):
+                section = match[1]
+            elif line and not line.startswith(" "):
+                section = ""
+            text = line.strip() if SECTION.match(before) else ""  # a result has no name
+            if section in ("Args", "Attributes") and (match := ENTRY.match(line)):
+                text = match[2]
+            if section != "Raises" and re.match(r"(as )?of\b", text):
+                bare.append(f"{where}: {line.strip()}")
+    assert not bare, "\n".join(bare)
+
+
+def test_no_sentence_of_a_docstring_is_long() -> None:
+    long = [
+        f"{where}: {len(sentence.split())} words: {sentence}"
+        for where, lines in docstrings()
+        for text in paragraphs(lines)
+        if not LEGEND.match(text)
+        for sentence in SENTENCE_END.split(text)
+        if len(sentence.split()) > MAX_SENTENCE
+    ]
+    assert not long, "\n".join(long)

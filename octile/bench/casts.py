@@ -147,7 +147,7 @@ def bound_of(what: str, inputs: Sequence[Tensor], moved: int, copy: float, peak:
         what, inputs: the operator.
         moved: its bytes.
         copy: seconds of a copy of as many bytes.
-        peak: of this GPU.
+        peak: what bounds operators on this GPU.
     """
     flops = _flops(what, inputs)
     if not flops and what not in TWO_PASSES | READ_TWICE:

@@ -60,7 +60,7 @@ class Case:
     """A model and its batch.
 
     Attributes:
-        name: of the rows.
+        name: case of the rows.
         config: the name of its configuration's class in transformers.
         sizes: the arguments of that class.
         batch: sequences.

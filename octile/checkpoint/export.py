@@ -32,7 +32,7 @@ def export_hugging_face(
     Args:
         checkpoint: the checkpoint's folder, a path or URL; of any number of ranks, or of `save_checkpoint`.
         folder, weights, files: as in `octile.save`.
-        config: of the model.
+        config: configuration of the model.
         prefixes: what precedes the model's names in the checkpoint; where there are several, the first under which
             there is a tensor: ("ema.", "model.") exports averaged weights with the model's biases of gates.
         check: whether to compare the checksum of each file before its first tensor is read.

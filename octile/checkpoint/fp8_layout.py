@@ -42,7 +42,7 @@ def is_stored_in_fp8(name: str, shape: tuple[int, ...], keep: Sequence[str] = ()
     """Whether a tensor with this name and shape is stored in FP8: see `octile.layer_roles`.
 
     Args:
-        name, shape: of the tensor.
+        name, shape: name and shape of the tensor.
         keep: patterns of the layers that stay in high precision besides those of the table.
     """
     layer, _, kind = name.rpartition(".")
@@ -67,7 +67,7 @@ def quantize_weight(
     there, whatever rule they were made by.
 
     Args:
-        name: of the weight, for the error message.
+        name: name of the weight, for the error message.
         weight_NK: the weight, or rows of it that begin at a multiple of 128.
         scale: the rule for the scales of the other blocks.
         stored: float32 [⌈N/128⌉, ⌈K/128⌉], the scales that the weight had in a checkpoint.

@@ -107,7 +107,7 @@ def write_folder(
 
     Args:
         folder, weights, files: as in `save`.
-        config: of the model.
+        config: configuration of the model.
         shapes: Hugging Face name → shape of each tensor.
         read: returns the tensor of a name, on any device.
         stored_scales: the scales of the FP8 weights of the folder from which the model was read, if any.
@@ -146,8 +146,8 @@ def load(path: str | Path, dtype: torch.dtype = torch.float32, device: str | tor
 
     Args:
         path: a folder written by octile or transformers, or published; weights in FP8, BF16, FP16 or FP32.
-        dtype: of the parameters; FP8 weights are dequantized to it.
-        device: of the parameters.
+        dtype: dtype of the parameters; FP8 weights are dequantized to it.
+        device: device of the parameters.
 
     Returns:
         The model in evaluation mode.

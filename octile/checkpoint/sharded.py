@@ -56,7 +56,7 @@ class Chunk:
 
     Attributes:
         local: the elements, of any dtype, on any device.
-        shape: of the whole tensor.
+        shape: shape of the whole tensor.
         offset: the first index in each dimension of the whole tensor.
 
     Raises:
@@ -112,7 +112,7 @@ class StoredChunk:
         file: the name of the file.
         begin: its first byte in the file.
         offset: the first index in each dimension of the whole tensor.
-        shape: of the chunk.
+        shape: shape of the chunk.
     """
 
     file: str
@@ -125,9 +125,9 @@ class WrittenChunk(NamedTuple):
     """What a rank tells rank 0 of a chunk that it wrote.
 
     Attributes:
-        name: of the tensor.
+        name: name of the tensor.
         chunk: where it lies.
-        n_bytes, sha256: of its file.
+        n_bytes, sha256: size and checksum of its file.
     """
 
     name: str
@@ -164,7 +164,7 @@ class ShardWriter:
 
     Args:
         folder: the new checkpoint; a name that nothing else has written to. It appears with its first file.
-        step: of the checkpoint.
+        step: step of the checkpoint.
         state: the content of state.json, on rank 0.
     """
 

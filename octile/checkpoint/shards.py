@@ -109,7 +109,7 @@ def plan_shards(sizes: Mapping[str, int], max_bytes: int = MAX_SHARD) -> dict[st
 
     Args:
         sizes: name → bytes of each tensor.
-        max_bytes: of a file, unless it holds a single tensor that is larger.
+        max_bytes: the most bytes of a file, unless it holds a single tensor that is larger.
 
     Returns:
         file name → tensors: `model.safetensors` alone, or `model-00001-of-0000n.safetensors` and so on.

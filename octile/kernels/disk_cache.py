@@ -76,7 +76,7 @@ def find_or_build(
     """Return an entry of the cache, or build and store it. Of several processes that want one at once, one builds it.
 
     Args:
-        path: of the entry; its folder exists.
+        path: path of the entry; its folder exists.
         what: the name of an entry, for the warning that this one is damaged.
         read: returns the entry; None if there is none, or it is damaged.
         build: makes it.

@@ -21,7 +21,7 @@ def load(source: Path, options: tuple[str, ...], what: str) -> ctypes.CDLL | Non
 
     Args:
         source: a C++ file that includes nothing but the standard library.
-        options: of the compiler, such as `OPTIONS`.
+        options: options of the compiler, such as `OPTIONS`.
         what: the name of what is compiled, for the warning.
     """
     path = next(filter(None, map(shutil.which, COMPILERS)), None)

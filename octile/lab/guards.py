@@ -155,8 +155,8 @@ def parse_rules(text: str, path: Path) -> tuple[Rule, ...]:
     """Parse the rules in the text of a TOML file.
 
     Args:
-        text: of the file.
-        path: of the file, for messages.
+        text: text of the file.
+        path: path of the file, for messages.
 
     Raises:
         ValueError: the text is not TOML or holds anything but rules, or a rule is invalid; the message says which.

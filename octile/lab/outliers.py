@@ -3,8 +3,8 @@
 Large models have a few "massive activations" at the first token, at "." and at a newline, always in the same channels.
 They determine a scale that many values share, at the cost of all others. Here a value is massive if it is at least
 MASSIVE times the median magnitude of the layer's input (no normally distributed value reaches 10 times). The massive
-values of some tokens are set to zero, and three effects are measured: how much of the quantization error disappears,
-how much of it in tokens that lost no value and only share a scale, and how much the output changes.
+values of some tokens are set to zero, and three effects are measured. They are how much of the quantization error
+disappears, how much of it in tokens that lost no value and only share a scale, and how much the output changes.
 
 Source: Sun et al., "Massive Activations in Large Language Models" (arXiv 2402.17762).
 """

@@ -22,8 +22,8 @@ def to_hf(state_dict: Mapping[str, Tensor], config: ModelConfig, first_expert: i
     Nothing is copied: experts are views, and the prediction layer's embedding and head are the model's own tensors.
 
     Args:
-        state_dict: of the model.
-        config: of the whole model.
+        state_dict: the model's state dict.
+        config: configuration of the whole model.
         first_expert: the number of the first of the model's experts, if it has only those of one rank.
     """
     tensors = dict(_unstacked(state_dict, first_expert))

@@ -42,7 +42,7 @@ def convert(
     a method `use_recipe`, such as `Experts`, get the recipe, and so do the stacked experts of transformers
     (`octile.integrations.transformers`); other stacked weights [E, N, K] are not converted and count as E layers. A
     module that computes SwiGLU of three converted layers, or of two with gate and up in one, becomes an `MLP` or
-    `GateUpMLP` of the same layers; layers of one module that read its input, such as attention's q, k and v, quantize
+    `GateUpMLP` of the same layers. Layers of one module that read its input, such as attention's q, k and v, quantize
     it once, and are one GEMM where every forward pass calls them (`octile.nn.joined_linear`). In eager mode RMSNorm
     layers and rotary embeddings of other libraries' models run in fused kernels, which round once
     (`octile.nn.eager_kernels`). The summary ("converted n of m linear layers to deepseek_v3, skipped k:

@@ -30,8 +30,8 @@ class Shares(NamedTuple):
     """Shares from 0 to 1.
 
     Attributes:
-        parameters: of all parameters of the model, each once.
-        flops: of the floating-point operations of a token's GEMMs with a weight, in the forward pass.
+        parameters: share of all parameters of the model, each counted once.
+        flops: share of the floating-point operations of a token's GEMMs with a weight, in the forward pass.
     """
 
     parameters: float

@@ -165,7 +165,8 @@ class LocalDispatcher:
         """Begin `send_back`; see `begin_send`. No other exchange may begin before the result is used, unless it lasts.
 
         Args:
-            y_RD, plan, overlaps: as of `begin_send`.
+            y_RD: the rows.
+            plan, overlaps: as in `begin_send`.
             lasts: whether the result is a tensor of its own.
         """
         return InFlight(y_RD)
@@ -198,7 +199,7 @@ class LocalDispatcher:
         """Return the gradient of each weight, [T, K], from those of the rows' weights.
 
         Args:
-            sent: of `begin_send_back` for these, [R, 1].
+            sent: what `begin_send_back` has returned for these, [R, 1].
             plan: their way.
         """
         return sent.wait(switches=False).flatten()[plan.place_TK]

@@ -52,7 +52,7 @@ def differentiable_gradients(
 
     Args:
         formula: in torch's functions, returns a tensor or several.
-        gradients: of its results; None: of a result that nothing reads.
+        gradients: gradients of its results; None for a result that nothing reads.
     """
     own = [t.view_as(t) for t in inputs]  # one input may have been computed from another
     results = formula(*own)

@@ -23,7 +23,7 @@ class GatheredWeight(Tensor):
 
     Args:
         data, scale: the encoded values [..., N, K] and their scales [..., ⌈N/128⌉, ⌈K/128⌉].
-        dtype: of the values and of the gradient.
+        dtype: dtype of the values and of the gradient.
 
     Raises:
         TypeError: an operation would write to it.

@@ -60,7 +60,7 @@ class Indexer(nn.Module):
 
     Attributes:
         warm_up: whether this is the first stage of training: in training mode attention is dense.
-        alignment_loss: of the last forward pass in training mode, until it is popped.
+        alignment_loss: loss of the last forward pass in training mode, until it is popped.
 
     Args:
         hidden_size: D.
@@ -85,7 +85,7 @@ class Indexer(nn.Module):
         Args:
             x_BSD: the input of the layer's attention.
             q_latent_BSL: its compressed queries, normalized.
-            cos_sin: of the S positions, each [S, R / 2].
+            cos_sin: cosines and sines of the S positions, each [S, R / 2].
         """
         x_BSD, q_latent_BSL = x_BSD.detach(), q_latent_BSL.detach()
         q_BSGE = self.wq_b(q_latent_BSL).unflatten(-1, (self.n_heads, self.head_dim))
@@ -127,10 +127,10 @@ class Indexer(nn.Module):
         """Set `alignment_loss` to that of a forward pass, and return the queries to attend with.
 
         Args:
-            index: of the same tokens.
+            index: the result of `forward` for the same tokens.
             q_BSHX, k_BSHX: attention's queries and keys.
-            chosen_BSK: of `choose`.
-            scale: of attention's scores.
+            chosen_BSK: the result of `choose`.
+            scale: factor of attention's scores.
         """
         loss = alignment_loss(index.q, index.k, index.weights, q_BSHX.detach(), k_BSHX.detach(), chosen_BSK, scale)
         return leave_behind(self, "alignment_loss", loss, q_BSHX)

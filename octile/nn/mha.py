@@ -45,7 +45,7 @@ class MHA(FusableModule):
 
         Args:
             x_BSD: the input, or the second result of `octile.nn.pre_norm`.
-            cos_sin: of the S positions, each [S, head_dim / 2].
+            cos_sin: cosines and sines of the S positions, each [S, head_dim / 2].
         """
         x = self.fused_input(x_BSD)
         if isinstance(x, BlockInput):

@@ -52,7 +52,7 @@ class Experts(nn.Module, RecipeHolder[Recipe | None]):
     """E SwiGLU layers in two stacked weights: gate_up [E, 2I, D], the gates' rows first, and down [E, D, I].
 
     Attributes:
-        n_experts: of all ranks, E if experts are not spread over ranks.
+        n_experts: experts of all ranks together, E without expert parallelism.
         here: which of them these are.
 
     Raises:
@@ -112,7 +112,7 @@ def experts_layers(
         x_RD: the rows.
         offs_E: int32 [E], the end of each expert's rows.
         gate_up, down: the stacked weights [E, N, D] and [E, D, I].
-        recipe: of both; None: they are in high precision.
+        recipe: recipe of both; None: they are in high precision.
         gate_up_history, down_history: for a recipe with delayed scaling.
         activation: what is computed between the two, [R, N] → [R, I].
     """

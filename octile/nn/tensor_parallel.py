@@ -31,7 +31,7 @@ class LocalLinear(NamedTuple):
     Attributes:
         x, weight: local tensors; their gradients are placed as the layout needs it.
         bias: a DTensor, or None.
-        mesh, placement: of the result.
+        mesh, placement: mesh and placement of the result.
     """
 
     x: Tensor

@@ -9,7 +9,7 @@ logits and saves the logarithm of each row's sum, `lse`; the backward pass reads
 writes the result.
 
 The reference computes in FP32 and rounds dlogits once. The order in which the exponentials of a row are summed is
-unspecified, and a GPU's exponential and logarithm differ from the CPU's: its lse differs from the reference by at most
+unspecified, and a GPU's exponential and logarithm differ from the CPU's. Its lse differs from the reference by at most
 2⁻²⁰ · (1 + |lse|), and for a given lse its exp(logits − lse) by a share of at most (8 + |logits − lse|) · 2⁻²³.
 
 The logits are not overwritten by their gradient, although that would save their size in memory: a second backward pass

@@ -39,7 +39,8 @@ def write_and_rotate(
         cache, slots: as in `octile.ops.latent_cache.write_latents`.
         latent: [T, C], float32, bfloat16 or float16, rows contiguous, before the norm.
         rope: [T, R] in latent's dtype, rows contiguous, not rotated.
-        weight, eps: of the norm: [C], float32, bfloat16 or float16, and what is added to the mean of the squares.
+        weight: weight of the norm [C], float32, bfloat16 or float16.
+        eps: what the norm adds to the mean of the squares.
         cos, sin: float32 [T, R/2], contiguous, as in `octile.ops.rope.rotate_`.
         q: [T, H, X] in latent's dtype, channels contiguous, of which the last R are rotated.
         absorbed: [T, H, C + R] in latent's dtype, contiguous, of which the last R channels are written.

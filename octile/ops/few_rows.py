@@ -44,7 +44,7 @@ def few_rows_nt(
     Args:
         x: [M, K] bfloat16 or float32.
         norm_weight: [K], float32, bfloat16 or float16, of RMSNorm before the quantization; None: x is not normalized.
-        eps: of RMSNorm.
+        eps: what RMSNorm adds to the mean of the squares.
         weight, scale: float8_e4m3fn [N, K] in 128×128 blocks, and float32 [⌈N/128⌉, ⌈K/128⌉]. A GPU reads these and
             norm_weight before the previous kernel of the stream has ended, which must not write them.
         power_of_2: whether to round the scales of x up to powers of two.
@@ -116,7 +116,7 @@ def latent_attention(
         w_k: [H, C, X] in q's dtype, contiguous: W_UK. A GPU reads it and w_v before the previous kernel of the stream
             has ended, which must not write them.
         norm_weight: [C], float32, bfloat16 or float16, of the RMSNorm of latents.
-        eps: of RMSNorm.
+        eps: what RMSNorm adds to the mean of the squares.
         cos, sin: float32 [M, R/2], of the rows' positions.
         slots: int64 [M], where each row is written; negative: nowhere. To rows that attend to it, a slot is one of
             their last 8 positions: a GPU reads others before they are written.

@@ -11,12 +11,12 @@ If both operands are FP32, as for dx, the gradient of x, the three products of t
 
     dx = dy · w = dy₁ · w₁ + dy₂ · w₁ + dy₁ · w₂ + dy₃ · w₁ + dy₂ · w₂ + dy₁ · w₃
 
-What is omitted is at most 2⁻²⁵ of |dy| · |w|, not of dx, which is far smaller where products cancel: over the experts
+What is omitted is at most 2⁻²⁵ of |dy| · |w|, not of dx, which is far smaller where products cancel. Over the experts
 the gradients of a softmax gate sum to zero, so what the experts' weights have in common cancels. The first three
 products alone would be off by up to 2⁻¹⁶ of |dy| · |w|, which is more than BF16's rounding of such a dx.
 
-Sums are in FP32 in unspecified order, and a GPU's exponential differs from the CPU's in its last bits (by less than
-2⁻²⁰ of the result for logits from −10 to 10), so the results are close to the reference but not bit for bit. Hopper's
+Sums are in FP32 in unspecified order, and a GPU's exponential differs from the CPU's in its last bits, by less than
+2⁻²⁰ of the result for logits from −10 to 10. So the results are close to the reference but not bit for bit. Hopper's
 kernel and the portable one differ, too. With up to 16 experts both accumulate the products of the first terms in the
 same order, the other products in different orders: two logits are at most (1 + D/2048) · 2⁻²³ of |x| · |w| apart.
 
@@ -123,7 +123,7 @@ def choose_experts(
 
     Args:
         logits: [T, E] float32.
-        bias, n_chosen, n_group, topk_group, best, scoring_func, norm_topk_prob, routed_scaling_factor: as of `gate`.
+        bias, n_chosen, n_group, topk_group, best, scoring_func, norm_topk_prob, routed_scaling_factor: as in `gate`.
 
     Returns:
         weights [T, K] float32 and experts [T, K] int64.

@@ -139,7 +139,7 @@ def paged_mqa_logits(
         lengths: [B, next_n] int32, contiguous: the keys that a query sees, from 0 to the width and to 64·M.
         pages: [B, M] int32, contiguous rows: the pages of each sequence in their order; those after its longest length
             are not read.
-        schedule: of `paged_mqa_schedule` of the same lengths.
+        schedule: the result of `paged_mqa_schedule` for the same lengths.
         width: columns of the result.
         clean: whether columns from a query's length on are −∞; otherwise they are unspecified.
         out_dtype: float32 or bfloat16.

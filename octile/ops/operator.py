@@ -102,9 +102,9 @@ class Operator:
     def _can_call_kernel(self, args: tuple[Any, ...]) -> bool:
         """Return whether there is a CUDA kernel, and the dispatcher would do nothing but call it.
 
-        It would do more if a mode, transform, trace or profiler is active in this thread, or if an argument is of a
-        subclass of Tensor, such as a fake or a distributed tensor, is a lazily negated tensor, or a number to convert.
-        Tensors in lists are left to the dispatcher.
+        It would do more if a mode, transform, trace or profiler is active in this thread. It would, too, if an argument
+        is of a subclass of Tensor, such as a fake or a distributed tensor, a lazily negated tensor, or a number to
+        convert. Tensors in lists are left to the dispatcher.
         """
         if self._cuda_entry is None or self._list_indices or _len_torch_function_stack() or _profiler_enabled():
             return False

@@ -11,7 +11,7 @@ all rows of a text. On a GPU a NaN in the cache then reaches all rows of its tex
 On a GPU the positions of a row are divided among thread blocks (split-KV), whose partial results are merged in the
 order of the positions. With a given number of splits the result depends on the row and its length, not on other rows;
 without, the lengths of all rows may decide how they are divided, so that thread blocks have equally much to do. The
-order of sums is unspecified otherwise; the softmax's weights are rounded to q's dtype, or to FP16 with a scale, before
+order of sums is unspecified otherwise. The softmax's weights are rounded to q's dtype, or to FP16 with a scale, before
 they are multiplied, and with more than 32 heads a GPU may round the latents of FP8 rows to q's dtype, too.
 
 Source: DeepSeek-V2 (arXiv 2405.04434) §2.1.2; Flash-Decoding; FlashMLA (https://github.com/deepseek-ai/FlashMLA).
@@ -61,7 +61,7 @@ def paged_attention(
     Raises:
         TypeError: a tensor has another dtype.
         ValueError: shapes or devices do not fit together, n_splits is not from 0 to 128, or R is no multiple of
-            rows_per_text; on a CPU, a length is negative or more than 64·M, a page that is read is not in the cache, or
+            rows_per_text. On a CPU, a length is negative or more than 64·M, a page that is read is not in the cache, or
             rows of a text have different pages.
     """
     check_attention(q, cache, pages, lengths, latent_dim, n_splits, rows_per_text)

@@ -46,7 +46,7 @@ def ragged_attention(
         v: [L, H, V] in q's dtype, channels contiguous.
         row_starts, key_starts: int32 [B + 1], the first row and the first key of each text, then T and L. A text has at
             least one row, and at least as many keys.
-        max_rows, max_keys: of a text.
+        max_rows, max_keys: the most rows and keys of a text.
         scale: the factor of q · k.
 
     Raises:

@@ -1,6 +1,6 @@
 """The plan of a mixture of experts: how many tokens go to each expert, and where each token's rows go.
 
-Rows are sorted by expert, and the rows of an expert by token. On a GPU it is a counting sort: each program counts the
+Rows are sorted by expert, and the rows of an expert by token. On a GPU it is a counting sort. Each program counts the
 experts of a block of entries, the counts are summed over the blocks, and an entry's row is the first row of its expert
 plus the number of entries of the same expert before it. Only integers are added, so the result depends on no order.
 

@@ -223,9 +223,9 @@ def swiglu_backward_quantize(
 
     Returns:
         data [M, 2H] and scale [M, 2H/128], data_t [2H, M] and scale_t [2H, ⌈M/128⌉], as
-        `quantize_rows_and_columns` of [d(gate) | d(up)]; h_t [H, M] and h_scale_t [H, ⌈M/128⌉], the transposes of
-        `quantize(h, 128, 1, …)`; the gradient of weight, float32 [M], or [0] without weight. With tiles, P takes M's
-        place in the transposed results.
+        `quantize_rows_and_columns` of [d(gate) | d(up)]. Then h_t [H, M] and h_scale_t [H, ⌈M/128⌉], the transposes of
+        `quantize(h, 128, 1, …)`, and the gradient of weight, float32 [M], or [0] without weight. With tiles, P takes
+        M's place in the transposed results.
 
     Raises:
         TypeError: a tensor has another dtype, or gate and up differ in dtype.

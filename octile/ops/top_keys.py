@@ -3,12 +3,12 @@
 The order of keys is by logit, then by position, so that the choice is the same at every call and on every device: of
 equal logits, the key that comes first is chosen. NaN is the highest logit, so that it is not lost.
 
-Each logit and its position become one 64-bit integer, of which the K largest are taken: on Hopper by a kernel, which
-reads a row of logits once if a sample of it tells which may be among them; elsewhere, and for more than 4096 keys, by
-torch.
+Each logit and its position become one 64-bit integer, of which the K largest are taken. On Hopper a kernel does it,
+which reads a row of logits once if a sample of it tells which may be among them. Elsewhere, and for more than 4096
+keys, torch does it.
 
 Source: DeepSeek-V3.2-Exp §2 (https://github.com/deepseek-ai/DeepSeek-V3.2-Exp), which chooses 2048 keys.
-Shapes: S queries, W columns of the logits, K chosen keys.
+Shapes: S queries, W columns of the logits, K top-k keys.
 """
 
 import torch

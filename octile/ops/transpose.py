@@ -1,7 +1,7 @@
 """Quantization that also transposes a matrix, in one read of it.
 
 Hopper's FP8 tensor cores need both operands contiguous along the summed dimension. A training step sums over both
-dimensions of each matrix: fprop (y = x · wᵀ) and wgrad (dw = dyᵀ · x) read x along its channels and along its tokens;
+dimensions of each matrix: fprop (y = x · wᵀ) and wgrad (dw = dyᵀ · x) read x along its channels and along its tokens.
 fprop and dgrad (dx = dy · w) read w along K and along N. So a matrix is needed quantized along its rows and along its
 columns, and one kernel that holds it in registers writes both.
 
@@ -49,7 +49,7 @@ def quantize_rows_and_columns(
         tiles: int32 [P/128, 2], of groups of rows of one matrix (`align_groups`); None: rows 0 … 127, 128 … 255, ….
 
     Returns:
-        data [..., M, K] and scale [..., M, ⌈K/128⌉], bit for bit `quantize(x, 1, 128, …)`; data_t [..., K, M] and
+        data [..., M, K] and scale [..., M, ⌈K/128⌉], bit for bit `quantize(x, 1, 128, …)`. Then data_t [..., K, M] and
         scale_t [..., K, ⌈M/128⌉], bit for bit the transposes of `quantize(x, 128, 1, …)`, or with tiles [K, P] and
         [K, P/128], those of `quantize(take_tiles(x, tiles), 128, 1, …)`.
 
@@ -421,7 +421,7 @@ def why_not_join(name: str, matrices: Sequence[Tensor], dim: int) -> str | None:
     """Return why matrices cannot be quantized as one, tile for tile as each of them alone; None: they can.
 
     Args:
-        name: of the matrices, in the reason.
+        name: name of the matrices, in the reason.
         matrices: one below the other (dim 0), or next to each other (dim 1).
     """
     along, across = (("rows", "K"), ("columns", "rows"))[dim]

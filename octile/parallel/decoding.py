@@ -63,7 +63,7 @@ class SortedExchange:
         dtype: dtype of the rows: float8_e4m3fn in 1×128 tiles, bfloat16 or float32.
         memory: the ranks' buffers, used by this exchange, or others of the same sizes, only.
         max_tokens: C; all ranks together choose at most 8,192 experts.
-        device: of the rows; None: torch's default device.
+        device: device of the rows; None: torch's default device.
 
     Raises:
         ValueError: a size does not fit, or the ranks disagree about one.

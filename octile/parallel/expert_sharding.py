@@ -69,7 +69,7 @@ def shard_experts(
         ranks: as in `ExpertDispatcher`.
         max_tokens: the most tokens that a rank has in a forward pass, the same on all ranks. If the ranks are GPUs of
             one host that can write to each other's memory, kernels on symmetric memory then exchange the rows, and the
-            host waits for nothing (`octile.parallel.symmetric_memory`); on a mesh of nodes they do so inside each node,
+            host waits for nothing (`octile.parallel.symmetric_memory`). On a mesh of nodes they do so inside each node,
             and `across` says what does between nodes. None, or other ranks: `all_to_all_single`.
         max_rows: how many rows the tensors of a rank's experts have for these kernels, the same on all ranks. No token
             is dropped: more rows are a RuntimeError. None: as many as if all tokens of all ranks went to one rank.
@@ -84,8 +84,8 @@ def shard_experts(
         RuntimeError: torch.distributed is not initialized.
         TypeError: a mixture has experts of another class than `octile.nn.Experts`.
         ValueError: there is no mixture, one is sharded already, W does not divide its experts, or the ranks disagree
-            about the mixtures, their sizes or the numbers; max_tokens or max_rows is less than 1, or num_sms less
-            than 2; across is "nvshmem", and the ranks cannot use it. All ranks raise the same error, and none is
+            about the mixtures, their sizes or the numbers. max_tokens or max_rows is less than 1, or num_sms less
+            than 2. across is "nvshmem", and the ranks cannot use it. All ranks raise the same error, and none is
             changed.
     """
     for name, value, least in (("max_tokens", max_tokens, 1), ("max_rows", max_rows, 1), ("num_sms", num_sms, 2)):

@@ -9,14 +9,14 @@ Each of W ranks has its own tokens and E/W consecutive experts.
 **Rows are sent once.** A row that several experts of a rank need is sent to it once and copied there.
 
 **Results are bit-exact.** Each result of an expert is sent back, and the rank of the token sums them in FP32 in
-the order of its chosen experts: as one process does, to which the tokens of all ranks are one batch. The sum of a
+the order of its chosen experts. One process does the same, to which the tokens of all ranks are one batch. The sum of a
 rank's results would be less to send, but rounded before it is added. The rows of an expert are sorted by the rank and
 the position of their tokens, so that the weights' gradients have the same bits, too. (The gate computes a rank's own
 tokens, and its last bits can depend on their number: on a CPU by torch's functions, and on a GPU because few tokens
 take other kernels than many.)
 
 **Two hops.** On a mesh [nodes, ranks of a node] a row goes once to each node that has one of its experts, to the rank
-of the same index, and from there to the ranks of the node; results go the same way back. A gate that limits the nodes
+of the same index, and from there to the ranks of the node. Results go the same way back. A gate that limits the nodes
 of a token (`topk_group`) thereby limits what crosses between nodes.
 
 The host waits for the numbers of rows of each forward pass, once per hop: torch's all-to-all needs them.

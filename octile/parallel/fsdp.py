@@ -106,8 +106,8 @@ class _Fp8Shard:
 
     Args:
         shard: [n, K] or [e, N, K] in high precision, of as many rows on each rank.
-        operand_format: of the weight.
-        mesh: of the ranks.
+        operand_format: format of the weight.
+        mesh: mesh of the ranks.
     """
 
     def __init__(self, shard: Tensor, operand_format: OperandFormat, mesh: DeviceMesh):

@@ -3,7 +3,7 @@
     rank 0         lost = LostRanks(group, on_lost); in the end lost.close(timeout)
     other ranks    send_farewell(group) in the end
 
-A send of gloo to a rank that has just ended can wait for the timeout of its group, minutes: when a connection breaks,
+A send of gloo to a rank that has just ended can wait for the timeout of its group, minutes. When a connection breaks,
 gloo wakes what waits to receive, and what waits for the other side to receive, but not what it has begun to transmit
 (`Pair::signalException` in its transport/tcp/pair.cc). So rank 0 waits to receive a byte from each other rank.
 """
@@ -28,7 +28,7 @@ class LostRanks:
     """Waits for the end of each other rank of a group, on rank 0.
 
     Args:
-        group: of all ranks, by gloo.
+        group: group of all ranks, by gloo.
         on_lost: is called by a thread, with gloo's exception, when a rank has ended without a farewell, or when it or
             this one has closed their connection, since a collective has timed out.
     """
@@ -67,7 +67,7 @@ def send_farewell(group: dist.ProcessGroup) -> None:
     """Have rank 0 expect the end of this rank.
 
     Args:
-        group: as of `LostRanks`.
+        group: as in `LostRanks`.
 
     Raises:
         RuntimeError: rank 0 has ended.

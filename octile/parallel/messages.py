@@ -173,7 +173,7 @@ def broadcast_message(own: T | None, kind: Any, group: dist.ProcessGroup) -> T:
 
     Args:
         own: the value, on the first rank; the others' is not read.
-        kind, group: as of `all_gather_messages`.
+        kind, group: as in `all_gather_messages`.
 
     Raises:
         MessageError, TypeError, ValueError: as `all_gather_messages`.

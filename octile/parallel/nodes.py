@@ -44,7 +44,7 @@ def choose_dispatcher(
     """Choose what exchanges rows whose number on each rank is limited. All ranks call it, and get the same.
 
     Args:
-        ranks, across, num_sms, max_tokens, max_rows, too_many_rows: as of `octile.parallel.shard_experts`.
+        ranks, across, num_sms, max_tokens, max_rows, too_many_rows: as in `octile.parallel.shard_experts`.
         groups: the ranks of each hop.
 
     Returns:
@@ -108,9 +108,9 @@ class Transport(Protocol):
 
         Args:
             results: what this rank's node has computed for the rows that came to this rank.
-            hop: of these.
+            hop: the way of these rows.
             y_RD: what the results were sent from, which may be in use until they come.
-            overlaps, lasts: as of `PeerDispatcher.begin_send_back`.
+            overlaps, lasts: as in `PeerDispatcher.begin_send_back`.
         """
 
 
@@ -161,7 +161,7 @@ class NodeDispatcher(PeerDispatcher):
 
     Args:
         transport: across the nodes.
-        n_experts, n_chosen, hidden_size, memory, max_tokens, max_rows, too_many_rows, ranks: as of `PeerDispatcher`;
+        n_experts, n_chosen, hidden_size, memory, max_tokens, max_rows, too_many_rows, ranks: as in `PeerDispatcher`;
             ranks is a mesh [nodes, ranks of a node], and the memory is of the ranks of this node.
     """
 

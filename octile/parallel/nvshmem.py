@@ -107,13 +107,13 @@ class NvshmemMemory(ExchangeMemory):
 
     Args:
         group: the ranks of the same index of all nodes.
-        num_sms: as of `ExchangeMemory`, which GEMMs leave; torch chooses the blocks of an exchange.
+        num_sms: SMs that GEMMs leave, as in `ExchangeMemory`; torch chooses the blocks of an exchange.
 
     Attributes:
         splits: for the barrier and for each part of an exchange, int64 [G] and [2, G]: how many rows go to each rank,
             and how many come from each, and where they begin.
-        blocks: of a launch for each rank. They must divide the bytes of a row, and do so in vectors of 16 bytes where
-            rows are long enough: others are copied byte by byte.
+        blocks: thread blocks of a launch for each rank. They must divide the bytes of a row, and do so in vectors of 16
+            bytes where rows are long enough: others are copied byte by byte.
     """
 
     splits: list[tuple[Tensor, Tensor]]
@@ -227,7 +227,7 @@ class NvshmemTransport:
     """NVSHMEM across nodes. The host waits for nothing.
 
     Args:
-        memory: of the ranks of the same index of all nodes.
+        memory: memory of the ranks of the same index of all nodes.
         max_tokens: the most tokens of a rank.
     """
 

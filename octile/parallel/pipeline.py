@@ -134,9 +134,9 @@ class Pipeline:
         summed over them, so that both have the same bits.
 
         Args:
-            inputs: of each micro-batch a tensor or a tuple of tensors, on all ranks. A rank without the first stage
+            inputs: for each micro-batch a tensor or a tuple of tensors, on all ranks. A rank without the first stage
                 reads only shapes and dtypes, so its tensors may be on the meta device.
-            targets: of each micro-batch what `loss` reads; on ranks with the last stage.
+            targets: for each micro-batch what `loss` reads; on ranks with the last stage.
             sums_copies: whether to sum over copies. Otherwise `sum_copies` must follow, after sums over other ranks:
                 these may be added in another order for each copy, and the copies would differ in their last bits.
 

@@ -208,7 +208,7 @@ def join(device: torch.device, timeout: float) -> Ranks:
     """Join the other ranks that torchrun started; without them, return the only rank.
 
     Args:
-        device: of this rank; its type chooses the backend.
+        device: device of this rank; its type chooses the backend.
         timeout: seconds after which a rank that waits for another one gives up.
     """
     global _joined

@@ -77,7 +77,7 @@ class _Shard(NamedTuple):
         weight: the model's parameter.
         part: a view of some of its rows; the parameter itself if each rank updates all of it.
         ranks: the ranks that have the same weight; None: only this one.
-        weight_layout, part_layout: of both in the whole weight of all ranks.
+        weight_layout, part_layout: where both lie in the whole weight of all ranks.
         is_counted: whether this rank counts the part in the gradient's norm.
     """
 

@@ -1,16 +1,16 @@
 """Expert parallelism by kernels on symmetric memory: rows are stored to the memory of other GPUs, over NVLink.
 
-The host waits for nothing, so a step can be captured in a CUDA graph. Every tensor has room for any distribution of
-tokens, even for all tokens on one rank: no token is dropped. Each row has a fixed place in the memory of every rank
+The host waits for nothing, so a step can be captured in a CUDA graph. Every tensor has capacity for any distribution
+of tokens, even for all tokens on one rank: no token is dropped. Each row has a fixed slot in the memory of every rank
 (`octile.kernels.triton.peer_rows`), and all counts stay on the device:
 
     send         barrier, stores to the ranks that have one of a row's experts, and copies of what has come
     send_back    barrier, stores to the ranks of the tokens, barrier; the sums read the results where they have come
 
-The exchanges of a GPU run on one stream of their own, in the order in which they are begun, each after what the current
-stream was asked to do before, and after what the stream of the exchange before in the same memory was, which reads its
-results. With `begin_…` the current stream goes on meanwhile, and as many GEMMs as run in the time of the exchange leave
-it the SMs that it uses. Of two passes that are interleaved (`octile.nn.interleave`) each has a buffer of its own.
+The exchanges of a GPU run on one stream of their own, in the order in which they are begun. Each runs after what the
+current stream was asked to do before. It also runs after what was asked of the stream that reads the results of the
+exchange before in the same memory. With `begin_…` the current stream goes on meanwhile, and as many GEMMs as run in
+the time of the exchange leave it the SMs that it uses. Of two passes that are interleaved (`octile.nn.interleave`) each has a buffer of its own.
 
 A barrier says that all ranks have come to an exchange, and so read nothing of the one before it any more. Ranks that
 run the same passes come to the same exchanges in the same order.
@@ -153,7 +153,7 @@ class ExchangeMemory:
         """Return the result of the exchange that was launched last.
 
         Args:
-            result: of the exchange.
+            result: result of the exchange.
             used: the tensors that it reads.
             overlaps: whether GEMMs leave SMs to it, as long as it should take, or until it is waited for.
             holds_results: whether the result lies in the buffer.
@@ -208,7 +208,7 @@ class PeerMemory(ExchangeMemory):
 
     Args:
         group: ranks on GPUs of one host that can access each other's memory.
-        num_sms: as of `ExchangeMemory`.
+        num_sms: as in `ExchangeMemory`.
     """
 
     peers: Peers
@@ -262,12 +262,12 @@ class PeerDispatcher(ExpertDispatcher):
     """An `ExpertDispatcher` by kernels on symmetric memory, for ranks of one host.
 
     Args:
-        n_experts, n_chosen, hidden_size: as of `ExpertDispatcher`.
-        memory: of the ranks, or of those of this rank's node.
+        n_experts, n_chosen, hidden_size: as in `ExpertDispatcher`.
+        memory: memory of the ranks, or of those of this rank's node.
         max_tokens: M, the most tokens that a rank has in a forward pass.
         max_rows: R, the most rows of this rank's experts in a forward pass; None: W · M · K, which always suffice.
-        too_many_rows: float32 [] on the device, or None, as of `shard_experts`.
-        ranks: as of `ExpertDispatcher`; those of the memory if not given.
+        too_many_rows: float32 [] on the device, or None, as in `shard_experts`.
+        ranks: as in `ExpertDispatcher`; those of the memory if not given.
 
     Attributes:
         max_rows: may be raised, on all ranks alike, to at most enough_rows.

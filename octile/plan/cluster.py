@@ -50,7 +50,7 @@ class Options:
         gpus: GPUs of the cluster, if not all.
         pp: ranks of the pipeline.
         ep: ranks over which the experts are spread.
-        schedule: of the pipeline: gpipe, 1f1b, zb1p, dualpipe, dualpipev or chimera.
+        schedule: schedule of the pipeline: gpipe, 1f1b, zb1p, dualpipe, dualpipev or chimera.
         batch_size: sequences of a step.
         micro_batch_size: sequences of a micro-batch on one rank.
         sequence_length: tokens of a sequence.

@@ -13,7 +13,7 @@ def seconds(work: Work, cluster: Cluster, multiprocessors: int | None = None) ->
     """The time that a piece of work takes.
 
     Args:
-        work: of one kind of kernel.
+        work: calls of one kind of kernel.
         cluster: whose GPU computes it.
         multiprocessors: how many SMs it has, the others being busy with exchanges; all if not given. GEMMs and
             attention slow down with fewer; operators that are bound by memory do not.

@@ -66,10 +66,15 @@ class Efficiencies:
 
     attention_keys are keys that a query costs in addition to those that it attends to, expert_deviation is the standard
     deviation of an expert's tokens, of the mean. Latencies are seconds, rates bytes per second. The others are shares:
-    of the FP8 peak (fp8_…), of the BF16 peak (bf16_…, attention_…, latent_attention), of a link (nvlink,
-    nvlink_collective, …network), of the speed without the other (during_exchange, during_gemm), of the speed alone
-    (gemm_in_step), of an overlapped pair (overlap), of the memory that torch reserves (allocated), or of the memory
-    bandwidth.
+
+        fp8_…                                             of the FP8 peak
+        bf16_…, attention_…, latent_attention             of the BF16 peak
+        nvlink, nvlink_collective, …network               of a link
+        during_exchange, during_gemm                      of the speed without the other
+        gemm_in_step                                      of the speed alone
+        overlap                                           of an overlapped pair
+        allocated                                         of the memory that torch reserves
+        all others                                        of the memory bandwidth
     """
 
     fp8_gemm: Share

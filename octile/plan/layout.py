@@ -35,7 +35,7 @@ class Layout:
     Attributes:
         pp: ranks of the pipeline.
         ep: ranks over which the experts of a layer are spread; it divides the data-parallel ranks.
-        schedule: of the pipeline.
+        schedule: name of the schedule of the pipeline.
         batch_size: sequences of a step.
         micro_batch_size: sequences of a micro-batch on one rank.
         sequence_length: tokens of a sequence.

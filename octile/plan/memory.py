@@ -157,11 +157,11 @@ class _Parameters(NamedTuple):
     """Parameters of parts of a model.
 
     Attributes:
-        attention, norms: of every layer.
-        gate, shared, experts: of a layer with experts; all its routed ones.
-        dense: of a layer without experts, besides attention.
-        table: of the embedding or the head.
-        prediction: of multi-token prediction, besides its layer: the projection and its norms.
+        attention, norms: those of every layer.
+        gate, shared, experts: those of a layer with experts; `experts` counts all its routed ones.
+        dense: those of a layer without experts, besides attention.
+        table: those of the embedding or the head.
+        prediction: those of multi-token prediction, besides its layer: the projection and its norms.
     """
 
     attention: float

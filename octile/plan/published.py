@@ -32,10 +32,10 @@ class Comparison:
     Attributes:
         case: what ran.
         what: the figure.
-        unit: of both.
+        unit: unit of the figure and its prediction.
         value: published or measured.
         predicted: by the model.
-        source: of `value`.
+        source: where `value` was published or measured.
     """
 
     case: str
@@ -114,7 +114,7 @@ class MeasuredRun:
         model: its shape.
         batch_size, micro_batch_size, sequence_length: as in `Layout`.
         ep: ranks over which the experts were spread.
-        milliseconds: of a step.
+        milliseconds: duration of a step.
         source: its record.
         peak: memory of its tensors in GiB; None: not recorded.
         peak_source: the record of `peak`.

@@ -27,7 +27,7 @@ class Scatter:
         jitter: standard deviation of an action's duration, as a share of it; drawn for each action and GPU.
         slow_gpus: GPUs that are always slower; drawn among all.
         slowdown: how many times as long a slow GPU takes.
-        seed: of the draws.
+        seed: seed of the draws.
 
     Raises:
         TypeError, ValueError: a field is not what its annotation says, or would change nothing.
@@ -91,7 +91,7 @@ def simulate_replicas(
     """Simulate the pipelines of all data-parallel replicas.
 
     Args:
-        schedule: of the pipeline.
+        schedule: schedule of the pipeline.
         costs: durations of its actions, such as measured ones.
         dp: replicas.
         ep: replicas that share their experts; they divide dp.

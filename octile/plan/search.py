@@ -41,7 +41,7 @@ class Search:
     """What a search found.
 
     Attributes:
-        plans: of the layouts that can run, the fastest first.
+        plans: plans of the layouts that can run, the fastest first.
         ruled_out: the others.
     """
 

@@ -33,7 +33,7 @@ class Prefill:
 
     Attributes:
         ep: GPUs of the unit, over which the experts are spread.
-        tokens: of both micro-batches of a GPU together.
+        tokens: tokens of both micro-batches of a GPU together.
         prompt: tokens of a prompt, cached ones included.
         cached: share of a prompt's tokens that a cache has; their keys and values are computed from the cached latents.
         is_balanced: whether all ranks' experts get as many tokens; otherwise loads differ as measured in training.
@@ -55,7 +55,7 @@ class Decode:
 
     Attributes:
         ep: GPUs of the unit, over which the experts are spread.
-        requests: of a GPU, in two micro-batches.
+        requests: requests of a GPU, in two micro-batches.
         context: tokens to which a new one attends.
         experts: routed experts on a GPU, copies included; the shared one is on every GPU.
     """

@@ -34,7 +34,7 @@ class Part:
     """A piece of the model that is not divided among stages, for one micro-batch: a layer, or the end.
 
     Attributes:
-        work: of one micro-batch.
+        work: kernels of one micro-batch.
         cluster: that computes it.
         layers: attention layers, with their dense or expert part.
         mixtures: those of them with experts.
@@ -76,7 +76,7 @@ class Stage:
     """A stage of the pipeline, for one micro-batch.
 
     Attributes:
-        parts: of the model, in order.
+        parts: parts of the model, in order.
         exchange_seconds: dispatch and combine of one layer with experts in one direction, if nothing hides them.
     """
 

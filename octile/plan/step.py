@@ -30,8 +30,8 @@ class StepPlan:
 
     Attributes:
         model, layout, cluster: what is planned.
-        stages: of the pipeline.
-        simulation: of its schedule, in seconds.
+        stages: stages of the pipeline.
+        simulation: simulation of its schedule, in seconds.
         memory: bytes of the rank that needs most, by kind.
         reduction: seconds to sum gradients over the data-parallel ranks and to gather weights.
         optimizer: seconds of AdamW, of the gradients' norm and of quantizing weights.

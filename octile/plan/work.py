@@ -63,8 +63,8 @@ class Work:
 
     Attributes:
         unit: which efficiency holds for it.
-        phase: of the schedule.
-        flops, bytes: of all calls.
+        phase: phase of the schedule.
+        flops, bytes: sums over all calls.
         calls: how often it is launched, in the mean of micro-batches.
         keys: to which a query attends on average, if it is attention.
         weights: whose gradient it computes.
@@ -129,7 +129,7 @@ def attention_work(c: ModelConfig, tokens: int, sequence_length: int, saved: boo
 
     Args:
         c: the model.
-        tokens: of a micro-batch.
+        tokens: tokens of a micro-batch.
         sequence_length: over which attention is causal.
         saved: whether norms, queries, keys and values are saved for backward; recomputed otherwise.
     """
@@ -204,7 +204,7 @@ def mixture_work(
 
     Args:
         c: the model.
-        tokens: of a micro-batch.
+        tokens: tokens of a micro-batch.
         ep: ranks over which the experts are spread.
         saved: whether norms are saved for backward.
         load: rows of the rank's experts, of the mean over ranks.

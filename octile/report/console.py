@@ -17,7 +17,7 @@ class Console(rich.console.Console):
     Texts are printed as given: with rich's markup a path such as "runs/[old]" would lose its brackets.
 
     Args:
-        options: of rich's console.
+        options: options of rich's console.
 
     Attributes:
         reader_left: called instead of raising, if it is not None; what is printed later is discarded.

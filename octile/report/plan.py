@@ -40,10 +40,10 @@ def save_plan(
     """Draw a planned step and write it as SVG or PNG by the suffix of `path`, whose folder is created if necessary.
 
     Args:
-        path: of the picture.
+        path: path of the picture.
         title: its first line.
-        simulation: of the pipeline, in seconds.
-        seconds: of a step, by kind.
+        simulation: simulation of the pipeline, in seconds.
+        seconds: seconds of a step, by kind.
         memory: bytes of a rank, by kind.
 
     Raises:

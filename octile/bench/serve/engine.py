@@ -66,8 +66,8 @@ class Shape:
     """What is measured.
 
     Attributes:
-        name: of the model.
-        config: of the model.
+        name: name of the model.
+        config: configuration of the model.
         batches: numbers of requests that decode.
         peer_batches: those of them that transformers decodes, too.
         prompt: tokens of each prompt.
@@ -149,8 +149,8 @@ def random_weights(
     """Make weights as a published FP8 checkpoint has them, with random values, without a copy in high precision.
 
     Args:
-        config: of the model.
-        device: of the weights.
+        config: configuration of the model.
+        device: device of the weights.
         fp8: whether they stay in FP8; otherwise the same values are converted to BF16.
         heads: which heads of attention to make.
     """

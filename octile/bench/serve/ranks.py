@@ -149,10 +149,10 @@ def _step_seconds(
     """The wall-clock time of a step in which all requests decode.
 
     Args:
-        engine: of this rank, which has as many requests as `batch`.
+        engine: engine of this rank, which has as many requests as `batch`.
         step: runs a step.
         shape: what is measured.
-        batch: of this rank.
+        batch: requests of this rank.
         on_all: whether something is so on all ranks that step together.
 
     Raises:

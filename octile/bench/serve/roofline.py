@@ -91,11 +91,11 @@ def roofline_rows(
     """Yield the bytes of a step with a cache in BF16, their time, and its share of the measured time.
 
     Args:
-        case: of the rows.
-        config: of the model, whose activations are BF16.
+        case: case of the rows.
+        config: configuration of the model, whose activations are BF16.
         fp8: whether the weights of linear layers are in FP8.
         step: the step.
-        bandwidths: of the memory.
+        bandwidths: measured bandwidths of the memory.
     """
     found = decode_bytes(config, step.lengths, step.experts, fp8)
     total, mixtures = sum(found.values()), sum(config.is_moe(layer) for layer in range(config.num_hidden_layers))

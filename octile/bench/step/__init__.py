@@ -93,7 +93,7 @@ def dense(sizes: Sizes, device: str, begin: float) -> Iterator[Row]:
     """Measure the dense decoder.
 
     Args:
-        sizes: of the decoder and its batch.
+        sizes: sizes of the decoder and its batch.
         device: "cuda" or "cpu".
         begin: when the benchmark began, by time.monotonic().
     """
@@ -213,9 +213,9 @@ def _times(case: str, what: str, works: Candidates, tokens: int, graphs: Contain
     """Measure milliseconds of each model, and tokens per second of octile vs. each peer, each in its fastest form.
 
     Args:
-        case, what: of the rows.
+        case, what: the first two fields of the rows.
         works: name → model.
-        tokens: of a step.
+        tokens: tokens of a step.
         graphs: names of the models that are also captured in a CUDA graph.
     """
     forms = works | _graphs(case, {name: work for name, work in works.items() if name in graphs})

@@ -160,11 +160,11 @@ def rank_slice(
     """Make the first block with experts, with one rank's share of them.
 
     Args:
-        config: of the whole model.
+        config: configuration of the whole model.
         ranks: number of ranks that share the experts.
         sequence: tokens of the batch.
         device: "cuda" or "cpu".
-        dtype: of the parameters.
+        dtype: dtype of the parameters.
     """
     local = config.n_routed_experts // ranks
     with torch.device("meta"):

@@ -52,7 +52,7 @@ def run(requests: Requests, config: TrainConfig, fp8: bool) -> None:
 
     Args:
         requests: what is measured.
-        config: of the run of `octile train` to compare with; the tokens are in its folder.
+        config: configuration of the run of `octile train` to compare with; the tokens are in its folder.
         fp8: whether linear layers and experts are converted with torchtitan's float8 converters.
     """
     with socket.socket() as free:

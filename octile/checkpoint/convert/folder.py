@@ -92,9 +92,9 @@ def convert_checkpoint(
         FileNotFoundError: src, its config.json or a weight file is missing.
         FileExistsError: dst holds other files.
         TypeError: keep is not a list of patterns.
-        ValueError: a file of src is damaged, or a key of its config.json has another type or is out of range; src has
-            the target format already, or is quantized in another way; a weight holds NaN or Inf; dst is src or inside
-            it, or holds the start of another conversion; no weight would become FP8; keep has a pattern that matches
+        ValueError: a file of src is damaged, a key of its config.json has another type or is out of range, or a weight
+            holds NaN or Inf. src has the target format already, or is quantized in another way. dst is src or inside
+            it, or holds the start of another conversion. No weight would become FP8. keep has a pattern that matches
             none, or is given for another target.
         OSError: the disk is full. Finished files stay, and the conversion can be resumed.
         RuntimeError: the result, read back, differs from its source by more than rounding.

@@ -52,9 +52,9 @@ class ConversionPlan:
 
         Raises:
             TypeError: keep is not a list of patterns.
-            ValueError: the checkpoint has the target format already, or is quantized in another way; a key of config
-                has another type or is out of range; a tensor has an unknown type; a scale is missing, belongs to no FP8
-                tensor, or is not positive; no weight would become FP8; keep has a pattern that matches none, or is
+            ValueError: the checkpoint has the target format already, or is quantized in another way. A key of config
+                has another type or is out of range. A tensor has an unknown type. A scale is missing, belongs to no FP8
+                tensor, or is not positive. No weight would become FP8. keep has a pattern that matches none, or is
                 given for another target.
         """
         announced = is_fp8_config(config)

@@ -59,8 +59,8 @@ def predict_size(config: str | Path | ModelConfig, to: Target = "fp8", keep: Seq
     Raises:
         FileNotFoundError: there is no such file.
         TypeError: keep is not a list of patterns.
-        ValueError: to is none of the three; the configuration is of another model, wrong, or of more than MAX_EXPERTS
-            experts; a weight file is damaged; no weight would become FP8; keep has a pattern that matches none, or is
+        ValueError: to is none of the three. The configuration is of another model, wrong, or of more than MAX_EXPERTS
+            experts. A weight file is damaged. No weight would become FP8. keep has a pattern that matches none, or is
             given for another target.
     """
     if to not in get_args(Target):

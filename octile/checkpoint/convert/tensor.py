@@ -54,7 +54,7 @@ def choose_action(name: str, specs: Mapping[str, TensorSpec], to: Target, keep: 
     """Decide what happens to a tensor.
 
     Args:
-        name: of the tensor.
+        name: name of the tensor.
         specs: name → spec of all tensors of the checkpoint.
         to: the target format.
         keep: as in `is_stored_in_fp8`.

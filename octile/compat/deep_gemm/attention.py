@@ -131,7 +131,7 @@ def fp8_fp4_paged_mqa_logits(
         weights: [B·next_n, H] float32.
         context_lens: [B, next_n] int32: the keys that each query sees.
         block_table: [B, M] int32: the pages of each sequence.
-        schedule_meta: of `get_paged_mqa_logits_metadata`.
+        schedule_meta: the result of `get_paged_mqa_logits_metadata`.
         max_context_len: columns of the result.
         clean_logits: whether columns from context_lens on are −∞, otherwise they are unspecified. DeepGEMM refuses it.
         logits_dtype: float32 or bfloat16.

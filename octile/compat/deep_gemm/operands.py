@@ -123,7 +123,7 @@ def transposed_form(gemm: Gemm, name: str, transposed: str, compiled_dims: str |
 
     Args:
         gemm: the nt form.
-        name: of the derived function.
+        name: name of the derived function.
         transposed: the operands that the derived function takes transposed, with their scales: "a", "b" or "ab".
         compiled_dims: the default of the argument of this name, where it is another than that of `gemm`.
 

@@ -2,9 +2,9 @@
 """Few rows of tokens to their experts on other GPUs and back, with few launches, for decoding.
 
 As in `octile.kernels.triton.peer_rows` every row has a fixed slot in the buffer of each rank, but there is no barrier
-before the stores: each program adds 1 to a counter of each rank when it has stored, and the programs that read wait
-until those of all ranks have. Dispatch and combine alternate and have parts of the buffer of their own, so what a rank
-still reads of one exchange is not overwritten by the next one of its kind: that begins when all ranks have begun the
+before the stores. Each program adds 1 to a counter of each rank when it has stored, and the programs that read wait
+until those of all ranks have. Dispatch and combine alternate and have parts of the buffer of their own. So what a rank
+still reads of one exchange is not overwritten by the next one of its kind, which begins when all ranks have begun the
 one between them.
 
     experts    [W, C, K]    int32, the chosen experts of all tokens, −1 for none

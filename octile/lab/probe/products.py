@@ -50,8 +50,8 @@ class ProbeGemm:
             K: k tokens of all groups together.
         b_scales: per row (1×128) for 1D1D, per block (128×128) for 1D2D; per tensor, then for a as well.
         data: "random": N(0, 1), each row with a random factor; "one sign": the magnitudes of these; "ugly": all finite
-            values, zeros of both signs, subnormal numbers and scales from 2⁻³⁷ to 2²³; one row of a has scales smaller
-            by 2⁻¹⁰⁰, others hold a NaN or, in E5M2, Inf.
+            values, zeros of both signs, subnormal numbers and scales from 2⁻³⁷ to 2²³. Of "ugly", one row of a has
+            scales smaller by 2⁻¹⁰⁰, and others hold a NaN or, in E5M2, Inf.
         a, b: dtypes.
         sizes: the ends of the groups, or the number of used rows per group.
         accumulate: whether the GEMM adds to its output.

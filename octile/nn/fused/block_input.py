@@ -62,7 +62,7 @@ class BlockInput(NamedTuple):
             were asked for or GEMMs are observed.
         q: x quantized.
         saved: the tensors that the layers save of it, all of them the same; `how_saved` says what they are.
-        recipe: of the layers that read it.
+        recipe: recipe of the layers that read it.
         shape: [..., K], of the activation before its leading dimensions were flattened.
     """
 
@@ -78,7 +78,7 @@ def quantize_block_input(x: Tensor, recipe: Recipe, values: bool = False) -> Blo
     """Quantize an activation [..., K] once for all fused layers that read it; for its norm see `pre_norm`.
 
     Args:
-        recipe: of these layers; one with `formats`.
+        recipe: recipe of these layers; one with `formats`.
         values: whether another layer reads and saves x in high precision.
     """
     assert recipe.formats is not None

@@ -77,7 +77,7 @@ def query_blocks(rows: int, length: int, max_scores: int) -> Iterator[slice]:
     Args:
         rows: scores of one query and one key, those of all heads and sequences.
         length: S.
-        max_scores: of rows · C · T, where T is the end of the block.
+        max_scores: the most scores, rows · C · T, of a block, where T is its end.
     """
     first = 0
     while first < length:

@@ -78,7 +78,7 @@ class _Exchange:
     """What is on its way between the experts of a forward pass and `_Sum`.
 
     Attributes:
-        results: of the experts, in the forward pass.
+        results: results of the experts, in the forward pass.
         dy: the gradient of the sums, in the backward pass; sent_dy is what this rank's experts get of all ranks.
     """
 

@@ -35,10 +35,10 @@ def alignment_loss(
     """Compute the loss in nats, float32 []; differentiable in the first three arguments.
 
     Args:
-        index_q_BSGE, index_k_BSE, weights_BSG: of the indexer, float32.
+        index_q_BSGE, index_k_BSE, weights_BSG: queries, keys and weights of the indexer, float32.
         q_BSHX, k_BSHX: attention's queries and keys, which get no gradient.
-        chosen_BSK: as of `octile.nn.fused.chosen_attention`; None: each query sees all keys up to its own.
-        scale: of attention's scores.
+        chosen_BSK: as in `octile.nn.fused.chosen_attention`; None: each query sees all keys up to its own.
+        scale: factor of attention's scores.
     """
     return _AlignmentLoss.apply(index_q_BSGE, index_k_BSE, weights_BSG, q_BSHX, k_BSHX, chosen_BSK, scale)
 

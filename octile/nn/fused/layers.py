@@ -40,8 +40,8 @@ class Settings(NamedTuple):
     """The arguments of a fused function that are no tensors.
 
     Attributes:
-        recipe: of its layers.
-        dtype: of its result.
+        recipe: recipe of its layers.
+        dtype: dtype of its result.
         cache: for each weight, whether its quantized form may be cached beyond the forward pass.
         needs_dgrad: whether dgrad will run, so that weights are quantized for it, too.
     """

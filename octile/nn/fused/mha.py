@@ -47,8 +47,8 @@ def rotary_attention(
     """Compute causal attention: [T, D] in dtype.
 
     Args:
-        cos_sin: of the S positions, each [S, X/2].
-        weights: of queries, keys and values [H·X, D], and of the output [D, H·X].
+        cos_sin: cosines and sines of the S positions, each [S, X/2].
+        weights: weights of queries, keys and values [H·X, D], and of the output [D, H·X].
     """
     s = settings(x.recipe, dtype, weights, x.x)
     return _RotaryAttention.apply(x.x, x, cos_sin, (batch, heads, softmax_scale), s, *weights)

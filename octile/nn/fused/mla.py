@@ -65,7 +65,7 @@ def latent_attention(
     Args:
         x_q, x_kv: the input of the queries, and that of keys and values; both of one recipe.
         k_rope_TR: [T, R], the rotary key of all heads, not yet rotated.
-        cos_sin: of the S positions, each [S, R/2].
+        cos_sin: cosines and sines of the S positions, each [S, R/2].
         w_q [H·X, ·], w_kv [H·(N+V), ·], w_o [D, H·V].
     """
     weights = (w_q, w_kv, w_o)

@@ -60,7 +60,7 @@ def norm_block_input(x: Tensor, norm: RMSNorm, recipe: Recipe, values: bool = Fa
     """Return x [..., K] as [T, K] for a residual addition, and norm(x), quantized once for all layers that read it.
 
     Args:
-        recipe: of these layers; one with `formats`.
+        recipe: recipe of these layers; one with `formats`.
         values: whether another layer reads and saves norm(x) in high precision.
     """
     assert recipe.formats is not None

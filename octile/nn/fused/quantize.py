@@ -182,7 +182,7 @@ def quantize_requested(requests: Sequence[WeightRequest]) -> None:
     """Quantize weights in 128×128 blocks and store them in the weight cache, by as few launches as possible.
 
     Args:
-        requests: of `recorded_requests`. Those for other formats are left to their first use.
+        requests: what `recorded_requests` has returned. Those for other formats are left to their first use.
     """
     alike: dict[tuple[OperandFormat, bool, Hashable], dict[Hashable, WeightRequest]] = {}
     for request in requests:
@@ -323,7 +323,7 @@ def requantize(
         q: [T, K], saved for backward; the original is gone.
         operand: its name, for observers.
         rows: int32 [R], the rows of q that the result has, in their order; None: all of them.
-        groups: of these rows; None: a dense layer.
+        groups: groups of these rows; None: a dense layer.
 
     Returns:
         [T, K], or [R, K], or with groups [P, K], in their tiles.

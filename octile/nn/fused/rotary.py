@@ -21,7 +21,7 @@ def rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
 
     Args:
         x: queries or keys.
-        cos_sin: of the S positions, each [S, R/2] float32.
+        cos_sin: cosines and sines of the S positions, each [S, R/2] float32.
 
     Returns:
         [..., S, H, X] in x's dtype, rounded once.

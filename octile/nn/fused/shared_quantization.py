@@ -23,7 +23,7 @@ class _Input(NamedTuple):
 
     Attributes:
         x: the input; None: none is shared.
-        version: of x, which writing to x changes.
+        version: version of x, which writing to x changes.
         shared: what was computed from x.
         module: whose layers they are, if it calls them itself.
         outer: the input that was shared before.

@@ -8,7 +8,7 @@ def chimera(n_stages: int, n_micro_batches: int) -> Schedule:
     """Chimera, whose units of PP micro-batches, half from each end, follow one another (direct concatenation).
 
     If all actions took one slot, micro-batch m of a unit would pass stage s in slot s + 2m, and backward in slot
-    2·PP − 1 − s + 2m, without a collision between the directions; the next unit begins 2·PP slots later. A rank runs
+    2·PP − 1 − s + 2m, without a collision between the directions. The next unit begins 2·PP slots later. A rank runs
     its actions in the order of their slots.
 
     Source: Li and Hoefler 2021 (arXiv 2107.06925) §3.1 and §3.5.

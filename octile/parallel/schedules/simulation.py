@@ -229,7 +229,7 @@ def held_activations(schedule: Schedule, sizes: Sequence[int] | None = None) -> 
 
     Args:
         schedule: the schedule.
-        sizes: of the activations of each stage for a micro-batch; 1 each if not given.
+        sizes: sizes of the activations of each stage for a micro-batch; 1 each if not given.
     """
     return tuple(max(_held(actions, sizes or [1] * schedule.n_stages)) for actions in schedule.actions)
 

@@ -38,7 +38,7 @@ class Curve:
     """One training run of the comparison. Losses are in nats per token.
 
     Attributes:
-        recipe, seed: of the run.
+        recipe, seed: recipe and seed of the run.
         steps, train_loss: each step and the main head's loss, not smoothed.
         val_steps, val_loss: the steps of validations and their held-out losses.
         tokens_per_s: the median over the steps; NaN if the speed is meaningless.
@@ -80,7 +80,7 @@ class CompareResult:
     """The result of `octile compare`: BF16 with two or more seeds, and each recipe with the requested seeds.
 
     Attributes:
-        preset: of all runs.
+        preset: preset of all runs.
         bf16, bf16_other_seed, bf16_more_seeds: the runs of BF16.
         recipes: the runs of the recipes.
         bar: the largest gap in magnitude that is accepted, a fraction.

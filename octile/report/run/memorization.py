@@ -15,7 +15,7 @@ class Memorization:
     """The losses between which a run memorized, in nats per token; printed as a sentence.
 
     Attributes:
-        step: of the lowest held-out loss.
+        step: step of the lowest held-out loss.
         held_out: the held-out loss there, and at the last validation.
         training: the mean training loss before these two, since the validation before.
     """

@@ -44,11 +44,11 @@ class Run:
 
     Attributes:
         config: config.json.
-        summary: summary.json, or empty. All its keys are optional: `preset`, `recipe`, `parameters`,
+        summary: summary.json, or empty. All its keys are optional: `preset`, `recipe`, `machine`, `parameters`,
             `active_parameters` (per token), `bytes_per_token` (of the held-out text), `held_out_share` (of the text's
-            bytes), `held_out_text` (how much that is), `machine`, `prompt` (the beginning of sample.txt), `model_step`
-            and `model_val_loss` (after which step model/ was, and its held-out loss), `stopped_after_validations` (the
-            patience that ended the run early).
+            bytes) and `held_out_text` (how much that is). `prompt` is the beginning of sample.txt. `model_step` and
+            `model_val_loss` are the step after which model/ was, and its held-out loss. `stopped_after_validations` is
+            the patience that ended the run early.
         sample: sample.txt, or None.
         training, validation, experts, tile_scales, stops: the records of each kind in order of their steps, each step
             once.

@@ -63,7 +63,7 @@ class SpikeDetector:
     """Detects spikes in a series of losses that arrive one by one.
 
     Args:
-        state: of a detector whose series this one continues; None: it begins.
+        state: state of a detector whose series this one continues; None: it begins.
     """
 
     def __init__(self, state: SpikeState | None = None):

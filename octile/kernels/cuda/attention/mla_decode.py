@@ -44,8 +44,8 @@ class LaunchPlan(NamedTuple):
     """The kernels of a call and their launches.
 
     Attributes:
-        kernel, constants, headers: of the kernel that attends.
-        merge_constants: of mla_merge.
+        kernel, constants, headers: name, constants and headers of the kernel that attends.
+        merge_constants: constants of mla_merge.
         grid, cluster, ranges: thread blocks of the kernel, of a cluster, and of one block of heads.
         slots: partial results of all heads.
     """

@@ -38,7 +38,7 @@ class LaunchPlan(NamedTuple):
     """The kernels of a call and their launches.
 
     Attributes:
-        constants, headers: of sparse_mla.
+        constants, headers: constants and headers of sparse_mla.
         grid, cluster, ranges: thread blocks of sparse_mla, of a cluster, and of one block of heads.
         n_splits: parts of a list; more than one are merged.
     """

@@ -97,21 +97,21 @@ def plan_down(
     return Plan("mixture_down", constants, columns // DOWN_COLUMNS, cluster, 32 * warps)
 
 
-def _depth(warps: int, other_bytes: int, of_rows: int) -> tuple[int, int, int]:
+def _depth(warps: int, other_bytes: int, row_bytes: int) -> tuple[int, int, int]:
     """Return the k-blocks that a warp has in flight, the bytes of a kernel's struct, and those of its shared memory.
 
     Args:
-        warps: of a thread block.
-        other_bytes: of the struct, without the stages of the warps.
-        of_rows: the bytes after the struct.
+        warps: warps of a thread block.
+        other_bytes: bytes of the struct, without the stages of the warps.
+        row_bytes: the bytes after the struct.
 
     The shared memory is more than half of an SM's, for one block on each: a block that begins on the first SM that is
     free, next to another one of its kernel, leaves others idle.
     """
     stage = warps * STAGE_BYTES
-    depth = max(min((SHARED_BYTES - other_bytes - of_rows - VECTOR) // stage, MAX_DEPTH), MIN_DEPTH)
+    depth = max(min((SHARED_BYTES - other_bytes - row_bytes - VECTOR) // stage, MAX_DEPTH), MIN_DEPTH)
     struct = depth * stage + other_bytes
-    return depth, struct, max(_aligned(struct + of_rows), SHARED_BYTES // 2 + VECTOR)
+    return depth, struct, max(_aligned(struct + row_bytes), SHARED_BYTES // 2 + VECTOR)
 
 
 def max_routes(rows: int, n_chosen: int, n_experts: int) -> int:

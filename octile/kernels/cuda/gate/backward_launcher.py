@@ -27,8 +27,8 @@ class BackwardPlan(NamedTuple):
     """The kernel's launch.
 
     Attributes:
-        ranges: of tokens, each with its part of the gradient of the weight.
-        steps: of 64 tokens in a range.
+        ranges: number of ranges of tokens, each with its part of the gradient of the weight.
+        steps: steps of 64 tokens in a range.
     """
 
     launch: LaunchPlan

@@ -37,7 +37,7 @@ class Tile(NamedTuple):
     """What decides on the kernel's speed.
 
     Attributes:
-        warpgroups: of a thread block; each multiplies 64 tokens.
+        warpgroups: warpgroups of a thread block; each multiplies 64 tokens.
         stages, w_stages: k-blocks of x and of the weight in shared memory.
         blocks: thread blocks that must fit on an SM.
     """

@@ -1,7 +1,7 @@
 """Cost model of the GEMM kernels: an estimate in cycles by which kernel configurations are ranked.
 
 A tile takes the time of its k-blocks and of its epilogue, as far as that is not hidden by the main loops of other
-tiles; a GEMM takes the time of the tiles that one SM computes one after the other. A k-block takes as long as the
+tiles. A GEMM takes the time of the tiles that one SM computes one after the other. A k-block takes as long as the
 slowest of the following, times what a kind of kernel was measured to take more where all SMs are busy
 (`_slowdown`), and a little longer in a cluster:
 

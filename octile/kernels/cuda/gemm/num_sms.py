@@ -49,8 +49,8 @@ def leave_free(count: int, flops: float) -> Callable[[], None]:
 
     Args:
         count: number of SMs.
-        flops: of GEMMs that run in the time that the kernel takes. Those that are launched afterwards use all SMs.
-            Kernels run one after the other, so the FLOPs of later calls follow those of earlier ones.
+        flops: FLOPs of GEMMs that run in the time that the kernel takes. Those that are launched afterwards use all
+            SMs. Kernels run one after the other, so the FLOPs of later calls follow those of earlier ones.
 
     Returns:
         a function that ends it earlier.

@@ -27,7 +27,7 @@ def header(
         n: columns, a multiple of 8 from 8 to 256.
         a, b: formats, "e4m3" or "e5m2" in any combination; or both "f16", both "bf16" or both "tf32".
         d: accumulator format, "f32"; or "f16", where a is an 8-bit format or "f16".
-        name: of the function.
+        name: name of the function.
         a_in_registers: a is four registers, `const uint32_t (&a)[4]`, as accumulators of 16 columns lie, packed in
             pairs of i: a[2j + h]. They may change only once the instruction has been waited for.
         a_transposed, b_transposed: the tile is stored as its transpose, [k, 64] or [k, n], so K is not its contiguous

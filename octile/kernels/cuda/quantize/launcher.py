@@ -9,7 +9,7 @@
     rms_norm.cu         RMSNorm in 1×128 tiles
     dequantize.cu       encoded values to BF16, FP16 or FP32
 
-They are faster than Triton's for three reasons: one of 16 lanes computes a scale and sends it to the others, pairs of
+They are faster than Triton's for three reasons. One of 16 lanes computes a scale and sends it to the others, pairs of
 16-bit values are compared by one instruction, and four values of a column are rounded into one word of the transpose.
 Triton cannot express the first and the last, and its exponentials and divisions take several times the instructions.
 On an H200 Triton's kernels reach 0.16 to 0.80 of the speed of a copy (benchmarks/LOG.md).
@@ -235,9 +235,9 @@ def requantize(
     """Requantize data [..., M, K] in 1×128 tiles along its columns to data_t [..., K, M] and its scale.
 
     Args:
-        scale: of 1×128 tiles, in the layout of `new_scale`.
+        scale: scales of 1×128 tiles, in the layout of `new_scale`.
         rows: int32 [R], contiguous: only these rows, in this order, so that data_t is [K, R]; None: all rows.
-        tiles: of groups of these rows, as in `rows_and_columns`.
+        tiles: tiles of groups of these rows, as in `rows_and_columns`.
         in_blocks: the result has 128×128 blocks instead of 1×128 tiles.
     """
     *batch, m, _ = data.shape
@@ -278,8 +278,8 @@ def quantize_matrices(
     """Quantize many matrices in 128×128 blocks, CAPACITY of them by a launch.
 
     Args:
-        groups: of one dtype. A group is one batch of matrices [..., M, K], or matrices [N_i, K] that are quantized as
-            one of all their rows; each but the last one has a multiple of 128 rows.
+        groups: groups of matrices of one dtype. A group is one batch of matrices [..., M, K], or matrices [N_i, K] that
+            are quantized as one of all their rows; each but the last one has a multiple of 128 rows.
 
     Returns:
         data, scale and data_t of each group; those of data and data_t that are not computed are [0, 0].
@@ -311,7 +311,7 @@ def joined_rows_and_columns(
     """Compute the results of `rows_and_columns` of the columns of matrices [M, K_i], next to each other.
 
     Args:
-        parts: of one dtype; each but the last one has a multiple of 128 columns.
+        parts: matrices of one dtype; each but the last one has a multiple of 128 columns.
     """
     first = parts[0]
     x = first.new_empty(()).expand(first.shape[0], sum(part.shape[1] for part in parts))
