@@ -76,8 +76,8 @@ def flops(shape: Shape) -> int:
 
 def show(rows: Sequence[Row]) -> str:
     """Format the table, and on a GPU the verdicts on the goals."""
-    of_gpu = (goals.slow_copies(rows), goals.attention_verdicts(rows)) if torch.cuda.is_available() else ()
-    return "\n\n".join(filter(None, (table_with(LEGEND_OF_SPEEDS, rows), *of_gpu)))
+    verdicts = (goals.slow_copies(rows), goals.attention_verdicts(rows)) if torch.cuda.is_available() else ()
+    return "\n\n".join(filter(None, (table_with(LEGEND_OF_SPEEDS, rows), *verdicts)))
 
 
 def _case(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Callable[[], Tensor], int]:

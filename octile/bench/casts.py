@@ -208,8 +208,8 @@ def _cases(m: int, k: int, device: str, dtype: torch.dtype) -> list[Operator]:
     gate, up, dh = torch.randn_like(x), torch.randn_like(x), torch.randn_like(x)
     saved = quantize(torch.stack((gate, up)), 1, 128, "e4m3", False)
     weight, rstd = torch.randn(x.shape[1], device=x.device, dtype=x.dtype), torch.rand(len(x), device=x.device)
-    place = _places(len(x) // CHOSEN, x.device)
-    tokens, shares = quantize(x[: len(place)], 1, 128, "e4m3", True), torch.rand(place.shape, device=x.device)
+    row_ids = _row_ids(len(x) // CHOSEN, x.device)
+    tokens, shares = quantize(x[: len(row_ids)], 1, 128, "e4m3", True), torch.rand(row_ids.shape, device=x.device)
     return [
         *cases,
         Operator("quantize, scale given", lambda x, s: quantize_with_scale(x, s, "e4m3"), (x, scale)),
@@ -244,18 +244,18 @@ def _cases(m: int, k: int, device: str, dtype: torch.dtype) -> list[Operator]:
         Operator("SwiGLU", swiglu, (gate, up), goals.HIGH_PRECISION),
         Operator("SwiGLU backward", swiglu_backward, (dh, gate, up), goals.HIGH_PRECISION),
         Operator("RMSNorm", lambda x, w: rms_norm(x, w, 1e-6), (x, weight), goals.HIGH_PRECISION),
-        Operator(f"permute to {CHOSEN} places", permute, (*tokens, place), goals.MOVES),
-        Operator(f"unpermute, sums of {CHOSEN}", unpermute, (x, place), goals.MOVES),
+        Operator(f"permute to {CHOSEN} places", permute, (*tokens, row_ids), goals.MOVES),
+        Operator(f"unpermute, sums of {CHOSEN}", unpermute, (x, row_ids), goals.MOVES),
         Operator(
             f"weighted sums of {CHOSEN}",
             lambda x, p, w: unpermute(x, p, None, w),
-            (x, place, shares),
+            (x, row_ids, shares),
             goals.HIGH_PRECISION,
         ),
         Operator(
             f"weighted sums of {CHOSEN}, backward",
             unpermute_backward,
-            (dh[: len(place)], x, place, shares),
+            (dh[: len(row_ids)], x, row_ids, shares),
             goals.HIGH_PRECISION,
         ),
         *_optimizer_cases([x.shape], device),
@@ -341,10 +341,10 @@ def _parameter_shapes(name: str) -> list[torch.Size]:
     return [parameter.shape for parameter in meta_model(preset(name).model).parameters()]
 
 
-def _places(tokens: int, device: torch.device) -> Tensor:
+def _row_ids(tokens: int, device: torch.device) -> Tensor:
     """Return the position of each token's rows among all rows sorted by expert, for random experts: [T, K]."""
     experts = torch.rand(tokens, EXPERTS, device=device).topk(CHOSEN).indices
-    return LocalDispatcher().plan(experts, experts.flatten().bincount(minlength=EXPERTS)).place_TK
+    return LocalDispatcher().plan(experts, experts.flatten().bincount(minlength=EXPERTS)).row_ids_TK
 
 
 def _adamw_step(*tensors: Tensor) -> list[Tensor]:

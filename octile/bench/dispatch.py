@@ -176,13 +176,13 @@ def _plain(experts_TK: Tensor, x: Tensor, permuted: bool) -> Exchange:
     dist.all_to_all_single(arriving, counts)
     out, into = counts.tolist(), arriving.tolist()
     order = experts_TK.flatten().argsort(stable=True)
-    token, place, sent = order // CHOSEN, order.argsort(), x.repeat_interleave(CHOSEN, 0)
+    token, row_ids, sent = order // CHOSEN, order.argsort(), x.repeat_interleave(CHOSEN, 0)
 
     def there_and_back() -> None:
         rows = x.index_select(0, token) if permuted else sent
         results = exchange(exchange(rows, out, into, world()), into, out, world())
         if permuted:
-            results.index_select(0, place)
+            results.index_select(0, row_ids)
 
     return Exchange(there_and_back, (_others(counts) + _others(arriving)) * HIDDEN * 2)
 

@@ -92,8 +92,8 @@ def _paged(heads: int, next_n: int, size: Size, device: str) -> Iterator[Row]:
     cache = torch.cat([t.view(torch.uint8).view(n_pages, -1) for t in (k, scale)], 1)
     pages, queries = draw(0, n_pages, (b, width // PAGE)), q.view(b, next_n, heads, head_dim)
     blocks = torch.cuda.get_device_properties().multi_processor_count if device == "cuda" else 1
-    places = lengths, pages, paged_mqa_schedule(lengths, blocks)
-    ours = partial(paged_mqa_logits, queries, cache, weights, *places, width, False, torch.float32)
+    arguments = lengths, pages, paged_mqa_schedule(lengths, blocks)
+    ours = partial(paged_mqa_logits, queries, cache, weights, *arguments, width, False, torch.float32)
     theirs, peer = None, _deep_gemm(device)
     if peer:
         metadata = peer.get_paged_mqa_logits_metadata(lengths, PAGE, peer.get_num_sms())

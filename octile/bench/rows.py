@@ -49,14 +49,14 @@ def compare(
     return Row(case, what, value, unit, Against(peer, peer_value, value / peer_value), goal)
 
 
-def flop_rate(case: str, what: str, speed: float, of_gpu: bool, peer: tuple[str, float] | None = None) -> Row:
+def flop_rate(case: str, what: str, speed: float, on_gpu: bool, peer: tuple[str, float] | None = None) -> Row:
     """Make a row of a speed in FLOP/s, in TFLOP/s on a GPU and in GFLOP/s on a CPU; `peer` is a name and its speed."""
-    return _rate(case, what, speed, (1e12, "TFLOP/s") if of_gpu else (1e9, "GFLOP/s"), peer)
+    return _rate(case, what, speed, (1e12, "TFLOP/s") if on_gpu else (1e9, "GFLOP/s"), peer)
 
 
-def byte_rate(case: str, what: str, speed: float, of_gpu: bool, peer: tuple[str, float] | None = None) -> Row:
+def byte_rate(case: str, what: str, speed: float, on_gpu: bool, peer: tuple[str, float] | None = None) -> Row:
     """Make a row of a speed in bytes/s, in GB/s on a GPU and in MB/s on a CPU; `peer` is a name and its speed."""
-    return _rate(case, what, speed, (1e9, "GB/s") if of_gpu else (1e6, "MB/s"), peer)
+    return _rate(case, what, speed, (1e9, "GB/s") if on_gpu else (1e6, "MB/s"), peer)
 
 
 def _rate(case: str, what: str, speed: float, unit: tuple[float, str], peer: tuple[str, float] | None) -> Row:

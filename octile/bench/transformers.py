@@ -176,8 +176,8 @@ def _measure(case: Case) -> Iterator[Row]:
     tokens = next(iter(candidates.values())).x.shape[:2].numel() if candidates else 0
     for name, took in times.items():
         yield Row(case.name, f"{STEP}, {name}", took * 1e3, "ms")
-    of_torchao = ((COMPILED, TORCHAO), (COMPILED, TORCHAO_EXPERTS))
-    for ours, theirs in ((COMPILED, BF16), *of_torchao, (OCTILE, EAGER), (OCTILE, BF16), (OCTILE, COMPILED)):
+    torchao_pairs = ((COMPILED, TORCHAO), (COMPILED, TORCHAO_EXPERTS))
+    for ours, theirs in ((COMPILED, BF16), *torchao_pairs, (OCTILE, EAGER), (OCTILE, BF16), (OCTILE, COMPILED)):
         if ours not in times or theirs not in times:
             continue
         speeds = [tokens / times[name] for name in (ours, theirs)]

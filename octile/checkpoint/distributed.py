@@ -128,7 +128,7 @@ class DistributedCheckpoints:
         target, pieces = described[0][0], [pieces for _, pieces in described]
         own = share_out(pieces)[rank]
         copies = self._stager.copy({name: chunks[name] for name in own})
-        specs = {piece.name: piece.whole for of_rank in pieces for piece in of_rank}
+        specs = {piece.name: piece.whole for rank_pieces in pieces for piece in rank_pieces}
         writer = ShardWriter(self.store.folder(target), step, content)
         self._pending = self._thread.submit(self._write, target, writer, copies, specs)
 
@@ -140,7 +140,7 @@ class DistributedCheckpoints:
 
         def complete() -> None:
             if rank == 0:
-                writer.complete(specs, [chunk for of_rank in written for chunk in of_rank])
+                writer.complete(specs, [chunk for rank_pieces in written for chunk in rank_pieces])
                 prune(self.store, target, self.keep)
 
         written = self._together(writer.folder, lambda: writer.write(chunks, rank, n_ranks), list[WrittenChunk])

@@ -292,7 +292,7 @@ class ShardedCheckpoint:
         tensors = self._read_json(INDEX)["tensors"] if INDEX in self._unverified else self._single_file()
         self.specs: dict[str, TensorSpec] = {}
         listed: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-        places: dict[MetadataIndex, StoredChunk] = {}
+        storage: dict[MetadataIndex, StoredChunk] = {}
         for name, entry in tensors.items():
             dtype, shape = TORCH_DTYPES[entry["dtype"]], tuple(entry["shape"])
             self.specs[name] = TensorSpec.of(dtype, shape)
@@ -302,8 +302,8 @@ class ShardedCheckpoint:
             ]
             stored = [_dcp_chunk(chunk.offset, chunk.shape) for chunk in chunks]
             listed[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), stored)
-            places |= {MetadataIndex(name, torch.Size(chunk.offset)): chunk for chunk in chunks}
-        self.metadata = Metadata(listed, storage_data=places)
+            storage |= {MetadataIndex(name, torch.Size(chunk.offset)): chunk for chunk in chunks}
+        self.metadata = Metadata(listed, storage_data=storage)
         if not check:
             self._unverified = {}
 

@@ -181,7 +181,7 @@ HOPPER_OR_TORCH = {  # called by their own modules: what torch does, and what Ho
 }
 TABLE = {
     "gemm": Backends(why_unsupported, launch_cache.launch, _triton_gemm),
-    "gate": Backends(gate_launcher.why_unsupported, gate_launcher.launch, _triton("gate", "launch_of_x")),
+    "gate": Backends(gate_launcher.why_unsupported, gate_launcher.launch, _triton("gate", "launch_from_x")),
     "gate_backward": Backends(
         gate_backward_launcher.why_unsupported, gate_backward_launcher.launch, _triton("gate", "launch_gradients")
     ),

@@ -37,7 +37,7 @@ class Facts:
         between_1_and_2: the number of values strictly between 1 and 2.
         octaves: log₂(largest / smallest), the number of doublings that the format spans.
         bytes_a_value: bits / 8.
-        of_fp32: bits as a share of FP32's.
+        share_of_fp32: bits as a share of FP32's.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Facts:
     between_1_and_2: int
     octaves: float
     bytes_a_value: float
-    of_fp32: float
+    share_of_fp32: float
 
 
 def facts(fmt: Format) -> Facts:

@@ -139,8 +139,8 @@ def preflight(
                 continue
             risk = _risk(sampled, recipe, weight, _module_of(reference, weight), number, arch, promote_every)
             worst[key] = max(worst.get(key, risk), risk, key=lambda r: r.total.noise)
-            of_batches = noises.setdefault(key, {})
-            of_batches[number] = max(of_batches.get(number, 0.0), risk.total.noise)
+            batch_noises = noises.setdefault(key, {})
+            batch_noises[number] = max(batch_noises.get(number, 0.0), risk.total.noise)
     if not worst:
         raise ValueError("batches must hold at least one whose GEMMs are not all zeros")
     found = (replace(risk, by_batch=tuple(noises[key].values())) for key, risk in worst.items())

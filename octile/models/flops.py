@@ -49,8 +49,8 @@ def multiply_adds(config: ModelConfig, keys: float) -> dict[str, float]:
         Those of "layers" (all linear layers of blocks), "head", "attention" (q · kᵀ and p · v), "gate" and "indexer".
     """
     used = _of_weights(count_parameters(config).main_active)
-    of_index = used["indexer"] + config.num_hidden_layers * _index_logits(config, keys)
-    return {**used, "attention": _attention(config, keys), "indexer": of_index}
+    index_flops = used["indexer"] + config.num_hidden_layers * _index_logits(config, keys)
+    return {**used, "attention": _attention(config, keys), "indexer": index_flops}
 
 
 def train_flops_per_token(config: ModelConfig, sequence_length: int) -> float:

@@ -142,7 +142,7 @@ def _chosen_experts(module: nn.Module, parent: nn.Module | None, experts: int) -
     owners = [owner for owner in (module, parent) if owner is not None]
     gates = [getattr(owner, name, None) for owner in owners for name in ("gate", "router")]
     configs = [getattr(owner, "config", None) for owner in owners]
-    places = [(o, name) for o in (*owners, *gates) for name in ("n_chosen", "top_k")]
-    places += [(c, name) for c in configs for name in ("num_experts_per_tok", "moe_topk", "top_k_experts")]
-    found = (getattr(place, name, None) for place, name in places)
+    attributes = [(o, name) for o in (*owners, *gates) for name in ("n_chosen", "top_k")]
+    attributes += [(c, name) for c in configs for name in ("num_experts_per_tok", "moe_topk", "top_k_experts")]
+    found = (getattr(owner, name, None) for owner, name in attributes)
     return next((k for k in found if isinstance(k, int) and 0 < k <= experts), experts)

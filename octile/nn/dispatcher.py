@@ -67,14 +67,14 @@ class RoutingPlan(NamedTuple):
     """Where the tokens' rows go, all int32, on the tokens' device.
 
     Attributes:
-        place_TK: the k-th result of token t has the index place_TK[t, k] among those that `send_back` returns.
+        row_ids_TK: the k-th result of token t has the index row_ids_TK[t, k] among those that `send_back` returns.
         order_R: row r is that of the chosen expert order_R[r] % K of the sent row order_R[r] // K. Rows are sorted by
-            expert, then by token. Within one device it is the inverse of place_TK.
+            expert, then by token. Within one device it is the inverse of row_ids_TK.
         offs_E: the end of each expert's rows.
         handle: what the dispatcher needs to send rows between ranks; None within one device.
     """
 
-    place_TK: Tensor
+    row_ids_TK: Tensor
     order_R: Tensor
     offs_E: Tensor
     handle: Any = None
@@ -82,7 +82,7 @@ class RoutingPlan(NamedTuple):
     @property
     def token_R(self) -> Tensor:
         """The sent row of which each row is a copy; within one device its token."""
-        return self.order_R // self.place_TK.shape[1]
+        return self.order_R // self.row_ids_TK.shape[1]
 
 
 class LocalDispatcher:
@@ -122,7 +122,7 @@ class LocalDispatcher:
             y_RD, weights_TK, plan, add: the rows, their weights, their way and the addend.
             sent: what `begin_send_back` returned for the rows; None: they are sent here.
         """
-        if add is not None and (add.dtype, add.shape) != (y_RD.dtype, (len(plan.place_TK), y_RD.shape[1])):
+        if add is not None and (add.dtype, add.shape) != (y_RD.dtype, (len(plan.row_ids_TK), y_RD.shape[1])):
             return self.combine(y_RD, weights_TK, plan, None, sent) + add
         return _WeightedCombine.apply(y_RD, weights_TK.float(), add, plan, self, sent)
 
@@ -130,7 +130,7 @@ class LocalDispatcher:
         self, dx_TD: Tensor, y_RD: Tensor, weights_TK: Tensor, plan: RoutingPlan
     ) -> tuple[Tensor, Tensor]:
         """Return the gradients of y and of the float32 weights of `combine`; dx is that of its result."""
-        return unpermute_backward(dx_TD, y_RD, plan.place_TK, weights_TK)
+        return unpermute_backward(dx_TD, y_RD, plan.row_ids_TK, weights_TK)
 
     def send(self, x_TD: Tensor, plan: RoutingPlan) -> Tensor:
         """Send each row once to every rank that has one of its experts: [N, D]. Here it is where it must be."""
@@ -141,7 +141,7 @@ class LocalDispatcher:
         return self.begin_send_quantized(x_TD, plan, overlaps=is_interleaved()).wait()
 
     def send_back(self, y_RD: Tensor, plan: RoutingPlan) -> Tensor:
-        """Send each row to the rank of its token: [T·K, D], ordered by the plan's place_TK."""
+        """Send each row to the rank of its token: [T·K, D], ordered by the plan's row_ids_TK."""
         return self.begin_send_back(y_RD, plan, overlaps=is_interleaved()).wait()
 
     def begin_send(self, x_TD: Tensor, plan: RoutingPlan, overlaps: bool = True) -> InFlight[Tensor]:
@@ -173,7 +173,7 @@ class LocalDispatcher:
 
     def dispatch_quantized(self, x_ND: ScaledTensor, plan: RoutingPlan) -> ScaledTensor:
         """Copy every row that `send_quantized` returned to each of its experts: [R, D]."""
-        data, scale = permute(x_ND.data, x_ND.scale, plan.place_TK)
+        data, scale = permute(x_ND.data, x_ND.scale, plan.row_ids_TK)
         return ScaledTensor(data, scale, TILE)
 
     def dispatch_requantized(
@@ -189,7 +189,7 @@ class LocalDispatcher:
 
     def combine_unweighted(self, y_RD: Tensor, plan: RoutingPlan, add: Tensor | None = None) -> Tensor:
         """Sum each token's rows, and add [T, D] if it is given: [T, D]."""
-        return unpermute(self.send_back(y_RD, plan), plan.place_TK, add)
+        return unpermute(self.send_back(y_RD, plan), plan.row_ids_TK, add)
 
     def dispatch_weights(self, sent: InFlight[Tensor], plan: RoutingPlan) -> Tensor:
         """Return the weight of each row, [R], from the weights [T, K] for which `begin_send` was called."""
@@ -202,7 +202,7 @@ class LocalDispatcher:
             sent: what `begin_send_back` has returned for these, [R, 1].
             plan: their way.
         """
-        return sent.wait(switches=False).flatten()[plan.place_TK]
+        return sent.wait(switches=False).flatten()[plan.row_ids_TK]
 
     def total_load(self, load_E: Tensor, plan: RoutingPlan) -> Tensor:
         """Return the number of tokens that all ranks send to each expert, of all E experts.
@@ -229,7 +229,7 @@ class _WeightedCombine(torch.autograd.Function):
     ) -> Tensor:
         _save_plan(ctx, plan, dispatcher, y_RD, weights_TK)
         results = dispatcher.send_back(y_RD, plan) if sent is None else sent.wait()
-        return unpermute(results, plan.place_TK, add, weights_TK)
+        return unpermute(results, plan.row_ids_TK, add, weights_TK)
 
     @staticmethod
     def backward(ctx: Any, dx_TD: Tensor) -> tuple[Tensor | None, ...]:
@@ -247,7 +247,7 @@ class _WeightedCombine(torch.autograd.Function):
 
 
 class _Dispatch(torch.autograd.Function):
-    """Copy each token's row to its K places; backward sums them."""
+    """Copy each token's row to the K rows of its experts; backward sums them."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, plan: RoutingPlan, dispatcher: LocalDispatcher) -> Tensor:
@@ -274,11 +274,11 @@ class _Combine(torch.autograd.Function):
 
 def _save_plan(ctx: Any, plan: RoutingPlan, dispatcher: LocalDispatcher, *tensors: Tensor) -> None:
     """Save tensors, a plan and its dispatcher for backward."""
-    ctx.save_for_backward(*tensors, plan.place_TK, plan.order_R, plan.offs_E)
+    ctx.save_for_backward(*tensors, plan.row_ids_TK, plan.order_R, plan.offs_E)
     ctx.handle, ctx.dispatcher = plan.handle, dispatcher
 
 
 def _saved_plan(ctx: Any) -> tuple[Any, ...]:
     """Return what `_save_plan` saved: the tensors, the plan and the dispatcher."""
-    *tensors, place_TK, order_R, offs_E = ctx.saved_tensors
-    return *tensors, RoutingPlan(place_TK, order_R, offs_E, ctx.handle), ctx.dispatcher
+    *tensors, row_ids_TK, order_R, offs_E = ctx.saved_tensors
+    return *tensors, RoutingPlan(row_ids_TK, order_R, offs_E, ctx.handle), ctx.dispatcher

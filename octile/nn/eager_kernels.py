@@ -163,20 +163,20 @@ def _copy(function: FunctionType, names: dict[str, Any], closure: tuple[CellType
 class _Globals(dict[str, Any]):
     """The global names of a function: some of its own, the others as they are in its module at the time."""
 
-    def __init__(self, of_module: dict[str, Any], own: dict[str, Any]):
+    def __init__(self, module_globals: dict[str, Any], own: dict[str, Any]):
         super().__init__(own)
-        self.of_module = of_module
+        self.module_globals = module_globals
 
     def __missing__(self, name: str) -> Any:
-        return self.of_module[name]
+        return self.module_globals[name]
 
 
-def _rotate(of_module: dict[str, Any], name: str, rotary: RotaryFunction) -> Callable[..., Any]:
+def _rotate(module_globals: dict[str, Any], name: str, rotary: RotaryFunction) -> Callable[..., Any]:
     """Return what takes the place of a module's rotary embedding, until the module gets another one."""
-    recognized = of_module[name]
+    recognized = module_globals[name]
 
     def rotate(*args: Any, **kwargs: Any) -> Any:
-        own = of_module[name]
+        own = module_globals[name]
         if own is not recognized or kwargs or len(args) != 4 or why_not_rotate_halves(*args) is not None:
             return own(*args, **kwargs)
         is_partial = args[2].shape[-1] < args[0].shape[-1]

@@ -113,12 +113,12 @@ class Indexer(nn.Module):
         for i in range(b):
             k, k_scale = quantize_index(k_BTE[i])
             for first in range(0, s, rows):
-                of = slice(first, first + rows)
-                q, q_scale = quantize_index(q_BSGE[i, of])
-                weights = weights_BSG[i, of] * q_scale
-                seen = starts_S[of], ends_S[of]
+                block = slice(first, first + rows)
+                q, q_scale = quantize_index(q_BSGE[i, block])
+                weights = weights_BSG[i, block] * q_scale
+                seen = starts_S[block], ends_S[block]
                 logits = mqa_logits(q, k, k_scale, weights, *seen, 0, False, torch.float32)
-                chosen_BSK[i, of] = top_keys(logits, *seen, self.topk)
+                chosen_BSK[i, block] = top_keys(logits, *seen, self.topk)
         return chosen_BSK
 
     def align(

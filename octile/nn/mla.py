@@ -73,18 +73,18 @@ class MLA(FusableModule):
         q_dim = num_attention_heads * sum(self.q_split)
         if q_lora_rank is None:
             self.q_proj = nn.Linear(hidden_size, q_dim, bias=False)
-            of_q: tuple[str, ...] = ("q_proj",)
+            query_layers: tuple[str, ...] = ("q_proj",)
         else:
             self.q_a_proj = nn.Linear(hidden_size, q_lora_rank, bias=False)
             self.q_a_layernorm = RMSNorm(q_lora_rank)
             self.q_b_proj = nn.Linear(q_lora_rank, q_dim, bias=False)
-            of_q = ("q_a_proj", "q_a_layernorm", "q_b_proj")
+            query_layers = ("q_a_proj", "q_a_layernorm", "q_b_proj")
         self.kv_a_proj_with_mqa = nn.Linear(hidden_size, sum(self.latent_split), bias=False)
         self.kv_a_layernorm = RMSNorm(kv_lora_rank)
         self.kv_b_proj = nn.Linear(kv_lora_rank, num_attention_heads * sum(self.kv_split), bias=False)
         self.o_proj = nn.Linear(num_attention_heads * v_head_dim, hidden_size, bias=False)
         self.indexer = indexer
-        self.fusable_layers = (*of_q, "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
+        self.fusable_layers = (*query_layers, "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
 
     def forward(self, x_BSD: Tensor | BlockInput, cos_sin: CosSin) -> Tensor:
         """Attend from each token to itself and to the tokens before it: [B, S, D].
@@ -129,10 +129,10 @@ class MLA(FusableModule):
             latent_TC, k_rope_TR = projections(x, weights, [self.latent_split], dtype)
             x_q, w_q = x, self.q_proj.weight
         _, x_kv = norm_block_input(latent_TC, self.kv_a_layernorm, recipe)
-        of_attention = (w_q, self.kv_b_proj.weight, self.o_proj.weight)
+        weights_after = (w_q, self.kv_b_proj.weight, self.o_proj.weight)
         nope_dim, rope_dim = self.q_split
         heads = Heads(x.shape[0], self.num_heads, nope_dim, rope_dim, self.kv_split[1], self.softmax_scale)
-        return latent_attention(x_q, x_kv, k_rope_TR, cos_sin, *of_attention, heads, dtype).view(*x.shape[:-1], -1)
+        return latent_attention(x_q, x_kv, k_rope_TR, cos_sin, *weights_after, heads, dtype).view(*x.shape[:-1], -1)
 
     def _projections(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Compute the queries [B, S, H, N + R], the latents with the rotary key [B, S, W], and compressed queries."""

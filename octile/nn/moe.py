@@ -180,9 +180,9 @@ class MoE(FusableModule):
         for name, value in (("shared_intermediate_size", shared_intermediate_size), ("alpha", alpha)):
             if not value >= 0:  # rejects NaN, too
                 raise ValueError(f"{name} must be at least 0, not {value}")
-        n_experts, of_gate = gate.weight.shape
-        if of_gate != hidden_size:
-            raise ValueError(f"hidden_size must be the gate's, {of_gate}, not {hidden_size}")
+        n_experts, gate_size = gate.weight.shape
+        if gate_size != hidden_size:
+            raise ValueError(f"hidden_size must be the gate's, {gate_size}, not {hidden_size}")
         super().__init__()
         self.gate = gate
         self.experts = Experts(n_experts, hidden_size, intermediate_size)

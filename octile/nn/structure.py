@@ -222,14 +222,14 @@ def eps_of_rms_norm(module: nn.Module) -> str | None:
     x = torch.randn(2, 2, len(weight), generator=generator, device="cpu") * scales
     tried = copy.copy(module)
     for dtype, rounding in ((torch.float32, 1e-5), (torch.bfloat16, 2.0**-6)):
-        of_weight = torch.randn(len(weight), generator=generator, device="cpu").to(dtype)
-        tried.__dict__ |= {"_parameters": {"weight": of_weight}, "training": True}  # so that dropout shows
+        drawn = torch.randn(len(weight), generator=generator, device="cpu").to(dtype)
+        tried.__dict__ |= {"_parameters": {"weight": drawn}, "training": True}  # so that dropout shows
         try:
             with torch.no_grad():
                 found = type(module).forward(tried, x.to(dtype))
         except Exception:  # of another library, and about the numbers that are tried here
             return None
-        expected = F.rms_norm(x.to(dtype).float(), of_weight.shape, of_weight.float(), vars(module)[eps])
+        expected = F.rms_norm(x.to(dtype).float(), drawn.shape, drawn.float(), vars(module)[eps])
         if not _equal(found, expected, rounding) or found.dtype != dtype:
             return None
     return eps

@@ -8,7 +8,7 @@ every write through `.data`: hand-written training loops, averages that are swap
     micro-batches, and fprop and dgrad of each, share it
     inside `frozen_weights(model)`: until its end
     in training, for a parameter with `requires_grad=False` whose layer passes a gradient on, as LoRA has them below its
-        adapters: until it is written, until its layer gets another place in a model, or until the module around it
+        adapters: until it is written, until its layer moves within a model, or until the module around it
         merges its adapters into it or takes them out again (peft's `merge` and `unmerge`)
 
 and quantized in each forward pass otherwise, also without gradients: somebody may have written through `.data`.  A
@@ -127,7 +127,9 @@ def quantized_weight(
         transposed: whether the result of quantize contains the transposed weight, too. One result is cached: asked
             for the other kind, the weight is quantized again.
     """
-    return quantized_weights((weight,), operand_format, lambda weights, of_w: quantize(weights[0], of_w), transposed)
+    return quantized_weights(
+        (weight,), operand_format, lambda weights, w_format: quantize(weights[0], w_format), transposed
+    )
 
 
 def quantized_weights(
@@ -142,17 +144,17 @@ def quantized_weights(
         weights: each of them can be cached. The result is cached under all, so what drops that of one drops it.
         transposed: as in `quantized_weight`.
     """
-    places = [_cache.setdefault(weight.untyped_storage(), {}) for weight in weights]
+    caches = [_cache.setdefault(weight.untyped_storage(), {}) for weight in weights]
     requires_grad = any(weight.requires_grad for weight in weights)
     key = (operand_format, transposed, *(_content(weight) for weight in weights))
-    found = [entries.get(id(weight)) for weight, entries in zip(weights, places, strict=True)]
+    found = [entries.get(id(weight)) for weight, entries in zip(weights, caches, strict=True)]
     entry = found[0]
     if entry is None or entry.key != key or any(other is not entry for other in found):
         if _requests is not None:
             _requests.append(WeightRequest(tuple(weights), operand_format, transposed))
         with torch.inference_mode(False):  # a later training step may read it
             entry = _Entry(key, quantize([weight.detach() for weight in weights], operand_format), requires_grad)
-        for weight, entries in zip(weights, places, strict=True):
+        for weight, entries in zip(weights, caches, strict=True):
             entries[id(weight)] = entry
     return entry.quantized
 

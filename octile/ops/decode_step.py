@@ -247,7 +247,7 @@ def _check_shapes(chosen: Tensor, others: dict[str, Tensor], shapes: Sequence[tu
 
 
 def _check_int64(name: str, first: Tensor, others: dict[str, Tensor]) -> None:
-    for of, t in {name: first, **others}.items():
+    for other, t in {name: first, **others}.items():
         if t.dtype != torch.int64:
-            raise TypeError(f"{of} must be int64, not {t.dtype}")
-        check_device(name, first, of, t)
+            raise TypeError(f"{other} must be int64, not {t.dtype}")
+        check_device(name, first, other, t)

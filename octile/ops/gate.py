@@ -119,7 +119,7 @@ def choose_experts(
 ) -> tuple[Tensor, Tensor]:
     """Choose K experts by logits that were computed elsewhere, as `gate` does by its own.
 
-    A row has the same bits for any T and at any place, for batch-invariant serving.
+    A row has the same bits for any T and at any position, for batch-invariant serving.
 
     Args:
         logits: [T, E] float32.

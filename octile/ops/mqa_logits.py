@@ -165,8 +165,8 @@ def _paged_mqa_logits(
     b, next_n, _, d = q.shape
     logits = q.new_full((b, next_n, width), -torch.inf, dtype=out_dtype)
     keys, scales = cache[:, : PAGE * d].view(q.dtype), cache[:, PAGE * d :].contiguous().view(torch.float32)
-    for i, of_queries in enumerate(lengths.tolist()):
-        t = max(of_queries, default=0)
+    for i, query_lengths in enumerate(lengths.tolist()):
+        t = max(query_lengths, default=0)
         rows = pages[i, : -(-t // PAGE)].long()
         k_TD, scale_T = keys[rows].reshape(-1, d)[:t], scales[rows].flatten()[:t]
         found = _scores(q[i], k_TD, scale_T, weights.view(b, next_n, -1)[i])
@@ -331,8 +331,10 @@ def _check_queries(q: Tensor, weights: Tensor, sides: tuple[str, ...], out_dtype
     if q.dtype != torch.float8_e4m3fn:
         raise TypeError(f"{name['q']} must be float8_e4m3fn, not {q.dtype}")
     if q.dim() != len(sides) or not q.is_contiguous() or not q.shape[-1]:
-        of = ", ".join(sides)
-        raise ValueError(f"{name['q']} must be [{of}], contiguous, not {tuple(q.shape)} with strides {q.stride()}")
+        expected = ", ".join(sides)
+        raise ValueError(
+            f"{name['q']} must be [{expected}], contiguous, not {tuple(q.shape)} with strides {q.stride()}"
+        )
     if weights.dtype != torch.float32:
         raise TypeError(f"{name['weights']} must be float32, not {weights.dtype}")
     shape = (q.shape[:-2].numel(), q.shape[-2])
@@ -372,9 +374,9 @@ def check_paged_values(
     if not lengths.numel():
         return
     if not 0 <= int(lengths.min()) <= int(lengths.max()) <= longest:
-        of = f"{name['width']} and {name['pages']}"
-        raise ValueError(f"{name['lengths']} must be from 0 to the {longest} keys of {of}, not {lengths.tolist()}")
+        holders = f"{name['width']} and {name['pages']}"
+        raise ValueError(f"{name['lengths']} must be from 0 to the {longest} keys of {holders}, not {lengths.tolist()}")
     read = pages[torch.arange(pages.shape[1]) < (lengths.amax(1)[:, None] + PAGE - 1) // PAGE]
     if read.numel() and not 0 <= int(read.min()) <= int(read.max()) < len(cache):
-        of = f"the {len(cache)} pages of {name['cache']}"
-        raise ValueError(f"{name['pages']} must be from 0 to below {of}, not {sorted(set(read.tolist()))}")
+        limit = f"the {len(cache)} pages of {name['cache']}"
+        raise ValueError(f"{name['pages']} must be from 0 to below {limit}, not {sorted(set(read.tolist()))}")

@@ -102,8 +102,8 @@ def _texts(row_starts: Tensor, key_starts: Tensor, rows: int, keys: int) -> list
         if starts[0] != 0 or starts[-1] != end or starts != sorted(starts):
             raise ValueError(f"{name} must be nondecreasing from 0 to {end}, not {starts}")
         found.append([slice(a, b) for a, b in pairwise(starts)])
-    for i, (of_rows, of_keys) in enumerate(zip(*found, strict=True)):
-        n, length = of_rows.stop - of_rows.start, of_keys.stop - of_keys.start
+    for i, (text_rows, text_keys) in enumerate(zip(*found, strict=True)):
+        n, length = text_rows.stop - text_rows.start, text_keys.stop - text_keys.start
         if not 1 <= n <= length:
             raise ValueError(f"text {i} must have a row, and at least as many keys, not {n} rows and {length} keys")
     return list(zip(*found, strict=True))

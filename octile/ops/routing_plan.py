@@ -62,8 +62,8 @@ def routing_plan(experts: Tensor, load: Tensor) -> tuple[Tensor, Tensor, Tensor]
         load: int64 or int32 [E], the number of tokens of each expert, as `count_tokens` returns it.
 
     Returns:
-        place [T, K], the row of each entry of experts; order [R], its inverse; offs [E], the end of each expert's rows;
-        all int32.
+        row_ids [T, K], the row of each entry of experts; order [R], its inverse; offs [E], the end of each expert's
+        rows; all int32.
 
     Raises:
         TypeError: experts or load has another dtype.

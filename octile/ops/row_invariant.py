@@ -21,7 +21,7 @@ ROWS = 16  # of a block on a CPU
 
 @operator()
 def row_invariant_matmul_nt(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """Multiply a · bᵀ: a[B, M, K], b[B, N, K] → [B, M, N]. A row has the same bits for any M and at any place.
+    """Multiply a · bᵀ: a[B, M, K], b[B, N, K] → [B, M, N]. A row has the same bits for any M and at any position.
 
     Args:
         a, b: float32, bfloat16 or float16, any strides.

@@ -26,8 +26,8 @@ def gradient_of(param: Tensor) -> Gradient | None:
     Raises:
         RuntimeError: it has two. Each holds a part of the sum, so that using one would lose the other.
     """
-    places = {name: getattr(param, name, None) for name in ("grad", "main_grad", _SCALED)}
-    found = {name: gradient for name, gradient in places.items() if gradient is not None}
+    attributes = {name: getattr(param, name, None) for name in ("grad", "main_grad", _SCALED)}
+    found = {name: gradient for name, gradient in attributes.items() if gradient is not None}
     if len(found) > 1:
         raise RuntimeError(
             f"a parameter of shape {tuple(param.shape)} has its gradient in {' and '.join(found)}: needs one of them"

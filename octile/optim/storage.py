@@ -72,7 +72,7 @@ def shard(tensor: Tensor) -> Tensor:
 def overwrite_(tensor: Tensor, values: Tensor, skip: Tensor | None) -> None:
     """Overwrite a tensor with values of its shape, rounded to its dtype, unless `skip` (bool []) is true."""
     if skip is not None:
-        of_bytes = tensor.unsqueeze(-1).view(torch.uint8)  # torch.where does not take FP8
-        values = torch.where(skip, of_bytes, values.to(tensor.dtype).unsqueeze(-1).view(torch.uint8))
+        tensor_bytes = tensor.unsqueeze(-1).view(torch.uint8)  # torch.where does not take FP8
+        values = torch.where(skip, tensor_bytes, values.to(tensor.dtype).unsqueeze(-1).view(torch.uint8))
         values = values.view(tensor.dtype).squeeze(-1)
     tensor.copy_(values)

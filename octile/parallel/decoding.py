@@ -96,7 +96,7 @@ class SortedExchange:
         self.results_at = padded(self.weights_at + tokens * n_chosen * 4)
         self.n_bytes = self.results_at + max_tokens * n_chosen * hidden_size * 4
 
-    def of_at_most(self, max_tokens: int) -> SortedExchange:
+    def with_max_tokens(self, max_tokens: int) -> SortedExchange:
         """Return this exchange for at most so many tokens of any rank, in the same memory: fewer rows R.
 
         All ranks must use the same one of them.
@@ -204,8 +204,8 @@ class SortedExchange:
 
         tokens, results = at_experts.n_tokens, self.max_tokens * self.n_chosen
         added = add.result if isinstance(add, InFlight) else add
-        rows, of_tokens = (len(at_experts.entries), self.hidden_size), {"add": added, "to_TD": to_TD}
-        _check_results("y_RD", y_RD, rows, tokens, self.n_chosen, weights_TK, of_tokens)
+        rows, token_tensors = (len(at_experts.entries), self.hidden_size), {"add": added, "to_TD": to_TD}
+        _check_results("y_RD", y_RD, rows, tokens, self.n_chosen, weights_TK, token_tensors)
         if to_TD is not None and not to_TD.is_contiguous():
             raise ValueError(f"to_TD must be contiguous, not have strides {to_TD.stride()}")
         y_bytes = y_RD.contiguous().view(torch.uint8)
@@ -227,12 +227,12 @@ def _check_results(
     tokens: int,
     n_chosen: int,
     weights_TK: Tensor | None,
-    of_tokens: Mapping[str, Tensor | None],
+    token_tensors: Mapping[str, Tensor | None],
 ) -> None:
     """Check the results of experts, the weights of the sums, and tensors [T, D] of their dtype that are added."""
     check_input_dtype(name, y)
     expected = {name: (y, shape, y.dtype), "weights_TK": (weights_TK, (tokens, n_chosen), torch.float32)}
-    expected |= {other: (tensor, (tokens, shape[-1]), y.dtype) for other, tensor in of_tokens.items()}
+    expected |= {other: (tensor, (tokens, shape[-1]), y.dtype) for other, tensor in token_tensors.items()}
     for other, (tensor, its_shape, dtype) in expected.items():
         if tensor is not None and tensor.shape != its_shape:
             raise ValueError(f"{other} must be {its_shape}, not {tuple(tensor.shape)}")

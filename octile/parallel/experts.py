@@ -138,7 +138,7 @@ class ExpertDispatcher(LocalDispatcher):
     def begin_send_back(
         self, y_RD: Tensor, plan: RoutingPlan, overlaps: bool = True, lasts: bool = False
     ) -> InFlight[Tensor]:
-        """Begin to send each result to the rank of its token: [T·K, D], ordered by the plan's place_TK."""
+        """Begin to send each result to the rank of its token: [T·K, D], ordered by the plan's row_ids_TK."""
         y_RD = y_RD.index_select(0, plan.handle.result_R)
         first, *hops = plan.handle.hops
         for hop in reversed(hops):
@@ -256,9 +256,9 @@ def plan_hop(rows_MC: Tensor, per_destination: int, group: dist.ProcessGroup) ->
     (rows_out, results_out), (rows_in, results_in) = both_2G2.mT.tolist()  # the host waits
 
     rank_S, row_S = is_of_GMK.any(2).nonzero(as_tuple=True)
-    of_rank_SK = is_of_GMK[rank_S, row_S]
+    is_rank_SK = is_of_GMK[rank_S, row_S]
     experts_SK = experts_MK[row_S] - (rank_S * per_destination)[:, None].to(torch.int32)
-    described_SC = torch.cat([experts_SK.masked_fill(~of_rank_SK, -1), rows_MC[row_S, -1:]], dim=1)
+    described_SC = torch.cat([experts_SK.masked_fill(~is_rank_SK, -1), rows_MC[row_S, -1:]], dim=1)
     rank_X = rank_MK.flatten()[(experts_MK.flatten() >= 0).nonzero().squeeze(1)]
     place_X = inverse(rank_X.argsort(stable=True))
     hop = Hop(group, row_S.to(torch.int32), rows_out, rows_in, results_out, results_in, place_X)

@@ -164,7 +164,7 @@ def quantize_rows(
 ) -> tuple[Tensor, Tensor]:
     """Quantize a rank's rows as a part of the whole weight.
 
-    The rows are put at their place in whole blocks; a row that another rank has gets the amax of its blocks.
+    The rows are put at their offset in whole blocks; a row that another rank has gets the amax of its blocks.
 
     Args:
         shard, rank, ranks: as in `boundary_amax`.
@@ -189,7 +189,7 @@ def quantize_rows(
 
 
 def scale_order(n: int, ranks: int) -> list[int]:
-    """Return for each block of the whole weight its place among the scales that `quantize_rows` gives on all ranks."""
+    """Return where each block of the whole weight is among the scales that `quantize_rows` gives on all ranks."""
     most = max(len(_blocks(n, r)) for r in range(ranks))
     owners = [BLOCK[0] * block // n for block in range(-(-n * ranks // BLOCK[0]))]  # the rank of its first row
     return [most * rank + block - _blocks(n, rank).start for block, rank in enumerate(owners)]

@@ -71,7 +71,7 @@ def _gather(own: str | None, groups: Sequence[dist.ProcessGroup]) -> list[str | 
     reasons = [own]
     for group in groups:
         gathered = all_gather_messages(reasons, list[str | None], group)
-        reasons = [reason for of_rank in gathered for reason in of_rank]
+        reasons = [reason for rank_reasons in gathered for reason in rank_reasons]
     return reasons
 
 
@@ -239,7 +239,7 @@ class NvshmemTransport:
     @property
     def memory(self) -> NvshmemMemory:
         """The memory that the current pass uses."""
-        return self._memory.of_pass()
+        return self._memory.for_pass()
 
     def plan(self, rows_TC: Tensor, per_node: int) -> tuple[NvshmemHop, Tensor]:
         """Plan a hop; see `octile.parallel.nodes.Transport`."""

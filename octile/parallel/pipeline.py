@@ -261,7 +261,7 @@ class Pipeline:
 
     def _clear_main_grads(self, copies: Copies) -> list[tuple[Tensor, Tensor]]:
         """Zero the `main_grad` of copies, which a step sums over them; return each with what it had."""
-        found = [getattr(copy.parameter, "main_grad", None) for of_peer in copies.values() for copy in of_peer]
+        found = [getattr(copy.parameter, "main_grad", None) for peer_copies in copies.values() for copy in peer_copies]
         earlier = [(main_grad, main_grad.clone()) for main_grad in found if main_grad is not None]
         for main_grad, _ in earlier:
             main_grad.zero_()
@@ -269,8 +269,8 @@ class Pipeline:
 
     @torch.no_grad()
     def _sum(self, copies: Copies, part_of: Callable[[nn.Parameter], nn.Parameter]) -> None:
-        for peer, of_peer in copies.items():
-            gradients = [copy.gradient(part_of) for copy in of_peer if copy.parameter.requires_grad]
+        for peer, peer_copies in copies.items():
+            gradients = [copy.gradient(part_of) for copy in peer_copies if copy.parameter.requires_grad]
             for own, theirs in zip(gradients, self._exchange(peer, gradients), strict=True):
                 own += theirs
 
@@ -432,10 +432,10 @@ class _Step:
 
     def send_activations(self, stage: int, micro_batch: int) -> None:
         tensors = self.to_send.pop(Action(stage, ActionType.SEND_F, micro_batch))
-        peer, form, place = self.p.schedule.rank(stage + 1, micro_batch), _form(tensors), self.place(stage, micro_batch)
-        agreed = self.p._forms.get(place)
+        peer, form, key = self.p.schedule.rank(stage + 1, micro_batch), _form(tensors), self.key(stage, micro_batch)
+        agreed = self.p._forms.get(key)
         if agreed is None:
-            self.p._forms[place] = form
+            self.p._forms[key] = form
             send_message(form, Form, self.p.group, peer)
         elif agreed != form:
             raise ValueError(
@@ -456,10 +456,10 @@ class _Step:
         under_way.append(_Message(own, [dist.isend(t, group=self.p.group, group_dst=peer) for t in own]))
 
     def receive_activations(self, stage: int, micro_batch: int) -> None:
-        peer, place = self.p.schedule.rank(stage - 1, micro_batch), self.place(stage - 1, micro_batch)
-        if place not in self.p._forms:
-            self.p._forms[place] = receive_message(Form, self.p.group, peer)
-        form = self.p._forms[place]
+        peer, key = self.p.schedule.rank(stage - 1, micro_batch), self.key(stage - 1, micro_batch)
+        if key not in self.p._forms:
+            self.p._forms[key] = receive_message(Form, self.p.group, peer)
+        form = self.p._forms[key]
         tensors = [torch.empty(shape, dtype=dtype, device=self.p.device) for shape, dtype, _ in form]
         message = self.receive(peer, tensors)
         for t, (_, _, has_gradient) in zip(tensors, form, strict=True):
@@ -467,7 +467,7 @@ class _Step:
         self.activations[stage, micro_batch] = message
 
     def receive_gradients(self, stage: int, micro_batch: int) -> None:
-        form = self.p._forms[self.place(stage, micro_batch)]
+        form = self.p._forms[self.key(stage, micro_batch)]
         wanted = [(shape, dtype) for shape, dtype, has_gradient in form if has_gradient]
         tensors = [torch.empty(shape, dtype=dtype, device=self.p.device) for shape, dtype in wanted]
         self.gradients[stage, micro_batch] = self.receive(self.p.schedule.rank(stage + 1, micro_batch), tensors)
@@ -475,7 +475,7 @@ class _Step:
     def receive(self, peer: int, tensors: Sequence[Tensor]) -> _Message:
         return _Message(tensors, [dist.irecv(t, group=self.p.group, group_src=peer) for t in tensors])
 
-    def place(self, stage: int, micro_batch: int) -> tuple[int, int, Hashable]:
+    def key(self, stage: int, micro_batch: int) -> tuple[int, int, Hashable]:
         """What the form of a stage's outputs depends on."""
         return stage, self.p.schedule.direction(micro_batch), (self.trains, self.signatures[micro_batch])
 
@@ -528,7 +528,7 @@ def _check_gradients(copies: Copies) -> None:
     Raises:
         RuntimeError: a copy has one already.
     """
-    for copy in (copy for of_peer in copies.values() for copy in of_peer):
+    for copy in (copy for peer_copies in copies.values() for copy in peer_copies):
         found = gradient_of(copy.parameter)
         if found is not None and found is not getattr(copy.parameter, "main_grad", None):
             raise RuntimeError(
@@ -567,7 +567,7 @@ def _check_agreement(ranks: Sequence[_Description]) -> None:
                     )
 
 
-def _tensors(value: Any, of: str = "a micro-batch") -> tuple[Tensor, ...]:
+def _tensors(value: Any, name: str = "a micro-batch") -> tuple[Tensor, ...]:
     """Return a tensor or a tuple of tensors as a tuple.
 
     Raises:
@@ -576,7 +576,7 @@ def _tensors(value: Any, of: str = "a micro-batch") -> tuple[Tensor, ...]:
     found = value if isinstance(value, tuple) else (value,)
     for t in found:
         if not isinstance(t, Tensor):
-            raise TypeError(f"{of} must be a tensor or a tuple of tensors, but has {type(t).__name__}")
+            raise TypeError(f"{name} must be a tensor or a tuple of tensors, but has {type(t).__name__}")
     return found
 
 

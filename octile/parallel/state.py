@@ -65,7 +65,7 @@ class Layout(NamedTuple):
         """Whether every rank has the whole tensor."""
         return self.rows == self.total
 
-    def of_rank(self, rank: int) -> slice:
+    def rows_of(self, rank: int) -> slice:
         """The rows of a rank."""
         return slice(self.starts[rank], self.starts[rank] + self.rows)
 
@@ -221,14 +221,14 @@ class ShardedState:
         self._next: int | None = None  # the stage whose gradients are to be summed next, in the backward pass
 
     def _make_stages(self, modules: Sequence[nn.Module]) -> list[_Stage]:
-        of_weight = {shard.weight: (name, shard) for name, shard in self._shards.items()}
+        shard_of = {shard.weight: (name, shard) for name, shard in self._shards.items()}
         stages = []
         for module in modules:
-            found = [of_weight.pop(weight)[1] for weight in module.parameters() if weight in of_weight]
+            found = [shard_of.pop(weight)[1] for weight in module.parameters() if weight in shard_of]
             stage = _Stage(found)
             module.register_forward_pre_hook(stage.wait)
             stages.append(stage)
-        for name, _ in of_weight.values():
+        for name, _ in shard_of.values():
             raise ValueError(f"stages must have all parameters, but none has {name}")
         return stages
 
@@ -404,7 +404,7 @@ def collect(local: Tensor, layout: Layout, group: dist.ProcessGroup | None = Non
         return None
     whole = local.new_empty(layout.total, *local.shape[1:])
     for rank, rows in enumerate(received):
-        whole[layout.of_rank(rank)] = rows.view(local.dtype)
+        whole[layout.rows_of(rank)] = rows.view(local.dtype)
     return whole
 
 

@@ -10,7 +10,8 @@ of tokens, even for all tokens on one rank: no token is dropped. Each row has a 
 The exchanges of a GPU run on one stream of their own, in the order in which they are begun. Each runs after what the
 current stream was asked to do before. It also runs after what was asked of the stream that reads the results of the
 exchange before in the same memory. With `begin_…` the current stream goes on meanwhile, and as many GEMMs as run in
-the time of the exchange leave it the SMs that it uses. Of two passes that are interleaved (`octile.nn.interleave`) each has a buffer of its own.
+the time of the exchange leave it the SMs that it uses. Of two passes that are interleaved (`octile.nn.interleave`)
+each has a buffer of its own.
 
 A barrier says that all ranks have come to an exchange, and so read nothing of the one before it any more. Ranks that
 run the same passes come to the same exchanges in the same order.
@@ -86,7 +87,7 @@ class ExchangeMemory:
         self._reader: torch.cuda.Stream | None = None  # that reads the results of the last exchange
         self._results: weakref.ref[InFlight[Any]] | None = None  # those in the buffer that were not waited for
 
-    def of_pass(self) -> Self:
+    def for_pass(self) -> Self:
         """Return this memory, or another one in the first of two interleaved passes: both have exchanges under way."""
         if not is_first():
             return self
@@ -301,7 +302,7 @@ class PeerDispatcher(ExpertDispatcher):
         self.max_rows = self.enough_rows if max_rows is None else min(self.enough_rows, max_rows)
         self.too_many_rows = too_many_rows
 
-    def of_at_most(self, max_tokens: int) -> PeerDispatcher:
+    def with_max_tokens(self, max_tokens: int) -> PeerDispatcher:
         """Return this dispatcher for at most so many tokens of any rank, in the same memory: fewer rows.
 
         All ranks must use the same one of them.
@@ -321,7 +322,7 @@ class PeerDispatcher(ExpertDispatcher):
     @property
     def memory(self) -> PeerMemory:
         """The memory that the current pass uses."""
-        return self._memory.of_pass()
+        return self._memory.for_pass()
 
     def plan(self, experts_TK: Tensor, load_E: Tensor) -> RoutingPlan:
         """Plan where rows go, and tell the other ranks: experts_TK are the experts of each token.
@@ -338,9 +339,9 @@ class PeerDispatcher(ExpertDispatcher):
         local_NK = self._count_from_here(gathered_NK)
         total_E = count_tokens(gathered_NK + 1, self.n_experts + 1)[0, 1:]  # −1 for tokens that a rank does not have
         _, order_R, offs_E = routing_plan(local_NK, count_tokens(local_NK, local + 1)[0])
-        place = torch.arange(experts_TK.numel(), dtype=torch.int32, device=order_R.device)
+        row_ids = torch.arange(experts_TK.numel(), dtype=torch.int32, device=order_R.device)
         handle = Handle(experts_TK, local_NK, total_E)
-        return self._plan(place.view(experts_TK.shape), order_R, offs_E[:local], handle)
+        return self._plan(row_ids.view(experts_TK.shape), order_R, offs_E[:local], handle)
 
     def _check_tokens(self, experts_TK: Tensor) -> None:
         if len(experts_TK) > self.max_tokens:
@@ -365,7 +366,7 @@ class PeerDispatcher(ExpertDispatcher):
         local = self.n_experts // self.n_ranks
         return peer_rows.launch_local_experts(experts_NK, dist.get_rank(self.memory.group) * local, local)
 
-    def _plan(self, place_TK: Tensor, order_R: Tensor, offs_E: Tensor, handle: Handle) -> RoutingPlan:
+    def _plan(self, row_ids_TK: Tensor, order_R: Tensor, offs_E: Tensor, handle: Handle) -> RoutingPlan:
         """Make the plan of sorted rows, of which there may be too many."""
         fits = offs_E[-1] <= self.max_rows
         if self.too_many_rows is None:
@@ -375,7 +376,7 @@ class PeerDispatcher(ExpertDispatcher):
             offs_E = offs_E.clamp(max=self.max_rows)  # so that nothing is read or written beyond the tensors
         row_R = torch.arange(self.max_rows, dtype=torch.int32, device=order_R.device)
         after = handle.local_NK.numel()  # after the last expert: the row of zeros
-        return RoutingPlan(place_TK, torch.where(row_R < offs_E[-1], order_R[: self.max_rows], after), offs_E, handle)
+        return RoutingPlan(row_ids_TK, torch.where(row_R < offs_E[-1], order_R[: self.max_rows], after), offs_E, handle)
 
     def total_load(self, load_E: Tensor, plan: RoutingPlan) -> Tensor:
         """Return the number of tokens that all ranks send to each expert, which `plan` has counted."""
@@ -400,7 +401,7 @@ class PeerDispatcher(ExpertDispatcher):
     def begin_send_back(
         self, y_RD: Tensor, plan: RoutingPlan, overlaps: bool = True, lasts: bool = False
     ) -> InFlight[Tensor]:
-        """Begin to send each result to the rank of its token: [T·K, D], ordered by place_TK.
+        """Begin to send each result to the rank of its token: [T·K, D], ordered by row_ids_TK.
 
         It is valid until the next exchange, unless it lasts.
         """

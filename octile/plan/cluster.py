@@ -155,8 +155,8 @@ def make_plan(options: Options) -> Result:
         if not found.plans:
             named = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items())
             asked = f" with {named}" if given else ""
-            of = f"the {cluster.gpus:,}" if cluster.gpus == whole else f"{cluster.gpus:,} of the {whole:,}"
-            on = f"{of} GPUs of {cluster.name}"
+            number = f"the {cluster.gpus:,}" if cluster.gpus == whole else f"{cluster.gpus:,} of the {whole:,}"
+            on = f"{number} GPUs of {cluster.name}"
             raise ValueError(f"no layout of {options.preset}{asked} can run on {on}: {found.nearest}")
         plan = found.plans[0]
     replicas = None

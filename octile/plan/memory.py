@@ -101,11 +101,11 @@ def working_bytes(c: ModelConfig, layout: Layout, heads: int) -> float:
     """
     tokens, d, f = layout.micro_batch_tokens, c.hidden_size, c.moe_intermediate_size
     rows = tokens * c.num_experts_per_tok * (1 + layout.spare_rows)
-    of_experts = rows * (2 * d + tiles(d) + 2 * 2 * f + 3 * f)
+    expert_bytes = rows * (2 * d + tiles(d) + 2 * 2 * f + 3 * f)
     if not heads:
-        return of_experts
+        return expert_bytes
     logits = 2 * tokens * c.vocab_size
-    return max((heads + 1) * logits, (heads - 1) * logits + of_experts)
+    return max((heads + 1) * logits, (heads - 1) * logits + expert_bytes)
 
 
 def held_parameters(c: ModelConfig, layout: Layout, stages: Sequence[Stage]) -> tuple[float, float, float]:
@@ -183,7 +183,7 @@ def _parameters(c: ModelConfig) -> _Parameters:
     gate, shared, experts = (
         main.get(kind, 0) / max(layers - dense, 1) for kind in ("gate", "shared experts", "routed experts")
     )
-    of_dense = main.get("dense MLP", 0) / max(dense, 1)
+    dense_mlp = main.get("dense MLP", 0) / max(dense, 1)
     return _Parameters(
-        main["attention projections"] / layers, norms, gate, shared, experts, of_dense, main["head"], prediction
+        main["attention projections"] / layers, norms, gate, shared, experts, dense_mlp, main["head"], prediction
     )

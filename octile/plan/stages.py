@@ -114,11 +114,11 @@ def make_stages(c: ModelConfig, layout: Layout, cluster: Cluster) -> tuple[Stage
 
     Exchanges count unless the schedule overlaps them with computation.
     """
-    of_layer = exchange(c, layout.micro_batch_tokens, layout.ep, cluster, layout.is_balanced).total
+    exchange_seconds = exchange(c, layout.micro_batch_tokens, layout.ep, cluster, layout.is_balanced).total
     parts = make_parts(c, layout, cluster)
-    shown = 0.0 if layout.schedule in OVERLAPPING else 2 * of_layer
+    shown = 0.0 if layout.schedule in OVERLAPPING else 2 * exchange_seconds
     bounds = divide(tuple(sum(part.alone.values()) + part.mixtures * shown for part in parts), layout.stages)
-    return tuple(Stage(tuple(parts[begin:end]), of_layer) for begin, end in bounds)
+    return tuple(Stage(tuple(parts[begin:end]), exchange_seconds) for begin, end in bounds)
 
 
 def make_parts(c: ModelConfig, layout: Layout, cluster: Cluster) -> list[Part]:

@@ -178,8 +178,8 @@ def overlapped(forward: Stage, backward: Stage) -> float:
 
 def _during_exchange(forward: Stage, backward: Stage) -> float:
     """Seconds of a pair's computation on the SMs that exchanges leave."""
-    of_backward = backward.during_exchange["input_gradient"] + backward.during_exchange["weight_gradient"]
-    return forward.during_exchange["forward"] + of_backward
+    hidden_backward = backward.during_exchange["input_gradient"] + backward.during_exchange["weight_gradient"]
+    return forward.during_exchange["forward"] + hidden_backward
 
 
 def _exposed(stages: tuple[Stage, ...], action: Action) -> float:

@@ -54,7 +54,7 @@ KINDS: dict[Unit, str] = {
 GATE_TERMS = 3  # BF16 terms of an FP32 value: the gate multiplies three
 BACKWARD_ATTENTION = 2.5  # FLOPs of attention's backward pass, of its forward pass
 SUM_BYTES = 12  # of a sum of two FP32 values: both are read, and it is written
-SMALL_ROUTING_KERNELS = 8  # a layer and pass: counts, places, balance, and sums of them
+SMALL_ROUTING_KERNELS = 8  # a layer and pass: counts, rows, balance, and sums of them
 
 
 @dataclass(frozen=True)

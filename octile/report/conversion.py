@@ -125,4 +125,4 @@ def _amount(parameters: int) -> str:
 
 def _share(share: Share) -> str:
     flops = "unknown" if share.flops is None else f"{share.flops:.1%}"
-    return f"FP8: {share.of_parameters:.1%} of the parameters, {flops} of a token's matrix products"
+    return f"FP8: {share.parameter_share:.1%} of the parameters, {flops} of a token's matrix products"

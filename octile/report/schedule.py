@@ -88,8 +88,8 @@ def draw_cells(axes: Axes, simulation: Simulation) -> list[Cell]:
     axes.spines[["top", "right", "left"]].set_visible(False)
     for kind, (_, color) in LEGEND.items():
         for is_pale in (False, True):
-            places = [cell for cell in drawn if (cell.action.computation_type, cell.is_pale) == (kind, is_pale)]
-            boxes = [corners(cell.rank, cell.start, cell.width) for cell in places]
+            alike = [cell for cell in drawn if (cell.action.computation_type, cell.is_pale) == (kind, is_pale)]
+            boxes = [corners(cell.rank, cell.start, cell.width) for cell in alike]
             alpha = PALE if is_pale else 1
             axes.add_collection(PolyCollection(boxes, facecolor=COLOR[color], alpha=alpha, linewidth=0))
     return drawn

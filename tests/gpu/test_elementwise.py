@@ -115,15 +115,15 @@ def test_weighted_sums_agree_with_the_cpu(shape: tuple[int, int, int], dtype: to
     t, k, d = shape
     y, dsum, add = random(t * k, d, dtype=dtype), random(t, d, dtype=dtype, seed=1), random(t, d, dtype=dtype, seed=2)
     weight = random(t, k, seed=3).abs()
-    place = torch.randperm(t * k, generator=torch.Generator().manual_seed(4)).view(t, k).to(torch.int32)
+    row_ids = torch.randperm(t * k, generator=torch.Generator().manual_seed(4)).view(t, k).to(torch.int32)
     if t > 10:
         y[5, 0], dsum[3, 1] = float("nan"), float("inf")
         weight[4] = 0
     for added in (None, add):
-        found = unpermute(y.cuda(), place.cuda(), None if added is None else added.cuda(), weight.cuda())
-        torch.testing.assert_close(found.cpu(), unpermute(y, place, added, weight), rtol=0, atol=0, equal_nan=True)
-    found_dy, found_dweight = unpermute_backward(dsum.cuda(), y.cuda(), place.cuda(), weight.cuda())
-    dy, dweight = unpermute_backward(dsum, y, place, weight)
+        found = unpermute(y.cuda(), row_ids.cuda(), None if added is None else added.cuda(), weight.cuda())
+        torch.testing.assert_close(found.cpu(), unpermute(y, row_ids, added, weight), rtol=0, atol=0, equal_nan=True)
+    found_dy, found_dweight = unpermute_backward(dsum.cuda(), y.cuda(), row_ids.cuda(), weight.cuda())
+    dy, dweight = unpermute_backward(dsum, y, row_ids, weight)
     torch.testing.assert_close(found_dy.cpu(), dy, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(found_dweight.cpu(), dweight, rtol=1e-4, atol=1e-2, equal_nan=True)
 
@@ -132,8 +132,8 @@ def test_weighted_sums_agree_with_the_cpu(shape: tuple[int, int, int], dtype: to
 def test_permuted_rows_are_those_of_the_cpu(shape: tuple[int, int, int]):
     t, k, d = shape
     tiles = quantize(random(t, d), 1, 128, "e4m3", False)
-    place = torch.randperm(t * k, generator=torch.Generator().manual_seed(4)).view(t, k).to(torch.int32)
-    found, expected = permute(*(x.cuda() for x in tiles), place.cuda()), permute(*tiles, place)
+    row_ids = torch.randperm(t * k, generator=torch.Generator().manual_seed(4)).view(t, k).to(torch.int32)
+    found, expected = permute(*(x.cuda() for x in tiles), row_ids.cuda()), permute(*tiles, row_ids)
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours.cpu().float(), theirs.float())
 

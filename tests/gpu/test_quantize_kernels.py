@@ -307,11 +307,11 @@ def assert_sums_are_close(found: Tensor, expected: Tensor, dh: Tensor, gate: Ten
 @pytest.mark.parametrize("shape", [(512, 8, 7168), (333, 3, 300), (1, 1, 5)], ids=str)
 def test_permute_and_unpermute(shape: tuple[int, int, int]):
     t, k, d = shape
-    place = torch.randperm(t * k).view(t, k).to(torch.int32)
+    row_ids = torch.randperm(t * k).view(t, k).to(torch.int32)
     tiles = quantize(finite(t, d).bfloat16(), 1, 128, "e4m3", True)
-    assert_same(_cpu(permute(*(x.cuda() for x in tiles), place.cuda())), permute(*tiles, place))
+    assert_same(_cpu(permute(*(x.cuda() for x in tiles), row_ids.cuda())), permute(*tiles, row_ids))
     y, add = torch.randn(t * k, d).bfloat16(), torch.randn(t, d).bfloat16()
-    assert_same(_cpu((unpermute(y.cuda(), place.cuda(), add.cuda()),)), [unpermute(y, place, add)])
+    assert_same(_cpu((unpermute(y.cuda(), row_ids.cuda(), add.cuda()),)), [unpermute(y, row_ids, add)])
 
 
 @formats_and_scales

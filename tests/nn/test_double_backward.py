@@ -191,7 +191,7 @@ def test_the_weights_of_a_combination_have_a_right_second_derivative():
     dispatcher, experts_TK = LocalDispatcher(), torch.tensor([[0, 1], [1, 2], [2, 0]])
     plan, results = dispatcher.plan(experts_TK, torch.tensor([2, 2, 2])), []
     inputs = torch.randn(6, D, requires_grad=True), torch.rand(3, 2, requires_grad=True)
-    for y in (dispatcher.combine(*inputs, plan), (inputs[0][plan.place_TK] * inputs[1][..., None]).sum(1)):
+    for y in (dispatcher.combine(*inputs, plan), (inputs[0][plan.row_ids_TK] * inputs[1][..., None]).sum(1)):
         first = torch.autograd.grad(y.sin().sum(), inputs, create_graph=True)
         results.append(torch.autograd.grad(sum(g.square().sum() for g in first), inputs))
     for found, expected in zip(*results, strict=True):

@@ -199,7 +199,7 @@ def test_a_tokens_results_are_summed_in_float32_and_rounded_once(added):
     y_RD, add = torch.randn(6, 32).bfloat16(), torch.randn(3, 32).bfloat16() if added else None
     total = torch.zeros(3, 32) if add is None else add.float()
     for k in range(2):
-        total = total + y_RD[plan.place_TK[:, k]].float() * weights_TK[:, k, None]
+        total = total + y_RD[plan.row_ids_TK[:, k]].float() * weights_TK[:, k, None]
     assert torch.equal(dispatcher.combine(y_RD, weights_TK, plan, add), total.bfloat16())
 
 
@@ -208,7 +208,7 @@ def test_gradients_of_a_combination_equal_autograd():
     plan = dispatcher.plan(experts_TK, torch.tensor([2, 2, 2]))
     inputs = [torch.randn(6, 32), torch.rand(3, 2), torch.randn(3, 32)]
     y_RD, weights_TK, add = (t.requires_grad_() for t in inputs)
-    expected = (y_RD[plan.place_TK] * weights_TK[..., None]).sum(1) + add
+    expected = (y_RD[plan.row_ids_TK] * weights_TK[..., None]).sum(1) + add
     found = dispatcher.combine(y_RD, weights_TK, plan, add)
     dy = torch.randn(3, 32)
     for ours, theirs in zip(

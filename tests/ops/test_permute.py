@@ -15,7 +15,7 @@ from tests.ops.operators import assert_fake_is_true, assert_well_formed
 T, K, D = 13, 3, 200
 
 
-def places(t: int = T, k: int = K, seed: int = 0) -> Tensor:
+def random_row_ids(t: int = T, k: int = K, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randperm(t * k, generator=generator).view(t, k).to(torch.int32)
 
@@ -26,78 +26,86 @@ def tiles(t: int = T, fmt: str = "e4m3") -> tuple[Tensor, Tensor]:
 
 @given(st.integers(0, 20), st.integers(1, 5), st.sampled_from(["e4m3", "e5m2", "int8"]), st.integers(0, 99))
 def test_permute_copies_each_row_to_its_destinations_with_its_scales(t: int, k: int, fmt: str, seed: int):
-    (data, scale), place = tiles(t, fmt), places(t, k, seed)
-    moved, moved_scale = permute(data, scale, place)
+    (data, scale), row_ids = tiles(t, fmt), random_row_ids(t, k, seed)
+    moved, moved_scale = permute(data, scale, row_ids)
     values = dequantize(data, scale, 1, 128, torch.float32)
     expected = torch.empty(t * k, D)
-    for token, rows in enumerate(place.tolist()):
+    for token, rows in enumerate(row_ids.tolist()):
         expected[rows] = values[token]
     assert torch.equal(dequantize(moved, moved_scale, 1, 128, torch.float32), expected)
 
 
 def test_scales_have_the_layout_of_quantize():
-    moved, moved_scale = permute(*tiles(), places())
+    moved, moved_scale = permute(*tiles(), random_row_ids())
     assert moved_scale.stride() == quantize(torch.zeros(T * K, D), 1, 128, "e4m3", True)[1].stride()
     assert moved.is_contiguous()
 
 
 @given(st.integers(0, 20), st.integers(1, 5), st.booleans(), st.integers(0, 99))
 def test_unpermute_sums_the_rows_of_a_token_in_the_order_of_k(t: int, k: int, added: bool, seed: int):
-    y, place = torch.randn(t * k, 8).bfloat16(), places(t, k, seed)
+    y, row_ids = torch.randn(t * k, 8).bfloat16(), random_row_ids(t, k, seed)
     add = torch.randn(t, 8).bfloat16() if added else None
     expected = []
-    for token, rows in enumerate(place.tolist()):
+    for token, rows in enumerate(row_ids.tolist()):
         total = add[token].float() if add is not None else torch.zeros(8)
         for row in rows:
             total = total + y[row].float()
         expected.append(total.bfloat16())
-    assert torch.equal(unpermute(y, place, add), torch.stack(expected) if t else torch.empty(0, 8).bfloat16())
+    assert torch.equal(unpermute(y, row_ids, add), torch.stack(expected) if t else torch.empty(0, 8).bfloat16())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("added", [False, True])
 def test_a_weighted_sum_is_in_float32_and_rounded_once(dtype: torch.dtype, added: bool):
-    y, place, weight = torch.randn(T * K, 8).to(dtype), places(), torch.rand(T, K)
+    y, row_ids, weight = torch.randn(T * K, 8).to(dtype), random_row_ids(), torch.rand(T, K)
     add = torch.randn(T, 8).to(dtype) if added else None
     total = torch.zeros(T, 8) if add is None else add.float()
     for k in range(K):
-        total = total + y[place[:, k]].float() * weight[:, k, None]
-    assert torch.equal(unpermute(y, place, add, weight), total.to(dtype))
+        total = total + y[row_ids[:, k]].float() * weight[:, k, None]
+    assert torch.equal(unpermute(y, row_ids, add, weight), total.to(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_of_a_weighted_sum_equal_autograd(dtype: torch.dtype):
-    y, place, weight, dsum = torch.randn(T * K, 8).to(dtype), places(), torch.rand(T, K), torch.randn(T, 8).to(dtype)
+    y, row_ids, weight, dsum = (
+        torch.randn(T * K, 8).to(dtype),
+        random_row_ids(),
+        torch.rand(T, K),
+        torch.randn(T, 8).to(dtype),
+    )
     wide = [t.float().clone().requires_grad_() for t in (y, weight)]
-    total = (wide[0][place] * wide[1][..., None]).sum(1)
+    total = (wide[0][row_ids] * wide[1][..., None]).sum(1)
     dy, dweight = torch.autograd.grad(total, wide, dsum.float())
-    found = unpermute_backward(dsum, y, place, weight)
+    found = unpermute_backward(dsum, y, row_ids, weight)
     assert torch.equal(found[0], dy.to(dtype))
     torch.testing.assert_close(found[1], dweight)
 
 
 def test_permute_and_unpermute_are_adjoint():
     """⟨permute(x), y⟩ = ⟨x, unpermute(y)⟩."""
-    (data, scale), place, y = tiles(), places(), torch.randn(T * K, D)
-    moved = dequantize(*permute(data, scale, place), 1, 128, torch.float32)
+    (data, scale), row_ids, y = tiles(), random_row_ids(), torch.randn(T * K, D)
+    moved = dequantize(*permute(data, scale, row_ids), 1, 128, torch.float32)
     x = dequantize(data, scale, 1, 128, torch.float32)
     products = moved.double() * y
-    difference = products.sum() - (x.double() * unpermute(y, place)).sum()
+    difference = products.sum() - (x.double() * unpermute(y, row_ids)).sum()
     assert difference.abs() <= K * 2**-24 * products.abs().sum()  # unpermute sums K values in FP32
 
 
 def test_the_addend_is_not_written():
     add = torch.ones(T, 8)
-    assert unpermute(torch.zeros(T, 8), places(k=1), add).data_ptr() != add.data_ptr()
+    assert unpermute(torch.zeros(T, 8), random_row_ids(k=1), add).data_ptr() != add.data_ptr()
     assert (add == 1).all()
 
 
 CALLS: dict[str, Any] = {
-    "permute": lambda: (permute, (*tiles(fmt="int8"), places())),
-    "unpermute": lambda: (unpermute, (torch.randn(T * K, D), places())),
-    "added": lambda: (unpermute, (torch.randn(T * K, D), places(), torch.randn(T, D))),
-    "weighted": lambda: (unpermute, (torch.randn(T * K, D), places(), None, torch.rand(T, K))),
-    "gradients": lambda: (unpermute_backward, (torch.randn(T, D), torch.randn(T * K, D), places(), torch.rand(T, K))),
+    "permute": lambda: (permute, (*tiles(fmt="int8"), random_row_ids())),
+    "unpermute": lambda: (unpermute, (torch.randn(T * K, D), random_row_ids())),
+    "added": lambda: (unpermute, (torch.randn(T * K, D), random_row_ids(), torch.randn(T, D))),
+    "weighted": lambda: (unpermute, (torch.randn(T * K, D), random_row_ids(), None, torch.rand(T, K))),
+    "gradients": lambda: (
+        unpermute_backward,
+        (torch.randn(T, D), torch.randn(T * K, D), random_row_ids(), torch.rand(T, K)),
+    ),
 }
 
 
@@ -114,17 +122,29 @@ def test_meta_tensors_have_the_shapes_and_strides_of_real_ones(name: str):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ((torch.zeros(2, 4), torch.ones(2, 1), places(2, 1)), TypeError, "data must be float8_e4m3fn, float8_e5m2 or"),
-        ((torch.zeros(2, 4).char(), torch.ones(2, 2), places(2, 1)), ValueError, r"scale must be \(2, 1\)"),
-        ((torch.zeros(2, 4).char(), torch.ones(2, 1), places(2, 1).long()), TypeError, "place must be int32, not"),
-        ((torch.zeros(2, 4).char(), torch.ones(2, 1), places(2, 1)[0]), ValueError, r"place must be \[T, K\], not"),
         (
-            (torch.zeros(2, 4).char(), torch.ones(2, 1), places(3, 1)),
+            (torch.zeros(2, 4), torch.ones(2, 1), random_row_ids(2, 1)),
+            TypeError,
+            "data must be float8_e4m3fn, float8_e5m2 or",
+        ),
+        ((torch.zeros(2, 4).char(), torch.ones(2, 2), random_row_ids(2, 1)), ValueError, r"scale must be \(2, 1\)"),
+        (
+            (torch.zeros(2, 4).char(), torch.ones(2, 1), random_row_ids(2, 1).long()),
+            TypeError,
+            "row_ids must be int32, not",
+        ),
+        (
+            (torch.zeros(2, 4).char(), torch.ones(2, 1), random_row_ids(2, 1)[0]),
+            ValueError,
+            r"row_ids must be \[T, K\], not",
+        ),
+        (
+            (torch.zeros(2, 4).char(), torch.ones(2, 1), random_row_ids(3, 1)),
             ValueError,
             "for each of the 2 rows of data, not 3",
         ),
     ],
-    ids=["dtype", "scale", "place's dtype", "place's shape", "rows"],
+    ids=["dtype", "scale", "dtype of row_ids", "shape of row_ids", "rows"],
 )
 def test_invalid_arguments_of_permute_are_refused(arguments: Any, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
@@ -134,13 +154,33 @@ def test_invalid_arguments_of_permute_are_refused(arguments: Any, error: type[Ex
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ((torch.zeros(2, 4).double(), places(2, 1)), TypeError, "y must be float32, bfloat16 or float16, not"),
-        ((torch.zeros(2), places(2, 1)), ValueError, r"y must be a matrix \[T·K, D\], not \(2,\)"),
-        ((torch.zeros(3, 4), places(2, 2)), ValueError, r"for each of the \(2, 2\) places, not 3 rows"),
-        ((torch.zeros(4, 4), places(2, 2), torch.ones(2, 4).half()), TypeError, "add must be torch.float32 as y, not"),
-        ((torch.zeros(4, 4), places(2, 2), torch.ones(4, 4)), ValueError, r"add must be \(2, 4\), not \(4, 4\)"),
-        ((torch.zeros(4, 4), places(2, 2), None, torch.ones(2, 2).half()), TypeError, "weight must be float32, not"),
-        ((torch.zeros(4, 4), places(2, 2), None, torch.ones(4)), ValueError, r"weight must be \(2, 2\) as place, not"),
+        ((torch.zeros(2, 4).double(), random_row_ids(2, 1)), TypeError, "y must be float32, bfloat16 or float16, not"),
+        ((torch.zeros(2), random_row_ids(2, 1)), ValueError, r"y must be a matrix \[T·K, D\], not \(2,\)"),
+        (
+            (torch.zeros(3, 4), random_row_ids(2, 2)),
+            ValueError,
+            r"for each of the \(2, 2\) entries of row_ids, not 3 rows",
+        ),
+        (
+            (torch.zeros(4, 4), random_row_ids(2, 2), torch.ones(2, 4).half()),
+            TypeError,
+            "add must be torch.float32 as y, not",
+        ),
+        (
+            (torch.zeros(4, 4), random_row_ids(2, 2), torch.ones(4, 4)),
+            ValueError,
+            r"add must be \(2, 4\), not \(4, 4\)",
+        ),
+        (
+            (torch.zeros(4, 4), random_row_ids(2, 2), None, torch.ones(2, 2).half()),
+            TypeError,
+            "weight must be float32, not",
+        ),
+        (
+            (torch.zeros(4, 4), random_row_ids(2, 2), None, torch.ones(4)),
+            ValueError,
+            r"weight must be \(2, 2\) as row_ids, not",
+        ),
     ],
     ids=["dtype", "shape", "rows", "add's dtype", "add", "weight's dtype", "weight"],
 )
@@ -150,8 +190,8 @@ def test_invalid_arguments_of_unpermute_are_refused(arguments: Any, error: type[
 
 
 def test_invalid_gradients_of_sums_are_refused():
-    y, place, weight = torch.zeros(4, 4), places(2, 2), torch.ones(2, 2)
+    y, row_ids, weight = torch.zeros(4, 4), random_row_ids(2, 2), torch.ones(2, 2)
     with pytest.raises(TypeError, match=r"dsum must be float32, bfloat16 or float16, not torch\.float64"):
-        unpermute_backward(torch.zeros(2, 4).double(), y, place, weight)
+        unpermute_backward(torch.zeros(2, 4).double(), y, row_ids, weight)
     with pytest.raises(ValueError, match=r"dsum must be \(2, 4\), not \(4, 4\)"):
-        unpermute_backward(torch.zeros(4, 4), y, place, weight)
+        unpermute_backward(torch.zeros(4, 4), y, row_ids, weight)

@@ -32,14 +32,14 @@ def test_tokens_are_counted_by_sequence(length: int, batch: int, k: int, n_exper
 def test_rows_are_sorted_by_expert_then_by_token(t: int, k: int, n_experts: int, dtype: torch.dtype):
     experts = chosen(t, k, n_experts, t, dtype)
     load = count_tokens(experts, n_experts)[0]
-    place, order, offs = routing_plan(experts, load)
+    row_ids, order, offs = routing_plan(experts, load)
     flat = experts.flatten().tolist()
     expected = sorted(range(t * k), key=lambda entry: (flat[entry], entry))
     assert order.tolist() == expected
-    assert place.shape == (t, k)
-    assert [expected[row] for row in place.flatten().tolist()] == list(range(t * k))
+    assert row_ids.shape == (t, k)
+    assert [expected[row] for row in row_ids.flatten().tolist()] == list(range(t * k))
     assert offs.tolist() == [sum(e <= expert for e in flat) for expert in range(n_experts)]
-    assert {r.dtype for r in (place, order, offs)} == {torch.int32}
+    assert {r.dtype for r in (row_ids, order, offs)} == {torch.int32}
 
 
 def test_the_operators_are_well_formed():

@@ -386,14 +386,14 @@ def check_in_flight() -> None:
     sending = own.begin_send_back(rows, plan)
     assert (num_sms.left_free == 0) == (torch.get_default_device().type == "cpu")
     refuses(RuntimeError, "before the results of the one before it are read", lambda: own.send(x, plan))
-    assert torch.equal(sending.wait()[plan.place_TK[:, 0].long()], x)
+    assert torch.equal(sending.wait()[plan.row_ids_TK[:, 0].long()], x)
     assert num_sms.left_free == 0
     sending = own.begin_send_back(rows, plan)
     del sending  # a failure comes between
     assert num_sms.left_free == 0
     lasting = own.begin_send_back(rows, plan, lasts=True)
     own.send(2 * x, plan)
-    assert torch.equal(lasting.wait()[plan.place_TK[:, 0].long()], x)
+    assert torch.equal(lasting.wait()[plan.row_ids_TK[:, 0].long()], x)
 
 
 def check_sent_once() -> None:
@@ -503,7 +503,7 @@ def check_decoding() -> None:
             again = own.receive(own.send(rows[rank], experts[rank], weights[rank]), tokens[rank])
             into = own.combine(y, again, add, to_TD=to.clone())
             assert torch.equal(into[is_token], (to + combined)[is_token])
-    few, n = own.of_at_most(2), 2 - rank % 2
+    few, n = own.with_max_tokens(2), 2 - rank % 2
     x, chosen, w = torch.randn(n, D), torch.rand(n, E).topk(K).indices, torch.rand(n, K)
     slots = torch.stack((torch.arange(E).flip(0), (torch.arange(E) + 1) % E), 1), torch.arange(E) % 2 + 1
     fewer = few.receive(few.send(x, chosen, w, slots, torch.tensor([4, -1])[:n]), n)
@@ -515,7 +515,7 @@ def check_decoding() -> None:
     slot_1K = slots[0][chosen[:1], rank % slots[1][chosen[:1]]]
     torch.testing.assert_close(few.combine(results, fewer)[:1], (x[:1, None] * (slot_1K[..., None] + 1)).sum(1))
     assert fewer.offs[-1] <= world * K  # tokens that have no position went nowhere
-    refuses(ValueError, "max_tokens must be from 1 to 7, not 8", lambda: own.of_at_most(8))
+    refuses(ValueError, "max_tokens must be from 1 to 7, not 8", lambda: own.with_max_tokens(8))
     most = 8192 // (world * K)
     message = f"max_tokens must be from 1 to {most} of {world} ranks, not {most + 1}"
     refuses(ValueError, message, lambda: SortedExchange(E, K, D, torch.float32, memory, most + 1))

@@ -61,7 +61,7 @@ def check_training(spread: int, reduce: torch.dtype, device: str) -> None:
         of_ranks = [gradients(expected, step * world + r) for r in range(world)]
         for name, p in own.named_parameters():
             layout = state.weight_layout(name)
-            rows = layout.of_rank(rank) if p.dim() else ...
+            rows = layout.rows_of(rank) if p.dim() else ...
             # the gradient of a rank's experts is that of the tokens of all ranks of its replica
             found = of_ranks[rank - rank % spread :][:spread] if not layout.is_whole else [of_ranks[rank]]
             p.grad = sum(g[name] for g in found)[rows].clone().to(p.device)
@@ -75,7 +75,7 @@ def check_training(spread: int, reduce: torch.dtype, device: str) -> None:
     elements = torch.tensor([sum(optimizer.state[p]["exp_avg"].numel() for p in params.values())], device=device)
     for name, p in expected.named_parameters():
         mine = dict(own.named_parameters())[name]
-        rows = state.weight_layout(name).of_rank(rank) if p.dim() else ...
+        rows = state.weight_layout(name).rows_of(rank) if p.dim() else ...
         assert torch.equal(mine.cpu(), p[rows].cpu()), name
         moment = collect(optimizer.state[params[name]]["exp_avg"], state.part_layout(name))
         if rank == 0:
@@ -170,7 +170,7 @@ def check_micro_batches() -> None:
         product(own, drawn[dist.get_rank()], [*drawn[0]]).backward()
     state.reduce_gradients()
     for name, part in state.parts.named_parameters():
-        rows = state.part_layout(name).of_rank(dist.get_rank()) if part.dim() else ...
+        rows = state.part_layout(name).rows_of(dist.get_rank()) if part.dim() else ...
         expected = 2 * sum(of_rank[name] for of_rank in drawn)[rows]
         assert torch.equal(part.grad.cpu(), expected.cpu()), name
 

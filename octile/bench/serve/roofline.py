@@ -79,10 +79,10 @@ def experts_read(runner: ModelRunner, engine: Engine) -> int:
         runner.forward, runner.graphs, runner.prefill_graphs = before
     for _ in range(2):  # a GPU's counts are read with those after them
         load.end_step()
-    of_layers = [sum(tokens > 0 for tokens in of_layer) for of_layer in load.in_window.values()]
-    if min(of_layers, default=0) < c.num_experts_per_tok:
-        raise RuntimeError(f"a row chooses {c.num_experts_per_tok} experts of each layer, but {of_layers} were counted")
-    return sum(of_layers)
+    counts = [sum(tokens > 0 for tokens in layer) for layer in load.in_window.values()]
+    if min(counts, default=0) < c.num_experts_per_tok:
+        raise RuntimeError(f"a row chooses {c.num_experts_per_tok} experts of each layer, but {counts} were counted")
+    return sum(counts)
 
 
 def roofline_rows(

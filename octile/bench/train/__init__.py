@@ -146,10 +146,10 @@ def measure_case(case: Case, config: TrainConfig) -> Iterator[Row]:
     shapes[WITHOUT_MTP] = without_mtp(config)
     with tempfile.TemporaryDirectory() as folder:
         prepare_tokens(config, Path(folder, DATA), RunConsole(Console(stderr=True)))
-        trainers = [candidates(of_shape, shape, Path(folder)) for shape, of_shape in shapes.items()]
+        trainers = [candidates(config, shape, Path(folder)) for shape, config in shapes.items()]
         results = measure(case, trainers, deadline)
-    for shape, of_shape in shapes.items():
-        yield from result_rows(case, of_shape, shape, results)
+    for shape, config in shapes.items():
+        yield from result_rows(case, config, shape, results)
     for label, why in results.left_out.items():
         yield Row(case.preset, f"{label} is left out: {why}", 0.0, "steps")
 

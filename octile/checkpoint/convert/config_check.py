@@ -105,9 +105,9 @@ def check_config(config: Mapping[str, Any], specs: Mapping[str, TensorSpec] | No
     """
     hf_config.check_extra(config)
     check_given(KeysOfAnyModel, config)
-    of_text = config.get("text_config") or {}  # of multimodal models
-    check_given(hf_config.ExtraKeys, of_text, "text_config.")
-    check_given(KeysOfAnyModel, of_text, "text_config.")
+    text_config = config.get("text_config") or {}  # of multimodal models
+    check_given(hf_config.ExtraKeys, text_config, "text_config.")
+    check_given(KeysOfAnyModel, text_config, "text_config.")
     kind = config.get("model_type")
     is_deepseek = kind in hf_config.MODEL_TYPES
     if not is_deepseek and kind not in get_args(ModelType):

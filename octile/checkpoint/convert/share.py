@@ -28,7 +28,7 @@ class Share:
     flops: float | None
 
     @property
-    def of_parameters(self) -> float:
+    def parameter_share(self) -> float:
         """The share in the parameters, 0 … 1."""
         return self.part / max(self.parameters, 1)
 

@@ -20,7 +20,7 @@
       catalog         the GEMMs whose kernels are compiled without a GPU
     quantize/       the quantization kernels, their launcher and their catalog
     gate/           the expert gate
-    routing/        counts, places and balance of experts
+    routing/        counts, rows and balance of experts
     attention/      mla_decode: attention of decoding over the paged latent cache; mqa_logits: the logits of the
                     lightning indexer
     compile_all.py  compiles the kernels of the catalogs without a GPU

@@ -89,8 +89,8 @@ def cross_entropy(
     row_lse = tl.where(largest == float("-inf"), float("nan"), largest + tl.log(tl.sum(sums, axis=0)))
     label = tl.load(labels + row * label_step)
     is_class = (label >= 0) & (label < V)
-    of_label = tl.load(start + tl.where(is_class, label, 0) * col_stride).to(tl.float32)
-    loss = tl.where(is_class, row_lse - of_label, float("nan"))
+    label_logit = tl.load(start + tl.where(is_class, label, 0) * col_stride).to(tl.float32)
+    loss = tl.where(is_class, row_lse - label_logit, float("nan"))
     tl.store(lse + row, row_lse)
     tl.store(losses + row, tl.where(label == IGNORED, 0.0, loss))
 

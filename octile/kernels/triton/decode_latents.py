@@ -81,9 +81,9 @@ def write_and_rotate(
         value = value * tl.rsqrt(tl.sum(value * value, axis=0) / C + eps)
         value = value * tl.load(weight + c * weight_step, mask=c < C, other=0.0).to(tl.float32)
         value = value.to(latent.dtype.element_ty)
-        of_row = rope + t * rope_row
-        key = tl.load(of_row + r, mask=r < R, other=0.0).to(tl.float32)
-        key = key * cosine + tl.load(of_row + other, mask=r < R, other=0.0).to(tl.float32) * sine
+        key_row = rope + t * rope_row
+        key = tl.load(key_row + r, mask=r < R, other=0.0).to(tl.float32)
+        key = key * cosine + tl.load(key_row + other, mask=r < R, other=0.0).to(tl.float32) * sine
         rotary = key.to(rope.dtype.element_ty)
         if FP8:
             value = value.to(tl.float32)

@@ -50,13 +50,13 @@ def launch_send(
     Returns:
         how much is added to the counters of all ranks.
     """
-    of_expert, count = (None, None) if slots is None else slots
+    expert_slots, count = (None, None) if slots is None else slots
     with torch.cuda.device_of(x):
         send_tokens[(capacity,)](
-            words(x), scale, *((0, 0) if scale is None else scale.stride()), experts, weights, of_expert, count,
-            1 if of_expert is None else of_expert.shape[1], positions, len(x), peers.buffers, scales_at, experts_at,
-            weights_at, peers.flags, peers.rank, local, len(peers.buffers), capacity, **_row_sizes(x, scale),
-            K=experts.shape[1], CHOSEN=triton.next_power_of_2(experts.shape[1]),
+            words(x), scale, *((0, 0) if scale is None else scale.stride()), experts, weights, expert_slots, count,
+            1 if expert_slots is None else expert_slots.shape[1], positions, len(x), peers.buffers, scales_at,
+            experts_at, weights_at, peers.flags, peers.rank, local, len(peers.buffers), capacity,
+            **_row_sizes(x, scale), K=experts.shape[1], CHOSEN=triton.next_power_of_2(experts.shape[1]),
         )  # fmt: skip
     return capacity
 
@@ -183,8 +183,8 @@ def compile_cases() -> cases.CompileCases:
 
 @triton.jit(do_not_specialize=["T", "rank", "local", "W", "C", "N"])
 def send_tokens(
-    x, scale, scale_row, scale_col, experts, weights, of_expert, count, N, positions, T, buffers, scales_at, experts_at,
-    weights_at, flags, rank, local, W, C,
+    x, scale, scale_row, scale_col, experts, weights, expert_slots, count, N, positions, T, buffers, scales_at,
+    experts_at, weights_at, flags, rank, local, W, C,
     WORDS: tl.constexpr, COLS: tl.constexpr, ALIGNED: tl.constexpr, TILES: tl.constexpr, SCALES: tl.constexpr,
     K: tl.constexpr, CHOSEN: tl.constexpr,
 ):  # fmt: skip
@@ -196,23 +196,23 @@ def send_tokens(
     k, col, tile = tl.arange(0, CHOSEN), tl.arange(0, COLS), tl.arange(0, SCALES)
     is_token = token < T
     is_chosen = k < tl.where(is_token, K, 0)
-    of = tl.load(experts + token * K + k, mask=is_chosen, other=-1).to(tl.int64)
+    expert = tl.load(experts + token * K + k, mask=is_chosen, other=-1).to(tl.int64)
     values = tl.load(x + token * WORDS + col, mask=col < tl.where(is_token, WORDS, 0))
     if TILES > 0:
         factors = tl.load(scale + token * scale_row + tile * scale_col, mask=tile < tl.where(is_token, TILES, 0))
     shares = tl.load(weights + token * K + k, mask=is_chosen)
     if positions is not None:
         is_chosen = k < tl.where(is_token & (tl.load(positions + token, mask=is_token, other=-1) >= 0), K, 0)
-        of = tl.where(is_chosen, of, -1)
-    if of_expert is not None:
-        turn = (token + rank) % tl.load(count + of, mask=is_chosen, other=1)
-        of = tl.load(of_expert + of * N + turn, mask=is_chosen, other=-1)
-    rank_of = tl.where(of < 0, -1, of // local)
+        expert = tl.where(is_chosen, expert, -1)
+    if expert_slots is not None:
+        turn = (token + rank) % tl.load(count + expert, mask=is_chosen, other=1)
+        expert = tl.load(expert_slots + expert * N + turn, mask=is_chosen, other=-1)
+    rank_of = tl.where(expert < 0, -1, expert // local)
     slot = rank * C + token
     for peer in range(W):
         to = tl.load(buffers + peer)
         is_sent = tl.max((rank_of == peer).to(tl.int32), axis=0) > 0
-        tl.store((to + experts_at).to(tl.pointer_type(tl.int32)) + slot * K + k, of.to(tl.int32), mask=k < K)
+        tl.store((to + experts_at).to(tl.pointer_type(tl.int32)) + slot * K + k, expert.to(tl.int32), mask=k < K)
         at = pointer(to, x.dtype, ALIGNED) + slot * WORDS + col
         tl.store(at, values, mask=col < tl.where(is_sent, WORDS, 0))
         if TILES > 0:
@@ -234,11 +234,11 @@ def sort_tokens(
     passed = _wait(flags, barriers, rank, W, sent)
     group = tl.program_id(0).to(tl.int64)
     index, col, tile = tl.arange(0, ENTRIES), tl.arange(0, COLS), tl.arange(0, SCALES)
-    of = tl.load(experts + index, mask=index < COUNT, other=-1) - first_expert
-    is_ours = (of == group).to(tl.int32)
+    expert = tl.load(experts + index, mask=index < COUNT, other=-1) - first_expert
+    is_ours = (expert == group).to(tl.int32)
     position = tl.cumsum(is_ours, axis=0) - is_ours
     count = tl.minimum(tl.sum(is_ours, axis=0), M)
-    begin = tl.sum(((of >= 0) & (of < group)).to(tl.int32), axis=0).to(tl.int64)
+    begin = tl.sum(((expert >= 0) & (expert < group)).to(tl.int32), axis=0).to(tl.int64)
     is_stored = (is_ours > 0) & (position < M)
     tl.store(entries + begin + position, index, mask=is_stored)
     tl.store(offs + group, (begin + count).to(tl.int32))

@@ -62,7 +62,7 @@ def launch(
     return weights, experts, logits
 
 
-def launch_of_x(
+def launch_from_x(
     x: Tensor, weight: Tensor, bias: Tensor | None, n_chosen: int, n_group: int, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Multiply x [T, D] by the weight [E, D], here or in torch, and choose K experts as `launch` does."""
@@ -155,8 +155,8 @@ def launch_gradients(
     omitted, n_experts = TERMS if weight.dtype == torch.bfloat16 else 0, len(weight)
     dys = launch_backward(*arguments, *settings, DY_TERMS[omitted:])
     dx = dys @ launch_terms(weight, WEIGHT_TERMS[omitted:])
-    of_x = dys[:, -TERMS * n_experts :].mT
-    products_PED = torch.mm(of_x, x, out_dtype=torch.float32).unflatten(0, (TERMS, n_experts))
+    terms_of_dy = dys[:, -TERMS * n_experts :].mT
+    products_PED = torch.mm(terms_of_dy, x, out_dtype=torch.float32).unflatten(0, (TERMS, n_experts))
     return dx, partial_sums.launch(products_PED)
 
 
@@ -191,8 +191,8 @@ def _gradient(
     norm_topk_prob: bool,
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...], dict[str, Any]]:  # fmt: skip
     """The tensors, strides and constants that `_gradient_of_logits` takes."""
-    of_weights, of_logits = (logits if d is None else d for d in (dweights, dlogits))  # not read if None
-    tensors = of_weights, of_logits, logits, experts
+    gradients = (logits if d is None else d for d in (dweights, dlogits))  # not read if None
+    tensors = *gradients, logits, experts
     constants = {
         "K": experts.shape[1], "E": logits.shape[1], "WEIGHTED": dweights is not None, "ADD": dlogits is not None,
         "SOFTMAX": scoring_func == "softmax", "NORMALIZE": norm_topk_prob,
@@ -334,9 +334,9 @@ def _store_choice(
         score += tl.load(bias + expert * bias_stride, mask=exists, other=0.0)[None, :]
 
     if TOPK_GROUP < N_GROUP:
-        groups, of_groups = tl.reshape(expert, [1, GROUPS, SIZE]), tl.reshape(exists, [1, GROUPS, SIZE])
+        groups, group_exists = tl.reshape(expert, [1, GROUPS, SIZE]), tl.reshape(exists, [1, GROUPS, SIZE])
         tile = tl.reshape(score, [ROWS, GROUPS, SIZE])
-        order = tl.reshape(choice_order(tile, groups, of_groups, N_GROUP, TOPK_GROUP, BEST, GROUPS), [ROWS, COLUMNS])
+        order = tl.reshape(choice_order(tile, groups, group_exists, N_GROUP, TOPK_GROUP, BEST, GROUPS), [ROWS, COLUMNS])
     else:
         order = tl.where(exists[None, :], order_of(score), ABSENT)
     k = tl.arange(0, CHOSEN)[None, :]
@@ -345,8 +345,8 @@ def _store_choice(
     for step in tl.static_range(K):
         highest, order = take_highest(order, expert[None, :])
         chosen = tl.where(k == step, highest, chosen)
-        of_highest = tl.sum(tl.where(expert[None, :] == highest, logit, 0.0), axis=1)[:, None]
-        own = tl.where(k == step, of_highest, own)
+        highest_logit = tl.sum(tl.where(expert[None, :] == highest, logit, 0.0), axis=1)[:, None]
+        own = tl.where(k == step, highest_logit, own)
 
     weight = tl.div_rn(tl.exp(own - shift[:, None]), total[:, None]) if SOFTMAX else _sigmoid(own)
     if NORMALIZE:
@@ -402,19 +402,19 @@ def gate_backward_gemms(
         row = t.to(tl.int64)[:, None]
         inside = (t < T)[:, None] & (d < D)[None, :]
         values = tl.trans(tl.load(x + row * x_row + d[None, :] * x_col, mask=inside, other=0.0))
-        of_logits = dys + row * (3 * E) + e[None, :]
+        dy_row = dys + row * (3 * E) + e[None, :]
         own = (t < T)[:, None] & (e < E)[None, :]
-        dy_1 = tl.load(of_logits, mask=own, other=0.0)
-        dy_2 = tl.load(of_logits + E, mask=own, other=0.0)
-        dy_3 = tl.load(of_logits + 2 * E, mask=own, other=0.0)
+        dy_1 = tl.load(dy_row, mask=own, other=0.0)
+        dy_2 = tl.load(dy_row + E, mask=own, other=0.0)
+        dy_3 = tl.load(dy_row + 2 * E, mask=own, other=0.0)
         total = tl.dot(values, dy_1, total)
         rest = tl.dot(values, dy_2, tl.dot(values, dy_3, rest))
-        of_x = tl.dot(dy_3, w_1)  # the smallest products first
+        dx_tile = tl.dot(dy_3, w_1)  # the smallest products first
         if SPLIT:
-            of_x = tl.dot(dy_1, w_2, tl.dot(dy_2, w_2, tl.dot(dy_1, w_3, of_x)))
-        of_x = tl.dot(dy_1, w_1, tl.dot(dy_2, w_1, of_x))
-        of_x = of_x.to(dx.dtype.element_ty)
-        tl.store(dx + row * D + d[None, :], of_x, mask=inside, eviction_policy="evict_first")
+            dx_tile = tl.dot(dy_1, w_2, tl.dot(dy_2, w_2, tl.dot(dy_1, w_3, dx_tile)))
+        dx_tile = tl.dot(dy_1, w_1, tl.dot(dy_2, w_1, dx_tile))
+        dx_tile = dx_tile.to(dx.dtype.element_ty)
+        tl.store(dx + row * D + d[None, :], dx_tile, mask=inside, eviction_policy="evict_first")
     to = partials + (tl.program_id(1) * E + e[None, :]).to(tl.int64) * D + d[:, None]
     tl.store(to, total + rest, mask=(d < D)[:, None] & (e < E)[None, :])
 
@@ -444,15 +444,15 @@ def _gradient_of_logits(
             exponential = tl.where(e < E, tl.exp(every - shift), 0.0)
             exponentials = tl.sum(exponential, axis=1)[:, None]
             affinity = tl.div_rn(exponential, exponentials)
-            of_chosen = tl.where(k < K, tl.div_rn(tl.exp(logit - shift), exponentials), 0.0)
+            score = tl.where(k < K, tl.div_rn(tl.exp(logit - shift), exponentials), 0.0)
         else:
-            of_chosen = tl.where(k < K, _sigmoid(logit), 0.0)
+            score = tl.where(k < K, _sigmoid(logit), 0.0)
         if NORMALIZE:
-            weights = (tl.sum(of_chosen, axis=1) + WEIGHT_EPS)[:, None]
-            of_total = tl.div_rn(tl.div_rn(of_chosen, weights), weights)
-            d = tl.div_rn(d, weights) - tl.sum(d * of_total, axis=1)[:, None]
+            weights = (tl.sum(score, axis=1) + WEIGHT_EPS)[:, None]
+            score_gradient = tl.div_rn(tl.div_rn(score, weights), weights)
+            d = tl.div_rn(d, weights) - tl.sum(d * score_gradient, axis=1)[:, None]
         if not SOFTMAX:
-            d = d * (1.0 - of_chosen) * of_chosen
+            d = d * (1.0 - score) * score
         for step in tl.static_range(K):
             is_step = k == step
             expert = tl.sum(tl.where(is_step, chosen, 0), axis=1)[:, None]

@@ -42,10 +42,10 @@ def rotate_and_quantize(
     row = tl.program_id(0).to(tl.int64)
     head, position, batch = row % H, row // H % S, row // H // S
     c = tl.arange(0, E)
-    of_row = x + batch * x_batch + position * x_position + head * x_head
-    value = tl.load(of_row + c).to(tl.float32)
+    row_start = x + batch * x_batch + position * x_position + head * x_head
+    value = tl.load(row_start + c).to(tl.float32)
     is_rotary, is_first = c < 2 * HALF, c < HALF
-    other = tl.load(of_row + tl.where(is_first, c + HALF, c - HALF), mask=is_rotary, other=0.0).to(tl.float32)
+    other = tl.load(row_start + tl.where(is_first, c + HALF, c - HALF), mask=is_rotary, other=0.0).to(tl.float32)
     pair = position * HALF + tl.where(is_first, c, c - HALF)
     cosine = tl.load(cos + pair, mask=is_rotary, other=0.0)
     sine = tl.load(sin + pair, mask=is_rotary, other=0.0)
@@ -56,7 +56,7 @@ def rotate_and_quantize(
         a, b = tl.split(pairs)
         value = tl.reshape(tl.permute(tl.join(a + b, a - b), [0, 2, 1]), [E])
     value = value * FACTOR
-    of_scale = scale_from_amax(tl.max(magnitude(value), axis=0), INVERSE, REST, True)
-    encoded = round_to_format(divide(value, of_scale, True), data.dtype.element_ty, MANTISSA, BIAS)
+    row_scale = scale_from_amax(tl.max(magnitude(value), axis=0), INVERSE, REST, True)
+    encoded = round_to_format(divide(value, row_scale, True), data.dtype.element_ty, MANTISSA, BIAS)
     tl.store(data + row * E + c, encoded)
-    tl.store(scale + row, of_scale)
+    tl.store(scale + row, row_scale)

@@ -163,9 +163,9 @@ def merge_splits(partial, lse, o, heads, n_splits, C: tl.constexpr, CS: tl.const
     total = 0.0
     sums = tl.zeros([CS], tl.float32)
     for split in range(n_splits):
-        of_split = tl.load(lse + out * n_splits + split)
-        if of_split != float("-inf"):  # NaN is not skipped
-            share = tl.exp2(of_split - highest)
+        split_lse = tl.load(lse + out * n_splits + split)
+        if split_lse != float("-inf"):  # NaN is not skipped
+            share = tl.exp2(split_lse - highest)
             total += share
             sums += share * tl.load(partial + (out * n_splits + split) * C + c, mask=c < C, other=0.0)
     result = sums / tl.where(total > 0, total, 1.0)

@@ -2,7 +2,7 @@
 """Rows of tokens to the memory of other GPUs and back, by stores over NVLink.
 
 Every rank has a buffer that all ranks of the group can write to (`octile.parallel.symmetric_memory`). Each row has a
-fixed place there, so no rank needs to know how many rows another one sends:
+fixed slot there, so no rank needs to know how many rows another one sends:
 
     experts    [W, M, K]    the chosen experts of all tokens
     rows       [W, M, C]    row t of rank w, if this rank has one of its experts
@@ -329,8 +329,8 @@ def _load_rows(
     if TILES > 0:
         at = scale + row[:, None] * scale_row + tile[None, :] * scale_col
         factors = tl.load(at, mask=(row < T)[:, None] & (tile < TILES)[None, :])
-    of = tl.load(experts + row[:, None] * K + k[None, :], mask=(row < T)[:, None] & (k < K)[None, :], other=-1)
-    return tl.where(of < 0, -1, of // local), values, factors
+    expert = tl.load(experts + row[:, None] * K + k[None, :], mask=(row < T)[:, None] & (k < K)[None, :], other=-1)
+    return tl.where(expert < 0, -1, expert // local), values, factors
 
 
 @triton.jit
@@ -350,8 +350,8 @@ def _copy_rows(
     if TILES > 0:
         at = (row - first_x)[:, None] * scale_row + tile.to(tl.int64)[None, :] * scale_col
         factors = tl.load(scale + at, mask=is_row[:, None] & (tile < TILES)[None, :], other=1.0)
-    of = tl.load(experts + row[:, None] * K + k[None, :], mask=is_row[:, None] & (k < K)[None, :], other=local)
-    is_written = (tl.min(of, axis=1) < local) | ((row == N) & (row < end))
+    expert = tl.load(experts + row[:, None] * K + k[None, :], mask=is_row[:, None] & (k < K)[None, :], other=local)
+    is_written = (tl.min(expert, axis=1) < local) | ((row == N) & (row < end))
     tl.store(out + row[:, None] * WORDS + col[None, :], values, mask=is_written[:, None] & (col < WORDS)[None, :])
     if TILES > 0:
         at = row[:, None] * out_scale_row + tile.to(tl.int64)[None, :] * out_scale_col

@@ -13,9 +13,9 @@ from octile.kernels.triton import launch_config
 from octile.kernels.triton.launch_config import EXACT, PERMUTE_SCALES, UNPERMUTE, UNPERMUTE_BACKWARD
 
 
-def launch(data: Tensor, scale: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
-    """Copy row t of data [T, D] and scale [T, ⌈D/128⌉], any strides, to the rows place[t] of the results."""
-    (t, d), k = data.shape, place.shape[1]
+def launch(data: Tensor, scale: Tensor, row_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Copy row t of data [T, D] and scale [T, ⌈D/128⌉], any strides, to the rows row_ids[t] of the results."""
+    (t, d), k = data.shape, row_ids.shape[1]
     rows = t * k
     moved = torch.empty(rows, d, dtype=data.dtype, device=data.device)
     moved_scale = new_scale(moved, 1, 128)
@@ -27,18 +27,18 @@ def launch(data: Tensor, scale: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
         row_programs = triton.cdiv(rows, PERMUTE_SCALES["ROWS"])
         scale_programs = row_programs * triton.cdiv(scale.shape[1], PERMUTE_SCALES["TILES"])
         with torch.cuda.device_of(data):
-            find_tokens[(triton.cdiv(rows, 1024),)](place, *place.stride(), token, rows, K=k, ROWS=1024)
+            find_tokens[(triton.cdiv(rows, 1024),)](row_ids, *row_ids.stride(), token, rows, K=k, ROWS=1024)
             permute[(scale_programs + triton.cdiv(t, tokens) * triton.cdiv(d, cols),)](
-                data.view(torch.uint8), scale, place, token, rows, d, *data.stride(), *scale.stride(), *place.stride(),
-                moved.view(torch.uint8), moved_scale, moved_scale.stride(1), scale_programs,
+                data.view(torch.uint8), scale, row_ids, token, rows, d, *data.stride(), *scale.stride(),
+                *row_ids.stride(), moved.view(torch.uint8), moved_scale, moved_scale.stride(1), scale_programs,
                 K=k, TOKENS=tokens, COLS=cols, **PERMUTE_SCALES, num_warps=warps,
             )  # fmt: skip
     return moved, moved_scale
 
 
-def launch_back(y: Tensor, place: Tensor, add: Tensor | None, weight: Tensor | None = None) -> Tensor:
-    """Sum add [T, D] and the rows place[t] of y [T·K, D], times weight [T, K], any strides → [T, D]."""
-    (t, k), d = place.shape, y.shape[1]
+def launch_back(y: Tensor, row_ids: Tensor, add: Tensor | None, weight: Tensor | None = None) -> Tensor:
+    """Sum add [T, D] and the rows row_ids[t] of y [T·K, D], times weight [T, K], any strides → [T, D]."""
+    (t, k), d = row_ids.shape, y.shape[1]
     out = torch.empty(t, d, dtype=y.dtype, device=y.device)
     if out.numel():
         cols = min(max(triton.next_power_of_2(d), 128), UNPERMUTE["cols"])
@@ -46,16 +46,16 @@ def launch_back(y: Tensor, place: Tensor, add: Tensor | None, weight: Tensor | N
         weights = y if weight is None else weight
         with torch.cuda.device_of(y):
             unpermute[(t * triton.cdiv(d, cols),)](
-                y, place, added, weights, out, d, *y.stride(), *place.stride(), *added.stride(), *weights.stride(),
+                y, row_ids, added, weights, out, d, *y.stride(), *row_ids.stride(), *added.stride(), *weights.stride(),
                 K=k, ADD=add is not None, WEIGHTED=weight is not None, COLS=cols,
                 num_warps=cols // UNPERMUTE["cols_per_warp"], **EXACT,
             )  # fmt: skip
     return out
 
 
-def launch_back_backward(dsum: Tensor, y: Tensor, place: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """dsum [T, D], y [T·K, D], place and weight [T, K], any strides → gradients of y and of weight."""
-    (t, k), d = place.shape, y.shape[1]
+def launch_back_backward(dsum: Tensor, y: Tensor, row_ids: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """dsum [T, D], y [T·K, D], row_ids and weight [T, K], any strides → gradients of y and of weight."""
+    (t, k), d = row_ids.shape, y.shape[1]
     dy = torch.empty(y.shape, dtype=y.dtype, device=y.device)
     dweight = torch.empty(t, k, dtype=torch.float32, device=y.device)
     if dweight.numel():
@@ -63,35 +63,35 @@ def launch_back_backward(dsum: Tensor, y: Tensor, place: Tensor, weight: Tensor)
         rows = UNPERMUTE_BACKWARD["elements"] // cols
         with torch.cuda.device_of(y):
             unpermute_backward[(triton.cdiv(t * k, rows),)](
-                dsum, y, place, weight, t * k, d, *dsum.stride(), *y.stride(), *place.stride(), *weight.stride(), dy,
-                dweight, K=k, ROWS=rows, COLS=cols, num_warps=UNPERMUTE_BACKWARD["num_warps"], **EXACT,
+                dsum, y, row_ids, weight, t * k, d, *dsum.stride(), *y.stride(), *row_ids.stride(), *weight.stride(),
+                dy, dweight, K=k, ROWS=rows, COLS=cols, num_warps=UNPERMUTE_BACKWARD["num_warps"], **EXACT,
             )  # fmt: skip
     return dy, dweight
 
 
 def compile_cases() -> cases.CompileCases:
     """The launches that `compile_all` compiles."""
-    place, sums, rows = cases.rows_of_tokens(), cases.empty(cases.T, cases.K), cases.empty(8 * cases.T, cases.K)
+    row_ids, sums, rows = cases.rows_of_tokens(), cases.empty(cases.T, cases.K), cases.empty(8 * cases.T, cases.K)
     weight = cases.empty(cases.T, 8, dtype=cases.FP32)
     return {
-        "permute": lambda: launch(*cases.quantized(cases.T, cases.K, TILE)[:2], place),
-        "unpermute": lambda: launch_back(rows, place, sums),
-        "unpermute with weights": lambda: launch_back(rows, place, sums, weight),
-        "unpermute backward": lambda: launch_back_backward(sums, rows, place, weight),
+        "permute": lambda: launch(*cases.quantized(cases.T, cases.K, TILE)[:2], row_ids),
+        "unpermute": lambda: launch_back(rows, row_ids, sums),
+        "unpermute with weights": lambda: launch_back(rows, row_ids, sums, weight),
+        "unpermute backward": lambda: launch_back_backward(sums, rows, row_ids, weight),
     }
 
 
 @triton.jit(do_not_specialize=["R"])
-def find_tokens(place, place_row, place_col, token, R, K: tl.constexpr, ROWS: tl.constexpr):
+def find_tokens(row_ids, row_ids_row, row_ids_col, token, R, K: tl.constexpr, ROWS: tl.constexpr):
     """Write the token of each row of the result."""
     index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    row = tl.load(place + (index // K).to(tl.int64) * place_row + index % K * place_col, mask=index < R, other=0)
+    row = tl.load(row_ids + (index // K).to(tl.int64) * row_ids_row + index % K * row_ids_col, mask=index < R, other=0)
     tl.store(token + row, index // K, mask=index < R)
 
 
 @triton.jit(do_not_specialize=["R", "SCALE_PROGRAMS"])
 def permute(
-    data, scale, place, token_of, R, D, data_row, data_col, scale_row, scale_col, place_row, place_col,
+    data, scale, row_ids, token_of, R, D, data_row, data_col, scale_row, scale_col, row_ids_row, row_ids_col,
     moved, moved_scale, moved_scale_col, SCALE_PROGRAMS,
     K: tl.constexpr, TOKENS: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
@@ -118,13 +118,13 @@ def permute(
         there = exists[:, None] & (column < D)
         values = tl.load(data + token[:, None] * data_row + column.to(tl.int64) * data_col, mask=there)
         for k in tl.static_range(K):
-            row = tl.load(place + token * place_row + k * place_col, mask=exists, other=0).to(tl.int64)
+            row = tl.load(row_ids + token * row_ids_row + k * row_ids_col, mask=exists, other=0).to(tl.int64)
             tl.store(moved + row[:, None] * D + column, values, mask=there)
 
 
 @triton.jit
 def unpermute(
-    y, place, add, weight, out, D, y_row, y_col, place_row, place_col, add_row, add_col, weight_row, weight_col,
+    y, row_ids, add, weight, out, D, y_row, y_col, row_ids_row, row_ids_col, add_row, add_col, weight_row, weight_col,
     K: tl.constexpr, ADD: tl.constexpr, WEIGHTED: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """A program sums COLS columns of a token."""
@@ -136,7 +136,7 @@ def unpermute(
     if ADD:
         total = tl.load(add + token * add_row + wide * add_col, mask=column < D, other=0.0).to(tl.float32)
     for k in tl.static_range(K):
-        row = tl.load(place + token * place_row + k * place_col).to(tl.int64)
+        row = tl.load(row_ids + token * row_ids_row + k * row_ids_col).to(tl.int64)
         value = tl.load(y + row * y_row + wide * y_col, mask=column < D, other=0.0).to(tl.float32)
         if WEIGHTED:
             value = value * tl.load(weight + token * weight_row + k * weight_col)
@@ -146,15 +146,15 @@ def unpermute(
 
 @triton.jit(do_not_specialize=["R"])
 def unpermute_backward(
-    dsum, y, place, weight, R, D, dsum_row, dsum_col, y_row, y_col, place_row, place_col, weight_row, weight_col,
+    dsum, y, row_ids, weight, R, D, dsum_row, dsum_col, y_row, y_col, row_ids_row, row_ids_col, weight_row, weight_col,
     dy, dweight, K: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """A program takes ROWS of the R entries of place, COLS columns at a time."""
+    """A program takes ROWS of the R entries of row_ids, COLS columns at a time."""
     entry = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     exists = entry < R
     token = (entry // K).to(tl.int64)
     k = entry % K
-    row = tl.load(place + token * place_row + k * place_col, mask=exists, other=0).to(tl.int64)[:, None]
+    row = tl.load(row_ids + token * row_ids_row + k * row_ids_col, mask=exists, other=0).to(tl.int64)[:, None]
     factor = tl.load(weight + token * weight_row + k * weight_col, mask=exists, other=0.0)[:, None]
     dot = tl.zeros([ROWS, COLS], tl.float32)
     for first in range(0, D, COLS):

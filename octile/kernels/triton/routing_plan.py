@@ -30,10 +30,10 @@ def launch_count(experts: Tensor, n_experts: int, batch: int) -> Tensor:
 
 
 def launch(experts: Tensor, load: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort the entries of experts [T, K], any strides, with load [E] → place [T, K], order [T·K], offs [E], int32."""
+    """Sort the entries of experts [T, K], any strides, with load [E] → row_ids [T, K], order [T·K], offs [E], int32."""
     (t, k), n_experts, device = experts.shape, load.shape[0], experts.device
     rows, experts = t * k, experts.contiguous()
-    place = torch.empty(t, k, dtype=torch.int32, device=device)
+    row_ids = torch.empty(t, k, dtype=torch.int32, device=device)
     order = torch.empty(rows, dtype=torch.int32, device=device)
     offs = torch.empty(n_experts, dtype=torch.int32, device=device)
     blocks = triton.cdiv(rows, ROUTING_PLAN["ROWS"])
@@ -48,8 +48,8 @@ def launch(experts: Tensor, load: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             COLUMNS=columns, BLOCKS=scanned, num_warps=ROUTING_PLAN_SCAN["num_warps"],
         )  # fmt: skip
         if rows:
-            place_rows[(blocks,)](experts, starts, place, order, rows, E=n_experts, **ROUTING_PLAN)
-    return place, order, offs
+            place_rows[(blocks,)](experts, starts, row_ids, order, rows, E=n_experts, **ROUTING_PLAN)
+    return row_ids, order, offs
 
 
 def _bins(n_experts: int) -> int:
@@ -110,7 +110,7 @@ def sum_blocks(
 
 
 @triton.jit(do_not_specialize=["R"])
-def place_rows(experts, starts, place, order, R, E: tl.constexpr, ROWS: tl.constexpr):
+def place_rows(experts, starts, row_ids, order, R, E: tl.constexpr, ROWS: tl.constexpr):
     """A program finds the rows of a block of ROWS entries: it counts the equal experts before each of them.
 
     Rows are clamped: the host cannot check `load`, and nothing may be written outside of the results.
@@ -124,7 +124,7 @@ def place_rows(experts, starts, place, order, R, E: tl.constexpr, ROWS: tl.const
     rank = tl.sum((difference.to(tl.uint32) < index.to(tl.uint32)[None, :]).to(tl.int32), axis=0)
     row = tl.load(starts + tl.program_id(0).to(tl.int64) * E + expert, mask=inside, other=0) + rank
     row = tl.minimum(tl.maximum(row, 0), R - 1)
-    tl.store(place + first + index, row, mask=inside)
+    tl.store(row_ids + first + index, row, mask=inside)
     tl.store(order + row, first + index, mask=inside)
 
 

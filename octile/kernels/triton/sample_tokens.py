@@ -33,16 +33,16 @@ def launch(logits: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor
     parts = triton.cdiv(vocabulary, part)
     sizes = {"BLOCK": block, "PARTS": triton.next_power_of_2(parts), "num_warps": SAMPLE_TOKENS["num_warps"]}
     maxima, best = (logits.new_empty(rows, parts, dtype=torch.float32) for _ in range(2))
-    of_parts = tokens if parts == 1 else seeds.new_empty(rows, parts)
+    part_best = tokens if parts == 1 else seeds.new_empty(rows, parts)
     numbers = seeds, positions, temperature, seeds.stride(0), positions.stride(0), temperature.stride(0)
     with torch.cuda.device_of(logits):
         if parts > 1:
             row_maxima[(rows, parts)](logits, maxima, vocabulary, logits.stride(0), part, parts, **sizes)
         best_of_parts[(rows, parts)](
-            logits, maxima, *numbers, best, of_parts, vocabulary, logits.stride(0), part, parts, **sizes, **EXACT
+            logits, maxima, *numbers, best, part_best, vocabulary, logits.stride(0), part, parts, **sizes, **EXACT
         )
         if parts > 1:
-            best_of_rows[(rows,)](best, of_parts, tokens, parts, PARTS=sizes["PARTS"], num_warps=1)
+            best_of_rows[(rows,)](best, part_best, tokens, parts, PARTS=sizes["PARTS"], num_warps=1)
     return tokens
 
 
@@ -81,9 +81,9 @@ def best_of_parts(
         highest = _maximum(logits + row * row_step, vocabulary, part, BLOCK)
     else:
         p = tl.arange(0, PARTS)
-        of_parts = tl.load(maxima + row * parts + p, mask=p < parts, other=float("-inf"))
-        highest = tl.max(of_parts, axis=0)
-        highest = tl.where(tl.max((of_parts != of_parts).to(tl.int32), axis=0) > 0, float("nan"), highest)
+        part_best = tl.load(maxima + row * parts + p, mask=p < parts, other=float("-inf"))
+        highest = tl.max(part_best, axis=0)
+        highest = tl.where(tl.max((part_best != part_best).to(tl.int32), axis=0) > 0, float("nan"), highest)
     heat = tl.load(temperature + row * temperature_step)
     is_greedy = heat == 0
     heat = tl.where(is_greedy, 1.0, heat)
@@ -118,13 +118,13 @@ def best_of_parts(
 
 
 @triton.jit(do_not_specialize=["parts"])
-def best_of_rows(best, of_parts, tokens, parts, PARTS: tl.constexpr):
+def best_of_rows(best, part_best, tokens, parts, PARTS: tl.constexpr):
     """Write the token of the part with the largest sum, the first of equal ones."""
     row = tl.program_id(0).to(tl.int64)
     p = tl.arange(0, PARTS)
     value = tl.load(best + row * parts + p, mask=p < parts, other=float("-inf"))
     _, part = tl.max(value, axis=0, return_indices=True)
-    tl.store(tokens + row, tl.load(of_parts + row * parts + part))
+    tl.store(tokens + row, tl.load(part_best + row * parts + part))
 
 
 @triton.jit

@@ -145,12 +145,12 @@ def balance_of_sequences(
         at = (sequence * PROGRAMS + part) * E + e[None, :]
         count += tl.load(counts + at, mask=inside, other=0)
         total += tl.load(shares + at, mask=inside, other=0.0)
-    of_experts = tl.sum(count, axis=0)
-    entries = tl.sum(of_experts, axis=0).to(tl.float32)
-    of_sequence = tl.div_rn((of_experts.to(tl.int64) * E).to(tl.float32), entries)
-    tl.store(f + sequence * E + e, of_sequence, mask=e < E)
-    of_sequence = tl.where(e < E, of_sequence * tl.div_rn(tl.sum(total, axis=0), S.to(tl.float32)), 0.0)
-    tl.store(losses + sequence, tl.sum(of_sequence, axis=0))
+    expert_counts = tl.sum(count, axis=0)
+    entries = tl.sum(expert_counts, axis=0).to(tl.float32)
+    sequence_f = tl.div_rn((expert_counts.to(tl.int64) * E).to(tl.float32), entries)
+    tl.store(f + sequence * E + e, sequence_f, mask=e < E)
+    sequence_f = tl.where(e < E, sequence_f * tl.div_rn(tl.sum(total, axis=0), S.to(tl.float32)), 0.0)
+    tl.store(losses + sequence, tl.sum(sequence_f, axis=0))
     tl.debug_barrier()  # the loss is stored
     if tl.atomic_add(ended, 1, sem="acq_rel") == B - 1:
         b = tl.arange(0, BATCH)
@@ -169,8 +169,8 @@ def balance_backward(
     inside = (t < T) & (e < E)
     row = t.to(tl.int64)
     logit = tl.load(logits + row * row_stride + e * column_stride, mask=inside, other=0.0)
-    of_sequence = tl.load(f + (t // S).to(tl.int64) * f_row + e * f_col, mask=inside, other=0.0)
-    d = tl.div_rn(tl.div_rn(tl.load(dloss), B.to(tl.float32)) * of_sequence, S.to(tl.float32))
+    sequence_f = tl.load(f + (t // S).to(tl.int64) * f_row + e * f_col, mask=inside, other=0.0)
+    d = tl.div_rn(tl.div_rn(tl.load(dloss), B.to(tl.float32)) * sequence_f, S.to(tl.float32))
     share, rest = _shares(logit, e < E, SOFTMAX)
     d = share * (d - tl.sum(d * share, axis=1)[:, None])
     if not SOFTMAX:

@@ -252,7 +252,7 @@ def swiglu_backward(
     Two consecutive programs read the same inputs, the second from the L2 cache: both blocks would not fit into the
     registers of one program.
     """
-    of_up = tl.program_id(0) % 2
+    is_up = tl.program_id(0) % 2
     batch, m_tile, k_tile = program_tile(tl.program_id(0) // 2, P, H, 128, 128)
     m_first, m_end = rows_of_tile(tiles, m_tile, M, GROUPED)
     m = m_first + tl.arange(0, 128)
@@ -263,7 +263,7 @@ def swiglu_backward(
         SAVED, SAVED_MANTISSA,
     )  # fmt: skip
     sigmoid = 1.0 / (1.0 + tl.exp(-g))
-    if of_up:
+    if is_up:
         if WEIGHTED:
             value = value * tl.load(weight + m * weight_step, mask=m < m_end, other=0.0)[:, None]
         value = value * (g * sigmoid)
@@ -274,7 +274,7 @@ def swiglu_backward(
         if WEIGHTED:
             value = value * tl.load(weight + m * weight_step, mask=m < m_end, other=0.0)[:, None]
         value = value * u * sigmoid * (1.0 + g * (1.0 - sigmoid))
-    k_tile += of_up * (H // 128)
+    k_tile += is_up * (H // 128)
     store_tiles_transposed(
         value, data_t, scale_t, batch, m_tile, k_tile, P, 2 * H, POWER_OF_2, INVERSE, REST, MANTISSA, BIAS
     )

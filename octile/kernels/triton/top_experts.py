@@ -25,10 +25,10 @@ def choice_order(
             first = tl.min(tl.where(order == highest[:, :, None], expert, LAST), axis=2)
             total += _score(tl.max(tl.where(expert == first[:, :, None], ABSENT, order), axis=2))
         group = tl.arange(0, GROUPS)[None, :]
-        of_groups = tl.where(group < N_GROUP, order_of(total), ABSENT)
-        outside = of_groups == of_groups
+        group_order = tl.where(group < N_GROUP, order_of(total), ABSENT)
+        outside = group_order == group_order
         for _ in tl.static_range(TOPK_GROUP):
-            best, of_groups = take_highest(of_groups, group)
+            best, group_order = take_highest(group_order, group)
             outside = outside & (group != best)
         score = tl.where(outside[:, :, None], float("-inf"), score)
         order = tl.where(exists, order_of(score), ABSENT)

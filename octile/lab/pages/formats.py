@@ -107,7 +107,7 @@ def _as_text(f: Facts) -> tuple[str, ...]:
         format_quantity(f.finite_values),
         format_quantity(f.between_1_and_2),
         f"{f.octaves:.1f}",
-        f"{f.of_fp32:.1%}",
+        f"{f.share_of_fp32:.1%}",
     )
 
 

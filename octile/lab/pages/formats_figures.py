@@ -171,8 +171,8 @@ def draw_relative_error(figure: Figure, octaves: list[int], errors: Mapping[str,
     axes.minorticks_off()
     middle = octaves.index(0) if 0 in octaves else len(octaves) // 2
     for name, error in errors.items():
-        place, over = {"int8": (octaves.index(6), -15), "e2m1": (octaves.index(5), -26)}.get(name, (middle, 4))
-        axes.annotate(label(name), (octaves[place] + 0.5, error[place]), (0, over), textcoords="offset points",
+        octave, over = {"int8": (octaves.index(6), -15), "e2m1": (octaves.index(5), -26)}.get(name, (middle, 4))
+        axes.annotate(label(name), (octaves[octave] + 0.5, error[octave]), (0, over), textcoords="offset points",
                       color=color(name), ha="center", va="bottom")  # fmt: skip
 
 

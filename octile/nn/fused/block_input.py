@@ -82,9 +82,9 @@ def quantize_block_input(x: Tensor, recipe: Recipe, values: bool = False) -> Blo
         values: whether another layer reads and saves x in high precision.
     """
     assert recipe.formats is not None
-    of_x, shape = recipe.formats.x, x.shape
+    x_format, shape = recipe.formats.x, x.shape
     x = x.reshape(-1, x.shape[-1])
-    q = quantize_operand(x, of_x, "x")
+    q = quantize_operand(x, x_format, "x")
     if values:
-        return BlockInput(x, q, (x.detach(),), Saved("values", of_x), recipe, shape)
-    return BlockInput(x, q, (q.data, q.scale), Saved("quantized", of_x), recipe, shape)
+        return BlockInput(x, q, (x.detach(),), Saved("values", x_format), recipe, shape)
+    return BlockInput(x, q, (q.data, q.scale), Saved("quantized", x_format), recipe, shape)

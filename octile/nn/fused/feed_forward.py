@@ -263,7 +263,7 @@ class _Route:
     def sum(self, sent: InFlight[Tensor], add: Tensor | None = None) -> Tensor:
         """Sum each token's results that were sent back, and add [T, D] if it is given."""
         assert self.routed is not None
-        return unpermute(sent.wait(), self.routed.plan.place_TK, add)
+        return unpermute(sent.wait(), self.routed.plan.row_ids_TK, add)
 
     def dispatch(self, x: ScaledTensor) -> ScaledTensor:
         return x if self.routed is None else self.routed.dispatcher.dispatch_quantized(x, self.routed.plan)
@@ -293,13 +293,13 @@ class _Route:
         """Quantize dy for dgrad and for wgrad. It is dispatched in tiles that can be requantized."""
         if self.routed is None:
             return quantize_gradient(dy, formats)
-        of_dgrad, of_wgrad = formats.routed_dy
+        dgrad_format, wgrad_format = formats.routed_dy
         if self.exchange is None:
-            q = self.routed.dispatcher.send_quantized(quantize_operand(dy, of_dgrad, "dy"), self.routed.plan)
+            q = self.routed.dispatcher.send_quantized(quantize_operand(dy, dgrad_format, "dy"), self.routed.plan)
         else:
             q = self.exchange.sent_dy.wait()
             del self.exchange.dy, self.exchange.sent_dy
-        return self.dispatch(q), self.dispatch_requantized(q, of_wgrad, groups, "wgrad_dy")
+        return self.dispatch(q), self.dispatch_requantized(q, wgrad_format, groups, "wgrad_dy")
 
     def combine(self, y: Tensor, add: Tensor | None = None) -> Tensor:
         return y if self.routed is None else self.routed.dispatcher.combine_unweighted(y, self.routed.plan, add)
@@ -331,11 +331,13 @@ def _gate_and_up(
 
 def _swiglu(gate: Tensor, up: Tensor, weight_R: Tensor | None, s: Settings) -> tuple[ScaledTensor, _GateUp | None]:
     """Compute h quantized for the down-projection, and gate and up as they are saved."""
-    of_h, of_gate_up = _kernel_format(s.formats.x), s.recipe.swiglu_inputs
-    if not isinstance(of_gate_up, OperandFormat):
-        data, scale = swiglu_quantize(gate, up, *of_h, weight_R)
+    h_format, saved_format = _kernel_format(s.formats.x), s.recipe.swiglu_inputs
+    if not isinstance(saved_format, OperandFormat):
+        data, scale = swiglu_quantize(gate, up, *h_format, weight_R)
         return report_quantization("x", ScaledTensor(data, scale, TILE)), None
-    data, scale, saved, saved_scale = swiglu_quantize_and_save(gate, up, *of_h, *_kernel_format(of_gate_up), weight_R)
+    data, scale, saved, saved_scale = swiglu_quantize_and_save(
+        gate, up, *h_format, *_kernel_format(saved_format), weight_R
+    )
     return report_quantization("x", ScaledTensor(data, scale, TILE)), _GateUp(*saved, *saved_scale)
 
 

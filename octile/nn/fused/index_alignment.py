@@ -93,11 +93,11 @@ def index_logits(q_BCGE: Tensor, k_BTE: Tensor, weights_BCG: Tensor) -> Tensor:
     return (weights_BCG[:, :, None] @ score_BCGT)[:, :, 0]
 
 
-def _seen(of: slice, chosen_BSK: Tensor | None, device: torch.device) -> Tensor:
+def _seen(block: slice, chosen_BSK: Tensor | None, device: torch.device) -> Tensor:
     """Which keys each query of a block sees: bool [B or 1, C, T]."""
     if chosen_BSK is not None:
-        return is_chosen(chosen_BSK[:, of], of.stop)
-    query_C, key_T = (torch.arange(first, of.stop, device=device) for first in (of.start, 0))
+        return is_chosen(chosen_BSK[:, block], block.stop)
+    query_C, key_T = (torch.arange(first, block.stop, device=device) for first in (block.start, 0))
     return (key_T <= query_C[:, None])[None]
 
 

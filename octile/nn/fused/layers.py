@@ -62,9 +62,9 @@ def settings(recipe: Recipe, dtype: torch.dtype, weights: Sequence[Tensor], *inp
     """Make the settings outside of the autograd function, inside of which gradients are always disabled."""
     assert recipe.formats is not None
     check_local(*weights)
-    of_w = recipe.formats.w
+    w_format = recipe.formats.w
     needs_dgrad = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
-    return Settings(recipe, dtype, tuple(can_cache(w, of_w, needs_dgrad) for w in weights), needs_dgrad)
+    return Settings(recipe, dtype, tuple(can_cache(w, w_format, needs_dgrad) for w in weights), needs_dgrad)
 
 
 def is_dtensor(t: object) -> bool:
@@ -140,11 +140,11 @@ class FusedLayers:
 
     def recomputed(self, weights: Sequence[Tensor], dy: Tensor) -> list[WeightForms]:
         """Return the weights of each GEMM, which are quantized when they are read; see `load_saved`."""
-        of_w = self.settings.formats.w
+        w_format = self.settings.formats.w
         return [
-            RecomputedWeight(weights[layers[0]], of_w, dy)
+            RecomputedWeight(weights[layers[0]], w_format, dy)
             if len(layers) == 1
-            else RecomputedJoinedWeight([weights[i] for i in layers], of_w, dy)
+            else RecomputedJoinedWeight([weights[i] for i in layers], w_format, dy)
             for layers in self.gemms
         ]
 
@@ -175,8 +175,8 @@ class FusedLayers:
         if any(self.observers[i] for i in layers):
             values = before().split([self.sizes[i] for i in layers], dim=-1)
             parts = zip(values, self._parts(gemm, dy.mT), self._parts(gemm, w.w_t.mT), strict=True)
-            for value, (i, of_dy), (_, of_w) in parts:
-                report_backward(self.observers[i], ObservedGemm("dgrad", value, of_dy.mT, of_w.mT, offs))
+            for value, (i, dgrad_dy), (_, w_format) in parts:
+                report_backward(self.observers[i], ObservedGemm("dgrad", value, dgrad_dy.mT, w_format.mT, offs))
 
     def wgrad(
         self, gemm: int, before: Values, dy: ScaledTensor, x: ScaledTensor, groups: AlignedGroups | None = None

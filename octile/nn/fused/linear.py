@@ -107,15 +107,15 @@ class QuantizedLinear(torch.autograd.Function):
         x_has_gradient, w_has_gradient, *_ = ctx.needs_input_grad
         # the cache holds them: nothing more to save
         ctx.weights = weights if can_cache_weight and not recomputes_w_t else None
-        saves_x, of_wgrad = w_has_gradient and "wgrad" not in in_high_precision, x
+        saves_x, wgrad_x = w_has_gradient and "wgrad" not in in_high_precision, x
         if saves_x and not formats.requantizes_x:
             groups = align_experts(offs, x_TK.shape[0], formats)
-            of_wgrad = compute_once(
+            wgrad_x = compute_once(
                 shared,
                 formats.wgrad_x,
                 lambda: quantize_operand(in_tiles(x_TK, groups), formats.wgrad_x, "wgrad_x", history),
             )
-        saved_x = (of_wgrad.data, of_wgrad.scale) if saves_x else (None, None)
+        saved_x = (wgrad_x.data, wgrad_x.scale) if saves_x else (None, None)
         saves_w = x_has_gradient and ctx.weights is None and not recomputes_w_t
         dgrad_w = weights.w_t.mT if saves_w else None
         saved_w = (None, None) if dgrad_w is None else (dgrad_w.data, dgrad_w.scale)
@@ -123,7 +123,7 @@ class QuantizedLinear(torch.autograd.Function):
         high_precision_w = weight.to(compute) if x_has_gradient and "dgrad" in in_high_precision else None
         own_weight = weight if x_has_gradient and recomputes_w_t else None
         ctx.save_for_backward(*saved_x, *saved_w, own_weight, high_precision_x, high_precision_w, offs)
-        ctx.blocks = of_wgrad.block, None if dgrad_w is None else dgrad_w.block
+        ctx.blocks = wgrad_x.block, None if dgrad_w is None else dgrad_w.block
         ctx.recipe, ctx.history, ctx.x_dtype, ctx.w_dtype = recipe, history, x_TK.dtype, weight.dtype
         ctx.main_grad, ctx.parameters = getattr(weight, "main_grad", None), parameters_of((weight,))
         a, b = (x, weights.w) if "fprop" not in in_high_precision else (None, None)

@@ -97,13 +97,13 @@ class _RotaryAttention(torch.autograd.Function):
         quantized_ds = [quantize_gradient(d, formats) for d in ds_TX]
         x_t = requantize(x, formats.wgrad_x)
         dws = []
-        for i, (of_dgrad, of_wgrad) in enumerate(quantized_ds):
+        for i, (dgrad_dy, wgrad_dy) in enumerate(quantized_ds):
             before = partial(ds_TX.__getitem__, i)
-            layers.report_dgrad(i, before, of_dgrad, w_qkv[i])
-            dws += layers.wgrad(i, before, of_wgrad, x_t)
+            layers.report_dgrad(i, before, dgrad_dy, w_qkv[i])
+            dws += layers.wgrad(i, before, wgrad_dy, x_t)
         dx = None
         if ctx.needs_input_grad[0]:
-            pairs = [(of_dgrad, w.w_t) for (of_dgrad, _), w in zip(quantized_ds, w_qkv, strict=True)]
+            pairs = [(dgrad_dy, w.w_t) for (dgrad_dy, _), w in zip(quantized_ds, w_qkv, strict=True)]
             dx = nt_sum(pairs, None, ctx.x_dtype)
         return dx, None, None, None, None, *dws, dw_o
 

@@ -107,13 +107,13 @@ class _LatentAttention(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
         layers, (w_q, w_kv, w_o), saved = load_saved(ctx, dy_TD)
-        heads, (of_q, of_kv) = ctx.heads, ctx.how_saved
+        heads, (q_saved, kv_saved) = ctx.heads, ctx.how_saved
         s, cos_sin, formats = layers.settings, saved["cos_sin"], layers.settings.formats
 
         shape = torch.Size((heads.batch, len(dy_TD) // max(heads.batch, 1), heads.count, heads.v_dim))
         do_BSHV, dw_o = output_backward(dy_TD, shape, saved["o"], layers, 2, w_o)
 
-        x_q, x_kv = of_q.quantized(saved["x_q"]), of_kv.quantized(saved["x_kv"])
+        x_q, x_kv = q_saved.quantized(saved["x_q"]), kv_saved.quantized(saved["x_kv"])
         q, k, v = saved["qkv"] or _queries_keys_values(x_q, x_kv, saved["k_rope"], cos_sin, w_q, w_kv, heads, s.dtype)
         o_BSHV = saved["o"].dequantize(s.dtype).view(v.shape)
         dq, dk, dv = attention_backward(do_BSHV, q, k, v, o_BSHV, saved["lse"], heads.softmax_scale)

@@ -64,26 +64,26 @@ def norm_block_input(x: Tensor, norm: RMSNorm, recipe: Recipe, values: bool = Fa
         values: whether another layer reads and saves norm(x) in high precision.
     """
     assert recipe.formats is not None
-    of_x, x_TK = recipe.formats.x, x.reshape(-1, x.shape[-1])
+    x_format, x_TK = recipe.formats.x, x.reshape(-1, x.shape[-1])
     values = values or has_gemm_observers()
-    y, data, scale, residual = _NormAndQuantize.apply(x_TK, norm.weight, norm.eps, of_x, values)
+    y, data, scale, residual = _NormAndQuantize.apply(x_TK, norm.weight, norm.eps, x_format, values)
     q = report_quantization("x", ScaledTensor(data, scale, TILE))
     saved: tuple[Tensor, ...] = (x_TK.detach(), norm.weight.detach())
-    how_saved = Saved("norm", of_x, norm.eps)
+    how_saved = Saved("norm", x_format, norm.eps)
     if recipe.norms == "kept":
-        saved, how_saved = (data, scale), Saved("quantized", of_x)
+        saved, how_saved = (data, scale), Saved("quantized", x_format)
         if values:
-            saved, how_saved = (y.detach(), *saved), Saved("both", of_x)
+            saved, how_saved = (y.detach(), *saved), Saved("both", x_format)
     return residual, BlockInput(y, q, saved, how_saved, recipe, x.shape)
 
 
 class _NormAndQuantize(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TK: Tensor, weight_K: Tensor, eps: float, of_x: OperandFormat, values: bool
+        ctx: Any, x_TK: Tensor, weight_K: Tensor, eps: float, x_format: OperandFormat, values: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        power_of_2 = of_x.scale == "power_of_2"
-        data, scale, rstd, y = rms_norm_quantize(x_TK, weight_K, eps, of_x.fmt.name, power_of_2, values)
+        power_of_2 = x_format.scale == "power_of_2"
+        data, scale, rstd, y = rms_norm_quantize(x_TK, weight_K, eps, x_format.fmt.name, power_of_2, values)
         if not values:
             y = x_TK.new_empty(()).expand(x_TK.shape)  # no values, but autograd sends the layers' gradients here
         ctx.save_for_backward(x_TK, weight_K, rstd)

@@ -39,7 +39,7 @@ def projections(
         contiguous: whether the results are contiguous; otherwise those of one GEMM are views of its result.
     """
     s = settings(x.recipe, dtype, weights, x.x)
-    return list(_Projections.apply(x.x, x, [list(of_weight) for of_weight in sizes], contiguous, s, *weights))
+    return list(_Projections.apply(x.x, x, [list(weight_sizes) for weight_sizes in sizes], contiguous, s, *weights))
 
 
 class _Projections(torch.autograd.Function):
@@ -61,11 +61,11 @@ class _Projections(torch.autograd.Function):
         ctx.parts = []  # the number of results of each GEMM
         for i, w in enumerate(quantized):
             layers.report_fprop(i, weights, lambda: x_TK, x.q, w)
-            of_gemm = [size for layer in layers.gemms[i] for size in sizes[layer]]
-            parts = nt(x.q, w.w, None, s.dtype).split(of_gemm, dim=-1)
+            gemm_sizes = [size for layer in layers.gemms[i] for size in sizes[layer]]
+            parts = nt(x.q, w.w, None, s.dtype).split(gemm_sizes, dim=-1)
             # no map: the compiler of torch 2.11 does not trace it here, and would break the layer's graph
             outputs += [contiguous_copy(part) for part in parts] if contiguous else parts
-            ctx.parts.append(len(of_gemm))
+            ctx.parts.append(len(gemm_sizes))
         save_for_backward(ctx, layers, quantized, x=x.saved)
         ctx.how_saved, ctx.x_dtype = x.how_saved, x_TK.dtype
         return tuple(outputs)
@@ -75,17 +75,17 @@ class _Projections(torch.autograd.Function):
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         layers, weights, saved = load_saved(ctx, dys[0])
         formats, rest = layers.settings.formats, iter(dys)
-        of_gemms = [list(islice(rest, count)) for count in ctx.parts]
-        quantized_dys = [quantize_joined_gradient(parts, formats) for parts in of_gemms]
-        values = [partial(torch.cat, parts, dim=1) for parts in of_gemms]  # for observers
+        gemm_parts = [list(islice(rest, count)) for count in ctx.parts]
+        quantized_dys = [quantize_joined_gradient(parts, formats) for parts in gemm_parts]
+        values = [partial(torch.cat, parts, dim=1) for parts in gemm_parts]  # for observers
         dx = None
         if ctx.needs_input_grad[0]:
-            for i, (of_dgrad, _) in enumerate(quantized_dys):
-                layers.report_dgrad(i, values[i], of_dgrad, weights[i])
-            pairs = [(of_dgrad, w.w_t) for (of_dgrad, _), w in zip(quantized_dys, weights, strict=True)]
+            for i, (dgrad_dy, _) in enumerate(quantized_dys):
+                layers.report_dgrad(i, values[i], dgrad_dy, weights[i])
+            pairs = [(dgrad_dy, w.w_t) for (dgrad_dy, _), w in zip(quantized_dys, weights, strict=True)]
             dx = nt_sum(pairs, None, ctx.x_dtype)
         x = requantize(ctx.how_saved.quantized(saved["x"]), formats.wgrad_x)
         dws: list[Tensor | None] = []
-        for i, (_, of_wgrad) in enumerate(quantized_dys):
-            dws += layers.wgrad(i, values[i], of_wgrad, x)
+        for i, (_, wgrad_dy) in enumerate(quantized_dys):
+            dws += layers.wgrad(i, values[i], wgrad_dy, x)
         return dx, None, None, None, None, *dws

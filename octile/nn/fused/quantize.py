@@ -186,19 +186,19 @@ def quantize_requested(requests: Sequence[WeightRequest]) -> None:
     """
     alike: dict[tuple[OperandFormat, bool, Hashable], dict[Hashable, WeightRequest]] = {}
     for request in requests:
-        weights, of_w, transposed = request
-        if of_w.block == BLOCK and of_w.amax == "current":
-            key = of_w, transposed, (weights[0].dtype, weights[0].device)
+        weights, w_format, transposed = request
+        if w_format.block == BLOCK and w_format.amax == "current":
+            key = w_format, transposed, (weights[0].dtype, weights[0].device)
             alike.setdefault(key, {})[tuple(map(id, weights))] = request  # once
-    for (of_w, transposed, _), found in alike.items():
+    for (w_format, transposed, _), found in alike.items():
         groups = [request.weights for request in found.values()]
         detached = [w.detach() for weights in groups for w in weights]
-        power_of_2 = of_w.scale == "power_of_2"
-        parts = iter(quantize_matrices(detached, [*map(len, groups)], of_w.fmt.name, power_of_2, transposed))
+        power_of_2 = w_format.scale == "power_of_2"
+        parts = iter(quantize_matrices(detached, [*map(len, groups)], w_format.fmt.name, power_of_2, transposed))
         for weights, data, scale, data_t in zip(groups, parts, parts, parts, strict=True):
             w = ScaledTensor(data, scale, BLOCK)
             quantized = QuantizedWeight(w, ScaledTensor(data_t, scale.mT, BLOCK) if transposed else w.mT)
-            quantized_weights(weights, of_w, lambda *_, quantized=quantized: quantized, transposed)
+            quantized_weights(weights, w_format, lambda *_, quantized=quantized: quantized, transposed)
 
 
 def why_not_join_weights(weights: Sequence[Tensor], operand_format: OperandFormat) -> str | None:
@@ -278,26 +278,26 @@ def quantize_gradient(
 
     With groups, wgrad's operand is [P, N], in the groups' tiles.
     """
-    of_dgrad, of_wgrad = formats.dy, formats.wgrad_dy
-    if of_dgrad == of_wgrad and groups is None:
-        both = quantize_operand(dy, of_dgrad, "dy", history)
+    dgrad_format, wgrad_format = formats.dy, formats.wgrad_dy
+    if dgrad_format == wgrad_format and groups is None:
+        both = quantize_operand(dy, dgrad_format, "dy", history)
         return both, both
     if not formats.is_tiled:
-        return quantize_operand(dy, of_dgrad, "dy"), quantize_wgrad_gradient(dy, formats, None, groups)
-    power_of_2, tiles = of_dgrad.scale == "power_of_2", None if groups is None else groups.tiles
-    data, scale, data_t, scale_t = quantize_rows_and_columns(dy.detach(), of_dgrad.fmt.name, power_of_2, tiles)
+        return quantize_operand(dy, dgrad_format, "dy"), quantize_wgrad_gradient(dy, formats, None, groups)
+    power_of_2, tiles = dgrad_format.scale == "power_of_2", None if groups is None else groups.tiles
+    data, scale, data_t, scale_t = quantize_rows_and_columns(dy.detach(), dgrad_format.fmt.name, power_of_2, tiles)
     rows = report_quantization("dy", ScaledTensor(data, scale, TILE))
     return rows, report_quantization("wgrad_dy", transposed(data_t, scale_t))
 
 
 def quantize_joined_gradient(parts: Sequence[Tensor], formats: GemmFormats) -> tuple[ScaledTensor, ScaledTensor]:
     """Quantize parts [T, N_i] of an output gradient [T, N], next to each other, for dgrad and for wgrad."""
-    first, of_dgrad = parts[0], formats.dy
+    first, dgrad_format = parts[0], formats.dy
     alike = all(part.dtype == first.dtype for part in parts)
     if len(parts) == 1 or not (formats.is_tiled and alike and why_not_join("parts", parts, 1) is None):
         return quantize_gradient(first if len(parts) == 1 else torch.cat(list(parts), dim=1), formats)
-    detached, power_of_2 = [part.detach() for part in parts], of_dgrad.scale == "power_of_2"
-    data, scale, data_t, scale_t = quantize_joined_rows_and_columns(detached, of_dgrad.fmt.name, power_of_2)
+    detached, power_of_2 = [part.detach() for part in parts], dgrad_format.scale == "power_of_2"
+    data, scale, data_t, scale_t = quantize_joined_rows_and_columns(detached, dgrad_format.fmt.name, power_of_2)
     rows = report_quantization("dy", ScaledTensor(data, scale, TILE))
     return rows, report_quantization("wgrad_dy", transposed(data_t, scale_t))
 

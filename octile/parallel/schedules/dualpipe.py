@@ -112,9 +112,9 @@ def _order(rank: int, half: int, count: int, stage_and_batch: StageAndBatch) -> 
 
     def next_input_gradient(which: int) -> Action:
         backwards[which] += 1
-        place = stage_and_batch(which, backwards[which] - 1)
-        deferred.append(weight_gradient(*place))
-        return input_gradient(*place)
+        stage_batch = stage_and_batch(which, backwards[which] - 1)
+        deferred.append(weight_gradient(*stage_batch))
+        return input_gradient(*stage_batch)
 
     def next_pair(which: int) -> Action:
         return overlapped(next_forward(which), next_backward(1 - which))

@@ -67,9 +67,9 @@ def outcome_rows(result: CompareResult) -> list[TableRow]:
         rows.append(_row([curve], f"bf16, seed {curve.seed}", gap, smoothed, kind, ""))
     for name in result.names:
         outcome, runs = result.outcome(name), list(result.runs(name))
-        of = f"{name}, {len(runs)} seeds" if len(runs) > 1 else name
+        label = f"{name}, {len(runs)} seeds" if len(runs) > 1 else name
         mood = "good" if outcome.is_shown else "" if outcome.within_bar else "bad"
-        rows.append(_row(runs, of, [outcome.gap], [outcome.smoothed], outcome.verdict, mood))
+        rows.append(_row(runs, label, [outcome.gap], [outcome.smoothed], outcome.verdict, mood))
     return rows
 
 

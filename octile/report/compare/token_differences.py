@@ -118,11 +118,11 @@ def token_differences(
 
 def _means(keys: Ints, values: Floats) -> list[tuple[float, float, float]]:
     """For each key in order: the number of values, their mean, and its standard error (NaN for a single value)."""
-    _, place = np.unique(keys, return_inverse=True)
-    place, values = place.ravel(), values.ravel()
-    count = np.bincount(place)
-    mean = np.bincount(place, values) / count
-    squares = np.bincount(place, (values - mean[place]) ** 2)
+    _, group = np.unique(keys, return_inverse=True)
+    group, values = group.ravel(), values.ravel()
+    count = np.bincount(group)
+    mean = np.bincount(group, values) / count
+    squares = np.bincount(group, (values - mean[group]) ** 2)
     with np.errstate(divide="ignore", invalid="ignore"):
         error = np.sqrt(squares / (count - 1) / count)
     return list(zip(count.tolist(), mean.tolist(), error.tolist(), strict=True))

@@ -191,8 +191,8 @@ def _origin(run: Run) -> str:
 def _facts(run: Run) -> list[tuple[str, str, str]]:
     """The key figures as (label, value, note), as far as they are known."""
     facts = []
-    of_model = as_float(run.summary.get("model_val_loss"))
-    held_out = of_model if math.isfinite(of_model) else last_known(run.series("val_loss")[1])
+    model_loss = as_float(run.summary.get("model_val_loss"))
+    held_out = model_loss if math.isfinite(model_loss) else last_known(run.series("val_loss")[1])
     if math.isfinite(held_out):
         notes = ["nats per token"]
         if held_out < curves.MAX_LOSS_FOR_PERPLEXITY:

@@ -68,9 +68,9 @@ class FeedForward:
         """Return these for steps of at most so many rows on any rank, or on any group of ranks."""
         dispatcher, exchange, n_own = self.dispatcher, self.exchange, self.tp.n_own(rows)
         if isinstance(dispatcher, PeerDispatcher):
-            dispatcher = dispatcher.of_at_most(n_own)
+            dispatcher = dispatcher.with_max_tokens(n_own)
         if exchange is not None:
-            exchange = exchange.of_at_most(n_own)
+            exchange = exchange.with_max_tokens(n_own)
         return replace(self, dispatcher=dispatcher, exchange=exchange)
 
     def add(self, x_TD: Tensor, layer: int, w: BlockWeights, slots: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ class FeedForward:
             rows = Rows(dispatcher.send(x.values, plan).index_select(0, plan.token_R), None)
         if not isinstance(w.down, ScaledTensor):
             y_RD = self._experts(rows, w, plan.offs_E)
-            return unpermute(dispatcher.send_back(y_RD, plan), plan.place_TK, shared_TD, weights_TK)
+            return unpermute(dispatcher.send_back(y_RD, plan), plan.row_ids_TK, shared_TD, weights_TK)
         weight_R = dispatcher.dispatch_weights(dispatcher.begin_send(weights_TK, plan), plan)
         return dispatcher.combine_unweighted(self._experts(rows, w, plan.offs_E, weight_R), plan, shared_TD)
 

@@ -188,7 +188,7 @@ class StateLayout:
                 raise ValueError(f"{name} is {spec.shape} in the checkpoint but has {layout.total} rows here")
             rows[name] = None
             if self._shards is not None and layout is not None and not layout.is_whole:
-                rows[name] = layout.of_rank(self._shards.rank)
+                rows[name] = layout.rows_of(self._shards.rank)
         return checkpoint.read_parts(rows)
 
     def _is_elsewhere(self, name: str) -> bool:

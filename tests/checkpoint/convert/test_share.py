@@ -16,7 +16,7 @@ MOE = specs(mlp__gate__weight=(4, 5)) | {
 
 def test_parameters_count_everything():
     share = share_of(["model.q_proj.weight"], DENSE, {})
-    assert (share.parameters, share.part, share.of_parameters) == (888, 80, 80 / 888)
+    assert (share.parameters, share.part, share.parameter_share) == (888, 80, 80 / 888)
 
 
 def test_look_ups_and_norms_are_no_gemms():
@@ -60,4 +60,4 @@ def test_experts_in_one_tensor_are_gemms():
 
 def test_scales_are_no_parameters():
     fp8 = {"a.weight": TensorSpec("F8_E4M3", (4, 4), 16), "a.weight_scale_inv": TensorSpec("F32", (1, 1), 4)}
-    assert share_of(["a.weight"], fp8, {}).of_parameters == 1.0
+    assert share_of(["a.weight"], fp8, {}).parameter_share == 1.0

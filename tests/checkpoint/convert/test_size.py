@@ -27,7 +27,7 @@ def test_deepseek_v3_has_about_700_gb_in_fp8():
     prediction = predict_size(ModelConfig.v3_671b(), "fp8")
     assert prediction.nbytes == pytest.approx(688.6e9, rel=1e-3)  # total_size of the published weights
     assert prediction.share.parameters == pytest.approx(684.5e9, rel=1e-3)  # 671B, the MTP layer, its copies
-    assert prediction.share.of_parameters > 0.99
+    assert prediction.share.parameter_share > 0.99
 
 
 @pytest.mark.parametrize("config", [ModelConfig.tiny(), SPARSE], ids=["dense", "sparse"])

@@ -16,7 +16,7 @@ every_shape = pytest.mark.parametrize(
 )
 
 
-def _places(t: int, k: int) -> Tensor:
+def _row_ids(t: int, k: int) -> Tensor:
     return torch.randperm(t * k, generator=torch.Generator().manual_seed(0)).view(t, k).to(torch.int32)
 
 
@@ -24,8 +24,8 @@ def _places(t: int, k: int) -> Tensor:
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2", "int8"])
 def test_permute_moves_rows(shape: tuple[int, int, int], fmt: str):
     t, k, d = shape
-    tiles, place = quantize(extreme(t, d), 1, 128, fmt, True), _places(t, k)
-    assert_same(kernel.launch(*tiles, place), permute(*tiles, place))
+    tiles, row_ids = quantize(extreme(t, d), 1, 128, fmt, True), _row_ids(t, k)
+    assert_same(kernel.launch(*tiles, row_ids), permute(*tiles, row_ids))
 
 
 @every_shape
@@ -33,8 +33,8 @@ def test_permute_moves_rows(shape: tuple[int, int, int], fmt: str):
 @pytest.mark.parametrize("added", [True, False], ids=["added", ""])
 def test_unpermute_sums_the_rows_of_a_token(shape: tuple[int, int, int], dtype: torch.dtype, added: bool):
     t, k, d = shape
-    y, place, add = torch.randn(t * k, d).to(dtype), _places(t, k), torch.randn(t, d).to(dtype) if added else None
-    assert_same([kernel.launch_back(y, place, add)], [unpermute(y, place, add)])
+    y, row_ids, add = torch.randn(t * k, d).to(dtype), _row_ids(t, k), torch.randn(t, d).to(dtype) if added else None
+    assert_same([kernel.launch_back(y, row_ids, add)], [unpermute(y, row_ids, add)])
 
 
 @pytest.mark.each_pair
@@ -43,42 +43,42 @@ def test_unpermute_sums_the_rows_of_a_token(shape: tuple[int, int, int], dtype: 
 @pytest.mark.parametrize("added", [True, False], ids=["added", ""])
 def test_unpermute_sums_weighted_rows(shape: tuple[int, int, int], dtype: torch.dtype, added: bool):
     t, k, d = shape
-    y, place, weight = torch.randn(t * k, d).to(dtype), _places(t, k), torch.rand(2 * t, k)[::2]
+    y, row_ids, weight = torch.randn(t * k, d).to(dtype), _row_ids(t, k), torch.rand(2 * t, k)[::2]
     add = torch.randn(t, d).to(dtype) if added else None
-    assert_same([kernel.launch_back(y, place, add, weight)], [unpermute(y, place, add, weight)])
+    assert_same([kernel.launch_back(y, row_ids, add, weight)], [unpermute(y, row_ids, add, weight)])
 
 
 @every_shape
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_gradients_of_weighted_rows(shape: tuple[int, int, int], dtype: torch.dtype):
     t, k, d = shape
-    y, place, weight = torch.randn(2 * t * k, d)[::2].to(dtype), _places(t, k), torch.rand(k, t).mT
+    y, row_ids, weight = torch.randn(2 * t * k, d)[::2].to(dtype), _row_ids(t, k), torch.rand(k, t).mT
     dsum = torch.randn(d, t).to(dtype).mT
-    found, expected = (f(dsum, y, place, weight) for f in (kernel.launch_back_backward, unpermute_backward))
+    found, expected = (f(dsum, y, row_ids, weight) for f in (kernel.launch_back_backward, unpermute_backward))
     assert_same(found[:1], expected[:1])
     torch.testing.assert_close(found[1], expected[1], rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_nan_and_inf_reach_the_gradients_of_their_token_and_no_other(bad: float):
-    y, place, weight, dsum = torch.randn(8, 130), _places(4, 2), torch.rand(4, 2), torch.randn(4, 130)
+    y, row_ids, weight, dsum = torch.randn(8, 130), _row_ids(4, 2), torch.rand(4, 2), torch.randn(4, 130)
     dsum[2, 7] = bad
-    dy, dweight = kernel.launch_back_backward(dsum, y, place, weight)
+    dy, dweight = kernel.launch_back_backward(dsum, y, row_ids, weight)
     assert [not row.isfinite().all() for row in dweight] == [False, False, True, False]
-    assert sorted(place[2].tolist()) == (~dy.isfinite().all(1)).nonzero().flatten().tolist()
+    assert sorted(row_ids[2].tolist()) == (~dy.isfinite().all(1)).nonzero().flatten().tolist()
 
 
 def test_strides_do_not_matter():
     data, scale = quantize(extreme(6, 200), 1, 128, "int8", True)
-    data, place, y = data.mT.contiguous().mT, _places(6, 3).mT.contiguous().mT, torch.randn(200, 18).mT
-    assert_same(kernel.launch(data, scale, place), permute(data, scale, place))
+    data, row_ids, y = data.mT.contiguous().mT, _row_ids(6, 3).mT.contiguous().mT, torch.randn(200, 18).mT
+    assert_same(kernel.launch(data, scale, row_ids), permute(data, scale, row_ids))
     add = torch.randn(200, 6).mT
-    assert_same([kernel.launch_back(y, place, add)], [unpermute(y, place, add)])
+    assert_same([kernel.launch_back(y, row_ids, add)], [unpermute(y, row_ids, add)])
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_nan_and_inf_reach_the_sum_of_their_token_and_no_other(bad: float):
-    y, place = torch.randn(8, 130), _places(4, 2)
-    y[place[2, 1], 7] = bad
-    found = kernel.launch_back(y, place, None)
+    y, row_ids = torch.randn(8, 130), _row_ids(4, 2)
+    y[row_ids[2, 1], 7] = bad
+    found = kernel.launch_back(y, row_ids, None)
     assert [not row.isfinite().all() for row in found] == [False, False, True, False]

@@ -58,8 +58,8 @@ def test_strides_do_not_matter():
 
 def test_with_wrong_experts_and_loads_nothing_is_written_outside():
     experts = torch.tensor([[-1, 5], [2**40, 1]])
-    place, order, _ = kernel.launch(experts, torch.tensor([-9, 100, 3]))
-    assert place.min() >= 0
-    assert place.max() < 4
+    row_ids, order, _ = kernel.launch(experts, torch.tensor([-9, 100, 3]))
+    assert row_ids.min() >= 0
+    assert row_ids.max() < 4
     assert order.shape == (4,)
     assert kernel.launch_count(experts, 3, 1).tolist() == [[1, 1, 2]]

@@ -202,8 +202,8 @@ def test_results_of_experts_equal_the_gemms_of_the_observed_operands(recipe):
     dh = grouped_matmul_nt(down[1].a, down[1].b, plan.offs_E, torch.float32)
     terms_RI = dh.double() * F.silu(h_gate.double()) * h_up.double()
     rounding_R = (terms_RI.shape[1] + 8) * 2.0**-24 * terms_RI.abs().sum(1)  # of a sum in FP32, in any order
-    place_TK = plan.place_TK.long()
-    assert ((weights_TK.grad - terms_RI.sum(1)[place_TK]).abs() <= rounding_R[place_TK]).all()
+    row_ids_TK = plan.row_ids_TK.long()
+    assert ((weights_TK.grad - terms_RI.sum(1)[row_ids_TK]).abs() <= rounding_R[row_ids_TK]).all()
 
 
 @every_fused

@@ -105,9 +105,9 @@ def launch(
     the other rows of a text.
     """
     if rows_per_text > 1 and not n_splits and q.shape[1] < HEADS:
-        of_texts = q.view(-1, rows_per_text * q.shape[1], WIDTH)
-        o = q.new_empty(*of_texts.shape[:2], latent_dim)
-        launch_part(of_texts, pages[::rows_per_text], lengths, o, cache, scale, 0)
+        text_queries = q.view(-1, rows_per_text * q.shape[1], WIDTH)
+        o = q.new_empty(*text_queries.shape[:2], latent_dim)
+        launch_part(text_queries, pages[::rows_per_text], lengths, o, cache, scale, 0)
         return o.view(*q.shape[:2], latent_dim)
     rows, n_heads, _ = q.shape
     o = q.new_empty(rows, n_heads, latent_dim)
@@ -116,8 +116,8 @@ def launch(
         launch_part(q, pages, lengths, o, cache, scale, n_splits)
         return o
     for first in range(0, rows, at_once):
-        of_q, of_pages, of_lengths, of_o = (t[first : first + at_once] for t in (q, pages, lengths, o))
-        launch_part(of_q, of_pages, of_lengths, of_o, cache, scale, n_splits)
+        part_q, part_pages, part_lengths, part_o = (t[first : first + at_once] for t in (q, pages, lengths, o))
+        launch_part(part_q, part_pages, part_lengths, part_o, cache, scale, n_splits)
     return o
 
 
@@ -170,9 +170,9 @@ def plan(rows: int, n_heads: int, is_fp8: bool, n_splits: int, queries: int, n_s
     cluster = 2 if heads == 64 and is_fp8 and head_blocks % 2 == 0 else 1  # thread blocks that share converted pages
     specialized = _plan_64(is_fp8, cluster) if heads == 64 else _plan_few(heads, is_fp8)
     slots = rows * n_splits if n_splits else 2 * ranges
-    constants, of_merge = specialized.constants | splits, splits | {"shared_bytes": 0}
+    constants, merge_constants = specialized.constants | splits, splits | {"shared_bytes": 0}
     grid = ranges * head_blocks
-    return LaunchPlan(specialized.name, constants, specialized.headers, of_merge, grid, cluster, ranges, slots)
+    return LaunchPlan(specialized.name, constants, specialized.headers, merge_constants, grid, cluster, ranges, slots)
 
 
 class _Specialized(NamedTuple):

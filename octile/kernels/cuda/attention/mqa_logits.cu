@@ -63,7 +63,7 @@ struct Problem {
     int pages_stride, next_n;
 };
 
-// One side's place in a pipeline, which goes through its stages in their order.
+// One side's position in a pipeline, which goes through its stages in their order.
 template <int count>
 struct Place {
     int stage = 0;

@@ -10,10 +10,10 @@ def plans() -> dict[str, KernelPlan]:
     """Return the kernels of each case, by the name of the case."""
     found = {"sparse MLA, merge": KernelPlan("sparse_merge", {"shared_bytes": 0}, {})}
     for is_fp8, form in ((False, "BF16"), (True, "FP8")):
-        for is_paged, place in ((False, "rows"), (True, "pages")):
+        for is_paged, source in ((False, "rows"), (True, "pages")):
             for heads in (64, 128):
                 made = sparse_mla.plan(4096, heads, 2048, is_fp8, is_paged, 0, SMS)
-                case = f"sparse MLA, {heads} heads, {form}, {place}"
+                case = f"sparse MLA, {heads} heads, {form}, {source}"
                 found[case] = KernelPlan(made.kernel, made.constants, made.headers)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for rows in (1, 4096):

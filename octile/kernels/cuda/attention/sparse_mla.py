@@ -89,8 +89,8 @@ def launch(q: Tensor, latents: Tensor, positions: Tensor, pages: Tensor | None, 
     at_once = rows_at_once(rows, n_heads, min(n_splits, -(-positions.shape[1] // STEP_KEYS)))
     for first in range(0, rows, at_once):
         part = slice(first, first + at_once)
-        of_pages = None if pages is None else pages[part]
-        launch_part(q[part], positions[part], of_pages, o[part], latents, scale, n_splits)
+        part_pages = None if pages is None else pages[part]
+        launch_part(q[part], positions[part], part_pages, o[part], latents, scale, n_splits)
     return o
 
 

@@ -111,13 +111,13 @@ def attention_values(q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, w
     partial = q.new_empty(m, splits, n_heads, LATENT, dtype=torch.float32)
     lse = q.new_empty(m, splits, n_heads, dtype=torch.float32)
     out = q.new_empty(m, n_heads * values)
-    of_lengths = lengths.data_ptr(), lengths.stride(0)
+    length_arguments = lengths.data_ptr(), lengths.stride(0)
     attend.launch_at(
-        (q.data_ptr(), cache.data_ptr(), pages.data_ptr(), pages.stride(0), *of_lengths, partial.data_ptr(),
+        (q.data_ptr(), cache.data_ptr(), pages.data_ptr(), pages.stride(0), *length_arguments, partial.data_ptr(),
          lse.data_ptr(), scale, n_heads, splits)
     )()  # fmt: skip
     merge.launch_at(
-        (partial.data_ptr(), lse.data_ptr(), *of_lengths, w_v.data_ptr(), out.data_ptr(), n_heads, splits)
+        (partial.data_ptr(), lse.data_ptr(), *length_arguments, w_v.data_ptr(), out.data_ptr(), n_heads, splits)
     )()
     return out
 

@@ -20,7 +20,7 @@ def plans() -> dict[str, KernelPlan]:
             "queries, FP8": ("latent_queries", attention.plan_queries(rows, 512, 128, 64, True, BF16)),
             "merge and values": ("merge_values", attention.plan_merge(rows, 128)),
         }
-        found |= {f"few rows: {case}, {rows}": KernelPlan(*of_case, {}) for case, of_case in kernels.items()}
+        found |= {f"few rows: {case}, {rows}": KernelPlan(*arguments, {}) for case, arguments in kernels.items()}
         made = mixture.plan(
             rows, 2048, 1408, 2816, 64, FP32, BF16, (6, 1, 1, 1, "softmax", False, 1.0), False, False, SMS
         )

@@ -56,8 +56,8 @@ def plan_gate(
 ) -> Plan:
     """Plan mixture_gate for rows [rows, columns]."""
     n_experts, n_chosen = int(choice["experts"]), int(choice["chosen"])
-    of_choice = _aligned(MAX_ROWS * (n_experts + 4 * n_chosen) + _aligned(2 * n_experts, 4) + 4, 8)
-    shared = _aligned(_aligned(4 * rows * (GATE_WARPS + n_experts), 8) + of_choice) + 2 * rows * columns
+    choice_bytes = _aligned(MAX_ROWS * (n_experts + 4 * n_chosen) + _aligned(2 * n_experts, 4) + 4, 8)
+    shared = _aligned(_aligned(4 * rows * (GATE_WARPS + n_experts), 8) + choice_bytes) + 2 * rows * columns
     constants = choice | {
         "rows": rows, "columns": columns, "warps": GATE_WARPS, "cluster": GATE_CLUSTER, "gate_dtype": DTYPES[gate],
         "weight_dtype": DTYPES[norm], "power_of_2": power_of_2, "shared_bytes": _aligned(shared),
@@ -68,8 +68,8 @@ def plan_gate(
 def plan_up(rows: int, columns: int, hidden: int, shared_hidden: int, n_chosen: int, n_experts: int, sms: int) -> Plan:
     """Plan mixture_up: experts of `hidden` columns, shared experts of `shared_hidden` together."""
     scales = 4 * MAX_ROWS * columns // SIDE
-    of_rows = rows * (columns + ROW_PADDING) + routes_bytes(rows, n_chosen, n_experts)
-    depth, struct, shared = _depth(UP_WARPS, scales, of_rows)
+    row_bytes = rows * (columns + ROW_PADDING) + routes_bytes(rows, n_chosen, n_experts)
+    depth, struct, shared = _depth(UP_WARPS, scales, row_bytes)
     constants: dict[str, int | bool] = {
         "columns": columns, "chosen": n_chosen, "intermediate": hidden, "shared_intermediate": shared_hidden,
         "warps": UP_WARPS, "depth": depth, "struct_bytes": struct, "shared_bytes": shared,
@@ -82,11 +82,11 @@ def plan_down(
 ) -> Plan:
     """Plan mixture_down; arguments as of `plan_up`."""
     row = n_chosen * hidden + shared_hidden
-    of_rows = rows * (row + ROW_PADDING) + routes_bytes(rows, n_chosen, n_experts)
+    row_bytes = rows * (row + ROW_PADDING) + routes_bytes(rows, n_chosen, n_experts)
     cluster = 1 if rows == 1 else DOWN_CLUSTER_OF_MORE
     for warps in DOWN_WARPS_OF_ONE_ROW if rows == 1 else DOWN_WARPS_OF_MORE:
         scales_and_partials = 4 * MAX_ROWS * row // SIDE + 4 * warps * DOWN_COLUMNS * MAX_ROWS
-        depth, struct, shared = _depth(warps, scales_and_partials, of_rows)
+        depth, struct, shared = _depth(warps, scales_and_partials, row_bytes)
         if shared <= SHARED_BYTES:
             break
     constants: dict[str, int | bool] = {
@@ -218,11 +218,11 @@ def plan(
     choice: Choice, biased: bool, power_of_2: bool, sms: int,
 ) -> tuple[Plan, Plan, Plan]:  # fmt: skip
     """Plan the three kernels for rows [rows, columns], experts of `hidden` columns and shared ones of shared_hidden."""
-    constants, of_all = choice_constants(n_experts, *choice[:-1], biased), (rows, columns, hidden, shared_hidden)
+    constants, sizes = choice_constants(n_experts, *choice[:-1], biased), (rows, columns, hidden, shared_hidden)
     return (
         plan_gate(rows, columns, gate, norm, constants, power_of_2),
-        plan_up(*of_all, choice[0], n_experts, sms),
-        plan_down(*of_all, choice[0], n_experts, power_of_2),
+        plan_up(*sizes, choice[0], n_experts, sms),
+        plan_down(*sizes, choice[0], n_experts, power_of_2),
     )
 
 

@@ -1,4 +1,4 @@
-// One side's place in a pipeline, which goes through its stages in their order.
+// One side's position in a pipeline, which goes through its stages in their order.
 #pragma once
 #include "ptx.cuh"
 

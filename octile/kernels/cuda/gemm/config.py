@@ -225,7 +225,7 @@ class GemmConfig:
         return {"wgmma.cuh": wgmma.header(self.tile_n, a, b)}
 
     def _rules(self) -> list[tuple[bool, str]]:
-        kinds = of_a, of_b = self.a_scales, self.b_scales
+        kinds = a, b = self.a_scales, self.b_scales
         tma = self.store is Store.TMA
         grouped = self.schedule in (Schedule.GROUPED, Schedule.MASKED)
         rows = 64 * self.warpgroups // self.pipelines
@@ -244,10 +244,10 @@ class GemmConfig:
             (self.split_k >= 1, "split_k must be at least 1"),
             (self.split_k == 1 or self.schedule is Schedule.DENSE, "split_k takes a dense GEMM"),
             (self.split_k == 1 or not self.ping_pong, "split_k is for few tiles, and ping_pong for many"),
-            (of_b is not Scales.PER_BLOCK or _max_blocks(self.tile_n) <= 2, "a tile would reach three blocks of b"),
-            (of_a is not Scales.PER_BLOCK or self.waves <= 2, "a warpgroup's rows would reach two blocks of a"),
-            (of_a is not Scales.PER_BLOCK or self.warpgroups < 3, "rows of three warpgroups do not match blocks of a"),
-            (not grouped or of_a is Scales.PER_ROW, "groups begin at any row, blocks of a do not"),
+            (b is not Scales.PER_BLOCK or _max_blocks(self.tile_n) <= 2, "a tile would reach three blocks of b"),
+            (a is not Scales.PER_BLOCK or self.waves <= 2, "a warpgroup's rows would reach two blocks of a"),
+            (a is not Scales.PER_BLOCK or self.warpgroups < 3, "rows of three warpgroups do not match blocks of a"),
+            (not grouped or a is Scales.PER_ROW, "groups begin at any row, blocks of a do not"),
             (not grouped or not self.accumulate, "accumulate takes no groups of rows"),
             (not self.transposed or self.schedule is Schedule.DENSE, "transposed takes a dense GEMM"),
             (not self.transposed or self.tile_n % 16 == 0, "a transposed tile_n must be a multiple of 16"),

@@ -51,16 +51,17 @@ class Chip:
     """A GPU: the number of SMs that a GEMM may use.
 
     Attributes:
-        of_gpu: the number of all its SMs, by which K is split, so that fewer SMs give the same bits; 0: as many.
+        gpu_multiprocessors: the number of all its SMs, by which K is split, so that fewer SMs give the same bits;
+            0: as many.
     """
 
     multiprocessors: int
-    of_gpu: int = 0
+    gpu_multiprocessors: int = 0
 
     @property
     def whole(self) -> "Chip":
         """The GPU with all its SMs."""
-        return Chip(max(self.of_gpu, self.multiprocessors))
+        return Chip(max(self.gpu_multiprocessors, self.multiprocessors))
 
     def clusters(self, size: int) -> int:
         """Return how many clusters of this many blocks run at the same time."""

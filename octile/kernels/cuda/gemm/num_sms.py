@@ -92,7 +92,7 @@ def num_sms(device: torch.device | int | None = None) -> int:
 def chip(device: torch.device | int | None = None) -> Chip:
     """Return a GPU as the choice of a GEMM's kernel needs it; None is the current GPU."""
     device = torch.cuda.current_device() if device is None else device
-    return Chip(num_sms(device), of_gpu=multiprocessors(device))
+    return Chip(num_sms(device), gpu_multiprocessors=multiprocessors(device))
 
 
 @cache  # every launch asks

@@ -118,8 +118,8 @@ def _why_unsupported(
         kinds = _scale_kinds((a_rows, a_columns), (m, k), (b_rows, b_columns), (n, k), dense=groups is None)
     except ValueError as error:
         return str(error)
-    of_rows = kinds[0] is Scales.PER_ROW  # groups of rows may begin anywhere, and so within a block of a
-    if kinds not in SCALE_KINDS or (groups is not None and not along_k and not of_rows):
+    has_row_scales = kinds[0] is Scales.PER_ROW  # groups of rows may begin anywhere, and so within a block of a
+    if kinds not in SCALE_KINDS or (groups is not None and not along_k and not has_row_scales):
         return f"blocks of {a_rows}×{a_columns} with {b_rows}×{b_columns} are none of 1×128 with 1×128 or 128×128"
     if not promote and kinds != (Scales.PER_TENSOR, Scales.PER_TENSOR):
         blocks = f"{a_rows}×{a_columns} and {b_rows}×{b_columns}"

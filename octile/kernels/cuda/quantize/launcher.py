@@ -126,10 +126,10 @@ def _layout_error(
         return "it is empty" if shape.numel() == 0 else "it has too many elements for one launch"
     if columns % unit:
         return f"its rows of {columns} are not a multiple of {unit}"
-    if strides[-1] != 1 or (of_matrices := _matrix_strides(shape, strides)) is None:
+    if strides[-1] != 1 or (matrix_strides := _matrix_strides(shape, strides)) is None:
         return "its rows are not contiguous, or its matrices are not one stride apart"
-    if (address | of_matrices[0] * size | of_matrices[1] * size) % vector or (
-        packed and any(n % unit for n in of_matrices)
+    if (address | matrix_strides[0] * size | matrix_strides[1] * size) % vector or (
+        packed and any(n % unit for n in matrix_strides)
     ):
         return f"its rows do not begin at multiples of {unit if packed else vector} bytes"
     if out == torch.uint8 and columns % 32:
@@ -348,8 +348,8 @@ def _launch_matrices(
             addresses = map(address_of, (part.x, part.data, part.data_t, part.scale, part.scale_t))
             row_bytes_t = 0 if part.data_t is None else part.data_t.stride(-2)
             sizes = m, k, _inverse(constants["raster_height"] * k_tiles), row_bytes_t
-            of_results = all_columns or k, part.first_column // SIDE
-            rows.append((*addresses, *(_strides(part.x) or ()), *sizes, blocks, *of_results))
+            result_columns = all_columns or k, part.first_column // SIDE
+            rows.append((*addresses, *(_strides(part.x) or ()), *sizes, blocks, *result_columns))
             blocks += _batches(part.x) * _ceil_div(m, SIDE) * k_tiles
         arguments = Structures(MATRIX, CAPACITY, tuple(rows)), len(rows)
         _launch("matrices", constants, x, blocks, BLOCK_THREADS, BLOCK_BYTES, *arguments)
@@ -552,10 +552,10 @@ def _strides(x: Tensor) -> tuple[int, int] | None:
 
 @functools.lru_cache(MAX_KEYS)
 def _matrix_strides(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, int] | None:
-    *of_batch, row, _ = strides
-    if any(of_batch[i] != of_batch[i + 1] * shape[i + 1] for i in range(len(of_batch) - 1)):
+    *batch_strides, row, _ = strides
+    if any(batch_strides[i] != batch_strides[i + 1] * shape[i + 1] for i in range(len(batch_strides) - 1)):
         return None
-    return (of_batch[-1] if of_batch else 0), row
+    return (batch_strides[-1] if batch_strides else 0), row
 
 
 def _is_aligned_along(scale: Tensor, dim: int) -> bool:

@@ -21,7 +21,7 @@ from octile.kernels.cuda.jit.launch import launch
 MAX_EXPERTS = 512  # whose counts fit into shared memory for each warp
 MAX_ENTRIES = 2**31 - 2**16
 COUNT = {"warps": 8, "rounds": 4}  # warps of a block, and entries of a thread
-PLACE = {"warps": 16, "rounds": 2}
+SORT = {"warps": 16, "rounds": 2}
 BALANCE = {"warps": 4, "blocks": 4}  # warps of a block, and blocks that must fit on an SM; at most so many are launched
 SUM_WARPS, SUM_COLUMNS = 16, 32  # warps of a block, and experts
 LANE_EXPERTS = 16  # of a token in a lane
@@ -56,24 +56,24 @@ def why_not_balance(logits: Tensor, experts: Tensor | None, *_: Any) -> str | No
 def count_tokens(experts: Tensor, n_experts: int, batch: int) -> Tensor:
     """Count experts [T, K] in each of `batch` sequences → int64 [batch, E]."""
     counts = torch.zeros(batch, n_experts, dtype=torch.int64, device=experts.device)
-    of_sequence = experts.numel() // batch
-    blocks = _blocks(of_sequence, COUNT)
+    sequence_entries = experts.numel() // batch
+    blocks = _blocks(sequence_entries, COUNT)
     constants = {**_constants(experts, n_experts, COUNT), "of_blocks": False}
     _launch(
         "count_experts", constants, experts, batch * blocks, COUNT["warps"], 4 * n_experts, experts.contiguous(), 0,
-        counts, of_sequence, blocks,
+        counts, sequence_entries, blocks,
     )  # fmt: skip
     return counts
 
 
 def routing_plan(experts: Tensor, load: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort the entries of experts [T, K], with load [E] → place [T, K], order [T·K], offs [E], int32."""
+    """Sort the entries of experts [T, K], with load [E] → row_ids [T, K], order [T·K], offs [E], int32."""
     (t, k), n_experts, device = experts.shape, len(load), experts.device
-    experts, warps = experts.contiguous(), PLACE["warps"]
-    place = torch.empty(t, k, dtype=torch.int32, device=device)
+    experts, warps = experts.contiguous(), SORT["warps"]
+    row_ids = torch.empty(t, k, dtype=torch.int32, device=device)
     order = torch.empty(t * k, dtype=torch.int32, device=device)
     offs = torch.empty(n_experts, dtype=torch.int32, device=device)
-    blocks, constants = _blocks(t * k, PLACE), _constants(experts, n_experts, PLACE)
+    blocks, constants = _blocks(t * k, SORT), _constants(experts, n_experts, SORT)
     counts = torch.empty(blocks, n_experts, dtype=torch.int32, device=device)
     _launch(
         "count_experts", {**constants, "of_blocks": True}, experts, blocks, warps, 4 * n_experts, experts, counts, 0,
@@ -81,9 +81,9 @@ def routing_plan(experts: Tensor, load: Tensor) -> tuple[Tensor, Tensor, Tensor]
     )  # fmt: skip
     _launch(
         "place_rows", {**constants, "wide_load": load.dtype == torch.int64}, experts, blocks, warps,
-        4 * (n_experts + 32 + warps * n_experts), experts, load, counts, place, order, offs, load.stride(0), t * k,
+        4 * (n_experts + 32 + warps * n_experts), experts, load, counts, row_ids, order, offs, load.stride(0), t * k,
     )  # fmt: skip
-    return place, order, offs
+    return row_ids, order, offs
 
 
 def sequence_balance(

@@ -34,12 +34,12 @@ def nothing_tuned(tmp_path, monkeypatch):
     of_b=st.sampled_from([Scales.PER_BLOCK, Scales.PER_ROW]),
     store=st.sampled_from(Store),
     sms=st.integers(1, 132),
-    of_gpu=st.sampled_from([0, 132]),
+    gpu_multiprocessors=st.sampled_from([0, 132]),
 )
-def test_there_is_always_a_kernel(sides, groups, schedule, of_b, store, sms, of_gpu):
+def test_there_is_always_a_kernel(sides, groups, schedule, of_b, store, sms, gpu_multiprocessors):
     dense = schedule is Schedule.DENSE
     problem = Problem(*sides, 1 if dense else groups, schedule, b_scales=of_b, store=store, transposable=dense)
-    config = choose(problem, Chip(sms, of_gpu))
+    config = choose(problem, Chip(sms, gpu_multiprocessors))
     assert (config.schedule, config.store is Store.TMA) == (schedule, store is Store.TMA)
     assert {config.a_scales, config.b_scales} == {Scales.PER_ROW, of_b}
     assert config.max_groups >= (0 if dense else groups)
@@ -59,11 +59,11 @@ def test_there_is_always_a_kernel(sides, groups, schedule, of_b, store, sms, of_
 )
 def test_fewer_sms_split_k_as_all_sms_do(problem: Problem, sms: int):
     """Nothing else about a kernel changes the bits of a result."""
-    assert choose(problem, Chip(sms, of_gpu=132)).split_k == choose(problem, H200).split_k
+    assert choose(problem, Chip(sms, gpu_multiprocessors=132)).split_k == choose(problem, H200).split_k
 
 
 def test_a_measured_kernel_for_fewer_sms_that_splits_k_otherwise_is_left_out():
-    problem, few = Problem(512, 768, 8192), Chip(100, of_gpu=132)
+    problem, few = Problem(512, 768, 8192), Chip(100, gpu_multiprocessors=132)
     expected = choose(problem, few)
     for split_k in (expected.split_k + 1, expected.split_k):
         measured = GemmConfig(128, 64, 3, staged_boxes=1, split_k=split_k)

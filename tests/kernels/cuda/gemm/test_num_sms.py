@@ -31,7 +31,7 @@ def test_num_sms_is_bounded_by_the_setting_and_the_gpu(limit, used):
 
 def test_gemms_know_all_sms_of_the_gpu():
     num_sms.set_num_sms(78)
-    assert num_sms.chip() == Chip(78, of_gpu=132)
+    assert num_sms.chip() == Chip(78, gpu_multiprocessors=132)
 
 
 def test_none_lifts_the_bound():

@@ -27,7 +27,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(launcher, "_launch", launch)
     monkeypatch.setattr(num_sms, "multiprocessors", lambda device: 2)
-    for settings in (launcher.COUNT, launcher.PLACE):
+    for settings in (launcher.COUNT, launcher.SORT):
         monkeypatch.setitem(settings, "warps", 2)
         monkeypatch.setitem(settings, "rounds", 2)
     monkeypatch.setattr(launcher, "SUM_WARPS", 2)
@@ -70,9 +70,9 @@ def test_nothing_is_written_outside_for_a_wrong_load_and_other_numbers_than_expe
     experts = _experts(60, 4, 16)
     experts[::7], experts[1::7] = -5, 99
     assert torch.equal(launcher.count_tokens(experts, 16, 1), count_tokens(experts.clamp(0, 15), 16))
-    place, *_ = launcher.routing_plan(experts, torch.full((16,), 1000))  # the emulator guards the results
-    assert place.min() >= 0
-    assert place.max() < 240
+    row_ids, *_ = launcher.routing_plan(experts, torch.full((16,), 1000))  # the emulator guards the results
+    assert row_ids.min() >= 0
+    assert row_ids.max() < 240
 
 
 @pytest.mark.each_value
