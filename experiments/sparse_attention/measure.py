@@ -18,8 +18,8 @@ from torch import Tensor
 
 import octile
 from octile.models.deepseek_v3 import DeepseekV3
-from octile.nn.fused.chosen_attention import is_chosen
 from octile.nn.fused.index_alignment import attention_distribution
+from octile.nn.fused.top_k_attention import top_k_mask
 from octile.nn.indexer import Indexer, IndexInput
 from octile.train.data.batches import validation_windows
 from octile.train.data.token_store import TokenStore
@@ -28,19 +28,19 @@ LENGTH, WINDOWS, AT_ONCE = 256, 32, 4
 RUNS = ("dense", "dense_continued", "untrained", "warm_up", "sparse")
 
 
-def agreement(chosen_BSK: Tensor, p_BST: Tensor) -> tuple[float, float]:
+def agreement(top_k_BSK: Tensor, p_BST: Tensor) -> tuple[float, float]:
     """Return recall and mass, the means over the queries that see more keys than are chosen.
 
     Args:
-        chosen_BSK: the keys that were chosen.
+        top_k_BSK: the keys that were chosen.
         p_BST: attention's weights, of the keys that each query sees.
     """
-    k, t = chosen_BSK.shape[2], p_BST.shape[2]
-    of_index = is_chosen(chosen_BSK, t)[:, k:]
+    k, t = top_k_BSK.shape[2], p_BST.shape[2]
+    in_top_k = top_k_mask(top_k_BSK, t)[:, k:]
     p_BST = p_BST[:, k:]
-    largest = torch.zeros_like(of_index).scatter_(-1, p_BST.topk(k).indices, True)
-    recall = (of_index & largest).sum(-1) / k
-    mass = (p_BST * of_index).sum(-1)
+    largest = torch.zeros_like(in_top_k).scatter_(-1, p_BST.topk(k).indices, True)
+    recall = (in_top_k & largest).sum(-1) / k
+    mass = (p_BST * in_top_k).sum(-1)
     return float(recall.mean()), float(mass.mean())
 
 
@@ -59,7 +59,7 @@ def measure(model: DeepseekV3, windows: Tensor) -> tuple[float, float]:
     def observe(indexer: Indexer, topk: int) -> Any:
         def align(index: IndexInput, q: Tensor, k: Tensor, chosen: Tensor | None, scale: float) -> Tensor:
             indexer.warm_up, indexer.topk = False, topk
-            chosen = indexer.choose(*index)
+            chosen = indexer.top_k_keys(*index)
             indexer.warm_up = True
             assert chosen is not None
             seen = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).tril()[None]

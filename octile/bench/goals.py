@@ -389,14 +389,14 @@ def decode_case(name: str, batch: int) -> str:
     return f"{name}, decode, batch {batch}"
 
 
-def spread_case(name: str, batch: int, n_ranks: int) -> str:
-    """Return the case of a batch that decodes on each rank, with experts spread over the ranks."""
+def expert_parallel_case(name: str, batch: int, n_ranks: int) -> str:
+    """Return the case of a batch that decodes on each rank, expert parallel."""
     return f"{name}, decode, batch {batch} on each of {n_ranks} ranks"
 
 
 def routed_case(name: str, batch: int, n_ranks: int) -> str:
-    """Return the case of a batch that decodes on each rank, with shared experts spread like routed ones."""
-    return f"{spread_case(name, batch, n_ranks)}, routed shared experts"
+    """Return the case of a batch that decodes on each rank, with shared experts routed like the others."""
+    return f"{expert_parallel_case(name, batch, n_ranks)}, routed shared experts"
 
 
 def group_case(name: str, batch: int, n_ranks: int) -> str:
@@ -439,7 +439,7 @@ H200_BOUNDS = (
         for batch in (1, 32)
     ),
     Bound("prefill, % of the FP8 peak", f"{V2_LITE}, {PREFILL}", SHARE_OF_PEAK, (), 30.0, 55.0),
-    Bound("batch 256 on two GPUs vs. one", spread_case(V2_LITE, 128, 2), DECODE, (one_rank(256),), 1.5, None),
+    Bound("batch 256 on two GPUs vs. one", expert_parallel_case(V2_LITE, 128, 2), DECODE, (one_rank(256),), 1.5, None),
 )
 
 

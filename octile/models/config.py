@@ -85,7 +85,7 @@ class ModelConfig:
         mtp_loss_weight: weight of the multi-token prediction's loss (0.3, and 0.1 late in V3's training).
         index_n_heads, index_head_dim: heads and channels of the indexer of V3.2's sparse attention (64 and 128), a
             power of two from qk_rope_head_dim to 128; None: there is no indexer, and attention is dense.
-        index_topk: keys that the indexer chooses for each query (2048).
+        index_topk: top-k keys of each query, which the indexer finds (2048).
         extra: further keys of a configuration file, written back unchanged.
 
     Raises:
@@ -149,7 +149,7 @@ class ModelConfig:
 
     @property
     def has_indexer(self) -> bool:
-        """Whether attention is sparse, to keys that an indexer chooses."""
+        """Whether attention is sparse, to the top-k keys of an indexer."""
         return self.index_topk is not None
 
     def is_moe(self, layer: int) -> bool:

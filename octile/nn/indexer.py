@@ -1,4 +1,4 @@
-"""The lightning indexer of DeepSeek sparse attention (DSA): it chooses the keys that each query attends to.
+"""The lightning indexer of DeepSeek sparse attention (DSA): it finds the top-k keys, to which each query attends.
 
     q_h = wq_b · (compressed query)      k = LayerNorm(wk · x)      both rotated and in FP8: octile.ops.index_rows
     w   = weights_proj · x / √(heads · channels)
@@ -10,12 +10,12 @@ Rotary positions are those of the first R channels, whose pairs are channels i a
 adjacent channels.
 
 Training has two stages. In the warm-up attention is dense, the rest of the model is frozen, and the indexer learns the
-distribution of attention over all keys. Then attention is sparse, and it learns the distribution over the chosen keys.
+distribution of attention over all keys. Then attention is sparse, and it learns the distribution over the top-k keys.
 Its inputs are detached: only this loss trains it, and it trains nothing else. Gradients pass through FP8's rounding.
 
 Source: DeepSeek-V3.2-Exp (https://github.com/deepseek-ai/DeepSeek-V3.2-Exp) §1 and §2.1, inference/model.py.
 Shapes: B batch, S queries, T keys, D model, L compressed query, G heads and E channels of the indexer, R rotary
-channels, K chosen keys.
+channels, K top-k keys.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class Indexer(nn.Module):
         return IndexInput(q_BSGE, k_BSE, weights_BSG * weight_factor(self.n_heads, self.head_dim))
 
     @torch.no_grad()
-    def choose(self, q_BSGE: Tensor, k_BTE: Tensor, weights_BSG: Tensor) -> Tensor | None:
-        """Choose the keys of each query, of which the S-th sees all T keys, and those before it one less each.
+    def top_k_keys(self, q_BSGE: Tensor, k_BTE: Tensor, weights_BSG: Tensor) -> Tensor | None:
+        """Find the top-k keys of each query, of which the S-th sees all T keys, and those before it one less each.
 
         Returns:
             int32 [B, S, K], as `octile.ops.top_keys.top_keys`; None: every query attends to all keys that it sees.
@@ -106,7 +106,7 @@ class Indexer(nn.Module):
         b, s, t = *q_BSGE.shape[:2], k_BTE.shape[1]
         if (self.warm_up and self.training) or t <= self.topk:
             return None
-        chosen_BSK = torch.empty(b, s, self.topk, dtype=torch.int32, device=q_BSGE.device)
+        top_k_BSK = torch.empty(b, s, self.topk, dtype=torch.int32, device=q_BSGE.device)
         rows = max(MAX_LOGITS // t, 1)
         ends_S = torch.arange(t - s + 1, t + 1, dtype=torch.int32, device=q_BSGE.device)
         starts_S = torch.zeros_like(ends_S)
@@ -118,21 +118,21 @@ class Indexer(nn.Module):
                 weights = weights_BSG[i, block] * q_scale
                 seen = starts_S[block], ends_S[block]
                 logits = mqa_logits(q, k, k_scale, weights, *seen, 0, False, torch.float32)
-                chosen_BSK[i, block] = top_keys(logits, *seen, self.topk)
-        return chosen_BSK
+                top_k_BSK[i, block] = top_keys(logits, *seen, self.topk)
+        return top_k_BSK
 
     def align(
-        self, index: IndexInput, q_BSHX: Tensor, k_BSHX: Tensor, chosen_BSK: Tensor | None, scale: float
+        self, index: IndexInput, q_BSHX: Tensor, k_BSHX: Tensor, top_k_BSK: Tensor | None, scale: float
     ) -> Tensor:
         """Set `alignment_loss` to that of a forward pass, and return the queries to attend with.
 
         Args:
             index: the result of `forward` for the same tokens.
             q_BSHX, k_BSHX: attention's queries and keys.
-            chosen_BSK: the result of `choose`.
+            top_k_BSK: the result of `top_k_keys`.
             scale: factor of attention's scores.
         """
-        loss = alignment_loss(index.q, index.k, index.weights, q_BSHX.detach(), k_BSHX.detach(), chosen_BSK, scale)
+        loss = alignment_loss(index.q, index.k, index.weights, q_BSHX.detach(), k_BSHX.detach(), top_k_BSK, scale)
         return leave_behind(self, "alignment_loss", loss, q_BSHX)
 
     def pop_alignment_loss(self) -> Tensor | float:

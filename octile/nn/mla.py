@@ -3,12 +3,12 @@
     latent = RMSNorm(W_kva · x)     512 channels, and 64 more of a rotary key that all heads share
     k, v   = W_kvb · latent         128 + 128 channels a head, recomputed wherever they are needed
 
-With an indexer each query attends to the keys that it chooses (`octile.nn.indexer`); nothing is fused then. This module
+With an indexer each query attends to its top-k keys (`octile.nn.indexer`); nothing is fused then. This module
 is for training: it computes keys and values, and attends as usual. `octile.serve` caches the latents of former tokens.
 
 Source: DeepSeek-V2 (arXiv 2405.04434) §2.1, DeepSeek-V3 (arXiv 2412.19437) §2.1.1.
 Shapes: B batch, S tokens, D model, H heads, C latent, R rotary key, N the rest of a head's key, V a head's value,
-W = C + R, K keys that an indexer chooses.
+W = C + R, K top-k keys.
 """
 
 import torch.nn.functional as F
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from octile.nn.functional import result_dtype
 from octile.nn.fused.block_input import BlockInput
-from octile.nn.fused.chosen_attention import chosen_attention
 from octile.nn.fused.fusion import FusableModule, Fusion, fuse_linear
 from octile.nn.fused.mla import Heads, latent_attention
 from octile.nn.fused.pre_norm import norm_block_input
 from octile.nn.fused.projections import projections
 from octile.nn.fused.rotary import latent_keys_and_values, rotate
 from octile.nn.fused.shared_quantization import shared_quantization
+from octile.nn.fused.top_k_attention import top_k_attention
 from octile.nn.indexer import Indexer, IndexInput
 from octile.nn.norm import RMSNorm
 from octile.nn.rope import CosSin
@@ -41,7 +41,7 @@ class MLA(FusableModule):
         q_lora_rank: rank of the compressed queries; None projects them directly.
         kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim, v_head_dim: C, R, N, V.
         softmax_factor: what YaRN multiplies the softmax scale by.
-        indexer: chooses the keys of each query, from compressed queries; None: attention is dense.
+        indexer: finds the top-k keys of each query, from compressed queries; None: attention is dense.
 
     Raises:
         ValueError: there is an indexer, and no compressed queries.
@@ -149,13 +149,13 @@ class MLA(FusableModule):
     ) -> Tensor:
         kv_BSHY = self.kv_b_proj(latent_BSC).unflatten(-1, (self.num_heads, -1))
         k_BSHX, v_BSHV = latent_keys_and_values(kv_BSHY, k_rope_BSR, cos_sin, self.kv_split[0])
-        chosen_BSK = None
+        top_k_BSK = None
         if self.indexer is not None and index is not None:
-            chosen_BSK = self.indexer.choose(*index)
+            top_k_BSK = self.indexer.top_k_keys(*index)
             if self.training:
-                q_BSHX = self.indexer.align(index, q_BSHX, k_BSHX, chosen_BSK, self.softmax_scale)
-        if chosen_BSK is not None:
-            return chosen_attention(q_BSHX, k_BSHX, v_BSHV, chosen_BSK, self.softmax_scale)
+                q_BSHX = self.indexer.align(index, q_BSHX, k_BSHX, top_k_BSK, self.softmax_scale)
+        if top_k_BSK is not None:
+            return top_k_attention(q_BSHX, k_BSHX, v_BSHV, top_k_BSK, self.softmax_scale)
         q_BHSX, k_BHSX, v_BHSV = (t.transpose(1, 2) for t in (q_BSHX, k_BSHX, v_BSHV))
         o_BHSV = F.scaled_dot_product_attention(q_BHSX, k_BHSX, v_BHSV, is_causal=True, scale=self.softmax_scale)
         return o_BHSV.transpose(1, 2)

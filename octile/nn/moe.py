@@ -147,7 +147,7 @@ class MoE(FusableModule):
 
     In training mode a forward pass leaves two things behind:
 
-        last_load_E     int64 [E], how many tokens each expert got, from all ranks if experts are spread over several
+        last_load_E     int64 [E], how many tokens each expert got, from all ranks under expert parallelism
                         (`octile.parallel`): what `gate.balance` needs after the step
         balance_loss    α · `gate.sequence_balance`, for the model to add to its loss; None where α is 0
 

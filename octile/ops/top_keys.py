@@ -1,4 +1,4 @@
-"""Choice of the K keys that sparse attention reads: those with the highest logits.
+"""The top-k keys that sparse attention reads: those with the highest logits.
 
 The order of keys is by logit, then by position, so that the choice is the same at every call and on every device: of
 equal logits, the key that comes first is chosen. NaN is the highest logit, so that it is not lost.

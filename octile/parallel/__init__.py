@@ -1,4 +1,4 @@
-"""Training on many processes: experts and optimizer state spread over ranks, and weights that FSDP2 gathers in FP8."""
+"""Training on many processes: expert parallelism, sharded optimizer state, and weights that FSDP2 gathers in FP8."""
 
 from octile.parallel.balance import balance_gates
 from octile.parallel.expert_sharding import ExpertShare, shard_experts

@@ -1,4 +1,4 @@
-"""Spread the experts of a model over ranks: each rank keeps the weights of its own, and gets a dispatcher."""
+"""Make a model expert parallel: each rank keeps the weights of its own, and gets a dispatcher."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def shard_experts(
     too_many_rows: Tensor | None = None,
     across: Across = "auto",
 ) -> ExpertShare:
-    """Spread the experts of a model's mixtures over ranks, of which each has the whole model before, and own tokens.
+    """Shard the experts of a model's mixtures over ranks, of which each has the whole model before, and own tokens.
 
     Each rank keeps the weights of E/W consecutive experts, as new parameters: make the optimizer afterwards. Gate and
     shared experts stay whole. `last_load_E` of a mixture then counts the tokens of all these ranks.

@@ -1,4 +1,4 @@
-"""Expert parallelism: the experts of a mixture are spread over ranks, and the rows of tokens are sent to them.
+"""Expert parallelism: each rank has a part of the experts of a mixture, and the rows of tokens are sent to them.
 
 Each of W ranks has its own tokens and E/W consecutive experts.
 

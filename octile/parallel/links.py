@@ -58,7 +58,7 @@ def can_access(first: int, second: int) -> bool:
 
 
 def describe_dispatch(n_gpus: int, links: list[Link]) -> str:
-    """Say what sends rows to experts that `octile train` spreads over the GPUs of this machine, and why."""
+    """Say what sends rows to the experts of other GPUs of this machine in `octile train`, and why."""
     if not n_gpus:
         return f"{ALL_TO_ALL} over gloo, between processes on the CPU: there is no GPU"
     if n_gpus == 1:

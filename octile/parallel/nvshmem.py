@@ -1,7 +1,7 @@
 """Rows of tokens across nodes by NVSHMEM: torch's `all_to_all_vdev` on symmetric memory, for which no host waits.
 
 The numbers of rows stay on the devices, and each rank reads what others send it from their memory. So all tensors have
-room for any distribution of tokens, and a step can be captured in a CUDA graph. One exchange is
+capacity for any distribution of tokens, and a step can be captured in a CUDA graph. One exchange is
 
     barrier      an exchange of no rows: nobody reads the rows of the exchange before any more
     copies       of the rows into the memory that is read, sorted by node; only of those that are sent

@@ -170,8 +170,8 @@ class ShardedState:
 
     Args:
         model: contiguous parameters with the same values on all ranks; of experts, on all replicas.
-        experts: the mesh [replicas, ranks of a replica], over whose second dimension `shard_experts` spread the
-            experts; None: they are not spread.
+        experts: the mesh [replicas, ranks of a replica], over whose second dimension `shard_experts` sharded the
+            experts; None: they are not sharded.
         reduce: the dtype in which gradients are summed, float32 or bfloat16.
         stages: modules that the forward pass calls one after another, with all parameters together. Their exchanges
             overlap with one another's computation. None: the model is one stage.
@@ -186,7 +186,7 @@ class ShardedState:
         rank, size: this rank's number among them, and theirs.
 
     Raises:
-        ValueError: a mixture's experts are spread over other ranks than the mesh says, `reduce` is another dtype, or a
+        ValueError: a mixture's experts are sharded over other ranks than the mesh says, `reduce` is another dtype, or a
             parameter is in no stage.
     """
 
@@ -205,11 +205,11 @@ class ShardedState:
         self.reduce = reduce
         self.group = dist.group.WORLD if group is None else group
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        spread = _spread_experts(model, 1 if experts is None else experts.size(1))
+        expert_parallel = _expert_parallel_weights(model, 1 if experts is None else experts.size(1))
         self._replicas = self.group if experts is None else experts.get_group(0)
         self._shards: dict[str, _Shard] = {}
         for name, weight in model.named_parameters():
-            mesh = experts if weight in spread else None
+            mesh = experts if weight in expert_parallel else None
             self._shards[name] = self._cut(weight, mesh)
         is_counted = [shard.is_counted and name not in uncounted for name, shard in self._shards.items()]
         number = {name: index for index, name in enumerate(self._shards if order is None else order)}
@@ -408,17 +408,17 @@ def collect(local: Tensor, layout: Layout, group: dist.ProcessGroup | None = Non
     return whole
 
 
-def _spread_experts(model: nn.Module, n_ranks: int) -> set[Tensor]:
+def _expert_parallel_weights(model: nn.Module, n_ranks: int) -> set[Tensor]:
     """The weights of experts that `shard_experts` has cut; raises ValueError unless it was between `n_ranks` ranks."""
-    spread: set[Tensor] = set()
+    weights: set[Tensor] = set()
     for name, moe in model.named_modules():
         if isinstance(moe, MoE):
             found = moe.dispatcher.n_ranks if isinstance(moe.dispatcher, ExpertDispatcher) else 1
             if found != n_ranks:
                 raise ValueError(f"the experts of {name or 'model'} must be spread over {n_ranks} ranks, not {found}")
             if found > 1:
-                spread.update(moe.experts.parameters())
-    return spread
+                weights.update(moe.experts.parameters())
+    return weights
 
 
 def _gradient(weight: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ class Options:
         cluster: h800_2048, h200_8 or h200_2048, or a TOML file like those in octile/plan/clusters.
         gpus: GPUs of the cluster, if not all.
         pp: ranks of the pipeline.
-        ep: ranks over which the experts are spread.
+        ep: ranks of expert parallelism.
         schedule: schedule of the pipeline: gpipe, 1f1b, zb1p, dualpipe, dualpipev or chimera.
         batch_size: sequences of a step.
         micro_batch_size: sequences of a micro-batch on one rank.

@@ -39,7 +39,7 @@ def exchange(c: ModelConfig, tokens: int, ep: int, cluster: Cluster, is_balanced
     Args:
         c: the model.
         tokens: tokens of a micro-batch on one rank.
-        ep: ranks over which the experts are spread.
+        ep: ranks of expert parallelism.
         cluster: cluster of the ranks.
         is_balanced: whether all ranks' experts have as many rows; otherwise the busiest rank's take as long as all.
     """

@@ -1,4 +1,4 @@
-"""A layout: how a model's layers, experts and batch are spread over the GPUs of a cluster."""
+"""A layout: how a model's layers, experts and batch are divided among the GPUs of a cluster."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Nodes(Protocol):
 
 @dataclass(frozen=True)
 class Layout:
-    """How a training step is spread over GPUs.
+    """How a training step is divided among GPUs.
 
     Attributes:
         pp: ranks of the pipeline.
-        ep: ranks over which the experts of a layer are spread; it divides the data-parallel ranks.
+        ep: ranks of expert parallelism; it divides the data-parallel ranks.
         schedule: name of the schedule of the pipeline.
         batch_size: sequences of a step.
         micro_batch_size: sequences of a micro-batch on one rank.

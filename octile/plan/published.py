@@ -113,7 +113,7 @@ class MeasuredRun:
         name, gpus, how: what ran.
         model: its shape.
         batch_size, micro_batch_size, sequence_length: as in `Layout`.
-        ep: ranks over which the experts were spread.
+        ep: ranks of expert parallelism.
         milliseconds: duration of a step.
         source: its record.
         peak: memory of its tensors in GiB; None: not recorded.
@@ -190,7 +190,7 @@ PAIRS = {  # ms of both ranks, in sequence: benchmarks/history/pair
 
 
 def work_on_two(model: ModelConfig) -> list[Work]:
-    """The work of a layer with experts in a forward and a backward pass of 4,096 tokens, experts spread over two ranks.
+    """The work of a layer with experts, expert parallel over two ranks, in both passes of 4,096 tokens.
 
     As measured in benchmarks/history/pair: weights are quantized once more for the backward pass, transposed, and a
     rank's experts have a quarter more rows than tokens go to them.

@@ -32,7 +32,7 @@ class Prefill:
     """A prefill unit.
 
     Attributes:
-        ep: GPUs of the unit, over which the experts are spread.
+        ep: GPUs of the unit, which are the ranks of expert parallelism.
         tokens: tokens of both micro-batches of a GPU together.
         prompt: tokens of a prompt, cached ones included.
         cached: share of a prompt's tokens that a cache has; their keys and values are computed from the cached latents.
@@ -54,7 +54,7 @@ class Decode:
     """A decode unit.
 
     Attributes:
-        ep: GPUs of the unit, over which the experts are spread.
+        ep: GPUs of the unit, which are the ranks of expert parallelism.
         requests: requests of a GPU, in two micro-batches.
         context: tokens to which a new one attends.
         experts: routed experts on a GPU, copies included; the shared one is on every GPU.

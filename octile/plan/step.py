@@ -130,8 +130,8 @@ def plan_step(c: ModelConfig, layout: Layout, cluster: Cluster) -> StepPlan:
     """Predict a training step.
 
     Raises:
-        ValueError: the layout does not divide what it spreads, or its schedule refuses it. Whether the memory suffices
-            is not asked: see `octile.plan.memory.why_not_fitting`.
+        ValueError: the layout does not divide the layers, experts or batch, or its schedule refuses it. Whether the
+            memory suffices is not asked: see `octile.plan.memory.why_not_fitting`.
     """
     layout.check(c, cluster)
     schedule, stages = layout.make_schedule(cluster), make_stages(c, layout, cluster)

@@ -205,7 +205,7 @@ def mixture_work(
     Args:
         c: the model.
         tokens: tokens of a micro-batch.
-        ep: ranks over which the experts are spread.
+        ep: ranks of expert parallelism.
         saved: whether norms are saved for backward.
         load: rows of the rank's experts, of the mean over ranks.
         spare_rows: rows that operators pass although no token has them, of those that tokens have. Tensors of the

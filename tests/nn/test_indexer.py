@@ -77,7 +77,7 @@ def inputs(seed=0, batch=2, length=20) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("seed", range(3))
 def test_chosen_keys_are_those_of_the_published_indexer(seed):
     indexer, (x, latent) = make_indexer(seed), inputs(seed)
-    chosen = indexer.choose(*indexer(x, latent, cos_sin(0, 20)))
+    chosen = indexer.top_k_keys(*indexer(x, latent, cos_sin(0, 20)))
     for b in range(2):
         logits = published_logits(indexer, x[b], latent[b])
         for s in range(20):
@@ -105,16 +105,16 @@ def test_queries_after_cached_keys_choose_the_same():
     whole = indexer(x, latent, cos_sin(0, 20))
     last = indexer(x[:, 15:], latent[:, 15:], cos_sin(15, 20))
     keys = whole.k.to(torch.bfloat16).float()  # which holds their values exactly
-    assert torch.equal(indexer.choose(last.q, keys, last.weights), indexer.choose(*whole)[:, 15:])
+    assert torch.equal(indexer.top_k_keys(last.q, keys, last.weights), indexer.top_k_keys(*whole)[:, 15:])
 
 
 @torch.no_grad()
 def test_choices_in_parts_of_the_queries_are_the_same(monkeypatch):
     indexer, (x, latent) = make_indexer(), inputs()
     index = indexer(x, latent, cos_sin(0, 20))
-    whole = indexer.choose(*index)
+    whole = indexer.top_k_keys(*index)
     monkeypatch.setattr("octile.nn.indexer.MAX_LOGITS", 70)
-    assert torch.equal(indexer.choose(*index), whole)
+    assert torch.equal(indexer.top_k_keys(*index), whole)
 
 
 @torch.no_grad()
@@ -122,7 +122,7 @@ def test_choices_in_parts_of_the_queries_are_the_same(monkeypatch):
 def test_all_keys_are_chosen_in_the_warm_up_and_of_short_texts(warm_up, length):
     indexer, (x, latent) = make_indexer(), inputs(length=length)
     indexer.warm_up = warm_up
-    assert indexer.choose(*indexer(x, latent, cos_sin(0, length))) is None
+    assert indexer.top_k_keys(*indexer(x, latent, cos_sin(0, length))) is None
 
 
 @torch.no_grad()
@@ -171,10 +171,10 @@ def test_with_as_many_keys_as_tokens_attention_is_dense():
 def test_attention_reads_the_chosen_keys_alone():
     mla, (x, _) = make_mla().eval(), inputs()
     *_, compressed = mla._projections(x)
-    chosen = mla.indexer.choose(*mla.indexer(x, compressed, cos_sin(0, 20)))
+    chosen = mla.indexer.top_k_keys(*mla.indexer(x, compressed, cos_sin(0, 20)))
     before = mla(x, cos_sin(0, 20))[0, 19]
     unseen = next(t for t in range(19) if t not in chosen[0, 19])
-    mla.indexer.choose = lambda *_: chosen
+    mla.indexer.top_k_keys = lambda *_: chosen
     changed = x.clone()
     changed[0, unseen] = 100.0
     assert torch.equal(mla(changed, cos_sin(0, 20))[0, 19], before)

@@ -239,8 +239,8 @@ def test_a_compiled_mixture_computes_the_same_in_one_graph(settings):
 # the balance loss
 
 
-def paper_balance(logits_BSE, k, scoring_func, chosen_BSK=None):
-    """Equations 17 to 20 of DeepSeek-V3 in FP64, by loops; `chosen_BSK` replaces the top K of the affinities."""
+def paper_balance(logits_BSE, k, scoring_func, top_k_BSK=None):
+    """Equations 17 to 20 of DeepSeek-V3 in FP64, by loops; `top_k_BSK` replaces the top K of the affinities."""
     logits_BSE = logits_BSE.detach().double()
     s_BSE = logits_BSE.sigmoid() if scoring_func == "sigmoid" else logits_BSE.softmax(-1)
     batch, length, n_experts = s_BSE.shape
@@ -251,7 +251,7 @@ def paper_balance(logits_BSE, k, scoring_func, chosen_BSK=None):
             for t in range(length):
                 s = s_BSE[sequence, t].tolist()
                 top = sorted(range(n_experts), key=lambda j: -s[j])[:k]
-                f += i in (top if chosen_BSK is None else chosen_BSK[sequence, t].tolist())
+                f += i in (top if top_k_BSK is None else top_k_BSK[sequence, t].tolist())
                 p += s[i] / sum(s)
             total += n_experts / (k * length) * f * p / length
     return total / batch
@@ -270,8 +270,8 @@ def test_v3s_balance_loss_counts_the_top_k_of_the_unbiased_affinities(seed, batc
 def test_v2s_balance_loss_counts_the_experts_that_tokens_go_to(settings, seed, batch, length):
     m, x = moe(seed, **settings), torch.randn(batch, length, 32)
     m(x)
-    chosen_BSK = m.gate(x.flatten(0, 1)).experts_TK.view(batch, length, -1)
-    expected = paper_balance(x @ m.gate.weight.T, 4, "softmax", chosen_BSK)
+    top_k_BSK = m.gate(x.flatten(0, 1)).experts_TK.view(batch, length, -1)
+    expected = paper_balance(x @ m.gate.weight.T, 4, "softmax", top_k_BSK)
     assert m.pop_balance_loss().item() == pytest.approx(1e-2 * expected, rel=1e-5)
 
 

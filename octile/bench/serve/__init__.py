@@ -1,7 +1,7 @@
 """`octile bench serve`: how fast `octile serve` answers.
 
 engine.py     on a GPU, the engine alone with a model of 16B parameters, vs. transformers
-ranks.py      by torchrun, decoding with the experts spread over ranks, and nothing else
+ranks.py      by torchrun, expert-parallel decoding, and nothing else
 endpoint.py   the server with one client, with many, with more than it takes, and with drafts
 """
 
@@ -23,7 +23,7 @@ LEGEND = "ratio: ours / theirs, the peer's. Higher is better for speeds, lower i
 def rows(run: Path | None) -> Iterator[Row]:
     """Yield what clients of a server of this run see; on a GPU then the speed of the engine with a larger model.
 
-    Without a run, on the ranks that torchrun has started, yield the speed of a larger model that is spread over them.
+    Without a run, on the ranks that torchrun has started, yield the speed of a larger model that is expert parallel.
 
     Raises:
         FileNotFoundError: there is no model or no tokenizer.

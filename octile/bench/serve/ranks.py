@@ -1,4 +1,4 @@
-"""Decoding with the experts spread over ranks, started by `torchrun --nproc-per-node 2 -m octile bench serve`.
+"""Expert-parallel decoding, started by `torchrun --nproc-per-node 2 -m octile bench serve`.
 
 Each rank first decodes alone with all experts. Then the same number of requests is divided among the ranks, which have
 requests and caches of their own and share the experts (`octile.serve.ranks.experts`); and then each rank has as many
@@ -19,7 +19,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from octile.bench.goals import DECODE, group_case, one_rank, routed_case, spread_case
+from octile.bench.goals import DECODE, expert_parallel_case, group_case, one_rank, routed_case
 from octile.bench.rows import Row, compare
 from octile.bench.serve import engine as alone
 from octile.bench.serve.engine import Shape
@@ -102,7 +102,7 @@ def _measure(shape: Shape, device: torch.device, n_ranks: int) -> Iterator[Row]:
     runner = ModelRunner(SpreadExperts(weights, placement), *sizes, max_step_tokens=0)
     for batch in shape.batches:
         for own in (batch // n_ranks, batch):
-            yield from measure(runner, batch, own, spread_case(shape.name, own, n_ranks))
+            yield from measure(runner, batch, own, expert_parallel_case(shape.name, own, n_ranks))
     runner.close()
     load_LE = with_shared_load(even_LE, c.n_shared_experts, c.num_experts_per_tok)
     with_copies = rebalance_experts(load_LE, c.n_routed_experts + n_ranks * c.n_shared_experts, 1, 1, n_ranks)[0]

@@ -103,7 +103,7 @@ class _PinnedForGraphs:
         self._used = 0  # of the last buffer
 
     def reserve(self, words: int) -> None:
-        """Ensure that a capture finds room for many tables, some of this size."""
+        """Ensure that a capture finds capacity for many tables, some of this size."""
         if not self._buffers or len(self._buffers[-1]) - self._used < max(8 * words, PINNED_WORDS // 2):
             self._buffers.append(torch.empty(max(16 * words, PINNED_WORDS), dtype=torch.int64, pin_memory=True))
             self._used = 0
@@ -112,7 +112,7 @@ class _PinnedForGraphs:
         """Return the words in pinned memory.
 
         Raises:
-            RuntimeError: there is no room; pinned memory cannot be allocated in a capture.
+            RuntimeError: there is no capacity; pinned memory cannot be allocated in a capture.
         """
         if not self._buffers or len(self._buffers[-1]) - self._used < len(words):
             raise RuntimeError("run the step at least once before its capture in a CUDA graph: it needs pinned memory")

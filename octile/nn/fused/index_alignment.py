@@ -4,12 +4,12 @@
     i = Σ over heads of weight · relu(index query · index key)
     loss = KL(p ‖ softmax(i)), the mean over all queries
 
-The keys are all of a causal mask, or those that were chosen for the query. The gradients are computed with the loss,
+The keys are all of a causal mask, or the query's top-k keys. The gradients are computed with the loss,
 since p is the larger part of the work: what is saved for backward is as large as the indexer's queries.
 
 Source: DeepSeek-V3.2-Exp (https://github.com/deepseek-ai/DeepSeek-V3.2-Exp) §2.1, equations 3 and 4, which sum over the
 queries.
-Shapes: B batch, S sequence, H heads and X channels of attention, G heads and E channels of the indexer, K chosen keys,
+Shapes: B batch, S sequence, H heads and X channels of attention, G heads and E channels of the indexer, K top-k keys,
 T keys that a block of C queries sees.
 """
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from octile.nn.double_backward import first_derivative_only
-from octile.nn.fused.chosen_attention import MAX_SCORES, is_chosen, query_blocks
+from octile.nn.fused.top_k_attention import MAX_SCORES, query_blocks, top_k_mask
 from octile.ops.matmul import without_autocast
 
 
@@ -29,7 +29,7 @@ def alignment_loss(
     weights_BSG: Tensor,
     q_BSHX: Tensor,
     k_BSHX: Tensor,
-    chosen_BSK: Tensor | None,
+    top_k_BSK: Tensor | None,
     scale: float,
 ) -> Tensor:
     """Compute the loss in nats, float32 []; differentiable in the first three arguments.
@@ -37,10 +37,10 @@ def alignment_loss(
     Args:
         index_q_BSGE, index_k_BSE, weights_BSG: queries, keys and weights of the indexer, float32.
         q_BSHX, k_BSHX: attention's queries and keys, which get no gradient.
-        chosen_BSK: as in `octile.nn.fused.chosen_attention`; None: each query sees all keys up to its own.
+        top_k_BSK: as in `octile.nn.fused.top_k_attention`; None: each query sees all keys up to its own.
         scale: factor of attention's scores.
     """
-    return _AlignmentLoss.apply(index_q_BSGE, index_k_BSE, weights_BSG, q_BSHX, k_BSHX, chosen_BSK, scale)
+    return _AlignmentLoss.apply(index_q_BSGE, index_k_BSE, weights_BSG, q_BSHX, k_BSHX, top_k_BSK, scale)
 
 
 class _AlignmentLoss(torch.autograd.Function):
@@ -52,7 +52,7 @@ class _AlignmentLoss(torch.autograd.Function):
         weights: Tensor,
         q: Tensor,
         k: Tensor,
-        chosen_BSK: Tensor | None,
+        top_k_BSK: Tensor | None,
         scale: float,
     ) -> Tensor:
         (b, s, h, _), g = q.shape, index_q.shape[2]
@@ -60,7 +60,7 @@ class _AlignmentLoss(torch.autograd.Function):
         gradients = [torch.zeros_like(t) for t in (index_q, index_k, weights)] if any(ctx.needs_input_grad) else []
         with without_autocast(q.device):
             for block in query_blocks(b * (h + 2 * g), s, MAX_SCORES):
-                seen_BCT = _seen(block, chosen_BSK, q.device)
+                seen_BCT = _seen(block, top_k_BSK, q.device)
                 p_BCT = attention_distribution(q[:, block], k[:, : block.stop], seen_BCT, scale)
                 inputs = [index_q[:, block], index_k[:, : block.stop], weights[:, block]]
                 with torch.set_grad_enabled(bool(gradients)):
@@ -93,10 +93,10 @@ def index_logits(q_BCGE: Tensor, k_BTE: Tensor, weights_BCG: Tensor) -> Tensor:
     return (weights_BCG[:, :, None] @ score_BCGT)[:, :, 0]
 
 
-def _seen(block: slice, chosen_BSK: Tensor | None, device: torch.device) -> Tensor:
+def _seen(block: slice, top_k_BSK: Tensor | None, device: torch.device) -> Tensor:
     """Which keys each query of a block sees: bool [B or 1, C, T]."""
-    if chosen_BSK is not None:
-        return is_chosen(chosen_BSK[:, block], block.stop)
+    if top_k_BSK is not None:
+        return top_k_mask(top_k_BSK[:, block], block.stop)
     query_C, key_T = (torch.arange(first, block.stop, device=device) for first in (block.start, 0))
     return (key_T <= query_C[:, None])[None]
 

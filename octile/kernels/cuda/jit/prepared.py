@@ -51,7 +51,7 @@ class Structures(NamedTuple):
 
     Attributes:
         form: a character of `struct` for each field; Q is an address and nothing else.
-        capacity: structures that the array has room for.
+        capacity: structures that fit into the array.
         rows: the fields of the first ones; the others are zero.
     """
 

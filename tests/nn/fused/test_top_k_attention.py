@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octile.nn.fused.chosen_attention import chosen_attention, is_chosen, query_blocks
+from octile.nn.fused.top_k_attention import query_blocks, top_k_attention, top_k_mask
 
 B, S, H, X, V, K = 2, 11, 3, 8, 6, 4
 
@@ -29,9 +29,9 @@ def definition(q, k, v, chosen, scale):
 
 @pytest.mark.parametrize("max_scores", [1, 150, 2**20], ids=["queries", "blocks", "all"])
 def test_results_and_gradients_equal_the_definition(max_scores, monkeypatch):
-    monkeypatch.setattr("octile.nn.fused.chosen_attention.MAX_SCORES", max_scores)
+    monkeypatch.setattr("octile.nn.fused.top_k_attention.MAX_SCORES", max_scores)
     q, k, v, chosen = operands()
-    found, expected = chosen_attention(q, k, v, chosen, 0.3), definition(q, k, v, chosen, 0.3)
+    found, expected = top_k_attention(q, k, v, chosen, 0.3), definition(q, k, v, chosen, 0.3)
     torch.testing.assert_close(found, expected)
     do = torch.randn(expected.shape, dtype=expected.dtype, generator=torch.Generator().manual_seed(1))
     gradients = torch.autograd.grad(found, (q, k, v), do)
@@ -43,11 +43,11 @@ def test_results_and_gradients_equal_the_definition(max_scores, monkeypatch):
 
 def test_a_query_reads_no_key_that_was_not_chosen():
     q, k, v, chosen = operands()
-    before = chosen_attention(q, k, v, chosen, 0.3)
-    hidden = ~is_chosen(chosen, S)[:, S - 1]
+    before = top_k_attention(q, k, v, chosen, 0.3)
+    hidden = ~top_k_mask(chosen, S)[:, S - 1]
     with torch.no_grad():
         v[hidden] = 1e30
-    assert torch.equal(chosen_attention(q, k, v, chosen, 0.3)[:, S - 1], before[:, S - 1])
+    assert torch.equal(top_k_attention(q, k, v, chosen, 0.3)[:, S - 1], before[:, S - 1])
 
 
 def test_all_keys_chosen_is_causal_attention():
@@ -55,7 +55,7 @@ def test_all_keys_chosen_is_causal_attention():
     chosen = torch.where(torch.ones(S, S).tril().bool(), torch.arange(S), -1).int().expand(B, S, S)
     of = [t.transpose(1, 2) for t in (q, k, v)]
     dense = torch.nn.functional.scaled_dot_product_attention(*of, is_causal=True, scale=0.3).transpose(1, 2)
-    torch.testing.assert_close(chosen_attention(q, k, v, chosen, 0.3), dense)
+    torch.testing.assert_close(top_k_attention(q, k, v, chosen, 0.3), dense)
 
 
 @given(rows=st.integers(0, 40), length=st.integers(0, 200), max_scores=st.integers(1, 20000))

@@ -1,14 +1,14 @@
-"""Attention of each query to the keys that were chosen for it, with its backward pass, a block of queries at a time.
+"""Attention of each query to its top-k keys, with its backward pass, a block of queries at a time.
 
-    forward     a mask of the chosen keys, and torch's attention with it
+    forward     a mask of the top-k keys, and torch's attention with it
     backward    the same once more, and its gradients; those of keys and values are summed over the blocks in FP32
 
 Scores are computed of all keys and masked, so the time is that of dense attention; only a block's masks and scores are
 in memory at once, and what is saved for backward is linear in the length of the sequence. Serving attends with
-`octile.ops.sparse_attention`, which reads the chosen keys alone and has no backward pass.
+`octile.ops.sparse_attention`, which reads the top-k keys alone and has no backward pass.
 
 Source: DeepSeek-V3.2-Exp (https://github.com/deepseek-ai/DeepSeek-V3.2-Exp) §1.
-Shapes: B batch, S sequence, H heads, X channels of a query and a key, V of a value, K chosen keys, T keys that a block
+Shapes: B batch, S sequence, H heads, X channels of a query and a key, V of a value, K top-k keys, T keys that a block
 of C queries sees.
 """
 
@@ -25,31 +25,31 @@ from octile.ops.matmul import without_autocast
 MAX_SCORES = 2**26  # of attention or of the indexer in memory at once, at least those of one query of each sequence
 
 
-def chosen_attention(q_BSHX: Tensor, k_BSHX: Tensor, v_BSHV: Tensor, chosen_BSK: Tensor, scale: float) -> Tensor:
-    """Attend from each query to its chosen keys: [B, S, H, V]; differentiable in q, k and v.
+def top_k_attention(q_BSHX: Tensor, k_BSHX: Tensor, v_BSHV: Tensor, top_k_BSK: Tensor, scale: float) -> Tensor:
+    """Attend from each query to its top-k keys: [B, S, H, V]; differentiable in q, k and v.
 
     Args:
         q_BSHX, k_BSHX, v_BSHV: in one dtype.
-        chosen_BSK: int32, positions up to the query's own, each at most once; −1 stands for none, at least one is not.
+        top_k_BSK: int32, positions up to the query's own, each at most once; −1 stands for none, at least one is not.
         scale: the factor of the scores.
     """
-    return _ChosenAttention.apply(q_BSHX, k_BSHX, v_BSHV, chosen_BSK, scale)
+    return _TopKAttention.apply(q_BSHX, k_BSHX, v_BSHV, top_k_BSK, scale)
 
 
-class _ChosenAttention(torch.autograd.Function):
+class _TopKAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, chosen_BSK: Tensor, scale: float) -> Tensor:
-        ctx.save_for_backward(q, k, v, chosen_BSK)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, top_k_BSK: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(q, k, v, top_k_BSK)
         ctx.scale = scale
         b, s, h, _ = q.shape
         blocks = query_blocks(b * h, s, MAX_SCORES)
-        parts = [_attend(q[:, i], k[:, : i.stop], v[:, : i.stop], chosen_BSK[:, i], scale) for i in blocks]
+        parts = [_attend(q[:, i], k[:, : i.stop], v[:, : i.stop], top_k_BSK[:, i], scale) for i in blocks]
         return torch.cat(parts, dim=1)
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, do_BSHV: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, chosen_BSK = ctx.saved_tensors
+        q, k, v, top_k_BSK = ctx.saved_tensors
         b, s, h, _ = q.shape
         dq = torch.empty_like(q)
         dk, dv = (torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in (k, v))
@@ -57,15 +57,15 @@ class _ChosenAttention(torch.autograd.Function):
             with torch.enable_grad():
                 inputs = q[:, block], k[:, : block.stop], v[:, : block.stop]
                 inputs = tuple(t.detach().requires_grad_() for t in inputs)
-                o = _attend(*inputs, chosen_BSK[:, block], ctx.scale)
+                o = _attend(*inputs, top_k_BSK[:, block], ctx.scale)
             dq[:, block], dk_block, dv_block = torch.autograd.grad(o, inputs, do_BSHV[:, block])
             dk[:, : block.stop] += dk_block
             dv[:, : block.stop] += dv_block
         return dq, dk.to(k.dtype), dv.to(v.dtype), None, None
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, chosen_BCK: Tensor, scale: float) -> Tensor:
-    mask_B1CT = is_chosen(chosen_BCK, k.shape[1])[:, None]
+def _attend(q: Tensor, k: Tensor, v: Tensor, top_k_BCK: Tensor, scale: float) -> Tensor:
+    mask_B1CT = top_k_mask(top_k_BCK, k.shape[1])[:, None]
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     with without_autocast(q.device):
         return F.scaled_dot_product_attention(q, k, v, mask_B1CT, scale=scale).transpose(1, 2)
@@ -88,8 +88,8 @@ def query_blocks(rows: int, length: int, max_scores: int) -> Iterator[slice]:
         first = last
 
 
-def is_chosen(chosen_BCK: Tensor, n_keys: int) -> Tensor:
-    """Whether each of T keys is chosen: bool [B, C, T]."""
-    columns = chosen_BCK.masked_fill(chosen_BCK < 0, n_keys).long()
-    mask = torch.zeros(*chosen_BCK.shape[:2], n_keys + 1, dtype=torch.bool, device=chosen_BCK.device)
+def top_k_mask(top_k_BCK: Tensor, n_keys: int) -> Tensor:
+    """Whether each of T keys is among the top-k keys: bool [B, C, T]."""
+    columns = top_k_BCK.masked_fill(top_k_BCK < 0, n_keys).long()
+    mask = torch.zeros(*top_k_BCK.shape[:2], n_keys + 1, dtype=torch.bool, device=top_k_BCK.device)
     return mask.scatter_(-1, columns, True)[..., :n_keys]
