@@ -1,6 +1,6 @@
 """Tests on a GPU, from the operators up to training. Without a GPU each is skipped, with the reason.
 
-    pytest tests/gpu -n 16 --maxschedchunk 1       # on 16 cores; each process takes one test at a time
+    pytest tests/gpu -n 16 --dist load --maxschedchunk 1       # on 16 cores; each process takes one test at a time
 
 A test that hangs, or that leaves its process without a usable CUDA context, ends its worker: pytest-xdist reports the
 test and starts another worker for those that follow.

@@ -27,6 +27,10 @@ from tests.train.conftest import micro, silent_console
 
 STEPS = WARM_UP_STEPS + 5
 CAPTURED = [name for name in Recipe.names() if name not in ("global_scale", "fp16_loss_scaling", "fp8_lm", "float32")]
+SOME_CAPTURED = [  # for what the recipe hardly changes
+    name if name in ("deepseek_v3", "delayed", "bf16") else pytest.param(name, marks=pytest.mark.exhaustive)
+    for name in CAPTURED
+]
 
 
 @pytest.fixture
@@ -258,7 +262,7 @@ def test_the_host_waits_for_nothing_when_it_launches_captured_steps(captured_of,
     assert [line["step"] for line in trainer.collect()] == list(range(STEPS + 1, STEPS + 6))
 
 
-@pytest.mark.parametrize("recipe", CAPTURED)
+@pytest.mark.parametrize("recipe", SOME_CAPTURED)
 def test_steps_that_are_collected_late_have_the_losses_of_eager_steps(trainer_of, recipe: str, monkeypatch):
     late, steps = trainer_of(recipe), 2 * COLLECT_EVERY
     for _ in range(steps):
@@ -288,7 +292,7 @@ def test_a_step_is_skipped_on_the_device(captured_of, factor, recipe: str):
     assert "lm_head.weight" in differing(states[2], states[3])
 
 
-@pytest.mark.parametrize("recipe", CAPTURED)
+@pytest.mark.parametrize("recipe", SOME_CAPTURED)
 def test_a_loss_that_is_nan_leaves_the_weights_before_its_step(captured_of, factor, recipe: str):
     trainer = captured_of(recipe, scale_logits(factor))
     trainer.launch()

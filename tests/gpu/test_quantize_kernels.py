@@ -253,6 +253,7 @@ def test_e5m6_becomes_8_bits_and_rows_are_reordered(shape: tuple[int, int], powe
     assert_same(_cpu(found), requantize_transposed(*tiles, *arguments))
 
 
+@pytest.mark.each_pair
 @formats_and_scales
 @pytest.mark.parametrize(
     "counts", [(130, 0, 128, 1, 500), (0, 0, 0), tuple(range(40)), (2500,)], ids=["some", "none", "many", "one"]

@@ -104,6 +104,7 @@ def batch() -> Tensor:
     return torch.randint(512, (2, 128), generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", ["llama", "phi3"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_gradients_agree_with_the_cpu(name: str, compiled: bool):
@@ -117,6 +118,7 @@ def test_gradients_agree_with_the_cpu(name: str, compiled: bool):
         assert difference <= 0.1 * expected.grad.float().norm(), key
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("transposed_weights", ["cached", "recomputed"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_gradients_of_a_mixture_are_as_near_to_float32s_as_on_the_cpu(compiled: bool, transposed_weights: Any):
@@ -142,6 +144,7 @@ def test_the_loss_of_a_mixture_agrees_with_the_cpu(compiled: bool):
     assert found.item() == pytest.approx(model(input_ids=tokens, labels=tokens).loss.item(), rel=0.01)
 
 
+@pytest.mark.each_value
 @every_model
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_recomputed_transposes_of_weights_give_the_same_gradients(name: str, compiled: bool):
@@ -166,6 +169,7 @@ def test_recomputed_transposes_of_weights_give_the_same_gradients(name: str, com
             assert max(errors) <= OTHER_ROUNDING * min(errors)
 
 
+@pytest.mark.each_value
 @every_model
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_compiled_model_trains_as_the_eager_one(name: str, checkpointing: bool):

@@ -204,7 +204,9 @@ def _check(out: Tensor, a: Tensor, b: Tensor, before: Tensor | float = 0.0) -> N
     assert ((out.double() - exact).abs() <= bound).all()
 
 
-@pytest.mark.parametrize("start", range(0, 500, 50))
+@pytest.mark.parametrize(
+    "start", [0, 50, 100, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(150, 500, 50))]
+)
 def test_ragged_gemms(start: int):
     for seed in range(start, start + 50):
         generator = torch.Generator().manual_seed(seed)
