@@ -324,7 +324,7 @@ def test_the_architectures_are_the_same_wherever_they_are_named(where, capsys):
     from octile import cli
     from octile.kernels.triton.compile_all import ARCHITECTURES
 
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) if where == "message" else nullcontext():
         cli.main(["doctor", "--compile", "sm_12"] if where == "message" else ["doctor", "--help"])
     captured = capsys.readouterr()
     words = (captured.out + captured.err).replace(",", " ").replace(";", " ").split()

@@ -191,7 +191,8 @@ def test_the_help_of_preflight_lists_every_kind_of_text(capsys):
 
 def test_the_help_of_what_if_says_that_a_capture_is_required(capsys):
     shown = call(capsys, "lab", "what-if", "--help")[1]
-    assert "[OPTIONS] CAPTURE [CAPTURE ...]\n" in shown
+    assert "octile lab what-if [-h] CAPTURES... [OPTIONS]\n" in shown
+    assert "(required)" in shown
     assert "(default: )" not in shown
 
 
