@@ -5,6 +5,7 @@ Without a GPU Triton's kernels run in its interpreter, which has to be chosen be
 
 import atexit
 import errno
+import gc
 import io
 import os
 import shutil
@@ -58,6 +59,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             further.remove(best)
         for item in further:
             item.add_marker(pytest.mark.exhaustive)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is there before the tests out of garbage collections: they take a second each with all tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
