@@ -16,7 +16,7 @@ from octile.ops.latent_cache import read_latents, write_latents
 from octile.ops.paged_attention import paged_attention
 from octile.ops.ragged_attention import ragged_attention
 from octile.ops.row_invariant import row_invariant_matmul_nt
-from octile.serve.runner import step_inputs
+from octile.serve.runner import step
 from octile.serve.runner.model_runner import ModelRunner
 from tests.ops.paged_caches import new_cache, random_rows
 from tests.serve.models import Texts, text
@@ -198,7 +198,7 @@ def test_one_chunk_of_a_long_text_attends_in_parts(monkeypatch: pytest.MonkeyPat
         return Texts(ModelRunner(read, N_PAGES), [tokens]).run(1700).run(300).logits[0]
 
     whole, expected = logits(model), logits(exact)
-    monkeypatch.setattr(step_inputs, "CONTEXT_POSITIONS", 500)
+    monkeypatch.setattr(step, "CONTEXT_POSITIONS", 500)
     assert error(logits(model), expected) < 1.1 * error(whole, expected)
 
 

@@ -33,7 +33,8 @@ from octile.serve.disaggregated.worker import (
 from octile.serve.engine.config import CacheConfig, EngineConfig, ParallelConfig, ProcessesConfig
 from octile.serve.engine.request import Output, Request
 from octile.serve.engine.stats import Stats
-from octile.serve.process.messages import Cancel, Failed, ProcessEndedError, Sender, Stepped
+from octile.serve.process.client import Sender
+from octile.serve.process.messages import Cancel, Failed, ProcessEndedError, Stepped
 from octile.serve.process.signals import start_without_signals
 
 END_SECONDS = 10.0  # for a process to end after its pipe was closed

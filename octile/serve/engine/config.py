@@ -10,7 +10,7 @@ from octile.validation import Range, check_fields
 EXPERT_WINDOW = 4096  # steps, if experts are placed anew
 REBALANCE_SECONDS = 600.0
 IndexFormat = Literal["e4m3", "float32"]
-MAX_DRAFTS = 7  # more would not be verified in CUDA graphs (`octile.serve.runner.step_inputs`)
+MAX_DRAFTS = 7  # more would not be verified in CUDA graphs (`octile.serve.runner.step`)
 
 
 @dataclass(frozen=True)

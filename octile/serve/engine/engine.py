@@ -226,7 +226,7 @@ class Engine:
                 n_drafts = len(request.drafts)
                 chosen = tokens[n_rows : n_rows + 1 + n_drafts]
                 why = next((errors[i] for i in range(n_rows, n_rows + 1 + n_drafts) if i in errors), None)
-                n_accepted = count_accepted(request.drafts, chosen)
+                n_accepted = count_accepted(request.drafts, chosen) if n_drafts else 0
                 n_tokens -= n_drafts - n_accepted
                 output = self._extend(request, n_tokens, chosen[: n_accepted + 1], n_drafts, why)
                 if logprobs and output.tokens:

@@ -12,10 +12,8 @@ page.html     the page at /
 protocol.py   the bodies of requests, as OpenAI defines them, and what of them is not supported
 answers.py    the bodies of responses: choices, log-probabilities, usage, chunks of a stream
 chat.py       the chat template: messages to tokens
-config.py     `Limits`: what a server takes at most
-limits.py     time limits, and reading a body
-errors.py     errors in OpenAI's format
-responses.py  responses that are written as fast as their client reads, and end when it is gone
+config.py     `Limits`: what a server takes at most, and time limits
+responses.py  errors in OpenAI's format, and responses that are written as fast as their client reads
 metrics.py    what Prometheus reads, under vLLM's names
 stress.py     many clients that stream completions and time them
 """

@@ -20,8 +20,8 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from octile.serve.http.errors import NEVER_RETRY, ApiError
-from octile.serve.http.limits import WRITE_SECONDS
+from octile.serve.http.config import WRITE_SECONDS
+from octile.serve.http.responses import NEVER_RETRY, ApiError
 from octile.serve.http.service import Service
 
 READ = ["GET", "HEAD"]  # monitors ask with HEAD

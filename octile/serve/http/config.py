@@ -1,4 +1,4 @@
-"""What a server takes at most. This module imports no package of the extra `serve`."""
+"""What a server takes at most, and for how long. This module imports no package of the extra `serve`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from octile.validation import Range, check_fields
+
+FIRST_STEP_SECONDS = 600.0  # of an engine, in which it may compile kernels
+HUNG_SECONDS = 300.0  # of a later step; one of a long prompt has taken 169 s, on a busy CPU
+BODY_SECONDS = 30.0  # to send a body
+HEAD_SECONDS = 10.0  # to send the head of a request
+HEAD_BYTES = 16 * 1024  # of a request
+WRITE_SECONDS = 5.0  # to read what was written when a request's time is over, or its connection closes
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from octile.serve.http.errors import ApiError
-from octile.serve.http.limits import HEAD_BYTES, HEAD_SECONDS, WRITE_SECONDS
+from octile.serve.http.config import HEAD_BYTES, HEAD_SECONDS, WRITE_SECONDS
+from octile.serve.http.responses import ApiError
 
 PROBE_SECONDS = 0.05, 1.0  # between two probes of a client that sends no more: at first, and at most
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import PydanticCustomError
 
 from octile.serve.engine.request import MAX_LOGPROBS, MAX_TOP_K, Sampling
-from octile.serve.http.errors import ApiError
+from octile.serve.http.responses import ApiError
 from octile.validation import MAX_SEED, quoted
 
 MAX_NAME = 60  # characters of an unknown field that an error repeats

@@ -1,4 +1,4 @@
-"""Responses that are written as fast as their client reads, and end when it is gone: events, and whole answers.
+"""Errors in OpenAI's format, and responses that are written as fast as their client reads, and end when it is gone.
 
 A part is written when the system has taken the one before it (`octile.serve.http.connection`), and a response has ended
 when the system has taken all of it.
@@ -10,20 +10,52 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack, suppress
 from typing import Any, TypeVar
 
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
-
-from octile.serve.http.errors import ApiError
 
 T = TypeVar("T")
 DONE = "data: [DONE]\n\n"
 PIECE_BYTES = 2**16
 LEVELS = 4  # of an answer: the body, its choices, a choice, its log-probabilities; then come long lists
 MEMBERS = 256  # of a long list, written at once
+NEVER_RETRY = {"x-should-retry": "false"}  # to OpenAI's clients, which retry every status from 500 on
+
+
+class ApiError(Exception):
+    """A request that is not answered.
+
+    Args:
+        status: the HTTP status.
+        message: what came and what is needed.
+        param: the field of the body that is wrong.
+        code: the word by which a program knows the error.
+        headers: of the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """The object that represents the error, in a response or in an event of a stream."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """The response with the error's status."""
+        return JSONResponse(self.body(), self.status, self.headers)
 
 
 def event(value: object) -> str:

@@ -14,8 +14,8 @@ import uvicorn
 
 from octile.serve.http.address import listen
 from octile.serve.http.app import create_app
+from octile.serve.http.config import WRITE_SECONDS
 from octile.serve.http.connection import Connection
-from octile.serve.http.limits import WRITE_SECONDS
 from octile.serve.http.service import Service
 from octile.text import format_count
 

@@ -10,16 +10,15 @@ from typing import Any, NamedTuple, TypeVar
 
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
+from starlette.requests import ClientDisconnect
 
 from octile.serve.engine.request import FinishReason, Output, Request, RequestFactory, Sampling
 from octile.serve.http.answers import Answer, ChatCompletion, Completion
 from octile.serve.http.chat import ChatTemplate
-from octile.serve.http.config import Limits
-from octile.serve.http.errors import NEVER_RETRY, ApiError
-from octile.serve.http.limits import FIRST_STEP_SECONDS, HUNG_SECONDS, read_body
+from octile.serve.http.config import BODY_SECONDS, FIRST_STEP_SECONDS, HUNG_SECONDS, Limits
 from octile.serve.http.metrics import Metrics
 from octile.serve.http.protocol import ChatBody, CompletionBody, Generation, parse
-from octile.serve.http.responses import DONE, PacedResponse, event, json_bytes, while_connected
+from octile.serve.http.responses import DONE, NEVER_RETRY, ApiError, PacedResponse, event, json_bytes, while_connected
 from octile.serve.process.client import EngineClient, EngineError, Stream
 from octile.text import format_count
 from octile.tokenizer import Tokenizer
@@ -206,7 +205,7 @@ class Service:
             places = _Places(self)
             held.callback(places.release)
             places.take(1)  # before the body is read, so that there are only so many in memory
-            body = parse(form, await read_body(request, self.limits.body, deadline))
+            body = parse(form, await _read_body(request, self.limits.body, deadline))
             self.check_model(body.model)
             places.take(count_prompts(body) * (body.n or 1) - 1)
             if not body.stream:
@@ -287,3 +286,40 @@ async def _chain(first: str, others: AsyncIterator[str]) -> AsyncIterator[str]:
     yield first
     async for text in others:
         yield text
+
+
+async def _read_body(request: HttpRequest, limit: int, deadline: float) -> bytes:
+    """Read the body of a request.
+
+    Args:
+        request: the request.
+        limit: bytes of the body.
+        deadline: when the request's time is over, in the event loop's time.
+
+    Raises:
+        ApiError: 415, it is announced as something else than JSON; 413, it has more bytes than the limit; 408, it does
+            not arrive in time.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":  # a browser then asks before it sends another site's request
+        raise ApiError(415, f"content-type must be application/json, not {kind or 'missing'}")
+    announced = request.headers.get("content-length", "0")
+    if int(announced) > limit:
+        raise _too_large(limit)
+    content = bytearray()
+    seconds = min(BODY_SECONDS, deadline - asyncio.get_running_loop().time())
+    try:
+        async with asyncio.timeout(seconds):
+            async for piece in request.stream():
+                content += piece
+                if len(content) > limit:
+                    raise _too_large(limit)
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {seconds:.3g} seconds") from None
+    except ClientDisconnect:
+        raise ApiError(499, "the client has closed the connection") from None
+    return bytes(content)
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body has more than {limit} bytes, which is the most that this server reads")

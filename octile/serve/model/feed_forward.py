@@ -16,7 +16,8 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -153,13 +154,17 @@ class FeedForward:
         return weights_TK, experts_TK
 
     def _gate(self, x_TD: Tensor, w: MoEWeights) -> tuple[Tensor, Tensor]:
+        if not self.gemms.batch_invariant:
+            return gate(x_TD, w.gate, w.bias, *self.routing)[:2]
+        logits_TE = row_invariant_matmul_nt(x_TD[None], w.gate[None], torch.float32)[0]
+        return choose_experts(logits_TE, w.bias, *self.routing)
+
+    @cached_property
+    def routing(self) -> tuple[Any, ...]:
+        """How a gate chooses experts and weights them: the arguments of `octile.ops.gate` after weight and bias."""
         c = self.config
         choice = choice_of(c.topk_method, c.num_experts_per_tok, c.n_group, c.topk_group)
-        weighting = c.scoring_func, c.norm_topk_prob, c.routed_scaling_factor
-        if not self.gemms.batch_invariant:
-            return gate(x_TD, w.gate, w.bias, *choice, *weighting)[:2]
-        logits_TE = row_invariant_matmul_nt(x_TD[None], w.gate[None], torch.float32)[0]
-        return choose_experts(logits_TE, w.bias, *choice, *weighting)
+        return *choice, c.scoring_func, c.norm_topk_prob, c.routed_scaling_factor
 
 
 def begin_shared_experts(compute: Callable[[], Tensor], device: torch.device) -> InFlight[Tensor]:

@@ -37,7 +37,6 @@ from octile.ops.few_rows_mixture import few_rows_mixture
 from octile.ops.matmul import matmul_nt
 from octile.ops.norm import rms_norm
 from octile.ops.swiglu import swiglu_quantize
-from octile.routing import choice_of
 from octile.scaled import ScaledTensor
 from octile.serve.model.attention import Attention
 from octile.serve.model.feed_forward import FeedForward
@@ -113,9 +112,7 @@ def add_feed_forward(feed_forward: FeedForward, x_TD: Tensor, layer: int, w: Blo
     if isinstance(w.mlp, MLPWeights):
         return _add_mlp(feed_forward, x_TD, w.post_norm, w.mlp)
     c, mlp = feed_forward.config, w.mlp
-    choice = choice_of(c.topk_method, c.num_experts_per_tok, c.n_group, c.topk_group)
-    weighting = c.scoring_func, c.norm_topk_prob, c.routed_scaling_factor
-    of_gate = x_TD, w.post_norm, c.rms_norm_eps, mlp.gate, mlp.bias, *choice, *weighting
+    of_gate = x_TD, w.post_norm, c.rms_norm_eps, mlp.gate, mlp.bias, *feed_forward.routing
     weights = *fp8_tensors(mlp), *fp8_tensors(mlp.shared)
     experts_TK = few_rows_mixture(*of_gate, *weights, feed_forward.gemms.power_of_2)
     if feed_forward.expert_load is not None:
@@ -211,8 +208,15 @@ def _feed_forward_lacks(weights: ServedWeights, feed_forward: FeedForward, w: Bl
             if (why := launcher.why_unsupported(x, w.post_norm, weight.data, weight.scale, None)) is not None:
                 yield f"the SwiGLU layer: {why}"
         return
-    choice = choice_of(c.topk_method, c.num_experts_per_tok, c.n_group, c.topk_group)
-    choose = *choice, c.scoring_func, c.norm_topk_prob, c.routed_scaling_factor
-    operands = x, w.post_norm, c.rms_norm_eps, mlp.gate, mlp.bias, choose, fp8_tensors(mlp), fp8_tensors(mlp.shared)
+    operands = (
+        x,
+        w.post_norm,
+        c.rms_norm_eps,
+        mlp.gate,
+        mlp.bias,
+        feed_forward.routing,
+        fp8_tensors(mlp),
+        fp8_tensors(mlp.shared),
+    )
     if (why := mixture.why_unsupported(*operands, weights.power_of_2)) is not None:
         yield f"the mixture of experts: {why}"

@@ -7,16 +7,20 @@ back the engine; it finds the outputs that it has missed joined to one.
 from __future__ import annotations
 
 import asyncio
+import queue
 import select
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection
 
 from octile.serve.engine.request import FinishReason, Output, Request
 from octile.serve.engine.stats import Stats
-from octile.serve.process.messages import Cancel, Drain, Failed, ProcessEndedError, Sender, Stepped
+from octile.serve.process.messages import Cancel, Drain, Failed, ProcessEndedError, Stepped
 
 MAX_STEPS = 16  # whose messages are read before others of the event loop have their turn
+SEND_SECONDS = 1.0  # for messages that wait when a sender is closed
+CLOSE = None  # what ends the thread of a sender
 
 
 class Observer:
@@ -223,6 +227,41 @@ class EngineClient:
         self.failure = error
         self.abort(f"the engine has failed: {type(error).__name__}: {error}")
         self.on_failure()
+
+
+class Sender:
+    """Sends messages in a thread, so that those of the other process are read however many wait.
+
+    If both processes sent while both pipes are full, neither would go on.
+
+    Args:
+        connection: to the other process.
+        name: the name of the thread.
+    """
+
+    def __init__(self, connection: Connection, name: str):
+        self._connection, self._waiting = connection, queue.SimpleQueue[object]()
+        self._thread = threading.Thread(target=self._send_all, name=name, daemon=True)
+        self._thread.start()
+
+    def send(self, message: object) -> None:
+        """Send a message after those before it, unless the other process has ended; called by any thread."""
+        self._waiting.put(message)
+
+    def close(self) -> None:
+        """Send what waits, in a second at most, and nothing more."""
+        self._waiting.put(CLOSE)
+        self._thread.join(SEND_SECONDS)
+
+    def _send_all(self) -> None:
+        try:
+            while (message := self._waiting.get()) is not CLOSE:
+                self._connection.send(message)
+        except OSError:
+            pass  # the other process has ended
+        except TypeError:
+            if not self._connection.closed:  # it has no handle if it was closed in the middle of a message
+                raise
 
 
 def _join(choice: _Choice) -> Output:

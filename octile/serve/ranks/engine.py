@@ -60,8 +60,8 @@ class ExpertParallelEngine:
         timeout: seconds for which the host waits for tokens of its GPU, which may wait for that of another rank.
 
     Attributes:
-        engine: of this rank; requests are added to it, in a group of ranks to the engines of all, in one order and with
-            a seed.
+        engine: of this rank; requests are added to it, in a group of ranks to the engines of all, in one order
+            and with a seed.
 
     Raises:
         ValueError: the runner's experts are not spread, seconds is negative or NaN, or timeout is not above 0.

@@ -68,8 +68,8 @@ class DecodeRequest(NamedTuple):
         end: positions of its text that are computed: nothing is written from here on.
         seed, temperature: of its sampling, which `Sampling.can_run_ahead`.
         tokens: its last token, and the drafts after it, at most n_drafts; empty if it has a source.
-        pages: as of `Chunk`, of all positions before end that the step can reach: with n drafts the n, or if more the
-            2·n - 1, after `position`; with a source 1 + n more.
+        pages: as of `Chunk`, of all positions before end that the step can reach: with n drafts the n, or if
+            more the 2·n - 1, after `position`; with a source 1 + n more.
     """
 
     source: int

@@ -30,8 +30,7 @@ from octile.parallel.gpu_events import wait_for
 from octile.serve.model.forward import Forward
 from octile.serve.runner.batch import DecodedTokens, DecodeRequest
 from octile.serve.runner.graphs import GraphMemory, graph_sizes
-from octile.serve.runner.step import Step
-from octile.serve.runner.step_inputs import BLOCK_ROWS, PageTable
+from octile.serve.runner.step import BLOCK_ROWS, PageTable, Step
 
 NO_DRAFT = min(NO_TOKEN) - 1  # nothing that a row chooses equals it
 

@@ -20,8 +20,7 @@ from octile.nn.interleave import run_interleaved
 from octile.serve.model.attention import Queries
 from octile.serve.model.forward import Forward
 from octile.serve.model.top_k_keys import IndexQueries
-from octile.serve.runner.step import Step
-from octile.serve.runner.step_inputs import DecodeRows, Layout, decode_step
+from octile.serve.runner.step import DecodeRows, Layout, Step, decode_step
 from octile.serve.weights.block_weights import MLPWeights
 
 T = TypeVar("T")
@@ -40,7 +39,8 @@ class GraphMemory:
 
     Args:
         device: the model's GPU.
-        priority: of the stream, lower numbers first: where graphs have branches, and some must not wait for others.
+        priority: of the stream, lower numbers first: where graphs have branches, and some must not wait for
+            others.
     """
 
     def __init__(self, device: torch.device, priority: int = 0):

@@ -41,8 +41,7 @@ from octile.serve.runner.kv_cache import (
     check_index_format,
     needs_index,
 )
-from octile.serve.runner.step import Step
-from octile.serve.runner.step_inputs import BLOCK_ROWS, MAX_DECODE_TOKENS, Layout, mixed_step, padded_size, send
+from octile.serve.runner.step import BLOCK_ROWS, MAX_DECODE_TOKENS, Layout, Step, mixed_step, padded_size, send
 from octile.serve.runner.warm_up import SAMPLED, warm_up_batches
 from octile.serve.weights.generation_config import tokens_of
 from octile.serve.weights.routed_shared_experts import check_batch_invariant

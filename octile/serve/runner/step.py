@@ -1,14 +1,34 @@
-"""A step of serving: the rows of one forward pass, and what its prefill chunks attend to.
+"""A step of serving: the rows of one forward pass, laid out, and what its prefill chunks attend to.
+
+Decode rows come first: the rows of chunks that attend in the absorbed form, a row for each token. A step of decode rows
+alone can be padded to a size, for a CUDA graph, or to whole blocks of rows.
+
+Prefill chunks attend in pieces, whose keys and values are in memory at once. A step has a limited number of tokens, but
+chunks with few tokens may attend to many positions each: those that share a long beginning. One chunk of a very long
+text attends to its positions in parts (`octile.serve.model.naive_attention`).
 
 Shapes: T rows, M pages of a request at most.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
+import torch
 from torch import Tensor
+
+from octile.ops.latent_cache import PAGE
+from octile.serve.engine.config import MAX_DRAFTS
+from octile.serve.runner.batch import Chunk
+
+MAX_DECODE_TOKENS = 1 + MAX_DRAFTS  # of a chunk that attends in the absorbed form: a token, and drafts to be verified
+CONTEXT_POSITIONS = 2**14  # whose keys and values are in memory at once: more only if the step has more tokens
+BLOCK_ROWS = 16  # in batch-invariant mode a CPU computes whole blocks of rows
 
 
 class PrefillPiece(NamedTuple):
@@ -47,7 +67,8 @@ class Step(NamedTuple):
         prefills: the chunks after the decode rows, in pieces.
         max_positions: whose keys and values are in memory at once: a piece has no more, or is one chunk.
         chooses: whether decode rows attend to chosen positions, if the model chooses some; otherwise to all.
-        schedule: of the indexer's logits of decode rows (`octile.serve.model.attention.Attention.with_schedule`).
+        schedule: of the indexer's logits of decode rows
+            (`octile.serve.model.attention.Attention.with_schedule`).
     """
 
     tokens: Tensor
@@ -66,3 +87,235 @@ class Step(NamedTuple):
     def only_decodes(self) -> bool:
         """Whether all rows attend as decode rows: these may be padded to the rows of a step with prompts, too."""
         return not self.prefills and len(self.lengths) == len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """In which order the rows of a batch's chunks are computed.
+
+    Attributes:
+        decode: the numbers of the chunks that are decoded, in the batch's order.
+        prefill: those of the others.
+        n_decode: decode rows.
+    """
+
+    chunks: Sequence[Chunk]
+    decode: Sequence[int]
+    prefill: Sequence[int]
+    n_decode: int
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk], absorbed_only: bool) -> Layout:
+        """Divide chunks by the form of attention; absorbed_only: all of them are decode rows."""
+        sizes = [len(chunk.tokens) for chunk in chunks]
+        decode = [i for i, size in enumerate(sizes) if absorbed_only or size <= MAX_DECODE_TOKENS]
+        prefill = [] if len(decode) == len(chunks) else sorted(set(range(len(chunks))) - set(decode))
+        return cls(chunks, decode, prefill, sum(sizes[i] for i in decode))
+
+    @property
+    def longest(self) -> int:
+        """The positions that the decode row with the most attends to; 0 if there is none."""
+        of_decode = (self.chunks[i] for i in self.decode)
+        return max((chunk.start + len(chunk.tokens) for chunk in of_decode), default=0)
+
+    def rows(self) -> list[int] | None:
+        """Return the row of each token in the batch's order; None where this is the order of the rows."""
+        order = [*self.decode, *self.prefill]
+        if order == sorted(order):
+            return None
+        starts = dict(zip(order, accumulate((len(self.chunks[i].tokens) for i in order), initial=0), strict=False))
+        return [starts[i] + j for i, chunk in enumerate(self.chunks) for j in range(len(chunk.tokens))]
+
+    def logit_rows(self) -> list[int] | None:
+        """Return the rows, in the batch's order of tokens, whose logits are wanted; None: all."""
+        sizes = [len(chunk.tokens) for chunk in self.chunks]
+        if all(chunk.n_logits == size for chunk, size in zip(self.chunks, sizes, strict=True)):
+            return None
+        ends = accumulate(sizes)
+        return [row for chunk, end in zip(self.chunks, ends, strict=True) for row in range(end - chunk.n_logits, end)]
+
+
+class PageTable:
+    """The pages of a step's rows, in a host buffer; a row whose pages are those of the step before is not written.
+
+    Attributes:
+        host: int32 [rows, M].
+
+    Args:
+        rows: at most so many.
+        max_pages: M, pages of a text at most.
+        pinned: whether a GPU copies from the buffer.
+    """
+
+    def __init__(self, rows: int, max_pages: int, pinned: bool):
+        self.host = torch.zeros(rows, max_pages, dtype=torch.int32, pin_memory=pinned)
+        self._pages = self.host.numpy()
+        self._written: list[object] = [None] * rows
+
+    def write(self, row: int, pages: array[int]) -> bool:
+        """Write the pages of a row; return whether they have changed."""
+        if self._written[row] == pages:
+            return False
+        of_text = np.frombuffer(pages, np.int32)[: self._pages.shape[1]]
+        self._pages[row, : len(of_text)] = of_text
+        self._written[row] = pages[:]
+        return True
+
+
+class DecodeRows:
+    """Host buffers of decode rows: tokens, positions, slots, lengths and pages, written anew for each step.
+
+    Attributes:
+        numbers: int64 [4, max_rows]: tokens, positions, slots and lengths.
+        pages: int32 [max_rows, M].
+
+    Args:
+        max_rows, max_pages, pinned: as of `PageTable`.
+    """
+
+    def __init__(self, max_rows: int, max_pages: int, pinned: bool):
+        self.numbers = torch.zeros(4, max_rows, dtype=torch.int64, pin_memory=pinned)
+        self._numbers, self._table = self.numbers.numpy(), PageTable(max_rows, max_pages, pinned)
+        self.pages = self._table.host
+
+    def fill(self, chunks: Sequence[Chunk], rows: int) -> tuple[int, int]:
+        """Write the rows of chunks and padding up to `rows` rows.
+
+        Returns:
+            the first and the end of the rows whose pages have changed.
+        """
+        tokens, positions, slots = list[int](), list[int](), list[int]()
+        first, end = rows, 0
+        for chunk in chunks:
+            pages, start = chunk.pages, chunk.start
+            for position, token in enumerate(chunk.tokens, start):
+                row = len(tokens)
+                tokens.append(token)
+                positions.append(position)
+                slots.append(pages[position // PAGE] * PAGE + position % PAGE)
+                if self._table.write(row, pages):
+                    first, end = min(first, row), row + 1
+        n = len(tokens)
+        numbers = self._numbers
+        numbers[0, :n], numbers[1, :n], numbers[2, :n] = tokens, positions, slots
+        np.add(numbers[1, :n], 1, out=numbers[3, :n])
+        numbers[:, n:rows] = ((0,), (0,), (-1,), (0,))  # padding: written nowhere, attends to nothing
+        return first, end
+
+
+def decode_step(numbers: Tensor, pages: Tensor, chooses: bool) -> Step:
+    """Make a step of decode rows alone, of numbers [4, T] and pages [T, M] as of `DecodeRows`; chooses as of `Step`."""
+    tokens, positions, slots, lengths = numbers.unbind()
+    return Step(tokens, positions, slots, pages, lengths.to(torch.int32), None, (), chooses=chooses)
+
+
+def send(t: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor from the host to a device; the host does not wait for a GPU."""
+    if device.type != "cuda" or not t.numel():
+        return t.to(device)
+    return t.pin_memory().to(device, non_blocking=True)
+
+
+def mixed_step(
+    layout: Layout,
+    block_rows: int,
+    device: torch.device,
+    max_together: int | None = None,
+    chooses: bool = True,
+    fill: int = 1,
+) -> Step:
+    """Make a step of any chunks, on a device.
+
+    Args:
+        layout: the chunks.
+        block_rows: decode rows alone are padded to a multiple of it.
+        device: of the step.
+        max_together: a chunk with more positions has a piece of its own; None: none has.
+        chooses: as of `Step`.
+        fill: rows of steps with prompts, and positions that are read together, are padded to a multiple of it, and rows
+            that attend as decode rows to a power of two, but no further than to that multiple: so GEMMs have few
+            sizes, and few numbers of rows have kernels. The first of a size takes the host some milliseconds, or
+            seconds if a kernel is compiled for it. 1: none is padded.
+    """
+    of_decode = [layout.chunks[i] for i in layout.decode]
+    n_rows = n_attend = -(-layout.n_decode // block_rows) * block_rows
+    chunks = [layout.chunks[i] for i in layout.prefill]
+    n_new = sum(len(chunk.tokens) for chunk in chunks)
+    n_filled = -(-(n_rows + n_new) // fill) * fill
+    if n_rows and fill > 1:  # in a step with prompts their first rows, whose results are written after these
+        n_attend = min(padded_size(n_rows), n_filled)
+    rows = DecodeRows(n_attend, max((len(chunk.pages) for chunk in of_decode), default=0), pinned=False)
+    rows.fill(of_decode, n_attend)
+    step = decode_step(send(rows.numbers, device), send(rows.pages, device), chooses)
+    if not chunks:
+        return step
+    contexts = [_slots(chunk) for chunk in chunks]
+    new = torch.zeros(3, n_filled - n_rows, dtype=torch.int64)
+    new[2, n_new:] = -1
+    first = 0
+    for chunk, slots in zip(chunks, contexts, strict=True):
+        end = first + len(chunk.tokens)
+        new[0, first:end] = torch.frombuffer(array("q", chunk.tokens), dtype=torch.int64)
+        torch.arange(chunk.start, chunk.start + len(chunk.tokens), out=new[1, first:end])
+        new[2, first:end] = slots[chunk.start :]
+        first = end
+    of_rows = torch.stack(step[:3])[:, :n_rows]
+    tokens_T, positions_T, slots_T = torch.cat((of_rows, send(new, device)), dim=1).unbind()
+    max_positions = max(CONTEXT_POSITIONS, len(tokens_T))
+    return step._replace(
+        tokens=tokens_T,
+        positions=positions_T,
+        slots=slots_T,
+        context=send(torch.cat((*contexts, torch.zeros(fill - 1, dtype=torch.int64))), device),
+        prefills=_pieces(chunks, n_rows, max_positions, max_together, fill, device),
+        max_positions=max_positions,
+    )
+
+
+def padded_size(n: int) -> int:
+    """Return the power of two to which n rows are padded."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def _slots(chunk: Chunk) -> Tensor:
+    """Return the slots of all positions up to a chunk's last one, int64 [L]."""
+    position = torch.arange(chunk.start + len(chunk.tokens))
+    return torch.frombuffer(chunk.pages, dtype=torch.int32)[position // PAGE].long() * PAGE + position % PAGE
+
+
+def _pieces(
+    chunks: Sequence[Chunk],
+    first_row: int,
+    n_positions: int,
+    max_together: int | None,
+    fill: int,
+    device: torch.device,
+) -> list[PrefillPiece]:
+    """Divide chunks into pieces of at most n_positions positions, or of one chunk; the first row is first_row."""
+    pieces, first_position = list[PrefillPiece](), 0
+    of_chunks = [(len(chunk.tokens), chunk.start + len(chunk.tokens)) for chunk in chunks]
+    for sizes in _divided(of_chunks, n_positions, n_positions if max_together is None else max_together):
+        n_starts = len(sizes) + 1
+        starts = np.zeros((2, -(-n_starts // 4) * 4), dtype=np.int32)  # aligned, for which Triton compiles a kernel
+        np.cumsum(np.array(sizes).T, axis=1, out=starts[:, 1:n_starts])
+        rows, positions = starts[:, n_starts - 1].tolist()
+        row_starts, position_starts = send(torch.from_numpy(starts), device)[:, :n_starts].unbind()
+        most = max(size[0] for size in sizes), max(size[1] for size in sizes)
+        n_read = -(-positions // fill) * fill
+        place = first_row, rows, first_position, positions, n_read
+        pieces.append(PrefillPiece(*place, row_starts, position_starts, *most))
+        first_row, first_position = first_row + rows, first_position + positions
+    return pieces
+
+
+def _divided(sizes: Sequence[tuple[int, int]], n_positions: int, max_together: int) -> Iterator[list[tuple[int, int]]]:
+    """Yield the (rows, positions) of the chunks of each piece."""
+    piece, left = list[tuple[int, int]](), n_positions
+    for rows, positions in sizes:
+        is_alone = positions > max_together
+        if piece and (is_alone or positions > left):
+            yield piece
+            piece, left = [], n_positions
+        piece.append((rows, positions))
+        left = 0 if is_alone else left - positions
+    yield piece

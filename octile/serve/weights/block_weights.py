@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -31,12 +32,12 @@ class Projections:
     weights: tuple[Weight, ...]
     sizes: tuple[tuple[int, ...], ...]
 
-    @property
+    @cached_property
     def has_fp8(self) -> bool:
         """Whether a weight reads its input in FP8."""
         return any(isinstance(w, ScaledTensor) for w in self.weights)
 
-    @property
+    @cached_property
     def has_values(self) -> bool:
         """Whether a weight reads its input in high precision."""
         return not all(isinstance(w, ScaledTensor) for w in self.weights)

@@ -119,7 +119,7 @@ def test_what_is_not_http_is_refused_in_openais_format_and_not_printed(serve, ca
 
 
 def test_a_client_that_sends_half_a_body(serve, monkeypatch):
-    monkeypatch.setattr("octile.serve.http.limits.BODY_SECONDS", 0.2)
+    monkeypatch.setattr("octile.serve.http.service.BODY_SECONDS", 0.2)
     served = serve()
     client = connect(served)
     client.sendall(request_bytes(COMPLETION)[:-5])

@@ -8,8 +8,7 @@ import time
 import httpx
 import pytest
 
-from octile.serve.http.config import Limits
-from octile.serve.http.limits import HEAD_BYTES
+from octile.serve.http.config import HEAD_BYTES, Limits
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.http.conftest import Served, connect, request_bytes, wait_until
 
@@ -22,7 +21,12 @@ SHORT = 0.2
 @pytest.fixture(scope="module")
 def hurried(tokenizer):
     """A server whose connections end soon."""
-    limits = ["connection.HEAD_SECONDS", "connection.WRITE_SECONDS", "limits.BODY_SECONDS", "server.KEEP_ALIVE_SECONDS"]
+    limits = [
+        "connection.HEAD_SECONDS",
+        "connection.WRITE_SECONDS",
+        "service.BODY_SECONDS",
+        "server.KEEP_ALIVE_SECONDS",
+    ]
     with pytest.MonkeyPatch.context() as patch:
         for limit in limits:
             patch.setattr(f"octile.serve.http.{limit}", SHORT)

@@ -12,8 +12,8 @@ pytest.importorskip("fastapi", reason="octile[serve] is not installed")
 from pydantic import ValidationError
 
 from octile.serve.http.config import Limits
-from octile.serve.http.errors import ApiError
 from octile.serve.http.protocol import ChatBody, CompletionBody, Message, StreamOptions, parse
+from octile.serve.http.responses import ApiError
 
 MANY = 5000
 UNKNOWN = {f"field{i}": 0 for i in range(MANY)}

@@ -12,8 +12,7 @@ from octile.serve.model.gemms import Gemms
 from octile.serve.model.naive_attention import NaiveAttention
 from octile.serve.runner.batch import Chunk
 from octile.serve.runner.kv_cache import LatentPages
-from octile.serve.runner.step import Step
-from octile.serve.runner.step_inputs import Layout, mixed_step
+from octile.serve.runner.step import Layout, Step, mixed_step
 from octile.serve.weights.weights import ServedWeights
 from tests.serve.models import CONFIG, new_model
 

@@ -12,11 +12,11 @@ from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.weight_cache import frozen_weights
 from octile.recipe import Recipe
 from octile.serve.engine.config import MAX_DRAFTS
-from octile.serve.runner import model_runner, step_inputs
+from octile.serve.runner import model_runner, step
 from octile.serve.runner.batch import Batch, Chunk, Results
 from octile.serve.runner.kv_cache import LatentPages
 from octile.serve.runner.model_runner import ModelRunner
-from octile.serve.runner.step_inputs import CONTEXT_POSITIONS, Layout, mixed_step
+from octile.serve.runner.step import CONTEXT_POSITIONS, Layout, mixed_step
 from tests.serve.models import CONFIG, Texts, new_model, text
 
 N_PAGES = 40
@@ -167,13 +167,13 @@ def test_chunks_that_share_a_long_beginning_are_read_in_pieces(monkeypatch: pyte
     whole = runner.run(Batch(chunks)).logits
     assert reads == [5 * 137 + 2 * 148 + 198] * CONFIG.num_hidden_layers
     del reads[:]
-    monkeypatch.setattr(step_inputs, "CONTEXT_POSITIONS", 300)
+    monkeypatch.setattr(step, "CONTEXT_POSITIONS", 300)
     in_pieces = runner.run(Batch(chunks)).logits
     assert reads == [2 * 137, 2 * 137, 137 + 148, 148, 198] * CONFIG.num_hidden_layers
     assert error(in_pieces, torch.cat(expected)) < FP32_ERROR
     assert error(in_pieces, whole) < FP32_ERROR
     del reads[:]
-    monkeypatch.setattr(step_inputs, "CONTEXT_POSITIONS", 100)  # less than the 155 rows, and than a chunk
+    monkeypatch.setattr(step, "CONTEXT_POSITIONS", 100)  # less than the 155 rows, and than a chunk
     runner.run(Batch(chunks))
     assert reads == [137, 137, 137, 137, 137, 148, 148, 70, 128] * CONFIG.num_hidden_layers
 
@@ -182,7 +182,7 @@ def test_chunks_that_share_a_long_beginning_are_read_in_pieces(monkeypatch: pyte
 def test_one_chunk_of_a_long_text_attends_in_parts(monkeypatch: pytest.MonkeyPatch, reads: list[int], fp8: bool):
     model, tokens = new_model(fp8), text(300)
     whole = Texts(ModelRunner(model, N_PAGES), [tokens]).run(250).run(50).logits[0]
-    monkeypatch.setattr(step_inputs, "CONTEXT_POSITIONS", 100)
+    monkeypatch.setattr(step, "CONTEXT_POSITIONS", 100)
     texts = Texts(ModelRunner(model, N_PAGES), [tokens]).run(250)
     del reads[:]
     logits = texts.run(50).logits[0]
@@ -193,7 +193,7 @@ def test_one_chunk_of_a_long_text_attends_in_parts(monkeypatch: pytest.MonkeyPat
 def test_a_batch_invariant_runner_has_the_same_bits_whatever_fits_into_memory_at_once(monkeypatch: pytest.MonkeyPatch):
     model, logits = new_model(fp8=True), []
     for positions in (CONTEXT_POSITIONS, 100):
-        monkeypatch.setattr(step_inputs, "CONTEXT_POSITIONS", positions)
+        monkeypatch.setattr(step, "CONTEXT_POSITIONS", positions)
         logits.append(Texts(ModelRunner(model, N_PAGES, batch_invariant=True), [text(300)]).run(250).run(50).logits[0])
     assert torch.equal(*logits)
 

@@ -25,7 +25,7 @@ from octile.serve.ranks.tensor_parallel import ALONE, TensorParallel
 from octile.serve.runner import graphs, model_runner
 from octile.serve.runner.graphs import PrefillGraphs
 from octile.serve.runner.model_runner import ModelRunner
-from octile.serve.runner.step_inputs import Layout
+from octile.serve.runner.step import Layout
 from octile.serve.runner.warm_up import warm_up_batches
 from octile.serve.weights.weights import ServedWeights
 from tests.parallel.expert_cases import peers_on_cpu
