@@ -26,7 +26,7 @@ def generate_from(
     The model reads a begin-of-text token and the prompt. After an empty prompt it begins a text of its own.
 
     Args:
-        folder: of the model, or the opened one, whose `Folder.sampling` has the model's defaults.
+        folder: folder of the model, or the opened one, whose `Folder.sampling` has the model's defaults.
         prompt: the text to continue.
         sampling: how to continue it.
         device: a GPU if there is one and None is given. Activations are BF16 on a GPU and FP32 on a CPU.

@@ -188,14 +188,14 @@ class Router:
     Args:
         run: the folder of the model.
         processes: how many there are.
-        device: of all processes; on "cuda" they take the GPUs in turn, the prefill processes first.
-        engine, cache: of each process.
+        device: device of all processes; on "cuda" they take the GPUs in turn, the prefill processes first.
+        engine, cache: options of each process.
         timeout: seconds after which a process that has loaded the model and does not answer, as it does between two
             steps, hangs.
 
     Attributes:
         max_position: positions of a request at most.
-        n_pages, cache_bytes: of the smallest cache of a process.
+        n_pages, cache_bytes: size of the smallest cache of a process.
         idle_seconds: after which a step waits though nothing runs, so that it notices a process that has ended or
             hangs.
 

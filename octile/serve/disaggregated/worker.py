@@ -35,9 +35,9 @@ class WorkerOptions(NamedTuple):
 
     Attributes:
         run: the folder.
-        device: of the process.
-        threads: of torch, on a CPU.
-        engine, cache: as of `Folder.load`.
+        device: device of the process.
+        threads: threads of torch, on a CPU.
+        engine, cache: options of `Folder.load`.
     """
 
     run: Path
@@ -83,8 +83,8 @@ class Ready(NamedTuple):
 
     Attributes:
         max_position: positions of a request at most.
-        n_pages, bytes_per_page: of the cache.
-        shared: of the pool, for each decode process.
+        n_pages, bytes_per_page: size of the cache.
+        shared: handles of the pool, one for each decode process.
     """
 
     max_position: int
@@ -117,7 +117,7 @@ def prefill(connection: Connection, options: WorkerOptions, n_decode: int) -> No
 
     Args:
         connection: to the router.
-        options: of the model.
+        options: what loads the model.
         n_decode: how many processes open the pool.
     """
     drafts = min(options.engine.n_drafts, 1)  # whose pass leaves the layer's latents of the prompt
@@ -188,7 +188,7 @@ class PrefillWorker(_Worker):
 
     Args:
         connection: to the router.
-        engine, runner: of the model.
+        engine, runner: those of the model.
         n_decode: how many processes open the pool.
     """
 
@@ -232,7 +232,7 @@ class DecodeWorker(_Worker):
 
     Args:
         connection: to the router.
-        engine, runner: of the model.
+        engine, runner: those of the model.
     """
 
     def __init__(self, connection: Connection, engine: Engine, runner: ModelRunner):

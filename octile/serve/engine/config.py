@@ -24,7 +24,7 @@ class EngineConfig:
         n_drafts: draft tokens per request and step, by the model's multi-token prediction layer; 0 does not draft.
         batch_invariant: compute each request's logits bit for bit as if it were alone, so that its text never depends
             on what else is in the batch; slower.
-        index_format: of the indexer's queries and keys in a model with sparse attention. e4m3: after a Hadamard
+        index_format: format of the indexer's queries and keys in a model with sparse attention. e4m3: after a Hadamard
             rotation, as DeepSeek published; float32: without it, as transformers, to compare texts. It is slower, and
             steps on a GPU have no CUDA graphs.
         expert_window: count the tokens of each expert over so many steps, for `Stats.expert_tokens` and /metrics; a

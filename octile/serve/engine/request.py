@@ -124,7 +124,7 @@ class Output(NamedTuple):
         tokens: the new tokens, without an end-of-text token.
         text: the piece of text that is complete now: characters whose bytes are all there, and that no stop string can
             take back. The pieces of a request concatenate to its text.
-        logprobs: of each new token, if they were asked for.
+        logprobs: log-probabilities of each new token, if they were asked for.
         finish_reason: None while the request goes on; the output that has it is the request's last one.
         error: what went wrong, with FinishReason.ERROR.
     """
@@ -169,7 +169,7 @@ class Request:
         page_keys: keys of its full pages, as far as they were needed.
         drafts: draft tokens that follow `tokens`, to be verified by the next forward pass.
         was_admitted: whether it has run before.
-        latents: of its prompt, until it is admitted, if another process has read the prompt.
+        latents: latents of its prompt, until it is admitted, if another process has read the prompt.
     """
 
     id: int

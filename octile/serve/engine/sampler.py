@@ -137,9 +137,9 @@ class TokenChoice(NamedTuple):
     """The tokens of rows of logits.
 
     Attributes:
-        tokens: of all rows; negative where there is none: why, as of `sample_tokens`, or NOT_A_NUMBER with an
+        tokens: tokens of all rows; negative where there is none: why, as `sample_tokens` says, or NOT_A_NUMBER with an
             error.
-        logprobs: of the rows that ask for them and have a token, by the row's number.
+        logprobs: log-probabilities of the rows that ask for them and have a token, by the row's number.
         errors: what the choice of a row has raised, as a sentence, by the row's number.
     """
 

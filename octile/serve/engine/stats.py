@@ -85,7 +85,7 @@ class ChangedStats:
     Those of a large model are tens of KB, and change eight times in a window. `Stats.after` adds them again.
 
     Args:
-        stats: of the engine.
+        stats: returns the counts of the engine.
     """
 
     def __init__(self, stats: Callable[[], Stats]):

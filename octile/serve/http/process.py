@@ -28,7 +28,7 @@ class HttpProcess:
         bound: the socket.
 
     Attributes:
-        pid: of the process.
+        pid: number of the process.
         engine_failure: the exception that has ended the engine, None while it works.
     """
 

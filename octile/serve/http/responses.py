@@ -33,7 +33,7 @@ class ApiError(Exception):
         message: what came and what is needed.
         param: the field of the body that is wrong.
         code: the word by which a program knows the error.
-        headers: of the response.
+        headers: headers of the response.
     """
 
     def __init__(
@@ -128,9 +128,9 @@ class PacedResponse(Response):
     """A response that is written as fast as its client reads.
 
     Args:
-        parts: of the body, as they come.
+        parts: parts of the body, as they come.
         held: closed when all of it is written, or when the client is gone or its time is over.
-        headers: of the response.
+        headers: headers of the response.
     """
 
     def __init__(self, parts: AsyncIterator[bytes], held: AsyncExitStack, headers: dict[str, str]):

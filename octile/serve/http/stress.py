@@ -32,11 +32,11 @@ class Load:
 
     Attributes:
         clients: how many there are; each has one request at a time.
-        requests: of all clients together.
+        requests: number of requests of all clients together.
         prompt_words: random words of each prompt; no two prompts begin alike.
         new_tokens: tokens of each answer.
         seconds: when they are over, no request is begun and those that run are canceled.
-        seed: of the prompts.
+        seed: seed of the prompts.
     """
 
     clients: Annotated[int, Range(at_least=1, at_most=100_000)] = 64
@@ -59,7 +59,7 @@ class LoadResult:
         seconds: from the first request to the last answer.
         completed: answers that are complete.
         canceled: requests that time was too short for.
-        prompt_tokens, new_tokens: of the complete answers.
+        prompt_tokens, new_tokens: counts of the complete answers.
         first_token: seconds to the first token of each answer.
         between_tokens: seconds between two events of an answer.
         refused: how many requests had each status that is not 200.
@@ -110,9 +110,9 @@ async def load_test(url: str, load: Load, api_key: str | None = None) -> LoadRes
     """Send requests to a server and time its answers.
 
     Args:
-        url: of the server, without a path: http://HOST:PORT.
+        url: address of the server, without a path: http://HOST:PORT.
         load: what the clients do.
-        api_key: of the server, if it needs one.
+        api_key: key of the server, if it needs one.
 
     Raises:
         ValueError: the URL is not such a one.

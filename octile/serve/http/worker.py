@@ -21,10 +21,10 @@ class Start(NamedTuple):
 
     Attributes:
         folder: the Hugging Face folder, with the tokenizer.
-        vocab_size, context: of the model, and the positions that a prompt and its new tokens may have together.
-        stats: of the engine.
-        name, limits, defaults: as of `Service`.
-        api_keys, hosts: as of `Server`.
+        vocab_size, context: tokens of the model, and the positions that a prompt and its new tokens may have together.
+        stats: counts of the engine.
+        name, limits, defaults: arguments of `Service`.
+        api_keys, hosts: arguments of `Server`.
     """
 
     folder: Path

@@ -73,13 +73,13 @@ class Attention:
     """The attention of a model's layers.
 
     Attributes:
-        config: of the model.
+        config: configuration of the model.
         n_heads: H.
         gemms: by the model's weights.
         cache: the layers' pages; that of multi-token prediction is the last.
         index: the pages of the indexer's keys; None: rows attend to all positions.
         naive: attention of prefill chunks to all positions.
-        softmax_scale: of attention.
+        softmax_scale: factor of the scores of attention.
         tp: the ranks that share the rows of a step and the heads.
     """
 

@@ -46,13 +46,13 @@ class FeedForward:
     """The SwiGLU layers and mixtures of a model.
 
     Attributes:
-        config: of the model.
+        config: configuration of the model.
         gemms: by its weights.
         dispatcher: sends rows to experts.
         tp: the ranks that share the rows of a step.
         expert_load: counts the tokens of each expert; None: nothing does.
         spread: the experts of all ranks, if they are spread over several.
-        exchange: of the rows of decode steps, for which the host does not wait; None: by the dispatcher.
+        exchange: sends the rows of decode steps, and the host does not wait; None: the dispatcher does.
         routes_shared: whether rows choose the shared experts like routed ones (`SpreadExperts.add_shared`).
     """
 
@@ -178,7 +178,7 @@ def begin_shared_experts(compute: Callable[[], Tensor], device: torch.device) ->
 
     Args:
         compute: launches the kernels, whose GEMMs leave half of the SMs to the exchange.
-        device: of the rows. On a CPU the result is computed at once.
+        device: device of the rows. On a CPU the result is computed at once.
     """
     if device.type != "cuda":
         return InFlight(compute())
@@ -208,7 +208,7 @@ class ExpertLoad:
         layers: the numbers of the layers that have experts.
         n_experts: E of each.
         window: how many steps; a multiple of 8.
-        device: of the model.
+        device: device of the model.
 
     Attributes:
         in_window: the tokens of each expert of each layer, by the layer's number, in the last `window` steps; up to a

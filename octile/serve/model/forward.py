@@ -49,7 +49,7 @@ class Forward:
     """A model's forward pass.
 
     Attributes:
-        weights: of the model.
+        weights: weights of the model.
         cos, sin: [max_position, R/2] float32, of all positions.
         gemms, attention, feed_forward: the parts of all blocks.
         tp: the ranks that share the rows of a step and the heads of attention.
@@ -77,7 +77,7 @@ class Forward:
         """Make a model's forward pass.
 
         Args:
-            weights: of the model.
+            weights: weights of the model.
             cache: the layers' pages; that of multi-token prediction is the last.
             max_position: positions are below it.
             batch_invariant: see the head of this file.

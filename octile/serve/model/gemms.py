@@ -49,7 +49,7 @@ class Gemms:
     """How a model's rows are multiplied by its weights.
 
     Attributes:
-        dtype: of activations.
+        dtype: dtype of activations.
         power_of_2: whether the scales of activations are powers of two.
         batch_invariant: see the head of this file.
     """
@@ -63,7 +63,7 @@ class Gemms:
 
         Args:
             x_TK: the rows.
-            weight, eps: of the norm.
+            weight, eps: weight and epsilon of the norm.
             fp8, values: whether a weight reads the result in FP8, and whether one does in high precision.
         """
         if not fp8:

@@ -34,12 +34,12 @@ class NaiveAttention:
     """Attention of prefill chunks to all positions before each row.
 
     Attributes:
-        config: of the model.
+        config: configuration of the model.
         n_heads: H.
         gemms: by the model's weights.
         cache: the layers' pages.
         unrotated: cosines and sines [1, R/2] of no angle.
-        softmax_scale: of attention.
+        softmax_scale: factor of the scores of attention.
     """
 
     config: ModelConfig
@@ -62,7 +62,7 @@ class NaiveAttention:
         """Attend from the rows of a piece, and write the result to out.
 
         Args:
-            out_SHV, q_SHX: of the piece's rows.
+            out_SHV, q_SHX: values and queries of the piece's rows.
             layer, w: which block it is, and its weights.
             step, piece: the rows of the step, and which of them these are.
             own: `decompressed` of all rows of the step, if its chunks attend to no others.

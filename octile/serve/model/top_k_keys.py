@@ -65,10 +65,10 @@ def choose_of_pages(
     """Choose of the first positions of each row's text: int32 [T, K], −1 where there are no more.
 
     Args:
-        index: of the rows.
+        index: queries of the rows for the indexer.
         cache: a layer of `octile.serve.runner.kv_cache.IndexPages`.
-        pages_TM, lengths_T: as of `octile.ops.paged_attention.paged_attention`.
-        schedule: of these lengths.
+        pages_TM, lengths_T: arguments of `octile.ops.paged_attention.paged_attention`.
+        schedule: schedule of these lengths.
         k: K.
     """
     q, weights = index.padded()
@@ -86,7 +86,7 @@ def choose_of_pages_in_fp32(
     """Choose as `choose_of_pages`, of queries and keys in FP32, row after row.
 
     Args:
-        index, pages_TM, lengths_T, k: as of `choose_of_pages`.
+        index, pages_TM, lengths_T, k: arguments of `choose_of_pages`.
         read: returns the keys [L, E] in slots [L].
     """
     slots_TL = (pages_TM.long()[:, :, None] * PAGE + torch.arange(PAGE, device=pages_TM.device)).flatten(1)
@@ -98,7 +98,7 @@ def choose_of_prefix(index: IndexQueries, k_LE: Tensor, scale_L: Tensor, slots_L
     """Choose for consecutive rows of a text, of which row i sees first + i + 1 positions.
 
     Args:
-        index: of the rows.
+        index: queries of the rows for the indexer.
         k_LE, scale_L: keys of all positions.
         slots_L: the slots of all positions.
         first: the position of the first row.

@@ -67,7 +67,7 @@ class Commands:
     """Commands that one thread carries out between two steps of an engine.
 
     Args:
-        idle_seconds: of the engine, after which it must be stepped though nothing runs; None: it need not.
+        idle_seconds: seconds after which the engine must be stepped though nothing runs; None: it need not.
         wake: has a step that waits for others return soon.
     """
 

@@ -170,9 +170,9 @@ def _choose_active(tokens: list[int], hosted: list[list[int]], num_gpus: int, nu
     """Choose the GPUs with active copies of each expert, in their order, at most num_active copies of a GPU.
 
     Args:
-        tokens: of each expert.
+        tokens: tokens of each expert.
         hosted: the GPUs that have each expert, in their order.
-        num_gpus, num_active: as of `choose_copies`.
+        num_gpus, num_active: arguments of `choose_copies`.
     """
     copies = [int(n > 0) for n in tokens]
     most = [(-float(n), expert) for expert, n in enumerate(tokens) if n and len(hosted[expert]) > 1]  # per copy
@@ -205,8 +205,8 @@ class _ActiveCopies:
     """The active copies so far.
 
     Args:
-        load: of a copy of each expert.
-        hosted, num_gpus, num_active: as of `_choose_active`.
+        load: tokens of a copy of each expert.
+        hosted, num_gpus, num_active: arguments of `_choose_active`.
 
     Attributes:
         gpus: with an active copy of each expert.
@@ -278,7 +278,7 @@ def _divide(tokens: list[int], active: list[list[int]], num_gpus: int) -> list[d
     """Divide the tokens of each expert among its active copies, so that the busiest GPU has as few as possible.
 
     Args:
-        tokens, num_gpus: as of `_choose_active`.
+        tokens, num_gpus: arguments of `_choose_active`.
         active: what it has chosen.
 
     Returns:

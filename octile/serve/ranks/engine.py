@@ -51,7 +51,7 @@ class ExpertParallelEngine:
     """Steps of this rank's engine, together with those of the engines of all ranks.
 
     Args:
-        engine: of this rank.
+        engine: engine of this rank.
         runner: its runner, of `SpreadExperts`.
         seconds: after which the experts are placed anew, by the tokens that they had on all ranks in the window of
             `ModelRunner(expert_window=…)`, but not before they have all moved; without a window they stay.
@@ -60,7 +60,7 @@ class ExpertParallelEngine:
         timeout: seconds for which the host waits for tokens of its GPU, which may wait for that of another rank.
 
     Attributes:
-        engine: of this rank; requests are added to it, in a group of ranks to the engines of all, in one order
+        engine: engine of this rank; requests are added to it, in a group of ranks to the engines of all, in one order
             and with a seed.
 
     Raises:
@@ -258,7 +258,7 @@ class _Rank:
     """The part of one rank in the rounds.
 
     Args:
-        engine: of this rank.
+        engine: engine of this rank.
         ranks: all of them.
         control: the group of all ranks, by gloo.
     """
@@ -297,10 +297,10 @@ class LockstepEngine:
     """The engines of all ranks, on rank 0; implements `octile.serve.process.server.StepEngine`.
 
     Args:
-        engine: of this rank; from now on, only this object may use it.
+        engine: engine of this rank; from now on, only this object may use it.
         ranks: all of them; the others call `follow`.
         control: the group of all ranks, by gloo.
-        on_lost: as of `LostRanks`; is called also while a step waits for the rank.
+        on_lost: argument of `LostRanks`; is called also while a step waits for the rank.
     """
 
     def __init__(
@@ -374,8 +374,8 @@ def follow(engine: ExpertParallelEngine, ranks: Ranks, control: dist.ProcessGrou
     """Run this rank's part of each step of rank 0's `LockstepEngine`, until that is closed.
 
     Args:
-        engine: of this rank.
-        ranks, control: as of `LockstepEngine`.
+        engine: engine of this rank.
+        ranks, control: arguments of `LockstepEngine`.
     """
     rank = _Rank(engine, ranks, control)
     while rank.round(None) is not None:

@@ -57,13 +57,13 @@ class SpreadExperts:
     too large for one rank.
 
     Args:
-        weights: of the whole model; the experts of other ranks are not held.
+        weights: weights of the whole model; the experts of other ranks are not held.
         physical_to_logical: int64 [L, P], the expert in each slot, as `rebalance_experts` returns it; the W ranks have
             P/W consecutive slots each.
         ranks: those that share the experts; None: all.
         num_active: how many slots of a rank compute tokens in a step: dynamic redundancy; the host then waits for the
             tokens of the experts, and chooses. None: any slot may, and an expert's copies take turns.
-        num_nodes: of the ranks, which have consecutive numbers in a node.
+        num_nodes: nodes of the ranks, which have consecutive numbers in a node.
         drafts: whether the multi-token prediction layer is served, too; it is then the last row of the placement.
         routes_shared: whether each row of decode steps that are launched ahead chooses the shared experts, too, like
             routed ones with a weight of 1. They have copies in slots: their numbers in the placement are those after

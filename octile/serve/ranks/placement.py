@@ -226,7 +226,7 @@ def _pack(load_XM: Floats, n_packs: int, expert_XM: Ints | None = None) -> Ints:
     """Pack items into packs of one size: the one with the largest load into the pack with the least that has room.
 
     Args:
-        expert_XM: of each item; of the packs with room those with the fewest items of the same expert come first.
+        expert_XM: expert of each item; the packs with room and the fewest items of the same expert come first.
 
     Returns:
         the items, pack after pack, and in each in the order in which they came: [X, M].
@@ -301,10 +301,10 @@ def move_experts(
     """Bring the wanted experts into this rank's slots, from its own ones or from the nearest rank's; all ranks call it.
 
     Args:
-        weights: of the experts in this rank's slots, each stacked [slots of a rank, N, K]; overwritten.
+        weights: weights of the experts in this rank's slots, each stacked [slots of a rank, N, K]; overwritten.
         now, wanted: the experts in the slots of all ranks, which have as many each.
         ranks: those that share the experts.
-        n_nodes: of the ranks, which have consecutive numbers in a node.
+        n_nodes: nodes of the ranks, which have consecutive numbers in a node.
     """
     here, n_ranks = dist.get_rank(ranks), dist.get_world_size(ranks)
     size, parts = len(now) // n_ranks, [part for weight in weights for part in _parts(weight)]

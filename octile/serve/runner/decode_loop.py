@@ -43,10 +43,10 @@ class DecodeLoop:
 
     Args:
         forward: the model's forward pass.
-        max_requests: of a step.
+        max_requests: requests of a step at most.
         max_pages: M.
         n_drafts: n.
-        memory: of the graphs; None on a CPU.
+        memory: memory of the graphs; None on a CPU.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class DecodeLoop:
         """Launch a step; see `octile.serve.runner.batch.Runner.decode`.
 
         Args:
-            requests: of the step.
+            requests: requests of the step.
             at_least: requests, for which it has room: ranks that exchange rows have steps of one size.
             timeout: seconds for which the host waits for the GPU, which may wait for that of another rank.
 

@@ -39,7 +39,7 @@ class GraphMemory:
 
     Args:
         device: the model's GPU.
-        priority: of the stream, lower numbers first: where graphs have branches, and some must not wait for
+        priority: priority of the stream, lower numbers first: where graphs have branches, and some must not wait for
             others.
     """
 
@@ -98,7 +98,7 @@ class DecodeGraphs:
 
     Args:
         forward: the model's forward pass, on a GPU.
-        memory: of the graphs.
+        memory: memory of the graphs.
         max_rows: rows of the largest graph.
         max_pages: pages of a text at most.
         drafts: whether the pass is that of multi-token prediction, which reads hidden states.
@@ -125,7 +125,7 @@ class DecodeGraphs:
         The results are valid until the next graph of the runner is replayed.
 
         Args:
-            layout: of the batch.
+            layout: layout of the batch.
             hidden_TD: the hidden states that multi-token prediction reads.
         """
         size = next(size for size in self.sizes if size >= layout.n_decode)
@@ -179,7 +179,7 @@ class PrefillGraphs:
 
     Args:
         forward: the forward pass.
-        memory: of the graphs; None on a CPU.
+        memory: memory of the graphs; None on a CPU.
         max_rows: rows of the largest graph, at most MAX_ROWS; steps with more are computed without one.
         micro_batches: 1 or 2, of rows that are exchanged with other ranks.
 

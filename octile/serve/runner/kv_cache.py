@@ -40,7 +40,7 @@ class LatentPages:
         n_pages: P.
         latent_dim, rope_dim: C and R.
         cache_format: "bf16", "float32" or "fp8".
-        device: of the cache.
+        device: device of the cache.
 
     Raises:
         ValueError: cache_format is another one, there is no page, or FP8 rows of these sizes would not be aligned.
@@ -106,7 +106,7 @@ class IndexPages:
     the scales 1. Source: DeepGEMM's `fp8_paged_mqa_logits`, whose layout this is.
 
     Attributes:
-        dtype: of the keys.
+        dtype: dtype of the keys.
         layers: for each layer its keys, [P, 64·(E + 4)] uint8; in FP32 [P, 64·(4·E + 4)].
         bytes_LPQ: the same memory, uint8 [layers, P, bytes of a page].
 
@@ -114,8 +114,8 @@ class IndexPages:
         n_layers: layers, with that of multi-token prediction.
         n_pages: P.
         head_dim: E.
-        device: of the keys.
-        index_format: of the keys.
+        device: device of the keys.
+        index_format: format of the keys.
     """
 
     def __init__(

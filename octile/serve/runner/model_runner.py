@@ -55,7 +55,7 @@ class ModelRunner:
         model: a model, weights that `ServedWeights.read` has read, or weights whose experts are spread over ranks; then
             all ranks run as many steps (`octile.serve.ranks.experts`), and have the same CUDA graphs.
         n_pages: pages of 64 positions.
-        cache_format: of the cache: "fp8", "bf16" or "float32"; None: the dtype of the activations.
+        cache_format: format of the cache: "fp8", "bf16" or "float32"; None: the dtype of the activations.
         max_batch: requests of the largest CUDA graphs of decoding, on a GPU; larger batches run without one. 0: none is
             captured, and steps that only decode replay the graphs of steps with prompts, if there are any.
         batch_invariant: whether a request's logits have the same bits whatever else is in the batch and however its
@@ -65,7 +65,7 @@ class ModelRunner:
             run without one. 0: none is captured.
         micro_batches: 1 or 2, into which CUDA graphs of steps with prompts divide the rows that other ranks compute, of
             which one travels while the other is computed.
-        index_format: of the indexer's queries and keys, if the model has an indexer; see `EngineConfig`.
+        index_format: format of the indexer's queries and keys, if the model has an indexer; see `EngineConfig`.
         expert_window: steps over which the tokens of each expert are counted; a multiple of 8. 0: they are not counted.
 
     Attributes:
@@ -265,9 +265,9 @@ class ModelRunner:
 
         Args:
             model: its weights.
-            cache_format: of the latents.
-            max_position: of a text; with few positions there are no indexer's keys (`needs_index`).
-            index_format: of these keys.
+            cache_format: format of the latents.
+            max_position: positions of a text at most; with few positions there are no indexer's keys (`needs_index`).
+            index_format: format of these keys.
         """
         c = model.config
         of_index = bytes_per_key(c.index_head_dim or 0, index_format) if needs_index(c, max_position) else 0

@@ -35,11 +35,11 @@ class PrefillPiece(NamedTuple):
     """Chunks whose keys and values are in memory at once.
 
     Attributes:
-        first_row, rows: of all its chunks, in the step.
-        first_position, positions: of all its chunks, in the step's context.
+        first_row, rows: rows of all its chunks, in the step.
+        first_position, positions: positions of all its chunks, in the step's context.
         n_read: positions that are read, at least as many: what is beyond only fills GEMMs.
         row_starts, position_starts: int32 [chunks + 1], of each chunk in the piece, and the ends.
-        max_rows, max_positions: of a chunk.
+        max_rows, max_positions: rows and positions of a chunk at most.
     """
 
     first_row: int
@@ -67,7 +67,7 @@ class Step(NamedTuple):
         prefills: the chunks after the decode rows, in pieces.
         max_positions: whose keys and values are in memory at once: a piece has no more, or is one chunk.
         chooses: whether decode rows attend to chosen positions, if the model chooses some; otherwise to all.
-        schedule: of the indexer's logits of decode rows
+        schedule: schedule of the indexer's logits of decode rows
             (`octile.serve.model.attention.Attention.with_schedule`).
     """
 
@@ -170,7 +170,7 @@ class DecodeRows:
         pages: int32 [max_rows, M].
 
     Args:
-        max_rows, max_pages, pinned: as of `PageTable`.
+        max_rows, max_pages, pinned: arguments of `PageTable`.
     """
 
     def __init__(self, max_rows: int, max_pages: int, pinned: bool):
@@ -229,9 +229,9 @@ def mixed_step(
     Args:
         layout: the chunks.
         block_rows: decode rows alone are padded to a multiple of it.
-        device: of the step.
+        device: device of the step.
         max_together: a chunk with more positions has a piece of its own; None: none has.
-        chooses: as of `Step`.
+        chooses: field of `Step`.
         fill: rows of steps with prompts, and positions that are read together, are padded to a multiple of it, and rows
             that attend as decode rows to a power of two, but no further than to that multiple: so GEMMs have few
             sizes, and few numbers of rows have kernels. The first of a size takes the host some milliseconds, or

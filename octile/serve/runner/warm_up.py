@@ -31,7 +31,7 @@ def warm_up_batches(
         max_step_tokens: tokens of a step with prompts at most; 0: no prompt is read.
         max_decode_rows: rows of a step that only decodes, at most; 0: none does.
         max_position: positions of a text.
-        vocab_size: of the model. Tokens differ, and so the experts that they choose.
+        vocab_size: tokens of the model. They differ, and so the experts that they choose.
         n_chosen: positions to which a row attends at most, if an indexer chooses them; None: to all.
     """
     n = min(PAGE, max_position) // 2  # tokens of a chunk

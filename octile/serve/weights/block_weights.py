@@ -48,9 +48,9 @@ class IndexerWeights:
     """The weights of a layer's indexer.
 
     Attributes:
-        q_up: wq_b, of compressed queries.
+        q_up: wq_b, for compressed queries.
         k: wk, of the block's input.
-        k_norm, k_bias: of the norm of keys.
+        k_norm, k_bias: weight and bias of the norm of keys.
         heads: weights_proj [G, D], float32.
     """
 
@@ -66,8 +66,8 @@ class AttentionWeights:
     """Attention's weights.
 
     Attributes:
-        x: of the block's input: queries or their compression [·], and latent with rotary key [C, R].
-        q_norm, q_up: of compressed queries; None where they are projected directly.
+        x: projections of the block's input: queries or their compression [·], and latent with rotary key [C, R].
+        q_norm, q_up: norm and projection of compressed queries; None where they are projected directly.
         kv_up: kv_b_proj, for the naive form.
         w_k: W_UK [H, C, N], w_v: W_UV [H, V, C], in the activations' dtype, for the absorbed form.
         indexer: None where attention is dense.

@@ -37,8 +37,8 @@ class GenerationConfig:
     Attributes:
         eos_token_id: tokens that end a text.
         do_sample: false: texts are greedy, whatever the temperature; true without a temperature: it is 1.
-        temperature, top_p: as of `Sampling`.
-        top_k: as of `Sampling`; −1 is all tokens, too.
+        temperature, top_p: fields of `Sampling`.
+        top_k: field of `Sampling`; −1 is all tokens, too.
 
     Raises:
         TypeError, ValueError: a field has another type, or is outside its range.
@@ -74,8 +74,8 @@ def read_generation_config(folder: Path, vocab_size: int) -> tuple[GenerationCon
     """Read the file of a model's folder, if it has one.
 
     Args:
-        folder: of the model.
-        vocab_size: of the model.
+        folder: folder of the model.
+        vocab_size: tokens of the model.
 
     Returns:
         what it gives; name and value of each field that would change a text and is not used, for a message.

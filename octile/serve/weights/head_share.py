@@ -62,7 +62,7 @@ def check_heads(c: ModelConfig, size: int, is_fp8: bool) -> None:
     """Check that so many ranks can divide the heads of a model among them.
 
     Args:
-        c: of the model.
+        c: configuration of the model.
         size: ranks.
         is_fp8: whether the weights of attention are in FP8.
 

@@ -94,7 +94,7 @@ class Folder:
         """Read the weights. Activations are BF16 on a GPU and FP32 on a CPU.
 
         Args:
-            device: of the weights.
+            device: device of the weights.
             drafts: whether to read the multi-token prediction layer, if the model has one.
 
         Raises:
@@ -108,7 +108,7 @@ class Folder:
         """Read the weights and allocate the cache.
 
         Args:
-            device: of the model.
+            device: device of the model.
             engine, cache: as configured.
             phase: None for an engine that reads prompts and generates; only the CUDA graphs of this phase are captured.
                 For "prefill" the free memory has place for the pages of one of the longest texts besides the cache,
@@ -213,7 +213,7 @@ class Folder:
         """Read the weights of this rank and allocate its cache; all ranks call it. The caches have the same size.
 
         Args:
-            device, engine, cache: of this rank.
+            device, engine, cache: device and options of this rank.
             parallel: all ranks, which `check_parallel` accepts.
             control: their group, by gloo.
 

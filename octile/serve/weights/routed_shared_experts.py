@@ -22,7 +22,7 @@ def check_shared(c: ModelConfig, is_fp8: bool, experts_are_fp8: bool) -> None:
     """Check that the shared experts of a model can be routed like other experts, each alone.
 
     Args:
-        c: of the model.
+        c: configuration of the model.
         is_fp8: whether their weights are in FP8.
         experts_are_fp8: whether those of the routed experts are.
 
@@ -45,8 +45,8 @@ def check_batch_invariant(c: ModelConfig, name: str) -> None:
     """Check that logits do not depend on which steps route the shared experts: their sums are rounded alike.
 
     Args:
-        c: of the model.
-        name: of the argument that wants batch invariance.
+        c: configuration of the model.
+        name: name of the argument that wants batch invariance.
 
     Raises:
         ValueError: several shared experts are one MLP in other steps, whose results are not rounded one by one.

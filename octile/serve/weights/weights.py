@@ -55,8 +55,8 @@ class ServedWeights:
     """All weights of a model.
 
     Attributes:
-        config: of the model.
-        dtype: of activations, bfloat16 or float32.
+        config: configuration of the model.
+        dtype: dtype of activations, bfloat16 or float32.
         power_of_2: whether the scales of activations are powers of two.
         mtp: None where the model has no multi-token prediction, or does not draft.
         heads: which heads of attention are here.
@@ -132,8 +132,8 @@ class ServedWeights:
 
         Args:
             path: a Hugging Face folder or a run.
-            dtype: of the activations and of other weights: bfloat16 or float32.
-            device: of the weights.
+            dtype: dtype of the activations and of other weights: bfloat16 or float32.
+            device: device of the weights.
             experts: the routed experts to read, in this order, of each layer that has some; shared experts, which are
                 read in any case, have the numbers after those of the last routed one, to be among them, too. The
                 multi-token prediction layer has the number after the last layer's. None: all routed experts.
@@ -220,12 +220,12 @@ def assemble(
     """Read all weights of a model.
 
     Args:
-        config: of the model.
-        dtype: of the activations.
+        config: configuration of the model.
+        dtype: dtype of the activations.
         power_of_2: whether the scales of activations are powers of two.
         read: returns a weight by its name in a checkpoint.
-        experts, drafts: as of `ServedWeights.read`.
-        heads: of attention, whose parts of weights `read` returns.
+        experts, drafts: arguments of `ServedWeights.read`.
+        heads: heads of attention, whose parts of weights `read` returns.
 
     Raises:
         TypeError: dtype is neither bfloat16 nor float32.
