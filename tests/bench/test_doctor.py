@@ -3,6 +3,7 @@
 import os
 import pkgutil
 import subprocess
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 
