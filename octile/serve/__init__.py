@@ -1,15 +1,16 @@
 """Serving: many requests share one model, its weights and its paged latent cache.
 
-engine/         requests, scheduling, sampling: what happens in a step, without tensors of a model
-runner/         batches as rows, caches, and the forward passes over them, in CUDA graphs
-model/          the forward pass: attention, experts, GEMMs
-weights/        the folder that is served, and its weights as GEMMs read them
-ranks/          one model over several ranks
-process/        an engine and those who use it, in processes of their own
-http/           `octile serve`: OpenAI's protocol over HTTP, in a process of its own
-disaggregated/  prefill and decoding in processes of their own
-generate.py     `octile generate`, and the sample of a training run; generate_command.py has the command's options
-newest_run.py   the run that a command serves where none is named
+engine/              requests, scheduling, sampling: what happens in a step, without tensors of a model
+runner/              batches as rows, caches, and the forward passes over them, in CUDA graphs
+model/               the forward pass: attention, experts, GEMMs
+weights/             the folder that is served, and its weights as GEMMs read them
+ranks/               one model over several ranks
+process/             an engine and those who use it, in processes of their own
+http/                `octile serve`: OpenAI's protocol over HTTP, in a process of its own
+disaggregated/       prefill and decoding in processes of their own
+generate.py          the continuation of one prompt: `octile generate`, and the sample of a training run
+generate_command.py  the options of `octile generate`
+newest_run.py        the run that a command serves where none is named
 """
 
 from importlib import import_module

@@ -7,8 +7,8 @@
 
 A token is chosen from the model's logits with the noise of its position alone (`sampler.py`), so drafts change how many
 passes a text takes, and nothing else: greedy and sampled texts are the same with and without them. A draft is sampled
-with the noise of its position, too; it is accepted with a probability of at least (1 − d) / (1 + d) where the total
-variation distance of the two distributions is d, and of 1 − d at most.
+with the noise of its position, too. With d, the total variation distance of the two distributions, it is accepted
+with a probability of at least (1 − d) / (1 + d) and of 1 − d at most.
 
 Sources: Leviathan et al., Fast Inference from Transformers via Speculative Decoding (arXiv 2211.17192), which accepts
 with probability 1 − d, but a text then depends on its drafts; Daliri et al., Coupling without Communication and

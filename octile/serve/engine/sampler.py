@@ -2,7 +2,7 @@
 
 A token is sampled by the Gumbel-max trick: the largest of logit / temperature + noise, with independent Gumbel noise
 for every token of the vocabulary, has the distribution softmax(logits / temperature). The noise is a hash of seed,
-position and token, so it needs no state: the same logits give the same text whatever else is in the batch, however its
+position and token, so it needs no state. The same logits give the same text whatever else is in the batch, however its
 prompt was cut into chunks, and whether or not it was preempted. A draft that is sampled with the noise of its position
 mostly agrees with the token that the model then samples with the same noise, and never changes it.
 

@@ -8,7 +8,7 @@ of the active ones only. All ranks know how many tokens each expert has in the s
 
 Active copies are chosen greedily: each expert with tokens gets one, by paths that move others if a GPU is full, and
 then the expert with the most tokens per active copy gets another one, until no slot is left. For the active copies the
-division of the tokens is optimal: a token is moved along a path of GPUs, each of which passes on a token of another
+division of the tokens is optimal. A token is moved along a path of GPUs, each of which passes on a token of another
 expert, as long as the busiest GPU has at least two tokens more than the last one of the path. Where no such path is
 left, no division has a smaller maximum (Harvey et al.). If all hosted copies may be active, this is the least load that
 the placement allows.

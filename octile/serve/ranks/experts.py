@@ -84,8 +84,8 @@ class SpreadExperts:
         RuntimeError: torch.distributed is not initialized.
         TypeError: the placement is not an int64 tensor, a number not an int, or ranks a mesh.
         ValueError: the placement has another number of layers, or not all experts of a layer; W does not divide P, or
-            num_nodes W; all experts together need more active slots; the model cannot draft; the weights have other
-            heads than tp; or the ranks disagree about the placement, the numbers or the model's experts.
+            num_nodes W; all experts together need more active slots; the model cannot draft. Or the weights have
+            other heads than tp, or the ranks disagree about the placement, the numbers or the model's experts.
     """
 
     def __init__(

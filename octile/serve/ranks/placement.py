@@ -10,7 +10,7 @@ If the nodes do not divide the groups, the first step is left out and all GPUs c
 
 EPLB may put two copies of an expert on one GPU, which then has two shares of the expert's load. For a layer in which it
 does, a second placement is computed in which no GPU has two if that can be avoided, that is, if a GPU has at most as
-many slots as there are experts: an expert gets at most as many copies as the node has GPUs, a copy goes to a GPU
+many slots as there are experts. In it an expert gets at most as many copies as the node has GPUs, a copy goes to a GPU
 without another one of its expert, and copies that still meet are swapped. All GPUs count as one node there if a GPU has
 more slots than its node would have experts. With more slots than experts some GPU has two in any case; then a copy goes
 to a GPU without one as long as there is one with room.
@@ -85,7 +85,7 @@ def rebalance_experts(
     Raises:
         TypeError: load is not a tensor of such numbers, a size is not an int, or distinct_copies no bool.
         ValueError: load has another shape, is sparse or without values, or has one that is negative, NaN or above the
-            largest float32; a size is not positive, there are fewer slots than experts, or a number does not divide
+            largest float32. Or a size is not positive, there are fewer slots than experts, or a number does not divide
             another one as said above.
     """
     _check(load, num_replicas, num_groups, num_nodes, num_gpus)

@@ -77,7 +77,7 @@ class ModelRunner:
 
     Raises:
         TypeError, ValueError: as `ServedWeights.of_model` or `LatentPages`, max_batch or max_step_tokens is negative,
-            the model cannot draft or has no indexer to compute in FP32, expert_window is no multiple of 8, two
+            the model cannot draft or has no indexer to compute in FP32, or expert_window is no multiple of 8. Or two
             micro-batches are wanted of ranks that share their rows, or shared experts cannot be routed: with
             batch_invariant several of them, or none on GPUs whose steps are not launched ahead.
     """

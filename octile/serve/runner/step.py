@@ -232,9 +232,9 @@ def mixed_step(
         device: device of the step.
         max_together: a chunk with more positions has a piece of its own; None: none has.
         chooses: field of `Step`.
-        fill: rows of steps with prompts, and positions that are read together, are padded to a multiple of it, and rows
-            that attend as decode rows to a power of two, but no further than to that multiple: so GEMMs have few
-            sizes, and few numbers of rows have kernels. The first of a size takes the host some milliseconds, or
+        fill: rows of steps with prompts, and positions that are read together, are padded to a multiple of it. Rows
+            that attend as decode rows are padded to a power of two, but no further than to that multiple. So GEMMs have
+            few sizes, and few numbers of rows have kernels. The first of a size takes the host some milliseconds, or
             seconds if a kernel is compiled for it. 1: none is padded.
     """
     of_decode = [layout.chunks[i] for i in layout.decode]

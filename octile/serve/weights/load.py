@@ -135,7 +135,7 @@ class Folder:
 
         Raises:
             ValueError: it has no experts; the ranks do not divide them and their further copies, or have more slots
-                than they need for a copy of each expert on each rank; another number of copies must be active; or as
+                than they need for a copy of each expert on each rank. Or another number of copies must be active, or as
                 `check_heads`, `check_shared` or `check_batch_invariant`.
         """
         c = self.model
