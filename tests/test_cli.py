@@ -696,7 +696,11 @@ NOT_RUN = {  # torchrun's environment, and arguments: the message
         ", or --parallel.pp 1 --parallel.dp 1 --parallel.ep 1 in this process",
     ),
     "no stages": ({}, ["--parallel.schedule=dualpipe"], "parallel.schedule has no effect without a pipeline: add --pa"),
-    "no spread experts": ({}, ["--parallel.exchange=auto"], "exchange has no effect without spread experts: add --pa"),
+    "no expert parallelism": (
+        {},
+        ["--parallel.exchange=auto"],
+        "has no effect without expert parallelism: add --pa",
+    ),
     "no sums": ({}, ["--parallel.reduce=bfloat16"], "has no effect without data-parallel ranks: add --parallel.dp N"),
     "too few layers": (
         {"WORLD_SIZE": "64"},

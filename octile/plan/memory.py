@@ -14,7 +14,7 @@ from octile.plan.hardware import Cluster
 from octile.plan.layout import Layout
 from octile.plan.stages import Stage
 from octile.plan.work import tiles
-from octile.train.memory.saved_activations import kept_bytes
+from octile.train.memory.saved_activations import bytes_per_token
 
 GRADIENT_BYTES = 4  # FP32
 MASTER_BYTES = {"replicated": (4, 0), "sharded": (2, 4)}  # on every rank, and shared by the data-parallel ranks
@@ -71,7 +71,7 @@ def saved_bytes(c: ModelConfig, layout: Layout, is_moe: bool) -> float:
     saved += 3 * h * c.v_head_dim // 2 + 4 * -(-h * c.v_head_dim // 128) + 4 * h
     saved += 2 * d + 4
     if not layout.recompute:
-        saved += kept_bytes(c) // (c.num_hidden_layers + c.num_nextn_predict_layers)
+        saved += bytes_per_token(c) // (c.num_hidden_layers + c.num_nextn_predict_layers)
     if not is_moe:
         return saved + 2 * tiles(c.intermediate_size)
     k = c.num_experts_per_tok

@@ -21,7 +21,7 @@ __all__ = ["RESUMABLE", "SECTIONS", "Options", "defaults", "read", "run"]
 
 OF_RANKS = {  # fields of `parallel` without effect where another one is 1, and what is missing then
     "schedule": ("pp", "a pipeline"),
-    "exchange": ("ep", "spread experts"),
+    "exchange": ("ep", "expert parallelism"),
     "reduce": ("dp", "data-parallel ranks"),
 }
 SETTINGS = tuple(field.name for field in fields(TrainConfig))

@@ -91,9 +91,9 @@ class ParallelConfig:
             captured in CUDA graphs, and slow where the kernels are short.
         schedule: the order in which a pipeline's ranks pass micro_batches: gpipe, 1f1b, zb1p, dualpipe, dualpipev (two
             stages on a rank) or chimera.
-        exchange: how rows of tokens go to spread experts: all_to_all; symmetric_memory, kernels between GPUs of one
-            host, and NVSHMEM between hosts, for which no host waits (all_to_all where torch has no NVSHMEM, and in a
-            pipeline); or auto, these kernels between two GPUs.
+        exchange: how rows of tokens go to the experts of other ranks: all_to_all; symmetric_memory, kernels between
+            GPUs of one host, and NVSHMEM between hosts, for which no host waits; or auto, these kernels between two
+            GPUs. Where torch has no NVSHMEM, and in a pipeline, it is all_to_all.
         reduce: the format in which gradients are summed over the ranks: float32, or bfloat16, half the traffic.
         timeout: seconds after which a rank that waits for another one ends the run.
     """
@@ -533,7 +533,7 @@ def published_schedule(config: TrainConfig, batch_ramp: bool = False) -> TrainCo
     the first 469B tokens their number grows from 3,072.
 
     Args:
-        config: of a run; what the schedule does not determine stays.
+        config: the configuration of a run; what the schedule does not determine stays.
         batch_ramp: whether the batch grows, too, from a fifth of batch_size.
 
     Raises:

@@ -33,7 +33,7 @@ from octile.train.data.token_store import MANIFEST, TokenStore
 from octile.train.memory.check import check_memory, explain_out_of_memory
 from octile.train.run import fine_tune
 from octile.train.run.best_model import BestModel
-from octile.train.run.checkpoints import RunCheckpoints, check_place
+from octile.train.run.checkpoints import RunCheckpoints, check_address
 from octile.train.run.console import RunConsole
 from octile.train.run.deterministic import deterministic
 from octile.train.run.duration import check_duration
@@ -131,7 +131,7 @@ def train(config: TrainConfig, resume: bool, console: RunConsole, hook: RunHook 
     """Train a model and write its run folder.
 
     Args:
-        config: of the run; `config.out` is the folder of a run to resume.
+        config: the configuration of the run; `config.out` is the folder of a run to resume.
         resume: continue from the newest intact checkpoint.
         console: where progress is printed.
         hook: called when the run is set up, before its configuration is written, so that a hook that raises leaves no
@@ -189,7 +189,7 @@ def _train_joined(
     check_memory(config, device)
     check_agreement(ranks, config, resume)
     if config.checkpoints is not None:
-        check_place(config.checkpoints, resume, ranks)
+        check_address(config.checkpoints, resume, ranks)
     run = begun.run if begun is not None else RunFolder(ranks.from_first(lambda: RunFolder.create(config).path, Path))
     ranks.from_first(run.check_folders)
     is_new, config = config.out is None, replace(config, out=run.path)

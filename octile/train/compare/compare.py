@@ -116,9 +116,9 @@ class Comparison:
     """What a comparison is made of, as FOLDER/comparison.json stores it.
 
     Attributes:
-        config: of every run, except for recipe and seed.
+        config: the configuration of every run, except for recipe and seed.
         recipes: names of recipes or .toml files.
-        seeds: of every recipe.
+        seeds: the seeds of every recipe.
         gradient_steps: in the form that `parse_steps` reads.
         recipe_texts: the contents of the recipes' files.
 
@@ -196,7 +196,7 @@ def compare(
     continues.
 
     Args:
-        config: of every run, except for recipe and seed.
+        config: the configuration of every run, except for recipe and seed.
         recipes: names of recipes or .toml files; "bf16" is always trained and need not be named.
         out: the folder for the results; chosen under runs/ if not given.
         console: where progress is printed.
@@ -210,8 +210,8 @@ def compare(
         ImportError: a package of the extras `train` or `report` is missing.
         FileExistsError: out holds a comparison or a run already, or another process works there.
         FileNotFoundError: there is no comparison to resume.
-        ValueError: a recipe is unknown, named twice or does not take a size of the model, a seed or a step is
-            impossible, the data cannot be used, a new comparison takes too long on a CPU, or the one to resume has
+        ValueError: a recipe is unknown, named twice or does not take a size of the model; a seed or a step is
+            impossible; or the data cannot be used. A new comparison takes too long on a CPU, or the one to resume has
             other arguments.
         Stopped: Ctrl-C or SIGTERM ended the comparison early.
     """

@@ -78,15 +78,15 @@ def _on_cpu(gradient: Gradient) -> Gradient:
     return gradient.detach().cpu()
 
 
-def _compare(name: str, of_recipe: Gradient, of_bf16: Gradient, factor: float) -> WeightGradient:
+def _compare(name: str, recipe: Gradient, bf16: Gradient, factor: float) -> WeightGradient:
     """Compare two gradients on the CPU, in FP64, a part at a time.
 
     Args:
-        name: of the parameter.
-        of_recipe, of_bf16: its gradients.
-        factor: of both; it takes the loss scale out of their norms.
+        name: the name of the parameter.
+        recipe, bf16: its gradients under both.
+        factor: a factor of both norms, which takes the loss scale out of them.
     """
-    parts = (load(gradient).flatten().split(PART) for gradient in (of_recipe, of_bf16))
+    parts = (load(gradient).flatten().split(PART) for gradient in (recipe, bf16))
     sums_3 = torch.zeros(3, dtype=torch.float64)
     for a, b in ((a.double(), b.double()) for a, b in zip(*parts, strict=True)):
         sums_3 += torch.stack((a @ a, b @ b, a @ b))

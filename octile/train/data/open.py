@@ -68,4 +68,4 @@ def check_prompt(config: TrainConfig, store: TokenStore) -> None:
     """
     length, context = 1 + len(store.tokenizer.encode(config.prompt)), config.model.max_position_embeddings
     if length >= context:
-        raise ValueError(f"prompt has {length} tokens, which leave no room in the model's context of {context}")
+        raise ValueError(f"prompt has {length} tokens, which fill the model's context of {context}")

@@ -90,8 +90,8 @@ class HeldOutSpans:
             self._filter[self._sorted >> self._shift] = True
         found = self._filter[hashes >> self._shift]
         maybe = np.flatnonzero(found)
-        place = np.searchsorted(self._sorted, hashes[maybe])
-        found[maybe] = self._sorted[np.minimum(place, len(self._sorted) - 1)] == hashes[maybe]
+        index = np.searchsorted(self._sorted, hashes[maybe])
+        found[maybe] = self._sorted[np.minimum(index, len(self._sorted) - 1)] == hashes[maybe]
         return found
 
 

@@ -20,7 +20,7 @@ class StreamedTokens:
 
     Args:
         store: the folder of the file.
-        name: of the file, which NumPy's format 1.0 describes.
+        name: the name of the file, which NumPy's format 1.0 describes.
         length: T.
         vocab_size: all tokens are below it.
 

@@ -167,8 +167,8 @@ class TokenStore:
         would be to read them all.
 
         Args:
-            url: of the folder of a store that `prepare` has written, which was copied there.
-            folder: of the new store, with copies of all files but the tokens; made if it does not exist.
+            url: the URL of a store's folder that `prepare` has written, which was copied there.
+            folder: the folder of the new store, with copies of all files but the tokens; made if it does not exist.
 
         Raises:
             FileNotFoundError: there is no finished store, or a file of it is missing.

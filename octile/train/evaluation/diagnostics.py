@@ -44,10 +44,10 @@ def record_tile_scales() -> Iterator[Callable[[], dict[str, Histogram]]]:
         yield histograms
 
 
-def add_histograms(of_ranks: Iterable[Mapping[str, Histogram]]) -> dict[str, Histogram]:
+def add_histograms(rank_histograms: Iterable[Mapping[str, Histogram]]) -> dict[str, Histogram]:
     """Add up the histograms of `record_tile_scales` of several ranks."""
     counts: dict[str, Counter[int]] = {}
-    for operands in of_ranks:
+    for operands in rank_histograms:
         for operand, histogram in operands.items():
             counts.setdefault(operand, Counter()).update(dict(zip(histogram["log2"], histogram["count"], strict=True)))
     return {operand: _histogram(counter) for operand, counter in counts.items()}
@@ -82,8 +82,8 @@ def first_non_finite(
         NOWHERE.
     """
     broken = (f"parameter {name}" for name, parameter in model.named_parameters() if not parameter.isfinite().all())
-    if (place := _first(gather(next(broken, NOWHERE)))) != NOWHERE:
-        return place
+    if (parameter := _first(gather(next(broken, NOWHERE)))) != NOWHERE:
+        return parameter
     found: list[str] = []
 
     def make_hook(name: str) -> Callable[..., None]:
@@ -103,8 +103,8 @@ def first_non_finite(
     return _first(gather(found[0] if found else NOWHERE))
 
 
-def _first(places: list[str]) -> str:
-    return next((place for place in places if place != NOWHERE), NOWHERE)
+def _first(names: list[str]) -> str:
+    return next((name for name in names if name != NOWHERE), NOWHERE)
 
 
 def _tensors(output: object) -> Iterator[Tensor]:

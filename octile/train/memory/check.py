@@ -76,7 +76,7 @@ def check_memory(config: TrainConfig, device: torch.device, is_train: bool = Tru
     On a CPU the activations count too, because nothing can be explained when the memory is exceeded there.
 
     Args:
-        config: of the run.
+        config: the configuration of the run.
         device: where it is going to run.
         is_train: whether its command is `octile train`, which has more options than `octile compare`.
 
@@ -108,8 +108,8 @@ def check_memory(config: TrainConfig, device: torch.device, is_train: bool = Tru
                 )
             else:
                 half = replace(config, sequence_length=max(config.sequence_length // 2, config.advisable_length))
-                of_half = estimate_need(half, ranks).sequence
-                measured = MemoryNeed(need.fixed, need.sequence, available, of_half)
+                half_sequence = estimate_need(half, ranks).sequence
+                measured = MemoryNeed(need.fixed, need.sequence, available, half_sequence)
                 change = advice(config, measured, has_begun=False, is_train=is_train)
             who = "the run needs" if len(ranks) == 1 else f"the {len(ranks)} ranks here need"
             raise ValueError(f"{who} about {_gb(need.total)}, but {_gb(available)} are available: {change}")
@@ -128,11 +128,11 @@ def min_memory(config: TrainConfig) -> int:
     parameters = counts.total + sum(counts.mtp.values())
     if config.recipe == "fp8_lm":
         return parameters * FP8_LM_BYTES_PER_PARAMETER
-    experts = sum(of.get("routed experts", 0) for of in (counts.main, counts.mtp))
+    experts = sum(count.get("routed experts", 0) for count in (counts.main, counts.mtp))
     held = parameters - experts + experts // parallel.ep
-    of_model = held * (BYTES_PER_PARAMETER - MOMENTS_BYTES) + parameters * MOMENTS_BYTES // parallel.dp
+    all_bytes = held * (BYTES_PER_PARAMETER - MOMENTS_BYTES) + parameters * MOMENTS_BYTES // parallel.dp
     schedule = make_pipeline_schedule(config)
-    return of_model if schedule is None else of_model * len(schedule.stages(0)) // schedule.n_stages
+    return all_bytes if schedule is None else all_bytes * len(schedule.stages(0)) // schedule.n_stages
 
 
 @contextmanager
@@ -140,7 +140,7 @@ def explain_out_of_memory(config: TrainConfig, device: torch.device, trainer: Tr
     """Turn an out-of-memory error inside the context into a MemoryError that says what to change.
 
     Args:
-        config: of the run.
+        config: the configuration of the run.
         device: where it runs.
         trainer: the run; None while the trainer is being built inside the context.
 
@@ -185,7 +185,7 @@ def advice(config: TrainConfig, need: MemoryNeed | None, has_begun: bool = True,
     """What to change in a run that runs out of memory.
 
     Args:
-        config: of the run.
+        config: the configuration of the run.
         need: what the run needs; None if even the shortest measured sequence did not fit.
         has_begun: whether there is a run to continue.
         is_train: as in `check_memory`.
@@ -241,11 +241,11 @@ def _finer(config: TrainConfig) -> Iterator[_Division]:
 
     A pipeline may have more of them in flight: GPipe all.
     """
-    of_rank, held = config.batch_size // config.parallel.dp, held_share(make_pipeline_schedule(config))
+    sequences, held = config.batch_size // config.parallel.dp, held_share(make_pipeline_schedule(config))
     for at_once in range(config.micro_batch_size - 1, 0, -1):
-        if of_rank % at_once == 0:
+        if sequences % at_once == 0:
             with suppress(ValueError):  # the schedule does not fit so many
-                finer = replace(config, micro_batches=of_rank // at_once)
+                finer = replace(config, micro_batches=sequences // at_once)
                 taken = at_once * held_share(make_pipeline_schedule(finer)) / held
                 yield _Division(finer.micro_batches, at_once, taken)
 

@@ -85,8 +85,8 @@ class CpuNeed:
     @property
     def fixed(self) -> int:
         """What every step needs, whatever its batch."""
-        of_step = self.weights + self.gradients + self.optimizer + self.checkpoint + self.data
-        return self.ranks * RESERVE + of_step
+        step = self.weights + self.gradients + self.optimizer + self.checkpoint + self.data
+        return self.ranks * RESERVE + step
 
     @property
     def step(self) -> int:
@@ -122,12 +122,12 @@ def estimate_need(config: TrainConfig, ranks: Sequence[int] = (0,)) -> CpuNeed:
     counted = min(config.micro_batch_size, max(MAX_TOKENS // config.sequence_length, 1))
     tokens_BS = torch.empty(counted, config.sequence_length, dtype=torch.int64, device="meta")
     passes = _count_passes(whole, n_stages, tokens_BS, config.micro_batches)
-    held = (passes[0].saved,) if schedule is None else held_activations(schedule, [of.saved for of in passes])
+    held = (passes[0].saved,) if schedule is None else held_activations(schedule, [stage.saved for stage in passes])
     weights = gradients = state = checkpoint = read = 0
     in_flight = 0.0
     for rank in ranks:
-        place = rank // parallel.dp  # in the pipeline
-        stages = (0,) if schedule is None else schedule.stages(place)
+        pipeline_rank = rank // parallel.dp
+        stages = (0,) if schedule is None else schedule.stages(pipeline_rank)
         model, own = with_stages(whole, n_stages, stages), _nbytes(with_stages(share, n_stages, stages))
         average = own // parallel.dp if config.optim.ema_decay else 0
         own_state = int(moments * sum(p.numel() for p in model.parameters())) // parallel.dp
@@ -138,7 +138,7 @@ def estimate_need(config: TrainConfig, ranks: Sequence[int] = (0,)) -> CpuNeed:
         read += own + own_state + average + max(own + own_state + average, 2 * own)
         checkpoint += 0 if parallel.ranks == 1 else 2 * own // parallel.dp + average + own_state
         factor = TRANSIENT_FACTOR if len(stages) == 1 else STAGES_FACTOR
-        in_flight += factor * (held[place] + max(passes[stage].transient for stage in stages))
+        in_flight += factor * (held[pipeline_rank] + max(passes[stage].transient for stage in stages))
     has_parts = parallel.pp > 1 or parallel.ep > 1
     return CpuNeed(
         ranks=len(ranks),
@@ -221,7 +221,7 @@ def _forward(stage: ModelStage, tokens_BS: Tensor, forms: Sequence[_Form]) -> tu
     Args:
         stage: on the meta device.
         tokens_BS: int64 [B, S].
-        forms: of the outputs of the stage before.
+        forms: the forms of the outputs of the stage before.
     """
     inputs = [_empty(form).requires_grad_(form.has_gradient) for form in forms] if forms else [tokens_BS]
     h_BSD, balance = stage(*inputs)

@@ -1,9 +1,9 @@
 """Which activations a run on a GPU saves for its backward pass although they could be recomputed.
 
 DeepSeek-V3 recomputes the outputs of norms, and queries, keys and values, since its memory does not suffice for them. A
-run keeps them where they take little of the GPU's memory that is free when it begins, which saves the time. Their bits
+run saves them where they take little of the GPU's memory that is free when it begins, which saves the time. Their bits
 are the same, but for those of a norm that a gate reads, too: recomputed for the experts on a GPU, its squares are
-summed in another order. A checkpoint therefore says whether the run keeps them, and a resumed run does the same.
+summed in another order. A checkpoint therefore says whether the run saves them, and a resumed run does the same.
 
 Source: DeepSeek-V3 (arXiv 2412.19437) §3.2.3, which recomputes.
 """
@@ -21,27 +21,27 @@ from octile.train.config import TrainConfig
 MAX_SHARE = 0.1  # of the available memory
 
 
-def can_keep(config: TrainConfig, available: int, held: float = 1.0) -> bool:
-    """Whether a run on a GPU keeps activations: they take at most MAX_SHARE of the memory that it can have.
+def can_save(config: TrainConfig, available: int, held: float = 1.0) -> bool:
+    """Whether a run on a GPU saves such activations: they take at most MAX_SHARE of the memory that it can have.
 
-    A deterministic run keeps none, since the memory may be another the next time.
+    A deterministic run saves none, since the memory may be another the next time.
 
     Args:
-        config: of the run.
+        config: the configuration of the run.
         available: the memory at its start, in bytes (`octile.train.memory.device.available_memory`).
         held: the activations that a rank holds at a time, in units of the whole model's for a micro-batch.
     """
-    needed = held * config.micro_batch_size * config.sequence_length * kept_bytes(config.model)
+    needed = held * config.micro_batch_size * config.sequence_length * bytes_per_token(config.model)
     return not config.deterministic and needed <= MAX_SHARE * available
 
 
-def keep_activations(recipe: Recipe) -> Recipe:
-    """Return the recipe with norms and latent attention's inputs kept."""
+def saving_activations(recipe: Recipe) -> Recipe:
+    """Return the recipe with norms and latent attention's inputs saved."""
     return replace(recipe, norms="kept", latent_attention_inputs="kept")
 
 
-def kept_bytes(c: ModelConfig) -> int:
-    """The bytes that are kept of each token.
+def bytes_per_token(c: ModelConfig) -> int:
+    """The bytes that are saved of each token.
 
     Norms in 1×128 tiles, those that a gate reads in BF16, too; queries, keys and values in BF16.
     """

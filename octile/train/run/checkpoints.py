@@ -30,17 +30,17 @@ class RunCheckpoints:
     """The checkpoints of a run, which all its ranks make and call alike.
 
     Args:
-        place: their folder, or its URL.
+        address: their folder, or its URL.
         ranks: the ranks of the run.
     """
 
-    def __init__(self, place: str, ranks: Ranks):
-        self.store = Store(place)
+    def __init__(self, address: str, ranks: Ranks):
+        self.store = Store(address)
         self._sharded: DistributedCheckpoints | None = None
-        if ranks.size > 1 or "://" in place:
+        if ranks.size > 1 or "://" in address:
             from octile.checkpoint.distributed import DistributedCheckpoints  # it takes a second to import
 
-            self._sharded = DistributedCheckpoints(place, timeout=ranks.timeout)
+            self._sharded = DistributedCheckpoints(address, timeout=ranks.timeout)
 
     def latest(self) -> Store | None:
         """Find the newest checkpoint whose checksums are right, or None where there are none.
@@ -110,7 +110,7 @@ class RunCheckpoints:
             self._sharded.close()
 
 
-def check_place(place: str, resume: bool, ranks: Ranks) -> None:
+def check_address(address: str, resume: bool, ranks: Ranks) -> None:
     """Check that checkpoints can go to a folder or URL: all ranks write a file there, read another's, remove their own.
 
     Raises:
@@ -119,9 +119,9 @@ def check_place(place: str, resume: bool, ranks: Ranks) -> None:
         FileExistsError: there are checkpoints, and the run is new.
         OSError: a rank cannot reach, write, read or remove there; PermissionError, FileNotFoundError, … if that fits.
     """
-    named = f"checkpoints {place!r}"
-    ranks.from_all(lambda: _check_known(place))
-    store = Store(place)
+    named = f"checkpoints {address!r}"
+    ranks.from_all(lambda: _check_known(address))
+    store = Store(address)
     names = ranks.gather(f"access-{uuid.uuid4().hex}", str)
     name, other = names[ranks.rank], names[ranks.rank - 1]
 
@@ -151,13 +151,15 @@ def check_place(place: str, resume: bool, ranks: Ranks) -> None:
             f"{(rank - 1) % ranks.size} has written: name a folder that all share, or a store"
         )
     if not resume and (there := ranks.from_first(lambda: list(finished_steps(store).values()), list[str])):
-        raise FileExistsError(f"{named} holds checkpoints already ({there[-1]}): add --resume, or choose another place")
+        raise FileExistsError(
+            f"{named} holds checkpoints already ({there[-1]}): add --resume, or choose another address"
+        )
 
 
-def _check_known(place: str) -> None:
-    named = f"checkpoints {place!r} cannot be used"
+def _check_known(address: str) -> None:
+    named = f"checkpoints {address!r} cannot be used"
     try:
-        Store(place).check_answers()
+        Store(address).check_answers()
     except (ValueError, ImportError) as error:
         raise type(error)(f"{named}: {error}") from None
     except OSError as error:

@@ -83,11 +83,11 @@ class RunConsole:
         """Print the size of the model and how many layers were converted to its recipe."""
         counts = count_parameters(trainer.config.model)
         mtp = sum(counts.mtp.values()) / 1e6
-        of_ranks = f", {trainer.ranks.size} ranks" if trainer.ranks.size > 1 else ""
-        of_mtp = f", and {mtp:.1f}M for multi-token prediction" if mtp else ""
+        ranks_text = f", {trainer.ranks.size} ranks" if trainer.ranks.size > 1 else ""
+        mtp_text = f", and {mtp:.1f}M for multi-token prediction" if mtp else ""
         self.print(
             f"model: {counts.total / 1e6:.1f}M parameters, {counts.active / 1e6:.1f}M active per token with the "
-            f"embedding{of_mtp}, on {trainer.device.type}{of_ranks}"
+            f"embedding{mtp_text}, on {trainer.device.type}{ranks_text}"
         )
         self.print(str(trainer.model.conversion_summary))
 
@@ -225,8 +225,8 @@ class StepProgress:
         if self._first_line is not None:
             step, printed = self._first_line
             return (time.perf_counter() - printed) / (line["step"] - step)
-        of_steps = [after - before for before, after in pairwise(self._seconds)]
-        return statistics.median(of_steps) if of_steps else line["seconds"] / line["step"]
+        step_times = [after - before for before, after in pairwise(self._seconds)]
+        return statistics.median(step_times) if step_times else line["seconds"] / line["step"]
 
     def validation(self, line: Metrics) -> None:
         """Show a held-out loss."""

@@ -28,7 +28,7 @@ def check_duration(config: TrainConfig, device: torch.device, done: int = 0, run
     """Say how long the rest of a run, or of several alike, takes at least, if it is long; None on a GPU.
 
     Args:
-        config: of the run.
+        config: the configuration of the run.
         device: the device that trains.
         done: the steps that lie behind.
         runs: the number of runs, one after another.

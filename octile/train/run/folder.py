@@ -181,7 +181,7 @@ def lock_folder(folder: Path, is_new: bool = False) -> Iterator[None]:
     itself is removed if it was made here or by `new_folder`, or held nothing but what a killed process leaves.
 
     Args:
-        folder: of a run or a comparison.
+        folder: the folder of a run or a comparison.
         is_new: whether `new_folder` has made it.
 
     Raises:

@@ -103,8 +103,8 @@ def _parse_lines(file: Path) -> tuple[list[Metrics], list[int]]:
 def _describe_damage(file: Path, whole: int, damaged: list[int]) -> str:
     if damaged[0] > whole:
         return f"{file.name} was damaged after line {whole}: it is cut there"
-    places = f"line {damaged[0]} was" if len(damaged) == 1 else f"{len(damaged)} lines from line {damaged[0]} on were"
-    return f"{places} damaged in {file.name}: left out"
+    which = f"line {damaged[0]} was" if len(damaged) == 1 else f"{len(damaged)} lines from line {damaged[0]} on were"
+    return f"{which} damaged in {file.name}: left out"
 
 
 def _is_not_finite(value: object) -> bool:

@@ -68,6 +68,6 @@ def check_agreement(ranks: Ranks, config: TrainConfig, resume: bool) -> None:
 
 def differing(settings: list[dict[str, str]]) -> dict[str, list[str]]:
     """The settings of which two ranks have different values, with those of all ranks."""
-    names = dict.fromkeys(name for of_rank in settings for name in of_rank)
-    values = {name: [of_rank.get(name, "none") for of_rank in settings] for name in names}
-    return {name: of_ranks for name, of_ranks in values.items() if len(set(of_ranks)) > 1}
+    names = dict.fromkeys(name for own in settings for name in own)
+    values = {name: [own.get(name, "none") for own in settings] for name in names}
+    return {name: different for name, different in values.items() if len(set(different)) > 1}

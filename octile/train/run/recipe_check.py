@@ -18,9 +18,9 @@ def check_recipe(config: TrainConfig) -> None:
     """Refuse a recipe that the run's ranks, or a model of its shape, cannot be trained with.
 
     Raises:
-        ValueError: there are several ranks, and the optimizer's state has one scale for a whole tensor; a size of the
-            model is one that the recipe's functions do not take; an exception of the recipe matches no layer; or there
-            is no such recipe.
+        ValueError: there is no such recipe, or an exception of it matches no layer. There are several ranks, and the
+            optimizer's state has one scale for a whole tensor; or a size of the model is one that the recipe's
+            functions do not take.
         FileNotFoundError: the recipe's file does not exist.
     """
     recipe = config.load_recipe()

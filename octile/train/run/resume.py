@@ -219,15 +219,15 @@ def check_restart(begun: SavedRun, config: TrainConfig, checkpoints: RunCheckpoi
         FileNotFoundError: it had checkpoints, which are gone or elsewhere.
         ValueError: its config.json was edited.
     """
-    run, place = begun.run, checkpoints.store.url
+    run, address = begun.run, checkpoints.store.url
     if ranks.from_first(run.summary_file.exists, bool):
         raise FileNotFoundError(
-            f"{str(run.path)!r} holds a finished run, but {place} holds none of its checkpoints: "
+            f"{str(run.path)!r} holds a finished run, but {address} holds none of its checkpoints: "
             "bring them back, or choose another --out"
         )
     if begun.config.checkpoints != config.checkpoints:
         raise FileNotFoundError(
-            f"{place} holds no checkpoint of this run, which wrote its checkpoints to "
+            f"{address} holds no checkpoint of this run, which wrote its checkpoints to "
             f"{run.checkpoints_of(begun.config)}: copy them there first"
         )
     if ranks.from_first(run.is_config_edited, bool):
@@ -238,8 +238,8 @@ def check_restart(begun: SavedRun, config: TrainConfig, checkpoints: RunCheckpoi
     measured, every = ranks.from_first(lambda: _last_step(run), int), begun.config.checkpoint_every
     if checkpoints.has_completed(measured, every):
         raise FileNotFoundError(
-            f"{place} holds no checkpoint of this run, which has done {measured:,} steps "
-            f"and saved a checkpoint every {every:,} of them: bring the checkpoints back, give their place "
+            f"{address} holds no checkpoint of this run, which has done {measured:,} steps "
+            f"and saved a checkpoint every {every:,} of them: bring the checkpoints back, give their address "
             "with --checkpoints, or begin a new run with another --out"
         )
 

@@ -34,8 +34,8 @@ def why_eager(device: torch.device, recipe: Recipe, deterministic: bool, waits_f
     """Return why a training step cannot be captured, or None.
 
     Args:
-        device: of the step.
-        recipe: of the model.
+        device: the device of the step.
+        recipe: the recipe of the model.
         deterministic: whether the kernels are deterministic.
         waits_for_rows: whether the host waits for the numbers of rows that go to the experts of each rank.
     """

@@ -62,6 +62,6 @@ class StepClock:
         self._begins_again = True
 
     def reset(self) -> None:
-        """Remove all marks, except one that `rewind` has kept: time passed that is no step's."""
+        """Remove all marks, except one that `rewind` has left: time passed that is no step's."""
         if not self._begins_again:
             self._marks.clear()

@@ -23,9 +23,9 @@ class Computed(NamedTuple):
     """The result of a step's forward and backward pass.
 
     Attributes:
-        values: float32: the loss, its main, MTP and balance parts, with indexers also theirs, the norm of the gradient
-            before clipping, the index of the last parameter whose gradient is not finite, or −1, how many ranks want to
-            stop, and on how many the experts had too many rows.
+        values: float32: the loss and its main, MTP and balance parts, with indexers also theirs; the norm of the
+            gradient before clipping, and the index of the last parameter whose gradient is not finite, or −1. Then how
+            many ranks want to stop, and on how many the experts had too many rows.
         load: int64 [E] for each MoE layer, the tokens of each expert.
         skip: bool [], whether the update must change nothing.
         overflowed: whether the gradients were not finite, and a smaller loss scale may help.

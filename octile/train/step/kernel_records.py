@@ -48,8 +48,8 @@ class Cost(NamedTuple):
 
     Attributes:
         name: as the profiler records it.
-        calls: of a step.
-        ms: of a step, of all calls together.
+        calls: the calls of a step.
+        ms: the time of all calls of a step together.
     """
 
     name: str

@@ -48,7 +48,7 @@ def profiling(config: TrainConfig, hook: RunHook, console: RunConsole) -> RunHoo
     """Return a hook that profiles PROFILED steps after WARM_UP, within the contexts of another hook.
 
     Args:
-        config: of the run.
+        config: the configuration of the run.
         hook: entered around every step, too.
         console: where the table is printed.
 

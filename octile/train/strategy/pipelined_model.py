@@ -83,7 +83,7 @@ class PipelinedModel:
     Args:
         model: with the parameters of this rank's stages (`octile.models.stages.with_stages`), on its device. Its mode
             and its `mtp_loss_weight` are those of the passes.
-        schedule: of the pipeline.
+        schedule: the schedule of the pipeline.
         group: its ranks.
         on_begin: see `Pipeline`.
 
@@ -144,19 +144,19 @@ class PipelinedModel:
         def add(stage: ModelStage, number: int, h_BSD: Tensor, balance: Tensor) -> Tensor:
             tokens_BS = micro_batches[number]
             share = stage.loss(h_BSD, balance, tokens_BS) / parts(tokens_BS)
-            of_parts = [stage.last_losses[name] / parts(tokens_BS) for name in LOSS_PARTS]
-            shares_M4[number] = torch.stack([share.detach(), *of_parts])
+            part_losses = [stage.last_losses[name] / parts(tokens_BS) for name in LOSS_PARTS]
+            shares_M4[number] = torch.stack([share.detach(), *part_losses])
             add_load(stage, in_loss=True)
             return scaled(share)
 
         def add_load(stage: ModelStage, in_loss: bool) -> None:
             """Add the load of the stage's mixtures: of those that run in the loss, or of the others."""
             for name, moe in stage.moe_layers().items():
-                if (name in of_mtp) == in_loss:
+                if (name in mtp_mixtures) == in_loss:
                     load[name].add_(moe.last_load_E)
 
         c = self.model.config
-        of_mtp = {f"model.layers.{c.num_hidden_layers + i}.mlp" for i in range(c.num_nextn_predict_layers)}
+        mtp_mixtures = {f"model.layers.{c.num_hidden_layers + i}.mlp" for i in range(c.num_nextn_predict_layers)}
         # the stages share the hooks of the model that they were split from
         hook = self.model.register_forward_hook(lambda stage, x, y: add_load(stage, in_loss=False))
         with hook:

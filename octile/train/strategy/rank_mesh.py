@@ -27,8 +27,8 @@ class RankMesh(NamedTuple):
     Attributes:
         data: the ranks that have the same layers, and share the sequences of a batch; None: all ranks.
         pipeline: those that have the same sequences, and the stages in order; None: there is no pipeline.
-        experts: the mesh [replicas, ranks of a replica] of the ranks of `data`; None: experts are not spread.
-        hops: the ranks of this rank's replica, over which they are spread; on several hosts as the mesh [hosts, ranks
+        experts: the mesh [replicas, ranks of a replica] of the ranks of `data`; None: each rank has all experts.
+        hops: the ranks of this rank's replica, which share the experts; on several hosts as the mesh [hosts, ranks
             of a host], so that a row crosses once. torchrun says how many ranks a host has, and numbers them so. On
             hosts with unequal numbers of ranks all of them are one hop; also on hosts of one rank, unless rows are
             exchanged on symmetric memory, which across hosts needs the mesh.
@@ -45,19 +45,19 @@ class RankMesh(NamedTuple):
         data = pipeline = experts = None
         hops: dist.ProcessGroup | DeviceMesh | None = None
         pp, dp, ep, size = config.pp, config.dp, config.ep, ranks.size
-        of_hosts = set(ranks.gather(int(os.environ.get("LOCAL_WORLD_SIZE") or ep), int))
-        local = of_hosts.pop() if len(of_hosts) == 1 else ep  # ranks of a host; all ranks must make the same groups
+        host_sizes = set(ranks.gather(int(os.environ.get("LOCAL_WORLD_SIZE") or ep), int))
+        local = host_sizes.pop() if len(host_sizes) == 1 else ep  # ranks of a host; all ranks must make the same groups
         if pp > 1:
             data = _own_group([range(first, first + dp) for first in range(0, size, dp)], ranks)
             pipeline = _own_group([range(first, size, dp) for first in range(dp)], ranks)
         if ep > 1:
             same_experts = [range(s + e, s + dp, ep) for s in range(0, size, dp) for e in range(ep)]
             replicas = _own_group(same_experts, ranks)
-            hops = of_replica = _own_group([range(first, first + ep) for first in range(0, size, ep)], ranks)
+            hops = replica_ranks = _own_group([range(first, first + ep) for first in range(0, size, ep)], ranks)
             first = ranks.rank // dp * dp
             rows = [[*range(replica, replica + ep)] for replica in range(first, first + dp, ep)]
             names = ("replica", "expert")
-            experts = DeviceMesh.from_group([replicas, of_replica], device_type, rows, mesh_dim_names=names)
+            experts = DeviceMesh.from_group([replicas, replica_ranks], device_type, rows, mesh_dim_names=names)
         least = 1 if config.exchange == "symmetric_memory" else 2
         if least <= local < ep and ep % local == 0:
             across = _own_group([range(s + r, s + ep, local) for s in range(0, size, ep) for r in range(local)], ranks)

@@ -194,7 +194,7 @@ class ShardedStrategy(Strategy):
             apply_recipe(model, self.recipe)
         weights = {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}
         model.load_state_dict(weights, assign=True)
-        model.stored_scales = {name: scale for of_rank in scales for name, scale in of_rank.items()}
+        model.stored_scales = {name: scale for own in scales for name, scale in own.items()}
         for name, history in amax_histories(model).items():
             history.amax_OH = tensors[f"history.{name}"]
         for module in model.modules():

@@ -37,7 +37,7 @@ from octile.recipe import Recipe
 from octile.train.config import TrainConfig
 from octile.train.evaluation.diagnostics import Histogram, first_non_finite
 from octile.train.memory.device import available_memory
-from octile.train.memory.saved_activations import can_keep, keep_activations
+from octile.train.memory.saved_activations import can_save, saving_activations
 from octile.train.step.captured import why_eager
 from octile.train.strategy.rank_mesh import RankMesh
 from octile.train.strategy.state_layout import ModelNames, StateLayout
@@ -86,8 +86,8 @@ class Strategy:
         self, config: TrainConfig, device: torch.device, recipe: Recipe, ranks: Ranks, groups: RankMesh | None = None
     ):
         self.config, self.device, self.ranks, self.groups = config, device, ranks, groups or RankMesh()
-        self._recipes = {False: recipe, True: keep_activations(recipe)}
-        can = device.type == "cuda" and can_keep(config, available_memory(device), self._held_share())
+        self._recipes = {False: recipe, True: saving_activations(recipe)}
+        can = device.type == "cuda" and can_save(config, available_memory(device), self._held_share())
         self.saves_activations = all(ranks.gather(can, bool))
         self.recipe = self._recipes[self.saves_activations]
         self.too_many_rows = torch.zeros((), device=device)

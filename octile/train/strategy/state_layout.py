@@ -32,7 +32,7 @@ class ModelNames(NamedTuple):
     Attributes:
         parameters: in the model's order.
         updated: parameters in the order of an optimizer.
-        state: of its state_dict.
+        state: the tensors of its state_dict.
         histories: modules with amax histories.
         mixtures: its mixtures of experts.
         converted: layers to which a recipe was applied.
@@ -63,10 +63,10 @@ class StateLayout:
     """The layouts of the tensors of `Trainer.state`, and of a best model.
 
     Args:
-        model: of this rank.
-        names: of the whole model, of which this rank may have some.
+        model: the model of this rank.
+        names: the names of the whole model, of which this rank may have some.
         shards: the parts of this rank's parameters; None: there is one rank.
-        ranks: of the run.
+        ranks: the ranks of the run.
     """
 
     def __init__(self, model: DeepseekV3, names: ModelNames, shards: ShardedState | None, ranks: Ranks):
@@ -75,7 +75,7 @@ class StateLayout:
         self._numbers = [names.updated.index(name) for name in own.updated]
         self._own_numbers = {number: index for index, number in enumerate(self._numbers)}
         whole, here = (
-            {*of.parameters, *of.state, *(f"history.{name}" for name in of.histories)} for of in (names, own)
+            {*part.parameters, *part.state, *(f"history.{name}" for name in part.histories)} for part in (names, own)
         )
         self._elsewhere = whole - here
         self._n_updated = len(names.updated)
@@ -121,15 +121,15 @@ class StateLayout:
         if self._shards is None:
             return dict(tensors)
         sizes = {name: (self._whole_shape(name, tensor), tensor.dtype) for name, tensor in tensors.items()}
-        of_ranks = self._ranks.gather(sizes, dict[str, tuple[tuple[int, ...], torch.dtype]])
-        first_with = {name: rank for rank, names in reversed([*enumerate(of_ranks)]) for name in names}
+        all_sizes = self._ranks.gather(sizes, dict[str, tuple[tuple[int, ...], torch.dtype]])
+        first_with = {name: rank for rank, names in reversed([*enumerate(all_sizes)]) for name in names}
         same_layers = dist.get_process_group_ranks(self._shards.group)
         found: dict[str, Tensor] = {}
-        for name in dict.fromkeys(name for names in of_ranks for name in names):
+        for name in dict.fromkeys(name for names in all_sizes for name in names):
             rank = first_with[name]  # also the first of those that have the same layers
             tensor = self._collect(name, tensors[name]) if rank in same_layers else None
             if rank > 0:
-                tensor = self._send_to_first(tensor, rank, *of_ranks[rank][name])
+                tensor = self._send_to_first(tensor, rank, *all_sizes[rank][name])
             if self._ranks.is_first and tensor is not None:
                 found[name] = tensor if tensor is tensors.get(name) else tensor.cpu()
         return found

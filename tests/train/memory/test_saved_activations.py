@@ -12,7 +12,7 @@ from octile.nn.fused import block_input
 from octile.recipe import Recipe
 from octile.train.config import medium, small
 from octile.train.data.token_store import TokenStore
-from octile.train.memory.saved_activations import MAX_SHARE, can_keep, keep_activations, kept_bytes
+from octile.train.memory.saved_activations import MAX_SHARE, bytes_per_token, can_save, saving_activations
 from octile.train.trainer import Trainer
 from tests.train.conftest import micro
 
@@ -45,31 +45,31 @@ def test_no_kept_norm_is_recomputed(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize(("config", "memory"), [(small(), H100), (small(), H200), (medium(), H200)])
 def test_activations_that_take_little_memory_are_kept(config, memory):
-    assert can_keep(config, memory)
-    kept = keep_activations(RECIPE)
+    assert can_save(config, memory)
+    kept = saving_activations(RECIPE)
     assert (kept.norms, kept.latent_attention_inputs) == ("kept", "kept")
 
 
 def test_activations_that_take_much_memory_are_recomputed():
-    assert not can_keep(medium(), H100)
+    assert not can_save(medium(), H100)
 
 
 def test_a_micro_batch_counts_not_the_batch():
     config = small()
-    memory = config.batch_size * config.sequence_length * kept_bytes(config.model) / MAX_SHARE / 2
-    assert not can_keep(config, memory)
-    assert can_keep(replace(config, micro_batches=2), memory)
+    memory = config.batch_size * config.sequence_length * bytes_per_token(config.model) / MAX_SHARE / 2
+    assert not can_save(config, memory)
+    assert can_save(replace(config, micro_batches=2), memory)
 
 
 def test_activations_of_several_micro_batches_count():
     config = small()
-    memory = 1.5 * config.batch_size * config.sequence_length * kept_bytes(config.model) / MAX_SHARE
-    assert can_keep(config, memory)
-    assert not can_keep(config, memory, held=2.0)
+    memory = 1.5 * config.batch_size * config.sequence_length * bytes_per_token(config.model) / MAX_SHARE
+    assert can_save(config, memory)
+    assert not can_save(config, memory, held=2.0)
 
 
 def test_a_deterministic_run_does_not_depend_on_the_memory():
-    assert not can_keep(replace(small(), deterministic=True), H200)
+    assert not can_save(replace(small(), deterministic=True), H200)
 
 
 @pytest.mark.parametrize("recipe", ["deepseek_v3", "per_tensor", "bf16"])
@@ -83,8 +83,8 @@ def test_a_resumed_run_keeps_what_its_checkpoint_says(store: TokenStore, recipe:
     begun = Trainer(micro(recipe=recipe), store, torch.device("cpu"))
     begun.step()
     expected, found = resumed(None), resumed(True)
-    assert found.recipe == keep_activations(expected.recipe)
+    assert found.strategy.recipe == saving_activations(expected.strategy.recipe)
     assert found.state()[1]["keeps_activations"] is True
     recipes = {m.recipe for m in found.model.modules() if getattr(m, "recipe", None) is not None}
-    assert recipes == {found.recipe}
+    assert recipes == {found.strategy.recipe}
     assert [m["loss"] for m in (found.step(), found.step())] == [m["loss"] for m in (expected.step(), expected.step())]

@@ -18,7 +18,7 @@ from octile.parallel.ranks import Ranks, join, leave
 from octile.recipe import Recipe
 from octile.train.config import ParallelConfig, TrainConfig
 from octile.train.data.token_store import TokenStore
-from octile.train.memory.saved_activations import keep_activations
+from octile.train.memory.saved_activations import saving_activations
 from octile.train.run.best_model import BestModel
 from octile.train.run.checkpoints import RunCheckpoints
 from octile.train.step.captured import WARM_UP_STEPS
@@ -227,8 +227,8 @@ def check_kept_activations(store: TokenStore, ranks: Ranks) -> None:
     expected.step()
     tensors, state = expected.state()
     found.load(tensors, {**state, "keeps_activations": True})
-    assert found.recipe == keep_activations(recipe)
-    for stage in found.pipelined.stages.values():
+    assert found.strategy.recipe == saving_activations(recipe)
+    for stage in found.strategy.pipelined.stages.values():
         recipes = [m.recipe for m in stage.modules() if getattr(m, "recipe", None) is not None]
         assert {recipe.norms for recipe in recipes} == {"kept"}
     assert [found.step()["loss"] for _ in range(2)] == [expected.step()["loss"] for _ in range(2)]
