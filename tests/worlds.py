@@ -20,7 +20,8 @@ from filelock import FileLock
 Failures = Sequence[Mapping[str, str]]
 Work = Callable[[int, Path], None]
 
-PRELOADED = ("torch._dynamo", "octile.train.loop")  # what most ranks import in the end, and which takes seconds
+# what most ranks and processes import in the end, and which takes seconds
+PRELOADED = ("torch._dynamo", "octile.train.loop", "octile.serve.disaggregated.router")
 
 
 def run_cases(cases: Mapping[str, Callable[[], None]], folder: str, rank: int) -> None:

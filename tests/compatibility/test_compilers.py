@@ -61,7 +61,12 @@ def test_a_model_is_exported_with_a_dynamic_number_of_rows(name: str):
 
 
 @pytest.mark.parametrize(
-    ("name", "backend"), [("layers", "aot_eager"), ("fused block", "aot_eager"), ("llama", "eager")], ids=[*MODELS]
+    ("name", "backend"),
+    [
+        pytest.param("layers", "aot_eager", id="layers"),
+        pytest.param("fused block", "aot_eager", id="fused block", marks=pytest.mark.exhaustive),
+        pytest.param("llama", "eager", id="llama"),
+    ],
 )
 def test_one_graph_without_breaks_serves_all_numbers_of_rows(name: str, backend: str):
     make, inputs = MODELS[name]

@@ -406,7 +406,7 @@ def test_the_inputs_of_latent_attention_are_quantized_once():
 
 
 @torch._dynamo.config.patch(specialize_float=True)  # torch makes them inputs, finds no use for that, and traces again
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.exhaustive), "qwen3_moe"])
 def test_a_converted_model_compiles_without_graph_breaks_for_any_length(name):
     model = copy.deepcopy(DENSE[name]) if name in DENSE else make(name)
     model.model.layers = model.model.layers[:1]  # all have the same code, and a trace of each takes seconds
@@ -476,7 +476,10 @@ def test_a_converted_llama_block_saves_at_most_three_fifths_of_bf16():
     assert bytes_of_a_block(with_cached_weights) <= 0.6 * bytes_of_a_block(lambda model: model)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "compiled",
+    [pytest.param(False, id="eager"), pytest.param(True, id="compiled", marks=pytest.mark.exhaustive)],
+)
 def test_with_recomputed_transposes_no_weights_are_saved(compiled):
     """Under torch.compile no weights are cached, so that what is saved of them counts."""
     recipe = replace(Recipe.deepseek_v3(), transposed_weights="recomputed")

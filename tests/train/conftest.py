@@ -3,7 +3,7 @@
 import argparse
 import inspect
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 
 from octile.models.config import ModelConfig
+from octile.recipe import Recipe
 from octile.train.compare import compare
 from octile.train.config import OptimConfig, TrainConfig
 from octile.train.data.prepare import prepare
@@ -40,6 +41,19 @@ MICRO = ModelConfig(
     rope_scaling=None,
     initializer_range=0.02,
 )
+
+
+# each format of theirs, and each kind of scales, loss scale and optimizer state, is that of another recipe
+FURTHER_RECIPES = {
+    "float32", "per_tensor", "delayed", "hybrid_e5m2", "fp16_loss_scaling", "smooth_swiglu", "mxfp8", "wgrad_x_blocks",
+}  # fmt: skip
+
+
+def every_recipe(is_tested: Callable[[Recipe], bool] = lambda recipe: True) -> pytest.MarkDecorator:
+    """Test with each recipe for which `is_tested` is true; the further ones are exhaustive."""
+    names = [name for name in Recipe.names() if is_tested(Recipe.named(name))]
+    marks = [[pytest.mark.exhaustive] if name in FURTHER_RECIPES else [] for name in names]
+    return pytest.mark.parametrize("recipe", [pytest.param(n, marks=m) for n, m in zip(names, marks, strict=True)])
 
 
 def write_no_report(patch: pytest.MonkeyPatch) -> None:

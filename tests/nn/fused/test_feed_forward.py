@@ -357,7 +357,10 @@ def test_recomputing_activations_changes_no_bit(recipe, use_reentrant):
         assert same(gradients(m, x, again), expected)
 
 
-@both_settings
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(SAVED, id="saved"), pytest.param(RECOMPUTED, id="recomputed", marks=pytest.mark.exhaustive)],
+)
 def test_compiled_without_a_graph_break_they_compute_the_same(recipe):
     for m in modules(recipe):
         own, norm, x = copy.deepcopy(m), layer_norm(), x_of()

@@ -172,7 +172,7 @@ def test_frozen_weights_are_quantized_once_for_all_steps(name: str, monkeypatch:
     assert len(set(quantized)) == sum(p.dim() > 1 for p in module.parameters())
 
 
-@pytest.mark.parametrize("name", ["Linear", "MLP", "MoE"])
+@pytest.mark.parametrize("name", ["Linear", "MoE", pytest.param("MLP", marks=pytest.mark.exhaustive)])
 def test_a_compiled_module_has_the_same_results(name: str):
     module = make(name, RECOMPUTED)
     compiled = torch.compile(module, backend="aot_eager_decomp_partition")

@@ -1,12 +1,11 @@
 """Pages that one process fills and another reads."""
 
-import multiprocessing
-
 import pytest
 import torch
 
 from octile.serve.disaggregated.page_pool import FilledPages, PagePool, open_pool
 from octile.serve.runner.kv_cache import LatentPages, PageBytes
+from tests.worlds import forked_context
 
 
 def cache(cache_format: str = "bf16", n_pages: int = 7) -> LatentPages:
@@ -70,7 +69,7 @@ def test_another_process_reads_what_is_filled():
     source = cache()
     pool = PagePool(3, pages_of(source))
     row = pool.fill([6])[0]
-    context = multiprocessing.get_context("spawn")
+    context = forked_context()
     here, there = context.Pipe()
     process = context.Process(target=read_row, args=(pool.share(), row, there))
     process.start()

@@ -1,10 +1,12 @@
 """Real prefill and decode processes behind a router."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -21,10 +23,23 @@ from octile.serve.weights.load import Folder
 from tests.serve.disaggregated.never_answers import never_answers
 from tests.serve.models import adding, save_untrained
 from tests.train.conftest import MICRO
+from tests.worlds import forked_context
 
 ENGINE = EngineConfig(batch_invariant=True)
 CPU = torch.device("cpu")
 MODEL = replace(MICRO, max_position_embeddings=512, num_nextn_predict_layers=0)
+
+
+SPAWN = multiprocessing.get_context("spawn")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked() -> Iterator[None]:
+    """Fork the processes where there is no GPU, so that torch is imported once."""
+    context = forked_context()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("multiprocessing.get_context", lambda method: context)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +207,8 @@ def answers(connection: Connection) -> None:
     connection.send("started")
 
 
-def test_ctrl_c_does_not_end_a_process_that_starts():
+def test_ctrl_c_does_not_end_a_process_that_starts(monkeypatch):
+    monkeypatch.setattr("multiprocessing.get_context", lambda method: SPAWN)  # it imports
     process = router_module._Process("decode process 0", answers, (), 600)
     os.kill(process.process.pid, signal.SIGINT)  # while it imports
     try:

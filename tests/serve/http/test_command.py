@@ -221,6 +221,7 @@ def test_a_process_that_dies_ends_the_server_in_one_line(apart):
     assert re.fullmatch(r"octile: the (prefill|decode) process 0 has ended with exit status -9", line)
 
 
+@pytest.mark.exhaustive  # the router notices it in test_router, and the server a process that dies above
 @pytest.mark.parametrize("apart", [("--parallel.timeout", "2")], ids=["2 s"], indirect=True)
 def test_a_process_that_hangs_ends_the_server_in_one_line(apart):
     server, _ = apart

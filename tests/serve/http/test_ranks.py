@@ -180,6 +180,7 @@ def test_sigterm_lets_a_stream_end(answered):
     assert (answered.finish_reason, answered.last_line) == ("length", "octile: terminated")
 
 
+@pytest.mark.exhaustive  # two ranks answer above, and groups without a server in tests/serve/ranks
 def test_groups_that_share_requests_and_route_shared_experts_answer_as_one_process_does(tokenizer, tmp_path):
     heads = {"num_attention_heads": 4, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64}
     folder = save_untrained(replace(MICRO, **heads), tokenizer, tmp_path / "micro")
@@ -202,7 +203,7 @@ def assert_names_the_lost_rank(server: subprocess.Popen) -> None:
     assert server.returncode == 1
 
 
-@pytest.mark.parametrize("is_busy", [False, True])
+@pytest.mark.parametrize("is_busy", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_a_killed_rank_ends_the_server_with_one_line_that_says_so(folder, is_busy):
     with serving(folder) as (server, client):
         if is_busy:
@@ -224,6 +225,7 @@ def test_a_rank_that_ends_while_rank_0_hangs_in_a_send_ends_the_server(folder, t
         assert_names_the_lost_rank(server)
 
 
+@pytest.mark.exhaustive  # test_command has the option, and the warm-up that fails below the one line of ranks
 def test_a_wrong_option_is_refused_in_one_line(folder):
     wrong = command(folder, "--parallel.ep=2", "--host=nowhere.invalid")
     ended = subprocess.run(wrong, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)

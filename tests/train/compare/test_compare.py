@@ -189,8 +189,12 @@ def stopped_at(monkeypatch):
 
 @pytest.mark.parametrize(
     ("at", "finished", "continued"),
-    [(2, 0, 1), (4, 1, 0), (11, 2, 1), (12, 3, 0)],
-    ids=["first run", "last step of a run", "recipe", "last step"],
+    [
+        pytest.param(2, 0, 1, id="first run", marks=pytest.mark.exhaustive),
+        pytest.param(4, 1, 0, id="last step of a run"),
+        pytest.param(11, 2, 1, id="recipe"),
+        pytest.param(12, 3, 0, id="last step", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_stopped_comparison_is_resumed_with_the_same_losses(
     compared, text, tmp_path, stopped_at, at, finished, continued

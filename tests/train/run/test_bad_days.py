@@ -29,7 +29,7 @@ from octile.train.run.spikes import spikes_so_far, write_spike
 from octile.train.step.passes import Passes
 from octile.train.step.progress import schedule
 from octile.train.trainer import Trainer
-from tests.train.conftest import MICRO, micro, silent_console
+from tests.train.conftest import MICRO, every_recipe, micro, silent_console
 
 CPU = torch.device("cpu")
 
@@ -59,8 +59,9 @@ def _bits(t: torch.Tensor) -> torch.Tensor:
 # A gradient that is NaN or Inf
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("factor", [float("inf"), float("nan")])
-@pytest.mark.parametrize("recipe", [name for name in Recipe.names() if Recipe.named(name).loss_scale is None])
+@every_recipe(lambda recipe: recipe.loss_scale is None)
 def test_a_step_with_a_broken_gradient_changes_only_its_number_and_the_count(new_trainer, recipe, factor):
     trainer = new_trainer(recipe=recipe)
     break_gradients(trainer, {2}, factor)
@@ -111,6 +112,7 @@ def test_steps_skipped_for_a_loss_scale_do_not_count_towards_the_limit(new_train
     assert trainer.loss_scale.value == 2.0**13
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("recipe", ["deepseek_v3", "delayed", "fp16_loss_scaling"])
 @pytest.mark.parametrize("after", [1, 2, 3])
 def test_a_run_with_skipped_steps_resumes_to_the_bit(new_trainer, tmp_path, recipe, after):
@@ -389,7 +391,7 @@ def zero_some_tiles(trainer: Trainer) -> None:
         trainer.model.model.embed_tokens.weight[:, :32] = 0
 
 
-@pytest.mark.parametrize("recipe", Recipe.names())
+@every_recipe()
 def test_training_works_with_tiles_of_zeros(new_trainer, recipe):
     trainer = new_trainer(recipe=recipe)
     zero_some_tiles(trainer)
@@ -404,7 +406,7 @@ def route_to_two_experts(trainer: Trainer) -> None:
         bias.copy_(torch.tensor([1e4, 1e4 - 1, -1e4, -1e4]))
 
 
-@pytest.mark.parametrize("recipe", [n for n in Recipe.names() if Recipe.named(n).optimizer.master == "float32"])
+@every_recipe(lambda recipe: recipe.optimizer.master == "float32")
 def test_all_tokens_may_be_routed_to_the_same_experts(new_trainer, recipe):
     trainer = new_trainer(recipe=recipe)
     route_to_two_experts(trainer)

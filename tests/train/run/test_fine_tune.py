@@ -15,7 +15,6 @@ from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.models.names import to_hf
 from octile.nn.observer import observe_quantization
-from octile.recipe import Recipe
 from octile.scaled import ScaledTensor, quantize
 from octile.train.config import TrainConfig, preset
 from octile.train.loop import train
@@ -30,7 +29,7 @@ from octile.train.run.fine_tune import (
 )
 from octile.train.run.folder import RunFolder
 from octile.train.trainer import Trainer
-from tests.train.conftest import MICRO, micro, silent_console
+from tests.train.conftest import MICRO, every_recipe, micro, silent_console
 
 CPU = torch.device("cpu")
 WIDE = replace(MICRO, moe_intermediate_size=128)  # an expert's gate and up projections share no block
@@ -168,7 +167,7 @@ def test_a_run_can_start_from_bf16_weights(saved, store):
     assert describe_initial_weights(trainer.model, folder) == f"weights: {folder}, not quantized"
 
 
-@pytest.mark.parametrize("recipe", Recipe.names())
+@every_recipe()
 def test_any_recipe_trains_from_fp8_weights(saved, store, recipe):
     trainer = Trainer(micro(model=WIDE, init_from=saved("fp8"), recipe=recipe, steps=12), store, CPU)
     losses = [trainer.step()["loss"] for _ in range(12)]

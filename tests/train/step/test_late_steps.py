@@ -135,6 +135,7 @@ def test_after_a_stop_the_step_can_be_tried_again(store):
     assert [trainer.step()["loss"] for _ in range(2)] == expected[1:]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("after", [1, 2, 3, 4])
 @pytest.mark.parametrize("recipe", ["deepseek_v3", "delayed"])
 def test_a_run_with_skipped_steps_resumes_to_the_bit(store, tmp_path, recipe, after):

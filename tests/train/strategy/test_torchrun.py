@@ -66,6 +66,7 @@ def test_a_killed_rank_is_restarted_and_resumes(arguments, straight, tmp_path):
     assert (run / "sample.txt").exists()
 
 
+@pytest.mark.exhaustive  # of one process: test_pipelined, test_moved_runs; the restart is the one above
 def test_a_killed_rank_of_a_pipeline_with_spread_experts_is_restarted_and_resumes(arguments, straight, tmp_path):
     run = tmp_path / "run"
     arguments = [*arguments, *PIPELINE, "--parallel.dp=2", "--parallel.ep=2", "--steps=8", f"--out={run}"]
