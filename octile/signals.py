@@ -25,7 +25,7 @@ class Stopped(Exception):
 
     Args:
         message: says when, and how to continue.
-        number: of the signal.
+        number: number of the signal.
     """
 
     def __init__(self, message: str, number: int):

@@ -24,12 +24,12 @@ class Options:
 
     Attributes:
         what: gemm, casts (quantization), step (a model's training step: speed, memory, checkpoint size), train
-            (`octile train` on a GPU, vs. torchtitan), transformers (converted models of that library: speed, memory),
-            attention (of decoding, over the latent cache), serve (`octile serve`: throughput, time to the first token
-            and between tokens, what is refused), indexer (logits of sparse attention's lightning indexer, and its
-            choice of keys), sparse (attention over the chosen keys), dispatch (of tokens to experts on other GPUs; by
-            torchrun), lab (the tensor core model); tune, which searches the fastest GEMM configurations on a Hopper GPU
-            and stores them; or tune-casts, which shows the fastest settings of quantization kernels there.
+            (`octile train` on a GPU, vs. torchtitan), or transformers (converted models of that library: speed,
+            memory). attention (of decoding, over the latent cache), indexer (logits of sparse attention's lightning
+            indexer, and its top-k keys), sparse (attention over the top-k keys), or lab (the tensor core model). serve
+            (`octile serve`: throughput, time to the first token and between tokens, what is refused), or dispatch (of
+            tokens to experts on other GPUs; by torchrun). tune searches the fastest GEMM configurations on a Hopper GPU
+            and stores them. tune-casts shows the fastest settings of quantization kernels there.
         json: also write the rows to this file.
         run: a run folder or a Hugging Face folder to serve; the newest under runs/ if not given.
         shape: M,N,K of one GEMM to tune; every shape of gemm if not given.

@@ -123,7 +123,7 @@ def decode_bytes(
         lengths: for each request the positions that its row attends to, its own among them.
         experts_read: routed experts that some row has chosen, summed over the layers.
         fp8: whether the weights of linear layers are in FP8, as in published checkpoints; otherwise in BF16.
-        cache_format: format of the cache.
+        cache_format: storage format of the cache.
 
     Returns:
         Bytes of each kind of weights, by the names of `octile.models.counts`, and of "cache".
