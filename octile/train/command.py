@@ -130,7 +130,7 @@ def run(options: Options, observer: Callable[[TrainConfig], RunHook]) -> None:
     """Train.
 
     Args:
-        options: of the run.
+        options: the options of the run.
         observer: returns what measures the run, such as `octile.lab.run.observer`.
 
     Raises:

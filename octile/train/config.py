@@ -136,7 +136,7 @@ class TrainConfig:
             global_scale, fp16_loss_scaling, fp8_lm, smooth_swiglu, mxfp8, int8_tiles or wgrad_x_blocks; or a .toml file
             with exceptions for single layers.
         data: a text file, a folder, hf:NAME (a Hugging Face dataset), stdlib: the source of Python's library, or
-            packages: source and documentation of that library and of every package installed here; or the URL of a
+            packages: source and documentation of that library and of every package installed here. Or the URL of a
             run's `data/` (s3://bucket/data), whose tokens are streamed.
         init_from: a run or a Hugging Face folder, FP8 or BF16, whose weights and tokenizer the run begins with instead
             of random weights; the model's shape is then that folder's.

@@ -1,9 +1,9 @@
 """Memory that the ranks of a run on this machine are going to need on a CPU.
 
 Linux ends a process that takes more memory than there is with SIGKILL, so a run must be refused before it begins.
-`estimate_need` passes a batch through the model on torch's meta device, which allocates nothing, and adds up the
-tensors that would live at the same time: those of a rank's own stages, for as many micro-batches as its schedule has
-in flight. The reference operators' own temporary tensors are seen only of attention and of GEMMs, and the allocator's
+`estimate_need` passes a batch through the model on torch's meta device, which allocates nothing. It adds up the tensors
+that would live at the same time: those of a rank's own stages, for as many micro-batches as its schedule has in flight.
+The reference operators' own temporary tensors are seen only of attention and of GEMMs, and the allocator's
 fragmentation is not; RESERVE and the two factors stand for them. They were fitted to measured runs
 (benchmarks/history/cpu-memory).
 
