@@ -403,7 +403,7 @@ def check_late_weights(store: TokenStore, ranks: Ranks, ep: int, **changes) -> N
         patch.setattr(module, "why_eager", lambda *_: None)
         for _ in range(STEPS):
             late.launch()
-        assert not late._is_gathered
+        assert not late.strategy.is_gathered
         lines = list(late.collect())
     check_same_run(late, lines, at_once, expected)
 
