@@ -3,8 +3,8 @@
     router ──(prompt)──▶ prefill process ──(latents in shared memory)──▶ decode process ──(tokens)──▶ router
 
 A long prompt then never delays the tokens of the texts that are being written. The router is the server's process: it
-sends each prompt to the prefill process with the fewest tokens to read, and what was read to the decode process with
-the fewest tokens in flight. Latents do not pass through the router.
+sends each prompt to the prefill process with the fewest tokens to prefill, and then to the decode process with the
+fewest tokens in flight. Latents do not pass through the router.
 
 page_pool.py  pages that one process fills and another reads
 worker.py     the prefill and the decode process

@@ -26,7 +26,7 @@ from octile.serve.disaggregated.worker import (
     OpenPools,
     Ping,
     Pong,
-    Read,
+    Prefilled,
     Ready,
     WorkerOptions,
 )
@@ -78,7 +78,7 @@ class _Process:
 
     Attributes:
         name: for messages.
-        load: tokens that it has to read, or that its requests can have.
+        load: tokens that it has to prefill, or that its requests can have.
         stats: after its last step.
     """
 
@@ -201,7 +201,7 @@ class Router:
 
     Raises:
         ValueError: several processes share a GPU, and `cache.gib` does not divide its memory among them; or some caches
-            have place for texts that need the model's indexer, and others have not.
+            can hold texts that need the model's indexer, and others have not.
         ValueError, OSError, MemoryError, ProcessEndedError: a process cannot load the model.
     """
 
@@ -257,7 +257,7 @@ class Router:
         return bool(self._running)
 
     def submit(self, request: Request) -> None:
-        """Send a request to the prefill process with the fewest tokens to read."""
+        """Send a request to the prefill process with the fewest tokens to prefill."""
         self._n_requests += 1
         process = min(self._prefill, key=lambda process: process.load)
         self._start(request, process, len(request.prompt), request)
@@ -291,7 +291,7 @@ class Router:
         self._waker.wake()
 
     def stats(self) -> Stats:
-        """Return the sums over all processes; prompts are counted where they are read, texts where they are written."""
+        """Return the sums over all processes; prefill processes count prompts, decode processes texts."""
         parts = [process.stats for process in self._all]
         prompts = Stats.of_ranks([process.stats for process in self._prefill])
         return replace(
@@ -326,22 +326,22 @@ class Router:
                     self._generated += len(output.tokens)
                     if output.finish_reason is not None:
                         self._end(output.request_id)
-        elif isinstance(message, Read):
+        elif isinstance(message, Prefilled):
             self._hand_over(process, message)
         elif isinstance(message, Copied):
             self._prefill[message.process].send(Free(message.pages))
         elif not isinstance(message, Pong):
             raise TypeError(f"the {process.name} has sent {message!r}")
 
-    def _hand_over(self, process: _Process, read: Read) -> None:
-        """Send what was read to the decode process with the fewest tokens in flight."""
-        running = self._end(read.request_id)
+    def _hand_over(self, process: _Process, prefilled: Prefilled) -> None:
+        """Send what was prefilled to the decode process with the fewest tokens in flight."""
+        running = self._end(prefilled.request_id)
         if running is None:  # canceled meanwhile
-            process.send(Free(read.pages))
+            process.send(Free(prefilled.pages))
             return
         request = running.request
         number = self._prefill.index(process)
-        adopt = Adopt(request, read.first, number, read.pages)
+        adopt = Adopt(request, prefilled.first, number, prefilled.pages)
         self._start(request, min(self._decode, key=lambda process: process.load), request.max_length, adopt)
 
     def _start(self, request: Request, process: _Process, load: int, command: object) -> None:

@@ -1,7 +1,7 @@
 """The prefill and the decode process: an engine each, which the router commands through a pipe.
 
-A prefill process reads prompts and chooses their first tokens. A prompt that is read goes to its pool of pages; if the
-pool is full, the process waits until pages come back. A decode process adopts what was read and generates the rest.
+A prefill process computes the latents of prompts and chooses their first tokens. These latents go to its pool of pages;
+if the pool is full, the process waits until pages come back. A decode process adopts them and generates the rest.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class WorkerOptions(NamedTuple):
 
 
 class Adopt(NamedTuple):
-    """Continue a prompt that the prefill process of a number has read to pages of its pool."""
+    """Continue a prompt that the prefill process of a number has prefilled to pages of its pool."""
 
     request: Request
     first: FirstToken
@@ -93,8 +93,8 @@ class Ready(NamedTuple):
     shared: Sequence[bytes]
 
 
-class Read(NamedTuple):
-    """A prompt is read: its first token, and the pages of the pool that have its latents."""
+class Prefilled(NamedTuple):
+    """A prompt is prefilled: its first token, and the pages of the pool that have its latents."""
 
     request_id: int
     first: FirstToken
@@ -113,7 +113,7 @@ class Pong(NamedTuple):
 
 
 def prefill(connection: Connection, options: WorkerOptions, n_decode: int) -> None:
-    """Read prompts until the router closes the pipe.
+    """Prefill prompts until the router closes the pipe.
 
     Args:
         connection: to the router.
@@ -184,7 +184,7 @@ class _Worker(ABC):
 
 
 class PrefillWorker(_Worker):
-    """Reads prompts.
+    """Prefills prompts.
 
     Args:
         connection: to the router.
@@ -221,14 +221,14 @@ class PrefillWorker(_Worker):
             if n_pages <= self.pool.n_free:
                 pages = self.pool.fill(request.pages[:n_pages])
                 first = FirstToken(output.tokens[0], output.logprobs[0] if output.logprobs else None)
-                self.connection.send(Read(output.request_id, first, pages))
+                self.connection.send(Prefilled(output.request_id, first, pages))
                 self.engine.cancel(request.id)
             else:
                 self.receive()
 
 
 class DecodeWorker(_Worker):
-    """Continues what prefill processes have read.
+    """Continues what prefill processes have prefilled.
 
     Args:
         connection: to the router.

@@ -19,8 +19,8 @@ class EngineConfig:
 
     Attributes:
         max_batch: requests that run at once; others wait.
-        max_step_tokens: tokens of one forward pass. Requests that decode come first; the rest of the budget reads
-            prompts, in chunks.
+        max_step_tokens: tokens of one forward pass. Requests that decode come first; the rest of the budget
+            prefills prompts, in chunks.
         n_drafts: draft tokens per request and step, by the model's multi-token prediction layer; 0 does not draft.
         batch_invariant: compute each request's logits bit for bit as if it were alone, so that its text never depends
             on what else is in the batch; slower.
@@ -182,7 +182,7 @@ class ProcessesConfig:
     """Prefill and decoding in processes of their own (`octile.serve.disaggregated`).
 
     Attributes:
-        prefill: processes that read prompts; 0 for one process that does both.
+        prefill: processes that prefill prompts; 0 for one process that does both.
         decode: processes that generate. On GPUs each process takes the next one, those of prefill first.
 
     Raises:

@@ -87,7 +87,7 @@ class Drafter:
         self.lacks_draft = False
 
     def draft(self, computed: Sequence[Computed], hidden_TD: Tensor) -> None:
-        """Run the layer over what a pass has computed, and set the drafts of requests whose tokens it has all read.
+        """Run the layer over what a pass has computed, and set the drafts of requests whose tokens it has all computed.
 
         Args:
             computed: a part of the pass's requests.

@@ -86,7 +86,7 @@ class Engine:
         self._scheduler = Scheduler(self._pages, runner.page_size, self.config)
         self._drafter = Drafter(runner, self._scheduler, self.config.n_drafts) if self.config.n_drafts else None
         self._to_draft: tuple[list[Computed], Tensor] | None = None  # after `run`: its requests and hidden states
-        self._in_flight: _InFlight | None = None  # a decode step that is launched and not read
+        self._in_flight: _InFlight | None = None  # a decode step that is launched and not collected
         self._adopted: list[tuple[Request, FirstToken]] = []  # since the last step
         self._requests: dict[int, Request] = {}
         self._texts: dict[int, TextStream] = {}
@@ -123,9 +123,9 @@ class Engine:
         self._scheduler.add(request)
 
     def adopt(self, request: Request, first: FirstToken, latents: PromptLatents) -> None:
-        """Add a request whose prompt another engine of the same model has read.
+        """Add a request whose prompt another engine of the same model has prefilled.
 
-        The next step's outputs have its first token. If it is put back to wait, this engine reads its prompt anew.
+        The next step's outputs have its first token. If it is preempted, this engine prefills its prompt anew.
 
         Args:
             request: as the other engine has had it.
@@ -150,7 +150,7 @@ class Engine:
     def step(self) -> list[Output]:
         """Run one forward pass, and return what it adds to each request that has new tokens or ends.
 
-        If all requests decode, and the runner can, the next pass is launched before this one's tokens are read.
+        If all requests decode, and the runner can, the next pass is launched before this one's tokens are collected.
         """
         return self._first_outputs() + self._next_outputs() if self._adopted else self._next_outputs()
 
@@ -178,7 +178,7 @@ class Engine:
             self.draft()
             return outputs
         self._in_flight = self._launch(launched) if self._can_launch(launched) else None
-        outputs = self._read(launched)
+        outputs = self._collect(launched)
         if not self._requests:
             self._in_flight = None
         return outputs
@@ -190,26 +190,26 @@ class Engine:
 
     @property
     def can_launch(self) -> bool:
-        """Whether `launch` can be the next step: no request must be read in a pass of any chunks first."""
+        """Whether `launch` can be the next step: no request needs a pass of any chunks first."""
         return not self._requests or self._can_launch(self._in_flight)
 
     def launch(self) -> list[Output]:
-        """Launch a decode step of the running requests, if there are any, and read the one that was launched before."""
+        """Launch a decode step of the running requests, if there are any, and collect the one launched before."""
         before = self._in_flight
         self._in_flight = self._launch(before) if self._requests else None
-        outputs = [] if before is None else self._read(before)
+        outputs = [] if before is None else self._collect(before)
         if not self._requests:
             self._in_flight = None
         return outputs
 
     def schedule(self) -> tuple[list[Output], list[Scheduled]]:
-        """Read the decode step that was launched, and choose the chunks of the next forward pass, which `run` runs."""
+        """Collect the decode step in flight, and choose the chunks of the next forward pass, which `run` runs."""
         before, self._in_flight = self._in_flight, None
-        outputs = [] if before is None else self._read(before)
+        outputs = [] if before is None else self._collect(before)
         return outputs, self._scheduler.schedule()
 
     def run(self, scheduled: Sequence[Scheduled]) -> list[Output]:
-        """Run a forward pass of chunks that were just scheduled, and read what it has chosen; `draft` follows."""
+        """Run a forward pass of chunks that were just scheduled, and collect what it has chosen; `draft` follows."""
         if not scheduled:
             return []
         self._steps += 1
@@ -264,7 +264,7 @@ class Engine:
         """Whether a decode step of all running requests can be launched, and no other can join them.
 
         Args:
-            before: the step that is launched and not read, if there is one.
+            before: the step that is launched and not collected, if there is one.
         """
         scheduler, running = self._scheduler, self._scheduler.running
         if not 0 < len(running) <= self._runner.max_ahead or self._runner.n_drafts != self.config.n_drafts:
@@ -280,17 +280,17 @@ class Engine:
 
         Args:
             request: a running one.
-            is_launched: whether the step before is launched and not read.
+            is_launched: whether the step before is launched and not collected.
         """
         n_drafts = self.config.n_drafts
         reached = len(request.tokens) + _beyond(n_drafts) + (1 + n_drafts if is_launched else 0)
-        return min(reached, request.max_length - 1)  # the last token is not read
+        return min(reached, request.max_length - 1)  # the last token is not an input
 
     def _launch(self, before: _InFlight | None) -> _InFlight | None:
         """Launch a decode step of the running requests; those that `before` surely ends are left out.
 
         Args:
-            before: the step that is launched and not read, if there is one.
+            before: the step that is launched and not collected, if there is one.
         """
         sources = {} if before is None else {request.id: i for i, request in enumerate(before.requests)}
         requests: list[Request] = []
@@ -317,10 +317,10 @@ class Engine:
         self._steps_ahead += before is not None
         return _InFlight(requests, self._runner.decode(rows))
 
-    def _read(self, launched: _InFlight) -> list[Output]:
-        """Read what a decode step has chosen, once it is computed."""
+    def _collect(self, launched: _InFlight) -> list[Output]:
+        """Wait for a decode step, and return what it adds to its requests."""
         outputs: list[Output] = []
-        for request, decoded in zip(launched.requests, launched.tokens.read(), strict=True):
+        for request, decoded in zip(launched.requests, launched.tokens.wait(), strict=True):
             if request.finish_reason is not None:
                 continue  # it has ended since the step was launched
             n_drafts = min(len(request.drafts), request.n_remaining - 1)

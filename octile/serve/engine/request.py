@@ -138,7 +138,7 @@ class Output(NamedTuple):
 
 
 class PromptLatents(Protocol):
-    """The latents of a prompt that another process has read; `octile.serve.disaggregated.page_pool` has them."""
+    """The latents of a prompt that another process has prefilled; `octile.serve.disaggregated.page_pool` has them."""
 
     def write(self, pages: Sequence[int], first: int) -> None:
         """Copy the pages from number `first` on to pages of the cache, and release all."""
@@ -169,7 +169,7 @@ class Request:
         page_keys: keys of its full pages, as far as they were needed.
         drafts: draft tokens that follow `tokens`, to be verified by the next forward pass.
         was_admitted: whether it has run before.
-        latents: latents of its prompt, until it is admitted, if another process has read the prompt.
+        latents: latents of its prompt, until it is admitted, if another process has prefilled it.
     """
 
     id: int
@@ -205,7 +205,7 @@ class Request:
 
     @property
     def n_pending(self) -> int:
-        """Tokens whose latents are not in the pages: 1 while it decodes, more while its prompt is read."""
+        """Tokens whose latents are not in the pages: 1 while it decodes, more while its prompt is prefilled."""
         return len(self.tokens) - self.n_computed
 
 

@@ -174,7 +174,7 @@ def choose_tokens(logits_LV: Tensor, rows: Sequence[Row]) -> TokenChoice:
 
 
 def choose_each(logits_LV: Tensor, rows: Sequence[Row]) -> list[int | Exception]:
-    """Choose the next token of each row as `choose`; an exception takes the place of the tokens that raise it."""
+    """Choose the next token of each row as `choose`; an exception stands for the tokens that raise it."""
     return _isolated(lambda part: choose(logits_LV[part], rows[part]).tolist(), len(rows))
 
 

@@ -2,16 +2,16 @@
 
 Continuous batching (Yu et al., Orca, OSDI 2022): after every step finished requests leave and waiting ones join. A step
 has a budget of tokens. Requests that decode come first, so that a long prompt does not hold them up; the rest of the
-budget reads prompts in chunks (Agrawal et al., Sarathi-Serve, arXiv 2403.02310), the oldest first.
+budget prefills prompts in chunks (Agrawal et al., Sarathi-Serve, arXiv 2403.02310), the oldest first.
 
 A request is admitted when pages for all its tokens are free, in the order of arrival: a request that does not fit
 holds back those behind it, so that it cannot starve. A request whose next page is computed in the same step for another
-one, such as a second choice of one prompt, is held back until all such pages are read, and shares them. As many waiting
-requests are looked at in a step as there are places in the batch, and no further ones after MAX_HASHED pages.
+one, such as a second choice of one prompt, is held back until all such pages are computed, and shares them. As many
+waiting requests are looked at in a step as there are slots in the batch, and no further ones after MAX_HASHED pages.
 
-When a request that decodes needs a page and none is free, the newest request is put back to wait, in front of the
+When a request that decodes needs a page and none is free, the newest request is preempted: it waits in front of the
 others. It keeps its tokens and frees its pages; when it is admitted again, its latents are computed anew, but for the
-prefix that is still cached. The oldest request is never put back, so one always advances.
+prefix that is still cached. The oldest request is never preempted, so one always advances.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_HASHED = 2048  # pages of waiting requests in a step, some 5 ms
 
 
 class Scheduled(NamedTuple):
-    """A request and how many of its tokens the next forward pass reads, after the first `request.n_computed`.
+    """A request and how many of its tokens the next forward pass computes, after the first `request.n_computed`.
 
     Tokens beyond `request.tokens` are the first of `request.drafts`.
     """
@@ -72,21 +72,21 @@ class Scheduler:
         """Choose the chunks of the next forward pass; pages for all of them are allocated."""
         preemptions = self.preemptions
         budget = self.config.max_step_tokens
-        scheduled, reading = [], []
+        scheduled, prefilling = [], []
         for request in list(self.running.values()):
             if request.n_pending > 1:
-                reading.append(request)
+                prefilling.append(request)
             elif n_tokens := self._grow(request):
                 scheduled.append(Scheduled(request, n_tokens))
                 budget -= n_tokens
         if preemptions != self.preemptions:
             budget += sum(s.n_tokens for s in scheduled if s.request.id not in self.running)
             scheduled = [s for s in scheduled if s.request.id in self.running]
-            reading = [request for request in reading if request.id in self.running]
-        being_read = set[bytes]()
-        for request in reading:
+            prefilling = [request for request in prefilling if request.id in self.running]
+        being_computed = set[bytes]()
+        for request in prefilling:
             if budget:
-                scheduled.append(self._read(request, budget, being_read))
+                scheduled.append(self._prefill(request, budget, being_computed))
                 budget -= scheduled[-1].n_tokens
         held_back = []
         n_hashed = 0
@@ -97,11 +97,11 @@ class Scheduler:
             n_hashed -= len(request.page_keys)
             shared, next_key = self._shareable(request)
             n_hashed += len(request.page_keys)
-            if next_key in being_read:
+            if next_key in being_computed:
                 held_back.append(self.waiting.popleft())
             elif self._admit(request, shared):
                 self.running[request.id] = self.waiting.popleft()
-                scheduled.append(self._read(request, budget, being_read))
+                scheduled.append(self._prefill(request, budget, being_computed))
                 budget -= scheduled[-1].n_tokens
             else:
                 break
@@ -137,10 +137,10 @@ class Scheduler:
         return max(0, self._n_pages(n_tokens) - len(request.pages))
 
     def _grow(self, request: Request) -> int:
-        """Allocate the page that the next token needs; leave out drafts that do not fit, and put back newer requests.
+        """Allocate the page that the next token needs; leave out drafts that do not fit, and preempt newer requests.
 
         Returns:
-            how many tokens the pass reads; 0 if the request itself was put back.
+            how many tokens the pass computes; 0 if the request itself was preempted.
         """
         if not request.drafts and len(request.tokens) <= len(request.pages) * self.page_size:
             return 1 if request.id in self.running else 0
@@ -160,11 +160,11 @@ class Scheduler:
         self.waiting.appendleft(request)
         self.preemptions += 1
 
-    def _read(self, request: Request, budget: int, being_read: set[bytes]) -> Scheduled:
+    def _prefill(self, request: Request, budget: int, being_computed: set[bytes]) -> Scheduled:
         """Schedule the next chunk of a request's tokens, and add the keys of the pages that it completes."""
         n_tokens, size = min(request.n_pending, budget), self.page_size
         pages = range(request.n_computed // size, (request.n_computed + n_tokens) // size)
-        being_read.update(self._key(request, i) for i in pages)
+        being_computed.update(self._key(request, i) for i in pages)
         return Scheduled(request, n_tokens)
 
     def _shareable(self, request: Request) -> tuple[list[int], bytes | None]:
@@ -197,7 +197,7 @@ class Scheduler:
     def _has_room(self, request: Request, shared: list[int]) -> bool:
         """Whether there are pages for a request's tokens besides the shared ones of its prefix.
 
-        One page per running request stays free, so that admitting does not put requests back at once.
+        One page per running request stays free, so that admitting does not preempt requests at once.
         """
         missing = self._n_pages(len(request.tokens)) - len(shared)
         return missing + len(self.running) <= self.pages.n_free_without(shared)

@@ -14,14 +14,14 @@ class Stats:
     """The state of an engine, and its counts since it was made.
 
     Attributes:
-        waiting, running: requests that wait for pages or for a place in the batch, and those that have them.
+        waiting, running: requests that wait for pages or for a slot in the batch, and those that have them.
         n_pages: pages of the cache.
         used_pages: pages that requests hold now.
         cached_pages: pages that no request holds, whose content a later request with the same prefix can share.
         steps: forward passes of the main model; steps_ahead are those of them that were launched before the tokens of
-            the pass before were read.
+            the pass before were collected.
         requests: requests that were added; finished, canceled and failed are those of them that have ended.
-        preemptions: how often a running request was put back to wait because pages ran out.
+        preemptions: how often a running request was preempted because pages ran out.
         prompt_tokens: tokens of the prompts of admitted requests; shared_tokens are those of them whose latents were
             shared with earlier requests and not computed.
         generated_tokens: tokens generated, without end-of-text tokens.

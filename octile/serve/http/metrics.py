@@ -21,11 +21,14 @@ LONG = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 600)
 COUNTERS = {  # a field of Stats: its name at /metrics and what it counts
     "prompt_tokens": ("prompt_tokens", "Tokens of the prompts of admitted requests."),
     "generated_tokens": ("generation_tokens", "Tokens generated."),
-    "preemptions": ("num_preemptions", "How often a running request was put back because pages ran out."),
+    "preemptions": ("num_preemptions", "How often a running request was preempted because pages ran out."),
     "drafted_tokens": ("spec_decode_num_draft_tokens", "Draft tokens that were verified."),
     "accepted_tokens": ("spec_decode_num_accepted_tokens", "Draft tokens that were accepted."),
     "steps": ("engine_steps", "Forward passes of the model."),
-    "steps_ahead": ("engine_steps_ahead", "Forward passes that were launched before the last one's tokens were read."),
+    "steps_ahead": (
+        "engine_steps_ahead",
+        "Forward passes that were launched before the last one's tokens were known.",
+    ),
 }
 
 
@@ -74,7 +77,7 @@ class Metrics(Observer):
         stats = self._stats()
         used = stats.used_pages / stats.n_pages if stats.n_pages else 0.0
         yield self._gauge("num_requests_running", "Choices that run now.", stats.running)
-        yield self._gauge("num_requests_waiting", "Choices that wait for pages or for a place.", stats.waiting)
+        yield self._gauge("num_requests_waiting", "Choices that wait for pages or for a slot.", stats.waiting)
         yield self._gauge("kv_cache_usage_perc", "Share of the cache's pages that requests hold, from 0 to 1.", used)
         text = "Seconds since the last step ended; 0 while the engine has no request."
         yield self._gauge("engine_step_age_seconds", text, self._step_age())

@@ -190,7 +190,7 @@ class TextPart(Body):
 
 
 class Message(Body):
-    """A message of a conversation; a developer's has the same place as the system's."""
+    """A message of a conversation; a developer's counts as a system's."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)] | None = None

@@ -52,7 +52,7 @@ def serve(
     Raises:
         FileNotFoundError: there is no model or no tokenizer.
         ValueError: a file is damaged, the address cannot be used, or the model does not fit the options.
-        MemoryError: the weights leave no place for a cache.
+        MemoryError: the weights leave no memory for a cache.
         ProcessEndedError: a prefill or decode process has ended or hangs.
         RanksError: another rank hangs or has ended.
     """
@@ -64,14 +64,14 @@ def serve(
         folder.check_parallel(parallel, engine.batch_invariant)
         chat = ChatTemplate.load(folder.path, folder.tokenizer)
         with ExitStack() as stack:
-            place = ranks.from_first_only(lambda: _Place.bind(host, port, stack))
+            address = ranks.from_first_only(lambda: _Address.bind(host, port, stack))
             if processes.prefill:
                 where = f"{device} by processes, {processes.prefill} for prefill and {processes.decode} for decoding"
             else:
                 where = f"{device}" if ranks.size == 1 else f"{ranks.size} ranks ({device.type})"
                 if parallel.tp > 1:
                     where += f" in groups of {parallel.tp}"
-            if place is not None:  # on rank 0
+            if address is not None:  # on rank 0
                 print(f"loading {name} on {where}", file=sys.stderr, flush=True)
                 folder.warn_of_unused()
             if processes.prefill:
@@ -86,23 +86,23 @@ def serve(
                 if device.type == "cuda":
                     ranks.at("the compilation of kernels")
                     spread.warm_up()
-                if place is None:
+                if address is None:
                     freeze_loaded()
                     with signals_ignored():  # rank 0 has them, too, and ends this rank when it has drained
                         follow(spread, ranks, control)
                     return leave()
-                loaded = _Loaded.of(LockstepEngine(spread, ranks, control, place.http.fail), runner)
+                loaded = _Loaded.of(LockstepEngine(spread, ranks, control, address.http.fail), runner)
                 where += f", each {'group ' if parallel.tp > 1 else ''}with this cache"
-            assert place is not None  # on rank 0
+            assert address is not None  # on rank 0
             defaults = folder.generation.sampling if has_model_defaults else {}
-            _answer(place, folder, name, host, api_keys, limits, loaded, where, chat, defaults)
+            _answer(address, folder, name, host, api_keys, limits, loaded, where, chat, defaults)
     except Exception as error:
         if (explained := explain(error)) is not error:
             raise explained from error
         raise
 
 
-class _Place(NamedTuple):
+class _Address(NamedTuple):
     """A bound address, and the process that answers requests there."""
 
     url: str
@@ -110,7 +110,7 @@ class _Place(NamedTuple):
     http: HttpProcess
 
     @classmethod
-    def bind(cls, host: str, port: int, stack: ExitStack) -> _Place:
+    def bind(cls, host: str, port: int, stack: ExitStack) -> _Address:
         """Bind an address and start the process, which the stack ends."""
         with bind(host, port) as bound:
             url, is_local = url_of(bound), ip_address(bound.getsockname()[0].partition("%")[0]).is_loopback
@@ -134,7 +134,7 @@ class _Loaded(NamedTuple):
 
 
 def _answer(
-    place: _Place,
+    address: _Address,
     folder: Folder,
     name: str,
     host: str,
@@ -146,29 +146,29 @@ def _answer(
     defaults: Mapping[str, Any],
 ) -> None:
     """Answer requests until a signal comes, and end the other ranks and processes."""
-    url = place.url
+    url = address.url
     pages = f"{format_count(loaded.n_pages, 'page')} of {PAGE} tokens, {_binary(loaded.cache_bytes)}"
     limit = folder.model.max_position_embeddings
-    fewer = f" (the cache has no place for the model's {limit})" if loaded.context < limit else ""
+    fewer = f" (the cache does not hold the model's {limit})" if loaded.context < limit else ""
     print(f"serving {name} on {where}: context {loaded.context} tokens{fewer}, cache {pages}", flush=True)
     if chat.is_plain:
         print("its tokenizer has no chat template, like a base model's: chats use a plain one (User: … Assistant:)")
     if defaults:
         values = ", ".join(f"{field} {value:g}" for field, value in defaults.items())
         print(f"requests that give none get its {FILE}'s {values} (not with --sampling-defaults openai)")
-    if not api_keys and not place.is_local:
+    if not api_keys and not address.is_local:
         print(f"octile: anyone who reaches {url} can use the model: --api-key restricts it", file=sys.stderr)
-    engine, hosts = loaded.engine, (host,) if place.is_local and not api_keys else None
+    engine, hosts = loaded.engine, (host,) if address.is_local and not api_keys else None
     vocab_size, stats = folder.model.vocab_size, engine.stats()
     freeze_loaded()
     try:
-        place.http.listen(
+        address.http.listen(
             Start(folder.path, vocab_size, loaded.context, stats, name, limits, defaults, api_keys, hosts)
         )
         announcement = f"try it at {url}, or with OpenAI's client: base_url {url}/v1, model {name}"
-        signals = place.http.serve(engine, announcement)
+        signals = address.http.serve(engine, announcement)
     finally:
-        has_failed = place.http.engine_failure is not None
+        has_failed = address.http.engine_failure is not None
         if not has_failed or isinstance(engine, Router):  # whose other processes must end; ranks end themselves
             engine.close()
         if not has_failed:

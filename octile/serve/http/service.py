@@ -42,14 +42,14 @@ class Job(NamedTuple):
     requests: Sequence[Request]
 
 
-class _Places:
-    """The places in flight that a request holds."""
+class _Slots:
+    """The slots for choices in flight that a request holds."""
 
     def __init__(self, service: Service):
         self._service, self._held = service, 0
 
     def take(self, count: int) -> None:
-        """Take further places.
+        """Take further slots.
 
         Raises:
             ApiError: 503, there would be too many choices in flight; 400, there always would.
@@ -66,7 +66,7 @@ class _Places:
         self._held += count
 
     def release(self) -> None:
-        """Release all places."""
+        """Release all slots."""
         self._service.in_flight -= self._held
         self._held = 0
 
@@ -202,12 +202,12 @@ class Service:
         deadline = asyncio.get_running_loop().time() + self.limits.seconds
         self._check_open()
         async with AsyncExitStack() as held:
-            places = _Places(self)
-            held.callback(places.release)
-            places.take(1)  # before the body is read, so that there are only so many in memory
+            slots = _Slots(self)
+            held.callback(slots.release)
+            slots.take(1)  # before the body is read, so that there are only so many in memory
             body = parse(form, await _read_body(request, self.limits.body, deadline))
             self.check_model(body.model)
-            places.take(count_prompts(body) * (body.n or 1) - 1)
+            slots.take(count_prompts(body) * (body.n or 1) - 1)
             if not body.stream:
                 whole = await while_connected(request.receive, self._whole(body, read, deadline))
                 return PacedResponse.of_json(whole, held.pop_all())

@@ -4,7 +4,7 @@
     blocks       attention (`attention.py`), then a SwiGLU layer or a mixture (`feed_forward.py`)
     norm, head   logits, or tokens that are chosen by them
 
-Everything but attention treats the rows of prompts and those that decode alike. Decode steps of few rows take another
+Everything but attention treats the rows of prompts and those that decode alike. Small-batch decode steps take another
 pass (`octile.serve.model.small_batch`), whose operators take several of these together.
 
 With `batch_invariant` a row's bits depend on its request alone: attention and each GEMM (`octile.serve.model.gemms`)
@@ -143,9 +143,9 @@ class Forward:
         return step._replace(tokens=tokens, positions=positions, slots=slots)
 
     def _block(self, x_TD: Tensor, layer: int, w: BlockWeights, step: Step, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-        if small_batch.is_step_of_few_rows(self.attention, step) and small_batch.has_products_of_few_rows(w.attention):
+        if small_batch.is_small_batch(self.attention, step) and small_batch.has_small_batch_products(w.attention):
             x_TD = small_batch.add_attention(self.attention, x_TD, layer, w, step, cos_sin)
-            if small_batch.has_feed_forward_of_few_rows(self.feed_forward, w.mlp):
+            if small_batch.has_small_batch_feed_forward(self.feed_forward, w.mlp):
                 return small_batch.add_feed_forward(self.feed_forward, x_TD, layer, w, step.slots)
             return self.feed_forward.add(x_TD, layer, w, step.slots)
         o_TV = self.attention.write_and_attend(x_TD, layer, w, step, cos_sin)

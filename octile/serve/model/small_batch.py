@@ -1,6 +1,6 @@
-"""The forward pass of a decode step of few rows, with operators that fuse several of the other pass.
+"""The forward pass of small-batch decode steps, with operators that fuse several of the general forward pass.
 
-A step of few rows reads weights and does little else, and the other pass (`octile.serve.model.forward`) has some twenty
+Such a step reads weights and does little else, and the general pass (`octile.serve.model.forward`) has some twenty
 launches a layer, most of which take longer to start than to run. Here attention has five, and each loads its
 weights before the previous one has ended:
 
@@ -11,12 +11,12 @@ weights before the previous one has ended:
     few_rows_mixture   the norm, the gate, the experts and the shared experts, and the residual: three launches
 
 Of a dense SwiGLU layer, few_rows_nt computes the norm and the projections to gate and up. With BF16 weights attention
-is the same, with GEMMs in the place of few_rows_nt; dense layers and mixtures take the other pass.
+is the same, with GEMMs instead of few_rows_nt; dense layers and mixtures take the general pass.
 
-The formulas are those of the other pass, with sums in another order.
+The formulas are those of the general pass, with sums in another order.
 
 An operator computes a call without a kernel by the operators of many rows, which takes longer. Its result does not show
-it, so a server says at its start what `why_not_few_rows` returns.
+it, so a server says at its start what `why_kernels_lack` returns.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ from octile.serve.weights.block_weights import NORM_EPS, AttentionWeights, Block
 from octile.serve.weights.weights import ServedWeights
 
 
-def is_step_of_few_rows(attention: Attention, step: Step) -> bool:
-    """Whether a step has few rows, which all decode in BF16 on a GPU, with all heads and to all positions."""
+def is_small_batch(attention: Attention, step: Step) -> bool:
+    """Whether a step has up to 8 rows, which all decode in BF16 on a GPU, with all heads and to all positions."""
     return (
         0 < len(step.tokens) <= MAX_ROWS
         and step.only_decodes
-        and why_no_step_of_few_rows(attention) is None
+        and why_no_small_batch(attention) is None
         and step.tokens.is_cuda
     )
 
 
-def why_no_step_of_few_rows(attention: Attention) -> str | None:
-    """Return why all steps of a model take the other pass on a GPU; None: decode steps of few rows do not."""
+def why_no_small_batch(attention: Attention) -> str | None:
+    """Return why all steps of a model take the general pass on a GPU; None: small-batch decode steps do not."""
     if attention.gemms.batch_invariant:
         return "in batch-invariant mode steps of all sizes sum in the same order"
     if attention.index is not None:
@@ -68,7 +68,7 @@ def why_no_step_of_few_rows(attention: Attention) -> str | None:
     return None
 
 
-def has_products_of_few_rows(w: AttentionWeights) -> bool:
+def has_small_batch_products(w: AttentionWeights) -> bool:
     """Whether all projections are in FP8 or all in high precision, and those of the block's input are joined."""
     others = [w.o] if w.q_up is None else [w.o, w.q_up]
     return len(w.x.weights) == 1 and len({isinstance(of, ScaledTensor) for of in (w.x.weights[0], *others)}) == 1
@@ -97,7 +97,7 @@ def add_attention(
     return product(o_TV, None, 0.0, of.o, x_TD)
 
 
-def has_feed_forward_of_few_rows(feed_forward: FeedForward, w: MLPWeights | MoEWeights) -> bool:
+def has_small_batch_feed_forward(feed_forward: FeedForward, w: MLPWeights | MoEWeights) -> bool:
     """Whether all weights of a SwiGLU layer or a mixture are in FP8, and those of a mixture joined and on one GPU."""
     if isinstance(w, MLPWeights):
         return all(isinstance(of, ScaledTensor) for of in (*w.x.weights, w.down))
@@ -123,7 +123,7 @@ def add_feed_forward(feed_forward: FeedForward, x_TD: Tensor, layer: int, w: Blo
 def _add_mlp(feed_forward: FeedForward, x_TD: Tensor, norm: Tensor, w: MLPWeights) -> Tensor:
     eps, power_of_2, parts = feed_forward.config.rms_norm_eps, feed_forward.gemms.power_of_2, []
     for weight, sizes in zip(w.x.weights, w.x.sizes, strict=True):
-        assert isinstance(weight, ScaledTensor)  # `has_feed_forward_of_few_rows`
+        assert isinstance(weight, ScaledTensor)  # `has_small_batch_feed_forward`
         parts += few_rows_nt(x_TD, norm, eps, weight.data, weight.scale, power_of_2).split(sizes, dim=-1)
     assert isinstance(w.down, ScaledTensor)
     h, h_scale = swiglu_quantize(*parts, "e4m3", power_of_2)
@@ -133,12 +133,12 @@ def _add_mlp(feed_forward: FeedForward, x_TD: Tensor, norm: Tensor, w: MLPWeight
 def fp8_tensors(w: MLPWeights | MoEWeights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the joined projections and their scale, and the down-projections and theirs."""
     up, down = w.x.weights[0], w.down
-    assert isinstance(up, ScaledTensor)  # `has_feed_forward_of_few_rows`
+    assert isinstance(up, ScaledTensor)  # `has_small_batch_feed_forward`
     assert isinstance(down, ScaledTensor)
     return up.data, up.scale, down.data, down.scale
 
 
-def why_not_few_rows(
+def why_kernels_lack(
     weights: ServedWeights, attention: Attention, feed_forward: FeedForward, drafts: bool
 ) -> str | None:
     """Return why decode steps of up to 8 rows lack some of Hopper's kernels; None: they lack none, or it is no Hopper.
@@ -152,7 +152,7 @@ def why_not_few_rows(
     """
     if request.why_not_on(weights.device) is not None:
         return None
-    if (why := why_no_step_of_few_rows(attention)) is not None:
+    if (why := why_no_small_batch(attention)) is not None:
         return why
     blocks, first = list(weights.blocks), dict[str, int]()
     if drafts and weights.mtp is not None:
@@ -170,7 +170,7 @@ def why_not_few_rows(
 def _attention_lacks(weights: ServedWeights, cache: Tensor, w: BlockWeights) -> Iterator[str]:
     """Ask each kernel about a call like that of `add_attention` with 8 rows, which need the most memory."""
     of, c = w.attention, weights.config
-    if not has_products_of_few_rows(of):
+    if not has_small_batch_products(of):
         yield "the projections of attention's input are not joined, or only some projections are in FP8"
         return
     (sizes,), width = of.x.sizes, c.kv_lora_rank + c.qk_rope_head_dim
@@ -198,13 +198,13 @@ def _attention_lacks(weights: ServedWeights, cache: Tensor, w: BlockWeights) -> 
 
 def _feed_forward_lacks(weights: ServedWeights, feed_forward: FeedForward, w: BlockWeights) -> Iterator[str]:
     c, mlp = weights.config, w.mlp
-    if not has_feed_forward_of_few_rows(feed_forward, mlp):
+    if not has_small_batch_feed_forward(feed_forward, mlp):
         yield "the projections of the SwiGLU layer or of the experts are not in FP8, not joined, or on several ranks"
         return
     x = w.post_norm.new_empty(MAX_ROWS, c.hidden_size, dtype=weights.dtype)
     if isinstance(mlp, MLPWeights):
         for weight in mlp.x.weights:
-            assert isinstance(weight, ScaledTensor)  # `has_feed_forward_of_few_rows`
+            assert isinstance(weight, ScaledTensor)  # `has_small_batch_feed_forward`
             if (why := launcher.why_unsupported(x, w.post_norm, weight.data, weight.scale, None)) is not None:
                 yield f"the SwiGLU layer: {why}"
         return

@@ -96,15 +96,15 @@ def assign_copies(experts: Tensor, first: Tensor, served: Tensor, physical_to_lo
     flat = experts.flatten()
     order = flat.argsort(stable=True)
     begin_E = torch.searchsorted(flat[order], torch.arange(len(first), device=flat.device))
-    place = torch.empty_like(flat)
-    place[order] = torch.arange(len(flat), device=flat.device) - begin_E[flat[order]]
-    place += first[flat]  # of each entry among those of its expert
+    position = torch.empty_like(flat)
+    position[order] = torch.arange(len(flat), device=flat.device) - begin_E[flat[order]]
+    position += first[flat]  # of each entry among those of its expert
 
     slots = physical_to_logical.argsort(stable=True)  # of the experts, one after the other
     end = served[slots].cumsum(0)  # of the tokens of all experts, in this order
     begin = torch.searchsorted(physical_to_logical[slots], torch.arange(len(first), device=flat.device))
     before_E = torch.cat((end.new_zeros(1), end))[begin]
-    return slots[torch.searchsorted(end, before_E[flat] + place, right=True)].view(experts.shape)
+    return slots[torch.searchsorted(end, before_E[flat] + position, right=True)].view(experts.shape)
 
 
 def _check(tokens: Tensor, physical_to_logical: Tensor, num_gpus: int) -> None:

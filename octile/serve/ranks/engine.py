@@ -103,7 +103,7 @@ class ExpertParallelEngine:
         """Run a step, and move the experts of a layer if they are placed anew. All ranks must call this in turn.
 
         A rank whose engine has nothing to do takes part with padding. If all ranks can, they launch a decode step
-        before the tokens of the last one are read; its outputs are those of the next step.
+        before the tokens of the last one are collected; its outputs are those of the next step.
 
         Returns:
             what the step adds to this rank's requests; None if no rank had any.
@@ -265,8 +265,8 @@ class _Rank:
 
     def __init__(self, engine: ExpertParallelEngine, ranks: Ranks, control: dist.ProcessGroup):
         self._engine, self._ranks, self._control = engine, ranks, control
-        self._group, place = divmod(ranks.rank, engine.group_size)
-        self._is_first = place == 0  # of its group
+        self._group, rank_in_group = divmod(ranks.rank, engine.group_size)
+        self._is_first = rank_in_group == 0
         stats = engine.engine.stats
         self._stats = ChangedStats(stats if self._is_first else lambda: stats().of_experts_only)
         self._rounds = 0

@@ -250,10 +250,10 @@ def _pack(load_XM: Floats, n_packs: int, expert_XM: Ints | None = None) -> Ints:
             copies = copies_XNG[row, expert]
             pack = (load_XG + HAS_COPY * copies).argmin(1)
             copies_XNG[row, expert, pack] += 1
-        place = filled_XG[row, pack]
-        packed[row, pack, place] = item
-        filled_XG[row, pack] = place + 1
-        load_XG[row, pack] += np.where(place < size - 1, load_XM[row, item], np.inf)
+        slot = filled_XG[row, pack]
+        packed[row, pack, slot] = item
+        filled_XG[row, pack] = slot + 1
+        load_XG[row, pack] += np.where(slot < size - 1, load_XM[row, item], np.inf)
     return packed.reshape(n_rows, n_items)
 
 

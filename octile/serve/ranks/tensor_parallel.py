@@ -14,7 +14,7 @@ logits or the tokens chosen from them all ranks receive the same bits, and sched
 
 The terms are exchanged in the dtype of activations, and summed in FP32 in the order of the ranks, together with the
 residual, rounded once. FP32 terms would be twice the bytes; in BF16 each is rounded as the whole sum is on one rank. A
-ring's order of sums would depend on the place of a row, and with it the row's bits.
+ring's order of sums would depend on the position of a row, and with it the row's bits.
 
 Source: DeepSeek-V3 (arXiv 2412.19437) §3.4; sequence parallelism: Korthikanti et al. (arXiv 2205.05198).
 Shapes: M ranks of a group, T rows of a step, t = ⌈T/M⌉ own ones, D model.

@@ -102,13 +102,13 @@ class DecodedTokens:
         results: int64 [B, 2 + 2·n] in the host's memory: the numbers of `Decoded`.
         ready: recorded after the copy to `results`; None: they are there.
         n_drafts: n.
-        timeout: seconds after which `read` waits no longer.
+        timeout: seconds after which `wait` waits no longer.
     """
 
     def __init__(self, results: Tensor, ready: torch.cuda.Event | None, n_drafts: int, timeout: float = math.inf):
         self._results, self._ready, self._n_drafts, self._timeout = results, ready, n_drafts, timeout
 
-    def read(self) -> list[Decoded]:
+    def wait(self) -> list[Decoded]:
         """Wait for the results, and return those of each request.
 
         Raises:
@@ -126,7 +126,7 @@ class Runner(Protocol):
     Attributes:
         page_size: positions per page.
         n_pages: pages of the cache, numbered from 0.
-        max_position: positions of a request at most: the model's context, or what the cache has place for.
+        max_position: positions of a request at most: the model's context, or what the cache can hold.
         vocab_size: V.
         end_tokens: that end a text by the model's configuration, besides the tokenizer's.
         can_draft: whether the model has a multi-token prediction layer.
@@ -178,7 +178,7 @@ class Runner(Protocol):
 
         The results are those of `run`, of the sampler, of `count_accepted` and of the drafter. The call may
         return before they are computed. A request with a source continues what the step before has chosen and
-        drafted for it, whether or not the host has read that.
+        drafted for it, whether or not the host has collected that.
 
         Args:
             requests: at least one.

@@ -1,7 +1,7 @@
 """Decode steps that need nothing from the host but which requests take part: each continues the tokens of the last.
 
 A step reads each request's last token and its drafts, chooses the tokens after them, counts the accepted drafts, and
-drafts anew. Tokens, positions and drafts stay on the device, so the next step can be launched before the host has read
+drafts anew. Tokens, positions and drafts stay on the device, so the next step can be launched before the host knows
 what this one has chosen (asynchronous scheduling): the GPU does not wait for the host. On a GPU a step is one CUDA
 graph, of 1, 2, 4, 8, … requests, padded.
 

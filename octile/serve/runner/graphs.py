@@ -234,7 +234,7 @@ class PrefillGraphs:
 
 
 class _Buffers(NamedTuple):
-    """What the graphs of up to so many rows read and write; q has a place for the results of the widest GEMM.
+    """What the graphs of up to so many rows read and write; q has the capacity for the results of the widest GEMM.
 
     x has the rows of one rank of a group that shares them; the rest has those of all.
     """
@@ -245,7 +245,7 @@ class _Buffers(NamedTuple):
     rope_TR: Tensor
     o_TV: Tensor
     slots: Tensor
-    places: Tensor  # slots, and 0 for rows that are written nowhere
+    read_slots: Tensor  # slots, and 0 for rows that are written nowhere
     cos: Tensor
     sin: Tensor
     index_q: Tensor
@@ -299,7 +299,7 @@ class _Graphs:
             torch.index_select(table, 0, step.positions, out=rows[:n])
         buffers.slots[:n] = step.slots
         buffers.slots[n:] = -1
-        torch.clamp(buffers.slots, min=0, out=buffers.places)
+        torch.clamp(buffers.slots, min=0, out=buffers.read_slots)
         begins = all(piece.rows == piece.positions for piece in step.prefills)
         own = (buffers.kv_TY, buffers.rope_TR) if begins else None
         self._replays[0]()
@@ -319,7 +319,7 @@ class _Graphs:
             w, rows, cos_sin = blocks[i].attention, len(slots), (buffers.cos, buffers.sin)
             out_TW = buffers.q[: rows * forward.attention.query_width(w)].view(rows, -1)
             self._queries[i] = self._stored(forward.attention.queries(x_TD, i, blocks[i], slots, cos_sin, out_TW))
-            buffers.rope_TR.copy_(forward.attention.naive.decompressed(i, w, buffers.places, buffers.kv_TY)[1])
+            buffers.rope_TR.copy_(forward.attention.naive.decompressed(i, w, buffers.read_slots, buffers.kv_TY)[1])
 
     def _after_attention(self, layer: int) -> None:
         """Compute the rest of a layer, in as many micro-batches if its experts are spread over ranks."""

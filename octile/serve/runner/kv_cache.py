@@ -122,7 +122,7 @@ class IndexPages:
         self, n_layers: int, n_pages: int, head_dim: int, device: torch.device, index_format: IndexFormat = "e4m3"
     ):
         self._spare, self._head_dim, self.dtype = n_pages * PAGE, head_dim, INDEX_DTYPES[index_format]
-        # rows without a place are written to one page more, which nobody reads
+        # rows without a slot are written to one page more, which nobody reads
         shape = n_layers, n_pages + 1, PAGE * bytes_per_key(head_dim, index_format)
         stored = torch.zeros(shape, dtype=torch.uint8, device=device)
         self._stored, self.bytes_LPQ = stored.unbind(), stored[:, :n_pages]

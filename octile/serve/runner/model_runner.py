@@ -70,7 +70,7 @@ class ModelRunner:
 
     Attributes:
         n_steps, n_draft_passes: passes of the main model, and of the multi-token prediction layer, so far.
-        min_decode: with spread experts, requests for which the graph of a decode step has room at least, and
+        min_decode: with experts over ranks, requests for which the graph of a decode step has room at least, and
         max_rank_rows: rows that a step has on any rank at most, or any group of ranks, 0: not known, and
         timeout: seconds for which the host waits for its GPU, which may wait for that of another rank;
             `ExpertParallelEngine` sets these.
@@ -210,7 +210,7 @@ class ModelRunner:
         if self.spread is not None and self.max_ahead:
             self.loop = self.loop or self._new_loop()
             for size in self.loop.sizes:
-                self.loop.run((), size, self.timeout).read()
+                self.loop.run((), size, self.timeout).wait()
 
     def _compute_unwritten(self, layout: Layout) -> None:
         """Compute a step and the drafts after it, as of a request that samples, and write nothing to the cache."""

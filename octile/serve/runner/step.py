@@ -302,8 +302,8 @@ def _pieces(
         row_starts, position_starts = send(torch.from_numpy(starts), device)[:, :n_starts].unbind()
         most = max(size[0] for size in sizes), max(size[1] for size in sizes)
         n_read = -(-positions // fill) * fill
-        place = first_row, rows, first_position, positions, n_read
-        pieces.append(PrefillPiece(*place, row_starts, position_starts, *most))
+        spans = first_row, rows, first_position, positions, n_read
+        pieces.append(PrefillPiece(*spans, row_starts, position_starts, *most))
         first_row, first_position = first_row + rows, first_position + positions
     return pieces
 

@@ -28,7 +28,7 @@ def warm_up_batches(
     """Yield the batches.
 
     Args:
-        max_step_tokens: tokens of a step with prompts at most; 0: no prompt is read.
+        max_step_tokens: tokens of a step with prompts at most; 0: no prompt is prefilled.
         max_decode_rows: rows of a step that only decodes, at most; 0: none does.
         max_position: positions of a text.
         vocab_size: tokens of the model. They differ, and so the experts that they choose.

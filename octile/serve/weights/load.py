@@ -21,7 +21,7 @@ from octile.serve.engine.config import REBALANCE_SECONDS, CacheConfig, EngineCon
 from octile.serve.engine.drafts import check_can_draft
 from octile.serve.engine.engine import Engine
 from octile.serve.engine.request import Sampling
-from octile.serve.model.small_batch import why_not_few_rows
+from octile.serve.model.small_batch import why_kernels_lack
 from octile.serve.ranks.dynamic_redundancy import TooFewActiveError, choose_copies
 from octile.serve.ranks.engine import ExpertParallelEngine
 from octile.serve.ranks.experts import SpreadExperts
@@ -110,14 +110,14 @@ class Folder:
         Args:
             device: device of the model.
             engine, cache: as configured.
-            phase: None for an engine that reads prompts and generates; only the CUDA graphs of this phase are captured.
-                For "prefill" the free memory has place for the pages of one of the longest texts besides the cache,
-                unless `cache` gives its size.
+            phase: None for an engine that prefills and decodes; only the CUDA graphs of this phase are captured. For
+                "prefill" the free memory holds the pages of one of the longest texts besides the cache, unless `cache`
+                gives its size.
 
         Raises:
-            ValueError: a file is damaged, the cache has no place for a page, or the model has no layer for drafts or no
+            ValueError: a file is damaged, the cache cannot hold a page, or the model has no layer for drafts or no
                 indexer, and the engine is to use it.
-            MemoryError: the weights leave no place for a cache.
+            MemoryError: the weights leave no memory for a cache.
         """
         self._check_engine(engine)
         weights, stored = self.read_weights(device, engine.n_drafts > 0), cache.format or _cached(device)
@@ -259,19 +259,19 @@ class Folder:
             """The pages of a cache for texts of so many positions, of which it may have fewer."""
             size = ModelRunner.bytes_per_page(weights, stored, max_position, engine.index_format)
             if gib is not None:
-                places = int(gib * 2**30)
+                n_bytes = int(gib * 2**30)
             elif weights.device.type == "cuda":
                 graphs = ModelRunner.bytes_of_graphs(weights, *decoding, max_position)
-                places = max(0, int(FREE_SHARE * (torch.cuda.mem_get_info(weights.device)[0] - graphs)))
+                n_bytes = max(0, int(FREE_SHARE * (torch.cuda.mem_get_info(weights.device)[0] - graphs)))
             else:
-                places = CPU_CACHE_BYTES
-            if places < size and gib is not None:
+                n_bytes = CPU_CACHE_BYTES
+            if n_bytes < size and gib is not None:
                 raise ValueError(f"cache.gib must have room for one page of {size / 2**30:.3g} GiB, not {gib:g}")
-            if places < size:
-                raise MemoryError(f"the cache has {places / 2**30:.3g} GiB, but one page takes {size / 2**30:.3g} GiB")
+            if n_bytes < size:
+                raise MemoryError(f"the cache has {n_bytes / 2**30:.3g} GiB, but one page takes {size / 2**30:.3g} GiB")
             if phase == "prefill" and gib is None:
-                return max(places // size - of_text, -(-(places // size) // 2))  # texts are no longer than the cache
-            return places // size
+                return max(n_bytes // size - of_text, -(-(n_bytes // size) // 2))  # texts are no longer than the cache
+            return n_bytes // size
 
         n_pages = count(0)  # without the indexer's keys, which texts of at most index_topk positions do not need
         if needs_index(c, min(longest, n_pages * PAGE)):
@@ -314,7 +314,7 @@ def _runner(
     )
     forward = runner.forward
     parts = forward.weights, forward.attention, forward.feed_forward
-    if phase != "prefill" and (why_not := why_not_few_rows(*parts, engine.n_drafts > 0)) is not None:
-        what = f"decode steps of few rows do not have all of Hopper's kernels: {why_not}"
+    if phase != "prefill" and (why_not := why_kernels_lack(*parts, engine.n_drafts > 0)) is not None:
+        what = f"small-batch decode steps do not have all of Hopper's kernels: {why_not}"
         warnings.warn(what, RuntimeWarning, stacklevel=2)
     return runner

@@ -20,7 +20,7 @@ from octile.serve.generate import generate_from
 from octile.serve.model import small_batch
 from octile.serve.model.attention import Attention
 from octile.serve.model.gemms import Gemms
-from octile.serve.model.small_batch import why_not_few_rows
+from octile.serve.model.small_batch import why_kernels_lack
 from octile.serve.runner.model_runner import ModelRunner
 from octile.serve.runner.step import Step
 from octile.serve.weights.load import Folder, Phase
@@ -48,11 +48,11 @@ def decode(config: ModelConfig, fp8: bool) -> list[Tensor]:
 def test_logits_are_those_of_other_steps(config: ModelConfig, fp8: bool, monkeypatch: pytest.MonkeyPatch):
     expected, steps = decode(config, fp8), []
 
-    def is_step_of_few_rows(_: Attention, step: Step) -> bool:
+    def is_small_batch(_: Attention, step: Step) -> bool:
         steps.append(len(step.tokens))
         return not step.prefills and len(step.tokens) == len(step.lengths)
 
-    monkeypatch.setattr(small_batch, "is_step_of_few_rows", is_step_of_few_rows)
+    monkeypatch.setattr(small_batch, "is_small_batch", is_small_batch)
     for found, of_text in zip(decode(config, fp8), expected, strict=True):
         torch.testing.assert_close(found, of_text, rtol=1e-4, atol=1e-4)
     assert steps
@@ -62,27 +62,27 @@ def test_logits_are_those_of_other_steps(config: ModelConfig, fp8: bool, monkeyp
 @pytest.mark.parametrize("fp8", [False, True])
 def test_projections_that_are_one_matrix(config: ModelConfig, fp8: bool):
     of_layers = [block.attention for block in ServedWeights.of_model(new_model(fp8, config=config)).blocks]
-    assert all(small_batch.has_products_of_few_rows(of) for of in of_layers)
+    assert all(small_batch.has_small_batch_products(of) for of in of_layers)
 
 
 def test_projections_that_are_not():
     attention = ServedWeights.of_model(new_model(True)).blocks[0].attention
-    assert not small_batch.has_products_of_few_rows(attention)
+    assert not small_batch.has_small_batch_products(attention)
     joined = ServedWeights.of_model(new_model(True, config=DIRECT)).blocks[0].attention
     assert isinstance(joined.o, ScaledTensor)
-    assert not small_batch.has_products_of_few_rows(replace(joined, o=joined.o.dequantize()))
+    assert not small_batch.has_small_batch_products(replace(joined, o=joined.o.dequantize()))
 
 
 def test_feed_forwards_whose_matrices_are_fp8_and_joined():
     forward = ModelRunner(new_model(True, config=BLOCKS), 1).forward
     mlps = [block.mlp for block in forward.weights.blocks]
-    assert all(small_batch.has_feed_forward_of_few_rows(forward.feed_forward, mlp) for mlp in mlps)
+    assert all(small_batch.has_small_batch_feed_forward(forward.feed_forward, mlp) for mlp in mlps)
 
 
 @pytest.mark.parametrize(("fp8", "config"), [(True, DIRECT), (False, BLOCKS)], ids=["not joined", "not FP8"])
 def test_mixtures_that_are_not(fp8: bool, config: ModelConfig):
     forward = ModelRunner(new_model(fp8, config=config), 1).forward
-    assert not small_batch.has_feed_forward_of_few_rows(forward.feed_forward, forward.weights.blocks[-1].mlp)
+    assert not small_batch.has_small_batch_feed_forward(forward.feed_forward, forward.weights.blocks[-1].mlp)
 
 
 def test_experts_are_counted(monkeypatch: pytest.MonkeyPatch):
@@ -96,7 +96,7 @@ def test_experts_are_counted(monkeypatch: pytest.MonkeyPatch):
         return runner.forward.feed_forward.expert_load.in_window
 
     expected = tokens_of_experts()
-    monkeypatch.setattr(small_batch, "is_step_of_few_rows", lambda _, step: not step.prefills)
+    monkeypatch.setattr(small_batch, "is_small_batch", lambda _, step: not step.prefills)
     assert tokens_of_experts() == expected
     assert any(any(of_layer) for of_layer in expected.values())
 
@@ -116,7 +116,7 @@ def attention(**changed: object) -> Any:
 
 
 def test_steps_of_up_to_eight_decode_rows_have_few_rows():
-    assert [small_batch.is_step_of_few_rows(attention(), step(n, n)) for n in (0, 1, 8, 9)] == [
+    assert [small_batch.is_small_batch(attention(), step(n, n)) for n in (0, 1, 8, 9)] == [
         False,
         True,
         True,
@@ -137,7 +137,7 @@ def test_steps_of_up_to_eight_decode_rows_have_few_rows():
     ],
 )
 def test_other_steps_do_not(changed: dict[str, object], of_step: Any):
-    assert not small_batch.is_step_of_few_rows(attention(**changed), of_step)
+    assert not small_batch.is_small_batch(attention(**changed), of_step)
 
 
 # DeepSeek's channels, and matrices of whole blocks
@@ -164,7 +164,7 @@ def reasons(
 ) -> str | None:
     runner = ModelRunner(new_model(fp8, dtype, replace(SUPPORTED, **of or {})), 2, n_drafts=int(drafts), **changed)
     forward = runner.forward
-    return why_not_few_rows(forward.weights, forward.attention, forward.feed_forward, drafts)
+    return why_kernels_lack(forward.weights, forward.attention, forward.feed_forward, drafts)
 
 
 @pytest.mark.parametrize("q_lora_rank", [None, 128])
@@ -204,7 +204,7 @@ def test_other_devices_have_none():
 def test_what_decodes_for_a_server_says_it(folder: Path, phase: Phase | None, recwarn: pytest.WarningsRecorder):
     Folder.open(folder).load(torch.device("cpu"), EngineConfig(max_batch=2), CacheConfig(gib=0.01), phase)
     said = [str(warning.message) for warning in recwarn.list]
-    expected = "decode steps of few rows do not have all of Hopper's kernels: activations are torch.float32"
+    expected = "small-batch decode steps do not have all of Hopper's kernels: activations are torch.float32"
     assert [message.startswith(expected) for message in said] == ([] if phase == "prefill" else [True])
 
 

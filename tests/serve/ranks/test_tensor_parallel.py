@@ -161,7 +161,7 @@ def texts_with_the_exchanges_of_gpus(rank: int, folder: Path) -> None:
 
 
 def prompts_share_a_beginning_and_pages_run_out(rank: int, folder: Path) -> None:
-    """Two long texts of one beginning do not fit together: one is put back to wait, on both ranks alike."""
+    """Two long texts of one beginning do not fit together: one is preempted, on both ranks alike."""
     prompts = [text(64) + text(56 + i, 7 + i) for i in range(3)]
 
     def tokens_of(engine: LockstepEngine | Engine) -> list[list[int]]:

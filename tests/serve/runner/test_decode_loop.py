@@ -48,14 +48,14 @@ def test_steps_choose_what_the_host_chooses():
     for n in range(3):
         continued = [request(i, [], source=i, position=LENGTHS[i] - 1 + n) for i in range(3)]
         steps.append(runner.decode(continued))
-    found = [[step.read()[i].chosen[0] for step in steps] for i in range(3)]
+    found = [[step.wait()[i].chosen[0] for step in steps] for i in range(3)]
     assert found == chosen_by_host(*new_runner(), 4)
 
 
 def test_a_request_continues_its_own_tokens_at_another_place():
     runner, prompts = new_runner()
     runner.decode([request(i, tokens[-1:]) for i, tokens in enumerate(prompts)])
-    moved = runner.decode([request(2, [], source=2), request(0, [], source=0)]).read()
+    moved = runner.decode([request(2, [], source=2), request(0, [], source=0)]).wait()
     expected = chosen_by_host(*new_runner(), 2)
     assert [row.chosen[0] for row in moved] == [expected[2][1], expected[0][1]]
 
@@ -65,16 +65,16 @@ def test_drafts_are_accepted_up_to_the_first_that_is_not_chosen(n_accepted):
     expected = chosen_by_host(*new_runner(), 5)[1]
     runner, prompts = new_runner(n_drafts=2)
     drafts = [*expected[:n_accepted], *[(expected[i] + 1) % CONFIG.vocab_size for i in range(n_accepted, 2)]]
-    first = runner.decode([request(1, [prompts[1][-1], *drafts])]).read()[0]
+    first = runner.decode([request(1, [prompts[1][-1], *drafts])]).wait()[0]
     assert (first.accepted, first.chosen[: n_accepted + 1]) == (n_accepted, expected[: n_accepted + 1])
-    second = runner.decode([request(1, [], source=0)]).read()[0]
+    second = runner.decode([request(1, [], source=0)]).wait()[0]
     assert second.chosen[0] == expected[n_accepted + 1]
     assert second.accepted == count_accepted(first.drafts, expected[n_accepted + 1 :])
 
 
 def test_a_missing_draft_is_not_accepted():
     runner, prompts = new_runner(n_drafts=2)
-    assert runner.decode([request(1, prompts[1][-1:])]).read()[0].accepted == 0
+    assert runner.decode([request(1, prompts[1][-1:])]).wait()[0].accepted == 0
 
 
 @pytest.mark.parametrize("n_drafts", [0, 2])
@@ -93,7 +93,7 @@ def test_logits_with_nan_choose_no_token():
     runner, prompts = new_runner()
     runner.forward.weights.head[0] = float("nan")
     runner.decode([request(1, prompts[1][-1:])])
-    assert runner.decode([request(1, [], source=0)]).read()[0].chosen == [-1]
+    assert runner.decode([request(1, [], source=0)]).wait()[0].chosen == [-1]
 
 
 @pytest.mark.parametrize("n_drafts", [0, 1, 3])
@@ -121,4 +121,4 @@ def test_no_row_is_longer_than_the_reach_of_its_request(monkeypatch, n_drafts):
 def test_a_gpu_that_waits_for_another_rank_is_not_waited_for_forever():
     decoded = DecodedTokens(torch.zeros(1, 2), SimpleNamespace(query=lambda: False), 0, timeout=0.01)
     with pytest.raises(TimeoutError, match=r"timed out after 0\.01 s"):
-        decoded.read()
+        decoded.wait()
