@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from octile.serve.http.stress import Load, load_test
     from octile.serve.ranks.dynamic_redundancy import TooFewActiveError, assign_copies, choose_copies
     from octile.serve.ranks.engine import ExpertParallelEngine
-    from octile.serve.ranks.experts import SpreadExperts
+    from octile.serve.ranks.experts import ExpertParallelWeights
     from octile.serve.ranks.placement import rebalance_experts
     from octile.serve.ranks.tensor_parallel import TensorParallel
     from octile.serve.runner.batch import Batch, Chunk, Results, Runner
@@ -42,7 +42,7 @@ _MODULES = {  # the public names of each module, late: the configurations in thi
     "octile.serve.http.stress": ("Load", "load_test"),
     "octile.serve.ranks.dynamic_redundancy": ("TooFewActiveError", "assign_copies", "choose_copies"),
     "octile.serve.ranks.engine": ("ExpertParallelEngine",),
-    "octile.serve.ranks.experts": ("SpreadExperts",),
+    "octile.serve.ranks.experts": ("ExpertParallelWeights",),
     "octile.serve.ranks.placement": ("rebalance_experts",),
     "octile.serve.ranks.tensor_parallel": ("TensorParallel",),
     "octile.serve.runner.batch": ("Batch", "Chunk", "Results", "Runner"),
@@ -52,7 +52,8 @@ _MODULES = {  # the public names of each module, late: the configurations in thi
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
-_FORMER = {"SpreadEngine": "ExpertParallelEngine"}  # names that scripts may still have
+# names that scripts may still have
+_FORMER = {"SpreadEngine": "ExpertParallelEngine", "SpreadExperts": "ExpertParallelWeights"}
 
 __all__ = [*sorted(_MODULE_OF)]
 

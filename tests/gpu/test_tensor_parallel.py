@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from octile.serve.ranks.experts import SpreadExperts
+from octile.serve.ranks.experts import ExpertParallelWeights
 from octile.serve.ranks.tensor_parallel import TensorParallel
 from octile.serve.runner.model_runner import ModelRunner
 from octile.serve.weights.weights import ServedWeights
@@ -31,7 +31,7 @@ def check(name: str, rank: int) -> None:
     weights = ServedWeights.of_model(model, tp.share)
 
     def together(max_batch: int, batch_invariant: bool = True) -> ModelRunner:
-        experts = SpreadExperts(weights, placement, drafts=n_drafts > 0, tp=tp)
+        experts = ExpertParallelWeights(weights, placement, drafts=n_drafts > 0, tp=tp)
         of_steps = {"max_batch": max_batch, "max_step_tokens": 256 if max_batch else 0}
         return ModelRunner(experts, N_PAGES, batch_invariant=batch_invariant, n_drafts=n_drafts, **of_steps)
 

@@ -204,7 +204,7 @@ def _decoded_step(runner: ModelRunner, shape: Shape, batch: int) -> tuple[Decode
         finally:
             runner.max_ahead = max_ahead
         size = next(size for size in runner.graphs.sizes if size >= batch)
-        captured = runner.graphs.captured[runner.forward.attention.chooses(runner.max_position)]
+        captured = runner.graphs.captured[runner.forward.attention.is_sparse(runner.max_position)]
         model = _gpu_seconds(captured[size][0])
     engine.close()
     return DecodedStep(seconds, lengths, experts), model, profile

@@ -28,7 +28,7 @@ from octile.serve.engine.config import EngineConfig
 from octile.serve.engine.engine import Engine
 from octile.serve.engine.request import Output, Sampling
 from octile.serve.ranks.engine import ExpertParallelEngine
-from octile.serve.ranks.experts import SpreadExperts
+from octile.serve.ranks.experts import ExpertParallelWeights
 from octile.serve.ranks.placement import rebalance_experts
 from octile.serve.ranks.tensor_parallel import TensorParallel
 from octile.serve.runner.model_runner import ModelRunner
@@ -99,14 +99,14 @@ def _measure(shape: Shape, device: torch.device, n_ranks: int) -> Iterator[Row]:
     c = shape.config
     even_LE = torch.ones(sum(c.is_moe(layer) for layer in range(c.num_hidden_layers)), c.n_routed_experts)
     placement = torch.arange(c.n_routed_experts).expand(len(even_LE), -1)
-    runner = ModelRunner(SpreadExperts(weights, placement), *sizes, max_step_tokens=0)
+    runner = ModelRunner(ExpertParallelWeights(weights, placement), *sizes, max_step_tokens=0)
     for batch in shape.batches:
         for own in (batch // n_ranks, batch):
             yield from measure(runner, batch, own, expert_parallel_case(shape.name, own, n_ranks))
     runner.close()
     load_LE = with_shared_load(even_LE, c.n_shared_experts, c.num_experts_per_tok)
     with_copies = rebalance_experts(load_LE, c.n_routed_experts + n_ranks * c.n_shared_experts, 1, 1, n_ranks)[0]
-    runner = ModelRunner(SpreadExperts(weights, with_copies, routes_shared=True), *sizes, max_step_tokens=0)
+    runner = ModelRunner(ExpertParallelWeights(weights, with_copies, routes_shared=True), *sizes, max_step_tokens=0)
     del weights
     for batch in shape.batches:
         own = batch // n_ranks
@@ -120,7 +120,7 @@ def _measure(shape: Shape, device: torch.device, n_ranks: int) -> Iterator[Row]:
         return
     tp = TensorParallel.of_consecutive(n_ranks)
     weights = alone.random_weights(c, device, heads=tp.share)
-    runner = ModelRunner(SpreadExperts(weights, placement, tp=tp), *sizes, max_step_tokens=0)
+    runner = ModelRunner(ExpertParallelWeights(weights, placement, tp=tp), *sizes, max_step_tokens=0)
     del weights
     for batch in shape.batches:
         yield from measure(runner, batch, batch, group_case(shape.name, batch, n_ranks))

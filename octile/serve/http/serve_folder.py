@@ -82,16 +82,16 @@ def serve(
                 loaded = _Loaded.of(*folder.load(device, engine, cache))
             else:
                 control = world() if device.type == "cpu" else dist.new_group(backend="gloo", timeout=ranks.timeout)
-                spread, runner = folder.load_spread(device, engine, cache, parallel, control)
+                parallel_engine, runner = folder.load_expert_parallel(device, engine, cache, parallel, control)
                 if device.type == "cuda":
                     ranks.at("the compilation of kernels")
-                    spread.warm_up()
+                    parallel_engine.warm_up()
                 if address is None:
                     freeze_loaded()
                     with signals_ignored():  # rank 0 has them, too, and ends this rank when it has drained
-                        follow(spread, ranks, control)
+                        follow(parallel_engine, ranks, control)
                     return leave()
-                loaded = _Loaded.of(LockstepEngine(spread, ranks, control, address.http.fail), runner)
+                loaded = _Loaded.of(LockstepEngine(parallel_engine, ranks, control, address.http.fail), runner)
                 where += f", each {'group ' if parallel.tp > 1 else ''}with this cache"
             assert address is not None  # on rank 0
             defaults = folder.generation.sampling if has_model_defaults else {}

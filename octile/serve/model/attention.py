@@ -3,7 +3,7 @@
     decode rows      attend in the absorbed form: queries times W_UK, attention over the pages, results times W_UV
     prefill chunks   attend in the naive form (`octile.serve.model.naive_attention`)
 
-A model with indexers attends to chosen positions where there are more than that: from the decode rows of a step if one
+A model with indexers attends to top-k positions where there are more than that: from the decode rows of a step if one
 has more, and from the chunks that have more, both in the absorbed form.
 
 With `batch_invariant` all rows attend in the absorbed form, with a fixed number of splits.
@@ -13,7 +13,7 @@ rank's own rows, and queries are those of all rows and of its own heads.
 
 Source: DeepSeek-V2 (arXiv 2405.04434) §2.1, DeepSeek-V3 (arXiv 2412.19437) §2.1.1.
 Shapes: T rows, D model, H heads of this rank, C latent, R rotary key, N the rest of a head's key, V a head's value,
-X = N + R, W = C + R, K chosen positions; G heads and E channels of the indexer; a chunk has S rows and reads L
+X = N + R, W = C + R, K top-k positions; G heads and E channels of the indexer; a chunk has S rows and reads L
 positions.
 """
 
@@ -43,18 +43,18 @@ from octile.serve.model.naive_attention import NaiveAttention
 from octile.serve.model.top_k_keys import (
     MAX_LOGITS,
     IndexQueries,
-    choose_of_pages,
-    choose_of_pages_in_fp32,
-    choose_of_prefix,
     schedule,
+    top_k_of_pages,
+    top_k_of_pages_in_fp32,
+    top_k_of_prefix,
 )
 from octile.serve.ranks.tensor_parallel import TensorParallel
-from octile.serve.runner.kv_cache import IndexPages, LatentPages
+from octile.serve.runner.kv_cache import IndexCache, KVCache
 from octile.serve.runner.step import PrefillPiece, Step
 from octile.serve.weights.block_weights import NORM_EPS, AttentionWeights, BlockWeights, IndexerWeights
 
 INVARIANT_SPLITS = 16  # of a row's positions, in batch-invariant mode
-MAX_QUERIES = 2**26  # numbers of absorbed queries of a chunk that attends to chosen positions, at the same time
+MAX_QUERIES = 2**26  # numbers of absorbed queries of a chunk that attends to top-k positions, at the same time
 
 
 class Queries(NamedTuple):
@@ -86,20 +86,20 @@ class Attention:
     config: ModelConfig
     n_heads: int
     gemms: Gemms
-    cache: LatentPages
-    index: IndexPages | None
+    cache: KVCache
+    index: IndexCache | None
     naive: NaiveAttention
     softmax_scale: float
     tp: TensorParallel
 
     def with_schedule(self, step: Step) -> Step:
         """Return a step with what all layers need of its lengths to choose positions."""
-        if self.index is None or not step.chooses or not len(step.lengths):
+        if self.index is None or not step.is_sparse or not len(step.lengths):
             return step
         return step._replace(schedule=schedule(step.lengths))
 
-    def chooses(self, longest: int) -> bool:
-        """Whether decode rows attend to chosen positions, if the longest attends to so many.
+    def is_sparse(self, longest: int) -> bool:
+        """Whether decode rows attend to top-k positions, if the longest attends to so many.
 
         In batch-invariant mode they always do, because rows may not attend in another way for the sake of others.
         """
@@ -259,7 +259,7 @@ class Attention:
         for piece in step.prefills:
             of_piece = queries.rows(piece.first_row, piece.rows)
             out_SHV = o_THV.narrow(0, piece.first_row, piece.rows)
-            if self._chooses(piece):
+            if self._is_sparse(piece):
                 self._attend_to_chosen(out_SHV, of_piece, layer, w, step, piece)
             else:
                 self.naive.attend(out_SHV, of_piece.q, layer, w, step, piece, own)
@@ -278,10 +278,10 @@ class Attention:
             assert self.index is not None
             if self.index.dtype == torch.float32:
                 read, text = partial(self._index_keys, layer), (step.pages, step.lengths)
-                chosen_TK = choose_of_pages_in_fp32(of_index, read, *text, self._n_chosen)
+                chosen_TK = top_k_of_pages_in_fp32(of_index, read, *text, self._n_chosen)
             else:
                 keys, scheduled = self.index.layers[layer], (step.pages, step.lengths, step.schedule)
-                chosen_TK = choose_of_pages(of_index, keys, *scheduled, self._n_chosen)
+                chosen_TK = top_k_of_pages(of_index, keys, *scheduled, self._n_chosen)
             o_THC = paged_sparse_attention(q_THW, cached, step.pages, chosen_TK, *last)
         self.gemms.heads_nt(o_THC, w.w_v, out_THV)
 
@@ -299,14 +299,14 @@ class Attention:
         q_THW[..., c.kv_lora_rank :] = q_THR
         return q_THW
 
-    def _chooses(self, piece: PrefillPiece) -> bool:
-        """Whether a piece is a chunk that attends to chosen positions: it has more than are chosen."""
+    def _is_sparse(self, piece: PrefillPiece) -> bool:
+        """Whether a piece is a chunk that attends to top-k positions: it has more than are chosen."""
         return self.index is not None and piece.max_positions > self._n_chosen
 
     def _attend_to_chosen(
         self, out_SHV: Tensor, queries: Queries, layer: int, w: AttentionWeights, step: Step, chunk: PrefillPiece
     ) -> None:
-        """Attend from the rows of one chunk to chosen positions, and write what is computed to out."""
+        """Attend from the rows of one chunk to top-k positions, and write what is computed to out."""
         assert self.index is not None
         assert step.context is not None
         c, latents = self.config, self.cache.layers[layer].flatten(0, 1)
@@ -319,6 +319,6 @@ class Attention:
             of = queries.rows(row, n)
             assert of.of_index is not None
             position = len(slots_L) - n_rows + row
-            slots_TK = choose_of_prefix(of.of_index, k_LE, scale_L, slots_L, position, self._n_chosen)
+            slots_TK = top_k_of_prefix(of.of_index, k_LE, scale_L, slots_L, position, self._n_chosen)
             o_THC = sparse_attention(self._absorb(of.q, w), latents, slots_TK, c.kv_lora_rank, self.softmax_scale)
             self.gemms.heads_nt(o_THC, w.w_v, out_SHV.narrow(0, row, n))

@@ -34,7 +34,7 @@ from octile.parallel.symmetric_memory import PeerDispatcher
 from octile.routing import choice_of
 from octile.scaled import ScaledTensor
 from octile.serve.model.gemms import Gemms, Rows
-from octile.serve.ranks.experts import SpreadExperts
+from octile.serve.ranks.experts import ExpertParallelWeights
 from octile.serve.ranks.tensor_parallel import TensorParallel
 from octile.serve.weights.block_weights import BlockWeights, MLPWeights, MoEWeights
 
@@ -51,9 +51,9 @@ class FeedForward:
         dispatcher: sends rows to experts.
         tp: the ranks that share the rows of a step.
         expert_load: counts the tokens of each expert; None: nothing does.
-        spread: the experts of all ranks, if they are spread over several.
+        expert_parallel: weights with the experts of all ranks, if these share them.
         exchange: sends the rows of decode steps, and the host does not wait; None: the dispatcher does.
-        routes_shared: whether rows choose the shared experts like routed ones (`SpreadExperts.add_shared`).
+        routes_shared: whether rows choose the shared experts like routed ones (`ExpertParallelWeights.add_shared`).
     """
 
     config: ModelConfig
@@ -61,7 +61,7 @@ class FeedForward:
     dispatcher: LocalDispatcher
     tp: TensorParallel
     expert_load: ExpertLoad | None
-    spread: SpreadExperts | None
+    expert_parallel: ExpertParallelWeights | None
     exchange: SortedExchange | None = None
     routes_shared: bool = False
 
@@ -97,10 +97,12 @@ class FeedForward:
 
     def _mixture(self, x: Rows, layer: int, w: MoEWeights, slots: Tensor) -> Tensor:
         weights_TK, experts_TK = self._choose(x, layer, w, slots)
-        load_E = count_tokens(experts_TK, len(w.gate) if self.spread is None else self.spread.n_experts)[0]
+        load_E = count_tokens(
+            experts_TK, len(w.gate) if self.expert_parallel is None else self.expert_parallel.n_experts
+        )[0]
         dispatcher = self.dispatcher
-        if self.spread is not None:
-            experts_TK = self.spread.slots(layer, experts_TK)
+        if self.expert_parallel is not None:
+            experts_TK = self.expert_parallel.slots(layer, experts_TK)
         if isinstance(dispatcher, PeerDispatcher):
             experts_TK = experts_TK.masked_fill((slots < 0)[:, None], -1)  # padding goes nowhere
         plan = dispatcher.plan(experts_TK, load_E)
@@ -120,14 +122,14 @@ class FeedForward:
         self, x_TD: Tensor, x: Rows, layer: int, w: MoEWeights, slots: Tensor, exchange: SortedExchange
     ) -> Tensor:
         """Add a mixture of decode rows to x_TD, and return it; rows of padding go nowhere."""
-        assert self.spread is not None
+        assert self.expert_parallel is not None
         shared = None
         if not self.routes_shared:
             shared = begin_shared_experts(lambda: self._mlp(x, w.shared), x_TD.device)
         weights_TK, experts_TK = self._choose(x, layer, w, slots)
         sent_TD = x.q if w.x.has_fp8 else x.values
         assert sent_TD is not None
-        sent = exchange.send(sent_TD, experts_TK, weights_TK, self.spread.slots_of_experts(layer), slots)
+        sent = exchange.send(sent_TD, experts_TK, weights_TK, self.expert_parallel.slots_of_experts(layer), slots)
         here = exchange.receive(sent, len(experts_TK))
         rows = Rows(None, here.rows) if isinstance(here.rows, ScaledTensor) else Rows(here.rows, None)
         is_weighted = isinstance(w.down, ScaledTensor)
@@ -149,8 +151,8 @@ class FeedForward:
         if self.expert_load is not None:
             self.expert_load.count(layer, experts_TK, slots)
         if self.routes_shared:
-            assert self.spread is not None
-            return self.spread.add_shared(weights_TK, experts_TK)
+            assert self.expert_parallel is not None
+            return self.expert_parallel.add_shared(weights_TK, experts_TK)
         return weights_TK, experts_TK
 
     def _gate(self, x_TD: Tensor, w: MoEWeights) -> tuple[Tensor, Tensor]:

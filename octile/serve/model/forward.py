@@ -36,9 +36,9 @@ from octile.serve.model.attention import Attention
 from octile.serve.model.feed_forward import ExpertLoad, FeedForward
 from octile.serve.model.gemms import Gemms
 from octile.serve.model.naive_attention import NaiveAttention
-from octile.serve.ranks.experts import SpreadExperts
+from octile.serve.ranks.experts import ExpertParallelWeights
 from octile.serve.ranks.tensor_parallel import ALONE, TensorParallel
-from octile.serve.runner.kv_cache import IndexPages, LatentPages
+from octile.serve.runner.kv_cache import IndexCache, KVCache
 from octile.serve.runner.step import Step
 from octile.serve.weights.block_weights import BlockWeights
 from octile.serve.weights.weights import ServedWeights
@@ -67,12 +67,12 @@ class Forward:
     def make(
         cls,
         weights: ServedWeights,
-        cache: LatentPages,
+        cache: KVCache,
         max_position: int,
         batch_invariant: bool,
         expert_load: ExpertLoad | None = None,
-        spread: SpreadExperts | None = None,
-        index: IndexPages | None = None,
+        expert_parallel: ExpertParallelWeights | None = None,
+        index: IndexCache | None = None,
     ) -> Forward:
         """Make a model's forward pass.
 
@@ -82,7 +82,7 @@ class Forward:
             max_position: positions are below it.
             batch_invariant: see the head of this file.
             expert_load: counts the tokens of each expert; None: nothing does.
-            spread: the experts of all ranks, if they are spread over several.
+            expert_parallel: weights with the experts of all ranks, if these share them.
             index: the pages of the indexer's keys; None: rows attend to all positions.
         """
         c, rope = weights.config, rope_of(weights.config)
@@ -90,10 +90,12 @@ class Forward:
         unrotated = torch.ones_like(cos[:1]), torch.zeros_like(sin[:1])
         scale = rope.softmax_factor * c.qk_head_dim**-0.5
         gemms = Gemms(weights.dtype, weights.power_of_2, batch_invariant)
-        dispatcher, tp = (LocalDispatcher(), ALONE) if spread is None else (spread.dispatcher, spread.tp)
+        dispatcher, tp = (
+            (LocalDispatcher(), ALONE) if expert_parallel is None else (expert_parallel.dispatcher, expert_parallel.tp)
+        )
         naive = NaiveAttention(c, weights.n_heads, gemms, cache, unrotated, scale)
         attention = Attention(c, weights.n_heads, gemms, cache, index, naive, scale, tp)
-        feed_forward = FeedForward(c, gemms, dispatcher, tp, expert_load, spread)
+        feed_forward = FeedForward(c, gemms, dispatcher, tp, expert_load, expert_parallel)
         return cls(weights, cos, sin, gemms, attention, feed_forward, tp)
 
     def with_feed_forward(self, **changes: Any) -> Forward:

@@ -21,7 +21,7 @@ from octile.ops.attention import attention
 from octile.ops.ragged_attention import ragged_attention
 from octile.ops.rope import latent_keys
 from octile.serve.model.gemms import Gemms
-from octile.serve.runner.kv_cache import LatentPages
+from octile.serve.runner.kv_cache import KVCache
 from octile.serve.runner.step import PrefillPiece, Step
 from octile.serve.weights.block_weights import AttentionWeights
 
@@ -45,7 +45,7 @@ class NaiveAttention:
     config: ModelConfig
     n_heads: int
     gemms: Gemms
-    cache: LatentPages
+    cache: KVCache
     unrotated: tuple[Tensor, Tensor]
     softmax_scale: float
 

@@ -60,7 +60,7 @@ def why_no_small_batch(attention: Attention) -> str | None:
     if attention.gemms.batch_invariant:
         return "in batch-invariant mode steps of all sizes sum in the same order"
     if attention.index is not None:
-        return "rows attend to chosen positions"
+        return "rows attend to top-k positions"
     if attention.tp.size > 1:
         return f"{attention.tp.size} ranks share the rows of a step"
     if attention.gemms.dtype != torch.bfloat16:
@@ -101,7 +101,7 @@ def has_small_batch_feed_forward(feed_forward: FeedForward, w: MLPWeights | MoEW
     """Whether all weights of a SwiGLU layer or a mixture are in FP8, and those of a mixture joined and on one GPU."""
     if isinstance(w, MLPWeights):
         return all(isinstance(of, ScaledTensor) for of in (*w.x.weights, w.down))
-    return feed_forward.spread is None and all(
+    return feed_forward.expert_parallel is None and all(
         len(part.x.weights) == 1 and isinstance(part.x.weights[0], ScaledTensor) and isinstance(part.down, ScaledTensor)
         for part in (w, w.shared)
     )

@@ -59,14 +59,14 @@ def schedule(lengths_T: Tensor) -> Tensor:
     return paged_mqa_schedule(lengths_T[:, None], n_blocks)
 
 
-def choose_of_pages(
+def top_k_of_pages(
     index: IndexQueries, cache: Tensor, pages_TM: Tensor, lengths_T: Tensor, schedule: Tensor, k: int
 ) -> Tensor:
     """Choose of the first positions of each row's text: int32 [T, K], −1 where there are no more.
 
     Args:
         index: queries of the rows for the indexer.
-        cache: a layer of `octile.serve.runner.kv_cache.IndexPages`.
+        cache: a layer of `octile.serve.runner.kv_cache.IndexCache`.
         pages_TM, lengths_T: arguments of `octile.ops.paged_attention.paged_attention`.
         schedule: schedule of these lengths.
         k: K.
@@ -80,13 +80,13 @@ def choose_of_pages(
     return top_keys(logits_TL, torch.zeros_like(lengths_T), lengths_T, k)
 
 
-def choose_of_pages_in_fp32(
+def top_k_of_pages_in_fp32(
     index: IndexQueries, read: Callable[[Tensor], Tensor], pages_TM: Tensor, lengths_T: Tensor, k: int
 ) -> Tensor:
-    """Choose as `choose_of_pages`, of queries and keys in FP32, row after row.
+    """Choose as `top_k_of_pages`, of queries and keys in FP32, row after row.
 
     Args:
-        index, pages_TM, lengths_T, k: arguments of `choose_of_pages`.
+        index, pages_TM, lengths_T, k: arguments of `top_k_of_pages`.
         read: returns the keys [L, E] in slots [L].
     """
     slots_TL = (pages_TM.long()[:, :, None] * PAGE + torch.arange(PAGE, device=pages_TM.device)).flatten(1)
@@ -94,7 +94,7 @@ def choose_of_pages_in_fp32(
     return top_keys(torch.cat(logits), torch.zeros_like(lengths_T), lengths_T, k)
 
 
-def choose_of_prefix(index: IndexQueries, k_LE: Tensor, scale_L: Tensor, slots_L: Tensor, first: int, k: int) -> Tensor:
+def top_k_of_prefix(index: IndexQueries, k_LE: Tensor, scale_L: Tensor, slots_L: Tensor, first: int, k: int) -> Tensor:
     """Choose for consecutive rows of a text, of which row i sees first + i + 1 positions.
 
     Args:

@@ -52,7 +52,7 @@ class ExpertParallelEngine:
 
     Args:
         engine: engine of this rank.
-        runner: its runner, of `SpreadExperts`.
+        runner: its runner, of `ExpertParallelWeights`.
         seconds: after which the experts are placed anew, by the tokens that they had on all ranks in the window of
             `ModelRunner(expert_window=…)`, but not before they have all moved; without a window they stay.
         control: the same ranks on their hosts, by gloo, through which they agree on each step; None: they agree through
@@ -64,7 +64,7 @@ class ExpertParallelEngine:
             and with a seed.
 
     Raises:
-        ValueError: the runner's experts are not spread, seconds is negative or NaN, or timeout is not above 0.
+        ValueError: the runner has no ExpertParallelWeights, seconds is negative or NaN, or timeout is not above 0.
     """
 
     def __init__(
@@ -75,9 +75,9 @@ class ExpertParallelEngine:
         control: dist.ProcessGroup | None = None,
         timeout: float = math.inf,
     ):
-        if runner.spread is None:
-            raise ValueError("runner must be of SpreadExperts: its experts are not spread over ranks")
-        self.engine, self._spread, self._runner = engine, runner.spread, runner
+        if runner.expert_parallel is None:
+            raise ValueError("runner must be of ExpertParallelWeights: its experts are not spread over ranks")
+        self.engine, self._weights, self._runner = engine, runner.expert_parallel, runner
         if not seconds >= 0:
             raise ValueError(f"seconds must be at least 0, not {seconds}")
         if not timeout > 0:
@@ -85,7 +85,7 @@ class ExpertParallelEngine:
         runner.timeout = timeout
         self._seconds, self._placed, self._moves = seconds, time.monotonic(), False
         self._checksum = 0  # of what all steps have scheduled and chosen
-        self._control = runner.spread.dispatcher.groups[0] if control is None else control
+        self._control = runner.expert_parallel.dispatcher.groups[0] if control is None else control
         self._on_host = torch.device("cpu") if control is not None else runner.device
 
     def warm_up(self) -> None:
@@ -124,7 +124,7 @@ class ExpertParallelEngine:
         outputs: list[Output] | None = None
         if has_work:
             outputs = self._run() if needs_run else self._launch()
-        self._moves = self._spread.move_layer()
+        self._moves = self._weights.move_layer()
         return outputs
 
     @property
@@ -159,7 +159,7 @@ class ExpertParallelEngine:
 
     def _own_checksums(self) -> list[int]:
         """For each group of ranks that share their requests, numbers whose maxima differ in sign alone if all agree."""
-        n_groups, dispatcher = self._spread.dispatcher.n_ranks // self.group_size, self._spread.dispatcher
+        n_groups, dispatcher = self._weights.dispatcher.n_ranks // self.group_size, self._weights.dispatcher
         numbers = [-(2**31)] * 2 * n_groups if self.group_size > 1 else []
         if numbers:
             own, first = self._checksum >> 1, 2 * (dispatcher.rank // self.group_size)  # 31 bits
@@ -200,15 +200,15 @@ class ExpertParallelEngine:
 
     def _place(self) -> None:
         self._placed = time.monotonic()
-        n_layers, n_slots = self._spread.physical_to_logical.shape
-        c, n_shared = self._spread.weights.config, self._spread.n_shared
+        n_layers, n_slots = self._weights.physical_to_logical.shape
+        c, n_shared = self._weights.weights.config, self._weights.n_shared
         load_LE = torch.zeros(n_layers, c.n_routed_experts, dtype=torch.int64)
         if self._runner.expert_tokens is not None:
-            load_LE = torch.tensor([self._runner.expert_tokens[layer] for layer in self._spread.layers])
+            load_LE = torch.tensor([self._runner.expert_tokens[layer] for layer in self._weights.layers])
         load_LE = load_LE.to(self._runner.device)
-        dist.all_reduce(load_LE, group=self._spread.dispatcher.groups[0])
+        dist.all_reduce(load_LE, group=self._weights.dispatcher.groups[0])
         if load_LE.any():
-            groups, nodes = 1 if n_shared else c.n_group, self._spread.num_nodes
+            groups, nodes = 1 if n_shared else c.n_group, self._weights.num_nodes
             if n_shared:
                 load_LE = with_shared_load(load_LE, n_shared, c.num_experts_per_tok)
             wanted_LP = rebalance_experts(
@@ -216,11 +216,11 @@ class ExpertParallelEngine:
                 n_slots,
                 groups,
                 nodes,
-                self._spread.dispatcher.n_ranks,
-                distinct_copies=self._spread.num_active is not None,
+                self._weights.dispatcher.n_ranks,
+                distinct_copies=self._weights.num_active is not None,
             )[0]
             try:
-                self._spread.move(wanted_LP)
+                self._weights.move(wanted_LP)
             except TooFewActiveError as error:  # on all ranks alike
                 warnings.warn(f"the experts stay where they are: {error}", RuntimeWarning, stacklevel=3)
 

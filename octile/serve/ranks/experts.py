@@ -1,7 +1,7 @@
-"""Serving with experts spread over ranks: each rank has its own requests and the experts of its slots.
+"""Serving with expert parallelism: each rank has its own requests and the experts of its slots.
 
-    spread = SpreadExperts(weights, rebalance_experts(load, …)[0])
-    runner = ModelRunner(spread, n_pages, expert_window=4096)
+    parallel = ExpertParallelWeights(weights, rebalance_experts(load, …)[0])
+    runner = ModelRunner(parallel, n_pages, expert_window=4096)
     engine = ExpertParallelEngine(Engine(runner, tokenizer), runner)
     while (outputs := engine.step()) is not None: …
 
@@ -50,7 +50,7 @@ from octile.serve.weights.weights import ServedWeights
 from octile.validation import Range, check
 
 
-class SpreadExperts:
+class ExpertParallelWeights:
     """The weights of a model whose routed experts are spread over ranks.
 
     All ranks must make it, with the same model and placement, and then run the same steps. `read` reads a model that is
@@ -133,18 +133,18 @@ class SpreadExperts:
         drafts: bool = False,
         routes_shared: bool = False,
         tp: TensorParallel = ALONE,
-    ) -> SpreadExperts:
+    ) -> ExpertParallelWeights:
         """Read a folder as `ServedWeights.read` does, of the routed experts those of this rank's slots alone.
 
         The other arguments and errors are those of the class.
         """
-        spread = cls.__new__(cls)
-        spread.tp = tp
+        parallel = cls.__new__(cls)
+        parallel.tp = tp
         numbers = num_active, num_nodes, drafts, routes_shared
-        own = spread._prepare(read_model_config(path), physical_to_logical, ranks, *numbers)
-        spread.weights = ServedWeights.read(path, dtype, device, own, tp.share, drafts)
-        spread._set_slots()
-        return spread
+        own = parallel._prepare(read_model_config(path), physical_to_logical, ranks, *numbers)
+        parallel.weights = ServedWeights.read(path, dtype, device, own, tp.share, drafts)
+        parallel._set_slots()
+        return parallel
 
     def _prepare(
         self,

@@ -94,13 +94,13 @@ class DecodeLoop:
         self._numbers.copy_(self._host, non_blocking=True)
         if first < end:
             self._pages[first:end].copy_(self._table.host[first:end], non_blocking=True)
-        chooses = self.forward.attention.chooses(max(map(self._reach, requests), default=0))
+        is_sparse = self.forward.attention.is_sparse(max(map(self._reach, requests), default=0))
         if not self._on_gpu:
-            self._step(chooses, size)
+            self._step(is_sparse, size)
             return DecodedTokens(self._results[: len(requests)].clone(), None, self.n_drafts)
         stream = torch.cuda.current_stream(self._numbers.device)  # of the model's GPU
         self._copied.record(stream)
-        replay, _ = self._graphs[chooses][size]
+        replay, _ = self._graphs[is_sparse][size]
         replay()
         results = torch.empty(len(requests), self._results.shape[1], dtype=torch.int64, pin_memory=True)
         results.copy_(self._results[: len(requests)], non_blocking=True)
@@ -132,13 +132,13 @@ class DecodeLoop:
         first = request.position + (rows if request.source >= 0 else 0)
         return min(request.end, first + rows + max(self.n_drafts - 1, 0))
 
-    def _step(self, chooses: bool, size: int) -> None:
-        """Compute a step of the requests that the buffers describe; chooses as of `Step`."""
+    def _step(self, is_sparse: bool, size: int) -> None:
+        """Compute a step of the requests that the buffers describe; is_sparse as in `Step`."""
         n, forward = self.n_drafts, self.forward.of_rows(size * (1 + self.n_drafts))
         numbers = self._numbers[:, :size]
         end_B, seed_B = numbers[2], numbers[3]
         tokens_Bn, first_B, temperature_B = continued_tokens(numbers, self._tokens, self._advance)
-        step = self._rows(tokens_Bn, first_B, end_B, chooses)
+        step = self._rows(tokens_Bn, first_B, end_B, is_sparse)
         h_TD = forward.hidden(step)
         seed_T, temperature_T = (t[:, None].expand(-1, 1 + n).flatten() for t in (seed_B, temperature_B))
         chosen_Bn = forward.sample(h_TD, seed_T, step.positions + 1, temperature_T).view(size, 1 + n)
@@ -148,17 +148,17 @@ class DecodeLoop:
             h_TD = forward.draft(step._replace(tokens=chosen_T), h_TD).index_select(0, rows_B)
             drafts = [forward.sample(h_TD, seed_B, last_B + 2, temperature_B)]
             for i in range(1, n):
-                h_TD = forward.draft(self._rows(drafts[-1][:, None], last_B + i, end_B, chooses), h_TD)
+                h_TD = forward.draft(self._rows(drafts[-1][:, None], last_B + i, end_B, is_sparse), h_TD)
                 drafts.append(forward.sample(h_TD, seed_B, last_B + i + 2, temperature_B))
         new_Bn = torch.stack(drafts, dim=1) if n else tokens_Bn[:, :0]
         left = self._tokens[:size], self._advance[:size], self._results[:size]
         record_choices(chosen_Bn, tokens_Bn, new_Bn, *left)
 
-    def _rows(self, tokens_Bk: Tensor, first_B: Tensor, end_B: Tensor, chooses: bool) -> Step:
+    def _rows(self, tokens_Bk: Tensor, first_B: Tensor, end_B: Tensor, is_sparse: bool) -> Step:
         """Make a step of k rows per request, from a first position on."""
         size, k = tokens_Bk.shape
         pages_BM = self._pages[:size]
         tokens_T, positions_T, slots_T, lengths_T = text_rows(tokens_Bk, first_B, end_B, pages_BM)
         pages_TM = pages_BM if k == 1 else pages_BM[:, None].expand(-1, k, -1).flatten(0, 1)
         rows = tokens_T, positions_T, slots_T, pages_TM, lengths_T
-        return Step(*rows, None, (), chooses=chooses, rows_per_text=k)
+        return Step(*rows, None, (), is_sparse=is_sparse, rows_per_text=k)

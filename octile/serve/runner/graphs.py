@@ -94,7 +94,7 @@ class DecodeGraphs:
     There is one for 1, 2, 4, 8, … rows: a step replays the smallest that has room for its rows. It reads them from
     buffers on the device, which one copy fills, and a second one where pages have changed. Rows beyond a step's are
     padding: they are written nowhere and attend to nothing. A model with indexers has two graphs of each size: rows
-    attend to chosen positions, or, where none has more than that, to all.
+    attend to top-k positions, or, where none has more than that, to all.
 
     Args:
         forward: the model's forward pass, on a GPU.
@@ -137,12 +137,12 @@ class DecodeGraphs:
         self.copied.record(torch.cuda.current_stream(self.numbers.device))  # of the model's GPU
         if self.hidden is not None and hidden_TD is not None:
             self.hidden[: layout.n_decode].copy_(hidden_TD)
-        replay, (h_TD, logits) = self.captured[self.forward.attention.chooses(layout.longest)][size]
+        replay, (h_TD, logits) = self.captured[self.forward.attention.is_sparse(layout.longest)][size]
         replay()
         return h_TD[: layout.n_decode], logits[: layout.n_decode]
 
-    def _forward(self, chooses: bool, size: int) -> tuple[Tensor, Tensor]:
-        step = decode_step(self.numbers[:, :size], self.pages[:size], chooses)
+    def _forward(self, is_sparse: bool, size: int) -> tuple[Tensor, Tensor]:
+        step = decode_step(self.numbers[:, :size], self.pages[:size], is_sparse)
         h_TD = self.forward.hidden(step) if self.hidden is None else self.forward.draft(step, self.hidden[:size])
         return h_TD, self.forward.logits(h_TD)
 

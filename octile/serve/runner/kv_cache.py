@@ -28,8 +28,8 @@ STORED_DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32, "fp8": torch.
 INDEX_DTYPES: dict[IndexFormat, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "float32": torch.float32}
 
 
-class LatentPages:
-    """Latents and rotary keys of all layers.
+class KVCache:
+    """The KV cache: latents and rotary keys of all layers.
 
     Attributes:
         layers: for each layer its cache [P, 64, C + R], or [P, 64, bytes] uint8.
@@ -98,7 +98,7 @@ def bytes_per_row(latent_dim: int, rope_dim: int, cache_format: CacheFormat) -> 
     return row_bytes(latent_dim, rope_dim)
 
 
-class IndexPages:
+class IndexCache:
     """The indexer's keys of all layers.
 
     A page holds its 64 keys, E channels of E4M3 each, and then their 64 scales, float32: 132 bytes a position with 128

@@ -26,15 +26,15 @@ from octile.serve.engine.sampler import choose
 from octile.serve.model.feed_forward import ExpertLoad
 from octile.serve.model.forward import Forward
 from octile.serve.model.top_k_keys import why_not_captured
-from octile.serve.ranks.experts import SpreadExperts
+from octile.serve.ranks.experts import ExpertParallelWeights
 from octile.serve.ranks.tensor_parallel import ALONE
 from octile.serve.runner.batch import Batch, BatchCheck, DecodedTokens, DecodeRequest, Results
 from octile.serve.runner.decode_loop import DecodeLoop
 from octile.serve.runner.graphs import FILL_ROWS, MAX_ROWS, DecodeGraphs, GraphMemory, PrefillGraphs, padded_rows
 from octile.serve.runner.kv_cache import (
     CacheFormat,
-    IndexPages,
-    LatentPages,
+    IndexCache,
+    KVCache,
     PageBytes,
     bytes_per_key,
     bytes_per_row,
@@ -70,13 +70,13 @@ class ModelRunner:
 
     Attributes:
         n_steps, n_draft_passes: passes of the main model, and of the multi-token prediction layer, so far.
-        min_decode: with experts over ranks, requests for which the graph of a decode step has room at least, and
+        min_decode: with expert parallelism, requests for which the graph of a decode step has room at least, and
         max_rank_rows: rows that a step has on any rank at most, or any group of ranks, 0: not known, and
         timeout: seconds for which the host waits for its GPU, which may wait for that of another rank;
             `ExpertParallelEngine` sets these.
 
     Raises:
-        TypeError, ValueError: as `ServedWeights.of_model` or `LatentPages`, max_batch or max_step_tokens is negative,
+        TypeError, ValueError: as `ServedWeights.of_model` or `KVCache`, max_batch or max_step_tokens is negative,
             the model cannot draft or has no indexer to compute in FP32, or expert_window is no multiple of 8. Or two
             micro-batches are wanted of ranks that share their rows, or shared experts cannot be routed: with
             batch_invariant several of them, or none on GPUs whose steps are not launched ahead.
@@ -86,7 +86,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: DeepseekV3 | ServedWeights | SpreadExperts,
+        model: DeepseekV3 | ServedWeights | ExpertParallelWeights,
         n_pages: int,
         cache_format: CacheFormat | None = None,
         max_batch: int = 256,
@@ -102,14 +102,14 @@ class ModelRunner:
         for name, value in (("max_batch", max_batch), ("max_step_tokens", max_step_tokens)):
             if value < 0:
                 raise ValueError(f"{name} must be at least 0, not {value}")
-        if batch_invariant and isinstance(model, SpreadExperts) and model.n_shared:
+        if batch_invariant and isinstance(model, ExpertParallelWeights) and model.n_shared:
             check_batch_invariant(model.weights.config, "batch_invariant")
         check_expert_window(expert_window)
-        self.spread = model if isinstance(model, SpreadExperts) else None
-        self.tp = ALONE if self.spread is None else self.spread.tp
+        self.expert_parallel = model if isinstance(model, ExpertParallelWeights) else None
+        self.tp = ALONE if self.expert_parallel is None else self.expert_parallel.tp
         if self.tp.size > 1 and micro_batches > 1:
             raise ValueError("micro_batches must be 1, not 2, if ranks share the rows of a step (tensor parallelism)")
-        if isinstance(model, SpreadExperts):
+        if isinstance(model, ExpertParallelWeights):
             model = model.weights
         weights = model if isinstance(model, ServedWeights) else ServedWeights.of_model(model)
         c = weights.config
@@ -123,11 +123,11 @@ class ModelRunner:
         self.max_position = min(c.max_position_embeddings, n_pages * PAGE)
         self.device, self.batch_invariant = weights.device, batch_invariant
         n_layers = _n_layers(weights)
-        self.cache = LatentPages(n_layers, n_pages, c.kv_lora_rank, c.qk_rope_head_dim, cache_format, self.device)
-        self.index: IndexPages | None = None
+        self.cache = KVCache(n_layers, n_pages, c.kv_lora_rank, c.qk_rope_head_dim, cache_format, self.device)
+        self.index: IndexCache | None = None
         if needs_index(c, self.max_position):
             assert c.index_head_dim is not None
-            self.index = IndexPages(n_layers, n_pages, c.index_head_dim, self.device, index_format)
+            self.index = IndexCache(n_layers, n_pages, c.index_head_dim, self.device, index_format)
         self.expert_load: ExpertLoad | None = None
         if expert_window:
             layers = [layer for layer in range(n_layers) if c.is_moe(layer)]
@@ -135,7 +135,7 @@ class ModelRunner:
         self.n_steps = self.n_draft_passes = self.min_decode = self.max_rank_rows = 0
         self.timeout = math.inf
         self.forward = Forward.make(
-            weights, self.cache, self.max_position, batch_invariant, self.expert_load, self.spread, self.index
+            weights, self.cache, self.max_position, batch_invariant, self.expert_load, self.expert_parallel, self.index
         )
         self._check = BatchCheck(self.vocab_size, self.max_position, n_pages)
         self.n_drafts, self._max_batch, self._max_step_tokens = n_drafts, max_batch, max_step_tokens
@@ -144,7 +144,9 @@ class ModelRunner:
             why = f"{c.index_n_heads} heads of {c.index_head_dim} channels of the indexer{in_fp32} have no kernel"
             warnings.warn(f"steps are computed without CUDA graphs: {why}", RuntimeWarning, stacklevel=2)
             max_batch = max_step_tokens = 0
-        captures = self.device.type == "cuda" and self.spread is None  # with spread experts, what kernels can exchange
+        captures = (
+            self.device.type == "cuda" and self.expert_parallel is None
+        )  # with expert parallelism, what kernels can exchange
         self._max_rows = max_batch * (1 + n_drafts) if captures else 0
         self.max_ahead = max_batch if self._max_rows else 0
         self.graphs: DecodeGraphs | None = None
@@ -152,16 +154,16 @@ class ModelRunner:
         self.prefill_graphs: PrefillGraphs | None = None
         self.loop: DecodeLoop | None = None
         self._with_peers = self.forward
-        routes_shared = self.spread is not None and self.spread.n_shared > 0
+        routes_shared = self.expert_parallel is not None and self.expert_parallel.n_shared > 0
         self._decoding = self.forward.with_feed_forward(routes_shared=routes_shared)
         if routes_shared and self.device.type == "cpu":  # in steps that are launched ahead
             self.max_ahead = self._max_batch
         if self.device.type == "cuda" and (max_batch or max_step_tokens):
-            if self.spread is None:
+            if self.expert_parallel is None:
                 self._capture(GraphMemory(self.device), max_step_tokens)
             else:
                 memory = GraphMemory(self.device, priority=-1)  # other GPUs wait for what shared experts overlap with
-                self._capture_spread(self.spread, memory, max_step_tokens, micro_batches)
+                self._capture_expert_parallel(self.expert_parallel, memory, max_step_tokens, micro_batches)
         if routes_shared and self._max_batch > 0 == self.max_ahead:
             raise ValueError(
                 "parallel.shared_experts must be replicated, not routed: these GPUs launch no decode step ahead"
@@ -195,7 +197,7 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Compute a step of each kind that a server computes, so that none of its own waits for a kernel's compilation.
 
-        No row is written to the cache, and no step and no token is counted. With spread experts all ranks call it.
+        No row is written to the cache, and no step and no token is counted. With expert parallelism all ranks call it.
 
         Raises:
             TimeoutError: as in `run`.
@@ -207,7 +209,7 @@ class ModelRunner:
             layout = self._layout(batch)
             if self.graphs is None or not self._has_graph(layout):
                 self._compute_unwritten(layout)
-        if self.spread is not None and self.max_ahead:
+        if self.expert_parallel is not None and self.max_ahead:
             self.loop = self.loop or self._new_loop()
             for size in self.loop.sizes:
                 self.loop.run((), size, self.timeout).wait()
@@ -227,20 +229,20 @@ class ModelRunner:
             choose(logits, [SAMPLED] * len(logits))
         self.max_rank_rows = 0
 
-    def _capture_spread(
-        self, spread: SpreadExperts, memory: GraphMemory, max_step_tokens: int, micro_batches: int
+    def _capture_expert_parallel(
+        self, weights: ExpertParallelWeights, memory: GraphMemory, max_step_tokens: int, micro_batches: int
     ) -> None:
         """Capture the steps of experts over ranks, if kernels can exchange their rows."""
-        if (why_not := spread.why_not_peers()) is not None:
+        if (why_not := weights.why_not_peers()) is not None:
             what = f"steps are computed without CUDA graphs, and the host waits in each layer: {why_not}"
             warnings.warn(what, RuntimeWarning, stacklevel=3)
             return
         if max_step_tokens:
-            self.use_peers(spread.peer_dispatcher(self.tp.n_own(padded_rows(min(max_step_tokens, MAX_ROWS)))))
+            self.use_peers(weights.peer_dispatcher(self.tp.n_own(padded_rows(min(max_step_tokens, MAX_ROWS)))))
             if not self.batch_invariant:
                 self.prefill_graphs = PrefillGraphs(self._with_peers, memory, max_step_tokens, micro_batches)
         rows = self._max_batch * (1 + self.n_drafts)
-        exchange = spread.decoding_exchange(self.tp.n_own(rows)) if rows else None
+        exchange = weights.decoding_exchange(self.tp.n_own(rows)) if rows else None
         if exchange is not None:
             self._decoding, self.max_ahead = self._decoding.with_feed_forward(exchange=exchange), self._max_batch
             self.loop = self._new_loop(memory)
@@ -396,7 +398,7 @@ class ModelRunner:
 
     def _hidden(self, step: Step) -> Tensor:
         graphs = self.prefill_graphs
-        has_graph = bool(step.prefills) or self.graphs is None if self.spread is None else self._has_peers
+        has_graph = bool(step.prefills) or self.graphs is None if self.expert_parallel is None else self._has_peers
         if graphs is None or not has_graph:
             return self._of_rows().hidden(step)
         return graphs.hidden(step, self.max_rank_rows)
@@ -426,14 +428,14 @@ class ModelRunner:
     def _step(self, layout: Layout) -> Step:
         pads = self.batch_invariant and self.device.type == "cpu"
         chosen = None if self.index is None else self.forward.weights.config.index_topk
-        chooses = self.forward.attention.chooses(layout.longest)
+        is_sparse = self.forward.attention.is_sparse(layout.longest)
         block = BLOCK_ROWS * self.tp.size if pads else 1  # each rank of a group has whole blocks
-        return mixed_step(layout, block, self.device, chosen, chooses, FILL_ROWS if self._fills else 1)
+        return mixed_step(layout, block, self.device, chosen, is_sparse, FILL_ROWS if self._fills else 1)
 
     @property
     def _fills(self) -> bool:
         """Whether rows are padded so that GEMMs have few sizes: not if their padding would travel to experts."""
-        pads = self.spread is None or (self.prefill_graphs is not None and self._has_peers)
+        pads = self.expert_parallel is None or (self.prefill_graphs is not None and self._has_peers)
         return self.device.type == "cuda" and not self.batch_invariant and pads
 
     def _in_order(self, h_TD: Tensor, layout: Layout) -> Tensor:

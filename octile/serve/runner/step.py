@@ -66,7 +66,7 @@ class Step(NamedTuple):
         context: int64, the slots of all positions that prefill chunks attend to, chunk after chunk.
         prefills: the chunks after the decode rows, in pieces.
         max_positions: whose keys and values are in memory at once: a piece has no more, or is one chunk.
-        chooses: whether decode rows attend to chosen positions, if the model chooses some; otherwise to all.
+        is_sparse: whether decode rows attend to the top-k positions of an indexer; otherwise to all.
         schedule: schedule of the indexer's logits of decode rows
             (`octile.serve.model.attention.Attention.with_schedule`).
     """
@@ -79,7 +79,7 @@ class Step(NamedTuple):
     context: Tensor | None
     prefills: Sequence[PrefillPiece]
     max_positions: int = 0
-    chooses: bool = True
+    is_sparse: bool = True
     schedule: Tensor | None = None
     rows_per_text: int = 1
 
@@ -203,10 +203,10 @@ class DecodeRows:
         return first, end
 
 
-def decode_step(numbers: Tensor, pages: Tensor, chooses: bool) -> Step:
-    """Make a step of decode rows alone, of numbers [4, T] and pages [T, M] as of `DecodeRows`; chooses as of `Step`."""
+def decode_step(numbers: Tensor, pages: Tensor, is_sparse: bool) -> Step:
+    """Make a step of decode rows alone, of numbers [4, T] and pages [T, M] of `DecodeRows`; is_sparse as in `Step`."""
     tokens, positions, slots, lengths = numbers.unbind()
-    return Step(tokens, positions, slots, pages, lengths.to(torch.int32), None, (), chooses=chooses)
+    return Step(tokens, positions, slots, pages, lengths.to(torch.int32), None, (), is_sparse=is_sparse)
 
 
 def send(t: Tensor, device: torch.device) -> Tensor:
@@ -221,7 +221,7 @@ def mixed_step(
     block_rows: int,
     device: torch.device,
     max_together: int | None = None,
-    chooses: bool = True,
+    is_sparse: bool = True,
     fill: int = 1,
 ) -> Step:
     """Make a step of any chunks, on a device.
@@ -231,7 +231,7 @@ def mixed_step(
         block_rows: decode rows alone are padded to a multiple of it.
         device: device of the step.
         max_together: a chunk with more positions has a piece of its own; None: none has.
-        chooses: field of `Step`.
+        is_sparse: field of `Step`.
         fill: rows of steps with prompts, and positions that are read together, are padded to a multiple of it. Rows
             that attend as decode rows are padded to a power of two, but no further than to that multiple. So GEMMs have
             few sizes, and few numbers of rows have kernels. The first of a size takes the host some milliseconds, or
@@ -246,7 +246,7 @@ def mixed_step(
         n_attend = min(padded_size(n_rows), n_filled)
     rows = DecodeRows(n_attend, max((len(chunk.pages) for chunk in of_decode), default=0), pinned=False)
     rows.fill(of_decode, n_attend)
-    step = decode_step(send(rows.numbers, device), send(rows.pages, device), chooses)
+    step = decode_step(send(rows.numbers, device), send(rows.pages, device), is_sparse)
     if not chunks:
         return step
     contexts = [_slots(chunk) for chunk in chunks]

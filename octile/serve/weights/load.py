@@ -24,7 +24,7 @@ from octile.serve.engine.request import Sampling
 from octile.serve.model.small_batch import why_kernels_lack
 from octile.serve.ranks.dynamic_redundancy import TooFewActiveError, choose_copies
 from octile.serve.ranks.engine import ExpertParallelEngine
-from octile.serve.ranks.experts import SpreadExperts
+from octile.serve.ranks.experts import ExpertParallelWeights
 from octile.serve.ranks.placement import rebalance_experts
 from octile.serve.ranks.tensor_parallel import TensorParallel
 from octile.serve.runner.kv_cache import CacheFormat, check_index_format, needs_index
@@ -202,7 +202,7 @@ class Folder:
         sizes = n_copies, groups, _count_nodes(), parallel.ep
         return rebalance_experts(even_LE, *sizes, distinct_copies=is_dynamic)[0]
 
-    def load_spread(
+    def load_expert_parallel(
         self,
         device: torch.device,
         engine: EngineConfig,
@@ -225,7 +225,7 @@ class Folder:
         seconds = REBALANCE_SECONDS if parallel.rebalance is None else parallel.rebalance
         c, drafts = self.model, engine.n_drafts > 0
         n_layers = sum(c.is_moe(layer) for layer in range(c.num_hidden_layers + drafts))
-        experts = SpreadExperts.read(
+        experts = ExpertParallelWeights.read(
             self.path,
             self._placement(parallel, n_layers),
             _activations(device),
@@ -293,7 +293,7 @@ def _cached(device: torch.device) -> CacheFormat:
 
 
 def _runner(
-    weights: ServedWeights | SpreadExperts,
+    weights: ServedWeights | ExpertParallelWeights,
     n_pages: int,
     stored: CacheFormat,
     engine: EngineConfig,

@@ -18,7 +18,7 @@ from octile.serve.engine.engine import Engine
 from octile.serve.engine.request import Sampling
 from octile.serve.model.feed_forward import ExpertLoad
 from octile.serve.runner.graphs import PrefillGraphs
-from octile.serve.runner.kv_cache import CacheFormat, LatentPages
+from octile.serve.runner.kv_cache import CacheFormat, KVCache
 from octile.serve.runner.model_runner import ModelRunner
 from octile.serve.weights.block_weights import AttentionWeights, MoEWeights, Projections, Weight
 from octile.serve.weights.weights import ServedWeights
@@ -137,7 +137,7 @@ def test_routed_experts_are_those_that_are_read(fp8: bool):
 @pytest.mark.parametrize("cache_format", ["bf16", "fp8", "float32"])
 def test_the_cache_has_a_row_of_each_position_in_each_layer(cache_format: CacheFormat):
     c = CONFIG
-    pages = LatentPages(c.num_hidden_layers, 1, c.kv_lora_rank, c.qk_rope_head_dim, cache_format, torch.device("cpu"))
+    pages = KVCache(c.num_hidden_layers, 1, c.kv_lora_rank, c.qk_rope_head_dim, cache_format, torch.device("cpu"))
     found = decode_bytes(c, [1, 70, 29], 2, cache_format=cache_format)
     assert found["cache"] == 100 * pages.nbytes // PAGE
     assert found["embedding"] == 3 * 2 * c.hidden_size

@@ -4,18 +4,18 @@ import pytest
 import torch
 
 from octile.serve.disaggregated.page_pool import FilledPages, PagePool, open_pool
-from octile.serve.runner.kv_cache import LatentPages, PageBytes
+from octile.serve.runner.kv_cache import KVCache, PageBytes
 from tests.worlds import forked_context
 
 
-def cache(cache_format: str = "bf16", n_pages: int = 7) -> LatentPages:
-    made = LatentPages(3, n_pages, 128, 16, cache_format, torch.device("cpu"))
+def cache(cache_format: str = "bf16", n_pages: int = 7) -> KVCache:
+    made = KVCache(3, n_pages, 128, 16, cache_format, torch.device("cpu"))
     for layer in made.layers:
         layer.copy_(torch.randint(0, 100, layer.shape, dtype=torch.uint8).to(layer.dtype))
     return made
 
 
-def pages_of(made: LatentPages) -> PageBytes:
+def pages_of(made: KVCache) -> PageBytes:
     return PageBytes([made.bytes_LPQ])
 
 

@@ -43,10 +43,10 @@ from octile.cli import main
 from octile.serve.weights.load import Folder
 from octile.serve.runner.model_runner import ModelRunner
 
-load_spread, results = Folder.load_spread, ModelRunner._results
+load_expert_parallel, results = Folder.load_expert_parallel, ModelRunner._results
 
 def warmed_up(*arguments):
-    engine, runner = load_spread(*arguments)
+    engine, runner = load_expert_parallel(*arguments)
     engine.warm_up()
     return engine, runner
 
@@ -55,7 +55,7 @@ def failing(runner, *arguments):
         raise MemoryError("no memory for logits")
     return results(runner, *arguments)
 
-Folder.load_spread, ModelRunner._results = warmed_up, failing
+Folder.load_expert_parallel, ModelRunner._results = warmed_up, failing
 main()
 """
 

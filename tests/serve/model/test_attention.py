@@ -11,7 +11,7 @@ from octile.models.config import ModelConfig
 from octile.serve.model.attention import Attention
 from octile.serve.model.forward import Forward
 from octile.serve.runner.batch import Chunk
-from octile.serve.runner.kv_cache import IndexPages, LatentPages
+from octile.serve.runner.kv_cache import IndexCache, KVCache
 from octile.serve.runner.step import Layout, Step, mixed_step
 from octile.serve.weights.weights import ServedWeights
 from tests.serve.models import CONFIG, new_model
@@ -26,7 +26,7 @@ STARTS = 100, 63, 0, 17, 64
 def forward_of(config: ModelConfig, fp8: bool, batch_invariant: bool = False) -> Forward:
     """A pass over pages of random latents, the same in each call."""
     weights = ServedWeights.of_model(new_model(fp8, config=config))
-    cache = LatentPages(3, N_PAGES, config.kv_lora_rank, config.qk_rope_head_dim, "float32", weights.device)
+    cache = KVCache(3, N_PAGES, config.kv_lora_rank, config.qk_rope_head_dim, "float32", weights.device)
     cache.layers[LAYER].normal_(generator=torch.Generator().manual_seed(0))
     return Forward.make(weights, cache, config.max_position_embeddings, batch_invariant)
 
@@ -105,7 +105,7 @@ def test_rows_choose_positions_if_one_has_more_than_are_chosen_or_always_in_batc
     has_index: bool, batch_invariant: bool, expected: list[int]
 ):
     forward = forward_of(CONFIG, False, batch_invariant)
-    index = IndexPages(3, N_PAGES, 128, torch.device("cpu")) if has_index else None
+    index = IndexCache(3, N_PAGES, 128, torch.device("cpu")) if has_index else None
     config = replace(CONFIG, index_n_heads=32, index_head_dim=128, index_topk=64)
     attention: Attention = replace(forward.attention, index=index, config=config)
-    assert [longest for longest in (1, 64, 65, 500) if attention.chooses(longest)] == expected
+    assert [longest for longest in (1, 64, 65, 500) if attention.is_sparse(longest)] == expected

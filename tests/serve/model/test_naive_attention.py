@@ -11,7 +11,7 @@ from torch import Tensor
 from octile.serve.model.gemms import Gemms
 from octile.serve.model.naive_attention import NaiveAttention
 from octile.serve.runner.batch import Chunk
-from octile.serve.runner.kv_cache import LatentPages
+from octile.serve.runner.kv_cache import KVCache
 from octile.serve.runner.step import Layout, Step, mixed_step
 from octile.serve.weights.weights import ServedWeights
 from tests.serve.models import CONFIG, new_model
@@ -24,7 +24,7 @@ LAYER = 1
 def attention() -> tuple[NaiveAttention, ServedWeights]:
     """Attention over three pages of random latents."""
     weights = ServedWeights.of_model(new_model(fp8=True))
-    cache = LatentPages(2, 3, CONFIG.kv_lora_rank, CONFIG.qk_rope_head_dim, "float32", torch.device("cpu"))
+    cache = KVCache(2, 3, CONFIG.kv_lora_rank, CONFIG.qk_rope_head_dim, "float32", torch.device("cpu"))
     cache.layers[LAYER].normal_(generator=torch.Generator().manual_seed(0))
     gemms = Gemms(weights.dtype, weights.power_of_2, batch_invariant=False)
     unrotated = torch.ones(1, CONFIG.qk_rope_head_dim // 2), torch.zeros(1, CONFIG.qk_rope_head_dim // 2)

@@ -68,13 +68,13 @@ def test_the_models_logits_are_not_those_of_dense_attention(model):
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_decode_rows_choose_where_one_attends_to_more_than_is_chosen(model, monkeypatch, batch_invariant):
-    chosen_for, choose = [], attention.choose_of_pages
+    chosen_for, choose = [], attention.top_k_of_pages
 
     def counted(index, cache, pages, lengths, *rest):
         chosen_for.append(lengths.tolist())
         return choose(index, cache, pages, lengths, *rest)
 
-    monkeypatch.setattr(attention, "choose_of_pages", counted)
+    monkeypatch.setattr(attention, "top_k_of_pages", counted)
     runner = ModelRunner(model, N_PAGES, batch_invariant=batch_invariant)
     texts = Texts(runner, [text(40, 0), text(40, 1)]).run(8, 7)
     assert (len(chosen_for) > 0) == batch_invariant

@@ -14,7 +14,7 @@ from octile.serve.engine.config import EngineConfig
 from octile.serve.engine.engine import Engine
 from octile.serve.engine.request import FinishReason, Request, RequestFactory, Sampling
 from octile.serve.ranks.engine import ExpertParallelEngine, LockstepEngine, follow
-from octile.serve.ranks.experts import SpreadExperts
+from octile.serve.ranks.experts import ExpertParallelWeights
 from octile.serve.runner.model_runner import ModelRunner
 from octile.serve.weights.weights import ServedWeights
 from octile.tokenizer import Tokenizer
@@ -74,7 +74,7 @@ def check_texts(rank: int, folder: Path, n_drafts: int, ahead: bool, exchange: b
     expected, found = alone(weights, n_requests), []
     placement = torch.cat((FIRST, FIRST[:1])) if n_drafts and config is THREE_LAYERS else FIRST
     with exchanges_on_cpu(folder) if exchange else nullcontext():
-        experts = SpreadExperts(weights, placement, drafts=n_drafts > 0)
+        experts = ExpertParallelWeights(weights, placement, drafts=n_drafts > 0)
         runner = ModelRunner(experts, N_PAGES, batch_invariant=True, max_batch=2, n_drafts=n_drafts)
         if ahead:  # as on a GPU
             runner.max_ahead = 2

@@ -17,7 +17,7 @@ from octile.serve.engine.engine import Engine
 from octile.serve.engine.request import Sampling
 from octile.serve.ranks import engine as engine_of_ranks
 from octile.serve.ranks.engine import ExpertParallelEngine
-from octile.serve.ranks.experts import SpreadExperts
+from octile.serve.ranks.experts import ExpertParallelWeights
 from octile.serve.runner.graphs import PrefillGraphs
 from octile.serve.runner.model_runner import ModelRunner
 from octile.serve.weights.block_weights import MoEWeights
@@ -35,12 +35,12 @@ ALONE = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 5, 6], FIRST[1].tolist()])  # ran
 SAMPLINGS = [Sampling(6, temperature=0.8, seed=1, ignore_eos=True), Sampling(9, seed=2, ignore_eos=True)]
 
 
-def spread(fp8: bool = False, num_active: int | None = None) -> tuple[ServedWeights, SpreadExperts]:
+def spread(fp8: bool = False, num_active: int | None = None) -> tuple[ServedWeights, ExpertParallelWeights]:
     weights = ServedWeights.of_model(new_model(fp8, config=THREE_LAYERS))
-    return weights, SpreadExperts(weights, FIRST, num_active=num_active)
+    return weights, ExpertParallelWeights(weights, FIRST, num_active=num_active)
 
 
-def read(runner: ModelRunner, rank: int, moved: SpreadExperts | None = None) -> list[Tensor]:
+def read(runner: ModelRunner, rank: int, moved: ExpertParallelWeights | None = None) -> list[Tensor]:
     """Logits of two texts, of which rank 1 reads less in the first step; experts are moved after two steps."""
     texts = Texts(runner, [text(60, 10 * rank), text(40, 10 * rank + 1)])
     for step, sizes in enumerate([(20, 9), (1, 1), (1, 12), (30, 1)]):
@@ -103,7 +103,7 @@ def texts_of(runner: ModelRunner, rank: int, seconds: float = 600) -> dict[int, 
     engine = Engine(runner, Tokenizer.train(["one two three"], 258), config)
     for i, sampling in enumerate(SAMPLINGS[rank:]):
         engine.add(text(20 + 30 * i, 7 * rank + i), sampling)
-    together = None if runner.spread is None else ExpertParallelEngine(engine, runner, seconds)
+    together = None if runner.expert_parallel is None else ExpertParallelEngine(engine, runner, seconds)
     found: dict[int, list[int]] = {}
     while True:
         outputs = together.step() if together else engine.step() if engine.has_work else None
@@ -134,7 +134,7 @@ def placed_anew(rank: int, folder: Path) -> None:
     assert torch.equal(experts.physical_to_logical, rebalance_experts(load, 10, CONFIG.n_group, 1, 2)[0])
 
 
-def engine_of(experts: SpreadExperts, seconds: float = 0) -> ExpertParallelEngine:
+def engine_of(experts: ExpertParallelWeights, seconds: float = 0) -> ExpertParallelEngine:
     """An engine whose ranks have counted some tokens."""
     runner = ModelRunner(experts, N_PAGES, expert_window=8)
     for _ in range(8):
@@ -211,7 +211,7 @@ def ranks_that_disagree_are_refused(rank: int, folder: Path) -> None:
         (deeper, {}, r"the model's experts must be .* has 8 in 2 groups in layers \[1, 2\], but rank 1 has"),
     ):
         with pytest.raises(ValueError, match=message):
-            SpreadExperts(model, FIRST, **options)
+            ExpertParallelWeights(model, FIRST, **options)
 
 
 def without_a_window_experts_stay(rank: int, folder: Path) -> None:
@@ -260,7 +260,7 @@ def a_folder_is_read_without_the_experts_of_other_ranks(rank: int, folder: Path)
     with pytest.MonkeyPatch.context() as patch:
         read_shard = Shards.read
         patch.setattr(Shards, "read", lambda shards, name: (names.append(name), read_shard(shards, name))[1])
-        experts = SpreadExperts.read(folder / "model", FIRST, torch.float32)
+        experts = ExpertParallelWeights.read(folder / "model", FIRST, torch.float32)
     found = {int(name.split(".")[5]) for name in names if name.startswith("model.layers.1.mlp.experts.")}
     assert found == set(FIRST[0, 5 * rank : 5 * rank + 5].tolist())
     assert not any(name.startswith("model.layers.3.") for name in names)  # the prediction layer
@@ -290,7 +290,7 @@ def placements_with_too_few_active_slots_are_refused(rank: int, folder: Path) ->
     with pytest.raises(ValueError, match="num_active must be larger than 4: with so few active slots of a GPU, 5"):
         experts.move(ALONE)
     with pytest.raises(ValueError, match="num_active must be larger than 3: with so few active slots of a GPU, 5"):
-        SpreadExperts(weights, FIRST, num_active=3)
+        ExpertParallelWeights(weights, FIRST, num_active=3)
 
 
 def wrong_placements_are_refused(rank: int, folder: Path) -> None:
@@ -306,7 +306,7 @@ def wrong_placements_are_refused(rank: int, folder: Path) -> None:
         (ValueError, (FIRST, SECOND)[rank], "physical_to_logical must be the same on all ranks"),
     ):
         with pytest.raises(error, match=message):
-            SpreadExperts(weights, placement)
+            ExpertParallelWeights(weights, placement)
     with pytest.raises(ValueError, match="physical_to_logical must have 10 slots as before, not 12"):
         experts.move(FIRST[:, [*range(10), 1, 2]])
 
@@ -315,7 +315,9 @@ def wrong_engines_are_refused(rank: int, folder: Path) -> None:
     weights, experts = spread()
     runner = ModelRunner(experts, N_PAGES)
     engine = Engine(runner, Tokenizer.train(["one two three"], 258))
-    with pytest.raises(ValueError, match="runner must be of SpreadExperts: its experts are not spread over ranks"):
+    with pytest.raises(
+        ValueError, match="runner must be of ExpertParallelWeights: its experts are not spread over ranks"
+    ):
         ExpertParallelEngine(engine, ModelRunner(weights, N_PAGES))
     for wrong, message in (
         (3, "num_nodes must divide the 2 ranks, but is 3"),
@@ -323,9 +325,9 @@ def wrong_engines_are_refused(rank: int, folder: Path) -> None:
         (2.0, "num_nodes must be a whole number, not 2.0"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
-            SpreadExperts(weights, FIRST, num_nodes=wrong)  # type: ignore[arg-type]
+            ExpertParallelWeights(weights, FIRST, num_nodes=wrong)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="ranks must be a process group, not DeviceMesh"):
-        SpreadExperts(weights, FIRST, ranks=init_device_mesh("cpu", (1, 2)))  # type: ignore[arg-type]
+        ExpertParallelWeights(weights, FIRST, ranks=init_device_mesh("cpu", (1, 2)))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="seconds must be at least 0, not nan"):
         ExpertParallelEngine(engine, runner, seconds=float("nan"))
     with pytest.raises(ValueError, match="timeout must be above 0, not 0"):
@@ -376,4 +378,4 @@ def test_without_a_process_group_the_error_says_so():
     assert not dist.is_initialized()
     weights = ServedWeights.of_model(new_model(fp8=False, config=THREE_LAYERS))
     with pytest.raises(RuntimeError, match=r"torch.distributed must be initialized"):
-        SpreadExperts(weights, FIRST)
+        ExpertParallelWeights(weights, FIRST)

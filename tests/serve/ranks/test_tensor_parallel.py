@@ -21,7 +21,7 @@ from octile.serve.engine.config import EngineConfig
 from octile.serve.engine.engine import Engine
 from octile.serve.engine.request import Sampling
 from octile.serve.ranks.engine import ExpertParallelEngine, LockstepEngine
-from octile.serve.ranks.experts import SpreadExperts
+from octile.serve.ranks.experts import ExpertParallelWeights
 from octile.serve.ranks.tensor_parallel import ALONE, TensorParallel
 from octile.serve.runner.graphs import PrefillGraphs
 from octile.serve.runner.model_runner import ModelRunner
@@ -47,11 +47,11 @@ def weights_of(config, fp8: bool, heads: HeadShare | None = None) -> ServedWeigh
     return ServedWeights.of_model(new_model(fp8, config=config), heads or HeadShare())
 
 
-def spread(config=MODEL, fp8: bool = False, drafts: bool = False) -> SpreadExperts:
+def spread(config=MODEL, fp8: bool = False, drafts: bool = False) -> ExpertParallelWeights:
     tp = TensorParallel.of_consecutive(2)
     placement = TWO_RANKS if dist.get_world_size() == 2 else FOUR_RANKS
     placement = torch.cat((placement, placement[:1])) if drafts else placement
-    return SpreadExperts(weights_of(config, fp8, tp.share), placement, drafts=drafts, tp=tp)
+    return ExpertParallelWeights(weights_of(config, fp8, tp.share), placement, drafts=drafts, tp=tp)
 
 
 def read(runner: ModelRunner, sizes: Sequence[tuple[int, int]] = SIZES) -> Tensor:
@@ -332,7 +332,7 @@ def only_the_weights_of_own_heads_are_read(rank: int, folder: Path) -> None:
         for name in ("read", "rows", "columns"):
             method = partial(counted, getattr(TensorFile, name))
             patch.setattr(TensorFile, name, lambda *args, method=method: method(*args))
-        found = SpreadExperts.read(folder / "heads", TWO_RANKS, torch.float32, tp=tp)
+        found = ExpertParallelWeights.read(folder / "heads", TWO_RANKS, torch.float32, tp=tp)
     own = MODEL.num_attention_heads * MODEL.v_head_dim // 2
     assert read_bytes == MODEL.num_hidden_layers * own * MODEL.hidden_size
     expected = ServedWeights.of_model(model, tp.share)
@@ -349,12 +349,12 @@ def wrong_groups_are_refused(rank: int, folder: Path) -> None:
         TensorParallel.of_consecutive(3)
     tp = TensorParallel.of_consecutive(2)
     with pytest.raises(ValueError, match=r"weights must have the heads of tp, HeadShare\(rank=., size=2\), not Head"):
-        SpreadExperts(weights_of(MODEL, False), TWO_RANKS, tp=tp)
+        ExpertParallelWeights(weights_of(MODEL, False), TWO_RANKS, tp=tp)
     with pytest.raises(ValueError, match="micro_batches must be 1, not 2, if ranks share the rows"):
         ModelRunner(spread(), N_PAGES, micro_batches=2)
     weights = weights_of(MODEL, False, tp.share if rank else None)
     with pytest.raises(ValueError, match="tp must be the same on all ranks: rank 0 has 1, but rank 1 has 2"):
-        SpreadExperts(weights, TWO_RANKS, tp=tp if rank else ALONE)
+        ExpertParallelWeights(weights, TWO_RANKS, tp=tp if rank else ALONE)
 
 
 def rows_are_exchanged(rank: int, folder: Path) -> None:

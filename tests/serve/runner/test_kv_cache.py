@@ -4,7 +4,7 @@ import torch
 
 from octile.nn.indexer import quantize_index
 from octile.ops.mqa_logits import paged_mqa_logits, paged_mqa_schedule
-from octile.serve.runner.kv_cache import IndexPages, LatentPages, PageBytes, bytes_per_key
+from octile.serve.runner.kv_cache import IndexCache, KVCache, PageBytes, bytes_per_key
 
 N_PAGES, E, CPU = 3, 32, torch.device("cpu")
 
@@ -18,7 +18,7 @@ def test_a_position_takes_132_bytes_with_the_published_channels():
 
 
 def test_keys_are_read_where_they_were_written():
-    pages, slots = IndexPages(2, N_PAGES, E, CPU), torch.tensor([130, 0, 64, 63, 191])
+    pages, slots = IndexCache(2, N_PAGES, E, CPU), torch.tensor([130, 0, 64, 63, 191])
     k, scale = keys(5)
     pages.write(1, slots, k, scale)
     read, scales = pages.read(1, slots)
@@ -28,7 +28,7 @@ def test_keys_are_read_where_they_were_written():
 
 
 def test_keys_in_fp32_are_read_as_they_were_written():
-    pages, slots = IndexPages(2, N_PAGES, E, CPU, "float32"), torch.tensor([130, 0, 64, 63, 191])
+    pages, slots = IndexCache(2, N_PAGES, E, CPU, "float32"), torch.tensor([130, 0, 64, 63, 191])
     k = torch.randn(5, E, generator=torch.Generator().manual_seed(0))
     pages.write(1, slots, k, torch.ones(5))
     read, scales = pages.read(1, slots)
@@ -38,13 +38,13 @@ def test_keys_in_fp32_are_read_as_they_were_written():
 
 
 def test_rows_without_a_slot_are_written_nowhere():
-    pages = IndexPages(1, N_PAGES, E, CPU)
+    pages = IndexCache(1, N_PAGES, E, CPU)
     pages.write(0, torch.tensor([-1, -1]), *keys(2))
     assert not pages.layers[0].any()
 
 
 def test_logits_of_the_pages_are_those_of_the_keys():
-    pages, n = IndexPages(1, N_PAGES, E, CPU), 100
+    pages, n = IndexCache(1, N_PAGES, E, CPU), 100
     k, scale = keys(n)
     page_table = torch.tensor([[2, 0]], dtype=torch.int32)
     position = torch.arange(n)
@@ -57,14 +57,14 @@ def test_logits_of_the_pages_are_those_of_the_keys():
     torch.testing.assert_close(found[0].double(), scale * (q_scale[0] @ scores.float()).double(), check_dtype=False)
 
 
-def stores(cache_format: str) -> tuple[LatentPages, IndexPages]:
-    latents, keys = LatentPages(3, 7, 128, 16, cache_format, CPU), IndexPages(2, 7, 32, CPU)
+def stores(cache_format: str) -> tuple[KVCache, IndexCache]:
+    latents, keys = KVCache(3, 7, 128, 16, cache_format, CPU), IndexCache(2, 7, 32, CPU)
     for store in (latents, keys):
         store.bytes_LPQ.copy_(torch.randint(0, 256, store.bytes_LPQ.shape, dtype=torch.uint8))
     return latents, keys
 
 
-def pages_of(made: tuple[LatentPages, IndexPages]) -> PageBytes:
+def pages_of(made: tuple[KVCache, IndexCache]) -> PageBytes:
     return PageBytes([store.bytes_LPQ for store in made])
 
 

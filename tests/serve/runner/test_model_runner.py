@@ -14,7 +14,7 @@ from octile.recipe import Recipe
 from octile.serve.engine.config import MAX_DRAFTS
 from octile.serve.runner import model_runner, step
 from octile.serve.runner.batch import Batch, Chunk, Results
-from octile.serve.runner.kv_cache import LatentPages
+from octile.serve.runner.kv_cache import KVCache
 from octile.serve.runner.model_runner import ModelRunner
 from octile.serve.runner.step import CONTEXT_POSITIONS, Layout, mixed_step
 from tests.serve.models import CONFIG, Texts, new_model, text
@@ -141,13 +141,13 @@ def test_chunks_of_one_size_attend_together_and_each_to_its_own_text():
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many positions the keys and values of each GEMM have."""
-    read, sizes = LatentPages.read, list[int]()
+    read, sizes = KVCache.read, list[int]()
 
-    def count(self: LatentPages, layer: int, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def count(self: KVCache, layer: int, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         sizes.append(len(slots))
         return read(self, layer, slots, dtype)
 
-    monkeypatch.setattr(LatentPages, "read", count)
+    monkeypatch.setattr(KVCache, "read", count)
     return sizes
 
 

@@ -20,7 +20,7 @@ from octile.serve.engine.engine import Engine
 from octile.serve.engine.request import Sampling
 from octile.serve.model import attention, feed_forward, forward, gemms, top_k_keys
 from octile.serve.ranks.engine import ExpertParallelEngine
-from octile.serve.ranks.experts import SpreadExperts
+from octile.serve.ranks.experts import ExpertParallelWeights
 from octile.serve.ranks.tensor_parallel import ALONE, TensorParallel
 from octile.serve.runner import graphs, model_runner
 from octile.serve.runner.graphs import PrefillGraphs
@@ -142,7 +142,7 @@ def engine_of(
     weights = ServedWeights.of_model(new_model(fp8, config=config), tp.share)
     placement = OF_ONE if routed else TWO_RANKS
     placement = torch.cat((placement, placement[:1])) if n_drafts else placement
-    experts = SpreadExperts(weights, placement, drafts=n_drafts > 0, routes_shared=routed, tp=tp)
+    experts = ExpertParallelWeights(weights, placement, drafts=n_drafts > 0, routes_shared=routed, tp=tp)
     runner = ModelRunner(
         experts, N_PAGES, None, 2, n_drafts=n_drafts, expert_window=8, max_step_tokens=STEP_TOKENS, **how
     )

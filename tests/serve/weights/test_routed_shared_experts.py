@@ -11,7 +11,7 @@ import torch.distributed as dist
 from octile.checkpoint.hugging_face import save
 from octile.serve.engine.config import EngineConfig
 from octile.serve.engine.engine import Engine
-from octile.serve.ranks.experts import SpreadExperts
+from octile.serve.ranks.experts import ExpertParallelWeights
 from octile.serve.ranks.placement import rebalance_experts
 from octile.serve.ranks.tensor_parallel import TensorParallel
 from octile.serve.runner.model_runner import ModelRunner
@@ -52,7 +52,7 @@ def check_texts(
     placement = torch.cat((placement, placement[:1])) if n_drafts else placement
     with exchanges_on_cpu(folder) if exchange else nullcontext():
         weights = ServedWeights.of_model(model, group.share)
-        experts = SpreadExperts(weights, placement, drafts=n_drafts > 0, routes_shared=True, tp=group)
+        experts = ExpertParallelWeights(weights, placement, drafts=n_drafts > 0, routes_shared=True, tp=group)
         runner = ModelRunner(experts, N_PAGES, None, 2, invariant, n_drafts, expert_window=8)
         if exchange:
             rows = experts.decoding_exchange(EXCHANGED_ROWS * (1 + n_drafts))
@@ -94,7 +94,7 @@ def logits_of_decode_steps(rank: int, folder: Path) -> None:
     """What decode steps compute of a mixture has the bits of the shared expert computed where the row is."""
     model = new_model(True, config=ONE)
     weights = ServedWeights.of_model(model)
-    experts = SpreadExperts(weights, OF_ONE, routes_shared=True)
+    experts = ExpertParallelWeights(weights, OF_ONE, routes_shared=True)
     runner = ModelRunner(experts, N_PAGES, batch_invariant=True)
     alone = ModelRunner(weights, N_PAGES, batch_invariant=True).forward
     x_TD = torch.randn(32, ONE.hidden_size, generator=torch.Generator().manual_seed(rank))
@@ -109,7 +109,7 @@ def logits_of_decode_steps(rank: int, folder: Path) -> None:
 def moved_weights(rank: int, folder: Path) -> None:
     """The shared expert moves like the others."""
     weights = ServedWeights.of_model(new_model(True, config=ONE))
-    experts = SpreadExperts(weights, OF_ONE, routes_shared=True)
+    experts = ExpertParallelWeights(weights, OF_ONE, routes_shared=True)
     experts.move(ALONE)
     assert [experts.move_layer() for _ in range(3)] == [True, True, False]
     for layer, row in zip((1, 2), ALONE[:, 5 * rank : 5 * rank + 5], strict=True):
@@ -123,8 +123,8 @@ def a_folder_is_read_with_shared_experts_in_slots(rank: int, folder: Path) -> No
     if rank == 0:
         save(model, folder / "shared", weights="fp8")
     dist.barrier()
-    found = SpreadExperts.read(folder / "shared", OF_TWO, torch.float32, routes_shared=True)
-    expected = SpreadExperts(ServedWeights.of_model(model), OF_TWO, routes_shared=True)
+    found = ExpertParallelWeights.read(folder / "shared", OF_TWO, torch.float32, routes_shared=True)
+    expected = ExpertParallelWeights(ServedWeights.of_model(model), OF_TWO, routes_shared=True)
     for layer in (1, 2):
         a, b = found.mixture(layer), expected.mixture(layer)
         for x, y in zip((*a.x.weights, a.down), (*b.x.weights, b.down), strict=True):
@@ -134,12 +134,12 @@ def a_folder_is_read_with_shared_experts_in_slots(rank: int, folder: Path) -> No
 def what_does_not_fit_is_refused(rank: int, folder: Path) -> None:
     weights = ServedWeights.of_model(new_model(False, config=ONE))
     with pytest.raises(ValueError, match="num_active must be None, not 4, if shared experts are routed"):
-        SpreadExperts(weights, OF_ONE, num_active=4, routes_shared=True)
+        ExpertParallelWeights(weights, OF_ONE, num_active=4, routes_shared=True)
     with pytest.raises(ValueError, match="must have the experts from 0 to 8 and no others in each layer"):
-        SpreadExperts(weights, OF_ONE.clamp(max=7), routes_shared=True)
+        ExpertParallelWeights(weights, OF_ONE.clamp(max=7), routes_shared=True)
     with pytest.raises(ValueError, match="routes_shared must be the same on all ranks: rank 0 has False"):
-        SpreadExperts(weights, OF_ONE, routes_shared=bool(rank))
-    two = SpreadExperts(ServedWeights.of_model(new_model(False, config=TWO)), OF_TWO, routes_shared=True)
+        ExpertParallelWeights(weights, OF_ONE, routes_shared=bool(rank))
+    two = ExpertParallelWeights(ServedWeights.of_model(new_model(False, config=TWO)), OF_TWO, routes_shared=True)
     with pytest.raises(ValueError, match=r"batch_invariant must be False, not True, if shared"):
         ModelRunner(two, N_PAGES, batch_invariant=True)
 

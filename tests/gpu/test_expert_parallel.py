@@ -13,7 +13,7 @@ from octile.kernels.cuda.jit import specialize
 from octile.serve.engine.config import EngineConfig
 from octile.serve.engine.engine import Engine
 from octile.serve.ranks.engine import ExpertParallelEngine
-from octile.serve.ranks.experts import SpreadExperts
+from octile.serve.ranks.experts import ExpertParallelWeights
 from octile.serve.runner.model_runner import ModelRunner
 from octile.serve.weights.weights import ServedWeights
 from tests.serve.models import new_model
@@ -37,7 +37,7 @@ def check(name: str, rank: int) -> None:
     alone = ModelRunner(weights, N_PAGES, max_batch=0, max_step_tokens=0, batch_invariant=True)
     n_drafts = 2 if what == "drafts" else 0
     placement = OF_ONE if what == "shared" else torch.cat((FIRST, FIRST[:1])) if n_drafts else FIRST
-    experts = SpreadExperts(weights, placement, drafts=n_drafts > 0, routes_shared=what == "shared")
+    experts = ExpertParallelWeights(weights, placement, drafts=n_drafts > 0, routes_shared=what == "shared")
     together = ModelRunner(experts, N_PAGES, None, 2, batch_invariant=True, n_drafts=n_drafts, expert_window=8)
     if what in ("texts", "shared", "drafts"):
         assert together.max_ahead == 2
@@ -51,7 +51,7 @@ def check_graphs(weights: ServedWeights, rank: int) -> None:
     """Logits of steps with prompts in CUDA graphs, of one micro-batch and of two."""
     alone = torch.cat(read(ModelRunner(weights, N_PAGES, max_batch=0, max_step_tokens=0), rank))
     for micro_batches in (1, 2):
-        experts = SpreadExperts(weights, FIRST)
+        experts = ExpertParallelWeights(weights, FIRST)
         runner = ModelRunner(experts, N_PAGES, max_batch=2, max_step_tokens=256, micro_batches=micro_batches)
         assert runner.prefill_graphs is not None
         runner.max_rank_rows = 100  # of all steps on both ranks
@@ -61,7 +61,7 @@ def check_graphs(weights: ServedWeights, rank: int) -> None:
 
 def check_compiled(weights: ServedWeights, rank: int) -> None:
     """No kernel is compiled, or loaded, after the warm-up."""
-    experts = SpreadExperts(weights, torch.cat((FIRST, FIRST[:1])), drafts=True)
+    experts = ExpertParallelWeights(weights, torch.cat((FIRST, FIRST[:1])), drafts=True)
     runner = ModelRunner(experts, N_PAGES, max_batch=2, n_drafts=2, max_step_tokens=STEP_TOKENS)
     limits = EngineConfig(max_batch=2, max_step_tokens=STEP_TOKENS, n_drafts=2)
     engine = ExpertParallelEngine(Engine(runner, TOKENIZER, limits), runner)
