@@ -65,6 +65,7 @@ def pytest_collection_finish() -> None:
     """Leave what is there before the tests out of garbage collections: they take a second each with all tests."""
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # extension modules report what is never collected as leaks
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from octile.lab.run import capture_run, observer
 from octile.train.loop import train
 from octile.train.run.console import RunConsole
 from octile.train.run.folder import RunFolder
-from tests.train.conftest import micro, text  # noqa: F401  text is a fixture
+from tests.train.conftest import micro, text, write_no_report  # noqa: F401  text is a fixture
 
 LAYER = "model.layers.0.mlp.down_proj"
 ALWAYS = "flushed >= 0%"
@@ -45,6 +46,14 @@ def final(run):
 
 def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_report() -> Iterator[None]:
+    """Have no run write pictures and a sample."""
+    with pytest.MonkeyPatch.context() as patch:
+        write_no_report(patch)
+        yield
 
 
 @pytest.fixture(scope="module")

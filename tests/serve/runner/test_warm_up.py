@@ -216,10 +216,12 @@ def steps_as_on_gpus(rank: int, folder: Path) -> None:
 
     make = partial(engine_of, ALONE, n_drafts=1)
     with peers_on_cpu(folder), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graphs, "ROWS", (64, 1024))  # an interpreter takes its time for each row
+        patch.setattr(model_runner, "FILL_ROWS", 64)
         engine = make()
         runner, experts = engine._runner, engine._spread
-        runner.use_peers(experts.peer_dispatcher(256))
-        runner.prefill_graphs = PrefillGraphs(runner._with_peers, None, 256)
+        runner.use_peers(experts.peer_dispatcher(64))
+        runner.prefill_graphs = PrefillGraphs(runner._with_peers, None, 64)
         runner._decoding = runner.forward.with_feed_forward(exchange=experts.decoding_exchange(32))
         runner.max_ahead = 2
         patch.setattr(ModelRunner, "_fills", property(lambda self: self is runner))
