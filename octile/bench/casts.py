@@ -166,7 +166,8 @@ def _flops(what: str, inputs: Sequence[Tensor]) -> int:
     return 2 * x.numel() * len(weight) * GATE_GEMMS[what]
 
 
-def _measured_peak(side: int = 8192) -> Peak:
+def _measured_peak() -> Peak:
+    side = 8192
     a, b = (torch.randn(side, side, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     source, target = torch.zeros(2, 1, device="cuda")
     calls = {"gemm": lambda: a @ b.mT, "smallest copy": lambda: target.copy_(source)}

@@ -22,6 +22,7 @@ import torch
 from octile.bench.timing import FLUSH_BYTES, seconds
 from octile.train.step.kernel_records import KernelRecord, kernels_of
 
+CALLS, REPEATS = 100, 10  # of `host_seconds`
 Calls = Mapping[str, Callable[[], object]]
 
 
@@ -80,32 +81,32 @@ def work_seconds(calls: Calls, rounds: int) -> dict[str, float]:
         return seconds(calls, rounds)
 
 
-def host_seconds(call: Callable[[], object], calls: int = 100, repeats: int = 10) -> float:
-    """Measure the host's time for a call: the minimum over repeats of the mean over calls.
+def host_seconds(call: Callable[[], object]) -> float:
+    """Measure the host's time for a call: the minimum over REPEATS of the mean over CALLS calls.
 
     There are so few calls that the launch queue is never full. The minimum is taken since other load only adds time:
     where a call took up to twice as long for some milliseconds, a loop in Python did, too (benchmarks/LOG.md).
     """
     call()
     times = []
-    for _ in range(repeats):
+    for _ in range(REPEATS):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        for _ in range(calls):
+        for _ in range(CALLS):
             call()
-        times.append((time.perf_counter() - start) / calls)
+        times.append((time.perf_counter() - start) / CALLS)
         torch.cuda.synchronize()
     return min(times)
 
 
-def graph_seconds(call: Callable[[], object], rounds: int = 20) -> float:
+def graph_seconds(call: Callable[[], object]) -> float:
     """Measure the median time of a graph replay between two events: the kernels, their gaps, and the graph's start."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    return seconds({"graph": graph.replay}, rounds)["graph"]
+    return seconds({"graph": graph.replay}, 20)["graph"]
 
 
 def wait_for_gpu(seconds: float = 10.0) -> None:

@@ -127,11 +127,11 @@ class Underflow:
     overflowed: float
 
 
-def underflow(gradients: Tensor, scale: float, fmt: FloatFormat = FP16) -> Underflow:
-    """Measure underflow and overflow of scale · gradients in fmt. The scale is a power of two; zeros do not count."""
+def underflow(gradients: Tensor, scale: float) -> Underflow:
+    """Measure underflow and overflow of scale · gradients in FP16. The scale is a power of two; zeros do not count."""
     x = gradients[gradients != 0].float() * scale
-    rounded = fmt.round(x, saturate=False)
-    small = (rounded != 0) & (rounded.abs() < fmt.smallest_normal)
+    rounded = FP16.round(x, saturate=False)
+    small = (rounded != 0) & (rounded.abs() < FP16.smallest_normal)
     n = max(x.numel(), 1)
     return Underflow(scale, int((rounded == 0).sum()) / n, int(small.sum()) / n, int((~rounded.isfinite()).sum()) / n)
 

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+BINS = 600  # of a thinned series
+MIN_GAP, LABEL_SIZE = 4, 11  # pixels between two tick labels, and points of a label at the end of a line
+
 # name: (on light paper, on dark paper). The light values must differ, since svg.py reheights colors by them.
 PALETTE = {
     "ink": ("#1c2127", "#e6e8eb"),
@@ -166,11 +169,11 @@ def noisy_line(axes: "Axes", x: Floats, y: Floats, color: str) -> Floats:
     return trend
 
 
-def thin(x: Floats, y: Floats, bins: int = 600) -> tuple[Floats, Floats]:
-    """Reduce a series to at most 2·bins points: the minimum and the maximum of each bin, in order."""
-    if len(x) <= 2 * bins:
+def thin(x: Floats, y: Floats) -> tuple[Floats, Floats]:
+    """Reduce a series to at most 2·BINS points: the minimum and the maximum of each bin, in order."""
+    if len(x) <= 2 * BINS:
         return x, y
-    edges = np.linspace(0, len(x), bins + 1).astype(int)
+    edges = np.linspace(0, len(x), BINS + 1).astype(int)
     indices = set()
     for start, end in pairwise(edges):
         part = y[start:end]
@@ -180,28 +183,28 @@ def thin(x: Floats, y: Floats, bins: int = 600) -> tuple[Floats, Floats]:
     return x[index], y[index]
 
 
-def thin_labels(figure: "Figure", axes: "Axes", gap: float = 4) -> None:
-    """Show every n-th tick label of the x axis, for the smallest n that leaves `gap` pixels between two of them.
+def thin_labels(figure: "Figure", axes: "Axes") -> None:
+    """Show every n-th tick label of the x axis, for the smallest n that leaves MIN_GAP pixels between two of them.
 
     The limits of the axes must be final.
     """
     figure.draw_without_rendering()  # computes the layout, so that widths are known
     labels = [label for label in axes.get_xticklabels() if label.get_text()]
     boxes = [label.get_window_extent() for label in labels]
-    fits = (n for n in range(1, len(labels) + 1) if all(b.x0 - a.x1 >= gap for a, b in pairwise(boxes[::n])))
+    fits = (n for n in range(1, len(labels) + 1) if all(b.x0 - a.x1 >= MIN_GAP for a, b in pairwise(boxes[::n])))
     shown = next(fits, 1)
     for number, label in enumerate(labels):
         label.set_visible(number % shown == 0)
 
 
-def label_ends(figure: "Figure", axes: "Axes", labels: Sequence[tuple[float, str, str]], size: float = 11) -> None:
+def label_ends(figure: "Figure", axes: "Axes", labels: Sequence[tuple[float, str, str]]) -> None:
     """Write labels (y, text, color) to the right of the axes at the height of y, moved apart if they would overlap.
 
     The limits of the axes must be final. A label whose y lies outside the limits is written at the edge. All labels
-    stay next to the axes: if they are too many, they are smaller than `size`.
+    stay next to the axes: if they are too many, they are smaller than LABEL_SIZE.
     """
     figure.draw_without_rendering()  # computes the layout, so that heights are known
-    size = min(size, axes.bbox.height / (1.3 * max(len(labels) - 1, 1)))
+    size = min(LABEL_SIZE, axes.bbox.height / (1.3 * max(len(labels) - 1, 1)))
     gap = 1.3 * size / axes.bbox.height
     to_fraction = axes.transData + axes.transAxes.inverted()
     wanted = sorted((float(np.clip(to_fraction.transform((0, y))[1], 0, 1)), text, color) for y, text, color in labels)

@@ -154,9 +154,7 @@ def decoder(s: Sizes, device: str, dtype: torch.dtype = torch.bfloat16) -> Work:
     return _work(model, s.hidden // s.heads, (s.batch, s.sequence, s.hidden), device, dtype)
 
 
-def rank_slice(
-    config: ModelConfig, ranks: int, sequence: int, device: str, dtype: torch.dtype = torch.bfloat16
-) -> Work:
+def rank_slice(config: ModelConfig, ranks: int, sequence: int, device: str) -> Work:
     """Make the first block with experts, with one rank's share of them.
 
     Args:
@@ -164,7 +162,6 @@ def rank_slice(
         ranks: number of ranks that share the experts.
         sequence: tokens of the batch.
         device: "cuda" or "cpu".
-        dtype: dtype of the parameters.
     """
     local = config.n_routed_experts // ranks
     with torch.device("meta"):
@@ -172,7 +169,7 @@ def rank_slice(
         block.mlp.experts = Experts(local, config.hidden_size, config.moe_intermediate_size)
     block.mlp.dispatcher = RankDispatcher(local)
     shape = (1, sequence, config.hidden_size)
-    return _work(block, config.qk_rope_head_dim, shape, device, dtype)
+    return _work(block, config.qk_rope_head_dim, shape, device, torch.bfloat16)
 
 
 def compiled(work: Work) -> Work:

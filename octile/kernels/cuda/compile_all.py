@@ -68,9 +68,9 @@ def _compile_plan(case: str, plan: AnyPlan, architecture: str) -> CompiledKernel
     return _compile(case, plan.kernel, plan.constants, plan.constants["shared_bytes"], architecture, plan.headers)
 
 
-def compile_gemm(case: str, config: GemmConfig, architecture: str = "sm_90a") -> CompiledKernel:
+def compile_gemm(case: str, config: GemmConfig) -> CompiledKernel:
     """Compile the kernel of a GEMM, or read it from the disk cache."""
-    return _compile(case, "gemm", config.constants(), config.shared_bytes, architecture, config.headers())
+    return _compile(case, "gemm", config.constants(), config.shared_bytes, "sm_90a", config.headers())
 
 
 def _compile(

@@ -10,6 +10,8 @@ import numpy as np
 from octile.report.compare.gradients import GradientCheck, WeightGradient
 from octile.report.style import recipe_style, style_axes
 
+WORST = 8  # weights of which a table shows the angles
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -47,10 +49,10 @@ def caption_norms(checks: Sequence[GradientCheck]) -> str:
     return "The norms of the same gradients: below zero, the recipe's gradient is shorter than BF16's."
 
 
-def worst_weights(checks: Sequence[GradientCheck], count: int = 8) -> list[WeightGradient]:
+def worst_weights(checks: Sequence[GradientCheck]) -> list[WeightGradient]:
     """The weights of the last check with the largest angles."""
     known = [weight for weight in checks[-1].weights if not np.isnan(weight.degrees)]
-    return sorted(known, key=lambda weight: -weight.degrees)[:count]
+    return sorted(known, key=lambda weight: -weight.degrees)[:WORST]
 
 
 def _draw(
