@@ -71,6 +71,7 @@ class StateLayout:
 
     def __init__(self, model: DeepseekV3, names: ModelNames, shards: ShardedState | None, ranks: Ranks):
         self._model, self._shards, self._ranks = model, shards, ranks
+        self._rank = 0 if shards is None else shards.rank
         own = ModelNames.of(model)
         self._numbers = [names.updated.index(name) for name in own.updated]
         self._own_numbers = {number: index for index, number in enumerate(self._numbers)}
@@ -165,8 +166,8 @@ class StateLayout:
         found: dict[str, Tensor | Chunk] = dict(tensors)
         for name, tensor in tensors.items():
             layout = self.of(name) if tensor.dim() else None
-            if self._shards is not None and layout is not None and not layout.is_whole:
-                found[name] = Chunk.rows(tensor, layout.starts[self._shards.rank], layout.total)
+            if layout is not None and not layout.is_whole:
+                found[name] = Chunk.rows(tensor, layout.starts[self._rank], layout.total)
         return found
 
     def own_rows(self, checkpoint: ShardedCheckpoint, best: bool = False) -> dict[str, Tensor]:
@@ -187,8 +188,8 @@ class StateLayout:
             if layout is not None and spec.shape[0] != layout.total:
                 raise ValueError(f"{name} is {spec.shape} in the checkpoint but has {layout.total} rows here")
             rows[name] = None
-            if self._shards is not None and layout is not None and not layout.is_whole:
-                rows[name] = layout.rows_of(self._shards.rank)
+            if layout is not None and not layout.is_whole:
+                rows[name] = layout.rows_of(self._rank)
         return checkpoint.read_parts(rows)
 
     def _is_elsewhere(self, name: str) -> bool:
