@@ -28,7 +28,7 @@ from octile.options.names import SETTINGS_FILES, with_options
 from octile.serve.engine.engine import Engine
 from octile.serve.newest_run import newest_run
 from octile.tokenizer import Tokenizer
-from octile.train.compare.compare import Comparison
+from octile.train.compare.comparison import Comparison
 from octile.train.config import OptimConfig, ParallelConfig, TrainConfig, preset
 from octile.train.run.folder import RunFolder
 from octile.validation import annotations_of

@@ -100,7 +100,7 @@ def read(given: Given) -> Options:
         return build(given, Options.of(begin_config(given)))
     announce(f"resumes {out}")
     with importing():
-        from octile.train.compare.compare import Comparison, seeds_text
+        from octile.train.compare.comparison import Comparison, seeds_text
 
     stored = Comparison.read(Path(out))
     recipes, seeds = ",".join(stored.recipes) or "bf16", seeds_text(stored.seeds, stored.config.seed)
@@ -125,7 +125,8 @@ def run(options: Options) -> None:
     if not options.resume:
         announce(f"compares bf16 and {options.recipes}: {describe_settings(config, ('preset', 'seed'))}")
     with importing():
-        from octile.train.compare.compare import compare, parse_seeds
+        from octile.train.compare.compare import compare
+        from octile.train.compare.comparison import parse_seeds
         from octile.train.run.console import RunConsole
 
     seeds, recipes = parse_seeds(options.seeds, options.seed), tuple(options.recipes.split(","))

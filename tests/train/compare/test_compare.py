@@ -18,7 +18,8 @@ from octile.checkpoint.training import load_checkpoint
 from octile.report import read_result
 from octile.signals import Stopped, Terminated
 from octile.train.compare import run as compared_run
-from octile.train.compare.compare import Comparison, compare, parse_seeds, seeds_text
+from octile.train.compare.compare import compare
+from octile.train.compare.comparison import Comparison, parse_seeds, seeds_text
 from octile.train.run.console import RunConsole
 from octile.train.trainer import Trainer
 from tests.train.conftest import micro, silent_console

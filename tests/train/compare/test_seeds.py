@@ -2,7 +2,7 @@
 
 import pytest
 
-from octile.train.compare.compare import baseline_seeds, parse_seeds
+from octile.train.compare.comparison import baseline_seeds, parse_seeds
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from octile.train.compare.compare import Comparison
+from octile.train.compare.comparison import Comparison
 from octile.train.run.folder import RunFolder, lock_folder
 from tests.train.conftest import micro
 
