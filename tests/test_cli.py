@@ -28,7 +28,7 @@ from octile.options.names import SETTINGS_FILES, with_options
 from octile.serve.engine.engine import Engine
 from octile.serve.newest_run import newest_run
 from octile.tokenizer import Tokenizer
-from octile.train.compare.comparison import Comparison
+from octile.train.compare.compare import Comparison
 from octile.train.config import OptimConfig, ParallelConfig, TrainConfig, preset
 from octile.train.run.folder import RunFolder
 from octile.validation import annotations_of
@@ -148,9 +148,7 @@ def test_version(capsys):
     assert call(capsys, "--version")[1].startswith("octile 0.")
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["--version"], pytest.param(["doctor"], marks=pytest.mark.exhaustive)], ids=" ".join
-)
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["doctor"]], ids=" ".join)
 def test_a_closed_output_pipe_is_no_failure(arguments):
     command = subprocess.Popen(
         [sys.executable, "-m", "octile", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -478,6 +476,15 @@ def test_a_file_of_a_model_that_octile_does_not_train_is_refused(capsys, shape, 
 
 
 @pytest.mark.usefixtures("begun")
+def test_a_shape_that_is_no_json_is_refused_by_its_option(capsys, shape):
+    shape.write_text("no JSON")
+    line = refused(capsys, "train", "--model", str(shape))
+    assert line.startswith(
+        f"octile: --model {str(shape)!r} is no shape that octile trains: {shape} is damaged: not JSON"
+    )
+
+
+@pytest.mark.usefixtures("begun")
 @pytest.mark.parametrize(("name", "says"), [("none.json", "No such file or directory"), (".", "Is a directory")])
 def test_a_file_of_a_shape_that_cannot_be_read(capsys, tmp_path, name, says):
     assert refused(capsys, "train", "--model", str(tmp_path / name)) == f"octile: {str(tmp_path / name)!r}: {says}\n"
@@ -701,7 +708,7 @@ NOT_RUN = {  # torchrun's environment, and arguments: the message
     "no expert parallelism": (
         {},
         ["--parallel.exchange=auto"],
-        "has no effect without expert parallelism: add --pa",
+        "exchange has no effect without expert parallelism: add",
     ),
     "no sums": ({}, ["--parallel.reduce=bfloat16"], "has no effect without data-parallel ranks: add --parallel.dp N"),
     "too few layers": (

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from octile.options.fields import Option, attribute_texts, dataclass_of, options_of
 from octile.validation import annotations_of
 
-INDENT, OVERVIEW_INDENT, NARROW_INDENT = 28, 12, 8  # of descriptions
+INDENT, NARROW_INDENT = 28, 8  # of descriptions
 NBSP = "\xa0"  # a blank at which no line ends
 NARROW = 70  # columns; in a narrower terminal a description has lines of its own
 
@@ -105,7 +105,8 @@ def overview_text(command: str, title: str, summaries: Mapping[str, str]) -> str
         summaries: the commands, and what each does.
     """
     head = [*_wrapped(title), ""] if title else []
-    lines = [line for name, text in summaries.items() for line in _described(name, text, OVERVIEW_INDENT)]
+    indent = max(map(len, summaries)) + 4
+    lines = [line for name, text in summaries.items() for line in _described(name, text, indent)]
     return "\n".join([*head, *_usage(f"{command}COMMAND [--help] …"), "", *lines])
 
 

@@ -139,7 +139,7 @@ def _assign(options: Sequence[Option], words: list[str]) -> dict[str, list[str]]
         name = f"--{typed.removeprefix('--').replace('_', '-')}"
         option = named.get(name) or negations.get(name)
         if option is None or not typed.startswith("--"):
-            raise OptionError(typed, f"is unknown{_suggestion(name, [*named, *negations], options)}")
+            raise OptionError(typed, f"is unknown{_suggestion(name, [*named, *negations, HELP_ALL])}")
         if option.is_flag:
             if equals:
                 raise OptionError(name, f"takes no value, but {assigned!r} is given")
@@ -188,7 +188,7 @@ def _needs_value(option: Option, following: str, known: Collection[str]) -> str:
     return f"{needs}: write {option.name}={shlex.quote(following)} for one that begins with a dash"
 
 
-def _suggestion(name: str, known: Sequence[str], options: Sequence[Option]) -> str:
+def _suggestion(name: str, known: Sequence[str]) -> str:
     """Name the options that could be meant: those of the same last word, or those that are written alike."""
     last = name.removeprefix("--").rpartition(".")[2]
     alike = [each for each in known if each.rpartition(".")[2] == last] or get_close_matches(

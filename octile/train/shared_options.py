@@ -12,7 +12,6 @@ from octile.options import Given, Named
 from octile.text import escape_control_characters
 from octile.torchrun import own_rank
 from octile.train.config import TrainConfig, preset
-from octile.validation import read_json
 
 ModelFile = Annotated[Path | None, Named("--model", "FILE")]
 
@@ -42,9 +41,8 @@ def _read_shape(file: str) -> ModelConfig:
     """The model of a file, without what the file says about weights that were once stored with it."""
     if not file:
         raise ValueError("model_file is empty: name a path")
-    values = read_json(Path(file))
     try:
-        return replace(ModelConfig.from_hf(values), extra={})
+        return replace(ModelConfig.read(file), extra={})
     except ValueError as error:
         raise ValueError(f"model_file {file!r} is no shape that octile trains: {error}") from None
 

@@ -78,10 +78,19 @@ def test_without_sections_all_options_are_shown_by_the_fields_that_hold_them():
     assert "--help-all" not in help_text("test", Options)
 
 
-def test_a_default_stays_on_one_line(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "70")
-    monkeypatch.setattr(Options, "__doc__", "Do.\n\nAttributes:\n    name: a text as long as one line of it")
-    assert "\n                            (default: 'a b')" in help_text("test", Options)
+def test_a_default_stays_on_one_line():
+    @dataclass(frozen=True)
+    class Long:
+        """Do something.
+
+        Attributes:
+            name: a text that is nearly as long as one line.
+        """
+
+        name: str = "x"
+
+    lines = help_text("test", Long).splitlines()
+    assert lines[5:7] == [f"  {'--name STR':24}  a text that is nearly as long as one line.", " " * 28 + "(default: x)"]
 
 
 def test_a_section_of_an_unknown_field_is_an_error():
@@ -96,6 +105,11 @@ def test_no_line_is_wider_than_the_terminal(monkeypatch, columns):
         help_text("test", Options) + "\n" + overview_text("lab ", "octile", {"formats": "Show the values of formats."})
     )
     assert [line for line in text.splitlines() if len(line) > int(columns)] == []
+
+
+def test_the_summaries_of_an_overview_stand_below_each_other():
+    lines = overview_text("lab ", "", {"what-if": "Compute.", "accumulate": "Measure."}).splitlines()
+    assert lines[2:] == ["  what-if     Compute.", "  accumulate  Measure."]
 
 
 def test_a_usage_and_a_description_are_indented_to_where_they_begin(monkeypatch):

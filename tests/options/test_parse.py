@@ -108,6 +108,7 @@ def test_what_is_not_given_is_that_of_the_default():
         (["a", "--rate=3"], "--rate is unknown; perhaps you meant --inner.rate or --absent.rate"),
         (["a", "--zzz"], "--zzz is unknown"),
         (["a", "-b"], "-b is unknown"),
+        (["a", "--help-al"], "--help-al is unknown; perhaps you meant --help-all"),
         (["a", "--is-new=yes"], "--is-new takes no value, but 'yes' is given"),
         (["a", "--name"], "--name needs a value"),
         (["a", "--name", "--kind", "b"], "--name needs a value"),
