@@ -63,7 +63,7 @@ def same(a, b):
     return all(t.equal(b.state_dict()[name]) for name, t in a.state_dict().items())
 
 
-@pytest.mark.parametrize("config_class", [LlamaConfig, Qwen3Config])
+@pytest.mark.parametrize("config_class", [pytest.param(LlamaConfig, marks=pytest.mark.exhaustive), Qwen3Config])
 def test_a_run_that_resumes_from_the_trainers_checkpoint_ends_with_the_same_bits(tmp_path, config_class):
     settings = {"bf16": True, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
     straight, stopped, resumed = (build(config_class) for _ in range(3))

@@ -79,7 +79,15 @@ def test_the_machine_code_of_a_kernel_and_of_its_variant(monkeypatch, tmp_path):
 
 
 @pytest.mark.skipif(build.compiler() is None, reason="the emulator needs a C++ compiler")
-@pytest.mark.parametrize("options", [{}, {"cluster_m": 2}, {"ping_pong": True}, {"accumulators": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"cluster_m": 2},
+        *(pytest.param(o, marks=pytest.mark.exhaustive) for o in ({"ping_pong": True}, {"accumulators": 2})),
+    ],
+    ids=str,
+)
 def test_the_variant_computes_what_the_kernel_does(monkeypatch, options: dict[str, Any]):
     a, b = operand((150, 128 * 37), Scales.PER_ROW), operand((70, 128 * 37), Scales.PER_BLOCK, 1)
     kernel = config(128, 32, 4, **options)

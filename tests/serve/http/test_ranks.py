@@ -217,6 +217,7 @@ def test_a_killed_rank_ends_the_server_with_one_line_that_says_so(folder, is_bus
         assert_names_the_lost_rank(server)
 
 
+@pytest.mark.exhaustive  # test_lost_ranks has the farewells, and the killed rank above the line
 def test_a_rank_that_ends_while_rank_0_hangs_in_a_send_ends_the_server(folder, tmp_path):
     (script := tmp_path / "serve.py").write_text(HANGING_SEND)
     with serving(folder, program=(str(script),)) as (server, client):

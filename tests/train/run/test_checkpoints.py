@@ -19,6 +19,9 @@ from octile.train.trainer import Trainer
 from tests.train.run import moved_cases
 from tests.train.run.moved_cases import STEPS, WORLDS, config
 
+# test_moved_runs goes from two ranks and from a pipeline to one process and back
+every_world = pytest.mark.exhaustive
+
 
 @pytest.fixture(scope="module")
 def moved(store: TokenStore, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -32,10 +35,12 @@ def moved(store: TokenStore, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@every_world
 def test_every_number_of_ranks_continues_with_the_bits_of_the_one_before(moved: Path):
     assert latest_checkpoint(moved / "checkpoints").name == f"step_{STEPS * len(WORLDS):08d}"
 
 
+@every_world
 def test_the_losses_are_those_of_one_process(moved: Path, store: TokenStore):
     found: dict[str, float] = {}
     for world in WORLDS:

@@ -133,6 +133,7 @@ def test_a_run_whose_folder_is_lost_continues_in_a_new_one(straight, place, tmp_
     assert (tmp_path / "new" / "report.html").exists()
 
 
+@pytest.mark.exhaustive  # one process continues from the store below, and two ranks from a folder in test_torchrun
 def test_two_ranks_continue_from_the_store_after_a_kill_and_so_does_one(
     arguments, straight, server, place, tmp_path, capsys
 ):

@@ -3,6 +3,7 @@
 import os
 import shutil
 import tempfile
+from collections.abc import Collection
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -334,8 +335,16 @@ def gpu_cases() -> dict[str, object]:
     }
 
 
-def run(rank: int, world: int, folder: str, store: str, port: int, device: str = "cpu") -> None:
-    """Run all cases as one rank, on a CPU or each rank on its GPU, and write what went wrong in each."""
+def run(
+    rank: int,
+    world: int,
+    folder: str,
+    store: str,
+    port: int,
+    device: str = "cpu",
+    names: Collection[str] | None = None,
+) -> None:
+    """Run all cases, or those of some names, as one rank on a CPU or a GPU, and write what went wrong in each."""
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -343,6 +352,6 @@ def run(rank: int, world: int, folder: str, store: str, port: int, device: str =
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     ranks, tokens = join(torch.device(device, rank if device == "cuda" else None), 60), TokenStore.open(Path(store))
     own = gpu_cases() if device == "cuda" else cases(world)
-    run_cases({name: partial(case, tokens, ranks) for name, case in own.items()}, folder, rank)
+    run_cases({name: partial(own[name], tokens, ranks) for name in names or own}, folder, rank)
     dist.barrier()
     leave()

@@ -200,7 +200,13 @@ HANGS = {  # options, where rank 0 waits, where rank 1 hangs
 }
 
 
-@pytest.mark.parametrize(("options", "waits", "hangs"), HANGS.values(), ids=HANGS)
+@pytest.mark.parametrize(
+    ("options", "waits", "hangs"),
+    [
+        pytest.param(*HANGS["data parallel"], id="data parallel", marks=pytest.mark.exhaustive),
+        pytest.param(*HANGS["pipeline"], id="pipeline"),
+    ],
+)
 def test_a_hang_names_the_rank_and_the_operation(arguments, tmp_path: Path, options: list[str], waits: str, hangs: str):
     arguments = [*arguments, *options, "--steps=4", "--parallel.timeout=5", f"--out={tmp_path / 'run'}"]
     ended = train(tmp_path, *arguments, fault="hang")
