@@ -1,4 +1,4 @@
-"""Operators of a decode step of few rows: products of FP8 weights and latent attention, each with what surrounds it.
+"""Operators of small-batch decode: products of FP8 weights and latent attention, each with what surrounds it.
 
 With few rows a product reads its weight and does little else, and a step of many small operators waits for their
 starts. So these operators take together what other steps compute one after the other, with the same formulas:

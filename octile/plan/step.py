@@ -21,7 +21,7 @@ OPTIMIZER_BYTES = {  # of a parameter: AdamW reads 12 and writes 8, the norm rea
 QUANTIZED_BYTES = 6  # of a weight that is quantized: FP32 read, two FP8 forms written
 TRILLION = 1e12
 ROUNDING = 1e-9  # share of a sum of times that is the rounding of its terms
-LEAST = 1e-9  # seconds: `Costs` needs times above 0
+MIN_SECONDS = 1e-9  # `Costs` needs times above 0
 
 
 @dataclass(frozen=True)
@@ -150,9 +150,9 @@ def stage_costs(c: ModelConfig, layout: Layout, cluster: Cluster, stages: tuple[
     """
     costs = tuple(
         Costs(
-            forward=max(stage.alone["forward"] + stage.exchanged, LEAST),
-            input_gradient=max(stage.alone["input_gradient"] + stage.exchanged, LEAST),
-            weight_gradient=max(stage.alone["weight_gradient"], LEAST),
+            forward=max(stage.alone["forward"] + stage.exchanged, MIN_SECONDS),
+            input_gradient=max(stage.alone["input_gradient"] + stage.exchanged, MIN_SECONDS),
+            weight_gradient=max(stage.alone["weight_gradient"], MIN_SECONDS),
         )
         for stage in stages
     )

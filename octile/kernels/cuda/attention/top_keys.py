@@ -13,7 +13,7 @@ from octile.kernels.cuda.gemm import num_sms, request
 from octile.kernels.cuda.jit.launch import launch as launch_kernel
 from octile.kernels.hopper import SHARED_BYTES
 
-MOST = 4096  # columns that are chosen and sorted
+MAX_SORTED = 4096  # columns that are chosen and sorted
 SAMPLES = 2048  # of a row
 THREADS, FEW_ROWS_THREADS = 512, 1024
 
@@ -21,8 +21,8 @@ THREADS, FEW_ROWS_THREADS = 512, 1024
 def why_unsupported(logits: Tensor, k: int) -> str | None:
     """Return why this kernel does not choose k of the columns of logits [S, W]; None: it does."""
     s, w = logits.shape
-    if min(k, w) > MOST:
-        return f"{min(k, w)} columns are chosen, more than {MOST}"
+    if min(k, w) > MAX_SORTED:
+        return f"{min(k, w)} columns are chosen, more than {MAX_SORTED}"
     if not s or not w:
         return "there are no rows or columns"
     return request.why_not_on(logits.device)
