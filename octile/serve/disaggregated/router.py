@@ -219,7 +219,7 @@ class Router:
         n_prefill, n_decode = processes.prefill, processes.decode
         devices = _devices(device, n_prefill + n_decode, cache)
         threads = max(1, (os.cpu_count() or 1) // len(devices))
-        options = [WorkerOptions(run, of_process, threads, engine, cache) for of_process in devices]
+        options = [WorkerOptions(run, each, threads, engine, cache) for each in devices]
         self._prefill: list[_Process] = []
         self._decode: list[_Process] = []
         self._running: dict[int, _Running] = {}
@@ -239,7 +239,7 @@ class Router:
                     f"{', '.join(f'{r.max_position:,}' for r in ready)} tokens, and not all of these need an indexer"
                 )
             for i, process in enumerate(self._decode):
-                process.send(OpenPools([of_prefill.shared[i] for of_prefill in ready[:n_prefill]]))
+                process.send(OpenPools([filling.shared[i] for filling in ready[:n_prefill]]))
         except BaseException:
             self.close()
             raise

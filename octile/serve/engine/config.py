@@ -93,8 +93,8 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "parallel.")
-        of_ranks = "tp", "shared_experts", "redundant_experts", "active_experts", "rebalance", "micro_batches"
-        name = next((name for name in of_ranks if getattr(self, name) != getattr(type(self), name)), None)
+        names = "tp", "shared_experts", "redundant_experts", "active_experts", "rebalance", "micro_batches"
+        name = next((name for name in names if getattr(self, name) != getattr(type(self), name)), None)
         if self.ep == 1 and name is not None:
             raise ValueError(f"parallel.{name} has no effect in one process: parallel.ep must be at least 2")
         if self.ep % self.tp:

@@ -110,8 +110,8 @@ class Drafter:
         for n in range(1, self._n_drafts + 1):
             if not drafting:
                 return
-            of_rows = [Row(request.sampling, request.seed, len(request.tokens) + n - 1) for request, _ in drafting]
-            drafts = choose_each(results.logits, of_rows)
+            draft_rows = [Row(request.sampling, request.seed, len(request.tokens) + n - 1) for request, _ in drafting]
+            drafts = choose_each(results.logits, draft_rows)
             goes_on: list[tuple[Request, int, int]] = []
             for (request, row), draft in zip(drafting, drafts, strict=True):
                 if isinstance(draft, Exception):

@@ -230,8 +230,8 @@ class Engine:
                 n_tokens -= n_drafts - n_accepted
                 output = self._extend(request, n_tokens, chosen[: n_accepted + 1], n_drafts, why)
                 if logprobs and output.tokens:
-                    of_rows = range(n_rows, n_rows + len(output.tokens))
-                    output = output._replace(logprobs=tuple(logprobs[i] for i in of_rows if i in logprobs))
+                    rows_of_output = range(n_rows, n_rows + len(output.tokens))
+                    output = output._replace(logprobs=tuple(logprobs[i] for i in rows_of_output if i in logprobs))
                 outputs.append(output)
                 n_rows += 1 + n_drafts
             else:

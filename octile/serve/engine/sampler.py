@@ -77,11 +77,11 @@ def log_probabilities(logits_LV: Tensor, tokens: Sequence[int], rows: Sequence[R
     """
     counts = [row.sampling.logprobs or 0 for row in rows]
     logprobs_LV = logits_LV.log_softmax(-1)
-    of_tokens = logprobs_LV.gather(1, torch.tensor(tokens, device=logits_LV.device)[:, None])[:, 0].tolist()
+    token_logprobs = logprobs_LV.gather(1, torch.tensor(tokens, device=logits_LV.device)[:, None])[:, 0].tolist()
     top, top_tokens = (t.tolist() for t in logprobs_LV.topk(min(max(counts), logits_LV.shape[1])))
     return [
         TokenLogprobs(token, logprob, tuple(zip(top_tokens[i][:count], top[i][:count], strict=True)))
-        for i, (token, logprob, count) in enumerate(zip(tokens, of_tokens, counts, strict=True))
+        for i, (token, logprob, count) in enumerate(zip(tokens, token_logprobs, counts, strict=True))
     ]
 
 
@@ -163,8 +163,8 @@ def choose_tokens(logits_LV: Tensor, rows: Sequence[Row]) -> TokenChoice:
     asked = [i for i, row in enumerate(rows) if row.sampling.logprobs is not None and tokens[i] >= 0]
     logprobs = dict[int, TokenLogprobs]()
     if asked:
-        logits, chosen, of_asked = logits_LV[asked], [tokens[i] for i in asked], [rows[i] for i in asked]
-        results = _isolated(lambda part: log_probabilities(logits[part], chosen[part], of_asked[part]), len(asked))
+        logits, chosen, asking = logits_LV[asked], [tokens[i] for i in asked], [rows[i] for i in asked]
+        results = _isolated(lambda part: log_probabilities(logits[part], chosen[part], asking[part]), len(asked))
         for i, result in zip(asked, results, strict=True):
             if isinstance(result, Exception):
                 tokens[i], errors[i] = NOT_A_NUMBER, _describe(result)

@@ -61,16 +61,16 @@ class Stats:
     def of_ranks(cls, stats: Sequence[Stats]) -> Stats:
         """Add the counts of ranks that step together; of steps, take the most that a rank has had requests in.
 
-        Of ranks that share their requests one gives all counts, and the others those of `of_experts_only`.
+        Of ranks that share their requests one gives all counts, and the others those of `only_expert_tokens`.
         """
         steps = {name: max(getattr(s, name) for s in stats) for name in ("steps", "steps_ahead")}
         counts = [f.name for f in fields(cls) if f.name not in (*steps, "expert_tokens")]
-        of_ranks = [s.expert_tokens for s in stats if s.expert_tokens is not None]
-        tokens = ExpertTokensOfRanks(of_ranks) if of_ranks else None
+        rank_tokens = [s.expert_tokens for s in stats if s.expert_tokens is not None]
+        tokens = ExpertTokensOfRanks(rank_tokens) if rank_tokens else None
         return cls(**{name: sum(getattr(s, name) for s in stats) for name in counts}, **steps, expert_tokens=tokens)
 
     @property
-    def of_experts_only(self) -> Stats:
+    def only_expert_tokens(self) -> Stats:
         """The tokens of experts alone, which a rank has counted of its own rows."""
         return Stats(expert_tokens=self.expert_tokens)
 
@@ -96,10 +96,10 @@ class ChangedStats:
         """Return the counts to send now."""
         stats = self._stats()
         tokens = stats.expert_tokens
-        of_ranks = tokens.of_ranks if isinstance(tokens, ExpertTokensOfRanks) else [tokens]
-        if len(of_ranks) == len(self._sent) and all(map(is_, of_ranks, self._sent)):
+        rank_tokens = tokens.rank_tokens if isinstance(tokens, ExpertTokensOfRanks) else [tokens]
+        if len(rank_tokens) == len(self._sent) and all(map(is_, rank_tokens, self._sent)):
             return replace(stats, expert_tokens=None)
-        self._sent = of_ranks
+        self._sent = rank_tokens
         return stats
 
 
@@ -107,17 +107,17 @@ class ExpertTokensOfRanks(ExpertTokens):
     """How many tokens each expert has had on several ranks together, which is computed when it is read.
 
     Attributes:
-        of_ranks: the tokens of each expert by layer, of at least one rank.
+        rank_tokens: the tokens of each expert by layer, of at least one rank.
     """
 
-    def __init__(self, of_ranks: Sequence[ExpertTokens]):
-        self.of_ranks = of_ranks
+    def __init__(self, rank_tokens: Sequence[ExpertTokens]):
+        self.rank_tokens = rank_tokens
 
     def __getitem__(self, layer: int) -> tuple[int, ...]:
-        return tuple(map(sum, zip(*(tokens[layer] for tokens in self.of_ranks), strict=True)))
+        return tuple(map(sum, zip(*(tokens[layer] for tokens in self.rank_tokens), strict=True)))
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self.of_ranks[0])
+        return iter(self.rank_tokens[0])
 
     def __len__(self) -> int:
-        return len(self.of_ranks[0])
+        return len(self.rank_tokens[0])

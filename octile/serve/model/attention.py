@@ -61,11 +61,11 @@ class Queries(NamedTuple):
     """What rows attend with: queries [T, H, X], and those of the indexer, if positions are chosen."""
 
     q: Tensor
-    of_index: IndexQueries | None
+    index_queries: IndexQueries | None
 
     def rows(self, first: int, n: int) -> Queries:
         """Return n rows."""
-        return Queries(self.q.narrow(0, first, n), self.of_index and self.of_index.rows(first, n))
+        return Queries(self.q.narrow(0, first, n), self.index_queries and self.index_queries.rows(first, n))
 
 
 @dataclass(frozen=True)
@@ -136,8 +136,8 @@ class Attention:
         _, _, q_TX, latent_TC, rope_TR = self._projected(x_TD, w)
         q_THX = q_TX.unflatten(-1, (self.n_heads, -1))
         q_THW = q_THX.new_empty(*q_THX.shape[:2], c.kv_lora_rank + c.qk_rope_head_dim)
-        of_norm = w.attention.kv_norm, NORM_EPS
-        write_and_rotate(self.cache.layers[layer], step.slots, latent_TC, rope_TR, *of_norm, *cos_sin, q_THX, q_THW)
+        norm = w.attention.kv_norm, NORM_EPS
+        write_and_rotate(self.cache.layers[layer], step.slots, latent_TC, rope_TR, *norm, *cos_sin, q_THX, q_THW)
         self.gemms.heads_nt(q_THX[..., : c.qk_nope_head_dim], w.attention.w_k, q_THW[..., : c.kv_lora_rank])
         out_TV = q_THX.new_empty(len(q_THX), self.n_heads * c.v_head_dim)
         self._attend_to_pages(q_THW, None, layer, w.attention, step, out_TV.unflatten(-1, (self.n_heads, -1)))
@@ -183,13 +183,13 @@ class Attention:
             the normed input, compressed queries if there are any, queries [T, H·X], latents [T, C] before their norm,
             and rotary keys [T, R] before they are rotated.
         """
-        of_x, indexer = w.attention.x, None if self.index is None else w.attention.indexer
-        fp8, values = of_x.has_fp8, of_x.has_values
+        projections, indexer = w.attention.x, None if self.index is None else w.attention.indexer
+        fp8, values = projections.has_fp8, projections.has_values
         if indexer is not None:  # whose weights of heads are in high precision
             fp8, values = fp8 or isinstance(indexer.k, ScaledTensor), True
         x = self._gathered(self.gemms.norm(x_TD, w.input_norm, self.config.rms_norm_eps, fp8, values))
         out = out_TW if w.attention.q_up is None else None
-        q_TX, latent_TC, rope_TR = self.gemms.projections(x, of_x, out=out)
+        q_TX, latent_TC, rope_TR = self.gemms.projections(x, projections, out=out)
         q: Rows | None = None
         if w.attention.q_up is not None:
             assert w.attention.q_norm is not None
@@ -252,36 +252,36 @@ class Attention:
             out_TV = queries.q.new_empty(len(queries.q), self.n_heads * self.config.v_head_dim)
         o_THV = out_TV.unflatten(-1, (self.n_heads, -1))
         if n_decode:
-            q, of_index = queries.rows(0, n_decode)
-            self._attend_to_pages(self._absorb(q, w), of_index, layer, w, step, o_THV[:n_decode])
+            q, index_queries = queries.rows(0, n_decode)
+            self._attend_to_pages(self._absorb(q, w), index_queries, layer, w, step, o_THV[:n_decode])
         end = step.prefills[-1].first_row + step.prefills[-1].rows if step.prefills else n_decode
         out_TV[end:] = 0  # rows that only fill GEMMs
         for piece in step.prefills:
-            of_piece = queries.rows(piece.first_row, piece.rows)
+            piece_queries = queries.rows(piece.first_row, piece.rows)
             out_SHV = o_THV.narrow(0, piece.first_row, piece.rows)
             if self._is_sparse(piece):
-                self._attend_to_chosen(out_SHV, of_piece, layer, w, step, piece)
+                self._attend_to_chosen(out_SHV, piece_queries, layer, w, step, piece)
             else:
-                self.naive.attend(out_SHV, of_piece.q, layer, w, step, piece, own)
+                self.naive.attend(out_SHV, piece_queries.q, layer, w, step, piece, own)
         return out_TV
 
     def _attend_to_pages(
-        self, q_THW: Tensor, of_index: IndexQueries | None, layer: int, w: AttentionWeights, step: Step, out_THV: Tensor
+        self, q_THW: Tensor, index: IndexQueries | None, layer: int, w: AttentionWeights, step: Step, out_THV: Tensor
     ) -> None:
         """Attend from absorbed queries to the rows' pages, and write the result times W_UV to out."""
         splits = INVARIANT_SPLITS if self.gemms.batch_invariant else 0
         cached = self.cache.layers[layer]
         last = self.config.kv_lora_rank, self.softmax_scale, splits
-        if of_index is None or step.schedule is None:
+        if index is None or step.schedule is None:
             o_THC = paged_attention(q_THW, cached, step.pages, step.lengths, *last, step.rows_per_text)
         else:
             assert self.index is not None
             if self.index.dtype == torch.float32:
                 read, text = partial(self._index_keys, layer), (step.pages, step.lengths)
-                chosen_TK = top_k_of_pages_in_fp32(of_index, read, *text, self._n_chosen)
+                chosen_TK = top_k_of_pages_in_fp32(index, read, *text, self._n_chosen)
             else:
                 keys, scheduled = self.index.layers[layer], (step.pages, step.lengths, step.schedule)
-                chosen_TK = top_k_of_pages(of_index, keys, *scheduled, self._n_chosen)
+                chosen_TK = top_k_of_pages(index, keys, *scheduled, self._n_chosen)
             o_THC = paged_sparse_attention(q_THW, cached, step.pages, chosen_TK, *last)
         self.gemms.heads_nt(o_THC, w.w_v, out_THV)
 
@@ -316,9 +316,9 @@ class Attention:
         n_rows = len(queries.q)
         for row in range(0, n_rows, at_once):
             n = min(at_once, n_rows - row)
-            of = queries.rows(row, n)
-            assert of.of_index is not None
+            part = queries.rows(row, n)
+            assert part.index_queries is not None
             position = len(slots_L) - n_rows + row
-            slots_TK = top_k_of_prefix(of.of_index, k_LE, scale_L, slots_L, position, self._n_chosen)
-            o_THC = sparse_attention(self._absorb(of.q, w), latents, slots_TK, c.kv_lora_rank, self.softmax_scale)
+            slots_TK = top_k_of_prefix(part.index_queries, k_LE, scale_L, slots_L, position, self._n_chosen)
+            o_THC = sparse_attention(self._absorb(part.q, w), latents, slots_TK, c.kv_lora_rank, self.softmax_scale)
             self.gemms.heads_nt(o_THC, w.w_v, out_SHV.narrow(0, row, n))

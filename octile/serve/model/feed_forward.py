@@ -65,7 +65,7 @@ class FeedForward:
     exchange: SortedExchange | None = None
     routes_shared: bool = False
 
-    def of_rows(self, rows: int) -> FeedForward:
+    def for_rows(self, rows: int) -> FeedForward:
         """Return these for steps of at most so many rows on any rank, or on any group of ranks."""
         dispatcher, exchange, n_own = self.dispatcher, self.exchange, self.tp.n_own(rows)
         if isinstance(dispatcher, PeerDispatcher):
@@ -220,7 +220,7 @@ class ExpertLoad:
     def __init__(self, layers: Sequence[int], n_experts: int, window: int, device: torch.device):
         self._layers, self._every, self._steps = list(layers), window // PARTS, 0
         self._total = torch.zeros(len(self._layers), n_experts, dtype=torch.int64, device=device)
-        self._of_layer = dict(zip(self._layers, self._total, strict=True))
+        self._counts = dict(zip(self._layers, self._total, strict=True))
         self._totals = deque([torch.zeros_like(self._total, device="cpu")], maxlen=PARTS + 1)
         self._copied: tuple[Tensor, torch.cuda.Event] | None = None
         self.in_window: Mapping[int, tuple[int, ...]] = {}
@@ -229,7 +229,7 @@ class ExpertLoad:
     def count(self, layer: int, experts_TK: Tensor, slots_T: Tensor) -> None:
         """Count the chosen experts, int64, of a layer's rows, but for those that are written to no slot: padding."""
         is_row = (slots_T >= 0).to(torch.int64)[:, None].expand(experts_TK.shape)
-        self._of_layer[layer].scatter_add_(0, experts_TK.flatten(), is_row.flatten())
+        self._counts[layer].scatter_add_(0, experts_TK.flatten(), is_row.flatten())
 
     def end_step(self) -> None:
         """Move the window by a step."""

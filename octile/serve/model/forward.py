@@ -102,9 +102,9 @@ class Forward:
         """Return this pass with other attributes of `FeedForward`."""
         return replace(self, feed_forward=replace(self.feed_forward, **changes))
 
-    def of_rows(self, rows: int) -> Forward:
+    def for_rows(self, rows: int) -> Forward:
         """Return this pass for steps of at most so many rows on any rank, or on any group of ranks."""
-        return replace(self, feed_forward=self.feed_forward.of_rows(rows))
+        return replace(self, feed_forward=self.feed_forward.for_rows(rows))
 
     def hidden(self, step: Step) -> Tensor:
         """Compute what the head reads, [T, D], and write the rows' latents of all layers but the prediction layer."""

@@ -95,8 +95,8 @@ class NaiveAttention:
             o_BSHV, lse_BHS = attention(q_BSHX, k_SHX[None], v_SHV[None], self.softmax_scale)
             for part in before.split(max_positions):
                 k_LHX, v_LHV = self._keys_and_values(layer, w, part)
-                of_part = attention(q_BSHX, k_LHX[None], v_LHV[None], self.softmax_scale, False)
-                o_BSHV, lse_BHS = _merge((o_BSHV, lse_BHS), of_part)
+                attended = attention(q_BSHX, k_LHX[None], v_LHV[None], self.softmax_scale, False)
+                o_BSHV, lse_BHS = _merge((o_BSHV, lse_BHS), attended)
         return o_BSHV[0].to(q_SHX.dtype)
 
     def _keys_and_values(self, layer: int, w: AttentionWeights, slots_L: Tensor) -> tuple[Tensor, Tensor]:

@@ -71,14 +71,15 @@ def why_no_small_batch(attention: Attention) -> str | None:
 def has_small_batch_products(w: AttentionWeights) -> bool:
     """Whether all projections are in FP8 or all in high precision, and those of the block's input are joined."""
     others = [w.o] if w.q_up is None else [w.o, w.q_up]
-    return len(w.x.weights) == 1 and len({isinstance(of, ScaledTensor) for of in (w.x.weights[0], *others)}) == 1
+    are_fp8 = {isinstance(weight, ScaledTensor) for weight in (w.x.weights[0], *others)}
+    return len(w.x.weights) == 1 and len(are_fp8) == 1
 
 
 def add_attention(
     attention: Attention, x_TD: Tensor, layer: int, w: BlockWeights, step: Step, cos_sin: tuple[Tensor, Tensor]
 ) -> Tensor:
     """Write the rows' latents of a block, and return the block's input plus its attention: [T, D]."""
-    of, cache = w.attention, attention.cache.layers[layer]
+    a, cache = w.attention, attention.cache.layers[layer]
     c, power_of_2 = attention.config, attention.gemms.power_of_2
 
     def product(x_TK: Tensor, norm: Tensor | None, eps: float, weight: Weight, add: Tensor | None = None) -> Tensor:
@@ -87,20 +88,20 @@ def add_attention(
             return F.linear(normed_TK, weight) if add is None else torch.addmm(add, normed_TK, weight.mT)
         return few_rows_nt(x_TK, norm, eps, weight.data, weight.scale, power_of_2, add)
 
-    (sizes,) = of.x.sizes
-    q_kv_TY = product(x_TD, w.input_norm, c.rms_norm_eps, of.x.weights[0])
+    (sizes,) = a.x.sizes
+    q_kv_TY = product(x_TD, w.input_norm, c.rms_norm_eps, a.x.weights[0])
     q_TX, kv_TW = q_kv_TY.split([sizes[0], c.kv_lora_rank + c.qk_rope_head_dim], dim=-1)
-    if of.q_up is not None:
-        q_TX = product(q_TX, of.q_norm, NORM_EPS, of.q_up)
+    if a.q_up is not None:
+        q_TX = product(q_TX, a.q_norm, NORM_EPS, a.q_up)
     text = step.slots, cache, step.pages, step.lengths
-    o_TV = latent_attention(q_TX, kv_TW, of.w_k, of.kv_norm, NORM_EPS, *cos_sin, *text, of.w_v, attention.softmax_scale)
-    return product(o_TV, None, 0.0, of.o, x_TD)
+    o_TV = latent_attention(q_TX, kv_TW, a.w_k, a.kv_norm, NORM_EPS, *cos_sin, *text, a.w_v, attention.softmax_scale)
+    return product(o_TV, None, 0.0, a.o, x_TD)
 
 
 def has_small_batch_feed_forward(feed_forward: FeedForward, w: MLPWeights | MoEWeights) -> bool:
     """Whether all weights of a SwiGLU layer or a mixture are in FP8, and those of a mixture joined and on one GPU."""
     if isinstance(w, MLPWeights):
-        return all(isinstance(of, ScaledTensor) for of in (*w.x.weights, w.down))
+        return all(isinstance(weight, ScaledTensor) for weight in (*w.x.weights, w.down))
     return feed_forward.expert_parallel is None and all(
         len(part.x.weights) == 1 and isinstance(part.x.weights[0], ScaledTensor) and isinstance(part.down, ScaledTensor)
         for part in (w, w.shared)
@@ -112,9 +113,9 @@ def add_feed_forward(feed_forward: FeedForward, x_TD: Tensor, layer: int, w: Blo
     if isinstance(w.mlp, MLPWeights):
         return _add_mlp(feed_forward, x_TD, w.post_norm, w.mlp)
     c, mlp = feed_forward.config, w.mlp
-    of_gate = x_TD, w.post_norm, c.rms_norm_eps, mlp.gate, mlp.bias, *feed_forward.routing
+    operands = x_TD, w.post_norm, c.rms_norm_eps, mlp.gate, mlp.bias, *feed_forward.routing
     weights = *fp8_tensors(mlp), *fp8_tensors(mlp.shared)
-    experts_TK = few_rows_mixture(*of_gate, *weights, feed_forward.gemms.power_of_2)
+    experts_TK = few_rows_mixture(*operands, *weights, feed_forward.gemms.power_of_2)
     if feed_forward.expert_load is not None:
         feed_forward.expert_load.count(layer, experts_TK, slots)
     return x_TD
@@ -169,18 +170,18 @@ def why_kernels_lack(
 
 def _attention_lacks(weights: ServedWeights, cache: Tensor, w: BlockWeights) -> Iterator[str]:
     """Ask each kernel about a call like that of `add_attention` with 8 rows, which need the most memory."""
-    of, c = w.attention, weights.config
-    if not has_small_batch_products(of):
+    a, c = w.attention, weights.config
+    if not has_small_batch_products(a):
         yield "the projections of attention's input are not joined, or only some projections are in FP8"
         return
-    (sizes,), width = of.x.sizes, c.kv_lora_rank + c.qk_rope_head_dim
+    (sizes,), width = a.x.sizes, c.kv_lora_rank + c.qk_rope_head_dim
     x = w.input_norm.new_empty(MAX_ROWS, c.hidden_size, dtype=weights.dtype)
     q, kv = x.new_empty(MAX_ROWS, sizes[0] + width).split([sizes[0], width], dim=-1)
-    products: list[tuple[Tensor, Tensor | None, Weight, Tensor | None]] = [(x, w.input_norm, of.x.weights[0], None)]
-    if of.q_up is not None:
-        products.append((q, of.q_norm, of.q_up, None))
-        q = x.new_empty(MAX_ROWS, len(of.w_k) * c.qk_head_dim)
-    products.append((x.new_empty(MAX_ROWS, len(of.w_v) * c.v_head_dim), None, of.o, x))
+    products: list[tuple[Tensor, Tensor | None, Weight, Tensor | None]] = [(x, w.input_norm, a.x.weights[0], None)]
+    if a.q_up is not None:
+        products.append((q, a.q_norm, a.q_up, None))
+        q = x.new_empty(MAX_ROWS, len(a.w_k) * c.qk_head_dim)
+    products.append((x.new_empty(MAX_ROWS, len(a.w_v) * c.v_head_dim), None, a.o, x))
     for rows, norm, weight, add in products:
         if not isinstance(weight, ScaledTensor):
             yield "the projections of attention are not in FP8"
@@ -188,11 +189,11 @@ def _attention_lacks(weights: ServedWeights, cache: Tensor, w: BlockWeights) -> 
             yield f"projections of attention: {why}"
     cos, sin = x.new_empty(2, MAX_ROWS, c.qk_rope_head_dim // 2, dtype=torch.float32)
     slots = x.new_empty(MAX_ROWS, dtype=torch.int64)
-    if (why := attention_kernels.why_no_queries(q, kv, of.w_k, of.kv_norm, cos, sin, slots, cache)) is not None:
+    if (why := attention_kernels.why_no_queries(q, kv, a.w_k, a.kv_norm, cos, sin, slots, cache)) is not None:
         yield f"queries and latents: {why}"
     pages = slots.new_empty(MAX_ROWS, 1, dtype=torch.int32)
-    queries = x.new_empty(MAX_ROWS, len(of.w_k), width)
-    if (why := attention_kernels.why_no_values(queries, cache, pages, of.w_v)) is not None:
+    queries = x.new_empty(MAX_ROWS, len(a.w_k), width)
+    if (why := attention_kernels.why_no_values(queries, cache, pages, a.w_v)) is not None:
         yield f"attention to cached positions: {why}"
 
 

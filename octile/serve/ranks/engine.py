@@ -268,7 +268,7 @@ class _Rank:
         self._group, rank_in_group = divmod(ranks.rank, engine.group_size)
         self._is_first = rank_in_group == 0
         stats = engine.engine.stats
-        self._stats = ChangedStats(stats if self._is_first else lambda: stats().of_experts_only)
+        self._stats = ChangedStats(stats if self._is_first else lambda: stats().only_expert_tokens)
         self._rounds = 0
 
     def round(self, commands: _Commands | None) -> list[_Report] | None:
@@ -318,7 +318,7 @@ class LockstepEngine:
         self._added: list[_Added] = []
         self._canceled: list[int] = []
         own = self._engine.stats()  # all ranks have caches of the same size
-        self._stats = [own.of_experts_only if rank % engine.group_size else own for rank in range(ranks.size)]
+        self._stats = [own.only_expert_tokens if rank % engine.group_size else own for rank in range(ranks.size)]
         self._lost = LostRanks(control, on_lost)
 
     @property

@@ -164,7 +164,7 @@ class ExpertParallelWeights:
         groups = groups_of(ranks)
         if isinstance(ranks, DeviceMesh):  # has several groups; the dispatcher alone takes it
             raise TypeError("ranks must be a process group, not DeviceMesh")
-        of_model = f"{c.n_routed_experts} in {c.n_group} groups in layers {self.layers}"
+        experts = f"{c.n_routed_experts} in {c.n_group} groups in layers {self.layers}"
         numbers = (
             ("num_active", num_active),
             ("num_nodes", num_nodes),
@@ -172,7 +172,7 @@ class ExpertParallelWeights:
             ("routes_shared", routes_shared),
             ("tp", self.tp.size),
         )
-        for what, own in (("the model's experts", of_model), *((what, str(number)) for what, number in numbers)):
+        for what, own in (("the model's experts", experts), *((what, str(number)) for what, number in numbers)):
             check_agreement(what, own, groups)
         check_can_draft(int(drafts), c.num_nextn_predict_layers > 0)
         if routes_shared and num_active is not None:
@@ -192,8 +192,8 @@ class ExpertParallelWeights:
     def _set_slots(self) -> None:
         placed = zip(self.layers, self.physical_to_logical.to(self.weights.device), strict=True)
         self._slots = {layer: _slots_of(expert_P, self.n_experts) for layer, expert_P in placed}
-        of_shared = torch.arange(self.n_experts - self.n_shared, self.n_experts, device=self.weights.device)
-        self._shared = torch.ones(1, self.n_shared, device=self.weights.device), of_shared[None]
+        shared = torch.arange(self.n_experts - self.n_shared, self.n_experts, device=self.weights.device)
+        self._shared = torch.ones(1, self.n_shared, device=self.weights.device), shared[None]
 
     def mixture(self, layer: int) -> MoEWeights:
         """The weights of a layer's mixture."""

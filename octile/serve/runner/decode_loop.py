@@ -134,7 +134,7 @@ class DecodeLoop:
 
     def _step(self, is_sparse: bool, size: int) -> None:
         """Compute a step of the requests that the buffers describe; is_sparse as in `Step`."""
-        n, forward = self.n_drafts, self.forward.of_rows(size * (1 + self.n_drafts))
+        n, forward = self.n_drafts, self.forward.for_rows(size * (1 + self.n_drafts))
         numbers = self._numbers[:, :size]
         end_B, seed_B = numbers[2], numbers[3]
         tokens_Bn, first_B, temperature_B = continued_tokens(numbers, self._tokens, self._advance)

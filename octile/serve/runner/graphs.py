@@ -191,7 +191,7 @@ class PrefillGraphs:
         self._forward, self._memory, self._micro_batches = forward, memory, micro_batches
         self._buffers: _Buffers | None = None  # of the largest graph that there is memory for
         sizes = graph_rows(min(max_rows, MAX_ROWS))
-        self._of_size = {size: self._capture(size) for size in reversed(sizes)}
+        self._graphs = {size: self._capture(size) for size in reversed(sizes)}
 
     def hidden(self, step: Step, at_least: int = 0) -> Tensor:
         """Compute `Forward.hidden` of a step.
@@ -201,8 +201,8 @@ class PrefillGraphs:
             at_least: rows, for which the graph has room: ranks that exchange rows have graphs of one size.
         """
         size = padded_rows(max(len(step.tokens), at_least))
-        graphs = self._of_size.get(size)
-        return self._forward.of_rows(size).hidden(step) if graphs is None else graphs.hidden(step)
+        graphs = self._graphs.get(size)
+        return self._forward.for_rows(size).hidden(step) if graphs is None else graphs.hidden(step)
 
     def _capture(self, size: int) -> _Graphs | None:
         """Capture the graphs of a number of rows; None, with a warning: it is not possible.
@@ -217,7 +217,7 @@ class PrefillGraphs:
             if self._buffers is None:
                 self._buffers = _Buffers.make(self._forward, rows)
             buffers = self._buffers.first(rows, tp.n_own(rows))
-            return _Graphs(self._forward.of_rows(rows), buffers, self._record, self._micro_batches)
+            return _Graphs(self._forward.for_rows(rows), buffers, self._record, self._micro_batches)
         except RuntimeError as error:
             if self._forward.feed_forward.dispatcher.exchanges:
                 raise RuntimeError(
@@ -262,10 +262,10 @@ class _Buffers(NamedTuple):
         slots = torch.full((rows,), -1, dtype=torch.int64, device=weights.device)
         cos, sin = (t.new_zeros(rows, t.shape[1]) for t in (forward.cos, forward.sin))
         has_index = forward.attention.index is not None
-        of_indexer, channels = (c.index_n_heads or 0, c.index_head_dim or 0) if has_index else (0, 0)
-        index_q = torch.zeros(rows, of_indexer, channels, dtype=torch.float8_e4m3fn, device=weights.device)
-        of_index = index_q, cos.new_zeros(rows, of_indexer)
-        return cls(x_TD, q, kv_TY, rope_TR, o_TV, slots, torch.zeros_like(slots), cos, sin, *of_index)
+        index_heads, channels = (c.index_n_heads or 0, c.index_head_dim or 0) if has_index else (0, 0)
+        index_q = torch.zeros(rows, index_heads, channels, dtype=torch.float8_e4m3fn, device=weights.device)
+        index = index_q, cos.new_zeros(rows, index_heads)
+        return cls(x_TD, q, kv_TY, rope_TR, o_TV, slots, torch.zeros_like(slots), cos, sin, *index)
 
     def first(self, rows: int, own_rows: int) -> _Buffers:
         """Return views of the first rows, of which x has a rank's own ones."""
@@ -330,7 +330,7 @@ class _Graphs:
         def compute(first: int, n: int) -> None:
             x_TD, o_TV, slots = (t.narrow(0, first, n) for t in rows)
             with torch.no_grad():  # also in the thread of a micro-batch
-                forward.of_rows(n).after_attention(x_TD, o_TV, layer, block, slots)
+                forward.for_rows(n).after_attention(x_TD, o_TV, layer, block, slots)
 
         exchanges = forward.feed_forward.dispatcher.exchanges and not isinstance(block.mlp, MLPWeights)
         if self._micro_batches == 1 or not exchanges:
@@ -341,12 +341,12 @@ class _Graphs:
 
     def _stored(self, queries: Queries) -> Queries:
         """Return queries whose memory outlasts the graph, and is that of all layers."""
-        if queries.of_index is None:
+        if queries.index_queries is None:
             return queries
-        of_index = IndexQueries(self._buffers.index_q, self._buffers.index_weights)
-        for buffer, values in zip(of_index, queries.of_index, strict=True):
+        index = IndexQueries(self._buffers.index_q, self._buffers.index_weights)
+        for buffer, values in zip(index, queries.index_queries, strict=True):
             buffer.copy_(values)
-        return Queries(queries.q, of_index)
+        return Queries(queries.q, index)
 
 
 def graph_rows(max_rows: int) -> list[int]:

@@ -222,8 +222,8 @@ class ModelRunner:
         h_TD = self._hidden(step)
         passes = [self._in_order(h_TD, layout)]
         if self.n_drafts:
-            passes.append(self._in_order(self._of_rows().draft(step, h_TD), layout))
-        results = [self._results(of_pass, layout) for of_pass in passes]
+            passes.append(self._in_order(self._sized_forward().draft(step, h_TD), layout))
+        results = [self._results(hidden_TD, layout) for hidden_TD in passes]
         self._wait_for(results[-1])  # `choose` waits without a timeout
         for logits, _ in results:
             choose(logits, [SAMPLED] * len(logits))
@@ -272,8 +272,8 @@ class ModelRunner:
             index_format: format of these keys.
         """
         c = model.config
-        of_index = bytes_per_key(c.index_head_dim or 0, index_format) if needs_index(c, max_position) else 0
-        return _n_layers(model) * PAGE * (bytes_per_row(c.kv_lora_rank, c.qk_rope_head_dim, cache_format) + of_index)
+        index_bytes = bytes_per_key(c.index_head_dim or 0, index_format) if needs_index(c, max_position) else 0
+        return _n_layers(model) * PAGE * (bytes_per_row(c.kv_lora_rank, c.qk_rope_head_dim, cache_format) + index_bytes)
 
     @staticmethod
     def bytes_of_graphs(model: DeepseekV3 | ServedWeights, max_batch: int, n_drafts: int, max_position: int) -> int:
@@ -346,7 +346,7 @@ class ModelRunner:
         padding = len(step.tokens) - n_rows
         if padding:
             hidden_TD = torch.cat((hidden_TD, hidden_TD.new_zeros(padding, hidden_TD.shape[1])))
-        results = self._results(self._in_order(self._of_rows().draft(step, hidden_TD), layout), layout)
+        results = self._results(self._in_order(self._sized_forward().draft(step, hidden_TD), layout), layout)
         self._wait_for(results)
         return results
 
@@ -378,7 +378,7 @@ class ModelRunner:
         width = self.forward.weights.config.hidden_size
         for _ in range(passes):
             step = self._padding()
-            self._of_rows().draft(step, self.forward.weights.head.new_zeros(len(step.tokens), width))
+            self._sized_forward().draft(step, self.forward.weights.head.new_zeros(len(step.tokens), width))
             self.n_draft_passes += 1
 
     def _padding(self) -> Step:
@@ -400,12 +400,12 @@ class ModelRunner:
         graphs = self.prefill_graphs
         has_graph = bool(step.prefills) or self.graphs is None if self.expert_parallel is None else self._has_peers
         if graphs is None or not has_graph:
-            return self._of_rows().hidden(step)
+            return self._sized_forward().hidden(step)
         return graphs.hidden(step, self.max_rank_rows)
 
-    def _of_rows(self) -> Forward:
+    def _sized_forward(self) -> Forward:
         """The pass of a step whose rows fit into graphs, or of one without."""
-        return self._with_peers.of_rows(padded_rows(self.max_rank_rows)) if self._has_peers else self.forward
+        return self._with_peers.for_rows(padded_rows(self.max_rank_rows)) if self._has_peers else self.forward
 
     @property
     def _has_peers(self) -> bool:

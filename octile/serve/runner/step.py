@@ -115,8 +115,8 @@ class Layout:
     @property
     def longest(self) -> int:
         """The positions that the decode row with the most attends to; 0 if there is none."""
-        of_decode = (self.chunks[i] for i in self.decode)
-        return max((chunk.start + len(chunk.tokens) for chunk in of_decode), default=0)
+        decoding = (self.chunks[i] for i in self.decode)
+        return max((chunk.start + len(chunk.tokens) for chunk in decoding), default=0)
 
     def rows(self) -> list[int] | None:
         """Return the row of each token in the batch's order; None where this is the order of the rows."""
@@ -156,8 +156,8 @@ class PageTable:
         """Write the pages of a row; return whether they have changed."""
         if self._written[row] == pages:
             return False
-        of_text = np.frombuffer(pages, np.int32)[: self._pages.shape[1]]
-        self._pages[row, : len(of_text)] = of_text
+        row_pages = np.frombuffer(pages, np.int32)[: self._pages.shape[1]]
+        self._pages[row, : len(row_pages)] = row_pages
         self._written[row] = pages[:]
         return True
 
@@ -237,15 +237,15 @@ def mixed_step(
             few sizes, and few numbers of rows have kernels. The first of a size takes the host some milliseconds, or
             seconds if a kernel is compiled for it. 1: none is padded.
     """
-    of_decode = [layout.chunks[i] for i in layout.decode]
+    decoding = [layout.chunks[i] for i in layout.decode]
     n_rows = n_attend = -(-layout.n_decode // block_rows) * block_rows
     chunks = [layout.chunks[i] for i in layout.prefill]
     n_new = sum(len(chunk.tokens) for chunk in chunks)
     n_filled = -(-(n_rows + n_new) // fill) * fill
     if n_rows and fill > 1:  # in a step with prompts their first rows, whose results are written after these
         n_attend = min(padded_size(n_rows), n_filled)
-    rows = DecodeRows(n_attend, max((len(chunk.pages) for chunk in of_decode), default=0), pinned=False)
-    rows.fill(of_decode, n_attend)
+    rows = DecodeRows(n_attend, max((len(chunk.pages) for chunk in decoding), default=0), pinned=False)
+    rows.fill(decoding, n_attend)
     step = decode_step(send(rows.numbers, device), send(rows.pages, device), is_sparse)
     if not chunks:
         return step
@@ -259,8 +259,8 @@ def mixed_step(
         torch.arange(chunk.start, chunk.start + len(chunk.tokens), out=new[1, first:end])
         new[2, first:end] = slots[chunk.start :]
         first = end
-    of_rows = torch.stack(step[:3])[:, :n_rows]
-    tokens_T, positions_T, slots_T = torch.cat((of_rows, send(new, device)), dim=1).unbind()
+    decode_rows = torch.stack(step[:3])[:, :n_rows]
+    tokens_T, positions_T, slots_T = torch.cat((decode_rows, send(new, device)), dim=1).unbind()
     max_positions = max(CONTEXT_POSITIONS, len(tokens_T))
     return step._replace(
         tokens=tokens_T,
@@ -293,8 +293,8 @@ def _pieces(
 ) -> list[PrefillPiece]:
     """Divide chunks into pieces of at most n_positions positions, or of one chunk; the first row is first_row."""
     pieces, first_position = list[PrefillPiece](), 0
-    of_chunks = [(len(chunk.tokens), chunk.start + len(chunk.tokens)) for chunk in chunks]
-    for sizes in _divided(of_chunks, n_positions, n_positions if max_together is None else max_together):
+    chunk_sizes = [(len(chunk.tokens), chunk.start + len(chunk.tokens)) for chunk in chunks]
+    for sizes in _divided(chunk_sizes, n_positions, n_positions if max_together is None else max_together):
         n_starts = len(sizes) + 1
         starts = np.zeros((2, -(-n_starts // 4) * 4), dtype=np.int32)  # aligned, for which Triton compiles a kernel
         np.cumsum(np.array(sizes).T, axis=1, out=starts[:, 1:n_starts])

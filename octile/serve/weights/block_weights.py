@@ -130,14 +130,14 @@ def join(weights: Sequence[Weight], sizes: Sequence[Sequence[int]]) -> Projectio
     Args:
         sizes: for each weight, sizes whose sum is N_i: what its results are split into.
     """
-    of_weights = tuple(tuple(of_weight) for of_weight in sizes)
+    parts = tuple(map(tuple, sizes))
     fp8 = [w for w in weights if isinstance(w, ScaledTensor)]
     if not fp8:
-        return Projections((torch.cat([w for w in weights if isinstance(w, Tensor)], dim=-2),), (sum(of_weights, ()),))
+        return Projections((torch.cat([w for w in weights if isinstance(w, Tensor)], dim=-2),), (sum(parts, ()),))
     if len(fp8) < len(weights) or any(w.shape[-2] % BLOCK[0] for w in weights[:-1]):
-        return Projections(tuple(weights), of_weights)
+        return Projections(tuple(weights), parts)
     data, scale = (torch.cat([getattr(w, part) for w in fp8], dim=-2) for part in ("data", "scale"))
-    return Projections((ScaledTensor(data, scale, BLOCK),), (sum(of_weights, ()),))
+    return Projections((ScaledTensor(data, scale, BLOCK),), (sum(parts, ()),))
 
 
 def stack(weights: Sequence[Weight]) -> Weight:
@@ -164,13 +164,13 @@ class Part(NamedTuple):
     def of(self, weight: ScaledTensor | Tensor) -> ScaledTensor | Tensor:
         """Return this part of a weight."""
         if isinstance(weight, ScaledTensor):
-            return ScaledTensor(self._of(weight.data), self.of_blocks()._of(weight.scale), BLOCK)
-        return self._of(weight)
+            return ScaledTensor(self._narrow(weight.data), self.blocks()._narrow(weight.scale), BLOCK)
+        return self._narrow(weight)
 
-    def of_blocks(self) -> Part:
+    def blocks(self) -> Part:
         """Return the part of a matrix of scales, one for each block of 128×128, that this part has."""
         side = BLOCK[self.dim]
         return Part(self.dim, self.start // side, -(-self.stop // side))
 
-    def _of(self, t: Tensor) -> Tensor:
+    def _narrow(self, t: Tensor) -> Tensor:
         return t.narrow(self.dim, self.start, self.stop - self.start).contiguous()

@@ -72,12 +72,12 @@ def check_heads(c: ModelConfig, size: int, is_fp8: bool) -> None:
     if c.num_attention_heads % size:
         raise ValueError(f"parallel.tp must divide the model's {c.num_attention_heads} heads, but is {size}")
     n, side = c.num_attention_heads // size, BLOCK[0]
-    of_head = {
+    widths = {
         "queries": c.qk_head_dim,
         "keys and values": c.qk_nope_head_dim + c.v_head_dim,
         "results": c.v_head_dim,
     }
-    for what, width in of_head.items():
+    for what, width in widths.items():
         if size > 1 and is_fp8 and n * width % side:
             raise ValueError(
                 f"parallel.tp must leave each rank whole blocks of FP8 weights, but is {size}: "

@@ -253,7 +253,7 @@ class Folder:
     ) -> int:
         """The pages that the memory for the cache holds, and no more than a full batch of the longest texts needs."""
         c, longest = self.model, self.model.max_position_embeddings
-        of_text, decoding = -(-longest // PAGE), (0 if phase == "prefill" else engine.max_batch, engine.n_drafts)
+        text_pages, decoding = -(-longest // PAGE), (0 if phase == "prefill" else engine.max_batch, engine.n_drafts)
 
         def count(max_position: int) -> int:
             """The pages of a cache for texts of so many positions, of which it may have fewer."""
@@ -270,13 +270,15 @@ class Folder:
             if n_bytes < size:
                 raise MemoryError(f"the cache has {n_bytes / 2**30:.3g} GiB, but one page takes {size / 2**30:.3g} GiB")
             if phase == "prefill" and gib is None:
-                return max(n_bytes // size - of_text, -(-(n_bytes // size) // 2))  # texts are no longer than the cache
+                return max(
+                    n_bytes // size - text_pages, -(-(n_bytes // size) // 2)
+                )  # texts are no longer than the cache
             return n_bytes // size
 
         n_pages = count(0)  # without the indexer's keys, which texts of at most index_topk positions do not need
         if needs_index(c, min(longest, n_pages * PAGE)):
             n_pages = max(count(longest), (c.index_topk or 0) // PAGE)
-        return min(n_pages, engine.max_batch * of_text)
+        return min(n_pages, engine.max_batch * text_pages)
 
 
 def _activations(device: torch.device) -> torch.dtype:

@@ -64,8 +64,8 @@ def divide_shared(w: MLPWeights, n: int) -> list[tuple[Weight, Weight, Weight]]:
     Those of FP8 weights are multiples of 128 wide, unless there is one (`check_shared`).
     """
     if len(w.x.weights) == 1:
-        (of_both,), ((size, _),) = w.x.weights, w.x.sizes
-        gate, up = Part(0, 0, size).of(of_both), Part(0, size, 2 * size).of(of_both)
+        (both,), ((size, _),) = w.x.weights, w.x.sizes
+        gate, up = Part(0, 0, size).of(both), Part(0, size, 2 * size).of(both)
     else:
         gate, up = w.x.weights
     width = w.down.shape[1] // n

@@ -102,11 +102,11 @@ class ServedWeights:
             raise TypeError(f"model must be a DeepseekV3, not {type(model).__name__}")
         tensors = to_hf(model.state_dict(), model.config)
         recipes = _recipes(model)
-        of_x = {recipe.formats.x.scale for recipe in recipes.values() if recipe is not None and recipe.formats}
-        if len(of_x) > 1:
+        scales = {recipe.formats.x.scale for recipe in recipes.values() if recipe is not None and recipe.formats}
+        if len(scales) > 1:
             raise ValueError("model must have one rule for the scales of its FP8 layers' inputs, but has two")
-        of_heads = [recipe for name, recipe in recipes.items() if is_of_heads(name)]
-        check_heads(model.config, heads.size, any(recipe is not None and recipe.formats for recipe in of_heads))
+        head_recipes = [recipe for name, recipe in recipes.items() if is_of_heads(name)]
+        check_heads(model.config, heads.size, any(recipe is not None and recipe.formats for recipe in head_recipes))
 
         def read(name: str) -> Weight:
             tensor = tensors[name].detach()
@@ -116,7 +116,7 @@ class ServedWeights:
             scale, stored = recipe.formats.w.scale, model.stored_scales.get(name)
             return heads.take(name, quantize_weight(name, tensor, scale, stored))
 
-        return assemble(model.config, model.lm_head.weight.dtype, of_x == {"power_of_2"}, read, heads=heads)
+        return assemble(model.config, model.lm_head.weight.dtype, scales == {"power_of_2"}, read, heads=heads)
 
     @classmethod
     def read(
@@ -156,7 +156,7 @@ class ServedWeights:
             tensor = _read_part(shards, name, part).to(device)
             if not is_fp8(specs[name]):
                 return tensor
-            scale = _read_part(shards, name + SCALE_SUFFIX, part and part.of_blocks())
+            scale = _read_part(shards, name + SCALE_SUFFIX, part and part.blocks())
             return ScaledTensor(tensor, scale.float().to(device), BLOCK)
 
         return assemble(model.config, dtype, formats.x.scale == "power_of_2", read, experts, heads, drafts)
@@ -233,25 +233,25 @@ def assemble(
     """
     if dtype not in ACTIVATION_DTYPES:
         raise TypeError(f"activations must be bfloat16 or float32, not {dtype}")
-    of = _Reader(config, dtype, read, experts or {}, heads)
+    reader = _Reader(config, dtype, read, experts or {}, heads)
     n, mtp = config.num_hidden_layers, None
     if config.num_nextn_predict_layers and drafts:
         layer = f"model.layers.{n}"
         mtp = MTPWeights(
-            of.tensor(f"{layer}.enorm.weight"),
-            of.tensor(f"{layer}.hnorm.weight"),
-            of.linear(f"{layer}.eh_proj"),
-            of.tensor(f"{layer}.shared_head.norm.weight"),
-            of.block(n),
+            reader.tensor(f"{layer}.enorm.weight"),
+            reader.tensor(f"{layer}.hnorm.weight"),
+            reader.linear(f"{layer}.eh_proj"),
+            reader.tensor(f"{layer}.shared_head.norm.weight"),
+            reader.block(n),
         )
     return ServedWeights(
         config,
         dtype,
         power_of_2,
-        of.values("model.embed_tokens.weight"),
-        tuple(of.block(i) for i in range(n)),
-        of.tensor("model.norm.weight"),
-        of.values("lm_head.weight"),
+        reader.values("model.embed_tokens.weight"),
+        tuple(reader.block(i) for i in range(n)),
+        reader.tensor("model.norm.weight"),
+        reader.values("lm_head.weight"),
         mtp,
         heads,
     )
