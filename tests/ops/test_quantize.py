@@ -356,6 +356,23 @@ def test_a_scale_is_given_for_8_bit_floats_only(fmt):
         quantize_with_scale(torch.zeros(2, 2), torch.ones(1), fmt)
 
 
+@pytest.mark.parametrize(
+    ("scale", "message"),
+    [
+        (torch.ones(2), r"scale must be float32 \[1\], not torch.float32 \[2\]"),
+        (torch.ones(1, dtype=torch.float64), r"scale must be float32 \[1\], not torch.float64 \[1\]"),
+        (torch.ones(1, device="meta"), "x is on cpu but its scale on meta"),
+    ],
+    ids=["shape", "dtype", "device"],
+)
+@pytest.mark.parametrize(
+    "call", [quantize_with_scale.reference, quantize_with_scale.kernels["cuda"]], ids=["cpu", "cuda"]
+)
+def test_a_given_scale_is_one_number_in_float32_where_x_is(call, scale, message):
+    with pytest.raises(ValueError, match=message):
+        call(torch.zeros(2, 2), scale, "e4m3")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
 def test_data_of_another_dtype_is_refused_and_unchanged(dtype):
     data = torch.ones(4, 256, dtype=dtype)
