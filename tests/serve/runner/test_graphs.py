@@ -146,14 +146,14 @@ SIZES = (90, 30, 20), (300, 0, 90), (40, 1, 40), (30, 400, 200)  # 256, 512, 256
 def test_graphs_of_all_numbers_of_rows_share_buffers_and_write_nothing_when_captured():
     found, runner = logits(*SIZES, graphs=WarmedUp)
     torch.testing.assert_close(found, logits(*SIZES, graphs=None)[0], rtol=1e-3, atol=1e-3)
-    graphs = runner.prefill_graphs._of_size
+    graphs = runner.prefill_graphs._graphs
     assert [*graphs] == [768, 512, 256]  # the largest is captured first
     assert len({of_size._buffers.q.data_ptr() for of_size in graphs.values()}) == 1
 
 
 def test_a_step_that_no_graph_has_room_for_is_computed_without_one():
     found, runner = logits((500, 450, 0), graphs=WarmedUp)
-    assert 1024 not in runner.prefill_graphs._of_size
+    assert 1024 not in runner.prefill_graphs._graphs
     assert torch.equal(found, logits((500, 450, 0), graphs=None)[0])
 
 

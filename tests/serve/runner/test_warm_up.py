@@ -219,7 +219,7 @@ def steps_as_on_gpus(rank: int, folder: Path) -> None:
         patch.setattr(graphs, "ROWS", (64, 1024))  # an interpreter takes its time for each row
         patch.setattr(model_runner, "FILL_ROWS", 64)
         engine = make()
-        runner, experts = engine._runner, engine._spread
+        runner, experts = engine._runner, engine._weights
         runner.use_peers(experts.peer_dispatcher(64))
         runner.prefill_graphs = PrefillGraphs(runner._with_peers, None, 64)
         runner._decoding = runner.forward.with_feed_forward(exchange=experts.decoding_exchange(32))
