@@ -15,15 +15,15 @@ from PIL import Image
 from playwright.sync_api import sync_playwright
 
 from octile.bench.serve.endpoint import serving
-from octile.serve.http.stress import Load, load_test
+from octile.serve.http.stress import Stress, stress_test
 
 PICTURE = Path(__file__).parent.parent / "docs" / "images" / "serve.png"
-LOAD = Load(clients=8, requests=1000, new_tokens=128, prompt_words=16, seconds=45)
+STRESS = Stress(clients=8, requests=1000, new_tokens=128, prompt_words=16, seconds=45)
 
 
 def main(run: Path) -> None:
     with serving(run, "--engine.n-drafts", "1") as url, sync_playwright() as playwright:
-        threading.Thread(target=lambda: asyncio.run(load_test(url, LOAD)), daemon=True).start()
+        threading.Thread(target=lambda: asyncio.run(stress_test(url, STRESS)), daemon=True).start()
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 900, "height": 700})
         page.goto(url)

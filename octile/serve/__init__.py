@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from octile.serve.engine.request import FinishReason, Output, Request, Sampling, TokenLogprobs
     from octile.serve.engine.stats import Stats
     from octile.serve.generate import generate_from, generate_text
-    from octile.serve.http.stress import Load, load_test
+    from octile.serve.http.stress import Stress, stress_test
     from octile.serve.ranks.dynamic_redundancy import TooFewActiveError, assign_copies, choose_copies
     from octile.serve.ranks.engine import ExpertParallelEngine
     from octile.serve.ranks.experts import ExpertParallelWeights
@@ -39,7 +39,7 @@ _MODULES = {  # the public names of each module, late: the configurations in thi
     "octile.serve.engine.request": ("FinishReason", "Output", "Request", "Sampling", "TokenLogprobs"),
     "octile.serve.engine.stats": ("Stats",),
     "octile.serve.generate": ("generate_from", "generate_text"),
-    "octile.serve.http.stress": ("Load", "load_test"),
+    "octile.serve.http.stress": ("Stress", "stress_test"),
     "octile.serve.ranks.dynamic_redundancy": ("TooFewActiveError", "assign_copies", "choose_copies"),
     "octile.serve.ranks.engine": ("ExpertParallelEngine",),
     "octile.serve.ranks.experts": ("ExpertParallelWeights",),
@@ -53,7 +53,12 @@ _MODULES = {  # the public names of each module, late: the configurations in thi
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 # names that scripts may still have
-_FORMER = {"SpreadEngine": "ExpertParallelEngine", "SpreadExperts": "ExpertParallelWeights"}
+_FORMER = {
+    "Load": "Stress",
+    "SpreadEngine": "ExpertParallelEngine",
+    "SpreadExperts": "ExpertParallelWeights",
+    "load_test": "stress_test",
+}
 
 __all__ = [*sorted(_MODULE_OF)]
 

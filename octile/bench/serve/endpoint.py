@@ -23,14 +23,14 @@ from octile.bench.goals import FASTEST_DRAFTS, LONG_CLIENT, MANY_CLIENTS, ONE_CL
 from octile.bench.rows import Row, compare
 from octile.checkpoint.hugging_face import read_model_config
 from octile.command_text import path_argument
-from octile.serve.http.stress import Load, LoadResult, load_test, percentile
+from octile.serve.http.stress import Stress, StressResult, percentile, stress_test
 from octile.text import format_count
 
-WARM_UP = Load(clients=64, requests=64, new_tokens=8)
-ONE = Load(clients=1, requests=8, new_tokens=64)
-MANY = Load(clients=64, requests=256, new_tokens=64)
-CROWD = Load(clients=1000, requests=1000, prompt_words=8, new_tokens=8)
-LONG = Load(clients=1, requests=8, new_tokens=256)
+WARM_UP = Stress(clients=64, requests=64, new_tokens=8)
+ONE = Stress(clients=1, requests=8, new_tokens=64)
+MANY = Stress(clients=64, requests=256, new_tokens=64)
+CROWD = Stress(clients=1000, requests=1000, prompt_words=8, new_tokens=8)
+LONG = Stress(clients=1, requests=8, new_tokens=256)
 DRAFTS = 1, 2  # draft tokens per step
 CROWD_CASE = "1,000 clients at once"
 
@@ -106,21 +106,21 @@ def serving(run: Path, *options: str) -> Iterator[str]:
         server.communicate()
 
 
-def _run(url: str, load: Load) -> LoadResult:
-    """Run a load test in which no stream may break.
+def _run(url: str, stress: Stress) -> StressResult:
+    """Run a stress test in which no stream may break.
 
     Raises:
         RuntimeError: one did, or none was complete.
     """
-    what = f"{format_count(load.clients, 'client')}, {format_count(load.requests, 'request')}"
-    print(f"measuring {what} of {format_count(load.new_tokens, 'token')}", file=sys.stderr, flush=True)
-    result = asyncio.run(load_test(url, load))
+    what = f"{format_count(stress.clients, 'client')}, {format_count(stress.requests, 'request')}"
+    print(f"measuring {what} of {format_count(stress.new_tokens, 'token')}", file=sys.stderr, flush=True)
+    result = asyncio.run(stress_test(url, stress))
     if result.broken or not result.completed:
         raise RuntimeError(f"the server did not answer as it should: {result.report()}")
     return result
 
 
-def _times(case: str, result: LoadResult) -> Iterator[Row]:
+def _times(case: str, result: StressResult) -> Iterator[Row]:
     for what, seconds in (("first token", result.first_token), ("between tokens", result.between_tokens)):
         for name, share in (("p50", 0.5), ("p99", 0.99)):
             yield Row(case, f"{what}, {name}", 1e3 * percentile(seconds, share), "ms")

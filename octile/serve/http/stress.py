@@ -1,6 +1,6 @@
-"""A load test of bounded length: many clients stream completions from a server with OpenAI's protocol.
+"""A stress test of bounded length: many clients stream completions from a server with OpenAI's protocol.
 
-    result = asyncio.run(load_test("http://127.0.0.1:8000", Load(clients=64, requests=256)))
+    result = asyncio.run(stress_test("http://127.0.0.1:8000", Stress(clients=64, requests=256)))
     print(result.report())
 
 Times are those of a client: from sending a request to its first event with text, and between two such events. Tokens
@@ -27,7 +27,7 @@ OK = 200
 
 
 @dataclass(frozen=True)
-class Load:
+class Stress:
     """What the clients do.
 
     Attributes:
@@ -51,11 +51,11 @@ class Load:
 
 
 @dataclass
-class LoadResult:
+class StressResult:
     """What the clients saw.
 
     Attributes:
-        load: what they did.
+        stress: what they did.
         seconds: from the first request to the last answer.
         completed: answers that are complete.
         canceled: requests that time was too short for.
@@ -66,7 +66,7 @@ class LoadResult:
         broken: answers that ended with an error or without the end of the stream, by what was wrong.
     """
 
-    load: Load
+    stress: Stress
     seconds: float = 0.0
     completed: int = 0
     canceled: int = 0
@@ -86,7 +86,7 @@ class LoadResult:
         """The result in lines."""
         refused = ", ".join(f"{count} with status {status}" for status, count in sorted(self.refused.items()))
         lines = [
-            f"{self.load.clients} clients, {self.completed} of {self.load.requests} requests answered in "
+            f"{self.stress.clients} clients, {self.completed} of {self.stress.requests} requests answered in "
             f"{self.seconds:.1f} s",
             f"throughput       {self.tokens_per_second:,.1f} new tokens/s; {self.prompt_tokens} tokens read",
             f"first token      {_times(self.first_token)}",
@@ -94,7 +94,7 @@ class LoadResult:
             f"refused          {refused or 'none'}",
         ]
         if self.canceled:
-            lines.append(f"canceled         {self.canceled}, when {self.load.seconds:g} s were over")
+            lines.append(f"canceled         {self.canceled}, when {self.stress.seconds:g} s were over")
         lines += [f"broken           {count}: {what}" for what, count in self.broken.items()]
         return "\n".join(lines)
 
@@ -106,12 +106,12 @@ def percentile(values: list[float], share: float) -> float:
     return sorted(values)[max(0, -(-len(values) * round(share * 100) // 100) - 1)]
 
 
-async def load_test(url: str, load: Load, api_key: str | None = None) -> LoadResult:
+async def stress_test(url: str, stress: Stress, api_key: str | None = None) -> StressResult:
     """Send requests to a server and time its answers.
 
     Args:
         url: address of the server, without a path: http://HOST:PORT.
-        load: what the clients do.
+        stress: what the clients do.
         api_key: key of the server, if it needs one.
 
     Raises:
@@ -120,11 +120,11 @@ async def load_test(url: str, load: Load, api_key: str | None = None) -> LoadRes
     """
     server = _Server.of(url, api_key)
     model = await server.model()
-    result, prompts = LoadResult(load), _prompts(load)
+    result, prompts = StressResult(stress), _prompts(stress)
     begin = time.perf_counter()
     try:
-        async with asyncio.timeout(load.seconds), asyncio.TaskGroup() as clients:
-            for _ in range(min(load.clients, load.requests)):
+        async with asyncio.timeout(stress.seconds), asyncio.TaskGroup() as clients:
+            for _ in range(min(stress.clients, stress.requests)):
                 clients.create_task(_client(server, model, prompts, result))
     except TimeoutError:
         pass
@@ -132,12 +132,12 @@ async def load_test(url: str, load: Load, api_key: str | None = None) -> LoadRes
     return result
 
 
-async def _client(server: _Server, model: str, prompts: Iterator[str], result: LoadResult) -> None:
+async def _client(server: _Server, model: str, prompts: Iterator[str], result: StressResult) -> None:
     for prompt in prompts:
         body = {
             "model": model,
             "prompt": prompt,
-            "max_tokens": result.load.new_tokens,
+            "max_tokens": result.stress.new_tokens,
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
@@ -152,7 +152,7 @@ async def _client(server: _Server, model: str, prompts: Iterator[str], result: L
             result.broken[f"{type(error).__name__}: {error}"] += 1
 
 
-async def _answer(server: _Server, body: dict[str, Any], result: LoadResult) -> None:
+async def _answer(server: _Server, body: dict[str, Any], result: StressResult) -> None:
     """Read one answer into the result."""
     last, usage, is_first = time.perf_counter(), None, True
     async with aclosing(server.events(body)) as events:
@@ -247,10 +247,10 @@ async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
             yield line
 
 
-def _prompts(load: Load) -> Iterator[str]:
-    chosen = random.Random(load.seed)
-    for i in range(load.requests):
-        words = ("".join(chosen.choices(LETTERS, k=chosen.randint(2, 8))) for _ in range(load.prompt_words))
+def _prompts(stress: Stress) -> Iterator[str]:
+    chosen = random.Random(stress.seed)
+    for i in range(stress.requests):
+        words = ("".join(chosen.choices(LETTERS, k=chosen.randint(2, 8))) for _ in range(stress.prompt_words))
         yield f"{i} {' '.join(words)}"
 
 

@@ -13,7 +13,7 @@ from octile.bench.rows import Row, compare
 from octile.bench.serve import endpoint
 from octile.checkpoint.hugging_face import save
 from octile.models.deepseek_v3 import DeepseekV3
-from octile.serve.http.stress import Load
+from octile.serve.http.stress import Stress
 from octile.tokenizer import Tokenizer
 from tests.train.conftest import MICRO
 
@@ -27,7 +27,7 @@ def test_rows_of_a_miniature_model(tokenizer, tmp_path, monkeypatch):
     save(DeepseekV3(MICRO), tmp_path, weights="fp8")
     tokenizer.save(tmp_path)
     for name, clients in (("WARM_UP", 1), ("ONE", 1), ("MANY", 4), ("CROWD", 20), ("LONG", 1)):
-        monkeypatch.setattr(endpoint, name, Load(clients=clients, requests=clients, prompt_words=2, new_tokens=4))
+        monkeypatch.setattr(endpoint, name, Stress(clients=clients, requests=clients, prompt_words=2, new_tokens=4))
     monkeypatch.setattr(endpoint, "DRAFTS", (1, 3))
     torch.manual_seed(0)
     rows = {(row.case, row.what): row for row in serve.rows(tmp_path)}

@@ -8,14 +8,14 @@ import pytest
 pytest.importorskip("fastapi", reason="octile[serve] is not installed")
 
 from octile.serve.http.config import Limits
-from octile.serve.http.stress import Load, LoadResult, load_test, percentile
+from octile.serve.http.stress import Stress, StressResult, percentile, stress_test
 from tests.serve.http.conftest import serve, wait_until  # noqa: F401
 
-LOAD = Load(clients=8, requests=20, prompt_words=5, new_tokens=10)
+STRESS = Stress(clients=8, requests=20, prompt_words=5, new_tokens=10)
 
 
-def run(served, load=LOAD, **options) -> LoadResult:
-    return asyncio.run(load_test(served.url, load, **options))
+def run(served, stress=STRESS, **options) -> StressResult:
+    return asyncio.run(stress_test(served.url, stress, **options))
 
 
 def test_answers_are_counted_and_timed(serve):  # noqa: F811
@@ -32,7 +32,7 @@ def test_answers_are_counted_and_timed(serve):  # noqa: F811
 
 
 def test_refusals_are_counted_by_status(serve):  # noqa: F811
-    result = run(serve(Limits(in_flight=2), step_seconds=0.02), replace(LOAD, clients=10, requests=10))
+    result = run(serve(Limits(in_flight=2), step_seconds=0.02), replace(STRESS, clients=10, requests=10))
     assert result.completed >= 2
     assert result.completed + result.refused[503] == 10
     assert f"{result.refused[503]} with status 503" in result.report()
@@ -47,27 +47,27 @@ def test_a_key_is_sent(serve):  # noqa: F811
 
 def test_it_ends_in_time_and_cancels_what_runs(serve):  # noqa: F811
     served = serve(step_seconds=0.05)
-    result = run(served, replace(LOAD, new_tokens=1000, seconds=0.5))
+    result = run(served, replace(STRESS, new_tokens=1000, seconds=0.5))
     assert (result.completed, result.canceled) == (0, 8)
     assert "canceled         8, when 0.5 s were over" in result.report()
     wait_until(served.is_idle)
 
 
 def test_a_broken_stream_is_counted(serve):  # noqa: F811
-    result = run(serve(fails_after=3, step_seconds=0.05), replace(LOAD, requests=8))
+    result = run(serve(fails_after=3, step_seconds=0.05), replace(STRESS, requests=8))
     assert result.completed == 0
     assert sum(result.broken.values()) + result.refused.total() == 8
 
 
 def test_a_server_that_is_not_there():
     with pytest.raises(ConnectionError):
-        asyncio.run(load_test("http://127.0.0.1:9", LOAD))
+        asyncio.run(stress_test("http://127.0.0.1:9", STRESS))
 
 
 @pytest.mark.parametrize("url", ["https://host", "localhost:8000", "http://host/v1"])
 def test_a_url_that_is_none(url):
     with pytest.raises(ValueError, match="url must be http://HOST:PORT, not"):
-        asyncio.run(load_test(url, LOAD))
+        asyncio.run(stress_test(url, STRESS))
 
 
 @pytest.mark.parametrize(
