@@ -136,7 +136,8 @@ def test_all_kernels_are_compiled(compiled: Compiled):
         "wgrad",
         "tensor_core",
     }
-    assert {c.kernel for c in compiled[1]} == kernels
+    architecture, found = compiled[0], {c.kernel for c in compiled[1]}
+    assert found == kernels if ARCHITECTURES[architecture].fp8 else found < kernels
 
 
 def test_an_unknown_architecture_is_refused():
