@@ -35,6 +35,7 @@ def engine_of(tokenizer):
     return make
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("max_ahead", [0, 4])
 @pytest.mark.parametrize("n_drafts", [0, 1, 3])
 @pytest.mark.parametrize("seed", range(4))

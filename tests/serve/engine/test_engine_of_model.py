@@ -38,6 +38,7 @@ def test_a_text_is_the_same_alone_in_a_batch_and_with_drafts(tokenizer, fp8):
     assert stats.drafted_tokens > 0
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("n_drafts", [0, 1, 3])
 @pytest.mark.parametrize("fp8", [False, True])
 def test_a_text_is_the_same_where_steps_are_launched_ahead(tokenizer, fp8, n_drafts):
