@@ -20,7 +20,7 @@ import torch
 
 pytest.importorskip("fastapi", reason="octile[serve] is not installed")
 
-from octile import cli
+from octile import cli, exit_codes
 from octile.serve.engine.config import CacheConfig, EngineConfig
 from octile.serve.engine.request import Sampling
 from octile.serve.weights.load import Folder
@@ -252,6 +252,6 @@ def test_a_rank_that_cannot_warm_up_ends_the_server_with_one_line(folder, tmp_pa
 )
 def test_another_number_of_processes_is_refused(monkeypatch, folder, started, ep, message):
     monkeypatch.setenv("WORLD_SIZE", started)
-    monkeypatch.setattr(cli, "_fail", lambda line, code: pytest.fail(f"{code}: {line}", pytrace=False))
+    monkeypatch.setattr(exit_codes, "_fail", lambda line, code: pytest.fail(f"{code}: {line}", pytrace=False))
     with pytest.raises(pytest.fail.Exception, match=re.escape(f"2: {message}")):
         cli.main(["serve", str(folder), f"--parallel.ep={ep}"])
