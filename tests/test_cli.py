@@ -1,18 +1,14 @@
 """Tests of the command line: exit codes, errors in one line, and the files that commands write."""
 
-import errno
 import json
 import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
-import warnings
 from dataclasses import is_dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -867,30 +863,6 @@ def test_json_holds_measures_as_numbers(capsys, command):
     assert [text for text in strings(json.loads(out)) if MEASURE.fullmatch(text)] == []
 
 
-def in_the_place_of_train(monkeypatch, run):
-    """Have `octile train` call a function."""
-    monkeypatch.setitem(octile.cli.COMMANDS, "train", SimpleNamespace(run=lambda *_: run()))
-
-
-def failing(monkeypatch, error):
-    def fail():
-        raise error
-
-    in_the_place_of_train(monkeypatch, fail)
-
-
-def test_a_full_disk_is_one_line_and_exit_code_1(capsys, monkeypatch):
-    failing(monkeypatch, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "run/model"))
-    code, _, err = call(capsys, "train")
-    assert (code, err.count("\n")) == (1, 1)
-    assert "No space left on device: run/model" in err
-
-
-def test_what_the_system_refuses_is_said_without_its_number(capsys, monkeypatch):
-    failing(monkeypatch, PermissionError(errno.EACCES, os.strerror(errno.EACCES), "run/model"))
-    assert call(capsys, "train")[::2] == (2, "octile: 'run/model': Permission denied\n")
-
-
 def test_a_warning_of_ours_is_a_line(capsys, text, tmp_path):
     run = tmp_path / "run"
     assert call(capsys, "train", "--data", str(text), "--out", str(run), "--checkpoint-every", "1", *MICRO_RUN)[0] == 0
@@ -899,39 +871,6 @@ def test_a_warning_of_ours_is_a_line(capsys, text, tmp_path):
     code, _, err = call(capsys, "train", "--resume", "--out", str(run), "--steps", "3")
     assert (code, err.count("\n")) == (0, 1)
     assert err.startswith("octile: checkpoint step_00000002 cannot be used, trying the one before: ")
-
-
-def test_a_warning_of_torch_about_its_own_context_is_not_shown(capsys, monkeypatch):
-    def warn() -> None:
-        warnings.warn("Attempting to run cuBLAS, but there was no current CUDA context! Attempting…", stacklevel=1)
-
-    in_the_place_of_train(monkeypatch, warn)
-    assert call(capsys, "train") == (0, "", "")
-
-
-def test_a_nan_is_one_line_and_exit_code_1(capsys, monkeypatch):
-    failing(monkeypatch, FloatingPointError("the loss is nan at step 4"))
-    code, _, err = call(capsys, "train")
-    assert (code, err) == (1, "octile: the loss is nan at step 4\n")
-
-
-def test_an_internal_error_is_one_line_and_exit_code_1(capsys, monkeypatch):
-    failing(monkeypatch, AssertionError("never"))
-    code, _, err = call(capsys, "train")
-    assert (code, err.count("\n")) == (1, 1)
-    assert "OCTILE_TRACEBACK=1" in err
-
-
-def test_a_value_error_that_is_not_one_of_our_checks_is_not_the_users_fault(capsys, monkeypatch):
-    in_the_place_of_train(monkeypatch, lambda: torch.zeros(2).reshape(3) and int("x"))
-    assert call(capsys, "train")[0] == 1
-
-
-def test_a_traceback_is_shown_on_request(monkeypatch):
-    failing(monkeypatch, AssertionError("never"))
-    monkeypatch.setenv("OCTILE_TRACEBACK", "1")
-    with pytest.raises(AssertionError):
-        main(["train"])
 
 
 @pytest.mark.parametrize(
@@ -950,19 +889,6 @@ def test_a_comparison_that_cannot_be_made_is_refused(capsys, tmp_path, options, 
     assert not (tmp_path / "out").exists()
 
 
-def test_sigterm_ends_any_command_with_a_line_and_exit_code_143():
-    code = (
-        "import sys, time, types, octile.cli\n"
-        "run = lambda *_: (print('ready', flush=True), time.sleep(60))\n"
-        "octile.cli.COMMANDS['doctor'] = types.SimpleNamespace(run=run)\n"
-        "octile.cli.main(['doctor'])"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "ready\n"
-    process.terminate()
-    assert (process.communicate(timeout=60)[1], process.returncode) == ("octile: terminated\n", 143)
-
-
 def started_as_a_program(tmp_path, module: str, text: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run `python -m octile` with another module in the place of one that it imports."""
     (tmp_path / module).mkdir()
@@ -977,26 +903,6 @@ def started_as_a_program(tmp_path, module: str, text: str, *arguments: str) -> s
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
 
 
-ENDINGS = [(signal.SIGINT, "octile: interrupted\n", 130), (signal.SIGTERM, "octile: terminated\n", 143)]
-
-
-@pytest.mark.parametrize(("number", "line", "status"), ENDINGS)
-def test_a_signal_while_the_command_line_is_imported_ends_with_a_line(tmp_path, number, line, status):
-    ended = started_as_a_program(tmp_path, "difflib", f"os.kill(os.getpid(), {number:d})\n", "train")
-    assert (ended.stdout, ended.stderr, ended.returncode) == ("", line, status)
-
-
-CATCHES = "try:\n    os.kill(os.getpid(), {:d})\nexcept BaseException:\n    os._exit(0)\n"
-
-
-@pytest.mark.parametrize(("number", "line", "status"), ENDINGS)
-@pytest.mark.parametrize("command", ["train", "compare", "generate", "serve"])
-def test_a_signal_that_an_imported_library_catches_ends_a_command(tmp_path, command, number, line, status):
-    run = [str(tmp_path)] if command in ("generate", "serve") else []
-    ended = started_as_a_program(tmp_path, "torch", CATCHES.format(number), command, *run)
-    assert (ended.stderr, ended.returncode) == (line, status)
-
-
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
@@ -1009,53 +915,6 @@ def test_a_signal_that_an_imported_library_catches_ends_a_command(tmp_path, comm
 def test_a_command_says_what_it_does_before_torch_is_imported(tmp_path, arguments, line):
     ended = started_as_a_program(tmp_path, "torch", "os._exit(5)\n", *arguments)
     assert (ended.stdout, ended.returncode) == (f"octile {octile.__version__} {line}\n", 5)
-
-
-@pytest.mark.parametrize("then", ["json.no_such_name", "octile.extras.require('no_such_package', extra='train')"])
-@pytest.mark.parametrize(
-    ("number", "line", "status"),
-    [(signal.SIGINT, "octile: interrupted\n", 130), (signal.SIGTERM, "octile: terminated\n", 143)],
-)
-def test_a_signal_that_a_library_takes_for_a_failed_import_ends_a_command(number, line, status, then):
-    code = (
-        "import json, os, signal, types, octile.cli, octile.extras\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background process ignores it
-        "def doctor(*_):\n"
-        "    try:\n"
-        f"        os.kill(os.getpid(), {number:d})\n"
-        "    except BaseException:\n"
-        f"        {then}\n"
-        "octile.cli.COMMANDS['doctor'] = types.SimpleNamespace(run=doctor)\n"
-        "octile.cli.main(['doctor'])"
-    )
-    process = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, check=False)
-    assert (process.stderr, process.returncode) == (line, status)
-
-
-@pytest.mark.parametrize(
-    ("late", "status"),
-    [
-        ("atexit.register(wait)", 130),
-        ("threading.Thread(target=lambda: (threading.main_thread().join(), wait())).start()", 130),
-        ("sys.modules.update(late=type('Late', (), {'__del__': wait})())", 0),  # no Python code may run at Ctrl-C then
-    ],
-    ids=["exit handler", "thread", "destructor"],
-)
-def test_ctrl_c_while_the_interpreter_exits_prints_nothing(late, status):
-    code = (
-        "import atexit, signal, sys, threading, time, types, octile.cli\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background process ignores it
-        "def wait(*_, write=sys.stdout.write, flush=sys.stdout.flush, sleep=time.sleep):\n"
-        "    write('exits\\n'), flush(), sleep(1)\n"
-        f"octile.cli.COMMANDS['doctor'] = types.SimpleNamespace(run=lambda *_: {late})\n"
-        "sys.argv[1:] = ['doctor']\n"
-        "octile.cli.main()"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while process.stdout.readline() not in ("exits\n", ""):
-        pass
-    process.send_signal(signal.SIGINT)
-    assert (process.communicate(timeout=60)[1], process.returncode) == ("", status)
 
 
 FULL_COMMANDS = {
