@@ -145,13 +145,12 @@ def _assign(options: Sequence[Option], words: list[str]) -> dict[str, list[str]]
                 raise OptionError(name, f"takes no value, but {assigned!r} is given")
             found[option.path] = [str(name == option.name)]
             continue
-        values = [assigned] if equals else []
-        while words and len(values) != option.count and not _is_option(words[0]):
+        values, count = [assigned] if equals else [], 1 if option.is_repeated else option.count
+        while words and len(values) != count and not _is_option(words[0]):
             values.append(words.pop(0))
-            if option.is_repeated:
-                break
-        if not values or option.count not in (None, len(values)):
-            raise OptionError(option.name, _needs_value(option, words[0] if words else "", {*named, *negations}))
+        if not values or count not in (None, len(values)):
+            following = words[0] if words else ""
+            raise OptionError(option.name, _needs_values(option.name, count or 1, following, {*named, *negations}))
         found[option.path] = [*found.get(option.path, []), *values] if option.is_repeated else values
     return found | _assign_arguments([option for option in options if option.is_positional], arguments)
 
@@ -180,12 +179,12 @@ def _is_option(word: str) -> bool:
     return False
 
 
-def _needs_value(option: Option, following: str, known: Collection[str]) -> str:
+def _needs_values(name: str, count: int, following: str, known: Collection[str]) -> str:
     """Say that an option lacks values, and how to write one that begins with a dash and is taken for an option."""
-    needs = f"needs {'a value' if option.count in (None, 1) else f'{option.count} values'}"
-    if option.count != 1 or not following or following.partition("=")[0].replace("_", "-") in {*known, *HELP}:
+    needs = f"needs {'a value' if count == 1 else f'{count} values'}"
+    if count != 1 or not following or following.partition("=")[0].replace("_", "-") in known:
         return needs
-    return f"{needs}: write {option.name}={shlex.quote(following)} for one that begins with a dash"
+    return f"{needs}: write {name}={shlex.quote(following)} for one that begins with a dash"
 
 
 def _suggestion(name: str, known: Sequence[str]) -> str:
