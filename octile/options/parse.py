@@ -114,13 +114,13 @@ class Given:
 
 
 def parse(cls: type, words: Sequence[str], command: str, resumable: Collection[str] = ()) -> Given:
-    """Find out for each word which field it is given for. Values are converted by `Given.build`.
+    """Find out for each word which field it is given for; `Given.build` makes the values.
 
     An option is --name VALUE or --name=VALUE, with _ or - in its name; the last one counts. A value that begins with a
     dash and is no number needs the form with =.
 
     Raises:
-        OptionError: an option is unknown, has no value, or a positional argument is missing or one too many.
+        OptionError: an option is unknown, has no value or a wrong one; or an argument is missing or one too many.
     """
     with _pointing_to_help(command):
         return Given(cls, command, _assign(options_of(cls), list(words)), resumable)
@@ -151,6 +151,7 @@ def _assign(options: Sequence[Option], words: list[str]) -> dict[str, list[str]]
         if not values or count not in (None, len(values)):
             following = words[0] if words else ""
             raise OptionError(option.name, _needs_values(option.name, count or 1, following, {*named, *negations}))
+        value_of(option, values)  # refuses a wrong one, also where a later one counts
         found[option.path] = [*found.get(option.path, []), *values] if option.is_repeated else values
     return found | _assign_arguments([option for option in options if option.is_positional], arguments)
 

@@ -120,6 +120,7 @@ def test_what_is_not_given_is_that_of_the_default():
         (["a", "--inner.betas", "1"], "--inner.betas needs 2 values"),
         (["a", "--inner.betas", "1", "x"], "--inner.betas must be a number, not 'x'"),
         (["a", "--batch-size", "1e3"], "--batch-size must be a whole number, not '1e3'"),
+        (["a", "--batch-size", "x", "--batch-size", "1"], "--batch-size must be a whole number, not 'x'"),
         (["a", "--batch-size="], "--batch-size must be a whole number, not ''"),
         (["a", "--step", "2"], "--step must be one of 0, 1, not '2'"),
         (["a", ""], "DST is empty: name a path"),
