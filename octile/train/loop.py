@@ -41,7 +41,7 @@ from octile.train.run.folder import RunFolder, lock_folder
 from octile.train.run.metrics import Metrics, MetricsWriter, NoMetrics
 from octile.train.run.rank_checks import check_agreement, check_world, is_restarted
 from octile.train.run.recipe_check import check_recipe
-from octile.train.run.recorder import RunRecorder
+from octile.train.run.recorder import RunRecorder, StepContext
 from octile.train.run.results import finish, report_on_failure, unmarked_on_failure
 from octile.train.run.resume import (
     check_goal,
@@ -56,7 +56,6 @@ from octile.train.run.spikes import spikes_so_far
 from octile.train.strategy.pipelined_model import make_pipeline_schedule
 from octile.train.trainer import Trainer
 
-StepContext = Callable[[int], AbstractContextManager[object]]  # entered around each step, given the step's number
 RunHook = Callable[[Trainer, RunFolder, MetricsWriter], StepContext]
 
 

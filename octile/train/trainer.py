@@ -94,7 +94,7 @@ class Trainer:
         self.loss_scale = DynamicLossScale() if recipe.loss_scale else None
         self.ema = EMA(self.strategy.updated, optim.ema_decay, self.optimizer) if optim.ema_decay else None
         self.progress = Progress(self.config)
-        self.passes = Passes(self.strategy, self.progress, self.loss_scale)
+        self.passes = Passes(self.model, self.strategy.recipe.compute, device, self.progress, self.loss_scale)
         self.data, self.data_folder = store.digest, store.folder
         self.batches = Batches(store.train, batch_ramp(config), config.sequence_length - 1, config.seed)
         self._prepared = PreparedBatches(self._own_batch, AHEAD if on_gpu else 0, pin=on_gpu)

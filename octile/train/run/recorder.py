@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import TYPE_CHECKING
 
 from octile.report.run.spikes import Spike, SpikeDetector
 from octile.train.config import TrainConfig
@@ -16,8 +15,7 @@ from octile.train.run.metrics import Metrics, MetricsWriter
 from octile.train.run.spikes import write_spike
 from octile.train.trainer import Trainer
 
-if TYPE_CHECKING:
-    from octile.train.loop import StepContext
+StepContext = Callable[[int], AbstractContextManager[object]]  # entered around each step, given the step's number
 
 
 class RunRecorder:

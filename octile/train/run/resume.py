@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from octile import __version__
 from octile.checkpoint.step_folders import STATE, finished_steps, newest_intact, why_state_unusable
 from octile.checkpoint.store import Store, as_os_error
 from octile.parallel.ranks import Ranks
@@ -30,8 +29,7 @@ from octile.train.config import (
 from octile.train.run.console import RunConsole
 from octile.train.run.folder import RunFolder, check_unused
 from octile.train.run.metrics import read_lines, truncate_after
-from octile.train.run.source_digest import source_digest
-from octile.train.run.state import TrainerState
+from octile.train.run.state import TrainerState, computed_on
 
 if TYPE_CHECKING:
     from octile.train.run.best_model import BestModel
@@ -50,7 +48,6 @@ CHANGE_NOTES = {  # settings that may change when a run is resumed: what follows
     "guards": "they were added after the run began",
 }
 PRINTED_ELSEWHERE = {"out", *FILE_TEXTS}  # the folder in any case, and the file of a text by its name
-OCTILE = f"{__version__} (source {source_digest()})"  # as it was imported: the files may change during a run
 BITS_ADVICE = {"threads": "; OMP_NUM_THREADS sets the number of threads"}
 
 
@@ -201,15 +198,6 @@ def warn_of_another_machine(checkpoint: str, state: Mapping[str, Any], device: t
                 f"uninterrupted run{BITS_ADVICE.get(name, '')}",
                 stacklevel=2,
             )
-
-
-def computed_on(device: torch.device) -> dict[str, Any]:
-    """What decides the bits of a run besides its configuration: the device, octile, torch, and on a CPU the threads.
-
-    Sums on a CPU are split among its threads, so another number adds in another order.
-    """
-    threads = {"threads": torch.get_num_threads()} if device.type == "cpu" else {}
-    return {"device": device.type, "octile": OCTILE, "torch": torch.__version__, **threads}
 
 
 def check_restart(begun: SavedRun, config: TrainConfig, checkpoints: RunCheckpoints, ranks: Ranks) -> None:

@@ -4,17 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
+from octile import __version__
+from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.delayed_scaling import amax_histories
+from octile.optim import EMA, AdamW, DynamicLossScale
+from octile.train.run.source_digest import source_digest
+from octile.train.step.progress import Progress
+from octile.train.step.skips import Skips
+from octile.train.strategy.single import Strategy
 from octile.validation import Range, check_fields, from_json
 
-if TYPE_CHECKING:
-    from octile.train.trainer import Trainer
-
+OCTILE = f"{__version__} (source {source_digest()})"  # as it was imported: the files may change during a run
 Number = Annotated[int, Range(at_least=0, at_most=2**53)]  # exact as a float, too
+
+
+class Stateful(Protocol):
+    """What has a state: a trainer."""
+
+    strategy: Strategy
+    model: DeepseekV3
+    optimizer: AdamW
+    loss_scale: DynamicLossScale | None
+    ema: EMA | None
+    progress: Progress
+    skips: Skips
+    data: str
+    data_folder: Path
 
 
 @dataclass(frozen=True)
@@ -55,7 +76,16 @@ class TrainerState:
 OTHER_STATE = frozenset(("config", "computed_on", "measured", "best"))
 
 
-def state_of(trainer: Trainer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def computed_on(device: torch.device) -> dict[str, Any]:
+    """What decides the bits of a run besides its configuration: the device, octile, torch, and on a CPU the threads.
+
+    Sums on a CPU are split among its threads, so another number adds in another order.
+    """
+    threads = {"threads": torch.get_num_threads()} if device.type == "cpu" else {}
+    return {"device": device.type, "octile": OCTILE, "torch": torch.__version__, **threads}
+
+
+def state_of(trainer: Stateful) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors of a trainer's state, of which a rank has its rows, and the values for state.json."""
     progress, skips, strategy = trainer.progress, trainer.skips, trainer.strategy
     tensors = {f"model.{name}": t for name, t in trainer.model.state_dict().items()}
@@ -77,7 +107,7 @@ def state_of(trainer: Trainer) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, state
 
 
-def restore_state(trainer: Trainer, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+def restore_state(trainer: Stateful, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
     """Restore the result of `state_of`, or of `StateLayout.own_rows`.
 
     What a run adds to it, such as its best model, is not read.

@@ -11,32 +11,41 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from octile.models.deepseek_v3 import DeepseekV3
 from octile.ops.high_precision import without_reduced_precision_reduction
 from octile.optim import DynamicLossScale
 from octile.train.step.progress import Progress
-from octile.train.strategy.single import Strategy
 
 
 class Passes:
     """The passes of a training step, of a validation and of measurements.
 
     Args:
-        strategy: the strategy that has the model and its recipe.
+        model: this rank's model.
+        compute: dtype of what its recipe does not quantize.
+        device: device of the model.
         progress: the run's progress, of which a loss takes the weight of multi-token prediction.
         loss_scale: the scale of the loss in backward passes; None for recipes without one.
     """
 
-    def __init__(self, strategy: Strategy, progress: Progress, loss_scale: DynamicLossScale | None):
-        self.strategy, self.progress, self._loss_scale = strategy, progress, loss_scale
-        self.device = strategy.device
+    def __init__(
+        self,
+        model: DeepseekV3,
+        compute: torch.dtype,
+        device: torch.device,
+        progress: Progress,
+        loss_scale: DynamicLossScale | None,
+    ):
+        self.model, self.device, self.progress = model, device, progress
+        self._compute, self._loss_scale = compute, loss_scale
 
     def autocast(self) -> torch.autocast:
         """Autocast of a forward pass: on a GPU, what is not quantized is in the recipe's `compute` dtype.
 
         On a CPU, and under a recipe that computes in FP32, it is in FP32.
         """
-        dtype = self.strategy.recipe.compute
-        return torch.autocast(self.device.type, dtype, self.device.type == "cuda" and dtype != torch.float32)
+        is_on = self.device.type == "cuda" and self._compute != torch.float32
+        return torch.autocast(self.device.type, self._compute, is_on)
 
     @contextmanager
     def precision(self) -> Iterator[None]:
@@ -46,14 +55,14 @@ class Passes:
 
     def prepare(self) -> None:
         """Give the model the values of the next step that its loss takes."""
-        self.strategy.model.mtp_loss_weight = self.progress.mtp_loss_weight()
+        self.model.mtp_loss_weight = self.progress.mtp_loss_weight()
 
     def loss(self, tokens_BS: Tensor) -> Tensor:
         """The loss of a micro-batch, int64 [B, S] on the host or the device."""
         self.prepare()
         tokens_BS = tokens_BS.to(self.device, non_blocking=True)
         with self.precision():
-            return self.strategy.model(tokens_BS, tokens_BS)
+            return self.model(tokens_BS, tokens_BS)
 
     def scaled(self, loss: Tensor) -> Tensor:
         """A loss times the loss scale, if there is one."""
