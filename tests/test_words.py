@@ -91,3 +91,14 @@ def test_no_sentence_of_a_docstring_is_long() -> None:
         if len(sentence.split()) > MAX_SENTENCE
     ]
     assert not long, "\n".join(long)
+
+
+def test_no_variable_is_named_by_a_bare_of() -> None:
+    bare = []
+    for path in sorted((ROOT / "octile").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            is_stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+            name = node.id if is_stored else node.arg if isinstance(node, ast.arg) else ""
+            if re.match(r"_?of(_|$)", name):
+                bare.append(f"{path.relative_to(ROOT)}:{node.lineno}: {name}")
+    assert not bare, "\n".join(bare)

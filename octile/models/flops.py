@@ -48,7 +48,7 @@ def multiply_adds(config: ModelConfig, keys: float) -> dict[str, float]:
     Returns:
         Those of "layers" (all linear layers of blocks), "head", "attention" (q · kᵀ and p · v), "gate" and "indexer".
     """
-    used = _of_weights(count_parameters(config).main_active)
+    used = _weight_flops(count_parameters(config).main_active)
     index_flops = used["indexer"] + config.num_hidden_layers * _index_logits(config, keys)
     return {**used, "attention": _attention(config, keys), "indexer": index_flops}
 
@@ -63,7 +63,7 @@ def train_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
     main = multiply_adds(config, sequence_length)
     total = sum(main.values())
     if config.num_nextn_predict_layers:
-        total += sum(_of_weights(count_parameters(config).mtp_active).values())
+        total += sum(_weight_flops(count_parameters(config).mtp_active).values())
         total += main["head"] + main["attention"] / config.num_hidden_layers + _index_logits(config, sequence_length)
     return 6 * total
 
@@ -73,7 +73,7 @@ def bf16_peak(gpu: str) -> float | None:
     return next((peak for part, peak in BF16_PEAKS.items() if part in gpu), None)
 
 
-def _of_weights(used: dict[str, int]) -> dict[str, float]:
+def _weight_flops(used: dict[str, int]) -> dict[str, float]:
     """The multiply-adds of weights, by kind of module as in `ParameterCount`."""
     layers = sum(n for kind, n in used.items() if kind.endswith(("projections", "projection", "experts", "MLP")))
     return {"layers": layers, **{kind: used.get(kind, 0) for kind in ("head", "gate", "indexer")}}

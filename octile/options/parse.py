@@ -91,11 +91,9 @@ class Given:
         if not self.is_set("resume") or not stored:
             return text
         may_change = [option for path, option in stored.items() if path.partition(".")[0] in self.resumable]
-        of_which = "which" if len(may_change) == len(stored) else f"of which only {' and '.join(may_change)}"
+        which = "which" if len(may_change) == len(stored) else f"of which only {' and '.join(may_change)}"
         are = "is that" if len(stored) == 1 else "are those"
-        return (
-            f"{text}; {' and '.join(stored.values())} {are} of the run{f', {of_which} may change' * bool(may_change)}"
-        )
+        return f"{text}; {' and '.join(stored.values())} {are} of the run{f', {which} may change' * bool(may_change)}"
 
     @contextmanager
     def naming_options(self) -> Iterator[None]:

@@ -83,7 +83,7 @@ class ExchangeMemory:
         self._is_captured = False  # whether a CUDA graph may have the addresses of the buffer and what belongs to it
         self._captured: list[object] = []  # smaller buffers that graphs may still use, with what belongs to them
         self._n_bytes = 0  # of the last exchange
-        self._of_first: Self | None = None  # of two interleaved passes
+        self._first: Self | None = None  # of two interleaved passes
         self._reader: torch.cuda.Stream | None = None  # that reads the results of the last exchange
         self._results: weakref.ref[InFlight[Any]] | None = None  # those in the buffer that were not waited for
 
@@ -91,10 +91,10 @@ class ExchangeMemory:
         """Return this memory, or another one in the first of two interleaved passes: both have exchanges under way."""
         if not is_first():
             return self
-        if self._of_first is None:
-            self._of_first = type(self)(self.group)
-            self._of_first.num_sms, self._of_first.num_sms_overlapped = self.num_sms, self.num_sms_overlapped
-        return self._of_first
+        if self._first is None:
+            self._first = type(self)(self.group)
+            self._first.num_sms, self._first.num_sms_overlapped = self.num_sms, self.num_sms_overlapped
+        return self._first
 
     def reserve(self, n_bytes: int, device: torch.device) -> None:
         """Have at least so many bytes. All ranks call it with the same number; the first calls wait for each other.

@@ -38,7 +38,7 @@ def memory_by_kind(
     """
     held = held_activations(schedule)
     ranks = (
-        _of_rank(c, layout, cluster, [stages[stage] for stage in schedule.stages(rank)], held[rank])
+        _rank_bytes(c, layout, cluster, [stages[stage] for stage in schedule.stages(rank)], held[rank])
         for rank in range(schedule.n_ranks)
     )
     return max(ranks, key=lambda kinds: sum(kinds.values()))
@@ -125,7 +125,9 @@ def held_parameters(c: ModelConfig, layout: Layout, stages: Sequence[Stage]) -> 
     return routed, quantized, rest + tables * each.table
 
 
-def _of_rank(c: ModelConfig, layout: Layout, cluster: Cluster, stages: Sequence[Stage], held: int) -> dict[str, float]:
+def _rank_bytes(
+    c: ModelConfig, layout: Layout, cluster: Cluster, stages: Sequence[Stage], held: int
+) -> dict[str, float]:
     routed, quantized, rest = held_parameters(c, layout, stages)
     parameters, dp = routed + quantized + rest, layout.dp(cluster)
     everywhere, shared = MASTER_BYTES[layout.masters]
