@@ -55,7 +55,7 @@ def test_a_prompt_that_the_model_does_not_know_is_counted_as_a_response_alone(se
 
 
 def test_what_runs_now(serve):
-    served = serve(step_seconds=0.01, n_pages=100)
+    served = serve(step_seconds=0.1, n_pages=100)
     body = {"model": "micro", "prompt": "a", "max_tokens": 4000, "n": 3, "stream": True}
     with httpx.stream("POST", f"{served.url}/v1/completions", json={**body, "max_tokens": 2000}) as response:
         lines = response.iter_lines()
