@@ -157,9 +157,8 @@ class EngineClient:
         if not self._is_busy:
             self._is_busy, self._last_step = True, time.monotonic()
         self._streams.add(stream)
-        for choice, request in zip(stream.choices, requests, strict=True):
-            self._choices[request.id] = choice
-            self._sender.send(request)
+        self._choices |= {choice.request_id: choice for choice in stream.choices}
+        self._sender.send([*requests])  # together, so that one step has them all
         return stream
 
     def forget(self, stream: Stream) -> None:

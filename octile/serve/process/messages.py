@@ -1,6 +1,6 @@
 """What a process sends to the process of an engine, what that sends back, and the error when one of them has ended.
 
-A request that is to be added is a `Request`.
+Requests that are to be added are a list of `Request`.
 """
 
 from __future__ import annotations

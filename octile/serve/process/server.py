@@ -173,11 +173,12 @@ class EngineServer:
                 self._commands.add(partial(self._carry_out, self._connection.recv()))
         self.stop()
 
-    def _carry_out(self, command: Request | Cancel) -> None:
-        if isinstance(command, Request):
-            self._engine.submit(command)
-        else:
+    def _carry_out(self, command: list[Request] | Cancel) -> None:
+        if isinstance(command, Cancel):
             self._engine.cancel(command.request_id)
+        else:
+            for request in command:
+                self._engine.submit(request)
 
     def _send_step(self, outputs: list[Output]) -> None:
         self.send(Stepped(outputs, self._stats.next()))

@@ -24,7 +24,7 @@ class Ends:
 
     def add(self, prompt: list[int], sampling: Sampling) -> int:
         (request,) = FACTORY.make(prompt, sampling)
-        self.other.send(request)
+        self.other.send([request])
         return request.id
 
     def read(self, request_id: int) -> list[Output]:
@@ -53,6 +53,13 @@ def joined(tokenizer, **options) -> Iterator[Ends]:
     ends.other.close()
     ends.thread.join(30)
     assert not ends.thread.is_alive()
+
+
+def test_requests_that_are_sent_together_are_in_one_step(tokenizer):
+    with joined(tokenizer) as ends:
+        requests = FACTORY.make([5], *[Sampling(max_new_tokens=1)] * 3)
+        ends.other.send(requests)
+        assert [output.request_id for output in receive(ends.other, Stepped).outputs] == [r.id for r in requests]
 
 
 def test_canceling_what_has_ended_does_nothing(tokenizer):
