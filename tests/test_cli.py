@@ -144,7 +144,9 @@ def test_version(capsys):
     assert call(capsys, "--version")[1].startswith("octile 0.")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["doctor"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], pytest.param(["doctor"], marks=pytest.mark.exhaustive)], ids=" ".join
+)
 def test_a_closed_output_pipe_is_no_failure(arguments):
     command = subprocess.Popen(
         [sys.executable, "-m", "octile", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE
