@@ -24,7 +24,7 @@ from octile.signals import quiet_exit
 
 if TYPE_CHECKING:
     from octile.train.config import TrainConfig
-    from octile.train.loop import RunHook
+    from octile.train.run.recorder import RunHook
 
 
 def _observer(config: TrainConfig) -> RunHook:

@@ -32,11 +32,10 @@ from octile.recipe import GEMMS, GemmName
 from octile.report.console import Console
 from octile.train.config import TrainConfig
 from octile.train.data.token_store import TokenStore
-from octile.train.loop import RunHook
 from octile.train.run.deterministic import deterministic
 from octile.train.run.folder import RunFolder
 from octile.train.run.metrics import MetricsWriter, read_lines
-from octile.train.run.recorder import StepContext
+from octile.train.run.recorder import RunHook, StepContext
 from octile.train.run.resume import check_settings
 from octile.train.trainer import Trainer
 

@@ -15,7 +15,7 @@ from octile.train.shared_options import ModelFile, announce, begin_config, build
 from octile.validation import Range, check_fields
 
 if TYPE_CHECKING:
-    from octile.train.loop import RunHook
+    from octile.train.run.recorder import RunHook
 
 __all__ = ["RESUMABLE", "SECTIONS", "Options", "defaults", "read", "run"]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +41,7 @@ from octile.train.run.folder import RunFolder, lock_folder
 from octile.train.run.metrics import Metrics, MetricsWriter, NoMetrics
 from octile.train.run.rank_checks import check_agreement, check_world, is_restarted
 from octile.train.run.recipe_check import check_recipe
-from octile.train.run.recorder import RunRecorder, StepContext
+from octile.train.run.recorder import RunHook, RunRecorder, no_hook
 from octile.train.run.results import finish, report_on_failure, unmarked_on_failure
 from octile.train.run.resume import (
     check_goal,
@@ -55,8 +55,6 @@ from octile.train.run.resume import (
 from octile.train.run.spikes import spikes_so_far
 from octile.train.strategy.pipelined_model import make_pipeline_schedule
 from octile.train.trainer import Trainer
-
-RunHook = Callable[[Trainer, RunFolder, MetricsWriter], StepContext]
 
 
 class LoopHooks(Protocol):
@@ -119,11 +117,6 @@ def run_steps(trainer: Trainer, hooks: LoopHooks, stop: Sequence[int]) -> None:
             hooks.save()
     hooks.record(trainer.collect())  # a signal ended the loop between two collections
     hooks.between_steps()
-
-
-def no_hook(trainer: Trainer, run: RunFolder, metrics: MetricsWriter) -> StepContext:
-    """The hook that does nothing."""
-    return lambda step: nullcontext()
 
 
 def train(config: TrainConfig, resume: bool, console: RunConsole, hook: RunHook = no_hook) -> Path:

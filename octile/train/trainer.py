@@ -40,7 +40,7 @@ from octile.train.data.batches import Batches, PreparedBatches, validation_windo
 from octile.train.data.token_store import TokenStore
 from octile.train.evaluation.evaluator import Evaluator
 from octile.train.run.metrics import Metrics
-from octile.train.run.state import restore_state, state_of
+from octile.train.run.state import TrainingState
 from octile.train.step.captured import CapturedStep
 from octile.train.step.compute import StepComputation
 from octile.train.step.launched import COLLECT_EVERY, Launched, LaunchedSteps
@@ -94,11 +94,13 @@ class Trainer:
         self.loss_scale = DynamicLossScale() if recipe.loss_scale else None
         self.ema = EMA(self.strategy.updated, optim.ema_decay, self.optimizer) if optim.ema_decay else None
         self.progress = Progress(self.config)
-        self.passes = Passes(self.model, self.strategy.recipe.compute, device, self.progress, self.loss_scale)
-        self.data, self.data_folder = store.digest, store.folder
+        self.passes = Passes(self.model, device, recipe.compute, self.progress, self.loss_scale)
         self.batches = Batches(store.train, batch_ramp(config), config.sequence_length - 1, config.seed)
         self._prepared = PreparedBatches(self._own_batch, AHEAD if on_gpu else 0, pin=on_gpu)
         self.skips = Skips(config.skip_limit, self.strategy.names.parameters, device)
+        self._state = TrainingState(
+            self.strategy, self.optimizer, self.ema, self.loss_scale, self.progress, self.skips, store
+        )
         self._computation = StepComputation(
             self.strategy, self.passes, self.progress, self.optimizer, self.skips, self.loss_scale, optim.clip
         )
@@ -316,15 +318,15 @@ class Trainer:
             RuntimeError: steps were launched and not collected.
         """
         self._launched.check_none("state")
-        return state_of(self)
+        return self._state.save()
 
     def load(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         """Restore the result of `state`, or of `StateLayout.own_rows` of `strategy.layout`.
 
         Raises:
             RuntimeError: steps were launched and not collected.
-            ValueError: see `restore_state`.
+            ValueError: see `TrainingState.restore`.
         """
         self._launched.check_none("load")
         self.release_captured()  # its graphs write the moments that are replaced here
-        restore_state(self, tensors, state)
+        self._state.restore(tensors, state)

@@ -25,9 +25,8 @@ from octile.train.data.token_store import TokenStore
 from octile.train.loop import run_steps
 from octile.train.run.console import RunConsole, StepProgress
 from octile.train.run.duration import reference_time
+from octile.train.run.machine import computed_on, warn_of_another_machine
 from octile.train.run.metrics import Metrics
-from octile.train.run.resume import warn_of_another_machine
-from octile.train.run.state import computed_on
 from octile.train.trainer import Trainer
 
 CHECKPOINTS, FINISHED = "checkpoints", "finished"

@@ -11,6 +11,7 @@ fine_tune.py      a run that starts from a checkpoint's weights
 state.py          the state of a trainer: what a checkpoint holds, and how it is restored
 best_model.py     weights and amax histories at the lowest held-out loss
 checkpoints.py    how checkpoints are written and found
+machine.py        what decides the bits of a run besides its configuration
 resume.py         what a resumed run takes from its folder and its checkpoint
 source_digest.py  by which ranks and resumed runs find out that they run different code
 recorder.py       what `octile train` does between its steps

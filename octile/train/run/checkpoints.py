@@ -16,7 +16,7 @@ from octile.checkpoint.training import find_latest, save_checkpoint
 from octile.parallel.ranks import Ranks
 from octile.train.config import TrainConfig
 from octile.train.run.best_model import BestModel
-from octile.train.run.state import computed_on
+from octile.train.run.machine import computed_on
 from octile.train.trainer import Trainer
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
 from octile.report.run.spikes import Spike, SpikeDetector
 from octile.train.config import TrainConfig
@@ -11,11 +11,18 @@ from octile.train.data.token_store import TokenStore
 from octile.train.run.best_model import BestModel
 from octile.train.run.checkpoints import RunCheckpoints
 from octile.train.run.console import StepProgress
+from octile.train.run.folder import RunFolder
 from octile.train.run.metrics import Metrics, MetricsWriter
 from octile.train.run.spikes import write_spike
 from octile.train.trainer import Trainer
 
 StepContext = Callable[[int], AbstractContextManager[object]]  # entered around each step, given the step's number
+RunHook = Callable[[Trainer, RunFolder, MetricsWriter], StepContext]
+
+
+def no_hook(trainer: Trainer, run: RunFolder, metrics: MetricsWriter) -> StepContext:
+    """The hook that does nothing."""
+    return lambda step: nullcontext()
 
 
 class RunRecorder:

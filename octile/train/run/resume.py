@@ -7,10 +7,9 @@ config.json is refused, by its checksum before the first checkpoint, and another
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -26,15 +25,14 @@ from octile.train.config import (
     differences,
     shown,
 )
+from octile.train.run.best_model import BestModel
+from octile.train.run.checkpoints import RunCheckpoints
 from octile.train.run.console import RunConsole
 from octile.train.run.folder import RunFolder, check_unused
+from octile.train.run.machine import warn_of_another_machine
 from octile.train.run.metrics import read_lines, truncate_after
-from octile.train.run.state import TrainerState, computed_on
-
-if TYPE_CHECKING:
-    from octile.train.run.best_model import BestModel
-    from octile.train.run.checkpoints import RunCheckpoints
-    from octile.train.trainer import Trainer
+from octile.train.run.state import TrainerState
+from octile.train.trainer import Trainer
 
 OTHER_ORDER = "gradients are summed in another order, so the run is not bit-identical to an uninterrupted one"
 CHANGE_NOTES = {  # settings that may change when a run is resumed: what follows, where it is more than the new value
@@ -48,7 +46,6 @@ CHANGE_NOTES = {  # settings that may change when a run is resumed: what follows
     "guards": "they were added after the run began",
 }
 PRINTED_ELSEWHERE = {"out", *FILE_TEXTS}  # the folder in any case, and the file of a text by its name
-BITS_ADVICE = {"threads": "; OMP_NUM_THREADS sets the number of threads"}
 
 
 class SavedRun(NamedTuple):
@@ -179,25 +176,6 @@ def check_settings(config: TrainConfig, checkpoint: Store, device: torch.device,
                 note = f": {CHANGE_NOTES[name]}" if name in CHANGE_NOTES else ""
                 say(f"{name}: {shown(before)} before, {shown(now)} now{note}")
     warn_of_another_machine(checkpoint.name, state, device)
-
-
-def warn_of_another_machine(checkpoint: str, state: Mapping[str, Any], device: torch.device) -> None:
-    """Warn if the state of a checkpoint was computed where the bits differ from those of this machine.
-
-    Raises:
-        ValueError: the state does not say it as an object.
-    """
-    before = state.get("computed_on", {})
-    if not isinstance(before, dict):
-        raise ValueError(f"state.computed_on of {checkpoint} must be an object, not {before!r}")
-    for name, value in computed_on(device).items():
-        if before.get(name, value) != value:
-            warnings.warn(
-                f"{checkpoint} was computed with {name} {before[name]}, this machine has {value}: steps that it "
-                f"computes {'may not be' if name == 'octile' else 'are not'} bit-identical to those of an "
-                f"uninterrupted run{BITS_ADVICE.get(name, '')}",
-                stacklevel=2,
-            )
 
 
 def check_restart(begun: SavedRun, config: TrainConfig, checkpoints: RunCheckpoints, ranks: Ranks) -> None:

@@ -4,38 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
-import torch
 from torch import Tensor, nn
 
-from octile import __version__
-from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.delayed_scaling import amax_histories
 from octile.optim import EMA, AdamW, DynamicLossScale
-from octile.train.run.source_digest import source_digest
+from octile.train.data.token_store import TokenStore
 from octile.train.step.progress import Progress
 from octile.train.step.skips import Skips
 from octile.train.strategy.single import Strategy
 from octile.validation import Range, check_fields, from_json
 
-OCTILE = f"{__version__} (source {source_digest()})"  # as it was imported: the files may change during a run
 Number = Annotated[int, Range(at_least=0, at_most=2**53)]  # exact as a float, too
-
-
-class Stateful(Protocol):
-    """What has a state: a trainer."""
-
-    strategy: Strategy
-    model: DeepseekV3
-    optimizer: AdamW
-    loss_scale: DynamicLossScale | None
-    ema: EMA | None
-    progress: Progress
-    skips: Skips
-    data: str
-    data_folder: Path
 
 
 @dataclass(frozen=True)
@@ -76,73 +57,90 @@ class TrainerState:
 OTHER_STATE = frozenset(("config", "computed_on", "measured", "best"))
 
 
-def computed_on(device: torch.device) -> dict[str, Any]:
-    """What decides the bits of a run besides its configuration: the device, octile, torch, and on a CPU the threads.
+class TrainingState:
+    """The parts of a trainer on which later steps depend.
 
-    Sums on a CPU are split among its threads, so another number adds in another order.
+    Args:
+        strategy: the strategy, with this rank's model.
+        optimizer: the optimizer of the parameters that this rank updates.
+        ema: the moving average of these parameters; None if there is none.
+        loss_scale: the scale of the loss; None for recipes without one.
+        progress: the run's progress.
+        skips: the steps that were skipped.
+        store: the tokens of the run.
     """
-    threads = {"threads": torch.get_num_threads()} if device.type == "cpu" else {}
-    return {"device": device.type, "octile": OCTILE, "torch": torch.__version__, **threads}
 
+    def __init__(
+        self,
+        strategy: Strategy,
+        optimizer: AdamW,
+        ema: EMA | None,
+        loss_scale: DynamicLossScale | None,
+        progress: Progress,
+        skips: Skips,
+        store: TokenStore,
+    ):
+        self._strategy, self._optimizer, self._ema, self._loss_scale = strategy, optimizer, ema, loss_scale
+        self._progress, self._skips = progress, skips
+        self._data, self._data_folder = store.digest, store.folder
 
-def state_of(trainer: Stateful) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of a trainer's state, of which a rank has its rows, and the values for state.json."""
-    progress, skips, strategy = trainer.progress, trainer.skips, trainer.strategy
-    tensors = {f"model.{name}": t for name, t in trainer.model.state_dict().items()}
-    for index, moments in trainer.optimizer.state_dict()["state"].items():
-        tensors |= {f"optimizer.{strategy.layout.number(index)}.{name}": t for name, t in moments.items()}
-    tensors |= {f"history.{name}": m.amax_OH for name, m in amax_histories(trainer.model).items()}
-    if trainer.ema:
-        tensors |= {f"ema.{name}": t for name, t in trainer.ema.state_dict().items()}
-    state = {  # the fields of `TrainerState`
-        "steps_done": progress.steps_done,
-        "tokens": progress.tokens,
-        "data": trainer.data,
-        "seconds": progress.seconds,
-        "loss_scale": trainer.loss_scale.state_dict() if trainer.loss_scale else None,
-        "skipped": skips.total,
-        "skipped_in_a_row": skips.in_a_row,
-        "keeps_activations": strategy.saves_activations,
-    }
-    return tensors, state
+    def save(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return tensors, of which a rank has its rows, and the values for state.json."""
+        model, layout = self._strategy.model, self._strategy.layout
+        tensors = {f"model.{name}": t for name, t in model.state_dict().items()}
+        for index, moments in self._optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer.{layout.number(index)}.{name}": t for name, t in moments.items()}
+        tensors |= {f"history.{name}": m.amax_OH for name, m in amax_histories(model).items()}
+        if self._ema:
+            tensors |= {f"ema.{name}": t for name, t in self._ema.state_dict().items()}
+        state = {  # the fields of `TrainerState`
+            "steps_done": self._progress.steps_done,
+            "tokens": self._progress.tokens,
+            "data": self._data,
+            "seconds": self._progress.seconds,
+            "loss_scale": self._loss_scale.state_dict() if self._loss_scale else None,
+            "skipped": self._skips.total,
+            "skipped_in_a_row": self._skips.in_a_row,
+            "keeps_activations": self._strategy.saves_activations,
+        }
+        return tensors, state
 
+    def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        """Restore the result of `save`, or of `StateLayout.own_rows`.
 
-def restore_state(trainer: Stateful, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-    """Restore the result of `state_of`, or of `StateLayout.own_rows`.
+        What a run adds to it, such as its best model, is not read.
 
-    What a run adds to it, such as its best model, is not read.
-
-    Raises:
-        ValueError: it belongs to a model of another shape, was trained on other tokens, or a value of `state` is
-            missing, of another type, or out of range.
-    """
-    progress, skips, strategy = trainer.progress, trainer.skips, trainer.strategy
-    found = TrainerState.read(state)
-    if trainer.loss_scale and found.loss_scale is None:
-        raise ValueError(f"state.loss_scale is missing, which the recipe {strategy.recipe.name} needs")
-    if found.data not in (None, trainer.data):
-        raise ValueError(f"the tokens in {trainer.data_folder} are not those that the checkpoint was trained on")
-    if found.keeps_activations is not None:
-        strategy.save_activations(found.keeps_activations)
-    parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "history": {}, "ema": {}, "best": {}}
-    for name, tensor in tensors.items():
-        part, _, rest = name.partition(".")
-        parts[part][rest] = tensor
-    _load_exactly(trainer.model, parts["model"])
-    moments: dict[int, dict[str, Tensor]] = {}
-    for name, tensor in parts["optimizer"].items():
-        index, _, key = name.partition(".")
-        moments.setdefault(strategy.layout.own_number(int(index)), {})[key] = tensor
-    trainer.optimizer.load_state_dict({**trainer.optimizer.state_dict(), "state": moments})
-    for name, history in amax_histories(trainer.model).items():
-        history.amax_OH.copy_(parts["history"][name])
-    if trainer.ema:
-        trainer.ema.load_state_dict(parts["ema"])
-    if trainer.loss_scale and found.loss_scale:
-        trainer.loss_scale.load_state_dict(asdict(found.loss_scale))
-    progress.steps_done, progress.tokens, progress.seconds = found.steps_done, found.tokens, found.seconds
-    skips.total, skips.in_a_row = found.skipped, found.skipped_in_a_row
-    skips.reset_device()
+        Raises:
+            ValueError: it belongs to a model of another shape, was trained on other tokens, or a value of `state` is
+                missing, of another type, or out of range.
+        """
+        strategy, progress, skips = self._strategy, self._progress, self._skips
+        found = TrainerState.read(state)
+        if self._loss_scale and found.loss_scale is None:
+            raise ValueError(f"state.loss_scale is missing, which the recipe {strategy.recipe.name} needs")
+        if found.data not in (None, self._data):
+            raise ValueError(f"the tokens in {self._data_folder} are not those that the checkpoint was trained on")
+        if found.keeps_activations is not None:
+            strategy.save_activations(found.keeps_activations)
+        parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "history": {}, "ema": {}, "best": {}}
+        for name, tensor in tensors.items():
+            part, _, rest = name.partition(".")
+            parts[part][rest] = tensor
+        _load_exactly(strategy.model, parts["model"])
+        moments: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in parts["optimizer"].items():
+            index, _, key = name.partition(".")
+            moments.setdefault(strategy.layout.own_number(int(index)), {})[key] = tensor
+        self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": moments})
+        for name, history in amax_histories(strategy.model).items():
+            history.amax_OH.copy_(parts["history"][name])
+        if self._ema:
+            self._ema.load_state_dict(parts["ema"])
+        if self._loss_scale and found.loss_scale:
+            self._loss_scale.load_state_dict(asdict(found.loss_scale))
+        progress.steps_done, progress.tokens, progress.seconds = found.steps_done, found.tokens, found.seconds
+        skips.total, skips.in_a_row = found.skipped, found.skipped_in_a_row
+        skips.reset_device()
 
 
 def _load_exactly(model: nn.Module, tensors: dict[str, Tensor]) -> None:

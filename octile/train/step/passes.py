@@ -21,9 +21,9 @@ class Passes:
     """The passes of a training step, of a validation and of measurements.
 
     Args:
-        model: this rank's model.
-        compute: dtype of what its recipe does not quantize.
-        device: device of the model.
+        model: the model.
+        device: its device.
+        compute: the dtype in which what is not quantized is computed on a GPU (`Recipe.compute`).
         progress: the run's progress, of which a loss takes the weight of multi-token prediction.
         loss_scale: the scale of the loss in backward passes; None for recipes without one.
     """
@@ -31,8 +31,8 @@ class Passes:
     def __init__(
         self,
         model: DeepseekV3,
-        compute: torch.dtype,
         device: torch.device,
+        compute: torch.dtype,
         progress: Progress,
         loss_scale: DynamicLossScale | None,
     ):
@@ -44,8 +44,8 @@ class Passes:
 
         On a CPU, and under a recipe that computes in FP32, it is in FP32.
         """
-        is_on = self.device.type == "cuda" and self._compute != torch.float32
-        return torch.autocast(self.device.type, self._compute, is_on)
+        is_enabled = self.device.type == "cuda" and self._compute != torch.float32
+        return torch.autocast(self.device.type, self._compute, is_enabled)
 
     @contextmanager
     def precision(self) -> Iterator[None]:

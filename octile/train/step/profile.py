@@ -20,11 +20,10 @@ import torch
 
 from octile.checkpoint.files import write_text
 from octile.train.config import TrainConfig
-from octile.train.loop import RunHook
 from octile.train.run.console import RunConsole
 from octile.train.run.folder import RunFolder
 from octile.train.run.metrics import MetricsWriter
-from octile.train.run.recorder import StepContext
+from octile.train.run.recorder import RunHook, StepContext
 from octile.train.step.kernel_records import (
     Communication,
     Cost,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import cycle, islice
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -22,12 +21,10 @@ from octile.parallel.state import ShardedState
 from octile.recipe import Recipe
 from octile.train.config import TrainConfig
 from octile.train.evaluation.diagnostics import Histogram, add_histograms, first_non_finite
+from octile.train.step.passes import Passes
 from octile.train.strategy.pipelined_model import PipelinedModel, describe_pipeline, held_share
 from octile.train.strategy.rank_mesh import RankMesh
 from octile.train.strategy.sharded import ShardedStrategy
-
-if TYPE_CHECKING:
-    from octile.train.step.passes import Passes
 
 
 class PipelinedStrategy(ShardedStrategy):

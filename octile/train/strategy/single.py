@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -39,11 +39,9 @@ from octile.train.evaluation.diagnostics import Histogram, first_non_finite
 from octile.train.memory.device import available_memory
 from octile.train.memory.saved_activations import can_save, saving_activations
 from octile.train.step.captured import why_eager
+from octile.train.step.passes import Passes
 from octile.train.strategy.rank_mesh import RankMesh
 from octile.train.strategy.state_layout import ModelNames, StateLayout
-
-if TYPE_CHECKING:
-    from octile.train.step.passes import Passes
 
 T = TypeVar("T")
 

@@ -11,10 +11,10 @@ import octile
 from octile.checkpoint.store import Store
 from octile.checkpoint.training import save_checkpoint
 from octile.train.compare.run import FINISHED, train_compared_run
-from octile.train.run import state
+from octile.train.run import machine
+from octile.train.run.machine import computed_on
 from octile.train.run.resume import check_settings, open_run
 from octile.train.run.source_digest import source_digest
-from octile.train.run.state import computed_on
 from tests.train.conftest import micro, silent_console
 
 CPU = torch.device("cpu")
@@ -61,8 +61,8 @@ def test_every_changed_setting_is_printed(tmp_path, name, value, line):
 
 @pytest.mark.parametrize("before", ["0.0.9 (source 0123456789ab)", f"{octile.__version__} (source 0123456789ab)"])
 def test_a_checkpoint_of_another_version_or_source_of_octile_causes_a_warning(tmp_path, monkeypatch, before):
-    now = state.OCTILE
-    monkeypatch.setattr(state, "OCTILE", before)
+    now = machine.OCTILE
+    monkeypatch.setattr(machine, "OCTILE", before)
     folder = Store(str(checkpoint(tmp_path)))
     monkeypatch.undo()
     with pytest.warns(UserWarning, match="was computed with octile") as warned:

@@ -21,7 +21,6 @@ from octile.train.loop import train
 from octile.train.run.folder import RunFolder
 from octile.train.step import clock, launched
 from octile.train.step.launched import COLLECT_EVERY
-from octile.train.step.passes import Passes
 from octile.train.strategy import single as module
 from octile.train.strategy.single import Strategy
 from octile.train.trainer import Trainer
@@ -228,15 +227,15 @@ def test_the_time_between_two_collections_is_not_that_of_a_step(store, monkeypat
 
 
 def test_the_time_of_discarded_steps_is_that_of_the_one_that_is_launched_again(store, late, monkeypatch):
-    trainer, backward, given = new(store), Passes.backward, []
+    trainer, losses, given = new(store), Strategy.losses, []
 
-    def too_many_once(self, tokens_BS, parts):
-        if self.progress.steps_done == 2 and not given:
+    def too_many_once(self, passes, *arguments):
+        if passes.progress.steps_done == 2 and not given:
             given.append("step 3")
-            self.strategy.too_many_rows.fill_(1)
-        return backward(self, tokens_BS, parts)
+            self.too_many_rows.fill_(1)
+        return losses(self, passes, *arguments)
 
-    monkeypatch.setattr(Passes, "backward", too_many_once)
+    monkeypatch.setattr(Strategy, "losses", too_many_once)
     times = iter([10.0, 11.0, 12.0, 13.0, 14.0, 21.0, 23.0])  # step 3 begins again without a mark of its own
     monkeypatch.setattr(clock.time, "perf_counter", lambda: next(times))
     lines = [*collect_late(trainer, 4), *collect_late(trainer, 2)]
@@ -282,14 +281,14 @@ def test_a_run_writes_what_one_writes_that_collects_at_once(straight, text, tmp_
 @pytest.mark.parametrize("at", [3, 7, 23])
 def test_a_run_goes_on_after_steps_that_were_discarded(straight, text, tmp_path, late, monkeypatch, at):
     """More rows than the capacity, which one process never has, are found when the step is collected."""
-    backward, grown = Passes.backward, []
+    losses, grown = Strategy.losses, []
 
-    def too_many_once(self, tokens_BS, parts):
-        if self.progress.steps_done + 1 == at and not grown:
-            self.strategy.too_many_rows.fill_(1)
-        return backward(self, tokens_BS, parts)
+    def too_many_once(self, passes, *arguments):
+        if passes.progress.steps_done + 1 == at and not grown:
+            self.too_many_rows.fill_(1)
+        return losses(self, passes, *arguments)
 
-    monkeypatch.setattr(Passes, "backward", too_many_once)
+    monkeypatch.setattr(Strategy, "losses", too_many_once)
     monkeypatch.setattr(Strategy, "grow_capacity", lambda self, where: grown.append(where))
     out = tmp_path / "run"
     train(micro(data=str(text), out=out, **RUN), False, silent_console())

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from octile.train.loop import no_hook, train
+from octile.train.loop import train
 from octile.train.run.folder import RunFolder
+from octile.train.run.recorder import no_hook
 from octile.train.step.kernel_records import Communication, Cost
 from octile.train.step.profile import LARGEST, MAX_NAME, PROFILED, WARM_UP, _first_step, describe, profiling, table
 from tests.train.conftest import micro, silent_console, write_no_report
