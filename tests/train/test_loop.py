@@ -419,7 +419,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(text, tmp_path, monkeypatch, ful
 
 def test_a_prompt_that_does_not_fit_the_context_is_refused_before_training(text, tmp_path):
     out = tmp_path / "run"
-    with pytest.raises(ValueError, match="no room in the model's context of 128"):
+    with pytest.raises(ValueError, match="fill the model's context of 128"):
         train(micro(data=str(text), out=out, prompt="def " * 200), False, silent_console())
     assert not (out / "config.json").exists()
 
