@@ -501,7 +501,9 @@ def check_decoding() -> None:
             torch.testing.assert_close(combined[is_token], total[is_token])
             to = [torch.randn(t, D) for t in tokens][rank]
             again = own.receive(own.send(rows[rank], experts[rank], weights[rank]), tokens[rank])
-            into = own.combine(y, again, add, to_TD=to.clone())
+            late = torch.full_like(add, torch.nan)
+            in_flight = InFlight(late, partial(late.copy_, add))
+            into = own.combine(y, again, in_flight, to_TD=to.clone())
             assert torch.equal(into[is_token], (to + combined)[is_token])
     few, n = own.with_max_tokens(2), 2 - rank % 2
     x, chosen, w = torch.randn(n, D), torch.rand(n, E).topk(K).indices, torch.rand(n, K)
