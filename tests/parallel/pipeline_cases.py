@@ -300,6 +300,17 @@ def main_grads_of_several_steps_are_summed_once(group: dist.ProcessGroup) -> Non
         assert torch.equal(twice, 2 * once)
 
 
+def weight_gradients_of_torchs_layers_wait_for_their_passes(group: dist.ProcessGroup) -> None:
+    schedule = schedule_on("zb1p", dist.get_world_size(group))
+    pipeline = pipeline_of(schedule, whole_model(Plain, schedule), group)
+    (module,) = pipeline.stages.values()
+    begun = []
+    pipeline.on_begin = lambda operation: begun.append((operation, module.layer.weight.grad is not None))
+    pipeline.step(*batch_of(Plain, schedule))
+    first = next(has_gradient for operation, has_gradient in begun if operation.startswith("weight gradient"))
+    assert not first
+
+
 def an_input_that_requires_a_gradient_changes_no_message(group: dist.ProcessGroup) -> None:
     """The other ranks have only its shape."""
     schedule = schedule_on("1f1b", dist.get_world_size(group))
@@ -473,6 +484,7 @@ ON_TWO = (
     *(evaluates, other_shapes_in_the_next_step, copies_that_differ_are_found, gradients_of_another_step_are_refused),
     *(what_does_not_fit_is_refused_on_all_ranks, frozen_parameters_have_copies_without_gradients),
     *(main_grads_of_several_steps_are_summed_once, an_input_that_requires_a_gradient_changes_no_message),
+    weight_gradients_of_torchs_layers_wait_for_their_passes,
 )
 ON_FOUR = (
     *(evaluates, other_shapes_in_the_next_step, holds_no_more_activations_than_the_simulation),
