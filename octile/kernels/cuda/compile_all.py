@@ -58,7 +58,7 @@ def compile_all(architecture: str = "sm_90a") -> list[CompiledKernel]:
         **few_rows_catalog.plans(),
     }  # fmt: skip
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        gemms = pool.map(compile_gemm, names, cases, repeat(architecture))
+        gemms = pool.map(compile_gemm, names, cases)
         others = pool.map(_compile, launches, *zip(*launches.values(), strict=True), repeat(architecture))
         planned = pool.map(_compile_plan, plans, plans.values(), repeat(architecture))
         return [*gemms, *others, *planned]
