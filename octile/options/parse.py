@@ -137,7 +137,7 @@ def _assign(options: Sequence[Option], words: list[str]) -> dict[str, list[str]]
         name = f"--{typed.removeprefix('--').replace('_', '-')}"
         option = named.get(name) or negations.get(name)
         if option is None or not typed.startswith("--"):
-            raise OptionError(typed, f"is unknown{_suggestion(name, [*named, *negations, HELP_ALL])}")
+            raise OptionError(typed, f"is unknown{_suggestion(name, [*named, *negations, '--help', HELP_ALL])}")
         if option.is_flag:
             if equals:
                 raise OptionError(name, f"takes no value, but {assigned!r} is given")
