@@ -43,3 +43,13 @@ def test_a_nan_stays_in_its_text_and_after_its_position():
     assert found[40:70].isnan().all()
     assert torch.equal(found[:40], clean[:40])
     assert torch.equal(found[70:], clean[70:])
+
+
+def test_no_value_of_the_next_text_is_read():
+    q, k, v = torch.randn(3, 90, 2, 24)
+    starts = torch.tensor([0, 70, 90], dtype=torch.int32)
+    clean, found = torch.empty(2, 90, 2, 24)
+    kernel.launch(clean, q, k, v, starts, starts, 70, SCALE)
+    v[70] = torch.nan
+    kernel.launch(found, q, k, v, starts, starts, 70, SCALE)
+    assert torch.equal(found[:70], clean[:70])
