@@ -33,23 +33,19 @@ def test_texts_of_any_lengths(sizes: tuple[int, int, int], dtype: torch.dtype, i
         torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-8 * float(v.float().abs().max()))
 
 
-def test_a_nan_stays_in_its_text_and_after_its_position():
-    q, k, v = torch.randn(3, 90, 2, 24)
+@pytest.mark.parametrize(
+    ("operand", "row", "untouched", "broken"),
+    [
+        pytest.param(1, 40, [*range(40), *range(70, 90)], range(40, 70), id="key"),
+        pytest.param(2, 70, range(70), range(70, 90), id="value of the next text"),
+    ],
+)
+def test_a_nan_stays_in_its_text_and_after_its_position(operand: int, row: int, untouched, broken):
+    qkv = torch.randn(3, 90, 2, 24)
     starts = torch.tensor([0, 70, 90], dtype=torch.int32)
     clean, found = torch.empty(2, 90, 2, 24)
-    kernel.launch(clean, q, k, v, starts, starts, 70, SCALE)
-    k[40] = torch.nan
-    kernel.launch(found, q, k, v, starts, starts, 70, SCALE)
-    assert found[40:70].isnan().all()
-    assert torch.equal(found[:40], clean[:40])
-    assert torch.equal(found[70:], clean[70:])
-
-
-def test_no_value_of_the_next_text_is_read():
-    q, k, v = torch.randn(3, 90, 2, 24)
-    starts = torch.tensor([0, 70, 90], dtype=torch.int32)
-    clean, found = torch.empty(2, 90, 2, 24)
-    kernel.launch(clean, q, k, v, starts, starts, 70, SCALE)
-    v[70] = torch.nan
-    kernel.launch(found, q, k, v, starts, starts, 70, SCALE)
-    assert torch.equal(found[:70], clean[:70])
+    kernel.launch(clean, *qkv, starts, starts, 70, SCALE)
+    qkv[operand, row] = torch.nan
+    kernel.launch(found, *qkv, starts, starts, 70, SCALE)
+    assert found[list(broken)].isnan().all()
+    assert torch.equal(found[list(untouched)], clean[list(untouched)])
