@@ -7,7 +7,6 @@ test and starts another worker for those that follow.
 """
 
 import os
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,9 +15,8 @@ import torch
 from octile.kernels.cuda.gemm import request as gemm_request
 from tests.train.conftest import store, text  # noqa: F401  (fixtures)
 
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # instead of 16 processes for each of this suite's
-
 if torch.cuda.is_available():
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # instead of 16 processes for each of this suite's
     import triton  # noqa: F401  (before tests/kernels/triton chooses the interpreter for the process)
 
 
@@ -38,19 +36,25 @@ LARGE = ("cuda/test_shapes.py",)  # up to 6 GiB a test: spread over the session,
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    folder, counts, ranks = Path(__file__).parent, Counter[str](), dict[pytest.Item, float]()
+    """Limit the time of the tests of this folder, and order them. Without a GPU none of them runs."""
+    if not torch.cuda.is_available():
+        return
+    folder, seen, ranks = Path(__file__).parent, set[str](), dict[pytest.Item, int]()
+    large: list[pytest.Item] = []
     for item in items:
         name = str(item.path.relative_to(folder)) if item.path.is_relative_to(folder) else ""
-        counts[name] += 1
         if name:
             item.add_marker(pytest.mark.timeout(TIMEOUT, method="thread"))
-        is_first = name in START_FIRST or (name in STARTED_ONCE and counts[name] == 1)
-        ranks[item] = 0.0 if is_first else 2.0 if name in STARTED_ONCE else 1.0
-    ordered = sorted(items, key=ranks.__getitem__)
-    large = [item for item in ordered if str(item.path).endswith(LARGE)]
-    step = len(items) / max(len(large), 1)
-    ranks = {item: float(i) for i, item in enumerate(ordered)} | {item: i * step for i, item in enumerate(large)}
-    items.sort(key=ranks.__getitem__)
+        if name in LARGE:
+            large.append(item)
+        waits = name in STARTED_ONCE and name in seen
+        ranks[item] = 2 if waits else 0 if name in START_FIRST + STARTED_ONCE else 1
+        seen.add(name)
+    others = sorted((item for item in items if item not in large), key=ranks.__getitem__)
+    step = len(others) // max(len(large), 1)
+    for i, item in reversed([*enumerate(large)]):
+        others.insert(i * step, item)
+    items[:] = others
 
 
 @pytest.fixture(autouse=True)
