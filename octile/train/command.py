@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +11,7 @@ from octile.options import Given, Hidden, Section
 from octile.signals import importing
 from octile.torchrun import own_rank
 from octile.train.config import RESUMABLE, TrainConfig, describe_settings
-from octile.train.shared_options import ModelFile, announce, begin_config, build, with_yarn
+from octile.train.shared_options import MODEL_SECTIONS, ModelFile, announce, begin_config, build, shown_config
 from octile.validation import Range, check_fields
 
 if TYPE_CHECKING:
@@ -81,8 +81,7 @@ SECTIONS = (
         ("patience", "telemetry_layers", "guards"),
     ),
     Section("devices", ("device", "allow_slow", "parallel.dp", "parallel.ep", "parallel.pp"), ("parallel",)),
-    Section("shape of the model", (), ("model",)),
-    Section("YaRN, which extends the model's context", (), ("model.rope_scaling",)),
+    *MODEL_SECTIONS,
 )
 
 
@@ -92,8 +91,7 @@ def defaults(given: Given) -> Options:
     Raises:
         ValueError: the preset is unknown.
     """
-    config = begin_config(given)
-    return Options.of(replace(config, model=with_yarn(config.model)))
+    return Options.of(shown_config(given))
 
 
 def read(given: Given) -> Options:

@@ -8,12 +8,16 @@ from typing import Annotated, Any
 
 from octile import __version__
 from octile.models.config import ModelConfig, RopeScaling
-from octile.options import Given, Named
+from octile.options import Given, Named, Section
 from octile.text import escape_control_characters
 from octile.torchrun import own_rank
 from octile.train.config import TrainConfig, preset
 
 ModelFile = Annotated[Path | None, Named("--model", "FILE")]
+MODEL_SECTIONS = (
+    Section("shape of the model", (), ("model",)),
+    Section("YaRN, which extends the model's context", (), ("model.rope_scaling",)),
+)
 
 
 def begin_config(given: Given) -> TrainConfig:
@@ -45,6 +49,16 @@ def _read_shape(file: str) -> ModelConfig:
         return replace(ModelConfig.read(file), extra={})
     except ValueError as error:
         raise ValueError(f"model_file {file!r} is no shape that octile trains: {error}") from None
+
+
+def shown_config(given: Given) -> TrainConfig:
+    """Return the configuration that a new run begins with, as the help shows it: with the options of YaRN.
+
+    Raises:
+        FileNotFoundError, ValueError: as for `begin_config`.
+    """
+    config = begin_config(given)
+    return replace(config, model=with_yarn(config.model))
 
 
 def with_yarn(model: ModelConfig) -> ModelConfig:

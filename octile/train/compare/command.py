@@ -11,7 +11,7 @@ from octile.options import Given, Hidden, Section
 from octile.signals import importing
 from octile.torchrun import count_ranks
 from octile.train.config import COMPARE_RESUMABLE, TrainConfig, describe_settings
-from octile.train.shared_options import ModelFile, announce, begin_config, build, with_yarn
+from octile.train.shared_options import MODEL_SECTIONS, ModelFile, announce, begin_config, build, shown_config
 
 RESUMABLE = COMPARE_RESUMABLE
 SHARED = ("preset", "steps", "sequence_length", "data", "seed", "device", "allow_slow", "model")  # with `TrainConfig`
@@ -74,8 +74,7 @@ SECTIONS = (
     Section("runs", ("recipes", "steps", "sequence_length", "data", "seed", "seeds", "gradient_steps")),
     Section("folder", ("out", "resume")),
     Section("device", ("device", "allow_slow")),
-    Section("shape of the model", (), ("model",)),
-    Section("YaRN, which extends the model's context", (), ("model.rope_scaling",)),
+    *MODEL_SECTIONS,
 )
 
 
@@ -85,8 +84,7 @@ def defaults(given: Given) -> Options:
     Raises:
         ValueError: the preset is unknown.
     """
-    config = begin_config(given)
-    return Options.of(replace(config, model=with_yarn(config.model)))
+    return Options.of(shown_config(given))
 
 
 def read(given: Given) -> Options:
