@@ -150,14 +150,14 @@ def test_a_validation_between_captured_steps_reads_the_new_weights(trainer_of, m
     captured = trainer_of()
     for _ in range(STEPS):
         captured.step()
-    captured.validate()
+    captured.evaluator.validate()
     captured.step()
-    found = captured.validate()["val_loss"]
+    found = captured.evaluator.validate()["val_loss"]
     eager(monkeypatch)
     uncaptured = trainer_of()
     for _ in range(STEPS + 1):
         uncaptured.step()
-    assert found == pytest.approx(uncaptured.validate()["val_loss"], rel=2e-3)
+    assert found == pytest.approx(uncaptured.evaluator.validate()["val_loss"], rel=2e-3)
 
 
 def test_another_recipe_of_a_layer_is_captured_again(trainer_of):
@@ -184,7 +184,7 @@ def test_a_value_that_changes_during_the_run_is_captured_again(trainer_of, chang
     uncaptured = trainer_of(**config)
     for line in ours:
         assert line["loss"] == pytest.approx(uncaptured.step()["loss"], rel=2e-3), line["step"]
-    for name, moe in captured.moes.items():
+    for name, moe in captured.strategy.moes.items():
         before = moe.gate.e_score_correction_bias.clone()
         captured.step()
         assert torch.equal(before, moe.gate.e_score_correction_bias) == ("balance_end" in changes), name

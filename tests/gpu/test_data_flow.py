@@ -162,6 +162,7 @@ def test_rotated_halves_equal_their_reference(shape: tuple[int, ...], transposed
 # Blocks
 
 
+@pytest.mark.each_pair
 @both_kinds
 @pytest.mark.parametrize("name", ["deepseek_v3", "hybrid_e5m2", "int8_tiles", "wgrad_x_blocks"])
 @pytest.mark.usefixtures("kernels")

@@ -13,6 +13,7 @@ from octile.serve.engine.config import CacheConfig, EngineConfig, ProcessesConfi
 from octile.serve.engine.request import Sampling
 from octile.serve.weights.load import Folder
 from octile.tokenizer import Tokenizer
+from tests.serve.models import adding
 
 MODEL = replace(ModelConfig.tiny(), max_position_embeddings=1024, num_nextn_predict_layers=1)
 GPU = torch.device("cuda")
@@ -32,12 +33,13 @@ def test_texts_are_those_of_one_engine(folder, cache_format, n_drafts):
     engine = EngineConfig(max_batch=16, batch_invariant=True, n_drafts=n_drafts)
     cache = CacheConfig(format=cache_format, gib=0.25)
     single, _ = Folder.open(folder).load(GPU, engine, cache)
-    router = Router(folder, ProcessesConfig(prefill=1, decode=1), GPU, engine, cache, MODEL.vocab_size)
+    router = Router(folder, ProcessesConfig(prefill=1, decode=1), GPU, engine, cache)
+    submit = adding(router)
     try:
         for i, length in enumerate((1, 63, 64, 65, 130, 700)):
             prompt = [3 + (7 * i + 5 * j) % 300 for j in range(length)]
-            for target in (single, router):
-                target.add(prompt, Sampling(40, seed=i, temperature=float(i % 2), ignore_eos=True))
+            for add in (single.add, submit):
+                add(prompt, Sampling(40, seed=i, temperature=float(i % 2), ignore_eos=True))
         assert finish(router, 6) == finish(single, 6)
     finally:
         router.close()

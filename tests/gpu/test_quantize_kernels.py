@@ -203,6 +203,7 @@ def test_swiglu_of_the_rows_of_groups(end: int):
     assert_same([part[:end] for part in found], [part[:end] for part in whole])
 
 
+@pytest.mark.each_pair
 @formats_and_scales
 @pytest.mark.parametrize("shape", [(1300, 1024), (999, 256), (1, 128)], ids=str)
 def test_swiglu_is_within_its_bound(shape: tuple[int, int], fmt: str, power_of_2: bool):
@@ -278,6 +279,7 @@ def test_groups_have_tiles_of_their_own(k: int, counts: tuple[int, ...], fmt: st
             assert_same(_cpu(found), requantize_transposed(*quantized, power_of_2, fmt, order, tiles, in_blocks))
 
 
+@pytest.mark.each_pair
 @formats_and_scales
 @pytest.mark.parametrize("h_in_blocks", [False, True], ids=["tiles", "blocks"])
 @pytest.mark.parametrize("is_saved", [False, True], ids=["", "saved"])

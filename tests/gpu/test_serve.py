@@ -94,6 +94,7 @@ def test_graphs_have_the_bits_of_steps_of_their_size(name: str, batch_invariant:
         assert torch.equal(graph, eager)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("sizes", [(100, 96, 60), (100, 1, 90), (300, 200, 12)], ids=str)
 def test_graphs_of_prompts_have_the_logits_of_steps_without_one(name: str, sizes: tuple[int, ...]):

@@ -24,6 +24,7 @@ def test_a_dense_decoder_has_all_its_figures(capsys: pytest.CaptureFixture[str])
     rows = list(step.dense(SIZES, "cuda", time.monotonic()))
     found = {row.what for row in rows if row.case == goals.DENSE}
     expected = {goals.STEP, goals.OPTIMIZED, goals.SAVED, goals.OUTSIDE}
+    expected |= {f"{what}, octile{step.IN_A_GRAPH}" for what in (goals.STEP, goals.OPTIMIZED)}
     assert found >= expected | {"allocated, octile", "cached FP8, of a parameter", "octile: the GPU idles"}
     assert "left out: profile" not in capsys.readouterr().err
 

@@ -9,6 +9,7 @@ Shapes: B batch, S sequence, D model, T tokens, K chosen experts, E experts.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -193,6 +194,7 @@ def captured(work: Work, pool: Any) -> Work:
             work.forward_and_backward()
     torch.cuda.current_stream().wait_stream(side)
     work.forget_gradients()
+    gc.collect()  # an earlier graph that ended while this one is captured would end the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
         work.forward_and_backward()
