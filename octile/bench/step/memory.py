@@ -32,7 +32,7 @@ def bytes_saved_for_backward(model: nn.Module, forward: Callable[[], Tensor]) ->
         storage = t.untyped_storage()
         if storage.data_ptr() not in parameters:
             saved[storage.data_ptr()] = storage.nbytes()
-        return t
+        return t.detach()  # a node that saves its own result would hold itself, and never be freed
 
     with torch.autograd.graph.saved_tensors_hooks(count, lambda t: t):
         output = forward()
