@@ -45,10 +45,9 @@ from octile.ops.cross_entropy import cross_entropy, cross_entropy_backward
 from octile.ops.gate import gate, gate_backward
 from octile.ops.gradient_norms import gradient_norms
 from octile.ops.norm import rms_norm, rms_norm_backward, rms_norm_quantize
-from octile.ops.permute import permute, unpermute, unpermute_backward
+from octile.ops.permute import count_tokens, permute, routing_plan, unpermute, unpermute_backward
 from octile.ops.quantize import dequantize, quantize, quantize_with_scale
 from octile.ops.rope import latent_keys, latent_keys_backward, rotate_
-from octile.ops.routing_plan import count_tokens, routing_plan
 from octile.ops.sequence_balance import sequence_balance, sequence_balance_backward
 from octile.ops.swiglu import (
     swiglu,

@@ -28,8 +28,8 @@ from octile.nn.fused.feed_forward import Routed, can_fuse_size, experts_feed_for
 from octile.nn.linear import RecipeHolder, history_for
 from octile.nn.moe import experts_layers
 from octile.nn.structure import is_swiglu
+from octile.ops.permute import count_tokens
 from octile.ops.quantize import INPUT_DTYPES
-from octile.ops.routing_plan import count_tokens
 from octile.recipe import Recipe
 
 NAME = "octile"  # of the function in transformers' registry, and of the submodule that holds its recipe

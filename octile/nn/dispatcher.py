@@ -26,8 +26,7 @@ from octile.nn.double_backward import creates_graph, differentiable_gradients
 from octile.nn.fused.quantize import requantize
 from octile.nn.interleave import is_interleaved, switch
 from octile.ops.groups import AlignedGroups
-from octile.ops.permute import permute, unpermute, unpermute_backward
-from octile.ops.routing_plan import routing_plan
+from octile.ops.permute import permute, routing_plan, unpermute, unpermute_backward
 from octile.recipe import OperandFormat
 from octile.scaled import ScaledTensor
 

@@ -28,7 +28,7 @@ from octile.nn.gate import Gate, Routing
 from octile.nn.linear import RecipeHolder, history_for
 from octile.nn.mlp import MLP
 from octile.nn.smooth_swiglu import power_of_2_at_least, scale_columns
-from octile.ops.routing_plan import count_tokens
+from octile.ops.permute import count_tokens
 from octile.recipe import Recipe
 
 _SHARE: ContextVar[tuple[int, int]] = ContextVar("octile_share_of_experts", default=(0, 1))

@@ -25,8 +25,13 @@ pass one kernel computes the gradient of the logits and splits it. With many tok
 Hopper for up to 64 experts, elsewhere for up to 16: in forward one kernel multiplies, adds and chooses, and in backward
 one reads x and writes dx.
 
+The choice is a token's K experts with the highest scores, within its best groups of experts. Among equal scores the
+expert with the lower index comes first, so that every device chooses the same experts. NaN is above all numbers.
+`top_experts` is the specification: the gate's kernels choose by the same order.
+
 Source: Henry, Tang and Heinecke, "Leveraging the bfloat16 artificial intelligence datatype for higher-precision
-computations" (arXiv 1904.06376); DeepSeek-V3 (arXiv 2412.19437) §2.1.2.
+computations" (arXiv 1904.06376); DeepSeek-V3 (arXiv 2412.19437) §2.1.2,
+DeepSeek-V2 (arXiv 2405.04434) §2.2.2.
 Shapes: T tokens, D model width, E experts, K chosen ones.
 """
 
@@ -39,8 +44,9 @@ from octile.kernels.terms import TERMS
 from octile.ops.matmul import without_autocast
 from octile.ops.operator import operator
 from octile.ops.quantize import check_device, check_input_dtype
-from octile.ops.top_experts import check_choice, top_experts
 from octile.routing import EPS
+
+MAX_EXPERTS = 4096  # a token's scores must fit into one Triton program
 
 
 @operator()
@@ -382,3 +388,56 @@ def _check_terms(t: Tensor, order: list[int]) -> None:
         raise ValueError(f"t must be a matrix, not {tuple(t.shape)}")
     if not order or not all(0 <= i < TERMS for i in order):
         raise ValueError(f"order must name terms from 0 to {TERMS - 1}, not be {order}")
+
+
+def top_experts(scores: Tensor, n_chosen: int, n_group: int, topk_group: int, best: int) -> Tensor:
+    """Choose the experts with the highest scores.
+
+    Args:
+        scores: [T, E] float32, E at most 4096.
+        n_chosen: K, at most the experts of `topk_group` groups.
+        n_group: groups of equally many consecutive experts.
+        topk_group: groups from which a token's experts come: those with the highest sums of their best scores.
+        best: 1 or 2, how many scores of a group are summed; at most its experts.
+
+    Returns:
+        experts [T, K] int64, the highest score first.
+
+    Raises:
+        TypeError: scores has another dtype.
+        ValueError: scores is not a matrix, or the numbers do not fit it or each other.
+    """
+    _check_scores(scores, n_chosen, n_group, topk_group, best)
+    if topk_group < n_group:
+        scores_TGe = scores.unflatten(1, (n_group, -1))
+        group_TG = scores_TGe.sort(dim=-1, descending=True).values[..., :best].sum(-1)
+        outside_TG = torch.ones_like(group_TG, dtype=torch.bool).scatter_(1, _highest(group_TG, topk_group), False)
+        scores = scores_TGe.masked_fill(outside_TG[..., None], float("-inf")).flatten(1)
+    return _highest(scores, n_chosen)
+
+
+def _highest(scores: Tensor, n: int) -> Tensor:
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :n].contiguous()
+
+
+def _check_scores(scores: Tensor, n_chosen: int, n_group: int, topk_group: int, best: int) -> None:
+    if scores.dtype != torch.float32:
+        raise TypeError(f"scores must be float32, not {scores.dtype}")
+    if scores.dim() != 2:
+        raise ValueError(f"scores must be a matrix [T, E] with E from 1 to {MAX_EXPERTS}, not {tuple(scores.shape)}")
+    check_choice("scores", scores.shape[1], n_chosen, n_group, topk_group, best)
+
+
+def check_choice(name: str, experts: int, n_chosen: int, n_group: int, topk_group: int, best: int) -> None:
+    """Raise ValueError unless so many experts, those of a tensor of this name, can be chosen from in this way."""
+    if not 1 <= experts <= MAX_EXPERTS:
+        raise ValueError(f"{name} must have from 1 to {MAX_EXPERTS} experts, not {experts}")
+    if n_group < 1 or experts % n_group:
+        raise ValueError(f"n_group must divide the {experts} experts of {name}, not be {n_group}")
+    if not 1 <= topk_group <= n_group:
+        raise ValueError(f"topk_group must be from 1 to n_group, {n_group}, not {topk_group}")
+    group = experts // n_group
+    if not 1 <= n_chosen <= topk_group * group:
+        raise ValueError(f"n_chosen must be from 1 to {topk_group * group}, not {n_chosen}")
+    if best not in (1, 2) or best > group:
+        raise ValueError(f"best must be 1 or 2 and at most the {group} experts of a group, not {best}")

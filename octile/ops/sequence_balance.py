@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octile.kernels import backends
+from octile.ops.gate import check_choice, top_experts
 from octile.ops.operator import operator
+from octile.ops.permute import count_tokens
 from octile.ops.quantize import check_device
-from octile.ops.routing_plan import count_tokens
-from octile.ops.top_experts import check_choice, top_experts
 
 
 @operator()

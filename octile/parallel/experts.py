@@ -40,8 +40,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from octile.formats import TILE
 from octile.kernels.memory_layout import new_scale
 from octile.nn.dispatcher import InFlight, LocalDispatcher, RoutingPlan
-from octile.ops.permute import unpermute_backward
-from octile.ops.routing_plan import inverse
+from octile.ops.permute import inverse, unpermute_backward
 from octile.parallel.messages import all_gather_messages
 from octile.scaled import ScaledTensor
 

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from octile.formats import TILE
 from octile.nn.dispatcher import InFlight, RoutingPlan
-from octile.ops.routing_plan import count_tokens
+from octile.ops.permute import count_tokens
 from octile.parallel import nvshmem, symmetric_memory
 from octile.parallel.experts import Across, ExpertDispatcher, Hop, Ranks, begin_exchange, exchange, plan_hop
 from octile.parallel.links import ALL_TO_ALL, NVSHMEM_EXCHANGE, PEER_KERNELS

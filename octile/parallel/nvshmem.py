@@ -31,7 +31,7 @@ from torch import Tensor
 
 from octile.kernels.memory_layout import VECTOR
 from octile.nn.dispatcher import InFlight
-from octile.ops.routing_plan import inverse
+from octile.ops.permute import inverse
 from octile.parallel.links import has_nvshmem
 from octile.parallel.messages import all_gather_messages
 from octile.parallel.symmetric_memory import NO_MULTICAST, NVSHMEM, ExchangeMemory

@@ -46,7 +46,7 @@ from octile.kernels.cuda.gemm import num_sms as gemm_sms
 from octile.kernels.memory_layout import VECTOR, new_scale, padded
 from octile.nn.dispatcher import InFlight, RoutingPlan
 from octile.nn.interleave import is_first
-from octile.ops.routing_plan import count_tokens, routing_plan
+from octile.ops.permute import count_tokens, routing_plan
 from octile.parallel.experts import ExpertDispatcher, Ranks
 from octile.parallel.links import can_access
 from octile.parallel.messages import all_gather_messages

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from octile.ops.decode_latents import write_and_rotate
-from octile.ops.latent_cache import read_latents
+from octile.ops.latent_cache import read_latents, write_and_rotate
 from tests.ops.paged_caches import new_cache
 
 

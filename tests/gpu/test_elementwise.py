@@ -13,9 +13,8 @@ from octile.nn.moe import Experts
 from octile.nn.rope import Rope
 from octile.ops.high_precision import high_precision_grouped_nt
 from octile.ops.norm import rms_norm, rms_norm_backward
-from octile.ops.permute import permute, unpermute, unpermute_backward
+from octile.ops.permute import count_tokens, permute, unpermute, unpermute_backward
 from octile.ops.quantize import quantize
-from octile.ops.routing_plan import count_tokens
 from octile.ops.swiglu import swiglu, swiglu_backward
 from octile.recipe import Recipe
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from octile.kernels.terms import DY_TERMS, TERMS
-from octile.ops.gate import bfloat16_terms, choose_experts, gate, gate_backward, route, route_backward
-from octile.ops.top_experts import top_experts
+from octile.ops.gate import bfloat16_terms, choose_experts, gate, gate_backward, route, route_backward, top_experts
 from tests.nn.gates import V2, V2_LITE, V3
 from tests.nn.gates import gate as gate_module
 from tests.ops.test_gate import assert_as_close_as_rounded, canceling

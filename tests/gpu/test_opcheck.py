@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from octile.ops.attention import attention, attention_backward
+from octile.ops.attention import attention, attention_backward, ragged_attention
 from octile.ops.cross_entropy import cross_entropy, cross_entropy_backward
-from octile.ops.decode_latents import write_and_rotate
 from octile.ops.decode_step import accepted_rows, continued_tokens, record_choices, text_rows
 from octile.ops.few_rows import few_rows_nt, latent_attention
 from octile.ops.few_rows_mixture import few_rows_mixture
@@ -23,16 +22,14 @@ from octile.ops.grouped import (
 from octile.ops.groups import align_groups
 from octile.ops.high_precision import high_precision_grouped_nt, high_precision_grouped_tn
 from octile.ops.index_rows import index_rows
-from octile.ops.latent_cache import read_latents, write_latents
+from octile.ops.latent_cache import read_latents, write_and_rotate, write_latents
 from octile.ops.matmul import matmul_nt, matmul_nt_out
 from octile.ops.mqa_logits import paged_mqa_schedule
 from octile.ops.norm import rms_norm, rms_norm_backward, rms_norm_quantize
 from octile.ops.paged_attention import paged_attention
-from octile.ops.permute import permute, unpermute, unpermute_backward
+from octile.ops.permute import count_tokens, permute, routing_plan, unpermute, unpermute_backward
 from octile.ops.quantize import dequantize, quantize, quantize_with_scale
-from octile.ops.ragged_attention import ragged_attention
 from octile.ops.rope import rotate_halves
-from octile.ops.routing_plan import count_tokens, routing_plan
 from octile.ops.row_invariant import row_invariant_matmul_nt
 from octile.ops.sample_tokens import sample_tokens
 from octile.ops.sequence_balance import sequence_balance, sequence_balance_backward

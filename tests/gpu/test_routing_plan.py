@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octile.ops.routing_plan import count_tokens, routing_plan
+from octile.ops.permute import count_tokens, routing_plan
 
 # tokens, experts per token, experts
 SHAPES = [(0, 2, 5), (1, 1, 1), (3, 6, 64), (32768, 6, 64), (32769, 4, 16), (16384, 8, 256), (5000, 3, 4096)]

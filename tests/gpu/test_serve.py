@@ -11,10 +11,9 @@ from octile.kernels.cuda.jit import specialize
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.conversion import apply_recipe
-from octile.ops.attention import attention
+from octile.ops.attention import attention, ragged_attention
 from octile.ops.latent_cache import read_latents, write_latents
 from octile.ops.paged_attention import paged_attention
-from octile.ops.ragged_attention import ragged_attention
 from octile.ops.row_invariant import row_invariant_matmul_nt
 from octile.serve.runner import step
 from octile.serve.runner.model_runner import ModelRunner

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octile.ops.decode_latents import write_and_rotate
-from octile.ops.latent_cache import write_latents
+from octile.ops.latent_cache import write_and_rotate, write_latents
 from octile.ops.norm import rms_norm
 from octile.ops.rope import rotate_
 from tests.ops.operators import assert_well_formed

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from octile.kernels.terms import DY_TERMS, TERMS, WEIGHT_TERMS
-from octile.ops.gate import bfloat16_terms, choose_experts, gate, gate_backward, route, route_backward
-from octile.ops.top_experts import top_experts
+from octile.ops.gate import bfloat16_terms, choose_experts, gate, gate_backward, route, route_backward, top_experts
 from tests.ops.operators import assert_fake_is_true, assert_well_formed
 
 D, E = 40, 12

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from octile.ops.ragged_attention import ragged_attention
+from octile.ops.attention import ragged_attention
 from tests.ops.operators import assert_well_formed
 
 SCALE = 0.3

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octile.ops.routing_plan import count_tokens, routing_plan
+from octile.ops.permute import count_tokens, routing_plan
 from tests.ops.operators import assert_fake_is_true, assert_well_formed
 
 

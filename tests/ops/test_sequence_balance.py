@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from octile.ops.gate import top_experts
 from octile.ops.sequence_balance import sequence_balance, sequence_balance_backward
-from octile.ops.top_experts import top_experts
 from tests.ops.operators import assert_fake_is_true, assert_well_formed
 
 functions = pytest.mark.parametrize("scoring_func", ["sigmoid", "softmax"])

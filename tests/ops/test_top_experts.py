@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octile.ops.top_experts import top_experts
+from octile.ops.gate import top_experts
 
 
 def test_the_highest_scores_are_chosen_in_their_order():

@@ -28,7 +28,7 @@ from octile.nn.gate import Routing
 from octile.nn.interleave import run_interleaved
 from octile.nn.moe import share_of_experts
 from octile.nn.observer import ObservedGemm, observe_gemms
-from octile.ops.routing_plan import count_tokens
+from octile.ops.permute import count_tokens
 from octile.parallel import ExpertDispatcher, ExpertShare, nvshmem, shard_experts, symmetric_memory
 from octile.parallel.decoding import SortedExchange
 from octile.parallel.experts import Across

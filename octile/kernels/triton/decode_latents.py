@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Latents and rotary channels of decode rows, as `octile.ops.decode_latents` specifies them.
+"""Latents and rotary channels of decode rows, as `octile.ops.latent_cache` specifies them.
 
 All but the norm's sum of squares, whose order is unspecified, is bit for bit what the specification gives.
 """

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Causal attention of the last rows of several texts, as `octile.ops.ragged_attention` specifies.
+"""Causal attention of the last rows of several texts, as `octile.ops.attention` specifies.
 
 A program takes a block of a text's rows of one head. It multiplies them by the keys that all of them see, then by those
 that some see, with a running maximum of the scores. Channels of queries and keys are two powers of two, such as the 128

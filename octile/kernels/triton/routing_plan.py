@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""The counting sort of rows by expert, bit for bit as `octile.ops.routing_plan` specifies."""
+"""The counting sort of rows by expert, bit for bit as `octile.ops.permute` specifies."""
 
 import torch
 import triton

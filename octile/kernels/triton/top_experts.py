@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""The order in which experts are chosen, as `octile.ops.top_experts` specifies it, of scores in a tile.
+"""The order in which experts are chosen, as `octile.ops.gate` specifies it, of scores in a tile.
 
 Scores are compared as integers of 32 bits, which the GPU reduces over a warp in one instruction; of equal ones the
 lower index comes first.

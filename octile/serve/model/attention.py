@@ -30,8 +30,8 @@ from torch import Tensor
 from octile.models.config import ModelConfig
 from octile.nn.indexer import weight_factor
 from octile.nn.norm import LAYER_NORM_EPS
-from octile.ops.decode_latents import write_and_rotate
 from octile.ops.index_rows import index_rows, rotate_first
+from octile.ops.latent_cache import write_and_rotate
 from octile.ops.norm import rms_norm
 from octile.ops.paged_attention import paged_attention
 from octile.ops.rope import rotate_

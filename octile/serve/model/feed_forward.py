@@ -26,8 +26,7 @@ from octile.kernels.cuda.gemm import num_sms
 from octile.models.config import ModelConfig
 from octile.nn.dispatcher import InFlight, LocalDispatcher
 from octile.ops.gate import choose_experts, gate
-from octile.ops.permute import unpermute
-from octile.ops.routing_plan import count_tokens
+from octile.ops.permute import count_tokens, unpermute
 from octile.ops.row_invariant import row_invariant_matmul_nt
 from octile.parallel.decoding import SortedExchange
 from octile.parallel.symmetric_memory import PeerDispatcher

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from octile.models.config import ModelConfig
-from octile.ops.attention import attention
-from octile.ops.ragged_attention import ragged_attention
+from octile.ops.attention import attention, ragged_attention
 from octile.ops.rope import latent_keys
 from octile.serve.model.gemms import Gemms
 from octile.serve.runner.kv_cache import KVCache

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from octile.kernels.triton import decode_latents as kernel
-from octile.ops.decode_latents import write_and_rotate
-from octile.ops.latent_cache import read_latents
+from octile.ops.latent_cache import read_latents, write_and_rotate
 from tests.kernels.triton.comparison import extreme
 from tests.kernels.triton.gpus import any_gpu, every_cache
 from tests.ops.paged_caches import new_cache

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from octile.kernels.memory_layout import new_scale
 from octile.kernels.triton import peer_rows as kernel
+from octile.ops.permute import count_tokens, routing_plan
 from octile.ops.quantize import quantize
-from octile.ops.routing_plan import count_tokens, routing_plan
 from tests.kernels.triton.comparison import extreme
 from tests.kernels.triton.gpus import any_gpu
 

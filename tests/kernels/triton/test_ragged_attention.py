@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from octile.kernels.triton import ragged_attention as kernel
-from octile.ops.ragged_attention import ragged_attention
+from octile.ops.attention import ragged_attention
 
 pytestmark = pytest.mark.usefixtures("gpu")
 SCALE = 0.3

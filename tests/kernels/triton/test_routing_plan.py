@@ -6,7 +6,7 @@ from torch import Tensor
 
 from octile.kernels.triton import launch_config
 from octile.kernels.triton import routing_plan as kernel
-from octile.ops.routing_plan import count_tokens, routing_plan
+from octile.ops.permute import count_tokens, routing_plan
 from tests.kernels.triton.comparison import assert_same
 from tests.kernels.triton.gpus import any_gpu
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from octile.kernels.cuda.gemm import num_sms
 from octile.kernels.cuda.routing import launcher
-from octile.ops.routing_plan import count_tokens, routing_plan
+from octile.ops.permute import count_tokens, routing_plan
 from octile.ops.sequence_balance import sequence_balance
 from tools import emulator
 from tools.emulator import build
