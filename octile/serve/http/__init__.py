@@ -10,10 +10,9 @@ connection.py what uvicorn's HTTP/1.1 protocol lacks: a time limit for the head 
 app.py        the paths: completions, chat completions, models, health, metrics and the page
 page.html     the page at /
 protocol.py   the bodies of requests, as OpenAI defines them, and what of them is not supported
-answers.py    the bodies of responses: choices, log-probabilities, usage, chunks of a stream
 chat.py       the chat template: messages to tokens
 config.py     `Limits`: what a server takes at most, and time limits
-responses.py  errors in OpenAI's format, and responses that are written as fast as their client reads
+responses.py  bodies and errors in OpenAI's format, and responses that are written as fast as their client reads
 metrics.py    what Prometheus reads, under vLLM's names
 stress.py     many clients that stream completions and time them
 """

@@ -13,12 +13,22 @@ from fastapi.responses import Response
 from starlette.requests import ClientDisconnect
 
 from octile.serve.engine.request import FinishReason, Output, Request, RequestFactory, Sampling
-from octile.serve.http.answers import Answer, ChatCompletion, Completion
 from octile.serve.http.chat import ChatTemplate
 from octile.serve.http.config import BODY_SECONDS, FIRST_STEP_SECONDS, HUNG_SECONDS, Limits
 from octile.serve.http.metrics import Metrics
 from octile.serve.http.protocol import ChatBody, CompletionBody, Generation, parse
-from octile.serve.http.responses import DONE, NEVER_RETRY, ApiError, PacedResponse, event, json_bytes, while_connected
+from octile.serve.http.responses import (
+    DONE,
+    NEVER_RETRY,
+    Answer,
+    ApiError,
+    ChatCompletion,
+    Completion,
+    PacedResponse,
+    event,
+    json_bytes,
+    while_connected,
+)
 from octile.serve.process.client import EngineClient, EngineError, Stream
 from octile.text import format_count
 from octile.tokenizer import Tokenizer

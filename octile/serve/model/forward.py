@@ -32,10 +32,9 @@ from octile.ops.norm import rms_norm
 from octile.ops.row_invariant import row_invariant_matmul_nt
 from octile.ops.sample_tokens import sample_tokens
 from octile.serve.model import small_batch
-from octile.serve.model.attention import Attention
+from octile.serve.model.attention import Attention, NaiveAttention
 from octile.serve.model.feed_forward import ExpertLoad, FeedForward
 from octile.serve.model.gemms import Gemms
-from octile.serve.model.naive_attention import NaiveAttention
 from octile.serve.ranks.experts import ExpertParallelWeights
 from octile.serve.ranks.tensor_parallel import ALONE, TensorParallel
 from octile.serve.runner.kv_cache import IndexCache, KVCache
@@ -53,6 +52,7 @@ class Forward:
         cos, sin: [max_position, R/2] float32, of all positions.
         gemms, attention, feed_forward: the parts of all blocks.
         tp: the ranks that share the rows of a step and the heads of attention.
+        small_batches: whether small-batch decode steps take `octile.serve.model.small_batch`.
     """
 
     weights: ServedWeights
@@ -62,6 +62,7 @@ class Forward:
     attention: Attention
     feed_forward: FeedForward
     tp: TensorParallel
+    small_batches: bool
 
     @classmethod
     def make(
@@ -96,7 +97,8 @@ class Forward:
         naive = NaiveAttention(c, weights.n_heads, gemms, cache, unrotated, scale)
         attention = Attention(c, weights.n_heads, gemms, cache, index, naive, scale, tp)
         feed_forward = FeedForward(c, gemms, dispatcher, tp, expert_load, expert_parallel)
-        return cls(weights, cos, sin, gemms, attention, feed_forward, tp)
+        small_batches = small_batch.can_take_small_batches(attention, weights.device)
+        return cls(weights, cos, sin, gemms, attention, feed_forward, tp, small_batches)
 
     def with_feed_forward(self, **changes: Any) -> Forward:
         """Return this pass with other attributes of `FeedForward`."""
@@ -145,7 +147,8 @@ class Forward:
         return step._replace(tokens=tokens, positions=positions, slots=slots)
 
     def _block(self, x_TD: Tensor, layer: int, w: BlockWeights, step: Step, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-        if small_batch.is_small_batch(self.attention, step) and small_batch.has_small_batch_products(w.attention):
+        takes_small_batch = self.small_batches and small_batch.is_small_batch(step)
+        if takes_small_batch and small_batch.has_small_batch_products(w.attention):
             x_TD = small_batch.add_attention(self.attention, x_TD, layer, w, step, cos_sin)
             if small_batch.has_small_batch_feed_forward(self.feed_forward, w.mlp):
                 return small_batch.add_feed_forward(self.feed_forward, x_TD, layer, w, step.slots)

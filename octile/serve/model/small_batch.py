@@ -45,14 +45,14 @@ from octile.serve.weights.block_weights import NORM_EPS, AttentionWeights, Block
 from octile.serve.weights.weights import ServedWeights
 
 
-def is_small_batch(attention: Attention, step: Step) -> bool:
-    """Whether a step has up to 8 rows, which all decode in BF16 on a GPU, with all heads and to all positions."""
-    return (
-        0 < len(step.tokens) <= MAX_ROWS
-        and step.only_decodes
-        and why_no_small_batch(attention) is None
-        and step.tokens.is_cuda
-    )
+def is_small_batch(step: Step) -> bool:
+    """Whether a step has up to 8 rows, which all decode."""
+    return 0 < len(step.tokens) <= MAX_ROWS and step.only_decodes
+
+
+def can_take_small_batches(attention: Attention, device: torch.device) -> bool:
+    """Whether a model's small-batch decode steps take this pass: on a GPU, in BF16, all heads to all positions."""
+    return device.type == "cuda" and why_no_small_batch(attention) is None
 
 
 def why_no_small_batch(attention: Attention) -> str | None:

@@ -2,7 +2,7 @@
 
 batch.py         the interface between the engine and the model runner: `Batch`, `Results`, `Runner`
 model_runner.py  `ModelRunner`: forward passes over batches
-step.py          `Step`: the rows of one forward pass, laid out, and what prefill chunks attend to
+step.py          `Step`: a batch, checked and laid out as rows, and what prefill chunks attend to
 kv_cache.py      the paged caches: latents, and the keys of indexers
 decode_loop.py   decode steps that are launched before the last one is read
 graphs.py        CUDA graphs of decode steps and of steps with prompts

@@ -28,7 +28,7 @@ from octile.serve.model.forward import Forward
 from octile.serve.model.top_k_keys import why_not_captured
 from octile.serve.ranks.experts import ExpertParallelWeights
 from octile.serve.ranks.tensor_parallel import ALONE
-from octile.serve.runner.batch import Batch, BatchCheck, DecodedTokens, DecodeRequest, Results
+from octile.serve.runner.batch import Batch, DecodedTokens, DecodeRequest, Results
 from octile.serve.runner.decode_loop import DecodeLoop
 from octile.serve.runner.graphs import FILL_ROWS, MAX_ROWS, DecodeGraphs, GraphMemory, PrefillGraphs, padded_rows
 from octile.serve.runner.kv_cache import (
@@ -41,7 +41,16 @@ from octile.serve.runner.kv_cache import (
     check_index_format,
     needs_index,
 )
-from octile.serve.runner.step import BLOCK_ROWS, MAX_DECODE_TOKENS, Layout, Step, mixed_step, padded_size, send
+from octile.serve.runner.step import (
+    BLOCK_ROWS,
+    MAX_DECODE_TOKENS,
+    BatchCheck,
+    Layout,
+    Step,
+    mixed_step,
+    padded_size,
+    send,
+)
 from octile.serve.runner.warm_up import SAMPLED, warm_up_batches
 from octile.serve.weights.generation_config import tokens_of
 from octile.serve.weights.routed_shared_experts import check_batch_invariant

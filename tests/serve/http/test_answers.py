@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("fastapi", reason="octile[serve] is not installed")
 
 from octile.serve.engine.request import FinishReason, Output, TokenLogprobs
-from octile.serve.http.answers import ChatCompletion, Completion
+from octile.serve.http.responses import ChatCompletion, Completion
 
 
 def lists_of(value) -> list[list]:

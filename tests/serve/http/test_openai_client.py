@@ -4,7 +4,7 @@ import openai
 import pytest
 
 from octile.serve.engine.request import Output, TokenLogprobs
-from octile.serve.http.answers import ChatCompletion
+from octile.serve.http.responses import ChatCompletion
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from octile.serve.model.attention import NaiveAttention
 from octile.serve.model.gemms import Gemms
-from octile.serve.model.naive_attention import NaiveAttention
 from octile.serve.runner.batch import Chunk
 from octile.serve.runner.kv_cache import KVCache
 from octile.serve.runner.step import Layout, Step, mixed_step

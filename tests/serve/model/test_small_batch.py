@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from octile.kernels.cuda.gemm import request
 from octile.models.config import ModelConfig
@@ -18,7 +17,6 @@ from octile.serve.engine.config import CacheConfig, EngineConfig
 from octile.serve.engine.request import Sampling
 from octile.serve.generate import generate_from
 from octile.serve.model import small_batch
-from octile.serve.model.attention import Attention
 from octile.serve.model.gemms import Gemms
 from octile.serve.model.small_batch import why_kernels_lack
 from octile.serve.runner.model_runner import ModelRunner
@@ -48,10 +46,11 @@ def decode(config: ModelConfig, fp8: bool) -> list[Tensor]:
 def test_logits_are_those_of_other_steps(config: ModelConfig, fp8: bool, monkeypatch: pytest.MonkeyPatch):
     expected, steps = decode(config, fp8), []
 
-    def is_small_batch(_: Attention, step: Step) -> bool:
+    def is_small_batch(step: Step) -> bool:
         steps.append(len(step.tokens))
         return not step.prefills and len(step.tokens) == len(step.lengths)
 
+    monkeypatch.setattr(small_batch, "can_take_small_batches", lambda *_: True)
     monkeypatch.setattr(small_batch, "is_small_batch", is_small_batch)
     for found, of_text in zip(decode(config, fp8), expected, strict=True):
         torch.testing.assert_close(found, of_text, rtol=1e-4, atol=1e-4)
@@ -96,48 +95,44 @@ def test_experts_are_counted(monkeypatch: pytest.MonkeyPatch):
         return runner.forward.feed_forward.expert_load.in_window
 
     expected = tokens_of_experts()
-    monkeypatch.setattr(small_batch, "is_small_batch", lambda _, step: not step.prefills)
+    monkeypatch.setattr(small_batch, "can_take_small_batches", lambda *_: True)
+    monkeypatch.setattr(small_batch, "is_small_batch", lambda step: not step.prefills)
     assert tokens_of_experts() == expected
     assert any(any(of_layer) for of_layer in expected.values())
 
 
-def step(rows: int, attending: int, *prefills: Any, device: str = "cuda") -> Step:
-    with FakeTensorMode():
-        numbers = torch.zeros(rows, dtype=torch.int64, device=device)
+def step(rows: int, attending: int, *prefills: Any) -> Step:
+    numbers = torch.zeros(rows, dtype=torch.int64)
     pages, lengths = torch.zeros(attending, 1, dtype=torch.int32), torch.ones(attending, dtype=torch.int32)
     return Step(numbers, numbers, numbers, pages, lengths, None, prefills)
+
+
+def test_steps_of_up_to_eight_decode_rows_have_few_rows():
+    assert [small_batch.is_small_batch(step(n, n)) for n in (0, 1, 8, 9)] == [False, True, True, False]
+
+
+@pytest.mark.parametrize("of_step", [step(8, 8, object()), step(8, 4)], ids=["a prompt's rows", "padded to all rows"])
+def test_other_steps_do_not(of_step: Step):
+    assert not small_batch.is_small_batch(of_step)
 
 
 GEMMS = Gemms(torch.bfloat16, power_of_2=False, batch_invariant=False)
 
 
-def attention(**changed: object) -> Any:
-    return SimpleNamespace(**{"gemms": GEMMS, "index": None, "tp": SimpleNamespace(size=1)} | changed)
-
-
-def test_steps_of_up_to_eight_decode_rows_have_few_rows():
-    assert [small_batch.is_small_batch(attention(), step(n, n)) for n in (0, 1, 8, 9)] == [
-        False,
-        True,
-        True,
-        False,
-    ]
-
-
 @pytest.mark.parametrize(
-    ("changed", "of_step"),
+    ("changed", "device", "expected"),
     [
-        ({}, step(8, 8, object())),  # a prompt's rows: decode rows are padded to all rows of the step
-        ({}, step(8, 4)),
-        ({}, step(1, 1, device="cpu")),
-        ({"gemms": replace(GEMMS, batch_invariant=True)}, step(1, 1)),
-        ({"gemms": replace(GEMMS, dtype=torch.float32)}, step(1, 1)),
-        ({"index": object()}, step(1, 1)),
-        ({"tp": SimpleNamespace(size=2)}, step(1, 1)),
+        ({}, "cuda", True),
+        ({}, "cpu", False),
+        ({"gemms": replace(GEMMS, batch_invariant=True)}, "cuda", False),
+        ({"gemms": replace(GEMMS, dtype=torch.float32)}, "cuda", False),
+        ({"index": object()}, "cuda", False),
+        ({"tp": SimpleNamespace(size=2)}, "cuda", False),
     ],
 )
-def test_other_steps_do_not(changed: dict[str, object], of_step: Any):
-    assert not small_batch.is_small_batch(attention(**changed), of_step)
+def test_models_that_take_small_batches(changed: dict[str, object], device: str, expected: bool):
+    attention: Any = SimpleNamespace(**{"gemms": GEMMS, "index": None, "tp": SimpleNamespace(size=1)} | changed)
+    assert small_batch.can_take_small_batches(attention, torch.device(device)) == expected
 
 
 # DeepSeek's channels, and matrices of whole blocks

@@ -4,7 +4,8 @@ from array import array
 
 import pytest
 
-from octile.serve.runner.batch import Batch, BatchCheck, Chunk
+from octile.serve.runner.batch import Batch, Chunk
+from octile.serve.runner.step import BatchCheck
 
 N_PAGES = 40
 

@@ -290,7 +290,7 @@ def test_texts_of_one_position_need_no_warming_up():
 def test_many_cached_positions_are_decompressed_in_parts(monkeypatch: pytest.MonkeyPatch):
     model, found = new_model(fp8=True), []
     for rows in (2048, 64):
-        monkeypatch.setattr("octile.serve.model.naive_attention.GEMM_ROWS", rows)
+        monkeypatch.setattr("octile.serve.model.attention.GEMM_ROWS", rows)
         found.append(Texts(ModelRunner(model, N_PAGES), [text(200), text(150, 1)]).run(90, 80).run(110, 70).logits)
     for parts, whole in zip(*found, strict=True):
         assert error(parts, whole) < FP32_ERROR
