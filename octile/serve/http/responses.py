@@ -1,7 +1,7 @@
 """Responses in OpenAI's format: their bodies and errors, and how they are written.
 
 A body has choices, log-probabilities and usage; a stream has it in chunks. A response is written as fast as its client
-reads, and ends when the client is gone: a part is written when the system has taken the one before it
+reads, and ends when the client is gone. A part is written when the system has taken the one before it
 (`octile.serve.http.connection`), and a response has ended when the system has taken all of it.
 
 Source: the HTML standard, "Server-sent events".
