@@ -28,8 +28,7 @@ from octile.serve.runner.model_runner import ModelRunner
 from octile.serve.runner.step import Layout
 from octile.serve.runner.warm_up import warm_up_batches
 from octile.serve.weights.weights import ServedWeights
-from tests.parallel.expert_cases import peers_on_cpu
-from tests.serve.models import new_model, text
+from tests.serve.models import EXCHANGED_ROWS, exchanges_on_cpu, new_model, text
 from tests.serve.ranks.test_engine import TOKENIZER
 from tests.serve.ranks.test_experts import THREE_LAYERS
 from tests.serve.ranks.test_tensor_parallel import CHOOSING, MODEL, N_PAGES, TWO_RANKS
@@ -215,14 +214,14 @@ def steps_as_on_gpus(rank: int, folder: Path) -> None:
     """Rows are exchanged by kernels, padded as for CUDA graphs, and decode steps are launched ahead."""
 
     make = partial(engine_of, ALONE, n_drafts=1)
-    with peers_on_cpu(folder), pytest.MonkeyPatch.context() as patch:
+    with exchanges_on_cpu(folder), pytest.MonkeyPatch.context() as patch:
         patch.setattr(graphs, "ROWS", (64, 1024))  # an interpreter takes its time for each row
         patch.setattr(model_runner, "FILL_ROWS", 64)
         engine = make()
         runner, experts = engine._runner, engine._weights
         runner.use_peers(experts.peer_dispatcher(64))
         runner.prefill_graphs = PrefillGraphs(runner._with_peers, None, 64)
-        runner._decoding = runner.forward.with_feed_forward(exchange=experts.decoding_exchange(32))
+        runner._decoding = runner.forward.with_feed_forward(exchange=experts.decoding_exchange(2 * EXCHANGED_ROWS))
         runner.max_ahead = 2
         patch.setattr(ModelRunner, "_fills", property(lambda self: self is runner))
         check(rank, make, engine)

@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 
 from octile.checkpoint.hugging_face import save
-from octile.serve.engine.config import EngineConfig
-from octile.serve.engine.engine import Engine
 from octile.serve.ranks.experts import ExpertParallelWeights
 from octile.serve.ranks.placement import rebalance_experts
 from octile.serve.ranks.tensor_parallel import TensorParallel
@@ -19,7 +17,7 @@ from octile.serve.weights.block_weights import MoEWeights
 from octile.serve.weights.routed_shared_experts import check_shared, divide_shared, with_shared, with_shared_load
 from octile.serve.weights.weights import ServedWeights
 from tests.serve.models import CONFIG, EXCHANGED_ROWS, exchanges_on_cpu, new_model
-from tests.serve.ranks.test_engine import TOKENIZER, texts_of, with_front
+from tests.serve.ranks.test_engine import texts_of, texts_of_one_process, with_front
 from tests.serve.ranks.test_tensor_parallel import MODEL
 from tests.worlds import Outcomes
 
@@ -44,14 +42,11 @@ def check_texts(
 ) -> None:
     """Compare texts, of which decode steps route the shared experts, with those of one process."""
     n_requests = (2, 1) if exchange else (3, 2)  # Triton's interpreter takes its time
-    limits, found = EngineConfig(max_batch=2, max_step_tokens=24, batch_invariant=True), []
-    model = new_model(fp8, config=config)
-    alone = Engine(ModelRunner(ServedWeights.of_model(model), N_PAGES, batch_invariant=invariant), TOKENIZER, limits)
-    expected = texts_of(alone, *n_requests)
+    expected, found = [] if rank else texts_of_one_process(config, fp8, n_requests, invariant), []
     group = TensorParallel.of_consecutive(2 if tp else 1)
     placement = torch.cat((placement, placement[:1])) if n_drafts else placement
     with exchanges_on_cpu(folder) if exchange else nullcontext():
-        weights = ServedWeights.of_model(model, group.share)
+        weights = ServedWeights.of_model(new_model(fp8, config=config), group.share)
         experts = ExpertParallelWeights(weights, placement, drafts=n_drafts > 0, routes_shared=True, tp=group)
         runner = ModelRunner(experts, N_PAGES, None, 2, invariant, n_drafts, expert_window=8)
         if exchange:
@@ -59,7 +54,7 @@ def check_texts(
             runner._decoding = runner._decoding.with_feed_forward(exchange=rows)
         engine = with_front(rank, lambda front: found.extend(texts_of(front, *n_requests)), runner)
     assert engine.stats().steps_ahead > 0
-    assert found == ([] if rank else expected)
+    assert found == expected
 
 
 def texts_in_fp8(rank: int, folder: Path) -> None:
