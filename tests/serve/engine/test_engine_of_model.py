@@ -65,8 +65,19 @@ def micro_texts(tokenizer, model: DeepseekV3, n_pages: int, together: bool, n_dr
     return [found[i] for i in range(N_TEXTS)]
 
 
+@pytest.fixture(scope="module")
+def micro_model() -> DeepseekV3:
+    return apply_recipe(DeepseekV3(MICRO))
+
+
+@pytest.fixture(scope="module")
+def alone(tokenizer, micro_model) -> list[tuple[int, ...]]:
+    """The texts of requests of which each runs alone, without drafts, which change no text."""
+    return micro_texts(tokenizer, micro_model, 64, together=False)
+
+
 @pytest.mark.parametrize("n_drafts", [0, 2])
-def test_a_sampled_text_is_the_same_next_to_others_cut_into_chunks_and_preempted(tokenizer, n_drafts: int):
-    model = apply_recipe(DeepseekV3(MICRO))
-    alone = micro_texts(tokenizer, model, 64, together=False)  # without drafts, which change no text
-    assert micro_texts(tokenizer, model, 3, together=True, n_drafts=n_drafts) == alone
+def test_a_sampled_text_is_the_same_next_to_others_cut_into_chunks_and_preempted(
+    tokenizer, micro_model, alone, n_drafts: int
+):
+    assert micro_texts(tokenizer, micro_model, 3, together=True, n_drafts=n_drafts) == alone

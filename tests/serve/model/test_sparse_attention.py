@@ -1,5 +1,6 @@
 """Tests of serving models with indexers: logits are those of the model's forward pass, whatever is in a batch."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -241,35 +242,48 @@ def texts_of(tokenizer, prompts, n_pages=16, n_drafts=0, max_ahead=0, batch_inva
     return [list(request.tokens) for request in added], engine.stats()
 
 
-def alone(tokenizer, prompts) -> list[list[int]]:
-    return [texts_of(tokenizer, [prompt])[0][0] for prompt in prompts]
+@pytest.fixture(scope="module")
+def alone(tokenizer) -> Callable[[list[int]], list[int]]:
+    """A function that returns the text of a prompt that runs alone, and computes it once."""
+    found: dict[tuple[int, ...], list[int]] = {}
+
+    def text_of(prompt: list[int]) -> list[int]:
+        if tuple(prompt) not in found:
+            found[tuple(prompt)] = texts_of(tokenizer, [prompt])[0][0]
+        return found[tuple(prompt)]
+
+    return text_of
+
+
+@pytest.fixture(scope="module")
+def greedy() -> dict[int, list[int]]:
+    """The greedy texts of whole forward passes of prompts with more tokens than are chosen, and with fewer."""
+    model, found = micro_model(), dict[int, list[int]]()
+    for i in (0, 2):
+        found[i] = list(PROMPTS[i])
+        for _ in range(NEW_TOKENS):
+            found[i].append(int(whole(model, found[i])[-1].argmax()))
+    return found
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("max_ahead", [0, 4])
-def test_a_text_is_the_greedy_one_of_whole_forward_passes(tokenizer, batch_invariant, max_ahead):
-    """From prompts with fewer tokens than are chosen, and with more."""
-    model, expected = micro_model(), []
-    for prompt in (PROMPTS[0], PROMPTS[2]):
-        tokens = list(prompt)
-        for _ in range(NEW_TOKENS):
-            tokens.append(int(whole(model, tokens)[-1].argmax()))
-        expected.append(tokens)
+def test_a_text_is_the_greedy_one_of_whole_forward_passes(tokenizer, greedy, batch_invariant, max_ahead):
     options = {"n_drafts": 1, "max_ahead": max_ahead, "batch_invariant": batch_invariant}
-    assert texts_of(tokenizer, [PROMPTS[0], PROMPTS[2]], **options)[0] == expected
+    assert texts_of(tokenizer, [PROMPTS[i] for i in greedy], **options)[0] == [*greedy.values()]
 
 
 @pytest.mark.parametrize("max_ahead", [0, 4])
 @pytest.mark.parametrize("n_drafts", [0, 2])
-def test_a_text_is_the_same_in_a_batch_with_drafts_and_launched_ahead(tokenizer, n_drafts, max_ahead):
-    assert texts_of(tokenizer, PROMPTS, n_drafts=n_drafts, max_ahead=max_ahead)[0] == alone(tokenizer, PROMPTS)
+def test_a_text_is_the_same_in_a_batch_with_drafts_and_launched_ahead(tokenizer, alone, n_drafts, max_ahead):
+    assert texts_of(tokenizer, PROMPTS, n_drafts=n_drafts, max_ahead=max_ahead)[0] == [*map(alone, PROMPTS)]
 
 
-def test_a_text_is_the_same_where_it_was_preempted(tokenizer):
+def test_a_text_is_the_same_where_it_was_preempted(tokenizer, alone):
     prompts = [text(50, n, MICRO.vocab_size) for n in range(3)]
     texts, stats = texts_of(tokenizer, prompts, n_pages=3)
     assert stats.preemptions > 0
-    assert texts == alone(tokenizer, prompts)
+    assert texts == [*map(alone, prompts)]
 
 
 def test_a_text_is_the_same_where_its_beginning_is_shared(tokenizer):
