@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ from octile.serve.engine.config import CacheConfig, EngineConfig, ProcessesConfi
 from octile.serve.engine.request import Sampling
 from octile.serve.engine.stats import Stats
 from octile.serve.weights.load import Folder
-from tests.serve.disaggregated.never_answers import never_answers
+from tests.serve.disaggregated.processes import answers, never_answers
 from tests.serve.models import adding, save_untrained
 from tests.train.conftest import MICRO
 from tests.worlds import forked_context
@@ -201,10 +201,6 @@ def test_answers_that_were_not_received_are_answers(clock, folder, tokenizer):
         assert len(finish(router, 1)) == 1
     finally:
         router.close()
-
-
-def answers(connection: Connection) -> None:
-    connection.send("started")
 
 
 def test_ctrl_c_does_not_end_a_process_that_starts(monkeypatch):

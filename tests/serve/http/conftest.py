@@ -2,10 +2,12 @@
 
 import json
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import pytest
 
@@ -55,6 +57,15 @@ class Served:
         self.thread.join()
         self.pair.join()
 
+    def advance(self, seconds: float) -> None:
+        """Set the clock of the event loop forward, so that nobody has to wait for what it does at a later time."""
+        loop = self.pair.client._loop
+
+        def jump(now: Callable[[], float] = loop.time) -> None:
+            loop.time = lambda: now() + seconds
+
+        loop.call_soon_threadsafe(jump)
+
     def is_idle(self) -> bool:
         """Whether nothing of any request is left."""
         return self.service.in_flight == 0 and not self.engine.requests and self.service.engine.stats.used_pages == 0
@@ -83,6 +94,14 @@ def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.005)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_ssl_context() -> Iterator[None]:
+    """Let all clients have one SSL context, which nobody uses here: a client makes its own for each request."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", cache(ssl.create_default_context))
+        yield
 
 
 @pytest.fixture

@@ -47,7 +47,7 @@ def test_a_client_that_leaves_before_its_first_token(serve):
 @pytest.mark.parametrize(("stream", "tokens"), [(False, 400), (True, 4000)], ids=["whole", "stream"])
 def test_a_client_that_does_not_read_holds_nobody_back_and_loses_its_connection(serve, monkeypatch, stream, tokens):
     monkeypatch.setattr(app, "WRITE_SECONDS", 0.2)
-    served = serve(Limits(seconds=6.0, in_flight=200))
+    served = serve(Limits(seconds=600.0, in_flight=200))
     served.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16)  # connections inherit it
     client = connect(served, receive_buffer=4096)
     # far more than the system's buffers hold
@@ -61,6 +61,7 @@ def test_a_client_that_does_not_read_holds_nobody_back_and_loses_its_connection(
     wait_until(lambda: any(open_to.flow.write_paused for open_to in list(state.connections)))
     wait_until(lambda: served.service.in_flight == 100)  # the other client's place is free soon after its answer
     assert max(open_to.transport.get_write_buffer_size() for open_to in state.connections) < 2**17
+    served.advance(600.0)
     wait_until(served.is_idle)
     wait_until(lambda: not state.connections)
     assert answers(served)
