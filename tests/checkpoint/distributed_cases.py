@@ -1,7 +1,5 @@
 """What test_distributed.py runs on gloo ranks: one set of processes is in turn a world of 4, 2 and 8 ranks.
 
-    python -m tests.checkpoint.distributed_cases FOLDER
-
 The ranks are forked, so that torch is imported once.
 
 The state is that of a run with data-parallel ranks and experts spread over pairs of them: whole tensors, experts' rows
@@ -13,7 +11,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 import traceback
 import warnings
 from collections.abc import Callable
@@ -370,13 +367,15 @@ def run_killed(rank: int, folder: str) -> None:
     (Path(folder) / "killed.json").write_text(json.dumps(seen))
 
 
-if __name__ == "__main__":
+def run_worlds(_: int, folder: str) -> None:
+    """Fork the ranks of all worlds, of which rank 1 ends in `run_killed`."""
+    torch.set_num_threads(1)
     children = []
     for rank in range(max(WORLDS)):
         if (child := os.fork()) == 0:
-            run(rank, sys.argv[1])
+            run(rank, folder)
             if rank < 2:
-                run_killed(rank, sys.argv[1])
+                run_killed(rank, folder)
             os._exit(0)
         children.append(child)
     statuses = [os.waitpid(child, 0)[1] for child in children]

@@ -1,7 +1,5 @@
 """A save that is killed before each of its operations on files: run by test_distributed.py in a process of its own.
 
-    python -m tests.checkpoint.kill_cases FOLDER
-
 A child saves and kills itself with SIGKILL before its k-th operation; then the checkpoint that was there or the new one
 must be whole. If none was there, there may be none. k grows until the child ends by itself. The child is forked, so
 that torch is imported once.
@@ -67,7 +65,6 @@ def check(folder: Path, step: int) -> None:
         kill_at += 1
     assert found == {1.0, 2.0}
     assert kill_at > 8, kill_at
-    print(f"step {step}: killed at each of {kill_at} operations")
 
 
 def check_first(folder: Path) -> None:
@@ -86,11 +83,12 @@ def check_first(folder: Path) -> None:
         shutil.rmtree(run)
         kill_at += 1
     assert found == {True, False}
-    print(f"first save: killed at each of {kill_at - 1} operations")
 
 
-if __name__ == "__main__":
+def run(_: int, folder: str) -> None:
+    """Check the first save of a run, and those after it."""
+    torch.set_num_threads(1)
     warnings.filterwarnings("error", "checkpoint .* cannot be used")
     for step in (2, 1):
-        check(Path(sys.argv[1]), step)
-    check_first(Path(sys.argv[1]))
+        check(Path(folder), step)
+    check_first(Path(folder))

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -29,17 +27,10 @@ from octile.checkpoint import store as store_module
 from octile.checkpoint.distributed import share_out
 from octile.checkpoint.tensor_file import TensorSpec
 from octile.models.names import to_hf
-from tests.checkpoint import distributed_cases
+from tests.checkpoint import distributed_cases, kill_cases
 from tests.checkpoint.distributed_cases import CASES, STEPS, whole
 from tests.checkpoint.micro_model import MICRO, micro_model
-
-
-def run(module: str, folder: Path) -> None:
-    """Run a module of this folder in a process of its own, which forks others."""
-    command = [sys.executable, "-m", f"tests.checkpoint.{module}", str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
+from tests.worlds import start_ranks
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +42,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
             folder.mkdir()
-            run("distributed_cases", folder)
+            start_ranks(distributed_cases.run_worlds, (str(folder),), 1)
     return folder
 
 
@@ -116,7 +107,7 @@ def names(folder: Path) -> list[str]:
 
 
 def test_a_process_killed_at_any_operation_leaves_the_last_checkpoint_or_the_new_one(tmp_path):
-    run("kill_cases", tmp_path)
+    start_ranks(kill_cases.run, (str(tmp_path),), 1)
 
 
 def test_save_returns_before_anything_is_written(tmp_path, monkeypatch):
