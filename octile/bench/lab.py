@@ -30,6 +30,7 @@ Implementation = Callable[[DecodedOperand, DecodedOperand, Tensor, Summation], T
 SIZE = 512
 SEQUENCES, LENGTH = 8, 128  # of a batch
 EVERY = 100
+ROUNDS, STEP_ROUNDS = 10, 12
 CASES = (("sm_90", torch.float8_e4m3fn), ("sm_100", torch.float8_e4m3fn), ("sm_90", torch.bfloat16))
 
 
@@ -51,7 +52,7 @@ def _tensor_core() -> Iterator[Row]:
             module.__name__.rpartition(".")[2]: partial(_sum, module.sum_products, a, b, start, summation)
             for module in (native, vectorized)
         }
-        times = seconds({**implementations, "FP32": lambda: x @ w.T}, rounds=10)
+        times = seconds({**implementations, "FP32": lambda: x @ w.T}, ROUNDS)
         speed = {name: 2 * SIZE**3 / taken / 1e9 for name, taken in times.items()}
         for name in implementations:
             case = f"{arch} {instruction.name} {dtype}".replace("torch.", "")
@@ -76,7 +77,7 @@ def _telemetry(config: ModelConfig) -> Iterator[Row]:
             step()
             measurement.step()
 
-    times = seconds({"measured": measured, "other": step}, rounds=12)
+    times = seconds({"measured": measured, "other": step}, STEP_ROUNDS)
     case, cost = f"tiny, {SEQUENCES} × {LENGTH} tokens", times["measured"] / times["other"] - 1
     yield compare(case, "a step with telemetry", times["measured"] * 1e3, "ms", "without", times["other"] * 1e3)
     yield Row(case, f"telemetry at every {EVERY}th step adds", 100 * cost / EVERY, "%")

@@ -9,6 +9,8 @@ def rows():
         patch.setattr(lab, "SIZE", 64)
         patch.setattr(lab, "SEQUENCES", 1)
         patch.setattr(lab, "LENGTH", 16)
+        patch.setattr(lab, "ROUNDS", 1)
+        patch.setattr(lab, "STEP_ROUNDS", 1)
         return list(lab.rows())
 
 

@@ -58,6 +58,7 @@ from octile.train.run.console import RunConsole
 from octile.train.trainer import Trainer
 
 ROUNDS = 9
+STACK_SIZES = 2048, 1024, 8  # tokens, width and depth of the linear layers whose saved bytes are counted
 MAX_SECONDS = 300.0  # after which no further model is prepared
 IN_A_GRAPH = ", in a CUDA graph"
 OCTILE, COMPILED, MAIN_GRAD = "octile", "octile, compiled", "octile, main_grad"
@@ -338,7 +339,7 @@ def _saved_bytes() -> list[Row]:
     A BF16 model saves its inputs. Under autocast an FP32 model also saves BF16 copies of its weights. FP8 is compared
     with the first without its cached weights, and with the second with them, one byte each.
     """
-    tokens, width, depth = 2048, 1024, 8
+    tokens, width, depth = STACK_SIZES
     fp32 = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth)))
     bf16 = copy.deepcopy(fp32).bfloat16()
     fp8 = apply_recipe(copy.deepcopy(fp32), Recipe.deepseek_v3())
