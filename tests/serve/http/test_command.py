@@ -174,18 +174,6 @@ def children(pid: int, name: str) -> list[int]:
     return sorted(child.pid for child in psutil.Process(pid).children() if name in " ".join(child.cmdline()))
 
 
-def test_nothing_is_left_of_a_server_that_is_killed(folder):
-    server = start(folder)
-    while not server.stdout.readline().startswith("try it at"):
-        pass
-    (child,) = children(server.pid, "spawn_main")
-    http = psutil.Process(child)
-    server.kill()
-    _, error = server.communicate(timeout=60)  # until the HTTP process has closed the pipes, too
-    http.wait(30)
-    assert error.splitlines()[-1] == "octile: the process of the engine has ended"
-
-
 @pytest.fixture
 def apart(folder, request):
     """A server with a prefill and a decode process, and OpenAI's client of it; parameters are further options."""

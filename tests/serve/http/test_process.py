@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import httpx
@@ -22,8 +23,10 @@ from octile.serve.http.config import Limits
 from octile.serve.http.process import HttpProcess
 from octile.serve.http.worker import Start
 from octile.serve.process.messages import ProcessEndedError
+from octile.tokenizer import Tokenizer
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.http.conftest import wait_until
+from tests.worlds import forked_context
 
 COMPLETION = {"model": "micro", "prompt": "a", "max_tokens": 5}
 
@@ -209,6 +212,25 @@ def test_a_process_that_dies_ends_the_engine(tokenizer, saved):
     assert http.engine_failure is None
 
 
+def serve_until_killed(saved: Path, log: Path, started: Connection) -> None:
+    """Serve, and send the number of the HTTP process when it has answered; standard error is a file."""
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
+    engine = FakeEngine(Tokenizer.load(saved))
+    with serving(saved, engine, lambda _, pid: started.send(pid)) as http:
+        http.serve(engine, "ready")
+
+
+def test_nothing_is_left_of_a_server_that_is_killed(saved, tmp_path):
+    context = forked_context()
+    here, there = context.Pipe()
+    server = context.Process(target=serve_until_killed, args=(saved, tmp_path / "stderr", there))
+    server.start()
+    http = psutil.Process(here.recv())
+    server.kill()
+    http.wait(30)
+    assert (tmp_path / "stderr").read_text() == "octile: the process of the engine has ended\n"
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
 def test_signals_of_the_whole_group_do_not_end_it_while_it_imports(saved, number):
     with bind("127.0.0.1", 0) as bound:
@@ -291,8 +313,8 @@ def test_the_age_of_a_step_that_hangs_is_a_metric_though_its_request_is_canceled
 
         try:
             with pytest.raises(httpx.ReadTimeout):  # the client leaves, and the step goes on
-                httpx.post(f"{url}/v1/completions", json=COMPLETION, timeout=0.5)
-            wait_until(lambda: age() > 1)
+                httpx.post(f"{url}/v1/completions", json=COMPLETION, timeout=0.1)
+            wait_until(lambda: age() > 0.6)
             engine.may_step.set()
             wait_until(lambda: age() == 0)
             has_worked.append(True)
