@@ -17,6 +17,7 @@ import openai
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 pytest.importorskip("fastapi", reason="octile[serve] is not installed")
 
@@ -25,7 +26,9 @@ from octile.serve.engine.config import CacheConfig, EngineConfig
 from octile.serve.engine.request import Sampling
 from octile.serve.weights.load import Folder
 from tests.serve.conftest import MICRO
+from tests.serve.http import failing_rank
 from tests.serve.models import save_untrained
+from tests.worlds import begin_ranks
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -33,31 +36,6 @@ INVARIANT = ["--engine.batch-invariant", "--engine.max-batch=2"]
 LOST = "RanksError: rank 0 lost the connection to another rank"
 SPREAD = ["--parallel.ep=2", "--parallel.redundant-experts=2"]
 GROUPS = ["--parallel.ep=4", "--parallel.tp=2", "--parallel.shared-experts=routed", "--parallel.redundant-experts=3"]
-
-
-# a server whose ranks warm up as on GPUs, which one of them cannot
-FAILING_WARM_UP = """
-import os
-
-from octile.cli import main
-from octile.serve.weights.load import Folder
-from octile.serve.runner.model_runner import ModelRunner
-
-load_expert_parallel, results = Folder.load_expert_parallel, ModelRunner._results
-
-def warmed_up(*arguments):
-    engine, runner = load_expert_parallel(*arguments)
-    engine.warm_up()
-    return engine, runner
-
-def failing(runner, *arguments):
-    if os.environ["RANK"] == "1":
-        raise MemoryError("no memory for logits")
-    return results(runner, *arguments)
-
-Folder.load_expert_parallel, ModelRunner._results = warmed_up, failing
-main()
-"""
 
 # a server whose rank 0 hangs in the tenth round, as a send of gloo can, when rank 1 ends
 HANGING_SEND = """
@@ -235,12 +213,16 @@ def test_a_wrong_option_is_refused_in_one_line(folder):
 
 
 def test_a_rank_that_cannot_warm_up_ends_the_server_with_one_line(folder, tmp_path):
-    (script := tmp_path / "serve.py").write_text(FAILING_WARM_UP)
-    started = [*TORCHRUN, "--nproc-per-node=2", str(script), "serve", str(folder), "--port=0", "--device=cpu", *SPREAD]
-    ended = subprocess.run(started, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
-    (line,) = [line for line in ended.stderr.splitlines() if line.startswith("octile: ")]
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    arguments = [str(folder), "--port=0", "--device=cpu", *SPREAD]
+    ranks = begin_ranks(failing_rank.run, (store.port, str(tmp_path), arguments), 2)
+    for process in ranks:
+        process.join(60)
+    printed = "".join((tmp_path / f"{rank}.err").read_text() for rank in range(2))
+    (line,) = [line for line in printed.splitlines() if line.startswith("octile: ")]
     assert line == "octile: rank 1: no memory for logits"
-    assert "base_url" not in ended.stdout
+    assert [process.exitcode for process in ranks] == [1, 1]
+    assert "base_url" not in (tmp_path / "0.out").read_text()
 
 
 @pytest.mark.parametrize(
