@@ -133,15 +133,15 @@ class LocalDispatcher:
 
     def send(self, x_TD: Tensor, plan: RoutingPlan) -> Tensor:
         """Send each row once to every rank that has one of its experts: [N, D]. Here it is where it must be."""
-        return self.begin_send(x_TD, plan, self._overlaps).wait()
+        return self.begin_send(x_TD, plan, overlaps=self._overlaps).wait()
 
     def send_quantized(self, x_TD: ScaledTensor, plan: RoutingPlan) -> ScaledTensor:
         """Send rows as `send` does, in 1×128 tiles: [N, D]; x itself if none has to be sent."""
-        return self.begin_send_quantized(x_TD, plan, self._overlaps).wait()
+        return self.begin_send_quantized(x_TD, plan, overlaps=self._overlaps).wait()
 
     def send_back(self, y_RD: Tensor, plan: RoutingPlan) -> Tensor:
         """Send each row to the rank of its token: [T·K, D], ordered by the plan's row_ids_TK."""
-        return self.begin_send_back(y_RD, plan, self._overlaps).wait()
+        return self.begin_send_back(y_RD, plan, overlaps=self._overlaps).wait()
 
     @property
     def _overlaps(self) -> bool:
