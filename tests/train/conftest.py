@@ -3,7 +3,7 @@
 import argparse
 import inspect
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,8 +16,6 @@ from octile.train.compare import compare
 from octile.train.config import OptimConfig, TrainConfig
 from octile.train.data.prepare import prepare
 from octile.train.data.token_store import TokenStore
-from octile.train.memory import check
-from octile.train.memory.cpu import CpuNeed, estimate_need
 from octile.train.run import results
 from octile.train.run.console import RunConsole
 from octile.train.trainer import Trainer
@@ -63,24 +61,6 @@ def write_no_report(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(results, "write_run_report", lambda folder: folder / "report.html")
     patch.setattr(results, "sample_text", lambda *_: "")
     patch.setattr(compare, "write_compare_report", lambda folder, result: folder / "report.html")
-
-
-ESTIMATES: dict[str, CpuNeed] = {}  # by all that they depend on
-
-
-def estimate_once(config: TrainConfig, ranks: Sequence[int] = (0,)) -> CpuNeed:
-    """Estimate the memory of runs with the same settings once: it takes as long as three steps."""
-    sizes = config.batch_size, config.micro_batches, config.sequence_length, config.optim.ema_decay
-    key = repr((config.load_recipe(), config.model, config.parallel, config.indexer_stage, *sizes, ranks))
-    if key not in ESTIMATES:
-        ESTIMATES[key] = estimate_need(config, ranks)
-    return ESTIMATES[key]
-
-
-@pytest.fixture(autouse=True)
-def estimated_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have runs of the same settings estimate their memory once; tests/train/memory has the estimates themselves."""
-    monkeypatch.setattr(check, "estimate_need", estimate_once)
 
 
 @pytest.fixture(autouse=True)
