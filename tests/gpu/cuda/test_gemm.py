@@ -204,11 +204,17 @@ def _check(out: Tensor, a: Tensor, b: Tensor, before: Tensor | float = 0.0) -> N
     assert ((out.double() - exact).abs() <= bound).all()
 
 
-@pytest.mark.parametrize(
-    "start", [0, 50, 100, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(150, 500, 50))]
-)
+def _seeds(default: int, further: int, step: int = 1) -> list:
+    """Seeds of which those after the first `default` are exhaustive."""
+    return [
+        *range(0, default, step),
+        *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(default, further, step)),
+    ]
+
+
+@pytest.mark.parametrize("start", _seeds(60, 500, step=10))
 def test_ragged_gemms(start: int):
-    for seed in range(start, start + 50):
+    for seed in range(start, start + 10):
         generator = torch.Generator().manual_seed(seed)
 
         def draw(most: int, generator=generator) -> int:
@@ -278,7 +284,7 @@ def test_slots_of_block_scales_are_reused(name: str):
     guarded.check()
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", _seeds(30, 60))
 def test_ragged_groups(seed: int):
     generator = torch.Generator().manual_seed(seed)
     groups = int(torch.randint(1, 257, (), generator=generator)) if seed % 2 else seed % 7 + 1

@@ -34,18 +34,25 @@ def _groups(s: PreparedCase) -> Iterator[tuple[Tensor, Tensor, tuple[int | slice
     if s.case.kind == "dense":
         yield _values(a), _values(b), ()
         return
-    of_a, of_b = (_values(a), _values(b)) if s.case.kind == "wgrad" else (None, None)
     for g, rows in enumerate(group_slices(s.case)):
         if s.case.kind == "grouped":
             yield _values(_part(a, rows)), _values(_part(b, g)), (rows,)
         elif s.case.kind == "masked":
             used = slice(s.case.sizes[g])
             yield _values(_part(_part(a, g), used)), _values(_part(b, g)), (g, used)
-        elif of_a is not None and of_b is not None:
-            yield of_a[:, rows], of_b[:, rows], (g,)
+        else:
+            yield _columns(a, rows), _columns(b, rows), (g,)
 
 
 def _part(operand: Quantized, index: int | slice) -> Quantized:
     """Matrices of a stack, or rows of a matrix that has a scale for each row."""
     data, scale, block = operand
     return data[index], scale[index], block
+
+
+def _columns(operand: Quantized, columns: slice) -> Tensor:
+    """Values in FP64 of some columns of a matrix that has scales for each 128 columns."""
+    data, scale, block = operand
+    start, stop = columns.start // 128, -(-columns.stop // 128)
+    values = _values((data[:, 128 * start : 128 * stop], scale[:, start:stop], block))
+    return values[:, columns.start - 128 * start : columns.stop - 128 * start]
