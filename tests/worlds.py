@@ -1,5 +1,6 @@
 """Cases that several ranks check together, in processes that start once for all tests of a file."""
 
+import gc
 import multiprocessing
 import os
 import traceback
@@ -21,7 +22,15 @@ Failures = Sequence[Mapping[str, str]]
 Work = Callable[[int, Path], None]
 
 # what most ranks and processes import in the end, and which takes seconds
-PRELOADED = ("torch._dynamo", "octile.train.loop", "octile.serve.disaggregated.router")
+PRELOADED = (
+    "torch._dynamo",
+    "torch.utils.tensorboard",
+    "octile.checkpoint.distributed",
+    "octile.serve.disaggregated.router",
+    "octile.train.command",
+    "octile.train.loop",
+    "tests.train.strategy.bad_rank",
+)
 
 
 def run_cases(cases: Mapping[str, Callable[[], None]], folder: str, rank: int) -> None:
@@ -68,7 +77,12 @@ def _start(run: Callable[..., None], arguments: tuple[Any, ...], world: int, joi
     GPU each process imports it: one that is forked may not use CUDA if the server has asked for GPUs.
     """
     multiprocessing.set_forkserver_preload([*PRELOADED, run.__module__])
-    return mp.start_processes(run, arguments, world, join=join, start_method=_start_method())
+    return mp.start_processes(_run, (run, *arguments), world, join=join, start_method=_start_method())
+
+
+def _run(rank: int, run: Callable[..., None], *arguments: Any) -> None:
+    gc.freeze()  # a collection would look at all that the server imported, and copy its pages
+    run(rank, *arguments)
 
 
 def start_once(

@@ -35,11 +35,13 @@ STARTED_ONCE = ("test_experts.py",)  # one test starts the ranks, while the othe
 LARGE = ("cuda/test_shapes.py",)  # up to 6 GiB a test: spread over the session, so that few run at a time
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Limit the time of the tests of this folder, and order them. Without a GPU none of them runs."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Limit the time of the tests of this folder, and order them. Without a GPU skip each, once for all parameters."""
+    folder = Path(__file__).parent
     if not torch.cuda.is_available():
+        _skip_once(config, items, folder)
         return
-    folder, seen, ranks = Path(__file__).parent, set[str](), dict[pytest.Item, int]()
+    seen, ranks = set[str](), dict[pytest.Item, int]()
     large: list[pytest.Item] = []
     for item in items:
         name = str(item.path.relative_to(folder)) if item.path.is_relative_to(folder) else ""
@@ -55,6 +57,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for i, item in reversed([*enumerate(large)]):
         others.insert(i * step, item)
     items[:] = others
+
+
+def _skip_once(config: pytest.Config, items: list[pytest.Item], folder: Path) -> None:
+    """Skip the tests of the folder before their fixtures are made, and leave out further parameters of each."""
+    kept, further, seen = list[pytest.Item](), list[pytest.Item](), set[str]()
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        if item.path.is_relative_to(folder):
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+            (further if test in seen else kept).append(item)
+            seen.add(test)
+        else:
+            kept.append(item)
+    config.hook.pytest_deselected(items=further)
+    items[:] = kept
 
 
 @pytest.fixture(autouse=True)
@@ -75,8 +92,6 @@ def pytest_runtest_logfinish(nodeid: str) -> None:
 
 @pytest.fixture(autouse=True)
 def a_gpu_that_runs_the_kernels() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs an NVIDIA GPU")
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip(f"needs a GPU of sm_80 or later, not {torch.cuda.get_device_name()}")
     from triton import knobs
