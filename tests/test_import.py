@@ -79,6 +79,11 @@ def test_serving_loads_no_training_and_no_compiler(tmp_path):
     assert loaded & {"octile.train", "torch._dynamo", "sympy"} == set()
 
 
+def test_training_loads_no_compiler():
+    loaded = loaded_by("import octile.train.command, octile.train.loop, octile.plan.layout")
+    assert loaded & {"torch._dynamo", "torch._inductor", "sympy", "torch.distributed.pipelining"} == set()
+
+
 def without_optional(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """The program in a fresh interpreter in which no optional package is installed."""
     command = [sys.executable, "-c", WITHOUT_OPTIONAL + program, *arguments]

@@ -1,14 +1,14 @@
-"""The actions of a pipeline schedule: torch's, with functions that make them.
+"""The actions of a pipeline schedule, and functions that make them.
 
-An action names a stage and a micro-batch. torch's letters are F (forward), I (input gradient), W (weight gradient),
-B (full backward: input and weight gradient at once), OVERLAP_F_B (a forward and a full backward that overlap), SEND_F
-and RECV_F (activations), SEND_B and RECV_B (gradients). `1I3` is the input gradient of stage 1 for micro-batch 3.
-
-These names of torch begin with an underscore; only this file imports them. They are the same in torch 2.11 and 2.13.
+An action names a stage and a micro-batch: `1I3` is the input gradient of stage 1 for micro-batch 3. Names and letters
+are those of `torch.distributed.pipelining`, whose own begin with an underscore and take seconds to import; the actions
+equal torch's.
 """
 
-from torch.distributed.pipelining.schedules import _Action as Action
-from torch.distributed.pipelining.schedules import _ComputationType as ActionType
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NamedTuple
 
 __all__ = [
     "GRADIENTS",
@@ -24,6 +24,42 @@ __all__ = [
     "send",
     "weight_gradient",
 ]
+
+
+class ActionType(StrEnum):
+    """What an action computes or moves."""
+
+    FORWARD = "F"
+    BACKWARD_INPUT = "I"  # gradient of the input
+    BACKWARD_WEIGHT = "W"  # gradients of the weights
+    FULL_BACKWARD = "B"  # both at once
+    OVERLAP_F_B = "OVERLAP_F_B"  # a forward and a full backward pass at the same time
+    SEND_F = "SEND_F"  # activations
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"  # gradients
+    RECV_B = "RECV_B"
+
+
+class Action(NamedTuple):
+    """What a rank does at one place of its schedule.
+
+    Attributes:
+        stage_index: the stage; -1 for an overlapped pair.
+        computation_type: what is done.
+        microbatch_index: the micro-batch; None for an overlapped pair.
+        sub_actions: the forward and the backward pass of an overlapped pair.
+    """
+
+    stage_index: int
+    computation_type: ActionType
+    microbatch_index: int | None = None
+    sub_actions: tuple[Action, ...] | None = None
+
+    def __repr__(self) -> str:
+        if self.sub_actions:
+            return f"({';'.join(map(repr, self.sub_actions))}){self.computation_type.value}"
+        return f"{self.stage_index}{self.computation_type.value}{self.microbatch_index}"
+
 
 GRADIENTS = (ActionType.FULL_BACKWARD, ActionType.BACKWARD_INPUT)  # actions whose result goes to the stage before
 _NAMES = {

@@ -1,6 +1,7 @@
 """A pipeline schedule: which rank computes what, in which order."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from octile.parallel.schedules.actions import Action
 
@@ -47,8 +48,8 @@ class Schedule:
         """The stages whose parameters a rank holds, in ascending order."""
         return tuple(stage for stage in range(self.n_stages) if any(ranks[stage] == rank for ranks in self.placement))
 
-    def for_torch(self) -> dict[int, list[Action | None]]:
-        """The table that `_PipelineScheduleRuntime._prepare_schedule_with_comms` of torch takes as "compute_only".
+    def for_torch(self) -> dict[int, list[Any]]:
+        """The table, of torch's actions, that its `_PipelineScheduleRuntime._prepare_schedule_with_comms` takes.
 
         Raises:
             ValueError: the schedule is bidirectional. torch's executor has each stage on one rank.
@@ -58,7 +59,9 @@ class Schedule:
                 f"schedule {self.name} cannot run on torch's executor: it has each stage on one rank, and {self.name} "
                 f"has each on two"
             )
-        return {rank: list(actions) for rank, actions in enumerate(self.actions)}
+        from torch.distributed.pipelining.schedules import _Action  # its import takes seconds
+
+        return {rank: [_Action.from_str(repr(action)) for action in row] for rank, row in enumerate(self.actions)}
 
 
 def check_sizes(name: str, n_stages: int, n_micro_batches: int, least_stages: int = 1, least_batches: int = 1) -> None:
