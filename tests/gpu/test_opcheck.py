@@ -1,4 +1,7 @@
-"""torch's own checks of a custom operator, on CUDA tensors: schema, fake, autograd and compilation."""
+"""torch's own checks of a custom operator that depend on the kernel, on CUDA tensors: schema and fake.
+
+Those of autograd and compilation see no kernel: tests/ops runs them on a CPU.
+"""
 
 from typing import Any
 
@@ -453,4 +456,4 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_opcheck(case: str):
     operator, arguments = CASES[case]()
-    assert_well_formed(operator, arguments)
+    assert_well_formed(operator, arguments, ("test_schema", "test_faketensor"))

@@ -27,6 +27,7 @@ def _extreme(*shape: int) -> Tensor:
     return x.clamp(-3e38, 3e38)
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("power_of_2", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("block", BLOCKS)

@@ -78,7 +78,7 @@ SIZES = {
 ONE_LAYER = {**SIZES, "num_hidden_layers": 1}  # half the time to compile
 MOE = {"moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 64}
 MODELS = {
-    "llama": (LlamaForCausalLM, LlamaConfig(**SIZES)),
+    "llama": (LlamaForCausalLM, LlamaConfig(**ONE_LAYER)),
     "phi3": (Phi3ForCausalLM, Phi3Config(**ONE_LAYER)),
     "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**ONE_LAYER, **MOE)),
 }

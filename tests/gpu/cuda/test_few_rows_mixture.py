@@ -51,6 +51,7 @@ def test_numbers_of_rows(t: int):
     assert_close(on_gpu(t, **V2_LITE))
 
 
+@pytest.mark.each_value  # of rows with one shape of all sizes: see above
 @pytest.mark.parametrize(
     ("sizes", "changes"),
     [
