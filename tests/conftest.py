@@ -7,6 +7,7 @@ import atexit
 import errno
 import gc
 import io
+import logging
 import os
 import shutil
 import tempfile
@@ -62,7 +63,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave what is there before the tests out of garbage collections: they take a second each with all tests."""
+    """Leave what is there before the tests out of garbage collections, which take a second each with all tests."""
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True  # six times a test pytest adds a handler to each of torch's 44 that does not
     gc.collect()
     gc.freeze()
     atexit.register(gc.unfreeze)  # extension modules report what is never collected as leaks
