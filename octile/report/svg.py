@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
-from octile.report.style import COLOR, drawing
+from octile.report.style import COLOR, drawing, lay_out
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,8 +49,12 @@ def make_chart(
 def to_svg(figure: "Figure", name: str, description: str) -> str:
     """Convert a figure to inline SVG. `name` makes its internal references unique in the page."""
     import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
 
     buffer = io.StringIO()
+    FigureCanvasSVG(figure)  # whose sizes of texts the layout uses
+    lay_out(figure)
+    figure.set_layout_engine(None)  # with one, `savefig` draws the figure twice
     with matplotlib.rc_context({"svg.hashsalt": name}):
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = buffer.getvalue()

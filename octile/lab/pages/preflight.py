@@ -21,7 +21,7 @@ from octile.lab.what_if import Error
 from octile.options import Positional
 from octile.recipe import Recipe
 from octile.report.console import Console
-from octile.report.style import COLOR, PHONE, WIDE, style_axes
+from octile.report.style import COLOR, PHONE, WIDE, lay_out, style_axes
 from octile.report.svg import make_chart
 from octile.text import format_count
 
@@ -337,7 +337,7 @@ def draw_check(figure: Figure, rows: Sequence[Predicted], least_db: float) -> No
            is_wide(figure))  # fmt: skip
     label = axes.annotate("stays in BF16", (low, high), (3, -3), textcoords="offset points", color=COLOR["muted"],
                           va="top")  # fmt: skip
-    figure.draw_without_rendering()  # computes the layout, so that widths are known
+    lay_out(figure)  # so that widths are known
     if label.get_window_extent().x1 > axes.transData.transform((least_db, high))[0]:
         label.set_rotation(90)
 
