@@ -10,6 +10,7 @@ The real modules are counted, on torch's meta device, which allocates no values:
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from octile.models.config import ModelConfig
 from octile.models.meta import meta_model
@@ -55,8 +56,9 @@ class ParameterCount:
         return sum(self.main_active.values())
 
 
+@lru_cache(256)  # plans and runs ask for the same models again and again
 def count_parameters(config: ModelConfig) -> ParameterCount:
-    """Count a configuration's parameters without allocating them."""
+    """Count a configuration's parameters without allocating them. The count of equal configurations is shared."""
     main, mtp = Counter[str](), Counter[str]()
     for layer, kind, numel in _parameters(config):
         (mtp if layer == config.num_hidden_layers else main)[kind] += numel

@@ -108,10 +108,11 @@ def estimate_need(config: TrainConfig, ranks: Sequence[int] = (0,)) -> CpuNeed:
     """
     recipe, parallel, schedule = config.load_recipe(), config.parallel, make_pipeline_schedule(config)
     n_stages = 1 if schedule is None else schedule.n_stages
-    whole = meta_model(config.model)
-    with share_of_experts(0, parallel.ep):
-        share = meta_model(config.model)
-    apply_recipe(whole, recipe)
+    whole = share = meta_model(config.model)
+    if parallel.ep > 1:
+        with share_of_experts(0, parallel.ep):
+            share = meta_model(config.model)
+    apply_recipe(whole, recipe)  # which keeps the weights
     if config.indexer_stage == "warm_up":
         whole.warm_up_indexers(True)
     optimizer = AdamW(param_groups(whole, 0.0), lr=0.0, formats=recipe.optimizer)
