@@ -17,9 +17,10 @@ from octile.checkpoint.training import latest_checkpoint, load_checkpoint
 from octile.lab.capture import load
 from octile.lab.run import capture_run, observer
 from octile.train.loop import train
+from octile.train.memory import check
 from octile.train.run.console import RunConsole
 from octile.train.run.folder import RunFolder
-from tests.train.conftest import micro, text, write_no_report  # noqa: F401  text is a fixture
+from tests.train.conftest import estimate_once, micro, text, write_no_report  # noqa: F401  text is a fixture
 
 LAYER = "model.layers.0.mlp.down_proj"
 ALWAYS = "flushed >= 0%"
@@ -50,9 +51,10 @@ def same(a, b):
 
 @pytest.fixture(scope="module", autouse=True)
 def no_report() -> Iterator[None]:
-    """Have no run write pictures and a sample."""
+    """Have no run write pictures and a sample, and runs of the same settings estimate their memory once."""
     with pytest.MonkeyPatch.context() as patch:
         write_no_report(patch)
+        patch.setattr(check, "estimate_need", estimate_once)
         yield
 
 

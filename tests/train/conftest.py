@@ -3,19 +3,23 @@
 import argparse
 import inspect
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 
+from octile.kernels import cpu as kernels
 from octile.models.config import ModelConfig
 from octile.recipe import Recipe
 from octile.train.compare import compare
 from octile.train.config import OptimConfig, TrainConfig
 from octile.train.data.prepare import prepare
 from octile.train.data.token_store import TokenStore
+from octile.train.memory import check
+from octile.train.memory import cpu as memory
+from octile.train.memory.cpu import CpuNeed
 from octile.train.run import results
 from octile.train.run.console import RunConsole
 from octile.train.trainer import Trainer
@@ -61,6 +65,25 @@ def write_no_report(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(results, "write_run_report", lambda folder: folder / "report.html")
     patch.setattr(results, "sample_text", lambda *_: "")
     patch.setattr(compare, "write_compare_report", lambda folder, result: folder / "report.html")
+
+
+ESTIMATES: dict[str, CpuNeed] = {}  # by all that they depend on
+
+
+def estimate_once(config: TrainConfig, ranks: Sequence[int] = (0,)) -> CpuNeed:
+    """Estimate the memory of runs with the same settings once: it takes as long as three steps."""
+    sizes = config.batch_size, config.micro_batches, config.sequence_length, config.optim.ema_decay
+    machine = kernels.can_multiply(), memory.MAX_TOKENS  # which tests change
+    key = repr((config.load_recipe(), config.model, config.parallel, config.indexer_stage, *sizes, ranks, *machine))
+    if key not in ESTIMATES:
+        ESTIMATES[key] = memory.estimate_need(config, ranks)
+    return ESTIMATES[key]
+
+
+@pytest.fixture(autouse=True)
+def estimated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have runs of the same settings estimate their memory once."""
+    monkeypatch.setattr(check, "estimate_need", estimate_once)
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ from octile.train.config import ParallelConfig, TrainConfig, preset
 from octile.train.memory import check as memory
 from octile.train.memory import cpu as cpu_memory
 from octile.train.memory.check import check_memory
-from octile.train.memory.cpu import estimate_need
 from tests.train.conftest import MICRO, micro
+from tests.train.conftest import estimate_once as estimate_need
 
 CPU = torch.device("cpu")
 ROUTED = sum(of["routed experts"] for of in (count_parameters(MICRO).main, count_parameters(MICRO).mtp))
