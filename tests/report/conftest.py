@@ -97,11 +97,15 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
     return partial(write_run, tmp_path / "run")
 
 
-@pytest.fixture
-def without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+def draw_no_figures(patch: pytest.MonkeyPatch) -> None:
     """Leave the figures of pages empty: they take most of the time that a page takes."""
     for page in (run_page, compare_page):
-        monkeypatch.setattr(page, "make_chart", lambda title, caption, *_, **__: Chart(title, caption, "<svg></svg>"))
+        patch.setattr(page, "make_chart", lambda title, caption, *_, **__: Chart(title, caption, "<svg></svg>"))
+
+
+@pytest.fixture
+def without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw_no_figures(monkeypatch)
 
 
 @dataclass

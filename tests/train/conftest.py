@@ -23,6 +23,7 @@ from octile.train.memory.cpu import CpuNeed
 from octile.train.run import results
 from octile.train.run.console import RunConsole
 from octile.train.trainer import Trainer
+from tests.report.conftest import draw_no_figures
 
 MICRO = ModelConfig(
     vocab_size=320,
@@ -92,6 +93,14 @@ def no_report() -> Iterator[pytest.MonkeyPatch]:
     with pytest.MonkeyPatch.context() as patch:
         write_no_report(patch)
         yield patch
+
+
+@pytest.fixture
+def short_report(no_report: pytest.MonkeyPatch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a test's runs write a report whose figures are empty, and a sample of 4 tokens."""
+    no_report.undo()
+    draw_no_figures(monkeypatch)
+    monkeypatch.setattr(results, "SAMPLE_TOKENS", 4)
 
 
 @pytest.fixture(scope="session")

@@ -34,11 +34,6 @@ from tests.train.conftest import MICRO, every_recipe, micro, silent_console
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def short_samples(monkeypatch):
-    monkeypatch.setattr("octile.train.run.results.SAMPLE_TOKENS", 4)
-
-
 def break_gradients(trainer: Trainer, steps: set[int], factor: float = float("inf")) -> None:
     """Multiply the gradient of the head by `factor` (infinity by default) in `steps`, counted from 1."""
     trainer.model.lm_head.weight.register_hook(lambda g: g * (factor if trainer.steps_done + 1 in steps else 1.0))
@@ -129,8 +124,8 @@ def test_a_run_with_skipped_steps_resumes_to_the_bit(new_trainer, tmp_path, reci
     assert (straight.skips.total, straight.skips.in_a_row) == (second.skips.total, second.skips.in_a_row) == (3, 0)
 
 
-def test_skipped_steps_are_printed_and_reported(text, tmp_path, monkeypatch, no_report):
-    no_report.undo()
+@pytest.mark.usefixtures("short_report")
+def test_skipped_steps_are_printed_and_reported(text, tmp_path, monkeypatch):
     original_init = Trainer.__init__
 
     def init_and_break(self, *arguments):
@@ -147,8 +142,8 @@ def test_skipped_steps_are_printed_and_reported(text, tmp_path, monkeypatch, no_
     assert [line["skipped"] for line in lines if "loss" in line] == [0, 1, 2, 2, 2, 2]
 
 
-def test_a_step_that_broke_can_be_captured(text, tmp_path, monkeypatch, no_report):
-    no_report.undo()
+@pytest.mark.usefixtures("short_report")
+def test_a_step_that_broke_can_be_captured(text, tmp_path, monkeypatch):
     original_init = Trainer.__init__
 
     def init_and_break(self, *arguments):
@@ -177,8 +172,8 @@ def test_a_comparison_calls_a_recipe_broken_whose_gradients_break(store, monkeyp
 # A loss that jumps
 
 
-def test_a_spike_is_reported_with_the_text_of_the_sequence_of_largest_loss(text, tmp_path, monkeypatch, no_report):
-    no_report.undo()
+@pytest.mark.usefixtures("short_report")
+def test_a_spike_is_reported_with_the_text_of_the_sequence_of_largest_loss(text, tmp_path, monkeypatch):
     collect = Trainer.collect
 
     def jump(self, leave=0):
@@ -222,9 +217,9 @@ def test_a_resumed_run_continues_with_the_losses_before_it(tmp_path):
 ALLOCATOR = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to …"
 
 
+@pytest.mark.usefixtures("short_report")
 @pytest.mark.parametrize("error", [RuntimeError(ALLOCATOR), torch.OutOfMemoryError("CUDA out of memory. Tried to …")])
-def test_running_out_of_memory_names_what_to_change_and_how_to_continue(text, tmp_path, monkeypatch, error, no_report):
-    no_report.undo()
+def test_running_out_of_memory_names_what_to_change_and_how_to_continue(text, tmp_path, monkeypatch, error):
     backward = Passes.backward
 
     def fail(self, batch_BS, parts):
@@ -252,6 +247,7 @@ def test_running_out_of_memory_names_what_to_change_and_how_to_continue(text, tm
     assert "micro_batches: 1 before, 2 now" in screen.console.file.getvalue()
 
 
+@pytest.mark.usefixtures("short_report")
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
@@ -259,8 +255,7 @@ def test_running_out_of_memory_names_what_to_change_and_how_to_continue(text, tm
         (FloatingPointError("the model's logits are NaN"), "FloatingPointError: the model's logits are NaN"),
     ],
 )
-def test_a_run_whose_sample_fails_has_a_report_that_says_why(text, tmp_path, monkeypatch, error, reason, no_report):
-    no_report.undo()
+def test_a_run_whose_sample_fails_has_a_report_that_says_why(text, tmp_path, monkeypatch, error, reason):
 
     def fail(*args):
         raise error
@@ -273,8 +268,8 @@ def test_a_run_whose_sample_fails_has_a_report_that_says_why(text, tmp_path, mon
     assert reason in screen.console.file.getvalue()
 
 
-def test_the_sample_finds_the_memory_of_training_free(text, tmp_path, monkeypatch, no_report):
-    no_report.undo()
+@pytest.mark.usefixtures("short_report")
+def test_the_sample_finds_the_memory_of_training_free(text, tmp_path, monkeypatch):
     trainers, left = [], []
 
     def remember(trainer, run, metrics):

@@ -200,8 +200,8 @@ def test_a_killed_run_resumes_to_the_same_best_model(text, tmp_path, losses, mon
     assert read == [{False}, {True}]  # the best model's tensors need no memory while the others are loaded
 
 
-def test_a_run_stops_when_its_patience_runs_out(text, tmp_path, losses, no_report):
-    no_report.undo()
+@pytest.mark.usefixtures("short_report")
+def test_a_run_stops_when_its_patience_runs_out(text, tmp_path, losses):
     losses(RISING)
     out = tmp_path / "run"
     train(micro(data=str(text), out=out, validate_every=1, checkpoint_every=0, patience=2), False, silent_console())

@@ -124,9 +124,8 @@ def test_a_folder_is_found_from_another_folder(arguments, straight, tmp_path, mo
     check_same(final(tmp_path / "elsewhere"), final(straight / "checkpoints"))
 
 
-@pytest.mark.usefixtures("begun")
-def test_a_run_whose_folder_is_lost_continues_in_a_new_one(straight, place, tmp_path, capsys, no_report):
-    no_report.undo()
+@pytest.mark.usefixtures("begun", "short_report")
+def test_a_run_whose_folder_is_lost_continues_in_a_new_one(straight, place, tmp_path, capsys):
     main(["train", "--resume", "--steps=8", f"--checkpoints={place}", f"--out={tmp_path / 'new'}"])
     assert f"settings from {place}/step_00000004: " in " ".join(capsys.readouterr().out.split())
     check_same(final(place), final(straight / "checkpoints"))
