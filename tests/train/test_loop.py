@@ -11,6 +11,7 @@ import shutil
 import signal
 import time
 from contextlib import contextmanager
+from functools import cache
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from octile.train.run.checkpoints import RunCheckpoints
 from octile.train.run.folder import RunFolder
 from octile.train.strategy.single import Strategy
 from octile.train.trainer import Trainer
+from tests.report.conftest import draw_no_figures
 from tests.train.conftest import MICRO, micro, silent_console, write_no_report
 from tests.train.run import own_process
 from tests.worlds import begin_ranks
@@ -184,8 +186,8 @@ def test_a_resumed_run_prints_the_settings_that_it_takes_from_its_folder(half):
     assert "optim.lr 0.003" in line
 
 
-def test_a_resumed_run_whose_steps_are_done_says_so(half, no_report):
-    no_report.undo()
+@pytest.mark.usefixtures("short_report")
+def test_a_resumed_run_whose_steps_are_done_says_so(half):
     assert "all its steps are done: only the model, the sample and the report are written" in resume(half)
     assert (half / "report.html").exists()
     assert (half / "sample.txt").read_text()
@@ -205,19 +207,25 @@ def test_a_finished_run_without_its_checkpoints_is_refused(half):
     assert (half / "model" / "model.safetensors").read_bytes() == weights
 
 
-@pytest.fixture
-def killed(text, tmp_path, monkeypatch):
-    """killed(step): a run with checkpoints after the steps 2 and 4 that was killed after this step."""
-
+@pytest.fixture(scope="module")
+def killed_runs(text, tmp_path_factory):
+    @cache
     def run_until(step):
-        with monkeypatch.context() as patch:
-            launch = Trainer.launch
+        out, launch = tmp_path_factory.mktemp("killed") / "run", Trainer.launch
+        with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Trainer, "launch", lambda self: launch(self) if self.steps_done < step else 1 / 0)
+            write_no_report(patch)
             with pytest.raises(ZeroDivisionError):
-                train(micro(data=str(text), out=tmp_path / "run"), False, silent_console())
-        return tmp_path / "run"
+                train(micro(data=str(text), out=out, steps=4), False, silent_console())
+        return out
 
     return run_until
+
+
+@pytest.fixture
+def killed(killed_runs, tmp_path):
+    """killed(step): a run with checkpoints after the steps 2 and 4 that was killed after this step."""
+    return lambda step: shutil.copytree(killed_runs(step), tmp_path / "run")
 
 
 def test_an_interrupted_run_whose_checkpoints_are_gone_is_refused(killed, tmp_path):
@@ -247,7 +255,16 @@ def test_an_edited_configuration_is_refused_before_the_first_checkpoint_too(kill
         ValueError, match=r"config\.json was changed after the run began, and no checkpoint was written"
     ):
         resume(run)
-    file.write_text(file.read_text().replace(new, old))
+
+
+def test_a_run_starts_from_the_beginning_when_its_configuration_is_changed_back(killed):
+    run = killed(1)
+    file = run / "config.json"
+    before = file.read_text()
+    file.write_text(before.replace('"lr": 0.003', '"lr": 0.03'))
+    with pytest.raises(ValueError, match="was changed after the run began"):
+        resume(run)
+    file.write_text(before)
     assert "starting from the beginning" in resume(run)
 
 
@@ -302,6 +319,7 @@ def test_the_same_machine_is_not_warned_of(half, recwarn):
     assert not [warning for warning in recwarn if "computed with" in str(warning.message)]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", ["metrics.jsonl", "telemetry.jsonl"])
 @pytest.mark.parametrize("damage", [b'{"step": 2, "lo', b"\xff\xfe\n", b"\0" * 100, b"[1]\n"], ids=repr)
 def test_a_damaged_end_of_the_measurements_is_cut_and_reported(half, name, damage):
@@ -452,10 +470,10 @@ def test_a_later_step_that_fails_leaves_the_run(text, tmp_path, monkeypatch):
     assert RunFolder.open(out).read_config().steps == 6
 
 
-@pytest.fixture
-def broken_after_3(monkeypatch):
-    """Have a weight be NaN from the fourth step on."""
-    launch = Trainer.launch
+@pytest.fixture(scope="module")
+def stopped(text, tmp_path_factory):
+    """A run that a NaN has stopped in its fourth step, with its report."""
+    out, launch = tmp_path_factory.mktemp("stopped") / "run", Trainer.launch
 
     def break_after_3(self):
         if self.steps_done == 3:
@@ -463,19 +481,12 @@ def broken_after_3(monkeypatch):
                 self.model.model.norm.weight.fill_(float("nan"))
         return launch(self)
 
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "launch", break_after_3)
-        yield patch
-
-
-@pytest.fixture
-def stopped(text, tmp_path, no_report, broken_after_3):
-    """A run that a NaN has stopped in its fourth step, with its report."""
-    no_report.undo()
-    with pytest.raises(FloatingPointError, match=r"loss is nan at step 4.*model\.norm\.weight"):
-        train(micro(data=str(text), out=tmp_path / "run"), False, silent_console())
-    broken_after_3.undo()
-    return tmp_path / "run"
+        draw_no_figures(patch)
+        with pytest.raises(FloatingPointError, match=r"loss is nan at step 4.*model\.norm\.weight"):
+            train(micro(data=str(text), out=out), False, silent_console())
+    return out
 
 
 def test_a_nan_loss_leaves_the_last_checkpoint(stopped):
@@ -489,9 +500,11 @@ def test_the_report_of_a_run_that_a_nan_stopped_says_so(stopped):
     assert notice in (stopped / "report.html").read_text()
 
 
-def test_the_report_of_a_run_that_went_on_after_a_nan_does_not_say_that_it_stopped(stopped):
-    resume(stopped)
-    assert "Training stopped" not in (stopped / "report.html").read_text()
+@pytest.mark.usefixtures("short_report")
+def test_the_report_of_a_run_that_went_on_after_a_nan_does_not_say_that_it_stopped(stopped, tmp_path):
+    run = shutil.copytree(stopped, tmp_path / "run")
+    resume(run)
+    assert "Training stopped" not in (run / "report.html").read_text()
 
 
 def options(text: Path, out: Path, **changes) -> list[str]:
@@ -629,6 +642,7 @@ def test_a_stop_after_a_checkpoint_does_not_write_it_again(text, tmp_path, monke
     assert saved == [2]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("during", ["launch", "validate"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 def test_a_signal_in_the_last_step_or_validation_stops_before_the_model_is_written(
