@@ -9,27 +9,50 @@ import shlex
 import shutil
 import signal
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from rich.console import Console
 
 from octile.checkpoint.training import load_checkpoint
-from octile.report import read_result
+from octile.report import read_result, write_compare_report
 from octile.signals import Stopped, Terminated
 from octile.train.compare import run as compared_run
 from octile.train.compare.compare import compare
 from octile.train.compare.comparison import Comparison, parse_seeds, seeds_text
+from octile.train.run import duration
 from octile.train.run.console import RunConsole
 from octile.train.trainer import Trainer
-from tests.train.conftest import micro, silent_console
+from tests.report.conftest import draw_no_figures
+from tests.train.conftest import micro, silent_console, write_no_report
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_references() -> Iterator[None]:
+    """Have comparisons time small GEMMs as their reference: those of 512³ take as long as some steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(duration, "REFERENCE_SIZE", 32)
+        yield
 
 
 @pytest.fixture(scope="module")
 def compared(text, tmp_path_factory):
+    """A comparison of four steps; only the page of its complete result has figures."""
+
+    def write(folder, result):
+        with pytest.MonkeyPatch.context() as patch:
+            if not result.tokens:
+                draw_no_figures(patch)
+            return write_compare_report(folder, result)
+
     out = tmp_path_factory.mktemp("compare")
     screen = RunConsole(Console(file=io.StringIO(), width=120))
-    return compare(micro(data=str(text), steps=4, validate_every=2), ("deepseek_v3", "bf16"), out, screen), out, screen
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("octile.train.compare.compare.write_compare_report", write)
+        result = compare(micro(data=str(text), steps=4, validate_every=2), ("deepseek_v3", "bf16"), out, screen)
+    return result, out, screen
 
 
 def test_the_memory_of_a_run_is_free_before_the_next(text, tmp_path, monkeypatch):
@@ -167,25 +190,42 @@ def losses(result):
     return [(c.recipe, c.seed, c.train_loss, c.val_steps, c.val_loss, c.window_loss) for c in result.curves]
 
 
+def stop_at(patch, at):
+    """Send this process SIGTERM in a step of a comparison, counted over all of its runs."""
+    original, launched = Trainer.launch, []
+
+    def launch(self):
+        launched.append(self)
+        if len(launched) == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        original(self)
+
+    patch.setattr(Trainer, "launch", launch)
+
+
 @pytest.fixture
 def stopped_at(monkeypatch):
-    """stopped_at(step): a comparison gets SIGTERM in this step, counted over all of its runs."""
-    from octile.train.trainer import Trainer
+    return partial(stop_at, monkeypatch)
 
-    original = Trainer.launch
 
-    def stop(at):
-        launched = []
+@pytest.fixture(scope="module")
+def stopped_in_its_second_run(text, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stopped")
+    source, out = shutil.copytree(text, folder / "text"), folder / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at(patch, 6)
+        write_no_report(patch)
+        with pytest.raises(Stopped):
+            compare(micro(data=str(source), steps=4, validate_every=2), ("deepseek_v3",), out, silent_console())
+    return source, out
 
-        def launch(self):
-            launched.append(self)
-            if len(launched) == at:
-                os.kill(os.getpid(), signal.SIGTERM)
-            original(self)
 
-        monkeypatch.setattr(Trainer, "launch", launch)
-
-    return stop
+@pytest.fixture
+def stopped(stopped_in_its_second_run, text, tmp_path):
+    """The source, which a test may change, and the folder of a comparison that was stopped in its second run."""
+    source, out = stopped_in_its_second_run
+    shutil.rmtree(source, ignore_errors=True)
+    return shutil.copytree(text, source), shutil.copytree(out, tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -229,29 +269,21 @@ def test_a_run_whose_checkpoints_are_gone_begins_again_and_says_so(compared, tex
     assert losses(resumed) == losses(compared[0])
 
 
-def test_a_resumed_comparison_needs_its_source_no_more(compared, text, tmp_path, stopped_at):
-    stopped_at(6)
-    source = shutil.copytree(text, tmp_path / "text")
-    config = micro(data=str(source), steps=4, validate_every=2)
-    with pytest.raises(Stopped):
-        compare(config, ("deepseek_v3",), tmp_path / "out", silent_console())
+def test_a_resumed_comparison_needs_its_source_no_more(compared, stopped):
+    source, out = stopped
     shutil.rmtree(source)
     screen = silent_console()
-    resumed = compare(config, ("deepseek_v3",), tmp_path / "out", screen, resume=True)
+    resumed = compare(Comparison.read(out).config, ("deepseek_v3",), out, screen, resume=True)
     assert "finished before" in screen.console.file.getvalue()
     assert losses(resumed) == losses(compared[0])
 
 
-def test_other_tokens_than_those_of_a_finished_run_are_refused(text, tmp_path, stopped_at):
-    stopped_at(6)
-    source = shutil.copytree(text, tmp_path / "text")
-    config = micro(data=str(source), steps=4, validate_every=2)
-    with pytest.raises(Stopped):
-        compare(config, ("deepseek_v3",), tmp_path / "out", silent_console())
-    shutil.rmtree(tmp_path / "out" / "data")
+def test_other_tokens_than_those_of_a_finished_run_are_refused(stopped):
+    source, out = stopped
+    shutil.rmtree(out / "data")
     (source / "argparse.txt").unlink()
     with pytest.raises(ValueError, match=r"data are not those that bf16, seed 0, was trained on: bring them back"):
-        compare(config, ("deepseek_v3",), tmp_path / "out", silent_console(), resume=True)
+        compare(Comparison.read(out).config, ("deepseek_v3",), out, silent_console(), resume=True)
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -271,8 +303,6 @@ def test_a_signal_before_the_first_run_says_to_start_again(compared, text, tmp_p
 
 
 def test_a_finished_comparison_is_only_written_again(compared, monkeypatch):
-    from octile.train.trainer import Trainer
-
     result, out, _ = compared
     monkeypatch.setattr(Trainer, "launch", lambda self: pytest.fail("a step was repeated"))
     config = Comparison.read(out).config
@@ -281,8 +311,6 @@ def test_a_finished_comparison_is_only_written_again(compared, monkeypatch):
 
 
 def test_a_killed_comparison_continues_at_its_last_checkpoint(compared, text, tmp_path, monkeypatch):
-    from octile.train.trainer import Trainer
-
     original = Trainer.launch
 
     def killed(self):
