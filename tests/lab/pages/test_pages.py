@@ -27,13 +27,17 @@ from tests.report.layout import faults, faults_of_pages, signed_zeros
 
 
 @pytest.fixture(scope="module")
-def tensors():
-    return real_tensors(None)
+def drawn(tmp_path_factory):
+    """A page, and the faults of its figures."""
+    path = tmp_path_factory.mktemp("lab") / "deep" / "formats.html"
+    with pytest.MonkeyPatch.context() as patch:
+        found = faults_of_pages(patch)
+        return read_page(write_formats_page(path, real_tensors(None))), found
 
 
 @pytest.fixture(scope="module")
-def page(tensors, tmp_path_factory):
-    return read_page(write_formats_page(tmp_path_factory.mktemp("lab") / "deep" / "formats.html", tensors))
+def page(drawn):
+    return drawn[0]
 
 
 def test_a_page_needs_no_network(page):
@@ -68,10 +72,8 @@ def test_every_figure_is_drawn_for_wide_and_narrow_screens(page):
     assert all(attributes.get("aria-label") for attributes in pictures)
 
 
-def test_the_texts_of_figures_do_not_touch(tensors, tmp_path, monkeypatch):
-    found = faults_of_pages(monkeypatch)
-    write_formats_page(tmp_path / "formats.html", tensors)
-    assert found == []
+def test_the_texts_of_figures_do_not_touch(drawn):
+    assert drawn[1] == []
 
 
 def test_the_number_of_ticks_follows_the_width(monkeypatch):

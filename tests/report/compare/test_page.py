@@ -15,20 +15,31 @@ from octile.report.style import PHONE, WIDE, drawing
 from octile.report.svg import to_svg
 from tests.report.compare.test_compare import compared, curve
 from tests.report.compare.test_file import EXPERIMENT, complete_result
-from tests.report.conftest import read_page
+from tests.report.conftest import draw_no_figures, read_page
 from tests.report.layout import faults, faults_of_pages, signed_zeros
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory):
-    return read_page(write_compare_report(tmp_path_factory.mktemp("page"), complete_result()))
+def drawn(tmp_path_factory):
+    """A page, and the faults of its figures."""
+    with pytest.MonkeyPatch.context() as patch:
+        found = faults_of_pages(patch)
+        return read_page(write_compare_report(tmp_path_factory.mktemp("page"), complete_result())), found
+
+
+@pytest.fixture(scope="module")
+def page(drawn):
+    return drawn[0]
 
 
 @pytest.fixture(scope="module")
 def uneven_page(tmp_path_factory):
+    """The page of runs of an uneven speed, without figures."""
     uneven = curve("deepseek_v3", 3.003, speed_quartiles=(1.0, 3.0))
     folder = tmp_path_factory.mktemp("uneven")
-    return read_page(write_compare_report(folder, replace(complete_result(), recipes=(uneven,))))
+    with pytest.MonkeyPatch.context() as patch:
+        draw_no_figures(patch)
+        return read_page(write_compare_report(folder, replace(complete_result(), recipes=(uneven,))))
 
 
 @pytest.mark.parametrize(
@@ -54,6 +65,7 @@ def test_the_passage_is_colored_by_the_loss_of_each_token(page):
     assert "↵" in page.text
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_a_token_with_html_is_escaped(tmp_path):
     result = complete_result()
     tokens = replace(result.tokens[0], passage=(("<script>", 0.1), ("\x00", 0.0)))
@@ -62,6 +74,7 @@ def test_a_token_with_html_is_escaped(tmp_path):
     assert "<script>" in page.words
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_non_finite_gradients_give_a_page(tmp_path):
     check = GradientCheck("deepseek_v3", 0, 3, (WeightGradient("lm_head.weight", math.nan, math.nan, 1.0),))
     page = read_page(write_compare_report(tmp_path, replace(complete_result(), gradients=(check,))))
@@ -83,10 +96,8 @@ def test_the_caption_mentions_intervals_only_where_they_are_drawn(windows, said)
     assert ("thin line" in caption_outcomes(result)) == said
 
 
-def test_the_texts_of_figures_do_not_touch(tmp_path, monkeypatch):
-    found = faults_of_pages(monkeypatch)
-    write_compare_report(tmp_path, complete_result())
-    assert found == []
+def test_the_texts_of_figures_do_not_touch(drawn):
+    assert drawn[1] == []
 
 
 def test_the_texts_of_a_recorded_comparison_s_figures_do_not_touch(tmp_path, monkeypatch):

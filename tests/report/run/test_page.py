@@ -6,6 +6,7 @@ import re
 import pytest
 
 from octile.report import save_figure, write_run_report
+from octile.report.run import page as run_page
 from tests.report.conftest import CONFIG, complete_run, experts, read_page, tile_scales, training, validation, write_run
 from tests.report.layout import faults_of_pages, signed_zeros
 
@@ -330,6 +331,7 @@ def test_zeros_have_no_sign(page):
     assert signed_zeros(page.words) == []
 
 
+@pytest.mark.usefixtures("without_figures")
 @pytest.mark.parametrize(
     ("record", "title"),
     [
@@ -345,13 +347,15 @@ def test_a_figure_without_points_is_not_drawn(make_run, record, title):
     assert title not in page.words
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_idle_experts_are_reported_without_a_figure(make_run):
     page = read_page(write_run_report(make_run([training(1), experts(1, L1=[0, 0, 0])])))
     assert "No expert has received a token." in page.words
 
 
 @pytest.mark.parametrize("loads", [[100, 100, 100, 100], [10, 390, 0, 0]])
-def test_the_legend_of_expert_loads_is_the_same_for_every_run(make_run, loads):
+def test_the_legend_of_expert_loads_is_the_same_for_every_run(make_run, monkeypatch, loads):
+    monkeypatch.setattr(run_page, "FIGURES", {"expert_load": run_page.FIGURES["expert_load"]})
     page = read_page(write_run_report(make_run([training(1), experts(1, L1=loads)])))
     assert "0.4× or less" in page.words
     assert "2.5× or more" in page.words
