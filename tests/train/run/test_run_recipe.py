@@ -21,7 +21,7 @@ from octile.train.loop import train
 from octile.train.run.console import RunConsole
 from octile.train.run.folder import RunFolder
 from octile.train.run.resume import open_run
-from tests.train.conftest import micro, silent_console
+from tests.train.conftest import micro, silent_console, write_no_report
 
 LAYER = "model.layers.0.mlp.down_proj"
 TEXT = f'recipe = "deepseek_v3"  # ε\n[[keep]]\nlayers = "{LAYER}"\nproducts = ["wgrad"]\n'
@@ -33,9 +33,22 @@ def final_state(run):
     return load_checkpoint(latest_checkpoint(run / "checkpoints"))[0]
 
 
+@pytest.fixture(scope="module")
+def run_of_two_steps(text, tmp_path_factory):
+    """A recipe file and the folder of a run with it."""
+    folder = tmp_path_factory.mktemp("two")
+    file, out = folder / "mine.toml", folder / "run"
+    file.write_text(TEXT, encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        write_no_report(patch)
+        train(micro(data=str(text), recipe=str(file), out=out, steps=2), False, silent_console())
+    return file, out
+
+
 @pytest.fixture
-def file(tmp_path):
-    path = tmp_path / "mine.toml"
+def file(run_of_two_steps):
+    """A recipe file, which a test may change."""
+    path, _ = run_of_two_steps
     path.write_text(TEXT, encoding="utf-8")
     return path
 
@@ -46,14 +59,14 @@ def config(text, file, tmp_path):
 
 
 @pytest.fixture
-def finished(config):
-    """The folder of a run of two steps."""
-    return train(config, False, silent_console())
+def finished(run_of_two_steps, file, tmp_path):
+    """The folder of a run of two steps, which only one test uses."""
+    return shutil.copytree(run_of_two_steps[1], tmp_path / "run")
 
 
 def with_4_steps(run, **changes):
     """Return the run's configuration as `octile train --resume --steps 4` requests it."""
-    return replace(RunFolder.open(run).read_config(), steps=4, **changes)
+    return replace(RunFolder.open(run).read_config(), out=run, steps=4, **changes)
 
 
 def test_the_configuration_stores_the_text_of_the_file(finished, file):
@@ -170,7 +183,7 @@ def test_a_malformed_recipe_file_is_refused_before_anything_is_written(config, f
 
 
 def test_a_comparison_reads_a_file_once(text, file, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(file.parent)
 
     class DeletingConsole(RunConsole):
         def print(self, line):

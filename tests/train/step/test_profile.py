@@ -20,17 +20,26 @@ ENOUGH = {"steps": WARM_UP + PROFILED + 1, "validate_every": 100, "checkpoint_ev
 
 @pytest.fixture(scope="module")
 def profiled(text, tmp_path_factory):
-    """A profiled run: its folder, and what it printed."""
-    out, screen = tmp_path_factory.mktemp("profiled") / "run", silent_console()
+    """A profiled run with another hook: its folder, what it printed, and the steps around which that was entered."""
+    out, screen, seen = tmp_path_factory.mktemp("profiled") / "run", silent_console(), []
+
+    def hook(*_):
+        @contextmanager
+        def around(step):
+            seen.append(step)
+            yield
+
+        return around
+
     config = micro(data=str(text), out=out, **ENOUGH)
     with pytest.MonkeyPatch.context() as patch:
         write_no_report(patch)
-        train(config, False, screen, profiling(config, no_hook, screen))
-    return out, screen.console.file.getvalue()
+        train(config, False, screen, profiling(config, hook, screen))
+    return out, screen.console.file.getvalue(), seen
 
 
 def test_it_names_the_steps_and_its_files(profiled):
-    out, shown = profiled
+    out, shown, _ = profiled
     assert f"steps {WARM_UP + 1} to {WARM_UP + PROFILED} took" in shown
     assert f"profile: {out / 'profile.txt'}" in shown
     assert f"trace:   {out / 'trace.json.gz'}" in shown
@@ -57,20 +66,8 @@ def test_profiling_changes_no_loss(profiled, text, tmp_path):
     assert metrics(profiled[0], "loss") == metrics(tmp_path / "run", "loss")
 
 
-def test_another_hook_is_entered_around_every_step(text, tmp_path):
-    seen = []
-
-    def hook(*_):
-        @contextmanager
-        def around(step):
-            seen.append(step)
-            yield
-
-        return around
-
-    config = micro(data=str(text), out=tmp_path / "run", **ENOUGH)
-    train(config, False, silent_console(), profiling(config, hook, silent_console()))
-    assert seen == list(range(1, ENOUGH["steps"] + 1))
+def test_another_hook_is_entered_around_every_step(profiled):
+    assert profiled[2] == list(range(1, ENOUGH["steps"] + 1))
 
 
 @pytest.mark.parametrize(
