@@ -26,8 +26,10 @@ from octile.train.config import TrainConfig
 from octile.train.data.batches import validation_windows
 from octile.train.data.prepare import prepare
 from octile.train.trainer import Trainer
+from tests.report.conftest import draw_no_figures
 
 TOKENS = 8 * 8 * 64  # eight steps of the model for a CPU
+FEW_TOKENS = TOKENS // 4
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +44,12 @@ def store(tmp_path_factory):
     return prepare(text, 512, tmp_path_factory.mktemp("store"), 63, held_out_windows=8)
 
 
-@pytest.fixture(autouse=True)
-def often(monkeypatch):
-    monkeypatch.setattr(module, "STEPS_PER_LINE", 2)
-    monkeypatch.setattr(module, "VALIDATIONS", 2)
+@pytest.fixture(scope="module", autouse=True)
+def often():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "STEPS_PER_LINE", 2)
+        patch.setattr(module, "VALIDATIONS", 2)
+        yield
 
 
 def run(store, out, one):
@@ -66,6 +70,16 @@ def test_a_run_stores_its_curves_and_its_cost(store, tmp_path):
     assert 0 < result["facts"]["bytes_a_parameter"]["copies"] < 1.1
 
 
+TRUNK = replace(job("trunk", "toy", "bf16", 0, TOKENS), until=0.5)
+
+
+@pytest.fixture(scope="module")
+def branched(store, tmp_path_factory):
+    """The folder of a trunk, its result, and that of the run which goes on."""
+    out = tmp_path_factory.mktemp("trunk")
+    return out, run(store, out, TRUNK), run(store, out, job("core", "toy", "bf16", 0, TOKENS))
+
+
 @pytest.mark.parametrize(
     "recipe",
     [
@@ -74,11 +88,10 @@ def test_a_run_stores_its_curves_and_its_cost(store, tmp_path):
         *(pytest.param(r, marks=pytest.mark.exhaustive) for r in ("bf16", "fp32_moments", "fp8_lm")),
     ],
 )
-def test_a_branch_continues_where_the_trunk_ended(store, tmp_path, recipe):
-    trunk = replace(job("trunk", "toy", "bf16", 0, TOKENS), until=0.5)
-    whole = run(store, tmp_path, job("core", "toy", "bf16", 0, TOKENS))
-    assert run(store, tmp_path, trunk)["steps"] == [2, 4]
-    result = run(store, tmp_path, branch(trunk, recipe))
+def test_a_branch_continues_where_the_trunk_ended(store, branched, recipe):
+    out, trunk, whole = branched
+    assert trunk["steps"] == [2, 4]
+    result = run(store, out, branch(TRUNK, recipe))
     assert result["state"] == "done"
     assert result["steps"] == [6, 8]
     assert result["facts"]["tokens"] == whole["facts"]["tokens"]
@@ -105,7 +118,7 @@ def test_weights_under_another_recipe_lose_what_a_model_of_that_recipe_loses(sto
 
 @pytest.mark.parametrize(("trained", "other"), [("nudged", "deepseek_v3"), ("fp8_lm", "bf16")])
 def test_a_run_stores_what_its_weights_lose_under_another_recipe(store, tmp_path, trained, other):
-    result = run(store, tmp_path, job("core", "toy", trained, 0, TOKENS))
+    result = run(store, tmp_path, job("core", "toy", trained, 0, FEW_TOKENS))
     assert list(result["other_window_loss"]) == [other]
     assert len(result["other_window_loss"][other]) == len(result["window_loss"])
     assert result["other_window_loss"][other] != result["window_loss"]
@@ -113,7 +126,7 @@ def test_a_run_stores_what_its_weights_lose_under_another_recipe(store, tmp_path
 
 def test_a_result_names_its_commit_and_configuration(store, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "machine", lambda device: {"commit": "0123456789ab", "gpu": None})
-    one = job("core", "toy", "fp32_moments", 3, TOKENS, lr=1e-3, num_nextn_predict_layers=1)
+    one = job("core", "toy", "fp32_moments", 3, FEW_TOKENS, lr=1e-3, num_nextn_predict_layers=1)
     facts = run(store, tmp_path, one)["facts"]
     assert facts["machine"] == {"commit": "0123456789ab", "gpu": None}
     config = TrainConfig.from_json(json.dumps(facts["config"]))
@@ -147,7 +160,7 @@ def test_a_run_that_diverges_reports_it(store, tmp_path):
 
 
 def test_drafts_are_measured_where_there_are_any(store, tmp_path):
-    result = run(store, tmp_path, job("balance", "toy", "bf16", 0, TOKENS, num_nextn_predict_layers=1))
+    result = run(store, tmp_path, job("balance", "toy", "bf16", 0, FEW_TOKENS, num_nextn_predict_layers=1))
     assert set(result["drafts"]) == {"greedy", "drawn"}
     assert result["mtp_loss"][-1] > 0
 
@@ -200,7 +213,8 @@ def test_an_interval_is_that_of_windows_in_pairs():
     assert interval(fake(FP8, 4.04, "stopped"), base) == ""
 
 
-def test_the_report_has_every_table_and_names_what_is_missing(tmp_path):
+def test_the_report_has_every_table_and_names_what_is_missing(tmp_path, monkeypatch):
+    draw_no_figures(monkeypatch)  # of the pages of comparisons
     runs = [fake(BASE, 4.0), fake(OTHER, 4.02), fake(FP8, 4.002)]
     runs += [
         fake(job("core", "30m", recipe, 2, 1e6), loss) for recipe, loss in (("bf16", 4.01), ("deepseek_v3", 4.014))
