@@ -8,8 +8,6 @@
 
 namespace emulator {
 
-int exponent_of(float x, int least) { return x == 0 ? nothing : std::max(std::ilogb(x), least); }
-
 Operands operands;
 
 // Exact products, summed in double precision, rounded once.
@@ -43,9 +41,15 @@ static float sum_hopper(float c, int row, int column, int largest, int fraction)
     return std::abs(cut) > 3.4028234663852886e38 ? std::copysign(INFINITY, cut) : float(cut);
 }
 
-// The same for 8-bit operands, quickly: with the FPU rounding toward zero, a positive number that is added to
+#if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__)
+#define OCTILE_WIDE_VECTORS __attribute__((noinline, target_clones("avx2", "default")))
+#else
+#define OCTILE_WIDE_VECTORS __attribute__((noinline))
+#endif
+
+// The same for finite 8-bit operands, quickly: with the FPU rounding toward zero, a positive number that is added to
 // 2^(largest + 10) loses just what lies below 2^(largest − 13).
-__attribute__((noinline)) static void sum_hopper_8_bits(float* d, int row, const int16_t* largest) {
+OCTILE_WIDE_VECTORS void sum_hopper_8_bits(float* d, int row, const int16_t* largest) {
     static float base[256], positive[256], negative[256];
     const int n = operands.n, k = operands.k;
     for (int column = 0; column < n; ++column) {
@@ -67,8 +71,8 @@ __attribute__((noinline)) static void sum_hopper_8_bits(float* d, int row, const
     }
 }
 
-void sum_hopper_row(float* d, int row, bool eight_bits) {
-    static int16_t largest[256];
+// The largest exponent of the terms of each column's sum, and in `most` that of all columns.
+OCTILE_WIDE_VECTORS void find_largest(const float* d, int row, int16_t* largest, int16_t& most) {
     const int n = operands.n, k = operands.k;
     for (int column = 0; column < n; ++column) largest[column] = exponent_of(d[column], -126);
     for (int i = 0; i < k; ++i) {
@@ -78,12 +82,18 @@ void sum_hopper_row(float* d, int row, bool eight_bits) {
             largest[column] = largest[column] < both ? both : largest[column];
         }
     }
-    const auto [least, most] = std::minmax_element(largest, largest + n);
-    float plain = 0;  // not finite if any operand is not
-    for (int i = 0; i < k; ++i) plain += operands.a[row * k + i] * 0;
-    for (int i = 0; i < k * n; ++i) plain += operands.b[i] * 0;
-    if (eight_bits && plain == 0 && *least >= -126 && *most <= 116 &&
-        std::all_of(d, d + n, [](float c) { return std::isfinite(c); })) {
+    most = nothing;
+    for (int column = 0; column < n; ++column) most = most < largest[column] ? largest[column] : most;
+}
+
+void sum_hopper_row(float* d, int row, bool eight_bits) {
+    static int16_t largest[256];
+    int16_t most;
+    find_largest(d, row, largest, most);
+    const int n = operands.n;
+    // an exponent of 128 is that of what is not finite
+    if (eight_bits && operands.finite && most <= 116) {
+        for (int column = 0; column < n; ++column) largest[column] = std::max<int16_t>(largest[column], -126);  // of 0
         std::fesetround(FE_TOWARDZERO);
         sum_hopper_8_bits(d, row, largest);
         std::fesetround(FE_TONEAREST);

@@ -2,14 +2,23 @@
 #pragma once
 #include <stdint.h>
 
+#include <algorithm>
+#include <bit>
+
 namespace emulator {
 
 constexpr int nothing = -1000;  // the exponent of zero
-int exponent_of(float x, int least);
+
+// The exponent of a finite number's significand in a format whose subnormal numbers have the exponent `least` >= −126.
+inline int exponent_of(float x, int least) {
+    const int exponent = int(std::bit_cast<uint32_t>(x) >> 23 & 0xFF) - 127;
+    return x == 0 ? nothing : std::max(exponent, least);
+}
 
 // The operands of a warp's part of a wgmma: a[16, k], b[k, n], and the exponents of Hopper's significands.
 struct Operands {
     int n, k;
+    bool finite;  // all of a and b
     float a[16 * 32], b[32 * 256];
     int16_t a_exponents[16 * 32], b_exponents[32 * 256];
 };
