@@ -128,6 +128,9 @@ def _paste(name: str, headers: Mapping[str, str], pasted: set[str]) -> str:
     shown, text = _find(name, headers)
     lines = [f'#line 1 "{shown}"']
     for number, line in enumerate(text.splitlines(), start=1):
+        if "#" not in line:  # most lines
+            lines.append(line)
+            continue
         include = INCLUDE.match(line)
         if include and include[1] not in pasted:
             lines += [_paste(include[1], headers, pasted), f'#line {number + 1} "{shown}"']
