@@ -16,8 +16,11 @@ from octile.kernels.cuda.jit import specialize
 
 HERE = Path(__file__).parent
 # Contraction would fuse operations that kernels round separately. Kernels read memory as another type than was written.
-OPTIONS = ("-std=c++20", "-ffp-contract=off", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-g1")
-SHARED = ("-fPIC", "-shared", "-fno-gnu-unique", "-Wl,-Bsymbolic")  # a process loads many kernels of one name
+OPTIONS = ("-std=c++20", "-ffp-contract=off", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-g1", "-fPIC")
+OPTIONS += ("-fno-gnu-unique",)  # a process loads many kernels of one name
+SHARED = ("-shared", "-Wl,-Bsymbolic")
+# Most kernels run once, so that compiling them fast matters more. The core has loaded the libraries that they need.
+KERNEL = ("-Og", "-w", f"-I{HERE / 'device'}")
 WGMMA = re.compile(
     r"void (\w+)\(\s*float[^,]*, (const uint32_t|uint64_t).*"
     r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k\d+\.f32\.(\w+)\.(\w+).* add, 1, 1(?:, (\d))?(?:, (\d))?;",
@@ -32,27 +35,45 @@ def compiler() -> str | None:
 
 @functools.cache
 def core() -> ctypes.CDLL:
-    """The emulator's core. A kernel's library finds its symbols when it is loaded."""
+    """The emulator's core. A kernel's library finds its symbols, and those of its libraries, when it is loaded."""
     sources = sorted((HERE / "core").glob("*.cpp"))
     text = "".join(f'#include "{path}"\n' for path in sources)  # with #pragma once
-    library = _compile("core", text, _stamp("core") + _stamp("device"), "-O3", "-Wall", f"-I{HERE / 'device'}")
+    options = ("-O3", "-Wall", f"-I{HERE / 'device'}", *SHARED)
+    library = _compile("core.so", text, _stamp("core") + _stamp("device"), options)
     return ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
 def kernel(name: str, constants: Mapping[str, int | bool], headers: Mapping[str, str]) -> ctypes.CDLL:
     """A kernel of octile as a library for the CPU, with the emulator's PTX functions."""
-    core()
-    own = {path.name: f"#include <{path.name}>\n" for path in (HERE / "device").glob("*.cuh")}
-    own |= {file: _wgmma(text) if WGMMA.search(text) else text for file, text in headers.items()}
+    own = _device_headers() | {file: _wgmma(text) if WGMMA.search(text) else text for file, text in headers.items()}
     entry = f"""
-#include <entry.h>
 extern "C" const emulator::Entry* octile_entry() {{
     static const emulator::Entry entry = emulator::entry_of<{name}>({name});
     return &entry;
 }}
 """
-    text = "#include <ptx.cuh>\n" + specialize.source(name, constants, own) + entry
-    return ctypes.CDLL(str(_compile(name, text, _stamp("device"), "-O2", "-w", f"-I{HERE / 'device'}")))
+    return _library(name, specialize.source(name, constants, own) + entry)
+
+
+@functools.cache
+def _library(name: str, text: str) -> ctypes.CDLL:
+    core()
+    prelude = _prelude()
+    options = (*KERNEL, *SHARED, "-nodefaultlibs", "-include", str(prelude.with_suffix("")))
+    return ctypes.CDLL(str(_compile(f"{name}.so", text, _stamp("device"), options)))
+
+
+@functools.cache
+def _prelude() -> Path:
+    """What all kernels include first, precompiled; it lies next to its source, PRELUDE.h."""
+    text = "#include <ptx.cuh>\n#include <entry.h>\n"
+    return _compile("prelude.h.gch", text, _stamp("device"), (*KERNEL, "-x", "c++-header"))
+
+
+@functools.cache
+def _device_headers() -> dict[str, str]:
+    """What kernels include instead of the headers of octile that have the same names."""
+    return {path.name: f"#include <{path.name}>\n" for path in (HERE / "device").glob("*.cuh")}
 
 
 def _wgmma(header: str) -> str:
@@ -78,31 +99,33 @@ def _folder() -> Path:
     return folder
 
 
+@functools.cache
 def _stamp(folder: str) -> str:
     return "".join(path.read_text() for path in sorted((HERE / folder).iterdir()))
 
 
-def _compile(name: str, text: str, stamp: str, *options: str) -> Path:
-    """Compile a shared library unless it is stored already. `stamp` is the text of what the source includes."""
+def _compile(file: str, text: str, stamp: str, options: tuple[str, ...]) -> Path:
+    """Compile a file unless it is stored already. `stamp` is the text of what the source includes."""
     found = compiler()
     if found is None:
         raise FileNotFoundError("the emulator needs a C++ compiler: install g++, or set CXX")
-    key = hashlib.sha256(repr((text, stamp, found, OPTIONS, SHARED, options)).encode()).hexdigest()[:16]
-    library = _folder() / f"{name}-{key}.so"
-    if library.exists():
-        return library
-    with open(library.with_suffix(".lock"), "w") as lock:
+    key = hashlib.sha256(repr((text, stamp, found, OPTIONS, options)).encode()).hexdigest()[:16]
+    name, _, suffix = file.partition(".")
+    output = _folder() / f"{name}-{key}.{suffix}"
+    if output.exists():
+        return output
+    with open(output.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # other test workers may compile the same
-        if not library.exists():
-            source, built = library.with_suffix(".cpp"), library.with_suffix(".new")
+        if not output.exists():
+            source, built = output.with_suffix(".cpp" if suffix == "so" else ""), output.with_suffix(".new")
             source.write_text(text)
             done = subprocess.run(
-                [found, *OPTIONS, *SHARED, *options, "-o", str(built), str(source)],
+                [found, *OPTIONS, *options, "-o", str(built), str(source)],
                 capture_output=True,
                 text=True,
                 check=False,
             )
             if done.returncode:
                 raise RuntimeError(f"{found} cannot compile {name}:\n{done.stderr}")
-            built.rename(library)
-    return library
+            built.rename(output)
+    return output
