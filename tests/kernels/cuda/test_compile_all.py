@@ -17,9 +17,8 @@ from octile.kernels.hopper import SHARED_BYTES
 
 
 @pytest.fixture(scope="module", params=["each kernel once", pytest.param("every plan", marks=pytest.mark.exhaustive)])
-def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[CompiledKernel]:
+def compiled(request: pytest.FixtureRequest) -> list[CompiledKernel]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OCTILE_CACHE_DIR", str(tmp_path_factory.mktemp("cache") / "kernels"))
         patch.delenv("OCTILE_CUDA_COMPILER", raising=False)
         if request.param == "each kernel once":
             patch.setattr(module, "_compile", first_plans(module._compile))
@@ -41,8 +40,7 @@ def first_plans(compile_plan: Callable[..., CompiledKernel]) -> Callable[..., Co
     return compile_first
 
 
-def test_kernels_for_the_rows_of_inference_do_not_spill(tmp_path, monkeypatch):
-    monkeypatch.setenv("OCTILE_CACHE_DIR", str(tmp_path))
+def test_kernels_for_the_rows_of_inference_do_not_spill():
     chosen = {choose(problem(case), Chip(132)) for case in MIDDLE}
     assert [config for config in chosen if compile_gemm("", config).stack_bytes] == []
 
