@@ -146,15 +146,18 @@ void mma(const Fragments& of_lane, bool bfloat16) {
         auto lane = [&](int g, int t) -> const Fragments& {
             return *reinterpret_cast<const Fragments*>(warp.lanes[4 * g + t]->input);
         };
+        float a[16][16], b[8][16];
+        for (int k = 0; k < 16; ++k) {
+            for (int row = 0; row < 16; ++row)
+                a[row][k] = element(lane(row % 8, k % 8 / 2).a[k / 8 * 2 + row / 8], k % 2, bfloat16);
+            for (int column = 0; column < 8; ++column)
+                b[column][k] = element(lane(column, k % 8 / 2).b[k / 8], k % 2, bfloat16);
+        }
         for (int row = 0; row < 16; ++row)
             for (int column = 0; column < 8; ++column) {
                 float& d = lane(row % 8, column / 2).d[row / 8 * 2 + column % 2];
                 double sum = d;
-                for (int k = 0; k < 16; ++k) {
-                    const uint32_t a = lane(row % 8, k % 8 / 2).a[k / 8 * 2 + row / 8];
-                    const uint32_t b = lane(column, k % 8 / 2).b[k / 8];
-                    sum += double(element(a, k % 2, bfloat16)) * element(b, k % 2, bfloat16);
-                }
+                for (int k = 0; k < 16; ++k) sum += double(a[row][k]) * b[column][k];
                 d = sum;
             }
     });

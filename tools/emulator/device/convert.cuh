@@ -5,18 +5,24 @@
 
 namespace emulator {
 
+inline double power_of_2(int exponent) { return octile_bits<double>(static_cast<uint64_t>(exponent + 1023) << 52); }
+// The exponent of a positive number, as a fraction in [1/2, 1) times a power of two.
+inline int exponent_of(double x) { return static_cast<int>(octile_bits<uint64_t>(x) >> 52) - 1022; }
+
 // The magnitude's code in a format of an exponent and `mantissa` bits, ties to even; NaN becomes `nan`.
 inline uint32_t encode(float x, int mantissa, int bias, float most, uint32_t nan) {
     if (x != x) return nan;
-    const double magnitude = fmin(fabs(static_cast<double>(x)), most);
-    int exponent;
-    frexp(magnitude, &exponent);
-    const double step = ldexp(1.0, (exponent > 2 - bias ? exponent : 2 - bias) - 1 - mantissa);
-    const double rounded = fmin(nearbyint(magnitude / step) * step, most);
-    if (rounded == 0.0) return 0;
-    const double fraction = frexp(rounded, &exponent);  // in [1/2, 1)
-    if (exponent < 2 - bias) return static_cast<uint32_t>(ldexp(rounded, bias - 1 + mantissa));
-    return static_cast<uint32_t>(ldexp(fraction, 1 + mantissa)) - (1u << mantissa) + (exponent - 1 + bias << mantissa);
+    const double exact = fabs(static_cast<double>(x)), magnitude = exact < most ? exact : most;
+    if (magnitude == 0) return 0;
+    const int exponent = exponent_of(magnitude), least = 2 - bias;
+    const int last = (exponent > least ? exponent : least) - 1 - mantissa;  // the last bit's
+    const double steps = magnitude * power_of_2(-last) + 0x1p52 - 0x1p52;  // rounds to an integer
+    const double nearest = steps * power_of_2(last), rounded = nearest < most ? nearest : most;
+    if (rounded == 0) return 0;
+    const int rounded_exponent = exponent_of(rounded);
+    if (rounded_exponent < least) return static_cast<uint32_t>(rounded * power_of_2(bias - 1 + mantissa));
+    const double significand = rounded * power_of_2(1 + mantissa - rounded_exponent);
+    return static_cast<uint32_t>(significand) - (1u << mantissa) + (rounded_exponent - 1 + bias << mantissa);
 }
 
 inline uint32_t sign_of(float x, int bit) { return (__float_as_uint(x) >> 31) << bit; }
@@ -35,7 +41,7 @@ inline float decode(uint32_t code, int exponent_bits, int mantissa, int bias, bo
     if (finite ? magnitude == (top << mantissa | (1u << mantissa) - 1) : exponent == top && fraction) return NAN;
     if (!finite && exponent == top) return sign * INFINITY;
     const double whole = exponent ? fraction + (1u << mantissa) : fraction;
-    return sign * static_cast<float>(ldexp(whole, static_cast<int>(exponent ? exponent : 1) - bias - mantissa));
+    return sign * static_cast<float>(whole * power_of_2(static_cast<int>(exponent ? exponent : 1) - bias - mantissa));
 }
 inline float from_f16(uint32_t code) { return decode(code & 0xFFFF, 5, 10, 15, false); }
 
