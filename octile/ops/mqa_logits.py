@@ -91,10 +91,10 @@ def _mqa_logits(
 
 def _scores(q: Tensor, k: Tensor, k_scale: Tensor, weights: Tensor) -> Tensor:
     """Return the logits [S, T] of all keys, head by head, since [S, H, T] may not fit in memory."""
-    logits_ST = q.new_zeros(len(q), len(k), dtype=torch.float32)
+    logits_ST, k_DT = q.new_zeros(len(q), len(k), dtype=torch.float32), k.float().mT
     with without_autocast(q.device):
         for head in range(q.shape[1]):
-            scores_ST = torch.mm(q[:, head].float(), k.float().mT)
+            scores_ST = torch.mm(q[:, head].float(), k_DT)
             logits_ST.addcmul_(scores_ST.relu_(), weights[:, head, None])
     return logits_ST.mul_(k_scale)
 
