@@ -18,8 +18,9 @@ import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import CodeType, FrameType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -100,10 +101,15 @@ class FakeKernel:
 
 def _place(frame: FrameType) -> str | None:
     """Return the file and function of a frame of octile, or None for other frames."""
-    file = Path(frame.f_code.co_filename)
+    return _place_of(frame.f_code)
+
+
+@cache
+def _place_of(code: CodeType) -> str | None:
+    file = Path(code.co_filename)
     if not file.is_relative_to(PACKAGE):
         return None
-    return f"{file.relative_to(PACKAGE).as_posix()}:{frame.f_code.co_qualname}"
+    return f"{file.relative_to(PACKAGE).as_posix()}:{code.co_qualname}"
 
 
 @contextmanager
