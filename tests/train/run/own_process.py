@@ -22,14 +22,17 @@ def write_output_to(folder: Path, name: str) -> None:
 def train_slowly(_: int, folder: str, arguments: Sequence[str], hangs_after: int = -1) -> None:
     """Train with slow steps, so that a test can stop the run at a chosen one; what it prints is in the folder.
 
-    The step that follows the step `hangs_after` takes ten minutes.
+    The step that follows the step `hangs_after` takes ten minutes; the file `hangs` says that it has begun.
     """
     torch.set_num_threads(1)
     write_output_to(Path(folder), "octile")
     launch = Trainer.launch
 
     def launch_slowly(self: Trainer) -> None:
-        time.sleep(600 if self.steps_done == hangs_after else 0.1)
+        if self.steps_done == hangs_after:
+            Path(folder, "hangs").touch()
+            time.sleep(600)
+        time.sleep(0.1)
         launch(self)
 
     Trainer.launch = launch_slowly  # type: ignore[method-assign]
