@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -160,14 +161,18 @@ def divide(costs: tuple[float, ...], n: int) -> list[tuple[int, int]]:
     sums = [0.0, *accumulate(costs)]
     best: dict[int, tuple[float, float, list[tuple[int, int]]]] = {0: (0.0, 0.0, [])}
     for parts_left in range(n - 1, -1, -1):
-        best = {
-            end: min(
-                (max(largest, sums[end] - sums[begin]), squares + (sums[end] - sums[begin]) ** 2, [*cuts, (begin, end)])
-                for begin, (largest, squares, cuts) in best.items()
-                if begin < end
-            )
-            for end in _ends(best, len(costs), parts_left)
-        }
+        longer = {}
+        for end in _ends(best, len(costs), parts_left):
+            found = (math.inf, math.inf, list[tuple[int, int]](), 0)
+            for begin, (largest, squares, cuts) in best.items():
+                if begin >= end:
+                    break
+                cost = sums[end] - sums[begin]
+                most = max(largest, cost)
+                if most <= found[0]:
+                    found = min(found, (most, squares + cost**2, cuts, begin))
+            longer[end] = (*found[:2], [*found[2], (found[3], end)])
+        best = longer
     return best[len(costs)][2]
 
 

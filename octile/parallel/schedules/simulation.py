@@ -17,6 +17,7 @@ from octile.parallel.schedules.actions import GRADIENTS, Action, ActionType, par
 from octile.parallel.schedules.schedule import Schedule
 from octile.validation import Range, check_fields
 
+RELEASING = ActionType.FULL_BACKWARD, ActionType.BACKWARD_WEIGHT  # after which activations are needed no more
 MAX_TIME = 1e100  # so that sums of times are finite
 Time = Annotated[float, Range(above=0, at_most=MAX_TIME)]
 
@@ -231,14 +232,18 @@ def held_activations(schedule: Schedule, sizes: Sequence[int] | None = None) -> 
         schedule: the schedule.
         sizes: sizes of the activations of each stage for a micro-batch; 1 each if not given.
     """
-    return tuple(max(_held(actions, sizes or [1] * schedule.n_stages)) for actions in schedule.actions)
+    return tuple(_most_held(actions, sizes or [1] * schedule.n_stages) for actions in schedule.actions)
 
 
-def _held(actions: tuple[Action, ...], sizes: Sequence[int]) -> Iterator[int]:
-    """The size of the activations that a rank holds during each of its actions."""
-    held = 0
+def _most_held(actions: tuple[Action, ...], sizes: Sequence[int]) -> int:
+    """The largest size of the activations that a rank holds during one of its actions."""
+    held = most = 0
     for action in actions:
-        kinds = [(part.computation_type, sizes[part.stage_index]) for part in parts(action)]
-        held += sum(size for kind, size in kinds if kind == ActionType.FORWARD)
-        yield held
-        held -= sum(size for kind, size in kinds if kind in (ActionType.FULL_BACKWARD, ActionType.BACKWARD_WEIGHT))
+        for part in parts(action):
+            if part.computation_type is ActionType.FORWARD:
+                held += sizes[part.stage_index]
+                most = max(most, held)
+        for part in parts(action):
+            if part.computation_type in RELEASING:
+                held -= sizes[part.stage_index]
+    return most
