@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -25,26 +26,37 @@ def patterns() -> list[tuple[str, str]]:
     return [(pattern, term) for pattern, _, term in pairs]
 
 
-def files() -> list[Path]:
+@cache
+def texts() -> dict[Path, str]:
     folders = (ROOT / "octile", ROOT / "docs")
-    return [ROOT / "README.md", *(path for folder in folders for path in folder.rglob("*") if path.suffix in SUFFIXES)]
+    found = [path for folder in folders for path in folder.rglob("*") if path.suffix in SUFFIXES]
+    return {path: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *found)}
 
 
 @pytest.mark.parametrize(("pattern", "term"), patterns())
 def test_a_private_word_is_not_used(pattern: str, term: str) -> None:
+    word = re.compile(pattern, re.IGNORECASE | re.MULTILINE)
     found = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
-        for path in files()
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
-        if re.search(pattern, line, re.IGNORECASE)
+        for path, text in texts().items()
+        if word.search(text)  # before each line is looked at
+        for number, line in enumerate(text.splitlines(), start=1)
+        if word.search(line)
     ]
     assert not found, f"use {term!r} instead of {pattern!r} in\n" + "\n".join(found)
 
 
+@cache
+def modules() -> list[tuple[Path, list[ast.AST]]]:
+    """All nodes of each module of the package."""
+    paths = sorted((ROOT / "octile").rglob("*.py"))
+    return [(path, [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]) for path in paths]
+
+
 def docstrings() -> Iterator[tuple[str, list[str]]]:
     """Where each docstring of the package is, and its lines."""
-    for path in sorted((ROOT / "octile").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for path, nodes in modules():
+        for node in nodes:
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 name = getattr(node, "name", "")
                 if text := ast.get_docstring(node):
@@ -95,8 +107,8 @@ def test_no_sentence_of_a_docstring_is_long() -> None:
 
 def test_no_variable_is_named_by_a_bare_of() -> None:
     bare = []
-    for path in sorted((ROOT / "octile").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for path, nodes in modules():
+        for node in nodes:
             is_stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
             name = node.id if is_stored else node.arg if isinstance(node, ast.arg) else ""
             if re.match(r"_?of(_|$)", name):
