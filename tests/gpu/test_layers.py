@@ -75,7 +75,7 @@ def gradients_of_experts(recipe: Recipe, x: Tensor, dy: Tensor, expert_T: Tensor
     return [*fused, *(p.grad for p in experts.parameters())]
 
 
-@pytest.mark.parametrize("recipe", map(Recipe.named, ("deepseek_v3", "hybrid_e5m2", "int8_tiles", "wgrad_x_blocks")))
+@pytest.mark.parametrize("recipe", [*map(Recipe.named, ("deepseek_v3", "hybrid_e5m2", "int8_tiles", "wgrad_x_blocks"))])
 @pytest.mark.parametrize("value", [1e4, float("inf"), float("nan")])
 @pytest.mark.parametrize("of_dy", [False, True], ids=["x", "dy"])
 def test_no_value_of_an_expert_changes_another_experts_gradients(of_dy: bool, value: float, recipe: Recipe):

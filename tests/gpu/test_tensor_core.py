@@ -72,7 +72,7 @@ def test_gradients_equal_the_cpu_gemms_of_their_operands(recipe, promote_every):
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
-@pytest.mark.parametrize("case", cases(), ids=str)
+@pytest.mark.parametrize("case", [*cases()], ids=str)
 def test_the_model_equals_the_hardware(case):
     found = compare(case, 2 * 10**6, kernels.run, torch.device("cuda", 0), side=1024)
     assert found.mismatches["as in the table"] == 0, found
