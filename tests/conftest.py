@@ -67,9 +67,20 @@ def pytest_collection_finish() -> None:
     for logger in logging.root.manager.loggerDict.values():
         if isinstance(logger, logging.Logger):
             logger.propagate = True  # six times a test pytest adds a handler to each of torch's 44 that does not
+    _freeze()
+    atexit.register(gc.unfreeze)  # extension modules report what is never collected as leaks
+
+
+@pytest.fixture(scope="module", autouse=True)
+def freeze_after_module() -> Iterator[None]:
+    """Leave what a file's tests keep, as compilers' caches, out of the next files' collections: up to 0.7 s in each."""
+    yield
+    _freeze()
+
+
+def _freeze() -> None:
     gc.collect()
     gc.freeze()
-    atexit.register(gc.unfreeze)  # extension modules report what is never collected as leaks
 
 
 @pytest.fixture(scope="session", autouse=True)
