@@ -1,5 +1,6 @@
 """A training step that is captured in CUDA graphs does what the eager step does."""
 
+import gc
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from octile.kernels.cuda.quantize import launcher
 from octile.kernels.cuda.quantize.launcher import Form
+from octile.kernels.triton import tensor_table
 from octile.nn.delayed_scaling import amax_histories
 from octile.nn.observer import Observer, observe
 from octile.recipe import Recipe
@@ -195,6 +197,22 @@ def test_a_growing_batch_is_trained_eagerly_until_it_has_its_size(trainer_of):
     sizes = [trainer.step()["batch_size"] for _ in range(2 * STEPS)]
     assert (sizes[0], sizes[-1]) == (1, trainer.config.batch_size)
     assert is_captured(trainer)
+
+
+def test_the_second_trainer_of_a_process_leaves_no_memory_behind(trainer_of):
+    """What the first one leaves are workspaces, as cuBLAS' for the stream of captures."""
+    allocated = []
+    for _ in range(2):
+        trainer = trainer_of()
+        for _ in range(STEPS):
+            trainer.step()
+        assert is_captured(trainer)
+        trainer.close()
+        del trainer
+        tensor_table._cached.cache_clear()  # of addresses: the last 32 stay
+        gc.collect()
+        allocated.append(torch.cuda.memory_allocated())
+    assert allocated[1] <= allocated[0]
 
 
 # Steps that are launched before the steps before them are collected

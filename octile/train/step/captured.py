@@ -12,6 +12,7 @@ listed in `why_eager`.
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -79,7 +80,6 @@ class CapturedStep:
         self.model = model
         self._compute, self._update = compute, update
         self._gathers_weights = gathers_weights
-        self._stream = torch.cuda.Stream(device)
         self._learning_rate = torch.zeros((), dtype=torch.float64, device=device)
         self._key: Sequence[object] = ()
         self._eager_steps = 0
@@ -146,10 +146,11 @@ class CapturedStep:
             quantize_requested(self._requests)  # loads its kernels, which cannot be captured
         gc.collect()
         torch.cuda.empty_cache()  # the graphs' memory is their own
-        self._tokens = torch.empty(tokens_BS.shape, dtype=tokens_BS.dtype, device=self._learning_rate.device)
+        device = self._learning_rate.device
+        self._tokens = torch.empty(tokens_BS.shape, dtype=tokens_BS.dtype, device=device)
         graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         # other threads may use CUDA meanwhile: one prepares batches in pinned memory, one averages weights
-        one_thread: Any = {"stream": self._stream, "capture_error_mode": "thread_local"}
+        one_thread: Any = {"stream": _stream(device), "capture_error_mode": "thread_local"}
         with torch.cuda.graph(graphs[0], **one_thread), quantized_once_in_capture(), one_workspace_in_capture():
             quantize_requested(self._requests)
             self._result = self._compute(self._tokens)
@@ -157,3 +158,9 @@ class CapturedStep:
         with torch.cuda.graph(graphs[1], pool=graphs[0].pool(), **one_thread):
             self._update(self._learning_rate, self._result)
         self._graphs = graphs
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of all captures: cuBLAS keeps 64 MiB of workspaces for each stream that it ever used."""
+    return torch.cuda.Stream(device)
