@@ -133,11 +133,10 @@ def _rank_bytes(
     everywhere, shared = MASTER_BYTES[layout.masters]
     sharded = routed / (dp // layout.ep) + (quantized + rest) / dp
     parts = [part for stage in stages for part in stage.parts]
+    dense, mixture = (saved_bytes(c, layout, is_moe) for is_moe in (False, True))
     saved = [
         sum(
-            part.mixtures * saved_bytes(c, layout, True)
-            + (part.layers - part.mixtures) * saved_bytes(c, layout, False)
-            + saved_bytes_of_heads(c, part.heads)
+            part.mixtures * mixture + (part.layers - part.mixtures) * dense + saved_bytes_of_heads(c, part.heads)
             for part in stage.parts
         )
         for stage in stages

@@ -153,7 +153,8 @@ def make_parts(c: ModelConfig, layout: Layout, cluster: Cluster) -> list[Part]:
 def divide(costs: tuple[float, ...], n: int) -> list[tuple[int, int]]:
     """Divide a sequence of costs into n parts that are not empty, so that the largest sum is as small as possible.
 
-    Among such divisions the one with the smallest sum of squares is taken, which spares the other parts.
+    No cost is negative. Among such divisions the one with the smallest sum of squares is taken, which spares the
+    other parts.
 
     Returns:
         The (begin, end) of each part.
@@ -162,12 +163,14 @@ def divide(costs: tuple[float, ...], n: int) -> list[tuple[int, int]]:
     best: dict[int, tuple[float, float, list[tuple[int, int]]]] = {0: (0.0, 0.0, [])}
     for parts_left in range(n - 1, -1, -1):
         longer = {}
+        first, last = min(best), max(best)
         for end in _ends(best, len(costs), parts_left):
             found = (math.inf, math.inf, list[tuple[int, int]](), 0)
-            for begin, (largest, squares, cuts) in best.items():
-                if begin >= end:
-                    break
+            for begin in range(min(last, end - 1), first - 1, -1):
                 cost = sums[end] - sums[begin]
+                if cost > found[0]:  # and so are the parts that begin before
+                    break
+                largest, squares, cuts = best[begin]
                 most = max(largest, cost)
                 if most <= found[0]:
                     found = min(found, (most, squares + cost**2, cuts, begin))
