@@ -62,10 +62,10 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, object]]] = {
 }
 
 
-def small_model(name: str) -> PreTrainedModel:
-    """Return the model of `ARCHITECTURES` with this name, in float32 on the CPU."""
+def small_model(name: str, **changes: object) -> PreTrainedModel:
+    """Return the model of `ARCHITECTURES` with this name and changed settings, in float32 on the CPU."""
     model, config, settings = ARCHITECTURES[name]
-    return getattr(transformers, model)(getattr(transformers, config)(**settings))
+    return getattr(transformers, model)(getattr(transformers, config)(**settings | changes))
 
 
 def gpt2() -> PreTrainedModel:

@@ -12,11 +12,11 @@ from tests.models_of_transformers import small_model
 
 
 class Logits(nn.Module):
-    """A language model of transformers as a function of tokens [B, S]."""
+    """A language model of transformers, of one layer, as a function of tokens [B, S]."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        self.model: LlamaForCausalLM = apply_recipe(small_model(name))
+        self.model: LlamaForCausalLM = apply_recipe(small_model(name, num_hidden_layers=1))
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.model(input_ids=tokens, use_cache=False).logits
