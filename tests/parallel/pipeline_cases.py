@@ -5,7 +5,7 @@ import datetime
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -508,10 +508,10 @@ def cases(groups: Mapping[int, dist.ProcessGroup | None]) -> dict[str, Callable[
     return found
 
 
-def run(rank: int, folder: str, device: str = "cpu") -> None:
-    """Run the cases of 2, 4 and 8 ranks on the last ranks of a gloo world, whose numbers in their group are others.
+def run(rank: int, folder: str, device: str = "cpu", names: Collection[str] | None = None) -> None:
+    """Run cases of 2, 4 and 8 ranks on the last ranks of a gloo world, whose numbers in their group are others.
 
-    On GPUs run the cases of 2 ranks, by NCCL.
+    On GPUs run those of 2 ranks, by NCCL. Without names all cases are run.
     """
     torch.set_num_threads(1)
     world = WORLD if device == "cpu" else 2
@@ -529,7 +529,7 @@ def run(rank: int, folder: str, device: str = "cpu") -> None:
         PAIRS[pair] = dist.new_group(pair)
     own = {}
     for size, group in reversed(groups.items()):  # all ranks begin together
-        of_group = cases({size: group})
+        of_group = {name: case for name, case in cases({size: group}).items() if names is None or name in names}
         own |= of_group if rank >= world - size else dict.fromkeys(of_group, lambda: None)
     run_cases(own, folder, rank)
     dist.barrier()

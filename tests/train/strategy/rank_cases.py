@@ -9,6 +9,7 @@ import tempfile
 import time
 import warnings
 import weakref
+from collections.abc import Collection
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -596,9 +597,19 @@ def cases(world: int) -> dict[str, object]:
 
 
 def run(
-    rank: int, world: int, folder: str, store: str, port: int, device: str = "cpu", by_nvshmem: bool = False
+    rank: int,
+    world: int,
+    folder: str,
+    store: str,
+    port: int,
+    device: str = "cpu",
+    by_nvshmem: bool = False,
+    names: Collection[str] | None = None,
 ) -> None:
-    """Run all cases as one rank, on a CPU or each rank on its GPU, and write what went wrong in each."""
+    """Run cases as one rank, on a CPU or each rank on its GPU, and write what went wrong in each.
+
+    Without names all cases are run.
+    """
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -607,6 +618,7 @@ def run(
     os.environ[WORKSPACE_VARIABLE] = FIXED_WORKSPACE  # for cases with `deterministic`: cuBLAS reads it once
     ranks, tokens = join(torch.device(device, rank if device == "cuda" else None), 60), TokenStore.open(Path(store))
     own = nvshmem_cases() if by_nvshmem else gpu_cases() if device == "cuda" else cases(world)
-    run_cases({name: partial(case, tokens, ranks) for name, case in own.items()}, folder, rank)
+    own = {name: partial(case, tokens, ranks) for name, case in own.items() if names is None or name in names}
+    run_cases(own, folder, rank)
     dist.barrier()
     leave()
