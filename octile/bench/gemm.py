@@ -41,7 +41,8 @@ from octile.kernels.cuda.gemm.candidates import choose
 from octile.kernels.cuda.gemm.config import GemmConfig
 from octile.kernels.cuda.gemm.cost_model import rounded
 
-MAX_PROCESSES = 12  # cases that are tried at the same time; the largest take 9 GB of the GPU's memory each
+MAX_PROCESSES = 12  # cases that are tried at the same time
+TRIAL_BYTES = 14e9  # of the GPU's memory, for the largest of them
 TRIAL_SECONDS = 150.0  # for one case: start, compile its kernel and its peers', run them
 ALL_SECONDS = 280.0  # after which no further case is tried
 
@@ -78,7 +79,7 @@ def draw(json: Path) -> str:
 def tried(cases: Sequence[Case]) -> list[Case]:
     """Return the cases whose GEMM ends and is right."""
     end = time.monotonic() + ALL_SECONDS
-    with ThreadPoolExecutor(min(MAX_PROCESSES, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(n_trials(torch.cuda.get_device_properties(0).total_memory)) as pool:
         reasons = pool.map(lambda case: why_not(case, end), cases)
         good = []
         for case, reason in zip(cases, reasons, strict=True):
@@ -87,6 +88,11 @@ def tried(cases: Sequence[Case]) -> list[Case]:
             else:
                 _leave_out(case, reason)
     return good
+
+
+def n_trials(memory: float) -> int:
+    """How many cases are tried at the same time on a GPU with so many bytes."""
+    return min(MAX_PROCESSES, os.cpu_count() or 1, max(1, int(memory // TRIAL_BYTES)))
 
 
 def _leave_out(case: Case, reason: object) -> None:

@@ -1,5 +1,7 @@
 """Tests of `octile bench gemm` on a simulated GPU: every case is tried first; wrong ones are left out and reported."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -19,6 +21,7 @@ def gpu(monkeypatch):
     """A GPU that is a CPU and takes 1 ms for each GEMM."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80e9))
     monkeypatch.setattr(shapes, "GPU", CASES)
     monkeypatch.setattr(gemm, "why_not", lambda case, end: None)
     monkeypatch.setattr(gemm, "prepare_case", lambda case, device: prepare_case(case, "cpu"))
@@ -57,6 +60,12 @@ def test_a_case_with_a_wrong_result_is_left_out_and_reported(gpu, monkeypatch, c
 
 def test_cases_that_do_not_fit_into_the_time_limit_are_left_out():
     assert gemm.why_not(CASES[0], end=0.0) == "no time was left to try it"
+
+
+@pytest.mark.parametrize(("memory", "trials"), [(8e9, 1), (85e9, 6), (150e9, 10), (1e12, 12)])
+def test_cases_that_are_tried_together_fit_into_the_gpus_memory(monkeypatch, memory, trials):
+    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    assert gemm.n_trials(memory) == trials
 
 
 def test_it_ends_with_the_goals(gpu):
