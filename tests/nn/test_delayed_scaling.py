@@ -40,10 +40,11 @@ def test_each_micro_batch_of_the_first_step_uses_its_own_amax(history):
     assert scale_of(history, SMALL) == scale_for(2)
 
 
-def test_later_steps_use_the_history(history):
-    scale_of(history, LARGE)
+@pytest.mark.parametrize("amax", [1000.0, 2.0**-20])
+def test_later_steps_use_the_history(history, amax: float):
+    scale_of(history, torch.tensor([[0.0, amax]]))
     history.end_step()
-    assert scale_of(history, SMALL) == scale_for(1000)
+    assert scale_of(history, SMALL) == scale_for(amax)
 
 
 def test_this_step_counts_only_when_it_is_over(history):

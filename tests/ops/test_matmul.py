@@ -236,8 +236,9 @@ def test_operands_must_agree_in_k():
             r"out must not overlap itself, as \(5, 6\) with strides \(0, 1\) does",
         ),
         (torch.zeros(30).as_strided((5, 6), (3, 1)), ValueError, "out must not overlap itself"),
+        (torch.zeros(30).as_strided((5, 6), (5, 1)), ValueError, "out must not overlap itself"),
     ],
-    ids=["shape", "dtype", "one row", "rows in each other"],
+    ids=["shape", "dtype", "one row", "rows in each other", "rows that share an element"],
 )
 def test_an_out_that_does_not_fit_is_refused(out, error, message):
     with pytest.raises(error, match=message):

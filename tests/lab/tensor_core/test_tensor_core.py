@@ -193,6 +193,12 @@ def test_fma_rounds_once(numbers):
         assert fma(a, b, c).item() == rounded(exact)
 
 
+@pytest.mark.parametrize("c", [2.0**-60, -(2.0**-60)])
+def test_fma_rounds_once_where_float64_has_a_tie(c: float):
+    a, b = torch.tensor([1 + 2.0**-12]), torch.tensor([1 + 2.0**-12])  # the product is 1 + 2⁻¹¹ + 2⁻²⁴, half way
+    assert fma(a, b, torch.tensor([c])).item() == 1 + 2.0**-11 + (2.0**-23 if c > 0 else 0.0)
+
+
 def test_scales_of_power_2_belong_to_the_exponents_on_sm_100():
     row = find_instruction("sm_100", E4, E4, scaled=True)
     a, b = random_bits(E4, (3, 64), 0, True), random_bits(E4, (4, 64), 1, True)
