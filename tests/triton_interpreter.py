@@ -1,10 +1,11 @@
-"""Triton's interpreter without the half of its time that it takes to patch triton.language again and again."""
+"""Triton's interpreter without what it does again and again: it takes half of its time to patch triton.language."""
 
 import inspect
 from collections.abc import Callable
 from functools import cache
 from types import FunctionType, ModuleType
 
+import numpy as np
 import pytest
 import triton.language as tl
 from triton.runtime import interpreter
@@ -28,3 +29,17 @@ def patch_languages_once(patch: pytest.MonkeyPatch) -> None:
         return None  # the result of a call in a launch is not used
 
     patch.setattr(interpreter, "_patch_lang", patch_builtins)
+
+
+def find_dtypes_once(patch: pytest.MonkeyPatch) -> None:
+    """Keep NumPy's dtype of each of Triton's, for which the interpreter makes a table of all of them each time."""
+    find: Callable[[tl.dtype], np.dtype] = interpreter._get_np_dtype
+    known: dict[str, np.dtype] = {}
+
+    def find_once(dtype: tl.dtype) -> np.dtype:
+        name = dtype.scalar.name
+        if name not in known:
+            known[name] = find(dtype)
+        return known[name]
+
+    patch.setattr(interpreter, "_get_np_dtype", find_once)
