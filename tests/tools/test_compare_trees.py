@@ -52,6 +52,10 @@ def choose(problem, chip): return Config(64, 32, 1, 2, 12, 1, 2, 2, 3, False, Tr
 """,
     "kernels/cuda/gemm/num_sms.py": "def num_sms(): return 132",
 }
+TORCH = """
+class cuda:
+    def empty_cache(): pass
+"""
 
 
 @pytest.fixture
@@ -65,6 +69,7 @@ def tree(tmp_path):
             for folder in path.relative_to(tmp_path / name).parents[:-1]:
                 (tmp_path / name / folder / "__init__.py").touch()
             path.write_text(text.replace("{seconds}", str(seconds)).replace("{wrong}", str(wrong)))
+        (tmp_path / name / "torch.py").write_text(TORCH)  # takes seconds to import
         return str(tmp_path / name)
 
     return make

@@ -15,7 +15,7 @@ from tests.train.conftest import MICRO
 
 PROMPTS = [text(n, seed=n) for n in (5, 70, 33)]
 SAMPLINGS = [Sampling(12, t, p, seed=3, ignore_eos=True) for t, p in ((0.0, 1.0), (1.0, 1.0), (0.8, 0.9))]
-N_TEXTS, NEW_TOKENS = 5, 60
+N_TEXTS, NEW_TOKENS = 5, 20
 
 
 def texts_of(tokenizer, fp8, requests, n_drafts=0, max_ahead=0):
@@ -56,7 +56,7 @@ def micro_texts(tokenizer, model: DeepseekV3, n_pages: int, together: bool, n_dr
     engine = Engine(runner, tokenizer, EngineConfig(max_batch=4, max_step_tokens=24, n_drafts=n_drafts))
     draw, found = random.Random(0), dict[int, tuple[int, ...]]()
     for seed in range(N_TEXTS):
-        prompt = [draw.randrange(MICRO.vocab_size) for _ in range(30 + 5 * seed)]
+        prompt = [draw.randrange(MICRO.vocab_size) for _ in range(45 + 5 * seed)]
         engine.add(prompt, Sampling(max_new_tokens=NEW_TOKENS, temperature=1.0, seed=seed, ignore_eos=True))
         while engine.has_work and (not together or seed == N_TEXTS - 1):
             for output in engine.step():
