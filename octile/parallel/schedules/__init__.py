@@ -1,6 +1,6 @@
 """Pipeline schedules as data: a table of actions for each rank, made by a pure function, and their simulation.
 
-actions.py          torch's actions: forward, input gradient, weight gradient, full backward, overlapped pair
+actions.py          actions, equal to torch's: forward, input gradient, weight gradient, full backward, overlapped pair
 schedule.py         Schedule: the table, and which rank has which stage
 one_direction.py    GPipe, 1F1B, ZB1P
 dualpipe.py         DualPipe, DualPipeV

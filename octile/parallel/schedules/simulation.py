@@ -240,7 +240,7 @@ def _most_held(actions: tuple[Action, ...], sizes: Sequence[int]) -> int:
     held = most = 0
     for action in actions:
         for part in parts(action):
-            if part.computation_type is ActionType.FORWARD:
+            if part.computation_type == ActionType.FORWARD:
                 held += sizes[part.stage_index]
                 most = max(most, held)
         for part in parts(action):

@@ -7,7 +7,7 @@ from hypothesis import given
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from octile.parallel.schedules import SCHEDULES, Action, ActionType, Schedule, add_communication, make_schedule
-from octile.parallel.schedules.actions import describe, parts
+from octile.parallel.schedules.actions import backward, describe, forward, parts
 from tests.parallel.schedules.sizes import schedules
 
 
@@ -81,6 +81,16 @@ def test_the_executor_of_torch_takes_the_table_of_one_direction(schedule):
     assert executor.stage_index_to_group_rank == dict(enumerate(schedule.placement[0]))
     for rank, actions in executor.pipeline_order_with_comms.items():
         assert tuple(action for action in actions if action.is_compute_op) == schedule.actions[rank]
+
+
+@pytest.mark.parametrize("kind", ActionType)
+def test_an_action_equals_torchs(kind):
+    sub_actions = (forward(1, 2), backward(0, 1)) if kind == ActionType.OVERLAP_F_B else None
+    ours = Action(-1, kind, None, sub_actions) if sub_actions else Action(1, kind, 2)
+    theirs = torch_schedules._Action.from_str(repr(ours))
+    assert ours == theirs
+    assert hash(ours) == hash(theirs)
+    assert repr(ours) == repr(theirs)
 
 
 @pytest.mark.parametrize("name", ["dualpipe", "chimera"])

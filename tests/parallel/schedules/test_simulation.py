@@ -1,5 +1,6 @@
 """The simulation of schedules: dependencies, bubbles and activations."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -13,6 +14,7 @@ from octile.parallel.schedules import (
     Costs,
     Schedule,
     StageCosts,
+    held_activations,
     make_schedule,
     run_actions,
     simulate,
@@ -95,6 +97,13 @@ def test_every_rank_of_dualpipe_idles_as_long_and_holds_as_much():
 
 def test_the_first_rank_of_1f1b_holds_the_most():
     assert simulate(make_schedule("1f1b", 4, 6)).activations == (4, 3, 2, 1)
+
+
+def test_a_table_of_torchs_actions_is_simulated_like_one_of_octiles():
+    ours = make_schedule("dualpipev", 2, 4)
+    theirs = replace(ours, actions=tuple(ours.for_torch().values()))
+    assert held_activations(theirs) == held_activations(ours)
+    assert simulate(theirs).makespan == simulate(ours).makespan
 
 
 def test_communication_delays_what_comes_from_another_rank():
