@@ -14,7 +14,7 @@ from octile.torchrun import count_ranks
 
 What = Literal[
     "gemm", "casts", "step", "train", "transformers", "attention", "serve", "indexer", "sparse", "dispatch", "lab",
-    "tune", "tune-casts",
+    "tune", "tune-casts", "comm",
 ]  # fmt: skip
 
 
@@ -28,8 +28,9 @@ class Options:
             memory). attention (of decoding, over the latent cache), indexer (logits of sparse attention's lightning
             indexer, and its top-k keys), sparse (attention over the top-k keys), or lab (the tensor core model). serve
             (`octile serve`: throughput, time to the first token and between tokens, what is refused), or dispatch (of
-            tokens to experts on other GPUs; by torchrun). tune searches the fastest GEMM configurations on a Hopper GPU
-            and stores them. tune-casts shows the fastest settings of quantization kernels there.
+            tokens to experts on other GPUs; by torchrun; also called comm). tune searches the fastest GEMM
+            configurations on a Hopper GPU and stores them. tune-casts shows the fastest settings of quantization
+            kernels there.
         json: also write the rows to this file.
         run: a run folder or a Hugging Face folder to serve; the newest under runs/ if not given.
         shape: M,N,K of one GEMM to tune; every shape of gemm if not given.
@@ -67,4 +68,5 @@ def run(options: Options) -> None:
         search(options.shape, options.minutes)
     else:
         is_run = options.what == "serve" and count_ranks() == 1
-        run_benchmark(options.what, options.json, (options.run or newest_run()) if is_run else None)
+        what = "dispatch" if options.what == "comm" else options.what
+        run_benchmark(what, options.json, (options.run or newest_run()) if is_run else None)
