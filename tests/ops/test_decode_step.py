@@ -4,10 +4,15 @@ import pytest
 import torch
 
 from octile.ops.decode_step import accepted_rows, continued_tokens, record_choices, text_rows
+from tests.ops.operators import assert_well_formed
 
 
 def int64(values: object) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64)
+
+
+def zeros(*shapes: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.zeros(shape, dtype=torch.int64) for shape in shapes)
 
 
 def test_tokens_follow_a_request_of_the_step_before_or_are_given():
@@ -51,6 +56,19 @@ def test_without_drafts_the_choice_is_the_last_token():
     last, advance, results = torch.zeros(2, 1).long(), torch.zeros(2).long(), torch.zeros(2, 2).long()
     record_choices(int64([[6], [-1]]), int64([[1], [2]]), torch.zeros(2, 0).long(), last, advance, results)
     assert (last.tolist(), advance.tolist(), results.tolist()) == ([[6], [-1]], [1, 1], [[6, 0], [-1, 0]])
+
+
+CALLS = {
+    "continued tokens": lambda: (continued_tokens, zeros((7, 3), (4, 2), (4,))),
+    "rows of texts": lambda: (text_rows, (*zeros((2, 2), (2,), (2,)), torch.tensor([[1, 0], [0, 1]]).int())),
+    "accepted rows": lambda: (accepted_rows, zeros((3, 2), (3, 2), (3,))),
+    "choices": lambda: (record_choices, zeros((3, 2), (3, 2), (3, 1), (3, 2), (3,), (3, 4))),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_operators_are_well_formed(name: str):
+    assert_well_formed(*CALLS[name]())
 
 
 def test_numbers_that_do_not_fit_are_refused():

@@ -1,5 +1,6 @@
 """Operators of few rows compute what the operators do that they consist of, and refuse what does not fit."""
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from octile.ops.latent_cache import read_latents
 from octile.ops.quantize import dequantize
 from octile.ops.rope import rotated
 from tests.ops import few_rows
+from tests.ops.operators import assert_well_formed
 
 
 @pytest.mark.parametrize("norm", [None, torch.float32, torch.bfloat16])
@@ -127,3 +129,13 @@ def test_operands_that_do_not_fit_are_refused(case: Refusal):
 def test_attention_that_does_not_fit_is_refused(case: Refusal):
     with pytest.raises(case.error, match=case.message):
         latent_attention(**ATTENTION | case.change)
+
+
+def test_a_product_of_few_rows_is_well_formed():
+    x, norm_weight, weight, scale, add = few_rows.product(2, 256, 40, torch.float32, add=True)
+    assert_well_formed(few_rows_nt, (x, norm_weight, 1e-6, weight, scale, False, add))
+
+
+def test_attention_of_few_rows_is_well_formed():
+    drawn = few_rows.attention([70, 0], 3, 32)
+    assert_well_formed(latent_attention, [drawn[name] for name in inspect.signature(latent_attention).parameters])

@@ -17,6 +17,7 @@ from octile.ops.gate import gate
 from octile.ops.norm import rms_norm
 from octile.ops.quantize import dequantize, quantize
 from tests.ops.few_rows_mixture import arguments
+from tests.ops.operators import assert_well_formed
 
 
 def quantized(x: Tensor) -> Tensor:
@@ -91,3 +92,7 @@ def test_errors_come_before_any_work(
     with pytest.raises(error, match=message):
         call(*a.values())
     assert torch.equal(a["x"], before)
+
+
+def test_the_operator_is_well_formed():
+    assert_well_formed(few_rows_mixture, list(arguments(2, 8, 256, 128, 256).values()))

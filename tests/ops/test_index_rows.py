@@ -6,6 +6,7 @@ from torch import Tensor
 
 from octile.nn.rope import Rope
 from octile.ops.index_rows import hadamard, index_rows, rotate_first
+from tests.ops.operators import assert_well_formed
 
 E, R = 32, 8
 
@@ -107,3 +108,7 @@ def test_wrong_arguments_are_refused(changes, error, message):
     arguments = {"x": torch.zeros(1, 2, 2, E), "cos": torch.zeros(2, 4), "sin": torch.zeros(2, 4), **changes}
     with pytest.raises(error, match=message):
         index_rows(*arguments.values())
+
+
+def test_the_operator_is_well_formed():
+    assert_well_formed(index_rows, (draw(2, 3, 4, E), *angles(0, 3)))

@@ -72,6 +72,7 @@ def test_no_rows_give_no_rows():
 
 
 CALLS: dict[str, Any] = {
+    "in high precision": lambda: (rms_norm, (*inputs(), 1e-6)),
     "norm": lambda: (rms_norm_quantize, (*inputs(), 1e-6, "int8", False)),
     "with values": lambda: (rms_norm_quantize, (*inputs(), 1e-6, "int8", False, True)),
     "gradients": lambda: (rms_norm_backward, (torch.randn(20, 300), *inputs(), torch.rand(20))),
