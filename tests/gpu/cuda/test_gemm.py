@@ -76,6 +76,13 @@ KERNELS = {  # including kernels that candidates.py seldom chooses
     ),
     "accumulating in bfloat16 by threads": GemmConfig(128, 128, 4, accumulate=True, store=Store.PAIRS),
 }
+RARE: dict[str, tuple[int, Callable[[GemmConfig], bool]]] = {  # with a seed that reaches it
+    "48 columns": (92, lambda config: config.tile_n == 48),
+    "transposed, A in E5M2": (66, lambda config: config.transposed and config.a_e5m2),
+    "transposed, split-K, added": (
+        71, lambda config: config.transposed and config.split_k > 1 and config.accumulate
+    ),
+}  # fmt: skip
 REUSING_SLOTS = (  # kernels with 128×128 scales, one of each kind of pipeline
     "128×128", "192×128, three warpgroups", "64×64, one warpgroup", "cluster along M", "ping-pong", "two accumulators",
     "transposed",
@@ -212,27 +219,43 @@ def _seeds(default: int, further: int, step: int = 1) -> list:
     ]
 
 
+def _ragged_gemm(seed: int) -> tuple[Quantized, Quantized, _Guarded, bool]:
+    """Draw a, b, the result's tensor, and whether the product is added to it."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(most: int) -> int:
+        return int(2 ** (torch.rand((), generator=generator) * torch.log2(torch.tensor(float(most)))))
+
+    m, n, k = draw(700), draw(1500), draw(4000)
+    out_dtype = (torch.bfloat16, torch.float32)[seed % 2]
+    a, b = (
+        _operand((m, k), TILE, seed),
+        _operand((n, k), (TILE, BLOCK)[seed // 2 % 2], seed + 1, ("e4m3", "e5m2")[seed % 3 == 0]),
+    )
+    if seed % 3 > 0:
+        a, b = _surrounded(a), _surrounded(b)
+    return a, b, _Guarded((m, n), out_dtype, odd=seed % 5 == 0), seed % 7 < 2
+
+
 @pytest.mark.parametrize("start", _seeds(60, 500, step=10))
 def test_ragged_gemms(start: int):
     for seed in range(start, start + 10):
-        generator = torch.Generator().manual_seed(seed)
-
-        def draw(most: int, generator=generator) -> int:
-            return int(2 ** (torch.rand((), generator=generator) * torch.log2(torch.tensor(float(most)))))
-
-        m, n, k = draw(700), draw(1500), draw(4000)
-        out_dtype = (torch.bfloat16, torch.float32)[seed % 2]
-        a, b = (
-            _operand((m, k), TILE, seed),
-            _operand((n, k), (TILE, BLOCK)[seed // 2 % 2], seed + 1, ("e4m3", "e5m2")[seed % 3 == 0]),
-        )
-        if seed % 3 > 0:
-            a, b = _surrounded(a), _surrounded(b)
-        guarded, accumulates = _Guarded((m, n), out_dtype, odd=seed % 5 == 0), seed % 7 < 2
+        a, b, guarded, accumulates = _ragged_gemm(seed)
         before = guarded.out.normal_().double() if accumulates else torch.zeros((), device="cuda")
         _launch(Schedule.DENSE, a, b, guarded.out, accumulate=accumulates)
         _check(guarded.out, _values(a), _values(b), before)
         guarded.check()
+
+
+@pytest.mark.parametrize("name", RARE)
+def test_ragged_gemms_of_rare_kernels(name: str):
+    """Kernels that seeds below 60 of `test_ragged_gemms` do not reach."""
+    seed, is_it = RARE[name]
+    a, b, guarded, accumulates = _ragged_gemm(seed)
+    before = guarded.out.normal_().double() if accumulates else torch.zeros((), device="cuda")
+    assert is_it(_make(Schedule.DENSE, guarded.out, a, b, accumulate=accumulates)), "another kernel is chosen now"
+    _check(guarded.out, _values(a), _values(b), before)
+    guarded.check()
 
 
 @pytest.mark.parametrize("name", KERNELS)
