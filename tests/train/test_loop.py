@@ -10,6 +10,7 @@ import shlex
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from contextlib import contextmanager
 from functools import cache
 from multiprocessing.process import BaseProcess
@@ -531,12 +532,17 @@ def begin(text: Path, out: Path, hangs_after: int = -1, **changes) -> BaseProces
 
 
 def wait_for_step(run: Path, step: int, process: BaseProcess) -> None:
+    lines = run / "metrics.jsonl"
+    wait_for(f"step {step}", lambda: lines.exists() and f'"step": {step}, "loss"' in lines.read_text(), run, process)
+
+
+def wait_for(what: str, is_there: Callable[[], bool], run: Path, process: BaseProcess) -> None:
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.is_alive():
-        if (run / "metrics.jsonl").exists() and f'"step": {step}, "loss"' in (run / "metrics.jsonl").read_text():
+        if is_there():
             return
         time.sleep(0.01)
-    raise AssertionError(f"step {step} was not reached: {(run.parent / 'octile.err').read_text()}")
+    raise AssertionError(f"{what} was not reached: {(run.parent / 'octile.err').read_text()}")
 
 
 @pytest.mark.parametrize("numbers", [(signal.SIGINT, signal.SIGTERM), (signal.SIGTERM, signal.SIGINT)])
@@ -544,11 +550,10 @@ def test_a_second_signal_of_another_kind_ends_a_run_within_a_step(text, tmp_path
     out = tmp_path / "run"
     process = begin(text, out, hangs_after=1)
     try:
-        while process.is_alive() and not (tmp_path / "hangs").exists():
-            time.sleep(0.01)
+        wait_for("a step that hangs", (tmp_path / "hangs").exists, out, process)
         os.kill(process.pid, numbers[0])
-        while process.is_alive() and "stopping after the steps" not in (tmp_path / "octile.out").read_text():
-            time.sleep(0.01)
+        printed = tmp_path / "octile.out"
+        wait_for("a stop", lambda: "stopping after the steps" in printed.read_text(), out, process)
         os.kill(process.pid, numbers[1])
         process.join(60)
         assert process.exitcode in (130, 143)

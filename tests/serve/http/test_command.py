@@ -225,3 +225,13 @@ def test_a_process_that_hangs_ends_the_server_in_one_line(apart):
     assert server.returncode == 1
     (line,) = error.splitlines()
     assert re.fullmatch(r"octile: the (prefill|decode) process 0 has not answered for 2 s, and was killed", line)
+
+
+@pytest.mark.exhaustive  # the process of HTTP alone, in test_process
+def test_nothing_is_left_of_a_server_that_is_killed(apart):
+    server, _ = apart
+    others = psutil.Process(server.pid).children(recursive=True)
+    server.kill()
+    _, left = psutil.wait_procs(others, timeout=30)
+    assert len(others) >= 3
+    assert left == []

@@ -12,8 +12,8 @@ from tests.worlds import Failures, assert_passed, start_once, start_ranks
 FURTHER = {  # of two ranks, with what shows the same
     "captured_late": "late_weights-deepseek_v3",  # nothing is captured on a CPU
     "late_weights-2": "late_weights-1 and late_weights-deepseek_v3, of spread experts",
-    "becoming_eager-1": "becoming_eager-2",
-    "deepseek_v3-1": "deepseek_v3-2",
+    "becoming_eager-2": "becoming_eager-1, which gathers the weights of all experts, too",
+    "deepseek_v3-2": "delayed-2 and late_weights-deepseek_v3, of spread experts",
 }
 NAMES = {world: list(rank_cases.cases(world)) for world in (2, 4)}
 
