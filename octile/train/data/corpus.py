@@ -187,12 +187,12 @@ def open_corpus(source: str | Path, name: str = "data") -> Corpus:
     return _from_files(str(source), named, _find_files(source))
 
 
-def content_digest(source: str | Path, name: str = "data") -> str:
+def content_digest(source: str | Path) -> str:
     """The SHA-256 of everything from which `open_corpus` makes a corpus: names and contents, not where they lie.
 
-    Arguments and errors are those of `open_corpus`. The content is not searched for text, so this is much faster.
+    Source and errors are those of `open_corpus`. The content is not searched for text, so this is much faster.
     """
-    check_source(source, name)
+    check_source(source, "data")
     digest = hashlib.sha256()
 
     def add(*parts: bytes) -> None:
@@ -200,7 +200,7 @@ def content_digest(source: str | Path, name: str = "data") -> str:
             digest.update(len(part).to_bytes(8) + part)
 
     if str(source).startswith("hf:"):
-        for row in open_corpus(source, name).read():
+        for row in open_corpus(source).read():
             add(row.name.encode(), row.text.encode())
         return digest.hexdigest()
     files = _find_files(source)
