@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run one stage of hopper.md: check, tests, gemm, casts, step, tune, profile, sanitize, train, deterministic,
+# Run one stage of hopper.md: check, tests, gemm, drawn, casts, step, tune, profile, sanitize, train, deterministic,
 # probe or bits. Needs a Hopper GPU. Ends within nine minutes and writes to $OUT, a short table last.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -35,10 +35,12 @@ build_deep_gemm() {
     "$PYTHON" -c 'import deep_gemm; print("DeepGEMM", deep_gemm.__version__)' || true
 }
 
-bench() { # what seconds
-    within "$2" "$PYTHON" -c "from pathlib import Path; from octile.bench import run; run('$1', Path('$OUT/$1.json'))" \
-        2>"$OUT/$1.log" | tee "$OUT/$1.txt"
-    grep -E 'left out|: no |Warning|Error' "$OUT/$1.log" | head -n 20
+bench() { # what seconds [name of the files] [further arguments]
+    local name=${3:-$1}
+    local call="run('$1', Path('$OUT/$name.json')${4:-})"
+    within "$2" "$PYTHON" -c "from pathlib import Path; from octile.bench import run; $call" \
+        2>"$OUT/$name.log" | tee "$OUT/$name.txt"
+    grep -E 'left out|: no |Warning|Error' "$OUT/$name.log" | head -n 20
 }
 
 case ${1:-} in
@@ -67,7 +69,12 @@ tests)
 gemm)
     build_deep_gemm
     restore_tuned
-    bench gemm 520
+    bench gemm 520 gemm ", shapes='list'"
+    ;;
+drawn)
+    build_deep_gemm
+    restore_tuned
+    bench gemm 520 gemm_drawn ", shapes='drawn', seed=${2:-None}"
     ;;
 casts)
     bench casts 150

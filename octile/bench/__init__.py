@@ -19,6 +19,8 @@ command.py         the options of `octile bench`; doctor_command.py has those of
 goals.py           floors and aims for the benchmarks' results
 rows.py            a result and how it is printed and written
 shapes.py          the GEMMs that are measured
+drawn.py           others, drawn by a seed
+model_shapes.py    the models whose layers they are
 gemm_case.py       their operands, calls and checks
 gemm_peers.py      the same GEMMs by other libraries
 gemm_table.py      their results as a table
@@ -47,7 +49,9 @@ TITLES = {
 }
 
 
-def run(what: str, json: Path | None = None, folder: Path | None = None) -> None:
+def run(
+    what: str, json: Path | None = None, folder: Path | None = None, shapes: str | None = None, seed: int | None = None
+) -> None:
     """Run a benchmark, print its table, and write its rows to a file. After Ctrl-C, the rows so far are used.
 
     Args:
@@ -55,12 +59,13 @@ def run(what: str, json: Path | None = None, folder: Path | None = None) -> None
             "sparse", "dispatch" or "lab".
         json: file for the rows, with machine, versions and commit; None: no file.
         folder: the run to serve, for "serve"; None on the ranks that torchrun has started.
+        shapes, seed: which GEMMs "gemm" measures, see `octile.bench.gemm.rows`.
 
     Raises:
         FileNotFoundError: the folder for the file does not exist, or the one to serve has no model.
         IsADirectoryError, PermissionError: the file cannot be written.
-        ValueError: the file is a device; what is "train" and there is no GPU, "dispatch" and torchrun has not started
-            ranks on several, or "serve" and it has started more ranks than there are GPUs.
+        ValueError: the file is a device; what is "train", or "gemm" of drawn shapes, and there is no GPU; "dispatch"
+            and torchrun has not started ranks on several, or "serve" and it has started more ranks than there are GPUs.
 
     These are raised before anything is measured.
     """
@@ -75,7 +80,8 @@ def run(what: str, json: Path | None = None, folder: Path | None = None) -> None
         check_output_file("json", json)
     bench, rows, measured_on = import_module(f"octile.bench.{what}"), list[Row](), machine()
     try:
-        for row in bench.rows(folder) if what == "serve" else bench.rows():
+        arguments = {"serve": (folder,), "gemm": (shapes, seed)}.get(what, ())
+        for row in bench.rows(*arguments):
             rows.append(row)
     finally:
         if rows:

@@ -33,6 +33,9 @@ class Options:
             kernels there.
         json: also write the rows to this file.
         run: a run folder or a Hugging Face folder to serve; the newest under runs/ if not given.
+        shapes: those of gemm on a GPU: list (DeepSeek-V3's, and those of DeepGEMM's tests), or drawn (from the layers
+            of 45 public models, with drawn numbers of tokens); both if not given.
+        seed: draw the shapes of gemm by this number; the date if not given.
         shape: M,N,K of one GEMM to tune; every shape of gemm if not given.
         minutes: after so many minutes, tune starts no further shape.
     """
@@ -40,6 +43,8 @@ class Options:
     what: Positional[What] = "step"
     json: Path | None = None
     run: Path | None = None
+    shapes: Literal["list", "drawn"] | None = None
+    seed: int | None = None
     shape: str | None = None
     minutes: float | None = None
 
@@ -58,6 +63,10 @@ def run(options: Options) -> None:
             "json is an option of gemm, casts, step, train, transformers, attention, serve, indexer, sparse, dispatch "
             f"and lab, not of {options.what}, which writes no rows"
         )
+    if options.what != "gemm" and (options.shapes is not None or options.seed is not None):
+        raise ValueError(f"shapes and seed are options of gemm, not of {options.what}")
+    if options.shapes == "list" and options.seed is not None:
+        raise ValueError("seed has no effect on shapes list: it draws shapes")
     if options.what != "serve" and options.run is not None:
         raise ValueError(f"run is an option of serve, not of {options.what}")
     if count_ranks() > 1 and options.run is not None:
@@ -69,4 +78,5 @@ def run(options: Options) -> None:
     else:
         is_run = options.what == "serve" and count_ranks() == 1
         what = "dispatch" if options.what == "comm" else options.what
-        run_benchmark(what, options.json, (options.run or newest_run()) if is_run else None)
+        folder = (options.run or newest_run()) if is_run else None
+        run_benchmark(what, options.json, folder, options.shapes, options.seed)

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from octile.bench import goals, shapes
+from octile.bench.drawn import default_seed, drawn_cases
 from octile.bench.gemm_case import MAX_DIFFERENCE, prepare_case
 from octile.bench.gemm_peers import peer_calls
 from octile.bench.gemm_table import (
@@ -47,13 +48,29 @@ TRIAL_SECONDS = 150.0  # for one case: start, compile its kernel and its peers',
 ALL_SECONDS = 280.0  # after which no further case is tried
 
 
-def rows() -> Iterator[Row]:
-    """Measure every shape, with random normal values, and yield its rows."""
+def rows(chosen: str | None = None, seed: int | None = None) -> Iterator[Row]:
+    """Measure every shape, with random normal values, and yield its rows.
+
+    Args:
+        chosen: on a GPU "list", the shapes of `octile.bench.shapes`, or "drawn", those of `octile.bench.drawn`; None:
+            both.
+        seed: draws the shapes; None: the date.
+
+    Raises:
+        ValueError: they are to be drawn, and there is no GPU.
+    """
     if not torch.cuda.is_available():
+        if chosen == "drawn" or seed is not None:
+            raise ValueError("drawn shapes are measured on a GPU, and there is none")
         for case in shapes.CPU:
             yield from _rows(case, "cpu")
         return
-    for case in tried(shapes.GPU):
+    cases = [] if chosen == "drawn" else list(shapes.GPU)
+    if chosen != "list":
+        seed = default_seed() if seed is None else seed
+        print(f"shapes drawn by --seed {seed}", flush=True)
+        cases += drawn_cases(seed)
+    for case in tried(cases):
         try:
             yield from _rows(case, "cuda")
         except (ArithmeticError, RuntimeError) as error:

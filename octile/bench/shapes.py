@@ -24,6 +24,7 @@ class Case:
         groups: number of groups.
         tiles: whether b has one scale per 1×128 tile, as a has; otherwise one per 128×128 block.
         accumulate: whether the output is FP32 and added to; otherwise it is BF16 and overwritten.
+        drawn: the class of a drawn case, as in `octile.bench.drawn`.
     """
 
     kind: Literal["dense", "grouped", "masked", "wgrad"]
@@ -33,6 +34,7 @@ class Case:
     groups: int = 1
     tiles: bool = False
     accumulate: bool = False
+    drawn: str = ""
 
     @property
     def name(self) -> str:
@@ -44,7 +46,8 @@ class Case:
     def what(self) -> str:
         """The kind of GEMM, as rows have it in `what`."""
         kind = "" if self.kind == "dense" else f", {self.kind}"
-        return "FP8" + " 1D1D" * (self.tiles and self.kind == "dense") + kind + " +=" * self.accumulate
+        drawn = f", drawn: {self.drawn}" if self.drawn else ""  # as `DrawnClass.suffix`
+        return "FP8" + " 1D1D" * (self.tiles and self.kind == "dense") + kind + " +=" * self.accumulate + drawn
 
     @cached_property
     def sizes(self) -> list[int]:

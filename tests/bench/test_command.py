@@ -11,4 +11,4 @@ def test_a_name_is_that_of_a_benchmark_or_another_name_for_it(monkeypatch, name,
     runs = []
     monkeypatch.setattr(command, "run_benchmark", lambda *arguments: runs.append(arguments))
     main(["bench", name])
-    assert runs == [(measured, None, None)]
+    assert runs == [(measured, None, None, None, None)]

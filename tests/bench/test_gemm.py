@@ -32,7 +32,7 @@ def gpu(monkeypatch):
 
 
 def test_a_gemm_has_all_its_figures(gpu):
-    rows = [row for row in gemm.rows() if row.case == "32×16×128"]
+    rows = [row for row in gemm.rows("list") if row.case == "32×16×128"]
     figures = {row.unit: row.value for row in rows}
     kernel_units = {gemm.REGISTERS, gemm.SHARED, gemm.COMPILED}
     assert set(figures) == {"TFLOP/s", "GB/s", "µs", "difference", "µs of host", "µs in a graph"} | kernel_units
@@ -43,7 +43,7 @@ def test_a_gemm_has_all_its_figures(gpu):
 
 def test_a_case_that_hangs_is_left_out_and_reported(gpu, monkeypatch, capsys):
     monkeypatch.setattr(gemm, "why_not", lambda case, end: "it hangs" if case is CASES[1] else None)
-    assert {row.case for row in gemm.rows()} == {"32×16×128", "64×16×128"}
+    assert {row.case for row in gemm.rows("list")} == {"32×16×128", "64×16×128"}
     assert "left out: 48×16×128 FP8: it hangs" in capsys.readouterr().err
 
 
@@ -54,7 +54,7 @@ def test_a_case_with_a_wrong_result_is_left_out_and_reported(gpu, monkeypatch, c
         return prepare_case(case, "cpu")
 
     monkeypatch.setattr(gemm, "prepare_case", measure)
-    assert {row.case for row in gemm.rows()} == {"48×16×128", "64×16×128"}
+    assert {row.case for row in gemm.rows("list")} == {"48×16×128", "64×16×128"}
     assert "left out: 32×16×128 FP8: wrong" in capsys.readouterr().err
 
 
@@ -69,10 +69,23 @@ def test_cases_that_are_tried_together_fit_into_the_gpus_memory(monkeypatch, mem
 
 
 def test_it_ends_with_the_goals(gpu):
-    assert gemm.show(list(gemm.rows())).splitlines()[-1].startswith("host time of a warm call: at most 12.0 µs")
+    assert gemm.show(list(gemm.rows("list"))).splitlines()[-1].startswith("host time of a warm call: at most 12.0 µs")
 
 
 def test_the_goals_find_the_rows_of_the_benchmark(gpu):
-    rows = list(gemm.rows())
+    rows = list(gemm.rows("list"))
     assert HOST in {row.unit for row in rows}
     assert {row.against.peer for row in rows if row.against} == {"torch FP32"}
+
+
+def test_drawn_shapes_follow_those_of_the_list(gpu, monkeypatch, capsys):
+    monkeypatch.setattr(gemm, "drawn_cases", lambda seed: [Case("dense", seed, 16, 128, drawn="large")])
+    assert {row.case for row in gemm.rows(seed=5)} == {*(case.name for case in CASES), "5×16×128"}
+    assert {row.what for row in gemm.rows("drawn", 5)} == {"FP8, drawn: large"}
+    assert "shapes drawn by --seed 5\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [("drawn", None), (None, 5)])
+def test_shapes_are_drawn_for_a_gpu_only(arguments):
+    with pytest.raises(ValueError, match="drawn shapes are measured on a GPU, and there is none"):
+        next(gemm.rows(*arguments))
