@@ -116,7 +116,7 @@ def shortlist(p: Problem, chip: Chip) -> list[GemmConfig]:
         same_tile[tile] += 1
         if same_tile[tile] <= MAX_SAME_TILE and estimates[config] <= MAX_ESTIMATE * best:
             selected.append(config)
-            if same_tile[tile] == 1 and (other := other_rasterization(p, config, chip)):
+            if same_tile[tile] == 1 and (other := other_rasterization(p, config)):
                 selected.append(other)
     return selected[:MAX_CANDIDATES]
 

@@ -58,7 +58,7 @@ def test_the_best_of_each_tile_has_both_rasterization_orders():
     best = {(c.tile_m, c.tile_n, c.warpgroups, c.ping_pong, c.transposed): c for c in reversed(configs)}
     assert best
     for config in best.values():
-        other = other_rasterization(problem, config, H200)
+        other = other_rasterization(problem, config)
         assert other.raster_along_n != config.raster_along_n
         assert replace(other, raster_along_n=config.raster_along_n, raster_width=config.raster_width) == config
         assert other in configs or config in configs[-1:]  # the list ends where it is full

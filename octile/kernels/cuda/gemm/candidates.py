@@ -4,8 +4,8 @@ The candidates follow from the problem and the chip; the cost model ranks them (
 of shapes, and nothing is tried out when a GEMM is called. `octile bench tune` measures candidates on a GPU and stores
 the fastest, which is then chosen (`tuned`).
 
-The rasterization order is not estimated. It is a rule, found by measuring some GEMMs both ways (`_rasterization`;
-benchmarks/LOG.md, 21 November); `octile bench tune` also measures the likeliest configuration of each tile with
+The rasterization order is not estimated. It is a rule, found by measuring GEMMs both ways (`_rasterization`;
+benchmarks/history/cost-model); `octile bench tune` also measures the likeliest configuration of each tile with
 `other_rasterization`.
 """
 
@@ -13,15 +13,15 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
-from math import log2, sqrt
 from typing import Any
 
 from octile.kernels.cuda.gemm import tuned
 from octile.kernels.cuda.gemm.config import BLOCK_K, GemmConfig, Scales, Schedule, Store
-from octile.kernels.cuda.gemm.cost_model import Chip, Problem, cycles, num_tiles, rounded, rows_per_group, transposed
+from octile.kernels.cuda.gemm.cost_model import Chip, Problem, cycles, num_tiles, rounded, transposed
 from octile.kernels.hopper import SHARED_BYTES
 
 MAX_STAGES = 12
+STRIP = 8  # cluster tiles across a strip
 CLUSTERS = ((1, 1), (1, 2), (2, 1))  # blocks along M, which share b, and along N, which share a
 
 
@@ -109,12 +109,7 @@ def _with_splits(
             transposed=is_transposed,
             store=p.store if tma_can_store else Store.PAIRS,
             staged_boxes=1 if p.store is Store.TMA and tma_can_store else 0,
-            **_rasterization(
-                p,
-                tile_m * cluster_m,
-                tile_n * cluster_n,
-                chip.clusters(cluster_m * cluster_n) * (2 if ping_pong else 1),
-            ),
+            **_rasterization(p, tile_m * cluster_m),
             max_groups=0 if p.schedule is Schedule.DENSE else max(32, 1 << (p.groups - 1).bit_length()),
             zero_rest=p.zero_rest,
             a_e5m2=p.a_e5m2,
@@ -173,29 +168,19 @@ def _loading_c(config: GemmConfig) -> GemmConfig:
     return replace(loading, stages=min(stages, MAX_STAGES))
 
 
-def _rasterization(p: Problem, cluster_tile_m: int, cluster_tile_n: int, at_once: int) -> dict[str, Any]:
+def _rasterization(p: Problem, cluster_tile_m: int) -> dict[str, Any]:
     """Return the rasterization order; see scheduler.cuh.
 
-    It is along N where the result is stored without an addition, has several strips and each strip several rounds;
-    otherwise along M.
+    Strips are 8 cluster tiles wide. They lie along N where the result is stored without an addition, unless a dense one
+    has no more rows than a strip along M.
     """
-    width = sqrt(at_once * cluster_tile_m / cluster_tile_n)
-    several = p.n >= 1.5 * width * cluster_tile_n and rows_per_group(p) >= 1.5 * at_once / width * cluster_tile_m
-    along_n = several and not p.accumulate and p.schedule in (Schedule.DENSE, Schedule.GROUPED)
-    return {"raster_along_n": along_n, "raster_width": _raster_width(along_n, cluster_tile_m, cluster_tile_n, at_once)}
+    has_strips = p.schedule is not Schedule.DENSE or p.m > STRIP * cluster_tile_m
+    return {"raster_along_n": has_strips and not p.accumulate, "raster_width": STRIP}
 
 
-def _raster_width(along_n: bool, cluster_tile_m: int, cluster_tile_n: int, at_once: int) -> int:
-    """Return the width of a strip in cluster tiles: what runs at once is then about square, to a power of two."""
-    ratio = cluster_tile_m / cluster_tile_n if along_n else cluster_tile_n / cluster_tile_m
-    return 2 ** max(0, round(log2(sqrt(at_once * ratio))))
-
-
-def other_rasterization(p: Problem, c: GemmConfig, chip: Chip) -> GemmConfig | None:
+def other_rasterization(p: Problem, c: GemmConfig) -> GemmConfig | None:
     """Return the configuration with the other rasterization order; None where there is one row or column of tiles."""
     m, n = (p.n, p.m) if c.transposed else (p.m, p.n)
     if m <= c.cluster_tile_m or n <= c.cluster_tile_n:
         return None
-    at_once = chip.clusters(c.cluster_size) * c.pipelines
-    width = _raster_width(not c.raster_along_n, c.cluster_tile_m, c.cluster_tile_n, at_once)
-    return replace(c, raster_along_n=not c.raster_along_n, raster_width=width)
+    return replace(c, raster_along_n=not c.raster_along_n)

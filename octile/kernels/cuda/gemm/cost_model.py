@@ -28,7 +28,7 @@ L2_BYTES_PER_CYCLE = 52  # of each SM when all load
 L2_BYTES_PER_CYCLE_ONE_ROUND = 66  # where all tiles are computed in one round
 MAX_L2_BYTES_PER_CYCLE = 66  # that one SM takes
 CLUSTER_CYCLES = 8000  # more until the blocks of a cluster have all begun and ended, where they compute one tile each
-CLUSTER_SLOWDOWN = 1.05  # of a k-block of blocks that wait for each other
+CLUSTER_SLOWDOWN = 1.05  # of a k-block of blocks that wait for each other, in kernels that hide it less
 SPLIT_CYCLES = 3100  # until the split-K partials are written and counted, and read by the last block
 PARTIAL_CYCLES, PARTIAL_REGISTER_CYCLES = 570, 17.5  # more for each partial, and for each accumulator register in it
 MEMORY_BYTES_PER_CYCLE = 1790  # of all SMs, from rows that are read 128 bytes at a time
@@ -147,7 +147,9 @@ def cycles(p: Problem, c: GemmConfig, chip: Chip) -> float:
     epilogue = EPILOGUE_CYCLES + STAGING_CYCLES * stagings + store + partials
     overlaps_mma = c.store is Store.TMA and c.promote and c.accumulators <= c.waves and c.split_k == 1
     exposed = 0.2 if c.ping_pong else 1 if not overlaps_mma else 0.5 if c.waves > 1 else 0.9
-    slowdown = (_slowdown(c) if busy == workers else 1) * (CLUSTER_SLOWDOWN if c.cluster_size > 1 else 1)
+    slowdown = _slowdown(c) if busy == workers else 1
+    if c.cluster_size > 1 and (c.is_1d1d or c.accumulators > 1 or c.ping_pong):
+        slowdown *= CLUSTER_SLOWDOWN
     tile = k_blocks * k_block * slowdown + epilogue * (exposed if rounds > 1 else 1)
 
     weights = p.groups if p.schedule is not Schedule.DENSE else 1
@@ -187,7 +189,7 @@ def rows_per_group(p: Problem) -> int:
 
 
 def _slowdown(c: GemmConfig) -> float:
-    """Return how much longer a k-block was measured to take on an H200 than estimated, where all SMs are busy."""
+    """Return how much longer a k-block was measured to take than estimated, where all SMs are busy."""
     if c.ping_pong:
         return 2.0 if c.is_1d1d else 1.75
     if c.tile_n < 128 and c.tile_m >= 192 and not c.is_1d1d:
@@ -195,7 +197,11 @@ def _slowdown(c: GemmConfig) -> float:
     if c.warpgroups == 3:
         return 1.65 if c.is_1d1d else 1.02
     if c.waves == 1 and c.accumulators == 1:
-        return 1.5 if c.is_1d1d else 1.25
+        return 1.5 if c.is_1d1d else 1.25 if c.warpgroups == 1 else 1.1
     if c.accumulators > 1 and c.waves > 1:
         return 1.35 if c.stages == 3 else 1.15  # with three, some GEMMs wait for a stage
-    return 1.44 if c.is_1d1d else 1.24 if c.stages == 3 else 1.1
+    if c.is_1d1d:
+        return 1.44
+    if c.accumulators > 1:
+        return 1.1 if c.warpgroups == 1 else 1.3
+    return 1.2 if c.stages == 3 else 1.08
