@@ -24,7 +24,7 @@ from octile.kernels.cuda.gemm.config import BLOCK_K, GemmConfig, Scales, Schedul
 
 MASKED_ROWS = 256  # rows assumed of a masked group where the caller gives no expectation
 LAUNCH_CYCLES = 5400  # until the first MMA, and after the last
-L2_BYTES_PER_CYCLE = 52  # of each SM when all load
+L2_BYTES_PER_CYCLE = 48  # of each SM when all load
 L2_BYTES_PER_CYCLE_ONE_ROUND = 66  # where all tiles are computed in one round
 MAX_L2_BYTES_PER_CYCLE = 66  # that one SM takes
 CLUSTER_CYCLES = 8000  # more until the blocks of a cluster have all begun and ended, where they compute one tile each
