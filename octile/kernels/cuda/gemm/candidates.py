@@ -5,7 +5,7 @@ of shapes, and nothing is tried out when a GEMM is called. `octile bench tune` m
 the fastest, which is then chosen (`tuned`).
 
 The rasterization order is not estimated. It is a rule, found by measuring GEMMs both ways (`_rasterization`;
-benchmarks/history/cost-model); `octile bench tune` also measures the likeliest configuration of each tile with
+benchmarks/history/gemm-drawn); `octile bench tune` also measures the likeliest configuration of each tile with
 `other_rasterization`.
 """
 

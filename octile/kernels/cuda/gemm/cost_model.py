@@ -13,9 +13,9 @@ slowest of the following, times what a kind of kernel was measured to take more 
 So large tiles load least, several small ones fill the last round of SMs better, and few rows are a matter of reading
 the weights from all SMs at once. The constants rank kernels and are no forecast: a GEMM of few rows is estimated a
 fifth too long. They are those that chose best among 1,637 timings of 93 GEMMs on H200s
-(benchmarks/history/cost-model/sweep.json.gz; for more than 256 rows with rasterization along M, since that along N came
-later). The configurations that they choose are 0.7% slower than the best known, at worst 8%, rasterization left out:
-it is not estimated, but follows a rule (`candidates`).
+(benchmarks/history/cost-model/sweep.json.gz) and 1,806 of 86 drawn ones on an H100 (benchmarks/history/gemm-drawn).
+The configurations that they choose are 0.9 and 1.2% slower than the best known, at worst 8%. The order of tiles is not
+estimated, but follows a rule (`candidates`).
 """
 
 from dataclasses import dataclass, replace

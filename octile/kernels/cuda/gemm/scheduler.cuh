@@ -14,10 +14,9 @@
 //   side or one below the other. It may extend past the result: TMA loads zeros there, and nothing is stored.
 // - Tiles that run at the same time should share operands in the L2 cache. The rasterization order goes through strips
 //   of config::raster_width cluster tiles along M, column by column: W pipelines then read `raster_width` row panels
-//   and W / raster_width column panels. Their bytes are least where both are equal: raster_width² = W · cluster_tile_n
-//   / cluster_tile_m. Strips may also lie along N, row by row: the same tiles run together, but what is stored at the
-//   same time lies in the same rows. That is up to 3% faster where there are several strips, and up to 10% slower where
-//   there is one or where the epilogue accumulates. candidates.py chooses.
+//   and W / raster_width column panels. Strips may also lie along N, row by row: the same tiles run together, but what
+//   is stored at the same time lies in the same rows. That is up to 17% faster, and slower where the epilogue
+//   accumulates or where there are few rows. candidates.py chooses.
 // - Groups of rows begin at any row, but TMA loads scales from addresses that are multiples of 16 bytes only (observed
 //   on an H200; it ends in an illegal instruction). A group's first tile therefore begins up to 3 rows before the
 //   group; those rows are not stored.

@@ -101,7 +101,7 @@ def test_rasterization_order(case: str):
 
 @pytest.mark.parametrize(("m", "n", "k"), [(8192, 51200, 5120), (19072, 7168, 20480)])
 def test_the_largest_gemms_share_loads_in_clusters(m: int, n: int, k: int):
-    """Without, they were 15 to 20% slower on an H100 (benchmarks/history/cost-model)."""
+    """Without, they were 15 to 20% slower on an H100 (benchmarks/history/gemm-drawn)."""
     config = choose(Problem(m, n, k), H200)
     assert (config.tile_m, config.cluster_n) == (192, 2)
 
