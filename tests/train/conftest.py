@@ -68,6 +68,12 @@ def write_no_report(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(compare, "write_compare_report", lambda folder, result: folder / "report.html")
 
 
+def write_short_report(patch: pytest.MonkeyPatch) -> None:
+    """Have runs write a report whose figures are empty, and a sample of 4 tokens."""
+    draw_no_figures(patch)
+    patch.setattr(results, "SAMPLE_TOKENS", 4)
+
+
 ESTIMATES: dict[str, CpuNeed] = {}  # by all that they depend on
 
 
@@ -99,8 +105,7 @@ def no_report() -> Iterator[pytest.MonkeyPatch]:
 def short_report(no_report: pytest.MonkeyPatch, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have a test's runs write a report whose figures are empty, and a sample of 4 tokens."""
     no_report.undo()
-    draw_no_figures(monkeypatch)
-    monkeypatch.setattr(results, "SAMPLE_TOKENS", 4)
+    write_short_report(monkeypatch)
 
 
 @pytest.fixture(scope="session")
