@@ -31,6 +31,9 @@ if "OCTILE_CACHE_DIR" not in os.environ:  # workers of pytest-xdist find that of
     for kernel in disk_cache.folder().glob("*.compiled"):  # which would take seconds to compile
         shutil.copy2(kernel, cache)
     os.environ["OCTILE_CACHE_DIR"] = cache
+if "ESTIMATES_OF_TESTS" not in os.environ:  # the same for all workers, and for processes that tests fork
+    os.environ["ESTIMATES_OF_TESTS"] = tempfile.mkdtemp(prefix="octile-estimates-")
+    atexit.register(shutil.rmtree, os.environ["ESTIMATES_OF_TESTS"], ignore_errors=True)
 settings.register_profile(
     "octile", deadline=None, derandomize=True, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
 )

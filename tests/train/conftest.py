@@ -1,8 +1,11 @@
 """Shared by the tests of training: a model of a few thousand parameters and a text of 200 kB; a run takes a second."""
 
 import argparse
+import hashlib
 import inspect
 import io
+import os
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -78,19 +81,29 @@ ESTIMATES: dict[str, CpuNeed] = {}  # by all that they depend on
 
 
 def estimate_once(config: TrainConfig, ranks: Sequence[int] = (0,)) -> CpuNeed:
-    """Estimate the memory of runs with the same settings once: it takes as long as three steps."""
+    """Estimate the memory of runs with the same settings once in all processes: it takes as long as three steps."""
     sizes = config.batch_size, config.micro_batches, config.sequence_length, config.optim.ema_decay
     machine = kernels.can_multiply(), memory.MAX_TOKENS  # which tests change
     key = repr((config.load_recipe(), config.model, config.parallel, config.indexer_stage, *sizes, ranks, *machine))
     if key not in ESTIMATES:
-        ESTIMATES[key] = memory.estimate_need(config, ranks)
+        file = Path(os.environ["ESTIMATES_OF_TESTS"], hashlib.sha256(key.encode()).hexdigest())
+        if not file.exists():
+            unfinished = file.with_suffix(f".{os.getpid()}")
+            unfinished.write_bytes(pickle.dumps(memory.estimate_need(config, ranks)))
+            unfinished.rename(file)
+        ESTIMATES[key] = pickle.loads(file.read_bytes())
     return ESTIMATES[key]
+
+
+def estimate_memory_once(patch: pytest.MonkeyPatch) -> None:
+    """Have runs of the same settings estimate their memory once."""
+    patch.setattr(check, "estimate_need", estimate_once)
 
 
 @pytest.fixture(autouse=True)
 def estimated_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have runs of the same settings estimate their memory once."""
-    monkeypatch.setattr(check, "estimate_need", estimate_once)
+    """Have a test's runs of the same settings estimate their memory once; forked processes call the function."""
+    estimate_memory_once(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 import torch
 
 from octile.cli import main
@@ -24,8 +25,11 @@ def train_slowly(_: int, folder: str, arguments: Sequence[str], hangs_after: int
 
     The step that follows the step `hangs_after` takes ten minutes; the file `hangs` says that it has begun.
     """
+    from tests.train.conftest import estimate_memory_once  # which processes that need only the output do not import
+
     torch.set_num_threads(1)
     write_output_to(Path(folder), "octile")
+    estimate_memory_once(pytest.MonkeyPatch())
     launch = Trainer.launch
 
     def launch_slowly(self: Trainer) -> None:

@@ -20,7 +20,7 @@ from octile.checkpoint.training import find_latest
 from octile.cli import main
 from octile.train.data.token_store import FILES, LEFT_OUT, MANIFEST
 from tests.object_store import ENVIRONMENT, ObjectStore, object_store
-from tests.train.conftest import write_no_report
+from tests.train.conftest import estimate_memory_once, write_no_report
 from tests.train.strategy.test_bad_ranks import train
 from tests.train.strategy.test_torchrun import OPTIONS, losses
 from tests.worlds import begin_ranks
@@ -171,6 +171,7 @@ def in_a_process(_: int, work: Callable[..., None], environment: dict[str, str],
 
 def train_on(n_threads: int, arguments: Sequence[str]) -> None:
     torch.set_num_threads(n_threads)
+    estimate_memory_once(pytest.MonkeyPatch())
     main(["train", *arguments])
 
 

@@ -16,7 +16,7 @@ from octile.train.data.token_store import TokenStore
 from octile.train.run import rank_checks
 from octile.train.step.compute import StepComputation
 from octile.train.trainer import Trainer
-from tests.train.conftest import write_no_report
+from tests.train.conftest import estimate_memory_once, write_no_report
 from tests.train.run.own_process import write_output_to
 
 
@@ -103,7 +103,9 @@ def run(
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     write_output_to(Path(folder), str(rank))
     sys.argv = ["octile", "train", *arguments]
-    write_no_report(pytest.MonkeyPatch())
+    patch = pytest.MonkeyPatch()
+    write_no_report(patch)
+    estimate_memory_once(patch)
     faulty_rank, begin = FAULTS[fault]
     if rank == faulty_rank:
         begin()

@@ -13,14 +13,16 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from octile.cli import main
-from tests.train.conftest import write_short_report
+from tests.train.conftest import estimate_memory_once, write_short_report
 from tests.train.strategy.bad_rank import die, fail_at
 from tests.worlds import forked_context
 
 
 def run(step: int, arguments: Sequence[str]) -> None:
     torch.set_num_threads(1)
-    write_short_report(pytest.MonkeyPatch())
+    patch = pytest.MonkeyPatch()
+    write_short_report(patch)
+    estimate_memory_once(patch)
     if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         fail_at(step, die)
     main(["train", *arguments])
