@@ -210,13 +210,20 @@ def stopped_at(monkeypatch):
 
 @pytest.fixture(scope="module")
 def stopped_in_its_second_run(text, tmp_path_factory):
+    """Without a comparison of gradients, as where a test compares only losses: it takes longer than the steps."""
     folder = tmp_path_factory.mktemp("stopped")
     source, out = shutil.copytree(text, folder / "text"), folder / "out"
     with pytest.MonkeyPatch.context() as patch:
         stop_at(patch, 6)
         write_no_report(patch)
         with pytest.raises(Stopped):
-            compare(micro(data=str(source), steps=4, validate_every=2), ("deepseek_v3",), out, silent_console())
+            compare(
+                micro(data=str(source), steps=4, validate_every=2),
+                ("deepseek_v3",),
+                out,
+                silent_console(),
+                gradient_steps="none",
+            )
     return source, out
 
 
@@ -261,10 +268,10 @@ def test_a_run_whose_checkpoints_are_gone_begins_again_and_says_so(compared, tex
     stopped_at(2)
     config = micro(data=str(text), steps=4, validate_every=2)
     with pytest.raises(Stopped):
-        compare(config, ("deepseek_v3",), tmp_path, silent_console())
+        compare(config, ("deepseek_v3",), tmp_path, silent_console(), gradient_steps="none")
     shutil.rmtree(tmp_path / "runs" / "bf16-seed0" / "checkpoints")
     screen = silent_console()
-    resumed = compare(config, ("deepseek_v3",), tmp_path, screen, resume=True)
+    resumed = compare(config, ("deepseek_v3",), tmp_path, screen, gradient_steps="none", resume=True)
     assert "bf16-seed0 holds no complete checkpoint: the run begins again" in screen.console.file.getvalue()
     assert losses(resumed) == losses(compared[0])
 
@@ -273,7 +280,7 @@ def test_a_resumed_comparison_needs_its_source_no_more(compared, stopped):
     source, out = stopped
     shutil.rmtree(source)
     screen = silent_console()
-    resumed = compare(Comparison.read(out).config, ("deepseek_v3",), out, screen, resume=True)
+    resumed = compare(Comparison.read(out).config, ("deepseek_v3",), out, screen, gradient_steps="none", resume=True)
     assert "finished before" in screen.console.file.getvalue()
     assert losses(resumed) == losses(compared[0])
 
@@ -283,7 +290,9 @@ def test_other_tokens_than_those_of_a_finished_run_are_refused(stopped):
     shutil.rmtree(out / "data")
     (source / "argparse.txt").unlink()
     with pytest.raises(ValueError, match=r"data are not those that bf16, seed 0, was trained on: bring them back"):
-        compare(Comparison.read(out).config, ("deepseek_v3",), out, silent_console(), resume=True)
+        compare(
+            Comparison.read(out).config, ("deepseek_v3",), out, silent_console(), gradient_steps="none", resume=True
+        )
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -321,7 +330,7 @@ def test_a_killed_comparison_continues_at_its_last_checkpoint(compared, text, tm
     monkeypatch.setattr(Trainer, "launch", killed)
     config = micro(data=str(text), steps=4, validate_every=2, checkpoint_every=2)
     with pytest.raises(KeyboardInterrupt):
-        compare(config, ("deepseek_v3",), tmp_path, silent_console())
+        compare(config, ("deepseek_v3",), tmp_path, silent_console(), gradient_steps="none")
     read = []
 
     def load(path, check):
@@ -336,7 +345,7 @@ def test_a_killed_comparison_continues_at_its_last_checkpoint(compared, text, tm
     monkeypatch.setattr(compared_run, "load_checkpoint", load)
     monkeypatch.setattr(Trainer, "launch", launch)
     screen = silent_console()
-    resumed = compare(config, ("deepseek_v3",), tmp_path, screen, resume=True)
+    resumed = compare(config, ("deepseek_v3",), tmp_path, screen, gradient_steps="none", resume=True)
     assert read
     assert "resumed at step 2" in screen.console.file.getvalue()
     assert losses(resumed) == losses(compared[0])
