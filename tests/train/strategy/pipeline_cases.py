@@ -99,10 +99,10 @@ def check_moved_run(store: TokenStore, ranks: Ranks, schedule: str, dp: int = 1,
     if ranks.is_first:
         assert same.keys() == of_alone.keys()
         assert [name for name, tensor in of_alone.items() if not torch.equal(same[name], tensor)] == []
-    check_close(steps(own, 2), steps_of_one_process(ranks, alone, 2), rtol=2e-2, atol=0.0)
+    check_close(steps(own, 1), steps_of_one_process(ranks, alone, 1), rtol=2e-2, atol=0.0)
     checkpoints = DistributedCheckpoints(folder / "sharded")
     tensors, state = own.state()
-    checkpoints.save(4, own.strategy.layout.chunks(tensors), state)
+    checkpoints.save(3, own.strategy.layout.chunks(tensors), state)
     after = steps(own, 1)  # while it is written
     again = of_one_process(store, ranks, optim=AVERAGED, recipe="delayed")
     again.load(*load_checkpoint(checkpoints.latest()))
@@ -134,7 +134,7 @@ def check_differing_copies(store: TokenStore, ranks: Ranks) -> None:
 def check_fp8(store: TokenStore, ranks: Ranks, recipe: str, schedule: str) -> None:
     """Without data parallelism the tiles are those of one process, and so are the first losses, bit for bit."""
     alone, own = trainers(store, ranks, schedule, recipe=recipe)
-    lines, expected = steps(own, 3), steps_of_one_process(ranks, alone, 3)
+    lines, expected = steps(own, 2), steps_of_one_process(ranks, alone, 2)
     assert lines[0]["loss"] == expected[0]["loss"]
     check_close(lines, expected, rtol=2e-2, atol=0.0)
     of_alone = ranks.from_first(lambda: alone.evaluator.validate()["val_loss"], float)

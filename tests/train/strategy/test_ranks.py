@@ -10,6 +10,7 @@ from tests.train.strategy import rank_cases
 from tests.worlds import Failures, assert_passed, start_once, start_ranks
 
 FURTHER = {  # of two ranks, with what shows the same
+    "moved-2-2": "moved-4-2, whose experts are spread and copied, and test_moved_runs, whose are only spread",
     "captured_late": "late_weights-deepseek_v3",  # nothing is captured on a CPU
     "late_weights-2": "late_weights-1 and late_weights-deepseek_v3, of spread experts",
     "becoming_eager-2": "becoming_eager-1, which gathers the weights of all experts, too",
