@@ -137,13 +137,22 @@ class Outcomes:
         device: str = "cpu",
     ):
         def start(world: int, folder: str) -> None:
-            start_ranks(_run_works, (world, device, tuple(works), folder), world)
+            arguments = world, device, tuple(works), folder
+            if device == "cuda":
+                start_ranks(_run_works, arguments, world)
+            else:
+                start_ranks(_fork_ranks, (_run_works, arguments, world), 1)
 
         self._failures = start_once(tmp_path_factory, name, start)(ranks)
 
     def assert_passed(self, work: Work) -> None:
         """Fail with what the function raised on each rank."""
         assert_passed(self._failures, work.__name__)
+
+
+def _fork_ranks(_: int, run: Callable[..., None], arguments: tuple[Any, ...], world: int) -> None:
+    """Call run(rank, *arguments) in forks of this process, which has imported what the arguments need, once for all."""
+    mp.start_processes(_run, (run, *arguments), world, start_method="fork")
 
 
 def _run_works(rank: int, world: int, device: str, works: Sequence[Work], folder: str) -> None:

@@ -39,9 +39,14 @@ def draw(world: int) -> list[Tokens]:
 
 
 def is_further(world: int, name: str) -> bool:
-    """Whether other cases show the same: two peers or peers of nodes for four peers, FP8 for other recipes of peers."""
+    """Whether other cases show the same: two peers or peers of nodes for four peers, FP8 for other recipes of peers.
+
+    What calls an exchange several times, or differentiates it in another way, is shown by two peers for NVSHMEM, too.
+    """
     if world == 4:
         return name.endswith(("-peers", "-nvshmem_peers"))
+    if name.endswith("-nvshmem_peers"):
+        return name.startswith(("recomputed", "interleaved", "two_passes", "second_derivative", "observed", "overlap"))
     return name.endswith(("-fp32-peers", "-fp8_unfused-peers")) and not name.startswith(
         ("gate", "overlap", "recomputed")
     )
