@@ -3,10 +3,13 @@
 import gc
 import multiprocessing
 import os
+import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import cache, partial
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -27,6 +30,9 @@ PRELOADED = (
     "torch.utils.tensorboard",
     "octile.checkpoint.distributed",
     "octile.serve.disaggregated.router",
+    "octile.serve.http.serve_folder",
+    "octile.serve.http.server",
+    "octile.serve.http.service",
     "octile.train.command",
     "octile.train.loop",
     "tests.train.strategy.bad_rank",
@@ -61,9 +67,48 @@ def begin_ranks(run: Callable[..., None], arguments: tuple[Any, ...], world: int
 
 
 def forked_context() -> BaseContext:
-    """The start method of `_start`, for processes that run other functions."""
-    multiprocessing.set_forkserver_preload([*PRELOADED])
-    return multiprocessing.get_context(_start_method())
+    """The start method of `_start`, for processes that run other functions, and print where this process prints."""
+    multiprocessing.set_forkserver_preload([*PRELOADED, "tests.frozen"])
+    context = multiprocessing.get_context(_start_method())
+
+    class Forked(type(context)):  # type: ignore[misc]
+        def Process(self, target: Callable[..., None], args: Sequence[Any] = (), **options: Any) -> BaseProcess:
+            streams = Connection(os.dup(1), readable=False), Connection(os.dup(2), readable=False)
+            return context.Process(target=_run_printing, args=(streams, _children, target, *args), **options)
+
+    return Forked()
+
+
+_children: Connection | None = None  # receives the numbers of the processes that this one starts
+
+
+def send_children(connection: Connection) -> None:
+    """Have the processes that this one starts from now on send their numbers."""
+    global _children
+    _children = connection
+
+
+def _run_printing(
+    streams: Sequence[Connection], begun: Connection | None, target: Callable[..., None], *arguments: Any
+) -> None:
+    """Call a function in a process that prints to two streams, and whose own processes do so, too."""
+    print_to(*streams)
+    if begun is not None:
+        begun.send(os.getpid())
+    if _start_method() == "forkserver":  # as is documented, the same server forks them; Python 3.11 would begin another
+        forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
+        context = forked_context()
+        multiprocessing.get_context = lambda method=None: context  # type: ignore[assignment]
+    target(*arguments)
+
+
+def print_to(out: Connection, err: Connection) -> None:
+    """Print to two pipes from now on."""
+    for number, stream in ((1, out), (2, err)):
+        os.dup2(stream.fileno(), number)
+        stream.close()
+    sys.stdout = os.fdopen(1, "w", closefd=False)  # that from before may be a file's, in which one can seek
+    sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
 
 
 def _start_method() -> str:
@@ -76,12 +121,12 @@ def _start(run: Callable[..., None], arguments: tuple[Any, ...], world: int, joi
     They are forked by a server that has imported the module of `run`, so that it is imported once. Where there is a
     GPU each process imports it: one that is forked may not use CUDA if the server has asked for GPUs.
     """
-    multiprocessing.set_forkserver_preload([*PRELOADED, run.__module__])
+    multiprocessing.set_forkserver_preload([*PRELOADED, run.__module__, "tests.frozen"])
     return mp.start_processes(_run, (run, *arguments), world, join=join, start_method=_start_method())
 
 
 def _run(rank: int, run: Callable[..., None], *arguments: Any) -> None:
-    gc.freeze()  # a collection would look at all that the server imported, and copy its pages
+    gc.freeze()  # also what this process has imported
     run(rank, *arguments)
 
 

@@ -21,10 +21,15 @@ from octile import cli, exit_codes
 from octile.serve.engine.config import CacheConfig, EngineConfig
 from octile.serve.engine.request import Sampling
 from octile.serve.weights.load import Folder
+from tests.forked_command import ForkedCommand
+
+
+def arguments(folder: Path, *options: str) -> list[str]:
+    return ["serve", str(folder), "--port", "0", "--device", "cpu", *options]
 
 
 def start(folder: Path, *options: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "octile", "serve", str(folder), "--port", "0", "--device", "cpu", *options]
+    command = [sys.executable, "-m", "octile", *arguments(folder, *options)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -169,16 +174,11 @@ def test_it_ends_quietly_when_the_reader_of_its_output_ends(folder):
     assert server.wait(60) == 0
 
 
-def children(pid: int, name: str) -> list[int]:
-    """The processes that a server has started whose command has a word, by their numbers."""
-    return sorted(child.pid for child in psutil.Process(pid).children() if name in " ".join(child.cmdline()))
-
-
 @pytest.fixture
 def apart(folder, request):
     """A server with a prefill and a decode process, and OpenAI's client of it; parameters are further options."""
     options = "--engine.batch-invariant", *getattr(request, "param", ())
-    server = start(folder, "--processes.prefill", "1", "--processes.decode", "1", *options)
+    server = ForkedCommand(arguments(folder, "--processes.prefill", "1", "--processes.decode", "1", *options))
     assert server.stderr.readline() == "loading micro on cpu by processes, 1 for prefill and 1 for decoding\n"
     lines = [server.stdout.readline() for _ in range(3)]
     assert lines[0].startswith(
@@ -207,7 +207,7 @@ def test_prefill_and_decode_processes_write_the_text_of_one_engine(apart, folder
 def test_a_process_that_dies_ends_the_server_in_one_line(apart):
     server, client = apart
     client.completions.create(model="micro", prompt="a", max_tokens=3)
-    os.kill(children(server.pid, "spawn_main")[-1], signal.SIGKILL)
+    os.kill(server.children[-1], signal.SIGKILL)
     with pytest.raises(openai.APIError):
         client.completions.create(model="micro", prompt="a", max_tokens=3)
     _, error = server.communicate(timeout=60)
@@ -220,7 +220,7 @@ def test_a_process_that_dies_ends_the_server_in_one_line(apart):
 @pytest.mark.parametrize("apart", [("--parallel.timeout", "2")], ids=["2 s"], indirect=True)
 def test_a_process_that_hangs_ends_the_server_in_one_line(apart):
     server, _ = apart
-    os.kill(children(server.pid, "spawn_main")[-1], signal.SIGSTOP)
+    os.kill(server.children[-1], signal.SIGSTOP)
     _, error = server.communicate(timeout=60)
     assert server.returncode == 1
     (line,) = error.splitlines()
@@ -230,7 +230,7 @@ def test_a_process_that_hangs_ends_the_server_in_one_line(apart):
 @pytest.mark.exhaustive  # the process of HTTP alone, in test_process
 def test_nothing_is_left_of_a_server_that_is_killed(apart):
     server, _ = apart
-    others = psutil.Process(server.pid).children(recursive=True)
+    others = [psutil.Process(pid) for pid in server.children]
     server.kill()
     _, left = psutil.wait_procs(others, timeout=30)
     assert len(others) >= 3

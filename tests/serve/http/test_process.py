@@ -1,6 +1,7 @@
 """The process of the HTTP server, with an engine in this one."""
 
 import io
+import multiprocessing
 import os
 import re
 import signal
@@ -28,7 +29,17 @@ from tests.serve.fake_engine import FakeEngine
 from tests.serve.http.conftest import request_bytes, wait_until
 from tests.worlds import forked_context
 
+SPAWN = multiprocessing.get_context("spawn")
 COMPLETION = {"model": "micro", "prompt": "a", "max_tokens": 5}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked() -> Iterator[None]:
+    """Fork the processes where there is no GPU, so that FastAPI is imported once."""
+    context = forked_context()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("multiprocessing.get_context", lambda method: context)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -232,7 +243,8 @@ def test_nothing_is_left_of_a_server_that_is_killed(saved, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
-def test_signals_of_the_whole_group_do_not_end_it_while_it_imports(saved, number):
+def test_signals_of_the_whole_group_do_not_end_it_while_it_imports(monkeypatch, number):
+    monkeypatch.setattr("multiprocessing.get_context", lambda method: SPAWN)  # it imports
     with bind("127.0.0.1", 0) as bound:
         http = HttpProcess(bound)
     os.kill(http.pid, number)
