@@ -95,11 +95,17 @@ def _run_printing(
     print_to(*streams)
     if begun is not None:
         begun.send(os.getpid())
-    if _start_method() == "forkserver":  # as is documented, the same server forks them; Python 3.11 would begin another
+    fork_children()
+    target(*arguments)
+
+
+def fork_children() -> None:
+    """Have a process that was forked fork its own, whatever start method it asks for, where there is no GPU."""
+    if _start_method() == "forkserver":
+        # as is documented, the same server forks them; Python 3.11 would begin another one
         forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
         context = forked_context()
         multiprocessing.get_context = lambda method=None: context  # type: ignore[assignment]
-    target(*arguments)
 
 
 def print_to(out: Connection, err: Connection) -> None:

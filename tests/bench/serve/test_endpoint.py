@@ -1,6 +1,9 @@
 """What `octile bench serve` measures, on a miniature model."""
 
 import inspect
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +18,19 @@ from octile.checkpoint.hugging_face import save
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.serve.http.stress import Stress
 from octile.tokenizer import Tokenizer
+from tests.forked_command import ForkedCommand
 from tests.train.conftest import MICRO
+
+
+@pytest.fixture(autouse=True)
+def forked(monkeypatch) -> None:
+    """Fork the servers, so that torch is imported once."""
+
+    def popen(command, **options) -> ForkedCommand:
+        assert command[:3] == [sys.executable, "-m", "octile"]
+        return ForkedCommand(command[3:])
+
+    monkeypatch.setattr(endpoint, "subprocess", SimpleNamespace(Popen=popen, PIPE=subprocess.PIPE))
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,11 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
 from urllib.request import urlopen
@@ -26,7 +27,8 @@ from octile.serve.engine.config import CacheConfig, EngineConfig
 from octile.serve.engine.request import Sampling
 from octile.serve.weights.load import Folder
 from tests.serve.conftest import MICRO
-from tests.serve.http import failing_rank
+from tests.serve.http import forked_rank
+from tests.serve.http.conftest import wait_until
 from tests.serve.models import save_untrained
 from tests.worlds import begin_ranks
 
@@ -87,6 +89,19 @@ def serving(
         finally:
             server.terminate()
             server.communicate(timeout=60)
+
+
+@contextmanager
+def forked(folder: Path, output: Path, run: Callable[..., None] = forked_rank.run) -> Iterator[list[BaseProcess]]:
+    """Two forked ranks of a server, whose output goes to files of a folder."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    ranks = begin_ranks(run, (store.port, str(output), [str(folder), "--port=0", "--device=cpu", *SPREAD]), 2)
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
 
 
 def ranks_of(server: subprocess.Popen) -> list[psutil.Process]:
@@ -174,15 +189,41 @@ def test_groups_that_share_requests_and_route_shared_experts_answer_as_one_proce
 
 def assert_names_the_lost_rank(server: subprocess.Popen) -> None:
     """Check the line with which a server ends that has lost rank 1."""
-    lines = own_lines(server)
-    (line,) = [line for line in lines if not line.startswith("octile: answering ")]  # torchrun sends SIGTERM meanwhile
-    assert re.match(r"octile: rank 0 lost the connection to another rank, which has ended, at round \d+; ", line)
-    assert re.search(r"last seen: rank 1 at round \d+$", line)
+    check_line_of_lost_rank(own_lines(server))
     assert server.returncode == 1
 
 
-@pytest.mark.parametrize("is_busy", [pytest.param(False, marks=pytest.mark.exhaustive), True])
-def test_a_killed_rank_ends_the_server_with_one_line_that_says_so(folder, is_busy):
+def check_line_of_lost_rank(lines: Sequence[str]) -> None:
+    """Check the only line of a server that has lost rank 1."""
+    (line,) = [line for line in lines if not line.startswith("octile: answering ")]  # torchrun sends SIGTERM meanwhile
+    assert re.match(r"octile: rank 0 lost the connection to another rank, which has ended, at round \d+; ", line)
+    assert re.search(r"last seen: rank 1 at round \d+$", line)
+
+
+def test_a_killed_rank_ends_the_server_with_one_line_that_says_so(folder, tmp_path):
+    def url() -> re.Match | None:
+        return (
+            re.search(r"base_url (\S+),", (tmp_path / "0.out").read_text()) if (tmp_path / "0.out").exists() else None
+        )
+
+    with forked(folder, tmp_path) as ranks:
+        wait_until(url)
+        with openai.OpenAI(base_url=url()[1], api_key="any", max_retries=0, timeout=60) as client:
+            stream = begin_stream(client)
+            ranks[1].kill()
+            ranks[1].join()
+            ranks[0].terminate()  # as torchrun does
+            with pytest.raises(openai.APIError, match=LOST):
+                list(stream)
+        ranks[0].join(60)
+        lines = (tmp_path / "0.err").read_text().splitlines()
+        check_line_of_lost_rank([line for line in lines if line.startswith("octile: ")])
+        assert ranks[0].exitcode == 1
+
+
+@pytest.mark.exhaustive  # the same without torchrun above
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_a_killed_rank_of_torchrun_ends_the_server_with_one_line_that_says_so(folder, is_busy):
     with serving(folder) as (server, client):
         if is_busy:
             stream = begin_stream(client)
@@ -213,11 +254,9 @@ def test_a_wrong_option_is_refused_in_one_line(folder):
 
 
 def test_a_rank_that_cannot_warm_up_ends_the_server_with_one_line(folder, tmp_path):
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    arguments = [str(folder), "--port=0", "--device=cpu", *SPREAD]
-    ranks = begin_ranks(failing_rank.run, (store.port, str(tmp_path), arguments), 2)
-    for process in ranks:
-        process.join(60)
+    with forked(folder, tmp_path, forked_rank.run_and_fail) as ranks:
+        for process in ranks:
+            process.join(60)
     printed = "".join((tmp_path / f"{rank}.err").read_text() for rank in range(2))
     (line,) = [line for line in printed.splitlines() if line.startswith("octile: ")]
     assert line == "octile: rank 1: no memory for logits"

@@ -2,13 +2,15 @@
 
 import json
 import os
+import resource
 import socket
-import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
 
 import httpx
 import pytest
@@ -16,7 +18,10 @@ import pytest
 from octile.serve.http import service
 from octile.serve.http.config import Limits
 from octile.serve.http.server import max_connections
+from octile.tokenizer import Tokenizer
+from tests.serve.fake_engine import FakeEngine
 from tests.serve.http.conftest import Served, connect, wait_until
+from tests.worlds import forked_context
 
 COMPLETION = {"model": "micro", "prompt": "a", "max_tokens": 100}
 
@@ -229,44 +234,42 @@ class FewFiles:
     """A server in a process that may have FILES files, of which it can be told to take all that are left."""
 
     FILES = 128
-    PROGRAM = f"""
-import resource, sys, time
-resource.setrlimit(resource.RLIMIT_NOFILE, ({FILES}, {FILES}))
-from octile.serve.http.config import Limits
-from octile.tokenizer import Tokenizer
-from tests.serve.fake_engine import FakeEngine
-from tests.serve.http.conftest import Served, wait_until
-
-served = Served(FakeEngine(Tokenizer.load(sys.argv[1])), Limits(), (), None)
-print(served.url, flush=True)
-taken = []
-for line in sys.stdin:
-    wait_until(lambda: not served.server.server_state.connections or line != "take\\n")
-    time.sleep(0.1)  # for the last one to close its file
-    taken.clear()
-    try:
-        while line == "take\\n":
-            taken.append(open("/dev/null"))
-    except OSError:
-        pass
-    print("done", flush=True)
-served.stop()
-"""
 
     def __init__(self, folder):
         self._log = folder / "log"
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        with self._log.open("w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", self.PROGRAM, str(folder)],
-                env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
-            )  # fmt: skip
-        self.url, self.started = self.process.stdout.readline().strip(), time.monotonic()
+        context = forked_context()
+        self._pipe, other = context.Pipe()
+        self.process = context.Process(target=self.run, args=(folder, self._log, other))
+        self.process.start()
+        other.close()
+        self.url, self.started = self._pipe.recv(), time.monotonic()
+
+    @classmethod
+    def run(cls, folder: Path, log: Path, pipe: Connection) -> None:
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (cls.FILES, cls.FILES))
+        served = Served(FakeEngine(Tokenizer.load(folder)), Limits(), (), None)
+        pipe.send(served.url)
+        taken: list[int] = []
+        while (command := pipe.recv()) != "end":
+            wait_until(lambda: not served.server.server_state.connections or command != "take")
+            time.sleep(0.1)  # for the last one to close its file
+            while taken:
+                os.close(taken.pop())
+            with suppress(OSError):
+                while command == "take":
+                    taken.append(os.open("/dev/null", os.O_RDONLY))
+            pipe.send("done")
+        served.stop()
 
     def tell(self, command: str) -> None:
-        self.process.stdin.write(f"{command}\n")
-        self.process.stdin.flush()
-        assert self.process.stdout.readline() == "done\n"
+        self._pipe.send(command)
+        assert self._pipe.recv() == "done"
+
+    def end(self) -> None:
+        self._pipe.send("end")
+        self.process.join(30)
+        assert self.process.exitcode == 0
 
     def lines(self) -> list[str]:
         """What it has printed, at most a line a second."""
@@ -281,8 +284,7 @@ def few_files(tokenizer, tmp_path_factory):
     tokenizer.save(folder)
     running = FewFiles(folder)
     yield running
-    running.process.communicate(timeout=30)
-    assert running.process.returncode == 0
+    running.end()
 
 
 def test_connections_beyond_the_limit_wait_until_others_end(few_files):
