@@ -37,6 +37,7 @@ from tests.worlds import Outcomes
 
 OF_PASSES = attention, top_k_keys, decoding, experts, feed_forward, forward, gemms, graphs, symmetric_memory
 PASSES = {module.__file__ for module in OF_PASSES}
+TWO_LAYERS = replace(MODEL, num_hidden_layers=2)  # whose mixture stands for all: its steps are what is compared
 STEP_TOKENS = 40  # of a step at most: a prompt of 30 or more begins in one step and continues in another
 
 
@@ -136,11 +137,10 @@ def _form(value: Any, has_positions: bool) -> Any:
 
 
 def engine_of(
-    tp: TensorParallel, n_drafts: int = 0, fp8: bool = True, routed: bool = False, config=MODEL, **how
+    tp: TensorParallel, n_drafts: int = 0, fp8: bool = True, routed: bool = False, config=TWO_LAYERS, **how
 ) -> ExpertParallelEngine:
     weights = ServedWeights.of_model(new_model(fp8, config=config), tp.share)
-    placement = OF_ONE if routed else TWO_RANKS
-    placement = torch.cat((placement, placement[:1])) if n_drafts else placement
+    placement = OF_ONE if routed else TWO_RANKS[: 1 + (n_drafts > 0)]  # of the mixture, and of that of the drafts
     experts = ExpertParallelWeights(weights, placement, drafts=n_drafts > 0, routes_shared=routed, tp=tp)
     runner = ModelRunner(
         experts, N_PAGES, None, 2, n_drafts=n_drafts, expert_window=8, max_step_tokens=STEP_TOKENS, **how
@@ -207,7 +207,7 @@ def routed_shared_experts(rank: int, folder: Path) -> None:
 
 
 def chosen_positions(rank: int, folder: Path) -> None:
-    check(rank, partial(engine_of, ALONE, fp8=False, config=replace(CHOOSING, index_topk=66)))
+    check(rank, partial(engine_of, ALONE, fp8=False, config=replace(CHOOSING, num_hidden_layers=2, index_topk=66)))
 
 
 def steps_as_on_gpus(rank: int, folder: Path) -> None:
@@ -215,12 +215,12 @@ def steps_as_on_gpus(rank: int, folder: Path) -> None:
 
     make = partial(engine_of, ALONE, n_drafts=1)
     with exchanges_on_cpu(folder), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graphs, "ROWS", (64, 1024))  # an interpreter takes its time for each row
-        patch.setattr(model_runner, "FILL_ROWS", 64)
+        patch.setattr(graphs, "ROWS", (48, 1024))  # an interpreter takes its time for each row
+        patch.setattr(model_runner, "FILL_ROWS", 48)
         engine = make()
         runner, experts = engine._runner, engine._weights
-        runner.use_peers(experts.peer_dispatcher(64))
-        runner.prefill_graphs = PrefillGraphs(runner._with_peers, None, 64)
+        runner.use_peers(experts.peer_dispatcher(48))
+        runner.prefill_graphs = PrefillGraphs(runner._with_peers, None, 48)
         runner._decoding = runner.forward.with_feed_forward(exchange=experts.decoding_exchange(2 * EXCHANGED_ROWS))
         runner.max_ahead = 2
         patch.setattr(ModelRunner, "_fills", property(lambda self: self is runner))
