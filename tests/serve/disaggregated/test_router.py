@@ -265,6 +265,7 @@ def test_a_process_is_asked_again_if_the_router_was_stopped(clock):
 
 def test_a_router_that_nobody_closes_does_not_hold_the_exit(folder):
     script = f"""
+import multiprocessing
 import torch
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -272,6 +273,8 @@ from octile.serve.engine.config import CacheConfig, EngineConfig, ProcessesConfi
 from octile.serve.disaggregated import router as router_module
 from octile.serve.disaggregated.router import Router
 if __name__ == "__main__":
+    multiprocessing.set_forkserver_preload(["octile.serve.disaggregated.router"])  # so that both import it once
+    multiprocessing.get_context = lambda method, get=multiprocessing.get_context: get("forkserver")
     cpu, path = torch.device("cpu"), Path({str(folder)!r})
     Router(path, ProcessesConfig(1, 1), cpu, EngineConfig(), CacheConfig())
     raise SystemExit(7)

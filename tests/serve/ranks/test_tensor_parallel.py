@@ -123,13 +123,17 @@ def logits_of_graphs(rank: int, folder: Path) -> None:
 
 
 def check_texts(
-    rank: int, folder: Path, n_drafts: int = 0, ahead: bool = False, exchange: bool = False, fp8: bool = False
+    rank: int,
+    folder: Path,
+    n_drafts: int = 0,
+    ahead: bool = False,
+    exchange: bool = False,
+    n_requests: tuple[int, int] = (3, 2),
 ) -> None:
     """Compare texts with those of one process."""
-    n_requests = (2, 1) if exchange else (3, 2)  # Triton's interpreter takes its time
-    expected, found = [] if rank else texts_of_one_process(MODEL, fp8, n_requests), []
+    expected, found = [] if rank else texts_of_one_process(MODEL, False, n_requests), []
     with exchanges_on_cpu(folder) if exchange else nullcontext():
-        experts = spread(MODEL, fp8, n_drafts > 0)
+        experts = spread(MODEL, drafts=n_drafts > 0)
         runner = ModelRunner(experts, N_PAGES, None, 2, True, n_drafts, expert_window=8)
         if ahead:  # as on a GPU
             runner.max_ahead = 2
@@ -156,7 +160,7 @@ def texts_with_drafts_of_steps_that_are_launched_ahead(rank: int, folder: Path) 
 
 
 def texts_with_the_exchanges_of_gpus(rank: int, folder: Path) -> None:
-    check_texts(rank, folder, ahead=True, exchange=True)
+    check_texts(rank, folder, ahead=True, exchange=True, n_requests=(2, 1))  # Triton's interpreter takes its time
 
 
 def prompts_share_a_beginning_and_pages_run_out(rank: int, folder: Path) -> None:
@@ -285,7 +289,7 @@ def check_a_draft_that_one_rank_cannot_choose(
         if rank or on_rank_0 is not None:
             patch.setattr(drafts, "choose_each", failing)
         with pytest.warns(RuntimeWarning, match="a draft cannot be chosen") if rank else nullcontext():
-            check_texts(rank, folder, n_drafts, ahead)
+            check_texts(rank, folder, n_drafts, ahead, n_requests=(2, 1))
 
 
 def one_rank_lacks_a_draft(rank: int, folder: Path) -> None:

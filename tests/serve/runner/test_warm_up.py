@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
