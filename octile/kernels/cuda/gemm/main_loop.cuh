@@ -24,9 +24,10 @@
 constexpr bool reads_scales_after_wgmma = b_row_scales && waves > 1;
 
 
-// Where registers suffice, which others spill. With half tiles there are two loops, of which none is unrolled.
+// Where registers suffice, which others spill, and where it was measured: not with one warpgroup. With half tiles there
+// are two loops, of which none is unrolled.
 constexpr bool stores_outside_of_loop =
-    overlaps_stores && has_block_scales && !config::out_float && config::schedule != along_k;
+    overlaps_stores && has_block_scales && !config::out_float && config::schedule != along_k && config::warpgroups > 1;
 constexpr int unrolled_k_blocks = has_half_tiles ? 1 : 4;
 
 // A descriptor that stays in a register; the compiler would compute it again for every k-block.
