@@ -213,6 +213,15 @@ def test_a_failure_ends_the_wait_for_the_last_step(tokenizer, saved, monkeypatch
     engine.may_step.set()
 
 
+@pytest.mark.timeout(60)
+def test_a_process_that_hangs_is_killed_when_it_is_closed():
+    with bind("127.0.0.1", 0) as bound:
+        http = HttpProcess(bound)
+    os.kill(http.pid, signal.SIGSTOP)
+    http.close()
+    assert not psutil.pid_exists(http.pid)
+
+
 def test_a_process_that_dies_ends_the_engine(tokenizer, saved):
     engine = FakeEngine(tokenizer)
     with (
