@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from octile.bench.model_shapes import FAMILIES, Model
-from octile.bench.shapes import ALIGNMENT, MASKED_ROWS, Case
+from octile.bench.shapes import ALIGNMENT, MASKED_ROWS, Case, aligned
 
 __all__ = ["CLASSES", "default_seed", "drawn_cases"]
 
@@ -34,11 +34,6 @@ class DrawnClass:
     name: str
     number: int
     draw: Callable[[random.Random], Case]
-
-    @property
-    def suffix(self) -> str:
-        """How `Case.what` of its cases ends."""
-        return f", drawn: {self.name}"
 
 
 def default_seed() -> int:
@@ -64,7 +59,7 @@ def _dense(least: int, most: int) -> Callable[[random.Random], Case]:
 
 def _weight_gradient(generator: random.Random) -> Case:
     n, k = _weight(generator)
-    return Case("dense", n, k, _aligned(_tokens(generator, 1024, 32768)), tiles=True, accumulate=True)
+    return Case("dense", n, k, aligned(_tokens(generator, 1024, 32768)), tiles=True, accumulate=True)
 
 
 def _grouped(generator: random.Random) -> Case:
@@ -84,7 +79,7 @@ def _masked(generator: random.Random) -> Case:
 def _small_experts(generator: random.Random) -> Case:
     model, (n, k) = _expert(generator)
     groups = _experts_of_a_rank(generator, model, (1, 2, 4, 8))
-    tokens = _aligned(_tokens(generator, 128, 1024))
+    tokens = aligned(_tokens(generator, 128, 1024))
     return Case("wgrad", n, k, tokens, max(groups, FEWEST_EXPERTS), tiles=True, accumulate=True)
 
 
@@ -121,11 +116,7 @@ def _experts_of_a_rank(generator: random.Random, model: Model, ranks: Sequence[i
 def _tokens(generator: random.Random, least: int, most: int) -> int:
     """Draw a number on a logarithmic scale, half of the time one that is aligned."""
     drawn = round(least * (most / least) ** generator.random())
-    return min(_aligned(drawn, 8 if most <= 256 else ALIGNMENT), most) if generator.random() < 0.5 else drawn
-
-
-def _aligned(tokens: int, multiple: int = ALIGNMENT) -> int:
-    return -(-tokens // multiple) * multiple
+    return min(aligned(drawn, 8 if most <= 256 else ALIGNMENT), most) if generator.random() < 0.5 else drawn
 
 
 def _bytes(case: Case) -> int:

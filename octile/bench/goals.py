@@ -13,7 +13,7 @@ from octile.bench import drawn, shapes
 from octile.bench.drawn import DrawnClass
 from octile.bench.gemm_table import HOST
 from octile.bench.rows import Row
-from octile.bench.shapes import Case
+from octile.bench.shapes import Case, drawn_suffix
 
 # octile bench casts: ids of goals, which `octile.bench.casts` gives to its operators
 
@@ -148,7 +148,7 @@ def _ratios(goal: Goal, rows: Sequence[Row]) -> tuple[dict[str, float], int]:
     A peer that has no such GEMM, as of 2,880 columns, is not needed in a drawn case.
     """
     if isinstance(goal.cases, DrawnClass):
-        drawn_rows = [row for row in rows if row.what.endswith(goal.cases.suffix)]
+        drawn_rows = [row for row in rows if row.what.endswith(drawn_suffix(goal.cases.name))]
         compared = {row.case: row.against.ratio for row in drawn_rows if row.against and row.against.peer == goal.peer}
         left_out = goal.cases.number - len({row.case for row in drawn_rows})
         return compared, len(compared) + left_out

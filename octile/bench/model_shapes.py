@@ -18,7 +18,7 @@ class Model:
     """Sizes of a model.
 
     Attributes:
-        name: as it is published.
+        name: the published name.
         hidden: width of the residual stream.
         heads, kv_heads, head_dim: sizes of attention; with latent attention the last two are 0.
         intermediate: width inside the dense feed-forward network; 0 if all layers have experts.

@@ -14,6 +14,16 @@ ALIGNMENT = 128  # rows or tokens; DeepGEMM takes groups of multiples of it with
 MASKED_ROWS = 4096  # capacity of a masked group
 
 
+def aligned(n: int, multiple: int = ALIGNMENT) -> int:
+    """Round n up to a multiple."""
+    return -(-n // multiple) * multiple
+
+
+def drawn_suffix(name: str) -> str:
+    """Return how `Case.what` ends in a class of drawn cases."""
+    return f", drawn: {name}"
+
+
 @dataclass(frozen=True)
 class Case:
     """One GEMM a · bᵀ, or one for each group.
@@ -46,7 +56,7 @@ class Case:
     def what(self) -> str:
         """The kind of GEMM, as rows have it in `what`."""
         kind = "" if self.kind == "dense" else f", {self.kind}"
-        drawn = f", drawn: {self.drawn}" if self.drawn else ""  # as `DrawnClass.suffix`
+        drawn = drawn_suffix(self.drawn) if self.drawn else ""
         return "FP8" + " 1D1D" * (self.tiles and self.kind == "dense") + kind + " +=" * self.accumulate + drawn
 
     @cached_property
@@ -58,7 +68,7 @@ class Case:
         draw = random.Random(f"{self.groups} groups")
         expected = self.k if self.kind == "wgrad" else self.m
         drawn = [max(1, int(expected * draw.uniform(0.7, 1.3))) for _ in range(self.groups)]
-        return drawn if self.kind == "masked" else [-(-size // ALIGNMENT) * ALIGNMENT for size in drawn]
+        return drawn if self.kind == "masked" else [aligned(size) for size in drawn]
 
     @property
     def expected_rows(self) -> int:

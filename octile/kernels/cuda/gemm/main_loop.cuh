@@ -23,7 +23,6 @@
 // Scales are read after the first wave's wgmma is issued, where another wave follows. With one wave that was slower.
 constexpr bool reads_scales_after_wgmma = b_row_scales && waves > 1;
 
-
 // Where registers suffice, which others spill, and where it was measured: not with one warpgroup. With half tiles there
 // are two loops, of which none is unrolled.
 constexpr bool stores_outside_of_loop =
