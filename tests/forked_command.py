@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
@@ -19,20 +19,12 @@ class ForkedCommand:
 
     Args:
         arguments: of `octile`.
-        environment: what is added to this process's.
-        run: is called with the arguments.
     """
 
-    def __init__(
-        self,
-        arguments: Sequence[str],
-        environment: Mapping[str, str] | None = None,
-        run: Callable[[list[str]], None] = main,
-    ):
+    def __init__(self, arguments: Sequence[str]):
         context = forked_context()
         (out, own_out), (err, own_err), (self._begun, begun) = (context.Pipe(duplex=False) for _ in range(3))
-        what = (own_out, own_err), begun, run, [*arguments], dict(environment or {})
-        self._process: BaseProcess = context.Process(target=_run, args=what)
+        self._process: BaseProcess = context.Process(target=_run, args=((own_out, own_err), begun, [*arguments]))
         self._process.start()
         for end in (own_out, own_err, begun):
             end.close()
@@ -76,15 +68,8 @@ class ForkedCommand:
         self.send_signal(signal.SIGKILL)
 
 
-def _run(
-    output: tuple[Connection, Connection],
-    begun: Connection,
-    run: Callable[[list[str]], None],
-    arguments: list[str],
-    environment: dict[str, str],
-) -> None:
+def _run(output: tuple[Connection, Connection], begun: Connection, arguments: list[str]) -> None:
     print_to(*output)
     send_children(begun)
-    os.environ |= environment
     torch.set_num_threads(1)
-    run(arguments)
+    main(arguments)

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -23,23 +22,12 @@ from octile.serve.weights.load import Folder
 from tests.serve.disaggregated.processes import answers, never_answers
 from tests.serve.models import adding, save_untrained
 from tests.train.conftest import MICRO
-from tests.worlds import forked_context
 
 ENGINE = EngineConfig(batch_invariant=True)
 CPU = torch.device("cpu")
 MODEL = replace(MICRO, max_position_embeddings=512, num_nextn_predict_layers=0)
-
-
 SPAWN = multiprocessing.get_context("spawn")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def forked() -> Iterator[None]:
-    """Fork the processes where there is no GPU, so that torch is imported once."""
-    context = forked_context()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("multiprocessing.get_context", lambda method: context)
-        yield
+pytestmark = pytest.mark.usefixtures("forked_processes")
 
 
 @pytest.fixture(scope="module")

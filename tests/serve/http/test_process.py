@@ -29,17 +29,9 @@ from tests.serve.fake_engine import FakeEngine
 from tests.serve.http.conftest import request_bytes, wait_until
 from tests.worlds import forked_context
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
 SPAWN = multiprocessing.get_context("spawn")
 COMPLETION = {"model": "micro", "prompt": "a", "max_tokens": 5}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def forked() -> Iterator[None]:
-    """Fork the processes where there is no GPU, so that FastAPI is imported once."""
-    context = forked_context()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("multiprocessing.get_context", lambda method: context)
-        yield
 
 
 @pytest.fixture(scope="module")
