@@ -16,6 +16,7 @@ from rich.console import Console
 from octile.kernels import cpu as kernels
 from octile.models.config import ModelConfig
 from octile.recipe import Recipe
+from octile.train import trainer
 from octile.train.compare import compare
 from octile.train.config import OptimConfig, TrainConfig
 from octile.train.data.prepare import prepare
@@ -25,6 +26,7 @@ from octile.train.memory import cpu as memory
 from octile.train.memory.cpu import CpuNeed
 from octile.train.run import results
 from octile.train.run.console import RunConsole
+from octile.train.step import launched
 from octile.train.trainer import Trainer
 from tests.report.conftest import draw_no_figures
 
@@ -93,6 +95,12 @@ def estimate_once(config: TrainConfig, ranks: Sequence[int] = (0,)) -> CpuNeed:
             unfinished.rename(file)
         ESTIMATES[key] = pickle.loads(file.read_bytes())
     return ESTIMATES[key]
+
+
+def collect_steps_by(patch: pytest.MonkeyPatch, n: int) -> None:
+    """Have the host collect n late steps at a time."""
+    for module in (launched, trainer):
+        patch.setattr(module, "COLLECT_EVERY", n)
 
 
 def estimate_memory_once(patch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,6 @@ from octile.lab.run import observer
 from octile.nn.observer import has_observers
 from octile.report.run import spikes
 from octile.signals import Stopped
-from octile.train import trainer as trainer_module
 from octile.train.compare.run import train_compared_run
 from octile.train.loop import train
 from octile.train.run.folder import RunFolder
@@ -24,7 +23,7 @@ from octile.train.step import clock, launched
 from octile.train.strategy import single as module
 from octile.train.strategy.single import Strategy
 from octile.train.trainer import Trainer
-from tests.train.conftest import every_recipe, micro, silent_console, write_no_report
+from tests.train.conftest import collect_steps_by, every_recipe, micro, silent_console, write_no_report
 from tests.train.run.test_bad_days import break_gradients, copy_state, have_same_bits
 from tests.train.test_loop import RULES
 
@@ -38,8 +37,7 @@ COLLECT_EVERY = 3
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the host read late, as on a GPU, but fewer steps at a time."""
     monkeypatch.setattr(module, "why_eager", lambda *_: None)
-    for using in (launched, trainer_module):
-        monkeypatch.setattr(using, "COLLECT_EVERY", COLLECT_EVERY)
+    collect_steps_by(monkeypatch, COLLECT_EVERY)
 
 
 def new(store, **changes) -> Trainer:

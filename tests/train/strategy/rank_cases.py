@@ -27,20 +27,18 @@ from octile.nn.delayed_scaling import amax_histories
 from octile.parallel.nodes import NodeDispatcher
 from octile.parallel.nvshmem import NvshmemTransport
 from octile.parallel.ranks import Ranks, join, leave
-from octile.train import trainer as trainer_module
 from octile.train.config import ParallelConfig
 from octile.train.data.token_store import TokenStore
 from octile.train.run.checkpoints import RunCheckpoints
 from octile.train.run.deterministic import FIXED_WORKSPACE, WORKSPACE_VARIABLE, deterministic
 from octile.train.run.rank_checks import differing
-from octile.train.step import launched
 from octile.train.step.captured import WARM_UP_STEPS
 from octile.train.step.launched import COLLECT_EVERY
 from octile.train.strategy import expert_parallel
 from octile.train.strategy import single as module
 from octile.train.trainer import Trainer
 from tests.parallel.expert_cases import peers_on_cpu
-from tests.train.conftest import MICRO, micro
+from tests.train.conftest import MICRO, collect_steps_by, micro
 from tests.worlds import run_cases
 
 STEPS = 3  # the second has the first one's weights, and the third its moments, too
@@ -420,8 +418,7 @@ def check_late(store: TokenStore, ranks: Ranks, recipe: str = "float32", collect
     """Ranks that read results late, as on GPUs, stop after the same step, although only one wants to."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "why_eager", lambda *_: None)
-        for using in (launched, trainer_module):
-            patch.setattr(using, "COLLECT_EVERY", collect_every)
+        collect_steps_by(patch, collect_every)
         own = on_ranks(store, ranks, recipe=recipe)
         done = []
         while not own.strategy.must_stop(own.ranks.rank == 1 and own.steps_done >= 2):
