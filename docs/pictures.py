@@ -47,6 +47,7 @@ FROM_PAGES = {
     "relative_error": ("lab/formats.html", "Relative error against magnitude"),
     "accumulate": ("lab/accumulate.html", "Worst error against K"),
 }
+LAYOUT_HEIGHT = 600
 FRACTION_BITS = 13  # of Hopper's accumulator
 SCHEDULE_SIZES = {  # stages and micro-batches
     **dict.fromkeys(("gpipe", "1f1b", "zb1p", "chimera"), (4, 8)),
@@ -62,7 +63,7 @@ def main() -> None:
             write(name, cut_out(Path(page).read_text(encoding="utf-8"), heading))
     write("one_step", drawn("one_step", 560, draw_one_step))
     write("lost_share", drawn("lost_share", 320, draw_lost_share))
-    write("layout", drawn("layout", 460, draw_layout))
+    write("layout", drawn("layout", LAYOUT_HEIGHT, draw_layout))
     for name, sizes in SCHEDULE_SIZES.items():
         write(f"schedule_{name}", schedule(f"schedule_{name}", simulate(make_schedule(name, *sizes))))
     draw_plans()
@@ -237,13 +238,45 @@ ROOMS = (  # from the last to the first: what the rooms are for, their color, an
     (
         "measure and use",
         "vermilion",
-        (("cli", "commands"), ("compat", "DeepGEMM's names"), ("bench", "speed, memory"), ("plan", "schedules")),
+        (
+            ("cli", "commands"),
+            ("compat", "DeepGEMM's names"),
+            ("integrations", "others' models"),
+            ("bench", "speed, memory"),
+            ("plan", "schedules"),
+        ),
     ),
-    ("a training run", "amber", (("lab", "what 8 bits do"), ("train", "data, loop, compare"), ("report", "pages"))),
+    ("a training run", "amber", (("lab", "what 8 bits do"), ("train", "data, loop, compare"))),
     (
-        "state",
+        "serving",
+        "rose",
+        (
+            ("serve/http", "OpenAI's protocol"),
+            ("serve/disaggregated", "prefill apart from decode"),
+            ("serve/process", "an engine of its own"),
+            ("serve/ranks", "experts, heads, placement"),
+        ),
+    ),
+    (
+        "one engine",
+        "rose",
+        (
+            ("serve/engine", "requests, scheduler"),
+            ("serve/runner", "steps, KV cache"),
+            ("serve/model", "forward pass"),
+            ("serve/weights", "loading"),
+        ),
+    ),
+    (
+        "files and state",
         "purple",
-        (("checkpoint", "folders, conversion"), ("parallel", "many ranks"), ("optim", "AdamW, schedules")),
+        (
+            ("tokenizer", "byte-level BPE"),
+            ("report", "pages"),
+            ("checkpoint", "conversion"),
+            ("parallel", "many ranks"),
+            ("optim", "AdamW, schedules"),
+        ),
     ),
     ("models", "green", (("models", "DeepSeek-V3"), ("nn", "modules"), ("nn/fused", "autograd functions"))),
     ("what is computed", "cyan", (("scaled", "ScaledTensor"), ("ops", "operators, CPU reference"))),
@@ -259,6 +292,7 @@ ROOMS = (  # from the last to the first: what the rooms are for, their color, an
         ),
     ),
     ("numbers", "muted", (("routing", "which expert"), ("recipe", "which operand"), ("formats", "which values"))),
+    ("for all rooms", "olive", (("options", "command lines"), ("torchrun", "ranks"), ("validation", "fields, JSON"))),
 )
 
 

@@ -10,6 +10,7 @@ import tarfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from xml.etree import ElementTree
 
@@ -145,12 +146,21 @@ def test_the_site_shows_every_page() -> None:
     assert sorted(shown) == sorted(page.relative_to(DOCS).as_posix() for page in PAGES if page.is_relative_to(DOCS))
 
 
-def test_a_picture_is_a_file_that_contains_its_colors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs" / "pictures.py")
+def pictures_of_docs() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("pictures", DOCS / "pictures.py")
     assert spec is not None
     assert spec.loader is not None
     pictures = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(pictures)
+    return pictures
+
+
+def words(picture: Path) -> list[str | None]:
+    return [text.text for text in ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}text")]
+
+
+def test_a_picture_is_a_file_that_contains_its_colors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pictures = pictures_of_docs()
     monkeypatch.setattr(pictures, "IMAGES", tmp_path)
     pictures.write("one_step", pictures.drawn("one_step", 560, pictures.draw_one_step))
     svg = (tmp_path / "one_step.svg").read_text(encoding="utf-8")
@@ -167,12 +177,32 @@ def test_the_pictures_of_decoding_are_those_of_the_records(
     monkeypatch.setattr(pictures, "IMAGES", tmp_path)
     draw, height = decoding.PICTURES[f"decode_{name}"]
     pictures.write(f"decode_{name}", pictures.drawn(f"decode_{name}", height, draw))
+    both = [words(folder / f"decode_{name}.svg") for folder in (tmp_path, DOCS / "images")]
+    assert both[0] == both[1], "call `python docs/decoding_pictures.py`"
 
-    def words(folder: Path) -> list[str | None]:
-        tree = ElementTree.parse(folder / f"decode_{name}.svg")
-        return [text.text for text in tree.iter("{http://www.w3.org/2000/svg}text")]
 
-    assert words(tmp_path) == words(DOCS / "images"), "call `python docs/decoding_pictures.py`"
+def rooms() -> set[str]:
+    """Return the packages of octile, and the folders of `octile.serve`."""
+    found = [*(ROOT / "octile").glob("*/__init__.py"), *(ROOT / "octile" / "serve").glob("*/__init__.py")]
+    return {file.parent.relative_to(ROOT / "octile").as_posix() for file in found}
+
+
+def test_the_tour_links_every_room() -> None:
+    page = (DOCS / "tour.md").read_text(encoding="utf-8")
+    table = page.partition("| room |")[2].partition("\n\n")[0]
+    assert {f"../octile/{room}" for room in rooms()} <= set(LINK.findall(table))
+
+
+def test_the_picture_of_the_tour_shows_every_room() -> None:
+    drawn = {room for _, _, band in pictures_of_docs().ROOMS for room, _ in band}
+    assert rooms() - {"serve"} <= drawn  # whose folders are drawn
+
+
+def test_the_picture_of_the_tour_is_drawn_from_its_rooms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pictures = pictures_of_docs()
+    monkeypatch.setattr(pictures, "IMAGES", tmp_path)
+    pictures.write("layout", pictures.drawn("layout", pictures.LAYOUT_HEIGHT, pictures.draw_layout))
+    assert words(tmp_path / "layout.svg") == words(DOCS / "images" / "layout.svg"), "call `python docs/pictures.py`"
 
 
 def test_the_page_lists_the_files_of_the_kernel() -> None:
