@@ -70,7 +70,7 @@ def test_serving_on_an_h200():
     overhead = rows["V2-Lite shape, decode, batch 256", "overhead of the engine"]["value"]
     assert f"| {overhead:.2f} |".replace("-", "−") in text
     speed, share = (rows[prefill, what]["value"] for what in ("throughput", "share of the FP8 peak"))
-    assert f"Prompts are read at {speed:,.0f} tokens/s, {share:.1f}% of the FP8 peak." in text
+    assert f"Prompts are prefilled at {speed:,.0f} tokens/s, {share:.1f}% of the FP8 peak." in text
     drafts = [rows[f"1 client, 256 tokens, {n}", "throughput"]["against"]["ratio"] for n in ("1 draft", "2 drafts")]
     assert all(f" | {ratio:.2f}× |" in text for ratio in drafts)
 

@@ -86,9 +86,9 @@ def test_no_entry_begins_with_a_bare_of() -> None:
             elif line and not line.startswith(" "):
                 section = ""
             text = line.strip() if SECTION.match(before) else ""  # a result has no name
-            if section in ("Args", "Attributes") and (match := ENTRY.match(line)):
+            if section in ("Args", "Attributes", "Raises") and (match := ENTRY.match(line)):
                 text = match[2]
-            if section != "Raises" and re.match(r"(as )?of\b", text):
+            if re.match(r"(as )?of\b", text):
                 bare.append(f"{where}: {line.strip()}")
     assert not bare, "\n".join(bare)
 

@@ -360,7 +360,7 @@ def _devices(device: torch.device, n_processes: int, cache: CacheConfig) -> list
     """The device of each process.
 
     Raises:
-        ValueError: as of `Router`.
+        ValueError: processes share a GPU, and cache.gib is not given.
     """
     if device.type != "cuda":
         return [device] * n_processes

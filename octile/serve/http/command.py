@@ -56,7 +56,7 @@ class Options:
         if self.processes.prefill and self.parallel.ep > 1:
             raise ValueError(
                 f"processes.prefill must be 0, not {self.processes.prefill}, if parallel.ep is {self.parallel.ep}: the "
-                "ranks read prompts and generate"
+                "ranks prefill and decode"
             )
         window_of(self.engine, self.parallel)  # refuses what would have no effect
         if not all(self.api_key) or self.model_name == "":

@@ -52,7 +52,7 @@ class TensorParallel:
 
     def __init__(self, group: dist.ProcessGroup | None = None):
         self._group = group
-        self._places = dict[int, Tensor]()  # of the terms of own rows among those received, by the rows' number
+        self._row_ids = dict[int, Tensor]()  # the terms of own rows among those received, by the number of rows
         self.rank, self.size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
     @classmethod
@@ -130,12 +130,12 @@ class TensorParallel:
         if not x_TD.numel():
             return x_TD
         n = len(terms_TD)
-        if n not in self._places:
-            place_T = torch.arange(n, dtype=torch.int32, device=x_TD.device)
-            self._places[n] = place_T.view(self.size, -1).mT.contiguous()
+        if n not in self._row_ids:
+            ids_T = torch.arange(n, dtype=torch.int32, device=x_TD.device)
+            self._row_ids[n] = ids_T.view(self.size, -1).mT.contiguous()
         received = torch.empty_like(terms_TD)
         dist.all_to_all_single(received, terms_TD.contiguous(), group=self._group)
-        return x_TD.copy_(unpermute(received, self._places[n], x_TD))
+        return x_TD.copy_(unpermute(received, self._row_ids[n], x_TD))
 
 
 ALONE = TensorParallel()
