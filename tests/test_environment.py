@@ -1,12 +1,13 @@
-"""docs/environment.md names every environment variable that octile reads, and no other one."""
+"""docs/environment.md is the page that the tool writes, with every variable that octile reads and no others."""
 
 import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from tools import write_environment as tool
+
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "environment.md"
 
 
 def is_environ(node: ast.expr) -> bool:
@@ -49,13 +50,16 @@ def patterns_of(source: str) -> set[str]:
     return {found for argument in arguments(tree) if (found := pattern(argument, constants)) is not None}
 
 
-def test_the_page_names_the_variables_that_octile_reads_and_no_others():
+def test_the_tool_lists_the_variables_that_octile_reads_and_no_others():
     read = set().union(*(patterns_of(path.read_text(encoding="utf-8")) for path in (ROOT / "octile").rglob("*.py")))
-    cells = re.findall(r"^\| (`[^|]*`) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    named = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
-    missing = {name for name in read if not any(re.fullmatch(name, one) for one in named)}
-    assert not missing, f"{PAGE.name} must have a line for each"
-    assert not {one for one in named if not any(re.fullmatch(name, one) for name in read)}, "octile does not read them"
+    listed = tool.names()
+    missing = {name for name in read if not any(re.fullmatch(name, one) for one in listed)}
+    assert not missing, "tools/write_environment.py must have an entry for each"
+    assert not {one for one in listed if not any(re.fullmatch(name, one) for name in read)}, "octile does not read them"
+
+
+def test_the_page_is_up_to_date():
+    assert tool.PAGE.read_text(encoding="utf-8") == tool.page(), "call `python -m tools.write_environment`"
 
 
 def test_variables_are_found_in_every_form():
