@@ -368,7 +368,7 @@ def memory_bound() -> Rows:
 def cross_entropy() -> Rows:
     """Cross-entropy of logits compared with a copy of as many bytes."""
     r = record("h200_casts")
-    rows = [["logits", "forward", "backward"]]
+    rows = [["cross-entropy of logits", "forward", "backward"]]
     for case in ("65536×8192", "32768×32768"):
         found = (r.ratio(case, what, "copy") for what in ("cross-entropy", "cross-entropy backward"))
         rows.append([case, *map(ratio, found)])

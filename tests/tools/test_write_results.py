@@ -18,6 +18,12 @@ def test_every_table_stands_in_one_page():
     assert sorted(re.findall(r"<!-- table: (\w+) -->", pages)) == sorted(tool.TABLES)
 
 
+@pytest.mark.parametrize("path", tool.PAGES, ids=lambda path: path.name)
+def test_a_text_stands_before_every_table(path):
+    before = re.findall(r"(\S.*)\s+<!-- table: \w+ -->", path.read_text(encoding="utf-8"))
+    assert not [line for line in before if line.startswith(("<!--", "#"))]
+
+
 def test_a_figure_that_differs_is_written_anew():
     text = "before\n<!-- table: interleaved_gemms -->\n\n| 128 rows | 6 | 9.999× |\n\n<!-- end -->\nafter"
     written = tool.write(text)
