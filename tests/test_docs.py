@@ -30,6 +30,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [*(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")), *sorted(DOCS.rglob("*.md"))]
 CUDA = ROOT / "octile" / "kernels" / "cuda"
+MAX_CODE = 110  # characters of a line that fit the site at 1280 pixels: docs/stylesheets/site.css
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 TRAIN = re.compile(r"torchrun [^\n`]*--nproc-per-node (\d+) -m octile train ([^\n`]*)")
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
@@ -100,7 +101,7 @@ def test_python_of_a_page_does_what_it_says(page: Path, tmp_path: Path, monkeypa
 
 def train_commands(page: Path) -> Iterator[tuple[int, list[str]]]:
     """The ranks and the arguments of each `torchrun … octile train …` of a page."""
-    text = page.read_text(encoding="utf-8")
+    text = re.sub(r"\\\n\s*", "", page.read_text(encoding="utf-8"))
     options = re.search(r'OPTIONS="(.*)"', text)
     for n_ranks, arguments in TRAIN.findall(text):
         yield int(n_ranks), arguments.replace("$OPTIONS", options[1] if options else "").split()
@@ -125,6 +126,25 @@ def test_links_of_a_page_lead_somewhere(page: Path) -> None:
     links = LINK.findall(page.read_text(encoding="utf-8"))
     missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
     assert not missing
+
+
+def code_of(page: Path) -> Iterator[str]:
+    """The lines of the code of a page: those in fences, and indented ones that do not continue a list."""
+    in_fence = in_list = False
+    for line in page.read_text(encoding="utf-8").splitlines():
+        if line.startswith("```"):
+            in_fence = not in_fence
+        elif in_fence:
+            yield line
+        elif line.startswith("    ") and not in_list:
+            yield line[4:]
+        elif line and not line.startswith(" "):
+            in_list = re.match(r"[-*]|\d+\.", line) is not None
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.is_relative_to(DOCS)], ids=name_of)
+def test_code_of_a_page_is_not_wrapped_on_the_site(page: Path) -> None:
+    assert not [line for line in code_of(page) if len(line) > MAX_CODE]
 
 
 def test_the_first_engine_of_the_page_generates_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

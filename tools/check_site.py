@@ -1,7 +1,8 @@
 """Check in a browser that nothing runs off the pages of the site: `mkdocs build && python -m tools.check_site site`.
 
-At 1280 pixels every line of code fits its box. At 400 pixels no page scrolls sideways, and a table that is wider than
-the text scrolls in a box of its own. Nothing is loaded from another host. It needs playwright and a Chromium in PATH.
+At 1280 pixels every line of code fits its box without being wrapped. At 400 pixels no page scrolls sideways, and a
+table that is wider than the text scrolls in a box of its own. Nothing is loaded from another host. It needs playwright
+and a Chromium in PATH.
 """
 
 import shutil
@@ -20,8 +21,14 @@ FAULTS = """(desktop) => {
     const found = [];
     const root = document.documentElement;
     if (root.scrollWidth > root.clientWidth) found.push("the page scrolls sideways");
-    for (const code of document.querySelectorAll("pre > code"))
-        if (desktop && code.scrollWidth > code.clientWidth) found.push("code runs off: " + code.innerText.slice(0, 60));
+    for (const code of document.querySelectorAll("pre > code")) {
+        code.style.whiteSpace = "pre";
+        if (desktop && code.scrollWidth > code.clientWidth) {
+            const [longest] = code.innerText.split("\\n").sort((a, b) => b.length - a.length);
+            found.push(`code runs off (${longest.length} characters): ${longest.slice(0, 60)}`);
+        }
+        code.style.whiteSpace = "";
+    }
     const fits = (box) => box.getBoundingClientRect().right <= window.innerWidth;
     const scrolls = (box) => ["auto", "scroll"].includes(getComputedStyle(box).overflowX);
     for (const table of document.querySelectorAll("table")) {

@@ -24,6 +24,10 @@ def test_a_page_that_fits_has_no_faults(tmp_path):
     ("body", "expected"),
     [
         (f'<pre><code style="display: block; overflow: auto">{LONG}</code></pre>', ". at 1280 pixels: code runs off"),
+        (
+            f'<pre><code style="display: block; overflow: auto; white-space: pre-wrap">{"x " * 300}</code></pre>',
+            ". at 1280 pixels: code runs off (600 characters)",
+        ),
         (f'<div style="overflow: hidden"><table><tr><td>{LONG}</table></div>', ". at 400 pixels: a table runs off"),
         (f"<p>{LONG}", ". at 400 pixels: the page scrolls sideways"),
         ('<img src="http://127.0.0.1:9/x.png">', ". loads http://127.0.0.1:9/x.png"),
