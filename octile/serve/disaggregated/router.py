@@ -31,7 +31,7 @@ from octile.serve.disaggregated.worker import (
     WorkerOptions,
 )
 from octile.serve.engine.config import CacheConfig, EngineConfig, ParallelConfig, ProcessesConfig
-from octile.serve.engine.request import Output, Request
+from octile.serve.engine.request import Output, Request, check_id
 from octile.serve.engine.stats import Stats
 from octile.serve.process.client import Sender
 from octile.serve.process.messages import Cancel, Failed, ProcessEndedError, Stepped
@@ -257,7 +257,12 @@ class Router:
         return bool(self._running)
 
     def submit(self, request: Request) -> None:
-        """Send a request to the prefill process with the fewest tokens to prefill."""
+        """Send a request to the prefill process with the fewest tokens to prefill.
+
+        Raises:
+            ValueError: a request that waits or runs has its id.
+        """
+        check_id(request, self._running)
         self._n_requests += 1
         process = min(self._prefill, key=lambda process: process.load)
         self._start(request, process, len(request.prompt), request)

@@ -30,6 +30,7 @@ from octile.serve.engine.request import (
     RequestFactory,
     Sampling,
     TokenLogprobs,
+    check_id,
 )
 from octile.serve.engine.sampler import Row, choose_tokens
 from octile.serve.engine.scheduler import Scheduled, Scheduler
@@ -109,14 +110,19 @@ class Engine:
 
         Raises:
             ValueError: the prompt is empty, has a token that the model does not know, or does not fit into the model's
-                context or the cache together with the new tokens.
+                context or the cache together with the new tokens; or a submitted request has the id of this one.
         """
         (request,) = self._factory.make(prompt, sampling)
         self.submit(request)
         return request
 
     def submit(self, request: Request) -> None:
-        """Add a request that a `RequestFactory` has made of this model, here or in another process."""
+        """Add a request that a `RequestFactory` has made of this model, here or in another process.
+
+        Raises:
+            ValueError: a request that waits or runs has its id.
+        """
+        check_id(request, self._requests)
         self._n_requests += 1
         self._requests[request.id] = request
         self._texts[request.id] = TextStream(self._tokenizer, request.sampling.stop)
@@ -131,6 +137,9 @@ class Engine:
             request: as the other engine has had it.
             first: what the other engine has chosen.
             latents: the latents of the prompt, in pages of as many positions.
+
+        Raises:
+            ValueError: a request that waits or runs has its id.
         """
         self.submit(request)
         request.latents = latents

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from functools import cached_property
@@ -157,7 +157,8 @@ class Request:
     made: how far an engine is with it stays there.
 
     Attributes:
-        id: unique among the requests of its factory; later requests have larger ones.
+        id: unique among the requests of its factory, and among those that wait or run in an engine; later requests of a
+            factory have larger ones.
         prompt: the tokens of the prompt.
         sampling: how to continue it.
         seed: the sampling's seed, or the one that was drawn for this request.
@@ -236,6 +237,23 @@ class RequestFactory:
 
 def _seed_of(sampling: Sampling) -> int:
     return secrets.randbelow(MAX_SEED) if sampling.seed is None else sampling.seed
+
+
+def check_id(request: Request, ids: Container[int]) -> None:
+    """Refuse a request with the id of another one: outputs name requests by their ids.
+
+    Args:
+        request: the request that is submitted.
+        ids: ids of the requests that wait or run.
+
+    Raises:
+        ValueError: one of them has its id.
+    """
+    if request.id in ids:
+        raise ValueError(
+            f"request.id must differ from the ids of all requests that wait or run, not {request.id}, which one of "
+            "them has: make all requests of an engine by one RequestFactory (Engine.add has its own)"
+        )
 
 
 def check_prompt(prompt: Sequence[int], max_new_tokens: int, vocab_size: int, context: int) -> None:

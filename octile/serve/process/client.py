@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection
 
-from octile.serve.engine.request import FinishReason, Output, Request
+from octile.serve.engine.request import FinishReason, Output, Request, check_id
 from octile.serve.engine.stats import Stats
 from octile.serve.process.messages import Cancel, Drain, Failed, ProcessEndedError, Stepped
 
@@ -150,9 +150,12 @@ class EngineClient:
 
         Raises:
             EngineError: the engine has failed or is stopped.
+            ValueError: a request that waits or runs has the id of one of them.
         """
         if self._closed is not None:
             raise EngineError(self._closed)
+        for request in requests:
+            check_id(request, self._choices)
         stream = Stream(self, requests)
         if not self._is_busy:
             self._is_busy, self._last_step = True, time.monotonic()

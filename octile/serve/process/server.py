@@ -39,7 +39,11 @@ class StepEngine(Protocol):
         ...
 
     def submit(self, request: Request) -> None:
-        """Add a request."""
+        """Add a request.
+
+        Raises:
+            ValueError: a request that waits or runs has its id.
+        """
         ...
 
     def cancel(self, request_id: int) -> bool:

@@ -38,7 +38,7 @@ from octile.parallel.lost_ranks import LostRanks, send_farewell
 from octile.parallel.messages import broadcast_message, gather_messages
 from octile.parallel.ranks import Ranks
 from octile.serve.engine.engine import Engine
-from octile.serve.engine.request import Output, Request, Sampling
+from octile.serve.engine.request import Output, Request, Sampling, check_id
 from octile.serve.engine.scheduler import Scheduled
 from octile.serve.engine.stats import ChangedStats, Stats
 from octile.serve.ranks.dynamic_redundancy import TooFewActiveError
@@ -327,7 +327,12 @@ class LockstepEngine:
         return bool(self._group_of)
 
     def submit(self, request: Request) -> None:
-        """Add a request to the rank, or the group of ranks, that has the fewest, of several to the first one."""
+        """Add a request to the rank, or the group of ranks, that has the fewest, of several to the first one.
+
+        Raises:
+            ValueError: a request that waits or runs has its id.
+        """
+        check_id(request, self._group_of)
         group = self._load.index(min(self._load))
         self._load[group] += 1
         self._group_of[request.id] = group

@@ -80,6 +80,15 @@ def test_texts_are_those_of_one_process(router, folder, tokenizer):
     assert stats.generated_tokens == sum(sampling.max_new_tokens for _, sampling in asked)
 
 
+def test_a_request_with_the_id_of_one_that_runs_is_refused_and_changes_nothing(router, tokenizer):
+    before = router.stats().requests
+    adding(router)([tokenizer.begin, 5], Sampling(20, ignore_eos=True))
+    with pytest.raises(ValueError, match=r"^request\.id must differ from .*, not 0, "):
+        adding(router)([tokenizer.begin, 6], Sampling(20, ignore_eos=True))
+    finish(router, 1)
+    assert router.stats().requests == before + 1
+
+
 def test_canceled_requests_leave_nothing(router, tokenizer):
     before = router.stats().canceled
     add = adding(router)

@@ -8,7 +8,7 @@ import torch
 from octile.serve.engine import drafts, sampler
 from octile.serve.engine.config import EngineConfig
 from octile.serve.engine.engine import Engine
-from octile.serve.engine.request import FinishReason, Sampling
+from octile.serve.engine.request import FinishReason, RequestFactory, Sampling
 from tests.serve.engine.test_request import WithMinP
 from tests.serve.fake_runner import FakeRunner
 
@@ -379,6 +379,29 @@ def test_the_next_turn_of_a_conversation_shares_the_answer_before_it(engine_of):
 def test_a_token_outside_the_vocabulary_is_refused(engine_of, token):
     with pytest.raises(ValueError, match=f"prompt has the token {token}, but the model's vocabulary has 320"):
         engine_of().add([1, token], Sampling(1))
+
+
+def test_a_request_with_the_id_of_one_that_runs_is_refused_and_changes_nothing(engine_of):
+    runner, sampling = FakeRunner(), Sampling(5, ignore_eos=True)
+    engine = engine_of(runner)
+    first = engine.add([1, 2, 3], sampling)
+    engine.step()
+    (other,) = RequestFactory(320, 128).make([4, 5], sampling)
+    with pytest.raises(ValueError, match=rf"^request\.id must differ from .*, not {first.id}, .* one RequestFactory"):
+        engine.submit(other)
+    run(engine)
+    assert first.tokens[3:] == runner.text_of([1, 2, 3], sampling)
+    assert (engine.stats().requests, engine.stats().finished, other.n_generated) == (1, 1, 0)
+
+
+def test_the_id_of_a_request_that_has_ended_may_come_again(engine_of):
+    runner, sampling = FakeRunner(), Sampling(5, ignore_eos=True)
+    engine = engine_of(runner)
+    engine.cancel(engine.add([1, 2, 3], sampling).id)
+    (other,) = RequestFactory(320, 128).make([4, 5], sampling)
+    engine.submit(other)
+    run(engine)
+    assert other.tokens[2:] == runner.text_of([4, 5], sampling)
 
 
 def test_an_empty_prompt_is_refused(engine_of):

@@ -106,6 +106,19 @@ def test_closing_at_once_cancels_before_the_first_step(tokenizer):
     run(tokenizer, body, step_seconds=0.01)
 
 
+def test_a_request_with_the_id_of_one_that_runs_is_refused_and_the_engine_goes_on(tokenizer):
+    async def body(engine, fake):
+        fake.may_step.clear()
+        first = requests(([5, 6], Sampling(max_new_tokens=3)))
+        stream = engine.submit(first)
+        with pytest.raises(ValueError, match=rf"^request\.id must differ from .*, not {first[0].id}, "):
+            engine.submit([*requests(([7], Sampling(max_new_tokens=2))), Request(first[0].id, [8], Sampling(), 0)])
+        fake.may_step.set()
+        return await tokens_of(stream), fake.added
+
+    assert run(tokenizer, body) == ({0: [5, 6, 5]}, 1)
+
+
 def test_a_failure_reaches_every_reader_and_later_ones(tokenizer):
     async def body(engine, fake):
         streams = [engine.submit(requests(([5], Sampling(max_new_tokens=100)))) for _ in range(2)]

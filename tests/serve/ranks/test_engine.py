@@ -135,6 +135,19 @@ def a_request_goes_to_the_rank_that_has_the_fewest(rank: int, folder: Path) -> N
     assert (stats.requests, stats.canceled, stats.finished) == ((4, 2, 2), (1, 0, 0))[rank]
 
 
+def a_request_with_the_id_of_one_that_runs_is_refused(rank: int, folder: Path) -> None:
+    def use(front: LockstepEngine) -> None:
+        sampling = Sampling(2, seed=0, ignore_eos=True)
+        adding(front)(text(5), sampling)
+        with pytest.raises(ValueError, match=r"^request\.id must differ from .*, not 0, "):
+            adding(front)(text(5, 1), sampling)
+        while front.has_work:
+            front.step()
+
+    stats = with_front(rank, use).stats()
+    assert (stats.requests, stats.finished) == ((1, 1), (0, 0))[rank]
+
+
 def a_request_that_is_canceled_before_a_step_is_not_added(rank: int, folder: Path) -> None:
     def use(front: LockstepEngine) -> None:
         assert front.cancel(adding(front)(text(5), SAMPLINGS[0]).id)
@@ -218,6 +231,7 @@ WORKS = [
     texts_with_the_exchanges_of_gpus,
     texts_with_drafts_and_the_exchanges_of_gpus_in_fp8,
     a_request_goes_to_the_rank_that_has_the_fewest,
+    a_request_with_the_id_of_one_that_runs_is_refused,
     a_request_that_is_canceled_before_a_step_is_not_added,
     counts_are_those_of_both_ranks,
     tokens_of_experts_travel_when_they_have_changed,
