@@ -13,7 +13,8 @@ Per-tensor scaling suits this experiment: its sums run over all of K without res
 import argparse
 import json
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -23,7 +24,9 @@ from octile.parallel.device import pick_device
 from octile.train.config import TrainConfig, tiny
 from octile.train.data.open import prepare_tokens
 from octile.train.data.token_store import TokenStore
+from octile.train.loop import run_steps
 from octile.train.run.console import RunConsole
+from octile.train.run.metrics import Metrics
 from octile.train.trainer import Trainer
 
 
@@ -54,18 +57,42 @@ def accumulators(arch: str) -> dict[str, AbstractContextManager[object]]:
     }
 
 
+class _Validating:
+    """The `LoopHooks` of a run, which measure its held-out loss and nothing else."""
+
+    def __init__(self, trainer: Trainer):
+        self.trainer = trainer
+        self.steps: list[int] = []
+        self.val_loss: list[float] = []
+
+    def around(self, step: int) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def record(self, lines: Iterable[Metrics]) -> None:
+        for _ in lines:  # they are collected as they are read
+            pass
+
+    def between_steps(self) -> None:
+        pass
+
+    def validate(self) -> None:
+        self.steps.append(self.trainer.steps_done)
+        self.val_loss.append(self.trainer.evaluator.validate()["val_loss"])
+
+    def save(self) -> None:
+        pass
+
+    def is_finished(self) -> bool:
+        return False
+
+
 def run(config: TrainConfig, sums: str, context: AbstractContextManager[object], store: TokenStore) -> Trained:
     """Train one model inside the context."""
     start = time.perf_counter()
-    steps, losses = [], []
-    with context:
-        trainer = Trainer(config, store, pick_device(config.device))
-        while trainer.steps_done < config.steps:
-            trainer.step()
-            if trainer.steps_done % config.validate_every == 0 or trainer.steps_done == config.steps:
-                steps.append(trainer.steps_done)
-                losses.append(trainer.evaluator.validate()["val_loss"])
-    return Trained(sums, config.seed, tuple(steps), tuple(losses), time.perf_counter() - start)
+    with context, closing(Trainer(config, store, pick_device(config.device))) as trainer:
+        hooks = _Validating(trainer)
+        run_steps(trainer, hooks, stop=())
+    return Trained(sums, config.seed, tuple(hooks.steps), tuple(hooks.val_loss), time.perf_counter() - start)
 
 
 def main(arguments: list[str] | None = None) -> None:
