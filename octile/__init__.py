@@ -45,7 +45,7 @@ _MODULES = {  # the public names of each module
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 _PACKAGES = (
     *("formats", "recipe", "ops", "scaled", "nn", "models", "optim", "checkpoint"),
-    *("report", "train", "lab", "bench", "compat", "integrations"),
+    *("parallel", "report", "train", "serve", "lab", "plan", "bench", "compat", "integrations"),
 )
 
 __all__ = ["__version__", *sorted(_MODULE_OF)]

@@ -167,9 +167,20 @@ def test_every_public_name_is_there_and_documented(name):
     assert getattr(octile, name).__doc__
 
 
-@pytest.mark.parametrize("room", ["formats", "recipe", "ops", "scaled", "nn", "models", "optim", "checkpoint"])
+ROOMS = (
+    *("formats", "recipe", "ops", "scaled", "nn", "models", "optim", "checkpoint", "parallel"),
+    *("report", "train", "serve", "lab", "plan", "bench", "compat", "integrations"),
+)
+
+
+@pytest.mark.parametrize("room", ROOMS)
 def test_rooms_are_attributes(room):
-    assert getattr(octile, room).__name__ == f"octile.{room}"
+    assert octile.__getattr__(room).__name__ == f"octile.{room}"  # also where nothing else has imported the room
+
+
+def test_names_of_rooms_are_found_after_import_octile():
+    loaded = loaded_by("import octile; octile.serve.rebalance_experts, octile.parallel.shard_experts, octile.plan")
+    assert "octile.serve.ranks.placement" in loaded
 
 
 def test_public_names_can_be_listed():
