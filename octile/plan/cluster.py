@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from octile.checkpoint.files import check_output_file
-from octile.lab.pages.page import Table, screen_table
 from octile.models.config import PRESETS
 from octile.parallel.schedules import SCHEDULES, Costs, StageCosts
 from octile.plan.exchange import experts_at_equal_cost
@@ -28,6 +27,7 @@ from octile.plan.trace import write_trace
 from octile.report.console import Console
 from octile.report.plan import save_plan
 from octile.report.schedule import describe_costs
+from octile.report.table import Table, screen_table
 from octile.validation import Range, check_fields
 
 SHOWN = 8  # layouts of a search that are printed

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from octile.checkpoint.files import check_output_file
-from octile.lab.pages.page import Table, screen_table
 from octile.report.console import Console
 from octile.report.experts import GpuLoads, save_gpu_loads
+from octile.report.table import Table, screen_table
 from octile.serve.ranks.placement import rebalance_experts
 from octile.validation import Range, Seed, check_fields, parse_json, quoted
 

@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from octile.lab.pages.page import Table, screen_table
 from octile.plan.published import Comparison, compare_measured, compare_published, compare_serving
 from octile.report.console import Console
+from octile.report.table import Table, screen_table
 from octile.text import format_percent
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from octile.checkpoint.files import check_output_file
-from octile.lab.pages.page import Table, screen_table
 from octile.parallel.schedules import SCHEDULES, Costs, Simulation, make_schedule, simulate
 from octile.report.console import Console
 from octile.report.schedule import compare_activations, compare_bubble, describe_costs, save_schedule
+from octile.report.table import Table, screen_table
 from octile.validation import Range, check_fields
 
 COLUMNS = ("schedule", "ranks", "time", "idle", "bubble", "activations", "parameters")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from octile.extras import require
@@ -15,10 +16,21 @@ from rich.cells import cell_len  # noqa: E402
 from rich.measure import Measurement  # noqa: E402
 from rich.text import Text  # noqa: E402
 
+from octile.report.console import Console  # noqa: E402
+
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.console import Console as RichConsole
+    from rich.console import ConsoleOptions, RenderResult
 
 MIN_TEXT = 12  # characters of a column of text; its longer words may be broken
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of text. The first column holds names, the others hold values."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
 
 
 class ScreenTable(rich.table.Table):
@@ -28,7 +40,7 @@ class ScreenTable(rich.table.Table):
     words.
     """
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> RenderResult:
         for column in self.columns:
             column.no_wrap = column.no_wrap or column.justify == "right"
             column.overflow = "fold"
@@ -42,10 +54,22 @@ class ScreenTable(rich.table.Table):
         cells = zip(*(map(_plain, column._cells) for column in self.columns), strict=True)
         yield Text(as_list(names, list(cells)))
 
-    def _needed_width(self, console: Console, options: ConsoleOptions) -> int:
+    def _needed_width(self, console: RichConsole, options: ConsoleOptions) -> int:
         widest = sum(max(map(_width, _contents(column))) for column in self.columns)
         whole = Measurement.get(console, options.update(width=10**4), self).maximum
         return whole - widest + sum(column.min_width or 0 for column in self.columns)
+
+
+def screen_table(content: Table) -> ScreenTable:
+    """Format a table for the terminal, with narrow gaps if the terminal is narrow."""
+    columns = zip(content.columns, *content.rows, strict=True)
+    is_narrow = sum(max(map(cell_len, column)) + 2 for column in columns) - 2 > Console().width
+    table = ScreenTable(*content.columns, box=None, header_style="bold", pad_edge=False, collapse_padding=is_narrow)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in content.rows:
+        table.add_row(*row)
+    return table
 
 
 def as_list(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -11,7 +11,7 @@ from octile.lab.accumulate import accumulate
 from octile.lab.commands import COMMANDS
 from octile.lab.pages import accumulate as pages_accumulate
 from octile.lab.pages.formats import formats_table
-from octile.lab.pages.page import screen_table
+from octile.report.table import screen_table
 from tests.report.conftest import read_page
 from tests.test_cli import call, refused
 

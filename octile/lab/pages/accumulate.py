@@ -15,17 +15,16 @@ from octile.formats import FloatFormat, by_name
 from octile.lab.accumulate import AccumulationError, accumulate
 from octile.lab.pages.page import (
     Section,
-    Table,
     parse_counts,
     parse_intervals,
     parse_words,
-    screen_table,
     write_lab_page,
 )
 from octile.lab.tensor_core.architectures import EVIDENCE, find_instruction
 from octile.report.console import Console
 from octile.report.style import COLOR, PHONE, WIDE, label_ends, style_axes
 from octile.report.svg import make_chart
+from octile.report.table import Table, screen_table
 from octile.text import format_bytes, format_signed
 from octile.train.memory.device import device_memory
 

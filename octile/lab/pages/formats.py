@@ -27,12 +27,13 @@ from octile.lab.formats import (
 from octile.lab.pages import formats_figures as draw
 from octile.lab.pages import real_tensors_figures as real
 from octile.lab.pages.figures import SNR_MEANING
-from octile.lab.pages.page import Section, Table, power, screen_table, write_lab_page
+from octile.lab.pages.page import Section, power, write_lab_page
 from octile.lab.real_tensors import RealTensors, real_tensors
 from octile.options import Positional
 from octile.report.console import Console
 from octile.report.style import PHONE, WIDE
 from octile.report.svg import Chart, make_chart
+from octile.report.table import Table, screen_table
 from octile.text import format_quantity
 
 OCTAVES = list(range(-20, 18))

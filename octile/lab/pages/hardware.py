@@ -14,13 +14,14 @@ from octile.lab.capture import CapturedGemm, load, parse_gemm_names
 from octile.lab.hardware import HBM, MX, Hardware, Suggestion, hardware
 from octile.lab.pages import hardware_figures as draw
 from octile.lab.pages.figures import TERMS
-from octile.lab.pages.page import Section, Table, screen_table, write_lab_page
+from octile.lab.pages.page import Section, write_lab_page
 from octile.lab.tensor_core.architectures import EVIDENCE, find_instruction
 from octile.lab.what_if import noise_to_db, select_gemms
 from octile.options import Positional
 from octile.report.console import Console
 from octile.report.style import PHONE, WIDE
 from octile.report.svg import Chart, make_chart
+from octile.report.table import Table, screen_table
 from octile.text import format_bytes, format_count, format_signed
 
 

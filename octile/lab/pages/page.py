@@ -1,4 +1,4 @@
-"""Shared parts of the lab's commands: tables, sections, the HTML page, and lists on the command line."""
+"""Shared parts of the lab's commands: sections, the HTML page, and lists on the command line."""
 
 from __future__ import annotations
 
@@ -7,22 +7,11 @@ from dataclasses import dataclass
 from math import frexp
 from pathlib import Path
 
-from rich.cells import cell_len
-
 from octile.checkpoint.files import write_text
-from octile.report.console import Console
 from octile.report.page import render
 from octile.report.svg import Chart
-from octile.report.table import ScreenTable
+from octile.report.table import Table
 from octile.text import superscript
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table of text. The first column holds names, the others hold values."""
-
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -40,18 +29,6 @@ def write_lab_page(path: Path, title: str, lead: str, sections: Sequence[Section
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, render("lab.html.jinja", title=title, lead=lead, sections=sections, notices=notices))
     return path
-
-
-def screen_table(content: Table) -> ScreenTable:
-    """Format a table for the terminal, with narrow gaps if the terminal is narrow."""
-    columns = zip(content.columns, *content.rows, strict=True)
-    is_narrow = sum(max(map(cell_len, column)) + 2 for column in columns) - 2 > Console().width
-    table = ScreenTable(*content.columns, box=None, header_style="bold", pad_edge=False, collapse_padding=is_narrow)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for row in content.rows:
-        table.add_row(*row)
-    return table
 
 
 def power(value: float) -> str:

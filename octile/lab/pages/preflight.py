@@ -14,7 +14,7 @@ from torch import Tensor
 
 from octile.command_text import quoted_path
 from octile.lab.pages.figures import GEMM_COLOR, TERMS, Heat, draw_heat, is_wide, legend, short_names
-from octile.lab.pages.page import Section, Table, screen_table, write_lab_page
+from octile.lab.pages.page import Section, write_lab_page
 from octile.lab.preflight import GemmKey, Preflight, preflight
 from octile.lab.preflight_check import observe_batch
 from octile.lab.what_if import Error
@@ -23,6 +23,7 @@ from octile.recipe import Recipe
 from octile.report.console import Console
 from octile.report.style import COLOR, PHONE, WIDE, lay_out, style_axes
 from octile.report.svg import make_chart
+from octile.report.table import Table, screen_table
 from octile.text import format_count
 
 if TYPE_CHECKING:

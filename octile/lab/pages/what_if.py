@@ -17,13 +17,14 @@ from octile.lab.outliers import Outliers, find_outliers, gemms_by_token, most_ou
 from octile.lab.pages import what_if_figures as draw
 from octile.lab.pages.figures import TERMS, Heat
 from octile.lab.pages.outliers_figures import outlier_section
-from octile.lab.pages.page import Section, Table, parse_intervals, parse_words, screen_table, write_lab_page
+from octile.lab.pages.page import Section, parse_intervals, parse_words, write_lab_page
 from octile.lab.tensor_core.architectures import ARCHITECTURES, EVIDENCE
 from octile.lab.variants import PUBLISHED, REFERENCES, SearchSpace, Variant
 from octile.lab.what_if import Rank, WhatIf, noise_to_db, select_gemms, what_if
 from octile.options import Positional
 from octile.recipe import GemmName
 from octile.report.console import Console
+from octile.report.table import Table, screen_table
 from octile.text import format_count, format_signed
 
 COLUMNS = (

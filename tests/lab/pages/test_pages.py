@@ -10,7 +10,7 @@ from octile.lab.formats import facts, positive_values
 from octile.lab.pages import accumulate, formats_figures
 from octile.lab.pages.figures import short_names
 from octile.lab.pages.formats import write_formats_page
-from octile.lab.pages.page import Section, Table, power, write_lab_page
+from octile.lab.pages.page import Section, power, write_lab_page
 from octile.lab.pages.real_tensors_figures import (
     Gradients,
     Int8AgainstE4M3,
@@ -22,6 +22,7 @@ from octile.lab.pages.real_tensors_figures import (
 from octile.lab.real_tensors import real_tensors
 from octile.report.style import PHONE, drawing
 from octile.report.svg import make_chart
+from octile.report.table import Table
 from tests.report.conftest import read_page
 from tests.report.layout import faults, faults_of_pages, signed_zeros
 
