@@ -18,46 +18,32 @@ files.py          files that appear whole or not at all, and their checksums
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from octile.checkpoint.convert import ConversionReport, convert_checkpoint
-from octile.checkpoint.convert.share import Share
-from octile.checkpoint.convert.size import SizePrediction, predict_size
-from octile.checkpoint.hugging_face import load, load_weights, save
-from octile.checkpoint.training import latest_checkpoint, load_checkpoint, save_checkpoint
-
 if TYPE_CHECKING:
+    from octile.checkpoint.convert import ConversionReport, convert_checkpoint
+    from octile.checkpoint.convert.share import Share
+    from octile.checkpoint.convert.size import SizePrediction, predict_size
     from octile.checkpoint.distributed import DistributedCheckpoints, load_tensors
     from octile.checkpoint.export import export_hugging_face
+    from octile.checkpoint.hugging_face import load, load_weights, save
     from octile.checkpoint.sharded import Chunk, ShardedCheckpoint
+    from octile.checkpoint.training import latest_checkpoint, load_checkpoint, save_checkpoint
 
-_LATE = {  # their modules load torch.distributed.checkpoint, which takes a second
-    "Chunk": "octile.checkpoint.sharded",
-    "DistributedCheckpoints": "octile.checkpoint.distributed",
-    "ShardedCheckpoint": "octile.checkpoint.sharded",
-    "export_hugging_face": "octile.checkpoint.export",
-    "load_tensors": "octile.checkpoint.distributed",
+_MODULES = {  # the public names of each module, late: `octile.checkpoint.files` needs no torch
+    "convert": ("ConversionReport", "convert_checkpoint"),
+    "convert.share": ("Share",),
+    "convert.size": ("SizePrediction", "predict_size"),
+    "distributed": ("DistributedCheckpoints", "load_tensors"),
+    "export": ("export_hugging_face",),
+    "hugging_face": ("load", "load_weights", "save"),
+    "sharded": ("Chunk", "ShardedCheckpoint"),
+    "training": ("latest_checkpoint", "load_checkpoint", "save_checkpoint"),
 }
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
-__all__ = [
-    "Chunk",
-    "ConversionReport",
-    "DistributedCheckpoints",
-    "ShardedCheckpoint",
-    "Share",
-    "SizePrediction",
-    "convert_checkpoint",
-    "export_hugging_face",
-    "latest_checkpoint",
-    "load",
-    "load_checkpoint",
-    "load_tensors",
-    "load_weights",
-    "predict_size",
-    "save",
-    "save_checkpoint",
-]
+__all__ = [*sorted(_MODULE_OF)]
 
 
 def __getattr__(name: str) -> object:
-    if name in _LATE:
-        return getattr(import_module(_LATE[name]), name)
+    if name in _MODULE_OF:
+        return getattr(import_module(f"octile.checkpoint.{_MODULE_OF[name]}"), name)
     raise AttributeError(f"module 'octile.checkpoint' has no attribute {name!r}")

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from octile.models.config import ModelConfig
-from octile.models.meta import meta_model
 
 KINDS = {  # of a parameter, by the first of these parts that its name contains
     "embed_tokens": "embedding",
@@ -72,6 +71,8 @@ def kind_of(name: str) -> str:
 
 def _parameters(config: ModelConfig) -> Iterator[tuple[int | None, str, int]]:
     """Yield the layer, the kind and the number of elements of every parameter."""
+    from octile.models.meta import meta_model  # late: it loads torch
+
     for name, parameter in meta_model(config).named_parameters():
         layer = int(name.split(".")[2]) if name.startswith("model.layers.") else None
         yield layer, kind_of(name), parameter.numel()

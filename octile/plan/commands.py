@@ -10,7 +10,9 @@ COMMANDS = {
         check_outputs,
     ),
     "experts": Command(
-        "octile.plan.experts", "Draw what redundant experts do for the busiest GPU of each layer.", check_outputs
+        "octile.plan.experts_command",
+        "Draw what redundant experts do for the busiest GPU of each layer.",
+        check_outputs,
     ),
     "published": Command(
         "octile.plan.published_command",

@@ -14,7 +14,6 @@ from octile.plan.hardware import Cluster
 from octile.plan.layout import Layout
 from octile.plan.stages import Stage
 from octile.plan.work import tiles
-from octile.train.memory.saved_activations import bytes_per_token
 
 GRADIENT_BYTES = 4  # FP32
 MASTER_BYTES = {"replicated": (4, 0), "sharded": (2, 4)}  # on every rank, and shared by the data-parallel ranks
@@ -66,6 +65,8 @@ def saved_bytes(c: ModelConfig, layout: Layout, is_moe: bool) -> float:
 
     With experts on several ranks the rows that a rank was sent are saved, too.
     """
+    from octile.train.memory.saved_activations import bytes_per_token  # late: it loads torch
+
     d, h = c.hidden_size, c.num_attention_heads
     saved = 2 * d + 4 + 2 * c.latent_dim + 4 + (2 * c.q_lora_rank + 4 if c.q_lora_rank else 0)
     saved += 3 * h * c.v_head_dim // 2 + 4 * -(-h * c.v_head_dim // 128) + 4 * h

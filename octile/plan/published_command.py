@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
-from octile.plan.published import Comparison, compare_measured, compare_published, compare_serving
 from octile.report.console import Console
 from octile.report.table import Table, screen_table
 from octile.text import format_percent
+
+if TYPE_CHECKING:
+    from octile.plan.published import Comparison
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,8 @@ def run(options: Options) -> None:
 
 def comparisons() -> Iterator[Comparison]:
     """All figures."""
+    from octile.plan.published import compare_measured, compare_published, compare_serving
+
     yield from compare_published()
     yield from compare_serving()
     yield from compare_measured()

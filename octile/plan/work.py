@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from octile.formats import TILE
 from octile.models.config import ModelConfig
 
 Phase = Literal["forward", "input_gradient", "weight_gradient"]
@@ -86,6 +85,8 @@ class Work:
 
 def tiles(n: int) -> int:
     """Bytes of n values in 8 bits with an FP32 scale for each 128."""
+    from octile.formats import TILE  # late: it loads torch
+
     return n + 4 * -(-n // TILE[1])
 
 
@@ -213,7 +214,7 @@ def mixture_work(
     """
     d, f, k = c.hidden_size, c.moe_intermediate_size, c.num_experts_per_tok
     local = c.n_routed_experts // ep
-    rows = load * tokens * k + local * TILE[1] / 2  # an expert's rows begin at a multiple of 128
+    rows = load * tokens * k + local * 128 / 2  # an expert's rows begin at a multiple of 128
     passed = rows * (1 + spare_rows)
     yield from _norm_before(d, tokens, saved, bytes_per_channel=5)  # high precision for the gate, too
     yield from bf16_linear(tokens, c.n_routed_experts, d, GATE_TERMS)

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from octile.checkpoint.files import check_output_file
 from octile.validation import Seed, check
 
 ENDINGS = (".html", ".toml")  # of pages and recipes, which have no other; `octile.plan` checks its pictures itself
@@ -16,8 +17,6 @@ def check_outputs(options: Any) -> None:
             option's file, too.
         IsADirectoryError, NotADirectoryError, PermissionError: an output file cannot be written.
     """
-    from octile.checkpoint.files import check_output_file  # late: it loads torch
-
     check("seed", getattr(options, "seed", 0), Seed)
     prints_json = getattr(options, "json", False)  # instead of a page
     for name in ("write",) if prints_json else ("out", "write", "trace"):
