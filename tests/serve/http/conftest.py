@@ -45,7 +45,7 @@ class Served:
         self.error: Exception | None = None
         self.thread = threading.Thread(target=self._run, args=(bound,))
         self.thread.start()
-        wait_until(lambda: self.server.started)
+        wait_until(lambda: self.server.started and self.server.servers)  # which it makes last
 
     def _run(self, bound) -> None:
         try:
@@ -90,7 +90,7 @@ def connect(served: Served, receive_buffer: int | None = None) -> socket.socket:
     return client
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
