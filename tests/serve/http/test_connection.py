@@ -4,6 +4,7 @@ import http.client
 import json
 import socket
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -54,59 +55,46 @@ def read_to_the_end(client: socket.socket, drip: bytes = b"") -> bytes:
     pytest.fail(f"the connection is open after 10 seconds; received: {bytes(received)!r}")
 
 
-@pytest.mark.parametrize(
-    ("begin", "drip", "statuses"),
-    [
-        (b"", b"", []),
-        (b"GET /health HTTP/1.1\r\n", b"", []),
-        (b"GET /health HTTP/1.1\r\nX: ", b"a", []),
-        (POST + b"Content-Length: 1000\r\n\r\n{", b"", [401]),
-        (POST + b"Content-Length: 1000\r\n\r\n{", b" ", [401]),
-        (POST + b"Authorization: Bearer secret\r\nContent-Length: 1000\r\n\r\n{", b"", [408]),
-        (POST + b"Authorization: Bearer secret\r\nContent-Length: 1000\r\n\r\n{", b" ", [408]),
-        (POST + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\na\r\n", [401]),
-        (POST + b"Transfer-Encoding: chunked\r\n\r\n", b"", [401]),
-        (b"GET /health HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n", b"", [200]),
-        (POST + b"Expect: 100-continue\r\nContent-Length: 9\r\n\r\n", b"", [401]),
-        (GET, b"", [200]),
-        (GET + b"GET /health HTTP/1.1\r\nX: ", b"", [200]),
-        (GET + b"GET /health HTTP/1.1\r\nX: ", b"a", [200]),
-        (GET * 3, b"", [200, 200, 200]),
-        (GET * 2 + POST + b"Content-Length: 9\r\n\r\n", b"", [200, 200, 401]),
-        (b"\x16\x03\x01\r\n\r\n", b"a", [400]),
-        (POST + b"Transfer-Encoding: chunked\r\n\r\nno chunk\r\n", b"a", [400]),
-        (POST + b"Connection: close\r\nContent-Length: 0\r\n\r\n", b"a", [401]),
-        (b"GET /health HTTP/1.0\r\n\r\n", b"", [200]),
-    ],
-    ids=[
-        "nothing is sent",
-        "head is unfinished",
-        "head comes slowly",
-        "answered, body is unfinished",
-        "answered, body comes slowly",
-        "body is unfinished",
-        "body comes slowly",
-        "answered, chunks come slowly",
-        "answered, no chunk comes",
-        "answered, unfinished body of GET",
-        "answered, 100 is expected",
-        "idle",
-        "next head is unfinished",
-        "next head comes slowly",
-        "pipelined",
-        "pipelined, body is unfinished",
-        "refused",
-        "refused in a body",
-        "bytes after the last request",
-        "HTTP/1.0",
-    ],
-)
-def test_a_connection_ends_in_each_state(hurried, begin, drip, statuses):
-    client = connect(hurried)
-    client.sendall(begin)
-    received = read_to_the_end(client, drip)
-    client.close()
-    assert [int(part[:3]) for part in received.split(b"HTTP/1.1 ")[1:]] == statuses
+STATES = {  # what is sent at first, what is sent again and again, and the statuses of the answers
+    "nothing is sent": (b"", b"", []),
+    "head is unfinished": (b"GET /health HTTP/1.1\r\n", b"", []),
+    "head comes slowly": (b"GET /health HTTP/1.1\r\nX: ", b"a", []),
+    "answered, body is unfinished": (POST + b"Content-Length: 1000\r\n\r\n{", b"", [401]),
+    "answered, body comes slowly": (POST + b"Content-Length: 1000\r\n\r\n{", b" ", [401]),
+    "body is unfinished": (POST + b"Authorization: Bearer secret\r\nContent-Length: 1000\r\n\r\n{", b"", [408]),
+    "body comes slowly": (POST + b"Authorization: Bearer secret\r\nContent-Length: 1000\r\n\r\n{", b" ", [408]),
+    "answered, chunks come slowly": (POST + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\na\r\n", [401]),
+    "answered, no chunk comes": (POST + b"Transfer-Encoding: chunked\r\n\r\n", b"", [401]),
+    "answered, unfinished body of GET": (b"GET /health HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n", b"", [200]),
+    "answered, 100 is expected": (POST + b"Expect: 100-continue\r\nContent-Length: 9\r\n\r\n", b"", [401]),
+    "idle": (GET, b"", [200]),
+    "next head is unfinished": (GET + b"GET /health HTTP/1.1\r\nX: ", b"", [200]),
+    "next head comes slowly": (GET + b"GET /health HTTP/1.1\r\nX: ", b"a", [200]),
+    "pipelined": (GET * 3, b"", [200, 200, 200]),
+    "pipelined, body is unfinished": (GET * 2 + POST + b"Content-Length: 9\r\n\r\n", b"", [200, 200, 401]),
+    "refused": (b"\x16\x03\x01\r\n\r\n", b"a", [400]),
+    "refused in a body": (POST + b"Transfer-Encoding: chunked\r\n\r\nno chunk\r\n", b"a", [400]),
+    "bytes after the last request": (POST + b"Connection: close\r\nContent-Length: 0\r\n\r\n", b"a", [401]),
+    "HTTP/1.0": (b"GET /health HTTP/1.0\r\n\r\n", b"", [200]),
+}
+
+
+@pytest.fixture(scope="module")
+def ended(hurried) -> dict[str, Future[bytes]]:
+    """What clients receive until the server ends their connections, one in each state, all of them at once."""
+
+    def read(begin: bytes, drip: bytes) -> bytes:
+        with connect(hurried) as client:
+            client.sendall(begin)
+            return read_to_the_end(client, drip)
+
+    with ThreadPoolExecutor(len(STATES)) as pool:
+        return {state: pool.submit(read, begin, drip) for state, (begin, drip, _) in STATES.items()}
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_connection_ends_in_each_state(hurried, ended, state):
+    assert [int(part[:3]) for part in ended[state].result().split(b"HTTP/1.1 ")[1:]] == STATES[state][2]
     wait_until(lambda: not hurried.server.server_state.connections)
     assert httpx.get(f"{hurried.url}/health").status_code == 200
 
@@ -248,7 +236,7 @@ def test_a_body_does_not_count_as_a_head(served):
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("version", ["1.1", "1.0"])
 def test_a_client_that_ends_its_side_after_the_request_is_answered(serve, stream, version):
-    served = serve(step_seconds=0.02)
+    served = serve(step_seconds=0.01)  # the connection is probed twice
     client = connect(served)
     content = request_bytes({**COMPLETION, "stream": stream}).replace(b"HTTP/1.1", f"HTTP/{version}".encode())
     client.sendall(content)
