@@ -104,7 +104,7 @@ def test_monitors_may_ask_with_head(served, path):
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_requests_in_flight_are_answered_before_the_server_ends(serve, stream):
-    served = serve(Limits(drain=30.0), step_seconds=0.01)
+    served = serve(Limits(drain=30.0), step_seconds=0.003)
     body = {**COMPLETION, "stream": stream}
     asking = ask(served, body)
     wait_until(lambda: served.engine.steps > 3)
@@ -118,7 +118,7 @@ def test_requests_in_flight_are_answered_before_the_server_ends(serve, stream):
 
 
 def test_requests_are_answered_though_nobody_reads_standard_error(serve, monkeypatch):
-    served = serve(Limits(drain=30.0), step_seconds=0.01)
+    served = serve(Limits(drain=30.0), step_seconds=0.003)
     asking = ask(served, COMPLETION)
     wait_until(lambda: served.engine.steps > 3)
     reader, writer = os.pipe()
@@ -155,7 +155,7 @@ def test_a_request_whose_prompt_is_encoded_when_the_server_is_to_end_is_answered
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_what_is_not_finished_when_the_time_to_drain_is_over_is_said_to_be_cut_off(serve, stream):
-    served = serve(Limits(drain=0.2), step_seconds=0.05)
+    served = serve(Limits(drain=0.2), step_seconds=0.01)
     body = {**COMPLETION, "max_tokens": 4000, "stream": stream}
     asking = ask(served, body)
     wait_until(lambda: served.engine.steps > 3)
@@ -169,7 +169,7 @@ def test_what_is_not_finished_when_the_time_to_drain_is_over_is_said_to_be_cut_o
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_a_second_signal_ends_what_is_in_flight_with_an_error(serve, capfd, stream):
-    served = serve(Limits(drain=600.0), step_seconds=0.05)
+    served = serve(Limits(drain=600.0), step_seconds=0.01)
     body = {**COMPLETION, "max_tokens": 4000, "stream": stream}
     asking = ask(served, body)
     wait_until(lambda: served.engine.steps > 3)
@@ -231,7 +231,10 @@ def test_a_server_that_is_ending_takes_no_more_requests(served):
 
 
 class FewFiles:
-    """A server in a process that may have FILES files, of which it can be told to take all that are left."""
+    """A server in a process that may have FILES files, of which it can be told to take all that are left.
+
+    Its clock can be told to go forward by a second.
+    """
 
     FILES = 128
 
@@ -252,6 +255,10 @@ class FewFiles:
         pipe.send(served.url)
         taken: list[int] = []
         while (command := pipe.recv()) != "end":
+            if command == "advance":
+                served.advance(1.0)
+                pipe.send("done")
+                continue
             wait_until(lambda: not served.server.server_state.connections or command != "take")
             time.sleep(0.1)  # for the last one to close its file
             while taken:
@@ -265,6 +272,11 @@ class FewFiles:
     def tell(self, command: str) -> None:
         self._pipe.send(command)
         assert self._pipe.recv() == "done"
+
+    def advance(self) -> None:
+        """Set its clock forward by a second."""
+        self.started -= 1
+        self.tell("advance")
 
     def end(self) -> None:
         self._pipe.send("end")
@@ -309,8 +321,11 @@ def test_a_connection_that_the_system_does_not_accept_is_a_line_a_second(few_fil
     few_files.tell("take")
     client = connect(few_files)
     client.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
-    wait_until(lambda: len(few_files.lines()) >= before + 2)
+    for n in (1, 2):
+        few_files.advance()
+        wait_until(lambda n=n: len(few_files.lines()) >= before + n)
     few_files.tell("give")
+    few_files.advance()
     client.settimeout(30)
     assert client.recv(12) == b"HTTP/1.1 200"
     client.close()
