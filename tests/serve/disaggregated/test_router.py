@@ -109,7 +109,10 @@ def test_a_process_that_is_stopped_makes_the_server_unhealthy_until_it_goes_on(r
     httpx, _ = pytest.importorskip("httpx"), pytest.importorskip("fastapi", reason="octile[serve] is not installed")
     from tests.serve.http.conftest import Limits, Served, wait_until
 
-    monkeypatch.setattr("octile.serve.http.service.HUNG_SECONDS", 1.5)
+    monkeypatch.setattr(router_module, "PING_SECONDS", 0.1)
+    for process in router._all:
+        monkeypatch.setattr(process, "_ping_seconds", 0.1)
+    monkeypatch.setattr("octile.serve.http.service.HUNG_SECONDS", 0.3)
     adding(router)([tokenizer.begin], Sampling(2, ignore_eos=True))
     finish(router, 1)  # so that no process is in its first step
     router.tokenizer = tokenizer
