@@ -4,6 +4,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -30,7 +31,7 @@ result = {"job": job, "state": "running", "speed": [1e5], "steps": [1], "loss": 
 if job["recipe"] == "int8_tiles":
     sys.exit("no tensor core for this")
 write(result)
-limit = time.time() + (30 if store == "slow" else 0.2)
+limit = time.time() + (30 if store == "slow" else 0.05)
 while time.time() < limit and not stop:
     time.sleep(0.02)
 write(result | {"state": "stopped" if stop else "done"})
@@ -44,6 +45,7 @@ def queue(tmp_path, monkeypatch):
     script.write_text(f"#!{sys.executable}\n{SCRIPT}")
     script.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(script))
+    monkeypatch.setattr(module, "time", SimpleNamespace(time=time.time, sleep=lambda _: time.sleep(0.01)))
     out = tmp_path / "out"
     out.mkdir()
 
@@ -68,8 +70,15 @@ def test_a_job_that_fails_costs_only_itself_and_leaves_its_log(queue, capsys):
     assert "no tensor core for this" in capsys.readouterr().out
 
 
-def test_at_the_deadline_running_jobs_are_stopped_and_write_partial_results(queue):
-    q = queue([SMALL, LARGE], seconds=4.0, store="slow")
+def test_at_the_deadline_running_jobs_are_stopped_and_write_partial_results(queue, monkeypatch):
+    q = queue([SMALL, LARGE], store="slow")
+
+    def sleep(_: float) -> None:
+        if states(q):  # the first job has begun
+            q.deadline = 0.0
+        time.sleep(0.01)
+
+    monkeypatch.setattr(module.time, "sleep", sleep)
     q.run()
     assert states(q) == {SMALL.name: "stopped"}
     assert q.waiting == [LARGE]
