@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import cache, partial
+from importlib import import_module
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
@@ -177,6 +178,7 @@ class Outcomes:
         works: functions of the rank and the folder, which raise where something is wrong.
         ranks: their number.
         device: "cuda" gives each rank a GPU, and NCCL.
+        imports: modules that the functions import, which ranks on the CPU share.
     """
 
     def __init__(
@@ -186,13 +188,14 @@ class Outcomes:
         works: Sequence[Work],
         ranks: int = 2,
         device: str = "cpu",
+        imports: Sequence[str] = (),
     ):
         def start(world: int, folder: str) -> None:
             arguments = world, device, tuple(works), folder
             if device == "cuda":
                 start_ranks(_run_works, arguments, world)
             else:
-                start_ranks(_fork_ranks, (_run_works, arguments, world), 1)
+                start_ranks(_fork_ranks, (_run_works, arguments, world, imports), 1)
 
         self._failures = start_once(tmp_path_factory, name, start)(ranks)
 
@@ -201,8 +204,13 @@ class Outcomes:
         assert_passed(self._failures, work.__name__)
 
 
-def _fork_ranks(_: int, run: Callable[..., None], arguments: tuple[Any, ...], world: int) -> None:
-    """Call run(rank, *arguments) in forks of this process, which has imported what the arguments need, once for all."""
+def _fork_ranks(
+    _: int, run: Callable[..., None], arguments: tuple[Any, ...], world: int, imports: Sequence[str]
+) -> None:
+    """Call run(rank, *arguments) in forks of this process, which has imported what they need, once for all."""
+    for name in imports:
+        import_module(name)
+    gc.freeze()
     mp.start_processes(_run, (run, *arguments), world, start_method="fork")
 
 

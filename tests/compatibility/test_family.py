@@ -13,9 +13,11 @@ from tests.worlds import Outcomes
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     works = [cases.llama, cases.qwen3_moe, cases.deepseek_v3, cases.llama_in_two_dimensions]
+    imports = []
     if find_spec("torchtitan") is not None:
         works += [cases.torchtitan_llama3, cases.torchtitan_deepseek_v3]
-    return Outcomes(tmp_path_factory, "family", works, cases.RANKS)
+        imports = ["torchtitan.config", "torchtitan.models.deepseek_v3", "torchtitan.models.llama3"]
+    return Outcomes(tmp_path_factory, "family", works, cases.RANKS, imports=imports)
 
 
 def test_llama(outcomes: Outcomes):
