@@ -4,7 +4,6 @@ import doctest
 import gzip
 import importlib.util
 import re
-import subprocess
 import sys
 import tarfile
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from octile.models.deepseek_v3 import DeepseekV3
 from octile.train.config import TrainConfig
 from octile.train.run.rank_checks import check_world
 from octile.train.strategy.pipelined_model import make_pipeline_schedule
+from tests.fresh_python import run_python
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -234,8 +234,7 @@ def test_the_page_lists_the_files_of_the_kernel() -> None:
 def test_the_tour_shows_the_walk_that_a_gemm_takes() -> None:
     """Compare the frames in docs/tour.md with those that `python -m tools.count_frames` prints."""
     pytest.importorskip("cuda.bindings")
-    command = [sys.executable, "-m", "tools.count_frames"]
-    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    printed = run_python("import runpy; runpy.run_module('tools.count_frames', run_name='__main__')").stdout
     shown = (DOCS / "tour.md").read_text(encoding="utf-8").partition("```text\n")[2].partition("```")[0]
 
     def frames(output: str) -> list[str]:

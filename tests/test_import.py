@@ -14,6 +14,7 @@ import octile
 from octile.extras import EXTRAS, require
 from octile.models.config import ModelConfig
 from octile.tokenizer import Tokenizer
+from tests.fresh_python import run_python
 from tests.serve.models import save_untrained
 
 HEAVY = (
@@ -42,20 +43,25 @@ class Missing:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 sys.meta_path.insert(0, Missing())
+for name in list(sys.modules):  # torch may have imported them
+    if name.partition(".")[0] in {OPTIONAL}:
+        del sys.modules[name]
 """
 
 
 def loaded_by(statement: str) -> set[str]:
-    """Return the modules that a statement loads in a new interpreter."""
-    program = f"import sys; {statement}; print(*sys.modules)"
-    return set(
-        subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout.split()
-    )
+    """Return the modules that are loaded in a new interpreter, in which torch is, after a statement."""
+    ended = run_python(f"import sys; {statement}; print(*sys.modules)")
+    ended.check_returncode()
+    return set(ended.stdout.split())
 
 
 @pytest.fixture(scope="module")
 def loaded() -> set[str]:
-    return loaded_by("import octile; octile.__version__; dir(octile)")
+    program = "import sys, octile; octile.__version__; dir(octile); print(*sys.modules)"
+    return set(
+        subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout.split()
+    )
 
 
 @pytest.mark.parametrize("module", HEAVY)
@@ -103,7 +109,7 @@ tiny = ModelConfig.tiny()
 octile.save(DeepseekV3(tiny), sys.argv[1], weights="fp8")
 octile.load(sys.argv[1])(torch.zeros(1, 8, dtype=torch.int64))
 """
-    ended = without_optional(program, str(tmp_path / "model"))
+    ended = run_python(WITHOUT_OPTIONAL + program, str(tmp_path / "model"))
     assert (ended.returncode, "skipped 0" in ended.stderr, "Error" in ended.stderr) == (0, True, False)
 
 
@@ -204,16 +210,16 @@ def test_the_package_says_that_it_is_typed():
 def imports_of_modules() -> dict[str, set[str]]:
     """The modules of octile that each module of octile imports: at once, in a function, or for its annotations."""
     package = Path(octile.__file__).parent
-    names = {p: ".".join(p.relative_to(package.parent).with_suffix("").parts) for p in package.rglob("*.py")}
-    trees = {name.removesuffix(".__init__"): ast.parse(path.read_text("utf-8")) for path, name in names.items()}
-    imported: dict[str, set[str]] = {name: set() for name in trees}
-    for name, tree in trees.items():
-        for node in ast.walk(tree):
+    paths = {".".join(p.relative_to(package.parent).with_suffix("").parts): p for p in package.rglob("*.py")}
+    paths = {name.removesuffix(".__init__"): path for name, path in paths.items()}
+    imported: dict[str, set[str]] = {name: set() for name in paths}
+    for name, path in paths.items():  # one tree at a time: garbage collections would look at all
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.Import):
-                imported[name] |= {alias.name for alias in node.names} & trees.keys()
+                imported[name] |= {alias.name for alias in node.names} & paths.keys()
             elif isinstance(node, ast.ImportFrom) and node.module:
                 modules = {f"{node.module}.{alias.name}" for alias in node.names}
-                imported[name] |= {module if module in trees else node.module for module in modules} & trees.keys()
+                imported[name] |= {module if module in paths else node.module for module in modules} & paths.keys()
     return imported
 
 

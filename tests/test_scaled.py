@@ -2,8 +2,6 @@
 
 import copy
 import io
-import subprocess
-import sys
 import warnings
 
 import numpy as np
@@ -25,6 +23,7 @@ from octile.scaled import (
     matmul_nt,
     quantize,
 )
+from tests.fresh_python import run_python
 
 FORMATS = [E4M3, E5M2, E5M6, INT8]
 FLOAT_FORMATS = [E4M3, E5M2, E5M6]
@@ -226,8 +225,7 @@ def test_a_fresh_process_loads_it_once_it_has_named_the_class(tmp_path):
     program = (
         f"import octile, torch; octile.ScaledTensor; print(torch.load({str(tmp_path / 'w.pt')!r}, weights_only=True))"
     )
-    printed = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
-    assert printed.startswith("{'w': ScaledTensor([5, 130] e4m3")
+    assert run_python(program).stdout.startswith("{'w': ScaledTensor([5, 130] e4m3")
 
 
 def test_it_is_a_value_of_a_modules_state_dict():

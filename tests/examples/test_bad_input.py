@@ -1,11 +1,12 @@
 """Tests of the examples as scripts: bad input ends in one line and the exit code 2."""
 
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.fresh_python import run_python
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -49,8 +50,8 @@ def test_a_text_that_is_not_utf_8_is_named(tmp_path, monkeypatch, capsys):
 
 
 def test_so_does_the_process_of_a_script(tmp_path):
-    command = [sys.executable, str(EXAMPLES / "torchtitan_converter.py"), "--dim", "33"]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    program = f"import runpy; runpy.run_path({str(EXAMPLES / 'torchtitan_converter.py')!r}, run_name='__main__')"
+    ended = run_python(program, "--dim", "33", folder=tmp_path)
     assert ended.returncode == 2
     message = "dim must be a multiple of 32, the size of an attention head, not 33"
     check_one_line((ended.stdout, ended.stderr), message)

@@ -2,8 +2,6 @@
 
 import importlib
 import inspect
-import os
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import octile.compat.deep_gemm as ours
+from tests.fresh_python import run_python
 
 SCRIPT = """\
 import sys
@@ -139,9 +138,8 @@ def test_the_python_of_a_checkout_is_used_where_it_is_given(checkout):
 
 def test_a_script_of_a_checkout_runs_on_octile(checkout):
     """In a process of its own, with the modules next to it and its arguments."""
-    command = [sys.executable, "-m", "octile.compat.deep_gemm", str(checkout / "tests/test_something.py"), "argument"]
-    environment = os.environ | {"PYTHONPATH": str(Path(ours.__file__).parents[3])}
-    ran = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=checkout, check=False)
+    program = "import runpy; runpy.run_module('octile.compat.deep_gemm', run_name='__main__', alter_sys=True)"
+    ran = run_python(program, str(checkout / "tests/test_something.py"), "argument", folder=checkout)
     assert ran.stdout.split() == ["octile.compat.deep_gemm.dense", "8", "theirs", "found", "argument"], ran.stderr
 
 

@@ -25,6 +25,7 @@ from octile.serve.http.process import HttpProcess
 from octile.serve.http.worker import Start
 from octile.serve.process.messages import ProcessEndedError
 from octile.tokenizer import Tokenizer
+from tests.fresh_python import run_python
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.http.conftest import request_bytes, wait_until
 from tests.worlds import forked_context
@@ -96,7 +97,7 @@ def test_it_imports_no_torch():
 
 def test_the_process_of_the_engine_imports_no_fastapi():
     program = "import sys, octile.serve.http.serve_folder; sys.exit(not {'fastapi', 'uvicorn'}.isdisjoint(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+    assert run_python(program).returncode == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])

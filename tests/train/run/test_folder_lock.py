@@ -1,30 +1,32 @@
 """Tests that a run folder is locked: one process at a time writes to it."""
 
-import subprocess
-import sys
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
 
 import pytest
 
 from octile.train.run.folder import lock_folder, new_folder
+from tests.worlds import forked_context
 
-HOLD = """
-import sys, time
-from pathlib import Path
-from octile.train.run.folder import lock_folder
-with lock_folder(Path(sys.argv[1])):
-    print("holds", flush=True)
-    time.sleep(60)
-"""
+
+def hold(folder: Path, started: Connection) -> None:
+    with lock_folder(folder):
+        started.send("holds")
+        time.sleep(60)
 
 
 @pytest.fixture
 def other_process(tmp_path):
     """Start another process that holds the lock of tmp_path / "run"."""
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "holds\n"
+    context = forked_context()
+    here, there = context.Pipe()
+    process = context.Process(target=hold, args=(tmp_path / "run", there))
+    process.start()
+    assert here.recv() == "holds"
     yield process
     process.kill()
-    process.wait()
+    process.join()
 
 
 def test_a_folder_that_another_process_has_locked_is_refused(other_process, tmp_path):
@@ -34,7 +36,7 @@ def test_a_folder_that_another_process_has_locked_is_refused(other_process, tmp_
 
 def test_a_killed_process_holds_no_lock(other_process, tmp_path):
     other_process.kill()
-    other_process.wait()
+    other_process.join()
     with lock_folder(tmp_path / "run"):
         pass
 
