@@ -2,6 +2,7 @@
 
 import os
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -42,6 +43,7 @@ def run_and_fail(rank: int, port: int, folder: str, arguments: list[str]) -> Non
     patch.setattr(Folder, "load_expert_parallel", load_and_warm_up)
     if rank == 1:
         patch.setattr(ModelRunner, "_results", fail)
+        patch.setattr("octile.parallel.ranks.PATIENCE", timedelta(seconds=0.3))  # rank 0 reports nothing
     # as if this were the command, whose own errors are explained in one line
     patch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)
     run(rank, port, folder, arguments)

@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -106,6 +107,8 @@ def run(
     patch = pytest.MonkeyPatch()
     write_no_report(patch)
     estimate_memory_once(patch)
+    if fault in ("error", "killed"):  # that rank 0 does not report
+        patch.setattr("octile.parallel.ranks.PATIENCE", timedelta(seconds=0.3))
     faulty_rank, begin = FAULTS[fault]
     if rank == faulty_rank:
         begin()
