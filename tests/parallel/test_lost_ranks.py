@@ -24,7 +24,7 @@ def wait(rank: int, folder: str, endings: str) -> None:
         lost: list[Exception] = []
         ranks = LostRanks(group, lost.append)
         try:
-            ranks.close(timedelta(seconds=5 if "h" in endings else 60))
+            ranks.close(timedelta(seconds=2.5 if "h" in endings else 60))
             noticed.write_text(f"{len(lost)} lost")
         except TimeoutError as error:
             noticed.write_text(str(error))

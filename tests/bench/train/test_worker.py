@@ -81,11 +81,11 @@ def test_a_request_of_a_dead_process_is_reported_by_its_answer():
 
 
 def test_a_step_that_never_ends_is_killed(monkeypatch):
-    monkeypatch.setattr(worker_module, "STOP_SECONDS", 1.0)
+    monkeypatch.setattr(worker_module, "STOP_SECONDS", 0.2)
     with Worker(sleeper, 600.0) as worker:
         worker.request(Steps(1))
         with pytest.raises(TimeoutError, match="no answer within 1 s"):
-            worker.answer(1.0)
+            worker.answer(0.6)
     assert not worker._process.is_alive()
 
 
