@@ -44,16 +44,17 @@ def test_a_non_finite_value_is_null_in_the_file(tmp_path):
     assert run.metrics_file.read_text() == '{"step": 1, "grad_norm": null}\n'
 
 
-def test_tensorboard_shows_only_the_later_of_repeated_steps(tmp_path):
+def test_tensorboard_shows_only_the_later_of_repeated_steps(tmp_path, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run = new_run(tmp_path)
+    run, now = new_run(tmp_path), time.time
     for done, steps in ((0, (1, 2, 3)), (1, (2, 3))):
+        # TensorBoard orders files by the second in which they were made
+        monkeypatch.setattr(time, "time", lambda seconds=1.1 * done: now() + seconds)
         writer = MetricsWriter(run, done)
         for step in steps:
             writer.write({"step": step, "loss": done + step})
         writer.close()
-        time.sleep(1.1)  # TensorBoard orders files by the second in which they were made
     events = EventAccumulator(str(run.tensorboard)).Reload()
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 1.0), (2, 3.0), (3, 4.0)]
 
