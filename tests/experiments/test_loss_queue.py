@@ -49,7 +49,7 @@ def queue(tmp_path, monkeypatch):
     out = tmp_path / "out"
     out.mkdir()
 
-    def make(jobs, gpus=(0,), together=(), share=2, seconds=20.0, store="quick"):
+    def make(jobs, gpus=(0,), together=(), share=2, seconds=200.0, store="quick"):
         return Queue(Path(store), out, list(jobs), list(gpus), set(together), share, time.time() + seconds)
 
     return make
@@ -106,7 +106,7 @@ def test_a_run_that_shared_its_gpu_is_marked(queue):
 
 def test_a_job_that_would_not_end_in_time_is_passed_over_for_a_shorter_one(queue):
     known = {"job": LARGE.to_json(), "state": "done", "speed": [1e3]}
-    q = queue([], seconds=200.0)
+    q = queue([])
     write_result(result_file(q.out, "known"), known | {"job": known["job"] | {"name": "known"}})
     q.waiting = [LARGE, SMALL]
     q._start_ready_jobs()
@@ -118,7 +118,7 @@ def test_a_job_that_would_not_end_in_time_is_passed_over_for_a_shorter_one(queue
 
 def test_a_branch_waits_for_the_checkpoint_of_its_trunk(queue):
     trunk = replace(SMALL, name="trunk", group="trunk", until=0.4)
-    q = queue([branch(trunk, "bf16"), trunk], seconds=200.0)
+    q = queue([branch(trunk, "bf16"), trunk])
     q.run()
     assert states(q) == {"trunk": "done"}  # no checkpoint to continue from; the queue still ends
     (q.out / "trunk.pt").touch()
