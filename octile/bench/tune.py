@@ -112,7 +112,7 @@ def shortlist(p: Problem, chip: Chip) -> list[GemmConfig]:
     estimates = {config: cycles(p, config, chip) for config in candidates(p, chip)}
     best, same_tile, selected = min(estimates.values()), Counter[tuple[object, ...]](), []
     for config in sorted(estimates, key=estimates.__getitem__):
-        tile = (config.tile_m, config.tile_n, config.warpgroups, config.ping_pong, config.transposed)
+        tile = (config.tile_m, config.tile_n, config.warpgroups, config.ping_pong, config.transposed, config.load_c)
         same_tile[tile] += 1
         if same_tile[tile] <= MAX_SAME_TILE and estimates[config] <= MAX_ESTIMATE * best:
             selected.append(config)
