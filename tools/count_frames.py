@@ -37,6 +37,7 @@ import torch
 import octile.nn
 from octile.checkpoint.hugging_face import save
 from octile.kernels.cuda.gemm import num_sms, request
+from octile.kernels.cuda.gemm.cost_model import Chip
 from octile.kernels.cuda.jit import driver, specialize, tensor_map
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
@@ -178,7 +179,7 @@ def fake_gpu(
     patches: list[tuple[Any, str, Any]] = [
         (Operator, "_can_call_kernel", lambda operator, _: operator in operators),
         (request, "why_not_on", lambda device: None),
-        (num_sms, "multiprocessors", lambda device: 132),
+        (num_sms, "chip", lambda device: Chip(132)),
         (specialize, "load", load),
         (driver, "Kernel", FakeKernel),
         (driver, "driver", SimpleNamespace(cuLaunchKernelEx=launch)),

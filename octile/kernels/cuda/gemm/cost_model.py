@@ -8,14 +8,13 @@ slowest of the following, times what a kind of kernel was measured to take more 
     tensor cores    64 rows × n columns: 2n cycles, or 64 + n to read both operands from shared memory
     one warpgroup   its own MMAs and then the promotion on the CUDA cores, which two accumulators overlap
     loads           both tiles from the L2 cache, of what a cluster shares a block's part; and of all SMs, from memory
-    latency         of a stage that was requested as many k-blocks ago as there are other stages
 
 So large tiles load least, several small ones fill the last round of SMs better, and few rows are a matter of reading
-the weights from all SMs at once. The constants rank kernels and are no forecast: a GEMM of few rows is estimated a
-fifth too long. They are those that chose best among 1,637 timings of 93 GEMMs on H200s
-(benchmarks/history/cost-model/sweep.json.gz) and 1,806 of 86 drawn ones on an H100 (benchmarks/history/gemm-drawn).
-The configurations that they choose are 0.9 and 1.2% slower than the best known, at worst 8%. The order of tiles is not
-estimated, but follows a rule (`candidates`).
+the weights from all SMs at once. Rates of memory are proportional to the GPU's bandwidth: it decides how C is added to.
+The constants rank kernels and are no forecast: a GEMM of few rows is estimated a fifth too long. They were chosen on
+timings of 801 GEMMs on H200s and H100s, each with up to 36 kernels (benchmarks/history/cost-model and gemm-drawn). The
+kernels that they choose are 1.8% slower than the best measured ones, at worst 22%. The order of tiles is not estimated,
+but follows a rule (`candidates`).
 """
 
 from dataclasses import dataclass, replace
@@ -36,32 +35,35 @@ RED_BYTES_PER_CYCLE = 655  # of all SMs, that the L2 cache adds to (red.global.a
 THREAD_ADD_BYTES_PER_CYCLE = 280  # of all SMs, BF16 that threads load, add to and store, which nothing hides
 LOAD_C_CYCLES = 5000  # until the first rows of C are there, and the last ones stored
 STORE_BYTES_PER_CYCLE = 32  # of one tile through shared memory to the L2 cache
-STAGE_LATENCY_CYCLES = 1000  # from requesting a stage to having it
 EPILOGUE_CYCLES = 480  # of a tile, besides its stores
-STAGING_CYCLES = 2000  # to fill the staging buffer once, and to wait until it is stored
+STAGING_CYCLES = 1500  # to fill the staging buffer once, and to wait until it is stored
 MIN_CYCLES_PER_K_BLOCK = 290  # however small: waiting for a stage, multiplying, waiting for the accumulator
 PROMOTION_WAIT_CYCLES = 95  # between the last MMA of a k-block and the first addition of its promotion
 UNHIDDEN_SHARE = 0.5  # of the shorter of loading and multiplying, which the longer does not hide
 WARPGROUP_SHARE = 0.02  # of the time of one warpgroup alone: prefers the shorter of two k-blocks with the same bound
-BYTES_IN_FLIGHT = 3.5e6  # for all of the memory's bandwidth: what arrives during its latency
+H200_BANDWIDTH = 4.8e12  # bytes/s of the memory for which the rates of memory above are
 
 
 @dataclass(frozen=True)
 class Chip:
-    """A GPU: the number of SMs that a GEMM may use.
+    """A GPU, and the number of its SMs that a GEMM may use. The default is an H200.
 
     Attributes:
         gpu_multiprocessors: the number of all its SMs, by which K is split, so that fewer SMs give the same bits;
             0: as many.
+        memory_bandwidth: the peak, in bytes/s.
+        name: as the driver has it, by which measured kernels are stored.
     """
 
     multiprocessors: int
     gpu_multiprocessors: int = 0
+    memory_bandwidth: float = H200_BANDWIDTH
+    name: str = "NVIDIA H200"
 
     @property
     def whole(self) -> "Chip":
         """The GPU with all its SMs."""
-        return Chip(max(self.gpu_multiprocessors, self.multiprocessors))
+        return replace(self, multiprocessors=max(self.gpu_multiprocessors, self.multiprocessors), gpu_multiprocessors=0)
 
     def clusters(self, size: int) -> int:
         """Return how many clusters of this many blocks run at the same time."""
@@ -130,10 +132,9 @@ def cycles(p: Problem, c: GemmConfig, chip: Chip) -> float:
     loaded = (c.tile_m / c.cluster_n + c.tile_n / c.cluster_m) * BLOCK_K
     l2_bytes = L2_BYTES_PER_CYCLE_ONE_ROUND if rounds == 1 else L2_BYTES_PER_CYCLE
     load_bytes = min(l2_bytes * chip.multiprocessors / busy, MAX_L2_BYTES_PER_CYCLE)
-    latency = STAGE_LATENCY_CYCLES / (c.stages - 1)
-    k_block = max(mma, warpgroup, loaded / load_bytes, latency, MIN_CYCLES_PER_K_BLOCK)
+    k_block = max(mma, warpgroup, loaded / load_bytes, MIN_CYCLES_PER_K_BLOCK)
     if c.ping_pong:  # two tiles at once
-        k_block = max(c.pipelines * mma, warpgroup, c.pipelines * loaded / load_bytes, latency)
+        k_block = max(c.pipelines * mma, warpgroup, c.pipelines * loaded / load_bytes)
     k_block += WARPGROUP_SHARE * warpgroup
     store = c.tile_m * c.tile_n * (4 if c.split_k > 1 else c.out_bytes) / STORE_BYTES_PER_CYCLE
     if c.store is Store.TMA and c.store_columns < 32:  # rows of a store box fill half a line of memory or less
@@ -154,16 +155,15 @@ def cycles(p: Problem, c: GemmConfig, chip: Chip) -> float:
 
     weights = p.groups if p.schedule is not Schedule.DENSE else 1
     operand_bytes = p.m * p.k + p.n * p.k * (weights if p.schedule is not Schedule.ALONG_K else 1)
-    memory = operand_bytes / MEMORY_BYTES_PER_CYCLE
+    bandwidth = chip.memory_bandwidth / H200_BANDWIDTH
+    memory = operand_bytes / (MEMORY_BYTES_PER_CYCLE * bandwidth)
     c_bytes = c.out_bytes * p.m * p.n * weights if p.accumulate else 0
     if c.load_c:
-        accumulate = LOAD_C_CYCLES + 2 * c_bytes / MEMORY_BYTES_PER_CYCLE  # which the MMAs wait for
+        accumulate = LOAD_C_CYCLES + 2 * c_bytes / (MEMORY_BYTES_PER_CYCLE * bandwidth)  # which the MMAs wait for
     elif c.out_float:
-        accumulate, memory = 0, memory + c_bytes / RED_BYTES_PER_CYCLE
+        accumulate, memory = 0, memory + c_bytes / (RED_BYTES_PER_CYCLE * bandwidth)
     else:
         accumulate = c_bytes / THREAD_ADD_BYTES_PER_CYCLE
-    in_flight = c.stages * c.pipelines * (min(c.tile_m, p.m) + min(c.tile_n, p.n)) * BLOCK_K * busy
-    memory *= max(1.0, BYTES_IN_FLIGHT / in_flight)
     compute = rounds * tile + (CLUSTER_CYCLES if c.cluster_size > 1 and rounds == 1 else 0)
     last_epilogue = epilogue if rounds == 1 else 0  # when nothing is loaded any more
     compute -= last_epilogue
@@ -191,17 +191,17 @@ def rows_per_group(p: Problem) -> int:
 def _slowdown(c: GemmConfig) -> float:
     """Return how much longer a k-block was measured to take than estimated, where all SMs are busy."""
     if c.ping_pong:
-        return 2.0 if c.is_1d1d else 1.75
-    if c.tile_n < 128 and c.tile_m >= 192 and not c.is_1d1d:
-        return 1.3
-    if c.warpgroups == 3:
-        return 1.65 if c.is_1d1d else 1.02
-    if c.waves == 1 and c.accumulators == 1:
-        return 1.5 if c.is_1d1d else 1.25 if c.warpgroups == 1 else 1.1
+        return 1.85
     if c.accumulators > 1 and c.waves > 1:
-        return 1.35 if c.stages == 3 else 1.15  # with three, some GEMMs wait for a stage
+        return 1.15
     if c.is_1d1d:
         return 1.44
+    if c.tile_n < 128 and c.tile_m >= 192:
+        return 1.3
+    if c.warpgroups == 3:
+        return 1.02
     if c.accumulators > 1:
-        return 1.1 if c.warpgroups == 1 else 1.3
+        return 1.1
+    if c.waves == 1:
+        return 1.25 if c.warpgroups == 1 else 1.1
     return 1.2 if c.stages == 3 else 1.08

@@ -91,8 +91,11 @@ def num_sms(device: torch.device | int | None = None) -> int:
 
 def chip(device: torch.device | int | None = None) -> Chip:
     """Return a GPU as the choice of a GEMM's kernel needs it; None is the current GPU."""
-    device = torch.cuda.current_device() if device is None else device
-    return Chip(num_sms(device), gpu_multiprocessors=multiprocessors(device))
+    from octile.kernels.cuda.jit.driver import memory_bandwidth  # late: without a GPU there may be no driver
+
+    index = torch.cuda.current_device() if device is None else torch.device(device).index
+    name = torch.cuda.get_device_properties(index).name
+    return Chip(num_sms(index), multiprocessors(index), memory_bandwidth(index), name)
 
 
 @cache  # every launch asks

@@ -45,7 +45,7 @@ def path() -> Path:
 
 def _key(problem: Problem, chip: Chip) -> str:
     values = " ".join(f"{name}={int(value)}" for name, value in asdict(problem).items())
-    return f"{values} multiprocessors={chip.multiprocessors}"
+    return f"{values} multiprocessors={chip.multiprocessors} device={chip.name}"
 
 
 def _stamp(file: Path) -> int:

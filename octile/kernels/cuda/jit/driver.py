@@ -136,12 +136,7 @@ class Kernel:
 
     def _allow_shared_memory(self) -> None:
         """Permit all the shared memory that a block can have; a launch takes what it asks for."""
-        max_shared = checked(
-            "cuDeviceGetAttribute",
-            driver.cuDeviceGetAttribute(
-                driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, self.device
-            ),
-        )
+        max_shared = _attribute(self.device, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
         function_attribute = driver.CUfunction_attribute
         static = checked(
             "cuFuncGetAttribute",
@@ -199,6 +194,19 @@ def layout(name: str, parameters: Sequence[tuple[int, int]], arguments: Sequence
         form += f"{offset - end}x{code}"
         end = offset + size
     return struct.Struct(form)
+
+
+@functools.cache
+def memory_bandwidth(device: int) -> float:
+    """Return the peak bandwidth of a GPU's memory in bytes/s: each line of its bus carries two bits a clock."""
+    kilohertz, lines = _attribute(device, "MEMORY_CLOCK_RATE"), _attribute(device, "GLOBAL_MEMORY_BUS_WIDTH")
+    return 2 * 1e3 * kilohertz * lines / 8
+
+
+def _attribute(device: int, name: str) -> int:
+    """Return an attribute of a GPU, by its name without the driver's prefix CU_DEVICE_ATTRIBUTE_."""
+    which = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+    return int(checked("cuDeviceGetAttribute", driver.cuDeviceGetAttribute(which, device)))
 
 
 def checked(what: str, result: tuple[Any, ...]) -> Any:

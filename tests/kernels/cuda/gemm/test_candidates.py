@@ -19,6 +19,7 @@ from octile.kernels.cuda.gemm.config import GemmConfig, Scales, Schedule, Store
 from octile.kernels.cuda.gemm.cost_model import Chip, Problem, cycles, rounded
 
 H200 = Chip(132)
+H100 = Chip(132, memory_bandwidth=3.35e12, name="NVIDIA H100 80GB HBM3")
 SWEEP = Path(__file__).parents[4] / "benchmarks" / "history" / "cost-model" / "sweep.json.gz"
 
 
@@ -128,6 +129,7 @@ def test_a_measured_kernel_comes_first():
     tuned.store(rounded(problem), H200, measured, 12.5)
     assert choose(problem, H200) == measured
     assert choose(problem, Chip(100)) != measured
+    assert choose(problem, H100) != measured
 
 
 def test_a_measured_kernel_with_the_former_names_of_fields_comes_first():

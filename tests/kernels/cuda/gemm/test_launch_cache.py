@@ -85,7 +85,7 @@ def gpu() -> Iterator[list[Any]]:
         patch.setattr(
             launch_cache.specialize, "load", lambda _, constants, *others: FakeKernel(decided[-1], constants, launches)
         )
-        patch.setattr(num_sms, "multiprocessors", lambda device: 132)
+        patch.setattr(num_sms, "chip", lambda device: Chip(132))
         patch.setattr(tensor_map, "encode", lambda described, pointer: (described, pointer))
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         for module, names in (

@@ -11,7 +11,8 @@ from octile.kernels.cuda.gemm.cost_model import Chip
 
 @pytest.fixture(autouse=True)
 def a_gpu_of_132(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    gpu = SimpleNamespace(multi_processor_count=132, name="NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     num_sms.multiprocessors.cache_clear()
     yield
@@ -29,9 +30,11 @@ def test_num_sms_is_bounded_by_the_setting_and_the_gpu(limit, used):
     assert num_sms.num_sms() == used
 
 
-def test_gemms_know_all_sms_of_the_gpu():
+def test_gemms_know_the_gpu_and_all_of_its_sms(monkeypatch):
+    driver = pytest.importorskip("octile.kernels.cuda.jit.driver", reason="octile[cuda] is not installed")
+    monkeypatch.setattr(driver, "memory_bandwidth", lambda device: 3.35e12)
     num_sms.set_num_sms(78)
-    assert num_sms.chip() == Chip(78, gpu_multiprocessors=132)
+    assert num_sms.chip() == Chip(78, 132, 3.35e12, "NVIDIA H100 80GB HBM3")
 
 
 def test_none_lifts_the_bound():

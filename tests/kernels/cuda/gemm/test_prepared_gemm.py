@@ -12,6 +12,7 @@ pytest.importorskip("cuda.bindings")
 
 from octile.kernels.cuda.gemm import launch_cache, num_sms
 from octile.kernels.cuda.gemm.config import Scales, Schedule
+from octile.kernels.cuda.gemm.cost_model import Chip
 from octile.kernels.cuda.gemm.request import GemmRequest, Operand
 from octile.kernels.cuda.jit import prepared, tensor_map
 from octile.kernels.cuda.jit.prepared import BoundedCache
@@ -44,7 +45,7 @@ def kernel(monkeypatch, tmp_path) -> FakeKernel:
     fake = FakeKernel()
     monkeypatch.setenv("OCTILE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(launch_cache.specialize, "load", lambda *arguments: fake)
-    monkeypatch.setattr(num_sms, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(num_sms, "chip", lambda device: Chip(num_sms.limit or 132, gpu_multiprocessors=132))
     monkeypatch.setattr(tensor_map, "encode", lambda described, pointer: (described, pointer))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(launch_cache, "_prepared", BoundedCache(8))

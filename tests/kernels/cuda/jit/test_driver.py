@@ -13,7 +13,7 @@ if sys.platform != "linux":
 
 from cuda.bindings import driver as cuda
 
-from octile.kernels.cuda.jit.driver import Kernel, layout
+from octile.kernels.cuda.jit.driver import Kernel, layout, memory_bandwidth
 
 PARAMETERS = [(0, 128), (128, 8), (136, 4), (140, 4)]  # a tensor map, a pointer, an int, a float
 ARGUMENTS = (bytes(range(128)), 0x7F0000001000, -5, 0.5)
@@ -161,6 +161,21 @@ def test_launches_of_one_shape_differ_in_their_stream(fake, kernel):
 
 def test_all_shared_memory_of_a_block_is_permitted(fake, kernel):
     assert fake.shared_bytes == 226 * 1024  # what a block can have, less what the source declares
+
+
+def test_the_bandwidth_of_memory_follows_from_its_clock_and_its_bus(monkeypatch):
+    """2,619 MHz and 5,120 lines are an H100's."""
+    attributes = cuda.CUdevice_attribute
+    found = {
+        attributes.CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE: 2_619_000,
+        attributes.CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH: 5120,
+    }
+    monkeypatch.setattr(cuda, "cuDeviceGetAttribute", lambda attribute, device: (OK, found[attribute]))
+    memory_bandwidth.cache_clear()
+    try:
+        assert memory_bandwidth(0) == pytest.approx(3.35e12, rel=1e-3)
+    finally:
+        memory_bandwidth.cache_clear()
 
 
 @pytest.mark.parametrize("current", ["another device's", None])
