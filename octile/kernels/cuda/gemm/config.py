@@ -159,8 +159,8 @@ class GemmConfig:
         """Pairs of b's 1×128 scales of a k-block that a consumer thread holds in registers."""
         if not self.is_1d1d or self.accumulators > self.waves:  # those of two k-blocks at once have no room
             return 0
-        others = 16 if self.out_float or self.accumulators > 1 else 28  # found by compiling, as are the next 4
-        others += 4 if self.load_c and self.cluster_size > 1 else 0
+        others = 16 if self.out_float or self.accumulators > 1 else 28  # found by compiling, as are the next 4 or 6
+        others += (6 if self.ping_pong else 4) if self.load_c and self.cluster_size > 1 else 0
         return min(max(self.consumer_registers - self.accumulator_registers - others, 0) // 2, self.tile_n // 8)
 
     @property
