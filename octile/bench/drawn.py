@@ -76,11 +76,14 @@ def _masked(generator: random.Random) -> Case:
     return Case("masked", _tokens(generator, 8, MASKED_ROWS // 4), n, k, groups)
 
 
-def _small_experts(generator: random.Random) -> Case:
-    model, (n, k) = _expert(generator)
-    groups = _experts_of_a_rank(generator, model, (1, 2, 4, 8))
-    tokens = aligned(_tokens(generator, 128, 1024))
-    return Case("wgrad", n, k, tokens, max(groups, FEWEST_EXPERTS), tiles=True, accumulate=True)
+def _small_experts(accumulate: bool) -> Callable[[random.Random], Case]:
+    def draw(generator: random.Random) -> Case:
+        model, (n, k) = _expert(generator)
+        groups = _experts_of_a_rank(generator, model, (1, 2, 4, 8))
+        tokens = aligned(_tokens(generator, 128, 1024))
+        return Case("wgrad", n, k, tokens, max(groups, FEWEST_EXPERTS), tiles=True, accumulate=accumulate)
+
+    return draw
 
 
 LARGE = DrawnClass("large", 16, _dense(2048, 32768))
@@ -90,8 +93,12 @@ FEWEST_ROWS = DrawnClass("fewest rows", 4, _dense(1, 7))
 WEIGHT_GRADIENTS = DrawnClass("weight gradients", 12, _weight_gradient)
 EXPERTS = DrawnClass("experts", 8, _grouped)
 DECODING_EXPERTS = DrawnClass("decoding experts", 8, _masked)
-SMALL_EXPERTS = DrawnClass("small experts", 8, _small_experts)
-CLASSES = (LARGE, MIDDLE, FEW_ROWS, FEWEST_ROWS, WEIGHT_GRADIENTS, EXPERTS, DECODING_EXPERTS, SMALL_EXPERTS)
+SMALL_EXPERTS = DrawnClass("small experts", 8, _small_experts(accumulate=True))
+STORED_SMALL_EXPERTS = DrawnClass("small experts, stored", 8, _small_experts(accumulate=False))
+CLASSES = (
+    *(LARGE, MIDDLE, FEW_ROWS, FEWEST_ROWS),
+    *(WEIGHT_GRADIENTS, EXPERTS, DECODING_EXPERTS, SMALL_EXPERTS, STORED_SMALL_EXPERTS),
+)
 
 
 def _weight(generator: random.Random) -> tuple[int, int]:

@@ -60,8 +60,7 @@ def _candidates(s: PreparedCase) -> dict[str, Callable[[], tuple[Call, Tensor]]]
             found["cuBLASLt blockwise"] = lambda: _blockwise(s)
         if s.case.tiles and not s.case.accumulate:
             found["octile 1D2D"] = lambda: _octile_1d2d(s)
-            return found  # DeepGEMM has no such GEMM on Hopper
-    if find_spec("deep_gemm"):
+    if (s.case.accumulate or not s.case.tiles) and find_spec("deep_gemm"):  # on Hopper its 1D1D GEMMs only add
         found["DeepGEMM"] = lambda: _deep_gemm(s)
     return found
 
