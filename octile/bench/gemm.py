@@ -150,12 +150,12 @@ def _rows(case: Case, device: str) -> Iterator[Row]:
     others = peer_calls(setup, expected)
     calls = {"octile": setup.call, **others}
     times = work_seconds(calls, rounds=20)
-    name, what, ours = case.name, case.what, times.pop("octile")
+    name, what, goal, ours = case.name, case.what, case.drawn or None, times.pop("octile")
     speed = case.flops / ours / 1e12
     for peer, taken in times.items():
-        yield compare(name, what, speed, "TFLOP/s", peer, case.flops / taken / 1e12)
+        yield compare(name, what, speed, "TFLOP/s", peer, case.flops / taken / 1e12, goal)
     if not times:
-        yield Row(name, what, speed, "TFLOP/s")
+        yield Row(name, what, speed, "TFLOP/s", goal=goal)
     yield Row(name, what, setup.bytes / ours / 1e9, "GB/s")
     yield Row(name, what, ours * 1e6, "µs")
     yield Row(name, what, measured, DIFFERENCE)

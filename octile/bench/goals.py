@@ -13,7 +13,7 @@ from octile.bench import drawn, shapes
 from octile.bench.drawn import DrawnClass
 from octile.bench.gemm_table import HOST
 from octile.bench.rows import Row
-from octile.bench.shapes import Case, drawn_suffix
+from octile.bench.shapes import Case
 
 # octile bench casts: ids of goals, which `octile.bench.casts` gives to its operators
 
@@ -57,7 +57,7 @@ def attention_goal(heads: int, cache_format: str) -> str:
     return f"{heads} heads, {cache_format}"
 
 
-# octile bench gemm
+# octile bench gemm: the ids of goals of drawn cases are the names of their classes
 
 HOST_FLOOR, HOST_AIM = 25.0, 10.0  # µs until a warm call returns
 DEEP_GEMM = "DeepGEMM"
@@ -149,7 +149,7 @@ def _ratios(goal: Goal, rows: Sequence[Row]) -> tuple[dict[str, float], int]:
     A peer that has no such GEMM, as of 2,880 columns, is not needed in a drawn case.
     """
     if isinstance(goal.cases, DrawnClass):
-        drawn_rows = [row for row in rows if row.what.endswith(drawn_suffix(goal.cases.name))]
+        drawn_rows = [row for row in rows if row.goal == goal.cases.name]
         compared = {row.case: row.against.ratio for row in drawn_rows if row.against and row.against.peer == goal.peer}
         left_out = goal.cases.number - len({row.case for row in drawn_rows})
         return compared, len(compared) + left_out

@@ -19,11 +19,6 @@ def aligned(n: int, multiple: int = ALIGNMENT) -> int:
     return -(-n // multiple) * multiple
 
 
-def drawn_suffix(name: str) -> str:
-    """Return how `Case.what` ends in a class of drawn cases."""
-    return f", drawn: {name}"
-
-
 @dataclass(frozen=True)
 class Case:
     """One GEMM a · bᵀ, or one for each group.
@@ -56,7 +51,7 @@ class Case:
     def what(self) -> str:
         """The kind of GEMM, as rows have it in `what`."""
         kind = "" if self.kind == "dense" else f", {self.kind}"
-        drawn = drawn_suffix(self.drawn) if self.drawn else ""
+        drawn = f", drawn: {self.drawn}" if self.drawn else ""
         return "FP8" + " 1D1D" * (self.tiles and self.kind == "dense") + kind + " +=" * self.accumulate + drawn
 
     @cached_property

@@ -13,7 +13,7 @@ from octile.models.config import ModelConfig
 
 
 def rows(ratio, cases=shapes.LARGE, peer="DeepGEMM"):
-    return [compare(case.name, case.what, ratio, "TFLOP/s", peer, 1.0) for case in cases]
+    return [compare(case.name, case.what, ratio, "TFLOP/s", peer, 1.0, case.drawn or None) for case in cases]
 
 
 def verdict(measured):
