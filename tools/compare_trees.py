@@ -118,11 +118,11 @@ class Server:
         """Choose and compile the kernels of these GEMMs."""
         from octile.bench.shapes import Case
         from octile.bench.tune import problem, why_not_usable
+        from octile.kernels.cuda.gemm import num_sms
         from octile.kernels.cuda.gemm.candidates import Chip, choose
-        from octile.kernels.cuda.gemm.num_sms import num_sms
 
         self.cases = [Case(**case) for case in cases]
-        chip = Chip(num_sms())
+        chip = num_sms.chip() if hasattr(num_sms, "chip") else Chip(num_sms.num_sms())  # an earlier tree's
         self.chosen = [choose(problem(case), chip) for case in self.cases]
         if not self.peer:
             with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:

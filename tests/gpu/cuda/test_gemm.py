@@ -37,6 +37,8 @@ KERNELS = {  # including kernels that candidates.py seldom chooses
     "128×128": GemmConfig(128, 128, 4, staged_boxes=1),
     "256×128": GemmConfig(256, 128, 3, staged_boxes=4),
     "192×128, three warpgroups": GemmConfig(192, 128, 4, warpgroups=3, staged_boxes=2),
+    "256×128, float32": GemmConfig(256, 128, 4, out_float=True, staged_boxes=1),
+    "192×128, float32": GemmConfig(192, 128, 4, warpgroups=3, out_float=True, staged_boxes=1),
     "64×64, one warpgroup": GemmConfig(64, 64, 8, warpgroups=1, staged_boxes=1),
     "cluster along M": GemmConfig(128, 128, 4, cluster_m=2, staged_boxes=1),
     "cluster along N": GemmConfig(128, 128, 4, cluster_n=2, staged_boxes=1),

@@ -7,7 +7,7 @@ from octile.kernels.cuda.gemm.candidates import best
 from octile.kernels.cuda.gemm.config import GemmConfig, Scales, Schedule, Store
 from octile.kernels.cuda.gemm.cost_model import Chip, Problem, rounded
 
-H200_SMS = 132
+CHIPS = (Chip(132), Chip(132, memory_bandwidth=3.35232e12, name="NVIDIA H100 80GB HBM3"))  # an H200, and an H100
 LARGE = (
     (4096, 2112, 7168), (4096, 576, 7168), (4096, 24576, 1536), (4096, 32768, 512),
     (4096, 7168, 16384), (4096, 4096, 7168), (4096, 7168, 2048), (8192, 8192, 8192),
@@ -20,7 +20,7 @@ ONE_SCALE: dict[str, Any] = {"a_scales": Scales.PER_TENSOR, "b_scales": Scales.P
 
 
 def configs() -> dict[str, GemmConfig]:
-    """Return the configuration that each case is launched with on an H200, by its name."""
+    """Return the configurations that each case is launched with on an H200 and on an H100, by its name."""
     problems = {f"dense {m}×{n}×{k}": Problem(m, n, k) for m, n, k in LARGE}
     problems |= {
         f"dense {m}×{n}×{k}": Problem(m, n, k, transposable=True)
@@ -61,4 +61,5 @@ def configs() -> dict[str, GemmConfig]:
         "dense, no promotion": Problem(4096, 4096, 7168, promote=False, **ONE_SCALE),
         "dense, E5M2 times E4M3": Problem(4096, 4096, 7168, a_e5m2=True),
     }
-    return {name: best(rounded(problem), Chip(H200_SMS)) for name, problem in problems.items()}
+    h200, h100 = ({name: best(rounded(problem), chip) for name, problem in problems.items()} for chip in CHIPS)
+    return h200 | {f"{name}, on an H100": config for name, config in h100.items() if config not in h200.values()}

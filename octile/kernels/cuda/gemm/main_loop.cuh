@@ -27,7 +27,8 @@ constexpr bool reads_scales_after_wgmma = b_row_scales && waves > 1;
 // are two loops, of which none is unrolled. With FP32 results only a single copy of the stores leaves enough registers.
 constexpr bool stores_outside_of_loop =
     overlaps_stores && has_block_scales && config::warpgroups > 1 &&
-    (config::out_float ? config::schedule == dense && !config::load_c : config::schedule != along_k);
+    (config::out_float ? config::schedule == dense && !config::load_c && !config::ping_pong
+                       : config::schedule != along_k);
 constexpr int unrolled_k_blocks = has_half_tiles ? 1 : 4;
 
 // A descriptor that stays in a register; the compiler would compute it again for every k-block.
@@ -213,7 +214,7 @@ struct MainLoop {
         if constexpr (!stores_outside_of_loop) {
             for (int i = 0; i <= last; ++i) run_k_block<waves_there>(promoted, i, i == 0, i == last);
         } else if constexpr (config::out_float) {
-            for (int i = 0; i <= last; ++i) {  // goes through the first and the last k-block
+            for (int i = 0; i <= last; ++i) {  // the inner loop runs the k-blocks between the first and the last
                 run_k_block<waves_there>(promoted, i, i == 0, i == last);
 #pragma unroll unrolled_k_blocks
                 for (; i + 1 < last; ++i) run_k_block<waves_there>(promoted, i + 1, false, false);

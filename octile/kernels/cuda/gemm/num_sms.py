@@ -93,7 +93,8 @@ def chip(device: torch.device | int | None = None) -> Chip:
     """Return a GPU as the choice of a GEMM's kernel needs it; None is the current GPU."""
     from octile.kernels.cuda.jit.driver import memory_bandwidth  # late: without a GPU there may be no driver
 
-    index = torch.cuda.current_device() if device is None else torch.device(device).index
+    index = device if isinstance(device, int) or device is None else device.index
+    index = torch.cuda.current_device() if index is None else index
     name = torch.cuda.get_device_properties(index).name
     return Chip(num_sms(index), multiprocessors(index), memory_bandwidth(index), name)
 

@@ -1,6 +1,6 @@
 """Configurations that were measured to be faster than the chosen ones, stored in a file of the user's cache folder.
 
-    {"<rounded problem>": {"config": {…}, "microseconds": 12.3}}
+    {"<rounded problem, SMs and GPU>": {"config": {…}, "microseconds": 12.3}}
 
 `octile bench tune` writes the file. An entry that is no longer a valid configuration is ignored.
 """
@@ -16,12 +16,6 @@ from octile.kernels.cuda.gemm.config import GemmConfig, Scales, Schedule, Store
 from octile.kernels.cuda.gemm.cost_model import Chip, Problem
 
 ENUMS = {"a_scales": Scales, "b_scales": Scales, "schedule": Schedule, "store": Store}
-RENAMED = {  # fields of entries that were written before a field had its present name
-    "fetch": "load_c",
-    "staged_pieces": "staged_boxes",
-    "along_n": "raster_along_n",
-    "band": "raster_width",
-}
 
 
 def lookup(problem: Problem, chip: Chip) -> GemmConfig | None:
@@ -67,7 +61,6 @@ def _load(file: Path, stamp: int) -> dict[str, GemmConfig]:
 
 
 def _config(values: dict[str, int | bool]) -> GemmConfig:
-    values = {RENAMED.get(name, name): value for name, value in values.items()}
     names = {field.name for field in fields(GemmConfig)}
     if set(values) != names:
         raise ValueError(f"an entry must name {sorted(names)}")
