@@ -154,8 +154,8 @@ class EngineClient:
         """
         if self._closed is not None:
             raise EngineError(self._closed)
-        for request in requests:
-            check_id(request, self._choices)
+        for i, request in enumerate(requests):
+            check_id(request, {*self._choices, *(other.id for other in requests[:i])})
         stream = Stream(self, requests)
         if not self._is_busy:
             self._is_busy, self._last_step = True, time.monotonic()

@@ -106,6 +106,16 @@ def test_closing_at_once_cancels_before_the_first_step(tokenizer):
     run(tokenizer, body, step_seconds=0.01)
 
 
+def test_requests_of_one_call_with_the_same_id_are_refused(tokenizer):
+    async def body(engine, fake):
+        (request,) = requests(([5], Sampling(max_new_tokens=2)))
+        with pytest.raises(ValueError, match="request.id must differ"):
+            engine.submit([request, request])
+        return await tokens_of(engine.submit([request]))
+
+    assert [*run(tokenizer, body).values()] == [[5, 5]]
+
+
 def test_a_request_with_the_id_of_one_that_runs_is_refused_and_the_engine_goes_on(tokenizer):
     async def body(engine, fake):
         fake.may_step.clear()
