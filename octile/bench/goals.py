@@ -125,7 +125,7 @@ GOALS = (
     Goal("drawn, grouped", drawn.EXPERTS, DEEP_GEMM, **GROUPED),
     Goal("drawn, masked", drawn.DECODING_EXPERTS, DEEP_GEMM, **MASKED),
     Goal("drawn, wgrad of small experts", drawn.SMALL_EXPERTS, "BF16", each=(1.0, None)),
-    Goal("drawn, wgrad of small experts, stored", drawn.STORED_SMALL_EXPERTS, "BF16", each=(1.0, None)),
+    Goal("drawn, wgrad of small experts, stored in BF16", drawn.STORED_SMALL_EXPERTS, "BF16", each=(1.0, None)),
 )
 
 

@@ -1,6 +1,7 @@
 """Tests of a GEMM benchmark case: its operands, its calls, and the detection of wrong results."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -61,6 +62,22 @@ def test_our_1d2d_peer_of_1d1d_has_the_same_operands():
     made = prepare_case(CASES[1], "cpu")
     call, out = gemm_peers._octile_1d2d(made)
     made.check(call, made.high_precision(), out, MAX_DIFFERENCE)
+
+
+@pytest.mark.parametrize(
+    ("case", "has_it"),
+    [
+        (Case("wgrad", 96, 64, 300, 4, tiles=True, accumulate=True), True),
+        (Case("wgrad", 96, 64, 300, 4, tiles=True), False),
+        (Case("dense", 64, 96, 256, tiles=True), False),
+        (Case("dense", 64, 96, 256), True),
+    ],
+    ids=lambda case: getattr(case, "what", None),
+)
+def test_deep_gemm_adds_products_of_row_scales_and_stores_none(case, has_it, monkeypatch):
+    monkeypatch.setattr(gemm_peers, "find_spec", lambda name: name)
+    setup = SimpleNamespace(case=case, x=SimpleNamespace(is_cuda=True))
+    assert ("DeepGEMM" in gemm_peers._candidates(setup)) == has_it
 
 
 def test_a_peer_that_computes_something_else_is_left_out(monkeypatch, capsys):

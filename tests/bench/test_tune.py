@@ -64,6 +64,11 @@ def test_the_best_of_each_tile_has_both_rasterization_orders():
         assert other in configs or config in configs[-1:]  # the list ends where it is full
 
 
+def test_both_ways_to_add_to_c_are_among_the_candidates_of_a_tile():
+    configs = tune.shortlist(tune.problem(Case("wgrad", 4096, 1536, 896, 16, tiles=True, accumulate=True)), H200)
+    assert {c.load_c for c in configs if (c.tile_m, c.tile_n, c.ping_pong) == (256, 128, False)} == {True, False}
+
+
 def test_tiles_in_one_row_have_one_rasterization_order():
     configs = tune.shortlist(tune.problem(Case("dense", 16, 7168, 2048, tiles=True)), H200)
     assert not any(config.raster_along_n for config in configs)
