@@ -3,6 +3,7 @@
 import atexit
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -52,14 +53,20 @@ def run_python(
             "environment": dict(os.environ if environment is None else environment),
             "printed": (out.name, err.name),
         }
-        print(json.dumps(asked), file=server.stdin, flush=True)
-        status = int(server.stdout.readline())
-        return subprocess.CompletedProcess([program, *arguments], status, out.read(), err.read())
+        try:
+            print(json.dumps(asked), file=server.stdin, flush=True)
+            answer = server.stdout.readline()
+        except BaseException:  # as at a test's timeout: its answer would be taken for that of the next program
+            os.killpg(server.pid, signal.SIGKILL)
+            _server.cache_clear()
+            raise
+        assert answer, f"the process that is forked has ended:\n{err.read()}"
+        return subprocess.CompletedProcess([program, *arguments], int(answer), out.read(), err.read())
 
 
 @cache
 def _server() -> subprocess.Popen[str]:
     command = [sys.executable, "-c", SERVER, str(Path(__file__).parents[1])]
-    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
     atexit.register(server.communicate)  # the end of its input ends it
     return server

@@ -234,7 +234,9 @@ def test_the_page_lists_the_files_of_the_kernel() -> None:
 def test_the_tour_shows_the_walk_that_a_gemm_takes() -> None:
     """Compare the frames in docs/tour.md with those that `python -m tools.count_frames` prints."""
     pytest.importorskip("cuda.bindings")
-    printed = run_python("import runpy; runpy.run_module('tools.count_frames', run_name='__main__')").stdout
+    process = run_python("import runpy; runpy.run_module('tools.count_frames', run_name='__main__')")
+    assert process.returncode == 0, process.stderr
+    printed = process.stdout
     shown = (DOCS / "tour.md").read_text(encoding="utf-8").partition("```text\n")[2].partition("```")[0]
 
     def frames(output: str) -> list[str]:

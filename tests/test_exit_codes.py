@@ -141,7 +141,7 @@ def test_ctrl_c_while_the_interpreter_exits_prints_nothing(late, status):
         "import atexit, signal, sys, threading, time, types, octile.cli\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background process ignores it
         "def wait(*_, write=sys.stdout.write, flush=sys.stdout.flush, sleep=time.sleep):\n"
-        "    write('exits\\n'), flush(), sleep(0.4)\n"
+        "    write('exits\\n'), flush(), sleep(1)\n"
         f"octile.cli.COMMANDS['doctor'] = types.SimpleNamespace(run=lambda *_: {late})\n"
         "sys.argv[1:] = ['doctor']\n"
         "octile.cli.main()"

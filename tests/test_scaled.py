@@ -225,7 +225,8 @@ def test_a_fresh_process_loads_it_once_it_has_named_the_class(tmp_path):
     program = (
         f"import octile, torch; octile.ScaledTensor; print(torch.load({str(tmp_path / 'w.pt')!r}, weights_only=True))"
     )
-    assert run_python(program).stdout.startswith("{'w': ScaledTensor([5, 130] e4m3")
+    process = run_python(program)
+    assert process.stdout.startswith("{'w': ScaledTensor([5, 130] e4m3"), process.stderr
 
 
 def test_it_is_a_value_of_a_modules_state_dict():

@@ -98,7 +98,7 @@ def _find(name: str) -> Record:
     commit, code = RECORDS[name]
     path = ROOT / "benchmarks" / "results" / f"{name}.json"
     machine = json.loads(path.read_text(encoding="utf-8")).get("machine", {}) if path.exists() else {}
-    commit = commit or machine["commit"]
+    commit = (commit or machine["commit"]).removesuffix("+")  # of a tree with changes
     try:
         date = machine.get("date") or _git("log", "-1", "--format=%cs", commit)
         counts = (_git("rev-list", "--count", f"{commit}..HEAD", "--", *paths) for paths in ((), code))

@@ -23,6 +23,7 @@ def other_process(tmp_path):
     here, there = context.Pipe()
     process = context.Process(target=hold, args=(tmp_path / "run", there))
     process.start()
+    there.close()  # so that the end of the other process is seen
     assert here.recv() == "holds"
     yield process
     process.kill()
