@@ -1,4 +1,4 @@
-"""Loads of GPUs before and after `rebalance_experts`: loads of experts, read or drawn, as those of the GPUs."""
+"""Compute the loads of GPUs from the loads of experts, read or drawn, before and after `rebalance_experts`."""
 
 from __future__ import annotations
 
