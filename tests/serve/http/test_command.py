@@ -207,7 +207,9 @@ def test_prefill_and_decode_processes_write_the_text_of_one_engine(apart, folder
 def test_a_process_that_dies_ends_the_server_in_one_line(apart):
     server, client = apart
     client.completions.create(model="micro", prompt="a", max_tokens=3)
-    os.kill(server.children[-1], signal.SIGKILL)
+    process = psutil.Process(server.children[-1])
+    process.kill()
+    process.wait(30)  # until it can answer no more
     with pytest.raises(openai.APIError):
         client.completions.create(model="micro", prompt="a", max_tokens=3)
     _, error = server.communicate(timeout=60)
