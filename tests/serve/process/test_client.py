@@ -109,7 +109,7 @@ def test_closing_at_once_cancels_before_the_first_step(tokenizer):
 def test_requests_of_one_call_with_the_same_id_are_refused(tokenizer):
     async def body(engine, fake):
         (request,) = requests(([5], Sampling(max_new_tokens=2)))
-        with pytest.raises(ValueError, match="request.id must differ"):
+        with pytest.raises(ValueError, match=r"request\.id must differ"):
             engine.submit([request, request])
         return await tokens_of(engine.submit([request]))
 
