@@ -154,8 +154,11 @@ class EngineClient:
         """
         if self._closed is not None:
             raise EngineError(self._closed)
-        for i, request in enumerate(requests):
-            check_id(request, {*self._choices, *(other.id for other in requests[:i])})
+        ids = set[int]()  # of those before it
+        for request in requests:
+            check_id(request, self._choices)
+            check_id(request, ids)
+            ids.add(request.id)
         stream = Stream(self, requests)
         if not self._is_busy:
             self._is_busy, self._last_step = True, time.monotonic()
