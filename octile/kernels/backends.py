@@ -160,6 +160,10 @@ ONLY_TORCH = {  # and why
     "attention": ATTENTION_REASON,
     "attention_backward": ATTENTION_REASON,
     "read_latents": "torch gathers the rows of the cache",
+    **dict.fromkeys(
+        ("sparse_attention_with_lse", "sparse_attention_backward", "sparse_attention_weights"),
+        "torch gathers the chosen positions and multiplies them",
+    ),
     "paged_mqa_schedule": "torch sums and searches lengths on the device",
 }
 HOPPER_OR_TORCH = {  # called by their own modules: what torch does, and what Hopper's kernels support

@@ -6,7 +6,8 @@
 
 All heads of a query attend to the same positions. With all positions of a causal mask chosen, this is dense attention.
 `sparse_attention` reads rows that lie one after the other, as in prefill; `paged_sparse_attention` reads the paged
-cache.
+cache. Training also needs the logarithm of the softmax's denominator, for `octile.ops.sparse_attention_backward`:
+`sparse_attention_with_lse`.
 
 On Hopper, kernels read latents of 512 + 64 channels in BF16 or FP8, 64 heads at a time; torch computes the rest. Where
 there are few queries, their lists are divided among thread blocks (split-KV), whose partial results are merged in the
@@ -18,6 +19,8 @@ Source: DeepSeek-V3.2-Exp §2 (https://github.com/deepseek-ai/DeepSeek-V3.2-Exp)
 Shapes: S queries, H heads, C channels of a latent, W = C + those of the rotary key, T rows, K chosen positions,
 P pages, M pages of a text at most.
 """
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -59,8 +62,29 @@ def sparse_attention(
         ValueError: shapes or devices do not fit together, or n_splits is not from 0 to 128; on a CPU, a position is not
             from −1 to below T. A GPU attends to none of those.
     """
-    _check(q, latents, positions, latent_dim, n_splits)
-    _check_positions(positions, len(latents))
+    check_operands(q, latents, positions, latent_dim, n_splits)
+    check_positions(positions, len(latents))
+    return _attend(q, latents, positions, latent_dim, scale)[0]
+
+
+@operator()
+def sparse_attention_with_lse(
+    q: Tensor, latents: Tensor, positions: Tensor, latent_dim: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attend as `sparse_attention`, and return what the backward pass needs.
+
+    Args:
+        q, latents, positions, latent_dim, scale: as in `sparse_attention`.
+
+    Returns:
+        o [S, H, C] in q's dtype, zeros where no position was chosen; and lse [S, H] float32, the natural logarithm of
+        Σ exp(s) over the chosen positions, −inf where there is none.
+
+    Raises:
+        TypeError, ValueError: as in `sparse_attention`.
+    """
+    check_operands(q, latents, positions, latent_dim)
+    check_positions(positions, len(latents))
     return _attend(q, latents, positions, latent_dim, scale)
 
 
@@ -85,8 +109,8 @@ def paged_sparse_attention(
             from −1 to below 64·M, or its page is not in the cache. A GPU attends to none of those.
     """
     _check_paged(q, cache, pages, positions, latent_dim, n_splits)
-    _check_positions(positions, PAGE * pages.shape[1])
-    return _attend(q, cache.flatten(0, 1), _slots(pages, positions, len(cache)), latent_dim, scale)
+    check_positions(positions, PAGE * pages.shape[1])
+    return _attend(q, cache.flatten(0, 1), _slots(pages, positions, len(cache)), latent_dim, scale)[0]
 
 
 def _slots(pages: Tensor, positions: Tensor, n_pages: int) -> Tensor:
@@ -106,24 +130,40 @@ def _slots(pages: Tensor, positions: Tensor, n_pages: int) -> Tensor:
     return (page * PAGE + position % PAGE).where(is_position & is_page, ABSENT).int()
 
 
-def _attend(q: Tensor, latents: Tensor, positions: Tensor, latent_dim: int, scale: float) -> Tensor:
+def _attend(q: Tensor, latents: Tensor, positions: Tensor, latent_dim: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Compute o [S, H, C] in q's dtype and lse [S, H] float32."""
+    s, h, _ = q.shape
+    o_SHC = q.new_zeros(s, h, latent_dim)
+    lse_SH = q.new_full((s, h), -torch.inf, dtype=torch.float32)
+    with without_autocast(q.device):
+        for part in query_blocks(q, latents, positions):
+            keys_SKW, is_absent_SK = gathered_keys(latents, positions[part], latent_dim)
+            scores_SHK = torch.bmm(q[part].float() * scale, keys_SKW.mT).masked_fill_(is_absent_SK[:, None], -torch.inf)
+            lse_SH[part] = scores_SHK.logsumexp(-1)
+            p_SHK = scores_SHK.softmax(-1).masked_fill_(is_absent_SK.all(1)[:, None, None], 0.0)
+            o_SHC[part] = torch.bmm(p_SHK, keys_SKW[..., :latent_dim]).to(q.dtype)
+    return o_SHC, lse_SH
+
+
+def query_blocks(q: Tensor, latents: Tensor, positions: Tensor) -> Iterator[slice]:
+    """Divide the queries into blocks, whose gathered rows and scores have at most MAX_ELEMENTS each, or of one query.
+
+    There is no block where nothing can be chosen.
+    """
     s, h, width = q.shape
     k = positions.shape[1]
-    o_SHC = q.new_zeros(s, h, latent_dim)
     if not k or not len(latents):
-        return o_SHC
-    rows = max(MAX_ELEMENTS // (k * width), 1)
-    with without_autocast(q.device):
-        for first in range(0, s, rows):
-            part = slice(first, first + rows)
-            is_absent_SK = (positions[part] < 0) | (positions[part] >= len(latents))
-            keys_SKW = _keys(latents[positions[part].masked_fill(is_absent_SK, 0).long()], latent_dim)
-            keys_SKW = keys_SKW.masked_fill(is_absent_SK[..., None], 0.0)  # a NaN there is not read
-            scores_SHK = torch.bmm(q[part].float() * scale, keys_SKW.mT)
-            p_SHK = scores_SHK.masked_fill_(is_absent_SK[:, None], -torch.inf).softmax(-1)
-            p_SHK = p_SHK.masked_fill_(is_absent_SK.all(1)[:, None, None], 0.0)
-            o_SHC[part] = torch.bmm(p_SHK, keys_SKW[..., :latent_dim]).to(q.dtype)
-    return o_SHC
+        return
+    rows = max(MAX_ELEMENTS // (k * max(h, width)), 1)
+    for first in range(0, s, rows):
+        yield slice(first, first + rows)
+
+
+def gathered_keys(latents: Tensor, positions: Tensor, latent_dim: int) -> tuple[Tensor, Tensor]:
+    """Return the rows at positions [S, K], float32 [S, K, W], zeros where there is none; and where, bool [S, K]."""
+    is_absent_SK = (positions < 0) | (positions >= len(latents))
+    keys_SKW = _keys(latents[positions.masked_fill(is_absent_SK, 0).long()], latent_dim)
+    return keys_SKW.masked_fill(is_absent_SK[..., None], 0.0), is_absent_SK  # a NaN there is not read
 
 
 def _keys(rows: Tensor, latent_dim: int) -> Tensor:
@@ -139,6 +179,11 @@ def _(q, latents, positions, latent_dim, scale, n_splits=0):
     return q.new_empty(*q.shape[:2], latent_dim)
 
 
+@sparse_attention_with_lse.register_fake
+def _(q, latents, positions, latent_dim, scale):
+    return q.new_empty(*q.shape[:2], latent_dim), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
 @paged_sparse_attention.register_fake
 def _(q, cache, pages, positions, latent_dim, scale, n_splits=0):
     return q.new_empty(*q.shape[:2], latent_dim)
@@ -146,21 +191,28 @@ def _(q, cache, pages, positions, latent_dim, scale, n_splits=0):
 
 @sparse_attention.register_kernel("cuda")
 def _(q, latents, positions, latent_dim, scale, n_splits=0):
-    _check(q, latents, positions, latent_dim, n_splits)
+    check_operands(q, latents, positions, latent_dim, n_splits)
     if kernel.why_unsupported(q, latents, positions, latent_dim):
-        return _attend(q, latents, positions, latent_dim, scale)
+        return _attend(q, latents, positions, latent_dim, scale)[0]
     return kernel.launch(q, latents, positions, None, scale, n_splits)
+
+
+@sparse_attention_with_lse.register_kernel("cuda")
+def _(q, latents, positions, latent_dim, scale):
+    check_operands(q, latents, positions, latent_dim)
+    return _attend(q, latents, positions, latent_dim, scale)
 
 
 @paged_sparse_attention.register_kernel("cuda")
 def _(q, cache, pages, positions, latent_dim, scale, n_splits=0):
     _check_paged(q, cache, pages, positions, latent_dim, n_splits)
     if not pages.shape[1] or kernel.why_unsupported(q, cache, positions, latent_dim):
-        return _attend(q, cache.flatten(0, 1), _slots(pages, positions, len(cache)), latent_dim, scale)
+        return _attend(q, cache.flatten(0, 1), _slots(pages, positions, len(cache)), latent_dim, scale)[0]
     return kernel.launch(q, cache, positions, pages, scale, n_splits)
 
 
-def _check(q: Tensor, latents: Tensor, positions: Tensor, latent_dim: int, n_splits: int) -> None:
+def check_operands(q: Tensor, latents: Tensor, positions: Tensor, latent_dim: int, n_splits: int = 0) -> None:
+    """Raise TypeError or ValueError if arguments of these names do not fit together; see `sparse_attention`."""
     _check_queries(q, positions, latent_dim, n_splits)
     if latents.dtype not in (*INPUT_DTYPES, torch.uint8):
         raise TypeError(f"latents must be float32, bfloat16, float16 or, for FP8 rows, uint8, not {latents.dtype}")
@@ -203,8 +255,21 @@ def _check_lists(name: str, lists: Tensor, q: Tensor, size: str) -> None:
     check_device("q", q, name, lists)
 
 
-def _check_positions(positions: Tensor, n: int) -> None:
-    """Check what a GPU does not, since the values are not on the host."""
+def check_lse(lse: Tensor, q: Tensor) -> None:
+    """Raise TypeError or ValueError if lse is not float32 [S, H] for q [S, H, W]."""
+    if lse.dtype != torch.float32:
+        raise TypeError(f"lse must be float32, not {lse.dtype}")
+    if lse.shape != q.shape[:2]:
+        raise ValueError(f"lse must be {tuple(q.shape[:2])}, not {tuple(lse.shape)}")
+    check_device("q", q, "lse", lse)
+
+
+def check_positions(positions: Tensor, n: int) -> None:
+    """Check on a CPU that positions are from −1 to below n; on a GPU the values are not on the host.
+
+    Raises:
+        ValueError: one is not.
+    """
     if positions.device.type == "cpu" and positions.numel():
         least, most = int(positions.min()), int(positions.max())
         if least < ABSENT or most >= n:

@@ -36,7 +36,9 @@ from octile.ops.rope import rotate_halves
 from octile.ops.row_invariant import row_invariant_matmul_nt
 from octile.ops.sample_tokens import sample_tokens
 from octile.ops.sequence_balance import sequence_balance, sequence_balance_backward
-from octile.ops.sparse_attention import paged_sparse_attention, sparse_attention
+from octile.ops.sparse_attention import paged_sparse_attention, sparse_attention, sparse_attention_with_lse
+from octile.ops.sparse_attention_backward import sparse_attention_backward
+from octile.ops.sparse_attention_weights import sparse_attention_weights
 from octile.ops.swiglu import (
     swiglu,
     swiglu_backward,
@@ -108,6 +110,15 @@ def _pages() -> torch.Tensor:
 
 def _rows(*sizes: int) -> tuple[torch.Tensor, ...]:
     return tuple(torch.randn(2, size, device="cuda") for size in sizes)
+
+
+def _sparse_training(operator: Any, latent_dim: int, width: int) -> tuple[Any, tuple[Any, ...]]:
+    q, latents = (torch.randn(*sizes, width, device="cuda").bfloat16() for sizes in ((2, 3), (5,)))
+    positions, last = torch.tensor([[1, -1], [0, 4]], dtype=torch.int32, device="cuda"), (latent_dim, 0.1)
+    o, lse = sparse_attention_with_lse(q, latents, positions, *last)
+    between = {sparse_attention_weights: (lse,), sparse_attention_backward: (o, lse)}.get(operator, ())
+    before = (torch.randn_like(o),) if operator is sparse_attention_backward else ()
+    return operator, (*before, q, latents, positions, *between, *last)
 
 
 CASES = {
@@ -230,6 +241,13 @@ CASES = {
         sparse_attention,
         (torch.randn(2, 3, 40, device="cuda"), torch.randn(5, 40, device="cuda"), _pages(), 32, 0.1),
     ),
+    **{
+        f"{operator.name}, {width} channels": lambda operator=operator, sizes=(c, width): _sparse_training(
+            operator, *sizes
+        )
+        for operator in (sparse_attention_with_lse, sparse_attention_backward, sparse_attention_weights)
+        for c, width in ((32, 40), (512, 576))
+    },
     **{
         f"sparse attention in pages, {dtype}": lambda dtype=dtype, width=width: (
             paged_sparse_attention,

@@ -50,7 +50,9 @@ from octile.ops.scale_layouts import (
     unpack_ue8m0,
 )
 from octile.ops.sequence_balance import sequence_balance, sequence_balance_backward
-from octile.ops.sparse_attention import paged_sparse_attention, sparse_attention
+from octile.ops.sparse_attention import paged_sparse_attention, sparse_attention, sparse_attention_with_lse
+from octile.ops.sparse_attention_backward import sparse_attention_backward
+from octile.ops.sparse_attention_weights import sparse_attention_weights
 from octile.ops.swiglu import (
     swiglu,
     swiglu_backward,
@@ -185,6 +187,9 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     sequence_balance: (X, torch.zeros(2, 1, dtype=torch.int64), 1, 1, "sigmoid"),
     sequence_balance_backward: (torch.tensor(1.0), X, X[:1], "sigmoid"),
     sparse_attention: (X[None], X, INT[:1], 100, 1.0),
+    sparse_attention_backward: (*2 * (X[None],), X, INT[:1], X[None], torch.ones(1, 2), 128, 1.0),
+    sparse_attention_weights: (X[None], X, INT[:1], torch.ones(1, 2), 100, 1.0),
+    sparse_attention_with_lse: (X[None], X, INT[:1], 100, 1.0),
     swiglu: (X, X),
     swiglu_backward: (X, X, X),
     swiglu_backward_quantize: (X, ENCODED, ENCODED, SCALE, SCALE, torch.ones(2), *INT8, *INT8, TILES),

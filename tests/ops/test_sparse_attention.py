@@ -8,7 +8,7 @@ from torch import Tensor
 
 from octile.ops import sparse_attention as module
 from octile.ops.latent_cache import read_latents
-from octile.ops.sparse_attention import paged_sparse_attention, sparse_attention
+from octile.ops.sparse_attention import paged_sparse_attention, sparse_attention, sparse_attention_with_lse
 from octile.ops.top_keys import top_keys
 from tests.ops.operators import assert_fake_is_true, assert_well_formed
 from tests.ops.paged_caches import filled_cache
@@ -80,6 +80,25 @@ def test_without_positions_the_result_is_zero(positions: Tensor):
     assert not sparse_attention(*operands(), positions, C, SCALE).any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_lse_is_that_of_the_scores_of_the_chosen_positions(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "MAX_ELEMENTS", 200)
+    q, latents = operands(dtype)
+    o, lse = sparse_attention_with_lse(q, latents, POSITIONS, C, SCALE)
+    assert torch.equal(o, sparse_attention(q, latents, POSITIONS, C, SCALE))
+    assert (o.dtype, lse.dtype) == (dtype, torch.float32)
+    for row, positions in enumerate(POSITIONS):
+        scores = SCALE * q[row].double() @ latents[positions[positions >= 0].long()].double().mT
+        torch.testing.assert_close(lse[row].double(), scores.logsumexp(-1), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("positions", [POSITIONS[:, :0], POSITIONS.clamp(max=-1)])
+def test_without_positions_lse_is_minus_infinity(positions: Tensor):
+    o, lse = sparse_attention_with_lse(*operands(), positions, C, SCALE)
+    assert not o.any()
+    assert torch.equal(lse, torch.full((S, H), -math.inf))
+
+
 FORMS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=["fp32", "bf16", "fp8"])
 PAGES = int32([[3, 0, 9], [1, 2, 5], [9, 9, 9], [4, 1, 0], [0, 1, 2], [2, 2, 2]])  # 9 is in no cache, and is not read
 IN_TEXT = int32([[3, 70, -1], [191, 0, 64], [-1, -1, -1], [-1, 5, 100], [128, 127, 2], [1, -1, -1]])
@@ -117,6 +136,12 @@ def test_the_operator_is_well_formed():
     assert_fake_is_true(sparse_attention, arguments)
 
 
+def test_the_operator_with_lse_is_well_formed():
+    arguments = *operands(torch.bfloat16), POSITIONS, C, SCALE
+    assert_well_formed(sparse_attention_with_lse, arguments)
+    assert_fake_is_true(sparse_attention_with_lse, arguments)
+
+
 @FORMS
 def test_the_paged_operator_is_well_formed(dtype: torch.dtype):
     q, cache = paged_operands(dtype)
@@ -147,6 +172,9 @@ def test_wrong_arguments_are_refused(change: dict, error: type[Exception], messa
     arguments = {"q": q, "latents": latents, "positions": POSITIONS, "latent_dim": C, "scale": SCALE, "n_splits": 0}
     with pytest.raises(error, match=message):
         sparse_attention(*(arguments | change).values())
+    if "n_splits" not in change:
+        with pytest.raises(error, match=message):
+            sparse_attention_with_lse(*list((arguments | change).values())[:-1])
 
 
 @pytest.mark.parametrize(
