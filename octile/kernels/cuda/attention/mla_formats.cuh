@@ -22,11 +22,6 @@ constexpr int latent = 512, rotary = 64, width = latent + rotary;
 constexpr int q_tile = heads * 128;             // bytes of 64 channels of Q, 128 swizzled bytes a head
 constexpr int accumulators = heads / 2;         // registers of a thread for 64 rows
 
-__device__ __forceinline__ void fence_operands(float (&d)[accumulators]) {
-#pragma unroll
-    for (int r = 0; r < accumulators; ++r) ptx::warpgroup_fence_operand(d[r]);
-}
-
 __device__ __forceinline__ void fence_operands(float (&o)[8][accumulators]) {
 #pragma unroll
     for (int b = 0; b < 8; ++b) fence_operands(o[b]);

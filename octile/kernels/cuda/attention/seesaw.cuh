@@ -27,12 +27,6 @@
 // What the warpgroups tell each other of each head.
 enum RowValue { maximum_0, maximum_1, scale_0, scale_1, sum, row_values };
 
-template <int n>
-__device__ __forceinline__ void fence_operands(float (&d)[n]) {
-#pragma unroll
-    for (int r = 0; r < n; ++r) ptx::warpgroup_fence_operand(d[r]);
-}
-
 // The maximum of no scores, of which −∞ can be subtracted: a head without keys so far has weights of zero, not NaN.
 constexpr float lowest = -3.402823466e38f;
 

@@ -12,9 +12,8 @@
 // docs/20250929-hopper-fp8-sparse-deep-dive.md).
 #pragma once
 #include "convert.cuh"
-#include "tiles.cuh"
+#include "lists.cuh"
 
-constexpr int step_keys = 2 * tile_keys, page_rows = 64;
 constexpr int producer_threads = 128, producer_warps = producer_threads / 32;
 constexpr int row_bytes = config::fp8 ? latent + 4 * (latent / 128) + 2 * rotary : 2 * width;
 
@@ -27,41 +26,6 @@ struct ListBarriers : Barriers {
     __device__ __forceinline__ void init() {
         listed.init(producer_warps);
         Barriers::init(producer_threads);
-    }
-};
-
-struct Lists {
-    const int *positions, *pages;
-    int k, position_step, page_step;  // entries of a list; elements between those of two rows
-    int n_positions, n_pages;         // positions of a text; pages of the cache
-
-    __device__ __forceinline__ int load(int row, int entry) const {
-        if (entry >= k) return -1;
-        const int position = __ldg(positions + static_cast<int64_t>(row) * position_step + entry);
-        return position < n_positions ? position : -1;
-    }
-    __device__ __forceinline__ int load_page(int row, int position) const {
-        return position < 0 ? -1 : __ldg(pages + static_cast<int64_t>(row) * page_step + position / page_rows);
-    }
-
-    // The steps up to the last one that has a position, of `n` from `first`. All lanes of a warp compute the same.
-    __device__ __forceinline__ int trimmed(int row, int first, int n) const {
-        constexpr int at_once = config::fp8 ? 1 : 4;  // steps whose entries are loaded together
-        while (n > 0) {
-            int found = 0;
-            int position[4 * at_once];
-            const int start = max(n - at_once, 0);
-#pragma unroll
-            for (int i = 0; i < 4 * at_once; ++i)
-                position[i] = load(row, (first + start) * step_keys + 32 * i + static_cast<int>(ptx::lane_id()));
-#pragma unroll
-            for (int i = 0; i < 4 * at_once; ++i)
-                if (position[i] >= 0 && start + i / 4 < n) found = start + i / 4 + 1;
-            found = __reduce_max_sync(all_lanes, found);
-            if (found > 0) return found;
-            n = start;
-        }
-        return 0;
     }
 };
 
