@@ -160,10 +160,6 @@ ONLY_TORCH = {  # and why
     "attention": ATTENTION_REASON,
     "attention_backward": ATTENTION_REASON,
     "read_latents": "torch gathers the rows of the cache",
-    **dict.fromkeys(
-        ("sparse_attention_with_lse", "sparse_attention_backward", "sparse_attention_weights"),
-        "torch gathers the chosen positions and multiplies them",
-    ),
     "paged_mqa_schedule": "torch sums and searches lengths on the device",
 }
 HOPPER_OR_TORCH = {  # called by their own modules: what torch does, and what Hopper's kernels support
@@ -173,8 +169,12 @@ HOPPER_OR_TORCH = {  # called by their own modules: what torch does, and what Ho
     ),
     "top_keys": ("takes the topk of integers that hold logit and position", "up to 4096 keys"),
     **dict.fromkeys(
-        ("sparse_attention", "paged_sparse_attention"),
+        ("sparse_attention", "sparse_attention_with_lse", "paged_sparse_attention"),
         ("gathers the chosen positions and multiplies them", "latents of 512 + 64 channels in BF16 or FP8"),
+    ),
+    **dict.fromkeys(
+        ("sparse_attention_backward", "sparse_attention_weights"),
+        ("gathers the chosen positions and multiplies them", "latents of 512 + 64 channels in BF16"),
     ),
     "few_rows_mixture": ("calls what it consists of", "up to 8 rows in BF16, and experts of a multiple of 128 columns"),
     "few_rows_nt": ("calls quantization and GEMM", "up to 8 rows in BF16"),

@@ -11,8 +11,9 @@ cache. Training also needs the logarithm of the softmax's denominator, for `octi
 
 On Hopper, kernels read latents of 512 + 64 channels in BF16 or FP8, 64 heads at a time; torch computes the rest. Where
 there are few queries, their lists are divided among thread blocks (split-KV), whose partial results are merged in the
-order of the lists; shapes alone decide how. The order of sums is unspecified otherwise. The softmax's weights, and
-latents in FP8, are rounded to BF16 before they are multiplied.
+order of the lists; shapes alone decide how. With lse lists are not divided: training has many queries. The order of
+sums is unspecified otherwise. The softmax's weights, and latents in FP8, are rounded to BF16 before they are
+multiplied.
 
 Source: DeepSeek-V3.2-Exp §2 (https://github.com/deepseek-ai/DeepSeek-V3.2-Exp); FlashMLA's sparse attention
 (https://github.com/deepseek-ai/FlashMLA).
@@ -200,7 +201,11 @@ def _(q, latents, positions, latent_dim, scale, n_splits=0):
 @sparse_attention_with_lse.register_kernel("cuda")
 def _(q, latents, positions, latent_dim, scale):
     check_operands(q, latents, positions, latent_dim)
-    return _attend(q, latents, positions, latent_dim, scale)
+    q, latents = q.contiguous(), latents.contiguous()
+    if kernel.why_unsupported(q, latents, positions, latent_dim):
+        return _attend(q, latents, positions, latent_dim, scale)
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    return kernel.launch(q, latents, positions, None, scale, 1, lse), lse
 
 
 @paged_sparse_attention.register_kernel("cuda")

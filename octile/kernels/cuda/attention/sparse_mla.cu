@@ -96,6 +96,8 @@ struct Consumer : Seesaw<Consumer<own>, own> {
             if (Base::head(h) >= results.n_heads) continue;
             const float lse = has_keys ? present_lse(Base::highest[h] + log2f(all[h])) : minus_infinity();
             Base::store_results(results, unit, is_final, h, has_keys ? __frcp_rn(all[h]) : 0.0f, lse);
+            if (own == 0 && is_final && results.lse != nullptr && lane % 4 == 0)
+                results.lse[static_cast<int64_t>(unit) * results.n_heads + Base::head(h)] = lse * 0.69314718f;
         }
     }
 
@@ -109,7 +111,8 @@ struct Consumer : Seesaw<Consumer<own>, own> {
     }
 };
 
-// q: [rows, H, 576] bfloat16. out: [rows, H, 512] bfloat16. partial: [rows · n_splits, H, 512], lse: [rows · n_splits, H].
+// q: [rows, H, 576] bfloat16. out: [rows, H, 512] bfloat16. partial: [rows · n_splits, H, 512], lse: [rows · n_splits, H] in
+// log₂; without splits lse may be null, and is natural.
 extern "C" __global__ void __launch_bounds__(consumer_threads + producer_threads, 1)
 sparse_mla(const uint8_t* cache, const uint16_t* q, const int* positions, const int* pages, uint16_t* out, float* partial,
            float* lse, float scale, int n_heads, int rows, int k, int position_step, int page_step, int n_positions,

@@ -72,13 +72,22 @@ def why_unsupported(q: Tensor, latents: Tensor, positions: Tensor, latent_dim: i
     return request.why_not_on(q.device)
 
 
-def launch(q: Tensor, latents: Tensor, positions: Tensor, pages: Tensor | None, scale: float, n_splits: int) -> Tensor:
+def launch(
+    q: Tensor,
+    latents: Tensor,
+    positions: Tensor,
+    pages: Tensor | None,
+    scale: float,
+    n_splits: int,
+    lse: Tensor | None = None,
+) -> Tensor:
     """Attend from q [S, H, 576] to the rows of latents at positions [S, K] → o [S, H, 512] bfloat16.
 
     Args:
         latents: [T, 576 channels or 656 bytes]; with pages, [P, 64, the same].
         pages: int32 [S, M] of each query's text, or None.
         n_splits: parts of a list; 0: chosen by shapes.
+        lse: float32 [S, H], contiguous: where log-sum-exps of the scores are written. n_splits must be 1 then.
     """
     rows, n_heads, _ = q.shape
     if positions.stride(1) != 1:
@@ -90,14 +99,22 @@ def launch(q: Tensor, latents: Tensor, positions: Tensor, pages: Tensor | None, 
     for first in range(0, rows, at_once):
         part = slice(first, first + at_once)
         part_pages = None if pages is None else pages[part]
-        launch_part(q[part], positions[part], part_pages, o[part], latents, scale, n_splits)
+        part_lse = None if lse is None else lse[part]
+        launch_part(q[part], positions[part], part_pages, o[part], latents, scale, n_splits, part_lse)
     return o
 
 
 def launch_part(
-    q: Tensor, positions: Tensor, pages: Tensor | None, o: Tensor, latents: Tensor, scale: float, n_splits: int
+    q: Tensor,
+    positions: Tensor,
+    pages: Tensor | None,
+    o: Tensor,
+    latents: Tensor,
+    scale: float,
+    n_splits: int,
+    lse: Tensor | None,
 ) -> None:
-    """Attend from some queries at once, into o."""
+    """Attend from some queries at once, into o and lse."""
     (rows, n_heads, _), k = q.shape, positions.shape[1]
     is_fp8, is_paged = latents.dtype == torch.uint8, pages is not None
     key = (rows, n_heads, k, is_fp8, is_paged, n_splits, q.device)
@@ -106,7 +123,7 @@ def launch_part(
         made = plan(*key[:-1], num_sms.multiprocessors(q.device))
         prepared = _prepared[key] = _Prepared(made, rows * n_heads, q.device)
     made = prepared.made
-    partial_address = lse_address = 0
+    partial_address, lse_address = 0, 0 if lse is None else lse.data_ptr()
     if made.n_splits > 1:
         partials = q.new_empty(rows * made.n_splits, n_heads, LATENT, dtype=torch.float32)
         sums = q.new_empty(rows * made.n_splits, n_heads, dtype=torch.float32)

@@ -10,7 +10,7 @@ from torch import Tensor
 from octile.kernels.cuda.attention import mla_decode, sparse_mla
 from octile.kernels.cuda.gemm import request
 from octile.ops.latent_cache import read_latents
-from octile.ops.sparse_attention import paged_sparse_attention, sparse_attention
+from octile.ops.sparse_attention import paged_sparse_attention, sparse_attention, sparse_attention_with_lse
 from tests.ops.paged_caches import filled_cache
 from tools import emulator
 from tools.emulator import build
@@ -21,9 +21,15 @@ P, T, SCALE, SMS = 5, 320, 0.02, 3  # pages, their rows
 
 
 def attend(
-    q: Tensor, latents: Tensor, positions: Tensor, n_splits: int, pages: Tensor | None = None, seed: int = 0
+    q: Tensor,
+    latents: Tensor,
+    positions: Tensor,
+    n_splits: int,
+    pages: Tensor | None = None,
+    seed: int = 0,
+    lse_out: Tensor | int = 0,
 ) -> Tensor:
-    """Run the kernels on an emulated GPU of few SMs."""
+    """Run the kernels on an emulated GPU of few SMs; lse_out: where log-sum-exps are written, without splits."""
     (rows, n_heads, _), k = q.shape, positions.shape[1]
     made = sparse_mla.plan(rows, n_heads, k, latents.dtype == torch.uint8, pages is not None, n_splits, SMS)
     o = torch.full((rows, n_heads, 512), math.nan, dtype=torch.bfloat16)
@@ -38,7 +44,8 @@ def attend(
         threads=sparse_mla.THREADS,
         shared_bytes=int(made.constants["shared_bytes"]),
         arguments=[
-            latents, q, positions, 0 if pages is None else pages, o, partial, lse, SCALE, n_heads, rows, k,
+            latents, q, positions, 0 if pages is None else pages, o, partial,
+            lse if made.n_splits > 1 else lse_out, SCALE, n_heads, rows, k,
             positions.stride(0), page_step, n_positions, len(latents), made.n_splits, made.ranges,
         ],
         headers=made.headers,
@@ -115,6 +122,17 @@ def test_lists_of_few_entries(k: int, dtype: torch.dtype):
     q, cache, positions = inputs(2, 2, 130, dtype)
     lists = positions[:, 1 : k + 1]  # of a stride that is not their length
     assert_as_reference(attend(q, cache.flatten(0, 1), lists, 0), q, cache, lists)
+
+
+@emulated
+@FORMS
+def test_log_sum_exps_are_natural_and_those_of_no_positions_minus_infinity(dtype: torch.dtype):
+    q, cache, positions = inputs(4, 65, 200, dtype)
+    positions[1], positions[2, 1:] = -1, -1
+    lse = torch.full((4, 65), math.nan)
+    attend(q, cache.flatten(0, 1), positions, 1, lse_out=lse)
+    _, expected = sparse_attention_with_lse.reference(q.float(), values_of(cache), positions, 512, SCALE)
+    torch.testing.assert_close(lse, expected, rtol=1e-5, atol=1e-5)
 
 
 @emulated
@@ -216,7 +234,14 @@ def test_queries_of_many_splits_attend_in_parts(monkeypatch: pytest.MonkeyPatch)
     latents, sizes = cache.flatten(0, 1), []
 
     def launch_part(
-        q: Tensor, positions: Tensor, pages: Tensor | None, o: Tensor, latents: Tensor, _: float, n_splits: int
+        q: Tensor,
+        positions: Tensor,
+        pages: Tensor | None,
+        o: Tensor,
+        latents: Tensor,
+        _: float,
+        n_splits: int,
+        lse: None,
     ) -> None:
         sizes.append(len(q))
         o.copy_(attend(q, latents, positions, n_splits, pages))
