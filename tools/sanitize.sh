@@ -36,8 +36,9 @@ or (test_swiglu_agrees and bfloat16 and (35 or 300)) or (test_rms_norm_agrees an
 or (test_weighted_sums and bfloat16 and (200 or 9000)) or (test_rotary_operators and 301) \
 or (test_rotated_halves and 301 and bfloat16) or test_norms_equal or test_many_tensors_in_one_call"
 
-ATTENTION_FILES="mla_decode mqa_logits sparse_mla top_keys"
+ATTENTION_FILES="mla_decode mqa_logits sparse_mla sparse_mla_backward top_keys"
 ATTENTION="test_results_are_the_references or (test_rows_of_one_text and 4) or test_positions_in_pages \
+or (test_gradients_are_those and (7-1-70 or 5-100)) or test_blocks_of_queries_add or (test_weights_are and 5-100) \
 or test_positions_outside or test_pages_outside or (test_logits_of_any_shape and (7-63 or 70-1000)) \
 or (test_logits_of_pages and float32 and 128 and 3) or (test_logits_of_any_distribution and 3000) \
 or (test_rows_of_any_length and (5-9000 or 1-131072))"

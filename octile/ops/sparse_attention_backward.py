@@ -8,8 +8,10 @@ A row k is [latent; rotary key]: its first C channels are key and value. p is re
 what a forward pass saves grows with the queries and not with the positions they attend to.
 
 A row's gradient is the sum of what all queries add to it, in float32, in the order of the queries. So it is the same
-bits at every call, on a CPU and where torch computes it on a GPU, where the positions of a block of queries are sorted
-for it. Kernels may add in another order.
+bits at every call, on a CPU and on a GPU.
+
+On Hopper, kernels compute latents of 512 + 64 channels in BF16; torch computes the rest. They round p, ds and what a
+query adds to a row to BF16, and add the latter up by groups of queries and of 64 heads.
 
 Source: Dao et al. (arXiv 2205.14135); DeepSeek-V3.2-Exp §2 (https://github.com/deepseek-ai/DeepSeek-V3.2-Exp).
 Shapes: S queries, H heads, C channels of a latent, W = C + those of the rotary key, T rows, K chosen positions.
@@ -18,6 +20,7 @@ Shapes: S queries, H heads, C channels of a latent, W = C + those of the rotary 
 import torch
 from torch import Tensor
 
+from octile.kernels.cuda.attention import sparse_mla_backward as kernel
 from octile.ops.matmul import without_autocast
 from octile.ops.operator import operator
 from octile.ops.quantize import check_device
@@ -104,7 +107,10 @@ def _(do, q, latents, positions, o, lse, latent_dim, scale):
 @sparse_attention_backward.register_kernel("cuda")
 def _(do, q, latents, positions, o, lse, latent_dim, scale):
     _check(do, q, latents, positions, o, lse, latent_dim)
-    return _sparse_attention_backward(do, q, latents, positions, o, lse, latent_dim, scale)
+    do, q, latents, o = (t.contiguous() for t in (do, q, latents, o))
+    if kernel.why_unsupported(do, q, latents, positions, o, latent_dim):
+        return _sparse_attention_backward(do, q, latents, positions, o, lse, latent_dim, scale)
+    return kernel.launch(do, q, latents, positions, o, lse, scale)
 
 
 def _check(do: Tensor, q: Tensor, latents: Tensor, positions: Tensor, o: Tensor, lse: Tensor, latent_dim: int) -> None:

@@ -12,6 +12,7 @@ Shapes: S queries, H heads, C channels of a latent, W = C + those of the rotary 
 import torch
 from torch import Tensor
 
+from octile.kernels.cuda.attention import sparse_weights as kernel
 from octile.ops.matmul import without_autocast
 from octile.ops.operator import operator
 from octile.ops.sparse_attention import check_lse, check_operands, check_positions, gathered_keys, query_blocks
@@ -58,7 +59,10 @@ def _(q, latents, positions, lse, latent_dim, scale):
 @sparse_attention_weights.register_kernel("cuda")
 def _(q, latents, positions, lse, latent_dim, scale):
     _check(q, latents, positions, lse, latent_dim)
-    return _weights(q, latents, positions, lse, latent_dim, scale)
+    q, latents = q.contiguous(), latents.contiguous()
+    if kernel.why_unsupported(q, latents, positions, latent_dim):
+        return _weights(q, latents, positions, lse, latent_dim, scale)
+    return kernel.launch(q, latents, positions, lse, scale)
 
 
 def _check(q: Tensor, latents: Tensor, positions: Tensor, lse: Tensor, latent_dim: int) -> None:

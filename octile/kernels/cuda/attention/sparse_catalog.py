@@ -2,7 +2,7 @@
 
 import torch
 
-from octile.kernels.cuda.attention import sparse_mla, top_keys
+from octile.kernels.cuda.attention import sparse_mla, sparse_mla_backward, sparse_weights, top_keys
 from octile.kernels.cuda.attention.mla_catalog import SMS, KernelPlan
 
 
@@ -15,6 +15,11 @@ def plans() -> dict[str, KernelPlan]:
                 made = sparse_mla.plan(4096, heads, 2048, is_fp8, is_paged, 0, SMS)
                 case = f"sparse MLA, {heads} heads, {form}, {source}"
                 found[case] = KernelPlan(made.kernel, made.constants, made.headers)
+    backward, weights = sparse_mla_backward.plan(198), sparse_weights.plan(8192, 128, SMS)
+    found["sparse MLA, backward"] = KernelPlan("sparse_mla_backward", backward.constants, backward.headers)
+    found["sparse MLA, backward, entries"] = KernelPlan("sparse_entries", {"shared_bytes": 0}, {})
+    found["sparse MLA, backward, sums"] = KernelPlan("sparse_latent_gradient", backward.sum_constants, {})
+    found["sparse MLA, weights"] = KernelPlan("sparse_weights", weights.constants, weights.headers)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for rows in (1, 4096):
             for k in (64, 2048, 4096):

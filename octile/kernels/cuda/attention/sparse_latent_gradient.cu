@@ -1,14 +1,14 @@
 // Adds the gradients of a key by each query that chose it, as sparse_mla_backward.cu stored them, in the order of the queries.
 //
 // A thread block has one key: it lists the queries that chose it, and four groups of 72 threads, 8 channels each, add every
-// fourth of their gradients. The sums of the groups are added in their order, so results are the same each time.
+// fourth of their gradients. Then the four groups' accumulators are added in their order, so results are the same each time.
 #include "ptx.cuh"
 
 constexpr int width = 576, vectors = width / 8, groups = 4, at_once = 4;
-constexpr int threads = groups * vectors, warps = threads / 32;
+constexpr int threads = groups * vectors, warps = threads / 32, absent = 65535;
 
 // partial: [rows, K, blocks of heads, 576] bfloat16. entries: [T, rows] uint16, the entry of a query's list that is this key,
-// or 65535. gradient: [T, 576] float32, added to.
+// or `absent`. gradient: [T, 576] float32, added to.
 extern "C" __global__ void __launch_bounds__(threads)
 sparse_latent_gradient(const uint16_t* partial, const uint16_t* entries, float* gradient, int rows, int k, int head_blocks) {
     uint8_t* shared = ptx::dynamic_shared();
@@ -20,8 +20,8 @@ sparse_latent_gradient(const uint16_t* partial, const uint16_t* entries, float* 
     int count = 0;
     for (int first = 0; first < rows; first += threads) {
         const int query = first + thread;
-        const int entry = query < rows ? own[query] : 65535;
-        const uint32_t found = __ballot_sync(all_lanes, entry != 65535);
+        const int entry = query < rows ? own[query] : absent;
+        const uint32_t found = __ballot_sync(all_lanes, entry != absent);
         if (lane == 0) of_warps[warp] = __popc(found);
         __syncthreads();
         int before = count + __popc(found & ((1u << lane) - 1));
@@ -29,7 +29,7 @@ sparse_latent_gradient(const uint16_t* partial, const uint16_t* entries, float* 
             before += w < warp ? of_warps[w] : 0;
             count += of_warps[w];
         }
-        if (entry != 65535) chosen[before] = make_int2(query, entry);
+        if (entry != absent) chosen[before] = make_int2(query, entry);
         __syncthreads();
     }
     if (count == 0) return;

@@ -1,11 +1,11 @@
-"""Launcher of Hopper's backward pass of sparse latent attention, as `octile.ops.sparse_attention_backward` specifies it.
+"""Launcher of Hopper's backward pass of sparse latent attention; `octile.ops.sparse_attention_backward` specifies it.
 
     sparse_mla_backward     dQ, and the gradient of each entry of a query's list, in BF16
     sparse_entries          which queries chose a key, and as which entry of their list
     sparse_latent_gradient  adds the gradients of a key in the order of the queries
 
-The gradients of the entries of all queries would take 2304 bytes times queries times entries for 128 heads, so queries are
-taken in blocks whose entries take at most 2 GiB. Nothing is added atomically: results are the same each time.
+For 128 heads the gradients of the entries take 2304 bytes each, so queries are taken in blocks, of which those of all
+entries have at most 2 GiB. Nothing is added atomically: results are the same each time.
 
 Launches follow from shapes and the GPU, not from values, so they can be captured in a CUDA graph; the first call of a
 kind compiles and loads kernels, which cannot be.
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from octile.kernels.cuda.attention import sparse_mla
-from octile.kernels.cuda.attention.sparse_mla import HEADS, LATENT, TILE, TILES, WIDTH
+from octile.kernels.cuda.attention.sparse_mla import HEADS, TILE, TILES, WIDTH
 from octile.kernels.cuda.gemm import num_sms
 from octile.kernels.cuda.jit import specialize, wgmma
 from octile.kernels.cuda.jit.prepared import BoundedCache, PreparedKernel
@@ -32,26 +32,26 @@ THREADS = 384  # two consumer warpgroups and one of producers
 ENTRY_THREADS = 256
 SUM_THREADS, SUM_GROUPS = 288, 4  # of a key
 MAX_PARTIAL_BYTES = 2**31
-ABSENT, MAX_ENTRIES = 65535, 65535  # of a list, in 16 bits
+MAX_ENTRIES = 65535  # of a list: 16 bits, and one value for none
 MAX_KEYS = 1024
 
 
 class LaunchPlan(NamedTuple):
-    """The kernels of a call and their launches.
+    """The kernels of a block of queries.
 
     Attributes:
-        queries: of a block.
-        constants, headers: of sparse_mla_backward.
-        sum_constants: constants of sparse_latent_gradient.
+        constants, headers: what sparse_mla_backward is specialized by, and its generated headers.
+        sum_constants: what sparse_latent_gradient is specialized by.
     """
 
-    queries: int
     constants: Mapping[str, int | bool]
     headers: Mapping[str, str]
     sum_constants: Mapping[str, int | bool]
 
 
-def why_unsupported(do: Tensor, q: Tensor, latents: Tensor, positions: Tensor, o: Tensor, latent_dim: int) -> str | None:
+def why_unsupported(
+    do: Tensor, q: Tensor, latents: Tensor, positions: Tensor, o: Tensor, latent_dim: int
+) -> str | None:
     """Return why these kernels do not support a call; None: they do. Arguments as of the operator."""
     if latents.dtype != torch.bfloat16:
         return f"the latents are {latents.dtype}, not bfloat16"
@@ -73,46 +73,46 @@ def launch(
     lse = lse.contiguous()
     head_blocks = -(-n_heads // HEADS)
     n_sms = num_sms.multiprocessors(q.device)
-    queries = queries_at_once(rows, head_blocks, k, n_sms)
-    key = (queries, q.device)
-    prepared = _prepared[key]
-    if prepared is None:
-        prepared = _prepared[key] = _Prepared(plan(queries), q.device)
+    at_once = queries_at_once(rows, head_blocks, k, n_sms)
     dq = torch.empty_like(q)
     dlatents = torch.zeros(n_latents, WIDTH, dtype=torch.float32, device=q.device)
-    partials = q.new_empty(queries, k, head_blocks, WIDTH)
-    entries = torch.empty(n_latents, queries, dtype=torch.uint16, device=q.device)
-    for first in range(0, rows, queries):
-        part = slice(first, first + queries)
-        n = len(q[part])
-        entries.view(torch.int16).fill_(-1)  # 65535
-        chosen = positions[part]
-        prepared.find_entries(-(-k // ENTRY_THREADS) * n).launch_at(
+    partials = q.new_empty(at_once, k, head_blocks, WIDTH)
+    entries = torch.empty(n_latents, at_once, dtype=torch.uint16, device=q.device)
+    for first in range(0, rows, at_once):
+        part = slice(first, first + at_once)
+        n, chosen = len(q[part]), positions[part]
+        key = (n, head_blocks, k, n_latents, q.device)
+        prepared = _prepared[key]
+        if prepared is None:
+            prepared = _prepared[key] = _Prepared(n, head_blocks, k, n_latents, n_sms, q.device)
+        entries.view(torch.int16).fill_(-1)  # none
+        prepared.find_entries.launch_at(
             (chosen.data_ptr(), entries.data_ptr(), n, k, positions.stride(0), n_latents)
-        )()
-        prepared.attend(min(n * head_blocks, n_sms)).launch_at(
+        )()  # fmt: skip
+        prepared.attend.launch_at(
             (latents.data_ptr(), q[part].data_ptr(), o[part].data_ptr(), do[part].data_ptr(), lse[part].data_ptr(),
              chosen.data_ptr(), dq[part].data_ptr(), partials.data_ptr(), scale, n_heads, n, k, positions.stride(0),
              n_latents)
         )()  # fmt: skip
-        prepared.add(n_latents).launch_at(
-            (partials.data_ptr(), entries.data_ptr(), dlatents.data_ptr(), n, k, head_blocks)
-        )()
+        prepared.add.launch_at((partials.data_ptr(), entries.data_ptr(), dlatents.data_ptr(), n, k, head_blocks))()
     return dq, dlatents
 
 
 def queries_at_once(rows: int, head_blocks: int, k: int, n_sms: int) -> int:
-    """Return how many queries a block has: as many as fill all SMs some times, or all."""
+    """Return how many queries a block has: all, or as many as keep all SMs busy to the end and fit."""
     most = max(MAX_PARTIAL_BYTES // (2 * WIDTH * k * head_blocks), 1)
-    of_round = max(n_sms // head_blocks, 1)
-    return min(rows, most // of_round * of_round or most)
+    round_size = max(n_sms // head_blocks, 1)
+    return min(rows, most // round_size * round_size or most)
 
 
 def plan(queries: int) -> LaunchPlan:
-    """Plan the launches of blocks of so many queries."""
-    constants: dict[str, int | bool] = {"fp8": False, "cluster": 1, "shared_bytes": SHARED}
+    """Plan the kernels of a block of so many queries."""
     sums = max(8 * queries, 4 * WIDTH * (SUM_GROUPS - 1)) + 4 * SUM_THREADS // 32
-    return LaunchPlan(queries, constants, _headers(), {"shared_bytes": -(-sums // VECTOR) * VECTOR})
+    return LaunchPlan(
+        {"fp8": False, "cluster": 1, "shared_bytes": SHARED},
+        _headers(),
+        {"shared_bytes": -(-sums // VECTOR) * VECTOR},
+    )
 
 
 @lru_cache(1)
@@ -128,20 +128,17 @@ def _headers() -> Mapping[str, str]:
 
 
 class _Prepared:
-    def __init__(self, made: LaunchPlan, device: torch.device) -> None:
-        self.attend_kernel = specialize.load("sparse_mla_backward", made.constants, device, made.headers)
-        self.entry_kernel = specialize.load("sparse_entries", {}, device)
-        self.sum_kernel = specialize.load("sparse_latent_gradient", made.sum_constants, device)
-        self.sum_bytes = int(made.sum_constants["shared_bytes"])
-
-    def attend(self, grid: int) -> PreparedKernel:
-        return PreparedKernel(self.attend_kernel, grid, 1, THREADS, SHARED)
-
-    def find_entries(self, grid: int) -> PreparedKernel:
-        return PreparedKernel(self.entry_kernel, grid, 1, ENTRY_THREADS, 0)
-
-    def add(self, grid: int) -> PreparedKernel:
-        return PreparedKernel(self.sum_kernel, grid, 1, SUM_THREADS, self.sum_bytes)
+    def __init__(
+        self, queries: int, head_blocks: int, k: int, n_latents: int, n_sms: int, device: torch.device
+    ) -> None:
+        made = plan(queries)
+        attend = specialize.load("sparse_mla_backward", made.constants, device, made.headers)
+        self.attend = PreparedKernel(attend, min(queries * head_blocks, n_sms), 1, THREADS, SHARED)
+        find_entries = specialize.load("sparse_entries", {}, device)
+        self.find_entries = PreparedKernel(find_entries, -(-k // ENTRY_THREADS) * queries, 1, ENTRY_THREADS, 0)
+        add = specialize.load("sparse_latent_gradient", made.sum_constants, device)
+        sum_bytes = int(made.sum_constants["shared_bytes"])
+        self.add = PreparedKernel(add, n_latents, 1, SUM_THREADS, sum_bytes)
 
 
 _prepared: BoundedCache[_Prepared] = BoundedCache(MAX_KEYS)
