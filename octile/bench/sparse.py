@@ -1,16 +1,20 @@
 """`octile bench sparse`: attention over chosen positions vs. torch's gather and products, compiled.
 
-Each query has its own random positions. In prefill all queries read one text's latents, contiguous and in BF16; in
-decoding, texts of equal context have pages anywhere in a cache, in BF16 or FP8, and each has two queries, as where one
-draft is verified.
+Each query has its own random positions. In prefill and in training all queries read one text's latents, contiguous and
+in BF16. In decoding, texts of equal context have pages anywhere in a cache, in BF16 or FP8, and each has two queries,
+as where one draft is verified. Training has a forward pass with log-sum-exps, a backward pass, and the weights with
+which the indexer is aligned.
 
-    FLOPs       those of the scores and of the weighted values in a second
+    FLOPs       those of the products in a second: scores and weighted values; of the backward pass five; scores alone
     gathered    bytes of the rows that are read in a second: the L2 cache has many of them in prefill
 
 Peers:
 
     torch.compile           gathers rows in BF16, then multiplies, on the same operands, interleaved
     FlashMLA, published     what its README says of the best shape on an H800; on a GPU of the same architecture only
+    TileLang, published     the same of its example's backward pass on an H200, which adds by atomics
+
+Torch's backward pass has fewer queries, as it holds their gathered rows and the gradients of these.
 
 On a CPU the reference is measured, with few queries and positions.
 """
@@ -27,14 +31,18 @@ from torch import Tensor
 from octile.bench.kernel_time import work_seconds
 from octile.bench.rows import LEGEND_OF_SPEEDS, Row, byte_rate, flop_rate, table_with
 from octile.ops.latent_cache import PAGE, row_bytes, write_latents
-from octile.ops.sparse_attention import paged_sparse_attention, sparse_attention
+from octile.ops.sparse_attention import paged_sparse_attention, sparse_attention, sparse_attention_with_lse
+from octile.ops.sparse_attention_backward import sparse_attention_backward
+from octile.ops.sparse_attention_weights import sparse_attention_weights
 
 LATENT, ROTARY = 512, 64  # channels
 SCALE = (LATENT + ROTARY) ** -0.5
 ROUNDS = 10
 QUERIES_OF_TEXT = 2  # in decoding
 FORMS = {"BF16": torch.bfloat16, "FP8": torch.uint8}
-TORCH, PUBLISHED = "torch.compile", "FlashMLA, published"
+TORCH, PUBLISHED, PUBLISHED_BACKWARD = "torch.compile", "FlashMLA, published", "TileLang, published"
+TILELANG = 115e12  # examples/deepseek_v32/README.md of https://github.com/tile-ai/tilelang
+TORCH_QUERIES = 256  # of its backward pass
 FLASH_MLA = {"prefill": 640e12, "decoding": 410e12}  # with a cache in BF16 and in FP8 (README of September 2025)
 Call = Callable[[], Tensor]
 
@@ -55,6 +63,10 @@ PREFILL = {
     ),
     "cpu": (Shape(4, 256, 16, 64),),
 }
+TRAINING = {
+    "cuda": tuple(Shape(8192, 8192, heads, 2048) for heads in (128, 64, 16)),
+    "cpu": (Shape(4, 256, 16, 64),),
+}
 DECODING = {
     "cuda": tuple(Shape(texts, 32768, heads, 2048) for heads in (128, 64, 16) for texts in (128, 1)),
     "cpu": (Shape(2, 256, 16, 64),),
@@ -66,6 +78,8 @@ def rows() -> Iterator[Row]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for shape in PREFILL[device]:
         yield from _prefill(shape, device)
+    for shape in TRAINING[device]:
+        yield from _training(shape, device)
     for shape in DECODING[device]:
         for form in FORMS:
             yield from _decoding(shape, form, device)
@@ -89,6 +103,31 @@ def _prefill(shape: Shape, device: str) -> Iterator[Row]:
     theirs = partial(_compiled(), q, latents, positions)
     case = f"prefill, {shape.texts} queries, {shape.heads} heads, {shape.chosen} of {shape.context}"
     yield from _measured(case, "prefill", "BF16", shape, shape.texts, ours, theirs)
+
+
+def _training(shape: Shape, device: str) -> Iterator[Row]:
+    generator = torch.Generator(device).manual_seed(0)
+    latents = torch.randn(shape.context, LATENT + ROTARY, generator=generator, device=device).bfloat16()
+    q, positions = _queries(shape.texts, shape, generator)
+    do = torch.randn(*q.shape[:2], LATENT, generator=generator, device=device).bfloat16()
+    o, lse = sparse_attention_with_lse(q, latents, positions, LATENT, SCALE)
+    calls: dict[str, Callable[[], object]] = {
+        "forward": partial(sparse_attention_with_lse, q, latents, positions, LATENT, SCALE),
+        "backward": partial(sparse_attention_backward, do, q, latents, positions, o, lse, LATENT, SCALE),
+        "weights": partial(sparse_attention_weights, q, latents, positions, lse, LATENT, SCALE),
+        TORCH: _torch_backward(do[:TORCH_QUERIES], q[:TORCH_QUERIES], latents, positions[:TORCH_QUERIES]),
+    }
+    times = work_seconds(calls, ROUNDS)
+    gpu, width = torch.cuda.is_available(), LATENT + ROTARY
+    work = 2 * shape.heads * shape.chosen  # for a channel of a query
+    channels = {"forward": width + LATENT, "backward": 3 * width + 2 * LATENT, "weights": width}
+    peers = {TORCH: channels["backward"] * work * min(TORCH_QUERIES, shape.texts) / times[TORCH]}
+    if gpu and shape.heads == 128 and torch.cuda.get_device_capability() == (9, 0):
+        peers[PUBLISHED_BACKWARD] = TILELANG
+    for name, n in channels.items():
+        case = f"training, {name}, {shape.texts} queries, {shape.heads} heads, {shape.chosen} of {shape.context}"
+        for peer in peers.items() if name == "backward" else (None,):
+            yield flop_rate(case, "FLOPs", shape.texts * work * n / times[name], gpu, peer)
 
 
 def _decoding(shape: Shape, form: str, device: str) -> Iterator[Row]:
@@ -142,6 +181,13 @@ def _gather_and_attend(q: Tensor, latents: Tensor, positions: Tensor) -> Tensor:
     keys = latents[positions.long()]
     weights = (torch.bmm(q, keys.mT).float() * SCALE).softmax(-1).to(q.dtype)
     return torch.bmm(weights, keys[..., :LATENT])
+
+
+def _torch_backward(do: Tensor, q: Tensor, latents: Tensor, positions: Tensor) -> Callable[[], object]:
+    """Return the backward pass of torch's attention over gathered rows, of a graph that is kept."""
+    q, latents = q.detach().requires_grad_(), latents.detach().requires_grad_()
+    o = _compiled()(q, latents, positions)
+    return partial(torch.autograd.grad, o, (q, latents), do, retain_graph=True)
 
 
 def _compiled() -> Callable[[Tensor, Tensor, Tensor], Tensor]:

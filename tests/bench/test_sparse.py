@@ -13,22 +13,29 @@ from octile.ops.sparse_attention import sparse_attention
 def rows() -> list[Row]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sparse, "PREFILL", {"cpu": (Shape(2, 64, 2, 8),)})
+        patch.setattr(sparse, "TRAINING", {"cpu": (Shape(2, 64, 2, 8),)})
         patch.setattr(sparse, "DECODING", {"cpu": (Shape(1, 64, 2, 8),)})
         patch.setattr(sparse, "ROUNDS", 1)
         patch.setattr("torch.cuda.is_available", lambda: False)
         return list(sparse.rows())
 
 
-def test_prefill_and_both_forms_of_decoding_are_measured(rows: list[Row]):
-    decoding = "decoding, 1 texts, 2 heads, 8 of 64"
-    cases = ["prefill, 2 queries, 2 heads, 8 of 64", f"{decoding}, BF16", f"{decoding}, FP8"]
-    assert [(row.case, row.what) for row in rows] == [(case, what) for case in cases for what in ("FLOPs", "gathered")]
+def test_prefill_training_and_both_forms_of_decoding_are_measured(rows: list[Row]):
+    queries, decoding = "2 queries, 2 heads, 8 of 64", "decoding, 1 texts, 2 heads, 8 of 64"
+    expected = [(f"prefill, {queries}", what) for what in ("FLOPs", "gathered")]
+    expected += [(f"training, {name}, {queries}", "FLOPs") for name in ("forward", "backward", "weights")]
+    expected += [(f"{decoding}, {form}", what) for form in ("BF16", "FP8") for what in ("FLOPs", "gathered")]
+    assert [(row.case, row.what) for row in rows] == expected
     assert all(row.value > 0 for row in rows)
 
 
 def test_rows_in_bf16_are_compared_with_torch(rows: list[Row]):
-    peers = {row.case.rsplit(" ", 1)[1]: row.against and row.against.peer for row in rows if row.what == "FLOPs"}
-    assert peers == {"64": "torch.compile", "BF16": "torch.compile", "FP8": None}
+    compared = [row.case for row in rows if row.against and row.against.peer == "torch.compile"]
+    assert compared == [
+        "prefill, 2 queries, 2 heads, 8 of 64",
+        "training, backward, 2 queries, 2 heads, 8 of 64",
+        "decoding, 1 texts, 2 heads, 8 of 64, BF16",
+    ]
 
 
 def test_flops_are_those_of_scores_and_weighted_values():
