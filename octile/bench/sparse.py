@@ -14,7 +14,8 @@ Peers:
     FlashMLA, published     what its README says of the best shape on an H800; on a GPU of the same architecture only
     TileLang, published     the same of its example's backward pass on an H200, which adds by atomics
 
-Torch's backward pass has fewer queries, as it holds their gathered rows and the gradients of these.
+In training, torch's speed is that of both passes together, since its compiled backward pass can run once only, and with
+fewer queries, as it holds their gathered rows and the gradients of these.
 
 On a CPU the reference is measured, with few queries and positions.
 """
@@ -42,7 +43,7 @@ QUERIES_OF_TEXT = 2  # in decoding
 FORMS = {"BF16": torch.bfloat16, "FP8": torch.uint8}
 TORCH, PUBLISHED, PUBLISHED_BACKWARD = "torch.compile", "FlashMLA, published", "TileLang, published"
 TILELANG = 115e12  # examples/deepseek_v32/README.md of https://github.com/tile-ai/tilelang
-TORCH_QUERIES = 256  # of its backward pass
+TORCH_QUERIES = 256  # in training
 FLASH_MLA = {"prefill": 640e12, "decoding": 410e12}  # with a cache in BF16 and in FP8 (README of September 2025)
 Call = Callable[[], Tensor]
 
@@ -115,13 +116,14 @@ def _training(shape: Shape, device: str) -> Iterator[Row]:
         "forward": partial(sparse_attention_with_lse, q, latents, positions, LATENT, SCALE),
         "backward": partial(sparse_attention_backward, do, q, latents, positions, o, lse, LATENT, SCALE),
         "weights": partial(sparse_attention_weights, q, latents, positions, lse, LATENT, SCALE),
-        TORCH: _torch_backward(do[:TORCH_QUERIES], q[:TORCH_QUERIES], latents, positions[:TORCH_QUERIES]),
+        TORCH: _torch_gradients(do[:TORCH_QUERIES], q[:TORCH_QUERIES], latents, positions[:TORCH_QUERIES]),
     }
     times = work_seconds(calls, ROUNDS)
     gpu, width = torch.cuda.is_available(), LATENT + ROTARY
     work = 2 * shape.heads * shape.chosen  # for a channel of a query
     channels = {"forward": width + LATENT, "backward": 3 * width + 2 * LATENT, "weights": width}
-    peers = {TORCH: channels["backward"] * work * min(TORCH_QUERIES, shape.texts) / times[TORCH]}
+    both = channels["forward"] + channels["backward"]
+    peers = {TORCH: work * both * min(TORCH_QUERIES, shape.texts) / times[TORCH]}
     if gpu and shape.heads == 128 and torch.cuda.get_device_capability() == (9, 0):
         peers[PUBLISHED_BACKWARD] = TILELANG
     for name, n in channels.items():
@@ -183,11 +185,10 @@ def _gather_and_attend(q: Tensor, latents: Tensor, positions: Tensor) -> Tensor:
     return torch.bmm(weights, keys[..., :LATENT])
 
 
-def _torch_backward(do: Tensor, q: Tensor, latents: Tensor, positions: Tensor) -> Callable[[], object]:
-    """Return the backward pass of torch's attention over gathered rows, of a graph that is kept."""
-    q, latents = q.detach().requires_grad_(), latents.detach().requires_grad_()
-    o = _compiled()(q, latents, positions)
-    return partial(torch.autograd.grad, o, (q, latents), do, retain_graph=True)
+def _torch_gradients(do: Tensor, q: Tensor, latents: Tensor, positions: Tensor) -> Callable[[], object]:
+    """Return both passes of torch's attention over gathered rows."""
+    q, latents, attend = q.detach().requires_grad_(), latents.detach().requires_grad_(), _compiled()
+    return lambda: torch.autograd.grad(attend(q, latents, positions), (q, latents), do)
 
 
 def _compiled() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
