@@ -164,7 +164,7 @@ def gathered_keys(latents: Tensor, positions: Tensor, latent_dim: int) -> tuple[
     """Return the rows at positions [S, K], float32 [S, K, W], zeros where there is none; and where, bool [S, K]."""
     is_absent_SK = (positions < 0) | (positions >= len(latents))
     keys_SKW = _keys(latents[positions.masked_fill(is_absent_SK, 0).long()], latent_dim)
-    return keys_SKW.masked_fill(is_absent_SK[..., None], 0.0), is_absent_SK  # a NaN there is not read
+    return keys_SKW.masked_fill_(is_absent_SK[..., None], 0.0), is_absent_SK  # a NaN there is not read
 
 
 def _keys(rows: Tensor, latent_dim: int) -> Tensor:

@@ -83,15 +83,15 @@ def _sparse_attention_backward(
             ds_SHK.masked_fill_(absent_S1K, 0.0)
             dq_SHW[part] = torch.bmm(ds_SHK, keys_SKW).mul_(scale).to(q.dtype)
             dkeys_SKW = torch.bmm(ds_SHK.mT, q_SHW)
-            dkeys_SKW[..., :latent_dim] += torch.bmm(p_SHK.mT, do_SHC)
+            dkeys_SKW[..., :latent_dim].baddbmm_(p_SHK.mT, do_SHC)
             dkeys_SKW.masked_fill_(is_absent_SK[..., None], 0.0)  # a NaN of the query's, too
             zeros_K = torch.arange(positions.shape[1], device=q.device) % len(latents)  # many at one row would queue
-            _add_rows(dlatents_TW, positions[part].where(~is_absent_SK, zeros_K), dkeys_SKW)
+            add_rows(dlatents_TW, positions[part].where(~is_absent_SK, zeros_K), dkeys_SKW)
     return dq_SHW, dlatents_TW
 
 
-def _add_rows(total_TW: Tensor, positions_SK: Tensor, added_SKW: Tensor) -> None:
-    """Add rows to those at positions, one after the other."""
+def add_rows(total_TW: Tensor, positions_SK: Tensor, added_SKW: Tensor) -> None:
+    """Add rows to those at positions, one after the other, so that the sums are the same bits at every call."""
     positions, added = positions_SK.flatten().long(), added_SKW.flatten(0, 1)
     if total_TW.is_cuda:
         total_TW.index_put_((positions,), added, accumulate=True)  # sorts positions; index_add_ adds in any order
