@@ -18,8 +18,7 @@ from torch import Tensor
 
 import octile
 from octile.models.deepseek_v3 import DeepseekV3
-from octile.nn.fused.index_alignment import attention_distribution
-from octile.nn.fused.top_k_attention import top_k_mask
+from octile.nn.fused.top_k_attention import attention_distribution, top_k_mask
 from octile.nn.indexer import Indexer, IndexInput
 from octile.train.data.batches import validation_windows
 from octile.train.data.token_store import TokenStore
@@ -57,7 +56,7 @@ def measure(model: DeepseekV3, windows: Tensor) -> tuple[float, float]:
     found: list[tuple[float, float]] = []
 
     def observe(indexer: Indexer, topk: int) -> Any:
-        def align(index: IndexInput, q: Tensor, k: Tensor, chosen: Tensor | None, scale: float) -> Tensor:
+        def align(index: IndexInput, q: Tensor, k: Tensor, scale: float) -> Tensor:
             indexer.warm_up, indexer.topk = False, topk
             chosen = indexer.top_k_keys(*index)
             indexer.warm_up = True

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from octile.formats import TILE
 from octile.nn.checkpointed_loss import leave_behind, pop_loss
 from octile.nn.double_backward import first_derivative_only
-from octile.nn.fused.index_alignment import alignment_loss
+from octile.nn.fused.index_alignment import alignment_loss, top_k_alignment_loss
 from octile.nn.norm import LayerNorm
 from octile.nn.rope import CosSin
 from octile.ops.index_rows import hadamard, index_rows, rotate_first
@@ -121,19 +121,28 @@ class Indexer(nn.Module):
                 top_k_BSK[i, block] = top_keys(logits, *seen, self.topk)
         return top_k_BSK
 
-    def align(
-        self, index: IndexInput, q_BSHX: Tensor, k_BSHX: Tensor, top_k_BSK: Tensor | None, scale: float
-    ) -> Tensor:
-        """Set `alignment_loss` to that of a forward pass, and return the queries to attend with.
+    def align(self, index: IndexInput, q_BSHX: Tensor, k_BSHX: Tensor, scale: float) -> Tensor:
+        """Set `alignment_loss` to that of a forward pass with dense attention, and return the queries to attend with.
 
         Args:
             index: the result of `forward` for the same tokens.
             q_BSHX, k_BSHX: attention's queries and keys.
-            top_k_BSK: the result of `top_k_keys`.
             scale: factor of attention's scores.
         """
-        loss = alignment_loss(index.q, index.k, index.weights, q_BSHX.detach(), k_BSHX.detach(), top_k_BSK, scale)
+        loss = alignment_loss(*index, q_BSHX.detach(), k_BSHX.detach(), scale)
         return leave_behind(self, "alignment_loss", loss, q_BSHX)
+
+    def align_top_k(self, index: IndexInput, top_k_BSK: Tensor, weights_BSK: Tensor, o_BSHV: Tensor) -> Tensor:
+        """Set `alignment_loss` to that of a forward pass with sparse attention, and return its result to compute with.
+
+        Args:
+            index: the result of `forward` for the same tokens.
+            top_k_BSK: the result of `top_k_keys`.
+            weights_BSK: float32, the mean over heads of attention's weights of these keys.
+            o_BSHV: attention's result.
+        """
+        loss = top_k_alignment_loss(*index, top_k_BSK, weights_BSK)
+        return leave_behind(self, "alignment_loss", loss, o_BSHV)
 
     def pop_alignment_loss(self) -> Tensor | float:
         """Return the alignment loss of the last forward pass in training mode, once; 0 if there was none.

@@ -22,7 +22,7 @@ from octile.nn.fused.pre_norm import norm_block_input
 from octile.nn.fused.projections import projections
 from octile.nn.fused.rotary import latent_keys_and_values, rotate
 from octile.nn.fused.shared_quantization import shared_quantization
-from octile.nn.fused.top_k_attention import top_k_attention
+from octile.nn.fused.top_k_attention import top_k_attention, top_k_weights
 from octile.nn.indexer import Indexer, IndexInput
 from octile.nn.norm import RMSNorm
 from octile.nn.rope import CosSin
@@ -149,13 +149,16 @@ class MLA(FusableModule):
     ) -> Tensor:
         kv_BSHY = self.kv_b_proj(latent_BSC).unflatten(-1, (self.num_heads, -1))
         k_BSHX, v_BSHV = latent_keys_and_values(kv_BSHY, k_rope_BSR, cos_sin, self.kv_split[0])
-        top_k_BSK = None
         if self.indexer is not None and index is not None:
             top_k_BSK = self.indexer.top_k_keys(*index)
+            if top_k_BSK is not None:
+                o_BSHV = top_k_attention(q_BSHX, k_BSHX, v_BSHV, top_k_BSK, self.softmax_scale)
+                if not self.training:
+                    return o_BSHV
+                weights_BSK = top_k_weights(q_BSHX, k_BSHX, top_k_BSK, self.softmax_scale)
+                return self.indexer.align_top_k(index, top_k_BSK, weights_BSK, o_BSHV)
             if self.training:
-                q_BSHX = self.indexer.align(index, q_BSHX, k_BSHX, top_k_BSK, self.softmax_scale)
-        if top_k_BSK is not None:
-            return top_k_attention(q_BSHX, k_BSHX, v_BSHV, top_k_BSK, self.softmax_scale)
+                q_BSHX = self.indexer.align(index, q_BSHX, k_BSHX, self.softmax_scale)
         q_BHSX, k_BHSX, v_BHSV = (t.transpose(1, 2) for t in (q_BSHX, k_BSHX, v_BSHV))
         o_BHSV = F.scaled_dot_product_attention(q_BHSX, k_BHSX, v_BHSV, is_causal=True, scale=self.softmax_scale)
         return o_BHSV.transpose(1, 2)

@@ -9,8 +9,8 @@ from torch import Tensor
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.conversion import apply_recipe
-from octile.nn.fused.index_alignment import alignment_loss
-from octile.nn.fused.top_k_attention import top_k_attention
+from octile.nn.fused.index_alignment import top_k_alignment_loss
+from octile.nn.fused.top_k_attention import top_k_attention, top_k_weights
 from octile.nn.indexer import Indexer
 from octile.serve.runner.model_runner import ModelRunner
 from octile.train.step.captured import WARM_UP_STEPS
@@ -61,7 +61,8 @@ def test_the_parts_of_training_are_those_of_a_cpu():
         with torch.no_grad():
             chosen = indexer.top_k_keys(index_q.round(), index_k.round(), weights)
         o = top_k_attention(q, k, v, chosen, 0.2)
-        loss = alignment_loss(index_q, index_k, weights, q, k, chosen, 0.2)
+        p = top_k_weights(q, k, chosen, 0.2)
+        loss = top_k_alignment_loss(index_q, index_k, weights, chosen, p)
         gradients = torch.autograd.grad(o.square().sum() + loss, (index_q, index_k, weights, q, k, v))
         found.append([chosen.sort(-1).values.cpu(), o.cpu(), loss.cpu(), *(t.cpu() for t in gradients)])
     assert torch.equal(found[0][0], found[1][0])

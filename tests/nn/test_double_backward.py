@@ -18,7 +18,7 @@ from octile.nn.deferred_wgrad import DeferrableLinears
 from octile.nn.dispatcher import LocalDispatcher
 from octile.nn.double_backward import first_derivative_only
 from octile.nn.fused.block_input import quantize_block_input
-from octile.nn.fused.index_alignment import alignment_loss
+from octile.nn.fused.index_alignment import alignment_loss, top_k_alignment_loss
 from octile.nn.fused.projections import projections
 from octile.nn.fused.top_k_attention import top_k_attention
 from octile.nn.indexer import _IndexValues
@@ -41,14 +41,22 @@ def norm_before_mlp(x: Tensor) -> Tensor:
     return mlp(pre_norm(x, norm, mlp)[1])
 
 
-def attention_to_chosen_keys(x: Tensor) -> Tensor:
+TOP_K = torch.tensor([[[0, -1]]], dtype=torch.int32).expand(1, S, 2)
+
+
+def attention_to_top_k_keys(x: Tensor) -> Tensor:
     q = x.unflatten(-1, (2, 64))
-    return top_k_attention(q, q, q, torch.tensor([[[0, -1]]], dtype=torch.int32).expand(1, S, 2), 0.1)
+    return top_k_attention(q, q, q, TOP_K, 0.1)
 
 
 def alignment(x: Tensor) -> Tensor:
     q = x.unflatten(-1, (2, 64))
-    return alignment_loss(q, q[:, :, 0], x[..., :2], q.detach(), q.detach(), None, 0.1)
+    return alignment_loss(q, q[:, :, 0], x[..., :2], q.detach(), q.detach(), 0.1)
+
+
+def top_k_alignment(x: Tensor) -> Tensor:
+    q = x.unflatten(-1, (2, 64))
+    return top_k_alignment_loss(q, q[:, :, 0], x[..., :2], TOP_K, torch.ones(1, S, 2))
 
 
 class ExchangingDispatcher(LocalDispatcher):
@@ -72,7 +80,8 @@ RAISING: dict[str, Callable[[Tensor], Tensor]] = {  # functions of x [1, S, D]
     "HighPrecisionLinear": lambda x: functional.linear(x, torch.randn(8, D), None, Recipe.bf16()),
     "QuantizedLinear": Linear(D, 8),
     "_AlignmentLoss": alignment,
-    "_TopKAttention": attention_to_chosen_keys,
+    "_TopKAlignmentLoss": top_k_alignment,
+    "_TopKAttention": attention_to_top_k_keys,
     "_FeedForward": lambda x: apply_recipe(MLP(D, D), RECIPE)(x),
     "_IndexValues": lambda x: _IndexValues.apply(x.unflatten(-1, (2, 64)), *COS_SIN),
     "_LatentAttention": lambda x: apply_recipe(mla(), RECIPE)(x, COS_SIN),

@@ -3,9 +3,8 @@
     forward     a mask of the top-k keys, and torch's attention with it
     backward    the same once more, and its gradients; those of keys and values are summed over the blocks in FP32
 
-Scores are computed of all keys and masked, so the time is that of dense attention; only a block's masks and scores are
-in memory at once, and what is saved for backward is linear in the length of the sequence. Serving attends with
-`octile.ops.sparse_attention`, which reads the top-k keys alone and has no backward pass.
+Scores are computed of all keys and masked, so the time is that of dense attention. Only a block's masks and scores are
+in memory at once, and what is saved for backward is linear in the length of the sequence.
 
 Source: DeepSeek-V3.2-Exp (https://github.com/deepseek-ai/DeepSeek-V3.2-Exp) §1.
 Shapes: B batch, S sequence, H heads, X channels of a query and a key, V of a value, K top-k keys, T keys that a block
@@ -34,6 +33,31 @@ def top_k_attention(q_BSHX: Tensor, k_BSHX: Tensor, v_BSHV: Tensor, top_k_BSK: T
         scale: the factor of the scores.
     """
     return _TopKAttention.apply(q_BSHX, k_BSHX, v_BSHV, top_k_BSK, scale)
+
+
+@torch.no_grad()
+def top_k_weights(q_BSHX: Tensor, k_BSHX: Tensor, top_k_BSK: Tensor, scale: float) -> Tensor:
+    """Return the mean over heads of the weights of the top-k keys, float32 [B, S, K]; 0 where there is none.
+
+    Args:
+        q_BSHX, k_BSHX, top_k_BSK, scale: as in `top_k_attention`.
+    """
+    b, s, h, _ = q_BSHX.shape
+    weights_BSK = torch.empty(top_k_BSK.shape, dtype=torch.float32, device=q_BSHX.device)
+    for block in query_blocks(b * h, s, MAX_SCORES):
+        top_k_BCK, k_BTHX = top_k_BSK[:, block], k_BSHX[:, : block.stop]
+        with without_autocast(q_BSHX.device):
+            p_BCT = attention_distribution(q_BSHX[:, block], k_BTHX, top_k_mask(top_k_BCK, block.stop), scale)
+        weights_BCK = p_BCT.gather(-1, top_k_BCK.clamp(min=0).long())
+        weights_BSK[:, block] = weights_BCK.masked_fill_(top_k_BCK < 0, 0.0)
+    return weights_BSK
+
+
+def attention_distribution(q_BCHX: Tensor, k_BTHX: Tensor, seen_BCT: Tensor, scale: float) -> Tensor:
+    """Return the mean over heads of attention's weights: float32 [B, C, T], of which each row's sum is 1."""
+    q_BHCX, k_BHXT = q_BCHX.permute(0, 2, 1, 3).float(), k_BTHX.permute(0, 2, 3, 1).float()
+    score_BHCT = (q_BHCX @ k_BHXT).mul_(scale).masked_fill_(~seen_BCT[:, None], -torch.inf)
+    return score_BHCT.softmax(-1).mean(1)
 
 
 class _TopKAttention(torch.autograd.Function):

@@ -3,7 +3,9 @@ import torch
 from torch import Tensor
 
 from octile.nn.fused import index_alignment
-from octile.nn.fused.index_alignment import alignment_loss
+from octile.nn.fused.index_alignment import alignment_loss, top_k_alignment_loss
+from octile.nn.fused.top_k_attention import top_k_weights
+from tests.nn.fused.largest_tensor import LargestTensor
 
 B, S, H, X, G, E, K = 2, 9, 3, 8, 4, 16, 4
 SCALE = 0.3
@@ -36,12 +38,19 @@ def definition(index_q, index_k, weights, q, k, chosen) -> Tensor:
     return total / (B * S)
 
 
+def loss_of(inputs: list[Tensor], chosen: Tensor | None) -> Tensor:
+    """The loss over all keys or over the chosen ones, of which attention has computed the weights."""
+    if chosen is None:
+        return alignment_loss(*inputs, SCALE)
+    return top_k_alignment_loss(*inputs[:3], chosen, top_k_weights(*inputs[3:], chosen, SCALE))
+
+
 @pytest.mark.parametrize("chosen", [None, chosen_keys()], ids=["all keys", "chosen keys"])
 @pytest.mark.parametrize("max_scores", [1, 500, 2**20], ids=["queries", "blocks", "all"])
 def test_loss_and_gradients_equal_the_definition(chosen, max_scores, monkeypatch):
     monkeypatch.setattr("octile.nn.fused.index_alignment.MAX_SCORES", max_scores)
     inputs = operands()
-    found = alignment_loss(*inputs, chosen, SCALE)
+    found = loss_of(inputs, chosen)
     expected = definition(*inputs, chosen)
     # attention's distribution is computed in FP32
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
@@ -51,17 +60,44 @@ def test_loss_and_gradients_equal_the_definition(chosen, max_scores, monkeypatch
     )
 
 
-def test_attention_gets_no_gradient():
+@pytest.mark.parametrize("chosen", [None, chosen_keys()], ids=["all keys", "chosen keys"])
+def test_attention_gets_no_gradient(chosen):
     inputs = operands()
-    alignment_loss(*inputs, None, SCALE).backward()
+    loss_of(inputs, chosen).backward()
     assert [t.grad is not None for t in inputs] == [True, True, True, False, False]
+
+
+def test_losses_over_all_chosen_keys_and_over_all_keys_are_equal():
+    inputs = operands(torch.float32)
+    chosen = torch.where(torch.ones(S, S).tril().bool(), torch.arange(S), -1).flip(-1).int().expand(B, S, S)
+    losses = [loss_of(inputs, keys) for keys in (None, chosen)]
+    torch.testing.assert_close(*losses)
+    gradients = [torch.autograd.grad(loss, inputs[:3]) for loss in losses]
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
+
+
+def test_keys_that_were_not_chosen_do_not_count():
+    *inputs, q, k = operands(torch.float32)
+    chosen = chosen_keys()
+    chosen[chosen == 2] = -1
+    p = top_k_weights(q, k, chosen, SCALE)
+
+    def loss_and_gradients() -> list[Tensor]:
+        loss = top_k_alignment_loss(*inputs, chosen, p)
+        return [loss.detach(), *torch.autograd.grad(loss, inputs)]
+
+    before = loss_and_gradients()
+    with torch.no_grad():
+        inputs[1][:, 2] = 1e30
+    assert all(torch.equal(*pair) for pair in zip(loss_and_gradients(), before, strict=True))
+    assert not before[2][:, 2].any()
 
 
 def test_an_indexer_whose_distribution_is_attentions_has_no_loss():
     *_, q, k = operands(torch.float32)
     q, k = q[:, :, :1].abs(), k[:, :, :1].abs()  # one head, whose scores are positive
     weights = torch.full((B, S, 1), SCALE)
-    assert alignment_loss(q, k[:, :, 0], weights, q, k, None, SCALE).abs() < 1e-6
+    assert alignment_loss(q, k[:, :, 0], weights, q, k, SCALE).abs() < 1e-6
 
 
 def test_scores_in_memory_are_bounded(monkeypatch):
@@ -73,5 +109,16 @@ def test_scores_in_memory_are_bounded(monkeypatch):
 
     monkeypatch.setattr(index_alignment, "index_logits", counted)
     monkeypatch.setattr(index_alignment, "MAX_SCORES", 900)
-    alignment_loss(*operands(torch.float32), None, SCALE)
+    alignment_loss(*operands(torch.float32), SCALE)
     assert (len(sizes) > 1, max(sizes) <= 900) == (True, True)
+
+
+@pytest.mark.parametrize("length", [40, 80])
+def test_over_chosen_keys_no_tensor_grows_with_the_square(length, monkeypatch):
+    monkeypatch.setattr(index_alignment, "MAX_SCORES", 2 * K * (G + E))  # of one query
+    sizes = (1, length, G, E), (1, length, E), (1, length, G)
+    inputs = [torch.randn(shape, requires_grad=True) for shape in sizes]
+    chosen = torch.arange(K).expand(1, length, K).int()
+    with LargestTensor() as largest:
+        top_k_alignment_loss(*inputs, chosen, torch.full((1, length, K), 1 / K)).backward()
+    assert largest.numel == length * G * E
