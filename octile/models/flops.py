@@ -12,7 +12,8 @@ As in PaLM's appendix B, a token of a training step costs
     Q         the size of a head. In latent attention queries and keys have another size than values: Q is the mean.
 
 With indexers a query attends to index_topk keys at most; their weights, and their logits for all T keys, count like the
-rest, although no gradient of their inputs is needed.
+rest, although no gradient of their inputs is needed. Attention counts with the channels of the heads' keys and values,
+also where it reads latents, which have more.
 
 The layer of multi-token prediction counts like the others, and the head once more for it, since both are trained.
 What is recomputed in the backward pass does not count.

@@ -3,14 +3,21 @@
     latent = RMSNorm(W_kva · x)     512 channels, and 64 more of a rotary key that all heads share
     k, v   = W_kvb · latent         128 + 128 channels a head, recomputed wherever they are needed
 
-With an indexer each query attends to its top-k keys (`octile.nn.indexer`); nothing is fused then. This module
-is for training: it computes keys and values, and attends as usual. `octile.serve` caches the latents of former tokens.
+This module is for training: it computes keys and values, and attends as usual. `octile.serve` caches the latents of
+former tokens.
+
+With an indexer each query attends to its top-k keys (`octile.nn.indexer`), and projections are not fused. Where there
+are more keys than that, attention reads the latents of the top-k keys alone, as serving does, and computes no keys and
+values of heads (`octile.nn.fused.sparse_latent_attention`). It reads the weight of `kv_b_proj`. A `kv_b_proj` that has
+hooks or a bias, was replaced, as by an adapter, or whose weight is sharded over ranks is called instead. Keys and
+values are computed then, and attention takes the time of dense attention (`octile.nn.fused.top_k_attention`).
 
 Source: DeepSeek-V2 (arXiv 2405.04434) §2.1, DeepSeek-V3 (arXiv 2412.19437) §2.1.1.
 Shapes: B batch, S tokens, D model, H heads, C latent, R rotary key, N the rest of a head's key, V a head's value,
 W = C + R, K top-k keys.
 """
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -22,6 +29,7 @@ from octile.nn.fused.pre_norm import norm_block_input
 from octile.nn.fused.projections import projections
 from octile.nn.fused.rotary import latent_keys_and_values, rotate
 from octile.nn.fused.shared_quantization import shared_quantization
+from octile.nn.fused.sparse_latent_attention import sparse_latent_attention, why_not_absorbed
 from octile.nn.fused.top_k_attention import top_k_attention, top_k_weights
 from octile.nn.indexer import Indexer, IndexInput
 from octile.nn.norm import RMSNorm
@@ -100,10 +108,15 @@ class MLA(FusableModule):
         q_BSHX, latent_BSW, q_latent_BSL = self._projections(x)
         q_BSHX = rotate(q_BSHX, cos_sin)
         latent_BSC, k_rope_BSR = latent_BSW.split(self.latent_split, dim=-1)
-        index = None
+        latent_BSC = self.kv_a_layernorm(latent_BSC)
+        index = top_k_BSK = None
         if self.indexer is not None and q_latent_BSL is not None:
             index = self.indexer(x, q_latent_BSL, cos_sin)
-        o_BSHV = self._attend(q_BSHX, self.kv_a_layernorm(latent_BSC), k_rope_BSR, cos_sin, index)
+            top_k_BSK = self.indexer.top_k_keys(*index)
+        if index is None or top_k_BSK is None:
+            o_BSHV = self._attend(q_BSHX, latent_BSC, k_rope_BSR, cos_sin, index)
+        else:
+            o_BSHV = self._attend_to_top_k(q_BSHX, latent_BSC, k_rope_BSR, cos_sin, index, top_k_BSK)
         return self.o_proj(o_BSHV.flatten(-2))
 
     def decide_fusion(self) -> Fusion | None:
@@ -147,18 +160,39 @@ class MLA(FusableModule):
     def _attend(
         self, q_BSHX: Tensor, latent_BSC: Tensor, k_rope_BSR: Tensor, cos_sin: CosSin, index: IndexInput | None
     ) -> Tensor:
-        kv_BSHY = self.kv_b_proj(latent_BSC).unflatten(-1, (self.num_heads, -1))
-        k_BSHX, v_BSHV = latent_keys_and_values(kv_BSHY, k_rope_BSR, cos_sin, self.kv_split[0])
-        if self.indexer is not None and index is not None:
-            top_k_BSK = self.indexer.top_k_keys(*index)
-            if top_k_BSK is not None:
-                o_BSHV = top_k_attention(q_BSHX, k_BSHX, v_BSHV, top_k_BSK, self.softmax_scale)
-                if not self.training:
-                    return o_BSHV
-                weights_BSK = top_k_weights(q_BSHX, k_BSHX, top_k_BSK, self.softmax_scale)
-                return self.indexer.align_top_k(index, top_k_BSK, weights_BSK, o_BSHV)
-            if self.training:
-                q_BSHX = self.indexer.align(index, q_BSHX, k_BSHX, self.softmax_scale)
+        """Attend to all keys up to the query's own: [B, S, H, V]."""
+        k_BSHX, v_BSHV = self._keys_and_values(latent_BSC, k_rope_BSR, cos_sin)
+        if self.indexer is not None and index is not None and self.training:
+            q_BSHX = self.indexer.align(index, q_BSHX, k_BSHX, self.softmax_scale)
         q_BHSX, k_BHSX, v_BHSV = (t.transpose(1, 2) for t in (q_BSHX, k_BSHX, v_BSHV))
         o_BHSV = F.scaled_dot_product_attention(q_BHSX, k_BHSX, v_BHSV, is_causal=True, scale=self.softmax_scale)
         return o_BHSV.transpose(1, 2)
+
+    def _attend_to_top_k(
+        self,
+        q_BSHX: Tensor,
+        latent_BSC: Tensor,
+        k_rope_BSR: Tensor,
+        cos_sin: CosSin,
+        index: IndexInput,
+        top_k_BSK: Tensor,
+    ) -> Tensor:
+        """Attend to the top-k keys of each query: [B, S, H, V]."""
+        assert self.indexer is not None
+        scale, nope_dim, weights_BSK = self.softmax_scale, self.kv_split[0], None
+        if why_not_absorbed(self.kv_b_proj, q_BSHX) is None:
+            k_rope_BSR = rotate(k_rope_BSR[:, :, None], cos_sin)[:, :, 0]
+            rows_BSW = torch.cat((latent_BSC, k_rope_BSR), dim=-1)
+            arguments = q_BSHX, rows_BSW, self.kv_b_proj, top_k_BSK, nope_dim, scale
+            o_BSHV, weights_BSK = sparse_latent_attention(*arguments, with_weights=self.training)
+        else:
+            k_BSHX, v_BSHV = self._keys_and_values(latent_BSC, k_rope_BSR, cos_sin)
+            o_BSHV = top_k_attention(q_BSHX, k_BSHX, v_BSHV, top_k_BSK, scale)
+            if self.training:
+                weights_BSK = top_k_weights(q_BSHX, k_BSHX, top_k_BSK, scale)
+        return o_BSHV if weights_BSK is None else self.indexer.align_top_k(index, top_k_BSK, weights_BSK, o_BSHV)
+
+    def _keys_and_values(self, latent_BSC: Tensor, k_rope_BSR: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor]:
+        """Compute keys [B, S, H, X], with rotary keys shared by all heads, and values [B, S, H, V]."""
+        kv_BSHY = self.kv_b_proj(latent_BSC).unflatten(-1, (self.num_heads, -1))
+        return latent_keys_and_values(kv_BSHY, k_rope_BSR, cos_sin, self.kv_split[0])

@@ -10,8 +10,11 @@ from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.conversion import apply_recipe
 from octile.nn.fused.index_alignment import top_k_alignment_loss
+from octile.nn.fused.sparse_latent_attention import sparse_latent_attention
 from octile.nn.fused.top_k_attention import top_k_attention, top_k_weights
 from octile.nn.indexer import Indexer
+from octile.nn.linear import Linear
+from octile.recipe import Recipe
 from octile.serve.runner.model_runner import ModelRunner
 from octile.train.step.captured import WARM_UP_STEPS
 from octile.train.strategy import single as module
@@ -67,6 +70,31 @@ def test_the_parts_of_training_are_those_of_a_cpu():
         found.append([chosen.sort(-1).values.cpu(), o.cpu(), loss.cpu(), *(t.cpu() for t in gradients)])
     assert torch.equal(found[0][0], found[1][0])
     torch.testing.assert_close(found[1][1:], found[0][1:], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("recipe", [None, "bf16", "deepseek_v3"])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 2**-6)])
+def test_training_in_the_absorbed_form_is_that_of_a_cpu(recipe, dtype, bound):
+    b, s, h, n, r, v, c, k = 2, 300, 6, 128, 64, 128, 512, 128
+    generator = torch.Generator().manual_seed(0)
+    shapes = (b, s, h, n + r), (b, s, c + r), (h * (n + v), c), (b, s, h, v)
+    q, rows, weight, do = (torch.randn(shape, generator=generator) for shape in shapes)
+    order = torch.rand(b, s, s, generator=generator).masked_fill(torch.ones(s, s).triu(1).bool(), -1.0)
+    values, chosen = order.topk(k)
+    chosen = chosen.masked_fill(values < 0, -1).int()
+    found = []
+    for device, kind in (("cpu", torch.float32), ("cuda", dtype)):
+        layer = torch.nn.Linear(c, h * (n + v), bias=False)
+        layer = layer if recipe is None else Linear.from_linear(layer, Recipe.named(recipe))
+        with torch.no_grad():
+            layer.weight.copy_(weight * c**-0.5)
+        layer = layer.to(device)
+        inputs = [t.to(dtype).to(device, kind).requires_grad_() for t in (q, rows)]
+        o, weights = sparse_latent_attention(*inputs, layer, chosen.to(device), n, (n + r) ** -0.5, with_weights=True)
+        gradients = torch.autograd.grad(o, (*inputs, layer.weight), do.to(dtype).to(device, kind))
+        found.append([t.detach().cpu().float() for t in (o, weights, *gradients)])
+    for expected, ours in zip(*found, strict=True):
+        assert (ours - expected).norm() <= bound * expected.norm()
 
 
 def make(fp8: bool, dtype: torch.dtype, config: ModelConfig = SERVED) -> DeepseekV3:

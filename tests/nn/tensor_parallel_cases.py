@@ -11,8 +11,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import octile
-from octile.nn import MLP, Linear
+from octile.nn import MLA, MLP, Linear
 from octile.nn.conversion import apply_recipe
+from octile.nn.indexer import Indexer
+from octile.nn.rope import Rope
 from octile.optim import AdamW
 from tests.compatibility.processes import RANKS
 
@@ -72,6 +74,24 @@ def replicated(rank: int, folder: Path) -> None:
             layer.register_parameter(name, nn.Parameter(distribute_tensor(p.detach(), on, [Replicate()])))
     x = distribute_tensor(tokens(), on, [Replicate()])
     assert torch.equal(model(x).to_local(), alone(tokens()))
+
+
+def attention_to_top_k_keys(rank: int, folder: Path) -> None:
+    """A sharded layer for keys and values is called, although sparse attention otherwise reads its weight."""
+    torch.manual_seed(0)
+    dims = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
+    alone = MLA(128, 2 * RANKS, q_lora_rank=32, **dims, indexer=Indexer(128, 32, 2, 16, 5))
+    plan = {"q_b_proj": ColwiseParallel(), "kv_b_proj": ColwiseParallel(), "o_proj": RowwiseParallel()}
+    model = parallelize_module(copy.deepcopy(alone), mesh(), plan)
+    model.num_heads //= RANKS
+    cos_sin = Rope(8).cos_sin(torch.arange(16))
+    expected, found = (m(tokens(), cos_sin) for m in (alone, model))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    for y in (expected, found):
+        y.square().sum().backward()
+    for name in plan:
+        shard, whole = model.get_submodule(name).weight.grad, alone.get_submodule(name).weight.grad
+        torch.testing.assert_close(shard.full_tensor(), whole, rtol=1e-4, atol=1e-6)
 
 
 def swiglu(rank: int, folder: Path) -> None:

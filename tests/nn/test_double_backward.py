@@ -20,6 +20,7 @@ from octile.nn.double_backward import first_derivative_only
 from octile.nn.fused.block_input import quantize_block_input
 from octile.nn.fused.index_alignment import alignment_loss, top_k_alignment_loss
 from octile.nn.fused.projections import projections
+from octile.nn.fused.sparse_latent_attention import sparse_latent_attention
 from octile.nn.fused.top_k_attention import top_k_attention
 from octile.nn.indexer import _IndexValues
 from octile.nn.rope import Rope
@@ -47,6 +48,10 @@ TOP_K = torch.tensor([[[0, -1]]], dtype=torch.int32).expand(1, S, 2)
 def attention_to_top_k_keys(x: Tensor) -> Tensor:
     q = x.unflatten(-1, (2, 64))
     return top_k_attention(q, q, q, TOP_K, 0.1)
+
+
+def attention_to_top_k_latents(x: Tensor) -> Tensor:
+    return sparse_latent_attention(x.unflatten(-1, (2, 64)), x, nn.Linear(80, 2 * 64, bias=False), TOP_K, 16, 0.1)[0]
 
 
 def alignment(x: Tensor) -> Tensor:
@@ -80,6 +85,7 @@ RAISING: dict[str, Callable[[Tensor], Tensor]] = {  # functions of x [1, S, D]
     "HighPrecisionLinear": lambda x: functional.linear(x, torch.randn(8, D), None, Recipe.bf16()),
     "QuantizedLinear": Linear(D, 8),
     "_AlignmentLoss": alignment,
+    "_SparseLatentAttention": attention_to_top_k_latents,
     "_TopKAlignmentLoss": top_k_alignment,
     "_TopKAttention": attention_to_top_k_keys,
     "_FeedForward": lambda x: apply_recipe(MLP(D, D), RECIPE)(x),

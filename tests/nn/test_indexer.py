@@ -1,13 +1,19 @@
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import octile
+from octile.nn.conversion import apply_recipe
 from octile.nn.indexer import Indexer, quantize_index, weight_factor
+from octile.nn.linear import Linear
 from octile.nn.mla import MLA
 from octile.nn.rope import Rope
 from octile.ops.index_rows import hadamard, rotate_first
+from octile.recipe import Recipe
 
 D, L, G, E, R, TOPK = 48, 24, 4, 32, 8, 6
 ROPE = Rope(R)
@@ -217,6 +223,83 @@ def test_gradients_are_the_same_under_activation_checkpointing(use_reentrant):
     of_call = gradients(lambda mla, x: mla(x, cos_sin(0, 20)))
     of_checkpoint = gradients(lambda mla, x: checkpoint(mla, x, cos_sin(0, 20), use_reentrant=use_reentrant))
     torch.testing.assert_close(of_checkpoint, of_call)
+
+
+def results(mla: MLA) -> dict[str, Tensor]:
+    """The output, the alignment loss and the gradients of their sum, by name."""
+    x = inputs()[0].requires_grad_()
+    y = mla(x, cos_sin(0, 20))
+    loss = mla.indexer.pop_alignment_loss()
+    (y.square().sum() + loss).backward()
+    gradients = {name: p.grad for name, p in mla.named_parameters()}
+    return {"y": y.detach(), "loss": loss.detach(), "x": x.grad, **gradients}
+
+
+def test_sparse_attention_is_masked_attention_in_float64():
+    mla = make_mla()
+    found = results(mla)
+    x = inputs()[0].double().requires_grad_()
+    *_, compressed = mla._projections(x.float())
+    chosen = mla.indexer.top_k_keys(*mla.indexer(x.float(), compressed, cos_sin(0, 20)))
+    wide = make_mla().double()
+    wide.indexer.top_k_keys = lambda *_: chosen  # those of FP32: a last bit may change them
+    wide.indexer.forward = lambda *_: ()
+    wide.indexer.align_top_k = lambda index, top_k, weights, o: o
+    y = wide(x, cos_sin(0, 20))
+    y.square().sum().backward()
+    expected = {"y": y.detach(), "x": x.grad, **{name: p.grad for name, p in wide.named_parameters()}}
+    for name, exact in expected.items():
+        if not name.startswith("indexer."):
+            torch.testing.assert_close(found[name].double(), exact, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: n + m)
+
+
+@pytest.mark.parametrize("recipe", [None, "bf16"])
+def test_a_layer_with_a_hook_is_called_and_has_the_same_results(recipe: str | None):
+    absorbed, called = make_mla(), make_mla()
+    if recipe is not None:  # in float32, so that the order of products is the only difference
+        for mla in (absorbed, called):
+            apply_recipe(mla, replace(Recipe.named(recipe), compute=torch.float32))
+    calls: list[nn.Module] = []
+    called.kv_b_proj.register_forward_hook(lambda module, *_: calls.append(module))
+    found, expected = results(absorbed), results(called)
+    assert len(calls) == 1
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-4, msg=lambda m, n=name: n + m)
+
+
+def test_a_layer_that_was_replaced_is_called():
+    class Doubled(nn.Module):
+        def __init__(self, layer: nn.Linear):
+            super().__init__()
+            self.layer, self.weight, self.bias = layer, layer.weight, None
+
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * self.layer(x)
+
+    replaced, doubled = make_mla().eval(), make_mla().eval()
+    replaced.kv_b_proj = Doubled(replaced.kv_b_proj)
+    with torch.no_grad():
+        doubled.kv_b_proj.weight *= 2
+        torch.testing.assert_close(*(mla(inputs()[0], cos_sin(0, 20)) for mla in (replaced, doubled)))
+
+
+def test_training_multiplies_by_the_weight_that_serving_dequantizes():
+    mla, rounded = make_mla().eval(), make_mla().eval()
+    for model in (mla, rounded):
+        model.kv_b_proj = Linear.from_linear(model.kv_b_proj, Recipe.deepseek_v3())
+    with torch.no_grad():
+        rounded.kv_b_proj.weight.copy_(octile.quantize(mla.kv_b_proj.weight, block=(128, 128)).dequantize())
+        rounded.kv_b_proj.use_recipe(replace(Recipe.bf16(), compute=torch.float32))
+        found, expected = (model(inputs()[0], cos_sin(0, 20)) for model in (mla, rounded))
+    assert torch.equal(found, expected)
+
+
+def test_compiled_training_has_the_results_of_eager_training():
+    mla, compiled = make_mla(), make_mla()
+    found = results(mla)
+    compiled.forward = torch.compile(compiled.forward, backend="aot_eager", fullgraph=True)
+    for name, expected in results(compiled).items():
+        torch.testing.assert_close(expected, found[name])
 
 
 def test_an_indexer_needs_compressed_queries():

@@ -7,7 +7,7 @@ from tests.worlds import Outcomes
 
 WORKS = (
     *(cases.column_and_row, cases.sequence, cases.replicated, cases.swiglu, cases.optimizer, cases.autocast),
-    *(cases.bf16_recipe, cases.refused),
+    *(cases.bf16_recipe, cases.refused, cases.attention_to_top_k_keys),
 )
 
 
@@ -30,6 +30,10 @@ def test_a_replicated_layer_computes_what_one_process_does(outcomes: Outcomes):
 
 def test_a_swiglu_block_computes_what_its_layers_do_in_one_process(outcomes: Outcomes):
     outcomes.assert_passed(cases.swiglu)
+
+
+def test_sparse_attention_calls_a_sharded_layer_for_keys_and_values(outcomes: Outcomes):
+    outcomes.assert_passed(cases.attention_to_top_k_keys)
 
 
 def test_octiles_adamw_steps_the_shards(outcomes: Outcomes):

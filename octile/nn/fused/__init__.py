@@ -5,6 +5,9 @@ high_precision.py        the same in BF16, FP16 or FP32
 projections.py           linear layers that read one input
 feed_forward.py          SwiGLU, dense or of experts: behind `MLP` and `MoE`
 mla.py, mha.py           attention with its projections: behind `MLA` and `MHA`
+sparse_latent_attention.py   attention to top-k keys in the absorbed form: behind `MLA` with an indexer
+top_k_attention.py       the same of keys and values of all heads, where the absorbed form cannot be
+index_alignment.py       the loss that trains an indexer
 attention_output.py      the projection of attention's output, which is saved once, in E5M6
 pre_norm.py              the norm before a layer, with the residual addition
 elementwise.py           SwiGLU and RMSNorm in high precision

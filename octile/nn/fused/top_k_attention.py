@@ -1,10 +1,12 @@
-"""Attention of each query to its top-k keys, with its backward pass, a block of queries at a time.
+"""Attention of each query to its top-k keys, of keys and values of all heads, a block of queries at a time.
 
     forward     a mask of the top-k keys, and torch's attention with it
     backward    the same once more, and its gradients; those of keys and values are summed over the blocks in FP32
 
-Scores are computed of all keys and masked, so the time is that of dense attention. Only a block's masks and scores are
-in memory at once, and what is saved for backward is linear in the length of the sequence.
+Latent attention computes keys and values only where their layer has to be called, because it has hooks or was replaced;
+otherwise `octile.nn.fused.sparse_latent_attention` reads the top-k keys alone. Here scores are computed of all keys and
+masked, so the time is that of dense attention. Only a block's masks and scores are in memory at once, and what is saved
+for backward is linear in the length of the sequence.
 
 Source: DeepSeek-V3.2-Exp (https://github.com/deepseek-ai/DeepSeek-V3.2-Exp) §1.
 Shapes: B batch, S sequence, H heads, X channels of a query and a key, V of a value, K top-k keys, T keys that a block
