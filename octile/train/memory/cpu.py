@@ -32,6 +32,9 @@ from octile.nn.moe import share_of_experts
 from octile.ops.attention import attention, attention_backward
 from octile.ops.grouped import grouped_matmul_nt, grouped_matmul_nt_out, grouped_wgrad, grouped_wgrad_out
 from octile.ops.matmul import matmul_nt, matmul_nt_out
+from octile.ops.sparse_attention import sparse_attention_with_lse
+from octile.ops.sparse_attention_backward import sparse_attention_backward
+from octile.ops.sparse_attention_weights import sparse_attention_weights
 from octile.optim import AdamW, param_groups
 from octile.optim.state import has_scales
 from octile.parallel.schedules import held_activations
@@ -44,8 +47,10 @@ TRANSIENT_FACTOR = 1.3  # memory of a pass on a CPU, over the tensors that are c
 STAGES_FACTOR = 2.1  # the same on a rank with several stages, whose tensors of other sizes leave more gaps
 BYTES_PER_TOKEN = 24  # of a step's batch: position, token, and a copy of the micro-batch
 MAX_TOKENS = 2**20  # of the counted batch; a larger one is computed from it
-# operators whose references have a matrix of scores, which grows with the square of the sequence: they are run
-WITH_SCORES = {operator.overload: operator.reference for operator in (attention, attention_backward)}
+# operators whose references have large tensors, such as a matrix of scores that grows with the square of the sequence,
+# or gathered rows: they are run
+SPARSE = (sparse_attention_with_lse, sparse_attention_backward, sparse_attention_weights)
+WITH_SCORES = {operator.overload: operator.reference for operator in (attention, attention_backward, *SPARSE)}
 GEMMS_NT = (matmul_nt, matmul_nt_out, grouped_matmul_nt, grouped_matmul_nt_out)
 K_OF_BLOCK = {op.overload: 1 for op in GEMMS_NT} | {op.overload: 0 for op in (grouped_wgrad, grouped_wgrad_out)}
 

@@ -84,6 +84,14 @@ def test_the_scores_of_attention_grow_with_the_square_of_the_sequence():
     assert long - 2 * short == pytest.approx(scores / 2, rel=0.4)
 
 
+def test_sparse_attention_grows_with_the_sequence(monkeypatch):
+    monkeypatch.setattr("octile.nn.indexer.MAX_LOGITS", 2**14)  # bounds what longer sequences would reach
+    sparse = replace(MICRO, max_position_embeddings=1024, index_n_heads=4, index_head_dim=16, index_topk=8)
+    configs = [replace(of_length(length), model=sparse, indexer_stage="sparse") for length in (512, 1024)]
+    short, long = (estimate_need(config).sequence for config in configs)
+    assert long == pytest.approx(2 * short, rel=0.05)
+
+
 def test_a_sequence_that_fits_is_advised(monkeypatch):
     config = replace(of_length(1024), batch_size=32)
     need = estimate_need(replace(config, sequence_length=300))
