@@ -1,5 +1,6 @@
 """What ranks under FSDP2 check of weights that they gather in FP8, on gloo (test_fsdp.py) and on GPUs (tests/gpu)."""
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,11 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import octile
-from octile.nn import MLP, Gate, Linear, MoE
+from octile.nn import MLA, MLP, Gate, Linear, MoE
 from octile.nn.conversion import apply_recipe
 from octile.nn.gathered_weight import GatheredWeight, gathered, gathered_transposed
+from octile.nn.indexer import Indexer
+from octile.nn.rope import Rope
 from octile.optim import AdamW
 from octile.parallel import use_fp8_all_gather
 from tests.compatibility.processes import RANKS
@@ -141,6 +144,35 @@ def unfused(rank: int, folder: Path) -> None:
         if isinstance(module, Linear):
             module.register_forward_hook(lambda *_: None)
     check_training(models[0], sharded(models[1]), rank)
+
+
+class SparseAttention(nn.Module):
+    """Attention to the top-k keys of an indexer."""
+
+    def __init__(self):
+        super().__init__()
+        dims = {"kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 16, "v_head_dim": 64}
+        self.attention = MLA(D, 2, q_lora_rank=128, **dims, indexer=Indexer(D, 128, 2, 16, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.attention(x, Rope(16).cos_sin(torch.arange(x.shape[1])))
+        return x + y + self.attention.indexer.pop_alignment_loss()
+
+
+def sparse_attention(rank: int, folder: Path) -> None:
+    """Attention reads the weight of its layer for keys and values, gathered in FP8 or in high precision."""
+    for recipe in (None, octile.Recipe.bf16()):
+        torch.manual_seed(0)
+        alone = apply_recipe(nn.Sequential(SparseAttention(), SparseAttention()), recipe)
+        model = copy.deepcopy(alone)
+        if recipe is None:
+            model = sharded(model)
+        else:
+            for part in (*model, model):
+                fully_shard(part)
+        check_training(alone, model, rank)
+        model[0].unshard()
+        assert isinstance(model[0].attention.kv_b_proj.weight, GatheredWeight) == (recipe is None)
 
 
 def compiled(rank: int, folder: Path) -> None:

@@ -13,7 +13,7 @@ from tests.worlds import Outcomes
 
 WORKS = (
     *(cases.bits, cases.values, cases.training, cases.bf16, cases.accumulated, cases.recomputed, cases.unfused),
-    *(cases.compiled, cases.fewer_bytes, cases.saved, cases.summary, cases.refused),
+    *(cases.sparse_attention, cases.compiled, cases.fewer_bytes, cases.saved, cases.summary, cases.refused),
 )
 
 
@@ -48,6 +48,10 @@ def test_recomputed_gate_and_up_read_the_gathered_weights(outcomes: Outcomes):
 
 def test_layers_with_hooks_read_the_gathered_weights(outcomes: Outcomes):
     outcomes.assert_passed(cases.unfused)
+
+
+def test_sparse_attention_reads_the_gathered_weights(outcomes: Outcomes):
+    outcomes.assert_passed(cases.sparse_attention)
 
 
 def test_compiled_blocks_read_the_gathered_weights_without_graph_breaks(outcomes: Outcomes):
