@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from octile.optim import AdamW, param_groups, update
 from octile.optim.gradient import gradient_of, multiply_
+from tests.fresh_python import run_python
 from tests.optim.conftest import ALL_FORMATS, FP32_MOMENTS, backward, bits, parameters, same_bits, train
 
 WHOLE_VECTORS = [(32, 18), (64,), (16,), (2, 4, 8), (300, 80)]  # torch computes what is left of 16 values in FP64
@@ -262,3 +263,19 @@ def test_param_groups_decay_matrices_only():
 
 def test_param_groups_leave_an_empty_group_out():
     assert len(param_groups(nn.LayerNorm(4), 0.1)) == 1
+
+
+def test_an_optimizer_does_not_import_torchs_compiler():
+    program = """
+import sys, torch
+from octile.optim import AdamW
+
+parameter = torch.nn.Parameter(torch.ones(3))
+optimizer = AdamW([parameter], lr=0.1)
+parameter.grad = torch.ones(3)
+optimizer.step()
+optimizer.zero_grad()
+optimizer.load_state_dict(optimizer.state_dict())
+print("torch._dynamo" in sys.modules)
+"""
+    assert run_python(program).stdout.strip() == "False"
