@@ -18,14 +18,14 @@
 // Queries share keys, so dK is added up later (sparse_latent_gradient.cu): here it is stored for each query and entry of its
 // list, rounded to BF16. No two thread blocks write to the same address, so results do not depend on their order.
 #include "convert.cuh"
-#include "lists.cuh"
+#include "sparse_tiles.cuh"
 #include "wgmma.cuh"
 #include "wgmma_keys.cuh"
 #include "wgmma_keys_rotary.cuh"
 #include "wgmma_queries.cuh"
 #include "wgmma_queries_rotary.cuh"
 
-constexpr int producer_threads = 128, row_bytes = 2 * width, latent_tiles = tiles - 1;
+constexpr int latent_tiles = tiles - 1;
 constexpr int half = latent / 2, rotary_half = rotary / 2;  // channels of a warpgroup
 
 namespace smem {
@@ -41,103 +41,13 @@ constexpr int valid = slots + 2 * tile_keys * 4;  // uint2 [2]: bits of the keys
 constexpr int barriers = valid + 2 * 8;
 }  // namespace smem
 
-struct TileBarriers {
-    ptx::Mbarrier full[parts], empty[parts];
-    ptx::Mbarrier listed;  // the bits of a tile's valid keys are there
-
-    __device__ __forceinline__ void init() {
-        for (int part = 0; part < parts; ++part) {
-            full[part].init(producer_threads);
-            empty[part].init(part == rotary_part ? 8 : 4);  // warps
-        }
-        listed.init(2);
-        ptx::fence_mbarrier_init();
-    }
-};
 static_assert(smem::barriers + sizeof(TileBarriers) == config::shared_bytes, "sparse_mla_backward.py computes the same");
-
-// The queries of a thread block in turn, and the tiles of each.
-struct Units {
-    const int count, head_blocks;
-    const Lists& lists;
-
-    __device__ __forceinline__ int row(int unit) const { return unit / head_blocks; }
-    __device__ __forceinline__ int first_head(int unit) const { return unit % head_blocks * heads; }
-    __device__ __forceinline__ int n_tiles(int unit) const {
-        return 2 * lists.trimmed(row(unit), 0, (lists.k + step_keys - 1) / step_keys);
-    }
-};
 
 struct Tensors {
     const uint16_t *q, *out, *d_out;  // [rows, H, 576], [rows, H, 512], the same
     const float* lse;                 // [rows, H], natural
     uint16_t *dq, *partial;           // [rows, H, 576]; [rows, K, blocks of heads, 576]
     int n_heads;
-};
-
-struct Producer {
-    uint8_t* const shared;
-    TileBarriers& barriers;
-    const uint8_t* const latents;
-    const Lists& lists;
-    const Units& units;
-    int unit = static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x), tile_of_unit = 0, n_tiles = 0;
-    uint32_t parity = 1;  // of the tile, which is empty at first
-
-    __device__ __forceinline__ static int thread() { return threadIdx.x % producer_threads; }
-
-    __device__ __forceinline__ bool next() {
-        if (unit >= units.count) return false;
-        ++tile_of_unit;
-        while (tile_of_unit >= n_tiles) {
-            unit += gridDim.x;
-            if (unit >= units.count) return false;
-            n_tiles = units.n_tiles(unit);
-            tile_of_unit = 0;
-        }
-        return true;
-    }
-    __device__ __forceinline__ int load() const {
-        return lists.load(units.row(unit), tile_of_unit * tile_keys + thread() % tile_keys);
-    }
-
-    __device__ __forceinline__ void copy(const int* slots, Part part) {
-        const int own = ptx::opaque(thread()), group = own / 8, column = own % 8;
-        const int first = part * 4, count = part == rotary_part ? 1 : 4;
-        uint8_t* to = swizzled(shared + smem::keys + first * tile, group, 16 * column);
-        barriers.empty[part].wait(parity);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int slot = slots[group + 16 * i];
-            const uint8_t* from = latents + static_cast<int64_t>(max(slot, 0)) * row_bytes + 128 * first + 16 * column;
-#pragma unroll
-            for (int t = 0; t < count; ++t)
-                ptx::cp_async_16(to + t * tile + 16 * i * 128, from + 128 * t, slot >= 0);
-        }
-        barriers.full[part].arrive_after_copies();
-    }
-
-    __device__ __forceinline__ void run() {
-        bool exists = next();
-        int slot = exists ? load() : -1;
-        for (int step = 0; exists; ++step) {
-            int* slots = reinterpret_cast<int*>(shared + smem::slots) + step % 2 * tile_keys;
-            if (thread() < tile_keys) slots[thread()] = slot;
-            const uint32_t bits = __ballot_sync(all_lanes, slot >= 0);
-            exists = next();
-            if (exists) slot = load();
-            ptx::named_barrier_sync(7, producer_threads);
-            copy(slots, left);
-            if (thread() < tile_keys && ptx::lane_id() == 0) {  // the bits of the tile before have been read
-                reinterpret_cast<uint32_t*>(shared + smem::valid)[step % 2 * 2 + thread() / 32] = bits;
-                barriers.listed.arrive();
-            }
-            __syncwarp();
-            copy(slots, right);
-            copy(slots, rotary_part);
-            parity ^= 1;
-        }
-    }
 };
 
 // Warpgroup `own`. A thread has the heads, or keys, 16·warp + 8h + lane/4 and the columns 8j + 2·(lane%4) + i: [4j + 2h + i].
@@ -441,12 +351,13 @@ sparse_mla_backward(const uint8_t* latents, const uint16_t* q, const uint16_t* o
     const int warp = __shfl_sync(all_lanes, threadIdx.x / 32, 0);
     const Lists lists{positions, nullptr, k, position_step, 0, n_latents, 0};
     const int head_blocks = (n_heads + heads - 1) / heads;
-    const Units units{rows * head_blocks, head_blocks, lists};
-    if (threadIdx.x == 0) barriers.init();
+    const Units units{rows * head_blocks, head_blocks, heads, lists};
+    if (threadIdx.x == 0) barriers.init(4, 8);  // warpgroup 0 releases left values, 1 right ones
     __syncthreads();
     if (warp >= consumer_threads / 32) {
         ptx::setmaxnreg_dec<40>();
-        Producer producer{shared, barriers, latents, lists, units};
+        TileProducer producer{shared + smem::keys, reinterpret_cast<int*>(shared + smem::slots),
+                              reinterpret_cast<uint32_t*>(shared + smem::valid), barriers, latents, units};
         producer.run();
     } else {
         ptx::setmaxnreg_inc<232>();

@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 
 from octile.kernels.cuda.attention import sparse_mla
-from octile.kernels.cuda.attention.sparse_mla import HEADS, STEP_KEYS, TILE, TILES
+from octile.kernels.cuda.attention.sparse_mla import HEADS, TILE, TILES
+from octile.kernels.cuda.attention.sparse_mla_backward import TILE_KEYS
 from octile.kernels.cuda.gemm import num_sms
 from octile.kernels.cuda.jit import specialize, wgmma
 from octile.kernels.cuda.jit.prepared import BoundedCache, PreparedKernel
 
+BLOCK_HEADS = 2 * HEADS  # of a thread block
 # of a thread block, as sparse_weights.cu divides it
-SHARED = 3 * TILES * TILE + HEADS * 4 + 8 * (STEP_KEYS // 2) * 4 + 2 * STEP_KEYS * 4 + 2 * 16 + 13 * 8
+SHARED = 3 * TILES * TILE + BLOCK_HEADS * 4 + 2 * 8 * TILE_KEYS * 4 + 2 * TILE_KEYS * 4 + 2 * 8 + 7 * 8
 THREADS = 384  # two consumer warpgroups and one of producers
 MAX_KEYS = 1024
 
@@ -28,13 +30,12 @@ class LaunchPlan(NamedTuple):
 
     Attributes:
         constants, headers: what the kernel is specialized by, and its generated headers.
-        grid, ranges, head_blocks: thread blocks, those of one block of heads, and blocks of heads.
+        grid, head_blocks: thread blocks, and blocks of heads.
     """
 
     constants: Mapping[str, int | bool]
     headers: Mapping[str, str]
     grid: int
-    ranges: int
     head_blocks: int
 
 
@@ -59,17 +60,16 @@ def launch(q: Tensor, latents: Tensor, positions: Tensor, lse: Tensor, scale: fl
     weights = torch.empty(rows, made.head_blocks, k, dtype=torch.float32, device=q.device)
     prepared.kernel.launch_at(
         (latents.data_ptr(), q.data_ptr(), lse.data_ptr(), positions.data_ptr(), weights.data_ptr(), scale, n_heads,
-         rows, k, positions.stride(0), len(latents), made.ranges)
+         rows, k, positions.stride(0), len(latents))
     )()  # fmt: skip
     return weights.sum(1).div_(n_heads)
 
 
 def plan(rows: int, n_heads: int, n_sms: int) -> LaunchPlan:
     """Plan the launch for tensors that the kernel supports; n_sms: of the GPU."""
-    head_blocks = -(-n_heads // HEADS)
-    ranges = min(max(n_sms // head_blocks, 1), rows)
-    constants: dict[str, int | bool] = {"fp8": False, "paged": False, "cluster": 1, "shared_bytes": SHARED}
-    return LaunchPlan(constants, _headers(), ranges * head_blocks, ranges, head_blocks)
+    head_blocks = -(-n_heads // BLOCK_HEADS)
+    constants: dict[str, int | bool] = {"fp8": False, "cluster": 1, "shared_bytes": SHARED}
+    return LaunchPlan(constants, _headers(), min(rows * head_blocks, n_sms), head_blocks)
 
 
 @lru_cache(1)
