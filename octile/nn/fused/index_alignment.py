@@ -5,8 +5,9 @@
     loss = KL(p ‖ softmax(i)), the mean over all queries
 
 The keys are all of a causal mask, for which p is computed here, or the query's top-k keys, for which attention has
-computed it. Logits of other keys are not computed then, so that time grows with S · K. The gradients are computed with
-the loss, since p is the larger part of the work: what is saved for backward is as large as the indexer's queries.
+computed it. Logits of other keys are not computed then, so that time grows with S · K, and on a GPU products are those
+of BF16 tensor cores, in which the indexer's queries and keys are exact. The gradients are computed with the loss, since
+p is the larger part of the work: what is saved for backward is as large as the indexer's queries.
 
 Source: DeepSeek-V3.2-Exp (https://github.com/deepseek-ai/DeepSeek-V3.2-Exp) §2.1, equations 3 and 4, which sum over the
 queries.
@@ -45,7 +46,7 @@ def top_k_alignment_loss(
     """Compute the loss over the top-k keys, in nats, float32 []; differentiable in the first three arguments.
 
     Args:
-        index_q_BSGE, index_k_BSE, weights_BSG: as in `alignment_loss`.
+        index_q_BSGE, index_k_BSE, weights_BSG: as in `alignment_loss`; on a GPU q and k are rounded to BF16.
         top_k_BSK: int32, positions up to the query's own, each at most once; −1 stands for none, at least one is not.
         p_BSK: float32, the mean over heads of attention's weights of the top-k keys, which gets no gradient.
     """
@@ -92,14 +93,16 @@ class _TopKAlignmentLoss(torch.autograd.Function):
         total = index_q.new_zeros(())
         gradients = [torch.zeros_like(t) for t in (index_q, index_k, weights)] if any(ctx.needs_input_grad) else []
         columns_K = torch.arange(k, device=index_q.device) % s
+        compute = torch.bfloat16 if index_q.is_cuda else index_q.dtype
+        q_BSGE, k_BSE = index_q.to(compute), index_k.to(compute)
         rows = max(MAX_SCORES // max(2 * k * (g + e), 1), 1)
         with without_autocast(index_q.device):
             for i, first in product(range(b), range(0, s, rows)):
                 block = i, slice(first, first + rows)
                 is_key_CK, p_CK = top_k_BSK[block] >= 0, p_BSK[block]
                 positions_CK = top_k_BSK[block].where(is_key_CK, columns_K).long()  # to others zeros are added
-                q_CGE, keys_CKE, w_CG = index_q[block], index_k[i][positions_CK], weights[block]
-                score_CGK = (q_CGE @ keys_CKE.mT).relu_()
+                q_CGE, keys_CKE, w_CG = q_BSGE[block], k_BSE[i][positions_CK], weights[block]
+                score_CGK = _multiply(q_CGE, keys_CKE.mT).relu_()
                 logits_CK = (w_CG[:, None] @ score_CGK)[:, 0]
                 log_CK = logits_CK.masked_fill_(~is_key_CK, -torch.inf).log_softmax(-1)
                 total += torch.xlogy(p_CK, p_CK).sum() - (p_CK * log_CK.masked_fill(~is_key_CK, 0.0)).sum()
@@ -107,8 +110,9 @@ class _TopKAlignmentLoss(torch.autograd.Function):
                     dlogits_CK = (log_CK.exp() * p_CK.sum(-1, keepdim=True) - p_CK).masked_fill_(~is_key_CK, 0.0)
                     gradients[2][block] = (score_CGK @ dlogits_CK[..., None])[..., 0]
                     dscore_CGK = (w_CG[..., None] * dlogits_CK[:, None]).masked_fill_(score_CGK == 0, 0.0)
-                    gradients[0][block] = dscore_CGK @ keys_CKE
-                    add_rows(gradients[1][i], positions_CK, dscore_CGK.mT @ q_CGE)
+                    dscore_CGK = dscore_CGK.to(compute)
+                    gradients[0][block] = _multiply(dscore_CGK, keys_CKE)
+                    add_rows(gradients[1][i], positions_CK, _multiply(dscore_CGK.mT, q_CGE))
         ctx.save_for_backward(*gradients)
         ctx.queries = b * s
         return total / ctx.queries
@@ -117,6 +121,11 @@ class _TopKAlignmentLoss(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         return *(dloss / ctx.queries * gradient for gradient in ctx.saved_tensors), None, None
+
+
+def _multiply(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply batches of matrices, summed in FP32; the result of BF16 is FP32."""
+    return torch.bmm(a, b, out_dtype=torch.float32) if a.dtype == torch.bfloat16 else a @ b
 
 
 def index_logits(q_BCGE: Tensor, k_BTE: Tensor, weights_BCG: Tensor) -> Tensor:
