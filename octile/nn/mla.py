@@ -9,8 +9,9 @@ former tokens.
 With an indexer each query attends to its top-k keys (`octile.nn.indexer`), and projections are not fused. Where there
 are more keys than that, attention reads the latents of the top-k keys alone, as serving does, and computes no keys and
 values of heads (`octile.nn.fused.sparse_latent_attention`). It reads the weight of `kv_b_proj`. A `kv_b_proj` that has
-hooks or a bias, was replaced, as by an adapter, or whose weight is sharded over ranks is called instead. Keys and
-values are computed then, and attention takes the time of dense attention (`octile.nn.fused.top_k_attention`).
+hooks or a bias, was replaced, as by an adapter, or whose weight is sharded over ranks is called instead, and so it is
+on a GPU unless latents have 512 + 64 channels and are BF16. Keys and values are computed then, and attention takes the
+time of dense attention (`octile.nn.fused.top_k_attention`).
 
 Source: DeepSeek-V2 (arXiv 2405.04434) §2.1, DeepSeek-V3 (arXiv 2412.19437) §2.1.1.
 Shapes: B batch, S tokens, D model, H heads, C latent, R rotary key, N the rest of a head's key, V a head's value,
@@ -180,7 +181,7 @@ class MLA(FusableModule):
         """Attend to the top-k keys of each query: [B, S, H, V]."""
         assert self.indexer is not None
         scale, nope_dim, weights_BSK = self.softmax_scale, self.kv_split[0], None
-        if why_not_absorbed(self.kv_b_proj, q_BSHX) is None:
+        if why_not_absorbed(self.kv_b_proj, q_BSHX, nope_dim) is None:
             k_rope_BSR = rotate(k_rope_BSR[:, :, None], cos_sin)[:, :, 0]
             rows_BSW = torch.cat((latent_BSC, k_rope_BSR), dim=-1)
             arguments = q_BSHX, rows_BSW, self.kv_b_proj, top_k_BSK, nope_dim, scale

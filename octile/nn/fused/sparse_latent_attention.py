@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from octile.kernels.cuda.attention.sparse_mla import LATENT, ROTARY
 from octile.nn.deferred_wgrad import parameters_of, run_or_defer
 from octile.nn.delayed_scaling import AmaxHistory
 from octile.nn.double_backward import first_derivative_only
@@ -70,15 +71,16 @@ class _Settings(NamedTuple):
     with_weights: bool
 
 
-def why_not_absorbed(layer: nn.Module, q: Tensor) -> str | None:
-    """Return why a layer for keys and values has to be called, so that attention cannot be absorbed; None: it can.
+def why_not_absorbed(layer: nn.Module, q: Tensor, nope_dim: int) -> str | None:
+    """Return why a layer for keys and values is called, so that attention is not absorbed; None: it is absorbed.
 
     A layer that is not exactly `torch.nn.Linear` or `octile.nn.Linear` may compute something else than a product with
-    its weight, and hooks are to be called.
+    its weight, and hooks are to be called. On a GPU, where torch would gather rows, dense attention is faster.
 
     Args:
         layer: the layer.
-        q: attention's queries.
+        q: attention's queries [..., X].
+        nope_dim: N.
     """
     if type(layer) not in (nn.Linear, Linear):
         return f"it is a {type(layer).__name__}"
@@ -91,6 +93,9 @@ def why_not_absorbed(layer: nn.Module, q: Tensor) -> str | None:
         return f"its weight is a {type(layer.weight).__name__}"
     if not {q.dtype, layer.weight.dtype} <= set(INPUT_DTYPES):
         return f"queries and weight are {q.dtype} and {layer.weight.dtype}"
+    dims = layer.in_features, q.shape[-1] - nope_dim
+    if q.is_cuda and (q.dtype, *dims) != (torch.bfloat16, LATENT, ROTARY):
+        return f"no kernel reads latents of {dims[0]} + {dims[1]} channels in {q.dtype}"
     return None
 
 

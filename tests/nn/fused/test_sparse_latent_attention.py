@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import parametrizations
 
@@ -224,7 +225,7 @@ def test_a_gathered_weight_is_the_quantized_one():
     w, of_gathered = layer("deepseek_v3"), layer("deepseek_v3")
     q = quantize(w.weight.detach(), BLOCK)
     of_gathered.weight = nn.Parameter(GatheredWeight(q.data, q.scale, torch.float32))
-    assert why_not_absorbed(of_gathered, random(1)) is None
+    assert why_not_absorbed(of_gathered, random(1), N) is None
     found = gradients(*inputs(), of_gathered)
     assert all(torch.equal(*pair) for pair in zip(found, gradients(*inputs(), w), strict=True))
 
@@ -308,16 +309,30 @@ def with_forward(w: nn.Linear) -> nn.Module:
     ],
 )
 def test_a_layer_that_may_compute_something_else_is_called(recipe: str | None, change: Callable, why: str | None):
-    found = why_not_absorbed(change(layer(recipe)), random(1))
+    found = why_not_absorbed(change(layer(recipe)), random(1), N)
     assert found is None if why is None else found.startswith(why)
 
 
 def test_a_layer_with_a_bias_or_another_kind_of_weight_is_called():
-    assert why_not_absorbed(nn.Linear(C, V), random(1)) == "it has a bias"
+    assert why_not_absorbed(nn.Linear(C, V), random(1), N) == "it has a bias"
 
     class Sharded(Tensor):
         pass
 
     w = layer()
     w.weight = nn.Parameter(w.weight.detach().as_subclass(Sharded))
-    assert why_not_absorbed(w, random(1)) == "its weight is a Sharded"
+    assert why_not_absorbed(w, random(1), N) == "its weight is a Sharded"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "latent_dim", "why"),
+    [
+        (torch.bfloat16, 512, None),
+        (torch.float32, 512, "no kernel reads latents of 512 + 64 channels in torch.float32"),
+        (torch.bfloat16, 256, "no kernel reads latents of 256 + 64 channels in torch.bfloat16"),
+    ],
+)
+def test_a_gpu_absorbs_what_its_kernels_read(dtype: torch.dtype, latent_dim: int, why: str | None):
+    with FakeTensorMode():
+        q = torch.empty(1, 2, 3, 192, dtype=dtype, device="cuda")
+    assert why_not_absorbed(nn.Linear(latent_dim, 6, bias=False), q, 128) == why
