@@ -5,7 +5,7 @@
     sparse_latent_gradient  adds the gradients of a key in the order of the queries
 
 For 128 heads the gradients of the entries take 2304 bytes each, so queries are taken in blocks, of which those of all
-entries have at most 2 GiB. Nothing is added atomically: results are the same each time.
+entries have at most 1 GiB. Nothing is added atomically: results are the same each time.
 
 Launches follow from shapes and the GPU, not from values, so they can be captured in a CUDA graph; the first call of a
 kind compiles and loads kernels, which cannot be.
@@ -31,7 +31,7 @@ SHARED = (3 * TILES + 1) * TILE + 2 * HEADS * 4 + 2 * TILE_KEYS * 4 + 2 * 8 + 7 
 THREADS = 384  # two consumer warpgroups and one of producers
 ENTRY_THREADS = 256
 SUM_THREADS, SUM_GROUPS = 288, 4  # of a key
-MAX_PARTIAL_BYTES = 2**31
+MAX_PARTIAL_BYTES = 2**30
 MAX_ENTRIES = 65535  # of a list: 16 bits, and one value for none
 MAX_KEYS = 1024
 
