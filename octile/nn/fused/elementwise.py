@@ -37,7 +37,7 @@ def swiglu(*projections: Tensor) -> Tensor:
     gate, up = _halves(projections)
     if not can_use_operators(gate, up) or gate.dtype != up.dtype or gate.shape != up.shape:
         return _swiglu(*projections)
-    return _SwiGLU.apply(*projections)
+    return _SwiGLU.apply(projections[0], projections[1] if len(projections) == 2 else None)
 
 
 def _swiglu(*projections: Tensor) -> Tensor:
@@ -51,19 +51,21 @@ def _halves(projections: Sequence[Tensor]) -> Sequence[Tensor]:
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *projections: Tensor) -> Tensor:
+    def forward(ctx: Any, first: Tensor, second: Tensor | None) -> Tensor:  # torch's compiler counts the arguments
+        projections = (first,) if second is None else (first, second)
         ctx.save_for_backward(*projections)
         gate, up = _halves(projections)
         return swiglu_operator(_matrix(gate), _matrix(up)).view(gate.shape)
 
     @staticmethod
-    def backward(ctx: Any, dh: Tensor) -> Tensor | tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
         projections = ctx.saved_tensors
         if creates_graph():
-            return differentiable_gradients(_swiglu, projections, (dh,))
+            gradients = differentiable_gradients(_swiglu, projections, (dh,))
+            return gradients if len(projections) == 2 else (*gradients, None)
         gate, up = _halves(projections)
         d = swiglu_backward(_matrix(dh), _matrix(gate), _matrix(up)).view(*gate.shape[:-1], 2 * gate.shape[-1])
-        return d if len(projections) == 1 else d.chunk(2, dim=-1)
+        return (d, None) if len(projections) == 1 else d.chunk(2, dim=-1)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -222,3 +222,10 @@ def test_a_compiled_layer_is_one_graph_with_the_same_results():
         layer.to(inputs.dtype)
         found, expected = (torch.autograd.grad(f(inputs).sum(), [x, *layer.parameters()]) for f in (compiled, layer))
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+
+
+def test_swiglu_of_two_tensors_is_one_graph_without_gradients():
+    gate, up = torch.randn(5, 16), torch.randn(5, 16)
+    with torch.no_grad():
+        found = torch.compile(swiglu, fullgraph=True, backend="aot_eager")(gate, up)
+    assert torch.equal(found, swiglu(gate, up))
