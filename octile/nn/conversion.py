@@ -30,6 +30,8 @@ STACKED = "stacked weights that octile cannot convert"
 # Packages whose stacked experts are converted, with the module whose `stacked_experts(module)` says how. It is imported
 # only where the package is in use.
 INTEGRATIONS = {"transformers": "octile.integrations.transformers"}
+# The same of packages whose models make masks of causal attention where they are compiled: `skip_causal_masks()`.
+MASKS = {"transformers": "octile.integrations.transformers_masks"}
 
 
 def convert(
@@ -45,7 +47,8 @@ def convert(
     `GateUpMLP` of the same layers. Layers of one module that read its input, such as attention's q, k and v, quantize
     it once, and are one GEMM where every forward pass calls them (`octile.nn.joined_linear`). In eager mode RMSNorm
     layers and rotary embeddings of other libraries' models run in fused kernels, which round once
-    (`octile.nn.eager_kernels`). The summary ("converted n of m linear layers to deepseek_v3, skipped k:
+    (`octile.nn.eager_kernels`). A model of transformers that is compiled as a whole has no mask of causal attention
+    (`octile.integrations.transformers_masks`). The summary ("converted n of m linear layers to deepseek_v3, skipped k:
     why") goes to the logger `octile` if logging is set up, else to stderr.
 
     Args:
@@ -121,6 +124,9 @@ def apply_recipe(
                 replacements[module] = Linear.from_linear(module, recipe.for_layer(name))
         model = _replace(model, name, replacements[module])
     model = _fuse(model, named)
+    packages = {type(module).__module__.partition(".")[0] for module in model.modules()}
+    for package in packages & set(MASKS):
+        import_module(MASKS[package]).skip_causal_masks()
 
     for pattern, _ in recipe.exceptions:
         if not any(fnmatchcase(name, pattern) for name in reached):

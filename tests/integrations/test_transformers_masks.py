@@ -1,0 +1,116 @@
+"""Tests of masks of transformers' models that are compiled as a whole: none where attention is causal, else its own."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    masking_utils,
+)
+
+from octile.integrations import transformers_masks
+from octile.integrations.transformers_masks import sdpa_mask, skip_causal_masks
+from octile.nn.conversion import apply_recipe
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+TOKENS = torch.arange(48).view(2, 24) % 64
+
+
+@pytest.fixture(autouse=True)
+def registered_masks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Restore transformers' registry, and have torch say what it says before 2.14: that a model is being exported."""
+    mapping = masking_utils.AttentionMaskInterface._global_mapping
+    before = dict(mapping)
+    mapping["sdpa"] = masking_utils.sdpa_mask  # whatever other tests have converted
+    monkeypatch.setattr(masking_utils, "is_torchdynamo_exporting", torch.compiler.is_compiling)
+    yield
+    mapping.clear()
+    mapping.update(before)
+    torch._dynamo.reset()
+
+
+def llama(**sizes: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**(SIZES | sizes))).eval()
+
+
+def attention_of(model: PreTrainedModel, **inputs: Any) -> tuple[dict[str, Any], Tensor]:
+    """Compile a model as a whole; return the arguments of its attention and its logits."""
+    found = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
+        found.extend(n.kwargs for n in graph.graph.nodes if "scaled_dot_product_attention" in str(n.target))
+        return graph
+
+    with torch.no_grad():
+        logits = torch.compile(model, backend=backend, fullgraph=True)(**inputs).logits
+    (arguments,) = found
+    return arguments, logits
+
+
+def test_a_converted_model_is_causal_without_a_mask():
+    model = llama()
+    arguments, _ = attention_of(model, input_ids=TOKENS)
+    assert arguments["attn_mask"] is not None  # what it is about
+    torch._dynamo.reset()
+    apply_recipe(model)
+    with torch.no_grad():
+        expected = model(input_ids=TOKENS).logits
+    arguments, logits = attention_of(model, input_ids=TOKENS)
+    assert (arguments["attn_mask"], arguments["is_causal"]) == (None, True)
+    torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_padded_tokens_are_masked():
+    model = apply_recipe(llama())
+    mask = torch.ones_like(TOKENS)
+    mask[1, :5] = 0
+    with torch.no_grad():
+        expected = model(input_ids=TOKENS, attention_mask=mask).logits
+    arguments, logits = attention_of(model, input_ids=TOKENS, attention_mask=mask)
+    assert arguments["attn_mask"] is not None
+    torch.testing.assert_close(logits[mask == 1], expected[mask == 1], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("window", "is_masked"), [(8, True), (24, True), (25, False)])
+def test_a_window_that_is_shorter_than_the_text_is_a_mask(window: int, is_masked: bool):
+    model = apply_recipe(MistralForCausalLM(MistralConfig(**SIZES, sliding_window=window)).eval())
+    arguments, _ = attention_of(model, input_ids=TOKENS)
+    assert (arguments["attn_mask"] is not None) == is_masked
+
+
+def test_packed_texts_are_masked():
+    model = apply_recipe(llama())
+    positions = torch.cat((torch.arange(10), torch.arange(14))).expand(2, -1)
+    arguments, _ = attention_of(model, input_ids=TOKENS, position_ids=positions, use_cache=False)
+    assert arguments["attn_mask"] is not None
+
+
+def test_an_exported_model_keeps_its_mask(monkeypatch: pytest.MonkeyPatch):
+    model = apply_recipe(llama())
+    monkeypatch.setattr(transformers_masks, "_is_exporting", lambda: True)
+    arguments, _ = attention_of(model, input_ids=TOKENS)
+    assert arguments["attn_mask"] is not None
+
+
+def test_a_model_that_is_not_compiled_is_asked_as_before():
+    skip_causal_masks()
+    assert masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is sdpa_mask
+    sizes = {"batch_size": 2, "q_length": 3, "kv_length": 5, "q_offset": 2}
+    assert torch.equal(sdpa_mask(**sizes), masking_utils.sdpa_mask(**sizes))
+    assert sdpa_mask(batch_size=2, q_length=5, kv_length=5) is None
