@@ -23,6 +23,7 @@ drawn.py           others, drawn by a seed
 model_shapes.py    the models whose layers they are
 gemm_case.py       their operands, calls and checks
 gemm_peers.py      the same GEMMs by other libraries
+flash_mla.py       attention by FlashMLA
 gemm_table.py      their results as a table
 kernel_time.py     times of GPU kernels
 timing.py          times of calls

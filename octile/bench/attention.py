@@ -4,7 +4,8 @@ Every text has the same context, its pages are anywhere in the cache, and each c
 
     bandwidth    the bytes of the cache, the queries and the results in a second, and a copy's: with 16 heads, a rank's
                  share of 128 on 8 GPUs, memory bounds the kernel
-    FLOPs        those of the scores and of the weighted values in a second: they bound it with all 128 heads
+    FLOPs        those of the scores and of the weighted values in a second: they bound it with all 128 heads; vs.
+                 FlashMLA's, with a cache in BF16, where it can be imported
 
 As in decoding, calls are replayed in a CUDA graph, several in one, as a model has layers. So times include the gaps
 between kernels. As many copies are replayed in turn. They are made by a kernel that inverts the bits of integers: what
@@ -22,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from octile.bench import goals
+from octile.bench import flash_mla, goals
 from octile.bench.casts import halves
 from octile.bench.rows import LEGEND_OF_SPEEDS, Row, byte_rate, flop_rate, table_with
 from octile.bench.timing import seconds
@@ -52,15 +53,20 @@ def rows() -> Iterator[Row]:
     device = torch.device("cuda" if gpu else "cpu")
     for shape in GPU_SHAPES if gpu else CPU_SHAPES:
         for cache_format, dtype in CACHE_DTYPES.items():
-            attend, moved = _case(shape, dtype, device)
+            attend, moved, theirs = _case(shape, dtype, device)
             source, target = halves(moved, device.type)
             record = _graph if gpu else _repeated
-            times = seconds({"attend": record(attend), "copy": record(copying(source, target))}, ROUNDS)
+            calls = {"attend": attend, "copy": copying(source, target), **theirs}
+            times = seconds({name: record(call) for name, call in calls.items()}, ROUNDS)
             speed, copy = (n / (times[name] / CALLS) for name, n in (("attend", moved), ("copy", 2 * source.nbytes)))
             goal = goals.attention_goal(shape.heads, cache_format)
             case = f"{shape.texts} texts of {shape.context}, {goal}"
             yield replace(byte_rate(case, goals.BANDWIDTH, speed, gpu, ("copy", copy)), goal=goal)
-            yield replace(flop_rate(case, goals.FLOPS, flops(shape) / moved * speed, gpu), goal=goal)
+            work = flops(shape)
+            yield replace(flop_rate(case, goals.FLOPS, work / moved * speed, gpu), goal=goal)
+            for name in theirs:
+                peer = name, work / (times[name] / CALLS)
+                yield flop_rate(case, goals.FLOPS, work / moved * speed, gpu, peer)
 
 
 def copying(source: Tensor, target: Tensor) -> Callable[[], object]:
@@ -80,8 +86,10 @@ def show(rows: Sequence[Row]) -> str:
     return "\n\n".join(filter(None, (table_with(LEGEND_OF_SPEEDS, rows), *verdicts)))
 
 
-def _case(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Callable[[], Tensor], int]:
-    """Return a call of the operator and its bytes."""
+def _case(
+    shape: Shape, dtype: torch.dtype, device: torch.device
+) -> tuple[Callable[[], Tensor], int, dict[str, Callable[[], Tensor]]]:
+    """Return a call of the operator, its bytes, and FlashMLA's call."""
     torch.manual_seed(0)
     n_pages = shape.texts * shape.context // PAGE
     width = row_bytes(LATENT, ROTARY) if dtype == torch.uint8 else LATENT + ROTARY
@@ -93,8 +101,12 @@ def _case(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Calla
     pages = torch.randperm(n_pages, device=device).to(torch.int32).view(shape.texts, -1)
     lengths = torch.full((shape.texts,), shape.context, dtype=torch.int32, device=device)
     q = torch.randn(shape.texts, shape.heads, LATENT + ROTARY, device=device).bfloat16()
-    attend = partial(paged_attention, q, cache, pages, lengths, LATENT, (LATENT + ROTARY) ** -0.5)
-    return attend, cache.nbytes + q.nbytes + attend().nbytes
+    scale = (LATENT + ROTARY) ** -0.5
+    attend = partial(paged_attention, q, cache, pages, lengths, LATENT, scale)
+    theirs = {}
+    if dtype == torch.bfloat16 and shape.heads >= 64:
+        theirs = flash_mla.decoding(attend, q, cache, pages, lengths, scale)
+    return attend, cache.nbytes + q.nbytes + attend().nbytes, theirs
 
 
 def _repeated(call: Callable[[], object]) -> Callable[[], object]:

@@ -11,7 +11,8 @@ which the indexer is aligned.
 Peers:
 
     torch.compile           gathers rows in BF16, then multiplies, on the same operands, interleaved
-    FlashMLA, published     what its README says of the best shape on an H800; on a GPU of the same architecture only
+    FlashMLA                the same, where it can be imported
+    FlashMLA, published     otherwise, what its README says of the best shape on an H800; on the same architecture only
     TileLang, published     the same of its example's backward pass on an H200, which adds by atomics
 
 In training, torch's speed is that of both passes together, since its compiled backward pass can run once only, and with
@@ -22,16 +23,17 @@ On a CPU the reference is measured, with few queries and positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from octile.bench import flash_mla
 from octile.bench.kernel_time import work_seconds
 from octile.bench.rows import LEGEND_OF_SPEEDS, Row, byte_rate, flop_rate, table_with
-from octile.ops.latent_cache import PAGE, row_bytes, write_latents
+from octile.ops.latent_cache import PAGE, fp8_rows, row_bytes, write_latents
 from octile.ops.sparse_attention import paged_sparse_attention, sparse_attention, sparse_attention_with_lse
 from octile.ops.sparse_attention_backward import sparse_attention_backward
 from octile.ops.sparse_attention_weights import sparse_attention_weights
@@ -101,7 +103,8 @@ def _prefill(shape: Shape, device: str) -> Iterator[Row]:
     latents = torch.randn(shape.context, LATENT + ROTARY, generator=generator, device=device).bfloat16()
     q, positions = _queries(shape.texts, shape, generator)
     ours = partial(sparse_attention, q, latents, positions, LATENT, SCALE)
-    theirs = partial(_compiled(), q, latents, positions)
+    theirs: dict[str, Call] = {TORCH: partial(_compiled(), q, latents, positions)}
+    theirs |= flash_mla.prefill(ours, q, latents, positions, SCALE)
     case = f"prefill, {shape.texts} queries, {shape.heads} heads, {shape.chosen} of {shape.context}"
     yield from _measured(case, "prefill", "BF16", shape, shape.texts, ours, theirs)
 
@@ -140,14 +143,18 @@ def _decoding(shape: Shape, form: str, device: str) -> Iterator[Row]:
     for slots in torch.arange(n_pages * PAGE, device=device).split(2**18):
         latent, rope = (torch.randn(len(slots), n, generator=generator, device=device) for n in (LATENT, ROTARY))
         write_latents(cache, slots, latent.bfloat16(), rope.bfloat16())
+    if form == "FP8":
+        scale = fp8_rows(cache, LATENT).scale
+        scale.copy_(scale.bfloat16())  # as FlashMLA rounds them
     pages = torch.randperm(n_pages, generator=generator, device=device).int().view(shape.texts, -1)
     pages = pages.repeat_interleave(QUERIES_OF_TEXT, 0)
     q, positions = _queries(QUERIES_OF_TEXT * shape.texts, shape, generator)
     ours = partial(paged_sparse_attention, q, cache, pages, positions, LATENT, SCALE)
-    theirs = None
+    slots = flash_mla.look_up(pages, positions)
     if form == "BF16":
-        slots = pages.gather(1, positions.long() // PAGE) * PAGE + positions % PAGE
-        theirs = partial(_compiled(), q, cache.flatten(0, 1), slots)
+        theirs: dict[str, Call] = {TORCH: partial(_compiled(), q, cache.flatten(0, 1), slots)}
+    else:
+        theirs = flash_mla.sparse_decoding(ours, q, cache, slots, shape.texts, SCALE)
     case = f"decoding, {shape.texts} texts, {shape.heads} heads, {shape.chosen} of {shape.context}, {form}"
     yield from _measured(case, "decoding", form, shape, len(q), ours, theirs)
 
@@ -164,14 +171,14 @@ def _queries(count: int, shape: Shape, generator: torch.Generator) -> tuple[Tens
 
 
 def _measured(
-    case: str, kind: str, form: str, shape: Shape, queries: int, ours: Call, theirs: Call | None
+    case: str, kind: str, form: str, shape: Shape, queries: int, ours: Call, theirs: Mapping[str, Call]
 ) -> Iterator[Row]:
-    times = work_seconds({"octile": ours, **({TORCH: theirs} if theirs else {})}, ROUNDS)
+    times = work_seconds({"octile": ours, **theirs}, ROUNDS)
     gpu = torch.cuda.is_available()
     work = flops(queries, shape)
     peers = {name: work / taken for name, taken in times.items() if name != "octile"}
     is_published = shape.heads == 128 and (kind == "prefill" or (form == "FP8" and shape.texts > 1))
-    if is_published and gpu and torch.cuda.get_device_capability() == (9, 0):
+    if is_published and gpu and flash_mla.NAME not in peers and torch.cuda.get_device_capability() == (9, 0):
         peers[PUBLISHED] = FLASH_MLA[kind]
     for peer in peers.items() or (None,):
         yield flop_rate(case, "FLOPs", work / times["octile"], gpu, peer)
