@@ -42,6 +42,7 @@ EAGER = (
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 NUMBERS = {"float": float, "int": int, "bool": bool}  # by torch's names of types
 LIBRARIES: dict[str, torch.library.Library] = {}  # by operator; dropping a library unregisters its operator
+OPERATORS: "dict[torch._ops.OpOverload, Operator]" = {}
 
 
 def operator(*, writes: tuple[str, ...] = ()) -> Callable[[Function], "Operator"]:
@@ -60,12 +61,14 @@ class Operator:
         functools.update_wrapper(self, reference)
         self.name, self.reference, self.writes = reference.__name__, reference, writes
         self.kernels: dict[str, Function] = {}  # by device
+        self.fake: Function | None = None
         self._cuda_entry: Function | None = None
         # a reloaded module replaces its library
         LIBRARIES[self.name] = library = torch.library.Library("octile", "FRAGMENT")
         schema = torch.library.infer_schema(reference, mutates_args=writes, op_name=self.name)
         library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         self.overload = getattr(torch.ops.octile, self.name).default
+        OPERATORS[self.overload] = self
         self._tensors = [
             (i, argument.name, Tensor if isinstance(argument.type, torch.TensorType) else (Tensor, type(None)))
             for i, argument in enumerate(self.overload._schema.arguments)
@@ -133,6 +136,7 @@ class Operator:
                     raise ValueError(f"{devices[0][0]} is on {devices[0][1]} but {name} on {device}")
             return function(*args)
 
+        self.fake = function
         torch.library.register_fake(f"octile::{self.name}", self._entry(on_one_device), lib=LIBRARIES[self.name])
         return function
 

@@ -7,8 +7,6 @@ code for a given architecture.
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +49,7 @@ from octile.kernels.triton import (
 )
 from octile.kernels.triton.compile_cases import CompileCases
 from octile.kernels.triton.device import DeviceProperties, assume_device
+from octile.kernels.triton.planning import TritonLaunch, recorded_launches
 
 ARCHITECTURES = {
     "sm_80": DeviceProperties(num_sms=108, shared_bytes=163 * 1024, fp8=False),  # A100
@@ -66,7 +65,6 @@ MODULES = (
     decode_latents, sample_tokens, decode_step, row_invariant, adamw, gradient_norms, matmul, grouped, high_precision,
     tensor_core,
 )  # fmt: skip
-Launch = tuple[JITFunction, dict[str, Any], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -93,10 +91,11 @@ def compile_all(architecture: str) -> list[CompiledTritonKernel]:
         raise ValueError(f"architecture must be one of {', '.join(ARCHITECTURES)}, not {architecture!r}")
     compiled = {}
     for case, launch in _cases().items():
-        with assume_device(ARCHITECTURES[architecture]), _recorded_launches() as launches:
+        launches: list[TritonLaunch] = []
+        with assume_device(ARCHITECTURES[architecture]), recorded_launches(launches.append):
             launch()
-        for function, arguments, options in launches:
-            usage = _compile(architecture, case, function, arguments, options)
+        for launched in launches:
+            usage = _compile(architecture, case, launched.function, *_arguments_and_options(launched))
             compiled[usage.kernel, case] = usage  # a GEMM may copy both operands: one entry is enough
     return list(compiled.values())
 
@@ -105,22 +104,11 @@ def _cases() -> CompileCases:
     return {name: launch for module in MODULES for name, launch in module.compile_cases().items()}
 
 
-@contextmanager
-def _recorded_launches() -> Iterator[list[Launch]]:
-    """A context that records launches, their kernel, arguments and compile options, instead of running them."""
-    launches: list[Launch] = []
-
-    def record(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        arguments = dict(zip(self.arg_names, args, strict=False))
-        arguments |= {name: kwargs.pop(name) for name in self.arg_names if name in kwargs}
-        launches.append((self, arguments, kwargs))
-
-    run = JITFunction.run
-    JITFunction.run = record
-    try:
-        yield launches
-    finally:
-        JITFunction.run = run
+def _arguments_and_options(launch: TritonLaunch) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the arguments of a kernel by their names, and the options that are none."""
+    names, options = launch.function.arg_names, dict(launch.options)
+    arguments = dict(zip(names, launch.args, strict=False))
+    return arguments | {name: options.pop(name) for name in names if name in options}, options
 
 
 def _compile(

@@ -16,10 +16,10 @@ def a_gpu_of_132(monkeypatch):
         torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=132)
     )  # fmt: skip
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    num_sms.multiprocessors.cache_clear()
+    num_sms._multiprocessors.cache_clear()
     yield
     num_sms.set_num_sms(None)
-    num_sms.multiprocessors.cache_clear()
+    num_sms._multiprocessors.cache_clear()
 
 
 @pytest.mark.usefixtures("a_gpu_of_132")

@@ -7,7 +7,9 @@ keep their bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 
@@ -89,8 +91,23 @@ def num_sms(device: torch.device | int | None = None) -> int:
     return allowed if limit is None else min(limit, allowed)
 
 
+_assumed: ContextVar[Chip | None] = ContextVar("assumed chip", default=None)
+
+
+@contextmanager
+def assume_chip(gpu: Chip) -> Iterator[None]:
+    """A context in which launches of this thread assume this GPU, to be planned on the meta device."""
+    token = _assumed.set(gpu)
+    try:
+        yield
+    finally:
+        _assumed.reset(token)
+
+
 def chip(device: torch.device | int | None = None) -> Chip:
-    """Return a GPU as the choice of a GEMM's kernel needs it; None is the current GPU."""
+    """Return a GPU as the choice of a GEMM's kernel needs it; None is the current GPU. Or that of `assume_chip`."""
+    if assumed := _assumed.get():
+        return assumed
     from octile.kernels.cuda.jit.driver import memory_bandwidth  # late: without a GPU there may be no driver
 
     index = device if isinstance(device, int) or device is None else device.index
@@ -99,7 +116,12 @@ def chip(device: torch.device | int | None = None) -> Chip:
     return Chip(num_sms(index), multiprocessors(index), memory_bandwidth(index), name)
 
 
-@cache  # every launch asks
 def multiprocessors(device: torch.device | int) -> int:
-    """Return the number of SMs of a GPU."""
+    """Return the number of SMs of a GPU, or of that of `assume_chip`."""
+    assumed = _assumed.get()
+    return _multiprocessors(device) if assumed is None else assumed.whole.multiprocessors
+
+
+@cache  # every launch asks
+def _multiprocessors(device: torch.device | int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -11,13 +11,16 @@ and which is saved if it does not compile. Includes in angle brackets are left t
 
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
+from concurrent.futures import Executor, Future
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from octile.kernels import disk_cache
+from octile.kernels import disk_cache, planning
 from octile.kernels.cuda.jit import compiler
 from octile.kernels.cuda.jit.compiler import Cubin
 
@@ -31,7 +34,8 @@ INCLUDE = re.compile(r'\s*#\s*include\s+"([^"]+)"')
 ONCE = re.compile(r"\s*#\s*pragma\s+once\b")
 
 _loaded: "dict[tuple[object, ...], Kernel]" = {}
-_loading = threading.Lock()
+_loading: dict[tuple[object, ...], threading.Lock] = {}  # one for each kernel, so that several load at the same time
+_ahead: dict[Hashable, Future[Cubin]] = {}  # kernels that were planned, until they are loaded
 
 
 def load(
@@ -43,23 +47,64 @@ def load(
 
     Args:
         name, constants, headers: as for `source`.
-        device: a CUDA device with its index.
+        device: a CUDA device with its index; or meta, where the kernel is planned and not loaded.
 
     Raises:
-        ValueError: the device is not a CUDA device with an index.
+        ValueError: the device is another one, or on meta nothing is planned.
         RuntimeError: the compiler or the driver refuses the kernel.
+        NotLaunched: the device is meta.
     """
     key = (name, device, *constants.items(), *(headers or {}).items())
     if (kernel := _loaded.get(key)) is None:
+        if device.type == "meta":
+            planning.record(PlannedKernel(name, constants, headers))
+            raise planning.NotLaunched(name)
         if device.type != "cuda" or device.index is None:
             raise ValueError(f"device must be a CUDA device with an index, not {str(device)!r}")
         from octile.kernels.cuda.jit.driver import Kernel  # late: compiling needs no driver
 
-        with _loading:
+        with _loading.setdefault(key, threading.Lock()):
             if (kernel := _loaded.get(key)) is None:
-                cubin = compile(name, constants, architecture(device), headers)
+                cubin = _compiled(name, constants, architecture(device), headers)
                 kernel = _loaded[key] = Kernel(name, cubin.image, device.index)
     return kernel
+
+
+@dataclass(frozen=True)
+class PlannedKernel:
+    """A kernel of a launch on the meta device; name, constants and headers as for `source`."""
+
+    name: str
+    constants: Mapping[str, int | bool]
+    headers: Mapping[str, str] | None = None
+
+    @property
+    def key(self) -> Hashable:
+        """What decides on the machine code, for a GPU and a compiler."""
+        return (self.name, *self.constants.items(), *(self.headers or {}).items())
+
+    def compile_ahead(self, pool: Executor, device: torch.device) -> Future[Cubin]:
+        """Have a pool compile the kernel for a GPU, or read it from the disk cache, before it is loaded.
+
+        `load` waits for a kernel that is being compiled, and compiles itself one that still waits for a thread of the
+        pool. An error stays in the result: `load` compiles the kernel once more, and raises its own.
+        """
+        made_for = architecture(device)
+        if (future := _ahead.get((self.key, made_for))) is None:
+            future = pool.submit(compile, self.name, self.constants, made_for, self.headers)
+            _ahead[self.key, made_for] = future
+        return future
+
+
+def _compiled(
+    name: str, constants: Mapping[str, int | bool], architecture: str, headers: Mapping[str, str] | None
+) -> Cubin:
+    """Return the result of `PlannedKernel.compile_ahead`, or of `compile`."""
+    future = _ahead.pop((PlannedKernel(name, constants, headers).key, architecture), None)
+    if future is not None and not future.cancel():
+        with suppress(Exception):
+            return future.result()
+    return compile(name, constants, architecture, headers)
 
 
 def architecture(device: torch.device) -> str:

@@ -14,10 +14,10 @@ def a_gpu_of_132(monkeypatch):
     gpu = SimpleNamespace(multi_processor_count=132, name="NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    num_sms.multiprocessors.cache_clear()
+    num_sms._multiprocessors.cache_clear()
     yield
     num_sms.set_num_sms(None)
-    num_sms.multiprocessors.cache_clear()
+    num_sms._multiprocessors.cache_clear()
 
 
 def test_all_sms_are_used_by_default():
