@@ -22,6 +22,7 @@ import torch
 
 from octile.checkpoint.store import Store
 from octile.extras import require
+from octile.kernels.compile_ahead import KernelsAhead
 from octile.parallel.device import pick_own_device
 from octile.parallel.ranks import Ranks, RanksError, explain, join, leave, will_restart
 from octile.report.run.spikes import SpikeDetector, SpikeState
@@ -53,6 +54,7 @@ from octile.train.run.resume import (
     restore_run,
 )
 from octile.train.run.spikes import spikes_so_far
+from octile.train.step.kernels_ahead import compile_ahead
 from octile.train.strategy.pipelined_model import make_pipeline_schedule
 from octile.train.trainer import Trainer
 
@@ -201,7 +203,9 @@ def _train_joined(
                 console.print(f"checkpoints go to {config.checkpoints}")
             if duration:
                 console.print(duration)
-            return _train(config, run, device, resume, checkpoints, checkpoint, console, hook, ranks)
+            if (kernels := compile_ahead(config, device, done)) is not None:
+                stack.callback(kernels.close)
+            return _train(config, run, device, resume, checkpoints, checkpoint, console, hook, ranks, kernels)
         except KeyboardInterrupt as interrupt:  # before the first step, or the second during one
             message = "stopped before the first step: start the same command again, without --resume"
             if run.config_file.exists():
@@ -228,6 +232,7 @@ def _train(
     console: RunConsole,
     hook: RunHook,
     ranks: Ranks,
+    kernels: KernelsAhead | None,
 ) -> Path:
     store = open_tokens(config, run.data, resume, console, ranks)
     ranks.agree(f"the training data in {run.data}", store.digest)
@@ -266,6 +271,9 @@ def _train(
             config, trainer, store, metrics, progress, detector, best, checkpoints, hook(trainer, run, metrics)
         )
         ranks.from_first(lambda: run.write_config(config))
+        if kernels is not None:
+            kernels.wait_for_plan()
+            kernels.report_to(progress.compiling)
         with recorder.saved_on_failure():
             run_steps(trainer, recorder, stop)
     trainer.release_captured()  # NCCL destroys no communicator whose collectives a graph has

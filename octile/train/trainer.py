@@ -30,7 +30,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octile.checkpoint.fp8_layout import scale_rule
 from octile.models.flops import bf16_peak, train_flops_per_token
 from octile.optim import EMA, AdamW, DynamicLossScale, param_groups
 from octile.parallel.ranks import Ranks
@@ -47,7 +46,7 @@ from octile.train.step.launched import COLLECT_EVERY, Launched, LaunchedSteps
 from octile.train.step.passes import Passes
 from octile.train.step.progress import Progress, batch_ramp
 from octile.train.step.skips import Skips
-from octile.train.strategy.make import make_strategy
+from octile.train.strategy.make import make_strategy, run_recipe
 
 AHEAD = 4  # batches that a thread prepares for a GPU; a CPU has no core to spare, and no memory
 
@@ -80,9 +79,7 @@ class Trainer:
         tokenizer = store.tokenizer
         model = replace(config.model, bos_token_id=tokenizer.begin, eos_token_id=tokenizer.end)
         self.config, self.device, self.ranks = replace(config, model=model), device, ranks or Ranks.alone()
-        recipe = recipe or config.load_recipe()
-        if scale_rule(self.config.model.extra) == "power_of_2":  # of the checkpoint that the run began with
-            recipe = recipe.with_weight_scale("power_of_2")
+        recipe = run_recipe(self.config, recipe)
         self.strategy = make_strategy(self.config, device, recipe, self.ranks)
         self.model, optim, on_gpu = self.strategy.model, config.optim, device.type == "cuda"
         self.optimizer = AdamW(

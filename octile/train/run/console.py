@@ -194,10 +194,23 @@ class StepProgress:
         self.task = bar.add_task("", total=steps, completed=done)
         self.every = max(1, steps // LOG_LINES)
         self._seconds: list[float] = []  # of training, after each step until the first line is printed
+        self._has_step = self._is_compiled = self._says_compiling = False
         self._first_line: tuple[int, float] | None = None  # its step, and when it was printed
+
+    def compiling(self, done: int, total: int) -> None:
+        """Show how many kernels of the first step are compiled; in a file once, if there are some left."""
+        if self._has_step or self._is_compiled:
+            return
+        self._is_compiled = done == total
+        text = "" if self._is_compiled else f"compiling kernels: {done} of {total}"
+        self.bar.update(self.task, description=text)
+        if text and not self.console.console.is_terminal and not self._says_compiling:
+            self.console.print(text)
+            self._says_compiling = True
 
     def step(self, line: Metrics) -> None:
         """Show the metrics of a step."""
+        self._has_step = True
         if "skipped_for" in line:
             total = f"{line['skipped']:,} step{'s' * (line['skipped'] != 1)} skipped so far"
             self.console.print(f"step {line['step']} was skipped: {line['skipped_for']}; {total}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from octile.checkpoint.fp8_layout import scale_rule
 from octile.parallel.ranks import Ranks
 from octile.recipe import Recipe
 from octile.train.config import TrainConfig
@@ -12,6 +13,17 @@ from octile.train.strategy.pipelined_model import make_pipeline_schedule
 from octile.train.strategy.rank_mesh import RankMesh
 from octile.train.strategy.sharded import ShardedStrategy
 from octile.train.strategy.single import Strategy
+
+
+def run_recipe(config: TrainConfig, recipe: Recipe | None = None) -> Recipe:
+    """The recipe of a run's model, whose weights have scales as those of the checkpoint that the run began with.
+
+    Args:
+        config: the configuration of the run.
+        recipe: a recipe without a name; the one that config names if not given.
+    """
+    recipe = recipe or config.load_recipe()
+    return recipe.with_weight_scale("power_of_2") if scale_rule(config.model.extra) == "power_of_2" else recipe
 
 
 def make_strategy(config: TrainConfig, device: torch.device, recipe: Recipe, ranks: Ranks) -> Strategy:

@@ -225,3 +225,31 @@ def test_parameters_of_multi_token_prediction_are_named_if_there_are_some(new_tr
     assert (" for multi-token prediction" in line) == (depth == 1)
     assert "M active per token with the embedding, " in line
     assert line.endswith(", on cpu")
+
+
+def test_a_file_says_once_that_kernels_are_compiled():
+    console = silent_console()
+    with console.steps(200, 0) as progress:
+        for done in range(12, 42):
+            progress.compiling(done, 41)
+    assert console.console.file.getvalue() == "compiling kernels: 12 of 41\n"
+
+
+@pytest.mark.parametrize("total", [0, 41])
+def test_a_file_says_nothing_of_kernels_that_are_compiled(total):
+    console = silent_console()
+    with console.steps(200, 0) as progress:
+        progress.compiling(total, total)
+    assert console.console.file.getvalue() == ""
+
+
+def test_a_terminal_shows_the_kernels_until_the_first_step():
+    console = RunConsole(Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None))
+    with console.steps(12_000, 0) as progress:
+        progress.compiling(12, 41)
+        progress.bar.refresh()
+        assert "step 0/12000 compiling kernels: 12 of 41" in console.console.file.getvalue()
+        progress.step(line())
+        progress.compiling(13, 41)
+        progress.bar.refresh()
+    assert "13 of 41" not in console.console.file.getvalue()
