@@ -10,9 +10,11 @@ import atexit
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from octile.kernels.planning import PlannedKernel
 log = logging.getLogger("octile")
 MAX_THREADS = 16
 PLAN_SECONDS = 10  # after which a plan is not waited for
-EXIT_SECONDS = 5  # the same for a kernel that is being compiled when the process exits; most take less than one
+EXIT_SECONDS = 5  # the same for the plan, or a kernel that is being compiled, when the process exits
 
 
 class KernelsAhead:
@@ -42,10 +44,10 @@ class KernelsAhead:
         self._plan, self._device = plan, device
         self._pool = _Pool(n_threads or max(min(_cores() // 2, MAX_THREADS), 1))
         self._report: Callable[[int, int], None] = lambda done, total: None
-        self._counting = threading.Lock()
+        self._counting, self._is_closed = threading.Lock(), False
         self._planner = threading.Thread(target=self._run, name="plan kernels", daemon=True)
         self._planner.start()
-        atexit.register(self._pool.stop, EXIT_SECONDS)
+        atexit.register(self._end)
 
     def wait_for_plan(self) -> None:
         """Wait until the kernels are planned, some tenths of a second after the start."""
@@ -59,9 +61,19 @@ class KernelsAhead:
 
     def close(self) -> None:
         """Begin no further kernel, and report none."""
-        self._pool.stop()
+        self._is_closed = True
+        self._pool.clear()
         with self._counting:
             self._report = lambda done, total: None
+
+    def _end(self) -> None:
+        """Wait for what runs in a thread when the process exits, mostly for less than a second.
+
+        A process may crash if it exits while torch or a compiler runs in another thread.
+        """
+        self.close()
+        self._planner.join(EXIT_SECONDS)
+        self._pool.join(EXIT_SECONDS)
 
     def _run(self) -> None:
         try:
@@ -69,6 +81,8 @@ class KernelsAhead:
             self.total = len(kernels)
             for kernel in kernels:
                 kernel.compile_ahead(self._pool, self._device).add_done_callback(self._count)
+            if self._is_closed:
+                self._pool.clear()
             self._pool.start()
         except Exception:  # the step compiles its kernels without a plan, too, and raises its own errors
             log.debug("kernels are not compiled ahead", exc_info=True)
@@ -99,26 +113,24 @@ class _Pool(Executor):
         for thread in self._threads:
             thread.start()
 
-    def stop(self, seconds: float = 0) -> None:
-        """Cancel the tasks that have not begun, and wait some seconds for the others.
+    def clear(self) -> None:
+        """Cancel the tasks that have not begun."""
+        with suppress(IndexError):
+            while True:
+                self._tasks.popleft()[0].cancel()
 
-        A process that exits while a compiler runs in it may crash.
-        """
-        while self._tasks:
-            try:
-                future, _ = self._tasks.popleft()
-            except IndexError:
-                break
-            future.cancel()
+    def join(self, seconds: float) -> None:
+        """Wait for tasks that have begun, for so many seconds."""
+        end = time.monotonic() + seconds
         for thread in self._threads:
-            if seconds and thread.is_alive():
-                thread.join(seconds)
+            if thread.is_alive():
+                thread.join(max(end - time.monotonic(), 0))
 
     def _work(self) -> None:
-        while self._tasks:
+        while True:
             try:
                 future, task = self._tasks.popleft()
-            except IndexError:  # another thread has taken the last one
+            except IndexError:
                 return
             if future.set_running_or_notify_cancel():
                 try:

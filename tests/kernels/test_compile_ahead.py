@@ -105,8 +105,24 @@ def test_at_exit_running_compilers_are_waited_for():
     ahead = KernelsAhead(lambda: [kernel], GPU, n_threads=1)
     assert kernel.begun.wait(SECONDS)
     threading.Timer(0.05, kernel.may_end.set).start()
-    ahead._pool.stop(SECONDS)
+    ahead._end()
     assert kernel.future.done()
+
+
+def test_a_plan_that_ends_after_the_run_begins_no_kernel():
+    kernel, planning, may_end = Kernel("late"), threading.Event(), threading.Event()
+
+    def plan():
+        planning.set()
+        assert may_end.wait(SECONDS)
+        return [kernel]
+
+    ahead = KernelsAhead(plan, GPU)
+    assert planning.wait(SECONDS)
+    ahead.close()
+    may_end.set()
+    ahead.wait_for_plan()
+    assert kernel.future.cancelled()
 
 
 def test_a_kernel_is_recorded_once():

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -79,6 +81,21 @@ def test_tiny_has_kernels_of_all_kinds():
     planned = plan("tiny")
     assert set(planned["hopper"]) >= {"gemm", "blocks", "matrices", "tiles", "swiglu", "swiglu_backward", "place_rows"}
     assert planned["imports"] == []
+
+
+def test_a_process_may_exit_while_it_plans():
+    program = """
+import torch
+from octile.kernels.compile_ahead import KernelsAhead
+from octile.kernels.cuda.gemm.cost_model import Chip
+from octile.train.config import tiny
+from octile.train.step.kernels_ahead import plan_step
+
+config = tiny()
+KernelsAhead(lambda: plan_step(config, config.load_recipe(), Chip(132)), torch.device("cuda", 0))
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("why_not", ["they are written for Hopper (sm_90)", None])
