@@ -4,16 +4,14 @@
 modules take the paths of a GPU, under autocast; each operator calls its CUDA kernel's launcher, and returns the result
 of its fake.
 
-torch computes the shapes of many operations on meta in Python, by functions that import its compiler, in seconds. This
-context computes those of elementwise operations, and of others that octile's models have, itself.
+torch computes many operations on meta by functions that import its compiler, in seconds. `octile.ops.meta_functions`
+has others; where one is missing, the plan ends.
 """
 
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.abc import MetaPathFinder
-from itertools import zip_longest
-from math import ceil
 from threading import get_ident
 from typing import Any
 
@@ -27,10 +25,10 @@ from octile.kernels.backends import ONLY_TORCH
 from octile.kernels.cuda.gemm.cost_model import Chip
 from octile.kernels.cuda.gemm.num_sms import assume_chip
 from octile.kernels.planning import PlannedKernel, record, recorded_kernels
+from octile.ops.meta_functions import meta_function
 from octile.ops.operator import OPERATORS, Operator
 
 IS_CUDA = Tensor.is_cuda.__get__  # type: ignore[attr-defined]
-BOOLEAN = ("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "isnan", "isfinite")
 
 
 @contextmanager
@@ -83,7 +81,10 @@ def _without_compiler() -> Iterator[None]:
 
 
 class _GpuPaths(TorchFunctionMode):
-    """Have modules take the paths of a GPU, and compute what autocast computes in its dtype."""
+    """Have modules take the paths of a GPU, and compute what autocast computes in its dtype.
+
+    An embedding is cast to that, as the model does it; so what is in FP32 is meant to be computed in FP32.
+    """
 
     def __init__(self, compute: torch.dtype) -> None:
         super().__init__()
@@ -95,9 +96,9 @@ class _GpuPaths(TorchFunctionMode):
         if func == IS_CUDA:
             return True
         if func is F.linear:
-            args = tuple(t.to(self.compute) if isinstance(t, Tensor) else t for t in args)
+            args = tuple(t.to(args[0].dtype) if isinstance(t, Tensor) else t for t in args)
         result = func(*args, **(kwargs or {}))
-        return result.to(self.compute) if func is F.embedding else result  # as the model itself does
+        return result.to(self.compute) if func is F.embedding else result
 
 
 class _Launchers(TorchDispatchMode):
@@ -120,11 +121,7 @@ class _Launchers(TorchDispatchMode):
             if operator.fake is not None:
                 with self:  # the fake's own operations
                     return operator.fake(*args, **kwargs)
-        elif (result := SHAPES.get(func)) is not None:
-            return result(*args, **kwargs)
-        elif torch.Tag.pointwise in func.tags:
-            return _elementwise(func, args)
-        return func(*args, **kwargs)
+        return (meta_function(func) or func)(*args, **kwargs)
 
     def _plan(self, operator: Operator, args: tuple[Any, ...]) -> None:
         launch, key = operator.kernels.get("cuda"), (operator.name, *map(_described, args))
@@ -140,86 +137,3 @@ def _described(argument: Any) -> Hashable:
     if isinstance(argument, Tensor):
         return argument.shape, argument.stride(), argument.dtype
     return tuple(map(_described, argument)) if isinstance(argument, list | tuple) else argument
-
-
-def _elementwise(func: Any, args: tuple[Any, ...]) -> Tensor:
-    tensors = [t for t in args if isinstance(t, Tensor)]
-    if func._schema.is_mutable:
-        return tensors[0]
-    dtype = tensors[0].dtype
-    for other in args[1:]:
-        if isinstance(other, Tensor | float):
-            dtype = torch.promote_types(dtype, torch.result_type(tensors[0], other))
-    if func.overloadpacket.__name__ in BOOLEAN:
-        dtype = torch.bool
-    return tensors[0].new_empty(_broadcast(*(t.shape for t in tensors)), dtype=dtype)
-
-
-def _broadcast(*shapes: torch.Size) -> list[int]:
-    """Broadcast shapes, as `torch.broadcast_shapes` does, which imports sympy."""
-    sizes = zip_longest(*(reversed(shape) for shape in shapes), fillvalue=1)
-    return [0 if 0 in size else max(size) for size in sizes][::-1]
-
-
-def _joined(tensors: list[Tensor], dim: int = 0) -> Tensor:
-    shape = list(tensors[0].shape)
-    shape[dim] = sum(t.shape[dim] for t in tensors)
-    return tensors[0].new_empty(shape)
-
-
-def _arange(
-    first: float, end: float | None = None, step: float = 1, *, dtype: torch.dtype | None = None, **_: Any
-) -> Tensor:
-    start, end = (0, first) if end is None else (first, end)
-    return torch.empty(ceil((end - start) / step), dtype=dtype or torch.int64, device="meta")
-
-
-def _like(t: Tensor, *_: Any, dtype: torch.dtype | None = None, **__: Any) -> Tensor:
-    return t.new_empty(t.shape, dtype=dtype)
-
-
-def _product(a: Tensor, b: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    return a.new_empty(*a.shape[:-1], b.shape[-1], dtype=dtype)
-
-
-def _reduced(
-    t: Tensor, dims: int | list[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> Tensor:
-    each = [dims] if isinstance(dims, int) else dims or range(t.dim())
-    reduced = {dim % t.dim() for dim in each}
-    shape = [1 if i in reduced else n for i, n in enumerate(t.shape) if keepdim or i not in reduced]
-    return t.new_empty(shape, dtype=dtype)
-
-
-def _reduced_to_bool(t: Tensor, dims: int | list[int] | None = None, keepdim: bool = False) -> Tensor:
-    return _reduced(t, dims, keepdim, dtype=torch.bool)
-
-
-aten = torch.ops.aten
-SHAPES: dict[Any, Callable[..., Tensor]] = {  # operations without torch's tag, and their results
-    aten.arange.default: _arange,
-    aten.arange.start: _arange,
-    aten.arange.start_step: _arange,
-    aten.cat.default: _joined,
-    aten.embedding.default: lambda weight, indices, *_: weight.new_empty(*indices.shape, weight.shape[1]),
-    aten.empty_like.default: _like,
-    aten.zeros_like.default: _like,
-    aten.ones_like.default: _like,
-    aten.embedding_dense_backward.default: lambda dy, indices, rows, *_: dy.new_empty(rows, dy.shape[-1]),
-    aten.index.Tensor: lambda t, indices: t.new_empty(*indices[0].shape, *t.shape[1:]),  # by the first dimension
-    aten.slice_backward.default: lambda dy, shape, *_: dy.new_empty(shape),
-    aten.floor_divide.default: lambda t, _: t.new_empty(t.shape),
-    aten.matmul.default: _product,
-    aten.mm.default: _product,
-    aten.mm.dtype: _product,
-    aten.sum.default: _reduced,
-    aten.sum.dim_IntList: _reduced,
-    aten.amax.default: _reduced,
-    aten.any.default: _reduced_to_bool,
-    aten.any.dim: _reduced_to_bool,
-    aten.all.default: _reduced_to_bool,
-    aten.all.dim: _reduced_to_bool,
-    aten.tril.default: _like,
-    aten._safe_softmax.default: _like,
-    aten._softmax_backward_data.default: _like,
-}

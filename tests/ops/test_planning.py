@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from octile.kernels.cuda.gemm.cost_model import Chip
 from octile.ops.matmul import matmul_nt
@@ -19,6 +20,8 @@ CASES = {
     "clamp": lambda x, y: x.clamp(min=0),
     "unary": lambda x, y: torch.sigmoid(x).neg(),
     "floor division": lambda x, y: y // 3,
+    "choice of low precision": lambda x, y: torch.where(x > 0, x.bfloat16(), 0.0),
+    "a scalar tensor": lambda x, y: x.sum() * x.bfloat16(),
     "low precision": lambda x, y: x.bfloat16() * x[0].bfloat16(),
     "empty": lambda x, y: x[:0] + x[:0],
     "joined": lambda x, y: torch.cat([x, x], dim=-1),
@@ -27,6 +30,10 @@ CASES = {
     "sum": lambda x, y: x.sum(),
     "sum of rows": lambda x, y: x.sum(-1, keepdim=True),
     "sum over two": lambda x, y: x[None].sum((0, 2)),
+    "stacked": lambda x, y: torch.stack([x, x], dim=-1),
+    "layer norm": lambda x, y: F.layer_norm(x, (4,), torch.ones(4, device=x.device)),
+    "softmax": lambda x, y: x.log_softmax(-1),
+    "mean": lambda x, y: x.mean(0),
     "maximum": lambda x, y: x.amax(-1),
     "any": lambda x, y: (x > 0).any(),
     "all of a dimension": lambda x, y: (x > 0).all(1),

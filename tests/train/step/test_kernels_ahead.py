@@ -17,6 +17,7 @@ from tests.fresh_python import run_python
 PLAN = """
 import json, sys
 from collections import Counter
+from dataclasses import replace
 import torch
 from octile.kernels.cuda.gemm.cost_model import Chip
 from octile.kernels.cuda.jit.specialize import PlannedKernel
@@ -25,6 +26,9 @@ from octile.train.step.kernels_ahead import plan_step
 from octile.train.memory.saved_activations import saving_activations
 
 before, config = torch.get_rng_state(), preset(sys.argv[1])
+model = json.loads(sys.argv[2])
+stage = "sparse" if "index_topk" in model else None
+config = replace(config, model=replace(config.model, **model), indexer_stage=stage)
 kernels = plan_step(config, saving_activations(config.load_recipe()), Chip(132))
 print(json.dumps({
     "hopper": Counter(kernel.name for kernel in kernels if isinstance(kernel, PlannedKernel)),
@@ -56,8 +60,8 @@ TRITON_KERNELS_OF_SMALL = {
 }  # fmt: skip
 
 
-def plan(preset):
-    ran = run_python(PLAN, preset, environment={**os.environ, "TRITON_INTERPRET": "0"})
+def plan(preset, **model):
+    ran = run_python(PLAN, preset, json.dumps(model), environment={**os.environ, "TRITON_INTERPRET": "0"})
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout)
 
@@ -81,6 +85,13 @@ def test_tiny_has_kernels_of_all_kinds():
     planned = plan("tiny")
     assert set(planned["hopper"]) >= {"gemm", "blocks", "matrices", "tiles", "swiglu", "swiglu_backward", "place_rows"}
     assert planned["imports"] == []
+
+
+def test_sparse_attention_has_its_kernels():
+    indexer = {"index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}
+    planned = plan("v3_671b", num_hidden_layers=4, **indexer)
+    assert set(planned["hopper"]) >= {"mqa_logits", "top_keys", "sparse_mla", "sparse_mla_backward", "sparse_weights"}
+    assert "torch._dynamo" not in planned["imports"]
 
 
 def test_a_process_may_exit_while_it_plans():
