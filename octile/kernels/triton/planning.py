@@ -1,7 +1,7 @@
 """Triton kernels of launches on the meta device, for `octile.kernels.planning` and `compile_all`."""
 
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import JITFunction, KernelParam
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class TritonLaunch:
 
     function: JITFunction
     args: tuple[Any, ...]
-    options: Mapping[str, Any]
+    options: dict[str, Any]
 
     @property
     def name(self) -> str:
@@ -27,9 +27,10 @@ class TritonLaunch:
 
     @property
     def key(self) -> Hashable:
-        """What decides on the machine code, and more: numbers that Triton may not specialize for."""
-        named = ((None, a) for a in self.args), self.options.items()
-        return (self.function, *((k, a.dtype if isinstance(a, Tensor) else a) for each in named for k, a in each))
+        """What decides on the machine code for a GPU, as Triton specializes kernels."""
+        parameters = {parameter.name: parameter for parameter in self.function.params}
+        values = dict(zip(self.function.arg_names, self.args, strict=False)) | self.options
+        return (self.function, *((k, _specialization(parameters.get(k), value)) for k, value in values.items()))
 
     def compile_ahead(self, pool: Executor, device: torch.device) -> "Future[Any]":
         """Have a pool compile the kernel for a GPU, or read it from Triton's cache on the disk, before it is launched.
@@ -41,6 +42,17 @@ class TritonLaunch:
     def _compile(self, device: torch.device) -> None:
         with torch.cuda.device(device):
             self.function.warmup(*self.args, grid=(1,), **self.options)
+
+
+def _specialization(parameter: KernelParam | None, value: Any) -> Hashable:
+    """Return what the machine code depends on: the dtype of a tensor, whether a number is 1 or a multiple of 16."""
+    if isinstance(value, Tensor):
+        return value.dtype
+    if parameter is None or parameter.is_constexpr or not isinstance(value, int | float):
+        return value
+    if isinstance(value, float) or parameter.do_not_specialize:
+        return type(value).__name__
+    return value == 1, value % 16 == 0, value.bit_length() > 31
 
 
 @contextmanager
