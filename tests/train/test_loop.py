@@ -11,7 +11,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -26,6 +26,7 @@ from octile.checkpoint.training import latest_checkpoint, load_checkpoint
 from octile.cli import main
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.signals import Stopped, Terminated
+from octile.train import loop
 from octile.train.config import TrainConfig
 from octile.train.data.open import prepare_tokens, print_passes
 from octile.train.evaluation.evaluator import Evaluator
@@ -80,6 +81,38 @@ def test_the_last_step_is_saved_when_it_is_no_multiple_of_the_interval(text, tmp
     out = tmp_path / "run"
     train(micro(data=str(text), out=out, steps=3, checkpoint_every=2), False, silent_console())
     assert latest_checkpoint(out / "checkpoints").name == "step_00000003"
+
+
+class KernelsOfTheStep:
+    """Kernels that are compiled ahead of a run's first step, one of two so far."""
+
+    def __init__(self):
+        self.is_planned = self.is_closed = False
+
+    def wait_for_plan(self):
+        self.is_planned = True
+
+    def report_to(self, report):
+        assert self.is_planned
+        report(1, 2)
+
+    def close(self):
+        self.is_closed = True
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_kernels_are_compiled_ahead_until_the_run_ends(text, tmp_path, monkeypatch, fails):
+    begun, kernels, screen = [], KernelsOfTheStep(), silent_console()
+    monkeypatch.setattr(loop, "compile_ahead", lambda *arguments: begun.append(arguments) or kernels)
+    if fails:
+        monkeypatch.setattr(loop, "build", lambda *arguments: 1 / 0)
+    config = micro(data=str(text), out=tmp_path / "run", steps=1)
+    with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+        train(config, False, screen)
+    [(config_of_run, device, steps_done)] = begun
+    assert (config_of_run.model.hidden_size, device.type, steps_done) == (config.model.hidden_size, "cpu", 0)
+    assert kernels.is_closed
+    assert ("compiling kernels: 1 of 2\n" in screen.console.file.getvalue()) == (not fails)
 
 
 @pytest.mark.parametrize(("steps", "is_said"), [(100, False), (5000, True)])
