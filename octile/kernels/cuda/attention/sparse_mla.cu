@@ -16,8 +16,7 @@ constexpr int p_first = q + tiles * tile;
 constexpr int rows = p_first + tile;              // float [5][64]
 constexpr int slots = rows + 5 * heads * 4;       // int [2][128]: of the rows of a step, or −1
 constexpr int valid = slots + 2 * step_keys * 4;  // uint4 [2]: bits of the keys of a step
-constexpr int seen = valid + 2 * 16;              // int: whether an item has had valid keys
-constexpr int barriers = seen + 8;
+constexpr int barriers = valid + 2 * 16;
 constexpr int bytes = barriers + int(sizeof(ListBarriers));
 static_assert(bytes == config::shared_bytes, "sparse_mla.py computes the same");
 }  // namespace smem
@@ -35,11 +34,10 @@ struct Consumer : Seesaw<Consumer<own>, own> {
     const float factor;  // of the scores, in log₂
     uint32_t q_rotary[4][4];
     uint32_t parity = 0;  // of the step
+    uint32_t seen;        // not 0: the item has had valid keys
 
     __device__ __forceinline__ Consumer(uint8_t* shared, ListBarriers& barriers, float scale, int warp, int first_head)
         : Base(shared, barriers, warp, first_head), of_lists(barriers), factor(scale * 1.44269504f) {}
-
-    __device__ __forceinline__ int& seen() const { return *reinterpret_cast<int*>(shared + smem::seen); }
 
     __device__ __forceinline__ void await(int which, Part part) const {
         barriers.full[which][part].wait(parity);
@@ -59,7 +57,9 @@ struct Consumer : Seesaw<Consumer<own>, own> {
         ptx::wgmma_commit_group();
         of_lists.listed.wait(parity);
         const uint4 valid = reinterpret_cast<const uint4*>(shared + smem::valid)[parity];
-        if (own == 0 && threadIdx.x == 0 && (valid.x | valid.y | valid.z | valid.w) != 0) seen() = true;
+        // In every thread: after a branch that some threads of a warp take, ptxas would no longer have wgmma's descriptors in
+        // uniform registers, and would move them there, four words before each wgmma.
+        seen |= valid.x | valid.y | valid.z | valid.w;
         Base::finish(s);
         barriers.release(own, rotary_part);
         return own == 0 ? make_uint2(valid.x, valid.y) : make_uint2(valid.z, valid.w);
@@ -82,7 +82,7 @@ struct Consumer : Seesaw<Consumer<own>, own> {
         Base::load_queries(q + (static_cast<int64_t>(row) * n_heads + Base::first_head) * width, n_heads);
         Base::sync_both();
         Base::load_rotary(q_rotary);
-        if (own == 0 && threadIdx.x == 0) seen() = false;
+        seen = 0;
         Base::sync_both();  // before P₁ is written
         Base::clear();
     }
@@ -90,7 +90,7 @@ struct Consumer : Seesaw<Consumer<own>, own> {
     __device__ __forceinline__ void end(const Results& results, int unit, bool is_final) {
         float all[2];
         Base::find_sums(all);
-        const bool has_keys = seen();
+        const bool has_keys = seen != 0;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             if (Base::head(h) >= results.n_heads) continue;
