@@ -19,11 +19,20 @@ constexpr bool rotary_in_registers = !config::fp8;  // of Q
 // Of several queries: the positions of the row that a head does not attend to.
 constexpr RowValue beyond = row_values;
 
+// The positions from a warpgroup's page on that are within the row's length: a page's at least, unless it is among the last
+// two of an item. In the loop over the others there is no code for a page's end, for which it would have no registers.
+template <bool last>
+struct Inside {
+    int positions;
+};
+
 // One of the two consumer warpgroups.
 template <int own>
 struct Consumer : Seesaw<Consumer<own>, own> {
     using Base = Seesaw<Consumer<own>, own>;
     using Base::await, Base::barriers, Base::head, Base::keys, Base::lane, Base::shared, Base::shared_value;
+
+    static constexpr bool rotary_first = own == 1 && rotary_in_registers;
 
     const float factor;       // of the scores, in log₂
     uint32_t q_rotary[4][4];  // if it is in registers
@@ -50,7 +59,7 @@ struct Consumer : Seesaw<Consumer<own>, own> {
 
     __device__ __forceinline__ void multiply_rotary(float (&s)[32], bool accumulate) {
         const uint64_t k_tile = ptx::wgmma_descriptor(keys(own) + (tiles - 1) * tile);
-        const uint64_t q_tile = ptx::wgmma_descriptor(shared + smem::q + (tiles - 1) * tile);
+        const uint64_t q_tile = ptx::wgmma_descriptor(Base::operand(smem::q + (tiles - 1) * tile));
         await(own, rotary_part);
         ptx::wgmma_fence();
 #pragma unroll
@@ -62,38 +71,49 @@ struct Consumer : Seesaw<Consumer<own>, own> {
         }
     }
 
-    // Returns `inside`: the positions from this warpgroup's page on that are within the row's length.
-    __device__ __forceinline__ int scores(float (&s)[32], int inside) {
-        constexpr bool rotary_first = own == 0 || rotary_in_registers;  // in the order in which parts are written
+    // In the order in which parts are written.
+    __device__ __forceinline__ void begin_scores(float (&s)[32]) {
         if constexpr (rotary_first) multiply_rotary(s, false);
         Base::multiply_part(s, own, rotary_first);
+        ptx::wgmma_commit_group();
+    }
+
+    __device__ __forceinline__ void end_scores(float (&s)[32]) {
         Base::multiply_part(s, 1 - own, true);
         if constexpr (!rotary_first) multiply_rotary(s, true);
         ptx::wgmma_commit_group();
-        Base::finish(s);
-        if (own == 0 || rotary_in_registers) barriers.release(own, rotary_part);
-        return inside;
     }
 
-    __device__ __forceinline__ void mask(float (&s)[32], int inside) const {
+    __device__ __forceinline__ void release_scores() const {
+        if constexpr (own == 0 || rotary_in_registers) barriers.release(own, rotary_part);
+    }
+
+    template <bool last>
+    __device__ __forceinline__ void mask(float (&s)[32], const Inside<last>& inside) const {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const int of_head = config::queries > 1 ? inside - __float_as_int(shared_value(beyond, h)) : inside;
+            const int of_head = config::queries > 1 ? inside.positions - __float_as_int(shared_value(beyond, h)) : inside.positions;
 #pragma unroll
             for (int j = 0; j < 8; ++j)
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
                     float& score = s[4 * j + 2 * h + i];
-                    score = 8 * j + 2 * (lane % 4) + i < of_head ? score * factor : minus_infinity();
+                    score *= factor;
+                    if constexpr (last || config::queries > 1)
+                        if (8 * j + 2 * (lane % 4) + i >= of_head) score = minus_infinity();
                 }
         }
-        if (inside < page_rows) {
-            for (int i = threadIdx.x % 128; i < (page_rows - inside) * (latent / 8); i += 128)
-                *reinterpret_cast<uint4*>(keys(own) + i % 64 / 8 * tile + (inside + i / 64) * 128 + i % 8 * 16) =
-                    make_uint4(0, 0, 0, 0);
-            ptx::fence_proxy_async();
-            ptx::named_barrier_sync(1 + own, 128);
-        }
+        if constexpr (last) clear_beyond(inside.positions);
+    }
+
+    // Sets the values of a page's positions from `inside` on to zero.
+    __device__ __forceinline__ void clear_beyond(int inside) const {
+        if (inside >= page_rows) return;
+        for (int i = threadIdx.x % 128; i < (page_rows - inside) * (latent / 8); i += 128)
+            *reinterpret_cast<uint4*>(keys(own) + i % 64 / 8 * tile + (inside + i / 64) * 128 + i % 8 * 16) =
+                make_uint4(0, 0, 0, 0);
+        ptx::fence_proxy_async();
+        ptx::named_barrier_sync(1 + own, 128);
     }
 
     __device__ __forceinline__ void release_second_left() const {
@@ -123,9 +143,19 @@ struct Consumer : Seesaw<Consumer<own>, own> {
         while (items.next(item)) {
             begin(q, results.n_heads, item, items.lengths);
             int inside = item.length - (item.first_page + own) * page_rows;
-            for (int page = 1; page < item.n_pages; page += 2, inside -= 2 * page_rows)
-                Base::template attend<true>(inside);
-            if (item.n_pages % 2 == 1) Base::template attend<false>(inside);
+            float s[32];
+            if constexpr (own == 0) Base::scores(s);
+            // As the result of a reduction n_pages is in a uniform register: ptxas would otherwise take the loop for one that
+            // threads of a warp leave at different times, and would move wgmma's descriptors to uniform registers each time.
+            const int n_pages = __reduce_max_sync(all_lanes, item.n_pages);
+            int page = 2;
+#pragma unroll 1
+            for (; page < n_pages; page += 2, inside -= 2 * page_rows)
+                Base::template attend<true>(s, Inside<false>{inside}, true);
+            if (page == n_pages)
+                Base::template attend<true>(s, Inside<true>{inside}, false);
+            else
+                Base::template attend<false>(s, Inside<true>{inside}, false);
             end(results, item);
         }
     }

@@ -9,9 +9,10 @@
 //     warpgroup 0 (left)                                warpgroup 1 (right)
 //     S₀ = Q · K₀ᵀ, maximum m₀, P₀                      S₁ = Q · K₁ᵀ
 //                                   m₀ →                maximum m₁ of m₀ and S₁, P₁
-//     O = O · scale₀ + P₀ · V₀                  ← m₁, P₁
-//     P₀ · scale₁                   P₀ →                O = O · scale₀ · scale₁ + P₁ · V₁
-//     O = O · scale₁ + P₁ · V₁                          O += P₀ · V₀
+//     O = O · scale₀ + P₀ · V₀                  ← m₁    O = O · scale₀ · scale₁ + P₁ · V₁
+//     P₀ · scale₁                   P₀ →                O += P₀ · V₀
+//     O = O · scale₁ + P₁ · V₁                  ← P₁
+//     S₀ of the next pair
 //
 // where scale₀ and scale₁ are the corrections of the maximum. Source of this schedule: FlashMLA's "seesaw"
 // (https://github.com/deepseek-ai/FlashMLA, docs/20250422-new-kernel-deep-dive.md).
@@ -39,8 +40,10 @@ struct Results {
 
 // Warpgroup `own`. A thread has the heads 16·warp + 8h + lane/4: [h], and of each the columns 8j + 2·(lane%4) + i:
 // [4j + 2h + i]. Derived has, of a tile `which`,
-//     scores(s, inside)          the scores of its own tile; returns what `mask` needs of `inside`, an argument of `attend`
-//     mask(s, keys, maximum)     scales them, and sets those of keys outside to −∞
+//     begin_scores(s)            multiplies Q by the part of its own tile that is there first, and commits that to a group
+//     end_scores(s)              the same for the others
+//     release_scores()           releases what only they need
+//     mask(s, inside)            scales them, and sets those of keys outside to −∞; inside: an argument of `attend`
 //     await(which, part)         waits for a part
 //     release_second_left()      releases the left values of the second tile, and what else is read last
 //     begin_next(pair)           after a pair of tiles, or one
@@ -57,14 +60,16 @@ struct Seesaw {
         : shared(shared), barriers(barriers), warp(warp), lane(ptx::lane_id()), first_head(first_head) {}
 
     __device__ __forceinline__ Derived& derived() { return *static_cast<Derived*>(this); }
-    __device__ __forceinline__ uint8_t* keys(int which) const { return shared + smem::keys + which * tiles * tile; }
+    // Where `wgmma` finds what is at `offset`. Opaque: descriptors that are computed before a loop need registers all through it.
+    __device__ __forceinline__ uint8_t* operand(int offset) const { return shared + ptx::opaque(offset); }
+    __device__ __forceinline__ uint8_t* keys(int which) const { return operand(smem::keys + which * tiles * tile); }
     __device__ __forceinline__ float& shared_value(RowValue value, int h) const {
         return reinterpret_cast<float*>(shared + smem::rows)[value * heads + 16 * warp + 8 * h + lane / 4];
     }
     __device__ __forceinline__ int head(int h) const { return first_head + 16 * warp + 8 * h + lane / 4; }
     __device__ __forceinline__ static void sync_both() { ptx::named_barrier_sync(3, consumer_threads); }
-    // Events of a pair of tiles, by the warpgroup that waits: m₀ is there; m₁ and P₁ are; P₀ is.
-    enum Event { has_first_maximum = 4, has_second_weights, has_first_weights };
+    // Events of a pair of tiles, in their order: m₀ is there; m₁, P₀ and P₁ are. Barrier 7 is the producers'.
+    enum Event { has_first_maximum = 4, has_second_maximum = 5, has_first_weights = 6, has_second_weights = 8 };
     __device__ __forceinline__ static void notify(Event event) { ptx::named_barrier_arrive(event, consumer_threads); }
     __device__ __forceinline__ static void await(Event event) { ptx::named_barrier_sync(event, consumer_threads); }
 
@@ -101,7 +106,7 @@ struct Seesaw {
 
     // Adds the products of this warpgroup's tile and Q in the 256 channels of a part, or overwrites s.
     __device__ __forceinline__ void multiply_part(float (&s)[32], int part, bool accumulate) {
-        const uint64_t k_first = ptx::wgmma_descriptor(keys(own)), q_first = ptx::wgmma_descriptor(shared + smem::q);
+        const uint64_t k_first = ptx::wgmma_descriptor(keys(own)), q_first = ptx::wgmma_descriptor(operand(smem::q));
         derived().await(own, static_cast<Part>(part));
         ptx::wgmma_fence();
 #pragma unroll
@@ -169,20 +174,29 @@ struct Seesaw {
         ptx::wgmma_commit_group();
     }
     __device__ __forceinline__ void add_other_values(int stored) {
-        const uint64_t p = ptx::wgmma_descriptor(shared + stored);
+        const uint64_t p = ptx::wgmma_descriptor(operand(stored));
         ptx::wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 4; ++k) ptx::wgmma_values(o, p + 2 * k, values(1 - own) + k * 128, true);
         ptx::wgmma_commit_group();
     }
 
-    // Attends to a pair of tiles, or to one.
+    // The scores of this warpgroup's tile, scaled only by `mask`.
+    __device__ __forceinline__ void scores(float (&s)[32]) {
+        derived().begin_scores(s);
+        derived().end_scores(s);
+        finish(s);
+        derived().release_scores();
+    }
+
+    // Attends to a pair of tiles, or to one. s: of warpgroup 0 the scores of its tile, which become those of its next one if
+    // there is any, `more`.
     template <bool pair, class Inside>
-    __device__ __forceinline__ void attend(Inside inside) {
-        float s[32], maximum[2];
+    __device__ __forceinline__ void attend(float (&s)[32], const Inside& inside, bool more) {
+        float maximum[2];
         uint32_t p[4][4];
         if constexpr (own == 0) {
-            derived().mask(s, derived().scores(s, inside));
+            derived().mask(s, inside);
             find_maximum(s, highest, maximum);
             float scale[2];
 #pragma unroll
@@ -195,13 +209,16 @@ struct Seesaw {
                 }
             }
             notify(has_first_maximum);
+            rescale(scale[0], scale[1]);
             weights(s, maximum);
 #pragma unroll
             for (int k = 0; k < 4; ++k) pack(s, k, p[k]);
-            rescale(scale[0], scale[1]);
             fence_operands(o);
             add_own_values(p);
-            await(has_second_weights);
+            ptx::wgmma_wait_group<0>();
+            fence_operands(o);
+            barriers.release(0, left);  // before anything else is waited for: its next rows are multiplied first
+            await(has_second_maximum);
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 scale[h] = shared_value(scale_1, h);
@@ -218,23 +235,34 @@ struct Seesaw {
             }
             ptx::fence_proxy_async();
             notify(has_first_weights);
+            rescale(scale[0], scale[1]);
+            fence_operands(o);
+            if constexpr (pair) {
+                await(has_second_weights);  // warpgroup 1 has seen that V₁ is there
+                add_other_values(smem::p_second);
+            }
+            derived().begin_next(pair);
+            if (more) {
+                fence_operands(s);
+                derived().begin_scores(s);  // right behind the values of this pair
+                if constexpr (pair) {
+                    ptx::wgmma_wait_group<1>();
+                    derived().release_second_left();
+                }
+                derived().end_scores(s);
+            }
             ptx::wgmma_wait_group<0>();
             fence_operands(o);
-            barriers.release(0, left);
-            rescale(scale[0], scale[1]);
-            if constexpr (pair) {
-                derived().await(1, left);
-                fence_operands(o);
-                add_other_values(smem::p_second);
-                ptx::wgmma_wait_group<0>();
-                fence_operands(o);
+            fence_operands(s);
+            if (more)
+                derived().release_scores();
+            else if constexpr (pair)
                 derived().release_second_left();
-            }
         } else {
             if constexpr (pair) {
-                const auto of_tile = derived().scores(s, inside);
+                scores(s);
                 await(has_first_maximum);
-                derived().mask(s, of_tile);
+                derived().mask(s, inside);
             } else {
                 await(has_first_maximum);
             }
@@ -253,31 +281,32 @@ struct Seesaw {
                     shared_value(scale_1, h) = second;
                 }
             }
+            notify(has_second_maximum);
+            rescale(scale[0], scale[1]);
             if constexpr (pair) {
                 weights(s, maximum);
 #pragma unroll
-                for (int k = 0; k < 4; ++k) {
-                    pack(s, k, p[k]);
-                    store(p[k], k, smem::p_second);
-                }
+                for (int k = 0; k < 4; ++k) pack(s, k, p[k]);
+            }
+            fence_operands(o);
+            if constexpr (pair) {
+                add_own_values(p);
+#pragma unroll
+                for (int k = 0; k < 4; ++k) store(p[k], k, smem::p_second);  // while they are multiplied
                 ptx::fence_proxy_async();
             }
-            notify(has_second_weights);
-            rescale(scale[0], scale[1]);
-            fence_operands(o);
-            if constexpr (pair) add_own_values(p);
-            await(has_first_weights);
-            derived().await(0, right);
+            await(has_first_weights);  // warpgroup 0 has seen that V₀ is there
             add_other_values(smem::p_first);
             if constexpr (pair) {
+                notify(has_second_weights);  // only now: warpgroup 0 multiplies much, and the right values are released before
                 ptx::wgmma_wait_group<1>();
                 barriers.release(1, right);
             }
             ptx::wgmma_wait_group<0>();
             fence_operands(o);
             barriers.release(0, right);
+            derived().begin_next(pair);
         }
-        derived().begin_next(pair);
     }
 
     // Adds the weights of each head, of both warpgroups.

@@ -34,6 +34,7 @@ struct Consumer : Seesaw<Consumer<own>, own> {
     const float factor;  // of the scores, in log₂
     uint32_t q_rotary[4][4];
     uint32_t parity = 0;  // of the step
+    uint2 valid;          // bits of the keys of this warpgroup's tile
     uint32_t seen;        // not 0: the item has had valid keys
 
     __device__ __forceinline__ Consumer(uint8_t* shared, ListBarriers& barriers, float scale, int warp, int first_head)
@@ -45,27 +46,37 @@ struct Consumer : Seesaw<Consumer<own>, own> {
     }
     using Base::await;
 
-    // Returns the bits of the valid keys.
-    __device__ __forceinline__ uint2 scores(float (&s)[32], int) {
+    // In the order in which parts are gathered.
+    __device__ __forceinline__ void begin_scores(float (&s)[32]) {
+        if constexpr (own == 1) multiply_rotary(s);
+        Base::multiply_part(s, own, own == 1);
+        ptx::wgmma_commit_group();
+    }
+
+    // Reads the bits of the valid keys, too.
+    __device__ __forceinline__ void end_scores(float (&s)[32]) {
+        if constexpr (own == 0) multiply_rotary(s);
+        Base::multiply_part(s, 1 - own, true);
+        ptx::wgmma_commit_group();
+        of_lists.listed.wait(parity);
+        const uint4 bits = reinterpret_cast<const uint4*>(shared + smem::valid)[parity];
+        valid = own == 0 ? make_uint2(bits.x, bits.y) : make_uint2(bits.z, bits.w);
+        // In every thread: after a branch that some threads of a warp take, ptxas would no longer have wgmma's descriptors in
+        // uniform registers, and would move them there, four words before each wgmma.
+        seen |= bits.x | bits.y | bits.z | bits.w;
+    }
+
+    __device__ __forceinline__ void release_scores() const { barriers.release(own, rotary_part); }
+
+    __device__ __forceinline__ void multiply_rotary(float (&s)[32]) {
         const uint64_t k_tile = ptx::wgmma_descriptor(keys(own) + (tiles - 1) * tile);
         await(own, rotary_part);
         ptx::wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < 4; ++k) ptx::wgmma_registers(s, q_rotary[k], k_tile + 2 * k, k > 0);
-        Base::multiply_part(s, own, true);  // in the order in which parts are gathered
-        Base::multiply_part(s, 1 - own, true);
-        ptx::wgmma_commit_group();
-        of_lists.listed.wait(parity);
-        const uint4 valid = reinterpret_cast<const uint4*>(shared + smem::valid)[parity];
-        // In every thread: after a branch that some threads of a warp take, ptxas would no longer have wgmma's descriptors in
-        // uniform registers, and would move them there, four words before each wgmma.
-        seen |= valid.x | valid.y | valid.z | valid.w;
-        Base::finish(s);
-        barriers.release(own, rotary_part);
-        return own == 0 ? make_uint2(valid.x, valid.y) : make_uint2(valid.z, valid.w);
+        for (int k = 0; k < 4; ++k) ptx::wgmma_registers(s, q_rotary[k], k_tile + 2 * k, own == 0 || k > 0);
     }
 
-    __device__ __forceinline__ void mask(float (&s)[32], uint2 valid) const {
+    __device__ __forceinline__ void mask(float (&s)[32], int) const {
 #pragma unroll
         for (int r = 0; r < 32; ++r) s[r] *= factor;
         if ((valid.x & valid.y) == all_lanes) return;
@@ -105,7 +116,9 @@ struct Consumer : Seesaw<Consumer<own>, own> {
         Item item;
         while (items.next(item, lists)) {
             begin(q, items.row(item.unit), results.n_heads);
-            for (int n = item.n_steps; n > 0; --n) Base::template attend<true>(0);
+            float s[32];
+            if (own == 0 && item.n_steps > 0) Base::scores(s);
+            for (int n = item.n_steps; n > 0; --n) Base::template attend<true>(s, 0, n > 1);
             end(results, item.unit, items.n_splits == 1);
         }
     }
