@@ -131,7 +131,6 @@ struct Consumer : Seesaw<Consumer<own>, own> {
         Base::find_sums(all);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            if (head(h) >= results.n_heads) continue;
             const float inverse = all[h] == 0.0f ? 0.0f : __frcp_rn(all[h]);  // 0: the head's query has no positions here
             const float lse = Base::highest[h] + log2f(all[h]);
             Base::store_results(results, item.whole ? item.row : item.slot, item.whole, h, inverse, lse);

@@ -92,9 +92,10 @@ struct Seesaw {
     // The rotary channels of Q as wgmma's left operand.
     __device__ __forceinline__ void load_rotary(uint32_t (&q_rotary)[4][4]) const {
         uint8_t* of_q = shared + smem::q + (tiles - 1) * tile;
+        const int own_lane = ptx::opaque(lane);  // the addresses are computed here, not kept in registers
 #pragma unroll
         for (int k = 0; k < 4; ++k)
-            ptx::ldmatrix_x4(q_rotary[k], swizzled(of_q, 16 * warp + lane % 16, 32 * k + lane / 16 * 16));
+            ptx::ldmatrix_x4(q_rotary[k], swizzled(of_q, 16 * warp + own_lane % 16, 32 * k + own_lane / 16 * 16));
     }
 
     __device__ __forceinline__ void clear() {
@@ -324,19 +325,42 @@ struct Seesaw {
         for (int h = 0; h < 2; ++h) all[h] = shared_value(maximum_0, h) + shared_value(sum, h);
     }
 
-    // Stores this warpgroup's half of the channels of head h, times `inverse`; row: of the results, of all heads.
+    // Gives the lanes of four, of which each has two channels of four groups of eight, the eight channels of a group each.
+    __device__ __forceinline__ void gather_channels(uint32_t (&pairs)[4]) const {
+        const bool odd = lane & 1, upper = lane & 2;
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) {
+            const uint32_t other = __shfl_xor_sync(all_lanes, odd ? pairs[i] : pairs[i + 1], 1);
+            (odd ? pairs[i] : pairs[i + 1]) = other;
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const uint32_t other = __shfl_xor_sync(all_lanes, upper ? pairs[i] : pairs[i + 2], 2);
+            (upper ? pairs[i] : pairs[i + 2]) = other;
+        }
+    }
+
+    // Stores this warpgroup's half of the channels of head h, times `inverse`, if there is such a head; row: of the results,
+    // of all heads. By all lanes of a warp: BF16 is stored in 64 bytes of a head, not in the 16 that four lanes have together.
     __device__ __forceinline__ void store_results(
         const Results& results, int row, bool is_final, int h, float inverse, float lse) const {
+        const bool exists = head(h) < results.n_heads;
         const int64_t to = static_cast<int64_t>(row) * results.n_heads + head(h);
-        const int64_t first = to * latent + own * 256 + 2 * (lane % 4);
+        const int64_t first = to * latent + own * 256;
         if (is_final) {
-            uint16_t* out = results.out + first;
+            uint16_t* out = results.out + first + 8 * (lane % 4);
 #pragma unroll
-            for (int j = 0; j < 32; ++j)
-                *reinterpret_cast<uint32_t*>(out + 8 * j) =
-                    ptx::pack_bf16(o[4 * j + 2 * h] * inverse, o[4 * j + 2 * h + 1] * inverse);
-        } else {
-            float* out = results.partial + first;
+            for (int j = 0; j < 32; j += 4) {
+                uint32_t pairs[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    pairs[i] = ptx::pack_bf16(o[4 * (j + i) + 2 * h] * inverse, o[4 * (j + i) + 2 * h + 1] * inverse);
+                gather_channels(pairs);
+                if (exists)
+                    *reinterpret_cast<uint4*>(out + 8 * j) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+            }
+        } else if (exists) {
+            float* out = results.partial + first + 2 * (lane % 4);
 #pragma unroll
             for (int j = 0; j < 32; ++j)
                 *reinterpret_cast<float2*>(out + 8 * j) =

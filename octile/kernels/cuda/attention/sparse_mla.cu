@@ -104,10 +104,9 @@ struct Consumer : Seesaw<Consumer<own>, own> {
         const bool has_keys = seen != 0;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            if (Base::head(h) >= results.n_heads) continue;
             const float lse = has_keys ? present_lse(Base::highest[h] + log2f(all[h])) : minus_infinity();
             Base::store_results(results, unit, is_final, h, has_keys ? __frcp_rn(all[h]) : 0.0f, lse);
-            if (own == 0 && is_final && results.lse != nullptr && lane % 4 == 0)
+            if (own == 0 && is_final && results.lse != nullptr && lane % 4 == 0 && Base::head(h) < results.n_heads)
                 results.lse[static_cast<int64_t>(unit) * results.n_heads + Base::head(h)] = lse * 0.69314718f;
         }
     }
