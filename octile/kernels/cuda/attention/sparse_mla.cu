@@ -2,8 +2,9 @@
 //
 // Each query has a list of positions. A producer warpgroup gathers their rows into two tiles of 64 keys, a step of 128
 // entries of the list (sparse_rows.cuh), and two consumer warpgroups multiply them by the queries (seesaw.cuh). Entries
-// that are no position are gathered as zeros, and their scores are −∞. The rotary channels of Q are in registers; P₁ is
-// stored where they were.
+// that are no position are gathered as zeros, and their scores are −∞. With rows in BF16 the rotary channels of Q are in
+// registers, and P₁ is stored where they were. With rows in FP8 the producers have those registers, and P₁ is stored in place
+// of the second tile's rotary channels.
 //
 // Source: FlashMLA's sparse prefill (https://github.com/deepseek-ai/FlashMLA).
 #include "sparse_rows.cuh"
@@ -11,7 +12,7 @@
 namespace smem {
 constexpr int keys = 0;                         // two tiles; first: their swizzle needs 1024-byte alignment
 constexpr int q = keys + 2 * tiles * tile;
-constexpr int p_second = q + (tiles - 1) * tile;
+constexpr int p_second = config::fp8 ? keys + (2 * tiles - 1) * tile : q + (tiles - 1) * tile;
 constexpr int p_first = q + tiles * tile;
 constexpr int rows = p_first + tile;              // float [5][64]
 constexpr int slots = rows + 5 * heads * 4;       // int [2][128]: of the rows of a step, or −1
@@ -24,6 +25,8 @@ static_assert(bytes == config::shared_bytes, "sparse_mla.py computes the same");
 #include "seesaw.cuh"
 #include "wgmma_registers.cuh"
 
+constexpr bool rotary_in_registers = !config::fp8;  // of Q
+
 // One of the two consumer warpgroups.
 template <int own>
 struct Consumer : Seesaw<Consumer<own>, own> {
@@ -32,7 +35,7 @@ struct Consumer : Seesaw<Consumer<own>, own> {
 
     ListBarriers& of_lists;
     const float factor;  // of the scores, in log₂
-    uint32_t q_rotary[4][4];
+    uint32_t q_rotary[4][4];  // if it is in registers
     uint32_t parity = 0;  // of the step
     uint2 valid;          // bits of the keys of this warpgroup's tile
     uint32_t seen;        // not 0: the item has had valid keys
@@ -42,21 +45,22 @@ struct Consumer : Seesaw<Consumer<own>, own> {
 
     __device__ __forceinline__ void await(int which, Part part) const {
         barriers.full[which][part].wait(parity);
-        ptx::fence_proxy_async();  // the rows are ordinary stores
+        if constexpr (!config::fp8) ptx::fence_proxy_async();  // the rows are ordinary stores
     }
     using Base::await;
 
-    // In the order in which parts are gathered.
+    // In the order in which parts are gathered. The rotary channels of rows in FP8 come with the left values.
     __device__ __forceinline__ void begin_scores(float (&s)[32]) {
-        if constexpr (own == 1) multiply_rotary(s);
-        Base::multiply_part(s, own, own == 1);
+        if constexpr (own == 1 && rotary_in_registers) multiply_rotary(s, false);
+        Base::multiply_part(s, own, own == 1 && rotary_in_registers);
         ptx::wgmma_commit_group();
     }
 
     // Reads the bits of the valid keys, too.
     __device__ __forceinline__ void end_scores(float (&s)[32]) {
-        if constexpr (own == 0) multiply_rotary(s);
+        if constexpr (own == 0) multiply_rotary(s, true);
         Base::multiply_part(s, 1 - own, true);
+        if constexpr (own == 1 && !rotary_in_registers) multiply_rotary(s, true);
         ptx::wgmma_commit_group();
         of_lists.listed.wait(parity);
         const uint4 bits = reinterpret_cast<const uint4*>(shared + smem::valid)[parity];
@@ -66,14 +70,24 @@ struct Consumer : Seesaw<Consumer<own>, own> {
         seen |= bits.x | bits.y | bits.z | bits.w;
     }
 
-    __device__ __forceinline__ void release_scores() const { barriers.release(own, rotary_part); }
+    __device__ __forceinline__ void release_scores() const {
+        if constexpr (own == 0 || rotary_in_registers) barriers.release(own, rotary_part);
+    }
 
-    __device__ __forceinline__ void multiply_rotary(float (&s)[32]) {
+    __device__ __forceinline__ void multiply_rotary(float (&s)[32], bool accumulate) {
         const uint64_t k_tile = ptx::wgmma_descriptor(keys(own) + (tiles - 1) * tile);
-        await(own, rotary_part);
-        ptx::wgmma_fence();
+        const uint64_t q_tile = ptx::wgmma_descriptor(Base::operand(smem::q + (tiles - 1) * tile));
+        if constexpr (rotary_in_registers) {
+            await(own, rotary_part);
+            ptx::wgmma_fence();
+        }
 #pragma unroll
-        for (int k = 0; k < 4; ++k) ptx::wgmma_registers(s, q_rotary[k], k_tile + 2 * k, own == 0 || k > 0);
+        for (int k = 0; k < 4; ++k) {
+            if constexpr (rotary_in_registers)
+                ptx::wgmma_registers(s, q_rotary[k], k_tile + 2 * k, accumulate || k > 0);
+            else
+                ptx::wgmma(s, q_tile + 2 * k, k_tile + 2 * k, accumulate || k > 0);
+        }
     }
 
     __device__ __forceinline__ void mask(float (&s)[32], int) const {
@@ -86,15 +100,20 @@ struct Consumer : Seesaw<Consumer<own>, own> {
             if (!(own_bits[r / 16] >> (8 * (r / 4 % 4) + r % 2) & 1)) s[r] = minus_infinity();
     }
 
-    __device__ __forceinline__ void release_second_left() const { barriers.release(1, left); }
+    __device__ __forceinline__ void release_second_left() const {
+        barriers.release(1, left);
+        if constexpr (!rotary_in_registers) barriers.release(1, rotary_part);
+    }
     __device__ __forceinline__ void begin_next(bool) { parity ^= 1; }
 
     __device__ __forceinline__ void begin(const uint16_t* q, int row, int n_heads) {
         Base::load_queries(q + (static_cast<int64_t>(row) * n_heads + Base::first_head) * width, n_heads);
         Base::sync_both();
-        Base::load_rotary(q_rotary);
+        if constexpr (rotary_in_registers) {
+            Base::load_rotary(q_rotary);
+            Base::sync_both();  // before P₁ is written
+        }
         seen = 0;
-        Base::sync_both();  // before P₁ is written
         Base::clear();
     }
 

@@ -25,10 +25,10 @@ WIDTH = LATENT + ROTARY
 HEADS, STEP_KEYS = 64, 128  # of a thread block, and entries of a list that it attends to together
 TILES, TILE = WIDTH // 64, 64 * 64 * 2  # of 64 rows in BF16: 64 channels each, and its bytes
 # of a thread block, as sparse_mla.cu divides it
-SHARED = (3 * TILES + 1) * TILE + 5 * HEADS * 4 + 2 * STEP_KEYS * 4 + 2 * 16 + 13 * 8
+SHARED = (3 * TILES + 1) * TILE + 5 * HEADS * 4 + 2 * STEP_KEYS * 4 + 2 * 16 + 17 * 8
 THREADS = 384  # two consumer warpgroups and one of producers
 MERGE_THREADS = LATENT // 4
-REGISTERS = {True: (72, 216), False: (40, 232)}  # of producers and consumers, by whether rows are FP8
+REGISTERS = {True: (88, 208), False: (40, 232)}  # of producers and consumers, by whether rows are FP8
 MAX_SPLITS = 128
 ITEM_COST, SPLIT_COST = 1, 1  # steps that take as long as an item's beginning and end, and more if its list is divided
 MAX_KEYS = 1024

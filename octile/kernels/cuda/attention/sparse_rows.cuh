@@ -21,10 +21,12 @@ constexpr int row_bytes = config::fp8 ? latent + 4 * (latent / 128) + 2 * rotary
 __device__ __forceinline__ float present_lse(float lse) { return lse == minus_infinity() ? -3.402823466e38f : lse; }
 
 struct ListBarriers : Barriers {
-    ptx::Mbarrier listed;  // the bits of a step's valid keys are there
+    ptx::Mbarrier listed;                  // the bits of a step's valid keys are there
+    ptx::Mbarrier landed[producer_warps];  // of FP8: the rotary channels that a warp copies
 
     __device__ __forceinline__ void init() {
         listed.init(producer_warps);
+        for (int warp = 0; warp < producer_warps; ++warp) landed[warp].init(32);
         Barriers::init(producer_threads);
     }
 };
@@ -136,6 +138,10 @@ struct Producer {
         return cache + static_cast<int64_t>(max(slot, 0)) * row_bytes;
     }
 
+    // Of FP8: a warp waits for the rotary channels that it copies before it reports the values that it converts next. So they
+    // need no barrier of the consumers, who need no proxy fence.
+    __device__ __forceinline__ ptx::Mbarrier& landed() const { return barriers.landed[thread() / 32]; }
+
     // Copies tiles of a part without converting them, from `byte` of the rows on.
     __device__ __forceinline__ void copy(const int* of_tile, int which, Part part, int byte) {
         const int own = ptx::opaque(thread()), group = own / 8, column = own % 8;
@@ -150,7 +156,10 @@ struct Producer {
             for (int t = 0; t < count; ++t)
                 ptx::cp_async_16(to + t * tile + 16 * i * 128, from + 128 * t, slot >= 0);
         }
-        barriers.full[which][part].arrive_after_copies();
+        if constexpr (config::fp8)
+            landed().arrive_after_copies();
+        else
+            barriers.full[which][part].arrive_after_copies();
     }
 
     // Of FP8: a warp loads and converts 16 vectors of two rows at a time, so that its stores have no bank conflicts.
@@ -198,6 +207,7 @@ struct Producer {
                 store(high + 8 * 128 * (first + i), values[i][1], which, part);
             }
         }
+        if (part == left) landed().wait(which);  // two phases a step
         ptx::fence_proxy_async();
         __syncwarp();
         if (ptx::lane_id() != 0) return;
@@ -242,25 +252,25 @@ struct Producer {
             look_up(following);
             const Entry after = next_entry();
             copy(first, 0, rotary_part, row_bytes - 2 * rotary);  // in the order in which the consumers release the parts
-            if constexpr (config::fp8)
+            if constexpr (config::fp8) {
                 convert(first, 0, left, second, right);
-            else
+                convert(second, 1, right, first, right);
+            } else {
                 copy(first, 0, left, 0);
-            copy(second, 1, rotary_part, row_bytes - 2 * rotary);
+                copy(second, 1, rotary_part, row_bytes - 2 * rotary);
+                copy(second, 1, right, latent);
+            }
             if (ptx::lane_id() == 0) {  // both consumers have read the bits of the step before
                 valid[step % 2 * 4 + thread() / 32] = bits;
                 barriers.listed.arrive();
             }
             __syncwarp();
-            if constexpr (config::fp8)
-                convert(second, 1, right, first, right);
-            else
-                copy(second, 1, right, latent);
             slot = slot_of(following);
             next[thread()] = slot;
             sync();
             if constexpr (config::fp8) {
                 convert(first, 0, right, second, left);
+                copy(second, 1, rotary_part, row_bytes - 2 * rotary);
                 convert(second, 1, left, following.exists() ? next : nullptr, left);
             } else {
                 copy(first, 0, right, latent);
