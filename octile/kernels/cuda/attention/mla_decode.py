@@ -184,7 +184,7 @@ class _Specialized(NamedTuple):
 
 
 def _plan_64(is_fp8: bool, cluster: int) -> _Specialized:
-    shared = (3 * TILES + 1) * TILE + 6 * 64 * 4 + 2 * 2 * 3 * 8  # mla_decode_64.cu divides it
+    shared = (3 * TILES + 1) * TILE + 8 * 64 * 4 + (2 * 2 * 3 + 5) * 8  # mla_decode_64.cu divides it
     header = partial(wgmma.header, a="bf16", b="bf16")
     headers = {
         "wgmma.cuh": header(64),

@@ -4,8 +4,9 @@
 // Two consumer warpgroups take pages in pairs (seesaw.cuh); mla_pages_64.cuh has how they are loaded.
 //
 // NOTES
-// - With a cache in BF16 the rotary channels of Q are in registers, and P₁ is stored where they were. With one in FP8 the
-//   converter warps have those registers, and P₁ is stored in place of the second page's rotary channels.
+// - P₁ is stored in place of the second page's rotary channels.
+// - With a cache in BF16 the rotary channels of Q are in registers, and idle warps copy the next queries as soon as the last
+//   scores of an item are computed. With one in FP8 the converter warps have these registers, and the consumers load Q.
 // - Rows of a page after the last position may hold anything, also NaN: their weights are zero, and V is set to zero there.
 #include "ptx.cuh"
 #include "convert.cuh"
@@ -16,8 +17,7 @@
 #include "wgmma_registers.cuh"
 
 constexpr bool rotary_in_registers = !config::fp8;  // of Q
-// Of several queries: the positions of the row that a head does not attend to.
-constexpr RowValue beyond = row_values;
+constexpr bool loads_queries = config::fp8;          // the consumers do
 
 // The positions from a warpgroup's page on that are within the row's length: a page's at least, unless it is among the last
 // two of an item. In the loop over the others there is no code for a page's end, for which it would have no registers.
@@ -32,29 +32,44 @@ struct Consumer : Seesaw<Consumer<own>, own> {
     using Base = Seesaw<Consumer<own>, own>;
     using Base::await, Base::barriers, Base::head, Base::keys, Base::lane, Base::shared, Base::shared_value;
 
-    static constexpr bool rotary_first = own == 1 && rotary_in_registers;
+    // Of several queries: the positions of the row that a head does not attend to; each warp has its own heads'.
+    static constexpr RowValue beyond = static_cast<RowValue>(row_values + own);
 
+    PageBarriers& of_pages;
     const float factor;       // of the scores, in log₂
     uint32_t q_rotary[4][4];  // if it is in registers
     uint32_t parity[2];       // of the pages of both warpgroups
+    uint32_t q_parity = 0;
+    int left_scores;          // pages of the item whose scores are not there yet
 
-    __device__ __forceinline__ Consumer(uint8_t* shared, Barriers& barriers, float scale, int warp, int first_head)
-        : Base(shared, barriers, warp, first_head), factor(scale * 1.44269504f), parity{0, 0} {}
+    __device__ __forceinline__ Consumer(uint8_t* shared, PageBarriers& barriers, float scale, int warp, int first_head)
+        : Base(shared, barriers, warp, first_head), of_pages(barriers), factor(scale * 1.44269504f), parity{0, 0} {}
 
     __device__ __forceinline__ void await(int which, Part part) const { barriers.full[which][part].wait(parity[which]); }
 
     __device__ __forceinline__ void begin(const uint16_t* q, int n_heads, const Item& item, const Lengths& lengths) {
-        Base::load_queries(q + (static_cast<int64_t>(item.row) * n_heads + Base::first_head) * width, n_heads);
-        if (config::queries > 1 && own == 0 && lane % 4 == 0)
+        if constexpr (loads_queries)
+            Base::load_queries(q + (static_cast<int64_t>(item.row) * n_heads + Base::first_head) * width, n_heads);
+        if (config::queries > 1 && lane % 4 == 0)
 #pragma unroll
             for (int h = 0; h < 2; ++h)
                 shared_value(beyond, h) = __int_as_float(item.length - lengths.of_head(item.row, head(h), n_heads));
-        Base::sync_both();
-        if constexpr (rotary_in_registers) {
-            Base::load_rotary(q_rotary);
-            Base::sync_both();  // before P₁ is written
+        if constexpr (loads_queries) {
+            Base::sync_both();
+        } else {
+            of_pages.q_full.wait(q_parity);
+            q_parity ^= 1;
+            __syncwarp();
         }
+        if constexpr (rotary_in_registers) Base::load_rotary(q_rotary);
         Base::clear();
+    }
+
+    // Once the last scores of an item are there.
+    __device__ __forceinline__ void release_queries(bool is_last) {
+        if constexpr (loads_queries) return;
+        __syncwarp();
+        if (is_last && lane == 0) of_pages.q_empty.arrive();
     }
 
     __device__ __forceinline__ void multiply_rotary(float (&s)[32], bool accumulate) {
@@ -73,26 +88,27 @@ struct Consumer : Seesaw<Consumer<own>, own> {
 
     // In the order in which parts are written.
     __device__ __forceinline__ void begin_scores(float (&s)[32]) {
-        if constexpr (rotary_first) multiply_rotary(s, false);
-        Base::multiply_part(s, own, rotary_first);
+        Base::multiply_part(s, own, false);
         ptx::wgmma_commit_group();
     }
 
     __device__ __forceinline__ void end_scores(float (&s)[32]) {
         Base::multiply_part(s, 1 - own, true);
-        if constexpr (!rotary_first) multiply_rotary(s, true);
+        multiply_rotary(s, true);
         ptx::wgmma_commit_group();
     }
 
-    __device__ __forceinline__ void release_scores() const {
-        if constexpr (own == 0 || rotary_in_registers) barriers.release(own, rotary_part);
+    __device__ __forceinline__ void release_scores() {
+        if constexpr (own == 0) barriers.release(own, rotary_part);
+        release_queries(--left_scores == 0);
     }
 
     template <bool last>
     __device__ __forceinline__ void mask(float (&s)[32], const Inside<last>& inside) const {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const int of_head = config::queries > 1 ? inside.positions - __float_as_int(shared_value(beyond, h)) : inside.positions;
+            int of_head = inside.positions;
+            if constexpr (config::queries > 1) of_head -= __float_as_int(shared_value(beyond, h));
 #pragma unroll
             for (int j = 0; j < 8; ++j)
 #pragma unroll
@@ -118,7 +134,7 @@ struct Consumer : Seesaw<Consumer<own>, own> {
 
     __device__ __forceinline__ void release_second_left() const {
         barriers.release(1, left);
-        if constexpr (!rotary_in_registers) barriers.release(1, rotary_part);
+        barriers.release(1, rotary_part);
     }
 
     __device__ __forceinline__ void begin_next(bool pair) {
@@ -126,14 +142,15 @@ struct Consumer : Seesaw<Consumer<own>, own> {
         parity[1] ^= pair;
     }
 
-    __device__ __forceinline__ void end(const Results& results, const Item& item) {
+    // to: the row of final results, or −1 − the slot of partial ones.
+    __device__ __forceinline__ void end(const Results& results, int to) {
         float all[2];
         Base::find_sums(all);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const float inverse = all[h] == 0.0f ? 0.0f : __frcp_rn(all[h]);  // 0: the head's query has no positions here
             const float lse = Base::highest[h] + log2f(all[h]);
-            Base::store_results(results, item.whole ? item.row : item.slot, item.whole, h, inverse, lse);
+            Base::store_results(results, to >= 0 ? to : ~to, to >= 0, h, inverse, lse);
         }
     }
 
@@ -142,11 +159,14 @@ struct Consumer : Seesaw<Consumer<own>, own> {
         while (items.next(item)) {
             begin(q, results.n_heads, item, items.lengths);
             int inside = item.length - (item.first_page + own) * page_rows;
-            float s[32];
-            if constexpr (own == 0) Base::scores(s);
             // As the result of a reduction n_pages is in a uniform register: ptxas would otherwise take the loop for one that
             // threads of a warp leave at different times, and would move wgmma's descriptors to uniform registers each time.
             const int n_pages = __reduce_max_sync(all_lanes, item.n_pages);
+            const int to = __reduce_max_sync(all_lanes, item.whole ? item.row : ~item.slot);
+            left_scores = (n_pages + 1 - own) / 2;
+            if constexpr (own == 1) release_queries(left_scores == 0);
+            float s[32];
+            if constexpr (own == 0) Base::scores(s);
             int page = 2;
 #pragma unroll 1
             for (; page < n_pages; page += 2, inside -= 2 * page_rows)
@@ -155,7 +175,7 @@ struct Consumer : Seesaw<Consumer<own>, own> {
                 Base::template attend<true>(s, Inside<true>{inside}, false);
             else
                 Base::template attend<false>(s, Inside<true>{inside}, false);
-            end(results, item);
+            end(results, to);
         }
     }
 };
@@ -167,12 +187,12 @@ mla_decode_64(const __grid_constant__ TensorMap map, const uint8_t* cache, const
               const int* lengths, uint16_t* out, float* partial, float* lse, int* starts, float scale, int n_heads,
               int page_step, int length_step, int rows, int n_splits, int ranges) {
     uint8_t* shared = ptx::dynamic_shared();
-    Barriers& barriers = *reinterpret_cast<Barriers*>(shared + smem::barriers);
+    PageBarriers& barriers = *reinterpret_cast<PageBarriers*>(shared + smem::barriers);
     const Arguments arguments{cache, q, pages, out, partial, lse, scale, n_heads, page_step};
     const Role role(n_heads, heads);
     if (threadIdx.x == 0) {
         ptx::prefetch_tensormap(&map);
-        barriers.init(1);
+        barriers.init();
     }
     sync_all();
     // In each branch anew: registers that all branches share are spilled.
@@ -184,6 +204,9 @@ mla_decode_64(const __grid_constant__ TensorMap map, const uint8_t* cache, const
             produce(Converter(shared, barriers, &map, cache), arguments, items);
         else if (role.is_producer())
             produce(Loader{shared, barriers, &map}, arguments, items);
+        else
+            QueryLoader{role.warp - consumer_threads / 32 - 1, barriers, {q, n_heads, role.first_head, shared + smem::q}}
+                .run(items);
     } else {
         ptx::setmaxnreg_inc<config::fp8 ? 216 : 232>();
         Items items = items_here();

@@ -10,18 +10,30 @@
 // (https://github.com/deepseek-ai/FlashMLA, docs/20250929-hopper-fp8-sparse-deep-dive.md).
 #pragma once
 #include "convert.cuh"
+#include "queries.cuh"
 #include "split_kv.cuh"
 #include "tiles.cuh"
+
+struct PageBarriers : Barriers {
+    ptx::Mbarrier q_full, q_empty, copied[3];  // the queries of an item, from a cache in BF16
+
+    __device__ __forceinline__ void init() {
+        Barriers::init(1);
+        q_full.init(3);
+        q_empty.init(consumer_threads / 32);
+        for (int warp = 0; warp < 3; ++warp) copied[warp].init(32);
+        ptx::fence_mbarrier_init();
+    }
+};
 
 namespace smem {
 constexpr int keys = 0;  // two pages; first: their swizzle needs 1024-byte alignment
 constexpr int q = keys + 2 * tiles * tile;
-// P₁: where the rotary channels of Q were, or, if those stay, of the second page.
-constexpr int p_second = config::fp8 ? keys + (2 * tiles - 1) * tile : q + (tiles - 1) * tile;
-constexpr int p_first = q + tiles * tile;         // P₀
-constexpr int rows = p_first + tile;              // [6][64] of 4 bytes: see `RowValue`
-constexpr int barriers = rows + 6 * heads * 4;
-constexpr int bytes = barriers + 2 * 2 * parts * int(sizeof(ptx::Mbarrier));
+constexpr int p_second = keys + (2 * tiles - 1) * tile;  // P₁: where the second page's rotary channels were
+constexpr int p_first = q + tiles * tile;                // P₀
+constexpr int rows = p_first + tile;                     // [8][64] of 4 bytes: see `RowValue`
+constexpr int barriers = rows + 8 * heads * 4;
+constexpr int bytes = barriers + int(sizeof(PageBarriers));
 static_assert(bytes == config::shared_bytes, "mla_decode.py computes the same");
 }  // namespace smem
 
@@ -55,14 +67,40 @@ struct Loader {
             if (lane == 0) {
                 load(0, rotary_part, first);
                 load(0, left, first);
-                if (pair) load(1, rotary_part, second);
                 if (pair) load(1, right, second);
                 load(0, right, first);
                 if (pair) load(1, left, second);
+                if (pair) load(1, rotary_part, second);
             }
             __syncwarp();
             parity[0] ^= 1;
             parity[1] ^= pair;
+        }
+    }
+};
+
+// The other three warps of that warpgroup copy the queries of the items, three tiles each.
+struct QueryLoader {
+    const int warp;  // of these
+    PageBarriers& barriers;
+    const Queries queries;
+
+    __device__ __forceinline__ void run(Items& items) const {
+        const int lane = ptx::lane_id();
+        Item item;
+        for (uint32_t parity = 0; items.next(item); parity ^= 1) {
+            barriers.q_empty.wait(parity ^ 1);
+            if (warp == 0)
+                queries.copy<32, 0, 3>(item.row, lane);
+            else if (warp == 1)
+                queries.copy<32, 3, 3>(item.row, lane);
+            else
+                queries.copy<32, 6, 3>(item.row, lane);
+            barriers.copied[warp].arrive_after_copies();
+            barriers.copied[warp].wait(parity);
+            ptx::fence_proxy_async();
+            __syncwarp();
+            if (lane == 0) barriers.q_full.arrive();
         }
     }
 };

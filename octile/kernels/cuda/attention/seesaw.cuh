@@ -26,7 +26,7 @@
 #include "wgmma_values_registers.cuh"
 
 // What the warpgroups tell each other of each head.
-enum RowValue { maximum_0, maximum_1, scale_0, scale_1, sum, row_values };
+enum RowValue { maximum_0, maximum_1, scale_0, scale_1, sum_0, sum_1, row_values };
 
 // The maximum of no scores, of which −∞ can be subtracted: a head without keys so far has weights of zero, not NaN.
 constexpr float lowest = -3.402823466e38f;
@@ -60,7 +60,7 @@ struct Seesaw {
         : shared(shared), barriers(barriers), warp(warp), lane(ptx::lane_id()), first_head(first_head) {}
 
     __device__ __forceinline__ Derived& derived() { return *static_cast<Derived*>(this); }
-    // Where `wgmma` finds what is at `offset`. Opaque: descriptors that are computed before a loop need registers all through it.
+    // Where `wgmma` finds what is at `offset`. Opaque: descriptors that are computed before a loop need registers in all of it.
     __device__ __forceinline__ uint8_t* operand(int offset) const { return shared + ptx::opaque(offset); }
     __device__ __forceinline__ uint8_t* keys(int which) const { return operand(smem::keys + which * tiles * tile); }
     __device__ __forceinline__ float& shared_value(RowValue value, int h) const {
@@ -155,8 +155,10 @@ struct Seesaw {
         for (int r = 0; r < 4; ++r) p[r] = ptx::pack_bf16(s[8 * k + 2 * r], s[8 * k + 2 * r + 1]);
     }
 
+    // Opaque: the addresses of the four k differ in two bits, and are not kept in registers.
     __device__ __forceinline__ void store(const uint32_t (&p)[4], int k, int to) const {
-        ptx::stmatrix_x4(swizzled(shared + to, 16 * warp + lane % 16, 32 * k + lane / 16 * 16), p[0], p[1], p[2], p[3]);
+        const int first = swizzled(shared + to, 16 * warp + lane % 16, lane / 16 * 16) - shared;
+        ptx::stmatrix_x4(shared + (ptx::opaque(first) ^ 32 * k), p[0], p[1], p[2], p[3]);
     }
 
     __device__ __forceinline__ void rescale(float first, float second) {
@@ -299,7 +301,7 @@ struct Seesaw {
             await(has_first_weights);  // warpgroup 0 has seen that V₀ is there
             add_other_values(smem::p_first);
             if constexpr (pair) {
-                notify(has_second_weights);  // only now: warpgroup 0 multiplies much, and the right values are released before
+                notify(has_second_weights);  // only now: warpgroup 0 multiplies much, and V₀'s right half is to be released
                 ptx::wgmma_wait_group<1>();
                 barriers.release(1, right);
             }
@@ -317,12 +319,12 @@ struct Seesaw {
 #pragma unroll
             for (int distance = 1; distance <= 2; distance *= 2)
                 total[h] += __shfl_xor_sync(all_lanes, total[h], distance);
-            // Warpgroup 0 gives its sum where it gave its maximum, which nobody reads any more.
-            if (lane % 4 == 0) shared_value(own == 0 ? maximum_0 : sum, h) = total[h];
+            // Not where the maxima were: warpgroup 0 may have begun another item before warpgroup 1 has read its sums.
+            if (lane % 4 == 0) shared_value(own == 0 ? sum_0 : sum_1, h) = total[h];
         }
         sync_both();
 #pragma unroll
-        for (int h = 0; h < 2; ++h) all[h] = shared_value(maximum_0, h) + shared_value(sum, h);
+        for (int h = 0; h < 2; ++h) all[h] = shared_value(sum_0, h) + shared_value(sum_1, h);
     }
 
     // Gives the lanes of four, of which each has two channels of four groups of eight, the eight channels of a group each.
@@ -341,7 +343,7 @@ struct Seesaw {
     }
 
     // Stores this warpgroup's half of the channels of head h, times `inverse`, if there is such a head; row: of the results,
-    // of all heads. By all lanes of a warp: BF16 is stored in 64 bytes of a head, not in the 16 that four lanes have together.
+    // of all heads. By all lanes of a warp: BF16 is stored in 64 bytes of a head, not in the 16 that four lanes have.
     __device__ __forceinline__ void store_results(
         const Results& results, int row, bool is_final, int h, float inverse, float lse) const {
         const bool exists = head(h) < results.n_heads;

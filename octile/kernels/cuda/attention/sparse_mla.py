@@ -25,7 +25,7 @@ WIDTH = LATENT + ROTARY
 HEADS, STEP_KEYS = 64, 128  # of a thread block, and entries of a list that it attends to together
 TILES, TILE = WIDTH // 64, 64 * 64 * 2  # of 64 rows in BF16: 64 channels each, and its bytes
 # of a thread block, as sparse_mla.cu divides it
-SHARED = (3 * TILES + 1) * TILE + 5 * HEADS * 4 + 2 * STEP_KEYS * 4 + 2 * 16 + 17 * 8
+SHARED = (3 * TILES + 1) * TILE + 6 * HEADS * 4 + 2 * STEP_KEYS * 4 + 2 * 16 + 17 * 8
 THREADS = 384  # two consumer warpgroups and one of producers
 MERGE_THREADS = LATENT // 4
 REGISTERS = {True: (88, 208), False: (40, 232)}  # of producers and consumers, by whether rows are FP8
