@@ -122,6 +122,7 @@ inline void bulk_load(void* to, const void* from, uint32_t bytes, Mbarrier* barr
 }
 inline void bulk_store(void* to, const void* from, uint32_t bytes) { emulator::bulk_store(to, from, bytes); }
 inline void bulk_prefetch(const void* from, uint32_t bytes) { emulator::bulk_prefetch(from, bytes); }
+inline void prefetch_line(const void* from) { emulator::bulk_prefetch(from, 16); }
 inline void store_async(uint32_t to, uint4 value, uint32_t barrier) { emulator::store_async(to, value, barrier); }
 inline void cp_async_16(void* to, const void* from, bool reads) { emulator::cp_async_16(to, from, reads); }
 inline void store_cluster(uint32_t to, uint32_t value) { emulator::store_cluster(to, value); }

@@ -167,6 +167,20 @@ struct Producer {
         return 2 * (own / 32) + own / 4 % 2 + (cluster > 1 ? own_rows * static_cast<int>(ptx::cluster_ctarank()) : 0);
     }
 
+    // Loads the rows of a step that this thread block converts to the L2 cache, three lines of a row each.
+    __device__ __forceinline__ void prefetch(const int* of_step) const {
+        const int own = ptx::opaque(thread()), rank = cluster > 1 ? static_cast<int>(ptx::cluster_ctarank()) : 0;
+#pragma unroll
+        for (int i = 0; i < 2 / cluster; ++i) {
+            const int row = own / 2 + 64 * i;
+            const int slot = of_step[row / own_rows * tile_keys + row % own_rows + rank * own_rows];
+            if (slot < 0) continue;
+            const uint8_t* from = row_at(slot) + own % 2 * 3 * 128;
+#pragma unroll
+            for (int line = 0; line < 3; ++line) ptx::prefetch_line(from + 128 * line);
+        }
+    }
+
     __device__ __forceinline__ void load(const int* of_tile, Part part, int pass) {
         const int own = ptx::opaque(thread()), column = own % 32 / 8 * 4 + own % 4;
         const int slot = of_tile[row_of(own) + 8 * pass];
@@ -268,6 +282,7 @@ struct Producer {
             slot = slot_of(following);
             next[thread()] = slot;
             sync();
+            if constexpr (config::fp8) prefetch(next);
             if constexpr (config::fp8) {
                 convert(first, 0, right, second, left);
                 copy(second, 1, rotary_part, row_bytes - 2 * rotary);

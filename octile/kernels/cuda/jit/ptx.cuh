@@ -248,6 +248,11 @@ __device__ __forceinline__ void bulk_prefetch(const void* from, uint32_t bytes) 
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
+// Loads the 128 bytes around an address to the L2 cache.
+__device__ __forceinline__ void prefetch_line(const void* from) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
+}
+
 // Stores 16 bytes at a `cluster_address`, a multiple of 16, and then adds them to the bytes that the mbarrier at another
 // `cluster_address` of the same thread block has received. A wait for that phase makes them visible, to wgmma as well.
 __device__ __forceinline__ void store_async(uint32_t to, uint4 value, uint32_t barrier) {
