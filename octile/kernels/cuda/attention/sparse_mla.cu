@@ -3,8 +3,8 @@
 // Each query has a list of positions. A producer warpgroup gathers their rows into two tiles of 64 keys, a step of 128
 // entries of the list (sparse_rows.cuh), and two consumer warpgroups multiply them by the queries (seesaw.cuh). Entries
 // that are no position are gathered as zeros, and their scores are −∞. With rows in BF16 the rotary channels of Q are in
-// registers, and P₁ is stored where they were. With rows in FP8 the producers have those registers, and P₁ is stored in place
-// of the second tile's rotary channels.
+// registers, and P₀ is stored in place of the first tile's, which come and go with its right values. With rows in FP8 the
+// producers have those registers, and P₁ is stored in place of the second tile's rotary channels.
 //
 // Source: FlashMLA's sparse prefill (https://github.com/deepseek-ai/FlashMLA).
 #include "sparse_rows.cuh"
@@ -12,9 +12,10 @@
 namespace smem {
 constexpr int keys = 0;                         // two tiles; first: their swizzle needs 1024-byte alignment
 constexpr int q = keys + 2 * tiles * tile;
-constexpr int p_second = config::fp8 ? keys + (2 * tiles - 1) * tile : q + (tiles - 1) * tile;
-constexpr int p_first = q + tiles * tile;
-constexpr int rows = p_first + tile;              // float [6][64]
+constexpr int p = q + tiles * tile;
+constexpr int p_first = config::fp8 ? p : keys + (tiles - 1) * tile;
+constexpr int p_second = config::fp8 ? keys + (2 * tiles - 1) * tile : p;
+constexpr int rows = p + tile;                    // float [6][64]
 constexpr int slots = rows + 6 * heads * 4;       // int [2][128]: of the rows of a step, or −1
 constexpr int valid = slots + 2 * step_keys * 4;  // uint4 [2]: bits of the keys of a step
 constexpr int barriers = valid + 2 * 16;
@@ -49,18 +50,17 @@ struct Consumer : Seesaw<Consumer<own>, own> {
     }
     using Base::await;
 
-    // In the order in which parts are gathered. The rotary channels of rows in FP8 come with the left values.
+    // In the order in which parts are gathered: the rotary channels come with the right values, those in FP8 with the left.
     __device__ __forceinline__ void begin_scores(float (&s)[32]) {
-        if constexpr (own == 1 && rotary_in_registers) multiply_rotary(s, false);
-        Base::multiply_part(s, own, own == 1 && rotary_in_registers);
+        Base::multiply_part(s, own, false);
+        if constexpr (own == 1 && rotary_in_registers) multiply_rotary(s);
         ptx::wgmma_commit_group();
     }
 
     // Reads the bits of the valid keys, too.
     __device__ __forceinline__ void end_scores(float (&s)[32]) {
-        if constexpr (own == 0) multiply_rotary(s, true);
         Base::multiply_part(s, 1 - own, true);
-        if constexpr (own == 1 && !rotary_in_registers) multiply_rotary(s, true);
+        if constexpr (own == 0 || !rotary_in_registers) multiply_rotary(s);
         ptx::wgmma_commit_group();
         of_lists.listed.wait(parity);
         const uint4 bits = reinterpret_cast<const uint4*>(shared + smem::valid)[parity];
@@ -71,22 +71,18 @@ struct Consumer : Seesaw<Consumer<own>, own> {
     }
 
     __device__ __forceinline__ void release_scores() const {
-        if constexpr (own == 0 || rotary_in_registers) barriers.release(own, rotary_part);
+        if constexpr (own == 0 && config::fp8) barriers.release(own, rotary_part);
     }
 
-    __device__ __forceinline__ void multiply_rotary(float (&s)[32], bool accumulate) {
+    __device__ __forceinline__ void multiply_rotary(float (&s)[32]) {
         const uint64_t k_tile = ptx::wgmma_descriptor(keys(own) + (tiles - 1) * tile);
         const uint64_t q_tile = ptx::wgmma_descriptor(Base::operand(smem::q + (tiles - 1) * tile));
-        if constexpr (rotary_in_registers) {
-            await(own, rotary_part);
-            ptx::wgmma_fence();
-        }
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             if constexpr (rotary_in_registers)
-                ptx::wgmma_registers(s, q_rotary[k], k_tile + 2 * k, accumulate || k > 0);
+                ptx::wgmma_registers(s, q_rotary[k], k_tile + 2 * k, true);
             else
-                ptx::wgmma(s, q_tile + 2 * k, k_tile + 2 * k, accumulate || k > 0);
+                ptx::wgmma(s, q_tile + 2 * k, k_tile + 2 * k, true);
         }
     }
 
@@ -109,10 +105,7 @@ struct Consumer : Seesaw<Consumer<own>, own> {
     __device__ __forceinline__ void begin(const uint16_t* q, int row, int n_heads) {
         Base::load_queries(q + (static_cast<int64_t>(row) * n_heads + Base::first_head) * width, n_heads);
         Base::sync_both();
-        if constexpr (rotary_in_registers) {
-            Base::load_rotary(q_rotary);
-            Base::sync_both();  // before P₁ is written
-        }
+        if constexpr (rotary_in_registers) Base::load_rotary(q_rotary);
         seen = 0;
         Base::clear();
     }

@@ -142,10 +142,10 @@ struct Producer {
     // need no barrier of the consumers, who need no proxy fence.
     __device__ __forceinline__ ptx::Mbarrier& landed() const { return barriers.landed[thread() / 32]; }
 
-    // Copies tiles of a part without converting them, from `byte` of the rows on.
+    // Copies tiles of a part without converting them, from `byte` of the rows on; right values with the rotary channels.
     __device__ __forceinline__ void copy(const int* of_tile, int which, Part part, int byte) {
         const int own = ptx::opaque(thread()), group = own / 8, column = own % 8;
-        const int first = part * 4, count = part == rotary_part ? 1 : 4;
+        const int first = part * 4, count = part == rotary_part ? 1 : config::fp8 || part == left ? 4 : 5;
         uint8_t* to = swizzled(keys + (which * tiles + first) * tile, group, 16 * column);
         barriers.empty[which][part].wait(parity);
 #pragma unroll
@@ -265,13 +265,12 @@ struct Producer {
             const uint32_t bits = __ballot_sync(all_lanes, slot >= 0);
             look_up(following);
             const Entry after = next_entry();
-            copy(first, 0, rotary_part, row_bytes - 2 * rotary);  // in the order in which the consumers release the parts
-            if constexpr (config::fp8) {
+            if constexpr (config::fp8) {  // in the order in which the consumers release the parts
+                copy(first, 0, rotary_part, row_bytes - 2 * rotary);
                 convert(first, 0, left, second, right);
                 convert(second, 1, right, first, right);
             } else {
                 copy(first, 0, left, 0);
-                copy(second, 1, rotary_part, row_bytes - 2 * rotary);
                 copy(second, 1, right, latent);
             }
             if (ptx::lane_id() == 0) {  // both consumers have read the bits of the step before
