@@ -36,14 +36,13 @@ struct Consumer : Seesaw<Consumer<own>, own> {
     static constexpr RowValue beyond = static_cast<RowValue>(row_values + own);
 
     PageBarriers& of_pages;
-    const float factor;       // of the scores, in log₂
     uint32_t q_rotary[4][4];  // if it is in registers
     uint32_t parity[2];       // of the pages of both warpgroups
     uint32_t q_parity = 0;
     int left_scores;          // pages of the item whose scores are not there yet
 
     __device__ __forceinline__ Consumer(uint8_t* shared, PageBarriers& barriers, float scale, int warp, int first_head)
-        : Base(shared, barriers, warp, first_head), of_pages(barriers), factor(scale * 1.44269504f), parity{0, 0} {}
+        : Base(shared, barriers, scale, warp, first_head), of_pages(barriers), parity{0, 0} {}
 
     __device__ __forceinline__ void await(int which, Part part) const { barriers.full[which][part].wait(parity[which]); }
 
@@ -113,10 +112,8 @@ struct Consumer : Seesaw<Consumer<own>, own> {
             for (int j = 0; j < 8; ++j)
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
-                    float& score = s[4 * j + 2 * h + i];
-                    score *= factor;
                     if constexpr (last || config::queries > 1)
-                        if (8 * j + 2 * (lane % 4) + i >= of_head) score = minus_infinity();
+                        if (8 * j + 2 * (lane % 4) + i >= of_head) s[4 * j + 2 * h + i] = minus_infinity();
                 }
         }
         if constexpr (last) clear_beyond(inside.positions);

@@ -43,7 +43,7 @@ struct Results {
 //     begin_scores(s)            multiplies Q by the part of its own tile that is there first, and commits that to a group
 //     end_scores(s)              the same for the others
 //     release_scores()           releases what only they need
-//     mask(s, inside)            scales them, and sets those of keys outside to −∞; inside: an argument of `attend`
+//     mask(s, inside)            sets those of keys outside to −∞; inside: an argument of `attend`
 //     await(which, part)         waits for a part
 //     release_second_left()      releases the left values of the second tile, and what else is read last
 //     begin_next(pair)           after a pair of tiles, or one
@@ -53,11 +53,13 @@ struct Seesaw {
     Barriers& barriers;
     const int warp, lane;  // warp of the warpgroup
     const int first_head;
+    const float factor;  // of the scores, in log₂
     float o[128];
     float highest[2], total[2];  // total: of this warpgroup's tiles and this thread's columns
 
-    __device__ __forceinline__ Seesaw(uint8_t* shared, Barriers& barriers, int warp, int first_head)
-        : shared(shared), barriers(barriers), warp(warp), lane(ptx::lane_id()), first_head(first_head) {}
+    __device__ __forceinline__ Seesaw(uint8_t* shared, Barriers& barriers, float scale, int warp, int first_head)
+        : shared(shared), barriers(barriers), warp(warp), lane(ptx::lane_id()), first_head(first_head),
+          factor(scale * 1.44269504f) {}
 
     __device__ __forceinline__ Derived& derived() { return *static_cast<Derived*>(this); }
     // Where `wgmma` finds what is at `offset`. Opaque: descriptors that are computed before a loop need registers in all of it.
@@ -124,12 +126,21 @@ struct Seesaw {
         fence_operands(s);
     }
 
-    // The heads' maxima over this tile and `before`.
-    __device__ __forceinline__ static void find_maximum(
-        const float (&s)[32], const float (&before)[2], float (&maximum)[2]) {
+    // Scores are multiplied by the factor when the maximum is subtracted, in one instruction. With a factor that is not positive,
+    // whose maxima are not those of the scores, they are multiplied before; rows in FP8 leave no registers for the choice.
+    __device__ __forceinline__ bool scales_first() const { return config::fp8 || !(factor > 0.0f); }
+    __device__ __forceinline__ float later_factor() const { return scales_first() ? 1.0f : factor; }
+    __device__ __forceinline__ void scale_first(float (&s)[32]) const {
+        if (!scales_first()) return;
+#pragma unroll
+        for (int r = 0; r < 32; ++r) s[r] *= factor;
+    }
+
+    // The heads' maxima of this tile, scaled.
+    __device__ __forceinline__ void find_maximum(const float (&s)[32], float (&maximum)[2]) const {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            maximum[h] = before[h];
+            maximum[h] = minus_infinity();
 #pragma unroll
             for (int j = 0; j < 8; ++j)
 #pragma unroll
@@ -137,14 +148,16 @@ struct Seesaw {
 #pragma unroll
             for (int distance = 1; distance <= 2; distance *= 2)
                 maximum[h] = fmaxf(maximum[h], __shfl_xor_sync(all_lanes, maximum[h], distance));
+            maximum[h] *= later_factor();
         }
     }
 
     // s becomes the weights, whose sums are added to `total`.
     __device__ __forceinline__ void weights(float (&s)[32], const float (&maximum)[2]) {
+        const float by = later_factor();
 #pragma unroll
         for (int r = 0; r < 32; ++r) {
-            s[r] = ptx::exp2(s[r] - maximum[r / 2 % 2]);
+            s[r] = ptx::exp2(fmaf(s[r], by, -maximum[r / 2 % 2]));
             total[r / 2 % 2] += s[r];
         }
     }
@@ -199,11 +212,13 @@ struct Seesaw {
         float maximum[2];
         uint32_t p[4][4];
         if constexpr (own == 0) {
+            scale_first(s);
             derived().mask(s, inside);
-            find_maximum(s, highest, maximum);
+            find_maximum(s, maximum);
             float scale[2];
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
+                maximum[h] = fmaxf(maximum[h], highest[h]);
                 scale[h] = ptx::exp2(highest[h] - maximum[h]);
                 total[h] *= scale[h];
                 if (lane % 4 == 0) {
@@ -262,19 +277,19 @@ struct Seesaw {
             else if constexpr (pair)
                 derived().release_second_left();
         } else {
+            maximum[0] = maximum[1] = minus_infinity();
             if constexpr (pair) {
                 scores(s);
-                await(has_first_maximum);
+                scale_first(s);
                 derived().mask(s, inside);
-            } else {
-                await(has_first_maximum);
+                find_maximum(s, maximum);
             }
+            await(has_first_maximum);
             float before[2], scale[2];
 #pragma unroll
-            for (int h = 0; h < 2; ++h) maximum[h] = before[h] = shared_value(maximum_0, h);
-            if constexpr (pair) find_maximum(s, before, maximum);
-#pragma unroll
             for (int h = 0; h < 2; ++h) {
+                before[h] = shared_value(maximum_0, h);
+                maximum[h] = fmaxf(maximum[h], before[h]);
                 const float second = maximum[h] == before[h] ? 1.0f : ptx::exp2(before[h] - maximum[h]);
                 scale[h] = shared_value(scale_0, h) * second;
                 total[h] *= scale[h];

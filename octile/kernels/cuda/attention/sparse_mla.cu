@@ -35,14 +35,13 @@ struct Consumer : Seesaw<Consumer<own>, own> {
     using Base::barriers, Base::keys, Base::lane, Base::shared;
 
     ListBarriers& of_lists;
-    const float factor;  // of the scores, in log₂
     uint32_t q_rotary[4][4];  // if it is in registers
     uint32_t parity = 0;  // of the step
     uint2 valid;          // bits of the keys of this warpgroup's tile
     uint32_t seen;        // not 0: the item has had valid keys
 
     __device__ __forceinline__ Consumer(uint8_t* shared, ListBarriers& barriers, float scale, int warp, int first_head)
-        : Base(shared, barriers, warp, first_head), of_lists(barriers), factor(scale * 1.44269504f) {}
+        : Base(shared, barriers, scale, warp, first_head), of_lists(barriers) {}
 
     __device__ __forceinline__ void await(int which, Part part) const {
         barriers.full[which][part].wait(parity);
@@ -87,8 +86,6 @@ struct Consumer : Seesaw<Consumer<own>, own> {
     }
 
     __device__ __forceinline__ void mask(float (&s)[32], int) const {
-#pragma unroll
-        for (int r = 0; r < 32; ++r) s[r] *= factor;
         if ((valid.x & valid.y) == all_lanes) return;
         const uint32_t own_bits[2] = {valid.x >> 2 * (lane % 4), valid.y >> 2 * (lane % 4)};
 #pragma unroll
