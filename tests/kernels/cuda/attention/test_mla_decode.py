@@ -184,6 +184,17 @@ def test_rows_of_one_text_read_its_pages_once(n_heads: int, queries: int, n_sms:
     assert not found[lengths == 0].any()
 
 
+@emulated
+@FORMS
+@pytest.mark.parametrize("scale", [-0.02, 0.0])
+def test_scores_may_be_multiplied_by_what_is_not_positive(
+    scale: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(globals(), "SCALE", scale)
+    q, cache, pages, lengths = inputs(40, dtype)
+    assert_as_reference(attend(q, cache, pages, lengths, 0), q, cache, pages, lengths)
+
+
 def test_rows_of_one_text_are_one_row_unless_bits_depend_on_it(monkeypatch: pytest.MonkeyPatch):
     q, cache, pages, lengths = inputs(2, torch.bfloat16, [3, 4, 5, 6, 7, 8])
     shapes = []

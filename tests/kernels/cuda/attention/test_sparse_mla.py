@@ -209,6 +209,17 @@ def test_scores_that_are_all_infinite_are_nan(value: float, n_splits: int):
 
 @emulated
 @FORMS
+@pytest.mark.parametrize("scale", [-0.02, 0.0])
+def test_scores_may_be_multiplied_by_what_is_not_positive(
+    scale: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(globals(), "SCALE", scale)
+    q, cache, positions = inputs(2, 2, 200, dtype)
+    assert_as_reference(attend(q, cache.flatten(0, 1), positions, 1), q, cache, positions)
+
+
+@emulated
+@FORMS
 def test_scales_of_any_size(dtype: torch.dtype):
     q, cache, positions = inputs(2, 2, 130, dtype)
     latents = cache.flatten(0, 1)
