@@ -40,6 +40,7 @@ struct Consumer : Seesaw<Consumer<own>, own> {
     uint32_t parity[2];       // of the pages of both warpgroups
     uint32_t q_parity = 0;
     int left_scores;          // pages of the item whose scores are not there yet
+    int most_beyond;          // of several queries: the most positions that a head of this warp does not attend to
 
     __device__ __forceinline__ Consumer(uint8_t* shared, PageBarriers& barriers, float scale, int warp, int first_head)
         : Base(shared, barriers, scale, warp, first_head), of_pages(barriers), parity{0, 0} {}
@@ -49,10 +50,16 @@ struct Consumer : Seesaw<Consumer<own>, own> {
     __device__ __forceinline__ void begin(const uint16_t* q, int n_heads, const Item& item, const Lengths& lengths) {
         if constexpr (loads_queries)
             Base::load_queries(q + (static_cast<int64_t>(item.row) * n_heads + Base::first_head) * width, n_heads);
-        if (config::queries > 1 && lane % 4 == 0)
+        if constexpr (config::queries > 1) {
+            int most = 0;
 #pragma unroll
-            for (int h = 0; h < 2; ++h)
-                shared_value(beyond, h) = __int_as_float(item.length - lengths.of_head(item.row, head(h), n_heads));
+            for (int h = 0; h < 2; ++h) {
+                const int of_head = item.length - lengths.of_head(item.row, head(h), n_heads);
+                if (lane % 4 == 0) shared_value(beyond, h) = __int_as_float(of_head);
+                most = max(most, of_head);
+            }
+            most_beyond = __reduce_max_sync(all_lanes, most);
+        }
         if constexpr (loads_queries) {
             Base::sync_both();
         } else {
@@ -104,17 +111,17 @@ struct Consumer : Seesaw<Consumer<own>, own> {
 
     template <bool last>
     __device__ __forceinline__ void mask(float (&s)[32], const Inside<last>& inside) const {
+        if (last || (config::queries > 1 && inside.positions - most_beyond < page_rows)) {
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            int of_head = inside.positions;
-            if constexpr (config::queries > 1) of_head -= __float_as_int(shared_value(beyond, h));
+            for (int h = 0; h < 2; ++h) {
+                int of_head = inside.positions;
+                if constexpr (config::queries > 1) of_head -= __float_as_int(shared_value(beyond, h));
 #pragma unroll
-            for (int j = 0; j < 8; ++j)
+                for (int j = 0; j < 8; ++j)
 #pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    if constexpr (last || config::queries > 1)
+                    for (int i = 0; i < 2; ++i)
                         if (8 * j + 2 * (lane % 4) + i >= of_head) s[4 * j + 2 * h + i] = minus_infinity();
-                }
+            }
         }
         if constexpr (last) clear_beyond(inside.positions);
     }
@@ -155,9 +162,9 @@ struct Consumer : Seesaw<Consumer<own>, own> {
         Item item;
         while (items.next(item)) {
             begin(q, results.n_heads, item, items.lengths);
-            int inside = item.length - (item.first_page + own) * page_rows;
-            // As the result of a reduction n_pages is in a uniform register: ptxas would otherwise take the loop for one that
-            // threads of a warp leave at different times, and would move wgmma's descriptors to uniform registers each time.
+            // As results of reductions these are in uniform registers: ptxas would otherwise take the loop for one that threads
+            // of a warp leave at different times, and would move wgmma's descriptors to uniform registers each time.
+            int inside = __reduce_max_sync(all_lanes, item.length - (item.first_page + own) * page_rows);
             const int n_pages = __reduce_max_sync(all_lanes, item.n_pages);
             const int to = __reduce_max_sync(all_lanes, item.whole ? item.row : ~item.slot);
             left_scores = (n_pages + 1 - own) / 2;
