@@ -35,6 +35,7 @@ MIN_PAGES = 2  # of a thread block, unless there are fewer: one for each warpgro
 # wait for memory, which fewer thread blocks keep busy, too.
 SPARE_PART, SPARE_PART_64, SPARE_PAGES = 16, 32, 3
 HEADS = 64  # of a thread block at most
+MAX_TEXT_HEADS = 4 * HEADS  # of the rows of a text that are one row, if each of them has HEADS or more
 MAX_KEYS = 1024
 MERGE_THREADS = LATENT // 4
 MAX_PARTIALS = 2**18  # of a launch with a fixed number of splits, of one head each: 512 MiB
@@ -100,12 +101,14 @@ def launch(
 ) -> Tensor:
     """Attend from q [R, H, 576] to the first lengths [R] positions of pages [R, M] → o [R, H, 512] bfloat16.
 
-    Several rows of a text are one row with the heads of all of them, which reads its pages once, unless the
-    heads of each fill a thread block. With a fixed number of splits they are not, since bits would depend on
-    the other rows of a text.
+    Several rows of a text are one row with the heads of all of them, which reads its pages once, unless these
+    fill many thread blocks. With a fixed number of splits they are not, since bits would depend on the other
+    rows of a text.
     """
-    if rows_per_text > 1 and not n_splits and q.shape[1] < HEADS:
-        text_queries = q.view(-1, rows_per_text * q.shape[1], WIDTH)
+    text_heads = rows_per_text * q.shape[1]
+    most_heads = MAX_TEXT_HEADS if cache.dtype == torch.bfloat16 else 0
+    if rows_per_text > 1 and not n_splits and (q.shape[1] < HEADS or text_heads <= most_heads):
+        text_queries = q.view(-1, text_heads, WIDTH)
         o = q.new_empty(*text_queries.shape[:2], latent_dim)
         launch_part(text_queries, pages[::rows_per_text], lengths, o, cache, scale, 0)
         return o.view(*q.shape[:2], latent_dim)

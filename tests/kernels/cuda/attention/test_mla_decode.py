@@ -168,7 +168,7 @@ def test_a_row_of_a_fixed_number_of_splits_has_its_own_bits(dtype: torch.dtype):
 @pytest.mark.each_value
 @emulated
 @FORMS
-@pytest.mark.parametrize(("n_heads", "queries"), [(3, 4), (16, 2), (20, 3)], ids=lambda n: str(n))
+@pytest.mark.parametrize(("n_heads", "queries"), [(3, 4), (16, 2), (20, 3), (64, 2)], ids=lambda n: str(n))
 @pytest.mark.parametrize("n_sms", [1, 5])
 def test_rows_of_one_text_read_its_pages_once(n_heads: int, queries: int, n_sms: int, dtype: torch.dtype):
     """Lengths end around pages' ends, so that some queries see nothing of a thread block's pages, or nothing at all."""
@@ -201,8 +201,9 @@ def test_rows_of_one_text_are_one_row_unless_bits_depend_on_it(monkeypatch: pyte
     monkeypatch.setattr(mla_decode, "launch_part", lambda q, pages, *_: shapes.append((tuple(q.shape), len(pages))))
     for n_splits in (0, 2):
         assert mla_decode.launch(q, cache, pages, lengths, 512, SCALE, n_splits, 3).shape == (6, 2, 512)
-    mla_decode.launch(q.repeat(1, 32, 1), cache, pages, lengths, 512, SCALE, 0, 3)  # 64 heads fill a thread block
-    assert shapes == [((2, 6, 576), 2), ((6, 2, 576), 6), ((6, 64, 576), 6)]
+    for heads in (64, 128):  # 384 of a text fill many thread blocks
+        mla_decode.launch(q.repeat(1, heads // 2, 1), cache, pages, lengths, 512, SCALE, 0, 3)
+    assert shapes == [((2, 6, 576), 2), ((6, 2, 576), 6), ((2, 192, 576), 2), ((6, 128, 576), 6)]
 
 
 @pytest.mark.each_value
