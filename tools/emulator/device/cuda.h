@@ -83,8 +83,8 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
     const uint64_t bytes = uint64_t(y) << 32 | x;
     unsigned result = 0;
     for (int i = 0; i < 4; ++i) {
-        const unsigned pick = selector >> 4 * i & 0xF, byte = bytes >> 8 * (pick & 7) & 0xFF;
-        result |= (pick & 8 ? (byte & 0x80 ? 0xFFu : 0u) : byte) << 8 * i;
+        const unsigned pick = selector >> 4 * i & 7;  // not the sign of a byte, as PTX's prmt
+        result |= unsigned(bytes >> 8 * pick & 0xFF) << 8 * i;
     }
     return result;
 }
