@@ -14,7 +14,7 @@ sparse_latent_gradient(const uint16_t* partial, const uint16_t* entries, float* 
     uint8_t* shared = ptx::dynamic_shared();
     float* sums = reinterpret_cast<float*>(shared);  // [groups − 1][576], where the list was
     int2* chosen = reinterpret_cast<int2*>(shared);
-    int* of_warps = reinterpret_cast<int*>(shared + config::shared_bytes) - warps;
+    int* warp_counts = reinterpret_cast<int*>(shared + config::shared_bytes) - warps;
     const int thread = threadIdx.x, warp = thread / 32, lane = ptx::lane_id();
     const uint16_t* own = entries + static_cast<int64_t>(blockIdx.x) * rows;
     int count = 0;
@@ -22,12 +22,12 @@ sparse_latent_gradient(const uint16_t* partial, const uint16_t* entries, float* 
         const int query = first + thread;
         const int entry = query < rows ? own[query] : absent;
         const uint32_t found = __ballot_sync(all_lanes, entry != absent);
-        if (lane == 0) of_warps[warp] = __popc(found);
+        if (lane == 0) warp_counts[warp] = __popc(found);
         __syncthreads();
         int before = count + __popc(found & ((1u << lane) - 1));
         for (int w = 0; w < warps; ++w) {
-            before += w < warp ? of_warps[w] : 0;
-            count += of_warps[w];
+            before += w < warp ? warp_counts[w] : 0;
+            count += warp_counts[w];
         }
         if (entry != absent) chosen[before] = make_int2(query, entry);
         __syncthreads();

@@ -69,8 +69,8 @@ struct Consumer {
     __device__ __forceinline__ static void sync(Event event) { ptx::named_barrier_sync(event, consumer_threads); }
     __device__ __forceinline__ uint8_t* memory() const { return shared + ptx::opaque(0); }
     __device__ __forceinline__ int row(int h) const { return 16 * warp + 8 * h + lane / 4; }
-    __device__ __forceinline__ float value(int of, int h) const {
-        return reinterpret_cast<const float*>(shared + of)[row(h)];
+    __device__ __forceinline__ float value(int array, int h) const {
+        return reinterpret_cast<const float*>(shared + array)[row(h)];
     }
 
     __device__ __forceinline__ void await(Part part) const {
@@ -82,7 +82,7 @@ struct Consumer {
         if (lane == 0) barriers.empty[part].arrive();
     }
 
-    // ---- Of a query ----
+    // ---- Once for a query ----
 
     __device__ __forceinline__ static float dot(uint4 a, uint4 b, float sum) {
         const uint32_t x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
@@ -101,35 +101,35 @@ struct Consumer {
         for (int i = 0; i < heads / 8; ++i) {
             const int head = ptx::opaque(8 * i + 4 * own + warp);
             const bool exists = first_head + head < tensors.n_heads;
-            const int64_t of_head = static_cast<int64_t>(query) * tensors.n_heads + first_head + head;
+            const int64_t first_row = static_cast<int64_t>(query) * tensors.n_heads + first_head + head;
             const uint4 zero = make_uint4(0, 0, 0, 0);
-            const uint4* q = reinterpret_cast<const uint4*>(tensors.q + of_head * width);
-            const uint4* d_out = reinterpret_cast<const uint4*>(tensors.d_out + of_head * latent);
-            const uint4* out = reinterpret_cast<const uint4*>(tensors.out + of_head * latent);
-            uint4 of_q[3], of_d_out[2], of_out[2];
+            const uint4* q = reinterpret_cast<const uint4*>(tensors.q + first_row * width);
+            const uint4* d_out = reinterpret_cast<const uint4*>(tensors.d_out + first_row * latent);
+            const uint4* out = reinterpret_cast<const uint4*>(tensors.out + first_row * latent);
+            uint4 q_values[3], d_out_values[2], out_values[2];
 #pragma unroll
             for (int part = 0; part < 3; ++part)
-                of_q[part] = exists && (part < 2 || lane < 8) ? __ldg(q + 32 * part + lane) : zero;
+                q_values[part] = exists && (part < 2 || lane < 8) ? __ldg(q + 32 * part + lane) : zero;
 #pragma unroll
             for (int part = 0; part < 2; ++part) {
-                of_d_out[part] = exists ? __ldg(d_out + 32 * part + lane) : zero;
-                of_out[part] = exists ? __ldg(out + 32 * part + lane) : zero;
+                d_out_values[part] = exists ? __ldg(d_out + 32 * part + lane) : zero;
+                out_values[part] = exists ? __ldg(out + 32 * part + lane) : zero;
             }
             uint8_t* to = swizzled(shared + lane / 8 * tile, head, lane % 8 * 16);
 #pragma unroll
             for (int part = 0; part < 3; ++part)
-                if (part < 2 || lane < 8) *reinterpret_cast<uint4*>(to + smem::q + 4 * part * tile) = of_q[part];
+                if (part < 2 || lane < 8) *reinterpret_cast<uint4*>(to + smem::q + 4 * part * tile) = q_values[part];
             float delta = 0.0f;
 #pragma unroll
             for (int part = 0; part < 2; ++part) {
-                *reinterpret_cast<uint4*>(to + smem::d_out + 4 * part * tile) = of_d_out[part];
-                delta = dot(of_d_out[part], of_out[part], delta);
+                *reinterpret_cast<uint4*>(to + smem::d_out + 4 * part * tile) = d_out_values[part];
+                delta = dot(d_out_values[part], out_values[part], delta);
             }
 #pragma unroll
             for (int distance = 16; distance > 0; distance /= 2) delta += __shfl_xor_sync(all_lanes, delta, distance);
             if (lane == 0) {
                 reinterpret_cast<float*>(shared + smem::delta)[head] = delta;
-                reinterpret_cast<float*>(shared + smem::lse)[head] = exists ? tensors.lse[of_head] * 1.44269504f : 0.0f;
+                reinterpret_cast<float*>(shared + smem::lse)[head] = exists ? tensors.lse[first_row] * 1.44269504f : 0.0f;
             }
         }
         ptx::fence_proxy_async();
@@ -140,8 +140,8 @@ struct Consumer {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             if (first_head + row(h) >= tensors.n_heads) continue;
-            const int64_t of_head = static_cast<int64_t>(query) * tensors.n_heads + first_head + row(h);
-            uint16_t* to = tensors.dq + of_head * width + 2 * (lane % 4);
+            const int64_t first_row = static_cast<int64_t>(query) * tensors.n_heads + first_head + row(h);
+            uint16_t* to = tensors.dq + first_row * width + 2 * (lane % 4);
 #pragma unroll
             for (int j = 0; j < 32; ++j)
                 *reinterpret_cast<uint32_t*>(to + own * half + 8 * j) =
@@ -153,7 +153,7 @@ struct Consumer {
         }
     }
 
-    // ---- Of a tile ----
+    // ---- For each tile ----
 
     // The products of 64 rows of `left_operand` and the keys, over the channels of a part.
     __device__ __forceinline__ void multiply_part(float (&s)[32], int left_operand, Part part) const {
@@ -178,8 +178,8 @@ struct Consumer {
         }
         ptx::fence_proxy_async();
     }
-    __device__ __forceinline__ uint8_t* fragment(int of, int k) const {
-        return swizzled(memory() + of, 16 * warp + lane % 16, 32 * k + lane / 16 * 16);
+    __device__ __forceinline__ uint8_t* fragment(int matrix, int k) const {
+        return swizzled(memory() + matrix, 16 * warp + lane % 16, 32 * k + lane / 16 * 16);
     }
 
     __device__ __forceinline__ void find_weights() {
@@ -220,16 +220,16 @@ struct Consumer {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 float* ds = s + 8 * k + 2 * i;
-                const float of_head = delta[i % 2];
-                ds[0] = __uint_as_float(p[i] << 16) * scale * (ds[0] - of_head);
-                ds[1] = __uint_as_float(p[i] & 0xFFFF0000) * scale * (ds[1] - of_head);
+                const float head_delta = delta[i % 2];
+                ds[0] = __uint_as_float(p[i] << 16) * scale * (ds[0] - head_delta);
+                ds[1] = __uint_as_float(p[i] & 0xFFFF0000) * scale * (ds[1] - head_delta);
             }
         }
         store_tile(s, smem::ds);
     }
 
     // dQ += dS · K.
-    __device__ __forceinline__ void add_queries() {
+    __device__ __forceinline__ void accumulate_dq() {
         const uint64_t a = ptx::wgmma_descriptor(memory() + smem::ds);
         const uint64_t keys = ptx::wgmma_transposed_descriptor(memory() + smem::keys + own * 4 * tile, tile);
         const uint64_t rotary_keys =
@@ -268,11 +268,11 @@ struct Consumer {
     // Stores dK of some channels. In each 32 channels, those of a thread follow each other: sparse_latent_gradient.cu.
     template <int n>
     __device__ __forceinline__ void store_dk(
-        const float (&d)[n], uint16_t* partial, int64_t of_entry, int n_entries, int channel) const {
+        const float (&d)[n], uint16_t* partial, int64_t entry_stride, int n_entries, int channel) const {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             if (row(h) >= n_entries) continue;
-            uint16_t* to = partial + row(h) * of_entry + channel + 8 * (lane % 4);
+            uint16_t* to = partial + row(h) * entry_stride + channel + 8 * (lane % 4);
 #pragma unroll
             for (int r = 0; r < n; r += 16)
                 __stcs(reinterpret_cast<uint4*>(to + 2 * r),
@@ -283,8 +283,8 @@ struct Consumer {
         }
     }
 
-    // partial: of the tile's first entry; of_entry: elements between two entries, of which there are n_entries.
-    __device__ __forceinline__ void add_tile(uint16_t* partial, int64_t of_entry, int n_entries) {
+    // partial: of the tile's first entry; entry_stride: elements between two of its n_entries.
+    __device__ __forceinline__ void add_tile(uint16_t* partial, int64_t entry_stride, int n_entries) {
         constexpr int first = own * 4;
         float dk[32];
         if constexpr (own == 0) {
@@ -296,7 +296,7 @@ struct Consumer {
             sync(has_gradients);
             multiply_heads(dk, smem::p, smem::d_out + first * tile, false);
         }
-        add_queries();
+        accumulate_dq();
         multiply_heads(dk, smem::ds, smem::q + first * tile, true);
         ptx::wgmma_wait_group<1>();
         release(own == 0 ? left : right);
@@ -309,20 +309,20 @@ struct Consumer {
             }
             ptx::wgmma_wait_group<0>();
             fence_operands(dk);
-            store_dk(dk, partial, of_entry, n_entries, 64 * t);
+            store_dk(dk, partial, entry_stride, n_entries, 64 * t);
         }
         float dk_rotary[16];
         multiply_heads_rotary(dk_rotary);
         ptx::wgmma_wait_group<0>();
         fence_operands(dk_rotary);
         if constexpr (own == 1) ptx::named_barrier_arrive(weights_are_read, consumer_threads);
-        store_dk(dk_rotary, partial, of_entry, n_entries, latent + own * rotary_half);
+        store_dk(dk_rotary, partial, entry_stride, n_entries, latent + own * rotary_half);
         parity ^= 1;
     }
 
     __device__ __forceinline__ void run(const Tensors& tensors, const Units& units) {
         if constexpr (own == 1) ptx::named_barrier_arrive(weights_are_read, consumer_threads);
-        const int64_t of_entry = static_cast<int64_t>(units.head_blocks) * width;
+        const int64_t entry_stride = static_cast<int64_t>(units.head_blocks) * width;
         for (int unit = blockIdx.x; unit < units.count; unit += gridDim.x) {
             const int query = units.row(unit), first_head = units.first_head(unit), n_tiles = units.n_tiles(unit);
             const int k = units.lists.k;
@@ -331,9 +331,9 @@ struct Consumer {
             for (int r = 0; r < 128; ++r) dq[r] = 0.0f;
 #pragma unroll
             for (int r = 0; r < 16; ++r) dq_rotary[r] = 0.0f;
-            uint16_t* partial = tensors.partial + static_cast<int64_t>(query) * k * of_entry + first_head / heads * width;
+            uint16_t* partial = tensors.partial + static_cast<int64_t>(query) * k * entry_stride + first_head / heads * width;
             for (int t = 0; t < n_tiles; ++t)
-                add_tile(partial + t * tile_keys * of_entry, of_entry, k - t * tile_keys);
+                add_tile(partial + t * tile_keys * entry_stride, entry_stride, k - t * tile_keys);
             fence_operands(dq);
             fence_operands(dq_rotary);
             store_dq(tensors, query, first_head);

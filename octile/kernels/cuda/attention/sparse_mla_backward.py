@@ -4,8 +4,8 @@
     sparse_entries          which queries chose a key, and as which entry of their list
     sparse_latent_gradient  adds the gradients of a key in the order of the queries
 
-For 128 heads the gradients of the entries take 2304 bytes each, so queries are taken in blocks, of which those of all
-entries have at most 1 GiB. Nothing is added atomically: results are the same each time.
+For 128 heads the gradient of an entry takes 2304 bytes. So queries are taken in blocks whose gradients take at most
+1 GiB. Nothing is added atomically: results are the same each time.
 
 Launches follow from shapes and the GPU, not from values, so they can be captured in a CUDA graph; the first call of a
 kind compiles and loads kernels, which cannot be.
@@ -32,12 +32,13 @@ THREADS = 384  # two consumer warpgroups and one of producers
 ENTRY_THREADS = 256
 SUM_THREADS, SUM_GROUPS = 288, 4  # of a key
 MAX_PARTIAL_BYTES = 2**30
+MAX_QUERIES = 864  # of a block: more would take more shared memory in sparse_latent_gradient
 MAX_ENTRIES = 65535  # of a list: 16 bits, and one value for none
 MAX_KEYS = 1024
 
 
 class LaunchPlan(NamedTuple):
-    """The kernels of a block of queries.
+    """What the kernels are specialized by.
 
     Attributes:
         constants, headers: what sparse_mla_backward is specialized by, and its generated headers.
@@ -52,7 +53,7 @@ class LaunchPlan(NamedTuple):
 def why_unsupported(
     do: Tensor, q: Tensor, latents: Tensor, positions: Tensor, o: Tensor, latent_dim: int
 ) -> str | None:
-    """Return why these kernels do not support a call; None: they do. Arguments as of the operator."""
+    """Return why these kernels do not support a call; None: they do. The arguments are the operator's."""
     if latents.dtype != torch.bfloat16:
         return f"the latents are {latents.dtype}, not bfloat16"
     for name, tensor in (("do", do), ("o", o)):
@@ -66,7 +67,7 @@ def why_unsupported(
 def launch(
     do: Tensor, q: Tensor, latents: Tensor, positions: Tensor, o: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute dq [S, H, 576] bfloat16 and dlatents [T, 576] float32; arguments as of the operator."""
+    """Compute dq [S, H, 576] bfloat16 and dlatents [T, 576] float32; the arguments are the operator's."""
     (rows, n_heads, _), k, n_latents = q.shape, positions.shape[1], len(latents)
     if positions.stride(1) != 1:
         positions = positions.contiguous()
@@ -100,14 +101,14 @@ def launch(
 
 def queries_at_once(rows: int, head_blocks: int, k: int, n_sms: int) -> int:
     """Return how many queries a block has: all, or as many as keep all SMs busy to the end and fit."""
-    most = max(MAX_PARTIAL_BYTES // (2 * WIDTH * k * head_blocks), 1)
+    most = max(min(MAX_PARTIAL_BYTES // (2 * WIDTH * k * head_blocks), MAX_QUERIES), 1)
     round_size = max(n_sms // head_blocks, 1)
     return min(rows, most // round_size * round_size or most)
 
 
-def plan(queries: int) -> LaunchPlan:
-    """Plan the kernels of a block of so many queries."""
-    sums = max(8 * queries, 4 * WIDTH * (SUM_GROUPS - 1)) + 4 * SUM_THREADS // 32
+def plan() -> LaunchPlan:
+    """Plan the kernels."""
+    sums = max(8 * MAX_QUERIES, 4 * WIDTH * (SUM_GROUPS - 1)) + 4 * SUM_THREADS // 32
     return LaunchPlan(
         {"fp8": False, "cluster": 1, "shared_bytes": SHARED},
         _headers(),
@@ -131,7 +132,7 @@ class _Prepared:
     def __init__(
         self, queries: int, head_blocks: int, k: int, n_latents: int, n_sms: int, device: torch.device
     ) -> None:
-        made = plan(queries)
+        made = plan()
         attend = specialize.load("sparse_mla_backward", made.constants, device, made.headers)
         self.attend = PreparedKernel(attend, min(queries * head_blocks, n_sms), 1, THREADS, SHARED)
         find_entries = specialize.load("sparse_entries", {}, device)

@@ -19,6 +19,7 @@ struct TileBarriers {
         ptx::fence_mbarrier_init();
     }
 };
+
 // The queries of a thread block in turn, and the tiles of each.
 struct Units {
     const int count, head_blocks, heads_of_block;
@@ -59,14 +60,14 @@ struct TileProducer {
         return units.lists.load(units.row(unit), tile_of_unit * tile_keys + thread() % tile_keys);
     }
 
-    __device__ __forceinline__ void copy(const int* of_tile, Part part) {
+    __device__ __forceinline__ void copy(const int* tile_slots, Part part) {
         const int own = ptx::opaque(thread()), group = own / 8, column = own % 8;
         const int first = part * 4, count = part == rotary_part ? 1 : 4;
         uint8_t* to = swizzled(keys + first * tile, group, 16 * column);
         barriers.empty[part].wait(parity);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int slot = of_tile[group + 16 * i];
+            const int slot = tile_slots[group + 16 * i];
             const uint8_t* from = latents + static_cast<int64_t>(max(slot, 0)) * row_bytes + 128 * first + 16 * column;
 #pragma unroll
             for (int t = 0; t < count; ++t)
@@ -79,20 +80,20 @@ struct TileProducer {
         bool exists = next();
         int slot = exists ? load() : -1;
         for (int step = 0; exists; ++step) {
-            int* of_tile = slots + step % 2 * tile_keys;
-            if (thread() < tile_keys) of_tile[thread()] = slot;
+            int* tile_slots = slots + step % 2 * tile_keys;
+            if (thread() < tile_keys) tile_slots[thread()] = slot;
             const uint32_t bits = __ballot_sync(all_lanes, slot >= 0);
             exists = next();
             if (exists) slot = load();
             ptx::named_barrier_sync(7, producer_threads);
-            copy(of_tile, left);
+            copy(tile_slots, left);
             if (thread() < tile_keys && ptx::lane_id() == 0) {  // the bits of the tile before have been read
                 valid[step % 2 * 2 + thread() / 32] = bits;
                 barriers.listed.arrive();
             }
             __syncwarp();
-            copy(of_tile, right);
-            copy(of_tile, rotary_part);
+            copy(tile_slots, right);
+            copy(tile_slots, rotary_part);
             parity ^= 1;
         }
     }

@@ -30,8 +30,8 @@ struct Consumer {
     const int warp, lane;
     uint32_t parity = 0;  // of the tile
 
-    __device__ __forceinline__ float* sums(int of_warp) const {
-        return reinterpret_cast<float*>(shared + smem::sums) + (warps * parity + of_warp) * tile_keys;
+    __device__ __forceinline__ float* sums(int source) const {
+        return reinterpret_cast<float*>(shared + smem::sums) + (warps * parity + source) * tile_keys;
     }
     __device__ __forceinline__ static void sync() { ptx::named_barrier_sync(1, consumer_threads); }
 

@@ -40,14 +40,14 @@ class LaunchPlan(NamedTuple):
 
 
 def why_unsupported(q: Tensor, latents: Tensor, positions: Tensor, latent_dim: int) -> str | None:
-    """Return why this kernel does not support a call; None: it does. Arguments as of the operator."""
+    """Return why this kernel does not support a call; None: it does. The arguments are the operator's."""
     if latents.dtype != torch.bfloat16:
         return f"the latents are {latents.dtype}, not bfloat16"
     return sparse_mla.why_unsupported(q, latents, positions, latent_dim)
 
 
 def launch(q: Tensor, latents: Tensor, positions: Tensor, lse: Tensor, scale: float) -> Tensor:
-    """Return the mean over heads of the weights, float32 [S, K]; arguments as of the operator."""
+    """Return the mean over heads of the weights, float32 [S, K]; the arguments are the operator's."""
     (rows, n_heads, _), k = q.shape, positions.shape[1]
     if positions.stride(1) != 1:
         positions = positions.contiguous()

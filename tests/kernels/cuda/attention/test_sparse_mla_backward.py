@@ -55,7 +55,7 @@ def gradients(given: Operands, at_once: int | None = None, seed: int = 0) -> tup
         part = slice(first, first + (at_once or rows))
         block = given.rows(part)
         n, positions, step = len(block["q"]), block["positions"], block["positions"].stride(0)
-        made = sparse_mla_backward.plan(n)
+        made = sparse_mla_backward.plan()
         partials = torch.full((n, k, head_blocks, 576), math.nan, dtype=torch.bfloat16)
         entries = torch.full((len(latents), n), -1, dtype=torch.int16)
         emulator.run(
@@ -179,7 +179,14 @@ def test_bits_do_not_depend_on_the_order_in_which_threads_run(seed: int):
 
 @pytest.mark.parametrize(
     ("rows", "head_blocks", "k", "queries"),
-    [(8192, 2, 2048, 198), (8192, 1, 2048, 396), (100, 2, 2048, 100), (8192, 2, 60000, 7), (3, 2, 64, 3)],
+    [
+        (8192, 2, 2048, 198),
+        (8192, 1, 2048, 396),
+        (100, 2, 2048, 100),
+        (8192, 2, 60000, 7),
+        (3, 2, 64, 3),
+        (65536, 1, 16, 792),
+    ],
 )
 def test_blocks_of_queries_fill_all_sms_and_fit(rows: int, head_blocks: int, k: int, queries: int):
     assert sparse_mla_backward.queries_at_once(rows, head_blocks, k, 132) == queries
