@@ -17,9 +17,9 @@ The error of BF16 moments, which are rounded to nearest even after each step:
   are refused.
 """
 
-import inspect
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from types import MethodType
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -84,7 +84,7 @@ class AdamW(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group with its own settings; see torch.optim.Optimizer. Raises as the constructor does."""
-        _unguarded(torch.optim.Optimizer.add_param_group)(self, param_group)
+        _unguarded(super().add_param_group)(param_group)
         group = self.param_groups[-1]
         try:
             _check_group(group, self.formats)
@@ -141,7 +141,7 @@ class AdamW(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Delete all gradients; `main_grad` buffers are set to zero."""
-        _unguarded(torch.optim.Optimizer.zero_grad)(self, set_to_none)
+        _unguarded(super().zero_grad)(set_to_none)
         for group in self.param_groups:
             for param in group["params"]:
                 gradient.reset(param)
@@ -163,13 +163,13 @@ class AdamW(torch.optim.Optimizer):
             if param in saved:
                 check_saved(saved[param], param, self.formats, i)
 
-        _unguarded(torch.optim.Optimizer.load_state_dict)(self, {**state_dict, "state": {}})
+        _unguarded(super().load_state_dict)({**state_dict, "state": {}})
         for param, state in saved.items():
             self.state[param] = {key: value.to(param.device, copy=True) for key, value in state.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, as torch.optim.Optimizer does."""
-        return dict(_unguarded(torch.optim.Optimizer.state_dict)(self))
+        return dict(_unguarded(super().state_dict)())
 
     def bytes_per_parameter(self) -> dict[str, float]:
         """The mean bytes per parameter of master, gradient, exp_avg and exp_avg_sq.
@@ -258,12 +258,16 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     return [group for group in groups if group["params"]]
 
 
-def _unguarded(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method of torch's optimizer without its guard against being compiled.
+def _unguarded(method: Any) -> Callable[..., Any]:
+    """Return a bound method of torch's optimizer without its guard against being compiled; others as they are.
 
     The guard imports torch's compiler when it is first called, which takes one to six seconds of a run's start.
     """
-    return inspect.unwrap(method)
+    function = getattr(method, "__func__", None)
+    code = getattr(function, "__code__", None)
+    if function is None or code is None or code.co_filename != torch._compile.__file__:
+        return cast(Callable[..., Any], method)
+    return MethodType(function.__wrapped__, method.__self__)
 
 
 def _check_group(group: dict[str, Any], formats: OptimizerFormats) -> None:

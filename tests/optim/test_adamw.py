@@ -1,6 +1,7 @@
 """Tests of AdamW: bit-identical to torch's where all formats are FP32, refusals, convergence."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -279,3 +280,16 @@ optimizer.load_state_dict(optimizer.state_dict())
 print("torch._dynamo" in sys.modules)
 """
     assert run_python(program).stdout.strip() == "False"
+
+
+def test_a_method_of_torchs_optimizer_that_somebody_has_wrapped_is_called(monkeypatch: pytest.MonkeyPatch):
+    calls, zero_grad = [], torch.optim.Optimizer.zero_grad
+
+    @functools.wraps(zero_grad)
+    def wrapped(self, *args):
+        calls.append(args)
+        return zero_grad(self, *args)
+
+    monkeypatch.setattr(torch.optim.Optimizer, "zero_grad", wrapped)
+    AdamW([nn.Parameter(torch.ones(2))], lr=0.1).zero_grad()
+    assert calls == [(True,)]
