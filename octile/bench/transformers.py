@@ -10,7 +10,8 @@ weights and gradients and without what other models hold. Without a GPU the mode
 architectures, 2 × 64 tokens, and no memory is measured.
 
 Each layer is compiled alone. Compiled as a whole with torch before 2.14, a model of transformers makes a mask of causal
-attention, with which attention takes three times as long on an H200, in BF16 as in FP8.
+attention, with which attention takes three times as long on an H200, in BF16 as in FP8. `octile.convert` has it leave
+the mask out (`octile.integrations.transformers_masks`); the whole model is not measured here.
 
 torchao converts linear layers, with a scale for each tensor. For stacked experts it has a prototype in 0.18, a grouped
 FP8 GEMM with a scale for each row, whose groups are multiples of 16 rows: Qwen3's experts are padded to that.

@@ -19,11 +19,17 @@ NAME = "sdpa"  # transformers' attention by scaled_dot_product_attention, and it
 
 
 def skip_causal_masks() -> None:
-    """Have transformers leave out masks of causal attention in models that are compiled as a whole."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    """Have transformers leave out masks of causal attention in all models of this process that are compiled as a whole.
 
-    if ALL_MASK_ATTENTION_FUNCTIONS[NAME] is not sdpa_mask:
-        ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)
+    A function of somebody else's in the registry stays.
+    """
+    try:
+        from transformers import masking_utils
+    except ImportError:  # before version 5 there may be no registry
+        return
+    registry = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+    if registry[NAME] is masking_utils.sdpa_mask:
+        registry.register(NAME, sdpa_mask)
 
 
 def sdpa_mask(**given: Any) -> Tensor | None:
@@ -46,13 +52,19 @@ def _is_exporting() -> bool:
 
 def _is_causal(
     q_length: int | None = None,
+    cache_position: Tensor | None = None,
     kv_length: int | None = None,
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     **_: Any,
 ) -> bool:
-    """Whether each query sees all keys up to its own, as `is_causal` of torch means it."""
+    """Whether each query sees all keys up to its own, as `is_causal` of torch means it.
+
+    transformers 5.0 gives the queries' positions, cache_position, instead of their number.
+    """
+    if q_length is None and cache_position is not None:
+        q_length = cache_position.shape[0]
     if attention_mask is not None or not allow_is_causal_skip or q_length is None or q_length != kv_length:
         return False
     return local_size is None or kv_length < local_size

@@ -1,5 +1,6 @@
 """Tests of masks of transformers' models that are compiled as a whole: none where attention is causal, else its own."""
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -114,3 +115,34 @@ def test_a_model_that_is_not_compiled_is_asked_as_before():
     sizes = {"batch_size": 2, "q_length": 3, "kv_length": 5, "q_offset": 2}
     assert torch.equal(sdpa_mask(**sizes), masking_utils.sdpa_mask(**sizes))
     assert sdpa_mask(batch_size=2, q_length=5, kv_length=5) is None
+
+
+def test_somebody_elses_masks_stay():
+    def masks(**_: Any) -> None:
+        return None
+
+    masking_utils.AttentionMaskInterface.register("sdpa", masks)
+    apply_recipe(llama())
+    assert masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is masks
+
+
+def test_without_a_registry_models_are_converted(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "transformers.masking_utils", None)
+    assert apply_recipe(llama()).conversion_summary.startswith("converted 7 of 8")
+
+
+@pytest.mark.parametrize(
+    ("given", "is_causal"),
+    [
+        ({"q_length": 5, "kv_length": 5}, True),
+        ({"cache_position": torch.arange(5), "kv_length": 5}, True),  # as transformers 5.0
+        ({"q_length": 5, "kv_length": 6}, False),
+        ({"cache_position": torch.arange(1, 6), "kv_length": 6}, False),
+        ({"q_length": 5, "kv_length": 5, "allow_is_causal_skip": False}, False),
+        ({"q_length": 5, "kv_length": 5, "attention_mask": torch.ones(2, 5)}, False),
+        ({"q_length": 5, "kv_length": 5, "local_size": 5}, False),
+        ({"kv_length": 5}, False),
+    ],
+)
+def test_what_is_causal(given: dict[str, Any], is_causal: bool):
+    assert transformers_masks._is_causal(**given) == is_causal
