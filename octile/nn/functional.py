@@ -128,6 +128,17 @@ def _cached_and_dgrad(x: Tensor, weight: Tensor, recipe: Recipe) -> tuple[bool, 
     return can_cache(weight, recipe.formats.w, needs_dgrad), needs_dgrad
 
 
+def check_main_grad(weight: Tensor) -> None:
+    """Raise TypeError or ValueError if a weight has a buffer `main_grad` that is no float32 of its shape and device."""
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is not None and main_grad.dtype != torch.float32:
+        raise TypeError(f"weight.main_grad must be float32, not {main_grad.dtype}")
+    if main_grad is not None and main_grad.shape != weight.shape:
+        raise ValueError(f"weight.main_grad must be {list(weight.shape)} as weight, not {list(main_grad.shape)}")
+    if main_grad is not None and main_grad.device != weight.device:
+        raise ValueError(f"weight is on {weight.device} but weight.main_grad on {main_grad.device}")
+
+
 def _check(x: Tensor, weight: Tensor, recipe: Recipe | None, history: AmaxHistory | None, weight_dims: int) -> None:
     check_local(x, weight)
     for name, t in (("x", x), ("weight", weight)):
@@ -139,12 +150,6 @@ def _check(x: Tensor, weight: Tensor, recipe: Recipe | None, history: AmaxHistor
         raise ValueError(f"x {list(x.shape)} must end in the K = {weight.shape[-1]} of weight {list(weight.shape)}")
     if x.device != weight.device:
         raise ValueError(f"x is on {x.device} but weight on {weight.device}")
-    main_grad = getattr(weight, "main_grad", None)
-    if main_grad is not None and main_grad.dtype != torch.float32:
-        raise TypeError(f"weight.main_grad must be float32, not {main_grad.dtype}")
-    if main_grad is not None and main_grad.shape != weight.shape:
-        raise ValueError(f"weight.main_grad must be {list(weight.shape)} as weight, not {list(main_grad.shape)}")
-    if main_grad is not None and main_grad.device != weight.device:
-        raise ValueError(f"weight is on {weight.device} but weight.main_grad on {main_grad.device}")
+    check_main_grad(weight)
     if recipe is not None and recipe.has_delayed_scaling and history is None:
         raise ValueError(f"recipe {recipe.name!r} has delayed scaling and needs a history")

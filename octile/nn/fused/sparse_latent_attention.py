@@ -7,8 +7,9 @@
                 dq = dq' · W_UKᵀ;  dW_UK = qᵀ · dq';  dW_UV = doᵀ · o'
 
 Keys and values of single heads are never computed: q · (W_UK · latent) is (q · W_UK) · latent. One launch attends from
-all sequences of a batch. Time and memory grow with S · K, and not with the square of S; q, o', lse, the rows and the
-list of top-k keys are saved for backward.
+all sequences of a batch. Time and memory grow with S · K, and not with the square of S, but for one thing: Hopper's
+backward pass writes two bytes for each query and each row of the batch. q, o', lse, the rows, the list of top-k keys
+and, where it is not cached, the quantized weight are saved for backward.
 
 This is the form of `octile.serve`. So w_kv has the values by which serving multiplies: under a recipe with FP8 weights
 those of the quantized weight, dequantized, and its gradient passes through the rounding. The latents are not quantized,
@@ -28,9 +29,11 @@ import torch
 from torch import Tensor, nn
 
 from octile.kernels.cuda.attention.sparse_mla import LATENT, ROTARY
+from octile.kernels.cuda.gemm import request
 from octile.nn.deferred_wgrad import parameters_of, run_or_defer
 from octile.nn.delayed_scaling import AmaxHistory
 from octile.nn.double_backward import first_derivative_only
+from octile.nn.functional import check_main_grad
 from octile.nn.fused.fusion import has_hooks
 from octile.nn.fused.high_precision import into_main_grad
 from octile.nn.fused.quantize import quantize_weight
@@ -96,7 +99,17 @@ def why_not_absorbed(layer: nn.Module, q: Tensor, nope_dim: int) -> str | None:
     dims = layer.in_features, q.shape[-1] - nope_dim
     if q.is_cuda and (q.dtype, *dims) != (torch.bfloat16, LATENT, ROTARY):
         return f"no kernel reads latents of {dims[0]} + {dims[1]} channels in {q.dtype}"
+    if q.is_cuda and (why := _why_no_kernels(q.device)):
+        return f"the kernels do not run on this GPU: {why}"
     return None
+
+
+def _why_no_kernels(device: torch.device) -> str | None:
+    return request.why_not_on(device)
+
+
+# torch's compiler calls it and does not trace it: `torch.compiler.assume_constant_result`, which would import it
+vars(_why_no_kernels)["_dynamo_marked_constant"] = True
 
 
 def sparse_latent_attention(
@@ -124,7 +137,8 @@ def sparse_latent_attention(
         without a gradient, or None.
 
     Raises:
-        ValueError: shapes do not fit together.
+        TypeError: the weight's main_grad is not float32.
+        ValueError: shapes do not fit together, or main_grad is not of the weight's shape and device.
     """
     recipe, weight = layer.recipe if isinstance(layer, Linear) else None, layer.weight
     w_format, cache, compute = None, False, q_BSHX.dtype
@@ -133,6 +147,8 @@ def sparse_latent_attention(
         cache = can_cache(weight, w_format, torch.is_grad_enabled() and rows_BSW.requires_grad)
     elif recipe is not None:
         compute = recipe.compute
+    if recipe is not None:
+        check_main_grad(weight)
     history = layer.history if isinstance(layer, Linear) else None
     s = _Settings(nope_dim, scale, compute, w_format, history, cache, recipe is not None, with_weights)
     o_BSHV, weights_BSK = _SparseLatentAttention.apply(q_BSHX, rows_BSW.to(q_BSHX.dtype), weight, top_k_BSK, s)
@@ -144,6 +160,7 @@ class _SparseLatentAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q_BSHX: Tensor, rows_BSW: Tensor, weight: Tensor, top_k_BSK: Tensor, s: _Settings
     ) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)  # attention's weights have none
         c, h = weight.shape[1], q_BSHX.shape[2]
         quantized = None
         if s.w_format is not None and not isinstance(weight, GatheredWeight):
@@ -176,7 +193,9 @@ class _SparseLatentAttention(torch.autograd.Function):
 
     @staticmethod
     @first_derivative_only
-    def backward(ctx: Any, do_BSHV: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, do_BSHV: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        if do_BSHV is None:
+            return None, None, None, None, None
         q_BSHX, rows_BSW, top_k_BSK, o_THC, lse_TH, weight, data, scale = ctx.saved_tensors
         s, (_, _, h, _), c = ctx.settings, q_BSHX.shape, o_THC.shape[-1]
         quantized = ctx.cached if data is None else ScaledTensor(data, scale, ctx.block)

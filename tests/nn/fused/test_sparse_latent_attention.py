@@ -16,8 +16,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import parametrizations
 
 from octile.formats import BLOCK
+from octile.kernels.cuda.gemm import request
 from octile.nn import Linear
 from octile.nn.deferred_wgrad import defer_wgrads
+from octile.nn.fused import sparse_latent_attention as module
 from octile.nn.fused.sparse_latent_attention import sparse_latent_attention, why_not_absorbed
 from octile.nn.fused.top_k_attention import top_k_mask
 from octile.nn.gathered_weight import GatheredWeight
@@ -332,7 +334,51 @@ def test_a_layer_with_a_bias_or_another_kind_of_weight_is_called():
         (torch.bfloat16, 256, "no kernel reads latents of 256 + 64 channels in torch.bfloat16"),
     ],
 )
-def test_a_gpu_absorbs_what_its_kernels_read(dtype: torch.dtype, latent_dim: int, why: str | None):
+def test_a_gpu_absorbs_what_its_kernels_read(
+    dtype: torch.dtype, latent_dim: int, why: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(request, "why_not_on", lambda _: None)
     with FakeTensorMode():
         q = torch.empty(1, 2, 3, 192, dtype=dtype, device="cuda")
     assert why_not_absorbed(nn.Linear(latent_dim, 6, bias=False), q, 128) == why
+
+
+def test_a_gpu_on_which_the_kernels_do_not_run_calls_the_layer(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(request, "why_not_on", lambda device: f"it is {device.type}")
+    with FakeTensorMode():
+        q = torch.empty(1, 2, 3, 192, dtype=torch.bfloat16, device="cuda")
+    found = why_not_absorbed(nn.Linear(512, 6, bias=False), q, 128)
+    assert found == "the kernels do not run on this GPU: it is cuda"
+
+
+def test_a_main_grad_in_bf16_is_refused():
+    w = layer("bf16")
+    w.weight.main_grad = torch.zeros_like(w.weight, dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match=r"main_grad must be float32, not torch\.bfloat16"):
+        attend(*inputs(), w)
+
+
+def test_the_weights_of_attention_have_no_gradient_that_backward_reads(monkeypatch: pytest.MonkeyPatch):
+    seen = []
+    backward = module._SparseLatentAttention.backward
+
+    def record(ctx, do, dweights):
+        seen.append(dweights)
+        return backward(ctx, do, dweights)
+
+    monkeypatch.setattr(module._SparseLatentAttention, "backward", staticmethod(record))
+    q, rows, top_k = inputs()
+    o, weights = sparse_latent_attention(q.requires_grad_(), rows, layer(), top_k, N, SCALE, with_weights=True)
+    o.sum().backward()
+    assert weights is not None
+    assert seen == [None]
+
+
+@pytest.mark.parametrize("why", [None, "it is old"])
+def test_whether_kernels_run_does_not_break_a_compiled_graph(why: str | None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(request, "why_not_on", lambda _: why)
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x: x + 1 if module._why_no_kernels(x.device) else x, backend="eager", fullgraph=True
+    )
+    assert compiled(torch.zeros(())) == (why is not None)
