@@ -5,7 +5,8 @@ in BF16. In decoding, texts of equal context have pages anywhere in a cache, in 
 as where one draft is verified. Training has a forward pass with log-sum-exps, a backward pass, and the weights with
 which the indexer is aligned.
 
-    FLOPs       those of the products in a second: scores and weighted values; of the backward pass five; scores alone
+    FLOPs       those of the GEMMs in a second: two forward (scores, weighted values), five in the backward pass, and
+                one for the weights (scores)
     gathered    bytes of the rows that are read in a second: the L2 cache has many of them in prefill
 
 Peers:

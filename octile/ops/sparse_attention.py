@@ -48,8 +48,8 @@ def sparse_attention(
         q: [S, H, W], float32, bfloat16 or float16: queries times the keys' weight, then rotary queries.
         latents: [T, W], float32, bfloat16 or float16: latents, then rotary keys; or FP8 rows, [T, bytes] uint8, as in
             `octile.ops.latent_cache.write_latents`.
-        positions: [S, K] int32, as `octile.ops.top_keys.top_keys` returns them: rows of latents, each at most once;
-            −1 stands for none. Their order does not matter.
+        positions: [S, K] int32, as `octile.ops.top_keys.top_keys` returns them: rows of latents, each at most once (of
+            one that is there twice, gradients are undefined); −1 stands for none. Their order does not matter.
         latent_dim: C.
         scale: the factor of the scores.
         n_splits: parts into which Hopper's kernel divides a list, at most 128; 0: chosen by shapes. With a given
@@ -65,7 +65,7 @@ def sparse_attention(
     """
     check_operands(q, latents, positions, latent_dim, n_splits)
     check_positions(positions, len(latents))
-    return _attend(q, latents, positions, latent_dim, scale)[0]
+    return _attend(q, latents, positions, latent_dim, scale)
 
 
 @operator()
@@ -86,7 +86,8 @@ def sparse_attention_with_lse(
     """
     check_operands(q, latents, positions, latent_dim)
     check_positions(positions, len(latents))
-    return _attend(q, latents, positions, latent_dim, scale)
+    lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
+    return _attend(q, latents, positions, latent_dim, scale, lse), lse
 
 
 @operator()
@@ -111,7 +112,7 @@ def paged_sparse_attention(
     """
     _check_paged(q, cache, pages, positions, latent_dim, n_splits)
     check_positions(positions, PAGE * pages.shape[1])
-    return _attend(q, cache.flatten(0, 1), _slots(pages, positions, len(cache)), latent_dim, scale)[0]
+    return _attend(q, cache.flatten(0, 1), _slots(pages, positions, len(cache)), latent_dim, scale)
 
 
 def _slots(pages: Tensor, positions: Tensor, n_pages: int) -> Tensor:
@@ -131,19 +132,21 @@ def _slots(pages: Tensor, positions: Tensor, n_pages: int) -> Tensor:
     return (page * PAGE + position % PAGE).where(is_position & is_page, ABSENT).int()
 
 
-def _attend(q: Tensor, latents: Tensor, positions: Tensor, latent_dim: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Compute o [S, H, C] in q's dtype and lse [S, H] float32."""
+def _attend(
+    q: Tensor, latents: Tensor, positions: Tensor, latent_dim: int, scale: float, lse_SH: Tensor | None = None
+) -> Tensor:
+    """Compute o [S, H, C] in q's dtype, and write to lse [S, H] float32, where it is −inf before."""
     s, h, _ = q.shape
     o_SHC = q.new_zeros(s, h, latent_dim)
-    lse_SH = q.new_full((s, h), -torch.inf, dtype=torch.float32)
     with without_autocast(q.device):
         for part in query_blocks(q, latents, positions):
             keys_SKW, is_absent_SK = gathered_keys(latents, positions[part], latent_dim)
             scores_SHK = torch.bmm(q[part].float() * scale, keys_SKW.mT).masked_fill_(is_absent_SK[:, None], -torch.inf)
-            lse_SH[part] = scores_SHK.logsumexp(-1)
+            if lse_SH is not None:
+                lse_SH[part] = scores_SHK.logsumexp(-1)
             p_SHK = scores_SHK.softmax(-1).masked_fill_(is_absent_SK.all(1)[:, None, None], 0.0)
             o_SHC[part] = torch.bmm(p_SHK, keys_SKW[..., :latent_dim]).to(q.dtype)
-    return o_SHC, lse_SH
+    return o_SHC
 
 
 def query_blocks(q: Tensor, latents: Tensor, positions: Tensor) -> Iterator[slice]:
@@ -194,7 +197,7 @@ def _(q, cache, pages, positions, latent_dim, scale, n_splits=0):
 def _(q, latents, positions, latent_dim, scale, n_splits=0):
     check_operands(q, latents, positions, latent_dim, n_splits)
     if kernel.why_unsupported(q, latents, positions, latent_dim):
-        return _attend(q, latents, positions, latent_dim, scale)[0]
+        return _attend(q, latents, positions, latent_dim, scale)
     return kernel.launch(q, latents, positions, None, scale, n_splits)
 
 
@@ -202,9 +205,9 @@ def _(q, latents, positions, latent_dim, scale, n_splits=0):
 def _(q, latents, positions, latent_dim, scale):
     check_operands(q, latents, positions, latent_dim)
     q, latents = q.contiguous(), latents.contiguous()
+    lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
     if kernel.why_unsupported(q, latents, positions, latent_dim):
-        return _attend(q, latents, positions, latent_dim, scale)
-    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+        return _attend(q, latents, positions, latent_dim, scale, lse), lse
     return kernel.launch(q, latents, positions, None, scale, 1, lse), lse
 
 
@@ -212,7 +215,7 @@ def _(q, latents, positions, latent_dim, scale):
 def _(q, cache, pages, positions, latent_dim, scale, n_splits=0):
     _check_paged(q, cache, pages, positions, latent_dim, n_splits)
     if not pages.shape[1] or kernel.why_unsupported(q, cache, positions, latent_dim):
-        return _attend(q, cache.flatten(0, 1), _slots(pages, positions, len(cache)), latent_dim, scale)[0]
+        return _attend(q, cache.flatten(0, 1), _slots(pages, positions, len(cache)), latent_dim, scale)
     return kernel.launch(q, cache, positions, pages, scale, n_splits)
 
 

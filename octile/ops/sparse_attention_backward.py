@@ -8,7 +8,7 @@ A row k is [latent; rotary key]: its first C channels are key and value. p is re
 what a forward pass saves grows with the queries and not with the positions they attend to.
 
 A row's gradient is the sum of what all queries add to it, in float32, in the order of the queries. So it is the same
-bits at every call, on a CPU and on a GPU.
+bits at every call on a CPU, and at every call on a GPU.
 
 On Hopper, kernels compute latents of 512 + 64 channels in BF16; torch computes the rest. They round p, ds and what a
 query adds to a row to BF16, and add the latter up by groups of queries and of 64 heads.

@@ -3,7 +3,7 @@
     weight[s, j] = mean over heads of exp(scale · q[s, h] · k[j-th position] − lse[s, h])
 
 They are those with which `octile.ops.sparse_attention` adds up the latents, and are computed from its `lse`, so that no
-score of another position is needed. The weights of a query sum to 1.
+score of another position is needed. The weights of a query with a position sum to 1.
 
 Source: DeepSeek-V3.2-Exp §2.1 (https://github.com/deepseek-ai/DeepSeek-V3.2-Exp), whose target they are.
 Shapes: S queries, H heads, C channels of a latent, W = C + those of the rotary key, T rows, K chosen positions.

@@ -5,9 +5,10 @@
     loss = KL(p ‖ softmax(i)), the mean over all queries
 
 The keys are all of a causal mask, for which p is computed here, or the query's top-k keys, for which attention has
-computed it. Logits of other keys are not computed then, so that time grows with S · K, and on a GPU products are those
-of BF16 tensor cores, in which the indexer's queries and keys are exact. The gradients are computed with the loss, since
-p is the larger part of the work: what is saved for backward is as large as the indexer's queries.
+computed it. Logits of other keys are not computed then, so that time grows with S · K. On a GPU the products over top-k
+keys are those of BF16: the indexer's queries and keys are exact in it, the gradients of the scores are rounded to it.
+The gradients are computed with the loss, since p is the larger part of the work: what is saved for backward is as large
+as the indexer's queries.
 
 Source: DeepSeek-V3.2-Exp (https://github.com/deepseek-ai/DeepSeek-V3.2-Exp) §2.1, equations 3 and 4, which sum over the
 queries.
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from octile.nn.double_backward import first_derivative_only
-from octile.nn.fused.top_k_attention import MAX_SCORES, attention_distribution, query_blocks
+from octile.nn.fused.top_k_attention import MAX_SCORES, attention_distribution, causal_query_blocks
 from octile.ops.matmul import without_autocast
 from octile.ops.sparse_attention_backward import add_rows
 
@@ -62,7 +63,7 @@ class _AlignmentLoss(torch.autograd.Function):
         total = index_q.new_zeros(())
         gradients = [torch.zeros_like(t) for t in (index_q, index_k, weights)] if any(ctx.needs_input_grad) else []
         with without_autocast(q.device):
-            for block in query_blocks(b * (h + 2 * g), s, MAX_SCORES):
+            for block in causal_query_blocks(b * (h + 2 * g), s, MAX_SCORES):
                 query_C, key_T = (torch.arange(first, block.stop, device=q.device) for first in (block.start, 0))
                 seen_1CT = (key_T <= query_C[:, None])[None]
                 p_BCT = attention_distribution(q[:, block], k[:, : block.stop], seen_1CT, scale)

@@ -46,7 +46,7 @@ def top_k_weights(q_BSHX: Tensor, k_BSHX: Tensor, top_k_BSK: Tensor, scale: floa
     """
     b, s, h, _ = q_BSHX.shape
     weights_BSK = torch.empty(top_k_BSK.shape, dtype=torch.float32, device=q_BSHX.device)
-    for block in query_blocks(b * h, s, MAX_SCORES):
+    for block in causal_query_blocks(b * h, s, MAX_SCORES):
         top_k_BCK, k_BTHX = top_k_BSK[:, block], k_BSHX[:, : block.stop]
         with without_autocast(q_BSHX.device):
             p_BCT = attention_distribution(q_BSHX[:, block], k_BTHX, top_k_mask(top_k_BCK, block.stop), scale)
@@ -68,7 +68,7 @@ class _TopKAttention(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, top_k_BSK)
         ctx.scale = scale
         b, s, h, _ = q.shape
-        blocks = query_blocks(b * h, s, MAX_SCORES)
+        blocks = causal_query_blocks(b * h, s, MAX_SCORES)
         parts = [_attend(q[:, i], k[:, : i.stop], v[:, : i.stop], top_k_BSK[:, i], scale) for i in blocks]
         return torch.cat(parts, dim=1)
 
@@ -79,7 +79,7 @@ class _TopKAttention(torch.autograd.Function):
         b, s, h, _ = q.shape
         dq = torch.empty_like(q)
         dk, dv = (torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in (k, v))
-        for block in query_blocks(b * h, s, MAX_SCORES):
+        for block in causal_query_blocks(b * h, s, MAX_SCORES):
             with torch.enable_grad():
                 inputs = q[:, block], k[:, : block.stop], v[:, : block.stop]
                 inputs = tuple(t.detach().requires_grad_() for t in inputs)
@@ -97,7 +97,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, top_k_BCK: Tensor, scale: float) ->
         return F.scaled_dot_product_attention(q, k, v, mask_B1CT, scale=scale).transpose(1, 2)
 
 
-def query_blocks(rows: int, length: int, max_scores: int) -> Iterator[slice]:
+def causal_query_blocks(rows: int, length: int, max_scores: int) -> Iterator[slice]:
     """Divide the queries of a sequence into blocks, of which each has at most max_scores scores, or is one query.
 
     Args:

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octile.nn.fused.top_k_attention import query_blocks, top_k_attention, top_k_mask
+from octile.nn.fused.top_k_attention import causal_query_blocks, top_k_attention, top_k_mask
 
 B, S, H, X, V, K = 2, 11, 3, 8, 6, 4
 
@@ -60,6 +60,6 @@ def test_all_keys_chosen_is_causal_attention():
 
 @given(rows=st.integers(0, 40), length=st.integers(0, 200), max_scores=st.integers(1, 20000))
 def test_blocks_cover_all_queries_and_have_few_scores(rows, length, max_scores):
-    blocks = list(query_blocks(rows, length, max_scores))
+    blocks = list(causal_query_blocks(rows, length, max_scores))
     assert [i for of in blocks for i in range(of.start, of.stop)] == list(range(length))
     assert all(rows * (of.stop - of.start) * of.stop <= max_scores or of.stop - of.start == 1 for of in blocks)

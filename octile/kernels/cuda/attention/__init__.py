@@ -1,1 +1,1 @@
-"""Hopper's kernels of attention in serving: of decoding over the latent cache, and the lightning indexer's logits."""
+"""Hopper's kernels of attention: of decoding over the latent cache, sparse attention, and the indexer's logits."""
