@@ -13,6 +13,9 @@
 #include "split_kv.cuh"
 #include "mla_entry.cuh"
 #include "mla_pages_64.cuh"
+
+constexpr bool keeps_lane = !config::fixed_splits;  // or ptxas spills
+
 #include "seesaw.cuh"
 #include "wgmma_registers.cuh"
 
@@ -37,15 +40,14 @@ struct Consumer : Seesaw<Consumer<own>, own> {
 
     PageBarriers& of_pages;
     uint32_t q_rotary[4][4];  // if it is in registers
-    uint32_t parity[2];       // of the pages of both warpgroups
-    uint32_t q_parity = 0;
+    uint32_t parities = 0;    // bits: of the pages of both warpgroups, and of Q; in one register
     int left_scores;          // pages of the item whose scores are not there yet
     int most_beyond;          // of several queries: the most positions that a head of this warp does not attend to
 
     __device__ __forceinline__ Consumer(uint8_t* shared, PageBarriers& barriers, float scale, int warp, int first_head)
-        : Base(shared, barriers, scale, warp, first_head), of_pages(barriers), parity{0, 0} {}
+        : Base(shared, barriers, scale, warp, first_head), of_pages(barriers) {}
 
-    __device__ __forceinline__ void await(int which, Part part) const { barriers.full[which][part].wait(parity[which]); }
+    __device__ __forceinline__ void await(int which, Part part) const { barriers.full[which][part].wait(parities >> which & 1); }
 
     __device__ __forceinline__ void begin(const uint16_t* q, int n_heads, const Item& item, const Lengths& lengths) {
         if constexpr (loads_queries)
@@ -63,8 +65,8 @@ struct Consumer : Seesaw<Consumer<own>, own> {
         if constexpr (loads_queries) {
             Base::sync_both();
         } else {
-            of_pages.q_full.wait(q_parity);
-            q_parity ^= 1;
+            of_pages.q_full.wait(parities >> 2);
+            parities ^= 4;
             __syncwarp();
         }
         if constexpr (rotary_in_registers) Base::load_rotary(q_rotary);
@@ -142,8 +144,7 @@ struct Consumer : Seesaw<Consumer<own>, own> {
     }
 
     __device__ __forceinline__ void begin_next(bool pair) {
-        parity[0] ^= 1;
-        parity[1] ^= pair;
+        parities ^= pair ? 3 : 1;
     }
 
     // to: the row of final results, or −1 − the slot of partial ones.

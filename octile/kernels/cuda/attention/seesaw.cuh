@@ -17,7 +17,8 @@
 // where scale₀ and scale₁ are the corrections of the maximum. Source of this schedule: FlashMLA's "seesaw"
 // (https://github.com/deepseek-ai/FlashMLA, docs/20250422-new-kernel-deep-dive.md).
 //
-// The kernel's namespace smem says where the tiles (keys, q, p_first, p_second) and the values of heads (rows) lie.
+// The kernel's namespace smem says where the tiles (keys, q, p_first, p_second) and the values of heads (rows) lie, and its
+// keeps_lane whether the lane stays in a register.
 #pragma once
 #include "convert.cuh"
 #include "tiles.cuh"
@@ -38,6 +39,17 @@ struct Results {
     int n_heads;
 };
 
+// The lane, kept in a register or, where there would be one too few, read anew each time.
+template <bool is_kept>
+struct Lane {
+    const int value = ptx::lane_id();
+
+    __device__ __forceinline__ operator int() const {
+        if constexpr (is_kept) return value;
+        return ptx::opaque(ptx::lane_id());
+    }
+};
+
 // Warpgroup `own`. A thread has the heads 16·warp + 8h + lane/4: [h], and of each the columns 8j + 2·(lane%4) + i:
 // [4j + 2h + i]. Derived has, of a tile `which`,
 //     begin_scores(s)            multiplies Q by the part of its own tile that is there first, and commits that to a group
@@ -51,14 +63,15 @@ template <class Derived, int own>
 struct Seesaw {
     uint8_t* const shared;
     Barriers& barriers;
-    const int warp, lane;  // warp of the warpgroup
+    const int warp;  // of the warpgroup
+    const Lane<keeps_lane> lane;
     const int first_head;
     const float factor;  // of the scores, in log₂
     float o[128];
     float highest[2], total[2];  // total: of this warpgroup's tiles and this thread's columns
 
     __device__ __forceinline__ Seesaw(uint8_t* shared, Barriers& barriers, float scale, int warp, int first_head)
-        : shared(shared), barriers(barriers), warp(warp), lane(ptx::lane_id()), first_head(first_head),
+        : shared(shared), barriers(barriers), warp(warp), first_head(first_head),
           factor(scale * 1.44269504f) {}
 
     __device__ __forceinline__ Derived& derived() { return *static_cast<Derived*>(this); }

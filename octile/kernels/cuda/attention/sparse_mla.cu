@@ -23,6 +23,8 @@ constexpr int bytes = barriers + int(sizeof(ListBarriers));
 static_assert(bytes == config::shared_bytes, "sparse_mla.py computes the same");
 }  // namespace smem
 
+constexpr bool keeps_lane = true;
+
 #include "seesaw.cuh"
 #include "wgmma_registers.cuh"
 
