@@ -58,19 +58,6 @@ def sparse_attention_backward(
     """
     _check(do, q, latents, positions, o, lse, latent_dim)
     check_positions(positions, len(latents))
-    return _sparse_attention_backward(do, q, latents, positions, o, lse, latent_dim, scale)
-
-
-def _sparse_attention_backward(
-    do: Tensor,
-    q: Tensor,
-    latents: Tensor,
-    positions: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    latent_dim: int,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
     dq_SHW = q.new_zeros(q.shape)
     dlatents_TW = latents.new_zeros(latents.shape, dtype=torch.float32)
     with without_autocast(q.device):
@@ -109,7 +96,7 @@ def _(do, q, latents, positions, o, lse, latent_dim, scale):
     _check(do, q, latents, positions, o, lse, latent_dim)
     do, q, latents, o = (t.contiguous() for t in (do, q, latents, o))
     if kernel.why_unsupported(do, q, latents, positions, o, latent_dim):
-        return _sparse_attention_backward(do, q, latents, positions, o, lse, latent_dim, scale)
+        return sparse_attention_backward.reference(do, q, latents, positions, o, lse, latent_dim, scale)
     return kernel.launch(do, q, latents, positions, o, lse, scale)
 
 

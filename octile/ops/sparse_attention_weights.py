@@ -38,10 +38,6 @@ def sparse_attention_weights(
     """
     _check(q, latents, positions, lse, latent_dim)
     check_positions(positions, len(latents))
-    return _weights(q, latents, positions, lse, latent_dim, scale)
-
-
-def _weights(q: Tensor, latents: Tensor, positions: Tensor, lse: Tensor, latent_dim: int, scale: float) -> Tensor:
     weights_SK = q.new_zeros(positions.shape, dtype=torch.float32)
     with without_autocast(q.device):
         for part in query_blocks(q, latents, positions):
@@ -61,7 +57,7 @@ def _(q, latents, positions, lse, latent_dim, scale):
     _check(q, latents, positions, lse, latent_dim)
     q, latents = q.contiguous(), latents.contiguous()
     if kernel.why_unsupported(q, latents, positions, latent_dim):
-        return _weights(q, latents, positions, lse, latent_dim, scale)
+        return sparse_attention_weights.reference(q, latents, positions, lse, latent_dim, scale)
     return kernel.launch(q, latents, positions, lse, scale)
 
 
