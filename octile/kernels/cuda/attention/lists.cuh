@@ -2,7 +2,16 @@
 #pragma once
 #include "tiles.cuh"
 
-constexpr int step_keys = 2 * tile_keys, page_rows = 64;
+constexpr int step_keys = 2 * tile_keys, page_rows = 64, producer_threads = 128;
+
+// Which of a tile's keys are valid, for a thread whose scores [4j + 2h + i] are those of the keys 8j + 2·(lane%4) + i.
+struct ValidKeys {
+    uint32_t bits[2];
+
+    __device__ __forceinline__ ValidKeys(uint2 tile_bits, int lane)
+        : bits{tile_bits.x >> 2 * (lane % 4), tile_bits.y >> 2 * (lane % 4)} {}
+    __device__ __forceinline__ bool has(int score) const { return bits[score / 16] >> (8 * (score / 4 % 4) + score % 2) & 1; }
+};
 
 struct Lists {
     const int *positions, *pages;

@@ -89,10 +89,10 @@ struct Consumer : Seesaw<Consumer<own>, own> {
 
     __device__ __forceinline__ void mask(float (&s)[32], int) const {
         if ((valid.x & valid.y) == all_lanes) return;
-        const uint32_t own_bits[2] = {valid.x >> 2 * (lane % 4), valid.y >> 2 * (lane % 4)};
+        const ValidKeys valid_keys(valid, lane);
 #pragma unroll
         for (int r = 0; r < 32; ++r)
-            if (!(own_bits[r / 16] >> (8 * (r / 4 % 4) + r % 2) & 1)) s[r] = minus_infinity();
+            if (!valid_keys.has(r)) s[r] = minus_infinity();
     }
 
     __device__ __forceinline__ void release_second_left() const {

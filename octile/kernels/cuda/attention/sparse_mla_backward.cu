@@ -19,7 +19,6 @@
 // list, rounded to BF16. No two thread blocks write to the same address, so results do not depend on their order.
 #include "convert.cuh"
 #include "sparse_tiles.cuh"
-#include "wgmma.cuh"
 #include "wgmma_keys.cuh"
 #include "wgmma_keys_rotary.cuh"
 #include "wgmma_queries.cuh"
@@ -158,14 +157,8 @@ struct Consumer {
     // The products of 64 rows of `left_operand` and the keys, over the channels of a part.
     __device__ __forceinline__ void multiply_part(float (&s)[32], int left_operand, Part part) const {
         const uint64_t a = ptx::wgmma_descriptor(memory() + left_operand), b = ptx::wgmma_descriptor(memory() + smem::keys);
-        const int first = part * 4, count = part == rotary_part ? 1 : 4;
         await(part);
-        ptx::wgmma_fence();
-#pragma unroll
-        for (int t = first; t < first + count; ++t)
-#pragma unroll
-            for (int k = 0; k < 4; ++k)
-                ptx::wgmma(s, a + t * (tile / 16) + 2 * k, b + t * (tile / 16) + 2 * k, t + k > 0);
+        ::multiply_part(s, a, b, part);
     }
 
     __device__ __forceinline__ void store_tile(const float (&s)[32], int to) const {
@@ -189,16 +182,13 @@ struct Consumer {
         multiply_part(s, smem::q, rotary_part);
         ptx::wgmma_commit_group();
         barriers.listed.wait(parity);
-        const uint2 valid = reinterpret_cast<const uint2*>(shared + smem::valid)[parity];
-        const uint32_t own_bits[2] = {valid.x >> 2 * (lane % 4), valid.y >> 2 * (lane % 4)};
+        const ValidKeys valid(reinterpret_cast<const uint2*>(shared + smem::valid)[parity], lane);
         const float lse[2] = {value(smem::lse, 0), value(smem::lse, 1)};
         ptx::wgmma_wait_group<0>();
         fence_operands(s);
 #pragma unroll
-        for (int r = 0; r < 32; ++r) {
-            const bool is_valid = own_bits[r / 16] >> (8 * (r / 4 % 4) + r % 2) & 1;
-            s[r] = is_valid ? ptx::exp2(fmaf(s[r], factor, -lse[r / 2 % 2])) : 0.0f;
-        }
+        for (int r = 0; r < 32; ++r)
+            s[r] = valid.has(r) ? ptx::exp2(fmaf(s[r], factor, -lse[r / 2 % 2])) : 0.0f;
         sync(weights_are_read);
         store_tile(s, smem::p);
         sync(has_weights);

@@ -14,7 +14,7 @@
 #include "convert.cuh"
 #include "lists.cuh"
 
-constexpr int producer_threads = 128, producer_warps = producer_threads / 32;
+constexpr int producer_warps = producer_threads / 32;
 constexpr int row_bytes = config::fp8 ? latent + 4 * (latent / 128) + 2 * rotary : 2 * width;
 
 // The log of a sum of weights that is not that of no weights, which is −∞.

@@ -7,7 +7,6 @@
 // them.
 #include "convert.cuh"
 #include "sparse_tiles.cuh"
-#include "wgmma.cuh"
 
 constexpr int block_heads = 2 * heads, warps = consumer_threads / 32;
 
@@ -55,17 +54,10 @@ struct Consumer {
     }
 
     __device__ __forceinline__ void multiply_part(float (&s)[32], Part part) const {
-        const uint64_t q = ptx::wgmma_descriptor(shared + smem::q + warp / 4 * tiles * tile);
-        const uint64_t keys = ptx::wgmma_descriptor(shared + smem::keys);
-        const int first = 4 * part, count = part == rotary_part ? 1 : 4;
         barriers.full[part].wait(parity);
         ptx::fence_proxy_async();  // the rows are ordinary stores
-        ptx::wgmma_fence();
-#pragma unroll
-        for (int t = first; t < first + count; ++t)
-#pragma unroll
-            for (int k = 0; k < 4; ++k)
-                ptx::wgmma(s, q + t * (tile / 16) + 2 * k, keys + t * (tile / 16) + 2 * k, t + k > 0);
+        const uint64_t q = ptx::wgmma_descriptor(shared + smem::q + warp / 4 * tiles * tile);
+        ::multiply_part(s, q, ptx::wgmma_descriptor(shared + smem::keys), part);
         ptx::wgmma_commit_group();
     }
 
@@ -94,8 +86,7 @@ struct Consumer {
         multiply_part(s, right);
         multiply_part(s, rotary_part);
         barriers.listed.wait(parity);
-        const uint2 valid = reinterpret_cast<const uint2*>(shared + smem::valid)[parity];
-        const uint32_t own_bits[2] = {valid.x >> 2 * (lane % 4), valid.y >> 2 * (lane % 4)};
+        const ValidKeys valid(reinterpret_cast<const uint2*>(shared + smem::valid)[parity], lane);
         float lse[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h)
@@ -109,10 +100,9 @@ struct Consumer {
         for (int r = 0; r < 32; r += 4)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const bool is_valid = own_bits[r / 16] >> (8 * (r / 4 % 4) + i) & 1;
                 const float first = ptx::exp2(fmaf(s[r + i], factor, -lse[0]));
                 const float second = ptx::exp2(fmaf(s[r + 2 + i], factor, -lse[1]));
-                values[r / 2 + i] = is_valid ? first + second : 0.0f;
+                values[r / 2 + i] = valid.has(r + i) ? first + second : 0.0f;
             }
         add_half<8>(values);
         add_half<4>(values);
