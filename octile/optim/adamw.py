@@ -259,7 +259,7 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 
 def _unguarded(method: Any) -> Callable[..., Any]:
-    """Return a bound method of torch's optimizer without its guard against being compiled; others as they are.
+    """Return a method of torch's optimizer without its guard against being compiled, or unchanged if it has none.
 
     The guard imports torch's compiler when it is first called, which takes one to six seconds of a run's start.
     """

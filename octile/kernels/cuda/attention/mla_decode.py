@@ -106,8 +106,8 @@ def launch(
     rows of a text.
     """
     text_heads = rows_per_text * q.shape[1]
-    most_heads = MAX_TEXT_HEADS if cache.dtype == torch.bfloat16 else 0
-    if rows_per_text > 1 and not n_splits and (q.shape[1] < HEADS or text_heads <= most_heads):
+    max_heads = MAX_TEXT_HEADS if cache.dtype == torch.bfloat16 else 0
+    if rows_per_text > 1 and not n_splits and (q.shape[1] < HEADS or text_heads <= max_heads):
         text_queries = q.view(-1, text_heads, WIDTH)
         o = q.new_empty(*text_queries.shape[:2], latent_dim)
         launch_part(text_queries, pages[::rows_per_text], lengths, o, cache, scale, 0)

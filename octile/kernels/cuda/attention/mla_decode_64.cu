@@ -42,7 +42,7 @@ struct Consumer : Seesaw<Consumer<own>, own> {
     uint32_t q_rotary[4][4];  // if it is in registers
     uint32_t parities = 0;    // bits: of the pages of both warpgroups, and of Q; in one register
     int left_scores;          // pages of the item whose scores are not there yet
-    int most_beyond;          // of several queries: the most positions that a head of this warp does not attend to
+    int max_beyond;          // of several queries: the most positions that a head of this warp does not attend to
 
     __device__ __forceinline__ Consumer(uint8_t* shared, PageBarriers& barriers, float scale, int warp, int first_head)
         : Base(shared, barriers, scale, warp, first_head), of_pages(barriers) {}
@@ -60,7 +60,7 @@ struct Consumer : Seesaw<Consumer<own>, own> {
                 if (lane % 4 == 0) shared_value(beyond, h) = __int_as_float(of_head);
                 most = max(most, of_head);
             }
-            most_beyond = __reduce_max_sync(all_lanes, most);
+            max_beyond = __reduce_max_sync(all_lanes, most);
         }
         if constexpr (loads_queries) {
             Base::sync_both();
@@ -113,7 +113,7 @@ struct Consumer : Seesaw<Consumer<own>, own> {
 
     template <bool last>
     __device__ __forceinline__ void mask(float (&s)[32], const Inside<last>& inside) const {
-        if (last || (config::queries > 1 && inside.positions - most_beyond < page_rows)) {
+        if (last || (config::queries > 1 && inside.positions - max_beyond < page_rows)) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 int of_head = inside.positions;
