@@ -56,17 +56,20 @@ def rows() -> Iterator[Row]:
             attend, moved, theirs = _case(shape, dtype, device)
             source, target = halves(moved, device.type)
             record = _graph if gpu else _repeated
-            calls = {"attend": attend, "copy": copying(source, target), **theirs}
+            calls = {"attend": attend, goals.COPY: copying(source, target), **theirs}
             times = seconds({name: record(call) for name, call in calls.items()}, ROUNDS)
-            speed, copy = (n / (times[name] / CALLS) for name, n in (("attend", moved), ("copy", 2 * source.nbytes)))
+            speed, copy = (
+                n / (times[name] / CALLS) for name, n in (("attend", moved), (goals.COPY, 2 * source.nbytes))
+            )
             goal = goals.attention_goal(shape.heads, cache_format)
             case = f"{shape.texts} texts of {shape.context}, {goal}"
-            yield replace(byte_rate(case, goals.BANDWIDTH, speed, gpu, ("copy", copy)), goal=goal)
+            yield replace(byte_rate(case, goals.BANDWIDTH, speed, gpu, (goals.COPY, copy)), goal=goal)
             work = flops(shape)
             yield replace(flop_rate(case, goals.FLOPS, work / moved * speed, gpu), goal=goal)
             for name in theirs:
                 peer = name, work / (times[name] / CALLS)
-                yield flop_rate(case, goals.FLOPS, work / moved * speed, gpu, peer)
+                row = flop_rate(case, goals.FLOPS, work / moved * speed, gpu, peer)
+                yield replace(row, goal=goals.DENSE_DECODING if shape.heads == goals.FLASH_MLA_HEADS else None)
 
 
 def copying(source: Tensor, target: Tensor) -> Callable[[], object]:
@@ -82,7 +85,8 @@ def flops(shape: Shape) -> int:
 
 def show(rows: Sequence[Row]) -> str:
     """Format the table, and on a GPU the verdicts on the goals."""
-    verdicts = (goals.slow_copies(rows), goals.attention_verdicts(rows)) if torch.cuda.is_available() else ()
+    judges = goals.slow_copies, goals.attention_verdicts, goals.flash_mla_verdicts
+    verdicts = [judge(rows) for judge in judges] if torch.cuda.is_available() else []
     return "\n\n".join(filter(None, (table_with(LEGEND_OF_SPEEDS, rows), *verdicts)))
 
 

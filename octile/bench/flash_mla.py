@@ -18,9 +18,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from octile.bench.goals import FLASH_MLA
 from octile.ops.latent_cache import PAGE
 
-NAME = "FlashMLA"
 LATENT = 512
 HEADS = (64, 128)  # of its sparse kernels
 MAX_DIFFERENCE = 2**-6  # of the results' largest values: both round the softmax's weights to BF16
@@ -85,6 +85,6 @@ def _checked(make: Callable[[ModuleType], Call], ours: Call) -> dict[str, Call]:
         if not difference <= MAX_DIFFERENCE:
             raise ValueError(f"its result differs by {difference:.2g} of the largest value")
     except Exception as error:
-        print(f"no {NAME}: {type(error).__name__}: {' '.join(str(error).split())[:160]}", file=sys.stderr)
+        print(f"no {FLASH_MLA}: {type(error).__name__}: {' '.join(str(error).split())[:160]}", file=sys.stderr)
         return {}
-    return {NAME: call}
+    return {FLASH_MLA: call}

@@ -15,6 +15,8 @@ from octile.bench.gemm_table import HOST
 from octile.bench.rows import Row
 from octile.bench.shapes import Case
 
+COPY = "copy"  # a peer
+
 # octile bench casts: ids of goals, which `octile.bench.casts` gives to its operators
 
 WRITE_ONCE, WRITE_TWICE, MOVES, LOSS = "write once", "write twice", "moves", "loss"
@@ -35,8 +37,8 @@ CASTS = {  # id: title, floor and aim of each one's speed vs. a copy
 
 DISPATCH_FP8, COMBINE_BF16, BOTH_WAYS = "dispatch FP8", "combine BF16", "dispatch and combine"
 DISPATCH = (  # id, its peer, floor and aim of the ratio
-    (DISPATCH_FP8, "copy", 0.70, 0.85),
-    (COMBINE_BF16, "copy", 0.70, 0.85),
+    (DISPATCH_FP8, COPY, 0.70, 0.85),
+    (COMBINE_BF16, COPY, 0.70, 0.85),
     (BOTH_WAYS, "plain", 2.0, None),
     (BOTH_WAYS, "plain, permuted", 2.0, None),
 )
@@ -50,6 +52,12 @@ ATTENTION = (  # heads, what, floor and aim: of the ratio to a copy, or of TFLOP
 )
 CACHE_FORMATS = ("BF16", "FP8")
 SLOW_COPY = 0.9  # of the fastest of a run: a copy below it says nothing of the memory
+
+# octile bench attention and sparse: ids of goals against FlashMLA, with 128 heads
+
+FLASH_MLA, FLASH_MLA_HEADS = "FlashMLA", 128
+DENSE_DECODING, SPARSE_PREFILL, SPARSE_DECODING = "decoding in BF16", "sparse prefill", "sparse decoding in FP8"
+FLASH_MLA_FLOORS = {DENSE_DECODING: 1.0, SPARSE_PREFILL: 1.0, SPARSE_DECODING: 1.0}
 
 
 def attention_goal(heads: int, cache_format: str) -> str:
@@ -174,7 +182,7 @@ def casts_verdicts(rows: Sequence[Row]) -> str:
     lines = []
     compared = [(row, row.against) for row in rows if row.against]
     by_bound = {(row.what, row.case) for row, peer in compared if peer.peer in (BOUND_OF_BYTES, BOUND_OF_FLOPS)}
-    judged = [(row, peer) for row, peer in compared if peer.peer != "copy" or (row.what, row.case) not in by_bound]
+    judged = [(row, peer) for row, peer in compared if peer.peer != COPY or (row.what, row.case) not in by_bound]
     for goal, (title, floor, aim) in CASTS.items():
         ratios = {(row.what, row.case): peer.ratio for row, peer in judged if row.goal == goal}
         if ratios:
@@ -208,12 +216,12 @@ def slow_copies(rows: Sequence[Row]) -> str:
         f"{row.case}: its copy, {row.against.value:,.4g} {row.unit}, is below {SLOW_COPY} of the fastest of this run, "
         f"{best:,.4g}; the ratio to the fastest is {row.value / best:.3f}"
         for row in rows
-        if row.against and row.against.value < SLOW_COPY * best
+        if row.against and row.against.peer == COPY and row.against.value < SLOW_COPY * best
     )
 
 
 def _fastest_copy(rows: Sequence[Row]) -> float:
-    return max((row.against.value for row in rows if row.against), default=0.0)
+    return max((row.against.value for row in rows if row.against and row.against.peer == COPY), default=0.0)
 
 
 def attention_verdicts(rows: Sequence[Row]) -> str:
@@ -230,6 +238,18 @@ def attention_verdicts(rows: Sequence[Row]) -> str:
                 unit = "× of a copy" if what == BANDWIDTH else " TFLOP/s"
                 bounds = [f"{n} ≥ {b:g} {_met(values[worst] >= b)}" for n, b in (("floor", floor), ("aim", aim))]
                 lines.append(f"{goal}: smallest {values[worst]:.3g}{unit} ({worst}): {', '.join(bounds)}")
+    return "\n".join(lines)
+
+
+def flash_mla_verdicts(rows: Sequence[Row]) -> str:
+    """Describe the goals of attention against FlashMLA in a line each, for the rows that were measured with it."""
+    lines = []
+    for goal, floor in FLASH_MLA_FLOORS.items():
+        ratios = {r.case: r.against.ratio for r in rows if r.goal == goal and r.against and r.against.peer == FLASH_MLA}
+        if ratios:
+            worst = min(ratios, key=ratios.__getitem__)
+            met = f"floor ≥ {floor:.2f}× {_met(ratios[worst] >= floor)}"
+            lines.append(f"{goal}, vs. {FLASH_MLA}: smallest {ratios[worst]:.3f}× ({worst}): {met}")
     return "\n".join(lines)
 
 

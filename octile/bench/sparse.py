@@ -25,13 +25,14 @@ On a CPU the reference is measured, with few queries and positions.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from octile.bench import flash_mla
+from octile.bench import flash_mla, goals
 from octile.bench.kernel_time import work_seconds
 from octile.bench.rows import LEGEND_OF_SPEEDS, Row, byte_rate, flop_rate, table_with
 from octile.ops.latent_cache import PAGE, fp8_rows, row_bytes, write_latents
@@ -47,7 +48,7 @@ FORMS = {"BF16": torch.bfloat16, "FP8": torch.uint8}
 TORCH, PUBLISHED, PUBLISHED_BACKWARD = "torch.compile", "FlashMLA, published", "TileLang, published"
 TILELANG = 115e12  # examples/deepseek_v32/README.md of https://github.com/tile-ai/tilelang
 TORCH_QUERIES = 256  # in training
-FLASH_MLA = {"prefill": 640e12, "decoding": 410e12}  # with a cache in BF16 and in FP8 (README of September 2025)
+FLASH_MLA = {goals.SPARSE_PREFILL: 640e12, goals.SPARSE_DECODING: 410e12}  # README of September 2025
 Call = Callable[[], Tensor]
 
 
@@ -90,8 +91,8 @@ def rows() -> Iterator[Row]:
 
 
 def show(found: Sequence[Row]) -> str:
-    """Return the rows as a table."""
-    return table_with(LEGEND_OF_SPEEDS, found)
+    """Format the table, and where FlashMLA was measured, the verdicts on the goals against it."""
+    return "\n\n".join(filter(None, (table_with(LEGEND_OF_SPEEDS, found), goals.flash_mla_verdicts(found))))
 
 
 def flops(queries: int, shape: Shape) -> int:
@@ -107,7 +108,7 @@ def _prefill(shape: Shape, device: str) -> Iterator[Row]:
     theirs: dict[str, Call] = {TORCH: partial(_compiled(), q, latents, positions)}
     theirs |= flash_mla.prefill(ours, q, latents, positions, SCALE)
     case = f"prefill, {shape.texts} queries, {shape.heads} heads, {shape.chosen} of {shape.context}"
-    yield from _measured(case, "prefill", "BF16", shape, shape.texts, ours, theirs)
+    yield from _measured(case, goals.SPARSE_PREFILL, "BF16", shape, shape.texts, ours, theirs)
 
 
 def _training(shape: Shape, device: str) -> Iterator[Row]:
@@ -157,7 +158,8 @@ def _decoding(shape: Shape, form: str, device: str) -> Iterator[Row]:
     else:
         theirs = flash_mla.sparse_decoding(ours, q, cache, slots, shape.texts, SCALE)
     case = f"decoding, {shape.texts} texts, {shape.heads} heads, {shape.chosen} of {shape.context}, {form}"
-    yield from _measured(case, "decoding", form, shape, len(q), ours, theirs)
+    goal = goals.SPARSE_DECODING if form == "FP8" else None
+    yield from _measured(case, goal, form, shape, len(q), ours, theirs)
 
 
 def _queries(count: int, shape: Shape, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -172,17 +174,18 @@ def _queries(count: int, shape: Shape, generator: torch.Generator) -> tuple[Tens
 
 
 def _measured(
-    case: str, kind: str, form: str, shape: Shape, queries: int, ours: Call, theirs: Mapping[str, Call]
+    case: str, goal: str | None, form: str, shape: Shape, queries: int, ours: Call, theirs: Mapping[str, Call]
 ) -> Iterator[Row]:
     times = work_seconds({"octile": ours, **theirs}, ROUNDS)
     gpu = torch.cuda.is_available()
     work = flops(queries, shape)
     peers = {name: work / taken for name, taken in times.items() if name != "octile"}
-    is_published = shape.heads == 128 and (kind == "prefill" or (form == "FP8" and shape.texts > 1))
-    if is_published and gpu and flash_mla.NAME not in peers and torch.cuda.get_device_capability() == (9, 0):
-        peers[PUBLISHED] = FLASH_MLA[kind]
+    goal = goal if shape.heads == goals.FLASH_MLA_HEADS else None
+    has_published = shape.texts > 1 and gpu and torch.cuda.get_device_capability() == (9, 0)
+    if goal and has_published and goals.FLASH_MLA not in peers:
+        peers[PUBLISHED] = FLASH_MLA[goal]
     for peer in peers.items() or (None,):
-        yield flop_rate(case, "FLOPs", work / times["octile"], gpu, peer)
+        yield replace(flop_rate(case, "FLOPs", work / times["octile"], gpu, peer), goal=goal)
     width = row_bytes(LATENT, ROTARY) if form == "FP8" else 2 * (LATENT + ROTARY)
     yield byte_rate(case, "gathered", queries * shape.chosen * width / times["octile"], gpu)
 

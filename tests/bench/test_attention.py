@@ -5,7 +5,15 @@ import torch
 
 from octile.bench import attention
 from octile.bench.attention import Shape, flops
-from octile.bench.goals import BANDWIDTH, FLOPS, attention_goal, attention_verdicts, slow_copies
+from octile.bench.goals import (
+    BANDWIDTH,
+    DENSE_DECODING,
+    FLOPS,
+    attention_goal,
+    attention_verdicts,
+    flash_mla_verdicts,
+    slow_copies,
+)
 from octile.bench.rows import Row, compare
 
 
@@ -65,3 +73,16 @@ def test_a_slow_copy_is_named_and_not_judged_by():
     ]
     assert "smallest 0.7× of a copy (128 texts of 4096, 16 heads, FP8): floor ≥ 0.75 MISSED" in attention_verdicts(rows)
     assert slow_copies(rows[1:]) == ""
+
+
+def test_flash_mla_has_goals_of_its_own_and_is_no_copy():
+    case = f"128 texts of 4096, {ALL_HEADS}"
+    rows = [
+        measured("128 texts of 4096", ALL_HEADS, 2300, 3000),
+        compare(case, FLOPS, 536, "TFLOP/s", "FlashMLA", 585, DENSE_DECODING),
+        compare(case.replace("4096", "8192"), FLOPS, 590, "TFLOP/s", "FlashMLA", 585, DENSE_DECODING),
+    ]
+    assert slow_copies(rows) == ""
+    assert flash_mla_verdicts(rows) == f"decoding in BF16, vs. FlashMLA: smallest 0.916× ({case}): floor ≥ 1.00× MISSED"
+    assert flash_mla_verdicts(rows[2:]).endswith("floor ≥ 1.00× met")
+    assert flash_mla_verdicts(rows[:1]) == ""
