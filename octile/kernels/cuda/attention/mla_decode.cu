@@ -201,50 +201,71 @@ struct Consumer {
                 heads_total[warpgroup * heads + head(k)] = all;
             }
         }
-        if (warpgroup == 0)
-            merge<0>(item, heads_highest, heads_total);
-        else
-            merge<1>(item, heads_highest, heads_total);
-    }
-
-    template <int own>
-    __device__ __forceinline__ void merge(const Item& item, const float* heads_highest, const float* heads_total) {
         float share[2][own_heads], lse[own_heads];
 #pragma unroll
         for (int round = 0; round < 4 / exchanged; ++round) {
             if (round > 0) sync_both();
-#pragma unroll
-            for (int b = 0; b < exchanged; ++b)
-#pragma unroll
-                for (int r = 0; r < heads / 2; ++r)
-                    exchange(own)[(b * (heads / 2) + r) * 128 + threadIdx.x % 128] =
-                        o[4 * (1 - own) + round * exchanged + b][r];
-            sync_both();
-            if (round == 0) {
-#pragma unroll
-                for (int k = 0; k < own_heads; ++k) {
-                    const float a = heads_highest[head(k)], b = heads_highest[heads + head(k)];
-                    float most = fmaxf(a, b);
-                    if constexpr (config::queries > 1) most = fmaxf(most, -3e38f);  // so that −∞ − most is not NaN
-                    share[0][k] = ptx::exp2(a - most);
-                    share[1][k] = item.n_pages > 1 ? ptx::exp2(b - most) : 0.0f;  // without pages it has no results
-                    const float all = share[0][k] * heads_total[head(k)] + share[1][k] * heads_total[heads + head(k)];
-                    lse[k] = most + log2f(all);
-                    const bool is_empty = config::queries > 1 && all == 0.0f;  // the head's query has no positions here
-                    const float inverse = is_empty ? 0.0f : __frcp_rn(all);
-                    share[0][k] *= inverse;
-                    share[1][k] *= inverse;
-                }
-            }
-#pragma unroll
-            for (int b = 0; b < exchanged; ++b)
-#pragma unroll
-                for (int r = 0; r < heads / 2; ++r) {
-                    const int k = r / 4 * 2 + r % 2, block = 4 * own + round * exchanged + b;
-                    const float other = exchange(1 - own)[(b * (heads / 2) + r) * 128 + threadIdx.x % 128];
-                    o[block][r] = o[block][r] * share[own][k] + other * share[1 - own][k];
-                }
+            if (warpgroup == 0)
+                give<0>(round);
+            else
+                give<1>(round);
+            sync_both();  // not in `give` and `take`: synccheck asks that all threads wait at one instruction
+            if (round == 0) find_shares(item, heads_highest, heads_total, share, lse);
+            if (warpgroup == 0)
+                take<0>(round, share);
+            else
+                take<1>(round, share);
         }
+        if (warpgroup == 0)
+            store<0>(item, lse);
+        else
+            store<1>(item, lse);
+    }
+
+    // Stores what the other warpgroup merges.
+    template <int own>
+    __device__ __forceinline__ void give(int round) const {
+#pragma unroll
+        for (int b = 0; b < exchanged; ++b)
+#pragma unroll
+            for (int r = 0; r < heads / 2; ++r)
+                exchange(own)[(b * (heads / 2) + r) * 128 + threadIdx.x % 128] =
+                    o[4 * (1 - own) + round * exchanged + b][r];
+    }
+
+    // The factors of both warpgroups' results, and the log-sum-exps of their sum, of this thread's heads.
+    __device__ __forceinline__ void find_shares(const Item& item, const float* heads_highest, const float* heads_total,
+                                                float (&share)[2][own_heads], float (&lse)[own_heads]) const {
+#pragma unroll
+        for (int k = 0; k < own_heads; ++k) {
+            const float a = heads_highest[head(k)], b = heads_highest[heads + head(k)];
+            float most = fmaxf(a, b);
+            if constexpr (config::queries > 1) most = fmaxf(most, -3e38f);  // so that −∞ − most is not NaN
+            share[0][k] = ptx::exp2(a - most);
+            share[1][k] = item.n_pages > 1 ? ptx::exp2(b - most) : 0.0f;  // without pages it has no results
+            const float all = share[0][k] * heads_total[head(k)] + share[1][k] * heads_total[heads + head(k)];
+            lse[k] = most + log2f(all);
+            const bool is_empty = config::queries > 1 && all == 0.0f;  // the head's query has no positions here
+            const float inverse = is_empty ? 0.0f : __frcp_rn(all);
+            share[0][k] *= inverse;
+            share[1][k] *= inverse;
+        }
+    }
+
+    template <int own>
+    __device__ __forceinline__ void take(int round, const float (&share)[2][own_heads]) {
+#pragma unroll
+        for (int b = 0; b < exchanged; ++b)
+#pragma unroll
+            for (int r = 0; r < heads / 2; ++r) {
+                const int k = r / 4 * 2 + r % 2, block = 4 * own + round * exchanged + b;
+                const float other = exchange(1 - own)[(b * (heads / 2) + r) * 128 + threadIdx.x % 128];
+                o[block][r] = o[block][r] * share[own][k] + other * share[1 - own][k];
+            }
+    }
+
+    template <int own>
+    __device__ __forceinline__ void store(const Item& item, const float (&lse)[own_heads]) const {
         const int n_heads = arguments.n_heads;
 #pragma unroll
         for (int k = 0; k < own_heads; ++k) {
