@@ -34,6 +34,7 @@ PACKAGES = (
     "transformers",
     "cuda-bindings",
     "nvidia-cuda-nvrtc",
+    "flash-attn-4",
 )
 STACK = (
     "stack bytes: local memory per thread, for spilled registers or arrays; "

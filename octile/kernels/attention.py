@@ -1,6 +1,7 @@
-"""Attention by torch's kernels, with forward and backward called separately.
+"""Attention by torch's kernels and flash-attn-4's, with forward and backward called separately.
 
-torch chooses the kernel: `torch.nn.attention.sdpa_kernel` controls it, and deterministic mode excludes cuDNN.
+torch chooses the kernel: `torch.nn.attention.sdpa_kernel` controls it, and deterministic mode excludes cuDNN. In
+training flash-attn-4 takes cuDNN's place where it is installed and faster (`octile.kernels.flash_attn_4`).
 FlashAttention needs equally many channels in keys and values, a multiple of 8. Where this is all that excludes it, as
 for the 192 and 128 channels of MLA, zeros are appended to the channels.
 
@@ -12,20 +13,25 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from octile.kernels import flash_attn_4
+
 FLASH, EFFICIENT, CUDNN = (
     backend.value
     for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)
 )
+FLASH_ATTN_4 = flash_attn_4.PACKAGE
 EFFICIENT_LSE = 32  # the memory-efficient kernel pads rows of lse to a multiple of it
 aten = torch.ops.aten
+# The kernel, as the value of its `SDPBackend` or FLASH_ATTN_4, and the number of channels to which its operands must be
+# padded, or 0 for no padding.
+Choice = tuple[int | str, int]
 
 
-def choose(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = True) -> tuple[int, int] | None:
-    """Choose a GPU's kernel for q [B, S, H, X], k [B, L, H, X] and v [B, L, H, V].
+def choose(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = True) -> Choice | None:
+    """Choose one of torch's kernels for q [B, S, H, X], k [B, L, H, X] and v [B, L, H, V] on a GPU.
 
     Returns:
-        the value of the kernel's `SDPBackend`, and the number of channels to which its operands must be padded, or 0
-        for no padding; None if no kernel supports these operands.
+        the choice; None if no kernel supports these operands.
     """
     kernel = _chosen_by_torch(q, k, v, scale, causal)
     if kernel in (FLASH, CUDNN):
@@ -38,11 +44,21 @@ def choose(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = True) -
     return (EFFICIENT, 0) if kernel == EFFICIENT else None
 
 
+def choose_for_training(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = True) -> Choice | None:
+    """Choose as `choose` does, also from flash-attn-4's kernels, which compile at their first use."""
+    choice = choose(q, k, v, scale, causal)
+    if choice == (CUDNN, 0) and flash_attn_4.why_not(q, v, causal) is None:
+        return FLASH_ATTN_4, 0
+    return choice
+
+
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, choice: tuple[int, int], causal: bool = True
+    q: Tensor, k: Tensor, v: Tensor, scale: float, choice: Choice, causal: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Run the kernel that `choose` returned; returns o [B, S, H, V], contiguous, and lse [B, H, S] float32."""
+    """Run the kernel of a choice; returns o [B, S, H, V], contiguous, and lse [B, H, S] float32."""
     kernel, width = choice
+    if kernel == FLASH_ATTN_4:
+        return flash_attn_4.forward(q, k, v, scale)
     s = q.shape[1]
     q_BHSX, k_BHLX, v_BHLV = (_pad_channels(t, width).transpose(1, 2) for t in (q, k, v))
     if kernel == CUDNN:
@@ -68,10 +84,12 @@ def forward_to_all_on_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tupl
 
 
 def backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, choice: tuple[int, int]
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, choice: Choice
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the backward kernel; returns dq, dk [B, S, H, X] and dv [B, S, H, V], contiguous."""
+    """Run the backward kernel of a choice; returns dq, dk [B, S, H, X] and dv [B, S, H, V], contiguous."""
     kernel, width = choice
+    if kernel == FLASH_ATTN_4:
+        return flash_attn_4.backward(do, q, k, v, o, lse, scale)
     s = q.shape[1]
     q_BHSX, k_BHSX, v_BHSV, o_BHSV, do_BHSV = (_pad_channels(t, width).transpose(1, 2) for t in (q, k, v, o, do))
     unused = torch.empty((), dtype=torch.int64, device=q.device)  # the seed and offset of dropout

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from octile.formats import BLOCK, COLUMN_TILE, TILE
-from octile.kernels import cpu
+from octile.kernels import cpu, flash_attn_4
 from octile.kernels.cuda.attention import mla_decode
 from octile.kernels.cuda.gate import backward_launcher as gate_backward_launcher
 from octile.kernels.cuda.gate import launcher as gate_launcher
@@ -155,7 +155,7 @@ TORCH_ON_CPU = {
     "attention": "to all keys torch's FlashAttention for CPUs, which has no matrix of scores; causal the reference",
     "ragged_attention": "one text after the other, by torch's attention for CPUs where there are more keys than rows",
 }
-ATTENTION_REASON = "attention uses cuDNN or FlashAttention, as torch's own does"
+ATTENTION_REASON = "cuDNN or FlashAttention, as torch's own attention chooses"
 ONLY_TORCH = {  # and why
     "attention": ATTENTION_REASON,
     "attention_backward": ATTENTION_REASON,
@@ -280,6 +280,7 @@ def choices() -> dict[str, tuple[str, str]]:
     chosen = _all("Triton", "its only kernel on GPUs, for sm_80 and later")
     chosen |= _each(PROMOTED_BY_TRITON, "Triton", _triton_gemms(sm))
     chosen |= {operator: ("torch", why) for operator, why in ONLY_TORCH.items()}
+    chosen |= _each(("attention", "attention_backward"), *_training_attention())
     why_not_hopper = request.why_not_on(torch.device("cuda"))
     if why_not_hopper is None:
         for operator, supported in SUPPORTED_BY_HOPPER.items():
@@ -313,6 +314,18 @@ def _choices_on_cpu() -> dict[str, tuple[str, str]]:
         )
     why = "the processor multiplies BF16 (AVX512-BF16), exactly for E4M3; other operands run on the reference"
     return chosen | _each(GEMMS_ON_CPU, "C++", why)
+
+
+def _training_attention() -> tuple[str, str]:
+    why_not = flash_attn_4.why_not_on(torch.device("cuda"))
+    if why_not is not None:
+        return "torch", f"{ATTENTION_REASON}; {flash_attn_4.PACKAGE} is not used: {why_not}"
+    try:
+        flash_attn_4.load()
+    except ImportError as error:
+        return "none", str(error)
+    others = f"in deterministic mode and for others {ATTENTION_REASON}"
+    return flash_attn_4.PACKAGE, f"for {flash_attn_4.SUPPORTED}; {others}"
 
 
 def _triton_gemms(sm: str) -> str:

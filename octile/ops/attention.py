@@ -11,8 +11,9 @@ Backward recomputes p from q, k and the logarithm of the softmax's denominator (
 torch's attention saves q, k, v and o in high precision. DeepSeek-V3 saves only o, in E5M6, for this operator and for
 the output projection after it, and recomputes q, k and v.
 
-On a GPU these are the kernels of cuDNN or FlashAttention that `torch.nn.functional.scaled_dot_product_attention` takes.
-Results are not bit for bit those of the reference: the order of sums is unspecified.
+On a GPU these are the kernels of cuDNN or FlashAttention that `torch.nn.functional.scaled_dot_product_attention` takes,
+or those of flash-attn-4, where it is installed and faster than cuDNN (`octile.kernels.flash_attn_4`). Results are not
+bit for bit those of the reference: the order of sums is unspecified.
 
 `ragged_attention` attends from the last rows of several texts of any lengths, in one call. The queries of all texts are
 one after the other, and so are their keys and values. Those of a text are at its last positions: the last row attends
@@ -93,7 +94,12 @@ def _(q, k, v, scale, causal=True):
 @attention.register_kernel("cuda")
 def _(q, k, v, scale, causal=True):
     _check(q, k, v, causal)
-    choice = kernels.choose(q, k, v, scale, causal)
+    return _attention_on_gpu(q, k, v, scale, causal, kernels.choose_for_training(q, k, v, scale, causal))
+
+
+def _attention_on_gpu(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, choice: kernels.Choice | None
+) -> tuple[Tensor, Tensor]:
     return kernels.forward(q, k, v, scale, choice, causal) if choice else _attention(q, k, v, scale, causal)
 
 
@@ -143,7 +149,7 @@ def _(do, q, k, v, o, lse, scale):
 @attention_backward.register_kernel("cuda")
 def _(do, q, k, v, o, lse, scale):
     _check_backward(do, q, k, v, o, lse)
-    if choice := kernels.choose(q, k, v, scale):
+    if choice := kernels.choose_for_training(q, k, v, scale):
         return kernels.backward(do, q, k, v, o, lse, scale, choice)
     return _attention_backward(do, q, k, v, o, lse, scale)
 
@@ -250,7 +256,8 @@ def _(out, q, k, v, row_starts, key_starts, max_rows, max_keys, scale):
     texts = len(row_starts) - 1
     if len(q) == len(k) == texts * max_rows and not max_rows % PLANNED_ROWS:
         q_BSHX, k_BSHX, v_BSHV = (t.unflatten(0, (texts, max_rows)) for t in (q, k, v))
-        out.copy_(attention(q_BSHX, k_BSHX, v_BSHV, scale)[0].flatten(0, 1))
+        choice = kernels.choose(q_BSHX, k_BSHX, v_BSHV, scale)  # a server does not wait until flash-attn-4 has compiled
+        out.copy_(_attention_on_gpu(q_BSHX, k_BSHX, v_BSHV, scale, True, choice)[0].flatten(0, 1))
         return
     kernel.launch(out, q, k, v, row_starts, key_starts, max_rows, scale)
 

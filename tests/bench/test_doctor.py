@@ -5,6 +5,7 @@ import pkgutil
 import subprocess
 from contextlib import nullcontext
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 import octile.ops
 from octile.bench import doctor
 from octile.bench.doctor import examine, show
-from octile.kernels import backends
+from octile.kernels import backends, flash_attn_4
 from octile.kernels.backends import (
     ATTENTION,
     COMPILED_ON_CPU,
@@ -38,19 +39,32 @@ def test_every_operator_is_listed():
 
 @pytest.fixture
 def pretend(monkeypatch):
-    """pretend(capability, *missing): a GPU of that compute capability, or none, and packages that are not installed."""
+    """pretend(capability, *missing): a GPU of that compute capability, or none, and packages that are not installed.
 
-    def simulate(capability, *missing):
+    flash-attn-4 is installed if `with_flash_attn_4` is true.
+    """
+
+    def simulate(capability, *missing, with_flash_attn_4=False):
+        def version(package):
+            if not with_flash_attn_4:
+                raise PackageNotFoundError(package)
+            return "4.0.0"
+
         monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: int(capability is not None))
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
         for module in (doctor, backends, request):
             monkeypatch.setattr(module, "find_spec", lambda name: None if name in missing else True)
+        monkeypatch.setattr(flash_attn_4, "version", version)
+        clear()
+
+    def clear():
         request.why_not_on.cache_clear()
+        flash_attn_4.why_not_on.cache_clear()
 
     yield simulate
-    request.why_not_on.cache_clear()
+    clear()
 
 
 def kernels():
@@ -131,6 +145,47 @@ def test_on_hopper_a_reason_says_which_calls_have_another_kernel(pretend):
     assert why["gate"] == "for 8, 16, … 64 experts and at least 2048 tokens; Triton's for others"
     assert why["top_keys"] == "for up to 4096 keys; torch computes others"
     assert why["adamw"] == "its only kernel on GPUs, for sm_80 and later"
+
+
+ATTENTION_OF_TRAINING = ("attention", "attention_backward")
+
+
+def test_on_hopper_flash_attn_4_is_named_where_it_is_installed(pretend, monkeypatch):
+    pretend((9, 0), with_flash_attn_4=True)
+    monkeypatch.setattr(flash_attn_4, "load", lambda: None)
+    assert {kernels()[name] for name in ATTENTION_OF_TRAINING} == {"flash-attn-4"}
+    assert {reasons()[name] for name in ATTENTION_OF_TRAINING} == {
+        "for causal attention in BF16 with 192/128 or 128 channels and at least 4096 tokens; in deterministic mode and "
+        "for others cuDNN or FlashAttention, as torch's own attention chooses"
+    }
+
+
+@pytest.mark.parametrize(
+    ("capability", "reason"),
+    [
+        ((9, 0), 'it is not installed: pip install "octile[flash-attn-4]"'),
+        ((8, 9), "it was measured on Hopper (sm_90) only"),
+    ],
+)
+def test_why_flash_attn_4_is_not_used_is_reported(pretend, capability, reason):
+    pretend(capability)
+    assert {kernels()[name] for name in ATTENTION_OF_TRAINING} == {"torch"}
+    assert {reasons()[name] for name in ATTENTION_OF_TRAINING} == {
+        f"cuDNN or FlashAttention, as torch's own attention chooses; flash-attn-4 is not used: {reason}"
+    }
+
+
+def test_flash_attn_4_that_cannot_be_imported_is_reported(pretend, monkeypatch):
+    pretend((9, 0), with_flash_attn_4=True)
+
+    def fail():
+        raise ImportError("flash-attn-4 4.0.0 is installed, but cannot be imported")
+
+    monkeypatch.setattr(flash_attn_4, "load", fail)
+    assert {kernels()[name] for name in ATTENTION_OF_TRAINING} == {"none"}
+    assert {reasons()[name] for name in ATTENTION_OF_TRAINING} == {
+        "flash-attn-4 4.0.0 is installed, but cannot be imported"
+    }
 
 
 def test_a_reason_is_that_of_its_operator(pretend):

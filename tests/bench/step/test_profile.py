@@ -97,6 +97,14 @@ def test_gaps_are_idle_and_concurrent_kernels_count_once():
 
 
 @pytest.mark.parametrize(
+    "kernel", ["flash_fwd_sm90", "flash_bwd_preprocess", "flash_bwd_sm90", "flash_bwd_postprocess"]
+)
+def test_the_kernels_of_flash_attn_4_are_attention_although_cutlass_generates_them(kernel: str):
+    name = f"kernel_cutlass_kernel_flash_attncute{kernel}FlashAttention_object_at__tensorptrbf16"
+    assert split([KernelRecord(name, 0.0, 1.0)])[1] == {"attention": 1.0}
+
+
+@pytest.mark.parametrize(
     ("name", "kind"),
     [
         *((name, "attention") for name in ("mla_few_rows", "latent_queries", "merge_values", "mla_merge")),

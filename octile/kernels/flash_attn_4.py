@@ -1,0 +1,94 @@
+"""Attention of training by flash-attn-4, an optional library of CuTe kernels (the extra `flash-attn-4`).
+
+It takes cuDNN's place where it was measured to be faster: causal, in BF16, on one H200, in TFLOP/s forward · backward:
+
+    heads, channels of q and v, tokens    flash-attn-4    cuDNN
+    128, 192 and 128, 4096                644 · 454       608 · 434
+    128, 192 and 128, 16384               650 · 501       597 · 487
+    32, 128 and 128, 2 × 4096             610 · 543       549 · 467
+
+`why_not` is this rule. Thread blocks of the backward pass add their parts of dq in no fixed order, so its bits differ
+from run to run: deterministic mode excludes the library, as it does cuDNN.
+
+The functions are those that its autograd function calls. torch's own module for the library (`torch.nn.attention._fa4`,
+torch 2.13) does not call this version: it expects two results of the forward function, which returns five. The kernels
+compile at their first use in a process, for some seconds, and then serve all batches, heads and lengths.
+
+Source: https://github.com/Dao-AILab/flash-attention, flash_attn/cute/interface.py.
+Shapes: B batch, S sequence, H heads, X channels of a query and a key, V of a value.
+"""
+
+import functools
+import warnings
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.torch_version import TorchVersion
+
+PACKAGE, MIN_VERSION = "flash-attn-4", "4.0.0b36"
+MODULE = "flash_attn.cute.interface"
+CHANNELS = ((192, 128), (128, 128))  # of q and v
+MIN_TOKENS = 4096  # the shortest sequence that was measured
+SUPPORTED = f"causal attention in BF16 with 192/128 or 128 channels and at least {MIN_TOKENS} tokens"
+INSTALL = f'pip install "octile[{PACKAGE}]"'
+
+
+@functools.cache
+def why_not_on(device: torch.device) -> str | None:
+    """Return why the library is not used on a device at all; None: it is."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return "it was measured on Hopper (sm_90) only"
+    try:
+        found = version(PACKAGE)
+    except PackageNotFoundError:
+        return f"it is not installed: {INSTALL}"
+    if TorchVersion(found) < MIN_VERSION:
+        return f"{found} is installed, which is older than {MIN_VERSION}: {INSTALL}"
+    return None
+
+
+def why_not(q: Tensor, v: Tensor, causal: bool) -> str | None:
+    """Return why q [B, S, H, X] and v [B, S, H, V] are left to another kernel; None: the library computes them."""
+    if reason := why_not_on(q.device):
+        return reason
+    if not causal or q.dtype != torch.bfloat16 or (q.shape[-1], v.shape[-1]) not in CHANNELS or q.shape[1] < MIN_TOKENS:
+        return f"it was measured for {SUPPORTED} only"
+    if torch.are_deterministic_algorithms_enabled():
+        return "its backward pass adds in no fixed order"
+    return None
+
+
+@functools.cache
+def load() -> Any:
+    """Import the library's functions, which takes some seconds.
+
+    Raises:
+        ImportError: it is installed, but cannot be imported.
+    """
+    # of the compiler, about an argument of each kernel that is always None here
+    warnings.filterwarnings("ignore", "Argument aux_data .* cannot be converted to a JitArgument")
+    try:
+        return import_module(MODULE)
+    except Exception as error:  # its shared libraries raise OSError, for example
+        raise ImportError(
+            f"{PACKAGE} {version(PACKAGE)} is installed, but cannot be imported ({type(error).__name__}: {error}): "
+            f"repair it ({INSTALL}) or remove it (pip uninstall {PACKAGE})"
+        ) from error
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Run the forward kernel; returns o [B, S, H, V], contiguous, and lse [B, H, S] float32."""
+    o, lse, *_ = load()._flash_attn_fwd(q, k, v, softmax_scale=scale, causal=True, return_lse=True)
+    return o, lse
+
+
+def backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the backward kernels; returns dq, dk [B, S, H, X] and dv [B, S, H, V], contiguous."""
+    dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
+    load()._flash_attn_bwd(q, k, v, o, do, lse, softmax_scale=scale, causal=True, dq=dq, dk=dk, dv=dv)
+    return dq, dk, dv

@@ -1,0 +1,185 @@
+"""flash-attn-4, where it is installed, computes attention of training as FP64 does, with cuDNN's bounds, and in graphs.
+
+Shapes: B batch, S sequence, H heads, X channels of a query and a key, V of a value.
+"""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from octile.kernels import attention as kernels
+from octile.kernels import flash_attn_4
+from octile.kernels.attention import CUDNN, FLASH_ATTN_4
+from octile.kernels.flash_attn_4 import CHANNELS, MIN_TOKENS
+from octile.models.config import ModelConfig
+from octile.models.deepseek_v3 import Block
+from octile.nn.conversion import apply_recipe
+from octile.nn.rope import Rope
+from octile.ops.attention import attention, attention_backward, ragged_attention
+from octile.recipe import Recipe
+from tests.ops.operators import assert_well_formed
+
+B, H, SCALE = 2, 3, 0.1
+WORST = 0.02  # of a tensor's norm
+WORST_OF_BLOCK = 0.05  # the same, where values between two GEMMs round to another 8-bit value
+each_width = pytest.mark.parametrize("widths", CHANNELS, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def flash_attn_4_is_used() -> None:
+    if reason := flash_attn_4.why_not_on(torch.device("cuda")):
+        pytest.skip(f"flash-attn-4 is not used: {reason}")
+
+
+def operands(widths: tuple[int, int], s: int, shared: bool = False, seed: int = 0) -> list[Tensor]:
+    """q, k, v and the gradient of o; k and v are views: of wider rows or, if shared, of those of one head."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def drawn(heads: int, width: int) -> Tensor:
+        return torch.randn(B, s, heads, width, generator=generator, device="cuda").bfloat16()
+
+    x, v = widths
+    k, v = drawn(1 if shared else H, x + v).expand(-1, -1, H, -1).split([x, v], dim=-1)
+    return [drawn(H, x), k, v, drawn(H, widths[1])]
+
+
+def computed(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> list[Tensor]:
+    o, lse = attention(q, k, v, SCALE)
+    return [o, lse, *attention_backward(do, q, k, v, o, lse, SCALE)]
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> list[Tensor]:
+    """The results in FP64, one sequence and one head after the other."""
+    o, lse = (q.new_empty(shape, dtype=torch.float64) for shape in (v.shape, (B, H, q.shape[1])))
+    gradients = [t.new_empty(t.shape, dtype=torch.float64) for t in (q, k, v)]
+    is_future_SS = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device="cuda").triu(1)
+    for b in range(B):
+        for h in range(H):
+            q_SX, k_SX, v_SV = inputs = [t[b, :, h].double().requires_grad_() for t in (q, k, v)]
+            s_SS = (SCALE * q_SX @ k_SX.T).masked_fill(is_future_SS, -math.inf)
+            o_SV = s_SS.softmax(-1) @ v_SV
+            o[b, :, h], lse[b, h] = o_SV.detach(), s_SS.detach().logsumexp(-1)
+            for gradient, d in zip(gradients, torch.autograd.grad(o_SV, inputs, do[b, :, h].double()), strict=True):
+                gradient[b, :, h] = d
+    return [o, lse, *gradients]
+
+
+def assert_close(found: list[Tensor], expected: list[Tensor], worst: float = WORST) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.shape == theirs.shape
+        assert (ours.double() - theirs.double()).norm() <= worst * theirs.double().norm()
+
+
+@each_width
+@pytest.mark.parametrize("shared", [False, True], ids=["heads of their own", "one head of keys and values"])
+@pytest.mark.parametrize("s", [MIN_TOKENS, MIN_TOKENS + 1, MIN_TOKENS + 333])
+def test_results_and_gradients_are_those_of_fp64(widths: tuple[int, int], s: int, shared: bool):
+    qkv_do = operands(widths, s, shared)
+    assert kernels.choose_for_training(*qkv_do[:3], SCALE) == (FLASH_ATTN_4, 0)
+    found = computed(*qkv_do)
+    assert [t.dtype for t in found] == [torch.bfloat16, torch.float32, *[torch.bfloat16] * 3]
+    assert all(t.is_contiguous() for t in found)
+    assert_close(found, reference(*qkv_do))
+
+
+@each_width
+def test_its_results_can_be_used_by_cudnns_backward_pass_and_the_other_way_round(widths: tuple[int, int]):
+    *qkv, do = operands(widths, MIN_TOKENS)
+    expected = reference(*qkv, do)[2:]
+    for first, second in ((FLASH_ATTN_4, CUDNN), (CUDNN, FLASH_ATTN_4)):
+        o, lse = kernels.forward(*qkv, SCALE, (first, 0))
+        assert_close(list(kernels.backward(do, *qkv, o, lse, SCALE, (second, 0))), expected)
+
+
+@each_width
+def test_large_scores_are_as_close_as_cudnns(widths: tuple[int, int]):
+    q, k, v, do = operands(widths, MIN_TOKENS)
+    q = 30 * q
+    expected = reference(q, k, v, do)
+    errors = []
+    for kernel in (FLASH_ATTN_4, CUDNN):
+        o, lse = kernels.forward(q, k, v, SCALE, (kernel, 0))
+        found = [o, lse, *kernels.backward(do, q, k, v, o, lse, SCALE, (kernel, 0))]
+        errors.append([float((a.double() - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True)])
+    assert all(ours <= max(2 * theirs, 1e-6) for ours, theirs in zip(*errors, strict=True)), errors
+
+
+@each_width
+def test_operators_are_well_formed(widths: tuple[int, int]):
+    q, k, v, do = operands(widths, MIN_TOKENS)
+    checks = ["test_schema", "test_faketensor"]  # the others see no kernel
+    assert_well_formed(attention, (q, k, v, SCALE), checks)
+    assert_well_formed(attention_backward, (do, q, k, v, *attention(q, k, v, SCALE), SCALE), checks)
+
+
+@each_width
+def test_it_is_captured_in_a_cuda_graph(widths: tuple[int, int]):
+    static = operands(widths, MIN_TOKENS)
+    computed(*static)  # compiles the kernels
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        found = computed(*static)
+    others = operands(widths, MIN_TOKENS, seed=1)
+    for ours, theirs in zip(static, others, strict=True):
+        ours.copy_(theirs)
+    graph.replay()
+    assert_close(found, computed(*others), 1e-3)
+
+
+@each_width
+def test_other_kernels_are_used_where_torch_excludes_cudnn(widths: tuple[int, int]):
+    q, k, v, _ = operands(widths, MIN_TOKENS)
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
+        assert kernels.choose_for_training(q, k, v, SCALE)[0] != FLASH_ATTN_4
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert kernels.choose_for_training(q, k, v, SCALE)[0] not in (FLASH_ATTN_4, CUDNN)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_texts_of_a_server_do_not_wait_for_its_compiler(monkeypatch: pytest.MonkeyPatch):
+    def fail() -> None:
+        raise AssertionError("flash-attn-4 is called")
+
+    monkeypatch.setattr(flash_attn_4, "load", fail)
+    q, k, v, _ = (t.flatten(0, 1) for t in operands(CHANNELS[0], MIN_TOKENS))
+    starts = torch.tensor([0, MIN_TOKENS, 2 * MIN_TOKENS], dtype=torch.int32, device="cuda")
+    ragged_attention(torch.empty_like(v), q, k, v, starts, starts, MIN_TOKENS, MIN_TOKENS, SCALE)
+
+
+@pytest.mark.parametrize("inputs", ["recomputed", "kept"])
+def test_a_block_has_the_gradients_that_it_has_with_cudnn(inputs: str, monkeypatch: pytest.MonkeyPatch):
+    heads = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "kv_lora_rank": 128}
+    config = replace(ModelConfig.tiny(), hidden_size=384, **heads)
+    torch.manual_seed(0)
+    block = Block(config, 0)
+    for parameter in block.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    block = apply_recipe(block.cuda(), replace(Recipe.deepseek_v3(), latent_attention_inputs=inputs))
+    x, dy = torch.randn(2, 1, MIN_TOKENS, config.hidden_size, device="cuda").bfloat16()
+    cos_sin = Rope(config.qk_rope_head_dim).cos_sin(torch.arange(MIN_TOKENS, device="cuda"))
+
+    def run() -> list[Tensor]:
+        block.zero_grad()
+        leaf = x.detach().requires_grad_()
+        with torch.autocast("cuda", torch.bfloat16):
+            y = block(leaf, cos_sin)
+        y.backward(dy)
+        return [y.detach(), leaf.grad, *(p.grad.clone() for p in block.parameters())]
+
+    chosen = []
+    choose_for_training = kernels.choose_for_training
+    monkeypatch.setattr(
+        kernels, "choose_for_training", lambda *given: chosen.append(choose_for_training(*given)) or chosen[-1]
+    )
+    found = run()
+    assert chosen == [(FLASH_ATTN_4, 0)] * 2
+    monkeypatch.setattr(kernels, "choose_for_training", kernels.choose)
+    assert_close(found, run(), WORST_OF_BLOCK)
