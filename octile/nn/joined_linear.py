@@ -9,13 +9,14 @@ A layer runs alone where the layers are not of one recipe that can be fused, hav
 input is another tensor than the first layer's. So it does where the input or a weight was written since the first
 call, or gradients or autocast were switched. A compiler does not show whether they were: compiled, the layers are one
 GEMM only where the source shows that nothing between the calls can do so (`octile.nn.structure.is_called_in_a_row`),
-and the compiler finds that the others quantize one input.
+and the compiler finds that the others quantize one input. The results are then stored as an attribute of the input: in
+activation checkpointing a compiler refuses writes to objects that were made outside of it, such as these layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,8 +51,8 @@ class JoinedLinear:
 
     def __call__(self, layer: Linear, x: Tensor) -> Tensor | None:
         """Return layer(x), or None where the layer has to compute it alone."""
-        if torch.compiler.is_compiling() and not self.in_a_row:
-            return None
+        if torch.compiler.is_compiling():
+            return self._traced(layer, x) if self.in_a_row else None
         if layer is self.layers[0]:
             self._pending = None
             if not self._can_join(x):
@@ -68,14 +69,25 @@ class JoinedLinear:
         self._pending = pending._replace(results=results) if results else None
         return y
 
+    def _traced(self, layer: Linear, x: Any) -> Tensor | None:
+        """Do what a call does while a compiler traces it."""
+        if layer is self.layers[0]:
+            if not self._can_join(x):
+                return None
+            results = self._compute(x)
+        else:
+            results = getattr(x, "_joined_results", [])
+            if not results or layer is not self.layers[len(self.layers) - len(results)]:
+                return None
+        y, *x._joined_results = results
+        return y
+
     def __getstate__(self) -> dict[str, object]:
         """Return what is copied and saved with a model: the layers without results."""
         return {"layers": self.layers, "in_a_row": self.in_a_row, "_pending": None}
 
     def _conditions(self, x: Tensor) -> tuple[object, ...]:
         """What a result depends on besides the tensors themselves; writing to a tensor changes its version."""
-        if torch.compiler.is_compiling():
-            return ()
         return torch.is_grad_enabled(), result_dtype(x), _version(x), *(_version(layer.weight) for layer in self.layers)
 
     def _can_join(self, x: Tensor) -> bool:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
 from octile.nn.conversion import apply_recipe
 from octile.nn.joined_linear import JoinedLinear
@@ -130,6 +131,17 @@ def test_a_compiled_module_is_joined_where_nothing_can_happen_in_between(
     found = run(compiled, list(attention.parameters()))
     assert computed == joined
     assert_close(found, alone(attention))
+
+
+def test_a_joined_module_in_activation_checkpointing_is_one_graph():
+    attention = converted()
+
+    def checkpointed(x: Tensor) -> Tensor:
+        return checkpoint(lambda t: attention(t.sin()), x, use_reentrant=False)
+
+    compiled = torch.compile(checkpointed, backend="aot_eager", fullgraph=True)
+    parameters = list(attention.parameters())
+    assert_close(run(compiled, parameters), run(checkpointed, parameters))
 
 
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
