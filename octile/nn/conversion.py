@@ -30,7 +30,7 @@ STACKED = "stacked weights that octile cannot convert"
 # Packages whose stacked experts are converted, with the module whose `stacked_experts(module)` says how. It is imported
 # only where the package is in use.
 INTEGRATIONS = {"transformers": "octile.integrations.transformers"}
-# The same of packages whose models make masks of causal attention where they are compiled: `skip_causal_masks()`.
+# The same of packages whose models make masks of causal attention where they are compiled: `skip_causal_masks(model)`.
 MASKS = {"transformers": "octile.integrations.transformers_masks"}
 
 
@@ -126,7 +126,7 @@ def apply_recipe(
     model = _fuse(model, named)
     packages = {type(module).__module__.partition(".")[0] for module in model.modules()}
     for package in packages & set(MASKS):
-        import_module(MASKS[package]).skip_causal_masks()
+        import_module(MASKS[package]).skip_causal_masks(model)
 
     for pattern, _ in recipe.exceptions:
         if not any(fnmatchcase(name, pattern) for name in reached):

@@ -1,5 +1,6 @@
 """Tests of masks of transformers' models that are compiled as a whole: none where attention is causal, else its own."""
 
+import inspect
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -12,12 +13,14 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     PreTrainedModel,
     masking_utils,
 )
 
 from octile.integrations import transformers_masks
-from octile.integrations.transformers_masks import sdpa_mask, skip_causal_masks
+from octile.integrations.transformers_masks import skip_causal_masks
 from octile.nn.conversion import apply_recipe
 
 SIZES = {
@@ -34,10 +37,12 @@ TOKENS = torch.arange(48).view(2, 24) % 64
 
 @pytest.fixture(autouse=True)
 def registered_masks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Restore transformers' registry, and have torch say what it says before 2.14: that a model is being exported."""
+    """Restore transformers' functions, and have torch say what it says before 2.14: that a model is being exported."""
     mapping = masking_utils.AttentionMaskInterface._global_mapping
     before = dict(mapping)
     mapping["sdpa"] = masking_utils.sdpa_mask  # whatever other tests have converted
+    find = inspect.unwrap(masking_utils.find_packed_sequence_indices)
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", find)
     monkeypatch.setattr(masking_utils, "is_torchdynamo_exporting", torch.compiler.is_compiling)
     yield
     mapping.clear()
@@ -64,15 +69,16 @@ def attention_of(model: PreTrainedModel, **inputs: Any) -> tuple[dict[str, Any],
     return arguments, logits
 
 
-def test_a_converted_model_is_causal_without_a_mask():
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_a_converted_model_is_causal_without_a_mask(use_cache: bool):
     model = llama()
-    arguments, _ = attention_of(model, input_ids=TOKENS)
+    arguments, _ = attention_of(model, input_ids=TOKENS, use_cache=use_cache)
     assert arguments["attn_mask"] is not None  # what it is about
     torch._dynamo.reset()
     apply_recipe(model)
     with torch.no_grad():
         expected = model(input_ids=TOKENS).logits
-    arguments, logits = attention_of(model, input_ids=TOKENS)
+    arguments, logits = attention_of(model, input_ids=TOKENS, use_cache=use_cache)
     assert (arguments["attn_mask"], arguments["is_causal"]) == (None, True)
     torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
 
@@ -98,8 +104,40 @@ def test_a_window_that_is_shorter_than_the_text_is_a_mask(window: int, is_masked
 def test_packed_texts_are_masked():
     model = apply_recipe(llama())
     positions = torch.cat((torch.arange(10), torch.arange(14))).expand(2, -1)
-    arguments, _ = attention_of(model, input_ids=TOKENS, position_ids=positions, use_cache=False)
+    with torch.no_grad():
+        expected = model(input_ids=TOKENS, position_ids=positions, use_cache=False).logits
+    attention_of(model, input_ids=TOKENS, use_cache=False)  # which leaves nothing behind
+    arguments, logits = attention_of(model, input_ids=TOKENS, position_ids=positions, use_cache=False)
     assert arguments["attn_mask"] is not None
+    torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_only_models_that_count_positions_from_0_on_have_hooks():
+    opt = OPTForCausalLM(OPTConfig(hidden_size=64, ffn_dim=96, num_hidden_layers=1, num_attention_heads=4))
+    for model in (llama(), opt):
+        apply_recipe(apply_recipe(model))
+        hooks = [
+            name
+            for name, module in model.named_modules()
+            if transformers_masks._begin in module._forward_pre_hooks.values()
+        ]
+        assert hooks == (["model"] if model is not opt else [])
+
+
+def test_with_checkpointing_a_model_is_one_graph_without_a_mask():
+    model = apply_recipe(llama()).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    masks = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
+        graphs = [m for m in graph.modules() if isinstance(m, torch.fx.GraphModule)]
+        calls = [n for g in graphs for n in g.graph.nodes if "scaled_dot_product_attention" in str(n.target)]
+        masks.extend(n.kwargs["attn_mask"] for n in calls)
+        return graph
+
+    call = torch.compile(model, backend=backend, fullgraph=True)
+    call(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss.backward()
+    assert masks == [None]
 
 
 def test_an_exported_model_keeps_its_mask(monkeypatch: pytest.MonkeyPatch):
@@ -110,8 +148,9 @@ def test_an_exported_model_keeps_its_mask(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_model_that_is_not_compiled_is_asked_as_before():
-    skip_causal_masks()
-    assert masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is sdpa_mask
+    skip_causal_masks(llama())
+    sdpa_mask = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    assert sdpa_mask is not masking_utils.sdpa_mask
     sizes = {"batch_size": 2, "q_length": 3, "kv_length": 5, "q_offset": 2}
     assert torch.equal(sdpa_mask(**sizes), masking_utils.sdpa_mask(**sizes))
     assert sdpa_mask(batch_size=2, q_length=5, kv_length=5) is None
