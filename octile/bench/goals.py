@@ -399,7 +399,9 @@ def train_verdicts(rows: Sequence[Row]) -> str:
 # octile bench transformers: models, what is measured, and results by their names in committed results
 
 LLAMA, QWEN = "Llama 8B, 8 layers", "Qwen3 30B-A3B, 4 layers"
-OCTILE, COMPILED = "octile", "octile, compiled"
+LLAMA_WITH_HEAD = "Llama 8B, 4 layers with head and loss"
+OCTILE, COMPILED, WHOLE = "octile", "octile, compiled", "octile, compiled whole"
+WHOLE_BF16 = "BF16, compiled whole"
 PEAK, QUANTIZED_PARAMETERS = "peak memory", "quantized parameters"
 
 TRANSFORMERS_BOUNDS = (
@@ -411,6 +413,9 @@ TRANSFORMERS_BOUNDS = (
     *(
         Bound(f"{name}, not compiled, vs. compiled", case, f"{STEP}, {OCTILE}", (COMPILED,), 0.95, None)
         for name, case in (("Llama", LLAMA), ("Qwen3", QWEN))
+    ),
+    Bound(
+        "Llama with head, compiled whole, vs. not compiled", LLAMA_WITH_HEAD, f"{STEP}, {WHOLE}", (OCTILE,), 1.0, None
     ),
 )
 

@@ -3,15 +3,17 @@
     Llama 8B         8 layers, 2 × 4096 tokens
     Qwen3 30B-A3B    4 layers, 8 × 4096 and 2 × 4096 tokens, with transformers' grouped GEMMs (grouped_mm) for the
                      experts in BF16
+    Llama 8B         4 layers with embedding, head and loss, 2 × 4096 tokens
 
-The layers are those of the published models, without embedding and head. A step is a forward and a backward pass of the
-layers, without an optimizer. Steps of the models are interleaved. A model's peak memory is that of one step, with its
-weights and gradients and without what other models hold. Without a GPU the models are small ones of the same
-architectures, 2 × 64 tokens, and no memory is measured.
+The layers are those of the published models. A step is a forward and a backward pass, without an optimizer: of the
+layers alone, or from tokens to the loss that transformers computes. Steps of the models are interleaved. A model's peak
+memory is that of one step, with its weights and gradients and without what other models hold. Without a GPU the models
+are small ones of the same architectures, 2 × 64 tokens, and no memory is measured.
 
-Each layer is compiled alone. Compiled as a whole with torch before 2.14, a model of transformers makes a mask of causal
-attention, with which attention takes three times as long on an H200, in BF16 as in FP8. `octile.convert` has it leave
-the mask out (`octile.integrations.transformers_masks`); the whole model is not measured here.
+"Compiled" is each layer compiled alone. The model with its head is also compiled whole, in one graph. There, with torch
+before 2.14, a model of transformers makes a mask of causal attention, with which attention takes three times as long on
+an H200, in BF16 as in FP8. `octile.convert` has it leave the mask out (`octile.integrations.transformers_masks`). Here
+the BF16 model that is compiled whole has none, either, so that the ratio is that of the formats.
 
 torchao converts linear layers, with a scale for each tensor. For stacked experts it has a prototype in 0.18, a grouped
 FP8 GEMM with a scale for each row, whose groups are multiples of 16 rows: Qwen3's experts are padded to that.
@@ -38,21 +40,31 @@ from octile.bench.goals import (
     COMPILED,
     EAGER,
     LLAMA,
+    LLAMA_WITH_HEAD,
     OCTILE,
     PEAK,
     QUANTIZED_PARAMETERS,
     QWEN,
     STEP,
+    WHOLE,
+    WHOLE_BF16,
     transformers_verdicts,
 )
 from octile.bench.rows import LEGEND, Row, compare, table_with
 from octile.bench.step.models import torchao
 from octile.bench.timing import seconds
-from octile.nn.conversion import apply_recipe
+from octile.nn.conversion import apply_recipe, skip_causal_masks
 from octile.nn.conversion_summary import quantized_shares
 
 ROUNDS = 9
 TORCHAO, TORCHAO_EXPERTS = "torchao tensorwise", "torchao tensorwise, experts rowwise"
+COMPILATION = {EAGER: "none", OCTILE: "none", WHOLE_BF16: "whole", WHOLE: "whole"}  # all others: layers
+PAIRS = (  # ours, theirs
+    *((COMPILED, peer) for peer in (BF16, TORCHAO, TORCHAO_EXPERTS)),
+    *((OCTILE, peer) for peer in (EAGER, BF16, COMPILED)),
+    *((WHOLE, peer) for peer in (WHOLE_BF16, OCTILE, COMPILED)),
+    *((WHOLE_BF16, peer) for peer in (EAGER, BF16)),
+)
 TORCHAO_GROUP = 16  # rows: the groups of torchao's grouped GEMM are multiples of it
 
 
@@ -66,6 +78,7 @@ class Case:
         sizes: the arguments of that class.
         batch: sequences.
         has_experts: whether it has stacked experts, which torchao converts by a prototype.
+        has_head: whether embedding, head and loss are measured, and models compiled whole; torchao is not measured.
     """
 
     name: str
@@ -73,6 +86,7 @@ class Case:
     sizes: dict[str, Any]
     batch: int
     has_experts: bool = False
+    has_head: bool = False
 
 
 QWEN_SIZES = {
@@ -85,21 +99,20 @@ QWEN_SIZES = {
     "num_experts": 128,
     "num_experts_per_tok": 8,
 }
+LLAMA_SIZES = {
+    "num_hidden_layers": 8,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
 CASES = (
-    Case(
-        LLAMA,
-        "LlamaConfig",
-        {
-            "num_hidden_layers": 8,
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-        },
-        2,
-    ),
+    Case(LLAMA, "LlamaConfig", LLAMA_SIZES, 2),
     Case(QWEN, "Qwen3MoeConfig", QWEN_SIZES, 8, has_experts=True),
     Case("Qwen3 30B-A3B, 4 layers, 2 × 4096 tokens", "Qwen3MoeConfig", QWEN_SIZES, 2, has_experts=True),
+    Case(
+        LLAMA_WITH_HEAD, "LlamaConfig", {**LLAMA_SIZES, "num_hidden_layers": 4, "vocab_size": 128256}, 2, has_head=True
+    ),
 )
 TINY = {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
 CPU_CASES = (
@@ -111,22 +124,43 @@ CPU_CASES = (
         2,
         has_experts=True,
     ),
+    Case(
+        "Llama, 1 layer of width 128 with head and loss",
+        "LlamaConfig",
+        {**TINY, "num_hidden_layers": 1, "intermediate_size": 256},
+        2,
+        has_head=True,
+    ),
 )
 
 
 @dataclass
 class Candidate:
-    """A model, and its batch x [B, S, D] with the gradient dy of its result."""
+    """A model and its batch.
+
+    Attributes:
+        x: int64 [B, S], the tokens and the labels of the loss; or [B, S, D] in place of embedded tokens.
+        dy: the gradient of the result; None: that of the loss is 1.
+        peak: peak memory of a step in bytes; 0 if it was not measured.
+    """
 
     model: nn.Module
     x: Tensor
-    dy: Tensor
+    dy: Tensor | None
     peak: int = 0
 
     def step(self) -> None:
         """Compute all gradients."""
         self.forget_gradients()
-        self.model(inputs_embeds=self.x, use_cache=False).last_hidden_state.backward(self.dy)
+        if self.dy is None:
+            self.model(input_ids=self.x, labels=self.x, use_cache=False).loss.backward()
+        else:
+            self.model(inputs_embeds=self.x, use_cache=False).last_hidden_state.backward(self.dy)
+
+    def step_and_forget(self) -> None:
+        """Compute all gradients, and leave their memory to the other models."""
+        self.step()
+        self.forget_gradients()
 
     def forget_gradients(self) -> None:
         """Set all gradients to None."""
@@ -158,13 +192,15 @@ def _measure(case: Case) -> Iterator[Row]:
         COMPILED: apply_recipe,
         OCTILE: apply_recipe,
     }
-    if case.has_experts:
+    if case.has_head:
+        makers |= {WHOLE_BF16: _without_causal_masks, WHOLE: apply_recipe}
+    elif case.has_experts:
         makers[TORCHAO_EXPERTS] = _convert_experts_with_torchao
     else:
         makers[TORCHAO] = _convert_with_torchao
     for name, convert in makers.items():
         try:
-            candidates[name] = _prepare(case, convert, name not in (EAGER, OCTILE))
+            candidates[name] = _prepare(case, convert, COMPILATION.get(name, "layers"))
         except Exception as error:
             print(f"{case.name}: left out: {name}: {type(error).__name__}: {error}"[:300], file=sys.stderr, flush=True)
             _clean()
@@ -173,12 +209,11 @@ def _measure(case: Case) -> Iterator[Row]:
         yield Row(case.name, QUANTIZED_PARAMETERS, 100 * shares.parameters, "%")
         yield Row(case.name, "quantized FLOPs", 100 * shares.flops, "%")
     with torch._dynamo.config.patch(recompile_limit=64):
-        times = seconds({name: candidate.step for name, candidate in candidates.items()}, ROUNDS)
+        times = seconds({name: candidate.step_and_forget for name, candidate in candidates.items()}, ROUNDS)
     tokens = next(iter(candidates.values())).x.shape[:2].numel() if candidates else 0
     for name, took in times.items():
         yield Row(case.name, f"{STEP}, {name}", took * 1e3, "ms")
-    torchao_pairs = ((COMPILED, TORCHAO), (COMPILED, TORCHAO_EXPERTS))
-    for ours, theirs in ((COMPILED, BF16), *torchao_pairs, (OCTILE, EAGER), (OCTILE, BF16), (OCTILE, COMPILED)):
+    for ours, theirs in PAIRS:
         if ours not in times or theirs not in times:
             continue
         speeds = [tokens / times[name] for name in (ours, theirs)]
@@ -188,6 +223,11 @@ def _measure(case: Case) -> Iterator[Row]:
             yield compare(case.name, f"{PEAK}, {ours}", peaks[0], "GiB", theirs, peaks[1])
     candidates.clear()
     _clean()
+
+
+def _without_causal_masks(model: nn.Module) -> nn.Module:
+    skip_causal_masks(model)
+    return model
 
 
 def _convert_with_torchao(model: nn.Module) -> nn.Module:
@@ -249,22 +289,32 @@ def _apply_padded_experts(
     return torch.zeros_like(y).index_copy(0, order, y).view(T, K, D).sum(1).to(x_TD.dtype)
 
 
-def _prepare(case: Case, convert: Callable[[nn.Module], nn.Module], compiled: bool) -> Candidate:
-    """Make a model with its batch, run its first steps, and measure the peak memory of another."""
+def _prepare(case: Case, convert: Callable[[nn.Module], nn.Module], compilation: str) -> Candidate:
+    """Make a model with its batch, run its first steps, and measure the peak memory of another.
+
+    Args:
+        compilation: "none", "layers" or "whole".
+    """
     import transformers
 
     on_gpu = torch.cuda.is_available()
     device, (batch, sequence) = ("cuda", (case.batch, 4096)) if on_gpu else ("cpu", (case.batch, 64))
     before = torch.cuda.memory_allocated() if on_gpu else 0
-    config = getattr(transformers, case.config)(vocab_size=128, **case.sizes)
+    config = getattr(transformers, case.config)(**{"vocab_size": 128} | case.sizes)
+    kind = transformers.AutoModelForCausalLM if case.has_head else transformers.AutoModel
     torch.manual_seed(0)
     with torch.device(device):
-        model = convert(transformers.AutoModel.from_config(config, dtype=torch.bfloat16).train())
-        x, dy = (torch.randn(batch, sequence, config.hidden_size, dtype=torch.bfloat16) for _ in range(2))
-    if compiled:
-        for layer in model.get_submodule("layers").children():
+        model = convert(kind.from_config(config, dtype=torch.bfloat16).train())
+        if case.has_head:
+            candidate = Candidate(model, torch.randint(config.vocab_size, (batch, sequence)), None)
+        else:
+            x, dy = (torch.randn(batch, sequence, config.hidden_size, dtype=torch.bfloat16) for _ in range(2))
+            candidate = Candidate(model, x.requires_grad_(), dy)
+    if compilation == "layers":
+        for layer in model.get_submodule("model.layers" if case.has_head else "layers").children():
             layer.compile()
-    candidate = Candidate(model, x.requires_grad_(), dy)
+    elif compilation == "whole":
+        model.compile()
     with torch._dynamo.config.patch(recompile_limit=64):
         for _ in range(3):
             candidate.step()

@@ -124,9 +124,7 @@ def apply_recipe(
                 replacements[module] = Linear.from_linear(module, recipe.for_layer(name))
         model = _replace(model, name, replacements[module])
     model = _fuse(model, named)
-    packages = {type(module).__module__.partition(".")[0] for module in model.modules()}
-    for package in packages & set(MASKS):
-        import_module(MASKS[package]).skip_causal_masks(model)
+    skip_causal_masks(model)
 
     for pattern, _ in recipe.exceptions:
         if not any(fnmatchcase(name, pattern) for name in reached):
@@ -148,6 +146,13 @@ def apply_recipe(
     )
     object.__setattr__(model, "conversion_summary", summary)
     return model
+
+
+def skip_causal_masks(model: nn.Module) -> None:
+    """Have a compiled model of a package in `MASKS` leave out masks of causal attention, converted or not."""
+    packages = {type(module).__module__.partition(".")[0] for module in model.modules()}
+    for package in packages & set(MASKS):
+        import_module(MASKS[package]).skip_causal_masks(model)
 
 
 def _fuse(model: nn.Module, named: list[tuple[str, nn.Module]]) -> nn.Module:
