@@ -1,9 +1,14 @@
 """`torch.export` and `torch.compile` with shapes that change."""
 
+from collections import Counter
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from transformers import LlamaForCausalLM
 
 from octile.nn import MLP
@@ -79,3 +84,34 @@ def test_one_graph_without_breaks_serves_all_numbers_of_rows(name: str, backend:
         y.square().mean().backward()
         torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
     assert counter.frame_count == 1
+
+
+def operators(n_layers: int, is_whole: bool) -> tuple[Counter[str], Counter[str]]:
+    """octile's operators, and copies for those that write an argument, in a Llama's forward and backward graphs."""
+    torch._dynamo.reset()
+    forward, backward = Counter[str](), Counter[str]()
+
+    def counting(calls: Counter[str]) -> Callable[[torch.fx.GraphModule, object], torch.fx.GraphModule]:
+        def compile_graph(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+            targets = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+            calls.update(target for target in targets if "octile" in target or "functionalized" in target)
+            return graph
+
+        return compile_graph
+
+    # inductor's own partition, which may have the backward pass recompute
+    partition = min_cut_rematerialization_partition
+    backend = aot_autograd(fw_compiler=counting(forward), bw_compiler=counting(backward), partition_fn=partition)
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": n_layers}
+    model = apply_recipe(small_model("llama", **sizes).bfloat16().train())
+    for module in (model,) if is_whole else model.model.layers:
+        module.compile(backend=backend)
+    model(input_ids=tokens(2), labels=tokens(2), use_cache=False).loss.backward()
+    return forward, backward
+
+
+def test_a_whole_graph_calls_the_operators_of_its_layers_and_copies_nothing_for_them():
+    whole, layer = operators(2, is_whole=True), operators(1, is_whole=False)
+    assert [*whole] == [Counter({name: 2 * n for name, n in calls.items()}) for calls in layer]
+    assert [calls["octile.matmul_nt.default"] for calls in layer] == [4, 8]  # none is recomputed
+    assert not any("functionalized" in name for calls in whole for name in calls)
