@@ -325,7 +325,7 @@ def _training_attention() -> tuple[str, str]:
     except ImportError as error:
         return "none", str(error)
     others = f"in deterministic mode and for others {ATTENTION_REASON}"
-    return flash_attn_4.PACKAGE, f"for {flash_attn_4.SUPPORTED}; {others}"
+    return flash_attn_4.PACKAGE, f"in fused MLA and MHA layers, for {flash_attn_4.SUPPORTED}; {others}"
 
 
 def _triton_gemms(sm: str) -> str:
