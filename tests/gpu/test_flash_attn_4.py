@@ -3,6 +3,7 @@
 Shapes: B batch, S sequence, H heads, X channels of a query and a key, V of a value.
 """
 
+import copy
 import math
 from dataclasses import replace
 
@@ -24,8 +25,9 @@ from octile.recipe import Recipe
 from tests.ops.operators import assert_well_formed
 
 B, H, SCALE = 2, 3, 0.1
-WORST = 0.02  # of a tensor's norm
-WORST_OF_BLOCK = 0.05  # the same, where values between two GEMMs round to another 8-bit value
+WORST = 0.02  # of the norm of a tensor's 128 tokens
+# On a CPU, attention's BF16 roundings alone change the error of an FP8 block's matrices by 2%, of its norms by 13%.
+MAX_ERROR_RATIO, MAX_ERROR_RATIO_OF_NORMS = 1.05, 1.25
 each_width = pytest.mark.parametrize("widths", CHANNELS, ids=str)
 
 
@@ -69,14 +71,17 @@ def reference(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> list[Tensor]:
 
 
 def assert_close(found: list[Tensor], expected: list[Tensor], worst: float = WORST) -> None:
+    """Compare each 128 tokens alone: in dk and dv the last ones are a small part of the norm."""
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.shape == theirs.shape
-        assert (ours.double() - theirs.double()).norm() <= worst * theirs.double().norm()
+        dim = 1 if ours.dim() == 4 else 2  # of the tokens: lse is [B, H, S]
+        for a, b in zip(*(t.double().split(128, dim) for t in (ours, theirs)), strict=True):
+            assert (a - b).norm() <= worst * b.norm()
 
 
 @each_width
 @pytest.mark.parametrize("shared", [False, True], ids=["heads of their own", "one head of keys and values"])
-@pytest.mark.parametrize("s", [MIN_TOKENS, MIN_TOKENS + 1, MIN_TOKENS + 333])
+@pytest.mark.parametrize("s", [MIN_TOKENS, MIN_TOKENS + 1, MIN_TOKENS + 333, 4096])
 def test_results_and_gradients_are_those_of_fp64(widths: tuple[int, int], s: int, shared: bool):
     qkv_do = operands(widths, s, shared)
     assert kernels.choose_for_training(*qkv_do[:3], SCALE) == (FLASH_ATTN_4, 0)
@@ -154,32 +159,37 @@ def test_texts_of_a_server_do_not_wait_for_its_compiler(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("inputs", ["recomputed", "kept"])
-def test_a_block_has_the_gradients_that_it_has_with_cudnn(inputs: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_block_has_the_error_that_it_has_with_cudnn(inputs: str, monkeypatch: pytest.MonkeyPatch):
     heads = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "kv_lora_rank": 128}
     config = replace(ModelConfig.tiny(), hidden_size=384, **heads)
     torch.manual_seed(0)
-    block = Block(config, 0)
+    block = Block(config, 0).cuda()
     for parameter in block.parameters():
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
-    block = apply_recipe(block.cuda(), replace(Recipe.deepseek_v3(), latent_attention_inputs=inputs))
     x, dy = torch.randn(2, 1, MIN_TOKENS, config.hidden_size, device="cuda").bfloat16()
     cos_sin = Rope(config.qk_rope_head_dim).cos_sin(torch.arange(MIN_TOKENS, device="cuda"))
 
-    def run() -> list[Tensor]:
+    def run(block: Block, x: Tensor, dy: Tensor) -> list[Tensor]:
         block.zero_grad()
         leaf = x.detach().requires_grad_()
-        with torch.autocast("cuda", torch.bfloat16):
+        with torch.autocast("cuda", torch.bfloat16, enabled=x.dtype == torch.bfloat16):
             y = block(leaf, cos_sin)
         y.backward(dy)
         return [y.detach(), leaf.grad, *(p.grad.clone() for p in block.parameters())]
 
+    expected = run(copy.deepcopy(block), x.float(), dy.float())
+    block = apply_recipe(block, replace(Recipe.deepseek_v3(), latent_attention_inputs=inputs))
     chosen = []
     choose_for_training = kernels.choose_for_training
     monkeypatch.setattr(
         kernels, "choose_for_training", lambda *given: chosen.append(choose_for_training(*given)) or chosen[-1]
     )
-    found = run()
+    found = run(block, x, dy)
     assert chosen == [(FLASH_ATTN_4, 0)] * 2
     monkeypatch.setattr(kernels, "choose_for_training", kernels.choose)
-    assert_close(found, run(), WORST_OF_BLOCK)
+    of_cudnn = run(block, x, dy)
+    names = ["y", "dx", *(name for name, _ in block.named_parameters())]
+    for name, ours, theirs, exact in zip(names, found, of_cudnn, expected, strict=True):
+        ratio = (ours - exact).norm() / (theirs - exact).norm()
+        assert ratio <= (MAX_ERROR_RATIO if exact.dim() > 1 else MAX_ERROR_RATIO_OF_NORMS), name
