@@ -1,8 +1,7 @@
 """FlashMLA's attention on octile's operands, where it can be imported: latent attention of decoding, and sparse.
 
 Its tile schedule is made at the first call, as a model makes it once for all layers, so it is in no measured time. In
-the sparse form it reads slots of the cache, which are looked up here; octile looks pages up in its kernel. It rounds
-the scales of FP8 rows to BF16, so its results agree where a cache has such scales.
+the sparse form it reads slots of the cache, which are looked up here; octile looks pages up in its kernel.
 
 Source: https://github.com/deepseek-ai/FlashMLA, flash_mla/flash_mla_interface.py.
 Shapes: S queries, H heads, W = 576 channels, K chosen positions, T texts, P pages, M pages of a text.

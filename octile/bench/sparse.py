@@ -35,7 +35,7 @@ from torch import Tensor
 from octile.bench import flash_mla, goals
 from octile.bench.kernel_time import work_seconds
 from octile.bench.rows import LEGEND_OF_SPEEDS, Row, byte_rate, flop_rate, table_with
-from octile.ops.latent_cache import PAGE, fp8_rows, row_bytes, write_latents
+from octile.ops.latent_cache import PAGE, row_bytes, write_latents
 from octile.ops.sparse_attention import paged_sparse_attention, sparse_attention, sparse_attention_with_lse
 from octile.ops.sparse_attention_backward import sparse_attention_backward
 from octile.ops.sparse_attention_weights import sparse_attention_weights
@@ -145,9 +145,6 @@ def _decoding(shape: Shape, form: str, device: str) -> Iterator[Row]:
     for slots in torch.arange(n_pages * PAGE, device=device).split(2**18):
         latent, rope = (torch.randn(len(slots), n, generator=generator, device=device) for n in (LATENT, ROTARY))
         write_latents(cache, slots, latent.bfloat16(), rope.bfloat16())
-    if form == "FP8":
-        scale = fp8_rows(cache, LATENT).scale
-        scale.copy_(scale.bfloat16())  # as FlashMLA rounds them
     pages = torch.randperm(n_pages, generator=generator, device=device).int().view(shape.texts, -1)
     pages = pages.repeat_interleave(QUERIES_OF_TEXT, 0)
     q, positions = _queries(QUERIES_OF_TEXT * shape.texts, shape, generator)

@@ -6,8 +6,10 @@ A page holds the rows of PAGE positions of one text. Slot s is row s % PAGE of p
     in FP8               C bytes of E4M3, one float32 scale per 128 channels, and the rotary key in BF16:
                          656 bytes for C = 512 and R = 64
 
-The latent is quantized as activations are, in 1×128 tiles with scale = amax / 448. The rotary key is not: its channels
-decide where attention looks.
+The latent is quantized as activations are, in 1×128 tiles, but for the scales: amax / 448 is rounded up to a number of
+BF16. So attention can multiply by them in BF16, and rounds a product once. A NaN or an Inf makes the scale of its tile
+NaN or Inf: an E4M3 value that is NaN, with a finite scale, is not a row of this cache. The rotary key is not quantized:
+its channels decide where attention looks.
 
 `write_and_rotate` is all that decode rows do between the projections of latent attention and attention over the pages,
 in one launch:
@@ -31,7 +33,15 @@ from octile.formats import TILE
 from octile.kernels.memory_layout import new_scale
 from octile.ops.norm import check_operands, rms_norm
 from octile.ops.operator import operator
-from octile.ops.quantize import INPUT_DTYPES, check_device, check_input_dtype, dequantize, quantize
+from octile.ops.quantize import (
+    INPUT_DTYPES,
+    check_device,
+    check_input_dtype,
+    dequantize,
+    quantize,
+    quantize_with_scale,
+    round_up_to_bfloat16,
+)
 from octile.ops.rope import rotated
 
 PAGE = 64  # positions of a page
@@ -41,7 +51,7 @@ class Fp8Rows(NamedTuple):
     """The parts of rows in FP8: views of their bytes."""
 
     data: Tensor  # float8_e4m3fn [..., C]
-    scale: Tensor  # float32 [..., ⌈C/128⌉]
+    scale: Tensor  # float32 [..., ⌈C/128⌉], numbers of BF16
     rope: Tensor  # bfloat16 [..., R]
 
 
@@ -86,14 +96,20 @@ def write_latents(cache: Tensor, slots: Tensor, latent: Tensor, rope: Tensor) ->
     if slots.numel() and int(slots.max()) >= cache.shape[0] * PAGE:
         raise IndexError(f"slots must be below the cache's {cache.shape[0] * PAGE}, not {int(slots.max())}")
     if cache.dtype == torch.uint8:
-        data, scale = quantize(latent.float(), *TILE, "e4m3", False)
-        scale = scale.clone(memory_format=torch.contiguous_format)
-        rows = torch.cat([t.contiguous().view(torch.uint8) for t in (data, scale, rope.bfloat16())], dim=1)
+        rows = torch.cat([t.contiguous().view(torch.uint8) for t in (*_quantized(latent), rope.bfloat16())], dim=1)
     else:
         rows = torch.cat((latent, rope), dim=1).to(cache.dtype)
     if slots.numel() and int(slots.min()) < 0:
         slots, rows = slots[slots >= 0], rows[slots >= 0]
     cache.view(-1, cache.shape[-1]).index_copy_(0, slots, rows)
+
+
+def _quantized(latent: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize latents [T, C] to E4M3 [T, C] and scales [T, ⌈C/128⌉], which are numbers of BF16."""
+    _, scale = quantize(latent.float(), *TILE, "e4m3", False)
+    scale = round_up_to_bfloat16(scale.contiguous())
+    channel_scale = scale.repeat_interleave(TILE[1], 1)[:, : latent.shape[1]]
+    return quantize_with_scale(latent.float() / channel_scale, scale.new_ones(1), "e4m3"), scale
 
 
 @write_latents.register_fake

@@ -295,9 +295,16 @@ def _empty_data(x: Tensor, fmt: str) -> Tensor:
 
 
 def round_up_to_power_of_2(x: Tensor) -> Tensor:
-    """Round non-negative float32 values up to the next normal power of two. NaN and Inf stay.
+    """Round non-negative float32 values up to the next normal power of two. NaN and Inf stay."""
+    return _round_up(x, 0x7FFFFF)
 
-    Adding an all-ones mantissa carries into the exponent unless x is a power of two already.
-    """
-    rounded = ((x.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+
+def round_up_to_bfloat16(x: Tensor) -> Tensor:
+    """Round non-negative float32 values up to the next number of BF16. NaN and Inf stay."""
+    return _round_up(x, 0xFFFF)
+
+
+def _round_up(x: Tensor, dropped_bits: int) -> Tensor:
+    """Round up to numbers without these bits: adding them carries unless they are zeros."""
+    rounded = ((x.view(torch.int32) + dropped_bits) & ~dropped_bits).view(torch.float32)
     return torch.where(x.isnan(), x, rounded)

@@ -9,7 +9,7 @@ from torch import Tensor
 from octile.kernels.triton import compile_cases as cases
 from octile.kernels.triton.fp8_bits import as_encoded, quantize_constants
 from octile.kernels.triton.launch_config import EXACT, WRITE_LATENTS
-from octile.kernels.triton.scaling import divide, magnitude, round_to_format, scale_from_amax
+from octile.kernels.triton.scaling import divide, magnitude, round_to_format, round_up, scale_from_amax
 
 
 def launch_write(cache: Tensor, slots: Tensor, latent: Tensor, rope: Tensor) -> None:
@@ -96,7 +96,7 @@ def store_fp8(
     """Store a latent [TILES · 128], float32, zeros from C on, and a rotary key [RS] as the row at byte `start`."""
     c, r = tl.arange(0, TILES * 128), tl.arange(0, RS)
     tiles = tl.reshape(value, [TILES, 128])
-    scale = scale_from_amax(tl.max(magnitude(tiles), axis=1), INVERSE, REST, False)
+    scale = round_up(scale_from_amax(tl.max(magnitude(tiles), axis=1), INVERSE, REST, False), 0xFFFF)  # to BF16
     encoded = round_to_format(divide(tiles, scale[:, None], False), data.dtype.element_ty, MANTISSA, BIAS)
     tl.store(data + start + c, tl.reshape(encoded, [TILES * 128]), mask=c < C * inside)
     tile = tl.arange(0, TILES)

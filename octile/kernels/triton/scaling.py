@@ -32,10 +32,15 @@ def scale_from_amax(amax, INVERSE: tl.constexpr, REST: tl.constexpr, POWER_OF_2:
     scale = tl.where(small, scale * 2.0**-64, scale)
     scale = tl.where(scale < 2.0**-126, 2.0**-126, scale)
     if POWER_OF_2:
-        # an all-ones mantissa carries into the exponent unless the number is a power of two already
-        rounded_up = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
-        scale = tl.where(scale == scale, rounded_up, scale)
+        scale = round_up(scale, 0x7FFFFF)
     return tl.where(amax == 0, 1.0, scale)
+
+
+@triton.jit
+def round_up(scale, DROPPED_BITS: tl.constexpr):
+    """A scale rounded up to a number without these bits: adding them carries unless they are zeros. NaN stays."""
+    rounded = ((scale.to(tl.int32, bitcast=True) + DROPPED_BITS) & ~DROPPED_BITS).to(tl.float32, bitcast=True)
+    return tl.where(scale == scale, rounded, scale)
 
 
 @triton.jit

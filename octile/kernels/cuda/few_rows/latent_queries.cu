@@ -63,7 +63,7 @@ __device__ __forceinline__ void write_latent(
 #pragma unroll
         for (int distance = 16; distance > 0; distance /= 2)
             amax = ptx::max_abs(amax, __shfl_xor_sync(all_lanes, amax, distance));
-        const float scale = scale_from_amax<e4m3, false>(amax);
+        const float scale = round_up<0xFFFF>(scale_from_amax<e4m3, false>(amax));  // to BF16
         const Divisor divisor = make_divisor<false>(scale);
         float quotient[4];
 #pragma unroll

@@ -34,6 +34,13 @@ __device__ constexpr float max_value() {
 // Whether x, which must not be negative, is neither Inf nor NaN.
 __device__ __forceinline__ bool is_finite(float x) { return x < __uint_as_float(0x7F800000); }
 
+// A scale rounded up to a number without these bits: adding them carries unless they are zeros. NaN stays.
+template <uint32_t dropped_bits>
+__device__ __forceinline__ float round_up(float scale) {
+    const float rounded = __uint_as_float((__float_as_uint(scale) + dropped_bits) & ~dropped_bits);
+    return scale == scale ? rounded : scale;
+}
+
 // The scale of a block from its amax: amax / max_value, rounded once; 1 for a block of zeros. NaN and Inf stay. The
 // reciprocal of max_value is the sum of two FP32 numbers, `inverse` and `correction`.
 template <int format, bool power_of_2>
@@ -46,11 +53,7 @@ __device__ __forceinline__ float scale_from_amax(float amax) {
     scale = is_finite(x) ? scale : x;
     scale = small ? __fmul_rn(scale, 0x1p-64f) : scale;
     scale = scale < 0x1p-126f ? 0x1p-126f : scale;
-    if constexpr (power_of_2) {
-        // an all-ones mantissa carries into the exponent unless the number is a power of two already
-        const float rounded_up = __uint_as_float((__float_as_uint(scale) + 0x7FFFFF) & 0x7F800000);
-        scale = scale == scale ? rounded_up : scale;
-    }
+    if constexpr (power_of_2) scale = round_up<0x7FFFFF>(scale);
     return amax == 0.0f ? 1.0f : scale;
 }
 
