@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from octile.ops.latent_cache import PAGE, row_bytes, write_latents
+from octile.ops.latent_cache import PAGE, read_latents, row_bytes, write_latents
 
 
 def new_cache(n_pages: int, latent_dim: int, rope_dim: int, dtype: torch.dtype) -> Tensor:
@@ -25,3 +25,11 @@ def filled_cache(n_pages: int, latent_dim: int, rope_dim: int, dtype: torch.dtyp
     cache = new_cache(n_pages, latent_dim, rope_dim, dtype)
     write_latents(cache, torch.arange(n_pages * PAGE), *random_rows(n_pages * PAGE, latent_dim, rope_dim))
     return cache
+
+
+def write_nan(cache: Tensor, slot: int, channel: int, latent_dim: int) -> None:
+    """Write a row again, with NaN in a channel of its latent or its rotary key."""
+    at = torch.tensor([slot], device=cache.device)
+    row = read_latents(cache, at, latent_dim, torch.float32)
+    row[0, channel] = torch.nan
+    write_latents(cache, at, row[:, :latent_dim], row[:, latent_dim:])

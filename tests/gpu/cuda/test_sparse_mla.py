@@ -9,7 +9,7 @@ from torch import Tensor
 from octile.kernels.cuda.gemm import request
 from octile.ops.latent_cache import read_latents
 from octile.ops.sparse_attention import paged_sparse_attention, sparse_attention
-from tests.ops.paged_caches import filled_cache
+from tests.ops.paged_caches import filled_cache, write_nan
 
 FORMS = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8], ids=["bf16", "fp8"])
 S, P, M, SCALE = 7, 80, 10, 0.02
@@ -118,15 +118,13 @@ def test_bits_are_the_same_every_time_and_those_of_the_query_alone(n_heads: int,
 @pytest.mark.parametrize("channel", [0, 511, 512])
 def test_nan_is_not_hidden_and_stays_in_its_row(n_heads: int, channel: int, dtype: torch.dtype):
     q, cache, positions = inputs(n_heads, 1000, dtype)
-    latents = cache.flatten(0, 1).clone()
+    cache = cache.clone()
+    latents = cache.flatten(0, 1)
     row = int(positions[5, 999])
     others = [s for s in range(S) if s != 5]
     positions[others] = positions[others].masked_fill(positions[others] == row, -1)
     before = sparse_attention(q, latents, positions, 512, SCALE)
-    if dtype == torch.uint8:
-        latents[row, channel if channel < 512 else slice(528, 530)] = 0xFF
-    else:
-        latents[row, channel] = torch.nan
+    write_nan(cache, row, channel, 512)
     found = sparse_attention(q, latents, positions, 512, SCALE)
     assert found[5].isnan().all()
     assert torch.equal(found[others], before[others])

@@ -123,30 +123,34 @@ def test_what_a_thread_copies_is_there_after_a_wait_for_its_group(open_groups: i
     assert (found[:, arrived:] == 0xFF).all()
 
 
-def exchanged(announced: int, waits: bool, seed: int) -> torch.Tensor:
-    """What 2 · 32 threads find where the other thread block of the cluster has stored; each has stored its number."""
+def exchanged(seed: int, announced: int = 32 * 16, *, fences: bool = True, waits: bool = True) -> torch.Tensor:
+    """What 2 · 32 threads find where the other thread block of the cluster has copied; each has copied its number."""
     rows = torch.arange(64, dtype=torch.int32)[:, None].expand(64, 4).contiguous()
     found = torch.zeros(64, 4, dtype=torch.int32)
     emulator.run(
-        "exchange", {}, grid=2, cluster=2, threads=32, shared_bytes=32 * 16 + 8, headers=SOURCES, seed=seed,
-        arguments=[rows, found, announced, int(waits)],
+        "exchange", {}, grid=2, cluster=2, threads=32, shared_bytes=32 * 32 + 8, headers=SOURCES, seed=seed,
+        arguments=[rows, found, announced, int(fences), int(waits)],
     )  # fmt: skip
     assert (found == found[:, :1]).all()
     return found[:, 0]
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_store_async_writes_to_the_other_thread_block(seed: int) -> None:
-    assert exchanged(32 * 16, True, seed).tolist() == [*range(32, 64), *range(32)]
+def test_bulk_copy_writes_to_the_other_thread_block(seed: int) -> None:
+    assert exchanged(seed).tolist() == [*range(32, 64), *range(32)]
 
 
-def test_what_store_async_writes_is_there_after_a_wait_alone() -> None:
-    assert any((exchanged(32 * 16, False, seed) < 0).any() for seed in range(4))  # 0xFFFFFFFF until it lands
+def test_what_bulk_copy_writes_is_there_after_a_wait_alone() -> None:
+    assert any((exchanged(seed, waits=False) < 0).any() for seed in range(4))  # 0xFFFFFFFF until it lands
 
 
-def test_a_barrier_waits_for_all_bytes_of_store_async() -> None:
+def test_bulk_copy_reads_what_was_fenced_alone() -> None:
+    assert (exchanged(0, fences=False) < 0).all()
+
+
+def test_a_barrier_waits_for_all_bytes_of_bulk_copy() -> None:
     with pytest.raises(EmulatorError, match="lacks 0 of 1 arrivals and 16 bytes"):
-        exchanged(32 * 16 + 16, True, 0)
+        exchanged(0, 32 * 16 + 16)
 
 
 PEERS = """

@@ -30,7 +30,6 @@ struct Copy {
     std::string issuer;
     enum { issued, read, written } state = issued;
     std::vector<uint8_t> box;
-    uint4 value;  // of store_async
     std::vector<Piece> copied;  // by cp.async
 
     uint32_t row_bytes() const { return map.box[0] * map.element; }
@@ -163,6 +162,14 @@ static std::shared_ptr<Copy> new_copy(
     return copy;
 }
 
+// That no warp wrote these bytes of shared memory by stmatrix without a fence.
+static void check_fenced(uint32_t offset, uint32_t bytes) {
+    for (uint32_t at = offset; at < offset + bytes; at += 16)
+        if (const uint32_t warp = me()->home->unfenced[at / 16])
+            fail("stores offset %u of shared memory, which stmatrix of warp %u wrote without fence_proxy_async", at,
+                 warp - 1);
+}
+
 void tma_load(
     void* to, const TensorMap* tensor_map, uint64_t& state, const int* place, int dimensions, uint32_t blocks) {
     may_switch();
@@ -214,28 +221,31 @@ void bulk_prefetch(const void* from, uint32_t bytes) {
     read = static_cast<const uint8_t*>(from)[bytes - 1];
 }
 
-void store_async(uint32_t to, const uint4& value, uint32_t barrier) {
+void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
     may_switch();
     const uint32_t rank = to >> 24, first = to & 0xFFFFFF;
-    const Block* own = me()->home;
-    if (rank != barrier >> 24) fail("store_async: the value and its mbarrier are in two thread blocks");
+    Block* own = me()->home;
+    if (rank != barrier >> 24) fail("bulk_copy: the place and its mbarrier are in two thread blocks");
     if (rank >= own->cluster->size()) fail("there is no block %u in a cluster of %zu", rank, own->cluster->size());
     Block* block = (*own->cluster)[rank];
-    if (!block->live) fail("store_async to %s, whose threads have all ended", name(block).c_str());
+    if (!block->live) fail("bulk_copy to %s, whose threads have all ended", name(block).c_str());
+    if (bytes % 16) fail("bulk_copy of %u bytes, which are no multiple of 16", bytes);
+    const uint32_t source = shared_range(own, from, bytes, "bulk_copy") - own->shared;
+    if ((shared_start + source) % 16) fail("bulk_copy from offset %u, which is not 16-byte aligned", source);
+    check_fenced(source, bytes);
     Map row{};
-    row.sizes[0] = row.box[0] = sizeof value;
+    row.base = own->async + source;
+    row.sizes[0] = row.box[0] = bytes;
     row.rank = row.element = 1;
     const int place = 0;
     auto copy = new_copy(row, &place, block, own->shared + (first - shared_start), 16);
     copy->kind = Copy::load;
-    copy->value = value;
-    copy->map.base = reinterpret_cast<uint8_t*>(&copy->value);
     copy->barrier =
         &barrier_of(block, *reinterpret_cast<uint64_t*>(block->shared + ((barrier & 0xFFFFFF) - shared_start)));
     if (copy->barrier->fence_due)
         fail("the mbarrier at offset %u was initialized without fence_mbarrier_init", copy->barrier->offset);
-    memset(block->shared + copy->offset, 0xFF, sizeof value);
-    memset(block->async + copy->offset, 0xFF, sizeof value);
+    memset(block->shared + copy->offset, 0xFF, bytes);
+    memset(block->async + copy->offset, 0xFF, bytes);
     machine.copies.push_back(copy);
     if (chance(machine.tendencies.copy_early)) advance_copy(machine.copies.size() - 1);
 }
@@ -293,10 +303,7 @@ void copy_async_wait(int groups) {
 }
 
 static void begin_store(const std::shared_ptr<Copy>& copy) {
-    for (uint32_t i = 0; i < copy->bytes() / 16; ++i)
-        if (const uint32_t warp = me()->home->unfenced[copy->at(i) / 16])
-            fail("stores offset %u of shared memory, which stmatrix of warp %u wrote without fence_proxy_async",
-                 copy->at(i), warp - 1);
+    for (uint32_t i = 0; i < copy->bytes() / 16; ++i) check_fenced(copy->at(i), 16);
     me()->open_group.push_back(copy);
     machine.copies.push_back(copy);
     if (chance(machine.tendencies.copy_early)) advance_copy(machine.copies.size() - 1);

@@ -36,7 +36,7 @@ void tma_load(void* to, const TensorMap* map, uint64_t& barrier, const int* plac
 void tma_store(const TensorMap* map, const void* from, const int* place, int dimensions, bool add);
 void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t& barrier);
 void bulk_prefetch(const void* from, uint32_t bytes);
-void store_async(uint32_t to, const uint4& value, uint32_t barrier);
+void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier);
 void bulk_store(void* to, const void* from, uint32_t bytes);
 void cp_async_16(void* to, const void* from, bool reads);
 void arrive_after_copies(uint64_t& barrier);
@@ -123,7 +123,9 @@ inline void bulk_load(void* to, const void* from, uint32_t bytes, Mbarrier* barr
 inline void bulk_store(void* to, const void* from, uint32_t bytes) { emulator::bulk_store(to, from, bytes); }
 inline void bulk_prefetch(const void* from, uint32_t bytes) { emulator::bulk_prefetch(from, bytes); }
 inline void prefetch_line(const void* from) { emulator::bulk_prefetch(from, 16); }
-inline void store_async(uint32_t to, uint4 value, uint32_t barrier) { emulator::store_async(to, value, barrier); }
+inline void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+    emulator::bulk_copy(to, from, bytes, barrier);
+}
 inline void cp_async_16(void* to, const void* from, bool reads) { emulator::cp_async_16(to, from, reads); }
 inline void store_cluster(uint32_t to, uint32_t value) { emulator::store_cluster(to, value); }
 inline void cp_async_16(void* to, const void* from) { emulator::copy_async(to, from, 16); }

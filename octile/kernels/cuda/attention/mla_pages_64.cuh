@@ -172,22 +172,14 @@ struct Converter {
             const uint4 value = make_uint4(
                 scaled(ptx::e4m3_to_f16(low, false), scales[i]), scaled(ptx::e4m3_to_f16(low, true), scales[i]),
                 scaled(ptx::e4m3_to_f16(high, false), scales[i]), scaled(ptx::e4m3_to_f16(high, true), scales[i]));
-            uint8_t* chunk = swizzled(to, row, lane() % 4 * 32 + half * 16);
-            *reinterpret_cast<uint4*>(chunk) = value;
-            if constexpr (cluster > 1)
-                ptx::store_async(ptx::shared_address(chunk) + to_other, value,
-                                 ptx::shared_address(&barriers.full[place.which][place.part]) + to_other);
+            *reinterpret_cast<uint4*>(swizzled(to, row, lane() % 4 * 32 + half * 16)) = value;
         }
     }
 
     __device__ __forceinline__ void publish(int which, int part) {
         ptx::fence_proxy_async();
         __syncwarp();
-        if (lane() != 0) return;
-        if constexpr (cluster > 1)  // what the same warp of the other thread block writes here
-            barriers.full[which][part].arrive_expect_tx(own_rows * 256 * 2);
-        else
-            barriers.full[which][part].arrive();
+        publish_rows(barriers.full[which][part], tile_of(shared, which, 4 * part), first_row(), own_rows, to_other);
     }
 
     __device__ __forceinline__ void load_rotary(int which, int page) {

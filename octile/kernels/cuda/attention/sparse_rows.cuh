@@ -6,10 +6,10 @@
 // Tiles are BF16, 64 channels in 128 swizzled bytes a row, as wgmma reads them. Rows in BF16 are copied by cp.async, 16 bytes
 // a thread and eight threads for 128 bytes of a row: TMA has no copy of rows that lie anywhere to one swizzled tile. Rows in
 // FP8 (512 E4M3, four FP32 scales of 128 channels each, 64 BF16) pass through registers, where they become BF16, rounded
-// once. Four vectors of 16 bytes are always on their way to a thread, and some are converted before their place is released.
-// Two thread blocks of a cluster, which attend to one list for 64 heads each, convert half of the rows each, for both. Source
-// of that exchange: FlashMLA's "crossover" (https://github.com/deepseek-ai/FlashMLA,
-// docs/20250929-hopper-fp8-sparse-deep-dive.md).
+// once: their scales are numbers of BF16, and E4M3 that are NaN have a scale of NaN. Four vectors of 16 bytes are always on
+// their way to a thread, and some are converted before their place is released. Two thread blocks of a cluster, which attend
+// to one list for 64 heads each, convert half of the rows each, for both. Source of that exchange: FlashMLA's "crossover"
+// (https://github.com/deepseek-ai/FlashMLA, docs/20250929-hopper-fp8-sparse-deep-dive.md).
 #pragma once
 #include "convert.cuh"
 #include "lists.cuh"
@@ -63,25 +63,8 @@ __device__ __forceinline__ uint32_t e4m3_to_bf16(uint32_t four, bool upper) {
     return ptx::fma_bf16x2(bits, two_to_120, minus_zero);
 }
 
-// A scale as the sum of two BF16, each twice.
-struct Scale {
-    uint32_t high, low;
-
-    __device__ __forceinline__ explicit Scale(float scale) {
-        high = ptx::pack_bf16(scale, scale);
-        const float rest = scale - __int_as_float(high << 16);
-        low = ptx::pack_bf16(rest, rest);
-    }
-
-    // The product with two values of E4M3, rounded once but for an error of 2⁻¹⁶ of it.
-    __device__ __forceinline__ uint32_t times(uint32_t values) const {
-        return ptx::fma_bf16x2(values, high, ptx::fma_bf16x2(values, low, 0x80008000));
-    }
-};
-
-__device__ __forceinline__ bool has_nan(const uint4& e4m3) {
-    auto carries = [](uint32_t four) { return (four & 0x7F7F7F7F) + 0x01010101; };
-    return ((carries(e4m3.x) | carries(e4m3.y) | carries(e4m3.z) | carries(e4m3.w)) & 0x80808080) != 0;
+__device__ __forceinline__ uint32_t product(uint32_t values, uint32_t scale) {
+    return ptx::fma_bf16x2(values, scale, 0x80008000);
 }
 
 // The producer warpgroup.
@@ -162,10 +145,14 @@ struct Producer {
             barriers.full[which][part].arrive_after_copies();
     }
 
-    // Of FP8: a warp loads and converts 16 vectors of two rows at a time, so that its stores have no bank conflicts.
-    __device__ __forceinline__ static int row_of(int own) {  // in the first pass
-        return 2 * (own / 32) + own / 4 % 2 + (cluster > 1 ? own_rows * static_cast<int>(ptx::cluster_ctarank()) : 0);
+    // Of FP8: a warp has neighboring rows, and loads and converts 16 vectors of two of them at a time, so that its stores have
+    // no bank conflicts.
+    static constexpr int warp_rows = 2 * passes;
+
+    __device__ __forceinline__ static int first_row(int own) {  // of the warp
+        return warp_rows * (own / 32) + (cluster > 1 ? own_rows * static_cast<int>(ptx::cluster_ctarank()) : 0);
     }
+    __device__ __forceinline__ static int row_of(int own) { return first_row(own) + own / 4 % 2; }  // in the first pass
 
     // Loads the rows of a step that this thread block converts to the L2 cache, three lines of a row each.
     __device__ __forceinline__ void prefetch(const int* of_step) const {
@@ -183,22 +170,19 @@ struct Producer {
 
     __device__ __forceinline__ void load(const int* of_tile, Part part, int pass) {
         const int own = ptx::opaque(thread()), column = own % 32 / 8 * 4 + own % 4;
-        const int slot = of_tile[row_of(own) + 8 * pass];
-        rolling[pass % at_once] = make_uint4(0, 0, 0, 0);
+        const int slot = of_tile[row_of(own) + 2 * pass];
+        const uint8_t* row = row_at(slot);  // absent: any row, with a scale of zero
+        rolling[pass % at_once] = __ldg(reinterpret_cast<const uint4*>(row + part * 256 + 16 * column));
         scales[pass % at_once] = 0.0f;
-        if (slot >= 0) {
-            const uint8_t* row = row_at(slot);
-            rolling[pass % at_once] = __ldg(reinterpret_cast<const uint4*>(row + part * 256 + 16 * column));
+        if (slot >= 0)
             scales[pass % at_once] = __ldg(reinterpret_cast<const float*>(row + latent) + 2 * part + column / 8);
-        }
     }
 
     __device__ __forceinline__ void convert(
         const int* of_tile, int which, Part part, const int* next_tile, Part next_part) {
         const int own = ptx::opaque(thread()), row = row_of(own);
         uint8_t* to = keys + (which * tiles + 4 * part + own % 32 / 8) * tile;
-        uint8_t* low = swizzled(to, row, own % 4 * 32);
-        uint8_t* high = swizzled(to, row, own % 4 * 32 + 16);
+        const int low = swizzled(to, row, own % 4 * 32) - to, high = swizzled(to, row, own % 4 * 32 + 16) - to;
 #pragma unroll
         for (int first = 0; first < passes; first += ahead) {
             uint4 values[ahead][2];
@@ -206,7 +190,7 @@ struct Producer {
             for (int i = 0; i < ahead; ++i) {
                 const int pass = first + i;
                 const uint4 e4m3 = rolling[pass % at_once];
-                const Scale scale(has_nan(e4m3) ? __int_as_float(0x7FC00000) : scales[pass % at_once]);
+                const uint32_t scale = ptx::pack_bf16(scales[pass % at_once], scales[pass % at_once]);
                 if (pass + at_once < passes)
                     load(of_tile, part, pass + at_once);
                 else if (next_tile != nullptr)
@@ -217,30 +201,21 @@ struct Producer {
             if (first == 0) barriers.empty[which][part].wait(parity);
 #pragma unroll
             for (int i = 0; i < ahead; ++i) {
-                store(low + 8 * 128 * (first + i), values[i][0], which, part);
-                store(high + 8 * 128 * (first + i), values[i][1], which, part);
+                const int pass = first + i, swizzle = 32 * (pass % 4);
+                *reinterpret_cast<uint4*>(to + (low ^ swizzle) + 256 * pass) = values[i][0];
+                *reinterpret_cast<uint4*>(to + (high ^ swizzle) + 256 * pass) = values[i][1];
             }
         }
         if (part == left) landed().wait(which);  // two phases a step
         ptx::fence_proxy_async();
         __syncwarp();
-        if (ptx::lane_id() != 0) return;
-        if constexpr (cluster > 1)  // what the same warp of the other thread block writes here
-            barriers.full[which][part].arrive_expect_tx(own_rows * 512 / producer_warps);
-        else
-            barriers.full[which][part].arrive();
+        publish_rows(
+            barriers.full[which][part], keys + (which * tiles + 4 * part) * tile, first_row(own), warp_rows, to_other);
     }
 
-    __device__ __forceinline__ void store(uint8_t* to, const uint4& value, int which, Part part) const {
-        *reinterpret_cast<uint4*>(to) = value;
-        if constexpr (cluster > 1)
-            ptx::store_async(
-                ptx::shared_address(to) + to_other, value, ptx::shared_address(&barriers.full[which][part]) + to_other);
-    }
-
-    __device__ __forceinline__ static uint4 scaled(uint32_t first, uint32_t second, const Scale& scale) {
-        return make_uint4(scale.times(e4m3_to_bf16(first, false)), scale.times(e4m3_to_bf16(first, true)),
-                          scale.times(e4m3_to_bf16(second, false)), scale.times(e4m3_to_bf16(second, true)));
+    __device__ __forceinline__ static uint4 scaled(uint32_t first, uint32_t second, uint32_t scale) {
+        return make_uint4(product(e4m3_to_bf16(first, false), scale), product(e4m3_to_bf16(first, true), scale),
+                          product(e4m3_to_bf16(second, false), scale), product(e4m3_to_bf16(second, true), scale));
     }
 
     __device__ __forceinline__ void run() {

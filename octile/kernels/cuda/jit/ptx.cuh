@@ -67,7 +67,7 @@ __device__ __forceinline__ uint32_t cluster_ctarank() {
     return rank;
 }
 
-// The address of the same place in the shared memory of thread block `rank` of the cluster, for `store_async`.
+// The address of the same place in the shared memory of thread block `rank` of the cluster, for `bulk_copy`.
 __device__ __forceinline__ uint32_t cluster_address(const void* pointer, uint32_t rank) {
     uint32_t address;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(pointer)), "r"(rank));
@@ -253,11 +253,12 @@ __device__ __forceinline__ void prefetch_line(const void* from) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
 }
 
-// Stores 16 bytes at a `cluster_address`, a multiple of 16, and then adds them to the bytes that the mbarrier at another
-// `cluster_address` of the same thread block has received. A wait for that phase makes them visible, to wgmma as well.
-__device__ __forceinline__ void store_async(uint32_t to, uint4 value, uint32_t barrier) {
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
-                 "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(barrier)
+// Copies contiguous bytes of shared memory, a multiple of 16, to a `cluster_address`, and adds them to the bytes that the
+// mbarrier at another `cluster_address` of the same thread block has received. Both places are multiples of 16, and what is
+// copied was written before fence_proxy_async. A wait for that phase makes the bytes visible, to wgmma as well.
+__device__ __forceinline__ void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "r"(shared_address(from)), "r"(bytes), "r"(barrier)
                  : "memory");
 }
 

@@ -11,7 +11,7 @@ from octile.kernels.cuda.attention import mla_decode, sparse_mla
 from octile.kernels.cuda.gemm import request
 from octile.ops.latent_cache import read_latents
 from octile.ops.sparse_attention import paged_sparse_attention, sparse_attention, sparse_attention_with_lse
-from tests.ops.paged_caches import filled_cache
+from tests.ops.paged_caches import filled_cache, write_nan
 from tools import emulator
 from tools.emulator import build
 
@@ -175,12 +175,8 @@ def test_nan_is_not_hidden_and_stays_in_its_row(channel: int, n_splits: int, dty
     q, cache, positions = inputs(2, 2, 200, dtype)
     row = int(positions[1, 199])
     positions[0] = positions[0].masked_fill(positions[0] == row, -1)
-    latents = cache.flatten(0, 1)
-    if dtype == torch.uint8:
-        latents[row, slice(channel, channel + 1) if channel < 512 else slice(528, None)] = 0xFF
-    else:
-        latents[row, channel] = math.nan
-    found = attend(q, latents, positions, n_splits)
+    write_nan(cache, row, channel, 512)
+    found = attend(q, cache.flatten(0, 1), positions, n_splits)
     assert found[1].isnan().all()
     assert not found[0].isnan().any()
 
