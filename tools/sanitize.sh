@@ -2,7 +2,8 @@
 # compute-sanitizer over a short list of GPU tests: memcheck, racecheck and synccheck, of the GEMM kernel ("gemms"), of the
 # CUDA and Triton kernels that quantize ("quantize"), of the kernels of gate, routing, cross-entropy, norms, rotary
 # embeddings and optimizer ("elementwise"), of decoding's attention, the indexer's logits and the choice of keys
-# ("attention", without racecheck, which cannot follow their barriers), and of decode steps of at most 8 rows ("few_rows":
+# ("attention", without racecheck, which cannot follow their barriers, and synccheck without the kernels whose warpgroups wait
+# at one barrier from two instructions, which it reports), and of decode steps of at most 8 rows ("few_rows":
 # memcheck and synccheck without decoding's attention and the GEMMs, octile's and cuBLAS's, which their tests run, too;
 # racecheck, which breaks off where kernels are left out, without the tests of attention and of cuBLAS). Arguments choose
 # lists, TOOLS the tools, LIMIT the seconds of each. All run at the same time, for at most seven minutes. racecheck is the
@@ -59,6 +60,7 @@ sanitize() { # tool list tests; pytest's options. Exit code 7: errors were found
     local quiet others
     quiet=$([[ $1 == memcheck ]] && echo --report-api-errors no)
     others=$([[ $2 == few_rows && $1 != racecheck ]] && printf -- '--kernel-name-exclude %s ' kns=mla_decode kne=gemm kns=nvjet)
+    [[ $1,$2 == synccheck,attention ]] && others=$(printf -- '--kernel-name-exclude %s ' kne=mla_decode_64 kns=sparse_mla)
     timeout --kill-after=15 "${LIMIT:-420}" compute-sanitizer --tool "$1" $quiet $others --error-exitcode 7 \
         --target-processes all --print-limit 20 \
         "$PYTHON" -m pytest -p no:cacheprovider -o addopts=--import-mode=importlib -q -k "$3" "${@:4}" \
