@@ -90,8 +90,8 @@ def test_decoding_is_compared_with_the_faster_of_vllms_experts():
 
 def test_a_row_of_the_readme_has_the_day_of_its_record():
     text = (ROOT / "README.md").read_text()
-    rows = re.findall(r"\(benchmarks/results/(\w+)\.txt\) \| (\d+) \|$", text, re.MULTILINE)
-    assert {name for name, _ in rows} == set(re.findall(r"benchmarks/results/(\w+)\.txt", text))
+    rows = re.findall(r"\(benchmarks/results/(h200_\w+)\.txt\) \| [^|]* \| (\d+) \|$", text, re.MULTILINE)
+    assert {name for name, _ in rows} == set(re.findall(r"benchmarks/results/(h200_\w+)\.txt", text))
     for name, day in rows:
         assert record(RECORDS / f"{name}.json")["machine"]["date"] == f"2026-11-{day}"
 

@@ -95,49 +95,63 @@ record = cache(Record)
 
 
 def readme() -> Rows:
-    """The table of the README, one number in a cell; each ratio links to its record."""
-    rows = [["metric", "octile", "peer", "peer's", "ratio", "day of November"]]
+    """The table of the README, one number in a cell; each ratio links to its record. The H100's record may be older."""
+    rows = [["metric", "octile", "peer", "peer's", "ratio", "ratio on an H100", "day of November"]]
 
-    def add(metric: str, r: Record, ours: float, peer: str, theirs: float, found: str, digits: int = 0) -> None:
-        link = f"[{found}](benchmarks/results/{r.name}.txt)"
-        rows.append([metric, number(ours, digits), peer, number(theirs, digits), link, r.date.rpartition("-")[2]])
+    def add(
+        metric: str, r: Record, ours: float, peer: str, theirs: float, found: str, h100: str = "", digits: int = 0
+    ) -> None:
+        links = [_linked(found, r.name), _linked(h100, r.name.replace("h200_", "h100_")) if h100 else "–"]
+        day = r.date.rpartition("-")[2]
+        rows.append([metric, number(ours, digits), peer, number(theirs, digits), *links, day])
 
     train, what = record("h200_train"), "train FP8 without MTP"
     for peer, name in (("torchtitan BF16", "torchtitan 0.2.2, compiled BF16"), ("BF16", "octile's BF16")):
         speeds, times = train.row("small", what, peer), ratio(train.ratio("small", what, peer))
         metric = "`octile train`, preset `small`, FP8, without multi-token prediction, tokens/s"
         ours, theirs = (round(speed, -3) for speed in (speeds["value"], speeds["against"]["value"]))
-        add(metric, train, ours, name, theirs, times)
+        add(metric, train, ours, name, theirs, times, ratio(record("h100_train").ratio("small", what, peer)))
     models = record("h200_transformers")
     for case, text in [*TRANSFORMERS.items()][1:]:
         ours, theirs = (models.value(case, f"forward + backward, {who}", "ms") for who in ("octile, compiled", BF16))
         metric = f"Converted {text}, forward and backward, ms"
-        times = ratio(models.ratio(case, "forward + backward, octile, compiled", BF16))
-        add(metric, models, ours, BF16, theirs, times, 1)
+        found = [
+            r.ratio(case, "forward + backward, octile, compiled", BF16) for r in (models, record("h100_transformers"))
+        ]
+        add(metric, models, ours, BF16, theirs, *map(ratio, found), digits=1)
     steps, case, graph = record("h200_step"), "dense decoder", ", in a CUDA graph"
     for peer, name in ((BF16, BF16), ("torchao tensorwise", "torchao 0.18, one scale per tensor")):
         ours, theirs = (steps.value(case, f"forward + backward, {who}{graph}") for who in ("octile, compiled", peer))
         times = ratio(steps.ratio(case, "forward + backward", peer), 2 if peer == BF16 else 3)
         metric = "Dense decoder of 4 blocks, hidden 4096, forward and backward in a CUDA graph, ms"
-        add(metric, steps, ours, name, theirs, times, 1)
+        h100 = ratio(record("h100_step").ratio(case, "forward + backward", peer)) if peer == BF16 else ""  # no torchao
+        add(metric, steps, ours, name, theirs, times, h100, 1)
     saved = steps.row(case, "saved, octile")
     metric = "Bytes that it saves for backward, per token and layer, not compiled"
-    add(metric, steps, saved["value"], BF16, saved["against"]["value"], ratio(saved["against"]["ratio"]))
+    h100 = record("h100_step").row(case, "saved, octile")["against"]["ratio"]
+    add(metric, steps, saved["value"], BF16, saved["against"]["value"], ratio(saved["against"]["ratio"]), ratio(h100))
     _, _, (_, ours, *theirs, times), _ = decoding()
     metric = "`octile serve`'s engine, V2-Lite's shape in FP8, decoding 32 requests, tokens/s"
     add(metric, record("h200_vllm"), _float(ours), "vLLM 0.26.0", max(map(_float, theirs)), times)
-    large = _gemms("FP8", "DeepGEMM", lambda m: m >= 4096)
-    ours, theirs = (geometric_mean(speeds) for speeds in zip(*large, strict=True))
+    means = [
+        [geometric_mean(speeds) for speeds in zip(*_gemms("FP8", "DeepGEMM", lambda m: m >= 4096, name), strict=True)]
+        for name in ("h200_gemm", "h100_gemm")
+    ]
     metric = "FP8 GEMM, mean of 8 large shapes of DeepSeek-V3, TFLOP/s"
-    add(metric, record("h200_gemm"), ours, "DeepGEMM 2.6.1", theirs, ratio(ours / theirs, 3))
+    times, h100 = (ratio(ours / theirs, 3) for ours, theirs in means)
+    add(metric, record("h200_gemm"), means[0][0], "DeepGEMM 2.6.1", means[0][1], times, h100)
     r, group = runs("one-rounding/runs"), ("core", "80m")
     base = r.bf16(*group)
     fp8 = [r.get(*group, "deepseek_v3", one["job"]["seed"]) for one in base]
     losses = [number(fmean(one["val_loss"][-1] for one in found if one), 4) for found in (fp8, base)]
     found = f"[{percent(fmean(r.gaps(*group, 'deepseek_v3')))}](docs/results/loss.md)"
     metric = "Held-out loss, 81M active parameters, 100M tokens in FP8 from the first step"
-    rows.append([metric, losses[0], "BF16", losses[1], found, "23"])
+    rows.append([metric, losses[0], "BF16", losses[1], found, "–", "23"])
     return rows
+
+
+def _linked(times: str, name: str) -> str:
+    return f"[{times}](benchmarks/results/{name}.txt)"
 
 
 def _float(cell: str) -> float:
@@ -276,11 +290,13 @@ def cpu_training() -> Rows:
 # docs/results/kernels.md
 
 
-def _gemms(what: str, peer: str, has_rows: Callable[[int], bool] = lambda m: True) -> list[tuple[float, float]]:
+def _gemms(
+    what: str, peer: str, has_rows: Callable[[int], bool] = lambda m: True, name: str = "h200_gemm"
+) -> list[tuple[float, float]]:
     """Return the speeds of octile and of a peer in each case whose number of rows is asked for."""
     return [
         (row["value"], row["against"]["value"])
-        for row in record("h200_gemm").rows
+        for row in record(name).rows
         if row["what"] == what and row["against"] and row["against"]["peer"] == peer
         if has_rows(int(row["case"].split("×")[0]))
     ]
