@@ -154,7 +154,8 @@ def _decoding(shape: Shape, form: str, device: str) -> Iterator[Row]:
         theirs: dict[str, Call] = {TORCH: partial(_compiled(), q, cache.flatten(0, 1), slots)}
     else:
         theirs = flash_mla.sparse_decoding(ours, q, cache, slots, shape.texts, SCALE)
-    case = f"decoding, {shape.texts} texts, {shape.heads} heads, {shape.chosen} of {shape.context}, {form}"
+    texts = "1 text" if shape.texts == 1 else f"{shape.texts} texts"
+    case = f"decoding, {texts}, {shape.heads} heads, {shape.chosen} of {shape.context}, {form}"
     goal = goals.SPARSE_DECODING if form == "FP8" else None
     yield from _measured(case, goal, form, shape, len(q), ours, theirs)
 

@@ -21,7 +21,7 @@ def rows() -> list[Row]:
 
 
 def test_prefill_training_and_both_forms_of_decoding_are_measured(rows: list[Row]):
-    queries, decoding = "2 queries, 2 heads, 8 of 64", "decoding, 1 texts, 2 heads, 8 of 64"
+    queries, decoding = "2 queries, 2 heads, 8 of 64", "decoding, 1 text, 2 heads, 8 of 64"
     expected = [(f"prefill, {queries}", what) for what in ("FLOPs", "gathered")]
     expected += [(f"training, {name}, {queries}", "FLOPs") for name in ("forward", "backward", "weights")]
     expected += [(f"{decoding}, {form}", what) for form in ("BF16", "FP8") for what in ("FLOPs", "gathered")]
@@ -34,7 +34,7 @@ def test_rows_in_bf16_are_compared_with_torch(rows: list[Row]):
     assert compared == [
         "prefill, 2 queries, 2 heads, 8 of 64",
         "training, backward, 2 queries, 2 heads, 8 of 64",
-        "decoding, 1 texts, 2 heads, 8 of 64, BF16",
+        "decoding, 1 text, 2 heads, 8 of 64, BF16",
     ]
 
 
