@@ -45,7 +45,7 @@ SCALE = (LATENT + ROTARY) ** -0.5
 ROUNDS = 10
 QUERIES_OF_TEXT = 2  # in decoding
 FORMS = {"BF16": torch.bfloat16, "FP8": torch.uint8}
-TORCH, PUBLISHED, PUBLISHED_BACKWARD = "torch.compile", "FlashMLA, published", "TileLang, published"
+PUBLISHED, PUBLISHED_BACKWARD = "FlashMLA, published", "TileLang, published"
 TILELANG = 115e12  # examples/deepseek_v32/README.md of https://github.com/tile-ai/tilelang
 TORCH_QUERIES = 256  # in training
 FLASH_MLA = {goals.SPARSE_PREFILL: 640e12, goals.SPARSE_DECODING: 410e12}  # README of September 2025
@@ -105,7 +105,7 @@ def _prefill(shape: Shape, device: str) -> Iterator[Row]:
     latents = torch.randn(shape.context, LATENT + ROTARY, generator=generator, device=device).bfloat16()
     q, positions = _queries(shape.texts, shape, generator)
     ours = partial(sparse_attention, q, latents, positions, LATENT, SCALE)
-    theirs: dict[str, Call] = {TORCH: partial(_compiled(), q, latents, positions)}
+    theirs: dict[str, Call] = {_torch(): partial(_compiled(), q, latents, positions)}
     theirs |= flash_mla.prefill(ours, q, latents, positions, SCALE)
     case = f"prefill, {shape.texts} queries, {shape.heads} heads, {shape.chosen} of {shape.context}"
     yield from _measured(case, goals.SPARSE_PREFILL, "BF16", shape, shape.texts, ours, theirs)
@@ -121,14 +121,14 @@ def _training(shape: Shape, device: str) -> Iterator[Row]:
         "forward": partial(sparse_attention_with_lse, q, latents, positions, LATENT, SCALE),
         "backward": partial(sparse_attention_backward, do, q, latents, positions, o, lse, LATENT, SCALE),
         "weights": partial(sparse_attention_weights, q, latents, positions, lse, LATENT, SCALE),
-        TORCH: _torch_gradients(do[:TORCH_QUERIES], q[:TORCH_QUERIES], latents, positions[:TORCH_QUERIES]),
+        _torch(): _torch_gradients(do[:TORCH_QUERIES], q[:TORCH_QUERIES], latents, positions[:TORCH_QUERIES]),
     }
     times = work_seconds(calls, ROUNDS)
     gpu, width = torch.cuda.is_available(), LATENT + ROTARY
     work = 2 * shape.heads * shape.chosen  # for a channel of a query
     channels = {"forward": width + LATENT, "backward": 3 * width + 2 * LATENT, "weights": width}
     both = channels["forward"] + channels["backward"]
-    peers = {TORCH: work * both * min(TORCH_QUERIES, shape.texts) / times[TORCH]}
+    peers = {_torch(): work * both * min(TORCH_QUERIES, shape.texts) / times[_torch()]}
     if gpu and shape.heads == 128 and torch.cuda.get_device_capability() == (9, 0):
         peers[PUBLISHED_BACKWARD] = TILELANG
     for name, n in channels.items():
@@ -151,7 +151,7 @@ def _decoding(shape: Shape, form: str, device: str) -> Iterator[Row]:
     ours = partial(paged_sparse_attention, q, cache, pages, positions, LATENT, SCALE)
     slots = flash_mla.look_up(pages, positions)
     if form == "BF16":
-        theirs: dict[str, Call] = {TORCH: partial(_compiled(), q, cache.flatten(0, 1), slots)}
+        theirs: dict[str, Call] = {_torch(): partial(_compiled(), q, cache.flatten(0, 1), slots)}
     else:
         theirs = flash_mla.sparse_decoding(ours, q, cache, slots, shape.texts, SCALE)
     texts = "1 text" if shape.texts == 1 else f"{shape.texts} texts"
@@ -198,6 +198,11 @@ def _torch_gradients(do: Tensor, q: Tensor, latents: Tensor, positions: Tensor) 
     """Return both passes of torch's attention over gathered rows."""
     q, latents, attend = q.detach().requires_grad_(), latents.detach().requires_grad_(), _compiled()
     return lambda: torch.autograd.grad(attend(q, latents, positions), (q, latents), do)
+
+
+def _torch() -> str:
+    """Name what `_compiled` returns."""
+    return "torch.compile" if torch.cuda.is_available() else "torch, not compiled"
 
 
 def _compiled() -> Callable[[Tensor, Tensor, Tensor], Tensor]:

@@ -30,7 +30,7 @@ def test_prefill_training_and_both_forms_of_decoding_are_measured(rows: list[Row
 
 
 def test_rows_in_bf16_are_compared_with_torch(rows: list[Row]):
-    compared = [row.case for row in rows if row.against and row.against.peer == "torch.compile"]
+    compared = [row.case for row in rows if row.against and row.against.peer == "torch, not compiled"]
     assert compared == [
         "prefill, 2 queries, 2 heads, 8 of 64",
         "training, backward, 2 queries, 2 heads, 8 of 64",
