@@ -8,7 +8,8 @@ while a model is traced as a whole, for two reasons. `octile.convert` undoes bot
   in transformers' registry of masks makes the same decision, and asks torch in another way.
 - Without a cache (`use_cache=False`, the default of `Trainer`, or activation checkpointing) texts may be packed, which
   the positions show, but not while they are traced. Where a model is called without positions it counts them itself,
-  and nothing is packed. Hooks of the model see that, and what looks for packed texts is not called.
+  and nothing is packed. Hooks of the model see that, and what looks for packed texts is not called. Behind a graph
+  break the mask stays.
 
 Source: `transformers.masking_utils`, `_ignore_causal_mask_sdpa` and `find_packed_sequence_indices`.
 """
@@ -29,7 +30,7 @@ MASKS = {
     "create_sliding_window_causal_mask",
 }
 
-_counts_positions = False  # whether the model that is traced counts the positions itself
+_counted_in = ""  # the trace of a model that counts the positions itself, while its forward pass is traced
 
 
 def skip_causal_masks(model: nn.Module) -> None:
@@ -62,15 +63,23 @@ def _can_count_positions(module: nn.Module) -> bool:
 
 
 def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    global _counts_positions
-    if _is_compiling():  # input_ids may be given by position
-        _counts_positions = len(args) <= 1 and kwargs.get("position_ids") is None
+    global _counted_in
+    is_counted = len(args) <= 1 and kwargs.get("position_ids") is None  # input_ids may be given by position
+    _counted_in = _trace() if is_counted and _is_compiling() else ""
 
 
 def _end(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    global _counts_positions
-    if _is_compiling():
-        _counts_positions = False
+    global _counted_in
+    _counted_in = ""
+
+
+@torch.compiler.assume_constant_result
+def _trace() -> str:
+    """Name the trace that calls this; "" outside of one. Behind a graph break another trace begins.
+
+    At a graph break `_counted_in` is written, and other models and threads see it until the model is done.
+    """
+    return str(torch._guards.CompileContext.current_compile_id() or "")
 
 
 def _unless_causal(make: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
@@ -88,7 +97,8 @@ def _unless_counted(find: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor
 
     @functools.wraps(find)
     def find_packed_sequence_indices(position_ids: Tensor) -> Tensor | None:
-        return None if _is_compiling() and _counts_positions else find(position_ids)
+        is_counted = _is_compiling() and _counted_in != "" and _counted_in == _trace()
+        return None if is_counted else find(position_ids)
 
     return find_packed_sequence_indices
 

@@ -112,6 +112,40 @@ def test_packed_texts_are_masked():
     torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
 
 
+def test_packed_texts_of_another_model_are_masked_during_a_graph_break():
+    model, other = apply_recipe(llama()), llama()
+    positions = torch.cat((torch.arange(10), torch.arange(14))).expand(2, -1)
+    inputs = {"input_ids": TOKENS, "position_ids": positions, "use_cache": False}
+    with torch.no_grad():
+        expected = other(**inputs).logits
+    found = []
+
+    @torch.compiler.disable
+    def call_other(*_: Any) -> None:
+        found.append(torch.compile(other, backend="eager")(**inputs).logits)
+
+    model.model.layers[0].register_forward_pre_hook(call_other)
+    model.model.compile(backend="eager")
+    with torch.no_grad():
+        model(input_ids=TOKENS, use_cache=False)
+    torch.testing.assert_close(found[0], expected, rtol=1e-3, atol=1e-3)
+    assert transformers_masks._counted_in == ""
+
+
+def test_a_forward_pass_that_fails_leaves_nothing_behind():
+    model = apply_recipe(llama())
+
+    @torch.compiler.disable
+    def fail(*_: Any) -> None:
+        raise ArithmeticError
+
+    model.model.layers[0].register_forward_pre_hook(fail)
+    model.model.compile(backend="eager")
+    with pytest.raises(ArithmeticError):
+        model(input_ids=TOKENS, use_cache=False)
+    assert transformers_masks._counted_in == ""
+
+
 def test_only_models_that_count_positions_from_0_on_have_hooks():
     opt = OPTForCausalLM(OPTConfig(hidden_size=64, ffn_dim=96, num_hidden_layers=1, num_attention_heads=4))
     for model in (llama(), opt):
