@@ -185,6 +185,7 @@ def test_nan_is_not_hidden_and_stays_in_its_row(channel: int, n_splits: int, dty
 @FORMS
 def test_rows_that_are_not_chosen_are_not_read(dtype: torch.dtype):
     q, cache, positions = inputs(2, 2, 200, dtype)
+    positions[positions == 0] = -1  # the kernel loads row 0 in place of absent FP8 rows, but not its scale
     latents = cache.flatten(0, 1)
     before = attend(q, latents, positions, 1)
     others = torch.ones(T, dtype=torch.bool)
