@@ -1,5 +1,7 @@
 """Tests of the paged latent cache: what is written is read, in high precision and in FP8."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -54,6 +56,26 @@ def test_a_row_with_a_negative_slot_is_not_written():
     cache = new_cache(P, C, R, torch.bfloat16)
     write_latents(cache, torch.tensor([-1, 9]), *random_rows(2, C, R))
     assert torch.equal(cache.view(P * 64, -1).any(1).nonzero().flatten(), torch.tensor([9]))
+
+
+@pytest.mark.parametrize(
+    "amax", [1.0, 448.0, 449.0, 1e-3, 2.0**-119, 1e-45, torch.finfo(torch.float32).max, -3.0], ids=str
+)
+def test_a_scale_is_the_smallest_number_of_bf16_that_keeps_a_tile_in_range(amax: float):
+    cache = new_cache(1, 128, 2, torch.uint8)
+    write_latents(cache, torch.tensor([0]), torch.tensor([[amax, *[0.0] * 127]]), torch.zeros(1, 2))
+    scale = fp8_rows(cache[0, :1], 128).scale.double()
+    below = (scale.float().view(torch.int32) - 2**16).view(torch.float32).double()
+    assert torch.equal(scale, scale.bfloat16().double())
+    assert abs(amax) / 448 <= scale
+    assert below < 2.0**-126 or below < abs(amax) / 448
+
+
+@pytest.mark.parametrize(("value", "scale"), [(0.0, 1.0), (math.inf, math.inf), (-math.inf, math.inf)])
+def test_scales_of_zeros_and_infinities(value: float, scale: float):
+    cache = new_cache(1, 128, 2, torch.uint8)
+    write_latents(cache, torch.tensor([0]), torch.full((1, 128), value), torch.zeros(1, 2))
+    assert float(fp8_rows(cache[0, 0], 128).scale) == scale
 
 
 @settings(deadline=None, max_examples=30)
