@@ -3,7 +3,7 @@
 // All inline assembly of octile is here, in convert.cuh and in vector_io.cuh; wgmma.py generates the wgmma instruction
 // for one width. Kernels are plain C++, and the CPU emulator runs them with other bodies of these functions.
 //
-// Source: PTX ISA 8.5, sections 9.7.9 (TMA, st.async), 9.7.13 (mbarrier, griddepcontrol), 9.7.14 (mma), 9.7.15 (wgmma),
+// Source: PTX ISA 8.5, sections 9.7.9 (TMA, cp.async.bulk), 9.7.13 (mbarrier, griddepcontrol), 9.7.14 (mma), 9.7.15 (wgmma),
 // 9.7.19 (setmaxnreg).
 #pragma once
 
