@@ -123,13 +123,15 @@ def test_what_a_thread_copies_is_there_after_a_wait_for_its_group(open_groups: i
     assert (found[:, arrived:] == 0xFF).all()
 
 
-def exchanged(seed: int, announced: int = 32 * 16, *, fences: bool = True, waits: bool = True) -> torch.Tensor:
+def exchanged(
+    seed: int, announced: int = 32 * 16, *, fences: bool = True, waits: bool = True, ends_together: bool = True
+) -> torch.Tensor:
     """What 2 · 32 threads find where the other thread block of the cluster has copied; each has copied its number."""
     rows = torch.arange(64, dtype=torch.int32)[:, None].expand(64, 4).contiguous()
     found = torch.zeros(64, 4, dtype=torch.int32)
     emulator.run(
         "exchange", {}, grid=2, cluster=2, threads=32, shared_bytes=32 * 32 + 8, headers=SOURCES, seed=seed,
-        arguments=[rows, found, announced, int(fences), int(waits)],
+        arguments=[rows, found, announced, int(fences), int(waits), int(ends_together)],
     )  # fmt: skip
     assert (found == found[:, :1]).all()
     return found[:, 0]
@@ -146,6 +148,11 @@ def test_what_bulk_copy_writes_is_there_after_a_wait_alone() -> None:
 
 def test_bulk_copy_reads_what_was_fenced_alone() -> None:
     assert (exchanged(0, fences=False) < 0).all()
+
+
+def test_bulk_copy_reads_no_thread_block_that_has_ended() -> None:
+    with pytest.raises(EmulatorError, match=r"reads .*, whose threads have all ended"):
+        torch.stack([exchanged(seed, ends_together=False) for seed in range(16)])
 
 
 def test_a_barrier_waits_for_all_bytes_of_bulk_copy() -> None:

@@ -31,6 +31,7 @@ struct Copy {
     enum { issued, read, written } state = issued;
     std::vector<uint8_t> box;
     std::vector<Piece> copied;  // by cp.async
+    Block* source = nullptr;    // of bulk_copy
 
     uint32_t row_bytes() const { return map.box[0] * map.element; }
     uint32_t rows() const {
@@ -69,6 +70,8 @@ struct Copy {
     }
 
     void load_box() {
+        if (source && !source->live)
+            fail("bulk_copy of %s reads %s, whose threads have all ended", issuer.c_str(), name(source).c_str());
         box.assign(bytes(), 0);
         each_row([&](const uint8_t* global, uint32_t at, uint32_t n) { memcpy(&box[at], global, n); });
         for (uint32_t i = 0; i < bytes() / 16; ++i) {
@@ -240,6 +243,7 @@ void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) 
     const int place = 0;
     auto copy = new_copy(row, &place, block, own->shared + (first - shared_start), 16);
     copy->kind = Copy::load;
+    copy->source = own;
     copy->barrier =
         &barrier_of(block, *reinterpret_cast<uint64_t*>(block->shared + ((barrier & 0xFFFFFF) - shared_start)));
     if (copy->barrier->fence_due)

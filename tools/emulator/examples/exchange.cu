@@ -1,7 +1,7 @@
 // Each thread of two thread blocks of a cluster copies a vector of 16 bytes to the other one's shared memory.
 #include "ptx.cuh"
 
-extern "C" __global__ void exchange(const uint4* from, uint4* to, int announced, int fences, int waits) {
+extern "C" __global__ void exchange(const uint4* from, uint4* to, int announced, int fences, int waits, int ends_together) {
     uint8_t* shared = ptx::dynamic_shared();
     const int threads = blockDim.x, own = blockIdx.x * threads + threadIdx.x;
     auto* source = reinterpret_cast<uint4*>(shared) + threadIdx.x;
@@ -21,5 +21,5 @@ extern "C" __global__ void exchange(const uint4* from, uint4* to, int announced,
     if (waits) barrier->wait(0);
     to[own] = *slot;
     barrier->wait(0);
-    ptx::cluster_sync();
+    if (ends_together) ptx::cluster_sync();
 }
