@@ -26,6 +26,7 @@ import functools
 import warnings
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from torch.torch_version import TorchVersion
 
 PACKAGE, MIN_VERSION = "flash-attn-4", "4.0.0b36"
 MODULE = "flash_attn.cute.interface"
+FUNCTIONS = "_flash_attn_fwd", "_flash_attn_bwd"  # private, so that a later version may not have them
 CHANNELS = ((192, 128), (128, 128))  # of q and v
 MIN_TOKENS = 1024  # of a sequence; at 512 the gain is small or none, and forward alone is slower
 SUPPORTED = f"causal attention in BF16 with 192/128 or 128 channels and at least {MIN_TOKENS} tokens"
@@ -70,12 +72,14 @@ def load() -> Any:
     """Import the library's functions, which takes some seconds.
 
     Raises:
-        ImportError: it is installed, but cannot be imported.
+        ImportError: it is installed, but cannot be imported, or a function is missing.
     """
     # of the compiler, about an argument of each kernel that is always None here
     warnings.filterwarnings("ignore", "Argument aux_data .* cannot be converted to a JitArgument")
     try:
-        return import_module(MODULE)
+        module = import_module(MODULE)
+        attrgetter(*FUNCTIONS)(module)
+        return module
     except Exception as error:  # its shared libraries raise OSError, for example
         raise ImportError(
             f"{PACKAGE} {version(PACKAGE)} is installed, but cannot be imported ({type(error).__name__}: {error}): "

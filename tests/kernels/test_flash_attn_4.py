@@ -140,6 +140,13 @@ def test_a_library_that_cannot_be_imported_is_reported(installed, monkeypatch):
             flash_attn_4.forward(*torch.zeros(3, 1, 8, 2, 16), SCALE)
 
 
+def test_a_version_without_a_function_is_reported_before_a_call(installed, monkeypatch):
+    installed("4.1.0")
+    monkeypatch.setattr(flash_attn_4, "import_module", lambda name: SimpleNamespace(_flash_attn_fwd=fwd))
+    with pytest.raises(ImportError, match=r"4\.1\.0 is installed, but cannot be imported \(.*_flash_attn_bwd"):
+        flash_attn_4.load()
+
+
 def fwd(
     q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, causal: bool, return_lse: bool
 ) -> tuple[Tensor | None, ...]:
