@@ -118,20 +118,19 @@ struct Converter {
     Barriers& barriers;
     const TensorMap* const map;
     const uint8_t* const cache;
-    const int thread, rank;      // of the warpgroup, thread block of the cluster
-    const uint32_t to_other;     // from a shared address to the same place in the other thread block
+    const int thread;            // of the warpgroup
     uint4 elements[loads];       // of the batch that is converted next, row by row replaced by those of the one after it
     float scales[loads];
     uint32_t parities = 3;       // bit `which`: of that page's buffer; they are empty at first
 
     __device__ __forceinline__ Converter(
         uint8_t* shared, Barriers& barriers, const TensorMap* map, const uint8_t* cache)
-        : shared(shared), barriers(barriers), map(map), cache(cache), thread(threadIdx.x % 128),
-          rank(cluster > 1 ? ptx::cluster_ctarank() : 0),
-          to_other(cluster > 1 ? ptx::cluster_address(shared, rank ^ 1) - ptx::shared_address(shared) : 0) {}
+        : shared(shared), barriers(barriers), map(map), cache(cache), thread(threadIdx.x % 128) {}
 
     __device__ __forceinline__ int lane() const { return thread % 32; }
-    __device__ __forceinline__ int first_row() const { return (rank * warps + thread / 32) * own_rows; }
+    // Of the thread block in its cluster; read anew each time, as there would be a register too few.
+    __device__ __forceinline__ static int rank() { return cluster > 1 ? ptx::cluster_ctarank() : 0; }
+    __device__ __forceinline__ int first_row() const { return (rank() * warps + thread / 32) * own_rows; }
 
     __device__ __forceinline__ const uint8_t* page_at(int page) const {
         return cache + static_cast<int64_t>(page) * page_bytes;
@@ -179,7 +178,7 @@ struct Converter {
     __device__ __forceinline__ void publish(int which, int part) {
         ptx::fence_proxy_async();
         __syncwarp();
-        publish_rows(barriers.full[which][part], tile_of(shared, which, 4 * part), first_row(), own_rows, to_other);
+        publish_rows(barriers.full[which][part], tile_of(shared, which, 4 * part), first_row(), own_rows);
     }
 
     __device__ __forceinline__ void load_rotary(int which, int page) {
@@ -202,8 +201,8 @@ struct Converter {
             const bool pair = page + 1 < n_pages;
             const int second = pages[pair ? page + 1 : page];
             if (thread == 0) {
-                if (rank == 0) prefetch(pages, page + 2, n_pages);
-                if (rank == cluster - 1) prefetch(pages, page + 3, n_pages);
+                if (rank() == 0) prefetch(pages, page + 2, n_pages);
+                if (rank() == cluster - 1) prefetch(pages, page + 3, n_pages);
                 load_rotary(0, first);
             }
             __syncwarp();

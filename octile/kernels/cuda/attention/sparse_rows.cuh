@@ -85,7 +85,6 @@ struct Producer {
     uint32_t parity = 1;    // of the tiles, which are empty at first
     uint4 rolling[at_once]; // of FP8: the next vectors
     float scales[at_once];
-    uint32_t to_other = 0;  // from a shared address to the same place in the other thread block
 
     // An entry of a step on its way to a slot of the cache; row −1: the step does not exist.
     struct Entry {
@@ -210,7 +209,7 @@ struct Producer {
         ptx::fence_proxy_async();
         __syncwarp();
         publish_rows(
-            barriers.full[which][part], keys + (which * tiles + 4 * part) * tile, first_row(own), warp_rows, to_other);
+            barriers.full[which][part], keys + (which * tiles + 4 * part) * tile, first_row(own), warp_rows);
     }
 
     __device__ __forceinline__ static uint4 scaled(uint32_t first, uint32_t second, uint32_t scale) {
@@ -219,8 +218,6 @@ struct Producer {
     }
 
     __device__ __forceinline__ void run() {
-        if constexpr (cluster > 1)
-            to_other = ptx::cluster_address(keys, ptx::cluster_ctarank() ^ 1) - ptx::shared_address(keys);
         Entry first_entry = next_entry();
         look_up(first_entry);
         bool exists = first_entry.exists();
