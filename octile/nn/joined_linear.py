@@ -76,10 +76,11 @@ class JoinedLinear:
                 return None
             results = self._compute(x)
         else:
-            results = getattr(x, "_joined_results", [])
-            if not results or layer is not self.layers[len(self.layers) - len(results)]:
+            owner, results = getattr(x, "_joined_results", (None, []))
+            if owner is not self or not results or layer is not self.layers[len(self.layers) - len(results)]:
                 return None
-        y, *x._joined_results = results
+        y, *rest = results
+        x._joined_results = self, rest
         return y
 
     def __getstate__(self) -> dict[str, object]:

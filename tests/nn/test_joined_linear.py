@@ -144,6 +144,20 @@ def test_a_joined_module_in_activation_checkpointing_is_one_graph():
     assert_close(run(compiled, parameters), run(checkpointed, parameters))
 
 
+def test_compiled_layers_of_two_modules_that_alternate_have_their_own_results():
+    first, second = converted(), converted()
+    with torch.no_grad():
+        for parameter in second.parameters():
+            parameter.mul_(-2.0)
+
+    def alternate(x: Tensor) -> list[Tensor]:
+        return [first.q_proj(x), second.q_proj(x), first.k_proj(x), second.k_proj(x)]
+
+    x = torch.randn(16, D)
+    for found, expected in zip(torch.compile(alternate, backend="aot_eager")(x), alternate(x), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
 def test_a_weight_that_the_module_writes_in_between_is_read_again(is_compiled: bool):
     attention, x = converted(kind=RenewingAttention), input_of().detach()
