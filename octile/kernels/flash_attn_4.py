@@ -64,6 +64,8 @@ def why_not(q: Tensor, v: Tensor, causal: bool) -> str | None:
         return f"it is used for {SUPPORTED} only"
     if torch.are_deterministic_algorithms_enabled():
         return "its backward pass adds in no fixed order"
+    if not torch.backends.cuda.flash_sdp_enabled():
+        return "torch's sdpa_kernel excludes FlashAttention"
     return None
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from octile.kernels import attention as kernels
 from octile.kernels import flash_attn_4
@@ -97,6 +98,12 @@ def test_it_is_not_used_in_deterministic_mode(installed):
         assert flash_attn_4.why_not(*operands(**SUPPORTED)) == "its backward pass adds in no fixed order"
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_it_is_not_used_where_flash_attention_is_excluded(installed):
+    installed()
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        assert flash_attn_4.why_not(*operands(**SUPPORTED)) == "torch's sdpa_kernel excludes FlashAttention"
 
 
 @pytest.mark.parametrize(
