@@ -71,7 +71,8 @@ __device__ __forceinline__ uint32_t product(uint32_t values, uint32_t scale) {
 struct Producer {
     // Of FP8: rows that this thread block converts; vectors of a part of a thread, those that it loads together, and those
     // that it converts before their place is released.
-    static constexpr int own_rows = tile_keys / cluster, passes = 8 / cluster, at_once = 4, ahead = 2;
+    static constexpr int own_rows = tile_keys / cluster, passes = 8 / cluster, at_once = 4;
+    static constexpr int ahead = config::paged || cluster > 1 ? 2 : 1;  // or ptxas spills
 
     uint8_t* const keys;       // two tiles of nine
     int* const slots;          // [2][128]
