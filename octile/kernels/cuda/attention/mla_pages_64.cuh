@@ -128,9 +128,7 @@ struct Converter {
         : shared(shared), barriers(barriers), map(map), cache(cache), thread(threadIdx.x % 128) {}
 
     __device__ __forceinline__ int lane() const { return thread % 32; }
-    // Of the thread block in its cluster; read anew each time, as there would be a register too few.
-    __device__ __forceinline__ static int rank() { return cluster > 1 ? ptx::cluster_ctarank() : 0; }
-    __device__ __forceinline__ int first_row() const { return (rank() * warps + thread / 32) * own_rows; }
+    __device__ __forceinline__ int first_row() const { return (cluster_rank() * warps + thread / 32) * own_rows; }
 
     __device__ __forceinline__ const uint8_t* page_at(int page) const {
         return cache + static_cast<int64_t>(page) * page_bytes;
@@ -201,8 +199,8 @@ struct Converter {
             const bool pair = page + 1 < n_pages;
             const int second = pages[pair ? page + 1 : page];
             if (thread == 0) {
-                if (rank() == 0) prefetch(pages, page + 2, n_pages);
-                if (rank() == cluster - 1) prefetch(pages, page + 3, n_pages);
+                if (cluster_rank() == 0) prefetch(pages, page + 2, n_pages);
+                if (cluster_rank() == cluster - 1) prefetch(pages, page + 3, n_pages);
                 load_rotary(0, first);
             }
             __syncwarp();

@@ -150,13 +150,13 @@ struct Producer {
     static constexpr int warp_rows = 2 * passes;
 
     __device__ __forceinline__ static int first_row(int own) {  // of the warp
-        return warp_rows * (own / 32) + (cluster > 1 ? own_rows * static_cast<int>(ptx::cluster_ctarank()) : 0);
+        return warp_rows * (own / 32) + own_rows * cluster_rank();
     }
     __device__ __forceinline__ static int row_of(int own) { return first_row(own) + own / 4 % 2; }  // in the first pass
 
     // Loads the rows of a step that this thread block converts to the L2 cache, three lines of a row each.
     __device__ __forceinline__ void prefetch(const int* of_step) const {
-        const int own = ptx::opaque(thread()), rank = cluster > 1 ? static_cast<int>(ptx::cluster_ctarank()) : 0;
+        const int own = ptx::opaque(thread()), rank = cluster_rank();
 #pragma unroll
         for (int i = 0; i < 2 / cluster; ++i) {
             const int row = own / 2 + 64 * i;

@@ -14,6 +14,9 @@ __device__ __forceinline__ uint8_t* swizzled(uint8_t* to, int row, int byte) {
     return to + row * 128 + ((byte / 16 ^ (row & 7)) * 16 + byte % 16);
 }
 
+// Of this thread block among those that share converted rows. Not kept in a register, of which converters have one too few.
+__device__ __forceinline__ int cluster_rank() { return cluster > 1 ? static_cast<int>(ptx::cluster_ctarank()) : 0; }
+
 // Of the thread blocks that share converted rows.
 __device__ __forceinline__ void sync_all() {
     if constexpr (cluster > 1)
@@ -30,7 +33,7 @@ __device__ __forceinline__ void publish_rows(ptx::Mbarrier& full, const uint8_t*
         if (lane == 0) full.arrive_expect_tx(4 * bytes);
         if (lane >= 4) return;
         const uint8_t* of_tile = part + lane * tile + first * 128;
-        const uint32_t other = ptx::cluster_ctarank() ^ 1;
+        const uint32_t other = cluster_rank() ^ 1;
         ptx::bulk_copy(ptx::cluster_address(of_tile, other), of_tile, bytes, ptx::cluster_address(&full, other));
     } else if (lane == 0) {
         full.arrive();
@@ -56,6 +59,6 @@ struct Barriers {
         __syncwarp();
         if (ptx::lane_id() == 0) empty[which][part].arrive();
         if (cluster > 1 && part != rotary_part && ptx::lane_id() == 1)
-            empty[which][part].arrive_cluster(ptx::cluster_ctarank() ^ 1);
+            empty[which][part].arrive_cluster(cluster_rank() ^ 1);
     }
 };
