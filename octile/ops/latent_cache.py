@@ -38,8 +38,7 @@ from octile.ops.quantize import (
     check_device,
     check_input_dtype,
     dequantize,
-    quantize,
-    quantize_with_scale,
+    quantize_rounding_scales,
     round_up_to_bfloat16,
 )
 from octile.ops.rope import rotated
@@ -96,20 +95,14 @@ def write_latents(cache: Tensor, slots: Tensor, latent: Tensor, rope: Tensor) ->
     if slots.numel() and int(slots.max()) >= cache.shape[0] * PAGE:
         raise IndexError(f"slots must be below the cache's {cache.shape[0] * PAGE}, not {int(slots.max())}")
     if cache.dtype == torch.uint8:
-        rows = torch.cat([t.contiguous().view(torch.uint8) for t in (*_quantized(latent), rope.bfloat16())], dim=1)
+        data, scale = quantize_rounding_scales(latent, *TILE, "e4m3", round_up_to_bfloat16)
+        scale = scale.clone(memory_format=torch.contiguous_format)
+        rows = torch.cat([t.contiguous().view(torch.uint8) for t in (data, scale, rope.bfloat16())], dim=1)
     else:
         rows = torch.cat((latent, rope), dim=1).to(cache.dtype)
     if slots.numel() and int(slots.min()) < 0:
         slots, rows = slots[slots >= 0], rows[slots >= 0]
     cache.view(-1, cache.shape[-1]).index_copy_(0, slots, rows)
-
-
-def _quantized(latent: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize latents [T, C] to E4M3 [T, C] and scales [T, ⌈C/128⌉], which are numbers of BF16."""
-    _, scale = quantize(latent.float(), *TILE, "e4m3", False)
-    scale = round_up_to_bfloat16(scale.contiguous())
-    channel_scale = scale.repeat_interleave(TILE[1], 1)[:, : latent.shape[1]]
-    return quantize_with_scale(latent.float() / channel_scale, scale.new_ones(1), "e4m3"), scale
 
 
 @write_latents.register_fake

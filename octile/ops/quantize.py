@@ -14,6 +14,7 @@ Shapes: x [..., M, K]; with blocks of R×C the scale is [..., ⌈M/R⌉, ⌈K/C�
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -49,15 +50,18 @@ def quantize(x: Tensor, block_rows: int, block_cols: int, fmt: str, power_of_2: 
         ValueError: x has fewer than two dimensions, a block extent is below 1, fmt is unknown, or K is odd for "e5m6".
     """
     _check(x, block_rows, block_cols, fmt)
-    return _quantize(x, block_rows, block_cols, fmt, power_of_2)
+    return quantize_rounding_scales(x, block_rows, block_cols, fmt, round_up_to_power_of_2 if power_of_2 else None)
 
 
-def _quantize(x: Tensor, block_rows: int, block_cols: int, fmt: str, power_of_2: bool) -> tuple[Tensor, Tensor]:
+def quantize_rounding_scales(
+    x: Tensor, block_rows: int, block_cols: int, fmt: str, round_up: Callable[[Tensor], Tensor] | None
+) -> tuple[Tensor, Tensor]:
+    """Quantize as `quantize` does, with scales that are rounded by a function; None: they are not rounded."""
     blocks = split_into_blocks(x.float(), block_rows, block_cols)
     amax = blocks.abs().amax(dim=(-3, -1))
     scale = (amax / formats.by_name[fmt].max).clamp_(min=SMALLEST_SCALE)  # clamp keeps NaN
-    if power_of_2:
-        scale = round_up_to_power_of_2(scale)
+    if round_up is not None:
+        scale = round_up(scale)
     scale = torch.where(amax == 0, 1.0, scale)
     data = _round(blocks / scale[..., :, None, :, None], x.shape, fmt)
     return data, new_scale(x, block_rows, block_cols).copy_(scale)
