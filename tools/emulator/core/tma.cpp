@@ -196,23 +196,30 @@ void tma_load(
     if (chance(machine.tendencies.copy_early)) advance_copy(machine.copies.size() - 1);
 }
 
-void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t& state) {
-    may_switch();
-    if (reinterpret_cast<uintptr_t>(from) % 16 || bytes % 16) fail("bytes to load are not 16-byte aligned, or long");
+// Begins to copy contiguous bytes to a block's shared memory, at the place that `to` has in the caller's.
+static std::shared_ptr<Copy> copy_row(
+    Block* block, void* to, const void* from, uint32_t bytes, MbarrierState& barrier) {
     Map row{};
     row.base = static_cast<uint8_t*>(const_cast<void*>(from));
     row.sizes[0] = row.box[0] = bytes;
     row.rank = row.element = 1;
-    const int first = 0;
-    Block* block = me()->home;
-    auto copy = new_copy(row, &first, block, to, 16);
+    const int place = 0;
+    auto copy = new_copy(row, &place, block, to, 16);
     copy->kind = Copy::load;
-    copy->barrier = &barrier_of(block, state);
-    if (copy->barrier->fence_due)
-        fail("TMA: the mbarrier at offset %u was initialized without fence_mbarrier_init", copy->barrier->offset);
+    copy->barrier = &barrier;
+    if (barrier.fence_due)
+        fail("TMA: the mbarrier at offset %u was initialized without fence_mbarrier_init", barrier.offset);
     memset(block->shared + copy->offset, 0xFF, bytes);
     memset(block->async + copy->offset, 0xFF, bytes);
     machine.copies.push_back(copy);
+    return copy;
+}
+
+void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t& state) {
+    may_switch();
+    if (reinterpret_cast<uintptr_t>(from) % 16 || bytes % 16) fail("bytes to load are not 16-byte aligned, or long");
+    Block* block = me()->home;
+    copy_row(block, to, from, bytes, barrier_of(block, state));
     if (chance(machine.tendencies.copy_early)) advance_copy(machine.copies.size() - 1);
 }
 
@@ -236,21 +243,8 @@ void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) 
     const uint32_t source = shared_range(own, from, bytes, "bulk_copy") - own->shared;
     if ((shared_start + source) % 16) fail("bulk_copy from offset %u, which is not 16-byte aligned", source);
     check_fenced(source, bytes);
-    Map row{};
-    row.base = own->async + source;
-    row.sizes[0] = row.box[0] = bytes;
-    row.rank = row.element = 1;
-    const int place = 0;
-    auto copy = new_copy(row, &place, block, own->shared + (first - shared_start), 16);
-    copy->kind = Copy::load;
-    copy->source = own;
-    copy->barrier =
-        &barrier_of(block, *reinterpret_cast<uint64_t*>(block->shared + ((barrier & 0xFFFFFF) - shared_start)));
-    if (copy->barrier->fence_due)
-        fail("the mbarrier at offset %u was initialized without fence_mbarrier_init", copy->barrier->offset);
-    memset(block->shared + copy->offset, 0xFF, bytes);
-    memset(block->async + copy->offset, 0xFF, bytes);
-    machine.copies.push_back(copy);
+    auto& state = *reinterpret_cast<uint64_t*>(block->shared + ((barrier & 0xFFFFFF) - shared_start));
+    copy_row(block, own->shared + (first - shared_start), own->async + source, bytes, barrier_of(block, state))->source = own;
     if (chance(machine.tendencies.copy_early)) advance_copy(machine.copies.size() - 1);
 }
 
