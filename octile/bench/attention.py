@@ -58,9 +58,8 @@ def rows() -> Iterator[Row]:
             record = _graph if gpu else _repeated
             calls = {"attend": attend, goals.COPY: copying(source, target), **theirs}
             times = seconds({name: record(call) for name, call in calls.items()}, ROUNDS)
-            speed, copy = (
-                n / (times[name] / CALLS) for name, n in (("attend", moved), (goals.COPY, 2 * source.nbytes))
-            )
+            speed = moved / (times["attend"] / CALLS)
+            copy = 2 * source.nbytes / (times[goals.COPY] / CALLS)
             goal = goals.attention_goal(shape.heads, cache_format)
             case = f"{shape.texts} texts of {shape.context}, {goal}"
             yield replace(byte_rate(case, goals.BANDWIDTH, speed, gpu, (goals.COPY, copy)), goal=goal)

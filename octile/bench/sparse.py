@@ -117,18 +117,19 @@ def _training(shape: Shape, device: str) -> Iterator[Row]:
     q, positions = _queries(shape.texts, shape, generator)
     do = torch.randn(*q.shape[:2], LATENT, generator=generator, device=device).bfloat16()
     o, lse = sparse_attention_with_lse(q, latents, positions, LATENT, SCALE)
+    theirs = _torch()
     calls: dict[str, Callable[[], object]] = {
         "forward": partial(sparse_attention_with_lse, q, latents, positions, LATENT, SCALE),
         "backward": partial(sparse_attention_backward, do, q, latents, positions, o, lse, LATENT, SCALE),
         "weights": partial(sparse_attention_weights, q, latents, positions, lse, LATENT, SCALE),
-        _torch(): _torch_gradients(do[:TORCH_QUERIES], q[:TORCH_QUERIES], latents, positions[:TORCH_QUERIES]),
+        theirs: _torch_gradients(do[:TORCH_QUERIES], q[:TORCH_QUERIES], latents, positions[:TORCH_QUERIES]),
     }
     times = work_seconds(calls, ROUNDS)
     gpu, width = torch.cuda.is_available(), LATENT + ROTARY
     work = 2 * shape.heads * shape.chosen  # for a channel of a query
     channels = {"forward": width + LATENT, "backward": 3 * width + 2 * LATENT, "weights": width}
     both = channels["forward"] + channels["backward"]
-    peers = {_torch(): work * both * min(TORCH_QUERIES, shape.texts) / times[_torch()]}
+    peers = {theirs: work * both * min(TORCH_QUERIES, shape.texts) / times[theirs]}
     if gpu and shape.heads == 128 and torch.cuda.get_device_capability() == (9, 0):
         peers[PUBLISHED_BACKWARD] = TILELANG
     for name, n in channels.items():
