@@ -21,8 +21,7 @@
 // keeps_lane whether the lane stays in a register.
 #pragma once
 #include "convert.cuh"
-#include "tiles.cuh"
-#include "wgmma.cuh"
+#include "scores.cuh"
 #include "wgmma_values.cuh"
 #include "wgmma_values_registers.cuh"
 
@@ -124,13 +123,7 @@ struct Seesaw {
     __device__ __forceinline__ void multiply_part(float (&s)[32], int part, bool accumulate) {
         const uint64_t k_first = ptx::wgmma_descriptor(keys(own)), q_first = ptx::wgmma_descriptor(operand(smem::q));
         derived().await(own, static_cast<Part>(part));
-        ptx::wgmma_fence();
-#pragma unroll
-        for (int t = 4 * part; t < 4 * part + 4; ++t)
-#pragma unroll
-            for (int k = 0; k < 4; ++k)
-                ptx::wgmma(s, q_first + t * (tile / 16) + 2 * k, k_first + t * (tile / 16) + 2 * k,
-                           accumulate || t % 4 + k > 0);
+        ::multiply_part(s, q_first, k_first, static_cast<Part>(part), accumulate);
     }
 
     // Waits for the scores.

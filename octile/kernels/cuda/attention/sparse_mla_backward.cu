@@ -158,7 +158,7 @@ struct Consumer {
     __device__ __forceinline__ void multiply_part(float (&s)[32], int left_operand, Part part) const {
         const uint64_t a = ptx::wgmma_descriptor(memory() + left_operand), b = ptx::wgmma_descriptor(memory() + smem::keys);
         await(part);
-        ::multiply_part(s, a, b, part);
+        ::multiply_part(s, a, b, part, part != left);
     }
 
     __device__ __forceinline__ void store_tile(const float (&s)[32], int to) const {

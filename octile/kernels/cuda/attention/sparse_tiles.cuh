@@ -3,19 +3,9 @@
 // They are copied as in sparse_rows.cuh; there is one tile, whose parts are gathered again as soon as they are released.
 #pragma once
 #include "lists.cuh"
-#include "wgmma.cuh"
+#include "scores.cuh"
 
 constexpr int row_bytes = 2 * width;
-
-// Begins the products of 64 rows and a tile's keys, over the channels of a part that is there; a, b: their descriptors.
-__device__ __forceinline__ void multiply_part(float (&s)[32], uint64_t a, uint64_t b, Part part) {
-    const int first = 4 * part, count = part == rotary_part ? 1 : 4;
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int t = first; t < first + count; ++t)
-#pragma unroll
-        for (int k = 0; k < 4; ++k) ptx::wgmma(s, a + t * (tile / 16) + 2 * k, b + t * (tile / 16) + 2 * k, t + k > 0);
-}
 
 struct TileBarriers {
     ptx::Mbarrier full[parts], empty[parts];

@@ -57,7 +57,7 @@ struct Consumer {
         barriers.full[part].wait(parity);
         ptx::fence_proxy_async();  // the rows are ordinary stores
         const uint64_t q = ptx::wgmma_descriptor(shared + smem::q + warp / 4 * tiles * tile);
-        ::multiply_part(s, q, ptx::wgmma_descriptor(shared + smem::keys), part);
+        ::multiply_part(s, q, ptx::wgmma_descriptor(shared + smem::keys), part, part != left);
         ptx::wgmma_commit_group();
     }
 
