@@ -180,6 +180,7 @@ def fake_gpu(
         (Operator, "_can_call_kernel", lambda operator, _: operator in operators),
         (request, "why_not_on", lambda device: None),
         (num_sms, "chip", lambda device: Chip(132)),
+        (num_sms, "multiprocessors", lambda device: 132),
         (specialize, "load", load),
         (driver, "Kernel", FakeKernel),
         (driver, "driver", SimpleNamespace(cuLaunchKernelEx=launch)),
