@@ -1,17 +1,19 @@
 """Launch cache for GEMMs, keyed by shapes, strides, alignment, dtypes and blocks.
 
 A request whose key was launched before is not checked or planned again: the checks, the choice of a backend and the
-launch plan depend on the key alone, never on values or addresses. Its launch is found by a second look-up, by address,
-so a repeated GEMM costs two dictionary look-ups and one call of the driver.
+launch plan depend on the key alone, never on values or addresses. Reading the key from the tensors takes the most time.
+So a request at known addresses is compared with the earlier one by torch's guards, which check all tensors in one call.
+A repeated GEMM costs two dictionary look-ups by address, this check and one call of the driver.
 """
 
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards
 
 from octile.kernels.cuda.gemm import num_sms
 from octile.kernels.cuda.gemm.launch_plan import LaunchPlan, make_tma_readable, plan_launch
@@ -24,8 +26,27 @@ if TYPE_CHECKING:
 
 Pointers = tuple[int, ...]  # addresses of a, b, their scales, sizes and out
 MAX_KEYS = 8192  # some 6 kB each
+MAX_REPEATED = 16384  # some 2 kB each
+
+
+class RepeatedGemm(NamedTuple):
+    """A GEMM that was launched before, for requests with the same addresses and options.
+
+    Attributes:
+        guards: compare the tensors of a request with those of the launch: types, dtypes, devices, shapes and strides.
+        prepared: plan and kernel.
+        shape: shape of the result.
+        pointers: addresses of the launch; 0 for a result that each request allocates.
+    """
+
+    guards: TensorGuards
+    prepared: "PreparedGemm"
+    shape: tuple[int, ...]
+    pointers: Pointers
+
 
 _prepared: "BoundedCache[tuple[PreparedGemm, tuple[int, ...]]]" = BoundedCache(MAX_KEYS)  # by key; the shape is out's
+_repeated: BoundedCache[RepeatedGemm] = BoundedCache(MAX_REPEATED)  # by addresses, elements of a, and options
 Workspaces = dict[tuple[int, int], tuple[Tensor, Tensor]]  # partials and arrivals, by GPU and stream
 _workspaces: Workspaces = {}
 _captured_workspaces: Workspaces | None = None  # those of one_workspace_in_capture
@@ -33,11 +54,19 @@ _captured_workspaces: Workspaces | None = None  # those of one_workspace_in_capt
 
 def launch_cached(request: GemmRequest) -> Tensor | None:
     """Launch a request whose key was launched before and return its result; None: there was none, nothing happens."""
-    key, pointers = launch_key(request)
-    found = _prepared[key]
-    if found is None:
-        return None
-    prepared, shape = found
+    tensors = request.tensors()
+    at = (*map(Tensor.data_ptr, tensors), request.a.data.numel(), _options(request))
+    repeated = _repeated[at]
+    if repeated is not None and repeated.guards.check(*tensors):
+        _, prepared, shape, pointers = repeated
+    else:
+        key, pointers = launch_key(request)
+        found = _prepared[key]
+        if found is None:
+            return None
+        prepared, shape = found
+        if len({*map(id, tensors)}) == len(tensors):  # guards refuse a tensor that is given twice
+            _repeated[at] = RepeatedGemm(_guards(tensors), prepared, shape, pointers)
     out = request.out
     if out is None:
         out = request.a.data.new_empty(shape, dtype=request.out_dtype)
@@ -47,6 +76,11 @@ def launch_cached(request: GemmRequest) -> Tensor | None:
     prepared.launch_at(pointers)()
     _count(request)
     return out
+
+
+def _guards(tensors: list[Tensor]) -> TensorGuards:
+    """Return torch's guards, whose `check` finds whether as many others are like these tensors."""
+    return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
 
 
 def launch(request: GemmRequest) -> Tensor:
@@ -93,14 +127,21 @@ def launch_key(request: GemmRequest) -> tuple[Hashable, Pointers]:
         at_sizes = sizes.data_ptr()
         sizes_key = sizes.shape, sizes.stride(), sizes.dtype, sizes.get_device()
     key = (
-        request.schedule, request.out_dtype, request.accumulate, request.promote, request.zero_rest,
-        request.expected_rows, tuple(a.block), tuple(b.block), num_sms.limit, num_sms.left_free, out_key, sizes_key,
+        _options(request), out_key, sizes_key,
         a_data.shape, a_data.stride(), a_data.dtype, at_a & 15, a_data.get_device(),
         b_data.shape, b_data.stride(), b_data.dtype, at_b & 15, b_data.get_device(),
         a_scale.shape, a_scale.stride(), a_scale.dtype, at_a_scale & 15, a_scale.get_device(),
         b_scale.shape, b_scale.stride(), b_scale.dtype, at_b_scale & 15, b_scale.get_device(),
     )  # fmt: skip
     return key, (at_a, at_b, at_a_scale, at_b_scale, at_sizes, at_out)
+
+
+def _options(request: GemmRequest) -> tuple[Hashable, ...]:
+    """Return what decides on a launch besides the tensors."""
+    return (
+        request.schedule, request.out_dtype, request.accumulate, request.promote, request.zero_rest,
+        request.expected_rows, tuple(request.a.block), tuple(request.b.block), num_sms.limit, num_sms.left_free,
+    )  # fmt: skip
 
 
 class PreparedGemm(PreparedKernel):

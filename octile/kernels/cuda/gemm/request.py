@@ -66,6 +66,15 @@ class GemmRequest:
     zero_rest: bool = True
     expected_rows: int = 0
 
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that are given."""
+        tensors = [self.a.data, self.a.scale, self.b.data, self.b.scale]
+        if self.sizes is not None:
+            tensors.append(self.sizes)
+        if self.out is not None:
+            tensors.append(self.out)
+        return tensors
+
     def nt_operands(self) -> tuple[Operand, Operand]:
         """Both operands with K as their last dimension: [..., M, K] and [..., N, K]."""
         return (self.a.mT, self.b.mT) if self.schedule is Schedule.ALONG_K else (self.a, self.b)

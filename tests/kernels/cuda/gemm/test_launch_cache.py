@@ -104,6 +104,7 @@ def empty_launch_cache() -> Iterator[None]:
     """Run the body with an empty launch cache, and restore the previous one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch_cache, "_prepared", BoundedCache(64))
+        patch.setattr(launch_cache, "_repeated", BoundedCache(64))
         patch.setattr(prepared, "_launches", BoundedCache(64))
         patch.setattr(launch_cache, "_workspaces", {})
         yield
@@ -321,6 +322,86 @@ def test_only_launches_without_copies_are_cached(monkeypatch):
         make(spec)
         make(spec)
     assert hits[6:] == [False, True]
+
+
+REPEATED: dict[str, Any] = {  # arguments of matmul_nt_out
+    "out": matrix((16, 128), torch.float32),
+    "a": matrix((16, 128), E4M3),
+    "a_scale": matrix((1, 16), torch.float32).mT,
+    "a_block": TILE,
+    "b": matrix((128, 128), E4M3),
+    "b_scale": matrix((1, 128), torch.float32).mT,
+    "b_block": TILE,
+    "accumulate": False,
+}
+VIEWS = {  # at the same addresses, by the property in which they differ
+    "rows of a": {"a": REPEATED["a"][:8]},
+    "shape of a": {"a": REPEATED["a"].view(8, 256)},
+    "strides of a": {"a": REPEATED["a"].as_strided((16, 128), (112, 1))},
+    "format of a": {"a": REPEATED["a"].view(E5M2)},
+    "dtype of a": {"a": REPEATED["a"].view(torch.int8)},
+    "strides of b": {"b": REPEATED["b"].as_strided((128, 128), (64, 1))},
+    "dtype of a's scale": {"a_scale": REPEATED["a_scale"].view(torch.int32)},
+    "rows of a's scale": {"a_scale": REPEATED["a_scale"][:15]},
+    "strides of out": {"out": REPEATED["out"].as_strided((16, 128), (64, 1))},
+    "dtype of out": {"out": REPEATED["out"].view(torch.int32)},
+    "accumulate": {"accumulate": True},
+}
+
+
+def repeat(launches: list[Any], times: int, changes: dict[str, Any]) -> Any:
+    """Repeat the GEMM of `REPEATED` with changes; return its last launch, without addresses, or the error."""
+    launches.clear()
+    try:
+        for _ in range(times):
+            matmul_nt_out.kernels["cuda"](*(REPEATED | changes).values())
+    except (TypeError, ValueError) as error:
+        return type(error), str(error)
+    if launches[-1] == "Triton":
+        return "Triton"
+    problem, constants, (*shape, arguments, _, _) = launches[-1]
+    return problem, constants, shape, [_without_address(argument) for argument in arguments]
+
+
+def test_a_request_at_known_addresses_is_repeated_without_its_key(gpu, monkeypatch):
+    with empty_launch_cache():
+        expected = repeat(gpu, 2, {})
+        monkeypatch.setattr(launch_cache, "launch_key", None)
+        assert repeat(gpu, 2, {}) == expected
+
+
+@pytest.mark.parametrize("differs", VIEWS)
+def test_another_request_at_known_addresses_is_not_taken_for_a_repeated_one(gpu, differs: str):
+    with empty_launch_cache():
+        expected = repeat(gpu, 1, VIEWS[differs])
+    with empty_launch_cache():
+        repeated = repeat(gpu, 3, {})
+        assert repeat(gpu, 3, VIEWS[differs]) == expected
+        assert repeat(gpu, 1, {}) == repeated != expected
+
+
+def test_a_tensor_on_another_device_is_not_taken_for_a_repeated_one():
+    tensors = [value for value in REPEATED.values() if isinstance(value, Tensor)]
+    guards = launch_cache._guards(tensors)
+    assert guards.check(*tensors)
+    for i, tensor in enumerate(tensors):
+        assert not guards.check(*tensors[:i], tensor.to("meta"), *tensors[i + 1 :])
+
+
+def test_a_matrix_is_repeatedly_multiplied_with_itself(gpu):
+    same = {"b": REPEATED["a"], "b_scale": REPEATED["a_scale"], "out": REPEATED["out"][:, :16]}
+    with empty_launch_cache():
+        assert repeat(gpu, 1, same) == repeat(gpu, 3, same)
+        assert not launch_cache._repeated
+
+
+def test_repeated_requests_write_separate_results(gpu):
+    operands = [*REPEATED.values()][1:7]
+    with empty_launch_cache():
+        results = [matmul_nt.kernels["cuda"](*operands, torch.float32) for _ in range(4)]
+    addresses = [f"{out.data_ptr()}" for out in results]
+    assert len({*addresses}) == 4
+    assert all(address in f"{launch}" for address, launch in zip(addresses, gpu[-4:], strict=True))
 
 
 def test_cached_launches_skip_the_checks_and_others_do_not(monkeypatch):

@@ -49,6 +49,7 @@ def kernel(monkeypatch, tmp_path) -> FakeKernel:
     monkeypatch.setattr(tensor_map, "encode", lambda described, pointer: (described, pointer))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(launch_cache, "_prepared", BoundedCache(8))
+    monkeypatch.setattr(launch_cache, "_repeated", BoundedCache(8))
     monkeypatch.setattr(prepared, "_launches", BoundedCache(8))
     monkeypatch.setattr(launch_cache, "_workspaces", {})
     return fake
