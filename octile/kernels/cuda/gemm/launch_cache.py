@@ -45,9 +45,19 @@ class RepeatedGemm(NamedTuple):
     pointers: Pointers
 
 
+class Workspace(NamedTuple):
+    """Split-K partials and the counters of those that have arrived, with what each launch needs of these tensors."""
+
+    partials: Tensor
+    arrivals: Tensor
+    n_partials: int
+    n_arrivals: int
+    addresses: tuple[int, int]
+
+
 _prepared: "BoundedCache[tuple[PreparedGemm, tuple[int, ...]]]" = BoundedCache(MAX_KEYS)  # by key; the shape is out's
 _repeated: BoundedCache[RepeatedGemm] = BoundedCache(MAX_REPEATED)  # by addresses, elements of a, and options
-Workspaces = dict[tuple[int, int], tuple[Tensor, Tensor]]  # partials and arrivals, by GPU and stream
+Workspaces = dict[tuple[int, int], Workspace]  # by GPU and stream
 _workspaces: Workspaces = {}
 _captured_workspaces: Workspaces | None = None  # those of one_workspace_in_capture
 
@@ -206,10 +216,10 @@ def _workspace(plan: LaunchPlan, device: torch.device, stream: int) -> tuple[int
     if torch.cuda.is_current_stream_capturing():
         workspaces = {} if _captured_workspaces is None else _captured_workspaces
     found = workspaces.get((device.index, stream))
-    if found is None or found[0].numel() < plan.partials or found[1].numel() < plan.arrivals:
+    if found is None or found.n_partials < plan.partials or found.n_arrivals < plan.arrivals:
         partials = torch.empty(plan.partials, dtype=torch.float32, device=device)
-        found = workspaces[device.index, stream] = (
-            partials,
-            torch.zeros(plan.arrivals, dtype=torch.int32, device=device),
-        )
-    return found[0].data_ptr(), found[1].data_ptr()
+        arrivals = torch.zeros(plan.arrivals, dtype=torch.int32, device=device)
+        addresses = partials.data_ptr(), arrivals.data_ptr()
+        found = Workspace(partials, arrivals, plan.partials, plan.arrivals, addresses)
+        workspaces[device.index, stream] = found
+    return found.addresses

@@ -95,8 +95,9 @@ def test_another_workspace_is_another_launch(kernel: FakeKernel):
     launch_cache.launch(p)
     launch_cache.launch(p)
     for workspaces, launches in ((first, kernel.launches[:1]), (launch_cache._workspaces, kernel.launches[1:])):
-        ((parts, arrivals),) = workspaces.values()
-        assert all({parts.data_ptr(), arrivals.data_ptr()} <= set(arguments[4]) for arguments in launches)
+        (workspace,) = workspaces.values()
+        addresses = {workspace.partials.data_ptr(), workspace.arrivals.data_ptr()}
+        assert all(addresses <= set(arguments[4]) for arguments in launches)
     assert kernel.made == 2
 
 
@@ -138,8 +139,8 @@ def test_split_k_gemms_of_a_stream_share_their_workspace(kernel: FakeKernel):
     for k in (8192, 4096):
         launch_cache.launch(_request(m=16, k=k))
     assert len(launch_cache._workspaces) == 1
-    (_, arrivals), *_ = launch_cache._workspaces.values()
-    assert not arrivals.any()
+    (workspace,) = launch_cache._workspaces.values()
+    assert not workspace.arrivals.any()
 
 
 @pytest.mark.parametrize("shares", [False, True])
