@@ -64,8 +64,8 @@ def _(a, a_scale, a_block, b, b_scale, b_block, offs, out_dtype):
 
 @gemm_kernel(grouped_matmul_nt)
 def _grouped_request(a, a_scale, a_block, b, b_scale, b_block, offs, out_dtype):
-    operands = Operand(a, a_scale, a_block), Operand(b, b_scale, b_block)
-    return GemmRequest(Schedule.GROUPED, *operands, out_dtype, None, offs)
+    left, right = Operand(a, a_scale, a_block), Operand(b, b_scale, b_block)
+    return GemmRequest(Schedule.GROUPED, left, right, out_dtype, None, offs)
 
 
 @operator(writes=("out",))
@@ -95,8 +95,8 @@ def _(out, a, a_scale, a_block, b, b_scale, b_block, offs):
 
 @gemm_kernel(grouped_matmul_nt_out)
 def _grouped_request_out(out, a, a_scale, a_block, b, b_scale, b_block, offs):
-    operands = Operand(a, a_scale, a_block), Operand(b, b_scale, b_block)
-    return GemmRequest(Schedule.GROUPED, *operands, out.dtype, out, offs, zero_rest=False)
+    left, right = Operand(a, a_scale, a_block), Operand(b, b_scale, b_block)
+    return GemmRequest(Schedule.GROUPED, left, right, out.dtype, out, offs, zero_rest=False)
 
 
 @operator()
@@ -148,8 +148,8 @@ def _(a, a_scale, a_block, b, b_scale, b_block, counts, out_dtype, expected_rows
 
 @gemm_kernel(masked_grouped_matmul_nt, on_cpu=False)
 def _masked_request(a, a_scale, a_block, b, b_scale, b_block, counts, out_dtype, expected_rows=0):
-    operands = Operand(a, a_scale, a_block), Operand(b, b_scale, b_block)
-    return GemmRequest(Schedule.MASKED, *operands, out_dtype, None, counts, expected_rows=expected_rows)
+    left, right = Operand(a, a_scale, a_block), Operand(b, b_scale, b_block)
+    return GemmRequest(Schedule.MASKED, left, right, out_dtype, None, counts, expected_rows=expected_rows)
 
 
 @operator(writes=("out",))
@@ -181,8 +181,8 @@ def _(out, a, a_scale, a_block, b, b_scale, b_block, counts, expected_rows=0):
 
 @gemm_kernel(masked_grouped_matmul_nt_out, on_cpu=False)
 def _masked_request_out(out, a, a_scale, a_block, b, b_scale, b_block, counts, expected_rows=0):
-    operands = Operand(a, a_scale, a_block), Operand(b, b_scale, b_block)
-    return GemmRequest(Schedule.MASKED, *operands, out.dtype, out, counts, expected_rows=expected_rows)
+    left, right = Operand(a, a_scale, a_block), Operand(b, b_scale, b_block)
+    return GemmRequest(Schedule.MASKED, left, right, out.dtype, out, counts, expected_rows=expected_rows)
 
 
 @operator()
@@ -226,8 +226,8 @@ def _(dy, dy_scale, dy_block, x, x_scale, x_block, offs, out_dtype):
 
 @gemm_kernel(grouped_wgrad)
 def _wgrad_request(dy, dy_scale, dy_block, x, x_scale, x_block, offs, out_dtype):
-    operands = Operand(dy, dy_scale, dy_block), Operand(x, x_scale, x_block)
-    return GemmRequest(Schedule.ALONG_K, *operands, out_dtype, None, offs)
+    left, right = Operand(dy, dy_scale, dy_block), Operand(x, x_scale, x_block)
+    return GemmRequest(Schedule.ALONG_K, left, right, out_dtype, None, offs)
 
 
 @operator(writes=("out",))
@@ -258,5 +258,5 @@ def _(out, dy, dy_scale, dy_block, x, x_scale, x_block, offs, accumulate):
 
 @gemm_kernel(grouped_wgrad_out)
 def _wgrad_request_out(out, dy, dy_scale, dy_block, x, x_scale, x_block, offs, accumulate):
-    operands = Operand(dy, dy_scale, dy_block), Operand(x, x_scale, x_block)
-    return GemmRequest(Schedule.ALONG_K, *operands, out.dtype, out, offs, accumulate)
+    left, right = Operand(dy, dy_scale, dy_block), Operand(x, x_scale, x_block)
+    return GemmRequest(Schedule.ALONG_K, left, right, out.dtype, out, offs, accumulate)

@@ -134,8 +134,8 @@ def _(out, a, a_scale, a_block, b, b_scale, b_block, accumulate):
 
 @gemm_kernel(matmul_nt_out)
 def _dense_request_out(out, a, a_scale, a_block, b, b_scale, b_block, accumulate):
-    operands = Operand(a, a_scale, a_block), Operand(b, b_scale, b_block)
-    return GemmRequest(Schedule.DENSE, *operands, out.dtype, out, None, accumulate)
+    left, right = Operand(a, a_scale, a_block), Operand(b, b_scale, b_block)
+    return GemmRequest(Schedule.DENSE, left, right, out.dtype, out, None, accumulate)
 
 
 def _reference(a: Tensor, a_scale: Tensor, a_block: Block, b: Tensor, b_scale: Tensor, b_block: Block) -> Tensor:

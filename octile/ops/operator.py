@@ -158,12 +158,16 @@ class Operator:
         tensors = [i for i, argument in enumerate(arguments) if isinstance(argument.type, torch.TensorType)]
         lists = self._list_indices
         written = [i for i, argument in enumerate(arguments) if argument.name in self.writes]
+        no_gradient = f"octile::{self.name} has no gradient: octile.nn.Linear trains in FP8"
 
         def entry(*args: Any) -> Any:
             if torch.is_grad_enabled():
-                for t in [args[i] for i in tensors] + [t for i in lists for t in args[i]]:
-                    if t.requires_grad:
-                        raise RuntimeError(f"octile::{self.name} has no gradient: octile.nn.Linear trains in FP8")
+                for i in tensors:
+                    if args[i].requires_grad:
+                        raise RuntimeError(no_gradient)
+                for i in lists:
+                    if any(t.requires_grad for t in args[i]):
+                        raise RuntimeError(no_gradient)
             for i in written:
                 written_tensors = args[i] if i in lists else (args[i],)
                 _increment_version(written_tensors)  # torch.autograd.graph.increment_version takes 0.1 µs more
