@@ -75,6 +75,17 @@ def test_serving_on_an_h200():
     assert all(f" | {ratio:.2f}× |" in text for ratio in drafts)
 
 
+def test_serving_on_an_h100():
+    rows = {(row["case"], row["what"]): row for row in record(RECORDS / "h100_serve.json")["rows"]}
+    text, prefill = page("docs/results/serve.md"), "V2-Lite shape, prefill, 8 × 1,024 tokens"
+    speed, share = (rows[prefill, what]["value"] for what in ("throughput", "share of the FP8 peak"))
+    assert f"Prompts are prefilled at {speed:,.0f} tokens/s, {share:.1f}% of the FP8 peak." in text
+    one, many = (rows[f"V2-Lite shape, decode, batch {n}", "decode"]["against"]["ratio"] for n in (1, 32))
+    assert f"With 1 and 32 requests octile is {one:.2f}× and {many:.2f}× as fast as `generate`." in text
+    overhead = rows["V2-Lite shape, decode, batch 256", "overhead of the engine"]["value"]
+    assert f"is {overhead:.2f} ms".replace("-", "−") in text
+
+
 def test_decoding_is_compared_with_the_faster_of_vllms_experts():
     rows = [row for row in record(RECORDS / "h200_vllm.json")["rows"] if row["what"] == "decode"]
     for batch in (1, 32, 256):

@@ -484,6 +484,20 @@ def engine_steps() -> Rows:
     return rows
 
 
+def engine_on_h100() -> Rows:
+    """The engine on an H100 compared with BF16 weights and with a copy, and the same ratio and share on an H200."""
+    speeds = ["octile, tokens/s", "octile, BF16 weights, tokens/s", "ratio", "ratio on an H200"]
+    rows = [["decoding", "step, ms", *speeds, "share of a copy's speed, %", "share on an H200, %"]]
+    h100, h200 = record("h100_serve"), record("h200_serve")
+    for batch in BATCHES:
+        case = f"{SHAPE}, decode, batch {batch}"
+        found = [r.row(case, "decode, FP8 weights") for r in (h100, h200)]
+        speeds = [number(h100.value(case, "step"), 2), number(found[0]["value"]), number(found[0]["against"]["value"])]
+        shares = [number(r.value(case, "share of a copy's speed"), 1) for r in (h100, h200)]
+        rows.append([_requests(batch), *speeds, *(ratio(row["against"]["ratio"]) for row in found), *shares])
+    return rows
+
+
 def drafts() -> Rows:
     """Drafts compared with none, and streams over HTTP compared with one."""
     r = record("h200_serve")
@@ -648,7 +662,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
         readme,
         step, saved_bytes, converted, torchao_experts, trainers, fp8_speed, cpu_training,
         gemms, interleaved_gemms, memory_bound, cross_entropy, gates, tensor_core,
-        decoding, engine, engine_steps, drafts, cpu_serving, goals_of_serving, missed_floors,
+        decoding, engine, engine_steps, engine_on_h100, drafts, cpu_serving, goals_of_serving, missed_floors,
         gaps, evaluations, regressions, gaps_before, cpu_loss,
     )
 }  # fmt: skip
