@@ -1,8 +1,8 @@
 """The description of a cluster: GPUs, links and what kernels reach of them, read from TOML files.
 
 The files of `octile/plan/clusters` are known by their names; a user's own file is given by its path. A file says what
-the data sheets say. What kernels reach of that is the same for all clusters (`efficiencies.toml`, with sources) and was
-measured on one H200.
+the data sheets say. What kernels reach of that was measured on one H200 (`efficiencies.toml`, with sources), unless the
+cluster's file has values of its own.
 """
 
 from __future__ import annotations
