@@ -75,6 +75,29 @@ def test_serving_on_an_h200():
     assert all(f" | {ratio:.2f}× |" in text for ratio in drafts)
 
 
+def test_serving_on_an_h100():
+    rows = {(row["case"], row["what"]): row for row in record(RECORDS / "h100_serve.json")["rows"]}
+    text, prefill = page("docs/results/serve.md"), "V2-Lite shape, prefill, 8 × 1,024 tokens"
+    speed, share = (rows[prefill, what]["value"] for what in ("throughput", "share of the FP8 peak"))
+    assert f"Prompts are prefilled at {speed:,.0f} tokens/s, {share:.1f}% of the FP8 peak." in text
+    one, many = (rows[f"V2-Lite shape, decode, batch {n}", "decode"]["against"]["ratio"] for n in (1, 32))
+    assert f"With 1 and 32 requests octile is {one:.2f}× and {many:.2f}× as fast as `generate`." in text
+    speeds = [record(RECORDS / f"{chip}_serve.json")["rows"] for chip in ("h100", "h200")]
+    copies = [row["value"] / 1e3 for rows in speeds for row in rows if row["what"] == "copy"]
+    assert "A copy moves {:.2f} TB/s on this H100 and {:.2f} on that H200.".format(*copies) in text
+    half, last = (rows["64 clients", f"between tokens, {what}"]["value"] for what in ("p50", "p99"))
+    assert f"longer than {half:.1f} ms, and one in a hundred is longer than {last:.1f} ms. Of" in text
+
+
+@pytest.mark.parametrize("chip", ["h100", "h200"])
+def test_a_step_with_a_draft_vs_one_without(chip: str):
+    rows = {(row["case"], row["what"]): row for row in record(RECORDS / f"{chip}_serve.json")["rows"]}
+    case, text = "1 client, 256 tokens, 1 draft", page("docs/results/serve.md")
+    accepted, ratio = rows[case, "drafts accepted"]["value"], rows[case, "throughput"]["against"]["ratio"]
+    assert f"| answers of 256 tokens, 1 draft | {accepted:.0f} |" in text
+    assert f"a step with one draft takes {(1 + accepted / 100) / ratio:.2f} times as long as one without" in text
+
+
 def test_decoding_is_compared_with_the_faster_of_vllms_experts():
     rows = [row for row in record(RECORDS / "h200_vllm.json")["rows"] if row["what"] == "decode"]
     for batch in (1, 32, 256):

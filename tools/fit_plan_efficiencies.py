@@ -8,6 +8,9 @@ gradients without GEMMs of few rows, which are none. Operators: the median over 
 benchmarks/results/h200_casts.json, of rows of 256 to 1024 and of 7168 channels. What GEMMs reach in steps of what they
 reach alone, and attention: the median over the profiles of `tools.compare_plan_kernels`.
 
+In octile/plan/clusters/h100_8.toml. GEMMs and operators in the same way, over h100_gemm.json and h100_casts.json. The
+latency is that of GEMMs that are no weight gradients.
+
 In octile/plan/clusters/h800_2048.toml. GEMMs of DeepSeek-V3's training: least squares over `DEEPSEEK`.
 """
 
@@ -60,10 +63,10 @@ DEEPSEEK = (
 CHANNELS = ("256", "512", "1024", "7168")
 
 
-def gemm_cases(kinds: tuple[str, ...]) -> list[tuple[float, float, float]]:
-    """FLOPs, bytes and seconds of each GEMM in the record."""
+def gemm_cases(kinds: tuple[str, ...], chip: str = "h200") -> list[tuple[float, float, float]]:
+    """FLOPs, bytes and seconds of each GEMM in the record of a chip."""
     cases = {}
-    for row in json.loads((RESULTS / "h200_gemm.json").read_text(encoding="utf-8"))["rows"]:
+    for row in json.loads((RESULTS / f"{chip}_gemm.json").read_text(encoding="utf-8"))["rows"]:
         if row["unit"] == "TFLOP/s" and row["what"] in kinds:
             *groups, m, n, k = map(int, row["case"].split("×"))
             if kinds == WEIGHT_GRADIENT and m < LEAST_ROWS:
@@ -76,9 +79,11 @@ def gemm_cases(kinds: tuple[str, ...]) -> list[tuple[float, float, float]]:
     return list(cases.values())
 
 
-def gemm_errors(kinds: tuple[str, ...], share: float, unhidden: float, latency: float) -> np.ndarray:
-    """The relative error of the formula for each GEMM of the record."""
-    return _errors(gemm_cases(kinds), "h200_8", share, unhidden, latency)
+def gemm_errors(
+    kinds: tuple[str, ...], share: float, unhidden: float, latency: float, chip: str = "h200"
+) -> np.ndarray:
+    """The relative error of the formula for each GEMM of the record of a chip."""
+    return _errors(gemm_cases(kinds, chip), f"{chip}_8", share, unhidden, latency)
 
 
 def deepseek_errors(share: float, unhidden: float, latency: float) -> np.ndarray:
@@ -93,7 +98,7 @@ def deepseek_errors(share: float, unhidden: float, latency: float) -> np.ndarray
 def _errors(
     cases: list[tuple[float, float, float]], cluster: str, share: float, unhidden: float, latency: float
 ) -> np.ndarray:
-    gpu, copy = read_cluster(cluster).gpu, read_efficiencies().copy
+    gpu, copy = read_cluster(cluster).gpu, read_cluster(cluster).reached.copy
     flops, moved, seconds = np.array(cases).T
     compute, memory = flops / (share * gpu.fp8_peak), moved / (copy * gpu.memory_bandwidth)
     estimate = latency + np.maximum(compute, memory) + unhidden * np.minimum(compute, memory)
@@ -129,10 +134,10 @@ def attention_shares(phase: str) -> float:
     return median(shares)
 
 
-def operator_shares() -> dict[str, float]:
-    """The share of the memory bandwidth of each kind of operator."""
-    bandwidth = read_cluster("h200_8").gpu.memory_bandwidth
-    rows = json.loads((RESULTS / "h200_casts.json").read_text(encoding="utf-8"))["rows"]
+def operator_shares(chip: str = "h200") -> dict[str, float]:
+    """The share of the memory bandwidth of each kind of operator on a chip."""
+    bandwidth = read_cluster(f"{chip}_8").gpu.memory_bandwidth
+    rows = json.loads((RESULTS / f"{chip}_casts.json").read_text(encoding="utf-8"))["rows"]
     rows = [row for row in rows if row["against"]["peer"] == "copy"]  # a row with a bound repeats the speed
     shares = {}
     for name, operators in OPERATORS.items():
@@ -152,9 +157,12 @@ def _has_channels(case: str) -> bool:
 def main() -> None:
     """Print the fitted values."""
     latencies, latency_of_ours = np.arange(3, 7, 0.25) * 1e-6, [read_efficiencies().gemm_latency]
+    latency_of_h100 = [read_cluster("h100_8").reached.gemm_latency]
     for name, errors, latency in (
         ("fp8_gemm", partial(gemm_errors, FORWARD), latencies),
         ("fp8_wgrad", partial(gemm_errors, WEIGHT_GRADIENT), latencies),
+        ("fp8_gemm on h100_8", partial(gemm_errors, FORWARD, chip="h100"), latencies),
+        ("fp8_wgrad on h100_8", partial(gemm_errors, WEIGHT_GRADIENT, chip="h100"), latency_of_h100),
         ("fp8_gemm on h800_2048", deepseek_errors, latency_of_ours),
     ):
         grid = product(np.arange(0.5, 0.8, 0.005), np.arange(0, 1.01, 0.05), latency)
@@ -167,6 +175,8 @@ def main() -> None:
     shares = {f"attention_{phase}": attention_shares(phase) for phase in ("forward", "backward")}
     for name, share in (shares | operator_shares()).items():
         print(f"{name} = {share:.3f}")
+    for name, share in operator_shares("h100").items():
+        print(f"{name} on h100_8 = {share:.3f}")
 
 
 if __name__ == "__main__":

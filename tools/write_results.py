@@ -484,9 +484,35 @@ def engine_steps() -> Rows:
     return rows
 
 
-def drafts() -> Rows:
+def engine_on_h100() -> Rows:
+    """The engine on an H100 compared with BF16 weights, and the same ratio on an H200."""
+    rows = [["decoding", "octile, tokens/s", "octile, BF16 weights, tokens/s", "ratio", "ratio on an H200"]]
+    for batch in BATCHES:
+        case = f"{SHAPE}, decode, batch {batch}"
+        found = [record(name).row(case, "decode, FP8 weights") for name in ("h100_serve", "h200_serve")]
+        speeds = [number(found[0]["value"]), number(found[0]["against"]["value"])]
+        rows.append([_requests(batch), *speeds, *(ratio(row["against"]["ratio"]) for row in found)])
+    return rows
+
+
+def engine_steps_on_h100() -> Rows:
+    """Steps of the engine on an H100, with their shares of the roofline and of a copy's speed there and on an H200."""
+    shares = ["share of the roofline, %", "on an H200, %", "share of a copy's speed, %", "on an H200, %"]
+    rows = [["decoding", "step, ms", "overhead of the engine, ms", *shares]]
+    h100, h200 = record("h100_serve"), record("h200_serve")
+    for batch in BATCHES:
+        case = f"{SHAPE}, decode, batch {batch}"
+        times = [number(h100.value(case, what), 2) for what in ("step", "overhead of the engine")]
+        whats = ("share of the roofline", "share of a copy's speed")
+        rows.append(
+            [_requests(batch), *times, *(number(r.value(case, what), 1) for what in whats for r in (h100, h200))]
+        )
+    return rows
+
+
+def drafts(name: str = "h200_serve") -> Rows:
     """Drafts compared with none, and streams over HTTP compared with one."""
-    r = record("h200_serve")
+    r = record(name)
     rows = [["`small`", "accepted, %", "tokens/s", "vs.", "tokens/s", "ratio"]]
     for case, text in (
         ("1 client, 256 tokens, 1 draft", "answers of 256 tokens, 1 draft"),
@@ -499,6 +525,11 @@ def drafts() -> Rows:
         speeds = [number(row["value"]), peer, number(row["against"]["value"])]
         rows.append([text, accepted, *speeds, ratio(row["against"]["ratio"])])
     return rows
+
+
+def drafts_on_h100() -> Rows:
+    """The same on an H100."""
+    return drafts("h100_serve")
 
 
 def cpu_serving() -> Rows:
@@ -648,7 +679,8 @@ TABLES: dict[str, Callable[[], Rows]] = {
         readme,
         step, saved_bytes, converted, torchao_experts, trainers, fp8_speed, cpu_training,
         gemms, interleaved_gemms, memory_bound, cross_entropy, gates, tensor_core,
-        decoding, engine, engine_steps, drafts, cpu_serving, goals_of_serving, missed_floors,
+        decoding, engine, engine_steps, engine_on_h100, engine_steps_on_h100, drafts, drafts_on_h100, cpu_serving,
+        goals_of_serving, missed_floors,
         gaps, evaluations, regressions, gaps_before, cpu_loss,
     )
 }  # fmt: skip

@@ -64,6 +64,7 @@ def run(
 
     Raises:
         FileNotFoundError: the folder for the file does not exist, or the one to serve has no model.
+        ImportError: "serve" needs a package of the extra `serve` that is not installed.
         IsADirectoryError, PermissionError: the file cannot be written.
         ValueError: the file is a device; what is "train", or "gemm" of drawn shapes, and there is no GPU; "dispatch"
             and torchrun has not started ranks on several, or "serve" and it has started more ranks than there are GPUs.

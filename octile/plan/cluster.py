@@ -46,7 +46,7 @@ class Options:
 
     Attributes:
         preset: the model: tiny, small, medium, v2_lite_16b, v2_236b or v3_671b.
-        cluster: h800_2048, h200_8 or h200_2048, or a TOML file like those in octile/plan/clusters.
+        cluster: h800_2048, h100_8, h200_8 or h200_2048, or a TOML file like those in octile/plan/clusters.
         gpus: GPUs of the cluster, if not all.
         pp: ranks of the pipeline.
         ep: ranks of expert parallelism.

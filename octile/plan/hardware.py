@@ -1,8 +1,8 @@
 """The description of a cluster: GPUs, links and what kernels reach of them, read from TOML files.
 
 The files of `octile/plan/clusters` are known by their names; a user's own file is given by its path. A file says what
-the data sheets say. What kernels reach of that is the same for all clusters (`efficiencies.toml`, with sources) and was
-measured on one H200.
+the data sheets say. What kernels reach of that was measured on one H200 (`efficiencies.toml`, with sources), unless the
+cluster's file has values of its own.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class Gpu:
         bf16_peak, fp8_peak: dense FLOP/s.
         memory: bytes.
         memory_bandwidth: bytes per second.
+        device_name: the whole name as `torch.cuda.get_device_name` has it, by which `find_gpu` finds the data sheet.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Gpu:
     fp8_peak: Rate
     memory: Rate
     memory_bandwidth: Rate
+    device_name: str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, "gpu.")
@@ -188,9 +190,12 @@ def cluster_names() -> tuple[str, ...]:
 
 
 def find_gpu(device_name: str) -> Gpu | None:
-    """Return the data sheet of a GPU by its name, as `torch.cuda.get_device_name` has it; None: no cluster has it."""
+    """Return the data sheet of a GPU by its name, as `torch.cuda.get_device_name` has it; None: no cluster has it.
+
+    The whole name counts: an H100 PCIe or a part of an H100 (MIG) has another data sheet than an H100 SXM.
+    """
     gpus = (read_cluster(name).gpu for name in cluster_names())
-    return next((gpu for gpu in gpus if gpu.name in device_name.split()), None)
+    return next((gpu for gpu in gpus if gpu.device_name == device_name), None)
 
 
 def read_cluster(name: str) -> Cluster:

@@ -95,7 +95,7 @@ def test_published_figures_are_listed_with_the_error_of_the_plan(capsys, folder)
     ("options", "message"),
     [
         (("--preset", "v9"), "unknown preset 'v9'; there are tiny"),
-        (("--cluster", "moon"), "unknown cluster 'moon'; there are h200_2048"),
+        (("--cluster", "moon"), "unknown cluster 'moon'; there are h100_8, h200_2048"),
         (("--cluster", "moon.toml"), "cluster file 'moon.toml' does not exist"),
         (("--gpus", "4096"), "gpus must be at most the 2,048 of cluster h800_2048, not 4,096"),
         (("--pp", "15"), "pp must divide the 2,048 GPUs, not 15"),

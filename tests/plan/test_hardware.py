@@ -51,7 +51,8 @@ def test_a_damaged_file_is_refused_with_what_is_wrong(tmp_path, old, new, messag
 
 
 def test_an_unknown_name_is_refused_with_those_that_there_are():
-    with pytest.raises(ValueError, match="unknown cluster 'h900'; there are h200_2048, h200_8, h800_2048, or give the"):
+    known = "h100_8, h200_2048, h200_8, h800_2048"
+    with pytest.raises(ValueError, match=f"unknown cluster 'h900'; there are {known}, or give the"):
         read_cluster("h900")
 
 
@@ -72,11 +73,21 @@ def test_a_folder_is_no_cluster(tmp_path):
 
 
 def test_a_gpu_is_found_by_the_name_that_the_driver_has():
-    gpu = find_gpu("NVIDIA H200")
-    assert gpu is not None
-    assert gpu.memory_bandwidth == 4.8e12
-    assert find_gpu("NVIDIA GH200 480GB") is None
-    assert find_gpu("NVIDIA A100-SXM4-80GB") is None
+    names = {"NVIDIA H100 80GB HBM3": "H100", "NVIDIA H200": "H200", "NVIDIA H800": "H800"}
+    gpus = {name: find_gpu(name) for name in names}
+    assert {name: gpu.name for name, gpu in gpus.items() if gpu} == names
+    assert [gpu.memory_bandwidth for gpu in gpus.values() if gpu] == [3.35e12, 4.8e12, 3.35e12]
+
+
+@pytest.mark.parametrize(
+    "device_name",
+    [
+        *("NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA H800 PCIe"),
+        *("NVIDIA H200 NVL", "NVIDIA GH200 480GB", "NVIDIA H20", "NVIDIA A100-SXM4-80GB"),
+    ],
+)
+def test_a_gpu_with_another_data_sheet_is_not_found(device_name):
+    assert find_gpu(device_name) is None
 
 
 def test_every_efficiency_has_a_value():

@@ -26,6 +26,7 @@ def rows(run: Path | None) -> Iterator[Row]:
     Without a run, on the ranks that torchrun has started, yield the speed of a larger model that is expert parallel.
 
     Raises:
+        ImportError: a package of the extra `serve` is missing, and there is a run.
         FileNotFoundError: there is no model or no tokenizer.
         RuntimeError: the server ends early.
         ValueError: the ranks do not divide the experts, or a machine has fewer GPUs than ranks.

@@ -23,6 +23,8 @@ from octile.bench.goals import FASTEST_DRAFTS, LONG_CLIENT, MANY_CLIENTS, ONE_CL
 from octile.bench.rows import Row, compare
 from octile.checkpoint.hugging_face import read_model_config
 from octile.command_text import path_argument
+from octile.extras import require
+from octile.serve.http.command import PACKAGES
 from octile.serve.http.stress import Stress, StressResult, percentile, stress_test
 from octile.text import format_count
 
@@ -39,9 +41,11 @@ def rows(run: Path) -> Iterator[Row]:
     """Yield throughput, times and refusals.
 
     Raises:
+        ImportError: a package of the extra `serve` is missing; no server is started.
         FileNotFoundError: there is no model or no tokenizer.
         RuntimeError: the server ends early, or breaks a stream.
     """
+    require(*PACKAGES, extra="serve")
     can_draft = read_model_config(run).num_nextn_predict_layers > 0
     with _announced_server(run) as url:
         one, many, crowd = (_run(url, load) for load in (ONE, MANY, CROWD))

@@ -90,7 +90,10 @@ V2_LITE = Shape(goals.V2_LITE, ModelConfig.v2_lite_16b())
 def rows(shape: Shape, device: torch.device) -> Iterator[Row]:
     """Yield the speed of decode and prefill, decode vs. BF16 weights and vs. transformers."""
     bandwidths = measured_bandwidths(device)
-    yield copy_row(shape.name, bandwidths)
+    if bandwidths.published is None and device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        say(f"leaving out shares of the roofline: octile/plan/clusters has no data sheet of {name}")
+    yield copy_row(shape.name, bandwidths, device)
     speeds = dict[int, float]()
     runner = _runner(shape, device, True, shape.prefill * shape.prompt)
     yield from _decode(runner, shape, True, bandwidths, speeds)

@@ -55,9 +55,9 @@ def measured_bandwidths(device: torch.device) -> Bandwidths:
     return Bandwidths(None if gpu is None else gpu.memory_bandwidth, copy)
 
 
-def copy_row(case: str, bandwidths: Bandwidths) -> Row:
-    """Return the row of the copy."""
-    return byte_rate(case, "copy", bandwidths.copy, bandwidths.published is not None)
+def copy_row(case: str, bandwidths: Bandwidths, device: torch.device) -> Row:
+    """Return the row of the copy on a device, whose data sheet may be unknown."""
+    return byte_rate(case, "copy", bandwidths.copy, device.type == "cuda")
 
 
 def experts_read(runner: ModelRunner, engine: Engine) -> int:

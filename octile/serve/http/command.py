@@ -65,6 +65,8 @@ class Options:
             _check_key("api_key", key)
 
 
+PACKAGES = "fastapi", "uvicorn", "prometheus_client"  # of the extra `serve`, which nothing else of octile imports
+
 SECTIONS = (
     Section("model", ("run", "device", "model_name", "sampling_defaults")),
     Section("address and clients", ("host", "port", "api_key")),
@@ -85,7 +87,7 @@ def run(options: Options) -> None:
     """
     _check_ranks(options.parallel.ep)
     _check_key("OCTILE_API_KEY", os.environ.get("OCTILE_API_KEY", ""))
-    require("fastapi", "uvicorn", "prometheus_client", extra="serve")
+    require(*PACKAGES, extra="serve")
     path = options.run or newest_run()
     name = options.model_name or path.resolve().name
     keys = options.api_key + tuple(filter(None, [os.environ.get("OCTILE_API_KEY")]))

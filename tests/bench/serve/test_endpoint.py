@@ -70,6 +70,13 @@ def test_a_server_that_does_not_start_is_reported(tokenizer, tmp_path):
         next(serve.rows(tmp_path))
 
 
+def test_a_missing_package_is_named_before_a_server_is_started(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.setattr(endpoint, "subprocess", None)
+    with pytest.raises(ImportError, match=r'octile\'s server needs uvicorn: pip install "octile\[serve\]"'):
+        next(serve.rows(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("gpu", "verdicts"),
     [

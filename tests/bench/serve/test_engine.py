@@ -64,6 +64,13 @@ def test_transformers_generates_with_the_same_shape():
     assert all(speed > 0 for speed in speeds.values())
 
 
+def test_a_gpu_without_a_data_sheet_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(engine, "measured_bandwidths", lambda device: roofline.Bandwidths(None, 3e12))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L4")
+    next(engine.rows(engine.V2_LITE, torch.device("cuda")))
+    assert "octile/plan/clusters has no data sheet of NVIDIA L4" in capsys.readouterr().err
+
+
 def test_a_peer_that_fails_is_left_out(monkeypatch, capsys):
     def fail(shape: Shape, device: torch.device):
         raise RuntimeError("no kernel for this")

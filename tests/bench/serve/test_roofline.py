@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from octile.bench.serve.engine import random_weights
-from octile.bench.serve.roofline import decode_bytes, experts_read
+from octile.bench.serve.roofline import Bandwidths, copy_row, decode_bytes, experts_read
 from octile.models.config import ModelConfig
 from octile.ops.latent_cache import PAGE
 from octile.scaled import ScaledTensor
@@ -66,6 +66,12 @@ def test_a_gate_that_is_not_counted_is_no_result(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(ExpertLoad, "count", lambda *arguments: None)
     with pytest.raises(RuntimeError, match=r"chooses 2 experts of each layer, but \[0\] were counted"):
         experts_read(*decoding(2))
+
+
+@pytest.mark.parametrize("published", [None, 3.35e12])
+def test_the_unit_of_a_copys_speed_is_that_of_its_device(published: float | None):
+    rows = [copy_row("", Bandwidths(published, 3.0e12), torch.device(kind)) for kind in ("cuda", "cpu")]
+    assert [(row.value, row.unit) for row in rows] == [(3000.0, "GB/s"), (3e6, "MB/s")]
 
 
 DIRECT = replace(CONFIG, q_lora_rank=None, topk_method="greedy", n_group=1, n_shared_experts=2, num_hidden_layers=4)
