@@ -44,6 +44,7 @@ from octile.kernels.terms import TERMS
 from octile.ops.matmul import without_autocast
 from octile.ops.operator import operator
 from octile.ops.quantize import check_device, check_input_dtype
+from octile.ops.sigmoid import sigmoid
 from octile.routing import EPS
 
 MAX_EXPERTS = 4096  # a token's scores must fit into one Triton program
@@ -171,9 +172,9 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Choose K experts by logits [T, E] → weights [T, K], experts [T, K]; arguments as of `gate`."""
     is_sigmoid = scoring_func == "sigmoid"
-    affinity = logits.sigmoid() if is_sigmoid else logits.softmax(-1)
+    affinity = sigmoid(logits) if is_sigmoid else logits.softmax(-1)
     experts = top_experts(affinity if bias is None else affinity + bias, n_chosen, n_group, topk_group, best)
-    weights = logits.gather(1, experts).sigmoid() if is_sigmoid else affinity.gather(1, experts)
+    weights = sigmoid(logits.gather(1, experts)) if is_sigmoid else affinity.gather(1, experts)
     if norm_topk_prob:
         weights = weights / (weights.sum(-1, keepdim=True) + EPS)
     return weights * routed_scaling_factor, experts
@@ -239,7 +240,7 @@ def route_backward(
     if dweights is None:
         return torch.zeros_like(logits) if dlogits is None else dlogits
     is_sigmoid = scoring_func == "sigmoid"
-    affinity = logits.gather(1, experts).sigmoid() if is_sigmoid else logits.softmax(-1)
+    affinity = sigmoid(logits.gather(1, experts)) if is_sigmoid else logits.softmax(-1)
     chosen = affinity if is_sigmoid else affinity.gather(1, experts)
     d = dweights * routed_scaling_factor
     if norm_topk_prob:

@@ -32,6 +32,7 @@ from octile.kernels.memory_layout import new_quantized_transposed, new_scale
 from octile.ops.groups import check_tiles
 from octile.ops.operator import operator
 from octile.ops.quantize import check_device, check_input_dtype, check_scale, dequantize, quantize
+from octile.ops.sigmoid import silu
 from octile.ops.transpose import quantize_columns, quantize_rows_and_columns
 
 
@@ -50,7 +51,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
         ValueError: gate and up are not matrices of one shape on one device.
     """
     _check(gate, up)
-    return _h(gate, up, None).to(gate.dtype).contiguous()
+    return (F.silu(gate.float()) * up.float()).to(gate.dtype).contiguous()
 
 
 @swiglu.register_fake
@@ -184,7 +185,7 @@ def _(gate, up, fmt, power_of_2, saved_fmt, saved_power_of_2, weight=None):
 
 
 def _h(gate: Tensor, up: Tensor, weight: Tensor | None) -> Tensor:
-    h = F.silu(gate.float()) * up.float()
+    h = silu(gate.float()) * up.float()
     return h if weight is None else h * weight[:, None]
 
 
@@ -245,7 +246,7 @@ def _gradients(
     if gate_scale is not None and up_scale is not None:
         gate, up = (dequantize(*saved, *TILE, torch.float32) for saved in ((gate, gate_scale), (up, up_scale)))
     dh, gate, up = dh.float(), gate.float(), up.float()
-    h = F.silu(gate) * up
+    h = silu(gate) * up
     dweight = (dh * h).sum(1) if weight is not None else dh.new_empty(0)
     if weight is not None:
         dh, h = dh * weight[:, None], h * weight[:, None]

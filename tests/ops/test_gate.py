@@ -10,6 +10,7 @@ from torch import Tensor
 
 from octile.kernels.terms import DY_TERMS, TERMS, WEIGHT_TERMS
 from octile.ops.gate import bfloat16_terms, choose_experts, gate, gate_backward, route, route_backward, top_experts
+from octile.ops.sigmoid import sigmoid
 from tests.ops.operators import assert_fake_is_true, assert_well_formed
 
 D, E = 40, 12
@@ -49,13 +50,27 @@ def assert_as_close_as_rounded(dx: Tensor, dy: Tensor, weight: Tensor) -> None:
     assert (dx.double() - exact).norm() <= 1.01 * (exact.bfloat16().double() - exact).norm()
 
 
+class Sigmoid(torch.autograd.Function):
+    """The operators' sigmoid, with torch's gradient of it."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        y = sigmoid(x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> Tensor:
+        return torch.ops.aten.sigmoid_backward(dy, *ctx.saved_tensors)
+
+
 def formula(logits: Tensor, bias: Tensor | None, settings: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     """Weights and experts, as torch's functions compute them from logits that require a gradient."""
     *choice, scoring_func, norm_topk_prob, factor = settings
     affinity = logits.softmax(-1)
-    score = logits.detach().sigmoid() if scoring_func == "sigmoid" else affinity.detach()
+    score = sigmoid(logits.detach()) if scoring_func == "sigmoid" else affinity.detach()
     experts = top_experts(score if bias is None else score + bias, *choice)
-    weights = logits.gather(1, experts).sigmoid() if scoring_func == "sigmoid" else affinity.gather(1, experts)
+    weights = Sigmoid.apply(logits.gather(1, experts)) if scoring_func == "sigmoid" else affinity.gather(1, experts)
     if norm_topk_prob:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return weights * factor, experts

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from octile.ops.groups import align_groups, take_tiles
 from octile.ops.quantize import dequantize, quantize
+from octile.ops.sigmoid import silu
 from octile.ops.swiglu import (
     swiglu,
     swiglu_backward,
@@ -48,7 +49,7 @@ def test_without_quantization_every_result_is_rounded_once(dtype: torch.dtype):
 @pytest.mark.parametrize("h", [256, 100])
 def test_forward_rounds_only_when_it_quantizes(h: int, dtype: torch.dtype):
     _, gate, up = inputs(h=h, dtype=dtype)
-    expected = quantize(F.silu(gate.float()) * up.float(), 1, 128, "e4m3", True)
+    expected = quantize(silu(gate.float()) * up.float(), 1, 128, "e4m3", True)
     assert_equal(swiglu_quantize(gate, up, "e4m3", True), expected)
 
 
@@ -66,7 +67,7 @@ def test_inputs_are_saved_in_tiles_of_their_own(h: int):
 def test_a_row_weight_multiplies_the_row_before_quantization():
     _, gate, up = inputs()
     weight = torch.rand(M)
-    expected = quantize(F.silu(gate) * up * weight[:, None], 1, 128, "e4m3", True)
+    expected = quantize(silu(gate) * up * weight[:, None], 1, 128, "e4m3", True)
     assert_equal(swiglu_quantize(gate, up, "e4m3", True, weight), expected)
 
 
@@ -129,7 +130,7 @@ def test_groups_have_tiles_of_their_own():
     tiles, _ = align_groups(torch.tensor([3, M - 5], dtype=torch.int32), M)
     found = swiglu_backward_quantize(dh, gate, up, None, None, None, *QUANTIZATIONS, tiles)
     both = torch.cat(swiglu_gradients(dh, gate, up), 1)
-    h_columns = quantize_rows_and_columns(F.silu(gate) * up, "e4m3", True, tiles)[2:]
+    h_columns = quantize_rows_and_columns(silu(gate) * up, "e4m3", True, tiles)[2:]
     assert_equal(found[:6], (*quantize_rows_and_columns(both, "e4m3", False, tiles), *h_columns))
 
 
@@ -142,7 +143,7 @@ def test_h_may_have_blocks(is_grouped: bool):
     )
     *expected, _, _, dweight_too = swiglu_backward_quantize(dh, gate, up, None, None, None, *QUANTIZATIONS, tiles)
     assert_equal((*found, dweight), (*expected, dweight_too))
-    h = F.silu(gate) * up
+    h = silu(gate) * up
     blocks, scale = quantize(h if tiles is None else take_tiles(h, tiles), 128, 128, "e4m3", True)
     assert torch.equal(h_t.float(), blocks.mT.float())
     assert torch.equal(h_scale_t, scale.mT)

@@ -30,6 +30,7 @@ from octile.nn.moe import MoE
 from octile.nn.norm import RMSNorm
 from octile.nn.observer import ObservedGemm, observe_gemms, observe_quantization
 from octile.ops.groups import align_groups, take_tiles
+from octile.ops.sigmoid import silu
 from octile.recipe import GEMMS, Recipe
 from octile.scaled import ScaledTensor, grouped_matmul_nt, grouped_wgrad, matmul_nt, quantize
 
@@ -147,12 +148,12 @@ def test_operands_of_a_dense_layer_are_quantized_by_the_recipe(recipe):
     assert_quantized(down[1].a, dy, (1, 128), c.dy.fmt)
     assert_quantized(down[2].a.mT, dy, (128, 1), c.dy.fmt)
     h_gate, h_up = (matmul_nt(p[0].a, p[0].b, torch.float32) for p in (gate, up))
-    assert_quantized(down[0].a, F.silu(h_gate) * h_up, (1, 128), c.x.fmt, "power_of_2")
+    assert_quantized(down[0].a, silu(h_gate) * h_up, (1, 128), c.x.fmt, "power_of_2")
 
     if recipe.swiglu_inputs != "recomputed":  # backward reads the saved values
         h_gate, h_up = (quantize(t, (1, 128), recipe.swiglu_inputs.fmt).dequantize() for t in (h_gate, h_up))
     dh = matmul_nt(down[1].a, down[1].b, torch.float32)
-    assert_quantized(down[2].b.mT, F.silu(h_gate) * h_up, c.wgrad_x.block, c.x.fmt, "power_of_2")
+    assert_quantized(down[2].b.mT, silu(h_gate) * h_up, c.wgrad_x.block, c.x.fmt, "power_of_2")
     both = torch.ops.aten.silu_backward(dh * h_up, h_gate), dh * F.silu(h_gate)
     for layer, d in zip((gate, up), both, strict=True):
         assert_quantized(layer[1].a, d, (1, 128), c.dy.fmt)
@@ -227,12 +228,12 @@ def test_operands_of_experts_are_quantized_by_the_recipe(recipe):
     assert torch.equal(down[1].a.dequantize(), dy_TD[token])
     assert_quantized(down[2].a.mT, in_tiles(dy_TD[token]), (128, 1), c.dy.fmt, "power_of_2")
     h_gate, h_up = grouped_matmul_nt(up[0].a, up[0].b, plan.offs_E, torch.float32).chunk(2, 1)
-    assert_quantized(down[0].a, F.silu(h_gate) * h_up * weight_R, (1, 128), c.x.fmt, "power_of_2")
+    assert_quantized(down[0].a, silu(h_gate) * h_up * weight_R, (1, 128), c.x.fmt, "power_of_2")
 
     if recipe.swiglu_inputs != "recomputed":
         h_gate, h_up = (quantize(t, (1, 128), recipe.swiglu_inputs.fmt).dequantize() for t in (h_gate, h_up))
     dh = grouped_matmul_nt(down[1].a, down[1].b, plan.offs_E, torch.float32) * weight_R
-    assert_quantized(down[2].b.mT, in_tiles(F.silu(h_gate) * h_up * weight_R), c.wgrad_x.block, c.x.fmt, "power_of_2")
+    assert_quantized(down[2].b.mT, in_tiles(silu(h_gate) * h_up * weight_R), c.wgrad_x.block, c.x.fmt, "power_of_2")
     both = torch.cat((torch.ops.aten.silu_backward(dh * h_up, h_gate), dh * F.silu(h_gate)), dim=1)
     assert_quantized(up[1].a, both, (1, 128), c.dy.fmt)
     assert_quantized(up[2].a.mT, in_tiles(both), (128, 1), c.dy.fmt)
