@@ -44,6 +44,7 @@ from octile.kernels.terms import TERMS
 from octile.ops.matmul import without_autocast
 from octile.ops.operator import operator
 from octile.ops.quantize import check_device, check_input_dtype
+from octile.ops.row_invariant import row_invariant_matmul_nt
 from octile.ops.sigmoid import sigmoid
 from octile.routing import EPS
 
@@ -157,6 +158,24 @@ def _(logits, bias, n_chosen, n_group, topk_group, best, scoring_func, norm_topk
     choice = n_chosen, n_group, topk_group, best
     settings = *choice, scoring_func, norm_topk_prob, routed_scaling_factor, logits.shape[1]
     return kernel.launch(logits, bias, *settings, row_invariant=True)[:2]
+
+
+def row_invariant_gate(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    n_chosen: int,
+    n_group: int,
+    topk_group: int,
+    best: int,
+    scoring_func: str,
+    norm_topk_prob: bool,
+    routed_scaling_factor: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `gate` does; a row has the same bits for any T, at any position, and for any dtype of the weight."""
+    logits = row_invariant_matmul_nt(x[None], weight[None].float(), torch.float32)[0]
+    choice = n_chosen, n_group, topk_group, best
+    return *choose_experts(logits, bias, *choice, scoring_func, norm_topk_prob, routed_scaling_factor), logits
 
 
 def route(

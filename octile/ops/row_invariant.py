@@ -1,8 +1,9 @@
-"""A GEMM in high precision whose rows do not depend on each other, for batch-invariant serving.
+"""GEMMs whose rows do not depend on each other: for batch-invariant serving, and for training that has its bits.
 
 A library chooses another kernel for another number of rows, and so another order of sums: the same row then has other
-last bits. Here every row is multiplied in the same form: on a CPU in blocks of 16 rows, the last one padded with zeros;
-on a GPU in tiles of one size that sum over all of K in one order.
+last bits. Here every row is multiplied in the same form. In high precision that is on a CPU in blocks of 16 rows, the
+last one padded with zeros; on a GPU in tiles of one size that sum over all of K in one order. FP8 GEMMs on a GPU are
+grouped ones, which do not split K.
 
 Source: He et al., "Defeating Nondeterminism in LLM Inference" (Thinking Machines Lab, 2025).
 Shapes: B GEMMs, M rows, N and K of a weight.
@@ -12,9 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octile.ops.matmul import without_autocast
+from octile.kernels import cpu
+from octile.ops.grouped import grouped_matmul_nt, grouped_matmul_nt_out
+from octile.ops.matmul import Block, group_rows, matmul_nt, without_autocast
 from octile.ops.operator import operator
-from octile.ops.quantize import INPUT_DTYPES, check_device, check_input_dtype
+from octile.ops.quantize import INPUT_DTYPES, check_device, check_input_dtype, dequantize
 
 ROWS = 16  # of a block on a CPU
 
@@ -66,3 +69,40 @@ def _check(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> None:
     if a.dim() != 3 or b.dim() != 3 or (a.shape[0], a.shape[2]) != (b.shape[0], b.shape[2]):
         raise ValueError(f"a and b must be [B, M, K] and [B, N, K], not {tuple(a.shape)} and {tuple(b.shape)}")
     check_device("a", a, "b", b)
+
+
+def row_invariant_scaled_nt(
+    a: Tensor, a_scale: Tensor, a_block: Block, b: Tensor, b_scale: Tensor, b_block: Block, offs: Tensor | None,
+    out_dtype: torch.dtype, zero_rest: bool = True,
+) -> Tensor:  # fmt: skip
+    """Multiply as `matmul_nt`, or with offs as `grouped_matmul_nt`. A row has the same bits for any M and position.
+
+    Rows after the last group are zero, or undefined without zero_rest.
+    """
+    operands = a, a_scale, a_block, b, b_scale, b_block
+    if not a.is_cuda and not cpu.can_multiply():
+        a, b = dequantize(a, a_scale, *a_block, torch.float32), dequantize(b, b_scale, *b_block, torch.float32)
+        return row_invariant_groups_nt(a, b, offs, out_dtype)
+    if offs is None and not a.is_cuda:  # whose rows are independent
+        return matmul_nt(*operands, out_dtype)
+    if offs is None:
+        offs, zero_rest = torch.full((1,), len(a), dtype=torch.int32, device=a.device), False
+        operands = a, a_scale, a_block, b[None], b_scale[None], b_block
+    if zero_rest:
+        return grouped_matmul_nt(*operands, offs, out_dtype)
+    out = a.new_empty(len(a), b.shape[-2], dtype=out_dtype)
+    grouped_matmul_nt_out(out, *operands, offs)
+    return out
+
+
+def row_invariant_groups_nt(a: Tensor, b: Tensor, offs: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """Multiply a [M, K] by a weight [N, K], or each group of its rows, which end at offs, by its own of [G, N, K].
+
+    Rows after the last group are zero.
+    """
+    if offs is None:
+        return row_invariant_matmul_nt(a[None], b[None], out_dtype)[0]
+    out = a.new_zeros(len(a), b.shape[1], dtype=out_dtype)
+    for g, rows in enumerate(group_rows(offs, len(a))):
+        out[rows] = row_invariant_matmul_nt(a[rows][None], b[g][None], out_dtype)[0]
+    return out

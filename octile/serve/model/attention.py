@@ -32,6 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from octile.models.config import ModelConfig
 from octile.nn.indexer import weight_factor
 from octile.nn.norm import LAYER_NORM_EPS
+from octile.ops.absorbed_attention import SPLITS, absorb, attend
 from octile.ops.attention import attention, ragged_attention
 from octile.ops.index_rows import index_rows, rotate_first
 from octile.ops.latent_cache import write_and_rotate
@@ -57,7 +58,6 @@ from octile.serve.weights.block_weights import NORM_EPS, AttentionWeights, Block
 
 WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN builds some
 GEMM_ROWS = 2048  # of a GEMM of cached positions outside of graphs: larger ones would have more sizes, and kernels
-INVARIANT_SPLITS = 16  # of a row's positions, in batch-invariant mode
 MAX_QUERIES = 2**26  # numbers of absorbed queries of a chunk that attends to top-k positions, at the same time
 
 
@@ -381,11 +381,13 @@ class Attention:
         self, q_THW: Tensor, index: IndexQueries | None, layer: int, w: AttentionWeights, step: Step, out_THV: Tensor
     ) -> None:
         """Attend from absorbed queries to the rows' pages, and write the result times W_UV to out."""
-        splits = INVARIANT_SPLITS if self.gemms.batch_invariant else 0
         cached = self.cache.layers[layer]
-        last = self.config.kv_lora_rank, self.softmax_scale, splits
         if index is None or step.schedule is None:
-            o_THC = paged_attention(q_THW, cached, step.pages, step.lengths, *last, step.rows_per_text)
+            if self.gemms.batch_invariant:
+                attend(q_THW, cached, step.pages, step.lengths, w.w_v, self.softmax_scale, out_THV)
+                return
+            c, scale, n = self.config.kv_lora_rank, self.softmax_scale, step.rows_per_text
+            o_THC = paged_attention(q_THW, cached, step.pages, step.lengths, c, scale, rows_per_text=n)
         else:
             assert self.index is not None
             if self.index.dtype == torch.float32:
@@ -394,7 +396,9 @@ class Attention:
             else:
                 keys, scheduled = self.index.layers[layer], (step.pages, step.lengths, step.schedule)
                 chosen_TK = top_k_of_pages(index, keys, *scheduled, self._n_chosen)
-            o_THC = paged_sparse_attention(q_THW, cached, step.pages, chosen_TK, *last)
+            splits = SPLITS if self.gemms.batch_invariant else 0
+            settings = self.config.kv_lora_rank, self.softmax_scale, splits
+            o_THC = paged_sparse_attention(q_THW, cached, step.pages, chosen_TK, *settings)
         self.gemms.heads_nt(o_THC, w.w_v, out_THV)
 
     def _index_keys(self, layer: int, slots: Tensor) -> Tensor:
@@ -404,6 +408,8 @@ class Attention:
 
     def _absorb(self, q_THX: Tensor, w: AttentionWeights) -> Tensor:
         """Multiply queries by W_UK: [T, H, C + R]."""
+        if self.gemms.batch_invariant:
+            return absorb(q_THX, w.w_k)
         c = self.config
         q_THN, q_THR = q_THX.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
         q_THW = q_THX.new_empty(*q_THX.shape[:2], c.kv_lora_rank + c.qk_rope_head_dim)

@@ -22,12 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octile.formats import TILE
 from octile.kernels.cuda.gemm import num_sms
 from octile.models.config import ModelConfig
 from octile.nn.dispatcher import InFlight, LocalDispatcher
-from octile.ops.gate import choose_experts, gate
+from octile.ops.gate import gate, row_invariant_gate
+from octile.ops.norm import rms_norm
 from octile.ops.permute import count_tokens, unpermute
-from octile.ops.row_invariant import row_invariant_matmul_nt
+from octile.ops.swiglu import swiglu
 from octile.parallel.decoding import SortedExchange
 from octile.parallel.symmetric_memory import PeerDispatcher
 from octile.routing import choice_of
@@ -83,6 +85,8 @@ class FeedForward:
         """
         eps = self.config.rms_norm_eps
         if isinstance(w.mlp, MLPWeights):
+            if self.gemms.batch_invariant and w.mlp.down.shape[-1] % TILE[1]:
+                return x_TD.add_(self._mlp_in_steps(rms_norm(x_TD, w.post_norm, eps)[0], w.mlp))
             x = self.gemms.norm(x_TD, w.post_norm, eps, w.mlp.x.has_fp8, w.mlp.x.has_values)
             return x_TD.add_(self._mlp(x, w.mlp))
         x = self.gemms.norm(x_TD, w.post_norm, eps, w.mlp.x.has_fp8 or w.mlp.shared.x.has_fp8, True)
@@ -93,6 +97,13 @@ class FeedForward:
     def _mlp(self, x: Rows, w: MLPWeights) -> Tensor:
         gate_TI, up_TI = self.gemms.projections(x, w.x)
         return self.gemms.nt(self.gemms.swiglu(gate_TI, up_TI, w.down), w.down)
+
+    def _mlp_in_steps(self, x_TD: Tensor, w: MLPWeights) -> Tensor:
+        """Compute a SwiGLU layer of a width that training cannot fuse: each step rounds to the activations' dtype."""
+        in_fp8 = next((weight for weight in w.x.weights if isinstance(weight, ScaledTensor)), None)
+        x = Rows(x_TD, None if in_fp8 is None else self.gemms.rows_for(x_TD, in_fp8).q)
+        gate_TI, up_TI = self.gemms.projections(x, w.x)
+        return self.gemms.nt(self.gemms.rows_for(swiglu(gate_TI, up_TI), w.down), w.down)
 
     def _mixture(self, x: Rows, layer: int, w: MoEWeights, slots: Tensor) -> Tensor:
         weights_TK, experts_TK = self._choose(x, layer, w, slots)
@@ -155,10 +166,8 @@ class FeedForward:
         return weights_TK, experts_TK
 
     def _gate(self, x_TD: Tensor, w: MoEWeights) -> tuple[Tensor, Tensor]:
-        if not self.gemms.batch_invariant:
-            return gate(x_TD, w.gate, w.bias, *self.routing)[:2]
-        logits_TE = row_invariant_matmul_nt(x_TD[None], w.gate[None], torch.float32)[0]
-        return choose_experts(logits_TE, w.bias, *self.routing)
+        compute = row_invariant_gate if self.gemms.batch_invariant else gate
+        return compute(x_TD, w.gate, w.bias, *self.routing)[:2]
 
     @cached_property
     def routing(self) -> tuple[Any, ...]:

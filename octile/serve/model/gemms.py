@@ -23,13 +23,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octile.formats import TILE
-from octile.kernels import cpu
+from octile.ops.absorbed_attention import multiply_heads
 from octile.ops.grouped import grouped_matmul_nt_out
 from octile.ops.high_precision import high_precision_grouped_nt
-from octile.ops.matmul import Block, group_rows, matmul_nt, matmul_nt_out
+from octile.ops.matmul import Block, matmul_nt, matmul_nt_out
 from octile.ops.norm import rms_norm, rms_norm_quantize
 from octile.ops.quantize import quantize
-from octile.ops.row_invariant import row_invariant_matmul_nt
+from octile.ops.row_invariant import row_invariant_groups_nt, row_invariant_scaled_nt
 from octile.ops.swiglu import swiglu, swiglu_quantize
 from octile.scaled import ScaledTensor
 from octile.serve.weights.block_weights import Projections, Weight
@@ -113,27 +113,21 @@ class Gemms:
                 return F.linear(x.values, w)
             return high_precision_grouped_nt(x.values, w, offs_E, self.dtype)
         if offs_E is None or not w.is_cuda:
-            return _invariant_groups(x.values, w, offs_E, self.dtype)
+            return row_invariant_groups_nt(x.values, w, offs_E, self.dtype)
         return high_precision_grouped_nt(x.values, w, offs_E, torch.float32, INVARIANT_ROWS).to(self.dtype)
 
     def _fp8_nt(self, x: ScaledTensor, w: ScaledTensor, offs_E: Tensor | None) -> Tensor:
         operands = x.data, x.scale, x.block, w.data, w.scale, w.block
-        if not self.batch_invariant or (not w.data.is_cuda and cpu.can_multiply()):  # whose rows are independent
-            return matmul_nt(*operands, self.dtype) if offs_E is None else _grouped_nt(*operands, offs_E, self.dtype)
-        if not w.data.is_cuda:
-            return _invariant_groups(x.dequantize(), w.dequantize(), offs_E, self.dtype)
-        if offs_E is None:
-            offs_E = torch.full((1,), len(x.data), dtype=torch.int32, device=w.device)
-            operands = x.data, x.scale, x.block, w.data[None], w.scale[None], w.block
-        return _grouped_nt(*operands, offs_E, self.dtype)
+        if self.batch_invariant:
+            return row_invariant_scaled_nt(*operands, offs_E, self.dtype, zero_rest=False)
+        return matmul_nt(*operands, self.dtype) if offs_E is None else _grouped_nt(*operands, offs_E, self.dtype)
 
     def heads_nt(self, x_THK: Tensor, w_HNK: Tensor, out_THN: Tensor) -> None:
         """Multiply each head of rows by its own weight, and write the results to out."""
-        x_HTK = x_THK.transpose(0, 1)
         if self.batch_invariant:
-            out_THN.copy_(row_invariant_matmul_nt(x_HTK, w_HNK, x_THK.dtype).transpose(0, 1))
+            multiply_heads(x_THK, w_HNK, out_THN)
         else:
-            torch.bmm(x_HTK, w_HNK.mT, out=out_THN.transpose(0, 1))
+            torch.bmm(x_THK.transpose(0, 1), w_HNK.mT, out=out_THN.transpose(0, 1))
 
 
 def _nt_out(x: Rows, w: Weight, out: Tensor) -> Tensor:
@@ -143,20 +137,6 @@ def _nt_out(x: Rows, w: Weight, out: Tensor) -> Tensor:
         return out
     assert x.values is not None
     return torch.mm(x.values, w.mT, out=out)
-
-
-def _invariant_groups(x_TK: Tensor, w: Tensor, offs_E: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Multiply rows by a weight, or each group of rows by its own, in a form that depends on no other row.
-
-    Rows after the last group are zero.
-    """
-    if offs_E is None:
-        return row_invariant_matmul_nt(x_TK[None], w[None], dtype)[0]
-    groups = group_rows(offs_E, len(x_TK))
-    out_TN = x_TK.new_zeros(len(x_TK), w.shape[1], dtype=dtype)
-    for g, rows in enumerate(groups):
-        out_TN[rows] = row_invariant_matmul_nt(x_TK[rows][None], w[g][None], dtype)[0]
-    return out_TN
 
 
 def _grouped_nt(

@@ -1,0 +1,49 @@
+"""Latent attention in the absorbed form, by operators that compute each row by itself, whatever else is computed.
+
+    q' = (q · W_UK, rotary q)                  of each head
+    o' = softmax(scale · q' · row) · latent    over the cached rows up to the query's own, which heads share
+    o  = o' · W_UVᵀ
+
+It is one definition for two programs: for `octile serve` in batch-invariant mode, where a row is a position of any
+request, and for training whose forward pass has the bits of serving (`octile.nn.fused.served_attention`).
+
+Source: DeepSeek-V2 (arXiv 2405.04434) §2.1.2.
+Shapes: T rows, H heads, N channels of a head's key, R of the rotary key, X = N + R, V of a value, C of a latent,
+W = C + R.
+"""
+
+from torch import Tensor
+
+from octile.ops.paged_attention import paged_attention
+from octile.ops.row_invariant import row_invariant_matmul_nt
+
+SPLITS = 16  # parts of a row's positions on a GPU
+
+
+def absorb(q_THX: Tensor, w_k_HCN: Tensor) -> Tensor:
+    """Multiply queries by W_UK, and copy their rotary channels: [T, H, W] in q's dtype."""
+    (c, n), rope_dim = w_k_HCN.shape[1:], q_THX.shape[2] - w_k_HCN.shape[2]
+    q_THW = q_THX.new_empty(*q_THX.shape[:2], c + rope_dim)
+    multiply_heads(q_THX[..., :n], w_k_HCN, q_THW[..., :c])
+    q_THW[..., c:] = q_THX[..., n:]
+    return q_THW
+
+
+def attend(
+    q_THW: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, w_v_HVC: Tensor, scale: float, out_THV: Tensor
+) -> None:
+    """Attend from absorbed queries to the rows' pages, and write the result times W_UV to out.
+
+    Args:
+        q_THW: what `absorb` returns.
+        cache, pages, lengths, scale: as in `octile.ops.paged_attention`.
+        w_v_HVC: in q's dtype.
+        out_THV: in q's dtype.
+    """
+    o_THC = paged_attention(q_THW, cache, pages, lengths, w_v_HVC.shape[2], scale, SPLITS)
+    multiply_heads(o_THC, w_v_HVC, out_THV)
+
+
+def multiply_heads(x_THK: Tensor, w_HNK: Tensor, out_THN: Tensor) -> None:
+    """Multiply each head of rows by its own weight, and write the results to out; all in one dtype."""
+    out_THN.copy_(row_invariant_matmul_nt(x_THK.transpose(0, 1), w_HNK, x_THK.dtype).transpose(0, 1))
