@@ -51,7 +51,7 @@ GemmName = Literal["fprop", "dgrad", "wgrad"]
 Amax = Literal["current", "delayed", "unscaled"]
 
 TENSOR: tuple[Extent, Extent] = (None, None)
-FILE_KEYS = ("recipe", "swiglu_inputs", "transposed_weights", "wgrad_x_block", "keep")  # of a recipe file
+FILE_KEYS = ("recipe", "swiglu_inputs", "transposed_weights", "wgrad_x_block", "latents", "keep")  # of a recipe file
 KEEP_KEYS = ("layers", "products")  # of a [[keep]] in it
 
 
@@ -194,6 +194,10 @@ class Recipe:
             that the weight cache holds is quantized once for all steps, in both forms, whatever is set here.
         swiglu_inputs: how SwiGLU's inputs are saved, its output being recomputed; or "recomputed": they are recomputed,
             too. None: autograd saves them in high precision, and the quantized output.
+        batch_invariant: whether a token's forward pass has the bits that `octile serve` gives it in exact mode,
+            whatever else is in the batch (`docs/exact.md`).
+        latents: how latents are rounded before attention reads them, as serving caches them: to the dtype of
+            activations, or to FP8. Only of a batch-invariant recipe.
     """
 
     name: str
@@ -210,6 +214,8 @@ class Recipe:
     norms: Literal["kept", "recomputed"] = "recomputed"
     swiglu_inputs: OperandFormat | Literal["recomputed"] | None = None
     transposed_weights: Literal["cached", "recomputed"] | None = None
+    batch_invariant: bool = False
+    latents: Literal["activations", "fp8"] = "activations"
 
     def __post_init__(self) -> None:
         assert self.smoothed  # computed now, as `GemmFormats.routed_dy`
@@ -291,6 +297,7 @@ class Recipe:
             swiglu_inputs = "recomputed"                # if the recipe saves them ("kept")
             transposed_weights = "recomputed"           # if the recipe has weights in blocks; or "cached"
             wgrad_x_block = [128, 128]                  # wgrad's x in blocks or in tiles ([128, 1])
+            latents = "fp8"                             # of the recipe exact: served with an FP8 cache
             [[keep]]                                    # these GEMMs run in `compute` instead of 8 bits
             layers = "model.layers.1.mlp.down_proj"     # a pattern of layer names, as of file names
             products = ["fprop", "wgrad"]
@@ -333,6 +340,7 @@ class Recipe:
             swiglu_inputs=_swiglu_inputs(where, content, recipe),
             transposed_weights=_transposed_weights(where, content, recipe),
             formats=_formats(where, content, recipe),
+            latents=_latents(where, content, recipe),
         )
 
     def write(self, path: Path) -> Path:
@@ -346,6 +354,7 @@ class Recipe:
         usual = Recipe.named(self.name).formats
         if self.formats and usual and self.formats.wgrad_x.block != usual.wgrad_x.block:
             lines.append(f"wgrad_x_block = {list(self.formats.wgrad_x.block)}")
+        lines += [f'latents = "{self.latents}"'] if self.latents != "activations" else []
         for layers, gemms in self.exceptions:
             named = ", ".join(f'"{gemm}"' for gemm in GEMMS if gemm in gemms)
             lines += ["", "[[keep]]", f"layers = {json.dumps(layers)}", f"products = [{named}]"]
@@ -466,6 +475,15 @@ class Recipe:
         return cls("wgrad_x_blocks", _fine_grained(wgrad_x_block=BLOCK), **_saved())
 
     @classmethod
+    def exact(cls) -> Recipe:
+        """`deepseek_v3` with the forward pass of serving: `octile serve` in exact mode reports the same probabilities.
+
+        Each token's results have the same bits in a prompt, decoded alone, in any batch, and in training. Attention is
+        in the absorbed form, and the gradient that of the usual form: both are the same function but for rounding.
+        """
+        return replace(cls.deepseek_v3(), name="exact", batch_invariant=True)
+
+    @classmethod
     def names(cls) -> tuple[str, ...]:
         """Return the names that `named` accepts, the library's own recipe first."""
         return (
@@ -483,6 +501,7 @@ class Recipe:
             "mxfp8",
             "int8_tiles",
             "wgrad_x_blocks",
+            "exact",
         )
 
     @classmethod
@@ -555,6 +574,18 @@ def _formats(where: str, content: dict[str, Any], recipe: Recipe) -> GemmFormats
         raise ValueError(f"{where}: recipe {recipe.name!r} has no tiles of 128 tokens, so it takes no wgrad_x_block")
     wgrad_x = replace(recipe.formats.wgrad_x, block=BLOCK if asked == list(BLOCK) else COLUMN_TILE)
     return replace(recipe.formats, wgrad_x=wgrad_x)
+
+
+def _latents(where: str, content: dict[str, Any], recipe: Recipe) -> Literal["activations", "fp8"]:
+    """Read `latents` from a file's content."""
+    asked: Literal["activations", "fp8"] = content.get("latents", recipe.latents)
+    if asked not in ("activations", "fp8"):
+        raise ValueError(f'{where}: latents must be "activations" or "fp8", not {asked!r}')
+    if "latents" in content and not recipe.batch_invariant:
+        raise ValueError(
+            f"{where}: recipe {recipe.name!r} does not round latents as serving does, so it takes no latents"
+        )
+    return asked
 
 
 def _exception(where: str, keep: Any) -> tuple[str, frozenset[GemmName]]:

@@ -230,7 +230,7 @@ def test_a_recipe_with_exceptions_is_read_as_it_was_written(tmp_path):
         ('recipe = "other.toml"', "unknown recipe 'other.toml'"),
         (
             'recipe = "per_tensor"\nstrict = true',
-            "strict is unknown: there are recipe, swiglu_inputs, transposed_weights, wgrad_x_block, keep$",
+            "strict is unknown: there are recipe, swiglu_inputs, transposed_weights, wgrad_x_block, latents, keep$",
         ),
         (
             'recipe = "per_tensor"\n[[keep]]\nlayer = "*"\nproducts = ["fprop"]',
@@ -247,6 +247,8 @@ def test_a_recipe_with_exceptions_is_read_as_it_was_written(tmp_path):
         ('recipe = "deepseek_v3"\nwgrad_x_block = [1, 128]', r"must be \[128, 1\] or \[128, 128\], not \[1, 128\]"),
         ('recipe = "deepseek_v3"\nwgrad_x_block = 128', r"must be \[128, 1\] or \[128, 128\], not 128"),
         ('recipe = "per_tensor"\nwgrad_x_block = [128, 128]', "recipe 'per_tensor' has no tiles of 128 tokens"),
+        ('recipe = "exact"\nlatents = "bf16"', 'latents must be "activations" or "fp8", not \'bf16\''),
+        ('recipe = "deepseek_v3"\nlatents = "fp8"', "recipe 'deepseek_v3' does not round latents as serving does"),
         ('recipe = "bf16"\n[[keep]]\nlayers = "*"\nproducts = ["fprop"]', "recipe 'bf16' quantizes nothing"),
         ('recipe = "per_tensor"\n[[keep]]\nlayers = "*"', "keep 1 must say layers, a pattern, and products, a list"),
         ('recipe = "per_tensor"\nkeep = "all"', "keep must be a list"),
@@ -296,7 +298,7 @@ def test_a_file_says_which_blocks_wgrads_x_has(name, block, tmp_path):
 @pytest.mark.parametrize("name", Recipe.names())
 def test_only_recipes_in_tiles_take_the_data_flow_of_deepseek_v3(name):
     recipe = Recipe.named(name)
-    fused = name in ("deepseek_v3", "hybrid_e5m2", "int8_tiles", "wgrad_x_blocks")
+    fused = name in ("deepseek_v3", "hybrid_e5m2", "int8_tiles", "wgrad_x_blocks", "exact")
     assert (recipe.can_fuse_attention, recipe.can_fuse_swiglu) == (fused, fused)
 
 
@@ -322,3 +324,14 @@ def test_a_file_that_is_no_text_is_refused(tmp_path):
     (tmp_path / "recipe.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match=r"recipe\.toml is damaged: byte 0 is not UTF-8"):
         Recipe.read(tmp_path / "recipe.toml")
+
+
+def test_the_rounding_of_latents_is_written_and_read(tmp_path):
+    recipe = replace(Recipe.exact(), latents="fp8")
+    path = recipe.write(tmp_path / "r.toml")
+    assert path.read_text() == 'recipe = "exact"\nlatents = "fp8"\n'
+    assert Recipe.read(path) == recipe
+
+
+def test_exact_differs_from_deepseek_v3_in_its_forward_pass_alone():
+    assert replace(Recipe.exact(), name="deepseek_v3", batch_invariant=False) == Recipe.deepseek_v3()

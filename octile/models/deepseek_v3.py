@@ -17,18 +17,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from octile.formats import TILE
 from octile.models.config import ModelConfig
 from octile.nn.functional import result_dtype
-from octile.nn.fused.cross_entropy import cross_entropy
+from octile.nn.fused.cross_entropy import cross_entropies, cross_entropy
 from octile.nn.fused.pre_norm import pre_norm
 from octile.nn.gate import Gate
 from octile.nn.indexer import Indexer
+from octile.nn.linear import BatchInvariantHead, Linear, with_class
 from octile.nn.mla import MLA
 from octile.nn.mlp import MLP
 from octile.nn.moe import Experts, MoE
 from octile.nn.norm import RMSNorm
 from octile.nn.rope import CosSin, Rope
 from octile.ops.cross_entropy import IGNORED
+from octile.recipe import Recipe
 
 
 class Block(nn.Module):
@@ -163,6 +166,41 @@ class DeepseekV3(nn.Module):
         self._pop_losses()
         return self.lm_head(h_BSD), self.lm_head(drafts_BSD)
 
+    def log_probs(self, tokens_BS: Tensor) -> Tensor:
+        """Compute the log-probability of each token but the first, given those before it; differentiable.
+
+        Under `Recipe.exact` these are the numbers that `octile serve` reports in exact mode, bit for bit.
+
+        Args:
+            tokens_BS: int64 [B, S], S at least 2.
+
+        Returns:
+            float32 [B, S − 1], in nats.
+
+        Raises:
+            ValueError: tokens have a wrong shape.
+        """
+        if tokens_BS.dim() != 2 or tokens_BS.shape[1] < 2:
+            raise ValueError(f"tokens must be [batch, sequence] of two tokens or more, not {list(tokens_BS.shape)}")
+        self._check(tokens_BS, None)
+        h_BSD, _ = self._main(tokens_BS)
+        self._pop_losses()
+        return -cross_entropies(self.lm_head(h_BSD[:, :-1]), tokens_BS[:, 1:].contiguous())
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """The recipe of the first layer that has one; None: the model is not converted."""
+        return next((layer.recipe for layer in self.modules() if isinstance(layer, Linear | Experts)), None)
+
+    def why_not_batch_invariant(self) -> str | None:
+        """Return why no batch-invariant recipe can be applied; None: one can."""
+        return why_not_batch_invariant(self.config)
+
+    def adapt_to(self, recipe: Recipe) -> None:
+        """Give the output head the form that belongs to a recipe, whose layers the blocks have by now."""
+        if type(self.lm_head) in (nn.Linear, BatchInvariantHead):  # the head is on this rank
+            self.lm_head = with_class(BatchInvariantHead if recipe.batch_invariant else nn.Linear, self.lm_head)
+
     def moe_layers(self) -> dict[str, MoE]:
         """Return the mixtures of experts by their names, such as "model.layers.3.mlp"."""
         mlps = [(i, getattr(layer, "mlp", None)) for i, layer in enumerate(self.model.layers)]
@@ -271,6 +309,17 @@ class DeepseekV3(nn.Module):
         shortest = 3 if self.training and self.config.num_nextn_predict_layers else 2
         if labels_BS is not None and tokens_BS.shape[1] < shortest:
             raise ValueError(f"a loss needs sequences of at least {shortest} tokens, not {tokens_BS.shape[1]}")
+
+
+def why_not_batch_invariant(c: ModelConfig) -> str | None:
+    """Return why no batch-invariant recipe can be applied to a model; None: one can.
+
+    Experts of other widths are not fused: the weight of an expert then multiplies its result, and not SwiGLU's.
+    """
+    if c.has_indexer:
+        return "sparse attention chooses its keys by logits that depend on the batch"
+    size = c.moe_intermediate_size
+    return f"moe_intermediate_size must be a multiple of {TILE[1]}, not {size}" if size % TILE[1] else None
 
 
 def rope_of(c: ModelConfig) -> Rope:

@@ -86,6 +86,8 @@ def apply_recipe(
                 f"model has the DTensor {name}: convert the model before fully_shard or parallelize_module, not after"
             )
     recipe = recipe or Recipe.deepseek_v3()
+    if recipe.batch_invariant:
+        _check_batch_invariant(model, recipe, is_partial=filter is not None or bool(keep))
     tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     named = list(model.named_modules(remove_duplicate=False))  # a layer with two names is replaced under both
     experts = {module: _experts(module) for _, module in named}
@@ -125,6 +127,8 @@ def apply_recipe(
         model = _replace(model, name, replacements[module])
     model = _fuse(model, named)
     skip_causal_masks(model)
+    for module in _models_with_a_head(model):
+        module.adapt_to(recipe)
 
     for pattern, _ in recipe.exceptions:
         if not any(fnmatchcase(name, pattern) for name in reached):
@@ -146,6 +150,32 @@ def apply_recipe(
     )
     object.__setattr__(model, "conversion_summary", summary)
     return model
+
+
+def _check_batch_invariant(model: nn.Module, recipe: Recipe, is_partial: bool) -> None:
+    """Refuse a model, or a part of one, whose forward pass would not have the bits of serving.
+
+    Raises:
+        ValueError: it is none of octile's models, or one that `why_not_batch_invariant`, or layers are to be left out.
+    """
+    found = _models_with_a_head(model)
+    if not found:
+        raise ValueError(
+            f"recipe {recipe.name!r} needs an octile.models.DeepseekV3, not {type(model).__name__}: other models are "
+            "not served by octile"
+        )
+    if is_partial or recipe.exceptions:
+        raise ValueError(
+            f"recipe {recipe.name!r} has all linear layers in FP8: filter, keep and exceptions leave some out"
+        )
+    for module in found:
+        if why := module.why_not_batch_invariant():
+            raise ValueError(f"recipe {recipe.name!r} cannot be applied to the model: {why}")
+
+
+def _models_with_a_head(model: nn.Module) -> list[Any]:
+    """Return octile's own models among the modules of a model, itself included."""
+    return [module for module in model.modules() if hasattr(module, "adapt_to")]
 
 
 def skip_causal_masks(model: nn.Module) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from octile.nn.double_backward import creates_graph, differentiable_gradients, first_derivative_only
 from octile.nn.fused.block_input import BlockInput, Saved
-from octile.ops.gate import gate, gate_backward
+from octile.ops.gate import gate, gate_backward, row_invariant_gate
 from octile.ops.sequence_balance import balance_of, sequence_balance, sequence_balance_backward
 from octile.routing import ScoringFunc, TopkMethod, check_routing, choice_of
 
@@ -78,9 +78,10 @@ class Gate(nn.Module):
     def forward(self, x: Tensor | BlockInput) -> Routing:
         """Choose experts for x [T, D], or for an input that fused layers read and save as well."""
         inputs = (x.x, x.saved, x.how_saved) if isinstance(x, BlockInput) else (x, (x.detach(),), None)
+        invariant = isinstance(x, BlockInput) and x.recipe.batch_invariant
         choice = choice_of(self.topk_method, self.n_chosen, self.n_group, self.topk_group)
         weighting = self.scoring_func, self.norm_topk_prob, self.routed_scaling_factor
-        return Routing(*_Gate.apply(self.weight, self.e_score_correction_bias, *inputs, choice, weighting))
+        return Routing(*_Gate.apply(self.weight, self.e_score_correction_bias, *inputs, choice, weighting, invariant))
 
     def sequence_balance(self, routing: Routing, batch: int) -> Tensor:
         """Compute the balance of the experts within each sequence, Σ_i f_i · P_i; 1 if all are used equally.
@@ -169,8 +170,10 @@ class _Gate(torch.autograd.Function):
         how_saved: Saved | None,
         choice: tuple[int, int, int, int],
         weighting: tuple[ScoringFunc, bool, float],
+        invariant: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        weights_TK, experts_TK, logits_TE = gate(x_TD, weight_ED, bias_E, *choice, *weighting)
+        compute = row_invariant_gate if invariant else gate
+        weights_TK, experts_TK, logits_TE = compute(x_TD, weight_ED, bias_E, *choice, *weighting)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(experts_TK)
         ctx.save_for_backward(weight_ED, logits_TE, experts_TK, *saved)
@@ -184,4 +187,4 @@ class _Gate(torch.autograd.Function):
         x_TD = saved[0] if ctx.how_saved is None else ctx.how_saved.values(tuple(saved))
         gradients = gate_backward(dweights_TK, dlogits_TE, logits_TE, experts_TK, x_TD, weight_ED, *ctx.weighting)
         dx_TD, dweight_ED = gradients
-        return dweight_ED.to(weight_ED.dtype), None, dx_TD, None, None, None, None
+        return dweight_ED.to(weight_ED.dtype), None, dx_TD, None, None, None, None, None

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from octile.nn import functional
 from octile.nn.delayed_scaling import AmaxHistory
+from octile.nn.fused.high_precision import HighPrecisionLinear
 from octile.nn.smooth_swiglu import scale_columns
 from octile.recipe import Recipe
 
@@ -110,6 +111,19 @@ class Linear(nn.Linear, RecipeHolder[Recipe]):
     def extra_repr(self) -> str:
         """The arguments of `nn.Linear` and the name of the recipe, for the printed module."""
         return f"{super().extra_repr()}, recipe={self.recipe.name}"
+
+
+class BatchInvariantHead(nn.Linear):
+    """An output head whose rows of logits do not depend on each other, in FP32: that of `Recipe.exact`.
+
+    Shapes: x [..., in_features] → float32 [..., out_features].
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x · weightᵀ, of operands in x's dtype."""
+        x_TK = x.flatten(0, -2)
+        y_TN = HighPrecisionLinear.apply(x_TK, self.weight, None, x.dtype, torch.float32, None, True)
+        return y_TN.unflatten(0, x.shape[:-1])
 
 
 def with_class(cls: type[M], module: nn.Module) -> M:

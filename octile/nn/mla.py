@@ -29,6 +29,7 @@ from octile.nn.fused.mla import Heads, latent_attention
 from octile.nn.fused.pre_norm import norm_block_input
 from octile.nn.fused.projections import projections
 from octile.nn.fused.rotary import latent_keys_and_values, rotate
+from octile.nn.fused.served_attention import served_attention
 from octile.nn.fused.shared_quantization import shared_quantization
 from octile.nn.fused.sparse_latent_attention import sparse_latent_attention, why_not_absorbed
 from octile.nn.fused.top_k_attention import top_k_attention, top_k_weights
@@ -142,11 +143,14 @@ class MLA(FusableModule):
             weights = [self.kv_a_proj_with_mqa.weight]
             latent_TC, k_rope_TR = projections(x, weights, [self.latent_split], dtype)
             x_q, w_q = x, self.q_proj.weight
-        _, x_kv = norm_block_input(latent_TC, self.kv_a_layernorm, recipe)
         weights_after = (w_q, self.kv_b_proj.weight, self.o_proj.weight)
         nope_dim, rope_dim = self.q_split
         heads = Heads(x.shape[0], self.num_heads, nope_dim, rope_dim, self.kv_split[1], self.softmax_scale)
-        return latent_attention(x_q, x_kv, k_rope_TR, cos_sin, *weights_after, heads, dtype).view(*x.shape[:-1], -1)
+        after = k_rope_TR, cos_sin, *weights_after, heads, dtype
+        if recipe.batch_invariant:
+            return served_attention(x_q, self.kv_a_layernorm(latent_TC), *after).view(*x.shape[:-1], -1)
+        _, x_kv = norm_block_input(latent_TC, self.kv_a_layernorm, recipe)
+        return latent_attention(x_q, x_kv, *after).view(*x.shape[:-1], -1)
 
     def _projections(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Compute the queries [B, S, H, N + R], the latents with the rotary key [B, S, W], and compressed queries."""

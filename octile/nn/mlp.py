@@ -46,6 +46,10 @@ class SwiGLU(FusableModule):
 
         return fuse_linear(*[getattr(self, name) for name in self.fusable_layers], can_fuse=can_fuse)
 
+    def is_batch_invariant_unfused(self) -> bool:
+        """Whether serving, too, computes the layers one after the other: where their width cannot be fused."""
+        return not can_fuse_size(self.down_proj.in_features)
+
 
 class MLP(SwiGLU):
     """SwiGLU, with parameters named as in the published checkpoints: x [..., hidden_size] → [..., hidden_size].

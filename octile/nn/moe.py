@@ -23,7 +23,7 @@ from octile.nn.functional import grouped_linear, result_dtype
 from octile.nn.fused.block_input import BlockInput
 from octile.nn.fused.elementwise import swiglu
 from octile.nn.fused.feed_forward import Routed, can_fuse_size, experts_feed_forward
-from octile.nn.fused.fusion import FusableModule, Fusion, has_hooks
+from octile.nn.fused.fusion import FusableModule, Fusion, check_not_batch_invariant, has_hooks
 from octile.nn.gate import Gate, Routing
 from octile.nn.linear import RecipeHolder, history_for
 from octile.nn.mlp import MLP
@@ -244,6 +244,7 @@ class MoE(FusableModule):
     def _route(self, x: Tensor | BlockInput, batch: int) -> tuple[Routing, RoutingPlan]:
         """Choose each token's experts and plan the way of the rows; store the load and its loss."""
         if isinstance(x, BlockInput) and (type(self.gate) is not Gate or has_hooks(self.gate)):
+            check_not_batch_invariant(self.experts)
             x = x.x
         routing = self.gate(x)
         load_E = count_tokens(routing.experts_TK, len(self.gate.weight))[0]

@@ -58,6 +58,7 @@ _RECIPE_STYLES = {
     "mxfp8": ("green", "--"),
     "int8_tiles": ("brown", "-."),
     "wgrad_x_blocks": ("blue", "--"),
+    "exact": ("blue", ":"),
 }
 
 _OTHER_STYLES = tuple(

@@ -20,7 +20,8 @@ from tests.lab.measured_step import measure_step
 PREDICTABLE = [
     name
     for name in Recipe.names()
-    if (r := Recipe.named(name)).formats is not None and not r.has_delayed_scaling and r.loss_scale is None
+    if (r := Recipe.named(name)).formats is not None
+    and not (r.has_delayed_scaling or r.loss_scale or r.batch_invariant)
 ]
 every_predictable_recipe = pytest.mark.parametrize("recipe", PREDICTABLE)
 

@@ -37,6 +37,14 @@ def mla() -> MLA:
     return MLA(D, 2, q_lora_rank=32, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16)
 
 
+def with_recipe(module: nn.Module, recipe: Recipe) -> nn.Module:
+    """Give converted layers another recipe, which `apply_recipe` may keep for whole models."""
+    for layer in module.modules():
+        if isinstance(layer, Linear):
+            layer.use_recipe(recipe)
+    return module
+
+
 def norm_before_mlp(x: Tensor) -> Tensor:
     norm, mlp = RMSNorm(D), apply_recipe(MLP(D, D), RECIPE)
     return mlp(pre_norm(x, norm, mlp)[1])
@@ -97,6 +105,7 @@ RAISING: dict[str, Callable[[Tensor], Tensor]] = {  # functions of x [1, S, D]
     "_Projections": lambda x: projections(quantize_block_input(x, RECIPE), [torch.randn(8, D)], [[8]], torch.float32)[
         0
     ],
+    "_ServedAttention": lambda x: with_recipe(apply_recipe(mla(), RECIPE), Recipe.exact())(x, COS_SIN),
     "_RotaryAttention": lambda x: apply_recipe(MHA(D, 2, 16), RECIPE)(x, COS_SIN),
     "_Sum": mixture,
     "_ScaleColumns": lambda x: scale_columns(x, torch.ones(D)),

@@ -133,6 +133,7 @@ SLOW = {
     "hybrid_e5m2": tiles(E4M3, E5M2),
     "int8_tiles": tiles(INT8, INT8),
     "wgrad_x_blocks": tiles(E4M3, E4M3, (128, 128)),
+    "exact": tiles(E4M3, E4M3),
     "per_tensor": tensors(E4M3, E4M3),
     "fp8_lm": tensors(E4M3, E5M2, "power_of_2"),
     "global_scale": quantize_unscaled,

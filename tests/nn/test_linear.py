@@ -29,6 +29,8 @@ from octile.recipe import Recipe
 T, K, N = 140, 200, 150  # tokens, inputs and outputs: no multiples of 128
 QUANTIZED_RECIPES = [name for name in Recipe.names() if Recipe.named(name).formats is not None]
 
+OF_ANY_MODULE = [name for name in Recipe.names() if not Recipe.named(name).batch_invariant]  # not of whole models alone
+
 every_recipe = pytest.mark.parametrize("name", Recipe.names())
 every_quantized_recipe = pytest.mark.parametrize("name", QUANTIZED_RECIPES)
 some_recipes = pytest.mark.parametrize("name", ["deepseek_v3", "delayed", "bf16"])
@@ -78,17 +80,17 @@ def numbers(name: str) -> list[Tensor]:
 
 @pytest.fixture(scope="module")
 def values_of_all_recipes() -> dict[str, list[Tensor]]:
-    return {name: numbers(name) for name in Recipe.names()}
+    return {name: numbers(name) for name in OF_ANY_MODULE}
 
 
-@pytest.mark.parametrize("pair", list(combinations(Recipe.names(), 2)), ids="-".join)
+@pytest.mark.parametrize("pair", list(combinations(OF_ANY_MODULE, 2)), ids="-".join)
 def test_two_recipes_compute_different_gradients(values_of_all_recipes, pair):
     one, other = (values_of_all_recipes[name] for name in pair)
     first = 2 if set(pair) == {"deepseek_v3", "wgrad_x_blocks"} else 1  # these differ in the weights' gradients alone
     assert not torch.equal(one[first], other[first])
 
 
-@every_recipe
+@pytest.mark.parametrize("name", OF_ANY_MODULE)
 def test_every_recipe_approximates_the_same_layer(values_of_all_recipes, name):
     exact, found = values_of_all_recipes["float32"][0], values_of_all_recipes[name][0]
     assert (found - exact).norm() / exact.norm() < 0.15

@@ -60,8 +60,12 @@ FURTHER_RECIPES = {
 
 
 def every_recipe(is_tested: Callable[[Recipe], bool] = lambda recipe: True) -> pytest.MarkDecorator:
-    """Test with each recipe for which `is_tested` is true; the further ones are exhaustive."""
-    names = [name for name in Recipe.names() if is_tested(Recipe.named(name))]
+    """Test with each recipe for which `is_tested` is true, of those that the micro model takes.
+
+    The further ones are exhaustive.
+    """
+    recipes = [recipe for recipe in map(Recipe.named, Recipe.names()) if not recipe.batch_invariant]
+    names = [recipe.name for recipe in recipes if is_tested(recipe)]
     marks = [[pytest.mark.exhaustive] if name in FURTHER_RECIPES else [] for name in names]
     return pytest.mark.parametrize("recipe", [pytest.param(n, marks=m) for n, m in zip(names, marks, strict=True)])
 

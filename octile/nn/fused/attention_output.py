@@ -36,7 +36,8 @@ def output(
     o_TX = o_BSHV.flatten(2).flatten(0, 1)
     o = quantize_operand(o_TX, s.formats.x, "x")
     layers.report_fprop(i, weights, lambda: o_TX, o, w)
-    return nt(o, w.w, None, s.dtype), quantize(o_TX, format_of_o.block, format_of_o.fmt, format_of_o.scale)
+    y_TN = nt(o, w.w, None, s.dtype, s.recipe.batch_invariant)
+    return y_TN, quantize(o_TX, format_of_o.block, format_of_o.fmt, format_of_o.scale)
 
 
 def output_backward(

@@ -141,9 +141,9 @@ class _FeedForward(torch.autograd.Function):
         *up_projections, down = quantized = layers.quantize(weights)
         sent, weight_R = route.send(x.q, weights_TK)
         rows = route.dispatch(sent)
-        gate, up = _gate_and_up(rows, up_projections, route.offs, s.dtype)
+        gate, up = _gate_and_up(rows, up_projections, route.offs, s)
         h, saved_gate_up = _swiglu(gate, up, weight_R, s)
-        y = nt(h, down.w, route.offs, s.dtype)
+        y = nt(h, down.w, route.offs, s.dtype, s.recipe.batch_invariant)
 
         for i, w in enumerate(up_projections):
             layers.report_fprop(i, weights, lambda: route.dispatch_values(x_TD), rows, w, route.offs)
@@ -175,7 +175,7 @@ class _FeedForward(torch.autograd.Function):
         x = saved["x"] if ctx.how_saved is None else ctx.how_saved.quantized(saved["x"])
         gate_up = saved["gate_up"]
         if gate_up is None:  # recomputed
-            gate_up = _GateUp(*_gate_and_up(route.dispatch(x), up_projections, route.offs, s.dtype))
+            gate_up = _GateUp(*_gate_and_up(route.dispatch(x), up_projections, route.offs, s))
         d, d_t, h_t, dweight_R = _swiglu_backward(dh, gate_up, weight_R, formats, groups)
         ds, ds_t = (_split(t, len(up_projections)) for t in (d, d_t))
 
@@ -322,9 +322,9 @@ class _GateUp(NamedTuple):
 
 
 def _gate_and_up(
-    x: ScaledTensor, weights: Sequence[WeightForms], offs: Tensor | None, dtype: torch.dtype
+    x: ScaledTensor, weights: Sequence[WeightForms], offs: Tensor | None, s: Settings
 ) -> tuple[Tensor, Tensor]:
-    results = [nt(x, w.w, offs, dtype) for w in weights]
+    results = [nt(x, w.w, offs, s.dtype, s.recipe.batch_invariant) for w in weights]
     gate, up = results if len(results) == 2 else results[0].chunk(2, dim=-1)
     return gate, up
 

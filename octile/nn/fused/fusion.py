@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from octile.nn.fused.block_input import BlockInput, quantize_block_input
-from octile.nn.linear import Linear, recipe_changes
+from octile.nn.linear import Linear, RecipeHolder, recipe_changes
 from octile.nn.norm import RMSNorm
 from octile.recipe import GemmFormats, Recipe
 
@@ -66,7 +66,15 @@ class FusableModule(nn.Module):
             if decision is None or decision.recipe_changes != changes or decision.layers != layers:
                 self._decision = decision = _Decision(self.decide_fusion(), layers, changes)
             fusion = decision.fusion
-        return None if fusion is None or has_hooks(*layers) or _has_bias(*layers) else fusion
+        if fusion is None or has_hooks(*layers) or _has_bias(*layers):
+            if not self.is_batch_invariant_unfused():
+                check_not_batch_invariant(*layers)
+            return None
+        return fusion
+
+    def is_batch_invariant_unfused(self) -> bool:
+        """Whether the layers have the bits of serving where they run one after the other, too."""
+        return False
 
     def fused_input(self, x: Tensor | BlockInput) -> Tensor | BlockInput:
         """Return the module's input [..., K] as it reads it: quantized where its layers are fused, else as it is."""
@@ -111,6 +119,21 @@ def has_hooks(*modules: nn.Module | None) -> bool:
 def is_forward_replaced(module: nn.Module) -> bool:
     """Whether another library, such as accelerate, has given this one module a forward pass of its own."""
     return "forward" in module.__dict__
+
+
+def check_not_batch_invariant(*layers: nn.Module | None) -> None:
+    """Refuse to call layers one after the other that have a batch-invariant recipe, which needs them as one function.
+
+    Raises:
+        RuntimeError: one has such a recipe.
+    """
+    for layer in layers:
+        recipe = layer.recipe if isinstance(layer, RecipeHolder) else None
+        if recipe is not None and recipe.batch_invariant:
+            raise RuntimeError(
+                f"recipe {recipe.name!r} computes a {type(layer).__name__} together with the layers around it, as "
+                "serving does, but one of them was replaced or has hooks or a bias: remove these, or use 'deepseek_v3'"
+            )
 
 
 def _has_bias(*modules: nn.Module | None) -> bool:

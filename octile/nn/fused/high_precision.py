@@ -21,6 +21,7 @@ from octile.nn.fused.shared_quantization import Shared, compute_once
 from octile.nn.observer import ObservedGemm, has_gemm_observers, report_backward, report_fprop
 from octile.ops.high_precision import high_precision_grouped_nt, high_precision_grouped_tn
 from octile.ops.matmul import without_autocast
+from octile.ops.row_invariant import row_invariant_groups_nt
 
 
 class HighPrecisionLinear(torch.autograd.Function):
@@ -35,6 +36,7 @@ class HighPrecisionLinear(torch.autograd.Function):
         compute: torch.dtype,
         out_dtype: torch.dtype,
         shared: Shared | None = None,
+        batch_invariant: bool = False,
     ) -> Tensor:
         """Compute y [T, N] from x [T, K] and the weight: [N, K], or [E, N, K] with groups that end at `offs`."""
         x, w = compute_once(shared, compute, lambda: x_TK.to(compute)), weight.to(compute).contiguous()
@@ -44,7 +46,7 @@ class HighPrecisionLinear(torch.autograd.Function):
         ctx.main_grad, ctx.parameters = getattr(weight, "main_grad", None), parameters_of((weight,))
         observed = has_gemm_observers() and (x_has_gradient or w_has_gradient)
         ctx.seen = report_fprop(weight, ObservedGemm("fprop", x_TK, offs=offs)) if observed else []
-        return nt(x, w, offs, out_dtype)
+        return row_invariant_groups_nt(x, w, offs, out_dtype) if batch_invariant else nt(x, w, offs, out_dtype)
 
     @staticmethod
     @first_derivative_only
@@ -60,7 +62,7 @@ class HighPrecisionLinear(torch.autograd.Function):
             report_backward(ctx.seen, ObservedGemm("wgrad", dy_TN.mT, offs=offs))
             settings = offs, ctx.w_dtype, ctx.main_grad
             (dw,) = run_or_defer(ctx.parameters, lambda: [wgrad(dy, x, *settings)])
-        return dx, dw, None, None, None, None
+        return dx, dw, None, None, None, None, None
 
 
 def nt(a: Tensor, b: Tensor, offs: Tensor | None, dtype: torch.dtype) -> Tensor:

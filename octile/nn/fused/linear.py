@@ -36,16 +36,22 @@ from octile.nn.observer import ObservedGemm, has_gemm_observers, report_backward
 from octile.ops.grouped import grouped_matmul_nt
 from octile.ops.groups import AlignedGroups
 from octile.ops.matmul import matmul_nt, matmul_nt_out
+from octile.ops.row_invariant import row_invariant_scaled_nt
 from octile.recipe import GemmFormats, Recipe
 from octile.scaled import ScaledTensor, grouped_wgrad
 from octile.scaled import matmul_nt as scaled_matmul_nt
 
 
-def nt(a: ScaledTensor, b: ScaledTensor, offs: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Multiply a[T, K] · bᵀ with b[N, K] or [G, N, K] → [T, N] in dtype."""
+def nt(
+    a: ScaledTensor, b: ScaledTensor, offs: Tensor | None, dtype: torch.dtype, batch_invariant: bool = False
+) -> Tensor:
+    """Multiply a[T, K] · bᵀ with b[N, K] or [G, N, K] → [T, N] in dtype; see `Recipe.batch_invariant`."""
     out_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32  # an FP16 result could overflow
     operands = (a.data, a.scale, a.block, b.data, b.scale, b.block)
-    y = matmul_nt(*operands, out_dtype) if offs is None else grouped_matmul_nt(*operands, offs, out_dtype)
+    if batch_invariant:
+        y = row_invariant_scaled_nt(*operands, offs, out_dtype)
+    else:
+        y = matmul_nt(*operands, out_dtype) if offs is None else grouped_matmul_nt(*operands, offs, out_dtype)
     # `to` its own dtype would be a second result to the compiler of torch 2.11, which then loses its gradient
     return y if y.dtype == dtype else y.to(dtype)
 
@@ -131,7 +137,7 @@ class QuantizedLinear(torch.autograd.Function):
         ctx.seen = report_fprop(weight, ObservedGemm("fprop", x_TK, a, b, offs)) if observed else []
         if "fprop" in in_high_precision:
             return high_precision.nt(x_TK.to(compute), weight.to(compute).contiguous(), offs, out_dtype)
-        return nt(x, weights.w, offs, out_dtype)
+        return nt(x, weights.w, offs, out_dtype, recipe.batch_invariant)
 
     @staticmethod
     @first_derivative_only

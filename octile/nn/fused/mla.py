@@ -117,7 +117,7 @@ class _LatentAttention(torch.autograd.Function):
         q, k, v = saved["qkv"] or _queries_keys_values(x_q, x_kv, saved["k_rope"], cos_sin, w_q, w_kv, heads, s.dtype)
         o_BSHV = saved["o"].dequantize(s.dtype).view(v.shape)
         dq, dk, dv = attention_backward(do_BSHV, q, k, v, o_BSHV, saved["lse"], heads.softmax_scale)
-        dq_TX, dkv_TX, dk_rope_TR = _projection_gradients(dq, dk, dv, cos_sin)
+        dq_TX, dkv_TX, dk_rope_TR = projection_gradients(dq, dk, dv, cos_sin)
 
         dq, dq_t = quantize_gradient(dq_TX, formats)
         dkv, dkv_t = quantize_gradient(dkv_TX, formats)
@@ -152,7 +152,7 @@ def _queries_keys_values(
     return q_BSHX, k_BSHX, kv_BSHX[..., heads.nope_dim :]
 
 
-def _projection_gradients(dq: Tensor, dk: Tensor, dv: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor, Tensor]:
+def projection_gradients(dq: Tensor, dk: Tensor, dv: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of both projections, [T, H·X] and [T, H·(N+V)], and of the rotary key [T, R].
 
     Overwrites dq.

@@ -27,7 +27,7 @@ from octile.formats import TILE
 from octile.nn.double_backward import first_derivative_only
 from octile.nn.fused.block_input import BlockInput, Saved
 from octile.nn.fused.elementwise import rms_norm
-from octile.nn.fused.fusion import FusableModule, has_hooks, is_fusable_norm
+from octile.nn.fused.fusion import FusableModule, check_not_batch_invariant, has_hooks, is_fusable_norm
 from octile.nn.norm import RMSNorm
 from octile.nn.observer import has_gemm_observers, report_quantization
 from octile.ops.norm import rms_norm_backward, rms_norm_quantize
@@ -45,6 +45,7 @@ def pre_norm(x: Tensor, norm: nn.Module, layer: nn.Module) -> tuple[Tensor, Tens
             into an `MLA`, `MHA`, `MLP` or `MoE` whose layers are fused, unless it has hooks itself, which see tensors.
     """
     if not is_fusable_norm(norm):
+        check_not_batch_invariant(*layer.modules())
         return x, norm(x)
     assert isinstance(norm, RMSNorm)
     fusion = layer.fusion() if isinstance(layer, FusableModule) and not has_hooks(layer) else None

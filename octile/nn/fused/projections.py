@@ -62,7 +62,7 @@ class _Projections(torch.autograd.Function):
         for i, w in enumerate(quantized):
             layers.report_fprop(i, weights, lambda: x_TK, x.q, w)
             gemm_sizes = [size for layer in layers.gemms[i] for size in sizes[layer]]
-            parts = nt(x.q, w.w, None, s.dtype).split(gemm_sizes, dim=-1)
+            parts = nt(x.q, w.w, None, s.dtype, s.recipe.batch_invariant).split(gemm_sizes, dim=-1)
             # no map: the compiler of torch 2.11 does not trace it here, and would break the layer's graph
             outputs += [contiguous_copy(part) for part in parts] if contiguous else parts
             ctx.parts.append(len(gemm_sizes))

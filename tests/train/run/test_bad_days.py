@@ -418,7 +418,7 @@ def test_all_tokens_may_be_routed_to_the_same_experts(new_trainer, recipe):
     assert torch.allclose(moe.experts.gate_up[2:], decayed, rtol=1e-5, atol=0)  # their gradient is zero
 
 
-@pytest.mark.parametrize("recipe", Recipe.names())
+@pytest.mark.parametrize("recipe", [name for name in Recipe.names() if not Recipe.named(name).batch_invariant])
 def test_forward_and_backward_work_with_one_token(recipe):
     torch.manual_seed(0)
     moe = MoE(Gate(64, 4, 2), 64, 32, 32)

@@ -1,0 +1,185 @@
+"""Multi-head latent attention with the forward pass of serving, as one function.
+
+    forward     q = x_q · w_qᵀ, its rotary part rotated        rows = latents and rotated key, rounded as if cached
+                o by the operators of serving                  (`octile.ops.absorbed_attention`)
+                o → 1×128 for the GEMM, and → E5M6, saved once
+                y = o · w_oᵀ
+    backward    dy → 1×128 and 128×1, do = dy · w_o
+                q recomputed, and k, v = rows · w_kvᵀ in high precision: o and lse by one more attention
+                dq, dk, dv → 1×128 and 128×1
+                dx_q = dq · w_q, dlatent = (dk, dv) · w_kv
+                dw: three GEMMs; the saved o → 128×1, x_q and the rows recomputed → 128×1
+
+The forward pass multiplies queries by W_UK and results by W_UV, whose values are those of the quantized w_kv, and
+computes no key or value of a head. The backward pass is that of attention to keys and values: the same function, in
+another order of sums. The gradient passes through the rounding of rows and weights. Observers see the quantized w_kv,
+and no GEMM of it.
+
+Source: DeepSeek-V2 (arXiv 2405.04434) §2.1.2; DeepSeek-V3 (arXiv 2412.19437) §3.3.3.
+Shapes: B batch, S sequence, T = B·S tokens, H heads, C latent, R rotary key, N the rest of a head's key, V a head's
+value, X = N + R, W = C + R; a text has P pages.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octile.nn.double_backward import first_derivative_only
+from octile.nn.fused import high_precision
+from octile.nn.fused.attention_output import output, output_backward
+from octile.nn.fused.block_input import BlockInput
+from octile.nn.fused.layers import FusedLayers, Settings, load_saved, save_for_backward, settings
+from octile.nn.fused.linear import nt
+from octile.nn.fused.mla import Heads, projection_gradients
+from octile.nn.fused.quantize import WeightForms, quantize_gradient, quantize_operand, requantize
+from octile.nn.rope import CosSin
+from octile.ops.absorbed_attention import absorb, attend
+from octile.ops.attention import attention, attention_backward
+from octile.ops.latent_cache import PAGE, read_latents, row_bytes, write_latents
+from octile.ops.rope import latent_keys, rotate_
+from octile.scaled import ScaledTensor
+
+
+def served_attention(
+    x_q: BlockInput,
+    latent_TC: Tensor,
+    k_rope_TR: Tensor,
+    cos_sin: CosSin,
+    w_q: Tensor,
+    w_kv: Tensor,
+    w_o: Tensor,
+    heads: Heads,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Compute causal attention: [T, D] in dtype.
+
+    Args:
+        x_q: the input of the queries.
+        latent_TC: normalized latents, in dtype.
+        k_rope_TR: the rotary key of all heads, not yet rotated.
+        cos_sin: cosines and sines of the S positions, each [S, R/2].
+        w_q [H·X, ·], w_kv [H·(N+V), C], w_o [D, H·V].
+    """
+    weights = (w_q, w_kv, w_o)
+    s = settings(x_q.recipe, dtype, weights, x_q.x, latent_TC, k_rope_TR)
+    return _ServedAttention.apply(x_q.x, latent_TC, k_rope_TR, x_q, cos_sin, heads, s, *weights)
+
+
+class _ServedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_q_TK: Tensor,
+        latent_TC: Tensor,
+        k_rope_TR: Tensor,
+        x_q: BlockInput,
+        cos_sin: CosSin,
+        heads: Heads,
+        s: Settings,
+        *weights: Tensor,
+    ) -> Tensor:
+        layers = FusedLayers(weights, ctx.needs_input_grad[7:], s)
+        w_q, w_kv, w_o = quantized = layers.quantize(weights)
+        q_BSHX = _queries(x_q.q, cos_sin, w_q, heads, s)
+        cache = _cached(latent_TC, k_rope_TR, cos_sin, heads.batch, s.recipe.latents)
+        w_k_HCN, w_v_HVC = _weights_of_heads(w_kv, heads, s.dtype)
+        o_BSHV = q_BSHX.new_empty(*q_BSHX.shape[:3], heads.v_dim)
+        pages, lengths = _texts(q_BSHX)
+        q_THW = absorb(q_BSHX.flatten(0, 1), w_k_HCN)
+        attend(q_THW, cache, pages, lengths, w_v_HVC, heads.softmax_scale, o_BSHV.flatten(0, 1))
+        y_TD, saved_o = output(o_BSHV, layers, 2, weights, w_o)
+
+        layers.report_fprop(0, weights, lambda: x_q_TK, x_q.q, w_q)
+        save_for_backward(ctx, layers, quantized, x_q=x_q.saved, cache=cache, cos_sin=cos_sin, o=saved_o)
+        ctx.how_saved, ctx.heads, ctx.latent_dim = x_q.how_saved, heads, latent_TC.shape[1]
+        ctx.x_dtypes = x_q_TK.dtype, latent_TC.dtype
+        return y_TD
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
+        layers, (w_q, w_kv, w_o), saved = load_saved(ctx, dy_TD)
+        heads, s, cos_sin, formats = ctx.heads, layers.settings, saved["cos_sin"], layers.settings.formats
+        shape = torch.Size((heads.batch, len(dy_TD) // max(heads.batch, 1), heads.count, heads.v_dim))
+        do_BSHV, dw_o = output_backward(dy_TD, shape, saved["o"], layers, 2, w_o)
+
+        x_q = ctx.how_saved.quantized(saved["x_q"])
+        q_BSHX = _queries(x_q, cos_sin, w_q, heads, s)
+        latent_TC, rope_TR = _read(saved["cache"], ctx.latent_dim, shape, s.dtype)
+        k_BSHX, v_BSHV = _keys_and_values(latent_TC, rope_TR, w_kv, shape, heads, s)
+        o_BSHV, lse_BHS = attention(q_BSHX, k_BSHX, v_BSHV, heads.softmax_scale)
+        dq, dk, dv = attention_backward(do_BSHV, q_BSHX, k_BSHX, v_BSHV, o_BSHV, lse_BHS, heads.softmax_scale)
+        dq_TX, dkv_TX, dk_rope_TR = projection_gradients(dq, dk, dv, cos_sin)
+
+        dq, dq_t = quantize_gradient(dq_TX, formats)
+        dkv, dkv_t = quantize_gradient(dkv_TX, formats)
+        layers.report_dgrad(0, lambda: dq_TX, dq, w_q)
+        dx_q, dlatent = (
+            nt(d, w.w_t, None, dtype) if needed else None
+            for d, w, dtype, needed in zip((dq, dkv), (w_q, w_kv), ctx.x_dtypes, ctx.needs_input_grad, strict=False)
+        )
+        x_kv = quantize_operand(latent_TC, formats.x, "x")
+        (dw_q,) = layers.wgrad(0, lambda: dq_TX, dq_t, requantize(x_q, formats.wgrad_x))
+        (dw_kv,) = layers.wgrad(1, lambda: dkv_TX, dkv_t, requantize(x_kv, formats.wgrad_x))
+        return dx_q, dlatent, dk_rope_TR, None, None, None, None, dw_q, dw_kv, dw_o
+
+
+def _queries(x: ScaledTensor, cos_sin: CosSin, w: WeightForms, heads: Heads, s: Settings) -> Tensor:
+    """Compute queries [B, S, H, X], rotated."""
+    q_TX = nt(x, w.w, None, s.dtype, batch_invariant=True)
+    q_BSHX = q_TX.unflatten(0, (heads.batch, -1)).unflatten(-1, (heads.count, -1))
+    rotate_(q_BSHX, *cos_sin)
+    return q_BSHX
+
+
+def _cached(latent_TC: Tensor, k_rope_TR: Tensor, cos_sin: CosSin, batch: int, latents: str) -> Tensor:
+    """Write the rows of all texts to pages of their own, as serving caches them: [B·P, 64, W], or bytes."""
+    c, r = latent_TC.shape[1], k_rope_TR.shape[1]
+    rope_BS1R = k_rope_TR.reshape(batch, -1, 1, r).clone()
+    rotate_(rope_BS1R, *cos_sin)
+    s = rope_BS1R.shape[1]
+    n_pages = -(-s // PAGE)
+    width, dtype = (row_bytes(c, r), torch.uint8) if latents == "fp8" else (c + r, latent_TC.dtype)
+    cache = latent_TC.new_zeros(batch * n_pages, PAGE, width, dtype=dtype)
+    first_B1 = torch.arange(0, batch * n_pages * PAGE, n_pages * PAGE, device=cache.device)[:, None]
+    slots_T = (first_B1 + torch.arange(s, device=cache.device)).flatten()
+    write_latents(cache, slots_T, latent_TC.contiguous(), rope_BS1R.flatten(0, 2))
+    return cache
+
+
+def _texts(q_BSHX: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the pages of each row's text, int32 [T, P], and the positions that it attends to, int32 [T]."""
+    b, s = q_BSHX.shape[:2]
+    n_pages = -(-s // PAGE)
+    pages_BP = torch.arange(b * n_pages, dtype=torch.int32, device=q_BSHX.device).view(b, n_pages)
+    lengths_S = torch.arange(1, s + 1, dtype=torch.int32, device=q_BSHX.device)
+    return pages_BP.repeat_interleave(s, dim=0), lengths_S.repeat(b)
+
+
+def _read(cache: Tensor, latent_dim: int, shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the rows of all texts [B, S, ·]: latents [T, C] and rotated keys [T, R]."""
+    b, s = shape[:2]
+    slots_BL = torch.arange(cache.shape[0] * PAGE, device=cache.device).view(b, -1)
+    rows_TW = read_latents(cache, slots_BL[:, :s].flatten(), latent_dim, dtype)
+    return rows_TW[:, :latent_dim], rows_TW[:, latent_dim:]
+
+
+def _weights_of_heads(w_kv: WeightForms, heads: Heads, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return W_UK [H, C, N] and W_UV [H, V, C], contiguous as serving has them, with the quantized weight's values."""
+    w_HYC = w_kv.w.dequantize(dtype).unflatten(0, (heads.count, -1))
+    w_k_HNC, w_v_HVC = w_HYC.split([heads.nope_dim, heads.v_dim], dim=1)
+    return w_k_HNC.mT.contiguous(), w_v_HVC.contiguous()
+
+
+def _keys_and_values(
+    latent_TC: Tensor, rope_TR: Tensor, w_kv: WeightForms, shape: torch.Size, heads: Heads, s: Settings
+) -> tuple[Tensor, Tensor]:
+    """Compute k [B, S, H, X] and v [B, S, H, V]; rotary keys are rotated before."""
+    kv_TX = high_precision.nt(latent_TC, w_kv.w.dequantize(s.dtype), None, s.dtype)
+    kv_BSHX = kv_TX.view(*shape[:2], heads.count, -1)
+    no_angle_SR = rope_TR.new_zeros(shape[1], heads.rope_dim // 2, dtype=torch.float32)
+    k_BSHX = latent_keys(kv_BSHX, rope_TR.view(*shape[:2], -1), no_angle_SR + 1, no_angle_SR, heads.nope_dim)
+    return k_BSHX, kv_BSHX[..., heads.nope_dim :]
