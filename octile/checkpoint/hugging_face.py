@@ -39,6 +39,7 @@ from octile.checkpoint.fp8_layout import (
     with_quantization,
     without_quantization,
 )
+from octile.checkpoint.recipe_entry import recipe_of, with_recipe
 from octile.checkpoint.shards import Shards, plan_shards, write_index
 from octile.checkpoint.tensor_file import TORCH_DTYPES, TensorFileWriter, TensorSpec, writing
 from octile.command_text import quoted_path, train_command
@@ -91,6 +92,7 @@ def save(model: DeepseekV3, folder: str | Path, weights: Weights = "fp8", files:
         weights,
         files,
         model.stored_scales,
+        model.recipe,
     )
 
 
@@ -102,6 +104,7 @@ def write_folder(
     weights: Weights,
     files: Iterable[str | Path] = (),
     stored_scales: Mapping[str, Tensor] | None = None,
+    recipe: Recipe | None = None,
 ) -> None:
     """Write the tensors of a model, one at a time, as a Hugging Face folder.
 
@@ -111,6 +114,7 @@ def write_folder(
         shapes: Hugging Face name → shape of each tensor.
         read: returns the tensor of a name, on any device.
         stored_scales: the scales of the FP8 weights of the folder from which the model was read, if any.
+        recipe: that of the model, which config.json names if it is batch-invariant and weights are in FP8.
 
     Raises:
         ValueError, FileNotFoundError, OSError: as in `save`.
@@ -132,7 +136,8 @@ def write_folder(
                     _write(out, name, read(name), specs[name], scale, (stored_scales or {}).get(name))
         weight_map = {file: [n for name in names for n in specs[name]] for file, names in plan.items()}
         write_index(staging, weight_map, sum(s.nbytes for stored in specs.values() for s in stored.values()))
-        write_json(staging / CONFIG, _config_json(config, weights, specs))
+        named = recipe if weights == "fp8" else None
+        write_json(staging / CONFIG, with_recipe(_config_json(config, weights, specs), named))
         for other in others:
             shutil.copyfile(other, staging / other.name)
 
@@ -140,9 +145,10 @@ def write_folder(
 def load(path: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> DeepseekV3:
     """Read a model from a Hugging Face folder, or from the folder of a training run, which holds one as `model/`.
 
-    If the folder has FP8 weights, the model's layers are converted to `Recipe.deepseek_v3()` and compute in FP8. Where
-    config.json announces power-of-two scales (`scale_fmt: "ue8m0"`), the recipe has them for weights, too, so that the
-    layers compute with the values of the checkpoint.
+    If the folder has FP8 weights, the model's layers are converted to `Recipe.deepseek_v3()`, or to `Recipe.exact()` if
+    they were trained so (`octile.checkpoint.recipe_entry`), and compute in FP8. Where config.json announces scales that
+    are powers of two (`scale_fmt: "ue8m0"`), the recipe has them for weights, too, so that the layers compute with the
+    values of the checkpoint.
 
     Args:
         path: a folder written by octile or transformers, or published; weights in FP8, BF16, FP16 or FP32.
@@ -163,7 +169,7 @@ def load(path: str | Path, dtype: torch.dtype = torch.float32, device: str | tor
         buffer.zero_()
     _fill(model, folder)
     if folder.has_fp8_weights:
-        apply_recipe(model, Recipe.deepseek_v3().with_weight_scale(scale_rule(folder.config)))
+        apply_recipe(model, folder.recipe().with_weight_scale(scale_rule(folder.config)))
     return model.eval()
 
 
@@ -298,6 +304,15 @@ class OpenFolder:
     def has_fp8_weights(self) -> bool:
         """Whether a weight is in FP8."""
         return any(is_fp8(spec) for spec in self.shards.specs.values())
+
+    def recipe(self) -> Recipe:
+        """Return the recipe of the FP8 weights.
+
+        Raises:
+            ValueError: config.json names one that octile does not write.
+        """
+        with _naming(self.shards.folder / CONFIG):
+            return recipe_of(self.config)
 
     @property
     def has_indexer(self) -> bool:

@@ -3,7 +3,9 @@
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from octile.kernels.triton.launch_config import DECODE_ROWS
 from octile.models.config import ModelConfig
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.conversion import apply_recipe
+from octile.recipe import Recipe
 from octile.serve.engine.request import Request, RequestFactory, Sampling
 from octile.serve.process.server import StepEngine
 from octile.serve.runner import decode_loop
@@ -44,6 +47,17 @@ CONFIG = ModelConfig(
     rope_scaling=None,
     initializer_range=0.08,
 )
+
+
+# of a size that the recipe `exact` takes: experts that are fused, and a dense layer that is not
+EXACT = replace(CONFIG, moe_intermediate_size=128)
+
+
+def exact_model(dtype: torch.dtype = torch.float32, recipe: Recipe | None = None, **changes: Any) -> DeepseekV3:
+    """Make a model of a batch-invariant recipe, with other numbers in its configuration."""
+    torch.manual_seed(0)
+    model = DeepseekV3(replace(EXACT, **changes)).to(dtype).eval()
+    return apply_recipe(model, recipe or Recipe.exact())  # type: ignore[return-value]
 
 
 def new_model(fp8: bool, dtype: torch.dtype = torch.float32, config: ModelConfig = CONFIG) -> DeepseekV3:
