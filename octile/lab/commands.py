@@ -35,4 +35,7 @@ COMMANDS = {
         "Predict which layers lose too much in 8 bits, and write a recipe for them.",
         check_outputs,
     ),
+    "rollout": Command(
+        "octile.lab.pages.rollout", "Compare the probabilities of served tokens with those of training, bit for bit."
+    ),
 }

@@ -24,6 +24,8 @@ class EngineConfig:
         n_drafts: draft tokens per request and step, by the model's multi-token prediction layer; 0 does not draft.
         batch_invariant: compute each request's logits bit for bit as if it were alone, so that its text never depends
             on what else is in the batch; slower.
+        exact: as batch_invariant, for weights of the recipe `exact`: log-probabilities are those of training, bit for
+            bit. Weights of other recipes are refused.
         index_format: format of the indexer's queries and keys in a model with sparse attention. e4m3: after a Hadamard
             rotation, as DeepSeek published; float32: without it, as transformers, to compare texts. It is slower, and
             steps on a GPU have no CUDA graphs.
@@ -40,6 +42,7 @@ class EngineConfig:
     max_step_tokens: Annotated[int, Range(at_least=1, at_most=2**20)] = 2048
     n_drafts: Annotated[int, Range(at_least=0, at_most=MAX_DRAFTS)] = 0
     batch_invariant: bool = False
+    exact: bool = False
     index_format: IndexFormat = "e4m3"
     expert_window: Annotated[int, Range(at_least=0, at_most=2**24)] | None = None
 

@@ -26,6 +26,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from octile.ops import cross_entropy
 from octile.ops.sample_tokens import NOT_A_NUMBER, gumbel, sample_tokens, sampling_keys
 from octile.serve.engine.request import Sampling, TokenLogprobs
 
@@ -76,7 +77,7 @@ def log_probabilities(logits_LV: Tensor, tokens: Sequence[int], rows: Sequence[R
         rows: L of them, each with sampling.logprobs.
     """
     counts = [row.sampling.logprobs or 0 for row in rows]
-    logprobs_LV = logits_LV.log_softmax(-1)
+    logprobs_LV = cross_entropy.log_probabilities(logits_LV)
     token_logprobs = logprobs_LV.gather(1, torch.tensor(tokens, device=logits_LV.device)[:, None])[:, 0].tolist()
     top, top_tokens = (t.tolist() for t in logprobs_LV.topk(min(max(counts), logits_LV.shape[1])))
     return [

@@ -61,6 +61,7 @@ def serve(
     try:
         folder = Folder.open(run)
         ranks.agree("parallel", str(parallel))
+        engine, cache = folder.exact_options(engine, cache, parallel, device)
         folder.check_parallel(parallel, engine.batch_invariant)
         chat = ChatTemplate.load(folder.path, folder.tokenizer)
         with ExitStack() as stack:

@@ -19,6 +19,9 @@ Shapes: T rows, D model, H heads of this rank, V vocabulary, or a head's value; 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,6 +44,22 @@ from octile.serve.runner.kv_cache import IndexCache, KVCache
 from octile.serve.runner.step import Step
 from octile.serve.weights.block_weights import BlockWeights
 from octile.serve.weights.weights import ServedWeights
+
+BlockObserver = Callable[[int, Tensor], None]
+_observer: ContextVar[BlockObserver | None] = ContextVar("octile_block_observer", default=None)
+
+
+@contextmanager
+def observe_blocks(observer: BlockObserver) -> Iterator[None]:
+    """Call an observer with each block's number and its output [T, D], which the next block may overwrite.
+
+    Rows after those of the batch are padding. Replays of CUDA graphs call nothing.
+    """
+    token = _observer.set(observer)
+    try:
+        yield
+    finally:
+        _observer.reset(token)
 
 
 @dataclass(frozen=True)
@@ -113,8 +132,11 @@ class Forward:
         n_rows, step = len(step.tokens), self._padded(self.attention.with_schedule(step))
         x_TD = self.weights.embedding[self.tp.own(step.tokens)]
         cos_sin = self.cos[step.positions], self.sin[step.positions]
+        observe = _observer.get()
         for layer, block in enumerate(self.weights.blocks):
             x_TD = self._block(x_TD, layer, block, step, cos_sin)
+            if observe is not None:
+                observe(layer, x_TD)
         return self.last_norm(x_TD, n_rows)
 
     def last_norm(self, x_TD: Tensor, n_rows: int) -> Tensor:

@@ -5,5 +5,6 @@ generation_config.py      what a model's `generation_config.json` gives: ends of
 weights.py                `ServedWeights`: all weights of a model, and how they are read
 block_weights.py          the weights of a block, as GEMMs read them, and parts of weights
 head_share.py             the weights of some heads of attention
+exact.py                  exact mode: what it implies for an engine, and what it refuses
 routed_shared_experts.py  shared experts that are routed like others
 """

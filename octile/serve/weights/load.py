@@ -29,6 +29,7 @@ from octile.serve.ranks.placement import rebalance_experts
 from octile.serve.ranks.tensor_parallel import TensorParallel
 from octile.serve.runner.kv_cache import CacheFormat, check_index_format, needs_index
 from octile.serve.runner.model_runner import ModelRunner
+from octile.serve.weights.exact import exact_options
 from octile.serve.weights.generation_config import FILE, GenerationConfig, read_generation_config
 from octile.serve.weights.head_share import check_heads, is_of_heads
 from octile.serve.weights.routed_shared_experts import check_batch_invariant, check_shared, with_shared_load
@@ -120,6 +121,7 @@ class Folder:
             MemoryError: the weights leave no memory for a cache.
         """
         self._check_engine(engine)
+        engine, cache = self.exact_options(engine, cache, None, device)
         weights, stored = self.read_weights(device, engine.n_drafts > 0), cache.format or _cached(device)
         n_pages = self._n_pages(weights, stored, engine, cache.gib, phase)
         runner = _runner(weights, n_pages, stored, engine, phase=phase)
@@ -129,6 +131,25 @@ class Folder:
         """Raise ValueError if the model has no layer that drafts, or no indexer, and the engine is to use it."""
         check_can_draft(engine.n_drafts, self.model.num_nextn_predict_layers > 0, "engine.n_drafts")
         check_index_format(engine.index_format, self.model.has_indexer, "engine.index_format")
+
+    def is_exact(self) -> bool:
+        """Whether the weights are of a recipe that exact mode serves."""
+        folder = open_folder(self.path)
+        return folder.has_fp8_weights and folder.recipe().batch_invariant
+
+    def exact_options(
+        self, engine: EngineConfig, cache: CacheConfig, parallel: ParallelConfig | None, device: torch.device
+    ) -> tuple[EngineConfig, CacheConfig]:
+        """Return options with what exact mode implies, if they ask for it: `octile.serve.weights.exact`.
+
+        Raises:
+            ValueError: the weights or another option have other bits than training.
+        """
+        if not engine.exact:
+            return engine, cache
+        folder = open_folder(self.path)
+        recipe = folder.recipe() if folder.has_fp8_weights else None
+        return exact_options(engine, cache, parallel, recipe, _activations(device))
 
     def check_parallel(self, parallel: ParallelConfig, batch_invariant: bool = False) -> None:
         """Check that the model's experts can be spread over the ranks, and its heads over those of a group.
@@ -221,6 +242,7 @@ class Folder:
             ValueError, MemoryError: as `load` or `window_of`.
         """
         self._check_engine(engine)
+        engine, cache = self.exact_options(engine, cache, parallel, device)
         engine = replace(engine, expert_window=window_of(engine, parallel))
         seconds = REBALANCE_SECONDS if parallel.rebalance is None else parallel.rebalance
         c, drafts = self.model, engine.n_drafts > 0

@@ -17,6 +17,21 @@ from octile.optim import DynamicLossScale
 from octile.train.step.progress import Progress
 
 
+def autocast(device: torch.device, compute: torch.dtype) -> torch.autocast:
+    """Autocast of a forward pass: on a GPU, what is not quantized is in the recipe's `compute` dtype.
+
+    On a CPU, and under a recipe that computes in FP32, it is in FP32.
+    """
+    return torch.autocast(device.type, compute, device.type == "cuda" and compute != torch.float32)
+
+
+@contextmanager
+def forward_precision(device: torch.device, compute: torch.dtype) -> Iterator[None]:
+    """The context of a forward pass on a device: autocast, and GEMMs that sum in FP32 under every recipe."""
+    with autocast(device, compute), without_reduced_precision_reduction():
+        yield
+
+
 class Passes:
     """The passes of a training step, of a validation and of measurements.
 
@@ -40,17 +55,13 @@ class Passes:
         self._compute, self._loss_scale = compute, loss_scale
 
     def autocast(self) -> torch.autocast:
-        """Autocast of a forward pass: on a GPU, what is not quantized is in the recipe's `compute` dtype.
-
-        On a CPU, and under a recipe that computes in FP32, it is in FP32.
-        """
-        is_enabled = self.device.type == "cuda" and self._compute != torch.float32
-        return torch.autocast(self.device.type, self._compute, is_enabled)
+        """Autocast of a forward pass; see `autocast`."""
+        return autocast(self.device, self._compute)
 
     @contextmanager
     def precision(self) -> Iterator[None]:
         """The context of a forward pass: autocast, and GEMMs that sum in FP32 under every recipe."""
-        with self.autocast(), without_reduced_precision_reduction():
+        with forward_precision(self.device, self._compute):
             yield
 
     def prepare(self) -> None:

@@ -24,7 +24,7 @@ from octile.serve.weights.block_weights import MoEWeights
 from octile.serve.weights.weights import ServedWeights
 from octile.tokenizer import Tokenizer
 from tests.parallel.expert_cases import peers_on_cpu
-from tests.serve.models import CONFIG, Texts, new_model, text
+from tests.serve.models import CONFIG, Texts, exact_model, new_model, text
 from tests.worlds import Outcomes
 
 N_PAGES = 20
@@ -65,6 +65,17 @@ def logits_in_fp32(rank: int, folder: Path) -> None:
 
 def logits_in_fp8(rank: int, folder: Path) -> None:
     check_logits(True, rank, moves=False)
+
+
+def log_probabilities_of_training(rank: int, folder: Path) -> None:
+    model = exact_model()
+    experts = ExpertParallelWeights(ServedWeights.of_model(model), FIRST[:1])
+    found = read(ModelRunner(experts, N_PAGES, batch_invariant=True), rank)
+    for seed, logits in zip((10 * rank, 10 * rank + 1), found, strict=True):
+        tokens = torch.tensor([text(len(logits), seed)])
+        served = logits[:-1].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
+        with torch.no_grad():
+            assert torch.equal(model.log_probs(tokens)[0], served)
 
 
 def logits_while_experts_move(rank: int, folder: Path) -> None:
@@ -339,6 +350,7 @@ def wrong_engines_are_refused(rank: int, folder: Path) -> None:
 WORKS = [
     logits_in_fp32,
     logits_in_fp8,
+    log_probabilities_of_training,
     logits_while_experts_move,
     logits_with_dynamic_redundancy,
     logits_without_batch_invariance,

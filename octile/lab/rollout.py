@@ -1,0 +1,252 @@
+"""Whether serving gives a token the log-probability that training computes for it, and where the two begin to differ.
+
+    prompts      read by the engine's model in one piece
+    decoded      sampled by the engine, many texts at a time: of various lengths, some with a common beginning
+    training     the same texts in `DeepseekV3.log_probs`, each alone
+
+In reinforcement learning the engine samples a text and the trainer weighs its tokens by their probabilities. Where the
+two disagree, the gradient is that of another policy. Under `Recipe.exact` and an engine in exact mode all bits agree.
+
+The Kullback-Leibler divergence of training from serving is estimated from the decoded tokens, which serving has
+sampled, by the mean of exp(d) − 1 − d with d the logarithm of training's probability minus that of serving.
+
+Source: J. Schulman, "Approximating KL Divergence" (2020).
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from octile.models.deepseek_v3 import DeepseekV3
+from octile.ops.cross_entropy import log_probabilities
+from octile.serve.engine.engine import Engine
+from octile.serve.engine.request import Sampling
+from octile.serve.model.forward import observe_blocks
+from octile.serve.runner.batch import Batch, Chunk
+from octile.serve.runner.model_runner import ModelRunner
+from octile.train.step.passes import forward_precision
+
+SHARED_EVERY = 3  # of so many prompts one has the common beginning
+SHARED = 80  # tokens of it, more than a page
+SHORTEST, LONGEST = 1, 200  # tokens of a drawn prompt
+
+
+@dataclass
+class Text:
+    """A text that the engine has continued.
+
+    Attributes:
+        prompt, tokens: what was given, and what was sampled.
+        decoded: log-probability of each sampled token, by the engine.
+        read: log-probability of each token of the prompt but the first, by the engine's model.
+    """
+
+    prompt: list[int]
+    tokens: list[int] = field(default_factory=list)
+    decoded: list[float] = field(default_factory=list)
+    read: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far log-probabilities of serving and of training agree.
+
+    Attributes:
+        kind: "prompts" or "decoded".
+        tokens, equal: how many there are, and how many have equal bits.
+        mean, largest: of the magnitudes of the differences, in nats.
+        kl: an estimate of the divergence, in nats a token; None for prompts, which nobody has sampled.
+    """
+
+    kind: str
+    tokens: int
+    equal: int
+    mean: float
+    largest: float
+    kl: float | None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where the bits of serving and training first differ in a text.
+
+    Attributes:
+        text: the text's number.
+        position: the first position that differs in the first place that differs.
+        where: "block 3", "norm", or "head".
+        values: how many of this place's values at this position differ, and of how many.
+        largest: the largest difference among them.
+    """
+
+    text: int
+    position: int
+    where: str
+    values: tuple[int, int]
+    largest: float
+
+
+def draw_prompts(tokens: Sequence[int], count: int, seed: int) -> list[list[int]]:
+    """Cut prompts of drawn lengths from tokens; one in three begins with tokens that all of these share."""
+    rng = random.Random(seed)
+    common = list(tokens[: min(SHARED, len(tokens) // 2)])
+    prompts = []
+    for i in range(count):
+        length = min(rng.randint(SHORTEST, LONGEST), len(tokens))
+        start = rng.randrange(len(tokens) - length + 1)
+        prompts.append((common if i % SHARED_EVERY == 0 else []) + list(tokens[start : start + length]))
+    return prompts
+
+
+def roll_out(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int, seed: int) -> list[Text]:
+    """Continue prompts by so many sampled tokens each, all of them at once.
+
+    Raises:
+        RuntimeError: the engine has ended a request with an error.
+    """
+    texts: dict[int, Text] = {}
+    for i, prompt in enumerate(prompts):
+        sampling = Sampling(new_tokens, 1.0, seed=seed + i, ignore_eos=True, logprobs=0)
+        texts[engine.add(prompt, sampling).id] = Text(list(prompt))
+    while engine.has_work:
+        for output in engine.step():
+            if output.error is not None:
+                raise RuntimeError(output.error)
+            texts[output.request_id].tokens += output.tokens
+            texts[output.request_id].decoded += [each.logprob for each in output.logprobs]
+    return list(texts.values())
+
+
+def read_prompts(runner: ModelRunner, texts: Sequence[Text]) -> None:
+    """Have the engine's model read the prompts, and note the log-probabilities of their tokens."""
+    for text in texts:
+        if len(text.prompt) > 1:
+            logits, _ = runner.run(Batch([_chunk(runner, text.prompt, 0, len(text.prompt))]))
+            chosen = torch.tensor(text.prompt[1:], device=logits.device)
+            text.read = log_probabilities(logits[:-1]).gather(1, chosen[:, None])[:, 0].tolist()
+
+
+@torch.no_grad()
+def compare(model: DeepseekV3, texts: Sequence[Text]) -> list[Agreement]:
+    """Compare texts with a model's own log-probabilities.
+
+    Args:
+        model: in evaluation mode.
+        texts: what the engine has computed.
+    """
+    pairs: dict[str, list[tuple[Tensor, Tensor]]] = {"prompts": [], "decoded": []}
+    for text in texts:
+        trained_S = training_log_probs(model, text)
+        n = len(text.prompt) - 1
+        pairs["prompts"].append((torch.tensor(text.read), trained_S[:n][: len(text.read)]))
+        pairs["decoded"].append((torch.tensor(text.decoded), trained_S[n:]))
+    return [_agreement(kind, *map(torch.cat, zip(*found, strict=True))) for kind, found in pairs.items()]
+
+
+def training_log_probs(model: DeepseekV3, text: Text) -> Tensor:
+    """Return the log-probabilities of a text's tokens but the first, on the host: float32 [S − 1]."""
+    device = model.lm_head.weight.device
+    tokens = torch.tensor([text.prompt + text.tokens], device=device)
+    with _precision(model):
+        return model.log_probs(tokens)[0].cpu()
+
+
+@contextmanager
+def _precision(model: DeepseekV3) -> Iterator[None]:
+    compute = torch.bfloat16 if model.recipe is None else model.recipe.compute
+    with forward_precision(model.lm_head.weight.device, compute):
+        yield
+
+
+def _agreement(kind: str, served_N: Tensor, trained_N: Tensor) -> Agreement:
+    d_N = (trained_N - served_N).double()
+    is_decoded = kind == "decoded"
+    return Agreement(
+        kind,
+        len(d_N),
+        int((served_N == trained_N).sum()),
+        float(d_N.abs().mean()) if len(d_N) else 0.0,
+        float(d_N.abs().max()) if len(d_N) else 0.0,
+        float((d_N.exp() - 1 - d_N).mean()) if is_decoded and len(d_N) else None,
+    )
+
+
+@torch.no_grad()
+def find_difference(model: DeepseekV3, runner: ModelRunner, texts: Sequence[Text]) -> Difference | None:
+    """Find where the bits of serving and training first differ: block by block, in the order of texts.
+
+    The runner reads a text's prompt in one piece and then its tokens one by one. Only a text whose results differ there
+    is found.
+
+    Args:
+        model: in evaluation mode.
+        runner: without CUDA graphs.
+        texts: whose tokens are read.
+    """
+    for i, text in enumerate(texts):
+        served, trained = _served_places(runner, text), _trained_places(model, text)
+        for where, served_SD in served.items():
+            trained_SD = trained[where]
+            differs_S = (served_SD != trained_SD).any(-1)
+            if bool(differs_S.any()):
+                position = int(differs_S.nonzero()[0])
+                d_D = (served_SD[position].double() - trained_SD[position].double()).abs()
+                return Difference(i, position, where, (int((d_D != 0).sum()), len(d_D)), float(d_D.max()))
+    return None
+
+
+def _served_places(runner: ModelRunner, text: Text) -> dict[str, Tensor]:
+    """Return what serving computes at each position of a text: the output of each block, the norm's, the logits."""
+    places: dict[str, list[Tensor]] = {}
+
+    def note(where: str, x: Tensor) -> None:
+        places.setdefault(where, []).append(x.detach().cpu().clone())
+
+    def note_block(rows: int, layer: int, x_TD: Tensor) -> None:
+        note(f"block {layer}", x_TD[:rows])
+
+    tokens, n = text.prompt + text.tokens, len(text.prompt)
+    for start, end in ((0, n), *((s, s + 1) for s in range(n, len(tokens)))):
+        rows = end - start  # of the chunk, which padding follows
+        with observe_blocks(partial(note_block, rows)):
+            logits, hidden_TD = runner.run(Batch([_chunk(runner, tokens, start, end)]))
+        note("norm", hidden_TD[:rows])
+        note("head", logits)
+    return {where: torch.cat(parts) for where, parts in places.items()}
+
+
+def _trained_places(model: DeepseekV3, text: Text) -> dict[str, Tensor]:
+    """Return the same of a training forward pass."""
+    places: dict[str, Tensor] = {}
+    blocks = list(model.model.layers[: model.config.num_hidden_layers])
+    named: list[tuple[str, nn.Module]] = [(f"block {i}", block) for i, block in enumerate(blocks)]
+    named += [("norm", model.model.norm), ("head", model.lm_head)]
+
+    def noting(where: str) -> Callable[[nn.Module, object, Tensor], None]:
+        def hook(_: nn.Module, __: object, y: Tensor) -> None:
+            places[where] = y.detach()[0].float().cpu() if where == "head" else y.detach()[0].cpu()
+
+        return hook
+
+    handles = [module.register_forward_hook(noting(where)) for where, module in named]
+    try:
+        tokens = torch.tensor([text.prompt + text.tokens], device=model.lm_head.weight.device)
+        with _precision(model):
+            model(tokens)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return places
+
+
+def _chunk(runner: ModelRunner, tokens: Sequence[int], start: int, end: int) -> Chunk:
+    """Return a chunk of a text, which has the first pages of the cache, with all its logits."""
+    pages = array("i", range(-(-end // runner.page_size)))
+    return Chunk(tokens[start:end], start, pages, end - start)

@@ -1,0 +1,191 @@
+"""Serving and training compute the same log-probabilities, bit for bit, under the recipe `exact`."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from octile.lab.rollout import Agreement, Difference, Text, compare, find_difference, read_prompts, roll_out
+from octile.models.deepseek_v3 import DeepseekV3
+from octile.ops import gate, norm, row_invariant, swiglu
+from octile.recipe import Recipe
+from octile.serve.engine.config import EngineConfig
+from octile.serve.engine.engine import Engine
+from octile.serve.engine.stats import Stats
+from octile.serve.model import attention, feed_forward, forward, gemms
+from octile.serve.runner.model_runner import ModelRunner
+from octile.tokenizer import Tokenizer
+from tests.serve.models import EXACT, exact_model, text
+
+FP8_LATENTS = replace(Recipe.exact(), latents="fp8")
+SHARED = text(70, seed=100)  # more than a page
+PROMPTS = [text(1), text(3, 1), SHARED + text(20, 2), text(90, 3), SHARED + text(5, 4), text(17, 5), text(64, 6)]
+
+
+def agreements(
+    model: DeepseekV3,
+    tokenizer: Tokenizer,
+    n_pages: int = 64,
+    n_drafts: int = 0,
+    cache_format: Any = None,
+    prompts: Sequence[Sequence[int]] = PROMPTS,
+) -> tuple[list[Agreement], Stats]:
+    """How far the engine, with texts of all lengths in a batch, agrees with the model's forward pass."""
+    runner = ModelRunner(model, n_pages, cache_format, batch_invariant=True, n_drafts=n_drafts)
+    engine = Engine(runner, tokenizer, EngineConfig(max_batch=5, max_step_tokens=40, n_drafts=n_drafts))
+    texts = roll_out(engine, prompts, new_tokens=12, seed=0)
+    stats = engine.stats()
+    read_prompts(runner, texts)
+    return compare(model, texts), stats
+
+
+def assert_equal(found: list[Agreement]) -> None:
+    assert [(each.equal, each.largest) for each in found] == [(each.tokens, 0.0) for each in found]
+    assert min(each.tokens for each in found) > 50
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"q_lora_rank": None}, {"intermediate_size": 256}, {"scoring_func": "softmax", "topk_method": "greedy"}],
+    ids=["compressed queries", "direct queries", "fused dense layer", "softmax"],
+)
+def test_log_probabilities_are_those_of_training(tokenizer, dtype, changes):
+    changes |= {"n_group": 1, "topk_group": 1} if "scoring_func" in changes else {}
+    found, stats = agreements(exact_model(dtype, **changes), tokenizer)
+    assert_equal(found)
+    assert stats.shared_tokens > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_latents_in_fp8_are_rounded_by_training_too(tokenizer, dtype):
+    assert_equal(agreements(exact_model(dtype, FP8_LATENTS), tokenizer, cache_format="fp8")[0])
+
+
+def test_a_cache_that_rounds_otherwise_is_noticed(tokenizer):
+    found, _ = agreements(exact_model(), tokenizer, cache_format="fp8")
+    assert found[1].equal < found[1].tokens
+    assert found[1].kl > 0
+
+
+@pytest.mark.parametrize("n_drafts", [1, 3])
+def test_drafts_change_nothing(tokenizer, n_drafts):
+    found, stats = agreements(exact_model(), tokenizer, n_drafts=n_drafts)
+    assert_equal(found)
+    assert stats.drafted_tokens > 0
+
+
+def test_texts_that_were_preempted_have_the_same_bits(tokenizer):
+    found, stats = agreements(exact_model(), tokenizer, n_pages=5, prompts=[text(60, n) for n in range(5)])
+    assert_equal(found)
+    assert stats.preemptions > 0
+
+
+def test_a_batch_in_training_has_the_bits_of_each_text():
+    model = exact_model()
+    tokens_BS = torch.tensor([text(100, n) for n in range(3)])
+    with torch.no_grad():
+        together, alone = model.log_probs(tokens_BS), torch.cat([model.log_probs(row[None]) for row in tokens_BS])
+        beginning = model.log_probs(tokens_BS[:, :33])
+    assert torch.equal(together, alone)
+    assert torch.equal(together[:, :32], beginning)
+
+
+def test_the_usual_recipe_and_engine_do_not_agree(tokenizer):
+    found, _ = agreements(exact_model(recipe=Recipe.deepseek_v3()), tokenizer)
+    assert found[1].equal < found[1].tokens // 10
+
+
+# Mutations: one operator of serving with another order of sums, or with another rounding
+
+
+def in_float64(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    return torch.bmm(a.double(), b.double().mT).to(out_dtype)
+
+
+def absorb_in_float64(q_THX: Tensor, w_k_HCN: Tensor) -> Tensor:
+    q_THN, q_THR = q_THX.split([w_k_HCN.shape[2], q_THX.shape[2] - w_k_HCN.shape[2]], dim=-1)
+    absorbed_HTC = in_float64(q_THN.transpose(0, 1), w_k_HCN, q_THX.dtype)
+    return torch.cat((absorbed_HTC.transpose(0, 1), q_THR), dim=-1)
+
+
+def attend_in_float64(q_THW, cache, pages, lengths, w_v_HVC, scale, out_THV):
+    for q_HW, own, n, out_HV in zip(q_THW, pages, lengths.tolist(), out_THV, strict=True):
+        keys_TW = cache[own.long()].flatten(0, 1)[:n].double()
+        o_HC = (q_HW.double() @ keys_TW.mT * scale).softmax(-1) @ keys_TW[:, : w_v_HVC.shape[2]]
+        out_HV.copy_((w_v_HVC.double() @ o_HC[..., None])[..., 0])
+
+
+def reversed_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    rstd = torch.rsqrt(x.float().flip(-1).square().cumsum(-1)[:, -1] / x.shape[-1] + eps)
+    return norm.normalized(x, rstd, weight).to(x.dtype), rstd
+
+
+def reversed_norm_quantize(x, weight, eps, fmt, power_of_2, values=False):
+    y, rstd = reversed_norm(x.float(), weight, eps)
+    return *norm.quantize(y, 1, 128, fmt, power_of_2), rstd, y.to(x.dtype)
+
+
+def silu_of_torch(gate_MI, up_MI, fmt, power_of_2, weight=None, ends=None):
+    h = torch.nn.functional.silu(gate_MI.double()).float() * up_MI.float()
+    return swiglu.quantize(h if weight is None else h * weight[:, None], 1, 128, fmt, power_of_2)
+
+
+def blocks_backwards(a, a_scale, a_block, b, b_scale, b_block, offs, out_dtype, zero_rest=True):
+    values = (
+        row_invariant.dequantize(a, a_scale, *a_block, torch.float32),
+        row_invariant.dequantize(b, b_scale, *b_block, torch.float32),
+    )
+    return row_invariant.row_invariant_groups_nt(*values, offs, out_dtype)
+
+
+def weights_rounded(*arguments):
+    weights, experts, logits = gate.row_invariant_gate(*arguments)
+    return weights.bfloat16().float(), experts, logits
+
+
+def rotated_in_float64(x, cos, sin):
+    n = x.shape[-1] - 2 * cos.shape[-1]
+    even, odd = x[..., n::2].double(), x[..., n + 1 :: 2].double()
+    cos, sin = (t.double()[:, None] for t in (cos, sin))
+    x[..., n::2], x[..., n + 1 :: 2] = even * cos - odd * sin, even * sin + odd * cos
+
+
+MUTATIONS: dict[str, tuple[object, str, Callable[..., Any]]] = {
+    "norm of latents": (attention, "rms_norm", reversed_norm),
+    "last norm": (forward, "rms_norm", reversed_norm),
+    "norms before FP8 layers": (gemms, "rms_norm_quantize", reversed_norm_quantize),
+    "absorbed queries": (attention, "absorb", absorb_in_float64),
+    "attention": (attention, "attend", attend_in_float64),
+    "rotary embeddings": (attention, "rotate_", rotated_in_float64),
+    "FP8 GEMMs": (gemms, "row_invariant_scaled_nt", blocks_backwards),
+    "SwiGLU": (gemms, "swiglu_quantize", silu_of_torch),
+    "weights of experts": (feed_forward, "row_invariant_gate", weights_rounded),
+    "head": (forward, "row_invariant_matmul_nt", in_float64),
+}
+LONG = [Text(text(500, n)) for n in range(24)]  # rounding to 8 bits hides most last bits
+FIRST_SEEN_IN = {"last norm": ("norm",), "head": ("head",)}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_an_operator_with_another_order_of_sums_is_found(monkeypatch, name):
+    model = exact_model(intermediate_size=256)
+    monkeypatch.setattr(*MUTATIONS[name])
+    found = find_difference(model, ModelRunner(model, 64, batch_invariant=True), LONG)
+    assert isinstance(found, Difference)
+    assert found.where in FIRST_SEEN_IN.get(name, ("block 0", "block 1"))
+
+
+def test_without_a_mutation_nothing_is_found(tokenizer):
+    model = exact_model()
+    runner = ModelRunner(model, 64, batch_invariant=True)
+    texts = roll_out(Engine(runner, tokenizer), PROMPTS[:3], new_tokens=3, seed=0)
+    assert find_difference(model, runner, texts) is None
+
+
+def test_the_configuration_of_these_tests_has_a_dense_layer_that_is_not_fused():
+    assert EXACT.intermediate_size % 128
+    assert EXACT.first_k_dense_replace
