@@ -114,52 +114,6 @@ def _(
 
 
 @operator()
-def choose_experts(
-    logits: Tensor,
-    bias: Tensor | None,
-    n_chosen: int,
-    n_group: int,
-    topk_group: int,
-    best: int,
-    scoring_func: str,
-    norm_topk_prob: bool,
-    routed_scaling_factor: float,
-) -> tuple[Tensor, Tensor]:
-    """Choose K experts by logits that were computed elsewhere, as `gate` does by its own.
-
-    A row has the same bits for any T and at any position, for batch-invariant serving.
-
-    Args:
-        logits: [T, E] float32.
-        bias, n_chosen, n_group, topk_group, best, scoring_func, norm_topk_prob, routed_scaling_factor: as in `gate`.
-
-    Returns:
-        weights [T, K] float32 and experts [T, K] int64.
-
-    Raises:
-        TypeError, ValueError: as `gate`.
-    """
-    _check_choice(logits, bias, n_chosen, n_group, topk_group, best, scoring_func)
-    choice = n_chosen, n_group, topk_group, best
-    return route(logits, bias, *choice, scoring_func, norm_topk_prob, routed_scaling_factor)
-
-
-@choose_experts.register_fake
-def _(logits, bias, n_chosen, n_group, topk_group, best, scoring_func, norm_topk_prob, routed_scaling_factor):
-    shape = logits.shape[0], n_chosen
-    return logits.new_empty(shape), logits.new_empty(shape, dtype=torch.int64)
-
-
-@choose_experts.register_kernel("cuda")
-def _(logits, bias, n_chosen, n_group, topk_group, best, scoring_func, norm_topk_prob, routed_scaling_factor):
-    from octile.kernels.triton import gate as kernel
-
-    _check_choice(logits, bias, n_chosen, n_group, topk_group, best, scoring_func)
-    choice = n_chosen, n_group, topk_group, best
-    settings = *choice, scoring_func, norm_topk_prob, routed_scaling_factor, logits.shape[1]
-    return kernel.launch(logits, bias, *settings, row_invariant=True)[:2]
-
-
 def row_invariant_gate(
     x: Tensor,
     weight: Tensor,
@@ -172,10 +126,45 @@ def row_invariant_gate(
     norm_topk_prob: bool,
     routed_scaling_factor: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `gate` does; a row has the same bits for any T, at any position, and for any dtype of the weight."""
+    """Compute what `gate` does. A row has the same bits for any T, and for any dtype that the weight's values fit.
+
+    Args:
+        x, weight, bias, n_chosen, n_group, topk_group, best, scoring_func, norm_topk_prob, routed_scaling_factor: as in
+            `gate`.
+
+    Returns:
+        weights [T, K] float32, experts [T, K] int64, logits [T, E] float32.
+
+    Raises:
+        TypeError, ValueError: as `gate`.
+    """
+    check_gate(x, weight, bias, n_chosen, n_group, topk_group, best, scoring_func)
     logits = row_invariant_matmul_nt(x[None], weight[None].float(), torch.float32)[0]
     choice = n_chosen, n_group, topk_group, best
-    return *choose_experts(logits, bias, *choice, scoring_func, norm_topk_prob, routed_scaling_factor), logits
+    return *route(logits, bias, *choice, scoring_func, norm_topk_prob, routed_scaling_factor), logits
+
+
+@row_invariant_gate.register_fake
+def _(
+    x, weight, bias, n_chosen, n_group, topk_group, best, scoring_func, norm_topk_prob, routed_scaling_factor
+):  # fmt: skip
+    t = x.shape[0]
+    weights, logits = (x.new_empty(t, n, dtype=torch.float32) for n in (n_chosen, weight.shape[0]))
+    return weights, x.new_empty(t, n_chosen, dtype=torch.int64), logits
+
+
+@row_invariant_gate.register_kernel("cuda")
+def _(
+    x, weight, bias, n_chosen, n_group, topk_group, best, scoring_func, norm_topk_prob, routed_scaling_factor
+):  # fmt: skip
+    from octile.kernels.triton import gate as kernel
+
+    check_gate(x, weight, bias, n_chosen, n_group, topk_group, best, scoring_func)
+    settings = n_chosen, n_group, topk_group, best, scoring_func, norm_topk_prob, routed_scaling_factor
+    if x.dtype == torch.bfloat16:
+        return kernel.launch_row_invariant(x, weight, bias, *settings)
+    logits = row_invariant_matmul_nt(x[None], weight[None].float(), torch.float32)[0]
+    return kernel.launch(logits, bias, *settings, len(weight), row_invariant=True)
 
 
 def route(
@@ -336,19 +325,6 @@ def check_gate(
     if bias is not None:
         check_input_dtype("bias", bias)
         _check_shape("bias", bias, (len(weight),), x)
-
-
-def _check_choice(
-    logits: Tensor, bias: Tensor | None, n_chosen: int, n_group: int, topk_group: int, best: int, scoring_func: str
-) -> None:
-    if logits.dim() != 2:
-        raise ValueError(f"logits must be a matrix, not {tuple(logits.shape)}")
-    _check_float32("logits", logits, tuple(logits.shape), logits)
-    _check_scoring(scoring_func)
-    check_choice("logits", logits.shape[1], n_chosen, n_group, topk_group, best)
-    if bias is not None:
-        check_input_dtype("bias", bias)
-        _check_shape("bias", bias, logits.shape[1:], logits)
 
 
 def _check_backward(

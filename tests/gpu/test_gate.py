@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from octile.kernels.terms import DY_TERMS, TERMS
-from octile.ops.gate import bfloat16_terms, choose_experts, gate, gate_backward, route, route_backward, top_experts
+from octile.ops.gate import (
+    bfloat16_terms,
+    gate,
+    gate_backward,
+    route,
+    route_backward,
+    row_invariant_gate,
+    top_experts,
+)
 from tests.nn.gates import V2, V2_LITE, V3
 from tests.nn.gates import gate as gate_module
 from tests.ops.test_gate import assert_as_close_as_rounded, canceling
@@ -94,12 +102,18 @@ def test_experts_are_chosen_by_logits_in_parts(settings: tuple[Any, ...]):
 
 
 @every_setting
-def test_a_row_of_other_logits_has_the_same_bits_among_any_others(settings: tuple[Any, ...]):
-    logits = torch.randn(1000, E, generator=torch.Generator().manual_seed(0)).cuda()
-    together = choose_experts(logits, None, *settings)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_row_of_the_row_invariant_gate_has_the_same_bits_among_any_others(settings: tuple[Any, ...], dtype):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1000, 1100, generator=generator).to(dtype).cuda()
+    w = torch.randn(E, 1100, generator=generator).bfloat16().cuda()
+    together = row_invariant_gate(x, w, None, *settings)
+    torch.testing.assert_close(together[2], x.float() @ w.float().mT, rtol=1e-4, atol=1e-3)
     for first, end in ((0, 1), (3, 5), (7, 200), (999, 1000)):
-        for rows, of_all in zip(choose_experts(logits[first:end], None, *settings), together, strict=True):
-            assert torch.equal(rows, of_all[first:end])
+        for weight in (w, w.float()):
+            found = row_invariant_gate(x[first:end], weight, None, *settings)
+            for rows, of_all in zip(found, together, strict=True):
+                assert torch.equal(rows, of_all[first:end])
 
 
 @every_setting

@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from octile.kernels.terms import DY_TERMS, TERMS, WEIGHT_TERMS
-from octile.ops.gate import bfloat16_terms, choose_experts, gate, gate_backward, route, route_backward, top_experts
+from octile.ops.gate import (
+    bfloat16_terms,
+    gate,
+    gate_backward,
+    route,
+    route_backward,
+    row_invariant_gate,
+    top_experts,
+)
 from octile.ops.sigmoid import sigmoid
 from tests.ops.operators import assert_fake_is_true, assert_well_formed
 
@@ -145,28 +153,16 @@ def test_autocast_changes_nothing():
 
 @every_setting
 @pytest.mark.parametrize("has_bias", [True, False], ids=["bias", ""])
-def test_experts_are_chosen_by_logits_as_the_gate_chooses_them(settings, has_bias: bool):
-    bias = tensor(E) if has_bias else None
-    weights, experts, logits = gate(tensor(5, D), tensor(E, D), bias, *settings)
-    found = choose_experts(logits, bias, *settings)
-    assert torch.equal(found[0], weights)
-    assert torch.equal(found[1], experts)
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"logits": tensor(5, E).double()}, TypeError, "logits must be float32"),
-        ({"logits": tensor(E)}, ValueError, "logits must be a matrix"),
-        ({"bias": tensor(3)}, ValueError, "bias must be"),
-        ({"scoring_func": "relu"}, ValueError, "scoring_func must be"),
-    ],
-)
-def test_logits_that_do_not_fit_are_refused(changes: dict[str, Any], error, message: str):
-    names = ["logits", "bias", "n_chosen", "n_group", "topk_group", "best", "scoring_func", "norm_topk_prob", "factor"]
-    arguments = dict(zip(names, (tensor(5, E), tensor(E), *SETTINGS["V3"]), strict=True))
-    with pytest.raises(error, match=message):
-        choose_experts(*(arguments | changes).values())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_of_the_row_invariant_gate_has_the_same_bits_among_any_others(settings, has_bias: bool, dtype):
+    bias, x, w = tensor(E) if has_bias else None, tensor(100, D).to(dtype), tensor(E, D).bfloat16()
+    together = row_invariant_gate(x, w, bias, *settings)
+    for rows in (slice(0, 1), slice(3, 18), slice(1, 100)):
+        for found, expected in zip(row_invariant_gate(x[rows], w, bias, *settings), together, strict=True):
+            assert torch.equal(found, expected[rows])
+    for found, expected in zip(row_invariant_gate(x, w.float(), bias, *settings), together, strict=True):
+        assert torch.equal(found, expected)
+    torch.testing.assert_close(together[2], gate(x, w, bias, *settings)[2])
 
 
 @every_setting
@@ -174,8 +170,8 @@ def test_the_operators_are_well_formed(settings):
     x, w, bias = tensor(5, D), tensor(E, D), tensor(E)
     weights, experts, logits = gate(x, w, bias, *settings)
     backward = (torch.ones_like(weights), None, logits, experts, x, w, *settings[4:])
-    chosen = (logits, bias, *settings)
-    operators = (gate, (x, w, bias, *settings)), (gate_backward, backward), (choose_experts, chosen)
+    forward = (x, w, bias, *settings)
+    operators = (gate, forward), (gate_backward, backward), (row_invariant_gate, forward)
     for operator, arguments in operators:
         assert_well_formed(operator, arguments)
         assert_fake_is_true(operator, arguments)

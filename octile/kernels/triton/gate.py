@@ -17,7 +17,7 @@ from torch import Tensor
 from octile.kernels.hopper import SHARED_BYTES
 from octile.kernels.terms import DY_TERMS, TERMS, WEIGHT_TERMS
 from octile.kernels.triton import compile_cases as cases
-from octile.kernels.triton import launch_config, partial_sums
+from octile.kernels.triton import launch_config, partial_sums, row_invariant
 from octile.kernels.triton.device import device_properties
 from octile.kernels.triton.launch_config import (
     BFLOAT16_TERMS,
@@ -71,6 +71,21 @@ def launch_from_x(
     if has_gemms(len(x), len(weight), n_group):
         return launch_with_gemm(x, terms, bias, *settings)
     return launch(torch.mm(x, terms.mT, out_dtype=torch.float32), bias, *settings)
+
+
+def launch_row_invariant(
+    x: Tensor, weight: Tensor, bias: Tensor | None, n_chosen: int, n_group: int, topk_group: int, best: int,
+    scoring_func: str, norm_topk_prob: bool, routed_scaling_factor: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Multiply BF16 x [T, D] by the weight [E, D] and choose K experts as `launch` does, each row by itself.
+
+    A weight in BF16 has one term, and as many numbers in FP32 have two more that are zero: the same bits.
+    """
+    terms = weight if weight.dtype == torch.bfloat16 else launch_terms(weight, range(TERMS))
+    products = row_invariant.launch(x[None], terms[None], torch.float32)[0]
+    choice = n_chosen, n_group, topk_group, best
+    settings = *choice, scoring_func, norm_topk_prob, routed_scaling_factor, len(weight)
+    return launch(products, bias, *settings, row_invariant=True)
 
 
 def launch_with_gemm(

@@ -57,7 +57,9 @@ RAGGED_ATTENTION: dict[str, int] = {"ROWS": 128, "KEYS": 64, "num_warps": 8, "nu
 RAGGED_ATTENTION_SMALL: dict[str, int] = {"ROWS": 64, "KEYS": 32, "num_warps": 4, "num_stages": 2}
 # Logits of a program at a time, programs an SM, and parts of a row at most.
 SAMPLE_TOKENS: dict[str, int] = {"BLOCK": 4096, "PROGRAMS": 2, "MAX_PARTS": 128, "num_warps": 8}
-ROW_INVARIANT: dict[str, int] = {"TILE_M": 64, "TILE_N": 32, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
+ROW_INVARIANT: dict[str, int] = {
+    "TILE_M": 64, "TILE_N": 32, "BLOCK_K": 64, "CHUNK": 512, "num_warps": 4, "num_stages": 3
+}  # fmt: skip
 MERGE_SPLITS: dict[str, int] = {"num_warps": 4}
 GATE_ELEMENTS, GATE_PROGRAMS = 1024, 128  # logits of a program at most, and programs at least, if there are tokens
 GATE_BACKWARD_ROWS = 16  # most tokens of a program in backward

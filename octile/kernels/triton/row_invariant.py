@@ -1,5 +1,10 @@
 # mypy: allow-untyped-defs
-"""GEMMs in high precision in tiles of one size, as `octile.ops.row_invariant` specifies."""
+"""GEMMs in high precision in tiles of one size, as `octile.ops.row_invariant` specifies.
+
+K is divided into parts of CHUNK, whose products are added in their order. Where a GEMM has few tiles, each part is a
+program, and a second kernel adds them; otherwise one program computes a tile's parts one after the other. Both have the
+same bits.
+"""
 
 import torch
 import triton
@@ -7,17 +12,30 @@ import triton.language as tl
 from torch import Tensor
 
 from octile.kernels.triton import compile_cases as cases
+from octile.kernels.triton.device import device_properties
 from octile.kernels.triton.launch_config import ROW_INVARIANT
+
+SUMMED = 1024  # results of a program that adds parts
 
 
 def launch(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
     """Multiply a[B, M, K] · b[B, N, K]ᵀ, any strides → [B, M, N] in out_dtype."""
     (batch, m, k), n = a.shape, b.shape[1]
     out = a.new_empty(batch, m, n, dtype=out_dtype)
-    if out.numel():
-        grid = (triton.cdiv(n, ROW_INVARIANT["TILE_N"]), triton.cdiv(m, ROW_INVARIANT["TILE_M"]), batch)
-        with torch.cuda.device_of(a):
-            matmul_nt[grid](a, b, out, m, n, k, *a.stride(), *b.stride(), FP32=a.dtype != b.dtype, **ROW_INVARIANT)
+    if not out.numel():
+        return out
+    tiles = triton.cdiv(n, ROW_INVARIANT["TILE_N"]), triton.cdiv(m, ROW_INVARIANT["TILE_M"])
+    parts = max(triton.cdiv(k, ROW_INVARIANT["CHUNK"]), 1)
+    splits = parts > 1 and tiles[0] * tiles[1] * batch < device_properties(a.device).num_sms
+    partials = a.new_empty(parts, *out.shape, dtype=torch.float32) if splits else out
+    grid = *tiles, batch * (parts if splits else 1)
+    with torch.cuda.device_of(a):
+        matmul_nt[grid](
+            a, b, partials, m, n, k, batch, *a.stride(), *b.stride(), SPLITS=splits, FP32=a.dtype != b.dtype,
+            **ROW_INVARIANT,
+        )  # fmt: skip
+        if splits:
+            add_parts[(triton.cdiv(out.numel(), SUMMED),)](partials, out, parts, out.numel(), SUMMED=SUMMED)
     return out
 
 
@@ -26,28 +44,50 @@ def compile_cases() -> cases.CompileCases:
     x, weight = cases.empty(1, cases.T, cases.K), cases.empty(1, cases.N, cases.K)
     return {
         "rows that do not depend on each other": lambda: launch(x, weight, cases.FP32),
+        "the same of few rows": lambda: launch(x[:, :4], weight[:, :32], cases.FP32),
         "the same in FP32": lambda: launch(x, cases.empty(1, 256, cases.K, dtype=cases.FP32), cases.FP32),
     }
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "batches"])
 def matmul_nt(
-    a, b, out, M, N, K, a_batch, a_row, a_col, b_batch, b_row, b_col,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK_K: tl.constexpr, FP32: tl.constexpr,
+    a, b, out, M, N, K, batches, a_batch, a_row, a_col, b_batch, b_row, b_col,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr,
+    FP32: tl.constexpr,
 ):  # fmt: skip
-    """A program computes one tile, over all of K; FP32: both operands are multiplied in FP32."""
-    batch = tl.program_id(2).to(tl.int64)
+    """A program computes a tile, over K or, with SPLITS, over a part of it; FP32: the operands are cast to FP32."""
+    batch = (tl.program_id(2) % batches).to(tl.int64)
+    part = tl.program_id(2) // batches
     m = (tl.program_id(1) * TILE_M + tl.arange(0, TILE_M)).to(tl.int64)
     n = (tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
     from_a = a + batch * a_batch + m[:, None] * a_row
     from_b = b + batch * b_batch + n[None, :] * b_row
     total = tl.zeros([TILE_M, TILE_N], tl.float32)
-    for start in range(0, K, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        left = tl.load(from_a + k.to(tl.int64)[None, :] * a_col, mask=(m < M)[:, None] & (k < K)[None, :], other=0.0)
-        right = tl.load(from_b + k.to(tl.int64)[:, None] * b_col, mask=(k < K)[:, None] & (n < N)[None, :], other=0.0)
-        if FP32:
-            left, right = left.to(tl.float32), right.to(tl.float32)
-        total += tl.dot(left, right, input_precision="ieee")
-    at = (batch * M + m)[:, None] * N + n[None, :]
+    begin = part * CHUNK if SPLITS else 0
+    end = tl.minimum(begin + CHUNK, K) if SPLITS else K
+    for first in range(begin, end, CHUNK):
+        products = tl.zeros([TILE_M, TILE_N], tl.float32)
+        for start in range(first, tl.minimum(first + CHUNK, K), BLOCK_K):
+            k = start + tl.arange(0, BLOCK_K)
+            inside = (k < K)[None, :]
+            left = tl.load(from_a + k.to(tl.int64)[None, :] * a_col, mask=(m < M)[:, None] & inside, other=0.0)
+            right = tl.load(
+                from_b + k.to(tl.int64)[:, None] * b_col, mask=(k < K)[:, None] & (n < N)[None, :], other=0.0
+            )
+            if FP32:
+                left, right = left.to(tl.float32), right.to(tl.float32)
+            products += tl.dot(left, right, input_precision="ieee")
+        total += products
+    at = ((part * batches + batch) * M + m)[:, None] * N + n[None, :]
     tl.store(out + at, total.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
+
+
+@triton.jit(do_not_specialize=["parts", "total"])
+def add_parts(partials, out, parts, total, SUMMED: tl.constexpr):
+    """Add the parts of all results, in their order."""
+    at = tl.program_id(0).to(tl.int64) * SUMMED + tl.arange(0, SUMMED)
+    sums = tl.zeros([SUMMED], tl.float32)
+    for _ in range(parts):
+        sums += tl.load(partials + at, mask=at < total, other=0.0)
+        partials += total
+    tl.store(out + at, sums.to(out.dtype.element_ty), mask=at < total)

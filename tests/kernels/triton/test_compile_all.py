@@ -121,6 +121,7 @@ def test_all_kernels_are_compiled(compiled: Compiled):
         "gate_backward_gemms",
         "partial_sums",
         "bfloat16_terms",
+        "add_parts",
         "count_tokens",
         "count_blocks",
         "sum_blocks",

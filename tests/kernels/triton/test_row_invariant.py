@@ -1,5 +1,7 @@
 """The kernel of the row-invariant GEMM against the reference."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -17,3 +19,11 @@ def test_rows_are_multiplied_and_do_not_depend_on_each_other(dtypes: tuple[torch
     together = kernel.launch(a, w, torch.float32)
     torch.testing.assert_close(together, a.float() @ w.float().mT, rtol=1e-5, atol=1e-4)
     assert torch.equal(kernel.launch(a[:, 66:67], w, torch.float32), together[:, 66:67])
+
+
+def test_parts_of_k_have_the_same_bits_in_programs_of_their_own_and_in_one(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(kernel.ROW_INVARIANT, "CHUNK", 64)
+    a, w = torch.randn(1, 3, 200), torch.randn(1, 40, 200)
+    split = kernel.launch(a, w, torch.bfloat16)
+    monkeypatch.setattr(kernel, "device_properties", lambda _: SimpleNamespace(num_sms=0))
+    assert torch.equal(kernel.launch(a, w, torch.bfloat16), split)

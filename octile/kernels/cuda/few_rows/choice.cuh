@@ -1,4 +1,4 @@
-// The choice of experts of a few rows by their logits, as `octile.ops.gate.choose_experts` specifies it.
+// The choice of experts of a few rows by their logits, as `octile.ops.gate.route` specifies it.
 //
 // A warp chooses for a row: lane l holds the experts l, l + 32, …. Scores are compared as integers that order them, in
 // which NaN is the highest; of equal ones the expert with the lower number comes first.
