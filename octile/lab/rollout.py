@@ -1,6 +1,6 @@
 """Whether serving gives a token the log-probability that training computes for it, and where the two begin to differ.
 
-    prompts      read by the engine's model in one piece
+    prompts      prefilled by the engine's model in one piece
     decoded      sampled by the engine, many texts at a time: of various lengths, some with a common beginning
     training     the same texts in `DeepseekV3.log_probs`, each alone
 
@@ -62,7 +62,7 @@ class Agreement:
     Attributes:
         kind: "prompts" or "decoded".
         tokens, equal: how many there are, and how many have equal bits.
-        mean, largest: of the magnitudes of the differences, in nats.
+        mean, largest: the mean and the largest magnitude of the differences, in nats.
         kl: an estimate of the divergence, in nats a token; None for prompts, which nobody has sampled.
     """
 
@@ -124,8 +124,8 @@ def roll_out(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int, 
     return list(texts.values())
 
 
-def read_prompts(runner: ModelRunner, texts: Sequence[Text]) -> None:
-    """Have the engine's model read the prompts, and note the log-probabilities of their tokens."""
+def prefill(runner: ModelRunner, texts: Sequence[Text]) -> None:
+    """Prefill the prompts alone, and note the log-probabilities of their tokens."""
     for text in texts:
         if len(text.prompt) > 1:
             logits, _ = runner.run(Batch([_chunk(runner, text.prompt, 0, len(text.prompt))]))

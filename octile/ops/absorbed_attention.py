@@ -1,4 +1,4 @@
-"""Latent attention in the absorbed form, by operators that compute each row by itself, whatever else is computed.
+"""Latent attention in the absorbed form, by operators whose rows do not depend on each other.
 
     q' = (q · W_UK, rotary q)                  of each head
     o' = softmax(scale · q' · row) · latent    over the cached rows up to the query's own, which heads share

@@ -75,7 +75,7 @@ def test_one_prompt_in_three_has_the_common_beginning():
 
 
 @pytest.mark.parametrize(
-    ("equal", "difference", "told"),
+    ("equal", "difference", "summary"),
     [
         (7, None, "all bits of all log-probabilities, and of what all blocks compute of the first texts."),
         (6, None, "1 log-probability differs, though none where a text is read alone"),
@@ -87,5 +87,5 @@ def test_one_prompt_in_three_has_the_common_beginning():
         (5, Difference(0, 1, "norm", (1, 64), 0.5), "2 log-probabilities differ. The first difference.*of the norm"),
     ],
 )
-def test_what_is_told(equal, difference, told):
-    assert re.search(told, describe([Agreement("decoded", 7, equal, 0.0, 0.0, 0.0)], difference))
+def test_what_is_summary(equal, difference, summary):
+    assert re.search(summary, describe([Agreement("decoded", 7, equal, 0.0, 0.0, 0.0)], difference))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octile.lab.rollout import Agreement, Difference, Text, compare, find_difference, read_prompts, roll_out
+from octile.lab.rollout import Agreement, Difference, Text, compare, find_difference, prefill, roll_out
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.ops import gate, norm, row_invariant, swiglu
 from octile.recipe import Recipe
@@ -38,7 +38,7 @@ def agreements(
     engine = Engine(runner, tokenizer, EngineConfig(max_batch=5, max_step_tokens=40, n_drafts=n_drafts))
     texts = roll_out(engine, prompts, new_tokens=12, seed=0)
     stats = engine.stats()
-    read_prompts(runner, texts)
+    prefill(runner, texts)
     return compare(model, texts), stats
 
 

@@ -77,7 +77,7 @@ def launch_row_invariant(
     x: Tensor, weight: Tensor, bias: Tensor | None, n_chosen: int, n_group: int, topk_group: int, best: int,
     scoring_func: str, norm_topk_prob: bool, routed_scaling_factor: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Multiply BF16 x [T, D] by the weight [E, D] and choose K experts as `launch` does, each row by itself.
+    """Multiply BF16 x [T, D] by the weight [E, D] and choose K experts as `launch` does, each row on its own.
 
     A weight in BF16 has one term, and as many numbers in FP32 have two more that are zero: the same bits.
     """

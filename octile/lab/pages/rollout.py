@@ -33,9 +33,9 @@ class Options:
         new_tokens: decoded tokens of a text.
         drafts: draft tokens per request and step.
         max_batch: texts that the engine decodes at once.
-        max_step_tokens: tokens of one forward pass of the engine; longer prompts are read in chunks.
+        max_step_tokens: tokens of one forward pass of the engine; longer prompts are prefilled in chunks.
         text: the text that prompts are cut from: a text file, a folder, hf:NAME, stdlib or packages.
-        seed: of prompts and samples.
+        seed: determines prompts and samples.
         json: print JSON.
 
     Raises:
@@ -66,7 +66,7 @@ def run(options: Options) -> None:
     """
     from octile.checkpoint.hugging_face import load
     from octile.lab.pages.preflight import read_tokens
-    from octile.lab.rollout import compare, draw_prompts, find_difference, read_prompts, roll_out
+    from octile.lab.rollout import compare, draw_prompts, find_difference, prefill, roll_out
     from octile.parallel.device import pick_device
     from octile.serve.engine.config import CacheConfig, EngineConfig
     from octile.serve.runner.model_runner import ModelRunner
@@ -86,7 +86,7 @@ def run(options: Options) -> None:
     prompts = draw_prompts(read_tokens(options.model, options.text, 20_000).tolist(), count, options.seed)
     engine, runner = folder.load(device, engine_config, cache)
     texts = roll_out(engine, prompts, options.new_tokens, options.seed)
-    read_prompts(runner, texts)
+    prefill(runner, texts)
     model = load(options.model, device=device)
     found = compare(model, texts)
     differ = any(each.equal < each.tokens for each in found)
@@ -124,16 +124,16 @@ def table(found: Sequence[Agreement]) -> Table:
 def describe(found: Sequence[Agreement], difference: Difference | None) -> str:
     """Say whether all log-probabilities are equal, or where the first value differs."""
     different = sum(each.tokens - each.equal for each in found)
-    told = f"{different:,} log-probabilit{'y differs' if different == 1 else 'ies differ'}"
+    summary = f"{different:,} log-probabilit{'y differs' if different == 1 else 'ies differ'}"
     if not different:
-        told = "Serving and training agree in all bits of all log-probabilities"
+        summary = "Serving and training agree in all bits of all log-probabilities"
     if difference is None and different:
-        return f"{told}, though none where a text is read alone: the bits depend on what else is in the batch."
+        return f"{summary}, though none where a text is read alone: the bits depend on what else is in the batch."
     if difference is None:
-        return f"{told}, and of what all blocks compute of the first texts."
-    n, of = difference.values
+        return f"{summary}, and of what all blocks compute of the first texts."
+    n_values, n_all = difference.values
     where = f"the output of {difference.where}" if difference.where.startswith("block") else f"the {difference.where}"
     return (
-        f"{told}. The first difference is in text {difference.text}, position {difference.position}: {n:,} of {of:,} "
-        f"values of {where}, by up to {difference.largest:.2g}."
+        f"{summary}. The first difference is in text {difference.text}, position {difference.position}: "
+        f"{n_values:,} of {n_all:,} values of {where}, by up to {difference.largest:.2g}."
     )
