@@ -28,14 +28,17 @@ __device__ __forceinline__ void sync_all() {
 // By a warp that has written `rows` rows of the four tiles of a part, from `first` on: reports them, and in a cluster copies
 // them to the other thread block. The same warp there copies as many here.
 __device__ __forceinline__ void publish_rows(ptx::Mbarrier& full, const uint8_t* part, int first, int rows) {
-    const int lane = ptx::lane_id(), bytes = rows * 128;
+    if (ptx::lane_id() != 0) return;
     if constexpr (cluster > 1) {
-        if (lane == 0) full.arrive_expect_tx(4 * bytes);
-        if (lane >= 4) return;
-        const uint8_t* of_tile = part + lane * tile + first * 128;
-        const uint32_t other = cluster_rank() ^ 1;
-        ptx::bulk_copy(ptx::cluster_address(of_tile, other), of_tile, bytes, ptx::cluster_address(&full, other));
-    } else if (lane == 0) {
+        const int bytes = rows * 128;
+        full.arrive_expect_tx(4 * bytes);
+        const uint32_t other = cluster_rank() ^ 1, to_full = ptx::cluster_address(&full, other);
+#pragma unroll
+        for (int t = 0; t < 4; ++t) {
+            const uint8_t* of_tile = part + t * tile + first * 128;
+            ptx::bulk_copy(ptx::cluster_address(of_tile, other), of_tile, bytes, to_full);
+        }
+    } else {
         full.arrive();
     }
 }
