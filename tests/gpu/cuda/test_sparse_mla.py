@@ -61,6 +61,14 @@ def test_results_are_the_references(n_heads: int, k: int, n_splits: int, dtype: 
 
 
 @FORMS
+@pytest.mark.parametrize("n_heads", [64, 128])
+def test_results_of_many_queries_are_the_references(n_heads: int, dtype: torch.dtype):
+    q, cache, positions = inputs(n_heads, 2048, dtype, rows=200)
+    found = sparse_attention(q, cache.flatten(0, 1), positions, 512, SCALE)
+    assert_as_reference(found, q, values_of(cache), positions)
+
+
+@FORMS
 def test_many_queries(dtype: torch.dtype):
     q, cache, positions = inputs(128, 512, dtype, rows=300)
     found = sparse_attention(q, cache.flatten(0, 1), positions, 512, SCALE)

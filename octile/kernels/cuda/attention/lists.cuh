@@ -18,9 +18,15 @@ struct Lists {
     int k, position_step, page_step;  // entries of a list; elements between those of two rows
     int n_positions, n_pages;         // positions of a text; pages of the cache
 
+    // An entry as it is, which need not be a position: who asks `has` later waits later.
+    __device__ __forceinline__ int load_entry(int row, int entry) const {
+        return entry < k ? __ldg(positions + static_cast<int64_t>(row) * position_step + entry) : -1;
+    }
+    __device__ __forceinline__ bool has(int position) const {
+        return static_cast<uint32_t>(position) < static_cast<uint32_t>(n_positions);
+    }
     __device__ __forceinline__ int load(int row, int entry) const {
-        if (entry >= k) return -1;
-        const int position = __ldg(positions + static_cast<int64_t>(row) * position_step + entry);
+        const int position = load_entry(row, entry);
         return position < n_positions ? position : -1;
     }
     __device__ __forceinline__ int load_page(int row, int position) const {

@@ -15,6 +15,9 @@ def plans() -> dict[str, KernelPlan]:
                 made = sparse_mla.plan(4096, heads, 2048, is_fp8, is_paged, 0, SMS)
                 case = f"sparse MLA, {heads} heads, {form}, {source}"
                 found[case] = KernelPlan(made.kernel, made.constants, made.headers)
+                if is_fp8 and heads > sparse_mla.HEADS:
+                    few = sparse_mla.plan(1, heads, 2048, is_fp8, is_paged, 0, SMS)
+                    found[f"{case}, few steps"] = KernelPlan(few.kernel, few.constants, few.headers)
     backward, weights = sparse_mla_backward.plan(), sparse_weights.plan(8192, 128, SMS)
     found["sparse MLA, backward"] = KernelPlan("sparse_mla_backward", backward.constants, backward.headers)
     found["sparse MLA, backward, entries"] = KernelPlan("sparse_entries", {"shared_bytes": 0}, {})

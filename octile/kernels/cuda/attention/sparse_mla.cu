@@ -23,7 +23,7 @@ constexpr int bytes = barriers + int(sizeof(ListBarriers));
 static_assert(bytes == config::shared_bytes, "sparse_mla.py computes the same");
 }  // namespace smem
 
-constexpr bool keeps_lane = true;
+constexpr bool keeps_lane = !config::fp8 || cluster > 1;  // or ptxas spills
 
 #include "seesaw.cuh"
 #include "wgmma_registers.cuh"
@@ -125,11 +125,11 @@ struct Consumer : Seesaw<Consumer<own>, own> {
     __device__ __forceinline__ void run(const uint16_t* q, const Results& results, Items& items, const Lists& lists) {
         Item item;
         while (items.next(item, lists)) {
-            begin(q, items.row(item.unit), results.n_heads);
+            begin(q, item.row, results.n_heads);
             float s[32];
             if (own == 0 && item.n_steps > 0) Base::scores(s);
             for (int n = item.n_steps; n > 0; --n) Base::template attend<true>(s, 0, n > 1);
-            end(results, item.unit, items.n_splits == 1);
+            end(results, items.unit - items.ranges, items.n_splits == 1);  // its unit, without a register of its own
         }
     }
 };
@@ -149,10 +149,10 @@ sparse_mla(const uint8_t* cache, const uint16_t* q, const int* positions, const 
     const Lists lists{positions, pages, k, position_step, page_step, n_positions, n_pages};
     if (threadIdx.x == 0) barriers.init();
     sync_all();
-    Items items{rows, n_splits, ranges, (k + step_keys - 1) / step_keys, range};
+    Items items(rows, n_splits, ranges, (k + step_keys - 1) / step_keys, range);
     if (warp >= consumer_threads / 32) {
         ptx::setmaxnreg_dec<config::producer_registers>();
-        Producer producer{shared + smem::keys, reinterpret_cast<int*>(shared + smem::slots),
+        Producer producer{warp - consumer_threads / 32, shared + smem::keys, reinterpret_cast<int*>(shared + smem::slots),
                           reinterpret_cast<uint32_t*>(shared + smem::valid), barriers, cache, lists, items};
         producer.run();
     } else {

@@ -29,6 +29,7 @@ SHARED = (3 * TILES + 1) * TILE + 6 * HEADS * 4 + 2 * STEP_KEYS * 4 + 2 * 16 + 1
 THREADS = 384  # two consumer warpgroups and one of producers
 MERGE_THREADS = LATENT // 4
 REGISTERS = {True: (88, 208), False: (40, 232)}  # of producers and consumers, by whether rows are FP8
+FEW_STEPS = 16  # of a thread block, whose conversion is a loop: instructions come from memory at first
 MAX_SPLITS = 128
 ITEM_COST, SPLIT_COST = 1, 1  # steps that take as long as an item's beginning and end, and more if its list is divided
 MAX_KEYS = 1024
@@ -148,9 +149,11 @@ def plan(rows: int, n_heads: int, k: int, is_fp8: bool, is_paged: bool, n_splits
     splits = min(n_splits, steps) or best_splits(rows, steps, ranges)
     cluster = 2 if is_fp8 and head_blocks % 2 == 0 else 1  # thread blocks that share converted rows
     producer, consumer = REGISTERS[is_fp8]
+    steps_of_block = -(-rows * splits // ranges) * -(-steps // splits)
     constants: dict[str, int | bool] = {
         "fp8": is_fp8, "paged": is_paged, "cluster": cluster, "producer_registers": producer,
         "consumer_registers": consumer, "shared_bytes": SHARED,
+        "unrolled_parts": 2 if cluster > 1 and steps_of_block > FEW_STEPS else 1,
     }  # fmt: skip
     ranges = min(ranges, rows * splits)
     return LaunchPlan(constants, _headers(), ranges * head_blocks, cluster, ranges, splits)

@@ -6,9 +6,9 @@
 // Tiles are BF16, 64 channels in 128 swizzled bytes a row, as wgmma reads them. Rows in BF16 are copied by cp.async, 16 bytes
 // a thread and eight threads for 128 bytes of a row: TMA has no copy of rows that lie anywhere to one swizzled tile. Rows in
 // FP8 (512 E4M3, four FP32 scales of 128 channels each, 64 BF16) pass through registers, where they become BF16, rounded
-// once: their scales are numbers of BF16, and E4M3 that are NaN have a scale of NaN. Four vectors of 16 bytes are always on
-// their way to a thread, and some are converted before their place is released. Two thread blocks of a cluster, which attend
-// to one list for 64 heads each, convert half of the rows each, for both. Source of that exchange: FlashMLA's "crossover"
+// once: their scales are numbers of BF16, and E4M3 that are NaN have a scale of NaN. While a thread converts its vectors of a
+// part, those of the next one are on their way to it. Two thread blocks of a cluster, which attend to one list for 64 heads
+// each, convert half of the rows each, for both. Source of that exchange: FlashMLA's "crossover"
 // (https://github.com/deepseek-ai/FlashMLA, docs/20250929-hopper-fp8-sparse-deep-dive.md).
 #pragma once
 #include "convert.cuh"
@@ -33,25 +33,25 @@ struct ListBarriers : Barriers {
 
 // Steps of a list that a thread block attends to.
 struct Item {
-    int unit;     // row · n_splits + split: where its partial result is stored
-    int n_steps;
+    int row, first_step, n_steps;
 };
 
 // The items of one thread block: each list is divided into `n_splits`, and thread blocks take neighboring ones in turn.
 struct Items {
-    const int rows, n_splits, ranges, steps_of_list;
-    int unit;
+    const int rows, n_splits, ranges, steps_of_list, of_split;
+    int unit;  // the next one: row · n_splits + split, where its partial result is stored
+
+    __device__ __forceinline__ Items(int rows, int n_splits, int ranges, int steps_of_list, int range)
+        : rows(rows), n_splits(n_splits), ranges(ranges), steps_of_list(steps_of_list),
+          of_split((steps_of_list + n_splits - 1) / n_splits), unit(range) {}
 
     __device__ __forceinline__ bool next(Item& item, const Lists& lists) {
         if (unit >= rows * n_splits) return false;
-        const int first = first_step(unit), n = max(min(of_split(), steps_of_list - first), 0);
-        item = {unit, lists.trimmed(row(unit), first, n)};
+        const int row = unit / n_splits, first = (unit - row * n_splits) * of_split;
+        item = {row, first, lists.trimmed(row, first, max(min(of_split, steps_of_list - first), 0))};
         unit += ranges;
         return true;
     }
-    __device__ __forceinline__ int of_split() const { return (steps_of_list + n_splits - 1) / n_splits; }
-    __device__ __forceinline__ int row(int unit) const { return unit / n_splits; }
-    __device__ __forceinline__ int first_step(int unit) const { return unit % n_splits * of_split(); }
 };
 
 // Two E4M3 in the lower or the upper half of a word as BF16, exactly but for NaN, which become 480. The bits of E4M3 are
@@ -69,52 +69,60 @@ __device__ __forceinline__ uint32_t product(uint32_t values, uint32_t scale) {
 
 // The producer warpgroup.
 struct Producer {
-    // Of FP8: rows that this thread block converts; vectors of a part of a thread, those that it loads together, and those
-    // that it converts before their place is released.
-    static constexpr int own_rows = tile_keys / cluster, passes = 8 / cluster, at_once = 4;
-    static constexpr int ahead = config::paged || cluster > 1 ? 2 : 1;  // or ptxas spills
+    // Of FP8: rows of a tile that this thread block, a warp and a thread convert, and vectors that it converts before their place
+    // is released.
+    static constexpr int own_rows = tile_keys / cluster, warp_rows = own_rows / producer_warps, thread_rows = warp_rows / 8;
+    static constexpr int ahead = cluster;
 
+    const int warp;            // of the producers
     uint8_t* const keys;       // two tiles of nine
-    int* const slots;          // [2][128]
+    int* const slots;          // [2][128]: of two steps, whose tiles are named by their first slot
     uint32_t* const valid;     // [2][4]
     ListBarriers& barriers;
     const uint8_t* const cache;
     const Lists& lists;
     Items& items;
-    Item item{0, 0};
-    int next_step = 0;      // of the item
-    uint32_t parity = 1;    // of the tiles, which are empty at first
-    uint4 rolling[at_once]; // of FP8: the next vectors
-    float scales[at_once];
+    int row = 0, entry = 0, steps_left = 0;  // of the item: this thread's next entry, and the steps from it on
+    uint32_t parity = 1;                     // of the tiles, which are empty at first
+    uint4 vectors[thread_rows][4];           // of FP8: those of the part that is converted next, and their scales
+    float2 scales[thread_rows];
 
-    // An entry of a step on its way to a slot of the cache; row −1: the step does not exist.
+    // An entry of a step on its way to a slot of the cache.
     struct Entry {
-        int row, position, page;
-
-        __device__ __forceinline__ bool exists() const { return row >= 0; }
+        int position, page;
+        bool exists;  // the step does
     };
 
     __device__ __forceinline__ static int thread() { return threadIdx.x % producer_threads; }
+
+    __device__ __forceinline__ static uint32_t own_lane() { return ptx::opaque(ptx::lane_id()); }
     __device__ __forceinline__ static void sync() { ptx::named_barrier_sync(7, producer_threads); }
 
     __device__ __forceinline__ Entry next_entry() {
-        while (next_step == item.n_steps) {
-            if (!items.next(item, lists)) return {-1, -1, -1};
-            next_step = 0;
+        while (steps_left == 0) {
+            Item item;
+            if (!items.next(item, lists)) return {-1, -1, false};
+            row = item.row;
+            entry = item.first_step * step_keys + thread();
+            steps_left = item.n_steps;
         }
-        const int row = items.row(item.unit);
-        const int entry = (items.first_step(item.unit) + next_step++) * step_keys + thread();
-        return {row, lists.load(row, entry), -1};
+        const int position = lists.load_entry(row, entry);
+        entry += step_keys;
+        --steps_left;
+        return {position, -1, true};
     }
 
-    __device__ __forceinline__ void look_up(Entry& entry) const {
-        if constexpr (config::paged) entry.page = lists.load_page(entry.row, entry.position);
+    // Of the last entry.
+    __device__ __forceinline__ void look_up(Entry& last) const {
+        if constexpr (config::paged)
+            if (lists.has(last.position)) last.page = lists.load_page(row, last.position);
     }
 
     __device__ __forceinline__ int slot_of(const Entry& entry) const {
-        if (entry.position < 0) return -1;
+        if (!lists.has(entry.position)) return -1;
         if constexpr (!config::paged) return entry.position;
-        return entry.page >= 0 && entry.page < lists.n_pages ? entry.page * page_rows + entry.position % page_rows : -1;
+        const bool is_page = static_cast<uint32_t>(entry.page) < static_cast<uint32_t>(lists.n_pages);
+        return is_page ? entry.page * page_rows + entry.position % page_rows : -1;
     }
 
     __device__ __forceinline__ const uint8_t* row_at(int slot) const {
@@ -123,94 +131,124 @@ struct Producer {
 
     // Of FP8: a warp waits for the rotary channels that it copies before it reports the values that it converts next. So they
     // need no barrier of the consumers, who need no proxy fence.
-    __device__ __forceinline__ ptx::Mbarrier& landed() const { return barriers.landed[thread() / 32]; }
+    __device__ __forceinline__ ptx::Mbarrier& landed() const { return barriers.landed[warp]; }
 
-    // Copies tiles of a part without converting them, from `byte` of the rows on; right values with the rotary channels.
-    __device__ __forceinline__ void copy(const int* of_tile, int which, Part part, int byte) {
+    // Of BF16: copies tiles of a part, from `byte` of the rows on; right values with the rotary channels.
+    __device__ __forceinline__ void copy(int of_tile, int which, Part part, int byte) {
         const int own = ptx::opaque(thread()), group = own / 8, column = own % 8;
-        const int first = part * 4, count = part == rotary_part ? 1 : config::fp8 || part == left ? 4 : 5;
+        const int first = part * 4, count = part == left ? 4 : 5;
         uint8_t* to = swizzled(keys + (which * tiles + first) * tile, group, 16 * column);
         barriers.empty[which][part].wait(parity);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int slot = of_tile[group + 16 * i];
+            const int slot = slots[of_tile + group + 16 * i];
             const uint8_t* from = row_at(slot) + byte + 16 * column;
 #pragma unroll
             for (int t = 0; t < count; ++t)
                 ptx::cp_async_16(to + t * tile + 16 * i * 128, from + 128 * t, slot >= 0);
         }
-        if constexpr (config::fp8)
-            landed().arrive_after_copies();
-        else
-            barriers.full[which][part].arrive_after_copies();
+        barriers.full[which][part].arrive_after_copies();
     }
 
-    // Of FP8: a warp has neighboring rows, and loads and converts 16 vectors of two of them at a time, so that its stores have
-    // no bank conflicts.
-    static constexpr int warp_rows = 2 * passes;
-
-    __device__ __forceinline__ static int first_row(int own) {  // of the warp
-        return warp_rows * (own / 32) + own_rows * cluster_rank();
+    // Of FP8: copies the rotary channels of a tile. Four lanes have a row, 64 bytes of it at a time, of every second row the other
+    // ones first: so the stores have no bank conflicts.
+    __device__ __forceinline__ void copy_rotary(int of_tile, int which) {
+        const uint32_t lane = own_lane();
+        const int first = warp * 16 + lane / 4, byte = lane % 8 * 16;
+        uint8_t* of_rotary = keys + (which * tiles + tiles - 1) * tile;
+        uint8_t *here = swizzled(of_rotary, first, byte), *there = swizzled(of_rotary, first, byte ^ 64);
+        barriers.empty[which][rotary_part].wait(parity);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int slot = slots[of_tile + first + 8 * i];
+            const uint8_t* from = row_at(slot) + row_bytes - 2 * rotary;
+            ptx::cp_async_16(here + i * 8 * 128, from + byte, slot >= 0);
+            ptx::cp_async_16(there + i * 8 * 128, from + (byte ^ 64), slot >= 0);
+        }
+        landed().arrive_after_copies();
     }
-    __device__ __forceinline__ static int row_of(int own) { return first_row(own) + own / 4 % 2; }  // in the first pass
+
+    // Of FP8: a warp has neighboring rows. Four lanes load and convert 64 channels of a row at a time, so that the warp's stores
+    // have no bank conflicts, and all channels of a part, so that few addresses are computed.
+    __device__ __forceinline__ int first_row() const { return warp_rows * warp + own_rows * cluster_rank(); }
+    __device__ __forceinline__ int row_of(uint32_t lane) const { return first_row() + lane / 4; }  // the thread's first
 
     // Loads the rows of a step that this thread block converts to the L2 cache, three lines of a row each.
-    __device__ __forceinline__ void prefetch(const int* of_step) const {
-        const int own = ptx::opaque(thread()), rank = cluster_rank();
+    __device__ __forceinline__ void prefetch(int of_step) const {
+        const uint32_t lane = own_lane(), half = lane % 2;
 #pragma unroll
         for (int i = 0; i < 2 / cluster; ++i) {
-            const int row = own / 2 + 64 * i;
-            const int slot = of_step[row / own_rows * tile_keys + row % own_rows + rank * own_rows];
+            const int row = warp * 16 + lane / 2 + 64 * i;  // of those that it converts, of both tiles
+            const int slot = slots[of_step + row / own_rows * tile_keys + row % own_rows + own_rows * cluster_rank()];
             if (slot < 0) continue;
-            const uint8_t* from = row_at(slot) + own % 2 * 3 * 128;
+            const uint8_t* from = row_at(slot) + half * 3 * 128;
 #pragma unroll
             for (int line = 0; line < 3; ++line) ptx::prefetch_line(from + 128 * line);
         }
     }
 
-    __device__ __forceinline__ void load(const int* of_tile, Part part, int pass) {
-        const int own = ptx::opaque(thread()), column = own % 32 / 8 * 4 + own % 4;
-        const int slot = of_tile[row_of(own) + 2 * pass];
-        const uint8_t* row = row_at(slot);  // absent: any row, with a scale of zero
-        rolling[pass % at_once] = __ldg(reinterpret_cast<const uint4*>(row + part * 256 + 16 * column));
-        scales[pass % at_once] = 0.0f;
-        if (slot >= 0)
-            scales[pass % at_once] = __ldg(reinterpret_cast<const float*>(row + latent) + 2 * part + column / 8);
+    // Where the vectors of this thread's row i begin; absent: any row, with a scale of zero.
+    struct Source {
+        const uint8_t* vectors;
+        const float2* scales;  // null: absent
+    };
+    __device__ __forceinline__ Source source(int of_tile, int part, int i) const {
+        const uint32_t lane = own_lane();
+        const int slot = slots[of_tile + row_of(lane) + 8 * i];
+        const uint8_t* from = row_at(slot);
+        return {from + part * 256 + lane % 4 * 16, slot < 0 ? nullptr : reinterpret_cast<const float2*>(from + latent) + part};
+    }
+    __device__ __forceinline__ void load_vector(const Source& from, int i, int t) {
+        vectors[i][t] = __ldg(reinterpret_cast<const uint4*>(from.vectors + 64 * t));
+    }
+    __device__ __forceinline__ void load_scales(const Source& from, int i) {
+        scales[i] = make_float2(0.0f, 0.0f);
+        if (from.scales != nullptr) scales[i] = __ldg(from.scales);
     }
 
-    __device__ __forceinline__ void convert(
-        const int* of_tile, int which, Part part, const int* next_tile, Part next_part) {
-        const int own = ptx::opaque(thread()), row = row_of(own);
-        uint8_t* to = keys + (which * tiles + 4 * part + own % 32 / 8) * tile;
-        const int low = swizzled(to, row, own % 4 * 32) - to, high = swizzled(to, row, own % 4 * 32 + 16) - to;
+    __device__ __forceinline__ void load_first() {
 #pragma unroll
-        for (int first = 0; first < passes; first += ahead) {
-            uint4 values[ahead][2];
+        for (int i = 0; i < thread_rows; ++i) {
+            const Source from = source(0, left, i);
 #pragma unroll
-            for (int i = 0; i < ahead; ++i) {
-                const int pass = first + i;
-                const uint4 e4m3 = rolling[pass % at_once];
-                const uint32_t scale = ptx::pack_bf16(scales[pass % at_once], scales[pass % at_once]);
-                if (pass + at_once < passes)
-                    load(of_tile, part, pass + at_once);
-                else if (next_tile != nullptr)
-                    load(next_tile, next_part, pass + at_once - passes);
-                values[i][0] = scaled(e4m3.x, e4m3.y, scale);
-                values[i][1] = scaled(e4m3.z, e4m3.w, scale);
-            }
-            if (first == 0) barriers.empty[which][part].wait(parity);
+            for (int t = 0; t < 4; ++t) load_vector(from, i, t);
+            load_scales(from, i);
+        }
+    }
+
+    // next_tile, next_part: what is loaded meanwhile.
+    __device__ __forceinline__ void convert(int which, int part, int next_tile, int next_part) {
+        const uint32_t lane = own_lane();
+        const int first = row_of(lane);
+        uint8_t* to = keys + (which * tiles + 4 * part) * tile;
+        uint8_t *low = swizzled(to, first, lane % 4 * 32), *high = swizzled(to, first, lane % 4 * 32 + 16);
 #pragma unroll
-            for (int i = 0; i < ahead; ++i) {
-                const int pass = first + i, swizzle = 32 * (pass % 4);
-                *reinterpret_cast<uint4*>(to + (low ^ swizzle) + 256 * pass) = values[i][0];
-                *reinterpret_cast<uint4*>(to + (high ^ swizzle) + 256 * pass) = values[i][1];
+        for (int i = 0; i < thread_rows; ++i) {
+            const uint32_t scale[2] = {ptx::pack_bf16(scales[i].x, scales[i].x), ptx::pack_bf16(scales[i].y, scales[i].y)};
+            const Source next = source(next_tile, next_part, i);
+            load_scales(next, i);
+#pragma unroll
+            for (int t = 0; t < 4; t += ahead) {
+                uint4 values[ahead][2];
+#pragma unroll
+                for (int j = 0; j < ahead; ++j) {
+                    const uint4 e4m3 = vectors[i][t + j];
+                    load_vector(next, i, t + j);
+                    values[j][0] = scaled(e4m3.x, e4m3.y, scale[(t + j) / 2]);
+                    values[j][1] = scaled(e4m3.z, e4m3.w, scale[(t + j) / 2]);
+                }
+                if (i == 0 && t == 0) barriers.empty[which][part].wait(parity);
+#pragma unroll
+                for (int j = 0; j < ahead; ++j) {
+                    *reinterpret_cast<uint4*>(low + (t + j) * tile + i * 8 * 128) = values[j][0];
+                    *reinterpret_cast<uint4*>(high + (t + j) * tile + i * 8 * 128) = values[j][1];
+                }
             }
         }
         if (part == left) landed().wait(which);  // two phases a step
         ptx::fence_proxy_async();
         __syncwarp();
-        publish_rows(
-            barriers.full[which][part], keys + (which * tiles + 4 * part) * tile, first_row(own), warp_rows);
+        publish_rows(barriers.full[which][part], to, first_row(), warp_rows);
     }
 
     __device__ __forceinline__ static uint4 scaled(uint32_t first, uint32_t second, uint32_t scale) {
@@ -218,54 +256,61 @@ struct Producer {
                           product(e4m3_to_bf16(second, false), scale), product(e4m3_to_bf16(second, true), scale));
     }
 
+    // In the middle of a step: reports its entries, and writes the slots of the next one, −1 if there is none.
+    __device__ __forceinline__ void advance(int& slot, const Entry& following) {
+        const uint32_t bits = __ballot_sync(all_lanes, slot >= 0);
+        if (ptx::lane_id() == 0) {  // both consumers have read the bits of the step before
+            valid[(parity ^ 1) * 4 + warp] = bits;
+            barriers.listed.arrive();
+        }
+        __syncwarp();
+        slots[parity * step_keys + thread()] = slot = slot_of(following);
+    }
+
     __device__ __forceinline__ void run() {
-        Entry first_entry = next_entry();
-        look_up(first_entry);
-        bool exists = first_entry.exists();
-        int slot = slot_of(first_entry);
         Entry following = next_entry();
+        look_up(following);
+        bool exists = following.exists;
+        int slot = slot_of(following);
         slots[thread()] = slot;
         sync();
         if constexpr (config::fp8) {
-            if (exists)
-#pragma unroll
-                for (int pass = 0; pass < at_once; ++pass) load(slots, left, pass);
+            prefetch(0);
+            load_first();
         }
-        for (int step = 0; exists; ++step) {
-            const int* first = slots + step % 2 * step_keys;
-            const int* second = first + tile_keys;
-            int* next = slots + (step + 1) % 2 * step_keys;
-            const uint32_t bits = __ballot_sync(all_lanes, slot >= 0);
+        following = next_entry();
+        while (exists) {
+            const int of_step = (parity ^ 1) * step_keys, next_step = parity * step_keys;
             look_up(following);
-            const Entry after = next_entry();
-            if constexpr (config::fp8) {  // in the order in which the consumers release the parts
-                copy(first, 0, rotary_part, row_bytes - 2 * rotary);
-                convert(first, 0, left, second, right);
-                convert(second, 1, right, first, right);
-            } else {
-                copy(first, 0, left, 0);
-                copy(second, 1, right, latent);
-            }
-            if (ptx::lane_id() == 0) {  // both consumers have read the bits of the step before
-                valid[step % 2 * 4 + thread() / 32] = bits;
-                barriers.listed.arrive();
-            }
-            __syncwarp();
-            slot = slot_of(following);
-            next[thread()] = slot;
-            sync();
-            if constexpr (config::fp8) prefetch(next);
             if constexpr (config::fp8) {
-                convert(first, 0, right, second, left);
-                copy(second, 1, rotary_part, row_bytes - 2 * rotary);
-                convert(second, 1, left, following.exists() ? next : nullptr, left);
+                // In the order in which the consumers release the parts: the first tile's left values, the second's right ones, the
+                // first's right and the second's left ones.
+#pragma unroll config::unrolled_parts
+                for (int n = 0; n < 4; ++n) {
+                    const int which = n % 2, part = n / 2 ^ which;
+                    if (part == left) copy_rotary(of_step + which * tile_keys, which);
+                    if (n == 2) {
+                        advance(slot, following);
+                        exists = following.exists;
+                        if (exists) following = next_entry();
+                        sync();
+                        prefetch(next_step);
+                    }
+                    const int next_tile = n == 3 ? next_step : of_step + (1 - which) * tile_keys;
+                    convert(which, part, next_tile, (n + 1) % 4 / 2 ^ (n + 1) % 2);
+                }
             } else {
-                copy(first, 0, right, latent);
-                copy(second, 1, left, 0);
+                const Entry after = next_entry();
+                copy(of_step, 0, left, 0);
+                copy(of_step + tile_keys, 1, right, latent);
+                advance(slot, following);
+                exists = following.exists;
+                following = after;
+                sync();
+                copy(of_step, 0, right, latent);
+                copy(of_step + tile_keys, 1, left, 0);
             }
             parity ^= 1;
-            exists = following.exists();
-            following = after;
         }
     }
 };

@@ -281,6 +281,28 @@ def test_two_blocks_of_64_heads_share_converted_rows(n_heads: int, is_fp8: bool,
     assert made.grid % cluster == 0
 
 
+@pytest.mark.parametrize(
+    ("rows", "n_heads", "is_fp8", "parts"),
+    [(1, 128, True, 1), (66, 128, True, 1), (67, 128, True, 2), (256, 64, True, 1), (256, 128, False, 1)],
+)
+def test_half_of_the_conversion_is_unrolled_where_thread_blocks_have_many_steps(
+    rows: int, n_heads: int, is_fp8: bool, parts: int
+):
+    assert sparse_mla.plan(rows, n_heads, 2048, is_fp8, True, 0, 132).constants["unrolled_parts"] == parts
+
+
+@emulated
+@pytest.mark.parametrize("is_paged", [False, True], ids=["rows", "pages"])
+def test_thread_blocks_of_many_steps_compute_the_same(is_paged: bool, monkeypatch: pytest.MonkeyPatch):
+    q, cache, positions = inputs(5, 65, 300, torch.uint8)
+    latents = cache if is_paged else cache.flatten(0, 1)
+    pages = torch.arange(P, dtype=torch.int32).expand(5, P).contiguous() if is_paged else None
+    few = attend(q, latents, positions, 1, pages)
+    assert_as_reference(few, q, cache, positions)
+    monkeypatch.setattr(sparse_mla, "FEW_STEPS", 0)
+    assert torch.equal(attend(q, latents, positions, 1, pages), few)
+
+
 def test_a_list_is_not_divided_into_more_parts_than_it_has_steps():
     assert sparse_mla.plan(5, 16, 300, False, False, 128, 132).n_splits == 3
 
