@@ -139,8 +139,8 @@ ONLY_TRITON = (
     "cross_entropy_backward", "gradient_norms", "high_precision_grouped_nt", "high_precision_grouped_tn", "index_rows",
     "latent_keys", "latent_keys_backward", "packed_matmul_nt", "permute", "ragged_attention", "record_choices",
     "rms_norm", "rms_norm_backward", "rotate_", "rotate_halves", "row_invariant_gate", "row_invariant_matmul_nt",
-    "sample_tokens", "sequence_balance_backward", "swiglu", "swiglu_backward", "text_rows", "transpose_encoded",
-    "unpermute", "unpermute_backward", "write_and_rotate", "write_latents",
+    "row_invariant_matmul_nt_out", "sample_tokens", "sequence_balance_backward", "swiglu", "swiglu_backward",
+    "text_rows", "transpose_encoded", "unpermute", "unpermute_backward", "write_and_rotate", "write_latents",
 )  # fmt: skip
 COMPILED_ON_CPU = (  # bit for bit the reference
     "adamw", "quantize", "dequantize", "quantize_rows_and_columns", "quantize_joined_rows_and_columns",

@@ -15,7 +15,7 @@ W = C + R.
 from torch import Tensor
 
 from octile.ops.paged_attention import paged_attention
-from octile.ops.row_invariant import row_invariant_matmul_nt
+from octile.ops.row_invariant import row_invariant_matmul_nt_out
 
 SPLITS = 16  # parts of a row's positions on a GPU
 
@@ -46,4 +46,4 @@ def attend(
 
 def multiply_heads(x_THK: Tensor, w_HNK: Tensor, out_THN: Tensor) -> None:
     """Multiply each head of rows by its own weight, and write the results to out; all in one dtype."""
-    out_THN.copy_(row_invariant_matmul_nt(x_THK.transpose(0, 1), w_HNK, x_THK.dtype).transpose(0, 1))
+    row_invariant_matmul_nt_out(out_THN.transpose(0, 1), x_THK.transpose(0, 1), w_HNK)

@@ -61,6 +61,30 @@ def _(a, b, out_dtype):
     return kernel.launch(a, b, out_dtype)
 
 
+@operator(writes=("out",))
+def row_invariant_matmul_nt_out(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """Write the result of `row_invariant_matmul_nt` to out [B, M, N], whose rows are contiguous.
+
+    Raises:
+        TypeError, ValueError: as there, or out has another shape, or strides within a row.
+    """
+    _check_out(out, a, b)
+    out.copy_(row_invariant_matmul_nt(a, b, out.dtype))
+
+
+@row_invariant_matmul_nt_out.register_fake
+def _(out, a, b):
+    return None
+
+
+@row_invariant_matmul_nt_out.register_kernel("cuda")
+def _(out, a, b):
+    from octile.kernels.triton import row_invariant as kernel
+
+    _check_out(out, a, b)
+    kernel.launch_out(out, a, b)
+
+
 def _check(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> None:
     for name, t in (("a", a), ("b", b)):
         check_input_dtype(name, t)
@@ -69,6 +93,16 @@ def _check(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> None:
     if a.dim() != 3 or b.dim() != 3 or (a.shape[0], a.shape[2]) != (b.shape[0], b.shape[2]):
         raise ValueError(f"a and b must be [B, M, K] and [B, N, K], not {tuple(a.shape)} and {tuple(b.shape)}")
     check_device("a", a, "b", b)
+
+
+def _check_out(out: Tensor, a: Tensor, b: Tensor) -> None:
+    _check(a, b, out.dtype)
+    expected = a.shape[0], a.shape[1], b.shape[1]
+    if out.shape != expected or (out.numel() and out.stride(2) != 1):
+        raise ValueError(
+            f"out must be {expected} with contiguous rows, not {tuple(out.shape)} with strides {out.stride()}"
+        )
+    check_device("a", a, "out", out)
 
 
 def row_invariant_scaled_nt(

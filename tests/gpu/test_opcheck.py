@@ -33,7 +33,7 @@ from octile.ops.paged_attention import paged_attention
 from octile.ops.permute import count_tokens, permute, routing_plan, unpermute, unpermute_backward
 from octile.ops.quantize import dequantize, quantize, quantize_with_scale
 from octile.ops.rope import rotate_halves
-from octile.ops.row_invariant import row_invariant_matmul_nt
+from octile.ops.row_invariant import row_invariant_matmul_nt, row_invariant_matmul_nt_out
 from octile.ops.sample_tokens import sample_tokens
 from octile.ops.sequence_balance import sequence_balance, sequence_balance_backward
 from octile.ops.sparse_attention import paged_sparse_attention, sparse_attention, sparse_attention_with_lse
@@ -134,6 +134,10 @@ CASES = {
             torch.randn(2, 3, 8, device="cuda"),
             torch.zeros(2, 3, 16, device="cuda"),
         ),
+    ),
+    "row-invariant GEMM into rows": lambda: (
+        row_invariant_matmul_nt_out,
+        tuple(torch.randn(2, *sides, device="cuda") for sides in ((5, 3), (5, 7), (3, 7))),
     ),
     "row-invariant gate": lambda: (
         row_invariant_gate,

@@ -38,7 +38,7 @@ from octile.ops.paged_attention import paged_attention
 from octile.ops.permute import count_tokens, permute, routing_plan, unpermute, unpermute_backward
 from octile.ops.quantize import dequantize, quantize, quantize_with_scale
 from octile.ops.rope import latent_keys, latent_keys_backward, rotate_, rotate_halves
-from octile.ops.row_invariant import row_invariant_matmul_nt
+from octile.ops.row_invariant import row_invariant_matmul_nt, row_invariant_matmul_nt_out
 from octile.ops.sample_tokens import sample_tokens
 from octile.ops.scale_layouts import (
     mn_major,
@@ -183,6 +183,7 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     rotate_: (HEADS.clone(), ONE, ONE),
     routing_plan: (ENDS[:, None] - 2, ENDS - 1),
     row_invariant_matmul_nt: (X[None], X[None], torch.float32),
+    row_invariant_matmul_nt_out: (torch.zeros(1, len(X), len(X)), X[None], X[None]),
     rotate_halves: (HEADS, HEADS, HEADS[:, 0], HEADS[:, 0]),
     sequence_balance: (X, torch.zeros(2, 1, dtype=torch.int64), 1, 1, "sigmoid"),
     sequence_balance_backward: (torch.tensor(1.0), X, X[:1], "sigmoid"),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from octile.ops.row_invariant import row_invariant_matmul_nt
+from octile.ops.row_invariant import row_invariant_matmul_nt, row_invariant_matmul_nt_out
 from tests.ops.operators import assert_fake_is_true, assert_well_formed
 
 
@@ -33,3 +33,19 @@ def test_wrong_arguments_are_refused():
         row_invariant_matmul_nt(torch.zeros(2, 3, 4), torch.zeros(2, 3, 4), torch.int8)
     with pytest.raises(TypeError, match="b must be float32"):
         row_invariant_matmul_nt(torch.zeros(2, 3, 4), torch.zeros(2, 3, 4).int(), torch.float32)
+
+
+def test_results_are_written_to_rows_of_any_strides():
+    a, w = torch.randn(2, 5, 7), torch.randn(2, 3, 7)
+    wide = torch.zeros(5, 2, 4)
+    row_invariant_matmul_nt_out(wide[..., 1:].transpose(0, 1), a, w)
+    assert torch.equal(wide[..., 1:].transpose(0, 1), row_invariant_matmul_nt(a, w, torch.float32))
+    assert not wide[..., 0].any()
+    assert_well_formed(row_invariant_matmul_nt_out, (torch.zeros(2, 5, 3), a, w))
+
+
+def test_another_result_is_refused():
+    a, w = torch.zeros(2, 5, 7), torch.zeros(2, 3, 7)
+    for out in (torch.zeros(2, 5, 4), torch.zeros(2, 3, 5).mT):
+        with pytest.raises(ValueError, match=r"out must be \(2, 5, 3\) with contiguous rows"):
+            row_invariant_matmul_nt_out(out, a, w)

@@ -15,28 +15,35 @@ from octile.kernels.triton import compile_cases as cases
 from octile.kernels.triton.device import device_properties
 from octile.kernels.triton.launch_config import ROW_INVARIANT
 
-SUMMED = 1024  # results of a program that adds parts
+SUMMED = 256  # results of a program that adds parts
 
 
 def launch(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
     """Multiply a[B, M, K] · b[B, N, K]ᵀ, any strides → [B, M, N] in out_dtype."""
-    (batch, m, k), n = a.shape, b.shape[1]
-    out = a.new_empty(batch, m, n, dtype=out_dtype)
+    out = a.new_empty(a.shape[0], a.shape[1], b.shape[1], dtype=out_dtype)
+    launch_out(out, a, b)
+    return out
+
+
+def launch_out(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """Write the same to out [B, M, N], whose rows are contiguous."""
+    batch, m, n = out.shape
     if not out.numel():
-        return out
+        return
     tiles = triton.cdiv(n, ROW_INVARIANT["TILE_N"]), triton.cdiv(m, ROW_INVARIANT["TILE_M"])
-    parts = max(triton.cdiv(k, ROW_INVARIANT["CHUNK"]), 1)
+    parts = max(triton.cdiv(a.shape[2], ROW_INVARIANT["CHUNK"]), 1)
     splits = parts > 1 and tiles[0] * tiles[1] * batch < device_properties(a.device).num_sms
-    partials = a.new_empty(parts, *out.shape, dtype=torch.float32) if splits else out
+    partials = a.new_empty(parts, *out.shape, dtype=torch.float32) if splits else out[None]
     grid = *tiles, batch * (parts if splits else 1)
     with torch.cuda.device_of(a):
         matmul_nt[grid](
-            a, b, partials, m, n, k, batch, *a.stride(), *b.stride(), SPLITS=splits, FP32=a.dtype != b.dtype,
-            **ROW_INVARIANT,
+            a, b, partials, m, n, a.shape[2], batch, *a.stride(), *b.stride(), *partials.stride()[:3], SPLITS=splits,
+            FP32=a.dtype != b.dtype, **ROW_INVARIANT,
         )  # fmt: skip
         if splits:
-            add_parts[(triton.cdiv(out.numel(), SUMMED),)](partials, out, parts, out.numel(), SUMMED=SUMMED)
-    return out
+            add_parts[(triton.cdiv(n, SUMMED), m, batch)](
+                partials, out, parts, m, n, out.numel(), out.stride(0), out.stride(1), SUMMED=SUMMED
+            )
 
 
 def compile_cases() -> cases.CompileCases:
@@ -51,7 +58,7 @@ def compile_cases() -> cases.CompileCases:
 
 @triton.jit(do_not_specialize=["M", "batches"])
 def matmul_nt(
-    a, b, out, M, N, K, batches, a_batch, a_row, a_col, b_batch, b_row, b_col,
+    a, b, out, M, N, K, batches, a_batch, a_row, a_col, b_batch, b_row, b_col, out_part, out_batch, out_row,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr,
     FP32: tl.constexpr,
 ):  # fmt: skip
@@ -78,16 +85,18 @@ def matmul_nt(
                 left, right = left.to(tl.float32), right.to(tl.float32)
             products += tl.dot(left, right, input_precision="ieee")
         total += products
-    at = ((part * batches + batch) * M + m)[:, None] * N + n[None, :]
+    at = part.to(tl.int64) * out_part + batch * out_batch + m[:, None] * out_row + n[None, :]
     tl.store(out + at, total.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
 
 
-@triton.jit(do_not_specialize=["parts", "total"])
-def add_parts(partials, out, parts, total, SUMMED: tl.constexpr):
-    """Add the parts of all results, in their order."""
-    at = tl.program_id(0).to(tl.int64) * SUMMED + tl.arange(0, SUMMED)
+@triton.jit(do_not_specialize=["parts", "M", "total"])
+def add_parts(partials, out, parts, M, N, total, out_batch, out_row, SUMMED: tl.constexpr):
+    """Add the parts of some results of a row, in their order."""
+    n = tl.program_id(0) * SUMMED + tl.arange(0, SUMMED)
+    row, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    partials += (batch * M + row) * N
     sums = tl.zeros([SUMMED], tl.float32)
     for _ in range(parts):
-        sums += tl.load(partials + at, mask=at < total, other=0.0)
+        sums += tl.load(partials + n, mask=n < N, other=0.0)
         partials += total
-    tl.store(out + at, sums.to(out.dtype.element_ty), mask=at < total)
+    tl.store(out + batch * out_batch + row * out_row + n, sums.to(out.dtype.element_ty), mask=n < N)

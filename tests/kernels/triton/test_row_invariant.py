@@ -25,5 +25,8 @@ def test_parts_of_k_have_the_same_bits_in_programs_of_their_own_and_in_one(monke
     monkeypatch.setitem(kernel.ROW_INVARIANT, "CHUNK", 64)
     a, w = torch.randn(1, 3, 200), torch.randn(1, 40, 200)
     split = kernel.launch(a, w, torch.bfloat16)
+    strided = torch.zeros(3, 2, 50, dtype=torch.bfloat16)
+    kernel.launch_out(strided[:, 1:, 5:45].transpose(0, 1), a, w)
+    assert torch.equal(strided[:, 1:, 5:45].transpose(0, 1), split)
     monkeypatch.setattr(kernel, "device_properties", lambda _: SimpleNamespace(num_sms=0))
     assert torch.equal(kernel.launch(a, w, torch.bfloat16), split)
