@@ -138,7 +138,7 @@ ONLY_TRITON = (
     "accepted_rows", "adamw", "align_groups", "bfloat16_terms", "continued_tokens", "cross_entropy",
     "cross_entropy_backward", "gradient_norms", "high_precision_grouped_nt", "high_precision_grouped_tn", "index_rows",
     "latent_keys", "latent_keys_backward", "packed_matmul_nt", "permute", "ragged_attention", "record_choices",
-    "rms_norm", "rms_norm_backward", "rotate_", "rotate_halves", "row_invariant_gate", "row_invariant_matmul_nt",
+    "rms_norm", "rms_norm_backward", "rotate_", "rotate_halves", "row_invariant_matmul_nt",
     "row_invariant_matmul_nt_out", "sample_tokens", "sequence_balance_backward", "swiglu", "swiglu_backward",
     "text_rows", "transpose_encoded", "unpermute", "unpermute_backward", "write_and_rotate", "write_latents",
 )  # fmt: skip

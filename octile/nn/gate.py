@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from octile.nn.double_backward import creates_graph, differentiable_gradients, first_derivative_only
 from octile.nn.fused.block_input import BlockInput, Saved
-from octile.ops.gate import gate, gate_backward, row_invariant_gate
+from octile.ops.gate import gate, gate_backward
 from octile.ops.sequence_balance import balance_of, sequence_balance, sequence_balance_backward
 from octile.routing import ScoringFunc, TopkMethod, check_routing, choice_of
 
@@ -172,8 +172,7 @@ class _Gate(torch.autograd.Function):
         weighting: tuple[ScoringFunc, bool, float],
         invariant: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        compute = row_invariant_gate if invariant else gate
-        weights_TK, experts_TK, logits_TE = compute(x_TD, weight_ED, bias_E, *choice, *weighting)
+        weights_TK, experts_TK, logits_TE = gate(x_TD, weight_ED, bias_E, *choice, *weighting, invariant)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(experts_TK)
         ctx.save_for_backward(weight_ED, logits_TE, experts_TK, *saved)

@@ -63,6 +63,7 @@ def gate(
     scoring_func: str,
     norm_topk_prob: bool,
     routed_scaling_factor: float,
+    row_invariant: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the logits x · weightᵀ, choose K experts for each token, and compute their weights.
 
@@ -77,6 +78,8 @@ def gate(
         scoring_func: sigmoid or softmax.
         norm_topk_prob: whether a token's affinities are divided by their sum.
         routed_scaling_factor: by which the weights are finally multiplied.
+        row_invariant: whether a row has the same bits for any T, at any position, and for any dtype of the weight that
+            its values fit.
 
     Returns:
         weights [T, K] float32, experts [T, K] int64 with the highest score first, logits [T, E] float32.
@@ -86,14 +89,15 @@ def gate(
         ValueError: shapes or devices do not fit together, the numbers do not fit them, or scoring_func is another one.
     """
     check_gate(x, weight, bias, n_chosen, n_group, topk_group, best, scoring_func)
-    logits = _logits(x, weight)
+    logits = _row_invariant_logits(x, weight) if row_invariant else _logits(x, weight)
     choice = n_chosen, n_group, topk_group, best
     return *route(logits, bias, *choice, scoring_func, norm_topk_prob, routed_scaling_factor), logits
 
 
 @gate.register_fake
 def _(
-    x, weight, bias, n_chosen, n_group, topk_group, best, scoring_func, norm_topk_prob, routed_scaling_factor
+    x, weight, bias, n_chosen, n_group, topk_group, best, scoring_func, norm_topk_prob, routed_scaling_factor,
+    row_invariant=False,
 ):  # fmt: skip
     t = x.shape[0]
     weights, logits = (x.new_empty(t, n, dtype=torch.float32) for n in (n_chosen, weight.shape[0]))
@@ -102,69 +106,19 @@ def _(
 
 @gate.register_kernel("cuda")
 def _(
-    x, weight, bias, n_chosen, n_group, topk_group, best, scoring_func, norm_topk_prob, routed_scaling_factor
+    x, weight, bias, n_chosen, n_group, topk_group, best, scoring_func, norm_topk_prob, routed_scaling_factor,
+    row_invariant=False,
 ):  # fmt: skip
     from octile.kernels.triton import gate as kernel  # late: a machine without a GPU has no Triton
 
     check_gate(x, weight, bias, n_chosen, n_group, topk_group, best, scoring_func)
     settings = n_chosen, n_group, topk_group, best, scoring_func, norm_topk_prob, routed_scaling_factor
     if x.dtype != torch.bfloat16:
-        return kernel.launch(_logits(x, weight), bias, *settings, len(weight))
-    return backends.run("gate", x, weight, bias, *settings)
-
-
-@operator()
-def row_invariant_gate(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    n_chosen: int,
-    n_group: int,
-    topk_group: int,
-    best: int,
-    scoring_func: str,
-    norm_topk_prob: bool,
-    routed_scaling_factor: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute what `gate` does. A row has the same bits for any T, and for any dtype that the weight's values fit.
-
-    Args:
-        x, weight, bias, n_chosen, n_group, topk_group, best, scoring_func, norm_topk_prob, routed_scaling_factor: as in
-            `gate`.
-
-    Returns:
-        weights [T, K] float32, experts [T, K] int64, logits [T, E] float32.
-
-    Raises:
-        TypeError, ValueError: as `gate`.
-    """
-    check_gate(x, weight, bias, n_chosen, n_group, topk_group, best, scoring_func)
-    logits = row_invariant_matmul_nt(x[None], weight[None].float(), torch.float32)[0]
-    choice = n_chosen, n_group, topk_group, best
-    return *route(logits, bias, *choice, scoring_func, norm_topk_prob, routed_scaling_factor), logits
-
-
-@row_invariant_gate.register_fake
-def _(
-    x, weight, bias, n_chosen, n_group, topk_group, best, scoring_func, norm_topk_prob, routed_scaling_factor
-):  # fmt: skip
-    t = x.shape[0]
-    weights, logits = (x.new_empty(t, n, dtype=torch.float32) for n in (n_chosen, weight.shape[0]))
-    return weights, x.new_empty(t, n_chosen, dtype=torch.int64), logits
-
-
-@row_invariant_gate.register_kernel("cuda")
-def _(
-    x, weight, bias, n_chosen, n_group, topk_group, best, scoring_func, norm_topk_prob, routed_scaling_factor
-):  # fmt: skip
-    from octile.kernels.triton import gate as kernel
-
-    check_gate(x, weight, bias, n_chosen, n_group, topk_group, best, scoring_func)
-    settings = n_chosen, n_group, topk_group, best, scoring_func, norm_topk_prob, routed_scaling_factor
-    if x.dtype == torch.bfloat16:
+        logits = _row_invariant_logits(x, weight) if row_invariant else _logits(x, weight)
+        return kernel.launch(logits, bias, *settings, len(weight), row_invariant)
+    if row_invariant:
         return kernel.launch_row_invariant(x, weight, bias, *settings)
-    logits = row_invariant_matmul_nt(x[None], weight[None].float(), torch.float32)[0]
-    return kernel.launch(logits, bias, *settings, len(weight), row_invariant=True)
+    return backends.run("gate", x, weight, bias, *settings)
 
 
 def route(
@@ -296,6 +250,10 @@ def _(t, order):
 
     _check_terms(t, order)
     return kernel.launch_terms(t, order)
+
+
+def _row_invariant_logits(x: Tensor, weight: Tensor) -> Tensor:
+    return row_invariant_matmul_nt(x[None], weight[None].float(), torch.float32)[0]
 
 
 def _logits(x: Tensor, weight: Tensor) -> Tensor:

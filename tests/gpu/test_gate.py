@@ -12,7 +12,6 @@ from octile.ops.gate import (
     gate_backward,
     route,
     route_backward,
-    row_invariant_gate,
     top_experts,
 )
 from tests.nn.gates import V2, V2_LITE, V3
@@ -107,11 +106,11 @@ def test_a_row_of_the_row_invariant_gate_has_the_same_bits_among_any_others(sett
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1000, 1100, generator=generator).to(dtype).cuda()
     w = torch.randn(E, 1100, generator=generator).bfloat16().cuda()
-    together = row_invariant_gate(x, w, None, *settings)
+    together = gate(x, w, None, *settings, True)
     torch.testing.assert_close(together[2], x.float() @ w.float().mT, rtol=1e-4, atol=1e-3)
     for first, end in ((0, 1), (3, 5), (7, 200), (999, 1000)):
         for weight in (w, w.float()):
-            found = row_invariant_gate(x[first:end], weight, None, *settings)
+            found = gate(x[first:end], weight, None, *settings, True)
             for rows, of_all in zip(found, together, strict=True):
                 assert torch.equal(rows, of_all[first:end])
 

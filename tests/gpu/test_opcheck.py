@@ -13,7 +13,7 @@ from octile.ops.cross_entropy import cross_entropy, cross_entropy_backward
 from octile.ops.decode_step import accepted_rows, continued_tokens, record_choices, text_rows
 from octile.ops.few_rows import few_rows_nt, latent_attention
 from octile.ops.few_rows_mixture import few_rows_mixture
-from octile.ops.gate import bfloat16_terms, gate, gate_backward, row_invariant_gate
+from octile.ops.gate import bfloat16_terms, gate, gate_backward
 from octile.ops.grouped import (
     grouped_matmul_nt,
     grouped_matmul_nt_out,
@@ -138,10 +138,6 @@ CASES = {
     "row-invariant GEMM into rows": lambda: (
         row_invariant_matmul_nt_out,
         tuple(torch.randn(2, *sides, device="cuda") for sides in ((5, 3), (5, 7), (3, 7))),
-    ),
-    "row-invariant gate": lambda: (
-        row_invariant_gate,
-        (*(torch.randn(n, 96, device="cuda") for n in (5, 8)), None, 3, 4, 2, 2, "sigmoid", True, 2.5),
     ),
     "sampled tokens": lambda: (
         sample_tokens,

@@ -15,7 +15,6 @@ from octile.ops.gate import (
     gate_backward,
     route,
     route_backward,
-    row_invariant_gate,
     top_experts,
 )
 from octile.ops.sigmoid import sigmoid
@@ -156,11 +155,11 @@ def test_autocast_changes_nothing():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_of_the_row_invariant_gate_has_the_same_bits_among_any_others(settings, has_bias: bool, dtype):
     bias, x, w = tensor(E) if has_bias else None, tensor(100, D).to(dtype), tensor(E, D).bfloat16()
-    together = row_invariant_gate(x, w, bias, *settings)
+    together = gate(x, w, bias, *settings, True)
     for rows in (slice(0, 1), slice(3, 18), slice(1, 100)):
-        for found, expected in zip(row_invariant_gate(x[rows], w, bias, *settings), together, strict=True):
+        for found, expected in zip(gate(x[rows], w, bias, *settings, True), together, strict=True):
             assert torch.equal(found, expected[rows])
-    for found, expected in zip(row_invariant_gate(x, w.float(), bias, *settings), together, strict=True):
+    for found, expected in zip(gate(x, w.float(), bias, *settings, True), together, strict=True):
         assert torch.equal(found, expected)
     torch.testing.assert_close(together[2], gate(x, w, bias, *settings)[2])
 
@@ -171,7 +170,7 @@ def test_the_operators_are_well_formed(settings):
     weights, experts, logits = gate(x, w, bias, *settings)
     backward = (torch.ones_like(weights), None, logits, experts, x, w, *settings[4:])
     forward = (x, w, bias, *settings)
-    operators = (gate, forward), (gate_backward, backward), (row_invariant_gate, forward)
+    operators = (gate, forward), (gate_backward, backward), (gate, (*forward, True))
     for operator, arguments in operators:
         assert_well_formed(operator, arguments)
         assert_fake_is_true(operator, arguments)

@@ -15,7 +15,7 @@ from octile.ops.cross_entropy import cross_entropy, cross_entropy_backward
 from octile.ops.decode_step import accepted_rows, continued_tokens, record_choices, text_rows
 from octile.ops.few_rows import few_rows_nt, latent_attention
 from octile.ops.few_rows_mixture import few_rows_mixture
-from octile.ops.gate import bfloat16_terms, gate, gate_backward, row_invariant_gate
+from octile.ops.gate import bfloat16_terms, gate, gate_backward
 from octile.ops.gradient_norms import gradient_norms
 from octile.ops.grouped import (
     grouped_matmul_nt,
@@ -102,7 +102,6 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     count_tokens: (PLACES, 2),
     dequantize: (ENCODED, SCALE, 1, 128, torch.float32),
     gate: (X, X, torch.ones(2), 1, 1, 1, 1, "sigmoid", True, 1.0),
-    row_invariant_gate: (X, X, torch.ones(2), 1, 1, 1, 1, "sigmoid", True, 1.0),
     gate_backward: (torch.ones(2, 1), torch.ones(2, 2), torch.ones(2, 2), PLACES.long(), X, X, "sigmoid", True, 1.0),
     gradient_norms: ([X, FLAT],),
     grouped_matmul_nt: (*A, *STACK, ENDS, torch.float32),

@@ -142,8 +142,8 @@ def blocks_backwards(a, a_scale, a_block, b, b_scale, b_block, offs, out_dtype, 
     return row_invariant.row_invariant_groups_nt(*values, offs, out_dtype)
 
 
-def weights_rounded(*arguments):
-    weights, experts, logits = gate.row_invariant_gate(*arguments)
+def weights_in_bf16(*arguments):
+    weights, experts, logits = gate.gate(*arguments)
     return weights.bfloat16().float(), experts, logits
 
 
@@ -163,7 +163,7 @@ MUTATIONS: dict[str, tuple[object, str, Callable[..., Any]]] = {
     "rotary embeddings": (attention, "rotate_", rotated_in_float64),
     "FP8 GEMMs": (gemms, "row_invariant_scaled_nt", blocks_backwards),
     "SwiGLU": (gemms, "swiglu_quantize", silu_of_torch),
-    "weights of experts": (feed_forward, "row_invariant_gate", weights_rounded),
+    "weights of experts": (feed_forward, "gate", weights_in_bf16),
     "head": (forward, "row_invariant_matmul_nt", in_float64),
 }
 LONG = [Text(text(500, n)) for n in range(24)]  # rounding to 8 bits hides most last bits

@@ -26,7 +26,7 @@ from octile.formats import TILE
 from octile.kernels.cuda.gemm import num_sms
 from octile.models.config import ModelConfig
 from octile.nn.dispatcher import InFlight, LocalDispatcher
-from octile.ops.gate import gate, row_invariant_gate
+from octile.ops.gate import gate
 from octile.ops.norm import rms_norm
 from octile.ops.permute import count_tokens, unpermute
 from octile.ops.swiglu import swiglu
@@ -166,8 +166,7 @@ class FeedForward:
         return weights_TK, experts_TK
 
     def _gate(self, x_TD: Tensor, w: MoEWeights) -> tuple[Tensor, Tensor]:
-        compute = row_invariant_gate if self.gemms.batch_invariant else gate
-        return compute(x_TD, w.gate, w.bias, *self.routing)[:2]
+        return gate(x_TD, w.gate, w.bias, *self.routing, self.gemms.batch_invariant)[:2]
 
     @cached_property
     def routing(self) -> tuple[Any, ...]:
