@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from octile.checkpoint import recipe_entry
 from octile.checkpoint.files import finish_interrupted, staged, write_json
 from octile.checkpoint.fp8_layout import (
     SCALE_SUFFIX,
@@ -39,7 +40,7 @@ from octile.checkpoint.fp8_layout import (
     with_quantization,
     without_quantization,
 )
-from octile.checkpoint.recipe_entry import recipe_of, with_recipe
+from octile.checkpoint.recipe_entry import with_recipe
 from octile.checkpoint.shards import Shards, plan_shards, write_index
 from octile.checkpoint.tensor_file import TORCH_DTYPES, TensorFileWriter, TensorSpec, writing
 from octile.command_text import quoted_path, train_command
@@ -49,6 +50,7 @@ from octile.models.deepseek_v3 import DeepseekV3
 from octile.models.meta import meta_model
 from octile.models.names import to_hf
 from octile.nn.conversion import apply_recipe
+from octile.nn.linear import recipe_of
 from octile.nn.moe import Experts
 from octile.recipe import Recipe, ScaleRule
 from octile.validation import read_json
@@ -92,7 +94,7 @@ def save(model: DeepseekV3, folder: str | Path, weights: Weights = "fp8", files:
         weights,
         files,
         model.stored_scales,
-        model.recipe,
+        recipe_of(model),
     )
 
 
@@ -312,7 +314,7 @@ class OpenFolder:
             ValueError: config.json names one that octile does not write.
         """
         with _naming(self.shards.folder / CONFIG):
-            return recipe_of(self.config)
+            return recipe_entry.recipe_of(self.config)
 
     @property
     def has_indexer(self) -> bool:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from octile.models.deepseek_v3 import DeepseekV3
+from octile.nn.linear import recipe_of
 from octile.ops.cross_entropy import log_probabilities
 from octile.serve.engine.engine import Engine
 from octile.serve.engine.request import Sampling
@@ -160,7 +161,8 @@ def training_log_probs(model: DeepseekV3, text: Text) -> Tensor:
 
 @contextmanager
 def _precision(model: DeepseekV3) -> Iterator[None]:
-    compute = torch.bfloat16 if model.recipe is None else model.recipe.compute
+    recipe = recipe_of(model)
+    compute = torch.bfloat16 if recipe is None else recipe.compute
     with forward_precision(model.lm_head.weight.device, compute):
         yield
 

@@ -24,7 +24,7 @@ from octile.nn.fused.cross_entropy import cross_entropies, cross_entropy
 from octile.nn.fused.pre_norm import pre_norm
 from octile.nn.gate import Gate
 from octile.nn.indexer import Indexer
-from octile.nn.linear import BatchInvariantHead, Linear, with_class
+from octile.nn.linear import BatchInvariantHead, with_class
 from octile.nn.mla import MLA
 from octile.nn.mlp import MLP
 from octile.nn.moe import Experts, MoE
@@ -186,11 +186,6 @@ class DeepseekV3(nn.Module):
         h_BSD, _ = self._main(tokens_BS)
         self._pop_losses()
         return -cross_entropies(self.lm_head(h_BSD[:, :-1]), tokens_BS[:, 1:].contiguous())
-
-    @property
-    def recipe(self) -> Recipe | None:
-        """The recipe of the first layer that has one; None: the model is not converted."""
-        return next((layer.recipe for layer in self.modules() if isinstance(layer, Linear | Experts)), None)
 
     def why_not_batch_invariant(self) -> str | None:
         """Return why no batch-invariant recipe can be applied; None: one can."""

@@ -48,6 +48,12 @@ def check_recipe(recipe: object) -> None:
         raise TypeError(f"recipe must be an octile.Recipe, not {type(recipe).__name__}: see {named}")
 
 
+def recipe_of(model: nn.Module) -> Recipe | None:
+    """Return the recipe of the first layer of a model that has one; None: the model is not converted."""
+    holders = (module.recipe for module in model.modules() if isinstance(module, RecipeHolder))
+    return next((recipe for recipe in holders if recipe is not None), None)
+
+
 def recipe_changes() -> int:
     """Return how often any module's recipe was assigned."""
     return _recipe_changes
