@@ -53,6 +53,7 @@ Amax = Literal["current", "delayed", "unscaled"]
 TENSOR: tuple[Extent, Extent] = (None, None)
 FILE_KEYS = ("recipe", "swiglu_inputs", "transposed_weights", "wgrad_x_block", "latents", "keep")  # of a recipe file
 KEEP_KEYS = ("layers", "products")  # of a [[keep]] in it
+LATENTS = ("activations", "fp8")
 
 
 @dataclass(frozen=True)
@@ -219,6 +220,21 @@ class Recipe:
 
     def __post_init__(self) -> None:
         assert self.smoothed  # computed now, as `GemmFormats.routed_dy`
+        if self.latents not in LATENTS:
+            raise ValueError(f"latents must be {' or '.join(map(repr, LATENTS))}, not {self.latents!r}")
+        if self.latents != "activations" and not self.batch_invariant:
+            raise ValueError(f"latents must be 'activations', not {self.latents!r}, without batch_invariant")
+        if self.batch_invariant and (why := self._why_not_served()):
+            raise ValueError(f"batch_invariant must be False, since serving does not compute {why}")
+
+    def _why_not_served(self) -> str | None:
+        """Return what of this recipe serving does not compute; None: it computes all."""
+        if self.formats is None or not (self.can_fuse_attention and self.can_fuse_swiglu):
+            return "layers that are not fused, or in high precision"
+        x, w = self.formats.x, self.formats.w
+        if (x.fmt, x.block, w.fmt, w.block) != (E4M3, TILE, E4M3, BLOCK):
+            return "other formats than E4M3 in 1×128 tiles and 128×128 blocks"
+        return f"exceptions such as {self.exceptions[0][0]!r}" if self.exceptions else None
 
     @cached_property
     def smoothed(self) -> Recipe:
@@ -334,6 +350,8 @@ class Recipe:
         exceptions = tuple(_exception(f"{where}: keep {number}", keep) for number, keep in enumerate(keeps, 1))
         if exceptions and recipe.formats is None:
             raise ValueError(f"{where}: recipe {recipe.name!r} quantizes nothing, so there is nothing to keep")
+        if exceptions and recipe.batch_invariant:
+            raise ValueError(f"{where}: recipe {recipe.name!r} keeps nothing: serving has all these layers in FP8")
         return replace(
             recipe,
             exceptions=exceptions,
@@ -579,7 +597,7 @@ def _formats(where: str, content: dict[str, Any], recipe: Recipe) -> GemmFormats
 def _latents(where: str, content: dict[str, Any], recipe: Recipe) -> Literal["activations", "fp8"]:
     """Read `latents` from a file's content."""
     asked: Literal["activations", "fp8"] = content.get("latents", recipe.latents)
-    if asked not in ("activations", "fp8"):
+    if asked not in LATENTS:
         raise ValueError(f'{where}: latents must be "activations" or "fp8", not {asked!r}')
     if "latents" in content and not recipe.batch_invariant:
         raise ValueError(

@@ -248,6 +248,7 @@ def test_a_recipe_with_exceptions_is_read_as_it_was_written(tmp_path):
         ('recipe = "deepseek_v3"\nwgrad_x_block = 128', r"must be \[128, 1\] or \[128, 128\], not 128"),
         ('recipe = "per_tensor"\nwgrad_x_block = [128, 128]', "recipe 'per_tensor' has no tiles of 128 tokens"),
         ('recipe = "exact"\nlatents = "bf16"', 'latents must be "activations" or "fp8", not \'bf16\''),
+        ('recipe = "exact"\n[[keep]]\nlayers = "*"\nproducts = ["fprop"]', "recipe 'exact' keeps nothing"),
         ('recipe = "deepseek_v3"\nlatents = "fp8"', "recipe 'deepseek_v3' does not round latents as serving does"),
         ('recipe = "bf16"\n[[keep]]\nlayers = "*"\nproducts = ["fprop"]', "recipe 'bf16' quantizes nothing"),
         ('recipe = "per_tensor"\n[[keep]]\nlayers = "*"', "keep 1 must say layers, a pattern, and products, a list"),
@@ -331,6 +332,22 @@ def test_the_rounding_of_latents_is_written_and_read(tmp_path):
     path = recipe.write(tmp_path / "r.toml")
     assert path.read_text() == 'recipe = "exact"\nlatents = "fp8"\n'
     assert Recipe.read(path) == recipe
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes", "message"),
+    [
+        (Recipe.int8_tiles(), {"batch_invariant": True}, "other formats than E4M3 in 1×128 tiles"),
+        (Recipe.per_tensor(), {"batch_invariant": True}, "layers that are not fused, or in high precision"),
+        (Recipe.bf16(), {"batch_invariant": True}, "layers that are not fused, or in high precision"),
+        (Recipe.exact(), {"exceptions": (("*.o_proj", frozenset({"wgrad"})),)}, r"exceptions such as '\*\.o_proj'"),
+        (Recipe.exact(), {"latents": "int8"}, "latents must be 'activations' or 'fp8', not 'int8'"),
+        (Recipe.deepseek_v3(), {"latents": "fp8"}, "latents must be 'activations', not 'fp8', without batch_invariant"),
+    ],
+)
+def test_what_serving_does_not_compute_is_not_batch_invariant(recipe, changes, message):
+    with pytest.raises(ValueError, match=message):
+        replace(recipe, **changes)
 
 
 def test_exact_differs_from_deepseek_v3_in_its_forward_pass_alone():

@@ -17,6 +17,7 @@ from octile.recipe import Recipe
 R = TypeVar("R", bound=Recipe | None)
 M = TypeVar("M", bound=nn.Module)
 _recipe_changes = 0  # assignments of recipes: after one, modules decide again what is fused
+_was_batch_invariant = False  # whether a module was ever given a batch-invariant recipe
 
 
 class RecipeHolder(Generic[R]):
@@ -31,10 +32,11 @@ class RecipeHolder(Generic[R]):
 
     @recipe.setter
     def recipe(self, recipe: R) -> None:
-        global _recipe_changes
+        global _recipe_changes, _was_batch_invariant
         check_recipe(recipe)
         self._recipe = recipe
         _recipe_changes += 1
+        _was_batch_invariant = _was_batch_invariant or (recipe is not None and recipe.batch_invariant)
 
 
 def check_recipe(recipe: object) -> None:
@@ -52,6 +54,11 @@ def recipe_of(model: nn.Module) -> Recipe | None:
     """Return the recipe of the first layer of a model that has one; None: the model is not converted."""
     holders = (module.recipe for module in model.modules() if isinstance(module, RecipeHolder))
     return next((recipe for recipe in holders if recipe is not None), None)
+
+
+def was_batch_invariant() -> bool:
+    """Return whether any module was given a batch-invariant recipe; where none was, nothing has to be refused."""
+    return _was_batch_invariant
 
 
 def recipe_changes() -> int:

@@ -229,6 +229,8 @@ class MoE(FusableModule):
         def shared() -> Tensor:
             assert shared_experts is not None
             shares_input = self._shares_input(shared_experts, x.recipe)
+            if not shares_input:
+                check_not_batch_invariant(*shared_experts.modules())
             return shared_experts(x if shares_input else x.x).view(x.x.shape)
 
         weights = (self.experts.gate_up, self.experts.down, routing.weights_TK)

@@ -51,7 +51,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
         ValueError: gate and up are not matrices of one shape on one device.
     """
     _check(gate, up)
-    return (F.silu(gate.float()) * up.float()).to(gate.dtype).contiguous()
+    return _h(gate, up, None).to(gate.dtype).contiguous()
 
 
 @swiglu.register_fake

@@ -50,7 +50,7 @@ CONFIG = ModelConfig(
 
 
 # of a size that the recipe `exact` takes: experts that are fused, and a dense layer that is not
-EXACT = replace(CONFIG, moe_intermediate_size=128)
+EXACT = replace(CONFIG, intermediate_size=200, moe_intermediate_size=128)
 
 
 def exact_model(dtype: torch.dtype = torch.float32, recipe: Recipe | None = None, **changes: Any) -> DeepseekV3:

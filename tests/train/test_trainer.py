@@ -64,7 +64,7 @@ def test_two_runs_of_one_seed_are_bit_identical(new_trainer):
 
 
 @pytest.mark.filterwarnings("ignore:.*CUDA is not available")
-@pytest.mark.parametrize("recipe", Recipe.names())
+@every_recipe()
 def test_forward_passes_on_a_gpu_are_in_the_recipes_dtype(new_trainer, recipe):
     trainer = new_trainer(recipe=recipe)
     trainer.device = torch.device("cuda")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from octile.nn.fused.block_input import BlockInput, quantize_block_input
-from octile.nn.linear import Linear, RecipeHolder, recipe_changes
+from octile.nn.linear import Linear, RecipeHolder, recipe_changes, was_batch_invariant
 from octile.nn.norm import RMSNorm
 from octile.recipe import GemmFormats, Recipe
 
@@ -127,12 +127,15 @@ def check_not_batch_invariant(*layers: nn.Module | None) -> None:
     Raises:
         RuntimeError: one has such a recipe.
     """
+    if not was_batch_invariant():
+        return
     for layer in layers:
         recipe = layer.recipe if isinstance(layer, RecipeHolder) else None
         if recipe is not None and recipe.batch_invariant:
             raise RuntimeError(
-                f"recipe {recipe.name!r} computes a {type(layer).__name__} together with the layers around it, as "
-                "serving does, but one of them was replaced or has hooks or a bias: remove these, or use 'deepseek_v3'"
+                f"recipe {recipe.name!r} computes the layers of a block together, as serving does, but here "
+                f"{type(layer).__name__} would be called alone, with other bits: a layer, their norm, or a module "
+                "around them has a hook or a bias, was replaced or is wrapped"
             )
 
 

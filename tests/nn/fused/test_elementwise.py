@@ -42,10 +42,10 @@ every_shape = pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
 
 
 @every_shape
-def test_swiglu_in_float32_is_torchs(shapes: list[tuple[int, ...]]):
+def test_swiglu_in_float32_is_torchs_but_for_its_exponential(shapes: list[tuple[int, ...]]):
     inputs = [torch.randn(shape) for shape in shapes]
     for found, expected in zip(gradients(swiglu, inputs), gradients(torchs_swiglu, inputs), strict=True):
-        assert torch.equal(found, expected)
+        torch.testing.assert_close(found, expected, rtol=2**-21, atol=0)
 
 
 @every_dtype
@@ -55,7 +55,10 @@ def test_swiglu_rounds_each_result_once(shapes: list[tuple[int, ...]], dtype: to
     dy = torch.randn(torchs_swiglu(*inputs).shape).to(dtype)
     found, exact = gradients(swiglu, inputs, dy), gradients(torchs_swiglu, [t.float() for t in inputs], dy.float())
     for ours, theirs in zip(found, exact, strict=True):
-        assert torch.equal(ours, theirs.to(dtype))
+        if dtype == torch.float32:  # torch's exponential has other last bits
+            torch.testing.assert_close(ours, theirs, rtol=2**-21, atol=0)
+        else:
+            assert torch.equal(ours, theirs.to(dtype))
 
 
 @pytest.mark.parametrize("layer", ["MLP", "Experts"])

@@ -13,6 +13,7 @@ from octile.nn.fused.block_input import BlockInput
 from octile.nn.fused.fusion import FusableModule
 from octile.nn.rope import Rope
 from octile.recipe import Recipe
+from tests.serve.models import exact_model
 
 D, S = 128, 6
 RECIPE = Recipe.deepseek_v3()
@@ -212,3 +213,43 @@ def test_a_hook_changes_no_output_and_gradients_by_what_backward_reads_in_fp8(na
 def test_a_hook_on_the_experts_changes_what_their_weights_multiply():
     assert 0.005 < difference("MoE", "experts")[0] < 0.04
     assert max(difference("MoE", "experts")[1:]) < 0.08
+
+
+MODULES_OF_A_BLOCK = ["self_attn", "self_attn.o_proj", "mlp", "mlp.gate", "mlp.experts", "mlp.shared_experts"]
+
+
+@pytest.mark.parametrize("name", [*MODULES_OF_A_BLOCK, "input_layernorm", "post_attention_layernorm"])
+def test_a_batch_invariant_recipe_refuses_hooks_of_any_module_of_a_block(name):
+    model, tokens = exact_model(torch.bfloat16, first_k_dense_replace=0), torch.arange(9)[None]
+    before = model.log_probs(tokens)
+    hook = model.model.layers[0].get_submodule(name).register_forward_hook(lambda *_: None)
+    with pytest.raises(
+        RuntimeError, match="'exact' computes the layers of a block together"
+    ):
+        model.log_probs(tokens)
+    hook.remove()
+    assert torch.equal(model.log_probs(tokens), before)
+
+
+def test_a_batch_invariant_recipe_refuses_a_wrapped_module():
+    class Wrapper(nn.Module):
+        def __init__(self, module: nn.Module):
+            super().__init__()
+            self.module = module
+
+        def forward(self, *arguments: object) -> Tensor:
+            return self.module(*arguments)
+
+    model = exact_model(torch.bfloat16)
+    model.model.layers[1].self_attn = Wrapper(model.model.layers[1].self_attn)
+    with pytest.raises(RuntimeError, match="or is wrapped"):
+        model.log_probs(torch.arange(9)[None])
+
+
+def test_hooks_around_a_block_and_in_a_layer_that_is_not_fused_are_called():
+    model, called = exact_model(torch.bfloat16), []
+    dense = model.model.layers[0].mlp
+    for module in (model.model.layers[1], dense.up_proj, dense):
+        module.register_forward_hook(lambda *_: called.append(1))
+    model.log_probs(torch.arange(9)[None])
+    assert len(called) == 3

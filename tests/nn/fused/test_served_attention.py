@@ -83,14 +83,14 @@ def test_more_positions_than_a_page():
 def test_a_hook_is_refused_since_layers_would_be_called_one_by_one():
     module = served()
     module.kv_b_proj.register_forward_hook(lambda *_: None)
-    with pytest.raises(RuntimeError, match="'exact' computes a Linear together with the layers around it"):
+    with pytest.raises(RuntimeError, match="'exact' computes the layers of a block together"):
         module(x_of(), COS_SIN)
 
 
 def test_a_hook_of_the_norm_before_is_refused():
     module, norm = served(), RMSNorm(D)
     norm.register_forward_hook(lambda *_: None)
-    with pytest.raises(RuntimeError, match="'exact' computes a Linear together"):
+    with pytest.raises(RuntimeError, match="'exact' computes the layers of a block together"):
         pre_norm(x_of(), norm, module)
 
 
