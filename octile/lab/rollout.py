@@ -27,13 +27,13 @@ from torch import Tensor, nn
 
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.nn.linear import recipe_of
+from octile.nn.precision import forward_precision
 from octile.ops.cross_entropy import log_probabilities
 from octile.serve.engine.engine import Engine
 from octile.serve.engine.request import Sampling
 from octile.serve.model.forward import observe_blocks
 from octile.serve.runner.batch import Batch, Chunk
 from octile.serve.runner.model_runner import ModelRunner
-from octile.train.step.passes import forward_precision
 
 SHARED_EVERY = 3  # of so many prompts one has the common beginning
 SHARED = 80  # tokens of it, more than a page

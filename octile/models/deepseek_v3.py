@@ -24,11 +24,12 @@ from octile.nn.fused.cross_entropy import cross_entropies, cross_entropy
 from octile.nn.fused.pre_norm import pre_norm
 from octile.nn.gate import Gate
 from octile.nn.indexer import Indexer
-from octile.nn.linear import BatchInvariantHead, with_class
+from octile.nn.linear import BatchInvariantHead, recipe_of, with_class
 from octile.nn.mla import MLA
 from octile.nn.mlp import MLP
 from octile.nn.moe import Experts, MoE
 from octile.nn.norm import RMSNorm
+from octile.nn.precision import forward_precision
 from octile.nn.rope import CosSin, Rope
 from octile.ops.cross_entropy import IGNORED
 from octile.recipe import Recipe
@@ -169,7 +170,9 @@ class DeepseekV3(nn.Module):
     def log_probs(self, tokens_BS: Tensor) -> Tensor:
         """Compute the log-probability of each token but the first, given those before it; differentiable.
 
-        Under `Recipe.exact` these are the numbers that `octile serve` reports in exact mode, bit for bit.
+        The forward pass is that of a training step: on a GPU in autocast of the recipe's `compute`, as `octile train`
+        has it. Under `Recipe.exact` these are the numbers that `octile serve` reports in exact mode, bit for bit:
+        logarithms of the softmax of the logits, whatever temperature or top_p a token is then sampled with.
 
         Args:
             tokens_BS: int64 [B, S], S at least 2.
@@ -183,13 +186,22 @@ class DeepseekV3(nn.Module):
         if tokens_BS.dim() != 2 or tokens_BS.shape[1] < 2:
             raise ValueError(f"tokens must be [batch, sequence] of two tokens or more, not {list(tokens_BS.shape)}")
         self._check(tokens_BS, None)
-        h_BSD, _ = self._main(tokens_BS)
-        self._pop_losses()
-        return -cross_entropies(self.lm_head(h_BSD[:, :-1]), tokens_BS[:, 1:].contiguous())
+        recipe = recipe_of(self)
+        compute = self.lm_head.weight.dtype if recipe is None else recipe.compute
+        with forward_precision(tokens_BS.device, compute):
+            h_BSD, _ = self._main(tokens_BS)
+            self._pop_losses()
+            return -cross_entropies(self.lm_head(h_BSD[:, :-1]), tokens_BS[:, 1:].contiguous())
 
     def why_not_batch_invariant(self) -> str | None:
-        """Return why no batch-invariant recipe can be applied; None: one can."""
-        return why_not_batch_invariant(self.config)
+        """Return why no batch-invariant recipe can be applied; None: one can.
+
+        Experts of other widths are not fused: the weight of an expert then multiplies its result, and not SwiGLU's.
+        """
+        if self.config.has_indexer:
+            return "sparse attention chooses its keys by kernels that differ between training and serving"
+        size = self.config.moe_intermediate_size
+        return f"moe_intermediate_size must be a multiple of {TILE[1]}, not {size}" if size % TILE[1] else None
 
     def adapt_to(self, recipe: Recipe) -> None:
         """Give the output head the form that belongs to a recipe, whose layers the blocks have by now."""
@@ -304,17 +316,6 @@ class DeepseekV3(nn.Module):
         shortest = 3 if self.training and self.config.num_nextn_predict_layers else 2
         if labels_BS is not None and tokens_BS.shape[1] < shortest:
             raise ValueError(f"a loss needs sequences of at least {shortest} tokens, not {tokens_BS.shape[1]}")
-
-
-def why_not_batch_invariant(c: ModelConfig) -> str | None:
-    """Return why no batch-invariant recipe can be applied to a model; None: one can.
-
-    Experts of other widths are not fused: the weight of an expert then multiplies its result, and not SwiGLU's.
-    """
-    if c.has_indexer:
-        return "sparse attention chooses its keys by logits that depend on the batch"
-    size = c.moe_intermediate_size
-    return f"moe_intermediate_size must be a multiple of {TILE[1]}, not {size}" if size % TILE[1] else None
 
 
 def rope_of(c: ModelConfig) -> Rope:

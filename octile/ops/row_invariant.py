@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octile.kernels import cpu
+from octile.ops.accumulator import accumulator_for
 from octile.ops.grouped import grouped_matmul_nt, grouped_matmul_nt_out
 from octile.ops.matmul import Block, group_rows, matmul_nt, without_autocast
 from octile.ops.operator import operator
@@ -114,7 +115,7 @@ def row_invariant_scaled_nt(
     Rows after the last group are zero, or undefined without zero_rest.
     """
     operands = a, a_scale, a_block, b, b_scale, b_block
-    if not a.is_cuda and not cpu.can_multiply():
+    if not a.is_cuda and not cpu.can_multiply() and accumulator_for(a, b) is None:  # whose library's rows depend
         a, b = dequantize(a, a_scale, *a_block, torch.float32), dequantize(b, b_scale, *b_block, torch.float32)
         return row_invariant_groups_nt(a, b, offs, out_dtype)
     if offs is None and not a.is_cuda:  # whose rows are independent

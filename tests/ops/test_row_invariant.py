@@ -3,7 +3,11 @@
 import pytest
 import torch
 
-from octile.ops.row_invariant import row_invariant_matmul_nt, row_invariant_matmul_nt_out
+from octile.lab import tensor_core
+from octile.ops import row_invariant
+from octile.ops.matmul import matmul_nt
+from octile.ops.quantize import quantize
+from octile.ops.row_invariant import row_invariant_matmul_nt, row_invariant_matmul_nt_out, row_invariant_scaled_nt
 from tests.ops.operators import assert_fake_is_true, assert_well_formed
 
 
@@ -49,3 +53,16 @@ def test_another_result_is_refused():
     for out in (torch.zeros(2, 5, 4), torch.zeros(2, 3, 5).mT):
         with pytest.raises(ValueError, match=r"out must be \(2, 5, 3\) with contiguous rows"):
             row_invariant_matmul_nt_out(out, a, w)
+
+
+@pytest.mark.parametrize("can_multiply", [True, False])
+def test_fp8_gemms_use_the_tensor_core_model_where_it_is_on(monkeypatch: pytest.MonkeyPatch, can_multiply: bool):
+    monkeypatch.setattr(row_invariant.cpu, "can_multiply", lambda: can_multiply)
+    a, b = quantize(torch.randn(9, 300), 1, 128, "e4m3", True), quantize(torch.randn(5, 300), 128, 128, "e4m3", False)
+    operands = *a, (1, 128), *b, (128, 128)
+    with tensor_core("sm_90", promote_every=None):
+        found, expected = row_invariant_scaled_nt(*operands, None, torch.float32), matmul_nt(*operands, torch.float32)
+    assert torch.equal(found, expected)
+    usual = row_invariant_scaled_nt(*operands, None, torch.float32)
+    assert not torch.equal(found, usual)
+    assert torch.equal(row_invariant_scaled_nt(a[0][3:4], a[1][3:4], *operands[2:], None, torch.float32), usual[3:4])

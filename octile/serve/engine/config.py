@@ -24,8 +24,8 @@ class EngineConfig:
         n_drafts: draft tokens per request and step, by the model's multi-token prediction layer; 0 does not draft.
         batch_invariant: compute each request's logits bit for bit as if it were alone, so that its text never depends
             on what else is in the batch; slower.
-        exact: as batch_invariant, for weights of the recipe `exact`: log-probabilities are those of training, bit for
-            bit. Weights of other recipes are refused.
+        exact: batch_invariant, and log-probabilities are those of training, bit for bit: a folder whose weights are of
+            another recipe than `exact` is refused.
         index_format: format of the indexer's queries and keys in a model with sparse attention. e4m3: after a Hadamard
             rotation, as DeepSeek published; float32: without it, as transformers, to compare texts. It is slower, and
             steps on a GPU have no CUDA graphs.
@@ -48,6 +48,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "engine.")
+        if self.exact:
+            object.__setattr__(self, "batch_invariant", True)  # it is frozen
         check_expert_window(self.expert_window or 0, "engine.expert_window")
         if self.batch_invariant and self.index_format != "e4m3":
             raise ValueError(f"engine.index_format must be e4m3, not {self.index_format}, with engine.batch_invariant")

@@ -223,9 +223,7 @@ def test_a_batch_invariant_recipe_refuses_hooks_of_any_module_of_a_block(name):
     model, tokens = exact_model(torch.bfloat16, first_k_dense_replace=0), torch.arange(9)[None]
     before = model.log_probs(tokens)
     hook = model.model.layers[0].get_submodule(name).register_forward_hook(lambda *_: None)
-    with pytest.raises(
-        RuntimeError, match="'exact' computes the layers of a block together"
-    ):
+    with pytest.raises(RuntimeError, match="'exact' computes the layers of a block together"):
         model.log_probs(tokens)
     hook.remove()
     assert torch.equal(model.log_probs(tokens), before)

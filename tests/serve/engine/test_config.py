@@ -46,6 +46,12 @@ def test_micro_batches_with_dynamic_redundancy_are_refused():
         ParallelConfig(4, active_experts=9, micro_batches=2)
 
 
+def test_exact_mode_is_batch_invariant():
+    assert EngineConfig(exact=True).batch_invariant
+    with pytest.raises(ValueError, match=r"engine.index_format must be e4m3, not float32, with engine.batch_invariant"):
+        EngineConfig(exact=True, index_format="float32")
+
+
 @pytest.mark.parametrize(
     ("device", "batch_invariant", "where"), [("cpu", False, "on a CPU"), ("cuda", True, "with engine.batch_invariant")]
 )
