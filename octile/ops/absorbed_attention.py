@@ -17,7 +17,8 @@ from torch import Tensor
 from octile.ops.paged_attention import paged_attention
 from octile.ops.row_invariant import row_invariant_matmul_nt_out
 
-SPLITS = 16  # parts of a row's positions on a GPU
+PART = 512  # positions of a row that a GPU attends to without a break, wherever other rows end
+ROWS = 4  # of a text that a GPU's thread block takes together, with 16 heads, if the text's rows are a multiple of it
 
 
 def absorb(q_THX: Tensor, w_k_HCN: Tensor) -> Tensor:
@@ -30,17 +31,24 @@ def absorb(q_THX: Tensor, w_k_HCN: Tensor) -> Tensor:
 
 
 def attend(
-    q_THW: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, w_v_HVC: Tensor, scale: float, out_THV: Tensor
+    q_THW: Tensor,
+    cache: Tensor,
+    pages: Tensor,
+    lengths: Tensor,
+    w_v_HVC: Tensor,
+    scale: float,
+    out_THV: Tensor,
+    rows_per_text: int = 1,
 ) -> None:
     """Attend from absorbed queries to the rows' pages, and write the result times W_UV to out.
 
     Args:
         q_THW: what `absorb` returns.
-        cache, pages, lengths, scale: as in `octile.ops.paged_attention`.
+        cache, pages, lengths, scale, rows_per_text: as in `octile.ops.paged_attention`; bits depend on no other rows.
         w_v_HVC: in q's dtype.
         out_THV: in q's dtype.
     """
-    o_THC = paged_attention(q_THW, cache, pages, lengths, w_v_HVC.shape[2], scale, SPLITS)
+    o_THC = paged_attention(q_THW, cache, pages, lengths, w_v_HVC.shape[2], scale, PART, rows_per_text)
     multiply_heads(o_THC, w_v_HVC, out_THV)
 
 

@@ -9,9 +9,10 @@ has its own length. The cache is read once for all heads of a row, which is what
 all rows of a text. On a GPU a NaN in the cache then reaches all rows of its text, also those whose length ends before.
 
 On a GPU the positions of a row are divided among thread blocks (split-KV), whose partial results are merged in the
-order of the positions. With a given number of splits the result depends on the row and its length, not on other rows;
-without, the lengths of all rows may decide how they are divided, so that thread blocks have equally much to do. The
-order of sums is unspecified otherwise. The softmax's weights are rounded to q's dtype, or to FP16 with a scale, before
+order of the positions. If parts are given, a row is divided at their multiples, and its bits depend on its query, its
+keys and its length alone: not on other rows, nor on those of its text that are computed together with it. Otherwise the
+lengths of all rows may decide how they are divided, so that thread blocks have equally much to do. The order of sums is
+unspecified otherwise. The softmax's weights are rounded to q's dtype, or to FP16 with a scale, before
 they are multiplied, and with more than 32 heads a GPU may round the latents of FP8 rows to q's dtype, too.
 
 Source: DeepSeek-V2 (arXiv 2405.04434) §2.1.2; Flash-Decoding; FlashMLA (https://github.com/deepseek-ai/FlashMLA).
@@ -28,7 +29,7 @@ from octile.ops.matmul import without_autocast
 from octile.ops.operator import operator
 from octile.ops.quantize import check_device, check_input_dtype, dequantize
 
-MAX_SPLITS = 128
+MAX_PART = 2**20  # positions
 
 
 @operator()
@@ -39,7 +40,7 @@ def paged_attention(
     lengths: Tensor,
     latent_dim: int,
     scale: float,
-    n_splits: int = 0,
+    part: int = 0,
     rows_per_text: int = 1,
 ) -> Tensor:
     """Attend from each row to the first positions of its text.
@@ -51,20 +52,21 @@ def paged_attention(
         lengths: int32 [R], positions that a row attends to, at most 64·M; 0 gives zeros.
         latent_dim: C.
         scale: the factor of the scores.
-        n_splits: parts into which a GPU divides the positions of a row, at most 128; 0: chosen by shapes and lengths.
+        part: positions of a part, a multiple of 64, if bits must not depend on other rows; 0: a GPU divides rows by the
+            shapes and all lengths.
         rows_per_text: consecutive rows that belong to one text and have the same pages; a GPU reads those of the first,
-            once for all of them if n_splits is 0.
+            once for all rows that one thread block has.
 
     Returns:
         o [R, H, C] in q's dtype.
 
     Raises:
         TypeError: a tensor has another dtype.
-        ValueError: shapes or devices do not fit together, n_splits is not from 0 to 128, or R is no multiple of
-            rows_per_text. On a CPU, a length is negative or more than 64·M, a page that is read is not in the cache, or
-            rows of a text have different pages.
+        ValueError: shapes or devices do not fit together, part is no multiple of 64 or above 2**20, or R is no multiple
+            of rows_per_text. On a CPU, a length is negative or more than 64·M, a page that is read is not in the cache,
+            or rows of a text have different pages.
     """
-    check_attention(q, cache, pages, lengths, latent_dim, n_splits, rows_per_text)
+    check_attention(q, cache, pages, lengths, latent_dim, part, rows_per_text)
     _check_values(cache, pages, lengths, rows_per_text)
     return _paged_attention(q, cache, pages, lengths, latent_dim, scale)
 
@@ -91,13 +93,13 @@ def _keys(rows: Tensor, latent_dim: int) -> Tensor:
 
 
 @paged_attention.register_fake
-def _(q, cache, pages, lengths, latent_dim, scale, n_splits=0, rows_per_text=1):
+def _(q, cache, pages, lengths, latent_dim, scale, part=0, rows_per_text=1):
     return q.new_empty(*q.shape[:2], latent_dim)
 
 
 @paged_attention.register_kernel("cpu")
-def _(q, cache, pages, lengths, latent_dim, scale, n_splits=0, rows_per_text=1):
-    check_attention(q, cache, pages, lengths, latent_dim, n_splits, rows_per_text)
+def _(q, cache, pages, lengths, latent_dim, scale, part=0, rows_per_text=1):
+    check_attention(q, cache, pages, lengths, latent_dim, part, rows_per_text)
     _check_values(cache, pages, lengths, rows_per_text)
     if not cpu.can_attend(cache):
         return _paged_attention(q, cache, pages, lengths, latent_dim, scale)
@@ -105,13 +107,13 @@ def _(q, cache, pages, lengths, latent_dim, scale, n_splits=0, rows_per_text=1):
 
 
 @paged_attention.register_kernel("cuda")
-def _(q, cache, pages, lengths, latent_dim, scale, n_splits=0, rows_per_text=1):
-    check_attention(q, cache, pages, lengths, latent_dim, n_splits, rows_per_text)
-    return backends.run("paged_attention", q, cache, pages, lengths, latent_dim, scale, n_splits, rows_per_text)
+def _(q, cache, pages, lengths, latent_dim, scale, part=0, rows_per_text=1):
+    check_attention(q, cache, pages, lengths, latent_dim, part, rows_per_text)
+    return backends.run("paged_attention", q, cache, pages, lengths, latent_dim, scale, part, rows_per_text)
 
 
 def check_attention(
-    q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, latent_dim: int, n_splits: int, rows_per_text: int
+    q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, latent_dim: int, part: int, rows_per_text: int
 ) -> None:
     """Raise TypeError or ValueError if the arguments do not fit together, as `paged_attention` says."""
     check_input_dtype("q", q)
@@ -131,8 +133,8 @@ def check_attention(
     check_device("q", q, "cache", cache)
     if pages.numel() and pages.stride(1) != 1:
         raise ValueError(f"rows of pages must be contiguous, not have strides {pages.stride()}")
-    if not 0 <= n_splits <= MAX_SPLITS:
-        raise ValueError(f"n_splits must be from 0 to {MAX_SPLITS}, not {n_splits}")
+    if not 0 <= part <= MAX_PART or part % PAGE:
+        raise ValueError(f"part must be a multiple of {PAGE} from 0 to {MAX_PART}, not {part}")
     if rows_per_text < 1 or len(q) % rows_per_text:
         raise ValueError(f"rows_per_text must be at least 1 and divide q's {len(q)} rows, not be {rows_per_text}")
 

@@ -104,7 +104,8 @@ def test_the_operator_is_well_formed(cache_dtype: torch.dtype):
         ({"pages": PAGES[1:]}, ValueError, "pages must be \\(6, M\\)"),
         ({"lengths": torch.full((6,), 257, dtype=torch.int32)}, ValueError, "lengths must be from 0 to the 256"),
         ({"pages": PAGES + 20}, ValueError, "pages must be from 0 to below 24"),
-        ({"n_splits": 129}, ValueError, "n_splits must be from 0 to 128"),
+        ({"part": 96}, ValueError, "part must be a multiple of 64 from 0 to 1048576, not 96"),
+        ({"part": -64}, ValueError, "part must be a multiple of 64 from 0"),
         ({"rows_per_text": 4}, ValueError, "rows_per_text must be at least 1 and divide q's 6 rows, not be 4"),
         ({"rows_per_text": 0}, ValueError, "rows_per_text must be at least 1"),
         ({"rows_per_text": 2}, ValueError, "pages must be the same for each 2 rows of a text"),
@@ -113,7 +114,7 @@ def test_the_operator_is_well_formed(cache_dtype: torch.dtype):
 def test_wrong_arguments_are_refused(change: dict, error: type[Exception], message: str):
     arguments = {
         "q": queries(), "cache": filled_cache(24, C, R, torch.float32), "pages": PAGES,
-        "lengths": torch.tensor(LENGTHS, dtype=torch.int32), "latent_dim": C, "scale": SCALE, "n_splits": 0,
+        "lengths": torch.tensor(LENGTHS, dtype=torch.int32), "latent_dim": C, "scale": SCALE, "part": 0,
         "rows_per_text": 1,
     }  # fmt: skip
     with pytest.raises(error, match=message):

@@ -5,9 +5,10 @@
                      it multiplies queries and keys, and the softmax's weights and latents, with a running maximum
     merge_splits     a program takes a row and a head, and adds the splits' results in the order of the positions
 
-The splits of a row follow from its own length: equally many pages each, the last ones fewer or none. A split without
-positions has the logarithm -inf and no result. A split whose scores are NaN has NaN for both, and so has its row. Grids
-follow from shapes, so both can be captured in a CUDA graph.
+The splits of a row follow from its own length: equally many pages each, the last ones fewer or none. With parts each
+split is a part, and always merged, so that bits do not depend on the pages of the other rows. A split without positions
+has the logarithm -inf and no result. A split whose scores are NaN has NaN for both, and so has its row. Grids follow
+from shapes, so both can be captured in a CUDA graph.
 """
 
 import torch
@@ -21,6 +22,7 @@ from octile.kernels.triton.fp8_bits import as_encoded, to_float
 from octile.kernels.triton.launch_config import MERGE_SPLITS, PAGED_ATTENTION
 
 LOG2E = tl.constexpr(1.4426950408889634)
+MAX_PARTIALS = 2**18  # of a launch with parts, of one head each
 
 
 def launch(
@@ -30,19 +32,37 @@ def launch(
     lengths: Tensor,
     latent_dim: int,
     scale: float,
-    n_splits: int,
+    part: int = 0,
     rows_per_text: int = 1,
+    n_splits: int = 0,
 ) -> Tensor:
     """Attend from q [R, H, W] to the first lengths [R] positions of pages [R, M] → o [R, H, C] in q's dtype.
 
-    Pages are read for each row, also where several rows have the same.
+    Pages are read for each row, also where several rows have the same. n_splits: of each row, if it has no parts; 0:
+    chosen by shapes.
     """
-    rows, heads, width = q.shape
+    rows, heads, _ = q.shape
     o = q.new_empty(rows, heads, latent_dim)
     if not o.numel():
         return o
     if not pages.shape[1]:
         return o.zero_()
+    if not part:
+        attend(q, cache, pages, lengths, o, scale, 0, n_splits)
+        return o
+    n_parts = -(-pages.shape[1] * cache.shape[1] // part)
+    at_once = max(MAX_PARTIALS // (n_parts * heads), 1)
+    for q_R, pages_R, lengths_R, o_R in zip(*(t.split(at_once) for t in (q, pages, lengths, o)), strict=True):
+        attend(q_R, cache, pages_R, lengths_R, o_R, scale, part, n_parts)
+    return o
+
+
+def attend(
+    q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, o: Tensor, scale: float, part: int, n_splits: int
+) -> None:
+    """Attend from some rows at once, into o, in so many splits; 0: chosen by shapes."""
+    rows, heads, width = q.shape
+    latent_dim = o.shape[2]
     block_h = min(max(triton.next_power_of_2(heads), 16), PAGED_ATTENTION["MAX_HEADS"])
     head_blocks = triton.cdiv(heads, block_h)
     gpu, is_fp8 = device_properties(q.device), cache.dtype == torch.uint8
@@ -53,23 +73,23 @@ def launch(
     if is_fp8:  # the same bytes in three dtypes
         data, scales, ropes = (cache.view(dtype) for dtype in (torch.float8_e4m3fn, torch.float32, torch.bfloat16))
         data = as_encoded(data)
-    partial = o if n_splits == 1 else q.new_empty(rows, heads, n_splits, latent_dim, dtype=torch.float32)
+    is_merged = n_splits == 1 and not part
+    partial = o if is_merged else q.new_empty(rows, heads, n_splits, latent_dim, dtype=torch.float32)
     lse = q.new_empty(rows, heads, n_splits, dtype=torch.float32)
     with torch.cuda.device_of(q):
         attend_pages[(rows, head_blocks, n_splits)](
             q, data, scales, ropes, pages, lengths, partial, lse,
-            scale, heads, cache.shape[2], pages.stride(0), lengths.stride(0), n_splits,
+            scale, heads, cache.shape[2], pages.stride(0), lengths.stride(0), n_splits, part // cache.shape[1],
             PAGE=cache.shape[1], KEYS=keys, C=latent_dim, CS=max(triton.next_power_of_2(latent_dim), 128),
             R=width - latent_dim, RS=max(triton.next_power_of_2(width - latent_dim), 16), HEADS=block_h, FP8=is_fp8,
-            MERGED=n_splits == 1,
+            MERGED=is_merged,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
             num_warps=8 if is_fp8 else 4, num_stages=PAGED_ATTENTION["num_stages"],
         )  # fmt: skip
-        if n_splits > 1:
+        if not is_merged:
             merge_splits[(rows, heads)](
                 partial, lse, o, heads, n_splits, C=latent_dim, CS=triton.next_power_of_2(latent_dim), **MERGE_SPLITS
             )
-    return o
 
 
 def choose_splits(programs: int, num_sms: int) -> int:
@@ -83,7 +103,7 @@ def compile_cases() -> cases.CompileCases:
     pages, lengths = cases.empty(256, 64, dtype=torch.int32), cases.empty(256, dtype=torch.int32)
 
     def paged(heads: int, cached: torch.dtype) -> None:
-        launch(cases.empty(256, heads, 576), cases.latent_cache(cached), pages, lengths, 512, 0.1, 8)
+        launch(cases.empty(256, heads, 576), cases.latent_cache(cached), pages, lengths, 512, 0.1, 512)
 
     return {
         "paged attention": lambda: paged(16, cases.BF16),
@@ -91,9 +111,9 @@ def compile_cases() -> cases.CompileCases:
     }
 
 
-@triton.jit(do_not_specialize=["n_splits", "page_row"])  # which depend on the step's rows
+@triton.jit(do_not_specialize=["n_splits", "part_pages", "page_row"])  # which depend on the step's rows
 def attend_pages(
-    q, data, scales, ropes, pages, lengths, o, lse, scale, heads, row_size, page_row, length_step, n_splits,
+    q, data, scales, ropes, pages, lengths, o, lse, scale, heads, row_size, page_row, length_step, n_splits, part_pages,
     PAGE: tl.constexpr, KEYS: tl.constexpr, C: tl.constexpr, CS: tl.constexpr, R: tl.constexpr, RS: tl.constexpr,
     HEADS: tl.constexpr, FP8: tl.constexpr, MERGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -103,7 +123,7 @@ def attend_pages(
     h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     length = tl.load(lengths + row * length_step)
     n_pages = tl.cdiv(length, PAGE)
-    per_split = tl.cdiv(n_pages, n_splits)
+    per_split = tl.where(part_pages > 0, part_pages, tl.cdiv(n_pages, n_splits))
     first = split * per_split
     last = tl.minimum(first + per_split, n_pages)
     c = tl.arange(0, CS)

@@ -7,7 +7,7 @@
 A model with indexers attends to top-k positions where there are more than that: from the decode rows of a step if one
 has more, and from the chunks that have more, both in the absorbed form.
 
-With `batch_invariant` all rows attend in the absorbed form, with a fixed number of splits.
+With `batch_invariant` all rows attend in the absorbed form, and each is divided by its own length alone.
 
 Ranks of a group may share the rows and the heads (`octile.serve.ranks.tensor_parallel`): the block's input is then a
 rank's own rows, and queries are those of all rows and of its own heads.
@@ -32,7 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from octile.models.config import ModelConfig
 from octile.nn.indexer import weight_factor
 from octile.nn.norm import LAYER_NORM_EPS
-from octile.ops.absorbed_attention import SPLITS, absorb, attend
+from octile.ops.absorbed_attention import absorb, attend
 from octile.ops.attention import attention, ragged_attention
 from octile.ops.index_rows import index_rows, rotate_first
 from octile.ops.latent_cache import write_and_rotate
@@ -58,6 +58,7 @@ from octile.serve.weights.block_weights import NORM_EPS, AttentionWeights, Block
 
 WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN builds some
 GEMM_ROWS = 2048  # of a GEMM of cached positions outside of graphs: larger ones would have more sizes, and kernels
+SPLITS = 16  # of a list of top-k positions, in batch-invariant mode
 MAX_QUERIES = 2**26  # numbers of absorbed queries of a chunk that attends to top-k positions, at the same time
 
 

@@ -28,7 +28,7 @@ def queries(heads: int, width: int, dtype: torch.dtype = torch.float32) -> Tenso
 def test_attention_equals_the_reference(sizes: tuple[int, int, int], cache_dtype: torch.dtype, n_splits: int):
     heads, c, r = sizes
     q, cache = queries(heads, c + r), filled_cache(20, c, r, cache_dtype)
-    found = kernel.launch(q, cache, PAGES, LENGTHS, c, 0.1, n_splits)
+    found = kernel.launch(q, cache, PAGES, LENGTHS, c, 0.1, n_splits=n_splits)
     expected = paged_attention(q, cache, PAGES, LENGTHS, c, 0.1)
     # the terms of a score are about 2⁷ in all, so that FP32's rounding changes a weight by 2⁻¹⁷ of itself
     torch.testing.assert_close(found, expected, rtol=2**-17, atol=2**-17 * 32.0)
@@ -37,18 +37,38 @@ def test_attention_equals_the_reference(sizes: tuple[int, int, int], cache_dtype
 @any_gpu
 def test_the_weights_of_bf16_queries_are_rounded_once():
     q, cache = queries(3, 48, torch.bfloat16), filled_cache(20, 40, 8, torch.bfloat16)
-    found = kernel.launch(q, cache, PAGES, LENGTHS, 40, 0.1, 2)
+    found = kernel.launch(q, cache, PAGES, LENGTHS, 40, 0.1, n_splits=2)
     expected = paged_attention(q, cache, PAGES, LENGTHS, 40, 0.1)
     largest = cache.float().abs().max()  # a softmax's weights sum to 1, and each has an error of 2⁻⁹ of itself
     assert ((found - expected).abs() <= 2**-9 * largest + 2**-7 * expected.abs()).all()
 
 
-@any_gpu
-def test_a_row_does_not_depend_on_other_rows():
-    q, cache = queries(3, 48), filled_cache(20, 40, 8, torch.bfloat16)
-    together = kernel.launch(q, cache, PAGES, LENGTHS, 40, 0.1, 2)
+@pytest.mark.each_pair
+@every_cache
+@pytest.mark.parametrize("part", [64, 128, 256])
+def test_parts_of_rows_have_the_references_values(cache_dtype: torch.dtype, part: int):
+    q, cache = queries(3, 48), filled_cache(20, 40, 8, cache_dtype)
+    found = kernel.launch(q, cache, PAGES, LENGTHS, 40, 0.1, part)
+    torch.testing.assert_close(
+        found, paged_attention(q, cache, PAGES, LENGTHS, 40, 0.1), rtol=2**-17, atol=2**-17 * 32.0
+    )
+
+
+@pytest.mark.each_pair
+@pytest.mark.usefixtures("new_memory_is_nan")
+@every_cache
+@pytest.mark.parametrize("part", [64, 128])
+@pytest.mark.parametrize("max_partials", [2**18, 2 * 3 * 4])
+def test_a_row_of_parts_does_not_depend_on_other_rows(
+    cache_dtype: torch.dtype, part: int, max_partials: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Nor on the pages of the longest text, or on the rows that attend in one launch."""
+    q, cache = queries(3, 48), filled_cache(20, 40, 8, cache_dtype)
+    monkeypatch.setattr(kernel, "MAX_PARTIALS", max_partials)
+    together = kernel.launch(q, cache, PAGES, LENGTHS, 40, 0.1, part)
     for row in range(5):
-        alone = kernel.launch(q[row : row + 1], cache, PAGES[row : row + 1], LENGTHS[row : row + 1], 40, 0.1, 2)
+        pages = PAGES[row : row + 1, : max(-(-int(LENGTHS[row]) // PAGE), 1)]
+        alone = kernel.launch(q[row : row + 1], cache, pages, LENGTHS[row : row + 1], 40, 0.1, part)
         assert torch.equal(alone[0], together[row])
 
 
@@ -75,9 +95,9 @@ def put_nan(cache: Tensor, page: int, place: int, c: int) -> None:
 def test_a_nan_in_one_position_of_a_text_makes_its_row_nan(cache_dtype: torch.dtype, n_splits: int, position: int):
     """Whichever of the splits it lies in; with 7 splits some have no position, and their results are not read."""
     q, cache = queries(3, 48), filled_cache(20, 40, 8, cache_dtype)
-    before = kernel.launch(q, cache, PAGES, LENGTHS, 40, 0.1, n_splits)
+    before = kernel.launch(q, cache, PAGES, LENGTHS, 40, 0.1, n_splits=n_splits)
     put_nan(cache, int(PAGES[4, position // PAGE]), position % PAGE, 40)
-    found = kernel.launch(q, cache, PAGES, LENGTHS, 40, 0.1, n_splits)
+    found = kernel.launch(q, cache, PAGES, LENGTHS, 40, 0.1, n_splits=n_splits)
     assert torch.equal(found.isnan(), paged_attention.reference(q, cache, PAGES, LENGTHS, 40, 0.1).isnan())
     assert found[4].isnan().all()
     assert torch.equal(found[:4], before[:4])
@@ -88,9 +108,9 @@ def test_a_nan_in_one_position_of_a_text_makes_its_row_nan(cache_dtype: torch.dt
 @pytest.mark.parametrize("n_splits", [1, 2, 7])
 def test_a_nan_in_a_query_makes_its_head_nan_unless_it_attends_to_nothing(n_splits: int):
     q, cache = queries(3, 48), filled_cache(20, 40, 8, torch.float32)
-    before = kernel.launch(q, cache, PAGES, LENGTHS, 40, 0.1, n_splits)
+    before = kernel.launch(q, cache, PAGES, LENGTHS, 40, 0.1, n_splits=n_splits)
     q[:, 1, 47] = torch.nan
-    found = kernel.launch(q, cache, PAGES, LENGTHS, 40, 0.1, n_splits)
+    found = kernel.launch(q, cache, PAGES, LENGTHS, 40, 0.1, n_splits=n_splits)
     assert torch.equal(found.isnan(), paged_attention.reference(q, cache, PAGES, LENGTHS, 40, 0.1).isnan())
     assert found[[0, 1, 2, 4], 1].isnan().all()
     assert not found[3].any()

@@ -33,10 +33,10 @@ __device__ __forceinline__ void merge_splits(const float* partial, const float* 
             if (first + i >= count) break;
             if (share[i] == 0.0f) continue;
             total += share[i];
-            sum.x += share[i] * values[i].x;
-            sum.y += share[i] * values[i].y;
-            sum.z += share[i] * values[i].z;
-            sum.w += share[i] * values[i].w;
+            sum.x = fmaf(share[i], values[i].x, sum.x);
+            sum.y = fmaf(share[i], values[i].y, sum.y);
+            sum.z = fmaf(share[i], values[i].z, sum.z);
+            sum.w = fmaf(share[i], values[i].w, sum.w);
         }
     }
     const float inverse = __frcp_rn(total);

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from octile.kernels.cuda.attention import mla_decode
 
 SMS = 132
+PART = 512  # positions of a part, as `octile.ops.absorbed_attention` has it
 
 
 class KernelPlan(NamedTuple):
@@ -19,11 +20,14 @@ class KernelPlan(NamedTuple):
 def plans() -> dict[str, KernelPlan]:
     """Return the kernels of each case, by the name of the case."""
     found = {}
-    for n_splits, splits in ((0, "even splits"), (16, "16 splits")):
+    ranges = ((16, 1), (32, 1), (64, 1), (128, 1), (64, 4))  # heads, of so many rows of a text
+    parts = ((16, 1), (64, 2), (64, 4), (128, 1))
+    for part, division, cases in ((0, "even ranges", ranges), (PART, f"parts of {PART}", parts)):
         for is_fp8, form in ((False, "BF16"), (True, "FP8")):
-            for heads in (16, 32, 64, 128):
-                made = mla_decode.plan(128, heads, is_fp8, n_splits, 1, SMS)
-                case = f"MLA decode, {heads} heads, {form}, {splits}"
+            for heads, rows in cases:
+                made = mla_decode.plan(128, heads, is_fp8, part, rows, SMS)
+                shared = f", {rows} rows" if rows > 1 else ""
+                case = f"MLA decode, {heads} heads{shared}, {form}, {division}"
                 found[case] = KernelPlan(made.kernel, made.constants, made.headers)
-        found[f"MLA decode, merge, {splits}"] = KernelPlan("mla_merge", made.merge_constants, {})
+        found[f"MLA decode, merge, {division}"] = KernelPlan("mla_merge", made.merge_constants, {})
     return found

@@ -1,4 +1,4 @@
-// Attention of decoding over the paged latent cache for Hopper: the results of one part of each row's positions.
+// Attention of decoding over the paged latent cache for Hopper: the results of one range of each row's positions.
 //
 //     Sᵀ[64 keys, heads] = K · Qᵀ        P = exp2(S − running maximum)        Oᵀ[512 channels, heads] += Vᵀ · Pᵀ
 //
@@ -292,7 +292,7 @@ struct Consumer {
 extern "C" __global__ void __launch_bounds__(consumer_threads + 128, 1)
 mla_decode(const __grid_constant__ TensorMap map, const uint8_t* cache, const uint16_t* q, const int* pages,
            const int* lengths, uint16_t* out, float* partial, float* lse, int* starts, float scale, int n_heads,
-           int page_step, int length_step, int rows, int n_splits, int ranges) {
+           int page_step, int length_step, int rows, int max_parts, int ranges) {
     uint8_t* shared = ptx::dynamic_shared();
     Barriers& barriers = *reinterpret_cast<Barriers*>(shared + smem::barriers);
     const Arguments arguments{cache, q, pages, out, partial, lse, scale, n_heads, page_step};
@@ -306,7 +306,7 @@ mla_decode(const __grid_constant__ TensorMap map, const uint8_t* cache, const ui
         ptx::fence_mbarrier_init();
     }
     __syncthreads();
-    Items items = items_of(role, {lengths, length_step}, rows, n_splits, ranges, starts);
+    Items items = items_of(role, {lengths, length_step}, rows, max_parts, ranges, starts);
     if (!role.is_consumer()) {
         ptx::setmaxnreg_dec<24>();
         if (role.is_producer()) produce(Loader{shared, barriers, &map, cache}, arguments, items);

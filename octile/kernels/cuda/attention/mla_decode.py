@@ -5,6 +5,9 @@
                     converted to BF16 once for 64 heads, or by a cluster of two thread blocks once for 128
     mla_merge       adds the partial results of rows that several thread blocks share, in the order of the positions
 
+With parts mla_decode_64 attends from any number of heads: so a row's bits are the same whether it is alone, as where
+texts are decoded, or shares a thread block with rows of its text, as in prompts and in training.
+
 Grids follow from shapes and the GPU. How the rows' positions are divided is computed on the GPU from their lengths, so
 a launch can be captured in a CUDA graph; the first call of a kind compiles and loads kernels, which cannot be.
 """
@@ -38,7 +41,9 @@ HEADS = 64  # of a thread block at most
 MAX_TEXT_HEADS = 4 * HEADS  # of the rows of a text that are one row, if each of them has HEADS or more
 MAX_KEYS = 1024
 MERGE_THREADS = LATENT // 4
-MAX_PARTIALS = 2**18  # of a launch with a fixed number of splits, of one head each: 512 MiB
+MAX_PARTIALS = 2**18  # of a launch with parts, of one head each: 512 MiB
+MERGE_BLOCKS = 2**14  # of more heads, several have a thread block: most have nothing to merge where there are so many
+MERGE_HEADS = 8
 
 
 class LaunchPlan(NamedTuple):
@@ -48,7 +53,8 @@ class LaunchPlan(NamedTuple):
         kernel, constants, headers: name, constants and headers of the kernel that attends.
         merge_constants: constants of mla_merge.
         grid, cluster, ranges: thread blocks of the kernel, of a cluster, and of one block of heads.
-        slots: partial results of all heads.
+        merge_grid: thread blocks of mla_merge.
+        slots: partial results of all heads, of a launch without parts.
     """
 
     kernel: str
@@ -58,6 +64,7 @@ class LaunchPlan(NamedTuple):
     grid: int
     cluster: int
     ranges: int
+    merge_grid: int
     slots: int
 
     def map_of(self, n_pages: int, is_fp8: bool) -> TensorMap | None:
@@ -74,7 +81,7 @@ def why_unsupported(
     lengths: Tensor,
     latent_dim: int,
     scale: float,
-    n_splits: int,
+    part: int,
     rows_per_text: int,
 ) -> str | None:
     """Return why these kernels do not support a call; None: they do."""
@@ -96,86 +103,98 @@ def launch(
     lengths: Tensor,
     latent_dim: int,
     scale: float,
-    n_splits: int,
+    part: int,
     rows_per_text: int,
 ) -> Tensor:
     """Attend from q [R, H, 576] to the first lengths [R] positions of pages [R, M] → o [R, H, 512] bfloat16.
 
-    Several rows of a text are one row with the heads of all of them, which reads its pages once, unless these
-    fill many thread blocks. With a fixed number of splits they are not, since bits would depend on the other
-    rows of a text.
+    Rows of a text are one row with the heads of all of them, which reads its pages once: all of its rows, unless
+    these fill many thread blocks, or with parts those that fill one thread block.
     """
-    text_heads = rows_per_text * q.shape[1]
-    max_heads = MAX_TEXT_HEADS if cache.dtype == torch.bfloat16 else 0
-    if rows_per_text > 1 and not n_splits and (q.shape[1] < HEADS or text_heads <= max_heads):
-        text_queries = q.view(-1, text_heads, WIDTH)
-        o = q.new_empty(*text_queries.shape[:2], latent_dim)
-        launch_part(text_queries, pages[::rows_per_text], lengths, o, cache, scale, 0)
-        return o.view(*q.shape[:2], latent_dim)
-    rows, n_heads, _ = q.shape
+    together = rows_together(q.shape[1], cache.dtype == torch.uint8, part, rows_per_text)
+    text_queries, text_pages = q.view(-1, together * q.shape[1], WIDTH), pages[::together]
+    rows, n_heads, _ = text_queries.shape
     o = q.new_empty(rows, n_heads, latent_dim)
-    at_once = rows_at_once(rows, n_heads, n_splits)
-    if rows <= at_once:
-        launch_part(q, pages, lengths, o, cache, scale, n_splits)
-        return o
+    at_once = rows_at_once(rows, n_heads, parts_of(pages.shape[1], part))
     for first in range(0, rows, at_once):
-        part_q, part_pages, part_lengths, part_o = (t[first : first + at_once] for t in (q, pages, lengths, o))
-        launch_part(part_q, part_pages, part_lengths, part_o, cache, scale, n_splits)
-    return o
+        end = min(first + at_once, rows)
+        texts = text_queries[first:end], text_pages[first:end], lengths[first * together : end * together]
+        launch_rows(*texts, o[first:end], cache, scale, part)
+    return o.view(*q.shape[:2], latent_dim)
 
 
-def launch_part(
-    q: Tensor, pages: Tensor, lengths: Tensor, o: Tensor, cache: Tensor, scale: float, n_splits: int
-) -> None:
+def rows_together(n_heads: int, is_fp8: bool, part: int, rows_per_text: int) -> int:
+    """Return how many of a text's consecutive rows are one row with the heads of all of them."""
+    if part:
+        most = max(HEADS // n_heads, 1)
+        return max(n for n in range(1, most + 1) if rows_per_text % n == 0)
+    max_heads = 0 if is_fp8 else MAX_TEXT_HEADS
+    return rows_per_text if n_heads < HEADS or rows_per_text * n_heads <= max_heads else 1
+
+
+def parts_of(max_pages: int, part: int) -> int:
+    """Return how many parts of `part` positions a text of max_pages pages has; 0: it is divided otherwise."""
+    return -(-max_pages * PAGE // part) if part else 0
+
+
+def launch_rows(q: Tensor, pages: Tensor, lengths: Tensor, o: Tensor, cache: Tensor, scale: float, part: int) -> None:
     """Attend from some rows at once, into o; of a row with several queries, lengths has one for each."""
     rows, n_heads, _ = q.shape
     is_fp8 = cache.dtype == torch.uint8
-    key = (rows, n_heads, is_fp8, n_splits, len(lengths) // rows, q.device)
+    key = (rows, n_heads, is_fp8, part, len(lengths) // rows, q.device)
     prepared = _prepared[key]
     if prepared is None:
-        prepared = _prepared[key] = _Prepared(
-            plan(*key[:-1], num_sms.multiprocessors(q.device)), rows * n_heads, q.device
-        )
-    made = prepared.made
-    partials = q.new_empty(made.slots, n_heads, LATENT, dtype=torch.float32)
-    lse = q.new_empty(made.slots, n_heads, dtype=torch.float32)
+        made = plan(*key[:-1], num_sms.multiprocessors(q.device))
+        prepared = _prepared[key] = _Prepared(made, q.device)
+    made, max_parts = prepared.made, parts_of(pages.shape[1], part)
+    slots = rows * max_parts if part else made.slots
+    partials = q.new_empty(slots, n_heads, LATENT, dtype=torch.float32)
+    lse = q.new_empty(slots, n_heads, dtype=torch.float32)
     starts = q.new_empty(rows + 1, dtype=torch.int32)
     map_of_cache = made.map_of(cache.shape[0], is_fp8) or bytes(tensor_map.BYTES)
     pointers = (t.data_ptr() for t in (q, pages, lengths, o, partials, lse, starts))
     steps = pages.stride(0), lengths.stride(0)
     prepared.decode.launch_at(
-        (map_of_cache, cache.data_ptr(), *pointers, scale, n_heads, *steps, rows, n_splits, made.ranges)
+        (map_of_cache, cache.data_ptr(), *pointers, scale, n_heads, *steps, rows, max_parts, made.ranges)
     )()
     prepared.merge.launch_at(
         (partials.data_ptr(), lse.data_ptr(), lengths.data_ptr(), starts.data_ptr(), o.data_ptr(), n_heads, steps[1],
-         rows, n_splits)
+         rows, max_parts)
     )()  # fmt: skip
 
 
-def rows_at_once(rows: int, n_heads: int, n_splits: int) -> int:
-    """Return how many of the rows attend in one launch: a fixed number of splits has partial results of every row.
+def rows_at_once(rows: int, n_heads: int, max_parts: int) -> int:
+    """Return how many of the rows attend in one launch: all parts of each of them have partial results.
 
-    How a row is then divided does not depend on other rows, so neither do its bits.
+    How a row is divided into parts does not depend on other rows, so neither do its bits.
     """
-    return max(MAX_PARTIALS // (n_splits * n_heads), 1) if n_splits else rows
+    return max(MAX_PARTIALS // (max_parts * n_heads), 1) if max_parts else rows
 
 
-def plan(rows: int, n_heads: int, is_fp8: bool, n_splits: int, queries: int, n_sms: int) -> LaunchPlan:
+def plan(rows: int, n_heads: int, is_fp8: bool, part: int, queries: int, n_sms: int) -> LaunchPlan:
     """Plan the launches for tensors that the kernels support; n_heads: of all queries of a row; n_sms: of the GPU."""
-    heads = 16 if n_heads <= 16 else 32 if n_heads <= 32 else 64  # of a thread block
+    heads = 64 if part or n_heads > 32 else 32 if n_heads > 16 else 16  # of a thread block
     head_blocks = -(-n_heads // heads)
     ranges = max(n_sms // head_blocks, 1)
     spare_part = SPARE_PART_64 if heads == 64 else SPARE_PART
     splits: dict[str, int | bool] = {
-        "fixed_splits": n_splits > 0, "min_pages": MIN_PAGES, "spare_part": spare_part, "spare_pages": SPARE_PAGES,
+        "part_pages": part // PAGE, "min_pages": MIN_PAGES, "spare_part": spare_part, "spare_pages": SPARE_PAGES,
         "queries": queries,
     }  # fmt: skip
     cluster = 2 if heads == 64 and is_fp8 and head_blocks % 2 == 0 else 1  # thread blocks that share converted pages
     specialized = _plan_64(is_fp8, cluster) if heads == 64 else _plan_few(heads, is_fp8)
-    slots = rows * n_splits if n_splits else 2 * ranges
-    constants, merge_constants = specialized.constants | splits, splits | {"shared_bytes": 0}
-    grid = ranges * head_blocks
-    return LaunchPlan(specialized.name, constants, specialized.headers, merge_constants, grid, cluster, ranges, slots)
+    merge_heads = 1 if rows * n_heads <= MERGE_BLOCKS else MERGE_HEADS
+    return LaunchPlan(
+        specialized.name,
+        specialized.constants | splits,
+        specialized.headers,
+        splits | {"heads": merge_heads, "shared_bytes": 0},
+        ranges * head_blocks,
+        cluster,
+        ranges,
+        rows * -(-n_heads // merge_heads),
+        2 * ranges,
+    )
 
 
 class _Specialized(NamedTuple):
@@ -245,12 +264,12 @@ class _PreparedDecode(PreparedKernel):
 
 
 class _Prepared:
-    def __init__(self, made: LaunchPlan, merges: int, device: torch.device) -> None:
+    def __init__(self, made: LaunchPlan, device: torch.device) -> None:
         self.made = made
         decode = specialize.load(made.kernel, made.constants, device, made.headers)
         merge = specialize.load("mla_merge", made.merge_constants, device)
         self.decode = _PreparedDecode(decode, made.grid, made.cluster, THREADS, int(made.constants["shared_bytes"]))
-        self.merge = PreparedKernel(merge, merges, 1, MERGE_THREADS, 0)
+        self.merge = PreparedKernel(merge, made.merge_grid, 1, MERGE_THREADS, 0)
 
 
 _prepared: BoundedCache[_Prepared] = BoundedCache(MAX_KEYS)

@@ -3,6 +3,11 @@
 //
 // Two consumer warpgroups take pages in pairs (seesaw.cuh); mla_pages_64.cuh has how they are loaded.
 //
+// With parts a head's result depends on its own keys alone, to the last bit, although other rows share the thread block: the
+// keys behind the head's length, of which there may be any number of pages, have weights of zero, and leave its maximum and
+// its accumulators as they are. Sums and products are spelled so that the compiler joins none of them to another in one loop
+// and not in the other.
+//
 // NOTES
 // - P₁ is stored in place of the second page's rotary channels.
 // - With a cache in BF16 the rotary channels of Q are in registers, and idle warps copy the next queries as soon as the last
@@ -14,7 +19,7 @@
 #include "mla_entry.cuh"
 #include "mla_pages_64.cuh"
 
-constexpr bool keeps_lane = !config::fixed_splits;  // or ptxas spills
+constexpr bool keeps_lane = !config::fp8 || config::queries == 1 || has_parts;  // or ptxas spills
 
 #include "seesaw.cuh"
 #include "wgmma_registers.cuh"
@@ -159,7 +164,24 @@ struct Consumer : Seesaw<Consumer<own>, own> {
         }
     }
 
-    __device__ __forceinline__ void run(const uint16_t* q, const Results& results, Items& items) {
+    // With parts. reach: the positions from the part's first one up to the row's length; slot: of its partial results.
+    __device__ __forceinline__ void end_part(const Results& results, int slot, int reach, int max_parts) {
+        float all[2];
+        Base::find_sums(all);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            int of_head = reach;
+            if constexpr (config::queries > 1) of_head -= __float_as_int(shared_value(beyond, h));
+            const float inverse = all[h] == 0.0f ? 0.0f : __frcp_rn(all[h]);
+            const float lse = __fadd_rn(Base::highest[h], log2f(all[h]));
+            // That of a head whose positions all lie in the first part is final.
+            const bool is_final = slot % max_parts == 0 && of_head <= part_pages * page_rows;
+            if (__any_sync(all_lanes, is_final)) Base::store_final(results, slot / max_parts, h, inverse, is_final);
+            if (!is_final && of_head > 0) Base::store_partial(results, slot, h, inverse, lse);
+        }
+    }
+
+    __device__ __forceinline__ void run(const uint16_t* q, const Results& results, Items& items, int max_parts) {
         Item item;
         while (items.next(item)) {
             begin(q, results.n_heads, item, items.lengths);
@@ -167,7 +189,7 @@ struct Consumer : Seesaw<Consumer<own>, own> {
             // of a warp leave at different times, and would move wgmma's descriptors to uniform registers each time.
             int inside = __reduce_max_sync(all_lanes, item.length - (item.first_page + own) * page_rows);
             const int n_pages = __reduce_max_sync(all_lanes, item.n_pages);
-            const int to = __reduce_max_sync(all_lanes, item.whole ? item.row : ~item.slot);
+            const int to = __reduce_max_sync(all_lanes, item.whole && !has_parts ? item.row : ~item.slot);
             left_scores = (n_pages + 1 - own) / 2;
             if constexpr (own == 1) release_queries(left_scores == 0);
             float s[32];
@@ -180,7 +202,10 @@ struct Consumer : Seesaw<Consumer<own>, own> {
                 Base::template attend<true>(s, Inside<true>{inside}, false);
             else
                 Base::template attend<false>(s, Inside<true>{inside}, false);
-            end(results, to);
+            if constexpr (has_parts)
+                end_part(results, ~to, inside + (page - 2 + own) * page_rows, max_parts);
+            else
+                end(results, to);
         }
     }
 };
@@ -190,7 +215,7 @@ struct Consumer : Seesaw<Consumer<own>, own> {
 extern "C" __global__ void __launch_bounds__(consumer_threads + 128, 1)
 mla_decode_64(const __grid_constant__ TensorMap map, const uint8_t* cache, const uint16_t* q, const int* pages,
               const int* lengths, uint16_t* out, float* partial, float* lse, int* starts, float scale, int n_heads,
-              int page_step, int length_step, int rows, int n_splits, int ranges) {
+              int page_step, int length_step, int rows, int max_parts, int ranges) {
     uint8_t* shared = ptx::dynamic_shared();
     PageBarriers& barriers = *reinterpret_cast<PageBarriers*>(shared + smem::barriers);
     const Arguments arguments{cache, q, pages, out, partial, lse, scale, n_heads, page_step};
@@ -201,7 +226,7 @@ mla_decode_64(const __grid_constant__ TensorMap map, const uint8_t* cache, const
     }
     sync_all();
     // In each branch anew: registers that all branches share are spilled.
-    const auto items_here = [&] { return items_of(role, {lengths, length_step}, rows, n_splits, ranges, starts); };
+    const auto items_here = [&] { return items_of(role, {lengths, length_step}, rows, max_parts, ranges, starts); };
     if (!role.is_consumer()) {
         ptx::setmaxnreg_dec<config::fp8 ? 72 : 40>();
         Items items = items_here();
@@ -216,9 +241,11 @@ mla_decode_64(const __grid_constant__ TensorMap map, const uint8_t* cache, const
         ptx::setmaxnreg_inc<config::fp8 ? 216 : 232>();
         Items items = items_here();
         if (role.warp < 4)
-            Consumer<0>(shared, barriers, scale, role.warp, role.first_head).run(q, {out, partial, lse, n_heads}, items);
+            Consumer<0>(shared, barriers, scale, role.warp, role.first_head)
+                .run(q, {out, partial, lse, n_heads}, items, max_parts);
         else
-            Consumer<1>(shared, barriers, scale, role.warp - 4, role.first_head).run(q, {out, partial, lse, n_heads}, items);
+            Consumer<1>(shared, barriers, scale, role.warp - 4, role.first_head)
+                .run(q, {out, partial, lse, n_heads}, items, max_parts);
     }
     if constexpr (cluster > 1) ptx::cluster_sync();  // the other thread block may still write here
 }

@@ -27,11 +27,11 @@ struct Role {
     __device__ __forceinline__ bool is_producer() const { return warp == consumer_threads / 32; }
 };
 
-// By all warps. The producer of the first thread block writes `starts`, which mla_merge.cu reads.
+// By all warps. Without parts the producer of the first thread block writes `starts`, which mla_merge.cu reads.
 __device__ __forceinline__ Items items_of(
-    const Role& role, const Lengths& lengths, int rows, int n_splits, int ranges, int* starts) {
+    const Role& role, const Lengths& lengths, int rows, int max_parts, int ranges, int* starts) {
     return Items(
-        lengths, rows, n_splits, ranges, role.range, role.is_producer() && blockIdx.x == 0 ? starts : nullptr);
+        lengths, rows, max_parts, ranges, role.range, !has_parts && role.is_producer() && blockIdx.x == 0 ? starts : nullptr);
 }
 
 // Writes the pages of all items to shared memory.

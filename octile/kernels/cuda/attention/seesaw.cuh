@@ -139,7 +139,7 @@ struct Seesaw {
     __device__ __forceinline__ void scale_first(float (&s)[32]) const {
         if (!scales_first()) return;
 #pragma unroll
-        for (int r = 0; r < 32; ++r) s[r] *= factor;
+        for (int r = 0; r < 32; ++r) s[r] = __fmul_rn(s[r], factor);
     }
 
     // The heads' maxima of this tile, scaled.
@@ -154,7 +154,7 @@ struct Seesaw {
 #pragma unroll
             for (int distance = 1; distance <= 2; distance *= 2)
                 maximum[h] = fmaxf(maximum[h], __shfl_xor_sync(all_lanes, maximum[h], distance));
-            maximum[h] *= later_factor();
+            maximum[h] = __fmul_rn(maximum[h], later_factor());
         }
     }
 
@@ -226,7 +226,7 @@ struct Seesaw {
             for (int h = 0; h < 2; ++h) {
                 maximum[h] = fmaxf(maximum[h], highest[h]);
                 scale[h] = ptx::exp2(highest[h] - maximum[h]);
-                total[h] *= scale[h];
+                total[h] = __fmul_rn(total[h], scale[h]);
                 if (lane % 4 == 0) {
                     shared_value(maximum_0, h) = maximum[h];
                     shared_value(scale_0, h) = scale[h];
@@ -247,7 +247,7 @@ struct Seesaw {
             for (int h = 0; h < 2; ++h) {
                 scale[h] = shared_value(scale_1, h);
                 highest[h] = shared_value(maximum_1, h);
-                total[h] *= scale[h];
+                total[h] = __fmul_rn(total[h], scale[h]);
             }
 #pragma unroll
             for (int r = 0; r < 32; ++r) s[r] *= scale[r / 2 % 2];
@@ -298,7 +298,7 @@ struct Seesaw {
                 maximum[h] = fmaxf(maximum[h], before[h]);
                 const float second = maximum[h] == before[h] ? 1.0f : ptx::exp2(before[h] - maximum[h]);
                 scale[h] = shared_value(scale_0, h) * second;
-                total[h] *= scale[h];
+                total[h] = __fmul_rn(total[h], scale[h]);
                 highest[h] = maximum[h];
                 if (lane % 4 == 0) {
                     shared_value(maximum_1, h) = maximum[h];
@@ -364,31 +364,44 @@ struct Seesaw {
     }
 
     // Stores this warpgroup's half of the channels of head h, times `inverse`, if there is such a head; row: of the results,
-    // of all heads. By all lanes of a warp: BF16 is stored in 64 bytes of a head, not in the 16 that four lanes have.
+    // of all heads.
     __device__ __forceinline__ void store_results(
         const Results& results, int row, bool is_final, int h, float inverse, float lse) const {
-        const bool exists = head(h) < results.n_heads;
-        const int64_t to = static_cast<int64_t>(row) * results.n_heads + head(h);
-        const int64_t first = to * latent + own * 256;
-        if (is_final) {
-            uint16_t* out = results.out + first + 8 * (lane % 4);
+        if (is_final)
+            store_final(results, row, h, inverse, true);
+        else
+            store_partial(results, row, h, inverse, lse);
+    }
+
+    // By all lanes of a warp: BF16 is stored in 64 bytes of a head, not in the 16 that four lanes have. stores: whether this
+    // lane stores its head's.
+    __device__ __forceinline__ void store_final(const Results& results, int row, int h, float inverse, bool stores) const {
+        uint16_t* out = results.out + first_of(results, row, h) + 8 * (lane % 4);
 #pragma unroll
-            for (int j = 0; j < 32; j += 4) {
-                uint32_t pairs[4];
+        for (int j = 0; j < 32; j += 4) {
+            uint32_t pairs[4];
 #pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    pairs[i] = ptx::pack_bf16(o[4 * (j + i) + 2 * h] * inverse, o[4 * (j + i) + 2 * h + 1] * inverse);
-                gather_channels(pairs);
-                if (exists)
-                    *reinterpret_cast<uint4*>(out + 8 * j) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-            }
-        } else if (exists) {
-            float* out = results.partial + first + 2 * (lane % 4);
-#pragma unroll
-            for (int j = 0; j < 32; ++j)
-                *reinterpret_cast<float2*>(out + 8 * j) =
-                    make_float2(o[4 * j + 2 * h] * inverse, o[4 * j + 2 * h + 1] * inverse);
-            if (own == 0 && lane % 4 == 0) results.lse[to] = lse;
+            for (int i = 0; i < 4; ++i)
+                pairs[i] = ptx::pack_bf16(result(2 * (j + i), h, inverse), result(2 * (j + i) + 1, h, inverse));
+            gather_channels(pairs);
+            if (stores && head(h) < results.n_heads)
+                *reinterpret_cast<uint4*>(out + 8 * j) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
         }
+    }
+    __device__ __forceinline__ void store_partial(const Results& results, int row, int h, float inverse, float lse) const {
+        if (head(h) >= results.n_heads) return;
+        float* out = results.partial + first_of(results, row, h) + 2 * (lane % 4);
+#pragma unroll
+        for (int j = 0; j < 32; ++j)
+            *reinterpret_cast<float2*>(out + 8 * j) =
+                make_float2(result(2 * j, h, inverse), result(2 * j + 1, h, inverse));
+        if (own == 0 && lane % 4 == 0) results.lse[static_cast<int64_t>(row) * results.n_heads + head(h)] = lse;
+    }
+    __device__ __forceinline__ int64_t first_of(const Results& results, int row, int h) const {
+        return (static_cast<int64_t>(row) * results.n_heads + head(h)) * latent + own * 256;
+    }
+    // Of head h; n: of this thread's channels. Never −0, which a weight of zero may have made +0.
+    __device__ __forceinline__ float result(int n, int h, float inverse) const {
+        return fmaf(o[n / 2 * 4 + 2 * h + n % 2], inverse, 0.0f);
     }
 };

@@ -1,10 +1,14 @@
 // How the pages of all rows are divided among thread blocks, and where each division's results are stored.
 //
-// Of one row after the other the pages form one line. Without a fixed number of splits the line is cut into equal ranges,
-// one for each thread block (or for each head block of each), so that all of them end at the same time for any lengths: a
-// thread block finishes some rows alone and shares its first and its last one. Partial results of a row have slots one after
-// the other: the number of the row's first range, in which no other shared row begins, plus that of the range. With a fixed
-// number of splits each row is cut by its own length alone, which keeps its bits independent of other rows.
+// Of one row after the other the pages form one line, which is cut into equal ranges, one for each thread block (or for each
+// head block of each), so that all of them end at the same time for any lengths.
+//
+// Without parts a range begins and ends anywhere: a thread block finishes some rows alone and shares its first and its last
+// one. Partial results of a row have slots one after the other: the number of the row's first range, in which no other
+// shared row begins, plus that of the range.
+//
+// With parts each row is cut at multiples of `part_pages` pages, wherever other rows end, which keeps its bits independent of
+// them. A range has the parts that begin in it, so that ranges differ by a part at most. Each part has a slot.
 //
 // Several queries of one text, as where drafts are verified, are one row here, with the heads of all of them: its pages are
 // those of the longest query, and each head attends to the positions of its own.
@@ -12,6 +16,8 @@
 #include "warps.cuh"
 
 constexpr int page_rows = 64;  // positions of a page
+constexpr bool has_parts = config::part_pages > 0;
+constexpr int part_pages = has_parts ? config::part_pages : 1;
 
 struct Lengths {
     const int* lengths;
@@ -53,71 +59,80 @@ struct Item {
 // The items of one thread block. All lanes of a warp compute the same.
 struct Items {
     const Lengths lengths;
-    const int rows, n_splits, ranges, range;
-    int row = 0, offset = 0, left = 0;  // of a range: the next page, and the pages that are left
-    int first_range = range;            // in which the next row begins
-    int unit;                           // of fixed splits: row · n_splits + split
+    const int rows, max_parts, ranges, range;
+    int row = 0, offset = 0, left = 0;  // the next page, and the pages up to the end of the range
+    int first_range = range;            // without parts: in which the next row begins
 
-    // starts: [rows + 1], the pages before each row and then those of a range; written if not null.
-    __device__ __forceinline__ Items(Lengths lengths, int rows, int n_splits, int ranges, int range, int* starts)
-        : lengths(lengths), rows(rows), n_splits(n_splits), ranges(ranges), range(range), unit(range) {
-        if constexpr (!config::fixed_splits) {
-            const int lane = ptx::lane_id(), rows_of_lane = (rows + 31) / 32;
-            const int first = min(lane * rows_of_lane, rows), end = min(first + rows_of_lane, rows);
-            constexpr int at_once = 8;  // lengths that are loaded together
-            int own = 0, least = 0x7FFFFFFF, most = 0;  // pages in all, of the shortest row that has any, of the longest
-            for (int r = first; r < end; r += at_once) {
-                int pages[at_once];
+    // max_parts: of a row. starts: [rows + 1], the pages before each row and then those of a range; written if not null.
+    __device__ __forceinline__ Items(Lengths lengths, int rows, int max_parts, int ranges, int range, int* starts)
+        : lengths(lengths), rows(rows), max_parts(max_parts), ranges(ranges), range(range) {
+        const int lane = ptx::lane_id(), rows_of_lane = (rows + 31) / 32;
+        const int first = min(lane * rows_of_lane, rows), end = min(first + rows_of_lane, rows);
+        constexpr int at_once = 8;  // lengths that are loaded together
+        int own = 0, least = 0x7FFFFFFF, most = 0;  // pages in all, of the shortest row that has any, of the longest
+        for (int r = first; r < end; r += at_once) {
+            int pages[at_once];
 #pragma unroll
-                for (int i = 0; i < at_once; ++i) pages[i] = lengths.pages(min(r + i, end - 1));
+            for (int i = 0; i < at_once; ++i) pages[i] = lengths.pages(min(r + i, end - 1));
 #pragma unroll
-                for (int i = 0; i < at_once; ++i) {
-                    own += r + i < end ? pages[i] : 0;
-                    least = min(least, pages[i] > 0 ? pages[i] : least);
-                    most = max(most, pages[i]);
-                }
+            for (int i = 0; i < at_once; ++i) {
+                own += r + i < end ? pages[i] : 0;
+                least = min(least, pages[i] > 0 ? pages[i] : least);
+                most = max(most, pages[i]);
             }
-            int sum = own;
+        }
+        int sum = own;
 #pragma unroll
-            for (int distance = 1; distance < 32; distance *= 2) {
-                const int other = __shfl_up_sync(all_lanes, sum, distance);
-                if (lane >= distance) sum += other;
+        for (int distance = 1; distance < 32; distance *= 2) {
+            const int other = __shfl_up_sync(all_lanes, sum, distance);
+            if (lane >= distance) sum += other;
+        }
+        const int total = __shfl_sync(all_lanes, sum, 31), before = sum - own;
+        const int of_range =
+            has_parts ? max((total + ranges - 1) / ranges, 1)
+                      : pages_of_range(total, ranges, __reduce_min_sync(all_lanes, least),
+                                       __reduce_max_sync(all_lanes, most));
+        if (starts != nullptr) {
+            int start = before;
+            for (int r = first; r < end; ++r) {
+                starts[r] = start;
+                start += lengths.pages(r);
             }
-            const int total = __shfl_sync(all_lanes, sum, 31), before = sum - own;
-            const int of_range = pages_of_range(
-                total, ranges, __reduce_min_sync(all_lanes, least), __reduce_max_sync(all_lanes, most));
-            if (starts != nullptr) {
-                int start = before;
-                for (int r = first; r < end; ++r) {
-                    starts[r] = start;
-                    start += lengths.pages(r);
-                }
-                if (lane == 0) starts[rows] = of_range;
-            }
-            const int begin = range * of_range;
-            left = min(of_range, total - begin);
-            if (left <= 0) return;
-            const int owner = __ffs(__ballot_sync(all_lanes, begin >= before && begin < sum)) - 1;
-            row = owner * rows_of_lane;
-            offset = begin - __shfl_sync(all_lanes, before, owner);
-            for (int n = lengths.pages(row); offset >= n; n = lengths.pages(row)) {
-                offset -= n;
-                ++row;
-            }
-            first_range = (begin - offset) / of_range;
+            if (lane == 0) starts[rows] = of_range;
+        }
+        const int begin = range * of_range;
+        left = min(of_range, total - begin);
+        if (left <= 0) return;
+        const int owner = __ffs(__ballot_sync(all_lanes, begin >= before && begin < sum)) - 1;
+        row = owner * rows_of_lane;
+        offset = begin - __shfl_sync(all_lanes, before, owner);
+        for (int n = lengths.pages(row); offset >= n; n = lengths.pages(row)) {
+            offset -= n;
+            ++row;
+        }
+        first_range = (begin - offset) / of_range;
+        if constexpr (has_parts) {  // the part before, which has begun in another range, has the first pages
+            const int n = lengths.pages(row);
+            const int next = min((offset + part_pages - 1) / part_pages * part_pages, n);
+            left -= next - offset;
+            offset = next;
         }
     }
 
     // Whether there is another item.
     __device__ __forceinline__ bool next(Item& item) {
-        if constexpr (config::fixed_splits) {
-            for (; unit < rows * n_splits; unit += ranges) {
-                const int r = unit / n_splits, split = unit % n_splits;
-                const int length = lengths.of(r), n = lengths.pages(r), of_split = (n + n_splits - 1) / n_splits;
-                const int first = split * of_split, count = min(of_split, n - first);
-                if (count <= 0) continue;
-                item = {r, first, count, length, unit, count == n};
-                unit += ranges;
+        if constexpr (has_parts) {
+            while (left > 0) {
+                const int length = lengths.of(row), n = (length + page_rows - 1) / page_rows;
+                const int count = min(n - offset, part_pages);
+                if (count <= 0) {
+                    offset = 0;
+                    ++row;
+                    continue;
+                }
+                item = {row, offset, count, length, row * max_parts + offset / part_pages, count == n};
+                left -= count;
+                offset += count;
                 return true;
             }
             return false;

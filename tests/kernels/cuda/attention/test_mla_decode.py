@@ -30,18 +30,27 @@ def inputs(n_heads: int, dtype: torch.dtype, lengths: list[int] = LENGTHS) -> tu
 
 
 def attend(
-    q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, n_splits: int, seed: int = 0, n_sms: int = SMS
+    q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, part: int, seed: int = 0, n_sms: int = SMS
 ) -> Tensor:
     """Run both kernels on an emulated GPU of few SMs."""
+    return attend_with_partials(q, cache, pages, lengths, part, seed, n_sms)[0]
+
+
+def attend_with_partials(
+    q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, part: int, seed: int = 0, n_sms: int = SMS
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run both kernels, and return also partial results [slots, H, 512] and lse [slots, H], NaN where none are."""
     rows, n_heads, _ = q.shape
     is_fp8 = cache.dtype == torch.uint8
-    made = mla_decode.plan(rows, n_heads, is_fp8, n_splits, len(lengths) // rows, n_sms)
+    made = mla_decode.plan(rows, n_heads, is_fp8, part, len(lengths) // rows, n_sms)
     o = torch.full((rows, n_heads, 512), math.nan, dtype=torch.bfloat16)
-    partials = torch.full((made.slots, n_heads, 512), math.nan)
-    lse, starts = torch.full((made.slots, n_heads), math.nan), torch.full((rows + 1,), -1, dtype=torch.int32)
+    max_parts = mla_decode.parts_of(pages.shape[1], part)
+    slots = rows * max_parts if part else made.slots
+    partials = torch.full((slots, n_heads, 512), math.nan)
+    lse, starts = torch.full((slots, n_heads), math.nan), torch.full((rows + 1,), -1, dtype=torch.int32)
     described: Any = made.map_of(len(cache), is_fp8)
     described = bytes(128) if described is None else described._replace(pointer=cache.data_ptr())
-    steps, others = (pages.stride(0), lengths.stride(0)), (rows, n_splits, made.ranges)
+    steps, others = (pages.stride(0), lengths.stride(0)), (rows, max_parts, made.ranges)
     emulator.run(
         made.kernel,
         made.constants,
@@ -56,12 +65,12 @@ def attend(
     emulator.run(
         "mla_merge",
         made.merge_constants,
-        grid=rows * n_heads,
+        grid=made.merge_grid,
         threads=mla_decode.MERGE_THREADS,
         shared_bytes=0,
-        arguments=[partials, lse, lengths, starts, o, n_heads, steps[1], rows, n_splits],
+        arguments=[partials, lse, lengths, starts, o, n_heads, steps[1], rows, max_parts],
     )
-    return o
+    return o, partials, lse
 
 
 def poison_rest(cache: Tensor, pages: Tensor, lengths: Tensor) -> None:
@@ -76,7 +85,7 @@ def assert_as_reference(
     values = read_latents(cache, torch.arange(len(cache) * 64), 512, torch.float32).view(-1, 64, 576)
     expected = paged_attention.reference(q.float(), values, pages, lengths, 512, SCALE)
     assert (found.float() - expected).norm() <= 2**-7 * expected.norm()
-    if rounds_latents or q.shape[1] > 32:  # for so many heads latents of FP8 rows are rounded, too
+    if rounds_latents or q.shape[1] > 32:  # for so many heads latents of FP8 rows are rounded, too, and with parts
         expected = paged_attention.reference(q.float(), values.bfloat16().float(), pages, lengths, 512, SCALE)
     largest = values.abs().amax()  # BF16 rounds a softmax's weights, whose sum is 1, by 2⁻⁹ of themselves
     assert ((found.float() - expected).abs() <= 2**-8 * largest + 2**-8 * expected.abs()).all()
@@ -85,14 +94,14 @@ def assert_as_reference(
 @pytest.mark.each_value
 @emulated
 @FORMS
-@pytest.mark.parametrize("n_splits", [0, 1, 2], ids=lambda n: f"{n} splits")
+@pytest.mark.parametrize("part", [0, 64, 128, 192], ids=lambda n: f"parts of {n}")
 @pytest.mark.parametrize("n_heads", [3, 20, 65])
-def test_results_are_the_references(n_heads: int, n_splits: int, dtype: torch.dtype):
+def test_results_are_the_references(n_heads: int, part: int, dtype: torch.dtype):
     q, cache, pages, lengths = inputs(n_heads, dtype)
     values = cache.clone()
     poison_rest(cache, pages, lengths)
-    found = attend(q, cache, pages, lengths, n_splits)
-    assert_as_reference(found, q, values, pages, lengths)
+    found = attend(q, cache, pages, lengths, part)
+    assert_as_reference(found, q, values, pages, lengths, part > 0)
     assert not found[lengths == 0].any()
 
 
@@ -115,13 +124,14 @@ def test_rows_of_equal_lengths(rows: int, n_pages: int):
     ("n_heads", "dtype"), [(2, torch.bfloat16), (40, torch.bfloat16), (40, torch.uint8), (70, torch.uint8)]
 )
 @pytest.mark.parametrize("n_pages", [(1, 9, 0, 2, 7, 1), (20,), (1, 1, 1, 1, 16), (13, 1, 1, 1), (0, 3, 3, 5, 2, 4, 3)])
-def test_rows_of_several_ranges(n_pages: tuple[int, ...], n_heads: int, dtype: torch.dtype):
+@pytest.mark.parametrize("part", [0, 256], ids=lambda n: f"parts of {n}")
+def test_rows_of_several_ranges(part: int, n_pages: tuple[int, ...], n_heads: int, dtype: torch.dtype):
     generator = torch.Generator().manual_seed(n_heads)
     q = torch.randn(len(n_pages), n_heads, 576, generator=generator).bfloat16()
     pages = torch.randperm(len(n_pages) * 20, generator=generator).int().view(-1, 20)
     cache = filled_cache(pages.numel(), 512, 64, dtype)
     lengths = torch.tensor([max(64 * n - 7, 0) for n in n_pages], dtype=torch.int32)
-    assert_as_reference(attend(q, cache, pages, lengths, 0, n_sms=5), q, cache, pages, lengths)
+    assert_as_reference(attend(q, cache, pages, lengths, part, n_sms=5), q, cache, pages, lengths, part > 0)
 
 
 def test_slots_of_many_rows_are_those_of_shared_ones():
@@ -130,39 +140,80 @@ def test_slots_of_many_rows_are_those_of_shared_ones():
 
 
 @emulated
-def test_rows_of_many_splits_attend_in_parts(monkeypatch: pytest.MonkeyPatch):
+def test_rows_of_many_parts_attend_in_several_launches(monkeypatch: pytest.MonkeyPatch):
     q, cache, pages, lengths = inputs(4, torch.bfloat16)
     every_second = torch.stack((lengths, lengths), dim=1)[:, 0]
     sizes = []
 
-    def launch_part(q: Tensor, pages: Tensor, lengths: Tensor, o: Tensor, cache: Tensor, _: float, n_splits: int):
+    def launch_rows(q: Tensor, pages: Tensor, lengths: Tensor, o: Tensor, cache: Tensor, _: float, part: int):
         sizes.append(len(q))
-        o.copy_(attend(q, cache, pages, lengths, n_splits))
+        o.copy_(attend(q, cache, pages, lengths, part))
 
-    monkeypatch.setattr(mla_decode, "launch_part", launch_part)
-    monkeypatch.setattr(mla_decode, "MAX_PARTIALS", 2 * 2 * 4 + 1)  # of two rows in two splits
-    found = mla_decode.launch(q, cache, pages, every_second, 512, SCALE, 2, 1)
+    monkeypatch.setattr(mla_decode, "launch_rows", launch_rows)
+    monkeypatch.setattr(mla_decode, "MAX_PARTIALS", 2 * 2 * 4 + 1)  # of two rows in two parts
+    found = mla_decode.launch(q, cache, pages, every_second, 512, SCALE, 128, 1)
     assert sizes == [2, 2, 1]
-    assert torch.equal(found, attend(q, cache, pages, lengths, 2))
+    assert torch.equal(found, attend(q, cache, pages, lengths, 128))
     mla_decode.launch(q, cache, pages, every_second, 512, SCALE, 0, 1)
     assert sizes[3:] == [5]  # partial results of few rows at any number of rows
 
 
-@pytest.mark.parametrize(
-    ("n_heads", "n_splits", "rows"), [(16, 16, 1024), (128, 16, 128), (128, 128, 16), (2**19, 1, 1)]
-)
-def test_rows_at_once(n_heads: int, n_splits: int, rows: int):
-    assert mla_decode.rows_at_once(2048, n_heads, n_splits) == rows
+@pytest.mark.parametrize(("n_heads", "parts", "rows"), [(16, 16, 1024), (128, 16, 128), (128, 128, 16), (2**19, 1, 1)])
+def test_rows_at_once(n_heads: int, parts: int, rows: int):
+    assert mla_decode.rows_at_once(2048, n_heads, parts) == rows
     assert mla_decode.rows_at_once(2048, n_heads, 0) == 2048
 
 
+@pytest.mark.parametrize(("max_pages", "part", "parts"), [(8, 512, 1), (9, 512, 2), (1, 128, 1), (5, 0, 0)])
+def test_parts_of_the_longest_text(max_pages: int, part: int, parts: int):
+    assert mla_decode.parts_of(max_pages, part) == parts
+
+
+@pytest.mark.each_value
 @emulated
 @FORMS
-def test_a_row_of_a_fixed_number_of_splits_has_its_own_bits(dtype: torch.dtype):
-    q, cache, pages, lengths = inputs(4, dtype)
-    together = attend(q, cache, pages, lengths, 2, seed=1)
-    alone = attend(q[3:4], cache, pages[3:4], lengths[3:4], 2, seed=2)
-    assert torch.equal(alone[0], together[3])
+@pytest.mark.parametrize("part", [64, 128, 192], ids=lambda n: f"parts of {n}")
+@pytest.mark.parametrize("n_heads", [4, 70])
+def test_a_row_of_parts_has_its_own_bits(n_heads: int, part: int, dtype: torch.dtype):
+    q, cache, pages, lengths = inputs(n_heads, dtype)
+    together = attend(q, cache, pages, lengths, part, seed=1)
+    for row, n_pages in ((0, 2), (3, 3), (4, 3)):  # a page table that is no wider than the text has fewer slots
+        one = slice(row, row + 1)
+        alone = attend(q[one], cache, pages[one, :n_pages].contiguous(), lengths[one], part, seed=2, n_sms=2)
+        assert torch.equal(alone[0], together[row])
+
+
+ENDS = [  # around ends of pages and of parts, so that some rows see nothing of a part, or nothing at all
+    [190, 191, 192, 193], [62, 63, 64, 65], [0, 0, 0, 0], [1, 2, 0, 0], [320, 129, 0, 64], [1, 320, 257, 2],
+    [126, 127, 128, 129], [255, 256, 257, 258],
+]  # fmt: skip
+
+
+@pytest.mark.each_value
+@emulated
+@FORMS
+@pytest.mark.parametrize(("n_heads", "queries"), [(16, 4), (3, 4), (20, 3), (32, 2)], ids=lambda n: str(n))
+@pytest.mark.parametrize("part", [64, 128, 192, 320], ids=lambda n: f"parts of {n}")
+def test_rows_that_share_a_thread_block_have_the_bits_that_they_have_alone(
+    part: int, n_heads: int, queries: int, dtype: torch.dtype
+):
+    lengths = torch.tensor(ENDS)[:, :queries].flatten().int()
+    generator = torch.Generator().manual_seed(queries)
+    q = torch.randn(len(lengths), n_heads, 576, generator=generator).bfloat16()
+    q[:, 0] = q[:, 0].abs()  # with keys that are growing: a head whose maximum changes at each of them
+    q[:, 1] = -q[:, 0]
+    pages = torch.randperm(len(ENDS) * 5, generator=generator).int().view(len(ENDS), 5)
+    cache = filled_cache(pages.numel(), 512, 64, dtype)
+    text_queries, own_pages = q.view(len(ENDS), -1, 576), pages.repeat_interleave(queries, 0)
+    together, *of_texts = attend_with_partials(text_queries, cache, pages, lengths, part, seed=1)
+    together = together.view(len(q), n_heads, 512)
+    alone, *of_rows = attend_with_partials(q, cache, own_pages, lengths, part, seed=2)
+    assert torch.equal(together.view(torch.int16), alone.view(torch.int16))
+    for text_parts, expected in zip(of_texts, of_rows, strict=True):  # in FP32, of which BF16 hides most last bits
+        in_rows = text_parts.unflatten(0, (len(ENDS), -1)).unflatten(2, (queries, -1)).transpose(1, 2)
+        assert torch.equal(in_rows.reshape(expected.shape).view(torch.int32), expected.view(torch.int32))
+    assert_as_reference(together, q, cache, own_pages, lengths, True)
+    assert not together[lengths == 0].any()
 
 
 @pytest.mark.each_value
@@ -192,18 +243,27 @@ def test_scores_may_be_multiplied_by_what_is_not_positive(
 ):
     monkeypatch.setitem(globals(), "SCALE", scale)
     q, cache, pages, lengths = inputs(40, dtype)
-    assert_as_reference(attend(q, cache, pages, lengths, 0), q, cache, pages, lengths)
+    for part in (0, 64):
+        assert_as_reference(attend(q, cache, pages, lengths, part), q, cache, pages, lengths)
 
 
-def test_rows_of_one_text_are_one_row_unless_bits_depend_on_it(monkeypatch: pytest.MonkeyPatch):
+def test_rows_of_one_text_are_one_row(monkeypatch: pytest.MonkeyPatch):
     q, cache, pages, lengths = inputs(2, torch.bfloat16, [3, 4, 5, 6, 7, 8])
     shapes = []
-    monkeypatch.setattr(mla_decode, "launch_part", lambda q, pages, *_: shapes.append((tuple(q.shape), len(pages))))
-    for n_splits in (0, 2):
-        assert mla_decode.launch(q, cache, pages, lengths, 512, SCALE, n_splits, 3).shape == (6, 2, 512)
+    monkeypatch.setattr(mla_decode, "launch_rows", lambda q, pages, *_: shapes.append((tuple(q.shape), len(pages))))
+    for part in (0, 128):
+        assert mla_decode.launch(q, cache, pages, lengths, 512, SCALE, part, 3).shape == (6, 2, 512)
     for heads in (64, 128):  # 384 of a text fill many thread blocks
         mla_decode.launch(q.repeat(1, heads // 2, 1), cache, pages, lengths, 512, SCALE, 0, 3)
-    assert shapes == [((2, 6, 576), 2), ((6, 2, 576), 6), ((2, 192, 576), 2), ((6, 128, 576), 6)]
+    assert shapes == [((2, 6, 576), 2), ((2, 6, 576), 2), ((2, 192, 576), 2), ((6, 128, 576), 6)]
+
+
+@pytest.mark.parametrize(
+    ("n_heads", "rows_per_text", "together"),
+    [(16, 1024, 4), (16, 6, 3), (16, 7, 1), (4, 1024, 16), (20, 9, 3), (128, 4, 1)],
+)
+def test_rows_of_a_text_that_fill_a_thread_block_share_parts(n_heads: int, rows_per_text: int, together: int):
+    assert mla_decode.rows_together(n_heads, True, 512, rows_per_text) == together
 
 
 @pytest.mark.each_value
@@ -218,9 +278,10 @@ def test_nan_is_not_hidden(n_heads: int, channel: int, dtype: torch.dtype):
         cache[pages[1, 2], 10, bytes_of_channel] = 0xFF
     else:
         cache[pages[1, 2], 10, channel] = math.nan
-    found = attend(q, cache, pages, lengths, 0)
-    assert found[1].isnan().all()
-    assert not found[0].isnan().any()
+    for part in (0, 128):
+        found = attend(q, cache, pages, lengths, part)
+        assert found[1].isnan().all()
+        assert not found[0].isnan().any()
 
 
 @emulated
@@ -270,6 +331,12 @@ def test_hopper_supports_both_forms(monkeypatch: pytest.MonkeyPatch):
 def test_heads_of_a_thread_block(n_heads: int, is_fp8: bool, name: str, heads: int | None):
     made = mla_decode.plan(128, n_heads, is_fp8, 0, 1, 132)
     assert (made.kernel, made.constants.get("heads")) == (name, heads)
+    assert mla_decode.plan(128, n_heads, is_fp8, 512, 1, 132).kernel == "mla_decode_64"  # of a row alone, too
+
+
+def test_a_thread_block_merges_several_heads_if_there_are_many():
+    assert mla_decode.plan(1024, 16, False, 512, 1, 132).merge_grid == 1024 * 16
+    assert mla_decode.plan(2048, 20, False, 512, 1, 132).merge_grid == 2048 * 3
 
 
 @pytest.mark.parametrize(
