@@ -112,7 +112,7 @@ def absorb_in_float64(q_THX: Tensor, w_k_HCN: Tensor) -> Tensor:
     return torch.cat((absorbed_HTC.transpose(0, 1), q_THR), dim=-1)
 
 
-def attend_in_float64(q_THW, cache, pages, lengths, w_v_HVC, scale, out_THV):
+def attend_in_float64(q_THW, cache, pages, lengths, w_v_HVC, scale, out_THV, rows_per_text):
     for q_HW, own, n, out_HV in zip(q_THW, pages, lengths.tolist(), out_THV, strict=True):
         keys_TW = cache[own.long()].flatten(0, 1)[:n].double()
         o_HC = (q_HW.double() @ keys_TW.mT * scale).softmax(-1) @ keys_TW[:, : w_v_HVC.shape[2]]

@@ -25,6 +25,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from octile.nn.double_backward import first_derivative_only
@@ -36,7 +37,7 @@ from octile.nn.fused.linear import nt
 from octile.nn.fused.mla import Heads, projection_gradients
 from octile.nn.fused.quantize import WeightForms, quantize_gradient, quantize_operand, requantize
 from octile.nn.rope import CosSin
-from octile.ops.absorbed_attention import absorb, attend
+from octile.ops.absorbed_attention import ROWS, absorb, attend
 from octile.ops.attention import attention, attention_backward
 from octile.ops.latent_cache import PAGE, read_latents, row_bytes, write_latents
 from octile.ops.rope import latent_keys, rotate_
@@ -86,10 +87,7 @@ class _ServedAttention(torch.autograd.Function):
         q_BSHX = _queries(x_q.q, cos_sin, w_q, heads, s)
         cache = _cached(latent_TC, k_rope_TR, cos_sin, heads.batch, s.recipe.latents)
         w_k_HCN, w_v_HVC = _weights_of_heads(w_kv, heads, s.dtype)
-        o_BSHV = q_BSHX.new_empty(*q_BSHX.shape[:3], heads.v_dim)
-        pages, lengths = _texts(q_BSHX)
-        q_THW = absorb(q_BSHX.flatten(0, 1), w_k_HCN)
-        attend(q_THW, cache, pages, lengths, w_v_HVC, heads.softmax_scale, o_BSHV.flatten(0, 1))
+        o_BSHV = _attend(q_BSHX, cache, w_k_HCN, w_v_HVC, heads.softmax_scale)
         y_TD, saved_o = output(o_BSHV, layers, 2, weights, w_o)
 
         layers.report_fprop(0, weights, lambda: x_q_TK, x_q.q, w_q)
@@ -150,13 +148,22 @@ def _cached(latent_TC: Tensor, k_rope_TR: Tensor, cos_sin: CosSin, batch: int, l
     return cache
 
 
-def _texts(q_BSHX: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the pages of each row's text, int32 [T, P], and the positions that it attends to, int32 [T]."""
+def _attend(q_BSHX: Tensor, cache: Tensor, w_k_HCN: Tensor, w_v_HVC: Tensor, scale: float) -> Tensor:
+    """Attend from each row to those of its text up to its own: [B, S, H, V].
+
+    Rows without positions follow the last one of a text, so that its rows are a multiple of `ROWS`.
+    """
     b, s = q_BSHX.shape[:2]
-    n_pages = -(-s // PAGE)
+    n_pages, added = -(-s // PAGE), -s % ROWS
+    q_BRHX = F.pad(q_BSHX, (0, 0, 0, 0, 0, added)) if added else q_BSHX
     pages_BP = torch.arange(b * n_pages, dtype=torch.int32, device=q_BSHX.device).view(b, n_pages)
-    lengths_S = torch.arange(1, s + 1, dtype=torch.int32, device=q_BSHX.device)
-    return pages_BP.repeat_interleave(s, dim=0), lengths_S.repeat(b)
+    lengths_R = F.pad(torch.arange(1, s + 1, dtype=torch.int32, device=q_BSHX.device), (0, added))
+    texts = pages_BP.repeat_interleave(s + added, dim=0), lengths_R.repeat(b)
+    o_BRHV = q_BSHX.new_empty(*q_BRHX.shape[:3], w_v_HVC.shape[1])
+    attend(
+        absorb(q_BRHX.flatten(0, 1), w_k_HCN), cache, *texts, w_v_HVC, scale, o_BRHV.flatten(0, 1), max(s + added, 1)
+    )
+    return o_BRHV[:, :s].contiguous()
 
 
 def _read(cache: Tensor, latent_dim: int, shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -385,7 +385,10 @@ class Attention:
         cached = self.cache.layers[layer]
         if index is None or step.schedule is None:
             if self.gemms.batch_invariant:
-                attend(q_THW, cached, step.pages, step.lengths, w.w_v, self.softmax_scale, out_THV)
+                for rows, n in ((slice(step.first_text), 1), (slice(step.first_text, None), step.rows_per_text)):
+                    if len(q := q_THW[rows]):
+                        text = step.pages[rows], step.lengths[rows]
+                        attend(q, cached, *text, w.w_v, self.softmax_scale, out_THV[rows], n)
                 return
             c, scale, n = self.config.kv_lora_rank, self.softmax_scale, step.rows_per_text
             o_THC = paged_attention(q_THW, cached, step.pages, step.lengths, c, scale, rows_per_text=n)

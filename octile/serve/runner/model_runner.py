@@ -351,7 +351,8 @@ class ModelRunner:
             return self._replay(self.draft_graphs, layout, hidden_TD)
         step, rows = self._step(layout), layout.rows()
         if rows is not None:
-            hidden_TD = torch.empty_like(hidden_TD).index_copy_(0, self._index(rows), hidden_TD)
+            n_rows = len(step.tokens)
+            hidden_TD = hidden_TD.new_zeros(n_rows, hidden_TD.shape[1]).index_copy_(0, self._index(rows), hidden_TD)
         padding = len(step.tokens) - n_rows
         if padding:
             hidden_TD = torch.cat((hidden_TD, hidden_TD.new_zeros(padding, hidden_TD.shape[1])))
@@ -432,7 +433,8 @@ class ModelRunner:
 
     def _layout(self, batch: Batch) -> Layout:
         self._check(batch)
-        return Layout.of(batch.chunks, self.batch_invariant)
+        shares_blocks = self.batch_invariant and self.expert_parallel is None  # whose exchanges have room for tokens
+        return Layout.of(batch.chunks, self.batch_invariant, shares_blocks)
 
     def _step(self, layout: Layout) -> Step:
         pads = self.batch_invariant and self.device.type == "cpu"

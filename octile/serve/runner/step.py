@@ -1,7 +1,8 @@
 """A step of serving: a checked batch as the rows of one forward pass, laid out, and what its prefill chunks attend to.
 
 Decode rows come first: the rows of chunks that attend in the absorbed form, a row for each token. A step of decode rows
-alone can be padded to a size, for a CUDA graph, or to whole blocks of rows.
+alone can be padded to a size, for a CUDA graph, or to whole blocks of rows. Where prompts attend in the absorbed form,
+their rows follow those of other chunks and are padded, so that a GPU's thread block has rows of one text.
 
 Prefill chunks attend in pieces, whose keys and values are in memory at once. A step has a limited number of tokens, but
 chunks with few tokens may attend to many positions each: those that share a long beginning. One chunk of a very long
@@ -22,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from octile.ops.absorbed_attention import ROWS
 from octile.ops.latent_cache import PAGE
 from octile.serve.engine.config import MAX_DRAFTS
 from octile.serve.runner.batch import Batch, Chunk
@@ -117,7 +119,8 @@ class Step(NamedTuple):
         pages: int32 [decode rows, M], of each row's request.
         lengths: int32 [decode rows], positions that each attends to: its own and those before. In a step with prompts
             rows of theirs may follow, with no positions: what they attend to here is overwritten.
-        rows_per_text: consecutive decode rows of one request, all of which have as many.
+        first_text, rows_per_text: the first decode row of those that belong to texts of so many consecutive rows each,
+            and that number; rows before it stand alone.
         context: int64, the slots of all positions that prefill chunks attend to, chunk after chunk.
         prefills: the chunks after the decode rows, in pieces.
         max_positions: whose keys and values are in memory at once: a piece has no more, or is one chunk.
@@ -136,6 +139,7 @@ class Step(NamedTuple):
     max_positions: int = 0
     is_sparse: bool = True
     schedule: Tensor | None = None
+    first_text: int = 0
     rows_per_text: int = 1
 
     @property
@@ -149,23 +153,52 @@ class Layout:
     """In which order the rows of a batch's chunks are computed.
 
     Attributes:
-        decode: the numbers of the chunks that are decoded, in the batch's order.
+        decode: the numbers of the chunks that are decoded, in the batch's order, except that those in texts are last.
         prefill: those of the others.
-        n_decode: decode rows.
+        n_decode: decode rows, without padding.
+        texts: those of the decoded chunks that have whole thread blocks of `ROWS` rows.
     """
 
     chunks: Sequence[Chunk]
     decode: Sequence[int]
     prefill: Sequence[int]
     n_decode: int
+    texts: Sequence[int] = ()
 
     @classmethod
-    def of(cls, chunks: Sequence[Chunk], absorbed_only: bool) -> Layout:
-        """Divide chunks by the form of attention; absorbed_only: all of them are decode rows."""
+    def of(cls, chunks: Sequence[Chunk], absorbed_only: bool, shares_blocks: bool = False) -> Layout:
+        """Divide chunks by the form of attention.
+
+        Args:
+            chunks: those of a batch.
+            absorbed_only: whether all of them are decode rows.
+            shares_blocks: whether decode rows of long chunks have whole thread blocks.
+        """
         sizes = [len(chunk.tokens) for chunk in chunks]
         decode = [i for i, size in enumerate(sizes) if absorbed_only or size <= MAX_DECODE_TOKENS]
         prefill = [] if len(decode) == len(chunks) else sorted(set(range(len(chunks))) - set(decode))
-        return cls(chunks, decode, prefill, sum(sizes[i] for i in decode))
+        n_decode, texts = sum(sizes[i] for i in decode), list[int]()
+        if shares_blocks:
+            texts = [i for i in decode if sizes[i] > MAX_DECODE_TOKENS]
+            decode = [*(i for i in decode if sizes[i] <= MAX_DECODE_TOKENS), *texts]
+        return cls(chunks, decode, prefill, n_decode, texts)
+
+    @property
+    def alone(self) -> Sequence[int]:
+        """The decoded chunks whose rows stand alone."""
+        return self.decode[: len(self.decode) - len(self.texts)]
+
+    @property
+    def first_text(self) -> int:
+        """The first row of texts that have whole thread blocks; 0 if there is none."""
+        return _in_blocks(sum(len(self.chunks[i].tokens) for i in self.alone)) if self.texts else 0
+
+    @property
+    def n_rows(self) -> int:
+        """Decode rows with those that fill thread blocks."""
+        if not self.texts:
+            return self.n_decode
+        return self.first_text + sum(_in_blocks(len(self.chunks[i].tokens)) for i in self.texts)
 
     @property
     def longest(self) -> int:
@@ -176,10 +209,14 @@ class Layout:
     def rows(self) -> list[int] | None:
         """Return the row of each token in the batch's order; None where this is the order of the rows."""
         order = [*self.decode, *self.prefill]
-        if order == sorted(order):
+        if order == sorted(order) and not self.texts:
             return None
-        starts = dict(zip(order, accumulate((len(self.chunks[i].tokens) for i in order), initial=0), strict=False))
-        return [starts[i] + j for i, chunk in enumerate(self.chunks) for j in range(len(chunk.tokens))]
+        alone, texts = [*self.alone, *self.prefill], self.texts
+        starts = dict(zip(alone, accumulate((len(self.chunks[i].tokens) for i in alone), initial=0), strict=False))
+        blocks = (_in_blocks(len(self.chunks[i].tokens)) for i in texts)
+        starts |= zip(texts, accumulate(blocks, initial=self.first_text), strict=False)
+        rows = [starts[i] + j for i, chunk in enumerate(self.chunks) for j in range(len(chunk.tokens))]
+        return None if rows == list(range(len(rows))) else rows
 
     def logit_rows(self) -> list[int] | None:
         """Return the rows, in the batch's order of tokens, whose logits are wanted; None: all."""
@@ -216,6 +253,12 @@ class PageTable:
         self._written[row] = pages[:]
         return True
 
+    def write_rows(self, first: int, n: int, pages: np.ndarray) -> None:
+        """Write the pages of n rows, whichever were there."""
+        pages = pages[: self._pages.shape[1]]
+        self._pages[first : first + n, : len(pages)] = pages
+        self._written[first : first + n] = [None] * n
+
 
 class DecodeRows:
     """Host buffers of decode rows: tokens, positions, slots, lengths and pages, written anew for each step.
@@ -232,6 +275,17 @@ class DecodeRows:
         self.numbers = torch.zeros(4, max_rows, dtype=torch.int64, pin_memory=pinned)
         self._numbers, self._table = self.numbers.numpy(), PageTable(max_rows, max_pages, pinned)
         self.pages = self._table.host
+
+    def fill_texts(self, chunks: Sequence[Chunk], first: int) -> None:
+        """Write the rows of chunks that have whole thread blocks, from row `first` on; padding is there."""
+        for chunk in chunks:
+            n = len(chunk.tokens)
+            pages, positions = np.frombuffer(chunk.pages, np.int32), np.arange(chunk.start, chunk.start + n)
+            numbers = self._numbers[:, first : first + n]
+            numbers[0], numbers[1], numbers[3] = chunk.tokens, positions, positions + 1
+            numbers[2] = pages[positions // PAGE].astype(np.int64) * PAGE + positions % PAGE
+            self._table.write_rows(first, n, pages)
+            first += _in_blocks(n)
 
     def fill(self, chunks: Sequence[Chunk], rows: int) -> tuple[int, int]:
         """Write the rows of chunks and padding up to `rows` rows.
@@ -292,16 +346,19 @@ def mixed_step(
             few sizes, and few numbers of rows have kernels. The first of a size takes the host some milliseconds, or
             seconds if a kernel is compiled for it. 1: none is padded.
     """
-    decoding = [layout.chunks[i] for i in layout.decode]
-    n_rows = n_attend = -(-layout.n_decode // block_rows) * block_rows
+    decoding, alone = ([layout.chunks[i] for i in numbers] for numbers in (layout.decode, layout.alone))
+    n_rows = n_attend = -(-layout.n_rows // block_rows) * block_rows
     chunks = [layout.chunks[i] for i in layout.prefill]
     n_new = sum(len(chunk.tokens) for chunk in chunks)
     n_filled = -(-(n_rows + n_new) // fill) * fill
     if n_rows and fill > 1:  # in a step with prompts their first rows, whose results are written after these
         n_attend = min(padded_size(n_rows), n_filled)
     rows = DecodeRows(n_attend, max((len(chunk.pages) for chunk in decoding), default=0), pinned=False)
-    rows.fill(decoding, n_attend)
+    rows.fill(alone, n_attend)
+    rows.fill_texts([layout.chunks[i] for i in layout.texts], layout.first_text)
     step = decode_step(send(rows.numbers, device), send(rows.pages, device), is_sparse)
+    if layout.texts:
+        step = step._replace(first_text=layout.first_text, rows_per_text=ROWS)
     if not chunks:
         return step
     contexts = [_slots(chunk) for chunk in chunks]
@@ -325,6 +382,11 @@ def mixed_step(
         prefills=_pieces(chunks, n_rows, max_positions, max_together, fill, device),
         max_positions=max_positions,
     )
+
+
+def _in_blocks(n: int) -> int:
+    """Return the rows of the thread blocks that have n rows."""
+    return -(-n // ROWS) * ROWS
 
 
 def padded_size(n: int) -> int:

@@ -258,6 +258,33 @@ def test_rows_that_decode_alone_are_padded_to_a_power_of_two(decoding: int, rows
     assert step.slots.tolist() == [64 * i + 9 for i in range(decoding)] + [-1] * (rows - decoding)
 
 
+@pytest.mark.parametrize("sizes", [(9,), (1, 9, 2, 13, 1), (12, 5, 8, 1), (1, 2), (16, 9)], ids=str)
+@pytest.mark.parametrize("block", [1, 16])
+def test_rows_of_a_prompt_have_whole_thread_blocks(sizes: tuple[int, ...], block: int):
+    """The four rows of each have the same pages, or no positions; a chunk of up to 8 tokens stands alone."""
+    chunks = [Chunk(text(n, i), 60, array("i", [2 * i, 2 * i + 1]), 1) for i, n in enumerate(sizes)]
+    layout = Layout.of(chunks, absorbed_only=True, shares_blocks=True)
+    step = mixed_step(layout, block, torch.device("cpu"))
+    assert [sizes[i] for i in layout.decode] == [n for n in sizes if n <= 8] + [n for n in sizes if n > 8]
+    order = layout.rows() or list(range(sum(sizes)))
+    assert step.tokens[order].tolist() == [token for chunk in chunks for token in chunk.tokens]
+    assert step.lengths[order].tolist() == [61 + i for n in sizes for i in range(n)]
+    assert step.positions[order].tolist() == [60 + i for n in sizes for i in range(n)]
+    assert step.slots[order].tolist() == [128 * i + 60 + j for i, n in enumerate(sizes) for j in range(n)]
+    assert step.pages[order].tolist() == [[2 * i, 2 * i + 1] for i, n in enumerate(sizes) for _ in range(n)]
+    padding = sorted(set(range(len(step.tokens))) - set(order))
+    assert (step.slots[padding] == -1).all()
+    assert not step.lengths[padding].any()
+    assert len(step.tokens) == len(step.lengths)
+    assert len(step.tokens) % block == 0
+    if max(sizes) > 8:
+        assert step.rows_per_text == 4
+        assert (len(step.tokens) - step.first_text) % 4 == 0
+        blocks = (t[step.first_text :].split(4) for t in (step.pages, step.lengths))
+        for rows, lengths in zip(*blocks, strict=True):
+            assert len({tuple(row) for row, n in zip(rows.tolist(), lengths.tolist(), strict=True) if n}) <= 1
+
+
 def test_prompts_do_not_attend_as_decode_rows_where_these_are_padded_to_all_rows():
     chunks = [Chunk([i], 9, array("i", [i]), 1) for i in range(33)]
     chunks.append(Chunk(text(15), 0, array("i", [33]), 1))
