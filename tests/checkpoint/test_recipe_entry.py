@@ -1,8 +1,10 @@
+import json
 from dataclasses import replace
 
 import pytest
 import torch
 
+from octile.checkpoint.convert import convert_checkpoint
 from octile.checkpoint.hugging_face import load, save
 from octile.checkpoint.recipe_entry import ENTRY, recipe_of, with_recipe
 from octile.nn.conversion import apply_recipe
@@ -36,6 +38,21 @@ def test_the_entry_is_that_of_the_recipe_it_is_saved_with(tmp_path):
 def test_weights_in_bf16_have_no_recipe(tmp_path):
     save(exact_model(), tmp_path, weights="bf16")
     assert ENTRY not in read_json(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("to", ["bf16", "float32"])
+def test_a_conversion_to_high_precision_drops_the_recipe(tmp_path, to):
+    save(exact_model(), tmp_path / "exact")
+    convert_checkpoint(tmp_path / "exact", tmp_path / to, to)
+    assert ENTRY not in read_json(tmp_path / to / "config.json")
+
+
+def test_a_conversion_that_leaves_layers_in_high_precision_drops_the_recipe(tmp_path):
+    save(exact_model(), tmp_path / "bf16", weights="bf16")
+    config = tmp_path / "bf16" / "config.json"
+    config.write_text(json.dumps(with_recipe(read_json(config), Recipe.exact())))
+    convert_checkpoint(tmp_path / "bf16", tmp_path / "fp8", "fp8", keep=["*.o_proj"])
+    assert ENTRY not in read_json(tmp_path / "fp8" / "config.json")
 
 
 def test_other_entries_stay():

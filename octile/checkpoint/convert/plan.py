@@ -16,6 +16,7 @@ from octile.checkpoint.fp8_layout import (
     with_quantization,
     without_quantization,
 )
+from octile.checkpoint.recipe_entry import with_recipe
 from octile.checkpoint.shards import Shards
 from octile.checkpoint.tensor_file import TORCH_DTYPES, TensorSpec
 from octile.layer_roles import CONV1D, MODELS_WITH_CONV1D, check_keep, why_high_precision
@@ -108,11 +109,12 @@ class ConversionPlan:
 
     @property
     def result_config(self) -> dict[str, Any]:
-        """config.json of the result."""
+        """config.json of the result. It names no recipe of FP8 weights, unless all that the recipe quantizes are."""
+        config = with_recipe(self.config, None) if self.to != "fp8" or self.keep else self.config
         if self.to != "fp8":
             dtypes = ("torch_dtype", "dtype") if self.to == "float32" else ()  # the older name and the newer
-            return without_quantization(self.config) | {name: "float32" for name in dtypes if name in self.config}
-        return with_quantization(self.config, {name: self.source.specs[name] for name in self.unchanged})
+            return without_quantization(config) | {name: "float32" for name in dtypes if name in config}
+        return with_quantization(config, {name: self.source.specs[name] for name in self.unchanged})
 
 
 def choose_actions(
