@@ -16,6 +16,7 @@ from octile.checkpoint.sharded import Chunk, ShardedCheckpoint, Sizes
 from octile.models.config import ModelConfig
 from octile.models.meta import meta_model
 from octile.models.names import to_hf
+from octile.recipe import Recipe
 
 
 def export_hugging_face(
@@ -26,6 +27,7 @@ def export_hugging_face(
     files: Iterable[str | Path] = (),
     prefixes: Sequence[str] = ("model.",),
     check: bool = True,
+    recipe: Recipe | None = None,
 ) -> None:
     """Write the weights of a training checkpoint as a Hugging Face folder, with the bytes that `octile.save` writes.
 
@@ -36,6 +38,7 @@ def export_hugging_face(
         prefixes: what precedes the model's names in the checkpoint; where there are several, the first under which
             there is a tensor: ("ema.", "model.") exports averaged weights with the model's biases of gates.
         check: whether to compare the checksum of each file before its first tensor is read.
+        recipe: that of the model, which config.json names if it is batch-invariant and weights are in FP8.
 
     Raises:
         FileNotFoundError: there is no checkpoint, or a file of it or of `files` is missing.
@@ -58,7 +61,8 @@ def export_hugging_face(
         opened.fill({whole: Chunk(local, shape, _unravel(int(part.storage_offset()), shape))})
         return local.view(part.shape)
 
-    write_folder(folder, config, {name: tuple(part.shape) for name, part in parts.items()}, read, weights, files)
+    shapes = {name: tuple(part.shape) for name, part in parts.items()}
+    write_folder(folder, config, shapes, read, weights, files, recipe=recipe)
 
 
 def _stored_name(checkpoint: ShardedCheckpoint, name: str, shape: Sizes, prefixes: Sequence[str]) -> str:

@@ -25,11 +25,14 @@ from octile.checkpoint import (
 )
 from octile.checkpoint import store as store_module
 from octile.checkpoint.distributed import share_out
+from octile.checkpoint.recipe_entry import ENTRY
 from octile.checkpoint.tensor_file import TensorSpec
 from octile.models.names import to_hf
+from octile.recipe import Recipe
 from tests.checkpoint import distributed_cases, kill_cases
 from tests.checkpoint.distributed_cases import CASES, STEPS, whole
 from tests.checkpoint.micro_model import MICRO, micro_model
+from tests.serve.models import exact_model
 from tests.worlds import start_ranks
 
 
@@ -267,6 +270,17 @@ def test_the_first_prefix_with_a_tensor_is_exported(tmp_path):
     export_hugging_face(path, tmp_path / "exported", MICRO, "float32", prefixes=("ema.", "model."))
     found = octile.load(tmp_path / "exported").state_dict()
     assert all(found[name].equal(tensor) for name, tensor in average.state_dict().items())
+
+
+@pytest.mark.parametrize("weights", ["fp8", "bf16"])
+def test_the_export_names_the_recipe_as_save_does(tmp_path, weights):
+    model = exact_model()
+    path = save(tmp_path, 1, {f"model.{name}": tensor for name, tensor in model.state_dict().items()})
+    export_hugging_face(path, tmp_path / "exported", model.config, weights, recipe=Recipe.exact())
+    octile.save(model, tmp_path / "saved", weights)
+    exported, saved = ((tmp_path / name / "config.json").read_bytes() for name in ("exported", "saved"))
+    assert exported == saved
+    assert (ENTRY.encode() in exported) == (weights == "fp8")
 
 
 def test_the_export_of_another_model_is_refused(tmp_path):
