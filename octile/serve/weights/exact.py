@@ -7,16 +7,33 @@ training, and heads that are divided over ranks, whose results are summed in ano
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 
+from octile.checkpoint.fp8_layout import is_fp8, is_stored_in_fp8
 from octile.checkpoint.recipe_entry import ENTRY
+from octile.checkpoint.tensor_file import TensorSpec
 from octile.recipe import Recipe
 from octile.serve.engine.config import CacheConfig, EngineConfig, ParallelConfig
 from octile.serve.runner.kv_cache import CacheFormat
 
 FORMATS: dict[torch.dtype, CacheFormat] = {torch.bfloat16: "bf16", torch.float32: "float32"}  # that round nothing
+
+
+def check_fp8(specs: Mapping[str, TensorSpec]) -> None:
+    """Check that all weights that the recipe quantizes are in FP8. The engine would multiply others unquantized.
+
+    Args:
+        specs: name → spec of all tensors of a folder whose recipe is batch-invariant.
+
+    Raises:
+        ValueError: one is not; the message names the first.
+    """
+    for name, spec in specs.items():
+        if is_stored_in_fp8(name, spec.shape) and not is_fp8(spec):
+            raise ValueError(f"engine.exact needs all linear weights of blocks in FP8, but {name} is {spec.dtype}")
 
 
 def exact_options(

@@ -17,6 +17,7 @@ from torch import Tensor
 from octile.checkpoint.hugging_face import checkpoint_folder, open_folder, read_model_config
 from octile.models.config import ModelConfig
 from octile.ops.latent_cache import PAGE
+from octile.recipe import Recipe
 from octile.serve.engine.config import REBALANCE_SECONDS, CacheConfig, EngineConfig, ParallelConfig, window_of
 from octile.serve.engine.drafts import check_can_draft
 from octile.serve.engine.engine import Engine
@@ -29,7 +30,7 @@ from octile.serve.ranks.placement import rebalance_experts
 from octile.serve.ranks.tensor_parallel import TensorParallel
 from octile.serve.runner.kv_cache import CacheFormat, check_index_format, needs_index
 from octile.serve.runner.model_runner import ModelRunner
-from octile.serve.weights.exact import exact_options
+from octile.serve.weights.exact import check_fp8, exact_options
 from octile.serve.weights.generation_config import FILE, GenerationConfig, read_generation_config
 from octile.serve.weights.head_share import check_heads, is_of_heads
 from octile.serve.weights.routed_shared_experts import check_batch_invariant, check_shared, with_shared_load
@@ -122,7 +123,7 @@ class Folder:
         """
         self._check_engine(engine)
         engine, cache = self.exact_options(engine, cache, None, device)
-        weights, stored = self.read_weights(device, engine.n_drafts > 0), cache.format or _cached(device)
+        weights, stored = self.read_weights(device, engine.n_drafts > 0), cache.format or usual_cache_format(device)
         n_pages = self._n_pages(weights, stored, engine, cache.gib, phase)
         runner = _runner(weights, n_pages, stored, engine, phase=phase)
         return Engine(runner, self.tokenizer, engine, self.generation.end_tokens), runner
@@ -133,9 +134,23 @@ class Folder:
         check_index_format(engine.index_format, self.model.has_indexer, "engine.index_format")
 
     def is_exact(self) -> bool:
-        """Whether the weights are of a recipe that exact mode serves."""
+        """Whether the weights are of a recipe that exact mode serves.
+
+        Raises:
+            ValueError: config.json names such a recipe, but a weight that it quantizes is not in FP8.
+        """
+        recipe = self._fp8_recipe()
+        return recipe is not None and recipe.batch_invariant
+
+    def _fp8_recipe(self) -> Recipe | None:
+        """Return the recipe of the weights, if any of them are in FP8."""
         folder = open_folder(self.path)
-        return folder.has_fp8_weights and folder.recipe().batch_invariant
+        if not folder.has_fp8_weights:
+            return None
+        recipe = folder.recipe()
+        if recipe.batch_invariant:
+            check_fp8(folder.shards.specs)
+        return recipe
 
     def exact_options(
         self, engine: EngineConfig, cache: CacheConfig, parallel: ParallelConfig | None, device: torch.device
@@ -147,9 +162,7 @@ class Folder:
         """
         if not engine.exact:
             return engine, cache
-        folder = open_folder(self.path)
-        recipe = folder.recipe() if folder.has_fp8_weights else None
-        return exact_options(engine, cache, parallel, recipe, _activations(device))
+        return exact_options(engine, cache, parallel, self._fp8_recipe(), _activations(device))
 
     def check_parallel(self, parallel: ParallelConfig, batch_invariant: bool = False) -> None:
         """Check that the model's experts can be spread over the ranks, and its heads over those of a group.
@@ -258,7 +271,7 @@ class Folder:
             routes_shared=parallel.routes_shared,
             tp=TensorParallel.of_consecutive(parallel.tp, timedelta(seconds=parallel.timeout)),
         )
-        stored = cache.format or _cached(device)
+        stored = cache.format or usual_cache_format(device)
         n_pages = torch.tensor(self._n_pages(experts.weights, stored, engine, cache.gib))
         dist.all_reduce(n_pages, dist.ReduceOp.MIN, control)
         runner = _runner(experts, int(n_pages), stored, engine, parallel.micro_batches)
@@ -312,7 +325,8 @@ def _count_nodes() -> int:
     return int(os.environ.get("GROUP_WORLD_SIZE") or 1)
 
 
-def _cached(device: torch.device) -> CacheFormat:
+def usual_cache_format(device: torch.device) -> CacheFormat:
+    """Return the format of a cache for which none is given."""
     return "bf16" if device.type == "cuda" else "float32"
 
 

@@ -1,15 +1,19 @@
 """What exact mode implies for an engine, and what it refuses."""
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
 
+from octile.checkpoint.convert import convert_checkpoint
 from octile.checkpoint.hugging_face import save
+from octile.checkpoint.recipe_entry import with_recipe
 from octile.recipe import Recipe
 from octile.serve.engine.config import CacheConfig, EngineConfig, ParallelConfig
 from octile.serve.weights.exact import exact_options
 from octile.serve.weights.load import Folder
+from octile.validation import read_json
 from tests.serve.models import exact_model
 
 ENGINE, CACHE, EXACT = EngineConfig(exact=True), CacheConfig(), Recipe.exact()
@@ -44,6 +48,20 @@ def test_other_engines_stay_as_they_are():
 def test_what_has_other_bits_than_training_is_refused(recipe, cache, parallel, error):
     with pytest.raises(ValueError, match=error):
         exact_options(ENGINE, cache, parallel, recipe, torch.bfloat16)
+
+
+def test_a_folder_with_a_layer_in_high_precision_is_not_exact(tokenizer, tmp_path):
+    save(exact_model(vocab_size=tokenizer.vocab_size), tmp_path / "bf16", weights="bf16")
+    convert_checkpoint(tmp_path / "bf16", tmp_path / "fp8", "fp8", keep=["*.1.self_attn.o_proj"])
+    config = tmp_path / "fp8" / "config.json"
+    config.write_text(json.dumps(with_recipe(read_json(config), EXACT)))
+    (tmp_path / "fp8" / "octile.json").unlink()  # which has the checksum of config.json
+    tokenizer.save(tmp_path / "fp8")
+    folder, device = Folder.open(tmp_path / "fp8"), torch.device("cpu")
+    assert folder.exact_options(EngineConfig(), CACHE, None, device) == (EngineConfig(), CACHE)
+    for refused in (folder.is_exact, lambda: folder.exact_options(ENGINE, CACHE, None, device)):
+        with pytest.raises(ValueError, match=r"but model\.layers\.1\.self_attn\.o_proj\.weight is BF16"):
+            refused()
 
 
 def test_a_folder_is_served_by_the_recipe_that_it_names(tokenizer, tmp_path):
