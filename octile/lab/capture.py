@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from octile import __version__
 from octile.checkpoint.tensor_file import TensorFile, TensorSpec, writing
-from octile.lab.layers import layer_weights
+from octile.lab.layers import observed_weights
 from octile.nn.observer import Backward, ObservedGemm, observe_gemms
 from octile.recipe import GEMMS, GemmName
 
@@ -126,10 +126,12 @@ class Recorder:
 def capturing(model: nn.Module, layers: str = "*", gemms: Iterable[GemmName] = GEMMS) -> Iterator[Recorder]:
     """Record the operands of the first forward and backward pass inside the context.
 
+    Layers of which no GEMM is observed (`LayerWeights.unobserved`) are left out.
+
     Raises:
-        ValueError: a pattern of layers matches no converted layer.
+        ValueError: a pattern of layers matches no converted layer, or there is none but these.
     """
-    found = layer_weights(model, layers)
+    found = observed_weights(model, layers)
     recorder = Recorder(frozenset((name, gemm) for name in found.weights for gemm in gemms))
     needed = {f"{name}.{operand}" for name, gemm in recorder.requested for operand in OPERANDS[gemm]}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Protocol, cast
@@ -32,6 +32,12 @@ class LayerWeights:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_names", {id(weight): name for name, weight in self.weights.items()})
+
+    @property
+    def unobserved(self) -> list[str]:
+        """The layers of which observers see no GEMM: under a batch-invariant recipe attention absorbs `kv_b_proj`."""
+        invariant = [name for name, owner in self.modules.items() if owner.recipe and owner.recipe.batch_invariant]
+        return [name for name in invariant if name.rpartition(".")[2] == "kv_b_proj"]
 
     def name_of(self, weight: Tensor) -> str | None:
         """Return the layer's name, also for a scaled copy of its weight (Smooth-SwiGLU); None if it is unknown."""
@@ -68,6 +74,26 @@ def layer_weights(model: nn.Module, layers: str = "*") -> LayerWeights:
     return LayerWeights({name: weights[name] for name in chosen}, {name: modules[name] for name in chosen})
 
 
+def observed_weights(model: nn.Module, layers: str = "*") -> LayerWeights:
+    """Return the layers of `layer_weights` of which observers see the GEMMs.
+
+    Raises:
+        ValueError: as `layer_weights`, or they see none of them.
+    """
+    found = layer_weights(model, layers)
+    unobserved = found.unobserved
+    if len(unobserved) == len(found.weights):
+        raise ValueError(f"layers must match other layers than {why_unobserved(unobserved)}")
+    weights = {name: weight for name, weight in found.weights.items() if name not in unobserved}
+    return LayerWeights(weights, {name: found.modules[name] for name in weights})
+
+
+def why_unobserved(names: Sequence[str]) -> str:
+    """Name layers of which no GEMM is observed, and say why."""
+    which = "it" if len(names) == 1 else "them"
+    return f"{_shown(names)}: a batch-invariant recipe absorbs {which} into attention, so that no GEMM is observed"
+
+
 def match_layers(names: tuple[str, ...], layers: str) -> list[str]:
     """Return the names that match one of the patterns, in their order.
 
@@ -77,6 +103,9 @@ def match_layers(names: tuple[str, ...], layers: str) -> list[str]:
     patterns = [pattern.strip() for pattern in layers.split(",")]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-            raise ValueError(f"no layer matches {pattern!r}; there are {shown}")
+            raise ValueError(f"no layer matches {pattern!r}; there are {_shown(names)}")
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -120,11 +120,10 @@ def preflight(
 
     Raises:
         TypeError: the model returns no loss.
-        ValueError: the recipe has no GEMM in 8 bits, has delayed scaling or loss scaling, or has exceptions already;
-            there is no batch; an operand is not finite; the model has no layer to convert.
+        ValueError: as `check_recipe`; there is no batch; an operand is not finite; the model has no layer to convert.
     """
     recipe = recipe or Recipe.deepseek_v3()
-    _check(recipe)
+    check_recipe(recipe)
     reference = apply_recipe(copy.deepcopy(model), _high_precision(model))
     worst: dict[GemmKey, Risk] = {}
     noises: dict[GemmKey, dict[int, float]] = {}
@@ -193,7 +192,13 @@ def error_by_channel(found: Tensor, reference: Tensor) -> Error:
     return Error.between(found[:, size > 0] / size[size > 0], reference[:, size > 0] / size[size > 0])
 
 
-def _check(recipe: Recipe) -> None:
+def check_recipe(recipe: Recipe) -> None:
+    """Check that a preflight can predict errors under a recipe, and advise exceptions from it.
+
+    Raises:
+        ValueError: the recipe has no GEMM in 8 bits, has delayed scaling or loss scaling, takes no exceptions or has
+            some already.
+    """
     formats = recipe.formats
     if formats is None:
         raise ValueError(f"recipe {recipe.name!r} has no GEMM in 8 bits, so there is nothing to predict")
@@ -203,6 +208,11 @@ def _check(recipe: Recipe) -> None:
         )
     if recipe.loss_scale is not None:
         raise ValueError(f"recipe {recipe.name!r} has dynamic loss scaling, which needs a training run")
+    if recipe.batch_invariant:
+        raise ValueError(
+            f"recipe {recipe.name!r} has all linear layers in FP8, so that none can be advised to stay in BF16: use "
+            "--recipe deepseek_v3, whose formats and predicted errors are the same"
+        )
     if recipe.exceptions or recipe.high_precision:
         raise ValueError(f"recipe {recipe.name!r} has exceptions already: pass it without them")
 

@@ -20,7 +20,7 @@ from octile.checkpoint.training import find_latest, load_checkpoint
 from octile.command_text import quoted_path
 from octile.lab.capture import capturing
 from octile.lab.guards import Event, Guards, Rule, parse_rules
-from octile.lab.layers import layer_weights, match_layers
+from octile.lab.layers import layer_weights, match_layers, observed_weights, why_unobserved
 from octile.lab.operand_stats import TelemetryRow
 from octile.lab.telemetry import telemetry
 from octile.models.deepseek_v3 import DeepseekV3
@@ -53,15 +53,20 @@ def observer(config: TrainConfig) -> RunHook:
     Raises:
         FileNotFoundError: the file of the guards does not exist.
         ValueError: the recipe has no GEMM in 8 bits; a pattern matches no layer, or a rule's pattern no measured layer;
-            or the file of the guards is invalid.
+            the file of the guards is invalid; or a rule switches a GEMM to BF16, and the recipe is batch-invariant.
     """
     config = config.with_file_texts()
     if config.telemetry_every:
         if config.load_recipe().formats is None:
             raise ValueError(f"telemetry measures GEMMs in 8 bits, and recipe {config.recipe!r} has none")
-        measured = tuple(layer_weights(_meta_model(config), config.telemetry_layers).weights)
+        measured = tuple(observed_weights(_meta_model(config), config.telemetry_layers).weights)
         for rule in _rules(config):
             match_layers(measured, rule.layers)  # a rule for layers that are not measured would never fire
+            if rule.then == "bf16" and config.load_recipe().batch_invariant:
+                raise ValueError(
+                    f"guards must not switch a GEMM to BF16 under recipe {config.recipe!r}, whose linear layers are "
+                    "all in FP8, as they are served"
+                )
 
     def attach(trainer: Trainer, run: RunFolder, metrics: MetricsWriter) -> StepContext:
         return _RunObserver(trainer, run, metrics).around
@@ -196,7 +201,8 @@ def capture_run(
         FileNotFoundError: the run or its tokens do not exist.
         IsADirectoryError, NotADirectoryError, PermissionError: the file cannot be written.
         ValueError: the file is a device, does not end in .safetensors, or lies among the run's own files; the run has
-            no such step; a checkpoint or a file is damaged; config.json was edited; a pattern matches no layer.
+            no such step; a checkpoint or a file is damaged; config.json was edited. Or a pattern matches no layer, or
+            only layers match of which no GEMM is observed.
     """
     run = RunFolder.open(path)
     config = run.read_config()
@@ -216,12 +222,14 @@ def capture_run(
     if checkpoint is not None:
         config = replace(config, init_from=None)  # the checkpoint holds the weights
     trainer = Trainer(config, TokenStore.open(run.data), device)
-    layer_weights(trainer.model, layers)
+    observed_weights(trainer.model, layers)
     if checkpoint is not None:
         trainer.load(*load_checkpoint(checkpoint.url, check=False))
     step = trainer.steps_done + 1 if step is None else step
     start = f"from {checkpoint.name}" if checkpoint else "from the beginning, since no checkpoint is older"
     say(f"step {step}: {start}, {step - trainer.steps_done - 1} steps before it are repeated")
+    if unobserved := layer_weights(trainer.model, layers).unobserved:
+        say(f"not captured: {why_unobserved(unobserved)}")
     restore_switches(trainer, run, 0, trainer.steps_done)
     screen = Console(stderr=True)
     earlier = range(trainer.steps_done, step - 1)

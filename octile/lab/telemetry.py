@@ -22,7 +22,8 @@ A row is a flat dictionary of JSON values, for one operand or for one GEMM:
 dgrad's w is the w of fprop and has no row of its own. wgrad's x is compared with fprop's quantized x: the error is that
 of requantization, or, where x is computed again from what SwiGLU or attention has saved, the distance of the two. Where
 wgrad uses the same tensors as fprop and dgrad, as with per-tensor scaling, it has no operand rows. The rows of GEMMs
-compare with the values before any quantization.
+compare with the values before any quantization. Under a batch-invariant recipe `kv_b_proj` has no rows: its forward
+GEMM does not exist, and its backward GEMMs are not observed.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from octile.lab.gemm_stats import ErrorSums, OperandSample, evenly_spaced, gemm_errors
-from octile.lab.layers import layer_weights
+from octile.lab.layers import observed_weights
 from octile.lab.operand_stats import OperandStats, TelemetryRow, measure_operand
 from octile.nn.observer import Backward, ObservedGemm, observe_gemms
 from octile.ops.groups import take_tiles
@@ -56,7 +57,8 @@ def telemetry(model: nn.Module, every: int = 1, layers: str = "*") -> Iterator[T
         layers: patterns of layer names in the syntax of file names, separated by commas.
 
     Raises:
-        ValueError: every is below 1, the model has no converted layer, or a pattern matches none.
+        ValueError: every is below 1, the model has no converted layer, a pattern matches none, or only layers match of
+            which no GEMM is observed (`LayerWeights.unobserved`).
     """
     if every < 1:
         raise ValueError(f"every must be at least 1, not {every}")
@@ -72,7 +74,7 @@ class Telemetry:
     """Measures the GEMMs of a model while it is attached; created by `telemetry`."""
 
     def __init__(self, model: nn.Module, every: int, layers: str):
-        self.layers = layer_weights(model, layers)
+        self.layers = observed_weights(model, layers)
         self.every = every
         self.steps_done = 0
         self._attached = ExitStack()

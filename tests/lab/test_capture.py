@@ -9,10 +9,12 @@ from torch import nn
 
 from octile.checkpoint.tensor_file import TensorFile, TensorSpec, writing
 from octile.lab.capture import FORMAT_VERSION, METADATA, capturing, load, parse_gemm_names
+from octile.lab.layers import layer_weights
 from octile.nn.conversion import apply_recipe
 from octile.nn.functional import grouped_linear
 from octile.nn.moe import Experts
 from octile.recipe import GEMMS, Recipe
+from tests.serve.models import exact_model
 
 D = 40
 OFFS = torch.tensor([6, 6, 20], dtype=torch.int32)
@@ -174,6 +176,17 @@ def test_a_truncated_file_is_noticed(tmp_path):
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ValueError, match="is damaged"):
         load(path)
+
+
+def test_under_a_batch_invariant_recipe_all_gemms_but_the_absorbed_ones_are_captured(tmp_path):
+    model, tokens_BS = exact_model().train(), torch.arange(60).view(2, 30)
+    with capturing(model) as recorder:
+        model(tokens_BS, tokens_BS).backward()
+    found = load(recorder.save(tmp_path / "c.safetensors", 1, "exact", "my-run"))
+    layers = {name for name in layer_weights(model).weights if not name.endswith("kv_b_proj")}
+    assert {g.layer if g.expert is None else g.layer.rpartition(".")[0] for g in found.gemms} == layers
+    with pytest.raises(ValueError, match=r"other layers than model\.layers\.1\.self_attn\.kv_b_proj: a batch"):
+        capturing(model, "model.layers.1.*.kv_b_proj").__enter__()
 
 
 def test_names_of_gemms():

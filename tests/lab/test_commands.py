@@ -243,6 +243,10 @@ def test_a_file_without_a_capture_is_refused(capsys, folder, command):
         (("capture", "x", "--step", "two"), "--step must be a whole number, not 'two'"),
         (("hardware", "x", "--sample", "0"), "sample must be at least 1, not 0"),
         (("preflight", "nowhere"), "no checkpoint at nowhere"),
+        (
+            ("preflight", "nowhere", "--recipe", "exact"),
+            "recipe 'exact' has all linear layers in FP8, so that",
+        ),
         (("preflight", "x", "--least-snr", "nan"), "--least-snr must be from -200 to 200 dB, not nan"),
         (("preflight", "x", "--least-snr", "-4000"), "--least-snr must be from -200 to 200 dB, not -4000.0"),
     ],

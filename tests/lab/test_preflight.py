@@ -277,6 +277,7 @@ def test_a_loss_may_be_given():
         (Recipe.bf16(), "recipe 'bf16' has no GEMM in 8 bits"),
         (Recipe.delayed(), "recipe 'delayed' has delayed scaling"),
         (Recipe.global_scale(), "recipe 'global_scale' has dynamic loss scaling"),
+        (Recipe.exact(), "recipe 'exact' has all linear layers in FP8, .*: use --recipe deepseek_v3"),
         (Recipe.deepseek_v3().without("wgrad"), "has exceptions already"),
     ],
 )

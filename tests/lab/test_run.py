@@ -20,13 +20,15 @@ from octile.train.loop import train
 from octile.train.memory import check
 from octile.train.run.console import RunConsole
 from octile.train.run.folder import RunFolder
-from tests.train.conftest import estimate_once, micro, text, write_no_report  # noqa: F401  text is a fixture
+from tests.train.conftest import MICRO, estimate_once, micro, text, write_no_report  # noqa: F401  text is a fixture
 
 LAYER = "model.layers.0.mlp.down_proj"
 ALWAYS = "flushed >= 0%"
 SWITCH = f'[[rule]]\nwhen = "{ALWAYS}"\nthen = "bf16"\nproduct = "wgrad"\nlayers = "{LAYER}"\n'
 CAPTURE = f'[[rule]]\nwhen = "{ALWAYS}"\nthen = "capture"\nproduct = "dgrad"\nlayers = "{LAYER}"\nfor_steps = 2\n'
 SWITCHING = SWITCH + CAPTURE
+EXACT_MODEL = replace(MICRO, moe_intermediate_size=128)  # which the recipe `exact` takes
+KV_B_PROJ = "model.layers.0.self_attn.kv_b_proj"
 
 
 def quiet():
@@ -359,6 +361,15 @@ def test_a_layer_that_the_run_does_not_have_is_refused(unmeasured):
         capture_run(unmeasured, 2, "lm_head")
 
 
+def test_a_capture_names_the_layers_of_which_no_gemm_is_observed(run_with):
+    run, said = run_with(steps=2, recipe="exact", model=EXACT_MODEL), []
+    capture = load(capture_run(run, 1, "*.0.self_attn.*", say=said.append))
+    assert f"not captured: {KV_B_PROJ}: a batch-invariant recipe absorbs it into attention" in said[-1]
+    assert not any(gemm.layer == KV_B_PROJ for gemm in capture.gemms)
+    with pytest.raises(ValueError, match="layers must match other layers than"):
+        capture_run(run, 1, KV_B_PROJ)
+
+
 def test_a_folder_without_a_run_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="holds no run"):
         capture_run(tmp_path, 1)
@@ -380,6 +391,20 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
                 "guards_text": f'[[rule]]\nwhen = "{ALWAYS}"\nthen = "warn"\nlayers = "model.layers.1.*"\n',
             },
             r"no layer matches 'model\.layers\.1",
+        ),
+        (
+            {"telemetry_every": 1, "recipe": "exact", "model": EXACT_MODEL, "telemetry_layers": KV_B_PROJ},
+            "layers must match other layers than",
+        ),
+        (
+            {
+                "telemetry_every": 1,
+                "recipe": "exact",
+                "model": EXACT_MODEL,
+                "guards": Path("rules.toml"),
+                "guards_text": SWITCH,
+            },
+            "guards must not switch a GEMM to BF16 under recipe 'exact'",
         ),
     ],
 )

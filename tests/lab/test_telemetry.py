@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import octile
 from octile.lab import telemetry
+from octile.lab.layers import layer_weights
 from octile.lab.operand_stats import measure_operand
 from octile.nn import observer
 from octile.nn.mlp import MLP
@@ -18,6 +19,7 @@ from octile.nn.moe import Experts
 from octile.recipe import Recipe
 from octile.scaled import quantize
 from tests.lab import agreement
+from tests.serve.models import exact_model
 
 D = 72
 
@@ -106,6 +108,16 @@ def test_the_gemm_row_compares_with_operands_before_quantization():
 def test_the_accumulation_error_is_small_and_separate():
     row = find(rows_of(convert(Block()), batch()), "mlp.down_proj", "wgrad")
     assert row["accumulation_snr_db"] > row["quantization_snr_db"] + 20
+
+
+def test_under_a_batch_invariant_recipe_all_layers_but_the_absorbed_ones_have_rows():
+    model, tokens_BS = exact_model().train(), torch.arange(60).view(2, 30)
+    with telemetry(model) as t:
+        model(tokens_BS, tokens_BS).backward()
+        rows = t.step()
+    assert {row["layer"] for row in rows} == {n for n in layer_weights(model).weights if not n.endswith("kv_b_proj")}
+    with pytest.raises(ValueError, match="layers must match other layers than model"):
+        telemetry(model, layers="*.kv_b_proj").__enter__()
 
 
 @pytest.mark.parametrize(

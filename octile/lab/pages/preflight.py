@@ -15,7 +15,7 @@ from torch import Tensor
 from octile.command_text import quoted_path
 from octile.lab.pages.figures import GEMM_COLOR, TERMS, Heat, draw_heat, is_wide, legend, short_names
 from octile.lab.pages.page import Section, write_lab_page
-from octile.lab.preflight import GemmKey, Preflight, preflight
+from octile.lab.preflight import GemmKey, Preflight, check_recipe, preflight
 from octile.lab.preflight_check import observe_batch
 from octile.lab.what_if import Error
 from octile.options import Positional
@@ -91,6 +91,7 @@ def run(options: Options) -> None:
     from octile.checkpoint.hugging_face import load, read_model_config
 
     recipe = Recipe.named(options.recipe)
+    check_recipe(recipe)
     check_tokens(options, read_model_config(options.model))
     needed = options.batches * options.batch_size * options.sequence_length
     tokens = read_tokens(options.model, options.text, needed)
