@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -26,8 +25,6 @@ import torch
 from torch import Tensor, nn
 
 from octile.models.deepseek_v3 import DeepseekV3
-from octile.nn.linear import recipe_of
-from octile.nn.precision import forward_precision
 from octile.ops.cross_entropy import log_probabilities
 from octile.serve.engine.engine import Engine
 from octile.serve.engine.request import Sampling
@@ -39,6 +36,18 @@ SHARED_EVERY = 3  # of so many prompts one has the common beginning
 SHARED = 80  # tokens of it, more than a page
 SHORTEST, LONGEST = 1, 200  # tokens of a drawn prompt
 
+Advance = Callable[[int], object]  # called with how many tokens or texts are done in addition
+
+
+class InexactError(Exception):
+    """Serving and training differ, and the engine is in exact mode."""
+
+    exit_code = 1
+
+
+def no_progress(n: int) -> None:
+    """Show nothing."""
+
 
 @dataclass
 class Text:
@@ -48,12 +57,14 @@ class Text:
         prompt, tokens: what was given, and what was sampled.
         decoded: log-probability of each sampled token, by the engine.
         read: log-probability of each token of the prompt but the first, by the engine's model.
+        differs: whether a log-probability has other bits than that of training; `compare` sets it.
     """
 
     prompt: list[int]
     tokens: list[int] = field(default_factory=list)
     decoded: list[float] = field(default_factory=list)
     read: list[float] = field(default_factory=list)
+    differs: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,20 +105,42 @@ class Difference:
     largest: float
 
 
-def draw_prompts(tokens: Sequence[int], count: int, seed: int) -> list[list[int]]:
-    """Cut prompts of drawn lengths from tokens; one in three begins with tokens that all of these share."""
+def draw_prompts(tokens: Sequence[int], count: int, seed: int, longest: int = SHARED + LONGEST) -> list[list[int]]:
+    """Cut prompts of drawn lengths from tokens; one in three begins with tokens that all of these share.
+
+    Args:
+        tokens: what they are cut from.
+        count: the number of prompts.
+        seed: determines them.
+        longest: tokens of a prompt at most; what it would have beyond them is left out.
+    """
     rng = random.Random(seed)
     common = list(tokens[: min(SHARED, len(tokens) // 2)])
     prompts = []
     for i in range(count):
         length = min(rng.randint(SHORTEST, LONGEST), len(tokens))
         start = rng.randrange(len(tokens) - length + 1)
-        prompts.append((common if i % SHARED_EVERY == 0 else []) + list(tokens[start : start + length]))
+        prompt = (common if i % SHARED_EVERY == 0 else []) + list(tokens[start : start + length])
+        prompts.append(prompt[:longest])
     return prompts
 
 
-def roll_out(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int, seed: int) -> list[Text]:
+def count_pages(prompts: Sequence[Sequence[int]], new_tokens: int, max_batch: int) -> int:
+    """Return the pages that an engine needs at most to continue prompts, so many at once, without a preemption."""
+    pages = (-(-(len(prompt) + new_tokens) // ModelRunner.page_size) for prompt in prompts)
+    return sum(sorted(pages, reverse=True)[:max_batch])
+
+
+def roll_out(
+    engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int, seed: int, advance: Advance = no_progress
+) -> list[Text]:
     """Continue prompts by so many sampled tokens each, all of them at once.
+
+    Args:
+        engine: without requests.
+        prompts, new_tokens: what is continued, and by how many tokens.
+        seed: that of the first text; those of the others follow.
+        advance: called with the tokens that a step has added.
 
     Raises:
         RuntimeError: the engine has ended a request with an error.
@@ -122,32 +155,41 @@ def roll_out(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int, 
                 raise RuntimeError(output.error)
             texts[output.request_id].tokens += output.tokens
             texts[output.request_id].decoded += [each.logprob for each in output.logprobs]
+            advance(len(output.tokens))
     return list(texts.values())
 
 
-def prefill(runner: ModelRunner, texts: Sequence[Text]) -> None:
+def prefill(runner: ModelRunner, texts: Sequence[Text], advance: Advance = no_progress) -> None:
     """Prefill the prompts alone, and note the log-probabilities of their tokens."""
     for text in texts:
         if len(text.prompt) > 1:
             logits, _ = runner.run(Batch([_chunk(runner, text.prompt, 0, len(text.prompt))]))
             chosen = torch.tensor(text.prompt[1:], device=logits.device)
             text.read = log_probabilities(logits[:-1]).gather(1, chosen[:, None])[:, 0].tolist()
+        advance(1)
 
 
 @torch.no_grad()
-def compare(model: DeepseekV3, texts: Sequence[Text]) -> list[Agreement]:
-    """Compare texts with a model's own log-probabilities.
+def compare(model: DeepseekV3, texts: Sequence[Text], advance: Advance = no_progress) -> list[Agreement]:
+    """Compare texts with a model's own log-probabilities, and record in which texts any of them differ.
 
     Args:
-        model: in evaluation mode.
+        model: in evaluation mode, as `octile.load` returns it; `DeepseekV3.log_probs` says how it computes on a GPU.
         texts: what the engine has computed.
+        advance: called with 1 for each text.
     """
     pairs: dict[str, list[tuple[Tensor, Tensor]]] = {"prompts": [], "decoded": []}
     for text in texts:
         trained_S = training_log_probs(model, text)
         n = len(text.prompt) - 1
-        pairs["prompts"].append((torch.tensor(text.read), trained_S[:n][: len(text.read)]))
-        pairs["decoded"].append((torch.tensor(text.decoded), trained_S[n:]))
+        both = {
+            "prompts": (torch.tensor(text.read), trained_S[:n][: len(text.read)]),
+            "decoded": (torch.tensor(text.decoded), trained_S[n:]),
+        }
+        text.differs = any(bool((_bits(a) != _bits(b)).any()) for a, b in both.values())
+        for kind, pair in both.items():
+            pairs[kind].append(pair)
+        advance(1)
     return [_agreement(kind, *map(torch.cat, zip(*found, strict=True))) for kind, found in pairs.items()]
 
 
@@ -155,16 +197,12 @@ def training_log_probs(model: DeepseekV3, text: Text) -> Tensor:
     """Return the log-probabilities of a text's tokens but the first, on the host: float32 [S − 1]."""
     device = model.lm_head.weight.device
     tokens = torch.tensor([text.prompt + text.tokens], device=device)
-    with _precision(model):
-        return model.log_probs(tokens)[0].cpu()
+    return model.log_probs(tokens)[0].cpu()
 
 
-@contextmanager
-def _precision(model: DeepseekV3) -> Iterator[None]:
-    recipe = recipe_of(model)
-    compute = torch.bfloat16 if recipe is None else recipe.compute
-    with forward_precision(model.lm_head.weight.device, compute):
-        yield
+def _bits(values: Tensor) -> Tensor:
+    """Return the bits of values as float32, which has those of BF16: −0.0 has others than 0.0, a NaN equals itself."""
+    return values.float().contiguous().view(torch.int32)
 
 
 def _agreement(kind: str, served_N: Tensor, trained_N: Tensor) -> Agreement:
@@ -173,16 +211,27 @@ def _agreement(kind: str, served_N: Tensor, trained_N: Tensor) -> Agreement:
     return Agreement(
         kind,
         len(d_N),
-        int((served_N == trained_N).sum()),
+        int((_bits(served_N) == _bits(trained_N)).sum()),
         float(d_N.abs().mean()) if len(d_N) else 0.0,
         float(d_N.abs().max()) if len(d_N) else 0.0,
         float((d_N.exp() - 1 - d_N).mean()) if is_decoded and len(d_N) else None,
     )
 
 
+def first_to_search(texts: Sequence[Text], count: int) -> list[int]:
+    """Return the numbers of the texts to search for a difference, at most count: those with `differs` first."""
+    return sorted(range(len(texts)), key=lambda i: not texts[i].differs)[:count]
+
+
 @torch.no_grad()
-def find_difference(model: DeepseekV3, runner: ModelRunner, texts: Sequence[Text]) -> Difference | None:
-    """Find where the bits of serving and training first differ: block by block, in the order of texts.
+def find_difference(
+    model: DeepseekV3,
+    runner: ModelRunner,
+    texts: Sequence[Text],
+    numbers: Iterable[int] | None = None,
+    advance: Advance = no_progress,
+) -> Difference | None:
+    """Find where the bits of serving and training first differ: text by text, and in a text block by block.
 
     The runner reads a text's prompt in one piece and then its tokens one by one. Only a text whose results differ there
     is found.
@@ -191,16 +240,20 @@ def find_difference(model: DeepseekV3, runner: ModelRunner, texts: Sequence[Text
         model: in evaluation mode.
         runner: without CUDA graphs.
         texts: whose tokens are read.
+        numbers: those of the texts to search, in this order; None: all.
+        advance: called with 1 for each text.
     """
-    for i, text in enumerate(texts):
-        served, trained = _served_places(runner, text), _trained_places(model, text)
+    for i in range(len(texts)) if numbers is None else numbers:
+        served, trained = _served_places(runner, texts[i]), _trained_places(model, texts[i])
         for where, served_SD in served.items():
             trained_SD = trained[where]
-            differs_S = (served_SD != trained_SD).any(-1)
-            if bool(differs_S.any()):
-                position = int(differs_S.nonzero()[0])
+            served_SD = served_SD[: len(trained_SD)]
+            differs_SD = _bits(served_SD) != _bits(trained_SD)
+            if bool(differs_SD.any()):
+                position = int(differs_SD.any(-1).nonzero()[0])
                 d_D = (served_SD[position].double() - trained_SD[position].double()).abs()
-                return Difference(i, position, where, (int((d_D != 0).sum()), len(d_D)), float(d_D.max()))
+                return Difference(i, position, where, (int(differs_SD[position].sum()), len(d_D)), float(d_D.max()))
+        advance(1)
     return None
 
 
@@ -225,7 +278,7 @@ def _served_places(runner: ModelRunner, text: Text) -> dict[str, Tensor]:
 
 
 def _trained_places(model: DeepseekV3, text: Text) -> dict[str, Tensor]:
-    """Return the same of a training forward pass."""
+    """Return the same of a training forward pass, without the last position's logits."""
     places: dict[str, Tensor] = {}
     blocks = list(model.model.layers[: model.config.num_hidden_layers])
     named: list[tuple[str, nn.Module]] = [(f"block {i}", block) for i, block in enumerate(blocks)]
@@ -240,8 +293,7 @@ def _trained_places(model: DeepseekV3, text: Text) -> dict[str, Tensor]:
     handles = [module.register_forward_hook(noting(where)) for where, module in named]
     try:
         tokens = torch.tensor([text.prompt + text.tokens], device=model.lm_head.weight.device)
-        with _precision(model):
-            model(tokens)
+        model.log_probs(tokens)
     finally:
         for handle in handles:
             handle.remove()

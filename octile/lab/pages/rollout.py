@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
+
+import torch
+from rich.progress import Progress
 
 from octile.options import Positional
 from octile.report.console import Console
@@ -15,10 +20,21 @@ from octile.text import format_count
 from octile.validation import Range, check_fields
 
 if TYPE_CHECKING:
-    from octile.lab.rollout import Agreement, Difference
+    from octile.lab.rollout import Agreement, Difference, Text
+    from octile.models.config import ModelConfig
+    from octile.serve.engine.config import CacheConfig, EngineConfig
+    from octile.serve.weights.load import Folder
+    from octile.serve.weights.weights import ServedWeights
 
-LOOKED_INTO = 8  # texts, if no log-probability differs
+MAX_SEARCHED = 8  # texts in which the first block that differs is looked for
 Mode = Literal["exact", "batch_invariant", "default"]
+OPTION_OF_FIELD = {  # of the engine's options that an error may name
+    "engine.max_batch": "--max-batch",
+    "engine.max_step_tokens": "--max-step-tokens",
+    "engine.n_drafts": "--drafts",
+    "engine.exact": "--mode exact",
+    "engine.batch_invariant": "--mode batch_invariant",
+}
 
 
 @dataclass(frozen=True)
@@ -30,7 +46,7 @@ class Options:
         mode: how the engine computes: exact, batch_invariant or default. If not given, exact for weights of the recipe
             exact, and default for others.
         tokens: decoded tokens to compare, at least; each text has as many as new_tokens says.
-        new_tokens: decoded tokens of a text.
+        new_tokens: decoded tokens of a text. Prompts are cut to what these leave of the model's context.
         drafts: draft tokens per request and step.
         max_batch: texts that the engine decodes at once.
         max_step_tokens: tokens of one forward pass of the engine; longer prompts are prefilled in chunks.
@@ -63,45 +79,123 @@ def run(options: Options) -> None:
     Raises:
         FileNotFoundError, ValueError: the model, its tokenizer or the text cannot be read, or an option does not fit
             the model.
+        InexactError: the engine is in exact mode, and they differ.
     """
     from octile.checkpoint.hugging_face import load
     from octile.lab.pages.preflight import read_tokens
-    from octile.lab.rollout import compare, draw_prompts, find_difference, prefill, roll_out
+    from octile.lab.rollout import InexactError, compare, draw_prompts, find_difference, first_to_search
     from octile.parallel.device import pick_device
-    from octile.serve.engine.config import CacheConfig, EngineConfig
     from octile.serve.runner.model_runner import ModelRunner
     from octile.serve.weights.load import Folder
 
     folder, device = Folder.open(options.model), pick_device("auto")
-    mode = options.mode or ("exact" if folder.is_exact() else "default")
-    engine_config = EngineConfig(
+    room = folder.model.max_position_embeddings - options.new_tokens
+    if room < 1:
+        raise ValueError(
+            "new_tokens must be less than the model's max_position_embeddings, "
+            f"{folder.model.max_position_embeddings}, not {options.new_tokens}: a text begins with a prompt"
+        )
+    with _naming_options():
+        mode, engine, cache = _configure(options, folder, device)
+    count = -(-options.tokens // options.new_tokens)
+    tokens = read_tokens(options.model, options.text, 20_000).tolist()
+    prompts = draw_prompts(tokens, count, options.seed, longest=room)
+    texts, weights = _sample(options, folder, device, engine, cache, prompts)
+    gc.collect()  # the engine's runner with its cache and CUDA graphs, before there is a model in high precision
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    model = load(options.model, device=device)
+    with _progress(options, "training", count) as advance:
+        found = compare(model, texts, advance)
+    n_pages = -(-max(len(text.prompt) + len(text.tokens) for text in texts) // ModelRunner.page_size)
+    how = cache.format, 0, engine.batch_invariant
+    without_graphs = ModelRunner(weights, n_pages, *how, max_step_tokens=0)
+    searched = first_to_search(texts, MAX_SEARCHED)
+    with _progress(options, "searching", len(searched)) as advance:
+        difference = find_difference(model, without_graphs, texts, searched, advance)
+    if options.json:
+        rows = [asdict(each) for each in found]
+        print(json.dumps({"mode": mode, "agreement": rows, "difference": difference and asdict(difference)}, indent=1))
+    else:
+        console = Console()
+        console.print_line(f"engine:   {mode}, {engine.max_batch} texts at once, {format_count(count, 'text')}")
+        console.print(screen_table(table(found)))
+        console.print_line(describe(found, difference))
+    if mode == "exact" and (difference or any(each.equal < each.tokens for each in found)):
+        raise InexactError(f"{options.model} is served in exact mode, but not with the bits of training")
+
+
+@contextmanager
+def _naming_options() -> Iterator[None]:
+    """Context manager in which a ValueError names options of this command instead of fields of the engine's."""
+    try:
+        yield
+    except ValueError as error:
+        message = str(error)
+        for field, option in OPTION_OF_FIELD.items():
+            message = message.replace(field, option)
+        raise ValueError(message) from None
+
+
+@contextmanager
+def _progress(options: Options, what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar on a terminal; what it yields is called with how much is done in addition."""
+    console = Console(stderr=True)
+    is_hidden = options.json or not console.is_terminal
+    with Progress(console=console, transient=True, disable=is_hidden) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda n: progress.advance(task, n)
+
+
+def _configure(options: Options, folder: Folder, device: torch.device) -> tuple[Mode, EngineConfig, CacheConfig]:
+    """Return the mode, and the options of the engine and of its cache but for its size."""
+    from octile.serve.engine.config import CacheConfig, EngineConfig
+    from octile.serve.engine.drafts import check_can_draft
+    from octile.serve.weights.load import usual_cache_format
+
+    check_can_draft(options.drafts, folder.model.num_nextn_predict_layers > 0, "engine.n_drafts")
+    mode: Mode = options.mode or ("exact" if folder.is_exact() else "default")
+    engine = EngineConfig(
         options.max_batch,
         options.max_step_tokens,
         options.drafts,
         batch_invariant=mode == "batch_invariant",
         exact=mode == "exact",
     )
-    engine_config, cache = folder.exact_options(engine_config, CacheConfig(), None, device)
-    count = -(-options.tokens // options.new_tokens)
-    prompts = draw_prompts(read_tokens(options.model, options.text, 20_000).tolist(), count, options.seed)
+    engine, cache = folder.exact_options(engine, CacheConfig(), None, device)
+    return mode, engine, replace(cache, format=cache.format or usual_cache_format(device))
+
+
+def _sample(
+    options: Options,
+    folder: Folder,
+    device: torch.device,
+    engine_config: EngineConfig,
+    cache: CacheConfig,
+    prompts: Sequence[Sequence[int]],
+) -> tuple[list[Text], ServedWeights]:
+    """Continue prompts with an engine whose cache has the pages that they need, and no more."""
+    from octile.lab.rollout import count_pages, prefill, roll_out
+
+    n_pages = count_pages(prompts, options.new_tokens, options.max_batch)
+    layers = folder.model if options.drafts else replace(folder.model, num_nextn_predict_layers=0)
+    cache = replace(cache, gib=n_pages * _bytes_per_page(layers, cache) / 2**30)
     engine, runner = folder.load(device, engine_config, cache)
-    texts = roll_out(engine, prompts, options.new_tokens, options.seed)
-    prefill(runner, texts)
-    model = load(options.model, device=device)
-    found = compare(model, texts)
-    differ = any(each.equal < each.tokens for each in found)
-    n_pages = -(-max(len(text.prompt) + len(text.tokens) for text in texts) // ModelRunner.page_size)
-    how = cache.format, 0, engine_config.batch_invariant
-    without_graphs = ModelRunner(runner.forward.weights, n_pages, *how, max_step_tokens=0)
-    difference = find_difference(model, without_graphs, texts if differ else texts[:LOOKED_INTO])
-    if options.json:
-        rows = [asdict(each) for each in found]
-        print(json.dumps({"mode": mode, "agreement": rows, "difference": difference and asdict(difference)}, indent=1))
-        return
-    console = Console()
-    console.print_line(f"engine:   {mode}, {engine.config.max_batch} texts at once, {format_count(count, 'text')}")
-    console.print(screen_table(table(found)))
-    console.print_line(describe(found, difference))
+    with _progress(options, "sampling", len(prompts) * options.new_tokens) as advance:
+        texts = roll_out(engine, prompts, options.new_tokens, options.seed, advance)
+    with _progress(options, "prefilling", len(prompts)) as advance:
+        prefill(runner, texts, advance)
+    runner.close()
+    return texts, runner.forward.weights
+
+
+def _bytes_per_page(config: ModelConfig, cache: CacheConfig) -> int:
+    """Return the bytes of a page of the cache in all layers of a configuration, for the longest texts."""
+    from octile.models.meta import meta_model
+    from octile.serve.runner.model_runner import ModelRunner
+
+    assert cache.format is not None
+    return ModelRunner.bytes_per_page(meta_model(config), cache.format, config.max_position_embeddings)
 
 
 def table(found: Sequence[Agreement]) -> Table:
@@ -128,7 +222,8 @@ def describe(found: Sequence[Agreement], difference: Difference | None) -> str:
     if not different:
         summary = "Serving and training agree in all bits of all log-probabilities"
     if difference is None and different:
-        return f"{summary}, though none where a text is read alone: the bits depend on what else is in the batch."
+        searched = f"none in the texts that were read alone, at most {MAX_SEARCHED}"
+        return f"{summary}, though {searched}: the bits depend on what else is in the batch."
     if difference is None:
         return f"{summary}, and of what all blocks compute of the first texts."
     n_values, n_all = difference.values
