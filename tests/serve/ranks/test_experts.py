@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from octile.checkpoint.hugging_face import save
 from octile.checkpoint.shards import Shards
+from octile.ops.cross_entropy import log_probabilities
 from octile.serve import rebalance_experts
 from octile.serve.engine.config import EngineConfig
 from octile.serve.engine.engine import Engine
@@ -73,7 +74,7 @@ def log_probabilities_of_training(rank: int, folder: Path) -> None:
     found = read(ModelRunner(experts, N_PAGES, batch_invariant=True), rank)
     for seed, logits in zip((10 * rank, 10 * rank + 1), found, strict=True):
         tokens = torch.tensor([text(len(logits), seed)])
-        served = logits[:-1].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
+        served = log_probabilities(logits[:-1]).gather(1, tokens[0, 1:, None])[:, 0]
         with torch.no_grad():
             assert torch.equal(model.log_probs(tokens)[0], served)
 
