@@ -10,10 +10,10 @@ G heads of the indexer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -122,6 +122,18 @@ class MTPWeights:
     projection: Weight
     norm: Tensor
     block: BlockWeights
+
+
+def tensors_of(weights: Any) -> Iterator[Tensor]:
+    """Yield all tensors of a weight or of the weights of a part, FP8 data and their scales one after the other."""
+    if isinstance(weights, Tensor):
+        yield weights
+    elif isinstance(weights, tuple):
+        for each in weights:
+            yield from tensors_of(each)
+    elif is_dataclass(weights):
+        for field in fields(weights):
+            yield from tensors_of(getattr(weights, field.name))
 
 
 def join(weights: Sequence[Weight], sizes: Sequence[Sequence[int]]) -> Projections:

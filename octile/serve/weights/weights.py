@@ -11,9 +11,10 @@ I intermediate.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +48,7 @@ from octile.serve.weights.routed_shared_experts import divide_shared
 
 ReadWeight = Callable[[str], Weight]
 ALL_HEADS = HeadShare()
+EXPERT_LAYERS = ("gate_proj", "up_proj", "down_proj")
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -82,6 +84,11 @@ class ServedWeights:
         """The device of all weights."""
         return self.head.device
 
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """All weights in the order of `read_parts`."""
+        return self.embedding, *self.blocks, self.norm, self.head, self.mtp
+
     @classmethod
     def of_model(cls, model: DeepseekV3, heads: HeadShare = ALL_HEADS) -> ServedWeights:
         """Take the weights of a model, on its device. FP8 layers' weights are quantized once, as the model does it.
@@ -98,13 +105,9 @@ class ServedWeights:
             ValueError: a layer has another recipe than those of DeepSeek-V3's formats, or a weight is NaN or Inf; or as
                 `check_heads`.
         """
-        if not isinstance(model, DeepseekV3):
-            raise TypeError(f"model must be a DeepseekV3, not {type(model).__name__}")
+        recipes = served_recipes(model)
         tensors = to_hf(model.state_dict(), model.config)
-        recipes = _recipes(model)
-        scales = {recipe.formats.x.scale for recipe in recipes.values() if recipe is not None and recipe.formats}
-        if len(scales) > 1:
-            raise ValueError("model must have one rule for the scales of its FP8 layers' inputs, but has two")
+        power_of_2 = has_power_of_2_scales(recipes)
         head_recipes = [recipe for name, recipe in recipes.items() if is_of_heads(name)]
         check_heads(model.config, heads.size, any(recipe is not None and recipe.formats for recipe in head_recipes))
 
@@ -116,7 +119,7 @@ class ServedWeights:
             scale, stored = recipe.formats.w.scale, model.stored_scales.get(name)
             return heads.take(name, quantize_weight(name, tensor, scale, stored))
 
-        return assemble(model.config, model.lm_head.weight.dtype, scales == {"power_of_2"}, read, heads=heads)
+        return assemble(model.config, model.lm_head.weight.dtype, power_of_2, read, heads=heads)
 
     @classmethod
     def read(
@@ -183,19 +186,37 @@ def _read_part(shards: Shards, name: str, part: Part | None) -> Tensor:
     return (shards.columns if part.dim else shards.rows)(name, part.start, part.stop)
 
 
-def _recipes(model: DeepseekV3) -> dict[str, Recipe | None]:
-    """Return the recipe of each linear layer, and of each expert's layers, by the layer's name in a checkpoint."""
+def served_recipes(model: DeepseekV3) -> dict[str, Recipe | None]:
+    """Return the recipe of each linear layer, and of each expert's layers, by the layer's name in a checkpoint.
+
+    Raises:
+        TypeError: model is not a DeepseekV3.
+        ValueError: a layer has another recipe than those of DeepSeek-V3's formats.
+    """
+    if not isinstance(model, DeepseekV3):
+        raise TypeError(f"model must be a DeepseekV3, not {type(model).__name__}")
     recipes: dict[str, Recipe | None] = {}
     for name, module in model.named_modules():
         recipe = module.recipe if isinstance(module, Linear | Experts) else None
         if recipe is not None and (why := _why_not_serve(recipe)):
             raise ValueError(f"{name} has the recipe {recipe.name!r}, which serving does not compute: {why}")
         if isinstance(module, Experts):
-            layers = ("gate_proj", "up_proj", "down_proj")
-            recipes |= {f"{name}.{e}.{layer}": recipe for e in range(module.n_experts) for layer in layers}
+            recipes |= {f"{name}.{e}.{layer}": recipe for e in range(module.n_experts) for layer in EXPERT_LAYERS}
         elif isinstance(module, nn.Linear):
             recipes[name] = recipe
     return recipes
+
+
+def has_power_of_2_scales(recipes: Mapping[str, Recipe | None]) -> bool:
+    """Whether the scales of activations are powers of two, by the recipes of `served_recipes`.
+
+    Raises:
+        ValueError: the layers have two rules.
+    """
+    scales = {recipe.formats.x.scale for recipe in recipes.values() if recipe is not None and recipe.formats}
+    if len(scales) > 1:
+        raise ValueError("model must have one rule for the scales of its FP8 layers' inputs, but has two")
+    return scales == {"power_of_2"}
 
 
 def _why_not_serve(recipe: Recipe) -> str | None:
@@ -216,6 +237,7 @@ def assemble(
     experts: Mapping[int, Sequence[int]] | None = None,
     heads: HeadShare = ALL_HEADS,
     drafts: bool = True,
+    read_experts: ReadWeight | None = None,
 ) -> ServedWeights:
     """Read all weights of a model.
 
@@ -226,6 +248,7 @@ def assemble(
         read: returns a weight by its name in a checkpoint.
         experts, drafts: arguments of `ServedWeights.read`.
         heads: heads of attention, whose parts of weights `read` returns.
+        read_experts: argument of `WeightReader`.
 
     Raises:
         TypeError: dtype is neither bfloat16 nor float32.
@@ -233,42 +256,50 @@ def assemble(
     """
     if dtype not in ACTIVATION_DTYPES:
         raise TypeError(f"activations must be bfloat16 or float32, not {dtype}")
-    reader = _Reader(config, dtype, read, experts or {}, heads)
-    n, mtp = config.num_hidden_layers, None
-    if config.num_nextn_predict_layers and drafts:
-        layer = f"model.layers.{n}"
-        mtp = MTPWeights(
-            reader.tensor(f"{layer}.enorm.weight"),
-            reader.tensor(f"{layer}.hnorm.weight"),
-            reader.linear(f"{layer}.eh_proj"),
-            reader.tensor(f"{layer}.shared_head.norm.weight"),
-            reader.block(n),
-        )
-    return ServedWeights(
-        config,
-        dtype,
-        power_of_2,
-        reader.values("model.embed_tokens.weight"),
-        tuple(reader.block(i) for i in range(n)),
-        reader.tensor("model.norm.weight"),
-        reader.values("lm_head.weight"),
-        mtp,
-        heads,
-    )
+    reader = WeightReader(config, dtype, read, experts, heads, read_experts)
+    embedding, *blocks, norm, head, mtp = read_parts(reader, drafts)
+    return ServedWeights(config, dtype, power_of_2, embedding, tuple(blocks), norm, head, mtp, heads)
 
 
-class _Reader:
-    """Reads the weights of blocks by name."""
+def read_parts(reader: WeightReader, drafts: bool = True) -> Iterator[Any]:
+    """Read all weights of a model, one part after the other.
+
+    Args:
+        reader: reads them.
+        drafts: argument of `ServedWeights.read`.
+
+    Returns:
+        the embedding, the `BlockWeights` of each layer, the last norm, the head, and `MTPWeights` or None.
+    """
+    n = reader.config.num_hidden_layers
+    yield reader.values("model.embed_tokens.weight")
+    for layer in range(n):
+        yield reader.block(layer)
+    yield reader.tensor("model.norm.weight")
+    yield reader.values("lm_head.weight")
+    yield reader.mtp(n) if reader.config.num_nextn_predict_layers and drafts else None
+
+
+class WeightReader:
+    """Reads the weights of a model by name.
+
+    Args:
+        config, dtype, read, experts, heads: arguments of `assemble`.
+        read_experts: returns the stacked weights [E, N, K] of all experts of a layer, by a name such as
+            "model.layers.3.mlp.experts.gate_proj.weight"; None: they are read one by one.
+    """
 
     def __init__(
         self,
         config: ModelConfig,
         dtype: torch.dtype,
         read: ReadWeight,
-        experts: Mapping[int, Sequence[int]],
-        heads: HeadShare,
+        experts: Mapping[int, Sequence[int]] | None = None,
+        heads: HeadShare = ALL_HEADS,
+        read_experts: ReadWeight | None = None,
     ):
-        self.config, self.dtype, self.read, self.experts, self.heads = config, dtype, read, experts, heads
+        self.config, self.dtype, self.read, self.experts, self.heads = config, dtype, read, experts or {}, heads
+        self.read_experts = read_experts
 
     def tensor(self, name: str) -> Tensor:
         """Read a tensor that is never in FP8, as stored."""
@@ -283,10 +314,24 @@ class _Reader:
 
     def linear(self, name: str) -> Weight:
         """Read a layer's weight: in FP8 as stored, else in the activations' dtype."""
-        weight = self.read(f"{name}.weight")
+        return self._in_dtype(self.read(f"{name}.weight"))
+
+    def _in_dtype(self, weight: Weight) -> Weight:
         return weight if isinstance(weight, ScaledTensor) else weight.to(self.dtype)
 
+    def mtp(self, layer: int) -> MTPWeights:
+        """Read the multi-token prediction layer, which has this number."""
+        name = f"model.layers.{layer}"
+        return MTPWeights(
+            self.tensor(f"{name}.enorm.weight"),
+            self.tensor(f"{name}.hnorm.weight"),
+            self.linear(f"{name}.eh_proj"),
+            self.tensor(f"{name}.shared_head.norm.weight"),
+            self.block(layer),
+        )
+
     def block(self, layer: int) -> BlockWeights:
+        """Read a layer's block."""
         name = f"model.layers.{layer}"
         return BlockWeights(
             self.tensor(f"{name}.input_layernorm.weight"),
@@ -338,10 +383,14 @@ class _Reader:
         def read(expert: int) -> tuple[Weight, Weight, Weight]:
             if expert >= n_routed:
                 return among_routed[expert - n_routed]
-            gate, up, down = (self.linear(f"{name}.experts.{expert}.{part}_proj") for part in ("gate", "up", "down"))
+            gate, up, down = (self.linear(f"{name}.experts.{expert}.{part}") for part in EXPERT_LAYERS)
             return gate, up, down
 
-        gate, up, down = (stack(weights) for weights in zip(*map(read, numbers), strict=True))
+        if self.read_experts is None:
+            gate, up, down = (stack(weights) for weights in zip(*map(read, numbers), strict=True))
+        else:
+            stacked = (self.read_experts(f"{name}.experts.{part}.weight") for part in EXPERT_LAYERS)
+            gate, up, down = map(self._in_dtype, stacked)
         has_bias = self.config.topk_method == "noaux_tc"
         return MoEWeights(
             self.tensor(f"{name}.gate.weight"),
