@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from octile.serve.runner.batch import Batch, Chunk, Results, Runner
     from octile.serve.runner.model_runner import ModelRunner
     from octile.serve.weights.head_share import HeadShare
+    from octile.serve.weights.live import LiveWeights
     from octile.serve.weights.weights import ServedWeights
 
 _MODULES = {  # the public names of each module, late: the configurations in this room are read without torch
@@ -48,6 +49,7 @@ _MODULES = {  # the public names of each module, late: the configurations in thi
     "octile.serve.runner.batch": ("Batch", "Chunk", "Results", "Runner"),
     "octile.serve.runner.model_runner": ("ModelRunner",),
     "octile.serve.weights.head_share": ("HeadShare",),
+    "octile.serve.weights.live": ("LiveWeights",),
     "octile.serve.weights.weights": ("ServedWeights",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

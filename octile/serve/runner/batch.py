@@ -181,3 +181,15 @@ class Runner(Protocol):
             requests: at least one.
         """
         ...
+
+    def check_weights(self) -> None:
+        """Check that `update_weights` can be called now.
+
+        Raises:
+            ValueError: the weights are not those of a model in training, or the model cannot be served as it is now.
+        """
+        ...
+
+    def update_weights(self) -> None:
+        """Take over the weights that the model in training has now; the latents in the pages stay as they are."""
+        ...

@@ -53,6 +53,7 @@ from octile.serve.runner.step import (
 )
 from octile.serve.runner.warm_up import SAMPLED, warm_up_batches
 from octile.serve.weights.generation_config import tokens_of
+from octile.serve.weights.live import LiveWeights
 from octile.serve.weights.routed_shared_experts import check_batch_invariant
 from octile.serve.weights.weights import ServedWeights
 
@@ -61,8 +62,9 @@ class ModelRunner:
     """Runs a model over a paged cache; implements `octile.serve.runner.batch.Runner`.
 
     Args:
-        model: a model, weights that `ServedWeights.read` has read, or weights whose experts are spread over ranks; then
-            all ranks run as many steps (`octile.serve.ranks.experts`), and have the same CUDA graphs.
+        model: a model, the `LiveWeights` of one that is trained, weights that `ServedWeights.read` has read, or weights
+            whose experts are spread over ranks; then all ranks run as many steps (`octile.serve.ranks.experts`), and
+            have the same CUDA graphs.
         n_pages: pages of 64 positions.
         cache_format: format of the cache: "fp8", "bf16" or "float32"; None: the dtype of the activations.
         max_batch: requests of the largest CUDA graphs of decoding, on a GPU; larger batches run without one. 0: none is
@@ -95,7 +97,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: DeepseekV3 | ServedWeights | ExpertParallelWeights,
+        model: DeepseekV3 | LiveWeights | ServedWeights | ExpertParallelWeights,
         n_pages: int,
         cache_format: CacheFormat | None = None,
         max_batch: int = 256,
@@ -118,7 +120,8 @@ class ModelRunner:
         self.tp = ALONE if self.expert_parallel is None else self.expert_parallel.tp
         if self.tp.size > 1 and micro_batches > 1:
             raise ValueError("micro_batches must be 1, not 2, if ranks share the rows of a step (tensor parallelism)")
-        if isinstance(model, ExpertParallelWeights):
+        self.live_weights = model if isinstance(model, LiveWeights) else None
+        if isinstance(model, ExpertParallelWeights | LiveWeights):
             model = model.weights
         weights = model if isinstance(model, ServedWeights) else ServedWeights.of_model(model)
         c = weights.config
@@ -311,6 +314,30 @@ class ModelRunner:
     def expert_tokens(self) -> Mapping[int, tuple[int, ...]] | None:
         """The tokens of each expert in the window, by layer; see `octile.serve.runner.batch.Runner`."""
         return None if self.expert_load is None else self.expert_load.in_window
+
+    def check_weights(self) -> None:
+        """Check that `update_weights` can be called now; see `octile.serve.runner.batch.Runner`.
+
+        Raises:
+            ValueError: the runner has no `LiveWeights`, or as `LiveWeights.check`.
+        """
+        self._live().check()
+
+    def update_weights(self) -> None:
+        """Take over the weights that the model in training has now, after `check_weights`, at the same addresses.
+
+        CUDA graphs stay valid. `Engine.update_weights` calls it, and takes care of the latents of old weights.
+
+        Raises:
+            ValueError: the runner has no `LiveWeights`.
+        """
+        self._live().update()
+
+    def _live(self) -> LiveWeights:
+        if self.live_weights is None:
+            found = "spread over ranks" if self.expert_parallel is not None else "not of a model in training"
+            raise ValueError(f"runner must be of LiveWeights to update its weights, which are {found}")
+        return self.live_weights
 
     @torch.no_grad()
     def run(self, batch: Batch) -> Results:
