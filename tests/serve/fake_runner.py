@@ -29,12 +29,14 @@ class FakeRunner:
         self.draft_pages = [[EMPTY] * page_size for _ in range(n_pages)]
         self.batches: list[Batch] = []
         self.max_ahead, self.n_drafts = max_ahead, n_drafts
-        self.decode_steps = 0
+        self.decode_steps = self.version = 0
         self.before: list[tuple[int, list[int]]] = []  # the last decode step: positions and tokens of its requests
 
     def logits_after(self, tokens):
-        """The logits of the token after these, [V]."""
-        generator = torch.Generator().manual_seed(hash(tuple(tokens)) % 2**63)
+        """The logits of the token after these, [V], which each version of the weights changes."""
+        generator = torch.Generator().manual_seed(
+            hash((self.version, *tokens) if self.version else tuple(tokens)) % 2**63
+        )
         return self.scale * torch.randn(self.vocab_size, generator=generator)
 
     def text_of(self, prompt, sampling):
@@ -56,6 +58,12 @@ class FakeRunner:
                 if i >= len(chunk.tokens) - chunk.n_logits:
                     logits.append(self.logits_after(prefix))
         return Results(torch.stack(logits) if logits else torch.empty(0, self.vocab_size), torch.tensor(hidden))
+
+    def check_weights(self):
+        pass
+
+    def update_weights(self):
+        self.version += 1
 
     def decode(self, requests):
         """As the definition of a decode step says, by `run` and `draft`, request after request."""

@@ -7,14 +7,19 @@ import pytest
 import torch
 
 from octile.checkpoint.training import load_checkpoint, save_checkpoint
+from octile.lab.rollout import compare as compare_log_probs
+from octile.lab.rollout import roll_out
 from octile.models.flops import train_flops_per_token
 from octile.ops.high_precision import REDUCED_PRECISION
 from octile.optim.state import load
 from octile.recipe import Recipe
+from octile.serve.engine.engine import Engine
+from octile.serve.runner.model_runner import ModelRunner
+from octile.serve.weights.live import LiveWeights
 from octile.train.config import OptimConfig
 from octile.train.step.progress import schedule
 from octile.train.trainer import Trainer
-from tests.train.conftest import every_recipe, micro
+from tests.train.conftest import MICRO, every_recipe, micro
 
 
 def run(trainer, steps):
@@ -74,6 +79,17 @@ def test_forward_passes_on_a_gpu_are_in_the_recipes_dtype(new_trainer, recipe):
 def test_forward_passes_on_a_cpu_are_in_float32(new_trainer):
     with new_trainer().passes.autocast():
         assert not torch.is_autocast_enabled("cpu")
+
+
+def test_an_engine_over_the_model_reports_the_log_probabilities_of_training_after_steps(new_trainer, store):
+    trainer = new_trainer(recipe="exact", model=replace(MICRO, moe_intermediate_size=128))
+    runner = ModelRunner(LiveWeights(trainer.model), 4, batch_invariant=True)
+    engine = Engine(runner, store.tokenizer)
+    run(trainer, 2)
+    engine.update_weights()
+    texts = roll_out(engine, [[5, 6, 7]], new_tokens=5, seed=0)
+    (_, decoded) = compare_log_probs(trainer.model, texts)
+    assert (decoded.equal, decoded.tokens) == (5, 5)
 
 
 def test_another_seed_gives_another_run(new_trainer):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from torch import Tensor
 
@@ -39,6 +39,7 @@ from octile.serve.engine.text import TextStream
 from octile.serve.runner.batch import Batch, Chunk, DecodedTokens, DecodeRequest, Runner
 from octile.tokenizer import Tokenizer
 
+InFlight = Literal["finish", "recompute", "continue"]  # see `Engine.update_weights`
 NOT_FINITE = "the model's logits are not finite"  # how the errors of such requests begin
 NO_TOKEN_WORDS = {NOT_A_NUMBER: "NaN", POSITIVE_INFINITY: "+Inf", ALL_MASKED: "-Inf for all tokens"}
 
@@ -66,6 +67,9 @@ class Engine:
         config: how much is done at once.
         end_tokens: further end-of-text tokens, those of `generation_config.json`.
 
+    Attributes:
+        weights_version: how often `update_weights` has updated the weights.
+
     Raises:
         ValueError: config asks for drafts, and the model has no multi-token prediction layer.
     """
@@ -92,7 +96,7 @@ class Engine:
         self._requests: dict[int, Request] = {}
         self._texts: dict[int, TextStream] = {}
         self._factory = RequestFactory(runner.vocab_size, runner.max_position)
-        self._n_requests = 0
+        self._n_requests = self.weights_version = 0
         self._ended = Counter[FinishReason]()
         self._steps = self._steps_ahead = self._generated = self._drafted = self._accepted = 0
 
@@ -162,6 +166,50 @@ class Engine:
         If all requests decode, and the runner can, the next pass is launched before this one's tokens are collected.
         """
         return self._first_outputs() + self._next_outputs() if self._adopted else self._next_outputs()
+
+    def update_weights(self, in_flight: InFlight = "finish") -> list[Output]:
+        """Go on with the weights that the model in training has now, and return what that adds to requests.
+
+        The runner must be made of `LiveWeights`. Cached prefixes of old weights are dropped. Requests that have not run
+        begin with the new weights. `Output.weights_version` and `Request.weights_versions` say which weights have
+        chosen which tokens.
+
+        Args:
+            in_flight: what becomes of requests that run or were preempted:
+                "finish": they end first, with the old weights: this call runs all steps that it takes.
+                "recompute": they keep their tokens; latents are computed anew with the new weights, as after a
+                preemption. Each further token has the probability that the new weights give it after these.
+                "continue": they keep their latents, too, and none is computed twice. Further tokens are chosen by the
+                new weights over latents of old ones, which is the policy of neither.
+
+        Raises:
+            ValueError: in_flight is another one, the runner has other weights, or the model cannot be served as it is
+                now (`LiveWeights.check`); nothing has changed then.
+        """
+        if in_flight not in get_args(InFlight):
+            raise ValueError(f"in_flight must be one of {', '.join(get_args(InFlight))}, not {in_flight!r}")
+        self._runner.check_weights()
+        outputs = self._finish() if in_flight == "finish" else []
+        outputs += self._first_outputs()
+        before, self._in_flight = self._in_flight, None
+        outputs += [] if before is None else self._collect(before)
+        if in_flight == "recompute":
+            self._scheduler.preempt_all()
+        self._scheduler.forget_latents()
+        self._runner.update_weights()
+        self.weights_version += 1
+        return outputs
+
+    def _finish(self) -> list[Output]:
+        """Step until no request runs, and admit none that has not run."""
+        scheduler, outputs = self._scheduler, list[Output]()
+        scheduler.admits_new = False
+        try:
+            while scheduler.has_in_flight:
+                outputs += self.step()
+        finally:
+            scheduler.admits_new = True
+        return outputs
 
     def wake(self) -> None:
         """Do nothing: no step waits for a command."""
@@ -361,6 +409,7 @@ class Engine:
             drafted_tokens=self._drafted,
             accepted_tokens=self._accepted,
             expert_tokens=self._runner.expert_tokens,
+            weights_version=self.weights_version,
         )
 
     def close(self) -> None:
@@ -380,7 +429,7 @@ class Engine:
         self._drafted += n_drafts
         self._accepted += len(chosen) - 1
         tokens, stream, sampling = request.tokens, self._texts[request.id], request.sampling
-        length = len(tokens)
+        length, version = len(tokens), self.weights_version
         text = ""
         reason = error = None
         for token in chosen:
@@ -399,12 +448,14 @@ class Engine:
                 reason = FinishReason.LENGTH
                 break
         self._generated += len(tokens) - length
+        if len(tokens) > length and (not request.weights_versions or request.weights_versions[-1][1] != version):
+            request.weights_versions.append((length, version))
         if error is None:
             self._scheduler.advance(request, min(request.n_computed + n_tokens, len(tokens)))
         if reason is not None:
             text += stream.end()
             self._remove(request, reason)
-        return Output(request.id, tuple(tokens[length:]), text, (), reason, error)
+        return Output(request.id, tuple(tokens[length:]), text, (), reason, error, version)
 
     def _remove(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason

@@ -102,6 +102,13 @@ class PageAllocator:
             self._keys[page] = key
             self._page_of[key] = page
 
+    def forget_keys(self) -> None:
+        """Let no page be shared with further requests: those that nobody holds lose their content."""
+        self._empty.extend(self._cached)
+        self._cached.clear()
+        self._page_of.clear()
+        self._keys = [None] * self.n_pages
+
     def free(self, pages: Sequence[int]) -> None:
         """Remove a holder from each page of a request, in the order of their positions.
 

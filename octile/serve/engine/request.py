@@ -127,6 +127,7 @@ class Output(NamedTuple):
         logprobs: log-probabilities of each new token, if they were asked for.
         finish_reason: None while the request goes on; the output that has it is the request's last one.
         error: what went wrong, with FinishReason.ERROR.
+        weights_version: version of the weights that have chosen the tokens; see `Engine.update_weights`.
     """
 
     request_id: int
@@ -135,6 +136,7 @@ class Output(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     error: str | None = None
+    weights_version: int = 0
 
 
 class PromptLatents(Protocol):
@@ -171,6 +173,9 @@ class Request:
         drafts: draft tokens that follow `tokens`, to be verified by the next forward pass.
         was_admitted: whether it has run before.
         latents: latents of its prompt, until it is admitted, if another process has prefilled it.
+        weights_versions: which weights have chosen its tokens: (position in `tokens`, version of the weights from there
+            on), one entry, or one more for each update of the weights in flight.
+        has_old_latents: whether some of its latents are those of weights before an update, so that nobody shares them.
     """
 
     id: int
@@ -186,6 +191,8 @@ class Request:
     drafts: list[int] = field(init=False, default_factory=list)
     was_admitted: bool = field(init=False, default=False)
     latents: PromptLatents | None = field(init=False, default=None)
+    weights_versions: list[tuple[int, int]] = field(init=False, default_factory=list)
+    has_old_latents: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)

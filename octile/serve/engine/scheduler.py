@@ -12,6 +12,9 @@ waiting requests are looked at in a step as there are slots in the batch, and no
 When a request that decodes needs a page and none is free, the newest request is preempted: it waits in front of the
 others. It keeps its tokens and frees its pages; when it is admitted again, its latents are computed anew, but for the
 prefix that is still cached. The oldest request is never preempted, so one always advances.
+
+When the weights are updated, cached pages are forgotten. Requests in flight, which run or were preempted, end before
+it, or are preempted, or go on with their latents, which are then shared with nobody.
 """
 
 from __future__ import annotations
@@ -48,6 +51,7 @@ class Scheduler:
         waiting: requests without pages, the next one first.
         running: id → request that has pages for its tokens.
         preemptions, shared_tokens, prompt_tokens: as in `Stats`.
+        admits_new: whether requests are admitted that have not run before.
     """
 
     def __init__(self, pages: PageAllocator, page_size: int, config: EngineConfig):
@@ -55,6 +59,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: dict[int, Request] = {}
         self.preemptions = self.prompt_tokens = self.shared_tokens = 0
+        self.admits_new = True
 
     def add(self, request: Request) -> None:
         """Append a request to those that wait."""
@@ -94,6 +99,8 @@ class Scheduler:
             if not budget or preemptions != self.preemptions or n_hashed >= MAX_HASHED:
                 break
             request = self.waiting[0]
+            if not self._may_admit(request):
+                break
             n_hashed -= len(request.page_keys)
             shared, next_key = self._shareable(request)
             n_hashed += len(request.page_keys)
@@ -113,13 +120,33 @@ class Scheduler:
         if not self.waiting or len(self.running) >= self.config.max_batch:
             return False
         request = self.waiting[0]
-        return self._has_room(request, self._shareable(request)[0])
+        return self._may_admit(request) and self._has_room(request, self._shareable(request)[0])
+
+    @property
+    def has_in_flight(self) -> bool:
+        """Whether a request runs or was preempted. Those that were wait in front."""
+        return bool(self.running) or (bool(self.waiting) and self.waiting[0].was_admitted)
+
+    def preempt_all(self) -> None:
+        """Preempt all running requests, whose latents are to be computed anew; `preemptions` does not count them."""
+        for request_id in sorted(self.running, reverse=True):
+            self._preempt(self.running[request_id])
+
+    def forget_latents(self) -> None:
+        """Share no latents that are there now: the weights change."""
+        self.pages.forget_keys()
+        for request in self.running.values():
+            request.has_old_latents = True
+        for request in self.waiting:
+            if request.latents is not None:
+                request.latents.release()
+                request.latents = None
 
     def advance(self, request: Request, n_computed: int) -> None:
         """Record that the latents of a request's first n_computed tokens are in its pages, and share full pages."""
         before, now = request.n_computed // self.page_size, n_computed // self.page_size
         request.n_computed = n_computed
-        if now > before:
+        if now > before and not request.has_old_latents:
             for i in range(before, now):
                 self.pages.cache(request.pages[i], self._key(request, i))
 
@@ -150,6 +177,7 @@ class Scheduler:
             if self.extend(request, len(request.tokens)):
                 return 1 + len(request.drafts)
             self._preempt(self.running[max(self.running)])
+            self.preemptions += 1
         return 0
 
     def _preempt(self, request: Request) -> None:
@@ -157,8 +185,11 @@ class Scheduler:
         self._free(request)
         request.n_computed = 0
         request.drafts = []
+        request.has_old_latents = False
         self.waiting.appendleft(request)
-        self.preemptions += 1
+
+    def _may_admit(self, request: Request) -> bool:
+        return self.admits_new or request.was_admitted
 
     def _prefill(self, request: Request, budget: int, being_computed: set[bytes]) -> Scheduled:
         """Schedule the next chunk of a request's tokens, and add the keys of the pages that it completes."""

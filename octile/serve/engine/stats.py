@@ -29,6 +29,7 @@ class Stats:
         expert_tokens: how many tokens each expert has had in the last `EngineConfig.expert_window` steps, by the number
             of its layer; None if they are not counted. `octile.serve.rebalance_experts` reads them as the rows of its
             load.
+        weights_version: how often the weights were updated; see `Engine.update_weights`.
         silent_seconds: for which one of several processes has not answered, though it was asked; 0 if all have.
     """
 
@@ -50,6 +51,7 @@ class Stats:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     expert_tokens: ExpertTokens | None = None
+    weights_version: int = 0
     silent_seconds: float = 0.0
 
     @property
@@ -59,15 +61,15 @@ class Stats:
 
     @classmethod
     def of_ranks(cls, stats: Sequence[Stats]) -> Stats:
-        """Add the counts of ranks that step together; of steps, take the most that a rank has had requests in.
+        """Add the counts of ranks that step together; of steps and of updates, take the most that a rank has had.
 
         Of ranks that share their requests one gives all counts, and the others those of `only_expert_tokens`.
         """
-        steps = {name: max(getattr(s, name) for s in stats) for name in ("steps", "steps_ahead")}
-        counts = [f.name for f in fields(cls) if f.name not in (*steps, "expert_tokens")]
+        largest = {name: max(getattr(s, name) for s in stats) for name in ("steps", "steps_ahead", "weights_version")}
+        counts = [f.name for f in fields(cls) if f.name not in (*largest, "expert_tokens")]
         rank_tokens = [s.expert_tokens for s in stats if s.expert_tokens is not None]
         tokens = ExpertTokensOfRanks(rank_tokens) if rank_tokens else None
-        return cls(**{name: sum(getattr(s, name) for s in stats) for name in counts}, **steps, expert_tokens=tokens)
+        return cls(**{name: sum(getattr(s, name) for s in stats) for name in counts}, **largest, expert_tokens=tokens)
 
     @property
     def only_expert_tokens(self) -> Stats:

@@ -282,4 +282,5 @@ def _join(choice: _Choice) -> Output:
         tuple(logprob for output in outputs for logprob in output.logprobs),
         last.finish_reason,
         last.error,
+        last.weights_version,
     )

@@ -57,6 +57,13 @@ class Holders(RuleBasedStateMachine):
         _, held, _ = self.requests.pop(data.draw(st.integers(0, len(self.requests) - 1)))
         self.pages.free(held)
 
+    @rule()
+    def forget_keys(self):
+        self.pages.forget_keys()
+        self.content.clear()
+        for request in self.requests:
+            request[2] = len(request[0])  # full pages that were written before are not cached any more
+
     @invariant()
     def no_page_is_leaked_or_free_while_it_is_held(self):
         held = {page for _, pages, _ in self.requests for page in pages}

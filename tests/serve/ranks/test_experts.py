@@ -344,6 +344,8 @@ def wrong_engines_are_refused(rank: int, folder: Path) -> None:
         ExpertParallelEngine(engine, runner, seconds=float("nan"))
     with pytest.raises(ValueError, match="timeout must be above 0, not 0"):
         ExpertParallelEngine(engine, runner, timeout=0)
+    with pytest.raises(ValueError, match=r"runner must be of LiveWeights .* which are spread over ranks"):
+        engine.update_weights()
     with pytest.raises(ValueError, match=r"engine.n_drafts must be 0, not 1"):
         Engine(runner, Tokenizer.train(["one two three"], 258), EngineConfig(n_drafts=1))
 
