@@ -45,7 +45,6 @@ from octile.ops.matmul import without_autocast
 from octile.ops.operator import operator
 from octile.ops.quantize import check_device, check_input_dtype
 from octile.ops.row_invariant import row_invariant_matmul_nt
-from octile.ops.sigmoid import sigmoid
 from octile.routing import EPS
 
 MAX_EXPERTS = 4096  # a token's scores must fit into one Triton program
@@ -119,6 +118,15 @@ def _(
     if row_invariant:
         return kernel.launch_row_invariant(x, weight, bias, *settings)
     return backends.run("gate", x, weight, bias, *settings)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """Return 1 / (1 + exp(−x)); an element's bits depend on the element alone.
+
+    torch's own function computes the elements that fill no vector, or that end a thread's share, by another exponential
+    on a CPU, so that the weights of a token would depend on how many tokens there are.
+    """
+    return (1 + (-x).exp()).reciprocal()
 
 
 def route(

@@ -32,7 +32,6 @@ from octile.kernels.memory_layout import new_quantized_transposed, new_scale
 from octile.ops.groups import check_tiles
 from octile.ops.operator import operator
 from octile.ops.quantize import check_device, check_input_dtype, check_scale, dequantize, quantize
-from octile.ops.sigmoid import silu
 from octile.ops.transpose import quantize_columns, quantize_rows_and_columns
 
 
@@ -182,6 +181,14 @@ def _(gate, up, fmt, power_of_2, saved_fmt, saved_power_of_2, weight=None):
     _check_weight(weight, gate)
     settings = (STORAGE_DTYPES[fmt], power_of_2, STORAGE_DTYPES[saved_fmt], saved_power_of_2)
     return backends.run("swiglu_quantize_and_save", gate, up, *settings, weight)
+
+
+def silu(x: Tensor) -> Tensor:
+    """Return x · sigmoid(x); an element's bits depend on the element alone, which those of torch's do not on a CPU.
+
+    See `octile.ops.gate.sigmoid`.
+    """
+    return x / (1 + (-x).exp())
 
 
 def _h(gate: Tensor, up: Tensor, weight: Tensor | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 from hypothesis import given
@@ -15,9 +16,9 @@ from octile.ops.gate import (
     gate_backward,
     route,
     route_backward,
+    sigmoid,
     top_experts,
 )
-from octile.ops.sigmoid import sigmoid
 from tests.ops.operators import assert_fake_is_true, assert_well_formed
 
 D, E = 40, 12
@@ -322,3 +323,22 @@ def test_numbers_that_do_not_fit_are_refused(changes, message: str):
 def test_other_dtypes_are_refused():
     with pytest.raises(TypeError, match=r"scores must be float32, not torch.float16"):
         top_experts(torch.zeros(2, 8, dtype=torch.float16), 2, 1, 1, 1)
+
+
+NUMBERS = 4 * torch.randn(70_000, generator=torch.Generator().manual_seed(0))
+
+
+@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.given(first=st.integers(0, 40), n=st.one_of(st.integers(1, 100), st.integers(32_000, 69_000)))
+def test_the_bits_of_the_sigmoid_depend_on_its_element_alone(first, n):
+    assert torch.equal(sigmoid(NUMBERS[first : first + n].clone()), sigmoid(NUMBERS)[first : first + n])
+
+
+def test_the_sigmoid_is_torchs_but_for_rounding():
+    torch.testing.assert_close(sigmoid(NUMBERS), torch.sigmoid(NUMBERS), rtol=2**-21, atol=0)
+
+
+def test_limits_of_the_sigmoid():
+    x = torch.tensor([float("-inf"), -200.0, 0.0, 200.0, float("inf"), float("nan")])
+    assert torch.equal(sigmoid(x)[:-1], torch.tensor([0.0, 0.0, 0.5, 1.0, 1.0]))
+    assert sigmoid(x)[-1].isnan()

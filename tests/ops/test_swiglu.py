@@ -2,15 +2,17 @@
 
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import strategies as st
 from torch import Tensor
 
 from octile.ops.groups import align_groups, take_tiles
 from octile.ops.quantize import dequantize, quantize
-from octile.ops.sigmoid import silu
 from octile.ops.swiglu import (
+    silu,
     swiglu,
     swiglu_backward,
     swiglu_backward_quantize,
@@ -269,3 +271,22 @@ def test_a_gradient_that_does_not_fit_is_refused():
 def test_invalid_arguments_of_backward_are_refused(change: Any, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         swiglu_backward_quantize(*change([*inputs(), None, None, None]), *QUANTIZATIONS)
+
+
+NUMBERS = 4 * torch.randn(70_000, generator=torch.Generator().manual_seed(0))
+
+
+@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.given(first=st.integers(0, 40), n=st.one_of(st.integers(1, 100), st.integers(32_000, 69_000)))
+def test_the_bits_of_the_silu_depend_on_its_element_alone(first, n):
+    assert torch.equal(silu(NUMBERS[first : first + n].clone()), silu(NUMBERS)[first : first + n])
+
+
+def test_the_silu_is_torchs_but_for_rounding():
+    torch.testing.assert_close(silu(NUMBERS), F.silu(NUMBERS), rtol=2**-21, atol=0)
+
+
+def test_limits_of_the_silu():
+    x = torch.tensor([-200.0, 0.0, 200.0, float("inf"), float("-inf"), float("nan")])
+    assert torch.equal(silu(x)[:4], torch.tensor([0.0, 0.0, 200.0, float("inf")]))
+    assert silu(x)[4:].isnan().all()  # as torch's

@@ -30,7 +30,7 @@ from octile.nn.moe import MoE
 from octile.nn.norm import RMSNorm
 from octile.nn.observer import ObservedGemm, observe_gemms, observe_quantization
 from octile.ops.groups import align_groups, take_tiles
-from octile.ops.sigmoid import silu
+from octile.ops.swiglu import silu
 from octile.recipe import GEMMS, Recipe
 from octile.scaled import ScaledTensor, grouped_matmul_nt, grouped_wgrad, matmul_nt, quantize
 
