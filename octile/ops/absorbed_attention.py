@@ -12,20 +12,29 @@ Shapes: T rows, H heads, N channels of a head's key, R of the rotary key, X = N 
 W = C + R.
 """
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from octile.ops.paged_attention import paged_attention
 from octile.ops.row_invariant import row_invariant_matmul_nt_out
 
+MultiplyHeads = Callable[[Tensor, Tensor, Tensor], None]  # see `multiply_heads`
+
 PART = 512  # positions of a row that a GPU attends to without a break, wherever other rows end
 ROWS = 4  # of a text that a GPU's thread block takes together, with 16 heads, if the text's rows are a multiple of it
 
 
-def absorb(q_THX: Tensor, w_k_HCN: Tensor) -> Tensor:
+def multiply_heads(x_THK: Tensor, w_HNK: Tensor, out_THN: Tensor) -> None:
+    """Multiply each head of rows by its own weight, and write the results to out; all in one dtype."""
+    row_invariant_matmul_nt_out(out_THN.transpose(0, 1), x_THK.transpose(0, 1), w_HNK)
+
+
+def absorb(q_THX: Tensor, w_k_HCN: Tensor, multiply: MultiplyHeads = multiply_heads) -> Tensor:
     """Multiply queries by W_UK, and copy their rotary channels: [T, H, W] in q's dtype."""
     (c, n), rope_dim = w_k_HCN.shape[1:], q_THX.shape[2] - w_k_HCN.shape[2]
     q_THW = q_THX.new_empty(*q_THX.shape[:2], c + rope_dim)
-    multiply_heads(q_THX[..., :n], w_k_HCN, q_THW[..., :c])
+    multiply(q_THX[..., :n], w_k_HCN, q_THW[..., :c])
     q_THW[..., c:] = q_THX[..., n:]
     return q_THW
 
@@ -50,8 +59,3 @@ def attend(
     """
     o_THC = paged_attention(q_THW, cache, pages, lengths, w_v_HVC.shape[2], scale, PART, rows_per_text)
     multiply_heads(o_THC, w_v_HVC, out_THV)
-
-
-def multiply_heads(x_THK: Tensor, w_HNK: Tensor, out_THN: Tensor) -> None:
-    """Multiply each head of rows by its own weight, and write the results to out; all in one dtype."""
-    row_invariant_matmul_nt_out(out_THN.transpose(0, 1), x_THK.transpose(0, 1), w_HNK)

@@ -107,7 +107,7 @@ def in_float64(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
     return torch.bmm(a.double(), b.double().mT).to(out_dtype)
 
 
-def absorb_in_float64(q_THX: Tensor, w_k_HCN: Tensor) -> Tensor:
+def absorb_in_float64(q_THX: Tensor, w_k_HCN: Tensor, _: object) -> Tensor:
     q_THN, q_THR = q_THX.split([w_k_HCN.shape[2], q_THX.shape[2] - w_k_HCN.shape[2]], dim=-1)
     absorbed_HTC = in_float64(q_THN.transpose(0, 1), w_k_HCN, q_THX.dtype)
     return torch.cat((absorbed_HTC.transpose(0, 1), q_THR), dim=-1)

@@ -412,14 +412,7 @@ class Attention:
 
     def _absorb(self, q_THX: Tensor, w: AttentionWeights) -> Tensor:
         """Multiply queries by W_UK: [T, H, C + R]."""
-        if self.gemms.batch_invariant:
-            return absorb(q_THX, w.w_k)
-        c = self.config
-        q_THN, q_THR = q_THX.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
-        q_THW = q_THX.new_empty(*q_THX.shape[:2], c.kv_lora_rank + c.qk_rope_head_dim)
-        self.gemms.heads_nt(q_THN, w.w_k, q_THW[..., : c.kv_lora_rank])
-        q_THW[..., c.kv_lora_rank :] = q_THR
-        return q_THW
+        return absorb(q_THX, w.w_k, self.gemms.heads_nt)
 
     def _is_sparse(self, piece: PrefillPiece) -> bool:
         """Whether a piece is a chunk that attends to top-k positions: it has more than are chosen."""
