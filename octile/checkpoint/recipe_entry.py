@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
-from octile.recipe import Recipe
+from octile.recipe import LATENTS, Recipe
 
 ENTRY = "octile_recipe"
-LATENTS = get_args(get_type_hints(Recipe)["latents"])
 
 
 def with_recipe(config: Mapping[str, Any], recipe: Recipe | None) -> dict[str, Any]:
