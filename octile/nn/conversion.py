@@ -164,10 +164,8 @@ def _check_batch_invariant(model: nn.Module, recipe: Recipe, is_partial: bool) -
             f"recipe {recipe.name!r} needs an octile.models.DeepseekV3, not {type(model).__name__}: other models are "
             "not served by octile"
         )
-    if is_partial or recipe.exceptions:
-        raise ValueError(
-            f"recipe {recipe.name!r} has all linear layers in FP8: filter, keep and exceptions leave some out"
-        )
+    if is_partial:
+        raise ValueError(f"recipe {recipe.name!r} has all linear layers in FP8: filter and keep leave some out")
     for module in found:
         if why := module.why_not_batch_invariant():
             raise ValueError(f"recipe {recipe.name!r} cannot be applied to the model: {why}")
