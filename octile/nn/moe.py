@@ -230,7 +230,7 @@ class MoE(FusableModule):
             assert shared_experts is not None
             shares_input = self._shares_input(shared_experts, x.recipe)
             if not shares_input:
-                check_not_batch_invariant(*shared_experts.modules())
+                check_not_batch_invariant(shared_experts.modules())
             return shared_experts(x if shares_input else x.x).view(x.x.shape)
 
         weights = (self.experts.gate_up, self.experts.down, routing.weights_TK)
@@ -246,7 +246,7 @@ class MoE(FusableModule):
     def _route(self, x: Tensor | BlockInput, batch: int) -> tuple[Routing, RoutingPlan]:
         """Choose each token's experts and plan the way of the rows; store the load and its loss."""
         if isinstance(x, BlockInput) and (type(self.gate) is not Gate or has_hooks(self.gate)):
-            check_not_batch_invariant(self.experts)
+            check_not_batch_invariant([self.experts])
             x = x.x
         routing = self.gate(x)
         load_E = count_tokens(routing.experts_TK, len(self.gate.weight))[0]

@@ -11,7 +11,7 @@ the module then runs its layers one after the other. (A bias that was added to a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -68,7 +68,7 @@ class FusableModule(nn.Module):
             fusion = decision.fusion
         if fusion is None or has_hooks(*layers) or _has_bias(*layers):
             if not self.is_batch_invariant_unfused():
-                check_not_batch_invariant(*layers)
+                check_not_batch_invariant(layers)
             return None
         return fusion
 
@@ -121,7 +121,7 @@ def is_forward_replaced(module: nn.Module) -> bool:
     return "forward" in module.__dict__
 
 
-def check_not_batch_invariant(*layers: nn.Module | None) -> None:
+def check_not_batch_invariant(layers: Iterable[nn.Module | None]) -> None:
     """Refuse to call layers one after the other that have a batch-invariant recipe, which needs them as one function.
 
     Raises:

@@ -45,13 +45,13 @@ def pre_norm(x: Tensor, norm: nn.Module, layer: nn.Module) -> tuple[Tensor, Tens
             into an `MLA`, `MHA`, `MLP` or `MoE` whose layers are fused, unless it has hooks itself, which see tensors.
     """
     if not is_fusable_norm(norm):
-        check_not_batch_invariant(*layer.modules())
+        check_not_batch_invariant(layer.modules())
         return x, norm(x)
     assert isinstance(norm, RMSNorm)
     fusion = layer.fusion() if isinstance(layer, FusableModule) and not has_hooks(layer) else None
     if fusion is None:
         if not (isinstance(layer, FusableModule) and layer.is_batch_invariant_unfused()):
-            check_not_batch_invariant(*layer.modules())
+            check_not_batch_invariant(layer.modules())
         y, residual = rms_norm(x, norm.weight, norm.eps)
         return residual, y
     assert isinstance(layer, FusableModule)
