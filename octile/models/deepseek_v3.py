@@ -159,9 +159,7 @@ class DeepseekV3(nn.Module):
         """
         if not self.config.num_nextn_predict_layers:
             raise ValueError("the model has no multi-token prediction, so it drafts nothing")
-        if tokens_BS.dim() != 2 or tokens_BS.shape[1] < 2:
-            raise ValueError(f"tokens must be [batch, sequence] of two tokens or more, not {list(tokens_BS.shape)}")
-        self._check(tokens_BS, None)
+        self._check_pairs(tokens_BS)
         h_BSD, cos_sin = self._main(tokens_BS)
         drafts_BSD = self._drafts(tokens_BS, h_BSD, cos_sin)
         self._pop_losses()
@@ -183,9 +181,7 @@ class DeepseekV3(nn.Module):
         Raises:
             ValueError: tokens have a wrong shape.
         """
-        if tokens_BS.dim() != 2 or tokens_BS.shape[1] < 2:
-            raise ValueError(f"tokens must be [batch, sequence] of two tokens or more, not {list(tokens_BS.shape)}")
-        self._check(tokens_BS, None)
+        self._check_pairs(tokens_BS)
         recipe = recipe_of(self)
         compute = self.lm_head.weight.dtype if recipe is None else recipe.compute
         with forward_precision(tokens_BS.device, compute):
@@ -316,6 +312,11 @@ class DeepseekV3(nn.Module):
         shortest = 3 if self.training and self.config.num_nextn_predict_layers else 2
         if labels_BS is not None and tokens_BS.shape[1] < shortest:
             raise ValueError(f"a loss needs sequences of at least {shortest} tokens, not {tokens_BS.shape[1]}")
+
+    def _check_pairs(self, tokens_BS: Tensor) -> None:
+        if tokens_BS.dim() != 2 or tokens_BS.shape[1] < 2:
+            raise ValueError(f"tokens must be [batch, sequence] of two tokens or more, not {list(tokens_BS.shape)}")
+        self._check(tokens_BS, None)
 
 
 def rope_of(c: ModelConfig) -> Rope:
