@@ -292,8 +292,7 @@ def _trained_places(model: DeepseekV3, text: Text) -> dict[str, Tensor]:
 
     handles = [module.register_forward_hook(noting(where)) for where, module in named]
     try:
-        tokens = torch.tensor([text.prompt + text.tokens], device=model.lm_head.weight.device)
-        model.log_probs(tokens)
+        training_log_probs(model, text)
     finally:
         for handle in handles:
             handle.remove()
