@@ -21,6 +21,7 @@ from octile.formats import TILE
 from octile.models.config import ModelConfig
 from octile.nn.functional import result_dtype
 from octile.nn.fused.cross_entropy import cross_entropies, cross_entropy
+from octile.nn.fused.feed_forward import can_fuse_size
 from octile.nn.fused.pre_norm import pre_norm
 from octile.nn.gate import Gate
 from octile.nn.indexer import Indexer
@@ -197,7 +198,7 @@ class DeepseekV3(nn.Module):
         if self.config.has_indexer:
             return "sparse attention chooses its keys by kernels that differ between training and serving"
         size = self.config.moe_intermediate_size
-        return f"moe_intermediate_size must be a multiple of {TILE[1]}, not {size}" if size % TILE[1] else None
+        return None if can_fuse_size(size) else f"moe_intermediate_size must be a multiple of {TILE[1]}, not {size}"
 
     def adapt_to(self, recipe: Recipe) -> None:
         """Give the output head the form that belongs to a recipe, whose layers the blocks have by now."""

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octile.formats import TILE
 from octile.kernels.cuda.gemm import num_sms
 from octile.models.config import ModelConfig
 from octile.nn.dispatcher import InFlight, LocalDispatcher
+from octile.nn.fused.feed_forward import can_fuse_size
 from octile.ops.gate import gate
 from octile.ops.norm import rms_norm
 from octile.ops.permute import count_tokens, unpermute
@@ -85,7 +85,7 @@ class FeedForward:
         """
         eps = self.config.rms_norm_eps
         if isinstance(w.mlp, MLPWeights):
-            if self.gemms.batch_invariant and w.mlp.down.shape[-1] % TILE[1]:
+            if self.gemms.batch_invariant and not can_fuse_size(w.mlp.down.shape[-1]):
                 return x_TD.add_(self._mlp_in_steps(rms_norm(x_TD, w.post_norm, eps)[0], w.mlp))
             x = self.gemms.norm(x_TD, w.post_norm, eps, w.mlp.x.has_fp8, w.mlp.x.has_values)
             return x_TD.add_(self._mlp(x, w.mlp))
