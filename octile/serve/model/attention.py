@@ -366,7 +366,8 @@ class Attention:
         o_THV = out_TV.unflatten(-1, (self.n_heads, -1))
         if n_decode:
             q, index_queries = queries.rows(0, n_decode)
-            self._attend_to_pages(self._absorb(q, w), index_queries, layer, w, step, o_THV[:n_decode])
+            q_THW = absorb(q, w.w_k, self.gemms.heads_nt)
+            self._attend_to_pages(q_THW, index_queries, layer, w, step, o_THV[:n_decode])
         end = step.prefills[-1].first_row + step.prefills[-1].rows if step.prefills else n_decode
         out_TV[end:] = 0  # rows that only fill GEMMs
         for piece in step.prefills:
@@ -410,10 +411,6 @@ class Attention:
         assert self.index is not None
         return self.index.read(layer, slots)[0]
 
-    def _absorb(self, q_THX: Tensor, w: AttentionWeights) -> Tensor:
-        """Multiply queries by W_UK: [T, H, C + R]."""
-        return absorb(q_THX, w.w_k, self.gemms.heads_nt)
-
     def _is_sparse(self, piece: PrefillPiece) -> bool:
         """Whether a piece is a chunk that attends to top-k positions: it has more than are chosen."""
         return self.index is not None and piece.max_positions > self._n_chosen
@@ -435,5 +432,6 @@ class Attention:
             assert part.index_queries is not None
             position = len(slots_L) - n_rows + row
             slots_TK = top_k_of_prefix(part.index_queries, k_LE, scale_L, slots_L, position, self._n_chosen)
-            o_THC = sparse_attention(self._absorb(part.q, w), latents, slots_TK, c.kv_lora_rank, self.softmax_scale)
+            q_THW = absorb(part.q, w.w_k, self.gemms.heads_nt)
+            o_THC = sparse_attention(q_THW, latents, slots_TK, c.kv_lora_rank, self.softmax_scale)
             self.gemms.heads_nt(o_THC, w.w_v, out_SHV.narrow(0, row, n))
