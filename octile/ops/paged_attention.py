@@ -12,8 +12,8 @@ On a GPU the positions of a row are divided among thread blocks (split-KV), whos
 order of the positions. If parts are given, a row is divided at their multiples, and its bits depend on its query, its
 keys and its length alone: not on other rows, nor on those of its text that are computed together with it. Otherwise the
 lengths of all rows may decide how they are divided, so that thread blocks have equally much to do. The order of sums is
-unspecified otherwise. The softmax's weights are rounded to q's dtype, or to FP16 with a scale, before
-they are multiplied, and with more than 32 heads a GPU may round the latents of FP8 rows to q's dtype, too.
+unspecified otherwise. The softmax's weights are rounded to q's dtype, or to FP16 with a scale, before they are
+multiplied, and with more than 32 heads a GPU may round the latents of FP8 rows to q's dtype, too.
 
 Source: DeepSeek-V2 (arXiv 2405.04434) §2.1.2; Flash-Decoding; FlashMLA (https://github.com/deepseek-ai/FlashMLA).
 Shapes: R rows, H heads, C channels of a latent, W = C + those of the rotary key, P pages, M pages of a text at most.
