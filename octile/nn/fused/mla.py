@@ -108,7 +108,7 @@ class _LatentAttention(torch.autograd.Function):
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
         layers, (w_q, w_kv, w_o), saved = load_saved(ctx, dy_TD)
         heads, (q_saved, kv_saved) = ctx.heads, ctx.how_saved
-        s, cos_sin, formats = layers.settings, saved["cos_sin"], layers.settings.formats
+        s, cos_sin = layers.settings, saved["cos_sin"]
 
         shape = torch.Size((heads.batch, len(dy_TD) // max(heads.batch, 1), heads.count, heads.v_dim))
         do_BSHV, dw_o = output_backward(dy_TD, shape, saved["o"], layers, 2, w_o)
@@ -116,19 +116,10 @@ class _LatentAttention(torch.autograd.Function):
         x_q, x_kv = q_saved.quantized(saved["x_q"]), kv_saved.quantized(saved["x_kv"])
         q, k, v = saved["qkv"] or _queries_keys_values(x_q, x_kv, saved["k_rope"], cos_sin, w_q, w_kv, heads, s.dtype)
         o_BSHV = saved["o"].dequantize(s.dtype).view(v.shape)
-        dq, dk, dv = attention_backward(do_BSHV, q, k, v, o_BSHV, saved["lse"], heads.softmax_scale)
-        dq_TX, dkv_TX, dk_rope_TR = projection_gradients(dq, dk, dv, cos_sin)
-
-        dq, dq_t = quantize_gradient(dq_TX, formats)
-        dkv, dkv_t = quantize_gradient(dkv_TX, formats)
-        layers.report_dgrad(0, lambda: dq_TX, dq, w_q)
-        layers.report_dgrad(1, lambda: dkv_TX, dkv, w_kv)
-        dx_q, dx_kv = (
-            nt(d, w.w_t, None, dtype) if needed else None
-            for d, w, dtype, needed in zip((dq, dkv), (w_q, w_kv), ctx.x_dtypes, ctx.needs_input_grad, strict=False)
+        dqkv = attention_backward(do_BSHV, q, k, v, o_BSHV, saved["lse"], heads.softmax_scale)
+        dx_q, dx_kv, dk_rope_TR, dw_q, dw_kv = projections_backward(
+            ctx, dqkv, cos_sin, layers, (x_q, x_kv), (w_q, w_kv)
         )
-        (dw_q,) = layers.wgrad(0, lambda: dq_TX, dq_t, requantize(x_q, formats.wgrad_x))
-        (dw_kv,) = layers.wgrad(1, lambda: dkv_TX, dkv_t, requantize(x_kv, formats.wgrad_x))
         return dx_q, dx_kv, dk_rope_TR, None, None, None, None, None, dw_q, dw_kv, dw_o
 
 
@@ -152,12 +143,41 @@ def _queries_keys_values(
     return q_BSHX, k_BSHX, kv_BSHX[..., heads.nope_dim :]
 
 
-def projection_gradients(dq: Tensor, dk: Tensor, dv: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of both projections, [T, H·X] and [T, H·(N+V)], and of the rotary key [T, R].
+def projections_backward(
+    ctx: Any,
+    dqkv: tuple[Tensor, Tensor, Tensor],
+    cos_sin: CosSin,
+    layers: FusedLayers,
+    inputs: tuple[ScaledTensor, ScaledTensor],
+    weights: tuple[WeightForms, WeightForms],
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None, Tensor | None]:
+    """Compute the gradients of both projections, and of the rotary key, from those of q, k and v.
 
-    Overwrites dq.
+    Args:
+        ctx: context of the autograd function, whose first two arguments are the inputs; `x_dtypes` has their dtypes.
+        dqkv: gradients of q, k [B, S, H, X] and v [B, S, H, V]; that of q is overwritten.
+        layers: the projections are its first two GEMMs.
+        inputs, weights: what the projection to queries multiplied, then that to keys and values.
+
+    Returns:
+        gradients of both inputs, None where not needed; of the rotary key [T, R]; and of both weights, as
+        `FusedLayers.wgrad` returns them.
     """
+    dq_BSHX, dk_BSHX, dv_BSHV = dqkv
+    (x_q, x_kv), (w_q, w_kv), formats = inputs, weights, layers.settings.formats
     cos_SR, sin_SR = cos_sin
-    rotate_(dq, cos_SR, -sin_SR)
-    dkv, dk_rope = latent_keys_backward(dk, dv, cos_SR, sin_SR)
-    return dq.flatten(2).flatten(0, 1), dkv.flatten(2).flatten(0, 1), dk_rope.flatten(0, 1)
+    rotate_(dq_BSHX, cos_SR, -sin_SR)
+    dkv_BSHX, dk_rope_BSR = latent_keys_backward(dk_BSHX, dv_BSHV, cos_SR, sin_SR)
+    dq_TX, dkv_TX = (d.flatten(2).flatten(0, 1) for d in (dq_BSHX, dkv_BSHX))
+
+    dq, dq_t = quantize_gradient(dq_TX, formats)
+    dkv, dkv_t = quantize_gradient(dkv_TX, formats)
+    layers.report_dgrad(0, lambda: dq_TX, dq, w_q)
+    layers.report_dgrad(1, lambda: dkv_TX, dkv, w_kv)
+    dx_q, dx_kv = (
+        nt(d, w.w_t, None, dtype) if needed else None
+        for d, w, dtype, needed in zip((dq, dkv), weights, ctx.x_dtypes, ctx.needs_input_grad, strict=False)
+    )
+    (dw_q,) = layers.wgrad(0, lambda: dq_TX, dq_t, requantize(x_q, formats.wgrad_x))
+    (dw_kv,) = layers.wgrad(1, lambda: dkv_TX, dkv_t, requantize(x_kv, formats.wgrad_x))
+    return dx_q, dx_kv, dk_rope_BSR.flatten(0, 1), dw_q, dw_kv

@@ -34,8 +34,8 @@ from octile.nn.fused.attention_output import output, output_backward
 from octile.nn.fused.block_input import BlockInput
 from octile.nn.fused.layers import FusedLayers, Settings, load_saved, save_for_backward, settings
 from octile.nn.fused.linear import nt
-from octile.nn.fused.mla import Heads, projection_gradients
-from octile.nn.fused.quantize import WeightForms, quantize_gradient, quantize_operand, requantize
+from octile.nn.fused.mla import Heads, projections_backward
+from octile.nn.fused.quantize import WeightForms, quantize_operand
 from octile.nn.rope import CosSin
 from octile.ops.absorbed_attention import ROWS, absorb, attend
 from octile.ops.attention import attention, attention_backward
@@ -100,7 +100,7 @@ class _ServedAttention(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
         layers, (w_q, w_kv, w_o), saved = load_saved(ctx, dy_TD)
-        heads, s, cos_sin, formats = ctx.heads, layers.settings, saved["cos_sin"], layers.settings.formats
+        heads, s, cos_sin = ctx.heads, layers.settings, saved["cos_sin"]
         shape = torch.Size((heads.batch, len(dy_TD) // max(heads.batch, 1), heads.count, heads.v_dim))
         do_BSHV, dw_o = output_backward(dy_TD, shape, saved["o"], layers, 2, w_o)
 
@@ -109,19 +109,11 @@ class _ServedAttention(torch.autograd.Function):
         latent_TC, rope_TR = _read(saved["cache"], ctx.latent_dim, shape, s.dtype)
         k_BSHX, v_BSHV = _keys_and_values(latent_TC, rope_TR, w_kv, shape, heads, s)
         o_BSHV, lse_BHS = attention(q_BSHX, k_BSHX, v_BSHV, heads.softmax_scale)
-        dq, dk, dv = attention_backward(do_BSHV, q_BSHX, k_BSHX, v_BSHV, o_BSHV, lse_BHS, heads.softmax_scale)
-        dq_TX, dkv_TX, dk_rope_TR = projection_gradients(dq, dk, dv, cos_sin)
-
-        dq, dq_t = quantize_gradient(dq_TX, formats)
-        dkv, dkv_t = quantize_gradient(dkv_TX, formats)
-        layers.report_dgrad(0, lambda: dq_TX, dq, w_q)
-        dx_q, dlatent = (
-            nt(d, w.w_t, None, dtype) if needed else None
-            for d, w, dtype, needed in zip((dq, dkv), (w_q, w_kv), ctx.x_dtypes, ctx.needs_input_grad, strict=False)
+        dqkv = attention_backward(do_BSHV, q_BSHX, k_BSHX, v_BSHV, o_BSHV, lse_BHS, heads.softmax_scale)
+        x_kv = quantize_operand(latent_TC, s.formats.x, "x")
+        dx_q, dlatent, dk_rope_TR, dw_q, dw_kv = projections_backward(
+            ctx, dqkv, cos_sin, layers, (x_q, x_kv), (w_q, w_kv)
         )
-        x_kv = quantize_operand(latent_TC, formats.x, "x")
-        (dw_q,) = layers.wgrad(0, lambda: dq_TX, dq_t, requantize(x_q, formats.wgrad_x))
-        (dw_kv,) = layers.wgrad(1, lambda: dkv_TX, dkv_t, requantize(x_kv, formats.wgrad_x))
         return dx_q, dlatent, dk_rope_TR, None, None, None, None, dw_q, dw_kv, dw_o
 
 
