@@ -11,6 +11,7 @@ block is the layer after the last one.
 Source: DeepSeek-V3 (arXiv 2412.19437) §2, figures 2 and 3.  Shapes: B batch, S sequence, D model, V vocabulary.
 """
 
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 
 import torch
@@ -183,12 +184,15 @@ class DeepseekV3(nn.Module):
             ValueError: tokens have a wrong shape.
         """
         self._check_pairs(tokens_BS)
-        recipe = recipe_of(self)
-        compute = self.lm_head.weight.dtype if recipe is None else recipe.compute
-        with forward_precision(tokens_BS.device, compute):
+        with self.training_precision():
             h_BSD, _ = self._main(tokens_BS)
             self._pop_losses()
             return -cross_entropies(self.lm_head(h_BSD[:, :-1]), tokens_BS[:, 1:].contiguous())
+
+    def training_precision(self) -> AbstractContextManager[None]:
+        """Return the context of a training step's forward pass: on a GPU, autocast to the recipe's `compute` dtype."""
+        weight, recipe = self.lm_head.weight, recipe_of(self)
+        return forward_precision(weight.device, weight.dtype if recipe is None else recipe.compute)
 
     def why_not_batch_invariant(self) -> str | None:
         """Return why no batch-invariant recipe can be applied; None: one can.

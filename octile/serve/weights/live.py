@@ -22,8 +22,6 @@ from octile.models.deepseek_v3 import DeepseekV3
 from octile.models.meta import meta_model
 from octile.models.names import to_hf
 from octile.nn.functional import result_dtype
-from octile.nn.linear import recipe_of
-from octile.nn.precision import forward_precision
 from octile.scaled import quantize
 from octile.serve.weights.block_weights import Weight, tensors_of
 from octile.serve.weights.weights import (
@@ -128,6 +126,5 @@ class LiveWeights:
 
 def _dtype_of(model: DeepseekV3) -> torch.dtype:
     """Return the dtype in which `model.log_probs` computes what is not quantized."""
-    weight, recipe = model.lm_head.weight, recipe_of(model)
-    with forward_precision(weight.device, weight.dtype if recipe is None else recipe.compute):
-        return result_dtype(weight)
+    with model.training_precision():
+        return result_dtype(model.lm_head.weight)
