@@ -6,7 +6,8 @@
 - `param.scaled_grad`, FP8 values with one scale, to which `store_scaled` moves each gradient when it is computed.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -73,6 +74,30 @@ def store_scaled(param: Tensor, dtype: torch.dtype) -> None:
         param.grad = None
 
     param.register_post_accumulate_grad_hook(move)
+
+
+@contextmanager
+def added_in_place(params: Iterable[Tensor]) -> Iterator[None]:
+    """Context manager of the passes after a batch's first micro-batch: layers add weight gradients to `.grad` in place.
+
+    It is their `main_grad`, so that a GEMM adds to what it stores, and no sum of one micro-batch is stored by itself.
+    Parameters without a float32 gradient are left as they are. So are those with hooks of gradients, which would not
+    be called.
+    """
+    changed = [p for p in params if _adds_in_place(p)]
+    for param in changed:
+        param.main_grad = param.grad  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for param in changed:
+            del param.main_grad  # type: ignore[attr-defined]
+
+
+def _adds_in_place(param: Tensor) -> bool:
+    has_hooks = param._backward_hooks or param._post_accumulate_grad_hooks
+    is_plain = type(param.grad) is Tensor and param.grad.dtype == torch.float32 and param.grad.is_contiguous()
+    return is_plain and not has_hooks and getattr(param, "main_grad", None) is None
 
 
 def reset(param: Tensor) -> None:

@@ -1,6 +1,7 @@
 """Tests of a training step, the state of a trainer, and non-finite losses and gradients."""
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -18,8 +19,9 @@ from octile.serve.runner.model_runner import ModelRunner
 from octile.serve.weights.live import LiveWeights
 from octile.train.config import OptimConfig
 from octile.train.step.progress import schedule
+from octile.train.strategy.single import Strategy
 from octile.train.trainer import Trainer
-from tests.train.conftest import MICRO, every_recipe, micro
+from tests.train.conftest import every_recipe, micro
 
 
 def run(trainer, steps):
@@ -33,6 +35,16 @@ def copy_state(trainer):
 
 def weights(trainer):
     return {name: t.clone() for name, t in trainer.model.state_dict().items()}
+
+
+def test_gradients_of_micro_batches_are_added_in_place(new_trainer, monkeypatch: pytest.MonkeyPatch):
+    in_place, added = new_trainer(micro_batches=2), new_trainer(micro_batches=2)
+    in_place.step()
+    assert not any(hasattr(parameter, "main_grad") for parameter in in_place.model.parameters())
+    monkeypatch.setattr(Strategy, "_adding", lambda _: nullcontext())
+    added.step()
+    for ours, theirs in zip(in_place.model.parameters(), added.model.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-8)
 
 
 @every_recipe()
@@ -82,7 +94,7 @@ def test_forward_passes_on_a_cpu_are_in_float32(new_trainer):
 
 
 def test_an_engine_over_the_model_reports_the_log_probabilities_of_training_after_steps(new_trainer, store):
-    trainer = new_trainer(recipe="exact", model=replace(MICRO, moe_intermediate_size=128))
+    trainer = new_trainer(recipe="exact")
     runner = ModelRunner(LiveWeights(trainer.model), 4, batch_invariant=True)
     engine = Engine(runner, store.tokenizer)
     run(trainer, 2)

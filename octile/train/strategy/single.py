@@ -30,7 +30,7 @@ from octile.nn.conversion import apply_recipe
 from octile.nn.fused.cross_entropy import cross_entropies
 from octile.ops.cross_entropy import IGNORED
 from octile.optim import AdamW
-from octile.optim.gradient import gradient_norm
+from octile.optim.gradient import added_in_place, gradient_norm
 from octile.parallel.expert_sharding import ExpertShare
 from octile.parallel.ranks import Ranks
 from octile.recipe import Recipe
@@ -204,13 +204,18 @@ class Strategy:
         for number, micro_batch_BS in enumerate(micro_batches, 1):
             parts = sequences / len(micro_batch_BS)
             self.ranks.begin(f"passes of micro-batch {number - 1}")
-            with self._reducing(is_last=number == len(micro_batches)):
+            adding = self._adding() if number > 1 else nullcontext()
+            with adding, self._reducing(is_last=number == len(micro_batches)):
                 sums["loss"] = sums["loss"] + passes.backward(micro_batch_BS, parts)
             for name, value in self.model.last_losses.items():
                 sums[name] = sums[name] + value / parts
             for name, moe in self.moes.items():
                 load[name] += moe.last_load_E
         return torch.stack([*sums.values()])
+
+    def _adding(self) -> AbstractContextManager[object]:
+        """The context of the passes of a micro-batch that is not the first."""
+        return added_in_place(self.model.parameters())
 
     def _reducing(self, is_last: bool) -> AbstractContextManager[object]:
         """The context of a micro-batch's backward pass."""
