@@ -51,15 +51,17 @@ WRITE_LATENTS: dict[str, int] = {"num_warps": 4}  # of a row's program
 DECODE_LATENTS: dict[str, int] = {"HEADS": 16, "num_warps": 4}  # heads of a program, and warps of each
 # Heads of a program of paged attention and splits of a row at most; positions at a time, which divide a page; programs
 # an SM (benchmarks/history/serve).
-PAGED_ATTENTION: dict[str, int] = {"MAX_HEADS": 16, "MAX_SPLITS": 64, "KEYS": 32, "PROGRAMS": 8, "num_stages": 2}
+PAGED_ATTENTION: dict[str, int] = {
+    "MAX_HEADS": 16, "MAX_HEADS_OF_ROWS": 64, "MAX_SPLITS": 64, "KEYS": 32, "PROGRAMS": 8, "num_stages": 2
+}  # fmt: skip
 # Rows of a program, and keys at a time; on GPUs with less shared memory than Hopper smaller ones, which do not spill.
 RAGGED_ATTENTION: dict[str, int] = {"ROWS": 128, "KEYS": 64, "num_warps": 8, "num_stages": 3}
 RAGGED_ATTENTION_SMALL: dict[str, int] = {"ROWS": 64, "KEYS": 32, "num_warps": 4, "num_stages": 2}
 # Logits of a program at a time, programs an SM, and parts of a row at most.
 SAMPLE_TOKENS: dict[str, int] = {"BLOCK": 4096, "PROGRAMS": 2, "MAX_PARTS": 128, "num_warps": 8}
-ROW_INVARIANT: dict[str, int] = {
-    "TILE_M": 64, "TILE_N": 32, "BLOCK_K": 64, "CHUNK": 512, "num_warps": 4, "num_stages": 3
-}  # fmt: skip
+ROW_INVARIANT: dict[str, int] = {"TILE_M": 64, "TILE_N": 32, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
+ROW_INVARIANT_OF_MANY: dict[str, int] = ROW_INVARIANT | {"TILE_N": 128, "num_stages": 4}
+ROW_INVARIANT_WIDE: dict[str, int] = ROW_INVARIANT | {"TILE_M": 128, "TILE_N": 256, "num_warps": 8}
 MERGE_SPLITS: dict[str, int] = {"num_warps": 4}
 GATE_ELEMENTS, GATE_PROGRAMS = 1024, 128  # logits of a program at most, and programs at least, if there are tokens
 GATE_BACKWARD_ROWS = 16  # most tokens of a program in backward
