@@ -200,6 +200,9 @@ TABLE = {
         routing_launcher.why_not_balance, routing_launcher.sequence_balance, _triton("sequence_balance", "launch")
     ),
     "paged_attention": Backends(mla_decode.why_unsupported, mla_decode.launch, _triton("paged_attention", "launch")),
+    "paged_attention_with_lse": Backends(
+        mla_decode.why_unsupported, mla_decode.launch_with_lse, _triton("paged_attention", "launch_with_lse")
+    ),
     "quantize": Backends(_why_not_quantize, launcher.quantize, _triton("quantize", "launch")),
     "quantize_with_scale": Backends(
         _why_not_first(1), launcher.quantize_with_scale, _triton("quantize", "launch_with_scale")
@@ -240,7 +243,7 @@ TABLE = {
     "rms_norm_quantize": Backends(_why_not_rms_norm, launcher.rms_norm, _triton("norm", "launch")),
 }
 ROUTING = ("gate", "gate_backward", "count_tokens", "routing_plan", "sequence_balance")
-ATTENTION = ("paged_attention",)
+ATTENTION = ("paged_attention", "paged_attention_with_lse")
 QUANTIZATIONS = tuple(name for name in TABLE if name not in ("gemm", *ROUTING, *ATTENTION))
 WITH_HOPPER = (*GEMMS, *QUANTIZATIONS, *ROUTING, *ATTENTION)  # operators that have kernels for Hopper
 OPERATORS = (*WITH_HOPPER, *HOPPER_OR_TORCH, *ONLY_TRITON, *ONLY_TORCH)
@@ -260,7 +263,7 @@ SUPPORTED_BY_HOPPER = {  # what the functions `why_not_hopper` of `TABLE` accept
     "count_tokens": _UP_TO,
     "routing_plan": _UP_TO,
     "sequence_balance": "16, 32, … 512 experts, whose counts are not given",
-    "paged_attention": f"BF16 queries of {mla_decode.LATENT} + {mla_decode.ROTARY} channels",
+    **dict.fromkeys(ATTENTION, f"BF16 queries of {mla_decode.LATENT} + {mla_decode.ROTARY} channels"),
 }
 
 

@@ -446,9 +446,11 @@ inline float dot(const float* a, const float* b, int64_t n) {
     return parts[0];
 }
 
-// o[heads, latent] of the first `length` positions of a text, page by page with a running maximum of the scores.
+// o[heads, latent] of the first `length` positions of a text, page by page with a running maximum of the scores, and, if
+// it is not null, lse[heads], the logarithm of the softmax's denominator.
 void attend(
-    const Cache& cache, const int32_t* pages, int64_t length, const float* q, int64_t heads, float scale, float* o
+    const Cache& cache, const int32_t* pages, int64_t length, const float* q, int64_t heads, float scale, float* o,
+    float* lse
 ) {
     const int64_t width = cache.latent + cache.rope;
     std::vector<float> keys(cache.page * width), scores(cache.page), highest(heads, -INFINITY), total(heads);
@@ -478,6 +480,7 @@ void attend(
     }
     for (int64_t h = 0; length && h < heads; ++h)
         for (int64_t c = 0; c < cache.latent; ++c) o[h * cache.latent + c] /= total[h];
+    for (int64_t h = 0; lse && h < heads; ++h) lse[h] = highest[h] + std::log(total[h]);
 }
 
 }  // namespace
@@ -486,9 +489,10 @@ extern "C" {
 
 // o[rows, heads, latent] of q[rows, heads, latent + rope]: row r attends to the first lengths[r] positions of the pages
 // whose numbers begin at pages + r · page_stride. A thread computes some heads of a row; the bits do not depend on it.
+// lse[rows, heads], or null, gets the logarithm of each softmax's denominator.
 void octile_paged_attention(
     const Cache* cache, const float* q, int64_t rows, int64_t heads, const int32_t* pages, int64_t page_stride,
-    const int32_t* lengths, float scale, int64_t head_blocks, float* o
+    const int32_t* lengths, float scale, int64_t head_blocks, float* o, float* lse
 ) {
     int64_t positions = 0;
     for (int64_t row = 0; row < rows; ++row) positions += lengths[row];
@@ -500,7 +504,7 @@ void octile_paged_attention(
         const int64_t head = row * heads + first;
         attend(
             *cache, pages + row * page_stride, lengths[row], q + head * width, std::min(block, heads - first), scale,
-            o + head * cache->latent
+            o + head * cache->latent, lse ? lse + head : nullptr
         );
     }
 }

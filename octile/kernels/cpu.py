@@ -190,8 +190,19 @@ def can_attend(cache: Tensor) -> bool:
     return cache.dtype in CACHE_FORMATS and library() is not None
 
 
-def paged_attention(q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, latent_dim: int, scale: float) -> Tensor:
-    """Compute `octile.ops.paged_attention.paged_attention`, whose arguments were checked: o [R, H, C] float32."""
+def paged_attention(
+    q: Tensor,
+    cache: Tensor,
+    pages: Tensor,
+    lengths: Tensor,
+    latent_dim: int,
+    scale: float,
+    lse: Tensor | None = None,
+) -> Tensor:
+    """Compute `octile.ops.paged_attention.paged_attention`, whose arguments were checked: o [R, H, C] float32.
+
+    The logarithm of each softmax's denominator is written to lse [R, H] float32, contiguous, if it is given.
+    """
     rows, heads, width = q.shape
     q, lengths = q.float().contiguous(), lengths.contiguous()
     o = q.new_empty(rows, heads, latent_dim)
@@ -207,6 +218,7 @@ def paged_attention(q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, la
         ctypes.c_float(scale),
         ctypes.c_int64(-(-torch.get_num_threads() // max(rows, 1))),
         _address(o),
+        _address(lse),
     )
     return o
 

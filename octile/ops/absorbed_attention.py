@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from octile.ops.paged_attention import paged_attention
+from octile.ops.paged_attention import paged_attention, paged_attention_with_lse
 from octile.ops.row_invariant import row_invariant_matmul_nt_out
 
 MultiplyHeads = Callable[[Tensor, Tensor, Tensor], None]  # see `multiply_heads`
@@ -59,3 +59,20 @@ def attend(
     """
     o_THC = paged_attention(q_THW, cache, pages, lengths, w_v_HVC.shape[2], scale, PART, rows_per_text)
     multiply_heads(o_THC, w_v_HVC, out_THV)
+
+
+def attend_with_lse(
+    q_THW: Tensor,
+    cache: Tensor,
+    pages: Tensor,
+    lengths: Tensor,
+    w_v_HVC: Tensor,
+    scale: float,
+    out_THV: Tensor,
+    rows_per_text: int = 1,
+) -> Tensor:
+    """Attend as `attend`, with the same bits; return the logarithms of the softmax's denominators, float32 [T, H]."""
+    texts = cache, pages, lengths, w_v_HVC.shape[2]
+    o_THC, lse_TH = paged_attention_with_lse(q_THW, *texts, scale, PART, rows_per_text)
+    multiply_heads(o_THC, w_v_HVC, out_THV)
+    return lse_TH

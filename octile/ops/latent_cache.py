@@ -211,7 +211,7 @@ def write_and_rotate(
     slots: Tensor,
     latent: Tensor,
     rope: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     eps: float,
     cos: Tensor,
     sin: Tensor,
@@ -220,11 +220,14 @@ def write_and_rotate(
 ) -> None:
     """Normalize latents, rotate keys and write both to a cache; rotate queries into the absorbed ones.
 
+    Where many rows are normalized by other kernels, whose sums of squares have another order, these normalize the
+    latents of few rows before, too, and there is no weight here.
+
     Args:
         cache, slots: as in `octile.ops.latent_cache.write_latents`.
         latent: [T, C], float32, bfloat16 or float16, rows contiguous, before the norm.
         rope: [T, R] in latent's dtype, rows contiguous, not rotated.
-        weight: weight of the norm [C], float32, bfloat16 or float16.
+        weight: weight of the norm [C], float32, bfloat16 or float16; None: latents are normalized already.
         eps: what the norm adds to the mean of the squares.
         cos, sin: float32 [T, R/2], contiguous, as in `octile.ops.rope.rotate_`.
         q: [T, H, X] in latent's dtype, channels contiguous, of which the last R are rotated.
@@ -238,7 +241,8 @@ def write_and_rotate(
     _check_decode(cache, slots, latent, rope, weight, cos, sin, q, absorbed)
     r = rope.shape[1]
     rotated_key = rotated(rope[:, None], cos, sin)[:, 0].to(rope.dtype)
-    write_latents(cache, slots, rms_norm(latent, weight, eps)[0], rotated_key)
+    normed = latent if weight is None else rms_norm(latent, weight, eps)[0]
+    write_latents(cache, slots, normed, rotated_key)
     absorbed[..., absorbed.shape[-1] - r :] = rotated(q[..., q.shape[-1] - r :], cos, sin)
 
 
@@ -260,14 +264,15 @@ def _check_decode(
     slots: Tensor,
     latent: Tensor,
     rope: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     cos: Tensor,
     sin: Tensor,
     q: Tensor,
     absorbed: Tensor,
 ) -> None:
     check_write(cache, slots, latent, rope)
-    check_operands(latent, weight)
+    if weight is not None:
+        check_operands(latent, weight)
     (t, c), r = latent.shape, rope.shape[1]
     for name, factor in (("cos", cos), ("sin", sin)):
         if factor.dtype != torch.float32:

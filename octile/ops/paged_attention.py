@@ -68,20 +68,52 @@ def paged_attention(
     """
     check_attention(q, cache, pages, lengths, latent_dim, part, rows_per_text)
     _check_values(cache, pages, lengths, rows_per_text)
+    return _paged_attention(q, cache, pages, lengths, latent_dim, scale)[0]
+
+
+@operator()
+def paged_attention_with_lse(
+    q: Tensor,
+    cache: Tensor,
+    pages: Tensor,
+    lengths: Tensor,
+    latent_dim: int,
+    scale: float,
+    part: int,
+    rows_per_text: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """Attend as `paged_attention` with parts, with the same bits, and return what attention's backward pass needs.
+
+    Args:
+        q, cache, pages, lengths, latent_dim, scale, rows_per_text: as there.
+        part: as there, and not 0.
+
+    Returns:
+        o [R, H, C] in q's dtype, and lse [R, H] float32: log Σ exp(s), or −∞ of no positions.
+
+    Raises:
+        TypeError, ValueError: as there.
+    """
+    _check_with_lse(q, cache, pages, lengths, latent_dim, part, rows_per_text)
+    _check_values(cache, pages, lengths, rows_per_text)
     return _paged_attention(q, cache, pages, lengths, latent_dim, scale)
 
 
-def _paged_attention(q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, latent_dim: int, scale: float) -> Tensor:
+def _paged_attention(
+    q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, latent_dim: int, scale: float
+) -> tuple[Tensor, Tensor]:
     o_RHC = q.new_zeros(*q.shape[:2], latent_dim)
+    lse_RH = q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
     q_RHW = q.float() * scale
     with without_autocast(q.device):
         for row, length in enumerate(lengths.tolist()):
             if not length:
                 continue
             keys_TW = _keys(cache[pages[row, : -(-length // PAGE)].long()], latent_dim).flatten(0, 1)[:length]
-            p_HT = torch.mm(q_RHW[row], keys_TW.mT).softmax(-1)
-            o_RHC[row] = torch.mm(p_HT, keys_TW[:, :latent_dim])
-    return o_RHC
+            s_HT = torch.mm(q_RHW[row], keys_TW.mT)
+            o_RHC[row] = torch.mm(s_HT.softmax(-1), keys_TW[:, :latent_dim])
+            lse_RH[row] = s_HT.logsumexp(-1)
+    return o_RHC, lse_RH
 
 
 def _keys(rows: Tensor, latent_dim: int) -> Tensor:
@@ -97,12 +129,17 @@ def _(q, cache, pages, lengths, latent_dim, scale, part=0, rows_per_text=1):
     return q.new_empty(*q.shape[:2], latent_dim)
 
 
+@paged_attention_with_lse.register_fake
+def _(q, cache, pages, lengths, latent_dim, scale, part, rows_per_text=1):
+    return q.new_empty(*q.shape[:2], latent_dim), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
 @paged_attention.register_kernel("cpu")
 def _(q, cache, pages, lengths, latent_dim, scale, part=0, rows_per_text=1):
     check_attention(q, cache, pages, lengths, latent_dim, part, rows_per_text)
     _check_values(cache, pages, lengths, rows_per_text)
     if not cpu.can_attend(cache):
-        return _paged_attention(q, cache, pages, lengths, latent_dim, scale)
+        return _paged_attention(q, cache, pages, lengths, latent_dim, scale)[0]
     return cpu.paged_attention(q, cache, pages, lengths, latent_dim, scale).to(q.dtype)
 
 
@@ -110,6 +147,30 @@ def _(q, cache, pages, lengths, latent_dim, scale, part=0, rows_per_text=1):
 def _(q, cache, pages, lengths, latent_dim, scale, part=0, rows_per_text=1):
     check_attention(q, cache, pages, lengths, latent_dim, part, rows_per_text)
     return backends.run("paged_attention", q, cache, pages, lengths, latent_dim, scale, part, rows_per_text)
+
+
+@paged_attention_with_lse.register_kernel("cpu")
+def _(q, cache, pages, lengths, latent_dim, scale, part, rows_per_text=1):
+    _check_with_lse(q, cache, pages, lengths, latent_dim, part, rows_per_text)
+    _check_values(cache, pages, lengths, rows_per_text)
+    if not cpu.can_attend(cache):
+        return _paged_attention(q, cache, pages, lengths, latent_dim, scale)
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    return cpu.paged_attention(q, cache, pages, lengths, latent_dim, scale, lse).to(q.dtype), lse
+
+
+@paged_attention_with_lse.register_kernel("cuda")
+def _(q, cache, pages, lengths, latent_dim, scale, part, rows_per_text=1):
+    _check_with_lse(q, cache, pages, lengths, latent_dim, part, rows_per_text)
+    return backends.run("paged_attention_with_lse", q, cache, pages, lengths, latent_dim, scale, part, rows_per_text)
+
+
+def _check_with_lse(
+    q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, latent_dim: int, part: int, rows_per_text: int
+) -> None:
+    if not part:
+        raise ValueError(f"part must be a multiple of {PAGE} from {PAGE} to {MAX_PART}, not 0")
+    check_attention(q, cache, pages, lengths, latent_dim, part, rows_per_text)
 
 
 def check_attention(

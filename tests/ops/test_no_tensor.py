@@ -34,7 +34,7 @@ from octile.ops.mqa_logits import mqa_logits, paged_mqa_logits, paged_mqa_schedu
 from octile.ops.norm import rms_norm, rms_norm_backward, rms_norm_quantize
 from octile.ops.operator import LIBRARIES
 from octile.ops.packed import packed_matmul_nt
-from octile.ops.paged_attention import paged_attention
+from octile.ops.paged_attention import paged_attention, paged_attention_with_lse
 from octile.ops.permute import count_tokens, permute, routing_plan, unpermute, unpermute_backward
 from octile.ops.quantize import dequantize, quantize, quantize_with_scale
 from octile.ops.rope import latent_keys, latent_keys_backward, rotate_, rotate_halves
@@ -129,6 +129,7 @@ CALLS: dict[Callable[..., Any], tuple[Any, ...]] = {
     ),
     paged_mqa_schedule: (ENDS[None], 1),
     paged_attention: (X[:, None], CACHE, torch.zeros_like(PLACES), ENDS.expand(2), 100, 1.0),
+    paged_attention_with_lse: (X[:, None], CACHE, torch.zeros_like(PLACES), ENDS.expand(2), 100, 1.0, 64),
     paged_sparse_attention: (X[:, None], CACHE, torch.zeros_like(PLACES), torch.zeros_like(PLACES), 100, 1.0),
     packed_matmul_nt: (F8, PACKED, 128, F8, PACKED, 128, torch.float32),
     permute: (ENCODED, SCALE, PLACES),

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from octile.kernels import cpu
 from octile.ops.latent_cache import read_latents
-from octile.ops.paged_attention import paged_attention
+from octile.ops.paged_attention import paged_attention, paged_attention_with_lse
 from tests.ops.operators import assert_fake_is_true, assert_well_formed
 from tests.ops.paged_caches import filled_cache
 
@@ -90,8 +90,33 @@ def test_the_operator_is_well_formed(cache_dtype: torch.dtype):
         C,
         SCALE,
     )
-    assert_well_formed(paged_attention, arguments)
-    assert_fake_is_true(paged_attention, arguments)
+    for of_operator, given in ((paged_attention, arguments), (paged_attention_with_lse, (*arguments, 64))):
+        assert_well_formed(of_operator, given)
+        assert_fake_is_true(of_operator, given)
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
+@pytest.mark.parametrize("form", ["compiled", "reference"])
+def test_results_with_denominators_are_those_without_them(cache_dtype: torch.dtype, form: str):
+    cache, q, lengths = filled_cache(24, C, R, cache_dtype), queries(), torch.tensor(LENGTHS, dtype=torch.int32)
+    both = paged_attention_with_lse if form == "compiled" else paged_attention_with_lse.reference
+    alone = paged_attention if form == "compiled" else paged_attention.reference
+    o, lse = both(q, cache, PAGES, lengths, C, SCALE, 64)
+    assert torch.equal(o, alone(q, cache, PAGES, lengths, C, SCALE))
+    for row, length in enumerate(LENGTHS):
+        keys = read_latents(cache, _slots(PAGES[row], length), C, torch.float32).double()
+        scores = SCALE * q[row].double() @ keys.mT
+        torch.testing.assert_close(lse[row].double(), scores.logsumexp(-1), rtol=2e-6, atol=1e-5)
+
+
+def _slots(pages: torch.Tensor, length: int) -> torch.Tensor:
+    return (pages.long()[:, None] * 64 + torch.arange(64)).flatten()[:length]
+
+
+def test_denominators_need_parts():
+    arguments = queries(), filled_cache(24, C, R, torch.float32), PAGES, torch.tensor(LENGTHS, dtype=torch.int32)
+    with pytest.raises(ValueError, match="part must be a multiple of 64 from 64 to 1048576, not 0"):
+        paged_attention_with_lse(*arguments, C, SCALE, 0)
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from octile.kernels.triton.launch_config import DECODE_LATENTS, EXACT
 
 
 def launch(
-    cache: Tensor, slots: Tensor, latent: Tensor, rope: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor,
-    q: Tensor, absorbed: Tensor,
+    cache: Tensor, slots: Tensor, latent: Tensor, rope: Tensor, weight: Tensor | None, eps: float, cos: Tensor,
+    sin: Tensor, q: Tensor, absorbed: Tensor,
 ) -> None:  # fmt: skip
     """Write latent [T, C] and rope [T, R] to slots [T] of a cache, and what q [T, H, X] rotates to absorbed."""
     (t, c), r, heads = latent.shape, rope.shape[1], q.shape[1]
@@ -35,9 +35,10 @@ def launch(
         stored, constants = (as_encoded(data), scales, ropes), quantize_constants(torch.float8_e4m3fn)
     with torch.cuda.device_of(cache):
         write_and_rotate[(t, 1 + triton.cdiv(heads, DECODE_LATENTS["HEADS"]))](
-            *stored, slots, latent, rope, weight, eps, cos, sin, q, absorbed, rows, row, slots.stride(0),
-            latent.stride(0), rope.stride(0), weight.stride(0), q.stride(0), q.stride(1), heads, q.shape[2] - r,
-            C=c, TILES=tiles, R=r, RS=triton.next_power_of_2(r), FP8=is_fp8, **constants, **DECODE_LATENTS, **EXACT,
+            *stored, slots, latent, rope, latent if weight is None else weight, eps, cos, sin, q, absorbed, rows, row,
+            slots.stride(0), latent.stride(0), rope.stride(0), 0 if weight is None else weight.stride(0), q.stride(0),
+            q.stride(1), heads, q.shape[2] - r, NORMS=weight is not None, C=c, TILES=tiles, R=r,
+            RS=triton.next_power_of_2(r), FP8=is_fp8, **constants, **DECODE_LATENTS, **EXACT,
         )  # fmt: skip
 
 
@@ -46,14 +47,15 @@ def compile_cases() -> cases.CompileCases:
     latents, slots = cases.empty(256, 576), cases.empty(256, dtype=torch.int64)
     cos = cases.empty(256, 32, dtype=cases.FP32)
 
-    def written(heads: int, cached: torch.dtype) -> None:
+    def written(heads: int, cached: torch.dtype, norms: bool = True) -> None:
         launch(
-            cases.latent_cache(cached), slots, latents[:, :512], latents[:, 512:], cases.empty(512), 1e-6, cos, cos,
-            cases.empty(256, heads, 192), cases.empty(256, heads, 576),
+            cases.latent_cache(cached), slots, latents[:, :512], latents[:, 512:], cases.empty(512) if norms else None,
+            1e-6, cos, cos, cases.empty(256, heads, 192), cases.empty(256, heads, 576),
         )  # fmt: skip
 
     return {
         "latents of a decode step": lambda: written(16, cases.BF16),
+        "normalized latents of a decode step": lambda: written(16, cases.BF16, norms=False),
         "latents of a decode step of V3, FP8": lambda: written(128, torch.uint8),
     }
 
@@ -62,7 +64,7 @@ def compile_cases() -> cases.CompileCases:
 def write_and_rotate(
     data, scales, ropes, slots, latent, rope, weight, eps, cos, sin, q, absorbed, rows, row, slot_step, latent_row,
     rope_row, weight_step, q_row, q_head, H, N,
-    C: tl.constexpr, TILES: tl.constexpr, R: tl.constexpr, RS: tl.constexpr, FP8: tl.constexpr,
+    NORMS: tl.constexpr, C: tl.constexpr, TILES: tl.constexpr, R: tl.constexpr, RS: tl.constexpr, FP8: tl.constexpr,
     INVERSE: tl.constexpr, REST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """The first program of a row writes to the cache, the others rotate HEADS heads each."""
@@ -77,10 +79,12 @@ def write_and_rotate(
         slot = tl.load(slots + t * slot_step)
         inside = tl.where((slot >= 0) & (slot < rows), 1, 0)  # a factor of the numbers of channels that are written
         c = tl.arange(0, TILES * 128)
-        value = tl.load(latent + t * latent_row + c, mask=c < C, other=0.0).to(tl.float32)
-        value = value * tl.rsqrt(tl.sum(value * value, axis=0) / C + eps)
-        value = value * tl.load(weight + c * weight_step, mask=c < C, other=0.0).to(tl.float32)
-        value = value.to(latent.dtype.element_ty)
+        value = tl.load(latent + t * latent_row + c, mask=c < C, other=0.0)
+        if NORMS:
+            value = value.to(tl.float32)
+            value = value * tl.rsqrt(tl.sum(value * value, axis=0) / C + eps)
+            value = value * tl.load(weight + c * weight_step, mask=c < C, other=0.0).to(tl.float32)
+            value = value.to(latent.dtype.element_ty)
         key_row = rope + t * rope_row
         key = tl.load(key_row + r, mask=r < R, other=0.0).to(tl.float32)
         key = key * cosine + tl.load(key_row + other, mask=r < R, other=0.0).to(tl.float32) * sine

@@ -6,9 +6,12 @@
     merge_splits     a program takes a row and a head, and adds the splits' results in the order of the positions
 
 The splits of a row follow from its own length: equally many pages each, the last ones fewer or none. With parts each
-split is a part, and always merged, so that bits do not depend on the pages of the other rows. A split without positions
-has the logarithm -inf and no result. A split whose scores are NaN has NaN for both, and so has its row. Grids follow
-from shapes, so both can be captured in a CUDA graph.
+split is a part, which is merged where the row has positions in more than the first one, so that bits do not depend on
+the pages of the other rows. Consecutive rows of a text are then one row with the heads of all of them, which reads its
+pages once: the keys behind a row's length have weights of zero, and leave its maximum and its sums as they are.
+
+A split without positions has the logarithm -inf and no result. A split whose scores are NaN has NaN for both, and so
+has its row. Grids follow from shapes, so both can be captured in a CUDA graph.
 """
 
 import torch
@@ -16,13 +19,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octile.kernels.hopper import SHARED_BYTES
 from octile.kernels.triton import compile_cases as cases
 from octile.kernels.triton.device import device_properties
 from octile.kernels.triton.fp8_bits import as_encoded, to_float
 from octile.kernels.triton.launch_config import MERGE_SPLITS, PAGED_ATTENTION
 
-LOG2E = tl.constexpr(1.4426950408889634)
-MAX_PARTIALS = 2**18  # of a launch with parts, of one head each
+LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-3.402823466e38)  # the maximum of no scores, of which -inf can be subtracted
+MAX_LATENT_OF_ROWS = 256  # channels of a latent to which rows of a text attend in blocks of more heads
+MAX_PARTIALS = 2**20  # of a launch with parts, of one head each: with 512 channels 2 GiB
 
 
 def launch(
@@ -38,58 +44,112 @@ def launch(
 ) -> Tensor:
     """Attend from q [R, H, W] to the first lengths [R] positions of pages [R, M] → o [R, H, C] in q's dtype.
 
-    Pages are read for each row, also where several rows have the same. n_splits: of each row, if it has no parts; 0:
-    chosen by shapes.
+    Without parts pages are read for each row, also where several rows have the same. n_splits: of each row, if it has
+    no parts; 0: chosen by shapes.
     """
-    rows, heads, _ = q.shape
-    o = q.new_empty(rows, heads, latent_dim)
+    if part:
+        return launch_with_lse(q, cache, pages, lengths, latent_dim, scale, part, rows_per_text)[0]
+    o = q.new_empty(*q.shape[:2], latent_dim)
     if not o.numel():
         return o
     if not pages.shape[1]:
         return o.zero_()
-    if not part:
-        attend(q, cache, pages, lengths, o, scale, 0, n_splits)
-        return o
-    n_parts = -(-pages.shape[1] * cache.shape[1] // part)
-    at_once = max(MAX_PARTIALS // (n_parts * heads), 1)
-    for q_R, pages_R, lengths_R, o_R in zip(*(t.split(at_once) for t in (q, pages, lengths, o)), strict=True):
-        attend(q_R, cache, pages_R, lengths_R, o_R, scale, part, n_parts)
+    attend(q, cache, pages, lengths, o, None, scale, 0, n_splits)
     return o
 
 
+def launch_with_lse(
+    q: Tensor,
+    cache: Tensor,
+    pages: Tensor,
+    lengths: Tensor,
+    latent_dim: int,
+    scale: float,
+    part: int,
+    rows_per_text: int,
+) -> tuple[Tensor, Tensor]:
+    """Attend as `launch` with parts; also return the logarithm of each softmax's denominator, float32 [R, H]."""
+    rows, heads, _ = q.shape
+    o = q.new_empty(rows, heads, latent_dim)
+    lse = q.new_empty(rows, heads, dtype=torch.float32)
+    if not o.numel() or not pages.shape[1]:
+        return o.zero_(), lse.fill_(float("-inf"))
+    together = rows_together(heads, choose_heads(q, latent_dim, part), rows_per_text)
+    n_parts = -(-pages.shape[1] * cache.shape[1] // part)
+    at_once = max(MAX_PARTIALS // (n_parts * together * heads), 1) * together
+    for q_R, pages_R, lengths_R, o_R, lse_R in zip(
+        *(t.split(at_once) for t in (q, pages, lengths, o, lse)), strict=True
+    ):
+        of_texts = q_R.view(-1, together * heads, q.shape[2]), cache, pages_R[::together], lengths_R
+        results = o_R.view(-1, together * heads, latent_dim), lse_R.view(-1, together * heads)
+        attend(*of_texts, *results, scale, part, n_parts)
+    return o, lse
+
+
+def rows_together(n_heads: int, block: int, rows_per_text: int) -> int:
+    """Return how many of a text's consecutive rows are one row with the heads of all of them, of `block` at most."""
+    return max(n for n in range(1, max(block // n_heads, 1) + 1) if rows_per_text % n == 0)
+
+
+def choose_heads(q: Tensor, latent_dim: int, part: int) -> int:
+    """Return the heads of a program: with parts the same for any rows, since few may be added up in another order.
+
+    Rows of a text attend together in as many as Hopper's tensor cores multiply at once, if they fit into registers.
+    """
+    has_room = q.dtype != torch.float32 and latent_dim <= MAX_LATENT_OF_ROWS
+    if part and has_room and device_properties(q.device).shared_bytes >= SHARED_BYTES:
+        return PAGED_ATTENTION["MAX_HEADS_OF_ROWS"]
+    return min(max(triton.next_power_of_2(q.shape[1]), 16), PAGED_ATTENTION["MAX_HEADS"])
+
+
 def attend(
-    q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, o: Tensor, scale: float, part: int, n_splits: int
+    q: Tensor,
+    cache: Tensor,
+    pages: Tensor,
+    lengths: Tensor,
+    o: Tensor,
+    lse: Tensor | None,
+    scale: float,
+    part: int,
+    n_splits: int,
 ) -> None:
-    """Attend from some rows at once, into o, in so many splits; 0: chosen by shapes."""
+    """Attend from some rows at once, into o and with parts lse, in so many splits; 0: chosen by shapes.
+
+    Of a row that is several rows of a text, lengths has one for each.
+    """
     rows, heads, width = q.shape
     latent_dim = o.shape[2]
-    block_h = min(max(triton.next_power_of_2(heads), 16), PAGED_ATTENTION["MAX_HEADS"])
+    block_h = choose_heads(q, latent_dim, part)
     head_blocks = triton.cdiv(heads, block_h)
     gpu, is_fp8 = device_properties(q.device), cache.dtype == torch.uint8
     n_splits = n_splits or choose_splits(rows * head_blocks, gpu.num_sms)  # not by M: bits would depend on other rows
     # conversions of FP8 need registers, those in integer arithmetic more
     keys = PAGED_ATTENTION["KEYS"] // (2 if is_fp8 and not gpu.fp8 else 1)
+    num_warps = 8 if is_fp8 or block_h > PAGED_ATTENTION["MAX_HEADS"] else 4
     data = scales = ropes = cache
     if is_fp8:  # the same bytes in three dtypes
         data, scales, ropes = (cache.view(dtype) for dtype in (torch.float8_e4m3fn, torch.float32, torch.bfloat16))
         data = as_encoded(data)
     is_merged = n_splits == 1 and not part
+    queries = len(lengths) // rows
     partial = o if is_merged else q.new_empty(rows, heads, n_splits, latent_dim, dtype=torch.float32)
-    lse = q.new_empty(rows, heads, n_splits, dtype=torch.float32)
+    lse_of_splits = q.new_empty(rows, heads, n_splits, dtype=torch.float32)
     with torch.cuda.device_of(q):
         attend_pages[(rows, head_blocks, n_splits)](
-            q, data, scales, ropes, pages, lengths, partial, lse,
+            q, data, scales, ropes, pages, lengths, o, partial, lse_of_splits,
             scale, heads, cache.shape[2], pages.stride(0), lengths.stride(0), n_splits, part // cache.shape[1],
             PAGE=cache.shape[1], KEYS=keys, C=latent_dim, CS=max(triton.next_power_of_2(latent_dim), 128),
             R=width - latent_dim, RS=max(triton.next_power_of_2(width - latent_dim), 16), HEADS=block_h, FP8=is_fp8,
-            MERGED=is_merged,
+            QUERIES=queries, MERGED=is_merged, PARTS=part > 0,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-            num_warps=8 if is_fp8 else 4, num_stages=PAGED_ATTENTION["num_stages"],
+            num_warps=num_warps, num_stages=PAGED_ATTENTION["num_stages"],
         )  # fmt: skip
         if not is_merged:
             merge_splits[(rows, heads)](
-                partial, lse, o, heads, n_splits, C=latent_dim, CS=triton.next_power_of_2(latent_dim), **MERGE_SPLITS
-            )
+                partial, lse_of_splits, lengths, o, lse_of_splits if lse is None else lse, heads, lengths.stride(0),
+                n_splits, part, QUERIES=queries, PARTS=part > 0, C=latent_dim, CS=triton.next_power_of_2(latent_dim),
+                **MERGE_SPLITS,
+            )  # fmt: skip
 
 
 def choose_splits(programs: int, num_sms: int) -> int:
@@ -102,26 +162,35 @@ def compile_cases() -> cases.CompileCases:
     """The launches that `compile_all` compiles."""
     pages, lengths = cases.empty(256, 64, dtype=torch.int32), cases.empty(256, dtype=torch.int32)
 
-    def paged(heads: int, cached: torch.dtype) -> None:
-        launch(cases.empty(256, heads, 576), cases.latent_cache(cached), pages, lengths, 512, 0.1, 512)
+    def paged(heads: int, cached: torch.dtype, part: int = 0) -> None:
+        launch(cases.empty(256, heads, 576), cases.latent_cache(cached), pages, lengths, 512, 0.1, part, 4)
 
     return {
         "paged attention": lambda: paged(16, cases.BF16),
         "paged attention of V3, FP8": lambda: paged(128, torch.uint8),
+        "paged attention, parts": lambda: paged(16, cases.BF16, 512),
+        "paged attention of V3, FP8, parts": lambda: paged(128, torch.uint8, 512),
     }
 
 
 @triton.jit(do_not_specialize=["n_splits", "part_pages", "page_row"])  # which depend on the step's rows
 def attend_pages(
-    q, data, scales, ropes, pages, lengths, o, lse, scale, heads, row_size, page_row, length_step, n_splits, part_pages,
+    q, data, scales, ropes, pages, lengths, o, partial, lse, scale, heads, row_size, page_row, length_step, n_splits,
+    part_pages,
     PAGE: tl.constexpr, KEYS: tl.constexpr, C: tl.constexpr, CS: tl.constexpr, R: tl.constexpr, RS: tl.constexpr,
-    HEADS: tl.constexpr, FP8: tl.constexpr, MERGED: tl.constexpr, PRECISION: tl.constexpr,
+    HEADS: tl.constexpr, FP8: tl.constexpr, QUERIES: tl.constexpr, MERGED: tl.constexpr, PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write the split's normalized result and the logarithm, to base 2, of its softmax's denominator."""
+    """Write the split's normalized result and the logarithm, to base 2, of its softmax's denominator.
+
+    The result is final with MERGED, and that of a first part where the row has no positions in others.
+    """
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(2)
     h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    length = tl.load(lengths + row * length_step)
+    query = row * QUERIES + h // (heads // QUERIES)
+    own = tl.load(lengths + query * length_step, mask=h < heads, other=0)
+    length = tl.max(own, axis=0)
     n_pages = tl.cdiv(length, PAGE)
     per_split = tl.where(part_pages > 0, part_pages, tl.cdiv(n_pages, n_splits))
     first = split * per_split
@@ -132,7 +201,7 @@ def attend_pages(
     at = (row * heads + h)[:, None] * (C + R)
     q_c = tl.load(q + at + c[None, :], mask=(h < heads)[:, None] & (c < C)[None, :], other=0.0)
     q_r = tl.load(q + at + C + r[None, :], mask=(h < heads)[:, None] & (r < R)[None, :], other=0.0)
-    highest = tl.full([HEADS], float("-inf"), tl.float32)
+    highest = tl.full([HEADS], LOWEST, tl.float32)
     total = tl.zeros([HEADS], tl.float32)
     sums = tl.zeros([HEADS, CS], tl.float32)
     key = tl.arange(0, KEYS)
@@ -155,7 +224,8 @@ def attend_pages(
         rotary = tl.load(ropes + start_r[:, None] + r[None, :], mask=inside[:, None] & (r < R)[None, :], other=0.0)
         score = tl.dot(q_c, tl.trans(latent), input_precision=PRECISION)
         score += tl.dot(q_r, tl.trans(rotary.to(q_r.dtype)), input_precision=PRECISION)
-        score = tl.where(inside[None, :], score * (scale * LOG2E), float("-inf"))
+        is_own = (position + key)[None, :] < own[:, None]
+        score = tl.where(is_own, score * (scale * LOG2E), float("-inf"))
         new_highest = tl.maximum(highest, tl.max(score, axis=1))
         weight = tl.exp2(score - new_highest[:, None])
         correction = tl.exp2(highest - new_highest)
@@ -164,29 +234,53 @@ def attend_pages(
         highest = new_highest
 
     result = sums / tl.where(total > 0, total, 1.0)[:, None]  # no position: zeros
+    result += 0.0  # never −0, which a weight of zero may have made 0
     mask = (h < heads)[:, None] & (c < C)[None, :]
+    at = out[:, None] * C + c[None, :]
     if MERGED:
-        tl.store(o + out[:, None] * C + c[None, :], result.to(o.dtype.element_ty), mask=mask)
+        tl.store(o + at, result.to(o.dtype.element_ty), mask=mask)
     else:
-        tl.store(o + ((out * n_splits + split) * C)[:, None] + c[None, :], result, mask=mask & (total != 0)[:, None])
+        is_partial = total != 0
+        if PARTS:
+            has_others = own > part_pages * PAGE
+            is_partial = is_partial & has_others
+            if split == 0:
+                tl.store(o + at, result.to(o.dtype.element_ty), mask=mask & (has_others == 0)[:, None])
+        of_split = ((out * n_splits + split) * C)[:, None] + c[None, :]
+        tl.store(partial + of_split, result, mask=mask & is_partial[:, None])
         tl.store(lse + out * n_splits + split, highest + tl.log2(total), mask=h < heads)
 
 
-@triton.jit(do_not_specialize=["n_splits"])
-def merge_splits(partial, lse, o, heads, n_splits, C: tl.constexpr, CS: tl.constexpr):
-    """Add the splits of one row and head, weighted by their shares of the softmax's denominator, in their order."""
-    out = tl.program_id(0).to(tl.int64) * heads + tl.program_id(1)
+@triton.jit(do_not_specialize=["n_splits", "part"])
+def merge_splits(
+    partial, lse_of_splits, lengths, o, lse, heads, length_step, n_splits, part,
+    QUERIES: tl.constexpr, PARTS: tl.constexpr, C: tl.constexpr, CS: tl.constexpr,
+):  # fmt: skip
+    """Add the splits of one row and head, weighted by their shares of the softmax's denominator, in their order.
+
+    With parts it also writes lse, the natural logarithm of that denominator.
+    """
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    out = row * heads + head
+    count = n_splits
+    if PARTS:
+        count = tl.cdiv(tl.load(lengths + (row * QUERIES + head // (heads // QUERIES)) * length_step), part)
+        if count <= 1:
+            tl.store(lse + out, tl.load(lse_of_splits + out * n_splits) * LN2)
+            return
     c = tl.arange(0, CS)
-    highest = tl.load(lse + out * n_splits)  # only the first splits may have positions
-    for split in range(1, n_splits):
-        highest = tl.maximum(highest, tl.load(lse + out * n_splits + split))
+    highest = tl.load(lse_of_splits + out * n_splits)  # only the first splits may have positions
+    for split in range(1, count):
+        highest = tl.maximum(highest, tl.load(lse_of_splits + out * n_splits + split))
     total = 0.0
     sums = tl.zeros([CS], tl.float32)
-    for split in range(n_splits):
-        split_lse = tl.load(lse + out * n_splits + split)
+    for split in range(count):
+        split_lse = tl.load(lse_of_splits + out * n_splits + split)
         if split_lse != float("-inf"):  # NaN is not skipped
             share = tl.exp2(split_lse - highest)
             total += share
             sums += share * tl.load(partial + (out * n_splits + split) * C + c, mask=c < C, other=0.0)
     result = sums / tl.where(total > 0, total, 1.0)
     tl.store(o + out * C + c, result.to(o.dtype.element_ty), mask=c < C)
+    if PARTS:
+        tl.store(lse + out, (highest + tl.log2(total)) * LN2)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from octile.kernels.triton import paged_attention as kernel
 from octile.ops.latent_cache import PAGE, fp8_rows
-from octile.ops.paged_attention import paged_attention
-from tests.kernels.triton.gpus import any_gpu, every_cache
+from octile.ops.paged_attention import paged_attention, paged_attention_with_lse
+from tests.kernels.triton.gpus import EVERY_GPU, any_gpu, every_cache
 from tests.ops.paged_caches import filled_cache
 
 pytestmark = pytest.mark.usefixtures("gpu")
@@ -70,6 +70,29 @@ def test_a_row_of_parts_does_not_depend_on_other_rows(
         pages = PAGES[row : row + 1, : max(-(-int(LENGTHS[row]) // PAGE), 1)]
         alone = kernel.launch(q[row : row + 1], cache, pages, LENGTHS[row : row + 1], 40, 0.1, part)
         assert torch.equal(alone[0], together[row])
+
+
+@pytest.mark.usefixtures("new_memory_is_nan")
+@pytest.mark.parametrize("gpu", EVERY_GPU, indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [3, 16, 40])
+def test_rows_of_a_text_that_attend_together_have_the_values_of_rows_alone(dtype: torch.dtype, heads: int):
+    lengths = torch.tensor([62, 63, 64, 65, 199, 200, 0, 0], dtype=torch.int32)  # of two texts, the second padded
+    pages, cache = PAGES[:2].repeat_interleave(4, 0), filled_cache(20, 40, 8, dtype)
+    q = torch.randn(8, heads, 48, generator=torch.Generator().manual_seed(1)).to(dtype)
+    alone = kernel.launch(q, cache, pages, lengths, 40, 0.1, 64)
+    together = kernel.launch(q, cache, pages, lengths, 40, 0.1, 64, rows_per_text=4)
+    # in the interpreter sums depend on a row's place in a tile; tests/gpu compares bits
+    torch.testing.assert_close(together, alone, rtol=2**-8, atol=2**-17 * 32.0)
+    assert not together[6:].any()
+    _, lse = kernel.launch_with_lse(q, cache, pages, lengths, 40, 0.1, 64, 4)
+    _, expected = paged_attention_with_lse.reference(q, cache, pages, lengths, 40, 0.1, 64)
+    torch.testing.assert_close(lse, expected, rtol=2**-8, atol=2**-8)
+
+
+@pytest.mark.parametrize(("n_heads", "block", "rows"), [(6, 64, 8), (16, 64, 4), (3, 16, 4), (64, 64, 1), (128, 64, 1)])
+def test_as_many_rows_of_a_text_attend_together_as_a_program_has_heads_for(n_heads: int, block: int, rows: int):
+    assert kernel.rows_together(n_heads, block, 8) == rows
 
 
 @pytest.fixture

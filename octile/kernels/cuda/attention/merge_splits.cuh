@@ -7,8 +7,8 @@ constexpr int channels = 512, at_once = 4;  // partial results that are loaded t
 
 // A thread block of channels / 4 threads merges `count` partial results [512], each with the log of its sum of weights,
 // `step` of them apart, into out [512] bfloat16. A partial result whose share is zero may hold anything. Without partial
-// results, or with logs of −∞ only, out becomes zero.
-__device__ __forceinline__ void merge_splits(const float* partial, const float* lse, int count, int step, uint16_t* out) {
+// results, or with logs of −∞ only, out becomes zero. Returns the log of the sum of all weights.
+__device__ __forceinline__ float merge_splits(const float* partial, const float* lse, int count, int step, uint16_t* out) {
     float highest = minus_infinity();
     for (int i = ptx::lane_id(); i < count; i += 32) highest = fmaxf(highest, lse[static_cast<int64_t>(i) * step]);
 #pragma unroll
@@ -42,4 +42,5 @@ __device__ __forceinline__ void merge_splits(const float* partial, const float* 
     const float inverse = __frcp_rn(total);
     reinterpret_cast<uint2*>(out)[threadIdx.x] = make_uint2(ptx::pack_bf16(sum.x * inverse, sum.y * inverse),
                                                             ptx::pack_bf16(sum.z * inverse, sum.w * inverse));
+    return is_empty ? minus_infinity() : base + log2f(total);
 }

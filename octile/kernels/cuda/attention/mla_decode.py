@@ -41,7 +41,7 @@ HEADS = 64  # of a thread block at most
 MAX_TEXT_HEADS = 4 * HEADS  # of the rows of a text that are one row, if each of them has HEADS or more
 MAX_KEYS = 1024
 MERGE_THREADS = LATENT // 4
-MAX_PARTIALS = 2**18  # of a launch with parts, of one head each: 512 MiB
+MAX_PARTIALS = 2**20  # of a launch with parts, of one head each: 2 GiB
 MERGE_BLOCKS = 2**14  # of more heads, several have a thread block: most have nothing to merge where there are so many
 MERGE_HEADS = 8
 
@@ -111,16 +111,48 @@ def launch(
     Rows of a text are one row with the heads of all of them, which reads its pages once: all of its rows, unless
     these fill many thread blocks, or with parts those that fill one thread block.
     """
+    o = q.new_empty(*q.shape[:2], latent_dim)
+    _launch(q, cache, pages, lengths, o, None, scale, part, rows_per_text)
+    return o
+
+
+def launch_with_lse(
+    q: Tensor,
+    cache: Tensor,
+    pages: Tensor,
+    lengths: Tensor,
+    latent_dim: int,
+    scale: float,
+    part: int,
+    rows_per_text: int,
+) -> tuple[Tensor, Tensor]:
+    """Attend as `launch` with parts; also return the logarithm of each softmax's denominator, float32 [R, H]."""
+    o, lse = q.new_empty(*q.shape[:2], latent_dim), q.new_empty(q.shape[:2], dtype=torch.float32)
+    _launch(q, cache, pages, lengths, o, lse, scale, part, rows_per_text)
+    return o, lse
+
+
+def _launch(
+    q: Tensor,
+    cache: Tensor,
+    pages: Tensor,
+    lengths: Tensor,
+    o: Tensor,
+    lse: Tensor | None,
+    scale: float,
+    part: int,
+    rows_per_text: int,
+) -> None:
     together = rows_together(q.shape[1], cache.dtype == torch.uint8, part, rows_per_text)
     text_queries, text_pages = q.view(-1, together * q.shape[1], WIDTH), pages[::together]
     rows, n_heads, _ = text_queries.shape
-    o = q.new_empty(rows, n_heads, latent_dim)
+    o_RHC, lse_RH = o.view(rows, n_heads, LATENT), None if lse is None else lse.view(rows, n_heads)
     at_once = rows_at_once(rows, n_heads, parts_of(pages.shape[1], part))
     for first in range(0, rows, at_once):
         end = min(first + at_once, rows)
         texts = text_queries[first:end], text_pages[first:end], lengths[first * together : end * together]
-        launch_rows(*texts, o[first:end], cache, scale, part)
-    return o.view(*q.shape[:2], latent_dim)
+        results = o_RHC[first:end], None if lse_RH is None else lse_RH[first:end]
+        launch_rows(*texts, *results, cache, scale, part)
 
 
 def rows_together(n_heads: int, is_fp8: bool, part: int, rows_per_text: int) -> int:
@@ -137,8 +169,17 @@ def parts_of(max_pages: int, part: int) -> int:
     return -(-max_pages * PAGE // part) if part else 0
 
 
-def launch_rows(q: Tensor, pages: Tensor, lengths: Tensor, o: Tensor, cache: Tensor, scale: float, part: int) -> None:
-    """Attend from some rows at once, into o; of a row with several queries, lengths has one for each."""
+def launch_rows(
+    q: Tensor,
+    pages: Tensor,
+    lengths: Tensor,
+    o: Tensor,
+    lse: Tensor | None,
+    cache: Tensor,
+    scale: float,
+    part: int,
+) -> None:
+    """Attend from some rows at once, into o and lse; of a row with several queries, lengths has one for each."""
     rows, n_heads, _ = q.shape
     is_fp8 = cache.dtype == torch.uint8
     key = (rows, n_heads, is_fp8, part, len(lengths) // rows, q.device)
@@ -149,26 +190,26 @@ def launch_rows(q: Tensor, pages: Tensor, lengths: Tensor, o: Tensor, cache: Ten
     made, max_parts = prepared.made, parts_of(pages.shape[1], part)
     slots = rows * max_parts if part else made.slots
     partials = q.new_empty(slots, n_heads, LATENT, dtype=torch.float32)
-    lse = q.new_empty(slots, n_heads, dtype=torch.float32)
+    lse_of_slots = q.new_empty(slots, n_heads, dtype=torch.float32)
     starts = q.new_empty(rows + 1, dtype=torch.int32)
     map_of_cache = made.map_of(cache.shape[0], is_fp8) or bytes(tensor_map.BYTES)
-    pointers = (t.data_ptr() for t in (q, pages, lengths, o, partials, lse, starts))
+    pointers = (t.data_ptr() for t in (q, pages, lengths, o, partials, lse_of_slots, starts))
     steps = pages.stride(0), lengths.stride(0)
     prepared.decode.launch_at(
         (map_of_cache, cache.data_ptr(), *pointers, scale, n_heads, *steps, rows, max_parts, made.ranges)
     )()
-    prepared.merge.launch_at(
-        (partials.data_ptr(), lse.data_ptr(), lengths.data_ptr(), starts.data_ptr(), o.data_ptr(), n_heads, steps[1],
-         rows, max_parts)
-    )()  # fmt: skip
+    merged = (t.data_ptr() for t in (partials, lse_of_slots, lengths, starts, o))
+    to_lse = 0 if lse is None else lse.data_ptr()
+    prepared.merge.launch_at((*merged, to_lse, n_heads, steps[1], rows, max_parts))()
 
 
 def rows_at_once(rows: int, n_heads: int, max_parts: int) -> int:
-    """Return how many of the rows attend in one launch: all parts of each of them have partial results.
+    """Return how many of the rows attend in one launch, as many in each: all parts of all of them have partial results.
 
     How a row is divided into parts does not depend on other rows, so neither do its bits.
     """
-    return max(MAX_PARTIALS // (max_parts * n_heads), 1) if max_parts else rows
+    most = max(MAX_PARTIALS // (max_parts * n_heads), 1) if max_parts else rows
+    return -(-rows // -(-rows // most))
 
 
 def plan(rows: int, n_heads: int, is_fp8: bool, part: int, queries: int, n_sms: int) -> LaunchPlan:

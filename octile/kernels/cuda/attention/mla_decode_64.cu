@@ -177,7 +177,8 @@ struct Consumer : Seesaw<Consumer<own>, own> {
             // That of a head whose positions all lie in the first part is final.
             const bool is_final = slot % max_parts == 0 && of_head <= part_pages * page_rows;
             if (__any_sync(all_lanes, is_final)) Base::store_final(results, slot / max_parts, h, inverse, is_final);
-            if (!is_final && of_head > 0) Base::store_partial(results, slot, h, inverse, lse);
+            if (!is_final && of_head > 0) Base::store_partial(results, slot, h, inverse);
+            if (of_head > 0) Base::store_lse(results, slot, h, lse);
         }
     }
 

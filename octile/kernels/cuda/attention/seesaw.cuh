@@ -367,10 +367,12 @@ struct Seesaw {
     // of all heads.
     __device__ __forceinline__ void store_results(
         const Results& results, int row, bool is_final, int h, float inverse, float lse) const {
-        if (is_final)
+        if (is_final) {
             store_final(results, row, h, inverse, true);
-        else
-            store_partial(results, row, h, inverse, lse);
+        } else {
+            store_partial(results, row, h, inverse);
+            store_lse(results, row, h, lse);
+        }
     }
 
     // By all lanes of a warp: BF16 is stored in 64 bytes of a head, not in the 16 that four lanes have. stores: whether this
@@ -388,14 +390,17 @@ struct Seesaw {
                 *reinterpret_cast<uint4*>(out + 8 * j) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
         }
     }
-    __device__ __forceinline__ void store_partial(const Results& results, int row, int h, float inverse, float lse) const {
+    __device__ __forceinline__ void store_partial(const Results& results, int row, int h, float inverse) const {
         if (head(h) >= results.n_heads) return;
         float* out = results.partial + first_of(results, row, h) + 2 * (lane % 4);
 #pragma unroll
         for (int j = 0; j < 32; ++j)
             *reinterpret_cast<float2*>(out + 8 * j) =
                 make_float2(result(2 * j, h, inverse), result(2 * j + 1, h, inverse));
-        if (own == 0 && lane % 4 == 0) results.lse[static_cast<int64_t>(row) * results.n_heads + head(h)] = lse;
+    }
+    __device__ __forceinline__ void store_lse(const Results& results, int row, int h, float lse) const {
+        if (own == 0 && lane % 4 == 0 && head(h) < results.n_heads)
+            results.lse[static_cast<int64_t>(row) * results.n_heads + head(h)] = lse;
     }
     __device__ __forceinline__ int64_t first_of(const Results& results, int row, int h) const {
         return (static_cast<int64_t>(row) * results.n_heads + head(h)) * latent + own * 256;

@@ -10,7 +10,7 @@ from torch import Tensor
 from octile.kernels.cuda.attention import mla_decode
 from octile.kernels.cuda.gemm import request
 from octile.ops.latent_cache import read_latents
-from octile.ops.paged_attention import paged_attention
+from octile.ops.paged_attention import paged_attention, paged_attention_with_lse
 from tests.ops.paged_caches import filled_cache
 from tools import emulator
 from tools.emulator import build
@@ -38,8 +38,11 @@ def attend(
 
 def attend_with_partials(
     q: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, part: int, seed: int = 0, n_sms: int = SMS
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Run both kernels, and return also partial results [slots, H, 512] and lse [slots, H], NaN where none are."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Run both kernels, and return also partial results [slots, H, 512], lse [slots, H] and lse of rows [rows, H].
+
+    They are NaN where there are none.
+    """
     rows, n_heads, _ = q.shape
     is_fp8 = cache.dtype == torch.uint8
     made = mla_decode.plan(rows, n_heads, is_fp8, part, len(lengths) // rows, n_sms)
@@ -48,6 +51,7 @@ def attend_with_partials(
     slots = rows * max_parts if part else made.slots
     partials = torch.full((slots, n_heads, 512), math.nan)
     lse, starts = torch.full((slots, n_heads), math.nan), torch.full((rows + 1,), -1, dtype=torch.int32)
+    lse_of_rows = torch.full((rows, n_heads), math.nan)
     described: Any = made.map_of(len(cache), is_fp8)
     described = bytes(128) if described is None else described._replace(pointer=cache.data_ptr())
     steps, others = (pages.stride(0), lengths.stride(0)), (rows, max_parts, made.ranges)
@@ -68,9 +72,9 @@ def attend_with_partials(
         grid=made.merge_grid,
         threads=mla_decode.MERGE_THREADS,
         shared_bytes=0,
-        arguments=[partials, lse, lengths, starts, o, n_heads, steps[1], rows, max_parts],
+        arguments=[partials, lse, lengths, starts, o, lse_of_rows, n_heads, steps[1], rows, max_parts],
     )
-    return o, partials, lse
+    return o, partials, lse, lse_of_rows
 
 
 def poison_rest(cache: Tensor, pages: Tensor, lengths: Tensor) -> None:
@@ -145,7 +149,9 @@ def test_rows_of_many_parts_attend_in_several_launches(monkeypatch: pytest.Monke
     every_second = torch.stack((lengths, lengths), dim=1)[:, 0]
     sizes = []
 
-    def launch_rows(q: Tensor, pages: Tensor, lengths: Tensor, o: Tensor, cache: Tensor, _: float, part: int):
+    def launch_rows(
+        q: Tensor, pages: Tensor, lengths: Tensor, o: Tensor, lse: None, cache: Tensor, _: float, part: int
+    ):
         sizes.append(len(q))
         o.copy_(attend(q, cache, pages, lengths, part))
 
@@ -158,7 +164,10 @@ def test_rows_of_many_parts_attend_in_several_launches(monkeypatch: pytest.Monke
     assert sizes[3:] == [5]  # partial results of few rows at any number of rows
 
 
-@pytest.mark.parametrize(("n_heads", "parts", "rows"), [(16, 16, 1024), (128, 16, 128), (128, 128, 16), (2**19, 1, 1)])
+@pytest.mark.parametrize(
+    ("n_heads", "parts", "rows"),
+    [(16, 16, 2048), (16, 40, 1024), (128, 16, 512), (128, 128, 64), (2**20, 1, 1), (2**21, 1, 1)],
+)
 def test_rows_at_once(n_heads: int, parts: int, rows: int):
     assert mla_decode.rows_at_once(2048, n_heads, parts) == rows
     assert mla_decode.rows_at_once(2048, n_heads, 0) == 2048
@@ -233,6 +242,17 @@ def test_rows_of_one_text_read_its_pages_once(n_heads: int, queries: int, n_sms:
     rounded = queries * n_heads > 32
     assert_as_reference(found, q, cache, pages.repeat_interleave(queries, 0), lengths, rounded)
     assert not found[lengths == 0].any()
+
+
+@emulated
+@FORMS
+@pytest.mark.parametrize("part", [64, 128])
+def test_the_denominators_of_rows_are_the_references(part: int, dtype: torch.dtype):
+    q, cache, pages, lengths = inputs(3, dtype)
+    *_, lse = attend_with_partials(q, cache, pages, lengths, part)
+    values = read_latents(cache, torch.arange(len(cache) * 64), 512, torch.bfloat16).view(-1, 64, 576)
+    _, expected = paged_attention_with_lse.reference(q, values, pages, lengths, 512, SCALE, part)
+    torch.testing.assert_close(lse, expected, rtol=1e-4, atol=1e-3)
 
 
 @emulated
