@@ -5,15 +5,15 @@
                 o → 1×128 for the GEMM, and → E5M6, saved once
                 y = o · w_oᵀ
     backward    dy → 1×128 and 128×1, do = dy · w_o
-                q recomputed, and k, v = rows · w_kvᵀ in high precision: o and lse by one more attention
-                dq, dk, dv → 1×128 and 128×1
+                q recomputed, and k, v = rows · w_kvᵀ in high precision
+                dq, dk, dv from q, k, v, the saved o and the softmax's denominators → 1×128 and 128×1
                 dx_q = dq · w_q, dlatent = (dk, dv) · w_kv
                 dw: three GEMMs; the saved o → 128×1, x_q and the rows recomputed → 128×1
 
 The forward pass multiplies queries by W_UK and results by W_UV, whose values are those of the quantized w_kv, and
 computes no key or value of a head. The backward pass is that of attention to keys and values: the same function, in
-another order of sums. The gradient passes through the rounding of rows and weights. Observers see the quantized w_kv,
-and no GEMM of it.
+another order of sums, with the result and the denominators of the forward pass. The gradient passes through the
+rounding of rows and weights. Observers see the quantized w_kv, and no GEMM of it.
 
 Source: DeepSeek-V2 (arXiv 2405.04434) §2.1.2; DeepSeek-V3 (arXiv 2412.19437) §3.3.3.
 Shapes: B batch, S sequence, T = B·S tokens, H heads, C latent, R rotary key, N the rest of a head's key, V a head's
@@ -37,8 +37,8 @@ from octile.nn.fused.linear import nt
 from octile.nn.fused.mla import Heads, projections_backward
 from octile.nn.fused.quantize import WeightForms, quantize_operand
 from octile.nn.rope import CosSin
-from octile.ops.absorbed_attention import ROWS, absorb, attend
-from octile.ops.attention import attention, attention_backward
+from octile.ops.absorbed_attention import ROWS, absorb, attend_with_lse
+from octile.ops.attention import attention_backward
 from octile.ops.latent_cache import PAGE, read_latents, row_bytes, write_latents
 from octile.ops.rope import latent_keys, rotate_
 from octile.scaled import ScaledTensor
@@ -87,11 +87,11 @@ class _ServedAttention(torch.autograd.Function):
         q_BSHX = _queries(x_q.q, cos_sin, w_q, heads, s)
         cache = _cached(latent_TC, k_rope_TR, cos_sin, heads.batch, s.recipe.latents)
         w_k_HCN, w_v_HVC = _weights_of_heads(w_kv, heads, s.dtype)
-        o_BSHV = _attend(q_BSHX, cache, w_k_HCN, w_v_HVC, heads.softmax_scale)
+        o_BSHV, lse_BHS = _attend(q_BSHX, cache, w_k_HCN, w_v_HVC, heads.softmax_scale)
         y_TD, saved_o = output(o_BSHV, layers, 2, weights, w_o)
 
         layers.report_fprop(0, weights, lambda: x_q_TK, x_q.q, w_q)
-        save_for_backward(ctx, layers, quantized, x_q=x_q.saved, cache=cache, cos_sin=cos_sin, o=saved_o)
+        save_for_backward(ctx, layers, quantized, x_q=x_q.saved, cache=cache, cos_sin=cos_sin, o=saved_o, lse=lse_BHS)
         ctx.how_saved, ctx.heads, ctx.latent_dim = x_q.how_saved, heads, latent_TC.shape[1]
         ctx.x_dtypes = x_q_TK.dtype, latent_TC.dtype
         return y_TD
@@ -108,8 +108,8 @@ class _ServedAttention(torch.autograd.Function):
         q_BSHX = _queries(x_q, cos_sin, w_q, heads, s)
         latent_TC, rope_TR = _read(saved["cache"], ctx.latent_dim, shape, s.dtype)
         k_BSHX, v_BSHV = _keys_and_values(latent_TC, rope_TR, w_kv, shape, heads, s)
-        o_BSHV, lse_BHS = attention(q_BSHX, k_BSHX, v_BSHV, heads.softmax_scale)
-        dqkv = attention_backward(do_BSHV, q_BSHX, k_BSHX, v_BSHV, o_BSHV, lse_BHS, heads.softmax_scale)
+        o_BSHV = saved["o"].dequantize(s.dtype).view(shape)
+        dqkv = attention_backward(do_BSHV, q_BSHX, k_BSHX, v_BSHV, o_BSHV, saved["lse"], heads.softmax_scale)
         x_kv = quantize_operand(latent_TC, s.formats.x, "x")
         dx_q, dlatent, dk_rope_TR, dw_q, dw_kv = projections_backward(
             ctx, dqkv, cos_sin, layers, (x_q, x_kv), (w_q, w_kv)
@@ -140,8 +140,8 @@ def _cached(latent_TC: Tensor, k_rope_TR: Tensor, cos_sin: CosSin, batch: int, l
     return cache
 
 
-def _attend(q_BSHX: Tensor, cache: Tensor, w_k_HCN: Tensor, w_v_HVC: Tensor, scale: float) -> Tensor:
-    """Attend from each row to those of its text up to its own: [B, S, H, V].
+def _attend(q_BSHX: Tensor, cache: Tensor, w_k_HCN: Tensor, w_v_HVC: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attend from each row to those of its text up to its own: [B, S, H, V], and lse as `attention` returns it.
 
     Rows without positions follow the last one of a text, so that its rows are a multiple of `ROWS`.
     """
@@ -152,10 +152,10 @@ def _attend(q_BSHX: Tensor, cache: Tensor, w_k_HCN: Tensor, w_v_HVC: Tensor, sca
     lengths_R = F.pad(torch.arange(1, s + 1, dtype=torch.int32, device=q_BSHX.device), (0, added))
     texts = pages_BP.repeat_interleave(s + added, dim=0), lengths_R.repeat(b)
     o_BRHV = q_BSHX.new_empty(*q_BRHX.shape[:3], w_v_HVC.shape[1])
-    attend(
-        absorb(q_BRHX.flatten(0, 1), w_k_HCN), cache, *texts, w_v_HVC, scale, o_BRHV.flatten(0, 1), max(s + added, 1)
-    )
-    return o_BRHV[:, :s].contiguous()
+    q_THW, out_THV = absorb(q_BRHX.flatten(0, 1), w_k_HCN), o_BRHV.flatten(0, 1)
+    lse_TH = attend_with_lse(q_THW, cache, *texts, w_v_HVC, scale, out_THV, max(s + added, 1))
+    lse_BRH = lse_TH.view(b, s + added, -1)
+    return o_BRHV[:, :s].contiguous(), lse_BRH[:, :s].transpose(1, 2).contiguous()
 
 
 def _read(cache: Tensor, latent_dim: int, shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
