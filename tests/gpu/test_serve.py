@@ -112,6 +112,23 @@ def test_graphs_of_prompts_have_the_logits_of_steps_without_one(name: str, sizes
         assert torch.equal(results[1], results[0])
 
 
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("sizes", [(100, 96, 60), (100, 1, 90), (300, 200, 12)], ids=str)
+def test_in_batch_invariant_mode_graphs_of_prompts_have_the_bits_of_steps_without_one(
+    name: str, sizes: tuple[int, ...]
+):
+    model, results = make(name).cuda(), []
+    for has_graphs in (False, True):
+        runner = ModelRunner(model, N_PAGES, max_batch=4, batch_invariant=True)
+        assert runner.prefill_graphs is not None
+        runner.prefill_graphs = runner.prefill_graphs if has_graphs else None
+        texts = Texts(runner, [text(600, i, runner.vocab_size) for i in range(3)])
+        for _ in range(2):
+            texts.run(*sizes)
+        results.append(torch.cat(texts.logits))
+    assert torch.equal(*results)
+
+
 @pytest.mark.parametrize(
     ("max_batch", "max_step_tokens", "sizes"),
     [
@@ -306,4 +323,12 @@ def test_rows_of_a_gemm_in_high_precision_do_not_depend_on_each_other():
     together = row_invariant_matmul_nt(a, w, torch.float32)
     torch.testing.assert_close(together, a.float() @ w.float().mT, rtol=1e-3, atol=1e-2)
     for rows in (slice(0, 1), slice(7, 40), slice(100, 200)):
+        assert torch.equal(row_invariant_matmul_nt(a[:, rows], w, torch.float32), together[:, rows])
+
+
+@pytest.mark.parametrize("k", [128, 512, 2000])
+def test_rows_have_the_same_bits_in_small_and_in_large_tiles(k: int):
+    a, w = torch.randn(2, 4100, k).cuda().bfloat16(), torch.randn(2, 1000, k).cuda().bfloat16()
+    together = row_invariant_matmul_nt(a, w, torch.float32)  # in tiles of 128 × 128
+    for rows in (slice(0, 1), slice(7, 70), slice(100, 400), slice(4099, 4100)):
         assert torch.equal(row_invariant_matmul_nt(a[:, rows], w, torch.float32), together[:, rows])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from octile.lab.rollout import Agreement, Difference, Text, compare, find_difference, prefill, roll_out
 from octile.models.deepseek_v3 import DeepseekV3
-from octile.ops import gate, norm, row_invariant, swiglu
+from octile.ops import gate, latent_cache, norm, row_invariant, swiglu
 from octile.recipe import Recipe
 from octile.serve.engine.config import EngineConfig
 from octile.serve.engine.engine import Engine
@@ -107,10 +107,8 @@ def in_float64(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
     return torch.bmm(a.double(), b.double().mT).to(out_dtype)
 
 
-def absorb_in_float64(q_THX: Tensor, w_k_HCN: Tensor, _: object) -> Tensor:
-    q_THN, q_THR = q_THX.split([w_k_HCN.shape[2], q_THX.shape[2] - w_k_HCN.shape[2]], dim=-1)
-    absorbed_HTC = in_float64(q_THN.transpose(0, 1), w_k_HCN, q_THX.dtype)
-    return torch.cat((absorbed_HTC.transpose(0, 1), q_THR), dim=-1)
+def multiply_heads_in_float64(x_THK: Tensor, w_HNK: Tensor, out_THN: Tensor) -> None:
+    out_THN.copy_(in_float64(x_THK.transpose(0, 1), w_HNK, x_THK.dtype).transpose(0, 1))
 
 
 def attend_in_float64(q_THW, cache, pages, lengths, w_v_HVC, scale, out_THV, rows_per_text):
@@ -148,20 +146,21 @@ def weights_in_bf16(*arguments):
     return weights.bfloat16().float(), experts, logits
 
 
-def rotated_in_float64(x, cos, sin):
-    n = x.shape[-1] - 2 * cos.shape[-1]
-    even, odd = x[..., n::2].double(), x[..., n + 1 :: 2].double()
+def rotated_in_float64(cache, slots, latent, rope, weight, eps, cos, sin, q, absorbed):
+    latent_cache.write_and_rotate(cache, slots, latent, rope, weight, eps, cos, sin, q, absorbed)
+    r = rope.shape[1]
+    even, odd = q[..., -r::2].double(), q[..., 1 - r :: 2].double()
     cos, sin = (t.double()[:, None] for t in (cos, sin))
-    x[..., n::2], x[..., n + 1 :: 2] = even * cos - odd * sin, even * sin + odd * cos
+    absorbed[..., -r::2], absorbed[..., 1 - r :: 2] = even * cos - odd * sin, even * sin + odd * cos
 
 
 MUTATIONS: dict[str, tuple[str, object, str, Callable[..., Any]]] = {  # name: where it is, and the operator
     "norm of latents": ("block 0", attention, "rms_norm", reversed_norm),
     "last norm": ("norm", forward, "rms_norm", reversed_norm),
     "norms before FP8 layers": ("block 1", gemms, "rms_norm_quantize", reversed_norm_quantize),
-    "absorbed queries": ("block 1", attention, "absorb", absorb_in_float64),
+    "absorbed queries": ("block 1", gemms, "multiply_heads", multiply_heads_in_float64),
     "attention": ("block 0", attention, "attend", attend_in_float64),
-    "rotary embeddings": ("block 1", attention, "rotate_", rotated_in_float64),
+    "rotary embeddings": ("block 1", attention, "write_and_rotate", rotated_in_float64),
     "FP8 GEMMs": ("block 0", gemms, "row_invariant_scaled_nt", blocks_backwards),
     "SwiGLU": ("block 1", gemms, "swiglu_quantize", silu_of_torch),
     "weights of experts": ("block 1", feed_forward, "gate", weights_in_bf16),

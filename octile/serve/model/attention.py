@@ -232,7 +232,7 @@ class Attention:
             x_TD, layer, w: the block's input, which block it is, and its weights.
             step, cos_sin: the rows, and the cosines and sines of their positions.
         """
-        if not self.gemms.batch_invariant and self.index is None and step.only_decodes:
+        if self.index is None and step.only_decodes:
             return self._decode(x_TD, layer, w, step, cos_sin)
         return self.attend(self.queries(x_TD, layer, w, step.slots, cos_sin), layer, w.attention, step)
 
@@ -243,14 +243,18 @@ class Attention:
     def _decode(self, x_TD: Tensor, layer: int, w: BlockWeights, step: Step, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
         """Write the latents of decode rows, and attend from them: as `attend` of `queries`, in fewer launches.
 
-        One kernel normalizes and writes latents, rotates, and writes the rotary part of absorbed queries.
+        One kernel normalizes and writes latents, rotates, and writes the rotary part of absorbed queries. In
+        batch-invariant mode latents are normalized before, as those of prompts in graphs and those of training.
         """
         c = self.config
         _, _, q_TX, latent_TC, rope_TR = self._projected(x_TD, w)
         q_THX = q_TX.unflatten(-1, (self.n_heads, -1))
         q_THW = q_THX.new_empty(*q_THX.shape[:2], c.kv_lora_rank + c.qk_rope_head_dim)
-        norm = w.attention.kv_norm, NORM_EPS
-        write_and_rotate(self.cache.layers[layer], step.slots, latent_TC, rope_TR, *norm, *cos_sin, q_THX, q_THW)
+        weight: Tensor | None = w.attention.kv_norm
+        if weight is not None and self.gemms.batch_invariant:
+            latent_TC, weight = rms_norm(latent_TC, weight, NORM_EPS)[0], None
+        rows = self.cache.layers[layer], step.slots, latent_TC, rope_TR
+        write_and_rotate(*rows, weight, NORM_EPS, *cos_sin, q_THX, q_THW)
         self.gemms.heads_nt(q_THX[..., : c.qk_nope_head_dim], w.attention.w_k, q_THW[..., : c.kv_lora_rank])
         out_TV = q_THX.new_empty(len(q_THX), self.n_heads * c.v_head_dim)
         self._attend_to_pages(q_THW, None, layer, w.attention, step, out_TV.unflatten(-1, (self.n_heads, -1)))

@@ -100,8 +100,10 @@ class Gemms:
         """Multiply rows by a weight [N, K], or rows sorted by expert by the weights [E, N, K]: [T, N].
 
         Rows after the last expert's are undefined: exchanges leave room for more rows than come.
-        The result is written to `out` if it is given: of a single weight, not in batch-invariant mode.
+        The result is written to `out` [T, N], contiguous, if it is given: of a single weight.
         """
+        if out is not None and self.batch_invariant:
+            return self._row_invariant_nt_out(x, w, out)
         if out is not None:
             return _nt_out(x, w, out)
         if isinstance(w, ScaledTensor):
@@ -121,6 +123,15 @@ class Gemms:
         if self.batch_invariant:
             return row_invariant_scaled_nt(*operands, offs_E, self.dtype, zero_rest=False)
         return matmul_nt(*operands, self.dtype) if offs_E is None else _grouped_nt(*operands, offs_E, self.dtype)
+
+    def _row_invariant_nt_out(self, x: Rows, w: Weight, out: Tensor) -> Tensor:
+        if isinstance(w, ScaledTensor) and w.data.is_cuda:
+            assert x.q is not None
+            offs = torch.full((1,), len(out), dtype=torch.int32, device=out.device)
+            b = w.data[None], w.scale[None], w.block
+            grouped_matmul_nt_out(out, x.q.data, x.q.scale, x.q.block, *b, offs)
+            return out
+        return out.copy_(self.nt(x, w))
 
     def heads_nt(self, x_THK: Tensor, w_HNK: Tensor, out_THN: Tensor) -> None:
         """Multiply each head of rows by its own weight, and write the results to out."""

@@ -159,14 +159,14 @@ class PrefillGraphs:
     """The graphs of steps with prompts: all of a layer but attention, which depends on how the rows are divided.
 
         embedding
-        graph 0      queries and latents of layer 0, and what keys and values of the rows consist of
+        graph 0      queries and latents of layer 0, and what keys and values of the rows consist of, if they are read
         attention    of layer 0, launched kernel by kernel
         graph 1      the rest of layer 0, then the same of layer 1
         …
         graph L      the rest of the last layer
 
     Chunks that begin their texts attend to the keys and values that the graphs have computed; for others they are
-    computed anew, of all positions that they attend to.
+    computed anew, of all positions that they attend to. In batch-invariant mode chunks attend to latents instead.
 
     Some 30 kernels of a layer take the host longer than a GPU needs for 2,048 rows. Rows are padded to a multiple of
     256, or of 1,024; what fills them is written nowhere. The graphs of all numbers of rows are captured at the start
@@ -256,7 +256,8 @@ class _Buffers(NamedTuple):
         weights, c, heads = forward.weights, forward.weights.config, forward.weights.n_heads
         x_TD = weights.head.new_zeros(forward.tp.n_own(rows), c.hidden_size)
         q = x_TD.new_zeros(rows * max(forward.attention.query_width(block.attention) for block in weights.blocks))
-        kv_TY = x_TD.new_zeros(rows, heads * (c.qk_nope_head_dim + c.v_head_dim))
+        kv_rows = 0 if forward.gemms.batch_invariant else rows
+        kv_TY = x_TD.new_zeros(kv_rows, heads * (c.qk_nope_head_dim + c.v_head_dim))
         rope_TR = x_TD.new_zeros(rows, c.qk_rope_head_dim)
         o_TV = x_TD.new_zeros(rows, heads * c.v_head_dim)
         slots = torch.full((rows,), -1, dtype=torch.int64, device=weights.device)
@@ -319,7 +320,8 @@ class _Graphs:
             w, rows, cos_sin = blocks[i].attention, len(slots), (buffers.cos, buffers.sin)
             out_TW = buffers.q[: rows * forward.attention.query_width(w)].view(rows, -1)
             self._queries[i] = self._stored(forward.attention.queries(x_TD, i, blocks[i], slots, cos_sin, out_TW))
-            buffers.rope_TR.copy_(forward.attention.naive.decompressed(i, w, buffers.read_slots, buffers.kv_TY)[1])
+            if not forward.gemms.batch_invariant:  # where chunks attend to latents alone
+                buffers.rope_TR.copy_(forward.attention.naive.decompressed(i, w, buffers.read_slots, buffers.kv_TY)[1])
 
     def _after_attention(self, layer: int) -> None:
         """Compute the rest of a layer, in as many micro-batches if its experts are spread over ranks."""

@@ -194,7 +194,7 @@ class ModelRunner:
     def _capture(self, memory: GraphMemory, max_step_tokens: int) -> None:
         """Capture the graphs of all steps, so that no step of a running server waits for it."""
         max_pages = -(-self.max_position // PAGE)
-        if max_step_tokens and not self.batch_invariant:
+        if max_step_tokens:
             self.prefill_graphs = PrefillGraphs(self.forward, memory, max_step_tokens)
         if self._max_rows:
             self.graphs = DecodeGraphs(self.forward, memory, self._max_rows, max_pages)
@@ -435,7 +435,10 @@ class ModelRunner:
 
     def _hidden(self, step: Step) -> Tensor:
         graphs = self.prefill_graphs
-        has_graph = bool(step.prefills) or self.graphs is None if self.expert_parallel is None else self._has_peers
+        if self.expert_parallel is not None:
+            has_graph = self._has_peers
+        else:
+            has_graph = bool(step.prefills) or self.graphs is None or self.batch_invariant
         if graphs is None or not has_graph:
             return self._sized_forward().hidden(step)
         return graphs.hidden(step, self.max_rank_rows)

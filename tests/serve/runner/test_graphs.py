@@ -122,6 +122,20 @@ def test_logits_are_those_of_the_forward_pass(fp8):
     torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+def test_in_batch_invariant_mode_graphs_have_the_bits_of_the_forward_pass(fp8):
+    found = []
+    for captured in (False, True):
+        runner = ModelRunner(new_model(fp8), 32, batch_invariant=True)
+        if captured:
+            runner.prefill_graphs = PrefillGraphs(runner.forward, None, 2048)
+        texts = Texts(runner, [text(200, seed=i) for i in range(3)])
+        for sizes in ((90, 30, 0), (1, 100, 90), (40, 1, 40)):
+            texts.run(*sizes)
+        found.append(torch.cat(texts.logits))
+    assert torch.equal(found[1], found[0])
+
+
 def logits(*sizes: tuple[int, ...], graphs: type[PrefillGraphs] | None) -> tuple[Tensor, ModelRunner]:
     runner = ModelRunner(new_model(False), 64)
     if graphs is not None:
