@@ -21,6 +21,8 @@ from octile.ops.operator import operator
 from octile.ops.quantize import INPUT_DTYPES, check_device, check_input_dtype, dequantize
 
 ROWS = 16  # of a block on a CPU
+MAX_COUNT = 2**17  # rows whose count has an entry in a table of 512 KiB
+_counts = dict[torch.device, Tensor]()
 
 
 @operator()
@@ -121,13 +123,22 @@ def row_invariant_scaled_nt(
     if offs is None and not a.is_cuda:  # whose rows are independent
         return matmul_nt(*operands, out_dtype)
     if offs is None:
-        offs, zero_rest = torch.full((1,), len(a), dtype=torch.int32, device=a.device), False
+        offs, zero_rest = one_group(len(a), a.device), False
         operands = a, a_scale, a_block, b[None], b_scale[None], b_block
     if zero_rest:
         return grouped_matmul_nt(*operands, offs, out_dtype)
     out = a.new_empty(len(a), b.shape[-2], dtype=out_dtype)
     grouped_matmul_nt_out(out, *operands, offs)
     return out
+
+
+def one_group(n: int, device: torch.device) -> Tensor:
+    """Return the end of a single group of n rows, int32 [1], without a launch if a table of them was made before."""
+    if n > MAX_COUNT or (device not in _counts and torch.cuda.is_current_stream_capturing()):
+        return torch.full((1,), n, dtype=torch.int32, device=device)
+    if device not in _counts:
+        _counts[device] = torch.arange(MAX_COUNT + 1, dtype=torch.int32, device=device)
+    return _counts[device].narrow(0, n, 1)
 
 
 def row_invariant_groups_nt(a: Tensor, b: Tensor, offs: Tensor | None, out_dtype: torch.dtype) -> Tensor:

@@ -66,3 +66,10 @@ def test_fp8_gemms_use_the_tensor_core_model_where_it_is_on(monkeypatch: pytest.
     usual = row_invariant_scaled_nt(*operands, None, torch.float32)
     assert not torch.equal(found, usual)
     assert torch.equal(row_invariant_scaled_nt(a[0][3:4], a[1][3:4], *operands[2:], None, torch.float32), usual[3:4])
+
+
+def test_the_end_of_one_group_is_the_number_of_its_rows(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(row_invariant, "MAX_COUNT", 100)
+    monkeypatch.setattr(row_invariant, "_counts", {})
+    for n in (0, 3, 100, 101, 3):
+        assert row_invariant.one_group(n, torch.device("cpu")).tolist() == [n]
