@@ -71,7 +71,7 @@ def summarize(lines: Sequence[Metrics]) -> Metrics:
     }
 
 
-def print_result(console: RunConsole, run: Path, summary: Metrics, prompt: str, report: Path | None) -> None:
+def print_result(console: RunConsole, run: Path, summary: Metrics, prompt: str, report: Path) -> None:
     """Print what a run has reached, and where its results are."""
     console.print(
         f"reward: {summary['first_reward']:.3f} in step 1, {summary['last_reward']:.3f} in the mean of the last "
@@ -82,6 +82,5 @@ def print_result(console: RunConsole, run: Path, summary: Metrics, prompt: str, 
         f"sampling than in training, by up to {summary['largest_difference']:.2g} nats"
     )
     console.print(f"model:  {run / 'model'}")
-    if report is not None:
-        console.print(f"report: {report}")
+    console.print(f"report: {report}")
     console.print(f"more:   octile generate {quoted_path(run)} --prompt {prompt!r} --temperature 1")

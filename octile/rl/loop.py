@@ -8,9 +8,10 @@ from pathlib import Path
 
 import torch
 
-from octile.checkpoint.files import write_json
+from octile.checkpoint.files import write_json, write_text
 from octile.extras import require
 from octile.parallel.device import pick_device
+from octile.report.rl import render_rl_report
 from octile.rl.config import RLConfig
 from octile.rl.console import print_result, progress, summarize
 from octile.rl.prompts import ArithmeticPrompts, FilePrompts, Prompts
@@ -51,7 +52,7 @@ def train(config: RLConfig, resume: bool, console: RunConsole) -> Path:
         The run folder.
 
     Raises:
-        ImportError: a package of the extra `train` is missing.
+        ImportError: a package of the extras `train` or `report` is missing.
         FileExistsError: a new run would overwrite another run, or another process trains it.
         FileNotFoundError: there is no model, no run to resume, or no file of prompts or of the reward.
         ValueError: the configuration, a file or a checkpoint is invalid.
@@ -60,6 +61,7 @@ def train(config: RLConfig, resume: bool, console: RunConsole) -> Path:
         Stopped: Ctrl-C or SIGTERM ended the run early.
     """
     require("tokenizers", "filelock", "tensorboard", "psutil", extra="train")
+    require("matplotlib", "jinja2", extra="report")  # checked now, not when the report is written
     device = pick_device(config.device)
     is_new = not resume and config.out is None
     source = config.out / START if resume and config.out is not None else config.model
@@ -135,7 +137,11 @@ def _train(
         message = f"stopped after step {trainer.steps_done}; to continue: {config.resume_command}"
         raise Stopped(message, stop[0] if stop else signal.SIGTERM)
     save_model(trainer.model, run.model, run.path / START)
-    summary = summarize([line for line in read_lines(run.metrics_file) if "reward" in line])
+    lines = read_lines(run.metrics_file)
+    steps, texts = ([line for line in lines if key in line] for key in ("reward", "texts"))
+    summary = summarize(steps)
     write_json(run.summary_file, summary)
-    print_result(console, run.path, summary, prompts.of_step(0, 1)[0].prompt, None)
+    report = run.path / "report.html"
+    write_text(report, render_rl_report(f"octile rl · {run.path.name}", steps, texts, summary, config.to_values()))
+    print_result(console, run.path, summary, prompts.of_step(0, 1)[0].prompt, report)
     return run.path

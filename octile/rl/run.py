@@ -7,6 +7,7 @@
     checkpoints/     what `--resume` continues from
     model/           the model after the last step, in Hugging Face's layout
     summary.json     rewards of the first and of the last steps
+    report.html      curves, and the texts
 
 Everything is written so that a process may be killed at any moment. `start` is complete when config.json is written,
 and a run without a checkpoint begins again from it.

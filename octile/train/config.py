@@ -135,10 +135,10 @@ class TrainConfig:
         recipe: the number formats: deepseek_v3, bf16, float32, per_tensor, delayed, hybrid_delayed, hybrid_e5m2,
             global_scale, fp16_loss_scaling, fp8_lm, smooth_swiglu, mxfp8, int8_tiles, wgrad_x_blocks or exact; or a
             .toml file with exceptions for single layers.
-        data: a text file, a folder, hf:NAME (a Hugging Face dataset), stdlib: the source of Python's library, packages:
-            source and documentation of that library and of every package installed here, or arithmetic: additions,
-            most of them wrong, to begin octile rl with. Or the URL of a run's `data/` (s3://bucket/data), whose tokens
-            are streamed.
+        data: a text file, a folder, hf:NAME (a Hugging Face dataset), stdlib: the source of Python's library, or
+            packages: source and documentation of that library and of every package installed here. Or arithmetic:
+            additions, most of them wrong, to begin octile rl with. Or the URL of a run's `data/` (s3://bucket/data),
+            whose tokens are streamed.
         init_from: a run or a Hugging Face folder, FP8 or BF16, whose weights and tokenizer the run begins with instead
             of random weights; the model's shape is then that folder's.
         steps: optimizer steps.
