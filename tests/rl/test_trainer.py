@@ -82,13 +82,15 @@ def test_with_several_updates_differences_are_those_of_the_weights_that_have_sam
     assert any(line["clipped"] for line in lines)
 
 
-def test_a_restored_trainer_repeats_the_steps_bit_for_bit(exact_folder, reward_file):
-    trainer = make_trainer(exact_folder, reward_file)
+@pytest.mark.parametrize("folder", ["exact_folder", "usual_folder"])
+def test_a_restored_trainer_repeats_the_steps_bit_for_bit(folder, reward_file, request):
+    folder = request.getfixturevalue(folder)
+    trainer = make_trainer(folder, reward_file)
     trainer.step()
     tensors, state = trainer.state()
     saved = {name: tensor.clone() for name, tensor in tensors.items()}
     expected = [without_times(trainer.step()) for _ in range(2)]
-    other = make_trainer(exact_folder, reward_file)
+    other = make_trainer(folder, reward_file)
     other.restore(saved, state)
     assert [without_times(other.step()) for _ in range(2)] == expected
     (first, _), (second, _) = trainer.state(), other.state()
