@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from contextlib import ExitStack, closing, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,7 +25,6 @@ from octile.rl.run import (
     read_config,
     save_model,
     save_state,
-    with_out,
     write_config,
     write_start,
 )
@@ -72,7 +72,7 @@ def train(config: RLConfig, resume: bool, console: RunConsole) -> Path:
     check_length(folder, longest_prompt(folder, prompts), config.max_new_tokens)
     run = RunFolder(source.parent) if resume else create_folder(config)
     run.check_folders()
-    config = with_out(config, run)
+    config = replace(config, out=run.path)
     with ExitStack() as stack:
         stack.enter_context(lock_folder(run.path, is_new))
         checkpoint = Checkpoint(run)

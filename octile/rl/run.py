@@ -15,7 +15,6 @@ and a run without a checkpoint begins again from it.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -164,8 +163,3 @@ class Checkpoint:
         """Restore a trainer, if there is a checkpoint."""
         if self.name is not None:
             trainer.restore(self._tensors, self._state)
-
-
-def with_out(config: RLConfig, run: RunFolder) -> RLConfig:
-    """Return a configuration that names its folder."""
-    return replace(config, out=run.path)

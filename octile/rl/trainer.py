@@ -155,7 +155,9 @@ class RLTrainer:
         config = self.config
         parts = [part.split(config.micro_batches) for part in batch.split(config.updates)]
         # with one optimizer step the old log-probabilities are those of its own forward pass
-        olds = [[self._log_probs(part) for part in group] for group in parts] if config.updates > 1 else None
+        olds = None
+        if config.updates > 1:
+            olds = [[_no_grad_log_probs(self.model, part) for part in group] for group in parts]
         sums: dict[str, float] = defaultdict(float)
         differences: list[tuple[Tensor, Tensor]] = []
         for number, group in enumerate(parts):
@@ -210,9 +212,6 @@ class RLTrainer:
             {"prompt": c.prompt.prompt, "completion": c.text, "answer": c.prompt.answer, "reward": reward}
             for c, reward in firsts
         ]
-
-    def _log_probs(self, part: Batch) -> Tensor:
-        return _no_grad_log_probs(self.model, part)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the state on which later steps depend: tensors, and values for JSON."""
