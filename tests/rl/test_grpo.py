@@ -119,6 +119,14 @@ def test_the_mean_is_that_of_each_completion_and_then_of_all():
     assert values.grad.tolist() == [[0.25, 0.25, 0.0], [0.5, 0.0, 0.0]]
 
 
+@given(log_probs, st.lists(st.integers(1, 5), min_size=3, max_size=3))
+def test_the_mean_is_that_of_float64(values, lengths):
+    mask = np.arange(5) < np.array(lengths)[:, None]
+    expected = np.mean([row[:length].mean() for row, length in zip(values, lengths, strict=True)])
+    found = completion_mean(torch.from_numpy(values), torch.from_numpy(mask)).item()
+    assert found == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
 ROWS = torch.zeros(2, 3)
 
 
