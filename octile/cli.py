@@ -39,12 +39,12 @@ COMMANDS: Mapping[str, Command | CommandGroup] = {
         "Train a model: from text to a run folder with checkpoints, the model, a report and a sample.",
         arguments=(_observer,),
     ),
-    "rl": Command(
-        "octile.rl.command", "Train a model by rewards (GRPO): sample with the engine, score, train, in one process."
-    ),
     "compare": Command(
         "octile.train.compare.command",
         "Train recipes and BF16 with its noise band, and report the loss that each recipe costs.",
+    ),
+    "rl": Command(
+        "octile.rl.command", "Train a model by rewards (GRPO): sample with the engine, score, train, in one process."
     ),
     "generate": Command(
         "octile.serve.generate_command", "Continue a prompt with a trained model and print the text as it is generated."
