@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from octile.checkpoint.hugging_face import load
+from octile.checkpoint.hugging_face import has_fp8_weights, load, save
 from octile.checkpoint.training import load_checkpoint
+from octile.models.deepseek_v3 import DeepseekV3
 from octile.rl import loop
 from octile.rl.config import RLConfig
 from octile.rl.run import read_config
@@ -22,6 +23,7 @@ from octile.train.run.folder import RunFolder
 from octile.train.run.metrics import read_lines
 from tests.forked_command import ForkedCommand
 from tests.rl.test_trainer import bits, without_times
+from tests.serve.models import EXACT
 from tests.train.conftest import silent_console
 
 OPTIONS = {"prompts_per_step": 2, "group_size": 4, "max_new_tokens": 8, "lr": 1e-3, "steps": 6, "checkpoint_every": 2}
@@ -154,6 +156,17 @@ def test_a_resumed_run_needs_the_same_files(config, tmp_path):
     file.write_text("def reward(prompt, completion, answer):\n    return 1\n")
     with pytest.raises(ValueError, match="the file of reward has other contents"):
         loop.train(read_config(tmp_path / "run"), True, silent_console())
+
+
+def test_a_model_in_bf16_stays_in_bf16_and_begins_with_the_folders_weights(config, tokenizer, tmp_path):
+    folder = tmp_path / "bf16"
+    torch.manual_seed(0)
+    save(DeepseekV3(replace(EXACT, vocab_size=tokenizer.vocab_size, num_nextn_predict_layers=0)), folder, "bf16")
+    tokenizer.save(folder)
+    run = loop.train(replace(config, model=folder, steps=1, out=tmp_path / "run"), False, silent_console())
+    assert not has_fp8_weights(run)
+    before, start = load(folder).state_dict(), load(run / "start").state_dict()
+    assert all(torch.equal(tensor, start[name]) for name, tensor in before.items())
 
 
 def test_prompts_of_a_file_are_sampled(config, tmp_path):
