@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import time
 from dataclasses import replace
@@ -95,6 +96,17 @@ def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(config, whole, tmp_
     assert not (out / "summary.json").exists()
     resumed = replace(read_config(out), out=out)
     assert_same_run(whole, loop.train(resumed, True, silent_console()))
+
+
+def test_a_run_that_was_killed_after_its_last_step_gets_its_model_by_being_resumed(whole, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(whole, out)
+    shutil.rmtree(out / "model")
+    for name in ("summary.json", "report.html"):
+        (out / name).unlink()
+    assert_same_run(whole, loop.train(replace(read_config(out), out=out), True, silent_console()))
+    assert (out / "summary.json").read_bytes() == (whole / "summary.json").read_bytes()
+    assert (out / "report.html").exists()
 
 
 def stop_after(monkeypatch, step: int) -> None:
