@@ -246,7 +246,7 @@ ROOMS = (  # from the last to the first: what the rooms are for, their color, an
             ("plan", "schedules"),
         ),
     ),
-    ("a training run", "amber", (("lab", "what 8 bits do"), ("train", "data, loop, compare"))),
+    ("a training run", "amber", (("lab", "what 8 bits do"), ("rl", "rewards, GRPO"), ("train", "data, loop, compare"))),
     (
         "serving",
         "rose",

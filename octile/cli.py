@@ -43,6 +43,9 @@ COMMANDS: Mapping[str, Command | CommandGroup] = {
         "octile.train.compare.command",
         "Train recipes and BF16 with its noise band, and report the loss that each recipe costs.",
     ),
+    "rl": Command(
+        "octile.rl.command", "Train a model by rewards (GRPO): sample with the engine, score, train, in one process."
+    ),
     "generate": Command(
         "octile.serve.generate_command", "Continue a prompt with a trained model and print the text as it is generated."
     ),

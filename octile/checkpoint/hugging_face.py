@@ -272,7 +272,7 @@ def checkpoint_folder(path: str | Path) -> Path:
         if (folder / CONFIG).exists() and not (folder / "metrics.jsonl").exists():  # else it configures a run
             return folder
     if (path / "metrics.jsonl").exists():
-        command = f"{train_command(_count_ranks(path))} --resume --out {quoted_path(path)}"
+        command = f"{_command_of(path)} --resume --out {quoted_path(path)}"
         if (path / "summary.json").exists():  # of a run that has finished
             file = path / "model" / CONFIG
             raise FileNotFoundError(
@@ -282,12 +282,15 @@ def checkpoint_folder(path: str | Path) -> Path:
     raise FileNotFoundError(f"no checkpoint at {path}: neither {CONFIG} nor model/{CONFIG} is there")
 
 
-def _count_ranks(run: Path) -> int:
-    """The number of ranks that a run's config.json names; 1 if it is missing or damaged."""
+def _command_of(run: Path) -> str:
+    """The command that a run's config.json names, or `octile train`, by as many ranks as it names; one if it cannot be
+    read.
+    """
     try:
-        return int(read_json(run / CONFIG)["parallel"]["dp"])
+        config = read_json(run / CONFIG)
+        return str(config["command"]) if "command" in config else train_command(int(config["parallel"]["dp"]))
     except (OSError, ValueError, KeyError, TypeError):
-        return 1
+        return train_command(1)
 
 
 @dataclass(frozen=True)

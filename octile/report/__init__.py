@@ -5,6 +5,7 @@ dark setting. Every figure has a caption that is written from the data.
 
     run/            the page of one training run
     compare/        the page of a comparison of recipes with BF16
+    rl.py           the page of a run of reinforcement learning
     page.py         templates of pages
     style.py        the style of figures: palette, axes, labels
     svg.py          figures as inline SVG

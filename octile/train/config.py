@@ -136,8 +136,9 @@ class TrainConfig:
             global_scale, fp16_loss_scaling, fp8_lm, smooth_swiglu, mxfp8, int8_tiles, wgrad_x_blocks or exact; or a
             .toml file with exceptions for single layers.
         data: a text file, a folder, hf:NAME (a Hugging Face dataset), stdlib: the source of Python's library, or
-            packages: source and documentation of that library and of every package installed here. Or the URL of a
-            run's `data/` (s3://bucket/data), whose tokens are streamed.
+            packages: source and documentation of that library and of every package installed here. Or arithmetic:
+            additions, most of them wrong, to begin octile rl with. Or the URL of a run's `data/` (s3://bucket/data),
+            whose tokens are streamed.
         init_from: a run or a Hugging Face folder, FP8 or BF16, whose weights and tokenizer the run begins with instead
             of random weights; the model's shape is then that folder's.
         steps: optimizer steps.
@@ -211,7 +212,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         if not self.data.strip():
-            raise ValueError("data is empty: name a text file, a folder, hf:NAME, stdlib or packages")
+            raise ValueError("data is empty: name a text file, a folder, hf:NAME, stdlib, packages or arithmetic")
         if self.checkpoints is not None and not self.checkpoints.strip():
             raise ValueError("checkpoints is empty: name a folder or a URL, such as s3://bucket/run")
         for name in ("prompt", "data", "recipe", "init_from", "out", "checkpoints", "telemetry_layers", "guards"):

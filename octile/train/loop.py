@@ -258,7 +258,7 @@ def _train(
     with (
         stop_requests(console.acknowledge_stop) as stop,
         console.stopped_by_its_reader(stop),
-        nullcontext() if resume or not ranks.is_first else unmarked_on_failure(run, trainer),
+        nullcontext() if resume or not ranks.is_first else unmarked_on_failure(run, lambda: trainer.steps_done),
         report_on_failure(run, console) if ranks.is_first else nullcontext(),
         checkpoints.completed(),
         deterministic(config.deterministic),

@@ -78,6 +78,7 @@ _METRICS: dict[str, IsWhole] = {  # of the keys whose values are no numbers
     "tile_scales": _is_of(_is_histogram),
     "spike": lambda value: isinstance(value, dict),
     "stopped": lambda value: isinstance(value, str),
+    "texts": lambda value: isinstance(value, list),  # of a run of `octile rl`
 }
 _TELEMETRY: dict[str, IsWhole] = {
     "layer": lambda value: isinstance(value, str),

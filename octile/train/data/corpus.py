@@ -6,6 +6,8 @@ A source is named by one string:
                                               without its tests and its tables of character encodings
     packages                                  source and documentation of the standard library and of every package
                                               installed in the environment, without what repeats (`text_filter`)
+    arithmetic                                additions, most of them wrong, to begin `octile rl` with
+                                              (`octile.train.data.arithmetic`)
     PATH                                      a text file, or a folder of them
     hf:OWNER/NAME[/CONFIG][:SPLIT][#COLUMN]   a dataset of the Hugging Face Hub, if the package `datasets` is installed
 
@@ -28,10 +30,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from octile.checkpoint.store import as_os_error
+from octile.train.data import arithmetic
 from octile.train.data.filter import MAX_BYTES, PROSE, SOURCE, DuplicateFilter, why_left_out
 from octile.train.data.token_store import manifest_at
 
-STANDARD_LIBRARY, PACKAGES = "stdlib", "packages"
+STANDARD_LIBRARY, PACKAGES, ARITHMETIC = "stdlib", "packages", "arithmetic"
+BUILT_IN = tuple(map(repr, (STANDARD_LIBRARY, PACKAGES, ARITHMETIC)))  # in messages
 HUB = re.compile(
     r"hf:(?P<name>[^/:#]+(/[^/:#]+)?)(/(?P<config>[^/:#]+))?(:(?P<split>[^#]+))?(#(?P<column>.+))?"
 )  # a split may be a slice, train[:1%], colon and all
@@ -130,7 +134,7 @@ def check_source(source: str | Path, name: str = "data") -> None:
         ImportError: a package for the protocol of a URL is not installed.
     """
     path, named = Path(source), f"{name} {str(source)!r}"
-    if source in (STANDARD_LIBRARY, PACKAGES):
+    if source in (STANDARD_LIBRARY, PACKAGES, ARITHMETIC):
         return
     if str(source).startswith("hf:"):
         _parse_hub_name(str(source), named)
@@ -144,7 +148,7 @@ def check_source(source: str | Path, name: str = "data") -> None:
             raise as_os_error(error, f"{named} cannot be read") from None
         return
     if not str(source).strip():  # Path("") is the current folder
-        raise ValueError(f"{name} is empty: name a file, a folder, 'stdlib', 'packages' or 'hf:OWNER/NAME'")
+        raise ValueError(f"{name} is empty: name a file, a folder, {', '.join(BUILT_IN)} or 'hf:OWNER/NAME'")
     try:
         exists = path.exists()
     except PermissionError as error:  # of a folder on the way
@@ -152,7 +156,8 @@ def check_source(source: str | Path, name: str = "data") -> None:
     if not exists and path.is_symlink():
         raise FileNotFoundError(f"{named} is a link to {str(path.readlink())!r}, which does not exist")
     if not exists:
-        raise FileNotFoundError(f"{named} is no file or folder (nor 'stdlib', nor 'packages', nor 'hf:OWNER/NAME')")
+        others = ", ".join(f"nor {word}" for word in (*BUILT_IN, "'hf:OWNER/NAME'"))
+        raise FileNotFoundError(f"{named} is no file or folder ({others})")
     if not path.is_file() and not path.is_dir():
         raise ValueError(f"{named} is neither a file nor a folder")
     if not os.access(path, os.R_OK):
@@ -184,6 +189,8 @@ def open_corpus(source: str | Path, name: str = "data") -> Corpus:
     named = f"{name} {str(source)!r}"
     if str(source).startswith("hf:"):
         return _hub_dataset(str(source), named)
+    if source == ARITHMETIC:
+        return Corpus(ARITHMETIC, (), _read_arithmetic)
     return _from_files(str(source), named, _find_files(source))
 
 
@@ -199,7 +206,7 @@ def content_digest(source: str | Path) -> str:
         for part in parts:
             digest.update(len(part).to_bytes(8) + part)
 
-    if str(source).startswith("hf:"):
+    if source == ARITHMETIC or str(source).startswith("hf:"):
         for row in open_corpus(source).read():
             add(row.name.encode(), row.text.encode())
         return digest.hexdigest()
@@ -371,6 +378,11 @@ def _cut(stream: TextIO, length: int) -> Iterator[str]:
     """Cut a text at the first line end from `length` characters on, but after 2 × length characters at the latest."""
     while span := stream.read(length) + stream.readline(length):
         yield span
+
+
+def _read_arithmetic() -> Iterator[NamedText]:
+    for number, text in enumerate(arithmetic.examples(), start=1):
+        yield NamedText(f"example {number}", text)
 
 
 def _hub_dataset(source: str, named: str) -> Corpus:

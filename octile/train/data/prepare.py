@@ -37,6 +37,7 @@ from octile.validation import json_checksum
 
 PREPARED_BY = (  # the source on which the tokens of a text depend
     "tokenizer.py",
+    "train/data/arithmetic.py",
     "train/data/corpus.py",
     "train/data/corpus_index.py",
     "train/data/filter.py",

@@ -103,6 +103,8 @@ class RunFolder:
         """
         values = read_json(self.config_file)
         values.pop(CHECKSUM, None)
+        if "command" in values:
+            raise ValueError(f"{str(self.path)!r} holds a run of {values['command']}, which does not train on text")
         try:
             config = TrainConfig.from_values(values)
             if not config.recipe.endswith(".toml"):

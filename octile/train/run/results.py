@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -111,7 +111,7 @@ def sample_text(trainer: Trainer, store: TokenStore, run: RunFolder) -> str:
 
 
 @contextmanager
-def unmarked_on_failure(run: RunFolder, trainer: Trainer) -> Iterator[None]:
+def unmarked_on_failure(run: RunFolder, steps_done: Callable[[], int]) -> Iterator[None]:
     """Leave no run behind if its first step fails, so that the corrected command can use the same folder.
 
     The prepared data stay. A non-finite loss or lack of memory is a result: the run and its report stay.
@@ -121,7 +121,7 @@ def unmarked_on_failure(run: RunFolder, trainer: Trainer) -> Iterator[None]:
     except (FloatingPointError, MemoryError):
         raise
     except Exception:
-        if trainer.steps_done == 0:
+        if steps_done() == 0:
             run.config_file.unlink(missing_ok=True)
             run.metrics_file.unlink(missing_ok=True)
             shutil.rmtree(run.tensorboard, ignore_errors=True)

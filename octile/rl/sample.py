@@ -1,0 +1,91 @@
+"""Sample completions with an engine: those of a step depend on the weights, the prompts and (seed, step) alone."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from octile.rl.prompts import Prompt
+from octile.serve.engine.engine import Engine
+from octile.serve.engine.request import Sampling
+from octile.tokenizer import Tokenizer
+
+
+@dataclass
+class Completion:
+    """A completion of a prompt.
+
+    Attributes:
+        prompt: the prompt, and the answer.
+        prompt_tokens: its tokens, the begin-of-text token included.
+        tokens: the sampled tokens, with the end-of-text token if there is one: it was sampled, too.
+        log_probs: the engine's log-probability of each of them.
+        text: the text of the sampled tokens, without that of the end-of-text token.
+        is_ended: whether the completion has ended before it was cut off.
+    """
+
+    prompt: Prompt
+    prompt_tokens: list[int]
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    text: str = ""
+    is_ended: bool = False
+
+
+def sampling_seeds(seed: int, step: int, count: int) -> list[int]:
+    """Return the seeds of the completions of a step."""
+    words = np.random.SeedSequence((seed, step)).generate_state(count, np.uint64)
+    return [int(word) for word in words >> np.uint64(1)]  # below 2⁶³, as `Sampling` takes them
+
+
+def sample_groups(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    end_tokens: Collection[int],
+    prompts: Sequence[Prompt],
+    group_size: int,
+    max_new_tokens: int,
+    seeds: Sequence[int],
+) -> list[Completion]:
+    """Sample completions at temperature 1, all of them at once.
+
+    The engine goes on after an end-of-text token, and is canceled here, since it reports no log-probability of a token
+    that ends a text.
+
+    Args:
+        engine: without requests.
+        tokenizer: encodes prompts and decodes completions.
+        end_tokens: the end-of-text tokens.
+        prompts: what is continued.
+        group_size: completions of each prompt.
+        max_new_tokens: maximum number of tokens of a completion.
+        seeds: the seed of each completion.
+
+    Returns:
+        The completions of the first prompt, those of the second, and so on.
+
+    Raises:
+        FloatingPointError: the engine has ended a completion, because logits are not finite.
+    """
+    found: dict[int, Completion] = {}
+    numbers = iter(seeds)
+    for prompt in prompts:
+        prompt_tokens = [tokenizer.begin, *tokenizer.encode(prompt.prompt)]
+        for _ in range(group_size):
+            sampling = Sampling(max_new_tokens, 1.0, seed=next(numbers), ignore_eos=True, logprobs=0)
+            found[engine.add(prompt_tokens, sampling).id] = Completion(prompt, prompt_tokens)
+    while engine.has_work:
+        for output in engine.step():
+            if output.error is not None:
+                raise FloatingPointError(output.error)
+            completion = found[output.request_id]
+            completion.tokens += output.tokens
+            completion.log_probs += [each.logprob for each in output.logprobs]
+            if completion.tokens[-1:] and completion.tokens[-1] in end_tokens:
+                completion.is_ended = True
+                engine.cancel(output.request_id)
+    for completion in found.values():
+        completion.text = tokenizer.decode(completion.tokens[: len(completion.tokens) - completion.is_ended])
+    return list(found.values())

@@ -1,0 +1,57 @@
+"""The prompts of a step: a function of seed and step."""
+
+import json
+
+import pytest
+
+from octile.rl.prompts import ArithmeticPrompts, FilePrompts, Prompt
+
+
+def write(path, prompts):
+    path.write_text("".join(json.dumps({"prompt": p, "answer": a}) + "\n" for p, a in prompts))
+    return path
+
+
+def test_additions_of_a_step_depend_on_seed_and_step_alone():
+    first = ArithmeticPrompts(3)
+    steps = [first.of_step(step, 8) for step in range(3)]
+    assert steps[2] == ArithmeticPrompts(3).of_step(2, 8)
+    assert len({tuple(step) for step in steps} | {tuple(ArithmeticPrompts(4).of_step(0, 8))}) == 4
+
+
+def test_the_longest_addition_is_as_long_as_any():
+    prompts = ArithmeticPrompts(0)
+    lengths = [len(prompt.prompt) for step in range(20) for prompt in prompts.of_step(step, 8)]
+    assert max(lengths) == len(prompts.longest()[0])
+
+
+def test_each_prompt_of_a_file_comes_once_in_an_epoch_in_another_order(tmp_path):
+    there = [Prompt(f"p{i}", str(i)) for i in range(10)]
+    prompts = FilePrompts(write(tmp_path / "prompts.jsonl", there), seed=0)
+    epochs = [[p for step in range(first, first + 5) for p in prompts.of_step(step, 2)] for first in (0, 5)]
+    assert all(sorted(epoch) == sorted(there) for epoch in epochs)
+    assert epochs[0] != epochs[1]
+    assert prompts.of_step(3, 2) == FilePrompts(tmp_path / "prompts.jsonl", seed=0).of_step(3, 2)
+    assert prompts.longest() == [p.prompt for p in there]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "has no line: each is a JSON object with prompt and answer"),
+        ('{"prompt": "a", "answer": "b"}\n{"prompt": "a"}\n', "line 2: answer must be text, but it is missing"),
+        ('{"prompt": 1, "answer": "b"}\n', "line 1: prompt must be text, but it is 1"),
+        ("[1]\n", r"line 1 must hold a JSON object, not \[1\]"),
+        ("\n\n{\n", "line 3 is damaged: not JSON at byte"),
+    ],
+)
+def test_a_damaged_file_is_refused_with_the_line(tmp_path, content, message):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        FilePrompts(file, 0)
+
+
+def test_a_file_that_does_not_exist_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="does not exist: name a JSONL file"):
+        FilePrompts(tmp_path / "none", 0)

@@ -1,0 +1,63 @@
+"""Sampling: a completion has the log-probability of each of its tokens, that of an end-of-text token included."""
+
+import pytest
+import torch
+
+from octile.checkpoint.hugging_face import load
+from octile.rl.prompts import Prompt
+from octile.rl.sample import Completion, sample_groups, sampling_seeds
+from octile.serve.engine.config import EngineConfig
+from octile.serve.engine.engine import Engine
+from octile.serve.runner.model_runner import ModelRunner
+
+PROMPTS = [Prompt("1 2 + 3 4 =", "4 6"), Prompt("5 6 +", "")]
+
+
+@pytest.fixture(scope="module")
+def model(exact_folder):
+    return load(exact_folder)
+
+
+def sample(model, tokenizer, end_tokens, seeds, prompts=PROMPTS, group_size=3, n_new=12) -> list[Completion]:
+    runner = ModelRunner(model, 32, batch_invariant=True)
+    engine = Engine(runner, tokenizer, EngineConfig(4))
+    found = sample_groups(engine, tokenizer, end_tokens, prompts, group_size, n_new, seeds)
+    assert not engine.has_work
+    return found
+
+
+def test_completions_are_in_the_order_of_their_groups_and_have_the_models_log_probabilities(model, tokenizer):
+    completions = sample(model, tokenizer, {tokenizer.end}, sampling_seeds(0, 0, 6))
+    assert [c.prompt for c in completions] == [PROMPTS[0]] * 3 + [PROMPTS[1]] * 3
+    for c in completions:
+        tokens = torch.tensor([c.prompt_tokens + c.tokens])
+        with torch.no_grad():
+            expected = model.log_probs(tokens)[0, len(c.prompt_tokens) - 1 :]
+        assert c.log_probs == expected.tolist()
+        assert c.text == tokenizer.decode(c.tokens)
+        assert (len(c.tokens), c.is_ended) == (12, False)
+
+
+def test_an_end_of_text_token_ends_a_completion_and_is_one_of_its_tokens(model, tokenizer):
+    seeds = sampling_seeds(0, 0, 6)
+    whole = sample(model, tokenizer, {tokenizer.end}, seeds)
+    end = whole[1].tokens[4]  # taken for an end-of-text token
+    for before, after in zip(whole, sample(model, tokenizer, {end}, seeds), strict=True):
+        length = before.tokens.index(end) + 1 if end in before.tokens else len(before.tokens)
+        assert after.tokens == before.tokens[:length]
+        assert after.log_probs == before.log_probs[:length]
+        assert after.is_ended == (end in before.tokens)
+        assert after.text == tokenizer.decode(after.tokens[: length - after.is_ended])
+
+
+def test_a_completion_depends_on_its_seed_and_not_on_what_else_is_sampled(model, tokenizer):
+    seeds = sampling_seeds(0, 0, 6)
+    alone = sample(model, tokenizer, {tokenizer.end}, seeds[3:], PROMPTS[1:])
+    assert alone == sample(model, tokenizer, {tokenizer.end}, seeds)[3:]
+
+
+def test_seeds_differ_between_steps_runs_and_completions():
+    seeds = [seed for run in (0, 1, 2**63 - 1) for step in range(3) for seed in sampling_seeds(run, step, 5)]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert sampling_seeds(1, 2, 5) == sampling_seeds(1, 2, 5)
