@@ -68,6 +68,8 @@ class RLTrainer:
         model: the policy.
         is_exact: whether the engine's log-probabilities have the bits of the trainer's.
         steps_done: the steps that were taken.
+        is_between_steps: whether the weights are those after these steps: not from the first optimizer step of the next
+            one to its end.
         seconds, tokens: what they have taken, and how many tokens they have sampled.
         last: the completions of the last step.
 
@@ -105,6 +107,7 @@ class RLTrainer:
         self._end_tokens = {opened.tokenizer.end, *runner.end_tokens, *opened.generation.end_tokens}
         self.engine = Engine(runner, opened.tokenizer, EngineConfig(count))
         self.steps_done, self.seconds, self.tokens = 0, 0.0, 0
+        self.is_between_steps = True
         self.last: list[ScoredCompletion] = []
 
     def step(self) -> Metrics:
@@ -133,6 +136,7 @@ class RLTrainer:
         self.engine.update_weights()
         end = time.perf_counter()
         self.steps_done += 1
+        self.is_between_steps = True
         self.seconds += end - begin
         self.tokens += trained["delta_tokens"]
         self.last = [ScoredCompletion(c, each["reward"]) for c, each in zip(completions, values, strict=True)]
@@ -173,6 +177,7 @@ class RLTrainer:
             norm = gradient_norm([p for g in self.optimizer.param_groups for p in g["params"]]).norm
             if not math.isfinite(float(norm)):
                 raise FloatingPointError(f"the gradient is not finite at step {self.steps_done + 1}")
+            self.is_between_steps = False
             self.optimizer.step(gradient_scale=clip_factor(norm, MAX_NORM))
             sums["grad_norm"] += float(norm) / config.updates
         self.optimizer.zero_grad()

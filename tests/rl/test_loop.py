@@ -148,6 +148,51 @@ def test_a_failure_in_the_first_step_leaves_no_run_behind(config, tmp_path):
     loop.train(replace(broken, steps=1), False, silent_console())
 
 
+def fail_in_step(monkeypatch, step: int, name: str, error: Exception) -> None:
+    """Have a function that the trainer calls raise an exception in a step."""
+    take_step = loop.RLTrainer.step
+
+    def fail(*_, **__):
+        raise error
+
+    def step_with_failure(self):
+        if self.steps_done + 1 == step:
+            monkeypatch.setattr(f"octile.rl.trainer.{name}", fail)
+        return take_step(self)
+
+    monkeypatch.setattr(loop.RLTrainer, "step", step_with_failure)
+
+
+@pytest.mark.parametrize("name", ["sample_groups", "group_advantages", "token_losses", "gradient_norm"])
+def test_a_failure_in_a_later_step_loses_none_before_it(config, whole, tmp_path, monkeypatch, name):
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        fail_in_step(patch, 4, name, RuntimeError("failed"))
+        with pytest.raises(RuntimeError, match="failed"):
+            loop.train(replace(config, out=out), False, silent_console())
+    assert (out / "checkpoints" / "step_00000003").exists()
+    assert_same_run(whole, loop.train(read_config(out), True, silent_console()))
+
+
+def test_weights_of_a_part_of_a_step_are_not_saved(config, tmp_path, monkeypatch):
+    fail_in_step(monkeypatch, 4, "compare_log_probs", RuntimeError("failed"))
+    with pytest.raises(RuntimeError, match="failed"):
+        loop.train(replace(config, out=tmp_path / "run"), False, silent_console())
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000002"]
+
+
+@pytest.mark.parametrize("step", [1, 4])
+def test_a_lack_of_memory_names_what_continues_the_run_with_less(config, whole, tmp_path, monkeypatch, step):
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        fail_in_step(patch, step, "token_losses", torch.OutOfMemoryError("CUDA out of memory"))
+        with pytest.raises(
+            MemoryError, match=rf"at step {step} on the cpu: octile rl --resume --out .* --micro-batches 2"
+        ):
+            loop.train(replace(config, out=out), False, silent_console())
+    assert_same_run(whole, loop.train(read_config(out), True, silent_console()))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
