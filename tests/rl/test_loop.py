@@ -213,6 +213,19 @@ def test_a_resumed_run_needs_the_same_files(config, tmp_path):
     file.write_text("def reward(prompt, completion, answer):\n    return 1\n")
     with pytest.raises(ValueError, match="the file of reward has other contents"):
         loop.train(read_config(tmp_path / "run"), True, silent_console())
+    with pytest.raises(ValueError, match="the file of reward has other contents"):
+        loop.train(replace(read_config(tmp_path / "run"), reward=None), True, silent_console())
+
+
+def test_files_of_a_resumed_run_may_have_moved(config, tmp_path):
+    file, out = tmp_path / "reward.py", tmp_path / "run"
+    file.write_text(config.reward.read_text())
+    loop.train(replace(config, reward=file, out=out, steps=1), False, silent_console())
+    file.rename(tmp_path / "moved.py")
+    with pytest.raises(FileNotFoundError, match=r"reward '.*reward\.py' does not exist"):
+        loop.train(read_config(out), True, silent_console())
+    loop.train(replace(read_config(out), reward=tmp_path / "moved.py", steps=2), True, silent_console())
+    assert read_config(out).reward == tmp_path / "moved.py"
 
 
 def test_a_model_in_bf16_stays_in_bf16_and_begins_with_the_folders_weights(config, tokenizer, tmp_path):
