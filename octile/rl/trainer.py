@@ -261,6 +261,11 @@ def check_length(folder: Folder, longest: int, max_new_tokens: int) -> None:
         ValueError: they do not.
     """
     context = folder.model.max_position_embeddings
+    if longest >= context:
+        raise ValueError(
+            f"prompts must leave room for completions in the model's context of {context} tokens, but the longest has "
+            f"{longest}"
+        )
     if longest + max_new_tokens > context:
         raise ValueError(
             f"max_new_tokens must be at most {context - longest} after the longest prompt of {longest} tokens in the "
