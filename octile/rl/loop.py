@@ -19,7 +19,6 @@ from octile.rl.console import print_result, progress, summarize
 from octile.rl.prompts import ArithmeticPrompts, FilePrompts, Prompts
 from octile.rl.rewards import Rewards
 from octile.rl.run import (
-    START,
     Checkpoint,
     continued,
     create_folder,
@@ -35,7 +34,7 @@ from octile.signals import Stopped, stop_requests
 from octile.train.memory.check import is_out_of_memory
 from octile.train.run.console import RunConsole
 from octile.train.run.deterministic import deterministic
-from octile.train.run.folder import RunFolder, lock_folder
+from octile.train.run.folder import START, RunFolder, lock_folder
 from octile.train.run.metrics import MetricsWriter, read_lines, truncate_after
 from octile.train.run.results import unmarked_on_failure
 

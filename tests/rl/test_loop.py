@@ -16,7 +16,7 @@ from octile.checkpoint.training import load_checkpoint
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.rl import loop
 from octile.rl.config import RLConfig
-from octile.rl.run import read_config
+from octile.rl.run import read_config, write_start
 from octile.serve.engine.request import Sampling
 from octile.serve.generate import generate_from
 from octile.signals import Stopped
@@ -146,6 +146,15 @@ def test_a_failure_in_the_first_step_leaves_no_run_behind(config, tmp_path):
     assert not RunFolder(tmp_path / "run").config_file.exists()
     file.write_text("def reward(prompt, completion, answer):\n    return 1\n")
     loop.train(replace(broken, steps=1), False, silent_console())
+
+
+def test_a_folder_that_is_used_again_has_no_tokenizer_file_of_another_model(config, exact_folder, tmp_path):
+    other = shutil.copytree(exact_folder, tmp_path / "other")
+    (other / "generation_config.json").write_text('{"eos_token_id": 3}')
+    for model, name in ((other, "generation_config.json"), (exact_folder, "tokenizer.json")):
+        write_start(replace(config, model=model), RunFolder(tmp_path / "run"))
+        assert (tmp_path / "run" / "start" / name).exists()
+    assert not (tmp_path / "run" / "start" / "generation_config.json").exists()
 
 
 def fail_in_step(monkeypatch, step: int, name: str, error: Exception) -> None:
