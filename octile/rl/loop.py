@@ -142,6 +142,9 @@ def _train(
     save_model(trainer.model, run.model, run.path / START)
     lines = read_lines(run.metrics_file)
     steps, texts = ([line for line in lines if key in line] for key in ("reward", "texts"))
+    if not steps:  # whoever has deleted the file needs the model all the same
+        console.print(f"model:  {run.model}; {run.metrics_file} has no steps, so there is no report")
+        return run.path
     summary = summarize(steps)
     write_json(run.summary_file, summary)
     report = run.path / "report.html"

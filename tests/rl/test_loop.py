@@ -109,6 +109,15 @@ def test_a_run_that_was_killed_after_its_last_step_gets_its_model_by_being_resum
     assert (out / "report.html").exists()
 
 
+def test_a_run_without_its_metrics_gets_its_model_but_no_report(whole, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(whole, out, ignore=shutil.ignore_patterns("model", "metrics.jsonl", "summary.json", "report.html"))
+    loop.train(replace(read_config(out), out=out), True, silent_console())
+    weights = "model/model.safetensors"
+    assert (out / weights).read_bytes() == (whole / weights).read_bytes()
+    assert not (out / "report.html").exists()
+
+
 def stop_after(monkeypatch, step: int) -> None:
     """Have SIGTERM come while a step is computed."""
     take_step = loop.RLTrainer.step
