@@ -41,7 +41,7 @@ HEADS = 64  # of a thread block at most
 MAX_TEXT_HEADS = 4 * HEADS  # of the rows of a text that are one row, if each of them has HEADS or more
 MAX_KEYS = 1024
 MERGE_THREADS = LATENT // 4
-MAX_PARTIALS = 2**20  # of a launch with parts, of one head each: 2 GiB
+MAX_PARTIALS = 3 * 2**19  # of a launch with parts, of one head each: 3 GiB
 MERGE_BLOCKS = 2**14  # of more heads, several have a thread block: most have nothing to merge where there are so many
 MERGE_HEADS = 8
 

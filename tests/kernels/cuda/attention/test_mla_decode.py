@@ -166,7 +166,7 @@ def test_rows_of_many_parts_attend_in_several_launches(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     ("n_heads", "parts", "rows"),
-    [(16, 16, 2048), (16, 40, 1024), (128, 16, 512), (128, 128, 64), (2**20, 1, 1), (2**21, 1, 1)],
+    [(16, 16, 2048), (16, 80, 1024), (128, 16, 683), (128, 128, 94), (2**20, 1, 1), (2**21, 1, 1)],
 )
 def test_rows_at_once(n_heads: int, parts: int, rows: int):
     assert mla_decode.rows_at_once(2048, n_heads, parts) == rows
