@@ -108,7 +108,7 @@ class FakeEngine:
         self.generated += 1
         text, logprobs = self.tokenizer.decode([token]), ()
         if sampling.logprobs is not None:
-            logprobs = (TokenLogprobs(token, -0.5, ((token, -0.5),) * min(sampling.logprobs, 1)),)
+            logprobs = (TokenLogprobs(token, -0.5, ((token, -0.5),) * min(sampling.logprobs, 1), 1),)
         reason = FinishReason.LENGTH if index + 1 == sampling.max_new_tokens else None
         if request.prompt[-1] == NAN and index == 2:
             return Output(request.id, finish_reason=FinishReason.ERROR, error="the model's logits are NaN")

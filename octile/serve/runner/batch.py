@@ -154,6 +154,10 @@ class Runner(Protocol):
         """Run the main model over a batch. The positions of chunk and logits are those of the chunk's tokens."""
         ...
 
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        """Compute the logits of rows of `Results.hidden`, float32 [T, V]: those that `run` returns for them."""
+        ...
+
     def draft(self, batch: Batch, hidden_TD: Tensor) -> Results:
         """Run the multi-token prediction layer over a batch.
 

@@ -359,6 +359,17 @@ class ModelRunner:
         return results
 
     @torch.no_grad()
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        """Compute the logits of rows of `Results.hidden`; see `octile.serve.runner.batch.Runner`.
+
+        Raises:
+            TimeoutError: as in `run`.
+        """
+        results = Results(self._padded_logits(hidden_TD, list(range(len(hidden_TD)))), hidden_TD)
+        self._wait_for(results)
+        return results.logits
+
+    @torch.no_grad()
     def draft(self, batch: Batch, hidden_TD: Tensor) -> Results:
         """Run the multi-token prediction layer over a batch; see `octile.serve.runner.batch.Runner`.
 
@@ -487,10 +498,12 @@ class ModelRunner:
         wanted = layout.logit_rows()
         if wanted is None:
             return Results(self.forward.logits(h_TD), h_TD)
-        n = len(wanted)
-        if self._fills:
-            wanted += [0] * (padded_size(n) - n)
-        return Results(self.forward.logits(self._take(h_TD, wanted))[:n], h_TD)
+        return Results(self._padded_logits(h_TD, wanted), h_TD)
+
+    def _padded_logits(self, h_TD: Tensor, rows: list[int]) -> Tensor:
+        """Compute the logits of some rows; GEMMs have few sizes."""
+        padding = padded_size(len(rows)) - len(rows) if self._fills else 0
+        return self.forward.logits(self._take(h_TD, rows + [0] * padding))[: len(rows)]
 
     def _take(self, t: Tensor, rows: list[int]) -> Tensor:
         return t.index_select(0, self._index(rows))
