@@ -1,7 +1,7 @@
 """The bodies of requests, as OpenAI defines them.
 
 A field that would change the result and is not supported is refused, and so is an unknown field: nothing is dropped
-silently. `top_k` and `ignore_eos` are not OpenAI's; they have vLLM's names.
+silently. `top_k`, `ignore_eos`, `prompt_logprobs` and `return_token_ids` are not OpenAI's; they have vLLM's names.
 
 Source: OpenAI's API reference, completions and chat completions.
 """
@@ -88,6 +88,8 @@ class Generation(Body):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = False
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    return_token_ids: bool | None = False
 
     # of no effect: who asks, and how OpenAI accounts and caches
     user: str | None = None
@@ -109,6 +111,8 @@ class Generation(Body):
         refuse(self, "logit_bias", self.logit_bias, "empty")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is only for stream true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs is only for stream false: a stream has no log-probabilities of prompts")
         return self
 
     def sampling(
@@ -143,6 +147,7 @@ class Generation(Body):
                 stop=tuple(dict.fromkeys((*own, *stop))),
                 logprobs=logprobs,
                 ignore_eos=bool(self.ignore_eos),
+                prompt_logprobs=self.prompt_logprobs,
             )
         except ValueError as error:
             raise ApiError(400, str(error), str(error).split()[0]) from None

@@ -159,7 +159,7 @@ class Service:
             new_tokens = self._new_tokens(prompt, body.max_tokens or 16, "max_tokens")
             choices = [body.sampling(new_tokens, body.logprobs, i, self._defaults) for i in range(body.n or 1)]
             requests += self._requests(prompt, choices)
-        return Job(Completion(self.model, self.tokenizer, prompts, body.n or 1), requests)
+        return Job(Completion(self.model, self.tokenizer, prompts, body.n or 1, *_shown(body)), requests)
 
     def _chat_completion(self, body: ChatBody) -> Job:
         try:
@@ -173,7 +173,7 @@ class Service:
         given = self._defaults, self.chat.stop
         choices = [body.sampling(new_tokens, logprobs, i, *given) for i in range(body.n or 1)]
         requests = self._requests(prompt, choices)
-        return Job(ChatCompletion(self.model, self.tokenizer, [prompt], body.n or 1), requests)
+        return Job(ChatCompletion(self.model, self.tokenizer, [prompt], body.n or 1, *_shown(body)), requests)
 
     def _requests(self, prompt: Sequence[int], choices: Sequence[Sampling]) -> list[Request]:
         """Make the requests of a prompt's choices; raise ApiError, 400, if the model cannot continue it."""
@@ -286,6 +286,11 @@ class Service:
         finally:
             if stream is not None:
                 stream.close()
+
+
+def _shown(body: Generation) -> tuple[bool, bool]:
+    """Whether a response shows log-probabilities of prompts, and tokens."""
+    return body.prompt_logprobs is not None, bool(body.return_token_ids)
 
 
 async def _next(events: AsyncGenerator[str, None]) -> str:

@@ -12,6 +12,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 from multiprocessing.connection import Connection
 
 from octile.serve.engine.request import FinishReason, Output, Request, check_id
@@ -78,8 +79,8 @@ class Stream:
         """Wait for outputs.
 
         Returns:
-            (index of the choice, everything that is new about it), at most once for each choice. An empty list after
-            all choices have finished.
+            (index of the choice, everything new about it that weights of one version have chosen), once for each
+            choice and version. An empty list after all choices have finished.
 
         Raises:
             EngineError: the engine has failed or is stopped.
@@ -90,7 +91,7 @@ class Stream:
                 raise self.error
             new = [choice for choice in self.choices if choice.outputs]
             if new or all(choice.is_finished for choice in self.choices):
-                return [(choice.index, _join(choice)) for choice in new]
+                return [(choice.index, output) for choice in new for output in _join(choice)]
             await self.is_ready.wait()
 
     def fail(self, error: Exception) -> None:
@@ -269,18 +270,19 @@ class Sender:
                 raise
 
 
-def _join(choice: _Choice) -> Output:
-    """Take the outputs that a reader has not seen, joined to one."""
-    outputs, choice.outputs = choice.outputs, []
-    last = outputs[-1]
-    if len(outputs) == 1:
-        return last
-    return Output(
-        last.request_id,
-        tuple(token for output in outputs for token in output.tokens),
-        "".join(output.text for output in outputs),
-        tuple(logprob for output in outputs for logprob in output.logprobs),
-        last.finish_reason,
-        last.error,
-        last.weights_version,
-    )
+def _join(choice: _Choice) -> list[Output]:
+    """Take the outputs that a reader has not seen, joined to one for each version of the weights."""
+    unread, choice.outputs = choice.outputs, []
+    joined = []
+    for _, group in groupby(unread, lambda output: (output.weights_version, output.has_old_latents)):
+        outputs = list(group)
+        last = outputs[-1]
+        joined.append(
+            last._replace(
+                tokens=tuple(token for output in outputs for token in output.tokens),
+                text="".join(output.text for output in outputs),
+                logprobs=tuple(logprob for output in outputs for logprob in output.logprobs),
+                prompt_logprobs=outputs[0].prompt_logprobs,
+            )
+        )
+    return joined
