@@ -15,13 +15,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from octile.ops.sample_tokens import ALL_MASKED, NOT_A_NUMBER, POSITIVE_INFINITY
-from octile.serve.engine.config import EngineConfig
+from octile.serve.engine.config import EngineConfig, InFlight
 from octile.serve.engine.drafts import Computed, Drafter, check_can_draft, count_accepted, usable_drafts
 from octile.serve.engine.pages import PageAllocator
 from octile.serve.engine.request import (
@@ -41,7 +41,6 @@ from octile.serve.engine.text import TextStream
 from octile.serve.runner.batch import Batch, Chunk, DecodedTokens, DecodeRequest, Runner
 from octile.tokenizer import Tokenizer
 
-InFlight = Literal["finish", "recompute", "continue"]  # see `Engine.update_weights`
 NOT_FINITE = "the model's logits are not finite"  # how the errors of such requests begin
 SCORED_ROWS = 256  # of prompts, whose logits are in memory at once
 NO_TOKEN_WORDS = {NOT_A_NUMBER: "NaN", POSITIVE_INFINITY: "+Inf", ALL_MASKED: "-Inf for all tokens"}
@@ -172,9 +171,10 @@ class Engine:
         return self._first_outputs() + self._next_outputs() if self._adopted else self._next_outputs()
 
     def update_weights(self, in_flight: InFlight = "finish") -> list[Output]:
-        """Go on with the weights that the model in training has now, and return what that adds to requests.
+        """Go on with new weights, and return what that adds to requests.
 
-        The runner must be made of `LiveWeights`. Cached prefixes of old weights are dropped. Requests that have not run
+        The runner must be made of `LiveWeights`, the weights that the model in training has now, or of
+        `ReplaceableWeights` that have new ones. Cached prefixes of old weights are dropped. Requests that have not run
         begin with the new weights. `Output.weights_version` and `Request.weights_versions` say which weights have
         chosen which tokens.
 
@@ -189,8 +189,8 @@ class Engine:
                 anew, so that they are those of one version.
 
         Raises:
-            ValueError: in_flight is another one, the runner has other weights, or the model cannot be served as it is
-                now (`LiveWeights.check`); nothing has changed then.
+            ValueError: in_flight is another one, the runner has other weights, or the new ones cannot be served
+                (`LiveWeights.check`, `ReplaceableWeights.check`); nothing has changed then.
         """
         if in_flight not in get_args(InFlight):
             raise ValueError(f"in_flight must be one of {', '.join(get_args(InFlight))}, not {in_flight!r}")
@@ -211,14 +211,23 @@ class Engine:
 
     def _finish(self) -> list[Output]:
         """Step until no request runs, and admit none that has not run."""
-        scheduler, outputs = self._scheduler, list[Output]()
-        scheduler.admits_new = False
+        outputs = list[Output]()
+        self.admit_new(False)
         try:
-            while scheduler.has_in_flight:
+            while self.has_in_flight:
                 outputs += self.step()
         finally:
-            scheduler.admits_new = True
+            self.admit_new(True)
         return outputs
+
+    def admit_new(self, admits: bool) -> None:
+        """Choose whether steps admit requests that have not run before; at first they do."""
+        self._scheduler.admits_new = admits
+
+    @property
+    def has_in_flight(self) -> bool:
+        """Whether a request runs or was preempted."""
+        return self._scheduler.has_in_flight
 
     def wake(self) -> None:
         """Do nothing: no step waits for a command."""

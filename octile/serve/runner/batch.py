@@ -190,10 +190,10 @@ class Runner(Protocol):
         """Check that `update_weights` can be called now.
 
         Raises:
-            ValueError: the weights are not those of a model in training, or the model cannot be served as it is now.
+            ValueError: the weights cannot be updated, or the new ones cannot be served.
         """
         ...
 
     def update_weights(self) -> None:
-        """Take over the weights that the model in training has now; the latents in the pages stay as they are."""
+        """Take over new weights; the latents in the pages stay as they are."""
         ...
