@@ -9,6 +9,7 @@ from octile.serve.engine.request import FinishReason, Output, Request, Sampling,
 from octile.serve.engine.stats import Stats
 from octile.serve.process.client import EngineClient
 from octile.serve.process.server import EngineServer, StepEngine
+from octile.serve.process.updates import WeightsUpdates
 from octile.tokenizer import Tokenizer
 
 NAN = 99
@@ -120,10 +121,10 @@ class FakeEngine:
 class Pair:
     """An engine that a server steps in a thread, and its client, which an event loop of this process may start."""
 
-    def __init__(self, engine: StepEngine):
+    def __init__(self, engine: StepEngine, updates: WeightsUpdates | None = None):
         self.engine = engine
         connection, other = Pipe()
-        self.server, self.client = EngineServer(engine, connection), EngineClient(other, engine.stats())
+        self.server, self.client = EngineServer(engine, connection, updates), EngineClient(other, engine.stats())
         self.thread = threading.Thread(target=self.server.run, daemon=True)
         self.thread.start()
 

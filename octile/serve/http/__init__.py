@@ -14,5 +14,6 @@ chat.py       the chat template: messages to tokens
 config.py     `Limits`: what a server takes at most, and time limits
 responses.py  bodies and errors in OpenAI's format, and responses that are written as fast as their client reads
 metrics.py    what Prometheus reads, under vLLM's names
+sender.py     sends the weights of a trainer to a server
 stress.py     many clients that stream completions and time them
 """

@@ -15,8 +15,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from octile.serve.engine.config import InFlight
 from octile.serve.engine.request import MAX_LOGPROBS, MAX_TOP_K, Sampling
 from octile.serve.http.responses import ApiError
+from octile.serve.weights.source import BufferSource, FolderSource, WeightsSource
 from octile.validation import MAX_SEED, quoted
 
 MAX_NAME = 60  # characters of an unknown field that an error repeats
@@ -52,6 +54,7 @@ WORDING = {  # pydantic's name of an error: what the field must be
 # a list is read up to its first error: millions of them would be described before the first one is reported
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[TokenId], Field(fail_fast=True)]
+Size = Annotated[int, Field(ge=0, lt=2**50)]  # of tensors, in elements or in bytes
 Stops = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS, fail_fast=True)]
 
 
@@ -267,6 +270,69 @@ class ChatBody(Generation):
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens and max_completion_tokens differ: give one of them")
         return self
+
+
+class WeightsUpdate(Body):
+    """What all updates of the weights have in common; fields that are not octile's have SGLang's names."""
+
+    in_flight: InFlight = "finish"
+
+    # accepted with the value that changes nothing
+    load_format: Literal["auto"] | None = None
+    flush_cache: Literal[True] | None = True
+    abort_all_requests: Literal[False] | None = None
+    is_async: Literal[False] | None = None
+
+
+class FolderUpdate(WeightsUpdate):
+    """The body of POST /update_weights_from_disk."""
+
+    model_path: Annotated[str, Field(min_length=1)]
+
+    @property
+    def source(self) -> WeightsSource:
+        """Where the weights are."""
+        return FolderSource(self.model_path)
+
+
+class Layout(Body):
+    """Where a tensor lies in a buffer, as in the header of a safetensors file."""
+
+    dtype: str
+    shape: Annotated[list[Size], Field(max_length=8, fail_fast=True)]
+    data_offsets: Annotated[list[Size], Field(min_length=2, max_length=2)]
+
+
+class CudaIpc(Body):
+    """Memory of a GPU: the handle of an allocation, where the buffer begins in it, and the GPU's UUID."""
+
+    handle: str
+    offset: Size
+    device: str
+
+
+class BufferUpdate(WeightsUpdate):
+    """The body of POST /update_weights_from_tensor."""
+
+    config: dict[str, Any]
+    tensors: dict[str, Layout]
+    shared_memory: Annotated[str, Field(min_length=1)] | None = None
+    cuda_ipc: CudaIpc | None = None
+
+    @model_validator(mode="after")
+    def _has_one_buffer(self) -> Self:
+        if (self.shared_memory is None) == (self.cuda_ipc is None):
+            raise ValueError("shared_memory or cuda_ipc must be given, and not both")
+        if not self.tensors:
+            raise ValueError("tensors must not be empty")
+        return self
+
+    @property
+    def source(self) -> WeightsSource:
+        """Where the weights are."""
+        layout = {name: tensor.model_dump() for name, tensor in self.tensors.items()}
+        given = self.model_dump(include={"shared_memory", "cuda_ipc"}, exclude_none=True)
+        return BufferSource(self.config, layout, given)
 
 
 class UnsupportedError(ValueError):

@@ -9,14 +9,14 @@ from contextlib import AsyncExitStack, aclosing
 from typing import Any, NamedTuple, TypeVar
 
 from fastapi import Request as HttpRequest
-from fastapi.responses import Response
+from fastapi.responses import JSONResponse, Response
 from starlette.requests import ClientDisconnect
 
 from octile.serve.engine.request import FinishReason, Output, Request, RequestFactory, Sampling
 from octile.serve.http.chat import ChatTemplate
 from octile.serve.http.config import BODY_SECONDS, FIRST_STEP_SECONDS, HUNG_SECONDS, Limits
 from octile.serve.http.metrics import Metrics
-from octile.serve.http.protocol import ChatBody, CompletionBody, Generation, parse
+from octile.serve.http.protocol import BufferUpdate, ChatBody, CompletionBody, FolderUpdate, Generation, parse
 from octile.serve.http.responses import (
     DONE,
     NEVER_RETRY,
@@ -30,6 +30,7 @@ from octile.serve.http.responses import (
     while_connected,
 )
 from octile.serve.process.client import EngineClient, EngineError, Stream
+from octile.serve.process.messages import UpdateWeights, WeightsRefused, WeightsUpdated
 from octile.text import format_count
 from octile.tokenizer import Tokenizer
 from octile.validation import quoted
@@ -147,6 +148,53 @@ class Service:
     async def chat_complete(self, request: HttpRequest) -> Response:
         """Answer POST /v1/chat/completions."""
         return await self._respond(request, ChatBody, self._chat_completion, lambda body: 1)
+
+    async def update_from_disk(self, request: HttpRequest) -> Response:
+        """Answer POST /update_weights_from_disk."""
+        return await self._update(request, FolderUpdate)
+
+    async def update_from_tensor(self, request: HttpRequest) -> Response:
+        """Answer POST /update_weights_from_tensor."""
+        return await self._update(request, BufferUpdate)
+
+    async def _update(self, request: HttpRequest, form: type[FolderUpdate] | type[BufferUpdate]) -> Response:
+        deadline = asyncio.get_running_loop().time() + self.limits.seconds
+        self._check_open()
+        body = parse(form, await _read_body(request, self.limits.body, deadline))
+        if self.engine.is_updating:
+            raise ApiError(409, "an update of the weights runs: wait for its answer", code="update_runs")
+        update = UpdateWeights(body.source, body.in_flight)
+        updated = await while_connected(request.receive, self._updated(update, deadline))
+        if isinstance(updated, WeightsRefused):
+            raise ApiError(400, updated.why, code="weights_refused")
+        self.metrics.updated(updated.seconds)
+        answer = {
+            "success": True,
+            "message": f"the weights have version {updated.version}",
+            "weights_version": updated.version,
+            "seconds": updated.seconds,
+            "write_seconds": updated.write_seconds,
+            "bytes": updated.nbytes,
+        }
+        return JSONResponse(answer)
+
+    async def _updated(self, update: UpdateWeights, deadline: float) -> WeightsUpdated | WeightsRefused:
+        """What becomes of an update.
+
+        Raises:
+            ApiError: 500, the engine fails; 503, it is stopped; 504, time is over.
+        """
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await self.engine.update_weights(update)
+        except TimeoutError:
+            message = (
+                f"the update took longer than {self.limits.seconds:g} seconds, the limit of this server: /v1/models "
+                "names the version that it serves"
+            )
+            raise ApiError(504, message, code="timeout", headers=NEVER_RETRY) from None
+        except EngineError as error:
+            raise ApiError(500 if self.engine.failure else 503, str(error), headers=NEVER_RETRY) from None
 
     def _completion(self, body: CompletionBody) -> Job:
         begin = [self.tokenizer.begin]

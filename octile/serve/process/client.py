@@ -17,7 +17,17 @@ from multiprocessing.connection import Connection
 
 from octile.serve.engine.request import FinishReason, Output, Request, check_id
 from octile.serve.engine.stats import Stats
-from octile.serve.process.messages import Cancel, Drain, Failed, ProcessEndedError, Stepped
+from octile.serve.process.messages import (
+    Cancel,
+    CancelUpdate,
+    Drain,
+    Failed,
+    ProcessEndedError,
+    Stepped,
+    UpdateWeights,
+    WeightsRefused,
+    WeightsUpdated,
+)
 
 MAX_STEPS = 16  # whose messages are read before others of the event loop have their turn
 SEND_SECONDS = 1.0  # for messages that wait when a sender is closed
@@ -134,6 +144,7 @@ class EngineClient:
         self._last_step = 0.0  # or when requests came after a rest
         self._choices: dict[int, _Choice] = {}  # that have not finished, by the ids of their requests
         self._streams: set[Stream] = set()
+        self._update: asyncio.Future[WeightsUpdated | WeightsRefused] | None = None
         self._closed: str | None = None  # why nothing can be submitted
 
     @property
@@ -178,9 +189,33 @@ class EngineClient:
                 del self._choices[choice.request_id]
                 self._sender.send(Cancel(choice.request_id))
 
+    @property
+    def is_updating(self) -> bool:
+        """Whether an update of the weights runs."""
+        return self._update is not None and not self._update.done()
+
+    async def update_weights(self, update: UpdateWeights) -> WeightsUpdated | WeightsRefused:
+        """Have the engine replace its weights, while no other update runs. Leaving it early cancels that.
+
+        Raises:
+            EngineError: the engine fails or is stopped.
+        """
+        if self._closed is not None:
+            raise EngineError(self._closed)
+        self._update = self._loop.create_future()
+        self._sender.send(update)
+        try:
+            return await asyncio.shield(self._update)
+        except asyncio.CancelledError:
+            self._sender.send(CancelUpdate())
+            raise
+
     def abort(self, reason: str) -> None:
         """Have the readers of all streams raise an EngineError, and every later `submit` too."""
         self._closed = reason
+        if self._update is not None and not self._update.done():
+            self._update.set_exception(EngineError(reason))
+            self._update.exception()  # its reader may have left
         for stream in list(self._streams):
             stream.fail(EngineError(reason))
             self.forget(stream)
@@ -208,6 +243,9 @@ class EngineClient:
     def _take(self, message: object) -> None:
         if isinstance(message, Stepped):
             self._deliver(message.outputs, message.stats.after(self.stats))
+        elif isinstance(message, WeightsUpdated | WeightsRefused):
+            if self._update is not None and not self._update.done():
+                self._update.set_result(message)
         elif isinstance(message, Failed):
             raise message.error
         elif isinstance(message, Drain):
