@@ -84,7 +84,7 @@ def open_buffer(address: Mapping[str, Any], size: int, device: torch.device) -> 
     """Open the buffer of another process.
 
     Args:
-        address: of `SharedBuffer.address`.
+        address: its `SharedBuffer.address`.
         size: its bytes.
         device: device of this process, on which a buffer of a GPU must be, too.
 

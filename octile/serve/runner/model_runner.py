@@ -64,7 +64,7 @@ class ModelRunner:
 
     Args:
         model: a model, the `LiveWeights` of one that is trained, the `ReplaceableWeights` of a folder, weights that
-            `ServedWeights.read` has read, or weights whose experts are spread over ranks; then all ranks run as many
+            `ServedWeights.read` has read, or weights whose experts are spread over ranks. Then all ranks run as many
             steps (`octile.serve.ranks.experts`), and have the same CUDA graphs.
         n_pages: pages of 64 positions.
         cache_format: format of the cache: "fp8", "bf16" or "float32"; None: the dtype of the activations.
