@@ -299,6 +299,7 @@ class Engine:
             start, row = request.n_computed, first
             first += n_tokens
             if request.id in wrong:
+                request.prompt_logprobs.clear()
                 outputs.append(self._extend(request, 0, [NOT_A_NUMBER], 0, wrong[request.id]))
                 n_rows += start + n_tokens >= len(request.tokens)
             elif start + n_tokens >= len(request.tokens):
