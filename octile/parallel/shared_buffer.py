@@ -1,7 +1,7 @@
 """A buffer of one process whose bytes another process of this machine copies: by CUDA IPC, or by a file in memory.
 
     of a GPU    the handle of an allocation, and where the buffer begins in it; the other process is on the same GPU
-    of a CPU    a file in /dev/shm, or in the folder of temporary files where there is none
+    of a CPU    a file in /dev/shm, or in the folder of temporary files where that has no room
 
 `SharedBuffer` has it, `open_buffer` opens it. The address is JSON and nothing is unpickled. The owner keeps the buffer
 until the other process has closed it.
@@ -15,6 +15,7 @@ import base64
 import binascii
 import ctypes
 import os
+import shutil
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -41,6 +42,7 @@ class SharedBuffer:
 
     Raises:
         RuntimeError: the driver cannot share the memory, as that of torch's expandable segments.
+        OSError: there is no room for the file.
     """
 
     def __init__(self, size: int, device: torch.device):
@@ -49,10 +51,14 @@ class SharedBuffer:
             self.bytes = torch.empty(size, dtype=torch.uint8, device=device)
             self.address: dict[str, Any] = {"cuda_ipc": _export(self.bytes)}
             return
+        has_room = FILES.is_dir() and shutil.disk_usage(FILES).free >= size
         self._file = tempfile.NamedTemporaryFile(  # noqa: SIM115, which `close` closes
-            prefix="octile-", dir=FILES if FILES.is_dir() else None
+            prefix="octile-", dir=FILES if has_room else None
         )
-        self._file.truncate(size)
+        if hasattr(os, "posix_fallocate"):  # a write without room would end the process
+            os.posix_fallocate(self._file.fileno(), 0, size)
+        else:  # on macOS
+            self._file.truncate(size)
         self.bytes = torch.from_file(self._file.name, shared=True, size=size, dtype=torch.uint8)
         self.address = {"shared_memory": self._file.name}
 
@@ -100,9 +106,11 @@ class _FileBuffer:
     """A buffer of a CPU."""
 
     def __init__(self, name: str, size: int):
+        if not os.path.isfile(name):  # opening a pipe would wait for who writes to it
+            raise ValueError(f"shared_memory must be the path of a file on the server's machine, not {name!r}")
         try:
             self._file = open(name, "rb")  # noqa: SIM115, which `close` closes
-        except (OSError, ValueError) as error:
+        except OSError as error:
             raise ValueError(f"shared_memory cannot be opened: {error}") from None
         if (found := os.fstat(self._file.fileno()).st_size) != size:
             self._file.close()

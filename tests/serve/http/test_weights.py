@@ -313,8 +313,8 @@ def layout(**fields) -> dict:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({}, "shared_memory cannot be opened: "),
-        ({"shared_memory": "/\0"}, "shared_memory cannot be opened: "),
+        ({}, "shared_memory must be the path of a file on the server's machine, not '/nowhere'"),
+        ({"shared_memory": "/\0"}, "shared_memory must be the path of a file on the server's machine, not '/\\x00'"),
         ({"shared_memory": None}, "shared_memory or cuda_ipc must be given, and not both"),
         (
             {"shared_memory": None, "cuda_ipc": {"handle": "AA==", "offset": 0, "device": "GPU-0"}},
