@@ -122,8 +122,7 @@ def write_folder(
     Raises:
         ValueError, FileNotFoundError, OSError: as in `save`.
     """
-    if weights not in HIGH_PRECISION:
-        raise ValueError(f"weights must be {', '.join(map(repr, HIGH_PRECISION))}, not {weights!r}")
+    check_weights_format(weights)
     others = [Path(file) for file in files]
     for other in others:
         if not other.is_file():
@@ -218,6 +217,12 @@ def has_fp8_weights(path: str | Path) -> bool:
         FileNotFoundError, ValueError: as in `load`.
     """
     return open_folder(path).has_fp8_weights
+
+
+def check_weights_format(weights: str) -> None:
+    """Raise ValueError if weights cannot be stored in a format."""
+    if weights not in HIGH_PRECISION:
+        raise ValueError(f"weights must be {', '.join(map(repr, HIGH_PRECISION))}, not {weights!r}")
 
 
 def storage_specs(name: str, shape: tuple[int, ...], weights: Weights) -> dict[str, TensorSpec]:

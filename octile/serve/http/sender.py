@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from octile.checkpoint.fp8_layout import scale_rule
-from octile.checkpoint.hugging_face import Weights, config_json, storage_specs, stored_tensors
+from octile.checkpoint.hugging_face import Weights, check_weights_format, config_json, storage_specs, stored_tensors
 from octile.checkpoint.packed import layout_of, packed_size
 from octile.models.deepseek_v3 import DeepseekV3
 from octile.models.names import to_hf
@@ -51,14 +51,19 @@ def send_weights(
 
     Raises:
         TypeError: model is of another class.
-        ValueError: the server refuses the weights, or one holds NaN or Inf and cannot be quantized.
+        ValueError: the server refuses the weights, or one holds NaN or Inf and cannot be quantized. Or weights is
+            another format, or the model is spread over ranks.
         PermissionError: the key is wrong, or the server takes no weights.
         RuntimeError: another update runs, or the server ends; or the driver cannot share the memory.
-        OSError: the server cannot be reached, or does not answer in time.
+        OSError: the server cannot be reached, or does not answer in time; or there is no room for the buffer.
     """
     if not isinstance(model, DeepseekV3):
         raise TypeError(f"model must be a DeepseekV3, not {type(model).__name__}")
+    check_weights_format(weights)
     tensors = to_hf(model.state_dict(), model.config)
+    for name, tensor in tensors.items():
+        if type(tensor) is not Tensor:
+            raise ValueError(f"model must be whole in this process, but {name} is spread over ranks")
     specs = {name: storage_specs(name, tuple(tensor.shape), weights) for name, tensor in tensors.items()}
     layout = layout_of({name: spec for stored in specs.values() for name, spec in stored.items()})
     buffer = SharedBuffer(packed_size(layout), model.lm_head.weight.device)
