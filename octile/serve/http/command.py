@@ -77,7 +77,7 @@ PACKAGES = "fastapi", "uvicorn", "prometheus_client"  # of the extra `serve`, wh
 
 SECTIONS = (
     Section("model", ("run", "device", "model_name", "sampling_defaults")),
-    Section("address and clients", ("host", "port", "api_key", "weights_key")),
+    Section("address and clients", ("host", "port", "api_key"), ("weights_key",)),
     Section("limits of the server", ("limits.in_flight", "limits.new_tokens"), ("limits",)),
     Section("steps", ("engine.max_batch", "engine.max_step_tokens", "engine.n_drafts"), ("engine",)),
     Section("cache of keys and values", ("cache.format", "cache.gib")),
