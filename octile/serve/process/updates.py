@@ -37,16 +37,14 @@ class WeightsUpdates:
         command: Callable[[Callable[[], object]], None],
         send: Callable[[object], None],
     ) -> None:
-        """Begin an update.
+        """Begin an update; none runs.
 
         Args:
             asked: which one.
             command: has the engine's thread carry out a command between two steps.
             send: answers.
         """
-        if self._asked is not None:
-            send(WeightsRefused("an update of the weights runs already"))
-            return
+        assert self._asked is None  # the other process has waited for the answer to the one before
         self._asked, self._is_canceled, self._send = (asked, time.perf_counter()), False, send
         threading.Thread(target=self._open, args=(asked, command), name="new weights", daemon=True).start()
 

@@ -115,6 +115,8 @@ class ReplaceableWeights:
         read = stored_weights(new.folder.shards, self.weights.device, ALL_HEADS)
         try:
             write_parts(self.weights, WeightReader(self._config, self.weights.dtype, read))
+            if self.weights.device.type == "cuda":
+                torch.cuda.synchronize(self.weights.device)  # the caller measures the time
         except (OSError, ValueError) as error:
             raise RuntimeError(
                 f"new weights have changed since they were checked, and the engine has only some of them: {error}"
