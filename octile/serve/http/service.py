@@ -161,8 +161,6 @@ class Service:
         deadline = asyncio.get_running_loop().time() + self.limits.seconds
         self._check_open()
         body = parse(form, await _read_body(request, self.limits.body, deadline))
-        if self.engine.is_updating:
-            raise ApiError(409, "an update of the weights runs: wait for its answer", code="update_runs")
         update = UpdateWeights(body.source, body.in_flight)
         updated = await while_connected(request.receive, self._updated(update, deadline))
         if isinstance(updated, WeightsRefused):
@@ -182,8 +180,10 @@ class Service:
         """What becomes of an update.
 
         Raises:
-            ApiError: 500, the engine fails; 503, it is stopped; 504, time is over.
+            ApiError: 409, another one runs; 500, the engine fails; 503, it is stopped; 504, time is over.
         """
+        if self.engine.is_updating:  # nothing else runs between this and the begin of the update
+            raise ApiError(409, "an update of the weights runs: wait for its answer", code="update_runs")
         try:
             async with asyncio.timeout_at(deadline):
                 return await self.engine.update_weights(update)

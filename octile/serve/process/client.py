@@ -202,12 +202,13 @@ class EngineClient:
         """
         if self._closed is not None:
             raise EngineError(self._closed)
-        self._update = self._loop.create_future()
+        answer = self._update = self._loop.create_future()
         self._sender.send(update)
         try:
-            return await asyncio.shield(self._update)
+            return await asyncio.shield(answer)
         except asyncio.CancelledError:
-            self._sender.send(CancelUpdate())
+            if not answer.done():  # otherwise the next update may run
+                self._sender.send(CancelUpdate())
             raise
 
     def abort(self, reason: str) -> None:

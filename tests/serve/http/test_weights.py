@@ -1,5 +1,6 @@
 """New weights for a running server over HTTP: from a folder, and from another process."""
 
+import asyncio
 import json
 import shutil
 import threading
@@ -257,6 +258,19 @@ def test_a_second_update_is_refused_while_one_runs(served, folders, monkeypatch)
         may_open.set()
         assert first.result().status_code == 200
     assert update(served, folders[0]).status_code == 200
+
+
+def test_one_of_two_updates_that_come_together_is_refused(served, folders):
+    async def post_both() -> list[httpx.Response]:
+        """In the server's event loop, where both requests are read in the same turns."""
+        transport, headers = httpx.ASGITransport(served.server.config.loaded_app), {"authorization": f"Bearer {KEY}"}
+        async with httpx.AsyncClient(transport=transport, base_url=served.url, headers=headers) as client:
+            posts = (client.post("/update_weights_from_disk", json={"model_path": str(path)}) for path in folders)
+            return await asyncio.gather(*posts)
+
+    answers = asyncio.run_coroutine_threadsafe(post_both(), served.server._loop).result(60)
+    assert [answer.status_code for answer in answers] == [200, 409]
+    assert_serves(served, folders[0], 1)
 
 
 def test_an_update_whose_client_leaves_before_it_is_written_is_canceled(served, folders):
