@@ -35,7 +35,7 @@ def send_weights(
     model: DeepseekV3,
     in_flight: InFlight = "finish",
     weights: Weights = "fp8",
-    timeout: float = 600.0,
+    timeout: float = 660.0,
 ) -> WeightsUpdated:
     """Have a server go on with the weights that a model has now, and wait until it does.
 
@@ -47,7 +47,8 @@ def send_weights(
         model: a model of the configuration that is served, whole and on one device: a CPU, or the server's GPU.
         in_flight: what becomes of requests in flight; see `Engine.update_weights`.
         weights: the format of the folder that is served, as `octile.save` has it.
-        timeout: seconds to wait for the answer.
+        timeout: seconds to wait for the answer; more than the server's `--limits.seconds`, since the server may read the
+            buffer until it has answered.
 
     Raises:
         TypeError: model is of another class.

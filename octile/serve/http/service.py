@@ -185,16 +185,20 @@ class Service:
         if self.engine.is_updating:  # nothing else runs between this and the begin of the update
             raise ApiError(409, "an update of the weights runs: wait for its answer", code="update_runs")
         try:
-            async with asyncio.timeout_at(deadline):
-                return await self.engine.update_weights(update)
-        except TimeoutError:
-            message = (
-                f"the update took longer than {self.limits.seconds:g} seconds, the limit of this server: /v1/models "
-                "names the version that it serves"
-            )
-            raise ApiError(504, message, code="timeout", headers=NEVER_RETRY) from None
+            try:
+                async with asyncio.timeout_at(deadline):
+                    return await self.engine.update_weights(update)
+            except TimeoutError:
+                ended = await self.engine.update_end()  # a client may free its buffer after the answer
         except EngineError as error:
             raise ApiError(500 if self.engine.failure else 503, str(error), headers=NEVER_RETRY) from None
+        if isinstance(ended, WeightsUpdated):
+            return ended
+        message = (
+            f"the update took longer than {self.limits.seconds:g} seconds, the limit of this server: the old weights "
+            "stay in use"
+        )
+        raise ApiError(504, message, code="timeout", headers=NEVER_RETRY)
 
     def _completion(self, body: CompletionBody) -> Job:
         begin = [self.tokenizer.begin]

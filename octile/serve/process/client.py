@@ -195,7 +195,9 @@ class EngineClient:
         return self._update is not None and not self._update.done()
 
     async def update_weights(self, update: UpdateWeights) -> WeightsUpdated | WeightsRefused:
-        """Have the engine replace its weights, while no other update runs. Leaving it early cancels that.
+        """Have the engine replace its weights, while no other update runs.
+
+        Leaving it early cancels the update unless it is being written: `update_end` waits for which of them it is.
 
         Raises:
             EngineError: the engine fails or is stopped.
@@ -210,6 +212,15 @@ class EngineClient:
             if not answer.done():  # otherwise the next update may run
                 self._sender.send(CancelUpdate())
             raise
+
+    async def update_end(self) -> WeightsUpdated | WeightsRefused:
+        """Wait for the end of the last update, after which nothing of it is read or written.
+
+        Raises:
+            EngineError: the engine fails or is stopped.
+        """
+        assert self._update is not None
+        return await asyncio.shield(self._update)
 
     def abort(self, reason: str) -> None:
         """Have the readers of all streams raise an EngineError, and every later `submit` too."""

@@ -29,7 +29,6 @@ class WeightsUpdates:
         self._engine, self._weights = engine, weights
         self._asked: tuple[UpdateWeights, float] | None = None  # and since when
         self._new: NewWeights | None = None  # checked, and not written yet
-        self._is_canceled = False
 
     def begin(
         self,
@@ -45,7 +44,7 @@ class WeightsUpdates:
             send: answers.
         """
         assert self._asked is None  # the other process has waited for the answer to the one before
-        self._asked, self._is_canceled, self._send = (asked, time.perf_counter()), False, send
+        self._asked, self._send = (asked, time.perf_counter()), send
         threading.Thread(target=self._open, args=(asked, command), name="new weights", daemon=True).start()
 
     def _open(self, asked: UpdateWeights, command: Callable[[Callable[[], object]], None]) -> None:
@@ -54,25 +53,35 @@ class WeightsUpdates:
         except Exception as error:  # what a folder may hold is not known, and the old weights are in use
             is_refusal = isinstance(error, ValueError | OSError)
             why = str(error) if is_refusal else f"{type(error).__name__}: {error}"
-            command(partial(self._refuse, why))
+            command(partial(self._failed, asked, why))
         else:
             command(partial(self._opened, asked, new))
 
+    def _failed(self, asked: UpdateWeights, why: str) -> None:
+        if self._runs(asked):
+            self._refuse(why)
+
     def _opened(self, asked: UpdateWeights, new: NewWeights) -> None:
+        if not self._runs(asked):
+            new.close()
+            return
         self._new = new
-        if self._is_canceled:
-            self.cancel()
-        elif asked.in_flight == "finish":
+        if asked.in_flight == "finish":
             self._engine.admit_new(False)
 
+    def _runs(self, asked: UpdateWeights) -> bool:
+        """Whether an update was not canceled while its weights were opened; another one may run since."""
+        return self._asked is not None and self._asked[0] is asked
+
     def cancel(self) -> None:
-        """Cancel the update that writes nothing yet, if there is one."""
-        self._is_canceled = True
+        """Cancel the update that writes nothing yet, if there is one; what still opens its weights is not awaited."""
+        if self._asked is None:
+            return
         if self._new is not None:
             new, self._new = self._new, None
             new.close()
             self._engine.admit_new(True)
-            self._refuse("the update was canceled: its client has closed the connection, or its time was over")
+        self._refuse("the update was canceled: its client has closed the connection, or its time was over")
 
     def _refuse(self, why: str) -> None:
         self._asked = None

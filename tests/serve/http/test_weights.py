@@ -5,6 +5,7 @@ import json
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -17,6 +18,7 @@ from octile.checkpoint.packed import LABEL
 from octile.serve import send_weights
 from octile.serve.engine.config import CacheConfig, EngineConfig, InFlight
 from octile.serve.http.config import Limits
+from octile.serve.process.messages import CancelUpdate
 from octile.serve.process.updates import WeightsUpdates
 from octile.serve.weights import replaceable
 from octile.serve.weights.load import Folder
@@ -282,11 +284,53 @@ def test_an_update_whose_client_leaves_before_it_is_written_is_canceled(served, 
                 f"{served.url}/update_weights_from_disk",
                 json={"model_path": str(folders[1])},
                 headers={"authorization": f"Bearer {KEY}"},
-                timeout=0.1,
+                timeout=httpx.Timeout(60, read=0.1),
             )
         wait_until(lambda: not served.service.engine.is_updating)
         assert answer.result()["weights_version"] == 0
     assert_serves(served, folders[0], 0)
+
+
+def test_an_update_whose_time_is_over_is_canceled_and_what_it_opens_later_is_closed(served, folders, monkeypatch):
+    weights, may_open, closed = served.pair.server._updates._weights, threading.Event(), threading.Event()
+    right = weights.open
+
+    def wait_and_open(source):
+        may_open.wait(30)
+        return replace(right(source), close=closed.set)
+
+    monkeypatch.setattr(weights, "open", wait_and_open)
+    monkeypatch.setattr(served.service, "limits", replace(served.service.limits, seconds=0.05))
+    response = update(served, folders[1])
+    message = "the update took longer than 0.05 seconds, the limit of this server: the old weights stay in use"
+    assert (response.status_code, response.json()["error"]["message"]) == (504, message)
+    assert not served.service.engine.is_updating
+    monkeypatch.undo()
+    may_open.set()
+    assert closed.wait(30)
+    assert_serves(served, folders[0], 0)
+    assert update(served, folders[1]).json()["weights_version"] == 1
+
+
+def test_an_update_that_is_written_when_its_time_is_over_is_answered_when_it_ends(served, folders, monkeypatch):
+    right, sender, sent = replaceable.write_parts, served.service.engine._sender, []
+    send = sender.send
+
+    def record_and_send(message):
+        sent.append(message)
+        send(message)
+
+    def write_late(written, reader):
+        wait_until(lambda: CancelUpdate() in sent)
+        right(written, reader)
+
+    monkeypatch.setattr(sender, "send", record_and_send)
+    monkeypatch.setattr(replaceable, "write_parts", write_late)
+    monkeypatch.setattr(served.service, "limits", replace(served.service.limits, seconds=2.0))
+    response = update(served, folders[1])
+    assert (response.status_code, response.json()["weights_version"]) == (200, 1)
+    monkeypatch.undo()
+    assert_serves(served, folders[1], 1)
 
 
 @pytest.mark.parametrize("in_flight", ["finish", "recompute"])
