@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from octile.extras import require
 from octile.options import Positional, Section
 from octile.serve.engine.config import CacheConfig, EngineConfig, ParallelConfig, ProcessesConfig, window_of
-from octile.serve.http.config import Limits
+from octile.serve.http.config import Limits, check_key
 from octile.serve.newest_run import newest_run
 from octile.signals import importing
 from octile.torchrun import count_ranks
@@ -65,11 +65,11 @@ class Options:
         if not all(self.api_key) or self.model_name == "":
             raise ValueError(f"{'model_name' if self.model_name == '' else 'api_key'} must not be empty")
         for key in self.api_key:
-            _check_key("api_key", key)
+            check_key("api_key", key)
         if self.weights_key is not None:
             if not self.weights_key:
                 raise ValueError("weights_key must not be empty")
-            _check_key("weights_key", self.weights_key)
+            check_key("weights_key", self.weights_key)
             _check_updates("weights_key", self.weights_key, self)
 
 
@@ -94,10 +94,10 @@ def run(options: Options) -> None:
             which raises the other exceptions, too.
     """
     _check_ranks(options.parallel.ep)
-    _check_key("OCTILE_API_KEY", os.environ.get("OCTILE_API_KEY", ""))
+    check_key("OCTILE_API_KEY", os.environ.get("OCTILE_API_KEY", ""))
     weights_key = options.weights_key or os.environ.get("OCTILE_WEIGHTS_KEY") or None
     if weights_key is not None:
-        _check_key("OCTILE_WEIGHTS_KEY", weights_key)
+        check_key("OCTILE_WEIGHTS_KEY", weights_key)
         _check_updates("OCTILE_WEIGHTS_KEY", weights_key, options)
     require(*PACKAGES, extra="serve")
     path = options.run or newest_run()
@@ -125,16 +125,6 @@ def _check_updates(name: str, key: str, options: Options) -> None:
         raise ValueError(f"{name} must not be given with {option}: only the weights of one process can be updated")
     if key in options.api_key or key == os.environ.get("OCTILE_API_KEY"):
         raise ValueError(f"{name} must not be a key that clients have (api_key, OCTILE_API_KEY)")
-
-
-def _check_key(name: str, key: str) -> None:
-    """Refuse a key that no client could send in a header, such as one with a newline from a file. It is not shown.
-
-    Raises:
-        ValueError: it is one.
-    """
-    if not (key.isascii() and key.isprintable() and key == key.strip()):
-        raise ValueError(f"{name} must be printable ASCII without blanks at its ends, to be sent in a header")
 
 
 def _check_ranks(ep: int) -> None:

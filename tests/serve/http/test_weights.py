@@ -4,6 +4,7 @@ import asyncio
 import json
 import shutil
 import threading
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -357,6 +358,21 @@ def test_what_a_trainer_sends_is_checked_as_a_folder_is(served, folders, monkeyp
     with pytest.raises(ValueError, match=rf"model\.norm\.weight in {LABEL} must be finite, but it holds NaN or Inf"):
         send_weights(served.url, KEY, model)
     assert_serves(served, folders[0], 0)
+
+
+def test_a_key_that_cannot_be_sent_is_refused_and_not_shown():
+    with pytest.raises(ValueError, match=r"^key must be printable ASCII without blanks at its ends") as refused:
+        send_weights("http://127.0.0.1:1", "secret\n", exact_model())
+    assert "secret" not in str(refused.value)
+
+
+def test_weights_are_sent_to_this_machine_without_the_proxy_of_the_environment(served, folders, monkeypatch):
+    with monkeypatch.context() as environment:
+        for name in ("no_proxy", "NO_PROXY"):
+            environment.delenv(name, raising=False)
+        environment.setenv("http_proxy", "http://127.0.0.1:1")
+        environment.setattr(urllib.request, "_opener", None)  # which has the proxy of its first use
+        assert send_weights(served.url, KEY, octile.load(folders[1])).version == 1
 
 
 def sent_body(**fields) -> dict:
