@@ -46,6 +46,7 @@ WORDING = {  # pydantic's name of an error: what the field must be
     "greater_than_equal": "at least {ge}",
     "less_than": "below {lt}",
     "less_than_equal": "at most {le}",
+    "multiple_of": "a multiple of {multiple_of}",
     "too_short": "a list of at least {min_length}",
     "too_long": "a list of at most {max_length}",
     "literal_error": "{expected}",
@@ -307,7 +308,7 @@ class CudaIpc(Body):
     """Memory of a GPU: the handle of an allocation, where the buffer begins in it, and the GPU's UUID."""
 
     handle: str
-    offset: Size
+    offset: Annotated[Size, Field(multiple_of=8)]  # a kernel that reads a number at another address ends the context
     device: str
 
 
