@@ -14,7 +14,7 @@ from torch import Tensor
 
 from octile.checkpoint.tensor_file import TORCH_DTYPES, TensorSpec, encode_header
 
-LABEL = Path("sent weights")  # in messages, where those about a folder name it
+LABEL = Path("the sent checkpoint")  # in messages, where those about a folder name it
 
 
 class ReadBytes(Protocol):
@@ -51,7 +51,8 @@ class PackedTensors:
         specs: tensor name → TensorSpec.
 
     Raises:
-        ValueError: a tensor has a dtype that torch lacks, or its bytes do not fit its shape or its dtype.
+        ValueError: a tensor has a dtype that torch lacks, its bytes do not fit its shape or its dtype, or two tensors
+            overlap.
     """
 
     def __init__(self, layout: Mapping[str, Any], memory: ReadBytes):
@@ -59,7 +60,8 @@ class PackedTensors:
         self.files = {"": self}
         self.specs: dict[str, TensorSpec] = {}
         self._layout, self._memory = layout, memory
-        for name, entry in layout.items():
+        filled = 0
+        for name, entry in sorted(layout.items(), key=lambda item: item[1]["data_offsets"]):
             dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
             if dtype not in TORCH_DTYPES:
                 raise ValueError(f"{LABEL}: {name} must have a dtype of {', '.join(TORCH_DTYPES)}, not {dtype!r}")
@@ -69,7 +71,11 @@ class PackedTensors:
                     f"{LABEL}: {name} must have {spec.nbytes} bytes, which begin at a multiple of its element size, "
                     f"not {begin} to {end}"
                 )
-            self.specs[name] = spec
+            if begin < filled:
+                raise ValueError(
+                    f"{LABEL}: {name} must begin after the tensor before it, from {filled}, not at {begin}"
+                )
+            self.specs[name], filled = spec, end
 
     def path_of(self, tensor: str) -> Path:
         """Return what messages call the file that holds a tensor."""

@@ -49,3 +49,9 @@ def test_a_layout_that_does_not_fit_is_refused(entry, message):
     layout = {"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16], **entry}}
     with pytest.raises(ValueError, match=message):
         PackedTensors(layout, Memory(64))
+
+
+def test_tensors_that_overlap_are_refused():
+    layout = {name: {"dtype": "F32", "shape": [2], "data_offsets": [at, at + 8]} for name, at in (("b", 4), ("a", 0))}
+    with pytest.raises(ValueError, match=r"b must begin after the tensor before it, from 8, not at 4$"):
+        PackedTensors(layout, Memory(12))
