@@ -202,8 +202,8 @@ class Engine:
         for request in self._requests.values():
             request.prompt_logprobs.clear()
         running = self._scheduler.running.values()
-        is_anew = in_flight == "recompute"
-        self._scheduler.recompute([request for request in running if is_anew or request.needs_prompt_logprobs])
+        recomputes_all = in_flight == "recompute"
+        self._scheduler.recompute([request for request in running if recomputes_all or request.needs_prompt_logprobs])
         self._scheduler.forget_latents()
         self._runner.update_weights()
         self.weights_version += 1
